@@ -1,0 +1,1 @@
+"""Function in, function out: transforms that know nothing of models."""
