@@ -1,0 +1,145 @@
+"""Text to tokens on disk: documents from files, bytes for tokens, a split by content, a memory-mapped cache.
+
+Every byte is its own id (0 to 255); `BOS` starts each document. The cache is written once per text and split, under a name
+that is the hash of the text, so that another text or another Python can never meet it.
+"""
+
+import hashlib
+import json
+import os
+import re
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from experiments import configs
+
+BOS = 256
+BYTE_VOCAB = 257
+PIECE = 16 * 1024  # bytes: a single document is cut at line ends into pieces of about this length, to hold some out
+SKIP = {"site-packages", "dist-packages", "test", "tests", "lib2to3", "idlelib", "turtledemo", "ensurepip", "encodings"}
+
+
+class DataError(ValueError):
+    """There is no usable data where the configuration says."""
+
+
+def documents(config: configs.Data) -> Iterator[bytes]:
+    """Yield the documents that a configuration names, in an order that does not depend on the file system."""
+    if isinstance(config, configs.Stdlib):
+        root = Path(sysconfig.get_paths()["stdlib"])
+        for path in sorted(root.rglob("*.py")):
+            if not SKIP.intersection(path.relative_to(root).parts):
+                yield path.read_bytes()
+    elif isinstance(config, configs.Pydoc):
+        from pydoc_data.topics import topics
+
+        for name in sorted(topics):
+            yield topics[name].encode()
+    elif isinstance(config, configs.Text):
+        yield from _text(Path(config.path).expanduser(), config)
+    else:
+        raise TypeError(f"{type(config).__name__} has no documents")
+
+
+def _text(path: Path, config: configs.Text) -> Iterator[bytes]:
+    if not path.exists():
+        raise DataError(f"cannot read data.path={path}: there is no such file or folder")
+    patterns = [pattern.strip() for pattern in config.pattern.split(",")]
+    files = [path] if path.is_file() else sorted({f for p in patterns for f in path.rglob(p) if f.is_file()})
+    if not files:
+        raise DataError(f"no text at data.path={path}: the folder has no file that matches {config.pattern}")
+    for file in files:
+        if file.suffix != ".jsonl":
+            yield file.read_bytes()
+            continue
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+            if not line.strip():
+                continue
+            try:
+                yield json.loads(line)[config.field].encode()
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise DataError(f"cannot read {file}:{number}: no JSON object with text in {config.field!r}") from error
+
+
+def tokenize(texts: list[bytes]) -> np.ndarray:
+    """Return documents as one array of uint16 ids, each document after a `BOS`."""
+    parts = [np.concatenate([[BOS], np.frombuffer(text, np.uint8)]).astype(np.uint16) for text in texts]
+    return np.concatenate(parts) if parts else np.zeros(0, np.uint16)
+
+
+def split(texts: list[bytes], val_fraction: float) -> tuple[list[bytes], list[bytes]]:
+    """Return (training, held-out) documents, chosen by the hash of each document's content and by nothing else.
+
+    Equal documents fall on one side. At least one document lands on each side.
+    """
+    if len(texts) == 1:
+        texts = [piece for piece in re.findall(rb"(?s).{%d}[^\n]*\n?|.+" % PIECE, texts[0]) if piece]
+    if len(set(texts)) < 2:
+        raise DataError("too little text: it must give at least two different documents, to train on and to hold out")
+    draw = {text: int.from_bytes(hashlib.sha256(text).digest()[:8], "big") / 2**64 for text in texts}
+    bound = max(val_fraction, min(draw.values()))
+    bound = bound if any(value > bound for value in draw.values()) else min(draw.values())
+    return [text for text in texts if draw[text] > bound], [text for text in texts if draw[text] <= bound]
+
+
+def token_files(config: configs.Data) -> tuple[np.ndarray, np.ndarray]:
+    """Return the memory-mapped (training, held-out) tokens of a text, tokenizing it where no cache exists."""
+    texts = [text for text in documents(config) if text]
+    if not texts:
+        raise DataError(f"no text at data.path={getattr(config, 'path', None)}: every document is empty")
+    digest = hashlib.sha256(f"bytes-1 {config.val_fraction}".encode())
+    for text in texts:
+        digest.update(len(text).to_bytes(8, "big") + text)
+    folder = _cache(config) / digest.hexdigest()[:24]
+    if not (folder / "held_out.bin").exists():
+        train, held_out = split(texts, config.val_fraction)
+        _write(folder / "train.bin", tokenize(train))
+        _write(folder / "held_out.bin", tokenize(held_out))
+    return _map(folder / "train.bin"), _map(folder / "held_out.bin")
+
+
+def _cache(config: configs.Data) -> Path:
+    return Path(config.cache).expanduser() if config.cache else user_cache() / "tokens"
+
+
+def user_cache() -> Path:
+    """Return this project's folder in the user's cache directory (`XDG_CACHE_HOME` is respected)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tiling-zoo"
+
+
+def _write(path: Path, tokens: np.ndarray) -> None:
+    """Write whole or not at all: another process may be doing the same."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        tokens.tofile(file)
+    os.replace(file.name, path)
+
+
+def _map(path: Path, dtype: str = "uint16") -> np.ndarray:
+    return np.memmap(path, dtype, "r")
+
+
+def mapped_blocks(config: configs.Tokens) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Return the (training, held-out) parts of token files: whole files by hash, or blocks where there is one file."""
+    pattern = Path(config.path).expanduser()
+    if pattern.is_dir():
+        pattern = pattern / "*.bin"
+    files = sorted(file for file in pattern.parent.glob(pattern.name) if file.stat().st_size)
+    if not files:
+        raise DataError(f"no tokens at data.path={config.path}: no such file, or only empty ones")
+    if bad := [file for file in files if file.stat().st_size % np.dtype(config.dtype).itemsize]:
+        raise DataError(f"cannot read {bad[0]} as data.dtype={config.dtype}: its size is no multiple of the type's")
+    arrays = [_map(file, config.dtype) for file in files]
+    if len(arrays) == 1:
+        length = max(1, min(2**20, len(arrays[0]) // 32))
+        arrays = [arrays[0][start : start + length] for start in range(0, len(arrays[0]), length)]
+    draws = [int.from_bytes(hashlib.sha256(a[:65536].tobytes()).digest()[:8], "big") / 2**64 for a in arrays]
+    bound = max(config.val_fraction, min(draws))
+    train = [array for array, draw in zip(arrays, draws, strict=True) if draw > bound]
+    if not train:
+        raise DataError(f"too few tokens at data.path={config.path}: nothing is left beside the held-out part")
+    return train, [array for array, draw in zip(arrays, draws, strict=True) if draw <= bound]

@@ -1,0 +1,182 @@
+"""The one file that knows both Hydra and the dataclasses: schemas in, a `Run` out, and errors in plain words.
+
+YAML files in `conf/` hold values only. Types and names come from mutable copies of the frozen dataclasses, because
+OmegaConf treats frozen ones as read-only. No JAX here.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import zoo.configs
+from experiments import configs
+
+CONF = Path(__file__).resolve().parent.parent / "conf"
+FAMILIES = {"gemma": zoo.configs.GemmaConfig}
+GROUPS = ("model", "data", "tiling", "optimizer", "hardware", "remat")
+FREE = ("hardware.compiler_options.",)  # keys under these are the user's own
+SCHEMAS = {  # group -> name of the schema -> dataclass
+    "data": {
+        "stdlib": configs.Stdlib,
+        "pydoc": configs.Pydoc,
+        "text": configs.Text,
+        "tokens": configs.Tokens,
+        "synthetic": configs.Synthetic,
+    },
+    "tiling": {"tiling": configs.Tiling},
+    "optimizer": {
+        "auto": configs.Optimizer,
+        "adamw": configs.AdamW,
+        "adafactor": configs.Adafactor,
+        "adafactor_layerwise": configs.AdafactorLayerwise,
+        "sgd": configs.Sgd,
+    },
+    "hardware": {"hardware": configs.Hardware},
+    "remat": {"remat": configs.Remat},
+}
+
+
+class ConfigError(ValueError):
+    """A command line that does not describe a run."""
+
+
+def build_model(*, family: str, weights: str | None, **fields: Any) -> configs.Model:
+    """Return the model part of a run: the family's own frozen config, and where the weights are."""
+    return configs.Model(config=FAMILIES[family](**fields), weights=weights)
+
+
+def schema_of(cls: type, target: str | None = None, **extra: tuple[Any, Any]) -> type:
+    """Return a mutable copy of a frozen dataclass, with its types and defaults, that `instantiate` turns back."""
+    from omegaconf import MISSING
+
+    hints = get_type_hints(cls)
+    fields: list[Any] = [("_target_", str, target or f"{cls.__module__}.{cls.__qualname__}")]
+    for f in dataclasses.fields(cls):
+        kind = Any if dataclasses.is_dataclass(hints[f.name]) else hints[f.name]
+        if f.default_factory is not dataclasses.MISSING:
+            default: Any = dataclasses.field(default_factory=f.default_factory)
+        else:
+            default = dataclasses.field(default=MISSING if f.default is dataclasses.MISSING else f.default)
+        fields.append((f.name, kind, default))
+    fields += [(name, kind, dataclasses.field(default=value)) for name, (kind, value) in extra.items()]
+    return dataclasses.make_dataclass(cls.__name__, fields)
+
+
+def register() -> None:
+    """Put every schema where the `defaults` lists of the YAML files look for it."""
+    from hydra.core.config_store import ConfigStore
+
+    store = ConfigStore.instance()
+    store.store(group="schema", name="run", node=schema_of(configs.Run), package="_global_")
+    store.store(group="schema", name="eval", node=schema_of(configs.Evaluation), package="eval")
+    store.store(group="schema", name="save", node=schema_of(configs.Save), package="save")
+    for group, schemas in SCHEMAS.items():
+        for name, cls in schemas.items():
+            store.store(group=f"{group}/schema", name=name, node=schema_of(cls), package=group)
+    for name, cls in FAMILIES.items():
+        node = schema_of(
+            cls, f"{build_model.__module__}.{build_model.__name__}", family=(str, name), weights=(str | None, None)
+        )
+        store.store(group="model/schema", name=name, node=node, package="model")
+
+
+def options(group: str) -> list[str]:
+    """Return the choices of a config group, by its files."""
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+def compose(overrides: Sequence[str]) -> tuple[configs.Run, dict[str, str]]:
+    """Return the run that the overrides describe, and which option of each group it uses.
+
+    Raises:
+        ConfigError: an unknown key or option (naming the closest one) or a value of the wrong type.
+    """
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    register()
+    overrides = [f"+{override}" if override.startswith(FREE) else override for override in overrides]
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        try:
+            composed = hydra_compose("config", overrides=overrides, return_hydra_config=True)
+            extra = [override for override in overrides if override.startswith(("+", "~"))]
+            if extra and not all(override.lstrip("+").startswith(FREE) for override in extra):
+                raise HydraException(f"`{extra[0]}` would add or remove a key")
+        except (HydraException, OmegaConfBaseException) as error:
+            known = hydra_compose("config", overrides=_valid_choices(overrides))
+            raise ConfigError(_explain(error, overrides, known)) from None
+    choices = {key: str(value) for key, value in composed.hydra.runtime.choices.items() if key in GROUPS}
+    return instantiate(composed), choices
+
+
+def instantiate(composed: Any) -> configs.Run:
+    """Return a composed configuration as frozen dataclasses; nothing after this sees Hydra."""
+    from hydra.errors import InstantiationException
+    from hydra.utils import instantiate as hydra_instantiate
+    from omegaconf import OmegaConf, open_dict
+
+    with open_dict(composed):
+        composed.pop("hydra", None)
+    missing = sorted(OmegaConf.missing_keys(composed))
+    if missing:
+        raise ConfigError(f"missing value: {', '.join(f'{key}=...' for key in missing)} must be given")
+    try:
+        return hydra_instantiate(composed, _convert_="object")
+    except InstantiationException as error:
+        raise ConfigError(str(error.__cause__ or error)) from None
+
+
+def _valid_choices(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides that pick an existing option of a group, so that the keys they bring are known."""
+    pairs = [override.split("=", 1) for override in overrides if "=" in override]
+    return [f"{key}={value}" for key, value in pairs if key in GROUPS and value in options(key)]
+
+
+def _keys(node: Any, prefix: str = "") -> list[str]:
+    from omegaconf import DictConfig, OmegaConf
+
+    found = []
+    for key in node:
+        if key == "_target_":
+            continue
+        found.append(prefix + str(key))
+        if not OmegaConf.is_missing(node, key) and isinstance(node[key], DictConfig):
+            found += _keys(node[key], f"{prefix}{key}.")
+    return found
+
+
+def _explain(error: Exception, overrides: Sequence[str], known: Any) -> str:
+    """Return one line: which override is wrong, why, and the closest thing that exists."""
+    keys = sorted({*_keys(known), *GROUPS})
+    for override in overrides:
+        key, equals, value = override.lstrip("+~").partition("=")
+        if not equals and not override.startswith("~"):
+            return f"cannot read `{override}`: overrides look like key=value, for example tiling.n=8"
+        if key in GROUPS and value not in options(key):
+            close = difflib.get_close_matches(value, options(key), n=1, cutoff=0.4)
+            hint = f"Did you mean {key}={close[0]}? " if close else ""
+            return f"unknown option `{override}`: {hint}Choices for {key}: {', '.join(options(key))}"
+        if key.split("@")[0] not in keys and not key.startswith(("hydra", *FREE)):
+            return f"unknown override `{override}`: there is no `{key}`. {_closest(key, keys)}"
+    reason = str(error.__cause__ or error).strip().splitlines()[0]
+    culprit = next((o for o in overrides if str(getattr(error.__cause__, "full_key", None)) == o.split("=")[0]), None)
+    return f"bad override `{culprit}`: {reason}" if culprit else reason
+
+
+def _closest(key: str, keys: Sequence[str]) -> str:
+    """Return the hint for an unknown key: `n` means `tiling.n`, a slip means its neighbour, else the group's keys."""
+    group, _, last = key.rpartition(".")
+    inside = {known.rpartition(".")[2]: known for known in keys if known.rpartition(".")[0] == group}
+    same = [known for known in keys if known.rpartition(".")[2] == last]
+    near = [inside[name] for name in difflib.get_close_matches(last, inside, cutoff=0.6)]
+    if near or same:
+        return f"Did you mean `{(near or same)[0]}`?"
+    if group and inside:
+        return f"`{group}` has: {', '.join(inside)}."
+    if near := difflib.get_close_matches(key, keys):
+        return f"Did you mean `{near[0]}`?"
+    return "`--help` lists what there is."
