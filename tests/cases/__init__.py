@@ -1,0 +1,36 @@
+"""The table of user functions that `tile` must leave unchanged: `CASES[name]`.
+
+Every function is written as a user would write it, with no thought of tiling. One module per kind of function; each
+adds its rows with the decorator in `table.py`. Dimension key: `N` tokens, `B` batch, `S` sequence, `D` embed,
+`V` vocabulary, `K` a small extra dim.
+"""
+
+from tests.cases import (
+    classification,
+    composition,
+    metrics,
+    modules,
+    policy,
+    refusals,
+    regression,
+    shapes,
+    statistics,
+    vocabulary,
+)
+from tests.cases.table import CASES, Case, Draw
+
+__all__ = [
+    "CASES",
+    "Case",
+    "Draw",
+    "classification",
+    "composition",
+    "metrics",
+    "modules",
+    "policy",
+    "refusals",
+    "regression",
+    "shapes",
+    "statistics",
+    "vocabulary",
+]

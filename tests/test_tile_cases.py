@@ -1,0 +1,117 @@
+"""`tile` leaves every function of the table in `cases` unchanged, in value, aux, gradients and the other modes."""
+
+import math
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import tree_util as jtu
+
+from tests.cases import CASES, Case
+from tests.helpers import Call, as_jax, assert_no_large, assert_tiles, evaluate, largest, probe, relative_error, tiled
+from transforms import TileError
+
+TILES = [case for case in CASES.values() if case.expect == "tiles"]
+EXACT_OR_REFUSED = [case for case in CASES.values() if case.expect == "either"]
+REFUSED = [case for case in CASES.values() if case.expect == "refused"]
+HEADS = [case for case in TILES if case.head]
+COUNTS = (1, 4, 7)
+
+
+def each(cases: list[Case]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("case", cases, ids=[case.name for case in cases])
+
+
+def check(case: Case, n: int | tuple[int, ...], **options) -> bool:
+    args, kwargs = case.draw()
+    options = {"tolerance": None if case.tolerance == 3e-5 else case.tolerance, "closed": case.closed} | options
+    return assert_tiles(case.fn, case.axis, n, args, case.has_aux, kwargs=kwargs, **options)
+
+
+def call_of(case: Case, dtype: jnp.dtype) -> Call:
+    args, kwargs = as_jax(case.draw(), dtype)
+    return Call(fn=case.fn, args=args, kwargs=kwargs, has_aux=case.has_aux)
+
+
+@each(TILES)
+def test_equals_untiled(case):
+    check(case, COUNTS)
+
+
+@each(EXACT_OR_REFUSED)
+def test_equals_untiled_or_is_refused(case):
+    check(case, COUNTS, may_refuse=True)
+
+
+@each(REFUSED)
+def test_is_refused(case):
+    with pytest.raises(TileError):
+        check(case, 4)
+
+
+@each(HEADS)
+def test_makes_no_untiled_intermediate(case):
+    """No array larger than every input and output, nor than a tile's share of the untiled function's largest."""
+    call = call_of(case, jnp.float32)
+    function, arrays = probe(call, call.fn)
+    untiled = jax.make_jaxpr(function)(*arrays)
+    shapes = [v.aval.shape for v in (*untiled.jaxpr.invars, *untiled.jaxpr.outvars)]
+    limit = max(math.prod(shape) for shape in shapes) + 1
+    assert largest(untiled) >= limit, "the untiled function makes nothing larger than its inputs and outputs"
+    n = 4
+    share = math.ceil(largest(untiled) * -(-length(case) // n) / length(case))
+    function, arrays = probe(call, tiled(case.fn, case.axis, n, case.has_aux, case.closed))
+    assert_no_large(jax.make_jaxpr(function)(*arrays), max(limit, share + 1))
+
+
+def length(case: Case) -> int:
+    """The length of the cut axis."""
+    args = case.draw()[0][case.closed :]
+    prefix = case.axis if isinstance(case.axis, tuple) else (case.axis,) * len(args)
+    for axis, arg in zip(prefix, args, strict=True):
+        if isinstance(axis, int):
+            return next(leaf.shape[axis] for leaf in jtu.tree_leaves(arg) if eqx.is_array_like(leaf) and leaf.ndim)
+    return args[0][1].shape[0]
+
+
+@each(TILES[::5])
+@pytest.mark.parametrize("mode", ["jvp", "vmap", "checkpoint"])
+def test_equals_untiled_under(case, mode):
+    check(case, 4, modes=(mode,))
+
+
+@pytest.mark.heavy
+@each([case for case in TILES if case.differentiable])
+@pytest.mark.parametrize("mode", ["jvp", "vmap", "checkpoint"])
+def test_equals_untiled_under_all(case, mode):
+    check(case, 4, modes=(mode,))
+
+
+@each([case for case in TILES if case.x64][::4])
+def test_equals_untiled_in_float64(case):
+    with jax.enable_x64(True):
+        check(case, 4, dtype=jnp.float64)
+
+
+@pytest.mark.heavy
+@each([case for case in CASES.values() if case.x64 and case.expect != "refused"])
+def test_equals_untiled_in_float64_all(case):
+    with jax.enable_x64(True):
+        check(case, COUNTS, dtype=jnp.float64, may_refuse=case.expect == "either")
+
+
+@pytest.mark.heavy
+@each(list(CASES.values()))
+def test_case_is_well_posed(case):
+    """The untiled function is finite, has a gradient, and float32 alone does not cost the tolerance."""
+    call = call_of(case, jnp.float32)
+    single = evaluate(call, case.fn)
+    assert all(jnp.isfinite(leaf).all() for leaf in jtu.tree_leaves(single["grads"])), "a gradient is not finite"
+    assert any(jnp.any(leaf != 0) for leaf in jtu.tree_leaves(single["grads"])) == case.differentiable
+    if not case.x64:
+        return
+    with jax.enable_x64(True):
+        double = evaluate(call_of(case, jnp.float64), case.fn)
+    for (path, a), b in zip(jtu.tree_leaves_with_path(single), jtu.tree_leaves(double), strict=True):
+        assert relative_error(a, jnp.asarray(b, a.dtype)) < case.tolerance / 4, jtu.keystr(path)
