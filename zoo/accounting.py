@@ -1,0 +1,39 @@
+"""What a model costs, from its config alone: parameters and FLOPs. Nothing is allocated and JAX is not imported.
+
+FLOPs are those of the mathematics, as in model-FLOP utilisation: two per multiply-add of every matrix product, the head
+once (tied or not), the embedding lookup not at all, attention only over keys that a query sees, no recomputation.
+"""
+
+import math
+
+from zoo.configs import GemmaConfig
+from zoo.tables import rows
+
+
+def count_params(config: GemmaConfig) -> int:
+    """Return the exact number of parameters, the tied table counted once."""
+    return sum(math.prod(row.shape(config.dims)) for row in rows(config))
+
+
+def head_flops(config: GemmaConfig, batch: int, seq: int) -> int:
+    """Return the FLOPs of the logits of `batch` sequences of `seq` tokens, forward only."""
+    return 2 * batch * seq * config.embed_dim * config.vocab_size
+
+
+def forward_flops(config: GemmaConfig, batch: int, seq: int) -> int:
+    """Return the FLOPs of one forward pass, hidden states and logits."""
+    matrices = sum(math.prod(row.shape(config.dims)) for row in rows(config) if row.stacked and row.fan_in)
+    pairs = sum(_visible_pairs(seq, window) for window in config.layer_windows)
+    attention = 4 * batch * pairs * config.num_heads * config.head_dim
+    return 2 * batch * seq * matrices + attention + head_flops(config, batch, seq)
+
+
+def train_flops(config: GemmaConfig, batch: int, seq: int) -> int:
+    """Return the FLOPs of one forward and backward pass: three times the forward."""
+    return 3 * forward_flops(config, batch, seq)
+
+
+def _visible_pairs(seq: int, window: int | None) -> int:
+    """Count the (query, key) pairs that causal attention over `window` keys keeps."""
+    width = seq if window is None else min(seq, window)
+    return width * (width + 1) // 2 + (seq - width) * width
