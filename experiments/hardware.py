@@ -1,0 +1,196 @@
+"""The device, and what suits it: every value that the user left open is chosen here, by device and model size."""
+
+import dataclasses
+import os
+import resource
+from dataclasses import dataclass
+from typing import Any
+
+import zoo.accounting
+from experiments import configs
+from experiments.configs import DType, Platform
+
+GIB = 2**30
+# XLA:CPU hoists the float32 copy of a whole bfloat16 stack of layers out of the loop over them unless this pass is off.
+KEEP_CASTS_IN_LOOPS = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
+
+
+class HardwareError(RuntimeError):
+    """The device that was asked for is not there."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the run will run on.
+
+    Attributes:
+        platform: cpu, gpu or tpu.
+        name: for people.
+        memory: bytes that are free for this run.
+    """
+
+    platform: str
+    name: str
+    memory: int
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Sizes that suit models of up to `params` parameters: about a second a step, and minutes altogether."""
+
+    params: float
+    batch_size: int
+    seq_len: int
+    steps: int
+    eval_batches: int
+
+
+SCALES = {
+    "cpu": (
+        Scale(6e6, 16, 256, 300, 16),
+        Scale(6e7, 8, 256, 50, 4),
+        Scale(6e8, 2, 256, 10, 2),
+        Scale(float("inf"), 1, 128, 5, 1),
+    ),
+    "gpu": (
+        Scale(6e6, 64, 512, 1000, 16),
+        Scale(6e8, 32, 1024, 500, 16),
+        Scale(float("inf"), 8, 2048, 100, 8),
+    ),
+}
+SCALES["tpu"] = SCALES["gpu"]
+RATES = {configs.AdamW: 3e-3, configs.Adafactor: 2e-2, configs.AdafactorLayerwise: 2e-2, configs.Sgd: 1e-1}
+REMAT_ABOVE = 2e7  # parameters: below, activations are small and recomputing them is time lost
+TILE_BYTES = 2**28  # largest float32 logits of one tile under tiling.n=auto
+LEAST_TILE = 128  # tokens: shorter tiles make matrix products slow
+
+
+def prepare(platform: Platform) -> Device:
+    """Import JAX for a platform, quietly and with its compilation cache on; return the device.
+
+    Raises:
+        HardwareError: there is no such device.
+    """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+    if platform is not Platform.auto:
+        os.environ["JAX_PLATFORMS"] = {"gpu": "cuda,rocm"}.get(platform.value, platform.value)
+    import logging
+
+    import jax
+
+    from experiments.corpus import user_cache
+
+    logging.getLogger("jax").setLevel(logging.ERROR)
+    jax.config.update("jax_compilation_cache_dir", str(user_cache() / "xla"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    try:
+        device = jax.devices()[0]
+    except RuntimeError as error:
+        raise HardwareError(
+            f"hardware={platform.value} is not there: {str(error).splitlines()[0]}. "
+            f"Install JAX for it (the extras cuda and tpu), or use hardware=auto."
+        ) from None
+    return Device(device.platform, _name(device), free_memory(device))
+
+
+def _name(device: Any) -> str:
+    if device.platform != "cpu":
+        return device.device_kind
+    return f"CPU with {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores"
+
+
+def free_memory(device: Any) -> int:
+    """Return how many bytes a device has free."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats:
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    free = [_meminfo("MemAvailable")]
+    for used, limit in (("memory.current", "memory.max"), ("memory/memory.usage_in_bytes", "memory/memory.limit_in_bytes")):
+        try:
+            with open(f"/sys/fs/cgroup/{limit}") as file, open(f"/sys/fs/cgroup/{used}") as other:
+                free.append(int(file.read()) - int(other.read()))
+        except (OSError, ValueError):  # no such controller, or no limit
+            continue
+    return min(free)
+
+
+def _meminfo(field: str) -> int:
+    try:
+        with open("/proc/meminfo") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith(field))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def used_memory() -> tuple[int, int]:
+    """Return (bytes in use now, the most so far): of the process on a CPU, of the device elsewhere."""
+    import jax
+
+    stats = jax.local_devices()[0].memory_stats() if jax.default_backend() != "cpu" else None
+    if stats:
+        return stats["bytes_in_use"], stats["peak_bytes_in_use"]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if os.uname().sysname == "Darwin" else 1024)
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE"), peak
+    except OSError:
+        return peak, peak
+
+
+def resolve(config: configs.Run, device: Device) -> tuple[configs.Run, dict[str, Any]]:
+    """Return the configuration with every open value chosen, and the choices by their dotted names."""
+    params = zoo.accounting.count_params(config.model.config)
+    scale = next(scale for scale in SCALES[device.platform] if params <= scale.params)
+    memory = config.hardware.memory_gib * GIB if config.hardware.memory_gib else device.memory
+    roomy = 16 * params < 0.8 * memory  # float32 parameters, gradients and two moments
+    chosen: dict[str, Any] = {}
+
+    def choose(part: Any, group: str, **values: Any) -> Any:
+        open_values = {name: value for name, value in values.items() if getattr(part, name) in (None, "auto")}
+        chosen.update({f"{group}{name}": value for name, value in open_values.items()})
+        return dataclasses.replace(part, **open_values)
+
+    config = choose(config, "", steps=scale.steps, batch_size=scale.batch_size, seq_len=scale.seq_len)
+    hardware = choose(
+        config.hardware,
+        "hardware.",
+        platform=Platform(device.platform),
+        param_dtype=DType.float32 if roomy else DType.bfloat16,
+        compute_dtype=DType.float32 if device.platform == "cpu" else DType.bfloat16,
+        headroom_gib=1.0 if device.platform == "cpu" else 0.5,
+    )
+    if device.platform == "cpu" and hardware.param_dtype is DType.bfloat16:
+        options = {**KEEP_CASTS_IN_LOOPS, **hardware.compiler_options}
+        if options != hardware.compiler_options:
+            chosen["hardware.compiler_options"] = options
+        hardware = dataclasses.replace(hardware, compiler_options=options)
+    optimizer = config.optimizer
+    if type(optimizer) is configs.Optimizer:
+        cls = configs.AdamW if hardware.param_dtype is DType.float32 and roomy else configs.AdafactorLayerwise
+        optimizer = cls(**{field.name: getattr(optimizer, field.name) for field in dataclasses.fields(optimizer)})
+        chosen["optimizer"] = option_name(cls)
+    optimizer = choose(optimizer, "optimizer.", learning_rate=_rate(type(optimizer), params))
+    if config.tiling.n == "auto":
+        # Fewest tiles with small logits, none shorter than is efficient.
+        logits = 4 * config.tokens_per_step * config.model.config.vocab_size
+        fewest = min(-(-logits // TILE_BYTES), max(1, config.tokens_per_step // LEAST_TILE))
+        chosen["tiling.n"] = fewest if fewest > 1 else "none"
+        config = dataclasses.replace(config, tiling=configs.Tiling(n=chosen["tiling.n"]))
+    remat = choose(config.remat, "remat.", policy="full" if params > REMAT_ABOVE else "none")
+    evaluation = choose(config.eval, "eval.", batches=scale.eval_batches)
+    config = dataclasses.replace(config, hardware=hardware, optimizer=optimizer, remat=remat, eval=evaluation)
+    return config, chosen
+
+
+def _rate(optimizer: type, params: int) -> float:
+    """Return a peak learning rate: AdamW's falls with the root of the model's size, Adafactor's is relative already."""
+    rate = RATES[optimizer]
+    return rate if optimizer is not configs.AdamW else float(f"{rate * min(1.0, (3e6 / params) ** 0.5):.1g}")
+
+
+def option_name(cls: type) -> str:
+    """Return the option of the optimizer group that a class stands for."""
+    from experiments.schema import SCHEMAS
+
+    return next(name for name, other in SCHEMAS["optimizer"].items() if other is cls)

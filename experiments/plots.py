@@ -1,0 +1,149 @@
+"""The two pictures of a run: the loss, and the memory planned and used. matplotlib is imported only to draw."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments import configs
+from experiments.hardware import GIB
+from experiments.metrics import Record
+from experiments.preflight import Memory, Plan
+
+INK, FAINT, GRID = "#1f2430", "#8a91a0", "#e6e8ee"
+BLUE, ORANGE = "#2f6fde", "#e07a1f"
+PARTS = {
+    "weights": "#27407a",
+    "optimizer": "#7a4fa3",
+    "gradients": "#4d8fd1",
+    "head": "#e07a1f",
+    "activations": "#f2c46d",
+}
+STYLE = {
+    "font.size": 10,
+    "font.family": "DejaVu Sans",
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": FAINT,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
+    "axes.titlesize": 11,
+    "axes.titlepad": 12,
+    "grid.color": GRID,
+    "xtick.color": FAINT,
+    "ytick.color": FAINT,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "legend.frameon": False,
+    "figure.dpi": 150,
+}
+
+
+def draw(directory: Path, records: list[Record], plan: Plan, config: configs.Run) -> None:
+    """Write loss.png and memory.png; what was not measured is not drawn."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    with plt.rc_context(STYLE):
+        for name, figure in (
+            ("loss.png", _loss(plt, records, directory.name)),
+            ("memory.png", _memory(plt, records, plan, config, directory.name)),
+        ):
+            figure.savefig(directory / name, bbox_inches="tight", pad_inches=0.2)
+            plt.close(figure)
+
+
+def _loss(plt: Any, records: list[Record], name: str) -> Any:
+    in_bits = any(record.bits_per_byte is not None for record in records)
+    field, unit = ("bits_per_byte", "bits per byte") if in_bits else ("loss", "nats per token")
+    train = _series(records, field)
+    held_out = _series(records, f"held_out_{field}")
+    figure, axes = plt.subplots(figsize=(7.2, 4.2), layout="constrained")
+    if len(train[0]):
+        smooth = len(train[0]) >= 40
+        axes.plot(*train, color=BLUE, alpha=0.25 if smooth else 1, lw=1 if smooth else 1.8, label="each step")
+        if smooth:
+            axes.plot(train[0], _smoothed(train[1]), color=BLUE, lw=2, label="smoothed")
+    if len(held_out[0]):
+        axes.plot(*held_out, color=ORANGE, lw=1.2, ls=(0, (4, 3)), marker="o", ms=6, label="held-out text")
+        for step, value in {held_out[0][0]: held_out[1][0], held_out[0][-1]: held_out[1][-1]}.items():
+            axes.annotate(f"{value:.2f}", (step, value), (0, 9), textcoords="offset points", color=ORANGE, ha="center")
+    _whole_steps(axes, records)
+    axes.margins(y=0.12)
+    axes.set(title=name, xlabel="step", ylabel=unit)
+    axes.legend(loc="upper right")
+    return figure
+
+
+def _memory(plt: Any, records: list[Record], plan: Plan, config: configs.Run, name: str) -> Any:
+    bars: dict[str, Memory] = {f"this run\n(tiling.n={config.tiling.n})": plan.memory}
+    if plan.untiled is not None:
+        bars["untiled"] = plan.untiled
+    used = _series(records, "memory_bytes")
+    size, unit = (GIB, "GiB") if max(bar.total for bar in bars.values()) > GIB else (2**20, "MiB")
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(10, 4.2), layout="constrained", width_ratios=(3, 4), gridspec_kw={"wspace": 0.06}
+    )
+    _stacks(left, bars, size, unit)
+    top = max(bar.total for bar in bars.values())
+    if plan.available < 4 * top:
+        left.axhline(plan.available / size, color=INK, lw=1.2, ls=(0, (4, 3)))
+        left.annotate("available", (1, plan.available / size), (-2, 4), xycoords=("axes fraction", "data"),
+                      textcoords="offset points", ha="right", color=INK, fontsize=9)  # fmt: skip
+    left.set(title=f"{name}: the compiled step", ylabel=unit)
+    if len(used[0]):
+        right.plot(used[0], used[1] / size, color=BLUE, lw=1.8, marker="o" if len(used[0]) < 40 else None, ms=4)
+        right.set_ylim(0, 1.15 * max(plan.memory.total, used[1].max()) / size)
+        right.axhline(plan.memory.total / size, color=ORANGE, lw=1.2, ls=(0, (4, 3)))
+        right.annotate("planned", (1, plan.memory.total / size), (-2, 4), xycoords=("axes fraction", "data"),
+                       textcoords="offset points", ha="right", color=ORANGE, fontsize=9)  # fmt: skip
+    _whole_steps(right, records)
+    right.set(title="in use after each step", xlabel="step", ylabel=unit)
+    return figure
+
+
+def _stacks(axes: Any, bars: dict[str, Memory], size: int, unit: str) -> None:
+    """Draw one stacked bar per memory, its parts labelled once and its total on top."""
+    labels = list(bars)
+    bottom = np.zeros(len(labels))
+    for part, colour in PARTS.items():
+        heights = np.array([getattr(bar, part) / size for bar in bars.values()])
+        axes.bar(labels, heights, 0.55, bottom, color=colour, label=part, edgecolor="white", lw=0.8)
+        bottom += heights
+    for x, height in enumerate(bottom):
+        axes.annotate(f"{height:,.1f} {unit}", (x, height), (0, 4), textcoords="offset points", ha="center", weight="bold")
+    axes.margins(y=0.18)
+    axes.set_xlim(-0.6, len(labels) - 0.4)
+    axes.grid(axis="x", visible=False)
+    handles, names = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], names[::-1], loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, fontsize=9)
+
+
+def _series(records: list[Record], field: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the steps and values at which a field was measured."""
+    pairs = [(record.step, getattr(record, field)) for record in records if getattr(record, field) is not None]
+    return np.array([step for step, _ in pairs]), np.array([value for _, value in pairs], float)
+
+
+def _smoothed(values: np.ndarray) -> np.ndarray:
+    """Exponential average over about a twentieth of the run, without the bias of its start."""
+    keep = 1 - 20 / max(len(values), 21)
+    total = weight = 0.0
+    result = []
+    for value in values:
+        total, weight = keep * total + value, keep * weight + 1
+        result.append(total / weight)
+    return np.array(result)
+
+
+def _whole_steps(axes: Any, records: list[Record]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlim(-0.02 * records[-1].step - 0.2 if records else 0, 1.03 * max(1, records[-1].step if records else 1))

@@ -1,0 +1,183 @@
+"""What a run will cost, from its compiled step, before anything is allocated; and what to change if it does not fit."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+import zoo.accounting
+from experiments import configs, hardware, program, schema
+from experiments.hardware import GIB, Device
+
+MOST_COMPILED = 16  # candidates that are compiled in search of one that fits
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a compiled training step; `total` is measured, the parts share it out."""
+
+    weights: int
+    optimizer: int
+    gradients: int
+    head: int
+    activations: int
+    total: int
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """The parts by name, in the order of the table."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "total"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run's cost, and the executable that will carry it out."""
+
+    params: int
+    flops: int
+    memory: Memory
+    untiled: Memory | None  # None where the run itself is untiled
+    available: int
+    headroom: int
+    compiled: Any
+    state: Any
+
+    @property
+    def fits(self) -> bool:
+        """Whether the step and the headroom are within what is available."""
+        return self.memory.total + self.headroom <= self.available
+
+
+class DoesNotFitError(RuntimeError):
+    """The compiled step needs more memory than there is."""
+
+
+def plan(config: configs.Run, device: Device) -> Plan:
+    """Return what a resolved run costs. Compiles its step, and the untiled one for comparison; allocates nothing."""
+    state = program.abstract_state(config)
+    compiled = program.compile_train(config, state)
+    untiled = None
+    if config.tiling.n != "none":
+        plain = dataclasses.replace(config, tiling=configs.Tiling(n="none"))
+        untiled = measure(plain, state, program.compile_train(plain, state))
+    return Plan(
+        params=zoo.accounting.count_params(config.model.config),
+        flops=zoo.accounting.train_flops(config.model.config, config.batch_size, config.seq_len),
+        memory=measure(config, state, compiled),
+        untiled=untiled,
+        available=available(config, device),
+        headroom=int(config.hardware.headroom_gib * GIB),
+        compiled=compiled,
+        state=state,
+    )
+
+
+def available(config: configs.Run, device: Device) -> int:
+    """Return the bytes that the run may plan with."""
+    limit = config.hardware.memory_gib
+    return device.memory if limit is None else int(limit * GIB)
+
+
+def measure(config: configs.Run, state: Any, compiled: Any) -> Memory:
+    """Return the memory of a compiled step. Weights, optimizer and gradients are exact; the head is compiled alone."""
+    stats = compiled.compiled.memory_analysis()
+    weights, optimizer = bytes_of(state.model), bytes_of(state.opt_state)
+    temp = stats.temp_size_in_bytes
+    gradients = min(weights, temp)
+    head = min(program.compile_head(config, state).compiled.memory_analysis().temp_size_in_bytes, temp - gradients)
+    total = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes + temp
+    return Memory(weights, optimizer, gradients, head, temp - gradients - head, total)
+
+
+def bytes_of(tree: Any) -> int:
+    """Return the bytes of every array, abstract ones included, in a tree."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype"))
+
+
+def suggest(overrides: Sequence[str], config: configs.Run, device: Device) -> tuple[list[str], Plan] | None:
+    """Return the smallest set of overrides that makes a run fit, and its plan; None if no tried set does.
+
+    Sets are tried by size, those that change least first. What cannot fit by its weights, gradients and optimizer alone
+    is skipped; the rest is compiled, never allocated.
+    """
+    compiled = 0
+    for names in _subsets(config):
+        strongest = [levels[-1] for levels in names]
+        if compiled >= MOST_COMPILED:
+            return None
+        if not _could_fit(overrides, strongest, device):
+            continue
+        compiled += 1
+        found = _try(overrides, strongest, device)
+        if found is None:
+            continue
+        for levels in itertools.product(*names):  # the weakest levels that still do
+            if list(levels) == strongest or compiled >= MOST_COMPILED:
+                break
+            compiled += 1
+            if weaker := _try(overrides, levels, device):
+                return list(levels), weaker
+        return strongest, found
+    return None
+
+
+def _subsets(config: configs.Run) -> Iterator[tuple[list[str], ...]]:
+    """Yield sets of changes, each a list of levels from weak to strong; small sets first."""
+    changes = []
+    tokens, batch, seq = config.tokens_per_step, config.batch_size or 1, config.seq_len or 1
+    tiles = [n for n in (8, 32, 128) if n * hardware.LEAST_TILE <= tokens and (config.tiling.n == "none" or n > config.tiling.n)]
+    if tiles:
+        changes.append([f"tiling.n={n}" for n in tiles])
+    if config.remat.policy != "full":
+        changes.append(["remat=full"])
+    halves = lambda value, least: [value >> i for i in range(1, 20) if value >> i >= least]
+    if batch > 1:
+        changes.append([f"batch_size={size}" for size in halves(batch, 1)])
+    if not isinstance(config.optimizer, configs.AdafactorLayerwise):
+        changes.append(["optimizer=adafactor_layerwise"])
+    if config.hardware.param_dtype is not configs.DType.bfloat16:
+        changes.append(["hardware.param_dtype=bfloat16"])
+    if seq > 128:
+        changes.append([f"seq_len={size}" for size in halves(seq, 128)])
+    for size in range(1, len(changes) + 1):
+        yield from itertools.combinations(changes, size)
+
+
+def with_overrides(overrides: Sequence[str], changes: Sequence[str]) -> list[str]:
+    """Return overrides with some replaced: a group's new option also drops the old option's own values."""
+    keys = [change.split("=")[0] for change in changes]
+    replaced = lambda key: any(key == k or (k in schema.GROUPS and key.startswith(f"{k}.")) for k in keys)
+    return [override for override in overrides if not replaced(override.lstrip("+").split("=")[0])] + list(changes)
+
+
+def _changed(overrides: Sequence[str], changes: Sequence[str], device: Device) -> configs.Run | None:
+    try:
+        return hardware.resolve(schema.compose(with_overrides(overrides, changes))[0], device)[0]
+    except schema.ConfigError:
+        return None
+
+
+def _could_fit(overrides: Sequence[str], changes: Sequence[str], device: Device) -> bool:
+    config = _changed(overrides, changes, device)
+    if config is None:
+        return False
+    state = program.abstract_state(config)
+    return 2 * bytes_of(state.model) + bytes_of(state.opt_state) <= available(config, device)
+
+
+def _try(overrides: Sequence[str], changes: Sequence[str], device: Device) -> Plan | None:
+    config = _changed(overrides, changes, device)
+    result = None if config is None else plan(config, device)
+    return result if result is not None and result.fits else None
+
+
+def largest_model(device_memory: int, fits: Callable[[int], bool]) -> str | None:
+    """Return the largest model of the zoo whose number of parameters `fits`."""
+    sizes = {}
+    for name in schema.options("model"):
+        sizes[name] = zoo.accounting.count_params(schema.compose([f"model={name}"])[0].model.config)
+    within = [name for name in sizes if fits(sizes[name])]
+    return max(within, key=sizes.__getitem__, default=None)

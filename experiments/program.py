@@ -1,0 +1,117 @@
+"""The compiled programs of a run, made from shapes alone: the training step, the evaluation step, and their parts.
+
+`B` batch `S` sequence `T` tokens (B*S) `D` embed.
+"""
+
+import functools
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jax import ShapeDtypeStruct as Shape
+
+from experiments import configs, optimizer
+from transforms.remat import remat
+from transforms.step import State, compile_step, make_eval_step, make_train_step
+from zoo import Gemma
+
+
+def head_loss(model: Any, hidden_TD: jax.Array, targets_T: jax.Array, mask_T: jax.Array) -> jax.Array:
+    """Return the mean cross-entropy of the tokens that count, in nats."""
+    losses_T = optax.softmax_cross_entropy_with_integer_labels(model.logits(hidden_TD), targets_T)
+    return jnp.sum(losses_T * mask_T) / jnp.maximum(jnp.sum(mask_T), 1.0)
+
+
+def tiled_head_loss(n: int | str) -> Any:
+    """Return `head_loss`, cut into `n` tiles of tokens, or as it is where `n` is none."""
+    if n == "none":
+        return head_loss
+    from transforms import tile
+
+    return tile(head_loss, axis=(None, 0, 0, 0), n=n)
+
+
+def make_loss(config: configs.Run) -> Any:
+    """Return `loss(model, batch) -> (mean loss, {})` for batches of (tokens, targets, mask), each [B, S]."""
+    compute, policy = _dtype(config.hardware.compute_dtype), remat(config.remat.policy)
+    head = tiled_head_loss(config.tiling.n)
+
+    def loss(model, batch):
+        tokens, targets, mask = batch
+        hidden = model.hidden(tokens, dtype=compute, remat=policy)
+        return head(model, hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1), mask.reshape(-1)), {}
+
+    return loss
+
+
+def init_model(config: configs.Run) -> Any:
+    """Return a model with random weights, or the one at `model.weights`.
+
+    Raises:
+        ValueError: the weights do not make the model that their folder describes.
+    """
+    dtype = _dtype(config.hardware.param_dtype)
+    if config.model.weights is not None:
+        import zoo
+
+        return zoo.load(config.model.weights, dtype=dtype)
+    return Gemma.init(config.model.config, key=_key(config.seed), dtype=dtype)
+
+
+def abstract_state(config: configs.Run) -> State:
+    """Return the shapes and types of everything that a step changes; allocates nothing."""
+    make = functools.partial(Gemma.init, config.model.config, dtype=_dtype(config.hardware.param_dtype))
+    model = eqx.filter_eval_shape(lambda: make(key=_key(config.seed)))
+    return eqx.filter_eval_shape(State.init, model, build_optimizer(config))
+
+
+def build_optimizer(config: configs.Run) -> optax.GradientTransformationExtraArgs:
+    """Return the run's optax transformation."""
+    assert config.steps is not None, "resolve the configuration first"
+    return optimizer.build(config.optimizer, config.steps, config.seed)
+
+
+def abstract_batch(config: configs.Run) -> tuple[Shape, Shape, Shape]:
+    """Return the shapes and types of (tokens, targets, mask)."""
+    shape = (config.batch_size, config.seq_len)
+    return Shape(shape, jnp.int32), Shape(shape, jnp.int32), Shape(shape, jnp.float32)
+
+
+def compile_train(config: configs.Run, state: State) -> Any:
+    """Return the executable `(batch, state) -> (state, metrics)`."""
+    step = make_train_step(make_loss(config), build_optimizer(config))
+    return compile_step(step, abstract_batch(config), state, compiler_options=config.hardware.compiler_options)
+
+
+def compile_eval(config: configs.Run, state: State) -> Any:
+    """Return the executable `(batch, model) -> metrics`."""
+    step = make_eval_step(make_loss(config))
+    return compile_step(step, abstract_batch(config), state.model, compiler_options=config.hardware.compiler_options)
+
+
+def compile_head(config: configs.Run, state: State) -> Any:
+    """Return the executable of the head's loss and gradients alone, to see what memory it takes."""
+    tokens, dim = config.tokens_per_step, config.model.config.embed_dim
+    loss = tiled_head_loss(config.tiling.n)
+
+    @eqx.filter_jit
+    def head(model, hidden, targets, mask):
+        # Only what the head reads is differentiated: gradients of the layers would be arrays of zeros.
+        used, rest = eqx.partition(model, eqx.tree_at(lambda m: m.layers, jax.tree.map(eqx.is_inexact_array, model), False))
+        return eqx.filter_value_and_grad(lambda x: loss(eqx.combine(x[0], rest), x[1], targets, mask))((used, hidden))
+
+    shapes = Shape((tokens, dim), _dtype(config.hardware.compute_dtype)), Shape((tokens,), jnp.int32)
+    options = config.hardware.compiler_options
+    return compile_step(head, state.model, *shapes, Shape((tokens,), jnp.float32), compiler_options=options)
+
+
+def _key(seed: int) -> jax.Array:
+    """A key whose generator is fast on every device (several times faster than the default on CPU)."""
+    return jax.random.key(seed, impl="rbg")
+
+
+def _dtype(dtype: configs.DType | None) -> Any:
+    assert dtype is not None, "resolve the configuration first"
+    return jnp.dtype(dtype.value)

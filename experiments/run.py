@@ -1,0 +1,54 @@
+"""Train a model: `python experiments/run.py model=gemma2b tiling.n=8`. `--help` lists the groups and options.
+
+JAX is imported only once the configuration is known to be right.
+"""
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder first
+    sys.path.insert(0, str(ROOT))
+
+from experiments import schema  # noqa: E402
+from experiments.usage import dump, help_text  # noqa: E402
+
+
+def main(argv: list[str]) -> int:
+    """Return the exit status: 0 trained; 1 did not fit, diverged or could not run; 2 wrong configuration."""
+    if {"-h", "--help"}.intersection(argv):
+        print(help_text())
+        return 0
+    if {"-m", "--multirun"}.intersection(argv):
+        return _sweep([word for word in argv if word not in ("-m", "--multirun")])
+    try:
+        config, choices = schema.compose([word for word in argv if word != "--cfg"])
+        if "--cfg" in argv:
+            print(dump(config, argv), end="")
+            return 0
+        from experiments.session import start  # from here on JAX may be imported
+
+        return start(config, choices, argv)
+    except schema.ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _sweep(overrides: list[str]) -> int:
+    """Run every combination of comma-separated values, each in a process and a run directory of its own."""
+    choices = []
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        several = equals and value[:1] not in "[{\"'"
+        choices.append([f"{key}={one}" for one in value.split(",")] if several else [override])
+    status = 0
+    for combination in itertools.product(*choices):
+        print(f"\n{' '.join(combination)}", flush=True)
+        status = max(status, subprocess.run([sys.executable, __file__, *combination], check=False).returncode)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

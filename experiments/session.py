@@ -1,0 +1,184 @@
+"""One run from a configuration to a directory of results: choose, check, show the cost, train, draw."""
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import zoo.accounting
+from experiments import configs, data, hardware, preflight, schema, table, usage
+from experiments.hardware import Device, HardwareError
+from experiments.metrics import Progress, Recorder
+from experiments.preflight import DoesNotFitError, Plan
+
+
+class RunError(RuntimeError):
+    """A run that cannot start or go on, in words for the user."""
+
+
+def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str]) -> int:
+    """Carry out a run and return its exit status, every expected error in one message."""
+    began = time.perf_counter()
+    sys.stdout.reconfigure(errors="replace")  # ty: ignore[unresolved-attribute]
+    try:
+        config = _with_weights(config, argv)
+        directory = _directory(config, choices["model"])
+        device = hardware.prepare(config.hardware.platform)
+        config, chosen = hardware.resolve(config, device)
+        _check(config)
+        source = data.open_source(config)
+    except (RunError, HardwareError, data.DataError) as error:
+        return _fail(error, 2)
+    from experiments.train import DivergedError
+
+    try:
+        plan = _preflight(config, choices["model"], chosen, argv, device)
+        _train(config, directory, plan, source, argv, began)
+    except (RunError, DoesNotFitError, DivergedError) as error:
+        return _fail(error, 1)
+    except KeyboardInterrupt:
+        return _fail(RunError(f"interrupted; what was measured is in {directory}"), 130)
+    return 0
+
+
+def _fail(error: Exception, status: int) -> int:
+    sys.stdout.flush()
+    print(f"\nerror: {error}" if status == 1 else f"error: {error}", file=sys.stderr)
+    return status
+
+
+def _with_weights(config: configs.Run, argv: Sequence[str]) -> configs.Run:
+    """Return the run with the architecture that its weights' folder describes."""
+    if config.model.weights is None:
+        return config
+    from zoo.hf import from_hf
+
+    path = Path(config.model.weights).expanduser()
+    try:
+        described = from_hf(json.loads((path / "config.json").read_text()))
+    except OSError as error:
+        raise RunError(f"cannot read model.weights={path}: {error.strerror} ({error.filename})") from None
+    except ValueError as error:
+        raise RunError(f"cannot use model.weights={path}: {error}") from None
+    if any(word.startswith("model") and not word.startswith("model.weights=") for word in argv):
+        ours, theirs = dataclasses.asdict(config.model.config), dataclasses.asdict(described)
+        if wrong := [f"{k}: {ours[k]} here, {theirs[k]} there" for k in ours if ours[k] != theirs[k]]:
+            raise RunError(f"model.weights={path} holds another model than the one asked for: {'; '.join(wrong)}")
+    return dataclasses.replace(config, model=configs.Model(config=described, weights=str(path)))
+
+
+def _directory(config: configs.Run, model: str) -> Path:
+    """Return the run's directory: a new one. Nothing is ever overwritten."""
+    out = Path(config.out).expanduser()
+    if config.run is None:
+        return next(path for path in (out / f"{model}-{i}" for i in range(1, 10**6)) if not path.exists())
+    if (out / config.run).exists():
+        raise RunError(f"there already is a run at {out / config.run}: choose another run=NAME, or remove it first")
+    return out / config.run
+
+
+def _check(config: configs.Run) -> None:
+    if isinstance(config.tiling.n, int) and config.tiling.n > config.tokens_per_step:
+        raise RunError(
+            f"cannot cut into tiling.n={config.tiling.n} tiles: a step has {config.tokens_per_step} tokens "
+            f"({config.batch_size} x {config.seq_len}). Use fewer tiles."
+        )
+
+
+def _preflight(config: configs.Run, model: str, chosen: dict, argv: Sequence[str], device: Device) -> Plan:
+    """Print what was chosen and what the run will cost.
+
+    Raises:
+        DoesNotFitError: with overrides that would fit; nothing has been allocated.
+    """
+    if chosen:
+        print(table.choices(chosen), flush=True)
+    began = time.perf_counter()
+    params = zoo.accounting.count_params(config.model.config)
+    itemsize = 4 if config.hardware.param_dtype is configs.DType.float32 else 2
+    least, free = 2 * params * itemsize, preflight.available(config, device)
+    if least > 4 * free:  # compiling would only waste time
+        need = f"its weights and gradients alone take {table.size(least)}"
+    else:
+        plan = preflight.plan(config, device)
+        name = hardware.option_name(type(config.optimizer))
+        print(table.render(model, config, plan, device, name))
+        print(f"  compiled in {time.perf_counter() - began:.1f} s", flush=True)
+        if plan.fits:
+            return plan
+        need = f"the compiled step takes {table.size(plan.memory.total)} and {table.size(plan.headroom)} must stay free"
+    raise DoesNotFitError(f"{model} does not fit in {table.size(free)}: {need}.\n{_remedy(config, argv, device, free)}")
+
+
+def _remedy(config: configs.Run, argv: Sequence[str], device: Device, free: int) -> str:
+    print("  looking for what would fit ...", flush=True)
+    found = preflight.suggest(argv, config, device)
+    if found is not None:
+        changes, plan = found
+        return f"This fits ({table.size(plan.memory.total)}): {' '.join(changes)}"
+    smaller = preflight.largest_model(lambda params: 2 * 2 * params * 1.3 < free)
+    return "Nothing that leaves the model as it is was found to fit." + (f" Try model={smaller}." if smaller else "")
+
+
+def _train(config, directory: Path, plan: Plan, source: Any, argv: Sequence[str], began: float) -> None:
+    from experiments import plots
+    from experiments.train import Trainer
+
+    directory.mkdir(parents=True)
+    (directory / "config.yaml").write_text(usage.dump(config, list(argv)))
+    recorder = Recorder(directory)
+    progress = Progress(config.steps or 0, config.log_every)
+    try:
+        model = Trainer(config, plan, source, recorder, progress).run()
+    except ValueError as error:
+        raise RunError(str(error)) from error
+    finally:
+        progress.close()
+        recorder.close()
+        plots.draw(directory, recorder.records, plan, config)
+        _summarise(directory, recorder, plan, time.perf_counter() - began)
+    if config.save.final:
+        import zoo
+
+        zoo.save(model, directory / "weights")
+    print(_closing(directory, recorder, config, time.perf_counter() - began))
+
+
+def _summarise(directory: Path, recorder: Recorder, plan: Plan, seconds: float) -> None:
+    """Write summary.json: what one would compare between runs."""
+    steps = [record for record in recorder.records if record.loss is not None]
+    held_out = [record for record in recorder.records if record.held_out_loss is not None]
+    summary = {
+        "params": plan.params,
+        "flops_per_step": plan.flops,
+        "planned_bytes": plan.memory.total,
+        "planned_bytes_untiled": (plan.untiled or plan.memory).total,
+        "peak_bytes": hardware.used_memory()[1],
+        "steps": len(steps),
+        "seconds": round(seconds, 2),
+        "first_loss": steps[0].loss if steps else None,
+        "last_loss": steps[-1].loss if steps else None,
+        "held_out_bits_per_byte_before": held_out[0].held_out_bits_per_byte if held_out else None,
+        "held_out_bits_per_byte_after": held_out[-1].held_out_bits_per_byte if held_out else None,
+        "tokens_per_second": sorted(record.tokens_per_second for record in steps)[len(steps) // 2] if steps else None,
+    }
+    (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+
+
+def _closing(directory: Path, recorder: Recorder, config: configs.Run, seconds: float) -> str:
+    held_out = [record for record in recorder.records if record.held_out_loss is not None]
+    lines = []
+    if len(held_out) > 1:
+        before, after = held_out[0], held_out[-1]
+        if before.held_out_bits_per_byte is not None:
+            pair, unit = (before.held_out_bits_per_byte, after.held_out_bits_per_byte), "bits per byte"
+        else:
+            pair, unit = (before.held_out_loss, after.held_out_loss), "nats per token"
+        lines.append(f"  held-out text: {pair[0]:.3f} -> {pair[1]:.3f} {unit}")
+    lines.append(f"  peak memory {table.size(hardware.used_memory()[1])}, {seconds:.0f} s altogether")
+    files = "metrics.jsonl, metrics.csv, summary.json, config.yaml, loss.png, memory.png"
+    weights = ", weights/" if config.save.final else ""
+    return "\n".join([*lines, f"Everything is in {directory}/: {files}{weights}"])

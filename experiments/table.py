@@ -1,0 +1,83 @@
+"""The table printed before the first step: what the run is, what it costs, and whether it fits."""
+
+from typing import Any
+
+from experiments import configs
+from experiments.hardware import GIB, Device
+from experiments.preflight import Memory, Plan
+
+WIDTH = 72
+
+
+def size(count: float) -> str:
+    """Return bytes in MiB or GiB: `4.67 GiB`."""
+    if count >= GIB:
+        return f"{count / GIB:,.2f} GiB"
+    return f"{count / 2**20:,.1f} MiB"
+
+
+def quantity(value: float, unit: str = "") -> str:
+    """Return a number with a decimal prefix: `1.93 TFLOP`."""
+    for prefix, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= scale:
+            return f"{value / scale:.3g} {prefix}{unit}"
+    return f"{value:.3g} {unit}".rstrip()
+
+
+def render(name: str, config: configs.Run, plan: Plan, device: Device, optimizer: str) -> str:
+    """Return the whole table as text."""
+    hardware = config.hardware
+    rows = [
+        ("parameters", f"{plan.params:,}", f"stored in {hardware.param_dtype}, computed in {hardware.compute_dtype}"),
+        ("tokens per step", f"{config.tokens_per_step:,}", f"{config.batch_size} x {config.seq_len:,}"),
+        ("FLOPs per step", quantity(plan.flops), f"{config.steps:,} steps: {quantity(plan.flops * (config.steps or 0))}"),
+        ("optimizer", optimizer, f"learning rate {config.optimizer.learning_rate:g}, {config.optimizer.schedule}"),
+    ]
+    lines = [_rule(f"{name} on {device.name}")]
+    lines += [f"  {label:<16} {value:>19}   {note}" for label, value, note in rows]
+    return "\n".join([*lines, "", *_memory(config, plan), _rule()])
+
+
+def _memory(config: configs.Run, plan: Plan) -> list[str]:
+    tiled = config.tiling.n != "none"
+    heads = ["untiled"] if plan.untiled is None else [f"tiled, n={config.tiling.n}", "untiled"]
+    columns: list[Memory] = [plan.memory] if plan.untiled is None else [plan.memory, plan.untiled]
+    lines = [f"  {'memory':<16} " + "".join(f"{head:>19}" for head in heads)]
+    notes = {"head": _logits(config), "activations": f"remat {config.remat.policy}; and everything else"}
+    for part in plan.memory.parts:
+        cells = "".join(f"{size(getattr(column, part)):>19}" for column in columns)
+        lines.append(f"    {part:<14} {cells}   {notes.get(part, '')}".rstrip())
+    lines.append(f"    {'compiled step':<14} " + "".join(f"{size(column.total):>19}" for column in columns))
+    verdict = "fits" if plan.fits else "DOES NOT FIT"
+    lines.append(f"    {'available':<14} {size(plan.available):>19}   {size(plan.headroom)} kept free: {verdict}")
+    if tiled and plan.untiled is not None and plan.untiled.total <= plan.memory.total * 1.01:
+        lines.append(f"  Tiling saves nothing at {config.tokens_per_step:,} tokens per step; tiling.n=none is as small.")
+    return lines
+
+
+def _logits(config: configs.Run) -> str:
+    tiles = 1 if config.tiling.n == "none" else int(config.tiling.n)
+    tokens = -(-config.tokens_per_step // tiles)
+    return f"logits {size(4 * tokens * config.model.config.vocab_size)} {'each tile' if tiles > 1 else ''}".rstrip()
+
+
+def choices(chosen: dict[str, Any]) -> str:
+    """Return the lines that say what was chosen for the user, ready to be pasted as overrides."""
+    words = [f"{key}={_plain(value)}" for key, value in chosen.items()]
+    lines, line = [], "  chosen:"
+    for word in words:
+        if len(line) + 1 + len(word) > WIDTH + 20:
+            lines.append(line)
+            line = "         "
+        line += f" {word}"
+    return "\n".join([*lines, line])
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{item}" for key, item in value.items()) + "}"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _rule(title: str = "") -> str:
+    return (f"── {title} " if title else "").ljust(WIDTH + 20, "─")

@@ -1,0 +1,103 @@
+"""The loop: dispatch a step, read the metrics of the one before, so that the device never waits for Python."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import equinox as eqx
+
+from experiments import configs, hardware, optimizer, program
+from experiments.data import Batch, Repeats, Source
+from experiments.metrics import Progress, Record, Recorder, bits_per_byte
+from experiments.preflight import Plan
+from transforms.step import State
+
+
+class DivergedError(RuntimeError):
+    """The loss is no longer a finite number."""
+
+
+@dataclass
+class Trainer:
+    """A run in progress."""
+
+    config: configs.Run
+    plan: Plan
+    source: Source | Repeats
+    recorder: Recorder
+    progress: Progress
+
+    def run(self) -> Any:
+        """Train, measuring held-out text before and after; return the trained model.
+
+        Raises:
+            DivergedError: a loss is not finite; every record up to it has been written.
+        """
+        steps = self.config.steps or 0
+        model = program.init_model(self.config)
+        evaluate = program.compile_eval(self.config, self.plan.state)
+        self.recorder.add(self._held_out(evaluate, model, Record(step=0)))
+        transformation = program.build_optimizer(self.config)
+        init = eqx.filter_jit(lambda m: transformation.init(eqx.filter(m, eqx.is_inexact_array)))
+        state = State.init(model, transformation) if steps == 0 else self._start(model, init)
+        del model
+        pending, self._clock = None, time.perf_counter()
+        for step in range(steps):
+            state, metrics = self.plan.compiled(_arrays(self.source.batch(step)), state)
+            if pending is not None:
+                self._record(*pending)
+            pending = (step + 1, metrics)
+            if step + 1 == steps or (self.config.eval.every and (step + 1) % self.config.eval.every == 0):
+                self._record(*pending, add=lambda record: self._held_out(evaluate, state.model, record))
+                pending, self._clock = None, time.perf_counter()
+        return state.model
+
+    def _start(self, model: Any, init: Callable[..., Any]) -> State:
+        """Return the state before the first step; the optimizer's is made in one program, without temporaries."""
+        import jax.numpy as jnp
+
+        return State(model, init(model), jnp.zeros((), jnp.int32))
+
+    def _record(self, step: int, metrics: dict[str, Any], add: Callable[[Record], Record] = lambda r: r) -> None:
+        loss = float(metrics["loss"])  # waits for the step
+        now = time.perf_counter()
+        seconds, self._clock = now - self._clock, now
+        record = Record(
+            step=step,
+            loss=loss,
+            bits_per_byte=bits_per_byte(loss, self.source.bytes_per_token),
+            grad_norm=float(metrics["grad_norm"]),
+            learning_rate=float(optimizer.schedule(self.config.optimizer, self.config.steps or 0)(step - 1)),
+            seconds=seconds,
+            tokens_per_second=self.config.tokens_per_step / seconds,
+            flops_per_second=self.plan.flops / seconds,
+            memory_bytes=hardware.used_memory()[0],
+        )
+        finite = math.isfinite(loss)
+        self.recorder.add(add(record) if finite else record)
+        self.progress.show(record)
+        if not finite:
+            raise DivergedError(
+                f"the loss is {loss} at step {step}: training has diverged and stops here. Lower "
+                f"optimizer.learning_rate (now {self.config.optimizer.learning_rate:g}) or set optimizer.clip_norm=1."
+            )
+
+    def _held_out(self, evaluate: Callable[..., Any], model: Any, record: Record) -> Record:
+        """Return the record with the mean held-out loss, every batch weighted by the tokens that count."""
+        import dataclasses
+
+        batches = self.source.held_out_batches(self.config.eval.batches or 1)
+        total = count = 0.0
+        for index in range(batches):
+            batch = self.source.held_out_batch(index, batches)
+            total += float(evaluate(_arrays(batch), model)["loss"]) * batch.mask.sum()
+            count += batch.mask.sum()
+        loss = float(total / max(count, 1))
+        bits = bits_per_byte(loss, self.source.bytes_per_token)
+        return dataclasses.replace(record, held_out_loss=loss, held_out_bits_per_byte=bits)
+
+
+def _arrays(batch: Batch) -> tuple[Any, Any, Any]:
+    return batch.tokens, batch.targets, batch.mask
