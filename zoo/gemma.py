@@ -16,7 +16,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
 from zoo.configs import GemmaConfig
 from zoo.nn import Ops, lookup, rms_norm, rope, softcap
@@ -98,7 +98,7 @@ class Gemma(eqx.Module):
 
     def hidden(
         self,
-        tokens: Int[Array, "B S"],
+        tokens: Integer[Array, "B S"],
         *,
         dtype: DTypeLike | None = None,
         remat: Callable | None = None,
@@ -139,7 +139,7 @@ class Gemma(eqx.Module):
         scores = jnp.einsum("...d,vd->...v", hidden, table, preferred_element_type=wide)
         return softcap(scores, self.config.final_softcap)
 
-    def __call__(self, tokens: Int[Array, "B S"], *, dtype: DTypeLike | None = None) -> Float[Array, "B S V"]:
+    def __call__(self, tokens: Integer[Array, "B S"], *, dtype: DTypeLike | None = None) -> Float[Array, "B S V"]:
         """Return the logits of every position. Memory is O(B S V): to train, tile `logits` instead."""
         return self.logits(self.hidden(tokens, dtype=dtype))
 

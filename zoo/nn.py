@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 
 
 def rms_norm(x: Float[Array, "*b D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*b D"]:
@@ -99,7 +99,7 @@ class Ops:
     mlp: Callable = gated_mlp
 
 
-def lookup(table: Float[Array, "V D"], ids: Int[Array, "B S"], dtype: DTypeLike) -> Float[Array, "B S D"]:
+def lookup(table: Float[Array, "V D"], ids: Integer[Array, "B S"], dtype: DTypeLike) -> Float[Array, "B S D"]:
     """Return the table's rows in `dtype`; an id outside it gives a row of NaN, so that it cannot pass unnoticed.
 
     The gradient of a 16-bit table would lose most of what a frequent token contributes if each occurrence were added in

@@ -185,7 +185,7 @@ def _pieces(tensor: _Tensor, name: str, whole: bool = False):
     step = count if whole else max(1, _CHUNK // math.prod(tensor.shape[1:]))
     for start in range(0, count, step):
         with safe_open(tensor.file, "np") as opened:
-            yield start, opened.get_slice(name)[start : start + step]
+            yield start, opened.get_slice(name)[start : min(start + step, count)]
 
 
 def _load_leaf(row: Row, dims: dict[str, int], tensors: dict[str, _Tensor], dtype: DTypeLike | None) -> jax.Array:

@@ -1,0 +1,114 @@
+"""Tiny models as Hugging Face folders, with every convention visible: random norms, odd sizes, small caps and windows.
+
+Weights come from numpy and the tensor's name, so that `golden.json` (what transformers computes) can be checked without
+transformers. `python tests/hf_tiny.py` writes it anew.
+"""
+
+import json
+import math
+import zlib
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+GOLDEN = Path(__file__).with_name("golden.json")
+_BASE = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+_GEMMA_2 = {
+    "model_type": "gemma2",
+    "num_hidden_layers": 4,
+    "sliding_window": 4,
+    "query_pre_attn_scalar": 24,
+    "attn_logit_softcapping": 5.0,
+    "final_logit_softcapping": 3.0,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+CASES = {
+    "gemma_mqa": _BASE | {"model_type": "gemma", "num_key_value_heads": 1, "hidden_act": "gelu"},
+    "gemma_mha": _BASE | {"model_type": "gemma", "num_key_value_heads": 4, "rope_theta": 500.0, "rms_norm_eps": 1e-3},
+    "gemma2_gqa": _BASE | _GEMMA_2,
+    "gemma2_odd": _BASE | _GEMMA_2 | {"num_hidden_layers": 3, "head_dim": 6, "vocab_size": 101},
+    "gemma2_full": _BASE
+    | _GEMMA_2
+    | {"sliding_window": 64, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+}
+
+
+def tokens() -> np.ndarray:
+    """Ids `[2, 11]`: longer than the window, with repeats, and never 0 (torch gives the padding id no gradient)."""
+    ids = np.random.default_rng(2).integers(3, 97, (2, 11))
+    ids[:, 7] = ids[:, 1]
+    return ids
+
+
+def tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """The weights of a tensor: norms far from zero, matrices that keep activations near one."""
+    noise = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape)
+    return (noise * (0.3 if len(shape) == 1 else shape[-1] ** -0.5)).astype(np.float32)
+
+
+def write(case: str, folder: Path, dtype=np.float32) -> Path:
+    """Write a case as a folder, in the dialect of transformers 4."""
+    from zoo.hf import from_hf
+    from zoo.tables import rows
+
+    config = from_hf(CASES[case])
+    shapes = {name: row.disk_shape(config.dims) for row in rows(config) for name in row.names(config.dims)}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor(name, shape).astype(dtype) for name, shape in shapes.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(CASES[case]))
+    return folder
+
+
+def reference(case: str, dtype: str = "float32"):
+    """Return the model of transformers with the same weights."""
+    import torch
+    import transformers
+
+    kind = {"gemma": "Gemma", "gemma2": "Gemma2"}[CASES[case]["model_type"]]
+    fields = {key: value for key, value in CASES[case].items() if key not in ("model_type", "hidden_act")}
+    config = getattr(transformers, f"{kind}Config")(**fields)
+    config._attn_implementation = "eager"  # the only one that soft-caps on the CPU
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.from_numpy(tensor(name, tuple(parameter.shape))))
+    return model.to(getattr(torch, dtype))
+
+
+def run(model) -> dict:
+    """Return what the model makes of `tokens()`: logits, loss, gradient norm, hidden states and gradients."""
+    import torch
+
+    ids = torch.from_numpy(tokens())
+    out = model(input_ids=ids, labels=ids, output_hidden_states=True, use_cache=False)
+    out.loss.backward()
+    grads = {name: parameter.grad.float().numpy() for name, parameter in model.named_parameters()}
+    return {
+        "logits": out.logits.detach().float().numpy(),
+        "loss": float(out.loss.detach()),
+        "grad_norm": math.sqrt(sum(float((grad.astype(np.float64) ** 2).sum()) for grad in grads.values())),
+        "hidden": [hidden.detach().float().numpy() for hidden in out.hidden_states],
+        "grads": grads,
+    }
+
+
+def summary(result: dict) -> dict:
+    """Return the few numbers of a result that `golden.json` keeps."""
+    return {
+        "loss": result["loss"],
+        "grad_norm": result["grad_norm"],
+        "logits": [[round(float(x), 7) for x in row] for row in result["logits"][:, -1, :8]],
+    }
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(json.dumps({case: summary(run(reference(case))) for case in CASES}, indent=1) + "\n")
