@@ -1,1 +1,4 @@
 """Function in, function out: transforms that know nothing of models."""
+
+from transforms.placement import TileError as TileError
+from transforms.tile import tile as tile

@@ -1,0 +1,226 @@
+"""A jaxpr as a flat graph of values and nodes: nested calls inlined, dead code gone, every node with its user's line."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Container, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
+
+# Call-like primitives whose body may stand in their place: the parameter that holds the body.
+CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
+# The same, but with a derivative rule of their own: inlined once no derivative is to be taken any more.
+CUSTOM_CALLS = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "custom_vjp_call_jaxpr": "fun_jaxpr"}
+# jax.checkpoint's names in the versions of JAX.
+REMAT = ("remat2", "checkpoint", "remat")
+
+
+class Value:
+    """One array of the graph: an input, a constant (`const` is set) or the result number `index` of `producer`."""
+
+    __slots__ = ("aval", "const", "index", "producer")
+
+    def __init__(self, aval: Any, producer: Node | None = None, index: int = 0, const: Any = None):
+        self.aval, self.producer, self.index, self.const = aval, producer, index, const
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.aval.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.aval.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.aval.shape) * getattr(self.aval.dtype, "itemsize", 4)
+
+    def __repr__(self) -> str:
+        return describe(self.aval)
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Node:
+    """One application of a primitive."""
+
+    primitive: Primitive
+    params: dict[str, Any]
+    inputs: list[Value]
+    outputs: list[Value]
+    source: Any
+    context: Any
+    effects: Any = ()
+
+    @property
+    def name(self) -> str:
+        return self.primitive.name
+
+    @property
+    def where(self) -> str:
+        """`file:line (function)` of the user's code."""
+        return source_info_util.summarize(self.source)
+
+    def bind(self, values: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
+        """Apply the primitive to `values`; one list of results whatever the primitive returns."""
+        params = self.primitive.get_bind_params(self.params if params is None else params)
+        with source_info_util.user_context(self.source.traceback), self.context.manager:
+            results = self.primitive.bind(*values, **params)
+        return list(results) if self.primitive.multiple_results else [results]
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Graph:
+    inputs: list[Value]
+    nodes: list[Node]
+    outputs: list[Value]
+
+
+def describe(aval: Any) -> str:
+    """`float32[8192,256000]`."""
+    return f"{getattr(aval.dtype, 'name', aval.dtype)}[{','.join(map(str, aval.shape))}]"
+
+
+def body(node_params: dict[str, Any], key: str) -> ClosedJaxpr:
+    """The body of a call-like equation, closed whichever way its JAX version stores it."""
+    jaxpr = node_params[key]
+    return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
+
+
+def flatten(closed: ClosedJaxpr, *, custom: bool = True, inline: Container[int] = ()) -> Graph:
+    """Return `closed` with nested calls inlined and dead code removed; constants become constant values.
+
+    Args:
+        closed: the program.
+        custom: inline `custom_jvp` and `custom_vjp` calls too (their rules are lost: for graphs that are only run).
+        inline: `id`s of the bodies of `jax.checkpoint` to inline too (their effect on memory is lost).
+    """
+    table = CALLS | (CUSTOM_CALLS if custom else {})
+    nodes: list[Node] = []
+
+    def run(jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Value], outer: Any) -> list[Value]:
+        env: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
+        env.update(zip(jaxpr.constvars, [Value(jax.typeof(c), const=c) for c in consts], strict=True))
+
+        def read(atom: Any) -> Value:
+            return Value(atom.aval, const=atom.val) if isinstance(atom, Literal) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            ins = [read(a) for a in eqn.invars]
+            # Equations of a cached inner jit carry no line of their own: report the call's.
+            source = eqn.source_info if has_frame(eqn.source_info) or outer is None else outer
+            key = table.get(eqn.primitive.name)
+            if eqn.primitive.name in REMAT and id(eqn.params["jaxpr"]) in inline:
+                key = "jaxpr"
+            if key:
+                inner = body(eqn.params, key)
+                outs = run(inner.jaxpr, inner.consts, ins, source)
+            else:
+                node = Node(eqn.primitive, eqn.params, ins, [], source, eqn.ctx, eqn.effects)
+                outs = node.outputs = [Value(v.aval, node, i) for i, v in enumerate(eqn.outvars)]
+                nodes.append(node)
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [read(a) for a in jaxpr.outvars]
+
+    inputs = [Value(v.aval) for v in closed.jaxpr.invars]
+    return prune(turn_dots(prune(Graph(inputs, nodes, run(closed.jaxpr, closed.consts, inputs, None)))))
+
+
+def has_frame(source: Any) -> bool:
+    """Whether a line of user code is known; equations of a cached jit have none."""
+    return source is not None and ":" in source_info_util.summarize(source)
+
+
+def prune(graph: Graph) -> Graph:
+    """Drop the nodes that no output and no side effect needs."""
+    alive, kept = set(graph.outputs), []
+    for node in reversed(graph.nodes):
+        if node.effects or any(v in alive for v in node.outputs):
+            alive.update(node.inputs)
+            kept.append(node)
+    return Graph(graph.inputs, kept[::-1], graph.outputs)
+
+
+def turn_dots(graph: Graph) -> Graph:
+    """Let `transpose(dot(a, b))`, which is how JAX writes the gradient of a matrix, be `dot(b, a)`.
+
+    So the gradient of `[D, V]` is accumulated as `[D, V]`, and not copied once more in the end.
+    """
+    readers: dict[Value, list[Node]] = {}
+    for node in graph.nodes:
+        for value in node.inputs:
+            readers.setdefault(value, []).append(node)
+    for node in graph.nodes:
+        dot = node.inputs[0].producer if node.name == "transpose" else None
+        if dot is None or dot.name != "dot_general" or len(readers[dot.outputs[0]]) > 1:
+            continue
+        if dot.outputs[0] in graph.outputs:
+            continue
+        contract, batch = dot.params["dimension_numbers"]
+        left, right = (len(v.shape) - len(c) - len(batch[0]) for v, c in zip(dot.inputs, contract, strict=True))
+        first = len(batch[0])
+        turned = (*range(first), *range(first + left, first + left + right), *range(first, first + left))
+        if tuple(node.params["permutation"]) != turned or dot.params.get("out_sharding") is not None:
+            continue
+        node.primitive, node.context = dot.primitive, dot.context
+        node.params = dot.params | {"dimension_numbers": (contract[::-1], batch[::-1])}
+        precision = dot.params["precision"]
+        if isinstance(precision, tuple):
+            node.params["precision"] = precision[::-1]
+        node.inputs, node.source = dot.inputs[::-1], dot.source
+    return graph
+
+
+def evaluate(env: dict[Value, Any], wanted: Sequence[Value]) -> list[Any]:
+    """Compute `wanted` from the known values in `env`, which is filled along the way. Nothing else is run."""
+
+    def known(value: Value) -> bool:
+        return value in env or value.const is not None
+
+    stack = [v for v in wanted if not known(v)]
+    while stack:
+        value = stack[-1]
+        node = value.producer
+        if known(value):
+            stack.pop()
+            continue
+        assert node is not None, f"{value} is neither known nor computed"
+        if missing := [v for v in node.inputs if not known(v)]:
+            stack.extend(missing)
+            continue
+        env.update(zip(node.outputs, node.bind([read(env, v) for v in node.inputs]), strict=True))
+    return [read(env, v) for v in wanted]
+
+
+def read(env: dict[Value, Any], value: Value) -> Any:
+    return env[value] if value in env else value.const
+
+
+def depends(graph: Graph, sources: set[Value], *, differentiably: bool = False) -> set[Value]:
+    """The values of `graph` that depend on `sources`; `differentiably` leaves out integers and stopped gradients."""
+    reached = set(sources)
+    for node in graph.nodes:
+        if node.name == "stop_gradient" and differentiably:
+            continue
+        if any(v in reached for v in node.inputs):
+            reached.update(
+                v for v in node.outputs if not differentiably or jax.dtypes.issubdtype(v.dtype, np.inexact)
+            )
+    return reached
+
+
+def constant(value: Value) -> Any | None:
+    """The one number that fills `value`, if that is known at trace time."""
+    while value.const is None and value.producer is not None:
+        if value.producer.name not in ("broadcast_in_dim", "convert_element_type", "reshape", "copy", "copy_p"):
+            return None
+        value = value.producer.inputs[0]
+    if value.const is None or isinstance(value.const, jax.core.Tracer):
+        return None
+    array = np.asarray(value.const)
+    return array.reshape(-1)[0] if array.size and (array == array.reshape(-1)[0]).all() else None
+

@@ -1,0 +1,229 @@
+"""Loops become `lax.scan`: slices in, results accumulated in place, one shorter tail."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from transforms import rules
+from transforms.graph import Node, Value, evaluate, read
+from transforms.placement import COMBINE, Partial, Span, Tiled, identity
+from transforms.rules.contraction import dot
+from transforms.schedule import Loop, Ref, Schedule, Step, Update
+
+Env = dict[Value, Any]
+
+
+def run(
+    plan: Schedule, inputs: Sequence[Any], total: int, size: int, accumulate: Any, wide: frozenset[int]
+) -> list[Any]:
+    """Run a schedule.
+
+    Args:
+        plan: the loops.
+        inputs: the whole inputs of the graph.
+        total: length of the cut axis.
+        size: length of a tile; the last may be shorter.
+        accumulate: dtype that sums across tiles are formed in, promoted with their own.
+        wide: numbers of the outputs to return in that dtype.
+    """
+    graph = plan.analysis.graph
+    env: Env = dict(zip(graph.inputs, inputs, strict=True))
+    span = Span(0, total, total, accumulate)
+    broad = wide_chain(plan, {graph.outputs[i] for i in wide})
+    for loop in plan.loops:
+        finish(plan, env, list(loop.reads), span)
+        if loop.updates or loop.steps:
+            env.update(_run_loop(plan, loop, env, total, size, accumulate, broad))
+    finish(plan, env, graph.outputs, span)
+    return [read(env, v) if i in wide else narrow(env, v) for i, v in enumerate(graph.outputs)]
+
+
+def finish(plan: Schedule, env: Env, wanted: Sequence[Value], span: Span) -> None:
+    """Compute whole values outside the loops, operands first."""
+    stack = [v for v in wanted if v not in env and v.const is None]
+    while stack:
+        value = stack[-1]
+        node = value.producer
+        if value in env:
+            stack.pop()
+            continue
+        assert node is not None
+        if missing := [v for v in node.inputs if v not in env and v.const is None]:
+            stack.extend(missing)
+            continue
+        if value in plan.late:
+            env[value] = combine_partials(node, [read(env, v) for v in node.inputs], span)[0]
+        else:
+            env.update(zip(node.outputs, node.bind([narrow(env, v) for v in node.inputs]), strict=True))
+
+
+def finish_region(env: Env, wanted: Sequence[Value]) -> None:
+    """Compute whole values inside a region, where no partial result is ever finished."""
+    evaluate(env, wanted)
+
+
+def narrow(env: Env, value: Value) -> Any:
+    """A value in the dtype that the user's function gives it; sums are kept wider until somebody reads them."""
+    array = read(env, value)
+    same = array.dtype == value.dtype or not jnp.issubdtype(value.dtype, jnp.inexact)
+    return array if same else array.astype(value.dtype)
+
+
+def combine_partials(node: Node, values: list[Any], span: Span) -> list[Any]:
+    """Run a node on parts of sums, in the dtype in which those are formed."""
+    if not jnp.issubdtype(node.outputs[0].dtype, jnp.inexact):
+        return node.bind(values)
+    dtype = span.wide(node.outputs[0].dtype)
+    values = [v.astype(dtype) if jnp.issubdtype(v.dtype, jnp.inexact) else v for v in map(jnp.asarray, values)]
+    if node.name == "convert_element_type":
+        return [values[0].astype(dtype)]
+    if node.name == "dot_general":
+        return node.bind(values, node.params | {"preferred_element_type": dtype})
+    return node.bind(values)
+
+
+def _run_loop(
+    plan: Schedule, loop: Loop, env: Env, total: int, size: int, accumulate: Any, broad: set[Value]
+) -> dict[Value, Any]:
+    """All tiles of one loop: a scan over those of equal length, then the tail."""
+    fact = plan.analysis.fact
+
+    def body(results: dict[int, Any] | None, start: Any, length: int) -> dict[int, Any]:
+        span = Span(start, length, total, accumulate)
+        tiles = compute(loop, env, {}, span, broad)
+        made = {}
+        for i, update in enumerate(loop.updates):
+            result = None if results is None else results[i]
+            made[i] = _apply(update, result, fact(update.value).placement, tiles, env, span, update.value in broad)
+        return made
+
+    count, rest = divmod(total, total if loop.light else size)
+    if count == 1 and not rest:
+        results = body(None, 0, total)
+    else:
+        span = Span(0, size, total, accumulate)
+        results = {i: _initial(u, fact(u.value).placement, span, u.value in broad) for i, u in enumerate(loop.updates)}
+        if count == 1:
+            results = body(results, 0, size)
+        elif count:
+            starts = jnp.arange(count, dtype=jnp.int32) * size
+            results, _ = lax.scan(lambda results, start: (body(results, start, size), None), results, starts)
+        if rest:
+            results = body(results, count * size, rest)
+    return {update.value: results[i] for i, update in enumerate(loop.updates)}
+
+
+def _initial(update: Update, placement: Any, span: Span, broad: bool) -> Any:
+    """What a result holds before the first tile."""
+    value = update.value
+    op = placement.op if isinstance(placement, Partial) else "sum"
+    sums = broad or placement == Partial("sum")
+    dtype = span.wide(value.dtype) if sums else value.dtype
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(
+            jnp.zeros((*value.shape, *_key_shape(value)), jnp.uint32), impl=jax.random.key_impl(value.aval)
+        )
+    return jnp.full(value.shape, identity(op, dtype))
+
+
+def _key_shape(value: Value) -> tuple[int, ...]:
+    key = jax.eval_shape(lambda k: jax.random.key_data(k), jax.ShapeDtypeStruct((), value.dtype))
+    return tuple(key.shape)
+
+
+def _apply(
+    update: Update, result: Any, placement: Any, tiles: Env, env: Env, span: Span, broad: bool
+) -> Any:
+    """Fold one tile into a result; with no result yet, the tile is all there is."""
+    for term in update.terms:
+        if isinstance(term, Step):
+            values = [fetch(ref, tiles, env, span) for ref in term.refs]
+            accumulate = rules.RULES[term.node.name].accumulate
+            if result is None or accumulate is None:
+                part = rules.run(term.node, values, term.move, span)[0]
+                result = part if result is None else result + part.astype(result.dtype)
+            else:
+                result = accumulate(term.node, values, result, span)
+            continue
+        part = tiles.get((term.value, "wide")) if broad else None
+        part = fetch(term, tiles, env, span) if part is None else part
+        if isinstance(placement, Tiled):
+            result = part if result is None else span.put(result, part.astype(result.dtype), placement)
+        elif result is None:
+            result = part
+        else:
+            result = COMBINE[placement.op](result, part.astype(result.dtype))
+    return result
+
+
+def wide_chain(plan: Schedule, outputs: set[Value]) -> set[Value]:
+    """`outputs`, and what they are rearranged from: cut results of a dot that keep the dtype it is formed in."""
+    chain = set(outputs)
+    for output in outputs:
+        path, value = [], output
+        while isinstance(plan.analysis.fact(value).placement, Tiled) and value.producer is not None:
+            path.append(value)
+            if value.producer.name == "dot_general":
+                chain.update(path)
+            if value.producer.name not in REARRANGE:
+                break
+            value = value.producer.inputs[0]
+    return chain
+
+
+REARRANGE = frozenset("convert_element_type copy copy_p reshape transpose squeeze".split())
+
+
+def fetch(ref: Ref, tiles: Any, env: Env, span: Span) -> Any:
+    """An operand of a step."""
+    if ref.how == "tile":
+        return tiles[(ref.value, ref.want)]
+    if ref.how == "once":
+        whole = jnp.asarray(read(env, ref.value))
+        return jnp.where(span.start == 0, whole, jnp.zeros_like(whole))
+    whole = narrow(env, ref.value)
+    return span.take(jnp.asarray(whole), ref.want) if isinstance(ref.want, Tiled) and ref.how == "slice" else whole
+
+
+def compute(loop: Loop, env: Env, known: Any, span: Span, broad: set[Value] = frozenset()) -> Any:
+    """Run the steps of a loop on one tile: every result, by value and placement (those in `broad` as "wide" too)."""
+    tiles = dict(known)
+    for step in loop.steps:
+        value = step.keys[0][0] if step.keys else None
+        if value in broad and isinstance(step.move.outs[0], Tiled) and step.move is not None:
+            tiles[(value, "wide")] = wide = _wide(step, tiles, env, span)
+            if wide is not None:
+                tiles[step.keys[0]] = wide.astype(value.dtype)
+                continue
+        values = [fetch(ref, tiles, env, span) for ref in step.refs]
+        if Partial("sum") in step.move.outs and Partial("sum") in step.move.ins and step.node.name in LINEAR:
+            results = combine_partials(step.node, values, span)
+        else:
+            results = rules.run(step.node, values, step.move, span)
+        by_value = dict(zip(step.node.outputs, results, strict=True))
+        tiles.update({key: by_value[key[0]] for key in step.keys})
+    return tiles
+
+
+def _wide(step: Step, tiles: Any, env: Env, span: Span) -> Any | None:
+    """One step on the way from a dot to an output, without rounding in between."""
+    (value, _), node = step.keys[0], step.node
+    if node.name == "dot_general":
+        values = [fetch(ref, tiles, env, span) for ref in step.refs]
+        return dot(node, *values, span.wide(value.dtype))
+    source = tiles.get((node.inputs[0], "wide"))
+    if source is None:
+        return None
+    return source if node.name == "convert_element_type" else rules.run(node, [source], step.move, span)[0]
+
+
+LINEAR = frozenset(
+    """add add_any sub neg mul div convert_element_type copy copy_p reshape transpose squeeze broadcast_in_dim
+    reduce_sum slice rev concatenate pad select_n dynamic_slice dynamic_update_slice gather cumsum split
+    dot_general real imag stop_gradient name""".split()
+)

@@ -1,0 +1,141 @@
+"""Where a value stands while an axis of length `L` is walked tile by tile, and how it moves between those places.
+
+    Whole              the same for every tile
+    Tiled(dim)         its tile `i` is slice `i` of dimension `dim`
+    Partial(op)        tile `i` holds one part of a reduction over the cut axis
+
+A cut axis keeps its identity through reshapes: dimension `dim` of a `Tiled` value is the product `major * L * minor`,
+so `[B, S, D] -> [B*S, D]` stays tiled whichever of `B` and `S` is cut.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    def __str__(self) -> str:
+        return "Whole"
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiled:
+    dim: int
+    major: int = 1
+    minor: int = 1
+
+    def __str__(self) -> str:
+        inner = "" if (self.major, self.minor) == (1, 1) else f", {self.major}*L*{self.minor}"
+        return f"Tiled(dim={self.dim}{inner})"
+
+    def at(self, dim: int) -> Tiled:
+        """The same cut, in another dimension."""
+        return dataclasses.replace(self, dim=dim)
+
+
+@dataclasses.dataclass(frozen=True)
+class Partial:
+    op: str
+
+    def __str__(self) -> str:
+        return f"Partial({self.op})"
+
+
+Placement = Whole | Tiled | Partial
+WHOLE = Whole()
+
+
+class TileError(ValueError):
+    """A function cannot be tiled along the chosen axis. Says what, where, why, and what to do."""
+
+
+class Span(NamedTuple):
+    """The tile at hand: `length` steps from `start` of an axis that is `total` long. Sums are formed in `accumulate`."""
+
+    start: Any
+    length: int
+    total: int
+    accumulate: Any = jnp.float32
+
+    def wide(self, dtype: Any) -> Any:
+        """The dtype in which a sum of `dtype` is formed."""
+        return jnp.promote_types(dtype, self.accumulate) if jnp.issubdtype(dtype, jnp.inexact) else dtype
+
+    def local_shape(self, shape: tuple[int, ...], placement: Placement) -> tuple[int, ...]:
+        """The shape that a tile of a value of `shape` has."""
+        if not isinstance(placement, Tiled):
+            return tuple(shape)
+        size = placement.major * self.length * placement.minor
+        return (*shape[: placement.dim], size, *shape[placement.dim + 1 :])
+
+    def take(self, array: Any, placement: Tiled) -> Any:
+        """This tile of a whole array."""
+        dim, major, minor = placement.dim, placement.major, placement.minor
+        if self.length == self.total:
+            return array
+        if major == 1:
+            return lax.dynamic_slice_in_dim(array, self.start * minor, self.length * minor, dim)
+        split = array.reshape(*array.shape[:dim], major, self.total * minor, *array.shape[dim + 1 :])
+        part = lax.dynamic_slice_in_dim(split, self.start * minor, self.length * minor, dim + 1)
+        return part.reshape(self.local_shape(array.shape, placement))
+
+    def put(self, array: Any, part: Any, placement: Tiled) -> Any:
+        """The whole array with this tile overwritten."""
+        dim, major, minor = placement.dim, placement.major, placement.minor
+        if self.length == self.total:
+            return part
+        if major == 1:
+            return lax.dynamic_update_slice_in_dim(array, part, self.start * minor, dim)
+        split = array.reshape(*array.shape[:dim], major, self.total * minor, *array.shape[dim + 1 :])
+        part = part.reshape(*array.shape[:dim], major, self.length * minor, *array.shape[dim + 1 :])
+        return lax.dynamic_update_slice_in_dim(split, part, self.start * minor, dim + 1).reshape(array.shape)
+
+    def positions(self, placement: Tiled, dtype: Any) -> Any:
+        """The index in the whole array of each element along this tile's dimension."""
+        steps, minor = self.length * placement.minor, placement.minor
+        local = jnp.arange(placement.major * steps, dtype=dtype)
+        offset = jnp.asarray(self.start * minor, dtype)
+        if placement.major == 1:
+            return local + offset
+        return local // steps * (self.total * minor) + local % steps + offset
+
+    def localise(self, positions: Any, placement: Tiled) -> Any:
+        """The inverse of `positions`: indices into the whole array that are known to fall into this tile."""
+        offset = jnp.asarray(self.start * placement.minor, positions.dtype)
+        if placement.major == 1:
+            return positions - offset
+        steps, stride = self.length * placement.minor, self.total * placement.minor
+        return positions // stride * steps + positions % stride - offset
+
+
+def identity(op: str, dtype: Any) -> Any:
+    """What a reduction starts from, as a scalar of `dtype`."""
+    if op == "sum":
+        return np.zeros((), dtype)
+    if op in ("and", "or"):
+        integer = jnp.issubdtype(dtype, jnp.integer)
+        return np.array((-1 if integer else True) if op == "and" else 0).astype(dtype)
+    if op == "prod":
+        return np.ones((), dtype)
+    sign = -1 if op == "max" else 1
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return np.asarray(op == "min", dtype)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return np.asarray(jnp.iinfo(dtype).min if op == "max" else jnp.iinfo(dtype).max, dtype)
+    return np.asarray(sign * np.inf, dtype)
+
+
+COMBINE = {
+    "sum": lax.add,
+    "prod": lax.mul,
+    "max": lax.max,
+    "min": lax.min,
+    "and": lax.bitwise_and,
+    "or": lax.bitwise_or,
+}

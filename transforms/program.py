@@ -1,0 +1,152 @@
+"""A tiled program: a jaxpr, where its inputs stand, and the loops that run it. Its derivatives are tiled programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from transforms import lower, rules  # noqa: F401
+from transforms.graph import Graph, Value, depends, flatten
+from transforms.placement import WHOLE, Placement, Tiled
+from transforms.propagate import Inline, Limits, propagate
+from transforms.rules import contraction, control_flow, elementwise, indexing, random, reduction, shape  # noqa: F401
+from transforms.schedule import Schedule, schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How the cut axis is walked: its length, that of a tile, and what `tile` was told."""
+
+    total: int
+    size: int
+    gather: str
+    accumulate: Any
+
+
+@dataclasses.dataclass(eq=False)
+class Program:
+    """`closed` with its inputs at `placements`; the outputs numbered in `wide` are left in the dtype of sums."""
+
+    closed: ClosedJaxpr
+    placements: tuple[Placement, ...]
+    options: Options
+    wide: frozenset[int] = frozenset()
+
+    @functools.cached_property
+    def plan(self) -> Schedule:
+        inline: frozenset[int] = frozenset()
+        while True:
+            graph = flatten(self.closed, inline=inline)
+            sizes = [v.nbytes for v in (*graph.inputs, *graph.outputs)]
+            limits = Limits(self.options.gather, max(sizes, default=0))
+            try:
+                return schedule(propagate(graph, self.placements, limits), limits)
+            except Inline as region:
+                inline |= {id(region.node.params["jaxpr"])}
+
+    def run(self, *args: Any) -> list[Any]:
+        """The program's outputs. Differentiating through this differentiates the loops; use `derive.call`."""
+        options = self.options
+        return lower.run(self.plan, args, options.total, options.size, options.accumulate, self.wide)
+
+    @property
+    def output_placements(self) -> tuple[Placement, ...]:
+        """How a cotangent of each output is cut."""
+        facts = [self.plan.analysis.fact(v).placement for v in self.plan.analysis.graph.outputs]
+        return tuple(p if isinstance(p, Tiled) else WHOLE for p in facts)
+
+    def with_program(self, fn: Any, extra: Sequence[tuple[Any, Placement]], wide: Sequence[int] = ()) -> Program:
+        """The tiled program of `fn(*inputs, *extra)`, a function derived from this one."""
+        avals = [*self.closed.in_avals, *(aval for aval, _ in extra)]
+        closed = jax.make_jaxpr(fn)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
+        placements = (*self.placements, *(p for _, p in extra))
+        return Program(closed, placements, self.options, frozenset(wide))
+
+    # --------------------------------------------------------------------------------------------------- derivatives
+
+    def differentiable(self, active: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The outputs that depend differentiably on the inputs `active`, and those of `active` that matter to them."""
+        graph = self.plan.analysis.graph
+        reached = depends(graph, {graph.inputs[i] for i in active}, differentiably=True)
+        outs = [i for i, v in enumerate(graph.outputs) if v in reached and jnp.issubdtype(v.dtype, jnp.inexact)]
+        used = _ancestors(graph, [graph.outputs[i] for i in outs])
+        return outs, [i for i in active if graph.inputs[i] in used]
+
+    @functools.cached_property
+    def _derived(self) -> dict[Any, Program]:
+        return {}
+
+    def gradient(self, active: tuple[int, ...], out: int) -> Program:
+        """All outputs, then the gradients of the scalar output `out`, in one pass."""
+        fn = jaxpr_as_fun(self.closed)
+
+        def joint(*args: Any) -> tuple[Any, ...]:
+            def primal(*chosen: Any) -> tuple[Any, list[Any]]:
+                outs = fn(*_replace(args, active, chosen))
+                return outs[out], outs
+
+            value, vjp, outs = jax.vjp(primal, *(args[i] for i in active), has_aux=True)
+            return (*outs, *vjp(jnp.ones_like(value)))
+
+        count = len(self.closed.out_avals)
+        return self._derive(("gradient", active, out), joint, (), range(count, count + len(active)))
+
+    def tangent(self, active: tuple[int, ...], outs: tuple[int, ...]) -> Program:
+        """The tangents of outputs `outs`, from the inputs and the tangents of those in `active`."""
+        fn = jaxpr_as_fun(self.closed)
+
+        def forward(*both: Any) -> list[Any]:
+            args, tangents = both[: -len(active)], both[-len(active) :]
+
+            def primal(*chosen: Any) -> list[Any]:
+                results = fn(*_replace(args, active, chosen))
+                return [results[i] for i in outs]
+
+            return jax.jvp(primal, tuple(args[i] for i in active), tangents)[1]
+
+        extra = [(self.closed.in_avals[i], self.placements[i]) for i in active]
+        return self._derive(("tangent", active, outs), forward, extra, ())
+
+    def cotangent(self, active: tuple[int, ...], outs: tuple[int, ...]) -> Program:
+        """The cotangents of inputs `active`, from the inputs and the cotangents of outputs `outs`."""
+        fn = jaxpr_as_fun(self.closed)
+
+        def backward(*both: Any) -> tuple[Any, ...]:
+            args, cotangents = both[: -len(outs)], both[-len(outs) :]
+
+            def primal(*chosen: Any) -> list[Any]:
+                results = fn(*_replace(args, active, chosen))
+                return [results[i] for i in outs]
+
+            return jax.vjp(primal, *(args[i] for i in active))[1](list(cotangents))
+
+        extra = [(self.closed.out_avals[i], self.output_placements[i]) for i in outs]
+        return self._derive(("cotangent", active, outs), backward, extra, ())
+
+    def _derive(self, key: Any, fn: Any, extra: Sequence[tuple[Any, Placement]], wide: Sequence[int]) -> Program:
+        if key not in self._derived:
+            self._derived[key] = self.with_program(fn, extra, wide)
+        return self._derived[key]
+
+
+def _replace(args: Sequence[Any], where: Sequence[int], chosen: Sequence[Any]) -> list[Any]:
+    full = list(args)
+    for i, value in zip(where, chosen, strict=True):
+        full[i] = value
+    return full
+
+
+def _ancestors(graph: Graph, values: Sequence[Value]) -> set[Value]:
+    found = set(values)
+    for node in reversed(graph.nodes):
+        if any(v in found for v in node.outputs):
+            found.update(node.inputs)
+    return found
+
+

@@ -1,0 +1,167 @@
+"""The forward walk: a placement and a stage for every value of a graph, and what had to be completed on the way.
+
+Stage `k` of a Tiled or Partial value: loop `k` is the first that can compute it. Stage `k` of a Whole value: loops
+before `k` must have run. A value that has to be whole for a reader is *completed*: stored by the loop that computes it,
+for the loops after it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from transforms.graph import Graph, Node, Value, describe
+from transforms.placement import WHOLE, Partial, Placement, TileError, Tiled, Whole
+from transforms.rules import RULES, Complete, Move
+
+
+class Fact(NamedTuple):
+    placement: Placement
+    stage: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """`value` is stored whole for `node`: `reason` reads after the primitive's name."""
+
+    value: Value
+    node: Node
+    reason: str
+    placement: Placement
+
+    def __str__(self) -> str:
+        return f"{self.value} {self.placement} for `{self.node.name}` at {self.node.where}: it {self.reason}"
+
+
+class Inline(Exception):
+    """A region cannot be kept as one: its body must be part of the graph around it."""
+
+    def __init__(self, node: Node):
+        self.node = node
+
+
+@dataclasses.dataclass
+class Analysis:
+    """What `propagate` found out about `graph`."""
+
+    graph: Graph
+    facts: dict[Value, Fact]
+    moves: dict[Node, Move]
+    completions: list[Completion]
+    completed: set[tuple[Node, int]]  # operands (by number) that are read after they were completed
+    inputs: frozenset[Value]
+
+    def fact(self, value: Value) -> Fact:
+        return self.facts.get(value, Fact(WHOLE))
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Which completions are allowed: `gather` is "none", "small" or "any"; `largest` is what small means, in bytes."""
+
+    gather: str
+    largest: int
+
+
+def propagate(graph: Graph, placements: Sequence[Placement], limits: Limits | None) -> Analysis:
+    """Walk `graph` from the `placements` of its inputs.
+
+    Args:
+        graph: the program.
+        placements: one for each input.
+        limits: which completions are allowed; None inside a region, where none is.
+
+    Raises:
+        TileError: a primitive has no rule, or an array that is too large would have to be whole.
+        Complete: in a region, a Partial operand that it needs whole.
+    """
+    facts = {v: Fact(p) for v, p in zip(graph.inputs, placements, strict=True)}
+    found = Analysis(graph, facts, {}, [], set(), frozenset(graph.inputs))
+    for node in graph.nodes:
+        _place(found, node, limits)
+    return found
+
+
+def _place(found: Analysis, node: Node, limits: Limits | None) -> None:
+    """Find where the results of one node stand, completing operands until its rule is content."""
+    facts = [found.fact(v) for v in node.inputs]
+    while True:
+        stage = max((f.stage for f in facts), default=0)
+        placements = tuple(f.placement for f in facts)
+        try:
+            # A partial sum that meets something of a later loop is finished at once, not carried into that loop.
+            if late := [i for i, f in enumerate(facts) if isinstance(f.placement, Partial) and f.stage < stage]:
+                raise Complete(late, "meets a value that a later loop computes")
+            move = _move(node, placements)
+        except Complete as request:
+            for i in request.operands:
+                facts[i] = _complete(found, node, i, request.reason, limits)
+            continue
+        break
+    found.moves[node] = move
+    found.facts.update((v, Fact(p, stage)) for v, p in zip(node.outputs, move.outs, strict=True))
+
+
+def _move(node: Node, placements: tuple[Placement, ...]) -> Move:
+    if all(isinstance(p, Whole) for p in placements):
+        return Move((WHOLE,) * len(node.outputs), placements)
+    if node.name not in RULES:
+        raise TileError(
+            f"cannot tile `{node.name}` at {node.where}: there is no rule for this primitive yet.\n"
+            f"  operands: {_operands(node, placements)}.\n"
+            "  Compute it outside the tiled function, or cut an axis that does not reach it."
+        )
+    return RULES[node.name].push(node, placements)
+
+
+def _operands(node: Node, placements: Sequence[Placement]) -> str:
+    return ", ".join(f"{v} {p}" for v, p in zip(node.inputs, placements, strict=True))
+
+
+def _complete(found: Analysis, node: Node, operand: int, reason: str, limits: Limits | None) -> Fact:
+    """Make operand number `operand` of `node` whole, if it may be."""
+    value = node.inputs[operand]
+    fact = found.fact(value)
+    assert not isinstance(fact.placement, Whole), (node, operand, reason)
+    if value in found.inputs and isinstance(fact.placement, Tiled) and limits is not None:
+        return Fact(WHOLE, 0)  # an input is whole to begin with
+    if limits is None:
+        partials = [i for i, v in enumerate(found.graph.inputs) if isinstance(found.fact(v).placement, Partial)]
+        if partials:
+            raise Complete(partials, f"needs it whole for its `{node.name}`")
+        raise Inline(node)
+    if isinstance(fact.placement, Tiled):
+        check_size(value, fact.placement, node, reason, limits)
+    found.completions.append(Completion(value, node, reason, fact.placement))
+    found.completed.add((node, operand))
+    return Fact(WHOLE, fact.stage + 1)
+
+
+def check_size(value: Value, placement: Placement, node: Node, reason: str, limits: Limits) -> None:
+    """Refuse an array that must be whole and is larger than the function's inputs and outputs."""
+    if limits.gather == "any" or (limits.gather == "small" and value.nbytes <= limits.largest):
+        return
+    made = f"made by `{value.producer.name}` at {value.producer.where}" if value.producer else "an argument"
+    bound = (
+        f"the largest input or output is {human(limits.largest)}"
+        if limits.gather == "small"
+        else 'gather="none" allows no completed array'
+    )
+    remedy = 'cut another axis, reduce it first, or pass gather="any"'
+    if limits.gather == "none":
+        remedy = 'cut another axis, or pass gather="small"'
+    raise TileError(
+        f"cannot tile `{node.name}` at {node.where}: it {reason}, so its operand would have to be whole.\n"
+        f"  operand: {describe(value.aval)} {placement}, {human(value.nbytes)}, {made}; {bound}.\n"
+        f"  To go on: {remedy}."
+    )
+
+
+def human(size: float) -> str:
+    """Bytes in the unit that reads best."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} GiB"

@@ -1,0 +1,132 @@
+"""What each jax primitive does to a placement: one small rule per kind of primitive.
+
+A rule has up to five parts.
+
+    push(node, placements) -> Move    where the results stand, and where each operand must stand for that
+    pull(node, want) -> placements    how operands that are Whole can yield one tile of the result (None: they cannot)
+    localise(node, move, span)        the primitive's parameters at tile size
+    emit(node, values, move, span)    the tile's results, where binding the primitive is not enough
+    accumulate(node, values, total, span)   `total` plus the tile's part, where that is cheaper than making the part
+
+A rule that cannot go on raises `Complete`: these operands must be whole first, and why. Rules see neither stages nor
+loops; `transforms.propagate` adds the primitive, the line and the operands to what they say. A primitive whose operands
+are all Whole needs no rule.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from transforms.graph import Node, Value
+from transforms.placement import WHOLE, Partial, Placement, Span, Tiled, Whole
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """Where a node's results stand, and where its operands must stand for that."""
+
+    outs: tuple[Placement, ...]
+    ins: tuple[Placement, ...]
+
+
+class Complete(Exception):
+    """Operands (by number) must be whole before the node can run; `reason` reads after the primitive's name."""
+
+    def __init__(self, operands: Sequence[int], reason: str):
+        super().__init__(reason)
+        self.operands, self.reason = tuple(operands), reason
+
+
+Push = Callable[[Node, tuple[Placement, ...]], Move]
+Pull = Callable[[Node, Tiled], tuple[Placement, ...] | None]
+Localise = Callable[[Node, Move, Span], dict[str, Any]]
+Emit = Callable[[Node, list[Any], Move, Span], list[Any]]
+Accumulate = Callable[[Node, list[Any], Any, Span], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    push: Push
+    pull: Pull | None = None
+    localise: Localise | None = None
+    emit: Emit | None = None
+    accumulate: Accumulate | None = None
+
+
+RULES: dict[str, Rule] = {}
+
+
+def register(*names: str, push: Push, **parts: Any) -> None:
+    """Give the primitives `names` a rule, whose other parts are named as in `Rule`. One primitive has one rule.
+
+    Raises:
+        ValueError: a primitive already has a rule.
+    """
+    for name in names:
+        if name in RULES:
+            raise ValueError(f"`{name}` already has a rule, in {RULES[name].push.__module__}.")
+        RULES[name] = Rule(push, **parts)
+
+
+def run(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
+    """Compute one tile of a node's results from its operands."""
+    rule = RULES.get(node.name)
+    if rule is not None and rule.emit is not None:
+        return rule.emit(node, values, move, span)
+    params = rule.localise(node, move, span) if rule is not None and rule.localise is not None else None
+    return node.bind(values, params)
+
+
+# ------------------------------------------------------------------------------------------ what several rules share
+
+
+def tiled(placements: Sequence[Placement]) -> list[int]:
+    return [i for i, p in enumerate(placements) if isinstance(p, Tiled)]
+
+
+def partial(placements: Sequence[Placement]) -> list[int]:
+    return [i for i, p in enumerate(placements) if isinstance(p, Partial)]
+
+
+def smaller(node: Node, operands: Sequence[int]) -> list[int]:
+    """All but the largest of `operands`."""
+    return sorted(operands, key=lambda i: (node.inputs[i].nbytes, -i))[:-1]
+
+
+def refuse_partial(node: Node, placements: Sequence[Placement], reason: str = "is not linear in it") -> None:
+    """Ask for reductions over the cut axis to be finished, if there are any among the operands."""
+    if found := partial(placements):
+        raise Complete(found, reason)
+
+
+def one_cut(node: Node, placements: Sequence[Placement]) -> Tiled:
+    """The cut that all tiled operands share; operands that are cut otherwise must be whole first."""
+    refuse_partial(node, placements)
+    found = tiled(placements)
+    if len({placements[i] for i in found}) > 1:
+        raise Complete(smaller(node, found), "has operands that are cut along different dimensions")
+    cut = placements[found[0]]
+    assert isinstance(cut, Tiled)
+    return cut
+
+
+def aligned(value: Value, cut: Tiled, size: int) -> Placement:
+    """Where an operand that broadcasts along the result must stand: cut alike, or Whole where its size is 1."""
+    return cut if len(value.shape) > cut.dim and value.shape[cut.dim] == size else WHOLE
+
+
+def count_once(placement: Placement) -> Placement:
+    """A Whole term of a partial sum is added on one tile only."""
+    return placement if isinstance(placement, Partial) else Partial("sum")
+
+
+def shrinks(node: Node, operand: int) -> bool:
+    """Whether the result is no larger than the operand: partial sums do not flow into larger arrays."""
+    return math.prod(node.outputs[0].shape) <= math.prod(node.inputs[operand].shape)
+
+
+def all_whole(placements: Sequence[Placement]) -> bool:
+    return all(isinstance(p, Whole) for p in placements)

@@ -1,0 +1,57 @@
+"""Regions: equations with a body. `jax.checkpoint` is bound again, as it was, around the tiled body."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr
+
+from transforms import lower, schedule
+from transforms.graph import REMAT, Node, flatten
+from transforms.placement import Partial, Placement, Span, Tiled, Whole
+from transforms.propagate import Analysis, Inline, propagate
+from transforms.rules import Complete, Move, partial, register
+
+
+@dataclasses.dataclass(frozen=True)
+class Region(Move):
+    """A move together with the analysis of the body that it was read off."""
+
+    body: Analysis | None = None
+
+
+def push_remat(node: Node, placements: tuple[Placement, ...]) -> Move:
+    if partial(placements):
+        raise Complete(partial(placements), "is a checkpointed block, which takes whole values")
+    graph = flatten(ClosedJaxpr(node.params["jaxpr"], ()))
+    found = propagate(graph, placements, None)
+    outs = tuple(found.fact(v).placement for v in graph.outputs)
+    if any(isinstance(p, Whole) for p in outs):
+        raise Inline(node)  # what does not depend on the tile should not be computed for each
+    return Region(outs, placements, found)
+
+
+def emit_remat(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
+    """Bind the primitive, with its own parameters, around the body at tile size."""
+    assert isinstance(move, Region) and move.body is not None
+    found = move.body
+    loop = schedule.region(found)
+
+    def run(start: Any, *values: Any) -> list[Any]:
+        inner = span._replace(start=start)
+        env = {v: x for v, x, p in zip(found.graph.inputs, values, move.ins, strict=True) if isinstance(p, Whole)}
+        cut = {
+            (v, p): x for v, x, p in zip(found.graph.inputs, values, move.ins, strict=True) if not isinstance(p, Whole)
+        }
+        lower.finish_region(env, list(loop.reads))
+        tiles = lower.compute(loop, env, cut, inner)
+        return [tiles[(v, p)] for v, p in zip(found.graph.outputs, move.outs, strict=True)]
+
+    closed = jax.make_jaxpr(run)(span.start, *values)
+    jaxpr = closed.jaxpr.replace(constvars=[], invars=[*closed.jaxpr.constvars, *closed.jaxpr.invars])
+    return node.bind([*closed.consts, span.start, *values], node.params | {"jaxpr": jaxpr})
+
+
+register(*REMAT, push=push_remat, emit=emit_remat)

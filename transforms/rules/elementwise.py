@@ -1,0 +1,107 @@
+"""Operations that work element by element: a cut passes through; those that are linear pass partial sums too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from transforms.graph import Node
+from transforms.placement import WHOLE, Partial, Placement, Span, Tiled, Whole
+from transforms.rules import Complete, Move, aligned, count_once, one_cut, partial, register, shrinks, tiled
+
+
+def push(node: Node, placements: tuple[Placement, ...]) -> Move:
+    cut = one_cut(node, placements)
+    size = node.outputs[0].shape[cut.dim]
+    ins = tuple(aligned(v, cut, size) for v in node.inputs)
+    return Move((cut,) * len(node.outputs), ins)
+
+
+def pull(node: Node, want: Tiled) -> tuple[Placement, ...]:
+    size = node.outputs[0].shape[want.dim]
+    return tuple(aligned(v, want, size) for v in node.inputs)
+
+
+def push_linear(node: Node, placements: tuple[Placement, ...]) -> Move:
+    """Operations of one operand that commute with a sum; a running maximum or minimum passes those that copy."""
+    (placement,) = placements
+    if isinstance(placement, Partial) and (placement.op == "sum" or node.name in COPIES):
+        return Move((placement,), placements)
+    return push(node, placements)
+
+
+def push_convert(node: Node, placements: tuple[Placement, ...]) -> Move:
+    source, target = node.inputs[0].dtype, node.outputs[0].dtype
+    exact = jnp.issubdtype(target, jnp.inexact) or (
+        jnp.issubdtype(target, jnp.integer) and jnp.issubdtype(source, jnp.integer)
+    )
+    if isinstance(placements[0], Partial) and placements[0].op == "sum" and exact and source != jnp.bool_:
+        return Move(placements, placements)
+    return push(node, placements)
+
+
+def push_add(node: Node, placements: tuple[Placement, ...]) -> Move:
+    """A partial sum plus another, or plus something Whole that is counted once."""
+    parts = partial(placements)
+    if parts and not tiled(placements) and {placements[i] for i in parts} == {Partial("sum")}:
+        if all(shrinks(node, i) for i in parts):
+            return Move((Partial("sum"),), tuple(count_once(p) for p in placements))
+        raise Complete(parts, "would make it larger")
+    return push(node, placements)
+
+
+def push_multiply(node: Node, placements: tuple[Placement, ...]) -> Move:
+    """A partial sum times, or divided by, something Whole."""
+    parts = partial(placements)
+    scaled = parts == [0] or (parts == [1] and node.name == "mul")
+    if scaled and isinstance(placements[1 - parts[0]], Whole) and placements[parts[0]] == Partial("sum"):
+        integer_division = node.name == "div" and jnp.issubdtype(node.outputs[0].dtype, jnp.integer)
+        if shrinks(node, parts[0]) and not integer_division:
+            return Move((Partial("sum"),), placements)
+    return push(node, placements)
+
+
+def push_extremum(node: Node, placements: tuple[Placement, ...]) -> Move:
+    """max(running maximum, x): x Whole or another running maximum; likewise min."""
+    parts = partial(placements)
+    if parts and not tiled(placements) and {placements[i] for i in parts} == {Partial(node.name)}:
+        if all(shrinks(node, i) for i in parts):
+            return Move((Partial(node.name),), placements)
+    return push(node, placements)
+
+
+def push_select(node: Node, placements: tuple[Placement, ...]) -> Move:
+    """Partial sums are chosen between by something Whole."""
+    parts = partial(placements)
+    if parts and isinstance(placements[0], Whole) and not tiled(placements):
+        if {placements[i] for i in parts} == {Partial("sum")}:
+            return Move((Partial("sum"),), (WHOLE, *map(count_once, placements[1:])))
+    return push(node, placements)
+
+
+def push_each(node: Node, placements: tuple[Placement, ...]) -> Move:
+    """Every operand goes through to the result of its own number."""
+    return Move(placements, placements)
+
+
+
+
+COPIES = {"copy", "copy_p", "stop_gradient", "name"}
+
+ELEMENTWISE = """
+abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz conj cos cosh
+digamma eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac is_finite
+le le_to lgamma log log1p logistic lt lt_to nan_to_num ne nextafter not one_minus_square or polygamma population_count pow
+reduce_precision regularized_incomplete_beta rem round rsqrt shift_left shift_right_arithmetic shift_right_logical
+sign sin sinh sqrt square tan tanh threefry2x32 xor zeta integer_pow random_fold_in mulhi
+""".split()
+
+register(*ELEMENTWISE, "complex", push=push, pull=pull)
+register("neg", "real", "imag", *COPIES, push=push_linear, pull=pull)
+register("convert_element_type", push=push_convert, pull=pull)
+register("add", "add_any", "sub", push=push_add, pull=pull)
+register("mul", "div", push=push_multiply, pull=pull)
+register("max", "min", push=push_extremum, pull=pull)
+register("select_n", push=push_select, pull=pull)
+register("optimization_barrier", push=push_each)

@@ -1,0 +1,82 @@
+"""Reductions: along the cut axis they leave partial results, along others the cut passes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transforms.graph import Node
+from transforms.placement import Partial, Placement, Span, Tiled
+from transforms.rules import Complete, Move, one_cut, partial, refuse_partial, register
+
+OPS = {
+    "reduce_sum": "sum",
+    "reduce_max": "max",
+    "reduce_min": "min",
+    "reduce_prod": "prod",
+    "reduce_and": "and",
+    "reduce_or": "or",
+}
+
+
+def push(node: Node, placements: tuple[Placement, ...]) -> Move:
+    op, axes = OPS.get(node.name), node.params["axes"]
+    if partial(placements):
+        if placements == (Partial(op or ""),):
+            return Move(placements, placements)  # sums of sums, maxima of maxima
+        refuse_partial(node, placements)
+    cut = one_cut(node, placements)
+    if cut.dim not in axes:
+        return Move((cut.at(cut.dim - sum(a < cut.dim for a in axes)),) * len(node.outputs), placements)
+    if op is None:
+        raise Complete([0], "runs along the cut axis")
+    return Move((Partial(op),), placements)
+
+
+def emit(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
+    """Sums across tiles are formed in the wide dtype from the start."""
+    if move.outs[0] == Partial("sum"):
+        values = [values[0].astype(span.wide(values[0].dtype))]
+    return node.bind(values)
+
+
+def push_cumulative(node: Node, placements: tuple[Placement, ...]) -> Move:
+    """cumsum and its like keep every length."""
+    if placements == (Partial("sum"),) and node.name == "cumsum":
+        return Move(placements, placements)
+    cut = one_cut(node, placements)
+    if node.params["axis"] == cut.dim:
+        raise Complete([0], "runs along the cut axis")
+    return Move((cut,), placements)
+
+
+def push_sort(node: Node, placements: tuple[Placement, ...]) -> Move:
+    cut = one_cut(node, placements)
+    if node.params["dimension"] == cut.dim:
+        raise Complete([i for i, p in enumerate(placements) if p == cut], "runs along the cut axis")
+    return Move((cut,) * len(node.outputs), (cut,) * len(node.inputs))
+
+
+def push_top_k(node: Node, placements: tuple[Placement, ...]) -> Move:
+    cut = one_cut(node, placements)
+    axis = node.params.get("axis", -1) % len(node.inputs[0].shape)
+    if axis == cut.dim:
+        raise Complete([0], "runs along the cut axis")
+    return Move((cut,) * len(node.outputs), placements)
+
+
+def pull_same(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
+    axis = node.params.get("axis", node.params.get("dimension"))
+    return None if axis is None or axis == want.dim else (want,) * len(node.inputs)
+
+
+def pull_reduction(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
+    dim = want.dim
+    for axis in sorted(node.params["axes"]):
+        dim += axis <= dim
+    return (want.at(dim),)
+
+
+register(*OPS, "reduce_xor", "argmax", "argmin", push=push, pull=pull_reduction, emit=emit)
+register("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", push=push_cumulative, pull=pull_same)
+register("sort", push=push_sort)
+register("top_k", push=push_top_k)

@@ -1,0 +1,262 @@
+"""Operations that move elements: the cut is followed to the dimension where it lands."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from jax import lax
+
+from transforms.graph import Node
+from transforms.placement import WHOLE, Partial, Placement, Span, Tiled, Whole
+from transforms.rules import (
+    Complete,
+    Move,
+    aligned,
+    count_once,
+    one_cut,
+    partial,
+    refuse_partial,
+    register,
+    shrinks,
+    tiled,
+)
+
+
+def passes(node: Node, placements: tuple[Placement, ...]) -> bool:
+    """Whether operand 0 is a partial result that a rearrangement may carry along, the others Whole."""
+    first, *rest = placements
+    return isinstance(first, Partial) and all(isinstance(p, Whole) for p in rest) and shrinks(node, 0)
+
+
+# ------------------------------------------------------------------------------------ broadcast, transpose, squeeze
+
+
+def push_broadcast(node: Node, placements: tuple[Placement, ...]) -> Move:
+    if passes(node, placements):
+        return Move((placements[0],), placements)
+    refuse_partial(node, placements, "would make it larger")
+    cut = one_cut(node, placements)
+    return Move((cut.at(int(node.params["broadcast_dimensions"][cut.dim])),), placements)
+
+
+def pull_broadcast(node: Node, want: Tiled) -> tuple[Placement, ...]:
+    dims = [int(d) for d in node.params["broadcast_dimensions"]]
+    source: Placement = WHOLE
+    if want.dim in dims:
+        dim = dims.index(want.dim)
+        source = want.at(dim) if node.inputs[0].shape[dim] == node.outputs[0].shape[want.dim] else WHOLE
+    return (source,) + (WHOLE,) * (len(node.inputs) - 1)
+
+
+def localise_shape(node: Node, move: Move, span: Span) -> dict[str, Any]:
+    return node.params | {"shape": span.local_shape(node.params["shape"], move.outs[0])}
+
+
+def push_transpose(node: Node, placements: tuple[Placement, ...]) -> Move:
+    if passes(node, placements):
+        return Move(placements, placements)
+    cut = one_cut(node, placements)
+    return Move((cut.at(node.params["permutation"].index(cut.dim)),), placements)
+
+
+def pull_transpose(node: Node, want: Tiled) -> tuple[Placement, ...]:
+    return (want.at(node.params["permutation"][want.dim]),)
+
+
+def push_squeeze(node: Node, placements: tuple[Placement, ...]) -> Move:
+    if passes(node, placements):
+        return Move(placements, placements)
+    cut = one_cut(node, placements)
+    if cut.dim in node.params["dimensions"]:
+        raise Complete([0], "removes the cut axis, whose length is 1")
+    return Move((cut.at(cut.dim - sum(d < cut.dim for d in node.params["dimensions"])),), placements)
+
+
+def pull_squeeze(node: Node, want: Tiled) -> tuple[Placement, ...]:
+    dim = want.dim
+    for removed in sorted(node.params["dimensions"]):
+        dim += removed <= dim
+    return (want.at(dim),)
+
+
+# ----------------------------------------------------------------------------------------------------------- reshape
+
+
+def carry(cut: Tiled, old: tuple[int, ...], new: tuple[int, ...]) -> Tiled | None:
+    """Where the factor `L` of `old[cut.dim] = major * L * minor` stands in `new`, if it stays in one piece."""
+    length = old[cut.dim] // (cut.major * cut.minor)
+    ahead = math.prod(old[: cut.dim]) * cut.major
+    for dim, size in enumerate(new):
+        before = math.prod(new[:dim])
+        if ahead % before == 0 and size % (ahead // before * length) == 0:
+            major = ahead // before
+            return Tiled(dim, major, size // (major * length))
+    return None
+
+
+def push_reshape(node: Node, placements: tuple[Placement, ...]) -> Move:
+    if passes(node, placements):
+        return Move((placements[0],), placements)
+    cut = one_cut(node, placements)
+    if node.params.get("dimensions") is not None:
+        raise Complete([0], "permutes while it reshapes")
+    landed = carry(cut, node.inputs[0].shape, node.params["new_sizes"])
+    if landed is None:
+        raise Complete([0], "splits the cut axis over several dimensions")
+    return Move((landed,), placements)
+
+
+def pull_reshape(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
+    source = carry(want, node.params["new_sizes"], node.inputs[0].shape)
+    return None if source is None or node.params.get("dimensions") is not None else (source,)
+
+
+def localise_reshape(node: Node, move: Move, span: Span) -> dict[str, Any]:
+    return node.params | {"new_sizes": span.local_shape(node.params["new_sizes"], move.outs[0])}
+
+
+# --------------------------------------------------------------------------------------- concatenate, pad, slice, rev
+
+
+def push_concatenate(node: Node, placements: tuple[Placement, ...]) -> Move:
+    if partial(placements) and not tiled(placements):
+        parts = partial(placements)
+        if {placements[i] for i in parts} == {Partial("sum")}:
+            return Move((Partial("sum"),), tuple(map(count_once, placements)))
+    cut = one_cut(node, placements)
+    if node.params["dimension"] == cut.dim:
+        raise Complete(tiled(placements), "joins along the cut axis")
+    return Move((cut,), (cut,) * len(node.inputs))
+
+
+def pull_concatenate(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
+    return None if node.params["dimension"] == want.dim else (want,) * len(node.inputs)
+
+
+def push_pad(node: Node, placements: tuple[Placement, ...]) -> Move:
+    if placements[0] == Partial("sum") and isinstance(placements[1], Whole):
+        return Move((Partial("sum"),), tuple(map(count_once, placements)))
+    cut = one_cut(node, placements)
+    if tuple(node.params["padding_config"][cut.dim]) != (0, 0, 0):
+        raise Complete([0], "pads the cut axis")
+    return Move((cut,), placements)
+
+
+def pull_pad(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
+    return (want, WHOLE) if tuple(node.params["padding_config"][want.dim]) == (0, 0, 0) else None
+
+
+def takes_all(node: Node, dim: int) -> bool:
+    """Whether a slice leaves a dimension as it is."""
+    strides = node.params["strides"]
+    size = node.inputs[0].shape[dim]
+    whole = (node.params["start_indices"][dim], node.params["limit_indices"][dim]) == (0, size)
+    return whole and (strides is None or strides[dim] == 1)
+
+
+def push_slice(node: Node, placements: tuple[Placement, ...]) -> Move:
+    if passes(node, placements):
+        return Move(placements, placements)
+    cut = one_cut(node, placements)
+    if not takes_all(node, cut.dim):
+        raise Complete([0], "takes a part of the cut axis")
+    return Move((cut,), placements)
+
+
+def pull_slice(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
+    return (want,) if takes_all(node, want.dim) else None
+
+
+def localise_slice(node: Node, move: Move, span: Span) -> dict[str, Any]:
+    return node.params | {"limit_indices": span.local_shape(node.params["limit_indices"], move.outs[0])}
+
+
+def push_rev(node: Node, placements: tuple[Placement, ...]) -> Move:
+    if passes(node, placements):
+        return Move(placements, placements)
+    cut = one_cut(node, placements)
+    if cut.dim in node.params["dimensions"]:
+        raise Complete([0], "reverses the cut axis")
+    return Move((cut,), placements)
+
+
+def pull_rev(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
+    return None if want.dim in node.params["dimensions"] else (want,)
+
+
+def push_split(node: Node, placements: tuple[Placement, ...]) -> Move:
+    if placements == (Partial("sum"),):
+        return Move(placements * len(node.outputs), placements)
+    cut = one_cut(node, placements)
+    if node.params["axis"] == cut.dim:
+        raise Complete([0], "splits the cut axis")
+    return Move((cut,) * len(node.outputs), placements)
+
+
+# ------------------------------------------------------------------------------------------------------ dynamic slices
+
+
+def push_dynamic_slice(node: Node, placements: tuple[Placement, ...]) -> Move:
+    if passes(node, placements):
+        return Move((placements[0],), placements)
+    cut = one_cut(node, placements)
+    if tiled(placements) != [0]:
+        raise Complete([i for i in tiled(placements) if i], "starts at a place that differs from tile to tile")
+    if node.params["slice_sizes"][cut.dim] != node.inputs[0].shape[cut.dim]:
+        raise Complete([0], "takes a part of the cut axis")
+    return Move((cut,), placements)
+
+
+def localise_dynamic_slice(node: Node, move: Move, span: Span) -> dict[str, Any]:
+    return node.params | {"slice_sizes": span.local_shape(node.params["slice_sizes"], move.outs[0])}
+
+
+def push_dynamic_update_slice(node: Node, placements: tuple[Placement, ...]) -> Move:
+    operand, update, *starts = placements
+    if Partial("sum") in (operand, update) and not tiled(placements) and not partial(starts):
+        return Move((Partial("sum"),), (count_once(operand), count_once(update), *starts))
+    cut = one_cut(node, placements)
+    if any(i > 1 for i in tiled(placements)):
+        raise Complete([i for i in tiled(placements) if i > 1], "starts at a place that differs from tile to tile")
+    if node.inputs[1].shape[cut.dim] != node.inputs[0].shape[cut.dim]:
+        raise Complete(tiled(placements), "overwrites a part of the cut axis")
+    return Move((cut,), (cut, cut, *starts))
+
+
+# ---------------------------------------------------------------------------------------------------------------- iota
+
+
+def push_iota(node: Node, placements: tuple[Placement, ...]) -> Move:
+    raise AssertionError("iota has no operands that could be cut")
+
+
+def pull_iota(node: Node, want: Tiled) -> tuple[Placement, ...]:
+    return (WHOLE,) * len(node.inputs)
+
+
+def emit_iota(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
+    (cut,) = move.outs
+    shape, dim, dtype = node.params["shape"], node.params["dimension"], node.params["dtype"]
+    local = span.local_shape(shape, cut)
+    if not isinstance(cut, Tiled) or cut.dim != dim:
+        return [lax.broadcasted_iota(dtype, local, dim)]
+    return [lax.broadcast_in_dim(span.positions(cut, dtype), local, (dim,))]
+
+
+def pull_elementwise(node: Node, want: Tiled) -> tuple[Placement, ...]:
+    return tuple(aligned(v, want, node.outputs[0].shape[want.dim]) for v in node.inputs)
+
+
+register("broadcast_in_dim", push=push_broadcast, pull=pull_broadcast, localise=localise_shape)
+register("transpose", push=push_transpose, pull=pull_transpose)
+register("squeeze", push=push_squeeze, pull=pull_squeeze)
+register("reshape", push=push_reshape, pull=pull_reshape, localise=localise_reshape)
+register("concatenate", push=push_concatenate, pull=pull_concatenate)
+register("pad", push=push_pad, pull=pull_pad)
+register("slice", push=push_slice, pull=pull_slice, localise=localise_slice)
+register("rev", push=push_rev, pull=pull_rev)
+register("split", push=push_split)
+register("dynamic_slice", push=push_dynamic_slice, localise=localise_dynamic_slice)
+register("dynamic_update_slice", push=push_dynamic_update_slice)
+register("iota", push=push_iota, pull=pull_iota, emit=emit_iota)

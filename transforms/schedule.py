@@ -1,0 +1,281 @@
+"""Placements become loops: what each loop computes, keeps and reads.
+
+Loops are planned from the last to the first. Each result is accumulated in the latest loop that its readers allow, and
+a loop holds exactly the steps that its results need, in order, so lowering is a walk down a list.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+from transforms.graph import Node, Value, depends
+from transforms.placement import WHOLE, Partial, Placement, Tiled, Whole
+from transforms.propagate import Analysis, Limits, check_size
+from transforms.rules import RULES, Move
+
+
+class Ref(NamedTuple):
+    """An operand as a loop reads it.
+
+    `whole`: the whole value; `slice`: this tile of the whole value; `once`: the whole value on the first tile and 0 on
+    the others; `tile`: what a step of this loop computed.
+    """
+
+    value: Value
+    want: Placement
+    how: Literal["whole", "slice", "once", "tile"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Step:
+    """Run `node` on one tile."""
+
+    node: Node
+    move: Move
+    refs: tuple[Ref, ...]
+    keys: tuple[tuple[Value, Placement], ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Update:
+    """How one tile changes a result: terms are added (or, if Tiled, written) one after the other.
+
+    A term is a step whose rule adds to the accumulator itself, or a reference to what the loop computed.
+    """
+
+    value: Value
+    terms: tuple[Step | Ref, ...]
+
+
+@dataclasses.dataclass
+class Loop:
+    steps: list[Step] = dataclasses.field(default_factory=list)
+    updates: list[Update] = dataclasses.field(default_factory=list)
+    reads: dict[Value, None] = dataclasses.field(default_factory=dict)  # whole values, ready before the loop
+
+    @property
+    def light(self) -> bool:
+        """Whether nothing in it is larger than the inputs it slices: then there is nothing to gain from tiles."""
+        refs = [r for s in self.steps for r in s.refs] + [r for u in self.updates for r in u.terms if isinstance(r, Ref)]
+        sliced = max((r.value.nbytes for r in refs if r.how == "slice"), default=0)
+        made = max((v.nbytes for s in self.steps for v in s.node.outputs), default=0)
+        accumulated = any(isinstance(t, Step) for u in self.updates for t in u.terms)
+        return not accumulated and made <= sliced
+
+
+@dataclasses.dataclass
+class Schedule:
+    analysis: Analysis
+    loops: list[Loop]
+    late: set[Value]  # partial results that are computed from another one after the loop
+
+
+def schedule(analysis: Analysis, limits: Limits) -> Schedule:
+    """Plan the loops of an analysed graph."""
+    deadline: dict[Value, int] = {}
+    for _ in range(20):  # a value that an earlier loop turns out to store is read by later loops, not computed again
+        planner = _Planner(analysis, dict(deadline))
+        loops = planner.plan()
+        if planner.deadline == deadline:
+            break
+        deadline = planner.deadline
+    else:
+        raise AssertionError("the schedule does not settle")
+    _check_sizes(analysis, loops, planner.requested, limits)
+    return Schedule(analysis, loops, planner.late)
+
+
+def _check_sizes(analysis: Analysis, loops: list[Loop], requested: Iterable[Value], limits: Limits) -> None:
+    """Refuse whole values that carry the cut axis, or that come from a completed one, and are too large."""
+    steps = (step for loop in loops for step in loop.steps)
+    for step, ref in ((step, ref) for step in steps for ref in step.refs):
+        if ref.how == "slice" and ref.value.producer and isinstance(analysis.fact(ref.value).placement, Whole):
+            check_size(ref.value, WHOLE, step.node, "reads, tile by tile, a value that is made whole", limits)
+    sources = {c.value for c in analysis.completions if isinstance(c.placement, Tiled)}
+    grown = depends(analysis.graph, sources) if sources else set()
+    for value in requested:
+        if value in grown and value.producer and isinstance(analysis.fact(value).placement, Whole):
+            check_size(value, WHOLE, value.producer, "makes a whole value from one that had to be completed", limits)
+
+
+def region(analysis: Analysis) -> Loop:
+    """The one loop body that computes all outputs of a region's graph at the tile at hand."""
+    planner = _Planner(analysis, {}, local=True)
+    loop = Loop()
+    for value in analysis.graph.outputs:
+        fact = analysis.fact(value)
+        planner.emit(planner.resolve(value, fact.placement, 0, loop), 0, loop)
+    return loop
+
+
+class _Planner:
+    def __init__(self, analysis: Analysis, stored: dict[Value, int], local: bool = False):
+        self.analysis = analysis
+        self.local = local  # a region: its inputs are tiles already
+        self.stored = stored  # what the previous pass stored, and in which loop
+        self.deadline: dict[Value, int] = {}
+        self.late: set[Value] = set()
+        self.requested: dict[Value, int] = {}
+        self.readers: dict[Value, list[Node]] = {}
+        for node in analysis.graph.nodes:
+            for i, value in enumerate(node.inputs):
+                if (node, i) not in analysis.completed:
+                    self.readers.setdefault(value, []).append(node)
+
+    def plan(self) -> list[Loop]:
+        fact = self.analysis.fact
+        effects = [n for n in self.analysis.graph.nodes if n.effects and n in self.analysis.moves]
+        effects = [n for n in effects if not all(isinstance(p, Whole) for p in self.analysis.moves[n].ins)]
+        outputs = [v for v in self.analysis.graph.outputs if v.const is None]
+        ends = [fact(v).stage - isinstance(fact(v).placement, Whole) for v in outputs]
+        stages = {n: max(fact(v).stage for v in n.inputs) for n in effects}
+        last = max([*ends, *stages.values(), -1])
+        for value in outputs:
+            self.request([value], last)
+        loops = [Loop() for _ in range(last + 1)]
+        for d in range(last, -1, -1):
+            done: set[Value] = set()
+            while todo := [v for v, k in self.deadline.items() if k == d and v not in done]:
+                for value in todo:
+                    done.add(value)
+                    loops[d].updates.append(self.update(value, d, loops[d]))
+            loops[d].updates = [u for u in loops[d].updates if self.deadline[u.value] == d]
+            for node in (n for n in effects if stages[n] == d):
+                value = node.outputs[0] if node.outputs else Value(None, node)
+                self.emit(Ref(value, self.analysis.fact(value).placement, "tile"), d, loops[d])
+        return loops
+
+    # ------------------------------------------------------------------------------- what must be whole, and by when
+
+    def request(self, values: Iterable[Value], d: int) -> None:
+        """Have `values` whole once loop `d` is over."""
+        stack = list(values)
+        while stack:
+            value = stack.pop()
+            node = value.producer
+            if node is None or value in self.analysis.inputs or self.requested.get(value, d + 1) <= d:
+                continue
+            self.requested[value] = d
+            if isinstance(self.analysis.fact(value).placement, Whole):
+                stack.extend(node.inputs)
+            elif self.sinks(value):
+                self.late.add(value)
+                stack.extend(node.inputs)
+            else:
+                self.deadline[value] = min(self.deadline.get(value, d), d)
+
+    def sinks(self, value: Value) -> bool:
+        """Whether a partial result is better computed, after the loop, from the one that it is made of."""
+        node = value.producer
+        assert node is not None
+        placements = [self.analysis.fact(v).placement for v in node.inputs]
+        parts = [v for v, p in zip(node.inputs, placements, strict=True) if isinstance(p, Partial)]
+        if len(parts) != 1 or any(isinstance(p, Tiled) for p in placements) or len(node.outputs) > 1:
+            return False
+        if not isinstance(self.analysis.moves[node].outs[0], Partial):
+            return False
+        return parts[0].aval.size == value.aval.size
+
+    # ------------------------------------------------------------------------------------------------ steps of a loop
+
+    def update(self, value: Value, d: int, loop: Loop) -> Update:
+        """Plan how loop `d` accumulates `value`."""
+        terms: list[Step | Ref] = []
+        stack = [value]
+        while stack:
+            part = stack.pop()
+            node = part.producer
+            assert node is not None
+            move = self.analysis.moves[node]
+            readers = [n for n in self.readers.get(part, []) if not self.late.issuperset(n.outputs)]
+            alone = len(readers) <= (part is not value)
+            summed = move.outs[0] == Partial("sum") and alone
+            from_tiles = any(isinstance(p, Tiled) for p in move.ins)
+            if summed and node.name in ("add", "add_any") and self.computes(part, d):
+                if all(isinstance(self.analysis.fact(v).placement, Partial) for v in node.inputs):
+                    if not any((node, i) in self.analysis.completed for i in range(2)):
+                        stack.extend(reversed(node.inputs))
+                        continue
+            if summed and from_tiles and RULES[node.name].accumulate and self.computes(part, d):
+                terms.append(self.step(node, move, d, loop))
+            else:
+                ref = self.resolve(part, self.analysis.fact(part).placement, d, loop)
+                self.emit(ref, d, loop)
+                terms.append(ref)
+        return Update(value, tuple(terms))
+
+    def computes(self, value: Value, d: int) -> bool:
+        """Whether loop `d` has to compute the value: no earlier loop stored it."""
+        return self.stored.get(value, d) >= d
+
+    def resolve(self, value: Value, want: Placement, d: int, loop: Loop, completed: bool = False) -> Ref:
+        """Decide how loop `d` reads `value` as `want`, and ask for what that takes."""
+        placement = self.analysis.fact(value).placement
+        local = not isinstance(placement, Whole) and not completed
+        if local and value in self.analysis.inputs:
+            return Ref(value, want, "tile" if self.local else "slice")
+        if local and self.computes(value, d):
+            return Ref(value, placement, "tile")
+        if isinstance(want, Tiled) and isinstance(placement, Whole) and self.pulls(value, want) is not None:
+            return Ref(value, want, "tile")
+        loop.reads[value] = None
+        self.request([value], d - 1)
+        if isinstance(want, Whole):
+            return Ref(value, want, "whole")
+        return Ref(value, want, "slice" if isinstance(want, Tiled) else "once")
+
+    def pulls(self, value: Value, want: Tiled) -> tuple[Placement, ...] | None:
+        """The operands' placements from which one tile of a whole value is made, without the rest of it."""
+        node = value.producer
+        if node is None or value in self.analysis.inputs or len(node.outputs) > 1 or node.name not in RULES:
+            return None
+        pull = RULES[node.name].pull
+        return pull(node, want) if pull is not None else None
+
+    def emit(self, root: Ref, d: int, loop: Loop) -> None:
+        """Append the steps that compute `root`, operands first."""
+        keys = {key for step in loop.steps for key in step.keys}
+        stack: list[tuple[Ref, bool]] = [(root, False)]
+        while stack:
+            ref, ready = stack.pop()
+            if ref.how != "tile" or (ref.value, ref.want) in keys or ref.value.producer is None:
+                continue
+            node, move = self.expand(ref)
+            refs = self.operands(node, move, d, loop)
+            if not ready:
+                stack.append((ref, True))
+                stack.extend((r, False) for r in refs)
+                continue
+            if move is self.analysis.moves.get(node):
+                made = tuple((v, p) for v, p in zip(node.outputs, move.outs, strict=True))
+            else:
+                made = ((ref.value, ref.want),)
+            loop.steps.append(Step(node, move, refs, made))
+            keys.update(made)
+
+    def expand(self, ref: Ref) -> tuple[Node, Move]:
+        """The node that computes `ref`, and how: as analysed, or pulled from whole operands."""
+        node = ref.value.producer
+        assert node is not None
+        if ref.value.aval is None or not isinstance(self.analysis.fact(ref.value).placement, Whole):
+            return node, self.analysis.moves[node]
+        assert isinstance(ref.want, Tiled)
+        ins = self.pulls(ref.value, ref.want)
+        assert ins is not None
+        return node, Move((ref.want,), ins)
+
+    def operands(self, node: Node, move: Move, d: int, loop: Loop) -> tuple[Ref, ...]:
+        done = self.analysis.completed if move is self.analysis.moves.get(node) else set()
+        return tuple(
+            self.resolve(v, p, d, loop, (node, i) in done)
+            for i, (v, p) in enumerate(zip(node.inputs, move.ins, strict=True))
+        )
+
+    def step(self, node: Node, move: Move, d: int, loop: Loop) -> Step:
+        """A step whose operands are computed, but which is left to whoever accumulates its result."""
+        refs = self.operands(node, move, d, loop)
+        for ref in refs:
+            self.emit(ref, d, loop)
+        return Step(node, move, refs, ())
