@@ -193,7 +193,7 @@ def multilabel_bce(w, h, labels):
     return optax.sigmoid_binary_cross_entropy(h @ w, labels.astype(h.dtype)).sum(-1).mean()
 
 
-@case(args=lambda d: (d(D, V), d(N, D), d.mask(N, V)), axis=(None, 0, 0))
+@case(args=lambda d: (d(D, V), d(N, D), d.mask(N, V)), axis=(None, 0, 0), head=True)
 def multilabel_focal(w, h, labels):
     return optax.sigmoid_focal_loss(h @ w, labels * 1.0, alpha=0.25).mean()
 

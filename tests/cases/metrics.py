@@ -65,7 +65,7 @@ def outputs_of_several_kinds(w, h, y, m):
     return {"per_token": nll, "sum": (nll * m).sum(), "per_class": (jax.nn.softmax(logits) * m[:, None]).sum(0)}
 
 
-@case(**TOKENS)
+@case(**TOKENS, head=True)
 def outputs_float_and_int(w, h, y):
     logits = h @ w
     return logits.max(-1), jnp.argmax(logits, -1), (logits.argmax(-1) == y), (y == 3).sum()
@@ -81,23 +81,23 @@ def output_transposed(w, h, y):
     return jax.nn.log_softmax(h @ w).T, (h @ w)[None, :, None]
 
 
-@case(**TOKENS)
+@case(**TOKENS, head=True)
 def output_argument_untouched(w, h, y):
     return h, w, (h @ w).sum(), y
 
 
-@case(args=lambda d: (d(D, V), d(N, D), d.ids(V, N)), axis=(None, 0, 0), differentiable=False)
+@case(args=lambda d: (d(D, V), d(N, D), d.ids(V, N)), axis=(None, 0, 0), differentiable=False, head=True)
 def output_integer_only(w, h, y):
     return jnp.argmax(h @ w, axis=-1), ((h @ w).argmax(-1) == y).sum()
 
 
-@case(args=lambda d: (d(D, V), d(N, D)), axis=(None, 0))
+@case(args=lambda d: (d(D, V), d(N, D)), axis=(None, 0), head=True)
 def extremes_over_tokens(w, h):
     logits = h @ w
     return jnp.max(logits, axis=0), jnp.min(logits, axis=0), jnp.max(logits) - jnp.min(logits)
 
 
-@case(args=lambda d: (d(D, V), d(N, D)), axis=(None, 0))
+@case(args=lambda d: (d(D, V), d(N, D)), axis=(None, 0), head=True)
 def logsumexp_over_tokens(w, h):
     return logsumexp(h @ w, axis=0)
 

@@ -46,7 +46,9 @@ def equinox_mlp(mlp, h, y):
     return _nll(jax.vmap(mlp)(h), y).mean()
 
 
-@case(args=_module_args(lambda: _Head(jnp.full(D, 0.3), eqx.nn.Linear(D, V, key=KEY), 1e-5)), axis=(None, 0, 0))
+@case(
+    args=_module_args(lambda: _Head(jnp.full(D, 0.3), eqx.nn.Linear(D, V, key=KEY), 1e-5)), axis=(None, 0, 0), head=True
+)
 def module_with_norm_and_static_field(head, h, y):
     return _nll(head(h), y).sum() / y.shape[0]
 

@@ -49,7 +49,7 @@ def gaussian_with_variance_head(w, h, target):
     return jnp.mean(0.5 * z**2 + log_scale)
 
 
-@case(args=lambda d: (d(D, 12, scale=0.5), d(N, D), d(N)), axis=(None, 0, 0))
+@case(args=lambda d: (d(D, 12, scale=0.5), d(N, D), d(N)), axis=(None, 0, 0), head=True)
 def mixture_density(w, h, target):
     logit, mean, log_scale = jnp.moveaxis((h @ w).reshape(-1, 4, 3), -1, 0)
     logp = -0.5 * ((target[:, None] - mean) * jnp.exp(-log_scale)) ** 2 - log_scale
@@ -88,14 +88,14 @@ def quantile_pinball(w, h, target):
     return jnp.maximum(q * error, (q - 1) * error).sum(-1).mean()
 
 
-@case(args=lambda d: (d(D, 9), d(N, D), d(N)), axis=(None, 0, 0))
+@case(args=lambda d: (d(D, 9), d(N, D), d(N)), axis=(None, 0, 0), head=True)
 def two_hot_value(w, h, target):
     centres = jnp.linspace(-3, 3, 9)
     label = jax.nn.relu(1 - jnp.abs(target[:, None] - centres) / 0.75)
     return optax.safe_softmax_cross_entropy(h @ w, label).mean()
 
 
-@case(args=lambda d: (d(D, 9), d(N, D)), axis=(None, 0))
+@case(args=lambda d: (d(D, 9), d(N, D)), axis=(None, 0), head=True)
 def expected_value_of_bins(w, h):
     return jax.nn.softmax(h @ w) @ jnp.linspace(-3, 3, 9)
 
@@ -163,7 +163,7 @@ def flow_matching_given_times(w, x, noise, t):
     return jnp.mean((jnp.tanh(xt @ w) - (x - noise)) ** 2)
 
 
-@case(args=lambda d: (d(D, 4, scale=0.5), d(N, D)), axis=(None, 0))
+@case(args=lambda d: (d(D, 4, scale=0.5), d(N, D)), axis=(None, 0), head=True)
 def gaussian_kernel_to_fixed_points(w, h):
     z = h @ w
     grid = jnp.stack(jnp.meshgrid(jnp.arange(2.0), jnp.arange(2.0)), -1).reshape(-1, 2)

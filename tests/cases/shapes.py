@@ -104,7 +104,7 @@ def attention_causal_function(q, k, v):
     return jax.nn.softmax(score, axis=-1) @ v
 
 
-@case(args=lambda d: (d(B, 6, 4, 3), d(B, 6, 2, 3), d(B, 6, 2, 3)), axis=0)
+@case(args=lambda d: (d(B, 6, 4, 3), d(B, 6, 2, 3), d(B, 6, 2, 3)), axis=0, head=True)
 def attention_library_function(q, k, v):
     return jax.nn.dot_product_attention(q, k, v, is_causal=True)
 
@@ -159,7 +159,7 @@ def einsum_of_several_operands(a, b, x, y):
     return jnp.einsum("nd,de,ef,nf->n", x, a, b, y), jnp.einsum("nd,nd,de->e", x, y, a), jnp.einsum("nd,ne->de", x, y)
 
 
-@case(args=lambda d: (d(5, D, D), d(25, D), d(25, D)), axis=(None, 0, 0))
+@case(args=lambda d: (d(5, D, D), d(25, D), d(25, D)), axis=(None, 0, 0), head=True)
 def bilinear_scores(w, x, y):
     return jnp.einsum("nd,kde,ne->nk", x, w, y)
 
@@ -169,7 +169,7 @@ def low_rank_adapter(a, b, h):
     return h + 2.0 * (h @ a) @ b.T
 
 
-@case(args=lambda d: (d(D, 6), d(25, D)), axis=(None, 0))
+@case(args=lambda d: (d(D, 6), d(25, D)), axis=(None, 0), head=True)
 def triangular_and_diagonal_masks(w, h):
     x = (h @ w).reshape(25, 2, 3)
     gram = jnp.tril(x.swapaxes(1, 2) @ x)
@@ -181,7 +181,7 @@ def batched_matmul_rows_cut(w, h):
     return jnp.matmul(h, w), lax.batch_matmul(h, w).sum(1)
 
 
-@case(args=lambda d: (d(25, 6), d(3, 2)), axis=(0, None))
+@case(args=lambda d: (d(25, 6), d(3, 2)), axis=(0, None), head=True)
 def convolution_over_features(h, kernel):
     out = lax.conv_general_dilated(h[:, None], kernel[:, None], (1,), "SAME")
     return jax.nn.relu(out).sum((1, 2))

@@ -105,7 +105,7 @@ def diversity_of_mean_prediction(w, h, y):
     return (marginal * jnp.log(marginal)).sum() - (p * jnp.log(p)).sum(1).mean()
 
 
-@case(args=lambda d: (d(D, 5), d(N, D)), axis=(None, 0))
+@case(args=lambda d: (d(D, 5), d(N, D)), axis=(None, 0), head=True)
 def router_balance(w, h):
     p = jax.nn.softmax(h @ w)
     chosen = jax.lax.top_k(p, 2)[1]
@@ -119,7 +119,7 @@ def router_importance_variation(w, h, m):
     return importance.var() / importance.mean() ** 2
 
 
-@case(args=lambda d: (d(D, 5), d(5, D, 4), d(N, D)), axis=(None, None, 0))
+@case(args=lambda d: (d(D, 5), d(5, D, 4), d(N, D)), axis=(None, None, 0), head=True)
 def mixture_of_experts_dense(router, experts, h):
     p = jax.nn.softmax(h @ router)
     gate, chosen = jax.lax.top_k(p, 2)
@@ -191,7 +191,7 @@ def least_squares_by_normal_equations(w, h, target):
     return jnp.mean((target - x @ beta) ** 2)
 
 
-@case(args=lambda d: (d(5, D), d(N, D), d.mask(N)), axis=(None, 0, 0))
+@case(args=lambda d: (d(5, D), d(N, D), d.mask(N)), axis=(None, 0, 0), head=True)
 def soft_kmeans_step(centres, h, m):
     a = jax.nn.softmax(-((h[:, None] - centres) ** 2).sum(-1)) * m[:, None]
     return (a.T @ h) / (a.sum(0)[:, None] + 1e-3)

@@ -80,7 +80,7 @@ def two_future_tokens(heads, h, y):
     return sum(losses) / len(losses)
 
 
-@case(args=lambda d: (d(V, D), d(N, D), d.ids(V, N), d.ids(V, N, 4)), axis=(None, 0, 0, 0))
+@case(args=lambda d: (d(V, D), d(N, D), d.ids(V, N), d.ids(V, N, 4)), axis=(None, 0, 0, 0), head=True)
 def sampled_softmax(table, h, y, negatives):
     candidates = jnp.concatenate([y[:, None], negatives], axis=1)
     logits = jnp.einsum("nkd,nd->nk", table[candidates], h)
@@ -116,7 +116,7 @@ def pairwise_ranking_along_vocabulary(w, h, y):
     return jnp.mean(jnp.sum(weight * jax.nn.softplus(-difference), axis=(1, 2)))
 
 
-@case(**TOKENS, head=True)
+@case(**TOKENS)
 def python_loop_over_vocabulary_chunks(w, h, y):
     logz = jnp.full(h.shape[:1], -jnp.inf, h.dtype)
     for i in range(0, V, 5):
