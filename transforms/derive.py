@@ -86,7 +86,7 @@ def call(program: Program, *args: Any) -> list[Any]:
     def rule(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
         given = {i: t for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero) and _floats(primals[i])}
         outs, active = program.differentiable(tuple(given))
-        if len(outs) == 1 and program.closed.out_avals[outs[0]].shape == () and _real(program, outs, active):
+        if active and program.is_scalar(outs, active):
             values, moved = _scalar(program, outs[0], tuple(active), primals, given)
         else:
             values = call(program, *primals)
@@ -100,11 +100,6 @@ def call(program: Program, *args: Any) -> list[Any]:
 
 def _floats(array: Any) -> bool:
     return jnp.issubdtype(array.dtype, jnp.inexact)
-
-
-def _real(program: Program, outs: Sequence[int], active: Sequence[int]) -> bool:
-    avals = [program.closed.out_avals[i] for i in outs] + [program.closed.in_avals[i] for i in active]
-    return all(jnp.issubdtype(a.dtype, jnp.floating) for a in avals)
 
 
 def _tangent(value: Any, tangent: Any) -> Any:

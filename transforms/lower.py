@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from transforms.rules.contraction import dot
 from transforms.schedule import Loop, Ref, Schedule, Step, Update
 
 Env = dict[Value, Any]
+Tiles = dict[tuple[Value, Any], Any]  # what a tile computed, by value and placement
 
 
 def run(
@@ -137,7 +138,7 @@ def _key_shape(value: Value) -> tuple[int, ...]:
 
 
 def _apply(
-    update: Update, result: Any, placement: Any, tiles: Env, env: Env, span: Span, broad: bool
+    update: Update, result: Any, placement: Any, tiles: Tiles, env: Env, span: Span, broad: bool
 ) -> Any:
     """Fold one tile into a result; with no result yet, the tile is all there is."""
     for term in update.terms:
@@ -190,7 +191,7 @@ def fetch(ref: Ref, tiles: Any, env: Env, span: Span) -> Any:
     return span.take(jnp.asarray(whole), ref.want) if isinstance(ref.want, Tiled) and ref.how == "slice" else whole
 
 
-def compute(loop: Loop, env: Env, known: Any, span: Span, broad: set[Value] = frozenset()) -> Any:
+def compute(loop: Loop, env: Env, known: Tiles, span: Span, broad: Set[Value] = frozenset()) -> Tiles:
     """Run the steps of a loop on one tile: every result, by value and placement (those in `broad` as "wide" too)."""
     tiles = dict(known)
     for step in loop.steps:
@@ -210,7 +211,7 @@ def compute(loop: Loop, env: Env, known: Any, span: Span, broad: set[Value] = fr
     return tiles
 
 
-def _wide(step: Step, tiles: Any, env: Env, span: Span) -> Any | None:
+def _wide(step: Step, tiles: Tiles, env: Env, span: Span) -> Any | None:
     """One step on the way from a dot to an output, without rounding in between."""
     (value, _), node = step.keys[0], step.node
     if node.name == "dot_general":

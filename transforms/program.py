@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -50,10 +50,15 @@ class Program:
             except Inline as region:
                 inline |= {id(region.node.params["jaxpr"])}
 
-    def run(self, *args: Any) -> list[Any]:
+    @functools.cached_property
+    def run(self) -> Callable[..., list[Any]]:
         """The program's outputs. Differentiating through this differentiates the loops; use `derive.call`."""
-        options = self.options
-        return lower.run(self.plan, args, options.total, options.size, options.accumulate, self.wide)
+        o = self.options
+
+        def run(*args: Any) -> list[Any]:
+            return lower.run(self.plan, args, o.total, o.size, o.accumulate, self.wide)
+
+        return jax.jit(run)
 
     @property
     def output_placements(self) -> tuple[Placement, ...]:
@@ -77,6 +82,12 @@ class Program:
         outs = [i for i, v in enumerate(graph.outputs) if v in reached and jnp.issubdtype(v.dtype, jnp.inexact)]
         used = _ancestors(graph, [graph.outputs[i] for i in outs])
         return outs, [i for i in active if graph.inputs[i] in used]
+
+    def is_scalar(self, outs: Sequence[int], active: Sequence[int]) -> bool:
+        """Whether the outputs `outs` are one real scalar, whose gradients the forward loops can form."""
+        avals = [self.closed.out_avals[i] for i in outs]
+        real = all(jnp.issubdtype(a.dtype, jnp.floating) for a in (*avals, *(self.closed.in_avals[i] for i in active)))
+        return len(avals) == 1 and avals[0].shape == () and real
 
     @functools.cached_property
     def _derived(self) -> dict[Any, Program]:
