@@ -111,8 +111,7 @@ def _tangent(value: Any, tangent: Any) -> Any:
 def _scalar(program: Program, out: int, active: tuple[int, ...], primals: Any, given: dict[int, Any]) -> Any:
     """One scalar output: its gradients come out of the forward loops, and the tangent is their inner product."""
     joint = program.gradient(active, out)
-    results = call(joint, *primals)
-    count = len(program.closed.out_avals)
+    outs, found = joint.combine(call(joint.program, *primals))
     dtypes = [primals[i].dtype for i in active]
 
     def forward(gradients: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
@@ -122,8 +121,7 @@ def _scalar(program: Program, out: int, active: tuple[int, ...], primals: Any, g
         (scale,) = cotangents
         return [(scale.astype(g.dtype) * g).astype(d) for g, d in zip(gradients, dtypes, strict=True)]
 
-    moved = linear(results[count:], [given[i] for i in active], forward, transpose)
-    return results[:count], moved
+    return outs, linear(found, [given[i] for i in active], forward, transpose)
 
 
 def _general(program: Program, outs: tuple[int, ...], active: tuple[int, ...], primals: Any, given: Any) -> Any:

@@ -38,7 +38,7 @@ class Value:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.aval.shape) * getattr(self.aval.dtype, "itemsize", 4)
+        return nbytes(self.aval)
 
     def __repr__(self) -> str:
         return describe(self.aval)
@@ -78,6 +78,10 @@ class Graph:
     inputs: list[Value]
     nodes: list[Node]
     outputs: list[Value]
+
+
+def nbytes(aval: Any) -> int:
+    return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 4)
 
 
 def describe(aval: Any) -> str:
@@ -224,3 +228,11 @@ def constant(value: Value) -> Any | None:
     array = np.asarray(value.const)
     return array.reshape(-1)[0] if array.size and (array == array.reshape(-1)[0]).all() else None
 
+
+def flops(node: Node) -> int:
+    """Multiplications and additions of a matrix product; other primitives count nothing."""
+    if node.name != "dot_general":
+        return 0
+    contract, _ = node.params["dimension_numbers"]
+    inner = math.prod(node.inputs[0].shape[d] for d in contract[0])
+    return 2 * inner * math.prod(node.outputs[0].shape)

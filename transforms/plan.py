@@ -8,11 +8,11 @@ from collections.abc import Iterable
 
 import jax.numpy as jnp
 
-from transforms.graph import Graph, Node, Value
+from transforms.graph import Graph, Node, Value, flops
 from transforms.placement import Span, Tiled
 from transforms.program import Program
 from transforms.propagate import human
-from transforms.schedule import Loop, Step
+from transforms.schedule import Loop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,8 +118,9 @@ def explain(program: Program) -> TilePlan:
     gradient = None
     if active:
         scalar = program.is_scalar(outs, active)
-        joint = program.gradient(tuple(active), outs[0]) if scalar else program.cotangent(tuple(active), tuple(outs))
-        gradient = _pass(joint)
+        chosen = tuple(active)
+        back = program.gradient(chosen, outs[0]).program if scalar else program.cotangent(chosen, tuple(outs))
+        gradient = _pass(back)
     tiles = -(-options.total // options.size)
     return TilePlan(options.total, tiles, options.size, _pass(program), gradient)
 
@@ -130,7 +131,7 @@ def _pass(program: Program) -> PassPlan:
     span = Span(0, options.size, options.total, options.accumulate)
     seen: set[Node] = set()
     loops = tuple(_loop(program, loop, span, seen) for loop in plan.loops if loop.steps or loop.updates)
-    inside = {n for loop in plan.loops for n in _nodes(loop)}
+    inside = {n for loop in plan.loops for n in loop.nodes}
     outside = sum(flops(n) for n in graph.nodes if n not in inside)
     return PassPlan(
         loops=loops,
@@ -143,7 +144,7 @@ def _pass(program: Program) -> PassPlan:
 
 def _loop(program: Program, loop: Loop, span: Span, seen: set[Node]) -> LoopPlan:
     fact = program.plan.analysis.fact
-    nodes = _nodes(loop)
+    nodes = loop.nodes
     again = sum(n in seen for n in nodes)
     seen.update(nodes)
     if loop.light:
@@ -159,11 +160,6 @@ def _carry(value: Value, placement: object, span: Span) -> Carry:
     return Carry(repr(value), str(placement), math.prod(value.shape) * getattr(dtype, "itemsize", 4))
 
 
-def _nodes(loop: Loop) -> list[Node]:
-    terms = [t for u in loop.updates for t in u.terms if isinstance(t, Step)]
-    return [s.node for s in (*loop.steps, *terms)]
-
-
 def _bytes(shape: Iterable[int], value: Value) -> int:
     return math.prod(shape) * getattr(value.dtype, "itemsize", 4)
 
@@ -171,12 +167,3 @@ def _bytes(shape: Iterable[int], value: Value) -> int:
 def _largest(graph: Graph) -> int:
     edges = {*graph.inputs, *graph.outputs}
     return max((v.nbytes for n in graph.nodes for v in n.outputs if v not in edges), default=0)
-
-
-def flops(node: Node) -> int:
-    """Multiplications and additions of a matrix product; other primitives count nothing."""
-    if node.name != "dot_general":
-        return 0
-    contract, _ = node.params["dimension_numbers"]
-    inner = math.prod(node.inputs[0].shape[d] for d in contract[0])
-    return 2 * inner * math.prod(node.outputs[0].shape)

@@ -12,11 +12,12 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from transforms import lower, rules  # noqa: F401
-from transforms.graph import Graph, Value, depends, flatten
+from transforms.graph import Graph, Value, depends, flatten, nbytes
 from transforms.placement import WHOLE, Placement, Tiled
 from transforms.propagate import Inline, Limits, propagate
 from transforms.rules import contraction, control_flow, elementwise, indexing, random, reduction, shape  # noqa: F401
 from transforms.schedule import Schedule, schedule
+from transforms.separate import Separation, separate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,12 +44,16 @@ class Program:
         inline: frozenset[int] = frozenset()
         while True:
             graph = flatten(self.closed, inline=inline)
-            sizes = [v.nbytes for v in (*graph.inputs, *graph.outputs)]
-            limits = Limits(self.options.gather, max(sizes, default=0))
             try:
-                return schedule(propagate(graph, self.placements, limits), limits)
+                return schedule(propagate(graph, self.placements, self.limits), self.limits)
             except Inline as region:
                 inline |= {id(region.node.params["jaxpr"])}
+
+    @property
+    def limits(self) -> Limits:
+        """What may be completed: arrays no larger than the largest input or output."""
+        avals = [*self.closed.in_avals, *self.closed.out_avals]
+        return Limits(self.options.gather, max((nbytes(a) for a in avals), default=0))
 
     @functools.cached_property
     def run(self) -> Callable[..., list[Any]]:
@@ -66,7 +71,7 @@ class Program:
         facts = [self.plan.analysis.fact(v).placement for v in self.plan.analysis.graph.outputs]
         return tuple(p if isinstance(p, Tiled) else WHOLE for p in facts)
 
-    def with_program(self, fn: Any, extra: Sequence[tuple[Any, Placement]], wide: Sequence[int] = ()) -> Program:
+    def derive(self, fn: Any, extra: Sequence[tuple[Any, Placement]], wide: Sequence[int] = ()) -> Program:
         """The tiled program of `fn(*inputs, *extra)`, a function derived from this one."""
         avals = [*self.closed.in_avals, *(aval for aval, _ in extra)]
         closed = jax.make_jaxpr(fn)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
@@ -90,12 +95,18 @@ class Program:
         return len(avals) == 1 and avals[0].shape == () and real
 
     @functools.cached_property
-    def _derived(self) -> dict[Any, Program]:
+    def _derived(self) -> dict[Any, Any]:
         return {}
 
-    def gradient(self, active: tuple[int, ...], out: int) -> Program:
-        """All outputs, then the gradients of the scalar output `out`, in one pass."""
-        fn = jaxpr_as_fun(self.closed)
+    def gradient(self, active: tuple[int, ...], out: int) -> Gradient:
+        """All outputs, and the gradients of the scalar output `out`, in one pass if there is a way."""
+        key = ("gradient", active, out)
+        if key not in self._derived:
+            self._derived[key] = self._gradient(active, out)
+        return self._derived[key]
+
+    def _gradient(self, active: tuple[int, ...], out: int) -> Gradient:
+        fn, count = jaxpr_as_fun(self.closed), len(self.closed.out_avals)
 
         def joint(*args: Any) -> tuple[Any, ...]:
             def primal(*chosen: Any) -> tuple[Any, list[Any]]:
@@ -105,8 +116,15 @@ class Program:
             value, vjp, outs = jax.vjp(primal, *(args[i] for i in active), has_aux=True)
             return (*outs, *vjp(jnp.ones_like(value)))
 
-        count = len(self.closed.out_avals)
-        return self._derive(("gradient", active, out), joint, (), range(count, count + len(active)))
+        straight = Gradient(self.derive(joint, (), range(count, count + len(active))), count)
+        split = separate(self.closed, self.placements, self.limits, active, out)
+        if split is None:
+            return straight
+        parted = self.derive(lambda *args: split.joint(args, active), (), split.wide(active))
+        # More than one inner sum may mean more products than running the forward twice.
+        if parted.plan.flops > straight.program.plan.flops:
+            return straight
+        return Gradient(parted, count, split, active)
 
     def tangent(self, active: tuple[int, ...], outs: tuple[int, ...]) -> Program:
         """The tangents of outputs `outs`, from the inputs and the tangents of those in `active`."""
@@ -122,7 +140,7 @@ class Program:
             return jax.jvp(primal, tuple(args[i] for i in active), tangents)[1]
 
         extra = [(self.closed.in_avals[i], self.placements[i]) for i in active]
-        return self._derive(("tangent", active, outs), forward, extra, ())
+        return self._remember(("tangent", active, outs), forward, extra)
 
     def cotangent(self, active: tuple[int, ...], outs: tuple[int, ...]) -> Program:
         """The cotangents of inputs `active`, from the inputs and the cotangents of outputs `outs`."""
@@ -138,12 +156,28 @@ class Program:
             return jax.vjp(primal, *(args[i] for i in active))[1](list(cotangents))
 
         extra = [(self.closed.out_avals[i], self.output_placements[i]) for i in outs]
-        return self._derive(("cotangent", active, outs), backward, extra, ())
+        return self._remember(("cotangent", active, outs), backward, extra)
 
-    def _derive(self, key: Any, fn: Any, extra: Sequence[tuple[Any, Placement]], wide: Sequence[int]) -> Program:
+    def _remember(self, key: Any, fn: Any, extra: Sequence[tuple[Any, Placement]]) -> Program:
         if key not in self._derived:
-            self._derived[key] = self.with_program(fn, extra, wide)
+            self._derived[key] = self.derive(fn, extra)
         return self._derived[key]
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradient:
+    """A program of `count` outputs and then the gradients of one of them, in the dtype of sums; `split` if separated."""
+
+    program: Program
+    count: int
+    split: Separation | None = None
+    active: tuple[int, ...] = ()
+
+    def combine(self, results: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The outputs and the gradients, from the program's results."""
+        if self.split is not None:
+            return self.split.combine(results, self.active)
+        return list(results[: self.count]), list(results[self.count :])
 
 
 def _replace(args: Sequence[Any], where: Sequence[int], chosen: Sequence[Any]) -> list[Any]:

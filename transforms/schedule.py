@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
-from transforms.graph import Node, Value, depends
+from transforms.graph import Node, Value, depends, flops
 from transforms.placement import WHOLE, Partial, Placement, Tiled, Whole
 from transforms.propagate import Analysis, Limits, check_size
 from transforms.rules import RULES, Move
@@ -56,6 +56,11 @@ class Loop:
     reads: dict[Value, None] = dataclasses.field(default_factory=dict)  # whole values, ready before the loop
 
     @property
+    def nodes(self) -> list[Node]:
+        terms = [t for u in self.updates for t in u.terms if isinstance(t, Step)]
+        return [s.node for s in (*self.steps, *terms)]
+
+    @property
     def light(self) -> bool:
         """Whether nothing in it is larger than the inputs it slices: then there is nothing to gain from tiles."""
         refs = [r for s in self.steps for r in s.refs] + [r for u in self.updates for r in u.terms if isinstance(r, Ref)]
@@ -70,6 +75,11 @@ class Schedule:
     analysis: Analysis
     loops: list[Loop]
     late: set[Value]  # partial results that are computed from another one after the loop
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of the matrix products in all loops."""
+        return sum(flops(node) for loop in self.loops for node in loop.nodes)
 
 
 def schedule(analysis: Analysis, limits: Limits) -> Schedule:

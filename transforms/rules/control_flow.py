@@ -9,7 +9,7 @@ import jax
 from jax.extend.core import ClosedJaxpr
 
 from transforms import lower, schedule
-from transforms.graph import REMAT, Node, flatten
+from transforms.graph import CUSTOM_CALLS, REMAT, Node, body, flatten
 from transforms.placement import Partial, Placement, Span, Tiled, Whole
 from transforms.propagate import Analysis, Inline, propagate
 from transforms.rules import Complete, Move, partial, register
@@ -54,4 +54,12 @@ def emit_remat(node: Node, values: list[Any], move: Move, span: Span) -> list[An
     return node.bind([*closed.consts, span.start, *values], node.params | {"jaxpr": jaxpr})
 
 
+def push_custom(node: Node, placements: tuple[Placement, ...]) -> Move:
+    """A function with its own derivative rule, in a graph that is still to be differentiated: only placed, never run."""
+    graph = flatten(body(node.params, CUSTOM_CALLS[node.name]))
+    found = propagate(graph, placements, None)
+    return Region(tuple(found.fact(v).placement for v in graph.outputs), placements, found)
+
+
+register(*CUSTOM_CALLS, push=push_custom)
 register(*REMAT, push=push_remat, emit=emit_remat)

@@ -1,0 +1,119 @@
+"""Losses that are nonlinear in a sum over the tiles (a perplexity, the log of a mean) in one loop.
+
+The gradient of `g(p)`, `p` a sum over tiles, is `g'(p)` times that of `p`. Only the first factor needs the whole sum, so
+the loop forms the gradient of `p` itself and the factor is applied afterwards: no second loop, nothing recomputed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from transforms.graph import Graph, Value, depends, evaluate, flatten
+from transforms.placement import Partial, TileError, Whole
+from transforms.propagate import Inline, Limits, propagate
+from transforms.rules import Complete
+
+
+@dataclasses.dataclass(frozen=True)
+class Separation:
+    """`graph.outputs[out]` as an outer function, outside the loops, of the scalar partial sums `inner`."""
+
+    graph: Graph
+    out: int
+    inner: tuple[Value, ...]
+    reach: tuple[tuple[int, ...], ...]  # for each of `inner`, the numbers of the inputs that it depends on
+    others: tuple[Value, ...]  # further results of the loops that the outer function reads
+
+    def joint(self, args: Sequence[Any], active: Sequence[int]) -> tuple[Any, ...]:
+        """All outputs; the outer function's derivatives, in `inner` and direct ones; then each inner sum's own."""
+        inputs = self.graph.inputs
+
+        def known(chosen: Sequence[Any]) -> dict[Value, Any]:
+            return dict(zip(inputs, args, strict=True)) | {inputs[i]: x for i, x in zip(active, chosen, strict=True)}
+
+        def primal(*chosen: Any) -> Any:
+            found = evaluate(known(chosen), [*self.inner, *self.others, *self.graph.outputs])
+            return found[: len(self.inner)], found[len(self.inner) :]
+
+        inner, vjp, rest = jax.vjp(primal, *(args[i] for i in active), has_aux=True)
+        others, outs = rest[: len(self.others)], rest[len(self.others) :]
+
+        def outer(inner: Any, *chosen: Any) -> Any:
+            env = known(chosen) | dict(zip((*self.inner, *self.others), (*inner, *others), strict=True))
+            return evaluate(env, [self.graph.outputs[self.out]])[0]
+
+        value, back = jax.vjp(outer, inner, *(args[i] for i in active))
+        slopes, *direct = back(jnp.ones_like(value))
+        parts = []
+        for k, reach in enumerate(self.reach):
+            found = vjp([jnp.ones_like(x) if i == k else jnp.zeros_like(x) for i, x in enumerate(inner)])
+            parts += [found[active.index(i)] for i in reach]
+        return (*outs, *slopes, *direct, *parts)
+
+    def combine(self, results: Sequence[Any], active: Sequence[int]) -> tuple[list[Any], list[Any]]:
+        """The outputs and the gradients in the inputs `active`, from what `joint` returns."""
+        given = iter(results)
+        take = lambda count: [next(given) for _ in range(count)]
+        outs, slopes, gradients = take(len(self.graph.outputs)), take(len(self.inner)), take(len(active))
+        for slope, reach in zip(slopes, self.reach, strict=True):
+            for i in reach:
+                part = next(given)
+                k = active.index(i)
+                gradients[k] = slope.astype(part.dtype) * part + gradients[k].astype(part.dtype)
+        return outs, gradients
+
+    def wide(self, active: Sequence[int]) -> range:
+        """The numbers of the inner sums' gradients among the results."""
+        start = len(self.graph.outputs) + len(self.inner) + len(active)
+        return range(start, start + sum(map(len, self.reach)))
+
+
+def separate(closed: Any, placements: Any, limits: Limits, active: Sequence[int], out: int) -> Separation | None:
+    """Find the scalar sums that a loss is nonlinear in; None where there are none, or other results are in between."""
+    graph = flatten(closed, custom=False)
+    try:
+        found = propagate(graph, placements, limits)
+    except (Inline, Complete, TileError):
+        return None
+    if not isinstance(found.fact(graph.outputs[out]).placement, Whole):
+        return None
+    frontier: dict[Value, None] = {}
+    stack, seen = [graph.outputs[out]], set()
+    while stack:
+        value = stack.pop()
+        if value in seen or value.const is not None or value in found.inputs:
+            continue
+        seen.add(value)
+        if not isinstance(found.fact(value).placement, Whole):
+            frontier[value] = None
+        elif value.producer is not None:
+            stack.extend(value.producer.inputs)
+    reached = {i: depends(graph, {graph.inputs[i]}, differentiably=True) for i in active}
+    reach = {v: tuple(i for i in active if v in reached[i]) for v in frontier}
+    inner = tuple(v for v in frontier if reach[v])
+    if not inner or any(v.shape != () or not isinstance(found.fact(v).placement, Partial) for v in inner):
+        return None
+    others = tuple(v for v in frontier if not reach[v])
+    if not _nonlinear(graph, out, inner, others):
+        return None
+    return Separation(graph, out, inner, tuple(reach[v] for v in inner), others)
+
+
+def _nonlinear(graph: Graph, out: int, inner: Sequence[Value], others: Sequence[Value]) -> bool:
+    """Whether the outer function's derivatives in `inner` depend on `inner`: else they are known before the loop."""
+    leaves, count = [*inner, *others, *graph.inputs], len(inner)
+
+    def slopes(*values: Any) -> Any:
+        def outer(*inner: Any) -> Any:
+            return evaluate(dict(zip(leaves, (*inner, *values[count:]), strict=True)), [graph.outputs[out]])[0]
+
+        value, back = jax.vjp(outer, *values[:count])
+        return back(jnp.ones_like(value))
+
+    traced = flatten(jax.make_jaxpr(slopes)(*(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in leaves)))
+    return not depends(traced, set(traced.inputs[:count])).isdisjoint(traced.outputs)
