@@ -5,6 +5,7 @@ gradient's memory with the update. A parameter in bfloat16 has 8 significant bit
 of the last one; rounding up or down at random, in proportion, keeps their mean.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -105,7 +106,7 @@ def stochastic_round(x: jax.Array, salt: jax.Array, offset: jax.Array | int = 0)
 
 
 class _Leaf(NamedTuple):
-    """One leaf's update, whole or in parts."""
+    """How one leaf is updated: in one piece, in blocks of rows, or layer by layer."""
 
     beta: jax.Array
     rate: jax.Array | float
@@ -113,69 +114,111 @@ class _Leaf(NamedTuple):
     salt: jax.Array
     rounding: bool
 
-    def whole(self, param, grad, moment):
-        """Return (update, moment). A large leaf is written block by block; its statistics are reductions."""
-        step, scale, moment = self._step(param, grad, moment)
-        rows = param.shape[0] if param.ndim else 1
-        blocks = next((n for n in range(max(1, param.size // BLOCK), rows + 1) if rows % n == 0), 1)
-        if blocks == 1 or param.size < 2 * BLOCK:
-            return self._write(param, step(grad, None) * scale), moment
-        size = rows // blocks
-
-        def body(i, grad):
-            cut = lambda x: jax.lax.dynamic_slice_in_dim(x, i * size, size)
-            new = self._write(cut(param), step(cut(grad), (i * size, size)) * scale, i * size * (param.size // rows))
-            return jax.lax.dynamic_update_slice_in_dim(grad, new, i * size, 0)
-
-        return jax.lax.fori_loop(0, blocks, body, grad), moment
-
     def each_layer(self, param, grad, moment):
         """Return (update, moment) of a stack, each layer as a leaf of its own."""
 
         def body(i, carry):
             grad, moment = carry
             take = lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
-            put = lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new.astype(x.dtype), i, 0)
+            put = lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, i, 0)
             layer = self._replace(salt=_mix(self.salt + i.astype(jnp.uint32)))
-            step, scale, new = layer._step(take(param), take(grad), jax.tree.map(take, moment))
-            update = layer._write(take(param), step(take(grad), None) * scale)
+            update, new = layer.whole(take(param), take(grad), jax.tree.map(take, moment))
             return put(grad, update), jax.tree.map(put, moment, new)
 
         return jax.lax.fori_loop(0, param.shape[0], body, (grad, moment))
 
-    def _step(self, param, grad, moment):
-        """Return the function from (rows of the) gradient to its step, the factor of all steps, and the new moment."""
-        square = jnp.square(grad.astype(jnp.float32)) + _EPS
-        mix = lambda old, new: self.beta * old + (1 - self.beta) * new
+    def whole(self, param, grad, moment):
+        """Return (update, moment) of one leaf. A large one is read and written block by block, three times."""
         dims = _factored_dims(grad.shape)
+        rows = Rows.of(grad.shape, blocked=dims is not None)
         if dims is None:
-            moment = Full(mix(moment.square, square))
+            moment = Full(self._blend(moment.square, jnp.square(grad.astype(jnp.float32)) + _EPS))
             factors = [jax.lax.rsqrt(moment.square)]
         else:
             second, largest = dims
-            moment = Factored(mix(moment.row, square.mean(largest)), mix(moment.col, square.mean(second)))
+            means = rows.mean_squares(grad, (largest, second))
+            moment = Factored(self._blend(moment.row, means[0]), self._blend(moment.col, means[1]))
             mean = moment.row.mean(second - (second > largest), keepdims=True)
             row = jnp.expand_dims(jax.lax.rsqrt(moment.row / mean), largest)
             factors = [row, jnp.expand_dims(jax.lax.rsqrt(moment.col), second)]
 
-        def step(grad, rows):
-            result = grad.astype(jnp.float32)
+        def step(i):
+            result = rows.take(grad, i).astype(jnp.float32)
             for factor in factors:
-                cut = rows is not None and factor.shape[0] > 1
-                result = result * (jax.lax.dynamic_slice_in_dim(factor, *rows) if cut else factor)
+                result = result * rows.take(factor, i)
             return result
 
-        size = jnp.sqrt(jnp.mean(jnp.square(step(grad, None))))
-        scale = jnp.maximum(SMALLEST_SCALE, jnp.sqrt(jnp.mean(jnp.square(param.astype(jnp.float32)))))
-        return step, -self.rate * scale / jnp.maximum(1.0, size / self.clip_rms), moment
+        sizes = rows.each(lambda i, total: total + jnp.sum(jnp.square(step(i))), jnp.float32(0))
+        scales = rows.each(lambda i, total: total + jnp.sum(jnp.square(rows.take(param, i).astype(jnp.float32))), 0.0)
+        clip = jnp.maximum(1.0, jnp.sqrt(sizes / grad.size) / self.clip_rms)
+        factors.append(-self.rate * jnp.maximum(SMALLEST_SCALE, jnp.sqrt(scales / grad.size)) / clip)
 
-    def _write(self, param, step, offset=0):
+        def write(i, out):
+            # The gradient is read for the last time where the update overwrites it.
+            result = rows.take(out, i).astype(jnp.float32)
+            for factor in factors:
+                result = result * rows.take(factor, i)
+            return rows.put(out, self._write(rows.take(param, i), result, rows.offset(i)), i)
+
+        return rows.each(write, grad), moment
+
+    def _blend(self, old, new):
+        return self.beta * old + (1 - self.beta) * new
+
+    def _write(self, param, step, offset):
         """Return the update in the parameter's dtype."""
         if not self.rounding:
             return step.astype(param.dtype)
         wide = param.astype(jnp.float32)
         rounded = stochastic_round(wide + step, self.salt, offset)
         return (rounded.astype(jnp.float32) - wide).astype(param.dtype)
+
+
+class Rows(NamedTuple):
+    """A leaf in equal blocks of rows, so that nothing in float32 is larger than a block."""
+
+    shape: tuple[int, ...]
+    blocks: int
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], blocked: bool) -> "Rows":
+        """Return the fewest blocks of at most about `BLOCK` elements that divide the rows; one for small leaves."""
+        least = math.prod(shape) // BLOCK
+        if not blocked or least < 2:
+            return cls(shape, 1)
+        return cls(shape, next((n for n in range(least, shape[0] + 1) if shape[0] % n == 0), 1))
+
+    def each(self, body, carry):
+        """Return what `body(block, carry)` makes of the carry, block after block."""
+        return body(0, carry) if self.blocks == 1 else jax.lax.fori_loop(0, self.blocks, body, carry)
+
+    def take(self, x, i):
+        """Return one block of `x`; what has no rows to cut is every block's."""
+        if self.blocks == 1 or not jnp.ndim(x) or x.shape[0] == 1:
+            return x
+        return jax.lax.dynamic_slice_in_dim(x, i * (x.shape[0] // self.blocks), x.shape[0] // self.blocks)
+
+    def put(self, x, new, i):
+        """Return `x` with one block replaced."""
+        return new if self.blocks == 1 else jax.lax.dynamic_update_slice_in_dim(x, new, i * new.shape[0], 0)
+
+    def offset(self, i):
+        """Return how many elements come before a block."""
+        return i * (math.prod(self.shape) // self.blocks)
+
+    def mean_squares(self, grad, dims):
+        """Return the means of the squared gradient over each of `dims`, all in one pass."""
+
+        def body(i, carry):
+            square = jnp.square(self.take(grad, i).astype(jnp.float32)) + _EPS
+            new = []
+            for dim, mean in zip(dims, carry, strict=True):
+                part = square.sum(dim) / grad.shape[dim]
+                new.append(mean + part if dim == 0 else self.put(mean, part, i))
+            return tuple(new)
+
+        zeros = tuple(jnp.zeros(grad.shape[:dim] + grad.shape[dim + 1 :], jnp.float32) for dim in dims)
+        return self.each(body, zeros)
 
 
 def _stacked(params, layers):

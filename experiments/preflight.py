@@ -174,7 +174,7 @@ def _try(overrides: Sequence[str], changes: Sequence[str], device: Device) -> Pl
     return result if result is not None and result.fits else None
 
 
-def largest_model(device_memory: int, fits: Callable[[int], bool]) -> str | None:
+def largest_model(fits: Callable[[int], bool]) -> str | None:
     """Return the largest model of the zoo whose number of parameters `fits`."""
     sizes = {}
     for name in schema.options("model"):

@@ -40,10 +40,41 @@ def make_loss(config: configs.Run) -> Any:
 
     def loss(model, batch):
         tokens, targets, mask = batch
-        hidden = model.hidden(tokens, dtype=compute, remat=policy)
+        reader, ids, model = _share_table(model, tokens)
+        hidden = reader.hidden(ids, dtype=compute, remat=policy)
         return head(model, hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1), mask.reshape(-1)), {}
 
     return loss
+
+
+def _share_table(model: Any, tokens: jax.Array) -> tuple[Any, jax.Array, Any]:
+    """Return (a model to compute `hidden` with, its token ids, a model for the head), with the same values.
+
+    A tied table has two gradients, dense from the head and a few rows from the lookup. Left to themselves they are two
+    arrays [V, D] and their sum; here the rows are added into the head's. The first model's table is the rows of this batch.
+    """
+    if tokens.size >= model.embed.shape[0]:
+        return model, tokens, model
+    table, rows = _table_and_rows(model.embed, tokens.reshape(-1))
+    replace = lambda embed: eqx.tree_at(lambda m: m.embed, model, embed)
+    return replace(rows), jnp.arange(tokens.size, dtype=tokens.dtype).reshape(tokens.shape), replace(table)
+
+
+@jax.custom_vjp
+def _table_and_rows(table, ids):
+    return table, table[ids].astype(jnp.promote_types(table.dtype, jnp.float32))
+
+
+def _table_and_rows_fwd(table, ids):
+    return _table_and_rows(table, ids), ids
+
+
+def _table_and_rows_bwd(ids, gradients):
+    table, rows = gradients
+    return table.astype(rows.dtype).at[ids].add(rows).astype(table.dtype), None
+
+
+_table_and_rows.defvjp(_table_and_rows_fwd, _table_and_rows_bwd)
 
 
 def init_model(config: configs.Run) -> Any:
