@@ -7,7 +7,6 @@ Dimensions: `B` batch `S` sequence `D` embed `V` vocab `F` mlp hidden `N` query 
 import functools
 import math
 from collections.abc import Callable
-from typing import Self
 
 import equinox as eqx
 import jax
@@ -19,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
 from zoo.configs import GemmaConfig
-from zoo.nn import Ops, lookup, rms_norm, rope, softcap
+from zoo.nn import Ops, accumulator, lookup, rms_norm, rope, softcap
 from zoo.tables import rows
 
 
@@ -77,7 +76,7 @@ class Gemma(eqx.Module):
     config: GemmaConfig = eqx.field(static=True)
 
     @classmethod
-    def init(cls, config: GemmaConfig, *, key: PRNGKeyArray, dtype: DTypeLike = jnp.float32) -> Self:
+    def init(cls, config: GemmaConfig, *, key: PRNGKeyArray, dtype: DTypeLike = jnp.float32) -> "Gemma":
         """Return a model with random weights, normal with the standard deviations of `zoo.tables`; norms start at zero.
 
         Each leaf is drawn in slabs of 16 MiB, so nothing larger than the model is ever held. For billions of parameters
@@ -91,7 +90,7 @@ class Gemma(eqx.Module):
         return cls.build(config, leaves)
 
     @classmethod
-    def build(cls, config: GemmaConfig, leaves: dict) -> Self:
+    def build(cls, config: GemmaConfig, leaves: dict) -> "Gemma":
         """Return the model whose parameters are `leaves`, keyed by the dotted paths of `zoo.tables`."""
         layers = {path.removeprefix("layers."): leaf for path, leaf in leaves.items() if path.startswith("layers.")}
         return cls(leaves["embed"], Block(**layers), leaves["final_norm"], config)
@@ -134,7 +133,7 @@ class Gemma(eqx.Module):
 
     def logits(self, hidden: Float[Array, "*b D"]) -> Float[Array, "*b V"]:
         """Return the soft-capped logits in float32; the product's operands are in the dtype of `hidden`."""
-        wide = jnp.promote_types(jnp.float32, hidden.dtype)
+        wide = accumulator(hidden.dtype)
         table = self.embed.astype(hidden.dtype)
         scores = jnp.einsum("...d,vd->...v", hidden, table, preferred_element_type=wide)
         return softcap(scores, self.config.final_softcap)
@@ -178,7 +177,7 @@ def _draw(key, std, shape, dtype):
     slabs = next(n for n in range(-(-count * width // _SLAB), count + 1) if count % n == 0)
 
     def slab(i):
-        wide = jnp.promote_types(jnp.float32, dtype)
-        return (std * jax.random.normal(jax.random.fold_in(key, i), (count // slabs, width), wide)).astype(dtype)
+        drawn = jax.random.normal(jax.random.fold_in(key, i), (count // slabs, width), accumulator(dtype))
+        return (std * drawn).astype(dtype)
 
     return jax.lax.map(slab, jnp.arange(slabs)).reshape(shape)

@@ -95,6 +95,8 @@ def from_hf(raw: dict[str, Any]) -> GemmaConfig:
             fields[field] = None
         else:
             problems.append(f"`{key}`={value!r} is not a number")
+    if fields.get("query_scalar") == fields["head_dim"]:
+        fields["query_scalar"] = None
     fields["rope_theta"] = _rope_theta(raw, problems)
     if not problems and raw.get("layer_types") is not None:
         fields["window"] = _window(raw["layer_types"], fields["window"], fields["num_layers"], problems)

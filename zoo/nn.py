@@ -14,12 +14,17 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Integer
 
 
+def accumulator(dtype: DTypeLike) -> jnp.dtype:
+    """Return what sums over values of a dtype are computed in: float32, or the dtype itself where that is wider."""
+    return jnp.dtype(dtype if jnp.finfo(dtype).bits > 32 else jnp.float32)
+
+
 def rms_norm(x: Float[Array, "*b D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*b D"]:
     """Return `x / rms(x) * (1 + weight)`, computed in float32 whatever the dtypes, in the dtype of `x`.
 
     Multiplying before the cast back is what Gemma does (https://github.com/huggingface/transformers/pull/29402).
     """
-    wide = x.astype(jnp.promote_types(jnp.float32, x.dtype))
+    wide = x.astype(accumulator(x.dtype))
     scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return (wide * scale * (1 + weight.astype(wide.dtype))).astype(x.dtype)
 
@@ -36,7 +41,7 @@ def rope(x: Float[Array, "B S heads H"], theta: float) -> Float[Array, "B S head
     radians per position. Positions count from 0.
     """
     seq, half = x.shape[1], x.shape[-1] // 2
-    wide = x.astype(jnp.promote_types(jnp.float32, x.dtype))
+    wide = x.astype(accumulator(x.dtype))
     frequency = 1 / theta ** (np.arange(half, dtype=np.float32) / np.float32(half))
     angle = np.arange(seq, dtype=np.float32)[:, None, None] * frequency.astype(np.float32)
     cos, sin = jnp.cos(jnp.asarray(angle, wide.dtype)), jnp.sin(jnp.asarray(angle, wide.dtype))
@@ -68,7 +73,7 @@ def attention(
     batch, seq, heads, size = q.shape
     kv_heads = k.shape[2]
     q_BSKGH = q.reshape(batch, seq, kv_heads, heads // kv_heads, size)
-    wide = jnp.promote_types(jnp.float32, q.dtype)
+    wide = accumulator(q.dtype)
     scores_BKGST = jnp.einsum("bskgh,btkh->bkgst", q_BSKGH, k, preferred_element_type=wide)
     scores_BKGST = softcap(scores_BKGST * scale, cap)
     distance_ST = jnp.arange(seq)[:, None] - jnp.arange(seq)[None, :]
@@ -106,7 +111,7 @@ def lookup(table: Float[Array, "V D"], ids: Integer[Array, "B S"], dtype: DTypeL
     16 bits: such a table's rows are fetched once per sequence and spread in float32, whose transpose sums a sequence's
     occurrences in float32 before the table is touched. That costs one sort of `S` ids per sequence.
     """
-    if jnp.finfo(table.dtype).bits >= 32:
+    if accumulator(table.dtype) == table.dtype:
         return _rows(table, ids).astype(dtype)
 
     def spread(ids_S):

@@ -104,9 +104,7 @@ def _read_json(folder: Path, name: str) -> dict[str, Any]:
     """Read a JSON object from the folder, or say what is wrong with the folder."""
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
-        raise ValueError(
-            f"cannot load weights from `{folder}`: it {what}. Pass a folder with config.json and safetensors."
-        )
+        raise ValueError(f"cannot load weights from `{folder}`: it {what}. Pass a folder that holds config.json.")
     if not (folder / name).is_file():
         held = ", ".join(sorted(file.name for file in folder.iterdir())[:8]) or "nothing"
         raise ValueError(f"cannot load weights from `{folder}`: it has no {name}. It holds: {held}.")
@@ -142,9 +140,7 @@ def _read_headers(folder: Path) -> dict[str, _Tensor]:
             problems.append(f"{file.name}: {error}")
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems)
-        raise ValueError(
-            f"cannot load weights from `{folder}`: files are missing or damaged; copy them again.\n{lines}"
-        )
+        raise ValueError(f"cannot load weights from `{folder}`: files are damaged; copy them again.\n{lines}")
     return tensors
 
 
@@ -157,9 +153,7 @@ def _check(folder: Path, config: GemmaConfig, tensors: dict[str, _Tensor]) -> No
     for name, tensor in tensors.items():
         if name == _HEAD and "model.embed_tokens.weight" in tensors:
             if not _same(tensor, tensors["model.embed_tokens.weight"], name):
-                problems.append(
-                    f"unexpected: {name} {list(tensor.shape)} differs from the embedding, and heads here are tied"
-                )
+                problems.append(f"unexpected: {name} {list(tensor.shape)} is not the embedding, to which Gemma ties it")
         elif name not in expected and not name.endswith("rotary_emb.inv_freq"):
             problems.append(f"unexpected: {name} {list(tensor.shape)}")
     for name in sorted(present):

@@ -1,0 +1,109 @@
+"""Configs: what is refused, what is derived, and the checkpoints in `conf/model`."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from zoo.accounting import count_params
+from zoo.configs import GemmaConfig
+
+CONF = Path(__file__).parent.parent / "conf" / "model"
+SMALL = {
+    "vocab_size": 97,
+    "num_layers": 3,
+    "embed_dim": 48,
+    "mlp_dim": 80,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+}
+PUBLISHED = {
+    "gemma2b": 2_506_172_416,
+    "gemma7b": 8_537_680_896,
+    "gemma2_2b": 2_614_341_888,
+    "gemma2_9b": 9_241_705_984,
+    "gemma2_27b": 27_227_128_320,
+}
+
+
+def read(name: str) -> tuple[GemmaConfig, str]:
+    """Return the config of a YAML file, and its first line."""
+    text = (CONF / f"{name}.yaml").read_text()
+    fields = yaml.safe_load(text)
+    assert fields.pop("defaults") == ["schema/gemma", "_self_"]
+    return GemmaConfig(**fields), text.splitlines()[0]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_checkpoints_have_the_published_number_of_parameters(name):
+    config, comment = read(name)
+    assert count_params(config) == PUBLISHED[name]
+    assert comment.startswith("# https://huggingface.co/google/gemma-")
+
+
+@pytest.mark.parametrize("path", sorted(CONF.glob("*.yaml")), ids=lambda path: path.stem)
+def test_first_comment_states_the_exact_number_of_parameters(path):
+    config, comment = read(path.stem)
+    assert comment.endswith(f": {count_params(config):,} parameters")
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if "2_" in name])
+def test_gemma_2_checkpoints_have_caps_windows_and_sandwich_norms(name):
+    config, _ = read(name)
+    assert (config.attn_softcap, config.final_softcap, config.window, config.post_norms) == (50.0, 30.0, 4096, True)
+    assert config.query_scale == {"gemma2_27b": 1 / 12}.get(name, 1 / 16)
+
+
+def test_windows_are_on_even_layers():
+    assert GemmaConfig(**SMALL, window=4).layer_windows == (4, None, 4)
+    assert GemmaConfig(**SMALL).layer_windows == (None, None, None)
+
+
+def test_query_scale_defaults_to_the_head_size():
+    assert GemmaConfig(**SMALL).query_scale == 0.25
+    assert GemmaConfig(**SMALL, query_scalar=64.0).query_scale == 0.125
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"vocab_size": 0}, "vocab_size=0 must be at least 1"),
+        ({"num_kv_heads": 3}, "num_heads=4 must be a multiple of num_kv_heads=3"),
+        ({"head_dim": 15}, "head_dim=15 must be even"),
+        ({"window": 0}, "window=0 must be positive"),
+        ({"attn_softcap": -1.0}, "attn_softcap=-1.0 must be positive"),
+        ({"norm_eps": float("nan")}, "norm_eps=nan must be positive"),
+    ],
+)
+def test_impossible_values_are_refused(change, words):
+    with pytest.raises(ValueError, match=words):
+        GemmaConfig(**(SMALL | change))
+
+
+def test_all_impossible_values_are_named_at_once():
+    with pytest.raises(ValueError, match=r"num_layers=0.*mlp_dim=-1.*final_softcap=0\.0.*head_dim=7"):
+        GemmaConfig(**(SMALL | {"num_layers": 0, "mlp_dim": -1, "final_softcap": 0.0, "head_dim": 7}))
+
+
+def test_configs_are_frozen_and_hashable():
+    config = GemmaConfig(**SMALL)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.vocab_size = 1  # ty: ignore[invalid-assignment]
+    assert hash(config) == hash(GemmaConfig(**SMALL))
+
+
+def test_configs_tables_and_accounting_do_not_import_jax():
+    code = "import sys, zoo, zoo.configs, zoo.tables, zoo.hf, zoo.accounting; print('jax' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "False"
+
+
+def test_unknown_names_of_the_package_are_refused_with_the_known_ones():
+    import zoo
+
+    with pytest.raises(AttributeError, match="no attribute `Gemini`; it has Gemma, GemmaConfig"):
+        zoo.Gemini  # noqa: B018
