@@ -27,23 +27,24 @@ linear_p.multiple_results = True
 Forward = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
 
 
-def linear(residuals: Sequence[Any], tangents: Sequence[Any], forward: Forward, transpose: Forward) -> list[Any]:
-    """Return `forward(residuals, tangents)`, whose transpose in `tangents` is `transpose(residuals, cotangents)`."""
-    return linear_p.bind(*residuals, *tangents, forward=forward, transpose=transpose, count=len(residuals))
+def linear(
+    residuals: Sequence[Any], tangents: Sequence[Any], forward: Forward, transpose: Forward, avals: Sequence[Any]
+) -> list[Any]:
+    """Return `forward(residuals, tangents)`, of types `avals`; its transpose is `transpose(residuals, cotangents)`."""
+    params = {"forward": forward, "transpose": transpose, "count": len(residuals), "avals": tuple(avals)}
+    return linear_p.bind(*residuals, *tangents, **params)
 
 
-def _apply(*args: Any, forward: Forward, transpose: Forward, count: int) -> list[Any]:
+def _apply(*args: Any, forward: Forward, count: int, **_: Any) -> list[Any]:
     return list(forward(args[:count], args[count:]))
 
 
-def _abstract(*args: Any, forward: Forward, transpose: Forward, count: int) -> list[Any]:
-    structs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in args]
-    outs = jax.eval_shape(lambda *args: list(forward(args[:count], args[count:])), *structs)
-    return [jax.core.ShapedArray(o.shape, o.dtype) for o in outs]
+def _abstract(*args: Any, avals: Sequence[Any], **_: Any) -> list[Any]:
+    return list(avals)
 
 
-def _jvp(primals: Any, tangents: Any, *, forward: Forward, transpose: Forward, count: int) -> Any:
-    params = {"forward": forward, "transpose": transpose, "count": count}
+def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    count = params["count"]
     if all(isinstance(t, ad.Zero) for t in tangents[:count]):
         moved = [ad.instantiate_zeros(t) for t in tangents[count:]]
         return linear_p.bind(*primals, **params), linear_p.bind(*primals[:count], *moved, **params)
@@ -51,18 +52,20 @@ def _jvp(primals: Any, tangents: Any, *, forward: Forward, transpose: Forward, c
     return jax.jvp(functools.partial(_apply, **params), tuple(primals), tuple(tangents))
 
 
-def _transpose(cotangents: Any, *args: Any, forward: Forward, transpose: Forward, count: int) -> list[Any]:
-    cotangents = [ad.instantiate_zeros(c) if isinstance(c, ad.Zero) else c for c in cotangents]
+def _transpose(cotangents: Any, *args: Any, transpose: Forward, count: int, **_: Any) -> list[Any]:
+    cotangents = [jnp.asarray(ad.instantiate_zeros(c)) for c in cotangents]
     return [None] * count + list(transpose(args[:count], cotangents))
 
 
-def _batch(args: Any, dims: Any, *, forward: Forward, transpose: Forward, count: int) -> Any:
+def _batch(args: Any, dims: Any, *, forward: Forward, transpose: Forward, count: int, avals: Sequence[Any]) -> Any:
     size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
     args = [a if d is None else jnp.moveaxis(a, d, 0) for a, d in zip(args, dims, strict=True)]
     # All tangents are batched, so that no cotangent has to be summed over the batch.
     moved = [jnp.broadcast_to(a, (size, *a.shape)) if d is None else a for a, d in zip(args, dims, strict=True)]
     axes = (tuple(None if d is None else 0 for d in dims[:count]), 0)
-    outs = linear(args[:count], moved[count:], jax.vmap(forward, in_axes=axes), jax.vmap(transpose, in_axes=axes))
+    batched = [jax.core.ShapedArray((size, *a.shape), a.dtype) for a in avals]
+    forward, transpose = jax.vmap(forward, in_axes=axes), jax.vmap(transpose, in_axes=axes)
+    outs = linear(args[:count], moved[count:], forward, transpose, batched)
     return outs, [0] * len(outs)
 
 
@@ -86,7 +89,7 @@ def call(program: Program, *args: Any) -> list[Any]:
     def rule(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
         given = {i: t for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero) and _floats(primals[i])}
         outs, active = program.differentiable(tuple(given))
-        if active and program.is_scalar(outs, active):
+        if active and program.in_one_pass(outs, active):
             values, moved = _scalar(program, outs[0], tuple(active), primals, given)
         else:
             values = call(program, *primals)
@@ -115,13 +118,14 @@ def _scalar(program: Program, out: int, active: tuple[int, ...], primals: Any, g
     dtypes = [primals[i].dtype for i in active]
 
     def forward(gradients: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-        return [sum(jnp.vdot(g, t.astype(g.dtype)) for g, t in zip(gradients, tangents, strict=True))]
+        return [sum(jnp.vdot(g, t.astype(g.dtype)) for g, t in zip(gradients, tangents, strict=True)).astype(aval.dtype)]
 
     def transpose(gradients: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
         (scale,) = cotangents
         return [(scale.astype(g.dtype) * g).astype(d) for g, d in zip(gradients, dtypes, strict=True)]
 
-    return outs, linear(found, [given[i] for i in active], forward, transpose)
+    aval = jax.core.ShapedArray((), jnp.result_type(*found, outs[out]))
+    return outs, linear(found, [given[i] for i in active], forward, transpose, [aval])
 
 
 def _general(program: Program, outs: tuple[int, ...], active: tuple[int, ...], primals: Any, given: Any) -> Any:
@@ -133,4 +137,5 @@ def _general(program: Program, outs: tuple[int, ...], active: tuple[int, ...], p
     def transpose(inputs: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
         return call(program.cotangent(active, outs), *inputs, *cotangents)
 
-    return linear(primals, [given[i] for i in active], forward, transpose)
+    avals = [program.closed.out_avals[i] for i in outs]
+    return linear(primals, [given[i] for i in active], forward, transpose, avals)

@@ -111,7 +111,7 @@ def flatten(closed: ClosedJaxpr, *, custom: bool = True, inline: Container[int] 
         env.update(zip(jaxpr.constvars, [Value(jax.typeof(c), const=c) for c in consts], strict=True))
 
         def read(atom: Any) -> Value:
-            return Value(atom.aval, const=atom.val) if isinstance(atom, Literal) else env[atom]
+            return Value(atom.aval, const=as_array(atom.val, atom.aval)) if isinstance(atom, Literal) else env[atom]
 
         for eqn in jaxpr.eqns:
             ins = [read(a) for a in eqn.invars]
@@ -132,6 +132,11 @@ def flatten(closed: ClosedJaxpr, *, custom: bool = True, inline: Container[int] 
 
     inputs = [Value(v.aval) for v in closed.jaxpr.invars]
     return prune(turn_dots(prune(Graph(inputs, nodes, run(closed.jaxpr, closed.consts, inputs, None)))))
+
+
+def as_array(const: Any, aval: Any) -> Any:
+    """A literal as an array of its own dtype: JAX writes some as Python numbers."""
+    return const if isinstance(const, (jax.Array, jax.core.Tracer)) else np.asarray(const, aval.dtype)
 
 
 def has_frame(source: Any) -> bool:

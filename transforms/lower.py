@@ -103,7 +103,7 @@ def _run_loop(
             made[i] = _apply(update, result, fact(update.value).placement, tiles, env, span, update.value in broad)
         return made
 
-    count, rest = divmod(total, total if loop.light else size)
+    count, rest = divmod(total, total if loop.light(plan.analysis) else size)
     if count == 1 and not rest:
         results = body(None, 0, total)
     else:
@@ -225,6 +225,6 @@ def _wide(step: Step, tiles: Tiles, env: Env, span: Span) -> Any | None:
 
 LINEAR = frozenset(
     """add add_any sub neg mul div convert_element_type copy copy_p reshape transpose squeeze broadcast_in_dim
-    reduce_sum slice rev concatenate pad select_n dynamic_slice dynamic_update_slice gather cumsum split
+    reduce_sum slice rev concatenate pad select_n dynamic_slice dynamic_update_slice gather cumsum split stack unstack
     dot_general real imag stop_gradient name""".split()
 )

@@ -117,7 +117,7 @@ def explain(program: Program) -> TilePlan:
     outs, active = program.differentiable(inputs)
     gradient = None
     if active:
-        scalar = program.is_scalar(outs, active)
+        scalar = program.in_one_pass(outs, active)
         chosen = tuple(active)
         back = program.gradient(chosen, outs[0]).program if scalar else program.cotangent(chosen, tuple(outs))
         gradient = _pass(back)
@@ -147,7 +147,7 @@ def _loop(program: Program, loop: Loop, span: Span, seen: set[Node]) -> LoopPlan
     nodes = loop.nodes
     again = sum(n in seen for n in nodes)
     seen.update(nodes)
-    if loop.light:
+    if loop.light(program.plan.analysis):
         span = span._replace(length=span.total)
     sizes = [_bytes(span.local_shape(v.shape, p), v) for s in loop.steps for v, p in s.keys]
     carries = tuple(_carry(u.value, fact(u.value).placement, span) for u in loop.updates)

@@ -17,7 +17,7 @@ from transforms.placement import WHOLE, Placement, Tiled
 from transforms.propagate import Inline, Limits, propagate
 from transforms.rules import contraction, control_flow, elementwise, indexing, random, reduction, shape  # noqa: F401
 from transforms.schedule import Schedule, schedule
-from transforms.separate import Separation, separate
+from transforms.separate import Separation, has_custom_vjp, scales, separate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,8 +88,19 @@ class Program:
         used = _ancestors(graph, [graph.outputs[i] for i in outs])
         return outs, [i for i in active if graph.inputs[i] in used]
 
+    def in_one_pass(self, outs: Sequence[int], active: Sequence[int]) -> bool:
+        """Whether the outputs `outs` are one scalar whose gradients the forward loops can form, to be scaled later."""
+        if not self.is_scalar(outs, active):
+            return False
+        key = ("scales", tuple(active), tuple(outs))
+        if key not in self._derived:
+            self._derived[key] = not has_custom_vjp(self.closed.jaxpr) or scales(
+                self.cotangent(tuple(active), tuple(outs)).closed
+            )
+        return self._derived[key]
+
     def is_scalar(self, outs: Sequence[int], active: Sequence[int]) -> bool:
-        """Whether the outputs `outs` are one real scalar, whose gradients the forward loops can form."""
+        """Whether the outputs `outs` are one real scalar."""
         avals = [self.closed.out_avals[i] for i in outs]
         real = all(jnp.issubdtype(a.dtype, jnp.floating) for a in (*avals, *(self.closed.in_avals[i] for i in active)))
         return len(avals) == 1 and avals[0].shape == () and real
@@ -128,6 +139,11 @@ class Program:
 
     def tangent(self, active: tuple[int, ...], outs: tuple[int, ...]) -> Program:
         """The tangents of outputs `outs`, from the inputs and the tangents of those in `active`."""
+        if has_custom_vjp(self.closed.jaxpr):
+            raise TypeError(
+                "tile: cannot apply forward-mode autodiff (jvp) to a function that calls one with a `jax.custom_vjp` "
+                "rule: only its reverse mode is known. Give that function a `jax.custom_jvp` rule."
+            )
         fn = jaxpr_as_fun(self.closed)
 
         def forward(*both: Any) -> list[Any]:

@@ -107,6 +107,8 @@ def _move(node: Node, placements: tuple[Placement, ...]) -> Move:
     if all(isinstance(p, Whole) for p in placements):
         return Move((WHOLE,) * len(node.outputs), placements)
     if node.name not in RULES:
+        if not any(isinstance(p, Tiled) for p in placements):
+            raise Complete([i for i, p in enumerate(placements) if isinstance(p, Partial)], "needs it whole")
         raise TileError(
             f"cannot tile `{node.name}` at {node.where}: there is no rule for this primitive yet.\n"
             f"  operands: {_operands(node, placements)}.\n"

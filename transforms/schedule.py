@@ -60,14 +60,16 @@ class Loop:
         terms = [t for u in self.updates for t in u.terms if isinstance(t, Step)]
         return [s.node for s in (*self.steps, *terms)]
 
-    @property
-    def light(self) -> bool:
-        """Whether nothing in it is larger than the inputs it slices: then there is nothing to gain from tiles."""
+    def light(self, facts: Analysis) -> bool:
+        """Whether one pass over whole arrays does as well as tiles: sums of what is no larger than the inputs read.
+
+        Only sums: a maximum is compared, later, with values that must come out the same to the last bit.
+        """
         refs = [r for s in self.steps for r in s.refs] + [r for u in self.updates for r in u.terms if isinstance(r, Ref)]
-        sliced = max((r.value.nbytes for r in refs if r.how == "slice"), default=0)
+        read = max((r.value.nbytes for r in refs if r.how == "slice"), default=0)
         made = max((v.nbytes for s in self.steps for v in s.node.outputs), default=0)
-        accumulated = any(isinstance(t, Step) for u in self.updates for t in u.terms)
-        return not accumulated and made <= sliced
+        sums = all(facts.fact(u.value).placement == Partial("sum") for u in self.updates)
+        return sums and made <= read and not any(flops(n) or n.name == "conv_general_dilated" for n in self.nodes)
 
 
 @dataclasses.dataclass
@@ -277,9 +279,9 @@ class _Planner:
         return node, Move((ref.want,), ins)
 
     def operands(self, node: Node, move: Move, d: int, loop: Loop) -> tuple[Ref, ...]:
-        done = self.analysis.completed if move is self.analysis.moves.get(node) else set()
+        pulled = move is not self.analysis.moves.get(node)  # then all its operands are whole, or were completed
         return tuple(
-            self.resolve(v, p, d, loop, (node, i) in done)
+            self.resolve(v, p, d, loop, pulled or (node, i) in self.analysis.completed)
             for i, (v, p) in enumerate(zip(node.inputs, move.ins, strict=True))
         )
 

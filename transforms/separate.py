@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import jaxprs_in_params
 
 from transforms.graph import Graph, Value, depends, evaluate, flatten
 from transforms.placement import Partial, TileError, Whole
@@ -117,3 +118,57 @@ def _nonlinear(graph: Graph, out: int, inner: Sequence[Value], others: Sequence[
 
     traced = flatten(jax.make_jaxpr(slopes)(*(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in leaves)))
     return not depends(traced, set(traced.inputs[:count])).isdisjoint(traced.outputs)
+
+
+class _Everything:
+    """A container of all things."""
+
+    def __contains__(self, item: object) -> bool:
+        return True
+
+
+# Linear in each operand that is listed (None: in all of them together).
+LINEAR: dict[str, tuple[int, ...] | None] = {
+    **dict.fromkeys(
+        """neg convert_element_type copy copy_p reshape transpose broadcast_in_dim squeeze reduce_sum slice rev cumsum
+        real imag conj stop_gradient name add sub add_any concatenate pad split stack unstack""".split()
+    ),
+    **dict.fromkeys(["mul", "dot_general", "conv_general_dilated"], (0, 1)),
+    **dict.fromkeys(["div", "dynamic_slice", "gather"], (0,)),
+    **dict.fromkeys(["select_n"], tuple(range(1, 100))),
+    "dynamic_update_slice": (0, 1),
+    "scatter-add": (0, 2),
+}
+TOGETHER = ("select_n", "dynamic_update_slice", "scatter-add")
+
+
+def scales(closed: Any) -> bool:
+    """Whether the last input of a program, a cotangent, enters all its outputs linearly.
+
+    Only a `jax.custom_vjp` rule can do anything else with a cotangent, such as clipping it.
+    """
+    graph = flatten(closed, inline=_Everything())
+    reached = {graph.inputs[-1]}
+    for node in graph.nodes:
+        found = [i for i, v in enumerate(node.inputs) if v in reached]
+        if not found:
+            continue
+        if node.name not in LINEAR:
+            return False
+        allowed = LINEAR[node.name]
+        if allowed is not None and (
+            not set(found) <= set(allowed) or (len(found) > 1 and node.name not in TOGETHER)
+        ):
+            return False
+        reached.update(node.outputs)
+    return True
+
+
+def has_custom_vjp(jaxpr: Any) -> bool:
+    """Whether a program holds functions with a `jax.custom_vjp` rule."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name.startswith("custom_vjp"):
+            return True
+        if any(has_custom_vjp(getattr(j, "jaxpr", j)) for j in jaxprs_in_params(eqn.params)):
+            return True
+    return False

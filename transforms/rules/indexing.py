@@ -231,5 +231,5 @@ def add_at(node: Node, operand: Any, indices: Any, updates: Any) -> Any:
 
 
 register("gather", push=push_gather, pull=pull_gather, emit=emit_gather)
-register("scatter", "scatter_mul", "scatter_min", "scatter_max", push=push_scatter, emit=emit_scatter)
+register("scatter", "scatter-mul", "scatter_mul", "scatter-min", "scatter-max", "scatter_min", "scatter_max", push=push_scatter, emit=emit_scatter)
 register("scatter-add", push=push_scatter, emit=emit_scatter, accumulate=accumulate_scatter)

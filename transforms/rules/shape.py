@@ -12,7 +12,6 @@ from transforms.placement import WHOLE, Partial, Placement, Span, Tiled, Whole
 from transforms.rules import (
     Complete,
     Move,
-    aligned,
     count_once,
     one_cut,
     partial,
@@ -194,6 +193,38 @@ def push_split(node: Node, placements: tuple[Placement, ...]) -> Move:
     return Move((cut,) * len(node.outputs), placements)
 
 
+def push_stack(node: Node, placements: tuple[Placement, ...]) -> Move:
+    if partial(placements) and not tiled(placements):
+        if {placements[i] for i in partial(placements)} == {Partial("sum")}:
+            return Move((Partial("sum"),), tuple(map(count_once, placements)))
+    cut = one_cut(node, placements)
+    return Move((cut.at(cut.dim + (node.params["axis"] <= cut.dim)),), (cut,) * len(node.inputs))
+
+
+def pull_stack(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
+    axis = node.params["axis"]
+    return None if axis == want.dim else (want.at(want.dim - (axis < want.dim)),) * len(node.inputs)
+
+
+def push_unstack(node: Node, placements: tuple[Placement, ...]) -> Move:
+    if placements == (Partial("sum"),):
+        return Move(placements * len(node.outputs), placements)
+    cut = one_cut(node, placements)
+    if node.params["axis"] == cut.dim:
+        raise Complete([0], "takes the cut axis apart")
+    return Move((cut.at(cut.dim - (node.params["axis"] < cut.dim)),) * len(node.outputs), placements)
+
+
+def push_tile(node: Node, placements: tuple[Placement, ...]) -> Move:
+    """`jnp.tile`: copies of the cut dimension one after the other are a cut dimension with more in front of it."""
+    cut = one_cut(node, placements)
+    return Move((Tiled(cut.dim, cut.major * node.params["reps"][cut.dim], cut.minor),), placements)
+
+
+def pull_tile(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
+    return (want,) if node.params["reps"][want.dim] == 1 else None
+
+
 # ------------------------------------------------------------------------------------------------------ dynamic slices
 
 
@@ -244,10 +275,6 @@ def emit_iota(node: Node, values: list[Any], move: Move, span: Span) -> list[Any
     return [lax.broadcast_in_dim(span.positions(cut, dtype), local, (dim,))]
 
 
-def pull_elementwise(node: Node, want: Tiled) -> tuple[Placement, ...]:
-    return tuple(aligned(v, want, node.outputs[0].shape[want.dim]) for v in node.inputs)
-
-
 register("broadcast_in_dim", push=push_broadcast, pull=pull_broadcast, localise=localise_shape)
 register("transpose", push=push_transpose, pull=pull_transpose)
 register("squeeze", push=push_squeeze, pull=pull_squeeze)
@@ -257,6 +284,9 @@ register("pad", push=push_pad, pull=pull_pad)
 register("slice", push=push_slice, pull=pull_slice, localise=localise_slice)
 register("rev", push=push_rev, pull=pull_rev)
 register("split", push=push_split)
+register("tile", push=push_tile, pull=pull_tile)
+register("stack", push=push_stack, pull=pull_stack)
+register("unstack", push=push_unstack)
 register("dynamic_slice", push=push_dynamic_slice, localise=localise_dynamic_slice)
 register("dynamic_update_slice", push=push_dynamic_update_slice)
 register("iota", push=push_iota, pull=pull_iota, emit=emit_iota)
