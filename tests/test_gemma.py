@@ -16,6 +16,7 @@ import pytest
 from tests import hf_tiny
 from tests.test_configs import SMALL, read
 from zoo import Gemma, GemmaConfig, Ops, load
+from zoo.gemma import _draw
 from zoo.nn import attention, gated_mlp, lookup, rms_norm
 from zoo.tables import rows
 
@@ -23,7 +24,6 @@ CASES = list(hf_tiny.CASES)
 TOKENS = jnp.asarray(hf_tiny.tokens(), jnp.int32)
 NAMES = jax.checkpoint_policies.save_only_these_names("attn_out", "mlp_out")
 REMAT = functools.partial(jax.checkpoint, prevent_cse=False)
-GEMMA_1 = GemmaConfig(**SMALL)
 GEMMA_2 = GemmaConfig(**SMALL, post_norms=True, query_scalar=24.0, window=4, attn_softcap=5.0, final_softcap=3.0)
 
 
@@ -32,7 +32,11 @@ def loss_fn(model, tokens=TOKENS, **how):
     return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:]).mean(), logits
 
 
-@eqx.filter_jit
+# Compiling takes nearly all of these tests' time, and half of it goes into making machine code fast.
+jit = functools.partial(eqx.filter_jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+@jit
 def evaluate(model, **how):
     """Return loss, logits and gradients."""
     (loss, logits), grads = eqx.filter_value_and_grad(loss_fn, has_aux=True)(model, **how)
@@ -49,6 +53,12 @@ def models(tmp_path_factory):
 def results(models):
     """What we make of every case."""
     return {case: evaluate(models[case]) for case in CASES}
+
+
+@pytest.fixture(scope="module")
+def fresh():
+    """A tiny bfloat16 Gemma 2, not yet trained."""
+    return Gemma.init(GEMMA_2, key=jax.random.key(0), dtype=jnp.bfloat16)
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +108,7 @@ def test_bfloat16_agrees_to_its_precision(case, tmp_path, references):
     model = load(hf_tiny.write(case, tmp_path, ml_dtypes.bfloat16))
     exact = references[case]["logits"]
     theirs = hf_tiny.run(hf_tiny.reference(case, "bfloat16"))["logits"]
-    logits = eqx.filter_jit(model)(TOKENS)
+    logits = jit(model)(TOKENS)
     ours = np.sqrt(np.mean((np.asarray(logits) - exact) ** 2))
     assert logits.dtype == jnp.float32
     # Rounding alone, in the weights too, moves the logits (about 1 in size) by some 2 ** -7.
@@ -182,7 +192,7 @@ def _exact_gelu(x, approximate):
 ODD = property(lambda config: tuple(config.window if i % 2 else None for i in range(config.num_layers)))
 MUTANTS = {
     "norm multiplies by w": ("gemma_mqa", _patch("zoo.gemma.rms_norm", _norm)),
-    "norm eps": ("gemma_mqa", _flip(norm_eps=1e-5)),
+    "norm eps": ("gemma_mha", _flip(norm_eps=1e-6)),
     "gelu exact": ("gemma_mqa", _patch("jax.nn.gelu", _exact_gelu)),
     "gate and up swapped": ("gemma_mqa", _swap("gate", "up")),
     "k and v swapped": ("gemma_mqa", _swap("k", "v")),
@@ -207,38 +217,37 @@ MUTANTS = {
 def test_a_flipped_convention_is_seen(name, models, results, monkeypatch):
     case, flip = MUTANTS[name]
     mutant = flip(models[case], monkeypatch)
-    logits = jax.jit(lambda model: model(TOKENS))(mutant)  # a fresh function, so that it is traced with the patch
-    # Parity is asserted to 2e-5 and better than 3e-6 in fact; the faintest flip (eps) moves logits by more than that.
-    assert float(jnp.abs(logits - results[case][1]).max()) > 3e-5
+    logits = jit(lambda model: model(TOKENS))(mutant)  # a fresh function, so that it is traced with the patch
+    # Parity holds to 2e-5. The faintest flip, that of gelu, moves logits by 9e-4.
+    assert float(jnp.abs(logits - results[case][1]).max()) > 5e-4
 
 
 def test_kv_heads_shared_in_the_wrong_order_are_seen(models, results):
     shuffled = lambda q, k, v, **how: _tile_heads(attention(_tile_heads(q), k, v, **how))
-    logits = eqx.filter_jit(lambda m: m.logits(m.hidden(TOKENS, ops=Ops(attention=shuffled))))(models["gemma2_gqa"])
+    logits = jit(lambda m: m.logits(m.hidden(TOKENS, ops=Ops(attention=shuffled))))(models["gemma2_gqa"])
     assert float(jnp.abs(logits - results["gemma2_gqa"][1]).max()) > 1e-2
 
 
 # --- initialisation -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["tiny", "gemma2"])
-def test_the_first_loss_is_that_of_a_uniform_guess(name):
-    config = read("tiny")[0] if name == "tiny" else GEMMA_2
-    model = Gemma.init(config, key=jax.random.key(0))
-    tokens = jax.random.randint(jax.random.key(1), (4, 64), 0, config.vocab_size)
-    loss, _ = eqx.filter_jit(loss_fn)(model, tokens)
-    assert float(loss) == pytest.approx(math.log(config.vocab_size), abs=0.2)
+def test_the_first_loss_is_that_of_a_uniform_guess(fresh):
+    tiny = Gemma.init(read("tiny")[0], key=jax.random.key(0))
+    for model in (fresh, tiny):
+        vocab_size = model.config.vocab_size
+        tokens = jax.random.randint(jax.random.key(1), (4, 64), 0, vocab_size)
+        loss, _ = jit(loss_fn)(model, tokens)
+        assert float(loss) == pytest.approx(math.log(vocab_size), abs=0.2)
 
 
-def test_leaves_start_with_their_standard_deviations_and_norms_with_zero():
-    config = GemmaConfig(**{**SMALL, "vocab_size": 997}, post_norms=True)
-    model = Gemma.init(config, key=jax.random.key(0), dtype=jnp.bfloat16)
-    for row in rows(config):
-        leaf = np.asarray(functools.reduce(getattr, row.leaf.split("."), model), np.float64)
-        if row.fan_in:
-            assert abs(leaf.mean()) < 4 * row.std(config.dims) / math.sqrt(leaf.size)
-            assert leaf.std() == pytest.approx(row.std(config.dims), rel=0.05)
-            assert abs(np.corrcoef(leaf[0].ravel(), leaf[1].ravel())[0, 1]) < 0.25
+def test_leaves_start_with_their_standard_deviations_and_norms_with_zero(fresh):
+    for row in rows(fresh.config):
+        leaf = np.asarray(functools.reduce(getattr, row.leaf.split("."), fresh), np.float64)
+        std = row.std(fresh.config.dims)
+        if std:
+            assert abs(leaf.mean()) < 4 * std / math.sqrt(leaf.size)
+            assert leaf.std() == pytest.approx(std, rel=0.05)
+            assert abs(np.corrcoef(leaf[0].ravel(), leaf[1].ravel())[0, 1]) < 4 / math.sqrt(leaf[0].size)
         else:
             assert not leaf.any()
 
@@ -248,28 +257,25 @@ def test_a_gemma_2b_table_starts_near_two_thousandths():
     assert rows(config)[0].std(config.dims) == pytest.approx(0.002, rel=0.2)
 
 
-def test_leaves_of_one_shape_differ_and_the_key_decides():
-    config = GEMMA_1
-    one, same, other = (Gemma.init(config, key=jax.random.key(seed)) for seed in (0, 0, 1))
-    assert eqx.tree_equal(one, same)
-    assert not bool((one.embed == other.embed).any())
-    assert not bool((one.layers.gate == one.layers.up).any())
+def test_leaves_of_one_shape_differ_and_the_key_decides(fresh):
+    same, other = (Gemma.init(GEMMA_2, key=jax.random.key(seed), dtype=jnp.bfloat16) for seed in (0, 1))
+    assert eqx.tree_equal(fresh, same)
+    assert float(jnp.corrcoef(fresh.layers.gate.ravel(), fresh.layers.up.ravel())[0, 1]) < 0.05
+    assert float(jnp.corrcoef(fresh.embed.ravel(), other.embed.ravel())[0, 1]) < 0.07
 
 
 def test_init_draws_in_slabs_that_do_not_repeat(monkeypatch):
     monkeypatch.setattr("zoo.gemma._SLAB", 1000)
-    table = np.asarray(Gemma.init(GemmaConfig(**{**SMALL, "embed_dim": 50}), key=jax.random.key(7)).embed)
-    assert table.shape == (97, 50)
-    assert len(np.unique(table, axis=0)) == len(table)
-    assert np.isfinite(table).all() and (table != 0).all()
+    table = np.asarray(_draw(jax.random.key(7), 0.1, (97, 50), jnp.dtype(jnp.float32)))
+    assert len(np.unique(table, axis=0)) == 97
+    assert table.std() == pytest.approx(0.1, rel=0.05)
 
 
-def test_init_works_with_fast_keys_and_abstractly():
-    config = GEMMA_2
-    model = Gemma.init(config, key=jax.random.key(0, impl="rbg"), dtype=jnp.bfloat16)
-    abstract = eqx.filter_eval_shape(Gemma.init, config, key=jax.random.key(0), dtype=jnp.bfloat16)
-    assert jax.tree.structure(model) == jax.tree.structure(abstract)
-    assert [leaf.dtype for leaf in jax.tree.leaves(model)] == [leaf.dtype for leaf in jax.tree.leaves(abstract)]
+def test_init_works_with_fast_keys_and_abstractly(fresh):
+    fast = Gemma.init(GEMMA_2, key=jax.random.key(0, impl="rbg"), dtype=jnp.bfloat16)
+    abstract = eqx.filter_eval_shape(Gemma.init, GEMMA_2, key=jax.random.key(0), dtype=jnp.bfloat16)
+    assert jax.tree.structure(fast) == jax.tree.structure(abstract) == jax.tree.structure(fresh)
+    assert [leaf.dtype for leaf in jax.tree.leaves(fast)] == [leaf.dtype for leaf in jax.tree.leaves(abstract)]
 
 
 # --- how a pass is run ----------------------------------------------------------------------------------------------
@@ -319,7 +325,7 @@ def test_windows_longer_than_the_sequence_are_not_traced(models):
 
 
 def test_no_position_sees_a_later_token(models):
-    logits = eqx.filter_jit(models["gemma2_gqa"])
+    logits = jit(models["gemma2_gqa"])
     before, after = logits(TOKENS), logits(TOKENS.at[:, 6].add(1))
     np.testing.assert_array_equal(after[:, :6], before[:, :6])
     assert bool((after[:, 6] != before[:, 6]).any())
@@ -350,7 +356,7 @@ def test_mixed_precision_holds_no_wide_copy_of_the_stacked_weights():
         config = GemmaConfig(**{**SMALL, "num_layers": num_layers, "embed_dim": 128, "mlp_dim": 2048})
         model = eqx.filter_eval_shape(Gemma.init, config, key=jax.random.key(0), dtype=jnp.bfloat16)
         step = jax.grad(lambda model: loss_fn(model, dtype=jnp.float32, remat=REMAT)[0])
-        options = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
+        options = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion", "xla_backend_optimization_level": 0}
         compiled = jax.jit(step).lower(model).compile(compiler_options=options)
         stack = sum(leaf.size for leaf in jax.tree.leaves(model.layers))
         return compiled.memory_analysis().temp_size_in_bytes, stack
@@ -393,5 +399,6 @@ def test_a_traced_id_outside_makes_what_sees_it_nan(bad, models):
 
 
 def test_unsigned_token_ids_are_accepted(models):
-    model = models["gemma_mqa"]
-    np.testing.assert_array_equal(model.hidden(TOKENS.astype(jnp.uint16)), model.hidden(TOKENS))
+    model, unsigned = models["gemma_mqa"], TOKENS.astype(jnp.uint16)
+    assert jax.eval_shape(model, unsigned).shape == (2, 11, 97)
+    np.testing.assert_array_equal(lookup(model.embed, unsigned, jnp.float32), model.embed[TOKENS])

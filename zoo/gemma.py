@@ -86,7 +86,8 @@ class Gemma(eqx.Module):
         keys = jax.random.split(key, len(table))
         leaves = {}
         for row, leaf_key in zip(table, keys, strict=True):
-            leaves[row.leaf] = _draw(leaf_key, row.std(config.dims), row.shape(config.dims), jnp.dtype(dtype))
+            shape, std = row.shape(config.dims), row.std(config.dims)
+            leaves[row.leaf] = _draw(leaf_key, std, shape, jnp.dtype(dtype)) if std else jnp.zeros(shape, dtype)
         return cls.build(config, leaves)
 
     @classmethod
