@@ -1,8 +1,8 @@
 """Adafactor (https://arxiv.org/abs/1804.04235) for models that barely fit: a layer at a time, in place, in bfloat16.
 
 The whole tree's float32 updates never exist: each leaf that stacks layers is walked by one loop, which overwrites the
-gradient's memory with the update. A parameter in bfloat16 has 8 significant bits, and most updates are smaller than half
-of the last one; rounding up or down at random, in proportion, keeps their mean.
+gradient's memory with the update. A parameter in bfloat16 has 8 significant bits, and most updates are smaller than
+half of the last one; rounding up or down at random, in proportion, keeps their mean.
 """
 
 import math
@@ -82,7 +82,7 @@ def adafactor_layerwise(
             zip(grads, jax.tree.leaves(params), state.moments, stacks, strict=True)
         ):
             salt = _mix(jnp.uint32(seed * 7919 + i) ^ _mix(count.astype(jnp.uint32)))
-            leaf = _Leaf(beta, rate, clip_rms, salt, stochastic_rounding and param.dtype == jnp.bfloat16)
+            leaf = _Leaf(beta, rate, clip_rms, salt, bool(stochastic_rounding and param.dtype == jnp.bfloat16))
             result, moment = leaf.each_layer(param, grad, moment) if stack else leaf.whole(param, grad, moment)
             results.append(result)
             moments.append(moment)
@@ -109,7 +109,7 @@ class _Leaf(NamedTuple):
     """How one leaf is updated: in one piece, in blocks of rows, or layer by layer."""
 
     beta: jax.Array
-    rate: jax.Array | float
+    rate: Any
     clip_rms: float
     salt: jax.Array
     rounding: bool

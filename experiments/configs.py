@@ -4,14 +4,19 @@ No JAX here: `--help` and every configuration error come from this file alone. A
 `experiments.hardware` chooses it for the device and the model's size, and says what it chose.
 """
 
+# ruff: noqa: RUF009 (`option` makes a field, as `dataclasses.field` does)
 import dataclasses
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def option(default: Any, help: str) -> Any:
     """Return a dataclass field with a default and the line that `--help` shows."""
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=default.copy, metadata={"help": help})
     return dataclasses.field(default=default, metadata={"help": help})
 
 
@@ -85,9 +90,9 @@ class Pydoc(Data):
 class Text(Data):
     """A text file, a .jsonl file or a folder of them, as bytes."""
 
-    path: str = option(dataclasses.MISSING, "file or folder")
-    pattern: str = option("*.txt,*.md,*.jsonl,*.py,*.rst", "which files of a folder, comma separated")
-    field: str = option("text", "which field of a .jsonl line holds the text")
+    path: str = option(dataclasses.MISSING, "file or folder (data=text), *.bin (data=tokens)")
+    pattern: str = option("*.txt,*.md,*.jsonl,*.py,*.rst", "which files of a folder (data=text)")
+    field: str = option("text", "what holds the text in a line of a .jsonl file (data=text)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,9 +189,7 @@ class Hardware:
     compute_dtype: DType | None = option(None, "what the layers compute in")
     memory_gib: float | None = option(None, "memory the run may plan with (None: what the device has free)")
     headroom_gib: float | None = option(None, "kept free beside the compiled step's own memory")
-    compiler_options: dict[str, Any] = dataclasses.field(
-        default_factory=dict, metadata={"help": "XLA options for the compiled steps, on top of the usual ones"}
-    )
+    compiler_options: dict[str, Any] = option({}, "XLA options for the compiled steps, on top of the usual ones")
 
     def __post_init__(self):
         positive(self, "hardware.", "memory_gib")
@@ -207,11 +210,13 @@ class Remat:
 class Evaluation:
     """How the held-out documents are used; they are always measured before the first and after the last step."""
 
-    every: int | None = option(None, "also every so many steps")
+    every: int | None = option(None, "also every so many steps (0: never)")
     batches: int | None = option(None, "batches per evaluation")
 
     def __post_init__(self):
-        positive(self, "eval.", "every", "batches")
+        positive(self, "eval.", "batches")
+        if self.every is not None and self.every < 0:
+            raise refuse("eval.every", self.every, "give a number of steps, or 0 for never")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,9 +251,22 @@ class Run:
         if self.run is not None and (not self.run or "/" in self.run or self.run.startswith(".")):
             raise refuse("run", self.run, "it names one directory, without `/` and not starting with `.`")
 
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved(Run):
+    """One run in which nothing is left open: what `experiments.hardware.resolve` returns."""
+
+    steps: int
+    batch_size: int
+    seq_len: int
+
     @property
     def tokens_per_step(self) -> int:
-        """Batch times sequence, once both are chosen."""
-        assert self.batch_size is not None, "resolve the configuration first"
-        assert self.seq_len is not None, "resolve the configuration first"
+        """Batch times sequence."""
         return self.batch_size * self.seq_len
+
+
+def chosen(value: T | None) -> T:
+    """Return a value that resolving a configuration has filled in."""
+    assert value is not None, "resolve the configuration first"
+    return value

@@ -1,7 +1,7 @@
 """Text to tokens on disk: documents from files, bytes for tokens, a split by content, a memory-mapped cache.
 
-Every byte is its own id (0 to 255); `BOS` starts each document. The cache is written once per text and split, under a name
-that is the hash of the text, so that another text or another Python can never meet it.
+Every byte is its own id (0 to 255); `BOS` starts each document. The cache is written once per text and split, under the
+hash of the text, so that another text or another Python can never meet it.
 """
 
 import hashlib

@@ -117,14 +117,12 @@ class Repeats:
         return Batch(windows[:, :-1].copy(), windows[:, 1:].copy(), mask)
 
 
-def open_source(config: configs.Run) -> Source | Repeats:
+def open_source(config: configs.Resolved) -> Source | Repeats:
     """Return the run's data, checked: it exists, it is long enough, and every id is in the model's vocabulary.
 
     Raises:
         DataError: what is wrong with the data, before anything is compiled or allocated.
     """
-    assert config.batch_size is not None, "resolve the configuration first"
-    assert config.seq_len is not None, "resolve the configuration first"
     data, vocab_size = config.data, config.model.config.vocab_size
     if isinstance(data, configs.Synthetic):
         _check_vocab(data.vocab - 1, 0, vocab_size, "data=synthetic")

@@ -47,10 +47,10 @@ class Scale:
 
 SCALES = {
     "cpu": (
-        Scale(6e6, 16, 256, 300, 16),
+        Scale(6e6, 8, 256, 180, 8),
         Scale(6e7, 8, 256, 50, 4),
         Scale(6e8, 2, 256, 10, 2),
-        Scale(float("inf"), 1, 128, 5, 1),
+        Scale(float("inf"), 1, 128, 4, 1),
     ),
     "gpu": (
         Scale(6e6, 64, 512, 1000, 16),
@@ -59,9 +59,16 @@ SCALES = {
     ),
 }
 SCALES["tpu"] = SCALES["gpu"]
-RATES = {configs.AdamW: 3e-3, configs.Adafactor: 2e-2, configs.AdafactorLayerwise: 2e-2, configs.Sgd: 1e-1}
+RATES: dict[type, float] = {
+    configs.AdamW: 3e-3,
+    configs.Adafactor: 2e-2,
+    configs.AdafactorLayerwise: 2e-2,
+    configs.Sgd: 1e-1,
+}
 REMAT_ABOVE = 2e7  # parameters: below, activations are small and recomputing them is time lost
 TILE_BYTES = 2**28  # largest float32 logits of one tile under tiling.n=auto
+CGROUPS = (("memory.current", "memory.max"), ("memory/memory.usage_in_bytes", "memory/memory.limit_in_bytes"))
+EVALUATIONS = 5  # in a run, after the first; where one costs little
 LEAST_TILE = 128  # tokens: shorter tiles make matrix products slow
 
 
@@ -106,7 +113,7 @@ def free_memory(device: Any) -> int:
     if stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
     free = [_meminfo("MemAvailable")]
-    for used, limit in (("memory.current", "memory.max"), ("memory/memory.usage_in_bytes", "memory/memory.limit_in_bytes")):
+    for used, limit in CGROUPS:
         try:
             with open(f"/sys/fs/cgroup/{limit}") as file, open(f"/sys/fs/cgroup/{used}") as other:
                 free.append(int(file.read()) - int(other.read()))
@@ -138,7 +145,7 @@ def used_memory() -> tuple[int, int]:
         return peak, peak
 
 
-def resolve(config: configs.Run, device: Device) -> tuple[configs.Run, dict[str, Any]]:
+def resolve(config: configs.Run, device: Device) -> tuple[configs.Resolved, dict[str, Any]]:
     """Return the configuration with every open value chosen, and the choices by their dotted names."""
     params = zoo.accounting.count_params(config.model.config)
     scale = next(scale for scale in SCALES[device.platform] if params <= scale.params)
@@ -152,6 +159,7 @@ def resolve(config: configs.Run, device: Device) -> tuple[configs.Run, dict[str,
         return dataclasses.replace(part, **open_values)
 
     config = choose(config, "", steps=scale.steps, batch_size=scale.batch_size, seq_len=scale.seq_len)
+    resolved = configs.Resolved(**{field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
     hardware = choose(
         config.hardware,
         "hardware.",
@@ -171,16 +179,15 @@ def resolve(config: configs.Run, device: Device) -> tuple[configs.Run, dict[str,
         optimizer = cls(**{field.name: getattr(optimizer, field.name) for field in dataclasses.fields(optimizer)})
         chosen["optimizer"] = option_name(cls)
     optimizer = choose(optimizer, "optimizer.", learning_rate=_rate(type(optimizer), params))
-    if config.tiling.n == "auto":
-        # Fewest tiles with small logits, none shorter than is efficient.
-        logits = 4 * config.tokens_per_step * config.model.config.vocab_size
-        fewest = min(-(-logits // TILE_BYTES), max(1, config.tokens_per_step // LEAST_TILE))
-        chosen["tiling.n"] = fewest if fewest > 1 else "none"
-        config = dataclasses.replace(config, tiling=configs.Tiling(n=chosen["tiling.n"]))
+    # Fewest tiles with small logits, none shorter than is efficient.
+    logits = 4 * resolved.tokens_per_step * config.model.config.vocab_size
+    fewest = min(-(-logits // TILE_BYTES), max(1, resolved.tokens_per_step // LEAST_TILE))
+    tiling = choose(config.tiling, "tiling.", n=fewest if fewest > 1 else "none")
     remat = choose(config.remat, "remat.", policy="full" if params > REMAT_ABOVE else "none")
-    evaluation = choose(config.eval, "eval.", batches=scale.eval_batches)
-    config = dataclasses.replace(config, hardware=hardware, optimizer=optimizer, remat=remat, eval=evaluation)
-    return config, chosen
+    often = max(10, resolved.steps // EVALUATIONS) if scale.eval_batches > 1 else 0
+    evaluation = choose(config.eval, "eval.", every=often, batches=scale.eval_batches)
+    parts = {"tiling": tiling, "hardware": hardware, "optimizer": optimizer, "remat": remat, "eval": evaluation}
+    return dataclasses.replace(resolved, **parts), chosen
 
 
 def _rate(optimizer: type, params: int) -> float:

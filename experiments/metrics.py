@@ -33,6 +33,13 @@ def bits_per_byte(loss: float, bytes_per_token: float | None) -> float | None:
     return None if bytes_per_token is None else loss / math.log(2) / bytes_per_token
 
 
+def describe(record: Record) -> str:
+    """Return a record's held-out measure in words."""
+    if record.held_out_bits_per_byte is not None:
+        return f"{record.held_out_bits_per_byte:.3f} bits per byte"
+    return f"{record.held_out_loss:.3f} nats per token"
+
+
 class Recorder:
     """Writes records as they come, so that a run that dies leaves what it had; `NaN` becomes null in JSON."""
 
@@ -68,17 +75,22 @@ class Progress:
     def __init__(self, steps: int, log_every: int, stream: TextIO | None = None):
         self._stream = stream or sys.stdout
         self._steps, self._log_every = steps, log_every
-        self._bar = None
+        self._bar: Any = None
+
+    def start(self) -> None:
+        """Show the bar, before the first step."""
         if self._stream.isatty():
             from tqdm import tqdm
 
-            form = "  {percentage:3.0f}% {bar:20} {n_fmt}/{total_fmt} · {postfix} · {elapsed}<{remaining}"
-            self._bar = tqdm(total=steps, file=self._stream, bar_format=form, dynamic_ncols=True, postfix="starting")
+            form = "  {bar:12} {n_fmt}/{total_fmt}  {desc}  {elapsed}<{remaining}"
+            self._bar = tqdm(
+                total=self._steps, file=self._stream, bar_format=form, dynamic_ncols=True, desc="first step ..."
+            )
 
     def show(self, record: Record) -> None:
         """Show one training step."""
         if self._bar is not None:
-            self._bar.set_postfix_str(_words(record, short=True), refresh=False)
+            self._bar.set_description_str(_words(record), refresh=False)
             self._bar.update(record.step - self._bar.n)
         elif record.step % self._log_every == 0 or record.step in (1, self._steps):
             width = len(str(self._steps))
@@ -97,13 +109,12 @@ class Progress:
             self._bar.close()
 
 
-def _words(record: Record, short: bool = False) -> str:
-    separator, loss = (" · ", "") if short else ("  ", "loss ")
-    words = [f"{loss}{record.loss:7.4f}" if not short else f"loss {record.loss:.3f}"]
+def _words(record: Record) -> str:
+    words = [f"loss {record.loss:.3f}"]
     if record.bits_per_byte is not None:
         words.append(f"{record.bits_per_byte:.3f} bits/byte")
     if record.tokens_per_second is not None and record.seconds is not None:
-        words += [f"{quantity(record.tokens_per_second)} tokens/s", f"{record.seconds:.3g} s"]
+        words += [f"{quantity(record.tokens_per_second)} tok/s", f"{record.seconds:.3g} s"]
     if record.memory_bytes is not None:
         words.append(size(record.memory_bytes))
-    return separator.join(words)
+    return "  ".join(words)

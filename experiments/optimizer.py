@@ -1,9 +1,7 @@
 """Optimizers by configuration: optax's own by name, and a layerwise Adafactor for models that barely fit."""
 
 import functools
-from collections.abc import Callable
 
-import jax
 import optax
 
 from experiments import configs
@@ -18,10 +16,9 @@ def build(config: configs.Optimizer, steps: int, seed: int = 0) -> optax.Gradien
     return optax.with_extra_args_support(transformation)
 
 
-def schedule(config: configs.Optimizer, steps: int) -> Callable[[jax.Array], jax.Array]:
+def schedule(config: configs.Optimizer, steps: int) -> optax.Schedule:
     """Return the learning rate by step: a linear warm-up that starts above zero, then constant or half a cosine."""
-    assert config.learning_rate is not None, "resolve the configuration first"
-    peak, warm = config.learning_rate, max(0, round(config.warmup * steps))
+    peak, warm = configs.chosen(config.learning_rate), max(0, round(config.warmup * steps))
     after = optax.constant_schedule(peak)
     if config.schedule is configs.Schedule.cosine:
         after = optax.cosine_decay_schedule(peak, max(1, steps - warm), alpha=0.1)

@@ -19,7 +19,7 @@ PARTS = {
     "head": "#e07a1f",
     "activations": "#f2c46d",
 }
-STYLE = {
+STYLE: Any = {
     "font.size": 10,
     "font.family": "DejaVu Sans",
     "text.color": INK,
@@ -43,7 +43,7 @@ STYLE = {
 }
 
 
-def draw(directory: Path, records: list[Record], plan: Plan, config: configs.Run) -> None:
+def draw(directory: Path, records: list[Record], plan: Plan, config: configs.Resolved) -> None:
     """Write loss.png and memory.png; what was not measured is not drawn."""
     import matplotlib
 
@@ -71,9 +71,10 @@ def _loss(plt: Any, records: list[Record], name: str) -> Any:
         if smooth:
             axes.plot(train[0], _smoothed(train[1]), color=BLUE, lw=2, label="smoothed")
     if len(held_out[0]):
-        axes.plot(*held_out, color=ORANGE, lw=1.2, ls=(0, (4, 3)), marker="o", ms=6, label="held-out text")
+        line = (0, (4, 3)) if len(held_out[0]) > 2 else "none"  # two points far apart are no curve
+        axes.plot(*held_out, color=ORANGE, lw=1.2, ls=line, marker="o", ms=6, label="held-out text")
         for step, value in {held_out[0][0]: held_out[1][0], held_out[0][-1]: held_out[1][-1]}.items():
-            axes.annotate(f"{value:.2f}", (step, value), (0, 9), textcoords="offset points", color=ORANGE, ha="center")
+            axes.annotate(f"{value:.2f}", (step, value), (0, 10), textcoords="offset points", color=ORANGE, ha="center")
     _whole_steps(axes, records)
     axes.margins(y=0.12)
     axes.set(title=name, xlabel="step", ylabel=unit)
@@ -81,7 +82,7 @@ def _loss(plt: Any, records: list[Record], name: str) -> Any:
     return figure
 
 
-def _memory(plt: Any, records: list[Record], plan: Plan, config: configs.Run, name: str) -> Any:
+def _memory(plt: Any, records: list[Record], plan: Plan, config: configs.Resolved, name: str) -> Any:
     bars: dict[str, Memory] = {f"this run\n(tiling.n={config.tiling.n})": plan.memory}
     if plan.untiled is not None:
         bars["untiled"] = plan.untiled
@@ -117,7 +118,9 @@ def _stacks(axes: Any, bars: dict[str, Memory], size: int, unit: str) -> None:
         axes.bar(labels, heights, 0.55, bottom, color=colour, label=part, edgecolor="white", lw=0.8)
         bottom += heights
     for x, height in enumerate(bottom):
-        axes.annotate(f"{height:,.1f} {unit}", (x, height), (0, 4), textcoords="offset points", ha="center", weight="bold")
+        axes.annotate(
+            f"{height:,.1f} {unit}", (x, height), (0, 4), textcoords="offset points", ha="center", weight="bold"
+        )
     axes.margins(y=0.18)
     axes.set_xlim(-0.6, len(labels) - 0.4)
     axes.grid(axis="x", visible=False)
@@ -132,8 +135,8 @@ def _series(records: list[Record], field: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _smoothed(values: np.ndarray) -> np.ndarray:
-    """Exponential average over about a twentieth of the run, without the bias of its start."""
-    keep = 1 - 20 / max(len(values), 21)
+    """Exponential average over about a fortieth of the run, without the bias of its start."""
+    keep = 1 - 40 / max(len(values), 80)
     total = weight = 0.0
     result = []
     for value in values:

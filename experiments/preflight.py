@@ -12,6 +12,8 @@ import zoo.accounting
 from experiments import configs, hardware, program, schema
 from experiments.hardware import GIB, Device
 
+AT_SCALE = 8192  # tokens: where tiling the head of a large vocabulary pays
+SHORT_TILE = 64  # tokens: below, a tile's matrix products run at half their speed or less
 MOST_COMPILED = 16  # candidates that are compiled in search of one that fits
 
 
@@ -42,6 +44,7 @@ class Plan:
     untiled: Memory | None  # None where the run itself is untiled
     available: int
     headroom: int
+    at_scale: tuple[int, int] | None  # bytes of the head at AT_SCALE tokens, tiled and untiled, where tiling saves none
     compiled: Any
     state: Any
 
@@ -55,41 +58,51 @@ class DoesNotFitError(RuntimeError):
     """The compiled step needs more memory than there is."""
 
 
-def plan(config: configs.Run, device: Device) -> Plan:
+def plan(config: configs.Resolved, device: Device) -> Plan:
     """Return what a resolved run costs. Compiles its step, and the untiled one for comparison; allocates nothing."""
     state = program.abstract_state(config)
     compiled = program.compile_train(config, state)
-    untiled = None
+    memory, untiled, at_scale = measure(config, state, compiled), None, None
     if config.tiling.n != "none":
         plain = dataclasses.replace(config, tiling=configs.Tiling(n="none"))
         untiled = measure(plain, state, program.compile_train(plain, state))
+        if untiled.total <= memory.total * 1.02 and config.tokens_per_step < AT_SCALE:
+            large = [dataclasses.replace(c, batch_size=1, seq_len=AT_SCALE) for c in (config, plain)]
+            tiled, whole = (head_bytes(c, state) for c in large)
+            at_scale = (tiled, whole) if tiled < whole else None
     return Plan(
         params=zoo.accounting.count_params(config.model.config),
         flops=zoo.accounting.train_flops(config.model.config, config.batch_size, config.seq_len),
-        memory=measure(config, state, compiled),
+        memory=memory,
         untiled=untiled,
+        at_scale=at_scale,
         available=available(config, device),
-        headroom=int(config.hardware.headroom_gib * GIB),
+        headroom=int(configs.chosen(config.hardware.headroom_gib) * GIB),
         compiled=compiled,
         state=state,
     )
 
 
-def available(config: configs.Run, device: Device) -> int:
+def available(config: configs.Resolved, device: Device) -> int:
     """Return the bytes that the run may plan with."""
     limit = config.hardware.memory_gib
     return device.memory if limit is None else int(limit * GIB)
 
 
-def measure(config: configs.Run, state: Any, compiled: Any) -> Memory:
+def measure(config: configs.Resolved, state: Any, compiled: Any) -> Memory:
     """Return the memory of a compiled step. Weights, optimizer and gradients are exact; the head is compiled alone."""
     stats = compiled.compiled.memory_analysis()
     weights, optimizer = bytes_of(state.model), bytes_of(state.opt_state)
     temp = stats.temp_size_in_bytes
     gradients = min(weights, temp)
-    head = min(program.compile_head(config, state).compiled.memory_analysis().temp_size_in_bytes, temp - gradients)
+    head = min(head_bytes(config, state), temp - gradients)
     total = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes + temp
     return Memory(weights, optimizer, gradients, head, temp - gradients - head, total)
+
+
+def head_bytes(config: configs.Resolved, state: Any) -> int:
+    """Return the temporary memory of the head's loss and gradients, compiled alone."""
+    return program.compile_head(config, state).compiled.memory_analysis().temp_size_in_bytes
 
 
 def bytes_of(tree: Any) -> int:
@@ -97,7 +110,7 @@ def bytes_of(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype"))
 
 
-def suggest(overrides: Sequence[str], config: configs.Run, device: Device) -> tuple[list[str], Plan] | None:
+def suggest(overrides: Sequence[str], config: configs.Resolved, device: Device) -> tuple[list[str], Plan] | None:
     """Return the smallest set of overrides that makes a run fit, and its plan; None if no tried set does.
 
     Sets are tried by size, those that change least first. What cannot fit by its weights, gradients and optimizer alone
@@ -124,11 +137,12 @@ def suggest(overrides: Sequence[str], config: configs.Run, device: Device) -> tu
     return None
 
 
-def _subsets(config: configs.Run) -> Iterator[tuple[list[str], ...]]:
+def _subsets(config: configs.Resolved) -> Iterator[tuple[list[str], ...]]:
     """Yield sets of changes, each a list of levels from weak to strong; small sets first."""
     changes = []
-    tokens, batch, seq = config.tokens_per_step, config.batch_size or 1, config.seq_len or 1
-    tiles = [n for n in (8, 32, 128) if n * hardware.LEAST_TILE <= tokens and (config.tiling.n == "none" or n > config.tiling.n)]
+    tokens, batch, seq = config.tokens_per_step, config.batch_size, config.seq_len
+    most = config.tiling.n if isinstance(config.tiling.n, int) else 1
+    tiles = [n for n in (8, 32, 128) if most < n <= tokens // hardware.LEAST_TILE]
     if tiles:
         changes.append([f"tiling.n={n}" for n in tiles])
     if config.remat.policy != "full":
@@ -153,7 +167,7 @@ def with_overrides(overrides: Sequence[str], changes: Sequence[str]) -> list[str
     return [override for override in overrides if not replaced(override.lstrip("+").split("=")[0])] + list(changes)
 
 
-def _changed(overrides: Sequence[str], changes: Sequence[str], device: Device) -> configs.Run | None:
+def _changed(overrides: Sequence[str], changes: Sequence[str], device: Device) -> configs.Resolved | None:
     try:
         return hardware.resolve(schema.compose(with_overrides(overrides, changes))[0], device)[0]
     except schema.ConfigError:

@@ -13,6 +13,7 @@ import optax
 from jax import ShapeDtypeStruct as Shape
 
 from experiments import configs, optimizer
+from transforms import tile
 from transforms.remat import remat
 from transforms.step import State, compile_step, make_eval_step, make_train_step
 from zoo import Gemma
@@ -26,14 +27,10 @@ def head_loss(model: Any, hidden_TD: jax.Array, targets_T: jax.Array, mask_T: ja
 
 def tiled_head_loss(n: int | str) -> Any:
     """Return `head_loss`, cut into `n` tiles of tokens, or as it is where `n` is none."""
-    if n == "none":
-        return head_loss
-    from transforms import tile
-
-    return tile(head_loss, axis=(None, 0, 0, 0), n=n)
+    return tile(head_loss, axis=(None, 0, 0, 0), n=n) if isinstance(n, int) else head_loss
 
 
-def make_loss(config: configs.Run) -> Any:
+def make_loss(config: configs.Resolved) -> Any:
     """Return `loss(model, batch) -> (mean loss, {})` for batches of (tokens, targets, mask), each [B, S]."""
     compute, policy = _dtype(config.hardware.compute_dtype), remat(config.remat.policy)
     head = tiled_head_loss(config.tiling.n)
@@ -51,7 +48,7 @@ def _share_table(model: Any, tokens: jax.Array) -> tuple[Any, jax.Array, Any]:
     """Return (a model to compute `hidden` with, its token ids, a model for the head), with the same values.
 
     A tied table has two gradients, dense from the head and a few rows from the lookup. Left to themselves they are two
-    arrays [V, D] and their sum; here the rows are added into the head's. The first model's table is the rows of this batch.
+    arrays [V, D] and their sum; here the rows are added into the head's. The first model's table is this batch's rows.
     """
     if tokens.size >= model.embed.shape[0]:
         return model, tokens, model
@@ -77,7 +74,7 @@ def _table_and_rows_bwd(ids, gradients):
 _table_and_rows.defvjp(_table_and_rows_fwd, _table_and_rows_bwd)
 
 
-def init_model(config: configs.Run) -> Any:
+def init_model(config: configs.Resolved) -> Any:
     """Return a model with random weights, or the one at `model.weights`.
 
     Raises:
@@ -91,38 +88,37 @@ def init_model(config: configs.Run) -> Any:
     return Gemma.init(config.model.config, key=_key(config.seed), dtype=dtype)
 
 
-def abstract_state(config: configs.Run) -> State:
+def abstract_state(config: configs.Resolved) -> State:
     """Return the shapes and types of everything that a step changes; allocates nothing."""
     make = functools.partial(Gemma.init, config.model.config, dtype=_dtype(config.hardware.param_dtype))
     model = eqx.filter_eval_shape(lambda: make(key=_key(config.seed)))
     return eqx.filter_eval_shape(State.init, model, build_optimizer(config))
 
 
-def build_optimizer(config: configs.Run) -> optax.GradientTransformationExtraArgs:
+def build_optimizer(config: configs.Resolved) -> optax.GradientTransformationExtraArgs:
     """Return the run's optax transformation."""
-    assert config.steps is not None, "resolve the configuration first"
     return optimizer.build(config.optimizer, config.steps, config.seed)
 
 
-def abstract_batch(config: configs.Run) -> tuple[Shape, Shape, Shape]:
+def abstract_batch(config: configs.Resolved) -> tuple[Shape, Shape, Shape]:
     """Return the shapes and types of (tokens, targets, mask)."""
     shape = (config.batch_size, config.seq_len)
     return Shape(shape, jnp.int32), Shape(shape, jnp.int32), Shape(shape, jnp.float32)
 
 
-def compile_train(config: configs.Run, state: State) -> Any:
+def compile_train(config: configs.Resolved, state: State) -> Any:
     """Return the executable `(batch, state) -> (state, metrics)`."""
     step = make_train_step(make_loss(config), build_optimizer(config))
     return compile_step(step, abstract_batch(config), state, compiler_options=config.hardware.compiler_options)
 
 
-def compile_eval(config: configs.Run, state: State) -> Any:
+def compile_eval(config: configs.Resolved, state: State) -> Any:
     """Return the executable `(batch, model) -> metrics`."""
     step = make_eval_step(make_loss(config))
     return compile_step(step, abstract_batch(config), state.model, compiler_options=config.hardware.compiler_options)
 
 
-def compile_head(config: configs.Run, state: State) -> Any:
+def compile_head(config: configs.Resolved, state: State) -> Any:
     """Return the executable of the head's loss and gradients alone, to see what memory it takes."""
     tokens, dim = config.tokens_per_step, config.model.config.embed_dim
     loss = tiled_head_loss(config.tiling.n)
@@ -130,7 +126,9 @@ def compile_head(config: configs.Run, state: State) -> Any:
     @eqx.filter_jit
     def head(model, hidden, targets, mask):
         # Only what the head reads is differentiated: gradients of the layers would be arrays of zeros.
-        used, rest = eqx.partition(model, eqx.tree_at(lambda m: m.layers, jax.tree.map(eqx.is_inexact_array, model), False))
+        used, rest = eqx.partition(
+            model, eqx.tree_at(lambda m: m.layers, jax.tree.map(eqx.is_inexact_array, model), False)
+        )
         return eqx.filter_value_and_grad(lambda x: loss(eqx.combine(x[0], rest), x[1], targets, mask))((used, hidden))
 
     shapes = Shape((tokens, dim), _dtype(config.hardware.compute_dtype)), Shape((tokens,), jnp.int32)
@@ -144,5 +142,4 @@ def _key(seed: int) -> jax.Array:
 
 
 def _dtype(dtype: configs.DType | None) -> Any:
-    assert dtype is not None, "resolve the configuration first"
-    return jnp.dtype(dtype.value)
+    return jnp.dtype(configs.chosen(dtype).value)

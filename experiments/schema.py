@@ -47,7 +47,7 @@ def build_model(*, family: str, weights: str | None, **fields: Any) -> configs.M
     return configs.Model(config=FAMILIES[family](**fields), weights=weights)
 
 
-def schema_of(cls: type, target: str | None = None, **extra: tuple[Any, Any]) -> type:
+def schema_of(cls: Any, target: str | None = None, **extra: tuple[Any, Any]) -> type:
     """Return a mutable copy of a frozen dataclass, with its types and defaults, that `instantiate` turns back."""
     from omegaconf import MISSING
 

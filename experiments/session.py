@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import zoo.accounting
-from experiments import configs, data, hardware, preflight, schema, table, usage
+from experiments import configs, data, hardware, preflight, table, usage
 from experiments.hardware import Device, HardwareError
-from experiments.metrics import Progress, Recorder
+from experiments.metrics import Progress, Recorder, describe
 from experiments.preflight import DoesNotFitError, Plan
 
 
@@ -22,7 +22,6 @@ class RunError(RuntimeError):
 def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str]) -> int:
     """Carry out a run and return its exit status, every expected error in one message."""
     began = time.perf_counter()
-    sys.stdout.reconfigure(errors="replace")  # ty: ignore[unresolved-attribute]
     try:
         config = _with_weights(config, argv)
         directory = _directory(config, choices["model"])
@@ -80,7 +79,7 @@ def _directory(config: configs.Run, model: str) -> Path:
     return out / config.run
 
 
-def _check(config: configs.Run) -> None:
+def _check(config: configs.Resolved) -> None:
     if isinstance(config.tiling.n, int) and config.tiling.n > config.tokens_per_step:
         raise RunError(
             f"cannot cut into tiling.n={config.tiling.n} tiles: a step has {config.tokens_per_step} tokens "
@@ -88,7 +87,7 @@ def _check(config: configs.Run) -> None:
         )
 
 
-def _preflight(config: configs.Run, model: str, chosen: dict, argv: Sequence[str], device: Device) -> Plan:
+def _preflight(config: configs.Resolved, model: str, chosen: dict, argv: Sequence[str], device: Device) -> Plan:
     """Print what was chosen and what the run will cost.
 
     Raises:
@@ -113,7 +112,7 @@ def _preflight(config: configs.Run, model: str, chosen: dict, argv: Sequence[str
     raise DoesNotFitError(f"{model} does not fit in {table.size(free)}: {need}.\n{_remedy(config, argv, device, free)}")
 
 
-def _remedy(config: configs.Run, argv: Sequence[str], device: Device, free: int) -> str:
+def _remedy(config: configs.Resolved, argv: Sequence[str], device: Device, free: int) -> str:
     print("  looking for what would fit ...", flush=True)
     found = preflight.suggest(argv, config, device)
     if found is not None:
@@ -123,14 +122,16 @@ def _remedy(config: configs.Run, argv: Sequence[str], device: Device, free: int)
     return "Nothing that leaves the model as it is was found to fit." + (f" Try model={smaller}." if smaller else "")
 
 
-def _train(config, directory: Path, plan: Plan, source: Any, argv: Sequence[str], began: float) -> None:
+def _train(
+    config: configs.Resolved, directory: Path, plan: Plan, source: Any, argv: Sequence[str], began: float
+) -> None:
     from experiments import plots
     from experiments.train import Trainer
 
     directory.mkdir(parents=True)
     (directory / "config.yaml").write_text(usage.dump(config, list(argv)))
     recorder = Recorder(directory)
-    progress = Progress(config.steps or 0, config.log_every)
+    progress = Progress(config.steps, config.log_every)
     try:
         model = Trainer(config, plan, source, recorder, progress).run()
     except ValueError as error:
@@ -150,6 +151,7 @@ def _train(config, directory: Path, plan: Plan, source: Any, argv: Sequence[str]
 def _summarise(directory: Path, recorder: Recorder, plan: Plan, seconds: float) -> None:
     """Write summary.json: what one would compare between runs."""
     steps = [record for record in recorder.records if record.loss is not None]
+    speeds = sorted(record.tokens_per_second for record in steps if record.tokens_per_second is not None)
     held_out = [record for record in recorder.records if record.held_out_loss is not None]
     summary = {
         "params": plan.params,
@@ -163,21 +165,16 @@ def _summarise(directory: Path, recorder: Recorder, plan: Plan, seconds: float) 
         "last_loss": steps[-1].loss if steps else None,
         "held_out_bits_per_byte_before": held_out[0].held_out_bits_per_byte if held_out else None,
         "held_out_bits_per_byte_after": held_out[-1].held_out_bits_per_byte if held_out else None,
-        "tokens_per_second": sorted(record.tokens_per_second for record in steps)[len(steps) // 2] if steps else None,
+        "tokens_per_second": speeds[len(speeds) // 2] if speeds else None,
     }
     (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
 
 
-def _closing(directory: Path, recorder: Recorder, config: configs.Run, seconds: float) -> str:
+def _closing(directory: Path, recorder: Recorder, config: configs.Resolved, seconds: float) -> str:
     held_out = [record for record in recorder.records if record.held_out_loss is not None]
     lines = []
     if len(held_out) > 1:
-        before, after = held_out[0], held_out[-1]
-        if before.held_out_bits_per_byte is not None:
-            pair, unit = (before.held_out_bits_per_byte, after.held_out_bits_per_byte), "bits per byte"
-        else:
-            pair, unit = (before.held_out_loss, after.held_out_loss), "nats per token"
-        lines.append(f"  held-out text: {pair[0]:.3f} -> {pair[1]:.3f} {unit}")
+        lines.append(f"  held-out text before: {describe(held_out[0])}, after: {describe(held_out[-1])}")
     lines.append(f"  peak memory {table.size(hardware.used_memory()[1])}, {seconds:.0f} s altogether")
     files = "metrics.jsonl, metrics.csv, summary.json, config.yaml, loss.png, memory.png"
     weights = ", weights/" if config.save.final else ""

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from experiments import configs
+from experiments import configs, preflight
 from experiments.hardware import GIB, Device
 from experiments.preflight import Memory, Plan
 
-WIDTH = 72
+WIDTH = 80
 
 
 def size(count: float) -> str:
@@ -20,45 +20,60 @@ def quantity(value: float, unit: str = "") -> str:
     """Return a number with a decimal prefix: `1.93 TFLOP`."""
     for prefix, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= scale:
-            return f"{value / scale:.3g} {prefix}{unit}"
+            return f"{value / scale:.3g}{prefix}{unit}" if not unit else f"{value / scale:.3g} {prefix}{unit}"
     return f"{value:.3g} {unit}".rstrip()
 
 
-def render(name: str, config: configs.Run, plan: Plan, device: Device, optimizer: str) -> str:
+def render(name: str, config: configs.Resolved, plan: Plan, device: Device, optimizer: str) -> str:
     """Return the whole table as text."""
     hardware = config.hardware
     rows = [
-        ("parameters", f"{plan.params:,}", f"stored in {hardware.param_dtype}, computed in {hardware.compute_dtype}"),
+        ("parameters", f"{plan.params:,}", f"{hardware.param_dtype}, computed in {hardware.compute_dtype}"),
         ("tokens per step", f"{config.tokens_per_step:,}", f"{config.batch_size} x {config.seq_len:,}"),
-        ("FLOPs per step", quantity(plan.flops), f"{config.steps:,} steps: {quantity(plan.flops * (config.steps or 0))}"),
+        ("FLOPs per step", quantity(plan.flops, "FLOP"), f"times {config.steps:,} steps"),
         ("optimizer", optimizer, f"learning rate {config.optimizer.learning_rate:g}, {config.optimizer.schedule}"),
     ]
     lines = [_rule(f"{name} on {device.name}")]
-    lines += [f"  {label:<16} {value:>19}   {note}" for label, value, note in rows]
+    lines += [f"  {label:<16} {value:>15}   {note}" for label, value, note in rows]
     return "\n".join([*lines, "", *_memory(config, plan), _rule()])
 
 
-def _memory(config: configs.Run, plan: Plan) -> list[str]:
-    tiled = config.tiling.n != "none"
+def _memory(config: configs.Resolved, plan: Plan) -> list[str]:
     heads = ["untiled"] if plan.untiled is None else [f"tiled, n={config.tiling.n}", "untiled"]
     columns: list[Memory] = [plan.memory] if plan.untiled is None else [plan.memory, plan.untiled]
-    lines = [f"  {'memory':<16} " + "".join(f"{head:>19}" for head in heads)]
-    notes = {"head": _logits(config), "activations": f"remat {config.remat.policy}; and everything else"}
+    lines = [f"  {'memory':<16} " + "".join(f"{head:>15}" for head in heads)]
+    notes = {"head": _logits(config), "activations": f"and the rest; remat {config.remat.policy}"}
     for part in plan.memory.parts:
-        cells = "".join(f"{size(getattr(column, part)):>19}" for column in columns)
+        cells = "".join(f"{size(getattr(column, part)):>15}" for column in columns)
         lines.append(f"    {part:<14} {cells}   {notes.get(part, '')}".rstrip())
-    lines.append(f"    {'compiled step':<14} " + "".join(f"{size(column.total):>19}" for column in columns))
+    lines.append(f"    {'compiled step':<14} " + "".join(f"{size(column.total):>15}" for column in columns))
     verdict = "fits" if plan.fits else "DOES NOT FIT"
-    lines.append(f"    {'available':<14} {size(plan.available):>19}   {size(plan.headroom)} kept free: {verdict}")
-    if tiled and plan.untiled is not None and plan.untiled.total <= plan.memory.total * 1.01:
-        lines.append(f"  Tiling saves nothing at {config.tokens_per_step:,} tokens per step; tiling.n=none is as small.")
+    lines.append(f"    {'available':<14} {size(plan.available):>15}   {verdict}, {size(plan.headroom)} kept free")
+    return lines + _advice(config, plan)
+
+
+def _advice(config: configs.Resolved, plan: Plan) -> list[str]:
+    """Return what a user of tiling should know: whether it helps at this size, and whether its tiles are too short."""
+    lines = []
+    tokens, n = config.tokens_per_step, config.tiling.n
+    if plan.untiled is not None and plan.untiled.total <= plan.memory.total * 1.02:
+        lines.append(f"  note: at {tokens:,} tokens per step tiling saves nothing, as logits are small beside")
+        if plan.at_scale is not None:
+            tiled, untiled = (size(bytes) for bytes in plan.at_scale)
+            at = f"At {preflight.AT_SCALE:,} tokens the head takes {tiled} tiled, {untiled} untiled."
+            lines.append(f"        the table itself. {at}")
+    if isinstance(n, int) and tokens // n < preflight.SHORT_TILE <= tokens:
+        lines.append(
+            f"  note: tiles of {-(-tokens // n)} tokens make slow matrix products; "
+            f"tiling.n={tokens // preflight.SHORT_TILE} has {preflight.SHORT_TILE} in each."
+        )
     return lines
 
 
-def _logits(config: configs.Run) -> str:
+def _logits(config: configs.Resolved) -> str:
     tiles = 1 if config.tiling.n == "none" else int(config.tiling.n)
     tokens = -(-config.tokens_per_step // tiles)
-    return f"logits {size(4 * tokens * config.model.config.vocab_size)} {'each tile' if tiles > 1 else ''}".rstrip()
+    return f"logits {size(4 * tokens * config.model.config.vocab_size)} {'per tile' if tiles > 1 else ''}".rstrip()
 
 
 def choices(chosen: dict[str, Any]) -> str:
@@ -66,7 +81,7 @@ def choices(chosen: dict[str, Any]) -> str:
     words = [f"{key}={_plain(value)}" for key, value in chosen.items()]
     lines, line = [], "  chosen:"
     for word in words:
-        if len(line) + 1 + len(word) > WIDTH + 20:
+        if len(line) + 1 + len(word) > WIDTH:
             lines.append(line)
             line = "         "
         line += f" {word}"
@@ -80,4 +95,4 @@ def _plain(value: Any) -> str:
 
 
 def _rule(title: str = "") -> str:
-    return (f"── {title} " if title else "").ljust(WIDTH + 20, "─")
+    return (f"── {title} " if title else "").ljust(WIDTH, "─")

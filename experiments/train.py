@@ -3,14 +3,17 @@
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import equinox as eqx
+import jax
+import jax.numpy as jnp
 
 from experiments import configs, hardware, optimizer, program
 from experiments.data import Batch, Repeats, Source
-from experiments.metrics import Progress, Record, Recorder, bits_per_byte
+from experiments.metrics import Progress, Record, Recorder, bits_per_byte, describe
 from experiments.preflight import Plan
 from transforms.step import State
 
@@ -23,11 +26,14 @@ class DivergedError(RuntimeError):
 class Trainer:
     """A run in progress."""
 
-    config: configs.Run
+    config: configs.Resolved
     plan: Plan
     source: Source | Repeats
     recorder: Recorder
     progress: Progress
+
+    def __post_init__(self):
+        self._rate = optimizer.schedule(self.config.optimizer, self.config.steps)
 
     def run(self) -> Any:
         """Train, measuring held-out text before and after; return the trained model.
@@ -35,14 +41,19 @@ class Trainer:
         Raises:
             DivergedError: a loss is not finite; every record up to it has been written.
         """
-        steps = self.config.steps or 0
-        model = program.init_model(self.config)
+        steps = self.config.steps
+        began = time.perf_counter()
+        model = jax.block_until_ready(program.init_model(self.config))
+        self.progress.say(f"  weights {self._origin()} in {time.perf_counter() - began:.1f} s")
         evaluate = program.compile_eval(self.config, self.plan.state)
-        self.recorder.add(self._held_out(evaluate, model, Record(step=0)))
+        before = self._held_out(evaluate, model, Record(step=0))
+        self.recorder.add(before)
+        self.progress.say(f"  held-out text before training: {describe(before)}")
+        self.progress.start()
         transformation = program.build_optimizer(self.config)
         init = eqx.filter_jit(lambda m: transformation.init(eqx.filter(m, eqx.is_inexact_array)))
-        state = State.init(model, transformation) if steps == 0 else self._start(model, init)
-        del model
+        state = State(model, init(model), jnp.zeros((), jnp.int32))
+        del model  # its memory is about to be reused
         pending, self._clock = None, time.perf_counter()
         for step in range(steps):
             state, metrics = self.plan.compiled(_arrays(self.source.batch(step)), state)
@@ -50,17 +61,14 @@ class Trainer:
                 self._record(*pending)
             pending = (step + 1, metrics)
             if step + 1 == steps or (self.config.eval.every and (step + 1) % self.config.eval.every == 0):
-                self._record(*pending, add=lambda record: self._held_out(evaluate, state.model, record))
+                self._record(*pending, evaluate=partial(self._held_out, evaluate, state.model))
                 pending, self._clock = None, time.perf_counter()
         return state.model
 
-    def _start(self, model: Any, init: Callable[..., Any]) -> State:
-        """Return the state before the first step; the optimizer's is made in one program, without temporaries."""
-        import jax.numpy as jnp
+    def _origin(self) -> str:
+        return "drawn" if self.config.model.weights is None else f"read from {self.config.model.weights}"
 
-        return State(model, init(model), jnp.zeros((), jnp.int32))
-
-    def _record(self, step: int, metrics: dict[str, Any], add: Callable[[Record], Record] = lambda r: r) -> None:
+    def _record(self, step: int, metrics: dict[str, Any], evaluate: Callable[[Record], Record] | None = None) -> None:
         loss = float(metrics["loss"])  # waits for the step
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
@@ -69,14 +77,14 @@ class Trainer:
             loss=loss,
             bits_per_byte=bits_per_byte(loss, self.source.bytes_per_token),
             grad_norm=float(metrics["grad_norm"]),
-            learning_rate=float(optimizer.schedule(self.config.optimizer, self.config.steps or 0)(step - 1)),
+            learning_rate=float(jnp.asarray(self._rate(step - 1))),
             seconds=seconds,
             tokens_per_second=self.config.tokens_per_step / seconds,
             flops_per_second=self.plan.flops / seconds,
             memory_bytes=hardware.used_memory()[0],
         )
         finite = math.isfinite(loss)
-        self.recorder.add(add(record) if finite else record)
+        self.recorder.add(evaluate(record) if evaluate is not None and finite else record)
         self.progress.show(record)
         if not finite:
             raise DivergedError(
@@ -86,9 +94,7 @@ class Trainer:
 
     def _held_out(self, evaluate: Callable[..., Any], model: Any, record: Record) -> Record:
         """Return the record with the mean held-out loss, every batch weighted by the tokens that count."""
-        import dataclasses
-
-        batches = self.source.held_out_batches(self.config.eval.batches or 1)
+        batches = self.source.held_out_batches(configs.chosen(self.config.eval.batches))
         total = count = 0.0
         for index in range(batches):
             batch = self.source.held_out_batch(index, batches)
@@ -96,7 +102,7 @@ class Trainer:
             count += batch.mask.sum()
         loss = float(total / max(count, 1))
         bits = bits_per_byte(loss, self.source.bytes_per_token)
-        return dataclasses.replace(record, held_out_loss=loss, held_out_bits_per_byte=bits)
+        return replace(record, held_out_loss=loss, held_out_bits_per_byte=bits)
 
 
 def _arrays(batch: Batch) -> tuple[Any, Any, Any]:

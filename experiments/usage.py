@@ -20,7 +20,7 @@ PARTS = {
     "tiling.": configs.Tiling,
     "optimizer.": configs.Optimizer,
     "hardware.": configs.Hardware,
-    "data.": configs.Data,
+    "data.": configs.Text,
 }
 
 
@@ -58,11 +58,13 @@ def _wrapped(words: list[str], indent: int, width: int = 96) -> list[str]:
 
 
 def _default(field: dataclasses.Field) -> str:
-    optional_name = field.name in ("run", "clip_norm", "every", "cache")
+    optional_name = field.name in ("run", "clip_norm", "cache")
     if field.default_factory is not dataclasses.MISSING:
         return "{}"
     if field.default is None:
         return "-" if optional_name else "auto"
+    if field.default is dataclasses.MISSING:
+        return "-"
     return str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
 
 
@@ -80,4 +82,6 @@ def dump(config: configs.Run, argv: list[str]) -> str:
     """Return a configuration as YAML, under the command that made it."""
     import yaml
 
-    return f"# python experiments/run.py {' '.join(argv)}".rstrip() + "\n" + yaml.safe_dump(plain(config), sort_keys=False)
+    return (
+        f"# python experiments/run.py {' '.join(argv)}".rstrip() + "\n" + yaml.safe_dump(plain(config), sort_keys=False)
+    )
