@@ -13,7 +13,7 @@ from transforms import rules
 from transforms.graph import Node, Value, evaluate, read
 from transforms.placement import COMBINE, Partial, Span, Tiled, identity
 from transforms.rules.contraction import dot
-from transforms.schedule import Loop, Ref, Schedule, Step, Update
+from transforms.schedule import Loop, Ref, Schedule, Step, Update, runs_once
 
 Env = dict[Value, Any]
 Tiles = dict[tuple[Value, Any], Any]  # what a tile computed, by value and placement
@@ -40,7 +40,10 @@ def run(
         finish(plan, env, list(loop.reads), span)
         if loop.updates or loop.steps:
             env.update(_run_loop(plan, loop, env, total, size, accumulate, broad))
-    finish(plan, env, graph.outputs, span)
+    effects = [n for n in graph.nodes if n.effects and runs_once(plan.analysis, n)]
+    finish(plan, env, [*(v for n in effects for v in n.inputs), *graph.outputs], span)
+    for node in effects:
+        node.bind([narrow(env, v) for v in node.inputs])
     return [read(env, v) if i in wide else narrow(env, v) for i, v in enumerate(graph.outputs)]
 
 

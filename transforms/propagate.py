@@ -79,6 +79,11 @@ def propagate(graph: Graph, placements: Sequence[Placement], limits: Limits | No
     facts = {v: Fact(p) for v, p in zip(graph.inputs, placements, strict=True)}
     found = Analysis(graph, facts, {}, [], set(), frozenset(graph.inputs))
     for node in graph.nodes:
+        if ordered := [e for e in node.effects if "Ordered" in type(e).__name__]:
+            raise TileError(
+                f"cannot tile `{node.name}` at {node.where}: its side effect is ordered ({ordered[0]}), and tiles have an "
+                "order of their own. Pass ordered=False, or leave it out of the tiled function."
+            )
         _place(found, node, limits)
     return found
 

@@ -24,8 +24,8 @@ def remat(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]] | Non
     """Return the wrapper for a layer's body, or None where everything is kept.
 
     Gradients are the same under every policy. From most memory and least arithmetic to the reverse: `none` keeps every
-    intermediate, `dots` the results of matrix products, `dots_no_batch` those without batch dimensions (not attention's),
-    `full` the layer's input alone, at the price of a second forward pass. `offload` is `dots_no_batch` in host memory.
+    intermediate, `dots` the results of matrix products, `dots_no_batch` those without batch dims (not attention's),
+    `full` the layer's input alone, for a second forward pass. `offload` is `dots_no_batch` in host memory.
 
     Raises:
         ValueError: there is no policy of that name.

@@ -112,6 +112,11 @@ def _check_sizes(analysis: Analysis, loops: list[Loop], requested: Iterable[Valu
             check_size(value, WHOLE, value.producer, "makes a whole value from one that had to be completed", limits)
 
 
+def runs_once(analysis: Analysis, node: Node) -> bool:
+    """Whether a side effect has only whole operands, and so runs after the loops rather than once for each tile."""
+    return all(isinstance(p, Whole) for p in analysis.moves[node].ins)
+
+
 def region(analysis: Analysis) -> Loop:
     """The one loop body that computes all outputs of a region's graph at the tile at hand."""
     planner = _Planner(analysis, {}, local=True)
@@ -138,9 +143,10 @@ class _Planner:
 
     def plan(self) -> list[Loop]:
         fact = self.analysis.fact
-        effects = [n for n in self.analysis.graph.nodes if n.effects and n in self.analysis.moves]
-        effects = [n for n in effects if not all(isinstance(p, Whole) for p in self.analysis.moves[n].ins)]
+        effects = [n for n in self.analysis.graph.nodes if n.effects and not runs_once(self.analysis, n)]
+        once = [n for n in self.analysis.graph.nodes if n.effects and runs_once(self.analysis, n)]
         outputs = [v for v in self.analysis.graph.outputs if v.const is None]
+        outputs += [v for n in once for v in n.inputs if v.const is None]
         ends = [fact(v).stage - isinstance(fact(v).placement, Whole) for v in outputs]
         stages = {n: max(fact(v).stage for v in n.inputs) for n in effects}
         last = max([*ends, *stages.values(), -1])

@@ -64,9 +64,7 @@ def make_eval_step(loss: Loss) -> Callable[..., Any]:
     return eval_step
 
 
-def compile_step(
-    step: Callable[..., Any], *args: PyTree, compiler_options: dict[str, Any] | None = None
-) -> "eqx._compile_utils.Compiled":
+def compile_step(step: Any, *args: PyTree, compiler_options: dict[str, Any] | None = None) -> Callable[..., Any]:
     """Return `step` compiled for the shapes of `args`, which may be `jax.ShapeDtypeStruct`s: nothing is allocated.
 
     Args:

@@ -147,7 +147,8 @@ class _Tracer:
         return traced, arrays
 
     def _trace(self, leaves: Sequence[Any], tree: Any, placements: Sequence[Placement], total: int) -> _Traced:
-        size = min(total, self.size) if self.n is None else -(-total // self._tiles(total))
+        tiles = self._tiles(total)
+        size = -(-total // tiles) if self.size is None else min(total, self.size)
         found: dict[str, Any] = {}
 
         def flat(*arrays: Any) -> list[Any]:
@@ -168,12 +169,13 @@ class _Tracer:
         return _Traced(program, closed.consts, found["tree"], found["static"])
 
     def _tiles(self, total: int) -> int:
-        assert self.n is not None
-        if self.n > total:
+        if total == 0:
+            raise ValueError("tile: the axis to cut is 0 long, so it has no tiles. Pass arrays that are not empty.")
+        if self.n is not None and self.n > total:
             raise ValueError(
                 f"tile: n={self.n} tiles of an axis that is {total} long. Pass n <= {total}, or size=, a tile's length."
             )
-        return self.n
+        return self.n or 1
 
     def _stop_aux(self, result: Any, dynamic: Any) -> Any:
         if not isinstance(result, tuple) or len(result) != 2:

@@ -12,7 +12,7 @@ from transforms import lower, schedule
 from transforms.graph import CUSTOM_CALLS, REMAT, Node, body, flatten
 from transforms.placement import Partial, Placement, Span, Tiled, Whole
 from transforms.propagate import Analysis, Inline, propagate
-from transforms.rules import Complete, Move, partial, register
+from transforms.rules import Complete, Move, partial, refuse_partial, register, tiled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,5 +61,14 @@ def push_custom(node: Node, placements: tuple[Placement, ...]) -> Move:
     return Region(tuple(found.fact(v).placement for v in graph.outputs), placements, found)
 
 
+def push_callback(node: Node, placements: tuple[Placement, ...]) -> Move:
+    """A callback without results runs once for each tile, on the tile."""
+    refuse_partial(node, placements, "reports it")
+    if node.outputs:
+        raise Complete(tiled(placements), "is a callback whose results have the whole shape")
+    return Move((), placements)
+
+
+register("debug_callback", "debug_print", "io_callback", push=push_callback)
 register(*CUSTOM_CALLS, push=push_custom)
 register(*REMAT, push=push_remat, emit=emit_remat)

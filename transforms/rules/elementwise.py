@@ -80,6 +80,18 @@ def push_select(node: Node, placements: tuple[Placement, ...]) -> Move:
     return push(node, placements)
 
 
+def push_bitcast(node: Node, placements: tuple[Placement, ...]) -> Move:
+    """Bits in another type: a last dimension comes or goes where the widths differ."""
+    cut = one_cut(node, placements)
+    if cut.dim >= len(node.outputs[0].shape):
+        raise Complete([0], "takes the cut axis apart")
+    return Move((cut,), placements)
+
+
+def pull_bitcast(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
+    return (want,) if want.dim < len(node.inputs[0].shape) else None
+
+
 def push_each(node: Node, placements: tuple[Placement, ...]) -> Move:
     """Every operand goes through to the result of its own number."""
     return Move(placements, placements)
@@ -104,4 +116,5 @@ register("add", "add_any", "sub", push=push_add, pull=pull)
 register("mul", "div", push=push_multiply, pull=pull)
 register("max", "min", push=push_extremum, pull=pull)
 register("select_n", push=push_select, pull=pull)
+register("bitcast_convert_type", push=push_bitcast, pull=pull_bitcast)
 register("optimization_barrier", push=push_each)
