@@ -36,12 +36,23 @@ def call_of(case: Case, dtype: jnp.dtype) -> Call:
 
 @each(TILES)
 def test_equals_untiled(case):
+    check(case, (4, 7), fast=True)
+
+
+@each(TILES[::6])
+def test_equals_untiled_optimised_and_in_one_tile(case):
+    check(case, (4, 1))
+
+
+@pytest.mark.heavy
+@each(TILES)
+def test_equals_untiled_all(case):
     check(case, COUNTS)
 
 
 @each(EXACT_OR_REFUSED)
 def test_equals_untiled_or_is_refused(case):
-    check(case, COUNTS, may_refuse=True)
+    check(case, COUNTS, fast=True, may_refuse=True)
 
 
 @each(REFUSED)
@@ -75,30 +86,34 @@ def length(case: Case) -> int:
     return args[0][1].shape[0]
 
 
-@each(TILES[::5])
+@each([case for case in TILES if case.forward_mode][::9])
 @pytest.mark.parametrize("mode", ["jvp", "vmap", "checkpoint"])
 def test_equals_untiled_under(case, mode):
-    check(case, 4, modes=(mode,))
+    check(case, 4, modes=(mode,), fast=True)
 
 
 @pytest.mark.heavy
 @each([case for case in TILES if case.differentiable])
 @pytest.mark.parametrize("mode", ["jvp", "vmap", "checkpoint"])
 def test_equals_untiled_under_all(case, mode):
-    check(case, 4, modes=(mode,))
+    if mode == "jvp" and not case.forward_mode:
+        with pytest.raises(TypeError, match="forward-mode"):
+            check(case, 4, modes=(mode,))
+    else:
+        check(case, 4, modes=(mode,), fast=True)
 
 
-@each([case for case in TILES if case.x64][::4])
+@each([case for case in TILES if case.x64][::8])
 def test_equals_untiled_in_float64(case):
     with jax.enable_x64(True):
-        check(case, 4, dtype=jnp.float64)
+        check(case, 4, dtype=jnp.float64, fast=True)
 
 
 @pytest.mark.heavy
 @each([case for case in CASES.values() if case.x64 and case.expect != "refused"])
 def test_equals_untiled_in_float64_all(case):
     with jax.enable_x64(True):
-        check(case, COUNTS, dtype=jnp.float64, may_refuse=case.expect == "either")
+        check(case, COUNTS, dtype=jnp.float64, fast=True, may_refuse=case.expect == "either")
 
 
 @pytest.mark.heavy

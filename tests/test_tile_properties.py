@@ -110,7 +110,7 @@ def programs(draw) -> tuple[list[tuple[str, tuple[int, ...]]], list[int]]:
     """Return steps as (name, positions of the operands in the pool), and the positions of the outputs."""
     kinds = [WIDE, SCORE]
     steps = []
-    for _ in range(draw(st.integers(2, 8))):
+    for _ in range(draw(st.integers(2, 6))):
         possible = sorted(name for name, (operands, _, _) in STEPS.items() if set(operands) <= set(kinds))
         name = draw(st.sampled_from(possible))
         # recent values are likelier, so that programs are deep rather than wide

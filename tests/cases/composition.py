@@ -57,12 +57,14 @@ def custom_jvp_activation(w, h, y):
     return _nll(_softplus(h @ w), y).mean()
 
 
-@case(args=lambda d: (d(D, V), d(N, D), d.ids(V, N), d.uniform()), axis=(None, 0, 0, None), head=True)
+@case(
+    args=lambda d: (d(D, V), d(N, D), d.ids(V, N), d.uniform()), axis=(None, 0, 0, None), forward_mode=False, head=True
+)
 def custom_vjp_clipped_gradient(w, h, y, limit):
     return _nll(_clip_gradient(h @ w, 0.02 * limit), y).sum()
 
 
-@case(args=lambda d: (d(D), d(D, V), d(N, D), d.ids(V, N)), axis=(None, None, 0, 0), head=True)
+@case(args=lambda d: (d(D), d(D, V), d(N, D), d.ids(V, N)), axis=(None, None, 0, 0), forward_mode=False, head=True)
 def custom_vjp_norm_with_weight_gradient(scale, w, h, y):
     return _nll(_rms_norm(h, scale, 1e-5) @ w, y).mean()
 

@@ -45,6 +45,7 @@ class Case:
       head: the untiled function makes arrays larger than any input or output, and the tiled one must not.
       tolerance: of float32 results, relative to the largest magnitude of each leaf.
       x64: whether the function keeps float64 arguments in float64.
+      forward_mode: whether the untiled function has one (`jax.custom_vjp` does not).
       differentiable: whether some gradient is nonzero.
     """
 
@@ -59,6 +60,7 @@ class Case:
     head: bool = False
     tolerance: float = 3e-5
     x64: bool = True
+    forward_mode: bool = True
     differentiable: bool = True
 
     def draw(self) -> tuple[tuple, dict]:
