@@ -62,6 +62,7 @@ def test_save_shards_at_the_limit_with_an_index(folder, tmp_path):
     files = sorted((tmp_path / "out").glob("*.safetensors"))
     assert len(files) > 3
     assert [file.name for file in files] == sorted(set(index["weight_map"].values()))
+    assert len({file.stat().st_mode for file in (tmp_path / "out").iterdir()}) == 1  # who may read one may read all
     for file in files:
         with safe_open(file, "np") as opened:
             sizes = [opened.get_tensor(name).nbytes for name in opened.keys()]  # noqa: SIM118

@@ -93,6 +93,7 @@ def save(model: Gemma, path: str | os.PathLike, *, shard_bytes: int = 2**30) -> 
         for stale in itertools.chain(folder.glob("*.safetensors"), folder.glob(_INDEX)):
             stale.unlink()
         for file in Path(scratch).iterdir():
+            shutil.copymode(Path(scratch, "config.json"), file)  # safetensors lets only the owner read
             shutil.move(file, folder / file.name)
 
 
