@@ -68,6 +68,8 @@ class Loop:
         refs = [r for s in self.steps for r in s.refs] + [r for u in self.updates for r in u.terms if isinstance(r, Ref)]
         read = max((r.value.nbytes for r in refs if r.how == "slice"), default=0)
         made = max((v.nbytes for s in self.steps for v in s.node.outputs), default=0)
+        if any(n.effects for n in self.nodes):
+            return False
         sums = all(facts.fact(u.value).placement == Partial("sum") for u in self.updates)
         return sums and made <= read and not any(flops(n) or n.name == "conv_general_dilated" for n in self.nodes)
 

@@ -1,0 +1,1 @@
+"""Measurements against what a user would otherwise write. Each module prints a table when run."""
