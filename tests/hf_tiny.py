@@ -1,16 +1,25 @@
 """Tiny models as Hugging Face folders, with every convention visible: random norms, odd sizes, small caps and windows.
 
 Weights come from numpy and the tensor's name, so that `golden.json` (what transformers computes) can be checked without
-transformers. `python tests/hf_tiny.py` writes it anew.
+transformers. `python -m tests.hf_tiny` writes it anew.
 """
 
+import functools
 import json
 import math
+import tempfile
 import zlib
 from pathlib import Path
 
+import equinox as eqx
+import jax.numpy as jnp
 import numpy as np
+import optax
 from safetensors.numpy import save_file
+
+from zoo import load
+from zoo.hf import from_hf
+from zoo.tables import rows
 
 GOLDEN = Path(__file__).with_name("golden.json")
 _BASE = {
@@ -57,15 +66,43 @@ def tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 def write(case: str, folder: Path, dtype=np.float32) -> Path:
     """Write a case as a folder, in the dialect of transformers 4."""
-    from zoo.hf import from_hf
-    from zoo.tables import rows
-
     config = from_hf(CASES[case])
     shapes = {name: row.disk_shape(config.dims) for row in rows(config) for name in row.names(config.dims)}
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor(name, shape).astype(dtype) for name, shape in shapes.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(CASES[case]))
     return folder
+
+
+# Compiling takes nearly all of these tests' time, and half of it goes into making machine code fast.
+jit = functools.partial(eqx.filter_jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def loss_fn(model, ids=None, **how):
+    """Return (loss, logits) of next-token prediction; `how` is passed to `hidden`."""
+    ids = jnp.asarray(tokens(), jnp.int32) if ids is None else ids
+    logits = model.logits(model.hidden(ids, **how))
+    return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], ids[:, 1:]).mean(), logits
+
+
+@jit
+def evaluate(model, **how):
+    """Return what our model makes of `tokens()`: loss, logits and gradients."""
+    (loss, logits), grads = eqx.filter_value_and_grad(loss_fn, has_aux=True)(model, **how)
+    return loss, logits, grads
+
+
+@functools.cache
+def loaded(case: str):
+    """Return our model of a case."""
+    with tempfile.TemporaryDirectory() as folder:
+        return load(write(case, Path(folder)))
+
+
+@functools.cache
+def evaluated(case: str):
+    """Return `evaluate` of a case."""
+    return evaluate(loaded(case))
 
 
 def reference(case: str, dtype: str = "float32"):

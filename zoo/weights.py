@@ -78,22 +78,22 @@ def save(model: Gemma, path: str | os.PathLike, *, shard_bytes: int = 2**30) -> 
     shards = _plan_shards(model, shard_bytes)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
+        Path(scratch, "config.json").write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n")
         weight_map, total = {}, 0
         for i, shard in enumerate(shards):
             file = f"model-{i + 1:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else "model.safetensors"
             arrays = {name: _take(_leaf(model, row), layer, row, dims) for name, row, layer in shard}
             save_file(arrays, Path(scratch, file), metadata={"format": "pt"})
+            shutil.copymode(Path(scratch, "config.json"), Path(scratch, file))  # safetensors lets only the owner read
             weight_map |= dict.fromkeys(arrays, file)
             total += sum(array.nbytes for array in arrays.values())
         if len(shards) > 1:
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             Path(scratch, _INDEX).write_text(json.dumps(index, indent=2) + "\n")
-        Path(scratch, "config.json").write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n")
         folder.mkdir(exist_ok=True)
         for stale in itertools.chain(folder.glob("*.safetensors"), folder.glob(_INDEX)):
             stale.unlink()
         for file in Path(scratch).iterdir():
-            shutil.copymode(Path(scratch, "config.json"), file)  # safetensors lets only the owner read
             shutil.move(file, folder / file.name)
 
 
