@@ -1,6 +1,8 @@
 """`tile` leaves every function of the table in `cases` unchanged, in value, aux, gradients and the other modes."""
 
 import math
+from functools import partial
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -9,7 +11,18 @@ import pytest
 from jax import tree_util as jtu
 
 from tests.cases import CASES, Case
-from tests.helpers import Call, as_jax, assert_no_large, assert_tiles, evaluate, largest, probe, relative_error, tiled
+from tests.helpers import (
+    FLOAT32,
+    Call,
+    as_jax,
+    assert_no_large,
+    assert_tiles,
+    evaluate,
+    largest,
+    probe,
+    relative_error,
+    tiled,
+)
 from transforms import TileError
 
 TILES = [case for case in CASES.values() if case.expect == "tiles"]
@@ -23,13 +36,14 @@ def each(cases: list[Case]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("case", cases, ids=[case.name for case in cases])
 
 
-def check(case: Case, n: int | tuple[int, ...], **options) -> bool:
+def check(case: Case, n: int | tuple[int, ...], **options: Any) -> bool:
     args, kwargs = case.draw()
-    options = {"tolerance": None if case.tolerance == 3e-5 else case.tolerance, "closed": case.closed} | options
-    return assert_tiles(case.fn, case.axis, n, args, case.has_aux, kwargs=kwargs, **options)
+    tolerance = None if case.tolerance == FLOAT32 else case.tolerance
+    call = partial(assert_tiles, kwargs=kwargs, tolerance=tolerance, closed=case.closed)
+    return call(case.fn, case.axis, n, args, case.has_aux, **options)
 
 
-def call_of(case: Case, dtype: jnp.dtype) -> Call:
+def call_of(case: Case, dtype: Any) -> Call:
     args, kwargs = as_jax(case.draw(), dtype)
     return Call(fn=case.fn, args=args, kwargs=kwargs, has_aux=case.has_aux)
 

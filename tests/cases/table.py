@@ -91,9 +91,9 @@ def case(**row: Any) -> Callable[[Callable], Callable]:
     """Add the decorated function to the table under its own name; a second one of that name is refused."""
 
     def add(fn: Callable) -> Callable:
-        name = row.get("name", fn.__name__)
+        name = getattr(fn, "__name__", "")
         assert name not in CASES, f"two cases are named {name}"
-        CASES[name] = Case(**{"name": name, "fn": fn} | row)
+        CASES[name] = Case(name=name, fn=fn, **row)
         return fn
 
     return add
