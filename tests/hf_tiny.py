@@ -75,7 +75,7 @@ def write(case: str, folder: Path, dtype=np.float32) -> Path:
 
 
 # Compiling takes nearly all of these tests' time, and half of it goes into making machine code fast.
-jit = functools.partial(eqx.filter_jit, compiler_options={"xla_backend_optimization_level": 0})
+jit = functools.partial(eqx.filter_jit, compiler_options={"xla_backend_optimization_level": "0"})
 
 
 def loss_fn(model, ids=None, **how):
@@ -110,7 +110,7 @@ def reference(case: str, dtype: str = "float32"):
     import torch
     import transformers
 
-    kind = {"gemma": "Gemma", "gemma2": "Gemma2"}[CASES[case]["model_type"]]
+    kind = {"gemma": "Gemma", "gemma2": "Gemma2"}[str(CASES[case]["model_type"])]
     fields = {key: value for key, value in CASES[case].items() if key not in ("model_type", "hidden_act")}
     config = getattr(transformers, f"{kind}Config")(**fields)
     config._attn_implementation = "eager"  # the only one that soft-caps on the CPU

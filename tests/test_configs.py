@@ -4,6 +4,7 @@ import dataclasses
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -12,7 +13,7 @@ from zoo.accounting import count_params
 from zoo.configs import GemmaConfig
 
 CONF = Path(__file__).parent.parent / "conf" / "model"
-SMALL = {
+SMALL: dict[str, Any] = {
     "vocab_size": 97,
     "num_layers": 3,
     "embed_dim": 48,
@@ -86,7 +87,7 @@ def test_impossible_values_are_refused(change, words):
 
 def test_all_impossible_values_are_named_at_once():
     with pytest.raises(ValueError, match=r"num_layers=0.*mlp_dim=-1.*final_softcap=0\.0.*head_dim=7"):
-        GemmaConfig(**(SMALL | {"num_layers": 0, "mlp_dim": -1, "final_softcap": 0.0, "head_dim": 7}))
+        GemmaConfig(**{**SMALL, "num_layers": 0, "mlp_dim": -1, "final_softcap": 0.0, "head_dim": 7})
 
 
 def test_configs_are_frozen_and_hashable():

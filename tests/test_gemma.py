@@ -157,10 +157,15 @@ def test_mixed_precision_holds_no_wide_copy_of_the_stacked_weights():
         config = GemmaConfig(**{**SMALL, "num_layers": num_layers, "embed_dim": 128, "mlp_dim": 2048})
         model = eqx.filter_eval_shape(Gemma.init, config, key=jax.random.key(0), dtype=jnp.bfloat16)
         step = jax.grad(lambda model: loss_fn(model, dtype=jnp.float32, remat=REMAT)[0])
-        options = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion", "xla_backend_optimization_level": 0}
+        options: dict[str, str | bool] = {
+            "xla_disable_hlo_passes": "while-loop-invariant-code-motion",
+            "xla_backend_optimization_level": "0",
+        }
         compiled = jax.jit(step).lower(model).compile(compiler_options=options)
         stack = sum(leaf.size for leaf in jax.tree.leaves(model.layers))
-        return compiled.memory_analysis().temp_size_in_bytes, stack
+        memory = compiled.memory_analysis()
+        assert memory is not None
+        return memory.temp_size_in_bytes, stack
 
     (few, small), (many, large) = temporary_bytes(2), temporary_bytes(10)
     assert many - few < 0.25 * (large - small)  # a float32 copy would be 4 bytes per element
