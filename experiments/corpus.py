@@ -80,10 +80,15 @@ def split(texts: list[bytes], val_fraction: float) -> tuple[list[bytes], list[by
         texts = [piece for piece in re.findall(rb"(?s).{%d}[^\n]*\n?|.+" % PIECE, texts[0]) if piece]
     if len(set(texts)) < 2:
         raise DataError("too little text: it must give at least two different documents, to train on and to hold out")
-    draw = {text: int.from_bytes(hashlib.sha256(text).digest()[:8], "big") / 2**64 for text in texts}
+    draw = {text: _draw(text) for text in texts}
     bound = max(val_fraction, min(draw.values()))
     bound = bound if any(value > bound for value in draw.values()) else min(draw.values())
     return [text for text in texts if draw[text] > bound], [text for text in texts if draw[text] <= bound]
+
+
+def _draw(content: bytes) -> float:
+    """Return a number in [0, 1) that depends on the content alone."""
+    return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") / 2**64
 
 
 def token_files(config: configs.Data) -> tuple[np.ndarray, np.ndarray]:
@@ -137,7 +142,9 @@ def mapped_blocks(config: configs.Tokens) -> tuple[list[np.ndarray], list[np.nda
     if len(arrays) == 1:
         length = max(1, min(2**20, len(arrays[0]) // 32))
         arrays = [arrays[0][start : start + length] for start in range(0, len(arrays[0]), length)]
-    draws = [int.from_bytes(hashlib.sha256(a[:65536].tobytes()).digest()[:8], "big") / 2**64 for a in arrays]
+    # By place as well as content, so that repetitive tokens can be split too.
+    keys = [str(i).encode() + array[:65536].tobytes() for i, array in enumerate(arrays)]
+    draws = [_draw(key) for key in keys]
     bound = max(config.val_fraction, min(draws))
     train = [array for array, draw in zip(arrays, draws, strict=True) if draw > bound]
     if not train:

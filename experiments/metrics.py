@@ -82,10 +82,9 @@ class Progress:
         if self._stream.isatty():
             from tqdm import tqdm
 
-            form = "  {bar:12} {n_fmt}/{total_fmt}  {desc}  {elapsed}<{remaining}"
-            self._bar = tqdm(
-                total=self._steps, file=self._stream, bar_format=form, dynamic_ncols=True, desc="first step ..."
-            )
+            form = "  {n_fmt}/{total_fmt} {bar} {desc}  {remaining} left"  # the bar takes the width that is left
+            self._bar = tqdm(total=self._steps, file=self._stream, bar_format=form, dynamic_ncols=True)
+            self._bar.set_description_str("first step ...")
 
     def show(self, record: Record) -> None:
         """Show one training step."""
@@ -114,7 +113,7 @@ def _words(record: Record) -> str:
     if record.bits_per_byte is not None:
         words.append(f"{record.bits_per_byte:.3f} bits/byte")
     if record.tokens_per_second is not None and record.seconds is not None:
-        words += [f"{quantity(record.tokens_per_second)} tok/s", f"{record.seconds:.3g} s"]
+        words += [f"{quantity(record.tokens_per_second)} tok/s", f"{record.seconds:.2g} s"]
     if record.memory_bytes is not None:
-        words.append(size(record.memory_bytes))
+        words.append(size(record.memory_bytes, digits=1))
     return "  ".join(words)

@@ -78,7 +78,8 @@ def _loss(plt: Any, records: list[Record], name: str) -> Any:
     _whole_steps(axes, records)
     axes.margins(y=0.12)
     axes.set(title=name, xlabel="step", ylabel=unit)
-    axes.legend(loc="upper right")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="upper right")
     return figure
 
 

@@ -156,6 +156,8 @@ def _explain(error: Exception, overrides: Sequence[str], known: Any) -> str:
         key, equals, value = override.lstrip("+~").partition("=")
         if not equals and not override.startswith("~"):
             return f"cannot read `{override}`: overrides look like key=value, for example tiling.n=8"
+        if override.startswith("~"):
+            return f"cannot apply `{override}`: keys can be changed, not removed"
         if key in GROUPS and value not in options(key):
             close = difflib.get_close_matches(value, options(key), n=1, cutoff=0.4)
             hint = f"Did you mean {key}={close[0]}? " if close else ""

@@ -9,11 +9,11 @@ from experiments.preflight import Memory, Plan
 WIDTH = 80
 
 
-def size(count: float) -> str:
+def size(count: float, digits: int = 2) -> str:
     """Return bytes in MiB or GiB: `4.67 GiB`."""
     if count >= GIB:
-        return f"{count / GIB:,.2f} GiB"
-    return f"{count / 2**20:,.1f} MiB"
+        return f"{count / GIB:,.{digits}f} GiB"
+    return f"{count / 2**20:,.{digits - 1}f} MiB"
 
 
 def quantity(value: float, unit: str = "") -> str:

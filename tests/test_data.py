@@ -1,0 +1,178 @@
+"""Text to batches: a pure function of seed and step, documents held out by content, and errors before training."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+
+from experiments import configs, corpus, data, schema
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Open the source that overrides describe, with its cache in the test's own folder."""
+
+    def open_source(*overrides, batch_size=4, seq_len=32, seed=0):
+        words = [*overrides, f"data.cache={tmp_path / 'cache'}", f"seed={seed}"]
+        config, _ = schema.compose(words)
+        fields = {f: getattr(config, f) for f in config.__dataclass_fields__}
+        sizes = {"steps": 1, "batch_size": batch_size, "seq_len": seq_len}
+        return data.open_source(configs.Resolved(**{**fields, **sizes}))
+
+    return open_source
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """A folder of ten distinguishable documents."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for i in range(10):
+        (folder / f"{i}.txt").write_text(f"document {i}: " + "".join(random.Random(i).choices("etaoin", k=2000)))
+    return folder
+
+
+def test_a_batch_depends_on_seed_and_step_alone(make, texts):
+    one, two = (make("data=text", f"data.path={texts}") for _ in range(2))
+    for step in (0, 3, 1000):
+        np.testing.assert_array_equal(one.batch(step).tokens, two.batch(step).tokens)
+    other = make("data=text", f"data.path={texts}", seed=1)
+    assert not np.array_equal(one.batch(0).tokens, other.batch(0).tokens)
+    assert not np.array_equal(one.batch(0).tokens, one.batch(1).tokens)
+
+
+def test_targets_follow_tokens_and_boundaries_do_not_count(make, texts):
+    source = make("data=text", f"data.path={texts}")
+    for step in range(20):
+        batch = source.batch(step)
+        np.testing.assert_array_equal(batch.tokens[:, 1:], batch.targets[:, :-1])
+        np.testing.assert_array_equal(batch.mask, batch.targets != corpus.BOS)
+
+
+def test_an_epoch_sees_every_window_once(make, texts):
+    source = make("data=text", f"data.path={texts}", batch_size=1)
+    count = len(source.train)
+    epochs = [[source.batch(step).tokens.tobytes() for step in range(e * count, (e + 1) * count)] for e in range(2)]
+    whole = source.train.read(np.arange(count))[:, :-1]
+    assert sorted(epochs[0]) == sorted(row.tobytes() for row in whole)
+    assert epochs[0] != epochs[1]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 10, 1000, 4097])
+def test_permutation_is_one(count):
+    moved = data.permute(np.arange(count), count, (3, 1))
+    np.testing.assert_array_equal(np.sort(moved), np.arange(count))
+    if count > 10:
+        assert not np.array_equal(moved, data.permute(np.arange(count), count, (3, 2)))
+
+
+def test_split_is_by_content(texts):
+    documents = [path.read_bytes() for path in texts.iterdir()]
+    train, held_out = corpus.split(documents, 0.3)
+    assert sorted(train + held_out) == sorted(documents)
+    assert train
+    assert held_out
+    # A document stays on its side whatever else there is, and copies stay together.
+    again, held_again = corpus.split([*documents[::-1], documents[0], b"new"], 0.3)
+    assert set(train) <= set(again)
+    assert set(held_out) <= set(held_again)
+
+
+def test_one_document_is_cut_to_hold_some_out(make, tmp_path):
+    (tmp_path / "one.txt").write_text("".join(f"line {i} of a long text\n" for i in range(5000)))
+    source = make("data=text", f"data.path={tmp_path / 'one.txt'}")
+    assert len(source.train) > len(source.held_out) > 0
+
+
+def test_jsonl(make, tmp_path):
+    lines = [json.dumps({"text": f"document {i} " * 30}) for i in range(10)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    assert len(make("data=text", f"data.path={tmp_path / 'a.jsonl'}").train) > 0
+    with pytest.raises(data.DataError, match=r"a.jsonl:1: no JSON object with text in 'body'"):
+        make("data=text", f"data.path={tmp_path / 'a.jsonl'}", "data.field=body")
+
+
+def test_default_texts_are_there(make):
+    for name in ("stdlib", "pydoc"):
+        source = make(f"data={name}")
+        assert len(source.train) > 1000
+        assert len(source.held_out) > 10
+        assert source.bytes_per_token == 1.0
+
+
+def test_cache_is_used_again_and_has_no_leftovers(make, texts, tmp_path, monkeypatch):
+    make("data=text", f"data.path={texts}")
+    monkeypatch.setattr(corpus, "tokenize", None)
+    make("data=text", f"data.path={texts}")
+    names = sorted(path.name for path in (tmp_path / "cache").rglob("*") if path.is_file())
+    assert names == ["held_out.bin", "train.bin"]
+
+
+def test_held_out_batches_are_spread_and_never_trained_on(make, texts):
+    source = make("data=text", f"data.path={texts}", "data.val_fraction=0.3")
+    batches = source.held_out_batches(3)
+    rows = {row.tobytes() for i in range(batches) for row in source.held_out_batch(i, batches).tokens}
+    assert len(rows) == batches * 4
+    trained = {row.tobytes() for step in range(len(source.train)) for row in source.batch(step).tokens}
+    assert not rows & trained
+
+
+def test_synthetic_repeats_itself(make):
+    batch = make("data=synthetic", "data.vocab=7").batch(5)
+    np.testing.assert_array_equal(batch.tokens[:, 17:], batch.tokens[:, :15])
+    assert batch.tokens.max() < 7
+
+
+@pytest.mark.parametrize("files", [1, 5])
+def test_token_files(make, tmp_path, files):
+    for i in range(files):
+        (np.arange(4000) % 500 + i).astype(np.uint16).tofile(tmp_path / f"{i}.bin")
+    source = make("data=tokens", f"data.path={tmp_path}")
+    assert isinstance(source.train.arrays[0], np.memmap)
+    assert source.bytes_per_token is None
+    assert len(source.held_out) > 0
+    assert source.batch(0).tokens.dtype == np.int32
+
+
+def test_ids_outside_the_vocabulary_are_refused(make, tmp_path):
+    ids = np.zeros(4000, np.uint16)
+    ids[1234] = 512
+    ids.tofile(tmp_path / "a.bin")
+    with pytest.raises(data.DataError, match=r"token id 512 in .*a.bin is outside the vocabulary: .*\[0, 512\)"):
+        make("data=tokens", f"data.path={tmp_path / 'a.bin'}")
+    with pytest.raises(data.DataError, match=r"token id 256 in bytes .* outside the vocabulary"):
+        make("model.vocab_size=256")
+    with pytest.raises(data.DataError, match=r"token id 599 in data=synthetic"):
+        make("data=synthetic", "data.vocab=600")
+
+
+def test_negative_ids_are_refused(make, tmp_path):
+    np.full(4000, -1, np.int32).tofile(tmp_path / "a.bin")
+    with pytest.raises(data.DataError, match="token id -1"):
+        make("data=tokens", "data.dtype=int32", f"data.path={tmp_path / 'a.bin'}")
+
+
+def test_nothing_to_read(make, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "empty.bin").touch()
+    (tmp_path / "odd.bin").write_bytes(b"abc")
+    (tmp_path / "short.txt").write_text("too short")
+    cases = {
+        "data=text data.path={}/missing": "no such file or folder",
+        "data=text data.path={}/empty": "no file that matches",
+        "data=text data.path={}/empty.txt": "every document is empty",
+        "data=text data.path={}/short.txt": "too little text",
+        "data=tokens data.path={}/empty.bin": "no such file, or only empty ones",
+        "data=tokens data.path={}/missing.bin": "no such file, or only empty ones",
+        "data=tokens data.path={}/odd.bin": "no multiple",
+    }
+    for words, message in cases.items():
+        with pytest.raises(data.DataError, match=message):
+            make(*words.format(tmp_path).split())
+
+
+def test_text_shorter_than_a_window(make, texts):
+    with pytest.raises(data.DataError, match=r"too little text for seq_len=6000: the .* part has \d+ tokens"):
+        make("data=text", f"data.path={texts}", seq_len=6000)

@@ -1,0 +1,128 @@
+"""Metrics files that parse, one row per step; lines that read well; the two pictures."""
+
+import csv
+import io
+import json
+import math
+
+import pytest
+
+from experiments import configs, hardware, metrics, plots, preflight, schema, table
+from experiments.metrics import Progress, Record, Recorder
+
+
+def records(steps=50):
+    made = [Record(step=0, held_out_loss=5.6, held_out_bits_per_byte=8.0)]
+    for step in range(1, steps + 1):
+        loss = 2 + 3 * math.exp(-step / 10)
+        words = {"held_out_loss": loss, "held_out_bits_per_byte": loss / math.log(2)} if step % 25 == 0 else {}
+        rates = {"tokens_per_second": 4096.0, "flops_per_second": 1e10, "seconds": 0.5, "learning_rate": 1e-3}
+        words |= {"bits_per_byte": loss / math.log(2), "grad_norm": 1.0, "memory_bytes": 2**30}
+        made.append(Record(step=step, loss=loss, **rates, **words))
+    return made
+
+
+def test_every_record_is_a_line_of_both_files(tmp_path):
+    recorder = Recorder(tmp_path)
+    for record in records():
+        recorder.add(record)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]  # before closing
+    recorder.close()
+    rows = list(csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines()))
+    assert len(lines) == len(rows) == 51
+    assert list(lines[0]) == list(rows[0]) == list(Record.__dataclass_fields__)
+    assert lines[0]["loss"] is None
+    assert rows[0]["loss"] == ""
+    assert float(rows[7]["loss"]) == lines[7]["loss"]
+
+
+def test_a_loss_that_is_no_number_is_valid_json(tmp_path):
+    recorder = Recorder(tmp_path)
+    recorder.add(Record(step=1, loss=math.nan, grad_norm=math.inf))
+    recorder.close()
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert json.loads(text)["loss"] is None
+    assert "nan" in (tmp_path / "metrics.csv").read_text()
+
+
+def test_bits_per_byte():
+    assert metrics.bits_per_byte(math.log(256), 1.0) == pytest.approx(8.0)
+    assert metrics.bits_per_byte(math.log(256), 4.0) == pytest.approx(2.0)
+    assert metrics.bits_per_byte(1.0, None) is None
+
+
+def test_plain_lines_where_there_is_no_terminal():
+    stream = io.StringIO()
+    progress = Progress(50, 20, stream)
+    progress.start()
+    for record in records()[1:]:
+        progress.show(record)
+    progress.close()
+    lines = stream.getvalue().splitlines()
+    assert [line.split()[1] for line in lines] == ["1/50", "20/50", "40/50", "50/50"]
+    assert "loss 4.715  6.802 bits/byte  4.1k tok/s  0.5 s  1.0 GiB" in lines[0]
+
+
+def test_a_bar_on_a_terminal():
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    stream = Terminal()
+    progress = Progress(50, 1, stream)
+    progress.start()
+    progress.show(records()[50])
+    progress.close()
+    assert "50/50" in stream.getvalue()
+    assert "\r" in stream.getvalue()
+
+
+def plan(untiled=True):
+    small = preflight.Memory(2**30, 2**28, 2**30, 2**27, 2**28, 3 * 2**30)
+    large = preflight.Memory(2**30, 2**28, 2**30, 2**30, 2**28, 4 * 2**30)
+    return preflight.Plan(10**9, 10**12, small, large if untiled else None, 8 * 2**30, 2**30, None, None, None)
+
+
+def resolved(*overrides):
+    config, _ = schema.compose(list(overrides))
+    return hardware.resolve(config, hardware.Device("cpu", "a test", 2**33))[0]
+
+
+@pytest.mark.parametrize("made", [records(), records(3), records()[:1], []], ids=["long", "short", "untrained", "none"])
+def test_pictures_are_drawn_whatever_was_measured(made, tmp_path):
+    plots.draw(tmp_path, made, plan(untiled=len(made) > 3), resolved())
+    for name in ("loss.png", "memory.png"):
+        assert (tmp_path / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_table_is_aligned_and_complete():
+    config = resolved("tiling.n=8", "batch_size=8", "seq_len=256")
+    text = table.render("tiny", config, plan(), hardware.Device("cpu", "a test", 2**33), "adamw")
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 80
+    words = ["parameters", "tokens per step", "FLOPs per step", "weights", "optimizer", "gradients", "head"]
+    words += ["activations", "compiled step", "available", "tiled, n=8", "untiled", "3.00 GiB", "4.00 GiB"]
+    for word in words:
+        assert word in text, word
+    assert "fits, 1.00 GiB kept free" in text
+
+
+def test_table_says_when_tiles_are_short():
+    config = resolved("tiling.n=8", "batch_size=1", "seq_len=128")
+    text = table.render("tiny", config, plan(), hardware.Device("cpu", "a test", 2**33), "adamw")
+    assert "note: tiles of 16 tokens make slow matrix products; tiling.n=2 has 64 in each." in text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0.0 MiB"), (2**20, "1.0 MiB"), (2**30, "1.00 GiB"), (5 * 2**40, "5,120.00 GiB")]
+)
+def test_sizes(count, text):
+    assert table.size(count) == text
+
+
+def test_choices_can_be_pasted_back():
+    _, chosen = hardware.resolve(schema.compose([])[0], hardware.Device("cpu", "a test", 2**33))
+    words = table.choices(chosen).replace("chosen:", "").split()
+    again = hardware.resolve(schema.compose(words)[0], hardware.Device("cpu", "a test", 2**33))
+    assert again[1] == {}
+    assert again[0].optimizer == configs.AdamW(learning_rate=3e-3)

@@ -1,0 +1,137 @@
+"""The cost before the run: exact where it can be, refused before anything is allocated, with a remedy that works."""
+
+import dataclasses
+
+import jax
+import pytest
+
+import zoo.accounting
+from experiments import hardware, preflight, program, schema, session
+from experiments.hardware import Device
+
+MICRO = [
+    "model.vocab_size=4096",
+    "model.num_layers=2",
+    "model.embed_dim=32",
+    "model.mlp_dim=64",
+    "model.num_heads=2",
+    "model.head_dim=16",
+    "batch_size=16",
+    "seq_len=128",
+    "steps=4",
+    "hardware.headroom_gib=0",
+]
+DEVICE = Device("cpu", "a test", 2**30)
+
+
+def resolved(*overrides, device=DEVICE):
+    return hardware.resolve(schema.compose([*MICRO, *overrides])[0], device)[0]
+
+
+@pytest.fixture(scope="module")
+def tiled():
+    return preflight.plan(resolved("tiling.n=8"), DEVICE)
+
+
+def test_plan_is_exact_about_what_is_known(tiled):
+    config = resolved("tiling.n=8")
+    assert tiled.params == zoo.accounting.count_params(config.model.config)
+    assert tiled.flops == zoo.accounting.train_flops(config.model.config, 16, 128)
+    assert tiled.memory.weights == 4 * tiled.params
+    assert tiled.memory.optimizer == pytest.approx(8 * tiled.params, abs=64)
+    assert sum(tiled.memory.parts.values()) == pytest.approx(tiled.memory.total, rel=0.01)
+
+
+def test_tiling_shows_in_the_plan(tiled):
+    logits = 4 * 16 * 128 * 4096
+    assert tiled.untiled is not None
+    assert tiled.untiled.head > logits
+    assert tiled.memory.head < tiled.untiled.head / 3
+    assert tiled.memory.total < tiled.untiled.total - logits / 2
+
+
+def test_planning_allocates_nothing():
+    before = sum(array.nbytes for array in jax.live_arrays())
+    plan = preflight.plan(resolved("tiling.n=none"), DEVICE)
+    after = sum(array.nbytes for array in jax.live_arrays())
+    assert after - before < plan.memory.weights / 10
+
+
+def too_small(tiled, share):
+    """A device with less memory than the untiled step takes."""
+    return Device("cpu", "a small test", int(tiled.memory.total + share * (tiled.untiled.total - tiled.memory.total)))
+
+
+def test_the_smallest_remedy_is_found_and_fits(tiled):
+    device = too_small(tiled, 0.5)
+    overrides = [*MICRO, "tiling.n=none", "optimizer=adamw", "hardware.param_dtype=float32", "remat=full"]
+    found = preflight.suggest(overrides, hardware.resolve(schema.compose(overrides)[0], device)[0], device)
+    assert found is not None
+    changes, plan = found
+    assert len(changes) == 1  # tiling the head, or fewer sequences, is enough
+    again, _ = hardware.resolve(schema.compose(preflight.with_overrides(overrides, changes))[0], device)
+    assert preflight.plan(again, device).fits
+    assert plan.fits
+
+
+def test_a_run_that_does_not_fit_stops_before_allocating(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(hardware, "prepare", lambda platform: DEVICE)
+    monkeypatch.setattr(program, "init_model", None)  # would fail if it were reached
+    overrides = [*MICRO, "data=pydoc", f"data.cache={tmp_path}", f"out={tmp_path / 'runs'}", "hardware.memory_gib=0.04"]
+    overrides += ["optimizer=adamw", "tiling.n=none"]
+    assert session.start(*schema.compose(overrides), overrides) == 1
+    captured = capsys.readouterr()
+    assert "DOES NOT FIT" in captured.out
+    assert "tiny does not fit in 41.0 MiB" in captured.err
+    remedy = captured.err.split("This fits (")[1].split("): ")[1].split()
+    assert not (tmp_path / "runs").exists()
+    config, _ = hardware.resolve(schema.compose(preflight.with_overrides(overrides, remedy))[0], DEVICE)
+    assert preflight.plan(config, DEVICE).fits
+
+
+def test_a_hopeless_model_names_one_that_fits(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(hardware, "prepare", lambda platform: DEVICE)
+    overrides = ["model=gemma2_27b", "data=pydoc", f"data.cache={tmp_path}", f"out={tmp_path / 'runs'}"]
+    assert session.start(*schema.compose(overrides), overrides) == 1
+    error = capsys.readouterr().err
+    assert "gemma2_27b does not fit in 1.00 GiB: its weights and gradients alone take" in error
+    assert "Try model=tiny" in error
+
+
+def test_replacing_a_group_drops_its_own_values():
+    overrides = ["optimizer=adamw", "optimizer.b2=0.9", "batch_size=8", "seed=1"]
+    changed = preflight.with_overrides(overrides, ["optimizer=adafactor_layerwise", "batch_size=4"])
+    assert changed == ["seed=1", "optimizer=adafactor_layerwise", "batch_size=4"]
+
+
+@pytest.mark.parametrize(
+    ("model", "memory", "optimizer", "dtype"),
+    [
+        ("tiny", 2**33, "AdamW", "float32"),
+        ("gemma2b", 23 * 2**30, "AdafactorLayerwise", "bfloat16"),
+        ("gemma2b", 2**37, "AdamW", "float32"),
+    ],
+)
+def test_choices_follow_the_models_size(model, memory, optimizer, dtype):
+    config, chosen = hardware.resolve(schema.compose([f"model={model}"])[0], Device("cpu", "a test", memory))
+    assert type(config.optimizer).__name__ == optimizer
+    assert config.hardware.param_dtype == dtype
+    assert ("hardware.compiler_options" in chosen) == (dtype == "bfloat16")
+    assert None not in dataclasses.astuple(config.hardware)[:3]
+
+
+def test_what_the_user_chose_is_left_alone():
+    overrides = ["batch_size=3", "hardware=gpu", "optimizer=sgd", "remat=dots", "tiling.n=5", "eval.batches=2"]
+    config, chosen = hardware.resolve(schema.compose(overrides)[0], Device("gpu", "a test", 2**36))
+    assert (config.batch_size, config.tiling.n, config.remat.policy, config.eval.batches) == (3, 5, "dots", 2)
+    assert type(config.optimizer).__name__ == "Sgd"
+    assert not {"batch_size", "optimizer", "remat.policy", "tiling.n", "hardware.platform"} & chosen.keys()
+
+
+def test_auto_tiles_large_vocabularies_only():
+    tiles = {}
+    for words in (["model=tiny"], ["model=gemma2b", "seq_len=8192"]):
+        config, _ = hardware.resolve(schema.compose(words)[0], Device("cpu", "a test", 2**36))
+        tiles[words[0]] = config.tiling.n
+    assert tiles["model=tiny"] == "none"
+    assert tiles["model=gemma2b"] == 32  # 256 tokens each: 250 MiB of logits

@@ -1,0 +1,161 @@
+"""Whole runs of a micro model: what is left behind, what is printed, and how they fail."""
+
+import csv
+import json
+import math
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+import yaml
+
+from experiments import hardware, schema, session
+
+MICRO = [
+    "data=pydoc",
+    "model.vocab_size=300",
+    "model.num_layers=1",
+    "model.embed_dim=32",
+    "model.mlp_dim=64",
+    "model.num_heads=2",
+    "model.head_dim=16",
+    "batch_size=4",
+    "seq_len=32",
+    "steps=12",
+    "eval.batches=2",
+]
+FILES = ["config.yaml", "loss.png", "memory.png", "metrics.csv", "metrics.jsonl", "summary.json"]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def start(tmp_path, cache, monkeypatch):
+    """Run in this process, without touching its JAX configuration; return the exit status."""
+    device = hardware.Device("cpu", "a test", 2**32)
+    monkeypatch.setattr(hardware, "prepare", lambda platform: device)
+
+    def run(*overrides):
+        words = [*MICRO, f"out={tmp_path}", f"data.cache={cache}", *overrides]
+        return session.start(*schema.compose(words), words)
+
+    return run
+
+
+def test_the_command_trains_and_leaves_everything(tmp_path, cache):
+    """The command itself, in its own process: tiled, saved, quiet on stderr."""
+    words = [*MICRO, "tiling.n=4", "run=one", f"out={tmp_path}", "save.final=true", "hardware=cpu"]
+    command = [sys.executable, str(schema.CONF.parent / "experiments" / "run.py"), *words]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "XLA_FLAGS": "", "COLUMNS": "80"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    folder = tmp_path / "one"
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*FILES, "weights"])
+    lines = done.stdout.splitlines()
+    assert lines[-1].startswith(f"Everything is in {folder}/: metrics.jsonl, metrics.csv")
+    assert max(len(line) for line in lines[:-1]) <= 80
+    assert sum(line.lstrip().startswith("step ") for line in lines) == 12
+    assert "tiled, n=4" in done.stdout
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(13))
+    assert len(list(csv.DictReader((folder / "metrics.csv").read_text().splitlines()))) == 13
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["held_out_bits_per_byte_after"] < summary["held_out_bits_per_byte_before"] - 0.3
+    assert summary["last_loss"] < summary["first_loss"]
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    assert config["tiling"]["n"] == 4
+    assert config["optimizer"]["kind"] == "AdamW"
+    assert (folder / "weights" / "config.json").exists()
+    assert any((cache / "tiling-zoo" / "tokens").iterdir())
+
+
+def test_runs_are_reproducible_and_get_their_own_directories(start, tmp_path):
+    assert start("steps=3") == start("steps=3") == 0
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["tiny-1", "tiny-2"]
+    losses = []
+    for name in names:
+        rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        losses.append([row["loss"] for row in rows])
+    assert losses[0] == losses[1]
+
+
+def test_an_existing_run_is_never_overwritten(start, tmp_path, capsys):
+    (tmp_path / "mine").mkdir()
+    assert start("run=mine") == 2
+    assert "error: there already is a run at" in capsys.readouterr().err
+    assert list((tmp_path / "mine").iterdir()) == []
+
+
+def test_saved_weights_go_on_where_the_run_ended(start, tmp_path, capsys):
+    assert start("run=first", "save.final=true", "steps=4") == 0
+    assert start("run=second", f"model.weights={tmp_path / 'first' / 'weights'}", "steps=1") == 0
+    first, second = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("first", "second"))
+    assert second["held_out_bits_per_byte_before"] == pytest.approx(first["held_out_bits_per_byte_after"], abs=1e-4)
+    assert start(f"model.weights={tmp_path / 'first' / 'weights'}", "model.num_layers=2") == 2
+    assert "holds another model than the one asked for: num_layers: 2 here, 1 there" in capsys.readouterr().err
+
+
+def test_weights_that_are_not_there(start, tmp_path, capsys):
+    assert start(f"model.weights={tmp_path / 'nothing'}") == 2
+    assert "error: cannot read model.weights=" in capsys.readouterr().err
+
+
+def test_a_diverged_run_stops_after_writing_what_it_had(start, tmp_path, capsys):
+    status = start("run=bad", "optimizer=sgd", "optimizer.learning_rate=1e30", "optimizer.warmup=0")
+    assert status == 1
+    assert "training has diverged and stops here. Lower optimizer.learning_rate (now 1e+30)" in capsys.readouterr().err
+    rows = [json.loads(line) for line in (tmp_path / "bad" / "metrics.jsonl").read_text().splitlines()]
+    assert 1 < len(rows) < 13
+    assert rows[-1]["loss"] is None
+    assert all(math.isfinite(row["loss"]) for row in rows[1:-1])
+    assert sorted(path.name for path in (tmp_path / "bad").iterdir()) == FILES
+
+
+def test_an_interrupted_run_leaves_what_it_had(start, tmp_path, capsys, monkeypatch):
+    from experiments import data
+
+    batch = data.Source.batch
+
+    def interrupt(self, step):
+        if step == 3:
+            raise KeyboardInterrupt
+        return batch(self, step)
+
+    monkeypatch.setattr(data.Source, "batch", interrupt)
+    assert start("run=cut") == 130
+    assert "interrupted; what was measured is in" in capsys.readouterr().err
+    assert sorted(path.name for path in (tmp_path / "cut").iterdir()) == FILES
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["tiling.n=129"], "cannot cut into tiling.n=129 tiles: a step has 128 tokens"),
+        (["model.vocab_size=200"], "token id 256 in bytes"),
+        (["seq_len=1000000"], "too little text for seq_len=1000000"),
+    ],
+)
+def test_what_cannot_run_says_so_before_compiling(start, overrides, message, capsys):
+    assert start(*overrides) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
+
+
+def test_a_missing_device_is_named(monkeypatch, capsys):
+    def devices():
+        raise RuntimeError("Unable to initialize backend 'tpu'\nlong story")
+
+    monkeypatch.setattr(jax, "devices", devices)
+    for name in ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"):
+        monkeypatch.setattr(jax.config, "update", lambda *_: None, raising=True)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    with pytest.raises(hardware.HardwareError, match=r"hardware=tpu is not there: Unable to initialize backend 'tpu'"):
+        hardware.prepare(hardware.Platform.tpu)

@@ -1,0 +1,99 @@
+"""The command line: every group composes, every slip gets one line that names what was meant, and JAX stays out."""
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from experiments import configs, schema, usage
+
+NEEDED = {"text": ["data.path=x"], "tokens": ["data.path=x"]}
+
+
+@pytest.mark.parametrize(("group", "option"), [(g, o) for g in schema.GROUPS for o in schema.options(g)])
+def test_every_option_composes(group, option):
+    config, choices = schema.compose([f"{group}={option}", *NEEDED.get(option, [])])
+    assert choices[group] == option
+    assert dataclasses.is_dataclass(getattr(config, group))
+
+
+def test_the_main_job_composes():
+    config, choices = schema.compose(["model=gemma2b", "tiling.n=8"])
+    assert config.tiling == configs.Tiling(n=8)
+    assert config.model.config.vocab_size == 256_000
+    assert choices["model"] == "gemma2b"
+    hash(config.model.config)  # frozen: usable as a static field
+
+
+WRONG = {
+    "typo in a key": (["tiling.nn=8"], r"no `tiling.nn`. Did you mean `tiling.n`\?"),
+    "typo in a group": (["modle=tiny"], r"no `modle`. Did you mean `model`\?"),
+    "typo in an option": (["model=tinny"], r"Did you mean model=tiny\? Choices for model: .*tiny"),
+    "typo in a nested key": (["model.num_layer=3"], r"Did you mean `model.num_layers`\?"),
+    "group left out": (["n=8"], r"Did you mean `tiling.n`\?"),
+    "key of another option": (["optimizer=sgd", "optimizer.b2=1"], r"`optimizer` has: .*momentum"),
+    "added key": (["+foo=1"], r"there is no `foo`"),
+    "removed key": (["~tiling.n"], r"cannot apply `~tiling.n`: keys can be changed, not removed"),
+    "not an override": (["abc"], r"cannot read `abc`"),
+    "tiles not a number": (["tiling.n=abc"], r"bad value tiling.n=abc: give a whole number"),
+    "no tiles": (["tiling.n=0"], r"bad value tiling.n=0"),
+    "half a tile": (["tiling.n=1.5"], r"tiling.n"),
+    "steps not a number": (["steps=abc"], r"bad override `steps=abc`: .*Integer"),
+    "no steps": (["steps=0"], r"bad value steps=0: it must be greater than zero"),
+    "not a dtype": (["hardware.param_dtype=float16"], r"expected one of \[float32, bfloat16\]"),
+    "not a policy": (["remat.policy=some"], r"bad value remat.policy=some: choose auto"),
+    "missing path": (["data=text"], r"data.path=... must be given"),
+    "run in another folder": (["run=../x"], r"bad value run=../x"),
+    "impossible model": (["model.num_heads=3", "model.num_kv_heads=2"], r"num_heads=3 must be a multiple"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_command_lines_get_one_line(name):
+    overrides, message = WRONG[name]
+    with pytest.raises(schema.ConfigError, match=message) as caught:
+        schema.compose(overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_compiler_options_are_free():
+    config, _ = schema.compose(["hardware.compiler_options.xla_dump_to=/tmp/x"])
+    assert config.hardware.compiler_options == {"xla_dump_to": "/tmp/x"}
+
+
+def test_schema_keeps_types_and_defaults():
+    made = schema.schema_of(configs.AdamW)
+    assert {f.name: f.default for f in dataclasses.fields(made) if f.name in ("b1", "eps")} == {"b1": 0.9, "eps": 1e-8}
+    made().b1 = 0.5  # mutable, as OmegaConf needs
+
+
+def test_configuration_survives_as_yaml():
+    config, _ = schema.compose(["seed=7", "hardware.param_dtype=bfloat16"])
+    loaded = yaml.safe_load(usage.dump(config, ["seed=7"]))
+    assert loaded["seed"] == 7
+    assert loaded["hardware"]["param_dtype"] == "bfloat16"
+    assert loaded["optimizer"]["kind"] == "Optimizer"
+
+
+def test_help_and_config_errors_import_no_jax():
+    code = """
+import sys
+from experiments import run
+assert run.main(["--help"]) == 0
+assert "hydra" not in sys.modules
+assert run.main(["tiling.nn=8"]) == 2
+assert run.main(["--cfg", "model=gemma7b"]) == 0
+slow = {"jax", "jaxlib", "matplotlib", "optax", "equinox"} & set(sys.modules)
+assert not slow, slow
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=schema.CONF.parent, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    for group in schema.GROUPS:
+        assert f"\n  {group} " in done.stdout
+    for option in ("tiling.n", "batch_size", "save.final", "data.path"):
+        assert f"\n  {option} " in done.stdout
+    assert done.stderr == "error: unknown override `tiling.nn=8`: there is no `tiling.nn`. Did you mean `tiling.n`?\n"
