@@ -10,6 +10,7 @@ import math
 import tempfile
 import zlib
 from pathlib import Path
+from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -75,7 +76,8 @@ def write(case: str, folder: Path, dtype=np.float32) -> Path:
 
 
 # Compiling takes nearly all of these tests' time, and half of it goes into making machine code fast.
-jit = functools.partial(eqx.filter_jit, compiler_options={"xla_backend_optimization_level": "0"})
+FAST: dict[str, Any] = {"compiler_options": {"xla_backend_optimization_level": "0"}}
+jit = functools.partial(eqx.filter_jit, **FAST)
 
 
 def loss_fn(model, ids=None, **how):

@@ -87,7 +87,7 @@ def test_impossible_values_are_refused(change, words):
 
 def test_all_impossible_values_are_named_at_once():
     with pytest.raises(ValueError, match=r"num_layers=0.*mlp_dim=-1.*final_softcap=0\.0.*head_dim=7"):
-        GemmaConfig(**{**SMALL, "num_layers": 0, "mlp_dim": -1, "final_softcap": 0.0, "head_dim": 7})
+        dataclasses.replace(GemmaConfig(**SMALL), num_layers=0, mlp_dim=-1, final_softcap=0.0, head_dim=7)
 
 
 def test_configs_are_frozen_and_hashable():
