@@ -77,7 +77,7 @@ def write(case: str, folder: Path, dtype=np.float32) -> Path:
 
 # Compiling takes nearly all of these tests' time, and half of it goes into making machine code fast.
 FAST: dict[str, Any] = {"compiler_options": {"xla_backend_optimization_level": "0"}}
-jit = functools.partial(eqx.filter_jit, **FAST)
+jit: Any = functools.partial(eqx.filter_jit, **FAST)
 
 
 def loss_fn(model, ids=None, **how):
