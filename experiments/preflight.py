@@ -77,7 +77,7 @@ def plan(config: configs.Resolved, device: Device) -> Plan:
         untiled=untiled,
         at_scale=at_scale,
         available=available(config, device),
-        headroom=int(configs.chosen(config.hardware.headroom_gib) * GIB),
+        headroom=headroom(config),
         compiled=compiled,
         state=state,
     )
@@ -89,15 +89,25 @@ def available(config: configs.Resolved, device: Device) -> int:
     return device.memory if limit is None else int(limit * GIB)
 
 
+def headroom(config: configs.Resolved) -> int:
+    """Return the bytes that must stay free beside the step."""
+    return int(configs.chosen(config.hardware.headroom_gib) * GIB)
+
+
 def measure(config: configs.Resolved, state: Any, compiled: Any) -> Memory:
     """Return the memory of a compiled step. Weights, optimizer and gradients are exact; the head is compiled alone."""
-    stats = compiled.compiled.memory_analysis()
     weights, optimizer = bytes_of(state.model), bytes_of(state.opt_state)
-    temp = stats.temp_size_in_bytes
+    temp = compiled.compiled.memory_analysis().temp_size_in_bytes
     gradients = min(weights, temp)
     head = min(head_bytes(config, state), temp - gradients)
-    total = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes + temp
-    return Memory(weights, optimizer, gradients, head, temp - gradients - head, total)
+    return Memory(weights, optimizer, gradients, head, temp - gradients - head, total_bytes(compiled))
+
+
+def total_bytes(compiled: Any) -> int:
+    """Return what a compiled step holds at its peak: arguments, what it returns beside them, and temporaries."""
+    stats = compiled.compiled.memory_analysis()
+    outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return stats.argument_size_in_bytes + outputs + stats.temp_size_in_bytes
 
 
 def head_bytes(config: configs.Resolved, state: Any) -> int:
@@ -110,8 +120,8 @@ def bytes_of(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype"))
 
 
-def suggest(overrides: Sequence[str], config: configs.Resolved, device: Device) -> tuple[list[str], Plan] | None:
-    """Return the smallest set of overrides that makes a run fit, and its plan; None if no tried set does.
+def suggest(overrides: Sequence[str], config: configs.Resolved, device: Device) -> tuple[list[str], int] | None:
+    """Return the smallest set of overrides that makes a run fit, and its bytes; None if no tried set does.
 
     Sets are tried by size, those that change least first. What cannot fit by its weights, gradients and optimizer alone
     is skipped; the rest is compiled, never allocated.
@@ -182,10 +192,13 @@ def _could_fit(overrides: Sequence[str], changes: Sequence[str], device: Device)
     return 2 * bytes_of(state.model) + bytes_of(state.opt_state) <= available(config, device)
 
 
-def _try(overrides: Sequence[str], changes: Sequence[str], device: Device) -> Plan | None:
+def _try(overrides: Sequence[str], changes: Sequence[str], device: Device) -> int | None:
+    """Return the bytes of the changed run's compiled step if it fits."""
     config = _changed(overrides, changes, device)
-    result = None if config is None else plan(config, device)
-    return result if result is not None and result.fits else None
+    if config is None:
+        return None
+    total = total_bytes(program.compile_train(config, program.abstract_state(config)))
+    return total if total + headroom(config) <= available(config, device) else None
 
 
 def largest_model(fits: Callable[[int], bool]) -> str | None:

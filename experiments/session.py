@@ -116,8 +116,8 @@ def _remedy(config: configs.Resolved, argv: Sequence[str], device: Device, free:
     print("  looking for what would fit ...", flush=True)
     found = preflight.suggest(argv, config, device)
     if found is not None:
-        changes, plan = found
-        return f"This fits ({table.size(plan.memory.total)}): {' '.join(changes)}"
+        changes, total = found
+        return f"This fits ({table.size(total)}): {' '.join(changes)}"
     smaller = preflight.largest_model(lambda params: 2 * 2 * params * 1.3 < free)
     return "Nothing that leaves the model as it is was found to fit." + (f" Try model={smaller}." if smaller else "")
 
