@@ -46,7 +46,9 @@ DERIVATIVES = {
     "jacrev": lambda fn: jax.jacrev(fn, 1)(H, W),
     "jacfwd": lambda fn: jax.jacfwd(fn, 1)(H, W),
     "forward over reverse": hvp,
-    "reverse over forward": lambda fn: jax.grad(lambda h: jax.jvp(lambda h: total(fn)(h, W), (h,), (jnp.cos(h),))[1])(H),
+    "reverse over forward": lambda fn: jax.grad(lambda h: jax.jvp(lambda h: total(fn)(h, W), (h,), (jnp.cos(h),))[1])(
+        H
+    ),
     "grad of grad": lambda fn: jax.grad(lambda h: (jax.grad(total(fn))(h, W) ** 2).sum())(H),
     "hessian": lambda fn: jax.hessian(total(fn), 1)(H, W),
     "vmap of grad": lambda fn: jax.vmap(jax.grad(total(fn), 1), (0, None))(jnp.stack([H, 2 * H]), W),

@@ -53,9 +53,9 @@ def test_evaluation_pays_the_forward_alone():
 
 
 NONLINEAR = {
-    "perplexity": lambda h, w, y, m: jnp.exp((loss(h, w, y, m))),
+    "perplexity": lambda h, w, y, m: jnp.exp(loss(h, w, y, m)),
     "log of a sum": lambda h, w, y, m: jnp.log((loss(h, w, y, m) * m.sum()) + 1),
-    "ratio of a loss to itself": lambda h, w, y, m: loss(h, w, y, m) / (1 + loss(h, w, y, m)),
+    "ratio of sums": lambda h, w, y, m: (lambda total: total / (1 + total))(loss(h, w, y, m)),
 }
 
 
@@ -108,7 +108,13 @@ def test_keyword_arguments_are_whole_unless_named():
 
 def test_results_keep_structure_dtypes_and_static_leaves():
     def fn(h, scale=2.0):
-        return {"rows": h * scale, "name": "rows", "none": None, "count": (h > 0).sum(), "half": h.sum().astype("bfloat16")}
+        return {
+            "rows": h * scale,
+            "name": "rows",
+            "none": None,
+            "count": (h > 0).sum(),
+            "half": h.sum().astype("bfloat16"),
+        }
 
     got, want = tile(fn, 0, 4)(H), fn(H)
     assert (got["name"], got["none"]) == ("rows", None)
@@ -204,10 +210,27 @@ def test_gather_none_allows_no_completed_array():
         tile(fn, (0, None), 4, gather="none")(H, W)
 
 
-def test_what_grows_from_a_completed_value_is_refused():
-    fn = lambda h, w: jax.nn.logsumexp(jnp.sort(h, axis=0) @ w, -1).sum()
-    with pytest.raises(TileError, match="makes a whole value from one that had to be completed"):
-        tile(lambda h, w: fn(h * 2, w), (0, None), 4)(H, jnp.ones((5, 1000)))
+def test_what_grows_from_a_completed_value_is_tiled_again():
+    """A sort of small things is completed; the logits made of them are not."""
+    fn = lambda h, w: jax.nn.logsumexp(jnp.sort(h * 2, axis=0) @ w, -1).sum()
+    wide = jnp.asarray(RNG.normal(size=(5, 1000)), jnp.float32)
+    tiled = tile(fn, (0, None), 4)
+    plan = tiled.plan(H, wide)
+    assert plan.gradient is not None and len(plan.gradient.completed) >= 1
+    assert max(plan.value.largest, plan.gradient.largest) == 4 * 7 * 1000
+    for got, want in zip(jax.grad(tiled, (0, 1))(H, wide), jax.grad(fn, (0, 1))(H, wide), strict=True):
+        assert jnp.allclose(got, want, atol=2e-5)
+
+
+def test_what_is_closed_over_is_cut_where_it_meets_what_is_cut():
+    wide = jnp.asarray(RNG.normal(size=(5, 1000)), jnp.float32)
+    tiled = tile(lambda y: optax.softmax_cross_entropy_with_integer_labels(H @ wide, y).mean(), 0, 4)
+    assert jnp.allclose(tiled(Y), mean_loss(H, wide, Y), rtol=1e-6)
+    assert tiled.plan(Y).value.largest == 4 * 7 * 1000
+    labels = tile(lambda h: optax.softmax_cross_entropy_with_integer_labels(h @ wide, Y).mean(), 0, 4)
+    assert jnp.allclose(jax.grad(labels)(H), jax.grad(mean_loss)(H, wide, Y), atol=1e-6)
+    gradient = labels.plan(H).gradient
+    assert gradient is not None and gradient.largest == 4 * 7 * 1000
 
 
 def test_noise_as_large_as_the_logits_is_refused():
@@ -218,7 +241,7 @@ def test_noise_as_large_as_the_logits_is_refused():
 
 def test_a_primitive_without_a_rule_is_refused_not_completed():
     fn = lambda h: jax.lax.scan(lambda c, x: (c + x, None), h[:, 0], h.T)[0].sum()
-    with pytest.raises(TileError, match="`scan` at .*test_tile.py.*there is no rule for this primitive yet"):
+    with pytest.raises(TileError, match=r"`scan` at .*test_tile\.py.*there is no rule for this primitive yet"):
         tile(fn, 0, 4)(H)
 
 

@@ -45,7 +45,9 @@ def place(
         raise ValueError(f"tile: axis={axis!r} cuts none of the arguments. Name at least one dimension to cut.")
     lengths = {leaf.shape[dim] for _, leaf, dim in cut}
     if len(lengths) > 1:
-        found = "\n".join(f"  {name}: dimension {dim} of {_type(leaf)} has {leaf.shape[dim]}" for name, leaf, dim in cut)
+        found = "\n".join(
+            f"  {name}: dimension {dim} of {_type(leaf)} has {leaf.shape[dim]}" for name, leaf, dim in cut
+        )
         raise ValueError(
             f"tile: the arguments that axis={axis!r} cuts differ in length.\n{found}\n"
             "  Give `axis` one entry for each argument, None for those that every tile sees whole."
@@ -106,7 +108,9 @@ def _spread(name: str, prefix: Any, arg: Any, count: int) -> list[Any]:
         ) from error
     dims = jax.tree.leaves(spread, is_leaf=leaf)
     if len(dims) != count:  # a None in the argument itself is no leaf
-        dims = [d for d, x in zip(dims, jax.tree.leaves(arg, is_leaf=lambda x: x is None), strict=True) if x is not None]
+        dims = [
+            d for d, x in zip(dims, jax.tree.leaves(arg, is_leaf=lambda x: x is None), strict=True) if x is not None
+        ]
     return [(d, False) for d in dims]
 
 

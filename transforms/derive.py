@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -63,7 +64,7 @@ def _batch(args: Any, dims: Any, *, forward: Forward, transpose: Forward, count:
     # All tangents are batched, so that no cotangent has to be summed over the batch.
     moved = [jnp.broadcast_to(a, (size, *a.shape)) if d is None else a for a, d in zip(args, dims, strict=True)]
     axes = (tuple(None if d is None else 0 for d in dims[:count]), 0)
-    batched = [jax.core.ShapedArray((size, *a.shape), a.dtype) for a in avals]
+    batched = [ShapedArray((size, *a.shape), a.dtype) for a in avals]
     forward, transpose = jax.vmap(forward, in_axes=axes), jax.vmap(transpose, in_axes=axes)
     outs = linear(args[:count], moved[count:], forward, transpose, batched)
     return outs, [0] * len(outs)
@@ -118,13 +119,14 @@ def _scalar(program: Program, out: int, active: tuple[int, ...], primals: Any, g
     dtypes = [primals[i].dtype for i in active]
 
     def forward(gradients: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-        return [sum(jnp.vdot(g, t.astype(g.dtype)) for g, t in zip(gradients, tangents, strict=True)).astype(aval.dtype)]
+        products = [jnp.vdot(g, t.astype(g.dtype)) for g, t in zip(gradients, tangents, strict=True)]
+        return [jnp.asarray(sum(products), aval.dtype)]
 
     def transpose(gradients: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
         (scale,) = cotangents
         return [(scale.astype(g.dtype) * g).astype(d) for g, d in zip(gradients, dtypes, strict=True)]
 
-    aval = jax.core.ShapedArray((), jnp.result_type(*found, outs[out]))
+    aval = ShapedArray((), jnp.result_type(*found, outs[out]))
     return outs, linear(found, [given[i] for i in active], forward, transpose, [aval])
 
 

@@ -1,4 +1,4 @@
-"""A jaxpr as a flat graph of values and nodes: nested calls inlined, dead code gone, every node with its user's line."""
+"""A jaxpr as a flat graph of values and nodes: nested calls inlined, dead code gone, each node with its line."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
 
@@ -124,7 +125,7 @@ def flatten(closed: ClosedJaxpr, *, custom: bool = True, inline: Container[int] 
                 inner = body(eqn.params, key)
                 outs = run(inner.jaxpr, inner.consts, ins, source)
             else:
-                node = Node(eqn.primitive, eqn.params, ins, [], source, eqn.ctx, eqn.effects)
+                node = Node(eqn.primitive, plain(eqn.params), ins, [], source, eqn.ctx, eqn.effects)
                 outs = node.outputs = [Value(v.aval, node, i) for i, v in enumerate(eqn.outvars)]
                 nodes.append(node)
             env.update(zip(eqn.outvars, outs, strict=True))
@@ -134,9 +135,21 @@ def flatten(closed: ClosedJaxpr, *, custom: bool = True, inline: Container[int] 
     return prune(turn_dots(prune(Graph(inputs, nodes, run(closed.jaxpr, closed.consts, inputs, None)))))
 
 
+def plain(param: Any) -> Any:
+    """A parameter with Python's numbers where JAX, under `vmap`, leaves NumPy's."""
+    if isinstance(param, (np.integer, np.bool_)):
+        return param.item()
+    if isinstance(param, dict):
+        return {k: plain(v) for k, v in param.items()}
+    if isinstance(param, tuple):
+        items = [plain(v) for v in param]
+        return type(param)(*items) if hasattr(param, "_fields") else tuple(items)
+    return param
+
+
 def as_array(const: Any, aval: Any) -> Any:
     """A literal as an array of its own dtype: JAX writes some as Python numbers."""
-    return const if isinstance(const, (jax.Array, jax.core.Tracer)) else np.asarray(const, aval.dtype)
+    return const if isinstance(const, (jax.Array, Tracer)) else np.asarray(const, aval.dtype)
 
 
 def has_frame(source: Any) -> bool:
@@ -206,7 +219,7 @@ def evaluate(env: dict[Value, Any], wanted: Sequence[Value]) -> list[Any]:
 
 
 def read(env: dict[Value, Any], value: Value) -> Any:
-    return env[value] if value in env else value.const
+    return env.get(value, value.const)
 
 
 def depends(graph: Graph, sources: set[Value], *, differentiably: bool = False) -> set[Value]:
@@ -216,9 +229,7 @@ def depends(graph: Graph, sources: set[Value], *, differentiably: bool = False) 
         if node.name == "stop_gradient" and differentiably:
             continue
         if any(v in reached for v in node.inputs):
-            reached.update(
-                v for v in node.outputs if not differentiably or jax.dtypes.issubdtype(v.dtype, np.inexact)
-            )
+            reached.update(v for v in node.outputs if not differentiably or jax.dtypes.issubdtype(v.dtype, np.inexact))
     return reached
 
 
@@ -228,7 +239,7 @@ def constant(value: Value) -> Any | None:
         if value.producer.name not in ("broadcast_in_dim", "convert_element_type", "reshape", "copy", "copy_p"):
             return None
         value = value.producer.inputs[0]
-    if value.const is None or isinstance(value.const, jax.core.Tracer):
+    if value.const is None or isinstance(value.const, Tracer):
         return None
     array = np.asarray(value.const)
     return array.reshape(-1)[0] if array.size and (array == array.reshape(-1)[0]).all() else None

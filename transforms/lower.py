@@ -140,9 +140,7 @@ def _key_shape(value: Value) -> tuple[int, ...]:
     return tuple(key.shape)
 
 
-def _apply(
-    update: Update, result: Any, placement: Any, tiles: Tiles, env: Env, span: Span, broad: bool
-) -> Any:
+def _apply(update: Update, result: Any, placement: Any, tiles: Tiles, env: Env, span: Span, broad: bool) -> Any:
     """Fold one tile into a result; with no result yet, the tile is all there is."""
     for term in update.terms:
         if isinstance(term, Step):
@@ -198,12 +196,10 @@ def compute(loop: Loop, env: Env, known: Tiles, span: Span, broad: Set[Value] = 
     """Run the steps of a loop on one tile: every result, by value and placement (those in `broad` as "wide" too)."""
     tiles = dict(known)
     for step in loop.steps:
-        value = step.keys[0][0] if step.keys else None
-        if value in broad and isinstance(step.move.outs[0], Tiled) and step.move is not None:
-            tiles[(value, "wide")] = wide = _wide(step, tiles, env, span)
-            if wide is not None:
-                tiles[step.keys[0]] = wide.astype(value.dtype)
-                continue
+        if (wide := _wide(step, tiles, env, span, broad)) is not None:
+            value, _ = step.keys[0]
+            tiles[(value, "wide")], tiles[step.keys[0]] = wide, wide.astype(value.dtype)
+            continue
         values = [fetch(ref, tiles, env, span) for ref in step.refs]
         if Partial("sum") in step.move.outs and Partial("sum") in step.move.ins and step.node.name in LINEAR:
             results = combine_partials(step.node, values, span)
@@ -214,13 +210,14 @@ def compute(loop: Loop, env: Env, known: Tiles, span: Span, broad: Set[Value] = 
     return tiles
 
 
-def _wide(step: Step, tiles: Tiles, env: Env, span: Span) -> Any | None:
-    """One step on the way from a dot to an output, without rounding in between."""
-    (value, _), node = step.keys[0], step.node
+def _wide(step: Step, tiles: Tiles, env: Env, span: Span, broad: Set[Value]) -> Any | None:
+    """One step on the way from a dot to an output in `broad`, without rounding in between."""
+    node = step.node
+    if not step.keys or step.keys[0][0] not in broad or not isinstance(step.move.outs[0], Tiled):
+        return None
     if node.name == "dot_general":
-        values = [fetch(ref, tiles, env, span) for ref in step.refs]
-        return dot(node, *values, span.wide(value.dtype))
-    source = tiles.get((node.inputs[0], "wide"))
+        return dot(node, *(fetch(ref, tiles, env, span) for ref in step.refs), span.wide(node.outputs[0].dtype))
+    source = tiles.get((node.inputs[0], "wide")) if node.name in REARRANGE else None
     if source is None:
         return None
     return source if node.name == "convert_element_type" else rules.run(node, [source], step.move, span)[0]

@@ -56,7 +56,7 @@ class TileError(ValueError):
 
 
 class Span(NamedTuple):
-    """The tile at hand: `length` steps from `start` of an axis that is `total` long. Sums are formed in `accumulate`."""
+    """The tile: `length` steps from `start` of an axis that is `total` long; sums are formed in `accumulate`."""
 
     start: Any
     length: int

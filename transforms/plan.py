@@ -102,7 +102,7 @@ def _describe(name: str, plan: PassPlan) -> list[str]:
     return lines
 
 
-def _flops(count: float) -> str:
+def _flops(count: float | int) -> str:
     for unit in ("", "k", "M", "G", "T"):
         if count < 1000:
             return f"{count:.4g} {unit}FLOP"

@@ -14,7 +14,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from transforms import lower, rules  # noqa: F401
 from transforms.graph import Graph, Value, depends, flatten, nbytes
 from transforms.placement import WHOLE, Placement, Tiled
-from transforms.propagate import Inline, Limits, propagate
+from transforms.propagate import Inline, Limits, Promote, propagate
 from transforms.rules import contraction, control_flow, elementwise, indexing, random, reduction, shape  # noqa: F401
 from transforms.schedule import Schedule, schedule
 from transforms.separate import Separation, has_custom_vjp, scales, separate
@@ -42,12 +42,17 @@ class Program:
     @functools.cached_property
     def plan(self) -> Schedule:
         inline: frozenset[int] = frozenset()
+        promoted: dict[Value, Tiled] = {}
+        graph = flatten(self.closed)
         while True:
-            graph = flatten(self.closed, inline=inline)
             try:
-                return schedule(propagate(graph, self.placements, self.limits), self.limits)
+                found = propagate(graph, self.placements, self.limits, promoted)
+                return schedule(found, self.limits, self.options.total)
+            except Promote as large:
+                promoted |= large.placements
             except Inline as region:
                 inline |= {id(region.node.params["jaxpr"])}
+                graph, promoted = flatten(self.closed, inline=inline), {}
 
     @property
     def limits(self) -> Limits:
@@ -182,7 +187,7 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class Gradient:
-    """A program of `count` outputs and then the gradients of one of them, in the dtype of sums; `split` if separated."""
+    """A program of `count` outputs, then the gradients of one of them in the dtype of sums; `split` if separated."""
 
     program: Program
     count: int
@@ -209,5 +214,3 @@ def _ancestors(graph: Graph, values: Sequence[Value]) -> set[Value]:
         if any(v in found for v in node.outputs):
             found.update(node.inputs)
     return found
-
-

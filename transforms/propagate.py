@@ -8,11 +8,11 @@ for the loops after it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from transforms.graph import Graph, Node, Value, describe
-from transforms.placement import WHOLE, Partial, Placement, TileError, Tiled, Whole
+from transforms.placement import WHOLE, Partial, Placement, Tiled, TileError, Whole
 from transforms.rules import RULES, Complete, Move
 
 
@@ -41,6 +41,13 @@ class Inline(Exception):
         self.node = node
 
 
+class Promote(Exception):
+    """Whole values are too large to be made whole, but can be made tile by tile: to be placed as Tiled."""
+
+    def __init__(self, placements: dict[Value, Tiled]):
+        self.placements = placements
+
+
 @dataclasses.dataclass
 class Analysis:
     """What `propagate` found out about `graph`."""
@@ -63,14 +70,20 @@ class Limits:
     gather: str
     largest: int
 
+    def allow(self, value: Value) -> bool:
+        return self.gather == "any" or (self.gather == "small" and value.nbytes <= self.largest)
 
-def propagate(graph: Graph, placements: Sequence[Placement], limits: Limits | None) -> Analysis:
+
+def propagate(
+    graph: Graph, placements: Sequence[Placement], limits: Limits | None, promoted: Mapping[Value, Tiled] | None = None
+) -> Analysis:
     """Walk `graph` from the `placements` of its inputs.
 
     Args:
         graph: the program.
         placements: one for each input.
         limits: which completions are allowed; None inside a region, where none is.
+        promoted: values that would be Whole, but are made tile by tile.
 
     Raises:
         TileError: a primitive has no rule, or an array that is too large would have to be whole.
@@ -81,11 +94,23 @@ def propagate(graph: Graph, placements: Sequence[Placement], limits: Limits | No
     for node in graph.nodes:
         if ordered := [e for e in node.effects if "Ordered" in type(e).__name__]:
             raise TileError(
-                f"cannot tile `{node.name}` at {node.where}: its side effect is ordered ({ordered[0]}), and tiles have an "
-                "order of their own. Pass ordered=False, or leave it out of the tiled function."
+                f"cannot tile `{node.name}` at {node.where}: its side effect is ordered ({ordered[0]}), and tiles "
+                "have an order of their own. Pass ordered=False, or leave it out of the tiled function."
             )
         _place(found, node, limits)
+        for value in node.outputs:
+            if promoted and value in promoted and isinstance(found.fact(value).placement, Whole):
+                _promote(found, node, value, promoted[value])
     return found
+
+
+def _promote(found: Analysis, node: Node, value: Value, want: Tiled) -> None:
+    """Place a value that is made of whole ones as Tiled."""
+    pull = RULES[node.name].pull
+    ins = pull(node, want) if pull is not None else None
+    assert ins is not None
+    found.moves[node] = Move((want,), ins)
+    found.facts[value] = Fact(want, found.fact(value).stage)
 
 
 def _place(found: Analysis, node: Node, limits: Limits | None) -> None:
@@ -147,7 +172,7 @@ def _complete(found: Analysis, node: Node, operand: int, reason: str, limits: Li
 
 def check_size(value: Value, placement: Placement, node: Node, reason: str, limits: Limits) -> None:
     """Refuse an array that must be whole and is larger than the function's inputs and outputs."""
-    if limits.gather == "any" or (limits.gather == "small" and value.nbytes <= limits.largest):
+    if limits.allow(value):
         return
     made = f"made by `{value.producer.name}` at {value.producer.where}" if value.producer else "an argument"
     bound = (
@@ -165,7 +190,7 @@ def check_size(value: Value, placement: Placement, node: Node, reason: str, limi
     )
 
 
-def human(size: float) -> str:
+def human(size: float | int) -> str:
     """Bytes in the unit that reads best."""
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from transforms.graph import Node, Value, depends, flops
 from transforms.placement import WHOLE, Partial, Placement, Tiled, Whole
-from transforms.propagate import Analysis, Limits, check_size
+from transforms.propagate import Analysis, Limits, Promote, check_size
 from transforms.rules import RULES, Move
 
 
@@ -65,7 +65,9 @@ class Loop:
 
         Only sums: a maximum is compared, later, with values that must come out the same to the last bit.
         """
-        refs = [r for s in self.steps for r in s.refs] + [r for u in self.updates for r in u.terms if isinstance(r, Ref)]
+        refs = [r for s in self.steps for r in s.refs] + [
+            r for u in self.updates for r in u.terms if isinstance(r, Ref)
+        ]
         read = max((r.value.nbytes for r in refs if r.how == "slice"), default=0)
         made = max((v.nbytes for s in self.steps for v in s.node.outputs), default=0)
         if any(n.effects for n in self.nodes):
@@ -86,8 +88,13 @@ class Schedule:
         return sum(flops(node) for loop in self.loops for node in loop.nodes)
 
 
-def schedule(analysis: Analysis, limits: Limits) -> Schedule:
-    """Plan the loops of an analysed graph."""
+def schedule(analysis: Analysis, limits: Limits, total: int) -> Schedule:
+    """Plan the loops of an analysed graph, along an axis of length `total`.
+
+    Raises:
+        TileError: an array that is too large would have to be whole.
+        Promote: it would, but its value can be made tile by tile if it is placed so.
+    """
     deadline: dict[Value, int] = {}
     for _ in range(20):  # a value that an earlier loop turns out to store is read by later loops, not computed again
         planner = _Planner(analysis, dict(deadline))
@@ -97,21 +104,38 @@ def schedule(analysis: Analysis, limits: Limits) -> Schedule:
         deadline = planner.deadline
     else:
         raise AssertionError("the schedule does not settle")
-    _check_sizes(analysis, loops, planner.requested, limits)
+    _check_sizes(analysis, loops, planner.requested, limits, total)
     return Schedule(analysis, loops, planner.late)
 
 
-def _check_sizes(analysis: Analysis, loops: list[Loop], requested: Iterable[Value], limits: Limits) -> None:
-    """Refuse whole values that carry the cut axis, or that come from a completed one, and are too large."""
-    steps = (step for loop in loops for step in loop.steps)
-    for step, ref in ((step, ref) for step in steps for ref in step.refs):
+def _check_sizes(analysis: Analysis, loops: list[Loop], requested: Iterable[Value], limits: Limits, total: int) -> None:
+    """Find whole values that carry the cut axis, or that come from a completed one, and are too large."""
+    found: dict[Value, tuple[Node, str]] = {}
+    reads = [(step.node, ref) for loop in loops for step in loop.steps for ref in step.refs]
+    for node, ref in reads:
         if ref.how == "slice" and ref.value.producer and isinstance(analysis.fact(ref.value).placement, Whole):
-            check_size(ref.value, WHOLE, step.node, "reads, tile by tile, a value that is made whole", limits)
+            found.setdefault(ref.value, (node, "reads, tile by tile, a value that is made whole"))
     sources = {c.value for c in analysis.completions if isinstance(c.placement, Tiled)}
     grown = depends(analysis.graph, sources) if sources else set()
     for value in requested:
         if value in grown and value.producer and isinstance(analysis.fact(value).placement, Whole):
-            check_size(value, WHOLE, value.producer, "makes a whole value from one that had to be completed", limits)
+            found.setdefault(value, (value.producer, "makes a whole value from one that had to be completed"))
+    whole = {v for v in (*found, *requested) if isinstance(analysis.fact(v).placement, Whole)}
+    large = [v for v in whole if v.nbytes > limits.largest]
+    if promoted := {v: cut for v in large if (cut := _cut_of(v, total)) is not None}:
+        raise Promote(promoted)
+    for value, (node, reason) in found.items():
+        check_size(value, WHOLE, node, reason, limits)
+
+
+def _cut_of(value: Value, total: int) -> Tiled | None:
+    """A dimension of the cut axis' length along which a whole value can be made tile by tile, the first that can."""
+    node = value.producer
+    if node is None or len(node.outputs) > 1 or node.name not in RULES:
+        return None
+    pull = RULES[node.name].pull
+    cuts = (Tiled(dim) for dim, size in enumerate(value.shape) if size == total)
+    return next((cut for cut in cuts if pull is not None and pull(node, cut) is not None), None)
 
 
 def runs_once(analysis: Analysis, node: Node) -> bool:
@@ -213,18 +237,22 @@ class _Planner:
             alone = len(readers) <= (part is not value)
             summed = move.outs[0] == Partial("sum") and alone
             from_tiles = any(isinstance(p, Tiled) for p in move.ins)
-            if summed and node.name in ("add", "add_any") and self.computes(part, d):
-                if all(isinstance(self.analysis.fact(v).placement, Partial) for v in node.inputs):
-                    if not any((node, i) in self.analysis.completed for i in range(2)):
-                        stack.extend(reversed(node.inputs))
-                        continue
-            if summed and from_tiles and RULES[node.name].accumulate and self.computes(part, d):
+            computed = summed and self.computes(part, d)
+            if computed and node.name in ("add", "add_any") and self.all_parts(node):
+                stack.extend(reversed(node.inputs))
+                continue
+            if computed and from_tiles and RULES[node.name].accumulate:
                 terms.append(self.step(node, move, d, loop))
             else:
                 ref = self.resolve(part, self.analysis.fact(part).placement, d, loop)
                 self.emit(ref, d, loop)
                 terms.append(ref)
         return Update(value, tuple(terms))
+
+    def all_parts(self, node: Node) -> bool:
+        """Whether a node's operands are all partial results that it reads as such."""
+        parts = all(isinstance(self.analysis.fact(v).placement, Partial) for v in node.inputs)
+        return parts and not any((node, i) in self.analysis.completed for i in range(len(node.inputs)))
 
     def computes(self, value: Value, d: int) -> bool:
         """Whether loop `d` has to compute the value: no earlier loop stored it."""
@@ -251,8 +279,8 @@ class _Planner:
         node = value.producer
         if node is None or value in self.analysis.inputs or len(node.outputs) > 1 or node.name not in RULES:
             return None
-        pull = RULES[node.name].pull
-        return pull(node, want) if pull is not None else None
+        rule = RULES[node.name]
+        return rule.pull(node, want) if rule.pull is not None and not rule.heavy else None
 
     def emit(self, root: Ref, d: int, loop: Loop) -> None:
         """Append the steps that compute `root`, operands first."""

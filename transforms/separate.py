@@ -1,7 +1,7 @@
 """Losses that are nonlinear in a sum over the tiles (a perplexity, the log of a mean) in one loop.
 
-The gradient of `g(p)`, `p` a sum over tiles, is `g'(p)` times that of `p`. Only the first factor needs the whole sum, so
-the loop forms the gradient of `p` itself and the factor is applied afterwards: no second loop, nothing recomputed.
+The gradient of `g(p)`, `p` a sum over tiles, is `g'(p)` times that of `p`. Only the first factor needs the whole sum:
+the loop forms the gradient of `p` itself and the factor is applied afterwards, with no second loop.
 """
 
 from __future__ import annotations
@@ -156,9 +156,7 @@ def scales(closed: Any) -> bool:
         if node.name not in LINEAR:
             return False
         allowed = LINEAR[node.name]
-        if allowed is not None and (
-            not set(found) <= set(allowed) or (len(found) > 1 and node.name not in TOGETHER)
-        ):
+        if allowed is not None and (not set(found) <= set(allowed) or (len(found) > 1 and node.name not in TOGETHER)):
             return False
         reached.update(node.outputs)
     return True

@@ -1,9 +1,9 @@
 """`tile`: run any function a slice at a time along one axis. Start reading here.
 
-    arguments.py   which arrays are cut                 schedule.py  placements -> loops
-    graph.py       a jaxpr as a flat graph              lower.py     loops -> lax.scan
-    propagate.py   a placement for every value          derive.py    derivatives, again tiled
-    rules/         what each primitive does to one      plan.py      what was done, in bytes and FLOPs
+arguments.py   which arrays are cut                 schedule.py  placements -> loops
+graph.py       a jaxpr as a flat graph              lower.py     loops -> lax.scan
+propagate.py   a placement for every value          derive.py    derivatives, again tiled
+rules/         what each primitive does to one      plan.py      what was done, in bytes and FLOPs
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
 from jaxtyping import DTypeLike
 
@@ -89,7 +90,7 @@ def tile(
         """Tell how the call with these arguments (arrays or `jax.ShapeDtypeStruct`s) is tiled, without running it."""
         return explain(tracer.trace(args, kwargs)[0].program)
 
-    tiled.plan = plan  # ty: ignore[unresolved-attribute]
+    tiled.plan = plan  # ty: ignore[missing-attribute]
     return tiled
 
 
@@ -135,14 +136,14 @@ class _Tracer:
         arrays = [x for x in leaves if is_array(x)]
         static = [None if is_array(x) else (type(x), x) for x in leaves]
         placements, total = place(self.fn, self.axis, args, kwargs)
-        key = (tree, tuple(static), tuple(map(_aval, arrays)), tuple(placements), jax.config.jax_enable_x64)
+        key = (tree, tuple(static), tuple(map(_aval, arrays)), tuple(placements), jax.dtypes.canonicalize_dtype(float))
         try:
             if (known := self.cache.get(key)) is not None:
                 return known, arrays
         except TypeError:  # a static leaf cannot be hashed
             return self._trace(leaves, tree, placements, total), arrays
         traced = self._trace(leaves, tree, placements, total)
-        if not any(isinstance(c, jax.core.Tracer) for c in traced.consts):
+        if not any(isinstance(c, Tracer) for c in traced.consts):
             self.cache[key] = traced
         return traced, arrays
 

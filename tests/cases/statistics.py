@@ -203,7 +203,7 @@ def global_norm_scaling(w, h):
     return x / jnp.linalg.norm(x)
 
 
-@case(args=lambda d: (d(D, 5), d(N, D)), axis=(None, 0))
+@case(args=lambda d: (d(D, 5), d(N, D)), axis=(None, 0), bitwise=True)
 def quantise_by_absolute_maximum(w, h):
     x = h @ w
     scale = jnp.abs(x).max(axis=0)

@@ -47,6 +47,8 @@ class Case:
       x64: whether the function keeps float64 arguments in float64.
       forward_mode: whether the untiled function has one (`jax.custom_vjp` does not).
       differentiable: whether some gradient is nonzero.
+      bitwise: the gradient looks for a maximum among recomputed values; without XLA's optimisation a small product
+        rounds differently in two loops, so every n is compiled in full.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Case:
     x64: bool = True
     forward_mode: bool = True
     differentiable: bool = True
+    bitwise: bool = False
 
     def draw(self) -> tuple[tuple, dict]:
         """Return the positional and keyword arguments, the same at every call."""

@@ -54,6 +54,7 @@ class Rule:
     localise: Localise | None = None
     emit: Emit | None = None
     accumulate: Accumulate | None = None
+    heavy: bool = False  # pulled only where the whole result would be too large
 
 
 RULES: dict[str, Rule] = {}
@@ -128,5 +129,7 @@ def shrinks(node: Node, operand: int) -> bool:
     return math.prod(node.outputs[0].shape) <= math.prod(node.inputs[operand].shape)
 
 
-def all_whole(placements: Sequence[Placement]) -> bool:
-    return all(isinstance(p, Whole) for p in placements)
+def only_sums(placements: Sequence[Placement]) -> bool:
+    """Whether there are partial sums among the operands, and otherwise only Whole ones."""
+    found = {p for p in placements if not isinstance(p, Whole)}
+    return found == {Partial("sum")}

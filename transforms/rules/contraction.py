@@ -53,6 +53,17 @@ def push(node: Node, placements: tuple[Placement, ...]) -> Move:
     return Move((cut.at(out_dim(node, side, cut.dim)),), placements)
 
 
+def pull(node: Node, want: Tiled) -> tuple[Placement, ...]:
+    """One tile of a product of whole operands, from one tile of those that have the dimension."""
+    _, batch = node.params["dimension_numbers"]
+    if want.dim < len(batch[0]):
+        return want.at(int(batch[0][want.dim])), want.at(int(batch[1][want.dim]))
+    left, dim = free_dims(node, 0), want.dim - len(batch[0])
+    if dim < len(left):
+        return want.at(left[dim]), WHOLE
+    return WHOLE, want.at(free_dims(node, 1)[dim - len(left)])
+
+
 def dot(node: Node, lhs: Any, rhs: Any, dtype: Any) -> Any:
     """The node's dot_general with a result of `dtype`, wider than its operands if need be."""
     params = dict(node.params, preferred_element_type=dtype)
@@ -128,7 +139,7 @@ CHUNK = 8 << 20
 
 
 def push_convolution(node: Node, placements: tuple[Placement, ...]) -> Move:
-    """A cut batch stays cut; a cut feature dimension, which is the batch in the gradient of a kernel, is summed over."""
+    """A cut batch stays cut; a cut feature dimension (the batch, in the gradient of a kernel) is summed over."""
     if found := partial(placements):
         raise Complete(found, "is not run on partial sums")
     numbers = node.params["dimension_numbers"]
@@ -155,4 +166,4 @@ def emit_convolution(node: Node, values: list[Any], move: Move, span: Span) -> l
 
 
 register("conv_general_dilated", push=push_convolution, emit=emit_convolution)
-register("dot_general", push=push, emit=emit, accumulate=accumulate)
+register("dot_general", push=push, pull=pull, heavy=True, emit=emit, accumulate=accumulate)

@@ -10,7 +10,7 @@ from jax.extend.core import ClosedJaxpr
 
 from transforms import lower, schedule
 from transforms.graph import CUSTOM_CALLS, REMAT, Node, body, flatten
-from transforms.placement import Partial, Placement, Span, Tiled, Whole
+from transforms.placement import Placement, Span, Whole
 from transforms.propagate import Analysis, Inline, propagate
 from transforms.rules import Complete, Move, partial, refuse_partial, register, tiled
 
@@ -55,7 +55,7 @@ def emit_remat(node: Node, values: list[Any], move: Move, span: Span) -> list[An
 
 
 def push_custom(node: Node, placements: tuple[Placement, ...]) -> Move:
-    """A function with its own derivative rule, in a graph that is still to be differentiated: only placed, never run."""
+    """A function with its own derivative rule, in a graph that is yet to be differentiated: placed, never run."""
     graph = flatten(body(node.params, CUSTOM_CALLS[node.name]))
     found = propagate(graph, placements, None)
     return Region(tuple(found.fact(v).placement for v in graph.outputs), placements, found)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 
 from transforms.graph import Node
-from transforms.placement import WHOLE, Partial, Placement, Span, Tiled, Whole
-from transforms.rules import Complete, Move, aligned, count_once, one_cut, partial, register, shrinks, tiled
+from transforms.placement import WHOLE, Partial, Placement, Tiled, Whole
+from transforms.rules import Complete, Move, aligned, count_once, one_cut, only_sums, partial, register, shrinks, tiled
 
 
 def push(node: Node, placements: tuple[Placement, ...]) -> Move:
@@ -44,7 +42,7 @@ def push_convert(node: Node, placements: tuple[Placement, ...]) -> Move:
 def push_add(node: Node, placements: tuple[Placement, ...]) -> Move:
     """A partial sum plus another, or plus something Whole that is counted once."""
     parts = partial(placements)
-    if parts and not tiled(placements) and {placements[i] for i in parts} == {Partial("sum")}:
+    if only_sums(placements):
         if all(shrinks(node, i) for i in parts):
             return Move((Partial("sum"),), tuple(count_once(p) for p in placements))
         raise Complete(parts, "would make it larger")
@@ -65,18 +63,16 @@ def push_multiply(node: Node, placements: tuple[Placement, ...]) -> Move:
 def push_extremum(node: Node, placements: tuple[Placement, ...]) -> Move:
     """max(running maximum, x): x Whole or another running maximum; likewise min."""
     parts = partial(placements)
-    if parts and not tiled(placements) and {placements[i] for i in parts} == {Partial(node.name)}:
-        if all(shrinks(node, i) for i in parts):
-            return Move((Partial(node.name),), placements)
+    running = parts and not tiled(placements) and {placements[i] for i in parts} == {Partial(node.name)}
+    if running and all(shrinks(node, i) for i in parts):
+        return Move((Partial(node.name),), placements)
     return push(node, placements)
 
 
 def push_select(node: Node, placements: tuple[Placement, ...]) -> Move:
     """Partial sums are chosen between by something Whole."""
-    parts = partial(placements)
-    if parts and isinstance(placements[0], Whole) and not tiled(placements):
-        if {placements[i] for i in parts} == {Partial("sum")}:
-            return Move((Partial("sum"),), (WHOLE, *map(count_once, placements[1:])))
+    if isinstance(placements[0], Whole) and only_sums(placements):
+        return Move((Partial("sum"),), (WHOLE, *map(count_once, placements[1:])))
     return push(node, placements)
 
 
@@ -97,14 +93,13 @@ def push_each(node: Node, placements: tuple[Placement, ...]) -> Move:
     return Move(placements, placements)
 
 
-
-
 COPIES = {"copy", "copy_p", "stop_gradient", "name"}
 
 ELEMENTWISE = """
 abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz conj cos cosh
 digamma eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac is_finite
-le le_to lgamma log log1p logistic lt lt_to nan_to_num ne nextafter not one_minus_square or polygamma population_count pow
+le le_to lgamma log log1p logistic lt lt_to nan_to_num ne nextafter not one_minus_square or
+polygamma population_count pow
 reduce_precision regularized_incomplete_beta rem round rsqrt shift_left shift_right_arithmetic shift_right_logical
 sign sin sinh sqrt square tan tanh threefry2x32 xor zeta integer_pow random_fold_in mulhi
 """.split()

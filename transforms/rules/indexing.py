@@ -193,6 +193,11 @@ def scatter_candidates(node: Node, placements: tuple[Placement, ...]) -> list[tu
     return ways
 
 
+def pull_scatter(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
+    ways = scatter_candidates(node, (want, WHOLE, WHOLE))
+    return next((ins for result, ins in ways if result == want), None)
+
+
 def _cuts_at(*wanted: tuple[Placement, int]) -> list[Tiled]:
     return [p for p, dim in wanted if isinstance(p, Tiled) and p.dim == dim][:1]
 
@@ -231,5 +236,16 @@ def add_at(node: Node, operand: Any, indices: Any, updates: Any) -> Any:
 
 
 register("gather", push=push_gather, pull=pull_gather, emit=emit_gather)
-register("scatter", "scatter-mul", "scatter_mul", "scatter-min", "scatter-max", "scatter_min", "scatter_max", push=push_scatter, emit=emit_scatter)
-register("scatter-add", push=push_scatter, emit=emit_scatter, accumulate=accumulate_scatter)
+register(
+    "scatter",
+    "scatter-mul",
+    "scatter_mul",
+    "scatter-min",
+    "scatter-max",
+    "scatter_min",
+    "scatter_max",
+    push=push_scatter,
+    pull=pull_scatter,
+    emit=emit_scatter,
+)
+register("scatter-add", push=push_scatter, pull=pull_scatter, emit=emit_scatter, accumulate=accumulate_scatter)

@@ -14,6 +14,7 @@ from transforms.rules import (
     Move,
     count_once,
     one_cut,
+    only_sums,
     partial,
     refuse_partial,
     register,
@@ -119,10 +120,8 @@ def localise_reshape(node: Node, move: Move, span: Span) -> dict[str, Any]:
 
 
 def push_concatenate(node: Node, placements: tuple[Placement, ...]) -> Move:
-    if partial(placements) and not tiled(placements):
-        parts = partial(placements)
-        if {placements[i] for i in parts} == {Partial("sum")}:
-            return Move((Partial("sum"),), tuple(map(count_once, placements)))
+    if only_sums(placements):
+        return Move((Partial("sum"),), tuple(map(count_once, placements)))
     cut = one_cut(node, placements)
     if node.params["dimension"] == cut.dim:
         raise Complete(tiled(placements), "joins along the cut axis")
@@ -194,9 +193,8 @@ def push_split(node: Node, placements: tuple[Placement, ...]) -> Move:
 
 
 def push_stack(node: Node, placements: tuple[Placement, ...]) -> Move:
-    if partial(placements) and not tiled(placements):
-        if {placements[i] for i in partial(placements)} == {Partial("sum")}:
-            return Move((Partial("sum"),), tuple(map(count_once, placements)))
+    if only_sums(placements):
+        return Move((Partial("sum"),), tuple(map(count_once, placements)))
     cut = one_cut(node, placements)
     return Move((cut.at(cut.dim + (node.params["axis"] <= cut.dim)),), (cut,) * len(node.inputs))
 
