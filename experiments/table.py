@@ -57,11 +57,10 @@ def _advice(config: configs.Resolved, plan: Plan) -> list[str]:
     lines = []
     tokens, n = config.tokens_per_step, config.tiling.n
     if plan.untiled is not None and plan.untiled.total <= plan.memory.total * 1.02:
-        lines.append(f"  note: at {tokens:,} tokens per step tiling saves nothing, as logits are small beside")
+        lines.append(f"  note: at {tokens:,} tokens per step tiling saves nothing: the table outweighs the logits.")
         if plan.at_scale is not None:
-            tiled, untiled = (size(bytes) for bytes in plan.at_scale)
-            at = f"At {preflight.AT_SCALE:,} tokens the head takes {tiled} tiled, {untiled} untiled."
-            lines.append(f"        the table itself. {at}")
+            tiled, untiled = (size(bytes, digits=1) for bytes in plan.at_scale)
+            lines.append(f"        At {preflight.AT_SCALE:,} the head would take {tiled} tiled, {untiled} untiled.")
     if isinstance(n, int) and tokens // n < preflight.SHORT_TILE <= tokens:
         lines.append(
             f"  note: tiles of {-(-tokens // n)} tokens make slow matrix products; "
