@@ -54,6 +54,7 @@ class Node:
     inputs: list[Value]
     outputs: list[Value]
     source: Any
+    caller: Any  # the source of the call that it was inlined from
     context: Any
     effects: Any = ()
 
@@ -63,8 +64,9 @@ class Node:
 
     @property
     def where(self) -> str:
-        """`file:line (function)` of the user's code."""
-        return source_info_util.summarize(self.source)
+        """`file:line (function)` of the user's code; for an equation of a cached jit, which has none, the call's."""
+        own = source_info_util.summarize(self.source)
+        return own if ":" in own or self.caller is None else source_info_util.summarize(self.caller)
 
     def bind(self, values: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
         """Apply the primitive to `values`; one list of results whatever the primitive returns."""
@@ -116,16 +118,14 @@ def flatten(closed: ClosedJaxpr, *, custom: bool = True, inline: Container[int] 
 
         for eqn in jaxpr.eqns:
             ins = [read(a) for a in eqn.invars]
-            # Equations of a cached inner jit carry no line of their own: report the call's.
-            source = eqn.source_info if has_frame(eqn.source_info) or outer is None else outer
             key = table.get(eqn.primitive.name)
             if eqn.primitive.name in REMAT and id(eqn.params["jaxpr"]) in inline:
                 key = "jaxpr"
             if key:
                 inner = body(eqn.params, key)
-                outs = run(inner.jaxpr, inner.consts, ins, source)
+                outs = run(inner.jaxpr, inner.consts, ins, outer or eqn.source_info)
             else:
-                node = Node(eqn.primitive, plain(eqn.params), ins, [], source, eqn.ctx, eqn.effects)
+                node = Node(eqn.primitive, plain(eqn.params), ins, [], eqn.source_info, outer, eqn.ctx, eqn.effects)
                 outs = node.outputs = [Value(v.aval, node, i) for i, v in enumerate(eqn.outvars)]
                 nodes.append(node)
             env.update(zip(eqn.outvars, outs, strict=True))
@@ -150,11 +150,6 @@ def plain(param: Any) -> Any:
 def as_array(const: Any, aval: Any) -> Any:
     """A literal as an array of its own dtype: JAX writes some as Python numbers."""
     return const if isinstance(const, (jax.Array, Tracer)) else np.asarray(const, aval.dtype)
-
-
-def has_frame(source: Any) -> bool:
-    """Whether a line of user code is known; equations of a cached jit have none."""
-    return source is not None and ":" in source_info_util.summarize(source)
 
 
 def prune(graph: Graph) -> Graph:

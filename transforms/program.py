@@ -40,10 +40,15 @@ class Program:
     wide: frozenset[int] = frozenset()
 
     @functools.cached_property
+    def graph(self) -> Graph:
+        """The program, flat."""
+        return flatten(self.closed)
+
+    @functools.cached_property
     def plan(self) -> Schedule:
         inline: frozenset[int] = frozenset()
         promoted: dict[Value, Tiled] = {}
-        graph = flatten(self.closed)
+        graph = self.graph
         while True:
             try:
                 found = propagate(graph, self.placements, self.limits, promoted)
@@ -87,7 +92,7 @@ class Program:
 
     def differentiable(self, active: Sequence[int]) -> tuple[list[int], list[int]]:
         """The outputs that depend differentiably on the inputs `active`, and those of `active` that matter to them."""
-        graph = self.plan.analysis.graph
+        graph = self.graph
         reached = depends(graph, {graph.inputs[i] for i in active}, differentiably=True)
         outs = [i for i, v in enumerate(graph.outputs) if v in reached and jnp.issubdtype(v.dtype, jnp.inexact)]
         used = _ancestors(graph, [graph.outputs[i] for i in outs])

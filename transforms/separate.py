@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from transforms.graph import Graph, Value, depends, evaluate, flatten
 from transforms.placement import Partial, TileError, Whole
@@ -167,6 +167,8 @@ def has_custom_vjp(jaxpr: Any) -> bool:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name.startswith("custom_vjp"):
             return True
-        if any(has_custom_vjp(getattr(j, "jaxpr", j)) for j in jaxprs_in_params(eqn.params)):
-            return True
+        for param in eqn.params.values():
+            for inner in param if isinstance(param, tuple) else (param,):
+                if isinstance(inner, (Jaxpr, ClosedJaxpr)) and has_custom_vjp(getattr(inner, "jaxpr", inner)):
+                    return True
     return False

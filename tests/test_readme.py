@@ -1,0 +1,29 @@
+"""What the README prints, runs; what it claims of models is what the code says."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from experiments import schema
+from zoo import count_params
+
+README = Path(__file__).parent.parent.joinpath("README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+MODELS = re.findall(r"^\| `(\w+)` \| .* \| ([\d,]+) \|$", README, re.MULTILINE)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.splitlines()[0])
+def test_blocks_run_as_printed(block):
+    exec(compile(block, "README.md", "exec"), {})
+
+
+@pytest.mark.parametrize(("name", "parameters"), MODELS)
+def test_models_have_the_parameters_of_the_table(name, parameters):
+    config, _ = schema.compose([f"model={name}"])
+    assert count_params(config.model.config) == int(parameters.replace(",", ""))
+
+
+def test_every_model_is_in_the_table():
+    files = Path(__file__).parent.parent.joinpath("conf", "model").glob("*.yaml")
+    assert {f.stem for f in files} == {name for name, _ in MODELS}
