@@ -37,7 +37,9 @@ def push_broadcast(node: Node, placements: tuple[Placement, ...]) -> Move:
         return Move((placements[0],), placements)
     refuse_partial(node, placements, "would make it larger")
     cut = one_cut(node, placements)
-    return Move((cut.at(int(node.params["broadcast_dimensions"][cut.dim])),), placements)
+    dim = int(node.params["broadcast_dimensions"][cut.dim])
+    copies = node.outputs[0].shape[dim] // max(1, node.inputs[0].shape[cut.dim])  # of an axis of length 1
+    return Move((Tiled(dim, cut.major * copies, cut.minor),), placements)
 
 
 def pull_broadcast(node: Node, want: Tiled) -> tuple[Placement, ...]:
