@@ -245,7 +245,7 @@ def localise_dynamic_slice(node: Node, move: Move, span: Span) -> dict[str, Any]
 
 def push_dynamic_update_slice(node: Node, placements: tuple[Placement, ...]) -> Move:
     operand, update, *starts = placements
-    if Partial("sum") in (operand, update) and not tiled(placements) and not partial(starts):
+    if only_sums(placements) and not partial(starts):
         return Move((Partial("sum"),), (count_once(operand), count_once(update), *starts))
     cut = one_cut(node, placements)
     if any(i > 1 for i in tiled(placements)):
