@@ -272,7 +272,9 @@ def emit_iota(node: Node, values: list[Any], move: Move, span: Span) -> list[Any
     local = span.local_shape(shape, cut)
     if not isinstance(cut, Tiled) or cut.dim != dim:
         return [lax.broadcasted_iota(dtype, local, dim)]
-    return [lax.broadcast_in_dim(span.positions(cut, dtype), local, (dim,))]
+    # Counted in a dtype that holds every position: in a narrow one, start and offset would be rounded one by one.
+    exact = dtype if lax.dtype(dtype).itemsize > 4 else "int32"
+    return [lax.broadcast_in_dim(span.positions(cut, exact).astype(dtype), local, (dim,))]
 
 
 register("broadcast_in_dim", push=push_broadcast, pull=pull_broadcast, localise=localise_shape)
