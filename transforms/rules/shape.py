@@ -87,6 +87,8 @@ def pull_squeeze(node: Node, want: Tiled) -> tuple[Placement, ...]:
 
 def carry(cut: Tiled, old: tuple[int, ...], new: tuple[int, ...]) -> Tiled | None:
     """Where the factor `L` of `old[cut.dim] = major * L * minor` stands in `new`, if it stays in one piece."""
+    if 0 in old:
+        return None
     length = old[cut.dim] // (cut.major * cut.minor)
     ahead = math.prod(old[: cut.dim]) * cut.major
     for dim, size in enumerate(new):
