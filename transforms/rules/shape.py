@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
 
 from transforms.graph import Node
@@ -275,7 +276,7 @@ def emit_iota(node: Node, values: list[Any], move: Move, span: Span) -> list[Any
     if not isinstance(cut, Tiled) or cut.dim != dim:
         return [lax.broadcasted_iota(dtype, local, dim)]
     # Counted in a dtype that holds every position: in a narrow one, start and offset would be rounded one by one.
-    exact = dtype if lax.dtype(dtype).itemsize > 4 else "int32"
+    exact = dtype if jnp.dtype(dtype).itemsize > 4 else "int32"
     return [lax.broadcast_in_dim(span.positions(cut, exact).astype(dtype), local, (dim,))]
 
 
