@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from transforms.graph import Node, Value, constant
-from transforms.placement import WHOLE, Partial, Placement, Span, Tiled, Whole
+from transforms.placement import WHOLE, Partial, Placement, Span, Tiled, Whole, identity
 from transforms.rules import Complete, Move, count_once, partial, refuse_partial, register, shrinks, tiled
 
 ARBITRARY = "looks up arbitrary places along the cut axis"
@@ -86,9 +87,19 @@ def batch_dims(rank: int, window: tuple[int, ...]) -> list[int]:
     return [d for d in range(rank) if d not in window]
 
 
+def fills_alike(node: Node, operand: Partial) -> bool:
+    """Whether what stands in for places out of bounds is the same after the tiles' parts are combined."""
+    if node.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP or operand.op not in ("sum", "prod"):
+        return True
+    fill, exact = node.params["fill_value"], not jnp.issubdtype(node.outputs[0].dtype, jnp.inexact)
+    return not exact if fill is None else bool(np.isnan(fill) or fill == identity(operand.op, node.outputs[0].dtype))
+
+
 def push_gather(node: Node, placements: tuple[Placement, ...]) -> Move:
     operand, indices = placements
     if isinstance(operand, Partial) and isinstance(indices, Whole) and shrinks(node, 0):
+        if not fills_alike(node, operand):
+            raise Complete([0], "fills in a value that each tile would add")
         return Move((operand,), placements)
     refuse_partial(node, placements)
     numbers = node.params["dimension_numbers"]
