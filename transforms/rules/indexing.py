@@ -22,6 +22,8 @@ def is_position(value: Value, dim: int, column: int | None = None) -> bool:
     """
     if value.const is not None or value.producer is None:
         return _is_arange(value.const, dim, column)
+    if not jnp.issubdtype(value.dtype, jnp.integer) or jnp.iinfo(value.dtype).max < value.shape[dim] - 1:
+        return False
     node, source = value.producer, value.producer.inputs[0] if value.producer.inputs else value
     match node.name:
         case "iota":
