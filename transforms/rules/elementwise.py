@@ -30,11 +30,14 @@ def push_linear(node: Node, placements: tuple[Placement, ...]) -> Move:
 
 
 def push_convert(node: Node, placements: tuple[Placement, ...]) -> Move:
+    """Between floats, and to narrower integers, a conversion commutes with a sum."""
     source, target = node.inputs[0].dtype, node.outputs[0].dtype
-    exact = jnp.issubdtype(target, jnp.inexact) or (
-        jnp.issubdtype(target, jnp.integer) and jnp.issubdtype(source, jnp.integer)
-    )
-    if isinstance(placements[0], Partial) and placements[0].op == "sum" and exact and source != jnp.bool_:
+    if jnp.issubdtype(source, jnp.inexact):
+        linear = jnp.issubdtype(target, jnp.inexact)
+    else:  # integers wrap around: a tile's part may where the sum does not
+        narrows = jnp.issubdtype(target, jnp.integer) and target.itemsize <= source.itemsize
+        linear = narrows or (jnp.issubdtype(target, jnp.inexact) and source in (jnp.int32, jnp.int64))
+    if isinstance(placements[0], Partial) and placements[0].op == "sum" and linear:
         return Move(placements, placements)
     return push(node, placements)
 
