@@ -107,8 +107,8 @@ reduce_precision regularized_incomplete_beta rem round rsqrt shift_left shift_ri
 sign sin sinh sqrt square tan tanh threefry2x32 xor zeta integer_pow random_fold_in mulhi
 """.split()
 
-register(*ELEMENTWISE, "complex", push=push, pull=pull)
-register("neg", "real", "imag", *COPIES, push=push_linear, pull=pull)
+register(*ELEMENTWISE, "complex", "real", "imag", push=push, pull=pull)
+register("neg", *COPIES, push=push_linear, pull=pull)
 register("convert_element_type", push=push_convert, pull=pull)
 register("add", "add_any", "sub", push=push_add, pull=pull)
 register("mul", "div", push=push_multiply, pull=pull)
