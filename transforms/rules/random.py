@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from transforms.graph import Node
 from transforms.placement import Placement, Tiled
-from transforms.rules import Move, one_cut, register
+from transforms.rules import Complete, Move, one_cut, register
 
 
 def push_leading(node: Node, placements: tuple[Placement, ...]) -> Move:
     """The result has the operand's dimensions first, then its own."""
     cut = one_cut(node, placements)
+    if cut.dim >= len(node.outputs[0].shape):
+        raise Complete([0], "takes the cut axis apart")
     return Move((cut,) * len(node.outputs), placements)
 
 
