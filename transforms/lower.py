@@ -129,15 +129,8 @@ def _initial(update: Update, placement: Any, span: Span, broad: bool) -> Any:
     sums = broad or placement == Partial("sum")
     dtype = span.wide(value.dtype) if sums else value.dtype
     if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(
-            jnp.zeros((*value.shape, *_key_shape(value)), jnp.uint32), impl=jax.random.key_impl(value.aval)
-        )
+        return lax.full(value.shape, 0, dtype)
     return jnp.full(value.shape, identity(op, dtype))
-
-
-def _key_shape(value: Value) -> tuple[int, ...]:
-    key = jax.eval_shape(lambda k: jax.random.key_data(k), jax.ShapeDtypeStruct((), value.dtype))
-    return tuple(key.shape)
 
 
 def _apply(update: Update, result: Any, placement: Any, tiles: Tiles, env: Env, span: Span, broad: bool) -> Any:
