@@ -75,9 +75,9 @@ def _through_reshape(node: Node, value: Value, source: Value, dim: int, column: 
     return last == len(source.shape) - 1 and last != back[dim] and is_position(source, back[dim], column)
 
 
-def find_position(indices: Value, column: int, size: int) -> int | None:
-    """The batch dimension of `indices`, of length `size`, whose position its column holds."""
-    dims = (d for d in range(len(indices.shape) - 1) if indices.shape[d] == size)
+def find_position(indices: Value, column: int, size: int, batching: tuple[int, ...]) -> int | None:
+    """The dimension of `indices`, of length `size`, whose position its column holds; not one paired with another."""
+    dims = (d for d in range(len(indices.shape) - 1) if indices.shape[d] == size and d not in batching)
     return next((d for d in dims if is_position(indices, d, column)), None)
 
 
@@ -112,7 +112,8 @@ def push_gather(node: Node, placements: tuple[Placement, ...]) -> Move:
         if dim in pairs:
             other = pairs[dim]
         elif dim in numbers.start_index_map and node.params["slice_sizes"][dim] == 1:
-            found = find_position(node.inputs[1], numbers.start_index_map.index(dim), node.inputs[0].shape[dim])
+            column, size = numbers.start_index_map.index(dim), node.inputs[0].shape[dim]
+            found = find_position(node.inputs[1], column, size, numbers.start_indices_batching_dims)
             if found is None:
                 raise Complete([0], ARBITRARY)
             other = found
@@ -185,11 +186,12 @@ def scatter_candidates(node: Node, placements: tuple[Placement, ...]) -> list[tu
     window = [d for d in range(len(node.inputs[0].shape)) if d not in numbers.inserted_window_dims]
     window = [d for d in window if d not in numbers.operand_batching_dims]
     windows = list(zip(window, numbers.update_window_dims, strict=True))
+    paired = numbers.scatter_indices_batching_dims
     positions = [
         (dim, found)
         for column, dim in enumerate(numbers.scatter_dims_to_operand_dims)
         if dim in numbers.inserted_window_dims
-        and (found := find_position(node.inputs[1], column, node.inputs[0].shape[dim])) is not None
+        and (found := find_position(node.inputs[1], column, node.inputs[0].shape[dim], paired)) is not None
     ]
     ways: list[tuple[Placement, tuple[Placement, ...]]] = []
     for o, i in [*batched, *positions]:
