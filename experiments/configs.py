@@ -244,7 +244,7 @@ class Run:
     steps: int | None = option(None, "training steps")
     batch_size: int | None = option(None, "sequences per step")
     seq_len: int | None = option(None, "tokens per sequence")
-    log_every: int = option(1, "steps between lines when the output is not a terminal")
+    log_every: int | None = option(None, "steps between lines when the output is not a terminal")
 
     def __post_init__(self):
         positive(self, "", "steps", "batch_size", "seq_len", "log_every")
@@ -259,6 +259,7 @@ class Resolved(Run):
     steps: int
     batch_size: int
     seq_len: int
+    log_every: int
 
     @property
     def tokens_per_step(self) -> int:

@@ -47,7 +47,7 @@ class Scale:
 
 SCALES = {
     "cpu": (
-        Scale(6e6, 8, 256, 180, 8),
+        Scale(6e6, 8, 256, 160, 8),
         Scale(6e7, 8, 256, 50, 4),
         Scale(6e8, 2, 256, 10, 2),
         Scale(float("inf"), 1, 128, 4, 1),
@@ -159,6 +159,7 @@ def resolve(config: configs.Run, device: Device) -> tuple[configs.Resolved, dict
         return dataclasses.replace(part, **open_values)
 
     config = choose(config, "", steps=scale.steps, batch_size=scale.batch_size, seq_len=scale.seq_len)
+    config = dataclasses.replace(config, log_every=config.log_every or max(1, config.steps // 20))
     resolved = configs.Resolved(**{field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
     hardware = choose(
         config.hardware,

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from experiments.table import quantity, size
+from experiments.table import digits, quantity, size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ def _words(record: Record) -> str:
     if record.bits_per_byte is not None:
         words.append(f"{record.bits_per_byte:.3f} bits/byte")
     if record.tokens_per_second is not None and record.seconds is not None:
-        words += [f"{quantity(record.tokens_per_second)} tok/s", f"{record.seconds:.2g} s"]
+        words += [f"{quantity(record.tokens_per_second)} tok/s", f"{digits(record.seconds)} s"]
     if record.memory_bytes is not None:
         words.append(size(record.memory_bytes, digits=1))
     return "  ".join(words)

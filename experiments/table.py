@@ -17,11 +17,16 @@ def size(count: float, digits: int = 2) -> str:
 
 
 def quantity(value: float, unit: str = "") -> str:
-    """Return a number with a decimal prefix: `1.93 TFLOP`."""
-    for prefix, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+    """Return a number to three digits with a decimal prefix: `1.93 TFLOP`, `2.10k`."""
+    for prefix, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0)):
         if value >= scale:
-            return f"{value / scale:.3g}{prefix}{unit}" if not unit else f"{value / scale:.3g} {prefix}{unit}"
-    return f"{value:.3g} {unit}".rstrip()
+            break
+    return f"{digits(value / scale)}{' ' if unit else ''}{prefix}{unit}"
+
+
+def digits(value: float) -> str:
+    """Return a number to three significant digits, trailing zeros kept so that columns stay in line."""
+    return f"{value:#.3g}".rstrip(".")
 
 
 def render(name: str, config: configs.Resolved, plan: Plan, device: Device, optimizer: str) -> str:
@@ -57,7 +62,7 @@ def _advice(config: configs.Resolved, plan: Plan) -> list[str]:
     lines = []
     tokens, n = config.tokens_per_step, config.tiling.n
     if plan.untiled is not None and plan.untiled.total <= plan.memory.total * 1.02:
-        lines.append(f"  note: at {tokens:,} tokens per step tiling saves nothing: the table outweighs the logits.")
+        lines.append(f"  note: at {tokens:,} tokens per step tiling saves nothing: logits are a small part.")
         if plan.at_scale is not None:
             tiled, untiled = (size(bytes, digits=1) for bytes in plan.at_scale)
             lines.append(f"        At {preflight.AT_SCALE:,} the head would take {tiled} tiled, {untiled} untiled.")

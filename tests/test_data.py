@@ -17,7 +17,7 @@ def make(tmp_path):
         words = [*overrides, f"data.cache={tmp_path / 'cache'}", f"seed={seed}"]
         config, _ = schema.compose(words)
         fields = {f: getattr(config, f) for f in config.__dataclass_fields__}
-        sizes = {"steps": 1, "batch_size": batch_size, "seq_len": seq_len}
+        sizes = {"steps": 1, "log_every": 1, "batch_size": batch_size, "seq_len": seq_len}
         return data.open_source(configs.Resolved(**{**fields, **sizes}))
 
     return open_source

@@ -60,7 +60,7 @@ def test_plain_lines_where_there_is_no_terminal():
     progress.close()
     lines = stream.getvalue().splitlines()
     assert [line.split()[1] for line in lines] == ["1/50", "20/50", "40/50", "50/50"]
-    assert "loss 4.715  6.802 bits/byte  4.1k tok/s  0.5 s  1.0 GiB" in lines[0]
+    assert "loss 4.715  6.802 bits/byte  4.10k tok/s  0.500 s  1.0 GiB" in lines[0]
 
 
 def test_a_bar_on_a_terminal():
