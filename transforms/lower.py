@@ -11,9 +11,10 @@ from jax import lax
 
 from transforms import rules
 from transforms.graph import Node, Value, evaluate, read
+from transforms.loops import Loop, Ref, Schedule, Step, Update
 from transforms.placement import COMBINE, Partial, Span, Tiled, identity
 from transforms.rules.contraction import dot
-from transforms.schedule import Loop, Ref, Schedule, Step, Update, runs_once
+from transforms.schedule import runs_once
 
 Env = dict[Value, Any]
 Tiles = dict[tuple[Value, Any], Any]  # what a tile computed, by value and placement
@@ -194,7 +195,8 @@ def compute(loop: Loop, env: Env, known: Tiles, span: Span, broad: Set[Value] = 
             tiles[(value, "wide")], tiles[step.keys[0]] = wide, wide.astype(value.dtype)
             continue
         values = [fetch(ref, tiles, env, span) for ref in step.refs]
-        if Partial("sum") in step.move.outs and Partial("sum") in step.move.ins and step.node.name in LINEAR:
+        sums = Partial("sum") in step.move.outs and Partial("sum") in step.move.ins
+        if sums and rules.RULES[step.node.name].emit is None:
             results = combine_partials(step.node, values, span)
         else:
             results = rules.run(step.node, values, step.move, span)
@@ -214,10 +216,3 @@ def _wide(step: Step, tiles: Tiles, env: Env, span: Span, broad: Set[Value]) -> 
     if source is None:
         return None
     return source if node.name == "convert_element_type" else rules.run(node, [source], step.move, span)[0]
-
-
-LINEAR = frozenset(
-    """add add_any sub neg mul div convert_element_type copy copy_p reshape transpose squeeze broadcast_in_dim
-    reduce_sum slice rev concatenate pad select_n dynamic_slice dynamic_update_slice gather cumsum split stack unstack
-    dot_general real imag stop_gradient name""".split()
-)

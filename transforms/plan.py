@@ -9,10 +9,10 @@ from collections.abc import Iterable
 import jax.numpy as jnp
 
 from transforms.graph import Graph, Node, Value, flops
+from transforms.loops import Loop
 from transforms.placement import Span, Tiled
 from transforms.program import Program
 from transforms.propagate import human
-from transforms.schedule import Loop
 
 
 @dataclasses.dataclass(frozen=True)

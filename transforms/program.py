@@ -13,10 +13,11 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from transforms import lower, rules  # noqa: F401
 from transforms.graph import Graph, Value, depends, flatten, nbytes
+from transforms.loops import Schedule
 from transforms.placement import WHOLE, Placement, Tiled
 from transforms.propagate import Inline, Limits, Promote, propagate
 from transforms.rules import contraction, control_flow, elementwise, indexing, random, reduction, shape  # noqa: F401
-from transforms.schedule import Schedule, schedule
+from transforms.schedule import schedule
 from transforms.separate import Separation, has_custom_vjp, scales, separate
 
 

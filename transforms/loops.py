@@ -1,0 +1,83 @@
+"""What a schedule is made of: loops over the tiles, their steps, and how results are accumulated."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, NamedTuple
+
+from transforms.graph import Node, Value, flops
+from transforms.placement import Partial, Placement
+from transforms.propagate import Analysis
+from transforms.rules import Move
+
+
+class Ref(NamedTuple):
+    """An operand as a loop reads it.
+
+    `whole`: the whole value; `slice`: this tile of the whole value; `once`: the whole value on the first tile and 0 on
+    the others; `tile`: what a step of this loop computed.
+    """
+
+    value: Value
+    want: Placement
+    how: Literal["whole", "slice", "once", "tile"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Step:
+    """Run `node` on one tile."""
+
+    node: Node
+    move: Move
+    refs: tuple[Ref, ...]
+    keys: tuple[tuple[Value, Placement], ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Update:
+    """How one tile changes a result: terms are added (or, if Tiled, written) one after the other.
+
+    A term is a step whose rule adds to the accumulator itself, or a reference to what the loop computed.
+    """
+
+    value: Value
+    terms: tuple[Step | Ref, ...]
+
+
+@dataclasses.dataclass
+class Loop:
+    steps: list[Step] = dataclasses.field(default_factory=list)
+    updates: list[Update] = dataclasses.field(default_factory=list)
+    reads: dict[Value, None] = dataclasses.field(default_factory=dict)  # whole values, ready before the loop
+
+    @property
+    def nodes(self) -> list[Node]:
+        terms = [t for u in self.updates for t in u.terms if isinstance(t, Step)]
+        return [s.node for s in (*self.steps, *terms)]
+
+    def light(self, facts: Analysis) -> bool:
+        """Whether one pass over whole arrays does as well as tiles: sums of what is no larger than the inputs read.
+
+        Only sums: a maximum is compared, later, with values that must come out the same to the last bit.
+        """
+        refs = [r for s in self.steps for r in s.refs] + [
+            r for u in self.updates for r in u.terms if isinstance(r, Ref)
+        ]
+        read = max((r.value.nbytes for r in refs if r.how == "slice"), default=0)
+        made = max((v.nbytes for s in self.steps for v in s.node.outputs), default=0)
+        if any(n.effects for n in self.nodes):
+            return False
+        sums = all(facts.fact(u.value).placement == Partial("sum") for u in self.updates)
+        return sums and made <= read and not any(flops(n) or n.name == "conv_general_dilated" for n in self.nodes)
+
+
+@dataclasses.dataclass
+class Schedule:
+    analysis: Analysis
+    loops: list[Loop]
+    late: set[Value]  # partial results that are computed from another one after the loop
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of the matrix products in all loops."""
+        return sum(flops(node) for loop in self.loops for node in loop.nodes)
