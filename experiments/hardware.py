@@ -78,10 +78,7 @@ def prepare(platform: Platform) -> Device:
     Raises:
         HardwareError: there is no such device.
     """
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
-    if platform is not Platform.auto:
-        os.environ["JAX_PLATFORMS"] = {"gpu": "cuda,rocm"}.get(platform.value, platform.value)
     import logging
 
     import jax
@@ -91,8 +88,10 @@ def prepare(platform: Platform) -> Device:
     logging.getLogger("jax").setLevel(logging.ERROR)
     jax.config.update("jax_compilation_cache_dir", str(user_cache() / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    if platform is Platform.cpu:
+        jax.config.update("jax_platforms", "cpu")  # or a GPU would be started too
     try:
-        device = jax.devices()[0]
+        device = jax.devices(None if platform is Platform.auto else platform.value)[0]
     except RuntimeError as error:
         raise HardwareError(
             f"hardware={platform.value} is not there: {str(error).splitlines()[0]}. "

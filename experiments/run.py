@@ -4,6 +4,7 @@ JAX is imported only once the configuration is known to be right.
 """
 
 import itertools
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,7 @@ def main(argv: list[str]) -> int:
         if "--cfg" in argv:
             print(dump(config, argv), end="")
             return 0
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's own log: errors only
         from experiments.session import start  # from here on JAX may be imported
 
         return start(config, choices, argv)

@@ -18,9 +18,8 @@ def size(count: float, digits: int = 2) -> str:
 
 def quantity(value: float, unit: str = "") -> str:
     """Return a number to three digits with a decimal prefix: `1.93 TFLOP`, `2.10k`."""
-    for prefix, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0)):
-        if value >= scale:
-            break
+    scales = {"P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3}
+    prefix, scale = next(((p, s) for p, s in scales.items() if value >= s), ("", 1.0))
     return f"{digits(value / scale)}{' ' if unit else ''}{prefix}{unit}"
 
 

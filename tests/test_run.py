@@ -162,7 +162,7 @@ def test_what_cannot_run_says_so_before_compiling(start, overrides, message, cap
 
 
 def test_a_missing_device_is_named(monkeypatch, capsys):
-    def devices():
+    def devices(platform):
         raise RuntimeError("Unable to initialize backend 'tpu'\nlong story")
 
     monkeypatch.setattr(jax, "devices", devices)
