@@ -101,8 +101,8 @@ COPIES = {"copy", "copy_p", "stop_gradient", "name"}
 ELEMENTWISE = """
 abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz conj cos cosh
 digamma eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac is_finite
-le le_to lgamma log log1p logistic lt lt_to nan_to_num ne nextafter not one_minus_square or
-polygamma population_count pow
+le le_to lgamma log log1p log2 logistic lt lt_to nan_to_num ne nextafter not one_minus_square or
+polygamma polynomial population_count pow
 reduce_precision regularized_incomplete_beta rem round rsqrt shift_left shift_right_arithmetic shift_right_logical
 sign sin sinh sqrt square tan tanh threefry2x32 xor zeta integer_pow random_fold_in mulhi
 """.split()
