@@ -253,6 +253,7 @@ def add_at(node: Node, operand: Any, indices: Any, updates: Any) -> Any:
 register("gather", push=push_gather, pull=pull_gather, emit=emit_gather)
 register(
     "scatter",
+    "scatter-sub",
     "scatter-mul",
     "scatter_mul",
     "scatter-min",
