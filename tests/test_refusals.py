@@ -1,0 +1,116 @@
+"""What rules say when an operand has to be whole: every reason they know has a case, and none is said of another."""
+
+import ast
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental import io_callback
+
+from transforms import TileError, rules, tile
+from transforms.graph import flatten
+from transforms.placement import WHOLE, Tiled
+from transforms.propagate import Limits, propagate
+from transforms.rules import RULES, Complete, indexing
+
+L, D = 10, 3
+IDS = np.arange(L)[::-1].copy()
+# What a rule says, and functions that it says it of, for `x` [L, D] that is cut; or `x` of another length.
+REFUSED = {
+    "runs along the cut axis": (
+        lambda x: jnp.cumsum(x, 0),
+        lambda x: jnp.sort(x, 0),
+        lambda x: x.argmax(0),
+        lambda x: lax.top_k(x.T, 2),
+        lambda x: lax.reduce_xor(x.astype(int), (0,)),
+    ),
+    "has operands that are cut along different dimensions": (
+        lambda x: x[:, :1] + x[:, :1].T,
+        lambda x: x @ x.T,
+        lambda x: (x[:, :1] * jnp.ones((1, L))) @ x,
+        lambda x: x.T[x[:, 0].astype(int)],
+    ),
+    "removes the cut axis, whose length is 1": ((lambda x: lax.squeeze(x, (0,)), 1),),
+    "permutes while it reshapes": (lambda x: lax.reshape(x, (D * L,), (1, 0)),),
+    "splits the cut axis over several dimensions": (lambda x: x.reshape(2, L // 2, D),),
+    "joins along the cut axis": (lambda x: jnp.concatenate([x, x]),),
+    "pads the cut axis": (lambda x: jnp.pad(x, ((0, 1), (0, 0))),),
+    "takes a part of the cut axis": (
+        lambda x: x[1:],
+        lambda x: lax.dynamic_slice_in_dim(x, x.astype(int).sum(), 2),
+        lambda x: jax.vmap(lambda i: lax.dynamic_slice_in_dim(x, i, 2))(jnp.arange(3)),
+    ),
+    "reverses the cut axis": (lambda x: x[::-1],),
+    "splits the cut axis": (lambda x: lax.split(x, (4, 6)),),
+    "takes the cut axis apart": (
+        lambda x: jnp.unstack(x),
+        (lambda x: lax.bitcast_convert_type(x.T.astype(jnp.uint16), jnp.uint32), 2),
+        (lambda x: jax.random.key_data(jax.random.wrap_key_data(x.T.astype(jnp.uint32))), 2),
+    ),
+    "overwrites a part of the cut axis": (lambda x: lax.dynamic_update_slice(x, jnp.ones((1, D)), (0, 0)),),
+    "looks up arbitrary places along the cut axis": (lambda x: x[IDS], lambda x: x.at[IDS].set(1.0)),
+    "slides over the cut axis, or groups it": (
+        lambda x: lax.conv_general_dilated(x.T[None], jnp.ones((D, D, 2)), (1,), "SAME"),
+    ),
+    "is a callback whose results have the whole shape": (
+        lambda x: io_callback(lambda v: v, jax.ShapeDtypeStruct((L, D), jnp.float32), x),
+    ),
+}
+# The same of operands that are parts of a sum, which need one more loop but no more memory: the plan lists them.
+COMPLETED = {
+    "is not linear in it": lambda x: jnp.sin(x.sum(0)),
+    "would make it larger": lambda x: jnp.broadcast_to(x.sum(0), (2, D)),
+    "would not keep a partial sum small": lambda x: jnp.tensordot(x.sum(0), jnp.ones((1, 4)), 0),
+    "is not run on partial sums": lambda x: jnp.convolve(x.sum(0), jnp.ones(2)),
+    "is a checkpointed block, which takes whole values": lambda x: x * jax.checkpoint(jnp.sin)(x.sum(0)),
+    "reports it": lambda x: jax.debug.print("{}", x.sum(0)),
+    "fills in a value that each tile would add": lambda x: x.sum(0).at[jnp.array([9])].get(mode="fill", fill_value=1),
+}
+# Rules that no operand of theirs can bring to say this today: scalars cannot be cut.
+UNREACHED = {
+    "starts at a place that differs from tile to tile": (
+        (lambda x: lax.dynamic_slice(x, (0, x.astype(int)[0, 0]), (L, 1)), (WHOLE, WHOLE, Tiled(0))),
+        (lambda x: lax.dynamic_update_slice(x, x, (0, x.astype(int)[0, 0])), (Tiled(0), Tiled(0), WHOLE, Tiled(0))),
+    ),
+}
+
+
+@pytest.mark.parametrize(("reason", "fn"), [(reason, fn) for reason, fns in REFUSED.items() for fn in fns])
+def test_refusal(reason, fn):
+    fn, length = fn if isinstance(fn, tuple) else (fn, L)
+    with pytest.raises(TileError, match=f"it {re.escape(reason)}, so its operand would have to be whole"):
+        tile(lambda x: fn(jnp.sin(x)), 0, size=4, gather="none").plan(jax.ShapeDtypeStruct((length, D), jnp.float32))
+
+
+@pytest.mark.parametrize("reason", COMPLETED)
+def test_part_of_a_sum_is_completed(reason):
+    closed = jax.make_jaxpr(lambda x: COMPLETED[reason](jnp.sin(x)))(jnp.ones((L, D)))
+    found = propagate(flatten(closed), [Tiled(0)], Limits("none", 0))
+    assert reason in [c.reason for c in found.completions]
+
+
+@pytest.mark.parametrize("reason", UNREACHED)
+def test_rule_asks_for_scalars_to_be_whole(reason):
+    for fn, placements in UNREACHED[reason]:
+        node = next(n for n in flatten(jax.make_jaxpr(fn)(jnp.ones((L, D)))).nodes if n.name.startswith("dynamic"))
+        with pytest.raises(Complete, match=reason):
+            RULES[node.name].push(node, placements)
+
+
+def reasons():
+    """All that the rules say when they ask for an operand to be whole."""
+    for path in pathlib.Path(rules.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = getattr(node.func, "id", "") if isinstance(node, ast.Call) else getattr(node, "name", "")
+            if name in ("Complete", "refuse_partial"):
+                texts = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+                yield from (t for t in texts if " " in t and not t.endswith("."))
+    yield indexing.ARBITRARY
+
+
+def test_every_reason_has_a_case():
+    assert set(reasons()) == {*REFUSED, *COMPLETED, *UNREACHED}
