@@ -1,0 +1,186 @@
+"""Loops as they run: lengths that tiles do not divide, dtypes of accumulators, and products added chunk by chunk."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.helpers import equations
+from transforms import tile
+from transforms.graph import flatten
+from transforms.placement import Span
+from transforms.rules import RULES, contraction
+
+PROFILE = settings(max_examples=12, deadline=None, derandomize=True, database=None)
+compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def scans(fn, *args):
+    """The length of every loop, and the avals that it carries."""
+    jaxpr = jax.make_jaxpr(fn)(*args)
+    found = [e for e in equations(jaxpr) if e.primitive.name == "scan"]
+    return [(e.params["length"], [v.aval for v in e.outvars]) for e in found]
+
+
+def gram(x):
+    return jnp.sin(x).T @ x
+
+
+# --------------------------------------------------------------------------------------------------------------- tails
+
+
+@pytest.mark.parametrize(
+    ("length", "options", "tiles"),
+    [
+        (12, {"n": 4}, [4]),
+        (10, {"n": 4}, [3]),  # and a tail of 1
+        (10, {"n": 6}, [5]),  # tiles of 2: five are enough
+        (10, {"size": 7}, []),  # one tile and a tail
+        (10, {"n": 1}, []),
+        (10, {"size": 99}, []),
+        (10, {"n": 10}, [10]),
+        (1, {"n": 1}, []),
+    ],
+)
+def test_every_element_is_in_one_tile(length, options, tiles):
+    x = jnp.arange(3.0 * length).reshape(length, 3)
+
+    def fn(x):
+        return gram(x), jnp.cos(x) @ x.sum(0), (jnp.sin(x) @ jnp.ones((3, 9))).max()
+
+    tiled = tile(fn, 0, **options)
+    for got, want in zip(tiled(x), fn(x), strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-6, atol=1e-5)
+    assert {count for count, _ in scans(tiled, x)} == set(tiles)
+
+
+@PROFILE
+@given(st.integers(1, 12), st.integers(1, 14))
+def test_cut_results_are_put_where_they_belong(length, size):
+    x = jnp.arange(2 * length).reshape(2, length)
+    got = tile(lambda x: ((x * x).T, jnp.repeat(x[None], 3, 0)), 1, size=size)(x)
+    np.testing.assert_array_equal(got[0], (x * x).T)
+    np.testing.assert_array_equal(got[1], jnp.repeat(x[None], 3, 0))
+
+
+# -------------------------------------------------------------------------------------------------------------- dtypes
+
+
+def carried(fn, *args, **options):
+    """The dtypes of what the loops carry, by shape."""
+    return {a.shape: a.dtype for _, avals in scans(tile(fn, n=4, **options), *args) for a in avals}
+
+
+def test_sums_of_bfloat16_are_accumulated_in_float32():
+    x = jnp.ones((10, 3), jnp.bfloat16)
+    assert carried(gram, x, axis=0)[(3, 3)] == jnp.float32
+    assert tile(gram, 0, 4)(x).dtype == jnp.bfloat16
+    assert carried(gram, x, axis=0, accumulate=jnp.bfloat16)[(3, 3)] == jnp.bfloat16
+
+
+def test_sum_of_bfloat16_loses_nothing_between_tiles():
+    x = jnp.full((1024, 2), 1.0, jnp.bfloat16)
+    fn = lambda x: jnp.einsum("ld,le->de", x, x)
+    np.testing.assert_array_equal(tile(fn, 0, 256)(x), np.full((2, 2), 1024))
+    rounded = tile(fn, 0, 1024, accumulate=jnp.bfloat16)(x)
+    assert (np.asarray(rounded, np.float32) == 256).all()  # 256 + 1 is 256 in bfloat16
+
+
+def test_gradients_of_bfloat16_are_accumulated_in_float32():
+    w, x = jnp.ones((3, 5), jnp.bfloat16), jnp.ones((10, 3), jnp.bfloat16)
+    grad = jax.grad(tile(lambda w, x: jnp.sin(x @ w).astype(jnp.float32).sum(), (None, 0), 4))
+    assert {a.dtype for _, avals in scans(grad, w, x) for a in avals if a.shape == (3, 5)} == {jnp.dtype("float32")}
+    assert grad(w, x).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.int32, jnp.uint32])
+def test_integers_keep_their_dtype(dtype):
+    x = jnp.arange(30).reshape(10, 3).astype(dtype)
+
+    def fn(x):
+        y = jnp.stack([x, 2 * x, x])  # larger than x, so not summed in one piece
+        return y.sum(1, dtype=dtype), y.max(1), y.prod(1, dtype=dtype), x.T @ x
+
+    assert set(carried(fn, x, axis=0).values()) == {jnp.dtype(dtype)}
+    for got, want in zip(tile(fn, 0, 4)(x), fn(x), strict=True):
+        assert got.dtype == want.dtype
+        np.testing.assert_array_equal(got, want)
+
+
+def test_maxima_and_cut_results_keep_their_dtype():
+    x = jnp.ones((10, 3), jnp.bfloat16)
+    dtypes = carried(lambda x: ((x @ jnp.ones((3, 9), x.dtype)).max(0), jnp.sin(x)), x, axis=0)
+    assert dtypes == {(9,): jnp.bfloat16, (10, 3): jnp.bfloat16}
+
+
+def test_complex_sums_stay_complex():
+    x = jnp.arange(30).reshape(10, 3) * (1 + 2j)
+    assert carried(gram, x, axis=0)[(3, 3)] == jnp.complex64
+    np.testing.assert_allclose(tile(lambda x: x.T @ x, 0, 4)(x), x.T @ x, rtol=1e-5)
+
+
+def test_random_keys_can_be_results():
+    keys = jax.random.split(jax.random.key(0), 10)
+    split = lambda keys: jax.vmap(lambda key: jax.random.split(key, 2))(keys)
+    got = tile(split, (0,), 4)(keys)
+    np.testing.assert_array_equal(jax.random.key_data(got), jax.random.key_data(split(keys)))
+
+
+# ----------------------------------------------------------------------------------------------------- chunked products
+
+
+@pytest.fixture
+def chunks(monkeypatch):
+    """Every product is added chunk by chunk, whatever its size, in chunks of this many bytes; counts them."""
+    calls = []
+    chunked = contraction.chunked
+    monkeypatch.setattr(contraction, "SMALL", 0)
+    monkeypatch.setattr(contraction, "chunked", lambda *args: calls.append(1) or chunked(*args))
+
+    def of(size):
+        monkeypatch.setattr(contraction, "CHUNK", size)
+        return calls
+
+    return of
+
+
+@pytest.mark.parametrize("spec", ["ld,lv->dv", "lv,ld->vd", "zld,zlv->zdv", "dl,lv->dv", "ldk,lv->dkv"])
+@pytest.mark.parametrize("size", [1, 50, 80, 1 << 20])
+def test_chunked_accumulation_equals_plain(spec, size, chunks):
+    sizes = {"l": 4, "d": 3, "v": 7, "z": 2, "k": 2}
+    rng = np.random.default_rng(0)
+    sides = spec.split("->")[0].split(",")
+    a, b = (jnp.asarray(rng.integers(-8, 8, [sizes[x] for x in side]), jnp.float32) for side in sides)
+    calls = chunks(size)
+    graph = flatten(jax.make_jaxpr(lambda a, b: jnp.einsum(spec, a, b))(a, b))
+    (node,) = [n for n in graph.nodes if n.name == "dot_general"]
+    operands = [a, b] if node.inputs[0] is graph.inputs[0] else [b, a]
+    total = jnp.asarray(rng.integers(-8, 8, node.outputs[0].shape), jnp.float32)
+    got = compiled(lambda total, *ops: RULES["dot_general"].accumulate(node, list(ops), total, Span(0, 4, 4)))
+    np.testing.assert_array_equal(got(total, *operands), total + node.bind(operands)[0])
+    assert calls
+
+
+@pytest.mark.parametrize("size", [8, 50])
+def test_chunked_gradient_equals_plain(size, chunks):
+    rng = np.random.default_rng(0)
+    w, x = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((3, 7), (10, 3)))
+    loss = lambda w, x: jax.nn.logsumexp((x @ w).astype(jnp.float32), -1).mean()
+    calls = chunks(1 << 30)
+    plain = jax.grad(tile(loss, (None, 0), 3))(w, x)
+    chunks(size)
+    np.testing.assert_allclose(
+        np.asarray(jax.grad(tile(loss, (None, 0), 3))(w, x), np.float32), np.asarray(plain, np.float32), rtol=1e-2
+    )
+    assert calls
+
+
+def test_product_without_free_dimensions_is_added_plainly(chunks):
+    calls = chunks(1)
+    x = jnp.arange(10.0)
+    np.testing.assert_allclose(tile(lambda x: jnp.sin(x) @ x, 0, 3)(x), jnp.sin(x) @ x, rtol=1e-5)
+    assert not calls
