@@ -100,7 +100,7 @@ def test_product_of_whole_arrays_is_pulled_where_it_is_large(used):
         return [(jnp.tanh(p.reshape(L, -1)) * kept[:, None]).sum(0) for p in products]
 
     rng = np.random.default_rng(0)
-    check(fn, (None, None, 0), (rng.normal(size=(L, 2)), rng.normal(size=(2, 40)), KEPT.astype(float)))
+    check(fn, (None, None, 0), (rng.normal(size=(L, 2)), rng.normal(size=(2, 40)), KEPT.astype(float)), (4,))
     assert ("dot_general", "pull") in used
 
 
@@ -117,7 +117,7 @@ def test_primitive_on_parts_of_a_reduction(op, used):
 
     rng = np.random.default_rng(0)
     args = (rng.normal(size=(L, D)), rng.normal(size=(L, D)), rng.uniform(0.5, 2, (4, D)))
-    check(fn, (0, 0, None), args, (1, 3, 4) if op == "sum" else (4,))
+    check(fn, (0, 0, None), args, (1, 4) if op == "sum" else (4,))
     assert set(rows) <= {name for name, part in used if part == op}
 
 
@@ -217,7 +217,7 @@ def test_cut_axis_survives_reshapes(cut, used):
     fns = (positions, looked_up, one_hot, embedded, written, reduced, joined, minor, segments, copied)
     rng = np.random.default_rng(0)
     args = (rng.normal(size=(2, L, D)), rng.normal(size=(D, 4)), rng.integers(0, 4, (2, L)))
-    check(lambda *a: {fn.__name__: fn(*a) for fn in fns}, (cut, None, cut), args, (1, 2) if cut == 0 else (1, 3, 4))
+    check(lambda *a: {fn.__name__: fn(*a) for fn in fns}, (cut, None, cut), args, (2,) if cut == 0 else (1, 4))
     assert ("iota", "pull") in used
 
 
@@ -253,7 +253,7 @@ ONCE_WRONG = {
     ),
     "a difference of unsigned sums": (
         lambda x: (wide(x[:, 0]).sum() - wide(x[:, 1]).sum()).astype(jnp.float32) + jnp.sin(wide(x)).sum(),
-        np.array([[1, 3], [5, 1]] * 5, np.uint32),
+        np.array([[1, 3]] * 5 + [[5, 1]] * 5, np.uint32),
     ),
     "positions in a narrow float": (lambda x: x * jnp.arange(1000, dtype=jnp.bfloat16), np.ones(1000)),
     "the real part of a complex sum": (lambda x: (wide(x) + 0j).sum(0).real, np.ones((L, D))),
