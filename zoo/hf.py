@@ -58,7 +58,7 @@ _IGNORED = frozenset(
     typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
     num_return_sequences remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
     unsloth_fixed unsloth_version
-    """.split()  # noqa: SIM905 (readable, unlike seventy quoted strings)
+    """.split()
 )
 
 
