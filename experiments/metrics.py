@@ -82,14 +82,14 @@ class Progress:
         if self._stream.isatty():
             from tqdm import tqdm
 
-            form = "  {n_fmt}/{total_fmt} {bar} {desc}  {remaining} left"  # the bar takes the width that is left
+            form = "  {n_fmt}/{total_fmt} {bar} {desc}  {remaining}"  # the bar takes the width that is left
             self._bar = tqdm(total=self._steps, file=self._stream, bar_format=form, dynamic_ncols=True)
             self._bar.set_description_str("first step ...")
 
     def show(self, record: Record) -> None:
         """Show one training step."""
         if self._bar is not None:
-            self._bar.set_description_str(_words(record), refresh=False)
+            self._bar.set_description_str(_words(record).replace("/byte", "/B"), refresh=False)
             self._bar.update(record.step - self._bar.n)
         elif record.step % self._log_every == 0 or record.step in (1, self._steps):
             width = len(str(self._steps))
