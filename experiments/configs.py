@@ -224,6 +224,8 @@ class Save:
     """What a run leaves beside its metrics."""
 
     final: bool = option(False, "write the trained weights as a Hugging Face folder")
+    tensorboard: bool = option(False, "also write TensorBoard's event files (needs the extra `tb`)")
+    wandb: bool = option(False, "also log to Weights & Biases (needs the extra `wandb`)")
 
 
 @dataclass(frozen=True, kw_only=True)

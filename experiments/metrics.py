@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -43,8 +44,9 @@ def describe(record: Record) -> str:
 class Recorder:
     """Writes records as they come, so that a run that dies leaves what it had; `NaN` becomes null in JSON."""
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, loggers: Sequence[Any] = ()):
         self.records: list[Record] = []
+        self._loggers = loggers
         self._jsonl = (directory / "metrics.jsonl").open("w")
         self._file = (directory / "metrics.csv").open("w", newline="")
         self._csv = csv.DictWriter(self._file, list(Record.__dataclass_fields__))
@@ -58,11 +60,15 @@ class Recorder:
         json.dump({key: _finite(value) for key, value in asdict(record).items()}, self._jsonl)
         self._jsonl.write("\n")
         self._jsonl.flush()
+        for logger in self._loggers:
+            logger.add(record)
 
     def close(self) -> None:
-        """Close both files."""
+        """Close both files, and the loggers."""
         self._jsonl.close()
         self._file.close()
+        for logger in self._loggers:
+            logger.close()
 
 
 def _finite(value: Any) -> Any:

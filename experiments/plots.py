@@ -103,10 +103,13 @@ def _memory(plt: Any, records: list[Record], plan: Plan, config: configs.Resolve
         right.plot(used[0], used[1] / size, color=BLUE, lw=1.8, marker="o" if len(used[0]) < 40 else None, ms=4)
         right.set_ylim(0, 1.15 * max(plan.memory.total, used[1].max()) / size)
         right.axhline(plan.memory.total / size, color=ORANGE, lw=1.2, ls=(0, (4, 3)))
-        right.annotate("planned", (1, plan.memory.total / size), (-2, -12), xycoords=("axes fraction", "data"),
+        right.annotate("the compiled step alone", (1, plan.memory.total / size), (-2, -12), xycoords=("axes fraction", "data"),
                        textcoords="offset points", ha="right", color=ORANGE, fontsize=9)  # fmt: skip
     _whole_steps(right, records)
-    right.set(title="memory in use after each step", xlabel="step", ylabel=unit)
+    process = config.hardware.platform is configs.Platform.cpu
+    right.set(
+        title="the whole process, Python included" if process else "in use on the device", xlabel="step", ylabel=unit
+    )
     return figure
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import zoo.accounting
 from experiments import configs, data, hardware, preflight, table, usage
 from experiments.hardware import Device, HardwareError
+from experiments.loggers import missing, open_loggers
 from experiments.metrics import Progress, Recorder, describe
 from experiments.preflight import DoesNotFitError, Plan
 
@@ -23,6 +24,8 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str]) -> 
     """Carry out a run and return its exit status, every expected error in one message."""
     began = time.perf_counter()
     try:
+        if problem := missing(config.save):
+            raise RunError(problem)
         config = _with_weights(config, argv)
         directory = _directory(config, choices["model"])
         device = hardware.prepare(config.hardware.platform)
@@ -130,7 +133,7 @@ def _train(
 
     directory.mkdir(parents=True)
     (directory / "config.yaml").write_text(usage.dump(config, list(argv)))
-    recorder = Recorder(directory)
+    recorder = Recorder(directory, open_loggers(directory, config))
     progress = Progress(config.steps, config.log_every)
     try:
         model = Trainer(config, plan, source, recorder, progress).run()
