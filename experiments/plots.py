@@ -103,8 +103,9 @@ def _memory(plt: Any, records: list[Record], plan: Plan, config: configs.Resolve
         right.plot(used[0], used[1] / size, color=BLUE, lw=1.8, marker="o" if len(used[0]) < 40 else None, ms=4)
         right.set_ylim(0, 1.15 * max(plan.memory.total, used[1].max()) / size)
         right.axhline(plan.memory.total / size, color=ORANGE, lw=1.2, ls=(0, (4, 3)))
-        right.annotate("the compiled step alone", (1, plan.memory.total / size), (-2, -12), xycoords=("axes fraction", "data"),
-                       textcoords="offset points", ha="right", color=ORANGE, fontsize=9)  # fmt: skip
+        words = {"textcoords": "offset points", "ha": "right", "color": ORANGE, "fontsize": 9}
+        place = (1, plan.memory.total / size)
+        right.annotate("the compiled step alone", place, (-2, -12), xycoords=("axes fraction", "data"), **words)
     _whole_steps(right, records)
     process = config.hardware.platform is configs.Platform.cpu
     right.set(
