@@ -2,6 +2,7 @@
 
 import equinox as eqx
 import jax
+import jax.experimental
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -252,3 +253,15 @@ def test_forward_mode_through_a_custom_vjp_is_refused_as_jax_does():
     assert jnp.allclose(jax.grad(tiled)(H), 2 * H * 0.1, atol=1e-6)
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jvp(tiled, (H,), (H,))
+
+
+def test_a_callback_whose_result_is_used_runs_once():
+    calls = []
+
+    def host(x):
+        calls.append(1)
+        return np.asarray(x)
+
+    fn = lambda h, scale: h * jax.experimental.io_callback(host, jax.ShapeDtypeStruct((), jnp.float32), scale)
+    assert jnp.allclose(tile(fn, (0, None), 4)(H, jnp.float32(2)), 2 * H)
+    assert len(calls) == 1

@@ -43,7 +43,7 @@ def run(
             env.update(_run_loop(plan, loop, env, total, size, accumulate, broad))
     effects = [n for n in graph.nodes if n.effects and runs_once(plan.analysis, n)]
     finish(plan, env, [*(v for n in effects for v in n.inputs), *graph.outputs], span)
-    for node in effects:
+    for node in (n for n in effects if not any(v in env for v in n.outputs)):
         node.bind([narrow(env, v) for v in node.inputs])
     return [read(env, v) if i in wide else narrow(env, v) for i, v in enumerate(graph.outputs)]
 
