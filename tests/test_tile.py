@@ -265,3 +265,21 @@ def test_a_callback_whose_result_is_used_runs_once():
     fn = lambda h, scale: h * jax.experimental.io_callback(host, jax.ShapeDtypeStruct((), jnp.float32), scale)
     assert jnp.allclose(tile(fn, (0, None), 4)(H, jnp.float32(2)), 2 * H)
     assert len(calls) == 1
+
+
+def test_works_under_strict_promotion():
+    fn = lambda h, w: jax.nn.logsumexp(jnp.matmul(h, w, preferred_element_type=jnp.float32), axis=-1).mean()
+    narrow = H.astype(jnp.bfloat16), W.astype(jnp.bfloat16)
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        got = jax.grad(tile(fn, (0, None), 4), (0, 1))(*narrow)
+        want = jax.grad(fn, (0, 1))(*narrow)
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == b.dtype == jnp.bfloat16
+        assert jnp.allclose(a.astype(jnp.float32), b.astype(jnp.float32), atol=2e-3)
+
+
+def test_works_without_jit():
+    with jax.disable_jit():
+        assert jnp.allclose(
+            jax.grad(tile(mean_loss, (0, None, 0), 4))(H, W, Y), jax.grad(mean_loss)(H, W, Y), atol=1e-6
+        )

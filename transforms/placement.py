@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -65,7 +66,10 @@ class Span(NamedTuple):
 
     def wide(self, dtype: Any) -> Any:
         """The dtype in which a sum of `dtype` is formed."""
-        return jnp.promote_types(dtype, self.accumulate) if jnp.issubdtype(dtype, jnp.inexact) else dtype
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            return dtype
+        with jax.numpy_dtype_promotion("standard"):  # the user's own code may run under "strict"
+            return jnp.promote_types(dtype, self.accumulate)
 
     def local_shape(self, shape: tuple[int, ...], placement: Placement) -> tuple[int, ...]:
         """The shape that a tile of a value of `shape` has."""
