@@ -214,6 +214,30 @@ REDUCTION = {
     "sort": lambda a: (lax.sort(a.x, dimension=1), lax.sort((a.i, a.x), dimension=1, num_keys=1)),
     "top_k": lambda a: lax.top_k(a.x, 2),
 }
+
+
+def matrices(a):
+    """A positive definite matrix for each place along the cut axis."""
+    rows = a.x[:, :, None] * a.y[:, None, :] + 2 * jnp.eye(D)
+    return rows @ rows.swapaxes(1, 2)
+
+
+LINALG = {
+    "cholesky": lambda a: lax.linalg.cholesky(matrices(a)),
+    "eig": lambda a: lax.linalg.eig(fixed(matrices(a)), compute_right_eigenvectors=False),
+    "eigh": lambda a: lax.linalg.eigh(fixed(matrices(a)))[1],
+    "hessenberg": lambda a: lax.linalg.hessenberg(fixed(matrices(a))),
+    "householder_product": lambda a: lax.linalg.householder_product(fixed(matrices(a)), fixed(a.x)),
+    "lu": lambda a: lax.linalg.lu(matrices(a)),
+    "lu_pivots_to_permutation": lambda a: lax.linalg.lu_pivots_to_permutation(lax.linalg.lu(fixed(matrices(a)))[1], D),
+    "qr": lambda a: lax.linalg.qr(fixed(matrices(a)), full_matrices=False),
+    "schur": lambda a: lax.linalg.schur(fixed(matrices(a))),
+    "svd": lambda a: lax.linalg.svd(fixed(matrices(a)), compute_uv=False),
+    "triangular_solve": lambda a: lax.linalg.triangular_solve(
+        jnp.tril(matrices(a)), a.x[:, :, None], left_side=True, lower=True
+    ),
+    "tridiagonal": lambda a: lax.linalg.tridiagonal(fixed(matrices(a))),
+}
 GROUPS = {
     "float": FLOAT,
     "special": SPECIAL,
@@ -221,6 +245,7 @@ GROUPS = {
     "shape": SHAPE,
     "indexing": INDEXING,
     "reduction": REDUCTION,
+    "linalg": LINALG,
 }
 
 

@@ -53,6 +53,7 @@ REFUSED = {
     ),
     "overwrites a part of the cut axis": (lambda x: lax.dynamic_update_slice(x, jnp.ones((1, D)), (0, 0)),),
     "looks up arbitrary places along the cut axis": (lambda x: x[IDS], lambda x: x.at[IDS].set(1.0)),
+    "takes whole matrices along the cut axis": (lambda x: lax.linalg.qr(x, full_matrices=False),),
     "slides over the cut axis, or groups it": (
         lambda x: lax.conv_general_dilated(x.T[None], jnp.ones((D, D, 2)), (1,), "SAME"),
     ),

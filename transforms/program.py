@@ -16,7 +16,16 @@ from transforms.graph import Graph, Value, depends, flatten, nbytes
 from transforms.loops import Schedule
 from transforms.placement import WHOLE, Placement, Tiled
 from transforms.propagate import Inline, Limits, Promote, propagate
-from transforms.rules import contraction, control_flow, elementwise, indexing, random, reduction, shape  # noqa: F401
+from transforms.rules import (  # noqa: F401
+    contraction,
+    control_flow,
+    elementwise,
+    indexing,
+    linalg,
+    random,
+    reduction,
+    shape,
+)
 from transforms.schedule import schedule
 from transforms.separate import Separation, has_custom_vjp, scales, separate
 
