@@ -118,7 +118,7 @@ def chunked(node: Node, operands: list[Any], total: Any, side: int, dim: int) ->
     """Add the dot to `total` in chunks of dimension `dim` of operand `side`, in place."""
     size, target = operands[side].shape[dim], out_dim(node, side, dim)
     bytes_total = math.prod(total.shape) * total.dtype.itemsize
-    chunk = -(-size // max(1, min(size, -(-bytes_total // CHUNK))))
+    chunk = -(-size // max(1, min(size, -(-bytes_total // max(CHUNK, bytes_total // CHUNKS)))))
     params = dict(node.params, preferred_element_type=total.dtype)
 
     def add(total: Any, start: Any, length: int) -> Any:
@@ -133,7 +133,7 @@ def chunked(node: Node, operands: list[Any], total: Any, side: int, dim: int) ->
 
 
 # Bytes of the accumulator that one chunk covers: large enough for the matmul's own blocking, small beside the rest.
-CHUNK = 8 << 20
+CHUNK, CHUNKS = 8 << 20, 32  # at least so many bytes, and no more than so many chunks
 
 # --------------------------------------------------------------------------------------------------------- convolutions
 
