@@ -98,13 +98,13 @@ def body(node_params: dict[str, Any], key: str) -> ClosedJaxpr:
     return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
 
 
-def flatten(closed: ClosedJaxpr, *, custom: bool = True, inline: Container[int] = ()) -> Graph:
+def flatten(closed: ClosedJaxpr, *, custom: bool = True, inline: Container[int] | None = ()) -> Graph:
     """Return `closed` with nested calls inlined and dead code removed; constants become constant values.
 
     Args:
         closed: the program.
         custom: inline `custom_jvp` and `custom_vjp` calls too (their rules are lost: for graphs that are only run).
-        inline: `id`s of the bodies of `jax.checkpoint` to inline too (their effect on memory is lost).
+        inline: `id`s of the bodies of `jax.checkpoint` to inline too, None for all (their effect on memory is lost).
     """
     table = CALLS | (CUSTOM_CALLS if custom else {})
     nodes: list[Node] = []
@@ -119,7 +119,7 @@ def flatten(closed: ClosedJaxpr, *, custom: bool = True, inline: Container[int] 
         for eqn in jaxpr.eqns:
             ins = [read(a) for a in eqn.invars]
             key = table.get(eqn.primitive.name)
-            if eqn.primitive.name in REMAT and id(eqn.params["jaxpr"]) in inline:
+            if eqn.primitive.name in REMAT and (inline is None or id(eqn.params["jaxpr"]) in inline):
                 key = "jaxpr"
             if key:
                 inner = body(eqn.params, key)

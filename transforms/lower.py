@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from transforms import rules
-from transforms.graph import Node, Value, evaluate, read
+from transforms.graph import Node, Value, read
 from transforms.loops import Loop, Ref, Schedule, Step, Update
 from transforms.placement import COMBINE, Partial, Span, Tiled, identity
 from transforms.rules.contraction import dot
@@ -65,11 +65,6 @@ def finish(plan: Schedule, env: Env, wanted: Sequence[Value], span: Span) -> Non
             env[value] = combine_partials(node, [read(env, v) for v in node.inputs], span)[0]
         else:
             env.update(zip(node.outputs, node.bind([narrow(env, v) for v in node.inputs]), strict=True))
-
-
-def finish_region(env: Env, wanted: Sequence[Value]) -> None:
-    """Compute whole values inside a region, where no partial result is ever finished."""
-    evaluate(env, wanted)
 
 
 def narrow(env: Env, value: Value) -> Any:

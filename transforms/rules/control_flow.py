@@ -9,7 +9,7 @@ import jax
 from jax.extend.core import ClosedJaxpr
 
 from transforms import lower, schedule
-from transforms.graph import CUSTOM_CALLS, REMAT, Node, body, flatten
+from transforms.graph import CUSTOM_CALLS, REMAT, Node, body, evaluate, flatten
 from transforms.placement import Placement, Span, Whole
 from transforms.propagate import Analysis, Inline, propagate
 from transforms.rules import Complete, Move, partial, refuse_partial, register, tiled
@@ -26,7 +26,10 @@ def push_remat(node: Node, placements: tuple[Placement, ...]) -> Move:
     if partial(placements):
         raise Complete(partial(placements), "is a checkpointed block, which takes whole values")
     graph = flatten(ClosedJaxpr(node.params["jaxpr"], ()))
-    found = propagate(graph, placements, None)
+    try:
+        found = propagate(graph, placements, None)
+    except Inline:
+        raise Inline(node) from None  # a block inside must be inlined, which takes this one to be
     outs = tuple(found.fact(v).placement for v in graph.outputs)
     if any(isinstance(p, Whole) for p in outs):
         raise Inline(node)  # what does not depend on the tile should not be computed for each
@@ -45,7 +48,7 @@ def emit_remat(node: Node, values: list[Any], move: Move, span: Span) -> list[An
         cut = {
             (v, p): x for v, x, p in zip(found.graph.inputs, values, move.ins, strict=True) if not isinstance(p, Whole)
         }
-        lower.finish_region(env, list(loop.reads))
+        evaluate(env, list(loop.reads))
         tiles = lower.compute(loop, env, cut, inner)
         return [tiles[(v, p)] for v, p in zip(found.graph.outputs, move.outs, strict=True)]
 
