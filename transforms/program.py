@@ -66,7 +66,9 @@ class Program:
             except Promote as large:
                 promoted |= large.placements
             except Inline as region:
-                inline |= {id(region.node.params["jaxpr"])}
+                body = id(region.node.params["jaxpr"])
+                assert body not in inline, "a block that was inlined is still there"
+                inline |= {body}
                 graph, promoted = flatten(self.closed, inline=inline), {}
 
     @property
