@@ -65,11 +65,31 @@ class Model:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Adapter:
+    """What is trained: this, the whole model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora(Adapter):
+    """Low-rank additions to some matrices (https://arxiv.org/abs/2106.09685), trained alone."""
+
+    rank: int = option(8, "rank of each addition (adapter=lora)")
+    alpha: float = option(16.0, "additions are scaled by alpha / rank (adapter=lora)")
+    targets: str = option(
+        "q,k,v,o,gate,up,down", "which matrices, by name or pattern: `q,v`, `layers.*` (adapter=lora)"
+    )
+
+    def __post_init__(self):
+        positive(self, "adapter.", "rank", "alpha")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Data:
     """What every kind of text has in common."""
 
     val_fraction: float = option(0.03, "share of the documents held out, chosen by the hash of their content")
     cache: str | None = option(None, "folder of the tokenized copy (default: your user cache)")
+    tokenizer: str | None = option(None, "folder with a tokenizer.json (default: that of model.weights, else bytes)")
 
     def __post_init__(self):
         if not 0 < self.val_fraction < 1:
@@ -233,6 +253,7 @@ class Run:
     """One run."""
 
     model: Model
+    adapter: Adapter
     data: Data
     tiling: Tiling
     optimizer: Optimizer

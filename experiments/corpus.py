@@ -1,7 +1,7 @@
-"""Text to tokens on disk: documents from files, bytes for tokens, a split by content, a memory-mapped cache.
+"""Text to tokens on disk: documents from files, a split by content, a memory-mapped cache.
 
-Every byte is its own id (0 to 255); `BOS` starts each document. The cache is written once per text and split, under the
-hash of the text, so that another text or another Python can never meet it.
+Unless there is a tokenizer, every byte is its own id (0 to 255) and `BOS` starts each document. The cache is written
+once per text, tokenizer and split, under their hash, so that another text or another Python can never meet it.
 """
 
 import hashlib
@@ -10,8 +10,9 @@ import os
 import re
 import sysconfig
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -65,10 +66,32 @@ def _text(path: Path, config: configs.Text) -> Iterator[bytes]:
                 raise DataError(f"cannot read {file}:{number}: no JSON object with text in {config.field!r}") from error
 
 
-def tokenize(texts: list[bytes]) -> np.ndarray:
-    """Return documents as one array of uint16 ids, each document after a `BOS`."""
-    parts = [np.concatenate([[BOS], np.frombuffer(text, np.uint8)]).astype(np.uint16) for text in texts]
-    return np.concatenate(parts) if parts else np.zeros(0, np.uint16)
+class Encoder(Protocol):
+    """What makes ids of texts; `experiments.tokenizer` has them."""
+
+    vocab_size: int
+    identity: str  # changes when the ids of a text do
+
+    @property
+    def separator(self) -> int:
+        """The id before each document."""
+        ...
+
+    def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        """Return the ids of each text."""
+        ...
+
+
+def id_type(vocab_size: int) -> str:
+    """Return the smallest type that the ids of a vocabulary are stored in."""
+    return "uint16" if vocab_size <= 2**16 else "uint32"
+
+
+def tokenize(texts: list[bytes], encoder: Encoder) -> np.ndarray:
+    """Return documents as one array of ids, each document after the separator."""
+    dtype = id_type(encoder.vocab_size)
+    parts = [np.concatenate([[encoder.separator], ids]).astype(dtype) for ids in encoder.encode_batch(texts)]
+    return np.concatenate(parts) if parts else np.zeros(0, dtype)
 
 
 def split(texts: list[bytes], val_fraction: float) -> tuple[list[bytes], list[bytes]]:
@@ -91,20 +114,22 @@ def _draw(content: bytes) -> float:
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") / 2**64
 
 
-def token_files(config: configs.Data) -> tuple[np.ndarray, np.ndarray]:
-    """Return the memory-mapped (training, held-out) tokens of a text, tokenizing it where no cache exists."""
+def token_files(config: configs.Data, encoder: Encoder) -> tuple[np.ndarray, np.ndarray, float]:
+    """Return a text's memory-mapped (training, held-out) tokens, made where no cache has them, and bytes per token."""
     texts = [text for text in documents(config) if text]
     if not texts:
         raise DataError(f"no text at data.path={getattr(config, 'path', None)}: every document is empty")
-    digest = hashlib.sha256(f"bytes-1 {config.val_fraction}".encode())
+    digest = hashlib.sha256(f"{encoder.identity} {config.val_fraction}".encode())
     for text in texts:
         digest.update(len(text).to_bytes(8, "big") + text)
     folder = _cache(config) / digest.hexdigest()[:24]
     if not (folder / "held_out.bin").exists():
         train, held_out = split(texts, config.val_fraction)
-        _write(folder / "train.bin", tokenize(train))
-        _write(folder / "held_out.bin", tokenize(held_out))
-    return _map(folder / "train.bin"), _map(folder / "held_out.bin")
+        _write(folder / "train.bin", tokenize(train, encoder))
+        _write(folder / "held_out.bin", tokenize(held_out, encoder))
+    train, held_out = (_map(folder / f"{name}.bin", id_type(encoder.vocab_size)) for name in ("train", "held_out"))
+    counted = sum(np.count_nonzero(part != encoder.separator) for part in (train, held_out))
+    return train, held_out, sum(map(len, texts)) / max(1, counted)
 
 
 def _cache(config: configs.Data) -> Path:

@@ -11,6 +11,7 @@ import numpy as np
 
 from experiments import configs, corpus
 from experiments.corpus import DataError
+from experiments.tokenizer import open_tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,9 +134,13 @@ def open_source(config: configs.Resolved) -> Source | Repeats:
             _check_vocab(int(array.max()), int(array.min()), vocab_size, data.path)
         boundary, bytes_per_token = None, data.bytes_per_token
     else:
-        _check_vocab(corpus.BOS, 0, vocab_size, "bytes (256 of them and one that starts each document)")
-        train, held_out = ([array] for array in corpus.token_files(data))
-        boundary, bytes_per_token = corpus.BOS, 1.0
+        encoder = open_tokenizer(data.tokenizer, config.model.weights)
+        *parts, bytes_per_token = corpus.token_files(data, encoder)
+        # Ids that are used: a tokenizer may have more than its model, for pictures say. Of bytes, all are.
+        used = max(int(part.max(initial=0)) for part in parts)
+        _check_vocab(max(used, encoder.separator), 0, vocab_size, encoder.name)
+        train, held_out = ([part] for part in parts)
+        boundary = encoder.separator
     parts = {"training": Windows(train, config.seq_len), "held-out": Windows(held_out, config.seq_len)}
     for name, windows in parts.items():
         if not len(windows):

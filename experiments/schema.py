@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import zoo.configs
-from experiments import configs
+from experiments import commands, configs
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 FAMILIES = {"gemma": zoo.configs.GemmaConfig}
-GROUPS = ("model", "data", "tiling", "optimizer", "hardware", "remat")
+GROUPS = ("model", "adapter", "data", "tiling", "optimizer", "hardware", "remat")
 FREE = ("hardware.compiler_options.",)  # keys under these are the user's own
 SCHEMAS = {  # group -> name of the schema -> dataclass
     "data": {
@@ -35,6 +35,7 @@ SCHEMAS = {  # group -> name of the schema -> dataclass
     },
     "hardware": {"hardware": configs.Hardware},
     "remat": {"remat": configs.Remat},
+    "adapter": {"none": configs.Adapter, "lora": configs.Lora},
 }
 
 
@@ -70,6 +71,8 @@ def register() -> None:
 
     store = ConfigStore.instance()
     store.store(group="schema", name="run", node=schema_of(configs.Run), package="_global_")
+    for name, cls in commands.CLASSES.items():
+        store.store(group="schema", name=name, node=schema_of(cls), package="_global_")
     store.store(group="schema", name="eval", node=schema_of(configs.Evaluation), package="eval")
     store.store(group="schema", name="save", node=schema_of(configs.Save), package="save")
     for group, schemas in SCHEMAS.items():
@@ -87,8 +90,8 @@ def options(group: str) -> list[str]:
     return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
 
 
-def compose(overrides: Sequence[str]) -> tuple[configs.Run, dict[str, str]]:
-    """Return the run that the overrides describe, and which option of each group it uses.
+def compose(overrides: Sequence[str], name: str = "config") -> tuple[Any, dict[str, str]]:
+    """Return the run (or another command, by `name`) that the overrides describe, and each group's option.
 
     Raises:
         ConfigError: an unknown key or option (naming the closest one) or a value of the wrong type.
@@ -102,18 +105,18 @@ def compose(overrides: Sequence[str]) -> tuple[configs.Run, dict[str, str]]:
     overrides = [f"+{override}" if override.startswith(FREE) else override for override in overrides]
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
         try:
-            composed = hydra_compose("config", overrides=overrides, return_hydra_config=True)
+            composed = hydra_compose(name, overrides=overrides, return_hydra_config=True)
             extra = [override for override in overrides if override.startswith(("+", "~"))]
             if extra and not all(override.lstrip("+").startswith(FREE) for override in extra):
                 raise HydraException(f"`{extra[0]}` would add or remove a key")
         except (HydraException, OmegaConfBaseException) as error:
-            known = hydra_compose("config", overrides=_valid_choices(overrides))
+            known = hydra_compose(name, overrides=_valid_choices(overrides))
             raise ConfigError(_explain(error, overrides, known)) from None
     choices = {key: str(value) for key, value in composed.hydra.runtime.choices.items() if key in GROUPS}
     return instantiate(composed), choices
 
 
-def instantiate(composed: Any) -> configs.Run:
+def instantiate(composed: Any) -> Any:
     """Return a composed configuration as frozen dataclasses; nothing after this sees Hydra."""
     from hydra.errors import InstantiationException
     from hydra.utils import instantiate as hydra_instantiate

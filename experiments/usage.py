@@ -7,6 +7,7 @@ from experiments import configs, schema
 
 GROUP_HELP = {
     "model": "what is trained",
+    "adapter": "train all of it, or a LoRA adapter alone",
     "data": "what it reads",
     "tiling": "how the head and its loss are cut",
     "optimizer": "how parameters move",
@@ -21,6 +22,7 @@ PARTS = {
     "optimizer.": configs.Optimizer,
     "hardware.": configs.Hardware,
     "data.": configs.Text,
+    "adapter.": configs.Lora,
 }
 
 
@@ -36,7 +38,7 @@ def help_text() -> str:
     ]
     for group in schema.GROUPS:
         lines.append(f"  {group:<10} {GROUP_HELP[group]}")
-        lines += _wrapped(schema.options(group), 13)
+        lines += wrapped(schema.options(group), 13)
     lines += ["", "Options (KEY=VALUE); those at `auto` are chosen for the device and the model's size:"]
     lines.append(f"  {'model.weights':<26} {'':<10} {configs.Model.__dataclass_fields__['weights'].metadata['help']}")
     for prefix, cls in PARTS.items():
@@ -47,7 +49,8 @@ def help_text() -> str:
     return "\n".join(lines)
 
 
-def _wrapped(words: list[str], indent: int, width: int = 96) -> list[str]:
+def wrapped(words: list[str], indent: int, width: int = 96) -> list[str]:
+    """Return words as lines of at most `width`, indented."""
     lines, line = [], " " * indent
     for word in words:
         if len(line) + len(word) + 1 > width:
@@ -71,7 +74,11 @@ def _default(field: dataclasses.Field) -> str:
 def plain(value: Any) -> Any:
     """Return dataclasses and enumerations as the plain values that YAML and JSON hold; the kind of a part is named."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        kind = {"kind": type(value).__name__} if isinstance(value, configs.Data | configs.Optimizer) else {}
+        kind = (
+            {"kind": type(value).__name__}
+            if isinstance(value, configs.Data | configs.Optimizer | configs.Adapter)
+            else {}
+        )
         return {**kind, **{field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}}
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}

@@ -1,0 +1,232 @@
+"""Text to ids and back: bytes by default, or the `tokenizer.json` of a Hugging Face folder; and training a BPE.
+
+    python experiments/tokenizer.py data=stdlib vocab_size=8192 out=runs/bpe
+
+trains a byte-level BPE on local text and writes a folder that `data.tokenizer=runs/bpe` and transformers read.
+The package `tokenizers` (extra `hf`) is imported only where a folder is opened or made.
+"""
+
+import codecs
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder first
+    sys.path.insert(0, str(ROOT))
+
+from experiments import commands, schema  # noqa: E402
+from experiments.chat import ChatTemplate  # noqa: E402
+from experiments.corpus import BOS, BYTE_VOCAB, DataError, documents  # noqa: E402
+
+FILE = "tokenizer.json"
+FILES = (FILE, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
+START, STOP = "<bos>", "<eos>"  # of the tokenizers that are trained here
+
+
+class Bytes:
+    """Every byte is its own id, and id 256 starts a document. Nothing is needed and nothing is lost."""
+
+    vocab_size = BYTE_VOCAB
+    start: int | None = BOS
+    stops: tuple[int, ...] = (BOS,)
+    chat: ChatTemplate | None = None
+    identity = "bytes-1"
+    name = "bytes (256 of them and one that starts each document)"
+    separator = BOS
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """Return the ids of a text, without a start."""
+        return np.frombuffer(text.encode() if isinstance(text, str) else text, np.uint8).astype(np.int32)
+
+    def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        """Return the ids of each text, without a start."""
+        return [self.encode(text) for text in texts]
+
+    def prompt(self, text: str) -> list[int]:
+        """Return the ids of a prompt, as the model expects it to start."""
+        return [BOS, *self.encode(text).tolist()]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of ids; what is no UTF-8 becomes U+FFFD."""
+        return bytes(int(i) for i in ids if i < BOS).decode(errors="replace")
+
+    def stream(self) -> Callable[[int], str]:
+        """Return a function that takes one id after another and returns the text that is now complete."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        return lambda token: decoder.decode(bytes([token]) if token < BOS else b"")
+
+
+class Folder:
+    """The tokenizer of a Hugging Face folder.
+
+    Attributes:
+        vocab_size: one more than the largest id.
+        start: the id that starts a text, None where the folder names none.
+        stops: the ids that end a text or a turn.
+        chat: the folder's chat template, if it has one.
+        identity: changes when the tokenizer does.
+        name: for people.
+    """
+
+    def __init__(self, path: Path):
+        tokenizers = _package()
+        file = path / FILE
+        if not file.is_file():
+            raise DataError(f"cannot read a tokenizer at {path}: there is no {FILE}")
+        try:
+            self._inner = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the package raises bare `Exception`s
+            raise DataError(f"cannot read {file}: {error}") from None
+        self.name = f"the tokenizer in {path}"
+        self.identity = hashlib.sha256(file.read_bytes()).hexdigest()
+        self.vocab_size = max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        settings = read_json(path / "tokenizer_config.json")
+        special = {name: _content(settings.get(name)) for name in ("bos_token", "eos_token")}
+        self.start = self._id(special["bos_token"])
+        self.stops = self._stops(path, special["eos_token"])
+        self.chat = ChatTemplate.read(path, settings, special)
+
+    @property
+    def separator(self) -> int:
+        """The id before each of many documents: the one that starts a text, or one that ends it."""
+        found = self.stops[0] if self.start is None and self.stops else self.start
+        if found is None:
+            raise DataError(f"{self.name} names no bos_token and no eos_token to put between documents")
+        return found
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """Return the ids of a text, without a start."""
+        return self.encode_batch([text.encode() if isinstance(text, str) else text])[0]
+
+    def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        """Return the ids of each text, without a start; what is no UTF-8 becomes U+FFFD."""
+        strings = [text.decode(errors="replace") for text in texts]
+        found = self._inner.encode_batch(strings, add_special_tokens=False)
+        return [np.array(one.ids, np.int32) for one in found]
+
+    def prompt(self, text: str) -> list[int]:
+        """Return the ids of a prompt, with the special tokens that the tokenizer itself adds."""
+        return self._inner.encode(text).ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of ids, special tokens left out."""
+        return self._inner.decode([int(i) for i in ids])
+
+    def stream(self) -> Callable[[int], str]:
+        """Return a function that takes one id after another and returns the text that is now complete."""
+        from tokenizers.decoders import DecodeStream
+
+        inner = DecodeStream(skip_special_tokens=True)
+        return lambda token: inner.step(self._inner, int(token)) or ""
+
+    def _id(self, token: str | None) -> int | None:
+        return None if token is None else self._inner.token_to_id(token)
+
+    def _stops(self, path: Path, eos: str | None) -> tuple[int, ...]:
+        """Collect what ends a text: the generation config's ids, and the tokenizer's own end."""
+        named = read_json(path / "generation_config.json").get("eos_token_id")
+        found = [*named] if isinstance(named, list) else [named]
+        return tuple(sorted({i for i in (*found, self._id(eos)) if isinstance(i, int)}))
+
+
+def open_tokenizer(path: str | Path | None, weights: str | Path | None = None) -> Bytes | Folder:
+    """Return the tokenizer at a path; without one, that of the weights' folder if it has one, else bytes.
+
+    Raises:
+        DataError: the folder holds no tokenizer that can be read, or the extra `hf` is missing.
+    """
+    if path is None and weights is not None and (Path(weights).expanduser() / FILE).is_file():
+        path = weights
+    return Bytes() if path is None else Folder(Path(path).expanduser())
+
+
+def train_bpe(texts: Iterable[bytes], vocab_size: int, folder: Path) -> Folder:
+    """Train a byte-level BPE, write it as a folder, and return it. Every text survives a round trip.
+
+    Raises:
+        DataError: the vocabulary is smaller than the bytes and the two special tokens that it starts from.
+    """
+    tokenizers = _package()
+    from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if vocab_size < len(alphabet) + 2:
+        raise DataError(
+            f"vocab_size={vocab_size} is too small: 256 bytes and 2 special tokens need {len(alphabet) + 2}"
+        )
+    inner = tokenizers.Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[STOP, START], initial_alphabet=alphabet, show_progress=False
+    )
+    inner.train_from_iterator((text.decode(errors="replace") for text in texts), trainer)
+    inner.post_processor = processors.TemplateProcessing(
+        single=f"{START} $A", special_tokens=[(START, inner.token_to_id(START))]
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    inner.save(str(folder / FILE))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": START, "eos_token": STOP}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    return Folder(folder)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; an empty one where there is no file.
+
+    Raises:
+        DataError: the file holds something else.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"cannot read {path}: {error}") from None
+    if not isinstance(found, dict):
+        raise DataError(f"cannot read {path}: it must hold a JSON object")
+    return found
+
+
+def _content(token: Any) -> str | None:
+    """Read a special token, which is written as its text or as an object that holds it."""
+    token = token.get("content") if isinstance(token, Mapping) else token
+    return token if isinstance(token, str) else None
+
+
+def _package() -> Any:
+    try:
+        import tokenizers
+    except ImportError:
+        raise DataError(
+            "tokenizers are an extra: pip install -e '.[hf]', or leave data.tokenizer out for bytes"
+        ) from None
+    return tokenizers
+
+
+def main(argv: list[str]) -> int:
+    """Train a tokenizer; return the exit status."""
+    return commands.main("tokenizer", _train, argv)
+
+
+def _train(config: commands.Tokenizer, argv: list[str]) -> None:
+    out = Path(config.out).expanduser()
+    if (out / FILE).exists():
+        raise schema.ConfigError(
+            f"there already is a tokenizer at {out}: choose another out=FOLDER, or remove it first"
+        )
+    texts = [text for text in documents(config.data) if text]
+    made = train_bpe(texts, config.vocab_size, out)
+    sample = texts[:: max(1, len(texts) // 100)]
+    ratio = sum(map(len, sample)) / max(1, sum(map(len, made.encode_batch(sample))))
+    print(f"{made.vocab_size} tokens, {ratio:.2f} bytes per token on this text, in {out}/")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,159 @@
+"""Text to ids and back: nothing lost, the folders of others read as transformers reads them, errors in words."""
+
+import json
+
+import numpy as np
+import pytest
+
+from experiments import configs, corpus, data, schema, tokenizer
+from experiments.corpus import DataError
+from experiments.tokenizer import Bytes, open_tokenizer, train_bpe
+
+TEXTS = ["plain words, plain words", "naïve café — 東京 🙂🙂", "tabs\tand\r\nlines\n\n", " leading", "", "\x00\x7f"]
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is 2 < 3?"},
+    {"role": "assistant", "content": "True"},
+    {"role": "user", "content": "é?"},
+]
+TEMPLATE = """\
+{{ bos_token }}{% for message in messages %}
+    {%- if message.role == "system" and loop.index0 > 0 %}{{ raise_exception("system comes first") }}{% endif %}
+    {%- if message.role == "nobody" %}{% continue %}{% endif %}
+<|{{ message.role }}|>{{ message.content | trim }}{{ eos_token }}
+{% endfor %}
+{% if add_generation_prompt %}<|assistant|>{% generation %}{{ {"a": "<é>"} | tojson }}{% endgeneration %}{% endif %}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A BPE trained on a little prose, as a folder with a chat template."""
+    path = tmp_path_factory.mktemp("bpe")
+    train_bpe(corpus.documents(configs.Pydoc()), 600, path)
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    return path
+
+
+@pytest.fixture(scope="module", params=["bytes", "bpe"])
+def either(request, folder):
+    return open_tokenizer(None if request.param == "bytes" else folder)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_texts_survive(either, text):
+    ids = either.encode(text)
+    assert either.decode(ids) == text
+    assert either.prompt(text) == [either.start, *ids]
+    np.testing.assert_array_equal(either.encode_batch([text.encode()])[0], ids)
+    assert ids.max(initial=0) < either.vocab_size
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_streamed_text_is_the_text_and_no_character_is_broken(either, text):
+    step = either.stream()
+    pieces = [step(int(token)) for token in either.prompt(text)]
+    assert "".join(pieces) == text
+    assert not any("�" in piece for piece in pieces)
+
+
+def test_training_fills_the_vocabulary_and_shortens_text(folder):
+    made = open_tokenizer(folder)
+    assert made.vocab_size == 600
+    text = next(corpus.documents(configs.Pydoc()))
+    assert len(made.encode(text)) < len(text) / 1.8
+    assert made.start == 1
+    assert made.stops == (0,)
+    assert made.separator == 1
+
+
+def test_transformers_reads_the_folder_alike(folder):
+    transformers = pytest.importorskip("transformers")
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(folder), open_tokenizer(folder)
+    for text in TEXTS:
+        assert theirs(text).input_ids == ours.prompt(text)
+    assert theirs.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True) == ours.chat.render(
+        MESSAGES
+    )
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.start, ours.stops[0])
+
+
+def test_chat_templates_render_and_refuse(folder, tmp_path):
+    chat = open_tokenizer(folder).chat
+    first = "<bos><|system|>Be brief.<eos>\n<|user|>What is 2 < 3?<eos>\n"
+    assert chat.render(MESSAGES[:2], answer=False) == first
+    assert chat.render(MESSAGES[:2]) == first + '<|assistant|>{"a": "<é>"}'
+    with pytest.raises(DataError, match=r"chat_template.jinja fails: system comes first"):
+        chat.render(MESSAGES[1:] + MESSAGES[:1])
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    named = [{"name": "tools", "template": "no"}, {"name": "default", "template": "{{ messages[0].content }}!"}]
+    for source in (named, named[1]["template"]):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": source}))
+        assert open_tokenizer(tmp_path).chat.render(MESSAGES) == "Be brief.!"
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{% for i in range(10**9) %}{% endfor %}"]
+)
+def test_chat_templates_cannot_leave_their_sandbox(folder, tmp_path, template):
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    (tmp_path / "chat_template.jinja").write_text(template)
+    with pytest.raises(DataError, match=r"chat_template.jinja fails"):
+        open_tokenizer(tmp_path).chat.render(MESSAGES)
+
+
+def test_stops_come_from_both_files(folder, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    assert open_tokenizer(tmp_path).stops == ()
+    with pytest.raises(DataError, match="no bos_token and no eos_token"):
+        _ = open_tokenizer(tmp_path).separator
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<eos>"}}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    assert open_tokenizer(tmp_path).stops == (0, 7, 9)
+    (tmp_path / "generation_config.json").write_text("[]")
+    with pytest.raises(DataError, match=r"generation_config.json: it must hold a JSON object"):
+        open_tokenizer(tmp_path)
+
+
+def test_weights_bring_their_tokenizer(folder, tmp_path):
+    assert isinstance(open_tokenizer(None, tmp_path), Bytes)
+    assert open_tokenizer(None, folder).vocab_size == 600
+
+
+def test_what_is_no_tokenizer(tmp_path, folder):
+    with pytest.raises(DataError, match=r"there is no tokenizer.json"):
+        open_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match=r"cannot read .*tokenizer.json"):
+        open_tokenizer(tmp_path)
+    with pytest.raises(DataError, match=r"vocab_size=257 is too small"):
+        train_bpe([b"a"], 257, tmp_path / "small")
+
+
+def test_a_run_reads_text_through_a_tokenizer(folder, tmp_path):
+    words = ["data=pydoc", f"data.tokenizer={folder}", f"data.cache={tmp_path}", "model.vocab_size=600"]
+    config, _ = schema.compose(words)
+    fields = {name: getattr(config, name) for name in config.__dataclass_fields__}
+    sizes = {"steps": 1, "log_every": 1, "batch_size": 2, "seq_len": 16}
+    source = data.open_source(configs.Resolved(**{**fields, **sizes}))
+    made = open_tokenizer(folder)
+    start = source.train.arrays[0][:200]
+    assert start[0] == made.separator
+    assert next(corpus.documents(config.data)).decode().startswith(made.decode(start[1:100]))
+    assert 1.5 < source.bytes_per_token < 4
+    assert not source.batch(0).mask[source.batch(0).targets == made.separator].any()
+    small, _ = schema.compose([*words, "model.vocab_size=500"])
+    with pytest.raises(DataError, match=r"in the tokenizer in .* is outside the vocabulary"):
+        data.open_source(configs.Resolved(**{**fields, "model": small.model, **sizes}))
+
+
+def test_the_command_trains_once(tmp_path, capsys):
+    words = ["data=pydoc", "vocab_size=300", f"out={tmp_path / 'made'}"]
+    assert tokenizer.main(words) == 0
+    assert "300 tokens," in capsys.readouterr().out
+    assert tokenizer.main(words) == 2
+    assert "error: there already is a tokenizer at" in capsys.readouterr().err
+    assert tokenizer.main(["vocab_sise=3"]) == 2
+    assert "Did you mean `vocab_size`?" in capsys.readouterr().err
+    assert tokenizer.main(["--help"]) == 0
+    assert "vocab_size" in capsys.readouterr().out
