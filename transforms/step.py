@@ -17,6 +17,11 @@ from jaxtyping import Array, Float, Int, PyTree
 Loss = Callable[..., tuple[Float[Array, ""], dict[str, Any]]]
 
 
+def all_parameters(model: PyTree) -> PyTree:
+    """Return which leaves of a model are trained, unless told otherwise: every inexact array."""
+    return jax.tree.map(eqx.is_inexact_array, model)
+
+
 class State(eqx.Module):
     """Everything that a step changes."""
 
@@ -25,17 +30,25 @@ class State(eqx.Module):
     step: Int[Array, ""]
 
     @classmethod
-    def init(cls, model: PyTree, optimizer: optax.GradientTransformation) -> "State":
+    def init(
+        cls,
+        model: PyTree,
+        optimizer: optax.GradientTransformation,
+        trainable: Callable[[PyTree], PyTree] = all_parameters,
+    ) -> "State":
         """Return the state before the first step. Works on abstract models under `eqx.filter_eval_shape`."""
-        return cls(model, optimizer.init(eqx.filter(model, eqx.is_inexact_array)), jnp.zeros((), jnp.int32))
+        return cls(model, optimizer.init(eqx.filter(model, trainable(model))), jnp.zeros((), jnp.int32))
 
 
-def make_train_step(loss: Loss, optimizer: optax.GradientTransformation) -> Callable[..., Any]:
+def make_train_step(
+    loss: Loss, optimizer: optax.GradientTransformation, trainable: Callable[[PyTree], PyTree] = all_parameters
+) -> Callable[..., Any]:
     """Return the jitted step `(batch, state) -> (state, metrics)`; the state's memory is reused for the new state.
 
     Args:
         loss: `loss(model, batch) -> (scalar, dict of scalars)`.
         optimizer: any optax transformation; it is given the parameters and the loss value.
+        trainable: which leaves of a model are trained, as a tree of bools; the others have no gradient and no state.
 
     Returns:
         A function whose metrics are the loss's own with `loss` and `grad_norm` added.
@@ -44,9 +57,10 @@ def make_train_step(loss: Loss, optimizer: optax.GradientTransformation) -> Call
 
     @eqx.filter_jit(donate="all-except-first")
     def train_step(batch, state):
-        (value, aux), grads = eqx.filter_value_and_grad(loss, has_aux=True)(state.model, batch)
+        params, frozen = eqx.partition(state.model, trainable(state.model))
+        objective = lambda params: loss(eqx.combine(params, frozen), batch)
+        (value, aux), grads = eqx.filter_value_and_grad(objective, has_aux=True)(params)
         metrics = {**aux, "loss": value, "grad_norm": _norm(grads)}
-        params = eqx.filter(state.model, eqx.is_inexact_array)
         updates, opt_state = transformation.update(grads, state.opt_state, params, value=value)
         return State(eqx.apply_updates(state.model, updates), opt_state, state.step + 1), metrics
 
