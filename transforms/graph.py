@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -13,10 +13,29 @@ from jax.core import Tracer
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
 
+from transforms.placement import TileError
+
 # Call-like primitives whose body may stand in their place: the parameter that holds the body.
-CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
+CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "call": "call_jaxpr",
+    "composite": "jaxpr",
+    "eval_jaxpr": "jaxpr",
+    "xla_metadata_call": "jaxpr",
+}
 # The same, but with a derivative rule of their own: inlined once no derivative is to be taken any more.
-CUSTOM_CALLS = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "custom_vjp_call_jaxpr": "fun_jaxpr"}
+CUSTOM_CALLS = {
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+    "custom_vmap_call": "call",
+    "linear_call": "callee",
+    "remat_opt": "fwd_jaxpr",
+}
+SOLVE = "custom_linear_solve"  # the same, with several bodies
 # jax.checkpoint's names in the versions of JAX.
 REMAT = ("remat2", "checkpoint", "remat")
 
@@ -57,6 +76,7 @@ class Node:
     caller: Any  # the source of the call that it was inlined from
     context: Any
     effects: Any = ()
+    bodies: dict[Any, Graph] = dataclasses.field(default_factory=dict)  # of an equation with bodies, once they are flat
 
     @property
     def name(self) -> str:
@@ -94,19 +114,37 @@ def describe(aval: Any) -> str:
 
 def body(node_params: dict[str, Any], key: str) -> ClosedJaxpr:
     """The body of a call-like equation, closed whichever way its JAX version stores it."""
-    jaxpr = node_params[key]
+    jaxpr = node_params[key] if key in node_params else node_params["call_jaxpr"]
     return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
 
 
-def flatten(closed: ClosedJaxpr, *, custom: bool = True, inline: Container[int] | None = ()) -> Graph:
+def solver(params: dict[str, Any], operands: Sequence[Any]) -> tuple[ClosedJaxpr, list[Any]]:
+    """The body of a `custom_linear_solve` that computes its result, and those of its operands which that takes."""
+    counts = params["const_lengths"]
+    first = counts.matvec + counts.vecmat
+    taken = [*operands[first : first + counts.solve], *operands[sum(counts) :]]
+    return body({"call_jaxpr": params["jaxprs"].solve}, "call_jaxpr"), taken
+
+
+def check_pure(eqn: Any) -> None:
+    """Refuse mutable arrays: the loops run when their results are needed, not in the order of the program."""
+    if any("RefEffect" in c.__name__ or "MutableArray" in c.__name__ for e in eqn.effects for c in type(e).__mro__):
+        where = source_info_util.summarize(eqn.source_info)
+        raise TileError(
+            f"cannot tile `{eqn.primitive.name}` at {where}: it reads or writes a mutable array, and tiles have an "
+            "order of their own. Return the new value instead, or leave it out of the tiled function."
+        )
+
+
+def flatten(closed: ClosedJaxpr, *, custom: bool = True, remat: bool = False) -> Graph:
     """Return `closed` with nested calls inlined and dead code removed; constants become constant values.
 
     Args:
         closed: the program.
         custom: inline `custom_jvp` and `custom_vjp` calls too (their rules are lost: for graphs that are only run).
-        inline: `id`s of the bodies of `jax.checkpoint` to inline too, None for all (their effect on memory is lost).
+        remat: inline the bodies of `jax.checkpoint` too (their effect on memory is lost).
     """
-    table = CALLS | (CUSTOM_CALLS if custom else {})
+    table = CALLS | (CUSTOM_CALLS if custom else {}) | (dict.fromkeys(REMAT, "jaxpr") if remat else {})
     nodes: list[Node] = []
 
     def run(jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Value], outer: Any) -> list[Value]:
@@ -117,12 +155,11 @@ def flatten(closed: ClosedJaxpr, *, custom: bool = True, inline: Container[int] 
             return Value(atom.aval, const=as_array(atom.val, atom.aval)) if isinstance(atom, Literal) else env[atom]
 
         for eqn in jaxpr.eqns:
+            check_pure(eqn)
             ins = [read(a) for a in eqn.invars]
             key = table.get(eqn.primitive.name)
-            if eqn.primitive.name in REMAT and (inline is None or id(eqn.params["jaxpr"]) in inline):
-                key = "jaxpr"
-            if key:
-                inner = body(eqn.params, key)
+            if key or (custom and eqn.primitive.name == SOLVE):
+                inner, ins = (body(eqn.params, key), ins) if key else solver(eqn.params, ins)
                 outs = run(inner.jaxpr, inner.consts, ins, outer or eqn.source_info)
             else:
                 node = Node(eqn.primitive, plain(eqn.params), ins, [], eqn.source_info, outer, eqn.ctx, eqn.effects)
@@ -241,9 +278,39 @@ def constant(value: Value) -> Any | None:
 
 
 def flops(node: Node) -> int:
-    """Multiplications and additions of a matrix product; other primitives count nothing."""
-    if node.name != "dot_general":
-        return 0
-    contract, _ = node.params["dimension_numbers"]
-    inner = math.prod(node.inputs[0].shape[d] for d in contract[0])
-    return 2 * inner * math.prod(node.outputs[0].shape)
+    """Multiplications and additions of a matrix product, or of those in a node's bodies; others count nothing."""
+    return _flops(node.name, node.params, [v.aval for v in node.inputs], [v.aval for v in node.outputs])
+
+
+def _flops(name: str, params: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any]) -> int:
+    if name == "dot_general":
+        contract, _ = params["dimension_numbers"]
+        return 2 * math.prod(ins[0].shape[d] for d in contract[0]) * math.prod(outs[0].shape)
+    bodies = [b for p in params.values() for b in (p if isinstance(p, tuple) else (p,))]
+    found = [_body_flops(getattr(b, "jaxpr", b)) for b in bodies if isinstance(b, (Jaxpr, ClosedJaxpr))]
+    if name == "cond":  # one of them runs
+        return max(found, default=0)
+    return sum(found) * (params["length"] if name == "scan" else 1)
+
+
+def _body_flops(jaxpr: Jaxpr) -> int:
+    avals = lambda atoms: [a.aval for a in atoms]
+    return sum(_flops(e.primitive.name, e.params, avals(e.invars), avals(e.outvars)) for e in jaxpr.eqns)
+
+
+def body_graph(node: Node, key: str, number: int | None = None) -> Graph:
+    """A body of an equation as a graph: the parameter `key`, or the entry `number` of it. Flattened once."""
+    if (key, number) not in node.bodies:
+        jaxpr = node.params[key] if number is None else node.params[key][number]
+        closed = jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
+        node.bodies[key, number] = flatten(closed)
+    return node.bodies[key, number]
+
+
+def ancestors(graph: Graph, values: Iterable[Value]) -> set[Value]:
+    """`values` and all that they are computed from."""
+    found = set(values)
+    for node in reversed(graph.nodes):
+        if any(v in found for v in node.outputs):
+            found.update(node.inputs)
+    return found

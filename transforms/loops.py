@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, NamedTuple
 
+from transforms.early import Term
 from transforms.graph import Node, Value, flops
 from transforms.placement import Partial, Placement
 from transforms.propagate import Analysis
@@ -37,11 +38,13 @@ class Step:
 class Update:
     """How one tile changes a result: terms are added (or, if Tiled, written) one after the other.
 
-    A term is a step whose rule adds to the accumulator itself, or a reference to what the loop computed.
+    A term is a step whose rule adds to the accumulator itself, or a reference to what the loop computed. Before that,
+    what was added is rescaled as the running `anchors` that it is relative to have moved.
     """
 
     value: Value
     terms: tuple[Step | Ref, ...]
+    anchors: tuple[Term, ...] = ()
 
 
 @dataclasses.dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -12,7 +12,8 @@ from jax import lax
 from transforms import rules
 from transforms.graph import Node, Value, read
 from transforms.loops import Loop, Ref, Schedule, Step, Update
-from transforms.placement import COMBINE, Partial, Span, Tiled, identity
+from transforms.online import rescale
+from transforms.placement import COMBINE, Partial, Span, Tiled, Whole, identity
 from transforms.rules.contraction import dot
 from transforms.schedule import runs_once
 
@@ -95,10 +96,14 @@ def _run_loop(
 
     def body(results: dict[int, Any] | None, start: Any, length: int) -> dict[int, Any]:
         span = Span(start, length, total, accumulate)
-        tiles = compute(loop, env, {}, span, broad)
+        before = {} if results is None else {u.value: results[i] for i, u in enumerate(loop.updates)}
+        tiles = compute(loop, env, {}, span, broad, before)
+        anchors = {v: x for (v, p), x in tiles.items() if isinstance(p, Whole)}
         made = {}
         for i, update in enumerate(loop.updates):
-            result = None if results is None else results[i]
+            result = before.get(update.value)
+            if result is not None and update.anchors:
+                result = rescale(result, update.anchors, before, anchors)
             made[i] = _apply(update, result, fact(update.value).placement, tiles, env, span, update.value in broad)
         return made
 
@@ -143,7 +148,9 @@ def _apply(update: Update, result: Any, placement: Any, tiles: Tiles, env: Env, 
             continue
         part = tiles.get((term.value, "wide")) if broad else None
         part = fetch(term, tiles, env, span) if part is None else part
-        if isinstance(placement, Tiled):
+        if isinstance(placement, Whole):  # an anchor, for the next tile
+            result = part
+        elif isinstance(placement, Tiled):
             result = part if result is None else span.put(result, part.astype(result.dtype), placement)
         elif result is None:
             result = part
@@ -176,15 +183,32 @@ def fetch(ref: Ref, tiles: Any, env: Env, span: Span) -> Any:
         return tiles[(ref.value, ref.want)]
     if ref.how == "once":
         whole = jnp.asarray(read(env, ref.value))
-        return jnp.where(span.start == 0, whole, jnp.zeros_like(whole))
+        op = ref.want.op if isinstance(ref.want, Partial) else "sum"
+        return jnp.where(span.start == 0, whole, jnp.full_like(whole, identity(op, whole.dtype)))
     whole = narrow(env, ref.value)
     return span.take(jnp.asarray(whole), ref.want) if isinstance(ref.want, Tiled) and ref.how == "slice" else whole
 
 
-def compute(loop: Loop, env: Env, known: Tiles, span: Span, broad: Set[Value] = frozenset()) -> Tiles:
-    """Run the steps of a loop on one tile: every result, by value and placement (those in `broad` as "wide" too)."""
+def compute(
+    loop: Loop,
+    env: Env,
+    known: Tiles,
+    span: Span,
+    broad: Set[Value] = frozenset(),
+    before: Mapping[Value, Any] | None = None,
+) -> Tiles:
+    """Run the steps of a loop on one tile: every result, by value and placement (those in `broad` as "wide" too).
+
+    `before` holds what the tiles before this one accumulated.
+    """
     tiles = dict(known)
     for step in loop.steps:
+        if step.node.name == "running":
+            part, extremum = fetch(step.refs[0], tiles, env, span), step.refs[0].value
+            if before and extremum in before:
+                part = COMBINE[step.node.params["op"]](before[extremum], part)
+            tiles[step.keys[0]] = part
+            continue
         if (wide := _wide(step, tiles, env, span, broad)) is not None:
             value, _ = step.keys[0]
             tiles[(value, "wide")], tiles[step.keys[0]] = wide, wide.astype(value.dtype)

@@ -12,11 +12,14 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from transforms import lower, rules  # noqa: F401
-from transforms.graph import Graph, Value, depends, flatten, nbytes
+from transforms.graph import Graph, Value, ancestors, depends, flatten, nbytes
 from transforms.loops import Schedule
-from transforms.placement import WHOLE, Placement, Tiled
-from transforms.propagate import Inline, Limits, Promote, propagate
+from transforms.online import Rewritten, rewrite
+from transforms.placement import WHOLE, Placement, Span, Tiled
+from transforms.propagate import Inline, Limits, Promote, analyse
+from transforms.rewrite import inline
 from transforms.rules import (  # noqa: F401
+    collective,
     contraction,
     control_flow,
     elementwise,
@@ -24,6 +27,8 @@ from transforms.rules import (  # noqa: F401
     linalg,
     random,
     reduction,
+    refusals,
+    scan,
     shape,
 )
 from transforms.schedule import schedule
@@ -56,20 +61,18 @@ class Program:
 
     @functools.cached_property
     def plan(self) -> Schedule:
-        inline: frozenset[int] = frozenset()
         promoted: dict[Value, Tiled] = {}
-        graph = self.graph
+        done = Rewritten()
+        span = Span(0, self.options.size, self.options.total, self.options.accumulate)
         while True:
             try:
-                found = propagate(graph, self.placements, self.limits, promoted)
-                return schedule(found, self.limits, self.options.total)
+                found = analyse(self.graph, self.placements, self.limits, promoted)
+                if not rewrite(found, done, span):
+                    return schedule(found, self.limits, self.options.total, done.sums)
             except Promote as large:
                 promoted |= large.placements
             except Inline as region:
-                body = id(region.node.params["jaxpr"])
-                assert body not in inline, "a block that was inlined is still there"
-                inline |= {body}
-                graph, promoted = flatten(self.closed, inline=inline), {}
+                inline(self.graph, region.node)
 
     @property
     def limits(self) -> Limits:
@@ -107,7 +110,7 @@ class Program:
         graph = self.graph
         reached = depends(graph, {graph.inputs[i] for i in active}, differentiably=True)
         outs = [i for i, v in enumerate(graph.outputs) if v in reached and jnp.issubdtype(v.dtype, jnp.inexact)]
-        used = _ancestors(graph, [graph.outputs[i] for i in outs])
+        used = ancestors(graph, [graph.outputs[i] for i in outs])
         return outs, [i for i in active if graph.inputs[i] in used]
 
     def in_one_pass(self, outs: Sequence[int], active: Sequence[int]) -> bool:
@@ -223,11 +226,3 @@ def _replace(args: Sequence[Any], where: Sequence[int], chosen: Sequence[Any]) -
     for i, value in zip(where, chosen, strict=True):
         full[i] = value
     return full
-
-
-def _ancestors(graph: Graph, values: Sequence[Value]) -> set[Value]:
-    found = set(values)
-    for node in reversed(graph.nodes):
-        if any(v in found for v in node.outputs):
-            found.update(node.inputs)
-    return found

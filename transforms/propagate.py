@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from transforms.graph import Graph, Node, Value, describe
 from transforms.placement import WHOLE, Partial, Placement, Tiled, TileError, Whole
+from transforms.rewrite import split
 from transforms.rules import RULES, Complete, Move
 
 
@@ -41,6 +42,20 @@ class Inline(Exception):
         self.node = node
 
 
+class Split(Exception):
+    """Some results of a region are the same for every tile: they are to be computed apart from the others."""
+
+    def __init__(self, node: Node, wanted: Sequence[int]):
+        self.node, self.wanted = node, wanted
+
+
+@dataclasses.dataclass(frozen=True)
+class Region(Move):
+    """How an equation with bodies moves, and the analyses that this was read off."""
+
+    bodies: tuple[Analysis, ...] = ()
+
+
 class Promote(Exception):
     """Whole values are too large to be made whole, but can be made tile by tile: to be placed as Tiled."""
 
@@ -58,6 +73,8 @@ class Analysis:
     completions: list[Completion]
     completed: set[tuple[Node, int]]  # operands (by number) that are read after they were completed
     inputs: frozenset[Value]
+    used: set[Value]  # values that an output or another node reads
+    running: set[Value] = dataclasses.field(default_factory=set)  # whole values that change from tile to tile
 
     def fact(self, value: Value) -> Fact:
         return self.facts.get(value, Fact(WHOLE))
@@ -74,6 +91,19 @@ class Limits:
         return self.gather == "any" or (self.gather == "small" and value.nbytes <= self.largest)
 
 
+def analyse(
+    graph: Graph, placements: Sequence[Placement], limits: Limits | None, promoted: Mapping[Value, Tiled] | None = None
+) -> Analysis:
+    """`propagate`, with `graph` changed so that no region mixes what depends on the tile with what does not."""
+    while True:
+        try:
+            return propagate(graph, placements, limits, promoted)
+        except Split as mixed:
+            part = RULES[mixed.node.name].part
+            assert part is not None
+            split(graph, mixed.node, mixed.wanted, *part(mixed.node, mixed.wanted))
+
+
 def propagate(
     graph: Graph, placements: Sequence[Placement], limits: Limits | None, promoted: Mapping[Value, Tiled] | None = None
 ) -> Analysis:
@@ -88,9 +118,12 @@ def propagate(
     Raises:
         TileError: a primitive has no rule, or an array that is too large would have to be whole.
         Complete: in a region, a Partial operand that it needs whole.
+        Inline: in a region, it needs a cut operand whole.
+        Split: a region has results that no tile changes.
     """
     facts = {v: Fact(p) for v, p in zip(graph.inputs, placements, strict=True)}
-    found = Analysis(graph, facts, {}, [], set(), frozenset(graph.inputs))
+    used = {v for n in graph.nodes for v in n.inputs}.union(graph.outputs)
+    found = Analysis(graph, facts, {}, [], set(), frozenset(graph.inputs), used)
     for node in graph.nodes:
         if ordered := [e for e in node.effects if "Ordered" in type(e).__name__]:
             raise TileError(
@@ -129,8 +162,16 @@ def _place(found: Analysis, node: Node, limits: Limits | None) -> None:
                 facts[i] = _complete(found, node, i, request.reason, limits)
             continue
         break
+    if isinstance(move, Region) and (mixed := _mixed(found, node, move)):
+        raise Split(node, mixed)
     found.moves[node] = move
     found.facts.update((v, Fact(p, stage)) for v, p in zip(node.outputs, move.outs, strict=True))
+    if node.name == "running" or not found.running.isdisjoint(node.inputs):
+        found.running.update(v for v, p in zip(node.outputs, move.outs, strict=True) if isinstance(p, Whole))
+
+
+def _mixed(found: Analysis, node: Node, move: Move) -> list[int]:
+    return [i for i, v in enumerate(node.outputs) if v in found.used and isinstance(move.outs[i], Whole)]
 
 
 def _move(node: Node, placements: tuple[Placement, ...]) -> Move:

@@ -6,17 +6,18 @@ a loop holds exactly the steps that its results need, in order, so lowering is a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from transforms.graph import Node, Value, depends
 from transforms.loops import Loop, Ref, Schedule, Step, Update
+from transforms.online import Online
 from transforms.placement import WHOLE, Partial, Placement, Tiled, Whole
-from transforms.propagate import Analysis, Limits, Promote, check_size
+from transforms.propagate import Analysis, Limits, Promote, Region, check_size
 from transforms.rules import RULES, Move
 
 
-def schedule(analysis: Analysis, limits: Limits, total: int) -> Schedule:
-    """Plan the loops of an analysed graph, along an axis of length `total`.
+def schedule(analysis: Analysis, limits: Limits, total: int, online: Mapping[Value, Online]) -> Schedule:
+    """Plan the loops of an analysed graph, along an axis of length `total`; `online` sums are rescaled.
 
     Raises:
         TileError: an array that is too large would have to be whole.
@@ -24,7 +25,7 @@ def schedule(analysis: Analysis, limits: Limits, total: int) -> Schedule:
     """
     deadline: dict[Value, int] = {}
     for _ in range(20):  # a value that an earlier loop turns out to store is read by later loops, not computed again
-        planner = _Planner(analysis, dict(deadline))
+        planner = _Planner(analysis, dict(deadline), online)
         loops = planner.plan()
         if planner.deadline == deadline:
             break
@@ -70,19 +71,32 @@ def runs_once(analysis: Analysis, node: Node) -> bool:
     return all(isinstance(p, Whole) for p in analysis.moves[node].ins)
 
 
-def region(analysis: Analysis) -> Loop:
-    """The one loop body that computes all outputs of a region's graph at the tile at hand."""
-    planner = _Planner(analysis, {}, local=True)
+def region(analysis: Analysis, wants: Sequence[Placement | None]) -> tuple[Loop, list[Ref | None]]:
+    """The one loop body that computes a region's outputs at the tile at hand, and where they are read.
+
+    Args:
+        analysis: of the region's graph.
+        wants: where each output is to stand; None for those that are not wanted.
+    """
+    planner = _Planner(analysis, {}, {}, local=True)
     loop = Loop()
-    for value in analysis.graph.outputs:
-        fact = analysis.fact(value)
-        planner.emit(planner.resolve(value, fact.placement, 0, loop), 0, loop)
-    return loop
+    refs: list[Ref | None] = []
+    for value, want in zip(analysis.graph.outputs, wants, strict=True):
+        refs.append(None if want is None else planner.resolve(value, want, 0, loop))
+        if (ref := refs[-1]) is not None:
+            planner.emit(ref, 0, loop)
+    for node in analysis.graph.nodes:
+        if node.effects and not isinstance(analysis.moves[node], Region):
+            planner.emit(planner.effect(node), 0, loop)
+    return loop, refs
 
 
 class _Planner:
-    def __init__(self, analysis: Analysis, stored: dict[Value, int], local: bool = False):
+    def __init__(
+        self, analysis: Analysis, stored: dict[Value, int], online: Mapping[Value, Online], local: bool = False
+    ):
         self.analysis = analysis
+        self.online = online
         self.local = local  # a region: its inputs are tiles already
         self.stored = stored  # what the previous pass stored, and in which loop
         self.deadline: dict[Value, int] = {}
@@ -113,10 +127,15 @@ class _Planner:
                     done.add(value)
                     loops[d].updates.append(self.update(value, d, loops[d]))
             loops[d].updates = [u for u in loops[d].updates if self.deadline[u.value] == d]
+            loops[d].updates += self.anchors(d, loops[d])
             for node in (n for n in effects if stages[n] == d):
-                value = node.outputs[0] if node.outputs else Value(None, node)
-                self.emit(Ref(value, self.analysis.fact(value).placement, "tile"), d, loops[d])
+                self.emit(self.effect(node), d, loops[d])
         return loops
+
+    def effect(self, node: Node) -> Ref:
+        """What to emit so that a node with a side effect runs."""
+        value = node.outputs[0] if node.outputs else Value(None, node)
+        return Ref(value, self.analysis.fact(value).placement, "tile")
 
     # ------------------------------------------------------------------------------- what must be whole, and by when
 
@@ -174,7 +193,15 @@ class _Planner:
                 ref = self.resolve(part, self.analysis.fact(part).placement, d, loop)
                 self.emit(ref, d, loop)
                 terms.append(ref)
-        return Update(value, tuple(terms))
+        online = self.online.get(value)
+        return Update(value, tuple(terms), online.anchors if online else ())
+
+    def anchors(self, d: int, loop: Loop) -> list[Update]:
+        """The anchors of a loop's sums: each tile leaves its own for the next."""
+        refs = {term.value: Ref(term.value, WHOLE, "tile") for update in loop.updates for term in update.anchors}
+        for ref in refs.values():
+            self.emit(ref, d, loop)
+        return [Update(value, (ref,)) for value, ref in refs.items()]
 
     def all_parts(self, node: Node) -> bool:
         """Whether a node's operands are all partial results that it reads as such."""
@@ -188,6 +215,9 @@ class _Planner:
     def resolve(self, value: Value, want: Placement, d: int, loop: Loop, completed: bool = False) -> Ref:
         """Decide how loop `d` reads `value` as `want`, and ask for what that takes."""
         placement = self.analysis.fact(value).placement
+        if value in self.analysis.running:
+            tiled = isinstance(want, Tiled) and self.pulls(value, want) is not None
+            return Ref(value, want if tiled else WHOLE, "tile")
         local = not isinstance(placement, Whole) and not completed
         if local and value in self.analysis.inputs:
             return Ref(value, want, "tile" if self.local else "slice")
@@ -234,7 +264,8 @@ class _Planner:
         """The node that computes `ref`, and how: as analysed, or pulled from whole operands."""
         node = ref.value.producer
         assert node is not None
-        if ref.value.aval is None or not isinstance(self.analysis.fact(ref.value).placement, Whole):
+        whole = ref.value.aval is not None and isinstance(self.analysis.fact(ref.value).placement, Whole)
+        if not whole or isinstance(ref.want, Whole):
             return node, self.analysis.moves[node]
         assert isinstance(ref.want, Tiled)
         ins = self.pulls(ref.value, ref.want)
@@ -242,6 +273,13 @@ class _Planner:
         return node, Move((ref.want,), ins)
 
     def operands(self, node: Node, move: Move, d: int, loop: Loop) -> tuple[Ref, ...]:
+        if node.name == "running":
+            (value,) = node.inputs
+            if not self.computes(value, d):
+                self.request([value], d - 1)
+                loop.reads[value] = None
+                return (Ref(value, WHOLE, "whole"),)
+            self.deadline[value] = min(self.deadline.get(value, d), d)
         pulled = move is not self.analysis.moves.get(node)  # then all its operands are whole, or were completed
         return tuple(
             self.resolve(v, p, d, loop, pulled or (node, i) in self.analysis.completed)

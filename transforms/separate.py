@@ -16,7 +16,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from transforms.graph import Graph, Value, depends, evaluate, flatten
 from transforms.placement import Partial, TileError, Whole
-from transforms.propagate import Inline, Limits, propagate
+from transforms.propagate import Inline, Limits, analyse
 from transforms.rules import Complete
 
 
@@ -78,7 +78,7 @@ def separate(closed: Any, placements: Any, limits: Limits, active: Sequence[int]
     """Find the scalar sums that a loss is nonlinear in; None where there are none, or other results are in between."""
     graph = flatten(closed, custom=False)
     try:
-        found = propagate(graph, placements, limits)
+        found = analyse(graph, placements, limits)
     except (Inline, Complete, TileError):
         return None
     if not isinstance(found.fact(graph.outputs[out]).placement, Whole):
@@ -140,7 +140,7 @@ def scales(closed: Any) -> bool:
 
     Only a `jax.custom_vjp` rule can do anything else with a cotangent, such as clipping it.
     """
-    graph = flatten(closed, inline=None)
+    graph = flatten(closed, remat=True)
     reached = {graph.inputs[-1]}
     for node in graph.nodes:
         found = [i for i, v in enumerate(node.inputs) if v in reached]

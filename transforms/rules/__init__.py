@@ -1,12 +1,13 @@
 """What each jax primitive does to a placement: one small rule per kind of primitive.
 
-A rule has up to five parts.
+A rule has up to six parts.
 
     push(node, placements) -> Move    where the results stand, and where each operand must stand for that
     pull(node, want) -> placements    how operands that are Whole can yield one tile of the result (None: they cannot)
     localise(node, move, span)        the primitive's parameters at tile size
     emit(node, values, move, span)    the tile's results, where binding the primitive is not enough
     accumulate(node, values, total, span)   `total` plus the tile's part, where that is cheaper than making the part
+    part(node, wanted)                (of an equation with bodies) the operands and a function for some results alone
 
 A rule that cannot go on raises `Complete`: these operands must be whole first, and why. Rules see neither stages nor
 loops; `transforms.propagate` adds the primitive, the line and the operands to what they say. A primitive whose operands
@@ -21,7 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from transforms.graph import Node, Value
-from transforms.placement import WHOLE, Partial, Placement, Span, Tiled, Whole
+from transforms.placement import WHOLE, Partial, Placement, Span, Tiled, TileError, Whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +46,7 @@ Pull = Callable[[Node, Tiled], tuple[Placement, ...] | None]
 Localise = Callable[[Node, Move, Span], dict[str, Any]]
 Emit = Callable[[Node, list[Any], Move, Span], list[Any]]
 Accumulate = Callable[[Node, list[Any], Any, Span], Any]
+Part = Callable[[Node, Sequence[int]], tuple[Sequence[int], Callable[..., Any]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,10 +56,13 @@ class Rule:
     localise: Localise | None = None
     emit: Emit | None = None
     accumulate: Accumulate | None = None
+    part: Part | None = None
     heavy: bool = False  # pulled only where the whole result would be too large
 
 
 RULES: dict[str, Rule] = {}
+REFUSED: dict[str, str] = {}  # why no tile goes through these primitives
+COMPLETED: dict[str, str] = {}  # why all operands of these must be whole
 
 
 def register(*names: str, push: Push, **parts: Any) -> None:
@@ -70,6 +75,34 @@ def register(*names: str, push: Push, **parts: Any) -> None:
         if name in RULES:
             raise ValueError(f"`{name}` already has a rule, in {RULES[name].push.__module__}.")
         RULES[name] = Rule(push, **parts)
+
+
+def refuse(*names: str, reason: str) -> None:
+    """Let nothing that is cut go through the primitives `names`. `reason` reads after "it", as in `Complete`."""
+
+    def push(node: Node, placements: tuple[Placement, ...]) -> Move:
+        if not tiled(placements):
+            raise Complete(partial(placements), REFUSED[node.name])
+        operands = ", ".join(f"{v} {p}" for v, p in zip(node.inputs, placements, strict=True))
+        raise TileError(
+            f"cannot tile `{node.name}` at {node.where}: it {REFUSED[node.name]}.\n  operands: {operands}.\n"
+            "  Compute it outside the tiled function, or cut an axis that does not reach it."
+        )
+
+    for name in names:
+        register(name, push=push)
+        REFUSED[name] = reason
+
+
+def complete(*names: str, reason: str) -> None:
+    """Run the primitives `names` on whole operands alone, completed where those are small enough."""
+
+    def push(node: Node, placements: tuple[Placement, ...]) -> Move:
+        raise Complete([*tiled(placements), *partial(placements)], COMPLETED[node.name])
+
+    for name in names:
+        register(name, push=push)
+        COMPLETED[name] = reason
 
 
 def run(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:

@@ -114,6 +114,10 @@ def push_gather(node: Node, placements: tuple[Placement, ...]) -> Move:
         elif dim in numbers.start_index_map and node.params["slice_sizes"][dim] == 1:
             column, size = numbers.start_index_map.index(dim), node.inputs[0].shape[dim]
             found = find_position(node.inputs[1], column, size, numbers.start_indices_batching_dims)
+            alone = len(numbers.start_index_map) == 1 or node.params["mode"] != lax.GatherScatterMode.CLIP
+            if found is None and isinstance(indices, Whole) and node.inputs[0].producer is not None and alone:
+                op = "or" if node.outputs[0].dtype == bool else "sum"
+                return Move((Partial(op),), placements)  # each place is in one tile
             if found is None:
                 raise Complete([0], ARBITRARY)
             other = found
@@ -148,10 +152,33 @@ def localise_column(indices: Any, column: int, cut: Tiled, span: Span) -> Any:
     return indices.at[..., column].set(span.localise(indices[..., column], cut))
 
 
+def within(node: Node, indices: Any, column: int, cut: Tiled, span: Span) -> tuple[Any, Any]:
+    """Indices along the cut axis counted from the tile's start, past its end for what lies elsewhere; and which do not.
+
+    What is out of bounds of the whole axis counts as in the first tile, at -1.
+    """
+    size, stride, steps = node.inputs[0].shape[cut.dim], span.total * cut.minor, span.length * cut.minor
+    places = indices[..., column]
+    if node.params["mode"] == lax.GatherScatterMode.CLIP:
+        places = jnp.clip(places, 0, size - 1)
+    valid, start = (places >= 0) & (places < size), span.start * cut.minor
+    along = places % stride
+    inside = valid & (along >= start) & (along < start + steps)
+    local = (places // stride * steps + along - start).astype(indices.dtype)
+    local = jnp.where(inside, local, jnp.where(valid, cut.major * steps, -1).astype(indices.dtype))
+    return indices.at[..., column].set(local), inside | (~valid & (span.start == 0))
+
+
 def emit_gather(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
     operand, indices = values
     numbers, cut = node.params["dimension_numbers"], move.ins[0]
     sizes = node.params["slice_sizes"]
+    if isinstance(cut, Tiled) and isinstance(move.outs[0], Partial):
+        indices, inside = within(node, indices, numbers.start_index_map.index(cut.dim), cut, span)
+        mode = {"mode": lax.GatherScatterMode.FILL_OR_DROP, "indices_are_sorted": False}
+        (found,) = node.bind([operand, indices], node.params | mode)
+        outer = batch_dims(found.ndim, numbers.offset_dims)
+        return [jnp.where(lax.broadcast_in_dim(inside, found.shape, outer), found, jnp.zeros_like(found))]
     if isinstance(cut, Tiled) and cut.dim not in numbers.operand_batching_dims:
         if isinstance(move.ins[1], Tiled):
             indices = localise_column(indices, numbers.start_index_map.index(cut.dim), cut, span)
@@ -201,6 +228,11 @@ def scatter_candidates(node: Node, placements: tuple[Placement, ...]) -> list[tu
         if node.inputs[0].shape[o] == node.inputs[2].shape[u]:
             for cut in _cuts_at((operand, o), (updates, u)):
                 ways.append((cut.at(o), (cut.at(o), WHOLE, cut.at(u))))
+    alone = len(numbers.scatter_dims_to_operand_dims) == 1 or node.params["mode"] != lax.GatherScatterMode.CLIP
+    for o in numbers.scatter_dims_to_operand_dims:
+        if o in numbers.inserted_window_dims and alone:
+            for cut in _cuts_at((operand, o)):  # each tile takes what falls into it
+                ways.append((cut, (cut, WHOLE, WHOLE)))
     if node.name == "scatter-add":
         for i, u in enumerate(outer):
             for cut in _cuts_at((indices, i), (updates, u)):
@@ -229,6 +261,13 @@ def emit_scatter(node: Node, values: list[Any], move: Move, span: Span) -> list[
     operand, indices, updates = values
     if isinstance(move.outs[0], Partial):
         return [add_at(node, operand.astype(span.wide(operand.dtype)), indices, updates)]
+    cut, numbers = move.outs[0], node.params["dimension_numbers"]
+    scattered = isinstance(cut, Tiled) and cut.dim in numbers.inserted_window_dims
+    if scattered and move.ins[1:] == (WHOLE, WHOLE):
+        column = numbers.scatter_dims_to_operand_dims.index(cut.dim)
+        indices, _ = within(node, indices, column, cut, span)
+        loose = {"indices_are_sorted": False, "unique_indices": False, "mode": lax.GatherScatterMode.FILL_OR_DROP}
+        return node.bind([operand, indices, updates], node.params | loose)
     column = position_column(node, move)
     if column is not None:
         assert isinstance(move.outs[0], Tiled)

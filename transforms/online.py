@@ -1,0 +1,214 @@
+"""Online reductions: sums that are relative to a running maximum and end in the loop that finds the maximum.
+
+`sum(exp(x - m))`, `m` the maximum of `x` over the cut axis, would need a loop for `m` and another for the sum. It is
+formed in one: each tile works with the maximum so far, and what was summed before is rescaled when that moves. A whole
+value that divides or multiplies each term alike (the denominator of a softmax) is applied after the loop. So attention
+cut over its keys is one loop, and so are the statistics of a cross-entropy cut over the vocabulary.
+
+A sum is rewritten as a copy of its computation in which the running maximum (`running`, an equation of our own) stands
+for the final one, and what was left out follows it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+
+from transforms.early import Dims, Early, Finder, Term
+from transforms.graph import Node, Value, flatten
+from transforms.placement import WHOLE, Partial, Placement, Span, Whole
+from transforms.propagate import Analysis
+from transforms.rewrite import replace, sort
+from transforms.rules import Move, register
+
+running_p = Primitive("running")  # a maximum or minimum over the tiles so far
+anchor_p = Primitive("anchor")  # one that terms are relative to: 0 while all of them are masked
+
+
+@dataclasses.dataclass(frozen=True)
+class Online:
+    """How the accumulator of a partial sum is rescaled: by `exp(weight * (new - old))` of each running anchor."""
+
+    anchors: tuple[Term, ...]
+
+
+@dataclasses.dataclass
+class Rewritten:
+    """What was made online in a graph: the sums, and the copies of values that are relative to running anchors."""
+
+    sums: dict[Value, Online] = dataclasses.field(default_factory=dict)
+    copies: dict[Any, Value] = dataclasses.field(default_factory=dict)
+
+
+def rewrite(found: Analysis, done: Rewritten, span: Span) -> bool:
+    """Make one sum of an analysed graph online, if that saves a loop. Its analysis is void then."""
+    finder = Finder(found)
+    for value, early in finder.sums.items():
+        known = max([early.stage + 1, *(finder.known(t.value) for t in (*early.offsets, *early.factors))])
+        if known <= found.fact(value).stage and _saves(found, value):
+            _Writer(finder, done, span).write(value, early)
+            return True
+    return False
+
+
+def _saves(found: Analysis, value: Value) -> bool:
+    """Whether a loop waits for the sum; or it is a result, and no other is formed in a loop as late."""
+    reached = {value}
+    for node in found.graph.nodes:
+        if any(v in reached for v in node.inputs):
+            reached.update(node.outputs)
+            if any(v in found.used and not isinstance(found.fact(v).placement, Whole) for v in node.outputs):
+                return True
+    facts = [found.fact(v) for v in found.graph.outputs if v not in reached]
+    ends = [f.stage - isinstance(f.placement, Whole) for f in facts]
+    return max(ends, default=-1) < found.fact(value).stage
+
+
+class _Writer:
+    def __init__(self, finder: Finder, done: Rewritten, span: Span):
+        self.finder, self.found, self.done, self.span = finder, finder.found, done, span
+        self.nodes: list[Node] = []
+
+    def write(self, value: Value, early: Early) -> None:
+        node = value.producer
+        assert node is not None
+        total = self.copy(value)
+        wide = self.span.wide(value.dtype)
+        total.aval = ShapedArray(value.shape, wide)
+        anchors = tuple(dataclasses.replace(t, value=self.anchor(t.value, t.weight)) for t in early.anchors)
+        self.done.sums[total] = Online(anchors)
+        terms = early.terms
+
+        def finish(total: Any, *values: Any) -> Any:
+            return _finish(early, total, [v.astype(wide) for v in values]).astype(value.dtype)
+
+        avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (total, *(t.value for t in terms))]
+        after = flatten(jax.make_jaxpr(finish)(*avals))
+        given = dict(zip(after.inputs, (total, *(t.value for t in terms)), strict=True))
+        for other in after.nodes:
+            other.inputs = [given.get(v, v) for v in other.inputs]
+            other.source, other.caller = node.source, node.caller
+        (result,) = after.outputs
+        replace(self.found.graph, node, [*self.nodes, *after.nodes], {value: given.get(result, result)})
+        sort(self.found.graph)
+
+    def copy(self, value: Value) -> Value:
+        """The value as it can be known early: relative to running anchors, without factors and offsets."""
+        node = value.producer
+        if node is None or (value not in self.finder.early and value not in self.finder.sums):
+            return value
+        if value in self.done.copies:
+            return self.done.copies[value]
+        late = self.finder.late(node)
+        inputs = [self.copy(v) for v in node.inputs]
+        early = self.finder.early.get(value) or self.finder.sums[value]
+        if late:
+            place = late[0]
+            found = self.finder.term(node.inputs[place], node, self.found.moves[node], 1.0)
+            assert found is not None
+            term, running = found
+            if running is None or early.scaled:
+                made = inputs[1 - place]
+                if node.name == "sub" and place == 0:
+                    made = self.add(dataclasses.replace(node, primitive=lax.neg_p, params={}), [made])
+                self.done.copies[value] = made
+                return made
+            weight = next(t.weight for t in early.anchors if (t.value, t.dims) == (term.value, term.dims))
+            inputs[place] = self.anchored(node.inputs[place], term.value, weight)
+        made = self.done.copies[value] = self.add(node, inputs)
+        return made
+
+    def add(self, node: Node, inputs: Sequence[Value]) -> Value:
+        """A node like another one, of other operands."""
+        made = dataclasses.replace(node, inputs=list(inputs), outputs=[], bodies={})
+        made.outputs.append(Value(node.outputs[0].aval, made))
+        self.nodes.append(made)
+        return made.outputs[0]
+
+    def anchored(self, value: Value, base: Value, weight: float) -> Value:
+        """`value`, which repeats `base`, of the running form of `base`."""
+        if value is base:
+            return self.anchor(base, weight)
+        node = value.producer
+        assert node is not None
+        return self.add(node, [self.anchored(node.inputs[0], base, weight), *node.inputs[1:]])
+
+    def anchor(self, base: Value, weight: float) -> Value:
+        """The running form of an anchor, and 0 where the terms are all masked."""
+        key = (base, weight > 0)
+        if key not in self.done.copies:
+            node = base.producer
+            assert node is not None
+            like = dataclasses.replace(node, primitive=anchor_p, params={"sign": 1 if weight > 0 else -1}, effects=())
+            self.done.copies[key] = self.add(dataclasses.replace(like, outputs=[base]), [self.running(base)])
+        return self.done.copies[key]
+
+    def running(self, value: Value) -> Value:
+        placement = self.found.fact(value).placement
+        node = value.producer
+        if node is None or (isinstance(placement, Whole) and value not in self.finder.ready):
+            return value
+        key = ("running", value)
+        if key not in self.done.copies:
+            if isinstance(placement, Partial):
+                like = dataclasses.replace(node, primitive=running_p, params={"op": placement.op}, outputs=[value])
+                self.done.copies[key] = self.add(like, [value])
+            else:
+                like = dataclasses.replace(node, outputs=[value])
+                self.done.copies[key] = self.add(like, [self.running(v) for v in node.inputs])
+        return self.done.copies[key]
+
+
+def align(array: Any, dims: Dims, shape: Sequence[int]) -> Any:
+    """An array as one that broadcasts to `shape`, its dimension `dims[i]` along dimension `i`."""
+    along = [i for i, d in enumerate(dims) if d is not None]
+    order = [d for d in dims if d is not None]
+    rest = [d for d in range(array.ndim) if d not in order]
+    turned = lax.transpose(array, [*order, *rest]).reshape([shape[i] for i in along])
+    return lax.broadcast_in_dim(turned, [n if i in along else 1 for i, n in enumerate(shape)], along)
+
+
+def _finish(early: Early, total: Any, values: Sequence[Any]) -> Any:
+    """Apply to a sum what its terms left out."""
+    result = total
+    found = [align(v, t.dims, total.shape) for v, t in zip(values, early.terms, strict=True)]
+    anchors, offsets = len(early.anchors), len(early.anchors) + len(early.offsets)
+    for array, term in zip(found[anchors:offsets], early.offsets, strict=True):
+        result = result * jnp.exp(term.weight * array)
+    for array, term in zip(found[offsets:], early.factors, strict=True):
+        for _ in range(int(abs(term.weight))):
+            result = result * array if term.weight > 0 else result / array
+    if early.masked:  # a masked term is 0 whatever it would be multiplied by
+        return jnp.where(total == 0, 0, result)
+    for array, term in zip(found[:anchors], early.anchors, strict=True):  # every term is inf - inf
+        result = jnp.where(term.weight * array == jnp.inf, jnp.nan, result)
+    return result
+
+
+def rescale(total: Any, anchors: Sequence[Term], old: Mapping[Value, Any], new: Mapping[Value, Any]) -> Any:
+    """What was summed up to the last tile, relative to the anchors of this one."""
+    for term in anchors:
+        moved = (new[term.value].astype(total.dtype) - old[term.value].astype(total.dtype)) * term.weight
+        scaled = total * align(jnp.exp(moved), term.dims, total.shape)
+        total = jnp.where(total == 0, total, scaled)
+    return total
+
+
+def push_running(node: Node, placements: tuple[Placement, ...]) -> Move:
+    return Move((WHOLE,), placements)
+
+
+def emit_anchor(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
+    (value,) = values
+    return [jnp.where(node.params["sign"] * value == jnp.inf, jnp.zeros_like(value), value)]
+
+
+register("running", push=push_running)
+register("anchor", push=push_running, emit=emit_anchor)

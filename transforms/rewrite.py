@@ -1,0 +1,56 @@
+"""Changes to a graph that leave its meaning as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from transforms.graph import Graph, Node, Value, body, flatten
+
+
+def replace(graph: Graph, node: Node, nodes: Sequence[Node], values: dict[Value, Value], keep: bool = False) -> None:
+    """Put `nodes` in the place of `node` (before it, if it is to be kept), and `values` in that of its results."""
+    at = graph.nodes.index(node)
+    graph.nodes[at : at + (not keep)] = nodes
+    for other in graph.nodes:
+        other.inputs = [values.get(v, v) for v in other.inputs]
+    graph.outputs[:] = [values.get(v, v) for v in graph.outputs]
+
+
+def inline(graph: Graph, node: Node) -> None:
+    """Put the body of a `jax.checkpoint` in its place."""
+    inner = flatten(body(node.params, "jaxpr"))
+    given = dict(zip(inner.inputs, node.inputs, strict=True))
+    for other in inner.nodes:
+        other.inputs = [given.get(v, v) for v in other.inputs]
+        other.caller = other.caller or node.source
+    outs = [given.get(v, v) for v in inner.outputs]
+    replace(graph, node, inner.nodes, dict(zip(node.outputs, outs, strict=True)))
+
+
+def split(graph: Graph, node: Node, wanted: Sequence[int], inputs: Sequence[int], fn: Callable[..., Any]) -> None:
+    """Compute the results `wanted` of a node apart from the others: by `fn`, from its operands `inputs`."""
+    ins = [node.inputs[i] for i in inputs]
+    apart = flatten(jax.make_jaxpr(fn)(*(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in ins)))
+    given = dict(zip(apart.inputs, ins, strict=True))
+    for other in apart.nodes:
+        other.inputs = [given.get(v, v) for v in other.inputs]
+        other.source, other.caller = node.source, node.caller
+    outs = [given.get(v, v) for v in apart.outputs]
+    replace(graph, node, apart.nodes, dict(zip([node.outputs[i] for i in wanted], outs, strict=True)), keep=True)
+
+
+def sort(graph: Graph) -> None:
+    """Bring the nodes into an order in which operands come first, changing as little as possible."""
+    ordered: dict[Node, None] = {}
+    for root in graph.nodes:
+        stack = [root]
+        while stack:
+            missing = [v.producer for v in stack[-1].inputs if v.producer and v.producer not in ordered]
+            if missing:
+                stack.extend(missing)
+            else:
+                ordered.setdefault(stack.pop())
+    graph.nodes[:] = ordered

@@ -1,0 +1,99 @@
+"""What equations with bodies (regions) share: a body at tile size, a body on whole values, and how placements meet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from transforms import lower, schedule
+from transforms.graph import Graph, ancestors, evaluate
+from transforms.placement import Partial, Placement, Span, Whole
+from transforms.propagate import Analysis, Inline, analyse
+from transforms.rules import Complete, Move
+
+Body = Callable[[Sequence[Any]], list[Any]]
+
+
+def at_tile(found: Analysis, ins: Sequence[Placement], outs: Sequence[Placement | None], span: Span) -> Body:
+    """A region's body as a function of tiles that stand at `ins`; results at `outs`, and None for those not wanted."""
+    loop, refs = schedule.region(found, outs)
+
+    def run(values: Sequence[Any]) -> list[Any]:
+        both = list(zip(found.graph.inputs, values, ins, strict=True))
+        env = {v: x for v, x, p in both if isinstance(p, Whole)}
+        evaluate(env, list(loop.reads))
+        tiles = lower.compute(loop, env, {(v, p): x for v, x, p in both if not isinstance(p, Whole)}, span)
+        return [None if ref is None else lower.fetch(ref, tiles, env, span) for ref in refs]
+
+    return run
+
+
+def kept(move: Move) -> list[Placement | None]:
+    """The results that a region computes tile by tile; those that are Whole are computed apart."""
+    return [None if isinstance(p, Whole) else p for p in move.outs]
+
+
+def join(first: Placement, second: Placement) -> Placement | None:
+    """Where a value stands that may come from two places: what is Whole can be cut, or counted once."""
+    if first == second or isinstance(second, Whole):
+        return first
+    return second if isinstance(first, Whole) else None
+
+
+def wait(placements: Sequence[Placement], reason: str) -> Complete:
+    """Run the region as it is, on whole operands."""
+    return Complete([i for i, p in enumerate(placements) if not isinstance(p, Whole)], reason)
+
+
+def body_of(graph: Graph, ins: Sequence[Placement], given: Sequence[Placement], offset: int = 0) -> Analysis:
+    """Analyse a body; what it needs to be whole is asked of the region's own operands, `given`, from `offset` on."""
+    try:
+        return analyse(graph, ins, None)
+    except Complete as request:
+        operands = [i + offset for i in request.operands]
+        if any(isinstance(given[i], Whole) for i in operands):
+            raise wait(given, f"carries what its body needs whole: it {request.reason}") from None
+        raise Complete(operands, request.reason) from None
+    except Inline as need:
+        raise wait(given, f"needs a cut array whole inside, for `{need.node.name}` at {need.node.where}") from None
+
+
+def carries_for(graph: Graph, constants: int, carried: int, wanted: Sequence[int]) -> list[int]:
+    """The numbers of the carried values that a loop needs for its results `wanted`."""
+    needed = set(wanted)
+    while True:
+        used = ancestors(graph, [graph.outputs[i] for i in needed])
+        more = {i for i in range(carried) if graph.inputs[constants + i] in used} - needed
+        if not more:
+            return sorted(i for i in needed if i < carried)
+        needed |= more
+
+
+def widen(value: Any, placement: Placement, span: Span) -> Any:
+    """A partial sum in the dtype that it is formed in, so that a loop can carry it."""
+    value = jnp.asarray(value)
+    return value.astype(span.wide(value.dtype)) if placement == Partial("sum") else value
+
+
+def cast(value: Any, like: Any) -> Any:
+    """A result in the dtype in which it is carried."""
+    return value if value.dtype == like.dtype else value.astype(like.dtype)
+
+
+def whole_body(graph: Graph, wanted: Sequence[int]) -> Body:
+    """A body as a function of whole values that computes the results `wanted` only."""
+
+    def run(values: Sequence[Any]) -> list[Any]:
+        env = {v: x for v, x in zip(graph.inputs, values, strict=True) if x is not None}
+        found = dict(zip(wanted, evaluate(env, [graph.outputs[i] for i in wanted]), strict=True))
+        return [found.get(i) for i in range(len(graph.outputs))]
+
+    return run
+
+
+def spread(inputs: Sequence[int], values: Sequence[Any], count: int) -> list[Any]:
+    """`values` at their places among `count` operands, None elsewhere."""
+    known = dict(zip(inputs, values, strict=True))
+    return [known.get(i) for i in range(count)]
