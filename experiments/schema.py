@@ -14,7 +14,6 @@ import zoo.configs
 from experiments import commands, configs
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
-FAMILIES = {"gemma": zoo.configs.GemmaConfig}
 GROUPS = ("model", "adapter", "data", "tiling", "optimizer", "hardware", "remat")
 FREE = ("hardware.compiler_options.",)  # keys under these are the user's own
 SCHEMAS = {  # group -> name of the schema -> dataclass
@@ -45,7 +44,7 @@ class ConfigError(ValueError):
 
 def build_model(*, family: str, weights: str | None, **fields: Any) -> configs.Model:
     """Return the model part of a run: the family's own frozen config, and where the weights are."""
-    return configs.Model(config=FAMILIES[family](**fields), weights=weights)
+    return configs.Model(config=zoo.configs.FAMILIES[family](**fields), weights=weights)
 
 
 def schema_of(cls: Any, target: str | None = None, **extra: tuple[Any, Any]) -> type:
@@ -78,7 +77,7 @@ def register() -> None:
     for group, schemas in SCHEMAS.items():
         for name, cls in schemas.items():
             store.store(group=f"{group}/schema", name=name, node=schema_of(cls), package=group)
-    for name, cls in FAMILIES.items():
+    for name, cls in zoo.configs.FAMILIES.items():
         node = schema_of(
             cls, f"{build_model.__module__}.{build_model.__name__}", family=(str, name), weights=(str | None, None)
         )

@@ -18,38 +18,12 @@ import numpy as np
 import optax
 from safetensors.numpy import save_file
 
+from tests.hf_cases import CASES
 from zoo import load
 from zoo.hf import from_hf
 from zoo.tables import rows
 
 GOLDEN = Path(__file__).with_name("golden.json")
-_BASE = {
-    "vocab_size": 97,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-}
-_GEMMA_2 = {
-    "model_type": "gemma2",
-    "num_hidden_layers": 4,
-    "sliding_window": 4,
-    "query_pre_attn_scalar": 24,
-    "attn_logit_softcapping": 5.0,
-    "final_logit_softcapping": 3.0,
-    "hidden_activation": "gelu_pytorch_tanh",
-}
-CASES = {
-    "gemma_mqa": _BASE | {"model_type": "gemma", "num_key_value_heads": 1, "hidden_act": "gelu"},
-    "gemma_mha": _BASE | {"model_type": "gemma", "num_key_value_heads": 4, "rope_theta": 500.0, "rms_norm_eps": 1e-3},
-    "gemma2_gqa": _BASE | _GEMMA_2,
-    "gemma2_odd": _BASE | _GEMMA_2 | {"num_hidden_layers": 3, "head_dim": 6, "vocab_size": 101},
-    "gemma2_full": _BASE
-    | _GEMMA_2
-    | {"sliding_window": 64, "attn_logit_softcapping": None, "final_logit_softcapping": None},
-}
 
 
 def tokens() -> np.ndarray:
@@ -59,18 +33,20 @@ def tokens() -> np.ndarray:
     return ids
 
 
-def tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """The weights of a tensor: norms far from zero, matrices that keep activations near one."""
+def tensor(name: str, shape: tuple[int, ...], norm: float = 0.0) -> np.ndarray:
+    """The weights of a tensor: norms far from `norm`, matrices that keep activations near one."""
     noise = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape)
-    return (noise * (0.3 if len(shape) == 1 else shape[-1] ** -0.5)).astype(np.float32)
+    return (noise * (0.3 if len(shape) == 1 else shape[-1] ** -0.5) + norm * ("norm" in name)).astype(np.float32)
 
 
 def write(case: str, folder: Path, dtype=np.float32) -> Path:
     """Write a case as a folder, in the dialect of transformers 4."""
     config = from_hf(CASES[case])
-    shapes = {name: row.disk_shape(config.dims) for row in rows(config) for name in row.names(config.dims)}
+    shapes = {name: row.disk_shape(config.dims) for row in rows(config) for name, _ in row.places(config.dims)}
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor(name, shape).astype(dtype) for name, shape in shapes.items()}, folder / "model.safetensors")
+    norm = 0.0 if "gemma" in CASES[case]["model_type"] else 1.0  # Gemma stores norms less one
+    arrays = {name: tensor(name, shape, norm).astype(dtype) for name, shape in shapes.items()}
+    save_file(arrays, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(CASES[case]))
     return folder
 
@@ -109,18 +85,18 @@ def evaluated(case: str):
 
 def reference(case: str, dtype: str = "float32"):
     """Return the model of transformers with the same weights."""
-    import torch
     import transformers
 
-    kind = {"gemma": "Gemma", "gemma2": "Gemma2"}[str(CASES[case]["model_type"])]
-    fields = {key: value for key, value in CASES[case].items() if key not in ("model_type", "hidden_act")}
-    config = getattr(transformers, f"{kind}Config")(**fields)
-    config._attn_implementation = "eager"  # the only one that soft-caps on the CPU
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(torch.from_numpy(tensor(name, tuple(parameter.shape))))
-    return model.to(getattr(torch, dtype))
+    transformers.logging.set_verbosity_error()
+    with tempfile.TemporaryDirectory() as folder:
+        write(case, Path(folder))
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation="eager",  # the only one that soft-caps on the CPU
+            experts_implementation="eager",
+        )
+        return model.eval()
 
 
 def run(model) -> dict:

@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from zoo.accounting import count_params
-from zoo.configs import GemmaConfig
+from zoo.base import RopeKind, RopeScaling
+from zoo.configs import FAMILIES, GemmaConfig
 
 CONF = Path(__file__).parent.parent / "conf" / "model"
 SMALL: dict[str, Any] = {
@@ -31,12 +32,15 @@ PUBLISHED = {
 }
 
 
-def read(name: str) -> tuple[GemmaConfig, str]:
+def read(name: str) -> tuple[Any, str]:
     """Return the config of a YAML file, and its first line."""
     text = (CONF / f"{name}.yaml").read_text()
     fields = yaml.safe_load(text)
-    assert fields.pop("defaults") == ["schema/gemma", "_self_"]
-    return GemmaConfig(**fields), text.splitlines()[0]
+    family, own = fields.pop("defaults")
+    assert family.startswith("schema/") and own == "_self_"
+    if scaling := fields.pop("rope_scaling", None):
+        fields["rope_scaling"] = RopeScaling(**scaling | {"kind": RopeKind(scaling["kind"])})
+    return FAMILIES[family.removeprefix("schema/")](**fields), text.splitlines()[0]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -86,7 +90,7 @@ def test_impossible_values_are_refused(change, words):
 
 
 def test_all_impossible_values_are_named_at_once():
-    with pytest.raises(ValueError, match=r"num_layers=0.*mlp_dim=-1.*final_softcap=0\.0.*head_dim=7"):
+    with pytest.raises(ValueError, match=r"num_layers=0.*mlp_dim=-1.*head_dim=7.*final_softcap=0\.0"):
         dataclasses.replace(GemmaConfig(**SMALL), num_layers=0, mlp_dim=-1, final_softcap=0.0, head_dim=7)
 
 
@@ -106,5 +110,5 @@ def test_configs_tables_and_accounting_do_not_import_jax():
 def test_unknown_names_of_the_package_are_refused_with_the_known_ones():
     import zoo
 
-    with pytest.raises(AttributeError, match="no attribute `Gemini`; it has Gemma, GemmaConfig"):
+    with pytest.raises(AttributeError, match="no attribute `Gemini`; it has Gemma, Gemma3Config"):
         zoo.Gemini  # noqa: B018

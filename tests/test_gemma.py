@@ -13,7 +13,7 @@ from tests import hf_tiny
 from tests.hf_tiny import evaluate, evaluated, jit, loaded, loss_fn
 from tests.test_configs import SMALL, read
 from zoo import Gemma, GemmaConfig, Ops
-from zoo.gemma import _draw
+from zoo.init import _normal
 from zoo.nn import attention, gated_mlp, lookup
 from zoo.tables import rows
 
@@ -66,8 +66,8 @@ def test_leaves_of_one_shape_differ_and_the_key_decides(fresh):
 
 
 def test_init_draws_in_slabs_that_do_not_repeat(monkeypatch):
-    monkeypatch.setattr("zoo.gemma._SLAB", 1000)
-    table = np.asarray(_draw(jax.random.key(7), 0.1, (97, 50), jnp.dtype(jnp.float32)))
+    monkeypatch.setattr("zoo.init._SLAB", 1000)
+    table = np.asarray(_normal(jax.random.key(7), 0.1, (97, 50), jnp.dtype(jnp.float32)))
     assert len(np.unique(table, axis=0)) == 97
     assert table.std() == pytest.approx(0.1, rel=0.05)
 

@@ -139,7 +139,7 @@ def test_full_attention_in_every_layer_has_no_window():
         ({"vocab_size": 256000.0}, "`vocab_size`=256000.0 is not an integer"),
         ({"rms_norm_eps": None}, "`rms_norm_eps`=None is not a number"),
         ({"num_key_value_heads": 3}, "num_heads=8 must be a multiple of num_kv_heads=3"),
-        ({"model_type": "llama"}, "model_type='llama', and this zoo loads 'gemma', 'gemma2'"),
+        ({"model_type": "llamma"}, "model_type='llamma', and this zoo loads 'gemma', 'gemma2'"),
     ],
 )
 def test_what_is_not_understood_is_refused(change, words):
@@ -147,12 +147,20 @@ def test_what_is_not_understood_is_refused(change, words):
         from_hf(GEMMA_2B | change)
 
 
-@pytest.mark.parametrize(
-    "types", [["full_attention", "sliding_attention"] * 23, ["full_attention"] * 45, ["chunked"] * 46]
-)
-def test_other_layer_patterns_are_refused(types):
-    with pytest.raises(ValueError, match=r"`layer_types`=.* only 46 that alternate"):
+@pytest.mark.parametrize("types", [["full_attention"] * 45, ["chunked"] * 46, "full_attention", [["x"]] * 46])
+def test_lists_of_other_layers_are_refused(types):
+    with pytest.raises(ValueError, match=r"`layer_types`=.* only 46 of sliding_attention and full_attention"):
         from_hf(GEMMA_2_27B | {"layer_types": types})
+
+
+@pytest.mark.parametrize("pattern", ["GL", "LLG", "GGLL", "L", "L" * 45 + "G"])
+def test_any_pattern_of_layers_is_read(pattern):
+    names = {"L": "sliding_attention", "G": "full_attention"}
+    types = [names[pattern[layer % len(pattern)]] for layer in range(46)]
+    config = from_hf(GEMMA_2_27B | {"layer_types": types})
+    assert config.attention_pattern == pattern
+    assert [window is None for window in config.layer_windows] == [name == "full_attention" for name in types]
+    assert from_hf(to_hf(config, "float32")) == config
 
 
 def test_gemma_2_activation_that_transformers_would_compute_exactly_is_refused():

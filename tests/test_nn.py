@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from zoo.nn import attention, gated_mlp, lookup, rms_norm, rope, softcap
+from zoo.rotary import frequencies
 
 
 def normal(seed: int, *shape: int, dtype=jnp.float32):
@@ -58,14 +59,14 @@ def _rotate(x: np.ndarray, theta: float) -> np.ndarray:
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_rope_turns_halves_as_complex_numbers(dtype, theta):
     x = normal(0, 2, 300, 3, 16, dtype=dtype)
-    out = rope(x, theta)
+    out = rope(x, frequencies(16, theta))
     assert out.dtype == dtype
     np.testing.assert_allclose(wide(out), _rotate(wide(x), theta), atol=2e-2 if dtype == jnp.bfloat16 else 5e-5)
 
 
 def test_rope_scores_depend_on_distance_only():
     q, k = (jnp.broadcast_to(normal(seed, 1, 1, 1, 16), (1, 20, 1, 16)) for seed in (0, 1))
-    scores = np.einsum("bsnh,btnh->st", rope(q, 1e4), rope(k, 1e4))
+    scores = np.einsum("bsnh,btnh->st", rope(q, frequencies(16, 1e4)), rope(k, frequencies(16, 1e4)))
     for distance in range(1, 10):
         diagonal = np.diagonal(scores, -distance)
         np.testing.assert_allclose(diagonal, diagonal[0], atol=1e-5)

@@ -15,8 +15,9 @@ import pytest
 
 from tests import hf_tiny
 from tests.hf_tiny import evaluated, jit, loaded
-from zoo import Gemma, Ops, load
+from zoo import Gemma, Mixture, Ops, load
 from zoo.nn import attention, lookup, rms_norm
+from zoo.rotary import frequencies
 from zoo.tables import rows
 
 TOKENS = jnp.asarray(hf_tiny.tokens(), jnp.int32)
@@ -39,30 +40,45 @@ def test_logits_loss_and_gradients_are_those_of_transformers(case, references):
     assert float(loss) == pytest.approx(expected["loss"], abs=5e-6)
     assert float(optax.tree.norm(grads)) == pytest.approx(expected["grad_norm"], rel=5e-6)
     for row in rows(model.config):
-        for layer, name in enumerate(row.names(model.config.dims)):
-            leaf = functools.reduce(getattr, row.leaf.split("."), grads)
-            ours, letters = np.asarray(leaf[layer] if row.stacked else leaf), row.letters[row.stacked :]
-            turned = ours.transpose([letters.index(letter) for letter in "".join(row.disk)])
+        leaf = np.asarray(functools.reduce(getattr, row.leaf.split("."), grads))
+        letters = row.letters[len(row.stack) :]
+        for name, place in row.places(model.config.dims):
             theirs = expected["grads"][name]
+            turned = leaf[place].transpose([letters.index(letter) for letter in "".join(row.disk)])
             np.testing.assert_allclose(turned.reshape(theirs.shape), theirs, atol=2e-5, rtol=0, err_msg=name)
+
+
+def _layers(model):
+    """Yield each layer's weights, window and frequencies, in order."""
+    config, taken = model.config, {True: 0, False: 0}
+    dense_layers = config.dense_layers if isinstance(model, Mixture) else ()
+    for i, (window, (theta, scaling)) in enumerate(zip(config.layer_windows, config.layer_ropes, strict=True)):
+        dense = i in dense_layers
+        place, stack = taken[dense], model.dense if dense else model.layers
+        taken[dense] += 1
+        frequency = frequencies(config.head_dim, theta, scaling, TOKENS.shape[1])
+        yield jax.tree.map(lambda leaf, place=place: leaf[place], stack), window, frequency
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_hidden_states_of_every_layer_are_those_of_transformers(case, references):
     model, expected = loaded(case), references[case]["hidden"]
-    x = lookup(model.embed, TOKENS, jnp.float32) * math.sqrt(model.config.embed_dim)
+    is_gemma = isinstance(model, Gemma)
+    scale = math.sqrt(model.config.embed_dim) if is_gemma else 1.0
+    x = lookup(model.embed, TOKENS, jnp.float32) * scale
     np.testing.assert_allclose(x, expected[0], atol=2e-5)
-    run = jax.jit(
-        lambda layers, i, x, window: jax.tree.map(lambda leaf: leaf[i], layers)(x, model.config, window=window)
-    )
-    for i, window in enumerate(model.config.layer_windows):
-        x = run(model.layers, i, x, jnp.asarray(99 if window is None else window))
+    run = jax.jit(lambda layer, x, window, frequency: layer(x, model.config, frequency=frequency, window=window))
+    for i, (layer, window, frequency) in enumerate(_layers(model)):
+        x = run(layer, x, jnp.asarray(99 if window is None else window), frequency)
+        x = x[0] if isinstance(x, tuple) else x  # with how its tokens were routed
         last = i == model.config.num_layers - 1
-        out = rms_norm(x, model.final_norm, model.config.norm_eps) if last else x
-        np.testing.assert_allclose(out, expected[i + 1], atol=2e-5, err_msg=f"layer {i}")
+        norm = lambda x: rms_norm(x, model.final_norm, model.config.norm_eps, offset=float(is_gemma))
+        np.testing.assert_allclose(norm(x) if last else x, expected[i + 1], atol=2e-5, err_msg=f"layer {i}")
 
 
-@pytest.mark.parametrize("case", ["gemma_mqa", "gemma2_gqa"])
+@pytest.mark.parametrize(
+    "case", ["gemma_mqa", "gemma2_gqa", "gemma3", "llama32", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"]
+)
 def test_bfloat16_agrees_to_its_precision(case, tmp_path, references):
     model = load(hf_tiny.write(case, tmp_path, ml_dtypes.bfloat16))
     exact = references[case]["logits"]
@@ -101,7 +117,8 @@ def _flip(**fields):
 
 
 def with_config(model, config):
-    return Gemma(model.embed, model.layers, model.final_norm, config)
+    fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
+    return type(model)(**fields | {"config": config})
 
 
 def _patch(target, replacement):
@@ -122,13 +139,12 @@ def _swap(*names):
     return change
 
 
-def _norm(x, weight, eps):
-    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * weight
+def _norm(x, weight, eps, offset=1.0):
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * (1 - offset + weight)
 
 
-def _interleaved(x, theta):
-    half = x.shape[-1] // 2
-    angle = jnp.arange(x.shape[1])[:, None] * theta ** (-jnp.arange(half) / half)
+def _interleaved(x, frequency, positions=None):
+    angle = jnp.arange(x.shape[1])[:, None] * frequency
     cos, sin = jnp.cos(angle)[:, None], jnp.sin(angle)[:, None]
     even, odd = x[..., ::2], x[..., 1::2]
     return jnp.stack([even * cos - odd * sin, odd * cos + even * sin], -1).reshape(x.shape)

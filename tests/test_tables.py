@@ -1,4 +1,4 @@
-"""The rows of parameters against the model: every leaf has a row, and the letters are those of the annotations."""
+"""The rows of parameters against the models: every leaf has a row, and the letters are those of the annotations."""
 
 import typing
 
@@ -6,17 +6,20 @@ import equinox as eqx
 import jax
 import pytest
 
-from tests.test_configs import SMALL
-from zoo.configs import GemmaConfig
-from zoo.gemma import Block, Gemma
-from zoo.tables import GEMMA_1, GEMMA_2, Row, rows
+from tests.hf_cases import CASES
+from zoo import gemma, llama, mixture, model_class
+from zoo.base import Config
+from zoo.hf import from_hf
+from zoo.tables import Row, rows
 
-CONFIGS = {"gemma": GemmaConfig(**SMALL), "gemma2": GemmaConfig(**SMALL, post_norms=True)}
+CONFIGS = {case: from_hf(raw) for case, raw in CASES.items()}
+ROWS = [(config, row) for config in CONFIGS.values() for row in rows(config)]
+DISTINCT = {(type(config).__name__, row.leaf): (config, row) for config, row in ROWS}
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_every_leaf_has_a_row_and_every_row_a_leaf(config):
-    model = eqx.filter_eval_shape(Gemma.init, config, key=jax.random.key(0))
+    model = eqx.filter_eval_shape(model_class(config).init, config, key=jax.random.key(0))
     leaves = {
         jax.tree_util.keystr(path, simple=True, separator="."): leaf.shape
         for path, leaf in jax.tree_util.tree_leaves_with_path(model)
@@ -24,24 +27,48 @@ def test_every_leaf_has_a_row_and_every_row_a_leaf(config):
     assert leaves == {row.leaf: row.shape(config.dims) for row in rows(config)}
 
 
-def _annotation(row: Row) -> str:
-    owner, field = (Block, row.leaf.removeprefix("layers.")) if row.stacked else (Gemma, row.leaf)
-    hint = typing.get_type_hints(owner)[field]
+def _annotation(config: Config, row: Row) -> str:
+    model = model_class(config)
+    home = {gemma.Gemma: gemma.Block, llama.Llama: llama.Block, mixture.Mixture: mixture.Block}[model]
+    owner = llama.Block if row.leaf.startswith("dense.") else home if row.stack else model
+    hint = typing.get_type_hints(owner)[row.leaf.rpartition(".")[2]]
     hint = next((arm for arm in typing.get_args(hint) if arm is not type(None)), hint)
     return hint.dim_str
 
 
-@pytest.mark.parametrize("row", {row.leaf: row for row in (*GEMMA_1, *GEMMA_2)}.values(), ids=lambda row: row.leaf)
-def test_letters_are_those_of_the_annotations(row):
-    assert tuple(_annotation(row).replace("*", "").split()) == row.letters
+@pytest.mark.parametrize(("config", "row"), DISTINCT.values(), ids=[" ".join(key) for key in DISTINCT])
+def test_letters_are_those_of_the_annotations(config, row):
+    letters = tuple(_annotation(config, row).replace("*", "").split())
+    assert letters == tuple(letter.replace("P", "F") for letter in row.letters)
 
 
-@pytest.mark.parametrize("row", [*GEMMA_1, *GEMMA_2], ids=lambda row: row.leaf)
-def test_a_pattern_holds_the_same_letters_on_both_sides(row):
-    assert sorted("".join(row.disk)) == sorted(row.letters[row.stacked :])
+@pytest.mark.parametrize(("config", "row"), DISTINCT.values(), ids=[" ".join(key) for key in DISTINCT])
+def test_a_pattern_holds_the_same_letters_on_both_sides(config, row):
+    assert sorted("".join(row.disk)) == sorted(row.letters[len(row.stack) :])
     assert set(row.fan_in) <= set(row.letters)
 
 
-def test_no_leaf_and_no_tensor_has_two_rows():
-    for table in (GEMMA_1, GEMMA_2):
-        assert len({row.leaf for row in table}) == len({row.tensor for row in table}) == len(table)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_no_leaf_and_no_tensor_has_two_rows(config):
+    table = rows(config)
+    assert len({row.leaf for row in table}) == len(table)
+    names = [name for row in table for name, _ in row.places(config.dims)]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("case", ["llama2", "mixtral", "qwen3_moe_mixed"])
+def test_places_fill_a_leaf_without_gaps(case):
+    config = CONFIGS[case]
+    for row in rows(config):
+        shape = row.shape(config.dims)
+        spots = [place for _, place in row.places(config.dims)]
+        assert spots == sorted(set(spots))
+        assert spots[-1] == tuple(size - 1 for size in shape[: len(row.stack)])
+
+
+def test_layers_without_experts_have_rows_of_their_own():
+    config = CONFIGS["qwen3_moe_mixed"]
+    tensors = {row.leaf: [name for name, _ in row.places(config.dims)] for row in rows(config)}
+    assert tensors["dense.gate"] == ["model.layers.1.mlp.gate_proj.weight"]
+    assert tensors["layers.router"] == [f"model.layers.{layer}.mlp.gate.weight" for layer in (0, 2, 3)]
+    assert tensors["layers.down"][6] == "model.layers.2.mlp.experts.1.down_proj.weight"

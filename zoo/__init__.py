@@ -4,11 +4,23 @@ import importlib
 
 _HOME = {
     "Gemma": "zoo.gemma",
+    "Gemma3Config": "zoo.configs",
     "GemmaConfig": "zoo.configs",
+    "Llama": "zoo.llama",
+    "LlamaConfig": "zoo.configs",
+    "MistralConfig": "zoo.configs",
+    "MixtralConfig": "zoo.configs",
+    "Mixture": "zoo.mixture",
     "Ops": "zoo.nn",
-    "check_tokens": "zoo.gemma",
+    "Qwen2Config": "zoo.configs",
+    "Qwen3Config": "zoo.configs",
+    "Qwen3MoeConfig": "zoo.configs",
+    "RopeKind": "zoo.base",
+    "RopeScaling": "zoo.base",
+    "check_tokens": "zoo.nn",
     "count_params": "zoo.accounting",
     "load": "zoo.weights",
+    "model_class": "zoo.families",
     "save": "zoo.weights",
 }
 __all__ = sorted(_HOME)

@@ -1,36 +1,51 @@
 """What a model costs, from its config alone: parameters and FLOPs. Nothing is allocated and JAX is not imported.
 
 FLOPs are those of the mathematics, as in model-FLOP utilisation: two per multiply-add of every matrix product, the head
-once (tied or not), the embedding lookup not at all, attention only over keys that a query sees, no recomputation.
+once (tied or not), the embedding lookup not at all, attention only over keys that a query sees, of experts only those
+that a token goes to, no recomputation.
 """
 
 import math
 
-from zoo.configs import GemmaConfig
-from zoo.tables import rows
+from zoo.base import Config
+from zoo.configs import MixtralConfig, Qwen3MoeConfig
+from zoo.tables import Row, rows
 
 
-def count_params(config: GemmaConfig) -> int:
-    """Return the exact number of parameters, the tied table counted once."""
+def count_params(config: Config) -> int:
+    """Return the exact number of parameters, a tied table counted once."""
     return sum(math.prod(row.shape(config.dims)) for row in rows(config))
 
 
-def head_flops(config: GemmaConfig, batch: int, seq: int) -> int:
+def count_active(config: Config) -> int:
+    """Return the number of parameters that one token meets: of a mixture, only the experts that it goes to."""
+    return sum(_active(row, config) for row in rows(config))
+
+
+def head_flops(config: Config, batch: int, seq: int) -> int:
     """Return the FLOPs of the logits of `batch` sequences of `seq` tokens, forward only."""
     return 2 * batch * seq * config.embed_dim * config.vocab_size
 
 
-def forward_flops(config: GemmaConfig, batch: int, seq: int) -> int:
+def forward_flops(config: Config, batch: int, seq: int) -> int:
     """Return the FLOPs of one forward pass, hidden states and logits."""
-    matrices = sum(math.prod(row.shape(config.dims)) for row in rows(config) if row.stacked and row.fan_in)
+    matrices = sum(_active(row, config) for row in rows(config) if row.stack and row.fan_in)
     pairs = sum(_visible_pairs(seq, window) for window in config.layer_windows)
     attention = 4 * batch * pairs * config.num_heads * config.head_dim
     return 2 * batch * seq * matrices + attention + head_flops(config, batch, seq)
 
 
-def train_flops(config: GemmaConfig, batch: int, seq: int) -> int:
+def train_flops(config: Config, batch: int, seq: int) -> int:
     """Return the FLOPs of one forward and backward pass: three times the forward."""
     return 3 * forward_flops(config, batch, seq)
+
+
+def _active(row: Row, config: Config) -> int:
+    """Count the elements of a leaf that one token meets."""
+    count = math.prod(row.shape(config.dims))
+    if "E" in row.stack and isinstance(config, MixtralConfig | Qwen3MoeConfig):
+        return count // config.num_experts * config.experts_per_token
+    return count
 
 
 def _visible_pairs(seq: int, window: int | None) -> int:

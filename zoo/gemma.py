@@ -1,4 +1,5 @@
-"""Gemma 1 (https://arxiv.org/abs/2403.08295) and Gemma 2 (https://arxiv.org/abs/2408.00118).
+"""Gemma 1 (https://arxiv.org/abs/2403.08295), 2 (https://arxiv.org/abs/2408.00118) and 3
+(https://arxiv.org/abs/2503.19786), text.
 
 Dimensions: `B` batch `S` sequence `D` embed `V` vocab `F` mlp hidden `N` query heads `K` kv heads `H` head size
 `L` layers.
@@ -7,23 +8,31 @@ Dimensions: `B` batch `S` sequence `D` embed `V` vocab `F` mlp hidden `N` query 
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
-from zoo.configs import GemmaConfig
-from zoo.nn import Ops, accumulator, lookup, rms_norm, rope, softcap
-from zoo.tables import rows
+from zoo.cache import Past, remembering
+from zoo.configs import Gemma3Config, GemmaConfig
+from zoo.init import draw
+from zoo.nn import Ops, accumulator, check_tokens, gelu, linear, lookup, rms_norm, rope, scanned_windows, softcap
+from zoo.rotary import frequencies
+
+AnyGemma = GemmaConfig | Gemma3Config
+Frequency = Float[Array, " half"] | Float[np.ndarray, " half"]
 
 
 class Block(eqx.Module):
-    """Every layer's weights, stacked over a leading `L`; inside the scan, one layer's. The post norms are Gemma 2's."""
+    """Every layer's weights, stacked over a leading `L`; inside the scan, one layer's.
+
+    The post norms are those of Gemma 2 and 3, the norms of queries and keys Gemma 3's.
+    """
 
     attn_norm: Float[Array, "*L D"]
     q: Float[Array, "*L D N H"]
@@ -36,29 +45,51 @@ class Block(eqx.Module):
     down: Float[Array, "*L F D"]
     post_attn_norm: Float[Array, "*L D"] | None = None
     post_mlp_norm: Float[Array, "*L D"] | None = None
+    q_norm: Float[Array, "*L H"] | None = None
+    k_norm: Float[Array, "*L H"] | None = None
 
     def __call__(
         self,
         x: Float[Array, "B S D"],
-        config: GemmaConfig,
+        config: AnyGemma,
         *,
+        frequency: Frequency,
         window: Int[Array, ""] | int | None = None,
         ops: Ops | None = None,
+        positions: Integer[Array, "#B S"] | None = None,
     ) -> Float[Array, "B S D"]:
         """Return what one layer makes of `x`, in the dtype of `x`; weights are cast here, and only here."""
         ops = Ops() if ops is None else ops
+        q, k, v = self.project(x, config, frequency, positions)
+        attended = ops.attention(q, k, v, scale=config.query_scale, cap=config.attn_softcap, window=window)
+        return self.finish(x, attended, config, ops)
+
+    def project(
+        self,
+        x: Float[Array, "B S D"],
+        config: AnyGemma,
+        frequency: Frequency,
+        positions: Integer[Array, "#B S"] | None = None,
+    ) -> tuple[Float[Array, "B S N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
+        """Return the layer's queries, keys and values, rotated; None counts positions from 0."""
+        norm = functools.partial(rms_norm, eps=config.norm_eps)
+        h = norm(x, self.attn_norm)
+        q, k, v = (linear("bsd,dnh->bsnh", h, weight.astype(x.dtype)) for weight in (self.q, self.k, self.v))
+        q = q if self.q_norm is None else norm(q, self.q_norm)
+        k = k if self.k_norm is None else norm(k, self.k_norm)
+        return rope(q, frequency, positions), rope(k, frequency, positions), v
+
+    def finish(
+        self, x: Float[Array, "B S D"], attended: Float[Array, "B S N H"], config: AnyGemma, ops: Ops
+    ) -> Float[Array, "B S D"]:
+        """Return the layer's output, given what its queries attended to."""
         cast = lambda weight: weight.astype(x.dtype)
         norm = functools.partial(rms_norm, eps=config.norm_eps)
-        turn = functools.partial(rope, theta=config.rope_theta)
-
-        h = norm(x, self.attn_norm)
-        q, k, v = (jnp.einsum("bsd,dnh->bsnh", h, cast(weight)) for weight in (self.q, self.k, self.v))
-        h = ops.attention(turn(q), turn(k), v, scale=config.query_scale, cap=config.attn_softcap, window=window)
-        h = jnp.einsum("bsnh,nhd->bsd", h, cast(self.o))
+        h = linear("bsnh,nhd->bsd", attended, cast(self.o))
         h = h if self.post_attn_norm is None else norm(h, self.post_attn_norm)
         x = x + checkpoint_name(h, "attn_out")
 
-        h = ops.mlp(norm(x, self.mlp_norm), cast(self.gate), cast(self.up), cast(self.down))
+        h = ops.mlp(norm(x, self.mlp_norm), cast(self.gate), cast(self.up), cast(self.down), activation=gelu)
         h = h if self.post_mlp_norm is None else norm(h, self.post_mlp_norm)
         return x + checkpoint_name(h, "mlp_out")
 
@@ -73,25 +104,15 @@ class Gemma(eqx.Module):
     embed: Float[Array, "V D"]
     layers: Block
     final_norm: Float[Array, " D"]
-    config: GemmaConfig = eqx.field(static=True)
+    config: AnyGemma = eqx.field(static=True)
 
     @classmethod
-    def init(cls, config: GemmaConfig, *, key: PRNGKeyArray, dtype: DTypeLike = jnp.float32) -> "Gemma":
-        """Return a model with random weights, normal with the standard deviations of `zoo.tables`; norms start at zero.
-
-        Each leaf is drawn in slabs of 16 MiB, so nothing larger than the model is ever held. For billions of parameters
-        use `jax.random.key(seed, impl="rbg")`, which draws several times faster than the default.
-        """
-        table = rows(config)
-        keys = jax.random.split(key, len(table))
-        leaves = {}
-        for row, leaf_key in zip(table, keys, strict=True):
-            shape, std = row.shape(config.dims), row.std(config.dims)
-            leaves[row.leaf] = _draw(leaf_key, std, shape, jnp.dtype(dtype)) if std else jnp.zeros(shape, dtype)
-        return cls.build(config, leaves)
+    def init(cls, config: AnyGemma, *, key: PRNGKeyArray, dtype: DTypeLike = jnp.float32) -> "Gemma":
+        """Return a model with random weights, normal with the standard deviations of `zoo.tables`; norms at zero."""
+        return cls.build(config, draw(config, key=key, dtype=dtype))
 
     @classmethod
-    def build(cls, config: GemmaConfig, leaves: dict) -> "Gemma":
+    def build(cls, config: AnyGemma, leaves: dict) -> "Gemma":
         """Return the model whose parameters are `leaves`, keyed by the dotted paths of `zoo.tables`."""
         layers = {path.removeprefix("layers."): leaf for path, leaf in leaves.items() if path.startswith("layers.")}
         return cls(leaves["embed"], Block(**layers), leaves["final_norm"], config)
@@ -119,18 +140,39 @@ class Gemma(eqx.Module):
         Raises:
             ValueError: a concrete token id is outside the vocabulary.
         """
+        return self.hidden_and_new(tokens, dtype=dtype, remat=remat, ops=ops)[0]
+
+    def hidden_and_new(
+        self,
+        tokens: Integer[Array, "B S"],
+        *,
+        dtype: DTypeLike | None = None,
+        remat: Callable | None = None,
+        ops: Ops | None = None,
+        past: Past | None = None,
+    ) -> tuple[Float[Array, "B S D"], Any]:
+        """Return what the head reads, given what was read before; and the keys and values that each layer made."""
         check_tokens(tokens, self.config.vocab_size)
         dtype = self.embed.dtype if dtype is None else jnp.dtype(dtype)
         # The scale is rounded to the compute dtype, as where Gemma was trained: sqrt(3072) is 55.5 in bfloat16.
         x = lookup(self.embed, tokens, dtype) * jnp.asarray(math.sqrt(self.config.embed_dim), dtype)
 
-        def body(x, layer_and_window):
-            layer, window = layer_and_window
-            return layer(x, self.config, window=window, ops=ops), None
+        seq, ropes = tokens.shape[1], self.config.layer_ropes
+        length, positions, places = (seq, None, None) if past is None else (past.length, past.positions, past.places)
+        windows = scanned_windows(self.config.layer_windows, seq)
+        waves = [frequencies(self.config.head_dim, theta, scaling, length) for theta, scaling in ropes]
+        differ = len(set(ropes)) > 1
+
+        def body(x, scanned):
+            layer, window, frequency, place = scanned
+            frequency = waves[0] if frequency is None else frequency
+            how, new = remembering(ops, past, place)
+            x = layer(x, self.config, frequency=frequency, window=window, ops=how, positions=positions)
+            return x, new()
 
         body = body if remat is None else remat(body)
-        x, _ = jax.lax.scan(body, x, (self.layers, self._windows(tokens.shape[1])))
-        return rms_norm(x, self.final_norm, self.config.norm_eps)
+        x, new = jax.lax.scan(body, x, (self.layers, windows, jnp.stack(waves) if differ else None, places))
+        return rms_norm(x, self.final_norm, self.config.norm_eps), new
 
     def logits(self, hidden: Float[Array, "*b D"]) -> Float[Array, "*b V"]:
         """Return the soft-capped logits in float32; the product's operands are in the dtype of `hidden`."""
@@ -142,43 +184,3 @@ class Gemma(eqx.Module):
     def __call__(self, tokens: Integer[Array, "B S"], *, dtype: DTypeLike | None = None) -> Float[Array, "B S V"]:
         """Return the logits of every position. Memory is O(B S V): to train, tile `logits` instead."""
         return self.logits(self.hidden(tokens, dtype=dtype))
-
-    def _windows(self, seq: int) -> Int[Array, " L"] | None:
-        """One window per layer to scan over, or None where none is shorter than the sequence."""
-        windows = [seq if window is None else min(seq, window) for window in self.config.layer_windows]
-        return None if min(windows) == seq else jnp.asarray(windows, jnp.int32)
-
-
-def check_tokens(tokens, vocab_size: int) -> None:
-    """Raise if a token id is outside `[0, vocab_size)`. Reads the array on the host; traced ids are not checked.
-
-    Raises:
-        ValueError: naming the first id that is outside, where it is, and how many there are.
-    """
-    if isinstance(tokens, Tracer):
-        return
-    ids = np.asarray(tokens)
-    outside = np.argwhere((ids < 0) | (ids >= vocab_size))
-    if len(outside):
-        first = tuple(int(i) for i in outside[0])
-        raise ValueError(
-            f"token id {ids[first]} at {list(first)} is outside the vocabulary of {vocab_size}; "
-            f"{len(outside)} of {ids.size} ids are not in 0 to {vocab_size - 1}. "
-            "Use the tokenizer that belongs to the model, or a larger vocab_size."
-        )
-
-
-_SLAB = 2**22  # elements drawn at a time, at most
-
-
-@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
-def _draw(key, std, shape, dtype):
-    """Normal numbers of any shape, drawn in equal slabs of rows, each rounded as soon as it is drawn."""
-    count, width = math.prod(shape[:-1]), shape[-1]
-    slabs = next(n for n in range(-(-count * width // _SLAB), count + 1) if count % n == 0)
-
-    def slab(i):
-        drawn = jax.random.normal(jax.random.fold_in(key, i), (count // slabs, width), accumulator(dtype))
-        return (std * drawn).astype(dtype)
-
-    return jax.lax.map(slab, jnp.arange(slabs)).reshape(shape)

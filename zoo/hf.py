@@ -1,184 +1,276 @@
 """Hugging Face's `config.json` both ways, in the dialects that transformers 4 and 5 write. Free of JAX.
 
-Every key is known or refused: `_SIZES`, `_NUMBERS` and `_GEMMA_2` are read, `_ONLY` may hold nothing but what this zoo
-computes, `_IGNORED` changes no logit. Anything else is an error: it may be a feature that would silently be
-left out.
+What each architecture's file holds is in `zoo.dialect`; rotary embedding is in `zoo.hf_rope`.
 """
 
 import difflib
 from typing import Any
 
-from zoo.configs import GemmaConfig
+from zoo import hf_rope
+from zoo.base import GLOBAL, LOCAL, Config
+from zoo.configs import Gemma3Config, GemmaConfig, Qwen3MoeConfig
+from zoo.dialect import HEADS, IGNORED, KINDS, ONLY_ALL, REQUIRED, SHARE, Kind
 
-_SIZES = {
-    "vocab_size": "vocab_size",
-    "num_hidden_layers": "num_layers",
-    "hidden_size": "embed_dim",
-    "intermediate_size": "mlp_dim",
-    "num_attention_heads": "num_heads",
-    "num_key_value_heads": "num_kv_heads",
-    "head_dim": "head_dim",
+_TYPES = {LOCAL: "sliding_attention", GLOBAL: "full_attention"}
+_WINDOW_KEYS = {
+    "none": (),
+    "all": ("sliding_window",),
+    "types": ("sliding_window", "layer_types", "sliding_window_pattern"),
+    "switch": ("sliding_window", "layer_types", "use_sliding_window", "max_window_layers"),
+    "experts": ("sliding_window", "use_sliding_window", "max_window_layers"),
 }
-# key: (our field, what transformers takes where the key is absent)
-_NUMBERS: dict[str, tuple[str, float]] = {"rms_norm_eps": ("norm_eps", 1e-6)}
-_GEMMA_2: dict[str, tuple[str, float]] = {
-    "query_pre_attn_scalar": ("query_scalar", 256.0),
-    "attn_logit_softcapping": ("attn_softcap", 50.0),
-    "final_logit_softcapping": ("final_softcap", 30.0),
-    "sliding_window": ("window", 4096),
-}
-_NULLABLE = {"attn_logit_softcapping", "final_logit_softcapping", "sliding_window"}
-_ROPE = {"rope_theta", "rope_scaling", "rope_parameters"}
-# Gemma 1's "gelu" has always meant the tanh form; Gemma 2's `hidden_act` is not read by anything.
-_TANH = ("gelu_pytorch_tanh",)
-_ONLY: dict[str, dict[str, tuple]] = {
-    "gemma": {"hidden_act": (*_TANH, "gelu", None), "hidden_activation": (*_TANH, None)},
-    "gemma2": {"hidden_act": (*_TANH, "gelu", None), "hidden_activation": _TANH},
-}
-_ONLY_ALL: dict[str, tuple] = {
-    "attention_bias": (False, None),
-    "attention_dropout": (0.0, None),
-    "tie_word_embeddings": (True,),
-    "use_bidirectional_attention": (False, None),
-    "is_encoder_decoder": (False,),
-    "add_cross_attention": (False,),
-    "pruned_heads": ({}, None),
-    "quantization_config": (None,),
-}
-_IGNORED = frozenset(
+_EXPERT_KEYS = ("num_local_experts", "mlp_only_layers", "decoder_sparse_step")
+# A file that holds a vision model too, whose text part is read; the prefixes of its tensors are in `zoo.weights`.
+_OUTER = frozenset(
     """
-    model_type architectures transformers_version torch_dtype dtype _name_or_path name_or_path _commit_hash auto_map
-    bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id forced_bos_token_id forced_eos_token_id
-    max_position_embeddings initializer_range use_cache cache_implementation sliding_window_size _sliding_window_pattern
-    _attn_implementation attn_implementation _attn_implementation_autoset _experts_implementation experts_implementation
-    output_attentions output_hidden_states output_scores return_dict return_dict_in_generate torchscript use_bfloat16
-    chunk_size_feed_forward cross_attention_hidden_size is_decoder tie_encoder_decoder tf_legacy_loss problem_type
-    finetuning_task task_specific_params tokenizer_class prefix id2label label2id num_labels pretraining_tp
-    max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p
-    typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
-    num_return_sequences remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
-    unsloth_fixed unsloth_version
+    text_config vision_config mm_tokens_per_image boi_token_index eoi_token_index image_token_index boi_token_id
+    eoi_token_id image_token_id tie_word_embeddings quantization_config
     """.split()
 )
 
 
-def from_hf(raw: dict[str, Any]) -> GemmaConfig:
-    """Return the config that a Gemma 1 or 2 `config.json` describes; dropped are only keys that change no logit.
+def from_hf(raw: dict[str, Any]) -> Config:
+    """Return the config that a `config.json` describes; dropped are only keys that change no logit.
+
+    Of a multimodal Gemma 3, the text part.
 
     Raises:
         ValueError: listing every unknown key (with the closest known one), missing key and unsupported value at once.
     """
-    kind = raw.get("model_type")
-    if kind not in _ONLY:
-        raise ValueError(f"config.json says model_type={kind!r}, and this zoo loads {', '.join(map(repr, _ONLY))}.")
-    only = _ONLY_ALL | _ONLY[kind]
-    numbers = _NUMBERS | (_GEMMA_2 if kind == "gemma2" else {})
-    known = set(_SIZES) | set(numbers) | _ROPE | set(only) | _IGNORED | ({"layer_types"} if kind == "gemma2" else set())
-    problems = [_unknown(key, known) for key in raw if key not in known]
+    name, problems = raw.get("model_type"), []
+    if name == "gemma3":
+        raw, name = _text_part(raw, problems), "gemma3_text"
+    if not isinstance(name, str) or name not in KINDS:
+        raise ValueError(f"config.json says model_type={name!r}, and this zoo loads {', '.join(map(repr, KINDS))}.")
+    kind = KINDS[name]
+    only = {**ONLY_ALL, **kind.only}
+    _check_keys(raw, kind, only, problems)
+    read = _Reader(raw, problems)
+    fields: dict[str, Any] = dict(kind.fixed)
+    for key, (field, default) in kind.sizes.items():
+        fields[field] = read.size(key, default, fields)
+    fields |= {field: read.number(key, default) for key, (field, default) in kind.numbers.items()}
+    fields |= {field: read.flag(key, default) for key, (field, default) in kind.flags.items()}
+    if fields.get("query_scalar") == fields["head_dim"]:
+        fields["query_scalar"] = None
+    fields |= hf_rope.read(raw, kind.config, kind.theta, fields["context_length"], problems)
+    if not problems:
+        fields |= _windows(read, kind, fields["num_layers"])
+        fields |= _dense_layers(read, fields["num_layers"]) if kind.config is Qwen3MoeConfig else {}
+    if problems:
+        raise ValueError("config.json cannot be used:\n" + "\n".join(f"  {problem}." for problem in problems))
+    return kind.config(**fields)
+
+
+def _text_part(raw: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+    problems += [_unknown(key, _OUTER | IGNORED) for key in raw if key not in _OUTER | IGNORED]
+    for key, value in (("tie_word_embeddings", True), ("quantization_config", None)):
+        if raw.get(key, value) != value:
+            problems.append(f"`{key}`={raw[key]!r} is not supported, only {value!r}")
+    text = raw.get("text_config")
+    if isinstance(text, dict) and text.get("model_type", "gemma3_text") == "gemma3_text":
+        return text
+    problems.append("`text_config` is not the object that describes a Gemma 3")
+    return {}
+
+
+def _check_keys(raw: dict[str, Any], kind: Kind, only: dict[str, tuple], problems: list[str]) -> None:
+    """Find the keys that are unknown and the values that are not supported."""
+    known = {*kind.sizes, *kind.numbers, *kind.flags, *_WINDOW_KEYS[kind.windows], *only, *IGNORED, *hf_rope.KEYS}
+    known |= set(_EXPERT_KEYS) if kind.config is Qwen3MoeConfig else set()
+    # Gemma 3 has the key, and transformers never reads it.
+    known |= {"rope_local_base_freq", "attn_logit_softcapping"} if kind.config is Gemma3Config else set()
+    problems += [_unknown(key, known) for key in raw if key not in known]
     problems += [
         f"`{key}`={raw[key]!r} is not supported, only {' or '.join(repr(value) for value in values)}"
         for key, values in only.items()
         if key in raw and raw[key] not in values
     ]
-    fields: dict[str, Any] = {"post_norms": kind == "gemma2"}
-    for key, field in _SIZES.items():
-        fields[field] = raw.get(key)
-        if key not in raw:
-            problems.append(f"`{key}` is missing")
-        elif type(raw[key]) is not int:
-            problems.append(f"`{key}`={raw[key]!r} is not an integer")
-    for key, (field, default) in numbers.items():
-        value = raw.get(key, default)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            fields[field] = int(value) if field == "window" else float(value)
-        elif value is None and key in _NULLABLE:
-            fields[field] = None
-        else:
-            problems.append(f"`{key}`={value!r} is not a number")
-    if fields.get("query_scalar") == fields["head_dim"]:
-        fields["query_scalar"] = None
-    fields["rope_theta"] = _rope_theta(raw, problems)
-    if not problems and raw.get("layer_types") is not None:
-        fields["window"] = _window(raw["layer_types"], fields["window"], fields["num_layers"], problems)
-    if problems:
-        raise ValueError("config.json cannot be used:\n" + "\n".join(f"  {problem}." for problem in problems))
-    return GemmaConfig(**fields)
 
 
-def to_hf(config: GemmaConfig, dtype: str) -> dict[str, Any]:
+def _unknown(key: str, known: set[str] | frozenset[str]) -> str:
+    close = difflib.get_close_matches(key[:100], sorted(known), n=1)
+    return f"`{key}` is not known" + (f"; did you mean `{close[0]}`?" if close else "")
+
+
+class _Reader:
+    """Reads values of the right type, and notes those that are not."""
+
+    def __init__(self, raw: dict[str, Any], problems: list[str]):
+        self.raw, self.problems = raw, problems
+
+    def size(self, key: str, default: Any, fields: dict[str, Any]) -> int:
+        """Return an integer; what stands for a default is worked out from the fields read before."""
+        value = self.raw.get(key, None if default in (HEADS, SHARE) else default)
+        if key == "num_experts" and key not in self.raw:
+            value = self.raw.get("num_local_experts", value)
+        if value is REQUIRED:
+            self.problems.append(f"`{key}` is missing")
+            return 0
+        if value is None and key == "num_key_value_heads":
+            return fields["num_heads"]
+        if value is None and key == "head_dim":
+            width, heads = fields["embed_dim"], fields["num_heads"]
+            if heads < 1 or width % heads:
+                self.problems.append(
+                    f"`head_dim` is missing, and `hidden_size`={width} is no multiple of {heads} heads"
+                )
+                return 0
+            return width // heads
+        if type(value) is not int:
+            self.problems.append(f"`{key}`={value!r} is not an integer")
+            return 0
+        return value
+
+    def number(self, key: str, default: float | None) -> float | None:
+        """Return a real number; None only where that switches something off."""
+        value = self.raw.get(key, default)
+        if value is None and (default is None or key.endswith("softcapping")):
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1e300:
+            self.problems.append(f"`{key}`={value!r} is not a number")
+            return None
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """Return true or false."""
+        value = self.raw.get(key, default)
+        if not isinstance(value, bool):
+            self.problems.append(f"`{key}`={value!r} is neither true nor false")
+        return bool(value)
+
+    def layers(self, key: str, count: int) -> set[int]:
+        """Return a list of layers' numbers."""
+        value = self.raw.get(key) or []
+        if not isinstance(value, list) or not all(type(layer) is int and 0 <= layer < count for layer in value):
+            self.problems.append(f"`{key}`={value!r} is not a list of layers, from 0 to {count - 1}")
+            return set()
+        return set(value)
+
+
+def _windows(read: _Reader, kind: Kind, num_layers: int) -> dict[str, Any]:
+    """Return the fields that say which layers see how far."""
+    if kind.windows == "none":
+        return {}
+    width = 4096 if kind.config.__name__ != "MixtralConfig" else None
+    window = read.raw.get("sliding_window", width)
+    if kind.windows in ("switch", "experts") and not read.flag("use_sliding_window", False):
+        window = None
+    if window is not None and type(window) is not int:
+        read.problems.append(f"`sliding_window`={window!r} is not an integer")
+        return {}
+    if kind.windows in ("all", "experts"):
+        return {"window": window}
+    types = _layer_types(read, kind, window, num_layers)
+    if kind.config is not Gemma3Config and (window is None or LOCAL not in types):
+        return {"window": None}  # on Gemma 3's local layers, frequencies differ too
+    return {"window": window, "attention_pattern": _pattern(types, kind.config)}
+
+
+def _layer_types(read: _Reader, kind: Kind, window: int | None, num_layers: int) -> str:
+    """Return one letter per layer, from the list of transformers 5 or the number that came before it."""
+    listed = read.raw.get("layer_types")
+    letters = {name: letter for letter, name in _TYPES.items()}
+    if listed is not None:
+        if (
+            not isinstance(listed, list)
+            or len(listed) != num_layers
+            or not all(isinstance(name, str) and name in letters for name in listed)
+        ):
+            read.problems.append(
+                f"`layer_types`={listed!r} is not supported, only {num_layers} of {' and '.join(letters)}"
+            )
+            return GLOBAL * num_layers
+        return "".join(letters[name] for name in listed)
+    if kind.config is GemmaConfig or kind.config is Gemma3Config:
+        every = 2 if kind.config is GemmaConfig else read.raw.get("sliding_window_pattern", 6)
+        if type(every) is not int or every < 1:
+            read.problems.append(f"`sliding_window_pattern`={every!r} is not a number of layers")
+            return GLOBAL * num_layers
+        return "".join(LOCAL if (layer + 1) % every else GLOBAL for layer in range(num_layers))
+    first = read.raw.get("max_window_layers", 28)
+    if type(first) is not int:
+        read.problems.append(f"`max_window_layers`={first!r} is not an integer")
+        return GLOBAL * num_layers
+    return "".join(LOCAL if window is not None and layer >= first else GLOBAL for layer in range(num_layers))
+
+
+def _pattern(types: str, config: type[Config]) -> str:
+    """Return the family's own pattern if that is what the layers follow, else the shortest that they do."""
+    count = len(types)
+    default = str(config.__dataclass_fields__["attention_pattern"].default)
+    shortest = (types[:period] for period in range(1, count + 1))
+    return next(one for one in (default, *shortest) if (one * count)[:count] == types)
+
+
+def _dense_layers(read: _Reader, num_layers: int) -> dict[str, Any]:
+    step = read.raw.get("decoder_sparse_step", 1)
+    if type(step) is not int or step < 1:
+        read.problems.append(f"`decoder_sparse_step`={step!r} is not a number of layers")
+        return {}
+    dense = read.layers("mlp_only_layers", num_layers) | {i for i in range(num_layers) if (i + 1) % step}
+    return {"dense_layers": tuple(sorted(dense))}
+
+
+def to_hf(config: Config, dtype: str) -> dict[str, Any]:
     """Return a `config.json` that transformers 4 and 5 read, for weights stored in `dtype`.
 
     Raises:
         ValueError: the config mixes Gemma 1 and 2 in a way that no Hugging Face architecture has.
     """
-    query_scalar = config.head_dim if config.query_scalar is None else config.query_scalar
-    if not config.post_norms:
-        extras = {
-            "query_scalar": query_scalar != config.head_dim,
-            "attn_softcap": config.attn_softcap is not None,
-            "final_softcap": config.final_softcap is not None,
-            "window": config.window is not None,
-        }
-        if any(extras.values()):
-            raise ValueError(
-                f"cannot describe this config to Hugging Face: {', '.join(name for name in extras if extras[name])} "
-                "needs Gemma 2, which has post_norms=true. Set it, or leave the others at their defaults."
-            )
-    raw = {key: getattr(config, field) for key, field in _SIZES.items()}
-    raw |= {
-        "architectures": ["Gemma2ForCausalLM" if config.post_norms else "GemmaForCausalLM"],
-        "model_type": "gemma2" if config.post_norms else "gemma",
-        "hidden_act": "gelu_pytorch_tanh",
-        "hidden_activation": "gelu_pytorch_tanh",
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
-        "max_position_embeddings": 8192,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "tie_word_embeddings": True,
-        "pad_token_id": 0,
-        "eos_token_id": 1,
-        "bos_token_id": 2,
-        "torch_dtype": dtype,
-    }
-    if config.post_norms:
-        raw |= {key: getattr(config, field) for key, (field, _) in _GEMMA_2.items()}
-        raw["query_pre_attn_scalar"] = int(query_scalar) if query_scalar == int(query_scalar) else query_scalar
-        raw["layer_types"] = [_TYPES[window is not None] for window in config.layer_windows]
+    name = next(name for name, kind in KINDS.items() if _describes(kind, config))
+    kind = KINDS[name]
+    if name == "gemma":
+        _check_gemma_1(config)
+    raw: dict[str, Any] = {key: values[0] for key, values in {**ONLY_ALL, **kind.only}.items() if _plain(values[0])}
+    raw |= kind.written
+    raw |= {"architectures": [kind.architecture], "model_type": name, "torch_dtype": dtype}
+    for key, (field, _) in (*kind.sizes.items(), *kind.numbers.items(), *kind.flags.items()):
+        raw[key] = getattr(config, field)
+    if "query_pre_attn_scalar" in kind.numbers:
+        scalar = config.query_scale**-2 if raw["query_pre_attn_scalar"] is None else raw["query_pre_attn_scalar"]
+        raw["query_pre_attn_scalar"] = round(scalar) if abs(scalar - round(scalar)) < 1e-9 else scalar
+    return raw | _written_windows(config, kind) | hf_rope.write(config)
+
+
+def _describes(kind: Kind, config: Config) -> bool:
+    return type(config) is kind.config and all(getattr(config, field) == value for field, value in kind.fixed.items())
+
+
+def _plain(value: Any) -> bool:
+    return value is not None and value != {}
+
+
+def _written_windows(config: Any, kind: Kind) -> dict[str, Any]:
+    """Return the keys that say which layers see how far, for transformers 5 and what came before."""
+    if kind.windows == "none":
+        return {}
+    raw: dict[str, Any] = {"sliding_window": config.window}
+    if kind.windows == "experts":
+        raw |= {"use_sliding_window": config.window is not None, "decoder_sparse_step": 1}
+        raw |= {"mlp_only_layers": list(config.dense_layers)}
+    if kind.windows in ("types", "switch"):
+        pattern = config.attention_pattern if config.window is not None or kind.config is Gemma3Config else GLOBAL
+        types = [_TYPES[pattern[layer % len(pattern)]] for layer in range(config.num_layers)]
+        raw["layer_types"] = types
+    if kind.windows == "switch":
+        globals_first = next((i for i, name in enumerate(types) if name == _TYPES[LOCAL]), config.num_layers)
+        raw |= {"use_sliding_window": config.window is not None, "max_window_layers": globals_first}
+    if kind.config is Gemma3Config and set(pattern[:-1]) <= {LOCAL} and pattern[-1] == GLOBAL:
+        raw["sliding_window_pattern"] = len(pattern)
     return raw
 
 
-_TYPES = {True: "sliding_attention", False: "full_attention"}
-
-
-def _unknown(key: str, known: set[str]) -> str:
-    close = difflib.get_close_matches(key, sorted(known), n=1)
-    return f"`{key}` is not known" + (f"; did you mean `{close[0]}`?" if close else "")
-
-
-def _rope_theta(raw: dict[str, Any], problems: list[str]) -> float:
-    """Read the base of rotary embedding from either dialect; only the plain kind is supported."""
-    theta = raw.get("rope_theta", 10000.0)
-    for key in ("rope_parameters", "rope_scaling"):
-        rope = raw.get(key) or {}
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        extra = set(rope) - {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
-        if kind != "default" or extra or rope.get("partial_rotary_factor", 1.0) != 1.0:
-            problems.append(f"`{key}`={rope!r} is not supported, only rope_type 'default'")
-        theta = rope.get("rope_theta", theta)
-    if isinstance(theta, bool) or not isinstance(theta, int | float):
-        problems.append(f"`rope_theta`={theta!r} is not a number")
-        return 0.0
-    return float(theta)
-
-
-def _window(types: list[str], window: int | None, num_layers: int, problems: list[str]) -> int | None:
-    """Read transformers 5's list of layer types: Gemma 2's alternation, or full attention everywhere."""
-    if list(types) == [_TYPES[False]] * num_layers:
-        return None
-    if list(types) != [_TYPES[layer % 2 == 0] for layer in range(num_layers)]:
-        problems.append(
-            f"`layer_types`={types!r} is not supported, only {num_layers} that alternate from "
-            "'sliding_attention', or are all 'full_attention'"
+def _check_gemma_1(config: Any) -> None:
+    """Refuse what no Gemma 1 has."""
+    extras = {
+        "query_scalar": config.query_scalar not in (None, config.head_dim),
+        "attn_softcap": config.attn_softcap is not None,
+        "final_softcap": config.final_softcap is not None,
+        "window": config.window is not None,
+    }
+    if any(extras.values()):
+        raise ValueError(
+            f"cannot describe this config to Hugging Face: {', '.join(name for name in extras if extras[name])} "
+            "needs Gemma 2, which has post_norms=true. Set it, or leave the others at their defaults."
         )
-    return window

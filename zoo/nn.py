@@ -1,15 +1,17 @@
 """The layers' mathematics as pure functions of arrays.
 
 Dimensions: `B` batch `S` query position `T` key position `D` embed `V` vocab `F` mlp hidden `N` query heads
-`K` kv heads `G` query heads per kv head `H` head size.
+`K` kv heads `G` query heads per kv head `H` head size `E` experts `C` chosen experts of a token.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Integer
 
@@ -19,14 +21,17 @@ def accumulator(dtype: DTypeLike) -> jnp.dtype:
     return jnp.dtype(dtype if jnp.finfo(dtype).bits > 32 else jnp.float32)
 
 
-def rms_norm(x: Float[Array, "*b D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*b D"]:
-    """Return `x / rms(x) * (1 + weight)`, computed in float32 whatever the dtypes, in the dtype of `x`.
+def rms_norm(
+    x: Float[Array, "*b D"], weight: Float[Array, " D"], eps: float, *, offset: float = 1.0
+) -> Float[Array, "*b D"]:
+    """Return `x / rms(x) * (offset + weight)`, computed in float32 whatever the dtypes, in the dtype of `x`.
 
-    Multiplying before the cast back is what Gemma does (https://github.com/huggingface/transformers/pull/29402).
+    Gemma stores weights less one; where they are stored as they are, `offset` is 0. Multiplying before the cast back
+    rounds once (https://github.com/huggingface/transformers/pull/29402).
     """
     wide = x.astype(accumulator(x.dtype))
     scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (wide * scale * (1 + weight.astype(wide.dtype))).astype(x.dtype)
+    return (wide * scale * (offset + weight.astype(wide.dtype))).astype(x.dtype)
 
 
 def softcap(x: Float[Array, "*b"], cap: float | None) -> Float[Array, "*b"]:
@@ -34,16 +39,24 @@ def softcap(x: Float[Array, "*b"], cap: float | None) -> Float[Array, "*b"]:
     return x if cap is None else cap * jnp.tanh(x / cap)
 
 
-def rope(x: Float[Array, "B S heads H"], theta: float) -> Float[Array, "B S heads H"]:
+def rope(
+    x: Float[Array, "B S heads H"],
+    frequency: Float[Array, " half"] | Float[np.ndarray, " half"],
+    positions: Integer[Array, "#B S"] | None = None,
+) -> Float[Array, "B S heads H"]:
     """Rotate each head by its position (https://arxiv.org/abs/2104.09864), in float32, in the dtype of `x`.
 
-    Dimension i turns together with dimension i + H/2 (the layout of Hugging Face's weights), at `theta ** (-2i / H)`
-    radians per position. Positions count from 0.
+    Dimension i turns together with dimension i + H/2 (the layout of Hugging Face's weights).
+
+    Args:
+        x: queries or keys.
+        frequency: radians per position, from `zoo.rotary.frequencies`.
+        positions: of every token; None counts from 0.
     """
-    seq, half = x.shape[1], x.shape[-1] // 2
+    half = x.shape[-1] // 2
     wide = x.astype(accumulator(x.dtype))
-    frequency = 1 / theta ** (np.arange(half, dtype=np.float32) / np.float32(half))
-    angle = np.arange(seq, dtype=np.float32)[:, None, None] * frequency.astype(np.float32)
+    steps = np.arange(x.shape[1])[None] if positions is None else positions
+    angle = steps[:, :, None, None].astype(np.float32) * frequency.astype(np.float32)
     cos, sin = jnp.cos(jnp.asarray(angle, wide.dtype)), jnp.sin(jnp.asarray(angle, wide.dtype))
     first, second = wide[..., :half], wide[..., half:]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
@@ -51,14 +64,16 @@ def rope(x: Float[Array, "B S heads H"], theta: float) -> Float[Array, "B S head
 
 def attention(
     q: Float[Array, "B S N H"],
-    k: Float[Array, "B S K H"],
-    v: Float[Array, "B S K H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
     *,
     scale: float,
     cap: float | None = None,
     window: Int[Array, ""] | int | None = None,
+    q_positions: Integer[Array, "#B S"] | None = None,
+    k_positions: Integer[Array, "#B T"] | None = None,
 ) -> Float[Array, "B S N H"]:
-    """Return causal attention in which query head n reads kv head `n // (N/K)`. Memory is O(B N S^2).
+    """Return causal attention in which query head n reads kv head `n // (N/K)`. Memory is O(B N S T).
 
     Scores and softmax are float32 or wider. In order: scale, soft cap, mask, softmax.
 
@@ -69,6 +84,9 @@ def attention(
         scale: multiplies the scores.
         cap: soft cap of the scores.
         window: how many keys a query sees, itself included. May be traced. None is all.
+        q_positions: where each query stands; None counts from 0.
+        k_positions: where each key stands; None counts from 0. A key that stands after every query is never seen, so
+            a cache marks its empty places by a large position.
     """
     batch, seq, heads, size = q.shape
     kv_heads = k.shape[2]
@@ -76,19 +94,91 @@ def attention(
     wide = accumulator(q.dtype)
     scores_BKGST = jnp.einsum("bskgh,btkh->bkgst", q_BSKGH, k, preferred_element_type=wide)
     scores_BKGST = softcap(scores_BKGST * scale, cap)
-    distance_ST = jnp.arange(seq)[:, None] - jnp.arange(seq)[None, :]
-    visible_ST = distance_ST >= 0
-    if window is not None:
-        visible_ST &= distance_ST < window
-    probs_BKGST = jax.nn.softmax(jnp.where(visible_ST, scores_BKGST, jnp.finfo(wide).min), axis=-1)
+    visible = _visible(seq, k.shape[1], window, q_positions, k_positions)
+    probs_BKGST = jax.nn.softmax(jnp.where(visible, scores_BKGST, jnp.finfo(wide).min), axis=-1)
     return jnp.einsum("bkgst,btkh->bskgh", probs_BKGST.astype(v.dtype), v).reshape(q.shape)
 
 
+def _visible(queries, keys, window, q_positions, k_positions):
+    """Return which key each query sees: `[S, T]`, or `[B, 1, 1, S, T]` where positions differ between sequences."""
+    q_positions = jnp.arange(queries) if q_positions is None else q_positions[:, None, None]
+    k_positions = jnp.arange(keys) if k_positions is None else k_positions[:, None, None]
+    distance = q_positions[..., :, None] - k_positions[..., None, :]
+    visible = distance >= 0
+    return visible if window is None else visible & (distance < window)
+
+
+def scanned_windows(windows: tuple[int | None, ...], seq: int) -> Int[Array, " L"] | None:
+    """Return one window per layer to scan over, or None where none is shorter than the sequence."""
+    widths = [seq if window is None else min(seq, window) for window in windows]
+    return None if min(widths) == seq else jnp.asarray(widths, jnp.int32)
+
+
+def linear(pattern: str, x: Float[Array, "..."], weight: Any) -> Float[Array, "..."]:
+    """Return `jnp.einsum(pattern, x, weight)`. A weight that is no array has an `einsum` of its own."""
+    return jnp.einsum(pattern, x, weight) if isinstance(weight, jax.Array) else weight.einsum(pattern, x)
+
+
+def gelu(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
+    """Return the tanh form of gelu."""
+    return jax.nn.gelu(x, approximate=True)
+
+
 def gated_mlp(
-    x: Float[Array, "*b D"], gate: Float[Array, "D F"], up: Float[Array, "D F"], down: Float[Array, "F D"]
+    x: Float[Array, "*b D"],
+    gate: Float[Array, "D F"],
+    up: Float[Array, "D F"],
+    down: Float[Array, "F D"],
+    *,
+    activation: Callable = gelu,
 ) -> Float[Array, "*b D"]:
-    """Return `(gelu(x gate) * x up) down` (https://arxiv.org/abs/2002.05202), with the tanh form of gelu."""
-    return (jax.nn.gelu(x @ gate, approximate=True) * (x @ up)) @ down
+    """Return `(activation(x gate) * x up) down` (https://arxiv.org/abs/2002.05202)."""
+    return (activation(x @ gate) * (x @ up)) @ down
+
+
+def route(
+    x: Float[Array, "T D"], router: Float[Array, "D E"], chosen: int, *, normalise: bool
+) -> tuple[Float[Array, "T C"], Int[Array, "T C"], Float[Array, "T E"]]:
+    """Return the weights of each token's experts, which they are, and the probabilities of all; float32 or wider.
+
+    Args:
+        x: tokens.
+        router: one column per expert.
+        chosen: how many experts `C` a token goes to: the most probable ones.
+        normalise: whether a token's weights sum to one.
+    """
+    probs_TE = jax.nn.softmax(jnp.einsum("td,de->te", x, router, preferred_element_type=accumulator(x.dtype)), axis=-1)
+    weights_TC, experts_TC = jax.lax.top_k(probs_TE, chosen)
+    return weights_TC / (weights_TC.sum(-1, keepdims=True) if normalise else 1.0), experts_TC, probs_TE
+
+
+def expert_mlp(
+    x: Float[Array, "T D"],
+    weights: Float[Array, "T C"],
+    experts: Int[Array, "T C"],
+    gate: Float[Array, "E D F"],
+    up: Float[Array, "E D F"],
+    down: Float[Array, "E F D"],
+) -> Float[Array, "T D"]:
+    """Return each token's weighted sum of what its experts' gated MLPs make of it. No token is dropped.
+
+    The `T * C` rows are sorted by expert, and each expert's run is one group of a ragged product: 6 T C D F FLOPs.
+
+    Args:
+        x: tokens.
+        weights: of each token's experts.
+        experts: which they are.
+        gate: every expert's; likewise `up` and `down`.
+        up: multiplies the activated gate.
+        down: leads back.
+    """
+    chosen = experts.shape[1]
+    order = jnp.argsort(experts.reshape(-1), stable=True)
+    counts_E = jnp.zeros(gate.shape[0], jnp.int32).at[experts.reshape(-1)].add(1)
+    rows = x[order // chosen]
+    hidden = jax.nn.silu(jax.lax.ragged_dot(rows, gate, counts_E)) * jax.lax.ragged_dot(rows, up, counts_E)
+    out = jax.lax.ragged_dot(hidden, down, counts_E).astype(weights.dtype) * weights.reshape(-1)[order][:, None]
+    return jnp.zeros(x.shape, out.dtype).at[order // chosen].add(out).astype(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -97,7 +187,7 @@ class Ops:
 
     Attributes:
         attention: like `attention`; called as `attention(q, k, v, scale=, cap=, window=)`.
-        mlp: like `gated_mlp`; called as `mlp(x, gate, up, down)`.
+        mlp: like `gated_mlp`; called as `mlp(x, gate, up, down, activation=)`.
     """
 
     attention: Callable = attention
@@ -123,3 +213,22 @@ def lookup(table: Float[Array, "V D"], ids: Integer[Array, "B S"], dtype: DTypeL
 
 def _rows(table, ids):
     return table.at[ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+
+
+def check_tokens(tokens, vocab_size: int) -> None:
+    """Raise if a token id is outside `[0, vocab_size)`. Reads the array on the host; traced ids are not checked.
+
+    Raises:
+        ValueError: naming the first id that is outside, where it is, and how many there are.
+    """
+    if isinstance(tokens, Tracer):
+        return
+    ids = np.asarray(tokens)
+    outside = np.argwhere((ids < 0) | (ids >= vocab_size))
+    if len(outside):
+        first = tuple(int(i) for i in outside[0])
+        raise ValueError(
+            f"token id {ids[first]} at {list(first)} is outside the vocabulary of {vocab_size}; "
+            f"{len(outside)} of {ids.size} ids are not in 0 to {vocab_size - 1}. "
+            "Use the tokenizer that belongs to the model, or a larger vocab_size."
+        )

@@ -1,13 +1,18 @@
 """One row per parameter: its leaf in the model, its dimensions, and the Hugging Face tensor that holds it.
 
 Everything that must agree about parameters reads these rows: initialisation, loading, saving, counting and sharding.
-Free of JAX. Dimensions: `V` vocab `D` embed `F` mlp hidden `N` query heads `K` kv heads `H` head size `L` layers.
+Free of JAX. Dimensions: `V` vocab `D` embed `F` mlp hidden `N` query heads `K` kv heads `H` head size `L` layers
+`E` experts `P` mlp hidden of the layers without experts.
 """
 
+import functools
+import itertools
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
-from zoo.configs import GemmaConfig
+from zoo.base import Config
+from zoo.configs import Gemma3Config, GemmaConfig, LlamaLike, MixtralConfig, Qwen3MoeConfig
 
 
 @dataclass(frozen=True)
@@ -15,11 +20,13 @@ class Row:
     """Where one parameter lives on both sides.
 
     Attributes:
-        leaf: dotted path in the model; leaves under `layers.` are stacked over a leading `L`.
-        tensor: the tensor's name on disk, with `{}` for the layer.
+        leaf: dotted path in the model; leaves of layers are stacked over a leading `L`, those of experts over `L E`.
+        tensor: the tensor's name on disk, with `{}` for the layer, and a second one for the expert.
         pattern: its dimensions, `on disk -> in the model (one layer)`; `(N H)` is one dimension on disk.
-        fan_in: letters whose product is the number of inputs that each output sums; empty for norms, which start at 0.
+        fan_in: letters whose product is the number of inputs that each output sums; empty for norms and biases.
         gain: standard deviation at the start, times the square root of the fan-in.
+        start: what every element starts at where there is no fan-in.
+        layers: the layers that have it; None is all of them.
     """
 
     leaf: str
@@ -27,10 +34,13 @@ class Row:
     pattern: str
     fan_in: str = ""
     gain: float = 1.0
+    start: float = 0.0
+    layers: tuple[int, ...] | None = None
 
     @property
-    def stacked(self) -> bool:
-        return "{}" in self.tensor
+    def stack(self) -> tuple[str, ...]:
+        """The leading dimensions in the model, each tensor on disk being one place of them: `()`, `L` or `L E`."""
+        return ("L", "E")[: self.tensor.count("{}")]
 
     @property
     def disk(self) -> tuple[str, ...]:
@@ -48,11 +58,12 @@ class Row:
 
     @property
     def letters(self) -> tuple[str, ...]:
-        """The leaf's dimensions in the model, the stacked one included: `("L", "D", "N", "H")`."""
-        return (("L",) if self.stacked else ()) + tuple(self.pattern.split(" -> ")[1].split())
+        """The leaf's dimensions in the model, the stacked ones included: `("L", "D", "N", "H")`."""
+        return self.stack + tuple(self.pattern.split(" -> ")[1].split())
 
     def shape(self, dims: dict[str, int]) -> tuple[int, ...]:
         """The leaf's shape in the model."""
+        dims = dims if self.layers is None else dims | {"L": len(self.layers)}
         return tuple(dims[letter] for letter in self.letters)
 
     def disk_shape(self, dims: dict[str, int]) -> tuple[int, ...]:
@@ -63,35 +74,102 @@ class Row:
         """The standard deviation that the leaf starts with."""
         return self.gain / math.sqrt(math.prod(dims[letter] for letter in self.fan_in)) if self.fan_in else 0.0
 
-    def names(self, dims: dict[str, int]) -> list[str]:
-        """Every tensor that the leaf is made of, in layer order."""
-        return [self.tensor.format(layer) for layer in range(dims["L"])] if self.stacked else [self.tensor]
+    def places(self, dims: dict[str, int]) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield every tensor that the leaf is made of, in order, and where in the leaf's stack it stands."""
+        layers = range(dims["L"]) if self.layers is None else self.layers
+        spots = [enumerate(layers), enumerate(range(dims.get("E", 1)))][: len(self.stack)]
+        for spot in itertools.product(*spots):
+            yield self.tensor.format(*(number for _, number in spot)), tuple(place for place, _ in spot)
 
 
 _LAYER = "model.layers.{}."
-_COMMON = (
-    # The table is also the head: a small gain makes every first logit small, so that the first loss is ln V.
-    Row("embed", "model.embed_tokens.weight", "V D -> V D", "D", gain=0.1),
+_ATTENTION = (
     Row("layers.attn_norm", _LAYER + "input_layernorm.weight", "D -> D"),
     Row("layers.q", _LAYER + "self_attn.q_proj.weight", "(N H) D -> D N H", "D"),
     Row("layers.k", _LAYER + "self_attn.k_proj.weight", "(K H) D -> D K H", "D"),
     Row("layers.v", _LAYER + "self_attn.v_proj.weight", "(K H) D -> D K H", "D"),
     Row("layers.o", _LAYER + "self_attn.o_proj.weight", "D (N H) -> N H D", "NH"),
+)
+_MLP = (
     Row("layers.gate", _LAYER + "mlp.gate_proj.weight", "F D -> D F", "D"),
     Row("layers.up", _LAYER + "mlp.up_proj.weight", "F D -> D F", "D"),
     Row("layers.down", _LAYER + "mlp.down_proj.weight", "D F -> F D", "F"),
+)
+_QK_NORMS = (
+    Row("layers.q_norm", _LAYER + "self_attn.q_norm.weight", "H -> H"),
+    Row("layers.k_norm", _LAYER + "self_attn.k_norm.weight", "H -> H"),
+)
+_BIASES = {
+    "q": Row("layers.q_bias", _LAYER + "self_attn.q_proj.bias", "(N H) -> N H"),
+    "k": Row("layers.k_bias", _LAYER + "self_attn.k_proj.bias", "(K H) -> K H"),
+    "v": Row("layers.v_bias", _LAYER + "self_attn.v_proj.bias", "(K H) -> K H"),
+    "o": Row("layers.o_bias", _LAYER + "self_attn.o_proj.bias", "D -> D"),
+}
+_ENDS = (
+    # Where the table is also the head, a small gain makes every first logit small, so that the first loss is ln V.
+    Row("embed", "model.embed_tokens.weight", "V D -> V D", "D", gain=0.1),
     Row("final_norm", "model.norm.weight", "D -> D"),
 )
-# Hugging Face's `post_attention_layernorm` is the norm before the MLP in Gemma 1, the one after attention in Gemma 2.
-GEMMA_1 = (*_COMMON, Row("layers.mlp_norm", _LAYER + "post_attention_layernorm.weight", "D -> D"))
-GEMMA_2 = (
-    *_COMMON,
+_HEAD = Row("head", "lm_head.weight", "V D -> V D", "D", gain=0.1)
+# Hugging Face's `post_attention_layernorm` is the norm after attention in Gemma 2 and 3, elsewhere that before the MLP.
+_MLP_NORM = Row("layers.mlp_norm", _LAYER + "post_attention_layernorm.weight", "D -> D")
+_SANDWICH = (
     Row("layers.post_attn_norm", _LAYER + "post_attention_layernorm.weight", "D -> D"),
     Row("layers.mlp_norm", _LAYER + "pre_feedforward_layernorm.weight", "D -> D"),
     Row("layers.post_mlp_norm", _LAYER + "post_feedforward_layernorm.weight", "D -> D"),
 )
+_MIXTRAL_EXPERTS = (
+    Row("layers.router", _LAYER + "block_sparse_moe.gate.weight", "E D -> D E", "D"),
+    Row("layers.gate", _LAYER + "block_sparse_moe.experts.{}.w1.weight", "F D -> D F", "D"),
+    Row("layers.up", _LAYER + "block_sparse_moe.experts.{}.w3.weight", "F D -> D F", "D"),
+    Row("layers.down", _LAYER + "block_sparse_moe.experts.{}.w2.weight", "D F -> F D", "F"),
+)
+_QWEN_EXPERTS = (
+    Row("layers.router", _LAYER + "mlp.gate.weight", "E D -> D E", "D"),
+    Row("layers.gate", _LAYER + "mlp.experts.{}.gate_proj.weight", "F D -> D F", "D"),
+    Row("layers.up", _LAYER + "mlp.experts.{}.up_proj.weight", "F D -> D F", "D"),
+    Row("layers.down", _LAYER + "mlp.experts.{}.down_proj.weight", "D F -> F D", "F"),
+)
+GEMMA_1 = (*_ENDS, *_ATTENTION, *_MLP, _MLP_NORM)
+GEMMA_2 = (*_ENDS, *_ATTENTION, *_MLP, *_SANDWICH)
+GEMMA_3 = (*GEMMA_2, *_QK_NORMS)
 
 
-def rows(config: GemmaConfig) -> tuple[Row, ...]:
+@functools.lru_cache(maxsize=64)
+def rows(config: Config) -> tuple[Row, ...]:
     """Return the rows of every parameter that a model of this config has."""
-    return GEMMA_2 if config.post_norms else GEMMA_1
+    match config:
+        case GemmaConfig():
+            return GEMMA_2 if config.post_norms else GEMMA_1
+        case Gemma3Config():
+            return GEMMA_3
+        case MixtralConfig():
+            return _llama(config, _attention(config) + _MIXTRAL_EXPERTS)
+        case Qwen3MoeConfig():
+            dense = tuple(_dense(row, config.dense_layers) for row in _attention(config) + _MLP)
+            sparse = tuple(i for i in range(config.num_layers) if i not in config.dense_layers)
+            layers = tuple(replace(row, layers=sparse) for row in _attention(config) + _QWEN_EXPERTS)
+            return _llama(config, layers + (dense if config.dense_layers else ()))
+        case LlamaLike():
+            return _llama(config, _attention(config) + _MLP)
+    raise TypeError(f"there are no rows for {type(config).__name__}: add them to zoo/tables.py")
+
+
+def _attention(config: LlamaLike) -> tuple[Row, ...]:
+    norms = _QK_NORMS if config.qk_norm else ()
+    return (*_ATTENTION, _MLP_NORM, *norms, *(_BIASES[projection] for projection in config.biases))
+
+
+def _llama(config: LlamaLike, layers: tuple[Row, ...]) -> tuple[Row, ...]:
+    """Add embedding, norm and head; norms start at one, because they multiply by the weight itself."""
+    embed, norm = _ENDS  # not scaled up where it is looked up, so its rows must stand well above the norm's epsilon
+    ends = (replace(embed, gain=0.3), norm) if config.tied else (replace(embed, gain=1.0), norm, _HEAD)
+    return tuple(replace(row, start=1.0) if row.leaf.endswith("norm") else row for row in ends + layers)
+
+
+def _dense(row: Row, layers: tuple[int, ...]) -> Row:
+    """A row of the layers without experts, whose MLP has a width `P` of its own."""
+    leaf = row.leaf.replace("layers.", "dense.")
+    return replace(
+        row, leaf=leaf, pattern=row.pattern.replace("F", "P"), fan_in=row.fan_in.replace("F", "P"), layers=layers
+    )

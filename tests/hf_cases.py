@@ -1,0 +1,104 @@
+"""The tiny configurations of the parity tests, as `config.json` files: every family, and what its checkpoints vary."""
+
+from typing import Any
+
+_BASE = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+}
+_GEMMA = _BASE | {"model_type": "gemma", "hidden_act": "gelu"}
+_GEMMA_2 = _BASE | {
+    "model_type": "gemma2",
+    "num_hidden_layers": 4,
+    "sliding_window": 4,
+    "query_pre_attn_scalar": 24,
+    "attn_logit_softcapping": 5.0,
+    "final_logit_softcapping": 3.0,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+_GEMMA_3 = _BASE | {
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 7,
+    "sliding_window": 4,
+    "query_pre_attn_scalar": 24,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+}
+_LLAMA = _BASE | {"model_type": "llama", "rms_norm_eps": 1e-5}
+_MISTRAL = _BASE | {"model_type": "mistral", "rms_norm_eps": 1e-5, "sliding_window": 4}
+_QWEN_2 = _BASE | {"model_type": "qwen2", "rope_theta": 1e6, "tie_word_embeddings": True}
+_QWEN_3 = _BASE | {"model_type": "qwen3", "rope_theta": 1e6}
+_MIXTRAL = _BASE | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5}
+_QWEN_MOE = _BASE | {
+    "model_type": "qwen3_moe",
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
+# The text of 11 tokens is longer than those trained on (8), and waves fall into all three branches.
+_LLAMA_3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+def _rope(**scaling: Any) -> dict[str, Any]:
+    return {"rope_scaling": scaling, "rope_theta": 1e4}
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "gemma_mqa": _GEMMA | {"num_key_value_heads": 1},
+    "gemma_mha": _GEMMA | {"num_key_value_heads": 4, "rope_theta": 500.0, "rms_norm_eps": 1e-3},
+    "gemma2_gqa": _GEMMA_2,
+    "gemma2_odd": _GEMMA_2 | {"num_hidden_layers": 3, "head_dim": 6, "vocab_size": 101},
+    "gemma2_full": _GEMMA_2 | {"sliding_window": 64, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    "gemma3": _GEMMA_3,
+    "gemma3_stretched": _GEMMA_3
+    | {
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "num_key_value_heads": 1,
+        "sliding_window_pattern": 3,
+        "num_hidden_layers": 5,
+        "final_logit_softcapping": 2.0,
+    },
+    "llama2": {key: value for key, value in _LLAMA.items() if key != "head_dim"} | {"num_key_value_heads": 4},
+    "llama32": _LLAMA | {"tie_word_embeddings": True, "rope_theta": 5e5, "rope_scaling": _LLAMA_3_ROPE},
+    "llama_bias": _LLAMA | {"attention_bias": True, "vocab_size": 101, "num_key_value_heads": 1},
+    "llama_linear": _LLAMA | _rope(type="linear", factor=2.5),
+    "llama_dynamic": _LLAMA | _rope(rope_type="dynamic", factor=3.0) | {"max_position_embeddings": 8},
+    "llama_yarn": _LLAMA | _rope(**_YARN),
+    "llama_yarn_more": _LLAMA
+    | _rope(**_YARN, beta_fast=2.0, beta_slow=0.25, truncate=False, mscale=0.7, mscale_all_dim=0.3),
+    "mistral": _MISTRAL,
+    "mistral_full": _MISTRAL | {"sliding_window": None, "head_dim": 6, "rope_theta": 1e6},
+    "qwen2": _QWEN_2,
+    "qwen2_windows": _QWEN_2
+    | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1, "tie_word_embeddings": False},
+    "qwen3": _QWEN_3,
+    "qwen3_tied": _QWEN_3
+    | {
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "use_sliding_window": True,
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "qwen3_yarn": _QWEN_3 | {"rope_scaling": _YARN | {"attention_factor": 0.8}},
+    "mixtral": _MIXTRAL,
+    "mixtral_windows": _MIXTRAL | {"sliding_window": 4, "num_local_experts": 6, "num_experts_per_tok": 3},
+    "qwen3_moe": _QWEN_MOE,
+    "qwen3_moe_raw": _QWEN_MOE | {"norm_topk_prob": False, "tie_word_embeddings": True, "num_experts_per_tok": 1},
+    "qwen3_moe_mixed": _QWEN_MOE
+    | {"mlp_only_layers": [1], "num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 4},
+}

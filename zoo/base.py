@@ -1,0 +1,190 @@
+"""What every decoder's config has: sizes, rotary embedding, windows. The families are in `zoo.configs`. Free of JAX.
+
+Field names are the same in every model of the zoo. The letters of `dims` are the alphabet used everywhere else: `V`
+vocab `D` embed `F` mlp hidden `N` query heads `K` kv heads `H` head size `L` layers `E` experts (and `B` batch
+`S` sequence `T` tokens).
+"""
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+LOCAL, GLOBAL = "LG"
+_MOST = 2**31 - 1  # no dimension is larger: a config with a digit too many is refused before anything is made of it
+_MOST_LAYERS = 4096
+
+
+class RopeKind(StrEnum):
+    """How rotary frequencies are stretched to longer texts."""
+
+    linear = "linear"
+    dynamic = "dynamic"
+    llama3 = "llama3"
+    yarn = "yarn"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """A stretch of the rotary frequencies.
+
+    Attributes:
+        kind: which of the four (`zoo.rotary`).
+        factor: how many times longer texts become.
+        original_length: tokens of the texts trained on; the linear kind does not read it.
+        low_freq: llama3: waves with fewer turns in the original length are stretched in full.
+        high_freq: llama3: waves with more turns are left alone.
+        beta_fast: yarn: the same as `high_freq`, for the dimension that has this many turns.
+        beta_slow: yarn: the same as `low_freq`.
+        truncate: yarn: the two dimensions are rounded outwards.
+        attention_factor: yarn: multiplies queries and keys; None is `1 + ln(factor) / 10`.
+    """
+
+    kind: RopeKind
+    factor: float
+    original_length: int = 8192
+    low_freq: float = 1.0
+    high_freq: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float | None = None
+
+    def __post_init__(self):
+        names = ("factor", "original_length", "low_freq", "high_freq", "beta_fast", "beta_slow", "attention_factor")
+        problems = not_positive(self, names)
+        if self.kind is RopeKind.llama3 and not self.high_freq > self.low_freq:
+            problems.append(f"high_freq={self.high_freq} must be larger than low_freq={self.low_freq}")
+        refuse(self, problems)
+
+    @property
+    def temperature(self) -> float:
+        """What queries and keys are both multiplied by."""
+        if self.kind is not RopeKind.yarn:
+            return 1.0
+        automatic = 1.0 if self.factor <= 1 else 0.1 * math.log(self.factor) + 1.0
+        return automatic if self.attention_factor is None else self.attention_factor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """What every decoder has.
+
+    Attributes:
+        vocab_size: rows of the embedding table.
+        num_layers: transformer blocks.
+        embed_dim: width of the residual stream.
+        mlp_dim: hidden width of the gated MLP.
+        num_heads: query heads.
+        num_kv_heads: key and value heads; divides `num_heads` (1 is multi-query attention).
+        head_dim: width of a head, even.
+        rope_theta: base of the rotary frequencies.
+        norm_eps: added to the mean square in every norm.
+        context_length: tokens of the longest text that the checkpoint is meant for. Nothing is computed from it.
+    """
+
+    vocab_size: int
+    num_layers: int
+    embed_dim: int
+    mlp_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-6
+    context_length: int = 8192
+
+    def __post_init__(self):
+        sizes = ("vocab_size", "num_layers", "embed_dim", "mlp_dim", "num_heads", "num_kv_heads", "head_dim")
+        problems = [f"{name}={getattr(self, name)} must be at least 1" for name in sizes if getattr(self, name) < 1]
+        problems += [f"{name}={getattr(self, name)} is too large" for name in sizes if getattr(self, name) > _MOST]
+        if self.num_layers > _MOST_LAYERS:
+            problems.append(f"num_layers={self.num_layers} must be at most {_MOST_LAYERS}")
+        problems += not_positive(self, ("rope_theta", "norm_eps", "context_length"))
+        if self.num_kv_heads > 0 and self.num_heads % self.num_kv_heads:
+            problems.append(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
+        if self.head_dim % 2:
+            problems.append(f"head_dim={self.head_dim} must be even, because rotary embedding turns pairs")
+        refuse(self, problems + self.problems())
+
+    def problems(self) -> list[str]:
+        """What is wrong with the fields that a family adds."""
+        return []
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """The size of each dimension letter that a parameter can have."""
+        return {
+            "V": self.vocab_size,
+            "D": self.embed_dim,
+            "F": self.mlp_dim,
+            "N": self.num_heads,
+            "K": self.num_kv_heads,
+            "H": self.head_dim,
+            "L": self.num_layers,
+        }
+
+    @property
+    def query_scale(self) -> float:
+        """What attention scores are multiplied by."""
+        return self.head_dim**-0.5
+
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """How many keys each layer's queries see, themselves included; None is all of them."""
+        return (None,) * self.num_layers
+
+    @property
+    def layer_ropes(self) -> tuple[tuple[float, RopeScaling | None], ...]:
+        """The base of each layer's rotary frequencies, and how they are stretched."""
+        return ((self.rope_theta, None),) * self.num_layers
+
+
+def not_positive(config: Any, names: tuple[str, ...]) -> list[str]:
+    """Say which of the named fields are neither None nor positive and finite."""
+    values = {name: getattr(config, name) for name in names}
+    return [
+        f"{name}={value} must be positive"
+        for name, value in values.items()
+        if value is not None and not 0 < value < math.inf
+    ]
+
+
+def refuse(config: Any, problems: list[str]) -> None:
+    if problems:
+        raise ValueError(f"{type(config).__name__} cannot be made: " + "; ".join(problems) + ".")
+
+
+def window_problems(window: int | None, pattern: str) -> list[str]:
+    problems = [] if window is None or window > 0 else [f"window={window} must be positive"]
+    if not pattern or set(pattern) - {LOCAL, GLOBAL}:
+        problems.append(f"attention_pattern={pattern!r} must be made of L (local) and G (global)")
+    return problems
+
+
+def windows(num_layers: int, window: int | None, pattern: str) -> tuple[int | None, ...]:
+    """Repeat a pattern of local and global layers; only local ones have the window."""
+    return tuple(window if pattern[layer % len(pattern)] == LOCAL else None for layer in range(num_layers))
+
+
+def scaling_problems(config: Any, scaling: RopeScaling | None) -> list[str]:
+    """Say why a model cannot have its rotary frequencies stretched so."""
+    if scaling is None:
+        return []
+    if scaling.kind is RopeKind.dynamic and config.head_dim <= 2:
+        return [f"head_dim={config.head_dim} must be larger than 2 for rope_scaling.kind=dynamic"]
+    if scaling.kind is RopeKind.yarn and not config.rope_theta > 1:
+        return [f"rope_theta={config.rope_theta} must be larger than 1 for rope_scaling.kind=yarn"]
+    return []
+
+
+def expert_problems(config: Any) -> list[str]:
+    """Say what is wrong with the numbers of a router."""
+    problems = []
+    if not 1 <= config.num_experts <= _MOST_LAYERS:
+        problems.append(f"num_experts={config.num_experts} must be from 1 to {_MOST_LAYERS}")
+    if not 1 <= config.experts_per_token <= config.num_experts:
+        problems.append(f"experts_per_token={config.experts_per_token} must be from 1 to {config.num_experts}")
+    if not 0 <= config.balance_weight < math.inf:
+        problems.append(f"balance_weight={config.balance_weight} must be zero or more")
+    return problems

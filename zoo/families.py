@@ -1,0 +1,21 @@
+"""Which model a config makes."""
+
+from typing import Any
+
+from zoo.base import Config
+from zoo.configs import Gemma3Config, GemmaConfig, MixtralConfig, Qwen3MoeConfig
+
+
+def model_class(config: Config) -> Any:
+    """Return the class of a config's models, with `init(config, key=)` and `build(config, leaves)`."""
+    if isinstance(config, GemmaConfig | Gemma3Config):
+        from zoo.gemma import Gemma
+
+        return Gemma
+    if isinstance(config, MixtralConfig | Qwen3MoeConfig):
+        from zoo.mixture import Mixture
+
+        return Mixture
+    from zoo.llama import Llama
+
+    return Llama

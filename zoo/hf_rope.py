@@ -1,0 +1,155 @@
+"""Rotary embedding in `config.json`, in the dialects of transformers 4 and 5. Free of JAX."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from zoo.base import Config, RopeKind, RopeScaling
+from zoo.configs import Gemma3Config, GemmaConfig, LlamaLike
+
+KEYS = {"rope_theta", "rope_scaling", "rope_parameters"}
+GEMMA_3_KEYS = KEYS | {"rope_local_base_freq"}
+_TYPES = ("full_attention", "sliding_attention")
+# kind: its keys in the file, and our fields
+_LENGTH = {"original_max_position_embeddings": "original_length"}
+_FIELDS: dict[RopeKind, dict[str, str]] = {
+    RopeKind.linear: {"factor": "factor"},
+    RopeKind.dynamic: {"factor": "factor"},
+    RopeKind.llama3: {"factor": "factor", "low_freq_factor": "low_freq", "high_freq_factor": "high_freq", **_LENGTH},
+    RopeKind.yarn: {
+        "factor": "factor",
+        "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow",
+        "attention_factor": "attention_factor",
+        "truncate": "truncate",
+        **_LENGTH,
+    },
+}
+_NEEDED = ("factor", "low_freq_factor", "high_freq_factor")
+
+
+def read(raw: dict[str, Any], config: type[Config], theta: float, length: int, problems: list[str]) -> dict[str, Any]:
+    """Return the fields of a config that say how positions turn; what cannot be used is added to `problems`.
+
+    Args:
+        raw: the file.
+        config: the class that it becomes.
+        theta: the base where the file names none.
+        length: the longest text that the file names.
+        problems: what is wrong so far.
+    """
+    for key in ("rope_scaling", "rope_parameters"):
+        if not isinstance(raw.get(key), dict | None):
+            problems.append(f"`{key}`={raw[key]!r} is not an object")
+            return {}
+    if config is Gemma3Config:
+        return _read_gemma_3(raw, length, problems)
+    key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
+    rope = raw.get(key) or {}
+    fields: dict[str, Any] = {"rope_theta": _number(rope.get("rope_theta", raw.get("rope_theta", theta)), problems)}
+    scaling = _scaling(rope, key, length, problems, plain=config is GemmaConfig)
+    return fields if config is GemmaConfig else fields | {"rope_scaling": scaling}
+
+
+def _read_gemma_3(raw: dict[str, Any], length: int, problems: list[str]) -> dict[str, Any]:
+    nested = raw.get("rope_parameters") or {}
+    for name, value in nested.items():
+        if name not in _TYPES or not isinstance(value, dict | None):
+            problems.append(
+                f"`rope_parameters`={nested!r} is not supported, only {' and '.join(_TYPES)}, each an object"
+            )
+            return {}
+    whole = (nested.get(_TYPES[0]) or {}) | (raw.get("rope_scaling") or {})
+    local = nested.get(_TYPES[1]) or {}
+    _scaling(local, "rope_parameters.sliding_attention", length, problems, plain=True)
+    return {
+        "rope_theta": _number(whole.get("rope_theta", raw.get("rope_theta", 1e6)), problems),
+        "local_rope_theta": _number(local.get("rope_theta", raw.get("rope_local_base_freq", 1e4)), problems),
+        "rope_scaling": _scaling(whole, "rope_scaling", length, problems),
+    }
+
+
+def _scaling(
+    rope: dict[str, Any], name: str, length: int, problems: list[str], plain: bool = False
+) -> RopeScaling | None:
+    """Read a stretch; `plain` allows none."""
+    rope = {key: value for key, value in rope.items() if value is not None or key == "truncate"}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    kinds = ("default",) if plain else ("default", *RopeKind)
+    if kind not in kinds:
+        problems.append(
+            f"`{name}`={rope!r} is not supported, only rope_type {' or '.join(repr(str(k)) for k in kinds)}"
+        )
+        return None
+    keys = {} if kind == "default" else _FIELDS[RopeKind(kind)]
+    scales = {"mscale", "mscale_all_dim"} if kind == "yarn" else set()
+    # transformers writes the length whatever the kind
+    extra = set(rope) - set(keys) - {"rope_theta", "rope_type", "type", "partial_rotary_factor", *_LENGTH} - scales
+    if extra or rope.get("partial_rotary_factor", 1.0) != 1.0 or (plain and set(rope) & set(_LENGTH)):
+        problems.append(
+            f"`{name}`={rope!r} is not supported, only rope_type {kind!r} with {', '.join(keys) or 'no more'}"
+        )
+        return None
+    if kind == "default":
+        return None
+    return _stretch(RopeKind(kind), rope, name, length, problems)
+
+
+def _stretch(kind: RopeKind, rope: dict[str, Any], name: str, length: int, problems: list[str]) -> RopeScaling | None:
+    before = len(problems)
+    fields: dict[str, Any] = {"kind": kind} if kind is RopeKind.linear else {"kind": kind, "original_length": length}
+    for key, field in _FIELDS[kind].items():
+        value = rope.get(key)
+        if key == "truncate":
+            fields[field] = rope.get(key, True)
+            if not isinstance(fields[field], bool):
+                problems.append(f"`{name}.{key}`={value!r} is neither true nor false")
+        elif value is None and key in _NEEDED:
+            problems.append(f"`{name}` has no `{key}`, which rope_type {str(kind)!r} needs")
+        elif field == "original_length":
+            fields[field] = value if type(value) is int else length
+            if value is not None and type(value) is not int:
+                problems.append(f"`{name}.{key}`={value!r} is not an integer")
+        elif value is not None and not (key.startswith("beta") and value == 0):  # there, zero means the default
+            fields[field] = _number(value, problems, f"{name}.{key}")
+    scale, scale_all = (_number(rope.get(key, 0.0), problems, f"{name}.{key}") for key in ("mscale", "mscale_all_dim"))
+    if len(problems) > before:
+        return None
+    if scale and scale_all and "attention_factor" not in fields:
+        magnitude = lambda scale: 0.1 * scale * math.log(max(fields["factor"], 1.0)) + 1.0
+        fields["attention_factor"] = magnitude(scale) / (magnitude(scale_all) or math.nan)
+    return _made(lambda: RopeScaling(**fields), problems)
+
+
+def _made(make: Callable[[], RopeScaling], problems: list[str]) -> RopeScaling | None:
+    try:
+        return make()
+    except ValueError as error:
+        problems.append(str(error).rstrip("."))
+        return None
+
+
+def _number(value: Any, problems: list[str], name: str = "rope_theta") -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300:
+        return float(value)
+    problems.append(f"`{name}`={value!r} is not a number")
+    return 0.0
+
+
+def write(config: Config) -> dict[str, Any]:
+    """Return the keys that say how positions turn, in the dialect of transformers 4, which 5 reads too."""
+    raw: dict[str, Any] = {"rope_theta": config.rope_theta}
+    if isinstance(config, Gemma3Config):
+        raw["rope_local_base_freq"] = config.local_rope_theta
+    if isinstance(config, Gemma3Config | LlamaLike):
+        raw["rope_scaling"] = _written(config.rope_scaling)
+        if config.rope_scaling is not None and config.rope_scaling.kind is RopeKind.dynamic:
+            raw["max_position_embeddings"] = config.rope_scaling.original_length
+    return raw
+
+
+def _written(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    if scaling is None:
+        return None
+    values = {key: getattr(scaling, field) for key, field in _FIELDS[scaling.kind].items()}
+    return {"rope_type": str(scaling.kind), **{key: value for key, value in values.items() if value is not None}}
