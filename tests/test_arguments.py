@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from transforms import tile
-from transforms.arguments import place
+from transforms.arguments import place, rows
 from transforms.placement import WHOLE, Tiled
 
 H, W, Y = jnp.ones((24, 5)), jnp.ones((5, 7)), jnp.zeros(24, int)
@@ -60,7 +60,9 @@ WRONG = {
     "prefix does not fit": ((0, None, {"a": 0}), (H, W, Y), ValueError, r"for argument `y` does not fit"),
     "unknown name": ({"hidden": 0}, (H, W, Y), ValueError, r"axis names \['hidden'\].*\['h', 'w', 'y'\]"),
     "nothing cut": ((None, None, None), (H, W, Y), ValueError, r"cuts none of the arguments"),
-    "a string": ("tokens", (H, W, Y), TypeError, r"axis must be an int"),
+    "a bare float": (0.0, (H, W, Y), TypeError, r"axis must be an int, a tuple or a dict .* not 0.0"),
+    "a bare bool": (True, (H, W, Y), TypeError, r"axis must be an int, .* not True"),
+    "a name in a tuple": (("tokens", None, 0), (H, W, Y), TypeError, r"only an int or None|is no prefix"),
     "a float": ((0.0, None, 0), (H, W, Y), TypeError, r"only an int or None|is no prefix"),
     "a bool": ((True, None, 0), (H, W, Y), TypeError, r"axis has True for `h`"),
 }
@@ -79,6 +81,14 @@ COUNTS = {
     "fraction": ({"n": 1.5}, TypeError, "1.5"),
     "bool": ({"n": True}, TypeError, "n must be an int"),
     "zero size": ({"size": 0}, ValueError, "size=0"),
+    "an unknown word": ({"n": "autoo"}, TypeError, "n must be an int or \"auto\", not 'autoo'"),
+    "size as a word": ({"size": "auto"}, TypeError, "size must be an int, not 'auto'"),
+    "auto without budget": ({"n": "auto"}, ValueError, 'budget="2GiB"'),
+    "budget without auto": ({"n": 4, "budget": 100}, ValueError, 'budget=100 goes with n="auto"; n=4'),
+    "budget with size": ({"size": 4, "budget": 100}, ValueError, 'budget=100 goes with n="auto"'),
+    "budget in no unit": ({"n": "auto", "budget": "2 apples"}, ValueError, "'2 apples' is no number of bytes"),
+    "budget of nothing": ({"n": "auto", "budget": 0}, ValueError, "budget=0, but it must be at least 1"),
+    "budget of a fraction": ({"n": "auto", "budget": 1.5}, TypeError, "must be a number of bytes.* not 1.5"),
     "neither": ({}, ValueError, "n=None, size=None"),
     "both": ({"n": 2, "size": 3}, ValueError, "n=2, size=3"),
     "gather": ({"n": 2, "gather": "all"}, ValueError, "gather='all' is none of 'small', 'any', 'none'"),
@@ -103,5 +113,24 @@ def test_refuses_an_empty_axis():
 
 
 def test_refuses_what_is_no_function():
-    with pytest.raises(TypeError, match="3"):
+    with pytest.raises(TypeError, match="the first argument must be a function, not 3"):
         tile(3, 0, 2)
+
+
+def test_refuses_a_missing_axis():
+    with pytest.raises(TypeError, match="give axis, the dimension to cut"):
+        tile(loss, n=2)
+
+
+ROWS = {
+    "tokens": (({"h": 0, "y": 0}, (H, W), {"y": Y}), 1),
+    "batch of sequences": ((0, (jnp.ones((4, 9, 5)), jnp.zeros((4, 9), int)), {}), 9),
+    "features of weights": (((None, 1, None), (H, W, Y), {}), 1),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_counts_the_rows_of_a_step(name):
+    (axis, args, kwargs), expected = ROWS[name]
+    placements, _ = place(loss, axis, args, kwargs)
+    assert rows((args, kwargs), placements) == expected

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
 import numpy as np
 
+from transforms import names
 from transforms.graph import describe
 from transforms.placement import WHOLE, Placement, Tiled
 
@@ -20,27 +22,22 @@ def is_array(leaf: Any) -> bool:
 
 
 def place(
-    fn: Callable[..., Any], axis: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    fn: Callable[..., Any], axis: Any, args: Sequence[Any], kwargs: Mapping[str, Any], whole: int = 0
 ) -> tuple[list[Placement], int]:
     """Return the placement of each array leaf of `(args, kwargs)`, in order, and the length of the cut axis.
+
+    The first `whole` arguments are not cut, and `axis` has no entries for them.
 
     Raises:
         ValueError: `axis` does not fit the arguments, is out of range, cuts nothing, or cuts different lengths.
         TypeError: `axis` holds something that is neither an int nor None.
     """
-    entries = _entries(fn, axis, args, kwargs)
-    cut: list[tuple[str, Any, int]] = []
-    placements: list[Placement] = []
-    for name, arg, prefix, lenient in entries:
-        leaves = jax.tree_util.tree_leaves_with_path(arg)
-        dims = _spread(name, prefix, arg, len(leaves))
-        for (path, leaf), dim in zip(leaves, dims, strict=True):
-            if not is_array(leaf):
-                continue
-            found = _dim(f"{name}{jax.tree_util.keystr(path)}", leaf, dim, lenient)
-            placements.append(WHOLE if found is None else Tiled(found))
-            if found is not None:
-                cut.append((f"{name}{jax.tree_util.keystr(path)}", leaf, found))
+    if isinstance(axis, str):
+        leaves = names.find(fn, axis, args, kwargs, whole)
+    else:
+        leaves = list(_leaves(fn, axis, args, kwargs, whole))
+    leaves = [(name, leaf, dim) for name, leaf, dim in leaves if is_array(leaf)]
+    cut = [(name, leaf, dim) for name, leaf, dim in leaves if dim is not None]
     if not cut:
         raise ValueError(f"tile: axis={axis!r} cuts none of the arguments. Name at least one dimension to cut.")
     lengths = {leaf.shape[dim] for _, leaf, dim in cut}
@@ -48,38 +45,68 @@ def place(
         found = "\n".join(
             f"  {name}: dimension {dim} of {_type(leaf)} has {leaf.shape[dim]}" for name, leaf, dim in cut
         )
-        raise ValueError(
-            f"tile: the arguments that axis={axis!r} cuts differ in length.\n{found}\n"
-            "  Give `axis` one entry for each argument, None for those that every tile sees whole."
-        )
-    return placements, lengths.pop()
+        remedy = "Give `axis` one entry for each argument, None for those that every tile sees whole."
+        if isinstance(axis, str):
+            remedy = "One name stands for one length: pass arrays that agree, or name their dimensions differently."
+        raise ValueError(f"tile: the arguments that axis={axis!r} cuts differ in length.\n{found}\n  {remedy}")
+    return [WHOLE if dim is None else Tiled(dim) for _, _, dim in leaves], lengths.pop()
+
+
+def rows(args: Any, placements: Sequence[Placement]) -> int:
+    """How many rows of a matrix one step along the cut axis is: 1 for tokens, their number for a batch of sequences.
+
+    Features, the last dimension of arrays of floats, are not rows.
+    """
+    found = [1]
+    arrays = [x for x in jax.tree.leaves(args) if is_array(x)]
+    for leaf, placement in zip(arrays, placements, strict=True):
+        if isinstance(placement, Tiled):
+            others = [*leaf.shape[: placement.dim], *leaf.shape[placement.dim + 1 :]]
+            features = jax.dtypes.issubdtype(leaf.dtype, np.inexact)
+            found.append(math.prod(others[:-1] if features else others))
+    return max(found)
+
+
+def _leaves(
+    fn: Callable[..., Any], axis: Any, args: Sequence[Any], kwargs: Mapping[str, Any], whole: int
+) -> Iterator[names.Leaf]:
+    """Every leaf with the dimension that `axis`, read like `in_axes`, gives it."""
+    for name, arg, prefix, lenient in _entries(fn, axis, args, kwargs, whole):
+        leaves = jax.tree_util.tree_leaves_with_path(arg)
+        for (path, leaf), dim in zip(leaves, _spread(name, prefix, arg, len(leaves)), strict=True):
+            label = f"{name}{jax.tree_util.keystr(path)}"
+            yield label, leaf, _dim(label, leaf, dim, lenient) if is_array(leaf) else None
 
 
 Entry = tuple[str, Any, Any, bool]  # name, argument, its prefix, whether arrays without that dimension stay whole
 
 
-def _entries(fn: Callable[..., Any], axis: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Entry]:
+def _entries(
+    fn: Callable[..., Any], axis: Any, args: Sequence[Any], kwargs: Mapping[str, Any], whole: int
+) -> list[Entry]:
     """Pair each argument with its part of `axis`."""
-    names = _names(fn, len(args))
+    given = list(zip(_names(fn, len(args)), args, strict=True))
+    first, given = [(name, arg, None, False) for name, arg in given[:whole]], given[whole:]
     rest = [(name, kwargs[name], None, False) for name in sorted(kwargs)]
     if isinstance(axis, dict):
-        known = [*names, *kwargs]
+        pairs = [*given, *((k, kwargs[k]) for k in sorted(kwargs))]
+        known = [name for name, _ in pairs]
         if unknown := [k for k in axis if k not in known]:
             raise ValueError(f"tile: axis names {unknown}, but the call has the arguments {known}.")
-        pairs = [*zip(names, args, strict=True), *((k, kwargs[k]) for k in sorted(kwargs))]
-        return [(name, arg, axis.get(name), False) for name, arg in pairs]
+        return first + [(name, arg, axis.get(name), False) for name, arg in pairs]
     if isinstance(axis, (tuple, list)):
-        if len(axis) != len(args):
+        if len(axis) != len(given):
             raise ValueError(
-                f"tile: axis={axis!r} has {len(axis)} entries, but the call has {len(args)} positional arguments. "
+                f"tile: axis={axis!r} has {len(axis)} entries, but the call has {len(given)} positional arguments. "
                 "Give one entry for each, None for those that every tile sees whole."
             )
-        return [*((n, a, p, False) for n, a, p in zip(names, args, axis, strict=True)), *rest]
+        return [*first, *((n, a, p, False) for (n, a), p in zip(given, axis, strict=True)), *rest]
     if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)):
         raise TypeError(
-            f"tile: axis must be an int, or a tuple or a dict of ints and None for each argument, not {axis!r}."
+            "tile: axis must be an int, a tuple or a dict of ints and None for each argument, or the name of a "
+            f"dimension in their annotations, not {axis!r}."
         )
-    return [*((n, a, axis, True) for n, a in zip(names, args, strict=True)), *rest]
+    return [*first, *((n, a, axis, True) for n, a in given), *rest]
 
 
 def _names(fn: Callable[..., Any], count: int) -> list[str]:

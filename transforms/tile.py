@@ -1,45 +1,132 @@
 """`tile`: run any function a slice at a time along one axis. Start reading here.
 
 arguments.py   which arrays are cut                 schedule.py  placements -> loops
-graph.py       a jaxpr as a flat graph              lower.py     loops -> lax.scan
-propagate.py   a placement for every value          derive.py    derivatives, again tiled
-rules/         what each primitive does to one      plan.py      what was done, in bytes and FLOPs
+names.py       the same, from annotations           lower.py     loops -> lax.scan
+tracing.py     a call becomes a program             derive.py    derivatives, again tiled
+graph.py       a jaxpr as a flat graph              plan.py      what was done, in bytes and FLOPs
+propagate.py   a placement for every value          estimate.py  temporary memory before compiling
+rules/         what each primitive does to one      budget.py    the fewest tiles that fit
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+import types
+from collections.abc import Callable
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overload
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
-from jax.extend.core import ClosedJaxpr
 from jaxtyping import DTypeLike
 
-from transforms.arguments import is_array, place
-from transforms.derive import call
-from transforms.placement import WHOLE, Placement
+from transforms import budget as budgets
 from transforms.plan import TilePlan, explain
-from transforms.program import Options, Program
+from transforms.tracing import Tracer
 
 GATHER = ("small", "any", "none")
 
+P = ParamSpec("P")
+Q = ParamSpec("Q")
+R = TypeVar("R")
+Count = int | Literal["auto"] | None
 
+
+class TiledFunction(Generic[P, R]):
+    """A function as `tile` returns it: called like the one that it was made of, which is its `__wrapped__`.
+
+    In a class it is a method: the object that it is called on is whole.
+    """
+
+    __wrapped__: Callable[P, R]
+    __name__: str
+
+    def __init__(self, fn: Callable[P, R], tracer: Tracer) -> None:
+        functools.update_wrapper(self, fn, updated=())
+        self._tracer = tracer
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        traced, arrays = self._tracer.trace(args, kwargs)
+        return traced.run(arrays)
+
+    def plan(self, *args: Any, **kwargs: Any) -> TilePlan:
+        """Tell how the call with these arguments (arrays or `jax.ShapeDtypeStruct`s) is tiled, without running it."""
+        return explain(self._tracer.trace(args, kwargs)[0].program)
+
+    @overload
+    def __get__(self, instance: None, owner: Any = None) -> TiledFunction[P, R]: ...
+    @overload
+    def __get__(self: Callable[Concatenate[Any, Q], R], instance: object, owner: Any = None) -> TiledMethod[Q, R]: ...
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else TiledMethod(self, instance)
+
+    def __repr__(self) -> str:
+        t = self._tracer
+        size = f"n={t.n!r}" if t.size is None else f"size={t.size}"
+        return f"tile({getattr(self, '__qualname__', t.fn)}, axis={t.axis!r}, {size})"
+
+
+class TiledMethod(eqx.Module, Generic[Q, R]):
+    """A tiled method and its object, which is whole. A pytree, as Equinox's methods are."""
+
+    _function: Any = eqx.field(static=True)
+    __self__: Any
+
+    def __init__(self, function: TiledFunction[..., Any], instance: Any) -> None:
+        self._function, self.__self__ = function, instance
+
+    def __call__(self, *args: Q.args, **kwargs: Q.kwargs) -> R:
+        traced, arrays = self._function._tracer.trace((self.__self__, *args), kwargs, whole=1)
+        return traced.run(arrays)
+
+    def plan(self, *args: Any, **kwargs: Any) -> TilePlan:
+        """Tell how the call with these arguments is tiled, without running it."""
+        return explain(self._function._tracer.trace((self.__self__, *args), kwargs, whole=1)[0].program)
+
+    @property
+    def __wrapped__(self) -> Callable[Q, R]:
+        return types.MethodType(self._function.__wrapped__, self.__self__)
+
+    @property
+    def __name__(self) -> str:
+        return self._function.__name__
+
+
+@overload
 def tile(
-    fn: Callable[..., Any],
+    fn: Callable[P, R],
     axis: Any,
-    n: int | None = None,
+    n: Count = None,
     *,
     size: int | None = None,
+    budget: int | str | None = None,
     has_aux: bool = False,
     gather: str = "small",
     accumulate: DTypeLike = jnp.float32,
-) -> Callable[..., Any]:
+) -> TiledFunction[P, R]: ...
+@overload
+def tile(
+    fn: None = None,
+    *,
+    axis: Any,
+    n: Count = None,
+    size: int | None = None,
+    budget: int | str | None = None,
+    has_aux: bool = False,
+    gather: str = "small",
+    accumulate: DTypeLike = jnp.float32,
+) -> Callable[[Callable[P, R]], TiledFunction[P, R]]: ...
+def tile(
+    fn: Any = None,
+    axis: Any = None,
+    n: Any = None,
+    *,
+    size: Any = None,
+    budget: Any = None,
+    has_aux: bool = False,
+    gather: str = "small",
+    accumulate: DTypeLike = jnp.float32,
+) -> Any:
     """Return `fn` with everything that it computes along `axis` computed one tile at a time.
 
     The result has `fn`'s signature, value, dtypes, pytree structure and gradients, exactly: what would need an array
@@ -53,14 +140,23 @@ def tile(
         tiled = tile(loss, axis=(None, 0, 0), n=8)      # loss(weights, hidden, labels), cut along tokens
         jax.value_and_grad(tiled)(weights, hidden, labels)
 
+        @tile(axis="tokens", n="auto", budget="2GiB")   # where the annotations say "tokens"; as few tiles as fit
+        def loss(weights: Float[Array, "embed vocab"], hidden: Float[Array, "tokens embed"]): ...
+
     Args:
-        fn: any function of arrays, pytrees and `eqx.Module`s. Leaves that are not arrays are static.
+        fn: any function of arrays, pytrees and `eqx.Module`s. Leaves that are not arrays are static. Left out, `tile`
+            is a decorator, of methods too.
         axis: reads like `jax.vmap`'s `in_axes`: an int, negative too, or a tuple with an entry for each positional
             argument: an int, None for what every tile sees whole, or a pytree prefix of those. A bare int cuts every
             positional array that has that dimension, but no `eqx.Module`, random key or keyword argument. A dict names
-            arguments, keyword ones too; those that it leaves out are whole.
+            arguments, keyword ones too; those that it leaves out are whole. A string names a dimension of `fn`'s
+            jaxtyping annotations, those of fields inside the arguments too: each array is cut where it has that name.
+            A method's object is whole and has no entry.
         n: number of tiles. A tile is `ceil(length / n)` long and the last may be shorter, so there may be fewer.
+            "auto" takes the fewest that fit `budget`.
         size: a tile's length, instead of `n`; a shorter axis is one tile.
+        budget: with `n="auto"`, the temporary memory that the function with its gradients may take, in bytes or as
+            text, "2GiB". It is estimated as XLA compiles for CPU, and a tile keeps at least 64 rows.
         has_aux: `fn` returns `(out, aux)`, and `aux` is not differentiated.
         gather: which cut arrays may be made whole where an operation needs that: "small" those no larger than the
             largest input or output, "any" all, "none" none.
@@ -70,120 +166,39 @@ def tile(
         The tiled function. Its `plan(*args, **kwargs)` tells, without running anything, what happens.
 
     Raises:
-        TypeError: an argument of `tile` has the wrong type.
-        ValueError: bad `n`, `size` or `gather`; when called, `axis` or `n` do not fit the arguments.
+        TypeError: an argument of `tile` is missing or has the wrong type.
+        ValueError: bad `n`, `size`, `budget` or `gather`; when called, one of these or `axis` does not fit the call.
         TileError: when called, `fn` cannot be tiled along `axis`.
     """
-    if not callable(fn):
+    settings = {"size": size, "budget": budget, "has_aux": has_aux, "gather": gather, "accumulate": accumulate}
+    if axis is None:
+        raise TypeError("tile: give axis, the dimension to cut: an int, a tuple or dict of them, or a name.")
+    if fn is not None and not callable(fn):
         raise TypeError(f"tile: the first argument must be a function, not {fn!r}.")
-    _check_count(n, size)
+    allowed = _check_count(n, size, budget)
     if gather not in GATHER:
         raise ValueError(f"tile: gather={gather!r} is none of {', '.join(map(repr, GATHER))}.")
-    tracer = _Tracer(fn, axis, n, size, has_aux, gather, jnp.dtype(accumulate))
-
-    @functools.wraps(fn)
-    def tiled(*args: Any, **kwargs: Any) -> Any:
-        traced, arrays = tracer.trace(args, kwargs)
-        return traced.unflatten(call(traced.program, *traced.consts, *arrays))
-
-    def plan(*args: Any, **kwargs: Any) -> TilePlan:
-        """Tell how the call with these arguments (arrays or `jax.ShapeDtypeStruct`s) is tiled, without running it."""
-        return explain(tracer.trace(args, kwargs)[0].program)
-
-    tiled.plan = plan  # ty: ignore[missing-attribute]
-    return tiled
+    if fn is None:
+        return functools.partial(tile, axis=axis, n=n, **settings)
+    options = {"gather": gather, "accumulate": jnp.dtype(accumulate)}
+    count = int(n) if isinstance(n, np.integer) else n
+    return TiledFunction(fn, Tracer(fn, axis, count, size, allowed, has_aux, options))
 
 
-def _check_count(n: Any, size: Any) -> None:
+def _check_count(n: Any, size: Any, budget: Any) -> int | None:
+    """Check how many tiles are asked for; return the budget in bytes."""
     if (n is None) == (size is None):
         raise ValueError(f"tile: give either n, the number of tiles, or size, their length; got n={n}, size={size}.")
+    if n == "auto" and budget is None:
+        raise ValueError('tile: n="auto" takes as few tiles as fit; say into what, such as budget="2GiB".')
+    if n != "auto" and budget is not None:
+        raise ValueError(f'tile: budget={budget!r} goes with n="auto"; n={n}, size={size} are obeyed as they are.')
     for name, value in (("n", n), ("size", size)):
-        if value is None:
+        if value is None or (name == "n" and value == "auto"):
             continue
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-            raise TypeError(f"tile: {name} must be an int, not {value!r}.")
+            other = ' or "auto"' if name == "n" else ""
+            raise TypeError(f"tile: {name} must be an int{other}, not {value!r}.")
         if value < 1:
             raise ValueError(f"tile: {name}={value}, but it must be at least 1.")
-
-
-@dataclasses.dataclass(frozen=True)
-class _Traced:
-    """A function at certain shapes: its program, what it closes over, and how its results are put together."""
-
-    program: Program
-    consts: Sequence[Any]
-    structure: Any
-    static: Any
-
-    def unflatten(self, results: Sequence[Any]) -> Any:
-        return eqx.combine(jax.tree.unflatten(self.structure, results), self.static)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Tracer:
-    fn: Callable[..., Any]
-    axis: Any
-    n: int | None
-    size: int | None
-    has_aux: bool
-    gather: str
-    accumulate: Any
-    cache: dict[Any, _Traced] = dataclasses.field(default_factory=dict)
-
-    def trace(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[_Traced, list[Any]]:
-        """Trace and plan the call, or find that it was before; and the arrays among its arguments."""
-        leaves, tree = jax.tree.flatten((tuple(args), kwargs))
-        arrays = [x for x in leaves if is_array(x)]
-        static = [None if is_array(x) else (type(x), x) for x in leaves]
-        placements, total = place(self.fn, self.axis, args, kwargs)
-        key = (tree, tuple(static), tuple(map(_aval, arrays)), tuple(placements), jax.dtypes.canonicalize_dtype(float))
-        try:
-            if (known := self.cache.get(key)) is not None:
-                return known, arrays
-        except TypeError:  # a static leaf cannot be hashed
-            return self._trace(leaves, tree, placements, total), arrays
-        traced = self._trace(leaves, tree, placements, total)
-        if not any(isinstance(c, Tracer) for c in traced.consts):
-            self.cache[key] = traced
-        return traced, arrays
-
-    def _trace(self, leaves: Sequence[Any], tree: Any, placements: Sequence[Placement], total: int) -> _Traced:
-        tiles = self._tiles(total)
-        size = -(-total // tiles) if self.size is None else min(total, self.size)
-        found: dict[str, Any] = {}
-
-        def flat(*arrays: Any) -> list[Any]:
-            given = iter(arrays)
-            args, kwargs = jax.tree.unflatten(tree, [next(given) if is_array(x) else x for x in leaves])
-            result = self.fn(*args, **kwargs)
-            dynamic, found["static"] = eqx.partition(result, is_array)
-            if self.has_aux:
-                dynamic = self._stop_aux(result, dynamic)
-            outs, found["tree"] = jax.tree.flatten(dynamic)
-            return outs
-
-        closed = jax.make_jaxpr(flat)(*(x for x in leaves if is_array(x)))
-        jaxpr = closed.jaxpr
-        jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
-        options = Options(total, size, self.gather, self.accumulate)
-        program = Program(ClosedJaxpr(jaxpr, ()), (*(WHOLE,) * len(closed.consts), *placements), options)
-        return _Traced(program, closed.consts, found["tree"], found["static"])
-
-    def _tiles(self, total: int) -> int:
-        if total == 0:
-            raise ValueError("tile: the axis to cut is 0 long, so it has no tiles. Pass arrays that are not empty.")
-        if self.n is not None and self.n > total:
-            raise ValueError(
-                f"tile: n={self.n} tiles of an axis that is {total} long. Pass n <= {total}, or size=, a tile's length."
-            )
-        return self.n or 1
-
-    def _stop_aux(self, result: Any, dynamic: Any) -> Any:
-        if not isinstance(result, tuple) or len(result) != 2:
-            raise TypeError(f"tile: with has_aux=True the function must return a pair (out, aux), not {type(result)}.")
-        return dynamic[0], jax.tree.map(jax.lax.stop_gradient, dynamic[1])
-
-
-def _aval(array: Any) -> Any:
-    """What a trace depends on: shape, dtype, weak type and sharding type."""
-    return array if isinstance(array, jax.ShapeDtypeStruct) else jax.typeof(array)
+    return None if budget is None else budgets.read(budget)

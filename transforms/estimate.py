@@ -1,0 +1,180 @@
+"""What temporary memory a program will take, before it is compiled.
+
+Neither arguments nor results are counted, as in `compiled.memory_analysis().temp_size_in_bytes`. An operand that is
+read for the last time is overwritten where that is possible, and a loop's body works in place on what it carries.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from transforms.fusion import FUSIBLE, IN_PLACE, LOOPS, NESTED, Fused
+from transforms.graph import Node, Value, body, flatten
+from transforms.program import Program
+
+
+def temp_bytes(closed: ClosedJaxpr) -> int:
+    """Return the peak of the temporary memory that the compiled program will need, in bytes."""
+    return _peak(closed, False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """Temporary memory, in bytes: of the value alone, and of the value with all gradients (None if it has none)."""
+
+    value: int
+    gradient: int | None
+
+    @property
+    def most(self) -> int:
+        return max(self.value, self.gradient or 0)
+
+
+def tiled(program: Program) -> Estimate:
+    """Estimate a tiled program and, where it has one, its gradient in all inexact inputs."""
+    back = reverse(program)
+    value = _trace(program.run, program.closed.in_avals)
+    return Estimate(temp_bytes(value), None if back is None else temp_bytes(_trace(*_backward(program, back))))
+
+
+def untiled(program: Program) -> Estimate:
+    """The same of the function as it is, without tiles."""
+    fn, active = jaxpr_as_fun(program.closed), _active(program)
+    outs, active = program.differentiable(active)
+    if not active:
+        return Estimate(temp_bytes(program.closed), None)
+
+    def gradient(cotangents: Sequence[Any], *args: Any) -> Any:
+        def primal(*chosen: Any) -> tuple[list[Any], list[Any]]:
+            full = list(args)
+            for i, x in zip(active, chosen, strict=True):
+                full[i] = x
+            results = fn(*full)
+            return [results[i] for i in outs], results
+
+        chosen, vjp, results = jax.vjp(primal, *(args[i] for i in active), has_aux=True)
+        given = [jnp.ones_like(c) for c in chosen] if program.is_scalar(outs, active) else list(cotangents)
+        return results, vjp(given)
+
+    avals = [program.closed.out_avals[i] for i in outs]
+    return Estimate(temp_bytes(program.closed), temp_bytes(_trace(gradient, [avals, *program.closed.in_avals])))
+
+
+def reverse(program: Program) -> Program | None:
+    """The program that computes the gradients: with the value if that is one scalar, after it otherwise."""
+    outs, active = program.differentiable(_active(program))
+    if not active:
+        return None
+    if program.in_one_pass(outs, active):
+        return program.gradient(tuple(active), outs[0]).program
+    return program.cotangent(tuple(active), tuple(outs))
+
+
+def _active(program: Program) -> list[int]:
+    return [i for i, a in enumerate(program.closed.in_avals) if jnp.issubdtype(a.dtype, jnp.inexact)]
+
+
+def _backward(program: Program, back: Program) -> tuple[Callable[..., Any], Sequence[Any]]:
+    """The value and the gradients as one function, and the types of its arguments."""
+    outs, active = program.differentiable(_active(program))
+    if program.in_one_pass(outs, active):
+        joint = program.gradient(tuple(active), outs[0])
+        dtypes = [program.closed.in_avals[i].dtype for i in active]
+
+        def one_pass(*args: Any) -> Any:
+            results, found = joint.combine(back.run(*args))
+            return results, [g.astype(d) for g, d in zip(found, dtypes, strict=True)]
+
+        return one_pass, program.closed.in_avals
+    count = len(program.closed.in_avals)
+    return lambda *both: (program.run(*both[:count]), back.run(*both)), back.closed.in_avals
+
+
+def _trace(fn: Callable[..., Any], avals: Sequence[Any]) -> ClosedJaxpr:
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), list(avals))
+    return jax.make_jaxpr(fn)(*shapes)
+
+
+# ------------------------------------------------------------------------------------------------------------- liveness
+
+
+@dataclasses.dataclass(eq=False)
+class _Buffer:
+    """Memory that one or more values share, one after the other; not counted if whoever runs the graph provides it."""
+
+    size: int
+    provided: bool
+    start: int
+    end: int
+
+
+def _peak(closed: ClosedJaxpr, loop: bool) -> int:
+    """The most that is alive at once. A loop's body may overwrite its inputs, and its outputs have memory already."""
+    program = Fused(flatten(closed))
+    last = program.last
+    held = {v: _Buffer(0, True, 0, 0) for v in program.inputs} if loop else {}
+    for t, node in enumerate(program.order):
+        reusable = {v for v, straight in program.reads[node].items() if last[v] == t and straight and v in held}
+        for value, source in list(_results(program, node, reusable)):
+            provided = value in program.outputs
+            if source is None or (loop and provided):
+                held[value] = _Buffer(value.nbytes, provided, t, t)
+            else:
+                held[value] = held[source]
+            held[value].provided |= provided
+            held[value].end = max(t, last.get(value, t))
+    buffers = [b for b in set(held.values()) if not b.provided]
+    peaks = [
+        sum(b.size for b in buffers if b.start <= t <= b.end) + (_inside(node) if node.name in NESTED else 0)
+        for t, node in enumerate(program.order)
+    ]
+    return max(peaks, default=0)
+
+
+def _results(program: Fused, node: Node, reusable: set[Value]) -> Iterator[tuple[Value, Value | None]]:
+    """Each result of a node, and the operand in whose memory it is written."""
+    if node.name in LOOPS:
+        for value, carry in zip(node.outputs, _carries(node), strict=True):
+            source = None if carry is None else program.find(carry)
+            yield value, source if source in reusable else None
+        return
+    if node.name in IN_PLACE:
+        reusable = reusable & {program.find(node.inputs[0])}
+    elif node.name not in FUSIBLE and node.name != "cond":
+        reusable = set()
+    for value in node.outputs:
+        readers = program.readers.get(value, [])
+        # The memory of what will be overwritten is settled first: it is not that of an operand.
+        settled = any(r.name in IN_PLACE and program.find(r.inputs[0]) is value for r in readers)
+        fits = (v for v in program.reads[node] if v in reusable and v.nbytes == value.nbytes)
+        source = None if settled and node.name in FUSIBLE else next(fits, None)
+        reusable = reusable - {source}
+        yield value, source
+
+
+def _carries(node: Node) -> list[Value | None]:
+    """For each result of a loop the operand that it overwrites; None where results are stacked."""
+    inner = _bodies(node)[0]
+    carried = [a.shape == v.aval.shape for a, v in zip(inner.out_avals, node.outputs, strict=True)]
+    operands = node.inputs
+    if node.name == "scan":  # what is scanned over comes last
+        operands = operands[: sum(a.shape == v.aval.shape for a, v in zip(inner.in_avals, operands, strict=True))]
+    given = iter(operands[len(operands) - sum(carried) :])
+    return [next(given) if c else None for c in carried]
+
+
+def _inside(node: Node) -> int:
+    """The peak inside a loop's body, or the largest among branches."""
+    return max(_peak(inner, True) for inner in _bodies(node))
+
+
+def _bodies(node: Node) -> Sequence[ClosedJaxpr]:
+    if node.name == "cond":
+        return node.params["branches"]
+    return [body(node.params, "jaxpr" if node.name == "scan" else "body_jaxpr")]

@@ -1,0 +1,117 @@
+"""A call of a tiled function: traced and planned once for each kind of arguments, then run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+from jax.core import Tracer as JaxTracer
+from jax.extend.core import ClosedJaxpr
+
+from transforms import budget
+from transforms.arguments import is_array, place, rows
+from transforms.derive import call
+from transforms.placement import WHOLE, Placement
+from transforms.program import Options, Program
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A function at certain shapes: its program, what it closes over, and how its results are put together."""
+
+    program: Program
+    consts: Sequence[Any]
+    structure: Any
+    static: Any
+
+    def run(self, arrays: Sequence[Any]) -> Any:
+        results = call(self.program, *self.consts, *arrays)
+        return eqx.combine(jax.tree.unflatten(self.structure, results), self.static)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tracer:
+    """What `tile` was told, and the calls that it has planned so far; `options` are further fields of `Options`."""
+
+    fn: Callable[..., Any]
+    axis: Any
+    n: int | str | None
+    size: int | None
+    budget: int | None
+    has_aux: bool
+    options: dict[str, Any]
+    cache: dict[Any, Traced] = dataclasses.field(default_factory=dict)
+
+    def trace(self, args: Sequence[Any], kwargs: dict[str, Any], whole: int = 0) -> tuple[Traced, list[Any]]:
+        """Trace and plan the call, or find that it was before; and the arrays among its arguments.
+
+        The first `whole` arguments are not cut, whatever `axis` says.
+        """
+        leaves, tree = jax.tree.flatten((tuple(args), kwargs))
+        arrays = [x for x in leaves if is_array(x)]
+        static = [None if is_array(x) else (type(x), x) for x in leaves]
+        placements, total = place(self.fn, self.axis, args, kwargs, whole)
+        key = (tree, tuple(static), tuple(map(_aval, arrays)), tuple(placements), jax.dtypes.canonicalize_dtype(float))
+        try:
+            if (known := self.cache.get(key)) is not None:
+                return known, arrays
+        except TypeError:  # a static leaf cannot be hashed
+            return self._trace(leaves, tree, placements, total), arrays
+        traced = self._trace(leaves, tree, placements, total)
+        if not any(isinstance(c, JaxTracer) for c in traced.consts):
+            self.cache[key] = traced
+        return traced, arrays
+
+    def _trace(self, leaves: Sequence[Any], tree: Any, placements: Sequence[Placement], total: int) -> Traced:
+        self._check_length(total)
+        found: dict[str, Any] = {}
+
+        def flat(*arrays: Any) -> list[Any]:
+            given = iter(arrays)
+            args, kwargs = jax.tree.unflatten(tree, [next(given) if is_array(x) else x for x in leaves])
+            result = self.fn(*args, **kwargs)
+            dynamic, found["static"] = eqx.partition(result, is_array)
+            if self.has_aux:
+                dynamic = _stop_aux(result, dynamic)
+            outs, found["tree"] = jax.tree.flatten(dynamic)
+            return outs
+
+        closed = jax.make_jaxpr(flat)(*(x for x in leaves if is_array(x)))
+        jaxpr = closed.jaxpr
+        jaxpr = ClosedJaxpr(jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars]), ())
+        everywhere = (*(WHOLE,) * len(closed.consts), *placements)
+
+        def make(size: int) -> Program:
+            return Program(jaxpr, everywhere, Options(total=total, size=size, **self.options))
+
+        if self.n == "auto":
+            assert self.budget is not None
+            program = budget.fewest(make, total, rows(leaves, placements), self.budget)
+        elif self.size is not None:
+            program = make(min(total, self.size))
+        else:
+            assert isinstance(self.n, int)
+            program = make(-(-total // self.n))
+        return Traced(program, closed.consts, found["tree"], found["static"])
+
+    def _check_length(self, total: int) -> None:
+        if total == 0:
+            raise ValueError("tile: the axis to cut is 0 long, so it has no tiles. Pass arrays that are not empty.")
+        if isinstance(self.n, int) and self.n > total:
+            raise ValueError(
+                f"tile: n={self.n} tiles of an axis that is {total} long. Pass n <= {total}, or size=, a tile's length."
+            )
+
+
+def _stop_aux(result: Any, dynamic: Any) -> Any:
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise TypeError(f"tile: with has_aux=True the function must return a pair (out, aux), not {type(result)}.")
+    return dynamic[0], jax.tree.map(jax.lax.stop_gradient, dynamic[1])
+
+
+def _aval(array: Any) -> Any:
+    """What a trace depends on: shape, dtype, weak type and sharding type."""
+    return array if isinstance(array, jax.ShapeDtypeStruct) else jax.typeof(array)
