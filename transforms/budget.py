@@ -6,7 +6,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from transforms import estimate
+from transforms import passes
+from transforms.estimate import temp_bytes
 from transforms.program import Program
 from transforms.propagate import human
 
@@ -55,7 +56,8 @@ def fewest(make: Callable[[int], Program], total: int, rows: int, budget: int) -
 
     def fits(n: int) -> bool:
         made[n] = make(-(-total // n))
-        taken[n] = estimate.tiled(made[n]).most
+        runs = (passes.value(made[n]), passes.gradient(made[n]))
+        taken[n] = max(temp_bytes(run.tiled) for run in runs if run is not None)
         return taken[n] <= budget
 
     if fits(1):

@@ -7,98 +7,17 @@ read for the last time is overwritten where that is possible, and a loop's body 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-import jax
-import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr
 
 from transforms.fusion import FUSIBLE, IN_PLACE, LOOPS, NESTED, Fused
 from transforms.graph import Node, Value, body, flatten
-from transforms.program import Program
 
 
 def temp_bytes(closed: ClosedJaxpr) -> int:
     """Return the peak of the temporary memory that the compiled program will need, in bytes."""
     return _peak(closed, False)
-
-
-@dataclasses.dataclass(frozen=True)
-class Estimate:
-    """Temporary memory, in bytes: of the value alone, and of the value with all gradients (None if it has none)."""
-
-    value: int
-    gradient: int | None
-
-    @property
-    def most(self) -> int:
-        return max(self.value, self.gradient or 0)
-
-
-def tiled(program: Program) -> Estimate:
-    """Estimate a tiled program and, where it has one, its gradient in all inexact inputs."""
-    back = reverse(program)
-    value = _trace(program.run, program.closed.in_avals)
-    return Estimate(temp_bytes(value), None if back is None else temp_bytes(_trace(*_backward(program, back))))
-
-
-def untiled(program: Program) -> Estimate:
-    """The same of the function as it is, without tiles."""
-    fn, active = jaxpr_as_fun(program.closed), _active(program)
-    outs, active = program.differentiable(active)
-    if not active:
-        return Estimate(temp_bytes(program.closed), None)
-
-    def gradient(cotangents: Sequence[Any], *args: Any) -> Any:
-        def primal(*chosen: Any) -> tuple[list[Any], list[Any]]:
-            full = list(args)
-            for i, x in zip(active, chosen, strict=True):
-                full[i] = x
-            results = fn(*full)
-            return [results[i] for i in outs], results
-
-        chosen, vjp, results = jax.vjp(primal, *(args[i] for i in active), has_aux=True)
-        given = [jnp.ones_like(c) for c in chosen] if program.is_scalar(outs, active) else list(cotangents)
-        return results, vjp(given)
-
-    avals = [program.closed.out_avals[i] for i in outs]
-    return Estimate(temp_bytes(program.closed), temp_bytes(_trace(gradient, [avals, *program.closed.in_avals])))
-
-
-def reverse(program: Program) -> Program | None:
-    """The program that computes the gradients: with the value if that is one scalar, after it otherwise."""
-    outs, active = program.differentiable(_active(program))
-    if not active:
-        return None
-    if program.in_one_pass(outs, active):
-        return program.gradient(tuple(active), outs[0]).program
-    return program.cotangent(tuple(active), tuple(outs))
-
-
-def _active(program: Program) -> list[int]:
-    return [i for i, a in enumerate(program.closed.in_avals) if jnp.issubdtype(a.dtype, jnp.inexact)]
-
-
-def _backward(program: Program, back: Program) -> tuple[Callable[..., Any], Sequence[Any]]:
-    """The value and the gradients as one function, and the types of its arguments."""
-    outs, active = program.differentiable(_active(program))
-    if program.in_one_pass(outs, active):
-        joint = program.gradient(tuple(active), outs[0])
-        dtypes = [program.closed.in_avals[i].dtype for i in active]
-
-        def one_pass(*args: Any) -> Any:
-            results, found = joint.combine(back.run(*args))
-            return results, [g.astype(d) for g, d in zip(found, dtypes, strict=True)]
-
-        return one_pass, program.closed.in_avals
-    count = len(program.closed.in_avals)
-    return lambda *both: (program.run(*both[:count]), back.run(*both)), back.closed.in_avals
-
-
-def _trace(fn: Callable[..., Any], avals: Sequence[Any]) -> ClosedJaxpr:
-    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), list(avals))
-    return jax.make_jaxpr(fn)(*shapes)
 
 
 # ------------------------------------------------------------------------------------------------------------- liveness

@@ -4,7 +4,7 @@ arguments.py   which arrays are cut                 schedule.py  placements -> l
 names.py       the same, from annotations           lower.py     loops -> lax.scan
 tracing.py     a call becomes a program             derive.py    derivatives, again tiled
 graph.py       a jaxpr as a flat graph              plan.py      what was done, in bytes and FLOPs
-propagate.py   a placement for every value          estimate.py  temporary memory before compiling
+propagate.py   a placement for every value          estimate.py  temporary memory, before compiling
 rules/         what each primitive does to one      budget.py    the fewest tiles that fit
 """
 
