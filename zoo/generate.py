@@ -1,0 +1,236 @@
+"""Text out: prompts of any lengths are read once, then every step reads one token per text and picks the next.
+
+Dimensions: `B` batch `S` sequence `V` vocab `D` embed.
+"""
+
+import functools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
+
+from zoo.cache import Cache, advance
+from zoo.nn import check_tokens
+
+_STEP = 64  # lengths are rounded up to a multiple, so that few programs are compiled
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is picked. What is set applies in this order.
+
+    Attributes:
+        repetition_penalty: of tokens that were there already, positive logits are divided by it, negative multiplied.
+        temperature: divides the logits; 0 picks the most likely token, whatever follows.
+        top_k: only the so many most likely tokens.
+        top_p: only the most likely tokens that together have at least this probability.
+        min_p: only tokens with at least this share of the largest probability.
+    """
+
+    repetition_penalty: float | int = 1.0
+    temperature: float | int = 1.0
+    top_k: int | None = None
+    top_p: float | int | None = None
+    min_p: float | int | None = None
+
+    def __post_init__(self):
+        rules = {
+            "repetition_penalty": self.repetition_penalty > 0,
+            "temperature": 0 <= self.temperature < math.inf,
+            "top_k": self.top_k is None or self.top_k >= 1,
+            "top_p": self.top_p is None or 0 < self.top_p <= 1,
+            "min_p": self.min_p is None or 0 <= self.min_p <= 1,
+        }
+        if wrong := [f"{name}={getattr(self, name)}" for name, right in rules.items() if not right]:
+            raise ValueError(
+                f"cannot sample with {', '.join(wrong)}: the penalty must be above 0, the temperature at least 0, "
+                "top_k at least 1, top_p above 0 and at most 1, min_p between 0 and 1."
+            )
+
+
+GREEDY = Sampling(temperature=0.0)
+
+
+def generate(model: Any, prompts: Sequence[Sequence[int]], max_tokens: int, **how: Any) -> list[list[int]]:
+    """Return what follows each prompt: at most `max_tokens` ids, ending with a stop if one was picked.
+
+    Arguments as in `stream`.
+    """
+    found: list[list[int]] = [[] for _ in prompts]
+    for tokens in stream(model, prompts, max_tokens, **how):
+        for row, token in zip(found, tokens.tolist(), strict=True):
+            row += [] if token < 0 else [token]
+    return found
+
+
+def stream(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    *,
+    sampling: Sampling = GREEDY,
+    stop: Iterable[int] = (),
+    key: PRNGKeyArray | None = None,
+    dtype: DTypeLike | None = None,
+    chunk: int = 1024,
+    compiler_options: Mapping[str, Any] | None = None,
+) -> Iterator[np.ndarray]:
+    """Yield the next id of every text, step by step, until all have stopped; -1 for those that had before.
+
+    Each text has random numbers of its own, by its place in the batch. While an id is looked at, the next is computed.
+
+    Args:
+        model: any model of the zoo.
+        prompts: ids of each text so far, none empty; lengths may differ.
+        max_tokens: most steps.
+        sampling: how ids are picked.
+        stop: ids after which a text is over.
+        key: of the random numbers; needed unless the temperature is 0.
+        dtype: what to compute and to keep keys and values in; None is the parameters' own.
+        chunk: tokens of the prompts that are read at a time, which bounds attention's memory.
+        compiler_options: XLA's, for the programs that run the model.
+
+    Raises:
+        ValueError: no prompt, an empty one, an id outside the vocabulary, no key where one is needed.
+    """
+    if not prompts or not all(len(prompt) for prompt in prompts) or max_tokens < 1:
+        sizes = [len(prompt) for prompt in prompts]
+        raise ValueError(
+            f"cannot generate {max_tokens} tokens after prompts of {sizes} tokens: each must be at least 1."
+        )
+    if key is None and sampling.temperature > 0:
+        raise ValueError("random sampling needs a key: pass key=jax.random.key(seed), or sampling=GREEDY.")
+    for prompt in prompts:
+        check_tokens(np.asarray(prompt), model.config.vocab_size)
+    key = jax.random.key(0) if key is None else key
+    programs = _Programs.of(jnp.dtype(model.embed.dtype if dtype is None else dtype), compiler_options)
+    stops = np.array(sorted(stop), np.int64)
+    logits, cache, seen = _prefill(model, prompts, max_tokens, chunk, programs, sampling)
+    tokens, seen = _pick(logits, seen, key, 0, sampling=sampling)
+    over = np.zeros(len(prompts), bool)
+    for step in range(1, max_tokens + 1):
+        known = tokens
+        if step < max_tokens:
+            logits, cache = programs.step(model, known, cache)
+            tokens, seen = _pick(logits, seen, key, step, sampling=sampling)
+        found = np.asarray(known)
+        yield np.where(over, -1, found)
+        over |= np.isin(found, stops)
+        if over.all():
+            return
+
+
+@dataclass(frozen=True)
+class _Programs:
+    """The compiled passes of any model under some options."""
+
+    first: Any
+    more: Any
+    step: Any
+
+    @classmethod
+    def of(cls, dtype: Any, options: Mapping[str, Any] | None) -> "_Programs":
+        return cls._of(dtype, tuple(sorted((options or {}).items())))
+
+    @classmethod
+    @functools.cache
+    def _of(cls, dtype: Any, options: tuple) -> "_Programs":
+        jit = functools.partial(jax.jit, compiler_options=dict(options) or None)
+        first = functools.partial(_read_first, dtype=dtype)
+        more = functools.partial(_read, dtype=dtype, fresh=False)
+        step = functools.partial(_step, dtype=dtype)
+        return cls(jit(first, static_argnums=3), jit(more, donate_argnums=(3, 4)), jit(step, donate_argnums=2))
+
+
+def _prefill(model, prompts, max_tokens: int, chunk: int, programs: _Programs, sampling: Sampling):
+    """Read the prompts; return the logits after each, the cache, and which tokens there were (if that matters)."""
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    padded = _rounded(int(lengths.max()))
+    ids = np.zeros((len(prompts), padded), np.int32)
+    for row, prompt in zip(ids, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    counts = lambda start: np.clip(lengths - start, 0, chunk).astype(np.int32)
+    last, cache = programs.first(model, ids[:, :chunk], counts(0), _rounded(padded + max_tokens))
+    for start in range(chunk, int(lengths.max()), chunk):
+        piece = ids[:, start : start + chunk]
+        last, cache = programs.more(model, piece, counts(start), cache, last)
+    seen = None
+    if sampling.repetition_penalty != 1.0:
+        there = np.zeros((len(prompts), model.config.vocab_size), bool)
+        for row, prompt in zip(there, prompts, strict=True):
+            row[np.asarray(prompt)] = True
+        seen = jnp.asarray(there)
+    return _logits(model, last), cache, seen
+
+
+def _rounded(length: int) -> int:
+    return -(-length // _STEP) * _STEP
+
+
+def _read_first(model, tokens, counts, capacity, *, dtype):
+    cache = Cache.empty(model.config, len(tokens), capacity, dtype)
+    last = jnp.zeros((len(tokens), model.config.embed_dim), dtype)
+    return _read(model, tokens, counts, cache, last, dtype=dtype, fresh=True)
+
+
+def _read(model, tokens, counts, cache, last, *, dtype, fresh):
+    """Read a chunk of the prompts; return the hidden state of each prompt's last token so far, and the cache."""
+    hidden, cache = advance(model, tokens, counts, cache, dtype=dtype, fresh=fresh)
+    newest = jnp.take_along_axis(hidden, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
+    return jnp.where((counts > 0)[:, None], newest, last), cache
+
+
+def _step(model, tokens, cache, *, dtype):
+    hidden, cache = advance(model, tokens[:, None], jnp.ones_like(tokens), cache, dtype=dtype)
+    return model.logits(hidden[:, 0]), cache
+
+
+_logits = jax.jit(lambda model, hidden: model.logits(hidden))
+
+
+@functools.partial(jax.jit, static_argnames="sampling")
+def _pick(logits, seen, key, step, *, sampling):
+    """Return the next token of each text, and the tokens that each has then had."""
+    if seen is not None:
+        logits = penalise(logits, seen, sampling.repetition_penalty)
+    if sampling.temperature == 0:
+        tokens = jnp.argmax(logits, axis=-1)
+    else:
+        rows = jnp.arange(len(logits))
+        keys = jax.vmap(lambda row: jax.random.fold_in(jax.random.fold_in(key, row), step))(rows)
+        tokens = jax.vmap(jax.random.categorical)(keys, restrict(logits / sampling.temperature, sampling))
+    tokens = tokens.astype(jnp.int32)
+    return tokens, None if seen is None else seen.at[jnp.arange(len(tokens)), tokens].set(True)
+
+
+def penalise(logits: Float[Array, "B V"], seen: Bool[Array, "B V"], penalty: float) -> Float[Array, "B V"]:
+    """Make tokens that were seen less likely (https://arxiv.org/abs/1909.05858)."""
+    return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def restrict(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:
+    """Return the logits with -inf for what top_k, top_p and min_p leave out; the most likely token always stays."""
+    if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
+        least = jax.lax.top_k(logits, sampling.top_k)[0][:, -1:]
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    if sampling.top_p is not None and sampling.top_p < 1:
+        falling = jnp.sort(logits, axis=-1, descending=True)
+        probs = jax.nn.softmax(falling, axis=-1)
+        before = jnp.cumsum(probs, axis=-1) - probs  # of the tokens more likely than each
+        least = jnp.min(jnp.where(before < sampling.top_p, falling, jnp.inf), axis=-1, keepdims=True)
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    if sampling.min_p is not None and sampling.min_p > 0:
+        least = jnp.max(logits, axis=-1, keepdims=True) + math.log(sampling.min_p)
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    return logits
+
+
+def stopped(tokens: Sequence[int], stop: Iterable[int]) -> Sequence[int]:
+    """Return tokens without the stop that ends them, if one does."""
+    return tokens[:-1] if tokens and tokens[-1] in set(stop) else tokens
