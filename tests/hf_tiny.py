@@ -106,7 +106,9 @@ def run(model) -> dict:
     ids = torch.from_numpy(tokens())
     out = model(input_ids=ids, labels=ids, output_hidden_states=True, use_cache=False)
     out.loss.backward()
-    grads = {name: parameter.grad.float().numpy() for name, parameter in model.named_parameters()}
+    grads = {}
+    for name, parameter in model.named_parameters():
+        grads |= _on_disk(name, parameter.grad.float().numpy(), model.config.model_type)
     return {
         "logits": out.logits.detach().float().numpy(),
         "loss": float(out.loss.detach()),
@@ -114,6 +116,24 @@ def run(model) -> dict:
         "hidden": [hidden.detach().float().numpy() for hidden in out.hidden_states],
         "grads": grads,
     }
+
+
+def _on_disk(name: str, array: np.ndarray, kind: str) -> dict[str, np.ndarray]:
+    """Return a parameter as the tensors on disk: there, experts are apart, and Mixtral has names of its own."""
+    parts = {name: array}
+    if name.endswith("experts.gate_up_proj"):
+        halves = zip(("gate_proj", "up_proj"), np.split(array, 2, axis=1), strict=True)
+        parts = {name.replace("gate_up_proj", half): part for half, part in halves}
+    if ".experts." in name:
+        parts = {
+            part.replace("experts.", f"experts.{i}.") + ".weight": one
+            for part, stack in parts.items()
+            for i, one in enumerate(stack)
+        }
+    if kind != "mixtral":
+        return parts
+    own = {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    return {functools.reduce(lambda text, pair: text.replace(*pair), own.items(), part): parts[part] for part in parts}
 
 
 def summary(result: dict) -> dict:

@@ -16,7 +16,7 @@ import pytest
 from tests import hf_tiny
 from tests.hf_tiny import evaluated, jit, loaded
 from zoo import Gemma, Mixture, Ops, load
-from zoo.nn import attention, lookup, rms_norm
+from zoo.nn import attention, lookup, rms_norm, rope, route
 from zoo.rotary import frequencies
 from zoo.tables import rows
 
@@ -67,7 +67,7 @@ def test_hidden_states_of_every_layer_are_those_of_transformers(case, references
     scale = math.sqrt(model.config.embed_dim) if is_gemma else 1.0
     x = lookup(model.embed, TOKENS, jnp.float32) * scale
     np.testing.assert_allclose(x, expected[0], atol=2e-5)
-    run = jax.jit(lambda layer, x, window, frequency: layer(x, model.config, frequency=frequency, window=window))
+    run = jit(lambda layer, x, window, frequency: layer(x, model.config, frequency=frequency, window=window))
     for i, (layer, window, frequency) in enumerate(_layers(model)):
         x = run(layer, x, jnp.asarray(99 if window is None else window), frequency)
         x = x[0] if isinstance(x, tuple) else x  # with how its tokens were routed
@@ -155,16 +155,48 @@ def _tile_heads(q):
     return q.reshape(*q.shape[:2], 2, 2, q.shape[-1]).swapaxes(2, 3).reshape(q.shape)
 
 
-def _without_post_norms(model, _):
-    where = lambda m: (m.layers.post_attn_norm, m.layers.post_mlp_norm)
-    return eqx.tree_at(where, model, (None, None))
-
-
 def _exact_gelu(x, approximate):
     return jax.scipy.stats.norm.cdf(x) * x
 
 
-ODD = property(lambda config: tuple(config.window if i % 2 else None for i in range(config.num_layers)))
+def _stretch(**fields):
+    """Change how rotary frequencies are stretched."""
+    return lambda model, patch: _flip(rope_scaling=dataclasses.replace(model.config.rope_scaling, **fields))(
+        model, patch
+    )
+
+
+def _without(*names):
+    """Leave parameters of the layers out."""
+
+    def change(model, _):
+        where = lambda m: tuple(getattr(m.layers, name) for name in names)
+        return eqx.tree_at(where, model, (None,) * len(names))
+
+    return change
+
+
+def _tie(model, _):
+    return dataclasses.replace(model, head=None)
+
+
+def _untie(model, _):
+    return dataclasses.replace(model, head=2 * model.embed)
+
+
+def _norm_after_rope(q, frequency, positions=None):
+    """Rotate first, and normalise after: as if the weights of the norm stood behind."""
+    return rms_norm(rope(q, frequency, positions), jnp.ones(q.shape[-1]), 1e-6, offset=0.0)
+
+
+def _stale_weights(x, router, chosen, *, normalise):
+    """Choose by probability, and weigh all alike."""
+    weights, experts, probs = route(x, router, chosen, normalise=normalise)
+    return jnp.ones_like(weights) / chosen, experts, probs
+
+
+LLAMA_3 = {"low_freq": 0.5, "high_freq": 8.0, "factor": 2.0, "original_length": 64}
+YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, "factor": 2.0, "attention_factor": 1.0}
 MUTANTS = {
     "norm multiplies by w": ("gemma_mqa", _patch("zoo.gemma.rms_norm", _norm)),
     "norm eps": ("gemma_mha", _flip(norm_eps=1e-6)),
@@ -181,20 +213,63 @@ MUTANTS = {
     "window too long": ("gemma2_gqa", _flip(window=5)),
     "window too short": ("gemma2_gqa", _flip(window=3)),
     "no window": ("gemma2_gqa", _flip(window=None)),
-    "window on odd layers": ("gemma2_gqa", _patch("zoo.configs.GemmaConfig.layer_windows", ODD)),
+    "window on odd layers": ("gemma2_gqa", _flip(attention_pattern="GL")),
     "pre and post norms swapped": ("gemma2_gqa", _swap("post_attn_norm", "mlp_norm")),
     "post norms swapped": ("gemma2_gqa", _swap("post_attn_norm", "post_mlp_norm")),
-    "no post norms": ("gemma2_gqa", _without_post_norms),
+    "no post norms": ("gemma2_gqa", _without("post_attn_norm", "post_mlp_norm")),
+    "gemma 3: no norms of q and k": ("gemma3", _without("q_norm", "k_norm")),
+    "gemma 3: norms of q and k swapped": ("gemma3", _swap("q_norm", "k_norm")),
+    "gemma 3: one base": ("gemma3", _flip(local_rope_theta=1e6)),
+    "gemma 3: bases swapped": ("gemma3", _flip(local_rope_theta=1e6, rope_theta=1e4)),
+    "gemma 3: window too long": ("gemma3", _flip(window=5)),
+    "gemma 3: another pattern": ("gemma3", _flip(attention_pattern="LLLLG")),
+    "gemma 3: scale from head size": ("gemma3", _flip(query_scalar=None)),
+    "gemma 3: not stretched": ("gemma3_stretched", _flip(rope_scaling=None)),
+    "gemma 3: no final soft cap": ("gemma3_stretched", _flip(final_softcap=None)),
+    "llama: norms multiply by 1 + w": (
+        "llama2",
+        _patch("zoo.llama.rms_norm", lambda *how, offset, **more: rms_norm(*how, **more)),
+    ),
+    "llama: gelu": ("llama2", _patch("jax.nn.silu", lambda x: jax.nn.gelu(x))),
+    "llama: rope interleaved": ("llama2", _patch("zoo.llama.rope", _interleaved)),
+    "llama: embedding as head": ("llama2", _tie),
+    "llama: another head": ("llama32", _untie),
+    "llama: not stretched": ("llama32", _flip(rope_scaling=None)),
+    **{f"llama: {name}": ("llama32", _stretch(**{name: value})) for name, value in LLAMA_3.items()},
+    "llama: no biases": ("llama_bias", _without("q_bias", "k_bias", "v_bias", "o_bias")),
+    "llama: no bias after attention": ("llama_bias", _without("o_bias")),
+    "llama: linear not stretched": ("llama_linear", _flip(rope_scaling=None)),
+    "llama: dynamic not stretched": ("llama_dynamic", _flip(rope_scaling=None)),
+    "llama: dynamic from a longer text": ("llama_dynamic", _stretch(original_length=9)),
+    **{f"llama: yarn's {name}": ("llama_yarn_more", _stretch(**{name: value})) for name, value in YARN.items()},
+    "mistral: window too long": ("mistral", _flip(window=5)),
+    "mistral: window too short": ("mistral", _flip(window=3)),
+    "qwen 2: no bias of q": ("qwen2", _without("q_bias")),
+    "qwen 2: no bias of k": ("qwen2", _without("k_bias")),
+    "qwen 2: no bias of v": ("qwen2", _without("v_bias")),
+    "qwen 2: windows on all layers": ("qwen2_windows", _flip(attention_pattern="L")),
+    "qwen 3: norms of q and k swapped": ("qwen3", _swap("q_norm", "k_norm")),
+    "qwen 3: norms after rope too": ("qwen3", _patch("zoo.llama.rope", _norm_after_rope)),
+    "qwen 3: no attention factor": ("qwen3_yarn", _stretch(attention_factor=None)),
+    "mixtral: one expert": ("mixtral", _flip(experts_per_token=1)),
+    "mixtral: weights as they are": ("mixtral", _patch("zoo.configs.MixtralConfig.normalise_weights", False)),
+    "mixtral: equal weights": ("mixtral", _patch("zoo.mixture.route", _stale_weights)),
+    "mixtral: gate and up swapped": ("mixtral", _swap("gate", "up")),
+    "qwen 3 moe: weights as they are": ("qwen3_moe", _flip(normalise_weights=False)),
+    "qwen 3 moe: weights normalised": ("qwen3_moe_raw", _flip(normalise_weights=True)),
+    "qwen 3 moe: no windows": ("qwen3_moe_mixed", _flip(window=None)),
+    "qwen 3 moe: another dense layer": ("qwen3_moe_mixed", _flip(dense_layers=(2,))),
 }
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_flipped_convention_is_seen(name, monkeypatch):
     case, flip = MUTANTS[name]
+    expected = evaluated(case)[1]  # before anything is patched
     mutant = flip(loaded(case), monkeypatch)
     logits = jit(lambda model: model(TOKENS))(mutant)  # a fresh function, so that it is traced with the patch
     # Parity holds to 2e-5. The faintest flip, that of gelu, moves logits by 9e-4.
-    assert float(jnp.abs(logits - evaluated(case)[1]).max()) > 5e-4
+    assert float(jnp.abs(logits - expected).max()) > 5e-4
 
 
 def test_kv_heads_shared_in_the_wrong_order_are_seen():
