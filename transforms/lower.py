@@ -14,6 +14,7 @@ from transforms.graph import Node, Value, read
 from transforms.loops import Loop, Ref, Schedule, Step, Update
 from transforms.online import rescale
 from transforms.placement import COMBINE, Partial, Span, Tiled, Whole, identity
+from transforms.propagate import Local
 from transforms.rules.contraction import dot
 from transforms.schedule import runs_once
 
@@ -59,10 +60,13 @@ def finish(plan: Schedule, env: Env, wanted: Sequence[Value], span: Span) -> Non
             stack.pop()
             continue
         assert node is not None
-        if missing := [v for v in node.inputs if v not in env and v.const is None]:
+        if missing := [v for v in plan.analysis.needs(node) if v not in env and v.const is None]:
             stack.extend(missing)
             continue
-        if value in plan.late:
+        if isinstance(move := plan.analysis.moves[node], Local):
+            results = move.run([narrow(env, v) if i in move.reads else None for i, v in enumerate(node.inputs)])
+            env.update(zip(node.outputs, results, strict=True))
+        elif value in plan.late:
             env[value] = combine_partials(node, [read(env, v) for v in node.inputs], span)[0]
         else:
             env.update(zip(node.outputs, node.bind([narrow(env, v) for v in node.inputs]), strict=True))

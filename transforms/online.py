@@ -66,8 +66,7 @@ def _saves(found: Analysis, value: Value) -> bool:
             reached.update(node.outputs)
             if any(v in found.used and not isinstance(found.fact(v).placement, Whole) for v in node.outputs):
                 return True
-    facts = [found.fact(v) for v in found.graph.outputs if v not in reached]
-    ends = [f.stage - isinstance(f.placement, Whole) for f in facts]
+    ends = [found.end(v) for v in found.graph.outputs if v not in reached]
     return max(ends, default=-1) < found.fact(value).stage
 
 

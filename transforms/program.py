@@ -43,6 +43,7 @@ class Options:
     size: int
     gather: str
     accumulate: Any
+    floor: int = 0  # bytes of an array that may be completed whatever the sizes of inputs and outputs
 
 
 @dataclasses.dataclass(eq=False)
@@ -78,7 +79,7 @@ class Program:
     def limits(self) -> Limits:
         """What may be completed: arrays no larger than the largest input or output."""
         avals = [*self.closed.in_avals, *self.closed.out_avals]
-        return Limits(self.options.gather, max((nbytes(a) for a in avals), default=0))
+        return Limits(self.options.gather, max([self.options.floor, *map(nbytes, avals)]), self.options)
 
     @functools.cached_property
     def run(self) -> Callable[..., list[Any]]:

@@ -8,8 +8,8 @@ for the loops after it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from transforms.graph import Graph, Node, Value, describe
 from transforms.placement import WHOLE, Partial, Placement, Tiled, TileError, Whole
@@ -56,6 +56,18 @@ class Region(Move):
     bodies: tuple[Analysis, ...] = ()
 
 
+@dataclasses.dataclass(frozen=True)
+class Local(Move):
+    """An equation that runs on whole operands, outside the loops, its body a tiled program of its own.
+
+    Its results are stored whole, but cut ones are still read slice by slice.
+    """
+
+    programs: tuple[Any, ...] = ()
+    reads: tuple[int, ...] = ()  # the operands that it needs
+    run: Callable[[list[Any]], list[Any]] = lambda values: values  # None stands for the others
+
+
 class Promote(Exception):
     """Whole values are too large to be made whole, but can be made tile by tile: to be placed as Tiled."""
 
@@ -74,10 +86,21 @@ class Analysis:
     completed: set[tuple[Node, int]]  # operands (by number) that are read after they were completed
     inputs: frozenset[Value]
     used: set[Value]  # values that an output or another node reads
+    stored: set[Value] = dataclasses.field(default_factory=set)  # cut values that are whole before the loops
     running: set[Value] = dataclasses.field(default_factory=set)  # whole values that change from tile to tile
 
     def fact(self, value: Value) -> Fact:
         return self.facts.get(value, Fact(WHOLE))
+
+    def needs(self, node: Node) -> list[Value]:
+        """The operands that a node, run on whole values, reads."""
+        move = self.moves.get(node)
+        return [node.inputs[i] for i in move.reads] if isinstance(move, Local) else node.inputs
+
+    def end(self, value: Value) -> int:
+        """The last loop that has to run for `value` to be whole."""
+        fact = self.fact(value)
+        return fact.stage - (isinstance(fact.placement, Whole) or value in self.stored)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +109,7 @@ class Limits:
 
     gather: str
     largest: int
+    options: Any = None  # of the program, for those of bodies
 
     def allow(self, value: Value) -> bool:
         return self.gather == "any" or (self.gather == "small" and value.nbytes <= self.largest)
@@ -156,12 +180,17 @@ def _place(found: Analysis, node: Node, limits: Limits | None) -> None:
             # A partial sum that meets something of a later loop is finished at once, not carried into that loop.
             if late := [i for i, f in enumerate(facts) if isinstance(f.placement, Partial) and f.stage < stage]:
                 raise Complete(late, "meets a value that a later loop computes")
-            move = _move(node, placements)
+            move = _move(node, placements, limits)
         except Complete as request:
             for i in request.operands:
                 facts[i] = _complete(found, node, i, request.reason, limits)
             continue
         break
+    if isinstance(move, Local):
+        reason = "runs on whole operands, its body tile by tile"
+        facts = [_store(found, node, i, reason, limits) for i in move.reads]
+        stage = max((f.stage for f in facts), default=0)
+        found.stored.update(v for v, p in zip(node.outputs, move.outs, strict=True) if isinstance(p, Tiled))
     if isinstance(move, Region) and (mixed := _mixed(found, node, move)):
         raise Split(node, mixed)
     found.moves[node] = move
@@ -174,7 +203,17 @@ def _mixed(found: Analysis, node: Node, move: Move) -> list[int]:
     return [i for i, v in enumerate(node.outputs) if v in found.used and isinstance(move.outs[i], Whole)]
 
 
-def _move(node: Node, placements: tuple[Placement, ...]) -> Move:
+def _store(found: Analysis, node: Node, operand: int, reason: str, limits: Limits | None) -> Fact:
+    """Have an operand whole before the loops, however large: the untiled program holds it too."""
+    value = node.inputs[operand]
+    fact = found.fact(value)
+    if isinstance(fact.placement, Whole) or limits is None:
+        return fact
+    allowed = dataclasses.replace(limits, gather="any") if limits.gather == "small" else limits
+    return _complete(found, node, operand, reason, allowed)
+
+
+def _move(node: Node, placements: tuple[Placement, ...], limits: Limits | None) -> Move:
     if all(isinstance(p, Whole) for p in placements):
         return Move((WHOLE,) * len(node.outputs), placements)
     if node.name not in RULES:
@@ -185,7 +224,16 @@ def _move(node: Node, placements: tuple[Placement, ...]) -> Move:
             f"  operands: {_operands(node, placements)}.\n"
             "  Compute it outside the tiled function, or cut an axis that does not reach it."
         )
-    return RULES[node.name].push(node, placements)
+    rule = RULES[node.name]
+    try:
+        return rule.push(node, placements)
+    except Complete:
+        if limits is None or rule.local is None or any(isinstance(p, Partial) for p in placements):
+            raise
+        local = rule.local(node, placements, limits)
+        if local is None:
+            raise
+        return local
 
 
 def _operands(node: Node, placements: Sequence[Placement]) -> str:
@@ -197,8 +245,9 @@ def _complete(found: Analysis, node: Node, operand: int, reason: str, limits: Li
     value = node.inputs[operand]
     fact = found.fact(value)
     assert not isinstance(fact.placement, Whole), (node, operand, reason)
-    if value in found.inputs and isinstance(fact.placement, Tiled) and limits is not None:
-        return Fact(WHOLE, 0)  # an input is whole to begin with
+    if value in (found.inputs | found.stored) and isinstance(fact.placement, Tiled) and limits is not None:
+        found.completed.add((node, operand))
+        return Fact(WHOLE, fact.stage)  # it is whole to begin with
     if limits is None:
         partials = [i for i, v in enumerate(found.graph.inputs) if isinstance(found.fact(v).placement, Partial)]
         if partials:

@@ -1,14 +1,15 @@
 """Placements become loops: what each loop computes, keeps and reads.
 
-Loops are planned from the last to the first. Each result is accumulated in the latest loop that its readers allow, and
-a loop holds exactly the steps that its results need, in order, so lowering is a walk down a list.
+Loops are planned from the last to the first. Each result is accumulated in the latest loop that its readers allow, or
+in the earliest that can compute it if that takes fewer matrix products. A loop holds exactly the steps that its results
+need, in order, so lowering is a walk down a list.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from transforms.graph import Node, Value, depends
+from transforms.graph import Node, Value, depends, flops
 from transforms.loops import Loop, Ref, Schedule, Step, Update
 from transforms.online import Online
 from transforms.placement import WHOLE, Partial, Placement, Tiled, Whole
@@ -23,17 +24,30 @@ def schedule(analysis: Analysis, limits: Limits, total: int, online: Mapping[Val
         TileError: an array that is too large would have to be whole.
         Promote: it would, but its value can be made tile by tile if it is placed so.
     """
-    deadline: dict[Value, int] = {}
-    for _ in range(20):  # a value that an earlier loop turns out to store is read by later loops, not computed again
-        planner = _Planner(analysis, dict(deadline), online)
-        loops = planner.plan()
-        if planner.deadline == deadline:
-            break
-        deadline = planner.deadline
-    else:
-        raise AssertionError("the schedule does not settle")
+    planner, loops = _settle(analysis, online, eager=False)
+    if len(loops) > 1:
+        # What an early loop computes anyway costs nothing there, and what it takes need not be computed again later.
+        eager = _settle(analysis, online, eager=True)
+        if _products(eager[1]) < _products(loops):
+            planner, loops = eager
     _check_sizes(analysis, loops, planner.requested, limits, total)
     return Schedule(analysis, loops, planner.late)
+
+
+def _products(loops: Sequence[Loop]) -> int:
+    return sum(flops(node) for loop in loops for node in loop.nodes)
+
+
+def _settle(analysis: Analysis, online: Mapping[Value, Online], eager: bool) -> tuple[_Planner, list[Loop]]:
+    """Plan until all loops agree on what earlier ones store: a stored value is read, not computed again."""
+    deadline: dict[Value, int] = {}
+    for _ in range(20):
+        planner = _Planner(analysis, dict(deadline), online, eager)
+        loops = planner.plan()
+        if planner.deadline == deadline:
+            return planner, loops
+        deadline = planner.deadline
+    raise AssertionError("the schedule does not settle")
 
 
 def _check_sizes(analysis: Analysis, loops: list[Loop], requested: Iterable[Value], limits: Limits, total: int) -> None:
@@ -78,7 +92,7 @@ def region(analysis: Analysis, wants: Sequence[Placement | None]) -> tuple[Loop,
         analysis: of the region's graph.
         wants: where each output is to stand; None for those that are not wanted.
     """
-    planner = _Planner(analysis, {}, {}, local=True)
+    planner = _Planner(analysis, {}, {}, eager=False, local=True)
     loop = Loop()
     refs: list[Ref | None] = []
     for value, want in zip(analysis.graph.outputs, wants, strict=True):
@@ -93,9 +107,15 @@ def region(analysis: Analysis, wants: Sequence[Placement | None]) -> tuple[Loop,
 
 class _Planner:
     def __init__(
-        self, analysis: Analysis, stored: dict[Value, int], online: Mapping[Value, Online], local: bool = False
+        self,
+        analysis: Analysis,
+        stored: dict[Value, int],
+        online: Mapping[Value, Online],
+        eager: bool,
+        local: bool = False,
     ):
         self.analysis = analysis
+        self.eager = eager  # form each result in the first loop that can, not in the last that may
         self.online = online
         self.local = local  # a region: its inputs are tiles already
         self.stored = stored  # what the previous pass stored, and in which loop
@@ -114,7 +134,7 @@ class _Planner:
         once = [n for n in self.analysis.graph.nodes if n.effects and runs_once(self.analysis, n)]
         outputs = [v for v in self.analysis.graph.outputs if v.const is None]
         outputs += [v for n in once for v in n.inputs if v.const is None]
-        ends = [fact(v).stage - isinstance(fact(v).placement, Whole) for v in outputs]
+        ends = [self.analysis.end(v) for v in outputs]
         stages = {n: max(fact(v).stage for v in n.inputs) for n in effects}
         last = max([*ends, *stages.values(), -1])
         for value in outputs:
@@ -148,13 +168,14 @@ class _Planner:
             if node is None or value in self.analysis.inputs or self.requested.get(value, d + 1) <= d:
                 continue
             self.requested[value] = d
-            if isinstance(self.analysis.fact(value).placement, Whole):
-                stack.extend(node.inputs)
+            if isinstance(self.analysis.fact(value).placement, Whole) or value in self.analysis.stored:
+                stack.extend(self.analysis.needs(node))
             elif self.sinks(value):
                 self.late.add(value)
                 stack.extend(node.inputs)
             else:
-                self.deadline[value] = min(self.deadline.get(value, d), d)
+                last = self.analysis.fact(value).stage if self.eager else d
+                self.deadline[value] = min(self.deadline.get(value, last), last)
 
     def sinks(self, value: Value) -> bool:
         """Whether a partial result is better computed, after the loop, from the one that it is made of."""
@@ -221,6 +242,10 @@ class _Planner:
         local = not isinstance(placement, Whole) and not completed
         if local and value in self.analysis.inputs:
             return Ref(value, want, "tile" if self.local else "slice")
+        if local and value in self.analysis.stored:
+            loop.reads[value] = None
+            self.request([value], d - 1)
+            return Ref(value, want, "slice")
         if local and self.computes(value, d):
             return Ref(value, placement, "tile")
         if isinstance(want, Tiled) and isinstance(placement, Whole) and self.pulls(value, want) is not None:

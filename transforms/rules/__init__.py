@@ -1,6 +1,6 @@
 """What each jax primitive does to a placement: one small rule per kind of primitive.
 
-A rule has up to six parts.
+A rule has up to seven parts.
 
     push(node, placements) -> Move    where the results stand, and where each operand must stand for that
     pull(node, want) -> placements    how operands that are Whole can yield one tile of the result (None: they cannot)
@@ -8,6 +8,7 @@ A rule has up to six parts.
     emit(node, values, move, span)    the tile's results, where binding the primitive is not enough
     accumulate(node, values, total, span)   `total` plus the tile's part, where that is cheaper than making the part
     part(node, wanted)                (of an equation with bodies) the operands and a function for some results alone
+    local(node, placements, limits)   (likewise) how to run it on whole operands with its bodies tiled
 
 A rule that cannot go on raises `Complete`: these operands must be whole first, and why. Rules see neither stages nor
 loops; `transforms.propagate` adds the primitive, the line and the operands to what they say. A primitive whose operands
@@ -46,6 +47,7 @@ Pull = Callable[[Node, Tiled], tuple[Placement, ...] | None]
 Localise = Callable[[Node, Move, Span], dict[str, Any]]
 Emit = Callable[[Node, list[Any], Move, Span], list[Any]]
 Accumulate = Callable[[Node, list[Any], Any, Span], Any]
+Local = Callable[[Node, tuple[Placement, ...], Any], "Move | None"]
 Part = Callable[[Node, Sequence[int]], tuple[Sequence[int], Callable[..., Any]]]
 
 
@@ -57,6 +59,7 @@ class Rule:
     emit: Emit | None = None
     accumulate: Accumulate | None = None
     part: Part | None = None
+    local: Local | None = None
     heavy: bool = False  # pulled only where the whole result would be too large
 
 

@@ -6,15 +6,19 @@ body returns, until nothing changes.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import ClosedJaxpr
 
-from transforms.graph import Node, ancestors, body_graph
-from transforms.placement import Placement, Span, Tiled, Whole
-from transforms.propagate import Region
-from transforms.rules import Complete, Move, register
+from transforms.graph import Node, Value, ancestors, body_graph, evaluate
+from transforms.placement import WHOLE, Placement, Span, Tiled, Whole
+from transforms.propagate import Local, Region
+from transforms.rules import RULES, Complete, Move, register
 from transforms.rules.regions import (
     Body,
     at_tile,
@@ -110,4 +114,71 @@ def part_scan(node: Node, wanted: Sequence[int]) -> tuple[list[int], Callable[..
     return inputs, run
 
 
-register("scan", push=push_scan, emit=emit_scan, part=part_scan)
+# ------------------------------------------------------------------- a scan of whole operands whose body runs in tiles
+
+
+def local_scan(node: Node, placements: tuple[Placement, ...], limits: Any) -> Move | None:
+    """Layers that mix all places along the cut axis: the scan runs outside the loops, each layer is a tiled program."""
+    from transforms.program import Program  # a program of which this is a part
+
+    constants, carried = scan_counts(node)
+    stacked = placements[constants + carried :]
+    if any(isinstance(p, Tiled) and p.dim == 0 for p in stacked):
+        return None
+    options = dataclasses.replace(limits.options, floor=limits.largest)
+    closed, kept = sink_constants(node)
+    state: tuple[Placement, ...] = placements[constants : constants + carried]
+    while True:
+        ins = (*placements[:constants], *state, *(p.at(p.dim - 1) if isinstance(p, Tiled) else p for p in stacked))
+        program = Program(closed, tuple(ins[i] for i in kept), options)
+        outs = program.output_placements
+        joined = tuple(join(a, b) for a, b in zip(state, outs[:carried], strict=True))
+        if None in joined:
+            return None
+        if joined == state:
+            break
+        state = joined  # ty: ignore[invalid-assignment]
+
+    def run(values: list[Any]) -> list[Any]:
+        return run_scan(
+            node, values, range(len(node.outputs)), lambda inner: program.run(*(jnp.asarray(inner[i]) for i in kept))
+        )
+
+    results = [p.at(p.dim + 1) if isinstance(p, Tiled) else p for p in outs[carried:]]
+    return Local((*state, *results), (WHOLE,) * len(placements), (program,), tuple(kept), run)
+
+
+def sink_constants(node: Node) -> tuple[ClosedJaxpr, list[int]]:
+    """A scan's body which makes masks and positions itself, tile by tile; and the operands that it still has."""
+    graph = body_graph(node, "jaxpr")
+    constants, _ = scan_counts(node)
+    made = {i for i in range(constants) if node.inputs[i].shape and from_nothing(node.inputs[i])}
+    kept = [i for i in range(len(node.inputs)) if i not in made]
+
+    def body(*values: Any) -> list[Any]:
+        env: dict[Value, Any] = {graph.inputs[i]: x for i, x in zip(kept, values, strict=True)}
+        for i in made:
+            env[graph.inputs[i]] = evaluate({}, [node.inputs[i]])[0]
+        return evaluate(env, graph.outputs)
+
+    avals = [jax.ShapeDtypeStruct(graph.inputs[i].shape, graph.inputs[i].dtype) for i in kept]
+    return jax.make_jaxpr(body)(*avals), kept
+
+
+def from_nothing(value: Value, steps: int = 64) -> bool:
+    """Whether a value is made of constants in a few cheap steps."""
+    stack, seen = [value], set()
+    while stack:
+        value = stack.pop()
+        if value in seen or value.const is not None:
+            continue
+        seen.add(value)
+        node = value.producer
+        rule = RULES.get(node.name) if node is not None else None
+        if node is None or rule is None or rule.pull is None or rule.heavy or len(seen) > steps:
+            return False
+        stack.extend(node.inputs)
+    return True
+
+
+register("scan", push=push_scan, emit=emit_scan, part=part_scan, local=local_scan)
