@@ -16,9 +16,17 @@ from transforms.graph import flatten
 from transforms.placement import WHOLE, Tiled
 from transforms.propagate import Limits, propagate
 from transforms.rules import RULES, Complete, indexing
+from transforms.rules.random import ONE_STREAM
 
 L, D = 10, 3
 IDS = np.arange(L)[::-1].copy()
+
+
+def words(x):
+    """Keys of another generator, one for each place along the cut axis."""
+    return jnp.concatenate([x, x[:, :1]], 1).astype(jnp.uint32)
+
+
 # What a rule says, and functions that it says it of, for `x` [L, D] that is cut; or `x` of another length.
 REFUSED = {
     "runs along the cut axis": (
@@ -41,7 +49,7 @@ REFUSED = {
     "pads the cut axis": (lambda x: jnp.pad(x, ((0, 1), (0, 0))),),
     "takes a part of the cut axis": (
         lambda x: x[1:],
-        lambda x: lax.dynamic_slice_in_dim(x, x.astype(int).sum(), 2),
+        lambda x: lax.dynamic_slice_in_dim(x, x.astype(int).sum(), L - 1),
         lambda x: jax.vmap(lambda i: lax.dynamic_slice_in_dim(x, i, 2))(jnp.arange(3)),
     ),
     "reverses the cut axis": (lambda x: x[::-1],),
@@ -51,8 +59,29 @@ REFUSED = {
         (lambda x: lax.bitcast_convert_type(x.T.astype(jnp.uint16), jnp.uint32), 2),
         (lambda x: jax.random.key_data(jax.random.wrap_key_data(x.T.astype(jnp.uint32))), 2),
     ),
-    "overwrites a part of the cut axis": (lambda x: lax.dynamic_update_slice(x, jnp.ones((1, D)), (0, 0)),),
-    "looks up arbitrary places along the cut axis": (lambda x: x[IDS], lambda x: x.at[IDS].set(1.0)),
+    "overwrites a part of the cut axis": (lambda x: lax.dynamic_update_slice(jnp.ones((L + 1, D)), x, (1, 0)),),
+    "looks up arbitrary places along the cut axis": (
+        lambda x: x[IDS],
+        lambda x: jnp.ones((L, D)).at[IDS].set(x),
+        lambda x: jnp.ones((L, D)).at[IDS].multiply(x, unique_indices=True),
+    ),
+    "looks up places that are cut themselves": (lambda x: x[x[:, 0].astype(int)],),
+    "slides over the cut axis": (lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (2, 1), (1, 1), "SAME"),),
+    "transforms the cut axis": (lambda x: jnp.fft.fft(x, axis=0), lambda x: jnp.fft.rfft2(x)),
+    "combines the cut axis by a function of its own": (lambda x: lax.reduce(x, 1.0, lambda a, b: a * b + b, (0,)),),
+    "groups the cut axis": (
+        lambda x: lax.ragged_dot(jnp.ones((4, D)), jnp.stack([x, x], 2), jnp.array([1] * L, jnp.int32)),
+        lambda x: lax.ragged_dot(jnp.tile(x, (2, 1)), jnp.ones((2, D, 3)), jnp.array([1, 2], jnp.int32)),
+    ),
+    "needs the sizes of all groups": (
+        lambda x: lax.ragged_dot(jnp.ones((4, D)), jnp.ones((L, D, 2)), x[:, 0].astype(jnp.int32)),
+    ),
+    ONE_STREAM: (
+        lambda x: jax.vmap(lambda d: jax.random.bits(jax.random.wrap_key_data(d, impl="rbg")))(words(x)),
+        lambda x: jax.vmap(lambda d, i: jax.random.fold_in(jax.random.wrap_key_data(d, impl="rbg"), i))(words(x), IDS),
+        (lambda x: lax.rng_bit_generator(words(x)[:, 0], (3,))[1], 4),
+    ),
+    "splits its key for all of the cut axis": (lambda x: jax.random.gamma(jax.random.key(0), x),),
     "takes whole matrices along the cut axis": (lambda x: lax.linalg.qr(x, full_matrices=False),),
     "slides over the cut axis, or groups it": (
         lambda x: lax.conv_general_dilated(x.T[None], jnp.ones((D, D, 2)), (1,), "SAME"),
@@ -67,9 +96,17 @@ COMPLETED = {
     "would make it larger": lambda x: jnp.broadcast_to(x.sum(0), (2, D)),
     "would not keep a partial sum small": lambda x: jnp.tensordot(x.sum(0), jnp.ones((1, 4)), 0),
     "is not run on partial sums": lambda x: jnp.convolve(x.sum(0), jnp.ones(2)),
-    "is a checkpointed block, which takes whole values": lambda x: x * jax.checkpoint(jnp.sin)(x.sum(0)),
+    "keeps it": lambda x: lax.dce_sink(x.sum(0)),
     "reports it": lambda x: jax.debug.print("{}", x.sum(0)),
     "fills in a value that each tile would add": lambda x: x.sum(0).at[jnp.array([9])].get(mode="fill", fill_value=1),
+}
+# Rules of control flow, and those that speak of devices: see test_collective.py.
+ELSEWHERE = {
+    "chooses by it",
+    "combines it otherwise over the devices",
+    "moves parts of the cut axis between devices",
+    "spreads the cut axis over devices",
+    "puts it somewhere",
 }
 # Rules that no operand of theirs can bring to say this today: scalars cannot be cut.
 UNREACHED = {
@@ -110,8 +147,8 @@ def reasons():
             if name in ("Complete", "refuse_partial"):
                 texts = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
                 yield from (t for t in texts if " " in t and not t.endswith("."))
-    yield indexing.ARBITRARY
+    yield from (indexing.ARBITRARY, ONE_STREAM)
 
 
 def test_every_reason_has_a_case():
-    assert set(reasons()) == {*REFUSED, *COMPLETED, *UNREACHED}
+    assert set(reasons()) == {*REFUSED, *COMPLETED, *UNREACHED, *ELSEWHERE}

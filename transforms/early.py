@@ -270,7 +270,7 @@ def follow_select(self: Finder, node: Node, move: Move, late: int | None) -> Ear
         if any(f is None or f != 0 for f in fill):
             return None
         return dataclasses.replace(found[0], stage=stage, masked=bool(fill) or any(e.masked for e in found))
-    if any(f is None or not np.isneginf(f) for f in fill):
+    if any(f is None or np.iscomplexobj(f) or not np.isneginf(f) for f in fill):
         return None
     return dataclasses.replace(found[0], stage=stage)
 

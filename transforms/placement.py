@@ -117,6 +117,14 @@ class Span(NamedTuple):
         steps, stride = self.length * placement.minor, self.total * placement.minor
         return positions // stride * steps + positions % stride - offset
 
+    def find(self, positions: Any, placement: Tiled) -> tuple[Any, Any]:
+        """Which indices into the whole array fall into this tile; and where in it, 0 for those that do not."""
+        start = jnp.asarray(self.start, positions.dtype)
+        steps = positions // placement.minor % self.total
+        inside = (positions >= 0) & (positions < placement.major * self.total * placement.minor)
+        here = inside & (steps >= start) & (steps < start + self.length)
+        return here, jnp.where(here, self.localise(positions, placement), 0)
+
 
 def identity(op: str, dtype: Any) -> Any:
     """What a reduction starts from, as a scalar of `dtype`."""

@@ -25,11 +25,15 @@ from transforms.rules import (  # noqa: F401
     elementwise,
     indexing,
     linalg,
+    ragged,
     random,
     reduction,
     refusals,
     scan,
+    scatter,
     shape,
+    slicing,
+    windows,
 )
 from transforms.schedule import schedule
 from transforms.separate import Separation, has_custom_vjp, scales, separate

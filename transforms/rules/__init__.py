@@ -169,3 +169,9 @@ def only_sums(placements: Sequence[Placement]) -> bool:
     """Whether there are partial sums among the operands, and otherwise only Whole ones."""
     found = {p for p in placements if not isinstance(p, Whole)}
     return found == {Partial("sum")}
+
+
+def passes(node: Node, placements: tuple[Placement, ...]) -> bool:
+    """Whether operand 0 is a partial result that a rearrangement may carry along, the others Whole."""
+    first, *rest = placements
+    return isinstance(first, Partial) and all(isinstance(p, Whole) for p in rest) and shrinks(node, 0)

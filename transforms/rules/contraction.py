@@ -151,7 +151,12 @@ def push_convolution(node: Node, placements: tuple[Placement, ...]) -> Move:
             ins = (value.at(contracted[0]), value.at(contracted[1]))
             if placements[other] in (WHOLE, ins[other]):
                 return Move((Partial("sum"),), ins)
-    if isinstance(lhs, Tiled) and lhs.dim == numbers.lhs_spec[0] and rhs == WHOLE and single:
+    if (
+        isinstance(lhs, Tiled)
+        and lhs.dim == numbers.lhs_spec[0]
+        and rhs == WHOLE
+        and node.params["batch_group_count"] == 1
+    ):
         return Move((lhs.at(numbers.out_spec[0]),), placements)
     if isinstance(rhs, Tiled) and rhs.dim == numbers.rhs_spec[0] and lhs == WHOLE and single:
         return Move((rhs.at(numbers.out_spec[1]),), placements)

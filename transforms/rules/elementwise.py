@@ -6,7 +6,19 @@ import jax.numpy as jnp
 
 from transforms.graph import Node
 from transforms.placement import WHOLE, Partial, Placement, Tiled, Whole
-from transforms.rules import Complete, Move, aligned, count_once, one_cut, only_sums, partial, register, shrinks, tiled
+from transforms.rules import (
+    Complete,
+    Move,
+    aligned,
+    count_once,
+    one_cut,
+    only_sums,
+    partial,
+    refuse_partial,
+    register,
+    shrinks,
+    tiled,
+)
 
 
 def push(node: Node, placements: tuple[Placement, ...]) -> Move:
@@ -91,20 +103,26 @@ def pull_bitcast(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
     return (want,) if want.dim < len(node.inputs[0].shape) else None
 
 
+def push_sink(node: Node, placements: tuple[Placement, ...]) -> Move:
+    """Keeps what it is given from being removed as dead code, and that is all."""
+    refuse_partial(node, placements, "keeps it")
+    return Move((), placements)
+
+
 def push_each(node: Node, placements: tuple[Placement, ...]) -> Move:
     """Every operand goes through to the result of its own number."""
     return Move(placements, placements)
 
 
-COPIES = {"copy", "copy_p", "stop_gradient", "name"}
+COPIES = {"copy", "copy_p", "stop_gradient", "name", "layout_constraint", "relayout", "xla_metadata_value"}
 
 ELEMENTWISE = """
 abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz conj cos cosh
 digamma eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac is_finite
-le le_to lgamma log log1p log2 logistic lt lt_to nan_to_num ne nextafter not one_minus_square or
-polygamma polynomial population_count pow
+le le_to lgamma log log1p log2 logistic lt lt_to nan_to_num ne nextafter not one_minus_square or philox2x32
+philox4x32 polygamma polynomial population_count pow
 reduce_precision regularized_incomplete_beta rem round rsqrt shift_left shift_right_arithmetic shift_right_logical
-sign sin sinh sqrt square tan tanh threefry2x32 xor zeta integer_pow random_fold_in mulhi
+sign sin sinh sqrt square tan tanh threefry2x32 threefry4x32 xor zeta integer_pow mulhi
 """.split()
 
 register(*ELEMENTWISE, "complex", "real", "imag", push=push, pull=pull)
@@ -116,3 +134,4 @@ register("max", "min", push=push_extremum, pull=pull)
 register("select_n", push=push_select, pull=pull)
 register("bitcast_convert_type", push=push_bitcast, pull=pull_bitcast)
 register("optimization_barrier", push=push_each)
+register("dce_sink", push=push_sink)

@@ -58,7 +58,7 @@ def push_sort(node: Node, placements: tuple[Placement, ...]) -> Move:
 
 def push_top_k(node: Node, placements: tuple[Placement, ...]) -> Move:
     cut = one_cut(node, placements)
-    axis = node.params.get("axis", -1) % len(node.inputs[0].shape)
+    axis = node.params.get("axis", node.params.get("reduction_dimension", -1)) % len(node.inputs[0].shape)
     if axis == cut.dim:
         raise Complete([0], "runs along the cut axis")
     return Move((cut,) * len(node.outputs), placements)
@@ -79,4 +79,4 @@ def pull_reduction(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
 register(*OPS, "reduce_xor", "argmax", "argmin", push=push, pull=pull_reduction, emit=emit)
 register("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", push=push_cumulative, pull=pull_same)
 register("sort", push=push_sort)
-register("top_k", push=push_top_k)
+register("top_k", "approx_top_k", push=push_top_k)

@@ -9,26 +9,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from transforms.graph import Node
-from transforms.placement import WHOLE, Partial, Placement, Span, Tiled, Whole
+from transforms.placement import WHOLE, Partial, Placement, Span, Tiled
 from transforms.rules import (
     Complete,
     Move,
     count_once,
     one_cut,
     only_sums,
-    partial,
+    passes,
     refuse_partial,
     register,
-    shrinks,
     tiled,
 )
-
-
-def passes(node: Node, placements: tuple[Placement, ...]) -> bool:
-    """Whether operand 0 is a partial result that a rearrangement may carry along, the others Whole."""
-    first, *rest = placements
-    return isinstance(first, Partial) and all(isinstance(p, Whole) for p in rest) and shrinks(node, 0)
-
 
 # ------------------------------------------------------------------------------------ broadcast, transpose, squeeze
 
@@ -121,7 +113,7 @@ def localise_reshape(node: Node, move: Move, span: Span) -> dict[str, Any]:
     return node.params | {"new_sizes": span.local_shape(node.params["new_sizes"], move.outs[0])}
 
 
-# --------------------------------------------------------------------------------------- concatenate, pad, slice, rev
+# --------------------------------------------------------------------------------------- concatenate, split, stack
 
 
 def push_concatenate(node: Node, placements: tuple[Placement, ...]) -> Move:
@@ -135,57 +127,6 @@ def push_concatenate(node: Node, placements: tuple[Placement, ...]) -> Move:
 
 def pull_concatenate(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
     return None if node.params["dimension"] == want.dim else (want,) * len(node.inputs)
-
-
-def push_pad(node: Node, placements: tuple[Placement, ...]) -> Move:
-    if placements[0] == Partial("sum") and isinstance(placements[1], Whole):
-        return Move((Partial("sum"),), tuple(map(count_once, placements)))
-    cut = one_cut(node, placements)
-    if tuple(node.params["padding_config"][cut.dim]) != (0, 0, 0):
-        raise Complete([0], "pads the cut axis")
-    return Move((cut,), placements)
-
-
-def pull_pad(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
-    return (want, WHOLE) if tuple(node.params["padding_config"][want.dim]) == (0, 0, 0) else None
-
-
-def takes_all(node: Node, dim: int) -> bool:
-    """Whether a slice leaves a dimension as it is."""
-    strides = node.params["strides"]
-    size = node.inputs[0].shape[dim]
-    whole = (node.params["start_indices"][dim], node.params["limit_indices"][dim]) == (0, size)
-    return whole and (strides is None or strides[dim] == 1)
-
-
-def push_slice(node: Node, placements: tuple[Placement, ...]) -> Move:
-    if passes(node, placements):
-        return Move(placements, placements)
-    cut = one_cut(node, placements)
-    if not takes_all(node, cut.dim):
-        raise Complete([0], "takes a part of the cut axis")
-    return Move((cut,), placements)
-
-
-def pull_slice(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
-    return (want,) if takes_all(node, want.dim) else None
-
-
-def localise_slice(node: Node, move: Move, span: Span) -> dict[str, Any]:
-    return node.params | {"limit_indices": span.local_shape(node.params["limit_indices"], move.outs[0])}
-
-
-def push_rev(node: Node, placements: tuple[Placement, ...]) -> Move:
-    if passes(node, placements):
-        return Move(placements, placements)
-    cut = one_cut(node, placements)
-    if cut.dim in node.params["dimensions"]:
-        raise Complete([0], "reverses the cut axis")
-    return Move((cut,), placements)
-
-
-def pull_rev(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
-    return None if want.dim in node.params["dimensions"] else (want,)
 
 
 def push_split(node: Node, placements: tuple[Placement, ...]) -> Move:
@@ -228,36 +169,6 @@ def pull_tile(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
     return (want,) if node.params["reps"][want.dim] == 1 else None
 
 
-# ------------------------------------------------------------------------------------------------------ dynamic slices
-
-
-def push_dynamic_slice(node: Node, placements: tuple[Placement, ...]) -> Move:
-    if passes(node, placements):
-        return Move((placements[0],), placements)
-    cut = one_cut(node, placements)
-    if tiled(placements) != [0]:
-        raise Complete([i for i in tiled(placements) if i], "starts at a place that differs from tile to tile")
-    if node.params["slice_sizes"][cut.dim] != node.inputs[0].shape[cut.dim]:
-        raise Complete([0], "takes a part of the cut axis")
-    return Move((cut,), placements)
-
-
-def localise_dynamic_slice(node: Node, move: Move, span: Span) -> dict[str, Any]:
-    return node.params | {"slice_sizes": span.local_shape(node.params["slice_sizes"], move.outs[0])}
-
-
-def push_dynamic_update_slice(node: Node, placements: tuple[Placement, ...]) -> Move:
-    operand, update, *starts = placements
-    if only_sums(placements) and not partial(starts):
-        return Move((Partial("sum"),), (count_once(operand), count_once(update), *starts))
-    cut = one_cut(node, placements)
-    if any(i > 1 for i in tiled(placements)):
-        raise Complete([i for i in tiled(placements) if i > 1], "starts at a place that differs from tile to tile")
-    if node.inputs[1].shape[cut.dim] != node.inputs[0].shape[cut.dim]:
-        raise Complete(tiled(placements), "overwrites a part of the cut axis")
-    return Move((cut,), (cut, cut, *starts))
-
-
 # ---------------------------------------------------------------------------------------------------------------- iota
 
 
@@ -285,13 +196,12 @@ register("transpose", push=push_transpose, pull=pull_transpose)
 register("squeeze", push=push_squeeze, pull=pull_squeeze)
 register("reshape", push=push_reshape, pull=pull_reshape, localise=localise_reshape)
 register("concatenate", push=push_concatenate, pull=pull_concatenate)
-register("pad", push=push_pad, pull=pull_pad)
-register("slice", push=push_slice, pull=pull_slice, localise=localise_slice)
-register("rev", push=push_rev, pull=pull_rev)
+
+
 register("split", push=push_split)
 register("tile", push=push_tile, pull=pull_tile)
 register("stack", push=push_stack, pull=pull_stack)
 register("unstack", push=push_unstack)
-register("dynamic_slice", push=push_dynamic_slice, localise=localise_dynamic_slice)
-register("dynamic_update_slice", push=push_dynamic_update_slice)
+
+
 register("iota", push=push_iota, pull=pull_iota, emit=emit_iota)
