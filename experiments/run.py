@@ -22,6 +22,11 @@ def main(argv: list[str]) -> int:
     if {"-h", "--help"}.intersection(argv):
         print(help_text())
         return 0
+    if "--models" in argv:
+        from experiments import listing
+
+        print(listing.plain())
+        return 0
     if {"-m", "--multirun"}.intersection(argv):
         return _sweep([word for word in argv if word not in ("-m", "--multirun")])
     try:

@@ -8,7 +8,7 @@ import dataclasses
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import zoo.configs
 from experiments import commands, configs
@@ -16,6 +16,7 @@ from experiments import commands, configs
 CONF = Path(__file__).resolve().parent.parent / "conf"
 GROUPS = ("model", "adapter", "data", "tiling", "optimizer", "hardware", "remat")
 FREE = ("hardware.compiler_options.",)  # keys under these are the user's own
+FILLS_NULL = (AttributeError, AssertionError)  # what OmegaConf raises on `part.key=value` where the part is null
 SCHEMAS = {  # group -> name of the schema -> dataclass
     "data": {
         "stdlib": configs.Stdlib,
@@ -44,6 +45,7 @@ class ConfigError(ValueError):
 
 def build_model(*, family: str, weights: str | None, **fields: Any) -> configs.Model:
     """Return the model part of a run: the family's own frozen config, and where the weights are."""
+    fields = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
     return configs.Model(config=zoo.configs.FAMILIES[family](**fields), weights=weights)
 
 
@@ -54,7 +56,7 @@ def schema_of(cls: Any, target: str | None = None, **extra: tuple[Any, Any]) -> 
     hints = get_type_hints(cls)
     fields: list[Any] = [("_target_", str, target or f"{cls.__module__}.{cls.__qualname__}")]
     for f in dataclasses.fields(cls):
-        kind = Any if dataclasses.is_dataclass(hints[f.name]) else hints[f.name]
+        kind = _schema_hint(hints[f.name])
         if f.default_factory is not dataclasses.MISSING:
             default: Any = dataclasses.field(default_factory=f.default_factory)
         else:
@@ -62,6 +64,14 @@ def schema_of(cls: Any, target: str | None = None, **extra: tuple[Any, Any]) -> 
         fields.append((f.name, kind, default))
     fields += [(name, kind, dataclasses.field(default=value)) for name, (kind, value) in extra.items()]
     return dataclasses.make_dataclass(cls.__name__, fields)
+
+
+def _schema_hint(hint: Any) -> Any:
+    """Return the type of a field: a part that may be left out is made of a schema too, any other part is free."""
+    if dataclasses.is_dataclass(hint):
+        return Any
+    part = next((arm for arm in get_args(hint) if dataclasses.is_dataclass(arm)), None)
+    return hint if part is None else schema_of(part) | None
 
 
 def register() -> None:
@@ -108,7 +118,7 @@ def compose(overrides: Sequence[str], name: str = "config") -> tuple[Any, dict[s
             extra = [override for override in overrides if override.startswith(("+", "~"))]
             if extra and not all(override.lstrip("+").startswith(FREE) for override in extra):
                 raise HydraException(f"`{extra[0]}` would add or remove a key")
-        except (HydraException, OmegaConfBaseException) as error:
+        except (HydraException, OmegaConfBaseException, *FILLS_NULL) as error:
             known = hydra_compose(name, overrides=_valid_choices(overrides))
             raise ConfigError(_explain(error, overrides, known)) from None
     choices = {key: str(value) for key, value in composed.hydra.runtime.choices.items() if key in GROUPS}
@@ -166,6 +176,9 @@ def _explain(error: Exception, overrides: Sequence[str], known: Any) -> str:
             return f"unknown option `{override}`: {hint}Choices for {key}: {', '.join(options(key))}"
         if key.split("@")[0] not in keys and not key.startswith(("hydra", *FREE)):
             return f"unknown override `{override}`: there is no `{key}`. {_closest(key, keys)}"
+    if isinstance(error, FILLS_NULL):
+        parts = [override.partition("=")[0] for override in overrides if "{" in override or override.count(".") > 1]
+        return f"cannot set {', '.join(parts)}: it is null in this option; write an option that has it, in conf/"
     reason = str(error.__cause__ or error).strip().splitlines()[0]
     culprit = next((o for o in overrides if str(getattr(error.__cause__, "full_key", None)) == o.split("=")[0]), None)
     return f"bad override `{culprit}`: {reason}" if culprit else reason

@@ -46,6 +46,7 @@ def help_text() -> str:
             if "help" in field.metadata:
                 lines.append(f"  {prefix + field.name:<26} {_default(field):<10} {field.metadata['help']}")
     lines += ["", "-m sweeps over comma-separated values: -m tiling.n=1,8     --cfg shows the configuration and stops"]
+    lines.append("--models lists the models, their sizes and where they come from")
     return "\n".join(lines)
 
 

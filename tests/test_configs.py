@@ -29,6 +29,47 @@ PUBLISHED = {
     "gemma2_2b": 2_614_341_888,
     "gemma2_9b": 9_241_705_984,
     "gemma2_27b": 27_227_128_320,
+    "gemma3_270m": 268_098_176,
+    "gemma3_1b": 999_885_952,
+    "gemma3_4b": 3_880_263_168,
+    "gemma3_12b": 11_766_034_176,
+    "gemma3_27b": 27_009_346_304,
+    "llama2_7b": 6_738_415_616,
+    "llama2_13b": 13_015_864_320,
+    "llama2_70b": 68_976_648_192,
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "llama3_1_8b": 8_030_261_248,
+    "llama3_1_70b": 70_553_706_496,
+    "llama3_1_405b": 405_853_388_800,
+    "llama3_2_1b": 1_235_814_400,
+    "llama3_2_3b": 3_212_749_824,
+    "mistral_7b": 7_241_732_096,
+    "mistral_7b_v3": 7_248_023_552,
+    "mistral_nemo_12b": 12_247_782_400,
+    "mistral_small_24b": 23_572_403_200,
+    "mixtral_8x7b": 46_702_792_704,
+    "mixtral_8x22b": 140_620_634_112,
+    "qwen2_0_5b": 494_032_768,
+    "qwen2_1_5b": 1_543_714_304,
+    "qwen2_7b": 7_615_616_512,
+    "qwen2_72b": 72_706_203_648,
+    "qwen2_5_0_5b": 494_032_768,
+    "qwen2_5_1_5b": 1_543_714_304,
+    "qwen2_5_3b": 3_085_938_688,
+    "qwen2_5_7b": 7_615_616_512,
+    "qwen2_5_14b": 14_770_033_664,
+    "qwen2_5_32b": 32_763_876_352,
+    "qwen2_5_72b": 72_706_203_648,
+    "qwen3_0_6b": 596_049_920,
+    "qwen3_1_7b": 1_720_574_976,
+    "qwen3_4b": 4_022_468_096,
+    "qwen3_8b": 8_190_735_360,
+    "qwen3_14b": 14_768_307_200,
+    "qwen3_32b": 32_762_123_264,
+    "qwen3_30b_a3b": 30_532_122_624,
+    "qwen3_235b_a22b": 235_093_634_560,
+    "qwen3_coder_480b_a35b": 480_154_875_392,
 }
 
 
@@ -47,7 +88,12 @@ def read(name: str) -> tuple[Any, str]:
 def test_checkpoints_have_the_published_number_of_parameters(name):
     config, comment = read(name)
     assert count_params(config) == PUBLISHED[name]
-    assert comment.startswith("# https://huggingface.co/google/gemma-")
+    assert comment.startswith("# https://huggingface.co/")
+
+
+def test_every_checkpoint_is_checked_and_there_are_thirty():
+    named = {path.stem for path in CONF.glob("*.yaml") if "huggingface.co" in path.read_text()}
+    assert named == set(PUBLISHED) and len(named) >= 30
 
 
 @pytest.mark.parametrize("path", sorted(CONF.glob("*.yaml")), ids=lambda path: path.stem)
@@ -56,7 +102,7 @@ def test_first_comment_states_the_exact_number_of_parameters(path):
     assert comment.endswith(f": {count_params(config):,} parameters")
 
 
-@pytest.mark.parametrize("name", [name for name in PUBLISHED if "2_" in name])
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if name.startswith("gemma2_")])
 def test_gemma_2_checkpoints_have_caps_windows_and_sandwich_norms(name):
     config, _ = read(name)
     assert (config.attn_softcap, config.final_softcap, config.window, config.post_norms) == (50.0, 30.0, 4096, True)
