@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 from zoo.cache import Past, remembering
 from zoo.configs import Gemma3Config, GemmaConfig
 from zoo.init import draw
-from zoo.nn import Ops, accumulator, check_tokens, gelu, linear, lookup, rms_norm, rope, scanned_windows, softcap
+from zoo.nn import Ops, check_tokens, gelu, linear, lookup, rms_norm, rope, scanned_windows, softcap
 from zoo.rotary import frequencies
 
 AnyGemma = GemmaConfig | Gemma3Config
@@ -176,9 +176,7 @@ class Gemma(eqx.Module):
 
     def logits(self, hidden: Float[Array, "*b D"]) -> Float[Array, "*b V"]:
         """Return the soft-capped logits in float32; the product's operands are in the dtype of `hidden`."""
-        wide = accumulator(hidden.dtype)
-        table = self.embed.astype(hidden.dtype)
-        scores = jnp.einsum("...d,vd->...v", hidden, table, preferred_element_type=wide)
+        scores = linear("...d,vd->...v", hidden, self.embed.astype(hidden.dtype), wide=True)
         return softcap(scores, self.config.final_softcap)
 
     def __call__(self, tokens: Integer[Array, "B S"], *, dtype: DTypeLike | None = None) -> Float[Array, "B S V"]:

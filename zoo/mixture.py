@@ -20,7 +20,7 @@ from zoo.cache import Past, remembering
 from zoo.configs import MixtralConfig, Qwen3MoeConfig
 from zoo.init import draw
 from zoo.llama import Frequency, join, project
-from zoo.nn import Ops, accumulator, check_tokens, expert_mlp, lookup, rms_norm, route, scanned_windows
+from zoo.nn import Ops, check_tokens, expert_mlp, linear, lookup, rms_norm, route, scanned_windows
 from zoo.rotary import frequencies
 
 AnyMixture = MixtralConfig | Qwen3MoeConfig
@@ -184,8 +184,7 @@ class Mixture(eqx.Module):
     def logits(self, hidden: Float[Array, "*b D"]) -> Float[Array, "*b V"]:
         """Return the logits in float32; the product's operands are in the dtype of `hidden`."""
         head = self.embed if self.head is None else self.head
-        wide = accumulator(hidden.dtype)
-        return jnp.einsum("...d,vd->...v", hidden, head.astype(hidden.dtype), preferred_element_type=wide)
+        return linear("...d,vd->...v", hidden, head.astype(hidden.dtype), wide=True)
 
     def __call__(self, tokens: Integer[Array, "B S"], *, dtype: DTypeLike | None = None) -> Float[Array, "B S V"]:
         """Return the logits of every position. Memory is O(B S V): to train, tile `logits` instead."""

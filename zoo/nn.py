@@ -6,7 +6,6 @@ Dimensions: `B` batch `S` query position `T` key position `D` embed `V` vocab `F
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Integer
+
+from zoo.lora import LowRank
 
 
 def accumulator(dtype: DTypeLike) -> jnp.dtype:
@@ -114,9 +115,24 @@ def scanned_windows(windows: tuple[int | None, ...], seq: int) -> Int[Array, " L
     return None if min(widths) == seq else jnp.asarray(widths, jnp.int32)
 
 
-def linear(pattern: str, x: Float[Array, "..."], weight: Any) -> Float[Array, "..."]:
-    """Return `jnp.einsum(pattern, x, weight)`. A weight that is no array has an `einsum` of its own."""
-    return jnp.einsum(pattern, x, weight) if isinstance(weight, jax.Array) else weight.einsum(pattern, x)
+def linear(
+    pattern: str, x: Float[Array, "..."], weight: Float[Array, "..."] | LowRank, *, wide: bool = False
+) -> Float[Array, "..."]:
+    """Return `jnp.einsum(pattern, x, weight)`, if `wide` in float32 at least; adapted weights add their low rank."""
+    kind = accumulator(x.dtype) if wide else None
+    if isinstance(weight, LowRank):
+        return weight.einsum(pattern, x, kind)
+    return jnp.einsum(pattern, x, weight, preferred_element_type=kind)
+
+
+def ragged_linear(
+    x: Float[Array, "T I"], weight: Float[Array, "E I O"] | LowRank, counts: Int[Array, " E"]
+) -> Float[Array, "T O"]:
+    """Return `jax.lax.ragged_dot(x, weight, counts)`; adapted weights add their low-rank parts."""
+    if isinstance(weight, LowRank):
+        added = jax.lax.ragged_dot(jax.lax.ragged_dot(x, weight.a, counts), weight.b, counts)
+        return jax.lax.ragged_dot(x, weight.base, counts) + added * weight.scale
+    return jax.lax.ragged_dot(x, weight, counts)
 
 
 def gelu(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
@@ -126,9 +142,9 @@ def gelu(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
 
 def gated_mlp(
     x: Float[Array, "*b D"],
-    gate: Float[Array, "D F"],
-    up: Float[Array, "D F"],
-    down: Float[Array, "F D"],
+    gate: Float[Array, "D F"] | LowRank,
+    up: Float[Array, "D F"] | LowRank,
+    down: Float[Array, "F D"] | LowRank,
     *,
     activation: Callable = gelu,
 ) -> Float[Array, "*b D"]:
@@ -137,7 +153,7 @@ def gated_mlp(
 
 
 def route(
-    x: Float[Array, "T D"], router: Float[Array, "D E"], chosen: int, *, normalise: bool
+    x: Float[Array, "T D"], router: Float[Array, "D E"] | LowRank, chosen: int, *, normalise: bool
 ) -> tuple[Float[Array, "T C"], Int[Array, "T C"], Float[Array, "T E"]]:
     """Return the weights of each token's experts, which they are, and the probabilities of all; float32 or wider.
 
@@ -147,7 +163,7 @@ def route(
         chosen: how many experts `C` a token goes to: the most probable ones.
         normalise: whether a token's weights sum to one.
     """
-    probs_TE = jax.nn.softmax(jnp.einsum("td,de->te", x, router, preferred_element_type=accumulator(x.dtype)), axis=-1)
+    probs_TE = jax.nn.softmax(linear("td,de->te", x, router, wide=True), axis=-1)
     weights_TC, experts_TC = jax.lax.top_k(probs_TE, chosen)
     return weights_TC / (weights_TC.sum(-1, keepdims=True) if normalise else 1.0), experts_TC, probs_TE
 
@@ -156,9 +172,9 @@ def expert_mlp(
     x: Float[Array, "T D"],
     weights: Float[Array, "T C"],
     experts: Int[Array, "T C"],
-    gate: Float[Array, "E D F"],
-    up: Float[Array, "E D F"],
-    down: Float[Array, "E F D"],
+    gate: Float[Array, "E D F"] | LowRank,
+    up: Float[Array, "E D F"] | LowRank,
+    down: Float[Array, "E F D"] | LowRank,
 ) -> Float[Array, "T D"]:
     """Return each token's weighted sum of what its experts' gated MLPs make of it. No token is dropped.
 
@@ -176,8 +192,8 @@ def expert_mlp(
     order = jnp.argsort(experts.reshape(-1), stable=True)
     counts_E = jnp.zeros(gate.shape[0], jnp.int32).at[experts.reshape(-1)].add(1)
     rows = x[order // chosen]
-    hidden = jax.nn.silu(jax.lax.ragged_dot(rows, gate, counts_E)) * jax.lax.ragged_dot(rows, up, counts_E)
-    out = jax.lax.ragged_dot(hidden, down, counts_E).astype(weights.dtype) * weights.reshape(-1)[order][:, None]
+    hidden = jax.nn.silu(ragged_linear(rows, gate, counts_E)) * ragged_linear(rows, up, counts_E)
+    out = ragged_linear(hidden, down, counts_E).astype(weights.dtype) * weights.reshape(-1)[order][:, None]
     return jnp.zeros(x.shape, out.dtype).at[order // chosen].add(out).astype(x.dtype)
 
 

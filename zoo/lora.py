@@ -1,0 +1,190 @@
+"""LoRA (https://arxiv.org/abs/2106.09685): a frozen matrix W acts as `x W + scale (x A) B`, and A and B alone learn.
+
+`attach` puts a `LowRank` where a model has a matrix; everything else about the model stays as it is. Stacked layers
+have stacked A and B, and are scanned as before. `merge` turns each `LowRank` into one matrix again.
+
+Dimensions: as in `zoo.tables`, and `R` rank. A leaf of letters `L D N H` has A `L D R` and B `L R N H`.
+"""
+
+import difflib
+import fnmatch
+import functools
+import math
+import operator
+from collections.abc import Iterator, Sequence
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, PRNGKeyArray, PyTree
+
+from zoo.tables import Row, rows
+
+
+class LowRank(eqx.Module):
+    """A matrix and what is added to it. Reads like the matrix where a model asks for dtype, shape or a cast."""
+
+    base: Float[Array, "..."]
+    a: Float[Array, "..."]
+    b: Float[Array, "..."]
+    scale: float = eqx.field(static=True)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The matrix's shape."""
+        return self.base.shape
+
+    @property
+    def ndim(self) -> int:
+        """How many dimensions the matrix has."""
+        return self.base.ndim
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The matrix's dtype; A and B may be wider."""
+        return self.base.dtype
+
+    def astype(self, dtype: DTypeLike) -> "LowRank":
+        """Return all three parts in one dtype."""
+        return LowRank(self.base.astype(dtype), self.a.astype(dtype), self.b.astype(dtype), self.scale)
+
+    def __rmatmul__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        return x @ self.base + (x @ self.a) @ self.b * self.scale
+
+    def einsum(self, pattern: str, x: Float[Array, "..."], kind: DTypeLike | None = None) -> Float[Array, "..."]:
+        """Return `jnp.einsum(pattern, x, W)` with the addition, in a dtype; the matrix W itself is never formed."""
+        inputs, output = pattern.split("->")
+        left, right = inputs.split(",")
+        summed = "".join(letter for letter in right if letter not in output)
+        lead = "".join(letter for letter in right if letter in left and letter in output)
+        made = "".join(letter for letter in right if letter not in left)
+        middle = output.translate({ord(letter): None for letter in made}) + "R"
+        product = functools.partial(jnp.einsum, preferred_element_type=kind)
+        low = jnp.einsum(f"{left},{lead}{summed}R->{middle}", x, self.a)
+        return product(pattern, x, self.base) + product(f"{middle},{lead}R{made}->{output}", low, self.b) * self.scale
+
+    def merged(self, row: Row) -> Float[Array, "..."]:
+        """Return the one matrix that does the same, in its own dtype; the sum is formed in float32 or wider."""
+        a, b = letters_of(row)
+        pattern = f"{a},{b}->{''.join(row.letters)}"
+        wide = jnp.promote_types(self.base.dtype, jnp.float32)
+        added = jnp.einsum(pattern, self.a.astype(wide), self.b.astype(wide))
+        return (self.base.astype(wide) + added * self.scale).astype(self.base.dtype)
+
+
+def attach(
+    model: PyTree,
+    targets: Sequence[str],
+    *,
+    rank: int,
+    alpha: float,
+    key: PRNGKeyArray,
+    dtype: DTypeLike = jnp.float32,
+) -> PyTree:
+    """Return the model with a `LowRank` in place of every matrix that a pattern names. It computes what it did: B is 0.
+
+    Args:
+        model: any model of the zoo.
+        targets: names or patterns (`q`, `layers.*`, `*_proj`) of matrices, ours or Hugging Face's.
+        rank: columns of A.
+        alpha: the addition is scaled by `alpha / rank`.
+        key: of A, which is normal with variance 1 / fan-in.
+        dtype: of A and B. Their steps are small, so keep it float32 where the model is in bfloat16.
+
+    Raises:
+        ValueError: the rank is not positive, or patterns match no matrix: all that there are are listed.
+    """
+    if rank < 1:
+        raise ValueError(f"LoRA's rank={rank} must be at least 1.")
+    found = _matching(model, targets)
+    dims = model.config.dims
+    parts = []
+    for row, leaf_key in zip(found, jax.random.split(key, len(found)), strict=True):
+        a_shape, b_shape = _shapes(row, dims, rank)
+        std = math.prod(dims[letter] for letter in row.fan_in) ** -0.5
+        a = std * jax.random.normal(leaf_key, a_shape, dtype)
+        parts.append(LowRank(_leaf(model, row), a, jnp.zeros(b_shape, dtype), alpha / rank))
+    return put(model, found, parts)
+
+
+def merge(model: PyTree) -> PyTree:
+    """Return the model with every `LowRank` merged into one matrix; a model without any as it is."""
+    found = [row for row, _ in adapted(model)]
+    merge_one = jax.jit(lambda part, row: part.merged(row), static_argnums=1)
+    return put(model, found, [merge_one(_leaf(model, row), row) for row in found])
+
+
+def adapted(model: PyTree) -> Iterator[tuple[Row, LowRank]]:
+    """Yield the row and the `LowRank` of every matrix that has one."""
+    for row in rows(model.config):
+        if isinstance(part := _leaf(model, row), LowRank):
+            yield row, part
+
+
+def trainable(model: PyTree) -> PyTree:
+    """Return a tree of bools like the model: True for the A and B of every `LowRank`, False for all else."""
+
+    def mark(node):
+        if not isinstance(node, LowRank):
+            return False
+        return eqx.tree_at(lambda part: (part.base, part.a, part.b), node, (False, True, True))
+
+    return jax.tree.map(mark, model, is_leaf=lambda node: isinstance(node, LowRank))
+
+
+def matrices(model: PyTree) -> Iterator[tuple[Row, Float[Array, "..."]]]:
+    """Yield the row and the whole of every matrix that can be adapted: all but the embedding, which is looked up."""
+    for row in rows(model.config):
+        if row.fan_in and row.leaf != "embed":
+            part = _leaf(model, row)
+            yield row, part.base if isinstance(part, LowRank) else part
+
+
+def put(model: PyTree, found: Sequence[Row], parts: Sequence) -> PyTree:
+    """Return the model with other leaves at some rows."""
+    if not found:
+        return model
+    return eqx.tree_at(lambda m: [_leaf(m, row) for row in found], model, list(parts))
+
+
+def _matching(model, targets: Sequence[str]) -> list[Row]:
+    """Return the rows of the matrices that the patterns name, in the model's order."""
+    known = {row: _names(row) for row, _ in matrices(model)}
+    hits = {target: [row for row, names in known.items() if _hit(target, names)] for target in targets}
+    missed = [target for target, found in hits.items() if not found]
+    if missed or not targets:
+        words = [name for names in known.values() for name in (*names[:2], names[3])]
+        close = [near for one in missed for near in difflib.get_close_matches(one, words, n=1)]
+        hint = f" Did you mean `{close[0]}`?" if close else ""
+        listed = "\n".join(f"  {row.leaf} ({names[2]})" for row, names in known.items())
+        what = ", ".join(f"`{one}`" for one in missed) or "an empty list of targets"
+        raise ValueError(f"LoRA cannot be attached: {what} matches no matrix.{hint} This model has:\n{listed}")
+    return [row for row in known if any(row in found for found in hits.values())]
+
+
+def _names(row: Row) -> tuple[str, ...]:
+    """What a matrix may be called: our path and its end, Hugging Face's module and its end."""
+    module = row.tensor.removesuffix(".weight")
+    return row.leaf, row.leaf.rpartition(".")[2], module, module.rpartition(".")[2]
+
+
+def _hit(target: str, names: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, target) for name in names)
+
+
+def letters_of(row: Row) -> tuple[str, str]:
+    """Return the letters of A and B of a matrix: `("LDR", "LRNH")`."""
+    lead = "".join(row.stack)
+    made = "".join(letter for letter in row.letters[len(lead) :] if letter not in row.fan_in)
+    return f"{lead}{row.fan_in}R", f"{lead}R{made}"
+
+
+def _shapes(row: Row, dims: dict[str, int], rank: int) -> Iterator[tuple[int, ...]]:
+    """Yield the shapes of A and B."""
+    sizes = {**dims, **dict(zip(row.letters, row.shape(dims), strict=True)), "R": rank}
+    return (tuple(sizes[letter] for letter in letters) for letters in letters_of(row))
+
+
+def _leaf(model: PyTree, row: Row):
+    return operator.attrgetter(row.leaf)(model)
