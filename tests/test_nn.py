@@ -37,6 +37,11 @@ def test_rms_norm_scales_by_one_plus_weight_in_float32(dtype):
     np.testing.assert_allclose(wide(out), expected, rtol=2**-7.99 if dtype == jnp.bfloat16 else 1e-6, atol=1e-7)
 
 
+def test_rms_norm_without_offset_multiplies_by_the_weight():
+    x, weight = normal(0, 3, 8), normal(1, 8)
+    np.testing.assert_allclose(rms_norm(x, weight, 1e-6, offset=0.0), rms_norm(x, weight - 1, 1e-6), atol=1e-6)
+
+
 def test_rms_norm_adds_eps_to_the_mean_square():
     np.testing.assert_allclose(rms_norm(jnp.full((1, 4), 1e-3), jnp.zeros(4), 1e-6), 1 / math.sqrt(2), rtol=1e-6)
 
@@ -108,6 +113,38 @@ def test_a_traced_window_is_the_same_as_a_static_one():
 def test_a_window_of_one_key_returns_the_values():
     q, k, v = normal(0, 1, 5, 2, 8), normal(1, 1, 5, 2, 8), normal(2, 1, 5, 2, 8)
     np.testing.assert_allclose(attention(q, k, v, scale=1.0, window=1), v, atol=1e-6)
+
+
+def test_positions_decide_what_a_query_sees():
+    q, k, v = normal(0, 2, 9, 4, 8), normal(1, 2, 9, 2, 8), normal(2, 2, 9, 2, 8)
+    whole = attention(q, k, v, scale=1.0, window=4)
+    places = jnp.arange(9)[None]
+    same = attention(q, k, v, scale=1.0, window=4, q_positions=places, k_positions=places)
+    np.testing.assert_allclose(same, whole, atol=1e-6)
+    order = jnp.asarray([3, 8, 0, 1, 7, 2, 6, 5, 4])  # keys in any order, as in a ring that has been written round
+    shuffled = attention(q, k[:, order], v[:, order], scale=1.0, window=4, q_positions=places, k_positions=order[None])
+    np.testing.assert_allclose(shuffled, whole, atol=2e-6)
+
+
+def test_one_query_against_a_cache_with_empty_places_is_the_last_row():
+    q, k, v = normal(0, 2, 9, 4, 8), normal(1, 2, 9, 2, 8), normal(2, 2, 9, 2, 8)
+    whole = attention(q, k, v, scale=1.0)
+    room = lambda x: jnp.pad(x, ((0, 0), (0, 5), (0, 0), (0, 0)), constant_values=9.0)
+    places = jnp.where(jnp.arange(14) < 9, jnp.arange(14), 2**30)[None]
+    out = attention(
+        q[:, 8:], room(k), room(v), scale=1.0, q_positions=jnp.full((2, 1), 8), k_positions=jnp.tile(places, (2, 1))
+    )
+    np.testing.assert_allclose(out, whole[:, 8:], atol=2e-6)
+
+
+def test_sequences_may_stand_at_different_positions():
+    q, k, v = normal(0, 2, 1, 4, 8), normal(1, 2, 9, 2, 8), normal(2, 2, 9, 2, 8)
+    places = jnp.arange(9)[None]
+    out = attention(q, k, v, scale=1.0, q_positions=jnp.asarray([[3], [6]]), k_positions=places)
+    for row, last in enumerate((3, 6)):
+        alone = lambda x, row=row, last=last: x[row : row + 1, : last + 1]
+        query = jnp.pad(alone(q), ((0, 0), (last, 0), (0, 0), (0, 0)))
+        np.testing.assert_allclose(out[row, 0], attention(query, alone(k), alone(v), scale=1.0)[0, -1], atol=2e-6)
 
 
 def test_attention_in_bfloat16_keeps_scores_in_float32():
