@@ -25,6 +25,10 @@ _TEXT = {"model.language_model.": "model.", "language_model.model.": "model.", "
 _OTHER = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 
 
+class DamagedError(ValueError):
+    """A file is not what it was when it was saved."""
+
+
 @dataclass(frozen=True)
 class Tensor:
     """A tensor on disk, of which only the header has been read.
@@ -47,7 +51,7 @@ class Tensor:
         """Yield `(first row, rows)` in order. The file is reopened for each, so that pages already read are let go.
 
         Raises:
-            ValueError: the bytes are not those that the file's own digest was made of.
+            DamagedError: the bytes are not those that the file's own digest was made of.
         """
         count, digest = self.shape[0], hashlib.sha256()
         step = count if whole else max(1, _CHUNK // math.prod(self.shape[1:]))
@@ -58,7 +62,7 @@ class Tensor:
                 digest.update(as_bytes(piece))
             yield start, piece
         if self.digest is not None and digest.hexdigest() != self.digest:
-            raise ValueError(f"{self.file.name}: `{self.name}` is not what was saved: its SHA-256 differs")
+            raise DamagedError(f"{self.file.name}: `{self.name}` is not what was saved: its SHA-256 differs")
 
 
 def as_bytes(array: np.ndarray) -> memoryview:

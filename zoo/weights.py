@@ -13,6 +13,7 @@ import operator
 import os
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ from safetensors.numpy import save_file
 
 from zoo.base import Config
 from zoo.families import model_class
-from zoo.folder import DIGESTS, INDEX, Tensor, as_bytes, expected, read_headers, read_json, refusal
+from zoo.folder import DIGESTS, INDEX, DamagedError, Tensor, as_bytes, expected, read_headers, read_json, refusal
 from zoo.hf import from_hf, to_hf
+from zoo.sharded import AXES, load_leaf
 from zoo.tables import Row, rows
 
 _DTYPES = {"F32": jnp.float32, "BF16": jnp.bfloat16, "F16": jnp.float16}
@@ -44,12 +46,21 @@ _CARRIED = (  # what goes with a model and is not its weights
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def load(path: str | os.PathLike, *, dtype: DTypeLike | None = None) -> Any:
+def load(
+    path: str | os.PathLike,
+    *,
+    dtype: DTypeLike | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    axes: Mapping[str, str] | None = None,
+) -> Any:
     """Return the model in a Hugging Face folder: `config.json` and one or many `.safetensors` files.
 
     Args:
         path: the folder.
         dtype: what to store parameters in; None keeps what is on disk.
+        mesh: the devices to spread parameters over; None puts them on one.
+        axes: which axis of the mesh cuts each dimension letter of `zoo.tables`; None is `zoo.sharded.AXES`. A dimension
+            that its axis does not divide stays whole.
 
     Raises:
         ValueError: the path is no such folder, a file is damaged, the config holds something unknown, or tensors are
@@ -60,7 +71,15 @@ def load(path: str | os.PathLike, *, dtype: DTypeLike | None = None) -> Any:
     tensors = expected(folder, config, read_headers(folder))
     leaves, damaged = {}, []
     for row in rows(config):
-        leaves[row.leaf] = _load_leaf(row, config.dims, tensors, dtype, damaged)
+        on_disk = {_DTYPES[tensors[name].dtype] for name, _ in row.places(config.dims)}
+        kind = jnp.result_type(*on_disk) if dtype is None else jnp.dtype(dtype)
+        try:
+            if mesh is None:
+                leaves[row.leaf] = _load_leaf(row, config.dims, tensors, kind)
+            else:
+                leaves[row.leaf] = load_leaf(row, config.dims, tensors, kind, mesh, AXES if axes is None else axes)
+        except DamagedError as error:
+            damaged.append(str(error))
     if damaged:
         lines = "\n".join(f"  {problem}" for problem in damaged)
         raise refusal(folder, f"files are damaged; copy them again.\n{lines}")
@@ -129,19 +148,12 @@ def _leaf(model: Any, row: Row) -> jax.Array:
     return operator.attrgetter(row.leaf)(model)
 
 
-def _load_leaf(
-    row: Row, dims: dict[str, int], tensors: dict[str, Tensor], dtype: DTypeLike | None, damaged: list[str]
-) -> jax.Array:
+def _load_leaf(row: Row, dims: dict[str, int], tensors: dict[str, Tensor], dtype: jnp.dtype) -> jax.Array:
     """Fill one leaf in place, a tensor (or, for an unstacked one, a run of rows) at a time."""
-    places = list(row.places(dims))
-    on_disk = {_DTYPES[tensors[name].dtype] for name, _ in places}
-    leaf = jnp.zeros(row.shape(dims), jnp.result_type(*on_disk) if dtype is None else jnp.dtype(dtype))
-    for name, place in places:
-        try:
-            for start, piece in tensors[name].pieces(whole=bool(row.stack)):
-                leaf = _put(leaf, piece, place or (start,), row=row, sizes=tuple(dims.items()))
-        except ValueError as error:
-            damaged.append(str(error))
+    leaf = jnp.zeros(row.shape(dims), dtype)
+    for name, place in row.places(dims):
+        for start, piece in tensors[name].pieces(whole=bool(row.stack)):
+            leaf = _put(leaf, piece, place or (start,), row=row, sizes=tuple(dims.items()))
     return leaf
 
 
