@@ -23,7 +23,13 @@ Tiles = dict[tuple[Value, Any], Any]  # what a tile computed, by value and place
 
 
 def run(
-    plan: Schedule, inputs: Sequence[Any], total: int, size: int, accumulate: Any, wide: frozenset[int]
+    plan: Schedule,
+    inputs: Sequence[Any],
+    total: int,
+    size: int,
+    accumulate: Any,
+    wide: frozenset[int],
+    chunks: bool = True,
 ) -> list[Any]:
     """Run a schedule.
 
@@ -34,15 +40,16 @@ def run(
         size: length of a tile; the last may be shorter.
         accumulate: dtype that sums across tiles are formed in, promoted with their own.
         wide: numbers of the outputs to return in that dtype.
+        chunks: whether a product may be added to an accumulator chunk by chunk.
     """
     graph = plan.analysis.graph
     env: Env = dict(zip(graph.inputs, inputs, strict=True))
-    span = Span(0, total, total, accumulate)
+    span = Span(0, total, total, accumulate, chunks)
     broad = wide_chain(plan, {graph.outputs[i] for i in wide})
     for loop in plan.loops:
         finish(plan, env, list(loop.reads), span)
         if loop.updates or loop.steps:
-            env.update(_run_loop(plan, loop, env, total, size, accumulate, broad))
+            env.update(_run_loop(plan, loop, env, span, size, broad))
     effects = [n for n in graph.nodes if n.effects and runs_once(plan.analysis, n)]
     finish(plan, env, [*(v for n in effects for v in n.inputs), *graph.outputs], span)
     for node in (n for n in effects if not any(v in env for v in n.outputs)):
@@ -93,13 +100,13 @@ def combine_partials(node: Node, values: list[Any], span: Span) -> list[Any]:
 
 
 def _run_loop(
-    plan: Schedule, loop: Loop, env: Env, total: int, size: int, accumulate: Any, broad: set[Value]
+    plan: Schedule, loop: Loop, env: Env, whole: Span, size: int, broad: set[Value]
 ) -> dict[Value, Any]:
     """All tiles of one loop: a scan over those of equal length, then the tail."""
-    fact = plan.analysis.fact
+    fact, total = plan.analysis.fact, whole.total
 
     def body(results: dict[int, Any] | None, start: Any, length: int) -> dict[int, Any]:
-        span = Span(start, length, total, accumulate)
+        span = whole._replace(start=start, length=length)
         before = {} if results is None else {u.value: results[i] for i, u in enumerate(loop.updates)}
         tiles = compute(loop, env, {}, span, broad, before)
         anchors = {v: x for (v, p), x in tiles.items() if isinstance(p, Whole)}
@@ -115,7 +122,7 @@ def _run_loop(
     if count == 1 and not rest:
         results = body(None, 0, total)
     else:
-        span = Span(0, size, total, accumulate)
+        span = whole._replace(length=size)
         results = {i: _initial(u, fact(u.value).placement, span, u.value in broad) for i, u in enumerate(loop.updates)}
         if count == 1:
             results = body(results, 0, size)

@@ -57,12 +57,16 @@ class TileError(ValueError):
 
 
 class Span(NamedTuple):
-    """The tile: `length` steps from `start` of an axis that is `total` long; sums are formed in `accumulate`."""
+    """The tile: `length` steps from `start` of an axis that is `total` long; sums are formed in `accumulate`.
+
+    `chunks`: a product may be added to an accumulator chunk by chunk.
+    """
 
     start: Any
     length: int
     total: int
     accumulate: Any = jnp.float32
+    chunks: bool = True
 
     def wide(self, dtype: Any) -> Any:
         """The dtype in which a sum of `dtype` is formed."""

@@ -47,6 +47,8 @@ class Options:
     size: int
     gather: str
     accumulate: Any
+    lowmem: bool = False  # cut the gradients' programs along another axis too
+    local: bool = False  # run scans on whole operands, their bodies in tiles, whether they could run within a tile or not
     floor: int = 0  # bytes of an array that may be completed whatever the sizes of inputs and outputs
 
 
@@ -157,15 +159,23 @@ class Program:
             value, vjp, outs = jax.vjp(primal, *(args[i] for i in active), has_aux=True)
             return (*outs, *vjp(jnp.ones_like(value)))
 
-        straight = Gradient(self.derive(joint, (), range(count, count + len(active))), count)
+        straight = Gradient(self.again(self.derive(joint, (), range(count, count + len(active))), active), count)
         split = separate(self.closed, self.placements, self.limits, active, out)
         if split is None:
             return straight
         parted = self.derive(lambda *args: split.joint(args, active), (), split.wide(active))
         # More than one inner sum may mean more products than running the forward twice.
-        if parted.plan.flops > straight.program.plan.flops:
+        if parted.plan.flops > self.derive(joint, ()).plan.flops:
             return straight
-        return Gradient(parted, count, split, active)
+        return Gradient(self.again(parted, active), count, split, active)
+
+    def again(self, program: Program, active: Sequence[int]) -> Program:
+        """A program of gradients, cut once more if that is asked for."""
+        if not self.options.lowmem:
+            return program
+        from transforms.lowmem import cut_again
+
+        return cut_again(program, active)
 
     def tangent(self, active: tuple[int, ...], outs: tuple[int, ...]) -> Program:
         """The tangents of outputs `outs`, from the inputs and the tangents of those in `active`."""
@@ -206,7 +216,8 @@ class Program:
 
     def _remember(self, key: Any, fn: Any, extra: Sequence[tuple[Any, Placement]]) -> Program:
         if key not in self._derived:
-            self._derived[key] = self.derive(fn, extra)
+            derived = self.derive(fn, extra)
+            self._derived[key] = self.again(derived, key[1]) if key[0] == "cotangent" else derived
         return self._derived[key]
 
 

@@ -182,6 +182,9 @@ def _place(found: Analysis, node: Node, limits: Limits | None) -> None:
                 raise Complete(late, "meets a value that a later loop computes")
             move = _move(node, placements, limits)
         except Complete as request:
+            if limits is None and request.otherwise is not None:
+                move = request.otherwise
+                break
             for i in request.operands:
                 facts[i] = _complete(found, node, i, request.reason, limits)
             continue
@@ -225,15 +228,19 @@ def _move(node: Node, placements: tuple[Placement, ...], limits: Limits | None) 
             "  Compute it outside the tiled function, or cut an axis that does not reach it."
         )
     rule = RULES[node.name]
+    local = limits is not None and rule.local is not None
+    parts = [i for i, p in enumerate(placements) if isinstance(p, Partial)]
+    if local and limits.options.local:
+        if parts:
+            raise Complete(parts, "runs on whole operands")
+        if (move := rule.local(node, placements, limits)) is not None:
+            return move
     try:
         return rule.push(node, placements)
     except Complete:
-        if limits is None or rule.local is None or any(isinstance(p, Partial) for p in placements):
+        if not local or parts or (move := rule.local(node, placements, limits)) is None:
             raise
-        local = rule.local(node, placements, limits)
-        if local is None:
-            raise
-        return local
+        return move
 
 
 def _operands(node: Node, placements: Sequence[Placement]) -> str:

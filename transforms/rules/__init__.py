@@ -35,11 +35,14 @@ class Move:
 
 
 class Complete(Exception):
-    """Operands (by number) must be whole before the node can run; `reason` reads after the primitive's name."""
+    """Operands (by number) must be whole before the node can run; `reason` reads after the primitive's name.
 
-    def __init__(self, operands: Sequence[int], reason: str):
+    `otherwise` is how it moves where they cannot be: in the body of a loop.
+    """
+
+    def __init__(self, operands: Sequence[int], reason: str, otherwise: Move | None = None):
         super().__init__(reason)
-        self.operands, self.reason = tuple(operands), reason
+        self.operands, self.reason, self.otherwise = tuple(operands), reason, otherwise
 
 
 Push = Callable[[Node, tuple[Placement, ...]], Move]

@@ -107,7 +107,7 @@ def accumulate(node: Node, values: list[Any], total: Any, span: Span) -> Any:
         return total + dot(node, lhs, rhs, total.dtype)
 
     where = chunked_dim(node)
-    if where is None or math.prod(total.shape) * total.dtype.itemsize < SMALL:
+    if where is None or not span.chunks or math.prod(total.shape) * total.dtype.itemsize < SMALL:
         return plain(total, *values)
     return lax.platform_dependent(
         total, *values, cpu=lambda total, *ops: chunked(node, list(ops), total, *where), default=plain

@@ -125,7 +125,7 @@ def local_scan(node: Node, placements: tuple[Placement, ...], limits: Any) -> Mo
     stacked = placements[constants + carried :]
     if any(isinstance(p, Tiled) and p.dim == 0 for p in stacked):
         return None
-    options = dataclasses.replace(limits.options, floor=limits.largest)
+    options = dataclasses.replace(limits.options, floor=limits.largest, local=False)
     closed, kept = sink_constants(node)
     state: tuple[Placement, ...] = placements[constants : constants + carried]
     while True:

@@ -10,7 +10,7 @@ from jax import lax
 
 from transforms.graph import Node
 from transforms.placement import WHOLE, Partial, Placement, Span, Tiled, Whole
-from transforms.rules import Complete, Move, count_once, one_cut, only_sums, partial, passes, register, tiled
+from transforms.rules import Complete, Move, count_once, one_cut, only_sums, partial, passes, register, shrinks, tiled
 from transforms.rules.indexing import one_of_each, picks_few
 
 
@@ -95,7 +95,10 @@ def pull_rev(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
 
 def push_pad(node: Node, placements: tuple[Placement, ...]) -> Move:
     if placements[0] == Partial("sum") and isinstance(placements[1], Whole):
-        return Move((Partial("sum"),), tuple(map(count_once, placements)))
+        move = Move((Partial("sum"),), tuple(map(count_once, placements)))
+        if shrinks(node, 0):
+            return move
+        raise Complete([0], "would make it larger", move)
     cut = one_cut(node, placements)
     if tuple(node.params["padding_config"][cut.dim]) != (0, 0, 0):
         raise Complete([0], "pads the cut axis")
@@ -144,7 +147,10 @@ def localise_dynamic_slice(node: Node, move: Move, span: Span) -> dict[str, Any]
 def push_dynamic_update_slice(node: Node, placements: tuple[Placement, ...]) -> Move:
     operand, update, *starts = placements
     if only_sums(placements) and not partial(starts):
-        return Move((Partial("sum"),), (count_once(operand), count_once(update), *starts))
+        move = Move((Partial("sum"),), (count_once(operand), count_once(update), *starts))
+        if isinstance(operand, Partial) or shrinks(node, 1):
+            return move
+        raise Complete([1], "would make it larger", move)
     cut = one_cut(node, placements)
     if any(i > 1 for i in tiled(placements)):
         raise Complete([i for i in tiled(placements) if i > 1], "starts at a place that differs from tile to tile")
