@@ -93,8 +93,9 @@ def call(program: Program, *args: Any) -> list[Any]:
         if active and program.in_one_pass(outs, active):
             values, moved = _scalar(program, outs[0], tuple(active), primals, given)
         else:
-            values = call(program, *primals)
-            moved = _general(program, tuple(outs), tuple(active), primals, given) if active else []
+            found = call(program.forward if active else program, *primals)
+            values, kept = found[: len(program.closed.out_avals)], found[len(program.closed.out_avals) :]
+            moved = _general(program, tuple(outs), tuple(active), primals, kept, given) if active else []
         known = dict(zip(outs, moved, strict=True)) if active else {}
         return tuple(values), tuple(_tangent(v, known.get(i)) for i, v in enumerate(values))
 
@@ -130,14 +131,17 @@ def _scalar(program: Program, out: int, active: tuple[int, ...], primals: Any, g
     return outs, linear(found, [given[i] for i in active], forward, transpose, [aval])
 
 
-def _general(program: Program, outs: tuple[int, ...], active: tuple[int, ...], primals: Any, given: Any) -> Any:
-    """Any outputs: the forward keeps the inputs, the backward runs each tile once more."""
+def _general(
+    program: Program, outs: tuple[int, ...], active: tuple[int, ...], primals: Any, kept: Sequence[Any], given: Any
+) -> Any:
+    """Any outputs: the forward keeps the inputs and what the policy says, the backward runs each tile once more."""
+    count = len(primals)
 
-    def forward(inputs: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-        return call(program.tangent(active, outs), *inputs, *tangents)
+    def forward(residuals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+        return call(program.tangent(active, outs), *residuals[:count], *tangents)
 
-    def transpose(inputs: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-        return call(program.cotangent(active, outs), *inputs, *cotangents)
+    def transpose(residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        return call(program.cotangent(active, outs), *residuals, *cotangents)
 
     avals = [program.closed.out_avals[i] for i in outs]
-    return linear(primals, [given[i] for i in active], forward, transpose, avals)
+    return linear((*primals, *kept), [given[i] for i in active], forward, transpose, avals)

@@ -30,6 +30,7 @@ def run(
     accumulate: Any,
     wide: frozenset[int],
     chunks: bool = True,
+    reuse: Mapping[int, int] | None = None,
 ) -> list[Any]:
     """Run a schedule.
 
@@ -41,6 +42,8 @@ def run(
         accumulate: dtype that sums across tiles are formed in, promoted with their own.
         wide: numbers of the outputs to return in that dtype.
         chunks: whether a product may be added to an accumulator chunk by chunk.
+        reuse: for the number of an output, that of an input which nobody needs afterwards: a loop that reads the one
+            and writes the other slice by slice does so in one buffer.
     """
     graph = plan.analysis.graph
     env: Env = dict(zip(graph.inputs, inputs, strict=True))
@@ -49,7 +52,7 @@ def run(
     for loop in plan.loops:
         finish(plan, env, list(loop.reads), span)
         if loop.updates or loop.steps:
-            env.update(_run_loop(plan, loop, env, span, size, broad))
+            env.update(_run_loop(plan, loop, env, span, size, broad, _shared(plan, loop, reuse or {})))
     effects = [n for n in graph.nodes if n.effects and runs_once(plan.analysis, n)]
     finish(plan, env, [*(v for n in effects for v in n.inputs), *graph.outputs], span)
     for node in (n for n in effects if not any(v in env for v in n.outputs)):
@@ -99,8 +102,39 @@ def combine_partials(node: Node, values: list[Any], span: Span) -> list[Any]:
     return node.bind(values)
 
 
+def _shared(plan: Schedule, loop: Loop, reuse: Mapping[int, int]) -> dict[Value, Value]:
+    """For results of a loop, the inputs whose buffers they take over: read in this loop alone, at the tile written."""
+    graph, fact = plan.analysis.graph, plan.analysis.fact
+    made = {update.value for update in loop.updates}
+    found = {}
+    for out, number in reuse.items():
+        value, source = graph.outputs[out], graph.inputs[number]
+        alike = value in made and source.aval == value.aval and fact(value) == fact(source)
+        here = {id(ref) for ref in refs_of(loop) if ref.value is source and ref.how == "slice"}
+        everywhere = {id(ref) for other in plan.loops for ref in refs_of(other) if ref.value is source}
+        outside = source in graph.outputs or any(
+            source in node.inputs for node in graph.nodes if isinstance(plan.analysis.moves[node].outs[0], Whole)
+        )
+        if alike and isinstance(fact(value).placement, Tiled) and here == everywhere and not outside:
+            found[value] = source
+    return found
+
+
+def refs_of(loop: Loop) -> list[Ref]:
+    """All operands of a loop."""
+    terms = [t for u in loop.updates for t in u.terms]
+    steps = [*loop.steps, *(t for t in terms if isinstance(t, Step))]
+    return [*(r for s in steps for r in s.refs), *(t for t in terms if isinstance(t, Ref))]
+
+
 def _run_loop(
-    plan: Schedule, loop: Loop, env: Env, whole: Span, size: int, broad: set[Value]
+    plan: Schedule,
+    loop: Loop,
+    env: Env,
+    whole: Span,
+    size: int,
+    broad: set[Value],
+    shared: Mapping[Value, Value],
 ) -> dict[Value, Any]:
     """All tiles of one loop: a scan over those of equal length, then the tail."""
     fact, total = plan.analysis.fact, whole.total
@@ -108,14 +142,15 @@ def _run_loop(
     def body(results: dict[int, Any] | None, start: Any, length: int) -> dict[int, Any]:
         span = whole._replace(start=start, length=length)
         before = {} if results is None else {u.value: results[i] for i, u in enumerate(loop.updates)}
-        tiles = compute(loop, env, {}, span, broad, before)
+        now = env | {source: before[value] for value, source in shared.items() if value in before}
+        tiles = compute(loop, now, {}, span, broad, before)
         anchors = {v: x for (v, p), x in tiles.items() if isinstance(p, Whole)}
         made = {}
         for i, update in enumerate(loop.updates):
             result = before.get(update.value)
             if result is not None and update.anchors:
                 result = rescale(result, update.anchors, before, anchors)
-            made[i] = _apply(update, result, fact(update.value).placement, tiles, env, span, update.value in broad)
+            made[i] = _apply(update, result, fact(update.value).placement, tiles, now, span, update.value in broad)
         return made
 
     count, rest = divmod(total, total if loop.light(plan.analysis) else size)
@@ -124,6 +159,7 @@ def _run_loop(
     else:
         span = whole._replace(length=size)
         results = {i: _initial(u, fact(u.value).placement, span, u.value in broad) for i, u in enumerate(loop.updates)}
+        results |= {i: env[shared[u.value]] for i, u in enumerate(loop.updates) if u.value in shared}
         if count == 1:
             results = body(results, 0, size)
         elif count:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from transforms import lower, rules  # noqa: F401
 from transforms.graph import Graph, Value, ancestors, depends, flatten, nbytes
+from transforms.keep import Keeping, Policy, keeping
 from transforms.loops import Schedule
 from transforms.online import Rewritten, rewrite
 from transforms.placement import WHOLE, Placement, Span, Tiled
@@ -47,8 +48,11 @@ class Options:
     size: int
     gather: str
     accumulate: Any
+    policy: Policy | None = None  # what is kept from one loop to another, rather than computed again
     lowmem: bool = False  # cut the gradients' programs along another axis too
-    local: bool = False  # run scans on whole operands, their bodies in tiles, whether they could run within a tile or not
+    local: bool = (
+        False  # run scans on whole operands, their bodies in tiles, whether they could run within a tile or not
+    )
     floor: int = 0  # bytes of an array that may be completed whatever the sizes of inputs and outputs
 
 
@@ -60,6 +64,7 @@ class Program:
     placements: tuple[Placement, ...]
     options: Options
     wide: frozenset[int] = frozenset()
+    reuse: Mapping[int, int] = dataclasses.field(default_factory=dict)  # outputs that may take an input's buffer
 
     @functools.cached_property
     def graph(self) -> Graph:
@@ -93,7 +98,7 @@ class Program:
         o = self.options
 
         def run(*args: Any) -> list[Any]:
-            return lower.run(self.plan, args, o.total, o.size, o.accumulate, self.wide)
+            return lower.run(self.plan, args, o.total, o.size, o.accumulate, self.wide, reuse=self.reuse)
 
         return jax.jit(run)
 
@@ -198,20 +203,34 @@ class Program:
         extra = [(self.closed.in_avals[i], self.placements[i]) for i in active]
         return self._remember(("tangent", active, outs), forward, extra)
 
+    @functools.cached_property
+    def keeping(self) -> Keeping | None:
+        """What the policy keeps for the backward pass."""
+        return keeping(self.closed, self.options.policy)
+
+    @functools.cached_property
+    def forward(self) -> Program:
+        """The outputs, then what is kept for the backward pass."""
+        return self if self.keeping is None else self.derive(self.keeping.forward, ())
+
     def cotangent(self, active: tuple[int, ...], outs: tuple[int, ...]) -> Program:
-        """The cotangents of inputs `active`, from the inputs and the cotangents of outputs `outs`."""
+        """The cotangents of inputs `active`, from the inputs, what was kept, and the cotangents of outputs `outs`."""
+        count, keeping = len(self.closed.in_avals), self.keeping
         fn = jaxpr_as_fun(self.closed)
 
         def backward(*both: Any) -> tuple[Any, ...]:
-            args, cotangents = both[: -len(outs)], both[-len(outs) :]
+            args, kept, cotangents = both[:count], both[count : -len(outs)], both[-len(outs) :]
 
             def primal(*chosen: Any) -> list[Any]:
-                results = fn(*_replace(args, active, chosen))
+                full = _replace(args, active, chosen)
+                results = fn(*full) if keeping is None else keeping.outputs(full, kept)
                 return [results[i] for i in outs]
 
             return jax.vjp(primal, *(args[i] for i in active))[1](list(cotangents))
 
-        extra = [(self.closed.out_avals[i], self.output_placements[i]) for i in outs]
+        first = len(self.closed.out_avals)
+        extra = list(zip(self.forward.closed.out_avals, self.forward.output_placements, strict=True))[first:]
+        extra += [(self.closed.out_avals[i], self.output_placements[i]) for i in outs]
         return self._remember(("cotangent", active, outs), backward, extra)
 
     def _remember(self, key: Any, fn: Any, extra: Sequence[tuple[Any, Placement]]) -> Program:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from transforms.graph import Node, Value, depends, flops
+from transforms.keep import Policy, keeps
 from transforms.loops import Loop, Ref, Schedule, Step, Update
 from transforms.online import Online
 from transforms.placement import WHOLE, Partial, Placement, Tiled, Whole
@@ -24,10 +25,11 @@ def schedule(analysis: Analysis, limits: Limits, total: int, online: Mapping[Val
         TileError: an array that is too large would have to be whole.
         Promote: it would, but its value can be made tile by tile if it is placed so.
     """
-    planner, loops = _settle(analysis, online, eager=False)
+    policy = limits.options.policy if limits.options else None
+    planner, loops = _settle(analysis, online, policy, eager=False)
     if len(loops) > 1:
         # What an early loop computes anyway costs nothing there, and what it takes need not be computed again later.
-        eager = _settle(analysis, online, eager=True)
+        eager = _settle(analysis, online, policy, eager=True)
         if _products(eager[1]) < _products(loops):
             planner, loops = eager
     _check_sizes(analysis, loops, planner.requested, limits, total)
@@ -38,11 +40,13 @@ def _products(loops: Sequence[Loop]) -> int:
     return sum(flops(node) for loop in loops for node in loop.nodes)
 
 
-def _settle(analysis: Analysis, online: Mapping[Value, Online], eager: bool) -> tuple[_Planner, list[Loop]]:
+def _settle(
+    analysis: Analysis, online: Mapping[Value, Online], policy: Policy | None, eager: bool
+) -> tuple[_Planner, list[Loop]]:
     """Plan until all loops agree on what earlier ones store: a stored value is read, not computed again."""
     deadline: dict[Value, int] = {}
     for _ in range(20):
-        planner = _Planner(analysis, dict(deadline), online, eager)
+        planner = _Planner(analysis, dict(deadline), online, eager, policy)
         loops = planner.plan()
         if planner.deadline == deadline:
             return planner, loops
@@ -112,9 +116,11 @@ class _Planner:
         stored: dict[Value, int],
         online: Mapping[Value, Online],
         eager: bool,
+        policy: Policy | None = None,
         local: bool = False,
     ):
         self.analysis = analysis
+        self.policy = policy
         self.eager = eager  # form each result in the first loop that can, not in the last that may
         self.online = online
         self.local = local  # a region: its inputs are tiles already
@@ -247,7 +253,9 @@ class _Planner:
             self.request([value], d - 1)
             return Ref(value, want, "slice")
         if local and self.computes(value, d):
-            return Ref(value, placement, "tile")
+            if not self.kept(value, placement, d):
+                return Ref(value, placement, "tile")
+            self.deadline[value] = self.analysis.fact(value).stage
         if isinstance(want, Tiled) and isinstance(placement, Whole) and self.pulls(value, want) is not None:
             return Ref(value, want, "tile")
         loop.reads[value] = None
@@ -255,6 +263,11 @@ class _Planner:
         if isinstance(want, Whole):
             return Ref(value, want, "whole")
         return Ref(value, want, "slice" if isinstance(want, Tiled) else "once")
+
+    def kept(self, value: Value, placement: Placement, d: int) -> bool:
+        """Whether the policy has an earlier loop store what loop `d` would compute again."""
+        early = isinstance(placement, Tiled) and self.analysis.fact(value).stage < d and value.producer is not None
+        return early and not self.local and keeps(self.policy, value.producer)
 
     def pulls(self, value: Value, want: Tiled) -> tuple[Placement, ...] | None:
         """The operands' placements from which one tile of a whole value is made, without the rest of it."""

@@ -102,6 +102,7 @@ def tile(
     budget: int | str | None = None,
     has_aux: bool = False,
     gather: str = "small",
+    policy: Callable[..., Any] | None = None,
     lowmem: bool = False,
     accumulate: DTypeLike = jnp.float32,
 ) -> TiledFunction[P, R]: ...
@@ -115,6 +116,7 @@ def tile(
     budget: int | str | None = None,
     has_aux: bool = False,
     gather: str = "small",
+    policy: Callable[..., Any] | None = None,
     lowmem: bool = False,
     accumulate: DTypeLike = jnp.float32,
 ) -> Callable[[Callable[P, R]], TiledFunction[P, R]]: ...
@@ -127,6 +129,7 @@ def tile(
     budget: Any = None,
     has_aux: bool = False,
     gather: str = "small",
+    policy: Callable[..., Any] | None = None,
     lowmem: bool = False,
     accumulate: DTypeLike = jnp.float32,
 ) -> Any:
@@ -163,6 +166,8 @@ def tile(
         has_aux: `fn` returns `(out, aux)`, and `aux` is not differentiated.
         gather: which cut arrays may be made whole where an operation needs that: "small" those no larger than the
             largest input or output, "any" all, "none" none.
+        policy: a `jax.checkpoint` policy: what the backward loops find stored by the forward ones, whole, instead of
+            computing it again (`jax.checkpoint_policies.save_only_these_names("hidden")`). By default, nothing.
         lowmem: cut the largest whole argument that is differentiated too, along its largest dimension (the vocabulary
             of a head), so that no accumulator is as large as its gradient. A cross-entropy pays 8NDV instead of 6NDV.
         accumulate: sums across tiles are formed in this dtype, promoted with their own.
@@ -176,7 +181,7 @@ def tile(
         TileError: when called, `fn` cannot be tiled along `axis`.
     """
     settings = {"size": size, "budget": budget, "has_aux": has_aux, "gather": gather}
-    settings |= {"lowmem": lowmem, "accumulate": accumulate}
+    settings |= {"policy": policy, "lowmem": lowmem, "accumulate": accumulate}
     if axis is None:
         raise TypeError("tile: give axis, the dimension to cut: an int, a tuple or dict of them, or a name.")
     if fn is not None and not callable(fn):
@@ -186,7 +191,7 @@ def tile(
         raise ValueError(f"tile: gather={gather!r} is none of {', '.join(map(repr, GATHER))}.")
     if fn is None:
         return functools.partial(tile, axis=axis, n=n, **settings)
-    options = {"gather": gather, "accumulate": jnp.dtype(accumulate), "lowmem": lowmem}
+    options = {"gather": gather, "accumulate": jnp.dtype(accumulate), "policy": policy, "lowmem": lowmem}
     count = int(n) if isinstance(n, np.integer) else n
     return TiledFunction(fn, Tracer(fn, axis, count, size, allowed, has_aux, options))
 

@@ -127,10 +127,11 @@ def local_scan(node: Node, placements: tuple[Placement, ...], limits: Any) -> Mo
         return None
     options = dataclasses.replace(limits.options, floor=limits.largest, local=False)
     closed, kept = sink_constants(node)
+    reuse = {i: kept.index(constants + i) for i in range(carried)}
     state: tuple[Placement, ...] = placements[constants : constants + carried]
     while True:
         ins = (*placements[:constants], *state, *(p.at(p.dim - 1) if isinstance(p, Tiled) else p for p in stacked))
-        program = Program(closed, tuple(ins[i] for i in kept), options)
+        program = Program(closed, tuple(ins[i] for i in kept), options, reuse=reuse)
         outs = program.output_placements
         joined = tuple(join(a, b) for a, b in zip(state, outs[:carried], strict=True))
         if None in joined:

@@ -1,0 +1,62 @@
+"""What a `jax.checkpoint` policy keeps of a tiled forward pass for the backward pass, as whole arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr
+
+from transforms.graph import Graph, Node, Value, evaluate, flatten
+
+Policy = Callable[..., Any]
+
+
+def keeps(policy: Policy | None, node: Node) -> bool:
+    """Whether a policy keeps what a node computes (to offload it is to keep it)."""
+    if policy is None or node.primitive.multiple_results:
+        return False
+    verdict = policy(node.primitive, *(v.aval for v in node.inputs), **node.params)
+    return verdict is True or type(verdict).__name__ in ("SaveableType", "Offloadable")
+
+
+@jax.custom_jvp
+def swap(computed: Any, kept: Any) -> Any:
+    """`kept`, which is what `computed` would be, with `computed`'s derivative."""
+    return kept
+
+
+@swap.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    return primals[1], tangents[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Keeping:
+    """A program as a graph, and the values of it that are kept."""
+
+    graph: Graph
+    values: tuple[Value, ...]
+
+    def forward(self, *args: Any) -> list[Any]:
+        """The outputs, then what is kept."""
+        return evaluate(dict(zip(self.graph.inputs, args, strict=True)), [*self.graph.outputs, *self.values])
+
+    def outputs(self, args: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
+        """The outputs from what was kept: only the rest is computed, except for derivatives."""
+        env = dict(zip(self.graph.inputs, args, strict=True))
+        for value, array in zip(self.values, kept, strict=True):
+            (computed,) = evaluate(env, [value])
+            env[value] = swap(computed, array)
+        return evaluate(env, self.graph.outputs)
+
+
+def keeping(closed: ClosedJaxpr, policy: Policy | None) -> Keeping | None:
+    """What `policy` keeps of a program; None if that is nothing."""
+    if policy is None:
+        return None
+    graph = flatten(closed, custom=False)
+    values = tuple(v for node in graph.nodes if keeps(policy, node) for v in node.outputs)
+    return Keeping(graph, values) if values else None
