@@ -129,15 +129,31 @@ class Config:
         """What attention scores are multiplied by."""
         return self.head_dim**-0.5
 
+    # These three are fields of the families that have them.
+    @property
+    def window(self) -> int | None:
+        """How many keys a query of a local layer sees."""
+        return None
+
+    @property
+    def attention_pattern(self) -> str:
+        """Which layers are local."""
+        return LOCAL
+
+    @property
+    def rope_scaling(self) -> RopeScaling | None:
+        """How rotary frequencies are stretched."""
+        return None
+
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
         """How many keys each layer's queries see, themselves included; None is all of them."""
-        return (None,) * self.num_layers
+        return windows(self.num_layers, self.window, self.attention_pattern)
 
     @property
     def layer_ropes(self) -> tuple[tuple[float, RopeScaling | None], ...]:
         """The base of each layer's rotary frequencies, and how they are stretched."""
-        return ((self.rope_theta, None),) * self.num_layers
+        return ((self.rope_theta, self.rope_scaling),) * self.num_layers
 
 
 def not_positive(config: Any, names: tuple[str, ...]) -> list[str]:

@@ -19,28 +19,24 @@ from zoo.base import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class GemmaConfig(Config):
-    """Gemma 1 and 2. The defaults are Gemma 1's.
+class GemmaLike(Config):
+    """What all Gemmas share.
 
     Attributes:
         query_scalar: scores are divided by its square root; None means `head_dim`.
-        attn_softcap: scores become `c * tanh(score / c)`; None leaves them alone.
-        final_softcap: the same for the logits.
+        final_softcap: logits become `c * tanh(logit / c)`; None leaves them alone.
         window: on local layers a query sees this many keys, itself included; None lets every layer see all.
         attention_pattern: local (L) and global (G) layers, repeated over the depth.
-        post_norms: normalise what attention and MLP put out before adding it (Gemma 2's sandwich).
     """
 
     query_scalar: float | None = None
-    attn_softcap: float | None = None
     final_softcap: float | None = None
     window: int | None = None
     attention_pattern: str = "LG"
-    post_norms: bool = False
 
     def problems(self) -> list[str]:
         """Say what is wrong with the family's own fields."""
-        positive = not_positive(self, ("query_scalar", "attn_softcap", "final_softcap"))
+        positive = not_positive(self, ("query_scalar", "final_softcap"))
         return positive + window_problems(self.window, self.attention_pattern)
 
     @property
@@ -48,57 +44,53 @@ class GemmaConfig(Config):
         """What attention scores are multiplied by."""
         return (self.head_dim if self.query_scalar is None else self.query_scalar) ** -0.5
 
-    @property
-    def layer_windows(self) -> tuple[int | None, ...]:
-        """How many keys each layer's queries see, themselves included; None is all of them."""
-        return windows(self.num_layers, self.window, self.attention_pattern)
+
+@dataclass(frozen=True, kw_only=True)
+class GemmaConfig(GemmaLike):
+    """Gemma 1 and 2. The defaults are Gemma 1's.
+
+    Attributes:
+        attn_softcap: scores become `c * tanh(score / c)`; None leaves them alone.
+        post_norms: normalise what attention and MLP put out before adding it (Gemma 2's sandwich).
+    """
+
+    attn_softcap: float | None = None
+    post_norms: bool = False
+
+    def problems(self) -> list[str]:
+        """Say what is wrong with the family's own fields."""
+        return super().problems() + not_positive(self, ("attn_softcap",))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemma3Config(Config):
+class Gemma3Config(GemmaLike):
     """Gemma 3, the text part: normalised queries and keys, and five layers of six local, with frequencies of their own.
 
     Attributes:
         rope_theta: base of the rotary frequencies of global layers.
         local_rope_theta: that of local layers.
         rope_scaling: how the frequencies of global layers are stretched.
-        query_scalar: scores are divided by its square root; None means `head_dim`.
-        final_softcap: logits become `c * tanh(logit / c)`; None leaves them alone.
-        window: on local layers a query sees this many keys, itself included.
-        attention_pattern: local (L) and global (G) layers, repeated over the depth.
     """
 
     rope_theta: float = 1_000_000.0
-    local_rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling | None = None
-    query_scalar: float | None = None
-    final_softcap: float | None = None
     window: int | None = 4096
     attention_pattern: str = "LLLLLG"
+    local_rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
 
     def problems(self) -> list[str]:
         """Say what is wrong with the family's own fields."""
-        positive = not_positive(self, ("query_scalar", "final_softcap", "local_rope_theta"))
+        problems = super().problems() + not_positive(self, ("local_rope_theta",))
+        if self.window is None and LOCAL in self.attention_pattern:
+            problems.append("window=None leaves local layers without one")
         if self.rope_scaling is not None and self.rope_scaling.kind is RopeKind.yarn:
-            positive.append("rope_scaling.kind=yarn would scale the scores of some layers only")
-        return (
-            positive + scaling_problems(self, self.rope_scaling) + window_problems(self.window, self.attention_pattern)
-        )
+            problems.append("rope_scaling.kind=yarn would scale the scores of some layers only")
+        return problems + scaling_problems(self, self.rope_scaling)
 
     @property
     def attn_softcap(self) -> float | None:
         """The soft cap of attention scores, which the norms of queries and keys replace."""
         return None
-
-    @property
-    def query_scale(self) -> float:
-        """What attention scores are multiplied by."""
-        return (self.head_dim if self.query_scalar is None else self.query_scalar) ** -0.5
-
-    @property
-    def layer_windows(self) -> tuple[int | None, ...]:
-        """How many keys each layer's queries see, themselves included; None is all of them."""
-        return windows(self.num_layers, self.window, self.attention_pattern)
 
     @property
     def layer_ropes(self) -> tuple[tuple[float, RopeScaling | None], ...]:
@@ -141,11 +133,6 @@ class LlamaLike(Config):
         temperature = 1.0 if self.rope_scaling is None else self.rope_scaling.temperature
         return self.head_dim**-0.5 * temperature**2
 
-    @property
-    def layer_ropes(self) -> tuple[tuple[float, RopeScaling | None], ...]:
-        """The base of each layer's rotary frequencies, and how they are stretched."""
-        return ((self.rope_theta, self.rope_scaling),) * self.num_layers
-
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig(LlamaLike):
@@ -175,12 +162,7 @@ class MistralConfig(LlamaLike):
 
     def problems(self) -> list[str]:
         """Say what is wrong with the family's own fields."""
-        return super().problems() + window_problems(self.window, LOCAL)
-
-    @property
-    def layer_windows(self) -> tuple[int | None, ...]:
-        """How many keys each layer's queries see, themselves included; None is all of them."""
-        return (self.window,) * self.num_layers
+        return super().problems() + window_problems(self.window, self.attention_pattern)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,11 +187,6 @@ class Qwen2Config(LlamaLike):
     def biases(self) -> str:
         """Which projections of attention have a bias, of `qkvo`."""
         return "qkv"
-
-    @property
-    def layer_windows(self) -> tuple[int | None, ...]:
-        """How many keys each layer's queries see, themselves included; None is all of them."""
-        return windows(self.num_layers, self.window, self.attention_pattern)
 
 
 @dataclass(frozen=True, kw_only=True)

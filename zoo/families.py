@@ -3,12 +3,12 @@
 from typing import Any
 
 from zoo.base import Config
-from zoo.configs import Gemma3Config, GemmaConfig, MixtralConfig, Qwen3MoeConfig
+from zoo.configs import GemmaLike, MixtralConfig, Qwen3MoeConfig
 
 
 def model_class(config: Config) -> Any:
     """Return the class of a config's models, with `init(config, key=)` and `build(config, leaves)`."""
-    if isinstance(config, GemmaConfig | Gemma3Config):
+    if isinstance(config, GemmaLike):
         from zoo.gemma import Gemma
 
         return Gemma

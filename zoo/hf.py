@@ -8,7 +8,7 @@ from typing import Any
 
 from zoo import hf_rope
 from zoo.base import GLOBAL, LOCAL, Config
-from zoo.configs import Gemma3Config, GemmaConfig, Qwen3MoeConfig
+from zoo.configs import Gemma3Config, GemmaConfig, GemmaLike, MixtralConfig, Qwen3MoeConfig
 from zoo.dialect import HEADS, IGNORED, KINDS, ONLY_ALL, REQUIRED, SHARE, Kind
 
 _TYPES = {LOCAL: "sliding_attention", GLOBAL: "full_attention"}
@@ -152,7 +152,7 @@ def _windows(read: _Reader, kind: Kind, num_layers: int) -> dict[str, Any]:
     """Return the fields that say which layers see how far."""
     if kind.windows == "none":
         return {}
-    width = 4096 if kind.config.__name__ != "MixtralConfig" else None
+    width = None if kind.config is MixtralConfig else 4096
     window = read.raw.get("sliding_window", width)
     if kind.windows in ("switch", "experts") and not read.flag("use_sliding_window", False):
         window = None
@@ -181,8 +181,10 @@ def _layer_types(read: _Reader, kind: Kind, window: int | None, num_layers: int)
                 f"`layer_types`={listed!r} is not supported, only {num_layers} of {' and '.join(letters)}"
             )
             return GLOBAL * num_layers
+        if window is None and _TYPES[LOCAL] in listed:
+            read.problems.append(f"`layer_types` names {_TYPES[LOCAL]}, and there is no window")
         return "".join(letters[name] for name in listed)
-    if kind.config is GemmaConfig or kind.config is Gemma3Config:
+    if issubclass(kind.config, GemmaLike):
         every = 2 if kind.config is GemmaConfig else read.raw.get("sliding_window_pattern", 6)
         if type(every) is not int or every < 1:
             read.problems.append(f"`sliding_window_pattern`={every!r} is not a number of layers")
