@@ -18,6 +18,18 @@ def test_blocks_run_as_printed(block):
     exec(compile(block, "README.md", "exec"), {})
 
 
+def test_blocks_are_short():
+    assert max(len(block.splitlines()) for block in BLOCKS) < 10
+
+
+def test_the_plan_is_as_printed():
+    names: dict = {}
+    exec(compile(BLOCKS[0], "README.md", "exec"), names)
+    plan = str(names["tiled"].plan(names["weights"], names["hidden"], names["labels"]))
+    (printed,) = re.findall(r"```\n(\d+ steps in .*?)```", README, re.DOTALL)
+    assert plan.startswith(printed)
+
+
 @pytest.mark.parametrize(("name", "parameters"), MODELS)
 def test_models_have_the_parameters_of_the_table(name, parameters):
     config, _ = schema.compose([f"model={name}"])

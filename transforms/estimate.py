@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 
 from jax.extend.core import ClosedJaxpr
 
-from transforms.fusion import FUSIBLE, IN_PLACE, LOOPS, NESTED, Fused
+from transforms.fusion import FUSIBLE, IN_PLACE, Fused
 from transforms.graph import Node, Value, body, flatten
+from transforms.simplify import LOOPS, NESTED
 
 
 def temp_bytes(closed: ClosedJaxpr) -> int:

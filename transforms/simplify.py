@@ -1,0 +1,165 @@
+"""What a compiler simplifies before it fuses: other names for the same memory, equal computations, sums in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from transforms.graph import REMAT, Graph, Node, Value, body, constant, flatten, nbytes
+
+# Other names for the same memory; the second kind only if the size is the same.
+ALIAS = frozenset("reshape squeeze copy copy_p stop_gradient name expand_dims bitcast_convert_type".split())
+COPIES = frozenset("broadcast_in_dim slice dynamic_slice".split())
+LOOPS = frozenset(["scan", "while"])
+NESTED = LOOPS | {"cond"}
+
+
+class Simplified:
+    """A graph without what costs nothing.
+
+    Attributes:
+        nodes: what is left, operands first.
+        inputs, outputs: of the graph, which whoever runs it provides.
+        readers: the nodes that read each value.
+    """
+
+    def __init__(self, graph: Graph):
+        self.same: dict[Value, Value] = {}  # values that stand in the memory of others
+        self.nodes: list[Node] = []
+        self._expand(graph)
+        self.inputs = {self.find(v) for v in graph.inputs}
+        for simplify in (self._merge, self._scatter, self._softmax):
+            self.outputs = {self.find(v) for v in graph.outputs}
+            simplify()
+        self.outputs = {self.find(v) for v in graph.outputs}
+        self.readers = self._count()
+
+    def find(self, value: Value) -> Value:
+        while value in self.same:
+            value = self.same[value]
+        return value
+
+    def operands(self, node: Node) -> list[Value]:
+        return [v for v in map(self.find, node.inputs) if v.const is None]
+
+    def _expand(self, graph: Graph) -> None:
+        """Take the branch of this platform, and leave out what is only another name for the same memory."""
+        for node in graph.nodes:
+            inner = self._inlined(node)
+            if inner is not None:
+                self.same.update(zip(inner.inputs, node.inputs[len(node.inputs) - len(inner.inputs) :], strict=True))
+                self._expand(inner)
+                self.same.update(zip(node.outputs, inner.outputs, strict=True))
+            elif node.name in ("max", "min") and (kept := _other_than_infinity(node)) is not None:
+                self.same[node.outputs[0]] = kept
+            elif node.name in ALIAS or (node.name in COPIES and _size(node.inputs[0]) == _size(node.outputs[0])):
+                self.same[node.outputs[0]] = node.inputs[0]
+            elif node.name != "platform_index":
+                self.nodes.append(node)
+
+    def _inlined(self, node: Node) -> Graph | None:
+        if node.name in REMAT:
+            return flatten(body(node.params, "jaxpr"))
+        index = self.find(node.inputs[0]).producer if node.name == "cond" else None
+        if index is None or index.name != "platform_index":
+            return None
+        ours = jax.default_backend()
+        chosen = (i for i, names in enumerate(index.params["platforms"]) if names is None or ours in names)
+        return flatten(node.params["branches"][next(chosen)])
+
+    def _merge(self) -> None:
+        """Let equal computations of equal operands be one."""
+        known: dict[Any, Node] = {}
+        kept = []
+        for node in self.nodes:
+            key = (node.name, str(node.params), tuple(self._key(v) for v in node.inputs))
+            alone = node.effects or node.name in NESTED or not self.operands(node)
+            if not alone and key in known:
+                self.same.update(zip(node.outputs, known[key].outputs, strict=True))
+                continue
+            known[key] = node
+            kept.append(node)
+        self.nodes = kept
+
+    def _key(self, value: Value) -> Any:
+        """What identifies an operand: for one that is filled with a number, that."""
+        value = self.find(value)
+        node = value.producer
+        if node is not None and node.name == "broadcast_in_dim" and not self.operands(node):
+            return str(value), self._key(node.inputs[0])
+        return value if value.const is None or value.shape != () else str(value.const)
+
+    def _count(self) -> dict[Value, list[Node]]:
+        """The readers of each value."""
+        readers: dict[Value, list[Node]] = {}
+        for node in self.nodes:
+            for value in dict.fromkeys(self.operands(node)):
+                readers.setdefault(value, []).append(node)
+        return readers
+
+    def _scatter(self) -> None:
+        """A scatter into zeros that is only added to something is done in place of the sum."""
+        readers, moved = self._count(), {}
+        for node in self.nodes:
+            if node.name not in ("add", "add_any") or _size(node.inputs[0]) != _size(node.inputs[1]):
+                continue
+            for value, other in (node.inputs, node.inputs[::-1]):
+                value = self.find(value)
+                made = value.producer
+                zeros = made is not None and made.name == "scatter-add" and constant(made.inputs[0]) == 0
+                if zeros and readers[value] == [node] and value not in self.outputs and made not in moved.values():
+                    made.inputs = [other, *made.inputs[1:]]
+                    moved[node] = made
+                    self.same[node.outputs[0]] = value
+                    break
+        dropped = set(moved.values())
+        self.nodes = [moved.get(n, n) for n in self.nodes if n not in dropped]
+
+    def _softmax(self) -> None:
+        """A matrix product goes through `exp(scale * x - max)` before it is stored, as far as only that reads it."""
+        readers, kept = self._count(), set(self.nodes)
+        for node in self.nodes:
+            if node.name != "reduce_max":
+                continue
+            scores = self.find(node.inputs[0])
+            shift = [n for n in readers.get(scores, []) if n is not node]
+            if len(shift) != 1 or shift[0].name != "sub" or self._peeled(shift[0].inputs[1]) not in node.outputs:
+                continue
+            after = readers.get(shift[0].outputs[0], [])
+            chain = shift + [n for n in after if len(after) == 1 and n.name == "exp"]
+            if scores.producer is not None and scores.producer.name in ("mul", "div"):
+                operands = self.operands(scores.producer)
+                if len(operands) == 1 and len(readers[operands[0]]) == 1:
+                    chain.append(scores.producer)
+                    scores = operands[0]
+            if scores.producer is None or scores.producer.name != "dot_general" or scores in self.outputs:
+                continue
+            chain = [n for n in chain if n.outputs[0] not in self.outputs]
+            self.same.update((n.outputs[0], scores) for n in chain)
+            kept -= set(chain)
+        self.nodes = [n for n in self.nodes if n in kept]
+
+    def _peeled(self, value: Value) -> Value:
+        """What a value is broadcast from."""
+        node = self.find(value).producer
+        copied = node is not None and node.name == "broadcast_in_dim"
+        return self._peeled(node.inputs[0]) if copied else self.find(value)
+
+
+def _other_than_infinity(node: Node) -> Value | None:
+    """The operand that a maximum with -inf, or a minimum with inf, returns."""
+    bound = -np.inf if node.name == "max" else np.inf
+    for value, other in (node.inputs, node.inputs[::-1]):
+        if (
+            jax.dtypes.issubdtype(value.dtype, np.floating)
+            and _size(other) == _size(node.outputs[0])
+            and constant(value) == bound
+        ):
+            return other
+    return None
+
+
+def _size(value: Value) -> int:
+    return nbytes(value.aval)
