@@ -32,7 +32,7 @@ class Score:
     model: Model
     data: Data
     hardware: Hardware
-    adapter: str | None = option(None, "folder of a LoRA adapter to apply")
+    lora: str | None = option(None, "folder of a LoRA adapter to apply")
     seq_len: int = option(2048, "tokens in a window")
     stride: int | None = option(None, "tokens scored per window, the rest being context (default: half a window)")
     batch_size: int = option(1, "windows at a time")
@@ -57,7 +57,7 @@ class Generate:
     system: Any = option(None, "instructions that come before the prompt (chat=true)")
     chat: bool = option(False, "the prompt is a user's message: apply the folder's chat template")
     tokenizer: str | None = option(None, "folder of a tokenizer (default: the one of model.weights, else bytes)")
-    adapter: str | None = option(None, "folder of a LoRA adapter to apply")
+    lora: str | None = option(None, "folder of a LoRA adapter to apply")
     max_tokens: int = option(128, "most tokens to generate")
     temperature: float = option(1.0, "divides the logits; 0: always the most likely token")
     top_k: int | None = option(None, "only the so many most likely tokens")
@@ -78,7 +78,7 @@ class Convert:
     source: str = option(dataclasses.MISSING, "Hugging Face folder, or one that a run saved")
     out: str = option(dataclasses.MISSING, "folder to write")
     dtype: DType | None = option(None, "how parameters are stored (default: as they are)")
-    adapter: str | None = option(None, "folder of a LoRA adapter to merge into the weights")
+    lora: str | None = option(None, "folder of a LoRA adapter to merge into the weights")
     shard_gib: float = option(1.0, "largest file")
 
     def __post_init__(self):

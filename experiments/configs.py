@@ -82,6 +82,11 @@ class Lora(Adapter):
     def __post_init__(self):
         positive(self, "adapter.", "rank", "alpha")
 
+    @property
+    def patterns(self) -> list[str]:
+        """The targets, one by one."""
+        return [target.strip() for target in self.targets.split(",") if target.strip()]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Data:

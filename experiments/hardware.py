@@ -65,6 +65,7 @@ RATES: dict[type, float] = {
     configs.AdafactorLayerwise: 2e-2,
     configs.Sgd: 1e-1,
 }
+LORA_RATE = 1e-3  # AdamW's, for adapters of models of any size
 REMAT_ABOVE = 2e7  # parameters: below, activations are small and recomputing them is time lost
 TILE_BYTES = 2**28  # largest float32 logits of one tile under tiling.n=auto
 CGROUPS = (("memory.current", "memory.max"), ("memory/memory.usage_in_bytes", "memory/memory.limit_in_bytes"))
@@ -175,10 +176,11 @@ def resolve(config: configs.Run, device: Device) -> tuple[configs.Resolved, dict
         hardware = dataclasses.replace(hardware, compiler_options=options)
     optimizer = config.optimizer
     if type(optimizer) is configs.Optimizer:
-        cls = configs.AdamW if hardware.param_dtype is DType.float32 and roomy else configs.AdafactorLayerwise
+        full = hardware.param_dtype is DType.float32 and roomy
+        cls = configs.AdamW if full or isinstance(config.adapter, configs.Lora) else configs.AdafactorLayerwise
         optimizer = cls(**{field.name: getattr(optimizer, field.name) for field in dataclasses.fields(optimizer)})
         chosen["optimizer"] = option_name(cls)
-    optimizer = choose(optimizer, "optimizer.", learning_rate=_rate(type(optimizer), params))
+    optimizer = choose(optimizer, "optimizer.", learning_rate=_rate(type(optimizer), params, config.adapter))
     # Fewest tiles with small logits, none shorter than is efficient.
     logits = 4 * resolved.tokens_per_step * config.model.config.vocab_size
     fewest = min(-(-logits // TILE_BYTES), max(1, resolved.tokens_per_step // LEAST_TILE))
@@ -190,9 +192,11 @@ def resolve(config: configs.Run, device: Device) -> tuple[configs.Resolved, dict
     return dataclasses.replace(resolved, **parts), chosen
 
 
-def _rate(optimizer: type, params: int) -> float:
+def _rate(optimizer: type, params: int, adapter: configs.Adapter) -> float:
     """Return a peak learning rate: AdamW's falls with the root of the model's size, Adafactor's is relative already."""
     rate = RATES[optimizer]
+    if isinstance(adapter, configs.Lora) and optimizer is configs.AdamW:
+        return LORA_RATE
     return rate if optimizer is not configs.AdamW else float(f"{rate * min(1.0, (3e6 / params) ** 0.5):.1g}")
 
 

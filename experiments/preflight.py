@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import equinox as eqx
 import jax
 
 import zoo.accounting
@@ -98,7 +99,8 @@ def measure(config: configs.Resolved, state: Any, compiled: Any) -> Memory:
     """Return the memory of a compiled step. Weights, optimizer and gradients are exact; the head is compiled alone."""
     weights, optimizer = bytes_of(state.model), bytes_of(state.opt_state)
     temp = compiled.compiled.memory_analysis().temp_size_in_bytes
-    gradients = min(weights, temp)
+    trained = eqx.filter_eval_shape(lambda model: eqx.filter(model, program.trainable(config)(model)), state.model)
+    gradients = min(bytes_of(trained), temp)
     head = min(head_bytes(config, state), temp - gradients)
     return Memory(weights, optimizer, gradients, head, temp - gradients - head, total_bytes(compiled))
 

@@ -4,6 +4,7 @@
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -15,8 +16,8 @@ from jax import ShapeDtypeStruct as Shape
 from experiments import configs, optimizer
 from transforms import tile
 from transforms.remat import remat
-from transforms.step import State, compile_step, make_eval_step, make_train_step
-from zoo import Gemma
+from transforms.step import State, all_parameters, compile_step, make_eval_step, make_train_step
+from zoo import Mixture, lora, model_class
 
 
 def head_loss(model: Any, hidden_TD: jax.Array, targets_T: jax.Array, mask_T: jax.Array) -> jax.Array:
@@ -30,16 +31,26 @@ def tiled_head_loss(n: int | str) -> Any:
     return tile(head_loss, axis=(None, 0, 0, 0), n=n) if isinstance(n, int) else head_loss
 
 
-def make_loss(config: configs.Resolved) -> Any:
-    """Return `loss(model, batch) -> (mean loss, {})` for batches of (tokens, targets, mask), each [B, S]."""
+def make_loss(config: configs.Resolved, *, balanced: bool = True) -> Any:
+    """Return `loss(model, batch) -> (mean loss, {})` for batches of (tokens, targets, mask), each [B, S].
+
+    With `balanced`, what a mixture's experts are used unevenly is added, weighted as the model's config says.
+    """
     compute, policy = _dtype(config.hardware.compute_dtype), remat(config.remat.policy)
     head = tiled_head_loss(config.tiling.n)
 
     def loss(model, batch):
         tokens, targets, mask = batch
         reader, ids, model = _share_table(model, tokens)
-        hidden = reader.hidden(ids, dtype=compute, remat=policy)
-        return head(model, hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1), mask.reshape(-1)), {}
+        hidden, extra = read(reader, ids, dtype=compute, remat=policy)
+        mean = head(model, hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1), mask.reshape(-1))
+        return mean + extra, {}
+
+    def read(reader, ids, **how):
+        if not (balanced and isinstance(reader, Mixture)):
+            return reader.hidden(ids, **how), 0.0
+        hidden, balance = reader.hidden_and_balance(ids, **how)
+        return hidden, reader.config.balance_weight * balance
 
     return loss
 
@@ -75,24 +86,42 @@ _table_and_rows.defvjp(_table_and_rows_fwd, _table_and_rows_bwd)
 
 
 def init_model(config: configs.Resolved) -> Any:
-    """Return a model with random weights, or the one at `model.weights`.
+    """Return a model with random weights, or the one at `model.weights`; with its adapter, where it gets one.
 
     Raises:
-        ValueError: the weights do not make the model that their folder describes.
+        ValueError: the weights do not make the model that their folder describes, or it has no such matrices to adapt.
     """
     dtype = _dtype(config.hardware.param_dtype)
     if config.model.weights is not None:
         import zoo
 
-        return zoo.load(config.model.weights, dtype=dtype)
-    return Gemma.init(config.model.config, key=_key(config.seed), dtype=dtype)
+        return _adapt(zoo.load(config.model.weights, dtype=dtype), config)
+    return _adapt(draw_model(config.model.config, config.seed, configs.chosen(config.hardware.param_dtype)), config)
+
+
+def draw_model(config: Any, seed: int, dtype: configs.DType) -> Any:
+    """Return a model of an architecture, with random weights."""
+    return model_class(config).init(config, key=_key(seed), dtype=_dtype(dtype))
+
+
+def _adapt(model: Any, config: configs.Resolved) -> Any:
+    adapter = config.adapter
+    if not isinstance(adapter, configs.Lora):
+        return model
+    return lora.attach(model, adapter.patterns, rank=adapter.rank, alpha=adapter.alpha, key=_key(config.seed + 1))
+
+
+def trainable(config: configs.Resolved) -> Callable[[Any], Any]:
+    """Return what says which leaves of a model are trained."""
+    return lora.trainable if isinstance(config.adapter, configs.Lora) else all_parameters
 
 
 def abstract_state(config: configs.Resolved) -> State:
     """Return the shapes and types of everything that a step changes; allocates nothing."""
-    make = functools.partial(Gemma.init, config.model.config, dtype=_dtype(config.hardware.param_dtype))
-    model = eqx.filter_eval_shape(lambda: make(key=_key(config.seed)))
-    return eqx.filter_eval_shape(State.init, model, build_optimizer(config))
+    init = model_class(config.model.config).init
+    make = functools.partial(init, config.model.config, dtype=_dtype(config.hardware.param_dtype))
+    model = eqx.filter_eval_shape(lambda: _adapt(make(key=_key(config.seed)), config))
+    return eqx.filter_eval_shape(State.init, model, build_optimizer(config), trainable(config))
 
 
 def build_optimizer(config: configs.Resolved) -> optax.GradientTransformationExtraArgs:
@@ -108,13 +137,13 @@ def abstract_batch(config: configs.Resolved) -> tuple[Shape, Shape, Shape]:
 
 def compile_train(config: configs.Resolved, state: State) -> Any:
     """Return the executable `(batch, state) -> (state, metrics)`."""
-    step = make_train_step(make_loss(config), build_optimizer(config))
+    step = make_train_step(make_loss(config), build_optimizer(config), trainable(config))
     return compile_step(step, abstract_batch(config), state, compiler_options=config.hardware.compiler_options)
 
 
 def compile_eval(config: configs.Resolved, state: State) -> Any:
     """Return the executable `(batch, model) -> metrics`."""
-    step = make_eval_step(make_loss(config))
+    step = make_eval_step(make_loss(config, balanced=False))
     return compile_step(step, abstract_batch(config), state.model, compiler_options=config.hardware.compiler_options)
 
 
@@ -126,9 +155,7 @@ def compile_head(config: configs.Resolved, state: State) -> Any:
     @eqx.filter_jit
     def head(model, hidden, targets, mask):
         # Only what the head reads is differentiated: gradients of the layers would be arrays of zeros.
-        used, rest = eqx.partition(
-            model, eqx.tree_at(lambda m: m.layers, jax.tree.map(eqx.is_inexact_array, model), False)
-        )
+        used, rest = eqx.partition(model, eqx.tree_at(lambda m: m.layers, trainable(config)(model), False))
         return eqx.filter_value_and_grad(lambda x: loss(eqx.combine(x[0], rest), x[1], targets, mask))((used, hidden))
 
     shapes = Shape((tokens, dim), _dtype(config.hardware.compute_dtype)), Shape((tokens,), jnp.int32)

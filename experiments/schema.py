@@ -16,6 +16,7 @@ from experiments import commands, configs
 CONF = Path(__file__).resolve().parent.parent / "conf"
 GROUPS = ("model", "adapter", "data", "tiling", "optimizer", "hardware", "remat")
 FREE = ("hardware.compiler_options.",)  # keys under these are the user's own
+LISTS = ("adapter.targets", "data.pattern")  # their commas separate names, and ask for no sweep
 FILLS_NULL = (AttributeError, AssertionError)  # what OmegaConf raises on `part.key=value` where the part is null
 SCHEMAS = {  # group -> name of the schema -> dataclass
     "data": {
@@ -111,7 +112,8 @@ def compose(overrides: Sequence[str], name: str = "config") -> tuple[Any, dict[s
     from omegaconf.errors import OmegaConfBaseException
 
     register()
-    overrides = [f"+{override}" if override.startswith(FREE) else override for override in overrides]
+    groups = [g for g in GROUPS if name == "config" or g in commands.CLASSES[name].__dataclass_fields__]
+    overrides = [f"+{override}" if override.startswith(FREE) else _quoted(override) for override in overrides]
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
         try:
             composed = hydra_compose(name, overrides=overrides, return_hydra_config=True)
@@ -119,8 +121,8 @@ def compose(overrides: Sequence[str], name: str = "config") -> tuple[Any, dict[s
             if extra and not all(override.lstrip("+").startswith(FREE) for override in extra):
                 raise HydraException(f"`{extra[0]}` would add or remove a key")
         except (HydraException, OmegaConfBaseException, *FILLS_NULL) as error:
-            known = hydra_compose(name, overrides=_valid_choices(overrides))
-            raise ConfigError(_explain(error, overrides, known)) from None
+            known = hydra_compose(name, overrides=_valid_choices(overrides, groups))
+            raise ConfigError(_explain(error, overrides, known, groups)) from None
     choices = {key: str(value) for key, value in composed.hydra.runtime.choices.items() if key in GROUPS}
     return instantiate(composed), choices
 
@@ -142,10 +144,16 @@ def instantiate(composed: Any) -> Any:
         raise ConfigError(str(error.__cause__ or error)) from None
 
 
-def _valid_choices(overrides: Sequence[str]) -> list[str]:
+def _quoted(override: str) -> str:
+    """Keep Hydra from reading a list of names as a sweep."""
+    key, _, value = override.partition("=")
+    return f"{key}='{value}'" if key in LISTS and "," in value and value[0] not in "'\"" else override
+
+
+def _valid_choices(overrides: Sequence[str], groups: Sequence[str]) -> list[str]:
     """Return the overrides that pick an existing option of a group, so that the keys they bring are known."""
     pairs = [override.split("=", 1) for override in overrides if "=" in override]
-    return [f"{key}={value}" for key, value in pairs if key in GROUPS and value in options(key)]
+    return [f"{key}={value}" for key, value in pairs if key in groups and value in options(key)]
 
 
 def _keys(node: Any, prefix: str = "") -> list[str]:
@@ -161,16 +169,16 @@ def _keys(node: Any, prefix: str = "") -> list[str]:
     return found
 
 
-def _explain(error: Exception, overrides: Sequence[str], known: Any) -> str:
+def _explain(error: Exception, overrides: Sequence[str], known: Any, groups: Sequence[str]) -> str:
     """Return one line: which override is wrong, why, and the closest thing that exists."""
-    keys = sorted({*_keys(known), *GROUPS})
+    keys = sorted({*_keys(known), *groups})
     for override in overrides:
         key, equals, value = override.lstrip("+~").partition("=")
         if not equals and not override.startswith("~"):
             return f"cannot read `{override}`: overrides look like key=value, for example tiling.n=8"
         if override.startswith("~"):
             return f"cannot apply `{override}`: keys can be changed, not removed"
-        if key in GROUPS and value not in options(key):
+        if key in groups and value not in options(key):
             close = difflib.get_close_matches(value, options(key), n=1, cutoff=0.4)
             hint = f"Did you mean {key}={close[0]}? " if close else ""
             return f"unknown option `{override}`: {hint}Choices for {key}: {', '.join(options(key))}"

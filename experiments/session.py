@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import zoo.accounting
 from experiments import configs, data, hardware, preflight, table, usage
@@ -14,6 +14,9 @@ from experiments.hardware import Device, HardwareError
 from experiments.loggers import missing, open_loggers
 from experiments.metrics import Progress, Recorder, describe
 from experiments.preflight import DoesNotFitError, Plan
+from zoo import lora
+
+T = TypeVar("T", bound=Any)
 
 
 class RunError(RuntimeError):
@@ -26,7 +29,7 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str]) -> 
     try:
         if problem := missing(config.save):
             raise RunError(problem)
-        config = _with_weights(config, argv)
+        config = with_weights(config, argv)
         directory = _directory(config, choices["model"])
         device = hardware.prepare(config.hardware.platform)
         config, chosen = hardware.resolve(config, device)
@@ -52,8 +55,12 @@ def _fail(error: Exception, status: int) -> int:
     return status
 
 
-def _with_weights(config: configs.Run, argv: Sequence[str]) -> configs.Run:
-    """Return the run with the architecture that its weights' folder describes."""
+def with_weights(config: T, argv: Sequence[str]) -> T:
+    """Return a run (or another command) with the architecture that its weights' folder describes.
+
+    Raises:
+        RunError: there are no such weights, or they are another model's than the one asked for.
+    """
     if config.model.weights is None:
         return config
     from zoo.hf import from_hf
@@ -88,6 +95,11 @@ def _check(config: configs.Resolved) -> None:
             f"cannot cut into tiling.n={config.tiling.n} tiles: a step has {config.tokens_per_step} tokens "
             f"({config.batch_size} x {config.seq_len}). Use fewer tiles."
         )
+    if isinstance(config.adapter, configs.Lora):
+        try:
+            lora.match(config.model.config, config.adapter.patterns)
+        except ValueError as error:
+            raise RunError(f"bad value adapter.targets={config.adapter.targets}: {error}") from None
 
 
 def _preflight(config: configs.Resolved, model: str, chosen: dict, argv: Sequence[str], device: Device) -> Plan:
@@ -145,10 +157,23 @@ def _train(
         plots.draw(directory, recorder.records, plan, config)
         _summarise(directory, recorder, plan, time.perf_counter() - began)
     if config.save.final:
-        import zoo
-
-        zoo.save(model, directory / "weights")
+        _save(model, config, directory)
     print(_closing(directory, recorder, config, time.perf_counter() - began))
+
+
+def _save(model: Any, config: configs.Resolved, directory: Path) -> None:
+    """Write the trained weights, any adapter merged into them and also by itself, with their tokenizer."""
+    import zoo
+    from experiments.convert import copy_tokenizer
+    from zoo import adapters
+
+    if isinstance(config.adapter, configs.Lora):
+        adapters.save(model, directory / "adapter")
+        model = lora.merge(model)
+    zoo.save(model, directory / "weights")
+    for source in (config.model.weights, config.data.tokenizer):
+        if source is not None:
+            copy_tokenizer(source, directory / "weights")
 
 
 def _summarise(directory: Path, recorder: Recorder, plan: Plan, seconds: float) -> None:
@@ -181,4 +206,5 @@ def _closing(directory: Path, recorder: Recorder, config: configs.Resolved, seco
     lines.append(f"  peak memory {table.size(hardware.used_memory()[1])}, {seconds:.0f} s altogether")
     files = "metrics.jsonl, metrics.csv, summary.json, config.yaml, loss.png, memory.png"
     weights = ", weights/" if config.save.final else ""
+    weights += ", adapter/" if config.save.final and isinstance(config.adapter, configs.Lora) else ""
     return "\n".join([*lines, f"Everything is in {directory}/: {files}{weights}"])

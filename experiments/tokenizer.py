@@ -25,7 +25,12 @@ from experiments.chat import ChatTemplate  # noqa: E402
 from experiments.corpus import BOS, BYTE_VOCAB, DataError, documents  # noqa: E402
 
 FILE = "tokenizer.json"
-FILES = (FILE, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
+FILES: tuple[str, ...] = tuple(  # what makes up a tokenizer in a folder, in any of the forms that there are
+    """
+    tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json chat_template.jinja
+    chat_template.json tokenizer.model spiece.model vocab.json vocab.txt merges.txt generation_config.json
+    """.split()
+)
 START, STOP = "<bos>", "<eos>"  # of the tokenizers that are trained here
 
 

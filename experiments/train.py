@@ -51,7 +51,7 @@ class Trainer:
         self.progress.say(f"  held-out text before training: {describe(before)}")
         self.progress.start()
         transformation = program.build_optimizer(self.config)
-        init = eqx.filter_jit(lambda m: transformation.init(eqx.filter(m, eqx.is_inexact_array)))
+        init = eqx.filter_jit(lambda m: transformation.init(eqx.filter(m, program.trainable(self.config)(m))))
         state = State(model, init(model), jnp.zeros((), jnp.int32))
         del model  # its memory is about to be reused
         pending, self._clock = None, time.perf_counter()

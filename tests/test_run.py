@@ -12,7 +12,9 @@ import pytest
 import yaml
 from jax.experimental.compilation_cache import compilation_cache
 
+import zoo
 from experiments import hardware, schema, session
+from zoo import adapters, lora
 
 MICRO = [
     "data=pydoc",
@@ -112,6 +114,27 @@ def test_saved_weights_go_on_where_the_run_ended(start, tmp_path, capsys):
     assert second["held_out_bits_per_byte_before"] == pytest.approx(first["held_out_bits_per_byte_after"], abs=1e-4)
     assert start(f"model.weights={tmp_path / 'first' / 'weights'}", "model.num_layers=2") == 2
     assert "holds another model than the one asked for: num_layers: 2 here, 1 there" in capsys.readouterr().err
+
+
+def test_an_adapter_is_trained_alone_and_saved_by_itself_and_merged(start, tmp_path, capsys):
+    assert start("run=base", "save.final=true", "steps=1") == 0
+    weights = f"model.weights={tmp_path / 'base' / 'weights'}"
+    words = [weights, "adapter=lora", "adapter.targets=q,*_proj", "adapter.rank=2", "optimizer.learning_rate=0.01"]
+    assert start("run=low", "save.final=true", *words) == 0
+    assert "adapter/" in capsys.readouterr().out
+    low, base = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("low", "base"))
+    assert low["held_out_bits_per_byte_before"] == pytest.approx(base["held_out_bits_per_byte_after"], abs=1e-4)
+    assert low["held_out_bits_per_byte_after"] < low["held_out_bits_per_byte_before"]
+    plain = zoo.load(tmp_path / "base" / "weights")
+    merged = lora.merge(adapters.load(tmp_path / "low" / "adapter", plain))
+    saved = zoo.load(tmp_path / "low" / "weights")
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), merged, saved))
+    assert not bool((saved.layers.q == plain.layers.q).all())
+    assert bool((saved.embed == plain.embed).all())
+    assert start(weights, "adapter=lora", "adapter.targets=query") == 2
+    assert (
+        "bad value adapter.targets=query: LoRA cannot be attached: `query` matches no matrix" in capsys.readouterr().err
+    )
 
 
 def test_weights_that_are_not_there(start, tmp_path, capsys):

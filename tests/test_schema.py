@@ -58,6 +58,14 @@ def test_wrong_command_lines_get_one_line(name):
     assert "\n" not in str(caught.value)
 
 
+def test_lists_of_names_need_no_quotes():
+    config, _ = schema.compose(
+        ["adapter=lora", "adapter.targets=q,*_proj", "data=text", "data.path=x", "data.pattern=*.a,*.b"]
+    )
+    assert config.adapter.patterns == ["q", "*_proj"]
+    assert config.data.pattern == "*.a,*.b"
+
+
 def test_compiler_options_are_free():
     config, _ = schema.compose(["hardware.compiler_options.xla_dump_to=/tmp/x"])
     assert config.hardware.compiler_options == {"xla_dump_to": "/tmp/x"}

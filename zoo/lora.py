@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
+from zoo.base import Config
 from zoo.tables import Row, rows
 
 
@@ -97,7 +98,7 @@ def attach(
     """
     if rank < 1:
         raise ValueError(f"LoRA's rank={rank} must be at least 1.")
-    found = _matching(model, targets)
+    found = match(model.config, targets)
     dims = model.config.dims
     parts = []
     for row, leaf_key in zip(found, jax.random.split(key, len(found)), strict=True):
@@ -135,10 +136,9 @@ def trainable(model: PyTree) -> PyTree:
 
 def matrices(model: PyTree) -> Iterator[tuple[Row, Float[Array, "..."]]]:
     """Yield the row and the whole of every matrix that can be adapted: all but the embedding, which is looked up."""
-    for row in rows(model.config):
-        if row.fan_in and row.leaf != "embed":
-            part = _leaf(model, row)
-            yield row, part.base if isinstance(part, LowRank) else part
+    for row in _matrices(model.config):
+        part = _leaf(model, row)
+        yield row, part.base if isinstance(part, LowRank) else part
 
 
 def put(model: PyTree, found: Sequence[Row], parts: Sequence) -> PyTree:
@@ -148,9 +148,13 @@ def put(model: PyTree, found: Sequence[Row], parts: Sequence) -> PyTree:
     return eqx.tree_at(lambda m: [_leaf(m, row) for row in found], model, list(parts))
 
 
-def _matching(model, targets: Sequence[str]) -> list[Row]:
-    """Return the rows of the matrices that the patterns name, in the model's order."""
-    known = {row: _names(row) for row, _ in matrices(model)}
+def match(config: Config, targets: Sequence[str]) -> list[Row]:
+    """Return the rows of the matrices that patterns name, in the model's order.
+
+    Raises:
+        ValueError: patterns match no matrix: all that there are are listed.
+    """
+    known = {row: _names(row) for row in _matrices(config)}
     hits = {target: [row for row, names in known.items() if _hit(target, names)] for target in targets}
     missed = [target for target, found in hits.items() if not found]
     if missed or not targets:
@@ -161,6 +165,10 @@ def _matching(model, targets: Sequence[str]) -> list[Row]:
         what = ", ".join(f"`{one}`" for one in missed) or "an empty list of targets"
         raise ValueError(f"LoRA cannot be attached: {what} matches no matrix.{hint} This model has:\n{listed}")
     return [row for row in known if any(row in found for found in hits.values())]
+
+
+def _matrices(config: Config) -> list[Row]:
+    return [row for row in rows(config) if row.fan_in and row.leaf != "embed"]
 
 
 def _names(row: Row) -> tuple[str, ...]:

@@ -1,0 +1,65 @@
+"""Write a model's folder anew: `python experiments/convert.py source=FOLDER out=FOLDER dtype=bfloat16 lora=FOLDER`.
+
+It reads what `zoo.load` reads (a Hugging Face folder, or the `weights` that a run saved), changes the number format,
+merges a LoRA adapter, and writes a folder that transformers and this zoo open. The tokenizer's files come along.
+"""
+
+import shutil
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder first
+    sys.path.insert(0, str(ROOT))
+
+from experiments import commands  # noqa: E402
+from experiments.commands import CommandError  # noqa: E402
+from experiments.tokenizer import FILES  # noqa: E402
+
+GIB = 2**30
+
+
+def main(argv: list[str]) -> int:
+    """Convert a model; return the exit status."""
+    return commands.main("convert", convert, argv)
+
+
+def convert(config: commands.Convert, argv: list[str]) -> None:
+    """Read, change and write a model.
+
+    Raises:
+        CommandError: the source holds no model, the adapter is another model's, or the place is taken.
+    """
+    source, out = Path(config.source).expanduser(), Path(config.out).expanduser()
+    if (out / "config.json").exists():
+        raise CommandError(f"there already is a model at {out}: choose another out=FOLDER, or remove it first")
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    import zoo
+    from zoo import adapters, lora
+
+    try:
+        model = zoo.load(source, dtype=None if config.dtype is None else config.dtype.value)
+        if config.lora is not None:
+            model = lora.merge(adapters.load(config.lora, model))
+        zoo.save(model, out, shard_bytes=int(config.shard_gib * GIB))
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+    copied = copy_tokenizer(source, out)
+    files = sorted(file.name for file in out.iterdir() if file.suffix == ".safetensors")
+    print(
+        f"{zoo.count_params(model.config):,} parameters in {len(files)} files, {len(copied)} tokenizer files, in {out}/"
+    )
+
+
+def copy_tokenizer(source: str | Path, out: Path) -> list[str]:
+    """Copy what belongs to a model's tokenizer from one folder to another; return the files' names."""
+    found: list[str] = [name for name in FILES if (Path(source) / name).is_file()]
+    for name in found:
+        shutil.copyfile(Path(source) / name, out / name)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,109 @@
+"""Continue text: `python experiments/generate.py model.weights=FOLDER prompt="Once upon a time"`.
+
+Words appear as they are made. Give `prompt=` several times for a batch; `chat=true` applies the folder's chat template.
+"""
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder first
+    sys.path.insert(0, str(ROOT))
+
+from experiments import commands  # noqa: E402
+from experiments.commands import CommandError  # noqa: E402
+
+
+def main(argv: list[str]) -> int:
+    """Generate text; return the exit status."""
+    return commands.main("generate", _generate, argv)
+
+
+def _generate(config: commands.Generate, argv: list[str]) -> None:
+    import jax
+
+    from experiments.models import open_model
+    from zoo.generate import Sampling, stream
+
+    if not config.prompt:
+        raise CommandError('there is nothing to continue: give prompt="some text"')
+    try:
+        sampling = Sampling(
+            repetition_penalty=config.repetition_penalty,
+            temperature=config.temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            min_p=config.min_p,
+        )
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+    opened = open_model(config, argv, config.tokenizer)
+    stop = opened.tokenizer.stops if config.stop is None else tuple(config.stop)
+    steps = stream(
+        opened.model,
+        encode(config, opened.tokenizer),
+        config.max_tokens,
+        sampling=sampling,
+        stop=stop,
+        key=jax.random.key(config.seed),
+        dtype=opened.dtype,
+        compiler_options=opened.options,
+    )
+    try:
+        count, seconds = show(steps, config.prompt, opened.tokenizer, set(stop), chat=config.chat)
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+    rate = f", {(count - len(config.prompt)) / seconds:.1f} tokens/s after the first" if seconds else ""
+    print(f"({count} tokens{rate})", file=sys.stderr)
+
+
+def encode(config: commands.Generate, tokenizer: Any) -> list[list[int]]:
+    """Return the ids of every prompt: as it is, or as a user's message in the tokenizer's chat template.
+
+    Raises:
+        CommandError: the tokenizer has no chat template.
+    """
+    if not config.chat:
+        return [tokenizer.prompt(text) for text in config.prompt]
+    if tokenizer.chat is None:
+        raise CommandError(f"chat=true needs a chat template, and {tokenizer.name} has none")
+    system = [{"role": "system", "content": text} for text in config.system or ()]
+    texts = [tokenizer.chat.render([*system, {"role": "user", "content": text}]) for text in config.prompt]
+    return [tokenizer.encode(text).tolist() for text in texts]
+
+
+def show(steps: Any, prompts: list[str], tokenizer: Any, stop: set[int], *, chat: bool) -> tuple[int, float]:
+    """Print texts; return how many tokens there were, and the seconds after the first step.
+
+    One text is printed as it comes, but for characters that are not yet complete; several when all are over.
+    """
+    alone, count, began, last = len(prompts) == 1, 0, 0.0, 0.0
+    step, shown = tokenizer.stream(), ""
+    ids: list[list[int]] = [[] for _ in prompts]
+    texts = ["" if chat else prompt for prompt in prompts]
+    if alone:
+        print(texts[0], end="", flush=True)
+    for tokens in steps:
+        last = time.perf_counter()
+        began = began or last
+        count += int((tokens >= 0).sum())
+        for row, token in enumerate(tokens.tolist()):
+            if token < 0 or token in stop:
+                continue
+            ids[row].append(token)
+            if alone:
+                piece = step(token)
+                shown += piece
+                print(piece, end="", flush=True)
+    if alone:
+        print(tokenizer.decode(ids[0])[len(shown) :], flush=True)
+    else:
+        found = [text + tokenizer.decode(row) for text, row in zip(texts, ids, strict=True)]
+        print("\n\n".join(found), flush=True)
+    return count, last - began
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,183 @@
+"""Measure how well a model predicts text: `python experiments/score.py model.weights=PATH data=text data.path=FILE`.
+
+Each document is read in windows of `seq_len` tokens that move by `stride`; a window scores the tokens that the one
+before it did not reach, so that none but a document's first tokens have less than `seq_len - stride` of context. The
+head runs a tile of tokens at a time: logits of a whole text never exist.
+
+`B` batch `S` sequence `T` tokens (B*S) `D` embed.
+"""
+
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder first
+    sys.path.insert(0, str(ROOT))
+
+from experiments import commands, configs  # noqa: E402
+
+SHORTEST = 64  # tokens: windows are padded to a power of two from here on, so that few programs are compiled
+
+
+@dataclass
+class Document:
+    """A text's ids, and the log-probability of each after the first."""
+
+    ids: np.ndarray
+    size: int  # bytes of the text that the scored tokens stand for
+    logprobs: np.ndarray = field(init=False)
+
+    def __post_init__(self):
+        self.logprobs = np.zeros(max(0, len(self.ids) - 1), np.float32)
+
+    @property
+    def nats(self) -> float:
+        """The negative log-likelihood of the text."""
+        return -float(self.logprobs.sum(dtype=np.float64))
+
+
+@dataclass(frozen=True)
+class Window:
+    """`ids[begin:end]` read by the model; the targets from `first` on are scored."""
+
+    document: Document
+    begin: int
+    end: int
+    first: int
+
+
+def windows(document: Document, seq_len: int, stride: int) -> Iterator[Window]:
+    """Yield windows that together score every id of a document but its first, each once."""
+    last = len(document.ids) - 1  # the last id is only a target
+    done = begin = 0
+    while done < last:
+        end = min(begin + seq_len, last)
+        yield Window(document, begin, end, done)
+        done, begin = end, begin + stride
+
+
+def compile_scorer(dtype: Any, tile: int, options: dict[str, Any]) -> Any:
+    """Return `score(model, tokens, targets) -> log-probabilities`, all [B, S]. Logits exist a tile at a time."""
+    import jax
+    import optax
+
+    from transforms import tile as tiled
+
+    def logprobs(model, hidden_TD, targets_T):
+        return -optax.softmax_cross_entropy_with_integer_labels(model.logits(hidden_TD), targets_T)
+
+    def score(model, tokens, targets):
+        hidden = model.hidden(tokens, dtype=dtype)
+        head = tiled(logprobs, axis=(None, 0, 0), n=-(-tokens.size // tile))
+        return head(model, hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)).reshape(tokens.shape)
+
+    return jax.jit(score, compiler_options=options or None)
+
+
+def score(documents: Sequence[Document], model: Any, scorer: Any, config: commands.Score) -> int:
+    """Fill in the log-probabilities of documents; return how many tokens the model read."""
+    stride = config.stride or max(1, config.seq_len // 2)
+    queue = (window for document in documents for window in windows(document, config.seq_len, stride))
+    read = 0
+    while batch := list(islice(queue, config.batch_size)):
+        longest = max(window.end - window.begin for window in batch)
+        width = min(config.seq_len, max(SHORTEST, 1 << (longest - 1).bit_length()))
+        tokens, targets = np.zeros((2, config.batch_size, width), np.int32)
+        for row, window in enumerate(batch):
+            count = window.end - window.begin
+            tokens[row, :count] = window.document.ids[window.begin : window.end]
+            targets[row, :count] = window.document.ids[window.begin + 1 : window.end + 1]
+        found = np.asarray(scorer(model, tokens, targets))
+        for row, window in enumerate(batch):
+            window.document.logprobs[window.first : window.end] = found[
+                row, window.first - window.begin : window.end - window.begin
+            ]
+        read += tokens.size
+    return read
+
+
+def report(documents: Sequence[Document]) -> dict[str, float]:
+    """Return the sums over documents: tokens, bytes, nats per token, perplexity, bits per byte."""
+    tokens = sum(len(document.logprobs) for document in documents)
+    size, nats = sum(document.size for document in documents), sum(document.nats for document in documents)
+    mean = nats / max(1, tokens)
+    return {
+        "tokens": tokens,
+        "bytes": size,
+        "nats_per_token": mean,
+        "perplexity": math.exp(mean) if mean < 700 else math.inf,
+        "bits_per_byte": nats / math.log(2) / max(1, size),
+    }
+
+
+def read_documents(config: commands.Score, tokenizer: Any, vocab_size: int) -> list[Document]:
+    """Return the documents to score, as ids.
+
+    Raises:
+        DataError: there is no text, or it has ids that the model does not know.
+    """
+    from experiments import corpus
+
+    if isinstance(config.data, configs.Tokens | configs.Synthetic):
+        raise corpus.DataError("scoring needs text: data=text data.path=FILE, data=pydoc or data=stdlib")
+    texts = list(islice((text for text in corpus.documents(config.data) if text), config.limit))
+    if not texts:
+        raise corpus.DataError("there is no text to score: every document is empty")
+    found = []
+    for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
+        size = len(text)
+        if tokenizer.start is not None:
+            ids = np.concatenate([[tokenizer.start], ids]).astype(np.int32)
+        else:  # nothing comes before the first id, so it cannot be scored
+            size -= len(tokenizer.decode(ids[:1]).encode())
+        if len(ids) and ids.max() >= vocab_size:
+            raise corpus.DataError(
+                f"id {ids.max()} of {tokenizer.name} is outside the model's vocabulary of {vocab_size}"
+            )
+        found.append(Document(ids, size))
+    return found
+
+
+def main(argv: list[str]) -> int:
+    """Score text; return the exit status."""
+    return commands.main("score", _score, argv)
+
+
+def _score(config: commands.Score, argv: list[str]) -> None:
+    from experiments.models import open_model
+
+    opened = open_model(config, argv, config.data.tokenizer)
+    documents = read_documents(config, opened.tokenizer, opened.model.config.vocab_size)
+    scorer = compile_scorer(opened.dtype, config.tile, opened.options)
+    began = time.perf_counter()
+    read = score(documents, opened.model, scorer, config)
+    seconds = time.perf_counter() - began
+    total = report(documents)
+    if config.out is not None:
+        _write(Path(config.out).expanduser(), documents)
+    print(
+        f"{len(documents)} documents, {total['tokens']} tokens, {total['bytes']} bytes: "
+        f"{total['nats_per_token']:.4f} nats per token, perplexity {total['perplexity']:.4g}, "
+        f"{total['bits_per_byte']:.4f} bits per byte ({read / seconds:.0f} tokens/s)"
+    )
+
+
+def _write(path: Path, documents: Sequence[Document]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        for document in documents:
+            line = {**report([document]), "ids": document.ids.tolist(), "logprobs": document.logprobs.tolist()}
+            file.write(json.dumps(line) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,68 @@
+"""`convert.py`: what comes out is what went in, in another format or with an adapter merged."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import zoo
+from experiments import convert
+from experiments.tokenizer import open_tokenizer, train_bpe
+from zoo import adapters, lora
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny model's folder with a tokenizer."""
+    path = tmp_path_factory.mktemp("model")
+    config = zoo.GemmaConfig(
+        vocab_size=300, num_layers=2, embed_dim=16, mlp_dim=16, num_heads=2, num_kv_heads=1, head_dim=8
+    )
+    zoo.save(zoo.Gemma.init(config, key=jax.random.key(0)), path)
+    train_bpe([b"some words"], 300, path)
+    return path
+
+
+@pytest.fixture(autouse=True)
+def stay(monkeypatch):
+    """Leave this process's JAX as it is."""
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+
+
+def same(one, other) -> bool:
+    return jax.tree.all(jax.tree.map(lambda a, b: a.dtype == b.dtype and bool((a == b).all()), one, other))
+
+
+def test_a_copy_is_exact_and_has_its_tokenizer(folder, tmp_path, capsys):
+    assert convert.main([f"source={folder}", f"out={tmp_path / 'out'}", "shard_gib=0.00001"]) == 0
+    assert same(zoo.load(folder), zoo.load(tmp_path / "out"))
+    assert open_tokenizer(tmp_path / "out").prompt("words") == open_tokenizer(folder).prompt("words")
+    assert "2 tokenizer files" in capsys.readouterr().out
+    assert (tmp_path / "out" / "model.safetensors.index.json").exists()
+
+
+def test_another_format(folder, tmp_path):
+    assert convert.main([f"source={folder}", f"out={tmp_path / 'out'}", "dtype=bfloat16"]) == 0
+    expected = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), zoo.load(folder))
+    assert same(expected, zoo.load(tmp_path / "out"))
+
+
+def test_an_adapter_is_merged(folder, tmp_path):
+    model = lora.attach(zoo.load(folder), ["q", "down"], rank=2, alpha=2.0, key=jax.random.key(1))
+    found = list(lora.adapted(model))
+    model = lora.put(model, [row for row, _ in found], [lora.LowRank(p.base, p.a, p.b + 0.5, 1.0) for _, p in found])
+    adapters.save(model, tmp_path / "low")
+    assert convert.main([f"source={folder}", f"out={tmp_path / 'out'}", f"lora={tmp_path / 'low'}"]) == 0
+    assert same(lora.merge(model), zoo.load(tmp_path / "out"))
+
+
+def test_errors_are_in_words_and_nothing_is_overwritten(folder, tmp_path, capsys):
+    for words, status, message in (
+        ([f"source={folder}", f"out={folder}"], 1, "there already is a model at"),
+        (["source=/nothing", f"out={tmp_path / 'out'}"], 1, "cannot load weights from `/nothing`"),
+        ([f"source={folder}", f"out={tmp_path / 'out'}", "lora=/nothing"], 1, "cannot load an adapter from `/nothing`"),
+        ([f"source={folder}"], 2, "missing value: out=... must be given"),
+        ([f"source={folder}", "out=x", "dtype=int8"], 2, "expected one of [float32, bfloat16]"),
+    ):
+        assert convert.main(words) == status
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,116 @@
+"""`generate.py`: what it prints, chat, batches, and its errors."""
+
+import json
+
+import jax
+import pytest
+
+import zoo
+from experiments import generate, hardware
+from experiments.tokenizer import open_tokenizer, train_bpe
+from zoo import adapters, lora
+from zoo.generate import generate as generate_ids
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny model's folder with a tokenizer and a chat template."""
+    path = tmp_path_factory.mktemp("model")
+    config = zoo.LlamaConfig(
+        vocab_size=300, num_layers=1, embed_dim=16, mlp_dim=16, num_heads=2, num_kv_heads=1, head_dim=8
+    )
+    zoo.save(zoo.Llama.init(config, key=jax.random.key(0)), path)
+    train_bpe([b"some words, other words"] * 3, 300, path)
+    (path / "chat_template.jinja").write_text(
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[me]{% endif %}"
+    )
+    return path
+
+
+@pytest.fixture
+def run(folder, monkeypatch, capsys):
+    """Run the command in this process; return its status, and what it printed on both streams."""
+    monkeypatch.setattr(hardware, "prepare", lambda platform: hardware.Device("cpu", "a test", 2**32))
+
+    def start(*words):
+        status = generate.main([f"model.weights={folder}", "max_tokens=5", "temperature=0", *words])
+        return status, *capsys.readouterr()
+
+    return start
+
+
+def expected(folder, *prompts: list[int], new: int = 5, model=None) -> list[str]:
+    """What follows each prompt, as text."""
+    tokenizer, model = open_tokenizer(folder), zoo.load(folder) if model is None else model
+    return [tokenizer.decode(ids) for ids in generate_ids(model, prompts, new, stop=tokenizer.stops)]
+
+
+def test_a_prompt_is_continued(run, folder):
+    text = 'words: "a, b" = {x}; $y'  # none of it means anything to the command line
+    status, out, err = run(f"prompt={text}")
+    assert status == 0
+    assert out == text + expected(folder, open_tokenizer(folder).prompt(text))[0] + "\n"
+    assert err.startswith("(5 tokens")
+
+
+def test_prompts_are_a_batch(run, folder):
+    tokenizer = open_tokenizer(folder)
+    status, out, _ = run("prompt=words", "prompt=some other words")
+    follow = expected(folder, tokenizer.prompt("words"), tokenizer.prompt("some other words"))
+    assert status == 0
+    assert out == f"words{follow[0]}\n\nsome other words{follow[1]}\n"
+
+
+def test_chat_uses_the_template(run, folder):
+    status, out, _ = run("prompt=words", "system=some", "chat=true")
+    ids = open_tokenizer(folder).encode("[system]some[user]words[me]").tolist()
+    assert status == 0
+    assert out == expected(folder, ids)[0] + "\n"
+
+
+def test_an_adapter_changes_the_text(run, folder, tmp_path):
+    model = lora.attach(zoo.load(folder), ["*"], rank=2, alpha=2.0, key=jax.random.key(1))
+    found = list(lora.adapted(model))
+    model = lora.put(model, [row for row, _ in found], [lora.LowRank(p.base, p.a, p.b + 0.5, 1.0) for _, p in found])
+    adapters.save(model, tmp_path)
+    status, out, _ = run("prompt=words", f"lora={tmp_path}")
+    assert status == 0
+    assert out == "words" + expected(folder, open_tokenizer(folder).prompt("words"), model=model)[0] + "\n"
+    assert out != run("prompt=words")[1]
+
+
+def test_stops_end_the_text_and_are_not_printed(run, folder):
+    tokenizer = open_tokenizer(folder)
+    (ids,) = generate_ids(zoo.load(folder), [tokenizer.prompt("words")], 5)
+    last = ids.index(ids[2])
+    status, out, err = run("prompt=words", f"stop=[{ids[2]}]")
+    assert status == 0
+    assert out == "words" + tokenizer.decode(ids[:last]) + "\n"
+    assert err.startswith(f"({last + 1} tokens")
+
+
+def test_random_text_repeats_with_its_seed(run):
+    text = lambda seed: run("prompt=words", "temperature=5.0", f"seed={seed}")[1]
+    assert text(1) == text(1) != text(2)
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "message"),
+    [
+        ([], 1, 'there is nothing to continue: give prompt="some text"'),
+        (["prompt=a", "top_p=2"], 1, "cannot sample with top_p=2.0"),
+        (["prompt=a", "max_tokens=0"], 2, "bad value max_tokens=0"),
+        (["prompt=a", "max_token=1"], 2, "Did you mean `max_tokens`?"),
+        (["prompt=a", "tokenizer=/nothing"], 2, "cannot read a tokenizer at /nothing"),
+        (["prompt=a", "model.weights=/nothing"], 1, "cannot read model.weights=/nothing"),
+        (["prompt=a", "hardware=cpu", "chat=true", "tokenizer={}/plain"], 1, "and the tokenizer in"),
+    ],
+)
+def test_errors_are_one_line(run, folder, words, status, message):
+    (folder / "plain").mkdir(exist_ok=True)
+    (folder / "plain" / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    (folder / "plain" / "tokenizer_config.json").write_text(json.dumps({}))
+    found = run(*(word.replace("{}", str(folder)) for word in words))
+    assert found[0] == status
+    assert message in found[2]
+    assert found[2].count("\n") == 1
