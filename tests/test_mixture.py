@@ -10,6 +10,7 @@ import pytest
 
 from tests import hf_tiny
 from tests.hf_tiny import evaluate, evaluated, jit, loaded
+from transforms import tile
 from zoo import Mixture
 from zoo.nn import expert_mlp, route
 
@@ -122,3 +123,14 @@ def test_norms_start_at_one_and_experts_differ():
     assert bool((model.layers.mlp_norm == 1).all())
     one, other = model.layers.gate[0, 0], model.layers.gate[0, 1]
     assert abs(float(jnp.corrcoef(one.ravel(), other.ravel())[0, 1])) < 0.1
+
+
+def test_tiled_experts_are_the_experts():
+    model = loaded("mixtral")
+    layer = jax.tree.map(lambda leaf: leaf[0], model.layers)
+    experts = lambda layer, x: layer.experts(x, model.config)[0]
+    x = normal(0, 10, 48)
+    run = lambda experts: jax.value_and_grad(lambda parts: (experts(*parts) ** 2).sum())((layer, x))
+    whole, tiled = run(experts), run(tile(experts, axis=(None, 0), n=3))
+    for one, other in zip(jax.tree.leaves(tiled), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(one, other, atol=5e-5, rtol=2e-5)
