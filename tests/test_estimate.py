@@ -58,6 +58,12 @@ CASES = {
     "head, 8 tiles": (head, (0, None, 0), 8, (H, W, Y)),
     "head, ragged": (head, (0, None, 0), 6, (H, W, Y)),
     "head, transposed": (lambda h, e, y: head(h, e.T, y), (0, None, 0), 8, (H, S((VOCAB, EMBED), "float32"), Y)),
+    "head, bfloat16": (
+        lambda h, w, y: cross_entropy((h @ w).astype(jnp.float32), y).mean(),
+        (0, None, 0),
+        8,
+        (S((TOKENS, EMBED), "bfloat16"), S((EMBED, VOCAB), "bfloat16"), Y),
+    ),
     "head, summed": (lambda h, w, y, m: (cross_entropy(h @ w, y) * m).sum(), (0, None, 0, 0), 8, (H, W, Y, M)),
     "losses of tokens": (lambda h, w, y: cross_entropy(h @ w, y), (0, None, 0), 8, (H, W, Y)),
     "perplexity": (lambda h, w, y: jnp.exp(head(h, w, y)), (0, None, 0), 8, (H, W, Y)),

@@ -49,12 +49,27 @@ def _peak(closed: ClosedJaxpr, loop: bool) -> int:
                 held[value] = held[source]
             held[value].provided |= provided
             held[value].end = max(t, last.get(value, t))
+    hoisted = _hoisted(program, held) if loop else 0
     buffers = [b for b in set(held.values()) if not b.provided]
     peaks = [
         sum(b.size for b in buffers if b.start <= t <= b.end) + (_inside(node) if node.name in NESTED else 0)
         for t, node in enumerate(program.order)
     ]
-    return max(peaks, default=0)
+    return max(peaks, default=0) + hoisted
+
+
+def _hoisted(program: Fused, held: dict[Value, _Buffer]) -> int:
+    """Bytes of the loop's inputs that are converted to wider floats before it, once, for all matrix products in it."""
+    found: dict[Value, int] = {}
+    for node in program.order:
+        read = list(program.reads[node])
+        if node.name != "convert_element_type" or not read or read[0] not in program.inputs:
+            continue
+        wide, narrow = node.outputs[0], node.inputs[0]
+        if wide.dtype.itemsize > narrow.dtype.itemsize and read[0].dtype == narrow.dtype:
+            found[read[0]] = read[0].aval.size * wide.dtype.itemsize
+            held[wide].provided |= read[0].aval.size == wide.aval.size
+    return sum(found.values())
 
 
 def _results(program: Fused, node: Node, reusable: set[Value]) -> Iterator[tuple[Value, Value | None]]:

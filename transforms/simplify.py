@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
 
 from transforms.graph import REMAT, Graph, Node, Value, body, constant, flatten, nbytes
 
@@ -34,6 +35,7 @@ class Simplified:
             self.outputs = {self.find(v) for v in graph.outputs}
             simplify()
         self.outputs = {self.find(v) for v in graph.outputs}
+        self._prune()
         self.readers = self._count()
 
     def find(self, value: Value) -> Value:
@@ -56,8 +58,19 @@ class Simplified:
                 self.same[node.outputs[0]] = kept
             elif node.name in ALIAS or (node.name in COPIES and _size(node.inputs[0]) == _size(node.outputs[0])):
                 self.same[node.outputs[0]] = node.inputs[0]
+            elif (wide := self._not_narrowed(node)) is not None:
+                self.same[node.outputs[0]] = wide
+            elif node.name == "dot_general" and jax.default_backend() == "cpu":
+                self.nodes += _widened(node)
             elif node.name != "platform_index":
                 self.nodes.append(node)
+
+    def _not_narrowed(self, node: Node) -> Value | None:
+        """What a conversion undoes another of."""
+        made = self.find(node.inputs[0]).producer if node.name == "convert_element_type" else None
+        if made is None or made.name != "convert_element_type" or made.inputs[0].dtype != node.outputs[0].dtype:
+            return None
+        return made.inputs[0] if jax.dtypes.issubdtype(made.outputs[0].dtype, np.floating) else None
 
     def _inlined(self, node: Node) -> Graph | None:
         if node.name in REMAT:
@@ -90,6 +103,15 @@ class Simplified:
         if node is not None and node.name == "broadcast_in_dim" and not self.operands(node):
             return str(value), self._key(node.inputs[0])
         return value if value.const is None or value.shape != () else str(value.const)
+
+    def _prune(self) -> None:
+        """Drop what is no longer read."""
+        alive, kept = set(self.outputs), []
+        for node in reversed(self.nodes):
+            if node.effects or not alive.isdisjoint(node.outputs):
+                alive.update(self.operands(node))
+                kept.append(node)
+        self.nodes = kept[::-1]
 
     def _count(self) -> dict[Value, list[Node]]:
         """The readers of each value."""
@@ -146,6 +168,31 @@ class Simplified:
         node = self.find(value).producer
         copied = node is not None and node.name == "broadcast_in_dim"
         return self._peeled(node.inputs[0]) if copied else self.find(value)
+
+
+def _widened(node: Node) -> list[Node]:
+    """A matrix product of narrow floats as XLA runs it on CPU: in float32, converted before and after."""
+    narrow = lambda v: jax.dtypes.issubdtype(v.dtype, np.floating) and v.dtype.itemsize < 4
+    context = (node.source, node.caller, node.context)
+    params = {"new_dtype": np.dtype("float32")}
+    nodes, inputs = [], []
+    for value in node.inputs:
+        if narrow(value):
+            convert = Node(lax.convert_element_type_p, params, [value], [], *context)
+            value = Value(value.aval.update(dtype=np.dtype("float32")), convert)
+            convert.outputs = [value]
+            nodes.append(convert)
+        inputs.append(value)
+    node.inputs = inputs
+    nodes.append(node)
+    (result,) = node.outputs
+    if narrow(result):
+        node.outputs = [Value(result.aval.update(dtype=np.dtype("float32")), node)]
+        result.producer = Node(
+            lax.convert_element_type_p, {"new_dtype": result.dtype}, node.outputs, [result], *context
+        )
+        nodes.append(result.producer)
+    return nodes
 
 
 def _other_than_infinity(node: Node) -> Value | None:
