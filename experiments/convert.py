@@ -4,7 +4,6 @@ It reads what `zoo.load` reads (a Hugging Face folder, or the `weights` that a r
 merges a LoRA adapter, and writes a folder that transformers and this zoo open. The tokenizer's files come along.
 """
 
-import shutil
 import sys
 from pathlib import Path
 
@@ -14,7 +13,6 @@ if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder 
 
 from experiments import commands  # noqa: E402
 from experiments.commands import CommandError  # noqa: E402
-from experiments.tokenizer import FILES  # noqa: E402
 
 GIB = 2**30
 
@@ -43,22 +41,11 @@ def convert(config: commands.Convert, argv: list[str]) -> None:
         model = zoo.load(source, dtype=None if config.dtype is None else config.dtype.value)
         if config.lora is not None:
             model = lora.merge(adapters.load(config.lora, model))
-        zoo.save(model, out, shard_bytes=int(config.shard_gib * GIB))
+        zoo.save(model, out, source=source, shard_bytes=int(config.shard_gib * GIB))
     except ValueError as error:
         raise CommandError(str(error)) from None
-    copied = copy_tokenizer(source, out)
     files = sorted(file.name for file in out.iterdir() if file.suffix == ".safetensors")
-    print(
-        f"{zoo.count_params(model.config):,} parameters in {len(files)} files, {len(copied)} tokenizer files, in {out}/"
-    )
-
-
-def copy_tokenizer(source: str | Path, out: Path) -> list[str]:
-    """Copy what belongs to a model's tokenizer from one folder to another; return the files' names."""
-    found: list[str] = [name for name in FILES if (Path(source) / name).is_file()]
-    for name in found:
-        shutil.copyfile(Path(source) / name, out / name)
-    return found
+    print(f"{zoo.count_params(model.config):,} parameters in {len(files)} files, in {out}/")
 
 
 if __name__ == "__main__":

@@ -73,8 +73,9 @@ def with_weights(config: T, argv: Sequence[str]) -> T:
     except ValueError as error:
         raise RunError(f"cannot use model.weights={path}: {error}") from None
     if any(word.startswith("model") and not word.startswith("model.weights=") for word in argv):
-        ours, theirs = dataclasses.asdict(config.model.config), dataclasses.asdict(described)
-        if wrong := [f"{k}: {ours[k]} here, {theirs[k]} there" for k in ours if ours[k] != theirs[k]]:
+        both = config.model.config, described
+        ours, theirs = ({"family": type(one).__name__, **dataclasses.asdict(one)} for one in both)
+        if wrong := [f"{k}: {ours[k]} here, {theirs[k]} there" for k in ours if ours[k] != theirs.get(k, ours[k])]:
             raise RunError(f"model.weights={path} holds another model than the one asked for: {'; '.join(wrong)}")
     return dataclasses.replace(config, model=configs.Model(config=described, weights=str(path)))
 
@@ -164,16 +165,15 @@ def _train(
 def _save(model: Any, config: configs.Resolved, directory: Path) -> None:
     """Write the trained weights, any adapter merged into them and also by itself, with their tokenizer."""
     import zoo
-    from experiments.convert import copy_tokenizer
+    from experiments.tokenizer import copy_tokenizer
     from zoo import adapters
 
     if isinstance(config.adapter, configs.Lora):
         adapters.save(model, directory / "adapter")
         model = lora.merge(model)
-    zoo.save(model, directory / "weights")
-    for source in (config.model.weights, config.data.tokenizer):
-        if source is not None:
-            copy_tokenizer(source, directory / "weights")
+    zoo.save(model, directory / "weights", source=config.model.weights)
+    if config.data.tokenizer is not None:
+        copy_tokenizer(config.data.tokenizer, directory / "weights")
 
 
 def _summarise(directory: Path, recorder: Recorder, plan: Plan, seconds: float) -> None:

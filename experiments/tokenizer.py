@@ -9,6 +9,7 @@ The package `tokenizers` (extra `hf`) is imported only where a folder is opened 
 import codecs
 import hashlib
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -25,12 +26,7 @@ from experiments.chat import ChatTemplate  # noqa: E402
 from experiments.corpus import BOS, BYTE_VOCAB, DataError, documents  # noqa: E402
 
 FILE = "tokenizer.json"
-FILES: tuple[str, ...] = tuple(  # what makes up a tokenizer in a folder, in any of the forms that there are
-    """
-    tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json chat_template.jinja
-    chat_template.json tokenizer.model spiece.model vocab.json vocab.txt merges.txt generation_config.json
-    """.split()
-)
+FILES = (FILE, "tokenizer_config.json", "chat_template.jinja")
 START, STOP = "<bos>", "<eos>"  # of the tokenizers that are trained here
 
 
@@ -149,6 +145,13 @@ def open_tokenizer(path: str | Path | None, weights: str | Path | None = None) -
     if path is None and weights is not None and (Path(weights).expanduser() / FILE).is_file():
         path = weights
     return Bytes() if path is None else Folder(Path(path).expanduser())
+
+
+def copy_tokenizer(source: str | Path, out: Path) -> None:
+    """Copy a tokenizer's files into another folder."""
+    for name in FILES:
+        if (Path(source).expanduser() / name).is_file():
+            shutil.copyfile(Path(source).expanduser() / name, out / name)
 
 
 def train_bpe(texts: Iterable[bytes], vocab_size: int, folder: Path) -> Folder:
