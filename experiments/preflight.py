@@ -10,7 +10,7 @@ import equinox as eqx
 import jax
 
 import zoo.accounting
-from experiments import configs, hardware, program, schema
+from experiments import configs, hardware, listing, program, schema
 from experiments.hardware import GIB, Device
 
 AT_SCALE = 8192  # tokens: where tiling the head of a large vocabulary pays
@@ -205,8 +205,6 @@ def _try(overrides: Sequence[str], changes: Sequence[str], device: Device) -> in
 
 def largest_model(fits: Callable[[int], bool]) -> str | None:
     """Return the largest model of the zoo whose number of parameters `fits`."""
-    sizes = {}
-    for name in schema.options("model"):
-        sizes[name] = zoo.accounting.count_params(schema.compose([f"model={name}"])[0].model.config)
+    sizes = {one.name: zoo.accounting.count_params(one.config) for one in listing.models()}
     within = [name for name in sizes if fits(sizes[name])]
     return max(within, key=sizes.__getitem__, default=None)
