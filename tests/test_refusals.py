@@ -45,7 +45,7 @@ REFUSED = {
     "removes the cut axis, whose length is 1": ((lambda x: lax.squeeze(x, (0,)), 1),),
     "permutes while it reshapes": (lambda x: lax.reshape(x, (D * L,), (1, 0)),),
     "splits the cut axis over several dimensions": (lambda x: x.reshape(2, L // 2, D),),
-    "joins along the cut axis": (lambda x: jnp.concatenate([x, x]),),
+    "joins along the cut axis": (lambda x: jnp.concatenate([x, jnp.ones((1, D))]),),
     "pads the cut axis": (lambda x: jnp.pad(x, ((0, 1), (0, 0))),),
     "takes a part of the cut axis": (
         lambda x: x[1:],
@@ -146,7 +146,7 @@ def reasons():
             name = getattr(node.func, "id", "") if isinstance(node, ast.Call) else getattr(node, "name", "")
             if name in ("Complete", "refuse_partial"):
                 texts = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
-                yield from (t for t in texts if " " in t and not t.endswith("."))
+                yield from (t for t in texts if " " in t and not t.rstrip().endswith("."))
     yield from (indexing.ARBITRARY, ONE_STREAM)
 
 

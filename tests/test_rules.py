@@ -41,12 +41,12 @@ def used(monkeypatch):
         monkeypatch.setitem(RULES, name, recorder(name, rule))
     run = lower.run
 
-    def watched(plan, *args):
+    def watched(plan, *args, **kwargs):
         for step in (step for loop in plan.loops for step in loop.steps):
             whole = all(isinstance(plan.analysis.fact(v).placement, Whole) for v in step.node.inputs)
             if whole and any(isinstance(p, Tiled) for p in step.move.outs):
                 found.add((step.node.name, "pull"))
-        return run(plan, *args)
+        return run(plan, *args, **kwargs)
 
     monkeypatch.setattr(lower, "run", watched)
     return found

@@ -39,6 +39,15 @@ class Tiled:
         """The same cut, in another dimension."""
         return dataclasses.replace(self, dim=dim)
 
+    def block(self, shape: tuple[int, ...]) -> int:
+        """How long one piece of the cut dimension of an array of `shape` is that holds all of the cut axis once."""
+        return max(1, shape[self.dim] // self.major)
+
+    def repeated(self, shape: tuple[int, ...], size: int) -> Tiled | None:
+        """The same cut of that dimension if it is `size` long, as many pieces as that is; None for a part of one."""
+        times, rest = divmod(size, self.block(shape))
+        return None if rest or not times else dataclasses.replace(self, major=times)
+
 
 @dataclasses.dataclass(frozen=True)
 class Partial:

@@ -41,9 +41,12 @@ def written(a, how):
 
 SHAPE = {
     "broadcast_in_dim": lambda a: (jnp.broadcast_to(a.x, (2, L, D)), lax.broadcast_in_dim(a.label, (L, 2), (0,))),
-    "concatenate": lambda a: jnp.concatenate([a.x, a.y[:, :1]], 1),
+    "concatenate": lambda a: (
+        jnp.concatenate([a.x, a.y[:, :1]], 1),
+        jnp.concatenate([a.x, jnp.tile(a.y, (2, 1)), jnp.ones((L, D))]),  # along the cut axis, all of it each time
+    ),
     "reshape": lambda a: (a.x.reshape(L, 1, D), a.t.reshape(2 * L, D), a.x.reshape(-1), a.t.reshape(2, L * D)),
-    "split": lambda a: lax.split(a.x, (1, 2), 1),
+    "split": lambda a: (lax.split(a.x, (1, 2), 1), lax.split(jnp.tile(a.x, (3, 1)), (L, 2 * L))),
     "squeeze": lambda a: (lax.squeeze(a.t[:1], (0,)), lax.squeeze(a.t[:, :, :1], (2,))),
     "stack": lambda a: (jnp.stack([a.x, a.y]), jnp.stack([a.x, a.y], 1)),
     "tile": lambda a: (jnp.tile(a.x, (1, 2)), jnp.tile(a.x, (2, 1))),
@@ -64,6 +67,7 @@ SLICING = {
     "pad": lambda a: (
         lax.pad(a.x, 0.5, ((0, 0, 0), (2, -1, 1))),
         *(lax.pad(a.table, 0.5, (config, (0, 1, 0))) for config in ((2, 3, 0), (0, 1, 1), (1, -1, 1), (5, 0, 0))),
+        lax.pad(a.x, 0.5, ((L, 2 * L, 0), (0, 1, 0))),
     ),
     "rev": lambda a: lax.rev(a.x, (1,)),
     "slice": lambda a: (
@@ -72,6 +76,7 @@ SLICING = {
         lax.slice(jnp.sin(a.t), (0, 1, 1), (2, 9, 3), (1, 3, 2)),
         a.b[5:7] | a.b[:2],
         jnp.sin(a.x)[-1],
+        jnp.tile(a.x, (4, 1))[L : 3 * L],  # all of the cut axis, twice
     ),
 }
 INDEXING = {

@@ -28,7 +28,7 @@ SUMS = {
     "name": lambda s, w: checkpoint_name(s, "s"),
     "neg": lambda s, w: -s,
     "optimization_barrier": lambda s, w: lax.optimization_barrier((s, w))[0],
-    "pad": lambda s, w: lax.pad(s, w[0, 0], ((1, 0, 0), (0, 1, 0))),
+    "pad": lambda s, w: lax.pad(s, w[0, 0], ((1, -1, 0), (-1, 1, 0))),
     "reduce_sum": lambda s, w: s.sum(0),
     "reshape": lambda s, w: s.reshape(-1),
     "rev": lambda s, w: s[::-1],

@@ -107,6 +107,12 @@ def pull_gather(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
     return (want.at(back[dim]) if dim in back else WHOLE, want.at(dim))
 
 
+def with_column(indices: Any, column: int, places: Any) -> Any:
+    """Indices with other places in one of their columns."""
+    columns = lax.broadcasted_iota(jnp.int32, indices.shape, indices.ndim - 1)
+    return jnp.where(columns == column, places[..., None].astype(indices.dtype), indices)
+
+
 def look_up(node: Node, operand: Any, indices: Any, cut: Tiled, span: Span) -> Any:
     """What falls into the tile, and zeros; places out of bounds are filled in on the first tile."""
     numbers, fills = node.params["dimension_numbers"], node.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
@@ -116,7 +122,7 @@ def look_up(node: Node, operand: Any, indices: Any, cut: Tiled, span: Span) -> A
     here, local = span.find(places, cut)
     outside = (places < 0) | (places >= size)
     local = jnp.where(outside, operand.shape[cut.dim], local)
-    (found,) = node.bind([operand, widened(indices).at[..., column].set(local.astype(widened(indices).dtype))])
+    (found,) = node.bind([operand, with_column(widened(indices), column, local)])
     keep = here | (outside & (jnp.asarray(span.start) == 0))
     outer = batch_dims(len(found.shape), numbers.offset_dims)
     return jnp.where(lax.broadcast_in_dim(keep, found.shape, outer), found, jnp.zeros_like(found))
@@ -124,7 +130,7 @@ def look_up(node: Node, operand: Any, indices: Any, cut: Tiled, span: Span) -> A
 
 def localise_column(indices: Any, column: int, cut: Tiled, span: Span) -> Any:
     """Indices along the cut axis, counted from the tile's start."""
-    return indices.at[..., column].set(span.localise(indices[..., column], cut))
+    return with_column(indices, column, span.localise(indices[..., column], cut))
 
 
 def emit_gather(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:

@@ -11,7 +11,7 @@ from jax import lax
 from transforms.graph import Node, constant
 from transforms.placement import WHOLE, Partial, Placement, Span, Tiled, Whole
 from transforms.rules import Complete, Move, count_once, partial, refuse_partial, register, tiled
-from transforms.rules.indexing import ARBITRARY, batch_dims, localise_column, widened
+from transforms.rules.indexing import ARBITRARY, batch_dims, localise_column, widened, with_column
 from transforms.rules.positions import find_position
 
 ADDS = ("scatter-add", "scatter-sub")
@@ -113,9 +113,16 @@ def write(node: Node, operand: Any, indices: Any, updates: Any, cut: Tiled, span
         indices = jnp.clip(indices, 0, jnp.asarray(last, indices.dtype))
     column = numbers.scatter_dims_to_operand_dims.index(cut.dim)
     here, local = span.find(indices[..., column], cut)
-    indices = indices.at[..., column].set(jnp.where(here, local, operand.shape[cut.dim]).astype(indices.dtype))
+    length = operand.shape[cut.dim]
+    indices = with_column(indices, column, jnp.where(here, local, length))
+    # Where a lone update is to be dropped, XLA:CPU (jaxlib 0.10.2) may read past the end: it falls into a spare row.
+    single = math.prod(indices.shape[:-1]) == 1
+    if single:
+        spare = lax.slice_in_dim(operand, 0, 1, axis=cut.dim)
+        operand = lax.concatenate([operand, spare], cut.dim)
     flags = {"mode": lax.GatherScatterMode.FILL_OR_DROP, "indices_are_sorted": False, "unique_indices": False}
-    return node.bind([operand, indices, updates], node.params | flags)[0]
+    (result,) = node.bind([operand, indices, updates], node.params | flags)
+    return lax.slice_in_dim(result, 0, length, axis=cut.dim) if single else result
 
 
 def accumulate_scatter(node: Node, values: list[Any], total: Any, span: Span) -> Any:

@@ -119,23 +119,43 @@ def localise_reshape(node: Node, move: Move, span: Span) -> dict[str, Any]:
 def push_concatenate(node: Node, placements: tuple[Placement, ...]) -> Move:
     if only_sums(placements):
         return Move((Partial("sum"),), tuple(map(count_once, placements)))
-    cut = one_cut(node, placements)
+    refuse_partial(node, placements)
+    cut = next(p for p in placements if isinstance(p, Tiled))
     if node.params["dimension"] == cut.dim:
-        raise Complete(tiled(placements), "joins along the cut axis")
+        size = node.inputs[placements.index(cut)].shape
+        whole = cut.repeated(size, node.outputs[0].shape[cut.dim])
+        ins = pull_concatenate(node, whole) if whole is not None else None
+        if ins is None or any(isinstance(p, Tiled) and p != q for p, q in zip(placements, ins, strict=True)):
+            raise Complete(tiled(placements), "joins along the cut axis")
+        return Move((whole,), ins)
+    cut = one_cut(node, placements)
     return Move((cut,), (cut,) * len(node.inputs))
 
 
 def pull_concatenate(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
-    return None if node.params["dimension"] == want.dim else (want,) * len(node.inputs)
+    """Operands that each hold all of the cut axis, once or several times, one after the other."""
+    if node.params["dimension"] != want.dim:
+        return (want,) * len(node.inputs)
+    pieces = [want.repeated(node.outputs[0].shape, v.shape[want.dim]) for v in node.inputs]
+    return None if None in pieces else tuple(p for p in pieces if p is not None)
 
 
 def push_split(node: Node, placements: tuple[Placement, ...]) -> Move:
     if placements == (Partial("sum"),):
         return Move(placements * len(node.outputs), placements)
     cut = one_cut(node, placements)
-    if node.params["axis"] == cut.dim:
+    if node.params["axis"] != cut.dim:
+        return Move((cut,) * len(node.outputs), placements)
+    pieces = [cut.repeated(node.inputs[0].shape, size) for size in node.params["sizes"]]
+    if None in pieces:
         raise Complete([0], "splits the cut axis")
-    return Move((cut,) * len(node.outputs), placements)
+    return Move(tuple(p for p in pieces if p is not None), placements)
+
+
+def localise_split(node: Node, move: Move, span: Span) -> dict[str, Any]:
+    axis = node.params["axis"]
+    local = [span.local_shape(v.shape, p)[axis] for v, p in zip(node.outputs, move.outs, strict=True)]
+    return node.params | {"sizes": tuple(local)}
 
 
 def push_stack(node: Node, placements: tuple[Placement, ...]) -> Move:
@@ -198,7 +218,7 @@ register("reshape", push=push_reshape, pull=pull_reshape, localise=localise_resh
 register("concatenate", push=push_concatenate, pull=pull_concatenate)
 
 
-register("split", push=push_split)
+register("split", push=push_split, localise=localise_split)
 register("tile", push=push_tile, pull=pull_tile)
 register("stack", push=push_stack, pull=pull_stack)
 register("unstack", push=push_unstack)

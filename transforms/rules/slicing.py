@@ -36,27 +36,35 @@ def cut_part(move: Move) -> Tiled | None:
 # ------------------------------------------------------------------------------------------------------ slice, rev
 
 
-def takes_all(node: Node, dim: int) -> bool:
-    """Whether a slice leaves a dimension as it is."""
-    strides = node.params["strides"]
-    size = node.inputs[0].shape[dim]
-    whole = (node.params["start_indices"][dim], node.params["limit_indices"][dim]) == (0, size)
-    return whole and (strides is None or strides[dim] == 1)
-
-
 def push_slice(node: Node, placements: tuple[Placement, ...]) -> Move:
     if passes(node, placements):
         return Move(placements, placements)
     cut = one_cut(node, placements)
-    return Move((cut,), placements) if takes_all(node, cut.dim) else push_part(node, cut, placements)
+    kept = pieces(node, cut, node.inputs[0].shape, node.outputs[0].shape)
+    return push_part(node, cut, placements) if kept is None else Move((kept,), placements)
 
 
 def pull_slice(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
-    return (want,) if takes_all(node, want.dim) else None
+    source = pieces(node, want, node.outputs[0].shape, node.inputs[0].shape)
+    return None if source is None else (source,)
+
+
+def pieces(node: Node, cut: Tiled, shape: tuple[int, ...], other: tuple[int, ...]) -> Tiled | None:
+    """The cut on the other side of a slice that takes the cut axis whole, once or several times."""
+    p, dim = node.params, cut.dim
+    plain = p["strides"] is None or p["strides"][dim] == 1
+    return cut.repeated(shape, other[dim]) if plain and p["start_indices"][dim] % cut.block(shape) == 0 else None
 
 
 def localise_slice(node: Node, move: Move, span: Span) -> dict[str, Any]:
-    return node.params | {"limit_indices": span.local_shape(node.params["limit_indices"], move.outs[0])}
+    (source,), (cut,) = move.ins, move.outs
+    if not isinstance(source, Tiled) or not isinstance(cut, Tiled):
+        return node.params
+    dim, block = cut.dim, cut.block(node.outputs[0].shape)
+    start = node.params["start_indices"][dim] // block * span.length * cut.minor
+    limit = start + span.local_shape(node.outputs[0].shape, cut)[dim]
+    starts, limits = (node.params[k] for k in ("start_indices", "limit_indices"))
+    return node.params | {"start_indices": _at(starts, dim, start), "limit_indices": _at(limits, dim, limit)}
 
 
 def emit_slice(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
@@ -100,9 +108,13 @@ def push_pad(node: Node, placements: tuple[Placement, ...]) -> Move:
             return move
         raise Complete([0], "would make it larger", move)
     cut = one_cut(node, placements)
-    if tuple(node.params["padding_config"][cut.dim]) != (0, 0, 0):
+    low, high, gap = node.params["padding_config"][cut.dim]
+    block, landed = cut.block(node.inputs[0].shape), None
+    if gap == 0 and low >= 0 and high >= 0 and low % block == 0:
+        landed = cut.repeated(node.inputs[0].shape, node.outputs[0].shape[cut.dim])
+    if landed is None:
         raise Complete([0], "pads the cut axis")
-    return Move((cut,), placements)
+    return Move((landed,), placements)
 
 
 def pull_pad(node: Node, want: Tiled) -> tuple[Placement, ...]:
@@ -112,8 +124,13 @@ def pull_pad(node: Node, want: Tiled) -> tuple[Placement, ...]:
 
 def emit_pad(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
     cut = move.outs[0]
-    if not isinstance(cut, Tiled) or move.ins[0] == cut:
+    if not isinstance(cut, Tiled):
         return node.bind(values)
+    if isinstance(move.ins[0], Tiled):
+        steps, block = span.length * cut.minor, cut.block(node.outputs[0].shape)
+        low, high, _ = node.params["padding_config"][cut.dim]
+        config = _at(node.params["padding_config"], cut.dim, (low // block * steps, high // block * steps, 0))
+        return node.bind(values, node.params | {"padding_config": config})
     low, _, gap = node.params["padding_config"][cut.dim]
     size = node.inputs[0].shape[cut.dim]
     config = _at(node.params["padding_config"], cut.dim, (0, 0, 0))
