@@ -107,10 +107,13 @@ class Fused(Simplified):
 
     def _read(self, root: Node) -> dict[Value, bool]:
         values: dict[Value, bool] = {}
-        stack = [(root, True)]
+        stack, seen = [(root, True)], set()
         while stack:
             node, straight = stack.pop()
             straight = straight and node.name not in PICKS
+            if (node, straight) in seen:
+                continue
+            seen.add((node, straight))
             for value in self.operands(node):
                 if (made := self._made_inside(value, node)) is None:
                     values[value] = values.get(value, True) and straight

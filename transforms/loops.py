@@ -52,6 +52,7 @@ class Loop:
     steps: list[Step] = dataclasses.field(default_factory=list)
     updates: list[Update] = dataclasses.field(default_factory=list)
     reads: dict[Value, None] = dataclasses.field(default_factory=dict)  # whole values, ready before the loop
+    states: dict[Value, None] = dataclasses.field(default_factory=dict)  # partial results that the next tile reads
 
     @property
     def nodes(self) -> list[Node]:

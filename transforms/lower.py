@@ -166,7 +166,9 @@ def _run_loop(
             starts = jnp.arange(count, dtype=jnp.int32) * size
             results, _ = lax.scan(lambda results, start: (body(results, start, size), None), results, starts)
         if rest:
-            results = body(results, count * size, rest)
+            # The last tile waits for the others: it would be in memory beside them.
+            results, start = lax.optimization_barrier((results, jnp.int32(count * size)))
+            results = body(results, start, rest)
     return {update.value: results[i] for i, update in enumerate(loop.updates)}
 
 
@@ -250,6 +252,12 @@ def compute(
     """
     tiles = dict(known)
     for step in loop.steps:
+        if step.node.name == "carried":
+            state = jnp.broadcast_to(fetch(step.refs[0], tiles, env, span), step.node.outputs[0].shape)
+            if before:
+                state = lax.select(span.start == 0, state, before[step.node.params["total"]])
+            tiles[step.keys[0]] = state
+            continue
         if step.node.name == "running":
             part, extremum = fetch(step.refs[0], tiles, env, span), step.refs[0].value
             if before and extremum in before:

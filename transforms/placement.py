@@ -141,14 +141,14 @@ class Span(NamedTuple):
 
 def identity(op: str, dtype: Any) -> Any:
     """What a reduction starts from, as a scalar of `dtype`."""
-    if op == "sum":
+    if op in ("sum", "last"):
         return np.zeros((), dtype)
     if op in ("and", "or"):
         integer = jnp.issubdtype(dtype, jnp.integer)
         return np.array((-1 if integer else True) if op == "and" else 0).astype(dtype)
     if op == "prod":
         return np.ones((), dtype)
-    sign = -1 if op == "max" else 1
+    sign = -1 if op in ("max", "logaddexp") else 1
     if jnp.issubdtype(dtype, jnp.bool_):
         return np.asarray(op == "min", dtype)
     if jnp.issubdtype(dtype, jnp.integer):
@@ -163,4 +163,6 @@ COMBINE = {
     "min": lax.min,
     "and": lax.bitwise_and,
     "or": lax.bitwise_or,
+    "logaddexp": jnp.logaddexp,
+    "last": lambda before, now: now,
 }

@@ -17,7 +17,8 @@ from transforms.keep import Keeping, Policy, keeping
 from transforms.loops import Schedule
 from transforms.online import Rewritten, rewrite
 from transforms.placement import WHOLE, Placement, Span, Tiled
-from transforms.propagate import Inline, Limits, Promote, analyse
+from transforms.prefix import carry
+from transforms.propagate import Along, Inline, Limits, Promote, analyse
 from transforms.rewrite import inline
 from transforms.rules import (  # noqa: F401
     collective,
@@ -85,6 +86,8 @@ class Program:
                 promoted |= large.placements
             except Inline as region:
                 inline(self.graph, region.node)
+            except Along as found:
+                carry(self.graph, found.node, span)
 
     @property
     def limits(self) -> Limits:

@@ -49,6 +49,13 @@ class Split(Exception):
         self.node, self.wanted = node, wanted
 
 
+class Along(Exception):
+    """A node runs forward along the cut axis: it is to be rewritten so that it hands a state from tile to tile."""
+
+    def __init__(self, node: Node):
+        self.node = node
+
+
 @dataclasses.dataclass(frozen=True)
 class Region(Move):
     """How an equation with bodies moves, and the analyses that this was read off."""
@@ -142,6 +149,7 @@ def propagate(
     Raises:
         TileError: a primitive has no rule, or an array that is too large would have to be whole.
         Complete: in a region, a Partial operand that it needs whole.
+        Along: a node can hand a state from tile to tile.
         Inline: in a region, it needs a cut operand whole.
         Split: a region has results that no tile changes.
     """
@@ -198,7 +206,7 @@ def _place(found: Analysis, node: Node, limits: Limits | None) -> None:
         raise Split(node, mixed)
     found.moves[node] = move
     found.facts.update((v, Fact(p, stage)) for v, p in zip(node.outputs, move.outs, strict=True))
-    if node.name == "running" or not found.running.isdisjoint(node.inputs):
+    if node.name in ("running", "carried") or not found.running.isdisjoint(node.inputs):
         found.running.update(v for v, p in zip(node.outputs, move.outs, strict=True) if isinstance(p, Whole))
 
 
@@ -237,7 +245,9 @@ def _move(node: Node, placements: tuple[Placement, ...], limits: Limits | None) 
             return move
     try:
         return rule.push(node, placements)
-    except Complete:
+    except Complete as request:
+        if request.along and limits is not None:
+            raise Along(node) from None
         if not local or parts or (move := rule.local(node, placements, limits)) is None:
             raise
         return move

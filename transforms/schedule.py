@@ -153,7 +153,7 @@ class _Planner:
                     done.add(value)
                     loops[d].updates.append(self.update(value, d, loops[d]))
             loops[d].updates = [u for u in loops[d].updates if self.deadline[u.value] == d]
-            loops[d].updates += self.anchors(d, loops[d])
+            loops[d].updates += [*self.anchors(d, loops[d]), *self.states(d, loops[d])]
             for node in (n for n in effects if stages[n] == d):
                 self.emit(self.effect(node), d, loops[d])
         return loops
@@ -229,6 +229,16 @@ class _Planner:
         for ref in refs.values():
             self.emit(ref, d, loop)
         return [Update(value, (ref,)) for value, ref in refs.items()]
+
+    def states(self, d: int, loop: Loop) -> list[Update]:
+        """What a loop's tiles hand to the next, unless it is accumulated anyway."""
+        found: dict[Value, Update] = {}
+        while todo := [v for v in loop.states if v not in found]:
+            for value in todo:
+                ref = Ref(value, self.analysis.fact(value).placement, "tile")
+                self.emit(ref, d, loop)
+                found[value] = Update(value, (ref,))
+        return [update for value, update in found.items() if value not in {u.value for u in loop.updates}]
 
     def all_parts(self, node: Node) -> bool:
         """Whether a node's operands are all partial results that it reads as such."""
@@ -311,6 +321,8 @@ class _Planner:
         return node, Move((ref.want,), ins)
 
     def operands(self, node: Node, move: Move, d: int, loop: Loop) -> tuple[Ref, ...]:
+        if node.name == "carried":
+            loop.states[node.params["total"]] = None
         if node.name == "running":
             (value,) = node.inputs
             if not self.computes(value, d):

@@ -16,7 +16,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from transforms.graph import Graph, Value, depends, evaluate, flatten
 from transforms.placement import Partial, TileError, Whole
-from transforms.propagate import Inline, Limits, analyse
+from transforms.propagate import Along, Inline, Limits, analyse
 from transforms.rules import Complete
 
 
@@ -79,7 +79,7 @@ def separate(closed: Any, placements: Any, limits: Limits, active: Sequence[int]
     graph = flatten(closed, custom=False)
     try:
         found = analyse(graph, placements, limits)
-    except (Inline, Complete, TileError):
+    except (Along, Inline, Complete, TileError):
         return None
     if not isinstance(found.fact(graph.outputs[out]).placement, Whole):
         return None

@@ -37,12 +37,13 @@ class Move:
 class Complete(Exception):
     """Operands (by number) must be whole before the node can run; `reason` reads after the primitive's name.
 
-    `otherwise` is how it moves where they cannot be: in the body of a loop.
+    `otherwise` is how it moves where they cannot be: in the body of a loop. `along`: it runs forward along the cut
+    axis, so outside such bodies it can hand a state from tile to tile instead.
     """
 
-    def __init__(self, operands: Sequence[int], reason: str, otherwise: Move | None = None):
+    def __init__(self, operands: Sequence[int], reason: str, otherwise: Move | None = None, along: bool = False):
         super().__init__(reason)
-        self.operands, self.reason, self.otherwise = tuple(operands), reason, otherwise
+        self.operands, self.reason, self.otherwise, self.along = tuple(operands), reason, otherwise, along
 
 
 Push = Callable[[Node, tuple[Placement, ...]], Move]

@@ -48,7 +48,8 @@ def push_scan(node: Node, placements: tuple[Placement, ...]) -> Move:
     if along := [
         i for i, p in enumerate(placements) if i >= constants + carried and isinstance(p, Tiled) and not p.dim
     ]:
-        raise Complete(along, "runs along the cut axis")
+        forward = not node.params["reverse"] and all(placements[i] == Tiled(0) for i in along)
+        raise Complete(along, "runs along the cut axis", along=forward)
     stacked = [p.at(p.dim - 1) if isinstance(p, Tiled) else p for p in placements[constants + carried :]]
     state: tuple[Placement, ...] = placements[constants : constants + carried]
     while True:
@@ -66,8 +67,13 @@ def push_scan(node: Node, placements: tuple[Placement, ...]) -> Move:
     return Region((*state, *results), moved, (found,))
 
 
-def run_scan(node: Node, values: Sequence[Any], wanted: Sequence[int], body: Body) -> list[Any]:
-    """The results `wanted` of a scan over `body`, None for the others; operands that nothing reads may be None."""
+def run_scan(
+    node: Node, values: Sequence[Any], wanted: Sequence[int], body: Body, length: int | None = None
+) -> list[Any]:
+    """The results `wanted` of a scan over `body`, None for the others; operands that nothing reads may be None.
+
+    `length` steps, the scan's own if None.
+    """
     constants, carried = scan_counts(node)
     carries = carries_for(body_graph(node, "jaxpr"), constants, carried, wanted)
     stacks = [i for i in wanted if i >= carried]
@@ -80,6 +86,8 @@ def run_scan(node: Node, values: Sequence[Any], wanted: Sequence[int], body: Bod
 
     init = [values[constants + i] for i in carries]
     options = {k: node.params[k] for k in ("length", "reverse", "unroll")}
+    if length is not None:
+        options |= {"length": length, "unroll": min(length, options["unroll"])}
     final, stacked = lax.scan(step, init, xs, **options)
     results = dict(zip((*carries, *stacks), (*final, *stacked), strict=True))
     return [results.get(i) if i in wanted else None for i in range(len(node.outputs))]
