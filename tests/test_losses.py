@@ -121,6 +121,7 @@ def check(fn, axes, args):
         assert assert_tiles(total, axes, 4, args, has_aux=True, dtype=jnp.float64, fast=True, floor=1e-3)
 
 
+@pytest.mark.filterwarnings("ignore:The function convex_kl_divergence is deprecated")
 @pytest.mark.parametrize("axis", [0, 1], ids=["examples", "classes"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_loss_equals_untiled(name, axis):
