@@ -13,8 +13,9 @@ from jax.experimental import io_callback
 
 from transforms import TileError, rules, tile
 from transforms.graph import flatten
+from transforms.limits import Limits
 from transforms.placement import WHOLE, Tiled
-from transforms.propagate import Limits, propagate
+from transforms.propagate import propagate
 from transforms.rules import RULES, Complete, indexing
 from transforms.rules.random import ONE_STREAM
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from transforms import passes
 from transforms.estimate import temp_bytes
+from transforms.limits import human
 from transforms.program import Program
-from transforms.propagate import human
 
 # Fewer rows in a matrix product and it runs slower than it need.
 ROWS = 64

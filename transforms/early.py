@@ -17,77 +17,7 @@ from transforms.graph import Node, Value, constant
 from transforms.placement import Partial, Tiled, Whole
 from transforms.propagate import Analysis
 from transforms.rules import Move
-
-Dims = tuple[int | None, ...]  # for each dimension of a value, that of another which varies along it
-
-
-@dataclasses.dataclass(frozen=True)
-class Term:
-    """A whole value that each element depends on, constant along the cut axis: `dims` says where it lies."""
-
-    value: Value
-    dims: Dims
-    weight: float  # of an anchor or an offset: how often it is added; of a factor: its exponent
-
-
-@dataclasses.dataclass(frozen=True)
-class Early:
-    """A value of loop `stage`, but for terms that are not known yet.
-
-    Before an exponential (`scaled` is false), `value = known + sum(weight * term)` over anchors, whose running form
-    loop `stage` has, and offsets, which come later. After it, `value = known * exp(the same) * product(factors)`.
-    `masked`: some elements were set to 0.
-    """
-
-    stage: int
-    anchors: tuple[Term, ...] = ()
-    offsets: tuple[Term, ...] = ()
-    factors: tuple[Term, ...] = ()
-    scaled: bool = False
-    masked: bool = False
-
-    @property
-    def plain(self) -> bool:
-        return not (self.anchors or self.offsets or self.factors)
-
-    @property
-    def terms(self) -> tuple[Term, ...]:
-        return (*self.anchors, *self.offsets, *self.factors)
-
-    def moved(self, dims: Callable[[Dims], Dims | None]) -> Early | None:
-        """The same for a rearrangement of the value, if its terms can follow."""
-        found = {}
-        for name in ("anchors", "offsets", "factors"):
-            terms = [(t, dims(t.dims)) for t in getattr(self, name)]
-            if any(d is None for _, d in terms):
-                return None
-            found[name] = tuple(dataclasses.replace(t, dims=d) for t, d in terms)
-        return dataclasses.replace(self, **found)
-
-
-def peel(value: Value, rank: int) -> tuple[Value, Dims]:
-    """The array that `value` repeats, and which of its dimensions varies along each of the `rank` dimensions."""
-    if not value.shape:
-        return value, (None,) * rank
-    dims: list[int | None] = list(range(len(value.shape)))
-    while (node := value.producer) is not None and node.inputs:
-        source = node.inputs[0]
-        if node.name == "broadcast_in_dim":
-            back = {int(out): i for i, out in enumerate(node.params["broadcast_dimensions"])}
-        elif node.name == "transpose":
-            back = dict(enumerate(node.params["permutation"]))
-        elif node.name in ("reshape", "squeeze", "expand_dims"):
-            real, came = ([d for d, n in enumerate(v.shape) if n != 1] for v in (value, source))
-            if [value.shape[d] for d in real] != [source.shape[d] for d in came]:
-                break
-            back = dict(zip(real, came, strict=True))
-        else:
-            break
-        along = {d: e for d, e in back.items() if source.shape[e] == value.shape[d]}
-        dims = [None if d is None else along.get(d) for d in dims]
-        value = source
-    return value, tuple(None if d is None or value.shape[d] == 1 else d for d in dims)
-
+from transforms.terms import Dims, Early, Term, merge, peel, weigh
 
 # ------------------------------------------------------------------------------------------- what is not yet known
 
@@ -175,14 +105,6 @@ class Finder:
 Follow = Callable[[Finder, Node, Move, int | None], Early | None]  # the last: the number of the late operand
 
 
-def merge(first: tuple[Term, ...], second: tuple[Term, ...], sign: float = 1.0) -> tuple[Term, ...]:
-    weights: dict[tuple[Value, Dims], float] = {}
-    for terms, factor in ((first, 1.0), (second, sign)):
-        for t in terms:
-            weights[t.value, t.dims] = weights.get((t.value, t.dims), 0.0) + factor * t.weight
-    return tuple(Term(v, d, w) for (v, d), w in weights.items() if w)
-
-
 def follow_add(self: Finder, node: Node, move: Move, late: int | None) -> Early | None:
     """Adding to what is to be exponentiated; or adding two things that are scaled alike."""
     signs = (1.0, -1.0 if node.name == "sub" else 1.0)
@@ -206,12 +128,6 @@ def follow_add(self: Finder, node: Node, move: Move, late: int | None) -> Early 
         return Early(stage, anchors, offsets)
     alike = (a.anchors, a.offsets, a.factors, a.scaled) == (b.anchors, b.offsets, b.factors, b.scaled)
     return dataclasses.replace(a, stage=stage, masked=a.masked or b.masked) if alike else None
-
-
-def weigh(early: Early, weight: float) -> Early:
-    """A sum that is yet to be exponentiated, times a constant."""
-    scale = lambda terms: tuple(dataclasses.replace(t, weight=t.weight * weight) for t in terms)
-    return dataclasses.replace(early, anchors=scale(early.anchors), offsets=scale(early.offsets))
 
 
 def follow_multiply(self: Finder, node: Node, move: Move, late: int | None) -> Early | None:

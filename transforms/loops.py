@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, NamedTuple
 
-from transforms.early import Term
 from transforms.graph import Node, Value, flops
 from transforms.placement import Partial, Placement
 from transforms.propagate import Analysis
 from transforms.rules import Move
+from transforms.terms import Term
 
 
 class Ref(NamedTuple):

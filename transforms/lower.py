@@ -14,9 +14,9 @@ from transforms.graph import Node, Value, read
 from transforms.loops import Loop, Ref, Schedule, Step, Update
 from transforms.online import rescale
 from transforms.placement import COMBINE, Partial, Span, Tiled, Whole, identity
+from transforms.planner import runs_once
 from transforms.propagate import Local
 from transforms.rules.contraction import dot
-from transforms.schedule import runs_once
 
 Env = dict[Value, Any]
 Tiles = dict[tuple[Value, Any], Any]  # what a tile computed, by value and placement

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from transforms import passes
 from transforms.estimate import temp_bytes
 from transforms.graph import Graph, Node, Value, flatten, flops
+from transforms.limits import human
 from transforms.loops import Loop
 from transforms.placement import Partial, Placement, Span, Tiled
 from transforms.program import Program
-from transforms.propagate import human
 
 WIDTH = 100
 

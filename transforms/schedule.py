@@ -7,15 +7,17 @@ need, in order, so lowering is a walk down a list.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from transforms.graph import Node, Value, depends, flops
-from transforms.keep import Policy, keeps
-from transforms.loops import Loop, Ref, Schedule, Step, Update
+from transforms.graph import Value, flops
+from transforms.keep import Policy
+from transforms.limits import Limits
+from transforms.loops import Loop, Ref, Schedule
 from transforms.online import Online
-from transforms.placement import WHOLE, Partial, Placement, Tiled, Whole
-from transforms.propagate import Analysis, Limits, Promote, Region, check_size
-from transforms.rules import RULES, Move
+from transforms.placement import Placement
+from transforms.planner import Planner
+from transforms.propagate import Analysis, Region
+from transforms.sizes import check_whole
 
 
 def schedule(analysis: Analysis, limits: Limits, total: int, online: Mapping[Value, Online]) -> Schedule:
@@ -32,7 +34,7 @@ def schedule(analysis: Analysis, limits: Limits, total: int, online: Mapping[Val
         eager = _settle(analysis, online, policy, eager=True)
         if _products(eager[1]) < _products(loops):
             planner, loops = eager
-    _check_sizes(analysis, loops, planner.requested, limits, total)
+    check_whole(analysis, loops, planner.requested, limits, total)
     return Schedule(analysis, loops, planner.late)
 
 
@@ -42,51 +44,16 @@ def _products(loops: Sequence[Loop]) -> int:
 
 def _settle(
     analysis: Analysis, online: Mapping[Value, Online], policy: Policy | None, eager: bool
-) -> tuple[_Planner, list[Loop]]:
+) -> tuple[Planner, list[Loop]]:
     """Plan until all loops agree on what earlier ones store: a stored value is read, not computed again."""
     deadline: dict[Value, int] = {}
     for _ in range(20):
-        planner = _Planner(analysis, dict(deadline), online, eager, policy)
+        planner = Planner(analysis, dict(deadline), online, eager, policy)
         loops = planner.plan()
         if planner.deadline == deadline:
             return planner, loops
         deadline = planner.deadline
     raise AssertionError("the schedule does not settle")
-
-
-def _check_sizes(analysis: Analysis, loops: list[Loop], requested: Iterable[Value], limits: Limits, total: int) -> None:
-    """Find whole values that carry the cut axis, or that come from a completed one, and are too large."""
-    found: dict[Value, tuple[Node, str]] = {}
-    reads = [(step.node, ref) for loop in loops for step in loop.steps for ref in step.refs]
-    for node, ref in reads:
-        if ref.how == "slice" and ref.value.producer and isinstance(analysis.fact(ref.value).placement, Whole):
-            found.setdefault(ref.value, (node, "reads, tile by tile, a value that is made whole"))
-    sources = {c.value for c in analysis.completions if isinstance(c.placement, Tiled)}
-    grown = depends(analysis.graph, sources) if sources else set()
-    for value in requested:
-        if value in grown and value.producer and isinstance(analysis.fact(value).placement, Whole):
-            found.setdefault(value, (value.producer, "makes a whole value from one that had to be completed"))
-    whole = {v for v in (*found, *requested) if isinstance(analysis.fact(v).placement, Whole)}
-    large = [v for v in whole if v.nbytes > limits.largest]
-    if promoted := {v: cut for v in large if (cut := _cut_of(v, total)) is not None}:
-        raise Promote(promoted)
-    for value, (node, reason) in found.items():
-        check_size(value, WHOLE, node, reason, limits)
-
-
-def _cut_of(value: Value, total: int) -> Tiled | None:
-    """A dimension of the cut axis' length along which a whole value can be made tile by tile, the first that can."""
-    node = value.producer
-    if node is None or len(node.outputs) > 1 or node.name not in RULES:
-        return None
-    pull = RULES[node.name].pull
-    cuts = (Tiled(dim) for dim, size in enumerate(value.shape) if size == total)
-    return next((cut for cut in cuts if pull is not None and pull(node, cut) is not None), None)
-
-
-def runs_once(analysis: Analysis, node: Node) -> bool:
-    """Whether a side effect has only whole operands, and so runs after the loops rather than once for each tile."""
-    return all(isinstance(p, Whole) for p in analysis.moves[node].ins)
 
 
 def region(analysis: Analysis, wants: Sequence[Placement | None]) -> tuple[Loop, list[Ref | None]]:
@@ -96,7 +63,7 @@ def region(analysis: Analysis, wants: Sequence[Placement | None]) -> tuple[Loop,
         analysis: of the region's graph.
         wants: where each output is to stand; None for those that are not wanted.
     """
-    planner = _Planner(analysis, {}, {}, eager=False, local=True)
+    planner = Planner(analysis, {}, {}, eager=False, local=True)
     loop = Loop()
     refs: list[Ref | None] = []
     for value, want in zip(analysis.graph.outputs, wants, strict=True):
@@ -107,238 +74,3 @@ def region(analysis: Analysis, wants: Sequence[Placement | None]) -> tuple[Loop,
         if node.effects and not isinstance(analysis.moves[node], Region):
             planner.emit(planner.effect(node), 0, loop)
     return loop, refs
-
-
-class _Planner:
-    def __init__(
-        self,
-        analysis: Analysis,
-        stored: dict[Value, int],
-        online: Mapping[Value, Online],
-        eager: bool,
-        policy: Policy | None = None,
-        local: bool = False,
-    ):
-        self.analysis = analysis
-        self.policy = policy
-        self.eager = eager  # form each result in the first loop that can, not in the last that may
-        self.online = online
-        self.local = local  # a region: its inputs are tiles already
-        self.stored = stored  # what the previous pass stored, and in which loop
-        self.deadline: dict[Value, int] = {}
-        self.late: set[Value] = set()
-        self.requested: dict[Value, int] = {}
-        self.readers: dict[Value, list[Node]] = {}
-        for node in analysis.graph.nodes:
-            for i, value in enumerate(node.inputs):
-                if (node, i) not in analysis.completed:
-                    self.readers.setdefault(value, []).append(node)
-
-    def plan(self) -> list[Loop]:
-        fact = self.analysis.fact
-        effects = [n for n in self.analysis.graph.nodes if n.effects and not runs_once(self.analysis, n)]
-        once = [n for n in self.analysis.graph.nodes if n.effects and runs_once(self.analysis, n)]
-        outputs = [v for v in self.analysis.graph.outputs if v.const is None]
-        outputs += [v for n in once for v in n.inputs if v.const is None]
-        ends = [self.analysis.end(v) for v in outputs]
-        stages = {n: max(fact(v).stage for v in n.inputs) for n in effects}
-        last = max([*ends, *stages.values(), -1])
-        for value in outputs:
-            self.request([value], last)
-        loops = [Loop() for _ in range(last + 1)]
-        for d in range(last, -1, -1):
-            done: set[Value] = set()
-            while todo := [v for v, k in self.deadline.items() if k == d and v not in done]:
-                for value in todo:
-                    done.add(value)
-                    loops[d].updates.append(self.update(value, d, loops[d]))
-            loops[d].updates = [u for u in loops[d].updates if self.deadline[u.value] == d]
-            loops[d].updates += [*self.anchors(d, loops[d]), *self.states(d, loops[d])]
-            for node in (n for n in effects if stages[n] == d):
-                self.emit(self.effect(node), d, loops[d])
-        return loops
-
-    def effect(self, node: Node) -> Ref:
-        """What to emit so that a node with a side effect runs."""
-        value = node.outputs[0] if node.outputs else Value(None, node)
-        return Ref(value, self.analysis.fact(value).placement, "tile")
-
-    # ------------------------------------------------------------------------------- what must be whole, and by when
-
-    def request(self, values: Iterable[Value], d: int) -> None:
-        """Have `values` whole once loop `d` is over."""
-        stack = list(values)
-        while stack:
-            value = stack.pop()
-            node = value.producer
-            if node is None or value in self.analysis.inputs or self.requested.get(value, d + 1) <= d:
-                continue
-            self.requested[value] = d
-            if isinstance(self.analysis.fact(value).placement, Whole) or value in self.analysis.stored:
-                stack.extend(self.analysis.needs(node))
-            elif self.sinks(value):
-                self.late.add(value)
-                stack.extend(node.inputs)
-            else:
-                last = self.analysis.fact(value).stage if self.eager else d
-                self.deadline[value] = min(self.deadline.get(value, last), last)
-
-    def sinks(self, value: Value) -> bool:
-        """Whether a partial result is better computed, after the loop, from the one that it is made of."""
-        node = value.producer
-        assert node is not None
-        placements = [self.analysis.fact(v).placement for v in node.inputs]
-        parts = [v for v, p in zip(node.inputs, placements, strict=True) if isinstance(p, Partial)]
-        if len(parts) != 1 or any(isinstance(p, Tiled) for p in placements) or len(node.outputs) > 1:
-            return False
-        if not isinstance(self.analysis.moves[node].outs[0], Partial):
-            return False
-        return parts[0].aval.size == value.aval.size
-
-    # ------------------------------------------------------------------------------------------------ steps of a loop
-
-    def update(self, value: Value, d: int, loop: Loop) -> Update:
-        """Plan how loop `d` accumulates `value`."""
-        terms: list[Step | Ref] = []
-        stack = [value]
-        while stack:
-            part = stack.pop()
-            node = part.producer
-            assert node is not None
-            move = self.analysis.moves[node]
-            readers = [n for n in self.readers.get(part, []) if not self.late.issuperset(n.outputs)]
-            alone = len(readers) <= (part is not value)
-            summed = move.outs[0] == Partial("sum") and alone
-            from_tiles = any(isinstance(p, Tiled) for p in move.ins)
-            computed = summed and self.computes(part, d)
-            if computed and node.name in ("add", "add_any") and self.all_parts(node):
-                stack.extend(reversed(node.inputs))
-                continue
-            if computed and from_tiles and RULES[node.name].accumulate:
-                terms.append(self.step(node, move, d, loop))
-            else:
-                ref = self.resolve(part, self.analysis.fact(part).placement, d, loop)
-                self.emit(ref, d, loop)
-                terms.append(ref)
-        online = self.online.get(value)
-        return Update(value, tuple(terms), online.anchors if online else ())
-
-    def anchors(self, d: int, loop: Loop) -> list[Update]:
-        """The anchors of a loop's sums: each tile leaves its own for the next."""
-        refs = {term.value: Ref(term.value, WHOLE, "tile") for update in loop.updates for term in update.anchors}
-        for ref in refs.values():
-            self.emit(ref, d, loop)
-        return [Update(value, (ref,)) for value, ref in refs.items()]
-
-    def states(self, d: int, loop: Loop) -> list[Update]:
-        """What a loop's tiles hand to the next, unless it is accumulated anyway."""
-        found: dict[Value, Update] = {}
-        while todo := [v for v in loop.states if v not in found]:
-            for value in todo:
-                ref = Ref(value, self.analysis.fact(value).placement, "tile")
-                self.emit(ref, d, loop)
-                found[value] = Update(value, (ref,))
-        return [update for value, update in found.items() if value not in {u.value for u in loop.updates}]
-
-    def all_parts(self, node: Node) -> bool:
-        """Whether a node's operands are all partial results that it reads as such."""
-        parts = all(isinstance(self.analysis.fact(v).placement, Partial) for v in node.inputs)
-        return parts and not any((node, i) in self.analysis.completed for i in range(len(node.inputs)))
-
-    def computes(self, value: Value, d: int) -> bool:
-        """Whether loop `d` has to compute the value: no earlier loop stored it."""
-        return self.stored.get(value, d) >= d
-
-    def resolve(self, value: Value, want: Placement, d: int, loop: Loop, completed: bool = False) -> Ref:
-        """Decide how loop `d` reads `value` as `want`, and ask for what that takes."""
-        placement = self.analysis.fact(value).placement
-        if value in self.analysis.running:
-            tiled = isinstance(want, Tiled) and self.pulls(value, want) is not None
-            return Ref(value, want if tiled else WHOLE, "tile")
-        local = not isinstance(placement, Whole) and not completed
-        if local and value in self.analysis.inputs:
-            return Ref(value, want, "tile" if self.local else "slice")
-        if local and value in self.analysis.stored:
-            loop.reads[value] = None
-            self.request([value], d - 1)
-            return Ref(value, want, "slice")
-        if local and self.computes(value, d):
-            if not self.kept(value, placement, d):
-                return Ref(value, placement, "tile")
-            self.deadline[value] = self.analysis.fact(value).stage
-        if isinstance(want, Tiled) and isinstance(placement, Whole) and self.pulls(value, want) is not None:
-            return Ref(value, want, "tile")
-        loop.reads[value] = None
-        self.request([value], d - 1)
-        if isinstance(want, Whole):
-            return Ref(value, want, "whole")
-        return Ref(value, want, "slice" if isinstance(want, Tiled) else "once")
-
-    def kept(self, value: Value, placement: Placement, d: int) -> bool:
-        """Whether the policy has an earlier loop store what loop `d` would compute again."""
-        early = isinstance(placement, Tiled) and self.analysis.fact(value).stage < d and value.producer is not None
-        return early and not self.local and keeps(self.policy, value.producer)
-
-    def pulls(self, value: Value, want: Tiled) -> tuple[Placement, ...] | None:
-        """The operands' placements from which one tile of a whole value is made, without the rest of it."""
-        node = value.producer
-        if node is None or value in self.analysis.inputs or len(node.outputs) > 1 or node.name not in RULES:
-            return None
-        rule = RULES[node.name]
-        return rule.pull(node, want) if rule.pull is not None and not rule.heavy else None
-
-    def emit(self, root: Ref, d: int, loop: Loop) -> None:
-        """Append the steps that compute `root`, operands first."""
-        keys = {key for step in loop.steps for key in step.keys}
-        stack: list[tuple[Ref, bool]] = [(root, False)]
-        while stack:
-            ref, ready = stack.pop()
-            if ref.how != "tile" or (ref.value, ref.want) in keys or ref.value.producer is None:
-                continue
-            node, move = self.expand(ref)
-            refs = self.operands(node, move, d, loop)
-            if not ready:
-                stack.append((ref, True))
-                stack.extend((r, False) for r in refs)
-                continue
-            if move is self.analysis.moves.get(node):
-                made = tuple((v, p) for v, p in zip(node.outputs, move.outs, strict=True))
-            else:
-                made = ((ref.value, ref.want),)
-            loop.steps.append(Step(node, move, refs, made))
-            keys.update(made)
-
-    def expand(self, ref: Ref) -> tuple[Node, Move]:
-        """The node that computes `ref`, and how: as analysed, or pulled from whole operands."""
-        node = ref.value.producer
-        assert node is not None
-        whole = ref.value.aval is not None and isinstance(self.analysis.fact(ref.value).placement, Whole)
-        if not whole or isinstance(ref.want, Whole):
-            return node, self.analysis.moves[node]
-        assert isinstance(ref.want, Tiled)
-        ins = self.pulls(ref.value, ref.want)
-        assert ins is not None
-        return node, Move((ref.want,), ins)
-
-    def operands(self, node: Node, move: Move, d: int, loop: Loop) -> tuple[Ref, ...]:
-        if node.name == "carried":
-            loop.states[node.params["total"]] = None
-        if node.name == "running":
-            (value,) = node.inputs
-            if not self.computes(value, d):
-                self.request([value], d - 1)
-                loop.reads[value] = None
-                return (Ref(value, WHOLE, "whole"),)
-            self.deadline[value] = min(self.deadline.get(value, d), d)
-        pulled = move is not self.analysis.moves.get(node)  # then all its operands are whole, or were completed
-        return tuple(
-            self.resolve(v, p, d, loop, pulled or (node, i) in self.analysis.completed)
-            for i, (v, p) in enumerate(zip(node.inputs, move.ins, strict=True))
-        )
-
-    def step(self, node: Node, move: Move, d: int, loop: Loop) -> Step:
-        """A step whose operands are computed, but which is left to whoever accumulates its result."""
-        refs = self.operands(node, move, d, loop)
-        for ref in refs:
-            self.emit(ref, d, loop)
-        return Step(node, move, refs, ())

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from transforms.graph import Graph, Value, depends, evaluate, flatten
+from transforms.limits import Limits
 from transforms.placement import Partial, TileError, Whole
-from transforms.propagate import Along, Inline, Limits, analyse
+from transforms.propagate import Along, Inline, analyse
 from transforms.rules import Complete
 
 

@@ -1,0 +1,58 @@
+"""Matrix products and the transposes around them, in a graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def turn_dots(graph: Any) -> Any:
+    """Let `transpose(dot(a, b))`, which is how JAX writes the gradient of a matrix, be `dot(b, a)`.
+
+    So the gradient of `[D, V]` is accumulated as `[D, V]`, and not copied once more in the end. And let dots read what
+    is turned for them as it lies.
+    """
+    readers: dict[Any, list[Any]] = {}
+    for node in graph.nodes:
+        for value in node.inputs:
+            readers.setdefault(value, []).append(node)
+    for node in graph.nodes:
+        if node.name == "dot_general":
+            for side in (0, 1):
+                _absorb(node, side)
+    for node in graph.nodes:
+        dot = node.inputs[0].producer if node.name == "transpose" else None
+        if dot is None or dot.name != "dot_general" or len(readers[dot.outputs[0]]) > 1:
+            continue
+        if dot.outputs[0] in graph.outputs:
+            continue
+        contract, batch = dot.params["dimension_numbers"]
+        left, right = (len(v.shape) - len(c) - len(batch[0]) for v, c in zip(dot.inputs, contract, strict=True))
+        first = len(batch[0])
+        turned = (*range(first), *range(first + left, first + left + right), *range(first, first + left))
+        if tuple(node.params["permutation"]) != turned or dot.params.get("out_sharding") is not None:
+            continue
+        node.primitive, node.context = dot.primitive, dot.context
+        node.params = dot.params | {"dimension_numbers": (contract[::-1], batch[::-1])}
+        precision = dot.params["precision"]
+        if isinstance(precision, tuple):
+            node.params["precision"] = precision[::-1]
+        node.inputs, node.source = dot.inputs[::-1], dot.source
+    return graph
+
+
+def _absorb(node: Any, side: int) -> None:
+    """Let `dot(a, transpose(b))` read `b`, if what is not contracted keeps its order."""
+    turn = node.inputs[side].producer
+    if turn is None or turn.name != "transpose":
+        return
+    order = turn.params["permutation"]
+    contract, batch = node.params["dimension_numbers"]
+    free = [order[d] for d in range(len(order)) if d not in contract[side] and d not in batch[side]]
+    if free != sorted(free):
+        return
+    moved = [
+        tuple(tuple(order[d] for d in dims) if s == side else dims for s, dims in enumerate(pair))
+        for pair in (contract, batch)
+    ]
+    node.params = node.params | {"dimension_numbers": tuple(moved)}
+    node.inputs[side] = turn.inputs[0]

@@ -1,0 +1,50 @@
+"""How large an array may be that is made whole."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from transforms.graph import Node, Value, describe
+from transforms.placement import Placement, TileError
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Which completions are allowed: `gather` is "none", "small" or "any"; `largest` is what small means, in bytes."""
+
+    gather: str
+    largest: int
+    options: Any = None  # of the program, for those of bodies
+
+    def allow(self, value: Value) -> bool:
+        return self.gather == "any" or (self.gather == "small" and value.nbytes <= self.largest)
+
+
+def check_size(value: Value, placement: Placement, node: Node, reason: str, limits: Limits) -> None:
+    """Refuse an array that must be whole and is larger than the function's inputs and outputs."""
+    if limits.allow(value):
+        return
+    made = f"made by `{value.producer.name}` at {value.producer.where}" if value.producer else "an argument"
+    bound = (
+        f"the largest input or output is {human(limits.largest)}"
+        if limits.gather == "small"
+        else 'gather="none" allows no completed array'
+    )
+    remedy = 'cut another axis, reduce it first, or pass gather="any"'
+    if limits.gather == "none":
+        remedy = 'cut another axis, or pass gather="small"'
+    raise TileError(
+        f"cannot tile `{node.name}` at {node.where}: it {reason}, so its operand would have to be whole.\n"
+        f"  operand: {describe(value.aval)} {placement}, {human(value.nbytes)}, {made}; {bound}.\n"
+        f"  To go on: {remedy}."
+    )
+
+
+def human(size: float | int) -> str:
+    """Bytes in the unit that reads best."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} GiB"

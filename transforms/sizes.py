@@ -1,0 +1,42 @@
+"""Which whole values a schedule makes that are too large, and which of them could be made tile by tile instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from transforms.graph import Node, Value, depends
+from transforms.limits import Limits, check_size
+from transforms.loops import Loop
+from transforms.placement import WHOLE, Tiled, Whole
+from transforms.propagate import Analysis, Promote
+from transforms.rules import RULES
+
+
+def check_whole(analysis: Analysis, loops: list[Loop], requested: Iterable[Value], limits: Limits, total: int) -> None:
+    """Find whole values that carry the cut axis, or that come from a completed one, and are too large."""
+    found: dict[Value, tuple[Node, str]] = {}
+    reads = [(step.node, ref) for loop in loops for step in loop.steps for ref in step.refs]
+    for node, ref in reads:
+        if ref.how == "slice" and ref.value.producer and isinstance(analysis.fact(ref.value).placement, Whole):
+            found.setdefault(ref.value, (node, "reads, tile by tile, a value that is made whole"))
+    sources = {c.value for c in analysis.completions if isinstance(c.placement, Tiled)}
+    grown = depends(analysis.graph, sources) if sources else set()
+    for value in requested:
+        if value in grown and value.producer and isinstance(analysis.fact(value).placement, Whole):
+            found.setdefault(value, (value.producer, "makes a whole value from one that had to be completed"))
+    whole = {v for v in (*found, *requested) if isinstance(analysis.fact(v).placement, Whole)}
+    large = [v for v in whole if v.nbytes > limits.largest]
+    if promoted := {v: cut for v in large if (cut := _cut_of(v, total)) is not None}:
+        raise Promote(promoted)
+    for value, (node, reason) in found.items():
+        check_size(value, WHOLE, node, reason, limits)
+
+
+def _cut_of(value: Value, total: int) -> Tiled | None:
+    """A dimension of the cut axis' length along which a whole value can be made tile by tile, the first that can."""
+    node = value.producer
+    if node is None or len(node.outputs) > 1 or node.name not in RULES:
+        return None
+    pull = RULES[node.name].pull
+    cuts = (Tiled(dim) for dim, size in enumerate(value.shape) if size == total)
+    return next((cut for cut in cuts if pull is not None and pull(node, cut) is not None), None)
