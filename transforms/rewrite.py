@@ -20,14 +20,21 @@ def replace(graph: Graph, node: Node, nodes: Sequence[Node], values: dict[Value,
 
 
 def inline(graph: Graph, node: Node) -> None:
-    """Put the body of a `jax.checkpoint` in its place."""
-    inner = flatten(body(node.params, "jaxpr"))
-    given = dict(zip(inner.inputs, node.inputs, strict=True))
+    """Put the body of a `jax.checkpoint`, or that of `lax.platform_dependent` for any platform, in its place."""
+    number = any_platform(node)
+    inner = flatten(body(node.params, "jaxpr") if number is None else node.params["branches"][number])
+    given = dict(zip(inner.inputs, node.inputs[number is not None :], strict=True))
     for other in inner.nodes:
         other.inputs = [given.get(v, v) for v in other.inputs]
         other.caller = other.caller or node.source
     outs = [given.get(v, v) for v in inner.outputs]
     replace(graph, node, inner.nodes, dict(zip(node.outputs, outs, strict=True)))
+
+
+def any_platform(node: Node) -> int | None:
+    """The branch of a `lax.platform_dependent` that every platform can run, if the equation is one that has it."""
+    platforms = node.params.get("branches_platforms") or ()
+    return platforms.index(None) if None in platforms else None
 
 
 def split(graph: Graph, node: Node, wanted: Sequence[int], inputs: Sequence[int], fn: Callable[..., Any]) -> None:

@@ -11,9 +11,11 @@ from jax import lax
 from transforms.graph import CUSTOM_CALLS, REMAT, Graph, Node, ancestors, body_graph, evaluate
 from transforms.placement import WHOLE, Placement, Span, Whole
 from transforms.propagate import Analysis, Inline, Region, analyse
+from transforms.rewrite import any_platform
 from transforms.rules import Complete, Move, refuse_partial, register, tiled
 from transforms.rules.regions import (
     Body,
+    analyse_body,
     at_tile,
     body_of,
     carries_for,
@@ -32,7 +34,7 @@ from transforms.rules.regions import (
 def push_remat(node: Node, placements: tuple[Placement, ...]) -> Move:
     graph = body_graph(node, "jaxpr")
     try:
-        found = analyse(graph, placements, None)
+        found = analyse_body(graph, placements)
     except Inline:
         raise Inline(node) from None  # it takes more than one loop
     return Region(tuple(found.fact(v).placement for v in graph.outputs), placements, (found,))
@@ -160,6 +162,15 @@ def part_while(node: Node, wanted: Sequence[int]) -> tuple[list[int], Callable[.
 def push_cond(node: Node, placements: tuple[Placement, ...]) -> Move:
     if not isinstance(placements[0], Whole):
         raise Complete([0], "chooses by it")
+    try:
+        return push_branches(node, placements)
+    except Complete:
+        if any_platform(node) is None:
+            raise
+        raise Inline(node) from None
+
+
+def push_branches(node: Node, placements: tuple[Placement, ...]) -> Move:
     graphs = [body_graph(node, "branches", i) for i in range(len(node.params["branches"]))]
     found = tuple(body_of(g, placements[1:], placements, 1) for g in graphs)
     outs: list[Placement] = []

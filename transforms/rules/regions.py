@@ -11,6 +11,7 @@ from transforms import lower, schedule
 from transforms.graph import Graph, ancestors, evaluate
 from transforms.placement import Partial, Placement, Span, Whole
 from transforms.propagate import Analysis, Inline, analyse
+from transforms.rewrite import any_platform, inline
 from transforms.rules import Complete, Move
 
 Body = Callable[[Sequence[Any]], list[Any]]
@@ -47,10 +48,21 @@ def wait(placements: Sequence[Placement], reason: str) -> Complete:
     return Complete([i for i, p in enumerate(placements) if not isinstance(p, Whole)], reason)
 
 
+def analyse_body(graph: Graph, ins: Sequence[Placement]) -> Analysis:
+    """`analyse` a body, in which what depends on the platform may become what every platform can run."""
+    while True:
+        try:
+            return analyse(graph, ins, None)
+        except Inline as need:
+            if need.node not in graph.nodes or any_platform(need.node) is None:
+                raise
+            inline(graph, need.node)
+
+
 def body_of(graph: Graph, ins: Sequence[Placement], given: Sequence[Placement], offset: int = 0) -> Analysis:
     """Analyse a body; what it needs to be whole is asked of the region's own operands, `given`, from `offset` on."""
     try:
-        return analyse(graph, ins, None)
+        return analyse_body(graph, ins)
     except Complete as request:
         operands = [i + offset for i in request.operands]
         if any(isinstance(given[i], Whole) for i in operands):
