@@ -6,7 +6,7 @@ import hypothesis
 import jax
 import jax.numpy as jnp
 import pytest
-from hypothesis import HealthCheck, given
+from hypothesis import HealthCheck, example, given
 from hypothesis import strategies as st
 
 from tests.grammar import NARROW, SCALAR, SCORE, STAT, STEPS, WIDE, Context, arguments, programs, run_program
@@ -43,6 +43,14 @@ def check(program, length, tiles, total, seed):
 
 @PROFILE
 @given(**CASES)
+@example(program=([("all pairs", (0, 0))], [2]), length=2, tiles=2, total=False, seed=0)  # was planned for ever
+@example(
+    program=([("sum", (1,)), ("column mean", (0,)), ("write token", (0, 3))], [4]),
+    length=11,
+    tiles=3,
+    total=False,
+    seed=0,
+)
 def test_random_programs_equal_untiled_or_are_refused(program, length, tiles, total, seed):
     check(program, length, tiles, total, seed)
 

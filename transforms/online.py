@@ -53,7 +53,7 @@ def rewrite(found: Analysis, done: Rewritten, span: Span) -> bool:
     finder = Finder(found)
     for value, early in finder.sums.items():
         known = max([early.stage + 1, *(finder.known(t.value) for t in (*early.offsets, *early.factors))])
-        if known <= found.fact(value).stage and _saves(found, value):
+        if value not in done.sums and known <= found.fact(value).stage and _saves(found, value):
             _Writer(finder, done, span).write(value, early)
             return True
     return False
