@@ -8,6 +8,7 @@ adds its rows with the decorator in `table.py`. Dimension key: `N` tokens, `B` b
 from tests.cases import (
     classification,
     composition,
+    cut_vocabulary,
     metrics,
     modules,
     policy,
@@ -25,6 +26,7 @@ __all__ = [
     "Draw",
     "classification",
     "composition",
+    "cut_vocabulary",
     "metrics",
     "modules",
     "policy",
