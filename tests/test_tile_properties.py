@@ -13,7 +13,7 @@ from tests.grammar import NARROW, SCALAR, SCORE, STAT, STEPS, WIDE, Context, arg
 from tests.helpers import assert_tiles
 
 common = {"deadline": None, "suppress_health_check": list(HealthCheck)}
-hypothesis.settings.register_profile("tile", max_examples=60, derandomize=True, database=None, **common)
+hypothesis.settings.register_profile("tile", max_examples=40, derandomize=True, database=None, **common)
 hypothesis.settings.register_profile("tile-heavy", max_examples=1000, derandomize=True, database=None, **common)
 hypothesis.settings.register_profile("tile-long", max_examples=3000, print_blob=True, **common)
 PROFILE = hypothesis.settings.get_profile(os.environ.get("TILE_PROFILE", "tile"))
