@@ -257,11 +257,16 @@ def _flops(name: str, params: dict[str, Any], ins: Sequence[Any], outs: Sequence
     if name == "dot_general":
         contract, _ = params["dimension_numbers"]
         return 2 * math.prod(ins[0].shape[d] for d in contract[0]) * math.prod(outs[0].shape)
-    bodies = [b for p in params.values() for b in (p if isinstance(p, tuple) else (p,))]
-    found = [_body_flops(getattr(b, "jaxpr", b)) for b in bodies if isinstance(b, (Jaxpr, ClosedJaxpr))]
+    found = [_body_flops(b) for b in bodies(params)]
     if name == "cond":  # one of them runs
         return max(found, default=0)
     return sum(found) * (params["length"] if name == "scan" else 1)
+
+
+def bodies(params: dict[str, Any]) -> list[Jaxpr]:
+    """All bodies among an equation's parameters."""
+    found = [b for p in params.values() for b in (p if isinstance(p, tuple) else (p,))]
+    return [getattr(b, "jaxpr", b) for b in found if isinstance(b, (Jaxpr, ClosedJaxpr))]
 
 
 def _body_flops(jaxpr: Jaxpr) -> int:

@@ -45,6 +45,15 @@ def gradient(program: Program) -> Pass | None:
 
     Those of one scalar; otherwise the cotangents of the results that have any are further arguments.
     """
+    try:
+        return _gradient(program)
+    except ValueError as error:
+        if "Reverse-mode differentiation does not work" in str(error):  # it has a while loop
+            return None
+        raise
+
+
+def _gradient(program: Program) -> Pass | None:
     avals = program.closed.in_avals
     outs, active = program.differentiable([i for i, a in enumerate(avals) if jnp.issubdtype(a.dtype, jnp.inexact)])
     if not active:

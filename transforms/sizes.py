@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from transforms.graph import Node, Value, depends
-from transforms.limits import Limits, check_size
+from jax.extend.core import Jaxpr
+
+from transforms.graph import Node, Value, bodies, depends, nbytes
+from transforms.limits import Limits, check_size, human
 from transforms.loops import Loop
-from transforms.placement import WHOLE, Tiled, Whole
-from transforms.propagate import Analysis, Promote
+from transforms.placement import WHOLE, Tiled, TileError, Whole
+from transforms.propagate import Analysis, Local, Promote
 from transforms.rules import RULES
 
 
@@ -20,16 +22,41 @@ def check_whole(analysis: Analysis, loops: list[Loop], requested: Iterable[Value
         if ref.how == "slice" and ref.value.producer and isinstance(analysis.fact(ref.value).placement, Whole):
             found.setdefault(ref.value, (node, "reads, tile by tile, a value that is made whole"))
     sources = {c.value for c in analysis.completions if isinstance(c.placement, Tiled)}
+    sources |= {n.inputs[i] for n, i in analysis.completed if _is_input(analysis, n, n.inputs[i])}
     grown = depends(analysis.graph, sources) if sources else set()
     for value in requested:
         if value in grown and value.producer and isinstance(analysis.fact(value).placement, Whole):
             found.setdefault(value, (value.producer, "makes a whole value from one that had to be completed"))
+            _check_inside(value.producer, limits)
     whole = {v for v in (*found, *requested) if isinstance(analysis.fact(v).placement, Whole)}
     large = [v for v in whole if v.nbytes > limits.largest]
     if promoted := {v: cut for v in large if (cut := _cut_of(v, total)) is not None}:
         raise Promote(promoted)
     for value, (node, reason) in found.items():
         check_size(value, WHOLE, node, reason, limits)
+
+
+def _is_input(analysis: Analysis, node: Node, value: Value) -> bool:
+    """Whether a cut value that a node reads whole was whole all along."""
+    cut = isinstance(analysis.fact(value).placement, Tiled)
+    return cut and value in (analysis.inputs | analysis.stored) and not isinstance(analysis.moves[node], Local)
+
+
+def _check_inside(node: Node, limits: Limits) -> None:
+    """Refuse an equation with a body that runs on whole operands and makes something too large there."""
+    inside = max((_largest(b) for b in bodies(node.params)), default=0)
+    if limits.gather == "any" or inside <= limits.largest:
+        return
+    raise TileError(
+        f"cannot tile `{node.name}` at {node.where}: it needs a cut array whole, and its body makes an array of "
+        f"{human(inside)} then; the largest input or output is {human(limits.largest)}.\n"
+        '  To go on: cut another axis, or pass gather="any".'
+    )
+
+
+def _largest(jaxpr: Jaxpr) -> int:
+    made = [nbytes(v.aval) for e in jaxpr.eqns for v in e.outvars]
+    return max([*made, *(_largest(b) for e in jaxpr.eqns for b in bodies(e.params))], default=0)
 
 
 def _cut_of(value: Value, total: int) -> Tiled | None:

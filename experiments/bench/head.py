@@ -72,7 +72,12 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     args = parser.parse_args()
     sizes = (args.tokens, args.embed, args.vocab)
-    programs = {"untiled": loss, "tile": tile(loss, (0, None, 0, 0), args.n)}
+    programs = {
+        "untiled": loss,
+        "tile": tile(loss, (0, None, 0, 0), args.n),
+        "tile, vocabulary": tile(loss, (None, 1, None, None), args.n),
+        "tile, lowmem": tile(loss, (0, None, 0, 0), args.n, lowmem=True),
+    }
     if args.tokens % args.n == 0:
         programs["scan + checkpoint"] = scanned(args.n)
     compiled = {name: compile_gradient(fn, *sizes, args.dtype) for name, fn in programs.items()}
