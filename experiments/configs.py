@@ -148,14 +148,34 @@ class Synthetic(Data):
 
 @dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """How the head and its loss are cut over tokens."""
+    """What is cut into tiles: the head and its loss over tokens, and other parts where that is asked for."""
 
     n: int | str = option("auto", "number of tiles of the head and loss; none: untiled; auto: by size")
+    size: int | None = option(None, "tokens in a tile of the head, instead of their number")
+    budget: str | None = option(None, "n=auto: temporary memory that the head may take, such as 2GiB")
+    lowmem: bool = option(False, "cut the head over the vocabulary too: less memory, one more product")
+    mlp: int | None = option(None, "number of tiles of each MLP, over a sequence's tokens")
+    attention: int | None = option(None, "number of tiles of attention, over queries; keys are whole")
+    batch: int | None = option(None, "number of micro-batches (gradient accumulation)")
 
     def __post_init__(self):
         named = self.n in ("auto", "none")
         if not named and (isinstance(self.n, str) or self.n < 1):
             raise refuse("tiling.n", self.n, "give a whole number of tiles (1 or more), none or auto")
+        positive(self, "tiling.", "size", "mlp", "attention", "batch")
+        if self.size is not None and self.n != "auto":
+            raise refuse("tiling.size", self.size, f"tiling.n={self.n} cuts the head already; give one of the two")
+        if self.budget is not None and (self.n != "auto" or self.size is not None):
+            other = f"tiling.n={self.n}" if self.size is None else f"tiling.size={self.size}"
+            raise refuse("tiling.budget", self.budget, f"{other} cuts the head already; give one of the two")
+        if self.lowmem and self.n == "none":
+            raise refuse("tiling.lowmem", "true", "tiling.n=none leaves the head uncut; give a number of tiles or auto")
+
+    @property
+    def cuts(self) -> bool:
+        """Whether anything is cut."""
+        parts = self.size, self.mlp, self.attention, self.batch
+        return self.n != "none" or any(part is not None for part in parts)
 
 
 @dataclass(frozen=True, kw_only=True)

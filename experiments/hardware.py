@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import zoo.accounting
-from experiments import configs
+from experiments import configs, tiles
 from experiments.configs import DType, Platform
 
 GIB = 2**30
@@ -181,15 +181,35 @@ def resolve(config: configs.Run, device: Device) -> tuple[configs.Resolved, dict
         optimizer = cls(**{field.name: getattr(optimizer, field.name) for field in dataclasses.fields(optimizer)})
         chosen["optimizer"] = option_name(cls)
     optimizer = choose(optimizer, "optimizer.", learning_rate=_rate(type(optimizer), params, config.adapter))
-    # Fewest tiles with small logits, none shorter than is efficient.
-    logits = 4 * resolved.tokens_per_step * config.model.config.vocab_size
-    fewest = min(-(-logits // TILE_BYTES), max(1, resolved.tokens_per_step // LEAST_TILE))
-    tiling = choose(config.tiling, "tiling.", n=fewest if fewest > 1 else "none")
+    resolved = dataclasses.replace(resolved, hardware=hardware)
+    tiling = config.tiling
+    if tiling.size is None:
+        tiling = choose(dataclasses.replace(tiling, budget=None), "tiling.", n=_tiles(resolved))
     remat = choose(config.remat, "remat.", policy="full" if params > REMAT_ABOVE else "none")
     often = max(10, resolved.steps // EVALUATIONS) if scale.eval_batches > 1 else 0
     evaluation = choose(config.eval, "eval.", every=often, batches=scale.eval_batches)
     parts = {"tiling": tiling, "hardware": hardware, "optimizer": optimizer, "remat": remat, "eval": evaluation}
     return dataclasses.replace(resolved, **parts), chosen
+
+
+def _tiles(config: configs.Resolved) -> int | str:
+    """Return how many tiles suit the head: as few as keep within the budget, or have small logits.
+
+    Raises:
+        HardwareError: no number of tiles keeps within the budget.
+    """
+    if config.tiling.budget is not None:
+        from experiments import program
+
+        try:
+            fewest = program.fewest_tiles(config)
+        except ValueError as error:
+            raise HardwareError(f"cannot use tiling.budget={config.tiling.budget}: {error}") from None
+    else:
+        tokens = tiles.micro_batch(config) * config.seq_len
+        fewest = min(-(-4 * tokens * config.model.config.vocab_size // TILE_BYTES), max(1, tokens // LEAST_TILE))
+        fewest = min(max(fewest, 2 * config.tiling.lowmem), tiles.head_axis(config)[0])
+    return fewest if fewest > 1 or config.tiling.lowmem else "none"
 
 
 def _rate(optimizer: type, params: int, adapter: configs.Adapter) -> float:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments import configs
+from experiments import configs, usage
 from experiments.hardware import GIB
 from experiments.metrics import Record
 from experiments.preflight import Memory, Plan
@@ -83,8 +83,15 @@ def _loss(plt: Any, records: list[Record], name: str) -> Any:
     return figure
 
 
+def _tiling(config: configs.Resolved) -> str:
+    """Return what of the run is cut, as overrides."""
+    values = usage.plain(config.tiling).items()
+    said = [f"tiling.{key}={value}" for key, value in values if value not in (None, False, "auto")]
+    return "\n".join(said[:1] if said == ["tiling.n=none"] else [s for s in said if s != "tiling.n=none"])
+
+
 def _memory(plt: Any, records: list[Record], plan: Plan, config: configs.Resolved, name: str) -> Any:
-    bars: dict[str, Memory] = {f"this run\n(tiling.n={config.tiling.n})": plan.memory}
+    bars: dict[str, Memory] = {f"this run\n({_tiling(config)})": plan.memory}
     if plan.untiled is not None:
         bars["untiled"] = plan.untiled
     used = _series(records, "memory_bytes")

@@ -10,7 +10,7 @@ import equinox as eqx
 import jax
 
 import zoo.accounting
-from experiments import configs, hardware, listing, program, schema
+from experiments import configs, hardware, listing, program, schema, tiles
 from experiments.hardware import GIB, Device
 
 AT_SCALE = 8192  # tokens: where tiling the head of a large vocabulary pays
@@ -64,7 +64,7 @@ def plan(config: configs.Resolved, device: Device) -> Plan:
     state = program.abstract_state(config)
     compiled = program.compile_train(config, state)
     memory, untiled, at_scale = measure(config, state, compiled), None, None
-    if config.tiling.n != "none":
+    if config.tiling.cuts:
         plain = dataclasses.replace(config, tiling=configs.Tiling(n="none"))
         untiled = measure(plain, state, program.compile_train(plain, state))
         if untiled.total <= memory.total * 1.02 and config.tokens_per_step < AT_SCALE:
@@ -152,11 +152,11 @@ def suggest(overrides: Sequence[str], config: configs.Resolved, device: Device) 
 def _subsets(config: configs.Resolved) -> Iterator[tuple[list[str], ...]]:
     """Yield sets of changes, each a list of levels from weak to strong; small sets first."""
     changes = []
-    tokens, batch, seq = config.tokens_per_step, config.batch_size, config.seq_len
-    most = config.tiling.n if isinstance(config.tiling.n, int) else 1
-    tiles = [n for n in (8, 32, 128) if most < n <= tokens // hardware.LEAST_TILE]
-    if tiles:
-        changes.append([f"tiling.n={n}" for n in tiles])
+    batch, seq = config.batch_size, config.seq_len
+    most = tiles.micro_batch(config) * seq
+    numbers = [n for n in (8, 32, 128) if tiles.head_tiles(config) < n <= most // hardware.LEAST_TILE]
+    if numbers:
+        changes.append([f"tiling.n={n}" for n in numbers])
     if config.remat.policy != "full":
         changes.append(["remat=full"])
     halves = lambda value, least: [value >> i for i in range(1, 20) if value >> i >= least]
@@ -175,15 +175,17 @@ def _subsets(config: configs.Resolved) -> Iterator[tuple[list[str], ...]]:
 def with_overrides(overrides: Sequence[str], changes: Sequence[str]) -> list[str]:
     """Return overrides with some replaced: a group's new option also drops the old option's own values."""
     keys = [change.split("=")[0] for change in changes]
+    keys += ["tiling.size", "tiling.budget"] if "tiling.n" in keys else []  # they say the same in other words
     replaced = lambda key: any(key == k or (k in schema.GROUPS and key.startswith(f"{k}.")) for k in keys)
     return [override for override in overrides if not replaced(override.lstrip("+").split("=")[0])] + list(changes)
 
 
 def _changed(overrides: Sequence[str], changes: Sequence[str], device: Device) -> configs.Resolved | None:
     try:
-        return hardware.resolve(schema.compose(with_overrides(overrides, changes))[0], device)[0]
-    except schema.ConfigError:
+        config = hardware.resolve(schema.compose(with_overrides(overrides, changes))[0], device)[0]
+    except (schema.ConfigError, hardware.HardwareError):
         return None
+    return None if tiles.problem(config) else config
 
 
 def _could_fit(overrides: Sequence[str], changes: Sequence[str], device: Device) -> bool:

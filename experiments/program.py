@@ -13,22 +13,16 @@ import jax.numpy as jnp
 import optax
 from jax import ShapeDtypeStruct as Shape
 
-from experiments import configs, optimizer
-from transforms import tile
+from experiments import configs, optimizer, tiled, tiles
 from transforms.remat import remat
 from transforms.step import State, all_parameters, compile_step, make_eval_step, make_train_step
 from zoo import Mixture, lora, model_class
 
 
-def head_loss(model: Any, hidden_TD: jax.Array, targets_T: jax.Array, mask_T: jax.Array) -> jax.Array:
-    """Return the mean cross-entropy of the tokens that count, in nats."""
-    losses_T = optax.softmax_cross_entropy_with_integer_labels(model.logits(hidden_TD), targets_T)
-    return jnp.sum(losses_T * mask_T) / jnp.maximum(jnp.sum(mask_T), 1.0)
-
-
-def tiled_head_loss(n: int | str) -> Any:
-    """Return `head_loss`, cut into `n` tiles of tokens, or as it is where `n` is none."""
-    return tile(head_loss, axis=(None, 0, 0, 0), n=n) if isinstance(n, int) else head_loss
+def head_loss(model: Any, hidden: jax.Array, targets: jax.Array, mask: jax.Array) -> jax.Array:
+    """Return the mean cross-entropy of the tokens that count, in nats; tokens are [T] or [B, S]."""
+    losses = optax.softmax_cross_entropy_with_integer_labels(model.logits(hidden), targets)
+    return jnp.sum(losses * mask) / jnp.maximum(jnp.sum(mask), 1.0)
 
 
 def make_loss(config: configs.Resolved, *, balanced: bool = True) -> Any:
@@ -36,15 +30,20 @@ def make_loss(config: configs.Resolved, *, balanced: bool = True) -> Any:
 
     With `balanced`, what a mixture's experts are used unevenly is added, weighted as the model's config says.
     """
-    compute, policy = _dtype(config.hardware.compute_dtype), remat(config.remat.policy)
-    head = tiled_head_loss(config.tiling.n)
+    how = {"dtype": _dtype(config.hardware.compute_dtype), "remat": remat(config.remat.policy)}
+    head, ops = tiled.head(config, head_loss), tiled.ops(config)
 
-    def loss(model, batch):
+    def whole(model, batch):
         tokens, targets, mask = batch
         reader, ids, model = _share_table(model, tokens)
-        hidden, extra = read(reader, ids, dtype=compute, remat=policy)
-        mean = head(model, hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1), mask.reshape(-1))
-        return mean + extra, {}
+        hidden, extra = read(reader, ids, ops=ops, **how)
+        flat = (x.reshape(-1, *x.shape[2:]) for x in (hidden, targets, mask))
+        return head(model, *flat) + extra
+
+    def in_micro_batches(model, batch):
+        tokens, targets, mask = batch
+        hidden, extra = read(model, tokens, ops=ops, **how)
+        return head(model, hidden, targets, mask) + extra
 
     def read(reader, ids, **how):
         if not (balanced and isinstance(reader, Mixture)):
@@ -52,7 +51,8 @@ def make_loss(config: configs.Resolved, *, balanced: bool = True) -> Any:
         hidden, balance = reader.hidden_and_balance(ids, **how)
         return hidden, reader.config.balance_weight * balance
 
-    return loss
+    mean = whole if config.tiling.batch is None else tiled.batch(config, in_micro_batches)
+    return lambda model, batch: (mean(model, batch), {})
 
 
 def _share_table(model: Any, tokens: jax.Array) -> tuple[Any, jax.Array, Any]:
@@ -149,8 +149,7 @@ def compile_eval(config: configs.Resolved, state: State) -> Any:
 
 def compile_head(config: configs.Resolved, state: State) -> Any:
     """Return the executable of the head's loss and gradients alone, to see what memory it takes."""
-    tokens, dim = config.tokens_per_step, config.model.config.embed_dim
-    loss = tiled_head_loss(config.tiling.n)
+    loss = tiled.head(config, head_loss)
 
     @eqx.filter_jit
     def head(model, hidden, targets, mask):
@@ -158,9 +157,26 @@ def compile_head(config: configs.Resolved, state: State) -> Any:
         used, rest = eqx.partition(model, eqx.tree_at(lambda m: m.layers, trainable(config)(model), False))
         return eqx.filter_value_and_grad(lambda x: loss(eqx.combine(x[0], rest), x[1], targets, mask))((used, hidden))
 
-    shapes = Shape((tokens, dim), _dtype(config.hardware.compute_dtype)), Shape((tokens,), jnp.int32)
-    options = config.hardware.compiler_options
-    return compile_step(head, state.model, *shapes, Shape((tokens,), jnp.float32), compiler_options=options)
+    return compile_step(head, state.model, *_read_by_head(config), compiler_options=config.hardware.compiler_options)
+
+
+def _read_by_head(config: configs.Resolved) -> tuple[Shape, Shape, Shape]:
+    """Return the shapes and types of (hidden, targets, mask) that the head is given at a time."""
+    rows, seq = tiles.micro_batch(config), config.seq_len
+    shape = (config.tokens_per_step,) if config.tiling.batch is None else (rows, seq)
+    hidden = Shape((*shape, config.model.config.embed_dim), _dtype(config.hardware.compute_dtype))
+    return hidden, Shape(shape, jnp.int32), Shape(shape, jnp.float32)
+
+
+def fewest_tiles(config: configs.Resolved) -> int:
+    """Return the number of tiles with which the head keeps within `tiling.budget`.
+
+    Raises:
+        ValueError: no number does, or the budget is no number of bytes.
+    """
+    init, dtype = model_class(config.model.config).init, _dtype(config.hardware.param_dtype)
+    model = eqx.filter_eval_shape(lambda: init(config.model.config, dtype=dtype, key=_key(config.seed)))
+    return tiled.fewest(config, head_loss, model, _read_by_head(config))
 
 
 def _key(seed: int) -> jax.Array:

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import zoo.accounting
-from experiments import configs, data, hardware, preflight, table, usage
+from experiments import configs, data, hardware, preflight, table, tiles, usage
 from experiments.hardware import Device, HardwareError
 from experiments.loggers import missing, open_loggers
 from experiments.metrics import Progress, Recorder, describe
 from experiments.preflight import DoesNotFitError, Plan
+from transforms import TileError
 from zoo import lora
 
 T = TypeVar("T", bound=Any)
@@ -42,7 +43,7 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str]) -> 
     try:
         plan = _preflight(config, choices["model"], chosen, argv, device)
         _train(config, directory, plan, source, argv, began)
-    except (RunError, DoesNotFitError, DivergedError) as error:
+    except (RunError, DoesNotFitError, DivergedError, TileError) as error:
         return _fail(error, 1)
     except KeyboardInterrupt:
         return _fail(RunError(f"interrupted; what was measured is in {directory}"), 130)
@@ -91,11 +92,8 @@ def _directory(config: configs.Run, model: str) -> Path:
 
 
 def _check(config: configs.Resolved) -> None:
-    if isinstance(config.tiling.n, int) and config.tiling.n > config.tokens_per_step:
-        raise RunError(
-            f"cannot cut into tiling.n={config.tiling.n} tiles: a step has {config.tokens_per_step} tokens "
-            f"({config.batch_size} x {config.seq_len}). Use fewer tiles."
-        )
+    if problem := tiles.problem(config):
+        raise RunError(problem)
     if isinstance(config.adapter, configs.Lora):
         try:
             lora.match(config.model.config, config.adapter.patterns)

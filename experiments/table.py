@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from experiments import configs, preflight
+from experiments import configs, preflight, tiles
 from experiments.hardware import GIB, Device
 from experiments.preflight import Memory, Plan
 
@@ -39,11 +39,12 @@ def render(name: str, config: configs.Resolved, plan: Plan, device: Device, opti
     ]
     lines = [_rule(f"{name} on {device.name}")]
     lines += [f"  {label:<16} {value:>15}   {note}" for label, value, note in rows]
+    lines += [f"  {'tiled' * (i == 0):<16} {part:>15}   {how}" for i, (part, how) in enumerate(tiles.describe(config))]
     return "\n".join([*lines, "", *_memory(config, plan), _rule()])
 
 
 def _memory(config: configs.Resolved, plan: Plan) -> list[str]:
-    heads = ["untiled"] if plan.untiled is None else [f"tiled, n={config.tiling.n}", "untiled"]
+    heads = ["untiled"] if plan.untiled is None else [_name(config), "untiled"]
     columns: list[Memory] = [plan.memory] if plan.untiled is None else [plan.memory, plan.untiled]
     lines = [f"  {'memory':<16} " + "".join(f"{head:>15}" for head in heads)]
     notes = {"head": _logits(config), "activations": f"and the rest; remat {config.remat.policy}"}
@@ -56,27 +57,34 @@ def _memory(config: configs.Resolved, plan: Plan) -> list[str]:
     return lines + _advice(config, plan)
 
 
+def _name(config: configs.Resolved) -> str:
+    """Return how the run is tiled, where one word says it."""
+    alone = configs.Tiling(n=config.tiling.n) == config.tiling and config.tiling.n != "none"
+    return f"tiled, n={config.tiling.n}" if alone else "tiled"
+
+
 def _advice(config: configs.Resolved, plan: Plan) -> list[str]:
     """Return what a user of tiling should know: whether it helps at this size, and whether its tiles are too short."""
     lines = []
-    tokens, n = config.tokens_per_step, config.tiling.n
+    tokens = config.tokens_per_step
     if plan.untiled is not None and plan.untiled.total <= plan.memory.total * 1.02:
-        lines.append(f"  note: at {tokens:,} tokens per step tiling saves nothing: logits are a small part.")
+        lines.append(f"  note: at {tokens:,} tokens per step tiling saves nothing: what it cuts is small.")
         if plan.at_scale is not None:
             tiled, untiled = (size(bytes, digits=1) for bytes in plan.at_scale)
             lines.append(f"        At {preflight.AT_SCALE:,} the head would take {tiled} tiled, {untiled} untiled.")
-    if isinstance(n, int) and tokens // n < preflight.SHORT_TILE <= tokens:
+    length, each = tiles.head_axis(config)
+    if config.tiling.n != "none" and tiles.head_tokens(config) < preflight.SHORT_TILE <= length * each:
+        steps = -(-preflight.SHORT_TILE // each)
         lines.append(
-            f"  note: tiles of {-(-tokens // n)} tokens make slow matrix products; "
-            f"tiling.n={tokens // preflight.SHORT_TILE} has {preflight.SHORT_TILE} in each."
+            f"  note: tiles of {tiles.head_tokens(config)} tokens make slow matrix products; "
+            f"tiling.n={length // steps} has {steps * each} in each."
         )
     return lines
 
 
 def _logits(config: configs.Resolved) -> str:
-    tiles = 1 if config.tiling.n == "none" else int(config.tiling.n)
-    tokens = -(-config.tokens_per_step // tiles)
-    return f"logits {size(4 * tokens * config.model.config.vocab_size)} {'per tile' if tiles > 1 else ''}".rstrip()
+    logits = 4 * tiles.head_tokens(config) * config.model.config.vocab_size
+    return f"logits {size(logits)} {'per tile' if tiles.head_tokens(config) < config.tokens_per_step else ''}".rstrip()
 
 
 def choices(chosen: dict[str, Any]) -> str:

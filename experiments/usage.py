@@ -9,7 +9,7 @@ GROUP_HELP = {
     "model": "what is trained",
     "adapter": "train all of it, or a LoRA adapter alone",
     "data": "what it reads",
-    "tiling": "how the head and its loss are cut",
+    "tiling": "what is cut into tiles: the head, MLPs, attention, the batch",
     "optimizer": "how parameters move",
     "hardware": "device, precision, compiler",
     "remat": "what the backward pass keeps",
@@ -62,7 +62,7 @@ def wrapped(words: list[str], indent: int, width: int = 96) -> list[str]:
 
 
 def _default(field: dataclasses.Field) -> str:
-    optional_name = field.name in ("run", "clip_norm", "cache")
+    optional_name = field.name in ("run", "clip_norm", "cache", "size", "budget", "mlp", "attention", "batch")
     if field.default_factory is not dataclasses.MISSING:
         return "{}"
     if field.default is None:

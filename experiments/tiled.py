@@ -1,0 +1,73 @@
+"""The parts of a run that are cut: the head, each MLP, attention, and the batch of the whole loss.
+
+The tokens of a step are its batch of `B` sequences of `S`; a micro-batch is a tile of the batch. Every part equals the
+one that is not cut, gradients too, whatever the mask.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+
+from experiments import configs, tiles
+from transforms import tile
+from zoo import Gemma
+from zoo.nn import Ops, attention, gated_mlp
+
+
+def head(config: configs.Resolved, loss: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `loss(model, hidden, targets, mask)` as `tiling.n`, `tiling.size` and `tiling.lowmem` cut it.
+
+    It is cut along the first axis, the tokens of a step; those of a micro-batch are [B, S], cut along their sequences.
+    """
+    if config.tiling.n == "none":
+        return loss
+    cut = tile(loss, axis=_head_axes(config), size=tiles.head_size(config), lowmem=config.tiling.lowmem)
+    return lambda model, *args: cut(_read_by_head(model), *args)
+
+
+def fewest(config: configs.Resolved, loss: Callable[..., Any], model: Any, args: tuple[Any, ...]) -> int:
+    """Return the number of tiles with which the head keeps within `tiling.budget`; `args` may be abstract.
+
+    Raises:
+        ValueError: no number does, or the budget is no number of bytes.
+    """
+    tiling = config.tiling
+    cut = tile(loss, axis=_head_axes(config), n="auto", budget=tiling.budget, lowmem=tiling.lowmem)
+    return cut.plan(_read_by_head(model), *args).tiles
+
+
+def _head_axes(config: configs.Resolved) -> tuple[int | None, ...]:
+    return (None, 0, 0, 0) if config.tiling.batch is None else (None, 1, 1, 1)
+
+
+def _read_by_head(model: Any) -> Any:
+    """Return a model without the largest parts that its head does not read: they would have gradients of zeros."""
+    untied = not isinstance(model, Gemma) and model.head is not None
+    return eqx.tree_at(lambda m: (m.layers, m.embed) if untied else (m.layers,), model, replace_fn=lambda _: None)
+
+
+def ops(config: configs.Resolved) -> Ops | None:
+    """Return how the heavy parts of each layer run: plainly, or as `tiling.mlp` and `tiling.attention` cut them."""
+    pieces: dict[str, Any] = {}
+    if config.tiling.mlp is not None:
+        pieces["mlp"] = functools.partial(_tiled_mlp, config.tiling.mlp)
+    if config.tiling.attention is not None:
+        pieces["attention"] = functools.partial(_tiled_attention, config.tiling.attention)
+    return Ops(**pieces) if pieces else None
+
+
+def _tiled_mlp(n, x, gate, up, down, *, activation):
+    plain = functools.partial(gated_mlp, activation=activation)
+    return tile(plain, axis=(1, None, None, None), n=n)(x, gate, up, down)
+
+
+def _tiled_attention(n, q, k, v, *, scale, cap=None, window=None):
+    plain = lambda q, k, v, window: attention(q, k, v, scale=scale, cap=cap, window=window)
+    return tile(plain, axis=(1, None, None, None), n=n)(q, k, v, window)
+
+
+def batch(config: configs.Resolved, loss: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `loss(model, batch)` a micro-batch at a time, which is gradient accumulation, or as it is."""
+    return loss if config.tiling.batch is None else tile(loss, axis=(None, 0), n=config.tiling.batch)

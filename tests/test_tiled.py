@@ -1,0 +1,172 @@
+"""What a run cuts equals what it does not cut: every switch, alone and together; and what cannot be cut says why."""
+
+import dataclasses
+import functools
+
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+
+from experiments import configs, hardware, preflight, program, schema, table, tiles
+from experiments.hardware import Device
+from tests.hf_tiny import FAST
+
+MICRO = ["vocab_size=96", "num_layers=2", "embed_dim=32", "mlp_dim=48", "head_dim=16", "num_heads=2", "num_kv_heads=1"]
+DEVICE = Device("cpu", "a test", 2**32)
+TILINGS = {
+    "number of tiles": ["n=3"],
+    "length of tiles": ["size=20"],
+    "vocabulary": ["n=3", "lowmem=true"],
+    "MLPs": ["mlp=3"],
+    "attention": ["attention=3"],
+    "batch": ["batch=4"],
+    "tiles of micro-batches": ["batch=3", "size=20"],
+    "all": ["n=2", "lowmem=true", "mlp=4", "attention=2", "batch=3"],
+}
+
+
+def resolved(name, *overrides):
+    sizes = [f"model.{size}" for size in MICRO]
+    words = [f"model={name}", *sizes, "batch_size=6", "seq_len=16", "steps=2", "tiling.n=none", *overrides]
+    return hardware.resolve(schema.compose(preflight.with_overrides(words, []))[0], DEVICE)[0]
+
+
+def tilings(*words):
+    words = [f"tiling.{word}" for word in words]
+    return words if any(word.startswith("tiling.n=") for word in words) else ["tiling.n=auto", *words]
+
+
+@functools.cache
+def drawn(name):
+    """A model and a batch whose sequences have from few to many tokens that count."""
+    config, rng = resolved(name), np.random.default_rng(0)
+    ids = rng.integers(0, 96, (6, 17)).astype(np.int32)
+    mask = (rng.random((6, 16)) < np.linspace(0.1, 1, 6)[:, None]).astype(np.float32)
+    return program.init_model(config), (ids[:, :-1], ids[:, 1:], mask)
+
+
+def gradients(config, name):
+    loss = program.make_loss(config)
+    return eqx.filter_jit(eqx.filter_value_and_grad(lambda model, batch: loss(model, batch)[0]), **FAST)(*drawn(name))
+
+
+@functools.cache
+def uncut(name):
+    return gradients(resolved(name), name)
+
+
+def check(config, name):
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+    jax.tree.map(
+        lambda a, b: close(a, b, atol=1e-5 * max(1.0, float(abs(b).max()))), gradients(config, name), uncut(name)
+    )
+
+
+@pytest.mark.parametrize("words", TILINGS.values(), ids=TILINGS)
+def test_loss_and_gradients_equal_uncut_ones(words):
+    check(resolved("tiny_gemma3", *tilings(*words)), "tiny_gemma3")
+
+
+@pytest.mark.parametrize("remat", ["full", "dots"])
+def test_all_parts_can_be_cut_under_remat(remat):
+    check(resolved("tiny_llama", *tilings(*TILINGS["all"]), f"remat={remat}"), "tiny_llama")
+
+
+@pytest.mark.parametrize("words", [["n=3", "lowmem=true", "attention=3"]])
+def test_a_mixture_is_cut_where_no_expert_is(words):
+    check(resolved("tiny_mixtral", *tilings(*words)), "tiny_mixtral")
+
+
+def temps(*words):
+    config = resolved("tiny", "batch_size=16", "seq_len=64", "model.vocab_size=2048", "optimizer=sgd", *words)
+    hardware = dataclasses.replace(config.hardware, **FAST)
+    config = dataclasses.replace(config, hardware=hardware)
+    compiled = program.compile_train(config, program.abstract_state(config))
+    return compiled.compiled.memory_analysis().temp_size_in_bytes
+
+
+def test_micro_batches_lower_the_memory_of_a_step():
+    whole, tiles = temps(), temps(*tilings("batch=4", "n=4"))
+    assert tiles < 0.25 * whole
+
+
+def test_what_an_adapter_leaves_frozen_has_no_gradient_in_micro_batches():
+    words = tilings("mlp=2", "batch=4", "n=4")
+    assert temps(*words, "adapter=lora", "adapter.rank=1") < temps(*words) - 4 * 2048 * 32
+
+
+REFUSED = {
+    "head": (["n=97"], "tiling.n=97 tiles: a step has 96 tokens (6 x 16)"),
+    "head of micro-batches": (["n=17", "batch=2"], "tiling.n=17 tiles: under tiling.batch they cut each sequence, of "),
+    "length": (["size=97"], "tiling.size=97 tokens: a step has 96 tokens (6 x 16). Use shorter tiles."),
+    "batch": (["batch=7"], "tiling.batch=7 micro-batches: a step has batch_size=6 sequences. Use tiling.batch=6"),
+    "MLPs": (["mlp=17"], "tiling.mlp=17 tiles: a sequence has seq_len=16 tokens. Use tiling.mlp=16 or less"),
+    "attention": (["attention=17"], "tiling.attention=17 tiles: a sequence has seq_len=16 tokens"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "message"), REFUSED.values(), ids=REFUSED)
+def test_more_tiles_than_there_is_to_cut_are_refused(words, message):
+    assert message in str(tiles.problem(resolved("tiny", *tilings(*words))))
+
+
+def test_what_can_be_cut_is_no_problem():
+    for words in TILINGS.values():
+        assert tiles.problem(resolved("tiny", *tilings(*words))) is None
+
+
+def test_experts_are_not_cut():
+    found = [tiles.problem(resolved("tiny_mixtral", *tilings(word))) for word in ("batch=2", "mlp=2", "attention=2")]
+    assert (
+        "cannot cut a mixture of experts into tiling.batch=2 micro-batches: the tokens of all 6 sequences" in found[0]
+    )
+    assert (
+        "cannot cut MLPs into tiling.mlp=2 tiles: all 2 layers of this mixture have experts in their place" in found[1]
+    )
+    assert found[2] is None
+
+
+def test_a_smaller_budget_takes_more_tiles():
+    sizes = ["batch_size=16", "seq_len=128", "model.vocab_size=2048"]
+    found = [resolved("tiny", *sizes, *tilings(f"budget={size}")).tiling for size in ("1GiB", "16MiB", "4MiB")]
+    assert found[0] == configs.Tiling(n="none")
+    assert 1 < found[1].n < found[2].n
+
+
+def test_a_budget_that_nothing_keeps_is_refused():
+    for budget, why in (("1KiB", 'n="auto" cannot keep within'), ("plenty", "is no number of bytes")):
+        with pytest.raises(hardware.HardwareError, match=f"cannot use tiling.budget={budget}: .*{why}"):
+            resolved("tiny", *tilings(f"budget={budget}"))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"n": 4, "size": 32}, "tiling.size=32: tiling.n=4 cuts the head already; give one of the two"),
+        ({"n": 4, "budget": "1GiB"}, "tiling.budget=1GiB: tiling.n=4 cuts the head already"),
+        ({"size": 4, "budget": "1GiB"}, "tiling.budget=1GiB: tiling.size=4 cuts the head already"),
+        ({"n": "none", "lowmem": True}, "tiling.lowmem=true: tiling.n=none leaves the head uncut"),
+        ({"batch": 0}, "tiling.batch=0: it must be greater than zero"),
+        ({"mlp": -1}, "tiling.mlp=-1: it must be greater than zero"),
+    ],
+)
+def test_contradictions_are_refused(values, message):
+    with pytest.raises(ValueError) as error:
+        configs.Tiling(**values)
+    assert message in str(error.value)
+
+
+def test_the_table_says_what_is_cut():
+    config = resolved("tiny", *tilings("n=5", "lowmem=true", "mlp=4", "attention=2", "batch=4"))
+    memory = preflight.Memory(*[2**20] * 6)
+    plan = preflight.Plan(10, 10, memory, memory, 2**30, 0, None, None, None)
+    text = table.render("tiny", config, plan, DEVICE, "sgd")
+    lines = ["3 micro-batches of 2 x 16 tokens", "4 tiles of 8 tokens; also vocabulary"]
+    lines += ["4 tiles of 2 x 4 tokens", "2 tiles of 2 x 8 queries"]
+    for line in lines:
+        assert line in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert "tiled, n=" not in text
+    plain = dataclasses.replace(config, tiling=configs.Tiling(n="none"))
+    assert "micro-batches" not in table.render("tiny", plain, plan, DEVICE, "sgd")
