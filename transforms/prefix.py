@@ -1,4 +1,4 @@
-"""Operations that run along the cut axis and hand a state from tile to tile: `cumsum` and its like, `lax.scan`.
+"""Operations along the cut axis that hand a state from tile to tile: `cumsum` and its like, `lax.scan`, `argmax`.
 
 Each is rewritten as the same operation on one tile, begun with what the tiles before it left (`carried`, an equation of
 our own, which reads a loop's accumulator). Backwards, where later tiles come first, it needs its operand whole.
@@ -6,22 +6,20 @@ our own, which reads a loop's accumulator). Backwards, where later tiles come fi
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 
+from transforms.choice import write_choice
 from transforms.graph import Graph, Node, Value, body_graph
 from transforms.placement import COMBINE, WHOLE, Partial, Placement, Span, Tiled, identity
-from transforms.rewrite import replace
+from transforms.rewrite import add, carried_p, replace
 from transforms.rules import Complete, Move, register, tiled
 from transforms.rules.regions import whole_body
 from transforms.rules.scan import run_scan, scan_counts
 
-carried_p = Primitive("carried")  # what the tiles before this one left; its operand before the first
 part_p = Primitive("cumulative_part")  # a cumulative operation on one tile
 total_p = Primitive("cumulative_total")  # its last entry
 joined_p = Primitive("cumulative_joined")  # it, with what came before
@@ -30,21 +28,11 @@ scan_p = Primitive("scan_part")  # a scan over one tile
 OPS = {"cumsum": "sum", "cumprod": "prod", "cummax": "max", "cummin": "min", "cumlogsumexp": "logaddexp"}
 
 
-def _add(
-    nodes: list[Node], like: Node, primitive: Primitive, inputs: Sequence[Value], avals: Any, **params: Any
-) -> Any:
-    """Append a node; return its results."""
-    node = dataclasses.replace(like, primitive=primitive, params=params, inputs=list(inputs), outputs=[], bodies={})
-    node.outputs.extend(Value(aval, node, i) for i, aval in enumerate(avals))
-    nodes.append(node)
-    return node.outputs
-
-
 def carry(graph: Graph, node: Node, span: Span) -> None:
     """Rewrite an operation that runs forward along the cut axis."""
     nodes: list[Node] = []
-    write = _write_scan if node.name == "scan" else _write_cumulative
-    outs = write(nodes, node, span)
+    write = {"scan": _write_scan, "argmax": write_choice, "argmin": write_choice, "top_k": write_choice}
+    outs = write.get(node.name, _write_cumulative)(nodes, node, span)
     replace(graph, node, nodes, dict(zip(node.outputs, outs, strict=True)))
 
 
@@ -53,13 +41,13 @@ def _write_cumulative(nodes: list[Node], node: Node, span: Span) -> list[Value]:
     aval = node.outputs[0].aval
     shape = (*aval.shape[:axis], *aval.shape[axis + 1 :])
     dtype = span.wide(aval.dtype) if op == "sum" else aval.dtype
-    (part,) = _add(nodes, node, part_p, [operand], [aval], of=node)
-    (total,) = _add(nodes, node, total_p, [part], [ShapedArray(shape, dtype)], axis=axis, op=op)
+    (part,) = add(nodes, node, part_p, [operand], [aval], of=node)
+    (total,) = add(nodes, node, total_p, [part], [ShapedArray(shape, dtype)], axis=axis, op=op)
     empty = Value(ShapedArray((), dtype), const=identity(op, dtype))
-    (before,) = _add(nodes, node, carried_p, [empty], [total.aval], total=total)
+    (before,) = add(nodes, node, carried_p, [empty], [total.aval], total=total)
     # The state is known before the tile's own total: it comes first.
     nodes.insert(0, nodes.pop())
-    return list(_add(nodes, node, joined_p, [before, part], [aval], axis=axis, op=op))
+    return list(add(nodes, node, joined_p, [before, part], [aval], axis=axis, op=op))
 
 
 def _write_scan(nodes: list[Node], node: Node, span: Span) -> list[Value]:
@@ -69,8 +57,8 @@ def _write_scan(nodes: list[Node], node: Node, span: Span) -> list[Value]:
         node.inputs[constants : constants + count],
         node.inputs[constants + count :],
     )
-    before = [_add(nodes, node, carried_p, [v], [v.aval])[0] for v in init]
-    outs = _add(nodes, node, scan_p, [*consts, *before, *xs], [v.aval for v in node.outputs], of=node)
+    before = [add(nodes, node, carried_p, [v], [v.aval])[0] for v in init]
+    outs = add(nodes, node, scan_p, [*consts, *before, *xs], [v.aval for v in node.outputs], of=node)
     for state, final in zip(before, outs[:count], strict=True):
         assert state.producer is not None
         state.producer.params = {"total": final}

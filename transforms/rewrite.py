@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.extend.core import Primitive
 
 from transforms.graph import Graph, Node, Value, body, flatten
+
+carried_p = Primitive("carried")  # what the tiles before this one left; its operand before the first
+
+
+def add(nodes: list[Node], like: Node, primitive: Primitive, inputs: Sequence[Value], avals: Any, **params: Any) -> Any:
+    """Append a node; return its results."""
+    node = dataclasses.replace(like, primitive=primitive, params=params, inputs=list(inputs), outputs=[], bodies={})
+    node.outputs.extend(Value(aval, node, i) for i, aval in enumerate(avals))
+    nodes.append(node)
+    return node.outputs
 
 
 def replace(graph: Graph, node: Node, nodes: Sequence[Node], values: dict[Value, Value], keep: bool = False) -> None:

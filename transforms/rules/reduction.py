@@ -28,7 +28,7 @@ def push(node: Node, placements: tuple[Placement, ...]) -> Move:
     if cut.dim not in axes:
         return Move((cut.at(cut.dim - sum(a < cut.dim for a in axes)),) * len(node.outputs), placements)
     if op is None:
-        raise Complete([0], "runs along the cut axis")
+        raise Complete([0], "runs along the cut axis", along=picks(node, cut))
     return Move((Partial(op),), placements)
 
 
@@ -60,8 +60,13 @@ def push_top_k(node: Node, placements: tuple[Placement, ...]) -> Move:
     cut = one_cut(node, placements)
     axis = node.params.get("axis", node.params.get("reduction_dimension", -1)) % len(node.inputs[0].shape)
     if axis == cut.dim:
-        raise Complete([0], "runs along the cut axis")
+        raise Complete([0], "runs along the cut axis", along=picks(node, cut))
     return Move((cut,) * len(node.outputs), placements)
+
+
+def picks(node: Node, cut: Tiled) -> bool:
+    """Whether the best so far can go from tile to tile; what is whole to begin with needs no loop."""
+    return node.name in ("argmax", "argmin", "top_k") and cut.major == 1 and node.inputs[0].producer is not None
 
 
 def pull_same(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
