@@ -1,0 +1,132 @@
+"""What runs along the cut axis and hands a state from tile to tile: cumulative operations, scans, choices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from transforms import TileError, tile
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def draw(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape))
+
+
+def assert_same(fn, axis, args, counts=(1, 3, 4), gradients=True):
+    for n in counts:
+        tiled = tile(fn, axis, n)
+        for got, want in zip(jax.tree.leaves(jax.jit(tiled)(*args)), jax.tree.leaves(fn(*args)), strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9)
+        if gradients:
+            total = lambda f: lambda *args: sum(jnp.sin(leaf).sum() for leaf in jax.tree.leaves(f(*args)))
+            every = range(len(args))
+            for got, want in zip(
+                jax.jit(jax.grad(total(tiled), every))(*args), jax.grad(total(fn), every)(*args), strict=True
+            ):
+                np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9)
+
+
+CUMULATIVE = (lax.cumsum, lax.cumprod, lax.cummax, lax.cummin, lax.cumlogsumexp)
+
+
+@pytest.mark.parametrize("cumulative", CUMULATIVE, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("reverse", [False, True])
+def test_cumulative(cumulative, reverse):
+    x = draw(7, 3)
+    assert_same(lambda x: cumulative(jnp.sin(x), axis=0, reverse=reverse), 0, (x,), (3,))
+    plan = tile(lambda x: cumulative(jnp.sin(x), axis=0, reverse=reverse), 0, 3).plan(x).value
+    assert len(plan.loops) == 1
+    assert bool(plan.completed) is reverse  # backwards it needs all of its operand
+
+
+def test_cumulative_intermediates_are_never_whole():
+    fn = lambda x: jnp.cumsum(x[:, :, None] * x[:, None, :], 0).max((1, 2))
+    x = draw(8, 5)
+    np.testing.assert_allclose(tile(fn, 0, 4)(x), fn(x), rtol=1e-12)
+    with pytest.raises(TileError, match="runs along the cut axis"):  # its gradient runs backwards
+        jax.grad(lambda x: tile(fn, 0, 4)(x).sum())(x)
+
+
+def test_one_after_the_other_and_along_another_dimension():
+    assert_same(lambda x: jnp.cumsum(jnp.tanh(jnp.cumsum(x, 0)), 0).sum(1), 0, (draw(7, 3),), (3,))
+    assert_same(lambda x: jnp.cumsum(jnp.tanh(x), 1).reshape(14, 3), 1, (draw(2, 7, 3),), (3,))
+
+
+def test_rounded_sums_are_not_compared_with_others():
+    x = draw(13, 4)
+    assert_same(lambda x: (jnp.cumsum(x, 0) / 13).min(0), 0, (x,), (3, 5))
+
+
+def test_scans():
+    x, w = draw(7, 3), draw(3, 3, seed=1)
+
+    def recurrent(w, x):
+        def step(state, row):
+            state = jnp.tanh(state @ w + row)
+            return state, 2 * state
+
+        return lax.scan(step, jnp.zeros(3), x)
+
+    assert_same(recurrent, (None, 0), (w, x))
+    assert_same(lambda w, x: (recurrent(w, x)[1] ** 2).mean(), (None, 0), (w, x))
+
+    def moving_average(x):  # begins with a row of the cut axis
+        return lax.scan(lambda m, row: (0.9 * m + 0.1 * row, row - m), x[0], x)[1]
+
+    assert_same(moving_average, 0, (x,))
+
+
+def test_linear_attention_keeps_one_state():
+    def attend(q, k, v):
+        def step(state, row):
+            q, k, v = row
+            state = state + k[:, None] * v[None]
+            return state, q @ state
+
+        return lax.scan(step, jnp.zeros((3, 3)), (q, k, v))[1]
+
+    args = draw(7, 3), draw(7, 3, seed=1), draw(7, 3, seed=2)
+    assert_same(attend, 0, args, gradients=False)
+    with pytest.raises(TileError, match="runs along the cut axis"):  # backwards, a state for each place
+        jax.grad(lambda *args: tile(attend, 0, 3)(*args).sum())(*args)
+
+
+def special():
+    x = draw(6, 11)
+    x = x.at[0, 3].set(jnp.nan).at[1, 5].set(jnp.inf).at[2].set(0.0).at[3, 2].set(9).at[3, 8].set(9)
+    x = x.at[4].set(-jnp.inf).at[5, ::2].set(-jnp.inf).at[5, 4].set(jnp.nan)
+    return x.at[5, 9].set(jnp.nan)
+
+
+CHOICES = {
+    "argmax": lambda x: jnp.argmax(2 * x, 1),
+    "argmin": lambda x: jnp.argmin(2 * x, 1),
+    "top_1": lambda x: lax.top_k(2 * x, 1),
+    "top_5": lambda x: lax.top_k(2 * x, 5),
+}
+
+
+@pytest.mark.parametrize("choose", CHOICES.values(), ids=CHOICES)
+@pytest.mark.parametrize("x", [special(), np.random.default_rng(0).integers(0, 4, (5, 11))], ids=["special", "ints"])
+def test_choices(choose, x):
+    for n in (1, 3, 4, 11):
+        for got, want in zip(
+            jax.tree.leaves(jax.jit(tile(choose, 1, n))(x)), jax.tree.leaves(choose(jnp.asarray(x))), strict=True
+        ):
+            np.testing.assert_array_equal(got, want)
+
+
+def test_choices_among_words():
+    h, w = draw(6, 4), draw(4, 11, seed=1)
+    assert_same(lambda h, w: lax.top_k(h @ w, 3)[0], (None, 1), (h, w))
+    assert_same(lambda h, w: jax.nn.softmax(h @ w)[jnp.arange(6), jnp.argmax(h @ w, -1)], (None, 1), (h, w), (4,))
+    plan = tile(lambda h, w: (jnp.argmax(h @ w, -1) == 2).mean(), (None, 1), 4).plan(h, w).value
+    assert len(plan.loops) == 1
+    assert not plan.completed

@@ -1,0 +1,81 @@
+"""Policies: what the backward loops find stored instead of computing it again."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+from experiments.bench.hlo import dot_flops
+from transforms import tile
+
+POLICIES = jax.checkpoint_policies
+UNIT = 2 * 64 * 8 * 32
+OFFLOAD = POLICIES.save_and_offload_only_these_names(
+    names_which_can_be_saved=["up"],
+    names_which_can_be_offloaded=[],
+    offload_src="device",
+    offload_dst="pinned_host",
+)
+
+
+def mlp(x, up, down):
+    hidden = checkpoint_name(x @ up, "up")
+    return checkpoint_name(jax.nn.gelu(hidden), "active") @ down
+
+
+def arrays():
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = ((64, 8), (8, 32), (32, 8))
+    return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def square(fn):
+    return jax.value_and_grad(lambda *args: (fn(*args) ** 2).sum(), (0, 1, 2))
+
+
+@pytest.mark.parametrize(
+    ("policy", "products"),
+    [
+        (None, 7),
+        (POLICIES.nothing_saveable, 7),
+        (POLICIES.save_only_these_names("up"), 6),
+        (POLICIES.save_only_these_names("other"), 7),
+        (POLICIES.dots_saveable, 6),
+        (POLICIES.everything_saveable, 6),
+        (OFFLOAD, 6),
+    ],
+)
+def test_what_is_kept_is_not_computed_again(policy, products):
+    args = arrays()
+    compiled = jax.jit(square(tile(mlp, (0, None, None), 4, policy=policy))).lower(*args).compile()
+    assert dot_flops(compiled.as_text()) == products * UNIT
+    for a, b in zip(jax.tree.leaves(compiled(*args)), jax.tree.leaves(square(mlp)(*args)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(jnp.abs(b).max()))
+
+
+def test_between_the_loops_of_one_program():
+    def variance(x, w):
+        hidden = checkpoint_name(x @ w, "hidden")
+        return jnp.square(hidden - hidden.mean()).mean()
+
+    x, w, _ = arrays()
+    value = lambda **options: jax.jit(tile(variance, (0, None), 4, **options)).lower(x, w).compile()
+    kept = value(policy=POLICIES.save_only_these_names("hidden"))
+    assert dot_flops(kept.as_text()) == UNIT
+    assert dot_flops(value().as_text()) == 2 * UNIT
+    np.testing.assert_allclose(kept(x, w), variance(x, w), rtol=1e-5)
+
+
+def outside(fn):
+    return jax.checkpoint(tile(fn, (0, None, None), 4))
+
+
+def inside(fn):
+    return tile(jax.checkpoint(fn), (0, None, None), 4)
+
+
+@pytest.mark.parametrize("wrap", [outside, inside])
+def test_checkpoints_do_not_pay_the_forward_three_times(wrap):
+    compiled = jax.jit(square(wrap(mlp))).lower(*arrays()).compile()
+    assert dot_flops(compiled.as_text()) == 7 * UNIT

@@ -1,0 +1,90 @@
+"""Gradients formed piece by piece: exact, with no accumulator of their size, for one product more."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from experiments.bench.hlo import dot_flops
+from transforms import TileError, tile
+
+
+def mean_loss(hidden, table, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(hidden @ table.T, labels).mean()
+
+
+def perplexity(hidden, table, labels):
+    return jnp.exp(mean_loss(hidden, table, labels))
+
+
+def softcapped(hidden, table, labels):
+    logits = 30 * jnp.tanh(hidden @ table.T / 30)
+    normaliser = jax.nn.logsumexp(logits, -1)
+    picked = jnp.take_along_axis(logits, labels[:, None], -1)[:, 0]
+    return (normaliser - picked + 1e-3 * normaliser**2).mean()
+
+
+def token_losses(hidden, table, labels):
+    return jnp.square(optax.softmax_cross_entropy_with_integer_labels(hidden @ table.T, labels))
+
+
+def draw(tokens=100, embed=8, vocab=1100, dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(0), 3)
+    hidden, table = (
+        jax.random.normal(keys[0], (tokens, embed), dtype),
+        jax.random.normal(keys[1], (vocab, embed), dtype),
+    )
+    return hidden, table, jax.random.randint(keys[2], (tokens,), 0, vocab)
+
+
+@pytest.mark.parametrize("loss", [mean_loss, perplexity, softcapped, token_losses])
+def test_gradients_equal_untiled(loss):
+    args = draw()
+    total = lambda fn: lambda *args: fn(*args).sum()
+    got = jax.jit(jax.value_and_grad(total(tile(loss, (0, None, 0), 3, lowmem=True)), (0, 1)))(*args)
+    want = jax.value_and_grad(total(loss), (0, 1))(*args)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * float(jnp.abs(b).max()))
+
+
+def test_no_accumulator_is_as_large_as_its_gradient():
+    tokens, embed, vocab = 256, 128, 32768
+    shapes = [jax.ShapeDtypeStruct(s, d) for s, d in (((tokens, embed), "float32"), ((vocab, embed), "float32"))]
+    shapes.append(jax.ShapeDtypeStruct((tokens,), "int32"))
+
+    def compiled(**options):
+        fn = jax.value_and_grad(tile(mean_loss, (0, None, 0), 8, **options), (0, 1))
+        return jax.jit(fn).lower(*shapes).compile()
+
+    low = compiled(lowmem=True)
+    assert low.memory_analysis().temp_size_in_bytes < 4 * vocab * embed / 3
+    assert dot_flops(low.as_text()) == 4 * 2 * tokens * embed * vocab
+    assert dot_flops(compiled().as_text()) == 3 * 2 * tokens * embed * vocab
+
+
+def test_narrow_gradients_are_rounded_once():
+    hidden, table, labels = draw(dtype=jnp.bfloat16)
+    exact = jax.grad(mean_loss, 1)(hidden.astype("float32"), table.astype("float32"), labels)
+    error = lambda grad: float(jnp.linalg.norm(grad.astype("float32") - exact) / jnp.linalg.norm(exact))
+    low = jax.grad(tile(mean_loss, (0, None, 0), 4, lowmem=True), 1)(hidden, table, labels)
+    assert low.dtype == jnp.bfloat16
+    assert error(low) <= 1.2 * error(jax.grad(mean_loss, 1)(hidden, table, labels))
+
+
+def test_nothing_whole_to_differentiate():
+    fn = lambda x: jnp.tanh(x).sum()
+    got = jax.grad(tile(fn, 0, 3, lowmem=True))(jnp.arange(7.0))
+    np.testing.assert_allclose(got, jax.grad(fn)(jnp.arange(7.0)), rtol=1e-6)
+
+
+def test_what_cannot_be_cut_again_is_refused():
+    def sorted_loss(hidden, table):
+        return (jnp.sort(jnp.tanh(hidden @ table.T), axis=-1) * jnp.arange(table.shape[0])).mean()
+
+    hidden, table, _ = draw()
+    with pytest.raises(TileError, match="lowmem=True, which cuts dimension 0 of the argument float32"):
+        jax.grad(tile(sorted_loss, (0, None), 4, lowmem=True), 1)(hidden, table)
+    jax.eval_shape(functools.partial(tile(sorted_loss, (0, None), 4, lowmem=True)), hidden, table)  # no gradient
