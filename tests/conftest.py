@@ -12,17 +12,17 @@ install_import_hook(["zoo", "transforms"], "beartype.beartype")
 
 
 def pytest_addoption(parser):
-    help = "run only every N-th case of each parametrised test, the first among them"
-    parser.addoption("--every", type=int, default=1, metavar="N", help=help)
+    help = "run part K of N of the cases of each parametrised test; 1/1 runs all of them, each part the first"
+    parser.addoption("--part", default="1/1", metavar="K/N", help=help)
 
 
 def pytest_collection_modifyitems(config, items):
-    every = config.getoption("--every")
+    part, parts = map(int, config.getoption("--part").split("/"))
     seen, kept, dropped = {}, [], []
     for item in items:
         test = (item.path, getattr(item, "originalname", item.name))
         seen[test] = seen.get(test, -1) + 1
-        (dropped if seen[test] % every else kept).append(item)
+        (kept if seen[test] == 0 or seen[test] % parts == part - 1 else dropped).append(item)
     if dropped:
         config.hook.pytest_deselected(items=dropped)
         items[:] = kept

@@ -75,7 +75,7 @@ CASES = {
     "gated MLP, 16 tiles": (gated, (0, None, None, None), 16, (X, UP, UP, DOWN)),
     "gated MLP, hidden axis": (gated, (None, 1, 1, 0), 4, (X, UP, UP, DOWN)),
     "regression": (regression, (0, None, None, 0), 8, (X, UP, DOWN, X)),
-    "attention over queries": (attention, (0, None, None), 8, (Q, Q, Q)),
+    "attention over queries": (attention, (0, None, None), 4, (Q, Q, Q)),
 }
 
 

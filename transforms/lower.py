@@ -166,9 +166,7 @@ def _run_loop(
             starts = jnp.arange(count, dtype=jnp.int32) * size
             results, _ = lax.scan(lambda results, start: (body(results, start, size), None), results, starts)
         if rest:
-            # The last tile waits for the others: it would be in memory beside them.
-            results, start = lax.optimization_barrier((results, jnp.int32(count * size)))
-            results = body(results, start, rest)
+            results = body(results, count * size, rest)
     return {update.value: results[i] for i, update in enumerate(loop.updates)}
 
 
