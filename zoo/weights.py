@@ -153,7 +153,8 @@ def _load_leaf(row: Row, dims: dict[str, int], tensors: dict[str, Tensor], dtype
     leaf = jnp.zeros(row.shape(dims), dtype)
     for name, place in row.places(dims):
         for start, piece in tensors[name].pieces(whole=bool(row.stack)):
-            leaf = _put(leaf, piece, place or (start,), row=row, sizes=tuple(dims.items()))
+            # One piece at a time: those that wait for their turn would be in memory beside the leaf.
+            leaf = _put(leaf, piece, place or (start,), row=row, sizes=tuple(dims.items())).block_until_ready()
     return leaf
 
 
