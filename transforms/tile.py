@@ -1,11 +1,13 @@
 """`tile`: run any function a slice at a time along one axis. Start reading here.
 
-arguments.py   which arrays are cut                 schedule.py  placements -> loops
+arguments.py   which arrays are cut                 schedule.py  placements -> loops (planner.py: their steps)
 names.py       the same, from annotations           lower.py     loops -> lax.scan
 tracing.py     a call becomes a program             derive.py    derivatives, again tiled
-graph.py       a jaxpr as a flat graph              plan.py      what was done, in bytes and FLOPs
-propagate.py   a placement for every value          estimate.py  temporary memory, before compiling
-rules/         what each primitive does to one      budget.py    the fewest tiles that fit
+graph.py       a jaxpr as a flat graph              separate.py  losses nonlinear in sums, in one loop
+propagate.py   a placement for every value          lowmem.py    a second cut; keep.py: policies
+rules/         what each primitive does to one      plan.py      what was done, in bytes and FLOPs
+online.py      sums under a running maximum         estimate.py  temporary memory, before compiling
+prefix.py      a state from tile to tile            budget.py    the fewest tiles that fit
 """
 
 from __future__ import annotations
