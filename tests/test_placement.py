@@ -103,10 +103,11 @@ DTYPES = {
     "min": [*FLOATS, *INTEGERS, "bool"],
     "and": [*INTEGERS, "bool"],
     "or": [*INTEGERS, "bool"],
+    "logaddexp": FLOATS,
 }
 
 
-@pytest.mark.parametrize("op", COMBINE)
+@pytest.mark.parametrize("op", [op for op in COMBINE if op != "last"])
 def test_identity_changes_nothing(op):
     with jax.enable_x64(True):
         for dtype in map(jnp.dtype, DTYPES[op]):

@@ -32,8 +32,7 @@ def words(x):
 REFUSED = {
     "runs along the cut axis": (
         lambda x: jnp.sort(x, 0),
-        lambda x: x.argmax(0),
-        lambda x: lax.top_k(x.T, 2),
+        lambda x: lax.approx_max_k(x.T, 2),
         lambda x: lax.reduce_xor(x.astype(int), (0,)),
     ),
     "has operands that are cut along different dimensions": (

@@ -27,7 +27,8 @@ def check_whole(analysis: Analysis, loops: list[Loop], requested: Iterable[Value
     for value in requested:
         if value in grown and value.producer and isinstance(analysis.fact(value).placement, Whole):
             found.setdefault(value, (value.producer, "makes a whole value from one that had to be completed"))
-            _check_inside(value.producer, limits)
+            if not isinstance(analysis.moves[value.producer], Local):
+                _check_inside(value.producer, limits)
     whole = {v for v in (*found, *requested) if isinstance(analysis.fact(v).placement, Whole)}
     large = [v for v in whole if v.nbytes > limits.largest]
     if promoted := {v: cut for v in large if (cut := _cut_of(v, total)) is not None}:
