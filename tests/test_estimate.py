@@ -76,10 +76,17 @@ CASES = {
     "gated MLP, hidden axis": (gated, (None, 1, 1, 0), 4, (X, UP, UP, DOWN)),
     "regression": (regression, (0, None, None, 0), 8, (X, UP, DOWN, X)),
     "attention over queries": (attention, (0, None, None), 4, (Q, Q, Q)),
+    "attention over queries, 8 tiles": (attention, (0, None, None), 8, (Q, Q, Q)),
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+# Known to be missed, by 16 %: a turned operand is counted that the compiler reads as it lies.
+MISSED = pytest.mark.xfail(strict=True, reason="the estimate is 16 % too high")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=MISSED) if n.endswith("queries, 8 tiles") else n for n in CASES]
+)
 def test_estimate_is_within_15_percent(name):
     fn, axis, n, shapes = CASES[name]
     program = tile(fn, axis, n)._tracer.trace(shapes, {})[0].program
