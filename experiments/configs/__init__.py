@@ -1,0 +1,44 @@
+"""What a run can be told: frozen dataclasses, each field with its default and one line of help.
+
+No JAX here: `--help` and every configuration error come from this file alone. A value of None means that
+`experiments.hardware` chooses it for the device and the model's size, and says what it chose.
+"""
+
+from experiments.configs.compute import Hardware, Remat, Tiling
+from experiments.configs.data import Data, Pydoc, Stdlib, Synthetic, Text, Tokens
+from experiments.configs.fields import DType, Platform, Schedule, StrEnum, chosen, option, positive, refuse
+from experiments.configs.optimizer import Adafactor, AdafactorLayerwise, AdamW, Adapter, Lora, Optimizer, Sgd
+from experiments.configs.results import Evaluation, Save
+from experiments.configs.run import Model, Resolved, Run
+
+__all__ = [
+    "Adafactor",
+    "AdafactorLayerwise",
+    "AdamW",
+    "Adapter",
+    "DType",
+    "Data",
+    "Evaluation",
+    "Hardware",
+    "Lora",
+    "Model",
+    "Optimizer",
+    "Platform",
+    "Pydoc",
+    "Remat",
+    "Resolved",
+    "Run",
+    "Save",
+    "Schedule",
+    "Sgd",
+    "Stdlib",
+    "StrEnum",
+    "Synthetic",
+    "Text",
+    "Tiling",
+    "Tokens",
+    "chosen",
+    "option",
+    "positive",
+    "refuse",
+]  # fmt: skip

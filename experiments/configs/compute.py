@@ -1,0 +1,65 @@
+"""Where and how a step is computed: the device, the tiles, what the backward pass keeps."""
+
+# ruff: noqa: RUF009 (`option` makes a field, as `dataclasses.field` does)
+from dataclasses import dataclass
+from typing import Any
+
+from experiments.configs.fields import DType, Platform, option, positive, refuse
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiling:
+    """What is cut into tiles: the head and its loss over tokens, and other parts where that is asked for."""
+
+    n: int | str = option("auto", "number of tiles of the head and loss; none: untiled; auto: by size")
+    size: int | None = option(None, "tokens in a tile of the head, instead of their number")
+    budget: str | None = option(None, "n=auto: temporary memory that the head may take, such as 2GiB")
+    lowmem: bool = option(False, "cut the head over the vocabulary too: less memory, one more product")
+    mlp: int | None = option(None, "number of tiles of each MLP, over a sequence's tokens")
+    attention: int | None = option(None, "number of tiles of attention, over queries; keys are whole")
+    batch: int | None = option(None, "number of micro-batches (gradient accumulation)")
+
+    def __post_init__(self):
+        named = self.n in ("auto", "none")
+        if not named and (isinstance(self.n, str) or self.n < 1):
+            raise refuse("tiling.n", self.n, "give a whole number of tiles (1 or more), none or auto")
+        positive(self, "tiling.", "size", "mlp", "attention", "batch")
+        if self.size is not None and self.n != "auto":
+            raise refuse("tiling.size", self.size, f"tiling.n={self.n} cuts the head already; give one of the two")
+        if self.budget is not None and (self.n != "auto" or self.size is not None):
+            other = f"tiling.n={self.n}" if self.size is None else f"tiling.size={self.size}"
+            raise refuse("tiling.budget", self.budget, f"{other} cuts the head already; give one of the two")
+        if self.lowmem and self.n == "none":
+            raise refuse("tiling.lowmem", "true", "tiling.n=none leaves the head uncut; give a number of tiles or auto")
+
+    @property
+    def cuts(self) -> bool:
+        """Whether anything is cut."""
+        parts = self.size, self.mlp, self.attention, self.batch
+        return self.n != "none" or any(part is not None for part in parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """The device, the number formats and the compiler."""
+
+    platform: Platform = option(Platform.auto, "cpu, gpu or tpu; auto: the best there is")
+    param_dtype: DType | None = option(None, "how parameters are stored")
+    compute_dtype: DType | None = option(None, "what the layers compute in")
+    memory_gib: float | None = option(None, "memory the run may plan with (None: what the device has free)")
+    headroom_gib: float | None = option(None, "kept free beside the compiled step's own memory")
+    compiler_options: dict[str, Any] = option({}, "XLA options for the compiled steps, on top of the usual ones")
+
+    def __post_init__(self):
+        positive(self, "hardware.", "memory_gib")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remat:
+    """What the backward pass keeps from the forward pass of each layer."""
+
+    policy: str = option("auto", "auto, none (keep everything), full (keep nothing), dots, dots_no_batch, offload")
+
+    def __post_init__(self):
+        if self.policy not in ("auto", "none", "full", "dots", "dots_no_batch", "offload"):
+            raise refuse("remat.policy", self.policy, "choose auto, none, full, dots, dots_no_batch or offload")

@@ -1,0 +1,65 @@
+"""What a run reads."""
+
+
+import dataclasses
+from dataclasses import dataclass
+
+from experiments.configs.fields import option, positive, refuse
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """What every kind of text has in common."""
+
+    val_fraction: float = option(0.03, "share of the documents held out, chosen by the hash of their content")
+    cache: str | None = option(None, "folder of the tokenized copy (default: your user cache)")
+    tokenizer: str | None = option(None, "folder with a tokenizer.json (default: that of model.weights, else bytes)")
+
+    def __post_init__(self):
+        if not 0 < self.val_fraction < 1:
+            raise refuse("data.val_fraction", self.val_fraction, "it must lie between 0 and 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stdlib(Data):
+    """The source text of Python's own standard library, as bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pydoc(Data):
+    """The English prose of Python's own documentation topics, as bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text(Data):
+    """A text file, a .jsonl file or a folder of them, as bytes."""
+
+    path: str = option(dataclasses.MISSING, "file or folder (data=text), *.bin (data=tokens)")
+    pattern: str = option("*.txt,*.md,*.jsonl,*.py,*.rst", "which files of a folder (data=text)")
+    field: str = option("text", "what holds the text in a line of a .jsonl file (data=text)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens(Data):
+    """Token ids that were made elsewhere: flat little-endian integers, memory-mapped and never copied."""
+
+    path: str = option(dataclasses.MISSING, "file, folder or glob of *.bin")
+    dtype: str = option("uint16", "integer type of the ids: uint16, uint32 or int32")
+    bytes_per_token: float | None = option(None, "average bytes of text per token (to report bits per byte)")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.dtype not in ("uint16", "uint32", "int32"):
+            raise refuse("data.dtype", self.dtype, "choose uint16, uint32 or int32")
+        positive(self, "data.", "bytes_per_token")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Synthetic(Data):
+    """Random ids repeated once: the second half can be learned to zero loss, the first half cannot be learned."""
+
+    vocab: int = option(64, "how many different ids")
+
+    def __post_init__(self):
+        super().__post_init__()
+        positive(self, "data.", "vocab")

@@ -1,0 +1,61 @@
+"""One run, which has all the parts."""
+
+
+from dataclasses import dataclass
+from typing import Any
+
+from experiments.configs.compute import Hardware, Remat, Tiling
+from experiments.configs.data import Data
+from experiments.configs.fields import option, positive, refuse
+from experiments.configs.optimizer import Adapter, Optimizer
+from experiments.configs.results import Evaluation, Save
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A model's configuration, and where its weights come from."""
+
+    config: Any
+    weights: str | None = option(None, "Hugging Face folder to start from (random weights without it)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run."""
+
+    model: Model
+    adapter: Adapter
+    data: Data
+    tiling: Tiling
+    optimizer: Optimizer
+    hardware: Hardware
+    remat: Remat
+    eval: Evaluation
+    save: Save
+    run: str | None = option(None, "name of the run and of its directory (default: the model's name and a number)")
+    out: str = option("runs", "where run directories go")
+    seed: int = option(0, "of the initial weights and the order of the data")
+    steps: int | None = option(None, "training steps")
+    batch_size: int | None = option(None, "sequences per step")
+    seq_len: int | None = option(None, "tokens per sequence")
+    log_every: int | None = option(None, "steps between lines when the output is not a terminal")
+
+    def __post_init__(self):
+        positive(self, "", "steps", "batch_size", "seq_len", "log_every")
+        if self.run is not None and (not self.run or "/" in self.run or self.run.startswith(".")):
+            raise refuse("run", self.run, "it names one directory, without `/` and not starting with `.`")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved(Run):
+    """One run in which nothing is left open: what `experiments.hardware.resolve` returns."""
+
+    steps: int
+    batch_size: int
+    seq_len: int
+    log_every: int
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Batch times sequence."""
+        return self.batch_size * self.seq_len
