@@ -63,9 +63,12 @@ def _tiled_mlp(n, x, gate, up, down, *, activation):
     return tile(plain, axis=(1, None, None, None), n=n)(x, gate, up, down)
 
 
-def _tiled_attention(n, q, k, v, *, scale, cap=None, window=None):
-    plain = lambda q, k, v, window: attention(q, k, v, scale=scale, cap=cap, window=window)
-    return tile(plain, axis=(1, None, None, None), n=n)(q, k, v, window)
+def _tiled_attention(n, q, k, v, *, scale, cap=None, window=None, q_segments=None, k_segments=None):
+    def plain(q, q_segments, k, v, window, k_segments):
+        segments = {"q_segments": q_segments, "k_segments": k_segments}
+        return attention(q, k, v, scale=scale, cap=cap, window=window, **segments)
+
+    return tile(plain, axis=(1, 1, None, None, None, None), n=n)(q, q_segments, k, v, window, k_segments)
 
 
 def batch(config: configs.Resolved, loss: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
+from zoo import packing
 from zoo.cache import Past, remembering
 from zoo.configs import Gemma3Config, GemmaConfig
 from zoo.init import draw
@@ -124,6 +125,7 @@ class Gemma(eqx.Module):
         dtype: DTypeLike | None = None,
         remat: Callable | None = None,
         ops: Ops | None = None,
+        segments: Integer[Array, "B S"] | None = None,
     ) -> Float[Array, "B S D"]:
         """Return what the head reads: the last layer's output, normalised.
 
@@ -136,11 +138,12 @@ class Gemma(eqx.Module):
             remat: wraps the scanned layer body, for instance `functools.partial(jax.checkpoint, prevent_cse=False)`.
                 The names `attn_out` and `mlp_out` mark what a policy may keep.
             ops: how attention and MLP run; None runs them plainly.
+            segments: the number of each token's document, where a row holds several (`zoo.packing`).
 
         Raises:
             ValueError: a concrete token id is outside the vocabulary.
         """
-        return self.hidden_and_new(tokens, dtype=dtype, remat=remat, ops=ops)[0]
+        return self.hidden_and_new(tokens, dtype=dtype, remat=remat, ops=ops, segments=segments)[0]
 
     def hidden_and_new(
         self,
@@ -150,6 +153,7 @@ class Gemma(eqx.Module):
         remat: Callable | None = None,
         ops: Ops | None = None,
         past: Past | None = None,
+        segments: Integer[Array, "B S"] | None = None,
     ) -> tuple[Float[Array, "B S D"], Any]:
         """Return what the head reads, given what was read before; and the keys and values that each layer made."""
         check_tokens(tokens, self.config.vocab_size)
@@ -159,6 +163,9 @@ class Gemma(eqx.Module):
 
         seq, ropes = tokens.shape[1], self.config.layer_ropes
         length, positions, places = (seq, None, None) if past is None else (past.length, past.positions, past.places)
+        if segments is not None:
+            positions, ops = packing.places(segments), packing.within(ops, segments)
+            length = positions.max() + 1
         windows = scanned_windows(self.config.layer_windows, seq)
         waves = [frequencies(self.config.head_dim, theta, scaling, length) for theta, scaling in ropes]
         differ = len(set(ropes)) > 1

@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
+from zoo import packing
 from zoo.cache import Past, remembering
 from zoo.configs import LlamaLike
 from zoo.init import draw
@@ -134,6 +135,7 @@ class Llama(eqx.Module):
         dtype: DTypeLike | None = None,
         remat: Callable | None = None,
         ops: Ops | None = None,
+        segments: Integer[Array, "B S"] | None = None,
     ) -> Float[Array, "B S D"]:
         """Return what the head reads: the last layer's output, normalised.
 
@@ -143,11 +145,12 @@ class Llama(eqx.Module):
             remat: wraps the scanned layer body, for instance `functools.partial(jax.checkpoint, prevent_cse=False)`.
                 The names `attn_out` and `mlp_out` mark what a policy may keep.
             ops: how attention and MLP run; None runs them plainly.
+            segments: the number of each token's document, where a row holds several (`zoo.packing`).
 
         Raises:
             ValueError: a concrete token id is outside the vocabulary.
         """
-        return self.hidden_and_new(tokens, dtype=dtype, remat=remat, ops=ops)[0]
+        return self.hidden_and_new(tokens, dtype=dtype, remat=remat, ops=ops, segments=segments)[0]
 
     def hidden_and_new(
         self,
@@ -157,11 +160,15 @@ class Llama(eqx.Module):
         remat: Callable | None = None,
         ops: Ops | None = None,
         past: Past | None = None,
+        segments: Integer[Array, "B S"] | None = None,
     ) -> tuple[Float[Array, "B S D"], Any]:
         """Return what the head reads, given what was read before; and the keys and values that each layer made."""
         check_tokens(tokens, self.config.vocab_size)
         seq = tokens.shape[1]
         length, positions, places = (seq, None, None) if past is None else (past.length, past.positions, past.places)
+        if segments is not None:
+            positions, ops = packing.places(segments), packing.within(ops, segments)
+            length = positions.max() + 1
         x = lookup(self.embed, tokens, self.embed.dtype if dtype is None else jnp.dtype(dtype))
         frequency = frequencies(self.config.head_dim, self.config.rope_theta, self.config.rope_scaling, length)
 

@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
-from zoo import llama
+from zoo import llama, packing
 from zoo.cache import Past, remembering
 from zoo.configs import MixtralConfig, Qwen3MoeConfig
 from zoo.init import draw
@@ -114,9 +114,10 @@ class Mixture(eqx.Module):
         dtype: DTypeLike | None = None,
         remat: Callable | None = None,
         ops: Ops | None = None,
+        segments: Integer[Array, "B S"] | None = None,
     ) -> Float[Array, "B S D"]:
         """Return what the head reads: the last layer's output, normalised. Arguments as in `hidden_and_balance`."""
-        return self.hidden_and_balance(tokens, dtype=dtype, remat=remat, ops=ops)[0]
+        return self.hidden_and_balance(tokens, dtype=dtype, remat=remat, ops=ops, segments=segments)[0]
 
     def hidden_and_balance(
         self,
@@ -125,6 +126,7 @@ class Mixture(eqx.Module):
         dtype: DTypeLike | None = None,
         remat: Callable | None = None,
         ops: Ops | None = None,
+        segments: Integer[Array, "B S"] | None = None,
     ) -> tuple[Float[Array, "B S D"], Float[Array, ""]]:
         """Return what the head reads, and the balance loss (https://arxiv.org/abs/2101.03961), not yet weighted.
 
@@ -137,11 +139,12 @@ class Mixture(eqx.Module):
             remat: wraps the scanned layer body, for instance `functools.partial(jax.checkpoint, prevent_cse=False)`.
                 The names `attn_out` and `mlp_out` mark what a policy may keep.
             ops: how attention runs, and the MLP of dense layers; None runs them plainly.
+            segments: the number of each token's document, where a row holds several (`zoo.packing`).
 
         Raises:
             ValueError: a concrete token id is outside the vocabulary.
         """
-        return self._run(tokens, dtype, remat, ops, None)[:2]
+        return self._run(tokens, dtype, remat, ops, None, segments)[:2]
 
     def hidden_and_new(
         self,
@@ -151,16 +154,20 @@ class Mixture(eqx.Module):
         remat: Callable | None = None,
         ops: Ops | None = None,
         past: Past | None = None,
+        segments: Integer[Array, "B S"] | None = None,
     ) -> tuple[Float[Array, "B S D"], Any]:
         """Return what the head reads, given what was read before; and the keys and values that each layer made."""
-        hidden, _, new = self._run(tokens, dtype, remat, ops, past)
+        hidden, _, new = self._run(tokens, dtype, remat, ops, past, segments)
         return hidden, new
 
-    def _run(self, tokens, dtype, remat, ops, past):
+    def _run(self, tokens, dtype, remat, ops, past, segments):
         """Return what the head reads, the balance loss, and the keys and values that every layer made."""
         check_tokens(tokens, self.config.vocab_size)
         config, seq = self.config, tokens.shape[1]
         length, positions, places = (seq, None, None) if past is None else (past.length, past.positions, past.places)
+        if segments is not None:
+            positions, ops = packing.places(segments), packing.within(ops, segments)
+            length = positions.max() + 1
         x = lookup(self.embed, tokens, self.embed.dtype if dtype is None else jnp.dtype(dtype))
         frequency = frequencies(config.head_dim, config.rope_theta, config.rope_scaling, length)
 

@@ -73,6 +73,8 @@ def attention(
     window: Int[Array, ""] | int | None = None,
     q_positions: Integer[Array, "#B S"] | None = None,
     k_positions: Integer[Array, "#B T"] | None = None,
+    q_segments: Integer[Array, "B S"] | None = None,
+    k_segments: Integer[Array, "B T"] | None = None,
 ) -> Float[Array, "B S N H"]:
     """Return causal attention in which query head n reads kv head `n // (N/K)`. Memory is O(B N S T).
 
@@ -88,6 +90,8 @@ def attention(
         q_positions: where each query stands; None counts from 0.
         k_positions: where each key stands; None counts from 0. A key that stands after every query is never seen, so
             a cache marks its empty places by a large position.
+        q_segments: the number of each query's document, where rows hold several; it sees the keys of its own alone.
+        k_segments: the number of each key's document.
     """
     batch, seq, heads, size = q.shape
     kv_heads = k.shape[2]
@@ -96,6 +100,8 @@ def attention(
     scores_BKGST = jnp.einsum("bskgh,btkh->bkgst", q_BSKGH, k, preferred_element_type=wide)
     scores_BKGST = softcap(scores_BKGST * scale, cap)
     visible = _visible(seq, k.shape[1], window, q_positions, k_positions)
+    if q_segments is not None and k_segments is not None:
+        visible = visible & (q_segments[:, None, None, :, None] == k_segments[:, None, None, None, :])
     probs_BKGST = jax.nn.softmax(jnp.where(visible, scores_BKGST, jnp.finfo(wide).min), axis=-1)
     return jnp.einsum("bkgst,btkh->bskgh", probs_BKGST.astype(v.dtype), v).reshape(q.shape)
 
@@ -202,7 +208,8 @@ class Ops:
     """How a model's heavy parts run: plain by default. A caller passes tiled or kernel versions.
 
     Attributes:
-        attention: like `attention`; called as `attention(q, k, v, scale=, cap=, window=)`.
+        attention: like `attention`; called as `attention(q, k, v, scale=, cap=, window=)`, of rows with several
+            documents also with `q_segments=, k_segments=`.
         mlp: like `gated_mlp`; called as `mlp(x, gate, up, down, activation=)`.
     """
 

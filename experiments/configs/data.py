@@ -1,6 +1,5 @@
 """What a run reads."""
 
-
 import dataclasses
 from dataclasses import dataclass
 

@@ -1,6 +1,5 @@
 """What a run measures and leaves behind."""
 
-
 from dataclasses import dataclass
 
 from experiments.configs.fields import option, positive, refuse

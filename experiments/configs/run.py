@@ -1,6 +1,5 @@
 """One run, which has all the parts."""
 
-
 from dataclasses import dataclass
 from typing import Any
 
