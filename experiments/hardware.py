@@ -110,8 +110,11 @@ def _name(device: Any) -> str:
 def free_memory(device: Any) -> int:
     """Return how many bytes a device has free."""
     stats = device.memory_stats() if device.platform != "cpu" else None
-    if stats:
-        return stats["bytes_limit"] - stats["bytes_in_use"]
+    return stats["bytes_limit"] - stats["bytes_in_use"] if stats else host_memory()
+
+
+def host_memory() -> int:
+    """Return how many bytes of this machine's memory are free for this process."""
     free = [_meminfo("MemAvailable")]
     for used, limit in CGROUPS:
         try:
@@ -188,8 +191,10 @@ def resolve(config: configs.Run, device: Device) -> tuple[configs.Resolved, dict
     remat = choose(config.remat, "remat.", policy="full" if params > REMAT_ABOVE else "none")
     often = max(10, resolved.steps // EVALUATIONS) if scale.eval_batches > 1 else 0
     evaluation = choose(config.eval, "eval.", every=often, batches=scale.eval_batches)
+    small = 12 * params <= GIB or isinstance(config.adapter, configs.Lora)  # float32 parameters and two moments
+    checkpoint = choose(config.checkpoint, "checkpoint.", last=small)
     parts = {"tiling": tiling, "hardware": hardware, "optimizer": optimizer, "remat": remat, "eval": evaluation}
-    return dataclasses.replace(resolved, **parts), chosen
+    return dataclasses.replace(resolved, **parts, checkpoint=checkpoint), chosen
 
 
 def _tiles(config: configs.Resolved) -> int | str:

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import secrets
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,10 +22,11 @@ class Logger(Protocol):
 
 
 class TensorBoard:
-    """Event files in the run's directory."""
+    """Event files in the run's directory; what came later than the step that a run goes on from is hidden."""
 
-    def __init__(self, directory: Path):
-        self._writer = importlib.import_module("tensorboardX").SummaryWriter(str(directory / "tensorboard"))
+    def __init__(self, directory: Path, after: int | None = None):
+        again = {} if after is None else {"purge_step": after + 1}
+        self._writer = importlib.import_module("tensorboardX").SummaryWriter(str(directory / "tensorboard"), **again)
 
     def add(self, record: Record) -> None:
         for name, value in _measured(record).items():
@@ -35,11 +37,15 @@ class TensorBoard:
 
 
 class Wandb:
-    """A Weights & Biases run; `WANDB_MODE=offline` keeps it in the run's directory."""
+    """A Weights & Biases run, the same one after a resumption; `WANDB_MODE=offline` keeps it in the run's directory."""
 
     def __init__(self, directory: Path, config: configs.Resolved):
         wandb = importlib.import_module("wandb")
-        self._run: Any = wandb.init(dir=str(directory), name=directory.name, config=asdict(config))
+        file = directory / "wandb-id.txt"
+        if not file.exists():
+            file.write_text(secrets.token_hex(8))
+        words = {"dir": str(directory), "name": directory.name, "id": file.read_text(), "resume": "allow"}
+        self._run: Any = wandb.init(**words, config=asdict(config))
 
     def add(self, record: Record) -> None:
         self._run.log(_measured(record), step=record.step)
@@ -56,11 +62,11 @@ def missing(save: configs.Save) -> str | None:
     return None
 
 
-def open_loggers(directory: Path, config: configs.Resolved) -> list[Logger]:
-    """Return the loggers that the configuration asks for, ready to take records."""
+def open_loggers(directory: Path, config: configs.Resolved, after: int | None = None) -> list[Logger]:
+    """Return the loggers that the configuration asks for, ready to take the records after a step."""
     found: list[Logger] = []
     if config.save.tensorboard:
-        found.append(TensorBoard(directory))
+        found.append(TensorBoard(directory, after))
     if config.save.wandb:
         found.append(Wandb(directory, config))
     return found

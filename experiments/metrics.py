@@ -1,6 +1,7 @@
 """What a run leaves behind: one record per step as JSON lines and CSV, and a progress bar or plain lines meanwhile."""
 
 import csv
+import io
 import json
 import math
 import sys
@@ -21,7 +22,9 @@ class Record:
     bits_per_byte: float | None = None
     grad_norm: float | None = None
     learning_rate: float | None = None
-    seconds: float | None = None
+    seconds: float | None = None  # from the end of the step before, without what evaluating and saving took
+    data_seconds: float | None = None  # of them, waiting for the batch
+    save_seconds: float | None = None  # before the step, beside `seconds`: until training could go on
     tokens_per_second: float | None = None
     flops_per_second: float | None = None
     memory_bytes: int | None = None
@@ -42,23 +45,34 @@ def describe(record: Record) -> str:
 
 
 class Recorder:
-    """Writes records as they come, so that a run that dies leaves what it had; `NaN` becomes null in JSON."""
+    """Writes records as they come, so that a run that dies leaves what it had; `NaN` becomes null in JSON.
 
-    def __init__(self, directory: Path, loggers: Sequence[Any] = ()):
-        self.records: list[Record] = []
+    Args:
+        directory: where metrics.jsonl and metrics.csv are.
+        loggers: what else takes the records.
+        after: the step that a run goes on from: what the files hold up to it stays, what comes later will come again.
+    """
+
+    def __init__(self, directory: Path, loggers: Sequence[Any] = (), after: int | None = None):
         self._loggers = loggers
-        self._jsonl = (directory / "metrics.jsonl").open("w")
-        self._file = (directory / "metrics.csv").open("w", newline="")
-        self._csv = csv.DictWriter(self._file, list(Record.__dataclass_fields__))
-        self._csv.writeheader()
+        self.records = [] if after is None else read(directory, after)
+        jsonl, table = directory / "metrics.jsonl", directory / "metrics.csv"
+        _keep_lines(jsonl, [json.dumps(_row(record)) for record in self.records])
+        names = list(Record.__dataclass_fields__)
+        buffer = io.StringIO(newline="")
+        writer = csv.DictWriter(buffer, names, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(asdict(record) for record in self.records)
+        _keep_lines(table, buffer.getvalue().splitlines())
+        self._jsonl, self._file = jsonl.open("a"), table.open("a", newline="")
+        self._csv = csv.DictWriter(self._file, names, lineterminator="\n")
 
     def add(self, record: Record) -> None:
         """Append a record to both files and to `records`."""
         self.records.append(record)
         self._csv.writerow(asdict(record))
         self._file.flush()
-        json.dump({key: _finite(value) for key, value in asdict(record).items()}, self._jsonl)
-        self._jsonl.write("\n")
+        self._jsonl.write(json.dumps(_row(record)) + "\n")
         self._jsonl.flush()
         for logger in self._loggers:
             logger.add(record)
@@ -69,6 +83,36 @@ class Recorder:
         self._file.close()
         for logger in self._loggers:
             logger.close()
+
+
+def read(directory: Path, last: int | None = None) -> list[Record]:
+    """Return the records in a run's metrics.jsonl, up to a step; a line that was cut short ends them."""
+    records: list[Record] = []
+    try:
+        lines = (directory / "metrics.jsonl").read_text().splitlines()
+    except FileNotFoundError:
+        return records
+    for line in lines:
+        try:
+            row = json.loads(line)
+            record = Record(**{name: row.get(name) for name in Record.__dataclass_fields__})
+        except (ValueError, AttributeError):
+            break
+        if last is not None and record.step > last:
+            break
+        records.append(record)
+    return records
+
+
+def _keep_lines(path: Path, lines: list[str]) -> None:
+    """Replace a file by these lines, whole or not at all."""
+    new = path.with_name(f".{path.name}")
+    new.write_text("".join(f"{line}\n" for line in lines))
+    new.replace(path)
+
+
+def _row(record: Record) -> dict[str, Any]:
+    return {key: _finite(value) for key, value in asdict(record).items()}
 
 
 def _finite(value: Any) -> Any:
@@ -83,13 +127,13 @@ class Progress:
         self._steps, self._log_every = steps, log_every
         self._bar: Any = None
 
-    def start(self) -> None:
-        """Show the bar, before the first step."""
+    def start(self, step: int = 0) -> None:
+        """Show the bar, before the first step, which comes after `step` others."""
         if self._stream.isatty():
             from tqdm import tqdm
 
             form = "  {n_fmt}/{total_fmt} {bar} {desc}  {remaining}"  # the bar takes the width that is left
-            self._bar = tqdm(total=self._steps, file=self._stream, bar_format=form, dynamic_ncols=True)
+            self._bar = tqdm(total=self._steps, initial=step, file=self._stream, bar_format=form, dynamic_ncols=True)
             self._bar.set_description_str("first step ...")
 
     def show(self, record: Record) -> None:

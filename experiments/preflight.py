@@ -12,6 +12,7 @@ import jax
 import zoo.accounting
 from experiments import configs, hardware, listing, program, schema, tiles
 from experiments.hardware import GIB, Device
+from experiments.overrides import with_overrides
 
 AT_SCALE = 8192  # tokens: where tiling the head of a large vocabulary pays
 SHORT_TILE = 64  # tokens: below, a tile's matrix products run at half their speed or less
@@ -170,14 +171,6 @@ def _subsets(config: configs.Resolved) -> Iterator[tuple[list[str], ...]]:
         changes.append([f"seq_len={size}" for size in halves(seq, 128)])
     for size in range(1, len(changes) + 1):
         yield from itertools.combinations(changes, size)
-
-
-def with_overrides(overrides: Sequence[str], changes: Sequence[str]) -> list[str]:
-    """Return overrides with some replaced: a group's new option also drops the old option's own values."""
-    keys = [change.split("=")[0] for change in changes]
-    keys += ["tiling.size", "tiling.budget"] if "tiling.n" in keys else []  # they say the same in other words
-    replaced = lambda key: any(key == k or (k in schema.GROUPS and key.startswith(f"{k}.")) for k in keys)
-    return [override for override in overrides if not replaced(override.lstrip("+").split("=")[0])] + list(changes)
 
 
 def _changed(overrides: Sequence[str], changes: Sequence[str], device: Device) -> configs.Resolved | None:

@@ -124,6 +124,20 @@ def abstract_state(config: configs.Resolved) -> State:
     return eqx.filter_eval_shape(State.init, model, build_optimizer(config), trainable(config))
 
 
+def kept(config: configs.Resolved, state: State) -> State:
+    """Return what of a state, abstract or not, a checkpoint holds: with an adapter, not the weights that never move."""
+    if not isinstance(config.adapter, configs.Lora):
+        return state
+    return eqx.tree_at(lambda s: s.model, state, eqx.filter(state.model, trainable(config)(state.model)))
+
+
+def completed(config: configs.Resolved, state: State) -> State:
+    """Return a whole state from what `kept` left of it."""
+    if not isinstance(config.adapter, configs.Lora):
+        return state
+    return eqx.tree_at(lambda s: s.model, state, eqx.combine(state.model, init_model(config)))
+
+
 def build_optimizer(config: configs.Resolved) -> optax.GradientTransformationExtraArgs:
     """Return the run's optax transformation."""
     return optimizer.build(config.optimizer, config.steps, config.seed)

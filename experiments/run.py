@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder first
     sys.path.insert(0, str(ROOT))
 
-from experiments import schema  # noqa: E402
+from experiments import configs, overrides, schema  # noqa: E402
 from experiments.usage import dump, help_text  # noqa: E402
 
 
@@ -30,14 +30,15 @@ def main(argv: list[str]) -> int:
     if {"-m", "--multirun"}.intersection(argv):
         return _sweep([word for word in argv if word not in ("-m", "--multirun")])
     try:
-        config, choices = schema.compose([word for word in argv if word != "--cfg"])
+        words = overrides.resumed([word for word in argv if word != "--cfg"], configs.Run.out)
+        config, choices = schema.compose(words)
         if "--cfg" in argv:
-            print(dump(config, argv), end="")
+            print(dump(config, words), end="")
             return 0
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's own log: errors only
         from experiments.session import start  # from here on JAX may be imported
 
-        return start(config, choices, argv)
+        return start(config, choices, words)
     except schema.ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

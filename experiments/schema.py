@@ -14,7 +14,7 @@ import zoo.configs
 from experiments import commands, configs
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
-GROUPS = ("model", "adapter", "data", "tiling", "optimizer", "hardware", "remat")
+GROUPS = ("model", "adapter", "data", "tiling", "optimizer", "hardware", "remat", "checkpoint")
 FREE = ("hardware.compiler_options.",)  # keys under these are the user's own
 LISTS = ("adapter.targets", "data.pattern")  # their commas separate names, and ask for no sweep
 FILLS_NULL = (AttributeError, AssertionError)  # what OmegaConf raises on `part.key=value` where the part is null
@@ -36,6 +36,7 @@ SCHEMAS = {  # group -> name of the schema -> dataclass
     },
     "hardware": {"hardware": configs.Hardware},
     "remat": {"remat": configs.Remat},
+    "checkpoint": {"checkpoint": configs.Checkpoint},
     "adapter": {"none": configs.Adapter, "lora": configs.Lora},
 }
 
@@ -85,6 +86,7 @@ def register() -> None:
         store.store(group="schema", name=name, node=schema_of(cls), package="_global_")
     store.store(group="schema", name="eval", node=schema_of(configs.Evaluation), package="eval")
     store.store(group="schema", name="save", node=schema_of(configs.Save), package="save")
+    store.store(group="schema", name="profile", node=schema_of(configs.Profile), package="profile")
     for group, schemas in SCHEMAS.items():
         for name, cls in schemas.items():
             store.store(group=f"{group}/schema", name=name, node=schema_of(cls), package=group)

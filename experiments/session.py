@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -9,7 +10,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import zoo.accounting
-from experiments import configs, data, hardware, preflight, table, tiles, usage
+from experiments import configs, data, hardware, overrides, preflight, program, table, tiles, usage
+from experiments.checkpoints import CheckpointError, Checkpoints
+from experiments.directory import Directory, DirectoryError
 from experiments.hardware import Device, HardwareError
 from experiments.loggers import missing, open_loggers
 from experiments.metrics import Progress, Recorder, describe
@@ -31,22 +34,25 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str]) -> 
         if problem := missing(config.save):
             raise RunError(problem)
         config = with_weights(config, argv)
-        directory = _directory(config, choices["model"])
+        directory = Directory.find(config, choices["model"])
         device = hardware.prepare(config.hardware.platform)
         config, chosen = hardware.resolve(config, device)
         _check(config)
         source = data.open_source(config)
-    except (RunError, HardwareError, data.DataError) as error:
+    except (RunError, DirectoryError, HardwareError, data.DataError) as error:
         return _fail(error, 2)
+    from experiments.signals import Stopped
     from experiments.train import DivergedError
 
     try:
         plan = _preflight(config, choices["model"], chosen, argv, device)
-        _train(config, directory, plan, source, argv, began)
-    except (RunError, DoesNotFitError, DivergedError, TileError) as error:
+        _train(config, directory, plan, source, overrides.pinned(argv, chosen), argv, began)
+    except (RunError, DirectoryError, DoesNotFitError, DivergedError, CheckpointError, TileError) as error:
         return _fail(error, 1)
+    except Stopped as stopped:
+        return _fail(stopped, stopped.status)
     except KeyboardInterrupt:
-        return _fail(RunError(f"interrupted; what was measured is in {directory}"), 130)
+        return _fail(RunError(f"interrupted; what was measured is in {directory.path}"), 130)
     return 0
 
 
@@ -79,16 +85,6 @@ def with_weights(config: T, argv: Sequence[str]) -> T:
         if wrong := [f"{k}: {ours[k]} here, {theirs[k]} there" for k in ours if ours[k] != theirs.get(k, ours[k])]:
             raise RunError(f"model.weights={path} holds another model than the one asked for: {'; '.join(wrong)}")
     return dataclasses.replace(config, model=configs.Model(config=described, weights=str(path)))
-
-
-def _directory(config: configs.Run, model: str) -> Path:
-    """Return the run's directory: a new one. Nothing is ever overwritten."""
-    out = Path(config.out).expanduser()
-    if config.run is None:
-        return next(path for path in (out / f"{model}-{i}" for i in range(1, 10**6)) if not path.exists())
-    if (out / config.run).exists():
-        raise RunError(f"there already is a run at {out / config.run}: choose another run=NAME, or remove it first")
-    return out / config.run
 
 
 def _check(config: configs.Resolved) -> None:
@@ -137,27 +133,90 @@ def _remedy(config: configs.Resolved, argv: Sequence[str], device: Device, free:
 
 
 def _train(
-    config: configs.Resolved, directory: Path, plan: Plan, source: Any, argv: Sequence[str], began: float
+    config: configs.Resolved,
+    directory: Directory,
+    plan: Plan,
+    source: Any,
+    words: Sequence[str],
+    argv: Sequence[str],
+    began: float,
 ) -> None:
     from experiments import plots
     from experiments.train import Trainer
 
-    directory.mkdir(parents=True)
-    (directory / "config.yaml").write_text(usage.dump(config, list(argv)))
-    recorder = Recorder(directory, open_loggers(directory, config))
     progress = Progress(config.steps, config.log_every)
+    about = {"overrides": list(words), "config": usage.plain(config)}
+    restored = None
+    if directory.path is not None and directory.before is not None:
+        restored = _restore(config, directory, plan, about, progress)
+    path = directory.open(about, config, argv)
+    checkpoints = _checkpoints(config, path, plan, about, progress) if config.checkpoint.wanted else None
+    done = restored[0] if restored is not None else None
+    recorder = Recorder(path, open_loggers(path, config, done), done)
     try:
-        model = Trainer(config, plan, source, recorder, progress).run()
+        model = Trainer(config, plan, source, recorder, progress, checkpoints, restored).run()
     except ValueError as error:
         raise RunError(str(error)) from error
     finally:
         progress.close()
         recorder.close()
-        plots.draw(directory, recorder.records, plan, config)
-        _summarise(directory, recorder, plan, time.perf_counter() - began)
+        plots.draw(path, recorder.records, plan, config)
+        _summarise(path, recorder, plan, time.perf_counter() - began)
+        if checkpoints is not None:
+            checkpoints.close()
     if config.save.final:
-        _save(model, config, directory)
-    print(_closing(directory, recorder, config, time.perf_counter() - began))
+        _save(model, config, path)
+    print(_closing(path, recorder, config, time.perf_counter() - began))
+
+
+def _restore(
+    config: configs.Resolved, directory: Directory, plan: Plan, about: dict[str, Any], progress: Progress
+) -> tuple[int, Any] | None:
+    """Return the step and the state that a run goes on from, saying what has changed since; None: its beginning."""
+    for change in directory.changes(config):
+        progress.say(f"  changed  {change}")
+    assert directory.path is not None
+    checkpoints = _checkpoints(config, directory.path, plan, about, progress)
+    try:
+        found = checkpoints.restore(program.kept(config, plan.state))
+    finally:
+        checkpoints.close()
+    if found is None:
+        progress.say(f"  {directory.path} has no checkpoint yet: from the beginning")
+    elif found[0] >= config.steps:
+        progress.say(f"  {directory.path} has all its {found[0]} steps; give steps=MORE for more")
+    else:
+        progress.say(f"  {directory.path} goes on after step {found[0]} of {config.steps}")
+    return found
+
+
+def _checkpoints(
+    config: configs.Resolved, path: Path, plan: Plan, about: dict[str, Any], progress: Progress
+) -> Checkpoints:
+    """Return what writes a run's checkpoints: in the background where that fits into memory.
+
+    Raises:
+        RunError: there is no room on the disk for one.
+    """
+    how = config.checkpoint
+    need = preflight.bytes_of(program.kept(config, plan.state))
+    room = shutil.disk_usage(next(place for place in (path, *path.absolute().parents) if place.exists())).free
+    if how.wanted and room < need:
+        raise RunError(
+            f"a checkpoint takes {table.size(need)}, and there is room for {table.size(room)} at {path}: "
+            f"free some, give out=FOLDER on another disk, or checkpoint=none."
+        )
+    on_host = config.hardware.platform is configs.Platform.cpu
+    free = plan.available - plan.memory.total - plan.headroom if on_host else hardware.host_memory() // 2
+    background = need <= free if how.background is None else how.background
+    return Checkpoints(
+        path / "checkpoints",
+        about,
+        keep=how.keep,
+        keep_every=how.keep_every,
+        background=background,
+        warn=lambda text: progress.say(f"  warning: {text}"),
+    )
 
 
 def _save(model: Any, config: configs.Resolved, directory: Path) -> None:

@@ -102,6 +102,8 @@ def choices(chosen: dict[str, Any]) -> str:
 def _plain(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ",".join(f"{key}:{item}" for key, item in value.items()) + "}"
+    if isinstance(value, bool):
+        return str(value).lower()
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

@@ -10,11 +10,15 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from experiments import configs, hardware, optimizer, program
+from experiments.checkpoints import Checkpoints
 from experiments.data import Batch, Repeats, Source
 from experiments.metrics import Progress, Record, Recorder, bits_per_byte, describe
+from experiments.prefetch import Prefetch
 from experiments.preflight import Plan
+from experiments.signals import Stop, Stopped
 from transforms.step import State
 
 
@@ -31,44 +35,103 @@ class Trainer:
     source: Source | Repeats
     recorder: Recorder
     progress: Progress
+    checkpoints: Checkpoints | None
+    restored: tuple[int, State] | None = None
 
     def __post_init__(self):
-        self._rate = optimizer.schedule(self.config.optimizer, self.config.steps)
+        rate = optimizer.schedule(self.config.optimizer, self.config.steps)
+        self._rates = np.asarray(jax.vmap(lambda step: jnp.asarray(rate(step)))(jnp.arange(self.config.steps)))
 
     def run(self) -> Any:
-        """Train, measuring held-out text before and after; return the trained model.
+        """Train from the beginning or the restored step on, measuring held-out text; return the trained model.
 
         Raises:
             DivergedError: a loss is not finite; every record up to it has been written.
+            Stopped: the process was told to end; everything is saved.
+            CheckpointError: a checkpoint could not be written.
         """
-        steps = self.config.steps
+        evaluate = program.compile_eval(self.config, self.plan.state)
+        first, state = self._start(evaluate)
+        self.progress.start(first)
+        feed = Prefetch(lambda step: jax.device_put(_arrays(self.source.batch(step))), first, self.config.steps)
+        try:
+            with Stop() as stop:
+                return self._loop(first, state, feed, evaluate, stop)
+        finally:
+            feed.close()
+
+    def _start(self, evaluate: Any) -> tuple[int, State]:
+        """Return the first step and the state that it starts from."""
+        if self.restored is not None:
+            step, state = self.restored
+            self.restored = None  # its memory is about to be reused
+            return step, program.completed(self.config, state)
         began = time.perf_counter()
         model = jax.block_until_ready(program.init_model(self.config))
         self.progress.say(f"  weights {self._origin()} in {time.perf_counter() - began:.1f} s")
-        evaluate = program.compile_eval(self.config, self.plan.state)
         before = self._held_out(evaluate, model, Record(step=0))
         self.recorder.add(before)
         self.progress.say(f"  held-out text before training: {describe(before)}")
-        self.progress.start()
         transformation = program.build_optimizer(self.config)
         init = eqx.filter_jit(lambda m: transformation.init(eqx.filter(m, program.trainable(self.config)(m))))
-        state = State(model, init(model), jnp.zeros((), jnp.int32))
-        del model  # its memory is about to be reused
-        pending, self._clock = None, time.perf_counter()
-        for step in range(steps):
-            state, metrics = self.plan.compiled(_arrays(self.source.batch(step)), state)
+        return 0, State(model, init(model), jnp.zeros((), jnp.int32))
+
+    def _loop(self, first: int, state: State, feed: Prefetch, evaluate: Any, stop: Stop) -> Any:
+        pending, self._saving = None, 0.0
+        self._clock = self._saved = time.perf_counter()
+        for step in range(first + 1, self.config.steps + 1):
+            began = time.perf_counter()
+            batch = feed.take()
+            waited = time.perf_counter() - began
+            state, metrics = self.plan.compiled(batch, state)
             if pending is not None:
                 self._record(*pending)
-            pending = (step + 1, metrics)
-            if step + 1 == steps or (self.config.eval.every and (step + 1) % self.config.eval.every == 0):
-                self._record(*pending, evaluate=partial(self._held_out, evaluate, state.model))
+            pending = (step, metrics, waited)
+            told, measure = stop.signal, self._measures(step)
+            save = told is not None or self._saves(step)
+            if measure or save:
+                self._record(*pending, evaluate=partial(self._held_out, evaluate, state.model) if measure else None)
+                if save:
+                    self._save(step, state, wait=told is not None)
                 pending, self._clock = None, time.perf_counter()
+            if told:
+                raise Stopped(f"stopped by {told.name} after step {step} of {self.config.steps}", told)
         return state.model
+
+    def _measures(self, step: int) -> bool:
+        return step == self.config.steps or bool(self.config.eval.every and step % self.config.eval.every == 0)
+
+    def _saves(self, step: int) -> bool:
+        """Return whether a step is followed by a checkpoint."""
+        how = self.config.checkpoint
+        if self.checkpoints is None:
+            return False
+        if step == self.config.steps and (how.last or self.checkpoints.steps()):
+            return True
+        if how.every is not None:
+            return step % how.every == 0
+        return how.minutes is not None and time.perf_counter() - self._saved >= 60 * how.minutes
+
+    def _save(self, step: int, state: State, wait: bool) -> None:
+        if self.checkpoints is None:
+            return
+        began = time.perf_counter()
+        self.checkpoints.save(step, program.kept(self.config, state))
+        if wait:
+            self.checkpoints.wait()
+        self._saved = time.perf_counter()
+        self._saving = self._saved - began
 
     def _origin(self) -> str:
         return "drawn" if self.config.model.weights is None else f"read from {self.config.model.weights}"
 
-    def _record(self, step: int, metrics: dict[str, Any], evaluate: Callable[[Record], Record] | None = None) -> None:
+    def _record(
+        self,
+        step: int,
+        metrics: dict[str, Any],
+        waited: float,
+        evaluate: Callable[[Record], Record] | None = None,
+    ) -> None:
         loss = float(metrics["loss"])  # waits for the step
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
@@ -77,12 +140,15 @@ class Trainer:
             loss=loss,
             bits_per_byte=bits_per_byte(loss, self.source.bytes_per_token),
             grad_norm=float(metrics["grad_norm"]),
-            learning_rate=float(jnp.asarray(self._rate(step - 1))),
+            learning_rate=float(self._rates[step - 1]),
             seconds=seconds,
+            data_seconds=waited,
+            save_seconds=self._saving,
             tokens_per_second=self.config.tokens_per_step / seconds,
             flops_per_second=self.plan.flops / seconds,
             memory_bytes=hardware.used_memory()[0],
         )
+        self._saving = 0.0
         finite = math.isfinite(loss)
         self.recorder.add(evaluate(record) if evaluate is not None and finite else record)
         self.progress.show(record)

@@ -13,11 +13,14 @@ GROUP_HELP = {
     "optimizer": "how parameters move",
     "hardware": "device, precision, compiler",
     "remat": "what the backward pass keeps",
+    "checkpoint": "when the run is saved so that it can go on",
 }
 PARTS = {
     "": configs.Run,
     "eval.": configs.Evaluation,
     "save.": configs.Save,
+    "checkpoint.": configs.Checkpoint,
+    "profile.": configs.Profile,
     "tiling.": configs.Tiling,
     "optimizer.": configs.Optimizer,
     "hardware.": configs.Hardware,
@@ -62,7 +65,17 @@ def wrapped(words: list[str], indent: int, width: int = 96) -> list[str]:
 
 
 def _default(field: dataclasses.Field) -> str:
-    optional_name = field.name in ("run", "clip_norm", "cache", "size", "budget", "mlp", "attention", "batch")
+    optional_name = field.name in (
+        "run",
+        "clip_norm",
+        "cache",
+        "size",
+        "budget",
+        "mlp",
+        "attention",
+        "batch",
+        "keep_every",
+    )
     if field.default_factory is not dataclasses.MISSING:
         return "{}"
     if field.default is None:

@@ -29,7 +29,7 @@ MICRO = [
     "steps=4",
     "eval.batches=2",
 ]
-FILES = ["config.yaml", "loss.png", "memory.png", "metrics.csv", "metrics.jsonl", "summary.json"]
+FILES = ["config.yaml", "loss.png", "memory.png", "metrics.csv", "metrics.jsonl", "run.json", "summary.json"]
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_the_command_trains_and_leaves_everything(tmp_path, cache):
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     folder = tmp_path / "one"
-    assert sorted(path.name for path in folder.iterdir()) == sorted([*FILES, "weights"])
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*FILES, "checkpoints", "weights"])
     lines = done.stdout.splitlines()
     assert lines[-1].startswith(f"Everything is in {folder}/: metrics.jsonl, metrics.csv")
     assert max(len(line) for line in lines[:-1]) <= 80
@@ -100,11 +100,46 @@ def test_runs_are_reproducible_and_get_their_own_directories(start, tmp_path):
     assert losses[0] == losses[1]
 
 
-def test_an_existing_run_is_never_overwritten(start, tmp_path, capsys):
+def rows(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_goes_on_where_it_ended_and_says_what_changed(start, tmp_path, capsys):
+    assert start("run=long", "steps=6", "optimizer.schedule=constant") == 0
+    assert start("run=short", "steps=4", "optimizer.schedule=constant") == 0
+    with (tmp_path / "short" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "loss": 1.0}\n{"step": 6, "lo')
+    capsys.readouterr()
+    assert start("run=short", "steps=6", "optimizer.schedule=constant") == 0
+    out = capsys.readouterr().out
+    assert "changed  steps: 4 -> 6" in out
+    assert "short goes on after step 4 of 6" in out
+    drop = lambda row: {key: row[key] for key in ("step", "loss", "grad_norm")}
+    assert [*map(drop, rows(tmp_path / "short"))] == [*map(drop, rows(tmp_path / "long"))]
+    assert start("run=short", "steps=6", "optimizer.schedule=constant") == 0
+    assert "short has all its 6 steps; give steps=MORE for more" in capsys.readouterr().out
+    assert [row["step"] for row in rows(tmp_path / "short")] == list(range(7))
+    assert start("run=short", "model.mlp_dim=48") == 1
+    assert "has other arrays than this run: model.layers.gate is" in capsys.readouterr().err
+
+
+def test_an_adapter_goes_on_without_the_weights_that_never_move(start, tmp_path):
+    words = ["adapter=lora", "adapter.targets=q", "adapter.rank=2", "optimizer.schedule=constant"]
+    assert start("run=long", "steps=6", *words) == 0
+    assert start("run=short", "steps=3", *words) == 0
+    assert start("run=short", "steps=6", *words) == 0
+    assert [row["loss"] for row in rows(tmp_path / "short")] == [row["loss"] for row in rows(tmp_path / "long")]
+    files = [path.name for path in (tmp_path / "short" / "checkpoints" / "6" / "state").iterdir()]
+    assert "model.layers.q.a" in files
+    assert "model.embed" not in files
+
+
+def test_what_is_no_run_is_never_overwritten(start, tmp_path, capsys):
     (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").touch()
     assert start("run=mine") == 2
-    assert "error: there already is a run at" in capsys.readouterr().err
-    assert list((tmp_path / "mine").iterdir()) == []
+    assert "that is no run: choose another run=NAME" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
 
 
 def test_saved_weights_go_on_where_the_run_ended(start, tmp_path, capsys):
@@ -164,7 +199,7 @@ def test_an_interrupted_run_leaves_what_it_had(start, tmp_path, capsys, monkeypa
         return batch(self, step)
 
     monkeypatch.setattr(data.Source, "batch", interrupt)
-    assert start("run=cut") == 130
+    assert start("run=cut", "checkpoint=none") == 130
     assert "interrupted; what was measured is in" in capsys.readouterr().err
     assert sorted(path.name for path in (tmp_path / "cut").iterdir()) == FILES
 

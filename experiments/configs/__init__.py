@@ -6,24 +6,24 @@ No JAX here: `--help` and every configuration error come from this file alone. A
 
 from experiments.configs.compute import Hardware, Remat, Tiling
 from experiments.configs.data import Data, Pydoc, Stdlib, Synthetic, Text, Tokens
-from experiments.configs.fields import DType, Platform, Schedule, StrEnum, chosen, option, positive, refuse
+from experiments.configs.fields import DType, OnNan, Platform, Schedule, StrEnum, chosen, option, positive, refuse
 from experiments.configs.optimizer import Adafactor, AdafactorLayerwise, AdamW, Adapter, Lora, Optimizer, Sgd
-from experiments.configs.results import Evaluation, Save
+from experiments.configs.results import Checkpoint, Evaluation, Profile, Save
 from experiments.configs.run import Model, Resolved, Run
 
 __all__ = [
     "Adafactor",
     "AdafactorLayerwise",
     "AdamW",
-    "Adapter",
+    "Adapter", "Checkpoint",
     "DType",
     "Data",
     "Evaluation",
     "Hardware",
     "Lora",
     "Model",
-    "Optimizer",
-    "Platform",
+    "OnNan", "Optimizer",
+    "Platform", "Profile",
     "Pydoc",
     "Remat",
     "Resolved",

@@ -54,3 +54,7 @@ class Schedule(StrEnum):
 
     constant = "constant"
     cosine = "cosine"
+
+
+OnNan = StrEnum("OnNan", ["stop", "skip", "raise"])
+OnNan.__doc__ = "What a run does at a loss or a gradient that is no finite number."

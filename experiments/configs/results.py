@@ -25,3 +25,40 @@ class Save:
     final: bool = option(False, "write the trained weights as a Hugging Face folder")
     tensorboard: bool = option(False, "also write TensorBoard's event files (needs the extra `tb`)")
     wandb: bool = option(False, "also log to Weights & Biases (needs the extra `wandb`)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """When everything that a step changes is written to the run's directory, and how much of it stays there."""
+
+    every: int | None = option(None, "steps between checkpoints (default: by the clock)")
+    minutes: float | None = option(10.0, "minutes between checkpoints, where `every` is not given")
+    last: bool | None = option(None, "also after the last step (default: where it takes less than 1 GiB)")
+    keep: int = option(2, "how many of the newest stay")
+    keep_every: int | None = option(None, "those of every so many steps stay as well")
+    background: bool | None = option(None, "train on while one is written (default: where memory allows)")
+
+    def __post_init__(self):
+        positive(self, "checkpoint.", "every", "minutes", "keep", "keep_every")
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there are checkpoints at all."""
+        return self.every is not None or self.minutes is not None or self.last is True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Which steps are traced by JAX's profiler."""
+
+    steps: str = option("none", "trace these steps: FIRST:LAST, such as 10:13")
+
+    def __post_init__(self):
+        if self.steps != "none" and (self.span is None or not 0 < self.span[0] <= self.span[1]):
+            raise refuse("profile.steps", self.steps, "give the first and the last step, such as 10:13")
+
+    @property
+    def span(self) -> tuple[int, int] | None:
+        """The first and the last step that are traced."""
+        first, colon, last = self.steps.partition(":")
+        return (int(first), int(last)) if colon and first.isdecimal() and last.isdecimal() else None

@@ -1,13 +1,14 @@
 """One run, which has all the parts."""
 
+# ruff: noqa: RUF009 (`option` makes a field, as `dataclasses.field` does)
 from dataclasses import dataclass
 from typing import Any
 
 from experiments.configs.compute import Hardware, Remat, Tiling
 from experiments.configs.data import Data
-from experiments.configs.fields import option, positive, refuse
+from experiments.configs.fields import OnNan, option, positive, refuse
 from experiments.configs.optimizer import Adapter, Optimizer
-from experiments.configs.results import Evaluation, Save
+from experiments.configs.results import Checkpoint, Evaluation, Profile, Save
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +32,15 @@ class Run:
     remat: Remat
     eval: Evaluation
     save: Save
-    run: str | None = option(None, "name of the run and of its directory (default: the model's name and a number)")
+    checkpoint: Checkpoint
+    profile: Profile
+    run: str | None = option(None, "name of the run and of its directory: a new one, or one to go on with")
     out: str = option("runs", "where run directories go")
     seed: int = option(0, "of the initial weights and the order of the data")
     steps: int | None = option(None, "training steps")
     batch_size: int | None = option(None, "sequences per step")
     seq_len: int | None = option(None, "tokens per sequence")
+    on_nan: OnNan = option(OnNan.stop, "at a loss that is no number: stop, skip that step's update, or raise")
     log_every: int | None = option(None, "steps between lines when the output is not a terminal")
 
     def __post_init__(self):

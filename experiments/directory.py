@@ -1,0 +1,96 @@
+"""A run's directory: a new one, or that of a run to go on with; and what a run writes about itself there."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments import configs, manifest, overrides, usage
+from experiments.overrides import RUN
+
+PLACES = ("run", "out")  # where a run is, not what it is
+
+
+class DirectoryError(RuntimeError):
+    """A directory that a run cannot use, in words for the user."""
+
+
+@dataclass
+class Directory:
+    """Where a run's results go.
+
+    Attributes:
+        path: the directory; None until `open` has made one, if it is to get a number.
+        before: what an earlier part of this run wrote about itself; None if this one starts it.
+    """
+
+    base: Path
+    path: Path | None
+    before: dict[str, Any] | None = None
+
+    @classmethod
+    def find(cls, config: configs.Run, model: str) -> "Directory":
+        """Return the directory that a run will use; nothing is made yet.
+
+        Raises:
+            DirectoryError: there is something else where the run should go.
+        """
+        out = Path(config.out).expanduser()
+        if config.run is None:
+            return cls(out / model, None)
+        path = out / config.run
+        if (path / RUN).is_file():
+            return cls(path, path, overrides.read(path / RUN))
+        if path.exists() and not (path.is_dir() and all(name.startswith(".") for name in os.listdir(path))):
+            raise DirectoryError(f"there is something at {path} that is no run: choose another run=NAME, or remove it")
+        return cls(path, path)
+
+    def open(self, about: dict[str, Any], config: configs.Resolved, argv: Sequence[str]) -> Path:
+        """Make the directory, write what the run is, and return the path.
+
+        Args:
+            about: the overrides that describe the run in full, and the configuration, for when it goes on.
+            config: the run's configuration.
+            argv: overrides as the user gave them.
+
+        Raises:
+            DirectoryError: it cannot be made or written to.
+        """
+        try:
+            path = self._make()
+            _write(path / RUN, json.dumps(about, indent=1))
+            _write(path / "config.yaml", usage.dump(config, list(argv)))
+        except OSError as error:
+            raise DirectoryError(f"cannot write to {self.path or self.base.parent}: {manifest.reason(error)}") from None
+        return path
+
+    def changes(self, config: configs.Resolved) -> list[str]:
+        """Return how the configuration differs from the one that the run had before."""
+        if self.before is None:
+            return []
+        drop = lambda values: {key: value for key, value in values.items() if key not in PLACES}
+        now = json.loads(json.dumps(usage.plain(config)))
+        return overrides.changes(drop(self.before["config"]), drop(now))
+
+    def _make(self) -> Path:
+        if self.path is not None:
+            self.path.mkdir(parents=True, exist_ok=True)
+            return self.path
+        for number in range(1, 10**6):
+            path = self.base.with_name(f"{self.base.name}-{number}")
+            try:
+                path.mkdir(parents=True)
+            except FileExistsError:
+                continue
+            self.path = path
+            return path
+        raise DirectoryError(f"there are too many runs at {self.base}-*: give run=NAME")
+
+
+def _write(path: Path, text: str) -> None:
+    """Write whole or not at all."""
+    new = path.with_name(f".{path.name}")
+    new.write_text(text)
+    new.replace(path)

@@ -1,0 +1,69 @@
+"""The SHA-256 of every file of a directory, in a file of that directory: what changed since is found, byte by byte."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+FILE = "manifest.json"
+
+
+def write(folder: Path) -> None:
+    """Hash every file below a folder into its manifest, and see to it that all of it is on the disk."""
+    files = {str(path.relative_to(folder)): _entry(path) for path in _files(folder)}
+    text = json.dumps(files, indent=1, sort_keys=True)
+    path = folder / FILE
+    path.write_text(json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "files": files}, indent=1))
+    for each in (*(folder / name for name in files), path, *(p for p in folder.rglob("*") if p.is_dir()), folder):
+        sync(each)
+
+
+def damage(folder: Path) -> str | None:
+    """Return what is wrong with the files below a folder, in words; None if each is as it was written."""
+    try:
+        listed = json.loads((folder / FILE).read_text())
+        files = listed["files"]
+        text = json.dumps(files, indent=1, sort_keys=True)
+        if listed["sha256"] != hashlib.sha256(text.encode()).hexdigest():
+            return f"{FILE} has been changed"
+    except FileNotFoundError:
+        return f"{FILE} is missing"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{FILE} cannot be read ({reason(error)})"
+    for name, wanted in files.items():
+        path = folder / name
+        try:
+            if path.stat().st_size != wanted["bytes"]:
+                return f"{name} has {path.stat().st_size} bytes instead of {wanted['bytes']}"
+            if _entry(path) != wanted:
+                return f"{name} has been changed"
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except OSError as error:
+            return f"{name} cannot be read ({reason(error)})"
+    return None
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or a directory's list of names, is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def reason(error: BaseException) -> str:
+    """Return the first line of what an error says; the system's own words where it is the system's error."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}" + (f" ({error.filename})" if error.filename else "")
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / FILE)
+
+
+def _entry(path: Path) -> dict[str, object]:
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}

@@ -1,0 +1,42 @@
+"""Being told to stop: the first SIGTERM or SIGINT is a request, the second one acts as it always does."""
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Stop:
+    """While entered, remembers the first signal that asks the process to end."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "Stop":
+        if threading.current_thread() is threading.main_thread():  # Python handles signals nowhere else
+            self._before = {number: signal.signal(number, self._remember) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    def _remember(self, number: int, _: FrameType | None) -> None:
+        self.signal = signal.Signals(number)
+        self.__exit__()
+
+
+class Stopped(Exception):
+    """A run ended early because it was told to, in words for the user.
+
+    Attributes:
+        status: the exit status that shells expect of a process that a signal ended.
+    """
+
+    def __init__(self, message: str, number: signal.Signals):
+        super().__init__(message)
+        self.status = 128 + number

@@ -1,0 +1,109 @@
+"""Runs that are killed, stopped and gone on with: the same bytes as one that never was, no step twice or missing."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from experiments import schema
+
+MICRO = [
+    "data=pydoc",
+    "model.vocab_size=300",
+    "model.num_layers=1",
+    "model.embed_dim=16",
+    "model.mlp_dim=32",
+    "model.num_heads=2",
+    "model.head_dim=8",
+    "batch_size=2",
+    "seq_len=16",
+    "eval.batches=1",
+    "eval.every=25",
+    "tiling=none",
+    "hardware=cpu",
+    "checkpoint.every=4",
+]
+MEASURED = ("step", "loss", "grad_norm", "learning_rate", "held_out_loss")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+def launch(folder, *words):
+    command = [sys.executable, str(schema.CONF.parent / "experiments" / "run.py")]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "XLA_FLAGS": ""}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([*command, *words, f"out={folder}"], env=environment, **pipes)
+
+
+def finish(process):
+    out, error = process.communicate(timeout=300)
+    assert process.returncode == 0, error
+    return out
+
+
+def lines(folder, name):
+    try:
+        return (folder / name / "metrics.jsonl").read_text().splitlines()
+    except FileNotFoundError:
+        return []
+
+
+def measured(folder, name):
+    return [{key: row[key] for key in MEASURED} for row in map(json.loads, lines(folder, name))]
+
+
+def arrays(folder, name, step):
+    """The hash of every array's file in a checkpoint."""
+    listed = json.loads((folder / name / "checkpoints" / str(step) / "manifest.json").read_text())["files"]
+    return {file: entry["sha256"] for file, entry in listed.items() if file.split("/")[-1][0].isdigit()}
+
+
+def wait_for(process, enough):
+    """Wait until something is so, or the process has ended by itself; no longer than a minute."""
+    end = time.monotonic() + 60
+    while not enough() and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def kill_again_and_again(folder, kills, steps):
+    """Run a run, killing it at random moments; return how often that was in the middle of it."""
+    draw, happened = random.Random(0), 0
+    for _ in range(kills):
+        before = len(lines(folder, "killed"))
+        process = launch(folder, *MICRO, f"steps={steps}", "run=killed")
+        wait_for(process, lambda before=before: before != len(lines(folder, "killed")))
+        time.sleep(draw.uniform(0, 0.8))
+        process.kill()
+        process.communicate()
+        happened += process.returncode == -signal.SIGKILL
+    return happened
+
+
+def check(folder, kills, steps):
+    happened = kill_again_and_again(folder, kills, steps)
+    finish(launch(folder, *MICRO, f"steps={steps}", "run=killed"))
+    finish(launch(folder, *MICRO, f"steps={steps}", "run=whole", f"checkpoint.every={steps}"))
+    assert happened > kills * 0.9
+    assert [row["step"] for row in measured(folder, "killed")] == list(range(steps + 1))
+    assert measured(folder, "killed") == measured(folder, "whole")
+    assert len(arrays(folder, "whole", steps)) > 30
+    assert arrays(folder, "killed", steps) == arrays(folder, "whole", steps)
+
+
+def test_a_killed_run_goes_on_to_the_same_bytes(folder):
+    check(folder, 2, 120)
+
+
+@pytest.mark.heavy
+def test_a_run_killed_all_the_time_goes_on_to_the_same_bytes(tmp_path):
+    """`KILLS=20 pytest -m heavy tests/test_resume.py` for fewer."""
+    kills = int(os.environ.get("KILLS", "200"))
+    check(tmp_path, kills, 40 * kills)
