@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
+from transforms.sharding import einsum
 from zoo.base import Config
 from zoo.tables import Row, rows
 
@@ -50,9 +51,6 @@ class LowRank(eqx.Module):
         """Return all three parts in one dtype."""
         return LowRank(self.base.astype(dtype), self.a.astype(dtype), self.b.astype(dtype), self.scale)
 
-    def __rmatmul__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        return x @ self.base + (x @ self.a) @ self.b * self.scale
-
     def einsum(self, pattern: str, x: Float[Array, "..."], kind: DTypeLike | None = None) -> Float[Array, "..."]:
         """Return `jnp.einsum(pattern, x, W)` with the addition, in a dtype; the matrix W itself is never formed."""
         inputs, output = pattern.split("->")
@@ -61,9 +59,9 @@ class LowRank(eqx.Module):
         lead = "".join(letter for letter in right if letter in left and letter in output)
         made = "".join(letter for letter in right if letter not in left)
         middle = output.translate({ord(letter): None for letter in made}) + "R"
-        product = functools.partial(jnp.einsum, preferred_element_type=kind)
-        low = jnp.einsum(f"{left},{lead}{summed}R->{middle}", x, self.a)
-        return product(pattern, x, self.base) + product(f"{middle},{lead}R{made}->{output}", low, self.b) * self.scale
+        low = einsum(f"{left},{lead}{summed}R->{middle}", x, self.a)
+        added = einsum(f"{middle},{lead}R{made}->{output}", low, self.b, kind)
+        return einsum(pattern, x, self.base, kind) + added * self.scale
 
     def merged(self, row: Row) -> Float[Array, "..."]:
         """Return the one matrix that does the same, in its own dtype; the sum is formed in float32 or wider."""

@@ -11,9 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Integer
 
+from transforms.sharding import constrain, einsum, explicit, partitions, place, uncut
 from zoo.lora import LowRank
 
 
@@ -93,17 +95,28 @@ def attention(
         q_segments: the number of each query's document, where rows hold several; it sees the keys of its own alone.
         k_segments: the number of each key's document.
     """
+    k, v = _beside(q, k), _beside(q, v)
     batch, seq, heads, size = q.shape
     kv_heads = k.shape[2]
     q_BSKGH = q.reshape(batch, seq, kv_heads, heads // kv_heads, size)
     wide = accumulator(q.dtype)
-    scores_BKGST = jnp.einsum("bskgh,btkh->bkgst", q_BSKGH, k, preferred_element_type=wide)
+    scores_BKGST = einsum("bskgh,btkh->bkgst", q_BSKGH, k, wide)
     scores_BKGST = softcap(scores_BKGST * scale, cap)
     visible = _visible(seq, k.shape[1], window, q_positions, k_positions)
     if q_segments is not None and k_segments is not None:
         visible = visible & (q_segments[:, None, None, :, None] == k_segments[:, None, None, None, :])
     probs_BKGST = jax.nn.softmax(jnp.where(visible, scores_BKGST, jnp.finfo(wide).min), axis=-1)
-    return jnp.einsum("bkgst,btkh->bskgh", probs_BKGST.astype(v.dtype), v).reshape(q.shape)
+    return einsum("bkgst,btkh->bskgh", probs_BKGST.astype(v.dtype), v).reshape(q.shape)
+
+
+def _beside(q, kv):
+    """Return keys or values of all positions where queries are, one per query head where heads are cut finer than kv."""
+    kv = uncut(kv, 1)
+    heads = partitions(q)[2]
+    if heads is None or partitions(kv)[2] == heads:
+        return kv
+    spread = jnp.repeat(uncut(kv, 2), q.shape[2] // kv.shape[2], axis=2)
+    return place(spread, PartitionSpec(*partitions(kv)[:2], heads))
 
 
 def _visible(queries, keys, window, q_positions, k_positions):
@@ -126,9 +139,7 @@ def linear(
 ) -> Float[Array, "..."]:
     """Return `jnp.einsum(pattern, x, weight)`, if `wide` in float32 at least; adapted weights add their low rank."""
     kind = accumulator(x.dtype) if wide else None
-    if isinstance(weight, LowRank):
-        return weight.einsum(pattern, x, kind)
-    return jnp.einsum(pattern, x, weight, preferred_element_type=kind)
+    return weight.einsum(pattern, x, kind) if isinstance(weight, LowRank) else einsum(pattern, x, weight, kind)
 
 
 def ragged_linear(
@@ -155,7 +166,8 @@ def gated_mlp(
     activation: Callable = gelu,
 ) -> Float[Array, "*b D"]:
     """Return `(activation(x gate) * x up) down` (https://arxiv.org/abs/2002.05202)."""
-    return (activation(x @ gate) * (x @ up)) @ down
+    hidden = activation(linear("...d,df->...f", x, gate)) * linear("...d,df->...f", x, up)
+    return linear("...f,fd->...d", hidden, down)
 
 
 def route(
@@ -224,18 +236,26 @@ def lookup(table: Float[Array, "V D"], ids: Integer[Array, "B S"], dtype: DTypeL
     16 bits: such a table's rows are fetched once per sequence and spread in float32, whose transpose sums a sequence's
     occurrences in float32 before the table is touched. That costs one sort of `S` ids per sequence.
     """
+    where = PartitionSpec(*partitions(ids), None) if explicit() else None
     if accumulator(table.dtype) == table.dtype:
-        return _rows(table, ids).astype(dtype)
+        rows = _rows(table, ids, where)
+    elif where is None:
+        rows = _spread(table, ids)
+    else:
+        rows = jax.sharding.auto_axes(_spread, out_sharding=where)(table, ids)
+    return constrain(rows.astype(dtype), "B S D")
 
+
+def _rows(table, ids, where=None):
+    return table.at[ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False, out_sharding=where)
+
+
+def _spread(table, ids):
     def spread(ids_S):
         distinct, position = jnp.unique(ids_S, size=ids_S.shape[0], return_inverse=True)
         return _rows(table, distinct).astype(jnp.float32)[position]
 
-    return jax.vmap(spread)(ids).astype(dtype)
-
-
-def _rows(table, ids):
-    return table.at[ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+    return jax.vmap(spread)(ids)
 
 
 def check_tokens(tokens, vocab_size: int) -> None:
