@@ -12,7 +12,7 @@ from tests import hf_tiny
 from tests.hf_tiny import evaluate, evaluated, jit, loaded
 from transforms import tile
 from zoo import Mixture
-from zoo.nn import expert_mlp, route
+from zoo.experts import expert_mlp, route
 
 TOKENS = jnp.asarray(hf_tiny.tokens(), jnp.int32)
 T, D, F, E = 13, 8, 12, 5
@@ -129,7 +129,7 @@ def test_tiled_experts_are_the_experts():
     model = loaded("mixtral")
     layer = jax.tree.map(lambda leaf: leaf[0], model.layers)
     experts = lambda layer, x: layer.experts(x, model.config)[0]
-    x = normal(0, 10, 48)
+    x = normal(0, 10, 1, 48)
     run = lambda experts: jax.value_and_grad(lambda parts: (experts(*parts) ** 2).sum())((layer, x))
     whole, tiled = run(experts), run(tile(experts, axis=(None, 0), n=3))
     for one, other in zip(jax.tree.leaves(tiled), jax.tree.leaves(whole), strict=True):

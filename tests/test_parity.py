@@ -16,7 +16,8 @@ import pytest
 from tests import hf_tiny
 from tests.hf_tiny import evaluated, jit, loaded
 from zoo import Gemma, Mixture, Ops, load
-from zoo.nn import attention, lookup, rms_norm, rope, route
+from zoo.experts import route
+from zoo.nn import attention, lookup, rms_norm, rope
 from zoo.rotary import frequencies
 from zoo.tables import rows
 
@@ -253,7 +254,7 @@ MUTANTS = {
     "qwen 3: no attention factor": ("qwen3_yarn", _stretch(attention_factor=None)),
     "mixtral: one expert": ("mixtral", _flip(experts_per_token=1)),
     "mixtral: weights as they are": ("mixtral", _patch("zoo.configs.MixtralConfig.normalise_weights", False)),
-    "mixtral: equal weights": ("mixtral", _patch("zoo.mixture.route", _stale_weights)),
+    "mixtral: equal weights": ("mixtral", _patch("zoo.experts.route", _stale_weights)),
     "mixtral: gate and up swapped": ("mixtral", _swap("gate", "up")),
     "qwen 3 moe: weights as they are": ("qwen3_moe", _flip(normalise_weights=False)),
     "qwen 3 moe: weights normalised": ("qwen3_moe_raw", _flip(normalise_weights=True)),

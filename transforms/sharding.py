@@ -1,4 +1,4 @@
-"""Where arrays lie on a mesh of devices: one table from dimension letters to mesh axes, for everything that has letters.
+"""Where arrays lie on a mesh of devices: one table from dimension letters to mesh axes.
 
 Letters: `B` batch `S` sequence `T` tokens `D` embed `V` vocab `F`, `P` mlp hidden `N` query heads `K` kv heads
 `H` head size `L` layers `E` experts. Parameters, optimizer state, batches and activations all lie as `spec_of` says.
@@ -6,7 +6,7 @@ What is computed from them follows by type: `einsum` keeps its left operand wher
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -152,6 +152,12 @@ def partitions(x: Any) -> tuple[Any, ...]:
     return _padded(jax.typeof(x).sharding.spec, jnp.ndim(x))
 
 
+def axes_of(parts: Iterable[Any]) -> tuple[str, ...]:
+    """Return the mesh axes that a spec, or some of its parts, names, in order."""
+    named = ((part,) if isinstance(part, str) else part for part in parts if part is not None)
+    return tuple(axis for axes in named for axis in axes)
+
+
 def uncut(x: Shaped[Array, "..."], *dims: int) -> Shaped[Array, "..."]:
     """Return `x` with some dimensions whole on every device: gathered, where the explicit mesh cuts them."""
     parts = partitions(x)
@@ -187,20 +193,16 @@ def _result(pattern: str, x: Any, weight: Any) -> PartitionSpec | None:
     lead = "0123456789"[: len(of_x) - len(left.replace("...", ""))]
     left, output = left.replace("...", lead), output.replace("...", lead)
     cut_x, cut_weight = dict(zip(left, of_x, strict=True)), dict(zip(right, of_weight, strict=True))
-    taken = {axis for letter in output for axis in _names(cut_x.get(letter))}
+    taken = {axis for letter in output for axis in axes_of([cut_x.get(letter)])}
     parts = []
     for letter in output:
         part = cut_x[letter] if letter in cut_x else cut_weight[letter]
         if letter not in cut_x:
-            free = tuple(axis for axis in _names(part) if axis not in taken)
+            free = tuple(axis for axis in axes_of([part]) if axis not in taken)
             taken |= set(free)
             part = free[0] if len(free) == 1 else free or None
         parts.append(part)
     return PartitionSpec(*parts)
-
-
-def _names(part: Any) -> tuple[str, ...]:
-    return () if part is None else part if isinstance(part, tuple) else (part,)
 
 
 def _padded(spec: PartitionSpec, ndim: int) -> tuple[Any, ...]:

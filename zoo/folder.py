@@ -64,6 +64,11 @@ class Tensor:
         if self.digest is not None and digest.hexdigest() != self.digest:
             raise DamagedError(f"{self.file.name}: `{self.name}` is not what was saved: its SHA-256 differs")
 
+    def part(self, index: tuple[slice, ...]) -> np.ndarray:
+        """Return some of the tensor, and read no more than that; it cannot be checked."""
+        with safe_open(self.file, "np") as opened:
+            return opened.get_slice(self.name)[index]
+
 
 def as_bytes(array: np.ndarray) -> memoryview:
     """Return an array's bytes in order, without a copy where it is contiguous."""

@@ -8,7 +8,6 @@ Dimensions: as in `zoo.tables`, and `R` rank. A leaf of letters `L D N H` has A 
 
 import difflib
 import fnmatch
-import functools
 import math
 import operator
 from collections.abc import Iterator, Sequence

@@ -18,9 +18,10 @@ from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 from zoo import llama, packing
 from zoo.cache import Past, remembering
 from zoo.configs import MixtralConfig, Qwen3MoeConfig
+from zoo.experts import experts
 from zoo.init import draw
 from zoo.llama import Frequency, join, project
-from zoo.nn import Ops, check_tokens, expert_mlp, linear, lookup, rms_norm, route, scanned_windows
+from zoo.nn import Ops, check_tokens, linear, lookup, rms_norm, scanned_windows
 from zoo.rotary import frequencies
 
 AnyMixture = MixtralConfig | Qwen3MoeConfig
@@ -68,18 +69,15 @@ class Block(eqx.Module):
         """Return the layer's output, given what its queries attended to, and how its tokens were routed."""
         x = x + checkpoint_name(join(self, attended), "attn_out")
         h = rms_norm(x, self.mlp_norm, config.norm_eps, offset=0.0)
-        h, routed = self.experts(h.reshape(-1, h.shape[-1]), config)
-        return x + checkpoint_name(h.reshape(x.shape), "mlp_out"), routed
+        h, routed = self.experts(h, config)
+        return x + checkpoint_name(h, "mlp_out"), routed
 
-    def experts(self, x: Float[Array, "T D"], config: AnyMixture) -> tuple[Float[Array, "T D"], Float[Array, "2 E"]]:
+    def experts(
+        self, x: Float[Array, "B S D"], config: AnyMixture
+    ) -> tuple[Float[Array, "B S D"], Float[Array, "2 E"]]:
         """Return what each token's experts make of it; and each expert's number of tokens and sum of probabilities."""
-        cast = lambda weight: weight.astype(x.dtype)
-        weights_TC, experts_TC, probs_TE = route(
-            x, cast(self.router), config.experts_per_token, normalise=config.normalise_weights
-        )
-        out = expert_mlp(x, weights_TC, experts_TC, cast(self.gate), cast(self.up), cast(self.down))
-        counts_E = jnp.zeros_like(probs_TE[0]).at[experts_TC.reshape(-1)].add(1.0)
-        return out, jnp.stack([counts_E, probs_TE.sum(0)])
+        weights = (weight.astype(x.dtype) for weight in (self.router, self.gate, self.up, self.down))
+        return experts(x, *weights, config.experts_per_token, normalise=config.normalise_weights)
 
 
 class Mixture(eqx.Module):

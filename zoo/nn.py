@@ -104,13 +104,14 @@ def attention(
     scores_BKGST = softcap(scores_BKGST * scale, cap)
     visible = _visible(seq, k.shape[1], window, q_positions, k_positions)
     if q_segments is not None and k_segments is not None:
+        k_segments = uncut(k_segments, 1)
         visible = visible & (q_segments[:, None, None, :, None] == k_segments[:, None, None, None, :])
     probs_BKGST = jax.nn.softmax(jnp.where(visible, scores_BKGST, jnp.finfo(wide).min), axis=-1)
     return einsum("bkgst,btkh->bskgh", probs_BKGST.astype(v.dtype), v).reshape(q.shape)
 
 
 def _beside(q, kv):
-    """Return keys or values of all positions where queries are, one per query head where heads are cut finer than kv."""
+    """Return keys or values of all positions where queries are; one per query head where those are cut finer."""
     kv = uncut(kv, 1)
     heads = partitions(q)[2]
     if heads is None or partitions(kv)[2] == heads:
@@ -142,16 +143,6 @@ def linear(
     return weight.einsum(pattern, x, kind) if isinstance(weight, LowRank) else einsum(pattern, x, weight, kind)
 
 
-def ragged_linear(
-    x: Float[Array, "T I"], weight: Float[Array, "E I O"] | LowRank, counts: Int[Array, " E"]
-) -> Float[Array, "T O"]:
-    """Return `jax.lax.ragged_dot(x, weight, counts)`; adapted weights add their low-rank parts."""
-    if isinstance(weight, LowRank):
-        added = jax.lax.ragged_dot(jax.lax.ragged_dot(x, weight.a, counts), weight.b, counts)
-        return jax.lax.ragged_dot(x, weight.base, counts) + added * weight.scale
-    return jax.lax.ragged_dot(x, weight, counts)
-
-
 def gelu(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
     """Return the tanh form of gelu."""
     return jax.nn.gelu(x, approximate=True)
@@ -168,51 +159,6 @@ def gated_mlp(
     """Return `(activation(x gate) * x up) down` (https://arxiv.org/abs/2002.05202)."""
     hidden = activation(linear("...d,df->...f", x, gate)) * linear("...d,df->...f", x, up)
     return linear("...f,fd->...d", hidden, down)
-
-
-def route(
-    x: Float[Array, "T D"], router: Float[Array, "D E"] | LowRank, chosen: int, *, normalise: bool
-) -> tuple[Float[Array, "T C"], Int[Array, "T C"], Float[Array, "T E"]]:
-    """Return the weights of each token's experts, which they are, and the probabilities of all; float32 or wider.
-
-    Args:
-        x: tokens.
-        router: one column per expert.
-        chosen: how many experts `C` a token goes to: the most probable ones.
-        normalise: whether a token's weights sum to one.
-    """
-    probs_TE = jax.nn.softmax(linear("td,de->te", x, router, wide=True), axis=-1)
-    weights_TC, experts_TC = jax.lax.top_k(probs_TE, chosen)
-    return weights_TC / (weights_TC.sum(-1, keepdims=True) if normalise else 1.0), experts_TC, probs_TE
-
-
-def expert_mlp(
-    x: Float[Array, "T D"],
-    weights: Float[Array, "T C"],
-    experts: Int[Array, "T C"],
-    gate: Float[Array, "E D F"] | LowRank,
-    up: Float[Array, "E D F"] | LowRank,
-    down: Float[Array, "E F D"] | LowRank,
-) -> Float[Array, "T D"]:
-    """Return each token's weighted sum of what its experts' gated MLPs make of it. No token is dropped.
-
-    The `T * C` rows are sorted by expert, and each expert's run is one group of a ragged product: 6 T C D F FLOPs.
-
-    Args:
-        x: tokens.
-        weights: of each token's experts.
-        experts: which they are.
-        gate: every expert's; likewise `up` and `down`.
-        up: multiplies the activated gate.
-        down: leads back.
-    """
-    chosen = experts.shape[1]
-    order = jnp.argsort(experts.reshape(-1), stable=True)
-    counts_E = jnp.zeros(gate.shape[0], jnp.int32).at[experts.reshape(-1)].add(1)
-    rows = x[order // chosen]
-    hidden = jax.nn.silu(ragged_linear(rows, gate, counts_E)) * ragged_linear(rows, up, counts_E)
-    out = ragged_linear(hidden, down, counts_E).astype(weights.dtype) * weights.reshape(-1)[order][:, None]
-    return jnp.zeros(x.shape, out.dtype).at[order // chosen].add(out).astype(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -241,8 +187,9 @@ def lookup(table: Float[Array, "V D"], ids: Integer[Array, "B S"], dtype: DTypeL
         rows = _rows(table, ids, where)
     elif where is None:
         rows = _spread(table, ids)
-    else:
-        rows = jax.sharding.auto_axes(_spread, out_sharding=where)(table, ids)
+    else:  # whole sequences first: compilers can only move one dimension's cut at a time
+        first = PartitionSpec(partitions(ids)[0], None, None)
+        rows = place(jax.sharding.auto_axes(_spread, out_sharding=first)(table, uncut(ids, 1)), where)
     return constrain(rows.astype(dtype), "B S D")
 
 

@@ -10,16 +10,19 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Integer
 
+from transforms.sharding import partitions, place, uncut
 from zoo.nn import Ops
 
 
 def places(segments: Integer[Array, "B S"]) -> Integer[Array, "B S"]:
     """Return where each token stands in its own document, from 0."""
+    lies, segments = PartitionSpec(*partitions(segments)), uncut(segments, 1)
     index = jnp.arange(segments.shape[1], dtype=jnp.int32)
     begins = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    return index - jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
+    return place(index - jax.lax.cummax(jnp.where(begins, index, 0), axis=1), lies)
 
 
 def within(ops: Ops | None, segments: Integer[Array, "B S"] | None) -> Ops | None:

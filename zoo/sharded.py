@@ -1,75 +1,141 @@
-"""Reads weights straight onto a mesh: each device's part of a leaf, and no more, is made on the host at a time.
+"""Reads weights straight onto a mesh: each process reads what its own devices hold, and every byte of that once.
 
-Dimensions: as in `zoo.tables`.
+On the host there is one layer of a leaf at a time, or one leaf that has no layers. Dimensions: as in `zoo.tables`.
 """
 
-from collections.abc import Mapping
-from typing import Any
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Shaped
 
+from transforms.sharding import Axes, sharding_of
 from zoo.folder import Tensor
 from zoo.tables import Row
 
-# Which mesh axis each dimension is cut over, where the mesh has it and it divides the size.
-AXES: Mapping[str, str] = {
-    "V": "model",
-    "F": "model",
-    "P": "model",
-    "N": "model",
-    "K": "model",
-    "E": "expert",
-    "D": "data",
-}
-
-
-def spec_of(row: Row, dims: dict[str, int], mesh: Mesh, axes: Mapping[str, str] = AXES) -> PartitionSpec:
-    """Return how a leaf lies on a mesh. An axis cuts one dimension of a leaf at most, the first that it divides."""
-    taken, parts = set(), []
-    for letter, size in zip(row.letters, row.shape(dims), strict=True):
-        axis = axes.get(letter)
-        fits = axis in mesh.shape and axis not in taken and size % mesh.shape[axis] == 0
-        parts.append(axis if fits else None)
-        taken.add(axis)
-    return PartitionSpec(*parts)
+Bounds = tuple[tuple[int, int], ...]  # first and one past the last, of each dimension
 
 
 def load_leaf(
-    row: Row, dims: dict[str, int], tensors: dict[str, Tensor], dtype: np.dtype, mesh: Mesh, axes: Mapping[str, str]
-) -> jax.Array:
-    """Return a leaf whose parts were each read from disk for the device that holds them.
+    row: Row, dims: dict[str, int], tensors: Mapping[str, Tensor], dtype: np.dtype, mesh: Mesh, axes: Axes
+) -> Shaped[Array, "..."]:
+    """Return a leaf that lies on a mesh as its letters say, read from disk a layer at a time.
 
     Raises:
-        DamagedError: a tensor is not what its file's digest says.
+        DamagedError: a tensor is not what its file's digest says. A process that needs a part of a tensor alone reads
+            only that, and cannot check it.
     """
-    shape, depth = row.shape(dims), len(row.stack)
+    shape, places = row.shape(dims), row.places(dims)
+    sharding = sharding_of(mesh, row.letters, shape, axes)
+    if not row.stack:
+        ((name, _),) = places
+        return _on_devices(shape, sharding, lambda wanted: read_parts(row, dims, {(): tensors[name]}, dtype, wanted))
+    leaf = jax.jit(functools.partial(jnp.zeros, shape, dtype), out_shardings=sharding)()
+    put = jax.jit(_put, donate_argnums=0, out_shardings=sharding)
+    layer_sharding = NamedSharding(mesh, PartitionSpec(*sharding.spec[1:]))
+    for layer, group in itertools.groupby(places, lambda place: place[1][0]):
+        members = {place[1:]: tensors[name] for name, place in group}
+        read = functools.partial(read_parts, row, dims, members, dtype)
+        piece = _on_devices(shape[1:], layer_sharding, read)
+        leaf = put(leaf, piece, layer).block_until_ready()  # or layers would wait for their turn in memory
+    return leaf
 
-    def part(index: Any) -> np.ndarray:
-        bounds = [cut.indices(size) for cut, size in zip(index, shape, strict=True)]
-        out = np.empty([stop - start for start, stop, _ in bounds], dtype)
-        for name, place in row.places(dims):
-            if all(start <= at < stop for at, (start, stop, _) in zip(place, bounds, strict=False)):
-                spot = tuple(at - start for at, (start, _, _) in zip(place, bounds, strict=False))
-                _fill(out[spot], index[depth:], row, dims, tensors[name])
-        return out
 
-    sharding = NamedSharding(mesh, spec_of(row, dims, mesh, axes))
-    return jax.make_array_from_callback(shape, sharding, part, dtype=jnp.dtype(dtype))
+def _put(leaf, piece, layer):
+    return jax.lax.dynamic_update_index_in_dim(leaf, piece, layer, 0)
 
 
-def _fill(out: np.ndarray, index: tuple[slice, ...], row: Row, dims: dict[str, int], tensor: Tensor) -> None:
-    """Write a part of a tensor from disk into its place."""
-    if row.stack:
-        left, right = "".join(row.disk), row.letters[len(row.stack) :]
-        ((_, whole),) = tensor.pieces(whole=True)
-        split = whole.reshape([dims[letter] for letter in left])
-        out[...] = split.transpose([left.index(letter) for letter in right])[index].astype(out.dtype)
-        return
-    first, last, _ = index[0].indices(tensor.shape[0])
-    for start, piece in tensor.pieces():
-        low, high = max(start, first), min(start + len(piece), last)
-        if low < high:
-            out[low - first : high - first] = piece[low - start : high - start][(slice(None), *index[1:])]
+def _on_devices(shape, sharding, read) -> jax.Array:
+    """Return the array whose parts `read` returns for the bounds that this process's devices hold."""
+    held: dict[Bounds, list[jax.Device]] = {}
+    for device, index in sharding.addressable_devices_indices_map(tuple(shape)).items():
+        bounds = tuple(cut.indices(size)[:2] for cut, size in zip(index, shape, strict=True))
+        held.setdefault(bounds, []).append(device)
+    parts = read(held)
+    placed = [jax.device_put(parts.pop(bounds), device) for bounds in held for device in held[bounds][:1]]
+    copies = [
+        jax.device_put(first, device)
+        for first, devices in zip(placed, held.values(), strict=True)
+        for device in devices[1:]
+    ]
+    return jax.make_array_from_single_device_arrays(tuple(shape), sharding, placed + copies)
+
+
+def read_parts(
+    row: Row,
+    dims: dict[str, int],
+    members: Mapping[tuple[int, ...], Tensor],
+    dtype: np.dtype,
+    wanted: Iterable[Bounds],
+) -> dict[Bounds, np.ndarray]:
+    """Return some parts of one layer of a leaf (or of a leaf that has none), reading nothing else.
+
+    Args:
+        row: the leaf's.
+        dims: the size of each letter.
+        members: the layer's tensors by where they stand in it: `()`, or their expert.
+        dtype: of the parts.
+        wanted: the parts, as bounds in the layer; none overlaps another.
+    """
+    depth = max(0, len(row.stack) - 1)
+    parts = {bounds: np.empty([stop - start for start, stop in bounds], dtype) for bounds in wanted}
+    for place, tensor in members.items():
+        views = {}
+        for bounds, part in parts.items():
+            lead = tuple(at - start for at, (start, _) in zip(place, bounds, strict=False))
+            if all(start <= at < stop for at, (start, stop) in zip(place, bounds, strict=False)):
+                views[bounds[depth:]] = part[lead]
+        boxes = {bounds: _on_disk(row, dims, bounds) for bounds in views}
+        read = _read(tensor, set(boxes.values()))
+        for bounds, view in views.items():
+            view[...] = _turned(read[boxes[bounds]], row, dims, bounds)
+    return parts
+
+
+def _on_disk(row: Row, dims: dict[str, int], bounds: Bounds) -> Bounds:
+    """Return the box of a tensor on disk that holds a part; only the first of letters in one dimension can be cut."""
+    of = dict(zip(row.letters[len(row.stack) :], bounds, strict=True))
+    box = []
+    for group in row.disk:
+        rest = math.prod(dims[letter] for letter in group[1:])
+        whole = all(of[letter] == (0, dims[letter]) for letter in group[1:])
+        start, stop = of[group[0]] if whole else (0, dims[group[0]])
+        box.append((start * rest, stop * rest))
+    return tuple(box)
+
+
+def _turned(read, row, dims, bounds):
+    """Return what was read of a tensor in the model's order of dimensions."""
+    left, right = "".join(row.disk), row.letters[len(row.stack) :]
+    of = dict(zip(right, bounds, strict=True))
+    shape = []
+    for group, size in zip(row.disk, read.shape, strict=True):
+        rest = [dims[letter] for letter in group[1:]]
+        shape += [size // math.prod(rest), *rest]
+    split = read.reshape(shape).transpose([left.index(letter) for letter in right])
+    cut = [
+        slice(*of[letter]) if size != stop - start else slice(None)
+        for letter, size, (start, stop) in zip(right, split.shape, bounds, strict=True)
+    ]
+    return split[tuple(cut)]
+
+
+def _read(tensor: Tensor, boxes: set[Bounds]) -> dict[Bounds, np.ndarray]:
+    """Return boxes of a tensor that do not overlap: in one pass, which checks its digest, where they are all of it."""
+    sizes = {box: [stop - start for start, stop in box] for box in boxes}
+    if sum(map(math.prod, sizes.values())) < math.prod(tensor.shape):
+        return {box: tensor.part(tuple(slice(*cut) for cut in box)) for box in boxes}
+    found: dict[Bounds, np.ndarray] = {}
+    for first, rows in tensor.pieces():
+        for box in boxes:
+            low, high = max(first, box[0][0]), min(first + len(rows), box[0][1])
+            if low < high:
+                out = found.setdefault(box, np.empty(sizes[box], rows.dtype))
+                cut = (slice(low - first, high - first), *(slice(*c) for c in box[1:]))
+                out[low - box[0][0] : high - box[0][0]] = rows[cut]
+    return found

@@ -13,7 +13,6 @@ import operator
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,12 @@ import numpy as np
 from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
+from transforms.sharding import AXES, Axes
 from zoo.base import Config
 from zoo.families import model_class
 from zoo.folder import DIGESTS, INDEX, DamagedError, Tensor, as_bytes, expected, read_headers, read_json, refusal
 from zoo.hf import from_hf, to_hf
-from zoo.sharded import AXES, load_leaf
+from zoo.sharded import load_leaf
 from zoo.tables import Row, rows
 
 _DTYPES = {"F32": jnp.float32, "BF16": jnp.bfloat16, "F16": jnp.float16}
@@ -51,16 +51,15 @@ def load(
     *,
     dtype: DTypeLike | None = None,
     mesh: jax.sharding.Mesh | None = None,
-    axes: Mapping[str, str] | None = None,
+    axes: Axes = AXES,
 ) -> Any:
     """Return the model in a Hugging Face folder: `config.json` and one or many `.safetensors` files.
 
     Args:
         path: the folder.
         dtype: what to store parameters in; None keeps what is on disk.
-        mesh: the devices to spread parameters over; None puts them on one.
-        axes: which axis of the mesh cuts each dimension letter of `zoo.tables`; None is `zoo.sharded.AXES`. A dimension
-            that its axis does not divide stays whole.
+        mesh: the devices to spread parameters over, of which each process reads its own parts; None puts them on one.
+        axes: which axes of the mesh cut each dimension letter of `zoo.tables` (see `transforms.sharding.spec_of`).
 
     Raises:
         ValueError: the path is no such folder, a file is damaged, the config holds something unknown, or tensors are
@@ -77,7 +76,7 @@ def load(
             if mesh is None:
                 leaves[row.leaf] = _load_leaf(row, config.dims, tensors, kind)
             else:
-                leaves[row.leaf] = load_leaf(row, config.dims, tensors, kind, mesh, AXES if axes is None else axes)
+                leaves[row.leaf] = load_leaf(row, config.dims, tensors, kind, mesh, axes)
         except DamagedError as error:
             damaged.append(str(error))
     if damaged:

@@ -1,0 +1,123 @@
+"""The models on meshes: hidden states, logits and gradients are those of one device, whichever way the mesh cuts."""
+
+import operator
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zoo
+from transforms.sharding import AXES, make_mesh, sharding_of
+from zoo.nn import lookup
+from zoo.tables import rows
+
+COPIED = {letter: axes for letter, axes in AXES.items() if letter != "D"}  # parameters whole on the data axis
+LAYOUTS = {
+    "data": ((8, 1, 1, 1), COPIED),
+    "fsdp": ((8, 1, 1, 1), AXES),
+    "fsdp over the vocabulary": ((8, 1, 1, 1), AXES | {"V": ("data",)}),
+    "model": ((1, 8, 1, 1), COPIED),
+    "context": ((1, 1, 8, 1), COPIED),
+    "fsdp and model": ((4, 2, 1, 1), AXES),
+    "fsdp and context": ((4, 1, 2, 1), AXES),
+    "all": ((2, 2, 2, 1), AXES),
+}
+SIZES = {
+    "vocab_size": 64,
+    "num_layers": 2,
+    "embed_dim": 16,
+    "mlp_dim": 32,
+    "num_heads": 8,
+    "head_dim": 4,
+}
+CONFIGS = {
+    "gemma": zoo.GemmaConfig(
+        **SIZES, num_kv_heads=4, post_norms=True, attn_softcap=5.0, final_softcap=5.0, window=3, attention_pattern="LG"
+    ),
+    "qwen2": zoo.Qwen2Config(**SIZES, num_kv_heads=2),  # fewer kv heads than devices, biases
+    "mixtral": zoo.MixtralConfig(**SIZES, num_kv_heads=2, num_experts=4, experts_per_token=2),
+}
+
+
+def _model(name, dtype=jnp.float32):
+    config = CONFIGS[name]
+    return zoo.model_class(config).init(config, key=jax.random.key(0), dtype=dtype)
+
+
+def _batch():
+    tokens = np.random.default_rng(0).integers(0, 64, (8, 16), dtype=np.int32)
+    return tokens, np.roll(tokens, -1, 1)
+
+
+def _loss(model, tokens, targets, **how):
+    hidden = model.hidden(tokens, **how)
+    log_probs = jax.nn.log_softmax(model.logits(hidden))
+    loss = -jnp.where(jnp.arange(log_probs.shape[-1]) == targets[..., None], log_probs, 0).sum(-1).mean()
+    return loss + model.hidden_and_balance(tokens)[1] if isinstance(model, zoo.Mixture) else loss
+
+
+def _spread(model, mesh, axes):
+    """The model on a mesh."""
+    for row in rows(model.config):
+        get = operator.attrgetter(row.leaf)
+        leaf = get(model)
+        model = eqx.tree_at(get, model, jax.device_put(leaf, sharding_of(mesh, row.letters, leaf.shape, axes)))
+    return model
+
+
+def _same_on_mesh(model, sizes, axes, atol=2e-6, rtol=1e-6, **how):
+    batch = _batch()
+    loss = lambda model, *batch: _loss(model, *batch, **how)
+    value, grads = eqx.filter_jit(eqx.filter_value_and_grad(loss))(model, *batch)
+    mesh = make_mesh(*sizes)
+    with jax.set_mesh(mesh):
+        spread = _spread(model, mesh, axes)
+        where = sharding_of(mesh, "B S", batch[0].shape, axes)
+        place = lambda array: jax.device_put(array, where)
+        how = jax.tree.map(place, how)
+        got, got_grads = eqx.filter_jit(eqx.filter_value_and_grad(loss))(spread, *map(place, batch))
+        for parameter, grad in zip(jax.tree.leaves(spread), jax.tree.leaves(got_grads), strict=True):
+            assert jax.typeof(grad) == jax.typeof(parameter)
+    np.testing.assert_allclose(got, value, rtol=rtol)
+    for one, other in zip(jax.tree.leaves(got_grads), jax.tree.leaves(grads), strict=True):
+        np.testing.assert_allclose(np.asarray(one, np.float32), np.asarray(other, np.float32), atol=atol)
+
+
+CASES = [("qwen2", "model"), ("mixtral", "all"), ("gemma", "fsdp and context"), ("mixtral", "fsdp and context")]
+REST = [(name, layout) for name in CONFIGS for layout in LAYOUTS if (name, layout) not in CASES]
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_a_model_is_the_same_on_a_mesh(name, layout):
+    _same_on_mesh(_model(name), *LAYOUTS[layout])
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize(("name", "layout"), REST)
+def test_a_model_is_the_same_on_every_mesh(name, layout):
+    _same_on_mesh(_model(name), *LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 1, 4), (2, 1, 2, 2)])
+def test_experts_on_different_devices_drop_no_token(sizes):
+    _same_on_mesh(_model("mixtral"), sizes, AXES)
+
+
+def test_documents_in_one_row_stay_apart_where_the_sequence_is_cut():
+    segments = jnp.asarray(np.sort(np.random.default_rng(1).integers(0, 3, (8, 16)), 1))
+    _same_on_mesh(_model("gemma"), (2, 1, 4, 1), AXES, segments=segments)
+
+
+@pytest.mark.parametrize("letters", ["V D", "D V"])
+def test_the_rows_of_a_16_bit_table_are_summed_in_float32_on_a_mesh_too(letters):
+    tokens = np.zeros((4, 512), np.int32)  # one id everywhere: added one by one in bfloat16, ones stop at 256
+    table = jnp.ones((8, 8), jnp.bfloat16)
+    grad = jax.jit(jax.grad(lambda table, ids: lookup(table, ids, jnp.float32).sum()))
+    mesh = make_mesh(2, 2, 2)
+    with jax.set_mesh(mesh):
+        table = jax.device_put(table, sharding_of(mesh, letters, table.shape))
+        got = grad(table, jax.device_put(tokens, sharding_of(mesh, "B S", tokens.shape)))
+        assert jax.typeof(got) == jax.typeof(table)
+    np.testing.assert_array_equal(np.asarray(got, np.float32)[0], 2048)

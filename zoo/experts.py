@@ -1,0 +1,132 @@
+"""The experts of a mixture: which of them each token goes to, and what they make of it. No token is dropped.
+
+Dimensions: `B` batch `S` sequence `T` tokens `D` embed `F` mlp hidden `E` experts `C` chosen experts of a token.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from transforms.sharding import axes_of, explicit, partitions, uncut
+from zoo.lora import LowRank
+from zoo.nn import linear
+
+Matrix = Float[Array, "..."] | LowRank
+
+
+def experts(
+    x: Float[Array, "B S D"], router: Matrix, gate: Matrix, up: Matrix, down: Matrix, chosen: int, *, normalise: bool
+) -> tuple[Float[Array, "B S D"], Float[Array, "2 E"]]:
+    """Return what each token's experts make of it; and each expert's number of tokens and sum of probabilities.
+
+    On an explicit mesh each device sorts its own tokens. Where devices hold different experts, the tokens of those
+    devices are gathered, each applies the experts that it has, and the sums go back to where their tokens are.
+
+    Args:
+        x: tokens.
+        router: one column per expert `[D, E]`.
+        gate: every expert's `[E, D, F]`; likewise `up`, and `down` `[E, F, D]`.
+        up: multiplies the activated gate.
+        down: leads back.
+        chosen: how many experts `C` a token goes to.
+        normalise: whether a token's weights sum to one.
+    """
+    local = functools.partial(_local, chosen=chosen, normalise=normalise)
+    if not explicit():
+        return local(x, router, gate, up, down)
+    whole = lambda weight, *dims: jax.tree.map(lambda part: uncut(part, *dims), weight)
+    weights = whole(router, 0, 1), whole(gate, 1), whole(up, 1), whole(down, 2)
+    cut_E, _, cut_F = partitions(gate)
+    tokens = PartitionSpec(*partitions(uncut(x, 2)))
+    local = functools.partial(local, tokens=axes_of(tokens), over_E=axes_of([cut_E]), over_F=axes_of([cut_F]))
+    specs = jax.tree.map(lambda part: PartitionSpec(*partitions(part)), weights)
+    return jax.shard_map(local, in_specs=(tokens, *specs), out_specs=(tokens, PartitionSpec()))(x, *weights)
+
+
+def _local(x, router, gate, up, down, *, chosen, normalise, tokens=(), over_E=(), over_F=()):
+    """Compute `experts` of one device's tokens, given the mesh axes that cut tokens, experts and their hidden width."""
+    flat = x.reshape(-1, x.shape[-1])
+    weights_TC, experts_TC, probs_TE = route(flat, router, chosen, normalise=normalise)
+    shared = tuple(axis for axis in over_E if axis in tokens)
+    routing = flat, weights_TC, experts_TC
+    for axis in shared:
+        routing = tuple(jax.lax.all_gather(value, axis, tiled=True) for value in routing)
+    first = jax.lax.axis_index(over_E) * gate.shape[0] if over_E else None
+    out = expert_mlp(*routing, gate, up, down, first=first)
+    counts_E = jnp.zeros_like(probs_TE[0]).at[experts_TC.reshape(-1)].add(1.0)
+    routed = jnp.stack([counts_E, probs_TE.sum(0)])
+    for axis in reversed(shared):
+        out = jax.lax.psum_scatter(out, axis, tiled=True)
+    rest = tuple(axis for axis in (*over_E, *over_F) if axis not in shared)
+    out = jax.lax.psum(out, rest) if rest else out
+    return out.reshape(x.shape), jax.lax.psum(routed, tokens) if tokens else routed
+
+
+def ragged_linear(
+    x: Float[Array, "T I"], weight: Float[Array, "E I O"] | LowRank, counts: Int[Array, " E"]
+) -> Float[Array, "T O"]:
+    """Return `jax.lax.ragged_dot(x, weight, counts)`; adapted weights add their low-rank parts."""
+    if isinstance(weight, LowRank):
+        added = jax.lax.ragged_dot(jax.lax.ragged_dot(x, weight.a, counts), weight.b, counts)
+        return jax.lax.ragged_dot(x, weight.base, counts) + added * weight.scale
+    return jax.lax.ragged_dot(x, weight, counts)
+
+
+def route(
+    x: Float[Array, "T D"], router: Float[Array, "D E"] | LowRank, chosen: int, *, normalise: bool
+) -> tuple[Float[Array, "T C"], Int[Array, "T C"], Float[Array, "T E"]]:
+    """Return the weights of each token's experts, which they are, and the probabilities of all; float32 or wider.
+
+    Args:
+        x: tokens.
+        router: one column per expert.
+        chosen: how many experts `C` a token goes to: the most probable ones.
+        normalise: whether a token's weights sum to one.
+    """
+    probs_TE = jax.nn.softmax(linear("td,de->te", x, router, wide=True), axis=-1)
+    weights_TC, experts_TC = jax.lax.top_k(probs_TE, chosen)
+    return weights_TC / (weights_TC.sum(-1, keepdims=True) if normalise else 1.0), experts_TC, probs_TE
+
+
+def expert_mlp(
+    x: Float[Array, "T D"],
+    weights: Float[Array, "T C"],
+    experts: Int[Array, "T C"],
+    gate: Float[Array, "E D F"] | LowRank,
+    up: Float[Array, "E D F"] | LowRank,
+    down: Float[Array, "E F D"] | LowRank,
+    *,
+    first: Int[Array, ""] | None = None,
+) -> Float[Array, "T D"]:
+    """Return each token's weighted sum of what its experts' gated MLPs make of it. No token is dropped.
+
+    The `T * C` rows are sorted by expert, and each expert's run is one group of a ragged product: 6 T C D F FLOPs.
+
+    Args:
+        x: tokens.
+        weights: of each token's experts.
+        experts: which they are.
+        gate: every expert's; likewise `up` and `down`.
+        up: multiplies the activated gate.
+        down: leads back.
+        first: the number of the first of these experts, where there are others elsewhere: rows of the others are zero.
+    """
+    chosen, number = experts.shape[1], experts.reshape(-1)
+    if first is not None:
+        number = jnp.where((number >= first) & (number < first + gate.shape[0]), number - first, gate.shape[0])
+    order = jnp.argsort(number, stable=True)
+    counts_E = jnp.zeros(gate.shape[0], jnp.int32).at[number].add(1, mode="drop")
+    rows = x[order // chosen]
+    hidden = jax.nn.silu(ragged_linear(rows, gate, counts_E)) * ragged_linear(rows, up, counts_E)
+    hidden = hidden if first is None else _rows_of(counts_E, hidden)
+    out = ragged_linear(hidden, down, counts_E).astype(weights.dtype) * weights.reshape(-1)[order][:, None]
+    out = out if first is None else _rows_of(counts_E, out)
+    return jnp.zeros(x.shape, out.dtype).at[order // chosen].add(out).astype(x.dtype)
+
+
+def _rows_of(counts_E, rows):
+    """Return rows with zeros beyond the groups, where a ragged product says nothing."""
+    return jnp.where(jnp.arange(rows.shape[0])[:, None] < counts_E.sum(), rows, 0)
