@@ -10,17 +10,19 @@ import os
 import re
 import sysconfig
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
 from experiments import configs
 
+T = TypeVar("T")
 BOS = 256
 BYTE_VOCAB = 257
 PIECE = 16 * 1024  # bytes: a single document is cut at line ends into pieces of about this length, to hold some out
+CHUNK = 256  # documents that are tokenized between two looks at the clock
 SKIP = {"site-packages", "dist-packages", "test", "tests", "lib2to3", "idlelib", "turtledemo", "ensurepip", "encodings"}
 
 
@@ -47,23 +49,37 @@ def documents(config: configs.Data) -> Iterator[bytes]:
 
 
 def _text(path: Path, config: configs.Text) -> Iterator[bytes]:
-    if not path.exists():
-        raise DataError(f"cannot read data.path={path}: there is no such file or folder")
-    patterns = [pattern.strip() for pattern in config.pattern.split(",")]
-    files = [path] if path.is_file() else sorted({f for p in patterns for f in path.rglob(p) if f.is_file()})
-    if not files:
-        raise DataError(f"no text at data.path={path}: the folder has no file that matches {config.pattern}")
-    for file in files:
+    for file in files_at(path, config.pattern):
         if file.suffix != ".jsonl":
             yield file.read_bytes()
             continue
-        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-            if not line.strip():
-                continue
+        for where, line in json_lines(file):
             try:
                 yield json.loads(line)[config.field].encode()
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise DataError(f"cannot read {file}:{number}: no JSON object with text in {config.field!r}") from error
+                raise DataError(f"cannot read {where}: no JSON object with text in {config.field!r}") from error
+
+
+def files_at(path: Path, pattern: str) -> list[Path]:
+    """Return a file, or the files of a folder that match, in an order that does not depend on the file system.
+
+    Raises:
+        DataError: there is none.
+    """
+    if not path.exists():
+        raise DataError(f"cannot read data.path={path}: there is no such file or folder")
+    patterns = [pattern.strip() for pattern in pattern.split(",")]
+    files = [path] if path.is_file() else sorted({f for p in patterns for f in path.rglob(p) if f.is_file()})
+    if not files:
+        raise DataError(f"no text at data.path={path}: the folder has no file that matches {pattern}")
+    return files
+
+
+def json_lines(file: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield the lines of a file that are not empty, each with the words for where it is."""
+    for number, line in enumerate(file.read_bytes().split(b"\n"), 1):
+        if line.strip():
+            yield f"{file}:{number}", line
 
 
 class Encoder(Protocol):
@@ -90,8 +106,17 @@ def id_type(vocab_size: int) -> str:
 def tokenize(texts: list[bytes], encoder: Encoder) -> np.ndarray:
     """Return documents as one array of ids, each document after the separator."""
     dtype = id_type(encoder.vocab_size)
-    parts = [np.concatenate([[encoder.separator], ids]).astype(dtype) for ids in encoder.encode_batch(texts)]
+    chunks = [texts[i : i + CHUNK] for i in range(0, len(texts), CHUNK)]
+    encoded = (ids for chunk in progress(chunks, "tokenizing") for ids in encoder.encode_batch(chunk))
+    parts = [np.concatenate([[encoder.separator], ids]).astype(dtype) for ids in encoded]
     return np.concatenate(parts) if parts else np.zeros(0, dtype)
+
+
+def progress(items: Sequence[T], what: str) -> Iterable[T]:
+    """Return the items to go through, with a bar on a terminal where that takes longer than a second."""
+    from tqdm import tqdm
+
+    return tqdm(items, desc=f"  {what}", delay=1.0, leave=False, disable=None)
 
 
 def split(texts: list[bytes], val_fraction: float) -> tuple[list[bytes], list[bytes]]:
@@ -122,17 +147,17 @@ def token_files(config: configs.Data, encoder: Encoder) -> tuple[np.ndarray, np.
     digest = hashlib.sha256(f"{encoder.identity} {config.val_fraction}".encode())
     for text in texts:
         digest.update(len(text).to_bytes(8, "big") + text)
-    folder = _cache(config) / digest.hexdigest()[:24]
+    folder = cache_folder(config) / digest.hexdigest()[:24]
     if not (folder / "held_out.bin").exists():
         train, held_out = split(texts, config.val_fraction)
-        _write(folder / "train.bin", tokenize(train, encoder))
-        _write(folder / "held_out.bin", tokenize(held_out, encoder))
-    train, held_out = (_map(folder / f"{name}.bin", id_type(encoder.vocab_size)) for name in ("train", "held_out"))
+        write_whole(folder / "train.bin", tokenize(train, encoder))
+        write_whole(folder / "held_out.bin", tokenize(held_out, encoder))
+    train, held_out = (mapped(folder / f"{name}.bin", id_type(encoder.vocab_size)) for name in ("train", "held_out"))
     counted = sum(np.count_nonzero(part != encoder.separator) for part in (train, held_out))
     return train, held_out, sum(map(len, texts)) / max(1, counted)
 
 
-def _cache(config: configs.Data) -> Path:
+def cache_folder(config: configs.Data) -> Path:
     return Path(config.cache).expanduser() if config.cache else user_cache() / "tokens"
 
 
@@ -141,7 +166,7 @@ def user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tiling-zoo"
 
 
-def _write(path: Path, tokens: np.ndarray) -> None:
+def write_whole(path: Path, tokens: np.ndarray) -> None:
     """Write whole or not at all: another process may be doing the same."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
@@ -149,7 +174,7 @@ def _write(path: Path, tokens: np.ndarray) -> None:
     os.replace(file.name, path)
 
 
-def _map(path: Path, dtype: str = "uint16") -> np.ndarray:
+def mapped(path: Path, dtype: str = "uint16") -> np.ndarray:
     return np.memmap(path, dtype, "r")
 
 
@@ -163,7 +188,7 @@ def mapped_blocks(config: configs.Tokens) -> tuple[list[np.ndarray], list[np.nda
         raise DataError(f"no tokens at data.path={config.path}: no such file, or only empty ones")
     if bad := [file for file in files if file.stat().st_size % np.dtype(config.dtype).itemsize]:
         raise DataError(f"cannot read {bad[0]} as data.dtype={config.dtype}: its size is no multiple of the type's")
-    arrays = [_map(file, config.dtype) for file in files]
+    arrays = [mapped(file, config.dtype) for file in files]
     if len(arrays) == 1:
         length = max(1, min(2**20, len(arrays[0]) // 32))
         arrays = [arrays[0][start : start + length] for start in range(0, len(arrays[0]), length)]

@@ -1,91 +1,51 @@
 """Batches: a pure function of (seed, step), so that a run can continue anywhere and on any number of machines.
 
-`B` batch `S` sequence. A training batch takes `B` windows of a permutation of all windows, another permutation in each
-epoch: every window comes once per epoch, and nothing needs to be remembered. Held-out batches are spread evenly.
+`B` batch `S` sequence. A training batch takes `B` rows of a permutation of all rows, another permutation in each epoch:
+every row comes once per epoch, and nothing needs to be remembered. Held-out batches are spread evenly. A machine may
+read only its own rows of a batch.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from experiments import configs, corpus
+from experiments import configs, corpus, examples
 from experiments.corpus import DataError
+from experiments.rows import Batch, Conversations, Pairs, Rows, Windows
 from experiments.tokenizer import open_tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
-class Batch:
-    """Token ids, the ids that follow them, and 1 where the prediction counts; all `[B, S]`."""
-
-    tokens: np.ndarray
-    targets: np.ndarray
-    mask: np.ndarray
-
-
-@dataclasses.dataclass(frozen=True)
-class Windows:
-    """Every window of `seq_len` tokens (and the one after) that arrays of tokens hold."""
-
-    arrays: Sequence[np.ndarray]
-    seq_len: int
-
-    def counts(self) -> np.ndarray:
-        """Windows per array."""
-        return np.array([max(0, (len(array) - 1) // self.seq_len) for array in self.arrays])
-
-    def __len__(self) -> int:
-        return int(self.counts().sum())
-
-    def read(self, indices: np.ndarray, shift: int = 0) -> np.ndarray:
-        """Return windows `[B, S + 1]`, moved by `shift` tokens where the array is long enough."""
-        ends = np.cumsum(self.counts())
-        rows = []
-        for index in indices:
-            which = int(np.searchsorted(ends, index, side="right"))
-            array = self.arrays[which]
-            start = int(index - (ends[which - 1] if which else 0)) * self.seq_len
-            start = min(start + shift, len(array) - self.seq_len - 1)
-            rows.append(array[start : start + self.seq_len + 1])
-        return np.stack(rows).astype(np.int32)
-
-
-@dataclasses.dataclass(frozen=True)
 class Source:
-    """Text in windows: training batches by step, held-out batches by index."""
+    """Rows of text: training batches by step, held-out batches by index."""
 
-    train: Windows
-    held_out: Windows
-    batch_size: int
+    train: Rows
+    held_out: Rows
+    batch_size: int  # rows, or pairs of them
     seed: int
-    boundary: int | None  # an id whose prediction does not count
     bytes_per_token: float | None
 
-    def batch(self, step: int) -> Batch:
-        """Return the training batch of a step; the same for the same seed and step, always."""
+    def batch(self, step: int, rows: slice = slice(None)) -> Batch:
+        """Return the training batch of a step, or some of its rows; the same for the same seed and step, always."""
         count = len(self.train)
-        position = step * self.batch_size + np.arange(self.batch_size)
-        rows = []
+        position = step * self.batch_size + np.arange(self.batch_size)[rows]
+        parts = []
         for epoch in np.unique(position // count):
             indices = permute(position[position // count == epoch] % count, count, (self.seed, int(epoch)))
             shift = _round_keys((self.seed, int(epoch)))[-1] % self.train.seq_len  # later epochs cut elsewhere
-            rows.append(self.train.read(indices, shift if epoch else 0))
-        return self._cut(np.concatenate(rows))
+            parts.append(self.train.batch(indices, shift if epoch else 0))
+        return Batch.join(parts)
 
-    def held_out_batch(self, index: int, batches: int) -> Batch:
-        """Return one of `batches` held-out batches, spread evenly over what is held out."""
+    def held_out_batch(self, index: int, batches: int, rows: slice = slice(None)) -> Batch:
+        """Return one of `batches` held-out batches, spread evenly over what is held out, or some of its rows."""
         count = len(self.held_out)
-        wanted = np.arange(self.batch_size) + index * self.batch_size
-        return self._cut(self.held_out.read(wanted * count // (batches * self.batch_size) % count))
+        wanted = np.arange(self.batch_size)[rows] + index * self.batch_size
+        return self.held_out.batch(wanted * count // (batches * self.batch_size) % count)
 
     def held_out_batches(self, most: int) -> int:
-        """Return how many batches an evaluation takes: at most `most`, and no window twice where that is possible."""
+        """Return how many batches an evaluation takes: at most `most`, and no row twice where that is possible."""
         return max(1, min(most, len(self.held_out) // self.batch_size))
-
-    def _cut(self, windows: np.ndarray) -> Batch:
-        targets = windows[:, 1:]
-        counts = np.ones(targets.shape) if self.boundary is None else targets != self.boundary
-        return Batch(np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(targets), counts.astype(np.float32))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,24 +58,23 @@ class Repeats:
     seed: int
     bytes_per_token: float | None = None
 
-    def batch(self, step: int) -> Batch:
-        """Return the training batch of a step."""
-        return self._make(0, step)
+    def batch(self, step: int, rows: slice = slice(None)) -> Batch:
+        """Return the training batch of a step, or some of its rows."""
+        return self._make(0, step, rows)
 
-    def held_out_batch(self, index: int, batches: int) -> Batch:
-        """Return a batch that no training step sees."""
-        return self._make(1, index)
+    def held_out_batch(self, index: int, batches: int, rows: slice = slice(None)) -> Batch:
+        """Return a batch that no training step sees, or some of its rows."""
+        return self._make(1, index, rows)
 
     def held_out_batches(self, most: int) -> int:
         """There is no end to random batches."""
         return most
 
-    def _make(self, stream: int, step: int) -> Batch:
+    def _make(self, stream: int, step: int, rows: slice) -> Batch:
         draw = np.random.Generator(np.random.Philox(key=[self.seed, step * 2 + stream]))
-        half = draw.integers(0, self.vocab, (self.batch_size, self.seq_len // 2 + 1))
+        half = draw.integers(0, self.vocab, (self.batch_size, self.seq_len // 2 + 1))[rows]
         windows = np.tile(half, 2)[:, : self.seq_len + 1].astype(np.int32)
-        mask = np.ones((self.batch_size, self.seq_len), np.float32)
-        return Batch(windows[:, :-1].copy(), windows[:, 1:].copy(), mask)
+        return Batch(windows[:, :-1].copy(), windows[:, 1:].copy(), np.ones((len(windows), self.seq_len), np.float32))
 
 
 def open_source(config: configs.Resolved) -> Source | Repeats:
@@ -128,28 +87,52 @@ def open_source(config: configs.Resolved) -> Source | Repeats:
     if isinstance(data, configs.Synthetic):
         _check_vocab(data.vocab - 1, 0, vocab_size, "data=synthetic")
         return Repeats(data.vocab, config.batch_size, config.seq_len, config.seed)
+    rows = _conversations if isinstance(data, configs.Chat | configs.Preference) else _windows
+    train, held_out, bytes_per_token = rows(config, data, vocab_size)
+    each = 2 if isinstance(data, configs.Preference) else 1
+    return Source(train, held_out, config.batch_size // each, config.seed, bytes_per_token)
+
+
+def _windows(config: configs.Resolved, data: Any, vocab_size: int) -> tuple[Rows, Rows, float | None]:
+    """Return windows of text, to train on and held out, and the bytes per token."""
     if isinstance(data, configs.Tokens):
-        train, held_out = corpus.mapped_blocks(data)
-        for array in (*train, *held_out):
+        parts = corpus.mapped_blocks(data)
+        for array in (*parts[0], *parts[1]):
             _check_vocab(int(array.max()), int(array.min()), vocab_size, data.path)
-        boundary, bytes_per_token = None, data.bytes_per_token
+        boundary, bytes_per_token = data.separator, data.bytes_per_token
     else:
         encoder = open_tokenizer(data.tokenizer, config.model.weights)
-        *parts, bytes_per_token = corpus.token_files(data, encoder)
+        *found, bytes_per_token = corpus.token_files(data, encoder)
         # Ids that are used: a tokenizer may have more than its model, for pictures say. Of bytes, all are.
-        used = max(int(part.max(initial=0)) for part in parts)
+        used = max(int(part.max(initial=0)) for part in found)
         _check_vocab(max(used, encoder.separator), 0, vocab_size, encoder.name)
-        train, held_out = ([part] for part in parts)
-        boundary = encoder.separator
-    parts = {"training": Windows(train, config.seq_len), "held-out": Windows(held_out, config.seq_len)}
-    for name, windows in parts.items():
+        parts, boundary = ([part] for part in found), encoder.separator
+    train, held_out = (Windows(arrays, config.seq_len, boundary, data.packed) for arrays in parts)
+    for name, windows in (("training", train), ("held-out", held_out)):
         if not len(windows):
             size = sum(map(len, windows.arrays))
             raise DataError(
                 f"too little text for seq_len={config.seq_len}: the {name} part has {size} tokens. "
                 f"Use a shorter seq_len or more text."
             )
-    return Source(parts["training"], parts["held-out"], config.batch_size, config.seed, boundary, bytes_per_token)
+    return train, held_out, bytes_per_token
+
+
+def _conversations(config: configs.Resolved, data: Any, vocab_size: int) -> tuple[Rows, Rows, None]:
+    """Return conversations or pairs of them, to train on and held out."""
+    encoder = open_tokenizer(data.tokenizer, config.model.weights)
+    parts = []
+    for name, found in zip(("training", "held-out"), examples.example_files(data, encoder), strict=True):
+        _check_vocab(int(found.ids.max(initial=0)), 0, vocab_size, encoder.name)
+        pairs = isinstance(data, configs.Preference)
+        rows = Pairs(found, config.seq_len) if pairs else Conversations(found, config.seq_len, data.packed)
+        if not len(rows):
+            raise DataError(
+                f"too short a seq_len={config.seq_len}: no answer of the {name} part begins within it. "
+                f"The shortest conversation has {found.lengths().min(initial=0)} tokens."
+            )
+        parts.append(rows)
+    return parts[0], parts[1], None
 
 
 def _check_vocab(largest: int, smallest: int, vocab_size: int, where: str) -> None:

@@ -13,6 +13,7 @@ if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder 
     sys.path.insert(0, str(ROOT))
 
 from experiments import commands  # noqa: E402
+from experiments.chat import Plain  # noqa: E402
 from experiments.commands import CommandError  # noqa: E402
 
 
@@ -71,6 +72,8 @@ def encode(config: commands.Generate, tokenizer: Any) -> list[list[int]]:
         raise CommandError(f"chat=true needs a chat template, and {tokenizer.name} has none")
     system = [{"role": "system", "content": text} for text in config.system or ()]
     texts = [tokenizer.chat.render([*system, {"role": "user", "content": text}]) for text in config.prompt]
+    if isinstance(tokenizer.chat, Plain):
+        return [tokenizer.prompt(text) for text in texts]
     return [tokenizer.encode(text).tolist() for text in texts]
 
 

@@ -24,6 +24,8 @@ SCHEMAS = {  # group -> name of the schema -> dataclass
         "pydoc": configs.Pydoc,
         "text": configs.Text,
         "tokens": configs.Tokens,
+        "chat": configs.Chat,
+        "preference": configs.Preference,
         "synthetic": configs.Synthetic,
     },
     "tiling": {"tiling": configs.Tiling},

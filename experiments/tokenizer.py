@@ -22,7 +22,7 @@ if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder 
     sys.path.insert(0, str(ROOT))
 
 from experiments import commands, schema  # noqa: E402
-from experiments.chat import ChatTemplate  # noqa: E402
+from experiments.chat import ChatTemplate, Pieces, Plain  # noqa: E402
 from experiments.corpus import BOS, BYTE_VOCAB, DataError, documents  # noqa: E402
 
 FILE = "tokenizer.json"
@@ -36,7 +36,7 @@ class Bytes:
     vocab_size = BYTE_VOCAB
     start: int | None = BOS
     stops: tuple[int, ...] = (BOS,)
-    chat: ChatTemplate | None = None
+    chat: ChatTemplate | Plain | None = Plain()
     identity = "bytes-1"
     name = "bytes (256 of them and one that starts each document)"
     separator = BOS
@@ -114,6 +114,13 @@ class Folder:
     def prompt(self, text: str) -> list[int]:
         """Return the ids of a prompt, with the special tokens that the tokenizer itself adds."""
         return self._inner.encode(text).ids
+
+    def encode_pieces(self, pieces: Pieces) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids of a text, and which of them begin in a piece that counts."""
+        found = self._inner.encode("".join(text for text, _ in pieces), add_special_tokens=False)
+        counts = np.repeat([counts for _, counts in pieces], [len(text) for text, _ in pieces])
+        starts = np.array([start for start, _ in found.offsets], np.int64)
+        return np.array(found.ids, np.int32), counts[np.minimum(starts, len(counts) - 1)]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids, special tokens left out."""

@@ -5,7 +5,7 @@ No JAX here: `--help` and every configuration error come from this file alone. A
 """
 
 from experiments.configs.compute import Hardware, Remat, Tiling
-from experiments.configs.data import Data, Pydoc, Stdlib, Synthetic, Text, Tokens
+from experiments.configs.data import Chat, Data, Preference, Pydoc, Stdlib, Synthetic, Text, Tokens
 from experiments.configs.fields import DType, OnNan, Platform, Schedule, StrEnum, chosen, option, positive, refuse
 from experiments.configs.optimizer import Adafactor, AdafactorLayerwise, AdamW, Adapter, Lora, Optimizer, Sgd
 from experiments.configs.results import Checkpoint, Evaluation, Profile, Save
@@ -15,15 +15,20 @@ __all__ = [
     "Adafactor",
     "AdafactorLayerwise",
     "AdamW",
-    "Adapter", "Checkpoint",
+    "Adapter",
+    "Chat",
+    "Checkpoint",
     "DType",
     "Data",
     "Evaluation",
     "Hardware",
     "Lora",
     "Model",
-    "OnNan", "Optimizer",
-    "Platform", "Profile",
+    "OnNan",
+    "Optimizer",
+    "Platform",
+    "Preference",
+    "Profile",
     "Pydoc",
     "Remat",
     "Resolved",

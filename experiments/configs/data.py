@@ -13,6 +13,7 @@ class Data:
     val_fraction: float = option(0.03, "share of the documents held out, chosen by the hash of their content")
     cache: str | None = option(None, "folder of the tokenized copy (default: your user cache)")
     tokenizer: str | None = option(None, "folder with a tokenizer.json (default: that of model.weights, else bytes)")
+    packed: bool = option(False, "keep the documents that share a row apart: none sees another")
 
     def __post_init__(self):
         if not 0 < self.val_fraction < 1:
@@ -45,12 +46,40 @@ class Tokens(Data):
     path: str = option(dataclasses.MISSING, "file, folder or glob of *.bin")
     dtype: str = option("uint16", "integer type of the ids: uint16, uint32 or int32")
     bytes_per_token: float | None = option(None, "average bytes of text per token (to report bits per byte)")
+    separator: int | None = option(None, "the id that starts each document, whose prediction does not count")
 
     def __post_init__(self):
         super().__post_init__()
         if self.dtype not in ("uint16", "uint32", "int32"):
             raise refuse("data.dtype", self.dtype, "choose uint16, uint32 or int32")
         positive(self, "data.", "bytes_per_token")
+        if self.packed and self.separator is None:
+            raise refuse("data.packed", "true", "data=tokens needs data.separator=ID to tell documents apart")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chat(Data):
+    """Conversations, a line of JSON each, of which only what the assistant says is learned."""
+
+    path: str | None = option(None, "file or folder of .jsonl (default: a few short ones that come along)")
+    pattern: str = option("*.jsonl", "which files of a folder")
+    field: str = option("messages", "what holds the messages in a line: each has a `role` and its `content`")
+    val_fraction: float = option(0.1, "share of the conversations held out, chosen by the hash of their content")
+    packed: bool = option(True, "put several conversations into a row; none sees another")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preference(Data):
+    """Pairs of answers, a line of JSON each: `prompt`, `chosen` and `rejected`, as text or as messages."""
+
+    path: str | None = option(None, "file or folder of .jsonl (default: a few short ones that come along)")
+    pattern: str = option("*.jsonl", "which files of a folder")
+    val_fraction: float = option(0.1, "share of the pairs held out, chosen by the hash of their content")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.packed:
+            raise refuse("data.packed", "true", "the two answers of a pair have rows of their own")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,3 +91,5 @@ class Synthetic(Data):
     def __post_init__(self):
         super().__post_init__()
         positive(self, "data.", "vocab")
+        if self.packed:
+            raise refuse("data.packed", "true", "random ids have no documents")

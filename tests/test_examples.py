@@ -1,0 +1,216 @@
+"""Conversations and preferences: what counts, what shares a row, what is refused; and batches that slice."""
+
+import json
+
+import numpy as np
+import pytest
+
+from experiments import chat, configs, data, rows, schema
+from experiments.tokenizer import Bytes, open_tokenizer, train_bpe
+
+TURN = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<eos>{% endfor %}"
+ASK = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+MARKED = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<eos>"
+    "{% endgeneration %}{% else %}{{ m.content }}<eos>{% endif %}{% endfor %}" + ASK
+)
+FORGETS = (
+    "{% for m in messages %}{{ m.role }}:{% if loop.last or m.role == 'user' %}{{ m.content }}{% endif %};{% endfor %}"
+)
+MESSAGES = [
+    {"role": "user", "content": "one"},
+    {"role": "assistant", "content": "two é"},
+    {"role": "user", "content": "three"},
+    {"role": "assistant", "content": "four"},
+]
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Open the source that overrides describe, with its cache in the test's own folder."""
+
+    def open_source(*overrides, batch_size=4, seq_len=64):
+        config, _ = schema.compose([*overrides, f"data.cache={tmp_path / 'cache'}"])
+        fields = {f: getattr(config, f) for f in config.__dataclass_fields__}
+        sizes = {"steps": 1, "log_every": 1, "batch_size": batch_size, "seq_len": seq_len}
+        return data.open_source(configs.Resolved(**{**fields, **sizes}))
+
+    return open_source
+
+
+def write(path, *lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return f"data.path={path}"
+
+
+def counted(batch, row):
+    """What counts of a row, and all of it, as text with `|` for the id that starts and stops."""
+    text = lambda ids: "".join(chr(i) if i < 256 else "|" for i in ids)
+    return text(batch.targets[row][batch.mask[row] > 0]), text([batch.tokens[row][0], *batch.targets[row]])
+
+
+def flat(pairs):
+    """The rows of pairs, one after another."""
+    return rows.Batch(*(array.reshape(-1, array.shape[-1]) for array in pairs.arrays))
+
+
+def test_only_what_the_assistant_says_counts_and_it_learns_to_stop(make, tmp_path):
+    lines = [{"messages": [{"role": "system", "content": str(i)}, *MESSAGES[2:]]} for i in range(9)]
+    source = make("data=chat", "data.packed=false", write(tmp_path / "a.jsonl", *lines))
+    said, whole = counted(source.batch(0), 0)
+    assert said == "four|"
+    assert whole.rstrip("\0")[:9] in {f"|system: {i}"[:9] for i in range(9)}
+    assert whole.rstrip("\0").endswith("\nuser: three\nassistant: four|\n")
+    assert source.batch(0).segments is None
+
+
+def test_packed_rows_hold_whole_conversations_apart(make, tmp_path):
+    lines = [{"messages": [{"role": "user", "content": "x" * i}, MESSAGES[3]]} for i in range(2, 30)]
+    source = make("data=chat", write(tmp_path / "a.jsonl", *lines), batch_size=2, seq_len=100)
+    assert len(source.train) < len(lines) * 0.6
+    seen = []
+    for index in range(len(source.train)):
+        batch = source.train.batch(np.array([index]))
+        segments = batch.segments[0]
+        for number in range(1, segments.max() + 1):
+            tokens, mask = batch.tokens[0][segments == number], batch.mask[0][segments == number]
+            assert tokens[0] == 256  # each starts anew
+            assert mask.sum() == 5  # `four` and the stop, none of which is another's
+            seen.append((tokens == ord("x")).sum())
+        assert (batch.mask[0][segments == 0] == 0).all()
+    assert len(set(seen)) == len(seen) >= 20
+
+
+def test_templates_tell_what_the_assistant_says_by_marks_and_by_prefix(tmp_path):
+    pytest.importorskip("tokenizers")
+    train_bpe([b"one two three four <|user|> <|assistant|>"] * 3, 300, tmp_path)
+    found = []
+    for source in (TURN + ASK, MARKED):
+        (tmp_path / chat.FILE).write_text(source)
+        tokenizer = open_tokenizer(tmp_path)
+        pieces = tokenizer.chat.pieces(MESSAGES)
+        assert "".join(text for text, _ in pieces) == tokenizer.chat.render(MESSAGES, answer=False)
+        assert [text for text, counts in pieces if counts] == ["two é<eos>", "four<eos>"]
+        assert [text for text, counts in tokenizer.chat.pieces(MESSAGES, 2) if counts] == ["four<eos>"]
+        ids, counts = tokenizer.encode_pieces(pieces)
+        np.testing.assert_array_equal(ids, tokenizer.encode(tokenizer.chat.render(MESSAGES, answer=False)))
+        assert tokenizer.decode(ids[counts]) == "two éfour"
+        assert (ids[counts] == tokenizer.stops[0]).sum() == 2
+        found.append(counts)
+    np.testing.assert_array_equal(*found)
+    (tmp_path / chat.FILE).write_text(FORGETS)
+    with pytest.raises(chat.DataError, match=r"changes the text before message 2.*Mark it by \{% generation %\}"):
+        open_tokenizer(tmp_path).chat.pieces(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"prompt": "user: three\nassistant: ", "chosen": "four", "rejected": "five"},
+        {"prompt": MESSAGES[2:3], "chosen": MESSAGES[3:], "rejected": [{"role": "assistant", "content": "five"}]},
+        {"chosen": MESSAGES[2:], "rejected": [MESSAGES[2], {"role": "assistant", "content": "five"}]},
+    ],
+    ids=["text", "messages", "prompt in both"],
+)
+def test_pairs_share_their_prompt_and_only_answers_count(make, tmp_path, line):
+    source = make("data=preference", write(tmp_path / "a.jsonl", line, {**line, "more": 1}), batch_size=2)
+    pair = source.batch(0)
+    assert pair.tokens.shape == (1, 2, 64)
+    chosen, rejected = (counted(flat(pair), row) for row in (0, 1))
+    assert (chosen[0], rejected[0]) == ("four|", "five|")
+    assert chosen[1].rstrip("\0").removesuffix("\n") == "|user: three\nassistant: four|"
+
+
+def test_a_prompt_that_the_assistant_spoke_in_does_not_count(make, tmp_path):
+    line = {"prompt": MESSAGES[:3], "chosen": MESSAGES[3:], "rejected": [{"role": "assistant", "content": "five"}]}
+    source = make("data=preference", write(tmp_path / "a.jsonl", line, line | {"prompt": MESSAGES[2:3]}), batch_size=2)
+    for part in (source.train, source.held_out):
+        assert counted(flat(part.batch(np.array([0]))), 0)[0] == "four|"
+
+
+def test_what_comes_along_can_be_read(make):
+    for name in ("chat", "preference"):
+        source = make(f"data={name}", seq_len=128)
+        assert len(source.held_out) >= 1
+        assert (source.batch(3).mask.sum(-1) > 0).all()
+
+
+@pytest.mark.parametrize("name", ["stdlib", "chat", "preference", "synthetic"])
+def test_a_batch_can_be_read_in_slices(make, name):
+    source = make(f"data={name}", batch_size=8)
+    for step in (0, 30):
+        whole = source.batch(step)
+        count = len(whole.tokens)
+        parts = [source.batch(step, slice(start, start + count // 4)) for start in range(0, count, count // 4)]
+        for a, b in zip(whole.arrays, rows.Batch.join(parts).arrays, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_packed_windows_tell_documents_apart(make):
+    source = make("data=pydoc", "data.packed=true", seq_len=2048, batch_size=16)
+    batch = source.batch(0)
+    begins = batch.tokens == Bytes.separator
+    assert begins[:, 1:].any()
+    np.testing.assert_array_equal(np.diff(batch.segments, axis=1) == 1, begins[:, 1:])
+    assert (batch.mask[batch.targets == Bytes.separator] == 0).all()
+
+
+def test_tokens_made_elsewhere_are_packed_by_their_separator(make, tmp_path):
+    (np.arange(4000) % 50).astype(np.uint16).tofile(tmp_path / "a.bin")
+    words = ["data=tokens", f"data.path={tmp_path}", "data.packed=true"]
+    batch = make(*words, "data.separator=7").batch(0)
+    assert batch.segments.max() >= 1 and (batch.mask == 0).sum() == (batch.targets == 7).sum() > 0
+    with pytest.raises(schema.ConfigError, match=r"data.packed=true: data=tokens needs data.separator=ID"):
+        make(*words)
+
+
+def test_best_fit_wastes_little_and_never_overfills():
+    lengths = np.random.default_rng(0).integers(1, 100, 500)
+    bins = rows.best_fit(lengths, 128)
+    assert sorted(item for one in bins for item in one) == list(range(500))
+    totals = [lengths[one].sum() for one in bins]
+    assert max(totals) <= 128
+    assert len(bins) <= 1.02 * np.ceil(lengths.sum() / 128)
+
+
+def test_long_answers_lose_their_end_and_those_that_begin_too_late_are_left_out(make, tmp_path):
+    long = [
+        {"messages": [{"role": "user", "content": f"{i}"}, {"role": "assistant", "content": "y" * 500}]} for i in (1, 2)
+    ]
+    late = {"messages": [{"role": "user", "content": "z" * 500}, MESSAGES[3]]}
+    source = make("data=chat", "data.packed=false", "data.val_fraction=0.01", write(tmp_path / "a.jsonl", *long, late))
+    both = [part.batch(np.arange(len(part))) for part in (source.train, source.held_out) if len(part)]
+    assert sum(len(batch.tokens) for batch in both) == 2
+    assert all((batch.targets[:, -1] == ord("y")).all() for batch in both)
+
+
+BAD = {
+    "no JSON": ("chat", "{", r"cannot read .*a.jsonl:2: "),
+    "no object": ("chat", "[1]", r"a.jsonl:2: the line is no JSON object"),
+    "no messages": ("chat", '{"text": "a"}', r"a.jsonl:2: no list of messages in 'messages'"),
+    "no role": ("chat", '{"messages": [{"content": "a"}]}', r"a.jsonl:2: a message in 'messages' has no `role`"),
+    "silent": ("chat", '{"messages": [{"role": "user", "content": "a"}]}', r"a.jsonl:2: the assistant says nothing"),
+    "no answer": ("preference", '{"prompt": "a", "chosen": "b"}', r"a.jsonl:2: no list of messages in 'chosen'"),
+    "same": ("preference", json.dumps({"chosen": MESSAGES, "rejected": MESSAGES}), r"nothing in 'chosen' after"),
+}
+
+
+@pytest.mark.parametrize(("kind", "line", "message"), BAD.values(), ids=BAD)
+def test_bad_lines_are_named(make, tmp_path, kind, line, message):
+    good = {"messages": MESSAGES, "prompt": "a", "chosen": "b", "rejected": "c"}
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps(good)}\n{line}\n{json.dumps(good | {'more': 1})}\n")
+    with pytest.raises(data.DataError, match=message):
+        make(f"data={kind}", f"data.path={tmp_path / 'a.jsonl'}")
+
+
+def test_one_conversation_is_too_few(make, tmp_path):
+    with pytest.raises(data.DataError, match="too few conversations"):
+        make("data=chat", write(tmp_path / "a.jsonl", {"messages": MESSAGES}))
+    with pytest.raises(data.DataError, match=r"too short a seq_len=8: no answer of the training part begins within it"):
+        make("data=chat", seq_len=8)
+
+
+def test_a_second_opening_reads_the_cache(make, tmp_path, monkeypatch):
+    first = make("data=chat").batch(1)
+    monkeypatch.setattr("experiments.examples._encode", None)
+    np.testing.assert_array_equal(make("data=chat").batch(1).tokens, first.tokens)
