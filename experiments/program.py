@@ -13,46 +13,52 @@ import jax.numpy as jnp
 import optax
 from jax import ShapeDtypeStruct as Shape
 
-from experiments import configs, optimizer, tiled, tiles
+from experiments import configs, frozen, objectives, optimizer, tiled, tiles
 from transforms.remat import remat
 from transforms.step import State, all_parameters, compile_step, make_eval_step, make_train_step
 from zoo import Mixture, lora, model_class
 
 
-def head_loss(model: Any, hidden: jax.Array, targets: jax.Array, mask: jax.Array) -> jax.Array:
-    """Return the mean cross-entropy of the tokens that count, in nats; tokens are [T] or [B, S]."""
-    losses = optax.softmax_cross_entropy_with_integer_labels(model.logits(hidden), targets)
-    return jnp.sum(losses * mask) / jnp.maximum(jnp.sum(mask), 1.0)
+def make_loss(config: configs.Resolved, *, evaluating: bool = False) -> Any:
+    """Return `loss(model, batch) -> (scalar, dict of scalars)`, of batches as `abstract_batch` has them.
 
-
-def make_loss(config: configs.Resolved, *, balanced: bool = True) -> Any:
-    """Return `loss(model, batch) -> (mean loss, {})` for batches of (tokens, targets, mask), each [B, S].
-
-    With `balanced`, what a mixture's experts are used unevenly is added, weighted as the model's config says.
+    What a mixture's experts are used unevenly is added, weighted as the model's config says. `evaluating` measures text
+    instead: nats per token, with nothing added (or the objective itself, where that compares answers).
     """
-    how = {"dtype": _dtype(config.hardware.compute_dtype), "remat": remat(config.remat.policy)}
-    head, ops = tiled.head(config, head_loss), tiled.ops(config)
+    how = {"dtype": _dtype(config.hardware.compute_dtype), "ops": tiled.ops(config)}
+    kept = remat(config.remat.policy)
+    objective = objectives.held_out(config.objective) if evaluating else objectives.build(config.objective)
+    head = tiled.head(config, objective)
 
-    def whole(model, batch):
-        tokens, targets, mask = batch
-        reader, ids, model = _share_table(model, tokens)
-        hidden, extra = read(reader, ids, ops=ops, **how)
-        flat = (x.reshape(-1, *x.shape[2:]) for x in (hidden, targets, mask))
-        return head(model, *flat) + extra
+    def mean(model, others, arrays):
+        tokens, targets, mask, segments = arrays
+        whole = config.tiling.batch is None
+        reader, ids, model = _share_table(model, tokens) if whole else (model, tokens, model)
+        rows = lambda x: None if x is None else x.reshape(-1, x.shape[-1])
+        lead = (-1,) if tiles.flat(config) else tokens.shape
+        as_head = lambda hidden: hidden.reshape(*lead, hidden.shape[-1])
+        hidden, extra = read(reader, rows(ids), rows(segments))
+        fixed = [jax.lax.stop_gradient(one.hidden(rows(tokens), segments=rows(segments), **how)) for one in others]
+        hiddens = tuple(map(as_head, (hidden, *fixed)))
+        value, aux = head((model, *others), hiddens, targets.reshape(lead), mask.reshape(lead))
+        return value + extra, aux
 
-    def in_micro_batches(model, batch):
-        tokens, targets, mask = batch
-        hidden, extra = read(model, tokens, ops=ops, **how)
-        return head(model, hidden, targets, mask) + extra
-
-    def read(reader, ids, **how):
-        if not (balanced and isinstance(reader, Mixture)):
-            return reader.hidden(ids, **how), 0.0
-        hidden, balance = reader.hidden_and_balance(ids, **how)
+    def read(reader, ids, segments):
+        if evaluating or not isinstance(reader, Mixture):
+            return reader.hidden(ids, segments=segments, remat=kept, **how), 0.0
+        hidden, balance = reader.hidden_and_balance(ids, segments=segments, remat=kept, **how)
         return hidden, reader.config.balance_weight * balance
 
-    mean = whole if config.tiling.batch is None else tiled.batch(config, in_micro_batches)
-    return lambda model, batch: (mean(model, batch), {})
+    cut = tiled.batch(config, mean)
+
+    def loss(model, batch):
+        tokens, targets, mask, segments, other = (*batch, None, None)[:5]
+        others = () if other is None else (other,)
+        if frozen.is_base(config):
+            others = (lora.detach(model),)
+        return cut(model, others, (tokens, targets, mask, segments))
+
+    return loss
 
 
 def _share_table(model: Any, tokens: jax.Array) -> tuple[Any, jax.Array, Any]:
@@ -143,10 +149,43 @@ def build_optimizer(config: configs.Resolved) -> optax.GradientTransformationExt
     return optimizer.build(config.optimizer, config.steps, config.seed)
 
 
-def abstract_batch(config: configs.Resolved) -> tuple[Shape, Shape, Shape]:
-    """Return the shapes and types of (tokens, targets, mask)."""
-    shape = (config.batch_size, config.seq_len)
-    return Shape(shape, jnp.int32), Shape(shape, jnp.int32), Shape(shape, jnp.float32)
+def abstract_batch(config: configs.Resolved, *, evaluating: bool = False) -> tuple[Any, ...]:
+    """Return the shapes and types of (tokens, targets, mask), and where there are any of segments and a frozen model.
+
+    Each is `[B, S]`; of preferences, `[P, 2, S]`.
+    """
+    shape = (config.batch_size // 2, 2, config.seq_len) if config.paired else (config.batch_size, config.seq_len)
+    arrays = Shape(shape, jnp.int32), Shape(shape, jnp.int32), Shape(shape, jnp.float32)
+    packed = (Shape(shape, jnp.int32),) if config.data.packed else ()
+    return inputs((*arrays, *packed), None if evaluating and not config.paired else abstract_frozen(config))
+
+
+def inputs(arrays: tuple[Any, ...], other: Any) -> tuple[Any, ...]:
+    """Return a step's batch: a source's arrays, and the frozen model if there is one."""
+    return arrays if other is None else (*arrays, *[None] * (4 - len(arrays)), other)
+
+
+def init_frozen(config: configs.Resolved) -> Any:
+    """Return the run's frozen model, a reference or a teacher, or None.
+
+    Raises:
+        ValueError: the weights do not make the model that their folder describes.
+    """
+    path = frozen.path(config)
+    if path is not None:
+        import zoo
+
+        return zoo.load(path, dtype=_dtype(config.hardware.param_dtype))
+    return init_model(config) if frozen.is_start(config) else None
+
+
+def abstract_frozen(config: configs.Resolved) -> Any:
+    """Return the shapes and types of the run's frozen model, or None; allocates nothing."""
+    found = frozen.described(config)
+    if found is None:
+        return None
+    make = functools.partial(model_class(found).init, found, dtype=_dtype(config.hardware.param_dtype))
+    return eqx.filter_eval_shape(lambda: make(key=_key(config.seed)))
 
 
 def compile_train(config: configs.Resolved, state: State) -> Any:
@@ -157,29 +196,34 @@ def compile_train(config: configs.Resolved, state: State) -> Any:
 
 def compile_eval(config: configs.Resolved, state: State) -> Any:
     """Return the executable `(batch, model) -> metrics`."""
-    step = make_eval_step(make_loss(config, balanced=False))
-    return compile_step(step, abstract_batch(config), state.model, compiler_options=config.hardware.compiler_options)
+    step = make_eval_step(make_loss(config, evaluating=True))
+    batch = abstract_batch(config, evaluating=True)
+    return compile_step(step, batch, state.model, compiler_options=config.hardware.compiler_options)
 
 
 def compile_head(config: configs.Resolved, state: State) -> Any:
-    """Return the executable of the head's loss and gradients alone, to see what memory it takes."""
-    loss = tiled.head(config, head_loss)
+    """Return the executable of the objective's value and gradients alone, to see what memory it takes."""
+    loss = tiled.head(config, objectives.build(config.objective))
+    others, args = _read_by_head(config, state.model)
 
     @eqx.filter_jit
-    def head(model, hidden, targets, mask):
+    def head(model, others, hiddens, *args):
         # Only what the head reads is differentiated: gradients of the layers would be arrays of zeros.
         used, rest = eqx.partition(model, eqx.tree_at(lambda m: m.layers, trainable(config)(model), False))
-        return eqx.filter_value_and_grad(lambda x: loss(eqx.combine(x[0], rest), x[1], targets, mask))((used, hidden))
+        value = lambda x: loss((eqx.combine(x[0], rest), *others), (x[1], *hiddens[1:]), *args)
+        return eqx.filter_value_and_grad(value, has_aux=True)((used, hiddens[0]))
 
-    return compile_step(head, state.model, *_read_by_head(config), compiler_options=config.hardware.compiler_options)
+    return compile_step(head, state.model, others, *args, compiler_options=config.hardware.compiler_options)
 
 
-def _read_by_head(config: configs.Resolved) -> tuple[Shape, Shape, Shape]:
-    """Return the shapes and types of (hidden, targets, mask) that the head is given at a time."""
+def _read_by_head(config: configs.Resolved, model: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return the frozen models that the head reads, and the shapes of the (hiddens, targets, mask) given at a time."""
+    other = lora.detach(model) if frozen.is_base(config) else abstract_frozen(config)
+    others = () if other is None else (other,)
     rows, seq = tiles.micro_batch(config), config.seq_len
-    shape = (config.tokens_per_step,) if config.tiling.batch is None else (rows, seq)
-    hidden = Shape((*shape, config.model.config.embed_dim), _dtype(config.hardware.compute_dtype))
-    return hidden, Shape(shape, jnp.int32), Shape(shape, jnp.float32)
+    shape = (config.tokens_per_step,) if tiles.flat(config) else (rows // 2, 2, seq) if config.paired else (rows, seq)
+    hidden = lambda one: Shape((*shape, one.config.embed_dim), _dtype(config.hardware.compute_dtype))
+    return others, (tuple(map(hidden, (model, *others))), Shape(shape, jnp.int32), Shape(shape, jnp.float32))
 
 
 def fewest_tiles(config: configs.Resolved) -> int:
@@ -190,7 +234,8 @@ def fewest_tiles(config: configs.Resolved) -> int:
     """
     init, dtype = model_class(config.model.config).init, _dtype(config.hardware.param_dtype)
     model = eqx.filter_eval_shape(lambda: init(config.model.config, dtype=dtype, key=_key(config.seed)))
-    return tiled.fewest(config, head_loss, model, _read_by_head(config))
+    others, args = _read_by_head(config, model)
+    return tiled.fewest(config, objectives.build(config.objective), (model, *others), args)
 
 
 def _key(seed: int) -> jax.Array:

@@ -29,6 +29,11 @@ class Batch:
         parts = self.tokens, self.targets, self.mask
         return parts if self.segments is None else (*parts, self.segments)
 
+    @property
+    def weight(self) -> float:
+        """How much the batch counts in a mean over batches: its tokens that count, or its pairs."""
+        return float(self.mask.sum()) if self.tokens.ndim == 2 else len(self.tokens)
+
     @classmethod
     def join(cls, batches: Sequence["Batch"]) -> "Batch":
         """Return the rows of several batches as one."""

@@ -14,7 +14,7 @@ import zoo.configs
 from experiments import commands, configs
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
-GROUPS = ("model", "adapter", "data", "tiling", "optimizer", "hardware", "remat", "checkpoint")
+GROUPS = ("model", "adapter", "data", "objective", "tiling", "optimizer", "hardware", "remat", "checkpoint")
 FREE = ("hardware.compiler_options.",)  # keys under these are the user's own
 LISTS = ("adapter.targets", "data.pattern")  # their commas separate names, and ask for no sweep
 FILLS_NULL = (AttributeError, AssertionError)  # what OmegaConf raises on `part.key=value` where the part is null
@@ -27,6 +27,15 @@ SCHEMAS = {  # group -> name of the schema -> dataclass
         "chat": configs.Chat,
         "preference": configs.Preference,
         "synthetic": configs.Synthetic,
+    },
+    "objective": {
+        "pretrain": configs.Pretrain,
+        "sft": configs.Sft,
+        "dpo": configs.Dpo,
+        "ipo": configs.Ipo,
+        "simpo": configs.Simpo,
+        "orpo": configs.Orpo,
+        "distill": configs.Distill,
     },
     "tiling": {"tiling": configs.Tiling},
     "optimizer": {

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import zoo.accounting
-from experiments import configs, data, hardware, overrides, preflight, program, table, tiles, usage
+from experiments import configs, data, frozen, hardware, overrides, preflight, program, table, tiles, usage
 from experiments.checkpoints import CheckpointError, Checkpoints
 from experiments.directory import Directory, DirectoryError
 from experiments.hardware import Device, HardwareError
@@ -90,6 +90,10 @@ def with_weights(config: T, argv: Sequence[str]) -> T:
 def _check(config: configs.Resolved) -> None:
     if problem := tiles.problem(config):
         raise RunError(problem)
+    try:
+        frozen.described(config)
+    except ValueError as error:
+        raise RunError(str(error)) from None
     if isinstance(config.adapter, configs.Lora):
         try:
             lora.match(config.model.config, config.adapter.patterns)

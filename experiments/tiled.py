@@ -17,29 +17,31 @@ from zoo.nn import Ops, attention, gated_mlp
 
 
 def head(config: configs.Resolved, loss: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `loss(model, hidden, targets, mask)` as `tiling.n`, `tiling.size` and `tiling.lowmem` cut it.
+    """Return an objective `loss(models, hiddens, targets, mask)` as `tiling.n`, `.size` and `.lowmem` cut it.
 
-    It is cut along the first axis, the tokens of a step; those of a micro-batch are [B, S], cut along their sequences.
+    It is cut along the tokens of a step [T], or along the sequences of [B, S] and of pairs [P, 2, S].
     """
     if config.tiling.n == "none":
         return loss
-    cut = tile(loss, axis=_head_axes(config), size=tiles.head_size(config), lowmem=config.tiling.lowmem)
-    return lambda model, *args: cut(_read_by_head(model), *args)
+    size, lowmem = tiles.head_size(config), config.tiling.lowmem
+    cut = tile(loss, axis=_head_axes(config), size=size, lowmem=lowmem, has_aux=True)
+    return lambda models, *args: cut(tuple(map(_read_by_head, models)), *args)
 
 
-def fewest(config: configs.Resolved, loss: Callable[..., Any], model: Any, args: tuple[Any, ...]) -> int:
+def fewest(config: configs.Resolved, loss: Callable[..., Any], models: tuple, args: tuple[Any, ...]) -> int:
     """Return the number of tiles with which the head keeps within `tiling.budget`; `args` may be abstract.
 
     Raises:
         ValueError: no number does, or the budget is no number of bytes.
     """
     tiling = config.tiling
-    cut = tile(loss, axis=_head_axes(config), n="auto", budget=tiling.budget, lowmem=tiling.lowmem)
-    return cut.plan(_read_by_head(model), *args).tiles
+    cut = tile(loss, axis=_head_axes(config), n="auto", budget=tiling.budget, lowmem=tiling.lowmem, has_aux=True)
+    return cut.plan(tuple(map(_read_by_head, models)), *args).tiles
 
 
 def _head_axes(config: configs.Resolved) -> tuple[int | None, ...]:
-    return (None, 0, 0, 0) if config.tiling.batch is None else (None, 1, 1, 1)
+    axis = 0 if tiles.flat(config) else 2 if config.paired else 1
+    return None, axis, axis, axis
 
 
 def _read_by_head(model: Any) -> Any:
@@ -72,5 +74,6 @@ def _tiled_attention(n, q, k, v, *, scale, cap=None, window=None, q_segments=Non
 
 
 def batch(config: configs.Resolved, loss: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `loss(model, batch)` a micro-batch at a time, which is gradient accumulation, or as it is."""
-    return loss if config.tiling.batch is None else tile(loss, axis=(None, 0), n=config.tiling.batch)
+    """Return `loss(model, frozen, arrays)` a micro-batch at a time, which is gradient accumulation, or as it is."""
+    n = config.tiling.batch
+    return loss if n is None else tile(loss, axis=(None, None, 0), n=n, has_aux=True)

@@ -6,15 +6,21 @@ from zoo.configs import MixtralConfig, Qwen3MoeConfig
 
 def micro_batch(config: configs.Resolved) -> int:
     """Return how many sequences are computed at a time: a micro-batch, or the whole batch."""
-    return -(-config.batch_size // (config.tiling.batch or 1))
+    each = 2 if config.paired else 1
+    return -(-config.batch_size // each // (config.tiling.batch or 1)) * each
+
+
+def flat(config: configs.Resolved) -> bool:
+    """Return whether the head sees all tokens of a step as one axis, rather than sequences or pairs of them."""
+    return config.tiling.batch is None and not config.paired
 
 
 def head_axis(config: configs.Resolved) -> tuple[int, int]:
     """Return the length of the axis that the head is cut along, and how many tokens stand in each step along it.
 
-    The tokens of a step are one axis, those of a micro-batch two, of which the sequence is cut.
+    The tokens of a step are one axis, those of a micro-batch or of pairs more, of which the sequence is cut.
     """
-    return (config.tokens_per_step, 1) if config.tiling.batch is None else (config.seq_len, micro_batch(config))
+    return (config.tokens_per_step, 1) if flat(config) else (config.seq_len, micro_batch(config))
 
 
 def head_size(config: configs.Resolved) -> int:
@@ -39,19 +45,24 @@ def problem(config: configs.Resolved) -> str | None:
     """Return why a run cannot be cut as it is asked to be, before anything is compiled; None where it can."""
     tiling, tokens, seq = config.tiling, config.tokens_per_step, config.seq_len
     step = f"a step has {tokens} tokens ({config.batch_size} x {seq})"
-    if isinstance(tiling.n, int) and tiling.batch is not None and tiling.n > seq:
+    if config.paired and config.batch_size % 2:
+        return f"cannot make pairs of batch_size={config.batch_size} sequences: give an even number."
+    if isinstance(tiling.n, int) and not flat(config) and tiling.n > seq:
+        why = "of pairs" if config.paired else "under tiling.batch"
         return (
-            f"cannot cut into tiling.n={tiling.n} tiles: under tiling.batch they cut each sequence, of "
+            f"cannot cut into tiling.n={tiling.n} tiles: {why} they cut each sequence, of "
             f"seq_len={seq} tokens. Use fewer tiles."
         )
     if isinstance(tiling.n, int) and tiling.n > tokens:
         return f"cannot cut into tiling.n={tiling.n} tiles: {step}. Use fewer tiles."
     if tiling.size is not None and tiling.size > tokens:
         return f"cannot cut into tiles of tiling.size={tiling.size} tokens: {step}. Use shorter tiles."
-    if tiling.batch is not None and tiling.batch > config.batch_size:
+    most = config.batch_size // 2 if config.paired else config.batch_size
+    if tiling.batch is not None and tiling.batch > most:
+        pairs = f", {most} pairs" if config.paired else ""
         return (
             f"cannot cut into tiling.batch={tiling.batch} micro-batches: a step has batch_size={config.batch_size} "
-            f"sequences. Use tiling.batch={config.batch_size} or less, or a larger batch_size."
+            f"sequences{pairs}. Use tiling.batch={most} or less, or a larger batch_size."
         )
     for part in ("mlp", "attention"):
         if (getattr(tiling, part) or 1) > seq:

@@ -14,7 +14,7 @@ import numpy as np
 
 from experiments import configs, hardware, optimizer, program
 from experiments.checkpoints import Checkpoints
-from experiments.data import Batch, Repeats, Source
+from experiments.data import Repeats, Source
 from experiments.metrics import Progress, Record, Recorder, bits_per_byte, describe
 from experiments.prefetch import Prefetch
 from experiments.preflight import Plan
@@ -51,9 +51,10 @@ class Trainer:
             CheckpointError: a checkpoint could not be written.
         """
         evaluate = program.compile_eval(self.config, self.plan.state)
+        self._frozen = program.init_frozen(self.config)
         first, state = self._start(evaluate)
         self.progress.start(first)
-        feed = Prefetch(lambda step: jax.device_put(_arrays(self.source.batch(step))), first, self.config.steps)
+        feed = Prefetch(lambda step: jax.device_put(self.source.batch(step).arrays), first, self.config.steps)
         try:
             with Stop() as stop:
                 return self._loop(first, state, feed, evaluate, stop)
@@ -83,7 +84,7 @@ class Trainer:
             began = time.perf_counter()
             batch = feed.take()
             waited = time.perf_counter() - began
-            state, metrics = self.plan.compiled(batch, state)
+            state, metrics = self.plan.compiled(program.inputs(batch, self._frozen), state)
             if pending is not None:
                 self._record(*pending)
             pending = (step, metrics, waited)
@@ -164,12 +165,9 @@ class Trainer:
         total = count = 0.0
         for index in range(batches):
             batch = self.source.held_out_batch(index, batches)
-            total += float(evaluate(_arrays(batch), model)["loss"]) * batch.mask.sum()
-            count += batch.mask.sum()
+            inputs = program.inputs(batch.arrays, self._frozen if self.config.paired else None)
+            total += float(evaluate(inputs, model)["loss"]) * batch.weight
+            count += batch.weight
         loss = float(total / max(count, 1))
         bits = bits_per_byte(loss, self.source.bytes_per_token)
         return replace(record, held_out_loss=loss, held_out_bits_per_byte=bits)
-
-
-def _arrays(batch: Batch) -> tuple[Any, Any, Any]:
-    return batch.tokens, batch.targets, batch.mask

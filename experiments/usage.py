@@ -9,6 +9,7 @@ GROUP_HELP = {
     "model": "what is trained",
     "adapter": "train all of it, or a LoRA adapter alone",
     "data": "what it reads",
+    "objective": "what it minimises",
     "tiling": "what is cut into tiles: the head, MLPs, attention, the batch",
     "optimizer": "how parameters move",
     "hardware": "device, precision, compiler",
@@ -25,6 +26,7 @@ PARTS = {
     "optimizer.": configs.Optimizer,
     "hardware.": configs.Hardware,
     "data.": configs.Text,
+    "objective.": configs.Pretrain,
     "adapter.": configs.Lora,
 }
 
@@ -90,7 +92,7 @@ def plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         kind = (
             {"kind": type(value).__name__}
-            if isinstance(value, configs.Data | configs.Optimizer | configs.Adapter)
+            if isinstance(value, configs.Data | configs.Objective | configs.Optimizer | configs.Adapter)
             else {}
         )
         return {**kind, **{field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}}

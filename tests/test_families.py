@@ -40,7 +40,9 @@ def test_a_step_down_the_gradient_lowers_the_loss(name):
 def test_a_mixture_is_balanced_in_training_and_not_in_evaluation():
     config = resolved("tiny_mixtral")
     model = program.init_model(config)
-    trained, held_out = (program.make_loss(config, balanced=balanced)(model, BATCH)[0] for balanced in (True, False))
+    trained, held_out = (
+        program.make_loss(config, evaluating=evaluating)(model, BATCH)[0] for evaluating in (False, True)
+    )
     _, balance = model.hidden_and_balance(TOKENS)
     weight = config.model.config.balance_weight
     assert float(trained - held_out) == pytest.approx(weight * float(balance), rel=1e-2)

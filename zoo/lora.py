@@ -113,6 +113,12 @@ def merge(model: PyTree) -> PyTree:
     return put(model, found, [merge_one(_leaf(model, row), row) for row in found])
 
 
+def detach(model: PyTree) -> PyTree:
+    """Return the model without its additions: what it was before `attach`."""
+    found = list(adapted(model))
+    return put(model, [row for row, _ in found], [part.base for _, part in found])
+
+
 def adapted(model: PyTree) -> Iterator[tuple[Row, LowRank]]:
     """Yield the row and the `LowRank` of every matrix that has one."""
     for row in rows(model.config):

@@ -7,6 +7,7 @@ No JAX here: `--help` and every configuration error come from this file alone. A
 from experiments.configs.compute import Hardware, Remat, Tiling
 from experiments.configs.data import Chat, Data, Preference, Pydoc, Stdlib, Synthetic, Text, Tokens
 from experiments.configs.fields import DType, OnNan, Platform, Schedule, StrEnum, chosen, option, positive, refuse
+from experiments.configs.objective import Distill, Dpo, Ipo, Objective, Orpo, Paired, Pretrain, Referenced, Sft, Simpo
 from experiments.configs.optimizer import Adafactor, AdafactorLayerwise, AdamW, Adapter, Lora, Optimizer, Sgd
 from experiments.configs.results import Checkpoint, Evaluation, Profile, Save
 from experiments.configs.run import Model, Resolved, Run
@@ -20,22 +21,32 @@ __all__ = [
     "Checkpoint",
     "DType",
     "Data",
+    "Distill",
+    "Dpo",
     "Evaluation",
     "Hardware",
+    "Ipo",
     "Lora",
     "Model",
+    "Objective",
     "OnNan",
     "Optimizer",
+    "Orpo",
+    "Paired",
     "Platform",
     "Preference",
+    "Pretrain",
     "Profile",
     "Pydoc",
+    "Referenced",
     "Remat",
     "Resolved",
     "Run",
     "Save",
     "Schedule",
+    "Sft",
     "Sgd",
+    "Simpo",
     "Stdlib",
     "StrEnum",
     "Synthetic",

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments.configs.compute import Hardware, Remat, Tiling
-from experiments.configs.data import Data
+from experiments.configs.data import Chat, Data, Preference
 from experiments.configs.fields import OnNan, option, positive, refuse
+from experiments.configs.objective import Objective, Paired, Sft
 from experiments.configs.optimizer import Adapter, Optimizer
 from experiments.configs.results import Checkpoint, Evaluation, Profile, Save
 
@@ -26,6 +27,7 @@ class Run:
     model: Model
     adapter: Adapter
     data: Data
+    objective: Objective
     tiling: Tiling
     optimizer: Optimizer
     hardware: Hardware
@@ -38,13 +40,23 @@ class Run:
     out: str = option("runs", "where run directories go")
     seed: int = option(0, "of the initial weights and the order of the data")
     steps: int | None = option(None, "training steps")
-    batch_size: int | None = option(None, "sequences per step")
+    batch_size: int | None = option(None, "sequences per step; a pair of answers is two")
     seq_len: int | None = option(None, "tokens per sequence")
     on_nan: OnNan = option(OnNan.stop, "at a loss that is no number: stop, skip that step's update, or raise")
     log_every: int | None = option(None, "steps between lines when the output is not a terminal")
 
     def __post_init__(self):
         positive(self, "", "steps", "batch_size", "seq_len", "log_every")
+        pairs, answers = isinstance(self.objective, Paired), isinstance(self.data, Preference)
+        if pairs != answers:
+            kind, need = (
+                ("this objective compares answers", "data=preference")
+                if pairs
+                else ("pairs of answers are for preferences", "objective=dpo, ipo, simpo or orpo")
+            )
+            raise refuse("data", type(self.data).__name__, f"{kind}: use {need}")
+        if isinstance(self.objective, Sft) and not isinstance(self.data, Chat):
+            raise refuse("objective", "sft", "it learns what the assistant says in conversations: use data=chat")
         if self.run is not None and (not self.run or "/" in self.run or self.run.startswith(".")):
             raise refuse("run", self.run, "it names one directory, without `/` and not starting with `.`")
 
@@ -57,6 +69,11 @@ class Resolved(Run):
     batch_size: int
     seq_len: int
     log_every: int
+
+    @property
+    def paired(self) -> bool:
+        """Whether a batch is made of pairs of sequences."""
+        return isinstance(self.objective, Paired)
 
     @property
     def tokens_per_step(self) -> int:

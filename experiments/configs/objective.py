@@ -1,0 +1,107 @@
+"""What a run minimises."""
+
+import dataclasses
+from dataclasses import dataclass
+
+from experiments.configs.fields import option, positive, refuse
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """What every objective has in common: nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pretrain(Objective):
+    """Cross-entropy of every token that counts."""
+
+    z_loss: float = option(
+        0.0, "weight of the squared log of the softmax's denominator (https://arxiv.org/abs/2204.02311)"
+    )
+    label_smoothing: float = option(0.0, "share of the target that is spread over the vocabulary")
+
+    def __post_init__(self):
+        if self.z_loss < 0:
+            raise refuse("objective.z_loss", self.z_loss, "it must be zero or more")
+        smoothing(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sft(Pretrain):
+    """Cross-entropy of what the assistant says in conversations."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Paired(Objective):
+    """What compares the two answers of a preference."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Referenced(Paired):
+    """What also compares the model with a frozen one: that at `reference`, else what the run starts from."""
+
+    beta: float = option(0.1, "how much an answer's log-probability counts against the reference's (dpo, ipo)")
+    reference: str | None = option(None, "folder of the frozen model (default: what the run starts from)")
+
+    def __post_init__(self):
+        positive(self, "objective.", "beta")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dpo(Referenced):
+    """Direct preference optimisation (https://arxiv.org/abs/2305.18290)."""
+
+    label_smoothing: float = option(0.0, "share of the preferences that are taken to be the wrong way round (dpo)")
+
+    def __post_init__(self):
+        super().__post_init__()
+        smoothing(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ipo(Referenced):
+    """Identity preference optimisation (https://arxiv.org/abs/2310.12036), of mean log-probabilities per token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simpo(Paired):
+    """Preferences by mean log-probability, without a reference (https://arxiv.org/abs/2405.14734)."""
+
+    beta: float = option(2.0, "scales the mean log-probabilities")
+    margin: float = option(1.0, "by how much the chosen answer is to win")
+
+    def __post_init__(self):
+        positive(self, "objective.", "beta")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Orpo(Paired):
+    """Cross-entropy of the chosen answer and the odds of the two (https://arxiv.org/abs/2403.07691), no reference."""
+
+    beta: float = option(0.1, "weight of the odds")
+
+    def __post_init__(self):
+        positive(self, "objective.", "beta")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distill(Objective):
+    """The distance to a teacher's distribution at every token that counts."""
+
+    teacher: str = option(dataclasses.MISSING, "folder of the teacher, of the same vocabulary (distill)")
+    direction: str = option("forward", "forward: KL(teacher, student); reverse: KL(student, teacher)")
+    temperature: float = option(1.0, "divides both models' logits")
+    weight: float = option(1.0, "share of the distance; the rest is cross-entropy")
+
+    def __post_init__(self):
+        positive(self, "objective.", "temperature")
+        if self.direction not in ("forward", "reverse"):
+            raise refuse("objective.direction", self.direction, "choose forward or reverse")
+        if not 0 <= self.weight <= 1:
+            raise refuse("objective.weight", self.weight, "it must lie between 0 and 1")
+
+
+def smoothing(config: Pretrain | Dpo) -> None:
+    """Raise unless the smoothing is a share."""
+    if not 0 <= config.label_smoothing < 1:
+        raise refuse("objective.label_smoothing", config.label_smoothing, "it is a share, from 0 to below 1")
