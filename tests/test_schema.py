@@ -9,7 +9,15 @@ import yaml
 
 from experiments import configs, schema, usage
 
-NEEDED = {"text": ["data.path=x"], "tokens": ["data.path=x"]}
+PAIRS = dict.fromkeys(("dpo", "ipo", "simpo", "orpo"), ["data=preference"])
+NEEDED = {
+    **PAIRS,
+    "text": ["data.path=x"],
+    "tokens": ["data.path=x"],
+    "preference": ["objective=dpo"],
+    "sft": ["data=chat"],
+    "distill": ["objective.teacher=x"],
+}
 
 
 @pytest.mark.parametrize(("group", "option"), [(g, o) for g in schema.GROUPS for o in schema.options(g)])
