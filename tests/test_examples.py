@@ -30,7 +30,8 @@ def make(tmp_path):
     """Open the source that overrides describe, with its cache in the test's own folder."""
 
     def open_source(*overrides, batch_size=4, seq_len=64):
-        config, _ = schema.compose([*overrides, f"data.cache={tmp_path / 'cache'}"])
+        needed = ["objective=simpo"] if "data=preference" in overrides else []
+        config, _ = schema.compose([*overrides, *needed, f"data.cache={tmp_path / 'cache'}"])
         fields = {f: getattr(config, f) for f in config.__dataclass_fields__}
         sizes = {"steps": 1, "log_every": 1, "batch_size": batch_size, "seq_len": seq_len}
         return data.open_source(configs.Resolved(**{**fields, **sizes}))

@@ -9,7 +9,7 @@ import yaml
 
 from experiments import configs, schema, usage
 
-PAIRS = dict.fromkeys(("dpo", "ipo", "simpo", "orpo"), ["data=preference"])
+PAIRS = {key: ["data=preference"] for key in ("dpo", "ipo", "simpo", "orpo")}
 NEEDED = {
     **PAIRS,
     "text": ["data.path=x"],
