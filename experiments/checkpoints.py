@@ -62,7 +62,10 @@ class Checkpoints:
         stream = None if background else STREAM_GB
         # A file per array: OCDBT, and compression, would hold a compressed copy of all arrays in memory.
         handler = ocp.PyTreeCheckpointHandler(
-            use_ocdbt=False, use_compression=False, save_device_host_concurrent_gb=stream
+            use_ocdbt=False,
+            use_compression=False,
+            save_device_host_concurrent_gb=stream,
+            restore_concurrent_gb=STREAM_GB,
         )
         self._orbax = ocp.AsyncCheckpointer(handler)
         self._thread = ThreadPoolExecutor(1, "checkpoint")

@@ -38,6 +38,10 @@ class Directory:
             DirectoryError: there is something else where the run should go.
         """
         out = Path(config.out).expanduser()
+        place = next(path for path in (out / (config.run or ""), out, *out.absolute().parents) if path.exists())
+        if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+            why = "one may not write there" if place.is_dir() else "that is no folder"
+            raise DirectoryError(f"cannot use out={config.out}: {place}: {why}. Give another out=FOLDER")
         if config.run is None:
             return cls(out / model, None)
         path = out / config.run

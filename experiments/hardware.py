@@ -68,6 +68,21 @@ RATES: dict[type, float] = {
 LORA_RATE = 1e-3  # AdamW's, for adapters of models of any size
 REMAT_ABOVE = 2e7  # parameters: below, activations are small and recomputing them is time lost
 TILE_BYTES = 2**28  # largest float32 logits of one tile under tiling.n=auto
+# Dense bfloat16 TFLOP/s of one device, by part of its name; the makers' data sheets.
+PEAKS = {
+    "B200": 2250.0,
+    "H200": 989.0,
+    "H100": 989.0,
+    "A100": 312.0,
+    "L40S": 362.0,
+    "TPU v4": 275.0,
+    "TPU v5 lite": 197.0,
+    "TPU v5e": 197.0,
+    "TPU v5p": 459.0,
+    "TPU v5": 459.0,
+    "TPU v6": 918.0,
+    "TPU7x": 2307.0,
+}
 CGROUPS = (("memory.current", "memory.max"), ("memory/memory.usage_in_bytes", "memory/memory.limit_in_bytes"))
 EVALUATIONS = 5  # in a run, after the first; where one costs little
 LEAST_TILE = 128  # tokens: shorter tiles make matrix products slow
@@ -146,6 +161,16 @@ def used_memory() -> tuple[int, int]:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE"), peak
     except OSError:
         return peak, peak
+
+
+def peak_flops(config: configs.Hardware) -> float | None:
+    """Return the FLOPs per second that all devices can do at most; None where nobody knows, as on CPUs."""
+    import jax
+
+    kind = jax.devices()[0].device_kind
+    known = next((peak for name, peak in PEAKS.items() if name in kind), None)
+    peak = known if config.peak_tflops is None else config.peak_tflops
+    return None if peak is None else peak * 1e12 * jax.device_count()
 
 
 def resolve(config: configs.Run, device: Device) -> tuple[configs.Resolved, dict[str, Any]]:

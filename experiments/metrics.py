@@ -27,7 +27,9 @@ class Record:
     save_seconds: float | None = None  # before the step, beside `seconds`: until training could go on
     tokens_per_second: float | None = None
     flops_per_second: float | None = None
+    mfu: float | None = None  # share of what the devices can do at most, where that is known
     memory_bytes: int | None = None
+    peak_memory_bytes: int | None = None
     held_out_loss: float | None = None
     held_out_bits_per_byte: float | None = None
 
@@ -164,6 +166,8 @@ def _words(record: Record) -> str:
         words.append(f"{record.bits_per_byte:.3f} bits/byte")
     if record.tokens_per_second is not None and record.seconds is not None:
         words += [f"{quantity(record.tokens_per_second)} tok/s", f"{digits(record.seconds)} s"]
+    if record.mfu is not None:
+        words.append(f"{record.mfu:.0%} MFU")
     if record.memory_bytes is not None:
         words.append(size(record.memory_bytes, digits=1))
     return "  ".join(words)

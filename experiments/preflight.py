@@ -74,7 +74,7 @@ def plan(config: configs.Resolved, device: Device) -> Plan:
             at_scale = (tiled, whole) if tiled < whole else None
     return Plan(
         params=zoo.accounting.count_params(config.model.config),
-        flops=zoo.accounting.train_flops(config.model.config, config.batch_size, config.seq_len),
+        flops=train_flops(config, state),
         memory=memory,
         untiled=untiled,
         at_scale=at_scale,
@@ -83,6 +83,15 @@ def plan(config: configs.Resolved, device: Device) -> Plan:
         compiled=compiled,
         state=state,
     )
+
+
+def train_flops(config: configs.Resolved, state: Any) -> int:
+    """Return the FLOPs of a step, as utilisation counts them: nothing for what is frozen but passing gradients on."""
+    size = config.model.config, config.batch_size, config.seq_len
+    if not isinstance(config.adapter, configs.Lora):
+        return zoo.accounting.train_flops(*size)
+    adapters = sum(leaf.size for leaf in jax.tree.leaves(program.kept(config, state).model))
+    return 2 * zoo.accounting.forward_flops(*size) + 6 * config.tokens_per_step * adapters
 
 
 def available(config: configs.Resolved, device: Device) -> int:

@@ -146,7 +146,10 @@ def completed(config: configs.Resolved, state: State) -> State:
 
 def build_optimizer(config: configs.Resolved) -> optax.GradientTransformationExtraArgs:
     """Return the run's optax transformation."""
-    return optimizer.build(config.optimizer, config.steps, config.seed)
+    built = optimizer.build(config.optimizer, config.steps, config.seed)
+    if config.on_nan is not configs.OnNan.skip:
+        return built
+    return optax.with_extra_args_support(optax.apply_if_finite(built, max_consecutive_errors=2**31 - 1))
 
 
 def abstract_batch(config: configs.Resolved, *, evaluating: bool = False) -> tuple[Any, ...]:

@@ -48,9 +48,12 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str]) -> 
         plan = _preflight(config, choices["model"], chosen, argv, device)
         _train(config, directory, plan, source, overrides.pinned(argv, chosen), argv, began)
     except (RunError, DirectoryError, DoesNotFitError, DivergedError, CheckpointError, TileError) as error:
+        if isinstance(error, DivergedError) and config.on_nan is configs.OnNan["raise"]:
+            raise
         return _fail(error, 1)
     except Stopped as stopped:
-        return _fail(stopped, stopped.status)
+        print(f"\n{stopped}; run={configs.chosen(directory.path).name} goes on from there", file=sys.stderr)
+        return stopped.status
     except KeyboardInterrupt:
         return _fail(RunError(f"interrupted; what was measured is in {directory.path}"), 130)
     return 0
@@ -94,6 +97,8 @@ def _check(config: configs.Resolved) -> None:
         frozen.described(config)
     except ValueError as error:
         raise RunError(str(error)) from None
+    if config.profile.span is not None and config.profile.span[1] > config.steps:
+        raise RunError(f"bad value profile.steps={config.profile.steps}: the run has {config.steps} steps")
     if isinstance(config.adapter, configs.Lora):
         try:
             lora.match(config.model.config, config.adapter.patterns)
@@ -155,16 +160,17 @@ def _train(
         restored = _restore(config, directory, plan, about, progress)
     path = directory.open(about, config, argv)
     checkpoints = _checkpoints(config, path, plan, about, progress) if config.checkpoint.wanted else None
+    plots.remember(path, plots.facts(plan, config))
     done = restored[0] if restored is not None else None
     recorder = Recorder(path, open_loggers(path, config, done), done)
     try:
-        model = Trainer(config, plan, source, recorder, progress, checkpoints, restored).run()
+        model = Trainer(config, plan, source, recorder, progress, checkpoints, path, restored).run()
     except ValueError as error:
         raise RunError(str(error)) from error
     finally:
         progress.close()
         recorder.close()
-        plots.draw(path, recorder.records, plan, config)
+        plots.draw(path, recorder.records, plots.facts(plan, config))
         _summarise(path, recorder, plan, time.perf_counter() - began)
         if checkpoints is not None:
             checkpoints.close()
@@ -265,7 +271,7 @@ def _closing(directory: Path, recorder: Recorder, config: configs.Resolved, seco
     if len(held_out) > 1:
         lines.append(f"  held-out text before: {describe(held_out[0])}, after: {describe(held_out[-1])}")
     lines.append(f"  peak memory {table.size(hardware.used_memory()[1])}, {seconds:.0f} s altogether")
-    files = "metrics.jsonl, metrics.csv, summary.json, config.yaml, loss.png, memory.png"
+    files = "metrics.jsonl, metrics.csv, summary.json, config.yaml, *.png"
     weights = ", weights/" if config.save.final else ""
     weights += ", adapter/" if config.save.final and isinstance(config.adapter, configs.Lora) else ""
     return "\n".join([*lines, f"Everything is in {directory}/: {files}{weights}"])

@@ -1,10 +1,12 @@
 """The loop: dispatch a step, read the metrics of the one before, so that the device never waits for Python."""
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -19,7 +21,10 @@ from experiments.metrics import Progress, Record, Recorder, bits_per_byte, descr
 from experiments.prefetch import Prefetch
 from experiments.preflight import Plan
 from experiments.signals import Stop, Stopped
+from experiments.tracing import Tracer
 from transforms.step import State
+
+MOST_SKIPPED = 100  # updates in a row that on_nan=skip leaves out
 
 
 class DivergedError(RuntimeError):
@@ -36,9 +41,11 @@ class Trainer:
     recorder: Recorder
     progress: Progress
     checkpoints: Checkpoints | None
+    directory: Path
     restored: tuple[int, State] | None = None
 
     def __post_init__(self):
+        self._peak, self._skipped = hardware.peak_flops(self.config.hardware), 0
         rate = optimizer.schedule(self.config.optimizer, self.config.steps)
         self._rates = np.asarray(jax.vmap(lambda step: jnp.asarray(rate(step)))(jnp.arange(self.config.steps)))
 
@@ -55,10 +62,12 @@ class Trainer:
         first, state = self._start(evaluate)
         self.progress.start(first)
         feed = Prefetch(lambda step: jax.device_put(self.source.batch(step).arrays), first, self.config.steps)
+        self._tracer = Tracer(self.config.profile, self.directory, self.progress.say)
         try:
             with Stop() as stop:
                 return self._loop(first, state, feed, evaluate, stop)
         finally:
+            self._tracer.close()
             feed.close()
 
     def _start(self, evaluate: Any) -> tuple[int, State]:
@@ -81,6 +90,7 @@ class Trainer:
         pending, self._saving = None, 0.0
         self._clock = self._saved = time.perf_counter()
         for step in range(first + 1, self.config.steps + 1):
+            self._tracer.begin(step)
             began = time.perf_counter()
             batch = feed.take()
             waited = time.perf_counter() - began
@@ -90,8 +100,11 @@ class Trainer:
             pending = (step, metrics, waited)
             told, measure = stop.signal, self._measures(step)
             save = told is not None or self._saves(step)
-            if measure or save:
+            if measure or save or self._tracer.ends(step):
                 self._record(*pending, evaluate=partial(self._held_out, evaluate, state.model) if measure else None)
+                if self._tracer.ends(step):
+                    jax.block_until_ready(state)
+                    self._tracer.close()
                 if save:
                     self._save(step, state, wait=told is not None)
                 pending, self._clock = None, time.perf_counter()
@@ -134,6 +147,7 @@ class Trainer:
         evaluate: Callable[[Record], Record] | None = None,
     ) -> None:
         loss = float(metrics["loss"])  # waits for the step
+        memory, peak = hardware.used_memory()
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         record = Record(
@@ -147,17 +161,41 @@ class Trainer:
             save_seconds=self._saving,
             tokens_per_second=self.config.tokens_per_step / seconds,
             flops_per_second=self.plan.flops / seconds,
-            memory_bytes=hardware.used_memory()[0],
+            mfu=self.plan.flops / seconds / self._peak if self._peak else None,
+            memory_bytes=memory,
+            peak_memory_bytes=peak,
         )
         self._saving = 0.0
-        finite = math.isfinite(loss)
+        finite = math.isfinite(loss) and math.isfinite(record.grad_norm or 0.0)
         self.recorder.add(evaluate(record) if evaluate is not None and finite else record)
         self.progress.show(record)
-        if not finite:
-            raise DivergedError(
-                f"the loss is {loss} at step {step}: training has diverged and stops here. Lower "
-                f"optimizer.learning_rate (now {self.config.optimizer.learning_rate:g}) or set optimizer.clip_norm=1."
-            )
+        if finite:
+            self._skipped = 0
+        else:
+            self._not_finite(record)
+
+    def _not_finite(self, record: Record) -> None:
+        """Keep the batch at fault, and go on if the step's update was left out.
+
+        Raises:
+            DivergedError: it was not, or there have been too many in a row.
+        """
+        file = self.directory / f"nan-step-{record.step}.npz"
+        arrays = dataclasses.asdict(self.source.batch(record.step - 1))
+        np.savez(file, **{name: array for name, array in arrays.items() if array is not None})
+        self._skipped += 1
+        what = "loss" if not math.isfinite(record.loss or 0.0) else "gradient's norm"
+        value = record.loss if what == "loss" else record.grad_norm
+        said = f"the {what} is {value} at step {record.step}"
+        skips = self.config.on_nan is configs.OnNan.skip
+        if skips and self._skipped < MOST_SKIPPED:
+            self.progress.say(f"  {said}: its update is left out; its batch is in {file}")
+            return
+        raise DivergedError(
+            f"{said}{', as before' if skips else ''}: training has diverged and stops here. "
+            f"Lower optimizer.learning_rate (now {self.config.optimizer.learning_rate:g}) or set "
+            f"optimizer.clip_norm=1. The step's batch is in {file}."
+        )
 
     def _held_out(self, evaluate: Callable[..., Any], model: Any, record: Record) -> Record:
         """Return the record with the mean held-out loss, every batch weighted by the tokens that count."""

@@ -10,6 +10,8 @@ import pytest
 from experiments import configs, hardware, metrics, plots, preflight, schema, table
 from experiments.metrics import Progress, Record, Recorder
 
+PICTURES = ("loss.png", "memory.png", "speed.png", "rate.png")
+
 
 def records(steps=50):
     made = [Record(step=0, held_out_loss=5.6, held_out_bits_per_byte=8.0)]
@@ -17,6 +19,7 @@ def records(steps=50):
         loss = 2 + 3 * math.exp(-step / 10)
         words = {"held_out_loss": loss, "held_out_bits_per_byte": loss / math.log(2)} if step % 25 == 0 else {}
         rates = {"tokens_per_second": 4096.0, "flops_per_second": 1e10, "seconds": 0.5, "learning_rate": 1e-3}
+        rates |= {"data_seconds": 0.001, "save_seconds": 0.1 if step % 10 == 0 else 0.0}
         words |= {"bits_per_byte": loss / math.log(2), "grad_norm": 1.0, "memory_bytes": 2**30}
         made.append(Record(step=step, loss=loss, **rates, **words))
     return made
@@ -90,9 +93,21 @@ def resolved(*overrides):
 
 @pytest.mark.parametrize("made", [records(), records(3), records()[:1], []], ids=["long", "short", "untrained", "none"])
 def test_pictures_are_drawn_whatever_was_measured(made, tmp_path):
-    plots.draw(tmp_path, made, plan(untiled=len(made) > 3), resolved())
-    for name in ("loss.png", "memory.png"):
+    plots.draw(tmp_path, made, plots.facts(plan(untiled=len(made) > 3), resolved()))
+    for name in PICTURES:
         assert (tmp_path / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_pictures_are_drawn_again_from_what_the_run_left(tmp_path, capsys):
+    assert plots.main([str(tmp_path)]) == 1
+    assert f"error: cannot draw the run at {tmp_path}" in capsys.readouterr().err
+    recorder = Recorder(tmp_path)
+    for record in records(5):
+        recorder.add(record)
+    recorder.close()
+    plots.remember(tmp_path, plots.facts(plan(), resolved()))
+    assert plots.main([str(tmp_path)]) == 0
+    assert all((tmp_path / name).exists() for name in PICTURES)
 
 
 def test_table_is_aligned_and_complete():

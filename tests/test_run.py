@@ -1,6 +1,7 @@
 """Whole runs of a micro model: what is left behind, what is printed, and how they fail."""
 
 import csv
+import dataclasses
 import json
 import math
 import os
@@ -8,12 +9,13 @@ import subprocess
 import sys
 
 import jax
+import numpy as np
 import pytest
 import yaml
 from jax.experimental.compilation_cache import compilation_cache
 
 import zoo
-from experiments import hardware, schema, session
+from experiments import data, hardware, schema, session, train
 from zoo import adapters, lora
 
 MICRO = [
@@ -29,7 +31,8 @@ MICRO = [
     "steps=4",
     "eval.batches=2",
 ]
-FILES = ["config.yaml", "loss.png", "memory.png", "metrics.csv", "metrics.jsonl", "run.json", "summary.json"]
+FILES = ["config.yaml", "loss.png", "memory.png", "metrics.csv", "metrics.jsonl", "plan.json", "rate.png", "run.json"]
+FILES += ["speed.png", "summary.json"]
 
 
 @pytest.fixture(scope="module")
@@ -179,18 +182,48 @@ def test_weights_that_are_not_there(start, tmp_path, capsys):
 
 def test_a_diverged_run_stops_after_writing_what_it_had(start, tmp_path, capsys):
     status = start("run=bad", "optimizer=sgd", "optimizer.learning_rate=1e30", "optimizer.warmup=0")
+    error = capsys.readouterr().err
     assert status == 1
-    assert "training has diverged and stops here. Lower optimizer.learning_rate (now 1e+30)" in capsys.readouterr().err
+    assert "training has diverged and stops here. Lower optimizer.learning_rate (now 1e+30)" in error
     rows = [json.loads(line) for line in (tmp_path / "bad" / "metrics.jsonl").read_text().splitlines()]
     assert 1 < len(rows) < 5
-    assert rows[-1]["loss"] is None
+    assert None in (rows[-1]["loss"], rows[-1]["grad_norm"])
     assert all(math.isfinite(row["loss"]) for row in rows[1:-1])
-    assert sorted(path.name for path in (tmp_path / "bad").iterdir()) == FILES
+    batch = next((tmp_path / "bad").glob("nan-step-*.npz"))
+    assert f"The step's batch is in {batch}" in error
+    assert np.load(batch)["tokens"].shape == (4, 32)
+    assert sorted(path.name for path in (tmp_path / "bad").iterdir()) == sorted([*FILES, batch.name])
+
+
+@pytest.fixture
+def poison(monkeypatch):
+    """The batch of step 3 gives a loss that is no number."""
+    batch = data.Source.batch
+
+    def poisoned(self, step):
+        made = batch(self, step)
+        return dataclasses.replace(made, mask=made.mask * np.float32(np.nan)) if step == 2 else made
+
+    monkeypatch.setattr(data.Source, "batch", poisoned)
+
+
+def test_a_step_without_a_loss_can_be_left_out(start, tmp_path, capsys, poison):
+    assert start("run=skips", "steps=5", "on_nan=skip", "checkpoint.every=1", "checkpoint.keep=9") == 0
+    assert "the loss is nan at step 3: its update is left out; its batch is in" in capsys.readouterr().out
+    losses = [row["loss"] for row in rows(tmp_path / "skips")][1:]
+    assert [loss is None for loss in losses] == [False, False, True, False, False]
+    files = "2/state/model.embed/0.0", "3/state/model.embed/0.0", "4/state/model.embed/0.0"
+    two, three, four = ((tmp_path / "skips" / "checkpoints" / file).read_bytes() for file in files)
+    assert two == three != four
+
+
+def test_a_step_without_a_loss_can_be_raised(start, tmp_path, poison):
+    with pytest.raises(train.DivergedError, match="the loss is nan at step 3: training has diverged"):
+        start("run=raises", "on_nan=raise", "checkpoint.every=1")
+    assert sorted(path.name for path in (tmp_path / "raises" / "checkpoints").iterdir()) == ["1", "2"]
 
 
 def test_an_interrupted_run_leaves_what_it_had(start, tmp_path, capsys, monkeypatch):
-    from experiments import data
-
     batch = data.Source.batch
 
     def interrupt(self, step):
@@ -210,6 +243,8 @@ def test_an_interrupted_run_leaves_what_it_had(start, tmp_path, capsys, monkeypa
         (["tiling.n=129"], "cannot cut into tiling.n=129 tiles: a step has 128 tokens"),
         (["model.vocab_size=200"], "token id 256 in bytes"),
         (["seq_len=1000000"], "too little text for seq_len=1000000"),
+        (["profile.steps=3:9"], "bad value profile.steps=3:9: the run has 4 steps"),
+        (["out=/dev/null/x"], "cannot use out=/dev/null/x: /dev/null: that is no folder"),
     ],
 )
 def test_what_cannot_run_says_so_before_compiling(start, overrides, message, capsys):
