@@ -182,9 +182,12 @@ class Rows(NamedTuple):
 
     @classmethod
     def of(cls, shape: tuple[int, ...], blocked: bool) -> "Rows":
-        """Return the fewest blocks of at most about `BLOCK` elements that divide the rows; one for small leaves."""
+        """Return the fewest blocks of at most about `BLOCK` elements that divide the rows; one for small leaves.
+
+        On a mesh, whose devices may share the rows, there is one block: each holds a part of it.
+        """
         least = math.prod(shape) // BLOCK
-        if not blocked or least < 2:
+        if not blocked or least < 2 or not jax.sharding.get_abstract_mesh().empty:
             return cls(shape, 1)
         return cls(shape, next((n for n in range(least, shape[0] + 1) if shape[0] % n == 0), 1))
 

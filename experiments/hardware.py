@@ -26,12 +26,14 @@ class Device:
     Attributes:
         platform: cpu, gpu or tpu.
         name: for people.
-        memory: bytes that are free for this run.
+        memory: bytes that are free for this run, on each device.
+        count: how many of them there are.
     """
 
     platform: str
     name: str
     memory: int
+    count: int = 1
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ def prepare(platform: Platform) -> Device:
             f"hardware={platform.value} is not there: {str(error).splitlines()[0]}. "
             f"Install JAX for it (the extras cuda and tpu), or use hardware=auto."
         ) from None
-    return Device(device.platform, _name(device), free_memory(device))
+    return Device(device.platform, _name(device), free_memory(device), jax.device_count())
 
 
 def _name(device: Any) -> str:
@@ -177,16 +179,21 @@ def resolve(config: configs.Run, device: Device) -> tuple[configs.Resolved, dict
     """Return the configuration with every open value chosen, and the choices by their dotted names."""
     params = zoo.accounting.count_params(config.model.config)
     scale = next(scale for scale in SCALES[device.platform] if params <= scale.params)
+    mesh, chosen = _mesh(config, device)
     memory = config.hardware.memory_gib * GIB if config.hardware.memory_gib else device.memory
-    roomy = 16 * params < 0.8 * memory  # float32 parameters, gradients and two moments
-    chosen: dict[str, Any] = {}
+    kept = 16 * params / (mesh.model * mesh.expert * (1 if mesh.fsdp == "none" else mesh.sizes["data"] or 1))
+    roomy = kept < 0.8 * memory  # float32 parameters, gradients and two moments
 
     def choose(part: Any, group: str, **values: Any) -> Any:
         open_values = {name: value for name, value in values.items() if getattr(part, name) in (None, "auto")}
         chosen.update({f"{group}{name}": value for name, value in open_values.items()})
         return dataclasses.replace(part, **open_values)
 
-    config = choose(config, "", steps=scale.steps, batch_size=scale.batch_size, seq_len=scale.seq_len)
+    rows = configs.chosen(mesh.data) * mesh.expert
+    batch_size = -(-scale.batch_size // rows) * rows
+    config = choose(
+        dataclasses.replace(config, mesh=mesh), "", steps=scale.steps, batch_size=batch_size, seq_len=scale.seq_len
+    )
     config = dataclasses.replace(config, log_every=config.log_every or max(1, config.steps // 20))
     resolved = configs.Resolved(**{field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
     hardware = choose(
@@ -220,6 +227,25 @@ def resolve(config: configs.Run, device: Device) -> tuple[configs.Resolved, dict
     checkpoint = choose(config.checkpoint, "checkpoint.", last=small)
     parts = {"tiling": tiling, "hardware": hardware, "optimizer": optimizer, "remat": remat, "eval": evaluation}
     return dataclasses.replace(resolved, **parts, checkpoint=checkpoint), chosen
+
+
+def _mesh(config: configs.Run, device: Device) -> tuple[configs.Mesh, dict[str, Any]]:
+    """Return the mesh, and what of it was chosen for the user.
+
+    Raises:
+        HardwareError: there is no such mesh of this many devices.
+    """
+    from experiments import meshes
+
+    try:
+        mesh = meshes.choose(config, device.count, device.platform)
+    except ValueError as error:
+        raise HardwareError(str(error)) from None
+    if device.count == 1 or config.mesh.data is not None:
+        return mesh, {}
+    return mesh, {
+        f"mesh.{name}": mesh.sizes[name] for name in ("data", "context") if name == "data" or mesh.context > 1
+    }
 
 
 def _tiles(config: configs.Resolved) -> int | str:

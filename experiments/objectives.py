@@ -17,6 +17,7 @@ import optax
 from jax.nn import log_sigmoid
 
 from experiments import configs
+from transforms.sharding import partitions
 
 Loss = Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
 
@@ -50,12 +51,21 @@ def held_out(config: configs.Objective) -> Loss:
 def cross_entropy(models, hiddens, targets, mask, *, z_loss: float = 0.0, smoothing: float = 0.0):
     """Return the mean cross-entropy of the tokens that count, in nats."""
     logits = models[0].logits(hiddens[0])
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    losses = label_losses(logits, targets)
     if not (z_loss or smoothing):
         return _mean(losses, mask), {}
     log_sum = jax.nn.logsumexp(logits, axis=-1)
     spread = (1 - smoothing) * losses + smoothing * (log_sum - logits.mean(-1))
     return _mean(spread + z_loss * log_sum**2, mask), {"cross_entropy": _mean(losses, mask)}
+
+
+def label_losses(logits, targets):
+    """Return the cross-entropy of each label, in nats."""
+    if partitions(logits)[-1] is None:
+        return optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    # Where devices hold parts of the vocabulary, one of them has a label's logit: the others add zeros.
+    picked = jnp.where(jnp.arange(logits.shape[-1]) == targets[..., None], logits, 0).sum(-1)
+    return jax.nn.logsumexp(logits, axis=-1) - picked
 
 
 def distance(models, hiddens, targets, mask, *, how: configs.Distill):
@@ -67,7 +77,7 @@ def distance(models, hiddens, targets, mask, *, how: configs.Distill):
     student, teacher = (jax.nn.log_softmax(one / how.temperature, axis=-1) for one in logits)
     pair = (student, teacher) if how.direction == "forward" else (teacher, student)
     divergence = _mean(optax.losses.kl_divergence_with_log_targets(*pair), mask) * how.temperature**2
-    nats = _mean(optax.softmax_cross_entropy_with_integer_labels(logits[0], targets), mask)
+    nats = _mean(label_losses(logits[0], targets), mask)
     loss = divergence if how.weight == 1 else how.weight * divergence + (1 - how.weight) * nats
     return loss, {"divergence": divergence, "cross_entropy": nats}
 
@@ -79,7 +89,7 @@ def preference(models, hiddens, targets, mask, *, compare: Callable[..., Any]):
     one, and how many tokens there are.
     """
     sums = [
-        -jnp.sum(optax.softmax_cross_entropy_with_integer_labels(model.logits(hidden), targets) * mask, -1)
+        -jnp.sum(label_losses(model.logits(hidden), targets) * mask, -1)
         for model, hidden in zip(models, hiddens, strict=True)
     ]
     losses, rewards = compare(*sums, jnp.maximum(mask.sum(-1), 1.0))

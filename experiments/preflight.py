@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ MOST_COMPILED = 16  # candidates that are compiled in search of one that fits
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a compiled training step; `total` is measured, the parts share it out."""
+    """Bytes of a compiled training step on each device; `total` is measured, the parts share it out."""
 
     weights: int
     optimizer: int
@@ -97,7 +98,8 @@ def train_flops(config: configs.Resolved, state: Any) -> int:
 def available(config: configs.Resolved, device: Device) -> int:
     """Return the bytes that the run may plan with."""
     limit = config.hardware.memory_gib
-    return device.memory if limit is None else int(limit * GIB)
+    shared = config.mesh.devices if device.platform == "cpu" else 1  # the devices of a CPU have one memory
+    return device.memory // shared if limit is None else int(limit * GIB)
 
 
 def headroom(config: configs.Resolved) -> int:
@@ -107,10 +109,10 @@ def headroom(config: configs.Resolved) -> int:
 
 def measure(config: configs.Resolved, state: Any, compiled: Any) -> Memory:
     """Return the memory of a compiled step. Weights, optimizer and gradients are exact; the head is compiled alone."""
-    weights, optimizer = bytes_of(state.model), bytes_of(state.opt_state)
+    weights, optimizer = device_bytes(state.model), device_bytes(state.opt_state)
     temp = compiled.compiled.memory_analysis().temp_size_in_bytes
     trained = eqx.filter_eval_shape(lambda model: eqx.filter(model, program.trainable(config)(model)), state.model)
-    gradients = min(bytes_of(trained), temp)
+    gradients = min(device_bytes(trained), temp)
     head = min(head_bytes(config, state), temp - gradients)
     return Memory(weights, optimizer, gradients, head, temp - gradients - head, total_bytes(compiled))
 
@@ -128,8 +130,14 @@ def head_bytes(config: configs.Resolved, state: Any) -> int:
 
 
 def bytes_of(tree: Any) -> int:
-    """Return the bytes of every array, abstract ones included, in a tree."""
+    """Return the bytes of every array, abstract ones included, in a tree: the whole of those that devices share."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype"))
+
+
+def device_bytes(tree: Any) -> int:
+    """Return the bytes that a device holds of every array, abstract ones included, in a tree."""
+    shape = lambda leaf: leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
+    return sum(math.prod(shape(leaf)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype"))
 
 
 def suggest(overrides: Sequence[str], config: configs.Resolved, device: Device) -> tuple[list[str], int] | None:
@@ -195,7 +203,7 @@ def _could_fit(overrides: Sequence[str], changes: Sequence[str], device: Device)
     if config is None:
         return False
     state = program.abstract_state(config)
-    return 2 * bytes_of(state.model) + bytes_of(state.opt_state) <= available(config, device)
+    return 2 * device_bytes(state.model) + device_bytes(state.opt_state) <= available(config, device)
 
 
 def _try(overrides: Sequence[str], changes: Sequence[str], device: Device) -> int | None:

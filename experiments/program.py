@@ -11,12 +11,13 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from jax import ShapeDtypeStruct as Shape
 
-from experiments import configs, frozen, objectives, optimizer, tiled, tiles
+from experiments import configs, frozen, meshes, objectives, optimizer, tiled, tiles
 from transforms.remat import remat
+from transforms.sharding import explicit
 from transforms.step import State, all_parameters, compile_step, make_eval_step, make_train_step
 from zoo import Mixture, lora, model_class
+from zoo.init import draw
 
 
 def make_loss(config: configs.Resolved, *, evaluating: bool = False) -> Any:
@@ -67,7 +68,7 @@ def _share_table(model: Any, tokens: jax.Array) -> tuple[Any, jax.Array, Any]:
     A tied table has two gradients, dense from the head and a few rows from the lookup. Left to themselves they are two
     arrays [V, D] and their sum; here the rows are added into the head's. The first model's table is this batch's rows.
     """
-    if tokens.size >= model.embed.shape[0]:
+    if tokens.size >= model.embed.shape[0] or explicit():  # rows would be gathered by all devices
         return model, tokens, model
     table, rows = _table_and_rows(model.embed, tokens.reshape(-1))
     replace = lambda embed: eqx.tree_at(lambda m: m.embed, model, embed)
@@ -101,8 +102,11 @@ def init_model(config: configs.Resolved) -> Any:
     if config.model.weights is not None:
         import zoo
 
-        return _adapt(zoo.load(config.model.weights, dtype=dtype), config)
-    return _adapt(draw_model(config.model.config, config.seed, configs.chosen(config.hardware.param_dtype)), config)
+        model = zoo.load(config.model.weights, dtype=dtype, **meshes.where(config))
+    else:
+        leaves = draw(config.model.config, key=_key(config.seed), dtype=dtype, **meshes.where(config))
+        model = model_class(config.model.config).build(config.model.config, leaves)
+    return meshes.placed(_adapt(model, config), config)
 
 
 def draw_model(config: Any, seed: int, dtype: configs.DType) -> Any:
@@ -126,8 +130,8 @@ def abstract_state(config: configs.Resolved) -> State:
     """Return the shapes and types of everything that a step changes; allocates nothing."""
     init = model_class(config.model.config).init
     make = functools.partial(init, config.model.config, dtype=_dtype(config.hardware.param_dtype))
-    model = eqx.filter_eval_shape(lambda: _adapt(make(key=_key(config.seed)), config))
-    return eqx.filter_eval_shape(State.init, model, build_optimizer(config), trainable(config))
+    model = meshes.abstract(eqx.filter_eval_shape(lambda: _adapt(make(key=_key(config.seed)), config)), config)
+    return meshes.everywhere(eqx.filter_eval_shape(State.init, model, build_optimizer(config), trainable(config)))
 
 
 def kept(config: configs.Resolved, state: State) -> State:
@@ -158,8 +162,9 @@ def abstract_batch(config: configs.Resolved, *, evaluating: bool = False) -> tup
     Each is `[B, S]`; of preferences, `[P, 2, S]`.
     """
     shape = (config.batch_size // 2, 2, config.seq_len) if config.paired else (config.batch_size, config.seq_len)
-    arrays = Shape(shape, jnp.int32), Shape(shape, jnp.int32), Shape(shape, jnp.float32)
-    packed = (Shape(shape, jnp.int32),) if config.data.packed else ()
+    one = functools.partial(meshes.abstract_activation, "B 2 S" if config.paired else "B S", shape)
+    arrays = one(jnp.int32), one(jnp.int32), one(jnp.float32)
+    packed = (one(jnp.int32),) if config.data.packed else ()
     return inputs((*arrays, *packed), None if evaluating and not config.paired else abstract_frozen(config))
 
 
@@ -178,7 +183,7 @@ def init_frozen(config: configs.Resolved) -> Any:
     if path is not None:
         import zoo
 
-        return zoo.load(path, dtype=_dtype(config.hardware.param_dtype))
+        return zoo.load(path, dtype=_dtype(config.hardware.param_dtype), **meshes.where(config))
     return init_model(config) if frozen.is_start(config) else None
 
 
@@ -188,7 +193,7 @@ def abstract_frozen(config: configs.Resolved) -> Any:
     if found is None:
         return None
     make = functools.partial(model_class(found).init, found, dtype=_dtype(config.hardware.param_dtype))
-    return eqx.filter_eval_shape(lambda: make(key=_key(config.seed)))
+    return meshes.abstract(eqx.filter_eval_shape(lambda: make(key=_key(config.seed))), config)
 
 
 def compile_train(config: configs.Resolved, state: State) -> Any:
@@ -224,9 +229,13 @@ def _read_by_head(config: configs.Resolved, model: Any) -> tuple[tuple[Any, ...]
     other = lora.detach(model) if frozen.is_base(config) else abstract_frozen(config)
     others = () if other is None else (other,)
     rows, seq = tiles.micro_batch(config), config.seq_len
-    shape = (config.tokens_per_step,) if tiles.flat(config) else (rows // 2, 2, seq) if config.paired else (rows, seq)
-    hidden = lambda one: Shape((*shape, one.config.embed_dim), _dtype(config.hardware.compute_dtype))
-    return others, (tuple(map(hidden, (model, *others))), Shape(shape, jnp.int32), Shape(shape, jnp.float32))
+    if tiles.flat(config):
+        letters, shape = "T", (config.tokens_per_step,)
+    else:
+        letters, shape = ("B 2 S", (rows // 2, 2, seq)) if config.paired else ("B S", (rows, seq))
+    one, dtype = meshes.abstract_activation, _dtype(config.hardware.compute_dtype)
+    hiddens = tuple(one(f"{letters} D", (*shape, each.config.embed_dim), dtype) for each in (model, *others))
+    return others, (hiddens, one(letters, shape, jnp.int32), one(letters, shape, jnp.float32))
 
 
 def fewest_tiles(config: configs.Resolved) -> int:

@@ -14,7 +14,7 @@ import zoo.configs
 from experiments import commands, configs
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
-GROUPS = ("model", "adapter", "data", "objective", "tiling", "optimizer", "hardware", "remat", "checkpoint")
+GROUPS = ("model", "adapter", "data", "objective", "tiling", "optimizer", "hardware", "mesh", "remat", "checkpoint")
 FREE = ("hardware.compiler_options.",)  # keys under these are the user's own
 LISTS = ("adapter.targets", "data.pattern")  # their commas separate names, and ask for no sweep
 FILLS_NULL = (AttributeError, AssertionError)  # what OmegaConf raises on `part.key=value` where the part is null
@@ -46,6 +46,7 @@ SCHEMAS = {  # group -> name of the schema -> dataclass
         "sgd": configs.Sgd,
     },
     "hardware": {"hardware": configs.Hardware},
+    "mesh": {"mesh": configs.Mesh},
     "remat": {"remat": configs.Remat},
     "checkpoint": {"checkpoint": configs.Checkpoint},
     "adapter": {"none": configs.Adapter, "lora": configs.Lora},

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import zoo.accounting
-from experiments import configs, data, frozen, hardware, overrides, preflight, program, table, tiles, usage
+from experiments import configs, data, frozen, hardware, meshes, overrides, preflight, program, table, tiles, usage
 from experiments.checkpoints import CheckpointError, Checkpoints
 from experiments.directory import Directory, DirectoryError
 from experiments.hardware import Device, HardwareError
@@ -45,8 +45,9 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str]) -> 
     from experiments.train import DivergedError
 
     try:
-        plan = _preflight(config, choices["model"], chosen, argv, device)
-        _train(config, directory, plan, source, overrides.pinned(argv, chosen), argv, began)
+        with meshes.spread(config):
+            plan = _preflight(config, choices["model"], chosen, argv, device)
+            _train(config, directory, plan, source, overrides.pinned(argv, chosen), argv, began)
     except (RunError, DirectoryError, DoesNotFitError, DivergedError, CheckpointError, TileError) as error:
         if isinstance(error, DivergedError) and config.on_nan is configs.OnNan["raise"]:
             raise
@@ -91,7 +92,7 @@ def with_weights(config: T, argv: Sequence[str]) -> T:
 
 
 def _check(config: configs.Resolved) -> None:
-    if problem := tiles.problem(config):
+    if problem := meshes.problem(config) or tiles.problem(config):
         raise RunError(problem)
     try:
         frozen.described(config)
@@ -117,7 +118,7 @@ def _preflight(config: configs.Resolved, model: str, chosen: dict, argv: Sequenc
     began = time.perf_counter()
     params = zoo.accounting.count_params(config.model.config)
     itemsize = 4 if config.hardware.param_dtype is configs.DType.float32 else 2
-    least, free = 2 * params * itemsize, preflight.available(config, device)
+    least, free = 2 * params * itemsize // config.mesh.devices, preflight.available(config, device)
     if least > 4 * free:  # compiling would only waste time
         need = f"its weights and gradients alone take {table.size(least)}"
     else:

@@ -11,14 +11,17 @@ def micro_batch(config: configs.Resolved) -> int:
 
 
 def flat(config: configs.Resolved) -> bool:
-    """Return whether the head sees all tokens of a step as one axis, rather than sequences or pairs of them."""
-    return config.tiling.batch is None and not config.paired
+    """Return whether the head sees all tokens of a step as one axis, rather than sequences or pairs of them.
+
+    On a mesh it does not: devices hold parts of the batch and of its sequences.
+    """
+    return config.tiling.batch is None and not config.paired and config.mesh.devices == 1
 
 
 def head_axis(config: configs.Resolved) -> tuple[int, int]:
     """Return the length of the axis that the head is cut along, and how many tokens stand in each step along it.
 
-    The tokens of a step are one axis, those of a micro-batch or of pairs more, of which the sequence is cut.
+    The tokens of a step are one axis, those of a micro-batch, of pairs or on a mesh more, of which the sequence is cut.
     """
     return (config.tokens_per_step, 1) if flat(config) else (config.seq_len, micro_batch(config))
 
@@ -48,7 +51,7 @@ def problem(config: configs.Resolved) -> str | None:
     if config.paired and config.batch_size % 2:
         return f"cannot make pairs of batch_size={config.batch_size} sequences: give an even number."
     if isinstance(tiling.n, int) and not flat(config) and tiling.n > seq:
-        why = "of pairs" if config.paired else "under tiling.batch"
+        why = "of pairs" if config.paired else "on a mesh" if tiling.batch is None else "under tiling.batch"
         return (
             f"cannot cut into tiling.n={tiling.n} tiles: {why} they cut each sequence, of "
             f"seq_len={seq} tokens. Use fewer tiles."

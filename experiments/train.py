@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import configs, hardware, optimizer, program
+from experiments import configs, hardware, meshes, optimizer, program
 from experiments.checkpoints import Checkpoints
 from experiments.data import Repeats, Source
 from experiments.metrics import Progress, Record, Recorder, bits_per_byte, describe
@@ -61,7 +61,8 @@ class Trainer:
         self._frozen = program.init_frozen(self.config)
         first, state = self._start(evaluate)
         self.progress.start(first)
-        feed = Prefetch(lambda step: jax.device_put(self.source.batch(step).arrays), first, self.config.steps)
+        put = meshes.feeder()  # the mesh is set in this thread alone
+        feed = Prefetch(lambda step: put(self.source.batch(step).arrays), first, self.config.steps)
         self._tracer = Tracer(self.config.profile, self.directory, self.progress.say)
         try:
             with Stop() as stop:
@@ -200,10 +201,10 @@ class Trainer:
     def _held_out(self, evaluate: Callable[..., Any], model: Any, record: Record) -> Record:
         """Return the record with the mean held-out loss, every batch weighted by the tokens that count."""
         batches = self.source.held_out_batches(configs.chosen(self.config.eval.batches))
-        total = count = 0.0
+        total, count, put = 0.0, 0.0, meshes.feeder()
         for index in range(batches):
             batch = self.source.held_out_batch(index, batches)
-            inputs = program.inputs(batch.arrays, self._frozen if self.config.paired else None)
+            inputs = program.inputs(put(batch.arrays), self._frozen if self.config.paired else None)
             total += float(evaluate(inputs, model)["loss"]) * batch.weight
             count += batch.weight
         loss = float(total / max(count, 1))

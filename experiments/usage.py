@@ -13,6 +13,7 @@ GROUP_HELP = {
     "tiling": "what is cut into tiles: the head, MLPs, attention, the batch",
     "optimizer": "how parameters move",
     "hardware": "device, precision, compiler",
+    "mesh": "how devices share the work",
     "remat": "what the backward pass keeps",
     "checkpoint": "when the run is saved so that it can go on",
 }
@@ -25,6 +26,7 @@ PARTS = {
     "tiling.": configs.Tiling,
     "optimizer.": configs.Optimizer,
     "hardware.": configs.Hardware,
+    "mesh.": configs.Mesh,
     "data.": configs.Text,
     "objective.": configs.Pretrain,
     "adapter.": configs.Lora,

@@ -109,14 +109,14 @@ def spec_of(
     return PartitionSpec(*parts)
 
 
-def uneven(dims: Mapping[str, int], mesh: Mesh | AbstractMesh, axes: Axes = AXES) -> list[str]:
-    """Say which dimensions of parameters stay whole because their axes do not divide them."""
+def uneven(dims: Mapping[str, int], sizes: Mapping[str, int], axes: Axes = AXES) -> list[str]:
+    """Say which dimensions of parameters stay whole because axes of these sizes do not divide them."""
     lost = []
     for letter, size in dims.items():
         lost += [
-            f"{letter}={size} stays whole: {axis}={mesh.shape[axis]} does not divide it"
+            f"{letter}={size} stays whole: {axis}={sizes[axis]} does not divide it"
             for axis in axes.get(letter, ())
-            if axis in mesh.shape and size % mesh.shape[axis]
+            if size % sizes.get(axis, 1)
         ]
     return lost
 

@@ -1,7 +1,8 @@
 """Train and eval steps for any loss and any optax transformation: donated, compiled ahead of time, asynchronous.
 
 `eqx.filter_jit` blocks on every call; the executable that `compile_step` returns does not, reports its memory before
-anything runs, and never retraces: another shape is an error, not a recompilation.
+anything runs, and never retraces: another shape is an error, not a recompilation. On an explicit mesh what a step
+returns lies where what it was given lay.
 """
 
 from collections.abc import Callable
@@ -10,9 +11,11 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
+
+from transforms.sharding import explicit, partitions
 
 Loss = Callable[..., tuple[Float[Array, ""], dict[str, Any]]]
 
@@ -61,10 +64,19 @@ def make_train_step(
         objective = lambda params: loss(eqx.combine(params, frozen), batch)
         (value, aux), grads = eqx.filter_value_and_grad(objective, has_aux=True)(params)
         metrics = {**aux, "loss": value, "grad_norm": _norm(grads)}
-        updates, opt_state = transformation.update(grads, state.opt_state, params, value=value)
+        updates, opt_state = _update(transformation, grads, state.opt_state, params, value)
         return State(eqx.apply_updates(state.model, updates), opt_state, state.step + 1), metrics
 
     return train_step
+
+
+def _update(transformation, grads, opt_state, params, value):
+    """Return (updates, state). On an explicit mesh the compiler places what an optimizer computes in between."""
+    update = lambda grads, opt_state, params, value: transformation.update(grads, opt_state, params, value=value)
+    if explicit():
+        lies = lambda tree: jax.tree.map(lambda leaf: PartitionSpec(*partitions(leaf)), tree)
+        update = jax.sharding.auto_axes(update, out_sharding=(lies(params), lies(opt_state)))
+    return update(grads, opt_state, params, value)
 
 
 def make_eval_step(loss: Loss) -> Callable[..., Any]:
@@ -78,25 +90,43 @@ def make_eval_step(loss: Loss) -> Callable[..., Any]:
     return eval_step
 
 
-def compile_step(step: Any, *args: PyTree, compiler_options: dict[str, Any] | None = None) -> Callable[..., Any]:
+class Executable:
+    """A compiled step: called with arrays where it was compiled for abstract ones.
+
+    Attributes:
+        compiled: what JAX compiled; `memory_analysis()` says what it will use, of each device.
+    """
+
+    def __init__(self, compiled: jax.stages.Compiled, static: PyTree):
+        self.compiled, self._static = compiled, static
+
+    def __call__(self, *args: PyTree) -> Any:
+        """Return what the step returns, without waiting for it."""
+        return eqx.combine(self.compiled(*eqx.filter(args, eqx.is_array)), self._static)
+
+
+def compile_step(step: Any, *args: PyTree, compiler_options: dict[str, Any] | None = None) -> Executable:
     """Return `step` compiled for the shapes of `args`, which may be `jax.ShapeDtypeStruct`s: nothing is allocated.
 
     Args:
         step: what `make_train_step` or `make_eval_step` returned.
-        args: arrays or abstract arrays, in any mixture with static leaves.
+        args: arrays or abstract arrays, in any mixture with static leaves. Where they lie on a mesh is compiled in.
         compiler_options: XLA options for this program alone.
 
     Returns:
-        An executable with the signature of `step`; `.compiled.memory_analysis()` says what it will use.
+        An executable with the signature of `step`.
     """
-    return step.lower(*jax.tree.map(_stand_in, args)).compile(compiler_options=compiler_options or None)
+    arrays, static = eqx.partition(args, lambda leaf: eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct))
+    returned = []
 
+    def run(*arrays):
+        out, rest = eqx.partition(step.__wrapped__(*eqx.combine(arrays, static)), eqx.is_array)
+        returned.append(rest)
+        return out
 
-def _stand_in(leaf: Any) -> Any:
-    """Replace an abstract array by a NumPy one without memory: `eqx.filter_jit` takes abstract ones for static."""
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
-    return leaf
+    donated = tuple(range(not step.donate_first, len(args))) if step.donate_rest else ()
+    lowered = jax.jit(run, donate_argnums=donated).lower(*arrays)
+    return Executable(lowered.compile(compiler_options=compiler_options or None), returned[0])
 
 
 def _norm(grads: PyTree) -> Float[Array, ""]:

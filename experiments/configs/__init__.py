@@ -7,6 +7,7 @@ No JAX here: `--help` and every configuration error come from this file alone. A
 from experiments.configs.compute import Hardware, Remat, Tiling
 from experiments.configs.data import Chat, Data, Preference, Pydoc, Stdlib, Synthetic, Text, Tokens
 from experiments.configs.fields import DType, OnNan, Platform, Schedule, StrEnum, chosen, option, positive, refuse
+from experiments.configs.mesh import Mesh
 from experiments.configs.objective import Distill, Dpo, Ipo, Objective, Orpo, Paired, Pretrain, Referenced, Sft, Simpo
 from experiments.configs.optimizer import Adafactor, AdafactorLayerwise, AdamW, Adapter, Lora, Optimizer, Sgd
 from experiments.configs.results import Checkpoint, Evaluation, Profile, Save
@@ -27,6 +28,7 @@ __all__ = [
     "Hardware",
     "Ipo",
     "Lora",
+    "Mesh",
     "Model",
     "Objective",
     "OnNan",

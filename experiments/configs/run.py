@@ -7,6 +7,7 @@ from typing import Any
 from experiments.configs.compute import Hardware, Remat, Tiling
 from experiments.configs.data import Chat, Data, Preference
 from experiments.configs.fields import OnNan, option, positive, refuse
+from experiments.configs.mesh import Mesh
 from experiments.configs.objective import Objective, Paired, Sft
 from experiments.configs.optimizer import Adapter, Optimizer
 from experiments.configs.results import Checkpoint, Evaluation, Profile, Save
@@ -31,6 +32,7 @@ class Run:
     tiling: Tiling
     optimizer: Optimizer
     hardware: Hardware
+    mesh: Mesh
     remat: Remat
     eval: Evaluation
     save: Save
