@@ -37,7 +37,7 @@ def choose(config: configs.Run, count: int, platform: str) -> configs.Mesh:
         if sizes["data"] == -1 and mesh.devices == 1 and config.batch_size is not None:
             sizes["data"] = math.gcd(config.batch_size, count)
             sizes["context"] = count // sizes["data"]
-    if math.prod(size or 1 for size in sizes.values()) != 1:
+    if set(sizes.values()) != {1}:
         try:
             sizes.update(fill({name: size or 1 for name, size in sizes.items()}, count))
         except ValueError:
@@ -89,6 +89,14 @@ def axes(mesh: configs.Mesh) -> Axes:
     if mesh.fsdp == "none":
         return {letter: named for letter, named in AXES.items() if letter != "D"}
     return {**AXES, "V": ("model", "data")} if mesh.fsdp == "V" else AXES
+
+
+def describe(mesh: configs.Mesh) -> str:
+    """Return the sizes of a mesh in words, and how parameters lie on its data axis."""
+    sizes = " x ".join(f"{name}={size}" for name, size in mesh.sizes.items() if size != 1)
+    if mesh.data == 1:
+        return sizes
+    return f"{sizes}, parameters copied" if mesh.fsdp == "none" else f"{sizes}, parameters cut over {mesh.fsdp}"
 
 
 def notes(config: configs.Resolved) -> list[str]:
@@ -175,10 +183,13 @@ def abstract_activation(letters: str, shape: Sequence[int], dtype: Any) -> jax.S
 
 
 def everywhere(tree: Any) -> Any:
-    """Return an abstract tree whose leaves that lie nowhere are whole on every device, where there is a mesh."""
+    """Return an abstract tree on the devices of the mesh, if there is one: what lies nowhere is whole on each."""
     mesh = current()
     if mesh is None:
         return tree
-    whole = NamedSharding(mesh, PartitionSpec())
-    typed = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None) or whole)
+
+    def typed(leaf):
+        spec = PartitionSpec() if leaf.sharding is None else leaf.sharding.spec
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
     return jax.tree.map(typed, tree)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from experiments import configs, preflight, tiles
+from experiments import configs, meshes, preflight, tiles
 from experiments.hardware import GIB, Device
 from experiments.preflight import Memory, Plan
 
@@ -37,6 +37,8 @@ def render(name: str, config: configs.Resolved, plan: Plan, device: Device, opti
         ("FLOPs per step", quantity(plan.flops, "FLOP"), f"times {config.steps:,} steps"),
         ("optimizer", optimizer, f"learning rate {config.optimizer.learning_rate:g}, {config.optimizer.schedule}"),
     ]
+    if config.mesh.devices > 1:
+        rows.append(("mesh", f"{config.mesh.devices} devices", meshes.describe(config.mesh)))
     lines = [_rule(f"{name} on {device.name}")]
     lines += [f"  {label:<16} {value:>15}   {note}" for label, value, note in rows]
     lines += [f"  {'tiled' * (i == 0):<16} {part:>15}   {how}" for i, (part, how) in enumerate(tiles.describe(config))]
@@ -46,7 +48,8 @@ def render(name: str, config: configs.Resolved, plan: Plan, device: Device, opti
 def _memory(config: configs.Resolved, plan: Plan) -> list[str]:
     heads = ["untiled"] if plan.untiled is None else [_name(config), "untiled"]
     columns: list[Memory] = [plan.memory] if plan.untiled is None else [plan.memory, plan.untiled]
-    lines = [f"  {'memory':<16} " + "".join(f"{head:>15}" for head in heads)]
+    title = "memory" if config.mesh.devices == 1 else "memory of each"
+    lines = [f"  {title:<16} " + "".join(f"{head:>15}" for head in heads)]
     notes = {"head": _logits(config), "activations": f"and the rest; remat {config.remat.policy}"}
     for part in plan.memory.parts:
         cells = "".join(f"{size(getattr(column, part)):>15}" for column in columns)
@@ -65,7 +68,7 @@ def _name(config: configs.Resolved) -> str:
 
 def _advice(config: configs.Resolved, plan: Plan) -> list[str]:
     """Return what a user of tiling should know: whether it helps at this size, and whether its tiles are too short."""
-    lines = []
+    lines = [f"  note: {note}." for note in meshes.notes(config)]
     tokens = config.tokens_per_step
     if plan.untiled is not None and plan.untiled.total <= plan.memory.total * 1.02:
         lines.append(f"  note: at {tokens:,} tokens per step tiling saves nothing: what it cuts is small.")

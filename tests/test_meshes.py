@@ -1,0 +1,174 @@
+"""Runs on meshes of eight CPU devices: what is chosen, what is refused, and the same losses on every layout."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import configs, data, hardware, meshes, program, schema
+from transforms.step import State
+
+SIZES = ["model.num_layers=2", "model.embed_dim=32", "model.mlp_dim=64", "model.num_heads=8", "model.head_dim=4"]
+SIZES += ["model.vocab_size=64", "data=synthetic", "data.vocab=32", "batch_size=8", "seq_len=16", "steps=5"]
+SIZES += ["optimizer.learning_rate=0.01", "hardware.param_dtype=float32"]
+GEMMA = ["model=gemma2_2b", "model.num_kv_heads=4", "model.window=5", "model.attn_softcap=5", "model.final_softcap=5"]
+LLAMA = ["model=tiny_llama", "model.num_kv_heads=2", "model.tied=false"]
+LAYOUTS = ["dp", "fsdp", "fsdp_v", "tp", "cp", "fsdp_tp", "fsdp_cp"]
+CASES = [(LLAMA if LAYOUTS.index(name) % 2 else GEMMA, name) for name in LAYOUTS]
+
+
+def resolve(*words, count=8, platform="cpu"):
+    device = hardware.Device(platform, "a test", 2**33, count)
+    return hardware.resolve(schema.compose([*SIZES, "tiling=none", *words])[0], device)
+
+
+def losses(*words):
+    """The loss of every step of a run."""
+    config, _ = resolve(*words)
+    assert meshes.problem(config) is None
+    source = data.open_source(config)
+    with meshes.spread(config):
+        abstract = program.abstract_state(config)
+        step, put = program.compile_train(config, abstract), meshes.feeder()
+        model, optimizer = program.init_model(config), program.build_optimizer(config)
+        state = eqx.filter_jit(lambda model: State.init(model, optimizer, program.trainable(config)))(model)
+        found = []
+        for index in range(config.steps):
+            state, metrics = step(put(source.batch(index).arrays), state)
+            found.append(float(metrics["loss"]))
+        for leaf, shape in zip(jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True):
+            if shape.sharding is not None:
+                assert leaf.sharding.is_equivalent_to(shape.sharding, leaf.ndim)
+    return np.array(found)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """The losses of one device, computed once for each run."""
+    known = {}
+
+    def run(*words):
+        if words not in known:
+            known[words] = losses("mesh=one", *words)
+            assert known[words][-1] < known[words][0] - 0.1
+        return known[words]
+
+    return run
+
+
+@pytest.mark.parametrize(("model", "layout"), CASES, ids=LAYOUTS)
+def test_a_run_is_the_same_on_a_mesh(alone, model, layout):
+    np.testing.assert_allclose(losses(f"mesh={layout}", *model), alone(*model), atol=1e-5)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("model", [LLAMA, GEMMA], ids=["llama", "gemma"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_is_the_same_on_every_mesh(alone, model, layout):
+    np.testing.assert_allclose(losses(f"mesh={layout}", *model), alone(*model), atol=1e-5)
+
+
+OTHERS = {
+    "experts": ["model=tiny_mixtral", "mesh=fsdp_ep"],
+    "adafactor": [*LLAMA, "mesh=fsdp_tp", "optimizer=adafactor", "model.embed_dim=128", "model.mlp_dim=128"],
+    "layerwise": [*LLAMA, "mesh=fsdp_tp", "optimizer=adafactor_layerwise", "model.embed_dim=128", "model.mlp_dim=128"],
+    "lora": [*LLAMA, "mesh=fsdp_tp", "adapter=lora"],
+    "clipped": [*LLAMA, "mesh=fsdp_cp", "optimizer.clip_norm=0.5", "remat=full"],
+    "preferences": [*LLAMA, "mesh=fsdp_cp", "objective=simpo", "optimizer=sgd"],
+}
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("words", OTHERS.values(), ids=OTHERS)
+def test_other_runs_are_the_same_on_a_mesh(words):
+    plain = [word for word in words if not word.startswith("mesh=")]
+    np.testing.assert_allclose(losses(*words), losses("mesh=one", *plain), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("words", "count", "platform", "sizes"),
+    [
+        ([], 1, "gpu", {}),
+        ([], 8, "cpu", {}),  # the devices of a CPU share its cores
+        ([], 8, "tpu", {"data": 8}),
+        (["batch_size=4"], 8, "gpu", {"data": 4, "context": 2}),
+        (["mesh=one"], 8, "gpu", {}),
+        (["mesh=fsdp_tp"], 8, "cpu", {"data": 4, "model": 2}),
+        (["mesh=tp"], 8, "cpu", {"model": 8}),
+        (["mesh.model=4"], 8, "cpu", {"data": 2, "model": 4}),
+        (["mesh=fsdp", "mesh.data=2", "mesh.context=-1"], 8, "cpu", {"data": 2, "context": 4}),
+    ],
+)
+def test_the_mesh_suits_the_devices(words, count, platform, sizes):
+    config, chosen = resolve(*words, count=count, platform=platform)
+    assert {name: size for name, size in config.mesh.sizes.items() if size != 1} == sizes
+    assert meshes.problem(config) is None
+    if platform != "cpu" and not any(word.startswith("mesh") for word in words) and count > 1:
+        assert chosen["mesh.data"] == sizes["data"]
+
+
+def test_a_batch_that_is_left_open_divides_over_the_devices():
+    words = [word for word in SIZES if not word.startswith("batch_size")]
+    device = hardware.Device("gpu", "a test", 2**33, 6)
+    config, _ = hardware.resolve(schema.compose([*words, "tiling=none"])[0], device)
+    assert config.mesh.data == 6
+    assert config.batch_size % 6 == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["mesh.data=3"], r"mesh.data=3: it takes 3 devices, and there are 8. The sizes must multiply to 8"),
+        (["mesh.data=-1", "mesh.model=3"], r"mesh.data=-1 x mesh.model=3: it takes a multiple of 3 devices"),
+        (["mesh=tp", "mesh.data=-1"], r"mesh.data=-1 x mesh.model=-1: one axis can take the rest"),
+    ],
+)
+def test_sizes_that_do_not_make_the_devices_are_refused(words, message):
+    with pytest.raises(hardware.HardwareError, match=message):
+        resolve(*words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["mesh=fsdp", "batch_size=6"], r"batch_size=6 over mesh.data=8: .* Use batch_size=8, or 2 devices"),
+        (["mesh=fsdp_ep", "batch_size=6", "model=tiny_mixtral"], r"over mesh.data=4 x mesh.expert=2"),
+        (["mesh=cp", "seq_len=20"], r"seq_len=20 over mesh.context=8: .* Use seq_len=24, or mesh.context=4"),
+        (["mesh=ep"], r"mesh.expert=8: this model has no experts. Use mesh.expert=1"),
+        (["mesh=ep", "model=tiny_mixtral", "model.num_experts=6"], r"this model has 6 experts. Use mesh.expert=2"),
+    ],
+)
+def test_what_cannot_be_cut_over_the_mesh_is_refused(words, message):
+    problem = meshes.problem(resolve(*words)[0])
+    assert problem is not None
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(problem)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [(["mesh.data=0"], "mesh.data=0: give a number of devices"), (["mesh.fsdp=X"], "mesh.fsdp=X: choose D, V or none")],
+)
+def test_bad_sizes_are_refused(words, message):
+    with pytest.raises(schema.ConfigError, match=message):
+        schema.compose(words)
+
+
+def test_dimensions_that_stay_whole_are_told():
+    config, _ = resolve("mesh=tp", *LLAMA)
+    assert meshes.notes(config) == ["K=2 stays whole: mesh.model=8 does not divide it"]
+    assert meshes.describe(config.mesh) == "model=8"
+    assert meshes.describe(configs.Mesh(data=4, fsdp="none")) == "data=4, parameters copied"
+
+
+def test_other_threads_put_batches_where_they_belong():
+    from concurrent.futures import ThreadPoolExecutor
+
+    config, _ = resolve("mesh=fsdp_cp")
+    with meshes.spread(config), ThreadPoolExecutor(1) as thread:
+        (array,) = thread.submit(meshes.feeder(), (np.zeros((8, 16), np.int32),)).result()
+        assert tuple(array.sharding.spec) == ("data", "context")
+        (pairs,) = meshes.feeder()((np.zeros((4, 2, 16), np.int32),))
+        assert tuple(pairs.sharding.spec) == ("data", None, "context")
+    assert jnp.ones(3).sharding.device_set == {jax.devices()[0]}
