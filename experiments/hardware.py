@@ -63,6 +63,7 @@ SCALES = {
 SCALES["tpu"] = SCALES["gpu"]
 RATES: dict[type, float] = {
     configs.AdamW: 3e-3,
+    configs.Muon: 3e-3,
     configs.Adafactor: 2e-2,
     configs.AdafactorLayerwise: 2e-2,
     configs.Sgd: 1e-1,
@@ -116,6 +117,14 @@ def prepare(platform: Platform) -> Device:
             f"Install JAX for it (the extras cuda and tpu), or use hardware=auto."
         ) from None
     return Device(device.platform, _name(device), free_memory(device), jax.device_count())
+
+
+def allow(config: configs.Hardware) -> None:
+    """Let JAX compute in float64 if a run asks for it anywhere."""
+    import jax
+
+    if DType.float64 in (config.param_dtype, config.compute_dtype, config.grad_dtype):
+        jax.config.update("jax_enable_x64", True)
 
 
 def _name(device: Any) -> str:
@@ -273,7 +282,8 @@ def _rate(optimizer: type, params: int, adapter: configs.Adapter) -> float:
     rate = RATES[optimizer]
     if isinstance(adapter, configs.Lora) and optimizer is configs.AdamW:
         return LORA_RATE
-    return rate if optimizer is not configs.AdamW else float(f"{rate * min(1.0, (3e6 / params) ** 0.5):.1g}")
+    scaled = float(f"{rate * min(1.0, (3e6 / params) ** 0.5):.1g}")
+    return scaled if optimizer in (configs.AdamW, configs.Muon) else rate
 
 
 def option_name(cls: type) -> str:

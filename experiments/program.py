@@ -27,7 +27,7 @@ def make_loss(config: configs.Resolved, *, evaluating: bool = False) -> Any:
     instead: nats per token, with nothing added (or the objective itself, where that compares answers).
     """
     how = {"dtype": _dtype(config.hardware.compute_dtype), "ops": tiled.ops(config)}
-    kept = remat(config.remat.policy)
+    kept = remat(config.remat.policy, config.remat.kept)
     objective = objectives.held_out(config.objective) if evaluating else objectives.build(config.objective)
     head = tiled.head(config, objective)
 
@@ -148,12 +148,45 @@ def completed(config: configs.Resolved, state: State) -> State:
     return eqx.tree_at(lambda s: s.model, state, eqx.combine(state.model, init_model(config)))
 
 
+def check_names(config: configs.Resolved) -> None:
+    """Trace as much as tells whether everything that the optimizer and remat name is there; allocates nothing.
+
+    Raises:
+        ValueError: a name or pattern matches nothing.
+    """
+    if isinstance(config.optimizer, configs.Decayed) and config.optimizer.no_decay is not None:
+        abstract_state(config)
+    if "names" in config.remat.policy:
+        wrapper = remat(config.remat.policy, config.remat.kept)
+        make = functools.partial(model_class(config.model.config).init, config.model.config)
+        model = eqx.filter_eval_shape(lambda: make(key=_key(config.seed)))
+        eqx.filter_eval_shape(lambda model: model.hidden(jnp.zeros((1, 2), jnp.int32), remat=wrapper), model)
+
+
 def build_optimizer(config: configs.Resolved) -> optax.GradientTransformationExtraArgs:
     """Return the run's optax transformation."""
-    built = optimizer.build(config.optimizer, config.steps, config.seed)
+    dtype = _grad_dtype(config)
+    built = optimizer.build(config.optimizer, config.steps, config.seed, model=config.model.config, dtype=dtype)
     if config.on_nan is not configs.OnNan.skip:
         return built
     return optax.with_extra_args_support(optax.apply_if_finite(built, max_consecutive_errors=2**31 - 1))
+
+
+def _grad_dtype(config: configs.Resolved) -> Any:
+    """Return what gradients are computed in, or None where that is what parameters are stored in."""
+    found = config.hardware.grad_dtype
+    return None if found in (None, config.hardware.param_dtype) else _dtype(found)
+
+
+def measured(config: configs.Resolved, state: State) -> Any:
+    """Return the model that is measured and saved: the mean of the weights where the run keeps one."""
+    if config.optimizer.ema is None:
+        return state.model
+    cast = lambda mean, leaf: None if mean is None else mean.astype(leaf.dtype)
+    found = jax.tree.leaves(state.opt_state, is_leaf=lambda part: isinstance(part, optimizer.Averaged))
+    averaged = next(part for part in found if isinstance(part, optimizer.Averaged))
+    mean = jax.tree.map(cast, averaged.mean, state.model, is_leaf=lambda leaf: leaf is None)
+    return eqx.combine(mean, state.model)
 
 
 def abstract_batch(config: configs.Resolved, *, evaluating: bool = False) -> tuple[Any, ...]:
@@ -198,7 +231,8 @@ def abstract_frozen(config: configs.Resolved) -> Any:
 
 def compile_train(config: configs.Resolved, state: State) -> Any:
     """Return the executable `(batch, state) -> (state, metrics)`."""
-    step = make_train_step(make_loss(config), build_optimizer(config), trainable(config))
+    how = build_optimizer(config), trainable(config)
+    step = make_train_step(make_loss(config), *how, grad_dtype=_grad_dtype(config))
     return compile_step(step, abstract_batch(config), state, compiler_options=config.hardware.compiler_options)
 
 

@@ -16,7 +16,13 @@ from experiments import commands, configs
 CONF = Path(__file__).resolve().parent.parent / "conf"
 GROUPS = ("model", "adapter", "data", "objective", "tiling", "optimizer", "hardware", "mesh", "remat", "checkpoint")
 FREE = ("hardware.compiler_options.",)  # keys under these are the user's own
-LISTS = ("adapter.targets", "data.pattern")  # their commas separate names, and ask for no sweep
+LISTS = (
+    "adapter.targets",
+    "data.pattern",
+    "optimizer.no_decay",
+    "remat.policy",
+    "remat.names",
+)  # their commas separate names, and ask for no sweep
 FILLS_NULL = (AttributeError, AssertionError)  # what OmegaConf raises on `part.key=value` where the part is null
 SCHEMAS = {  # group -> name of the schema -> dataclass
     "data": {
@@ -43,6 +49,7 @@ SCHEMAS = {  # group -> name of the schema -> dataclass
         "adamw": configs.AdamW,
         "adafactor": configs.Adafactor,
         "adafactor_layerwise": configs.AdafactorLayerwise,
+        "muon": configs.Muon,
         "sgd": configs.Sgd,
     },
     "hardware": {"hardware": configs.Hardware},

@@ -36,6 +36,7 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str]) -> 
         config = with_weights(config, argv)
         directory = Directory.find(config, choices["model"])
         device = hardware.prepare(config.hardware.platform)
+        hardware.allow(config.hardware)
         config, chosen = hardware.resolve(config, device)
         _check(config)
         source = data.open_source(config)
@@ -96,6 +97,7 @@ def _check(config: configs.Resolved) -> None:
         raise RunError(problem)
     try:
         frozen.described(config)
+        program.check_names(config)
     except ValueError as error:
         raise RunError(str(error)) from None
     if config.profile.span is not None and config.profile.span[1] > config.steps:
@@ -117,7 +119,7 @@ def _preflight(config: configs.Resolved, model: str, chosen: dict, argv: Sequenc
         print(table.choices(chosen), flush=True)
     began = time.perf_counter()
     params = zoo.accounting.count_params(config.model.config)
-    itemsize = 4 if config.hardware.param_dtype is configs.DType.float32 else 2
+    itemsize = 2 if config.hardware.param_dtype is configs.DType.bfloat16 else 4
     least, free = 2 * params * itemsize // config.mesh.devices, preflight.available(config, device)
     if least > 4 * free:  # compiling would only waste time
         need = f"its weights and gradients alone take {table.size(least)}"

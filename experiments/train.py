@@ -102,7 +102,8 @@ class Trainer:
             told, measure = stop.signal, self._measures(step)
             save = told is not None or self._saves(step)
             if measure or save or self._tracer.ends(step):
-                self._record(*pending, evaluate=partial(self._held_out, evaluate, state.model) if measure else None)
+                weigh = partial(self._held_out, evaluate, program.measured(self.config, state)) if measure else None
+                self._record(*pending, evaluate=weigh)
                 if self._tracer.ends(step):
                     jax.block_until_ready(state)
                     self._tracer.close()
@@ -111,7 +112,7 @@ class Trainer:
                 pending, self._clock = None, time.perf_counter()
             if told:
                 raise Stopped(f"stopped by {told.name} after step {step} of {self.config.steps}", told)
-        return state.model
+        return program.measured(self.config, state)
 
     def _measures(self, step: int) -> bool:
         return step == self.config.steps or bool(self.config.eval.every and step % self.config.eval.every == 0)

@@ -5,34 +5,153 @@ One table, used as `model.hidden(tokens, remat=remat("full"))`: the wrapper goes
 """
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 _policies = jax.checkpoint_policies
+Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 POLICIES: dict[str, Any] = {
     "full": _policies.nothing_saveable,
+    "block": _policies.nothing_saveable,
     "dots": _policies.dots_saveable,
     "dots_no_batch": _policies.dots_with_no_batch_dims_saveable,
     "offload": _policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
 }
+BY_NAME: dict[str, Callable[[Sequence[str]], Any]] = {
+    "names": lambda names: _policies.save_only_these_names(*names),
+    "offload_names": lambda names: _policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=list(names),
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
+}
+CHOICES = ("none", *POLICIES, *BY_NAME)
 
 
-def remat(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]] | None:
+@dataclass(frozen=True)
+class Cycle:
+    """One wrapper for each of some layers, over and over; `scan_layers` takes it where it takes a wrapper."""
+
+    names: tuple[str, ...]
+    wrappers: tuple[Wrapper | None, ...]
+
+    def runs(self, first: int, count: int) -> Iterator[tuple[Wrapper | None, int, int]]:
+        """Yield (wrapper, start, stop) of the runs of layers with one policy, among `count` from layer `first` on."""
+        kinds = [(first + layer) % len(self.names) for layer in range(count)]
+        start = 0
+        for _, run in itertools.groupby(kinds, key=lambda kind: self.names[kind]):
+            same = list(run)
+            yield self.wrappers[same[0]], start, start + len(same)
+            start += len(same)
+
+
+def remat(name: str, names: Sequence[str] = ()) -> Wrapper | Cycle | None:
     """Return the wrapper for a layer's body, or None where everything is kept.
 
     Gradients are the same under every policy. From most memory and least arithmetic to the reverse: `none` keeps every
     intermediate, `dots` the results of matrix products, `dots_no_batch` those without batch dims (not attention's),
-    `full` the layer's input alone, for a second forward pass. `offload` is `dots_no_batch` in host memory.
+    `names` what `checkpoint_name` gave one of `names`, `full` (or `block`) the input of a layer, for a second forward
+    pass. `offload` is `dots_no_batch` in host memory, `offload_names` is `names` there.
+
+    Several policies with commas between them take turns over the layers, `*` repeats one: `full*3,none`.
 
     Raises:
-        ValueError: there is no policy of that name.
+        ValueError: there is no policy of that name, or it needs names; and when a layer runs that lacks a name.
     """
-    if name == "none":
+    parts = [part.strip() for part in name.split(",")]
+    counted = [(policy, int(times) if times.isdigit() else 0) for policy, _, times in (_split(part) for part in parts)]
+    for part, (policy, times) in zip(parts, counted, strict=True):
+        if policy not in CHOICES or times < 1:
+            raise ValueError(f"cannot remat by {part!r}: it is not a policy. Choose one of {', '.join(CHOICES)}.")
+    cycle = [policy for policy, times in counted for _ in range(times)]
+    wrappers = {policy: _wrapper(policy, tuple(names), alone=len(set(cycle)) == 1) for policy in cycle}
+    if len(wrappers) == 1:
+        return wrappers[cycle[0]]
+    return Cycle(tuple(cycle), tuple(wrappers[policy] for policy in cycle))
+
+
+def scan_layers(
+    body: Callable[..., Any], carry: Any, stacked: Any, remat: Wrapper | Cycle | None, first: int = 0
+) -> tuple[Any, Any]:
+    """Return `jax.lax.scan(body, carry, stacked)`, where each layer keeps for the backward pass what `remat` says.
+
+    Args:
+        body: of one layer.
+        carry: what goes from layer to layer.
+        stacked: the layers' weights and whatever else differs between them.
+        remat: a wrapper of the body, a cycle of them, or None.
+        first: the number of the first of these layers, where they are not all.
+    """
+    if not isinstance(remat, Cycle):
+        return jax.lax.scan(body if remat is None else remat(body), carry, stacked)
+    count, period = jax.tree.leaves(stacked)[0].shape[0], len(remat.names)
+    whole = count // period if count >= 2 * period else 0
+
+    def run(carry, stacked, start, count):
+        made = []
+        for wrapper, begin, end in remat.runs(first + start, count):
+            part = jax.tree.map(lambda leaf, begin=begin, end=end: leaf[begin:end], stacked)
+            carry, out = jax.lax.scan(body if wrapper is None else wrapper(body), carry, part)
+            made.append(out)
+        return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *made)
+
+    made = []
+    if whole:
+        turns = jax.tree.map(lambda leaf: leaf[: whole * period].reshape(whole, period, *leaf.shape[1:]), stacked)
+        carry, out = jax.lax.scan(lambda carry, part: run(carry, part, 0, period), carry, turns)
+        made.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), out))
+    if rest := count - whole * period:
+        carry, out = run(carry, jax.tree.map(lambda leaf: leaf[whole * period :], stacked), whole * period, rest)
+        made.append(out)
+    return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *made)
+
+
+def _split(part: str) -> tuple[str, str, str]:
+    return part.partition("*") if "*" in part else (part, "", "1")
+
+
+def _wrapper(policy: str, names: tuple[str, ...], alone: bool) -> Wrapper | None:
+    if policy == "none":
         return None
-    if name not in POLICIES:
-        raise ValueError(f"cannot remat by {name!r}: it is not a policy. Choose one of none, {', '.join(POLICIES)}.")
-    # Inside a scan nothing can merge the recomputation with the original, so the guard against it only costs code.
-    return functools.partial(jax.checkpoint, policy=POLICIES[name], prevent_cse=False)
+    # Inside a scan nothing can merge the recomputation with the original, so the guard against it only costs code; but
+    # a run of one layer is no loop.
+    wrap = functools.partial(jax.checkpoint, prevent_cse=not alone)
+    if policy in POLICIES:
+        return functools.partial(wrap, policy=POLICIES[policy])
+    if not names:
+        raise ValueError(f"cannot remat by {policy!r} without names: give those of the values to keep.")
+    return lambda body: _with_names(wrap(body, policy=BY_NAME[policy](names)), body, policy, names)
+
+
+def _with_names(wrapped, body, policy: str, names: tuple[str, ...]):
+    """Return a wrapped body that first looks for the names: a policy passes over those that are not there."""
+
+    @functools.wraps(body)
+    def checked(*args):
+        found = sorted(set(_names_in(jax.make_jaxpr(body)(*args).jaxpr)))
+        if missing := [name for name in names if name not in found]:
+            raise ValueError(
+                f"cannot remat by {policy!r}: no value is named {', '.join(map(repr, missing))}. "
+                f"The layer has {', '.join(found) or 'no names'}."
+            )
+        return wrapped(*args)
+
+    return checked
+
+
+def _names_in(jaxpr: Jaxpr) -> Iterator[str]:
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "name":
+            yield equation.params["name"]
+        for value in equation.params.values():
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                if isinstance(inner, ClosedJaxpr | Jaxpr):
+                    yield from _names_in(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner)

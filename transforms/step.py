@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
 from transforms.sharding import explicit, partitions
@@ -44,7 +45,10 @@ class State(eqx.Module):
 
 
 def make_train_step(
-    loss: Loss, optimizer: optax.GradientTransformation, trainable: Callable[[PyTree], PyTree] = all_parameters
+    loss: Loss,
+    optimizer: optax.GradientTransformation,
+    trainable: Callable[[PyTree], PyTree] = all_parameters,
+    grad_dtype: DTypeLike | None = None,
 ) -> Callable[..., Any]:
     """Return the jitted step `(batch, state) -> (state, metrics)`; the state's memory is reused for the new state.
 
@@ -52,6 +56,8 @@ def make_train_step(
         loss: `loss(model, batch) -> (scalar, dict of scalars)`.
         optimizer: any optax transformation; it is given the parameters and the loss value.
         trainable: which leaves of a model are trained, as a tree of bools; the others have no gradient and no state.
+        grad_dtype: what the optimizer is given gradients in; None is the parameters' own. Wider ones than these take
+            the memory of a wide copy of the parameters.
 
     Returns:
         A function whose metrics are the loss's own with `loss` and `grad_norm` added.
@@ -62,7 +68,9 @@ def make_train_step(
     def train_step(batch, state):
         params, frozen = eqx.partition(state.model, trainable(state.model))
         objective = lambda params: loss(eqx.combine(params, frozen), batch)
-        (value, aux), grads = eqx.filter_value_and_grad(objective, has_aux=True)(params)
+        wide = params if grad_dtype is None else jax.tree.map(lambda p: p.astype(_wider(p, grad_dtype)), params)
+        (value, aux), grads = eqx.filter_value_and_grad(objective, has_aux=True)(wide)
+        grads = grads if grad_dtype is None else jax.tree.map(lambda grad: grad.astype(grad_dtype), grads)
         metrics = {**aux, "loss": value, "grad_norm": _norm(grads)}
         updates, opt_state = _update(transformation, grads, state.opt_state, params, value)
         return State(eqx.apply_updates(state.model, updates), opt_state, state.step + 1), metrics
@@ -77,6 +85,10 @@ def _update(transformation, grads, opt_state, params, value):
         lies = lambda tree: jax.tree.map(lambda leaf: PartitionSpec(*partitions(leaf)), tree)
         update = jax.sharding.auto_axes(update, out_sharding=(lies(params), lies(opt_state)))
     return update(grads, opt_state, params, value)
+
+
+def _wider(leaf, dtype):
+    return jnp.promote_types(leaf.dtype, dtype)
 
 
 def make_eval_step(loss: Loss) -> Callable[..., Any]:

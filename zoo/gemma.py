@@ -11,13 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
+from transforms.remat import Cycle, scan_layers
 from zoo import packing
 from zoo.cache import Past, remembering
 from zoo.configs import Gemma3Config, GemmaConfig
@@ -123,7 +123,7 @@ class Gemma(eqx.Module):
         tokens: Integer[Array, "B S"],
         *,
         dtype: DTypeLike | None = None,
-        remat: Callable | None = None,
+        remat: Callable | Cycle | None = None,
         ops: Ops | None = None,
         segments: Integer[Array, "B S"] | None = None,
     ) -> Float[Array, "B S D"]:
@@ -135,8 +135,8 @@ class Gemma(eqx.Module):
         Args:
             tokens: ids in `[0, vocab_size)`.
             dtype: what to compute in; None is the parameters' own.
-            remat: wraps the scanned layer body, for instance `functools.partial(jax.checkpoint, prevent_cse=False)`.
-                The names `attn_out` and `mlp_out` mark what a policy may keep.
+            remat: what the backward pass keeps of each layer (`transforms.remat`), or any wrapper of its body. The
+                names `attn_out` and `mlp_out` mark what a policy may keep.
             ops: how attention and MLP run; None runs them plainly.
             segments: the number of each token's document, where a row holds several (`zoo.packing`).
 
@@ -150,7 +150,7 @@ class Gemma(eqx.Module):
         tokens: Integer[Array, "B S"],
         *,
         dtype: DTypeLike | None = None,
-        remat: Callable | None = None,
+        remat: Callable | Cycle | None = None,
         ops: Ops | None = None,
         past: Past | None = None,
         segments: Integer[Array, "B S"] | None = None,
@@ -177,8 +177,8 @@ class Gemma(eqx.Module):
             x = layer(x, self.config, frequency=frequency, window=window, ops=how, positions=positions)
             return x, new()
 
-        body = body if remat is None else remat(body)
-        x, new = jax.lax.scan(body, x, (self.layers, windows, jnp.stack(waves) if differ else None, places))
+        stacked = self.layers, windows, jnp.stack(waves) if differ else None, places
+        x, new = scan_layers(body, x, stacked, remat)
         return rms_norm(x, self.final_norm, self.config.norm_eps), new
 
     def logits(self, hidden: Float[Array, "*b D"]) -> Float[Array, "*b V"]:

@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
+from transforms.remat import Cycle, scan_layers
 from zoo import packing
 from zoo.cache import Past, remembering
 from zoo.configs import LlamaLike
@@ -133,7 +134,7 @@ class Llama(eqx.Module):
         tokens: Integer[Array, "B S"],
         *,
         dtype: DTypeLike | None = None,
-        remat: Callable | None = None,
+        remat: Callable | Cycle | None = None,
         ops: Ops | None = None,
         segments: Integer[Array, "B S"] | None = None,
     ) -> Float[Array, "B S D"]:
@@ -142,8 +143,8 @@ class Llama(eqx.Module):
         Args:
             tokens: ids in `[0, vocab_size)`. Traced ids are not checked: one outside makes its sequence NaN.
             dtype: what to compute in; None is the parameters' own.
-            remat: wraps the scanned layer body, for instance `functools.partial(jax.checkpoint, prevent_cse=False)`.
-                The names `attn_out` and `mlp_out` mark what a policy may keep.
+            remat: what the backward pass keeps of each layer (`transforms.remat`), or any wrapper of its body. The
+                names `attn_out` and `mlp_out` mark what a policy may keep.
             ops: how attention and MLP run; None runs them plainly.
             segments: the number of each token's document, where a row holds several (`zoo.packing`).
 
@@ -157,7 +158,7 @@ class Llama(eqx.Module):
         tokens: Integer[Array, "B S"],
         *,
         dtype: DTypeLike | None = None,
-        remat: Callable | None = None,
+        remat: Callable | Cycle | None = None,
         ops: Ops | None = None,
         past: Past | None = None,
         segments: Integer[Array, "B S"] | None = None,
@@ -177,8 +178,7 @@ class Llama(eqx.Module):
             how, new = remembering(ops, past, place)
             return layer(x, self.config, frequency=frequency, window=window, ops=how, positions=positions), new()
 
-        body = body if remat is None else remat(body)
-        x, new = jax.lax.scan(body, x, (self.layers, scanned_windows(self.config.layer_windows, seq), places))
+        x, new = scan_layers(body, x, (self.layers, scanned_windows(self.config.layer_windows, seq), places), remat)
         return rms_norm(x, self.final_norm, self.config.norm_eps, offset=0.0), new
 
     def logits(self, hidden: Float[Array, "*b D"]) -> Float[Array, "*b V"]:

@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
+from transforms.remat import Cycle, scan_layers
 from zoo import llama, packing
 from zoo.cache import Past, remembering
 from zoo.configs import MixtralConfig, Qwen3MoeConfig
@@ -110,7 +111,7 @@ class Mixture(eqx.Module):
         tokens: Integer[Array, "B S"],
         *,
         dtype: DTypeLike | None = None,
-        remat: Callable | None = None,
+        remat: Callable | Cycle | None = None,
         ops: Ops | None = None,
         segments: Integer[Array, "B S"] | None = None,
     ) -> Float[Array, "B S D"]:
@@ -122,7 +123,7 @@ class Mixture(eqx.Module):
         tokens: Integer[Array, "B S"],
         *,
         dtype: DTypeLike | None = None,
-        remat: Callable | None = None,
+        remat: Callable | Cycle | None = None,
         ops: Ops | None = None,
         segments: Integer[Array, "B S"] | None = None,
     ) -> tuple[Float[Array, "B S D"], Float[Array, ""]]:
@@ -134,8 +135,8 @@ class Mixture(eqx.Module):
         Args:
             tokens: ids in `[0, vocab_size)`. Traced ids are not checked: one outside makes its sequence NaN.
             dtype: what to compute in; None is the parameters' own.
-            remat: wraps the scanned layer body, for instance `functools.partial(jax.checkpoint, prevent_cse=False)`.
-                The names `attn_out` and `mlp_out` mark what a policy may keep.
+            remat: what the backward pass keeps of each layer (`transforms.remat`), or any wrapper of its body. The
+                names `attn_out` and `mlp_out` mark what a policy may keep.
             ops: how attention runs, and the MLP of dense layers; None runs them plainly.
             segments: the number of each token's document, where a row holds several (`zoo.packing`).
 
@@ -149,7 +150,7 @@ class Mixture(eqx.Module):
         tokens: Integer[Array, "B S"],
         *,
         dtype: DTypeLike | None = None,
-        remat: Callable | None = None,
+        remat: Callable | Cycle | None = None,
         ops: Ops | None = None,
         past: Past | None = None,
         segments: Integer[Array, "B S"] | None = None,
@@ -176,9 +177,10 @@ class Mixture(eqx.Module):
             x, routed = out if isinstance(layer, Block) else (out, None)
             return x, (routed, new())
 
-        body, routed, made = body if remat is None else remat(body), [], []
+        routed, made, first = [], [], 0
         for run in self._runs((scanned_windows(config.layer_windows, seq), places)):
-            x, (of_layers, new) = jax.lax.scan(body, x, run)
+            x, (of_layers, new) = scan_layers(body, x, run, remat, first)
+            first += run[0].attn_norm.shape[0]
             routed += [] if of_layers is None else [of_layers.sum(0)]
             made.append(new)
         counts_E, probs_E = sum(routed) / (tokens.size * self.layers.router.shape[0])

@@ -9,7 +9,17 @@ from experiments.configs.data import Chat, Data, Preference, Pydoc, Stdlib, Synt
 from experiments.configs.fields import DType, OnNan, Platform, Schedule, StrEnum, chosen, option, positive, refuse
 from experiments.configs.mesh import Mesh
 from experiments.configs.objective import Distill, Dpo, Ipo, Objective, Orpo, Paired, Pretrain, Referenced, Sft, Simpo
-from experiments.configs.optimizer import Adafactor, AdafactorLayerwise, AdamW, Adapter, Lora, Optimizer, Sgd
+from experiments.configs.optimizer import (
+    Adafactor,
+    AdafactorLayerwise,
+    AdamW,
+    Adapter,
+    Decayed,
+    Lora,
+    Muon,
+    Optimizer,
+    Sgd,
+)
 from experiments.configs.results import Checkpoint, Evaluation, Profile, Save
 from experiments.configs.run import Model, Resolved, Run
 
@@ -22,6 +32,7 @@ __all__ = [
     "Checkpoint",
     "DType",
     "Data",
+    "Decayed",
     "Distill",
     "Dpo",
     "Evaluation",
@@ -30,6 +41,7 @@ __all__ = [
     "Lora",
     "Mesh",
     "Model",
+    "Muon",
     "Objective",
     "OnNan",
     "Optimizer",

@@ -6,6 +6,8 @@ from typing import Any
 
 from experiments.configs.fields import DType, Platform, option, positive, refuse
 
+REMAT = "none full block dots dots_no_batch offload names offload_names".split()  # those of `transforms.remat`
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tiling:
@@ -46,6 +48,7 @@ class Hardware:
     platform: Platform = option(Platform.auto, "cpu, gpu or tpu; auto: the best there is")
     param_dtype: DType | None = option(None, "how parameters are stored")
     compute_dtype: DType | None = option(None, "what the layers compute in")
+    grad_dtype: DType | None = option(None, "what gradients and optimizer compute in (default: param_dtype)")
     memory_gib: float | None = option(None, "memory the run may plan with (None: what the device has free)")
     headroom_gib: float | None = option(None, "kept free beside the compiled step's own memory")
     peak_tflops: float | None = option(None, "what one device can do, for MFU (default: its bfloat16 peak, if known)")
@@ -59,8 +62,22 @@ class Hardware:
 class Remat:
     """What the backward pass keeps from the forward pass of each layer."""
 
-    policy: str = option("auto", "auto, none (keep everything), full (keep nothing), dots, dots_no_batch, offload")
+    policy: str = option(
+        "auto",
+        "auto, none (keep everything), full or block (nothing), dots, dots_no_batch, names, offload, offload_names; "
+        "several take turns over the layers: full*3,none",
+    )
+    names: str = option("attn_out,mlp_out", "the values that remat=names and offload_names keep")
 
     def __post_init__(self):
-        if self.policy not in ("auto", "none", "full", "dots", "dots_no_batch", "offload"):
-            raise refuse("remat.policy", self.policy, "choose auto, none, full, dots, dots_no_batch or offload")
+        if self.policy == "auto":
+            return
+        for part in self.policy.split(","):
+            name, star, times = part.strip().partition("*")
+            if name not in REMAT or (star and not (times.isdigit() and int(times))):
+                raise refuse("remat.policy", self.policy, f"choose auto, {', '.join(REMAT)}; several as full*3,none")
+
+    @property
+    def kept(self) -> list[str]:
+        """The names, one by one."""
+        return [name.strip() for name in self.names.split(",") if name.strip()]

@@ -36,6 +36,7 @@ def chosen(value: T | None) -> T:
 class DType(StrEnum):
     """The number formats that parameters and arithmetic can have."""
 
+    float64 = "float64"
     float32 = "float32"
     bfloat16 = "bfloat16"
 
@@ -54,6 +55,8 @@ class Schedule(StrEnum):
 
     constant = "constant"
     cosine = "cosine"
+    linear = "linear"
+    wsd = "wsd"
 
 
 OnNan = StrEnum("OnNan", ["stop", "skip", "raise"])

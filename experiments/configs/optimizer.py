@@ -35,24 +35,63 @@ class Optimizer:
     """What every optimizer has; alone, it stands for the one that suits the device and the model's size."""
 
     learning_rate: float | None = option(None, "peak learning rate")
-    schedule: Schedule = option(Schedule.cosine, "after the warm-up: constant, or cosine down to a tenth")
+    schedule: Schedule = option(
+        Schedule.cosine, "after the warm-up: constant, cosine, linear, or wsd (constant, then a linear cool-down)"
+    )
     warmup: float = option(0.05, "share of the steps over which the learning rate rises")
+    cooldown: float = option(0.2, "share of the steps over which it falls at the end (wsd)")
+    final: float = option(0.1, "share of the peak that is left at the end (cosine, linear, wsd)")
     clip_norm: float | None = option(None, "largest global gradient norm (None: not clipped)")
+    ema: float | None = option(None, "keep a mean of the weights that decays so each step; it is measured and saved")
 
     def __post_init__(self):
-        positive(self, "optimizer.", "learning_rate", "clip_norm")
-        if not 0 <= self.warmup < 1:
-            raise refuse("optimizer.warmup", self.warmup, "it is a share of the steps, from 0 to below 1")
+        positive(self, "optimizer.", "learning_rate", "clip_norm", "ema")
+        for name in ("warmup", "cooldown"):
+            if not 0 <= getattr(self, name) < 1:
+                raise refuse(f"optimizer.{name}", getattr(self, name), "it is a share of the steps, from 0 to below 1")
+        if self.schedule is Schedule.wsd and self.warmup + self.cooldown > 1:
+            raise refuse("optimizer.cooldown", self.cooldown, f"with warmup={self.warmup} it takes more than all steps")
+        if not 0 <= self.final <= 1:
+            raise refuse("optimizer.final", self.final, "it is a share of the peak")
+        if self.ema is not None and self.ema >= 1:
+            raise refuse("optimizer.ema", self.ema, "the weights of old steps must decay: give less than 1")
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamW(Optimizer):
+class Decayed(Optimizer):
+    """What an optimizer with weight decay has."""
+
+    weight_decay: float = option(0.1, "decoupled weight decay")
+    no_decay: str | None = option(
+        None, "parameters without it, by name or pattern: `embed,*norm` (default: norms and biases)"
+    )
+
+    @property
+    def exempt(self) -> list[str] | None:
+        """The patterns, one by one."""
+        return None if self.no_decay is None else [one.strip() for one in self.no_decay.split(",") if one.strip()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW(Decayed):
     """optax.adamw: 8 bytes of state per parameter in float32."""
 
     b1: float = option(0.9, "decay of the first moment")
     b2: float = option(0.95, "decay of the second moment")
     eps: float = option(1e-8, "added to the root of the second moment")
-    weight_decay: float = option(0.1, "decoupled weight decay")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Muon(Decayed):
+    """optax.contrib.muon: each layer's matrices move by an orthogonal step, all else by Adam."""
+
+    beta: float = option(0.95, "decay of the momentum")
+    steps: int = option(5, "Newton-Schulz iterations that make a step orthogonal")
+    consistent_rms: float | None = option(0.2, "root mean square of a step, as AdamW's (None: by the matrix's shape)")
+
+    def __post_init__(self):
+        super().__post_init__()
+        positive(self, "optimizer.", "steps", "consistent_rms")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +110,8 @@ class AdafactorLayerwise(Adafactor):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sgd(Optimizer):
+class Sgd(Decayed):
     """optax.sgd."""
 
+    weight_decay: float = option(0.0, "weight decay")
     momentum: float | None = option(None, "momentum (None: no state at all)")
