@@ -67,15 +67,22 @@ def _(config: configs.AdamW, rate, seed: int, model: Any) -> optax.GradientTrans
 
 @_build.register
 def _(config: configs.Muon, rate, seed: int, model: Any) -> optax.GradientTransformation:
-    return muon(
+    mask = lambda params: jax.tree.map(lambda on: not on, parameters.matching(params, config.exempt))
+    inner = muon(
         rate,
         beta=config.beta,
         ns_steps=config.steps,
         weight_decay=config.weight_decay,
-        weight_decay_mask=functools.partial(decayed, config),
+        weight_decay_mask=mask,  # is given matrices alone
         consistent_rms=config.consistent_rms,
         muon_weight_dimension_numbers=functools.partial(_matrices, model),
     )
+
+    def init(params):
+        decayed(config, params)  # every pattern names a parameter
+        return inner.init(params)
+
+    return optax.GradientTransformation(init, inner.update)
 
 
 @_build.register
@@ -110,7 +117,8 @@ def decayed(config: configs.Decayed, params: Any) -> Any:
     Raises:
         ValueError: a pattern of `optimizer.no_decay` names no parameter.
     """
-    exempt = parameters.matching(params, config.exempt, f"optimizer.no_decay={config.no_decay}")
+    parameters.check(params, config.exempt or (), f"optimizer.no_decay={config.no_decay}")
+    exempt = parameters.matching(params, config.exempt)
     return jax.tree.map(lambda one: not one, exempt)
 
 

@@ -15,21 +15,25 @@ def names(tree: Any) -> list[str]:
     return [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
-def matching(tree: Any, patterns: Sequence[str] | None, key: str) -> Any:
-    """Return a tree of bools: which leaves a pattern names, by their path or a part of it; None is norms and biases.
+def matching(tree: Any, patterns: Sequence[str] | None) -> Any:
+    """Return a tree of bools: which leaves a pattern names, by their path or a part of it; None is norms and biases."""
+    wanted = PLAIN if patterns is None else patterns
+    return jax.tree_util.tree_map_with_path(lambda path, _: any(_hit(_name(path), one) for one in wanted), tree)
+
+
+def check(tree: Any, patterns: Sequence[str], key: str) -> None:
+    """Raise unless every pattern names a leaf.
 
     Raises:
-        ValueError: a pattern names no leaf; with the closest one, and all there are.
+        ValueError: naming the pattern, the closest leaf, and all there are.
     """
     known = names(tree)
-    for pattern in patterns or ():
+    for pattern in patterns:
         if not any(_hit(name, pattern) for name in known):
             parts = sorted({part for name in known for part in (name, *name.split("."))})
             close = difflib.get_close_matches(pattern, parts, n=1)
             hint = f" Did you mean `{close[0]}`?" if close else ""
             raise ValueError(f"bad value {key}: `{pattern}` matches no parameter.{hint} There are: {', '.join(known)}")
-    wanted = PLAIN if patterns is None else patterns
-    return jax.tree_util.tree_map_with_path(lambda path, _: any(_hit(_name(path), one) for one in wanted), tree)
 
 
 def _name(path: Any) -> str:

@@ -210,6 +210,8 @@ def test_muon_makes_steps_orthogonal_over_the_inputs_and_outputs_of_each_layers_
         configs.Muon(learning_rate=1.0, warmup=0.0, weight_decay=0.0, consistent_rms=None), 10, model=CONFIG
     )
     model = mixture()
+    with pytest.raises(ValueError, match="`nothing` matches no parameter"):
+        optimizer.build(configs.Muon(learning_rate=1.0, no_decay="nothing"), 10, model=CONFIG).init(model)
     keys = iter(jax.random.split(jax.random.key(1), 99))
     grads = jax.tree.map(lambda p: jax.random.normal(next(keys), p.shape), model)
     updates, _ = jax.jit(tx.update)(grads, tx.init(model), model)

@@ -50,7 +50,7 @@ WRONG = {
     "half a tile": (["tiling.n=1.5"], r"tiling.n"),
     "steps not a number": (["steps=abc"], r"bad override `steps=abc`: .*Integer"),
     "no steps": (["steps=0"], r"bad value steps=0: it must be greater than zero"),
-    "not a dtype": (["hardware.param_dtype=float16"], r"expected one of \[float32, bfloat16\]"),
+    "not a dtype": (["hardware.param_dtype=float16"], r"expected one of \[float64, float32, bfloat16\]"),
     "not a policy": (["remat.policy=some"], r"bad value remat.policy=some: choose auto"),
     "missing path": (["data=text"], r"data.path=... must be given"),
     "run in another folder": (["run=../x"], r"bad value run=../x"),
