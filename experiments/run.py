@@ -36,7 +36,10 @@ def main(argv: list[str]) -> int:
             print(dump(config, words), end="")
             return 0
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's own log: errors only
-        from experiments.session import start  # from here on JAX may be imported
+        if config.compile_for is not None:
+            from experiments.ahead import start
+        else:
+            from experiments.session import start  # from here on JAX may be imported
 
         return start(config, choices, words)
     except schema.ConfigError as error:

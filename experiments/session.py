@@ -38,7 +38,7 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str]) -> 
         device = hardware.prepare(config.hardware.platform)
         hardware.allow(config.hardware)
         config, chosen = hardware.resolve(config, device)
-        _check(config)
+        check(config)
         source = data.open_source(config)
     except (RunError, DirectoryError, HardwareError, data.DataError) as error:
         return _fail(error, 2)
@@ -92,7 +92,8 @@ def with_weights(config: T, argv: Sequence[str]) -> T:
     return dataclasses.replace(config, model=configs.Model(config=described, weights=str(path)))
 
 
-def _check(config: configs.Resolved) -> None:
+def check(config: configs.Resolved) -> None:
+    """Raise a RunError if a run cannot be carried out as it is asked for, before anything is compiled."""
     if problem := meshes.problem(config) or tiles.problem(config):
         raise RunError(problem)
     try:

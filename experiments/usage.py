@@ -79,6 +79,7 @@ def _default(field: dataclasses.Field) -> str:
         "attention",
         "batch",
         "keep_every",
+        "compile_for",
     )
     if field.default_factory is not dataclasses.MISSING:
         return "{}"

@@ -5,11 +5,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 _HEADER = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
 _SHAPE = r"\w+\[([\d,]*)\](?:\{[^}]*\})?"
 _RESULT = re.compile(rf"^\s*(?:ROOT )?%?([\w.\-]+) = {_SHAPE} (\w[\w\-]*)\((.*)")
-_CALLED = re.compile(r"(?:to_apply|body|calls|branch_computations)=\{?((?:%?[\w.\-]+(?:, )?)+)\}?")
+_CALLED = re.compile(r"(?:to_apply|body|calls|called_computations|branch_computations)=\{?((?:%?[\w.\-]+(?:, )?)+)\}?")
+_ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
+_KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+_EXCHANGE = re.compile(rf"^\s*(?:ROOT )?%?[\w.\-]+ = (.+?) ({_KINDS})(?:-start)?\(")
+BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "s32": 4, "u32": 4, "s64": 8, "u64": 8}
+BYTES |= {"bf16": 2, "f16": 2, "f32": 4, "f64": 8, "token": 0}
 _TRIPS = re.compile(r'known_trip_count"?:\s*\{\s*"?n"?:\s*"?(\d+)"?')
 
 
@@ -22,45 +28,138 @@ def dot_flops(text: str) -> int:
     Raises:
         ValueError: a loop that holds products has no trip count that the compiler knows.
     """
-    bodies = _computations(text)
-    entry = next(name for name, (is_entry, _) in bodies.items() if is_entry)
+    bodies, entry = _computations(text)
     known: dict[str, int] = {}
 
     def count(name: str) -> int:
         if name not in known:
-            lines = bodies[name][1]
+            lines = bodies[name]
             known[name] = sum(_dots(lines)) + sum(times * count(inner) for inner, times in _calls(lines, bodies))
         return known[name]
 
     return count(entry)
 
 
-def _computations(text: str) -> dict[str, tuple[bool, list[str]]]:
-    found: dict[str, tuple[bool, list[str]]] = {}
-    name = ""
+@dataclass(frozen=True)
+class Collective:
+    """What devices exchange at one place of a program.
+
+    Attributes:
+        kind: all-gather, all-reduce, reduce-scatter, all-to-all or collective-permute.
+        bytes: what each device sends, once, around a ring.
+        times: how often a run of the program does it.
+        looped: whether it stands in a loop.
+    """
+
+    kind: str
+    bytes: float
+    times: int
+    looped: bool
+
+
+def collectives(text: str, devices: int) -> list[Collective]:
+    """Return every collective of a program, those in loops once each with how often they run.
+
+    Args:
+        text: `compiled.as_text()`.
+        devices: how many there are.
+
+    Raises:
+        ValueError: a loop that holds some has no trip count that the compiler knows.
+    """
+    bodies, entry = _computations(text)
+    holds: dict[str, bool] = {}
+
+    def any_in(name: str) -> bool:
+        if name not in holds:
+            lines = bodies[name]
+            holds[name] = any(map(_EXCHANGE.match, lines)) or any(
+                any_in(inner) for inner, _ in _calls(lines, bodies, 1)
+            )
+        return holds[name]
+
+    seen: set[tuple[str, str]] = set()
+
+    def walk(name: str, times: int, loop: str) -> Iterator[Collective]:
+        for line in bodies[name]:
+            found = _EXCHANGE.match(line)
+            channel = re.search(r"channel_id=(\d+)", line) if found else None
+            # The start, the steps and the end of one asynchronous collective all name it.
+            if found and not (channel and (channel.group(1), loop) in seen):
+                if channel:
+                    seen.add((channel.group(1), loop))
+                # TPUs write a reduce-scatter as a fusion around an all-reduce.
+                kind = "reduce-scatter" if "all-reduce-scatter" in name else found.group(2)
+                yield Collective(kind, _sent(kind, found.group(1), line, devices, name), times, bool(loop))
+            within = [inner for inner, _ in _calls([line], bodies, 1) if any_in(inner)]
+            trips = _trips(line, bodies) if within else 1
+            for inner in within:
+                yield from walk(inner, times * trips, inner if " while(" in line else loop)
+
+    return list(walk(entry, 1, ""))
+
+
+def _sent(kind: str, shapes: str, line: str, devices: int, computation: str) -> float:
+    """Return the bytes that each device sends, from what the collective returns."""
+    sizes = [BYTES[kind_] * math.prod(int(d) for d in dims.split(",") if d) for kind_, dims in _ARRAY.findall(shapes)]
+    if "-start(" in line and kind != "all-reduce" and len(sizes) > 1:  # operands come first
+        sizes = sizes[:1] if kind == "collective-permute" else sizes[len(sizes) // 2 :]
+    group, total = _group(line, devices), sum(sizes)
+    if kind == "all-reduce":
+        return 2 * (group - 1) / group * total
+    if kind == "reduce-scatter" and "all-reduce-scatter" not in computation:
+        return (group - 1) * total
+    return total if kind == "collective-permute" else (group - 1) / group * total
+
+
+def _group(line: str, devices: int) -> int:
+    """Return how many devices a collective is among."""
+    if found := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
+        return int(found.group(1))
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", line):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", found.group(1)))
+        return math.prod(int(sizes.get(axis, 1)) for axis in re.findall(r"'(\w+)'", found.group(2)))
+    found = re.search(r"replica_groups=\{\{([\d,]+)\}", line)
+    return len(found.group(1).split(",")) if found else devices
+
+
+def _computations(text: str) -> tuple[dict[str, list[str]], str]:
+    """Return the lines of every computation by its name, and the name of the one that runs."""
+    found: dict[str, list[str]] = {}
+    name = entry = ""
     for line in text.splitlines():
         if header := _HEADER.match(line):
             name = header.group(1)
-            found[name] = (line.startswith("ENTRY"), [])
+            found[name] = []
+            entry = name if line.startswith("ENTRY") else entry
         elif name:
-            found[name][1].append(line)
-    return found
+            found[name].append(line)
+    return found, entry
 
 
-def _calls(lines: list[str], bodies: dict[str, tuple[bool, list[str]]]) -> Iterator[tuple[str, int]]:
+def _calls(lines: list[str], bodies: dict[str, list[str]], trips: int | None = None) -> Iterator[tuple[str, int]]:
     """The computations that these lines run, and how often."""
     for line in lines:
         called = _CALLED.search(line)
         if called is None:
             continue
         names = [n.lstrip("%") for n in called.group(1).split(", ")]
-        trips = 1
-        if " while(" in line:
-            found = _TRIPS.search(line)
-            if found is None:
-                raise ValueError(f"a loop without a known trip count: {line.strip()[:200]}")
-            trips = int(found.group(1))
-        yield from ((name, trips) for name in names if name in bodies)
+        times = _trips(line, bodies) if trips is None else trips
+        yield from ((name, times) for name in names if name in bodies)
+
+
+def _trips(line: str, bodies: dict[str, list[str]]) -> int:
+    """Return how often an instruction runs what it calls: what the compiler knows, or where its counter stops."""
+    if " while(" not in line:
+        return 1
+    if found := _TRIPS.search(line):
+        return int(found.group(1))
+    condition = re.search(r"condition=%?([\w.\-]+)", line)
+    lines = bodies.get(condition.group(1), []) if condition else []
+    stops = [int(n) for one in lines for n in re.findall(r" = s32\[\]\S* constant\((\d+)\)", one)]
+    if len(stops) != 1 or not any("direction=LT" in one for one in lines):
+        raise ValueError(f"a loop without a known trip count: {line.strip()[:200]}")
+    return stops[0]
 
 
 def _dots(lines: list[str]) -> Iterator[int]:
@@ -72,9 +171,24 @@ def _dots(lines: list[str]) -> Iterator[int]:
             continue
         name, dims, op, operands = found.groups()
         shapes[name] = [int(d) for d in dims.split(",") if d]
+        read = [shapes.get(operand, []) for operand in re.findall(r"%([\w.\-]+)", operands)]
         if op == "dot":
-            first = re.search(r"%([\w.\-]+)", operands)
             contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", operands)
-            assert first is not None and contracted is not None, line
-            inner = [shapes[first.group(1)][int(d)] for d in contracted.group(1).split(",") if d]
-            yield 2 * math.prod(shapes[name]) * math.prod(inner)
+            assert contracted is not None, line
+            yield 2 * math.prod(shapes[name]) * math.prod(read[0][int(d)] for d in contracted.group(1).split(",") if d)
+        elif op == "custom-call" and "__cublas" in operands:
+            contracted = re.search(r'"lhs_contracting_dimensions":\["(\d+)"', operands)
+            assert contracted is not None, line
+            yield 2 * math.prod(shapes[name]) * read[0][int(contracted.group(1))]
+        elif op == "convolution":  # what a TPU makes of a dot: its kernel's input features are contracted
+            labels = re.search(r"dim_labels=\w+_(\w+)->", operands)
+            assert labels is not None, line
+            yield 2 * math.prod(shapes[name]) * read[1][labels.group(1).index("i")] * _window(operands)
+
+
+def _window(attributes: str) -> int:
+    """Return how many places of a convolution's window are summed for each result."""
+    window = re.search(r"window=\{size=([\dx]+)([^}]*)\}", attributes)
+    if window is None or "dilate" in window.group(2):  # a batch dimension in disguise: one place of it counts
+        return 1
+    return math.prod(int(size) for size in window.group(1).split("x"))

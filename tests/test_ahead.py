@@ -1,0 +1,120 @@
+"""Compiling for hardware that is not here: names, errors, what is printed, and what would fit."""
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec
+
+from experiments import ahead, schema, targets
+from experiments.bench import hlo
+from experiments.targets import Kind, Target, TargetError
+from transforms.sharding import make_mesh, place
+
+WORDS = ["model.num_layers=2", "model.embed_dim=32", "model.mlp_dim=64", "model.num_heads=4", "model.head_dim=8"]
+WORDS += ["model.vocab_size=512", "batch_size=8", "seq_len=64", "steps=3", "compile_for=v5e-8", "tiling=none"]
+
+
+@pytest.fixture
+def compile_for(monkeypatch, tmp_path):
+    """Compile for eight CPU devices of some GiB, and return the exit status."""
+    monkeypatch.setattr(ahead, "user_cache", lambda: tmp_path)
+    before = jax.config.jax_compilation_cache_dir
+
+    def run(*words, memory=16.0):
+        target = Target("v5e-8", Kind("gpu", memory), jax.devices())
+        monkeypatch.setattr(targets, "find", lambda name: target)
+        words = [*WORDS, *words]
+        return ahead.start(*schema.compose(words), words)
+
+    yield run
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_the_cost_of_a_step_is_printed(compile_for, capsys):
+    assert compile_for("mesh=fsdp_tp", "optimizer=adamw") == 0
+    out = capsys.readouterr().out
+    assert "data=4 x model=2, parameters cut over D" in out
+    assert "512   8 x 64, 64 of each device" in out
+    for part in ("peak", "matrix products", "all-gather", "all-reduce"):
+        assert part in out
+
+
+def test_a_step_that_does_not_fit_is_told_with_what_does(compile_for, capsys):
+    assert compile_for("mesh=dp", "optimizer=sgd", memory=2.0**-10) == 1
+    error = capsys.readouterr().err
+    assert "tiny does not fit v5e-8" in error
+    assert "a device has 1.0 MiB" in error
+    assert "This fits" in error or "None of the smaller settings" in error
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("tpu", "compile_for=tpu: there is no such hardware. Known are v4-16, v5e-8, v5p-16, v6e-8, h100-8"),
+        ("v5e-9", "there is no slice of that size. There are v5e-1, v5e-4, v5e-8"),
+        ("v5p-4", "There are v5p-8, v5p-16"),
+        ("h100-9", "hosts have 8 devices"),
+    ],
+)
+def test_other_hardware_is_refused(name, message):
+    with pytest.raises(TargetError, match=message):
+        targets.find(name)
+
+
+@pytest.mark.parametrize(("name", "module"), [("v5e-8", "libtpu"), ("h100-8", "jax_cuda12_plugin")])
+def test_a_compiler_that_is_missing_is_named(name, module):
+    if importlib.util.find_spec(module):
+        pytest.skip("it is installed")
+    with pytest.raises(TargetError, match=r"pip install -e '\.\[compile-(tpu|gpu)\]'"):
+        targets.find(name)
+
+
+def test_collectives_are_counted_with_the_turns_of_their_loops():
+    with jax.set_mesh(make_mesh(8)):
+        x = place(jnp.ones((16, 32)), PartitionSpec("data"))
+
+        def body(total, _):
+            return total + jnp.sin(jnp.einsum("bd,be->de", x + total[0, 0], x, out_sharding=PartitionSpec())), None
+
+        run = jax.jit(lambda: jax.lax.scan(body, jnp.zeros((32, 32)), length=5)[0])
+        (found,) = hlo.collectives(run.lower().compile().as_text(), 8)
+    assert (found.kind, found.times, found.looped) == ("all-reduce", 5, True)
+    assert found.bytes == 2 * 7 / 8 * 32 * 32 * 4
+
+
+TPU = """
+%fused (p: bf16[1,32]) -> (bf16[1,32], bf16[1,128]) {
+  %all-gather.1 = bf16[1,128]{1,0:T(8,128)(2,1)} all-gather(%p), channel_id=7, replica_groups=[2,4]<=[8], dimensions={1}
+}
+
+%fused.2 (p: bf16[1,32]) -> bf16[1,128] {
+  %all-gather.2 = bf16[1,128]{1,0:T(8,128)(2,1)} all-gather(%p), channel_id=7, replica_groups=[2,4]<=[8], dimensions={1}
+}
+
+%all-reduce-scatter (p: f32[8,8]) -> f32[1,8] {
+  %all-reduce.1 = f32[8,8]{1,0} all-reduce(%p), channel_id=8, replica_groups=mesh['a'=2,'b'=4] {'a','b'}, to_apply=%add
+}
+
+%condition (p: (s32[], f32[])) -> pred[] {
+  %constant.3 = s32[]{:T(128)} constant(3)
+  ROOT %lt = pred[]{:T(512)} compare(%p, %constant.3), direction=LT
+}
+
+%body (p: (s32[], f32[])) -> (s32[], f32[]) {
+  %start = (bf16[1,32], bf16[1,128]) fusion(%p), kind=kCustom, calls=%fused
+  %done = bf16[1,128]{1,0} fusion(%start), kind=kCustom, calls=%fused.2
+}
+
+ENTRY %main (p: f32[8,8]) -> f32[8,8] {
+  %w = (s32[], f32[]) while(%p), condition=%condition, body=%body
+  %r = f32[1,8]{1,0} fusion(%p), kind=kCustom, calls=%all-reduce-scatter
+}
+"""
+
+
+def test_the_text_of_a_tpu_program_is_read():
+    gather, scatter = hlo.collectives(TPU, 8)
+    assert (gather.kind, gather.times, gather.looped, gather.bytes) == ("all-gather", 3, True, 3 / 4 * 256)
+    assert (scatter.kind, scatter.times, scatter.looped, scatter.bytes) == ("reduce-scatter", 1, False, 7 / 8 * 256)
