@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import configs
+from zoo.accounting import forward_flops
 from zoo.hf import from_hf
 
 
@@ -26,6 +27,12 @@ def is_base(config: configs.Run) -> bool:
     """Return whether it is the model that learns, without its adapter: it takes no memory of its own."""
     unnamed = isinstance(config.objective, configs.Referenced) and config.objective.reference is None
     return unnamed and isinstance(config.adapter, configs.Lora)
+
+
+def flops(config: configs.Resolved) -> int:
+    """Return the FLOPs of its forward pass over a step's tokens."""
+    found = config.model.config if is_base(config) else described(config)
+    return 0 if found is None else forward_flops(found, config.batch_size, config.seq_len)
 
 
 def described(config: configs.Run) -> Any:

@@ -18,7 +18,10 @@ class Record:
     """One step. What was not measured is None: step 0 has only the held-out loss of the untrained model."""
 
     step: int
-    loss: float | None = None  # nats per token, of this step's batch before its update
+    loss: float | None = None  # the objective, of this step's batch before its update; of text in nats per token
+    cross_entropy: float | None = None  # nats per token, where that is not the objective
+    accuracy: float | None = None  # share of the pairs whose chosen answer the model prefers
+    margin: float | None = None  # by how much, on average
     bits_per_byte: float | None = None
     grad_norm: float | None = None
     learning_rate: float | None = None
@@ -32,6 +35,7 @@ class Record:
     peak_memory_bytes: int | None = None
     held_out_loss: float | None = None
     held_out_bits_per_byte: float | None = None
+    held_out_accuracy: float | None = None
 
 
 def bits_per_byte(loss: float, bytes_per_token: float | None) -> float | None:
@@ -41,6 +45,8 @@ def bits_per_byte(loss: float, bytes_per_token: float | None) -> float | None:
 
 def describe(record: Record) -> str:
     """Return a record's held-out measure in words."""
+    if record.held_out_accuracy is not None:
+        return f"loss {record.held_out_loss:.3f}, {record.held_out_accuracy:.0%} of pairs right"
     if record.held_out_bits_per_byte is not None:
         return f"{record.held_out_bits_per_byte:.3f} bits per byte"
     return f"{record.held_out_loss:.3f} nats per token"
@@ -162,6 +168,8 @@ class Progress:
 
 def _words(record: Record) -> str:
     words = [f"loss {record.loss:.3f}"]
+    if record.accuracy is not None:
+        words.append(f"{record.accuracy:.0%} of pairs right")
     if record.bits_per_byte is not None:
         words.append(f"{record.bits_per_byte:.3f} bits/byte")
     if record.tokens_per_second is not None and record.seconds is not None:

@@ -11,7 +11,7 @@ import equinox as eqx
 import jax
 
 import zoo.accounting
-from experiments import configs, hardware, listing, program, schema, tiles
+from experiments import configs, frozen, hardware, listing, program, schema, tiles
 from experiments.hardware import GIB, Device
 from experiments.overrides import with_overrides
 
@@ -75,7 +75,7 @@ def plan(config: configs.Resolved, device: Device) -> Plan:
             at_scale = (tiled, whole) if tiled < whole else None
     return Plan(
         params=zoo.accounting.count_params(config.model.config),
-        flops=train_flops(config, state),
+        flops=train_flops(config, state) + frozen.flops(config),
         memory=memory,
         untiled=untiled,
         at_scale=at_scale,
@@ -109,7 +109,8 @@ def headroom(config: configs.Resolved) -> int:
 
 def measure(config: configs.Resolved, state: Any, compiled: Any) -> Memory:
     """Return the memory of a compiled step. Weights, optimizer and gradients are exact; the head is compiled alone."""
-    weights, optimizer = device_bytes(state.model), device_bytes(state.opt_state)
+    weights = device_bytes(state.model) + device_bytes(program.abstract_frozen(config))
+    optimizer = device_bytes(state.opt_state)
     temp = compiled.compiled.memory_analysis().temp_size_in_bytes
     trained = eqx.filter_eval_shape(lambda model: eqx.filter(model, program.trainable(config)(model)), state.model)
     gradients = min(device_bytes(trained), temp)

@@ -149,13 +149,15 @@ class Trainer:
         evaluate: Callable[[Record], Record] | None = None,
     ) -> None:
         loss = float(metrics["loss"])  # waits for the step
+        beside = {name: float(metrics[name]) for name in ("cross_entropy", "accuracy", "margin") if name in metrics}
         memory, peak = hardware.used_memory()
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         record = Record(
             step=step,
             loss=loss,
-            bits_per_byte=bits_per_byte(loss, self.source.bytes_per_token),
+            bits_per_byte=bits_per_byte(beside.get("cross_entropy", loss), self.source.bytes_per_token),
+            **beside,
             grad_norm=float(metrics["grad_norm"]),
             learning_rate=float(self._rates[step - 1]),
             seconds=seconds,
@@ -202,12 +204,14 @@ class Trainer:
     def _held_out(self, evaluate: Callable[..., Any], model: Any, record: Record) -> Record:
         """Return the record with the mean held-out loss, every batch weighted by the tokens that count."""
         batches = self.source.held_out_batches(configs.chosen(self.config.eval.batches))
-        total, count, put = 0.0, 0.0, meshes.feeder()
+        count, put, total = 0.0, meshes.feeder(), {"loss": 0.0, "accuracy": 0.0}
         for index in range(batches):
             batch = self.source.held_out_batch(index, batches)
             inputs = program.inputs(put(batch.arrays), self._frozen if self.config.paired else None)
-            total += float(evaluate(inputs, model)["loss"]) * batch.weight
+            found = evaluate(inputs, model)
+            total = {name: total[name] + float(found.get(name, 0)) * batch.weight for name in total}
             count += batch.weight
-        loss = float(total / max(count, 1))
+        loss, accuracy = (total[name] / max(count, 1) for name in ("loss", "accuracy"))
         bits = bits_per_byte(loss, self.source.bytes_per_token)
-        return replace(record, held_out_loss=loss, held_out_bits_per_byte=bits)
+        accuracy = accuracy if self.config.paired else None
+        return replace(record, held_out_loss=loss, held_out_bits_per_byte=bits, held_out_accuracy=accuracy)

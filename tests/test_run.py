@@ -263,3 +263,25 @@ def test_a_missing_device_is_named(monkeypatch, capsys):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     with pytest.raises(hardware.HardwareError, match=r"hardware=tpu is not there: Unable to initialize backend 'tpu'"):
         hardware.prepare(hardware.Platform.tpu)
+
+
+def test_preferences_are_learned_from_what_the_run_starts_from(start, tmp_path, capsys):
+    words = ["objective=dpo", "data=preference", "seq_len=64", "tiling.n=4", "batch_size=16", "steps=20"]
+    assert start("run=pairs", *words, "optimizer=adamw", "optimizer.learning_rate=0.01") == 0
+    rows = [json.loads(line) for line in (tmp_path / "pairs" / "metrics.jsonl").read_text().splitlines()]
+    assert rows[0]["held_out_loss"] == pytest.approx(math.log(2), abs=1e-4)
+    assert rows[1]["loss"] == pytest.approx(math.log(2), abs=1e-4)
+    assert rows[-1]["loss"] < 0.6 and rows[-1]["accuracy"] > 0.6 and rows[-1]["margin"] > 0
+    assert rows[-1]["bits_per_byte"] is None
+    assert "of pairs right" in capsys.readouterr().out
+
+
+def test_a_student_learns_from_a_teacher_and_says_how_well_it_predicts(start, tmp_path, capsys):
+    assert start("run=teacher", "save.final=true", "optimizer.ema=0.9") == 0
+    teacher = f"objective.teacher={tmp_path / 'teacher' / 'weights'}"
+    assert start("run=student", "objective=distill", teacher, "model.embed_dim=16", "tiling.n=4", "seed=3") == 0
+    rows = [json.loads(line) for line in (tmp_path / "student" / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["loss"] < rows[1]["loss"] < rows[1]["cross_entropy"]
+    assert rows[-1]["bits_per_byte"] == pytest.approx(rows[-1]["cross_entropy"] / math.log(2))
+    assert start("objective=distill", teacher, "model.vocab_size=301") == 2
+    assert "it has a vocabulary of 300, the model that learns one of 301" in capsys.readouterr().err
