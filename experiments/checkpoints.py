@@ -23,7 +23,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from experiments import manifest
+from experiments import distributed, manifest
 
 RUN = "run.json"
 STREAM_GB = 1
@@ -58,7 +58,7 @@ class Checkpoints:
     ):
         self._folder, self._about, self._warn = folder.absolute(), about, warn
         self._keep, self._keep_every, self._background = keep, keep_every, background
-        self._primary = jax.process_index() == 0
+        self._primary = distributed.first()
         stream = None if background else STREAM_GB
         # A file per array: OCDBT, and compression, would hold a compressed copy of all arrays in memory.
         handler = ocp.PyTreeCheckpointHandler(
@@ -137,12 +137,8 @@ class Checkpoints:
 
     def _newest_sound(self) -> int | None:
         """Return the newest step whose files are sound; damaged ones are set aside. One process looks for all."""
-        found = self._look() if self._primary else (0, False)
-        if jax.process_count() > 1:
-            from jax.experimental import multihost_utils
-
-            found = [int(x) for x in multihost_utils.broadcast_one_to_all(np.array(found))]
-        step, damaged = found
+        step, damaged = self._look() if self._primary else (0, False)
+        step, damaged = distributed.agreed(step), distributed.agreed(damaged)
         if step < 0 and damaged:
             raise CheckpointError(
                 f"every checkpoint in {self._folder} is damaged. They are set aside as .damaged-*; "

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments import configs, manifest, overrides, usage
+from experiments import configs, distributed, manifest, overrides, usage
 from experiments.overrides import RUN
 
-PLACES = ("run", "out")  # where a run is, not what it is
+PLACES = ("run", "out", "distributed")  # where a run is, not what it is
 
 
 class DirectoryError(RuntimeError):
@@ -64,8 +64,9 @@ class Directory:
         """
         try:
             path = self._make()
-            _write(path / RUN, json.dumps(about, indent=1))
-            _write(path / "config.yaml", usage.dump(config, list(argv)))
+            if distributed.first():
+                _write(path / RUN, json.dumps(about, indent=1))
+                _write(path / "config.yaml", usage.dump(config, list(argv)))
         except OSError as error:
             raise DirectoryError(f"cannot write to {self.path or self.base.parent}: {manifest.reason(error)}") from None
         return path
@@ -82,15 +83,21 @@ class Directory:
         if self.path is not None:
             self.path.mkdir(parents=True, exist_ok=True)
             return self.path
+        number = self._make_numbered() if distributed.first() else 0
+        self.path = self._numbered(distributed.agreed(number))
+        return self.path
+
+    def _make_numbered(self) -> int:
         for number in range(1, 10**6):
-            path = self.base.with_name(f"{self.base.name}-{number}")
             try:
-                path.mkdir(parents=True)
+                self._numbered(number).mkdir(parents=True)
             except FileExistsError:
                 continue
-            self.path = path
-            return path
+            return number
         raise DirectoryError(f"there are too many runs at {self.base}-*: give run=NAME")
+
+    def _numbered(self, number: int) -> Path:
+        return self.base.with_name(f"{self.base.name}-{number}")
 
 
 def _write(path: Path, text: str) -> None:

@@ -102,6 +102,7 @@ def prepare(platform: Platform) -> Device:
 
     import jax
 
+    from experiments import distributed
     from experiments.corpus import user_cache
 
     logging.getLogger("jax").setLevel(logging.ERROR)
@@ -110,13 +111,15 @@ def prepare(platform: Platform) -> Device:
     if platform is Platform.cpu:
         jax.config.update("jax_platforms", "cpu")  # or a GPU would be started too
     try:
-        device = jax.devices(None if platform is Platform.auto else platform.value)[0]
+        devices = jax.devices(None if platform is Platform.auto else platform.value)
+        device = next(one for one in devices if one.process_index == jax.process_index())
     except RuntimeError as error:
         raise HardwareError(
             f"hardware={platform.value} is not there: {str(error).splitlines()[0]}. "
             f"Install JAX for it (the extras cuda and tpu), or use hardware=auto."
         ) from None
-    return Device(device.platform, _name(device), free_memory(device), jax.device_count())
+    memory = distributed.least(free_memory(device))
+    return Device(device.platform, _name(device), memory, jax.device_count())
 
 
 def allow(config: configs.Hardware) -> None:

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from experiments import configs
+from experiments import configs, distributed
 from experiments.configs import Platform
 from transforms.sharding import AXES, Axes, fill, make_mesh, sharding_of, uneven
 from zoo import lora
@@ -25,7 +25,7 @@ def choose(config: configs.Run, count: int, platform: str) -> configs.Mesh:
     """Return the mesh with every size known, for a number of devices.
 
     Where `mesh.data` is left open, accelerators share the batch as far as it divides, and sequences beyond that; the
-    devices of a CPU share its cores, so one is used.
+    devices of a CPU share its cores, so one is used, unless several processes bring theirs.
 
     Raises:
         ValueError: the sizes do not multiply to the number of devices.
@@ -33,11 +33,12 @@ def choose(config: configs.Run, count: int, platform: str) -> configs.Mesh:
     mesh, sizes = config.mesh, dict[str, Any](config.mesh.sizes)
     if sizes["data"] is None:
         others = {name: size for name, size in sizes.items() if name != "data"}
-        sizes["data"] = 1 if -1 in others.values() or (platform == Platform.cpu and mesh.devices == 1) else -1
+        alone = platform == Platform.cpu and mesh.devices == 1 and not distributed.several()
+        sizes["data"] = 1 if -1 in others.values() or alone else -1
         if sizes["data"] == -1 and mesh.devices == 1 and config.batch_size is not None:
             sizes["data"] = math.gcd(config.batch_size, count)
             sizes["context"] = count // sizes["data"]
-    if set(sizes.values()) != {1}:
+    if set(sizes.values()) != {1} or distributed.several():
         try:
             sizes.update(fill({name: size or 1 for name, size in sizes.items()}, count))
         except ValueError:
@@ -159,20 +160,28 @@ def where(config: configs.Resolved) -> dict[str, Any]:
     return {"mesh": current(), "axes": axes(config.mesh)}
 
 
-def feeder() -> Callable[[tuple[np.ndarray, ...]], tuple[jax.Array, ...]]:
+def feeder(count: int) -> Callable[[Callable[[slice], tuple[np.ndarray, ...]]], tuple[jax.Array, ...]]:
     """Return what puts the arrays of a batch, [B, S] or [P, 2, S], where they belong; any thread may call it.
 
-    Every process has the whole batch, and gives its devices their parts.
+    It is given a function that reads some rows of the batch, and reads those that this process's devices hold.
+
+    Args:
+        count: rows, or pairs of them, of the whole batch.
     """
     mesh = current()
     if mesh is None:
-        return jax.device_put
+        return lambda read: jax.device_put(read(slice(None)))
+    lies = lambda shape: sharding_of(mesh, "B S" if len(shape) == 2 else "B 2 S", shape)
+    places = lies((count, 1)).addressable_devices_indices_map((count, 1)).values()
+    held = [place[0].indices(count) for place in places if place is not None]
+    first, end = min(start for start, _, _ in held), max(stop for _, stop, _ in held)
 
     def put(array: np.ndarray) -> jax.Array:
-        lies = sharding_of(mesh, "B S" if array.ndim == 2 else "B 2 S", array.shape)
-        return jax.make_array_from_callback(array.shape, lies, lambda index: array[index])
+        shape = count, *array.shape[1:]
+        ours = lambda index: array[(slice(*(at - first for at in index[0].indices(count)[:2])), *index[1:])]
+        return jax.make_array_from_callback(shape, lies(shape), ours)
 
-    return lambda arrays: tuple(map(put, arrays))
+    return lambda read: tuple(map(put, read(slice(first, end))))
 
 
 def abstract_activation(letters: str, shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:

@@ -56,14 +56,16 @@ class Recorder:
     """Writes records as they come, so that a run that dies leaves what it had; `NaN` becomes null in JSON.
 
     Args:
-        directory: where metrics.jsonl and metrics.csv are.
+        directory: where metrics.jsonl and metrics.csv are; None: nothing is written.
         loggers: what else takes the records.
         after: the step that a run goes on from: what the files hold up to it stays, what comes later will come again.
     """
 
-    def __init__(self, directory: Path, loggers: Sequence[Any] = (), after: int | None = None):
-        self._loggers = loggers
-        self.records = [] if after is None else read(directory, after)
+    def __init__(self, directory: Path | None, loggers: Sequence[Any] = (), after: int | None = None):
+        self._loggers, self._files = loggers, ()
+        self.records = [] if after is None or directory is None else read(directory, after)
+        if directory is None:
+            return
         jsonl, table = directory / "metrics.jsonl", directory / "metrics.csv"
         _keep_lines(jsonl, [json.dumps(_row(record)) for record in self.records])
         names = list(Record.__dataclass_fields__)
@@ -74,21 +76,23 @@ class Recorder:
         _keep_lines(table, buffer.getvalue().splitlines())
         self._jsonl, self._file = jsonl.open("a"), table.open("a", newline="")
         self._csv = csv.DictWriter(self._file, names, lineterminator="\n")
+        self._files = self._jsonl, self._file
 
     def add(self, record: Record) -> None:
         """Append a record to both files and to `records`."""
         self.records.append(record)
-        self._csv.writerow(asdict(record))
-        self._file.flush()
-        self._jsonl.write(json.dumps(_row(record)) + "\n")
-        self._jsonl.flush()
+        if self._files:
+            self._csv.writerow(asdict(record))
+            self._jsonl.write(json.dumps(_row(record)) + "\n")
+        for file in self._files:
+            file.flush()
         for logger in self._loggers:
             logger.add(record)
 
     def close(self) -> None:
         """Close both files, and the loggers."""
-        self._jsonl.close()
-        self._file.close()
+        for file in self._files:
+            file.close()
         for logger in self._loggers:
             logger.close()
 

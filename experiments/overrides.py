@@ -41,7 +41,13 @@ def resumed(overrides: Sequence[str], out: str) -> list[str]:
     file = Path(said.get("out", out)).expanduser() / said["run"] / RUN
     if not file.is_file():
         return list(overrides)
-    return with_overrides(read(file)["overrides"], overrides)
+    kept = [word for word in read(file)["overrides"] if not word.startswith("distributed.")]
+    return with_overrides(kept, overrides)
+
+
+def numbered(overrides: Sequence[str], number: int) -> list[str]:
+    """Return the overrides of one run of a sweep: a name that all would share gets a number."""
+    return [f"{word}-{number}" if word.startswith("run=") else word for word in overrides]
 
 
 def read(file: Path) -> dict[str, Any]:

@@ -47,17 +47,21 @@ def main(argv: list[str]) -> int:
         return 2
 
 
-def _sweep(overrides: list[str]) -> int:
+def _sweep(words: list[str]) -> int:
     """Run every combination of comma-separated values, each in a process and a run directory of its own."""
     choices = []
-    for override in overrides:
-        key, equals, value = override.partition("=")
-        several = equals and value[:1] not in "[{\"'"
-        choices.append([f"{key}={one}" for one in value.split(",")] if several else [override])
+    for word in words:
+        key, equals, value = word.partition("=")
+        several = equals and value[:1] not in "[{\"'" and key not in schema.LISTS
+        choices.append([f"{key}={one}" for one in value.split(",")] if several else [word])
     status = 0
-    for combination in itertools.product(*choices):
+    for number, combination in enumerate(itertools.product(*choices)):
         print(f"\n{' '.join(combination)}", flush=True)
-        status = max(status, subprocess.run([sys.executable, __file__, *combination], check=False).returncode)
+        command = [sys.executable, __file__, *overrides.numbered(combination, number)]
+        code = subprocess.run(command, check=False).returncode
+        status = max(status, code if code >= 0 else 128 - code)
+        if status > 128:  # it was told to stop, and so is the sweep
+            break
     return status
 
 

@@ -105,6 +105,7 @@ def register() -> None:
         store.store(group="schema", name=name, node=schema_of(cls), package="_global_")
     store.store(group="schema", name="eval", node=schema_of(configs.Evaluation), package="eval")
     store.store(group="schema", name="save", node=schema_of(configs.Save), package="save")
+    store.store(group="schema", name="distributed", node=schema_of(configs.Distributed), package="distributed")
     store.store(group="schema", name="profile", node=schema_of(configs.Profile), package="profile")
     for group, schemas in SCHEMAS.items():
         for name, cls in schemas.items():
@@ -153,9 +154,16 @@ def instantiate(composed: Any) -> Any:
     from hydra.errors import InstantiationException
     from hydra.utils import instantiate as hydra_instantiate
     from omegaconf import OmegaConf, open_dict
+    from omegaconf.errors import OmegaConfBaseException
 
     with open_dict(composed):
         composed.pop("hydra", None)
+    try:
+        OmegaConf.resolve(composed)
+    except OmegaConfBaseException as error:
+        reason, *where = str(error).strip().splitlines()
+        key = next((line.split()[-1] for line in where if "full_key:" in line), "a key")
+        raise ConfigError(f"bad value of {key}: {reason}") from None
     missing = sorted(OmegaConf.missing_keys(composed))
     if missing:
         raise ConfigError(f"missing value: {', '.join(f'{key}=...' for key in missing)} must be given")
@@ -205,12 +213,28 @@ def _explain(error: Exception, overrides: Sequence[str], known: Any, groups: Seq
             return f"unknown option `{override}`: {hint}Choices for {key}: {', '.join(options(key))}"
         if key.split("@")[0] not in keys and not key.startswith(("hydra", *FREE)):
             return f"unknown override `{override}`: there is no `{key}`. {_closest(key, keys)}"
+        if override.startswith("+") and not key.startswith(FREE):
+            return f"cannot apply `{override}`: `{key}` is there already; write {key}={value}"
+        if why := _unreadable(override):
+            return f"cannot read `{override}`: {why}"
     if isinstance(error, FILLS_NULL):
         parts = [override.partition("=")[0] for override in overrides if "{" in override or override.count(".") > 1]
         return f"cannot set {', '.join(parts)}: it is null in this option; write an option that has it, in conf/"
     reason = str(error.__cause__ or error).strip().splitlines()[0]
     culprit = next((o for o in overrides if str(getattr(error.__cause__, "full_key", None)) == o.split("=")[0]), None)
     return f"bad override `{culprit}`: {reason}" if culprit else reason
+
+
+def _unreadable(override: str) -> str | None:
+    """Return why Hydra cannot read an override; None if it can."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        OverridesParser.create().parse_override(override)
+    except HydraException as error:
+        return str(error).strip().splitlines()[0]
+    return None
 
 
 def _closest(key: str, keys: Sequence[str]) -> str:

@@ -9,10 +9,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import jax
+
 import zoo.accounting
-from experiments import configs, data, frozen, hardware, meshes, overrides, preflight, program, table, tiles, usage
+from experiments import (
+    configs,
+    data,
+    distributed,
+    frozen,
+    hardware,
+    meshes,
+    overrides,
+    preflight,
+    program,
+    table,
+    tiles,
+    usage,
+)
 from experiments.checkpoints import CheckpointError, Checkpoints
 from experiments.directory import Directory, DirectoryError
+from experiments.distributed import DistributedError
 from experiments.hardware import Device, HardwareError
 from experiments.loggers import missing, open_loggers
 from experiments.metrics import Progress, Recorder, describe
@@ -35,12 +51,13 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str]) -> 
             raise RunError(problem)
         config = with_weights(config, argv)
         directory = Directory.find(config, choices["model"])
+        distributed.join(config.distributed)
         device = hardware.prepare(config.hardware.platform)
         hardware.allow(config.hardware)
         config, chosen = hardware.resolve(config, device)
         check(config)
         source = data.open_source(config)
-    except (RunError, DirectoryError, HardwareError, data.DataError) as error:
+    except (RunError, DirectoryError, DistributedError, HardwareError, data.DataError) as error:
         return _fail(error, 2)
     from experiments.signals import Stopped
     from experiments.train import DivergedError
@@ -164,18 +181,26 @@ def _train(
         restored = _restore(config, directory, plan, about, progress)
     path = directory.open(about, config, argv)
     checkpoints = _checkpoints(config, path, plan, about, progress) if config.checkpoint.wanted else None
-    plots.remember(path, plots.facts(plan, config))
     done = restored[0] if restored is not None else None
-    recorder = Recorder(path, open_loggers(path, config, done), done)
+    if distributed.first():
+        plots.remember(path, plots.facts(plan, config))
+        recorder = Recorder(path, open_loggers(path, config, done), done)
+    else:
+        recorder = Recorder(None)
     try:
         model = Trainer(config, plan, source, recorder, progress, checkpoints, path, restored).run()
     except ValueError as error:
         raise RunError(str(error)) from error
+    except jax.errors.JaxRuntimeError as error:
+        if distributed.several():
+            distributed.abandon(error, path.name)
+        raise
     finally:
         progress.close()
         recorder.close()
-        plots.draw(path, recorder.records, plots.facts(plan, config))
-        _summarise(path, recorder, plan, time.perf_counter() - began)
+        if distributed.first():
+            plots.draw(path, recorder.records, plots.facts(plan, config))
+            _summarise(path, recorder, plan, time.perf_counter() - began)
         if checkpoints is not None:
             checkpoints.close()
     if config.save.final:
@@ -235,6 +260,9 @@ def _checkpoints(
 
 def _save(model: Any, config: configs.Resolved, directory: Path) -> None:
     """Write the trained weights, any adapter merged into them and also by itself, with their tokenizer."""
+    model = distributed.gathered(model)
+    if not distributed.first():
+        return
     import zoo
     from experiments.tokenizer import copy_tokenizer
     from zoo import adapters

@@ -5,20 +5,30 @@ import threading
 from types import FrameType
 from typing import Any
 
+from experiments import distributed
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Stop:
-    """While entered, remembers the first signal that asks the process to end."""
+    """While entered, remembers the first signal that asks the process to end; of several processes, any of them."""
 
     def __init__(self) -> None:
-        self.signal: signal.Signals | None = None
+        self._signal: signal.Signals | None = None
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Stop":
-        if threading.current_thread() is threading.main_thread():  # Python handles signals nowhere else
+        if threading.current_thread() is not threading.main_thread():  # Python handles signals nowhere else
+            return self
+        if distributed.several():  # JAX takes SIGTERM, so that all stop after the same step
+            self._before = {signal.SIGINT: signal.signal(signal.SIGINT, distributed.forward)}
+        else:
             self._before = {number: signal.signal(number, self._remember) for number in SIGNALS}
         return self
+
+    def told(self, step: int) -> signal.Signals | None:
+        """Return the signal, once there was one; to be asked at every step."""
+        return distributed.told(step) if distributed.several() else self._signal
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
@@ -26,7 +36,7 @@ class Stop:
         self._before = {}
 
     def _remember(self, number: int, _: FrameType | None) -> None:
-        self.signal = signal.Signals(number)
+        self._signal = signal.Signals(number)
         self.__exit__()
 
 

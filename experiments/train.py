@@ -14,16 +14,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import configs, hardware, meshes, optimizer, program
+from experiments import configs, distributed, hardware, meshes, optimizer, program
 from experiments.checkpoints import Checkpoints
 from experiments.data import Repeats, Source
 from experiments.metrics import Progress, Record, Recorder, bits_per_byte, describe
 from experiments.prefetch import Prefetch
 from experiments.preflight import Plan
+from experiments.rows import Batch
 from experiments.signals import Stop, Stopped
 from experiments.tracing import Tracer
 from transforms.step import State
 
+AGREE_AFTER = 10  # steps: from then on, it is known how long one takes
 MOST_SKIPPED = 100  # updates in a row that on_nan=skip leaves out
 
 
@@ -61,8 +63,9 @@ class Trainer:
         self._frozen = program.init_frozen(self.config)
         first, state = self._start(evaluate)
         self.progress.start(first)
-        put = meshes.feeder()  # the mesh is set in this thread alone
-        feed = Prefetch(lambda step: put(self.source.batch(step).arrays), first, self.config.steps)
+        put = meshes.feeder(self.source.batch_size)  # the mesh is set in this thread alone
+        read = lambda step: put(lambda rows: self.source.batch(step, rows).arrays)
+        feed = Prefetch(read, first, self.config.steps)
         self._tracer = Tracer(self.config.profile, self.directory, self.progress.say)
         try:
             with Stop() as stop:
@@ -90,6 +93,7 @@ class Trainer:
     def _loop(self, first: int, state: State, feed: Prefetch, evaluate: Any, stop: Stop) -> Any:
         pending, self._saving = None, 0.0
         self._clock = self._saved = time.perf_counter()
+        self._first, self._every, self._has_saved = first, None, first > 0
         for step in range(first + 1, self.config.steps + 1):
             self._tracer.begin(step)
             began = time.perf_counter()
@@ -99,7 +103,7 @@ class Trainer:
             if pending is not None:
                 self._record(*pending)
             pending = (step, metrics, waited)
-            told, measure = stop.signal, self._measures(step)
+            told, measure = stop.told(step), self._measures(step)
             save = told is not None or self._saves(step)
             if measure or save or self._tracer.ends(step):
                 weigh = partial(self._held_out, evaluate, program.measured(self.config, state)) if measure else None
@@ -122,11 +126,21 @@ class Trainer:
         how = self.config.checkpoint
         if self.checkpoints is None:
             return False
-        if step == self.config.steps and (how.last or self.checkpoints.steps()):
+        if step == self.config.steps and (how.last or self._has_saved):
             return True
         if how.every is not None:
             return step % how.every == 0
-        return how.minutes is not None and time.perf_counter() - self._saved >= 60 * how.minutes
+        if how.minutes is None:
+            return False
+        passed = time.perf_counter() - self._saved
+        if distributed.several():  # their clocks differ: the first one says once how many steps it will be
+            self._agreed_every(step, passed / max(1, step - self._first), 60 * how.minutes)
+            return self._every is not None and step % self._every == 0
+        return passed >= 60 * how.minutes
+
+    def _agreed_every(self, step: int, seconds: float, wanted: float) -> None:
+        if self._every is None and step == self._first + AGREE_AFTER:
+            self._every = distributed.agreed(max(1, round(wanted / seconds)))
 
     def _save(self, step: int, state: State, wait: bool) -> None:
         if self.checkpoints is None:
@@ -135,7 +149,7 @@ class Trainer:
         self.checkpoints.save(step, program.kept(self.config, state))
         if wait:
             self.checkpoints.wait()
-        self._saved = time.perf_counter()
+        self._has_saved, self._saved = True, time.perf_counter()
         self._saving = self._saved - began
 
     def _origin(self) -> str:
@@ -204,10 +218,10 @@ class Trainer:
     def _held_out(self, evaluate: Callable[..., Any], model: Any, record: Record) -> Record:
         """Return the record with the mean held-out loss, every batch weighted by the tokens that count."""
         batches = self.source.held_out_batches(configs.chosen(self.config.eval.batches))
-        count, put, total = 0.0, meshes.feeder(), {"loss": 0.0, "accuracy": 0.0}
+        count, put, total = 0.0, meshes.feeder(self.source.batch_size), {"loss": 0.0, "accuracy": 0.0}
         for index in range(batches):
             batch = self.source.held_out_batch(index, batches)
-            inputs = program.inputs(put(batch.arrays), self._frozen if self.config.paired else None)
+            inputs = program.inputs(put(_rows_of(batch)), self._frozen if self.config.paired else None)
             found = evaluate(inputs, model)
             total = {name: total[name] + float(found.get(name, 0)) * batch.weight for name in total}
             count += batch.weight
@@ -215,3 +229,7 @@ class Trainer:
         bits = bits_per_byte(loss, self.source.bytes_per_token)
         accuracy = accuracy if self.config.paired else None
         return replace(record, held_out_loss=loss, held_out_bits_per_byte=bits, held_out_accuracy=accuracy)
+
+
+def _rows_of(batch: Batch) -> Callable[[slice], tuple[np.ndarray, ...]]:
+    return lambda rows: tuple(array[rows] for array in batch.arrays)

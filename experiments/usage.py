@@ -23,6 +23,7 @@ PARTS = {
     "save.": configs.Save,
     "checkpoint.": configs.Checkpoint,
     "profile.": configs.Profile,
+    "distributed.": configs.Distributed,
     "tiling.": configs.Tiling,
     "optimizer.": configs.Optimizer,
     "hardware.": configs.Hardware,

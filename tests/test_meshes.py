@@ -30,12 +30,12 @@ def losses(*words):
     source = data.open_source(config)
     with meshes.spread(config):
         abstract = program.abstract_state(config)
-        step, put = program.compile_train(config, abstract), meshes.feeder()
+        step, put = program.compile_train(config, abstract), meshes.feeder(source.batch_size)
         model, optimizer = program.init_model(config), program.build_optimizer(config)
         state = eqx.filter_jit(lambda model: State.init(model, optimizer, program.trainable(config)))(model)
         found = []
         for index in range(config.steps):
-            state, metrics = step(put(source.batch(index).arrays), state)
+            state, metrics = step(put(lambda rows, index=index: source.batch(index, rows).arrays), state)
             found.append(float(metrics["loss"]))
         for leaf, shape in zip(jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True):
             if shape.sharding is not None:
@@ -167,8 +167,8 @@ def test_other_threads_put_batches_where_they_belong():
 
     config, _ = resolve("mesh=fsdp_cp")
     with meshes.spread(config), ThreadPoolExecutor(1) as thread:
-        (array,) = thread.submit(meshes.feeder(), (np.zeros((8, 16), np.int32),)).result()
+        (array,) = thread.submit(meshes.feeder(8), lambda rows: (np.zeros((8, 16), np.int32)[rows],)).result()
         assert tuple(array.sharding.spec) == ("data", "context")
-        (pairs,) = meshes.feeder()((np.zeros((4, 2, 16), np.int32),))
+        (pairs,) = meshes.feeder(4)(lambda rows: (np.zeros((4, 2, 16), np.int32)[rows],))
         assert tuple(pairs.sharding.spec) == ("data", None, "context")
     assert jnp.ones(3).sharding.device_set == {jax.devices()[0]}

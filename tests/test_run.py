@@ -15,7 +15,7 @@ import yaml
 from jax.experimental.compilation_cache import compilation_cache
 
 import zoo
-from experiments import data, hardware, schema, session, train
+from experiments import data, hardware, run, schema, session, train
 from zoo import adapters, lora
 
 MICRO = [
@@ -57,11 +57,11 @@ def start(tmp_path, cache, monkeypatch):
     device = hardware.Device("cpu", "a test", 2**32)
     monkeypatch.setattr(hardware, "prepare", lambda platform: device)
 
-    def run(*overrides):
+    def begin(*overrides):
         words = [*MICRO, f"out={tmp_path}", f"data.cache={cache}", *overrides]
         return session.start(*schema.compose(words), words)
 
-    return run
+    return begin
 
 
 def test_the_command_trains_and_leaves_everything(tmp_path, cache):
@@ -175,6 +175,23 @@ def test_an_adapter_is_trained_alone_and_saved_by_itself_and_merged(start, tmp_p
     )
 
 
+def test_a_sweep_runs_every_combination_under_a_name_of_its_own(monkeypatch, capsys):
+    started = []
+
+    def run_(command, check):
+        started.append(command[2:])
+        return subprocess.CompletedProcess(command, -2 if len(started) == 5 else len(started) == 2)
+
+    monkeypatch.setattr(run.subprocess, "run", run_)
+    assert run.main(["-m", "run=x", "tiling.n=1,8", "adapter.targets=q,v", "seed=0,1"]) == 1
+    lists = "adapter.targets=q,v"
+    assert started[1] == ["run=x-1", "tiling.n=1", lists, "seed=1"]
+    assert started[3] == ["run=x-3", "tiling.n=8", lists, "seed=1"]
+    assert run.main(["-m", "seed=0,1,2"]) == 130
+    assert len(started) == 5
+    assert "\nrun=x tiling.n=1 adapter.targets=q,v seed=1\n" in capsys.readouterr().out
+
+
 def test_weights_that_are_not_there(start, tmp_path, capsys):
     assert start(f"model.weights={tmp_path / 'nothing'}") == 2
     assert "error: cannot read model.weights=" in capsys.readouterr().err
@@ -200,8 +217,8 @@ def poison(monkeypatch):
     """The batch of step 3 gives a loss that is no number."""
     batch = data.Source.batch
 
-    def poisoned(self, step):
-        made = batch(self, step)
+    def poisoned(self, step, *rows):
+        made = batch(self, step, *rows)
         return dataclasses.replace(made, mask=made.mask * np.float32(np.nan)) if step == 2 else made
 
     monkeypatch.setattr(data.Source, "batch", poisoned)
@@ -226,10 +243,10 @@ def test_a_step_without_a_loss_can_be_raised(start, tmp_path, poison):
 def test_an_interrupted_run_leaves_what_it_had(start, tmp_path, capsys, monkeypatch):
     batch = data.Source.batch
 
-    def interrupt(self, step):
+    def interrupt(self, step, *rows):
         if step == 2:
             raise KeyboardInterrupt
-        return batch(self, step)
+        return batch(self, step, *rows)
 
     monkeypatch.setattr(data.Source, "batch", interrupt)
     assert start("run=cut", "checkpoint=none") == 130

@@ -6,6 +6,7 @@ No JAX here: `--help` and every configuration error come from this file alone. A
 
 from experiments.configs.compute import Hardware, Remat, Tiling
 from experiments.configs.data import Chat, Data, Preference, Pydoc, Stdlib, Synthetic, Text, Tokens
+from experiments.configs.distributed import Distributed
 from experiments.configs.fields import DType, OnNan, Platform, Schedule, StrEnum, chosen, option, positive, refuse
 from experiments.configs.mesh import Mesh
 from experiments.configs.objective import Distill, Dpo, Ipo, Objective, Orpo, Paired, Pretrain, Referenced, Sft, Simpo
@@ -34,6 +35,7 @@ __all__ = [
     "Data",
     "Decayed",
     "Distill",
+    "Distributed",
     "Dpo",
     "Evaluation",
     "Hardware",

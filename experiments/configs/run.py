@@ -6,6 +6,7 @@ from typing import Any
 
 from experiments.configs.compute import Hardware, Remat, Tiling
 from experiments.configs.data import Chat, Data, Preference
+from experiments.configs.distributed import Distributed
 from experiments.configs.fields import OnNan, option, positive, refuse
 from experiments.configs.mesh import Mesh
 from experiments.configs.objective import Objective, Paired, Sft
@@ -38,6 +39,7 @@ class Run:
     save: Save
     checkpoint: Checkpoint
     profile: Profile
+    distributed: Distributed
     run: str | None = option(None, "name of the run and of its directory: a new one, or one to go on with")
     out: str = option("runs", "where run directories go")
     seed: int = option(0, "of the initial weights and the order of the data")

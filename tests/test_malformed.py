@@ -1,0 +1,113 @@
+"""Random malformed command lines: one ConfigError of one line that names the key, and nothing else ever."""
+
+import os
+import random
+import string
+from dataclasses import fields
+from enum import StrEnum
+from typing import get_args, get_type_hints
+
+import pytest
+
+from experiments import schema, usage
+
+GROUPS = {  # what brings the keys of a part that the default options do not have
+    "data.": ["data=text", "data.path=x"],
+    "adapter.": ["adapter=lora"],
+}
+UNREADABLE = ("[1,2", "{a:", '"open', "'open", "a'b", "${nothing}", "${", "a=b=[", "(", "1,2,3", "a b:")
+BELOW_ONE = ("steps", "batch_size", "seq_len", "log_every", "keep", "rank", "minutes", "learning_rate", "peak_tflops")
+
+
+def options():
+    """Yield (key, type, words that the key needs) of every option that help lists."""
+    for prefix, cls in usage.PARTS.items():
+        hints = get_type_hints(cls)
+        for field in fields(cls):
+            if "help" in field.metadata and prefix + field.name not in schema.LISTS:
+                arms = [arm for arm in get_args(hints[field.name]) if arm is not type(None)] or [hints[field.name]]
+                yield prefix + field.name, arms, GROUPS.get(prefix, [])
+
+
+OPTIONS = list(options())
+KEYS = {key for key, _, _ in OPTIONS}
+
+
+def word(draw, letters=string.ascii_lowercase):
+    return "".join(draw.choice(letters) for _ in range(draw.randint(3, 9)))
+
+
+def misspelt(draw):
+    """A key that is not there."""
+    key, _, words = draw.choice(OPTIONS)
+    while True:
+        at = draw.randrange(len(key))
+        longer = key[:at] + draw.choice("qxz_") + key[at:]
+        wrong = draw.choice([key[:at] + key[at + 1 :], longer, f"{key}.{word(draw)}"])
+        if wrong not in KEYS:
+            return [*words, f"{wrong}=1"], wrong
+
+
+def mistyped(draw):
+    """A word where a number, a switch or one of a few names belongs."""
+    wrong = [(k, arms, w) for k, arms, w in OPTIONS if not {str, dict}.intersection(arms) and "dict" not in str(arms)]
+    key, arms, words = draw.choice(wrong)
+    value = draw.choice([word(draw), f"{word(draw)}.{word(draw)}", "[1,2]", "{a:1}", "1:2:x", "0x"])
+    if any(isinstance(arm, type) and issubdtype_name(arm, value) for arm in arms):
+        value = "qqq"
+    return [*words, f"{key}={value}"], key
+
+
+def issubdtype_name(arm, value):
+    return issubclass(arm, StrEnum) and value in arm.__members__
+
+
+def too_small(draw):
+    """A number that is out of its range."""
+    key, _, words = draw.choice([one for one in OPTIONS if one[0].split(".")[-1] in BELOW_ONE])
+    return [*words, f"{key}={draw.choice([0, -1, -draw.randint(2, 10**9)])}"], key
+
+
+def unreadable(draw):
+    """Something that is no override."""
+    key, _, words = draw.choice(OPTIONS)
+    return [*words, f"{key}={draw.choice(UNREADABLE)}"], key
+
+
+def no_such_option(draw):
+    """An option that a group does not have."""
+    group = draw.choice(schema.GROUPS)
+    return [f"{group}={word(draw)}"], group
+
+
+def added(draw):
+    key, _, _ = draw.choice(OPTIONS)
+    return [f"{draw.choice(['+', '++', '~'])}{key}{draw.choice(['.more', ''])}={word(draw)}"], key
+
+
+KINDS = (misspelt, mistyped, too_small, unreadable, no_such_option, added)
+
+
+def check(kind, seed):
+    overrides, key = kind(random.Random(seed))
+    try:
+        made, _ = schema.compose(overrides)
+    except schema.ConfigError as error:
+        assert "\n" not in str(error), (overrides, str(error))
+        assert key in str(error) or key.split(".")[-1] in str(error), (overrides, str(error))
+        return
+    raise AssertionError(f"{overrides} is accepted: {made}")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_malformed_command_lines_get_one_line_that_names_the_key(kind):
+    for seed in range(4):
+        check(kind, seed)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_thousand_malformed_command_lines(kind):
+    """`MALFORMED=100 pytest -m heavy tests/test_malformed.py` for fewer."""
+    for seed in range(int(os.environ.get("MALFORMED", "1000")) // len(KINDS) + 1):
+        check(kind, seed)
