@@ -87,6 +87,10 @@ def open_source(config: configs.Resolved) -> Source | Repeats:
     if isinstance(data, configs.Synthetic):
         _check_vocab(data.vocab - 1, 0, vocab_size, "data=synthetic")
         return Repeats(data.vocab, config.batch_size, config.seq_len, config.seed)
+    if isinstance(data, configs.Grain):
+        from experiments.grain_rows import open_pipeline
+
+        return Source(*open_pipeline(config, data), config.batch_size, config.seed, None)
     rows = _conversations if isinstance(data, configs.Chat | configs.Preference) else _windows
     train, held_out, bytes_per_token = rows(config, data, vocab_size)
     each = 2 if isinstance(data, configs.Preference) else 1

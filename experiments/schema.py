@@ -32,6 +32,7 @@ SCHEMAS = {  # group -> name of the schema -> dataclass
         "tokens": configs.Tokens,
         "chat": configs.Chat,
         "preference": configs.Preference,
+        "grain": configs.Grain,
         "synthetic": configs.Synthetic,
     },
     "objective": {

@@ -127,7 +127,7 @@ def read_documents(config: commands.Score, tokenizer: Any, vocab_size: int) -> l
     """
     from experiments import corpus
 
-    if isinstance(config.data, configs.Tokens | configs.Synthetic):
+    if not isinstance(config.data, configs.Text | configs.Pydoc | configs.Stdlib):
         raise corpus.DataError("scoring needs text: data=text data.path=FILE, data=pydoc or data=stdlib")
     texts = list(islice((text for text in corpus.documents(config.data) if text), config.limit))
     if not texts:

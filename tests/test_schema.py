@@ -16,6 +16,7 @@ NEEDED = {
     "tokens": ["data.path=x"],
     "preference": ["objective=dpo"],
     "sft": ["data=chat"],
+    "grain": ["data.dataset=x:y"],
     "distill": ["objective.teacher=x"],
 }
 

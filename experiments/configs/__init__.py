@@ -5,7 +5,7 @@ No JAX here: `--help` and every configuration error come from this file alone. A
 """
 
 from experiments.configs.compute import Hardware, Remat, Tiling
-from experiments.configs.data import Chat, Data, Preference, Pydoc, Stdlib, Synthetic, Text, Tokens
+from experiments.configs.data import Chat, Data, Grain, Preference, Pydoc, Stdlib, Synthetic, Text, Tokens
 from experiments.configs.distributed import Distributed
 from experiments.configs.fields import DType, OnNan, Platform, Schedule, StrEnum, chosen, option, positive, refuse
 from experiments.configs.mesh import Mesh
@@ -38,6 +38,7 @@ __all__ = [
     "Distributed",
     "Dpo",
     "Evaluation",
+    "Grain",
     "Hardware",
     "Ipo",
     "Lora",

@@ -83,6 +83,13 @@ class Preference(Data):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Grain(Data):
+    """Rows of a Grain pipeline: `{"tokens": ids}` of seq_len + 1, with `mask` and `segments` where it has them."""
+
+    dataset: str = option(dataclasses.MISSING, "MODULE:FUNCTION that returns a finite grain.MapDataset (data=grain)")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Synthetic(Data):
     """Random ids repeated once: the second half can be learned to zero loss, the first half cannot be learned."""
 
