@@ -156,7 +156,7 @@ def _trips(line: str, bodies: dict[str, list[str]]) -> int:
         return int(found.group(1))
     condition = re.search(r"condition=%?([\w.\-]+)", line)
     lines = bodies.get(condition.group(1), []) if condition else []
-    stops = [int(n) for one in lines for n in re.findall(r" = s32\[\]\S* constant\((\d+)\)", one)]
+    stops = [int(n) for one in lines for n in re.findall(r" = [su]32\[\]\S* constant\((\d+)\)", one)]
     if len(stops) != 1 or not any("direction=LT" in one for one in lines):
         raise ValueError(f"a loop without a known trip count: {line.strip()[:200]}")
     return stops[0]
