@@ -15,6 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
 
 from transforms.dots import turn_dots
 from transforms.placement import TileError
+from transforms.spread import devices
 
 # Call-like primitives whose body may stand in their place: the parameter that holds the body.
 CALLS = {
@@ -105,7 +106,8 @@ class Graph:
 
 
 def nbytes(aval: Any) -> int:
-    return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 4)
+    """Bytes of an array, on each device."""
+    return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 4) // devices(aval)
 
 
 def describe(aval: Any) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from transforms import rules
+from transforms import rules, spread
 from transforms.graph import Node, Value, read
 from transforms.loops import Loop, Ref, Schedule, Step, Update
 from transforms.online import rescale
@@ -25,9 +26,7 @@ Tiles = dict[tuple[Value, Any], Any]  # what a tile computed, by value and place
 def run(
     plan: Schedule,
     inputs: Sequence[Any],
-    total: int,
-    size: int,
-    accumulate: Any,
+    options: Any,
     wide: frozenset[int],
     chunks: bool = True,
     reuse: Mapping[int, int] | None = None,
@@ -37,9 +36,8 @@ def run(
     Args:
         plan: the loops.
         inputs: the whole inputs of the graph.
-        total: length of the cut axis.
-        size: length of a tile; the last may be shorter.
-        accumulate: dtype that sums across tiles are formed in, promoted with their own.
+        options: of the program: how long the cut axis is and a tile (the last may be shorter), and what sums are
+            formed in.
         wide: numbers of the outputs to return in that dtype.
         chunks: whether a product may be added to an accumulator chunk by chunk.
         reuse: for the number of an output, that of an input which nobody needs afterwards: a loop that reads the one
@@ -47,12 +45,12 @@ def run(
     """
     graph = plan.analysis.graph
     env: Env = dict(zip(graph.inputs, inputs, strict=True))
-    span = Span(0, total, total, accumulate, chunks)
+    span = Span(0, options.total, options.total, options.accumulate, chunks)
     broad = wide_chain(plan, {graph.outputs[i] for i in wide})
     for loop in plan.loops:
         finish(plan, env, list(loop.reads), span)
         if loop.updates or loop.steps:
-            env.update(_run_loop(plan, loop, env, span, size, broad, _shared(plan, loop, reuse or {})))
+            env.update(_run_loop(plan, loop, env, span, options, broad, _shared(plan, loop, reuse or {})))
     effects = [n for n in graph.nodes if n.effects and runs_once(plan.analysis, n)]
     finish(plan, env, [*(v for n in effects for v in n.inputs), *graph.outputs], span)
     for node in (n for n in effects if not any(v in env for v in n.outputs)):
@@ -132,25 +130,29 @@ def _run_loop(
     loop: Loop,
     env: Env,
     whole: Span,
-    size: int,
+    options: Any,
     broad: set[Value],
     shared: Mapping[Value, Value],
 ) -> dict[Value, Any]:
     """All tiles of one loop: a scan over those of equal length, then the tail."""
-    fact, total = plan.analysis.fact, whole.total
+    fact, apart, total, size = plan.analysis.fact, plan.analysis.apart, whole.total, options.size
+    if options.sync == "once":
+        env = env | gather(loop, env)
 
     def body(results: dict[int, Any] | None, start: Any, length: int) -> dict[int, Any]:
         span = whole._replace(start=start, length=length)
         before = {} if results is None else {u.value: results[i] for i, u in enumerate(loop.updates)}
         now = env | {source: before[value] for value, source in shared.items() if value in before}
-        tiles = compute(loop, now, {}, span, broad, before)
+        tiles = compute(loop, now, {}, span, broad, before, apart)
         anchors = {v: x for (v, p), x in tiles.items() if isinstance(p, Whole)}
         made = {}
         for i, update in enumerate(loop.updates):
             result = before.get(update.value)
             if result is not None and update.anchors:
                 result = rescale(result, update.anchors, before, anchors)
-            made[i] = _apply(update, result, fact(update.value).placement, tiles, now, span, update.value in broad)
+            made[i] = _apply(
+                update, result, fact(update.value).placement, tiles, now, span, update.value in broad, apart
+            )
         return made
 
     count, rest = divmod(total, total if loop.light(plan.analysis) else size)
@@ -158,7 +160,9 @@ def _run_loop(
         results = body(None, 0, total)
     else:
         span = whole._replace(length=size)
-        results = {i: _initial(u, fact(u.value).placement, span, u.value in broad) for i, u in enumerate(loop.updates)}
+        results = {
+            i: _initial(u, fact(u.value).placement, span, u.value in broad, apart) for i, u in enumerate(loop.updates)
+        }
         results |= {i: env[shared[u.value]] for i, u in enumerate(loop.updates) if u.value in shared}
         if count == 1:
             results = body(results, 0, size)
@@ -167,10 +171,36 @@ def _run_loop(
             results, _ = lax.scan(lambda results, start: (body(results, start, size), None), results, starts)
         if rest:
             results = body(results, count * size, rest)
-    return {update.value: results[i] for i, update in enumerate(loop.updates)}
+    return {
+        u.value: spread.settle(results[i], u.value.aval, apart.get(u.value, spread.TOGETHER), options.reduce_dtype)
+        for i, u in enumerate(loop.updates)
+    }
 
 
-def _initial(update: Update, placement: Any, span: Span, broad: bool) -> Any:
+def gather(loop: Loop, env: Env) -> Env:
+    """Whole operands of a loop's products as those read them: gathered once, before the loop."""
+    made: Env = {}
+    for step in (*loop.steps, *(t for u in loop.updates for t in u.terms if isinstance(t, Step))):
+        if step.node.name != "dot_general" or spread.named(step.node.outputs[0].aval) is None:
+            continue
+        for i, ref in enumerate(step.refs):
+            if ref.how == "whole" and (key := (ref.value, spread.demand(step.node, i))) not in made:
+                made[key] = spread.move(narrow(env, ref.value), key[1])
+    return made
+
+
+def operands(step: Step, tiles: Any, env: Env, span: Span) -> list[Any]:
+    """The operands of a step; those of a product as they were gathered for it."""
+    node, found = step.node, [fetch(ref, tiles, env, span) for ref in step.refs]
+    if node.name == "dot_general" and spread.named(node.outputs[0].aval) is not None:
+        gathered = (
+            env.get((r.value, spread.demand(node, i))) if r.how == "whole" else None for i, r in enumerate(step.refs)
+        )
+        return [v if g is None else g for v, g in zip(found, gathered, strict=True)]
+    return found
+
+
+def _initial(update: Update, placement: Any, span: Span, broad: bool, apart: Mapping[Value, spread.Apart]) -> Any:
     """What a result holds before the first tile."""
     value = update.value
     op = placement.op if isinstance(placement, Partial) else "sum"
@@ -178,20 +208,34 @@ def _initial(update: Update, placement: Any, span: Span, broad: bool) -> Any:
     dtype = span.wide(value.dtype) if sums else value.dtype
     if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         return lax.full(value.shape, 0, dtype)
-    return jnp.full(value.shape, identity(op, dtype))
+    return spread.full(value.aval, identity(op, dtype), dtype, apart.get(value, spread.TOGETHER))
 
 
-def _apply(update: Update, result: Any, placement: Any, tiles: Tiles, env: Env, span: Span, broad: bool) -> Any:
+def _apply(
+    update: Update,
+    result: Any,
+    placement: Any,
+    tiles: Tiles,
+    env: Env,
+    span: Span,
+    broad: bool,
+    apart: Mapping[Value, spread.Apart],
+) -> Any:
     """Fold one tile into a result; with no result yet, the tile is all there is."""
     for term in update.terms:
         if isinstance(term, Step):
-            values = [fetch(ref, tiles, env, span) for ref in term.refs]
-            accumulate = rules.RULES[term.node.name].accumulate
-            if result is None or accumulate is None:
-                part = rules.run(term.node, values, term.move, span)[0]
+            how = apart.get(term.node.outputs[0], spread.TOGETHER)
+            node, values = spread.fit(term.node, operands(term, tiles, env, span), how)
+            accumulate = rules.RULES[node.name].accumulate
+            if result is None or accumulate is None or spread.named(node.outputs[0].aval) is not None:
+                part = spread.conform(
+                    rules.run(node, values, term.move, span)[0],
+                    update.value.aval,
+                    apart.get(update.value, spread.TOGETHER),
+                )
                 result = part if result is None else result + part.astype(result.dtype)
             else:
-                result = accumulate(term.node, values, result, span)
+                result = accumulate(node, values, result, span)
             continue
         part = tiles.get((term.value, "wide")) if broad else None
         part = fetch(term, tiles, env, span) if part is None else part
@@ -243,6 +287,7 @@ def compute(
     span: Span,
     broad: Set[Value] = frozenset(),
     before: Mapping[Value, Any] | None = None,
+    apart: Mapping[Value, spread.Apart] = MappingProxyType({}),
 ) -> Tiles:
     """Run the steps of a loop on one tile: every result, by value and placement (those in `broad` as "wide" too).
 
@@ -262,28 +307,30 @@ def compute(
                 part = COMBINE[step.node.params["op"]](before[extremum], part)
             tiles[step.keys[0]] = part
             continue
-        if (wide := _wide(step, tiles, env, span, broad)) is not None:
+        how = apart.get(step.node.outputs[0], spread.TOGETHER) if len(step.node.outputs) == 1 else spread.TOGETHER
+        node, values = spread.fit(step.node, operands(step, tiles, env, span), how)
+        if (wide := _wide(step, node, values, tiles, span, broad)) is not None:
             value, _ = step.keys[0]
+            wide = spread.conform(wide, value.aval, how)
             tiles[(value, "wide")], tiles[step.keys[0]] = wide, wide.astype(value.dtype)
             continue
-        values = [fetch(ref, tiles, env, span) for ref in step.refs]
         sums = Partial("sum") in step.move.outs and Partial("sum") in step.move.ins
-        if sums and rules.RULES[step.node.name].emit is None:
-            results = combine_partials(step.node, values, span)
+        if sums and rules.RULES[node.name].emit is None:
+            results = combine_partials(node, values, span)
         else:
-            results = rules.run(step.node, values, step.move, span)
-        by_value = dict(zip(step.node.outputs, results, strict=True))
+            results = rules.run(node, values, step.move, span)
+        made = zip(step.node.outputs, results, strict=True)
+        by_value = {v: x if x is None else spread.conform(x, v.aval, how) for v, x in made}
         tiles.update({key: by_value[key[0]] for key in step.keys})
     return tiles
 
 
-def _wide(step: Step, tiles: Tiles, env: Env, span: Span, broad: Set[Value]) -> Any | None:
+def _wide(step: Step, node: Node, values: list[Any], tiles: Tiles, span: Span, broad: Set[Value]) -> Any | None:
     """One step on the way from a dot to an output in `broad`, without rounding in between."""
-    node = step.node
     if not step.keys or step.keys[0][0] not in broad or not isinstance(step.move.outs[0], Tiled):
         return None
     if node.name == "dot_general":
-        return dot(node, *(fetch(ref, tiles, env, span) for ref in step.refs), span.wide(node.outputs[0].dtype))
+        return dot(node, *values, span.wide(node.outputs[0].dtype))
     source = tiles.get((node.inputs[0], "wide")) if node.name in REARRANGE else None
     if source is None:
         return None

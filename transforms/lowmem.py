@@ -17,6 +17,7 @@ from transforms import lower
 from transforms.graph import describe, nbytes
 from transforms.placement import WHOLE, Tiled, TileError, Whole
 from transforms.program import Options, Program
+from transforms.spread import like
 
 SMALLEST = 512  # of the second cut's tiles: smaller matrix products run slower
 PIECE = 1 << 20  # bytes of a gradient's piece, at least
@@ -52,9 +53,9 @@ def cut_again(program: Program, active: Sequence[int]) -> Program:
     o = outer.options
 
     def both(*args: Any) -> list[Any]:
-        return lower.run(outer.plan, args, o.total, o.size, o.accumulate, outer.wide, chunks=False)
+        return lower.run(outer.plan, args, o, outer.wide, chunks=False)
 
-    closed = jax.make_jaxpr(both)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
+    closed = jax.make_jaxpr(both)(*(like(a) for a in avals))
     options = dataclasses.replace(program.options, local=True)
     return Program(closed, program.placements, options, outer.wide)
 

@@ -28,6 +28,7 @@ from transforms.propagate import Analysis
 from transforms.rewrite import replace, sort
 from transforms.rules import Move, register
 from transforms.terms import Dims, Early, Term
+from transforms.spread import contracted, like, named
 
 running_p = Primitive("running")  # a maximum or minimum over the tiles so far
 anchor_p = Primitive("anchor")  # one that terms are relative to: 0 while all of them are masked
@@ -53,6 +54,8 @@ def rewrite(found: Analysis, done: Rewritten, span: Span) -> bool:
     finder = Finder(found)
     for value, early in finder.sums.items():
         known = max([early.stage + 1, *(finder.known(t.value) for t in (*early.offsets, *early.factors))])
+        if early.anchors and any(contracted(value.producer)):
+            continue  # rescaling needs what all devices hold, in every tile
         if value not in done.sums and known <= found.fact(value).stage and _saves(found, value):
             _Writer(finder, done, span).write(value, early)
             return True
@@ -81,7 +84,7 @@ class _Writer:
         assert node is not None
         total = self.copy(value)
         wide = self.span.wide(value.dtype)
-        total.aval = ShapedArray(value.shape, wide)
+        total.aval = ShapedArray(value.shape, wide, sharding=named(value.aval))
         anchors = tuple(dataclasses.replace(t, value=self.anchor(t.value, t.weight)) for t in early.anchors)
         self.done.sums[total] = Online(anchors)
         terms = early.terms
@@ -89,7 +92,7 @@ class _Writer:
         def finish(total: Any, *values: Any) -> Any:
             return _finish(early, total, [v.astype(wide) for v in values]).astype(value.dtype)
 
-        avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in (total, *(t.value for t in terms))]
+        avals = [like(v.aval) for v in (total, *(t.value for t in terms))]
         after = flatten(jax.make_jaxpr(finish)(*avals))
         given = dict(zip(after.inputs, (total, *(t.value for t in terms)), strict=True))
         for other in after.nodes:

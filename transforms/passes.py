@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from transforms.program import Program
+from transforms.spread import like
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Pass:
         return self._trace(self.plain)
 
     def _trace(self, fn: Callable[..., Any]) -> ClosedJaxpr:
-        return jax.make_jaxpr(fn)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self.avals))
+        return jax.make_jaxpr(fn)(*(like(a) for a in self.avals))
 
 
 def value(program: Program) -> Pass:

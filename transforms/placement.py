@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from transforms import spread
+
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
@@ -98,9 +100,9 @@ class Span(NamedTuple):
             return array
         if major == 1:
             return lax.dynamic_slice_in_dim(array, self.start * minor, self.length * minor, dim)
-        split = array.reshape(*array.shape[:dim], major, self.total * minor, *array.shape[dim + 1 :])
+        split = spread.split(array, dim, major)
         part = lax.dynamic_slice_in_dim(split, self.start * minor, self.length * minor, dim + 1)
-        return part.reshape(self.local_shape(array.shape, placement))
+        return spread.merge(part, dim)
 
     def put(self, array: Any, part: Any, placement: Tiled) -> Any:
         """The whole array with this tile overwritten."""
@@ -109,9 +111,8 @@ class Span(NamedTuple):
             return part
         if major == 1:
             return lax.dynamic_update_slice_in_dim(array, part, self.start * minor, dim)
-        split = array.reshape(*array.shape[:dim], major, self.total * minor, *array.shape[dim + 1 :])
-        part = part.reshape(*array.shape[:dim], major, self.length * minor, *array.shape[dim + 1 :])
-        return lax.dynamic_update_slice_in_dim(split, part, self.start * minor, dim + 1).reshape(array.shape)
+        whole, part = spread.split(array, dim, major), spread.split(part, dim, major)
+        return spread.merge(lax.dynamic_update_slice_in_dim(whole, part, self.start * minor, dim + 1), dim)
 
     def positions(self, placement: Tiled, dtype: Any) -> Any:
         """The index in the whole array of each element along this tile's dimension."""

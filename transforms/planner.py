@@ -196,7 +196,8 @@ class Planner:
         if node is None or value in self.analysis.inputs or len(node.outputs) > 1 or node.name not in RULES:
             return None
         rule = RULES[node.name]
-        return rule.pull(node, want) if rule.pull is not None and not rule.heavy else None
+        ins = rule.pull(node, want) if rule.pull is not None and not rule.heavy else None
+        return None if ins is None or self.analysis.untyped(node, Move((want,), ins)) else ins
 
     def emit(self, root: Ref, d: int, loop: Loop) -> None:
         """Append the steps that compute `root`, operands first."""

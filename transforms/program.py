@@ -40,6 +40,7 @@ from transforms.rules import (  # noqa: F401
 )
 from transforms.schedule import schedule
 from transforms.separate import Separation, has_custom_vjp, scales, separate
+from transforms.spread import like
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +56,9 @@ class Options:
     local: bool = (
         False  # run scans on whole operands, their bodies in tiles, whether they could run within a tile or not
     )
+    sync: str = "once"  # gradients of weights are summed over the devices once, or with every tile
+    reduce_dtype: Any = None  # in which that is done, if not in the gradient's own
+    shares: int = 1  # over how many devices the cut axis is spread: each walks its own share
     floor: int = 0  # bytes of an array that may be completed whatever the sizes of inputs and outputs
 
 
@@ -102,7 +106,7 @@ class Program:
         o = self.options
 
         def run(*args: Any) -> list[Any]:
-            return lower.run(self.plan, args, o.total, o.size, o.accumulate, self.wide, reuse=self.reuse)
+            return lower.run(self.plan, args, o, self.wide, reuse=self.reuse)
 
         return jax.jit(run)
 
@@ -115,7 +119,7 @@ class Program:
     def derive(self, fn: Any, extra: Sequence[tuple[Any, Placement]], wide: Sequence[int] = ()) -> Program:
         """The tiled program of `fn(*inputs, *extra)`, a function derived from this one."""
         avals = [*self.closed.in_avals, *(aval for aval, _ in extra)]
-        closed = jax.make_jaxpr(fn)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
+        closed = jax.make_jaxpr(fn)(*(like(a) for a in avals))
         placements = (*self.placements, *(p for _, p in extra))
         return Program(closed, placements, self.options, frozenset(wide))
 

@@ -11,11 +11,14 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
+
 from transforms.graph import Graph, Node, Value
 from transforms.limits import Limits, check_size
-from transforms.placement import WHOLE, Partial, Placement, Tiled, TileError, Whole
+from transforms.placement import WHOLE, Partial, Placement, Span, Tiled, TileError, Whole
 from transforms.rewrite import split
-from transforms.rules import RULES, Complete, Move
+from transforms.rules import RULES, Complete, Move, run
+from transforms.spread import ALWAYS_TYPED, FLOWS, Apart, contracted, local, named, passable, summed
 
 
 class Fact(NamedTuple):
@@ -96,9 +99,36 @@ class Analysis:
     used: set[Value]  # values that an output or another node reads
     stored: set[Value] = dataclasses.field(default_factory=set)  # cut values that are whole before the loops
     running: set[Value] = dataclasses.field(default_factory=set)  # whole values that change from tile to tile
+    apart: dict[Value, Apart] = dataclasses.field(default_factory=dict)  # sums that each device holds a part of
+    limits: Limits | None = None
+    typed: dict[Any, str | None] = dataclasses.field(default_factory=dict)
+    moving: set[Value] = dataclasses.field(default_factory=set)  # what depends on the tiles before
 
     def fact(self, value: Value) -> Fact:
         return self.facts.get(value, Fact(WHOLE))
+
+    def untyped(self, node: Node, move: Move) -> str | None:
+        """Why an equation cannot be spread over the devices on a tile of its operands, though it can on all of them."""
+        known = node.name in ALWAYS_TYPED or isinstance(move, (Region, Local)) or self.limits is None
+        if known or not any(isinstance(p, Tiled) for p in (*move.ins, *move.outs)):
+            return None
+        if all(named(v.aval) is None for v in (*node.inputs, *node.outputs)):
+            return None
+        key = (node, *move.ins, *move.outs)
+        if key not in self.typed:
+            self.typed[key] = self._untyped(node, move)
+        return self.typed[key]
+
+    def _untyped(self, node: Node, move: Move) -> str | None:
+        assert self.limits is not None
+        o = self.limits.options
+        span = Span(0, o.size, o.total, o.accumulate)
+        tiles = [local(v.aval, span.local_shape(v.shape, p)) for v, p in zip(node.inputs, move.ins, strict=True)]
+        try:
+            jax.eval_shape(lambda start, *values: run(node, list(values), move, span._replace(start=start)), 0, *tiles)
+        except Exception as error:  # JAX has no public name for errors of sharding types
+            return f"cannot be spread over the devices a tile at a time ({str(error)[:200]})"
+        return None
 
     def needs(self, node: Node) -> list[Value]:
         """The operands that a node, run on whole values, reads."""
@@ -144,7 +174,7 @@ def propagate(
     """
     facts = {v: Fact(p) for v, p in zip(graph.inputs, placements, strict=True)}
     used = {v for n in graph.nodes for v in n.inputs}.union(graph.outputs)
-    found = Analysis(graph, facts, {}, [], set(), frozenset(graph.inputs), used)
+    found = Analysis(graph, facts, {}, [], set(), frozenset(graph.inputs), used, limits=limits)
     for node in graph.nodes:
         if ordered := [e for e in node.effects if "Ordered" in type(e).__name__]:
             raise TileError(
@@ -155,7 +185,24 @@ def propagate(
         for value in node.outputs:
             if promoted and value in promoted and isinstance(found.fact(value).placement, Whole):
                 _promote(found, node, value, promoted[value])
+    if limits is not None and limits.options.sync == "once":
+        _postpone(found)
     return found
+
+
+def _postpone(found: Analysis) -> None:
+    """Leave the sum of a product's parts until after the loop where a cut result is only written (tensor parallelism)."""
+    postponable = passable(found.graph, found.completed)
+    for node in found.graph.nodes:
+        move = found.moves[node]
+        value = node.outputs[0] if len(node.outputs) == 1 else None
+        if value is None or named(value.aval) is None or value not in postponable or value in found.moving:
+            continue
+        if isinstance(move.outs[0], Tiled) and (node.name == "dot_general" or value.producer.inputs[0] in found.apart):
+            made = summed(node, found.apart, [v in found.apart for v in node.inputs])
+            left, right = contracted(node)
+            if made.axes and (node.name != "dot_general" or left == right):
+                found.apart[value] = made
 
 
 def _promote(found: Analysis, node: Node, value: Value, want: Tiled) -> None:
@@ -177,7 +224,14 @@ def _place(found: Analysis, node: Node, limits: Limits | None) -> None:
             # A partial sum that meets something of a later loop is finished at once, not carried into that loop.
             if late := [i for i, f in enumerate(facts) if isinstance(f.placement, Partial) and f.stage < stage]:
                 raise Complete(late, "meets a value that a later loop computes")
+            if apart := [
+                i for i, v in enumerate(node.inputs) if v in found.apart and isinstance(placements[i], Partial)
+            ]:
+                if node.name not in FLOWS:
+                    raise Complete(apart, "needs what each device holds a part of")
             move = _move(node, placements, limits)
+            if (why := found.untyped(node, move)) is not None:
+                raise Complete([i for i, p in enumerate(move.ins) if isinstance(p, Tiled)], why)
         except Complete as request:
             if limits is None and request.otherwise is not None:
                 move = request.otherwise
@@ -193,10 +247,25 @@ def _place(found: Analysis, node: Node, limits: Limits | None) -> None:
         found.stored.update(v for v, p in zip(node.outputs, move.outs, strict=True) if isinstance(p, Tiled))
     if isinstance(move, Region) and (mixed := _mixed(found, node, move)):
         raise Split(node, mixed)
+    _part(found, node, move, limits)
     found.moves[node] = move
     found.facts.update((v, Fact(p, stage)) for v, p in zip(node.outputs, move.outs, strict=True))
     if node.name in ("running", "carried") or not found.running.isdisjoint(node.inputs):
         found.running.update(v for v, p in zip(node.outputs, move.outs, strict=True) if isinstance(p, Whole))
+
+
+def _part(found: Analysis, node: Node, move: Move, limits: Limits | None) -> None:
+    """Find whether the devices may each keep a part of a partial sum until the loop is over."""
+    if node.name in ("running", "carried") or not found.moving.isdisjoint(node.inputs):
+        found.moving.update(node.outputs)  # an online sum is rescaled on the way, which takes all of it
+    value = node.outputs[0] if len(node.outputs) == 1 else None
+    if limits is None or limits.options.sync == "tile" or value is None or named(value.aval) is None:
+        return
+    if move.outs[0] != Partial("sum") or value in found.moving:
+        return
+    made = summed(node, found.apart, [isinstance(p, Partial) for p in move.ins])
+    if made.axes:
+        found.apart[value] = made
 
 
 def _mixed(found: Analysis, node: Node, move: Move) -> list[int]:

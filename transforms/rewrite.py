@@ -10,6 +10,7 @@ import jax
 from jax.extend.core import Primitive
 
 from transforms.graph import Graph, Node, Value, body, flatten
+from transforms.spread import like
 
 carried_p = Primitive("carried")  # what the tiles before this one left; its operand before the first
 
@@ -52,7 +53,7 @@ def any_platform(node: Node) -> int | None:
 def split(graph: Graph, node: Node, wanted: Sequence[int], inputs: Sequence[int], fn: Callable[..., Any]) -> None:
     """Compute the results `wanted` of a node apart from the others: by `fn`, from its operands `inputs`."""
     ins = [node.inputs[i] for i in inputs]
-    apart = flatten(jax.make_jaxpr(fn)(*(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in ins)))
+    apart = flatten(jax.make_jaxpr(fn)(*(like(v.aval) for v in ins)))
     given = dict(zip(apart.inputs, ins, strict=True))
     for other in apart.nodes:
         other.inputs = [given.get(v, v) for v in other.inputs]

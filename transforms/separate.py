@@ -19,6 +19,7 @@ from transforms.limits import Limits
 from transforms.placement import Partial, TileError, Whole
 from transforms.propagate import Along, Inline, analyse
 from transforms.rules import Complete
+from transforms.spread import like
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +118,7 @@ def _nonlinear(graph: Graph, out: int, inner: Sequence[Value], others: Sequence[
         value, back = jax.vjp(outer, *values[:count])
         return back(jnp.ones_like(value))
 
-    traced = flatten(jax.make_jaxpr(slopes)(*(jax.ShapeDtypeStruct(v.shape, v.dtype) for v in leaves)))
+    traced = flatten(jax.make_jaxpr(slopes)(*(like(v.aval) for v in leaves)))
     return not depends(traced, set(traced.inputs[:count])).isdisjoint(traced.outputs)
 
 

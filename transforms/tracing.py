@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,8 +15,9 @@ from jax.extend.core import ClosedJaxpr
 from transforms import budget
 from transforms.arguments import is_array, place, rows
 from transforms.derive import call
-from transforms.placement import WHOLE, Placement
+from transforms.placement import WHOLE, Placement, Tiled
 from transforms.program import Options, Program
+from transforms.spread import shares
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,14 +86,18 @@ class Tracer:
         jaxpr = ClosedJaxpr(jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars]), ())
         everywhere = (*(WHOLE,) * len(closed.consts), *placements)
 
+        shares = spread_over(jaxpr, everywhere)
+        everywhere = tuple(dataclasses.replace(p, major=shares) if isinstance(p, Tiled) else p for p in everywhere)
+        total //= shares  # the mesh divides it: each device walks its own share
+
         def make(size: int) -> Program:
-            return Program(jaxpr, everywhere, Options(total=total, size=size, **self.options))
+            return Program(jaxpr, everywhere, Options(total=total, size=size, shares=shares, **self.options))
 
         if self.n == "auto":
             assert self.budget is not None
             program = budget.fewest(make, total, rows(leaves, placements), self.budget)
         elif self.size is not None:
-            program = make(min(total, self.size))
+            program = make(min(total, max(1, self.size // shares)))
         else:
             assert isinstance(self.n, int)
             program = make(-(-total // self.n))
@@ -104,6 +110,12 @@ class Tracer:
             raise ValueError(
                 f"tile: n={self.n} tiles of an axis that is {total} long. Pass n <= {total}, or size=, a tile's length."
             )
+
+
+def spread_over(closed: ClosedJaxpr, placements: Sequence[Placement]) -> int:
+    """Over how many devices the cut axis is spread, in the arguments or wherever the function spreads it."""
+    cuts = [shares(v, p.dim) for v, p in zip(closed.in_avals, placements, strict=True) if isinstance(p, Tiled)]
+    return math.lcm(*cuts)
 
 
 def _stop_aux(result: Any, dynamic: Any) -> Any:

@@ -68,6 +68,11 @@ def push_put(node: Node, placements: tuple[Placement, ...]) -> Move:
     return Move(placements, placements)
 
 
+def push_reshard(node: Node, placements: tuple[Placement, ...]) -> Move:
+    """Spread otherwise over the devices: a tile holds a share of each, in the order of the whole, so it moves alike."""
+    return Move((one_cut(node, placements),), placements)
+
+
 def push_constraint(node: Node, placements: tuple[Placement, ...]) -> Move:
     cut = one_cut(node, placements)
     if not isinstance(node.params["sharding"], NamedSharding) and spread(node.params["sharding"], cut.dim):
@@ -93,5 +98,6 @@ register(
     push=push_gather,
 )
 complete("pbroadcast_dynamic", "ragged_all_to_all", reason="sends each device what it asks for")
-register("device_put", "reshard", push=push_put)
+register("device_put", push=push_put)
+register("reshard", "mesh_cast", push=push_reshard, pull=pull_elementwise)
 register("sharding_constraint", push=push_constraint, localise=localise_constraint, pull=pull_elementwise)

@@ -32,6 +32,7 @@ from transforms.rules.regions import (
     whole_body,
     widen,
 )
+from transforms.spread import like
 
 
 def scan_counts(node: Node) -> tuple[int, int]:
@@ -170,7 +171,7 @@ def sink_constants(node: Node) -> tuple[ClosedJaxpr, list[int]]:
             env[graph.inputs[i]] = evaluate({}, [node.inputs[i]])[0]
         return evaluate(env, graph.outputs)
 
-    avals = [jax.ShapeDtypeStruct(graph.inputs[i].shape, graph.inputs[i].dtype) for i in kept]
+    avals = [like(graph.inputs[i].aval) for i in kept]
     return jax.make_jaxpr(body)(*avals), kept
 
 

@@ -1,0 +1,238 @@
+"""How arrays are spread over the devices of a mesh, read from their types (meshes with `Explicit` axes).
+
+Such a type says which mesh axes cut each dimension, and over which axes the devices hold parts of a sum that is still to
+be made (`unreduced`). Tiles keep it: a cut dimension that is spread is cut within each device's share, weights are
+brought once into the form in which a loop's products read them, and sums over a spread dimension stay apart, each device
+its own, until the loop is over.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec, reshard
+
+# Linear equations that JAX types on values that are apart. (Not: neg, sub, mul, dynamic_slice, scatter.)
+FLOWS = frozenset("add add_any transpose convert_element_type reshape squeeze reduce_sum broadcast_in_dim".split())
+ADDS = ("add", "add_any")
+# What runs on a tile wherever it runs on the whole: these keep each dimension as it is spread, or sum over it.
+ALWAYS_TYPED = FLOWS | frozenset(
+    """sub mul div neg exp log log1p tanh logistic max min select_n eq ne lt le gt ge and or not sign sqrt rsqrt square
+    integer_pow pow abs is_finite stop_gradient copy copy_p name transpose dot_general reduce_max reduce_min reshard
+    mesh_cast exp2 expm1 erf sin cos one_minus_square custom_jvp_call custom_vjp_call""".split()
+)
+
+
+class Apart(NamedTuple):
+    """A sum of which the devices along `axes` hold parts; it is made in `dtype`, that of the product it comes from."""
+
+    axes: frozenset[str]
+    dtype: Any
+
+
+TOGETHER = Apart(frozenset(), None)
+
+
+def named(aval: Any) -> NamedSharding | None:
+    """The sharding of a type, if it is part of the type: on a mesh whose axes are Explicit."""
+    sharding = getattr(aval, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
+        return None
+    return sharding if getattr(sharding.mesh, "explicit_axes", ()) else None
+
+
+def axes(aval: Any, dim: int) -> tuple[str, ...]:
+    """The mesh axes that a dimension is spread over."""
+    sharding = named(aval)
+    if sharding is None or dim >= len(sharding.spec.partitions):
+        return ()
+    entry = sharding.spec.partitions[dim]
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def shares(aval: Any, dim: int) -> int:
+    """Over how many devices a dimension is spread."""
+    sharding = named(aval)
+    return 1 if sharding is None else math.prod(sharding.mesh.shape[a] for a in axes(aval, dim))
+
+
+def devices(aval: Any) -> int:
+    """Over how many devices an array is spread."""
+    return math.prod(shares(aval, dim) for dim in range(len(aval.shape)))
+
+
+def like(aval: Any) -> jax.ShapeDtypeStruct:
+    """An abstract array of a type."""
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=named(aval))
+
+
+def local(aval: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    """A tile of a type: of another shape, and spread alike."""
+    return jax.ShapeDtypeStruct(shape, aval.dtype, sharding=named(aval))
+
+
+def layout(entries: Sequence[Sequence[str]], apart: frozenset[str] = frozenset(), kept: Any = ()) -> PartitionSpec:
+    """The spec with these axes for each dimension, except those that the value is apart over."""
+    left = [tuple(a for a in entry if a not in apart) for entry in entries]
+    parts = [None if not e else e[0] if len(e) == 1 else e for e in left]
+    return PartitionSpec(*parts, unreduced=apart, reduced=frozenset(kept) - apart)
+
+
+def spec(aval: Any, apart: Apart = TOGETHER) -> PartitionSpec:
+    """The spec of a type, once its sums are apart over further axes."""
+    sharding = named(aval)
+    assert sharding is not None
+    entries = [axes(aval, dim) for dim in range(len(aval.shape))]
+    return layout(entries, apart.axes | sharding.spec.unreduced, sharding.spec.reduced)
+
+
+def full(aval: Any, fill: Any, dtype: Any, apart: Apart) -> Any:
+    """An array full of one number, of a type but for `dtype`."""
+    if named(aval) is None:
+        return jnp.full(aval.shape, fill, dtype)
+    return jnp.full(aval.shape, fill, dtype, out_sharding=spec(aval, apart))
+
+
+def move(array: Any, target: PartitionSpec) -> Any:
+    """The array as `target` says; what the devices hold apart is scattered first where it ends up spread."""
+    mine = named(jax.typeof(array))
+    if mine is None or spec(jax.typeof(array)) == target:
+        return array
+    extra = mine.spec.unreduced - target.unreduced
+    entries = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in target.partitions]
+    spread = extra.intersection(*[{a for e in entries for a in e}])
+    if spread and spread != extra:
+        array = reshard(array, layout(entries, target.unreduced | (extra - spread), target.reduced))
+    return reshard(array, target)
+
+
+def conform(array: Any, aval: Any, apart: Apart) -> Any:
+    """The array spread as its type in the untiled program says, with its sums `apart`."""
+    if named(aval) is None:
+        return array
+    return move(array, spec(aval, apart))
+
+
+def settle(array: Any, aval: Any, apart: Apart, dtype: Any = None) -> Any:
+    """The sum of what the devices hold, formed in `dtype` or that of the product that it comes from."""
+    if not apart.axes:
+        return conform(array, aval, TOGETHER)
+    narrow = apart.dtype if dtype is None else jnp.promote_types(apart.dtype, dtype)
+    return move(array.astype(narrow), spec(aval))
+
+
+def split(array: Any, dim: int, major: int) -> Any:
+    """`[.., major * rest, ..]` as `[.., major, rest, ..]`: what the dimension was spread over, `major` is."""
+    shape = (*array.shape[:dim], major, array.shape[dim] // major, *array.shape[dim + 1 :])
+    return _reshaped(array, shape, lambda entries: [*entries[: dim + 1], (), *entries[dim + 1 :]])
+
+
+def merge(array: Any, dim: int) -> Any:
+    """The inverse of `split`."""
+    shape = (*array.shape[:dim], array.shape[dim] * array.shape[dim + 1], *array.shape[dim + 2 :])
+    return _reshaped(array, shape, lambda entries: [*entries[: dim + 1], *entries[dim + 2 :]])
+
+
+def _reshaped(array: Any, shape: tuple[int, ...], change: Callable[[list[Any]], list[Any]]) -> Any:
+    aval = jax.typeof(array)
+    sharding = named(aval)
+    if sharding is None:
+        return array.reshape(shape)
+    entries = change([axes(aval, dim) for dim in range(len(aval.shape))])
+    return jax.lax.reshape(array, shape, out_sharding=layout(entries, sharding.spec.unreduced, sharding.spec.reduced))
+
+
+# ----------------------------------------------------------------------------------------- what sums are apart, and how
+
+
+def contracted(node: Any) -> tuple[frozenset[str], frozenset[str]]:
+    """The mesh axes that an equation sums over, as its first and as its last operand is spread."""
+    if node.name == "dot_general":
+        sides = node.params["dimension_numbers"][0]
+    elif node.name == "reduce_sum":
+        sides = (node.params["axes"],)
+    else:
+        return frozenset(), frozenset()
+    found = [frozenset(a for d in s for a in axes(v.aval, d)) for s, v in zip(sides, node.inputs, strict=True)]
+    return found[0], found[-1]
+
+
+def summed(node: Any, before: Mapping[Any, Apart], partial: Sequence[bool]) -> Apart:
+    """How the devices hold the partial sum that a node makes, or passes on from those that it reads."""
+    given = [before.get(v, TOGETHER) for v, p in zip(node.inputs, partial, strict=True) if p]
+    out = node.outputs[0]
+    over = frozenset().union(*(a.axes for a in given))
+    if not given:
+        left, right = contracted(node)
+        over = left | right
+    elif node.name == "reduce_sum":
+        over |= contracted(node)[0]
+    if not over:
+        return TOGETHER
+    dtypes = [a.dtype for a in given if a.axes] or [out.dtype]
+    origin = min(dtypes, key=lambda d: jnp.dtype(d).itemsize)
+    narrower = jnp.dtype(out.dtype).itemsize < jnp.dtype(origin).itemsize
+    return Apart(over, out.dtype if narrower else origin)
+
+
+def passable(graph: Any, completed: Any) -> set[Any]:
+    """The values of a graph that go nowhere but to its outputs, through equations that may run on what is apart.
+
+    `completed`: operands (of which node, which number) that are read after the loop anyway.
+    """
+    readers: dict[Any, list[Any]] = {}
+    for node in graph.nodes:
+        for i, value in enumerate(node.inputs):
+            if (node, i) not in completed:
+                readers.setdefault(value, []).append(node)
+    found: set[Any] = set()
+    for value in (v for node in reversed(graph.nodes) for v in node.outputs):
+        if all(n.name in FLOWS and n.outputs[0] in found for n in readers.get(value, ())):
+            found.add(value)
+    return found
+
+
+# --------------------------------------------------------------------------------------------- one equation, at tile size
+
+
+def fit(node: Any, values: list[Any], apart: Apart) -> tuple[Any, list[Any]]:
+    """The equation whose result is spread as its type says with its sums `apart`, and operands that fit it."""
+    out = node.outputs[0].aval if node.outputs else None
+    if named(out) is None:
+        return node, values
+    if node.name in ADDS:
+        return node, [move(v, spec(out, apart)) if jnp.shape(v) == out.shape else v for v in map(jnp.asarray, values)]
+    if not apart.axes:
+        return node, values
+    if node.name == "dot_general":
+        values = [move(v, demand(node, i, apart)) for i, v in enumerate(values)]
+    key = "sharding" if "sharding" in node.params else "out_sharding"
+    if key in node.params and (node.params[key] is not None or node.name in ("dot_general", "reduce_sum")):
+        sharding = NamedSharding(named(out).mesh, spec(out, apart))
+        node = dataclasses.replace(node, params=node.params | {key: sharding})
+    return node, values
+
+
+def demand(node: Any, operand: int, apart: Apart | None = None) -> PartitionSpec:
+    """How a product needs an operand spread: as the result is and, where it contracts or batches, the other operand.
+
+    Where the result is `apart`, a contracted dimension in which only this operand is spread stays so.
+    """
+    contract, batch = node.params["dimension_numbers"]
+    me, other, out = node.inputs[operand].aval, node.inputs[1 - operand].aval, node.outputs[0].aval
+    entries: dict[int, tuple[str, ...]] = {}
+    for pairs in (contract, batch):
+        for mine, its in zip(pairs[operand], pairs[1 - operand], strict=True):
+            entries[int(mine)] = axes(other, int(its)) or (axes(me, int(mine)) if apart else ())
+    free = [d for d in range(len(me.shape)) if d not in entries]
+    first = len(batch[0])
+    if operand:
+        first += len(other.shape) - len(contract[0]) - len(batch[0])
+    gone = apart.axes if apart else ()
+    entries |= {d: tuple(a for a in axes(out, first + i) if a not in gone) for i, d in enumerate(free)}
+    return layout([entries[d] for d in range(len(me.shape))])
