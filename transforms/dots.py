@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
+
+from jax.sharding import NamedSharding
+
+from transforms.spread import axes, layout, named
 
 
 def turn_dots(graph: Any) -> Any:
@@ -37,6 +42,31 @@ def turn_dots(graph: Any) -> Any:
         if isinstance(precision, tuple):
             node.params["precision"] = precision[::-1]
         node.inputs, node.source = dot.inputs[::-1], dot.source
+    return graph
+
+
+def spread_dots(graph: Any) -> Any:
+    """Let `reshard(dot(a, b))` be a dot whose result is spread so: what devices sum is then scattered, not copied."""
+    readers = Counter(v for node in graph.nodes for v in {*node.inputs})
+    for node in graph.nodes:
+        sharding = named(node.outputs[0].aval) if node.name == "reshard" else None
+        if sharding is None:
+            continue
+        path, value, order = [], node.inputs[0], list(range(len(node.inputs[0].shape)))
+        while readers[value] == 1 and value not in graph.outputs and value.producer is not None:
+            path.append((value, tuple(order)))
+            if value.producer.name not in ("convert_element_type", "transpose"):
+                break
+            if value.producer.name == "transpose":
+                order = [order[value.producer.params["permutation"].index(d)] for d in range(len(order))]
+            value = value.producer.inputs[0]
+        if not path or path[-1][0].producer.name != "dot_general":
+            continue
+        for value, order in path:
+            entries = [axes(node.outputs[0].aval, d) for d in order]
+            value.aval = value.aval.update(sharding=NamedSharding(sharding.mesh, layout(entries)))
+        dot = path[-1][0].producer
+        dot.params = dot.params | {"out_sharding": named(dot.outputs[0].aval)}
     return graph
 
 

@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
 
-from transforms.dots import turn_dots
+from transforms.dots import spread_dots, turn_dots
 from transforms.placement import TileError
 from transforms.spread import devices
 
@@ -172,7 +172,7 @@ def flatten(closed: ClosedJaxpr, *, custom: bool = True, remat: bool = False) ->
         return [read(a) for a in jaxpr.outvars]
 
     inputs = [Value(v.aval) for v in closed.jaxpr.invars]
-    return prune(turn_dots(prune(Graph(inputs, nodes, run(closed.jaxpr, closed.consts, inputs, None)))))
+    return prune(spread_dots(turn_dots(prune(Graph(inputs, nodes, run(closed.jaxpr, closed.consts, inputs, None))))))
 
 
 def plain(param: Any) -> Any:

@@ -47,6 +47,9 @@ def run(
     env: Env = dict(zip(graph.inputs, inputs, strict=True))
     span = Span(0, options.total, options.total, options.accumulate, chunks)
     broad = wide_chain(plan, {graph.outputs[i] for i in wide})
+    # What the devices hold parts of is stored as it is sent.
+    sent = {v for v in plan.analysis.apart if isinstance(plan.analysis.fact(v).placement, Tiled)}
+    broad -= set() if options.reduce_dtype else sent
     for loop in plan.loops:
         finish(plan, env, list(loop.reads), span)
         if loop.updates or loop.steps:

@@ -18,7 +18,7 @@ from transforms.limits import Limits, check_size
 from transforms.placement import WHOLE, Partial, Placement, Span, Tiled, TileError, Whole
 from transforms.rewrite import split
 from transforms.rules import RULES, Complete, Move, run
-from transforms.spread import ALWAYS_TYPED, FLOWS, Apart, contracted, local, named, passable, summed
+from transforms.spread import ALWAYS_TYPED, FLOWS, Apart, contracted, local, named, narrowest, passable, summed
 
 
 class Fact(NamedTuple):
@@ -187,6 +187,7 @@ def propagate(
                 _promote(found, node, value, promoted[value])
     if limits is not None and limits.options.sync == "once":
         _postpone(found)
+        found.apart.update({v: narrowest(v, apart, graph) for v, apart in found.apart.items()})
     return found
 
 

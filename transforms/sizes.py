@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from jax.extend.core import Jaxpr
 
-from transforms.graph import Node, Value, bodies, depends, nbytes
+from transforms.graph import Node, Value, ancestors, bodies, depends, nbytes
 from transforms.limits import Limits, check_size, human
 from transforms.loops import Loop
 from transforms.placement import WHOLE, Tiled, TileError, Whole
@@ -29,9 +29,11 @@ def check_whole(analysis: Analysis, loops: list[Loop], requested: Iterable[Value
             found.setdefault(value, (value.producer, "makes a whole value from one that had to be completed"))
             if not isinstance(analysis.moves[value.producer], Local):
                 _check_inside(value.producer, limits)
-    whole = {v for v in (*found, *requested) if isinstance(analysis.fact(v).placement, Whole)}
+    leads = ancestors(analysis.graph, found)
+    whole = {v for v in (*found, *requested) if v in leads and isinstance(analysis.fact(v).placement, Whole)}
     large = [v for v in whole if v.nbytes > limits.largest]
-    if promoted := {v: cut for v in large if (cut := _cut_of(v, total)) is not None}:
+    shares = limits.options.shares
+    if promoted := {v: cut for v in large if (cut := _cut_of(v, total, shares)) is not None}:
         raise Promote(promoted)
     for value, (node, reason) in found.items():
         check_size(value, WHOLE, node, reason, limits)
@@ -60,11 +62,14 @@ def _largest(jaxpr: Jaxpr) -> int:
     return max([*made, *(_largest(b) for e in jaxpr.eqns for b in bodies(e.params))], default=0)
 
 
-def _cut_of(value: Value, total: int) -> Tiled | None:
-    """A dimension of the cut axis' length along which a whole value can be made tile by tile, the first that can."""
+def _cut_of(value: Value, total: int, shares: int) -> Tiled | None:
+    """A dimension of the cut axis' length along which a whole value can be made tile by tile, the first that can.
+
+    The axis is spread over `shares` devices, with `total` on each.
+    """
     node = value.producer
     if node is None or len(node.outputs) > 1 or node.name not in RULES:
         return None
     pull = RULES[node.name].pull
-    cuts = (Tiled(dim) for dim, size in enumerate(value.shape) if size == total)
+    cuts = (Tiled(dim, shares) for dim, size in enumerate(value.shape) if size == total * shares)
     return next((cut for cut in cuts if pull is not None and pull(node, cut) is not None), None)

@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec, reshard
 # Linear equations that JAX types on values that are apart. (Not: neg, sub, mul, dynamic_slice, scatter.)
 FLOWS = frozenset("add add_any transpose convert_element_type reshape squeeze reduce_sum broadcast_in_dim".split())
 ADDS = ("add", "add_any")
+RESCALES = frozenset("convert_element_type mul div neg select_n transpose reshape squeeze copy reshard".split())
 # What runs on a tile wherever it runs on the whole: these keep each dimension as it is spread, or sum over it.
 ALWAYS_TYPED = FLOWS | frozenset(
     """sub mul div neg exp log log1p tanh logistic max min select_n eq ne lt le gt ge and or not sign sqrt rsqrt square
@@ -174,10 +175,23 @@ def summed(node: Any, before: Mapping[Any, Apart], partial: Sequence[bool]) -> A
         over |= contracted(node)[0]
     if not over:
         return TOGETHER
-    dtypes = [a.dtype for a in given if a.axes] or [out.dtype]
+    dtypes = [a.dtype for a in given if a.axes] or [node.params.get("preferred_element_type") or out.dtype]
     origin = min(dtypes, key=lambda d: jnp.dtype(d).itemsize)
     narrower = jnp.dtype(out.dtype).itemsize < jnp.dtype(origin).itemsize
     return Apart(over, out.dtype if narrower else origin)
+
+
+def narrowest(value: Any, apart: Apart, graph: Any) -> Apart:
+    """The same sum, made in the narrowest dtype that its only reader, and that one's, turn it into by and by."""
+    dtype = jnp.dtype(apart.dtype)
+    while value not in graph.outputs:
+        readers = [n for n in graph.nodes if value in n.inputs and n.name != "eq"]  # asks only whether it is zero
+        if len(readers) != 1 or readers[0].name not in RESCALES or readers[0].outputs[0].aval.size != value.aval.size:
+            break
+        (value,) = readers[0].outputs
+        if jnp.dtype(value.dtype).itemsize < dtype.itemsize and jnp.issubdtype(value.dtype, jnp.floating):
+            dtype = jnp.dtype(value.dtype)
+    return Apart(apart.axes, dtype)
 
 
 def passable(graph: Any, completed: Any) -> set[Any]:
