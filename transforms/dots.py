@@ -34,10 +34,12 @@ def turn_dots(graph: Any) -> Any:
         left, right = (len(v.shape) - len(c) - len(batch[0]) for v, c in zip(dot.inputs, contract, strict=True))
         first = len(batch[0])
         turned = (*range(first), *range(first + left, first + left + right), *range(first, first + left))
-        if tuple(node.params["permutation"]) != turned or dot.params.get("out_sharding") is not None:
+        if tuple(node.params["permutation"]) != turned:
             continue
         node.primitive, node.context = dot.primitive, dot.context
         node.params = dot.params | {"dimension_numbers": (contract[::-1], batch[::-1])}
+        if dot.params.get("out_sharding") is not None:
+            node.params["out_sharding"] = named(node.outputs[0].aval)
         precision = dot.params["precision"]
         if isinstance(precision, tuple):
             node.params["precision"] = precision[::-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
+from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from transforms import rules, spread
-from transforms.graph import Node, Value, read
+from transforms.graph import Node, Value, constant, read
 from transforms.loops import Loop, Ref, Schedule, Step, Update
 from transforms.online import rescale
 from transforms.placement import COMBINE, Partial, Span, Tiled, Whole, identity
@@ -276,6 +277,9 @@ def fetch(ref: Ref, tiles: Any, env: Env, span: Span) -> Any:
     if ref.how == "tile":
         return tiles[(ref.value, ref.want)]
     if ref.how == "once":
+        if constant(ref.value) == 0 and ref.want == Partial("sum"):
+            with ref.value.producer.context.manager if ref.value.producer else nullcontext():
+                return jnp.zeros(ref.value.shape, ref.value.dtype)
         whole = jnp.asarray(read(env, ref.value))
         op = ref.want.op if isinstance(ref.want, Partial) else "sum"
         return jnp.where(span.start == 0, whole, jnp.full_like(whole, identity(op, whole.dtype)))

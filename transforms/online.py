@@ -64,14 +64,15 @@ def rewrite(found: Analysis, done: Rewritten, span: Span) -> bool:
 
 def _saves(found: Analysis, value: Value) -> bool:
     """Whether a loop waits for the sum; or it is a result, and no other is formed in a loop as late."""
-    reached = {value}
+    reached, stage = {value}, found.fact(value).stage
     for node in found.graph.nodes:
         if any(v in reached for v in node.inputs):
             reached.update(node.outputs)
-            if any(v in found.used and not isinstance(found.fact(v).placement, Whole) for v in node.outputs):
+            facts = [found.fact(v) for v in node.outputs if v in found.used]
+            if any(f.stage > stage and not isinstance(f.placement, Whole) for f in facts):
                 return True
     ends = [found.end(v) for v in found.graph.outputs if v not in reached]
-    return max(ends, default=-1) < found.fact(value).stage
+    return max(ends, default=-1) < stage
 
 
 class _Writer:

@@ -11,6 +11,7 @@ from transforms.online import Online
 from transforms.placement import WHOLE, Partial, Placement, Tiled, Whole
 from transforms.propagate import Analysis
 from transforms.rules import RULES, Move
+from transforms.spread import named
 
 
 def runs_once(analysis: Analysis, node: Node) -> bool:
@@ -104,6 +105,8 @@ class Planner:
             return False
         if not isinstance(self.analysis.moves[node].outs[0], Partial):
             return False
+        if node.name == "reshard" and named(parts[0].aval) is None:
+            return False  # from a mesh made Auto: parts leave it as such
         return parts[0].aval.size == value.aval.size
 
     # ------------------------------------------------------------------------------------------------ steps of a loop

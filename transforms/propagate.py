@@ -260,7 +260,7 @@ def _part(found: Analysis, node: Node, move: Move, limits: Limits | None) -> Non
     if node.name in ("running", "carried") or not found.moving.isdisjoint(node.inputs):
         found.moving.update(node.outputs)  # an online sum is rescaled on the way, which takes all of it
     value = node.outputs[0] if len(node.outputs) == 1 else None
-    if limits is None or limits.options.sync == "tile" or value is None or named(value.aval) is None:
+    if limits is None or limits.options.sync == "tile" or value is None:
         return
     if move.outs[0] != Partial("sum") or value in found.moving:
         return

@@ -18,14 +18,15 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, reshard
 
 # Linear equations that JAX types on values that are apart. (Not: neg, sub, mul, dynamic_slice, scatter.)
-FLOWS = frozenset("add add_any transpose convert_element_type reshape squeeze reduce_sum broadcast_in_dim".split())
+FLOWS = frozenset(
+    "add add_any transpose convert_element_type reshape squeeze reduce_sum broadcast_in_dim reshard".split()
+)
 ADDS = ("add", "add_any")
 RESCALES = frozenset("convert_element_type mul div neg select_n transpose reshape squeeze copy reshard".split())
 # What runs on a tile wherever it runs on the whole: these keep each dimension as it is spread, or sum over it.
 ALWAYS_TYPED = FLOWS | frozenset(
     """sub mul div neg exp log log1p tanh logistic max min select_n eq ne lt le gt ge and or not sign sqrt rsqrt square
-    integer_pow pow abs is_finite stop_gradient copy copy_p name transpose dot_general reduce_max reduce_min reshard
-    mesh_cast exp2 expm1 erf sin cos one_minus_square custom_jvp_call custom_vjp_call""".split()
+    integer_pow pow abs is_finite stop_gradient copy copy_p name dot_general reduce_max reduce_min mesh_cast exp2 expm1 erf sin cos one_minus_square custom_jvp_call custom_vjp_call""".split()
 )
 
 
@@ -157,10 +158,25 @@ def contracted(node: Any) -> tuple[frozenset[str], frozenset[str]]:
         sides = node.params["dimension_numbers"][0]
     elif node.name == "reduce_sum":
         sides = (node.params["axes"],)
+    elif node.name == "scatter-add":
+        updates, window = node.inputs[2], node.params["dimension_numbers"].update_window_dims
+        found = {a for d in range(len(updates.shape)) if d not in window for a in origin(updates, d)}
+        return frozenset(found), frozenset(found)
     else:
         return frozenset(), frozenset()
     found = [frozenset(a for d in s for a in axes(v.aval, d)) for s, v in zip(sides, node.inputs, strict=True)]
     return found[0], found[-1]
+
+
+def origin(value: Any, dim: int) -> tuple[str, ...]:
+    """The mesh axes that a dimension is spread over; of a value on a mesh made Auto, as it was before it came there."""
+    node = value.producer
+    if named(value.aval) is not None or node is None:
+        return axes(value.aval, dim)
+    if node.name == "reshard":
+        return axes(node.inputs[0].aval, dim)
+    alike = (v for v in node.inputs if v.shape == value.shape)
+    return next((found for v in alike if (found := origin(v, dim))), ())
 
 
 def summed(node: Any, before: Mapping[Any, Apart], partial: Sequence[bool]) -> Apart:
@@ -168,11 +184,15 @@ def summed(node: Any, before: Mapping[Any, Apart], partial: Sequence[bool]) -> A
     given = [before.get(v, TOGETHER) for v, p in zip(node.inputs, partial, strict=True) if p]
     out = node.outputs[0]
     over = frozenset().union(*(a.axes for a in given))
-    if not given:
+    if not all(partial):
         left, right = contracted(node)
-        over = left | right
+        over |= left | right
     elif node.name == "reduce_sum":
         over |= contracted(node)[0]
+    if node.name == "reshard" and named(node.inputs[0].aval) is None:
+        # The gradient of a lookup, leaving a mesh made Auto: where the table's rows are spread over the devices that
+        # hold the tokens, they are sent what they gain, which is less than all of the table.
+        over -= {a for dim in range(len(out.shape)) for a in axes(out.aval, dim)}
     if not over:
         return TOGETHER
     dtypes = [a.dtype for a in given if a.axes] or [node.params.get("preferred_element_type") or out.dtype]
@@ -225,8 +245,8 @@ def fit(node: Any, values: list[Any], apart: Apart) -> tuple[Any, list[Any]]:
         return node, values
     if node.name == "dot_general":
         values = [move(v, demand(node, i, apart)) for i, v in enumerate(values)]
-    key = "sharding" if "sharding" in node.params else "out_sharding"
-    if key in node.params and (node.params[key] is not None or node.name in ("dot_general", "reduce_sum")):
+    key = next((k for k in ("sharding", "out_sharding", "dst_sharding") if k in node.params), "")
+    if key and (node.params[key] is not None or node.name in ("dot_general", "reduce_sum")):
         sharding = NamedSharding(named(out).mesh, spec(out, apart))
         node = dataclasses.replace(node, params=node.params | {key: sharding})
     return node, values

@@ -116,7 +116,8 @@ def run(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
     """Compute one tile of a node's results from its operands."""
     rule = RULES.get(node.name)
     if rule is not None and rule.emit is not None:
-        return rule.emit(node, values, move, span)
+        with node.context.manager:
+            return rule.emit(node, values, move, span)
     params = rule.localise(node, move, span) if rule is not None and rule.localise is not None else None
     return node.bind(values, params)
 

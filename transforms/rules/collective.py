@@ -70,6 +70,8 @@ def push_put(node: Node, placements: tuple[Placement, ...]) -> Move:
 
 def push_reshard(node: Node, placements: tuple[Placement, ...]) -> Move:
     """Spread otherwise over the devices: a tile holds a share of each, in the order of the whole, so it moves alike."""
+    if placements == (Partial("sum"),):
+        return Move(placements, placements)
     return Move((one_cut(node, placements),), placements)
 
 
