@@ -79,6 +79,7 @@ class Node:
     context: Any
     effects: Any = ()
     bodies: dict[Any, Graph] = dataclasses.field(default_factory=dict)  # of an equation with bodies, once they are flat
+    together: bool = False  # what devices hold parts of is summed at once, not after the loop
 
     @property
     def name(self) -> str:
@@ -139,13 +140,14 @@ def check_pure(eqn: Any) -> None:
         )
 
 
-def flatten(closed: ClosedJaxpr, *, custom: bool = True, remat: bool = False) -> Graph:
+def flatten(closed: ClosedJaxpr, *, custom: bool = True, remat: bool = False, together: bool = False) -> Graph:
     """Return `closed` with nested calls inlined and dead code removed; constants become constant values.
 
     Args:
         closed: the program.
         custom: inline `custom_jvp` and `custom_vjp` calls too (their rules are lost: for graphs that are only run).
         remat: inline the bodies of `jax.checkpoint` too (their effect on memory is lost).
+        together: what devices hold parts of is summed at once.
     """
     table = CALLS | (CUSTOM_CALLS if custom else {}) | (dict.fromkeys(REMAT, "jaxpr") if remat else {})
     nodes: list[Node] = []
@@ -166,6 +168,7 @@ def flatten(closed: ClosedJaxpr, *, custom: bool = True, remat: bool = False) ->
                 outs = run(inner.jaxpr, inner.consts, ins, outer or eqn.source_info)
             else:
                 node = Node(eqn.primitive, plain(eqn.params), ins, [], eqn.source_info, outer, eqn.ctx, eqn.effects)
+                node.together = together
                 outs = node.outputs = [Value(v.aval, node, i) for i, v in enumerate(eqn.outvars)]
                 nodes.append(node)
             env.update(zip(eqn.outvars, outs, strict=True))
@@ -281,7 +284,7 @@ def body_graph(node: Node, key: str, number: int | None = None) -> Graph:
     if (key, number) not in node.bodies:
         jaxpr = node.params[key] if number is None else node.params[key][number]
         closed = jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
-        node.bodies[key, number] = flatten(closed)
+        node.bodies[key, number] = flatten(closed, together=node.together)
     return node.bodies[key, number]
 
 

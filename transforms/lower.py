@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from transforms import rules, spread
+from transforms import gather, rules, spread
 from transforms.graph import Node, Value, constant, read
 from transforms.loops import Loop, Ref, Schedule, Step, Update
 from transforms.online import rescale
@@ -141,7 +141,7 @@ def _run_loop(
     """All tiles of one loop: a scan over those of equal length, then the tail."""
     fact, apart, total, size = plan.analysis.fact, plan.analysis.apart, whole.total, options.size
     if options.sync == "once":
-        env = env | gather(loop, env)
+        env = env | gather.gather(loop, lambda value: narrow(env, value))
 
     def body(results: dict[int, Any] | None, start: Any, length: int) -> dict[int, Any]:
         span = whole._replace(start=start, length=length)
@@ -181,27 +181,10 @@ def _run_loop(
     }
 
 
-def gather(loop: Loop, env: Env) -> Env:
-    """Whole operands of a loop's products as those read them: gathered once, before the loop."""
-    made: Env = {}
-    for step in (*loop.steps, *(t for u in loop.updates for t in u.terms if isinstance(t, Step))):
-        if step.node.name != "dot_general" or spread.named(step.node.outputs[0].aval) is None:
-            continue
-        for i, ref in enumerate(step.refs):
-            if ref.how == "whole" and (key := (ref.value, spread.demand(step.node, i))) not in made:
-                made[key] = spread.move(narrow(env, ref.value), key[1])
-    return made
-
-
-def operands(step: Step, tiles: Any, env: Env, span: Span) -> list[Any]:
-    """The operands of a step; those of a product as they were gathered for it."""
-    node, found = step.node, [fetch(ref, tiles, env, span) for ref in step.refs]
-    if node.name == "dot_general" and spread.named(node.outputs[0].aval) is not None:
-        gathered = (
-            env.get((r.value, spread.demand(node, i))) if r.how == "whole" else None for i, r in enumerate(step.refs)
-        )
-        return [v if g is None else g for v, g in zip(found, gathered, strict=True)]
-    return found
+def _operands(step: Step, tiles: Any, env: Env, span: Span) -> list[Any]:
+    """The operands of a step; those that were gathered for it, as they were."""
+    ready = [gather.find(env, step.node, i, ref) for i, ref in enumerate(step.refs)]
+    return [fetch(r, tiles, env, span) if x is None else x for r, x in zip(step.refs, ready, strict=True)]
 
 
 def _initial(update: Update, placement: Any, span: Span, broad: bool, apart: Mapping[Value, spread.Apart]) -> Any:
@@ -229,7 +212,7 @@ def _apply(
     for term in update.terms:
         if isinstance(term, Step):
             how = apart.get(term.node.outputs[0], spread.TOGETHER)
-            node, values = spread.fit(term.node, operands(term, tiles, env, span), how)
+            node, values = spread.fit(term.node, _operands(term, tiles, env, span), how)
             accumulate = rules.RULES[node.name].accumulate
             if result is None or accumulate is None or spread.named(node.outputs[0].aval) is not None:
                 part = spread.conform(
@@ -314,8 +297,8 @@ def compute(
                 part = COMBINE[step.node.params["op"]](before[extremum], part)
             tiles[step.keys[0]] = part
             continue
-        how = apart.get(step.node.outputs[0], spread.TOGETHER) if len(step.node.outputs) == 1 else spread.TOGETHER
-        node, values = spread.fit(step.node, operands(step, tiles, env, span), how)
+        how = apart.get(step.node.outputs[0], spread.TOGETHER) if step.node.outputs else spread.TOGETHER
+        node, values = spread.fit(step.node, _operands(step, tiles, env, span), how)
         if (wide := _wide(step, node, values, tiles, span, broad)) is not None:
             value, _ = step.keys[0]
             wide = spread.conform(wide, value.aval, how)
@@ -327,7 +310,7 @@ def compute(
         else:
             results = rules.run(node, values, step.move, span)
         made = zip(step.node.outputs, results, strict=True)
-        by_value = {v: x if x is None else spread.conform(x, v.aval, how) for v, x in made}
+        by_value = {v: x if x is None else spread.conform(x, v.aval, apart.get(v, spread.TOGETHER)) for v, x in made}
         tiles.update({key: by_value[key[0]] for key in step.keys})
     return tiles
 

@@ -27,8 +27,8 @@ from transforms.placement import WHOLE, Partial, Placement, Span, Whole
 from transforms.propagate import Analysis
 from transforms.rewrite import replace, sort
 from transforms.rules import Move, register
-from transforms.terms import Dims, Early, Term
 from transforms.spread import contracted, like, named
+from transforms.terms import Dims, Early, Term
 
 running_p = Primitive("running")  # a maximum or minimum over the tiles so far
 anchor_p = Primitive("anchor")  # one that terms are relative to: 0 while all of them are masked

@@ -75,7 +75,7 @@ class Program:
     @functools.cached_property
     def graph(self) -> Graph:
         """The program, flat."""
-        return flatten(self.closed)
+        return flatten(self.closed, together=self.options.sync == "tile")
 
     @functools.cached_property
     def plan(self) -> Schedule:

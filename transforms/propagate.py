@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 
 import jax
 
+from transforms.apart import keep_apart, postpone
 from transforms.graph import Graph, Node, Value
 from transforms.limits import Limits, check_size
 from transforms.placement import WHOLE, Partial, Placement, Span, Tiled, TileError, Whole
 from transforms.rewrite import split
 from transforms.rules import RULES, Complete, Move, run
-from transforms.spread import ALWAYS_TYPED, FLOWS, Apart, contracted, local, named, narrowest, passable, summed
+from transforms.spread import ALWAYS_TYPED, FLOWS, Apart, local, named, passable
 
 
 class Fact(NamedTuple):
@@ -62,9 +63,10 @@ class Along(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Region(Move):
-    """How an equation with bodies moves, and the analyses that this was read off."""
+    """How an equation with bodies moves, the analyses that this was read off, and which results devices hold parts of."""
 
     bodies: tuple[Analysis, ...] = ()
+    apart: tuple[Apart, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +104,7 @@ class Analysis:
     apart: dict[Value, Apart] = dataclasses.field(default_factory=dict)  # sums that each device holds a part of
     limits: Limits | None = None
     typed: dict[Any, str | None] = dataclasses.field(default_factory=dict)
+    passing: set[Value] | None = None  # in a region: the values that may be apart
     moving: set[Value] = dataclasses.field(default_factory=set)  # what depends on the tiles before
 
     def fact(self, value: Value) -> Fact:
@@ -142,12 +145,16 @@ class Analysis:
 
 
 def analyse(
-    graph: Graph, placements: Sequence[Placement], limits: Limits | None, promoted: Mapping[Value, Tiled] | None = None
+    graph: Graph,
+    placements: Sequence[Placement],
+    limits: Limits | None,
+    promoted: Mapping[Value, Tiled] | None = None,
+    apart: Mapping[Value, Apart] | None = None,
 ) -> Analysis:
     """`propagate`, with `graph` changed so that no region mixes what depends on the tile with what does not."""
     while True:
         try:
-            return propagate(graph, placements, limits, promoted)
+            return propagate(graph, placements, limits, promoted, apart)
         except Split as mixed:
             part = RULES[mixed.node.name].part
             assert part is not None
@@ -155,7 +162,11 @@ def analyse(
 
 
 def propagate(
-    graph: Graph, placements: Sequence[Placement], limits: Limits | None, promoted: Mapping[Value, Tiled] | None = None
+    graph: Graph,
+    placements: Sequence[Placement],
+    limits: Limits | None,
+    promoted: Mapping[Value, Tiled] | None = None,
+    apart: Mapping[Value, Apart] | None = None,
 ) -> Analysis:
     """Walk `graph` from the `placements` of its inputs.
 
@@ -164,6 +175,7 @@ def propagate(
         placements: one for each input.
         limits: which completions are allowed; None inside a region, where none is.
         promoted: values that would be Whole, but are made tile by tile.
+        apart: of a region, the inputs that devices hold parts of; None where it may return no such value.
 
     Raises:
         TileError: a primitive has no rule, or an array that is too large would have to be whole.
@@ -175,6 +187,9 @@ def propagate(
     facts = {v: Fact(p) for v, p in zip(graph.inputs, placements, strict=True)}
     used = {v for n in graph.nodes for v in n.inputs}.union(graph.outputs)
     found = Analysis(graph, facts, {}, [], set(), frozenset(graph.inputs), used, limits=limits)
+    if limits is None:
+        found.passing = set() if apart is None else passable(graph)
+        found.apart.update(apart or {})
     for node in graph.nodes:
         if ordered := [e for e in node.effects if "Ordered" in type(e).__name__]:
             raise TileError(
@@ -185,25 +200,9 @@ def propagate(
         for value in node.outputs:
             if promoted and value in promoted and isinstance(found.fact(value).placement, Whole):
                 _promote(found, node, value, promoted[value])
-    if limits is not None and limits.options.sync == "once":
-        _postpone(found)
-        found.apart.update({v: narrowest(v, apart, graph) for v, apart in found.apart.items()})
+    if limits is not None:
+        postpone(found)
     return found
-
-
-def _postpone(found: Analysis) -> None:
-    """Leave the sum of a product's parts until after the loop where a cut result is only written (tensor parallelism)."""
-    postponable = passable(found.graph, found.completed)
-    for node in found.graph.nodes:
-        move = found.moves[node]
-        value = node.outputs[0] if len(node.outputs) == 1 else None
-        if value is None or named(value.aval) is None or value not in postponable or value in found.moving:
-            continue
-        if isinstance(move.outs[0], Tiled) and (node.name == "dot_general" or value.producer.inputs[0] in found.apart):
-            made = summed(node, found.apart, [v in found.apart for v in node.inputs])
-            left, right = contracted(node)
-            if made.axes and (node.name != "dot_general" or left == right):
-                found.apart[value] = made
 
 
 def _promote(found: Analysis, node: Node, value: Value, want: Tiled) -> None:
@@ -248,25 +247,11 @@ def _place(found: Analysis, node: Node, limits: Limits | None) -> None:
         found.stored.update(v for v, p in zip(node.outputs, move.outs, strict=True) if isinstance(p, Tiled))
     if isinstance(move, Region) and (mixed := _mixed(found, node, move)):
         raise Split(node, mixed)
-    _part(found, node, move, limits)
+    keep_apart(found, node, move)
     found.moves[node] = move
     found.facts.update((v, Fact(p, stage)) for v, p in zip(node.outputs, move.outs, strict=True))
     if node.name in ("running", "carried") or not found.running.isdisjoint(node.inputs):
         found.running.update(v for v, p in zip(node.outputs, move.outs, strict=True) if isinstance(p, Whole))
-
-
-def _part(found: Analysis, node: Node, move: Move, limits: Limits | None) -> None:
-    """Find whether the devices may each keep a part of a partial sum until the loop is over."""
-    if node.name in ("running", "carried") or not found.moving.isdisjoint(node.inputs):
-        found.moving.update(node.outputs)  # an online sum is rescaled on the way, which takes all of it
-    value = node.outputs[0] if len(node.outputs) == 1 else None
-    if limits is None or limits.options.sync == "tile" or value is None:
-        return
-    if move.outs[0] != Partial("sum") or value in found.moving:
-        return
-    made = summed(node, found.apart, [isinstance(p, Partial) for p in move.ins])
-    if made.axes:
-        found.apart[value] = made
 
 
 def _mixed(found: Analysis, node: Node, move: Move) -> list[int]:

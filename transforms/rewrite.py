@@ -35,7 +35,8 @@ def replace(graph: Graph, node: Node, nodes: Sequence[Node], values: dict[Value,
 def inline(graph: Graph, node: Node) -> None:
     """Put the body of a `jax.checkpoint`, or that of `lax.platform_dependent` for any platform, in its place."""
     number = any_platform(node)
-    inner = flatten(body(node.params, "jaxpr") if number is None else node.params["branches"][number])
+    closed = body(node.params, "jaxpr") if number is None else node.params["branches"][number]
+    inner = flatten(closed, together=node.together)
     given = dict(zip(inner.inputs, node.inputs[number is not None :], strict=True))
     for other in inner.nodes:
         other.inputs = [given.get(v, v) for v in other.inputs]
@@ -53,7 +54,7 @@ def any_platform(node: Node) -> int | None:
 def split(graph: Graph, node: Node, wanted: Sequence[int], inputs: Sequence[int], fn: Callable[..., Any]) -> None:
     """Compute the results `wanted` of a node apart from the others: by `fn`, from its operands `inputs`."""
     ins = [node.inputs[i] for i in inputs]
-    apart = flatten(jax.make_jaxpr(fn)(*(like(v.aval) for v in ins)))
+    apart = flatten(jax.make_jaxpr(fn)(*(like(v.aval) for v in ins)), together=node.together)
     given = dict(zip(apart.inputs, ins, strict=True))
     for other in apart.nodes:
         other.inputs = [given.get(v, v) for v in other.inputs]

@@ -1,6 +1,6 @@
 """How arrays are spread over the devices of a mesh, read from their types (meshes with `Explicit` axes).
 
-Such a type says which mesh axes cut each dimension, and over which axes the devices hold parts of a sum that is still to
+Such a type says which mesh axes cut each dimension, and over which axes the devices hold parts of a sum that is yet to
 be made (`unreduced`). Tiles keep it: a cut dimension that is spread is cut within each device's share, weights are
 brought once into the form in which a loop's products read them, and sums over a spread dimension stay apart, each device
 its own, until the loop is over.
@@ -26,7 +26,8 @@ RESCALES = frozenset("convert_element_type mul div neg select_n transpose reshap
 # What runs on a tile wherever it runs on the whole: these keep each dimension as it is spread, or sum over it.
 ALWAYS_TYPED = FLOWS | frozenset(
     """sub mul div neg exp log log1p tanh logistic max min select_n eq ne lt le gt ge and or not sign sqrt rsqrt square
-    integer_pow pow abs is_finite stop_gradient copy copy_p name dot_general reduce_max reduce_min mesh_cast exp2 expm1 erf sin cos one_minus_square custom_jvp_call custom_vjp_call""".split()
+    integer_pow pow abs is_finite stop_gradient copy copy_p name dot_general reduce_max reduce_min mesh_cast exp2 expm1
+    erf sin cos one_minus_square custom_jvp_call custom_vjp_call""".split()
 )
 
 
@@ -214,7 +215,7 @@ def narrowest(value: Any, apart: Apart, graph: Any) -> Apart:
     return Apart(apart.axes, dtype)
 
 
-def passable(graph: Any, completed: Any) -> set[Any]:
+def passable(graph: Any, completed: Any = ()) -> set[Any]:
     """The values of a graph that go nowhere but to its outputs, through equations that may run on what is apart.
 
     `completed`: operands (of which node, which number) that are read after the loop anyway.
@@ -225,13 +226,13 @@ def passable(graph: Any, completed: Any) -> set[Any]:
             if (node, i) not in completed:
                 readers.setdefault(value, []).append(node)
     found: set[Any] = set()
-    for value in (v for node in reversed(graph.nodes) for v in node.outputs):
+    for value in (*(v for node in reversed(graph.nodes) for v in node.outputs), *graph.inputs):
         if all(n.name in FLOWS and n.outputs[0] in found for n in readers.get(value, ())):
             found.add(value)
     return found
 
 
-# --------------------------------------------------------------------------------------------- one equation, at tile size
+# -------------------------------------------------------------------------------------------- one equation, at tile size
 
 
 def fit(node: Any, values: list[Any], apart: Apart) -> tuple[Any, list[Any]]:

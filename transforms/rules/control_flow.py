@@ -20,6 +20,7 @@ from transforms.rules.regions import (
     body_of,
     carries_for,
     cast,
+    held,
     join,
     kept,
     spread,
@@ -34,10 +35,10 @@ from transforms.rules.regions import (
 def push_remat(node: Node, placements: tuple[Placement, ...]) -> Move:
     graph = body_graph(node, "jaxpr")
     try:
-        found = analyse_body(graph, placements)
+        found = analyse_body(graph, placements, {})
     except Inline:
         raise Inline(node) from None  # it takes more than one loop
-    return Region(tuple(found.fact(v).placement for v in graph.outputs), placements, (found,))
+    return Region(tuple(found.fact(v).placement for v in graph.outputs), placements, (found,), held(found))
 
 
 def emit_remat(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from transforms import lower, schedule
-from transforms.graph import Graph, ancestors, evaluate
+from transforms.graph import Graph, Value, ancestors, evaluate
 from transforms.placement import Partial, Placement, Span, Whole
 from transforms.propagate import Analysis, Inline, analyse
 from transforms.rewrite import any_platform, inline
 from transforms.rules import Complete, Move
+from transforms.spread import TOGETHER, Apart, move, named, spec
 
 Body = Callable[[Sequence[Any]], list[Any]]
 
@@ -25,7 +27,8 @@ def at_tile(found: Analysis, ins: Sequence[Placement], outs: Sequence[Placement 
         both = list(zip(found.graph.inputs, values, ins, strict=True))
         env = {v: x for v, x, p in both if isinstance(p, Whole)}
         evaluate(env, list(loop.reads))
-        tiles = lower.compute(loop, env, {(v, p): x for v, x, p in both if not isinstance(p, Whole)}, span)
+        known = {(v, p): x for v, x, p in both if not isinstance(p, Whole)}
+        tiles = lower.compute(loop, env, known, span, apart=found.apart)
         return [None if ref is None else lower.fetch(ref, tiles, env, span) for ref in refs]
 
     return run
@@ -48,21 +51,27 @@ def wait(placements: Sequence[Placement], reason: str) -> Complete:
     return Complete([i for i, p in enumerate(placements) if not isinstance(p, Whole)], reason)
 
 
-def analyse_body(graph: Graph, ins: Sequence[Placement]) -> Analysis:
+def analyse_body(graph: Graph, ins: Sequence[Placement], apart: Mapping[Value, Apart] | None = None) -> Analysis:
     """`analyse` a body, in which what depends on the platform may become what every platform can run."""
     while True:
         try:
-            return analyse(graph, ins, None)
+            return analyse(graph, ins, None, apart=apart)
         except Inline as need:
             if need.node not in graph.nodes or any_platform(need.node) is None:
                 raise
             inline(graph, need.node)
 
 
-def body_of(graph: Graph, ins: Sequence[Placement], given: Sequence[Placement], offset: int = 0) -> Analysis:
+def body_of(
+    graph: Graph,
+    ins: Sequence[Placement],
+    given: Sequence[Placement],
+    offset: int = 0,
+    apart: Mapping[Value, Apart] | None = None,
+) -> Analysis:
     """Analyse a body; what it needs to be whole is asked of the region's own operands, `given`, from `offset` on."""
     try:
-        return analyse_body(graph, ins)
+        return analyse_body(graph, ins, apart)
     except Complete as request:
         operands = [i + offset for i in request.operands]
         if any(isinstance(given[i], Whole) for i in operands):
@@ -90,8 +99,14 @@ def widen(value: Any, placement: Placement, span: Span) -> Any:
 
 
 def cast(value: Any, like: Any) -> Any:
-    """A result in the dtype in which it is carried."""
-    return value if value.dtype == like.dtype else value.astype(like.dtype)
+    """A result in the dtype in which it is carried, and spread as that is."""
+    value = value if value.dtype == like.dtype else value.astype(like.dtype)
+    return value if named(jax.typeof(like)) is None else move(value, spec(jax.typeof(like)))
+
+
+def held(found: Analysis) -> tuple[Apart, ...]:
+    """Which results of a body devices hold parts of."""
+    return tuple(found.apart.get(v, TOGETHER) for v in found.graph.outputs)
 
 
 def whole_body(graph: Graph, wanted: Sequence[int]) -> Body:

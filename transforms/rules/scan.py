@@ -25,6 +25,7 @@ from transforms.rules.regions import (
     body_of,
     carries_for,
     cast,
+    held,
     join,
     kept,
     spread,
@@ -32,7 +33,7 @@ from transforms.rules.regions import (
     whole_body,
     widen,
 )
-from transforms.spread import like
+from transforms.spread import TOGETHER, Apart, conform, like, passable
 
 
 def scan_counts(node: Node) -> tuple[int, int]:
@@ -53,19 +54,27 @@ def push_scan(node: Node, placements: tuple[Placement, ...]) -> Move:
         raise Complete(along, "runs along the cut axis", along=forward)
     stacked = [p.at(p.dim - 1) if isinstance(p, Tiled) else p for p in placements[constants + carried :]]
     state: tuple[Placement, ...] = placements[constants : constants + carried]
+    passing = passable(graph)
+    apart: dict[Value, Apart] = {}
     while True:
         ins = (*placements[:constants], *state, *stacked)
-        found = body_of(graph, ins, placements)
+        found = body_of(graph, ins, placements, apart=apart)
         outs = [found.fact(v).placement for v in graph.outputs]
         joined = tuple(join(a, b) for a, b in zip(state, outs[:carried], strict=True))
         if None in joined:
             raise wait(placements, "carries what is cut along different dimensions")
-        if joined == state:
+        kept_apart = {
+            v: a
+            for v, a in zip(graph.inputs[constants:], held(found)[:carried], strict=False)
+            if a.axes and v in passing
+        }
+        if joined == state and kept_apart == apart:
             break
-        state = joined  # ty: ignore[invalid-assignment]
+        state, apart = joined, kept_apart  # ty: ignore[invalid-assignment]
     results = [p.at(p.dim + 1) if isinstance(p, Tiled) else p for p in outs[carried:]]
     moved = (*placements[:constants], *state, *placements[constants + carried :])
-    return Region((*state, *results), moved, (found,))
+    carries = [apart.get(v, TOGETHER) for v in graph.inputs[constants : constants + carried]]
+    return Region((*state, *results), moved, (found,), (*carries, *held(found)[carried:]))
 
 
 def run_scan(
@@ -105,6 +114,9 @@ def emit_scan(node: Node, values: list[Any], move: Move, span: Span) -> list[Any
     for placement in kept(move)[carried:]:
         outs.append(placement.at(placement.dim - 1) if isinstance(placement, Tiled) else placement)
     values = [widen(v, p, span) for v, p in zip(values, ins, strict=True)]
+    for i in range(constants, constants + carried):
+        if values[i] is not None:
+            values[i] = conform(values[i], node.inputs[i].aval, move.apart[i - constants])
     return run_scan(node, values, wanted, at_tile(move.bodies[0], ins, outs, span))
 
 

@@ -1,0 +1,83 @@
+"""Weights that a loop's products read, brought before the loop into the form in which those read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from transforms.graph import REMAT, Graph, Node, Value, body_graph
+from transforms.loops import Loop, Ref, Step
+from transforms.spread import demand, layout, move, named, spec
+
+Wanted = tuple[PartitionSpec, Any]
+
+
+def gather(loop: Loop, read: Callable[[Value], Any]) -> dict[Any, Any]:
+    """The whole operands of a loop's products and of those inside its equations with bodies, each gathered once.
+
+    Args:
+        loop: the loop.
+        read: returns a whole value.
+    """
+    made: dict[Any, Any] = {}
+    for step in (*loop.steps, *(t for u in loop.updates for t in u.terms if isinstance(t, Step))):
+        for i, ref in enumerate(step.refs):
+            if (key := _key(step.node, i, ref)) is not None and key not in made:
+                made[key] = move(read(ref.value).astype(key[2]), key[1])
+    return made
+
+
+def find(env: dict[Any, Any], node: Node, operand: int, ref: Ref) -> Any | None:
+    """What was gathered for an operand, if it was."""
+    key = _key(node, operand, ref)
+    return None if key is None else env.get(key)
+
+
+def _key(node: Node, operand: int, ref: Ref) -> Any | None:
+    if ref.how != "whole" or named(ref.value.aval) is None:
+        return None
+    found = wanted(node, operand)
+    return None if found is None or found == (spec(ref.value.aval), ref.value.dtype) else (ref.value, *found)
+
+
+def wanted(node: Node, operand: int) -> Wanted | None:
+    """How the products that read an operand need it spread, and in which dtype; None if they differ, or others read it."""
+    if node.name == "dot_general":
+        return demand(node, operand), node.inputs[operand].dtype
+    if node.name in REMAT:
+        return _inside(body_graph(node, "jaxpr"), operand)
+    if node.name != "scan":
+        return None
+    graph = body_graph(node, "jaxpr")
+    carried = sum(len(v.shape) == len(o.shape) for v, o in zip(graph.outputs, node.outputs, strict=True))
+    stacked = sum(len(v.shape) != len(o.shape) for v, o in zip(graph.inputs, node.inputs, strict=True))
+    if len(node.inputs) - stacked - carried <= operand < len(node.inputs) - stacked:
+        return None  # it changes from step to step
+    found = _inside(graph, operand)
+    if found is None or operand < len(node.inputs) - stacked:
+        return found
+    entries = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in found[0].partitions]
+    return layout([(), *entries]), found[1]
+
+
+def _inside(graph: Graph, number: int) -> Wanted | None:
+    """How the products in a body need one of its inputs."""
+    found: set[Wanted] = set()
+    stack = [graph.inputs[number]]
+    while stack:
+        value = stack.pop()
+        if value in graph.outputs:
+            return None
+        for node in graph.nodes:
+            for i, read in enumerate(node.inputs):
+                if read is not value:
+                    continue
+                if node.name == "convert_element_type":
+                    stack.append(node.outputs[0])
+                elif (inner := wanted(node, i)) is not None:
+                    found.add(inner)
+                else:
+                    return None
+    return found.pop() if len(found) == 1 else None
