@@ -43,7 +43,7 @@ def _key(node: Node, operand: int, ref: Ref) -> Any | None:
 
 
 def wanted(node: Node, operand: int) -> Wanted | None:
-    """How the products that read an operand need it spread, and in which dtype; None if they differ, or others read it."""
+    """How the products that read an operand need it spread, and in which dtype; None if not only such alike do."""
     if node.name == "dot_general":
         return demand(node, operand), node.inputs[operand].dtype
     if node.name in REMAT:

@@ -20,6 +20,7 @@ from transforms.online import Rewritten, rewrite
 from transforms.placement import WHOLE, Placement, Span, Tiled
 from transforms.prefix import carry
 from transforms.propagate import Along, Inline, Promote, analyse
+from transforms.refused import explained
 from transforms.rewrite import inline
 from transforms.rules import (  # noqa: F401
     collective,
@@ -119,7 +120,8 @@ class Program:
     def derive(self, fn: Any, extra: Sequence[tuple[Any, Placement]], wide: Sequence[int] = ()) -> Program:
         """The tiled program of `fn(*inputs, *extra)`, a function derived from this one."""
         avals = [*self.closed.in_avals, *(aval for aval, _ in extra)]
-        closed = jax.make_jaxpr(fn)(*(like(a) for a in avals))
+        with explained():
+            closed = jax.make_jaxpr(fn)(*(like(a) for a in avals))
         placements = (*self.placements, *(p for _, p in extra))
         return Program(closed, placements, self.options, frozenset(wide))
 

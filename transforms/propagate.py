@@ -63,7 +63,7 @@ class Along(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Region(Move):
-    """How an equation with bodies moves, the analyses that this was read off, and which results devices hold parts of."""
+    """How an equation with bodies moves, the analyses that this was read off, and what devices hold parts of."""
 
     bodies: tuple[Analysis, ...] = ()
     apart: tuple[Apart, ...] = ()
@@ -224,11 +224,8 @@ def _place(found: Analysis, node: Node, limits: Limits | None) -> None:
             # A partial sum that meets something of a later loop is finished at once, not carried into that loop.
             if late := [i for i, f in enumerate(facts) if isinstance(f.placement, Partial) and f.stage < stage]:
                 raise Complete(late, "meets a value that a later loop computes")
-            if apart := [
-                i for i, v in enumerate(node.inputs) if v in found.apart and isinstance(placements[i], Partial)
-            ]:
-                if node.name not in FLOWS:
-                    raise Complete(apart, "needs what each device holds a part of")
+            if node.name not in FLOWS and (held := _held(found, node, placements)):
+                raise Complete(held, "needs what each device holds a part of")
             move = _move(node, placements, limits)
             if (why := found.untyped(node, move)) is not None:
                 raise Complete([i for i, p in enumerate(move.ins) if isinstance(p, Tiled)], why)
@@ -252,6 +249,11 @@ def _place(found: Analysis, node: Node, limits: Limits | None) -> None:
     found.facts.update((v, Fact(p, stage)) for v, p in zip(node.outputs, move.outs, strict=True))
     if node.name in ("running", "carried") or not found.running.isdisjoint(node.inputs):
         found.running.update(v for v, p in zip(node.outputs, move.outs, strict=True) if isinstance(p, Whole))
+
+
+def _held(found: Analysis, node: Node, placements: Sequence[Placement]) -> list[int]:
+    """The operands that are partial sums of which each device holds a part."""
+    return [i for i, v in enumerate(node.inputs) if v in found.apart and isinstance(placements[i], Partial)]
 
 
 def _mixed(found: Analysis, node: Node, move: Move) -> list[int]:

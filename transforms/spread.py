@@ -2,8 +2,8 @@
 
 Such a type says which mesh axes cut each dimension, and over which axes the devices hold parts of a sum that is yet to
 be made (`unreduced`). Tiles keep it: a cut dimension that is spread is cut within each device's share, weights are
-brought once into the form in which a loop's products read them, and sums over a spread dimension stay apart, each device
-its own, until the loop is over.
+brought once into the form in which a loop's products read them, and sums over a spread dimension stay apart, a part on
+each device, until the loop is over.
 """
 
 from __future__ import annotations
@@ -232,13 +232,14 @@ def passable(graph: Any, completed: Any = ()) -> set[Any]:
     return found
 
 
-# -------------------------------------------------------------------------------------------- one equation, at tile size
+# ------------------------------------------------------------------------------------------- one equation, at tile size
 
 
 def fit(node: Any, values: list[Any], apart: Apart) -> tuple[Any, list[Any]]:
     """The equation whose result is spread as its type says with its sums `apart`, and operands that fit it."""
     out = node.outputs[0].aval if node.outputs else None
-    if named(out) is None:
+    sharding = named(out)
+    if out is None or sharding is None:
         return node, values
     if node.name in ADDS:
         return node, [move(v, spec(out, apart)) if jnp.shape(v) == out.shape else v for v in map(jnp.asarray, values)]
@@ -248,8 +249,7 @@ def fit(node: Any, values: list[Any], apart: Apart) -> tuple[Any, list[Any]]:
         values = [move(v, demand(node, i, apart)) for i, v in enumerate(values)]
     key = next((k for k in ("sharding", "out_sharding", "dst_sharding") if k in node.params), "")
     if key and (node.params[key] is not None or node.name in ("dot_general", "reduce_sum")):
-        sharding = NamedSharding(named(out).mesh, spec(out, apart))
-        node = dataclasses.replace(node, params=node.params | {key: sharding})
+        node = dataclasses.replace(node, params=node.params | {key: NamedSharding(sharding.mesh, spec(out, apart))})
     return node, values
 
 

@@ -8,6 +8,8 @@ propagate.py   a placement for every value          lowmem.py    a second cut; k
 rules/         what each primitive does to one      plan.py      what was done, in bytes and FLOPs
 online.py      sums under a running maximum         estimate.py  temporary memory, before compiling
 prefix.py      a state from tile to tile            budget.py    the fewest tiles that fit
+spread.py      arrays over a mesh, by their types   apart.py     sums over devices, after the loop
+gather.py      weights gathered before a loop       auto.py      meshes whose axes are Auto
 """
 
 from __future__ import annotations
@@ -22,11 +24,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import DTypeLike
 
+from transforms import auto
 from transforms import budget as budgets
 from transforms.plan import TilePlan, explain
 from transforms.tracing import Tracer
 
 GATHER = ("small", "any", "none")
+SYNC = ("once", "tile")
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
@@ -48,8 +52,7 @@ class TiledFunction(Generic[P, R]):
         self._tracer = tracer
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        traced, arrays = self._tracer.trace(args, kwargs)
-        return traced.run(arrays)
+        return auto.call(self._tracer.run, self._tracer.in_sharding, args, kwargs)
 
     def plan(self, *args: Any, **kwargs: Any) -> TilePlan:
         """Tell how the call with these arguments (arrays or `jax.ShapeDtypeStruct`s) is tiled, without running it."""
@@ -78,8 +81,10 @@ class TiledMethod(eqx.Module, Generic[Q, R]):
         self._function, self.__self__ = function, instance
 
     def __call__(self, *args: Q.args, **kwargs: Q.kwargs) -> R:
-        traced, arrays = self._function._tracer.trace((self.__self__, *args), kwargs, whole=1)
-        return traced.run(arrays)
+        tracer = self._function._tracer
+        run = functools.partial(tracer.run, whole=1)
+        specs = tracer.in_sharding
+        return auto.call(run, specs if specs is None else (None, *specs), (self.__self__, *args), kwargs)
 
     def plan(self, *args: Any, **kwargs: Any) -> TilePlan:
         """Tell how the call with these arguments is tiled, without running it."""
@@ -107,6 +112,9 @@ def tile(
     policy: Callable[..., Any] | None = None,
     lowmem: bool = False,
     accumulate: DTypeLike = jnp.float32,
+    sync: str = "once",
+    in_sharding: Any = None,
+    reduce_dtype: DTypeLike | None = None,
 ) -> TiledFunction[P, R]: ...
 @overload
 def tile(
@@ -121,6 +129,9 @@ def tile(
     policy: Callable[..., Any] | None = None,
     lowmem: bool = False,
     accumulate: DTypeLike = jnp.float32,
+    sync: str = "once",
+    in_sharding: Any = None,
+    reduce_dtype: DTypeLike | None = None,
 ) -> Callable[[Callable[P, R]], TiledFunction[P, R]]: ...
 def tile(
     fn: Any = None,
@@ -134,6 +145,9 @@ def tile(
     policy: Callable[..., Any] | None = None,
     lowmem: bool = False,
     accumulate: DTypeLike = jnp.float32,
+    sync: str = "once",
+    in_sharding: Any = None,
+    reduce_dtype: DTypeLike | None = None,
 ) -> Any:
     """Return `fn` with everything that it computes along `axis` computed one tile at a time.
 
@@ -173,17 +187,25 @@ def tile(
         lowmem: cut the largest whole argument that is differentiated too, along its largest dimension (the vocabulary
             of a head), so that no accumulator is as large as its gradient. A cross-entropy pays 8NDV instead of 6NDV.
         accumulate: sums across tiles are formed in this dtype, promoted with their own.
+        sync: on a mesh, when devices exchange: "once" gathers sharded weights before a loop and sums gradients over the
+            devices after it, which takes whole weights and gradients on every device; "tile" does both for each tile.
+        in_sharding: on a mesh whose axes are Auto, a `jax.sharding.PartitionSpec` for each positional argument (None:
+            whole on every device), or a pytree prefix of those. On a mesh with Explicit axes the types tell.
+        reduce_dtype: sums over devices are formed in this dtype, promoted with the gradient's own. By default, in the
+            gradient's own.
 
     Returns:
         The tiled function. Its `plan(*args, **kwargs)` tells, without running anything, what happens.
 
     Raises:
         TypeError: an argument of `tile` is missing or has the wrong type.
-        ValueError: bad `n`, `size`, `budget` or `gather`; when called, one of these or `axis` does not fit the call.
-        TileError: when called, `fn` cannot be tiled along `axis`.
+        ValueError: a bad `n`, `size`, `budget`, `gather` or `sync`; when called, one of these, `axis` or `in_sharding`
+            does not fit the call.
+        TileError: when called, `fn` cannot be tiled along `axis`, or cannot run on the mesh.
     """
     settings = {"size": size, "budget": budget, "has_aux": has_aux, "gather": gather}
     settings |= {"policy": policy, "lowmem": lowmem, "accumulate": accumulate}
+    settings |= {"sync": sync, "in_sharding": in_sharding, "reduce_dtype": reduce_dtype}
     if axis is None:
         raise TypeError("tile: give axis, the dimension to cut: an int, a tuple or dict of them, or a name.")
     if fn is not None and not callable(fn):
@@ -191,11 +213,14 @@ def tile(
     allowed = _check_count(n, size, budget)
     if gather not in GATHER:
         raise ValueError(f"tile: gather={gather!r} is none of {', '.join(map(repr, GATHER))}.")
+    if sync not in SYNC:
+        raise ValueError(f"tile: sync={sync!r} is none of {', '.join(map(repr, SYNC))}.")
     if fn is None:
         return functools.partial(tile, axis=axis, n=n, **settings)
     options = {"gather": gather, "accumulate": jnp.dtype(accumulate), "policy": policy, "lowmem": lowmem}
+    options |= {"sync": sync, "reduce_dtype": None if reduce_dtype is None else jnp.dtype(reduce_dtype)}
     count = int(n) if isinstance(n, np.integer) else n
-    return TiledFunction(fn, Tracer(fn, axis, count, size, allowed, has_aux, options))
+    return TiledFunction(fn, Tracer(fn, axis, count, size, allowed, has_aux, in_sharding, options))
 
 
 def _check_count(n: Any, size: Any, budget: Any) -> int | None:

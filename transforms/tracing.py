@@ -17,6 +17,7 @@ from transforms.arguments import is_array, place, rows
 from transforms.derive import call
 from transforms.placement import WHOLE, Placement, Tiled
 from transforms.program import Options, Program
+from transforms.refused import explained
 from transforms.spread import shares
 
 
@@ -44,8 +45,14 @@ class Tracer:
     size: int | None
     budget: int | None
     has_aux: bool
+    in_sharding: Any
     options: dict[str, Any]
     cache: dict[Any, Traced] = dataclasses.field(default_factory=dict)
+
+    def run(self, args: Sequence[Any], kwargs: dict[str, Any], whole: int = 0) -> Any:
+        """Trace and plan the call, and run it."""
+        traced, arrays = self.trace(args, kwargs, whole)
+        return traced.run(arrays)
 
     def trace(self, args: Sequence[Any], kwargs: dict[str, Any], whole: int = 0) -> tuple[Traced, list[Any]]:
         """Trace and plan the call, or find that it was before; and the arrays among its arguments.
@@ -56,7 +63,7 @@ class Tracer:
         arrays = [x for x in leaves if is_array(x)]
         static = [None if is_array(x) else (type(x), x) for x in leaves]
         placements, total = place(self.fn, self.axis, args, kwargs, whole)
-        key = (tree, tuple(static), tuple(map(_aval, arrays)), tuple(placements), jax.dtypes.canonicalize_dtype(float))
+        key = (tree, tuple(static), tuple(map(_aval, arrays)), tuple(placements), *_surroundings())
         try:
             if (known := self.cache.get(key)) is not None:
                 return known, arrays
@@ -81,7 +88,8 @@ class Tracer:
             outs, found["tree"] = jax.tree.flatten(dynamic)
             return outs
 
-        closed = jax.make_jaxpr(flat)(*(x for x in leaves if is_array(x)))
+        with explained():
+            closed = jax.make_jaxpr(flat)(*(x for x in leaves if is_array(x)))
         jaxpr = closed.jaxpr
         jaxpr = ClosedJaxpr(jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars]), ())
         everywhere = (*(WHOLE,) * len(closed.consts), *placements)
@@ -116,6 +124,11 @@ def spread_over(closed: ClosedJaxpr, placements: Sequence[Placement]) -> int:
     """Over how many devices the cut axis is spread, in the arguments or wherever the function spreads it."""
     cuts = [shares(v, p.dim) for v, p in zip(closed.in_avals, placements, strict=True) if isinstance(p, Tiled)]
     return math.lcm(*cuts)
+
+
+def _surroundings() -> tuple[Any, ...]:
+    """What else a trace depends on: the widest float, and the mesh."""
+    return jax.dtypes.canonicalize_dtype(float), jax.sharding.get_abstract_mesh()
 
 
 def _stop_aux(result: Any, dynamic: Any) -> Any:
