@@ -13,9 +13,9 @@ from collections.abc import Callable
 import jax.numpy as jnp
 import numpy as np
 
+from transforms.analysis import Analysis
 from transforms.graph import Node, Value, constant
 from transforms.placement import Partial, Tiled, Whole
-from transforms.propagate import Analysis
 from transforms.rules import Move
 from transforms.terms import Dims, Early, Term, merge, peel, weigh
 

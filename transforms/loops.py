@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, NamedTuple
 
+from transforms.analysis import Analysis
 from transforms.graph import Node, Value, flops
 from transforms.placement import Partial, Placement
-from transforms.propagate import Analysis
 from transforms.rules import Move
 from transforms.terms import Term
 

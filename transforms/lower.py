@@ -12,15 +12,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from transforms import gather, rules, spread
+from transforms.finish import Env, combine_partials, finish, narrow
 from transforms.graph import Node, Value, constant, read
 from transforms.loops import Loop, Ref, Schedule, Step, Update
 from transforms.online import rescale
 from transforms.placement import COMBINE, Partial, Span, Tiled, Whole, identity
 from transforms.planner import runs_once
-from transforms.propagate import Local
 from transforms.rules.contraction import dot
 
-Env = dict[Value, Any]
 Tiles = dict[tuple[Value, Any], Any]  # what a tile computed, by value and placement
 
 
@@ -60,48 +59,6 @@ def run(
     for node in (n for n in effects if not any(v in env for v in n.outputs)):
         node.bind([narrow(env, v) for v in node.inputs])
     return [read(env, v) if i in wide else narrow(env, v) for i, v in enumerate(graph.outputs)]
-
-
-def finish(plan: Schedule, env: Env, wanted: Sequence[Value], span: Span) -> None:
-    """Compute whole values outside the loops, operands first."""
-    stack = [v for v in wanted if v not in env and v.const is None]
-    while stack:
-        value = stack[-1]
-        node = value.producer
-        if value in env:
-            stack.pop()
-            continue
-        assert node is not None
-        if missing := [v for v in plan.analysis.needs(node) if v not in env and v.const is None]:
-            stack.extend(missing)
-            continue
-        if isinstance(move := plan.analysis.moves[node], Local):
-            results = move.run([narrow(env, v) if i in move.reads else None for i, v in enumerate(node.inputs)])
-            env.update(zip(node.outputs, results, strict=True))
-        elif value in plan.late:
-            env[value] = combine_partials(node, [read(env, v) for v in node.inputs], span)[0]
-        else:
-            env.update(zip(node.outputs, node.bind([narrow(env, v) for v in node.inputs]), strict=True))
-
-
-def narrow(env: Env, value: Value) -> Any:
-    """A value in the dtype that the user's function gives it; sums are kept wider until somebody reads them."""
-    array = read(env, value)
-    same = array.dtype == value.dtype or not jnp.issubdtype(value.dtype, jnp.inexact)
-    return array if same else array.astype(value.dtype)
-
-
-def combine_partials(node: Node, values: list[Any], span: Span) -> list[Any]:
-    """Run a node on parts of sums, in the dtype in which those are formed."""
-    if not jnp.issubdtype(node.outputs[0].dtype, jnp.inexact):
-        return node.bind(values)
-    dtype = span.wide(node.outputs[0].dtype)
-    values = [v.astype(dtype) if jnp.issubdtype(v.dtype, jnp.inexact) else v for v in map(jnp.asarray, values)]
-    if node.name == "convert_element_type":
-        return [values[0].astype(dtype)]
-    if node.name == "dot_general":
-        return node.bind(values, node.params | {"preferred_element_type": dtype})
-    return node.bind(values)
 
 
 def _shared(plan: Schedule, loop: Loop, reuse: Mapping[int, int]) -> dict[Value, Value]:

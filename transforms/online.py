@@ -21,10 +21,10 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 
+from transforms.analysis import Analysis
 from transforms.early import Finder
 from transforms.graph import Node, Value, flatten
 from transforms.placement import WHOLE, Partial, Placement, Span, Whole
-from transforms.propagate import Analysis
 from transforms.rewrite import replace, sort
 from transforms.rules import Move, register
 from transforms.spread import contracted, like, named

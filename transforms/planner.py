@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from transforms.analysis import Analysis
 from transforms.graph import Node, Value
 from transforms.keep import Policy, keeps
 from transforms.loops import Loop, Ref, Step, Update
 from transforms.online import Online
 from transforms.placement import WHOLE, Partial, Placement, Tiled, Whole
-from transforms.propagate import Analysis
 from transforms.rules import RULES, Move
 from transforms.spread import named
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from transforms import lower, rules  # noqa: F401
+from transforms.analysis import Along, Inline, Promote
 from transforms.graph import Graph, Value, ancestors, depends, flatten, nbytes
 from transforms.keep import Keeping, Policy, keeping
 from transforms.limits import Limits
@@ -19,7 +20,7 @@ from transforms.loops import Schedule
 from transforms.online import Rewritten, rewrite
 from transforms.placement import WHOLE, Placement, Span, Tiled
 from transforms.prefix import carry
-from transforms.propagate import Along, Inline, Promote, analyse
+from transforms.propagate import analyse
 from transforms.refused import explained
 from transforms.rewrite import inline
 from transforms.rules import (  # noqa: F401

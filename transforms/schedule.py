@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from transforms.analysis import Analysis, Region
 from transforms.graph import Value, flops
 from transforms.keep import Policy
 from transforms.limits import Limits
@@ -16,7 +17,6 @@ from transforms.loops import Loop, Ref, Schedule
 from transforms.online import Online
 from transforms.placement import Placement
 from transforms.planner import Planner
-from transforms.propagate import Analysis, Region
 from transforms.sizes import check_whole
 
 

@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from transforms.analysis import Along, Inline
 from transforms.graph import Graph, Value, depends, evaluate, flatten
 from transforms.limits import Limits
 from transforms.placement import Partial, TileError, Whole
-from transforms.propagate import Along, Inline, analyse
+from transforms.propagate import analyse
 from transforms.rules import Complete
 from transforms.spread import like
 

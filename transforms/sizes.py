@@ -6,11 +6,11 @@ from collections.abc import Iterable
 
 from jax.extend.core import Jaxpr
 
+from transforms.analysis import Analysis, Local, Promote
 from transforms.graph import Node, Value, ancestors, bodies, depends, nbytes
 from transforms.limits import Limits, check_size, human
 from transforms.loops import Loop
 from transforms.placement import WHOLE, Tiled, TileError, Whole
-from transforms.propagate import Analysis, Local, Promote
 from transforms.rules import RULES
 
 

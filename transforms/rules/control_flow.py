@@ -8,9 +8,10 @@ from typing import Any
 import jax
 from jax import lax
 
+from transforms.analysis import Analysis, Inline, Region
 from transforms.graph import CUSTOM_CALLS, REMAT, Graph, Node, ancestors, body_graph, evaluate
 from transforms.placement import WHOLE, Placement, Span, Whole
-from transforms.propagate import Analysis, Inline, Region, analyse
+from transforms.propagate import analyse
 from transforms.rewrite import any_platform
 from transforms.rules import Complete, Move, refuse_partial, register, tiled
 from transforms.rules.regions import (

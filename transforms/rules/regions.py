@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from transforms import lower, schedule
+from transforms.analysis import Analysis, Inline
 from transforms.graph import Graph, Value, ancestors, evaluate
 from transforms.placement import Partial, Placement, Span, Whole
-from transforms.propagate import Analysis, Inline, analyse
+from transforms.propagate import analyse
 from transforms.rewrite import any_platform, inline
 from transforms.rules import Complete, Move
 from transforms.spread import TOGETHER, Apart, move, named, spec

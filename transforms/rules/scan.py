@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr
 
+from transforms.analysis import Local, Region
 from transforms.graph import Node, Value, ancestors, body_graph, evaluate
 from transforms.placement import WHOLE, Placement, Span, Tiled, Whole
-from transforms.propagate import Local, Region
 from transforms.rules import RULES, Complete, Move, register
 from transforms.rules.regions import (
     Body,

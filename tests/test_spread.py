@@ -1,0 +1,251 @@
+"""`tile` on meshes with Explicit axes: every layout, its values, and what devices send each other."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, reshard
+from jax.sharding import PartitionSpec as P
+
+from transforms import TileError, tile
+
+# The mesh, and how hidden states [B, S, D] and weights [D, V] lie on it.
+LAYOUTS = {
+    "dp": ({"d": 8}, P("d", None, None), P(None, None)),
+    "fsdp_d": ({"d": 8}, P("d", None, None), P("d", None)),
+    "fsdp_v": ({"d": 8}, P("d", None, None), P(None, "d")),
+    "tp": ({"m": 8}, P(None, None, None), P(None, "m")),
+    "cp": ({"c": 8}, P(None, "c", None), P(None, None)),
+    "fsdp_tp": ({"d": 4, "m": 2}, P("d", None, None), P("d", "m")),
+    "fsdp_cp": ({"d": 4, "c": 2}, P("d", "c", None), P("d", None)),
+}
+B, S, D, V = 16, 24, 32, 64
+COLLECTIVES = "all-reduce all-gather reduce-scatter all-to-all collective-permute".split()
+
+
+def mesh_of(name, kind=AxisType.Explicit):
+    sizes = LAYOUTS[name][0]
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes))
+
+
+def arguments(dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(0), 4)
+    weights = jax.random.normal(keys[0], (D, V), dtype) * 0.3
+    hidden = jax.random.normal(keys[1], (B, S, D), dtype)
+    labels = jax.random.randint(keys[2], (B, S), 0, V)
+    mask = (jax.random.uniform(keys[3], (B, S)) > 0.3).astype(jnp.float32)
+    return weights, hidden, labels, mask
+
+
+def specs_of(name):
+    _, hidden, weights = LAYOUTS[name]
+    return weights, hidden, P(*hidden[:2]), P(*hidden[:2])
+
+
+def spread(mesh, name, args):
+    return [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(args, specs_of(name), strict=True)]
+
+
+def picked(logits, labels):
+    return jnp.where(jnp.arange(V) == labels[..., None], logits, 0).sum(-1)
+
+
+def cross_entropy(weights, hidden, labels, mask):
+    logits = 30 * jnp.tanh(hidden @ weights / 30)
+    return ((jax.nn.logsumexp(logits, -1) - picked(logits, labels)) * mask).sum() / mask.sum()
+
+
+def preference(weights, hidden, labels, mask):
+    logits = hidden @ weights
+    scores = ((picked(logits, labels) - jax.nn.logsumexp(logits, -1)) * mask).sum(-1)
+    return -jax.nn.log_sigmoid(scores[: B // 2] - scores[B // 2 :]).mean()
+
+
+def perplexity(weights, hidden, labels, mask):
+    return jnp.exp(cross_entropy(weights, hidden, labels, mask) / 8)
+
+
+def per_token(weights, hidden, labels, mask):
+    return jax.nn.logsumexp(hidden @ weights, -1) * mask
+
+
+def worst(weights, hidden, labels, mask):
+    return jax.nn.logsumexp(jnp.max(hidden @ weights, -1) * mask)
+
+
+def gathering(name, fn):
+    """The one line that a vocabulary spread over the tokens' axis needs, tiled or not."""
+    if name != "fsdp_v":
+        return fn
+    return lambda weights, *rest: fn(reshard(weights, P(None, None)), *rest)
+
+
+def with_gradients(fn):
+    def total(weights, hidden, labels, mask):
+        return jnp.sum(fn(weights, hidden, labels, mask) ** 2)
+
+    return jax.value_and_grad(total, argnums=(0, 1))
+
+
+def loops(text):
+    """The computations of compiled HLO that a loop runs, and those that they call."""
+    bodies, name = {}, ""
+    for line in text.splitlines():
+        if header := re.match(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line):
+            name = header.group(1)
+            bodies[name] = []
+        else:
+            bodies.get(name, []).append(line)
+    inside = {m for lines in bodies.values() for line in lines for m in re.findall(r"body=%?([\w.\-]+)", line)}
+    while True:
+        called = {m for n in inside for line in bodies[n] for m in re.findall(r"(?:calls|to_apply)=%?([\w.\-]+)", line)}
+        if called <= inside:
+            return [line for n in inside for line in bodies[n]]
+        inside |= called
+
+
+def sent(lines):
+    """The bytes of each collective's result."""
+    found = []
+    for line in lines:
+        if operation := re.match(rf"\s*(?:ROOT )?%?\S+ = (.*?) ({'|'.join(COLLECTIVES)})\(", line):
+            shapes = re.findall(r"(f32|bf16|s32|pred)\[([\d,]*)\]", operation.group(1))
+            size = {"f32": 4, "s32": 4, "bf16": 2, "pred": 1}
+            found.append(sum(size[k] * int(np.prod([int(d) for d in dims.split(",") if d])) for k, dims in shapes))
+    return found
+
+
+FUNCTIONS = [cross_entropy, preference, perplexity, per_token, worst]
+
+
+@pytest.mark.parametrize("number", range(len(FUNCTIONS)))
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_has_the_value_and_gradients_of_one_device(name, number):
+    fn, args = FUNCTIONS[number], arguments()
+    axis, n = (number + len(name)) % 2, 3 + number
+    expected = with_gradients(fn)(*args)
+    mesh = mesh_of(name)
+    with jax.set_mesh(mesh):
+        tiled = tile(gathering(name, fn), axis=(None, axis, axis, axis), n=n)
+        step = jax.jit(with_gradients(tiled)).lower(*spread(mesh, name, args)).compile()
+        found = step(*spread(mesh, name, args))
+        types = jax.tree.map(jax.typeof, found[1])
+        weights, hidden = (jax.typeof(x) for x in spread(mesh, name, args)[:2])
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(jnp.abs(b).max()))
+    assert types == (weights, hidden)
+    tokens = B * S // n
+    assert max(sent(loops(step.as_text())), default=0) <= 16 * tokens
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_mesh_sends_what_the_untiled_program_sends_and_computes_no_more(name):
+    from experiments.bench.hlo import dot_flops
+
+    mesh, args = mesh_of(name), arguments()
+    with jax.set_mesh(mesh):
+        plain = gathering(name, cross_entropy)
+        both = []
+        for fn in (plain, tile(plain, axis=(None, 1, 1, 1), n=3)):
+            compiled = jax.jit(with_gradients(fn)).lower(*spread(mesh, name, args)).compile().as_text()
+            both.append((compiled, sum(sent(compiled.splitlines()))))
+    (untiled, before), (tiled, after) = both
+    assert dot_flops(tiled) == dot_flops(untiled)
+    assert after - sum(sent(loops(tiled))) <= before
+
+
+def test_labels_may_be_gathered_where_the_vocabulary_is_whole():
+    def loss(weights, hidden, labels, mask):
+        logits = hidden @ weights
+        return (optax.softmax_cross_entropy_with_integer_labels(logits, labels) * mask).sum() / mask.sum()
+
+    args, mesh = arguments(), mesh_of("fsdp_cp")
+    expected = with_gradients(loss)(*args)
+    with jax.set_mesh(mesh):
+        tiled = jax.jit(with_gradients(tile(loss, axis=(None, 1, 1, 1), n=4)))
+        found = tiled(*spread(mesh, "fsdp_cp", args))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(jnp.abs(b).max()))
+
+
+def test_sync_tile_exchanges_with_every_tile():
+    args, mesh = arguments(), mesh_of("fsdp_d")
+    expected = with_gradients(cross_entropy)(*args)
+    with jax.set_mesh(mesh):
+        tiled = tile(cross_entropy, axis=(None, 1, 1, 1), n=4, sync="tile")
+        step = jax.jit(with_gradients(tiled)).lower(*spread(mesh, "fsdp_d", args)).compile()
+        found = step(*spread(mesh, "fsdp_d", args))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(jnp.abs(b).max()))
+    assert max(sent(loops(step.as_text()))) >= 4 * D * V // 8
+
+
+@pytest.mark.parametrize(("dtype", "sums"), [(None, "bf16"), (jnp.float32, "f32")])
+def test_the_sum_over_devices_is_made_in_the_dtype_asked_for(dtype, sums):
+    args, mesh = arguments(jnp.bfloat16), mesh_of("dp")
+    with jax.set_mesh(mesh):
+        tiled = tile(cross_entropy, axis=(None, 1, 1, 1), n=3, reduce_dtype=dtype)
+        text = jax.jit(jax.grad(tiled)).lower(*spread(mesh, "dp", args)).as_text()
+    constraints = re.findall(r"(%\d+) = sdy.sharding_constraint (%\d+) (.*)> : tensor<(\S+)>", text)
+    parts = {name for name, _, how, _ in constraints if "unreduced" in how}
+    made = [kind for _, source, how, kind in constraints if source in parts and "unreduced" not in how]
+    assert f"{D}x{V}x{sums}" in made
+
+
+@pytest.mark.parametrize("name", ["fsdp_d", "fsdp_cp", "cp"])
+def test_an_auto_mesh_is_told_how_arguments_are_spread(name):
+    args, mesh = arguments(), mesh_of(name, AxisType.Auto)
+    expected = with_gradients(cross_entropy)(*args)
+    with jax.set_mesh(mesh):
+        tiled = tile(cross_entropy, axis=(None, 1, 1, 1), n=3, in_sharding=specs_of(name))
+        found = jax.jit(with_gradients(tiled))(*spread(mesh, name, args))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(jnp.abs(b).max()))
+
+
+def test_an_auto_mesh_without_a_word_is_refused():
+    args, mesh = arguments(), mesh_of("dp", AxisType.Auto)
+    with jax.set_mesh(mesh), pytest.raises(TileError, match=r"d: Auto.*\n.*Explicit.*\n.*in_sharding=.*\n.*shard_map"):
+        tile(cross_entropy, axis=(None, 1, 1, 1), n=3)(*spread(mesh, "dp", args))
+
+
+def test_a_mixed_mesh_is_refused():
+    mesh = jax.make_mesh((4, 2), ("d", "m"), axis_types=(AxisType.Explicit, AxisType.Auto))
+    with jax.set_mesh(mesh), pytest.raises(TileError, match="d: Explicit, m: Auto"):
+        tile(cross_entropy, axis=(None, 1, 1, 1), n=3)(*arguments())
+
+
+def test_in_sharding_is_refused_where_it_does_not_belong():
+    args = arguments()
+    tiled = tile(cross_entropy, axis=(None, 1, 1, 1), n=3, in_sharding=(None, P("d"), P("d"), P("d")))
+    with pytest.raises(ValueError, match="needs a mesh"):
+        tiled(*args)
+    with jax.set_mesh(mesh_of("dp")), pytest.raises(ValueError, match=r"d: Explicit.*Leave in_sharding out"):
+        tiled(*args)
+    few = tile(cross_entropy, axis=(None, 1, 1, 1), n=3, in_sharding=(None, P("d")))
+    with (
+        jax.set_mesh(mesh_of("dp", AxisType.Auto)),
+        pytest.raises(ValueError, match=r"has 2 entries.* has 4 positional"),
+    ):
+        few(*args)
+
+
+def test_what_jax_refuses_to_type_is_told_with_the_line_to_write():
+    mesh, args = mesh_of("fsdp_v"), arguments()
+    with jax.set_mesh(mesh), pytest.raises(TileError, match=r"test_spread.py:\d+ \(cross_entropy\)(.|\n)*reshard\(w"):
+        tile(cross_entropy, axis=(None, 1, 1, 1), n=3)(*spread(mesh, "fsdp_v", args))
+
+    def gathered(weights, hidden, labels, mask):
+        return optax.softmax_cross_entropy_with_integer_labels(hidden @ weights, labels).mean()
+
+    mesh = mesh_of("tp")
+    with jax.set_mesh(mesh), pytest.raises(TileError, match=r"labels\[\.\.\., None\]"):
+        tile(gathered, axis=(None, 1, 1, 1), n=3)(*spread(mesh, "tp", args))
+
+
+def test_sync_is_checked():
+    with pytest.raises(ValueError, match="sync='never' is none of 'once', 'tile'"):
+        tile(cross_entropy, axis=0, n=2, sync="never")

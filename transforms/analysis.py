@@ -1,0 +1,137 @@
+"""What is known of a graph whose axis is cut: where each value stands, from which loop on, what had to be whole."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from transforms.graph import Graph, Node, Value
+from transforms.limits import Limits
+from transforms.placement import WHOLE, Placement, Span, Tiled, Whole
+from transforms.rules import Move, run
+from transforms.spread import ALWAYS_TYPED, Apart, local, named
+
+
+class Fact(NamedTuple):
+    placement: Placement
+    stage: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """`value` is stored whole for `node`: `reason` reads after the primitive's name."""
+
+    value: Value
+    node: Node
+    reason: str
+    placement: Placement
+
+    def __str__(self) -> str:
+        return f"{self.value} {self.placement} for `{self.node.name}` at {self.node.where}: it {self.reason}"
+
+
+class Inline(Exception):
+    """A region cannot be kept as one: its body must be part of the graph around it."""
+
+    def __init__(self, node: Node):
+        self.node = node
+
+
+class Split(Exception):
+    """Some results of a region are the same for every tile: they are to be computed apart from the others."""
+
+    def __init__(self, node: Node, wanted: Sequence[int]):
+        self.node, self.wanted = node, wanted
+
+
+class Along(Exception):
+    """A node runs forward along the cut axis: it is to be rewritten so that it hands a state from tile to tile."""
+
+    def __init__(self, node: Node):
+        self.node = node
+
+
+@dataclasses.dataclass(frozen=True)
+class Region(Move):
+    """How an equation with bodies moves, the analyses that this was read off, and what devices hold parts of."""
+
+    bodies: tuple[Analysis, ...] = ()
+    apart: tuple[Apart, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Local(Move):
+    """An equation that runs on whole operands, outside the loops, its body a tiled program of its own.
+
+    Its results are stored whole, but cut ones are still read slice by slice.
+    """
+
+    programs: tuple[Any, ...] = ()
+    reads: tuple[int, ...] = ()  # the operands that it needs
+    run: Callable[[list[Any]], list[Any]] = lambda values: values  # None stands for the others
+
+
+class Promote(Exception):
+    """Whole values are too large to be made whole, but can be made tile by tile: to be placed as Tiled."""
+
+    def __init__(self, placements: dict[Value, Tiled]):
+        self.placements = placements
+
+
+@dataclasses.dataclass
+class Analysis:
+    """What `propagate` found out about `graph`."""
+
+    graph: Graph
+    facts: dict[Value, Fact]
+    moves: dict[Node, Move]
+    completions: list[Completion]
+    completed: set[tuple[Node, int]]  # operands (by number) that are read after they were completed
+    inputs: frozenset[Value]
+    used: set[Value]  # values that an output or another node reads
+    stored: set[Value] = dataclasses.field(default_factory=set)  # cut values that are whole before the loops
+    running: set[Value] = dataclasses.field(default_factory=set)  # whole values that change from tile to tile
+    apart: dict[Value, Apart] = dataclasses.field(default_factory=dict)  # sums that each device holds a part of
+    limits: Limits | None = None
+    typed: dict[Any, str | None] = dataclasses.field(default_factory=dict)
+    passing: set[Value] | None = None  # in a region: the values that may be apart
+    moving: set[Value] = dataclasses.field(default_factory=set)  # what depends on the tiles before
+
+    def fact(self, value: Value) -> Fact:
+        return self.facts.get(value, Fact(WHOLE))
+
+    def untyped(self, node: Node, move: Move) -> str | None:
+        """Why an equation cannot be spread over the devices on a tile of its operands, though it can on all of them."""
+        known = node.name in ALWAYS_TYPED or isinstance(move, (Region, Local)) or self.limits is None
+        if known or not any(isinstance(p, Tiled) for p in (*move.ins, *move.outs)):
+            return None
+        if all(named(v.aval) is None for v in (*node.inputs, *node.outputs)):
+            return None
+        key = (node, *move.ins, *move.outs)
+        if key not in self.typed:
+            self.typed[key] = self._untyped(node, move)
+        return self.typed[key]
+
+    def _untyped(self, node: Node, move: Move) -> str | None:
+        assert self.limits is not None
+        o = self.limits.options
+        span = Span(0, o.size, o.total, o.accumulate)
+        tiles = [local(v.aval, span.local_shape(v.shape, p)) for v, p in zip(node.inputs, move.ins, strict=True)]
+        try:
+            jax.eval_shape(lambda start, *values: run(node, list(values), move, span._replace(start=start)), 0, *tiles)
+        except Exception as error:  # JAX has no public name for errors of sharding types
+            return f"cannot be spread over the devices a tile at a time ({str(error)[:200]})"
+        return None
+
+    def needs(self, node: Node) -> list[Value]:
+        """The operands that a node, run on whole values, reads."""
+        move = self.moves.get(node)
+        return [node.inputs[i] for i in move.reads] if isinstance(move, Local) else node.inputs
+
+    def end(self, value: Value) -> int:
+        """The last loop that has to run for `value` to be whole."""
+        fact = self.fact(value)
+        return fact.stage - (isinstance(fact.placement, Whole) or value in self.stored)
