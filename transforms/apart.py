@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from transforms.graph import Node
+from transforms.graph import Node, Value
 from transforms.placement import Partial, Tiled
-from transforms.spread import TOGETHER, contracted, named, narrowest, passable, summed
+from transforms.spread import ADDS, TOGETHER, contracted, named, narrowest, passable, summed
 
 
 def keep_apart(found: Any, node: Node, move: Any) -> None:
@@ -23,9 +23,15 @@ def keep_apart(found: Any, node: Node, move: Any) -> None:
         if bodies := getattr(move, "bodies", ()):
             made = move.apart[i] if move.apart and bodies else TOGETHER
         else:
-            made = summed(node, found.apart, [isinstance(p, Partial) for p in move.ins])
+            made = summed(node, found.apart, [isinstance(p, Partial) for p in move.ins], _joined(found, value))
         if made.axes:
             found.apart[value] = made
+
+
+def _joined(found: Any, value: Value) -> bool:
+    """Whether a partial sum is added to one that is apart: the two gradients of a tied table."""
+    adds = (n for n in found.graph.nodes if n.name in ADDS and value in n.inputs)
+    return any(v in found.apart for n in adds for v in n.inputs)
 
 
 def postpone(found: Any) -> None:

@@ -187,10 +187,9 @@ def _apply(
             result = part
         elif isinstance(placement, Tiled):
             result = part if result is None else span.put(result, part.astype(result.dtype), placement)
-        elif result is None:
-            result = part
         else:
-            result = COMBINE[placement.op](result, part.astype(result.dtype))
+            part = spread.conform(part, update.value.aval, apart.get(update.value, spread.TOGETHER))
+            result = part if result is None else COMBINE[placement.op](result, part.astype(result.dtype))
     return result
 
 

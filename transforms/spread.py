@@ -180,8 +180,11 @@ def origin(value: Any, dim: int) -> tuple[str, ...]:
     return next((found for v in alike if (found := origin(v, dim))), ())
 
 
-def summed(node: Any, before: Mapping[Any, Apart], partial: Sequence[bool]) -> Apart:
-    """How the devices hold the partial sum that a node makes, or passes on from those that it reads."""
+def summed(node: Any, before: Mapping[Any, Apart], partial: Sequence[bool], joined: bool = False) -> Apart:
+    """How the devices hold the partial sum that a node makes, or passes on from those that it reads.
+
+    `joined`: it is added to one that is apart.
+    """
     given = [before.get(v, TOGETHER) for v, p in zip(node.inputs, partial, strict=True) if p]
     out = node.outputs[0]
     over = frozenset().union(*(a.axes for a in given))
@@ -190,7 +193,7 @@ def summed(node: Any, before: Mapping[Any, Apart], partial: Sequence[bool]) -> A
         over |= left | right
     elif node.name == "reduce_sum":
         over |= contracted(node)[0]
-    if node.name == "reshard" and named(node.inputs[0].aval) is None:
+    if node.name == "reshard" and named(node.inputs[0].aval) is None and not joined:
         # The gradient of a lookup, leaving a mesh made Auto: where the table's rows are spread over the devices that
         # hold the tokens, they are sent what they gain, which is less than all of the table.
         over -= {a for dim in range(len(out.shape)) for a in axes(out.aval, dim)}
