@@ -7,7 +7,7 @@ import pytest
 
 from transforms import tile
 from transforms.placement import Partial, Tiled
-from transforms.plan import WIDTH, short
+from transforms.printing import WIDTH, short
 
 S = jax.ShapeDtypeStruct
 SHAPES = (S((2048, 64), jnp.float32), S((64, 4096), jnp.float32), S((2048,), jnp.int32))

@@ -21,12 +21,14 @@ def gather(loop: Loop, read: Callable[[Value], Any]) -> dict[Any, Any]:
         loop: the loop.
         read: returns a whole value.
     """
-    made: dict[Any, Any] = {}
-    for step in (*loop.steps, *(t for u in loop.updates for t in u.terms if isinstance(t, Step))):
-        for i, ref in enumerate(step.refs):
-            if (key := _key(step.node, i, ref)) is not None and key not in made:
-                made[key] = move(read(ref.value).astype(key[2]), key[1])
-    return made
+    return {key: move(read(key[0]).astype(key[2]), key[1]) for key in gathered(loop)}
+
+
+def gathered(loop: Loop) -> list[tuple[Value, PartitionSpec, Any]]:
+    """What is gathered for a loop: the value, and how it is spread and its dtype from then on."""
+    steps = (*loop.steps, *(t for u in loop.updates for t in u.terms if isinstance(t, Step)))
+    keys = (_key(step.node, i, ref) for step in steps for i, ref in enumerate(step.refs))
+    return list(dict.fromkeys(key for key in keys if key is not None))
 
 
 def find(env: dict[Any, Any], node: Node, operand: int, ref: Ref) -> Any | None:
@@ -35,7 +37,7 @@ def find(env: dict[Any, Any], node: Node, operand: int, ref: Ref) -> Any | None:
     return None if key is None else env.get(key)
 
 
-def _key(node: Node, operand: int, ref: Ref) -> Any | None:
+def _key(node: Node, operand: int, ref: Ref) -> tuple[Value, PartitionSpec, Any] | None:
     if ref.how != "whole" or named(ref.value.aval) is None:
         return None
     found = wanted(node, operand)

@@ -4,26 +4,43 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
+from typing import Any
+
+from jax.core import ShapedArray
+from jax.sharding import NamedSharding, PartitionSpec
 
 from transforms import passes
+from transforms.analysis import Analysis
 from transforms.estimate import temp_bytes
-from transforms.graph import Graph, Node, Value, flatten, flops
-from transforms.limits import human
+from transforms.gather import gathered
+from transforms.graph import Graph, Node, Value, describe, flatten, flops, nbytes
 from transforms.loops import Loop
-from transforms.placement import Partial, Placement, Span, Tiled
+from transforms.placement import Placement, Span, Tiled
+from transforms.printing import describe_pass, totals
 from transforms.program import Program
-
-WIDTH = 100
+from transforms.spread import TOGETHER, axes, devices, named
 
 
 @dataclasses.dataclass(frozen=True)
 class Carry:
-    """A result that a loop fills: the array, how the tiles make it up, and its bytes."""
+    """A result that a loop fills: the array, how the tiles make it up, its bytes on each device.
+
+    The devices along the mesh axes `apart` hold parts of it, which are summed after the loop.
+    """
 
     array: str
     placement: Placement
+    nbytes: int
+    apart: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Gathered:
+    """A weight brought into the form `spec` before a loop, for the products that read it; its bytes on each device."""
+
+    array: str
+    spec: str
     nbytes: int
 
 
@@ -57,8 +74,8 @@ class Completed:
 class LoopPlan:
     """One loop over the tiles.
 
-    `equations` counts those of its body; `flops` are those of its matrix products, over all tiles; `largest` is the
-    largest array that one tile holds, in bytes.
+    `equations` counts those of its body; `flops` are those of its matrix products, over all tiles and devices;
+    `largest` is the largest array that one tile holds, in bytes on each device.
     """
 
     tiles: int
@@ -67,6 +84,7 @@ class LoopPlan:
     largest: int
     carries: tuple[Carry, ...]
     recomputed: tuple[Recomputed, ...]
+    gathered: tuple[Gathered, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,9 +117,10 @@ class TilePlan:
     """What `tile` does with a call. `print` it.
 
     Attributes:
-        length, tiles, size: of the cut axis, how many tiles it has, and how long the first ones are.
+        length, tiles, size: of the cut axis, how many tiles it has, and how long the first ones are; on each device.
         value: the function without derivatives.
         gradient: the function with the gradients of all its inexact inputs; None where it has none to give.
+        shares: over how many devices the cut axis is spread: each walks its own share.
     """
 
     length: int
@@ -109,82 +128,19 @@ class TilePlan:
     size: int
     value: PassPlan
     gradient: PassPlan | None
+    shares: int = 1
 
     def __str__(self) -> str:
         last = self.length - (self.tiles - 1) * self.size
         short = "" if last == self.size else f", the last {last}"
-        lines = [f"{self.length} steps in {self.tiles} tiles of {self.size}{short}", ""]
+        where = "" if self.shares == 1 else f" on each of {self.shares} devices"
+        lines = [f"{self.length} steps in {self.tiles} tiles of {self.size}{short}{where}", ""]
         found = {"value": self.value, "value and gradient": self.gradient}
         known = {name: plan for name, plan in found.items() if plan is not None}
-        lines += _totals(known)
+        lines += totals(known)
         for name, plan in known.items():
-            lines += ["", *_describe(name, plan)]
+            lines += ["", *describe_pass(name, plan)]
         return "\n".join(lines)
-
-
-# ------------------------------------------------------------------------------------------------------------- printing
-
-
-def _totals(plans: dict[str, PassPlan]) -> list[str]:
-    """Tiled and untiled, side by side."""
-    rows = {
-        "temporary memory, estimated": [(human(p.temp), human(p.untiled_temp)) for p in plans.values()],
-        "largest array inside": [(human(p.largest), human(p.untiled_largest)) for p in plans.values()],
-        "matrix products": [(_flops(p.flops), _flops(p.untiled_flops)) for p in plans.values()],
-    }
-    lines = [" " * 28 + "".join(f"{name:>28}" for name in plans)]
-    lines.append(" " * 28 + "".join(f"{'tiled':>14}{'untiled':>14}" for _ in plans))
-    return lines + [f"{k:28}" + "".join(f"{a:>14}{b:>14}" for a, b in v) for k, v in rows.items()]
-
-
-def _describe(name: str, plan: PassPlan) -> Iterator[str]:
-    yield name if plan.loops else f"{name}: no loops, all of it is whole"
-    for i, loop in enumerate(plan.loops, 1):
-        tiles = "all at once" if loop.tiles == 1 else f"{loop.tiles} tiles"
-        size = f"{loop.equations} equations, {_flops(loop.flops)}, largest array {human(loop.largest)}"
-        yield f"  loop {i} of {len(plan.loops)}: {tiles}, {size}"
-        yield from _table("carries", [(c.array, human(c.nbytes), _made(c.placement)) for c in loop.carries])
-        again = sorted(loop.recomputed, key=lambda r: (-r.flops, -r.nbytes))
-        rows = [(f"{r.primitive} {r.array}", _flops(r.flops) if r.flops else "", short(r.where)) for r in again]
-        rest = [(f"and {len(rows) - SHOWN} smaller", "", "")] if len(rows) > SHOWN else []
-        yield from _table("recomputes", rows[:SHOWN] + rest)
-    if plan.completed:
-        yield "  made whole, for an operation that needs it whole"
-    for c in plan.completed:
-        yield _fit(f"    {c.array}, {human(c.nbytes)}, for `{c.primitive}` at {short(c.where)}:")
-        yield _fit(f"      it {c.reason}")
-
-
-SHOWN = 4  # of what a loop computes again, the largest
-
-
-def _table(title: str, rows: Sequence[tuple[str, str, str]]) -> Iterator[str]:
-    first = max((len(a) for a, _, _ in rows), default=0)
-    for i, (a, b, c) in enumerate(rows):
-        yield _fit(f"    {title if i == 0 else '':12}{a:{first}}  {b:>11}  {c}".rstrip())
-
-
-def _fit(line: str) -> str:
-    return line if len(line) <= WIDTH else line[: WIDTH - 3] + "..."
-
-
-def _made(placement: Placement) -> str:
-    if isinstance(placement, Tiled):
-        return f"a slice of dimension {placement.dim} from each tile"
-    return f"{placement.op} over the tiles" if isinstance(placement, Partial) else "whole"
-
-
-def short(where: str) -> str:
-    """A source line without the way to its folder."""
-    return re.sub(r"^.*/(?=[^/]*/[^/]*$)", "", where)
-
-
-def _flops(count: float | int) -> str:
-    for unit in ("", "k", "M", "G", "T"):
-        if count < 1000:
-            return f"{count:.4g} {unit}FLOP"
-        count /= 1000
-    return f"{count:.4g} PFLOP"
 
 
 # ------------------------------------------------------------------------------------------------------------- planning
@@ -195,7 +151,7 @@ def explain(program: Program) -> TilePlan:
     options, back = program.options, passes.gradient(program)
     tiles = -(-options.total // options.size)
     gradient = None if back is None else _pass(back)
-    return TilePlan(options.total, tiles, options.size, _pass(passes.value(program)), gradient)
+    return TilePlan(options.total, tiles, options.size, _pass(passes.value(program)), gradient, options.shares)
 
 
 def _pass(run: passes.Pass) -> PassPlan:
@@ -242,9 +198,18 @@ def _loop(program: Program, loop: Loop, again: Iterable[Node]) -> LoopPlan:
         equations=len(loop.nodes),
         flops=sum(map(flops, loop.nodes)),
         largest=max(sizes, default=0),
-        carries=tuple(_carry(u.value, analysis.fact(u.value).placement, span) for u in loop.updates),
+        carries=tuple(_carry(u.value, analysis, span) for u in loop.updates),
         recomputed=tuple(map(_recomputed, again)),
+        gathered=tuple(map(_gathered, gathered(loop) if options.sync == "once" else ())),
     )
+
+
+def _gathered(found: tuple[Value, PartitionSpec, Any]) -> Gathered:
+    value, spec, dtype = found
+    sharding = named(value.aval)
+    assert sharding is not None
+    aval = ShapedArray(value.shape, dtype, sharding=NamedSharding(sharding.mesh, spec))
+    return Gathered(describe(aval), str(spec), nbytes(aval))
 
 
 def _recomputed(node: Node) -> Recomputed:
@@ -253,13 +218,20 @@ def _recomputed(node: Node) -> Recomputed:
     return Recomputed(node.name, array, node.where, flops(node), size)
 
 
-def _carry(value: Value, placement: Placement, span: Span) -> Carry:
+def _carry(value: Value, analysis: Analysis, span: Span) -> Carry:
+    placement, apart = analysis.fact(value).placement, analysis.apart.get(value, TOGETHER).axes
     dtype = value.dtype if isinstance(placement, Tiled) else span.wide(value.dtype)
-    return Carry(repr(value), placement, math.prod(value.shape) * getattr(dtype, "itemsize", 4))
+    whole = [
+        a for d in range(len(value.shape)) for a in axes(value.aval, d) if a in apart
+    ]  # not cut until it is summed
+    sharding = named(value.aval)
+    copies = math.prod(sharding.mesh.shape[a] for a in whole) if sharding is not None else 1
+    size = math.prod(value.shape) * getattr(dtype, "itemsize", 4) * copies // devices(value.aval)
+    return Carry(repr(value), placement, size, tuple(sorted(apart)))
 
 
 def _bytes(shape: Iterable[int], value: Value) -> int:
-    return math.prod(shape) * getattr(value.dtype, "itemsize", 4)
+    return math.prod(shape) * getattr(value.dtype, "itemsize", 4) // devices(value.aval)
 
 
 def _largest(graph: Graph) -> int:
