@@ -110,19 +110,15 @@ def test_array_that_is_put_on_several_devices_is_completed():
     assert RULES["device_put"].push(put, (Tiled(1),)).outs == (Tiled(1),)
 
 
-def test_reshard_of_another_dimension():
+def test_a_tile_is_spread_over_devices_as_the_whole_is():
     mesh = jax.make_mesh((4,), ("d",))
-    place = lambda *spec: NamedSharding(mesh, PartitionSpec(*spec))
 
     def fn(x):
-        return jax.reshard(x * 2, place(None, "d"))
+        return jax.reshard(x * 2, NamedSharding(mesh, PartitionSpec(None, "d")))
 
     with jax.set_mesh(mesh):
         x = jnp.arange(40.0).reshape(L, 4)
-        found = RULES["reshard"]
-        (eqn,) = [e for e in jax.make_jaxpr(fn)(x).eqns if e.primitive.name == "reshard"]
-        reshard = node("reshard")
-        reshard.params = dict(eqn.params)
-        assert found.push(reshard, (Tiled(0),)).outs == (Tiled(0),)
-        with pytest.raises(Complete, match="spreads the cut axis over devices"):
-            found.push(reshard, (Tiled(1),))
+        for axis in (0, 1):
+            tiled = tile(fn, axis=axis, n=2)(x)
+            np.testing.assert_array_equal(tiled, fn(x))
+            assert jax.typeof(tiled) == jax.typeof(fn(x))

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from jax.extend.core import Jaxpr
 
 from transforms.analysis import Analysis, Local, Promote
-from transforms.graph import Node, Value, ancestors, bodies, depends, nbytes
+from transforms.graph import Node, Value, bodies, depends, nbytes
 from transforms.limits import Limits, check_size, human
 from transforms.loops import Loop
 from transforms.placement import WHOLE, Tiled, TileError, Whole
@@ -29,14 +29,20 @@ def check_whole(analysis: Analysis, loops: list[Loop], requested: Iterable[Value
             found.setdefault(value, (value.producer, "makes a whole value from one that had to be completed"))
             if not isinstance(analysis.moves[value.producer], Local):
                 _check_inside(value.producer, limits)
-    leads = ancestors(analysis.graph, found)
-    whole = {v for v in (*found, *requested) if v in leads and isinstance(analysis.fact(v).placement, Whole)}
-    large = [v for v in whole if v.nbytes > limits.largest]
+    whole = {v for v in (*found, *requested) if isinstance(analysis.fact(v).placement, Whole)}
+    large = [v for v in whole if v.nbytes > limits.largest and (v in found or not _is_form_of_input(v))]
     shares = limits.options.shares
     if promoted := {v: cut for v in large if (cut := _cut_of(v, total, shares)) is not None}:
         raise Promote(promoted)
     for value, (node, reason) in found.items():
         check_size(value, WHOLE, node, reason, limits)
+
+
+def _is_form_of_input(value: Value) -> bool:
+    """Whether a value is an input of the function in another dtype, order or place: a weight as a product reads it."""
+    if value.producer is None:
+        return value.const is None
+    return any(v.aval.size == value.aval.size and _is_form_of_input(v) for v in value.producer.inputs)
 
 
 def _is_input(analysis: Analysis, node: Node, value: Value) -> bool:

@@ -13,10 +13,12 @@ from jax.core import Tracer as JaxTracer
 from jax.extend.core import ClosedJaxpr
 
 from transforms import budget
+from transforms.analysis import Along, Inline
 from transforms.arguments import is_array, place, rows
 from transforms.derive import call
-from transforms.placement import WHOLE, Placement, Tiled
+from transforms.placement import WHOLE, Placement, Tiled, TileError
 from transforms.program import Options, Program
+from transforms.propagate import analyse
 from transforms.refused import explained
 from transforms.spread import shares
 
@@ -94,8 +96,8 @@ class Tracer:
         jaxpr = ClosedJaxpr(jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars]), ())
         everywhere = (*(WHOLE,) * len(closed.consts), *placements)
 
-        shares = spread_over(jaxpr, everywhere)
-        everywhere = tuple(dataclasses.replace(p, major=shares) if isinstance(p, Tiled) else p for p in everywhere)
+        shares = spread_over(jaxpr, everywhere, Options(total=total, size=total, **self.options))
+        everywhere = split(everywhere, shares)
         total //= shares  # the mesh divides it: each device walks its own share
 
         def make(size: int) -> Program:
@@ -120,10 +122,24 @@ class Tracer:
             )
 
 
-def spread_over(closed: ClosedJaxpr, placements: Sequence[Placement]) -> int:
-    """Over how many devices the cut axis is spread, in the arguments or wherever the function spreads it."""
+def split(placements: Sequence[Placement], shares: int) -> tuple[Placement, ...]:
+    """The placements of arguments whose cut axis is spread over so many devices."""
+    return tuple(dataclasses.replace(p, major=shares) if isinstance(p, Tiled) else p for p in placements)
+
+
+def spread_over(closed: ClosedJaxpr, placements: Sequence[Placement], options: Options) -> int:
+    """Over how many devices the cut axis is spread, in the arguments or where the function spreads it."""
     cuts = [shares(v, p.dim) for v, p in zip(closed.in_avals, placements, strict=True) if isinstance(p, Tiled)]
-    return math.lcm(*cuts)
+    known = math.lcm(*cuts)
+    if any(e.primitive.name == "reshard" for e in closed.jaxpr.eqns):
+        program = Program(closed, split(placements, known), dataclasses.replace(options, total=options.total // known))
+        try:
+            facts = analyse(program.graph, program.placements, program.limits).facts
+        except (Along, Inline, TileError):
+            return known  # to be told when it is planned
+        cut = [(v, f.placement) for v, f in facts.items() if isinstance(f.placement, Tiled)]
+        known = math.lcm(known, *(n for v, p in cut if p.major % (n := shares(v.aval, p.dim))))
+    return known
 
 
 def _surroundings() -> tuple[Any, ...]:

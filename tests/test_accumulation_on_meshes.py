@@ -1,0 +1,75 @@
+"""Gradient accumulation on meshes: `tile` over the batch of a whole model's loss sums gradients over devices once."""
+
+import operator
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zoo
+from tests.test_spread import loops, sent
+from transforms import tile
+from transforms.remat import remat
+from transforms.sharding import AXES, make_mesh, sharding_of
+from zoo.tables import rows
+
+SIZES = {"vocab_size": 64, "num_layers": 2, "embed_dim": 16, "mlp_dim": 32, "num_heads": 8, "head_dim": 4}
+TIED = zoo.GemmaConfig(**SIZES, num_kv_heads=4, post_norms=True, final_softcap=5.0, window=3, attention_pattern="LG")
+UNTIED = zoo.Qwen2Config(**SIZES, num_kv_heads=2)
+COPIED = {letter: axes for letter, axes in AXES.items() if letter != "D"}
+LAYOUTS = {"data": ((8, 1), COPIED), "fsdp": ((8, 1), AXES), "fsdp and model": ((4, 2), AXES)}
+
+
+def loss_of(policy):
+    def loss(model, batch):
+        tokens, targets, mask = batch
+        logits = model.logits(model.hidden(tokens, remat=remat(policy)))
+        picked = jnp.where(jnp.arange(logits.shape[-1]) == targets[..., None], logits, 0).sum(-1)
+        return ((jax.nn.logsumexp(logits, -1) - picked) * mask).sum() / mask.sum()
+
+    return loss
+
+
+def on_mesh(model, mesh, axes):
+    for row in rows(model.config):
+        get = operator.attrgetter(row.leaf)
+        leaf = get(model)
+        model = eqx.tree_at(get, model, jax.device_put(leaf, sharding_of(mesh, row.letters, leaf.shape, axes)))
+    return model
+
+
+def compiled(loss, *args):
+    step = eqx.filter_jit(eqx.filter_value_and_grad(loss)).lower(*args).compile()
+    return step(*args), step.compiled.as_text()
+
+
+CASES = [(UNTIED, "fsdp", "none"), (TIED, "fsdp and model", "full"), (TIED, "fsdp", "full"), (UNTIED, "data", "full")]
+
+
+@pytest.mark.parametrize(("config", "layout", "policy"), CASES)
+def test_gradients_are_summed_over_devices_once(config, layout, policy):
+    model = zoo.model_class(config).init(config, key=jax.random.key(0))
+    random = np.random.default_rng(0)
+    tokens = random.integers(0, 64, (16, 16), dtype=np.int32)
+    batch = (tokens, np.roll(tokens, -1, 1), (random.uniform(size=(16, 16)) > 0.3).astype(np.float32))
+    batch = tuple(map(jnp.asarray, batch))
+    loss = loss_of(policy)
+    expected, gradients = eqx.filter_value_and_grad(loss)(model, batch)
+    (data, width), axes = LAYOUTS[layout]
+    mesh = make_mesh(data, width)
+    with jax.set_mesh(mesh):
+        args = (
+            on_mesh(model, mesh, axes),
+            tuple(jax.device_put(x, sharding_of(mesh, "B S", x.shape, axes)) for x in batch),
+        )
+        _, untiled = compiled(loss, *args)
+        (value, found), text = compiled(tile(loss, axis=(None, 0), n=2), *args)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(gradients), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * float(jnp.abs(b).max()))
+    once = sum(sent(text.splitlines())) - sum(sent(loops(text)))
+    assert once >= sum(4 * x.size for x in jax.tree.leaves(found)) / data  # the gradients, after the loop
+    if width == 1:  # nothing but looked-up rows goes between devices in a loop
+        assert sum(sent(loops(text))) < sum(sent(loops(untiled))) / 4
