@@ -27,7 +27,7 @@ from experiments import distributed, manifest
 
 RUN = "run.json"
 STREAM_GB = 1
-logging.getLogger("absl").setLevel(logging.ERROR)  # orbax tells every detail of its work
+logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax tells all of its work, and every error that it raises
 
 
 class CheckpointError(RuntimeError):

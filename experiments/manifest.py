@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 from pathlib import Path
 
 FILE = "manifest.json"
@@ -57,6 +58,8 @@ def reason(error: BaseException) -> str:
     """Return the first line of what an error says; the system's own words where it is the system's error."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}" + (f" ({error.filename})" if error.filename else "")
+    if said := re.search(r"([^:\]]+) \[os_error_code", str(error)):  # TensorStore's, which tells each layer's view
+        return said[1].strip()
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 

@@ -18,6 +18,7 @@ from experiments import (
     distributed,
     frozen,
     hardware,
+    manifest,
     meshes,
     overrides,
     preflight,
@@ -31,7 +32,7 @@ from experiments.directory import Directory, DirectoryError
 from experiments.distributed import DistributedError
 from experiments.hardware import Device, HardwareError
 from experiments.loggers import missing, open_loggers
-from experiments.metrics import Progress, Recorder, describe
+from experiments.metrics import Progress, Recorder
 from experiments.preflight import DoesNotFitError, Plan
 from transforms import TileError
 from zoo import lora
@@ -171,7 +172,7 @@ def _train(
     argv: Sequence[str],
     began: float,
 ) -> None:
-    from experiments import plots
+    from experiments import closing, plots
     from experiments.train import Trainer
 
     progress = Progress(config.steps, config.log_every)
@@ -191,21 +192,23 @@ def _train(
         model = Trainer(config, plan, source, recorder, progress, checkpoints, path, restored).run()
     except ValueError as error:
         raise RunError(str(error)) from error
+    except OSError as error:
+        raise RunError(
+            f"cannot go on: {manifest.reason(error)}. Make room or change what is in the way; run={path.name} then "
+            f"goes on from the last checkpoint."
+        ) from error
     except jax.errors.JaxRuntimeError as error:
         if distributed.several():
             distributed.abandon(error, path.name)
         raise
     finally:
         progress.close()
-        recorder.close()
-        if distributed.first():
-            plots.draw(path, recorder.records, plots.facts(plan, config))
-            _summarise(path, recorder, plan, time.perf_counter() - began)
+        closing.leave(path, recorder, plan, config, time.perf_counter() - began)
         if checkpoints is not None:
             checkpoints.close()
     if config.save.final:
-        _save(model, config, path)
-    print(_closing(path, recorder, config, time.perf_counter() - began))
+        closing.save_weights(model, config, path)
+    print(closing.words(path, recorder, config, time.perf_counter() - began))
 
 
 def _restore(
@@ -256,54 +259,3 @@ def _checkpoints(
         background=background,
         warn=lambda text: progress.say(f"  warning: {text}"),
     )
-
-
-def _save(model: Any, config: configs.Resolved, directory: Path) -> None:
-    """Write the trained weights, any adapter merged into them and also by itself, with their tokenizer."""
-    model = distributed.gathered(model)
-    if not distributed.first():
-        return
-    import zoo
-    from experiments.tokenizer import copy_tokenizer
-    from zoo import adapters
-
-    if isinstance(config.adapter, configs.Lora):
-        adapters.save(model, directory / "adapter")
-        model = lora.merge(model)
-    zoo.save(model, directory / "weights", source=config.model.weights)
-    if config.data.tokenizer is not None:
-        copy_tokenizer(config.data.tokenizer, directory / "weights")
-
-
-def _summarise(directory: Path, recorder: Recorder, plan: Plan, seconds: float) -> None:
-    """Write summary.json: what one would compare between runs."""
-    steps = [record for record in recorder.records if record.loss is not None]
-    speeds = sorted(record.tokens_per_second for record in steps if record.tokens_per_second is not None)
-    held_out = [record for record in recorder.records if record.held_out_loss is not None]
-    summary = {
-        "params": plan.params,
-        "flops_per_step": plan.flops,
-        "planned_bytes": plan.memory.total,
-        "planned_bytes_untiled": (plan.untiled or plan.memory).total,
-        "peak_bytes": hardware.used_memory()[1],
-        "steps": len(steps),
-        "seconds": round(seconds, 2),
-        "first_loss": steps[0].loss if steps else None,
-        "last_loss": steps[-1].loss if steps else None,
-        "held_out_bits_per_byte_before": held_out[0].held_out_bits_per_byte if held_out else None,
-        "held_out_bits_per_byte_after": held_out[-1].held_out_bits_per_byte if held_out else None,
-        "tokens_per_second": speeds[len(speeds) // 2] if speeds else None,
-    }
-    (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-
-
-def _closing(directory: Path, recorder: Recorder, config: configs.Resolved, seconds: float) -> str:
-    held_out = [record for record in recorder.records if record.held_out_loss is not None]
-    lines = []
-    if len(held_out) > 1:
-        lines.append(f"  held-out text before: {describe(held_out[0])}, after: {describe(held_out[-1])}")
-    lines.append(f"  peak memory {table.size(hardware.used_memory()[1])}, {seconds:.0f} s altogether")
-    files = "metrics.jsonl, metrics.csv, summary.json, config.yaml, *.png"
-    weights = ", weights/" if config.save.final else ""
-    weights += ", adapter/" if config.save.final and isinstance(config.adapter, configs.Lora) else ""
-    return "\n".join([*lines, f"Everything is in {directory}/: {files}{weights}"])
