@@ -1,5 +1,7 @@
 """Weights read onto meshes: the same model, where its letters say, and every byte read once."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -80,6 +82,17 @@ def test_a_model_is_read_onto_a_mesh_each_byte_once(tmp_path, counting, name, si
     embed = sharding_of(mesh, "V D", loaded.embed.shape)
     assert loaded.embed.sharding.is_equivalent_to(embed, 2)
     assert counting.read == sum(leaf.nbytes for leaf in jax.tree.leaves(model))
+
+
+@pytest.mark.parametrize("sets", [True, False], ids=["mesh set", "no mesh set"])
+def test_what_lies_on_a_mesh_is_saved_as_what_does_not(tmp_path, sets):
+    _save("mixtral", tmp_path / "one")
+    mesh = make_mesh(2, 2, 1, 2)
+    loaded = zoo.load(tmp_path / "one", mesh=mesh)
+    with jax.set_mesh(mesh) if sets else contextlib.nullcontext():
+        zoo.save(loaded, tmp_path / "two")
+    for one, other in zip(*(jax.tree.leaves(zoo.load(tmp_path / name)) for name in ("one", "two")), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

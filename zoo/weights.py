@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
@@ -172,10 +173,18 @@ def _put(leaf, piece, starts, *, row, sizes):
 def _take(leaf: jax.Array, place: tuple[int, ...], row: Row, config: Config) -> np.ndarray:
     """Return one tensor as it is on disk."""
     if not row.stack:
-        return np.ascontiguousarray(leaf)
+        return np.ascontiguousarray(leaf if leaf.is_fully_addressable else _gathered(leaf, (...,)))
     right, left = row.letters[len(row.stack) :], "".join(row.disk)
-    piece = np.asarray(leaf[place]).transpose([right.index(letter) for letter in left])
+    on_mesh = isinstance(leaf.sharding, NamedSharding)
+    piece = np.asarray(_gathered(leaf, place) if on_mesh else leaf[place])
+    piece = piece.transpose([right.index(letter) for letter in left])
     return np.ascontiguousarray(piece.reshape(row.disk_shape(config.dims)))
+
+
+def _gathered(leaf: jax.Array, place: tuple[Any, ...]) -> jax.Array:
+    """Return one tensor of a leaf that lies on a mesh, whole on every device: any process may then write it."""
+    mesh = leaf.sharding.mesh
+    return leaf.at[place].get(out_sharding=NamedSharding(mesh, PartitionSpec()))
 
 
 def _plan_shards(model: Any, shard_bytes: int) -> list[list[tuple[str, Row, tuple[int, ...]]]]:
