@@ -10,6 +10,7 @@ import optax
 import pytest
 
 from experiments import adafactor, configs, optimizer, parameters
+from tests.hf_tiny import FAST
 from transforms.step import State, make_train_step
 from zoo import Mixture, Qwen3MoeConfig, lora
 from zoo.tables import rows
@@ -214,7 +215,7 @@ def test_muon_makes_steps_orthogonal_over_the_inputs_and_outputs_of_each_layers_
         optimizer.build(configs.Muon(learning_rate=1.0, no_decay="nothing"), 10, model=CONFIG).init(model)
     keys = iter(jax.random.split(jax.random.key(1), 99))
     grads = jax.tree.map(lambda p: jax.random.normal(next(keys), p.shape), model)
-    updates, _ = jax.jit(tx.update)(grads, tx.init(model), model)
+    updates, _ = jax.jit(tx.update, **FAST)(grads, tx.init(model), model)
     for matrix in (
         updates.layers.q[1].reshape(16, -1),  # D, N H
         updates.layers.o[0].reshape(-1, 16),  # N H, D
