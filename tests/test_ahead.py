@@ -102,6 +102,20 @@ TPU = """
   ROOT %lt = pred[]{:T(512)} compare(%p, %constant.3), direction=LT
 }
 
+%pairs (p: (s32[], f32[])) -> pred[] {
+  %constant.4 = u32[]{:T(128)} constant(4)
+  %counter = u32[]{:T(128)} get-tuple-element(%p), index=1
+  ROOT %lt = pred[]{:T(512)} compare(%counter, %constant.4), direction=LT
+}
+
+%ring (p: (s32[], f32[])) -> (s32[], f32[]) {
+  %two = u32[]{:T(128)} constant(2)
+  %counter = u32[]{:T(128)} get-tuple-element(%p), index=1
+  %sent = (f32[8]{0}, f32[8]{0}, u32[]{:S(2)}) collective-permute-start(%p), channel_id=9, source_target_pairs={{0,1}}
+  %next = u32[]{:T(128)} add(%counter, %two)
+  ROOT %tuple = (f32[8]{0}, u32[]{:T(128)}) tuple(%sent, %next)
+}
+
 %body (p: (s32[], f32[])) -> (s32[], f32[]) {
   %start = (bf16[1,32], bf16[1,128]) fusion(%p), kind=kCustom, calls=%fused
   %done = bf16[1,128]{1,0} fusion(%start), kind=kCustom, calls=%fused.2
@@ -109,12 +123,15 @@ TPU = """
 
 ENTRY %main (p: f32[8,8]) -> f32[8,8] {
   %w = (s32[], f32[]) while(%p), condition=%condition, body=%body
+  %v = (s32[], f32[]) while(%p), condition=%pairs, body=%ring
   %r = f32[1,8]{1,0} fusion(%p), kind=kCustom, calls=%all-reduce-scatter
 }
 """
 
 
 def test_the_text_of_a_tpu_program_is_read():
-    gather, scatter = hlo.collectives(TPU, 8)
+    gather, permute, scatter = hlo.collectives(TPU, 8)
     assert (gather.kind, gather.times, gather.looped, gather.bytes) == ("all-gather", 3, True, 3 / 4 * 256)
+    # Four turns, of which the compiler joined pairs; a start names what is read before what is made.
+    assert (permute.kind, permute.times, permute.looped, permute.bytes) == ("collective-permute", 2, True, 32)
     assert (scatter.kind, scatter.times, scatter.looped, scatter.bytes) == ("reduce-scatter", 1, False, 7 / 8 * 256)

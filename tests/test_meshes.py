@@ -62,6 +62,19 @@ def test_a_run_is_the_same_on_a_mesh(alone, model, layout):
     np.testing.assert_allclose(losses(f"mesh={layout}", *model), alone(*model), atol=1e-5)
 
 
+@pytest.mark.parametrize(("model", "layout"), [(GEMMA, "fsdp_tp"), (LLAMA, "fsdp_cp")])
+def test_a_tiled_run_is_the_same_on_a_mesh(alone, model, layout):
+    np.testing.assert_allclose(losses(f"mesh={layout}", "tiling.n=3", *model), alone(*model), atol=1e-5)
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("tiling", ["tiling.n=2", "tiling.mlp=2", "tiling.attention=2", "tiling.batch=2"])
+@pytest.mark.parametrize("layout", ["dp", "fsdp", "fsdp_tp"])
+def test_every_part_is_cut_on_a_mesh(alone, layout, tiling):
+    words = ["batch_size=16", *LLAMA]
+    np.testing.assert_allclose(losses(f"mesh={layout}", tiling, *words), alone(*words), atol=1e-5)
+
+
 @pytest.mark.heavy
 @pytest.mark.parametrize("model", [LLAMA, GEMMA], ids=["llama", "gemma"])
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -183,8 +183,8 @@ def _take(leaf: jax.Array, place: tuple[int, ...], row: Row, config: Config) -> 
 
 def _gathered(leaf: jax.Array, place: tuple[Any, ...]) -> jax.Array:
     """Return one tensor of a leaf that lies on a mesh, whole on every device: any process may then write it."""
-    mesh = leaf.sharding.mesh
-    return leaf.at[place].get(out_sharding=NamedSharding(mesh, PartitionSpec()))
+    assert isinstance(leaf.sharding, NamedSharding)
+    return leaf.at[place].get(out_sharding=NamedSharding(leaf.sharding.mesh, PartitionSpec()))
 
 
 def _plan_shards(model: Any, shard_bytes: int) -> list[list[tuple[str, Row, tuple[int, ...]]]]:

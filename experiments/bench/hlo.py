@@ -16,6 +16,7 @@ _KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
 _EXCHANGE = re.compile(rf"^\s*(?:ROOT )?%?[\w.\-]+ = (.+?) ({_KINDS})(?:-start)?\(")
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "s32": 4, "u32": 4, "s64": 8, "u64": 8}
 BYTES |= {"bf16": 2, "f16": 2, "f32": 4, "f64": 8, "token": 0}
+_COUNTER = re.compile(r"= [su]32\[\]\S* get-tuple-element\(.*index=(\d+)")
 _TRIPS = re.compile(r'known_trip_count"?:\s*\{\s*"?n"?:\s*"?(\d+)"?')
 
 
@@ -159,7 +160,27 @@ def _trips(line: str, bodies: dict[str, list[str]]) -> int:
     stops = [int(n) for one in lines for n in re.findall(r" = [su]32\[\]\S* constant\((\d+)\)", one)]
     if len(stops) != 1 or not any("direction=LT" in one for one in lines):
         raise ValueError(f"a loop without a known trip count: {line.strip()[:200]}")
-    return stops[0]
+    return -(-stops[0] // _stride(line, lines, bodies))
+
+
+def _stride(line: str, condition: list[str], bodies: dict[str, list[str]]) -> int:
+    """Return by how much a loop's counter grows in a turn: by two where the compiler joined pairs of turns."""
+    place = next((found.group(1) for one in condition if (found := _COUNTER.search(one))), None)
+    body = re.search(r"body=%?([\w.\-]+)", line)
+    lines = bodies.get(body.group(1), []) if body else []
+    root = next((one for one in lines if one.lstrip().startswith("ROOT")), "")
+    values = re.findall(r"%([\w.\-]+)", root.partition(" tuple(")[2].partition(")")[0])
+    if place is None or len(values) <= int(place):
+        return 1
+    known = {found.group(1): one for one in lines if (found := re.match(r"\s*%([\w.\-]+) =", one))}
+    total, name = 0, values[int(place)]
+    while found := re.search(r" add\(%([\w.\-]+), %([\w.\-]+)\)", known.get(name, "")):
+        name, step = found.groups()
+        constant = re.search(r" constant\((\d+)\)", known.get(step, ""))
+        if constant is None:
+            return 1
+        total += int(constant.group(1))
+    return total or 1
 
 
 def _dots(lines: list[str]) -> Iterator[int]:
