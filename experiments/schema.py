@@ -159,12 +159,11 @@ def instantiate(composed: Any) -> Any:
 
     with open_dict(composed):
         composed.pop("hydra", None)
-    try:
-        OmegaConf.resolve(composed)
-    except OmegaConfBaseException as error:
-        reason, *where = str(error).strip().splitlines()
-        key = next((line.split()[-1] for line in where if "full_key:" in line), "a key")
-        raise ConfigError(f"bad value of {key}: {reason}") from None
+    for key in _references(OmegaConf.to_container(composed)):
+        try:
+            OmegaConf.select(composed, key)
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"bad value of {key}: {str(error).strip().splitlines()[0]}") from None
     missing = sorted(OmegaConf.missing_keys(composed))
     if missing:
         raise ConfigError(f"missing value: {', '.join(f'{key}=...' for key in missing)} must be given")
@@ -172,6 +171,17 @@ def instantiate(composed: Any) -> Any:
         return hydra_instantiate(composed, _convert_="object")
     except InstantiationException as error:
         raise ConfigError(str(error.__cause__ or error)) from None
+
+
+def _references(values: Any, prefix: str = "") -> list[str]:
+    """Return the keys whose values name other keys: `${...}`."""
+    found = []
+    for key, value in values.items():
+        if isinstance(value, dict):
+            found += _references(value, f"{prefix}{key}.")
+        elif isinstance(value, str) and "${" in value:
+            found.append(f"{prefix}{key}")
+    return found
 
 
 def _quoted(override: str) -> str:
