@@ -135,3 +135,23 @@ def test_the_text_of_a_tpu_program_is_read():
     # Four turns, of which the compiler joined pairs; a start names what is read before what is made.
     assert (permute.kind, permute.times, permute.looped, permute.bytes) == ("collective-permute", 2, True, 32)
     assert (scatter.kind, scatter.times, scatter.looped, scatter.bytes) == ("reduce-scatter", 1, False, 7 / 8 * 256)
+
+
+@pytest.mark.parametrize(
+    ("window", "labels", "product"),
+    [
+        ("size=1", "0bf_io0->0bf", 2 * 64 * 8),
+        ("size=1x4", "0b1f_1io0->0bf1", 2 * 64 * 4 * 4),  # four heads are summed
+        ("size=1x4 pad=0_0x3_3 rhs_reversal=0x1", "0bf1_i1o0->0b1f", 2 * 64 * 8),  # four heads are made
+        ("size=4x4 stride=3x3 lhs_dilate=4x4", "0b1f_0o1i->01bf", 2 * 64 * 2),  # batches
+    ],
+)
+def test_a_tpu_s_convolutions_are_products(window, labels, product):
+    text = f"""
+ENTRY %main (p: f32[8]) -> f32[8] {{
+  %x = bf16[2,4,8]{{1,0}} parameter(0)
+  %w = bf16[8,4,4,2]{{1,0}} parameter(1)
+  %c = bf16[4,16]{{1,0}} convolution(%x, %w), window={{{window}}}, dim_labels={labels}
+}}
+"""
+    assert hlo.dot_flops(text) == product

@@ -208,8 +208,14 @@ def _dots(lines: list[str]) -> Iterator[int]:
 
 
 def _window(attributes: str) -> int:
-    """Return how many places of a convolution's window are summed for each result."""
+    """Return how many places of a convolution's window are summed for each result.
+
+    Batch and free dimensions in disguise are dilated, or padded so far that each result meets one place.
+    """
     window = re.search(r"window=\{size=([\dx]+)([^}]*)\}", attributes)
-    if window is None or "dilate" in window.group(2):  # a batch dimension in disguise: one place of it counts
+    if window is None or "dilate" in window.group(2):
         return 1
-    return math.prod(int(size) for size in window.group(1).split("x"))
+    sizes = window.group(1).split("x")
+    padding = re.search(r"pad=([\dx_\-]+)", window.group(2))
+    pads = padding.group(1).split("x") if padding else ["0_0"] * len(sizes)
+    return math.prod(int(size) for size, pad in zip(sizes, pads, strict=True) if pad == "0_0")
