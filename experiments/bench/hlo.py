@@ -79,25 +79,25 @@ def collectives(text: str, devices: int) -> list[Collective]:
             )
         return holds[name]
 
-    seen: set[tuple[str, str]] = set()
+    found: dict[str, Collective] = {}
 
-    def walk(name: str, times: int, loop: str) -> Iterator[Collective]:
+    def walk(name: str, times: int, looped: bool) -> None:
         for line in bodies[name]:
-            found = _EXCHANGE.match(line)
-            channel = re.search(r"channel_id=(\d+)", line) if found else None
-            # The start, the steps and the end of one asynchronous collective all name it.
-            if found and not (channel and (channel.group(1), loop) in seen):
-                if channel:
-                    seen.add((channel.group(1), loop))
+            if match := _EXCHANGE.match(line):
                 # TPUs write a reduce-scatter as a fusion around an all-reduce.
-                kind = "reduce-scatter" if "all-reduce-scatter" in name else found.group(2)
-                yield Collective(kind, _sent(kind, found.group(1), line, devices, name), times, bool(loop))
+                kind = "reduce-scatter" if "all-reduce-scatter" in name else match.group(2)
+                one = Collective(kind, _sent(kind, match.group(1), line, devices, name), times, looped)
+                # The start, the steps and the end of an asynchronous one all name it, steps also in loops beside it.
+                channel = re.search(r"channel_id=(\d+)", line)
+                key = channel.group(1) if channel else f"{name} {line}"
+                found[key] = min(found.get(key, one), one, key=lambda one: one.times)
             within = [inner for inner, _ in _calls([line], bodies, 1) if any_in(inner)]
             trips = _trips(line, bodies) if within else 1
             for inner in within:
-                yield from walk(inner, times * trips, inner if " while(" in line else loop)
+                walk(inner, times * trips, looped or " while(" in line)
 
-    return list(walk(entry, 1, ""))
+    walk(entry, 1, False)
+    return list(found.values())
 
 
 def _sent(kind: str, shapes: str, line: str, devices: int, computation: str) -> float:
