@@ -61,7 +61,7 @@ def test_errors_are_in_words_and_nothing_is_overwritten(folder, tmp_path, capsys
         (["source=/nothing", f"out={tmp_path / 'out'}"], 1, "cannot load weights from `/nothing`"),
         ([f"source={folder}", f"out={tmp_path / 'out'}", "lora=/nothing"], 1, "cannot load an adapter from `/nothing`"),
         ([f"source={folder}"], 2, "missing value: out=... must be given"),
-        ([f"source={folder}", "out=x", "dtype=int8"], 2, "expected one of [float32, bfloat16]"),
+        ([f"source={folder}", "out=x", "dtype=int8"], 2, "expected one of [float64, float32, bfloat16]"),
     ):
         assert convert.main(words) == status
         assert message in capsys.readouterr().err

@@ -246,6 +246,14 @@ def test_what_jax_refuses_to_type_is_told_with_the_line_to_write():
         tile(gathered, axis=(None, 1, 1, 1), n=3)(*spread(mesh, "tp", args))
 
 
+def test_arguments_may_bring_their_mesh():
+    mesh, args = mesh_of("fsdp_d"), arguments()
+    step = jax.jit(jax.value_and_grad(tile(cross_entropy, axis=(None, 1, 1, 1), n=3)))
+    value, gradient = step(*spread(mesh, "fsdp_d", args))
+    np.testing.assert_allclose(value, cross_entropy(*args), rtol=1e-5)
+    assert jax.typeof(gradient).sharding.spec == P("d", None)
+
+
 def test_sync_is_checked():
     with pytest.raises(ValueError, match="sync='never' is none of 'once', 'tile'"):
         tile(cross_entropy, axis=0, n=2, sync="never")

@@ -15,6 +15,7 @@ from jax.sharding import AxisType, PartitionSpec, get_abstract_mesh
 
 from transforms.arguments import is_array
 from transforms.placement import TileError
+from transforms.spread import named
 
 ROUTES = (
     "  Make its axes Explicit: jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Explicit,) * number_of_axes);\n"
@@ -34,6 +35,9 @@ def call(run: Run, in_sharding: Any, args: Sequence[Any], kwargs: dict[str, Any]
         ValueError: `in_sharding` is given where types say it or there is no mesh; or it does not fit the arguments.
     """
     mesh = get_abstract_mesh()
+    if mesh.empty and (typed := _mesh_of(args, kwargs)) is not None:
+        with jax.sharding.use_abstract_mesh(typed):  # as `jax.jit` does with arguments that bring their mesh
+            return call(run, in_sharding, args, kwargs)
     kinds = {kind for kind, size in zip(mesh.axis_types, mesh.axis_sizes, strict=True) if size > 1} if mesh else set()
     if kinds >= {AxisType.Auto, AxisType.Explicit}:
         raise TileError(
@@ -54,6 +58,12 @@ def call(run: Run, in_sharding: Any, args: Sequence[Any], kwargs: dict[str, Any]
             f"spread, and if it is, every device would compute every tile.\n{ROUTES}"
         )
     return run(args, kwargs)
+
+
+def _mesh_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Any | None:
+    """The mesh that the arguments' types name."""
+    avals = (jax.typeof(x) for x in jax.tree.leaves((args, kwargs)) if eqx.is_array(x))
+    return next((sharding.mesh for aval in avals if (sharding := named(aval)) is not None), None)
 
 
 def _axes(mesh: Any) -> str:

@@ -30,7 +30,9 @@ def check_whole(analysis: Analysis, loops: list[Loop], requested: Iterable[Value
             if not isinstance(analysis.moves[value.producer], Local):
                 _check_inside(value.producer, limits)
     whole = {v for v in (*found, *requested) if isinstance(analysis.fact(v).placement, Whole)}
-    large = [v for v in whole if v.nbytes > limits.largest and (v in found or not _is_form_of_input(v))]
+    needed = _forms((ref.value for _, ref in reads if ref.how == "whole"), copies=True)  # cutting these is no help
+    large = [v for v in whole if v.nbytes > limits.largest and (v in found or v not in needed)]
+    large = [v for v in large if v in found or all(f.producer or f.const is not None for f in _forms([v]))]
     shares = limits.options.shares
     if promoted := {v: cut for v in large if (cut := _cut_of(v, total, shares)) is not None}:
         raise Promote(promoted)
@@ -38,11 +40,21 @@ def check_whole(analysis: Analysis, loops: list[Loop], requested: Iterable[Value
         check_size(value, WHOLE, node, reason, limits)
 
 
-def _is_form_of_input(value: Value) -> bool:
-    """Whether a value is an input of the function in another dtype, order or place: a weight as a product reads it."""
-    if value.producer is None:
-        return value.const is None
-    return any(v.aval.size == value.aval.size and _is_form_of_input(v) for v in value.producer.inputs)
+def _forms(values: Iterable[Value], copies: bool = False) -> set[Value]:
+    """`values`, and what they are in another dtype, order or place: of a weight that a product reads, the input.
+
+    `copies`: or several times.
+    """
+    found: set[Value] = set()
+    stack = list(values)
+    while stack:
+        value = stack.pop()
+        if value not in found:
+            found.add(value)
+            node = value.producer
+            alike = [v for v in node.inputs if v.aval.size <= value.aval.size] if node is not None else []
+            stack += alike if copies else [v for v in alike if v.aval.size == value.aval.size]
+    return found
 
 
 def _is_input(analysis: Analysis, node: Node, value: Value) -> bool:

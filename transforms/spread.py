@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec, reshard
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
 
 # Linear equations that JAX types on values that are apart. (Not: neg, sub, mul, dynamic_slice, scatter.)
 FLOWS = frozenset(
@@ -65,7 +65,10 @@ def shares(aval: Any, dim: int) -> int:
 
 
 def devices(aval: Any) -> int:
-    """Over how many devices an array is spread."""
+    """Over how many devices an array is spread; on a mesh made Auto, where the compiler chooses, over all."""
+    sharding = getattr(aval, "sharding", None)
+    if isinstance(sharding, NamedSharding) and AxisType.Auto in sharding.mesh.axis_types:
+        return sharding.mesh.size
     return math.prod(shares(aval, dim) for dim in range(len(aval.shape)))
 
 
