@@ -64,12 +64,14 @@ class Processes:
 
     def wait(self) -> int:
         """Return the exit status once all have ended; when one fails, the others are ended."""
-        while any(one.poll() is None for one in self._processes):
-            failed = [index for index, one in enumerate(self._processes) if one.poll() not in (None, 0)]
-            if failed:
-                return self._end(failed[0])
+        while True:
+            running = any(one.poll() is None for one in self._processes)
+            failed = [index for index, one in enumerate(self._processes) if one.returncode not in (None, 0)]
+            if failed:  # of several, one that a signal ended: the others noticed that it was gone
+                return self._end(min(failed, key=lambda index: self._processes[index].returncode))
+            if not running:
+                return 0
             time.sleep(0.1)
-        return max(_status(one.returncode) for one in self._processes)
 
     def _end(self, index: int) -> int:
         first = _status(self._processes[index].returncode)
