@@ -157,6 +157,28 @@ def test_a_mesh_sends_what_the_untiled_program_sends_and_computes_no_more(name):
     assert after - sum(sent(loops(tiled))) <= before
 
 
+@pytest.mark.parametrize(
+    ("name", "axis", "options"),
+    [
+        ("fsdp_d", (1, None, None, None), {}),
+        ("tp", (1, None, None, None), {}),
+        ("fsdp_tp", (None, 1, 1, 1), {"lowmem": True}),
+        ("fsdp_cp", (None, 0, 0, 0), {"policy": jax.checkpoint_policies.dots_saveable}),
+    ],
+)
+def test_every_cut_runs_on_a_mesh(name, axis, options):
+    def loss(weights, hidden, labels, mask):
+        logits = hidden @ weights
+        return ((jax.nn.logsumexp(logits, -1) - picked(logits, labels)) * mask).sum() / mask.sum()
+
+    args, mesh = arguments(), mesh_of(name)
+    expected = with_gradients(loss)(*args)
+    with jax.set_mesh(mesh):
+        found = jax.jit(with_gradients(tile(loss, axis=axis, n=4, **options)))(*spread(mesh, name, args))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(jnp.abs(b).max()))
+
+
 def test_labels_may_be_gathered_where_the_vocabulary_is_whole():
     def loss(weights, hidden, labels, mask):
         logits = hidden @ weights

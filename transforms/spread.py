@@ -262,7 +262,8 @@ def fit(node: Any, values: list[Any], apart: Apart) -> tuple[Any, list[Any]]:
 def demand(node: Any, operand: int, apart: Apart | None = None) -> PartitionSpec:
     """How a product needs an operand spread: as the result is and, where it contracts or batches, the other operand.
 
-    Where the result is `apart`, a contracted dimension in which only this operand is spread stays so.
+    Where the result is `apart`, a contracted dimension in which only this operand is spread stays so. A mesh axis that
+    the result takes cuts no contracted dimension: there the other operand is gathered.
     """
     contract, batch = node.params["dimension_numbers"]
     me, other, out = node.inputs[operand].aval, node.inputs[1 - operand].aval, node.outputs[0].aval
@@ -275,5 +276,9 @@ def demand(node: Any, operand: int, apart: Apart | None = None) -> PartitionSpec
     if operand:
         first += len(other.shape) - len(contract[0]) - len(batch[0])
     gone = apart.axes if apart else ()
-    entries |= {d: tuple(a for a in axes(out, first + i) if a not in gone) for i, d in enumerate(free)}
+    kept = {d: tuple(a for a in axes(out, first + i) if a not in gone) for i, d in enumerate(free)}
+    taken = {a for entry in kept.values() for a in entry}.union(*(entries[int(d)] for d in batch[operand]))
+    for d in map(int, contract[operand]):
+        entries[d] = tuple(a for a in entries[d] if a not in taken)
+    entries |= kept
     return layout([entries[d] for d in range(len(me.shape))])
