@@ -80,13 +80,17 @@ CASES = {
 }
 
 
-# Known to be missed, by 16 %: a turned operand is counted that the compiler reads as it lies.
-MISSED = pytest.mark.xfail(strict=True, reason="the estimate is 16 % too high")
+# Known to be missed: by 16 %, a turned operand is counted that the compiler reads as it lies; and newer compilers hold
+# one array of bfloat16 less than the estimate does.
+MISSED = {
+    "attention over queries, 8 tiles": pytest.mark.xfail(strict=True, reason="the estimate is 16 % too high"),
+    "head, bfloat16": pytest.mark.xfail(
+        jax.__version_info__ >= (0, 12), strict=True, reason="the estimate is 38 % too high from JAX 0.12 on"
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=MISSED) if n.endswith("queries, 8 tiles") else n for n in CASES]
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=MISSED.get(n, ())) for n in CASES])
 def test_estimate_is_within_15_percent(name):
     fn, axis, n, shapes = CASES[name]
     program = tile(fn, axis, n)._tracer.trace(shapes, {})[0].program
