@@ -1,7 +1,5 @@
 """Gradient accumulation on meshes: `tile` over the batch of a whole model's loss sums gradients over devices once."""
 
-import operator
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -9,11 +7,11 @@ import numpy as np
 import pytest
 
 import zoo
-from tests.test_spread import loops, sent
+from experiments.bench.hlo import collectives
+from tests.tiny import on_mesh
 from transforms import tile
 from transforms.remat import remat
 from transforms.sharding import AXES, make_mesh, sharding_of
-from zoo.tables import rows
 
 SIZES = {"vocab_size": 64, "num_layers": 2, "embed_dim": 16, "mlp_dim": 32, "num_heads": 8, "head_dim": 4}
 TIED = zoo.GemmaConfig(**SIZES, num_kv_heads=4, post_norms=True, final_softcap=5.0, window=3, attention_pattern="LG")
@@ -32,17 +30,14 @@ def loss_of(policy):
     return loss
 
 
-def on_mesh(model, mesh, axes):
-    for row in rows(model.config):
-        get = operator.attrgetter(row.leaf)
-        leaf = get(model)
-        model = eqx.tree_at(get, model, jax.device_put(leaf, sharding_of(mesh, row.letters, leaf.shape, axes)))
-    return model
-
-
 def compiled(loss, *args):
     step = eqx.filter_jit(eqx.filter_value_and_grad(loss)).lower(*args).compile()
     return step(*args), step.compiled.as_text()
+
+
+def exchanged(text, looped):
+    """The bytes that each device sends, in loops or outside."""
+    return sum(c.bytes * c.times for c in collectives(text, 8) if c.looped == looped)
 
 
 CASES = [(UNTIED, "fsdp", "none"), (TIED, "fsdp and model", "full"), (TIED, "fsdp", "full"), (UNTIED, "data", "full")]
@@ -69,7 +64,7 @@ def test_gradients_are_summed_over_devices_once(config, layout, policy):
     np.testing.assert_allclose(value, expected, rtol=1e-6)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(gradients), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5 * float(jnp.abs(b).max()))
-    once = sum(sent(text.splitlines())) - sum(sent(loops(text)))
+    in_loops, once = exchanged(text, True), exchanged(text, False)
     assert once >= sum(4 * x.size for x in jax.tree.leaves(found)) / data  # the gradients, after the loop
     if width == 1:  # nothing but looked-up rows goes between devices in a loop
-        assert sum(sent(loops(text))) < sum(sent(loops(untiled))) / 4
+        assert in_loops < exchanged(untiled, True) / 4

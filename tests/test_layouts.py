@@ -1,7 +1,5 @@
 """The models on meshes: hidden states, logits and gradients are those of one device, whichever way the mesh cuts."""
 
-import operator
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -9,9 +7,9 @@ import numpy as np
 import pytest
 
 import zoo
+from tests.tiny import on_mesh
 from transforms.sharding import AXES, make_mesh, sharding_of
 from zoo.nn import lookup
-from zoo.tables import rows
 
 COPIED = {letter: axes for letter, axes in AXES.items() if letter != "D"}  # parameters whole on the data axis
 LAYOUTS = {
@@ -58,22 +56,13 @@ def _loss(model, tokens, targets, **how):
     return loss + model.hidden_and_balance(tokens)[1] if isinstance(model, zoo.Mixture) else loss
 
 
-def _spread(model, mesh, axes):
-    """The model on a mesh."""
-    for row in rows(model.config):
-        get = operator.attrgetter(row.leaf)
-        leaf = get(model)
-        model = eqx.tree_at(get, model, jax.device_put(leaf, sharding_of(mesh, row.letters, leaf.shape, axes)))
-    return model
-
-
 def _same_on_mesh(model, sizes, axes, atol=2e-6, rtol=1e-6, **how):
     batch = _batch()
     loss = lambda model, *batch: _loss(model, *batch, **how)
     value, grads = eqx.filter_jit(eqx.filter_value_and_grad(loss))(model, *batch)
     mesh = make_mesh(*sizes)
     with jax.set_mesh(mesh):
-        spread = _spread(model, mesh, axes)
+        spread = on_mesh(model, mesh, axes)
         where = sharding_of(mesh, "B S", batch[0].shape, axes)
         place = lambda array: jax.device_put(array, where)
         how = jax.tree.map(place, how)

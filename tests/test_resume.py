@@ -11,15 +11,11 @@ import time
 import pytest
 
 from experiments import schema
+from tests.tiny import MODEL
 
 MICRO = [
     "data=pydoc",
-    "model.vocab_size=300",
-    "model.num_layers=1",
-    "model.embed_dim=16",
-    "model.mlp_dim=32",
-    "model.num_heads=2",
-    "model.head_dim=8",
+    *MODEL,
     "batch_size=2",
     "seq_len=16",
     "eval.batches=1",

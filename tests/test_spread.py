@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
+from experiments.bench.hlo import collectives, dot_flops
 from transforms import TileError, tile
 
 # The mesh, and how hidden states [B, S, D] and weights [D, V] lie on it.
@@ -23,7 +24,6 @@ LAYOUTS = {
     "fsdp_cp": ({"d": 4, "c": 2}, P("d", "c", None), P("d", None)),
 }
 B, S, D, V = 16, 24, 32, 64
-COLLECTIVES = "all-reduce all-gather reduce-scatter all-to-all collective-permute".split()
 
 
 def mesh_of(name, kind=AxisType.Explicit):
@@ -90,32 +90,9 @@ def with_gradients(fn):
     return jax.value_and_grad(total, argnums=(0, 1))
 
 
-def loops(text):
-    """The computations of compiled HLO that a loop runs, and those that they call."""
-    bodies, name = {}, ""
-    for line in text.splitlines():
-        if header := re.match(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line):
-            name = header.group(1)
-            bodies[name] = []
-        else:
-            bodies.get(name, []).append(line)
-    inside = {m for lines in bodies.values() for line in lines for m in re.findall(r"body=%?([\w.\-]+)", line)}
-    while True:
-        called = {m for n in inside for line in bodies[n] for m in re.findall(r"(?:calls|to_apply)=%?([\w.\-]+)", line)}
-        if called <= inside:
-            return [line for n in inside for line in bodies[n]]
-        inside |= called
-
-
-def sent(lines):
-    """The bytes of each collective's result."""
-    found = []
-    for line in lines:
-        if operation := re.match(rf"\s*(?:ROOT )?%?\S+ = (.*?) ({'|'.join(COLLECTIVES)})\(", line):
-            shapes = re.findall(r"(f32|bf16|s32|pred)\[([\d,]*)\]", operation.group(1))
-            size = {"f32": 4, "s32": 4, "bf16": 2, "pred": 1}
-            found.append(sum(size[k] * int(np.prod([int(d) for d in dims.split(",") if d])) for k, dims in shapes))
-    return found
+def looped(text):
+    """The bytes that each device sends with each collective in a loop, every time."""
+    return [c.bytes for c in collectives(text, 8) if c.looped]
 
 
 FUNCTIONS = [cross_entropy, preference, perplexity, per_token, worst]
@@ -138,23 +115,21 @@ def test_every_layout_has_the_value_and_gradients_of_one_device(name, number):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(jnp.abs(b).max()))
     assert types == (weights, hidden)
     tokens = B * S // n
-    assert max(sent(loops(step.as_text())), default=0) <= 16 * tokens
+    assert max(looped(step.as_text()), default=0) <= 16 * tokens
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_mesh_sends_what_the_untiled_program_sends_and_computes_no_more(name):
-    from experiments.bench.hlo import dot_flops
-
     mesh, args = mesh_of(name), arguments()
     with jax.set_mesh(mesh):
         plain = gathering(name, cross_entropy)
-        both = []
-        for fn in (plain, tile(plain, axis=(None, 1, 1, 1), n=3)):
-            compiled = jax.jit(with_gradients(fn)).lower(*spread(mesh, name, args)).compile().as_text()
-            both.append((compiled, sum(sent(compiled.splitlines()))))
-    (untiled, before), (tiled, after) = both
-    assert dot_flops(tiled) == dot_flops(untiled)
-    assert after - sum(sent(loops(tiled))) <= before
+        tiled = tile(plain, axis=(None, 1, 1, 1), n=3)
+        before, after = (
+            jax.jit(with_gradients(fn)).lower(*spread(mesh, name, args)).compile().as_text() for fn in (plain, tiled)
+        )
+    assert dot_flops(after) == dot_flops(before)
+    sent = [sum(c.bytes * c.times for c in collectives(text, 8)) for text in (before, after)]
+    assert sent[1] <= 1.01 * sent[0]
 
 
 @pytest.mark.parametrize(
@@ -202,7 +177,7 @@ def test_sync_tile_exchanges_with_every_tile():
         found = step(*spread(mesh, "fsdp_d", args))
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(jnp.abs(b).max()))
-    assert max(sent(loops(step.as_text()))) >= 4 * D * V // 8
+    assert max(looped(step.as_text())) >= 4 * D * V // 8
 
 
 @pytest.mark.parametrize(("dtype", "sums"), [(None, "bf16"), (jnp.float32, "f32")])

@@ -10,15 +10,11 @@ import optax
 import pytest
 
 from experiments import configs, hardware, objectives, program, schema
+from tests.tiny import MODEL
 from transforms.step import State, compile_step, make_eval_step, make_train_step
 
 MICRO = [
-    "model.vocab_size=300",
-    "model.num_layers=1",
-    "model.embed_dim=16",
-    "model.mlp_dim=32",
-    "model.num_heads=2",
-    "model.head_dim=8",
+    *MODEL,
     "batch_size=2",
     "seq_len=16",
     "steps=4",

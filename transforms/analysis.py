@@ -12,7 +12,7 @@ from transforms.graph import Graph, Node, Value
 from transforms.limits import Limits
 from transforms.placement import WHOLE, Placement, Span, Tiled, Whole
 from transforms.rules import Move, run
-from transforms.spread import ALWAYS_TYPED, Apart, local, named
+from transforms.spread import ALWAYS_TYPED, Apart, Held, local, named
 
 
 class Fact(NamedTuple):
@@ -94,7 +94,7 @@ class Analysis:
     used: set[Value]  # values that an output or another node reads
     stored: set[Value] = dataclasses.field(default_factory=set)  # cut values that are whole before the loops
     running: set[Value] = dataclasses.field(default_factory=set)  # whole values that change from tile to tile
-    apart: dict[Value, Apart] = dataclasses.field(default_factory=dict)  # sums that each device holds a part of
+    apart: Held = dataclasses.field(default_factory=Held)  # sums that each device holds a part of
     limits: Limits | None = None
     typed: dict[Any, str | None] = dataclasses.field(default_factory=dict)
     passing: set[Value] | None = None  # in a region: the values that may be apart

@@ -9,7 +9,8 @@ from jax.sharding import PartitionSpec
 
 from transforms.graph import REMAT, Graph, Node, Value, body_graph
 from transforms.loops import Loop, Ref, Step
-from transforms.spread import demand, layout, move, named, spec
+from transforms.rules import scan_counts
+from transforms.spread import demand, entries_of, layout, move, named, spec
 
 Wanted = tuple[PartitionSpec, Any]
 
@@ -52,16 +53,13 @@ def wanted(node: Node, operand: int) -> Wanted | None:
         return _inside(body_graph(node, "jaxpr"), operand)
     if node.name != "scan":
         return None
-    graph = body_graph(node, "jaxpr")
-    carried = sum(len(v.shape) == len(o.shape) for v, o in zip(graph.outputs, node.outputs, strict=True))
-    stacked = sum(len(v.shape) != len(o.shape) for v, o in zip(graph.inputs, node.inputs, strict=True))
-    if len(node.inputs) - stacked - carried <= operand < len(node.inputs) - stacked:
+    constants, carried = scan_counts(node)
+    if constants <= operand < constants + carried:
         return None  # it changes from step to step
-    found = _inside(graph, operand)
-    if found is None or operand < len(node.inputs) - stacked:
+    found = _inside(body_graph(node, "jaxpr"), operand)
+    if found is None or operand < constants:
         return found
-    entries = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in found[0].partitions]
-    return layout([(), *entries]), found[1]
+    return layout([(), *entries_of(found[0])]), found[1]
 
 
 def _inside(graph: Graph, number: int) -> Wanted | None:

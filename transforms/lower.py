@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from contextlib import nullcontext
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -133,7 +132,7 @@ def _run_loop(
         if rest:
             results = body(results, count * size, rest)
     return {
-        u.value: spread.settle(results[i], u.value.aval, apart.get(u.value, spread.TOGETHER), options.reduce_dtype)
+        u.value: spread.settle(results[i], u.value.aval, apart[u.value], options.reduce_dtype)
         for i, u in enumerate(loop.updates)
     }
 
@@ -144,7 +143,7 @@ def _operands(step: Step, tiles: Any, env: Env, span: Span) -> list[Any]:
     return [fetch(r, tiles, env, span) if x is None else x for r, x in zip(step.refs, ready, strict=True)]
 
 
-def _initial(update: Update, placement: Any, span: Span, broad: bool, apart: Mapping[Value, spread.Apart]) -> Any:
+def _initial(update: Update, placement: Any, span: Span, broad: bool, apart: spread.Held) -> Any:
     """What a result holds before the first tile."""
     value = update.value
     op = placement.op if isinstance(placement, Partial) else "sum"
@@ -152,7 +151,7 @@ def _initial(update: Update, placement: Any, span: Span, broad: bool, apart: Map
     dtype = span.wide(value.dtype) if sums else value.dtype
     if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         return lax.full(value.shape, 0, dtype)
-    return spread.full(value.aval, identity(op, dtype), dtype, apart.get(value, spread.TOGETHER))
+    return spread.full(value.aval, identity(op, dtype), dtype, apart[value])
 
 
 def _apply(
@@ -163,19 +162,19 @@ def _apply(
     env: Env,
     span: Span,
     broad: bool,
-    apart: Mapping[Value, spread.Apart],
+    apart: spread.Held,
 ) -> Any:
     """Fold one tile into a result; with no result yet, the tile is all there is."""
     for term in update.terms:
         if isinstance(term, Step):
-            how = apart.get(term.node.outputs[0], spread.TOGETHER)
+            how = apart[term.node.outputs[0]]
             node, values = spread.fit(term.node, _operands(term, tiles, env, span), how)
             accumulate = rules.RULES[node.name].accumulate
             if result is None or accumulate is None or spread.named(node.outputs[0].aval) is not None:
                 part = spread.conform(
                     rules.run(node, values, term.move, span)[0],
                     update.value.aval,
-                    apart.get(update.value, spread.TOGETHER),
+                    apart[update.value],
                 )
                 result = part if result is None else result + part.astype(result.dtype)
             else:
@@ -188,7 +187,7 @@ def _apply(
         elif isinstance(placement, Tiled):
             result = part if result is None else span.put(result, part.astype(result.dtype), placement)
         else:
-            part = spread.conform(part, update.value.aval, apart.get(update.value, spread.TOGETHER))
+            part = spread.conform(part, update.value.aval, apart[update.value])
             result = part if result is None else COMBINE[placement.op](result, part.astype(result.dtype))
     return result
 
@@ -233,13 +232,13 @@ def compute(
     span: Span,
     broad: Set[Value] = frozenset(),
     before: Mapping[Value, Any] | None = None,
-    apart: Mapping[Value, spread.Apart] = MappingProxyType({}),
+    apart: spread.Held | None = None,
 ) -> Tiles:
     """Run the steps of a loop on one tile: every result, by value and placement (those in `broad` as "wide" too).
 
     `before` holds what the tiles before this one accumulated.
     """
-    tiles = dict(known)
+    tiles, apart = dict(known), spread.Held() if apart is None else apart
     for step in loop.steps:
         if step.node.name == "carried":
             state = jnp.broadcast_to(fetch(step.refs[0], tiles, env, span), step.node.outputs[0].shape)
@@ -253,7 +252,7 @@ def compute(
                 part = COMBINE[step.node.params["op"]](before[extremum], part)
             tiles[step.keys[0]] = part
             continue
-        how = apart.get(step.node.outputs[0], spread.TOGETHER) if step.node.outputs else spread.TOGETHER
+        how = apart[step.node.outputs[0]] if step.node.outputs else spread.TOGETHER
         node, values = spread.fit(step.node, _operands(step, tiles, env, span), how)
         if (wide := _wide(step, node, values, tiles, span, broad)) is not None:
             value, _ = step.keys[0]
@@ -266,7 +265,7 @@ def compute(
         else:
             results = rules.run(node, values, step.move, span)
         made = zip(step.node.outputs, results, strict=True)
-        by_value = {v: x if x is None else spread.conform(x, v.aval, apart.get(v, spread.TOGETHER)) for v, x in made}
+        by_value = {v: x if x is None else spread.conform(x, v.aval, apart[v]) for v, x in made}
         tiles.update({key: by_value[key[0]] for key in step.keys})
     return tiles
 

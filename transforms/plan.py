@@ -19,7 +19,7 @@ from transforms.loops import Loop
 from transforms.placement import Placement, Span, Tiled
 from transforms.printing import describe_pass, totals
 from transforms.program import Program
-from transforms.spread import TOGETHER, axes, devices, named
+from transforms.spread import axes, devices, named
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,7 +219,7 @@ def _recomputed(node: Node) -> Recomputed:
 
 
 def _carry(value: Value, analysis: Analysis, span: Span) -> Carry:
-    placement, apart = analysis.fact(value).placement, analysis.apart.get(value, TOGETHER).axes
+    placement, apart = analysis.fact(value).placement, analysis.apart[value].axes
     dtype = value.dtype if isinstance(placement, Tiled) else span.wide(value.dtype)
     whole = [
         a for d in range(len(value.shape)) for a in axes(value.aval, d) if a in apart

@@ -16,9 +16,9 @@ from transforms.choice import write_choice
 from transforms.graph import Graph, Node, Value, body_graph
 from transforms.placement import COMBINE, WHOLE, Partial, Placement, Span, Tiled, identity
 from transforms.rewrite import add, carried_p, replace
-from transforms.rules import Complete, Move, register, tiled
+from transforms.rules import Complete, Move, register, scan_counts, tiled
 from transforms.rules.regions import whole_body
-from transforms.rules.scan import run_scan, scan_counts
+from transforms.rules.scan import run_scan
 
 part_p = Primitive("cumulative_part")  # a cumulative operation on one tile
 total_p = Primitive("cumulative_total")  # its last entry

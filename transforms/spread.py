@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
+
+from transforms.sharding import axes_of
 
 # Linear equations that JAX types on values that are apart. (Not: neg, sub, mul, dynamic_slice, scatter.)
 FLOWS = frozenset(
@@ -41,6 +43,13 @@ class Apart(NamedTuple):
 TOGETHER = Apart(frozenset(), None)
 
 
+class Held(dict[Any, Apart]):
+    """The sums that are apart, by value; all other values are together."""
+
+    def __missing__(self, value: Any) -> Apart:
+        return TOGETHER
+
+
 def named(aval: Any) -> NamedSharding | None:
     """The sharding of a type, if it is part of the type: on a mesh whose axes are Explicit."""
     sharding = getattr(aval, "sharding", None)
@@ -52,10 +61,12 @@ def named(aval: Any) -> NamedSharding | None:
 def axes(aval: Any, dim: int) -> tuple[str, ...]:
     """The mesh axes that a dimension is spread over."""
     sharding = named(aval)
-    if sharding is None or dim >= len(sharding.spec.partitions):
-        return ()
-    entry = sharding.spec.partitions[dim]
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+    return () if sharding is None else axes_of(sharding.spec.partitions[dim : dim + 1])
+
+
+def entries_of(spec: PartitionSpec) -> list[tuple[str, ...]]:
+    """The mesh axes of each dimension that a spec names."""
+    return [axes_of([part]) for part in spec.partitions]
 
 
 def shares(aval: Any, dim: int) -> int:
@@ -110,10 +121,9 @@ def move(array: Any, target: PartitionSpec) -> Any:
     if mine is None or spec(jax.typeof(array)) == target:
         return array
     extra = mine.spec.unreduced - target.unreduced
-    entries = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in target.partitions]
-    spread = extra.intersection(*[{a for e in entries for a in e}])
+    spread = extra.intersection(axes_of(target.partitions))
     if spread and spread != extra:
-        array = reshard(array, layout(entries, target.unreduced | (extra - spread), target.reduced))
+        array = reshard(array, layout(entries_of(target), target.unreduced | (extra - spread), target.reduced))
     return reshard(array, target)
 
 
@@ -183,12 +193,12 @@ def origin(value: Any, dim: int) -> tuple[str, ...]:
     return next((found for v in alike if (found := origin(v, dim))), ())
 
 
-def summed(node: Any, before: Mapping[Any, Apart], partial: Sequence[bool], joined: bool = False) -> Apart:
+def summed(node: Any, before: Held, partial: Sequence[bool], joined: bool = False) -> Apart:
     """How the devices hold the partial sum that a node makes, or passes on from those that it reads.
 
     `joined`: it is added to one that is apart.
     """
-    given = [before.get(v, TOGETHER) for v, p in zip(node.inputs, partial, strict=True) if p]
+    given = [before[v] for v, p in zip(node.inputs, partial, strict=True) if p]
     out = node.outputs[0]
     over = frozenset().union(*(a.axes for a in given))
     if not all(partial):

@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from transforms.graph import Node, Value
+from transforms.graph import Node, Value, body_graph
 from transforms.placement import WHOLE, Partial, Placement, Span, Tiled, TileError, Whole
 
 
@@ -180,3 +180,11 @@ def passes(node: Node, placements: tuple[Placement, ...]) -> bool:
     """Whether operand 0 is a partial result that a rearrangement may carry along, the others Whole."""
     first, *rest = placements
     return isinstance(first, Partial) and all(isinstance(p, Whole) for p in rest) and shrinks(node, 0)
+
+
+def scan_counts(node: Node) -> tuple[int, int]:
+    """How many operands of a scan are constants, and how many are carried (JAX's versions write this differently)."""
+    graph = body_graph(node, "jaxpr")
+    carried = sum(len(v.shape) == len(o.shape) for v, o in zip(graph.outputs, node.outputs, strict=True))
+    stacked = sum(len(v.shape) != len(o.shape) for v, o in zip(graph.inputs, node.inputs, strict=True))
+    return len(node.inputs) - carried - stacked, carried

@@ -15,7 +15,7 @@ from transforms.placement import Partial, Placement, Span, Whole
 from transforms.propagate import analyse
 from transforms.rewrite import any_platform, inline
 from transforms.rules import Complete, Move
-from transforms.spread import TOGETHER, Apart, move, named, spec
+from transforms.spread import Apart, move, named, spec
 
 Body = Callable[[Sequence[Any]], list[Any]]
 
@@ -107,7 +107,7 @@ def cast(value: Any, like: Any) -> Any:
 
 def held(found: Analysis) -> tuple[Apart, ...]:
     """Which results of a body devices hold parts of."""
-    return tuple(found.apart.get(v, TOGETHER) for v in found.graph.outputs)
+    return tuple(found.apart[v] for v in found.graph.outputs)
 
 
 def whole_body(graph: Graph, wanted: Sequence[int]) -> Body:

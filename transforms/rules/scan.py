@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr
 from transforms.analysis import Local, Region
 from transforms.graph import Node, Value, ancestors, body_graph, evaluate
 from transforms.placement import WHOLE, Placement, Span, Tiled, Whole
-from transforms.rules import RULES, Complete, Move, register
+from transforms.rules import RULES, Complete, Move, register, scan_counts
 from transforms.rules.regions import (
     Body,
     at_tile,
@@ -33,15 +33,7 @@ from transforms.rules.regions import (
     whole_body,
     widen,
 )
-from transforms.spread import TOGETHER, Apart, conform, like, passable
-
-
-def scan_counts(node: Node) -> tuple[int, int]:
-    """How many operands of a scan are constants, and how many are carried (JAX's versions write this differently)."""
-    graph = body_graph(node, "jaxpr")
-    carried = sum(len(v.shape) == len(o.shape) for v, o in zip(graph.outputs, node.outputs, strict=True))
-    stacked = sum(len(v.shape) != len(o.shape) for v, o in zip(graph.inputs, node.inputs, strict=True))
-    return len(node.inputs) - carried - stacked, carried
+from transforms.spread import Held, conform, like, passable
 
 
 def push_scan(node: Node, placements: tuple[Placement, ...]) -> Move:
@@ -55,7 +47,7 @@ def push_scan(node: Node, placements: tuple[Placement, ...]) -> Move:
     stacked = [p.at(p.dim - 1) if isinstance(p, Tiled) else p for p in placements[constants + carried :]]
     state: tuple[Placement, ...] = placements[constants : constants + carried]
     passing = passable(graph)
-    apart: dict[Value, Apart] = {}
+    apart = Held()
     while True:
         ins = (*placements[:constants], *state, *stacked)
         found = body_of(graph, ins, placements, apart=apart)
@@ -63,17 +55,14 @@ def push_scan(node: Node, placements: tuple[Placement, ...]) -> Move:
         joined = tuple(join(a, b) for a, b in zip(state, outs[:carried], strict=True))
         if None in joined:
             raise wait(placements, "carries what is cut along different dimensions")
-        kept_apart = {
-            v: a
-            for v, a in zip(graph.inputs[constants:], held(found)[:carried], strict=False)
-            if a.axes and v in passing
-        }
+        parts = zip(graph.inputs[constants:], held(found)[:carried], strict=False)
+        kept_apart = Held({v: a for v, a in parts if a.axes and v in passing})
         if joined == state and kept_apart == apart:
             break
         state, apart = joined, kept_apart  # ty: ignore[invalid-assignment]
     results = [p.at(p.dim + 1) if isinstance(p, Tiled) else p for p in outs[carried:]]
     moved = (*placements[:constants], *state, *placements[constants + carried :])
-    carries = [apart.get(v, TOGETHER) for v in graph.inputs[constants : constants + carried]]
+    carries = [apart[v] for v in graph.inputs[constants : constants + carried]]
     return Region((*state, *results), moved, (found,), (*carries, *held(found)[carried:]))
 
 

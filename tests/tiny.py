@@ -1,0 +1,27 @@
+"""What several files of tests start from: the smallest model that a run trains, and a model on a mesh."""
+
+import operator
+
+import equinox as eqx
+import jax
+
+from transforms.sharding import sharding_of
+from zoo.tables import rows
+
+MODEL = [
+    "model.vocab_size=300",
+    "model.num_layers=1",
+    "model.embed_dim=16",
+    "model.mlp_dim=32",
+    "model.num_heads=2",
+    "model.head_dim=8",
+]
+
+
+def on_mesh(model, mesh, axes):
+    """The model with its parameters where their letters say."""
+    for row in rows(model.config):
+        get = operator.attrgetter(row.leaf)
+        leaf = get(model)
+        model = eqx.tree_at(get, model, jax.device_put(leaf, sharding_of(mesh, row.letters, leaf.shape, axes)))
+    return model
