@@ -10,6 +10,8 @@ online.py      sums under a running maximum         estimate.py  temporary memor
 prefix.py      a state from tile to tile            budget.py    the fewest tiles that fit
 spread.py      arrays over a mesh, by their types   apart.py     sums over devices, after the loop
 gather.py      weights gathered before a loop       auto.py      meshes whose axes are Auto
+analysis.py    what is known of a cut graph         finish.py    what is computed outside the loops
+refused.py     what JAX cannot type on a mesh       printing.py  a plan as a table
 """
 
 from __future__ import annotations
