@@ -57,7 +57,9 @@ def _text(path: Path, config: configs.Text) -> Iterator[bytes]:
             try:
                 yield json.loads(line)[config.field].encode()
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise DataError(f"cannot read {where}: no JSON object with text in {config.field!r}") from error
+                raise DataError(
+                    f"cannot read data.path={where}: no JSON object with text in data.field={config.field}"
+                ) from error
 
 
 def files_at(path: Path, pattern: str) -> list[Path]:
@@ -127,7 +129,9 @@ def split(texts: list[bytes], val_fraction: float) -> tuple[list[bytes], list[by
     if len(texts) == 1:
         texts = [piece for piece in re.findall(rb"(?s).{%d}[^\n]*\n?|.+" % PIECE, texts[0]) if piece]
     if len(set(texts)) < 2:
-        raise DataError("too little text: it must give at least two different documents, to train on and to hold out")
+        raise DataError(
+            "too little text: data.path=... must give at least two different documents, to train on and to hold out"
+        )
     draw = {text: _draw(text) for text in texts}
     bound = max(val_fraction, min(draw.values()))
     bound = bound if any(value > bound for value in draw.values()) else min(draw.values())
@@ -187,7 +191,8 @@ def mapped_blocks(config: configs.Tokens) -> tuple[list[np.ndarray], list[np.nda
     if not files:
         raise DataError(f"no tokens at data.path={config.path}: no such file, or only empty ones")
     if bad := [file for file in files if file.stat().st_size % np.dtype(config.dtype).itemsize]:
-        raise DataError(f"cannot read {bad[0]} as data.dtype={config.dtype}: its size is no multiple of the type's")
+        why = "its size is no multiple of the type's"
+        raise DataError(f"cannot read data.path={bad[0]} as data.dtype={config.dtype}: {why}")
     arrays = [mapped(file, config.dtype) for file in files]
     if len(arrays) == 1:
         length = max(1, min(2**20, len(arrays[0]) // 32))

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments import configs, corpus, examples
+from experiments import configs, corpus, examples, manifest
 from experiments.corpus import DataError
 from experiments.rows import Batch, Conversations, Pairs, Rows, Windows
 from experiments.tokenizer import open_tokenizer
@@ -83,6 +83,16 @@ def open_source(config: configs.Resolved) -> Source | Repeats:
     Raises:
         DataError: what is wrong with the data, before anything is compiled or allocated.
     """
+    try:
+        return _open(config)
+    except OSError as error:
+        raise DataError(
+            f"cannot read the data or keep its tokens: {manifest.reason(error)}. data.path=... says where it is, "
+            f"data.cache=FOLDER where its tokens go."
+        ) from error
+
+
+def _open(config: configs.Resolved) -> Source | Repeats:
     data, vocab_size = config.data, config.model.config.vocab_size
     if isinstance(data, configs.Synthetic):
         _check_vocab(data.vocab - 1, 0, vocab_size, "data=synthetic")
@@ -104,6 +114,8 @@ def _windows(config: configs.Resolved, data: Any, vocab_size: int) -> tuple[Rows
         for array in (*parts[0], *parts[1]):
             _check_vocab(int(array.max()), int(array.min()), vocab_size, data.path)
         boundary, bytes_per_token = data.separator, data.bytes_per_token
+        if boundary is not None:
+            _check_vocab(boundary, 0, vocab_size, "data.separator")
     else:
         encoder = open_tokenizer(data.tokenizer, config.model.weights)
         *found, bytes_per_token = corpus.token_files(data, encoder)
@@ -133,7 +145,7 @@ def _conversations(config: configs.Resolved, data: Any, vocab_size: int) -> tupl
         if not len(rows):
             raise DataError(
                 f"too short a seq_len={config.seq_len}: no answer of the {name} part begins within it. "
-                f"The shortest conversation has {found.lengths().min(initial=0)} tokens."
+                f"The shortest conversation has {min(found.lengths(), default=0)} tokens."
             )
         parts.append(rows)
     return parts[0], parts[1], None

@@ -31,7 +31,10 @@ def example_files(config: configs.Chat | configs.Preference, encoder: Any) -> tu
     """
     lines = _lines(config)
     if len(set(lines)) < 2:
-        raise DataError("too few conversations: it takes at least two different ones, to train on and to hold out")
+        raise DataError(
+            f"too few conversations at data.path={config.path}: it takes at least two different ones, to train on and "
+            f"to hold out"
+        )
     chat = encoder.chat or Plain()
     digest = hashlib.sha256(f"{type(config).__name__} 1 {getattr(config, 'field', '')}".encode())
     for text in (encoder.identity, chat.identity, str(config.val_fraction), *lines):
@@ -67,7 +70,7 @@ def _encode(config: Any, part: Sequence[bytes], where: dict[bytes, str], encoder
             else:
                 parts += _pair(line, encoder, chat)
         except (ValueError, DataError) as error:
-            raise DataError(f"cannot read {where[line]}: {error}") from None
+            raise DataError(f"cannot read data.path={where[line]}: {error}") from None
     ids, counted = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
     return Examples(ids, counted, np.cumsum([len(ids) for ids, _ in parts]))
 

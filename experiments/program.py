@@ -155,7 +155,8 @@ def check_names(config: configs.Resolved) -> None:
         ValueError: a name or pattern matches nothing.
     """
     if isinstance(config.optimizer, configs.Decayed) and config.optimizer.no_decay is not None:
-        abstract_state(config)
+        state = abstract_state(config)
+        optimizer.decayed(config.optimizer, state.model)
     if "names" in config.remat.policy:
         wrapper = remat(config.remat.policy, config.remat.kept)
         make = functools.partial(model_class(config.model.config).init, config.model.config)

@@ -24,6 +24,7 @@ LISTS = (
     "remat.names",
 )  # their commas separate names, and ask for no sweep
 FILLS_NULL = (AttributeError, AssertionError)  # what OmegaConf raises on `part.key=value` where the part is null
+RAISED = (ValueError, TypeError, *FILLS_NULL)  # beside its own errors Hydra raises these, at a group=8 or group=[1]
 SCHEMAS = {  # group -> name of the schema -> dataclass
     "data": {
         "stdlib": configs.Stdlib,
@@ -67,6 +68,8 @@ class ConfigError(ValueError):
 
 def build_model(*, family: str, weights: str | None, **fields: Any) -> configs.Model:
     """Return the model part of a run: the family's own frozen config, and where the weights are."""
+    if family not in zoo.configs.FAMILIES:
+        raise configs.refuse("model.family", family, f"choose {', '.join(zoo.configs.FAMILIES)}")
     fields = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
     return configs.Model(config=zoo.configs.FAMILIES[family](**fields), weights=weights)
 
@@ -140,10 +143,10 @@ def compose(overrides: Sequence[str], name: str = "config") -> tuple[Any, dict[s
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
         try:
             composed = hydra_compose(name, overrides=overrides, return_hydra_config=True)
-            extra = [override for override in overrides if override.startswith(("+", "~"))]
+            extra = [override for override in overrides if override.startswith(("+", "~", "hydra"))]
             if extra and not all(override.lstrip("+").startswith(FREE) for override in extra):
                 raise HydraException(f"`{extra[0]}` would add or remove a key")
-        except (HydraException, OmegaConfBaseException, *FILLS_NULL) as error:
+        except (HydraException, OmegaConfBaseException, *RAISED) as error:
             known = hydra_compose(name, overrides=_valid_choices(overrides, groups))
             raise ConfigError(_explain(error, overrides, known, groups)) from None
     choices = {key: str(value) for key, value in composed.hydra.runtime.choices.items() if key in GROUPS}
@@ -168,9 +171,11 @@ def instantiate(composed: Any) -> Any:
     if missing:
         raise ConfigError(f"missing value: {', '.join(f'{key}=...' for key in missing)} must be given")
     try:
-        return hydra_instantiate(composed, _convert_="object")
-    except InstantiationException as error:
+        made = hydra_instantiate(composed, _convert_="object")
+        configs.check(made)
+    except (InstantiationException, ValueError) as error:
         raise ConfigError(str(error.__cause__ or error)) from None
+    return made
 
 
 def _references(values: Any, prefix: str = "") -> list[str]:
@@ -214,6 +219,8 @@ def _explain(error: Exception, overrides: Sequence[str], known: Any, groups: Seq
     keys = sorted({*_keys(known), *groups})
     for override in overrides:
         key, equals, value = override.lstrip("+~").partition("=")
+        if key.split("/")[0].split(".")[0] == "hydra":
+            return f"unknown override `{override}`: no part of Hydra runs here; experiments/sweep.py has its launchers"
         if not equals and not override.startswith("~"):
             return f"cannot read `{override}`: overrides look like key=value, for example tiling.n=8"
         if override.startswith("~"):
@@ -222,7 +229,7 @@ def _explain(error: Exception, overrides: Sequence[str], known: Any, groups: Seq
             close = difflib.get_close_matches(value, options(key), n=1, cutoff=0.4)
             hint = f"Did you mean {key}={close[0]}? " if close else ""
             return f"unknown option `{override}`: {hint}Choices for {key}: {', '.join(options(key))}"
-        if key.split("@")[0] not in keys and not key.startswith(("hydra", *FREE)):
+        if key not in keys and not key.startswith(FREE):
             return f"unknown override `{override}`: there is no `{key}`. {_closest(key, keys)}"
         if override.startswith("+") and not key.startswith(FREE):
             return f"cannot apply `{override}`: `{key}` is there already; write {key}={value}"

@@ -125,7 +125,8 @@ def check(config: configs.Resolved) -> None:
         try:
             lora.match(config.model.config, config.adapter.patterns)
         except ValueError as error:
-            raise RunError(f"bad value adapter.targets={config.adapter.targets}: {error}") from None
+            said = str(error).replace(":\n  ", ": ").replace("\n  ", ", ")
+            raise RunError(f"bad value adapter.targets={config.adapter.targets}: {said}") from None
 
 
 def _preflight(config: configs.Resolved, model: str, chosen: dict, argv: Sequence[str], device: Device) -> Plan:

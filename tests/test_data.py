@@ -89,7 +89,7 @@ def test_jsonl(make, tmp_path):
     lines = [json.dumps({"text": f"document {i} " * 30}) for i in range(10)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     assert len(make("data=text", f"data.path={tmp_path / 'a.jsonl'}").train) > 0
-    with pytest.raises(data.DataError, match=r"a.jsonl:1: no JSON object with text in 'body'"):
+    with pytest.raises(data.DataError, match=r"a.jsonl:1: no JSON object with text in data.field=body"):
         make("data=text", f"data.path={tmp_path / 'a.jsonl'}", "data.field=body")
 
 

@@ -85,7 +85,69 @@ def added(draw):
     return [f"{draw.choice(['+', '++', '~'])}{key}{draw.choice(['.more', ''])}={word(draw)}"], key
 
 
+def every_option():
+    """Yield (key, field, words that the key needs) of every option of every choice of every group."""
+    needed = {"text": "path=x", "tokens": "path=x", "grain": "dataset=x:y", "distill": "teacher=x"}
+    for group, choices in schema.SCHEMAS.items():
+        for name, cls in choices.items():
+            words = [f"{group}={name}"] if name in schema.options(group) else []
+            words += [f"{group}.{needed[name]}"] if name in needed else []
+            words += PAIRED if name == "preference" else []
+            words += ["data=preference"] if name in ("dpo", "ipo", "simpo", "orpo") else []
+            words += ["data=chat"] if name == "sft" else []
+            for field in fields(cls):
+                yield f"{group}.{field.name}", field, words
+    for prefix, cls in usage.PARTS.items():
+        if prefix.rstrip(".") not in schema.SCHEMAS:
+            yield from ((prefix + field.name, field, []) for field in fields(cls))
+
+
+PAIRED = ["objective=dpo"]
+EVERY = list(every_option())
+FLOATS = [one for one in EVERY if "float" in str(one[1].type)]
+COUNTS = [one for one in EVERY if str(one[1].type).startswith(("int |", "<class 'int'>"))]
+TEXTS = [one for one in EVERY if str(one[1].type).startswith(("str", "<class 'str'>"))]
+TEXTS = [one for one in TEXTS if not one[1].metadata.get("empty")]
+SHARES = ("optimizer.b1", "optimizer.b2", "optimizer.beta", "optimizer.momentum", "optimizer.warmup", "optimizer.final")
+SHARES += ("optimizer.ema", "optimizer.cooldown", "objective.label_smoothing", "objective.weight", "data.val_fraction")
+
+
+def not_finite(draw):
+    """No number, or none that can be meant."""
+    key, _, words = draw.choice(FLOATS)
+    return [*words, f"{key}={draw.choice(['nan', 'inf', '-inf', '1e999'])}"], key
+
+
+def too_large(draw):
+    """A whole number with digits too many."""
+    key, _, words = draw.choice(COUNTS)
+    return [*words, f"{key}={draw.choice(['', '-'])}{draw.randint(2**31, 10**30)}"], key
+
+
+def no_share(draw):
+    key, _, words = draw.choice([one for one in EVERY if one[0] in SHARES])
+    return [*words, f"{key}={draw.choice([-1, -0.001, 1.5, 7])}"], key
+
+
+def empty(draw):
+    key, _, words = draw.choice(TEXTS)
+    return [*words, f"{key}="], key
+
+
+def whole_part(draw):
+    """One value in place of a part, which has several."""
+    key = draw.choice([*schema.GROUPS, "eval", "save", "profile", "distributed"])
+    return [f"{key}={draw.choice([8, -1.5, 'null', 'true', '[1]', '10:13', word(draw)])}"], key
+
+
+def of_hydra(draw):
+    """Parts of Hydra that do not run here."""
+    key = draw.choice(["hydra.run.dir", "hydra.sweep.dir", "hydra/launcher", "hydra.job.name", "hydra.verbose"])
+    return [f"{key}={word(draw)}"], key
+
+
 KINDS = (misspelt, mistyped, too_small, unreadable, no_such_option, added)
+KINDS += (not_finite, too_large, no_share, empty, whole_part, of_hydra)
 
 
 def check(kind, seed):

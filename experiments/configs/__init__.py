@@ -7,7 +7,18 @@ No JAX here: `--help` and every configuration error come from this file alone. A
 from experiments.configs.compute import Hardware, Remat, Tiling
 from experiments.configs.data import Chat, Data, Grain, Preference, Pydoc, Stdlib, Synthetic, Text, Tokens
 from experiments.configs.distributed import Distributed
-from experiments.configs.fields import DType, OnNan, Platform, Schedule, StrEnum, chosen, option, positive, refuse
+from experiments.configs.fields import (
+    DType,
+    OnNan,
+    Platform,
+    Schedule,
+    StrEnum,
+    check,
+    chosen,
+    option,
+    positive,
+    refuse,
+)
 from experiments.configs.mesh import Mesh
 from experiments.configs.objective import Distill, Dpo, Ipo, Objective, Orpo, Paired, Pretrain, Referenced, Sft, Simpo
 from experiments.configs.optimizer import (
@@ -70,6 +81,7 @@ __all__ = [
     "Text",
     "Tiling",
     "Tokens",
+    "check",
     "chosen",
     "option",
     "positive",

@@ -4,9 +4,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.configs.fields import DType, Platform, option, positive, refuse
+from experiments.configs.fields import DType, Platform, not_negative, option, positive, refuse
 
 REMAT = "none full block dots dots_no_batch offload names offload_names".split()  # those of `transforms.remat`
+MOST_LAYERS = 10_000  # more than any model has
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,7 @@ class Hardware:
 
     def __post_init__(self):
         positive(self, "hardware.", "memory_gib", "peak_tflops")
+        not_negative(self, "hardware.", "headroom_gib")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +76,7 @@ class Remat:
             return
         for part in self.policy.split(","):
             name, star, times = part.strip().partition("*")
-            if name not in REMAT or (star and not (times.isdigit() and int(times))):
+            if name not in REMAT or (star and not (times.isdecimal() and 0 < int(times) <= MOST_LAYERS)):
                 raise refuse("remat.policy", self.policy, f"choose auto, {', '.join(REMAT)}; several as full*3,none")
 
     @property

@@ -3,7 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 
-from experiments.configs.fields import option, positive, refuse
+from experiments.configs.fields import not_negative, option, positive, refuse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +53,7 @@ class Tokens(Data):
         if self.dtype not in ("uint16", "uint32", "int32"):
             raise refuse("data.dtype", self.dtype, "choose uint16, uint32 or int32")
         positive(self, "data.", "bytes_per_token")
+        not_negative(self, "data.", "separator")
         if self.packed and self.separator is None:
             raise refuse("data.packed", "true", "data=tokens needs data.separator=ID to tell documents apart")
 

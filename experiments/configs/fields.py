@@ -1,17 +1,20 @@
 """What the fields of every configuration are made of, and how a bad value is refused."""
 
 import dataclasses
+import math
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 T = TypeVar("T")
+LARGEST = 2**31 - 1  # what counts steps, tokens and ids
 
 
-def option(default: Any, help: str) -> Any:
-    """Return a dataclass field with a default and the line that `--help` shows."""
+def option(default: Any, help: str, *, empty: bool = False) -> Any:
+    """Return a dataclass field with a default and the line that `--help` shows; `empty`: its text may be empty."""
+    metadata = {"help": help, "empty": empty}
     if isinstance(default, dict):
-        return dataclasses.field(default_factory=default.copy, metadata={"help": help})
-    return dataclasses.field(default=default, metadata={"help": help})
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def refuse(name: str, value: object, why: str) -> ValueError:
@@ -23,8 +26,45 @@ def positive(config: object, group: str, *names: str) -> None:
     """Raise unless each named field of a config is None or greater than zero."""
     for name in names:
         value = getattr(config, name)
-        if value is not None and value <= 0:
+        if value is not None and not value > 0:
             raise refuse(f"{group}{name}", value, "it must be greater than zero")
+
+
+def share(config: object, group: str, *names: str) -> None:
+    """Raise unless each named field of a config is None or lies between 0 and 1, 1 itself left out."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not 0 <= value < 1:
+            raise refuse(f"{group}{name}", value, "it must lie between 0 and below 1")
+
+
+def not_negative(config: object, group: str, *names: str) -> None:
+    """Raise unless each named field of a config is None, zero or more."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not value >= 0:
+            raise refuse(f"{group}{name}", value, "it must be zero or more")
+
+
+def check(config: Any, prefix: str = "") -> None:
+    """Raise unless every part of a config is what its field says, and every value one that can be meant.
+
+    Numbers are finite, whole ones of a size that counts something, text is not empty.
+    """
+    hints = get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        value, kind, name = getattr(config, field.name), hints[field.name], f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(kind) and not isinstance(value, kind):
+            inside = ", ".join(f"{name}.{part.name}" for part in dataclasses.fields(kind))
+            raise refuse(name, value, f"it is made of parts: give {inside}")
+        if dataclasses.is_dataclass(value):
+            check(value, "model." if name == "model.config" else f"{name}.")
+        elif isinstance(value, float) and not math.isfinite(value):
+            raise refuse(name, value, "give a finite number")
+        elif isinstance(value, int) and abs(value) > LARGEST:
+            raise refuse(name, value, f"it is too large: give {LARGEST} at most")
+        elif value == "" and not field.metadata.get("empty"):
+            raise refuse(name, "", "it is empty: give a value, or leave it out")
 
 
 def chosen(value: T | None) -> T:

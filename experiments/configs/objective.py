@@ -3,7 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 
-from experiments.configs.fields import option, positive, refuse
+from experiments.configs.fields import not_negative, option, positive, refuse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +21,7 @@ class Pretrain(Objective):
     label_smoothing: float = option(0.0, "share of the target that is spread over the vocabulary")
 
     def __post_init__(self):
-        if self.z_loss < 0:
-            raise refuse("objective.z_loss", self.z_loss, "it must be zero or more")
+        not_negative(self, "objective.", "z_loss")
         smoothing(self)
 
 

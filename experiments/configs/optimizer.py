@@ -3,7 +3,7 @@
 # ruff: noqa: RUF009 (`option` makes a field, as `dataclasses.field` does)
 from dataclasses import dataclass
 
-from experiments.configs.fields import Schedule, option, positive, refuse
+from experiments.configs.fields import Schedule, not_negative, option, positive, refuse, share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class Optimizer:
             raise refuse("optimizer.cooldown", self.cooldown, f"with warmup={self.warmup} it takes more than all steps")
         if not 0 <= self.final <= 1:
             raise refuse("optimizer.final", self.final, "it is a share of the peak")
-        if self.ema is not None and self.ema >= 1:
+        if self.ema is not None and not self.ema < 1:
             raise refuse("optimizer.ema", self.ema, "the weights of old steps must decay: give less than 1")
 
 
@@ -63,8 +63,12 @@ class Decayed(Optimizer):
 
     weight_decay: float = option(0.1, "decoupled weight decay")
     no_decay: str | None = option(
-        None, "parameters without it, by name or pattern: `embed,*norm` (default: norms and biases)"
+        None, "parameters without it, by name or pattern: `embed,*norm` (default: norms and biases)", empty=True
     )
+
+    def __post_init__(self):
+        super().__post_init__()
+        not_negative(self, "optimizer.", "weight_decay")
 
     @property
     def exempt(self) -> list[str] | None:
@@ -80,6 +84,11 @@ class AdamW(Decayed):
     b2: float = option(0.95, "decay of the second moment")
     eps: float = option(1e-8, "added to the root of the second moment")
 
+    def __post_init__(self):
+        super().__post_init__()
+        share(self, "optimizer.", "b1", "b2")
+        positive(self, "optimizer.", "eps")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Muon(Decayed):
@@ -91,6 +100,7 @@ class Muon(Decayed):
 
     def __post_init__(self):
         super().__post_init__()
+        share(self, "optimizer.", "beta")
         positive(self, "optimizer.", "steps", "consistent_rms")
 
 
@@ -100,6 +110,10 @@ class Adafactor(Optimizer):
 
     clip_rms: float = option(1.0, "largest root mean square of an update")
     decay: float = option(0.8, "second moments decay by 1 - step**-decay")
+
+    def __post_init__(self):
+        super().__post_init__()
+        positive(self, "optimizer.", "clip_rms", "decay")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,3 +129,7 @@ class Sgd(Decayed):
 
     weight_decay: float = option(0.0, "weight decay")
     momentum: float | None = option(None, "momentum (None: no state at all)")
+
+    def __post_init__(self):
+        super().__post_init__()
+        share(self, "optimizer.", "momentum")

@@ -7,7 +7,7 @@ from typing import Any
 from experiments.configs.compute import Hardware, Remat, Tiling
 from experiments.configs.data import Chat, Data, Preference
 from experiments.configs.distributed import Distributed
-from experiments.configs.fields import OnNan, option, positive, refuse
+from experiments.configs.fields import OnNan, not_negative, option, positive, refuse
 from experiments.configs.mesh import Mesh
 from experiments.configs.objective import Objective, Paired, Sft
 from experiments.configs.optimizer import Adapter, Optimizer
@@ -52,6 +52,7 @@ class Run:
 
     def __post_init__(self):
         positive(self, "", "steps", "batch_size", "seq_len", "log_every")
+        not_negative(self, "", "seed")
         pairs, answers = isinstance(self.objective, Paired), isinstance(self.data, Preference)
         if pairs != answers:
             kind, need = (
