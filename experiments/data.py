@@ -6,6 +6,7 @@ read only its own rows of a batch.
 """
 
 import dataclasses
+import hashlib
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from experiments import configs, corpus, examples, manifest
 from experiments.corpus import DataError
 from experiments.rows import Batch, Conversations, Pairs, Rows, Windows
 from experiments.tokenizer import open_tokenizer
+
+LOOKED_AT = 2**24  # tokens of an array, evenly spread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +108,18 @@ def _open(config: configs.Resolved) -> Source | Repeats:
     train, held_out, bytes_per_token = rows(config, data, vocab_size)
     each = 2 if isinstance(data, configs.Preference) else 1
     return Source(train, held_out, config.batch_size // each, config.seed, bytes_per_token)
+
+
+def fingerprint(source: Source | Repeats) -> str | None:
+    """Return a hash of what a run reads, of long arrays of a part of it; None where it cannot be known."""
+    if isinstance(source, Repeats):
+        return None
+    found = hashlib.sha256()
+    for rows in (source.train, source.held_out):
+        for array in rows.arrays:
+            found.update(f"{array.dtype}{array.shape}".encode())
+            found.update(array[:: len(array) // LOOKED_AT + 1].tobytes())
+    return found.hexdigest()[:16]
 
 
 def _windows(config: configs.Resolved, data: Any, vocab_size: int) -> tuple[Rows, Rows, float | None]:

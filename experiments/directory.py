@@ -1,5 +1,6 @@
 """A run's directory: a new one, or that of a run to go on with; and what a run writes about itself there."""
 
+import fcntl
 import json
 import os
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ class Directory:
     base: Path
     path: Path | None
     before: dict[str, Any] | None = None
+    _held: int | None = None
 
     @classmethod
     def find(cls, config: configs.Run, model: str) -> "Directory":
@@ -64,6 +66,7 @@ class Directory:
         """
         try:
             path = self._make()
+            self.hold()
             if distributed.first():
                 _write(path / RUN, json.dumps(about, indent=1))
                 _write(path / "config.yaml", usage.dump(config, list(argv)))
@@ -71,13 +74,43 @@ class Directory:
             raise DirectoryError(f"cannot write to {self.path or self.base.parent}: {manifest.reason(error)}") from None
         return path
 
-    def changes(self, config: configs.Resolved) -> list[str]:
-        """Return how the configuration differs from the one that the run had before."""
+    def hold(self) -> None:
+        """Keep other runs out of the directory, if it is there, until `release` or the end of this process.
+
+        Raises:
+            DirectoryError: another run is in it.
+        """
+        if self._held is not None or self.path is None or not self.path.is_dir() or not distributed.first():
+            return
+        handle = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            raise DirectoryError(
+                f"another process is carrying out the run at {self.path}: wait until it has ended, stop it, or give "
+                f"another run=NAME"
+            ) from None
+        except OSError:  # a file system that knows no locks
+            pass
+        self._held = handle
+
+    def release(self) -> None:
+        """Let others in again."""
+        if self._held is not None:
+            os.close(self._held)
+        self._held = None
+
+    def changes(self, config: configs.Resolved, read: str | None) -> list[str]:
+        """Return how the configuration, and the hash of what is read, differ from those that the run had before."""
         if self.before is None:
             return []
         drop = lambda values: {key: value for key, value in values.items() if key not in PLACES}
         now = json.loads(json.dumps(usage.plain(config)))
-        return overrides.changes(drop(self.before["config"]), drop(now))
+        changed = overrides.changes(drop(self.before["config"]), drop(now))
+        if read is not None and self.before["data"] not in (None, read):
+            changed.append("data: what it reads is not what it was: another text, tokenizer or split")
+        return changed
 
     def _make(self) -> Path:
         if self.path is not None:

@@ -26,6 +26,11 @@ class Pipeline:
     packed: bool
     where: str
 
+    @property
+    def arrays(self) -> tuple[()]:
+        """What the elements are made from is not known."""
+        return ()
+
     def __len__(self) -> int:
         return len(self.dataset)
 

@@ -10,6 +10,7 @@ from optax.contrib import MuonDimensionNumbers, muon
 
 from experiments import configs, parameters
 from experiments.adafactor import adafactor_layerwise
+from transforms.step import norm
 from zoo.lora import letters_of
 from zoo.tables import Row, rows
 
@@ -28,7 +29,7 @@ def build(
     """
     transformation = _build(config, schedule(config, steps), seed, model)
     if config.clip_norm is not None:
-        transformation = optax.chain(optax.clip_by_global_norm(config.clip_norm), transformation)
+        transformation = clipped(transformation, config.clip_norm)
     transformation = optax.with_extra_args_support(transformation)
     if dtype is not None:
         transformation = computed_in(transformation, dtype)
@@ -141,6 +142,35 @@ def _dimensions(row: Row, letters: str, summed: str) -> MuonDimensionNumbers:
     return MuonDimensionNumbers(
         tuple(places[letter] for letter in summed), tuple(places[letter] for letter in inner if letter not in summed)
     )
+
+
+def clipped(inner: optax.GradientTransformation, most: float) -> optax.GradientTransformationExtraArgs:
+    """Return a transformation of gradients whose global norm is limited; its state is `inner`'s own.
+
+    So a run may go on with another limit than it began with, or with none.
+    """
+    inner, clip = optax.with_extra_args_support(inner), optax.clip_by_global_norm(most)
+
+    def update(updates, state, params=None, **extra):
+        return inner.update(clip.update(updates, optax.EmptyState(), params)[0], state, params, **extra)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def finite_alone(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Return a transformation that leaves out a step whose loss or gradient norm is not finite.
+
+    Its state is `inner`'s own, so that a run may begin to leave steps out where it has met the first such.
+    """
+    inner = optax.with_extra_args_support(inner)
+
+    def update(updates, state, params=None, **extra):
+        made = lambda: inner.update(updates, state, params, **extra)
+        zeros = lambda: jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), jax.eval_shape(made)[0])
+        finite = jnp.isfinite(extra["value"]) & jnp.isfinite(norm(updates))
+        return jax.lax.cond(finite, made, lambda: (zeros(), state))
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
 def computed_in(inner: optax.GradientTransformationExtraArgs, dtype: Any) -> optax.GradientTransformationExtraArgs:

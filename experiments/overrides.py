@@ -58,7 +58,7 @@ def read(file: Path) -> dict[str, Any]:
     """
     try:
         found = json.loads(file.read_text())
-        return {"overrides": found["overrides"], "config": found["config"]}
+        return {"overrides": found["overrides"], "config": found["config"], "data": found.get("data")}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise schema.ConfigError(
             f"cannot go on with the run at {file.parent}: {file} cannot be read ({error})"

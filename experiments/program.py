@@ -168,9 +168,7 @@ def build_optimizer(config: configs.Resolved) -> optax.GradientTransformationExt
     """Return the run's optax transformation."""
     dtype = _grad_dtype(config)
     built = optimizer.build(config.optimizer, config.steps, config.seed, model=config.model.config, dtype=dtype)
-    if config.on_nan is not configs.OnNan.skip:
-        return built
-    return optax.with_extra_args_support(optax.apply_if_finite(built, max_consecutive_errors=2**31 - 1))
+    return optimizer.finite_alone(built) if config.on_nan is configs.OnNan.skip else built
 
 
 def _grad_dtype(config: configs.Resolved) -> Any:

@@ -48,6 +48,11 @@ class Rows(Protocol):
         """Tokens in a row."""
         ...
 
+    @property
+    def arrays(self) -> Sequence[np.ndarray]:
+        """What all rows are read from, where that is known."""
+        ...
+
     def __len__(self) -> int: ...
 
     def batch(self, indices: np.ndarray, shift: int = 0) -> Batch:
@@ -103,6 +108,10 @@ class Examples:
     def __len__(self) -> int:
         return len(self.ends)
 
+    @property
+    def arrays(self) -> Sequence[np.ndarray]:
+        return self.ids, self.counted, self.ends
+
     def lengths(self) -> np.ndarray:
         """Return how many tokens each one has that something follows."""
         return np.diff(self.ends, prepend=0) - 1
@@ -141,6 +150,10 @@ class Conversations:
         bins = best_fit(lengths[kept], self.seq_len) if self.packed else [[i] for i in range(len(kept))]
         object.__setattr__(self, "bins", [[int(kept[i]) for i in one] for one in bins])
 
+    @property
+    def arrays(self) -> Sequence[np.ndarray]:
+        return self.examples.arrays
+
     def __len__(self) -> int:
         return len(self.bins)
 
@@ -168,6 +181,10 @@ class Pairs:
     def __post_init__(self):
         both = self.examples.counts_within(self.seq_len).reshape(-1, 2).all(1)
         object.__setattr__(self, "kept", np.flatnonzero(both))
+
+    @property
+    def arrays(self) -> Sequence[np.ndarray]:
+        return self.examples.arrays
 
     def __len__(self) -> int:
         return len(self.kept)

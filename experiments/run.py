@@ -5,6 +5,7 @@ JAX is imported only once the configuration is known to be right.
 
 import itertools
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,9 @@ if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder 
 
 from experiments import configs, overrides, schema  # noqa: E402
 from experiments.usage import dump, help_text  # noqa: E402
+
+# What a sweep hears, and what it tells the job that is running.
+TOLD = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM}
 
 
 def main(argv: list[str]) -> int:
@@ -45,6 +49,9 @@ def main(argv: list[str]) -> int:
     except schema.ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("\nerror: interrupted before the training began", file=sys.stderr)
+        return 130
 
 
 def _sweep(words: list[str]) -> int:
@@ -57,12 +64,26 @@ def _sweep(words: list[str]) -> int:
     status = 0
     for number, combination in enumerate(itertools.product(*choices)):
         print(f"\n{' '.join(combination)}", flush=True)
-        command = [sys.executable, __file__, *overrides.numbered(combination, number)]
-        code = subprocess.run(command, check=False).returncode
-        status = max(status, code if code >= 0 else 128 - code)
-        if status > 128:  # it was told to stop, and so is the sweep
+        code = _carried_out([sys.executable, __file__, *overrides.numbered(combination, number)])
+        status = max(status, code)
+        if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):  # it was told to stop, and so is the sweep
             break
     return status
+
+
+def _carried_out(command: list[str]) -> int:
+    """Return a job's exit status; it is told what this process is told, and waited for while it saves."""
+    # A session of its own: Ctrl-C comes to this process alone, which passes it on once.
+    job = subprocess.Popen(command, start_new_session=True)
+    tell = lambda number, _: job.send_signal(TOLD[number])
+    heard = [number for number in TOLD if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
+    before = {number: signal.signal(number, tell) for number in heard}
+    try:
+        code = job.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return code if code >= 0 else 128 - code
 
 
 if __name__ == "__main__":

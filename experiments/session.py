@@ -58,6 +58,7 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str]) -> 
         config, chosen = hardware.resolve(config, device)
         check(config)
         source = data.open_source(config)
+        directory.hold()
     except (RunError, DirectoryError, DistributedError, HardwareError, data.DataError) as error:
         return _fail(error, 2)
     from experiments.signals import Stopped
@@ -72,10 +73,16 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str]) -> 
             raise
         return _fail(error, 1)
     except Stopped as stopped:
-        print(f"\n{stopped}; run={configs.chosen(directory.path).name} goes on from there", file=sys.stderr)
+        name, saved = configs.chosen(directory.path).name, config.checkpoint.wanted
+        then = f"run={name} goes on from there" if saved else "nothing is saved, as there are no checkpoints"
+        print(f"\n{stopped}; {then}", file=sys.stderr)
         return stopped.status
     except KeyboardInterrupt:
+        if directory.path is None:
+            raise
         return _fail(RunError(f"interrupted; what was measured is in {directory.path}"), 130)
+    finally:
+        directory.release()
     return 0
 
 
@@ -177,7 +184,7 @@ def _train(
     from experiments.train import Trainer
 
     progress = Progress(config.steps, config.log_every)
-    about = {"overrides": list(words), "config": usage.plain(config)}
+    about = {"overrides": list(words), "config": usage.plain(config), "data": data.fingerprint(source)}
     restored = None
     if directory.path is not None and directory.before is not None:
         restored = _restore(config, directory, plan, about, progress)
@@ -216,7 +223,7 @@ def _restore(
     config: configs.Resolved, directory: Directory, plan: Plan, about: dict[str, Any], progress: Progress
 ) -> tuple[int, Any] | None:
     """Return the step and the state that a run goes on from, saying what has changed since; None: its beginning."""
-    for change in directory.changes(config):
+    for change in directory.changes(config, about["data"]):
         progress.say(f"  changed  {change}")
     assert directory.path is not None
     checkpoints = _checkpoints(config, directory.path, plan, about, progress)

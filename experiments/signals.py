@@ -1,13 +1,19 @@
-"""Being told to stop: the first SIGTERM or SIGINT is a request, the second one acts as it always does."""
+"""Being told to stop: the first SIGTERM or SIGINT is a request, one that comes later acts as it always does.
 
+What starts a process may tell it the same as the terminal or the cluster does: what comes within `SAME` is one request.
+"""
+
+import os
 import signal
 import threading
+import time
 from types import FrameType
 from typing import Any
 
 from experiments import distributed
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SAME = 1.0  # seconds
 
 
 class Stop:
@@ -15,6 +21,7 @@ class Stop:
 
     def __init__(self) -> None:
         self._signal: signal.Signals | None = None
+        self._since = 0.0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Stop":
@@ -36,8 +43,11 @@ class Stop:
         self._before = {}
 
     def _remember(self, number: int, _: FrameType | None) -> None:
-        self._signal = signal.Signals(number)
-        self.__exit__()
+        if self._signal is None:
+            self._signal, self._since = signal.Signals(number), time.monotonic()
+        elif time.monotonic() - self._since > SAME:
+            self.__exit__()
+            os.kill(os.getpid(), number)
 
 
 class Stopped(Exception):

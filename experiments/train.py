@@ -48,6 +48,7 @@ class Trainer:
 
     def __post_init__(self):
         self._peak, self._skipped = hardware.peak_flops(self.config.hardware), 0
+        self._left_out = sum(not _finite(record) for record in self.recorder.records if record.step)
         rate = optimizer.schedule(self.config.optimizer, self.config.steps)
         self._rates = np.asarray(jax.vmap(lambda step: jnp.asarray(rate(step)))(jnp.arange(self.config.steps)))
 
@@ -173,7 +174,7 @@ class Trainer:
             bits_per_byte=bits_per_byte(beside.get("cross_entropy", loss), self.source.bytes_per_token),
             **beside,
             grad_norm=float(metrics["grad_norm"]),
-            learning_rate=float(self._rates[step - 1]),
+            learning_rate=float(self._rates[step - 1 - self._left_out]),  # the optimizer counts its updates
             seconds=seconds,
             data_seconds=waited,
             save_seconds=self._saving,
@@ -184,7 +185,7 @@ class Trainer:
             peak_memory_bytes=peak,
         )
         self._saving = 0.0
-        finite = math.isfinite(loss) and math.isfinite(record.grad_norm or 0.0)
+        finite = _finite(record)
         self.recorder.add(evaluate(record) if evaluate is not None and finite else record)
         self.progress.show(record)
         if finite:
@@ -201,7 +202,7 @@ class Trainer:
         file = self.directory / f"nan-step-{record.step}.npz"
         arrays = dataclasses.asdict(self.source.batch(record.step - 1))
         np.savez(file, **{name: array for name, array in arrays.items() if array is not None})
-        self._skipped += 1
+        self._skipped, self._left_out = self._skipped + 1, self._left_out + 1
         what = "loss" if not math.isfinite(record.loss or 0.0) else "gradient's norm"
         value = record.loss if what == "loss" else record.grad_norm
         said = f"the {what} is {value} at step {record.step}"
@@ -229,6 +230,11 @@ class Trainer:
         bits = bits_per_byte(loss, self.source.bytes_per_token)
         accuracy = accuracy if self.config.paired else None
         return replace(record, held_out_loss=loss, held_out_bits_per_byte=bits, held_out_accuracy=accuracy)
+
+
+def _finite(record: Record) -> bool:
+    """Return whether a step's loss and gradient norm are finite numbers; in a file, others are None."""
+    return all(value is not None and math.isfinite(value) for value in (record.loss, record.grad_norm))
 
 
 def _rows_of(batch: Batch) -> Callable[[slice], tuple[np.ndarray, ...]]:

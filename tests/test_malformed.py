@@ -15,7 +15,7 @@ GROUPS = {  # what brings the keys of a part that the default options do not hav
     "data.": ["data=text", "data.path=x"],
     "adapter.": ["adapter=lora"],
 }
-UNREADABLE = ("[1,2", "{a:", '"open', "'open", "a'b", "${nothing}", "${", "a=b=[", "(", "1,2,3", "a b:")
+UNREADABLE = ("[1,2", "{a:", '"open', "'open", "a'b", "${nothing}", "${", "a=b=[", "(", "1,2,3")
 BELOW_ONE = ("steps", "batch_size", "seq_len", "log_every", "keep", "rank", "minutes", "learning_rate", "peak_tflops")
 
 
@@ -81,7 +81,7 @@ def no_such_option(draw):
 
 
 def added(draw):
-    key, _, _ = draw.choice(OPTIONS)
+    key, _, _ = draw.choice([one for one in OPTIONS if f"{one[0]}." not in schema.FREE])
     return [f"{draw.choice(['+', '++', '~'])}{key}{draw.choice(['.more', ''])}={word(draw)}"], key
 
 

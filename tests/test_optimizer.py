@@ -1,5 +1,6 @@
 """Optimizers by configuration, what they leave alone; layerwise Adafactor, optax's on every layer's slice."""
 
+import dataclasses
 import functools
 
 import equinox as eqx
@@ -293,6 +294,29 @@ def test_gradients_have_the_type_that_is_asked_for():
         assert state.model["w"].dtype == jnp.bfloat16
     assert seen[None]["w"].dtype == jnp.bfloat16 and float(seen[None]["w"][0]) == 1
     assert seen["float32"]["w"].dtype == jnp.float32 and float(seen["float32"]["w"][0]) == 1 + 2.0**-10
+
+
+def test_clipping_and_leaving_out_keep_the_same_state():
+    plain = configs.AdamW(learning_rate=0.1)
+    clipped = optimizer.build(dataclasses.replace(plain, clip_norm=1.0), 10)
+    params = {"w": jnp.ones((3, 2))}
+    states = [one.init(params) for one in (optimizer.build(plain, 10), clipped, optimizer.finite_alone(clipped))]
+    assert len({str(jax.tree.structure(state)) for state in states}) == 1
+
+
+BAD = {"loss": (jnp.nan, 1.0), "gradient": (1.0, jnp.inf), "norm alone": (1.0, 1e30)}
+
+
+@pytest.mark.parametrize("loss, gradient", BAD.values(), ids=BAD)
+def test_steps_without_a_finite_loss_or_norm_change_nothing(loss, gradient):
+    built = optimizer.finite_alone(optimizer.build(configs.AdamW(learning_rate=0.1), 10, dtype=jnp.float32))
+    params = {"w": jnp.ones((3, 2), jnp.bfloat16)}
+    state, grads = built.init(params), {"w": jnp.full((3, 2), gradient, jnp.float32)}
+    updates, after = jax.jit(built.update)(grads, state, params, value=jnp.float32(loss))
+    jax.tree.map(np.testing.assert_array_equal, (updates, after), (jax.tree.map(jnp.zeros_like, params), state))
+    moved, _ = jax.jit(built.update)({"w": jnp.ones((3, 2))}, after, params, value=jnp.float32(1))
+    assert moved["w"].dtype == jnp.bfloat16
+    assert jnp.all(moved["w"] != 0)
 
 
 def test_params_are_required():

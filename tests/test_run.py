@@ -2,11 +2,15 @@
 
 import csv
 import dataclasses
+import functools
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 
 import jax
 import numpy as np
@@ -15,7 +19,7 @@ import yaml
 from jax.experimental.compilation_cache import compilation_cache
 
 import zoo
-from experiments import data, hardware, run, schema, session, train
+from experiments import data, directory, hardware, run, schema, session, train
 from zoo import adapters, lora
 
 MICRO = [
@@ -178,17 +182,20 @@ def test_an_adapter_is_trained_alone_and_saved_by_itself_and_merged(start, tmp_p
 def test_a_sweep_runs_every_combination_under_a_name_of_its_own(monkeypatch, capsys):
     started = []
 
-    def run_(command, check):
-        started.append(command[2:])
-        return subprocess.CompletedProcess(command, -2 if len(started) == 5 else len(started) == 2)
+    class Job:
+        def __init__(self, command, start_new_session):
+            started.append(command[2:])
 
-    monkeypatch.setattr(run.subprocess, "run", run_)
-    assert run.main(["-m", "run=x", "tiling.n=1,8", "adapter.targets=q,v", "seed=0,1"]) == 1
+        def wait(self):
+            return {2: 1, 3: -signal.SIGSEGV, 6: -signal.SIGINT}.get(len(started), 0)
+
+    monkeypatch.setattr(run.subprocess, "Popen", Job)
+    assert run.main(["-m", "run=x", "tiling.n=1,8", "adapter.targets=q,v", "seed=0,1"]) == 128 + signal.SIGSEGV
     lists = "adapter.targets=q,v"
     assert started[1] == ["run=x-1", "tiling.n=1", lists, "seed=1"]
     assert started[3] == ["run=x-3", "tiling.n=8", lists, "seed=1"]
     assert run.main(["-m", "seed=0,1,2"]) == 130
-    assert len(started) == 5
+    assert len(started) == 6
     assert "\nrun=x tiling.n=1 adapter.targets=q,v seed=1\n" in capsys.readouterr().out
 
 
@@ -232,6 +239,72 @@ def test_a_step_without_a_loss_can_be_left_out(start, tmp_path, capsys, poison):
     files = "2/state/model.embed/0.0", "3/state/model.embed/0.0", "4/state/model.embed/0.0"
     two, three, four = ((tmp_path / "skips" / "checkpoints" / file).read_bytes() for file in files)
     assert two == three != four
+
+
+def test_what_is_left_out_does_not_move_the_schedule(start, tmp_path, poison):
+    words = "optimizer=sgd", "optimizer.warmup=0", "optimizer.schedule=linear", "optimizer.final=0", "on_nan=skip"
+    start = functools.partial(start, "run=skips", "optimizer.learning_rate=1", *words, "checkpoint.every=4")
+    assert start("steps=5") == 0
+    rates = [round(row["learning_rate"], 4) for row in rows(tmp_path / "skips")[1:]]
+    assert rates == [1.0, 0.8, 0.6, 0.6, 0.4]
+    assert start("steps=6") == 0
+    assert round(rows(tmp_path / "skips")[-1]["learning_rate"], 4) == round(1 - 4 / 6, 4)
+
+
+def test_a_run_that_met_a_bad_step_goes_on_as_its_error_says(start, tmp_path, capsys, poison):
+    words = "run=bad", "checkpoint.every=1", "steps=5"
+    assert start(*words) == 1
+    assert start(*words, "optimizer.clip_norm=1", "on_nan=skip") == 0
+    assert "changed  optimizer.clip_norm: None -> 1.0" in capsys.readouterr().out
+    losses = [row["loss"] for row in rows(tmp_path / "bad")][1:]
+    assert [loss is None for loss in losses] == [False, False, True, False, False]
+
+
+def test_a_change_of_what_is_read_is_said(start, tmp_path, capsys):
+    texts = [{"text": f"{i} is followed by {i + 1}. " * 20} for i in range(40)]
+    (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(text)}\n" for text in texts))
+    words = "run=reads", f"data.path={tmp_path / 'a.jsonl'}", "data=text", "checkpoint.every=2"
+    assert start(*words) == 0
+    assert start(*words, "steps=6") == 0
+    assert "changed  data" not in capsys.readouterr().out
+    (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(text)}\n" for text in texts[1:]))
+    assert start(*words, "steps=8") == 0
+    assert "changed  data: what it reads is not what it was" in capsys.readouterr().out
+
+
+def test_a_directory_has_one_run_at_a_time(start, tmp_path, capsys):
+    (tmp_path / "held").mkdir()
+    other = directory.Directory(tmp_path, tmp_path / "held")
+    other.hold()
+    assert start("run=held") == 2
+    assert f"another process is carrying out the run at {tmp_path / 'held'}: wait" in capsys.readouterr().err
+    other.release()
+    assert start("run=held", "steps=1") == 0
+
+
+JOB = """
+import pathlib, signal, sys, time
+def told(*_):
+    time.sleep(0.5)  # it saves
+    pathlib.Path(sys.argv[1], "saved").touch()
+    sys.exit(130)
+signal.signal(signal.SIGINT, told)
+pathlib.Path(sys.argv[1], "ready").touch()
+time.sleep(60)
+"""
+
+
+def test_a_sweep_that_is_interrupted_lets_its_job_save(tmp_path):
+    def interrupt():
+        while not (tmp_path / "ready").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    assert run._carried_out([sys.executable, "-c", JOB, str(tmp_path)]) == 130
+    thread.join()
+    assert (tmp_path / "saved").exists()
 
 
 def test_a_step_without_a_loss_can_be_raised(start, tmp_path, poison):

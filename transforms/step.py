@@ -71,7 +71,7 @@ def make_train_step(
         wide = params if grad_dtype is None else jax.tree.map(lambda p: p.astype(_wider(p, grad_dtype)), params)
         (value, aux), grads = eqx.filter_value_and_grad(objective, has_aux=True)(wide)
         grads = grads if grad_dtype is None else jax.tree.map(lambda grad: grad.astype(grad_dtype), grads)
-        metrics = {**aux, "loss": value, "grad_norm": _norm(grads)}
+        metrics = {**aux, "loss": value, "grad_norm": norm(grads)}
         updates, opt_state = _update(transformation, grads, state.opt_state, params, value)
         return State(eqx.apply_updates(state.model, updates), opt_state, state.step + 1), metrics
 
@@ -141,7 +141,7 @@ def compile_step(step: Any, *args: PyTree, compiler_options: dict[str, Any] | No
     return Executable(lowered.compile(compiler_options=compiler_options or None), returned[0])
 
 
-def _norm(grads: PyTree) -> Float[Array, ""]:
+def norm(grads: PyTree) -> Float[Array, ""]:
     """Global norm in float32, without a float32 copy of any gradient."""
     squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(grads)]
     return jnp.sqrt(jnp.sum(jnp.stack(squares)))
