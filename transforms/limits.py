@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from transforms.graph import Node, Value, describe
@@ -21,7 +22,14 @@ class Limits:
         return self.gather == "any" or (self.gather == "small" and value.nbytes <= self.largest)
 
 
-def check_size(value: Value, placement: Placement, node: Node, reason: str, limits: Limits) -> None:
+def check_size(
+    value: Value,
+    placement: Placement,
+    node: Node,
+    reason: str,
+    limits: Limits,
+    origins: Sequence[tuple[Node, int]] = (),
+) -> None:
     """Refuse an array that must be whole and is larger than the function's inputs and outputs."""
     if limits.allow(value):
         return
@@ -37,7 +45,8 @@ def check_size(value: Value, placement: Placement, node: Node, reason: str, limi
     raise TileError(
         f"cannot tile `{node.name}` at {node.where}: it {reason}, so its operand would have to be whole.\n"
         f"  operand: {describe(value.aval)} {placement}, {human(value.nbytes)}, {made}; {bound}.\n"
-        f"  To go on: {remedy}."
+        f"  To go on: {remedy}.",
+        origins,
     )
 
 

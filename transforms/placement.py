@@ -11,6 +11,7 @@ so `[B, S, D] -> [B*S, D]` stays tiled whichever of `B` and `S` is cut.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -64,7 +65,14 @@ WHOLE = Whole()
 
 
 class TileError(ValueError):
-    """A function cannot be tiled along the chosen axis. Says what, where, why, and what to do."""
+    """A function cannot be tiled along the chosen axis. Says what, where, why, and what to do.
+
+    `origins`: the equations that need something whole, and along which dimension that is cut.
+    """
+
+    def __init__(self, message: str, origins: Sequence[tuple[Any, int]] = ()) -> None:
+        super().__init__(message)
+        self.origins = origins
 
 
 class Span(NamedTuple):

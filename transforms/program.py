@@ -13,12 +13,13 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from transforms import lower, rules  # noqa: F401
 from transforms.analysis import Along, Inline, Promote
-from transforms.graph import Graph, Value, ancestors, depends, flatten, nbytes
+from transforms.divide import divide
+from transforms.graph import Graph, Node, Value, ancestors, depends, flatten, nbytes
 from transforms.keep import Keeping, Policy, keeping
 from transforms.limits import Limits
 from transforms.loops import Schedule
 from transforms.online import Rewritten, rewrite
-from transforms.placement import WHOLE, Placement, Span, Tiled
+from transforms.placement import WHOLE, Placement, Span, Tiled, TileError
 from transforms.prefix import carry
 from transforms.propagate import analyse
 from transforms.refused import explained
@@ -83,6 +84,8 @@ class Program:
     def plan(self) -> Schedule:
         promoted: dict[Value, Tiled] = {}
         done = Rewritten()
+        divided: set[Node] = set()
+        first: TileError | None = None
         span = Span(0, self.options.size, self.options.total, self.options.accumulate)
         while True:
             try:
@@ -95,6 +98,10 @@ class Program:
                 inline(self.graph, region.node)
             except Along as found:
                 carry(self.graph, found.node, span)
+            except TileError as refusal:
+                first = first or refusal
+                if not any(divide(self.graph, node, dim, divided) for node, dim in refusal.origins):
+                    raise first from None
 
     @property
     def limits(self) -> Limits:

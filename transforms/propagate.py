@@ -193,7 +193,7 @@ def _complete(found: Analysis, node: Node, operand: int, reason: str, limits: Li
             raise Complete(partials, f"needs it whole for its `{node.name}`")
         raise Inline(node)
     if isinstance(fact.placement, Tiled):
-        check_size(value, fact.placement, node, reason, limits)
+        check_size(value, fact.placement, node, reason, limits, [(node, fact.placement.dim)])
     found.completions.append(Completion(value, node, reason, fact.placement))
     found.completed.add((node, operand))
     return Fact(WHOLE, fact.stage + 1)

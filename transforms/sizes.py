@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from jax.extend.core import Jaxpr
 
 from transforms.analysis import Analysis, Local, Promote
-from transforms.graph import Node, Value, bodies, depends, nbytes
+from transforms.graph import Node, Value, ancestors, bodies, depends, nbytes
 from transforms.limits import Limits, check_size, human
 from transforms.loops import Loop
 from transforms.placement import WHOLE, Tiled, TileError, Whole
@@ -37,7 +37,19 @@ def check_whole(analysis: Analysis, loops: list[Loop], requested: Iterable[Value
     if promoted := {v: cut for v in large if (cut := _cut_of(v, total, shares)) is not None}:
         raise Promote(promoted)
     for value, (node, reason) in found.items():
-        check_size(value, WHOLE, node, reason, limits)
+        if not limits.allow(value):
+            check_size(value, WHOLE, node, reason, limits, _origins(analysis, value))
+
+
+def _origins(analysis: Analysis, value: Value) -> list[tuple[Node, int]]:
+    """The equations that read cut operands whole on the way to `value`, and where those are cut, the largest first."""
+    before = ancestors(analysis.graph, [value])
+    found = []
+    for node, i in analysis.completed:
+        placement = analysis.fact(node.inputs[i]).placement
+        if isinstance(placement, Tiled) and not before.isdisjoint(node.outputs):
+            found.append((node.inputs[i].nbytes, node, placement.dim))
+    return [(node, dim) for _, node, dim in sorted(found, key=lambda f: -f[0])]
 
 
 def _forms(values: Iterable[Value], copies: bool = False) -> set[Value]:

@@ -56,8 +56,9 @@ def scatter_candidates(node: Node, placements: tuple[Placement, ...]) -> list[tu
         if node.inputs[0].shape[o] == node.inputs[2].shape[u]:
             for cut in _cuts_at((operand, o), (updates, u)):
                 ways.append((cut.at(o), (cut.at(o), WHOLE, cut.at(u))))
+    single = {o for o, u in windows if node.inputs[2].shape[u] == 1}
     for o in numbers.scatter_dims_to_operand_dims:
-        if o in numbers.inserted_window_dims and o not in dict(positions):
+        if o in single.union(numbers.inserted_window_dims) and o not in dict(positions):
             for cut in _cuts_at((operand, o)):
                 ways.append((cut, (cut, WHOLE, WHOLE)))
     if node.name in (*ADDS, *EXTREMA):

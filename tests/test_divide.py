@@ -1,0 +1,149 @@
+"""Arrays that are not quite as long as the cut axis: parts of it, and joins with others, computed piece by piece."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+from transforms import TileError, tile
+
+B, S, D, V, N = 3, 11, 5, 24, 30  # batch, sequence, embed, vocab, tokens
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def draw(*shape):
+    return np.random.default_rng(sum(shape)).normal(size=shape)
+
+
+def pick(*shape, high=V):
+    return np.random.default_rng(sum(shape)).integers(0, high, shape)
+
+
+def nll(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+
+
+def shifted(x, w, ids):
+    return nll((x @ w)[:, :-1], ids[:, 1:]).mean()
+
+
+def flattened(x, w, ids):
+    logits, labels = (x @ w)[..., :-1, :].reshape(-1, V), ids[..., 1:].reshape(-1)
+    return -jax.nn.log_softmax(logits)[jnp.arange(len(labels)), labels].mean()
+
+
+def hidden_shifted(x, w, ids):
+    return nll(x[:, :-1] @ w, ids[:, 1:]).mean()
+
+
+def completion(x, w, ids):
+    return -nll((x @ w)[:, 3:-1], ids[:, 4:]).sum(-1)
+
+
+def several(x, w, ids):
+    logits = x @ w
+    return sum(nll(logits[:, :-k], ids[:, k:]).mean() for k in (1, 2))
+
+
+def distilled(x, w, ids):
+    student, teacher = (x @ w)[:, :-1], lax.stop_gradient((jnp.sin(x) @ w)[:, :-1])
+    kl = (jax.nn.softmax(teacher) * (jax.nn.log_softmax(teacher) - jax.nn.log_softmax(student))).sum(-1)
+    return (kl * (ids[:, 1:] != 0)).sum() / (ids[:, 1:] != 0).sum()
+
+
+def extrema(x, w, ids):
+    logits = (x @ w)[:, 2:-3]
+    return logits.max(), logits.min((0, 1)), (logits > -9).all(), logits.sum(1)
+
+
+def checkpointed(x, w, ids):
+    return jax.checkpoint(shifted)(x, w, ids)
+
+
+PARTS = (shifted, flattened, hidden_shifted, completion, several, distilled, extrema, checkpointed)
+
+
+def sinks(q, k, v):
+    scores = jnp.concatenate([q @ k.T, q[:, :1]], -1)
+    return jax.nn.softmax(scores)[:, :-1] @ v
+
+
+def prefix(q, k, v):
+    k, v = jnp.concatenate([q, k]), jnp.concatenate([jnp.cos(q), v])
+    return jax.nn.softmax(q @ k.T) @ v
+
+
+def padded(q, k, v):
+    return jax.nn.softmax(jnp.pad(q @ k.T, ((0, 0), (1, 2))))[:, 1:-2] @ v
+
+
+def queue(q, k, v):
+    scores = jnp.concatenate([(q * q).sum(-1, keepdims=True), q @ k.T, jnp.zeros((len(q), 1))], 1)
+    return nll(scores, jnp.zeros(len(q), int)).mean(), scores.argmax(1), scores.argmin(1)
+
+
+def labelled(q, k, v):
+    scores = jnp.concatenate([q @ k.T, q], 1)
+    return -jnp.take_along_axis(jax.nn.log_softmax(5 * jnp.tanh(scores)), pick(4, high=N + D)[:, None], 1).mean()
+
+
+def two_heads(q, k, v):
+    first, second = jnp.split(q @ k.T, [8], -1)
+    return nll(first, jnp.arange(4)).mean() + jax.nn.logsumexp(second, -1).sum()
+
+
+JOINS = (sinks, prefix, padded, queue, labelled, two_heads)
+
+CASES = [(fn, (1, None, 1), (draw(B, S, D), draw(D, V), pick(B, S))) for fn in PARTS]
+CASES += [(fn, (None, 0, 0), (draw(4, D), draw(N, D), draw(N, D))) for fn in JOINS]
+
+
+def floats(tree):
+    return [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+
+
+@pytest.mark.parametrize(("fn", "axis", "args"), CASES, ids=[case[0].__name__ for case in CASES])
+def test_is_computed_piece_by_piece(fn, axis, args):
+    args = tuple(map(jnp.asarray, args))
+
+    def both(fn):
+        total = lambda *args: sum(jnp.sum(leaf * jnp.cos(1.0 + leaf.ndim)) for leaf in floats(fn(*args)))
+        return jax.jit(lambda *args: (fn(*args), jax.grad(total, (0, 1))(*args)))(*args)
+
+    tiled = tile(fn, axis, 4)
+    for got, want in zip(*map(jax.tree.leaves, (both(tiled), both(fn))), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9)
+    largest = max(a.nbytes for a in args)
+    for run in filter(None, (tiled.plan(*args).value, tiled.plan(*args).gradient)):
+        assert all(c.nbytes <= largest for loop in run.loops for c in loop.carries)
+
+
+def test_nan_and_infinities_outside_the_part_do_not_count():
+    x = jnp.asarray(draw(B, S, D)).at[:, -1].set(jnp.nan)
+    loss = lambda x, w: jax.nn.logsumexp((x @ w)[:, :-1], -1).sum() + (x @ w)[:, :-1].max()
+    (got, grads), (want, expected) = (
+        jax.value_and_grad(f, 1)(x, jnp.asarray(draw(D, V))) for f in (tile(loss, (1, None), 3), loss)
+    )
+    np.testing.assert_allclose(got, want, rtol=1e-9)
+    np.testing.assert_allclose(grads, expected, rtol=1e-9)
+
+
+def test_choices_prefer_what_comes_first_and_nan():
+    for special in (3.0, jnp.nan, -jnp.inf):
+        x = jnp.full((4, N), special).at[0, 7].set(9.0)
+        fn = lambda x: jnp.concatenate([x[:, :2] * 0 + 3, jnp.sin(x) * 0 + x, jnp.full((4, 1), 3.0)], 1).argmax(1)
+        np.testing.assert_array_equal(tile(fn, 1, 4, gather="none")(x), fn(x))
+
+
+def test_a_shift_against_itself_is_refused():
+    with pytest.raises(TileError, match="takes a part of the cut axis"):
+        tile(lambda x, w: (jnp.tanh(x @ w)[1:] - jnp.tanh(x @ w)[:-1]).sum(), (0, None), 3)(
+            *map(jnp.asarray, (draw(N, D), draw(D, V)))
+        )
