@@ -12,6 +12,7 @@ spread.py      arrays over a mesh, by their types   apart.py     sums over devic
 gather.py      weights gathered before a loop       auto.py      meshes whose axes are Auto
 analysis.py    what is known of a cut graph         finish.py    what is computed outside the loops
 refused.py     what JAX cannot type on a mesh       printing.py  a plan as a table
+divide.py      arrays not quite as long as the axis (pieces.py, across.py)
 """
 
 from __future__ import annotations

@@ -55,6 +55,11 @@ def distillation_jensen_shannon_cut(w, teacher, h, ht):
 
 
 @case(**HEAD)
+def cross_entropy_of_each_cut(w, h, y):
+    return jax.vmap(lambda x, label: -log_softmax(x @ w)[label])(h, y).mean()
+
+
+@case(**HEAD)
 def focal_cut(w, h, y):
     logp = _logp(w, h, y)
     return -((1 - jnp.exp(logp)) ** 2 * logp).mean()
