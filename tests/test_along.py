@@ -130,3 +130,30 @@ def test_choices_among_words():
     plan = tile(lambda h, w: (jnp.argmax(h @ w, -1) == 2).mean(), (None, 1), 4).plan(h, w).value
     assert len(plan.loops) == 1
     assert not plan.completed
+
+
+def summed_in_a_scan(x, w):
+    def step(total, row):
+        loss = jax.nn.logsumexp(jnp.tanh(row) @ w)
+        return (total[0] + loss, total[1] + (loss > 2)), loss
+
+    (total, count), losses = lax.scan(step, (jnp.zeros(()), 0), x)
+    return total / (1 + count), losses.max()
+
+
+@pytest.mark.parametrize(
+    "fn", [lambda x, w: lax.map(lambda row: jax.nn.softmax(row @ w), x).max(0), summed_in_a_scan], ids=["map", "sum"]
+)
+def test_steps_that_only_add_run_in_any_order(fn):
+    x, w = draw(7, 3), draw(3, 9)
+    assert_same(fn, (0, None), (x, w), (3,))
+    plan = tile(fn, (0, None), 3).plan(x, w).gradient
+    assert plan is not None and not plan.completed
+
+
+def test_sums_of_narrow_steps_are_formed_wide():
+    x, w = draw(7, 3).astype(jnp.bfloat16), draw(3, 9).astype(jnp.bfloat16)
+    fn = lambda x, w: lax.scan(lambda total, row: (total + jnp.tanh(row @ w), None), jnp.zeros(9, x.dtype), x)[0]
+    plan = tile(fn, (0, None), 3).plan(x, w).value
+    assert [carry.nbytes for loop in plan.loops for carry in loop.carries] == [9 * 4]
+    np.testing.assert_allclose(tile(fn, (0, None), 3)(x, w).astype(float), fn(x, w).astype(float), atol=0.1)

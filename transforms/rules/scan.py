@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr
 
 from transforms.analysis import Local, Region
 from transforms.graph import Node, Value, ancestors, body_graph, evaluate
-from transforms.placement import WHOLE, Placement, Span, Tiled, Whole
+from transforms.placement import WHOLE, Partial, Placement, Span, Tiled, Whole
 from transforms.rules import RULES, Complete, Move, register, scan_counts
 from transforms.rules.regions import (
     Body,
@@ -42,6 +42,8 @@ def push_scan(node: Node, placements: tuple[Placement, ...]) -> Move:
     if along := [
         i for i, p in enumerate(placements) if i >= constants + carried and isinstance(p, Tiled) and not p.dim
     ]:
+        if (move := push_sums(node, placements)) is not None:
+            return move
         forward = not node.params["reverse"] and all(placements[i] == Tiled(0) for i in along)
         raise Complete(along, "runs along the cut axis", along=forward)
     stacked = [p.at(p.dim - 1) if isinstance(p, Tiled) else p for p in placements[constants + carried :]]
@@ -64,6 +66,40 @@ def push_scan(node: Node, placements: tuple[Placement, ...]) -> Move:
     moved = (*placements[:constants], *state, *placements[constants + carried :])
     carries = [apart[v] for v in graph.inputs[constants : constants + carried]]
     return Region((*state, *results), moved, (found,), (*carries, *held(found)[carried:]))
+
+
+def push_sums(node: Node, placements: tuple[Placement, ...]) -> Move | None:
+    """Along the cut axis, where each step only adds to what is carried: tiles sum their own steps, in any order."""
+    constants, carried = scan_counts(node)
+    kinds = summed(node)
+    first = constants + carried
+    if kinds is None or any(not isinstance(p, Whole) for p in placements[:constants]):
+        return None
+    if any(p not in (WHOLE, Tiled(0)) for p in placements[first:]):
+        return None
+    state = tuple(Partial("sum") if adds else WHOLE for adds in kinds)
+    if any(not isinstance(p, Whole) and p != q for p, q in zip(placements[constants:first], state, strict=True)):
+        return None
+    outs = (*state, *(Tiled(0),) * (len(node.outputs) - carried))
+    return Move(outs, (*placements[:constants], *state, *(Tiled(0),) * (len(placements) - first)))
+
+
+def summed(node: Node) -> list[bool] | None:
+    """Of each carried value, whether the body adds to it (or leaves it as it is); None if it reads one otherwise."""
+    graph = body_graph(node, "jaxpr")
+    constants, carried = scan_counts(node)
+    readers: dict[Value, int] = {}
+    for value in (*(v for n in graph.nodes for v in n.inputs), *graph.outputs):
+        readers[value] = readers.get(value, 0) + 1
+    kinds = []
+    for before, after in zip(graph.inputs[constants : constants + carried], graph.outputs, strict=False):
+        made = after.producer
+        adds = made is not None and made.name in ("add", "add_any") and before in made.inputs
+        exact = before.aval.shape == after.aval.shape and readers.get(before, 0) == 1 and readers[after] == 1
+        if after is not before and not (adds and exact):
+            return None
+        kinds.append(after is not before)
+    return kinds
 
 
 def run_scan(
@@ -93,8 +129,9 @@ def run_scan(
 
 
 def emit_scan(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
-    assert isinstance(move, Region)
     constants, carried = scan_counts(node)
+    if not isinstance(move, Region):
+        return emit_sums(node, values, move, span)
     wanted = [i for i, p in enumerate(move.outs) if not isinstance(p, Whole)]
     stacked = [p.at(p.dim - 1) if isinstance(p, Tiled) else p for p in move.ins[constants + carried :]]
     ins = (*move.ins[: constants + carried], *stacked)
@@ -107,6 +144,26 @@ def emit_scan(node: Node, values: list[Any], move: Move, span: Span) -> list[Any
         if values[i] is not None:
             values[i] = conform(values[i], node.inputs[i].aval, move.apart[i - constants])
     return run_scan(node, values, wanted, at_tile(move.bodies[0], ins, outs, span))
+
+
+def emit_sums(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
+    """What a tile's steps add to the carried values, added up in the dtype of sums."""
+    constants, carried = scan_counts(node)
+    every = range(len(node.outputs))
+    whole = whole_body(body_graph(node, "jaxpr"), every)
+    sums = [i for i in range(carried) if move.outs[i] == Partial("sum")]
+
+    def body(inner: Sequence[Any]) -> list[Any]:
+        start = list(inner)
+        for i in sums:
+            start[constants + i] = jnp.zeros_like(values[constants + i])
+        outs = whole(start)
+        for i in sums:
+            outs[i] = inner[constants + i] + outs[i].astype(inner[constants + i].dtype)
+        return outs
+
+    widened = [widen(v, p, span) for v, p in zip(values, move.ins, strict=True)]
+    return run_scan(node, widened, every, body, span.length)
 
 
 def part_scan(node: Node, wanted: Sequence[int]) -> tuple[list[int], Callable[..., Any]]:
