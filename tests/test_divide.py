@@ -67,7 +67,11 @@ def checkpointed(x, w, ids):
     return jax.checkpoint(shifted)(x, w, ids)
 
 
-PARTS = (shifted, flattened, hidden_shifted, completion, several, distilled, extrema, checkpointed)
+def checkpointed_after(x, w, ids):
+    return jax.checkpoint(lambda logits, labels: nll(logits, labels).mean())((x @ w)[:, :-1], ids[:, 1:])
+
+
+PARTS = (shifted, flattened, hidden_shifted, completion, several, distilled, extrema, checkpointed, checkpointed_after)
 
 
 def sinks(q, k, v):
@@ -147,3 +151,13 @@ def test_a_shift_against_itself_is_refused():
         tile(lambda x, w: (jnp.tanh(x @ w)[1:] - jnp.tanh(x @ w)[:-1]).sum(), (0, None), 3)(
             *map(jnp.asarray, (draw(N, D), draw(D, V)))
         )
+
+
+def test_places_out_of_bounds_are_filled_in():
+    x, w, ids = map(jnp.asarray, (draw(N, D), draw(D, V), pick(N, high=V) + 5))
+    picked = lambda logits: jnp.take_along_axis(logits, ids[:, None], 1, mode="fill")
+    fn = lambda x, w: jnp.nan_to_num(picked(jnp.pad(x @ w, ((0, 0), (2, 0)))), nan=7.0)
+    np.testing.assert_allclose(tile(fn, (None, 1), 3)(x, w), fn(x, w), rtol=1e-9)
+    fn = lambda x, w: picked((x @ w)[:, 1:])
+    with pytest.raises(TileError, match="takes a part of the cut axis"):  # rather than a 0 in place of nan
+        tile(fn, (None, 1), 3)(x, w)

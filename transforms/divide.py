@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from transforms.across import ACROSS, cropped, padded, rejoin
-from transforms.analysis import Inline, Split
-from transforms.graph import Graph, Node, Value, flatten, prune
+from transforms.analysis import Inline, Region, Split
+from transforms.graph import REMAT, Graph, Node, Value, body, flatten, prune
 from transforms.pieces import Cut, Piece, combine, compute, ends, join
 from transforms.placement import COMBINE, WHOLE, Partial, Placement, Tiled, TileError
 from transforms.rewrite import sort
@@ -81,7 +81,8 @@ class _Writer:
             pieces = [p for p, n in zip((around[0], source, around[1]), lengths, strict=True) if n]
             where = [(start, n) for start, n in ends(lengths) if n]
         elif node.name == "concatenate" and node.params["dimension"] == dim:
-            pieces, where = list(node.inputs), ends([v.shape[dim] for v in node.inputs])
+            pieces = [v for v in node.inputs if v.shape[dim]]
+            where = ends([v.shape[dim] for v in pieces])
         else:
             return False
         if not 0 < len(pieces) <= MOST or not out.shape[dim]:
@@ -99,7 +100,7 @@ class _Writer:
     def end(self, first: Node) -> None:
         """Write what was found into the graph."""
         kept = [n for n in self.graph.nodes if n not in self.gone]
-        read = [(node, [self.plain(v, node) for v in node.inputs]) for node in kept]
+        read = [(node, [self.plain(v, node) for v in node.inputs]) for node in (*kept, *self.nodes)]
         self.graph.outputs[:] = [self.plain(v, first) for v in self.graph.outputs]
         for node, inputs in read:
             node.inputs = inputs
@@ -122,6 +123,9 @@ class _Writer:
         """Rewrite an equation, if it reads a value in pieces."""
         if all(self.find(v) not in self.cuts for v in node.inputs):
             return
+        if node.name in REMAT:
+            self.enter(node)
+            return
         if (outs := self.across(node)) is not None:
             self.same.update(zip(node.outputs, outs, strict=True))
             self.gone.add(node)
@@ -138,6 +142,19 @@ class _Writer:
             if self.runs(node, move):
                 self.write(node, move)
             return
+
+    def enter(self, node: Node) -> None:
+        """Put the body of a `jax.checkpoint` in its place."""
+        inner = flatten(body(node.params, "jaxpr"), together=node.together)
+        given = dict(zip(inner.inputs, node.inputs, strict=True))
+        for other in inner.nodes:
+            other.inputs = [given.get(v, v) for v in other.inputs]
+            other.caller = other.caller or node.source
+            self.visit(other)
+            if other not in self.gone:
+                self.nodes.append(other)
+        self.same.update(zip(node.outputs, (given.get(v, v) for v in inner.outputs), strict=True))
+        self.gone.add(node)
 
     def across(self, node: Node) -> list[Value] | None:
         """The results of an operation along the axis that an operand is in pieces of."""
@@ -161,8 +178,10 @@ class _Writer:
                     return False
             if jax.dtypes.issubdtype(out.dtype, jax.dtypes.extended):
                 return False
+        if node.name == "gather" and self.spans[0].start and isinstance(move.outs[0], Partial):
+            return False  # places out of bounds are filled in on the tile that begins at 0
         overwrites = node.name.startswith("scatter") and node.name != "scatter-add" and isinstance(move.ins[2], Tiled)
-        return not node.effects and not (self.longer and overwrites)
+        return not (node.effects or isinstance(move, Region) or (self.longer and overwrites))
 
     def write(self, node: Node, move: Move) -> None:
         """Compute the results of a node piece by piece."""
