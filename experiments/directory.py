@@ -47,8 +47,8 @@ class Directory:
         if config.run is None:
             return cls(out / model, None)
         path = out / config.run
-        if (path / RUN).is_file():
-            return cls(path, path, overrides.read(path / RUN))
+        if path.is_dir() and (before := overrides.read(path)) is not None:
+            return cls(path, path, before)
         if path.exists() and not (path.is_dir() and all(name.startswith(".") for name in os.listdir(path))):
             raise DirectoryError(f"there is something at {path} that is no run: choose another run=NAME, or remove it")
         return cls(path, path)

@@ -98,21 +98,21 @@ class Recorder:
 
 
 def read(directory: Path, last: int | None = None) -> list[Record]:
-    """Return the records in a run's metrics.jsonl, up to a step; a line that was cut short ends them."""
+    """Return the records in a run's metrics.jsonl, up to a step, without the lines that are damaged or cut short."""
     records: list[Record] = []
     try:
-        lines = (directory / "metrics.jsonl").read_text().splitlines()
+        lines = (directory / "metrics.jsonl").read_text(errors="replace").splitlines()
     except FileNotFoundError:
         return records
     for line in lines:
         try:
             row = json.loads(line)
             record = Record(**{name: row.get(name) for name in Record.__dataclass_fields__})
-        except (ValueError, AttributeError):
-            break
-        if last is not None and record.step > last:
-            break
-        records.append(record)
+            late = record.step > (math.inf if last is None else last)
+        except (ValueError, AttributeError, TypeError):
+            continue
+        if not late:
+            records.append(record)
     return records
 
 

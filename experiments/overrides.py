@@ -33,15 +33,15 @@ def resumed(overrides: Sequence[str], out: str) -> list[str]:
         out: where run directories are, unless the command line says.
 
     Raises:
-        ConfigError: the run's own record of its overrides cannot be read.
+        ConfigError: the run's own record of its overrides cannot be read, nor that of a checkpoint.
     """
     said = dict(override.split("=", 1) for override in overrides if "=" in override)
     if "run" not in said:
         return list(overrides)
-    file = Path(said.get("out", out)).expanduser() / said["run"] / RUN
-    if not file.is_file():
+    before = read(Path(said.get("out", out)).expanduser() / said["run"])
+    if before is None:
         return list(overrides)
-    kept = [word for word in read(file)["overrides"] if not word.startswith("distributed.")]
+    kept = [word for word in before["overrides"] if not word.startswith("distributed.")]
     return with_overrides(kept, overrides)
 
 
@@ -50,19 +50,24 @@ def numbered(overrides: Sequence[str], number: int) -> list[str]:
     return [f"{word}-{number}" if word.startswith("run=") else word for word in overrides]
 
 
-def read(file: Path) -> dict[str, Any]:
-    """Return what a run wrote about itself.
+def read(folder: Path) -> dict[str, Any] | None:
+    """Return what a run wrote about itself in its directory, or else in its newest checkpoint; None if it never did.
 
     Raises:
         ConfigError: it cannot be read.
     """
-    try:
-        found = json.loads(file.read_text())
-        return {"overrides": found["overrides"], "config": found["config"], "data": found.get("data")}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise schema.ConfigError(
-            f"cannot go on with the run at {file.parent}: {file} cannot be read ({error})"
-        ) from None
+    saved = (path for path in folder.glob(f"checkpoints/*/{RUN}") if path.parent.name.isdecimal())
+    places = [folder / RUN, *sorted(saved, key=lambda path: -int(path.parent.name))]
+    problems = []
+    for file in filter(Path.exists, places):
+        try:
+            found = json.loads(file.read_text())
+            return {"overrides": found["overrides"], "config": found["config"], "data": found.get("data")}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            problems.append(f"{file} cannot be read ({error})")
+    if problems:
+        raise schema.ConfigError(f"cannot go on with the run at {folder}: {'; '.join(problems[:2])}")
+    return None
 
 
 def changes(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:

@@ -87,4 +87,9 @@ def _carried_out(command: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    status = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if status == 128 + signal.SIGINT:  # a compiler that was interrupted may crash while Python takes it down
+        os._exit(status)
+    sys.exit(status)

@@ -72,6 +72,8 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str]) -> 
         if isinstance(error, DivergedError) and config.on_nan is configs.OnNan["raise"]:
             raise
         return _fail(error, 1)
+    except OSError as error:
+        return _fail(_in_the_way(error, directory), 1)
     except Stopped as stopped:
         name, saved = configs.chosen(directory.path).name, config.checkpoint.wanted
         then = f"run={name} goes on from there" if saved else "nothing is saved, as there are no checkpoints"
@@ -84,6 +86,11 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str]) -> 
     finally:
         directory.release()
     return 0
+
+
+def _in_the_way(error: OSError, directory: Directory) -> RunError:
+    again = "" if directory.path is None else f"; run={directory.path.name} then goes on from the last checkpoint"
+    return RunError(f"cannot go on: {manifest.reason(error)}. Make room or change what is in the way{again}.")
 
 
 def _fail(error: Exception, status: int) -> int:
@@ -194,17 +201,16 @@ def _train(
     if distributed.first():
         plots.remember(path, plots.facts(plan, config))
         recorder = Recorder(path, open_loggers(path, config, done), done)
+        if done is not None and len(recorder.records) <= done:
+            progress.say(
+                f"  warning: metrics.jsonl has {len(recorder.records)} of the {done + 1} records up to step {done}"
+            )
     else:
         recorder = Recorder(None)
     try:
         model = Trainer(config, plan, source, recorder, progress, checkpoints, path, restored).run()
     except ValueError as error:
         raise RunError(str(error)) from error
-    except OSError as error:
-        raise RunError(
-            f"cannot go on: {manifest.reason(error)}. Make room or change what is in the way; run={path.name} then "
-            f"goes on from the last checkpoint."
-        ) from error
     except jax.errors.JaxRuntimeError as error:
         if distributed.several():
             distributed.abandon(error, path.name)

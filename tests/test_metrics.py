@@ -39,6 +39,20 @@ def test_every_record_is_a_line_of_both_files(tmp_path):
     assert float(rows[7]["loss"]) == lines[7]["loss"]
 
 
+def test_only_damaged_lines_are_lost(tmp_path):
+    recorder = Recorder(tmp_path)
+    for record in records(4):
+        recorder.add(record)
+    recorder.close()
+    file = tmp_path / "metrics.jsonl"
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(
+        b"".join([lines[0], lines[1].replace(b"{", b"\xff", 1), b"{}\n", lines[2], lines[3], lines[4][:20]])
+    )
+    assert [record.step for record in metrics.read(tmp_path)] == [0, 2, 3]
+    assert [record.step for record in metrics.read(tmp_path, 2)] == [0, 2]
+
+
 def test_a_loss_that_is_no_number_is_valid_json(tmp_path):
     recorder = Recorder(tmp_path)
     recorder.add(Record(step=1, loss=math.nan, grad_norm=math.inf))

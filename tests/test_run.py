@@ -9,8 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 
 import jax
 import numpy as np
@@ -280,31 +278,6 @@ def test_a_directory_has_one_run_at_a_time(start, tmp_path, capsys):
     assert f"another process is carrying out the run at {tmp_path / 'held'}: wait" in capsys.readouterr().err
     other.release()
     assert start("run=held", "steps=1") == 0
-
-
-JOB = """
-import pathlib, signal, sys, time
-def told(*_):
-    time.sleep(0.5)  # it saves
-    pathlib.Path(sys.argv[1], "saved").touch()
-    sys.exit(130)
-signal.signal(signal.SIGINT, told)
-pathlib.Path(sys.argv[1], "ready").touch()
-time.sleep(60)
-"""
-
-
-def test_a_sweep_that_is_interrupted_lets_its_job_save(tmp_path):
-    def interrupt():
-        while not (tmp_path / "ready").exists():
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    assert run._carried_out([sys.executable, "-c", JOB, str(tmp_path)]) == 130
-    thread.join()
-    assert (tmp_path / "saved").exists()
 
 
 def test_a_step_without_a_loss_can_be_raised(start, tmp_path, poison):

@@ -1,0 +1,23 @@
+"""What a run that goes on takes from its start, whatever is left of it."""
+
+import functools
+import json
+
+import pytest
+
+from experiments import overrides, schema
+
+
+def test_what_a_run_wrote_about_itself_is_also_in_its_checkpoints(tmp_path):
+    saved = {"overrides": ["run=x", "steps=9"], "config": {"steps": 9}}
+    for step in (3, 20):
+        (tmp_path / "x" / "checkpoints" / str(step)).mkdir(parents=True)
+        (tmp_path / "x" / "checkpoints" / str(step) / "run.json").write_text(json.dumps({**saved, "step": step}))
+    resumed = functools.partial(overrides.resumed, ["run=x", "seed=1", f"out={tmp_path}"], "runs")
+    assert resumed() == ["steps=9", "run=x", "seed=1", f"out={tmp_path}"]
+    (tmp_path / "x" / "run.json").write_bytes(b'{"overrides": ["st\xff')
+    assert resumed()[0] == "steps=9"
+    for file in tmp_path.rglob("run.json"):
+        file.write_text("{")
+    with pytest.raises(schema.ConfigError, match=r"cannot go on with the run at .*x: .*run.json cannot be read"):
+        resumed()
