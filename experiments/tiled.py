@@ -23,8 +23,7 @@ def head(config: configs.Resolved, loss: Callable[..., Any]) -> Callable[..., An
     """
     if config.tiling.n == "none":
         return loss
-    size, lowmem = tiles.head_size(config), config.tiling.lowmem
-    cut = tile(loss, axis=_head_axes(config), size=size, lowmem=lowmem, has_aux=True)
+    cut = tile(loss, axis=_head_axes(config), size=tiles.head_size(config), has_aux=True, **_head_options(config))
     return lambda models, *args: cut(tuple(map(_read_by_head, models)), *args)
 
 
@@ -34,9 +33,13 @@ def fewest(config: configs.Resolved, loss: Callable[..., Any], models: tuple, ar
     Raises:
         ValueError: no number does, or the budget is no number of bytes.
     """
-    tiling = config.tiling
-    cut = tile(loss, axis=_head_axes(config), n="auto", budget=tiling.budget, lowmem=tiling.lowmem, has_aux=True)
+    options = _head_options(config)
+    cut = tile(loss, axis=_head_axes(config), n="auto", budget=config.tiling.budget, has_aux=True, **options)
     return cut.plan(tuple(map(_read_by_head, models)), *args).tiles
+
+
+def _head_options(config: configs.Resolved) -> dict[str, Any]:
+    return {"lowmem": config.tiling.lowmem, "sync": config.tiling.sync}
 
 
 def _head_axes(config: configs.Resolved) -> tuple[int | None, ...]:
@@ -75,5 +78,5 @@ def _tiled_attention(n, q, k, v, *, scale, cap=None, window=None, q_segments=Non
 
 def batch(config: configs.Resolved, loss: Callable[..., Any]) -> Callable[..., Any]:
     """Return `loss(model, frozen, arrays)` a micro-batch at a time, which is gradient accumulation, or as it is."""
-    n = config.tiling.batch
-    return loss if n is None else tile(loss, axis=(None, None, 0), n=n, has_aux=True)
+    n, sync = config.tiling.batch, config.tiling.sync
+    return loss if n is None else tile(loss, axis=(None, None, 0), n=n, sync=sync, has_aux=True)

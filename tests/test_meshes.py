@@ -68,11 +68,13 @@ def test_a_tiled_run_is_the_same_on_a_mesh(alone, model, layout):
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("tiling", ["tiling.n=2", "tiling.mlp=2", "tiling.attention=2", "tiling.batch=2"])
+@pytest.mark.parametrize(
+    "tiling", ["tiling.n=2", "tiling.mlp=2", "tiling.attention=2", "tiling.batch=2", "tiling.batch=2 tiling.sync=tile"]
+)
 @pytest.mark.parametrize("layout", ["dp", "fsdp", "fsdp_tp"])
 def test_every_part_is_cut_on_a_mesh(alone, layout, tiling):
     words = ["batch_size=16", *LLAMA]
-    np.testing.assert_allclose(losses(f"mesh={layout}", tiling, *words), alone(*words), atol=1e-5)
+    np.testing.assert_allclose(losses(f"mesh={layout}", *tiling.split(), *words), alone(*words), atol=1e-5)
 
 
 @pytest.mark.heavy

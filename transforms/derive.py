@@ -94,7 +94,7 @@ def call(program: Program, *args: Any) -> list[Any]:
             values, moved = _scalar(program, outs[0], tuple(active), primals, given)
         else:
             found = call(program.forward if active else program, *primals)
-            values, kept = found[: len(program.closed.out_avals)], found[len(program.closed.out_avals) :]
+            values, kept = found[: program.count], found[len(program.closed.out_avals) :]
             moved = _general(program, tuple(outs), tuple(active), primals, kept, given) if active else []
         known = dict(zip(outs, moved, strict=True)) if active else {}
         return tuple(values), tuple(_tangent(v, known.get(i)) for i, v in enumerate(values))

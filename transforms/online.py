@@ -12,7 +12,7 @@ for the final one, and what was left out follows it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,14 +21,15 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 
-from transforms.analysis import Analysis
+from transforms.analysis import Analysis, Fact
 from transforms.early import Finder
 from transforms.graph import Node, Value, flatten
 from transforms.placement import WHOLE, Partial, Placement, Span, Whole
+from transforms.reassociate import Product, identity, reassociate
 from transforms.rewrite import replace, sort
 from transforms.rules import Move, register
 from transforms.spread import contracted, like, named
-from transforms.terms import Dims, Early, Term
+from transforms.terms import Early, Term, align
 
 running_p = Primitive("running")  # a maximum or minimum over the tiles so far
 anchor_p = Primitive("anchor")  # one that terms are relative to: 0 while all of them are masked
@@ -47,32 +48,49 @@ class Rewritten:
 
     sums: dict[Value, Online] = dataclasses.field(default_factory=dict)
     copies: dict[Any, Value] = dataclasses.field(default_factory=dict)
+    ends: dict[Value, None] = dataclasses.field(default_factory=dict)  # the values that were rewritten, their anchors
 
 
 def rewrite(found: Analysis, done: Rewritten, span: Span) -> bool:
     """Make one sum of an analysed graph online, if that saves a loop. Its analysis is void then."""
     finder = Finder(found)
+    able = {}
     for value, early in finder.sums.items():
         known = max([early.stage + 1, *(finder.known(t.value) for t in (*early.offsets, *early.factors))])
-        if early.anchors and any(contracted(value.producer)):
-            continue  # rescaling needs what all devices hold, in every tile
-        if value not in done.sums and known <= found.fact(value).stage and _saves(found, value):
-            _Writer(finder, done, span).write(value, early)
+        # Rescaling needs what all devices hold, in every tile.
+        apart = early.anchors and any(contracted(value.producer))
+        if value not in done.sums and not apart and known <= found.fact(value).stage:
+            able[value] = early
+    for value, early in able.items():
+        node = value.producer
+        if node is None or not _saves(found, value, able):
+            continue
+        if node.name == "dot_general" and reassociate(found.graph, Product(node, value, identity), identity):
             return True
+        done.ends.update(dict.fromkeys([*(t.value for t in early.anchors), value]))
+        _Writer(finder, done, span).write(value, early)
+        return True
     return False
 
 
-def _saves(found: Analysis, value: Value) -> bool:
-    """Whether a loop waits for the sum; or it is a result, and no other is formed in a loop as late."""
-    reached, stage = {value}, found.fact(value).stage
-    for node in found.graph.nodes:
-        if any(v in reached for v in node.inputs):
-            reached.update(node.outputs)
-            facts = [found.fact(v) for v in node.outputs if v in found.used]
-            if any(f.stage > stage and not isinstance(f.placement, Whole) for f in facts):
-                return True
+def _saves(found: Analysis, value: Value, able: Collection[Value]) -> bool:
+    """Whether a loop waits for the sum; or all results that are formed as late come of sums that are `able` too."""
+    stage = found.fact(value).stage
+    if any(
+        f.stage > stage and not isinstance(f.placement, Whole) for _, facts in _after(found, {value}) for f in facts
+    ):
+        return True
+    reached = {*able, *(v for node, _ in _after(found, set(able)) for v in node.outputs)}
     ends = [found.end(v) for v in found.graph.outputs if v not in reached]
     return max(ends, default=-1) < stage
+
+
+def _after(found: Analysis, reached: set[Value]) -> Iterator[tuple[Node, list[Fact]]]:
+    """The nodes that depend on some values, and what is known of their results."""
+    for node in found.graph.nodes:
+        if not reached.isdisjoint(node.inputs):
+            reached.update(node.outputs)
+            yield node, [found.fact(v) for v in node.outputs if v in found.used]
 
 
 class _Writer:
@@ -168,15 +186,6 @@ class _Writer:
                 like = dataclasses.replace(node, outputs=[value])
                 self.done.copies[key] = self.add(like, [self.running(v) for v in node.inputs])
         return self.done.copies[key]
-
-
-def align(array: Any, dims: Dims, shape: Sequence[int]) -> Any:
-    """An array as one that broadcasts to `shape`, its dimension `dims[i]` along dimension `i`."""
-    along = [i for i, d in enumerate(dims) if d is not None]
-    order = [d for d in dims if d is not None]
-    rest = [d for d in range(array.ndim) if d not in order]
-    turned = lax.transpose(array, [*order, *rest]).reshape([shape[i] for i in along])
-    return lax.broadcast_in_dim(turned, [n if i in along else 1 for i, n in enumerate(shape)], along)
 
 
 def _finish(early: Early, total: Any, values: Sequence[Any]) -> Any:

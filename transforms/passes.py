@@ -61,13 +61,13 @@ def _gradient(program: Program) -> Pass | None:
         return None
     if not program.is_scalar(outs, active):
         back = program.cotangent(tuple(active), tuple(outs))
-        both = lambda *args: (program.run(*args[: len(avals)]), back.run(*args))
-        return Pass((program, back), both, _plain(program, active, outs), back.closed.in_avals)
+        cotangents = [program.closed.out_avals[i] for i in outs]
+        return Pass((program.forward, back), _both(program, back), _plain(program, active, outs), [*avals, *cotangents])
     if not program.in_one_pass(outs, active):
         back = program.cotangent(tuple(active), tuple(outs))
         unit = jnp.ones((), program.closed.out_avals[outs[0]].dtype)
-        both = lambda *args: (program.run(*args), back.run(*args, unit))
-        return Pass((program, back), both, _plain(program, active, outs), avals)
+        both = lambda *args: _both(program, back)(*args, unit)
+        return Pass((program.forward, back), both, _plain(program, active, outs), avals)
     joint = program.gradient(tuple(active), outs[0])
 
     def run(*args: Any) -> Any:
@@ -75,6 +75,17 @@ def _gradient(program: Program) -> Pass | None:
         return results, [g.astype(avals[i].dtype) for i, g in zip(active, found, strict=True)]
 
     return Pass((joint.program,), run, _plain(program, active, outs), avals)
+
+
+def _both(program: Program, back: Program) -> Callable[..., Any]:
+    """A program and its backward pass, from the inputs and the cotangents."""
+    inputs, outputs = len(program.closed.in_avals), len(program.closed.out_avals)
+
+    def run(*args: Any) -> Any:
+        found = program.forward.run(*args[:inputs])
+        return found[:outputs], back.run(*args[:inputs], *found[outputs:], *args[inputs:])
+
+    return run
 
 
 def _plain(program: Program, active: Sequence[int], outs: Sequence[int]) -> Callable[..., Any]:

@@ -11,37 +11,15 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from transforms import lower, rules  # noqa: F401
-from transforms.analysis import Along, Inline, Promote
-from transforms.divide import divide
-from transforms.graph import Graph, Node, Value, ancestors, depends, flatten, nbytes
+from transforms import lower
+from transforms.ends import Ends, ends, every
+from transforms.graph import Graph, ancestors, depends, flatten, nbytes
 from transforms.keep import Keeping, Policy, keeping
 from transforms.limits import Limits
 from transforms.loops import Schedule
-from transforms.online import Rewritten, rewrite
-from transforms.placement import WHOLE, Placement, Span, Tiled, TileError
-from transforms.prefix import carry
-from transforms.propagate import analyse
+from transforms.placement import WHOLE, Placement, Tiled
+from transforms.planning import planned
 from transforms.refused import explained
-from transforms.rewrite import inline
-from transforms.rules import (  # noqa: F401
-    collective,
-    contraction,
-    control_flow,
-    elementwise,
-    indexing,
-    linalg,
-    ragged,
-    random,
-    reduction,
-    refusals,
-    scan,
-    scatter,
-    shape,
-    slicing,
-    windows,
-)
-from transforms.schedule import schedule
 from transforms.separate import Separation, has_custom_vjp, scales, separate
 from transforms.spread import like
 
@@ -74,34 +52,38 @@ class Program:
     options: Options
     wide: frozenset[int] = frozenset()
     reuse: Mapping[int, int] = dataclasses.field(default_factory=dict)  # outputs that may take an input's buffer
+    also: Ends | None = None  # what its loops end in, returned after the outputs
+    given: tuple[Ends, int] | None = None  # what another program's loops ended in, and the first input that holds it
 
     @functools.cached_property
     def graph(self) -> Graph:
         """The program, flat."""
         return flatten(self.closed, together=self.options.sync == "tile")
 
-    @functools.cached_property
+    @property
+    def count(self) -> int:
+        """How many results `run` has."""
+        return len(self.closed.out_avals) + (len(self.also.values) if self.also is not None else 0)
+
+    @property
     def plan(self) -> Schedule:
-        promoted: dict[Value, Tiled] = {}
-        done = Rewritten()
-        divided: set[Node] = set()
-        first: TileError | None = None
-        span = Span(0, self.options.size, self.options.total, self.options.accumulate)
-        while True:
-            try:
-                found = analyse(self.graph, self.placements, self.limits, promoted)
-                if not rewrite(found, done, span):
-                    return schedule(found, self.limits, self.options.total, done.sums)
-            except Promote as large:
-                promoted |= large.placements
-            except Inline as region:
-                inline(self.graph, region.node)
-            except Along as found:
-                carry(self.graph, found.node, span)
-            except TileError as refusal:
-                first = first or refusal
-                if not any(divide(self.graph, node, dim, divided) for node, dim in refusal.origins):
-                    raise first from None
+        return self._planned[0]
+
+    @property
+    def ends(self) -> Ends:
+        """What the loops end in, apart from the outputs, that derivatives need too."""
+        return self._planned[1]
+
+    @functools.cached_property
+    def _planned(self) -> tuple[Schedule, Ends]:
+        graph = flatten(self.closed, together=self.options.sync == "tile")  # planning changes it
+        twins = dict(zip(every(graph), every(self.graph), strict=True))
+        if self.also is not None:
+            graph.outputs += self.also.among(graph)
+        if self.given is not None:
+            self.given[0].use(graph, self.given[1])
+        plan, found = planned(graph, self.placements, self.limits)
+        return plan, ends(self.graph, [twins[v] for v in found if v in twins], self.limits.largest)
 
     @property
     def limits(self) -> Limits:
@@ -229,7 +211,16 @@ class Program:
     @functools.cached_property
     def forward(self) -> Program:
         """The outputs, then what is kept for the backward pass."""
-        return self if self.keeping is None else self.derive(self.keeping.forward, ())
+        if self.keeping is not None:
+            return self.derive(self.keeping.forward, ())
+        return dataclasses.replace(self, also=self.ends) if self.ends.values and self.also is None else self
+
+    @property
+    def kept(self) -> list[tuple[Any, Placement]]:
+        """The types and places of what `forward` returns beyond the outputs."""
+        avals = [v.aval for v in self.forward.plan.analysis.graph.outputs]
+        both = zip(avals, self.forward.output_placements, strict=True)
+        return list(both)[len(self.closed.out_avals) :]
 
     def cotangent(self, active: tuple[int, ...], outs: tuple[int, ...]) -> Program:
         """The cotangents of inputs `active`, from the inputs, what was kept, and the cotangents of outputs `outs`."""
@@ -246,14 +237,13 @@ class Program:
 
             return jax.vjp(primal, *(args[i] for i in active))[1](list(cotangents))
 
-        first = len(self.closed.out_avals)
-        extra = list(zip(self.forward.closed.out_avals, self.forward.output_placements, strict=True))[first:]
-        extra += [(self.closed.out_avals[i], self.output_placements[i]) for i in outs]
-        return self._remember(("cotangent", active, outs), backward, extra)
+        extra = [*self.kept, *((self.closed.out_avals[i], self.output_placements[i]) for i in outs)]
+        given = (self.forward.also, count) if self.forward.also is not None else None
+        return self._remember(("cotangent", active, outs), backward, extra, given)
 
-    def _remember(self, key: Any, fn: Any, extra: Sequence[tuple[Any, Placement]]) -> Program:
+    def _remember(self, key: Any, fn: Any, extra: Sequence[tuple[Any, Placement]], given: Any = None) -> Program:
         if key not in self._derived:
-            derived = self.derive(fn, extra)
+            derived = dataclasses.replace(self.derive(fn, extra), given=given)
             self._derived[key] = self.again(derived, key[1]) if key[0] == "cotangent" else derived
         return self._derived[key]
 

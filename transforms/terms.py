@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax import lax
 
 from transforms.graph import Value
 
@@ -76,6 +79,15 @@ def peel(value: Value, rank: int) -> tuple[Value, Dims]:
         dims = [None if d is None else along.get(d) for d in dims]
         value = source
     return value, tuple(None if d is None or value.shape[d] == 1 else d for d in dims)
+
+
+def align(array: Any, dims: Dims, shape: Sequence[int]) -> Any:
+    """An array as one that broadcasts to `shape`, its dimension `dims[i]` along dimension `i`."""
+    along = [i for i, d in enumerate(dims) if d is not None]
+    order = [d for d in dims if d is not None]
+    rest = [d for d in range(array.ndim) if d not in order]
+    turned = lax.transpose(array, [*order, *rest]).reshape([shape[i] for i in along])
+    return lax.broadcast_in_dim(turned, [n if i in along else 1 for i, n in enumerate(shape)], along)
 
 
 def merge(first: tuple[Term, ...], second: tuple[Term, ...], sign: float = 1.0) -> tuple[Term, ...]:

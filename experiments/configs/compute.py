@@ -21,12 +21,17 @@ class Tiling:
     mlp: int | None = option(None, "number of tiles of each MLP, over a sequence's tokens")
     attention: int | None = option(None, "number of tiles of attention, over queries; keys are whole")
     batch: int | None = option(None, "number of micro-batches (gradient accumulation)")
+    sync: str = option(
+        "once", "on a mesh, weights and their gradients travel once a step, or with every tile: less memory"
+    )
 
     def __post_init__(self):
         named = self.n in ("auto", "none")
         if not named and (isinstance(self.n, str) or self.n < 1):
             raise refuse("tiling.n", self.n, "give a whole number of tiles (1 or more), none or auto")
         positive(self, "tiling.", "size", "mlp", "attention", "batch")
+        if self.sync not in ("once", "tile"):
+            raise refuse("tiling.sync", self.sync, "give once or tile")
         if self.size is not None and self.n != "auto":
             raise refuse("tiling.size", self.size, f"tiling.n={self.n} cuts the head already; give one of the two")
         if self.budget is not None and (self.n != "auto" or self.size is not None):

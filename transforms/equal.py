@@ -1,0 +1,43 @@
+"""Which values of two programs are the same: equal computations of equal inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from jax.core import Tracer
+
+from transforms.graph import Graph, Value, bodies
+
+Numbers = dict[Value, int]
+
+
+class Numbering:
+    """Numbers values such that equal numbers mean equal values, in all graphs that it has seen.
+
+    The inputs of these are taken for the same, one by one: a derived program has those of the one it comes from first.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[Any, int] = {}
+
+    def __call__(self, graph: Graph) -> Numbers:
+        numbers: Numbers = {v: self._number(("input", i)) for i, v in enumerate(graph.inputs)}
+        for node in graph.nodes:
+            for value in node.inputs:
+                if value not in numbers:
+                    numbers[value] = self._number(("constant", *_constant(value.const)))
+            alone = bool(node.effects) or bool(bodies(node.params))
+            what = (node.name, id(node) if alone else str(node.params), *(numbers[v] for v in node.inputs))
+            numbers.update((v, self._number((*what, v.index))) for v in node.outputs)
+        return numbers
+
+    def _number(self, key: Any) -> int:
+        return self.known.setdefault(key, len(self.known))
+
+
+def _constant(array: Any) -> tuple[Any, ...]:
+    """What tells constants apart: small ones by what they hold."""
+    if isinstance(array, Tracer) or np.size(array) > 16 or not isinstance(array, (np.ndarray, np.generic)):
+        return ("object", id(array))
+    return str(array.dtype), array.shape, array.tobytes()
