@@ -13,6 +13,8 @@ import equinox as eqx
 from experiments import configs, tiles
 from transforms import tile
 from zoo import Gemma
+from zoo.configs import MixtralConfig, Qwen3MoeConfig
+from zoo.experts import experts_by_sequence
 from zoo.nn import Ops, attention, gated_mlp
 
 
@@ -54,12 +56,17 @@ def _read_by_head(model: Any) -> Any:
 
 
 def ops(config: configs.Resolved) -> Ops | None:
-    """Return how the heavy parts of each layer run: plainly, or as `tiling.mlp` and `tiling.attention` cut them."""
+    """Return how the heavy parts of each layer run: plainly, or as `tiling.mlp` and `tiling.attention` cut them.
+
+    Where the batch is cut, a mixture's tokens are sorted by expert sequence by sequence.
+    """
     pieces: dict[str, Any] = {}
     if config.tiling.mlp is not None:
         pieces["mlp"] = functools.partial(_tiled_mlp, config.tiling.mlp)
     if config.tiling.attention is not None:
         pieces["attention"] = functools.partial(_tiled_attention, config.tiling.attention)
+    if config.tiling.batch is not None and isinstance(config.model.config, MixtralConfig | Qwen3MoeConfig):
+        pieces["experts"] = experts_by_sequence
     return Ops(**pieces) if pieces else None
 
 

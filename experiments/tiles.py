@@ -77,13 +77,13 @@ def problem(config: configs.Resolved) -> str | None:
 
 
 def _experts(config: configs.Resolved) -> str | None:
-    """Return why a mixture cannot be cut so: its tokens are sorted by expert, all together."""
+    """Return why a mixture cannot be cut so."""
     tiling, dense = config.tiling, config.model.config.dense_layers
-    if tiling.batch is not None:
+    if tiling.batch is not None and config.mesh.devices > 1:
         return (
-            f"cannot cut a mixture of experts into tiling.batch={tiling.batch} micro-batches: the tokens of all "
-            f"{config.batch_size} sequences are sorted by expert together. Leave tiling.batch out; a smaller "
-            "batch_size, tiling.attention and remat=full save memory too."
+            f"cannot cut a mixture of experts into tiling.batch={tiling.batch} micro-batches on a mesh of "
+            f"{config.mesh.devices} devices: each sorts the tokens of all its sequences by expert together. Leave "
+            "tiling.batch out; a smaller batch_size, tiling.attention and remat=full save memory too."
         )
     if tiling.mlp is not None and not dense:
         return (

@@ -135,28 +135,65 @@ def test_choices_among_words():
     assert not plan.completed
 
 
-def summed_in_a_scan(x, w):
-    def step(total, row):
-        loss = jax.nn.logsumexp(jnp.tanh(row) @ w)
-        return (total[0] + loss, total[1] + (loss > 2)), loss
-
-    (total, count), losses = lax.scan(step, (jnp.zeros(()), 0), x)
-    return total / (1 + count), losses.max()
-
-
-@pytest.mark.parametrize(
-    "fn", [lambda x, w: lax.map(lambda row: jax.nn.softmax(row @ w), x).max(0), summed_in_a_scan], ids=["map", "sum"]
-)
-def test_steps_that_only_add_run_in_any_order(fn):
-    x, w = draw(7, 3), draw(3, 9)
-    assert_same(fn, (0, None), (x, w), (3,))
-    plan = tile(fn, (0, None), 3).plan(x, w).gradient
-    assert plan is not None and not plan.completed
-
-
 def test_sums_of_narrow_steps_are_formed_wide():
     x, w = draw(7, 3).astype(jnp.bfloat16), draw(3, 9).astype(jnp.bfloat16)
     fn = lambda x, w: lax.scan(lambda total, row: (total + jnp.tanh(row @ w), None), jnp.zeros(9, x.dtype), x)[0]
     plan = tile(fn, (0, None), 3).plan(x, w).value
     assert [carry.nbytes for loop in plan.loops for carry in loop.carries] == [9 * 4]
     np.testing.assert_allclose(tile(fn, (0, None), 3)(x, w).astype(float), fn(x, w).astype(float), atol=0.1)
+
+
+# ------------------------------------------------------------------------------------ steps that do not see each other
+
+
+def mapped(w, x):
+    """Each row is sorted on its own, so only a loop over the rows can be cut."""
+
+    def row(r):
+        order = jnp.argsort(r[:, 0])
+        return jnp.zeros_like(r).at[order].add(jnp.tanh(r[order] @ w)), (r @ w).sum(0)
+
+    return lax.map(row, x)
+
+
+def summed(w, x):
+    return lax.scan(lambda total, r: (total + jnp.sin(r @ w), None), jnp.ones(3), x)[0]
+
+
+def losses(w, x):
+    def step(total, row):
+        loss = jax.nn.logsumexp(jnp.tanh(row[0]) @ w)
+        return (total[0] + loss, total[1] + (loss > 1)), loss
+
+    (total, count), losses = lax.scan(step, (jnp.zeros(()), 0), x)
+    return total / (1 + count), losses.max()
+
+
+def of_layers(w, x):
+    def layer(x, scale):
+        y, counts = mapped(w, x * scale)
+        return x + y, counts.sum(0)
+
+    return lax.scan(jax.checkpoint(layer), x, jnp.linspace(0.5, 1, 3))
+
+
+@pytest.mark.parametrize("fn", [mapped, losses, of_layers, lambda w, x: summed(w, x.reshape(-1, 3))])
+def test_steps_that_do_not_see_each_other_are_cut_with_their_gradients(fn):
+    args = draw(3, 3), draw(7, 4, 3, seed=1)
+    assert_same(fn, (None, 0), args)
+    plan = tile(fn, (None, 0), 3).plan(*args)
+    assert not plan.value.completed and not plan.gradient.completed
+    assert plan.value.flops == plan.value.untiled_flops
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda total, r: (total + r, total.sum()),  # it is read
+        lambda total, r: (2 * total + r, r.sum()),
+        lambda total, r: (total + r * total, r.sum()),
+        lambda total, r: (total + r, total),
+    ],
+)
+def test_steps_that_see_what_others_left_hand_it_on(step):
+    assert_same(lambda x: lax.scan(step, jnp.zeros(3), jnp.sin(x)), 0, (draw(7, 3),), (3,))

@@ -73,8 +73,8 @@ def test_all_parts_can_be_cut_under_remat(remat):
     check(resolved("tiny_llama", *tilings(*TILINGS["all"]), f"remat={remat}"), "tiny_llama")
 
 
-@pytest.mark.parametrize("words", [["n=3", "lowmem=true", "attention=3"]])
-def test_a_mixture_is_cut_where_no_expert_is(words):
+@pytest.mark.parametrize("words", [["n=3", "lowmem=true", "attention=3"], ["n=2", "batch=4"], ["batch=3"]])
+def test_a_mixture_is_cut(words):
     check(resolved("tiny_mixtral", *tilings(*words)), "tiny_mixtral")
 
 
@@ -118,13 +118,10 @@ def test_what_can_be_cut_is_no_problem():
 
 def test_experts_are_not_cut():
     found = [tiles.problem(resolved("tiny_mixtral", *tilings(word))) for word in ("batch=2", "mlp=2", "attention=2")]
-    assert (
-        "cannot cut a mixture of experts into tiling.batch=2 micro-batches: the tokens of all 6 sequences" in found[0]
-    )
+    assert found[0] is None and found[2] is None
     assert (
         "cannot cut MLPs into tiling.mlp=2 tiles: all 2 layers of this mixture have experts in their place" in found[1]
     )
-    assert found[2] is None
 
 
 def test_a_smaller_budget_takes_more_tiles():

@@ -255,6 +255,8 @@ def constant(value: Value) -> Any | None:
 
 def flops(node: Node) -> int:
     """Multiplications and additions of a matrix product, or of those in a node's bodies; others count nothing."""
+    if isinstance(part := node.params.get("of"), Node):  # a part of another equation
+        return flops(part)
     return _flops(node.name, node.params, [v.aval for v in node.inputs], [v.aval for v in node.outputs])
 
 

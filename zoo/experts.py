@@ -46,6 +46,21 @@ def experts(
     return jax.shard_map(local, in_specs=(tokens, *specs), out_specs=(tokens, PartitionSpec()))(x, *weights)
 
 
+def experts_by_sequence(
+    x: Float[Array, "B S D"], router: Matrix, gate: Matrix, up: Matrix, down: Matrix, chosen: int, *, normalise: bool
+) -> tuple[Float[Array, "B S D"], Float[Array, "2 E"]]:
+    """Return `experts` of the same arguments, each sequence's tokens sorted on their own: `tile` can cut the batch.
+
+    Raises:
+        ValueError: on an explicit mesh, where sequences are not on one device.
+    """
+    if explicit():
+        raise ValueError("experts_by_sequence: devices share the sequences of an explicit mesh. Use `experts`.")
+    run = lambda row: experts(row[None], router, gate, up, down, chosen, normalise=normalise)
+    out, routed = jax.lax.map(run, x)
+    return out[:, 0], routed.sum(0)
+
+
 def _local(x, router, gate, up, down, *, chosen, normalise, tokens=(), over_E=(), over_F=()):
     """Compute `experts` of one device's tokens, given the mesh axes that cut tokens, experts and their hidden width."""
     flat = x.reshape(-1, x.shape[-1])

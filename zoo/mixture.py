@@ -62,23 +62,24 @@ class Block(eqx.Module):
         ops = Ops() if ops is None else ops
         q, k, v = project(self, x, config, frequency, positions)
         attended = ops.attention(q, k, v, scale=config.query_scale, cap=None, window=window)
-        return self.finish(x, attended, config)
+        return self.finish(x, attended, config, ops)
 
     def finish(
-        self, x: Float[Array, "B S D"], attended: Float[Array, "B S N H"], config: AnyMixture
+        self, x: Float[Array, "B S D"], attended: Float[Array, "B S N H"], config: AnyMixture, ops: Ops | None = None
     ) -> tuple[Float[Array, "B S D"], Float[Array, "2 E"]]:
         """Return the layer's output, given what its queries attended to, and how its tokens were routed."""
         x = x + checkpoint_name(join(self, attended), "attn_out")
         h = rms_norm(x, self.mlp_norm, config.norm_eps, offset=0.0)
-        h, routed = self.experts(h, config)
+        h, routed = self.experts(h, config, ops)
         return x + checkpoint_name(h, "mlp_out"), routed
 
     def experts(
-        self, x: Float[Array, "B S D"], config: AnyMixture
+        self, x: Float[Array, "B S D"], config: AnyMixture, ops: Ops | None = None
     ) -> tuple[Float[Array, "B S D"], Float[Array, "2 E"]]:
         """Return what each token's experts make of it; and each expert's number of tokens and sum of probabilities."""
         weights = (weight.astype(x.dtype) for weight in (self.router, self.gate, self.up, self.down))
-        return experts(x, *weights, config.experts_per_token, normalise=config.normalise_weights)
+        run = experts if ops is None or ops.experts is None else ops.experts
+        return run(x, *weights, config.experts_per_token, normalise=config.normalise_weights)
 
 
 class Mixture(eqx.Module):
@@ -137,7 +138,7 @@ class Mixture(eqx.Module):
             dtype: what to compute in; None is the parameters' own.
             remat: what the backward pass keeps of each layer (`transforms.remat`), or any wrapper of its body. The
                 names `attn_out` and `mlp_out` mark what a policy may keep.
-            ops: how attention runs, and the MLP of dense layers; None runs them plainly.
+            ops: how attention and experts run, and the MLP of dense layers; None runs them plainly.
             segments: the number of each token's document, where a row holds several (`zoo.packing`).
 
         Raises:

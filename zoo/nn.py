@@ -169,10 +169,12 @@ class Ops:
         attention: like `attention`; called as `attention(q, k, v, scale=, cap=, window=)`, of rows with several
             documents also with `q_segments=, k_segments=`.
         mlp: like `gated_mlp`; called as `mlp(x, gate, up, down, activation=)`.
+        experts: like `zoo.experts.experts`, which None stands for.
     """
 
     attention: Callable = attention
     mlp: Callable = gated_mlp
+    experts: Callable | None = None
 
 
 def lookup(table: Float[Array, "V D"], ids: Integer[Array, "B S"], dtype: DTypeLike) -> Float[Array, "B S D"]:

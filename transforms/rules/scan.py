@@ -69,37 +69,40 @@ def push_scan(node: Node, placements: tuple[Placement, ...]) -> Move:
 
 
 def push_sums(node: Node, placements: tuple[Placement, ...]) -> Move | None:
-    """Along the cut axis, where each step only adds to what is carried: tiles sum their own steps, in any order."""
+    """Along the cut axis, where no step sees another: what is carried is added to, or stays as it is.
+
+    Such are `lax.map`, and its gradients. Tiles sum their own steps, in any order.
+    """
     constants, carried = scan_counts(node)
     kinds = summed(node)
     first = constants + carried
-    if kinds is None or any(not isinstance(p, Whole) for p in placements[:constants]):
+    cuts = {*placements[first:]} - {WHOLE}
+    if kinds is None or len(cuts) != 1:
         return None
-    if any(p not in (WHOLE, Tiled(0)) for p in placements[first:]):
+    (cut,) = cuts
+    ins = (*(WHOLE,) * constants, *(k if k == Partial("sum") else WHOLE for k in kinds))
+    if any(p not in (WHOLE, wanted) for p, wanted in zip(placements, ins, strict=False)):
         return None
-    state = tuple(Partial("sum") if adds else WHOLE for adds in kinds)
-    if any(not isinstance(p, Whole) and p != q for p, q in zip(placements[constants:first], state, strict=True)):
-        return None
-    outs = (*state, *(Tiled(0),) * (len(node.outputs) - carried))
-    return Move(outs, (*placements[:constants], *state, *(Tiled(0),) * (len(placements) - first)))
+    outs = (*kinds, *(cut,) * (len(node.outputs) - carried))
+    return Move(outs, (*ins, *(cut,) * (len(placements) - first)))
 
 
-def summed(node: Node) -> list[bool] | None:
-    """Of each carried value, whether the body adds to it (or leaves it as it is); None if it reads one otherwise."""
+def summed(node: Node) -> list[Placement] | None:
+    """How each carried value ends if the body only adds to it, or leaves it as it is; None if it reads one otherwise."""
     graph = body_graph(node, "jaxpr")
     constants, carried = scan_counts(node)
     readers: dict[Value, int] = {}
     for value in (*(v for n in graph.nodes for v in n.inputs), *graph.outputs):
         readers[value] = readers.get(value, 0) + 1
-    kinds = []
+    kinds: list[Placement] = []
     for before, after in zip(graph.inputs[constants : constants + carried], graph.outputs, strict=False):
         made = after.producer
         adds = made is not None and made.name in ("add", "add_any") and before in made.inputs
         exact = before.aval.shape == after.aval.shape and readers.get(before, 0) == 1 and readers[after] == 1
         if after is not before and not (adds and exact):
             return None
-        kinds.append(after is not before)
-    return kinds
+        kinds.append(Partial("last" if after is before else "sum"))
+    return None if any(n.effects for n in graph.nodes) else kinds
 
 
 def run_scan(
@@ -163,7 +166,7 @@ def emit_sums(node: Node, values: list[Any], move: Move, span: Span) -> list[Any
         return outs
 
     widened = [widen(v, p, span) for v, p in zip(values, move.ins, strict=True)]
-    return run_scan(node, widened, every, body, span.length)
+    return run_scan(node, widened, every, body, values[constants + carried].shape[0])
 
 
 def part_scan(node: Node, wanted: Sequence[int]) -> tuple[list[int], Callable[..., Any]]:
