@@ -71,6 +71,7 @@ def run(graph, *args):
     return evaluate(dict(zip(graph.inputs, args, strict=True)), graph.outputs)
 
 
+MASK = np.random.default_rng(0).random((Q, K))
 SUMS = {  # of `p * (g @ v.T)` over the keys, beside `p @ v`
     "plain": (lambda p, v, g, s: ((p * (g @ v.T)).sum(1), p @ v), True),
     "scaled along the queries": (lambda p, v, g, s: ((p / s**2 * (g @ v.T)).sum(1), (p / s) @ v), True),
@@ -78,6 +79,7 @@ SUMS = {  # of `p * (g @ v.T)` over the keys, beside `p @ v`
     "turned": (lambda p, v, g, s: ((p * (v @ g.T).T).sum(1), (v.T @ p.T).T), True),
     "over the queries too": (lambda p, v, g, s: ((p * (g @ v.T)).sum(), p @ v), True),
     "dropped": (lambda p, v, g, s: ((p * (m := jnp.sign(p)) * (g @ v.T)).sum(1), (p * m) @ v), True),
+    "other constants": (lambda p, v, g, s: ((p * MASK * (g @ v.T)).sum(1), (p * (1 - MASK)) @ v), False),
     "other values": (lambda p, v, g, s: ((p * (g @ v.T)).sum(1), p @ (v + 1)), False),
     "other weights": (lambda p, v, g, s: ((p * (g @ v.T)).sum(1), (p + 1) @ v), False),
     "squared weights": (lambda p, v, g, s: ((p**-1 * (g @ v.T)).sum(1), p @ v), False),

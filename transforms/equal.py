@@ -26,7 +26,7 @@ class Numbering:
         for node in graph.nodes:
             for value in node.inputs:
                 if value not in numbers:
-                    numbers[value] = self._number(("constant", *_constant(value.const)))
+                    numbers[value] = self._number(("constant", *constant_key(value.const)))
             alone = bool(node.effects) or bool(bodies(node.params))
             what = (node.name, id(node) if alone else str(node.params), *(numbers[v] for v in node.inputs))
             numbers.update((v, self._number((*what, v.index))) for v in node.outputs)
@@ -36,7 +36,7 @@ class Numbering:
         return self.known.setdefault(key, len(self.known))
 
 
-def _constant(array: Any) -> tuple[Any, ...]:
+def constant_key(array: Any) -> tuple[Any, ...]:
     """What tells constants apart: small ones by what they hold."""
     if isinstance(array, Tracer) or np.size(array) > 16 or not isinstance(array, (np.ndarray, np.generic)):
         return ("object", id(array))

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 
-from transforms.graph import Graph, Node, Value, constant, flatten, prune
+from transforms.equal import constant_key
+from transforms.graph import Graph, Node, Value, flatten, prune
 from transforms.rewrite import replace, sort
 from transforms.spread import like
 from transforms.terms import align, peel
@@ -55,7 +56,7 @@ def reassociate(graph: Graph, product: Product, identify: Identify) -> bool:
 
 def identity(value: Value) -> Any:
     """What tells the values of one graph apart."""
-    return value if value.const is None else constant(value)
+    return value if value.const is None else constant_key(value.const)
 
 
 def factors(value: Value, labels: Labels, power: int = 1) -> Iterator[Factor]:
