@@ -16,7 +16,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr
 
 from transforms.analysis import Local, Region
-from transforms.graph import Node, Value, ancestors, body_graph, evaluate
+from transforms.graph import Graph, Node, Value, ancestors, body_graph, evaluate
 from transforms.placement import WHOLE, Partial, Placement, Span, Tiled, Whole
 from transforms.rules import RULES, Complete, Move, register, scan_counts
 from transforms.rules.regions import (
@@ -88,21 +88,26 @@ def push_sums(node: Node, placements: tuple[Placement, ...]) -> Move | None:
 
 
 def summed(node: Node) -> list[Placement] | None:
-    """How each carried value ends if the body only adds to it, or leaves it as it is; None if it reads one otherwise."""
+    """How each carried value ends if the body only adds to it or leaves it as it is; None if it reads one otherwise."""
     graph = body_graph(node, "jaxpr")
     constants, carried = scan_counts(node)
-    readers: dict[Value, int] = {}
-    for value in (*(v for n in graph.nodes for v in n.inputs), *graph.outputs):
-        readers[value] = readers.get(value, 0) + 1
     kinds: list[Placement] = []
     for before, after in zip(graph.inputs[constants : constants + carried], graph.outputs, strict=False):
-        made = after.producer
-        adds = made is not None and made.name in ("add", "add_any") and before in made.inputs
-        exact = before.aval.shape == after.aval.shape and readers.get(before, 0) == 1 and readers[after] == 1
-        if after is not before and not (adds and exact):
+        if after is not before and not _only_added(graph, before, after):
             return None
         kinds.append(Partial("last" if after is before else "sum"))
     return None if any(n.effects for n in graph.nodes) else kinds
+
+
+def _only_added(graph: Graph, before: Value, after: Value) -> bool:
+    """Whether `after` is `before` with something added, once or more, and nothing else reads what is in between."""
+    value = before
+    while value is not after:
+        readers = [node for node in graph.nodes for v in node.inputs if v is value]
+        if len(readers) != 1 or readers[0].name not in ("add", "add_any") or value in graph.outputs:
+            return False
+        (value,) = readers[0].outputs
+    return graph.outputs.count(after) == 1 and not any(after in node.inputs for node in graph.nodes)
 
 
 def run_scan(
