@@ -97,7 +97,7 @@ def test_sums_are_read_off_products_that_are_known(fn, known):
         node = next(n for n in reversed(made.nodes) if n.name == "dot_general")
         wanted = run(made, *args)
         assert reassociate(made, Product(node, node.outputs[0], identity), identity) == known
-        assert sum(n.name == "dot_general" for n in made.nodes) == (1 if known else 2)
+        assert any(K in n.outputs[0].shape for n in made.nodes if n.name == "dot_general") != known
         for a, b in zip(run(made, *args), wanted, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-12)
 

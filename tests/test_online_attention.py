@@ -164,3 +164,26 @@ def test_memory_of_attention_over_keys(fn):
     assert temp(tiled, *long) <= temp(fn, *long) / 7  # two arrays of a tile, of sixteen
     loss = lambda f: jax.grad(lambda q, k, v: (f(q, k, v) ** 2).sum(), (0, 1, 2))
     assert temp(loss(tiled), *long) <= temp(loss(fn), *long) / 8
+
+
+def heads(q, k, v):
+    return jnp.einsum("nqk,knh->qnh", jax.nn.softmax(jnp.einsum("qnh,knh->nqk", q, k) / 8), v)
+
+
+def library(q, k, v):
+    return jax.nn.dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
+
+
+@pytest.mark.parametrize(
+    ("fn", "shape"), [(plain, (64, 16)), (causal, (64, 16)), (heads, (64, 3, 8)), (library, (64, 3, 8))]
+)
+def test_narrow_attention_of_as_many_queries_as_keys(fn, shape):
+    """In float32 the output would be larger than any input, and has a dimension as long as the cut axis."""
+    args = [jax.random.normal(key, shape).astype(jnp.bfloat16) for key in jax.random.split(jax.random.key(0), 3)]
+    assert loops(fn, KEYS, args) == (1, 2)
+    gradient = lambda fn, args: jax.vjp(fn, *args)[1](jnp.cos(args[0]))
+    with jax.enable_x64():
+        exact = gradient(fn, [a.astype(jnp.float64) for a in args])
+        error = lambda found: [jnp.linalg.norm(a - b) for a, b in zip(found, exact, strict=True)]
+        tiled, untiled = error(gradient(tile(fn, KEYS, 4), args)), error(gradient(fn, args))
+        assert all(a <= 1.4 * b for a, b in zip(tiled, untiled, strict=True))

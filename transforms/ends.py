@@ -10,10 +10,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
+import jax
+
 from transforms.equal import Numbering
-from transforms.graph import Graph, Value, prune
+from transforms.graph import Graph, Value, flatten, prune
 from transforms.reassociate import Product, reassociate
-from transforms.spread import named
+from transforms.spread import like, named
 
 SEEN_ALIKE = frozenset("reshape broadcast_in_dim squeeze transpose stop_gradient convert_element_type max min".split())
 COMPARISONS = frozenset("eq ne lt le gt ge eq_to lt_to le_to".split())
@@ -42,6 +44,7 @@ class Ends:
                 reassociate(graph, product, lambda v: ours.get(v, v))
         inputs = {theirs[v]: known for v, known in given.items()}
         found = {v: inputs[n] for v, n in ours.items() if n in inputs and not compared(graph, v)}
+        found = {v: _rounded(graph, known, v) for v, known in found.items()}
         for node in graph.nodes:
             node.inputs = [found.get(v, v) for v in node.inputs]
         graph.outputs[:] = [found.get(v, v) for v in graph.outputs]
@@ -59,6 +62,17 @@ def ends(graph: Graph, found: Iterable[Value], largest: int) -> Ends:
 def every(graph: Graph) -> list[Value]:
     """All values of a graph, in order."""
     return [*graph.inputs, *(v for node in graph.nodes for v in node.outputs)]
+
+
+def _rounded(graph: Graph, known: Value, value: Value) -> Value:
+    """What is known of a value, in its dtype."""
+    if known.dtype == value.dtype:
+        return known
+    made = flatten(jax.make_jaxpr(lambda x: x.astype(value.dtype))(like(known.aval)))
+    for node in made.nodes:
+        node.inputs = [known if v in made.inputs else v for v in node.inputs]
+    graph.nodes[:0] = made.nodes
+    return made.outputs[0]
 
 
 def compared(graph: Graph, value: Value) -> bool:

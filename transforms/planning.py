@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import jax.numpy as jnp
+
 from transforms.analysis import Along, Inline, Promote
 from transforms.divide import divide
 from transforms.graph import Graph, Node, Value
@@ -34,8 +36,16 @@ from transforms.rules import (  # noqa: F401
 from transforms.schedule import schedule
 
 
-def planned(graph: Graph, placements: Sequence[Placement], limits: Limits) -> tuple[Schedule, list[Value]]:
+def planned(
+    graph: Graph, placements: Sequence[Placement], limits: Limits, also: int = 0
+) -> tuple[Schedule, list[Value]]:
     """Plan a graph, which changes it, from where its inputs stand.
+
+    Args:
+        graph: the program.
+        placements: of its inputs.
+        limits: which completions are allowed.
+        also: the number of last outputs that are left in the dtype of sums.
 
     Returns:
         The loops; and of the values that were there before, those which online sums end in, with what they are
@@ -53,7 +63,7 @@ def planned(graph: Graph, placements: Sequence[Placement], limits: Limits) -> tu
     while True:
         try:
             found = analyse(graph, placements, limits, promoted)
-            if not rewrite(found, done, span):
+            if not rewrite(found, done, span) and not _widen(graph, also):
                 return schedule(found, limits, options.total, done.sums), list(done.ends)
         except Promote as large:
             promoted |= large.placements
@@ -65,3 +75,19 @@ def planned(graph: Graph, placements: Sequence[Placement], limits: Limits) -> tu
             first = first or refusal
             if not any(divide(graph, node, dim, divided) for node, dim in refusal.origins):
                 raise first from None
+
+
+def _widen(graph: Graph, count: int) -> bool:
+    """Take the last outputs before they are rounded. Returns whether any was."""
+    changed = False
+    for i in range(len(graph.outputs) - count, len(graph.outputs)):
+        node = graph.outputs[i].producer
+        if node is not None and node.name == "convert_element_type" and _wider(node.inputs[0], node.outputs[0]):
+            graph.outputs[i] = node.inputs[0]
+            changed = True
+    return changed
+
+
+def _wider(value: Value, other: Value) -> bool:
+    floats = all(jnp.issubdtype(v.dtype, jnp.floating) for v in (value, other))
+    return floats and value.dtype.itemsize > other.dtype.itemsize

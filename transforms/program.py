@@ -82,7 +82,7 @@ class Program:
             graph.outputs += self.also.among(graph)
         if self.given is not None:
             self.given[0].use(graph, self.given[1])
-        plan, found = planned(graph, self.placements, self.limits)
+        plan, found = planned(graph, self.placements, self.limits, self.count - len(self.closed.out_avals))
         return plan, ends(self.graph, [twins[v] for v in found if v in twins], self.limits.largest)
 
     @property

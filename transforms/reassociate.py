@@ -7,7 +7,7 @@ of its own, for one number of each query. But the sum is that of `do * o` over t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -188,15 +188,33 @@ def _write(graph: Graph, node: Node, found: list[Factor], gone: set[Any]) -> Non
     summed = [d for d in sizes if d not in out and d not in gone]
     labels = dict.fromkeys([*out, *summed, *(x for f in found for x in f.labels if x is not None)])
     sizes.update((x, n) for f in found for x, n in zip(f.labels, f.value.shape, strict=True) if x is not None)
-    shape = [sizes[x] for x in labels]
+
+    def product(factors: Sequence[Factor], arrays: Sequence[Any], labels: Sequence[Any]) -> Any:
+        total = jnp.ones((), result.dtype)
+        for factor, array in zip(factors, arrays, strict=True):
+            dims = tuple(factor.labels.index(x) if x in factor.labels else None for x in labels)
+            aligned = align(array.astype(result.dtype), dims, [sizes[x] for x in labels])
+            total = total * (aligned if factor.power == 1 else aligned**factor.power)
+        return jnp.broadcast_to(total, [sizes[x] for x in labels])
 
     def compute(*arrays: Any) -> Any:
-        total = jnp.ones((), result.dtype)
-        for array, factor in zip(arrays, found, strict=True):
-            dims = tuple(factor.labels.index(x) if x in factor.labels else None for x in labels)
-            aligned = align(array.astype(result.dtype), dims, shape)
-            total = total * aligned**factor.power if factor.power != 1 else total * aligned
-        return jnp.broadcast_to(total, shape).sum(range(len(out), len(shape)))
+        first, *others, last = found
+        inner = {x for x in labels if x not in out}
+        both = {x for f in (first, last) for x in f.labels}
+        if not inner <= both or any(inner & set(f.labels) for f in others):
+            return product(found, arrays, list(labels)).sum(range(len(out), len(labels)))
+        # A matrix product reads narrow operands as they are: no wide copy of them is made.
+        number = {x: i for i, x in enumerate(labels)}
+        squeezed = [
+            a.squeeze([i for i, x in enumerate(f.labels) if x is None]) for f, a in zip(found, arrays, strict=True)
+        ]
+        ours = [[number[x] for x in f.labels if x is not None] for f in (first, last)]
+        kept = [x for x in out if x in both]
+        dot = jnp.einsum(
+            squeezed[0], ours[0], squeezed[-1], ours[1], [number[x] for x in kept], preferred_element_type=result.dtype
+        )
+        factors = [Factor(last.value, tuple(kept), 1), *others]
+        return product(factors, [dot, *arrays[1:-1]], out)
 
     values = [f.value for f in found]
     new = flatten(jax.make_jaxpr(compute)(*(like(v.aval) for v in values)))

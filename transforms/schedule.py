@@ -34,7 +34,7 @@ def schedule(analysis: Analysis, limits: Limits, total: int, online: Mapping[Val
         eager = _settle(analysis, online, policy, eager=True)
         if _products(eager[1]) < _products(loops):
             planner, loops = eager
-    check_whole(analysis, loops, planner.requested, limits, total)
+    check_whole(analysis, loops, planner.requested, limits, total, online)
     return Schedule(analysis, loops, planner.late)
 
 

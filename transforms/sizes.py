@@ -14,8 +14,18 @@ from transforms.placement import WHOLE, Tiled, TileError, Whole
 from transforms.rules import RULES
 
 
-def check_whole(analysis: Analysis, loops: list[Loop], requested: Iterable[Value], limits: Limits, total: int) -> None:
-    """Find whole values that carry the cut axis, or that come from a completed one, and are too large."""
+def check_whole(
+    analysis: Analysis,
+    loops: list[Loop],
+    requested: Iterable[Value],
+    limits: Limits,
+    total: int,
+    online: Iterable[Value] = (),
+) -> None:
+    """Find whole values that carry the cut axis, or that come from a completed one, and are too large.
+
+    What is made of an accumulator, such as an `online` sum, may be as large as that: wider than what it ends in.
+    """
     found: dict[Value, tuple[Node, str]] = {}
     reads = [(step.node, ref) for loop in loops for step in loop.steps for ref in step.refs]
     for node, ref in reads:
@@ -32,6 +42,8 @@ def check_whole(analysis: Analysis, loops: list[Loop], requested: Iterable[Value
     whole = {v for v in (*found, *requested) if isinstance(analysis.fact(v).placement, Whole)}
     needed = _forms((ref.value for _, ref in reads if ref.how == "whole"), copies=True)  # cutting these is no help
     large = [v for v in whole if v.nbytes > limits.largest and (v in found or v not in needed)]
+    finished = _finished(analysis, online)
+    large = [v for v in large if v in found or not (_is_filled(v) or v in finished)]
     large = [v for v in large if v in found or all(f.producer or f.const is not None for f in _forms([v]))]
     shares = limits.options.shares
     if promoted := {v: cut for v in large if (cut := _cut_of(v, total, shares)) is not None}:
@@ -39,6 +51,21 @@ def check_whole(analysis: Analysis, loops: list[Loop], requested: Iterable[Value
     for value, (node, reason) in found.items():
         if not limits.allow(value):
             check_size(value, WHOLE, node, reason, limits, _origins(analysis, value))
+
+
+def _finished(analysis: Analysis, sums: Iterable[Value]) -> set[Value]:
+    """What is computed from sums that is no larger than they are, in elements."""
+    found = set(sums)
+    for node in analysis.graph.nodes:
+        known = [v.aval.size for v in node.inputs if v in found]
+        found.update(v for v in node.outputs if known and v.aval.size <= max(known))
+    return found
+
+
+def _is_filled(value: Value) -> bool:
+    """Whether a value is one number, which takes no memory unless a loop reads it slice by slice."""
+    node = value.producer
+    return node is not None and node.name == "broadcast_in_dim" and node.inputs[0].aval.size == 1
 
 
 def _origins(analysis: Analysis, value: Value) -> list[tuple[Node, int]]:
