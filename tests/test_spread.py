@@ -114,7 +114,7 @@ def test_every_layout_has_the_value_and_gradients_of_one_device(name, number):
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(jnp.abs(b).max()))
     assert types == (weights, hidden)
-    tokens = B * S // n
+    tokens = -(-(B, S)[axis] // n) * (S, B)[axis]
     assert max(looped(step.as_text()), default=0) <= 16 * tokens
 
 

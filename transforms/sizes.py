@@ -43,7 +43,7 @@ def check_whole(
     needed = _forms((ref.value for _, ref in reads if ref.how == "whole"), copies=True)  # cutting these is no help
     large = [v for v in whole if v.nbytes > limits.largest and (v in found or v not in needed)]
     finished = _finished(analysis, online)
-    large = [v for v in large if v in found or not (_is_filled(v) or v in finished)]
+    large = [v for v in large if v in found or v not in finished]
     large = [v for v in large if v in found or all(f.producer or f.const is not None for f in _forms([v]))]
     shares = limits.options.shares
     if promoted := {v: cut for v in large if (cut := _cut_of(v, total, shares)) is not None}:
@@ -54,12 +54,15 @@ def check_whole(
 
 
 def _finished(analysis: Analysis, sums: Iterable[Value]) -> set[Value]:
-    """What is computed from sums that is no larger than they are, in elements."""
-    found = set(sums)
+    """What is computed from sums, no larger than they are in elements; and the numbers that it is filled with."""
+    found, others = set(sums), set()
     for node in analysis.graph.nodes:
         known = [v.aval.size for v in node.inputs if v in found]
-        found.update(v for v in node.outputs if known and v.aval.size <= max(known))
-    return found
+        made = {v for v in node.outputs if known and v.aval.size <= max(known)}
+        found |= made
+        others.update(() if made else node.inputs)
+    read = {v for node in analysis.graph.nodes if not found.isdisjoint(node.outputs) for v in node.inputs}
+    return found | {v for v in read - others if _is_filled(v)}
 
 
 def _is_filled(value: Value) -> bool:
