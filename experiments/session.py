@@ -44,6 +44,18 @@ class RunError(RuntimeError):
     """A run that cannot start or go on, in words for the user."""
 
 
+def check_options(options: dict[str, Any]) -> None:
+    """Find out whether XLA knows the options of a run, on a program of nothing.
+
+    Raises:
+        RunError: it does not, or not with such a value.
+    """
+    try:
+        jax.jit(lambda: 0, compiler_options=options).lower().compile()
+    except (jax.errors.JaxRuntimeError, TypeError, ValueError) as error:
+        raise RunError(f"cannot use hardware.compiler_options={options}: {str(error).splitlines()[0]}") from None
+
+
 def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str]) -> int:
     """Carry out a run and return its exit status, every expected error in one message."""
     began = time.perf_counter()
@@ -57,6 +69,7 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str]) -> 
         hardware.allow(config.hardware)
         config, chosen = hardware.resolve(config, device)
         check(config)
+        check_options(config.hardware.compiler_options)
         source = data.open_source(config)
         directory.hold()
     except (RunError, DirectoryError, DistributedError, HardwareError, data.DataError) as error:

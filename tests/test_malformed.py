@@ -44,7 +44,7 @@ def misspelt(draw):
         at = draw.randrange(len(key))
         longer = key[:at] + draw.choice("qxz_") + key[at:]
         wrong = draw.choice([key[:at] + key[at + 1 :], longer, f"{key}.{word(draw)}"])
-        if wrong not in KEYS:
+        if wrong not in KEYS and not wrong.startswith(schema.FREE):
             return [*words, f"{wrong}=1"], wrong
 
 

@@ -307,6 +307,7 @@ def test_an_interrupted_run_leaves_what_it_had(start, tmp_path, capsys, monkeypa
         (["model.vocab_size=200"], "token id 256 in bytes"),
         (["seq_len=1000000"], "too little text for seq_len=1000000"),
         (["profile.steps=3:9"], "bad value profile.steps=3:9: the run has 4 steps"),
+        (["hardware.compiler_options.xla_such=1"], "cannot use hardware.compiler_options={'xla_such': 1}: "),
         (["out=/dev/null/x"], "cannot use out=/dev/null/x: /dev/null: that is no folder"),
     ],
 )
