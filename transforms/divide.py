@@ -20,12 +20,11 @@ from jax import lax
 from transforms.across import ACROSS, cropped, padded, rejoin
 from transforms.analysis import Inline, Region, Split
 from transforms.graph import REMAT, Graph, Node, Value, body, flatten, prune
-from transforms.pieces import Cut, Piece, combine, compute, ends, join
+from transforms.pieces import Cut, Piece, combine, compute, join, places
 from transforms.placement import COMBINE, WHOLE, Partial, Placement, Tiled, TileError
-from transforms.rewrite import sort
+from transforms.rewrite import sort, traced
 from transforms.rules import RULES, Complete, Move
 from transforms.rules.reduction import OPS
-from transforms.spread import like
 
 MOST = 8  # pieces of a join
 DEPTH = 50  # how far back the computation of a piece is followed
@@ -79,10 +78,10 @@ class _Writer:
             lengths = (beside[0], shape[dim], beside[1])
             around = [self.filled(node, (*shape[:dim], n, *shape[dim + 1 :])) for n in beside]
             pieces = [p for p, n in zip((around[0], source, around[1]), lengths, strict=True) if n]
-            where = [(start, n) for start, n in ends(lengths) if n]
+            where = [(start, n) for start, n in places(lengths) if n]
         elif node.name == "concatenate" and node.params["dimension"] == dim:
             pieces = [v for v in node.inputs if v.shape[dim]]
-            where = ends([v.shape[dim] for v in pieces])
+            where = places([v.shape[dim] for v in pieces])
         else:
             return False
         if not 0 < len(pieces) <= MOST or not out.shape[dim]:
@@ -273,11 +272,6 @@ class _Writer:
 
     def trace(self, fn: Callable[..., Any], inputs: Sequence[Value], node: Node) -> list[Value]:
         """Append the equations of `fn`; return its results."""
-        closed = jax.make_jaxpr(fn)(*(like(v.aval) for v in inputs))
-        inner = flatten(closed, together=node.together)
-        given = dict(zip(inner.inputs, inputs, strict=True))
-        for other in inner.nodes:
-            other.inputs = [given.get(v, v) for v in other.inputs]
-            other.source, other.caller = node.source, node.caller
-        self.nodes += inner.nodes
-        return [given.get(v, v) for v in inner.outputs]
+        nodes, outs = traced(fn, inputs, node)
+        self.nodes += nodes
+        return outs

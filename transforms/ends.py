@@ -10,12 +10,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-import jax
-
 from transforms.equal import Numbering
-from transforms.graph import Graph, Value, flatten, prune
+from transforms.graph import Graph, Value, prune
 from transforms.reassociate import Product, reassociate
-from transforms.spread import like, named
+from transforms.rewrite import traced
+from transforms.spread import named
 
 SEEN_ALIKE = frozenset("reshape broadcast_in_dim squeeze transpose stop_gradient convert_element_type max min".split())
 COMPARISONS = frozenset("eq ne lt le gt ge eq_to lt_to le_to".split())
@@ -68,11 +67,10 @@ def _rounded(graph: Graph, known: Value, value: Value) -> Value:
     """What is known of a value, in its dtype."""
     if known.dtype == value.dtype:
         return known
-    made = flatten(jax.make_jaxpr(lambda x: x.astype(value.dtype))(like(known.aval)))
-    for node in made.nodes:
-        node.inputs = [known if v in made.inputs else v for v in node.inputs]
-    graph.nodes[:0] = made.nodes
-    return made.outputs[0]
+    assert value.producer is not None
+    nodes, (rounded,) = traced(lambda x: x.astype(value.dtype), [known], value.producer)
+    graph.nodes[:0] = nodes
+    return rounded
 
 
 def compared(graph: Graph, value: Value) -> bool:

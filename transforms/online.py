@@ -15,7 +15,6 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray
@@ -23,12 +22,12 @@ from jax.extend.core import Primitive
 
 from transforms.analysis import Analysis, Fact
 from transforms.early import Finder
-from transforms.graph import Node, Value, flatten
+from transforms.graph import Node, Value
 from transforms.placement import WHOLE, Partial, Placement, Span, Whole
 from transforms.reassociate import Product, identity, reassociate
-from transforms.rewrite import replace, sort
+from transforms.rewrite import replace, sort, traced
 from transforms.rules import Move, register
-from transforms.spread import contracted, like, named
+from transforms.spread import contracted, named
 from transforms.terms import Early, Term, align
 
 running_p = Primitive("running")  # a maximum or minimum over the tiles so far
@@ -111,14 +110,8 @@ class _Writer:
         def finish(total: Any, *values: Any) -> Any:
             return _finish(early, total, [v.astype(wide) for v in values]).astype(value.dtype)
 
-        avals = [like(v.aval) for v in (total, *(t.value for t in terms))]
-        after = flatten(jax.make_jaxpr(finish)(*avals))
-        given = dict(zip(after.inputs, (total, *(t.value for t in terms)), strict=True))
-        for other in after.nodes:
-            other.inputs = [given.get(v, v) for v in other.inputs]
-            other.source, other.caller = node.source, node.caller
-        (result,) = after.outputs
-        replace(self.found.graph, node, [*self.nodes, *after.nodes], {value: given.get(result, result)})
+        nodes, (result,) = traced(finish, [total, *(t.value for t in terms)], node)
+        replace(self.found.graph, node, [*self.nodes, *nodes], {value: result})
         sort(self.found.graph)
 
     def copy(self, value: Value) -> Value:

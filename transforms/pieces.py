@@ -94,6 +94,6 @@ def join(shape: tuple[int, ...], cut: Tiled, spans: Sequence[Piece], *pieces: An
     return [lax.concatenate(apart, dim + 1).reshape(shape)]
 
 
-def ends(lengths: Sequence[int]) -> list[tuple[int, int]]:
+def places(lengths: Sequence[int]) -> list[tuple[int, int]]:
     """Start and length of pieces one after the other."""
     return [(sum(lengths[:i]), n) for i, n in enumerate(lengths)]

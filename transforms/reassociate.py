@@ -10,15 +10,13 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 
 from transforms.equal import constant_key
-from transforms.graph import Graph, Node, Value, flatten, prune
-from transforms.rewrite import replace, sort
-from transforms.spread import like
+from transforms.graph import Graph, Node, Value, prune
+from transforms.rewrite import replace, sort, traced
 from transforms.terms import align, peel
 
 Labels = tuple[Any, ...]  # what each dimension of an array runs over; None: it is repeated, or has one element
@@ -216,10 +214,5 @@ def _write(graph: Graph, node: Node, found: list[Factor], gone: set[Any]) -> Non
         factors = [Factor(last.value, tuple(kept), 1), *others]
         return product(factors, [dot, *arrays[1:-1]], out)
 
-    values = [f.value for f in found]
-    new = flatten(jax.make_jaxpr(compute)(*(like(v.aval) for v in values)))
-    given = dict(zip(new.inputs, values, strict=True))
-    for other in new.nodes:
-        other.inputs = [given.get(v, v) for v in other.inputs]
-        other.source, other.caller, other.together = node.source, node.caller, node.together
-    replace(graph, node, new.nodes, {result: given.get(new.outputs[0], new.outputs[0])})
+    nodes, (total,) = traced(compute, [f.value for f in found], node)
+    replace(graph, node, nodes, {result: total})

@@ -32,6 +32,16 @@ def replace(graph: Graph, node: Node, nodes: Sequence[Node], values: dict[Value,
     graph.outputs[:] = [values.get(v, v) for v in graph.outputs]
 
 
+def traced(fn: Callable[..., Any], inputs: Sequence[Value], node: Node) -> tuple[list[Node], list[Value]]:
+    """The equations of a function of some values, which stand for `node` in messages; and its results."""
+    made = flatten(jax.make_jaxpr(fn)(*(like(v.aval) for v in inputs)), together=node.together)
+    given = dict(zip(made.inputs, inputs, strict=True))
+    for other in made.nodes:
+        other.inputs = [given.get(v, v) for v in other.inputs]
+        other.source, other.caller = node.source, node.caller
+    return made.nodes, [given.get(v, v) for v in made.outputs]
+
+
 def inline(graph: Graph, node: Node) -> None:
     """Put the body of a `jax.checkpoint`, or that of `lax.platform_dependent` for any platform, in its place."""
     number = any_platform(node)
@@ -53,14 +63,8 @@ def any_platform(node: Node) -> int | None:
 
 def split(graph: Graph, node: Node, wanted: Sequence[int], inputs: Sequence[int], fn: Callable[..., Any]) -> None:
     """Compute the results `wanted` of a node apart from the others: by `fn`, from its operands `inputs`."""
-    ins = [node.inputs[i] for i in inputs]
-    apart = flatten(jax.make_jaxpr(fn)(*(like(v.aval) for v in ins)), together=node.together)
-    given = dict(zip(apart.inputs, ins, strict=True))
-    for other in apart.nodes:
-        other.inputs = [given.get(v, v) for v in other.inputs]
-        other.source, other.caller = node.source, node.caller
-    outs = [given.get(v, v) for v in apart.outputs]
-    replace(graph, node, apart.nodes, dict(zip([node.outputs[i] for i in wanted], outs, strict=True)), keep=True)
+    nodes, outs = traced(fn, [node.inputs[i] for i in inputs], node)
+    replace(graph, node, nodes, dict(zip([node.outputs[i] for i in wanted], outs, strict=True)), keep=True)
 
 
 def sort(graph: Graph) -> None:
