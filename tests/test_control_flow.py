@@ -137,3 +137,17 @@ def test_tiling_the_batch_of_a_training_loss_is_gradient_accumulation():
         assert error(program(*args), want) < 1e-5
         memory.append(program.memory_analysis().temp_size_in_bytes)
     assert memory[2] < 0.6 * memory[1] < 0.6 * memory[0] * 0.8, memory
+
+
+def test_checkpoints_within_checkpoints():
+    """The innermost has a result that no tile changes, so none of the three can be kept as a block of its own."""
+
+    def fn(h, w):
+        @jax.checkpoint
+        def outer(h, w):
+            scaled = jax.checkpoint(lambda w: 2 * jnp.sin(w))(w)
+            return jax.nn.logsumexp(jax.checkpoint(lambda h, w: jnp.tanh(h @ w))(h, scaled), axis=-1)
+
+        return outer(h, w).mean()
+
+    exact(fn, (0, None), (draw(26, 5), draw(5, 11)))

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from experiments import configs, data, hardware, meshes, program, schema
+from experiments.bench.hlo import collectives
 from transforms.step import State
 
 SIZES = ["model.num_layers=2", "model.embed_dim=32", "model.mlp_dim=64", "model.num_heads=8", "model.head_dim=4"]
@@ -65,6 +66,17 @@ def test_a_run_is_the_same_on_a_mesh(alone, model, layout):
 @pytest.mark.parametrize(("model", "layout"), [(GEMMA, "fsdp_tp"), (LLAMA, "fsdp_cp")])
 def test_a_tiled_run_is_the_same_on_a_mesh(alone, model, layout):
     np.testing.assert_allclose(losses(f"mesh={layout}", "tiling.n=3", *model), alone(*model), atol=1e-5)
+
+
+@pytest.mark.parametrize("tiling", [["tiling.batch=2"], ["tiling.n=2"]])
+def test_devices_exchange_with_every_micro_batch_where_that_is_asked_for(tiling):
+    def in_loops(sync):
+        config, _ = resolve("mesh=fsdp", "batch_size=16", f"tiling.sync={sync}", *tiling, *LLAMA, "model.num_layers=1")
+        with meshes.spread(config):
+            text = program.compile_train(config, program.abstract_state(config)).compiled.as_text()
+        return sum(c.bytes for c in collectives(text, 8) if c.looped)
+
+    assert in_loops("once") < in_loops("tile")
 
 
 @pytest.mark.heavy

@@ -1,8 +1,6 @@
-"""Whole runs of a micro model: what is left behind, what is printed, and how they fail."""
+"""Whole runs of a micro model: what is left behind, what is printed, and how they go on."""
 
 import csv
-import dataclasses
-import functools
 import json
 import math
 import os
@@ -11,59 +9,13 @@ import subprocess
 import sys
 
 import jax
-import numpy as np
 import pytest
 import yaml
-from jax.experimental.compilation_cache import compilation_cache
 
 import zoo
-from experiments import data, directory, hardware, run, schema, session, train
+from experiments import run, schema
+from tests.runs import FILES, MICRO, rows
 from zoo import adapters, lora
-
-MICRO = [
-    "data=pydoc",
-    "model.vocab_size=300",
-    "model.num_layers=1",
-    "model.embed_dim=32",
-    "model.mlp_dim=64",
-    "model.num_heads=2",
-    "model.head_dim=16",
-    "batch_size=4",
-    "seq_len=32",
-    "steps=4",
-    "eval.batches=2",
-]
-FILES = ["config.yaml", "loss.png", "memory.png", "metrics.csv", "metrics.jsonl", "plan.json", "rate.png", "run.json"]
-FILES += ["speed.png", "summary.json"]
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compile_once(cache):
-    """Most runs here compile the same programs."""
-    jax.config.update("jax_compilation_cache_dir", str(cache / "xla"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
-
-
-@pytest.fixture
-def start(tmp_path, cache, monkeypatch):
-    """Run in this process, without touching its JAX configuration; return the exit status."""
-    device = hardware.Device("cpu", "a test", 2**32)
-    monkeypatch.setattr(hardware, "prepare", lambda platform: device)
-
-    def begin(*overrides):
-        words = [*MICRO, f"out={tmp_path}", f"data.cache={cache}", *overrides]
-        return session.start(*schema.compose(words), words)
-
-    return begin
 
 
 def test_the_command_trains_and_leaves_everything(tmp_path, cache):
@@ -103,10 +55,6 @@ def test_runs_are_reproducible_and_get_their_own_directories(start, tmp_path):
         rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         losses.append([row["loss"] for row in rows])
     assert losses[0] == losses[1]
-
-
-def rows(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_a_run_goes_on_where_it_ended_and_says_what_changed(start, tmp_path, capsys):
@@ -197,67 +145,6 @@ def test_a_sweep_runs_every_combination_under_a_name_of_its_own(monkeypatch, cap
     assert "\nrun=x tiling.n=1 adapter.targets=q,v seed=1\n" in capsys.readouterr().out
 
 
-def test_weights_that_are_not_there(start, tmp_path, capsys):
-    assert start(f"model.weights={tmp_path / 'nothing'}") == 2
-    assert "error: cannot read model.weights=" in capsys.readouterr().err
-
-
-def test_a_diverged_run_stops_after_writing_what_it_had(start, tmp_path, capsys):
-    status = start("run=bad", "optimizer=sgd", "optimizer.learning_rate=1e30", "optimizer.warmup=0")
-    error = capsys.readouterr().err
-    assert status == 1
-    assert "training has diverged and stops here. Lower optimizer.learning_rate (now 1e+30)" in error
-    rows = [json.loads(line) for line in (tmp_path / "bad" / "metrics.jsonl").read_text().splitlines()]
-    assert 1 < len(rows) < 5
-    assert None in (rows[-1]["loss"], rows[-1]["grad_norm"])
-    assert all(math.isfinite(row["loss"]) for row in rows[1:-1])
-    batch = next((tmp_path / "bad").glob("nan-step-*.npz"))
-    assert f"The step's batch is in {batch}" in error
-    assert np.load(batch)["tokens"].shape == (4, 32)
-    assert sorted(path.name for path in (tmp_path / "bad").iterdir()) == sorted([*FILES, batch.name])
-
-
-@pytest.fixture
-def poison(monkeypatch):
-    """The batch of step 3 gives a loss that is no number."""
-    batch = data.Source.batch
-
-    def poisoned(self, step, *rows):
-        made = batch(self, step, *rows)
-        return dataclasses.replace(made, mask=made.mask * np.float32(np.nan)) if step == 2 else made
-
-    monkeypatch.setattr(data.Source, "batch", poisoned)
-
-
-def test_a_step_without_a_loss_can_be_left_out(start, tmp_path, capsys, poison):
-    assert start("run=skips", "steps=5", "on_nan=skip", "checkpoint.every=1", "checkpoint.keep=9") == 0
-    assert "the loss is nan at step 3: its update is left out; its batch is in" in capsys.readouterr().out
-    losses = [row["loss"] for row in rows(tmp_path / "skips")][1:]
-    assert [loss is None for loss in losses] == [False, False, True, False, False]
-    files = "2/state/model.embed/0.0", "3/state/model.embed/0.0", "4/state/model.embed/0.0"
-    two, three, four = ((tmp_path / "skips" / "checkpoints" / file).read_bytes() for file in files)
-    assert two == three != four
-
-
-def test_what_is_left_out_does_not_move_the_schedule(start, tmp_path, poison):
-    words = "optimizer=sgd", "optimizer.warmup=0", "optimizer.schedule=linear", "optimizer.final=0", "on_nan=skip"
-    start = functools.partial(start, "run=skips", "optimizer.learning_rate=1", *words, "checkpoint.every=4")
-    assert start("steps=5") == 0
-    rates = [round(row["learning_rate"], 4) for row in rows(tmp_path / "skips")[1:]]
-    assert rates == [1.0, 0.8, 0.6, 0.6, 0.4]
-    assert start("steps=6") == 0
-    assert round(rows(tmp_path / "skips")[-1]["learning_rate"], 4) == round(1 - 4 / 6, 4)
-
-
-def test_a_run_that_met_a_bad_step_goes_on_as_its_error_says(start, tmp_path, capsys, poison):
-    words = "run=bad", "checkpoint.every=1", "steps=5"
-    assert start(*words) == 1
-    assert start(*words, "optimizer.clip_norm=1", "on_nan=skip") == 0
-    assert "changed  optimizer.clip_norm: None -> 1.0" in capsys.readouterr().out
-    losses = [row["loss"] for row in rows(tmp_path / "bad")][1:]
-    assert [loss is None for loss in losses] == [False, False, True, False, False]
-
-
 def test_a_change_of_what_is_read_is_said(start, tmp_path, capsys):
     texts = [{"text": f"{i} is followed by {i + 1}. " * 20} for i in range(40)]
     (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(text)}\n" for text in texts))
@@ -268,65 +155,6 @@ def test_a_change_of_what_is_read_is_said(start, tmp_path, capsys):
     (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(text)}\n" for text in texts[1:]))
     assert start(*words, "steps=8") == 0
     assert "changed  data: what it reads is not what it was" in capsys.readouterr().out
-
-
-def test_a_directory_has_one_run_at_a_time(start, tmp_path, capsys):
-    (tmp_path / "held").mkdir()
-    other = directory.Directory(tmp_path, tmp_path / "held")
-    other.hold()
-    assert start("run=held") == 2
-    assert f"another process is carrying out the run at {tmp_path / 'held'}: wait" in capsys.readouterr().err
-    other.release()
-    assert start("run=held", "steps=1") == 0
-
-
-def test_a_step_without_a_loss_can_be_raised(start, tmp_path, poison):
-    with pytest.raises(train.DivergedError, match="the loss is nan at step 3: training has diverged"):
-        start("run=raises", "on_nan=raise", "checkpoint.every=1")
-    assert sorted(path.name for path in (tmp_path / "raises" / "checkpoints").iterdir()) == ["1", "2"]
-
-
-def test_an_interrupted_run_leaves_what_it_had(start, tmp_path, capsys, monkeypatch):
-    batch = data.Source.batch
-
-    def interrupt(self, step, *rows):
-        if step == 2:
-            raise KeyboardInterrupt
-        return batch(self, step, *rows)
-
-    monkeypatch.setattr(data.Source, "batch", interrupt)
-    assert start("run=cut", "checkpoint=none") == 130
-    assert "interrupted; what was measured is in" in capsys.readouterr().err
-    assert sorted(path.name for path in (tmp_path / "cut").iterdir()) == FILES
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["tiling.n=129"], "cannot cut into tiling.n=129 tiles: a step has 128 tokens"),
-        (["model.vocab_size=200"], "token id 256 in bytes"),
-        (["seq_len=1000000"], "too little text for seq_len=1000000"),
-        (["profile.steps=3:9"], "bad value profile.steps=3:9: the run has 4 steps"),
-        (["hardware.compiler_options.xla_such=1"], "cannot use hardware.compiler_options={'xla_such': 1}: "),
-        (["out=/dev/null/x"], "cannot use out=/dev/null/x: /dev/null: that is no folder"),
-    ],
-)
-def test_what_cannot_run_says_so_before_compiling(start, overrides, message, capsys):
-    assert start(*overrides) == 2
-    captured = capsys.readouterr()
-    assert message in captured.err
-    assert captured.out == ""
-
-
-def test_a_missing_device_is_named(monkeypatch, capsys):
-    def devices(platform):
-        raise RuntimeError("Unable to initialize backend 'tpu'\nlong story")
-
-    monkeypatch.setattr(jax, "devices", devices)
-    monkeypatch.setattr(jax.config, "update", lambda *_: None)
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    with pytest.raises(hardware.HardwareError, match=r"hardware=tpu is not there: Unable to initialize backend 'tpu'"):
-        hardware.prepare(hardware.Platform.tpu)
 
 
 def test_preferences_are_learned_from_what_the_run_starts_from(start, tmp_path, capsys):

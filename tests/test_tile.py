@@ -286,18 +286,3 @@ def test_works_without_jit():
         assert jnp.allclose(
             jax.grad(tile(mean_loss, (0, None, 0), 4))(H, W, Y), jax.grad(mean_loss)(H, W, Y), atol=1e-6
         )
-
-
-def test_checkpoints_within_checkpoints():
-    """The innermost has a result that no tile changes, so none of the three can be kept as a block of its own."""
-
-    def fn(h, w):
-        @jax.checkpoint
-        def outer(h, w):
-            scaled = jax.checkpoint(lambda w: 2 * jnp.sin(w))(w)
-            return jax.nn.logsumexp(jax.checkpoint(lambda h, w: jnp.tanh(h @ w))(h, scaled), axis=-1)
-
-        return outer(h, w).mean()
-
-    got, want = (jax.grad(f, (0, 1))(H, W) for f in (tile(fn, (0, None), 4), fn))
-    assert all(jnp.allclose(a, b, atol=1e-6) for a, b in zip(got, want, strict=True))
