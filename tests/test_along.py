@@ -90,9 +90,9 @@ def test_linear_attention_keeps_one_state():
             state = state + k[:, None] * v[None]
             return state, q @ state
 
-        return lax.scan(step, jnp.zeros((3, 3)), (q, k, v))[1]
+        return lax.scan(step, jnp.zeros((5, 5)), (q, k, v))[1]
 
-    args = draw(7, 3), draw(7, 3, seed=1), draw(7, 3, seed=2)
+    args = draw(7, 5), draw(7, 5, seed=1), draw(7, 5, seed=2)
     assert_same(attend, 0, args, gradients=False)
     gradient = lambda f, which: jax.grad(lambda *args: jnp.sin(f(*args)).sum(), which)(*args)
     tiled = tile(attend, 0, 3)

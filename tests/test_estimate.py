@@ -139,6 +139,14 @@ SMALL = {
 }
 
 
+def test_loops_that_ask_for_the_platform_are_counted():
+    def determinants(z):
+        step = lambda p, z: (p / 2 + jnp.eye(3), z.sum() * jnp.linalg.slogdet(p)[1])
+        return jax.lax.scan(step, jnp.eye(3), z)[1].sum()
+
+    assert tile(determinants, 1, 2).plan(jnp.ones((5, 4, 3))).value.temp > 0
+
+
 @pytest.mark.parametrize("name", SMALL)
 def test_counts_what_is_alive(name):
     fn, shapes, expected = SMALL[name]

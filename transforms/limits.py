@@ -12,14 +12,24 @@ from transforms.placement import Placement, TileError
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Which completions are allowed: `gather` is "none", "small" or "any"; `largest` is what small means, in bytes."""
+    """Which completions are allowed: `gather` is "none", "small" or "any"; `largest` is what small means, in bytes.
+
+    Where there is no other way, small is also what is no larger than all cut inputs `together` (of numbers, not of
+    labels): the join of two views of a batch, or a batch in the wider dtype that sums are formed in.
+    """
 
     gather: str
     largest: int
     options: Any = None  # of the program, for those of bodies
+    together: int = 0
+    stretched: bool = False  # there is no other way
 
     def allow(self, value: Value) -> bool:
-        return self.gather == "any" or (self.gather == "small" and value.nbytes <= self.largest)
+        return self.gather == "any" or (self.gather == "small" and value.nbytes <= self.bound)
+
+    @property
+    def bound(self) -> int:
+        return max(self.largest, self.together) if self.stretched else self.largest
 
 
 def check_size(

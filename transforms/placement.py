@@ -75,6 +75,14 @@ class TileError(ValueError):
         self.origins = origins
 
 
+def wide(dtype: Any, accumulate: Any) -> Any:
+    """The dtype in which a sum of `dtype` is formed, no narrower than `accumulate`."""
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return dtype
+    with jax.numpy_dtype_promotion("standard"):  # the user's own code may run under "strict"
+        return jnp.promote_types(dtype, accumulate)
+
+
 class Span(NamedTuple):
     """The tile: `length` steps from `start` of an axis that is `total` long; sums are formed in `accumulate`.
 
@@ -89,10 +97,7 @@ class Span(NamedTuple):
 
     def wide(self, dtype: Any) -> Any:
         """The dtype in which a sum of `dtype` is formed."""
-        if not jnp.issubdtype(dtype, jnp.inexact):
-            return dtype
-        with jax.numpy_dtype_promotion("standard"):  # the user's own code may run under "strict"
-            return jnp.promote_types(dtype, self.accumulate)
+        return wide(dtype, self.accumulate)
 
     def local_shape(self, shape: tuple[int, ...], placement: Placement) -> tuple[int, ...]:
         """The shape that a tile of a value of `shape` has."""

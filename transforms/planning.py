@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -73,8 +74,11 @@ def planned(
             carry(graph, found.node, span)
         except TileError as refusal:
             first = first or refusal
-            if not any(divide(graph, node, dim, divided) for node, dim in refusal.origins):
+            if any(divide(graph, node, dim, divided) for node, dim in refusal.origins):
+                continue
+            if limits.stretched:
                 raise first from None
+            limits = dataclasses.replace(limits, stretched=True)
 
 
 def _widen(graph: Graph, count: int) -> bool:

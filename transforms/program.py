@@ -17,7 +17,7 @@ from transforms.graph import Graph, ancestors, depends, flatten, nbytes
 from transforms.keep import Keeping, Policy, keeping
 from transforms.limits import Limits
 from transforms.loops import Schedule
-from transforms.placement import WHOLE, Placement, Tiled
+from transforms.placement import WHOLE, Placement, Tiled, wide
 from transforms.planning import planned
 from transforms.refused import explained
 from transforms.separate import Separation, has_custom_vjp, scales, separate
@@ -89,7 +89,10 @@ class Program:
     def limits(self) -> Limits:
         """What may be completed: arrays no larger than the largest input or output."""
         avals = [*self.closed.in_avals, *self.closed.out_avals]
-        return Limits(self.options.gather, max([self.options.floor, *map(nbytes, avals)]), self.options)
+        inputs = zip(self.closed.in_avals, self.placements, strict=True)
+        cut = [a for a, p in inputs if isinstance(p, Tiled) and jnp.issubdtype(a.dtype, jnp.inexact)]
+        together = sum(a.size * wide(a.dtype, self.options.accumulate).itemsize for a in cut)
+        return Limits(self.options.gather, max([self.options.floor, *map(nbytes, avals)]), self.options, together)
 
     @functools.cached_property
     def run(self) -> Callable[..., list[Any]]:

@@ -62,7 +62,7 @@ class Simplified:
                 self.same[node.outputs[0]] = wide
             elif node.name == "dot_general" and jax.default_backend() == "cpu":
                 self.nodes += _widened(node)
-            elif node.name != "platform_index":
+            else:
                 self.nodes.append(node)
 
     def _not_narrowed(self, node: Node) -> Value | None:

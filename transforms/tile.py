@@ -184,7 +184,8 @@ def tile(
             text, "2GiB". It is estimated as XLA compiles for CPU, and a tile keeps at least 64 rows.
         has_aux: `fn` returns `(out, aux)`, and `aux` is not differentiated.
         gather: which cut arrays may be made whole where an operation needs that: "small" those no larger than the
-            largest input or output, "any" all, "none" none.
+            largest input or output, or, where there is no other way, than all cut inputs together in the dtype of
+            sums; "any" all, "none" none.
         policy: a `jax.checkpoint` policy: what the backward loops find stored by the forward ones, whole, instead of
             computing it again (`jax.checkpoint_policies.save_only_these_names("hidden")`). By default, nothing.
         lowmem: cut the largest whole argument that is differentiated too, along its largest dimension (the vocabulary

@@ -111,6 +111,15 @@ def contrastive_both_ways_cut(x, y):
     return (logsumexp(scores, 0) - right).mean() + (logsumexp(scores, 1) - right).mean()
 
 
+@case(args=lambda d: (d(N, D), d(N, D)), axis=(0, 0), head=True)
+def contrastive_joined_views(x, y):  # the join is as large as both views together
+    z = jnp.concatenate([x, y])
+    z = z / jnp.linalg.norm(z, axis=-1, keepdims=True)
+    scores = jnp.where(jnp.eye(2 * N, dtype=bool), -jnp.inf, 2 * z @ z.T)
+    other = jnp.roll(jnp.arange(2 * N), N)
+    return -jnp.take_along_axis(jax.nn.log_softmax(scores), other[:, None], 1).mean()
+
+
 @case(args=lambda d: (d(N, D), d(N)), axis=0, head=True)
 def proportional_hazards(x, time):
     risk = x.sum(1)
