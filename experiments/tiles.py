@@ -79,12 +79,6 @@ def problem(config: configs.Resolved) -> str | None:
 def _experts(config: configs.Resolved) -> str | None:
     """Return why a mixture cannot be cut so."""
     tiling, dense = config.tiling, config.model.config.dense_layers
-    if tiling.batch is not None and config.mesh.devices > 1:
-        return (
-            f"cannot cut a mixture of experts into tiling.batch={tiling.batch} micro-batches on a mesh of "
-            f"{config.mesh.devices} devices: each sorts the tokens of all its sequences by expert together. Leave "
-            "tiling.batch out; a smaller batch_size, tiling.attention and remat=full save memory too."
-        )
     if tiling.mlp is not None and not dense:
         return (
             f"cannot cut MLPs into tiling.mlp={tiling.mlp} tiles: all {config.model.config.num_layers} layers of this "

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from tests.helpers import assert_same
 from tests.test_primitives import node
 from transforms import TileError, tile
+from transforms.graph import Value
 from transforms.placement import Partial, Tiled
 from transforms.rules import RULES, Complete
 
@@ -20,9 +21,9 @@ MESH = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
 SPEC = PartitionSpec(None, "d")
 
 
-def on_devices(fn):
+def on_devices(fn, check=False):
     """`fn` of each device's block `[L, 2]` of an array `[L, 8]`."""
-    return jax.shard_map(fn, mesh=MESH, in_specs=SPEC, out_specs=SPEC, check_vma=False)
+    return jax.shard_map(fn, mesh=MESH, in_specs=SPEC, out_specs=SPEC, check_vma=check)
 
 
 COLLECTIVES = {
@@ -58,6 +59,25 @@ def test_tile_inside_shard_map(name):
     if name in ("psum", "all_gather", "reduce_scatter", "ppermute"):
         total = lambda fn: on_devices(lambda x: jax.grad(lambda x: sum(map(jnp.sum, jax.tree.leaves(loss(fn, x)))))(x))
         assert_same(total(tile(fn, 0, 3))(x), total(fn)(x), 1e-6)
+
+
+@pytest.mark.parametrize("name", ["ppermute", "all_gather", "reduce_scatter"])
+def test_tile_where_devices_are_known_to_differ(name):
+    x = np.random.default_rng(0).normal(size=(L, 8)).astype(np.float32)
+    total = lambda fn: on_devices(lambda x: jax.grad(lambda x: sum(jnp.sin(y).sum() for y in fn(x)))(x), check=True)
+    fn = lambda x: jax.tree.leaves(COLLECTIVES[name](x))
+    assert_same(total(tile(fn, 0, 3))(x), total(fn)(x), 1e-6)
+
+
+def test_partial_sums_of_all_devices_are_joined():
+    for name in ("all_gather", "reduce_scatter"):
+        rule, whole = RULES[name], node(name)
+        whole.outputs = [Value(jax.typeof(jnp.ones((1, 3))))]
+        assert rule.push(whole, (Partial("sum"),)).outs == (Partial("sum"),)
+        whole.outputs = [Value(jax.typeof(jnp.ones((8, 3))))]
+        with pytest.raises(Complete, match="makes several copies of it") as request:
+            rule.push(whole, (Partial("sum"),))
+        assert request.value.otherwise.outs == (Partial("sum"),)
 
 
 @pytest.mark.parametrize("name", ["pbroadcast"])  # XLA:CPU does not run these

@@ -79,6 +79,12 @@ def test_devices_exchange_with_every_micro_batch_where_that_is_asked_for(tiling)
     assert in_loops("once") < in_loops("tile")
 
 
+@pytest.mark.parametrize("layout", ["fsdp_ep", pytest.param("fsdp_cp", marks=pytest.mark.heavy)])
+def test_a_mixture_accumulates_gradients_on_a_mesh(alone, layout):
+    words = ["model=tiny_mixtral", "batch_size=16", "model.num_layers=1", "model.num_heads=4", "model.num_kv_heads=2"]
+    np.testing.assert_allclose(losses(f"mesh={layout}", "tiling.batch=2", *words), alone(*words), atol=1e-5)
+
+
 @pytest.mark.heavy
 @pytest.mark.parametrize(
     "tiling", ["tiling.n=2", "tiling.mlp=2", "tiling.attention=2", "tiling.batch=2", "tiling.batch=2 tiling.sync=tile"]

@@ -38,11 +38,10 @@ checkpoint closed_call composite cond core_call custom_jvp_call custom_linear_so
 debug_callback io_callback jit linear_call one_minus_square optimization_barrier pallas_call pjit pure_callback
 ragged_dot_general remat remat2 reshard scan sharding_constraint shard_map while
 """.split()
-REGIONS = {"shard_map"}  # decided by the rules for control flow
 
 
 def decided() -> set[str]:
-    return {*RULES, *CALLS, *CUSTOM_CALLS, *REMAT, SOLVE, *REGIONS}
+    return {*RULES, *CALLS, *CUSTOM_CALLS, *REMAT, SOLVE}
 
 
 @pytest.fixture(scope="module")

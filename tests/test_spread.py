@@ -168,6 +168,24 @@ def test_labels_may_be_gathered_where_the_vocabulary_is_whole():
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(jnp.abs(b).max()))
 
 
+@pytest.mark.parametrize("table", [P("d"), P(None, "d"), P("c"), P("d", "c"), P(("d", "c")), P()])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_table_gains_from_tokens_that_several_axes_spread(table, tied):
+    mesh = jax.make_mesh((4, 2), ("d", "c"), axis_types=(AxisType.Explicit,) * 2)
+    rows, (_, _, labels, mask) = jax.random.normal(jax.random.key(0), (V, D)), arguments()
+
+    def loss(rows, labels, mask):
+        hidden = rows.at[labels].get(out_sharding=P("d", "c"))
+        logits = hidden @ reshard(rows, P()).T if tied else hidden
+        return (jax.nn.logsumexp(logits, -1) * mask).sum()
+
+    with jax.set_mesh(mesh):
+        args = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in ((rows, table), (labels, P("d", "c")))]
+        args.append(jax.device_put(mask, NamedSharding(mesh, P("d", "c"))))
+        expected, found = (jax.jit(jax.grad(fn))(*args) for fn in (loss, tile(loss, axis=(None, 0, 0), n=2)))
+    np.testing.assert_allclose(found, expected, atol=1e-5 * float(jnp.abs(expected).max()))
+
+
 def test_sync_tile_exchanges_with_every_tile():
     args, mesh = arguments(), mesh_of("fsdp_d")
     expected = with_gradients(cross_entropy)(*args)

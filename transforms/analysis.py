@@ -12,7 +12,7 @@ from transforms.graph import Graph, Node, Value
 from transforms.limits import Limits
 from transforms.placement import WHOLE, Placement, Span, Tiled, Whole
 from transforms.rules import Move, run
-from transforms.spread import ALWAYS_TYPED, Apart, Held, local, named
+from transforms.spread import ALWAYS_TYPED, Apart, Held, like, named
 
 
 class Fact(NamedTuple):
@@ -89,7 +89,7 @@ class Analysis:
     facts: dict[Value, Fact]
     moves: dict[Node, Move]
     completions: list[Completion]
-    completed: set[tuple[Node, int]]  # operands (by number) that are read after they were completed
+    completed: dict[tuple[Node, int], str]  # operands (by number) that are read after they were completed, and why
     inputs: frozenset[Value]
     used: set[Value]  # values that an output or another node reads
     stored: set[Value] = dataclasses.field(default_factory=set)  # cut values that are whole before the loops
@@ -119,7 +119,7 @@ class Analysis:
         assert self.limits is not None
         o = self.limits.options
         span = Span(0, o.size, o.total, o.accumulate)
-        tiles = [local(v.aval, span.local_shape(v.shape, p)) for v, p in zip(node.inputs, move.ins, strict=True)]
+        tiles = [like(v.aval, span.local_shape(v.shape, p)) for v, p in zip(node.inputs, move.ins, strict=True)]
         try:
             jax.eval_shape(lambda start, *values: run(node, list(values), move, span._replace(start=start)), 0, *tiles)
         except Exception as error:  # JAX has no public name for errors of sharding types

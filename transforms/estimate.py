@@ -106,10 +106,10 @@ def _carries(node: Node) -> list[Value | None]:
 
 def _inside(node: Node) -> int:
     """The peak inside a loop's body, or the largest among branches."""
-    return max(_peak(inner, True) for inner in _bodies(node))
+    return max(_peak(inner, node.name != "shard_map") for inner in _bodies(node))
 
 
 def _bodies(node: Node) -> Sequence[ClosedJaxpr]:
     if node.name == "cond":
         return node.params["branches"]
-    return [body(node.params, "jaxpr" if node.name == "scan" else "body_jaxpr")]
+    return [body(node.params, "body_jaxpr" if node.name == "while" else "jaxpr")]

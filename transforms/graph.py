@@ -14,7 +14,7 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
 
 from transforms.dots import spread_dots, turn_dots
-from transforms.placement import TileError
+from transforms.refused import check_pure
 from transforms.spread import devices
 
 # Call-like primitives whose body may stand in their place: the parameter that holds the body.
@@ -130,16 +130,6 @@ def solver(params: dict[str, Any], operands: Sequence[Any]) -> tuple[ClosedJaxpr
     return body({"call_jaxpr": params["jaxprs"].solve}, "call_jaxpr"), taken
 
 
-def check_pure(eqn: Any) -> None:
-    """Refuse mutable arrays: the loops run when their results are needed, not in the order of the program."""
-    if any("RefEffect" in c.__name__ or "MutableArray" in c.__name__ for e in eqn.effects for c in type(e).__mro__):
-        where = source_info_util.summarize(eqn.source_info)
-        raise TileError(
-            f"cannot tile `{eqn.primitive.name}` at {where}: it reads or writes a mutable array, and tiles have an "
-            "order of their own. Return the new value instead, or leave it out of the tiled function."
-        )
-
-
 def flatten(closed: ClosedJaxpr, *, custom: bool = True, remat: bool = False, together: bool = False) -> Graph:
     """Return `closed` with nested calls inlined and dead code removed; constants become constant values.
 
@@ -167,7 +157,8 @@ def flatten(closed: ClosedJaxpr, *, custom: bool = True, remat: bool = False, to
                 inner, ins = (body(eqn.params, key), ins) if key else solver(eqn.params, ins)
                 outs = run(inner.jaxpr, inner.consts, ins, outer or eqn.source_info)
             else:
-                node = Node(eqn.primitive, plain(eqn.params), ins, [], eqn.source_info, outer, eqn.ctx, eqn.effects)
+                effects = {e for e in eqn.effects if type(e).__name__ != "NamedAxisEffect"}  # of a collective
+                node = Node(eqn.primitive, plain(eqn.params), ins, [], eqn.source_info, outer, eqn.ctx, effects)
                 node.together = together
                 outs = node.outputs = [Value(v.aval, node, i) for i, v in enumerate(eqn.outvars)]
                 nodes.append(node)
@@ -267,7 +258,8 @@ def _flops(name: str, params: dict[str, Any], ins: Sequence[Any], outs: Sequence
     found = [_body_flops(b) for b in bodies(params)]
     if name == "cond":  # one of them runs
         return max(found, default=0)
-    return sum(found) * (params["length"] if name == "scan" else 1)
+    times = math.prod(params["mesh"].shape[a] for a in params["newly_manual_axes"]) if name == "shard_map" else 1
+    return sum(found) * (params["length"] if name == "scan" else times)
 
 
 def bodies(params: dict[str, Any]) -> list[Jaxpr]:

@@ -31,6 +31,7 @@ from transforms.rules import (  # noqa: F401
     scan,
     scatter,
     shape,
+    shard,
     slicing,
     windows,
 )

@@ -62,7 +62,7 @@ def propagate(
     """
     facts = {v: Fact(p) for v, p in zip(graph.inputs, placements, strict=True)}
     used = {v for n in graph.nodes for v in n.inputs}.union(graph.outputs)
-    found = Analysis(graph, facts, {}, [], set(), frozenset(graph.inputs), used, limits=limits)
+    found = Analysis(graph, facts, {}, [], {}, frozenset(graph.inputs), used, limits=limits)
     if limits is None:
         found.passing = set() if apart is None else passable(graph)
         found.apart.update(apart or {})
@@ -185,7 +185,7 @@ def _complete(found: Analysis, node: Node, operand: int, reason: str, limits: Li
     fact = found.fact(value)
     assert not isinstance(fact.placement, Whole), (node, operand, reason)
     if value in (found.inputs | found.stored) and isinstance(fact.placement, Tiled) and limits is not None:
-        found.completed.add((node, operand))
+        found.completed[node, operand] = reason
         return Fact(WHOLE, fact.stage)  # it is whole to begin with
     if limits is None:
         partials = [i for i, v in enumerate(found.graph.inputs) if isinstance(found.fact(v).placement, Partial)]
@@ -195,5 +195,5 @@ def _complete(found: Analysis, node: Node, operand: int, reason: str, limits: Li
     if isinstance(fact.placement, Tiled):
         check_size(value, fact.placement, node, reason, limits, [(node, fact.placement.dim)])
     found.completions.append(Completion(value, node, reason, fact.placement))
-    found.completed.add((node, operand))
+    found.completed[node, operand] = reason
     return Fact(WHOLE, fact.stage + 1)

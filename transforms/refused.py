@@ -1,4 +1,4 @@
-"""What JAX refuses to type on a mesh with Explicit axes, and the line to write instead."""
+"""What no function may do that is tiled: what JAX refuses to type on a mesh with Explicit axes, and mutable arrays."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import contextlib
 import traceback
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import jax
+from jax.extend import source_info_util
 
 from transforms.placement import TileError
 
@@ -24,6 +26,16 @@ REMEDIES = {
     ),
     "": "Bring one operand into the form of the other first: x = jax.sharding.reshard(x, jax.P(...)).",
 }
+
+
+def check_pure(eqn: Any) -> None:
+    """Refuse mutable arrays: the loops run when their results are needed, not in the order of the program."""
+    if any("RefEffect" in c.__name__ or "MutableArray" in c.__name__ for e in eqn.effects for c in type(e).__mro__):
+        where = source_info_util.summarize(eqn.source_info)
+        raise TileError(
+            f"cannot tile `{eqn.primitive.name}` at {where}: it reads or writes a mutable array, and tiles have an "
+            "order of their own. Return the new value instead, or leave it out of the tiled function."
+        )
 
 
 @contextlib.contextmanager

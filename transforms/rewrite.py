@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Primitive
+from jax.extend.core import ClosedJaxpr, Primitive
+from jax.sharding import AxisType
 
 from transforms.graph import Graph, Node, Value, body, flatten
-from transforms.spread import like
+from transforms.spread import like, varying
 
 carried_p = Primitive("carried")  # what the tiles before this one left; its operand before the first
 
@@ -34,12 +35,30 @@ def replace(graph: Graph, node: Node, nodes: Sequence[Node], values: dict[Value,
 
 def traced(fn: Callable[..., Any], inputs: Sequence[Value], node: Node) -> tuple[list[Node], list[Value]]:
     """The equations of a function of some values, which stand for `node` in messages; and its results."""
-    made = flatten(jax.make_jaxpr(fn)(*(like(v.aval) for v in inputs)), together=node.together)
+    made = flatten(_there(node, lambda: jax.make_jaxpr(fn)(*(like(v.aval) for v in inputs))), together=node.together)
     given = dict(zip(made.inputs, inputs, strict=True))
     for other in made.nodes:
         other.inputs = [given.get(v, v) for v in other.inputs]
         other.source, other.caller = node.source, node.caller
     return made.nodes, [given.get(v, v) for v in made.outputs]
+
+
+def _there(node: Node, trace: Callable[[], ClosedJaxpr]) -> ClosedJaxpr:
+    """What `trace` returns where a node runs, which may be the body of a `shard_map`."""
+    here = jax.sharding.get_abstract_mesh()
+    with node.context.manager:
+        mesh = jax.sharding.get_abstract_mesh()
+    manual = {*mesh.manual_axes} - {*here.manual_axes}
+    if not manual:
+        return trace()
+    found: list[ClosedJaxpr] = []
+    mesh = mesh.update_axis_types(dict.fromkeys(manual, AxisType.Auto)) if here.empty else here
+    checked = any(varying(v.aval) for v in (*node.inputs, *node.outputs))
+    body = jax.shard_map(
+        lambda: found.append(trace()), mesh=mesh, in_specs=(), out_specs=None, axis_names=manual, check_vma=checked
+    )
+    jax.eval_shape(body)
+    return found[0]
 
 
 def inline(graph: Graph, node: Node) -> None:

@@ -14,7 +14,7 @@ from transforms.graph import REMAT, Graph, Node, Value, body, constant, flatten,
 ALIAS = frozenset("reshape squeeze copy copy_p stop_gradient name expand_dims bitcast_convert_type".split())
 COPIES = frozenset("broadcast_in_dim slice dynamic_slice".split())
 LOOPS = frozenset(["scan", "while"])
-NESTED = LOOPS | {"cond"}
+NESTED = LOOPS | {"cond", "shard_map"}
 
 
 class Simplified:

@@ -38,7 +38,7 @@ def check_whole(
         if value in grown and value.producer and isinstance(analysis.fact(value).placement, Whole):
             found.setdefault(value, (value.producer, "makes a whole value from one that had to be completed"))
             if not isinstance(analysis.moves[value.producer], Local):
-                _check_inside(value.producer, limits)
+                _check_inside(analysis, value.producer, limits)
     whole = {v for v in (*found, *requested) if isinstance(analysis.fact(v).placement, Whole)}
     needed = _forms((ref.value for _, ref in reads if ref.how == "whole"), copies=True)  # cutting these is no help
     large = [v for v in whole if v.nbytes > limits.largest and (v in found or v not in needed)]
@@ -105,13 +105,14 @@ def _is_input(analysis: Analysis, node: Node, value: Value) -> bool:
     return cut and value in (analysis.inputs | analysis.stored) and not isinstance(analysis.moves[node], Local)
 
 
-def _check_inside(node: Node, limits: Limits) -> None:
+def _check_inside(analysis: Analysis, node: Node, limits: Limits) -> None:
     """Refuse an equation with a body that runs on whole operands and makes something too large there."""
     inside = max((_largest(b) for b in bodies(node.params)), default=0)
     if limits.gather == "any" or inside <= limits.largest:
         return
+    why = next((reason for (n, _), reason in analysis.completed.items() if n is node), "needs a cut array whole")
     raise TileError(
-        f"cannot tile `{node.name}` at {node.where}: it needs a cut array whole, and its body makes an array of "
+        f"cannot tile `{node.name}` at {node.where}: it {why}, and its body makes an array of "
         f"{human(inside)} then; the largest input or output is {human(limits.largest)}.\n"
         '  To go on: cut another axis, or pass gather="any".'
     )

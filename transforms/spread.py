@@ -83,14 +83,17 @@ def devices(aval: Any) -> int:
     return math.prod(shares(aval, dim) for dim in range(len(aval.shape)))
 
 
-def like(aval: Any) -> jax.ShapeDtypeStruct:
-    """An abstract array of a type."""
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=named(aval))
+def varying(aval: Any) -> frozenset[str]:
+    """In the body of a `shard_map`, the mesh axes along which devices hold different arrays; empty where untracked."""
+    return frozenset(getattr(getattr(aval, "manual_axis_type", None), "varying", ()))
 
 
-def local(aval: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    """A tile of a type: of another shape, and spread alike."""
-    return jax.ShapeDtypeStruct(shape, aval.dtype, sharding=named(aval))
+def like(aval: Any, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
+    """An abstract array of a type; or a tile of it, of another shape and spread alike."""
+    manual = {"sharding": aval.sharding, "manual_axis_type": aval.manual_axis_type} if varying(aval) else {}
+    return jax.ShapeDtypeStruct(
+        aval.shape if shape is None else shape, aval.dtype, **({"sharding": named(aval)} | manual)
+    )
 
 
 def layout(entries: Sequence[Sequence[str]], apart: frozenset[str] = frozenset(), kept: Any = ()) -> PartitionSpec:
@@ -110,9 +113,9 @@ def spec(aval: Any, apart: Apart = TOGETHER) -> PartitionSpec:
 
 def full(aval: Any, fill: Any, dtype: Any, apart: Apart) -> Any:
     """An array full of one number, of a type but for `dtype`."""
-    if named(aval) is None:
-        return jnp.full(aval.shape, fill, dtype)
-    return jnp.full(aval.shape, fill, dtype, out_sharding=spec(aval, apart))
+    array = jnp.full(aval.shape, fill, dtype, out_sharding=None if named(aval) is None else spec(aval, apart))
+    manual = tuple(varying(aval))
+    return jax.lax.pcast(array, manual, to="varying") if manual else array
 
 
 def move(array: Any, target: PartitionSpec) -> Any:
@@ -207,9 +210,10 @@ def summed(node: Any, before: Held, partial: Sequence[bool], joined: bool = Fals
     elif node.name == "reduce_sum":
         over |= contracted(node)[0]
     if node.name == "reshard" and named(node.inputs[0].aval) is None and not joined:
-        # The gradient of a lookup, leaving a mesh made Auto: where the table's rows are spread over the devices that
-        # hold the tokens, they are sent what they gain, which is less than all of the table.
-        over -= {a for dim in range(len(out.shape)) for a in axes(out.aval, dim)}
+        # The gradient of a lookup, leaving a mesh made Auto: where the table's rows are spread over all devices that
+        # hold the tokens, they are sent what they gain, which is less than all of the table. It cannot leave spread
+        # over some of these axes and apart over others.
+        over = over if over - {a for dim in range(len(out.shape)) for a in axes(out.aval, dim)} else frozenset()
     if not over:
         return TOGETHER
     dtypes = [a.dtype for a in given if a.axes] or [node.params.get("preferred_element_type") or out.dtype]

@@ -11,7 +11,7 @@ prefix.py      a state from tile to tile            budget.py    the fewest tile
 spread.py      arrays over a mesh, by their types   apart.py     sums over devices, after the loop
 gather.py      weights gathered before a loop       auto.py      meshes whose axes are Auto
 analysis.py    what is known of a cut graph         finish.py    what is computed outside the loops
-refused.py     what JAX cannot type on a mesh       printing.py  a plan as a table
+refused.py     what no function may do           printing.py  a plan as a table
 divide.py      arrays not quite as long as the axis (pieces.py, across.py)
 """
 

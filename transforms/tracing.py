@@ -13,13 +13,15 @@ from jax.core import Tracer as JaxTracer
 from jax.extend.core import ClosedJaxpr
 
 from transforms import budget
-from transforms.analysis import Along, Inline
+from transforms.analysis import Along, Analysis, Inline
 from transforms.arguments import is_array, place, rows
 from transforms.derive import call
+from transforms.graph import Node
 from transforms.placement import WHOLE, Placement, Tiled, TileError
 from transforms.program import Options, Program
 from transforms.propagate import analyse
 from transforms.refused import explained
+from transforms.rules import shard
 from transforms.spread import shares
 
 
@@ -130,16 +132,30 @@ def split(placements: Sequence[Placement], shares: int) -> tuple[Placement, ...]
 def spread_over(closed: ClosedJaxpr, placements: Sequence[Placement], options: Options) -> int:
     """Over how many devices the cut axis is spread, in the arguments or where the function spreads it."""
     cuts = [shares(v, p.dim) for v, p in zip(closed.in_avals, placements, strict=True) if isinstance(p, Tiled)]
-    known = math.lcm(*cuts)
-    if any(e.primitive.name == "reshard" for e in closed.jaxpr.eqns):
-        program = Program(closed, split(placements, known), dataclasses.replace(options, total=options.total // known))
+    known, before = math.lcm(*cuts), 0
+    while known != before and options.total % known == 0:
+        before = known
+        anyhow = dataclasses.replace(options, total=options.total // known, gather="any")
+        program = Program(closed, split(placements, known), anyhow)
+        if not any(node.name in ("reshard", "shard_map") for node in program.graph.nodes):
+            break
         try:
-            facts = analyse(program.graph, program.placements, program.limits).facts
+            found = analyse(program.graph, program.placements, program.limits)
         except (Along, Inline, TileError):
-            return known  # to be told when it is planned
-        cut = [(v, f.placement) for v, f in facts.items() if isinstance(f.placement, Tiled)]
+            break  # to be told when it is planned
+        cut = [(v, f.placement) for v, f in found.facts.items() if isinstance(f.placement, Tiled)]
         known = math.lcm(known, *(n for v, p in cut if p.major % (n := shares(v.aval, p.dim))))
-    return known
+        known = math.lcm(known, *(n for node in program.graph.nodes for n in _shared(node, found)))
+    return before or known
+
+
+def _shared(node: Node, found: Analysis) -> list[int]:
+    """Over how many devices a `shard_map` spreads the cut dimensions of its operands that are not known to be."""
+    if node.name != "shard_map":
+        return []
+    places = [(i, found.fact(v).placement) for i, v in enumerate(node.inputs)]
+    counts = [(p, shard.share(node, node.params["in_specs"][i], p.dim)) for i, p in places if isinstance(p, Tiled)]
+    return [n for p, n in counts if p.major % n]
 
 
 def _surroundings() -> tuple[Any, ...]:

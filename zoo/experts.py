@@ -34,7 +34,12 @@ def experts(
         chosen: how many experts `C` a token goes to.
         normalise: whether a token's weights sum to one.
     """
-    local = functools.partial(_local, chosen=chosen, normalise=normalise)
+    return _experts(_local, x, router, gate, up, down, chosen=chosen, normalise=normalise)
+
+
+def _experts(local, x, router, gate, up, down, **options):
+    """Compute `experts` by `local`, a function like `_local` of what each device has."""
+    local = functools.partial(local, **options)
     if not explicit():
         return local(x, router, gate, up, down)
     whole = lambda weight, *dims: jax.tree.map(lambda part: uncut(part, *dims), weight)
@@ -51,14 +56,9 @@ def experts_by_sequence(
 ) -> tuple[Float[Array, "B S D"], Float[Array, "2 E"]]:
     """Return `experts` of the same arguments, each sequence's tokens sorted on their own: `tile` can cut the batch.
 
-    Raises:
-        ValueError: on an explicit mesh, where sequences are not on one device.
+    On an explicit mesh, the part of each sequence that a device has.
     """
-    if explicit():
-        raise ValueError("experts_by_sequence: devices share the sequences of an explicit mesh. Use `experts`.")
-    run = lambda row: experts(row[None], router, gate, up, down, chosen, normalise=normalise)
-    out, routed = jax.lax.map(run, x)
-    return out[:, 0], routed.sum(0)
+    return _experts(_local_rows, x, router, gate, up, down, chosen=chosen, normalise=normalise)
 
 
 def _local(x, router, gate, up, down, *, chosen, normalise, tokens=(), over_E=(), over_F=()):
@@ -78,6 +78,12 @@ def _local(x, router, gate, up, down, *, chosen, normalise, tokens=(), over_E=()
     rest = tuple(axis for axis in (*over_E, *over_F) if axis not in shared)
     out = jax.lax.psum(out, rest) if rest else out
     return out.reshape(x.shape), jax.lax.psum(routed, tokens) if tokens else routed
+
+
+def _local_rows(x, *weights, **options):
+    """Compute `_local` of each sequence of one device."""
+    out, routed = jax.lax.map(lambda row: _local(row[None], *weights, **options), x)
+    return out[:, 0], routed.sum(0)
 
 
 def ragged_linear(

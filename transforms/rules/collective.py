@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from transforms.graph import Node
 from transforms.placement import Partial, Placement, Span, Tiled, Whole
-from transforms.rules import Complete, Move, complete, one_cut, register
+from transforms.rules import Complete, Move, complete, one_cut, register, shrinks
 from transforms.rules.elementwise import pull as pull_elementwise
 
 # Element by element over the devices, and the reduction over the tiles that each commutes with.
@@ -29,7 +29,12 @@ def push(node: Node, placements: tuple[Placement, ...]) -> Move:
 
 
 def push_gather(node: Node, placements: tuple[Placement, ...]) -> Move:
-    """Collectives that join, split, add and remove dimensions other than the cut one."""
+    """Collectives that join, split, add and remove dimensions other than the cut one, and those of partial sums."""
+    if placements == (Partial("sum"),):
+        move = Move(placements, placements)
+        if shrinks(node, 0):
+            return move
+        raise Complete([0], "makes several copies of it", otherwise=move)
     cut = one_cut(node, placements)
     p = node.params
     removed, added = (

@@ -1,0 +1,182 @@
+"""`jax.shard_map` in a tiled function: its body on the share that each device has of a tile, its gradient too."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tests.helpers import FLOAT32, assert_same, equations
+from transforms import TileError, tile
+from transforms.graph import flatten, flops
+
+T, D = 48, 8
+EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
+MESH = jax.make_mesh((8,), ("d",), axis_types=(AUTO,))
+
+
+def mesh_of(kind):
+    return jax.make_mesh((4, 2), ("d", "m"), axis_types=(kind,) * 2)
+
+
+def on_devices(local, ins, outs, **options):
+    return lambda *args: jax.shard_map(local, in_specs=ins, out_specs=outs, **options)(*args)
+
+
+def rows(x, w):
+    h = jnp.sin(x @ w)
+    return h, lax.psum(h.sum(0), "d"), lax.psum(jnp.exp(h).sum(), "d"), w * 2
+
+
+def columns(x, w):
+    h = jnp.sin(lax.psum(x @ w, "m"))
+    return h, h.sum(0), (h**2).sum()
+
+
+def gathered(x, w):
+    w = lax.all_gather(w, "d", tiled=True)
+    h = jnp.sin(x @ w)
+    return h, lax.axis_index("d") + h.sum(0)[None]
+
+
+def scanned(x, w):
+    def step(total, row):
+        row = jnp.tanh(row @ w)
+        return total + row.sum(), row
+
+    total, h = lax.scan(step, lax.pcast(0.0, "d", to="varying"), x)
+    h, _ = lax.scan(lambda h, w: (jnp.sin(h @ w.T @ w), h.sum()), h, w[None])
+    return h, lax.psum(total, "d")
+
+
+def exchanged(x, w):
+    h = jax.checkpoint(lambda x: jnp.sin(x @ w))(x)
+    h = lax.ppermute(h, "m", [(0, 1), (1, 0)])
+    return lax.psum_scatter(h, "m", scatter_dimension=1, tiled=True)
+
+
+def mixed(x, w):
+    def step(state, _):
+        h, v = state
+        v = jnp.tanh(v @ w)
+        return (jnp.sin(h @ v), v), (v.sum(), h.sum())
+
+    (h, v), (of_v, of_h) = lax.scan(step, (x, w), None, length=2)
+    return lax.cond(w[0, 0] > 0, jnp.sin, lambda h: h @ w, h), v, of_v, lax.psum(of_h, "d")
+
+
+# A function, and how its arguments are spread; the mesh is the one around it.
+CASES = {
+    "the cut axis spread": (on_devices(rows, (P("d"), P()), (P("d"), P(), P(), P())), P("d"), P()),
+    "another axis spread": (on_devices(columns, (P(None, "m"), P("m")), (P(), P(), P())), P(None, "m"), P("m")),
+    "weights gathered inside": (on_devices(gathered, (P("d"), P("d")), (P("d"), P("d"))), P("d"), P("d")),
+    "scans": (on_devices(scanned, (P("d"), P()), (P("d"), P())), P("d"), P()),
+    "exchanges": (on_devices(exchanged, (P(None, "m"), P("m")), P(None, "m")), P(None, "m"), P("m")),
+    "some axes": (on_devices(columns, (P(None, "m"), P("m")), (P(), P(), P()), axis_names={"m"}), P("d", "m"), P("m")),
+    "results apart": (on_devices(mixed, (P("d"), P()), (P("d"), P(), P(), P())), P("d"), P()),
+    "layers": (
+        lambda x, w: lax.scan(
+            jax.checkpoint(lambda h, w: (on_devices(lambda x, w: jnp.sin(x @ w), (P("d"), P()), P("d"))(h, w), None)),
+            x,
+            jnp.stack([w, w * 2]),
+        )[0],
+        P("d"),
+        P(),
+    ),
+}
+
+
+def arguments():
+    random = np.random.default_rng(0)
+    return random.normal(size=(T, D)).astype(np.float32), 0.3 * random.normal(size=(D, D)).astype(np.float32)
+
+
+def with_gradients(fn):
+    def total(x, w):
+        outs = fn(x, w)
+        return sum(jnp.sin(out / 10).sum() for out in jax.tree.leaves(outs)), outs
+
+    return jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))
+
+
+@pytest.mark.parametrize(("kind", "n"), [(EXPLICIT, 4), (AUTO, 5)])
+@pytest.mark.parametrize("name", CASES)
+def test_tiles_are_shared_by_the_devices(name, kind, n):
+    fn, *specs = CASES[name]
+    mesh = mesh_of(kind)
+    with jax.set_mesh(mesh):
+        args = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arguments(), specs, strict=True)]
+        options = {} if kind == EXPLICIT else {"in_sharding": tuple(specs)}
+        tiled = tile(fn, (0, None), n, **options)
+        assert_same(with_gradients(tiled)(*args), with_gradients(fn)(*args), FLOAT32)
+        scalar = tile(lambda *args: with_gradients(fn)(*args)[0][0], (0, None), n, **options)
+        assert_same(jax.jit(jax.grad(scalar, (0, 1)))(*args), with_gradients(fn)(*args)[1], FLOAT32)
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("spec", [P("d"), P(None, "d")])
+def test_the_mesh_may_be_known_to_the_shard_map_alone(spec, check):
+    weights, out = (P(), P("d")) if spec == P("d") else (P("d"), P())
+    local = lambda x, w: jnp.sin(x) @ w if spec == P("d") else lax.psum(jnp.sin(x) @ w, "d")
+    fn = on_devices(local, (spec, weights), out, mesh=MESH, check_vma=check)
+    assert_same(with_gradients(tile(fn, (0, None), 4))(*arguments()), with_gradients(fn)(*arguments()), FLOAT32)
+    shares = tile(fn, (0, None), 4).plan(*arguments()).shares
+    assert shares == (8 if spec == P("d") else 1)
+
+
+def test_the_body_holds_one_tile():
+    fn = on_devices(lambda x, w: jnp.sin(x @ w), (P("d"), P()), P("d"), mesh=MESH)
+    tiled = jax.make_jaxpr(jax.grad(lambda *args: tile(fn, (0, None), 3)(*args).sum(), (0, 1)))(*arguments())
+    bodies = [e.params["jaxpr"] for e in equations(tiled) if e.primitive.name == "shard_map"]
+    lengths = {v.aval.shape[0] for body in bodies for e in equations(body) for v in e.outvars if v.aval.shape}
+    assert bodies
+    assert lengths == {D, T // 8 // 3}
+
+
+def test_it_runs_inside_another():
+    inner = on_devices(columns, (P(None, "m"), P("m")), (P(), P(), P()))
+    outer = lambda fn: on_devices(lambda x, w: fn(x, w)[0], (P("d"), P()), P("d"), axis_names={"d"})
+    mesh = mesh_of(EXPLICIT)
+    with jax.set_mesh(mesh):
+        x, w = arguments()
+        args = jax.device_put(x, NamedSharding(mesh, P("d", "m"))), jax.device_put(w, NamedSharding(mesh, P("m")))
+        assert_same(jax.jit(outer(tile(inner, (0, None), 3)))(*args), jax.jit(outer(inner))(*args), FLOAT32)
+
+
+@pytest.mark.parametrize("mode", ["jvp", "vmap"])
+def test_forward_mode_and_batches(mode):
+    fn, *specs = CASES["the cut axis spread"]
+    x, w = arguments()
+    with jax.set_mesh(mesh_of(AUTO)):
+        tiled = tile(fn, (0, None), 4, in_sharding=tuple(specs))
+        if mode == "jvp":
+            run = lambda f: jax.jit(lambda *args: jax.jvp(f, args, args))(x, w)
+        else:
+            run = lambda f: jax.jit(jax.vmap(f, (None, 0)))(x, jnp.stack([w, 2 * w]))
+        assert_same(run(tiled), run(fn), FLOAT32)
+
+
+REFUSED = {
+    "a sort": (lambda x, w: jnp.sort(x @ jnp.tile(w, (1, 50)), 0).sum(1), P("d"), r"for `sort` at .*test_shard.py"),
+    "a mean": (
+        lambda x, w: (h := x @ jnp.tile(w, (1, 50)), jnp.sin(h - h.max(0)).sum(1))[1],
+        P("d"),
+        r"for `sub` at .*test_shard.py",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_body_that_needs_all_tiles_is_refused(name):
+    local, spec, why = REFUSED[name]
+    fn = on_devices(local, (spec, P()), spec, mesh=MESH)
+    with pytest.raises(TileError, match=rf"cannot tile `shard_map` at .*test_shard.py(.|\n)*{why}"):
+        tile(fn, (0, None), 2)(*arguments())
+
+
+def test_products_of_all_devices_are_counted():
+    fn = on_devices(lambda x, w: x @ w, (P("d"), P()), P("d"), mesh=MESH)
+    (node,) = flatten(jax.make_jaxpr(fn)(*arguments())).nodes
+    assert flops(node) == 2 * T * D * D
