@@ -103,6 +103,7 @@ COMPLETED = {
 ELSEWHERE = {
     "chooses by it",
     "combines it otherwise over the devices",
+    "makes several copies of it",
     "moves parts of the cut axis between devices",
     "spreads the cut axis over devices",
     "puts it somewhere",
