@@ -99,11 +99,14 @@ COMPLETED = {
     "reports it": lambda x: jax.debug.print("{}", x.sum(0)),
     "fills in a value that each tile would add": lambda x: x.sum(0).at[jnp.array([9])].get(mode="fill", fill_value=1),
 }
-# Rules of control flow, and those that speak of devices: see test_collective.py.
+# Rules of control flow; those that speak of devices: see test_collective.py; and of kernels: see test_kernel.py.
 ELSEWHERE = {
     "chooses by it",
     "combines it otherwise over the devices",
     "makes several copies of it",
+    "is a kernel that was written for whole arrays",
+    "is a kernel that takes other blocks than those that the grid is at along the cut axis",
+    "is a kernel whose operands have other numbers of blocks along the cut axis",
     "moves parts of the cut axis between devices",
     "spreads the cut axis over devices",
     "puts it somewhere",

@@ -11,7 +11,7 @@ import jax
 from transforms.graph import Graph, Node, Value
 from transforms.limits import Limits
 from transforms.placement import WHOLE, Placement, Span, Tiled, Whole
-from transforms.rules import Move, run
+from transforms.rules import RULES, Move, run
 from transforms.spread import ALWAYS_TYPED, Apart, Held, like, named
 
 
@@ -104,7 +104,10 @@ class Analysis:
         return self.facts.get(value, Fact(WHOLE))
 
     def untyped(self, node: Node, move: Move) -> str | None:
-        """Why an equation cannot be spread over the devices on a tile of its operands, though it can on all of them."""
+        """Why an equation cannot run, or be spread over devices, on a tile of its operands, though it can on all."""
+        rule = RULES.get(node.name)
+        if rule is not None and rule.unfit is not None and not all(isinstance(p, Whole) for p in move.ins):
+            return rule.unfit(node, move, self._span) if self.limits is not None and self.limits.options else None
         known = node.name in ALWAYS_TYPED or isinstance(move, (Region, Local)) or self.limits is None
         if known or not any(isinstance(p, Tiled) for p in (*move.ins, *move.outs)):
             return None
@@ -115,10 +118,14 @@ class Analysis:
             self.typed[key] = self._untyped(node, move)
         return self.typed[key]
 
-    def _untyped(self, node: Node, move: Move) -> str | None:
+    @property
+    def _span(self) -> Span:
         assert self.limits is not None
         o = self.limits.options
-        span = Span(0, o.size, o.total, o.accumulate)
+        return Span(0, o.size, o.total, o.accumulate)
+
+    def _untyped(self, node: Node, move: Move) -> str | None:
+        span = self._span
         tiles = [like(v.aval, span.local_shape(v.shape, p)) for v, p in zip(node.inputs, move.ins, strict=True)]
         try:
             jax.eval_shape(lambda start, *values: run(node, list(values), move, span._replace(start=start)), 0, *tiles)

@@ -23,6 +23,7 @@ from transforms.rules import (  # noqa: F401
     control_flow,
     elementwise,
     indexing,
+    kernel,
     linalg,
     ragged,
     random,

@@ -104,7 +104,7 @@ def _place(found: Analysis, node: Node, limits: Limits | None) -> None:
                 raise Complete(held, "needs what each device holds a part of")
             move = _move(node, placements, limits)
             if (why := found.untyped(node, move)) is not None:
-                raise Complete([i for i, p in enumerate(move.ins) if isinstance(p, Tiled)], why)
+                raise Complete([i for i, p in enumerate(placements) if isinstance(p, Tiled)], why)
         except Complete as request:
             if limits is None and request.otherwise is not None:
                 move = request.otherwise

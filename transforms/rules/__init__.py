@@ -1,6 +1,6 @@
 """What each jax primitive does to a placement: one small rule per kind of primitive.
 
-A rule has up to seven parts.
+A rule has up to eight parts.
 
     push(node, placements) -> Move    where the results stand, and where each operand must stand for that
     pull(node, want) -> placements    how operands that are Whole can yield one tile of the result (None: they cannot)
@@ -9,6 +9,7 @@ A rule has up to seven parts.
     accumulate(node, values, total, span)   `total` plus the tile's part, where that is cheaper than making the part
     part(node, wanted)                (of an equation with bodies) the operands and a function for some results alone
     local(node, placements, limits)   (likewise) how to run it on whole operands with its bodies tiled
+    unfit(node, move, span)           why tiles of this length do not suit it, though others would; None if they do
 
 A rule that cannot go on raises `Complete`: these operands must be whole first, and why. Rules see neither stages nor
 loops; `transforms.propagate` adds the primitive, the line and the operands to what they say. A primitive whose operands
@@ -64,6 +65,7 @@ class Rule:
     accumulate: Accumulate | None = None
     part: Part | None = None
     local: Local | None = None
+    unfit: Callable[[Node, Move, Span], str | None] | None = None
     heavy: bool = False  # pulled only where the whole result would be too large
 
 

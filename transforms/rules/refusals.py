@@ -35,7 +35,7 @@ complete(
     *"""call_hi_primitive call_hi_primitive_linearized cudnn_fusion custom_partitioning dot_product_attention_bwd
     dot_product_attention_bwd_wrapper dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper
     dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper dot_product_attention_fwd
-    dot_product_attention_fwd_wrapper mpmd_map pallas_call scaled_matmul scaled_matmul_wrapper""".split(),
+    dot_product_attention_fwd_wrapper mpmd_map scaled_matmul scaled_matmul_wrapper""".split(),
     reason="is a kernel that was written for whole arrays",
 )
 complete(
