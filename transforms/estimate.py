@@ -9,16 +9,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+from jax import lax
 from jax.extend.core import ClosedJaxpr
 
 from transforms.fusion import FUSIBLE, IN_PLACE, Fused
-from transforms.graph import Node, Value, body, flatten
+from transforms.graph import Graph, Node, Value, body, flatten
 from transforms.simplify import LOOPS, NESTED
 
 
 def temp_bytes(closed: ClosedJaxpr) -> int:
     """Return the peak of the temporary memory that the compiled program will need, in bytes."""
-    return _peak(closed, False)
+    return _peak(flatten(closed), False)
 
 
 # ------------------------------------------------------------------------------------------------------------- liveness
@@ -34,9 +35,9 @@ class _Buffer:
     end: int
 
 
-def _peak(closed: ClosedJaxpr, loop: bool) -> int:
+def _peak(graph: Graph, loop: bool) -> int:
     """The most that is alive at once. A loop's body may overwrite its inputs, and its outputs have memory already."""
-    program = Fused(flatten(closed))
+    program = Fused(graph)
     last = program.last
     held = {v: _Buffer(0, True, 0, 0) for v in program.inputs} if loop else {}
     for t, node in enumerate(program.order):
@@ -106,7 +107,27 @@ def _carries(node: Node) -> list[Value | None]:
 
 def _inside(node: Node) -> int:
     """The peak inside a loop's body, or the largest among branches."""
-    return max(_peak(inner, node.name != "shard_map") for inner in _bodies(node))
+    return max(_peak(_sliced(node, inner), node.name != "shard_map") for inner in _bodies(node))
+
+
+def _sliced(node: Node, inner: ClosedJaxpr) -> Graph:
+    """A body as a graph. That of a scan takes slices of what it scans over, and puts what it stacks into place."""
+    graph = flatten(inner)
+    if node.name != "scan":
+        return graph
+    for i, whole in enumerate(node.inputs):
+        if (part := graph.inputs[i]).shape != whole.shape:
+            graph.inputs[i] = Value(whole.aval)
+            part.producer = Node(lax.dynamic_slice_p, {}, [graph.inputs[i]], [part], None, None, None)
+            graph.nodes.insert(0, part.producer)
+    for i, whole in enumerate(node.outputs):
+        if (part := graph.outputs[i]).shape != whole.shape:
+            graph.inputs.append(Value(whole.aval))
+            put = Node(lax.dynamic_update_slice_p, {}, [graph.inputs[-1], part], [], None, None, None)
+            put.outputs.append(Value(whole.aval, put))
+            graph.outputs[i] = put.outputs[0]
+            graph.nodes.append(put)
+    return graph
 
 
 def _bodies(node: Node) -> Sequence[ClosedJaxpr]:

@@ -15,12 +15,13 @@ from transforms.rules.elementwise import ELEMENTWISE
 from transforms.simplify import LOOPS, Simplified
 
 # What does not read its operands element by element.
-PICKS = frozenset("transpose gather slice dynamic_slice rev concatenate pad".split())
+PICKS = frozenset("transpose turn gather slice dynamic_slice rev concatenate pad".split())
 LINEAR = "add sub mul div max min neg add_any select_n convert_element_type complex real imag".split()
 FUSIBLE = frozenset((*ELEMENTWISE, *LINEAR, *PICKS, "broadcast_in_dim", "iota", "split")) - {"threefry2x32"}
 # What the libraries of matrix products and reductions compute on the way.
 LIBRARY = frozenset(
-    "add sub mul max min neg exp tanh square integer_pow abs broadcast_in_dim add_any dot_general".split()
+    """add sub mul max min neg exp tanh square integer_pow abs broadcast_in_dim add_any dot_general
+    convert_element_type""".split()
 )
 REDUCES = frozenset("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin".split())
 # Their first operand's memory becomes their result's.

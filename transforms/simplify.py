@@ -7,12 +7,14 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
+from jax.extend.core import Primitive
 
 from transforms.graph import REMAT, Graph, Node, Value, body, constant, flatten, nbytes
 
 # Other names for the same memory; the second kind only if the size is the same.
 ALIAS = frozenset("reshape squeeze copy copy_p stop_gradient name expand_dims bitcast_convert_type".split())
-COPIES = frozenset("broadcast_in_dim slice dynamic_slice".split())
+COPIES = frozenset("broadcast_in_dim slice dynamic_slice reduce_sum reduce_max reduce_min reduce_prod".split())
+turn_p = Primitive("turn")  # the copy of an operand that a product takes in another order of its dimensions
 LOOPS = frozenset(["scan", "while"])
 NESTED = LOOPS | {"cond", "shard_map"}
 
@@ -61,7 +63,7 @@ class Simplified:
             elif (wide := self._not_narrowed(node)) is not None:
                 self.same[node.outputs[0]] = wide
             elif node.name == "dot_general" and jax.default_backend() == "cpu":
-                self.nodes += _widened(node)
+                self.nodes += [*_turned(node), *_widened(node)]
             else:
                 self.nodes.append(node)
 
@@ -170,9 +172,32 @@ class Simplified:
         return self._peeled(node.inputs[0]) if copied else self.find(value)
 
 
+def _turned(node: Node) -> list[Node]:
+    """The copies of a product's operands that put what is batched first, then rows, then columns."""
+    contract, batch = node.params["dimension_numbers"]
+    nodes = []
+    for side in (0, 1) if batch[0] else ():
+        value = node.inputs[side]
+        free = [d for d in range(len(value.shape)) if d not in contract[side] and d not in batch[side]]
+        order = [*batch[side], *(free if side == 0 else contract[side]), *(contract[side] if side == 0 else free)]
+        order = [d for d in order if value.shape[d] > 1]
+        if order != sorted(order):
+            turn = Node(turn_p, {"order": order}, [value], [], node.source, node.caller, node.context)
+            turn.outputs.append(Value(value.aval, turn))
+            node.inputs = [*node.inputs[:side], turn.outputs[0], *node.inputs[side + 1 :]]
+            nodes.append(turn)
+    return nodes
+
+
 def _widened(node: Node) -> list[Node]:
-    """A matrix product of narrow floats as XLA runs it on CPU: in float32, converted before and after."""
+    """A matrix product of narrow floats as XLA runs it on CPU: in float32, converted before and after.
+
+    Newer compilers have a library that takes them as they are, where the first operand's rows are contracted.
+    """
     narrow = lambda v: jax.dtypes.issubdtype(v.dtype, np.floating) and v.dtype.itemsize < 4
+    (contract, _), _ = node.params["dimension_numbers"]
+    if jax.__version_info__ >= (0, 12) and tuple(contract) == (len(node.inputs[0].shape) - 1,):
+        return [node]
     context = (node.source, node.caller, node.context)
     params = {"new_dtype": np.dtype("float32")}
     nodes, inputs = [], []
