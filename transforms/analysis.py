@@ -10,7 +10,7 @@ import jax
 
 from transforms.graph import Graph, Node, Value
 from transforms.limits import Limits
-from transforms.placement import WHOLE, Placement, Span, Tiled, Whole
+from transforms.placement import ALONE, WHOLE, Placement, Reach, Span, Tiled, Whole
 from transforms.rules import RULES, Move, run
 from transforms.spread import ALWAYS_TYPED, Apart, Held, like, named
 
@@ -98,6 +98,8 @@ class Analysis:
     limits: Limits | None = None
     typed: dict[Any, str | None] = dataclasses.field(default_factory=dict)
     passing: set[Value] | None = None  # in a region: the values that may be apart
+    reach: dict[Value, Reach] = dataclasses.field(default_factory=dict)  # rows beside the tile that they take
+    fixed: dict[Value, Node] = dataclasses.field(default_factory=dict)  # cut values that are made for the tile alone
     moving: set[Value] = dataclasses.field(default_factory=set)  # what depends on the tiles before
 
     def fact(self, value: Value) -> Fact:
@@ -126,7 +128,9 @@ class Analysis:
 
     def _untyped(self, node: Node, move: Move) -> str | None:
         span = self._span
-        tiles = [like(v.aval, span.local_shape(v.shape, p)) for v, p in zip(node.inputs, move.ins, strict=True)]
+        spans = [span.beside(move.reach.get(i, ALONE)) for i in range(len(move.ins))]
+        both = zip(node.inputs, move.ins, spans, strict=True)
+        tiles = [like(v.aval, s.local_shape(v.shape, p)) for v, p, s in both]
         try:
             jax.eval_shape(lambda start, *values: run(node, list(values), move, span._replace(start=start)), 0, *tiles)
         except Exception as error:  # JAX has no public name for errors of sharding types

@@ -188,7 +188,8 @@ def as_array(const: Any, aval: Any) -> Any:
 
 def prune(graph: Graph) -> Graph:
     """Drop the nodes that no output and no side effect needs."""
-    alive, kept = set(graph.outputs), []
+    states = (v for node in graph.nodes for v in node.params.values() if isinstance(v, Value))
+    alive, kept = {*graph.outputs, *states}, []
     for node in reversed(graph.nodes):
         if node.effects or any(v in alive for v in node.outputs):
             alive.update(node.inputs)

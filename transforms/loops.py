@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from transforms.analysis import Analysis
 from transforms.graph import Node, Value, flops
-from transforms.placement import Partial, Placement
+from transforms.placement import ALONE, Partial, Placement, Reach
 from transforms.rules import Move
 from transforms.terms import Term
 
@@ -16,22 +16,24 @@ class Ref(NamedTuple):
     """An operand as a loop reads it.
 
     `whole`: the whole value; `slice`: this tile of the whole value; `once`: the whole value on the first tile and 0 on
-    the others; `tile`: what a step of this loop computed.
+    the others; `tile`: what a step of this loop computed. `halo`: with how many rows before and after the tile.
     """
 
     value: Value
     want: Placement
     how: Literal["whole", "slice", "once", "tile"]
+    halo: Reach = ALONE
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step:
-    """Run `node` on one tile."""
+    """Run `node` on one tile, with `halo` rows before and after it."""
 
     node: Node
     move: Move
     refs: tuple[Ref, ...]
     keys: tuple[tuple[Value, Placement], ...]
+    halo: Reach = ALONE
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -15,11 +15,11 @@ from transforms.finish import Env, combine_partials, finish, narrow
 from transforms.graph import Node, Value, constant, read
 from transforms.loops import Loop, Ref, Schedule, Step, Update
 from transforms.online import rescale
-from transforms.placement import COMBINE, Partial, Span, Tiled, Whole, identity
+from transforms.placement import ALONE, COMBINE, Partial, Span, Tiled, Whole, identity
 from transforms.planner import runs_once
 from transforms.rules.contraction import dot
 
-Tiles = dict[tuple[Value, Any], Any]  # what a tile computed, by value and placement
+Tiles = dict[tuple[Any, Any], Any]  # what a tile computed, by value and placement
 
 
 def run(
@@ -68,7 +68,7 @@ def _shared(plan: Schedule, loop: Loop, reuse: Mapping[int, int]) -> dict[Value,
     for out, number in reuse.items():
         value, source = graph.outputs[out], graph.inputs[number]
         alike = value in made and source.aval == value.aval and fact(value) == fact(source)
-        here = {id(ref) for ref in refs_of(loop) if ref.value is source and ref.how == "slice"}
+        here = {id(r) for r in refs_of(loop) if r.value is source and r.how == "slice" and r.halo == ALONE}
         everywhere = {id(ref) for other in plan.loops for ref in refs_of(other) if ref.value is source}
         outside = source in graph.outputs or any(
             source in node.inputs for node in graph.nodes if isinstance(plan.analysis.moves[node].outs[0], Whole)
@@ -212,8 +212,11 @@ REARRANGE = frozenset("convert_element_type copy copy_p reshape transpose squeez
 
 def fetch(ref: Ref, tiles: Any, env: Env, span: Span) -> Any:
     """An operand of a step."""
-    if ref.how == "tile":
+    if ref.how == "tile" and ref.halo == ALONE:
         return tiles[(ref.value, ref.want)]
+    if ref.how == "tile":
+        array, there = tiles[((ref.value, ref.want), "beside")]
+        return there.narrow(array, ref.want, ref.halo)
     if ref.how == "once":
         if constant(ref.value) == 0 and ref.want == Partial("sum"):
             with ref.value.producer.context.manager if ref.value.producer else nullcontext():
@@ -222,7 +225,8 @@ def fetch(ref: Ref, tiles: Any, env: Env, span: Span) -> Any:
         op = ref.want.op if isinstance(ref.want, Partial) else "sum"
         return jnp.where(span.start == 0, whole, jnp.full_like(whole, identity(op, whole.dtype)))
     whole = narrow(env, ref.value)
-    return span.take(jnp.asarray(whole), ref.want) if isinstance(ref.want, Tiled) and ref.how == "slice" else whole
+    sliced = isinstance(ref.want, Tiled) and ref.how == "slice"
+    return span.beside(ref.halo).take(jnp.asarray(whole), ref.want) if sliced else whole
 
 
 def compute(
@@ -254,7 +258,8 @@ def compute(
             continue
         how = apart[step.node.outputs[0]] if step.node.outputs else spread.TOGETHER
         node, values = spread.fit(step.node, _operands(step, tiles, env, span), how)
-        if (wide := _wide(step, node, values, tiles, span, broad)) is not None:
+        there = span.beside(step.halo)
+        if step.halo == ALONE and (wide := _wide(step, node, values, tiles, span, broad)) is not None:
             value, _ = step.keys[0]
             wide = spread.conform(wide, value.aval, how)
             tiles[(value, "wide")], tiles[step.keys[0]] = wide, wide.astype(value.dtype)
@@ -263,10 +268,14 @@ def compute(
         if sums and rules.RULES[node.name].emit is None:
             results = combine_partials(node, values, span)
         else:
-            results = rules.run(node, values, step.move, span)
+            results = rules.run(node, values, step.move, there)
         made = zip(step.node.outputs, results, strict=True)
         by_value = {v: x if x is None else spread.conform(x, v.aval, apart[v]) for v, x in made}
-        tiles.update({key: by_value[key[0]] for key in step.keys})
+        for key in step.keys:
+            (value, want), tiles[key] = key, by_value[key[0]]
+            if step.halo != ALONE and isinstance(want, Tiled):
+                tiles[(key, "beside")] = (tiles[key], there)
+                tiles[key] = there.narrow(by_value[value], want, span.halo)
     return tiles
 
 

@@ -85,6 +85,11 @@ def combine(op: str, dtype: Any, *parts: Any) -> list[Any]:
 def join(shape: tuple[int, ...], cut: Tiled, spans: Sequence[Piece], *pieces: Any) -> list[Any]:
     """The array that pieces are of."""
     dim, major, minor = cut.dim, cut.major, cut.minor
+    if major == 1 and len(pieces) == 1:
+        start = -spans[0].start * minor
+        return [lax.slice_in_dim(pieces[0], start, start + spans[0].total * minor, axis=dim)]
+    if major == 1:
+        return [lax.concatenate(pieces, dim)]
     apart = [
         p.reshape(*shape[:dim], major, s.length * minor, *shape[dim + 1 :]) for p, s in zip(pieces, spans, strict=True)
     ]

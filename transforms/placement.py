@@ -83,10 +83,15 @@ def wide(dtype: Any, accumulate: Any) -> Any:
         return jnp.promote_types(dtype, accumulate)
 
 
+Reach = tuple[int, int]  # how many rows before and after
+ALONE: Reach = (0, 0)
+
+
 class Span(NamedTuple):
     """The tile: `length` steps from `start` of an axis that is `total` long; sums are formed in `accumulate`.
 
-    `chunks`: a product may be added to an accumulator chunk by chunk.
+    `chunks`: a product may be added to an accumulator chunk by chunk. `halo`: how many of its first and last steps are
+    its neighbours', or outside of the axis.
     """
 
     start: Any
@@ -94,6 +99,15 @@ class Span(NamedTuple):
     total: int
     accumulate: Any = jnp.float32
     chunks: bool = True
+    halo: Reach = ALONE
+
+    def beside(self, halo: Reach) -> Span:
+        """The tile with as many steps before and after it."""
+        if halo == ALONE:
+            return self
+        before, after = halo
+        start = jnp.asarray(self.start, jnp.int32) - before
+        return self._replace(start=start, length=self.length + before + after, halo=halo)
 
     def wide(self, dtype: Any) -> Any:
         """The dtype in which a sum of `dtype` is formed."""
@@ -109,6 +123,8 @@ class Span(NamedTuple):
     def take(self, array: Any, placement: Tiled) -> Any:
         """This tile of a whole array."""
         dim, major, minor = placement.dim, placement.major, placement.minor
+        if self.halo != ALONE:
+            return self._take_beside(array, placement)
         if self.length == self.total:
             return array
         if major == 1:
@@ -116,6 +132,37 @@ class Span(NamedTuple):
         split = spread.split(array, dim, major)
         part = lax.dynamic_slice_in_dim(split, self.start * minor, self.length * minor, dim + 1)
         return spread.merge(part, dim)
+
+    def _take_beside(self, array: Any, placement: Tiled) -> Any:
+        """The tile and its neighbours; outside of the axis stand other rows of it, whichever."""
+        dim, major, minor = placement.dim, placement.major, placement.minor
+        if major > 1:
+            array, dim = spread.split(array, dim, major), dim + 1
+        size, (before, after) = min(self.length, self.total), self.halo
+        first = jnp.clip(self.start, 0, self.total - size).astype(jnp.int32)
+        rows = lax.dynamic_slice_in_dim(array, first * minor, size * minor, dim)
+        ends = lax.slice_in_dim(rows, (size - before) * minor, None, axis=dim), rows
+        rows = lax.concatenate([*ends, lax.slice_in_dim(rows, 0, after * minor, axis=dim)], dim)
+        offset = jnp.asarray(self.start, jnp.int32) - first + before
+        found = lax.dynamic_slice_in_dim(rows, offset * minor, self.length * minor, dim)
+        return found if major == 1 else spread.merge(found, placement.dim)
+
+    def narrow(self, array: Any, placement: Tiled, halo: Reach) -> Any:
+        """Of an array of this tile with its neighbours, the tile with as many as `halo`."""
+        if halo == self.halo:
+            return array
+        dim, major, minor = placement.dim, placement.major, placement.minor
+        if major > 1:
+            array, dim = spread.split(array, dim, major), dim + 1
+        low, high = (have - want for have, want in zip(self.halo, halo, strict=True))
+        found = lax.slice_in_dim(array, low * minor, (self.length - high) * minor, axis=dim)
+        return found if major == 1 else spread.merge(found, placement.dim)
+
+    def within(self, placement: Tiled) -> Any:
+        """Which elements along this tile's dimension the axis has."""
+        steps = jnp.arange(placement.major * self.length * placement.minor, dtype=jnp.int32)
+        steps = steps // placement.minor % self.length + jnp.asarray(self.start, jnp.int32)
+        return (steps >= 0) & (steps < self.total)
 
     def put(self, array: Any, part: Any, placement: Tiled) -> Any:
         """The whole array with this tile overwritten."""

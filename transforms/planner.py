@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from transforms.analysis import Analysis
+from transforms.beside import widen
 from transforms.graph import Node, Value
 from transforms.keep import Policy, keeps
 from transforms.loops import Loop, Ref, Step, Update
@@ -68,6 +69,7 @@ class Planner:
             loops[d].updates += [*self.anchors(d, loops[d]), *self.states(d, loops[d])]
             for node in (n for n in effects if stages[n] == d):
                 self.emit(self.effect(node), d, loops[d])
+            widen(loops[d])
         return loops
 
     def effect(self, node: Node) -> Ref:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
+from transforms.align import align
 from transforms.analysis import Along, Inline, Promote
 from transforms.divide import divide
 from transforms.graph import Graph, Node, Value
@@ -76,6 +77,9 @@ def planned(
             carry(graph, found.node, span)
         except TileError as refusal:
             first = first or refusal
+            if align(graph, options.total):
+                first = None  # what is refused now says more
+                continue
             if any(divide(graph, node, dim, divided) for node, dim in refusal.origins):
                 continue
             if limits.stretched:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+from transforms import beside
 from transforms.analysis import Along, Analysis, Completion, Fact, Inline, Local, Region, Split
 from transforms.apart import keep_apart, postpone
 from transforms.graph import Graph, Node, Value
@@ -103,6 +104,7 @@ def _place(found: Analysis, node: Node, limits: Limits | None) -> None:
             if node.name not in FLOWS and (held := _held(found, node, placements)):
                 raise Complete(held, "needs what each device holds a part of")
             move = _move(node, placements, limits)
+            beside.check(found, node, move, limits)
             if (why := found.untyped(node, move)) is not None:
                 raise Complete([i for i, p in enumerate(placements) if isinstance(p, Tiled)], why)
         except Complete as request:
@@ -125,6 +127,7 @@ def _place(found: Analysis, node: Node, limits: Limits | None) -> None:
     found.facts.update((v, Fact(p, stage)) for v, p in zip(node.outputs, move.outs, strict=True))
     if node.name in ("running", "carried") or not found.running.isdisjoint(node.inputs):
         found.running.update(v for v, p in zip(node.outputs, move.outs, strict=True) if isinstance(p, Whole))
+    beside.note(found, node, move)
 
 
 def _held(found: Analysis, node: Node, placements: Sequence[Placement]) -> list[int]:

@@ -13,6 +13,7 @@ gather.py      weights gathered before a loop       auto.py      meshes whose ax
 analysis.py    what is known of a cut graph         finish.py    what is computed outside the loops
 refused.py     what no function may do           printing.py  a plan as a table
 divide.py      arrays not quite as long as the axis (pieces.py, across.py)
+align.py       neighbours along the axis, as shifts; beside.py: rows beside the tile
 """
 
 from __future__ import annotations

@@ -20,19 +20,23 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from transforms.graph import Node, Value, body_graph
-from transforms.placement import WHOLE, Partial, Placement, Span, Tiled, TileError, Whole
+from transforms.placement import WHOLE, Partial, Placement, Reach, Span, Tiled, TileError, Whole
 
 
 @dataclasses.dataclass(frozen=True)
 class Move:
-    """Where a node's results stand, and where its operands must stand for that."""
+    """Where a node's results stand, and where its operands must stand for that.
+
+    `reach`: of which operands it reads rows beside the tile, and how many before and after.
+    """
 
     outs: tuple[Placement, ...]
     ins: tuple[Placement, ...]
+    reach: Mapping[int, Reach] = dataclasses.field(default_factory=dict, kw_only=True, hash=False)
 
 
 class Complete(Exception):

@@ -135,40 +135,5 @@ def chunked(node: Node, operands: list[Any], total: Any, side: int, dim: int) ->
 # Bytes of the accumulator that one chunk covers: large enough for the matmul's own blocking, small beside the rest.
 CHUNK, CHUNKS = 8 << 20, 32  # at least so many bytes, and no more than so many chunks
 
-# --------------------------------------------------------------------------------------------------------- convolutions
 
-
-def push_convolution(node: Node, placements: tuple[Placement, ...]) -> Move:
-    """A cut batch stays cut; a cut feature dimension (the batch, in the gradient of a kernel) is summed over."""
-    if found := partial(placements):
-        raise Complete(found, "is not run on partial sums")
-    numbers = node.params["dimension_numbers"]
-    single = node.params["feature_group_count"] == node.params["batch_group_count"] == 1
-    lhs, rhs = placements
-    contracted = (numbers.lhs_spec[1], numbers.rhs_spec[1])
-    for (value, dim), other in (((lhs, contracted[0]), 1), ((rhs, contracted[1]), 0)):
-        if single and isinstance(value, Tiled) and value.dim == dim:
-            ins = (value.at(contracted[0]), value.at(contracted[1]))
-            if placements[other] in (WHOLE, ins[other]):
-                return Move((Partial("sum"),), ins)
-    if (
-        isinstance(lhs, Tiled)
-        and lhs.dim == numbers.lhs_spec[0]
-        and rhs == WHOLE
-        and node.params["batch_group_count"] == 1
-    ):
-        return Move((lhs.at(numbers.out_spec[0]),), placements)
-    if isinstance(rhs, Tiled) and rhs.dim == numbers.rhs_spec[0] and lhs == WHOLE and single:
-        return Move((rhs.at(numbers.out_spec[1]),), placements)
-    raise Complete(tiled(placements), "slides over the cut axis, or groups it")
-
-
-def emit_convolution(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
-    if move.outs[0] != Partial("sum"):
-        return node.bind(values)
-    dtype = span.wide(node.outputs[0].dtype)
-    return node.bind([v.astype(dtype) for v in values], node.params | {"preferred_element_type": dtype})
-
-
-register("conv_general_dilated", push=push_convolution, emit=emit_convolution)
 register("dot_general", push=push, pull=pull, heavy=True, emit=emit, accumulate=accumulate)

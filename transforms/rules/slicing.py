@@ -112,6 +112,8 @@ def push_pad(node: Node, placements: tuple[Placement, ...]) -> Move:
     block, landed = cut.block(node.inputs[0].shape), None
     if gap == 0 and low >= 0 and high >= 0 and low % block == 0:
         landed = cut.repeated(node.inputs[0].shape, node.outputs[0].shape[cut.dim])
+    if landed is None and gap == 0 and low == -high and (cut.major, cut.minor) == (1, 1):
+        return Move((cut,), placements, reach={0: (max(low, 0), max(high, 0))})  # a shift
     if landed is None:
         raise Complete([0], "pads the cut axis")
     return Move((landed,), placements)
@@ -126,6 +128,8 @@ def emit_pad(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]
     cut = move.outs[0]
     if not isinstance(cut, Tiled):
         return node.bind(values)
+    if move.reach:
+        return [shifted(node, *values, cut, span)]
     if isinstance(move.ins[0], Tiled):
         steps, block = span.length * cut.minor, cut.block(node.outputs[0].shape)
         low, high, _ = node.params["padding_config"][cut.dim]
@@ -141,6 +145,17 @@ def emit_pad(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]
         return [jnp.full(span.local_shape(node.outputs[0].shape, cut), values[1])]
     found = jnp.take(rows, offset // (gap + 1), axis=cut.dim, mode="clip")
     return [jnp.where(lax.broadcast_in_dim(inside, found.shape, (cut.dim,)), found, values[1])]
+
+
+def shifted(node: Node, rows: Any, fill: Any, cut: Tiled, span: Span) -> Any:
+    """A tile of what is shifted along the cut axis, from a tile with the rows beside it."""
+    low, _, _ = node.params["padding_config"][cut.dim]
+    rows = lax.slice_in_dim(rows, max(-low, 0), max(-low, 0) + span.length, axis=cut.dim)
+    (rows,) = node.bind(
+        [rows, fill], node.params | {"padding_config": _at(node.params["padding_config"], cut.dim, (0, 0, 0))}
+    )
+    inside = span._replace(start=span.start - low).within(cut)
+    return jnp.where(lax.broadcast_in_dim(inside, rows.shape, (cut.dim,)), rows, fill)
 
 
 # ------------------------------------------------------------------------------------------------------ dynamic slices

@@ -1,0 +1,204 @@
+"""Neighbours along the cut axis: shifts, windows and convolutions of what is computed, and their gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from transforms import TileError, tile
+
+B, S, D, F = 2, 23, 3, 40  # batch, sequence, embed, hidden
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def draw(*shape):
+    return jnp.asarray(np.random.default_rng(sum(shape)).normal(size=shape))
+
+
+def hidden(x, w):
+    return jnp.tanh(x @ w)
+
+
+def conv(x, kernel, padding, groups=1):
+    numbers = ("NWC", "WIO", "NWC")
+    return lax.conv_general_dilated(x, kernel, (1,), padding, dimension_numbers=numbers, feature_group_count=groups)
+
+
+def previous(h):
+    return jnp.pad(h, ((1, 0), (0, 0)))[:-1]
+
+
+def token_shift(x, w, v):
+    h = hidden(x, w)
+    return h + v[:, 0] * (previous(h) - h)
+
+
+def joined(x, w, v):
+    h = hidden(x, w)
+    return h * jnp.concatenate([v.T[:1], h[:-1]])
+
+
+def shift_of_both_sides(x, w, v):
+    h = hidden(x, w)
+    return (jnp.exp(h[2:] - h[1:-1]) * h[:-2]).sum(-1)
+
+
+def total_variation(x, w, v):
+    h = hidden(x, w)
+    return ((h[1:] - h[:-1]) ** 2).sum() + (v**2).sum()
+
+
+def differences(x, w, v):
+    return jnp.abs(jnp.diff(hidden(x, w), axis=0)) @ v
+
+
+def causal(x, w, v):
+    padded = jnp.pad(hidden(x, w), ((3, 0), (0, 0)))
+    return jax.nn.silu(sum(padded[i : i + S] * v[:, i] for i in range(4)))
+
+
+def local_sums(x, w, v):
+    padded = jnp.pad(hidden(x, w), ((2, 2), (0, 0)))
+    return sum(padded[i : i + S] for i in range(5)) @ v / 5
+
+
+def depthwise(x, w, v):
+    return jax.nn.silu(conv(hidden(x, w)[None], v.T[:, None], [(3, 0)], groups=F)[0])
+
+
+def dilated(x, w, v):
+    numbers = ("NWC", "WIO", "NWC")
+    kernel = v.reshape(2, F, 2)
+    return lax.conv_general_dilated(
+        hidden(x, w)[None], kernel, (1,), [(1, 2)], rhs_dilation=(3,), dimension_numbers=numbers
+    )
+
+
+def average(x, w, v):
+    return lax.reduce_window(hidden(x, w), 0.0, lax.add, (3, 1), (1, 1), "SAME") @ v
+
+
+def rolled(x, w, v):
+    h = hidden(x, w)
+    return (h * jnp.roll(h, 1, axis=0)) @ v
+
+
+def consistency(x, w, v):
+    logits = jax.nn.log_softmax(x @ w)
+    labels = jnp.arange(1, S) % F
+    nll = -logits[:-1][jnp.arange(S - 1), labels]
+    return nll.mean() + 0.1 * (jnp.exp(logits[1:]) * (logits[1:] - logits[:-1])).sum(-1).mean() + v.sum()
+
+
+def channel_mix(x, w, v):
+    def block(h):
+        shifted = previous(h)
+        key = jnp.square(jax.nn.relu((h + v[:, 0] * (shifted - h)) @ (w.T @ w)))
+        return h + jax.nn.sigmoid(h + v[:, 1] * (shifted - h)) * key
+
+    return (jax.checkpoint(block)(block(hidden(x, w))) ** 2).mean()
+
+
+def mamba(x, w, v):
+    h, gate = jnp.split(x @ w, 2, -1)
+    y = conv(h[None], v[: F // 2].T[:, None], [(3, 0)], groups=F // 2)[0]
+    return (jax.nn.silu(y) * jax.nn.silu(gate)) @ v[F // 2 :]
+
+
+CASES = [
+    token_shift,
+    joined,
+    shift_of_both_sides,
+    total_variation,
+    differences,
+    causal,
+    local_sums,
+    depthwise,
+    dilated,
+    average,
+    rolled,
+    consistency,
+    channel_mix,
+    mamba,
+]
+
+
+def both(fn, args):
+    """Its value, weighted, and the gradients."""
+
+    def weighted(*args):
+        out = fn(*args)
+        return (out * jnp.cos(jnp.arange(out.size)).reshape(out.shape)).sum()
+
+    return jax.jit(jax.value_and_grad(weighted, argnums=range(len(args))))(*args)
+
+
+@pytest.mark.parametrize("n", [1, 4, 7])
+@pytest.mark.parametrize("fn", CASES, ids=lambda fn: fn.__name__)
+def test_values_and_gradients_are_the_untiled_ones(fn, n):
+    args = draw(S, D), draw(D, F), draw(F, 4)
+    got, want = both(tile(fn, (0, None, None), n), args), both(fn, args)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9 * float(abs(b).max()))
+
+
+@pytest.mark.parametrize("fn", [token_shift, depthwise, consistency], ids=lambda fn: fn.__name__)
+def test_each_loop_runs_over_the_tile_and_its_neighbours(fn):
+    args = draw(400, D), draw(D, F), draw(F, 4)
+    fn = consistency_of(400) if fn is consistency else fn
+    sizes = [
+        jax.jit(jax.grad(lambda *a, n=n: tile(fn, (0, None, None), n)(*a).sum(), 1))
+        .lower(*args)
+        .compile()
+        .memory_analysis()
+        for n in (1, 4, 16)
+    ]
+    one, four, many = (s.temp_size_in_bytes for s in sizes)
+    assert many < 0.5 * four < 0.25 * one
+
+
+def consistency_of(length):
+    def fn(x, w, v):
+        logits = jax.nn.log_softmax(x @ w)
+        return (jnp.exp(logits[1:]) * (logits[1:] - logits[:-1])).sum(-1).mean() + v.sum()
+
+    return fn
+
+
+def test_what_is_read_twice_is_computed_once():
+    plan = tile(token_shift, (0, None, None), 4).plan(draw(S, D), draw(D, F), draw(F, 4))
+    (loop,) = plan.value.loops
+    assert loop.flops == 2 * S * D * F
+
+
+def test_vmap_of_grad():
+    xs, w, v = draw(B, S, D), draw(D, F), draw(F, 4)
+    grads = [
+        jax.vmap(jax.grad(f, 1), (0, None, None))(xs, w, v)
+        for f in (tile(channel_mix, (0, None, None), 4), channel_mix)
+    ]
+    np.testing.assert_allclose(*grads, rtol=1e-9, atol=1e-12)
+
+
+def test_more_rows_than_a_tile_has_are_refused():
+    def far(x, w):
+        h = hidden(x, w)
+        return (h * jnp.pad(h, ((20, 0), (0, 0)))[:-20]).sum()
+
+    with pytest.raises(TileError, match="20 rows before and 0 after each tile of 11"):
+        tile(far, (0, None), 4)(draw(44, D), draw(D, F))
+
+
+def test_what_a_state_goes_through_is_not_made_beside_the_tile():
+    def fn(x, w):
+        total = jnp.cumsum(hidden(x, w), 0)
+        return (total * previous(total)).sum()
+
+    with pytest.raises(TileError, match="reads rows beside the tile, which `cumulative_joined`"):
+        tile(fn, (0, None), 4)(draw(S, D), draw(D, F))
