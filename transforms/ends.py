@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from transforms.equal import Numbering
-from transforms.graph import Graph, Value, prune
+from transforms.graph import Graph, Value, constant, prune
 from transforms.reassociate import Product, reassociate
 from transforms.rewrite import traced
 from transforms.spread import named
@@ -74,11 +74,11 @@ def _rounded(graph: Graph, known: Value, value: Value) -> Value:
 
 
 def compared(graph: Graph, value: Value) -> bool:
-    """Whether something is compared with a value: then both must be computed by the same program, to the last bit."""
+    """Whether something computed is compared with a value: by the same program then, to the last bit, or not at all."""
     alike = {value}
     for node in graph.nodes:
         if not alike.isdisjoint(node.inputs):
-            if node.name in COMPARISONS:
+            if node.name in COMPARISONS and any(v not in alike and constant(v) is None for v in node.inputs):
                 return True
             if node.name in SEEN_ALIKE:
                 alike.update(node.outputs)
