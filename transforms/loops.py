@@ -41,12 +41,14 @@ class Update:
     """How one tile changes a result: terms are added (or, if Tiled, written) one after the other.
 
     A term is a step whose rule adds to the accumulator itself, or a reference to what the loop computed. Before that,
-    what was added is rescaled as the running `anchors` that it is relative to have moved.
+    what was added is rescaled as the running `anchors` that it is relative to have moved; or moved with them, as often
+    as `weight` has summed up to.
     """
 
     value: Value
     terms: tuple[Step | Ref, ...]
     anchors: tuple[Term, ...] = ()
+    weight: Value | None = None
 
 
 @dataclasses.dataclass

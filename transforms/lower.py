@@ -109,7 +109,8 @@ def _run_loop(
         for i, update in enumerate(loop.updates):
             result = before.get(update.value)
             if result is not None and update.anchors:
-                result = rescale(result, update.anchors, before, anchors)
+                weight = None if update.weight is None else before[update.weight]
+                result = rescale(result, update.anchors, before, anchors, weight)
             made[i] = _apply(
                 update, result, fact(update.value).placement, tiles, now, span, update.value in broad, apart
             )

@@ -6,7 +6,8 @@ value that divides or multiplies each term alike (the denominator of a softmax) 
 cut over its keys is one loop, and so are the statistics of a cross-entropy cut over the vocabulary.
 
 A sum is rewritten as a copy of its computation in which the running maximum (`running`, an equation of our own) stands
-for the final one, and what was left out follows it.
+for the final one, and what was left out follows it. Where nothing is exponentiated, `sum(w * (x - m - s))`, or the
+logarithm of the probability of a label, what was left out is added as often as the weights sum up to: see linear.py.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from jax.extend.core import Primitive
 from transforms.analysis import Analysis, Fact
 from transforms.early import Finder
 from transforms.graph import Node, Value
+from transforms.linear import Weights, shifted
 from transforms.placement import WHOLE, Partial, Placement, Span, Whole
 from transforms.reassociate import Product, identity, reassociate
-from transforms.rewrite import replace, sort, traced
+from transforms.rewrite import add, replace, sort, traced
 from transforms.rules import Move, register
 from transforms.spread import contracted, named
 from transforms.terms import Early, Term, align
@@ -36,9 +38,13 @@ anchor_p = Primitive("anchor")  # one that terms are relative to: 0 while all of
 
 @dataclasses.dataclass(frozen=True)
 class Online:
-    """How the accumulator of a partial sum is rescaled: by `exp(weight * (new - old))` of each running anchor."""
+    """How the accumulator of a partial sum is rescaled: by `exp(weight * (new - old))` of each running anchor.
+
+    If there is another sum, of the weights, then `weight * (new - old)` is added that often instead.
+    """
 
     anchors: tuple[Term, ...]
+    weight: Value | None = None
 
 
 @dataclasses.dataclass
@@ -66,10 +72,23 @@ def rewrite(found: Analysis, done: Rewritten, span: Span) -> bool:
             continue
         if node.name == "dot_general" and reassociate(found.graph, Product(node, value, identity), identity):
             return True
+        if (inner := finder.parts.get(value)) is not None:
+            return _divide(found, node, inner)
         done.ends.update(dict.fromkeys([*(t.value for t in early.anchors), value]))
         _Writer(finder, done, span).write(value, early)
         return True
     return False
+
+
+def _divide(found: Analysis, node: Node, inner: Node) -> bool:
+    """Sum over the cut axis first, over what else `node` sums over then."""
+    (cut,) = inner.params["axes"]
+    rest = tuple(d - (d > cut) for d in node.params["axes"] if d != cut)
+    nodes = [inner]
+    params = node.params | {"axes": rest}
+    (total,) = add(nodes, node, node.primitive, inner.outputs, [node.outputs[0].aval], **params)
+    replace(found.graph, node, nodes, {node.outputs[0]: total})
+    return True
 
 
 def _saves(found: Analysis, value: Value, able: Collection[Value]) -> bool:
@@ -100,17 +119,21 @@ class _Writer:
     def write(self, value: Value, early: Early) -> None:
         node = value.producer
         assert node is not None
-        total = self.copy(value)
         wide = self.span.wide(value.dtype)
-        total.aval = ShapedArray(value.shape, wide, sharding=named(value.aval))
+        total = self.copy(value)
+        weight = Weights(self.finder, self.copy, self.nodes)(value) if early.weighted else None
+        sums = [v for v in (total, weight) if v is not None]
+        for v in sums:
+            v.aval = ShapedArray(value.shape, wide, sharding=named(value.aval))
         anchors = tuple(dataclasses.replace(t, value=self.anchor(t.value, t.weight)) for t in early.anchors)
-        self.done.sums[total] = Online(anchors)
+        self.done.sums[total] = Online(anchors, weight)
         terms = early.terms
 
-        def finish(total: Any, *values: Any) -> Any:
-            return _finish(early, total, [v.astype(wide) for v in values]).astype(value.dtype)
+        def finish(*values: Any) -> Any:
+            total, *rest = (v.astype(wide) for v in values)
+            return (shifted if early.weighted else _finish)(early, total, *rest).astype(value.dtype)
 
-        nodes, (result,) = traced(finish, [total, *(t.value for t in terms)], node)
+        nodes, (result,) = traced(finish, [*sums, *(t.value for t in terms)], node)
         replace(self.found.graph, node, [*self.nodes, *nodes], {value: result})
         sort(self.found.graph)
 
@@ -181,7 +204,7 @@ class _Writer:
         return self.done.copies[key]
 
 
-def _finish(early: Early, total: Any, values: Sequence[Any]) -> Any:
+def _finish(early: Early, total: Any, *values: Any) -> Any:
     """Apply to a sum what its terms left out."""
     result = total
     found = [align(v, t.dims, total.shape) for v, t in zip(values, early.terms, strict=True)]
@@ -198,10 +221,15 @@ def _finish(early: Early, total: Any, values: Sequence[Any]) -> Any:
     return result
 
 
-def rescale(total: Any, anchors: Sequence[Term], old: Mapping[Value, Any], new: Mapping[Value, Any]) -> Any:
+def rescale(
+    total: Any, anchors: Sequence[Term], old: Mapping[Value, Any], new: Mapping[Value, Any], weight: Any = None
+) -> Any:
     """What was summed up to the last tile, relative to the anchors of this one."""
     for term in anchors:
         moved = (new[term.value].astype(total.dtype) - old[term.value].astype(total.dtype)) * term.weight
+        if weight is not None:
+            total = total + jnp.where(weight == 0, 0, align(moved, term.dims, total.shape) * weight)
+            continue
         scaled = total * align(jnp.exp(moved), term.dims, total.shape)
         total = jnp.where(total == 0, total, scaled)
     return total

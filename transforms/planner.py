@@ -137,7 +137,11 @@ class Planner:
                 self.emit(ref, d, loop)
                 terms.append(ref)
         online = self.online.get(value)
-        return Update(value, tuple(terms), online.anchors if online else ())
+        if online is None:
+            return Update(value, tuple(terms))
+        if online.weight is not None:
+            self.deadline[online.weight] = d
+        return Update(value, tuple(terms), online.anchors, online.weight)
 
     def anchors(self, d: int, loop: Loop) -> list[Update]:
         """The anchors of a loop's sums: each tile leaves its own for the next."""

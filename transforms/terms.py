@@ -28,7 +28,8 @@ class Early:
 
     Before an exponential (`scaled` is false), `value = known + sum(weight * term)` over anchors, whose running form
     loop `stage` has, and offsets, which come later. After it, `value = known * exp(the same) * product(factors)`.
-    `masked`: some elements were set to 0.
+    `masked`: some elements were set to 0. `weighted`: not exponentiated, but made linearly, by masks and weights, of
+    such a value: the terms are added as often as the same makes of ones.
     """
 
     stage: int
@@ -37,6 +38,7 @@ class Early:
     factors: tuple[Term, ...] = ()
     scaled: bool = False
     masked: bool = False
+    weighted: bool = False
 
     @property
     def plain(self) -> bool:

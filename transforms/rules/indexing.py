@@ -43,6 +43,22 @@ def batch_dims(rank: int, window: tuple[int, ...]) -> list[int]:
     return [d for d in range(rank) if d not in window]
 
 
+def origins(node: Node) -> dict[int, int]:
+    """For dimensions of a gather's result, those of its operand that they run along."""
+    numbers, sizes, source = node.params["dimension_numbers"], node.params["slice_sizes"], node.inputs[0]
+    outer = batch_dims(len(node.outputs[0].shape), numbers.offset_dims)
+    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    kept = [d for d in range(len(source.shape)) if d not in gone]
+    found = {o: d for o, d in zip(numbers.offset_dims, kept, strict=True) if sizes[d] == source.shape[d]}
+    pairs = zip(numbers.start_indices_batching_dims, numbers.operand_batching_dims, strict=True)
+    found |= {outer[i]: d for i, d in pairs}
+    for column, dim in enumerate(numbers.start_index_map):
+        if dim in numbers.collapsed_slice_dims:
+            at = find_position(node.inputs[1], column, source.shape[dim], numbers.start_indices_batching_dims)
+            found |= {} if at is None else {outer[at]: dim}
+    return found
+
+
 def fills_alike(node: Node, operand: Partial) -> bool:
     """Whether what stands in for places out of bounds is the same after the tiles' parts are combined."""
     if node.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP or operand.op not in ("sum", "prod"):

@@ -1,0 +1,221 @@
+"""How what is not yet known of cut values follows them through each kind of equation.
+
+Each rule is told of an equation, its move, and the number of the operand that is whole and late, if there is one. It
+returns the early form of the result, or None where the result has none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
+
+import jax.numpy as jnp
+import numpy as np
+
+from transforms.graph import Node, Value, constant
+from transforms.rules import Move
+from transforms.rules.indexing import origins
+from transforms.terms import Dims, Early, Term, merge, weigh
+
+
+@runtime_checkable
+class Known(Protocol):
+    """What the rules ask: what is known of an operand; whether it is cut; what it is as a term, if it is late."""
+
+    def operand(self, value: Value) -> Early: ...
+    def is_cut(self, value: Value) -> bool: ...
+    def term(self, value: Value, node: Node, move: Move, weight: float) -> tuple[Term, int | None] | None: ...
+
+
+Follow = Callable[[Known, Node, Move, int | None], Early | None]  # the last: the number of the late operand
+
+
+def follow_add(self: Known, node: Node, move: Move, late: int | None) -> Early | None:
+    """Adding to what is to be exponentiated; or adding two things that are scaled alike."""
+    signs = (1.0, -1.0 if node.name == "sub" else 1.0)
+    if late is not None:
+        other = 1 - late
+        base = self.operand(node.inputs[other])
+        found = self.term(node.inputs[late], node, move, signs[late])
+        if found is None or base.scaled or base.factors or base.weighted:
+            return None
+        term, running = found
+        if signs[other] < 0:
+            base = weigh(base, -1.0)
+        if running is None:
+            return dataclasses.replace(base, offsets=merge(base.offsets, (term,)))
+        stage = max(base.stage, running)
+        return dataclasses.replace(base, stage=stage, anchors=merge(base.anchors, (term,)))
+    a, b = (self.operand(v) for v in node.inputs)
+    stage = max(a.stage, b.stage)
+    if a.weighted or b.weighted:
+        return _added(a, b)
+    if not (a.scaled or a.factors or b.scaled or b.factors):
+        anchors, offsets = merge(a.anchors, b.anchors, signs[1]), merge(a.offsets, b.offsets, signs[1])
+        return Early(stage, anchors, offsets)
+    alike = (a.anchors, a.offsets, a.factors, a.scaled) == (b.anchors, b.offsets, b.factors, b.scaled)
+    return dataclasses.replace(a, stage=stage, masked=a.masked or b.masked) if alike else None
+
+
+def _added(a: Early, b: Early) -> Early | None:
+    """The sum of two values, of which one is weighted: the same terms, or none, are in the other."""
+    if a.plain or b.plain:
+        return dataclasses.replace(b if a.plain else a, stage=max(a.stage, b.stage))
+    if a.scaled or b.scaled or a.terms != b.terms:
+        return None
+    return dataclasses.replace(a, stage=max(a.stage, b.stage), masked=a.masked or b.masked, weighted=True)
+
+
+def follow_multiply(self: Known, node: Node, move: Move, late: int | None) -> Early | None:
+    exponents = (1.0, -1.0 if node.name == "div" else 1.0)
+    if late is not None:
+        other = 1 - late
+        base = self.operand(node.inputs[other])
+        found = self.term(node.inputs[late], node, move, exponents[late])
+        unscaled = (base.anchors or base.offsets) and not base.scaled
+        if found is None or unscaled or (node.name == "div" and other == 1):
+            return None
+        return dataclasses.replace(base, scaled=True, factors=merge(base.factors, (found[0],)))
+    a, b = (self.operand(v) for v in node.inputs)
+    stage = max(a.stage, b.stage)
+    for early, other, exponent in ((a, node.inputs[1], exponents[1]), (b, node.inputs[0], 1.0)):
+        if (early.anchors or early.offsets) and not early.scaled:
+            number = constant(other)
+            if node.name == "div" and early is b:
+                return None
+            if number is None or early.weighted:
+                return dataclasses.replace(early, stage=stage, weighted=True) if self.operand(other).plain else None
+            return dataclasses.replace(weigh(early, float(number) ** exponent), stage=stage)
+    if node.name == "div" and not b.plain:
+        return None
+    return _multiplied(a, b)
+
+
+def _multiplied(a: Early, b: Early) -> Early:
+    terms = (merge(getattr(a, kind), getattr(b, kind)) for kind in ("anchors", "offsets", "factors"))
+    return Early(max(a.stage, b.stage), *terms, scaled=True, masked=a.masked or b.masked)
+
+
+def follow_exp(self: Known, node: Node, move: Move, late: int | None) -> Early | None:
+    early = self.operand(node.inputs[0])
+    if early.scaled or early.factors or early.weighted:
+        return None
+    return dataclasses.replace(weigh(early, math.log(2) if node.name == "exp2" else 1.0), scaled=True)
+
+
+def follow_neg(self: Known, node: Node, move: Move, late: int | None) -> Early | None:
+    early = self.operand(node.inputs[0])
+    return early if early.scaled or early.factors or early.weighted else weigh(early, -1.0)
+
+
+def follow_same(self: Known, node: Node, move: Move, late: int | None) -> Early | None:
+    both = (node.inputs[0].dtype, node.outputs[0].dtype)
+    return self.operand(node.inputs[0]) if all(jnp.issubdtype(d, jnp.floating) for d in both) else None
+
+
+def follow_select(self: Known, node: Node, move: Move, late: int | None) -> Early | None:
+    """A mask: 0 after an exponential, minus infinity before it, or 0 for a sum; elsewhere values of the same terms."""
+    which, *cases = node.inputs
+    if late is not None or not self.operand(which).plain:
+        return None
+    found = [self.operand(v) for v in cases if self.is_cut(v) and constant(v) is None]
+    filled = [v for v in cases if not self.is_cut(v) or constant(v) is not None]
+    if not found or any((e.terms, e.scaled) != (found[0].terms, found[0].scaled) for e in found):
+        return None
+    stage = max(e.stage for e in (*found, self.operand(which)))
+    fill = [constant(v) for v in filled]
+    if found[0].scaled or found[0].factors:
+        if any(f is None or f != 0 for f in fill):
+            return None
+        return dataclasses.replace(found[0], stage=stage, masked=bool(fill) or any(e.masked for e in found))
+    weighted = any(e.weighted for e in found)
+    if found[0].terms and all(f is not None and f == 0 for f in fill):
+        return dataclasses.replace(found[0], stage=stage, masked=True, weighted=bool(fill) or weighted)
+    if weighted or any(f is None or np.iscomplexobj(f) or not np.isneginf(f) for f in fill):
+        return None
+    return dataclasses.replace(found[0], stage=stage)
+
+
+def follow_moved(self: Known, node: Node, move: Move, late: int | None) -> Early | None:
+    source, rank = node.inputs[0], len(node.outputs[0].shape)
+    match node.name:
+        case "broadcast_in_dim":
+            places = {int(out): i for i, out in enumerate(node.params["broadcast_dimensions"])}
+        case "transpose":
+            places = dict(enumerate(node.params["permutation"]))
+        case "reduce_sum":
+            places = dict(enumerate(d for d in range(len(source.shape)) if d not in node.params["axes"]))
+        case _:
+            real, came = ([d for d, n in enumerate(v.shape) if n != 1] for v in (node.outputs[0], source))
+            if [node.outputs[0].shape[d] for d in real] != [source.shape[d] for d in came]:
+                return None
+            places = dict(zip(real, came, strict=True))
+
+    moved = self.operand(source).moved(_carried(places, rank))
+    weighs = node.name == "reduce_sum" and moved is not None and not moved.plain and not moved.scaled
+    return dataclasses.replace(moved, weighted=True) if weighs and moved is not None else moved
+
+
+def _carried(places: dict[int, int], rank: int) -> Callable[[Dims], Dims | None]:
+    """How the dimensions of terms follow those of a value, whose dimension `places[i]` becomes dimension `i`."""
+
+    def dims(old: Dims) -> Dims | None:
+        lost = [d for i, d in enumerate(old) if d is not None and i not in places.values()]
+        return None if lost else tuple(old[places[i]] if i in places else None for i in range(rank))
+
+    return dims
+
+
+def follow_gather(self: Known, node: Node, move: Move, late: int | None) -> Early | None:
+    """Looked up along the cut axis, a value is what it is there, whatever the others are."""
+    source, indices = node.inputs
+    early = self.operand(source)
+    if late is not None or not self.operand(indices).plain:
+        return None
+    moved = early.moved(_carried(origins(node), len(node.outputs[0].shape)))
+    if moved is None:
+        return None
+    stage = max(early.stage, self.operand(indices).stage)
+    return dataclasses.replace(moved, stage=stage, weighted=not early.plain and not early.scaled)
+
+
+def follow_dot(self: Known, node: Node, move: Move, late: int | None) -> Early | None:
+    if late is not None:
+        return None
+    contract, batch = node.params["dimension_numbers"]
+    parts: list[Early] = []
+    inner = True  # no product of matrices, but one of vectors
+    for side, value in enumerate(node.inputs):
+        early = self.operand(value)
+        free = [d for d in range(len(value.shape)) if d not in contract[side] and d not in batch[side]]
+        before = len(batch[0])
+        if side == 1:
+            before += len(node.inputs[0].shape) - len(contract[0]) - len(batch[0])
+        places = dict(enumerate(batch[side])) | {before + i: d for i, d in enumerate(free)}
+        moved = early.moved(_carried(places, len(node.outputs[0].shape)))
+        if moved is None:
+            return None
+        inner = inner and not free
+        parts.append(moved)
+    a, b = parts
+    if not all(e.plain or e.scaled for e in parts):
+        both = dataclasses.replace(b if a.plain else a, stage=max(a.stage, b.stage), weighted=True)
+        return both if inner and (a.plain or b.plain) else None
+    return _multiplied(a, b)
+
+
+RULES: dict[str, Follow] = {
+    **dict.fromkeys(["add", "sub", "add_any"], follow_add),
+    **dict.fromkeys(["mul", "div"], follow_multiply),
+    **dict.fromkeys(["exp", "exp2"], follow_exp),
+    **dict.fromkeys(
+        ["convert_element_type", "copy", "copy_p", "stop_gradient", "name", "optimization_barrier"], follow_same
+    ),
+    **dict.fromkeys(["broadcast_in_dim", "transpose", "squeeze", "reshape", "reduce_sum"], follow_moved),
+    "neg": follow_neg,
+    "select_n": follow_select,
+    "dot_general": follow_dot,
+    "gather": follow_gather,
+}
