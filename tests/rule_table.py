@@ -27,7 +27,7 @@ debug_callback debug_print io_callback
 all_gather all_gather_invariant all_gather_reduced all_to_all axis_index pbroadcast pmax pmin ppermute preduced psum
 psum_invariant pvary reduce_scatter reduced_vary_cast reduced_vary_cast_p unreduced_pmax unreduced_pmin unreduced_psum
 unreduced_reduce_scatter vary_unreduced_cast vary_unreduced_cast_p reshard sharding_constraint
-scan while cond shard_map pallas_call running anchor carried cumulative_part cumulative_total cumulative_joined
+scan while cond shard_map pallas_call running anchor carried begun cumulative_part cumulative_total cumulative_joined
 scan_part chosen
 create_token empty empty2 iota_2x32_shape platform_index relayout select_and_scatter cholesky_update
 """.split()

@@ -48,7 +48,7 @@ class Split(Exception):
 
 
 class Along(Exception):
-    """A node runs forward along the cut axis: it is to be rewritten so that it hands a state from tile to tile."""
+    """A node runs along the cut axis: it is to be rewritten so that it hands a state from tile to tile."""
 
     def __init__(self, node: Node):
         self.node = node
@@ -93,7 +93,12 @@ class Analysis:
     inputs: frozenset[Value]
     used: set[Value]  # values that an output or another node reads
     stored: set[Value] = dataclasses.field(default_factory=set)  # cut values that are whole before the loops
-    running: set[Value] = dataclasses.field(default_factory=set)  # whole values that change from tile to tile
+    # Whole values that change from tile to tile, and whether they go from the last to the first, if they have an order.
+    running: dict[Value, bool | None] = dataclasses.field(default_factory=dict)
+    backward: dict[int, bool] = dataclasses.field(
+        default_factory=dict
+    )  # whether the loops that have an order reverse it
+    ways: dict[Value, bool] = dataclasses.field(default_factory=dict)  # the same, of what only such a loop can form
     apart: Held = dataclasses.field(default_factory=Held)  # sums that each device holds a part of
     limits: Limits | None = None
     typed: dict[Any, str | None] = dataclasses.field(default_factory=dict)
@@ -104,6 +109,12 @@ class Analysis:
 
     def fact(self, value: Value) -> Fact:
         return self.facts.get(value, Fact(WHOLE))
+
+    def turned(self, stage: int, backward: bool) -> int:
+        """The first loop from `stage` on that runs, or from now on will run, in a direction."""
+        while self.backward.setdefault(stage, backward) != backward:
+            stage += 1
+        return stage
 
     def untyped(self, node: Node, move: Move) -> str | None:
         """Why an equation cannot run, or be spread over devices, on a tile of its operands, though it can on all."""

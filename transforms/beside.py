@@ -52,7 +52,7 @@ def note(found: Analysis, node: Node, move: Move) -> None:
     reach = _reach(found, node, move)
     sums = any(isinstance(p, Partial) for p in move.outs)
     fixed = node if sums or bool(node.effects) or _exact(node, move) else None
-    if fixed is None and not found.running.isdisjoint(node.inputs):
+    if fixed is None and not found.running.keys().isdisjoint(node.inputs):
         fixed = node
     for value, placement in zip(node.inputs, move.ins, strict=True):
         if fixed is None and isinstance(placement, Tiled):

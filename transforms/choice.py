@@ -12,8 +12,9 @@ from jax.extend.core import Primitive
 
 from transforms.graph import Node, Value
 from transforms.placement import WHOLE, Partial, Placement, Span, Tiled
-from transforms.rewrite import add, carried_p
+from transforms.rewrite import add
 from transforms.rules import Move, register
+from transforms.states import begin, leave
 
 chosen_p = Primitive("chosen")
 
@@ -27,11 +28,10 @@ def write_choice(nodes: list[Node], node: Node, span: Span) -> list[Value]:
     values = ShapedArray(places.shape, operand.dtype)
     none = Value(ShapedArray((), values.dtype), const=np.zeros((), values.dtype))
     nobody = Value(ShapedArray((), places.dtype), const=np.full((), NOBODY).astype(places.dtype))
-    before = [add(nodes, node, carried_p, [v], [aval])[0] for v, aval in ((none, values), (nobody, places))]
+    before = [begin(nodes, node, v, aval, span) for v, aval in ((none, values), (nobody, places))]
     outs = add(nodes, node, chosen_p, [operand, *before], [values, places], of=node)
     for state, left in zip(before, outs, strict=True):
-        assert state.producer is not None
-        state.producer.params = {"total": left}
+        leave(state, left)
     return outs[-len(node.outputs) :]
 
 

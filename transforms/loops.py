@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from transforms.analysis import Analysis
 from transforms.graph import Node, Value, flops
-from transforms.placement import ALONE, Partial, Placement, Reach
+from transforms.placement import ALONE, WHOLE, Partial, Placement, Reach
 from transforms.rules import Move
 from transforms.terms import Term
 
@@ -57,6 +57,25 @@ class Loop:
     updates: list[Update] = dataclasses.field(default_factory=list)
     reads: dict[Value, None] = dataclasses.field(default_factory=dict)  # whole values, ready before the loop
     states: dict[Value, None] = dataclasses.field(default_factory=dict)  # partial results that the next tile reads
+    reverse: bool = False  # from the last tile to the first
+
+    @property
+    def refs(self) -> list[Ref]:
+        """All operands."""
+        terms = [t for u in self.updates for t in u.terms]
+        steps = [*self.steps, *(t for t in terms if isinstance(t, Step))]
+        return [*(r for s in steps for r in s.refs), *(t for t in terms if isinstance(t, Ref))]
+
+    def trim(self) -> None:
+        """Leave out those results of a scan over the tile that nobody reads."""
+        read = {(ref.value, ref.want) for ref in self.refs}
+        for i, step in enumerate(self.steps):
+            if step.node.name == "scan_part":
+                outs = tuple(
+                    p if (v, p) in read else WHOLE for v, p in zip(step.node.outputs, step.move.outs, strict=True)
+                )
+                keys = tuple(key for key in step.keys if key in read)
+                self.steps[i] = dataclasses.replace(step, move=dataclasses.replace(step.move, outs=outs), keys=keys)
 
     @property
     def nodes(self) -> list[Node]:
@@ -73,7 +92,7 @@ class Loop:
         ]
         read = max((r.value.nbytes for r in refs if r.how == "slice"), default=0)
         made = max((v.nbytes for s in self.steps for v in s.node.outputs), default=0)
-        if self.states or any(n.effects for n in self.nodes):
+        if any(n.effects or n.name == "carried" for n in self.nodes):
             return False  # what goes from tile to tile is rounded as it goes
         sums = all(facts.fact(u.value).placement == Partial("sum") for u in self.updates)
         return sums and made <= read and not any(flops(n) or n.name == "conv_general_dilated" for n in self.nodes)

@@ -15,9 +15,10 @@ from transforms.finish import Env, combine_partials, finish, narrow
 from transforms.graph import Node, Value, constant, read
 from transforms.loops import Loop, Ref, Schedule, Step, Update
 from transforms.online import rescale
-from transforms.placement import ALONE, COMBINE, Partial, Span, Tiled, Whole, identity
+from transforms.placement import ALONE, COMBINE, Partial, Span, Stacked, Tiled, Whole, identity
 from transforms.planner import runs_once
 from transforms.rules.contraction import dot
+from transforms.states import state_of
 
 Tiles = dict[tuple[Any, Any], Any]  # what a tile computed, by value and placement
 
@@ -68,21 +69,14 @@ def _shared(plan: Schedule, loop: Loop, reuse: Mapping[int, int]) -> dict[Value,
     for out, number in reuse.items():
         value, source = graph.outputs[out], graph.inputs[number]
         alike = value in made and source.aval == value.aval and fact(value) == fact(source)
-        here = {id(r) for r in refs_of(loop) if r.value is source and r.how == "slice" and r.halo == ALONE}
-        everywhere = {id(ref) for other in plan.loops for ref in refs_of(other) if ref.value is source}
+        here = {id(r) for r in loop.refs if r.value is source and r.how == "slice" and r.halo == ALONE}
+        everywhere = {id(ref) for other in plan.loops for ref in other.refs if ref.value is source}
         outside = source in graph.outputs or any(
             source in node.inputs for node in graph.nodes if isinstance(plan.analysis.moves[node].outs[0], Whole)
         )
         if alike and isinstance(fact(value).placement, Tiled) and here == everywhere and not outside:
             found[value] = source
     return found
-
-
-def refs_of(loop: Loop) -> list[Ref]:
-    """All operands of a loop."""
-    terms = [t for u in loop.updates for t in u.terms]
-    steps = [*loop.steps, *(t for t in terms if isinstance(t, Step))]
-    return [*(r for s in steps for r in s.refs), *(t for t in terms if isinstance(t, Ref))]
 
 
 def _run_loop(
@@ -125,12 +119,15 @@ def _run_loop(
             i: _initial(u, fact(u.value).placement, span, u.value in broad, apart) for i, u in enumerate(loop.updates)
         }
         results |= {i: env[shared[u.value]] for i, u in enumerate(loop.updates) if u.value in shared}
+        if rest and loop.reverse:
+            results = body(results, count * size, rest)
         if count == 1:
             results = body(results, 0, size)
         elif count:
             starts = jnp.arange(count, dtype=jnp.int32) * size
-            results, _ = lax.scan(lambda results, start: (body(results, start, size), None), results, starts)
-        if rest:
+            step = lambda results, start: (body(results, start, size), None)
+            results, _ = lax.scan(step, results, starts, reverse=loop.reverse)
+        if rest and not loop.reverse:
             results = body(results, count * size, rest)
     return {
         u.value: spread.settle(results[i], u.value.aval, apart[u.value], options.reduce_dtype)
@@ -185,7 +182,7 @@ def _apply(
         part = fetch(term, tiles, env, span) if part is None else part
         if isinstance(placement, Whole):  # an anchor, for the next tile
             result = part
-        elif isinstance(placement, Tiled):
+        elif isinstance(placement, (Tiled, Stacked)):
             result = part if result is None else span.put(result, part.astype(result.dtype), placement)
         else:
             part = spread.conform(part, update.value.aval, apart[update.value])
@@ -246,10 +243,10 @@ def compute(
     tiles, apart = dict(known), spread.Held() if apart is None else apart
     for step in loop.steps:
         if step.node.name == "carried":
-            state = jnp.broadcast_to(fetch(step.refs[0], tiles, env, span), step.node.outputs[0].shape)
-            if before:
-                state = lax.select(span.start == 0, state, before[step.node.params["total"]])
-            tiles[step.keys[0]] = state
+            (ref,) = step.refs
+            given = fetch(ref, tiles, env, span)
+            stored = given if ref.value is step.node.params["begun"] else None
+            tiles[step.keys[0]] = state_of(step.node, given, stored, before, span)
             continue
         if step.node.name == "running":
             part, extremum = fetch(step.refs[0], tiles, env, span), step.refs[0].value

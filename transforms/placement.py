@@ -3,6 +3,7 @@
     Whole              the same for every tile
     Tiled(dim)         its tile `i` is slice `i` of dimension `dim`
     Partial(op)        tile `i` holds one part of a reduction over the cut axis
+    Stacked            an array of one entry for each tile, which holds its own
 
 A cut axis keeps its identity through reshapes: dimension `dim` of a `Tiled` value is the product `major * L * minor`,
 so `[B, S, D] -> [B*S, D]` stays tiled whichever of `B` and `S` is cut.
@@ -60,7 +61,17 @@ class Partial:
         return f"Partial({self.op})"
 
 
-Placement = Whole | Tiled | Partial
+@dataclasses.dataclass(frozen=True)
+class Stacked:
+    """Entry `i` is tile `i`'s own; tiles are `size` long."""
+
+    size: int
+
+    def __str__(self) -> str:
+        return "Stacked"
+
+
+Placement = Whole | Tiled | Partial | Stacked
 WHOLE = Whole()
 
 
@@ -164,8 +175,10 @@ class Span(NamedTuple):
         steps = steps // placement.minor % self.length + jnp.asarray(self.start, jnp.int32)
         return (steps >= 0) & (steps < self.total)
 
-    def put(self, array: Any, part: Any, placement: Tiled) -> Any:
+    def put(self, array: Any, part: Any, placement: Tiled | Stacked) -> Any:
         """The whole array with this tile overwritten."""
+        if isinstance(placement, Stacked):
+            return lax.dynamic_update_slice_in_dim(array, part, self.start // placement.size, 0)
         dim, major, minor = placement.dim, placement.major, placement.minor
         if self.length == self.total:
             return part

@@ -16,7 +16,7 @@ from transforms.estimate import temp_bytes
 from transforms.gather import gathered
 from transforms.graph import Graph, Node, Value, describe, flatten, flops, nbytes
 from transforms.loops import Loop
-from transforms.placement import Placement, Span, Tiled
+from transforms.placement import Partial, Placement, Span, Tiled
 from transforms.printing import describe_pass, totals
 from transforms.program import Program
 from transforms.spread import axes, devices, named
@@ -72,7 +72,7 @@ class Completed:
 
 @dataclasses.dataclass(frozen=True)
 class LoopPlan:
-    """One loop over the tiles.
+    """One loop over the tiles, from the last to the first if `reverse`.
 
     `equations` counts those of its body; `flops` are those of its matrix products, over all tiles and devices;
     `largest` is the largest array that one tile holds, in bytes on each device.
@@ -85,6 +85,7 @@ class LoopPlan:
     carries: tuple[Carry, ...]
     recomputed: tuple[Recomputed, ...]
     gathered: tuple[Gathered, ...] = ()
+    reverse: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,6 +202,7 @@ def _loop(program: Program, loop: Loop, again: Iterable[Node]) -> LoopPlan:
         carries=tuple(_carry(u.value, analysis, span) for u in loop.updates),
         recomputed=tuple(map(_recomputed, again)),
         gathered=tuple(map(_gathered, gathered(loop) if options.sync == "once" else ())),
+        reverse=loop.reverse,
     )
 
 
@@ -220,7 +222,7 @@ def _recomputed(node: Node) -> Recomputed:
 
 def _carry(value: Value, analysis: Analysis, span: Span) -> Carry:
     placement, apart = analysis.fact(value).placement, analysis.apart[value].axes
-    dtype = value.dtype if isinstance(placement, Tiled) else span.wide(value.dtype)
+    dtype = span.wide(value.dtype) if isinstance(placement, Partial) else value.dtype
     whole = [
         a for d in range(len(value.shape)) for a in axes(value.aval, d) if a in apart
     ]  # not cut until it is summed

@@ -58,7 +58,7 @@ class Planner:
         last = max([*ends, *stages.values(), -1])
         for value in outputs:
             self.request([value], last)
-        loops = [Loop() for _ in range(last + 1)]
+        loops = [Loop(reverse=self.analysis.backward.get(d, False)) for d in range(last + 1)]
         for d in range(last, -1, -1):
             done: set[Value] = set()
             while todo := [v for v, k in self.deadline.items() if k == d and v not in done]:
@@ -69,6 +69,7 @@ class Planner:
             loops[d].updates += [*self.anchors(d, loops[d]), *self.states(d, loops[d])]
             for node in (n for n in effects if stages[n] == d):
                 self.emit(self.effect(node), d, loops[d])
+            loops[d].trim()
             widen(loops[d])
         return loops
 
@@ -94,8 +95,15 @@ class Planner:
                 self.late.add(value)
                 stack.extend(node.inputs)
             else:
-                last = self.analysis.fact(value).stage if self.eager else d
+                last = self.formed(value, d)
                 self.deadline[value] = min(self.deadline.get(value, last), last)
+
+    def formed(self, value: Value, d: int) -> int:
+        """The last loop up to `d` that can form a value; the first, if they are eager."""
+        if self.eager:
+            return self.analysis.fact(value).stage
+        way = self.analysis.ways.get(value)
+        return d if way is None else max(k for k in range(d + 1) if self.analysis.backward.get(k, False) == way)
 
     def sinks(self, value: Value) -> bool:
         """Whether a partial result is better computed, after the loop, from the one that it is made of."""
@@ -243,7 +251,13 @@ class Planner:
 
     def operands(self, node: Node, move: Move, d: int, loop: Loop) -> tuple[Ref, ...]:
         if node.name == "carried":
-            loop.states[node.params["total"]] = None
+            if loop.reverse == node.params["reverse"]:
+                loop.states[node.params["total"]] = None
+            else:
+                stored = node.params["begun"]
+                self.request([stored], d - 1)
+                loop.reads[stored] = None
+                return (Ref(stored, WHOLE, "whole"),)
         if node.name == "running":
             (value,) = node.inputs
             if not self.computes(value, d):

@@ -75,7 +75,11 @@ def planned(
             inline(graph, region.node)
         except Along as found:
             carry(graph, found.node, span)
+            first = None
         except TileError as refusal:
+            if back := {n for n, _ in refusal.origins if n.params.get("reverse")} - limits.backward:
+                limits = dataclasses.replace(limits, backward=limits.backward | back)
+                continue
             first = first or refusal
             if align(graph, options.total):
                 first = None  # what is refused now says more

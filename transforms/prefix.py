@@ -1,7 +1,8 @@
 """Operations along the cut axis that hand a state from tile to tile: `cumsum` and its like, `lax.scan`, `argmax`.
 
-Each is rewritten as the same operation on one tile, begun with what the tiles before it left (`carried`, an equation of
-our own, which reads a loop's accumulator). Backwards, where later tiles come first, it needs its operand whole.
+Each is rewritten as the same operation on one tile, begun with what the tiles before it left (states.py). Backwards the
+tiles before it are the later ones: its loop goes from the last to the first. So do the gradients of what runs forward.
+What runs backwards on an operand that may be whole is left as it is: that takes one loop less.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 
 from transforms.choice import write_choice
-from transforms.graph import Graph, Node, Value, body_graph
-from transforms.placement import COMBINE, WHOLE, Partial, Placement, Span, Tiled, identity
-from transforms.rewrite import add, carried_p, replace
-from transforms.rules import Complete, Move, register, scan_counts, tiled
-from transforms.rules.regions import whole_body
-from transforms.rules.scan import run_scan
+from transforms.graph import Graph, Node, Value
+from transforms.placement import COMBINE, WHOLE, Partial, Placement, Span, Tiled, Whole, identity
+from transforms.rewrite import add, replace
+from transforms.rules import Complete, Move, partial, register, scan_counts, tiled
+from transforms.rules.scan import added, run_part
+from transforms.states import begin, leave
 
 part_p = Primitive("cumulative_part")  # a cumulative operation on one tile
 total_p = Primitive("cumulative_total")  # its last entry
@@ -29,7 +30,7 @@ OPS = {"cumsum": "sum", "cumprod": "prod", "cummax": "max", "cummin": "min", "cu
 
 
 def carry(graph: Graph, node: Node, span: Span) -> None:
-    """Rewrite an operation that runs forward along the cut axis."""
+    """Rewrite an operation that runs along the cut axis."""
     nodes: list[Node] = []
     write = {"scan": _write_scan, "argmax": write_choice, "argmin": write_choice, "top_k": write_choice}
     outs = write.get(node.name, _write_cumulative)(nodes, node, span)
@@ -42,9 +43,11 @@ def _write_cumulative(nodes: list[Node], node: Node, span: Span) -> list[Value]:
     shape = (*aval.shape[:axis], *aval.shape[axis + 1 :])
     dtype = span.wide(aval.dtype) if op == "sum" else aval.dtype
     (part,) = add(nodes, node, part_p, [operand], [aval], of=node)
-    (total,) = add(nodes, node, total_p, [part], [ShapedArray(shape, dtype)], axis=axis, op=op)
+    reverse = node.params["reverse"]
+    (total,) = add(nodes, node, total_p, [part], [ShapedArray(shape, dtype)], axis=axis, op=op, reverse=reverse)
     empty = Value(ShapedArray((), dtype), const=identity(op, dtype))
-    (before,) = add(nodes, node, carried_p, [empty], [total.aval], total=total)
+    before = begin(nodes, node, empty, total.aval, span, reverse)
+    leave(before, total)
     # The state is known before the tile's own total: it comes first.
     nodes.insert(0, nodes.pop())
     return list(add(nodes, node, joined_p, [before, part], [aval], axis=axis, op=op))
@@ -57,19 +60,16 @@ def _write_scan(nodes: list[Node], node: Node, span: Span) -> list[Value]:
         node.inputs[constants : constants + count],
         node.inputs[constants + count :],
     )
-    before = [add(nodes, node, carried_p, [v], [v.aval])[0] for v in init]
+    sums, reverse = added(node), node.params["reverse"]
+    before = [v if i in sums else begin(nodes, node, v, v.aval, span, reverse) for i, v in enumerate(init)]
     outs = add(nodes, node, scan_p, [*consts, *before, *xs], [v.aval for v in node.outputs], of=node)
-    for state, final in zip(before, outs[:count], strict=True):
-        assert state.producer is not None
-        state.producer.params = {"total": final}
+    for i, (state, final) in enumerate(zip(before, outs[:count], strict=True)):
+        if i not in sums:
+            leave(state, final)
     return list(outs)
 
 
 # --------------------------------------------------------------------------------------------------------------- rules
-
-
-def push_carried(node: Node, placements: tuple[Placement, ...]) -> Move:
-    raise Complete([0], "begins a loop along the cut axis with it")
 
 
 def push_part(node: Node, placements: tuple[Placement, ...]) -> Move:
@@ -85,7 +85,8 @@ def push_total(node: Node, placements: tuple[Placement, ...]) -> Move:
 
 
 def emit_total(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
-    return [jnp.take(values[0], -1, axis=node.params["axis"]).astype(node.outputs[0].dtype)]
+    end = 0 if node.params["reverse"] else -1
+    return [jnp.take(values[0], end, axis=node.params["axis"]).astype(node.outputs[0].dtype)]
 
 
 def push_joined(node: Node, placements: tuple[Placement, ...]) -> Move:
@@ -106,18 +107,20 @@ def push_scan_part(node: Node, placements: tuple[Placement, ...]) -> Move:
     first = constants + count
     if other := [i for i, p in enumerate(placements) if i >= first and p not in (WHOLE, Tiled(0))]:
         raise Complete(other, "runs along another axis than the cut one")
-    ins = (*(WHOLE,) * first, *(Tiled(0),) * (len(placements) - first))
-    return Move((*(Partial("last"),) * count, *(Tiled(0),) * (len(node.outputs) - count)), ins)
+    sums = added(node.params["of"])
+    if parts := [i for i in partial(placements) if i - constants not in sums or placements[i] != Partial("sum")]:
+        raise Complete(parts, "begins a loop along the cut axis with it")
+    state = [Partial("sum") if i in sums else WHOLE for i in range(count)]
+    ends = [Partial("sum" if i in sums else "last") for i in range(count)]
+    ins = (*(WHOLE,) * constants, *state, *(Tiled(0),) * (len(placements) - first))
+    return Move((*ends, *(Tiled(0),) * (len(node.outputs) - count)), ins)
 
 
 def emit_scan_part(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
-    scan = node.params["of"]
-    wanted = range(len(node.outputs))
-    whole = whole_body(body_graph(scan, "jaxpr"), wanted)
-    return run_scan(scan, values, wanted, whole, span.length)
+    wanted = [i for i, p in enumerate(move.outs) if not isinstance(p, Whole)]
+    return run_part(node.params["of"], values, move, span, wanted, span.length)
 
 
-register("carried", push=push_carried)
 register("cumulative_part", push=push_part, emit=emit_part)
 register("cumulative_total", push=push_total, emit=emit_total)
 register("cumulative_joined", push=push_joined, emit=emit_joined)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from transforms.limits import human
-from transforms.placement import Partial, Tiled
+from transforms.placement import Partial, Stacked, Tiled
 
 WIDTH = 100
 
@@ -27,7 +27,7 @@ def totals(plans: dict[str, Any]) -> list[str]:
 def describe_pass(name: str, plan: Any) -> Iterator[str]:
     yield name if plan.loops else f"{name}: no loops, all of it is whole"
     for i, loop in enumerate(plan.loops, 1):
-        tiles = "all at once" if loop.tiles == 1 else f"{loop.tiles} tiles"
+        tiles = "all at once" if loop.tiles == 1 else f"{loop.tiles} tiles{', backwards' if loop.reverse else ''}"
         size = f"{loop.equations} equations, {_flops(loop.flops)}, largest array {human(loop.largest)}"
         yield f"  loop {i} of {len(plan.loops)}: {tiles}, {size}"
         yield from _table("gathers", [(g.array, human(g.nbytes), f"to {g.spec}") for g in loop.gathered])
@@ -60,6 +60,8 @@ def _made(carry: Any) -> str:
     devices = f", then over the devices along {', '.join(carry.apart)}" if carry.apart else ""
     if isinstance(carry.placement, Tiled):
         return f"a slice of dimension {carry.placement.dim} from each tile{devices.replace('then', 'then summed')}"
+    if isinstance(carry.placement, Stacked):
+        return "the state that each tile begins with"
     return f"{carry.placement.op} over the tiles{devices}" if isinstance(carry.placement, Partial) else "whole"
 
 

@@ -19,6 +19,7 @@ from transforms.placement import WHOLE, Partial, Placement, Tiled, TileError, Wh
 from transforms.rewrite import split
 from transforms.rules import RULES, Complete, Move
 from transforms.spread import FLOWS, Apart, passable
+from transforms.states import place
 
 
 def analyse(
@@ -77,6 +78,7 @@ def propagate(
         for value in node.outputs:
             if promoted and value in promoted and isinstance(found.fact(value).placement, Whole):
                 _promote(found, node, value, promoted[value])
+    place(found)
     if limits is not None:
         postpone(found)
     return found
@@ -124,10 +126,25 @@ def _place(found: Analysis, node: Node, limits: Limits | None) -> None:
         raise Split(node, mixed)
     keep_apart(found, node, move)
     found.moves[node] = move
+    stage = _follow(found, node, move, stage)
     found.facts.update((v, Fact(p, stage)) for v, p in zip(node.outputs, move.outs, strict=True))
-    if node.name in ("running", "carried") or not found.running.isdisjoint(node.inputs):
-        found.running.update(v for v, p in zip(node.outputs, move.outs, strict=True) if isinstance(p, Whole))
     beside.note(found, node, move)
+
+
+def _follow(found: Analysis, node: Node, move: Move, stage: int) -> int:
+    """Note what goes from tile to tile. Returns the first loop that runs the way that the node needs."""
+    read = [found.running[v] for v in node.inputs if v in found.running]
+    way = next((w for w in read if w is not None), None)
+    if way is not None:
+        stage = found.turned(stage, way)
+    if node.name in ("running", "carried") or read:
+        way = node.params["reverse"] if node.name == "carried" else way
+        found.running.update((v, way) for v, p in zip(node.outputs, move.outs, strict=True) if isinstance(p, Whole))
+    ends = [found.ways[v] for v in node.inputs if v in found.ways] if way is None else [way]
+    if ends:
+        last = (v for v, p in zip(node.outputs, move.outs, strict=True) if p == Partial("last"))
+        found.ways.update(dict.fromkeys(last, ends[0]))
+    return stage
 
 
 def _held(found: Analysis, node: Node, placements: Sequence[Placement]) -> list[int]:
@@ -171,7 +188,7 @@ def _move(node: Node, placements: tuple[Placement, ...], limits: Limits | None) 
     try:
         return rule.push(node, placements)
     except Complete as request:
-        if request.along and limits is not None:
+        if request.along and limits is not None and (not node.params.get("reverse") or node in limits.backward):
             raise Along(node) from None
         if not local or parts or (move := rule.local(node, placements, limits)) is None:
             raise

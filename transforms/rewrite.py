@@ -13,8 +13,6 @@ from jax.sharding import AxisType
 from transforms.graph import Graph, Node, Value, body, flatten
 from transforms.spread import like, varying
 
-carried_p = Primitive("carried")  # what the tiles before this one left; its operand before the first
-
 
 def add(nodes: list[Node], like: Node, primitive: Primitive, inputs: Sequence[Value], avals: Any, **params: Any) -> Any:
     """Append a node; return its results."""

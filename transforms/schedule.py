@@ -15,9 +15,10 @@ from transforms.keep import Policy
 from transforms.limits import Limits
 from transforms.loops import Loop, Ref, Schedule
 from transforms.online import Online
-from transforms.placement import Placement
+from transforms.placement import Placement, Stacked
 from transforms.planner import Planner
 from transforms.sizes import check_whole
+from transforms.states import check_begun
 
 
 def schedule(analysis: Analysis, limits: Limits, total: int, online: Mapping[Value, Online]) -> Schedule:
@@ -32,14 +33,20 @@ def schedule(analysis: Analysis, limits: Limits, total: int, online: Mapping[Val
     if len(loops) > 1:
         # What an early loop computes anyway costs nothing there, and what it takes need not be computed again later.
         eager = _settle(analysis, online, policy, eager=True)
-        if _products(eager[1]) < _products(loops):
+        if _cost(eager) < _cost((planner, loops)):
             planner, loops = eager
+    check_begun(analysis, loops, limits)
     check_whole(analysis, loops, planner.requested, limits, total, online)
     return Schedule(analysis, loops, planner.late)
 
 
-def _products(loops: Sequence[Loop]) -> int:
-    return sum(flops(node) for loop in loops for node in loop.nodes)
+def _cost(planned: tuple[Planner, list[Loop]]) -> tuple[int, int]:
+    """Of the matrix products, and the bytes of states that are stored for loops that go the other way."""
+    planner, loops = planned
+    stacked = (
+        u.value for loop in loops for u in loop.updates if isinstance(planner.analysis.fact(u.value).placement, Stacked)
+    )
+    return sum(flops(node) for loop in loops for node in loop.nodes), sum(v.nbytes for v in stacked)
 
 
 def _settle(

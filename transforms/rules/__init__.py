@@ -42,8 +42,8 @@ class Move:
 class Complete(Exception):
     """Operands (by number) must be whole before the node can run; `reason` reads after the primitive's name.
 
-    `otherwise` is how it moves where they cannot be: in the body of a loop. `along`: it runs forward along the cut
-    axis, so outside such bodies it can hand a state from tile to tile instead.
+    `otherwise` is how it moves where they cannot be: in the body of a loop. `along`: it runs along the cut axis, so
+    outside such bodies it can hand a state from tile to tile instead.
     """
 
     def __init__(self, operands: Sequence[int], reason: str, otherwise: Move | None = None, along: bool = False):

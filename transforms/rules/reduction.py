@@ -45,7 +45,7 @@ def push_cumulative(node: Node, placements: tuple[Placement, ...]) -> Move:
         return Move(placements, placements)
     cut = one_cut(node, placements)
     if node.params["axis"] == cut.dim:
-        raise Complete([0], "runs along the cut axis", along=cut.major == 1 and not node.params["reverse"])
+        raise Complete([0], "runs along the cut axis", along=cut.major == 1)
     return Move((cut,), placements)
 
 

@@ -44,8 +44,7 @@ def push_scan(node: Node, placements: tuple[Placement, ...]) -> Move:
     ]:
         if (move := push_sums(node, placements)) is not None:
             return move
-        forward = not node.params["reverse"] and all(placements[i] == Tiled(0) for i in along)
-        raise Complete(along, "runs along the cut axis", along=forward)
+        raise Complete(along, "runs along the cut axis", along=all(placements[i] == Tiled(0) for i in along))
     stacked = [p.at(p.dim - 1) if isinstance(p, Tiled) else p for p in placements[constants + carried :]]
     state: tuple[Placement, ...] = placements[constants : constants + carried]
     passing = passable(graph)
@@ -92,11 +91,20 @@ def summed(node: Node) -> list[Placement] | None:
     graph = body_graph(node, "jaxpr")
     constants, carried = scan_counts(node)
     kinds: list[Placement] = []
-    for before, after in zip(graph.inputs[constants : constants + carried], graph.outputs, strict=False):
-        if after is not before and not _only_added(graph, before, after):
+    adds = added(node)
+    for i, (before, after) in enumerate(zip(graph.inputs[constants:], graph.outputs[:carried], strict=False)):
+        if after is not before and i not in adds:
             return None
         kinds.append(Partial("last" if after is before else "sum"))
     return None if any(n.effects for n in graph.nodes) else kinds
+
+
+def added(node: Node) -> list[int]:
+    """The numbers of the carried values that the body only adds to."""
+    graph = body_graph(node, "jaxpr")
+    constants, carried = scan_counts(node)
+    both = zip(graph.inputs[constants : constants + carried], graph.outputs, strict=False)
+    return [i for i, (before, after) in enumerate(both) if after is not before and _only_added(graph, before, after)]
 
 
 def _only_added(graph: Graph, before: Value, after: Value) -> bool:
@@ -157,9 +165,18 @@ def emit_scan(node: Node, values: list[Any], move: Move, span: Span) -> list[Any
 def emit_sums(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
     """What a tile's steps add to the carried values, added up in the dtype of sums."""
     constants, carried = scan_counts(node)
-    every = range(len(node.outputs))
-    whole = whole_body(body_graph(node, "jaxpr"), every)
-    sums = [i for i in range(carried) if move.outs[i] == Partial("sum")]
+    return run_part(node, values, move, span, range(len(node.outputs)), values[constants + carried].shape[0])
+
+
+def run_part(
+    node: Node, values: Sequence[Any], move: Move, span: Span, wanted: Sequence[int], length: int
+) -> list[Any]:
+    """The results `wanted` of `length` steps of a scan; what only adds up is added up in the dtype of sums."""
+    graph = body_graph(node, "jaxpr")
+    constants, carried = scan_counts(node)
+    carries = carries_for(graph, constants, carried, wanted)
+    whole = whole_body(graph, sorted({*carries, *wanted}))
+    sums = [i for i in carries if move.outs[i] == Partial("sum")]
 
     def body(inner: Sequence[Any]) -> list[Any]:
         start = list(inner)
@@ -171,7 +188,7 @@ def emit_sums(node: Node, values: list[Any], move: Move, span: Span) -> list[Any
         return outs
 
     widened = [widen(v, p, span) for v, p in zip(values, move.ins, strict=True)]
-    return run_scan(node, widened, every, body, values[constants + carried].shape[0])
+    return run_scan(node, widened, wanted, body, length)
 
 
 def part_scan(node: Node, wanted: Sequence[int]) -> tuple[list[int], Callable[..., Any]]:
