@@ -89,7 +89,7 @@ def test_a_mixture_accumulates_gradients_on_a_mesh(alone, layout):
 @pytest.mark.parametrize(
     "tiling", ["tiling.n=2", "tiling.mlp=2", "tiling.attention=2", "tiling.batch=2", "tiling.batch=2 tiling.sync=tile"]
 )
-@pytest.mark.parametrize("layout", ["dp", "fsdp", "fsdp_tp"])
+@pytest.mark.parametrize("layout", ["dp", "fsdp", "fsdp_tp", "fsdp_cp"])
 def test_every_part_is_cut_on_a_mesh(alone, layout, tiling):
     words = ["batch_size=16", *LLAMA]
     np.testing.assert_allclose(losses(f"mesh={layout}", *tiling.split(), *words), alone(*words), atol=1e-5)

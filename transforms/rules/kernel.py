@@ -45,7 +45,9 @@ def index_map(mapping: Any) -> Any:
 def walk(node: Node, operand: int, dim: int) -> Walk | str:
     """How the grid walks dimension `dim` of an operand, or why it is not walked block by block."""
     found = mappings(node)
-    if found[operand] is None or node.params["mesh"] is not None:
+    if node.params["mesh"] is not None:
+        return "is a kernel that several cores share"
+    if found[operand] is None:
         return "is a kernel that is told by it what to do"
     if not block(found[operand], dim):
         return "is a kernel that does not take it in blocks"
