@@ -9,9 +9,12 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from transforms.graph import Node
+from transforms.graph import Node, body_graph
 from transforms.pieces import Piece
 from transforms.placement import Tiled
+from transforms.rules import scan_counts
+from transforms.rules.regions import whole_body
+from transforms.rules.scan import added, run_scan
 
 Found = Callable[..., list[Any]] | None
 
@@ -103,6 +106,27 @@ def rejoin(node: Node, number: int, cut: Tiled, spans: Sequence[Piece]) -> Found
         return [jnp.where(span.inside(shapes[number], cut), part, beside)]
 
     return put
+
+
+def scanned(node: Node, span: Piece, *values: Any) -> list[Any]:
+    """A scan whose steps leave what it carries as it is where the axis has no row."""
+    constants, carried = scan_counts(node)
+    every = range(len(node.outputs))
+    whole, adds = whole_body(body_graph(node, "jaxpr"), every), added(node)
+
+    def body(inner: Sequence[Any]) -> list[Any]:
+        *given, inside = inner
+        state = list(given[constants : constants + carried])
+        for i in adds:
+            given[constants + i] = jnp.zeros_like(state[i])
+        outs = whole(given)
+        for i, before in enumerate(state):
+            kept = jnp.where(inside, outs[i], given[constants + i])
+            outs[i] = before + kept if i in adds else kept
+        return outs
+
+    inside = span.inside((span.total,), Tiled(0))
+    return run_scan(node, [*values, inside], every, body, span.length)
 
 
 ACROSS = {"slice": crop, "pad": pad, "split": split, "argmax": choose, "argmin": choose}

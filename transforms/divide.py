@@ -2,7 +2,8 @@
 
 What is made of such an array is made of its pieces instead. Of a join along the cut axis, these are what was joined:
 each is as long as its operand, and reductions are combined. Of a part, there is one, the whole axis: rows outside the
-part are computed like the others and left out of reductions. So no array is as long as the join, or as the part.
+part are computed like the others and left out of reductions; a scan passes them by. So no array is as long as the
+join, or as the part.
 
 An operation runs on a piece as it runs on a tile, by the same rules.
 """
@@ -17,13 +18,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from transforms.across import ACROSS, cropped, padded, rejoin
+from transforms.across import ACROSS, cropped, padded, rejoin, scanned
 from transforms.analysis import Inline, Region, Split
 from transforms.graph import REMAT, Graph, Node, Value, body, flatten, prune
 from transforms.pieces import Cut, Piece, combine, compute, join, places
 from transforms.placement import COMBINE, WHOLE, Partial, Placement, Tiled, TileError
 from transforms.rewrite import sort, traced
-from transforms.rules import RULES, Complete, Move
+from transforms.rules import RULES, Complete, Move, scan_counts
 from transforms.rules.reduction import OPS
 
 MOST = 8  # pieces of a join
@@ -125,6 +126,8 @@ class _Writer:
         if node.name in REMAT:
             self.enter(node)
             return
+        if node.name == "scan" and self.scan(node):
+            return
         if (outs := self.across(node)) is not None:
             self.same.update(zip(node.outputs, outs, strict=True))
             self.gone.add(node)
@@ -154,6 +157,21 @@ class _Writer:
                 self.nodes.append(other)
         self.same.update(zip(node.outputs, (given.get(v, v) for v in inner.outputs), strict=True))
         self.gone.add(node)
+
+    def scan(self, node: Node) -> bool:
+        """Let a scan over a part of the axis pass by the rows beside it. Returns whether it is one."""
+        constants, carried = scan_counts(node)
+        xs = [self.find(v) for v in node.inputs[constants + carried :]]
+        cuts = [self.cuts[v] for v in xs if v in self.cuts]
+        if not self.longer or not cuts or any(c.placement != Tiled(0) for c in cuts) or node.effects:
+            return False
+        ins = [self.plain(v, node) for v in node.inputs[: constants + carried]]
+        ins += [self.operand(v, Tiled(0), 0, node) for v in xs]
+        outs = self.trace(functools.partial(scanned, node, self.spans[0]), ins, node)
+        self.same.update(zip(node.outputs[:carried], outs, strict=False))
+        self.cuts.update((v, Cut(Tiled(0), (x,))) for v, x in zip(node.outputs[carried:], outs[carried:], strict=True))
+        self.gone.add(node)
+        return True
 
     def across(self, node: Node) -> list[Value] | None:
         """The results of an operation along the axis that an operand is in pieces of."""

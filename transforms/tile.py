@@ -7,7 +7,7 @@ graph.py       a jaxpr as a flat graph              separate.py  losses nonlinea
 propagate.py   a placement for every value          lowmem.py    a second cut; keep.py: policies
 rules/         what each primitive does to one      plan.py      what was done, in bytes and FLOPs
 online.py      sums under a running maximum         estimate.py  temporary memory, before compiling
-prefix.py      a state from tile to tile            budget.py    the fewest tiles that fit
+prefix.py      states, tile to tile (states.py)     budget.py    the fewest tiles that fit
 spread.py      arrays over a mesh, by their types   apart.py     sums over devices, after the loop
 gather.py      weights gathered before a loop       auto.py      meshes whose axes are Auto
 analysis.py    what is known of a cut graph         finish.py    what is computed outside the loops
@@ -158,8 +158,9 @@ def tile(
     The result has `fn`'s signature, value, dtypes, pytree structure and gradients, exactly: what would need an array
     larger than `fn`'s inputs and outputs to be whole is refused. A function with one differentiated scalar output runs
     its forward and backward in one pass over the tiles and recomputes nothing; other functions recompute each tile once
-    in the backward. Evaluation without gradients pays the forward alone. Derivatives of both modes and of any order are
-    tiled too; `jax.jvp` of a scalar function costs its gradient.
+    in the backward. The gradient of a recurrence whose states are too many to keep stores one for each tile and takes
+    the tiles from the last to the first, recomputing each. Evaluation without gradients pays the forward alone.
+    Derivatives of both modes and of any order are tiled too; `jax.jvp` of a scalar function costs its gradient.
 
     Like `jax.jit`, it traces `fn` once for each set of shapes: what `fn` closes over is read then.
 
