@@ -111,7 +111,42 @@ def mamba(x, w, v):
     return (jax.nn.silu(y) * jax.nn.silu(gate)) @ v[F // 2 :]
 
 
+def twice(x, w, v):
+    return (jnp.diff(hidden(x, w), n=2, axis=0) ** 2 @ v).mean()
+
+
+def cached(x, w, v):
+    padded = jnp.concatenate([v.T[:3], hidden(x, w)])
+    return jax.nn.silu(sum(padded[i : i + S] * v[:, i] for i in range(4)))
+
+
+def unpadded(x, w, v):
+    return jax.nn.silu(conv(hidden(x, w)[None], v.reshape(4, F, 1), "VALID")[0])
+
+
+def unpadded_sums(x, w, v):
+    return lax.reduce_window(hidden(x, w), 0.0, lax.add, (3, 1), (1, 1), "VALID") @ v
+
+
+def images(x, w, v):
+    numbers = ("NHWC", "HWIO", "NHWC")
+    h = hidden(x, w).reshape(1, S, 5, 8)
+    kernel = v[:, :2].reshape(1, 1, 8, 10) * jnp.arange(1.0, 10).reshape(3, 3, 1, 1)
+    return jax.nn.relu(lax.conv_general_dilated(h, kernel, (1, 1), "SAME", dimension_numbers=numbers)).mean((0, 2, 3))
+
+
+def parts_of_parts(x, w, v):
+    logits = jax.nn.log_softmax(x @ w)[:-1]
+    return (jnp.exp(logits[1:]) * (logits[1:] - logits[:-1])).sum(-1) @ jnp.ones(S - 2) + v.sum()
+
+
 CASES = [
+    twice,
+    cached,
+    unpadded,
+    unpadded_sums,
+    images,
+    parts_of_parts,
     token_shift,
     joined,
     shift_of_both_sides,

@@ -36,7 +36,7 @@ def align(graph: Graph, total: int) -> bool:
     changed = False
     for node in list(graph.nodes):
         for dim in [d for v in node.outputs[:1] for d in range(len(v.shape))]:
-            made = _shift(node, dim, total) or _sink(node, dim, total) or _window(node, dim, total)
+            made = next((m for way in WAYS if (m := way(node, dim, total)) is not None), None)
             if made is not None:
                 nodes, (out,) = made
                 replace(graph, node, nodes, {node.outputs[0]: out})
@@ -63,6 +63,25 @@ def _shift(node: Node, dim: int, total: int) -> Made:
     if not large or again or out in [s.source for s in found] or 2 * sum(s.high - s.low for s in few) > total:
         return None
     return traced(lambda *values: [_joined(found, values, dim, total)], [s.source for s in found], node)
+
+
+def _few(node: Node, dim: int, total: int) -> Made:
+    """A few rows of what is made of longer arrays: rows of those."""
+    out = node.outputs[0]
+    cut = cropped(node, dim) if node.name in ("slice", "pad") else None
+    if cut is None or not 0 < 2 * out.shape[dim] <= total:
+        return None
+    found = list(_segments(out, dim, 0, out.shape[dim], 0))
+    sources = [s.source for s in found]
+    if sources == node.inputs[:1] or all(s.shift is None or s.source.shape[dim] != total for s in found):
+        return None
+
+    def rows(segment: Segment, value: Any) -> Any:
+        if segment.shift is not None:
+            return lax.slice_in_dim(value, segment.low - segment.shift, segment.high - segment.shift, axis=dim)
+        return jnp.broadcast_to(value, (*out.shape[:dim], segment.high - segment.low, *out.shape[dim + 1 :]))
+
+    return traced(lambda *values: [lax.concatenate([*map(rows, found, values)], dim)], sources, node)
 
 
 def _large(segment: Segment, dim: int, total: int) -> bool:
@@ -132,23 +151,44 @@ def _moved(array: Any, dim: int, before: int, after: int, fill: Any = None) -> A
 
 
 def _sink(node: Node, dim: int, total: int) -> Made:
-    """A part, as long as the axis, of what an elementwise operation makes of longer arrays: made of their parts."""
-    part = cropped(node, dim) if node.name in ("slice", "pad") else None
-    if part is None or node.outputs[0].shape[dim] != total:
+    """What is made of arrays of another length, and cut off or padded to that of the axis: made of such arrays.
+
+    Sums alone can be padded first, with zeros.
+    """
+    if node.name not in ("slice", "pad"):
         return None
-    low, high = part
-    source = node.inputs[0]
+    config = node.params["padding_config"][dim] if node.name == "pad" and _pads(node, dim) else None
+    part, source = cropped(node, dim), node.inputs[0]
     made = source.producer
-    if made is None or made.effects or len(made.outputs) > 1 or source.shape[dim] == total:
+    size, few = node.outputs[0].shape[dim], part is not None and source.shape[dim] > total
+    if made is None or source.shape[dim] == total or not (size == total or (few and size < total)):
         return None
     rule = RULES.get(made.name)
-    if rule is None or rule.pull is not pull or any(v.shape not in ((), source.shape) for v in made.inputs):
+    alike = rule is not None and rule.pull is pull and all(v.shape in ((), source.shape) for v in made.inputs)
+    if made.effects or len(made.outputs) > 1 or not alike:
         return None
+    if part is not None:
+        low, high = part
+        move = lambda x: lax.slice_in_dim(x, low, high, axis=dim)
+    elif config is not None and constant(node.inputs[1]) == 0 and _rearranged(source, dim):
+        low, high = config[:2]
+        move = lambda x: _moved(x, dim, low, high)
+    else:
+        return None
+    return traced(lambda *values: made.bind([move(v) if v.ndim else v for v in values]), made.inputs, node)
 
-    def run(*values: Any) -> list[Any]:
-        return made.bind([lax.slice_in_dim(v, low, high, axis=dim) if v.ndim else v for v in values])
 
-    return traced(run, made.inputs, node)
+SUMS = ("add", "add_any", "sub", "neg")
+
+
+def _rearranged(value: Value, dim: int) -> bool:
+    """Whether a value is a sum of what was cut off or padded."""
+    node = value.producer
+    if node is None or not value.shape:
+        return False
+    if node.name in SUMS:
+        return all(_rearranged(v, dim) for v in node.inputs)
+    return node.name == "slice" or (node.name == "pad" and _pads(node, dim))
 
 
 # ------------------------------------------------------------------------------------------------------------- windows
@@ -156,17 +196,44 @@ def _sink(node: Node, dim: int, total: int) -> Made:
 
 def _window(node: Node, dim: int, total: int) -> Made:
     """A window that slides along the axis: it takes padding into itself, and makes as many rows as there are."""
-    if (along := slide(node, dim)) is None:
+    along = slide(node, dim)
+    if along is None or node.name == "reduce_window" or 2 * along.wide >= total:
         return None
-    source, size = node.inputs[0], node.outputs[0].shape[dim]
-    made = source.producer
-    beside = padded(made, along.dim) if made is not None else None
-    if made is not None and beside is not None and made.inputs[0].shape[along.dim] == total and beside != (0, 0):
-        op = {"reduce_window_max": "max", "reduce_window_min": "min"}.get(node.name, "sum")
-        if constant(made.inputs[1]) == identity(op, source.dtype) and node.name != "reduce_window":
-            params = along.params(node, along.before + beside[0], along.after + beside[1])
+    source, size, inner = node.inputs[0], node.outputs[0].shape[dim], along.dim
+    made, length, before, after = source.producer, source.shape[inner], along.before, along.after
+    op = {"reduce_window_max": "max", "reduce_window_min": "min"}.get(node.name, "sum")
+    empty = identity(op, source.dtype)
+    beside = padded(made, inner) if made is not None else None
+    if made is not None and beside is not None and length > total >= made.inputs[0].shape[inner]:
+        params = along.params(node, before + beside[0], after + beside[1])
+        if constant(made.inputs[1]) == empty:
             return traced(lambda *v: node.bind(list(v), params), [made.inputs[0], *node.inputs[1:]], node)
-    if source.shape[along.dim] != total or not 0 <= along.before <= along.wide or not 0 < size < total:
+    if length < total < 2 * length and before >= 0 and after >= total - length:
+        params = along.params(node, before, after - (total - length))
+        longer = lambda x: _moved(x, inner, 0, total - length, empty)
+        return traced(lambda x, *rest: node.bind([longer(x), *rest], params), node.inputs, node)
+    if length != total or not 0 <= before <= along.wide or not 0 < size < total:
         return None
-    params = along.params(node, along.before, along.wide - along.before)
+    params = along.params(node, before, along.wide - before)
     return traced(lambda *v: [lax.slice_in_dim(node.bind(list(v), params)[0], 0, size, axis=dim)], node.inputs, node)
+
+
+def _kernel(node: Node, dim: int, total: int) -> Made:
+    """The gradient of a kernel, from fewer rows than there are: the others are zeros."""
+    if node.name != "conv_general_dilated":
+        return None
+    p = node.params
+    left, right, out = p["dimension_numbers"]
+    if dim not in out[2:]:
+        return None
+    number = out[2:].index(dim)
+    rows = total - node.inputs[1].shape[right[2 + number]]
+    if node.inputs[0].shape[left[2 + number]] != total or not 0 < 2 * rows < total or p["rhs_dilation"][number] != 1:
+        return None
+    before, after = p["padding"][number]
+    padding = [(before, after + rows) if i == number else tuple(c) for i, c in enumerate(p["padding"])]
+    longer = lambda x: _moved(x, right[2 + number], 0, rows)
+    return traced(lambda x, y: node.bind([x, longer(y)], p | {"padding": tuple(padding)}), node.inputs, node)
+
+
+WAYS = (_shift, _few, _sink, _window, _kernel)

@@ -259,7 +259,8 @@ class _Writer:
                 return part
             rule = RULES.get(made.name)
             follows = rule is not None and rule.pull is not None and not rule.heavy and len(made.outputs) == 1
-            ins = rule.pull(made, want) if follows and depth < DEPTH else None
+            moved = made.name == "pad" and any(made.params["padding_config"][want.dim])
+            ins = rule.pull(made, want) if follows and not moved and depth < DEPTH else None
             if ins is not None:
                 operands = [self.operand(v, p, k, node, depth + 1) for v, p in zip(made.inputs, ins, strict=True)]
                 fn = functools.partial(compute, made, Move((want,), ins), span, 0)

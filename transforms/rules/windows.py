@@ -153,7 +153,7 @@ def push_along(node: Node, placements: tuple[Placement, ...]) -> Move | None:
     before, after = p["padding"][number]
     stride, apart = p["window_strides"][number], p["rhs_dilation"][number]
     size = right.shape[dims[1]]
-    if isinstance(placements[1], Whole):
+    if isinstance(placements[1], Whole) and size != left.shape[dims[0]]:
         same = stride == 1 and before + after == (size - 1) * apart
         out, kernel = Tiled(dims[2]), WHOLE
     else:
