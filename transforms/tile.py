@@ -11,7 +11,8 @@ prefix.py      states, tile to tile (states.py)     budget.py    the fewest tile
 spread.py      arrays over a mesh, by their types   apart.py     sums over devices, after the loop
 gather.py      weights gathered before a loop       auto.py      meshes whose axes are Auto
 analysis.py    what is known of a cut graph         finish.py    what is computed outside the loops
-refused.py     what no function may do           printing.py  a plan as a table
+refused.py     what no function may do             printing.py  a plan as a table
+early.py       what waits for a loop's end (follow.py: through each equation; linear.py), and ends.py, what is handed on
 divide.py      arrays not quite as long as the axis (pieces.py, across.py)
 align.py       neighbours along the axis, as shifts; beside.py: rows beside the tile
 """
