@@ -111,6 +111,16 @@ STEPS: dict[str, tuple[tuple[str, ...], str, Callable]] = {
     "cumsum backwards": ((SCORE,), SCORE, lambda x, c: jax.lax.cumsum(x, reverse=True) / x.shape[0]),
     "cumlogsumexp": ((SCORE,), SCORE, lambda x, c: jax.lax.cumlogsumexp(x)),
     # normalised along the cut axis, attention, products
+    "recurrence": ((WIDE,), WIDE, lambda x, c: _recurrence(x)),
+    "recurrence backwards": ((WIDE,), WIDE, lambda x, c: _recurrence(x, reverse=True)),
+    "causal convolution": ((WIDE,), WIDE, lambda x, c: x - 0.5 * jnp.pad(x, ((2, 0), (0, 0)))[: x.shape[0]]),
+    "moving average": ((SCORE,), SCORE, lambda x, c: jnp.convolve(x, jnp.ones(3) / 3, mode="same")),
+    "label of columns": ((WIDE,), STAT, lambda x, c: jax.nn.log_softmax(x, 0)[jnp.arange(D) % 2, jnp.arange(D)] / 4),
+    "weighted columns": (
+        (WIDE, SCORE),
+        STAT,
+        lambda x, s, c: (jax.nn.log_softmax(x, 0) * jnp.tanh(s)[:, None]).mean(0),
+    ),
     "softmax of columns": ((WIDE,), WIDE, lambda x, c: jax.nn.softmax(x, axis=0)),
     "log softmax of columns": ((WIDE,), WIDE, lambda x, c: jax.nn.log_softmax(x, axis=0) / 4),
     "logsumexp of columns": ((WIDE,), STAT, lambda x, c: jax.nn.logsumexp(x, axis=0)),
@@ -136,6 +146,16 @@ STEPS: dict[str, tuple[tuple[str, ...], str, Callable]] = {
     "choose": ((WIDE, SCALAR), WIDE, lambda x, s, c: jax.lax.cond(s > 0, jnp.tanh, lambda x: x / 2, x)),
     "loop": ((SCORE,), SCORE, lambda x, c: jax.lax.fori_loop(0, 3, lambda i, x: jnp.sin(x) + 0.1 * i, x)),
 }
+
+
+def _recurrence(x, reverse=False):
+    """A state of all pairs of features, larger than a row."""
+
+    def step(state, row):
+        state = 0.5 * state + row[:, None] * row / 4
+        return state, jnp.tanh(row @ state)
+
+    return jax.lax.scan(step, jnp.zeros((D, D), x.dtype), x, reverse=reverse)[1]
 
 
 def causal(x):
