@@ -117,3 +117,10 @@ def test_label_out_of_range_counts_as_in_the_untiled_function(mode, bad):
     x, labels = np.random.default_rng(1).normal(size=(T, V)), np.asarray([bad, *LABELS[1:]], np.int32)
     got, want = tile(looked_up, CUT, 4)(x, labels), looked_up(jnp.asarray(x), labels)
     np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("fill", [-2.0, 0.0, np.nan])
+def test_what_stands_for_labels_out_of_range_is_left_as_it_is(fill):
+    looked_up = lambda x, y: logs(x).at[jnp.arange(T), y].get(mode="fill", fill_value=fill)
+    x, labels = jnp.asarray(np.random.default_rng(1).normal(size=(T, V))), np.asarray([V + 1, *LABELS[1:]], np.int32)
+    np.testing.assert_allclose(tile(looked_up, CUT, 4)(x, labels), looked_up(x, labels), rtol=1e-5)

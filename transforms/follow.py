@@ -171,8 +171,9 @@ def _carried(places: dict[int, int], rank: int) -> Callable[[Dims], Dims | None]
 def follow_gather(self: Known, node: Node, move: Move, late: int | None) -> Early | None:
     """Looked up along the cut axis, a value is what it is there, whatever the others are."""
     source, indices = node.inputs
-    early = self.operand(source)
-    if late is not None or not self.operand(indices).plain:
+    early, fill = self.operand(source), node.params["fill_value"]
+    other = fill is not None and fill != 0 and not np.isnan(fill)  # a number that no term is to change
+    if late is not None or not self.operand(indices).plain or other:
         return None
     moved = early.moved(_carried(origins(node), len(node.outputs[0].shape)))
     if moved is None:
