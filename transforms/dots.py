@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from typing import Any
 
+from jax import lax
 from jax.sharding import NamedSharding
 
 from transforms.spread import axes, layout, named
@@ -44,6 +46,25 @@ def turn_dots(graph: Any) -> Any:
         if isinstance(precision, tuple):
             node.params["precision"] = precision[::-1]
         node.inputs, node.source = dot.inputs[::-1], dot.source
+    return graph
+
+
+def part_turns(graph: Any) -> Any:
+    """Let a reshape that turns its operand first, as in the gradient of a product, be a transpose and a reshape."""
+    nodes = []
+    for node in graph.nodes:
+        if node.name == "reshape" and node.params["dimensions"] is not None:
+            (value,), order = node.inputs, node.params["dimensions"]
+            turn = dataclasses.replace(node, primitive=lax.transpose_p, params={"permutation": order}, outputs=[])
+            aval = value.aval.update(shape=tuple(value.shape[d] for d in order))
+            if (sharding := named(value.aval)) is not None:
+                spec = layout([axes(value.aval, d) for d in order])
+                aval = aval.update(sharding=NamedSharding(sharding.mesh, spec))
+            turn.outputs.append(type(value)(aval, turn))
+            node.inputs, node.params = turn.outputs[:], node.params | {"dimensions": None}
+            nodes.append(turn)
+        nodes.append(node)
+    graph.nodes[:] = nodes
     return graph
 
 

@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
 
-from transforms.dots import spread_dots, turn_dots
+from transforms.dots import part_turns, spread_dots, turn_dots
 from transforms.refused import check_pure
 from transforms.spread import devices
 
@@ -166,7 +166,8 @@ def flatten(closed: ClosedJaxpr, *, custom: bool = True, remat: bool = False, to
         return [read(a) for a in jaxpr.outvars]
 
     inputs = [Value(v.aval) for v in closed.jaxpr.invars]
-    return prune(spread_dots(turn_dots(prune(Graph(inputs, nodes, run(closed.jaxpr, closed.consts, inputs, None))))))
+    graph = Graph(inputs, nodes, run(closed.jaxpr, closed.consts, inputs, None))
+    return prune(spread_dots(turn_dots(part_turns(prune(graph)))))
 
 
 def plain(param: Any) -> Any:

@@ -96,8 +96,6 @@ def push_reshape(node: Node, placements: tuple[Placement, ...]) -> Move:
     if passes(node, placements):
         return Move((placements[0],), placements)
     cut = one_cut(node, placements)
-    if node.params.get("dimensions") is not None:
-        raise Complete([0], "permutes while it reshapes")
     landed = carry(cut, node.inputs[0].shape, node.params["new_sizes"])
     if landed is None:
         raise Complete([0], "splits the cut axis over several dimensions")
@@ -106,7 +104,7 @@ def push_reshape(node: Node, placements: tuple[Placement, ...]) -> Move:
 
 def pull_reshape(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
     source = carry(want, node.params["new_sizes"], node.inputs[0].shape)
-    return None if source is None or node.params.get("dimensions") is not None else (source,)
+    return None if source is None else (source,)
 
 
 def localise_reshape(node: Node, move: Move, span: Span) -> dict[str, Any]:
