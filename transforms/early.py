@@ -101,7 +101,14 @@ class Finder:
         if rule is None or any(parts) or not any(map(self.is_cut, node.inputs)):
             return None
         late = self.late(node)
-        return rule(self, node, move, late[0] if late else None) if len(late) < 2 else None
+        early = rule(self, node, move, late[0] if late else None) if len(late) < 2 else None
+        return early and dataclasses.replace(early, stage=max(early.stage, self.completed(node)))
+
+    def completed(self, node: Node) -> int:
+        """The first loop after those that end in what the node reads whole, of cut values."""
+        already = self.found.inputs | self.found.stored
+        read = (v for i, v in enumerate(node.inputs) if (node, i) in self.found.completed and v not in already)
+        return max((self.found.fact(v).stage + 1 for v in read), default=0)
 
     def is_cut(self, value: Value) -> bool:
         return isinstance(self.found.fact(value).placement, Tiled)
