@@ -107,8 +107,8 @@ class Finder:
     def completed(self, node: Node) -> int:
         """The first loop after those that end in what the node reads whole, of cut values."""
         already = self.found.inputs | self.found.stored
-        read = (v for i, v in enumerate(node.inputs) if (node, i) in self.found.completed and v not in already)
-        return max((self.found.fact(v).stage + 1 for v in read), default=0)
+        read = (v for i, v in enumerate(node.inputs) if (node, i) in self.found.completed and self.is_cut(v))
+        return max((self.found.fact(v).stage + 1 for v in read if v not in already), default=0)
 
     def is_cut(self, value: Value) -> bool:
         return isinstance(self.found.fact(value).placement, Tiled)
