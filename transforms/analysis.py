@@ -95,9 +95,8 @@ class Analysis:
     stored: set[Value] = dataclasses.field(default_factory=set)  # cut values that are whole before the loops
     # Whole values that change from tile to tile, and whether they go from the last to the first, if they have an order.
     running: dict[Value, bool | None] = dataclasses.field(default_factory=dict)
-    backward: dict[int, bool] = dataclasses.field(
-        default_factory=dict
-    )  # whether the loops that have an order reverse it
+    # Of the loops that have an order, whether they reverse it.
+    backward: dict[int, bool] = dataclasses.field(default_factory=dict)
     ways: dict[Value, bool] = dataclasses.field(default_factory=dict)  # the same, of what only such a loop can form
     apart: Held = dataclasses.field(default_factory=Held)  # sums that each device holds a part of
     limits: Limits | None = None
