@@ -7,17 +7,29 @@ also `exp(x)` times a factor that is constant along the cut axis, and a sum of i
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax.core import ShapedArray
 
 from transforms.analysis import Analysis
+from transforms.equal import Numbering
 from transforms.follow import RULES
-from transforms.graph import Node, Value
+from transforms.graph import Node, Value, constant
 from transforms.placement import Partial, Tiled, Whole
 from transforms.rules import Move
 from transforms.spread import named
-from transforms.terms import Early, Term, peel
+from transforms.terms import Dims, Early, Term, along, peel
+
+
+SAME = frozenset("stop_gradient convert_element_type copy copy_p name optimization_barrier".split())
+
+
+class Anchor(NamedTuple):
+    """A term of a sum, and the loop that has a running form of it, if it is an extremum of what it is added to."""
+
+    term: Term
+    running: int | None
 
 
 class Finder:
@@ -29,6 +41,7 @@ class Finder:
         self.sums: dict[Value, Early] = {}  # partial sums that an earlier loop could form
         self.parts: dict[Value, Node] = {}  # of these, the sum over the cut axis alone
         self.ready: dict[Value, int] = {}  # whole values of which a loop has a running form
+        self.numbers = Numbering()(found.graph)
         for node in found.graph.nodes:
             self.visit(node)
 
@@ -113,10 +126,78 @@ class Finder:
     def is_cut(self, value: Value) -> bool:
         return isinstance(self.found.fact(value).placement, Tiled)
 
-    def term(self, value: Value, node: Node, move: Move, weight: float) -> tuple[Term, int | None] | None:
-        """A late operand as a term, and the loop that has a running form of it, if it is constant along the cut."""
+    def term(self, value: Value, node: Node, move: Move, weight: float) -> Term | None:
+        """A late operand as a term, if it is constant along the cut."""
         base, dims = peel(value, len(node.outputs[0].shape))
         cut = move.outs[0]
         if not isinstance(cut, Tiled) or dims[cut.dim] is not None or not jnp.issubdtype(base.dtype, jnp.floating):
             return None
-        return Term(base, dims, weight), self.runs(base)
+        return Term(base, dims, weight)
+
+    def terms(self, late: int, node: Node, move: Move, weight: float, sign: float) -> list[Anchor] | None:
+        """The terms that a late operand of a sum adds to the other one, which has the `sign`.
+
+        A logarithm of a sum of exponentials is the maximum, and what that leaves: what is such a sum is taken apart.
+        """
+        term = self.term(node.inputs[late], node, move, weight)
+        if term is None:
+            return None
+        other = node.inputs[1 - late]
+        anchor = self.anchor(term, other, sign)
+        if anchor.running is not None or named(other.aval) is not None:
+            return [anchor]
+        parts = [self.anchor(t, other, sign) for t in self.parted(term)]
+        return parts if any(p.running is not None for p in parts) else [anchor]
+
+    def parted(self, term: Term) -> list[Term]:
+        """What a term is a sum or difference of."""
+        base, node = term.value, term.value.producer
+        if node is None or node.name not in ("add", "sub", "add_any"):
+            return [term]
+        found = []
+        for value, weight in zip(node.inputs, (1.0, -1.0 if node.name == "sub" else 1.0), strict=True):
+            inner, dims = peel(value, len(base.shape))
+            found += self.parted(Term(inner, along(term.dims, dims), term.weight * weight))
+        return found
+
+    def anchor(self, term: Term, other: Value, sign: float) -> Anchor:
+        """A term, and the loop that has a running form of it, if it is an extremum that bounds `sign * other`."""
+        running = self.runs(term.value)
+        op = "max" if term.weight < 0 else "min"
+        proven = term.weight == -sign and self.bounds(op, term.value, term.dims, other)
+        return Anchor(term, running if proven else None)
+
+    def bounds(self, op: str, value: Value, dims: Dims, other: Value) -> bool:
+        """Whether a whole value is the extremum of another over the cut axis, or of that and further values.
+
+        `dims`: which dimension of the value lies along each of the other.
+        """
+        value, inner = peel(value, len(value.shape))
+        dims, node = along(dims, inner), value.producer
+        if node is None:
+            return False
+        if node.name == f"reduce_{op}":
+            (source,) = node.inputs
+            kept = [d for d in range(len(source.shape)) if d not in node.params["axes"]]
+            mine, theirs = (self.origin(v) for v in (source, other))
+            aligned = all(d is None or mine[1][kept[d]] == theirs[1][i] for i, d in enumerate(dims))
+            return mine[0] == theirs[0] and aligned
+        if node.name in SAME or node.name in (op, "select_n"):
+            # Of a choice, the other case is a number that stands for an extremum which is not finite.
+            cases = [v for v in node.inputs[node.name == "select_n" :] if constant(v) is None]
+            found = [self.bounds(op, v, dims, other) for v in cases if v.shape == value.shape]
+            return any(found) if node.name == op else bool(found) and all(found)
+        return False
+
+    def origin(self, value: Value) -> tuple[int | None, Dims]:
+        """What tells a value from others, however it is turned and written; and which of its dimensions lies where."""
+        rank = len(value.shape)
+        dims: Dims = tuple(range(rank))
+        while True:
+            value, inner = peel(value, len(value.shape))
+            dims, node = along(dims, inner), value.producer
+            if node is None or node.name not in SAME:
+                return self.numbers.get(value), dims
+            if not all(jnp.issubdtype(v.dtype, jnp.floating) for v in (value, node.inputs[0])):
+                return self.numbers.get(value), dims
+            value = node.inputs[0]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from jax.core import Tracer
 
-from transforms.graph import Graph, Value, bodies
+from transforms.graph import Graph, Node, Value, bodies, constant
 
 Numbers = dict[Value, int]
 
@@ -27,6 +27,9 @@ class Numbering:
             for value in node.inputs:
                 if value not in numbers:
                     numbers[value] = self._number(("constant", *constant_key(value.const)))
+            if (number := _filled(node)) is not None:
+                numbers[node.outputs[0]] = self._number(number)
+                continue
             alone = bool(node.effects) or bool(bodies(node.params))
             what = (node.name, id(node) if alone else str(node.params), *(numbers[v] for v in node.inputs))
             numbers.update((v, self._number((*what, v.index))) for v in node.outputs)
@@ -34,6 +37,14 @@ class Numbering:
 
     def _number(self, key: Any) -> int:
         return self.known.setdefault(key, len(self.known))
+
+
+def _filled(node: Node) -> tuple[Any, ...] | None:
+    """What tells arrays of one number apart, however they were made."""
+    if len(node.outputs) != 1 or node.effects or (number := constant(node.outputs[0])) is None:
+        return None
+    (value,) = node.outputs
+    return "filled", str(value.dtype), value.shape, np.asarray(number).astype(value.dtype).tobytes()
 
 
 def constant_key(array: Any) -> tuple[Any, ...]:

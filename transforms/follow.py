@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +26,8 @@ class Known(Protocol):
 
     def operand(self, value: Value) -> Early: ...
     def is_cut(self, value: Value) -> bool: ...
-    def term(self, value: Value, node: Node, move: Move, weight: float) -> tuple[Term, int | None] | None: ...
+    def term(self, value: Value, node: Node, move: Move, weight: float) -> Term | None: ...
+    def terms(self, late: int, node: Node, move: Move, weight: float, sign: float) -> Sequence[Any] | None: ...
 
 
 Follow = Callable[[Known, Node, Move, int | None], Early | None]  # the last: the number of the late operand
@@ -38,25 +39,34 @@ def follow_add(self: Known, node: Node, move: Move, late: int | None) -> Early |
     if late is not None:
         other = 1 - late
         base = self.operand(node.inputs[other])
-        found = self.term(node.inputs[late], node, move, signs[late])
+        found = self.terms(late, node, move, signs[late], signs[other])
         if found is None or base.scaled or base.factors or base.weighted:
             return None
-        term, running = found
+        anchors = tuple(term for term, running in found if running is not None)
+        if anchors and not base.plain:  # an extremum of what is known only with the terms that were left out before
+            return None
         if signs[other] < 0:
             base = weigh(base, -1.0)
-        if running is None:
-            return dataclasses.replace(base, offsets=merge(base.offsets, (term,)))
-        stage = max(base.stage, running)
-        return dataclasses.replace(base, stage=stage, anchors=merge(base.anchors, (term,)))
+        return dataclasses.replace(
+            base,
+            stage=max([base.stage, *(running for _, running in found if running is not None)]),
+            anchors=merge(base.anchors, anchors),
+            offsets=merge(base.offsets, tuple(term for term, running in found if running is None)),
+            anchored=base.anchored or bool(anchors),
+            bounded=base.bounded or bool(anchors),
+        )
     a, b = (self.operand(v) for v in node.inputs)
     stage = max(a.stage, b.stage)
     if a.weighted or b.weighted:
         return _added(a, b)
     if not (a.scaled or a.factors or b.scaled or b.factors):
         anchors, offsets = merge(a.anchors, b.anchors, signs[1]), merge(a.offsets, b.offsets, signs[1])
-        return Early(stage, anchors, offsets)
+        relative = (a.plain or a.anchored) and (b.plain or b.anchored) and bool(anchors)
+        bounded = a.bounded and b.bounded and signs[1] > 0
+        return Early(stage, anchors, offsets, anchored=relative, bounded=bounded)
     alike = (a.anchors, a.offsets, a.factors, a.scaled) == (b.anchors, b.offsets, b.factors, b.scaled)
-    return dataclasses.replace(a, stage=stage, masked=a.masked or b.masked) if alike else None
+    bounded = a.bounded and b.bounded
+    return dataclasses.replace(a, stage=stage, masked=a.masked or b.masked, bounded=bounded) if alike else None
 
 
 def _added(a: Early, b: Early) -> Early | None:
@@ -77,7 +87,7 @@ def follow_multiply(self: Known, node: Node, move: Move, late: int | None) -> Ea
         unscaled = (base.anchors or base.offsets) and not base.scaled
         if found is None or unscaled or (node.name == "div" and other == 1):
             return None
-        return dataclasses.replace(base, scaled=True, factors=merge(base.factors, (found[0],)))
+        return dataclasses.replace(base, scaled=True, factors=merge(base.factors, (found,)))
     a, b = (self.operand(v) for v in node.inputs)
     stage = max(a.stage, b.stage)
     for early, other, exponent in ((a, node.inputs[1], exponents[1]), (b, node.inputs[0], 1.0)):
@@ -90,17 +100,20 @@ def follow_multiply(self: Known, node: Node, move: Move, late: int | None) -> Ea
             return dataclasses.replace(weigh(early, float(number) ** exponent), stage=stage)
     if node.name == "div" and not b.plain:
         return None
-    return _multiplied(a, b)
+    moderate = any(constant(v) is not None for v in node.inputs)
+    return _multiplied(a, b) if moderate or (a.factorable and b.factorable) else None
 
 
 def _multiplied(a: Early, b: Early) -> Early:
+    """The product of two values: what was exponentiated is at most 1, and does not make the other any larger."""
     terms = (merge(getattr(a, kind), getattr(b, kind)) for kind in ("anchors", "offsets", "factors"))
-    return Early(max(a.stage, b.stage), *terms, scaled=True, masked=a.masked or b.masked)
+    bounded = all(e.plain or e.bounded for e in (a, b))
+    return Early(max(a.stage, b.stage), *terms, scaled=True, masked=a.masked or b.masked, bounded=bounded)
 
 
 def follow_exp(self: Known, node: Node, move: Move, late: int | None) -> Early | None:
     early = self.operand(node.inputs[0])
-    if early.scaled or early.factors or early.weighted:
+    if early.scaled or early.factors or early.weighted or not (early.plain or early.bounded):
         return None
     return dataclasses.replace(weigh(early, math.log(2) if node.name == "exp2" else 1.0), scaled=True)
 
@@ -122,7 +135,7 @@ def follow_select(self: Known, node: Node, move: Move, late: int | None) -> Earl
         return None
     found = [self.operand(v) for v in cases if self.is_cut(v) and constant(v) is None]
     filled = [v for v in cases if not self.is_cut(v) or constant(v) is not None]
-    if not found or any((e.terms, e.scaled) != (found[0].terms, found[0].scaled) for e in found):
+    if not found or any((e.terms, e.scaled, e.bounded) != (found[0].terms, found[0].scaled, found[0].bounded) for e in found):
         return None
     stage = max(e.stage for e in (*found, self.operand(which)))
     fill = [constant(v) for v in filled]
@@ -154,8 +167,10 @@ def follow_moved(self: Known, node: Node, move: Move, late: int | None) -> Early
             places = dict(zip(real, came, strict=True))
 
     moved = self.operand(source).moved(_carried(places, rank))
-    weighs = node.name == "reduce_sum" and moved is not None and not moved.plain and not moved.scaled
-    return dataclasses.replace(moved, weighted=True) if weighs and moved is not None else moved
+    if node.name != "reduce_sum" or moved is None or moved.plain or moved.scaled:
+        return moved
+    # Relative to nothing, what remains may be much larger than the value itself: its sum would cancel.
+    return dataclasses.replace(moved, weighted=True) if moved.anchored else None
 
 
 def _carried(places: dict[int, int], rank: int) -> Callable[[Dims], Dims | None]:
@@ -203,8 +218,8 @@ def follow_dot(self: Known, node: Node, move: Move, late: int | None) -> Early |
     a, b = parts
     if not all(e.plain or e.scaled for e in parts):
         both = dataclasses.replace(b if a.plain else a, stage=max(a.stage, b.stage), weighted=True)
-        return both if inner and (a.plain or b.plain) else None
-    return _multiplied(a, b)
+        return both if inner and (a.plain or b.plain) and both.anchored else None
+    return _multiplied(a, b) if a.factorable and b.factorable else None
 
 
 RULES: dict[str, Follow] = {

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 from transforms.analysis import Analysis, Fact
 from transforms.early import Finder
@@ -28,12 +29,13 @@ from transforms.linear import Weights, shifted
 from transforms.placement import WHOLE, Partial, Placement, Span, Whole
 from transforms.reassociate import Product, identity, reassociate
 from transforms.rewrite import add, replace, sort, traced
-from transforms.rules import Move, register
+from transforms.rules import Complete, Move, register
 from transforms.spread import contracted, named
-from transforms.terms import Early, Term, align
+from transforms.terms import Early, Term, align, peel
 
 running_p = Primitive("running")  # a maximum or minimum over the tiles so far
-anchor_p = Primitive("anchor")  # one that terms are relative to: 0 while all of them are masked
+anchor_p = Primitive("anchor")  # one that linear terms are relative to: 0 while all of them are masked
+settled_p = Primitive("settled")  # a sum once its anchors are final: before that, nothing may be added to it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,10 +117,12 @@ class _Writer:
     def __init__(self, finder: Finder, done: Rewritten, span: Span):
         self.finder, self.found, self.done, self.span = finder, finder.found, done, span
         self.nodes: list[Node] = []
+        self.linear = False  # what is summed is not exponentiated
 
     def write(self, value: Value, early: Early) -> None:
         node = value.producer
         assert node is not None
+        self.linear = early.weighted
         wide = self.span.wide(value.dtype)
         total = self.copy(value)
         weight = Weights(self.finder, self.copy, self.nodes)(value) if early.weighted else None
@@ -133,7 +137,8 @@ class _Writer:
             total, *rest = (v.astype(wide) for v in values)
             return (shifted if early.weighted else _finish)(early, total, *rest).astype(value.dtype)
 
-        nodes, (result,) = traced(finish, [*sums, *(t.value for t in terms)], node)
+        known = [add(self.nodes, node, settled_p, [v], [v.aval])[0] for v in sums]
+        nodes, (result,) = traced(finish, [*known, *(t.value for t in terms)], node)
         replace(self.found.graph, node, [*self.nodes, *nodes], {value: result})
         sort(self.found.graph)
 
@@ -142,26 +147,46 @@ class _Writer:
         node = value.producer
         if node is None or (value not in self.finder.early and value not in self.finder.sums):
             return value
-        if value in self.done.copies:
-            return self.done.copies[value]
-        late = self.finder.late(node)
+        key = ("linear" if self.linear else "scaled", value)
+        if key not in self.done.copies:
+            self.done.copies[key] = self._copied(node, self.finder.early.get(value) or self.finder.sums[value])
+        return self.done.copies[key]
+
+    def _copied(self, node: Node, early: Early) -> Value:
         inputs = [self.copy(v) for v in node.inputs]
-        early = self.finder.early.get(value) or self.finder.sums[value]
-        if late:
-            place = late[0]
-            found = self.finder.term(node.inputs[place], node, self.found.moves[node], 1.0)
-            assert found is not None
-            term, running = found
-            if running is None or early.scaled:
-                made = inputs[1 - place]
-                if node.name == "sub" and place == 0:
-                    made = self.add(dataclasses.replace(node, primitive=lax.neg_p, params={}), [made])
-                self.done.copies[value] = made
-                return made
-            weight = next(t.weight for t in early.anchors if (t.value, t.dims) == (term.value, term.dims))
-            inputs[place] = self.anchored(node.inputs[place], term.value, weight)
-        made = self.done.copies[value] = self.add(node, inputs)
-        return made
+        if not (late := self.finder.late(node)):
+            return self.add(node, inputs)
+        (place,) = late
+        anchors = [] if early.scaled else self._anchors(node, place)
+        if not anchors:
+            made = inputs[1 - place]
+            if node.name == "sub" and place == 0:
+                made = self.add(dataclasses.replace(node, primitive=lax.neg_p, params={}), [made])
+            return made
+        base, _ = peel(node.inputs[place], len(node.outputs[0].shape))
+        if [term.value for term in anchors] == [base]:
+            inputs[place] = self.anchored(node.inputs[place], base, anchors[0].weight)
+        else:
+            inputs[place] = self._sum(node.inputs[place], anchors, 1.0 if place == 0 or node.name != "sub" else -1.0)
+        return self.add(node, inputs)
+
+    def _anchors(self, node: Node, place: int) -> list[Term]:
+        """What of a late operand has a running form."""
+        signs = (1.0, -1.0 if node.name == "sub" else 1.0)
+        found = self.finder.terms(place, node, self.found.moves[node], signs[place], signs[1 - place])
+        assert found is not None
+        return [term for term, running in found if running is not None]
+
+    def _sum(self, value: Value, terms: Sequence[Term], sign: float) -> Value:
+        """The running forms of terms, each as it lies in `value`."""
+
+        def total(*anchors: Any) -> Any:
+            found = [t.weight * sign * align(a, t.dims, value.shape) for a, t in zip(anchors, terms, strict=True)]
+            return jnp.broadcast_to(sum(found), value.shape).astype(value.dtype)
+
+        nodes, (result,) = traced(total, [self.anchor(t.value, t.weight) for t in terms], value.producer)
+        self.nodes += nodes
+        return result
 
     def add(self, node: Node, inputs: Sequence[Value]) -> Value:
         """A node like another one, of other operands."""
@@ -179,8 +204,10 @@ class _Writer:
         return self.add(node, [self.anchored(node.inputs[0], base, weight), *node.inputs[1:]])
 
     def anchor(self, base: Value, weight: float) -> Value:
-        """The running form of an anchor, and 0 where the terms are all masked."""
-        key = (base, weight > 0)
+        """The running form of an anchor; of linear sums, 0 where the terms are all masked."""
+        if not self.linear:
+            return self.running(base)
+        key = ("anchor", base, weight > 0)
         if key not in self.done.copies:
             node = base.producer
             assert node is not None
@@ -214,11 +241,8 @@ def _finish(early: Early, total: Any, *values: Any) -> Any:
     for array, term in zip(found[offsets:], early.factors, strict=True):
         for _ in range(int(abs(term.weight))):
             result = result * array if term.weight > 0 else result / array
-    if early.masked:  # a masked term is 0 whatever it would be multiplied by
-        return jnp.where(total == 0, 0, result)
-    for array, term in zip(found[:anchors], early.anchors, strict=True):  # every term is inf - inf
-        result = jnp.where(term.weight * array == jnp.inf, jnp.nan, result)
-    return result
+    # A masked term is 0 whatever it would be multiplied by.
+    return jnp.where(total == 0, 0, result) if early.masked else result
 
 
 def rescale(
@@ -226,12 +250,15 @@ def rescale(
 ) -> Any:
     """What was summed up to the last tile, relative to the anchors of this one."""
     for term in anchors:
-        moved = (new[term.value].astype(total.dtype) - old[term.value].astype(total.dtype)) * term.weight
+        before, now = (x[term.value].astype(total.dtype) for x in (old, new))
         if weight is not None:
-            total = total + jnp.where(weight == 0, 0, align(moved, term.dims, total.shape) * weight)
+            moved = align((now - before) * term.weight, term.dims, total.shape)
+            total = total + jnp.where(weight == 0, 0, moved * weight)
             continue
-        scaled = total * align(jnp.exp(moved), term.dims, total.shape)
-        total = jnp.where(total == 0, total, scaled)
+        # Before the first term that is not masked, all were inf - inf, as they remain if there is none. Against any
+        # other, they are 0.
+        moved = align(jnp.where(before == now, 0, (now - before) * term.weight), term.dims, total.shape)
+        total = jnp.where(moved == -jnp.inf, 0, jnp.where(total == 0, total, total * jnp.exp(moved)))
     return total
 
 
@@ -244,5 +271,12 @@ def emit_anchor(node: Node, values: list[Any], move: Move, span: Span) -> list[A
     return [jnp.where(node.params["sign"] * value == jnp.inf, jnp.zeros_like(value), value)]
 
 
+def push_settled(node: Node, placements: tuple[Placement, ...]) -> Move:
+    raise Complete([0], "is relative to an extremum that is not final")
+
+
+settled_p.def_abstract_eval(lambda total: total)
+mlir.register_lowering(settled_p, lambda context, total: [total])
+register("settled", push=push_settled)
 register("running", push=push_running)
 register("anchor", push=push_running, emit=emit_anchor)

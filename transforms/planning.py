@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
+from transforms import rounding
 from transforms.align import align
-from transforms.analysis import Along, Inline, Promote
+from transforms.analysis import Along, Analysis, Inline, Promote
 from transforms.divide import divide
 from transforms.graph import Graph, Node, Value
 from transforms.limits import Limits
@@ -67,8 +68,12 @@ def planned(
     while True:
         try:
             found = analyse(graph, placements, limits, promoted)
-            if not rewrite(found, done, span) and not _widen(graph, also):
-                return schedule(found, limits, options.total, done.sums), list(done.ends)
+            if (met := rounding.meeting(found)) is not None:
+                _mend(found, met, limits, span)
+            elif not rewrite(found, done, span) and not _widen(graph, also):
+                plan = schedule(found, limits, options.total, done.sums)
+                rounding.check(plan)
+                return plan, list(done.ends)
         except Promote as large:
             promoted |= large.placements
         except Inline as region:
@@ -89,6 +94,14 @@ def planned(
             if limits.stretched:
                 raise first from None
             limits = dataclasses.replace(limits, stretched=True)
+
+
+def _mend(found: Analysis, met: rounding.Meeting, limits: Limits, span: Span) -> None:
+    """Let no comparison see a value that is computed again beside copies of it from before."""
+    if limits.allow(met.value):
+        rounding.store(found.graph, met.value)
+    elif not rounding.write_witness(found, met.node, span):
+        raise TileError(rounding.refusal(met, limits))
 
 
 def _widen(graph: Graph, count: int) -> bool:

@@ -30,6 +30,10 @@ class Early:
     loop `stage` has, and offsets, which come later. After it, `value = known * exp(the same) * product(factors)`.
     `masked`: some elements were set to 0. `weighted`: not exponentiated, but made linearly, by masks and weights, of
     such a value: the terms are added as often as the same makes of ones.
+
+    Rounding and range allow to leave terms out only where what remains is as bounded as the value itself.
+    `anchored`: what remains is relative to an extremum of it. `bounded`: before an exponential, that is at most 0;
+    after it, what was exponentiated was.
     """
 
     stage: int
@@ -39,6 +43,8 @@ class Early:
     scaled: bool = False
     masked: bool = False
     weighted: bool = False
+    anchored: bool = False
+    bounded: bool = False
 
     @property
     def plain(self) -> bool:
@@ -47,6 +53,11 @@ class Early:
     @property
     def terms(self) -> tuple[Term, ...]:
         return (*self.anchors, *self.offsets, *self.factors)
+
+    @property
+    def factorable(self) -> bool:
+        """Whether what remains may be multiplied by something else before the factors that were left out."""
+        return self.bounded or not self.factors
 
     def moved(self, dims: Callable[[Dims], Dims | None]) -> Early | None:
         """The same for a rearrangement of the value, if its terms can follow."""
@@ -83,13 +94,18 @@ def peel(value: Value, rank: int) -> tuple[Value, Dims]:
     return value, tuple(None if d is None or value.shape[d] == 1 else d for d in dims)
 
 
+def along(dims: Dims, inner: Dims) -> Dims:
+    """What varies along each dimension, where `inner` says so of the dimensions that `dims` names."""
+    return tuple(None if d is None else inner[d] for d in dims)
+
+
 def align(array: Any, dims: Dims, shape: Sequence[int]) -> Any:
     """An array as one that broadcasts to `shape`, its dimension `dims[i]` along dimension `i`."""
-    along = [i for i, d in enumerate(dims) if d is not None]
+    varying = [i for i, d in enumerate(dims) if d is not None]
     order = [d for d in dims if d is not None]
     rest = [d for d in range(array.ndim) if d not in order]
-    turned = lax.transpose(array, [*order, *rest]).reshape([shape[i] for i in along])
-    return lax.broadcast_in_dim(turned, [n if i in along else 1 for i, n in enumerate(shape)], along)
+    turned = lax.transpose(array, [*order, *rest]).reshape([shape[i] for i in varying])
+    return lax.broadcast_in_dim(turned, [n if i in varying else 1 for i, n in enumerate(shape)], varying)
 
 
 def merge(first: tuple[Term, ...], second: tuple[Term, ...], sign: float = 1.0) -> tuple[Term, ...]:
@@ -103,4 +119,5 @@ def merge(first: tuple[Term, ...], second: tuple[Term, ...], sign: float = 1.0) 
 def weigh(early: Early, weight: float) -> Early:
     """A sum that is yet to be exponentiated, times a constant."""
     scale = lambda terms: tuple(dataclasses.replace(t, weight=t.weight * weight) for t in terms)
-    return dataclasses.replace(early, anchors=scale(early.anchors), offsets=scale(early.offsets))
+    terms = {"anchors": scale(early.anchors), "offsets": scale(early.offsets)}
+    return dataclasses.replace(early, **terms, bounded=early.bounded and weight > 0)
