@@ -218,24 +218,22 @@ class Planner:
 
     def emit(self, root: Ref, d: int, loop: Loop) -> None:
         """Append the steps that compute `root`, operands first."""
-        keys = {key for step in loop.steps for key in step.keys}
-        stack: list[tuple[Ref, bool]] = [(root, False)]
+        stack: list[Ref | Step] = [root]
         while stack:
-            ref, ready = stack.pop()
-            if ref.how != "tile" or (ref.value, ref.want) in keys or ref.value.producer is None:
+            ref = stack.pop()
+            if isinstance(ref, Step):
+                loop.steps.append(ref)
+                loop.made.update(ref.keys)
+                continue
+            if ref.how != "tile" or (ref.value, ref.want) in loop.made or ref.value.producer is None:
                 continue
             node, move = self.expand(ref)
-            refs = self.operands(node, move, d, loop)
-            if not ready:
-                stack.append((ref, True))
-                stack.extend((r, False) for r in refs)
-                continue
             if move is self.analysis.moves.get(node):
                 made = tuple((v, p) for v, p in zip(node.outputs, move.outs, strict=True))
             else:
                 made = ((ref.value, ref.want),)
-            loop.steps.append(Step(node, move, refs, made))
-            keys.update(made)
+            step = Step(node, move, self.operands(node, move, d, loop), made)
+            stack.extend((step, *step.refs))
 
     def expand(self, ref: Ref) -> tuple[Node, Move]:
         """The node that computes `ref`, and how: as analysed, or pulled from whole operands."""
