@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from transforms.graph import Graph, Node, Value
 from transforms.limits import Limits
 from transforms.placement import ALONE, WHOLE, Placement, Reach, Span, Tiled, Whole
 from transforms.rules import RULES, Move, run
-from transforms.spread import ALWAYS_TYPED, Apart, Held, like, named
+from transforms.spread import ADDS, ALWAYS_TYPED, Apart, Held, like, named
 
 
 class Fact(NamedTuple):
@@ -108,6 +109,15 @@ class Analysis:
 
     def fact(self, value: Value) -> Fact:
         return self.facts.get(value, Fact(WHOLE))
+
+    @functools.cached_property
+    def added(self) -> dict[Value, list[Value]]:
+        """What each value of the graph is added to."""
+        found: dict[Value, list[Value]] = {}
+        for node in self.graph.nodes:
+            for value in node.inputs if node.name in ADDS else ():
+                found.setdefault(value, []).extend(node.inputs)
+        return found
 
     def turned(self, stage: int, backward: bool) -> int:
         """The first loop from `stage` on that runs, or from now on will run, in a direction."""

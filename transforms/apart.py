@@ -6,7 +6,7 @@ from typing import Any
 
 from transforms.graph import Node, Value
 from transforms.placement import Partial, Tiled
-from transforms.spread import ADDS, TOGETHER, contracted, named, narrowest, passable, summed
+from transforms.spread import TOGETHER, contracted, named, narrowest, passable, summed
 
 
 def keep_apart(found: Any, node: Node, move: Any) -> None:
@@ -30,8 +30,7 @@ def keep_apart(found: Any, node: Node, move: Any) -> None:
 
 def _joined(found: Any, value: Value) -> bool:
     """Whether a partial sum is added to one that is apart: the two gradients of a tied table."""
-    adds = (n for n in found.graph.nodes if n.name in ADDS and value in n.inputs)
-    return any(v in found.apart for n in adds for v in n.inputs)
+    return any(v in found.apart for v in found.added.get(value, ()))
 
 
 def postpone(found: Any) -> None:

@@ -59,7 +59,10 @@ class Rewritten:
 
 
 def rewrite(found: Analysis, done: Rewritten, span: Span) -> bool:
-    """Make one sum of an analysed graph online, if that saves a loop. Its analysis is void then."""
+    """Make sums of an analysed graph online where that saves a loop. Its analysis is void then.
+
+    All that do not build on one another: an analysis for each of them would take a deep program quadratic time.
+    """
     finder = Finder(found)
     able = {}
     for value, early in finder.sums.items():
@@ -68,18 +71,38 @@ def rewrite(found: Analysis, done: Rewritten, span: Span) -> bool:
         apart = early.anchors and any(contracted(value.producer))
         if value not in done.sums and not apart and known <= found.fact(value).stage:
             able[value] = early
+    changed = False
     for value, early in able.items():
         node = value.producer
-        if node is None or not _saves(found, value, able):
+        if node is None or (changed and not _is_intact(finder, value)) or not _saves(found, value, able):
             continue
         if node.name == "dot_general" and reassociate(found.graph, Product(node, value, identity), identity):
-            return True
+            changed = True
+            continue
         if (inner := finder.parts.get(value)) is not None:
             return _divide(found, node, inner)
         done.ends.update(dict.fromkeys([*(t.value for t in early.anchors), value]))
         _Writer(finder, done, span).write(value, early)
-        return True
-    return False
+        changed = True
+    return changed
+
+
+def _is_intact(finder: Finder, value: Value) -> bool:
+    """Whether what the analysis says of a sum, and of all that it is copied from, still holds in a changed graph."""
+    alive = {*finder.found.graph.nodes}
+    same = lambda v: v.producer is None or (v.producer in alive and v in finder.found.facts)
+    stack, seen = [value], {value}
+    while stack:
+        current = stack.pop()
+        if not same(current):
+            return False
+        form = finder.early.get(current) or finder.sums.get(current)
+        if form is None or current.producer is None:
+            continue
+        fresh = [v for v in (*current.producer.inputs, *(t.value for t in form.terms)) if v not in seen]
+        seen.update(fresh)
+        stack += fresh
+    return True
 
 
 def _divide(found: Analysis, node: Node, inner: Node) -> bool:
