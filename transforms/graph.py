@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
 from jax.core import Tracer
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
@@ -38,6 +39,8 @@ CUSTOM_CALLS = {
     "remat_opt": "fwd_jaxpr",
 }
 SOLVE = "custom_linear_solve"  # the same, with several bodies
+# Collectives. `jax.vmap` turns its name into a dimension, a number, and over dimensions they are these reductions.
+REDUCES = {"psum": lax.reduce_sum_p, "pmax": lax.reduce_max_p, "pmin": lax.reduce_min_p}
 # jax.checkpoint's names in the versions of JAX.
 REMAT = ("remat2", "checkpoint", "remat")
 
@@ -161,13 +164,34 @@ def flatten(closed: ClosedJaxpr, *, custom: bool = True, remat: bool = False, to
                 node = Node(eqn.primitive, plain(eqn.params), ins, [], eqn.source_info, outer, eqn.ctx, effects)
                 node.together = together
                 outs = node.outputs = [Value(v.aval, node, i) for i, v in enumerate(eqn.outvars)]
-                nodes.append(node)
+                nodes.extend(reductions(node))
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(a) for a in jaxpr.outvars]
 
     inputs = [Value(v.aval) for v in closed.jaxpr.invars]
     graph = Graph(inputs, nodes, run(closed.jaxpr, closed.consts, inputs, None))
     return prune(spread_dots(turn_dots(part_turns(prune(graph)))))
+
+
+def reductions(node: Node) -> list[Node]:
+    """A collective over dimensions as the reductions that it is, followed by itself if there are names among its axes."""
+    axes = node.params.get("axes", ()) if node.name in REDUCES else ()
+    dims = tuple(a for a in axes if isinstance(a, int))
+    if not dims:
+        return [node]
+    parts = []
+    for value, out in zip(node.inputs, node.outputs, strict=True):
+        params = {"axes": dims, "out_sharding": None}
+        part = dataclasses.replace(node, primitive=REDUCES[node.name], params=params, inputs=[value], outputs=[])
+        part.outputs.append(Value(out.aval, part))
+        parts.append(part)
+    if len(dims) == len(axes):
+        for out, part in zip(node.outputs, parts, strict=True):
+            out.producer, out.index, part.outputs = part, 0, [out]
+        return parts
+    node.params = node.params | {"axes": tuple(a for a in axes if a not in dims)}
+    node.inputs = [v for part in parts for v in part.outputs]
+    return [*parts, node]
 
 
 def plain(param: Any) -> Any:
