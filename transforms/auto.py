@@ -89,10 +89,15 @@ def _explicit(run: Run, in_sharding: Any, args: Sequence[Any], kwargs: dict[str,
     return eqx.combine(jax.tree.unflatten(found["tree"], outs), found["static"])
 
 
+def entries(in_sharding: Any, args: Sequence[Any]) -> Sequence[Any]:
+    """`in_sharding` with an entry for each positional argument: a bare one stands for all."""
+    several = isinstance(in_sharding, (tuple, list)) and not isinstance(in_sharding, PartitionSpec)
+    return in_sharding if several else (in_sharding,) * len(args)
+
+
 def _specs(in_sharding: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[PartitionSpec]:
     """One spec for each leaf: None, and keyword arguments, are whole on every device."""
-    if not isinstance(in_sharding, (tuple, list)) or isinstance(in_sharding, PartitionSpec):
-        in_sharding = (in_sharding,) * len(args)
+    in_sharding = entries(in_sharding, args)
     if len(in_sharding) != len(args):
         raise ValueError(
             f"tile: in_sharding={in_sharding!r} has {len(in_sharding)} entries, but the call has {len(args)} "

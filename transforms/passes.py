@@ -38,7 +38,10 @@ class Pass:
 
 def value(program: Program) -> Pass:
     """The function without derivatives."""
-    return Pass((program,), program.run, jaxpr_as_fun(program.closed), program.closed.in_avals)
+    plain = jaxpr_as_fun(program.closed)
+    if program.is_one_tile:
+        return Pass((), plain, plain, program.closed.in_avals)
+    return Pass((program,), program.run, plain, program.closed.in_avals)
 
 
 def gradient(program: Program) -> Pass | None:
@@ -47,11 +50,23 @@ def gradient(program: Program) -> Pass | None:
     Those of one scalar; otherwise the cotangents of the results that have any are further arguments.
     """
     try:
-        return _gradient(program)
+        return _untiled(program) if program.is_one_tile else _gradient(program)
     except ValueError as error:
         if "Reverse-mode differentiation does not work" in str(error):  # it has a while loop
             return None
         raise
+
+
+def _untiled(program: Program) -> Pass | None:
+    """One tile: the function's own gradients."""
+    avals = program.closed.in_avals
+    outs, active = program.differentiable([i for i, a in enumerate(avals) if jnp.issubdtype(a.dtype, jnp.inexact)])
+    if not active:
+        return None
+    plain = _plain(program, active, outs)
+    cotangents = [] if program.is_scalar(outs, active) else [program.closed.out_avals[i] for i in outs]
+    found = Pass((), plain, plain, [*avals, *cotangents])
+    return found if found.untiled else None
 
 
 def _gradient(program: Program) -> Pass | None:

@@ -106,7 +106,7 @@ class PassPlan:
 
     @property
     def largest(self) -> int:
-        return max((loop.largest for loop in self.loops), default=0)
+        return max((loop.largest for loop in self.loops), default=self.untiled_largest)
 
     @property
     def carried(self) -> int:
@@ -135,7 +135,8 @@ class TilePlan:
         last = self.length - (self.tiles - 1) * self.size
         short = "" if last == self.size else f", the last {last}"
         where = "" if self.shares == 1 else f" on each of {self.shares} devices"
-        lines = [f"{self.length} steps in {self.tiles} tiles of {self.size}{short}{where}", ""]
+        count = f"{self.tiles} tiles of {self.size}{short}" if self.tiles > 1 else "one tile: the function as it is"
+        lines = [f"{self.length} steps in {count}{where}", ""]
         found = {"value": self.value, "value and gradient": self.gradient}
         known = {name: plan for name, plan in found.items() if plan is not None}
         lines += totals(known)
@@ -150,7 +151,7 @@ class TilePlan:
 def explain(program: Program) -> TilePlan:
     """Describe a program, and its gradient if it has one, without running either."""
     options, back = program.options, passes.gradient(program)
-    tiles = -(-options.total // options.size)
+    tiles = max(1, -(-options.total // options.size))
     gradient = None if back is None else _pass(back)
     return TilePlan(options.total, tiles, options.size, _pass(passes.value(program)), gradient, options.shares)
 
@@ -172,6 +173,7 @@ def _pass(run: passes.Pass) -> PassPlan:
         ]
         total += plan.flops + sum(flops(n) for n in plan.analysis.graph.nodes if n not in seen)
     untiled = flatten(run.untiled)
+    total = total if run.programs else sum(map(flops, untiled.nodes))
     return PassPlan(
         loops=tuple(loops),
         completed=tuple(dict.fromkeys(completed)),

@@ -61,6 +61,11 @@ class Program:
         return flatten(self.closed, together=self.options.sync == "tile")
 
     @property
+    def is_one_tile(self) -> bool:
+        """Whether there is nothing to cut: the program runs as it is."""
+        return self.options.size >= self.options.total and not self.options.lowmem
+
+    @property
     def count(self) -> int:
         """How many results `run` has."""
         return len(self.closed.out_avals) + (len(self.also.values) if self.also is not None else 0)

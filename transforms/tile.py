@@ -20,6 +20,7 @@ align.py       neighbours along the axis, as shifts; beside.py: rows beside the 
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from collections.abc import Callable
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overload
@@ -61,7 +62,14 @@ class TiledFunction(Generic[P, R]):
 
     def plan(self, *args: Any, **kwargs: Any) -> TilePlan:
         """Tell how the call with these arguments (arrays or `jax.ShapeDtypeStruct`s) is tiled, without running it."""
-        return explain(self._tracer.trace(args, kwargs)[0].program)
+        return explain(self._tracer.trace(args, kwargs).program)
+
+    def __reduce__(self) -> Any:
+        """A decorated function is pickled by its name, as Python's functions are."""
+        found: Any = sys.modules.get(self.__module__)
+        for name in self.__qualname__.split("."):
+            found = getattr(found, name, None)
+        return self.__qualname__ if found is self else super().__reduce__()
 
     @overload
     def __get__(self, instance: None, owner: Any = None) -> TiledFunction[P, R]: ...
@@ -88,12 +96,12 @@ class TiledMethod(eqx.Module, Generic[Q, R]):
     def __call__(self, *args: Q.args, **kwargs: Q.kwargs) -> R:
         tracer = self._function._tracer
         run = functools.partial(tracer.run, whole=1)
-        specs = tracer.in_sharding
-        return auto.call(run, specs if specs is None else (None, *specs), (self.__self__, *args), kwargs)
+        specs = None if tracer.in_sharding is None else (None, *auto.entries(tracer.in_sharding, args))
+        return auto.call(run, specs, (self.__self__, *args), kwargs)
 
     def plan(self, *args: Any, **kwargs: Any) -> TilePlan:
         """Tell how the call with these arguments is tiled, without running it."""
-        return explain(self._function._tracer.trace((self.__self__, *args), kwargs, whole=1)[0].program)
+        return explain(self._function._tracer.trace((self.__self__, *args), kwargs, whole=1).program)
 
     @property
     def __wrapped__(self) -> Callable[Q, R]:

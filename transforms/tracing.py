@@ -1,16 +1,20 @@
-"""A call of a tiled function: traced and planned once for each kind of arguments, then run."""
+"""A call of a tiled function: traced and planned once for each kind of arguments, inside `jax.jit`, then run."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.core import Tracer as JaxTracer
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr, Var, jaxpr_as_fun
 
 from transforms import budget
 from transforms.analysis import Along, Analysis, Inline
@@ -25,23 +29,90 @@ from transforms.rules import shard
 from transforms.spread import shares
 
 
+class Needed(Exception):
+    """The function needs the values of these Python numbers while it is traced."""
+
+    def __init__(self, numbers: Sequence[int]):
+        self.numbers = numbers
+
+
+class Captured(Exception):
+    """The function closes over values of a trace around the call: what is planned holds for this call alone."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed:
+    """A leaf that is static. Numbers are told apart by their digits: -0.0 is not 0.0, and NaN is NaN."""
+
+    key: Any
+    value: Any = dataclasses.field(compare=False)
+
+    @staticmethod
+    def of(leaf: Any) -> Fixed:
+        return Fixed((type(leaf), repr(leaf) if isinstance(leaf, (float, complex)) else leaf), leaf)
+
+
+@dataclasses.dataclass(frozen=True)
+class Number:
+    """In a result: the Python number that the call was given as its number `index`, as it is."""
+
+    index: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call apart from the values of its arrays and numbers: `leaves` holds what is static, None for the others."""
+
+    tree: Any
+    leaves: tuple[Any, ...]
+    placements: tuple[Placement, ...]
+    total: int
+
+    def arguments(self, arrays: Sequence[Any], numbers: Sequence[Any]) -> Any:
+        given, others = iter(arrays), iter(numbers)
+        values = {None: lambda: next(given), Number: lambda: next(others)}
+        leaves = [x.value if isinstance(x, Fixed) else values[x]() for x in self.leaves]
+        return jax.tree.unflatten(self.tree, leaves)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
+class Form:
+    """How a call's results are put together: of arrays, of what is static, and of its own numbers."""
+
+    structure: Any
+    static: Any
+
+    def build(self, results: Sequence[Any], numbers: Sequence[Any]) -> Any:
+        static = jax.tree.map(lambda x: numbers[x.index] if isinstance(x, Number) else x, self.static)
+        return eqx.combine(jax.tree.unflatten(self.structure, results), static)
+
+
 @dataclasses.dataclass(frozen=True)
 class Traced:
     """A function at certain shapes: its program, what it closes over, and how its results are put together."""
 
     program: Program
     consts: Sequence[Any]
-    structure: Any
-    static: Any
+    form: Form
 
-    def run(self, arrays: Sequence[Any]) -> Any:
-        results = call(self.program, *self.consts, *arrays)
-        return eqx.combine(jax.tree.unflatten(self.structure, results), self.static)
+    def run(self, arrays: Sequence[Any]) -> list[Any]:
+        """The results, weakly typed like those of the function, and derivatives like the arguments."""
+        args = [*self.consts, *arrays]
+        if self.program.is_one_tile:
+            return jaxpr_as_fun(self.program.closed)(*args)
+        args = [_weaken(x, False) if jax.typeof(x).weak_type else x for x in args]
+        outs = zip(call(self.program, *args), self.program.closed.out_avals, strict=True)
+        return [_weaken(x, True) if a.weak_type else x for x, a in outs]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Tracer:
-    """What `tile` was told, and the calls that it has planned so far; `options` are further fields of `Options`."""
+    """What `tile` was told; `options` are further fields of `Options`.
+
+    Calls are traced and planned inside a `jax.jit`, whose cache knows all that a trace depends on. Python's floats and
+    complex numbers are its arguments too, unless the function needs their values.
+    """
 
     fn: Callable[..., Any]
     axis: Any
@@ -51,77 +122,159 @@ class Tracer:
     has_aux: bool
     in_sharding: Any
     options: dict[str, Any]
-    cache: dict[Any, Traced] = dataclasses.field(default_factory=dict)
+    needed: dict[Any, frozenset[int]] = dataclasses.field(default_factory=dict)  # leaves that are static after all
+
+    def __getstate__(self) -> dict[str, Any]:  # copies and pickles start with nothing traced
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)} | {"needed": {}}
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any], whole: int = 0) -> Any:
-        """Trace and plan the call, and run it."""
-        traced, arrays = self.trace(args, kwargs, whole)
-        return traced.run(arrays)
+        """Trace and plan the call, unless one like it was before, and run it."""
+        _, total = found = place(self.fn, self.axis, args, kwargs, whole)
+        if self._is_one_tile(total):
+            return self._untiled(args, kwargs)
+        (form, results), numbers = self._with_numbers(self._cached, args, kwargs, found)
+        return form.build(results, numbers)
 
-    def trace(self, args: Sequence[Any], kwargs: dict[str, Any], whole: int = 0) -> tuple[Traced, list[Any]]:
-        """Trace and plan the call, or find that it was before; and the arrays among its arguments.
+    def trace(self, args: Sequence[Any], kwargs: dict[str, Any], whole: int = 0) -> Traced:
+        """Trace and plan the call. The first `whole` arguments are not cut, whatever `axis` says."""
+        found = place(self.fn, self.axis, args, kwargs, whole)
+        return self._with_numbers(self._trace, args, kwargs, found)[0]
 
-        The first `whole` arguments are not cut, whatever `axis` says.
-        """
+    def _is_one_tile(self, total: int) -> bool:
+        """Whether the function runs as it is: there is one tile, or none."""
+        one = total == 1 or self.n == 1 or (self.size is not None and self.size >= total)
+        return total == 0 or (one and not self.options["lowmem"])
+
+    def _untiled(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        result = self.fn(*args, **kwargs)
+        return _stop_aux(result) if self.has_aux else result
+
+    def _with_numbers(
+        self, use: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], found: tuple[Any, int]
+    ) -> Any:
+        """`use` a call, its arrays and as many of its Python numbers as need not be static; and those numbers."""
         leaves, tree = jax.tree.flatten((tuple(args), kwargs))
         arrays = [x for x in leaves if is_array(x)]
-        static = [None if is_array(x) else (type(x), x) for x in leaves]
-        placements, total = place(self.fn, self.axis, args, kwargs, whole)
-        key = (tree, tuple(static), tuple(map(_aval, arrays)), tuple(placements), *_surroundings())
-        try:
-            if (known := self.cache.get(key)) is not None:
-                return known, arrays
-        except TypeError:  # a static leaf cannot be hashed
-            return self._trace(leaves, tree, placements, total), arrays
-        traced = self._trace(leaves, tree, placements, total)
-        if not any(isinstance(c, JaxTracer) for c in traced.consts):
-            self.cache[key] = traced
-        return traced, arrays
+        while True:
+            fixed = self.needed.get(tree, frozenset())
+            free = [i for i, x in enumerate(leaves) if _is_number(x) and i not in fixed]
+            kinds = [None if is_array(x) else Number if i in free else Fixed.of(x) for i, x in enumerate(leaves)]
+            numbers = [leaves[i] for i in free]
+            try:
+                return use(Call(tree, tuple(kinds), tuple(found[0]), found[1]), arrays, numbers), numbers
+            except Needed as error:
+                self.needed[tree] = fixed | {free[i] for i in error.numbers}
 
-    def _trace(self, leaves: Sequence[Any], tree: Any, placements: Sequence[Placement], total: int) -> Traced:
-        self._check_length(total)
+    def _cached(self, call: Call, arrays: Sequence[Any], numbers: Sequence[Any]) -> tuple[Form, list[Any]]:
+        try:
+            hash(call)
+        except TypeError:  # a static leaf cannot be hashed
+            return self._call(call, arrays, numbers)
+        try:
+            return self._jitted(call, arrays, numbers)
+        except Captured:
+            return self._call(call, arrays, numbers)
+
+    @functools.cached_property
+    def _jitted(self) -> Callable[..., tuple[Form, list[Any]]]:
+        def tiled(call: Call, arrays: Sequence[Any], numbers: Sequence[Any]) -> tuple[Form, list[Any]]:
+            return self._call(call, arrays, numbers, cached=True)
+
+        tiled.__name__ = getattr(self.fn, "__name__", tiled.__name__)
+        return jax.jit(tiled, static_argnums=0, inline=True)
+
+    def _call(
+        self, call: Call, arrays: Sequence[Any], numbers: Sequence[Any], cached: bool = False
+    ) -> tuple[Form, list[Any]]:
+        traced = self._trace(call, arrays, numbers)
+        if cached and any(isinstance(c, JaxTracer) for c in traced.consts):
+            raise Captured
+        return traced.form, traced.run([*arrays, *map(jnp.asarray, numbers)])
+
+    def _trace(self, call: Call, arrays: Sequence[Any], numbers: Sequence[Any]) -> Traced:
         found: dict[str, Any] = {}
 
-        def flat(*arrays: Any) -> list[Any]:
-            given = iter(arrays)
-            args, kwargs = jax.tree.unflatten(tree, [next(given) if is_array(x) else x for x in leaves])
+        def flat(*arguments: Any) -> list[Any]:
+            given, others = arguments[: len(arrays)], arguments[len(arrays) :]
+            args, kwargs = call.arguments(given, others)
             result = self.fn(*args, **kwargs)
-            dynamic, found["static"] = eqx.partition(result, is_array)
             if self.has_aux:
-                dynamic = _stop_aux(result, dynamic)
+                result = _stop_aux(result)
+            own = {id(x): Number(i) for i, x in enumerate(others)}
+            dynamic, found["static"] = eqx.partition(jax.tree.map(lambda x: own.get(id(x), x), result), is_array)
             outs, found["tree"] = jax.tree.flatten(dynamic)
             return outs
 
-        with explained():
-            closed = jax.make_jaxpr(flat)(*(x for x in leaves if is_array(x)))
+        try:
+            with explained():
+                closed = jax.make_jaxpr(flat)(*arrays, *numbers)
+        except Exception as error:
+            if not numbers:
+                raise
+            raise Needed(_named(str(error), len(arrays)) or range(len(numbers))) from error
+        if numbers and _shows(closed.jaxpr, len(arrays), found["static"]):
+            raise Needed(range(len(numbers)))
         jaxpr = closed.jaxpr
         jaxpr = ClosedJaxpr(jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars]), ())
-        everywhere = (*(WHOLE,) * len(closed.consts), *placements)
+        everywhere = (*(WHOLE,) * len(closed.consts), *call.placements, *(WHOLE,) * len(numbers))
+        program = self._program(jaxpr, everywhere, call.total, rows(arrays, call.placements))
+        return Traced(program, closed.consts, Form(found["tree"], found["static"]))
 
-        shares = spread_over(jaxpr, everywhere, Options(total=total, size=total, **self.options))
-        everywhere = split(everywhere, shares)
+    def _program(self, jaxpr: ClosedJaxpr, places: tuple[Placement, ...], total: int, rows: int) -> Program:
+        if self._is_one_tile(total):
+            return Program(jaxpr, places, Options(total=total, size=max(1, total), **self.options))
+        shares = spread_over(jaxpr, places, Options(total=total, size=total, **self.options))
+        places = split(places, shares)
         total //= shares  # the mesh divides it: each device walks its own share
 
         def make(size: int) -> Program:
-            return Program(jaxpr, everywhere, Options(total=total, size=size, shares=shares, **self.options))
+            return Program(jaxpr, places, Options(total=total, size=size, shares=shares, **self.options))
 
         if self.n == "auto":
             assert self.budget is not None
-            program = budget.fewest(make, total, rows(leaves, placements), self.budget)
-        elif self.size is not None:
-            program = make(min(total, max(1, self.size // shares)))
-        else:
-            assert isinstance(self.n, int)
-            program = make(-(-total // self.n))
-        return Traced(program, closed.consts, found["tree"], found["static"])
+            return budget.fewest(make, total, rows, self.budget)
+        if self.size is not None:
+            return make(min(total, max(1, self.size // shares)))
+        assert isinstance(self.n, int)
+        return make(-(-total // self.n))
 
-    def _check_length(self, total: int) -> None:
-        if total == 0:
-            raise ValueError("tile: the axis to cut is 0 long, so it has no tiles. Pass arrays that are not empty.")
-        if isinstance(self.n, int) and self.n > total:
-            raise ValueError(
-                f"tile: n={self.n} tiles of an axis that is {total} long. Pass n <= {total}, or size=, a tile's length."
-            )
+
+def _is_number(leaf: Any) -> bool:
+    """Whether a leaf is a Python float or complex number that arrays can hold as they do others of its kind."""
+    parts = (leaf.real, leaf.imag) if type(leaf) in (float, complex) else ()
+    return bool(parts) and all(v == 0 or not math.isfinite(v) or 1e-37 < abs(v) < 1e38 for v in parts)
+
+
+def _named(message: str, first: int) -> list[int]:
+    """The numbers, of arguments that begin at `first`, whose values were asked for, as far as JAX says so."""
+    named = {int(i) - first for i in re.findall(r"arguments\[(\d+)\]", message)}
+    return sorted(i for i in named if i >= 0)
+
+
+def _shows(jaxpr: Jaxpr, arrays: int, static: Any) -> bool:
+    """Whether a result is, or may be, made of Python numbers alone: then it is no array, or holds their digits."""
+    if any(not isinstance(x, (bool, int, float, complex, Number)) for x in jax.tree.leaves(static)):
+        return True
+    mixed, alone = set(jaxpr.invars[:arrays]), set(jaxpr.invars[arrays:])
+    for eqn in jaxpr.eqns:
+        read = {v for v in eqn.invars if isinstance(v, Var)}
+        if read & mixed:
+            mixed.update(eqn.outvars)
+        elif read & alone:
+            alone.update(eqn.outvars)
+    return any(isinstance(v, Var) and v in alone for v in jaxpr.outvars)
+
+
+def _weaken(array: Any, weak: bool) -> Any:
+    array = jnp.asarray(array)
+    return lax.convert_element_type_p.bind(array, new_dtype=array.dtype, weak_type=weak, sharding=None)
+
+
+def _stop_aux(result: Any) -> Any:
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise TypeError(f"tile: with has_aux=True the function must return a pair (out, aux), not {type(result)}.")
+    out, aux = result
+    return out, jax.tree.map(lambda x: jax.lax.stop_gradient(x) if isinstance(x, jax.Array) else x, aux)
 
 
 def split(placements: Sequence[Placement], shares: int) -> tuple[Placement, ...]:
@@ -156,19 +309,3 @@ def _shared(node: Node, found: Analysis) -> list[int]:
     places = [(i, found.fact(v).placement) for i, v in enumerate(node.inputs)]
     counts = [(p, shard.share(node, node.params["in_specs"][i], p.dim)) for i, p in places if isinstance(p, Tiled)]
     return [n for p, n in counts if p.major % n]
-
-
-def _surroundings() -> tuple[Any, ...]:
-    """What else a trace depends on: the widest float, and the mesh."""
-    return jax.dtypes.canonicalize_dtype(float), jax.sharding.get_abstract_mesh()
-
-
-def _stop_aux(result: Any, dynamic: Any) -> Any:
-    if not isinstance(result, tuple) or len(result) != 2:
-        raise TypeError(f"tile: with has_aux=True the function must return a pair (out, aux), not {type(result)}.")
-    return dynamic[0], jax.tree.map(jax.lax.stop_gradient, dynamic[1])
-
-
-def _aval(array: Any) -> Any:
-    """What a trace depends on: shape, dtype, weak type and sharding type."""
-    return array if isinstance(array, jax.ShapeDtypeStruct) else jax.typeof(array)
