@@ -31,7 +31,7 @@ class Numbering:
                 numbers[node.outputs[0]] = self._number(number)
                 continue
             alone = bool(node.effects) or bool(bodies(node.params))
-            what = (node.name, id(node) if alone else str(node.params), *(numbers[v] for v in node.inputs))
+            what = (node.name, id(node) if alone else parameter_key(node), *(numbers[v] for v in node.inputs))
             numbers.update((v, self._number((*what, v.index))) for v in node.outputs)
         return numbers
 
@@ -45,6 +45,29 @@ def _filled(node: Node) -> tuple[Any, ...] | None:
         return None
     (value,) = node.outputs
     return "filled", str(value.dtype), value.shape, np.asarray(number).astype(value.dtype).tobytes()
+
+
+def parameter_key(node: Node) -> Any:
+    """What tells a node's parameters from those of others, by what they hold; those without a hash are the node's own."""
+    try:
+        key = _structure(node.params)
+        hash(key)
+    except TypeError:
+        return id(node)
+    return key
+
+
+def _structure(param: Any) -> Any:
+    match param:
+        case dict():
+            return dict, tuple((name, _structure(param[name])) for name in sorted(param))
+        case tuple() | list():
+            return type(param), tuple(map(_structure, param))
+        case np.ndarray() | np.generic():
+            return np.ndarray, str(param.dtype), param.shape, param.tobytes()
+        case float() | complex():  # 0.0 == -0.0
+            return type(param), repr(param)
+    return type(param), param
 
 
 def constant_key(array: Any) -> tuple[Any, ...]:

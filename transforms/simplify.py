@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 
+from transforms.equal import constant_key, parameter_key
 from transforms.graph import REMAT, Graph, Node, Value, body, constant, flatten, nbytes
 
 # Other names for the same memory; the second kind only if the size is the same.
@@ -89,7 +90,7 @@ class Simplified:
         known: dict[Any, Node] = {}
         kept = []
         for node in self.nodes:
-            key = (node.name, str(node.params), tuple(self._key(v) for v in node.inputs))
+            key = (node.name, parameter_key(node), tuple(self._key(v) for v in node.inputs))
             alone = node.effects or node.name in NESTED or not self.operands(node)
             if not alone and key in known:
                 self.same.update(zip(node.outputs, known[key].outputs, strict=True))
@@ -104,7 +105,7 @@ class Simplified:
         node = value.producer
         if node is not None and node.name == "broadcast_in_dim" and not self.operands(node):
             return str(value), self._key(node.inputs[0])
-        return value if value.const is None or value.shape != () else str(value.const)
+        return value if value.const is None or value.shape != () else constant_key(value.const)
 
     def _prune(self) -> None:
         """Drop what is no longer read."""
