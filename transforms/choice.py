@@ -68,9 +68,19 @@ def _best_few(node: Node, values: list[Any], cut: Tiled, span: Span) -> list[Any
     all_values = jnp.concatenate([best, found], cut.dim)
     all_places = jnp.concatenate([places, here], cut.dim)
     taken = (all_places != NOBODY).astype(jnp.int32)
-    _, sorted_values, turned = lax.sort((taken, all_values, -all_places), dimension=cut.dim, num_keys=3)
+    keys = (taken, _totally_ordered(all_values), -all_places)
+    *_, turned, sorted_values = lax.sort((*keys, all_values), dimension=cut.dim, num_keys=3)
     last = lambda x: jnp.flip(lax.slice_in_dim(x, x.shape[cut.dim] - count, None, axis=cut.dim), cut.dim)
     return [last(sorted_values), -last(turned)]
+
+
+def _totally_ordered(array: Any) -> Any:
+    """Integers in the order in which `top_k` puts floats: -0.0 is less than 0.0, and subnormal numbers are no zeros."""
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        return array
+    integer = jnp.dtype(f"int{8 * array.dtype.itemsize}")
+    bits = lax.bitcast_convert_type(array, integer)
+    return jnp.where(bits < 0, bits ^ jnp.iinfo(integer).max, bits)
 
 
 register("chosen", push=push, emit=emit)

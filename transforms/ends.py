@@ -11,13 +11,11 @@ import dataclasses
 from collections.abc import Iterable
 
 from transforms.equal import Numbering
-from transforms.graph import Graph, Value, constant, prune
+from transforms.graph import Graph, Value, prune
 from transforms.reassociate import Product, reassociate
 from transforms.rewrite import traced
+from transforms.rounding import decides
 from transforms.spread import named
-
-SEEN_ALIKE = frozenset("reshape broadcast_in_dim squeeze transpose stop_gradient convert_element_type max min".split())
-COMPARISONS = frozenset("eq ne lt le gt ge eq_to lt_to le_to".split())
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,7 +40,7 @@ class Ends:
                 product = Product(value.producer, known, lambda v: theirs.get(v, v))
                 reassociate(graph, product, lambda v: ours.get(v, v))
         inputs = {theirs[v]: known for v, known in given.items()}
-        found = {v: inputs[n] for v, n in ours.items() if n in inputs and not compared(graph, v)}
+        found = {v: inputs[n] for v, n in ours.items() if n in inputs and not decides(graph, v)}
         found = {v: _rounded(graph, known, v) for v, known in found.items()}
         for node in graph.nodes:
             node.inputs = [found.get(v, v) for v in node.inputs]
@@ -71,15 +69,3 @@ def _rounded(graph: Graph, known: Value, value: Value) -> Value:
     nodes, (rounded,) = traced(lambda x: x.astype(value.dtype), [known], value.producer)
     graph.nodes[:0] = nodes
     return rounded
-
-
-def compared(graph: Graph, value: Value) -> bool:
-    """Whether something computed is compared with a value: by the same program then, to the last bit, or not at all."""
-    alike = {value}
-    for node in graph.nodes:
-        if not alike.isdisjoint(node.inputs):
-            if node.name in COMPARISONS and any(v not in alike and constant(v) is None for v in node.inputs):
-                return True
-            if node.name in SEEN_ALIKE:
-                alike.update(node.outputs)
-    return False

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from jax.core import Tracer
 
-from transforms.graph import Graph, Node, Value, bodies, constant
+from transforms.graph import Graph, Node, Value, bodies, constant, prune
 
 Numbers = dict[Value, int]
 
@@ -75,3 +75,21 @@ def constant_key(array: Any) -> tuple[Any, ...]:
     if isinstance(array, Tracer) or np.size(array) > 16 or not isinstance(array, (np.ndarray, np.generic)):
         return ("object", id(array))
     return str(array.dtype), array.shape, array.tobytes()
+
+
+def merge(graph: Graph) -> None:
+    """Compute equal values once (common subexpressions): what a comparison says of two is what it says of one.
+
+    What is one number everywhere, or made of nothing, is left: it takes no time, and readers place it each for himself.
+    """
+    numbers, first, same = Numbering()(graph), {}, {}
+    for node in graph.nodes:
+        node.inputs = [same.get(v, v) for v in node.inputs]
+        if node.effects or not node.inputs or any(constant(v) is not None for v in node.outputs):
+            continue
+        for value in node.outputs:
+            known = first.setdefault((numbers[value], value.aval, node.context), value)
+            if known is not value:
+                same[value] = known
+    graph.outputs[:] = [same.get(v, v) for v in graph.outputs]
+    graph.nodes[:] = prune(graph).nodes

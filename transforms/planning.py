@@ -11,6 +11,7 @@ from transforms import rounding
 from transforms.align import align
 from transforms.analysis import Along, Analysis, Inline, Promote
 from transforms.divide import divide
+from transforms.equal import merge
 from transforms.graph import Graph, Node, Value
 from transforms.limits import Limits
 from transforms.loops import Schedule
@@ -65,6 +66,7 @@ def planned(
     divided: set[Node] = set()
     first: TileError | None = None
     span = Span(0, options.size, options.total, options.accumulate)
+    merge(graph)
     while True:
         try:
             found = analyse(graph, placements, limits, promoted)
@@ -78,6 +80,7 @@ def planned(
             promoted |= large.placements
         except Inline as region:
             inline(graph, region.node)
+            merge(graph)
         except Along as found:
             carry(graph, found.node, span)
             first = None
@@ -100,7 +103,7 @@ def _mend(found: Analysis, met: rounding.Meeting, limits: Limits, span: Span) ->
     """Let no comparison see a value that is computed again beside copies of it from before."""
     if limits.allow(met.value):
         rounding.store(found.graph, met.value)
-    elif not rounding.write_witness(found, met.node, span):
+    elif not rounding.agree(found, met, span):
         raise TileError(rounding.refusal(met, limits))
 
 

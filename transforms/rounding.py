@@ -14,13 +14,15 @@ planned. What breaks it is mended in one of three ways:
 
     stored     the value is stored by the loop that computes it first, and whoever reads it reads that: if it may be
                whole, as any other value that is completed
-    witness    the place of an extremum and the number of ties come out of the loop that finds it, and the equations of
-               its derivative compare integers: a few numbers, however large the value
+    agreed     what is computed again is brought into agreement with what is known of it: what was looked up is put back
+               to its place, an extremum to the place that comes out of the loop that finds it (a *witness*, with the
+               number of ties: a few integers, however large the value)
     refused    otherwise
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -32,18 +34,20 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
 
 from transforms.analysis import Analysis, Local
-from transforms.graph import Graph, Node, Value, bodies, constant, prune
+from transforms.graph import Graph, Node, Value, ancestors, bodies, constant, prune
 from transforms.limits import Limits, human
 from transforms.loops import Loop, Schedule
 from transforms.placement import WHOLE, Partial, Placement, Span, Tiled, TileError
-from transforms.rewrite import add, replace, traced
-from transforms.rules import Complete, Move, register
+from transforms.rewrite import add, replace, sort, traced
+from transforms.rules import Complete, Move, refuse_partial, register
 from transforms.spread import named
 from transforms.states import begin, leave
 from transforms.terms import peel
 
 stored_p = Primitive("stored")  # a cut value as the loop left it that computed it first
 witness_p = Primitive("witness")  # the extremum so far, its place, and how many elements equal it
+snapped_p = Primitive("snapped")  # a value that is computed again, with its extremum where that was
+agreed_p = Primitive("agreed")  # the first operand, computed again, as the second, which agrees with what is known of it
 
 names = lambda text: frozenset(text.split())
 # Equations that a last bit may change by more than that. Conversions to integers, too: see `_jumps`.
@@ -65,6 +69,8 @@ EXACT |= names(
     reduce_and reduce_or shift_left shift_right_logical shift_right_arithmetic optimization_barrier stored random_bits
     random_wrap random_unwrap random_fold_in random_split threefry2x32 reduce_window_max reduce_window_min"""
 )
+# Each element of their results depends on many of their operands.
+SUMMING = names("reduce_sum reduce_prod dot_general ragged_dot_general conv_general_dilated scatter-add cumsum")
 ONCE = names("add sub add_any")  # one of these rounds always alike: there is no product to be fused with
 
 
@@ -101,6 +107,36 @@ def check(plan: Schedule) -> None:
     for loop in plan.loops:
         if (found := walk.within(loop)) is not None:
             raise TileError(refusal(found, plan.analysis.limits))
+
+
+def decides(graph: Graph, value: Value) -> bool:
+    """Whether a value that is known from another program must come out of this one all the same.
+
+    It is a copy of what this program computes, and both meet in a comparison.
+    """
+    stack, roots = [value], set()
+    while stack:
+        node = stack.pop().producer
+        if node is None or node.name in SUMMING:
+            continue
+        if node.name in COPYING:
+            roots.update(map(root, node.inputs))
+        else:
+            stack += node.inputs
+    copies, computed = _elementwise(graph, {value}), _elementwise(graph, roots)
+    for node in graph.nodes:
+        if not copies.isdisjoint(node.inputs) and not computed.isdisjoint(node.inputs) and _jumps(node):
+            return True
+    return False
+
+
+def _elementwise(graph: Graph, sources: set[Value]) -> set[Value]:
+    """What is computed from values element by element."""
+    found = set(sources)
+    for node in graph.nodes:
+        if node.name not in SUMMING and node.name not in COPYING and not found.isdisjoint(node.inputs):
+            found.update(node.outputs)
+    return found
 
 
 def store(graph: Graph, value: Value) -> None:
@@ -179,6 +215,8 @@ class _Walk:
             roundings = 1
         elif node.name not in EXACT and not _exact_conversion(node):
             roundings = 2
+        if node.name == "agreed":
+            computed -= {node.inputs[0]}
         for value in node.outputs:
             own = {value} & self.roots if roundings > 1 else frozenset()
             known[value] = Origin(computed | own, copies, roundings)
@@ -265,14 +303,95 @@ def _any_jumps(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
 # ------------------------------------------------------------------------------------------------- what mends the rule
 
 
-def write_witness(found: Analysis, node: Node, span: Span) -> bool:
-    """Let the derivative of an extremum, `node`, ask for its place. Returns whether that is what the node is.
+def agree(found: Analysis, met: Meeting, span: Span) -> bool:
+    """Let an equation see a value, computed again, with what is known of it: its extrema and what was looked up.
 
-    Where several elements are as large, they are told by their values, computed again.
+    Where several elements are an extremum, they are told by their values. Returns whether all copies that the equation
+    sees have known places; a sorted or masked one has not.
     """
-    graph = found.graph
-    if (reduction := _extremum(found, node)) is None:
+    graph, (node, value) = found.graph, met
+    seen = ancestors(graph, [node.outputs[0]] if node.outputs else node.inputs)
+    walk = _Walk(found)
+    copying = [n for n, copies in walk.copied.items() if value in copies and not seen.isdisjoint(n.outputs)]
+    if not all(_has_place(found, n, value) for n in copying):
         return False
+    nodes: list[Node] = []
+    counted: dict[Value, Value] = {}
+    known = value
+    for other in copying:
+        if other.name == "gather":
+            places = [other.inputs[1], other.outputs[0]]
+            more, (known,) = traced(lambda *args, other=other: _put(other, *args), [known, *places], node)
+        else:
+            kind = {"axes": tuple(sorted(other.params["axes"])), "op": other.name.removeprefix("reduce_")}
+            places = [_mask_of(other.inputs[0], value)] if kind["op"] == "sum" else _witness(graph, other, span)
+            more = []
+            (known,) = add(more, node, snapped_p, [known, other.outputs[0], *places], [value.aval], **kind)
+            for total in _counts(graph, node, other):
+                counts, (counted[total],) = traced(lambda n, total=total: n.astype(total.dtype), places[-1:], node)
+                more += counts
+        nodes += more
+    (known,) = add(nodes, node, agreed_p, [value, known], [value.aval])
+    _read(found, met, known, nodes)
+    replace(graph, node, nodes, counted, keep=True)
+    sort(graph)
+    graph.nodes[:] = prune(graph).nodes
+    return True
+
+
+def _read(found: Analysis, met: Meeting, known: Value, nodes: list[Node]) -> None:
+    """Let an equation be computed from `known` in place of a value: what lies between them, once more."""
+    graph = found.graph
+    seen, now = ancestors(graph, met.node.inputs), {met.value: known}
+    for node in graph.nodes[: graph.nodes.index(met.node)]:
+        cut = [v for v in node.outputs if v in seen and isinstance(found.fact(v).placement, Tiled)]
+        if cut and not now.keys().isdisjoint(node.inputs):
+            made = dataclasses.replace(node, inputs=[now.get(v, v) for v in node.inputs], outputs=[], bodies={})
+            made.outputs = [Value(v.aval, made, i) for i, v in enumerate(node.outputs)]
+            nodes.append(made)
+            now.update(zip(node.outputs, made.outputs, strict=True))
+    met.node.inputs = [now.get(v, v) for v in met.node.inputs]
+
+
+def _has_place(found: Analysis, node: Node, value: Value) -> bool:
+    """Whether it is known, or can be found out, where the elements that a node copies stand."""
+    cut = found.fact(value).placement
+    if not isinstance(cut, Tiled) or named(value.aval) is not None:
+        return False
+    if node.name == "reduce_sum":
+        return cut.dim in node.params["axes"] and _mask_of(node.inputs[0], value) is not None
+    if node.inputs[0] is not value:
+        return False
+    if node.name == "gather":
+        return not isinstance(found.fact(node.inputs[1]).placement, Tiled)
+    extremum = node.name in ("reduce_max", "reduce_min") and jnp.issubdtype(value.dtype, jnp.floating)
+    return extremum and cut.major == 1 and cut.dim in node.params["axes"]
+
+
+def _mask_of(masked: Value, value: Value) -> Value | None:
+    """The condition, or zeros and ones, that `masked` is `value` by, and 0 elsewhere."""
+    node = masked.producer
+    if node is not None and node.name == "mul" and value in node.inputs:
+        return next((v for v in node.inputs if v is not value and _mask(v)), None)
+    chosen = node is not None and node.name == "select_n" and node.inputs[2] is value
+    return node.inputs[0] if chosen and node.inputs[0].shape == value.shape else None
+
+
+def _put(node: Node, array: Any, indices: Any, picked: Any) -> Any:
+    """What a `gather` picked, put where it came from."""
+    numbers = node.params["dimension_numbers"]
+    into = lax.ScatterDimensionNumbers(
+        update_window_dims=numbers.offset_dims,
+        inserted_window_dims=numbers.collapsed_slice_dims,
+        scatter_dims_to_operand_dims=numbers.start_index_map,
+        operand_batching_dims=numbers.operand_batching_dims,
+        scatter_indices_batching_dims=numbers.start_indices_batching_dims,
+    )
+    return lax.scatter(array, indices, picked, into, mode=node.params["mode"])
+
+
+def _witness(graph: Graph, reduction: Node, span: Span) -> list[Value]:
+    """The place of an extremum, along the cut axis and along the others, and how many elements equal it."""
     (operand,), axes = reduction.inputs, tuple(sorted(reduction.params["axes"]))
     best, places = reduction.outputs[0].aval, ShapedArray(reduction.outputs[0].shape, jnp.int32)
     outs = [ShapedArray(best.shape, best.dtype), places, places, places]
@@ -282,51 +401,22 @@ def write_witness(found: Analysis, node: Node, span: Span) -> bool:
     now = add(nodes, reduction, witness_p, [operand, *before], outs, axes=axes, op=reduction.name[-3:])
     for state, left in zip(before, now, strict=True):
         leave(state, left)
-    cut = found.fact(operand).placement
-    assert isinstance(cut, Tiled)
-
-    def same(array: Any, best: Any, row: Any, column: Any, count: Any) -> Any:
-        best, row, column, count = (jnp.expand_dims(x, axes) for x in (best, row, column, count))
-        here = (lax.broadcasted_iota(jnp.int32, array.shape, cut.dim) == row) & (_column(array, cut.dim, axes) == column)
-        near = jnp.abs(array - best) <= (0 if array.dtype.itemsize < 4 else 4 * jnp.finfo(array.dtype).eps) * jnp.abs(best)
-        return jnp.where(count == 1, here, (array == best) | near)
-
-    made, (chosen,) = traced(same, [operand, *now], node)
-    counted = {}
-    for total in _counts(graph, node, axes):
-        more, (count,) = traced(lambda n: n.astype(total.dtype), [now[-1]], node)
-        made, counted[total] = [*made, *more], count
-    # The states and the witness stand where the extremum does.
     at = graph.nodes.index(reduction)
     graph.nodes[at:at] = nodes
-    replace(graph, node, made, {node.outputs[0]: chosen} | counted)
-    graph.nodes[:] = prune(graph).nodes
-    return True
+    return list(now[1:])
 
 
-def _extremum(found: Analysis, node: Node) -> Node | None:
-    """The reduction over the cut axis, of a cut value on one device, with whose operand an equation compares it."""
-    if node.name != "eq":
-        return None
-    for value, other in (node.inputs, node.inputs[::-1]):
-        base, dims = peel(other, len(value.shape))
-        made, cut = base.producer, found.fact(value).placement
-        if made is None or made.name not in ("reduce_max", "reduce_min") or made.inputs[0] is not value:
-            continue
-        kept = [d for d in range(len(value.shape)) if d not in made.params["axes"]]
-        aligned = all(d is None or kept[d] == i for i, d in enumerate(dims))
-        one = isinstance(cut, Tiled) and cut.major == 1 and named(value.aval) is None
-        if aligned and one and cut.dim in made.params["axes"] and jnp.issubdtype(value.dtype, jnp.floating):
-            return made
-    return None
-
-
-def _counts(graph: Graph, node: Node, axes: tuple[int, ...]) -> list[Value]:
-    """The sums which count the elements that equal an extremum."""
+def _counts(graph: Graph, node: Node, reduction: Node) -> list[Value]:
+    """The sums, in the derivative of an extremum, which count the elements that equal it."""
+    if node.name != "eq" or reduction.inputs[0] not in node.inputs:
+        return []
+    axes = tuple(sorted(reduction.params["axes"]))
     converted = [n for n in graph.nodes if n.name == "convert_element_type" and n.inputs[0] is node.outputs[0]]
     floats = {n.outputs[0] for n in converted}
     sums = (n for n in graph.nodes if n.name == "reduce_sum" and n.inputs[0] in floats)
-    return [n.outputs[0] for n in sums if tuple(sorted(n.params["axes"])) == axes]
+    other = next(v for v in node.inputs if v is not reduction.inputs[0])
+    mine = peel(other, len(reduction.inputs[0].shape))[0] is reduction.outputs[0]
+    return [n.outputs[0] for n in sums if mine and tuple(sorted(n.params["axes"])) == axes]
 
 
 def _column(array: Any, dim: int, axes: tuple[int, ...]) -> Any:
@@ -365,6 +455,41 @@ def emit_witness(node: Node, values: list[Any], move: Move, span: Span) -> list[
     return found
 
 
+def push_snapped(node: Node, placements: tuple[Placement, ...]) -> Move:
+    refuse_partial(node, placements, "is compared with it")
+    cut = placements[0]
+    others = (cut if v.shape == node.inputs[0].shape else WHOLE for v in node.inputs[2:])
+    return Move((cut,), (cut, WHOLE, *others))
+
+
+def emit_snapped(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
+    """A tile with what was copied from it before, to the last bit, where that stood."""
+    array, best, *places = values
+    cut, axes = move.ins[0], node.params["axes"]
+    assert isinstance(cut, Tiled)
+    best = jnp.expand_dims(best, axes)
+    near = jnp.abs(array - best) <= (4 * jnp.finfo(array.dtype).eps if array.dtype.itemsize > 2 else 0) * jnp.abs(best)
+    if node.params["op"] == "sum":  # of a mask that lets one element through
+        return [jnp.where(near & (places[0] != 0), best, array)]
+    row, column, count = (jnp.expand_dims(x, axes) for x in places)
+    rows = span.positions(cut, jnp.int32).reshape([-1 if d == cut.dim else 1 for d in range(array.ndim)])
+    here = (rows == row) & (_column(array, cut.dim, axes) == column)
+    largest = node.params["op"] == "max"
+    beyond = array >= best if largest else array <= best
+    inside = jnp.nextafter(best, jnp.full_like(best, -jnp.inf if largest else jnp.inf))
+    # All else stays on the side where it was.
+    lone = jnp.where(here, best, jnp.where(beyond, inside, array))
+    return [jnp.where(count == 1, lone, jnp.where(beyond | near, best, array))]
+
+
+def push_agreed(node: Node, placements: tuple[Placement, ...]) -> Move:
+    return Move(placements[:1], placements[:1] * 2)
+
+
+def emit_agreed(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
+    return values[1:]
+
+
 def push_stored(node: Node, placements: tuple[Placement, ...]) -> Move:
     raise Complete([0], "is stored, for comparisons with copies of its elements")
 
@@ -375,4 +500,6 @@ def store_whole(node: Node, placements: tuple[Placement, ...], limits: Any) -> M
 
 
 register("witness", push=push_witness, emit=emit_witness)
+register("snapped", push=push_snapped, emit=emit_snapped)
+register("agreed", push=push_agreed, emit=emit_agreed)
 register("stored", push=push_stored, local=store_whole)
