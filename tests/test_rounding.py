@@ -1,0 +1,125 @@
+"""Comparisons of what loops compute again with copies of it from before, in float32 as people run it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax, nn
+
+from tests.helpers import relative_error
+from transforms import TileError, rounding, tile
+
+L, D = 40, 4
+
+
+def draw(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+X, Y = draw(0, L, D), draw(1, L, D)
+H, W, LABELS = draw(2, 24, D), draw(3, D, 60), jnp.arange(24) * 7 % 60
+
+
+def made(x, y):
+    """Products that a compiler fuses into an addition in some loops and not in others."""
+    return x * y - 1.1 * y
+
+
+def shift(h):
+    return jnp.pad(h, ((1, 0), (0, 0)))[: len(h)]
+
+
+# Functions of two arrays [L, D], cut along L. What is compared is no larger than they are: it is stored.
+STORED = {
+    "maximum": lambda x, y: made(x, y).max(0),
+    "minimum of all": lambda x, y: made(x, y).min(),
+    "equal to the maximum": lambda x, y: (made(x, y) == made(x, y).max(0)).sum(0) * 1.0,
+    "at least the third": lambda x, y: (made(x, y) >= lax.top_k(made(x, y).T, 3)[0][:, -1]).sum(0) * 1.0,
+    "above the median": lambda x, y: jnp.where(made(x, y) >= jnp.median(made(x, y), 0), made(x, y), 0).sum(0),
+    "rank of a row": lambda x, y: (made(x, y) > made(x, y)[5]).sum(0) * 1.0,
+    "rank of what a mask picks": lambda x, y: (
+        (made(x, y) >= jnp.where(x == x[3, 0], made(x, y), 0).sum(0)).sum(0) * 1.0
+    ),
+    "relative to the maximum": lambda x, y: nn.relu(made(x, y) - made(x, y).max(0) + 0.0),
+    "sign": lambda x, y: jnp.sign(made(x, y) - made(x, y).max(0)).sum(0),
+    "quantised": lambda x, y: jnp.floor(made(x, y) / made(x, y).max(0)),
+    "integers": lambda x, y: (made(x, y) / jnp.abs(made(x, y)).max(0)).astype(jnp.int32),
+    "maximum of a softmax": lambda x, y: (nn.softmax(made(x, y), 0) >= nn.softmax(made(x, y), 0).max(0)) * x,
+    "checkpointed": lambda x, y: jax.checkpoint(lambda h: h.max(0))(made(x, y)),
+    "beside the tile": lambda x, y: (made(x + shift(x), y).max(0) ** 2) + (shift(jnp.tanh(made(x, y))) * y).sum(0),
+    "ties": lambda x, y: made(x[:20].repeat(2, 0), y[:20].repeat(2, 0)).max(0),
+    "saturated": lambda x, y: jnp.tanh(40 * made(x, y)).max(0),
+    "nothing but zeros": lambda x, y: nn.relu(made(x, y) - 100).max(0),
+}
+
+
+def pulled(fn, args):
+    def run(*args):
+        out, vjp = jax.vjp(fn, *args)
+        float0 = not jnp.issubdtype(out.dtype, jnp.inexact)
+        return out, vjp(np.zeros(out.shape, jax.dtypes.float0) if float0 else jnp.full_like(out, 1.5))
+
+    return jax.tree.leaves(jax.jit(run)(*args))
+
+
+def assert_right(fn, tiled, args):
+    """As close to the function in float64 as the untiled one, which is not always right itself."""
+    with jax.enable_x64():
+        right = pulled(fn, [jnp.asarray(a, jnp.float64) for a in args])
+    for got, want, oracle in zip(pulled(tiled, args), pulled(fn, args), right, strict=True):
+        assert got.dtype == want.dtype
+        assert relative_error(got, oracle) <= max(4 * relative_error(want, oracle), 2e-6)
+
+
+@pytest.mark.parametrize("n", [2, 7])
+@pytest.mark.parametrize("name", STORED)
+def test_comparison_is_that_of_the_untiled_function(name, n):
+    assert_right(STORED[name], tile(STORED[name], 0, n), (X, Y))
+
+
+def softmax_by_hand(h, w, y):
+    logits = h @ w
+    p = jnp.exp(logits - logits.max(-1, keepdims=True))
+    return -jnp.log(jnp.take_along_axis(p / p.sum(-1, keepdims=True), y[:, None], 1)).sum()
+
+
+# Functions of hidden states, a head and labels, cut along the vocabulary: the logits are larger than all of these.
+AGREED = {
+    "maximum": lambda h, w, y: (h @ w).max(-1).sum(),
+    "maximum of all": lambda h, w, y: (h @ w).max(),
+    "softmax by hand": softmax_by_hand,
+    "hinge": lambda h, w, y: nn.relu(1 + h @ w - jnp.take_along_axis(h @ w, y[:, None], 1)).sum(),
+    "rank": lambda h, w, y: (h @ w > jnp.take_along_axis(h @ w, y[:, None], 1)).sum(-1).astype(jnp.float32).sum(),
+    "rank by indices": lambda h, w, y: ((h @ w > (h @ w)[jnp.arange(24), y][:, None]).sum(-1) * 1.0).sum(),
+    "rank by one-hot": lambda h, w, y: ((h @ w > (h @ w * nn.one_hot(y, 60)).sum(-1, keepdims=True)) * 1.0).sum(),
+    "is the maximum": lambda h, w, y: ((h @ w == (h @ w).max(-1, keepdims=True)) * 1.0).sum(),
+}
+
+
+@pytest.mark.parametrize("n", [3, 7])
+@pytest.mark.parametrize("name", AGREED)
+def test_what_is_too_large_to_store_agrees_with_what_is_known_of_it(name, n):
+    tiled = tile(AGREED[name], (None, 1, None), n)
+    assert_right(lambda h, w: AGREED[name](h, w, LABELS), lambda h, w: tiled(h, w, LABELS), (H, W))
+    assert not tiled.plan(H, W, LABELS).value.completed
+
+
+def test_comparison_with_a_sorted_copy_that_is_too_large_is_refused():
+    def above_the_median(h, w):
+        return (h @ w >= jnp.sort(h @ w, -1)[:, 30:31]).sum()
+
+    with pytest.raises(TileError, match=r"(?s)`sort`|`ge`.*compares values.*`dot_general`"):
+        tile(above_the_median, (None, 1), 4)(H, W)
+    assert tile(above_the_median, (None, 1), 4, gather="any")(H, W) == above_the_median(H, W)
+
+
+def test_no_schedule_breaks_the_rule(monkeypatch):
+    monkeypatch.setattr(rounding, "meeting", lambda found: None)  # the pass that mends it
+    with pytest.raises(TileError, match=r"(?s)`eq` at .*compares values.*made by `sub`"):
+        tile(STORED["equal to the maximum"], 0, 4)(X, Y)
+
+
+def test_values_without_rounding_are_not_stored():
+    for fn in (lambda x: x.max(0), lambda x: jnp.where(x.T > 0, -x.T, 0).max(1), lambda x: (x - x[:1]).max(0)):
+        plan = tile(fn, 0, 4).plan(X)
+        assert not plan.value.completed and not plan.gradient.completed
