@@ -46,33 +46,8 @@ def head_tokens(config: configs.Resolved) -> int:
 
 def problem(config: configs.Resolved) -> str | None:
     """Return why a run cannot be cut as it is asked to be, before anything is compiled; None where it can."""
-    tiling, tokens, seq = config.tiling, config.tokens_per_step, config.seq_len
-    step = f"a step has {tokens} tokens ({config.batch_size} x {seq})"
     if config.paired and config.batch_size % 2:
         return f"cannot make pairs of batch_size={config.batch_size} sequences: give an even number."
-    if isinstance(tiling.n, int) and not flat(config) and tiling.n > seq:
-        why = "of pairs" if config.paired else "on a mesh" if tiling.batch is None else "under tiling.batch"
-        return (
-            f"cannot cut into tiling.n={tiling.n} tiles: {why} they cut each sequence, of "
-            f"seq_len={seq} tokens. Use fewer tiles."
-        )
-    if isinstance(tiling.n, int) and tiling.n > tokens:
-        return f"cannot cut into tiling.n={tiling.n} tiles: {step}. Use fewer tiles."
-    if tiling.size is not None and tiling.size > tokens:
-        return f"cannot cut into tiles of tiling.size={tiling.size} tokens: {step}. Use shorter tiles."
-    most = config.batch_size // 2 if config.paired else config.batch_size
-    if tiling.batch is not None and tiling.batch > most:
-        pairs = f", {most} pairs" if config.paired else ""
-        return (
-            f"cannot cut into tiling.batch={tiling.batch} micro-batches: a step has batch_size={config.batch_size} "
-            f"sequences{pairs}. Use tiling.batch={most} or less, or a larger batch_size."
-        )
-    for part in ("mlp", "attention"):
-        if (getattr(tiling, part) or 1) > seq:
-            return (
-                f"cannot cut into tiling.{part}={getattr(tiling, part)} tiles: a sequence has seq_len={seq} tokens. "
-                f"Use tiling.{part}={seq} or less, or a larger seq_len."
-            )
     return _experts(config) if isinstance(config.model.config, MixtralConfig | Qwen3MoeConfig) else None
 
 
@@ -88,17 +63,21 @@ def _experts(config: configs.Resolved) -> str | None:
 
 
 def describe(config: configs.Resolved) -> list[tuple[str, str]]:
-    """Return (part, how it is cut) for each part that is, in words."""
+    """Return (part, how it is cut) for each part that is, in words; more tiles than there are steps are as many."""
     tiling, rows, seq = config.tiling, micro_batch(config), config.seq_len
     parts = []
+    asked = lambda n, count: f", not {n}: there is no more to cut" if isinstance(n, int) and n > count else ""
     if tiling.batch is not None:
-        parts.append(("batch", f"{-(-config.batch_size // rows)} micro-batches of {rows} x {seq:,} tokens"))
+        count = -(-config.batch_size // rows)
+        most = asked(tiling.batch, config.batch_size // 2 if config.paired else config.batch_size)
+        parts.append(("batch", f"{count} micro-batches of {rows} x {seq:,} tokens{most}"))
     if tiling.n != "none":
         vocabulary = "; also vocabulary" if tiling.lowmem else ""
-        parts.append(("head", f"{head_tiles(config)} tiles of {head_tokens(config):,} tokens{vocabulary}"))
+        most = asked(tiling.n, head_axis(config)[0])
+        parts.append(("head", f"{head_tiles(config)} tiles of {head_tokens(config):,} tokens{vocabulary}{most}"))
     for part, n in (("each MLP", tiling.mlp), ("attention", tiling.attention)):
         if n is not None:
             length = -(-seq // n)
             what = "queries" if part == "attention" else "tokens"
-            parts.append((part, f"{-(-seq // length)} tiles of {rows} x {length:,} {what}"))
+            parts.append((part, f"{-(-seq // length)} tiles of {rows} x {length:,} {what}{asked(n, seq)}"))
     return parts

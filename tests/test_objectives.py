@@ -240,7 +240,6 @@ def test_a_teacher_must_be_there_and_speak_the_same_language(teacher):
 def test_pairs_are_cut_as_pairs():
     words = ["objective=simpo", "data=preference"]
     assert "batch_size=7 sequences: give an even number" in str(tiles.problem(resolved(*words, "batch_size=7")))
-    assert "sequences, 4 pairs. Use tiling.batch=4" in str(
-        tiles.problem(resolved(*words, "tiling.batch=5", "tiling.n=auto"))
-    )
-    assert "of pairs they cut each sequence" in str(tiles.problem(resolved(*words, "tiling.n=17")))
+    cut = lambda *tilings: dict(tiles.describe(resolved(*words, *tilings)))
+    assert cut("tiling.batch=5", "tiling.n=auto")["batch"].startswith("4 micro-batches of 2 x")
+    assert cut("tiling.n=17")["head"].endswith("not 17: there is no more to cut")

@@ -107,7 +107,6 @@ def test_an_interrupted_run_leaves_what_it_had(start, tmp_path, capsys, monkeypa
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["tiling.n=129"], "cannot cut into tiling.n=129 tiles: a step has 128 tokens"),
         (["model.vocab_size=200"], "token id 256 in bytes"),
         (["seq_len=1000000"], "too little text for seq_len=1000000"),
         (["profile.steps=3:9"], "bad value profile.steps=3:9: the run has 4 steps"),

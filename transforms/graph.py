@@ -159,7 +159,10 @@ def flatten(closed: ClosedJaxpr, *, custom: bool = True, remat: bool = False, to
             if key or (custom and eqn.primitive.name == SOLVE):
                 inner, ins = (body(eqn.params, key), ins) if key else solver(eqn.params, ins)
                 outs = run(inner.jaxpr, inner.consts, ins, outer or eqn.source_info)
+            elif eqn.primitive.name == "concatenate" and len(parts := _long(eqn, ins)) == 1:
+                outs = parts
             else:
+                ins = _long(eqn, ins) if eqn.primitive.name == "concatenate" else ins
                 effects = {e for e in eqn.effects if type(e).__name__ != "NamedAxisEffect"}  # of a collective
                 node = Node(eqn.primitive, plain(eqn.params), ins, [], eqn.source_info, outer, eqn.ctx, effects)
                 node.together = together
@@ -171,6 +174,11 @@ def flatten(closed: ClosedJaxpr, *, custom: bool = True, remat: bool = False, to
     inputs = [Value(v.aval) for v in closed.jaxpr.invars]
     graph = Graph(inputs, nodes, run(closed.jaxpr, closed.consts, inputs, None))
     return prune(spread_dots(turn_dots(part_turns(prune(graph)))))
+
+
+def _long(eqn: Any, operands: list[Value]) -> list[Value]:
+    """Those operands of a `concatenate` that its result holds anything of: a padding by nothing is one, too."""
+    return [v for v in operands if v.shape[eqn.params["dimension"]]] or operands[:1]
 
 
 def reductions(node: Node) -> list[Node]:
