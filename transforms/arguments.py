@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ import jax
 import numpy as np
 
 from transforms import names
-from transforms.graph import describe
+from transforms.graph import describe, elements
 from transforms.placement import WHOLE, Placement, Tiled
 
 
@@ -49,7 +48,14 @@ def place(
         if isinstance(axis, str):
             remedy = "One name stands for one length: pass arrays that agree, or name their dimensions differently."
         raise ValueError(f"tile: the arguments that axis={axis!r} cuts differ in length.\n{found}\n  {remedy}")
-    return [WHOLE if dim is None else Tiled(dim) for _, _, dim in leaves], lengths.pop()
+    total = lengths.pop()
+    if not isinstance(total, int):
+        name, leaf, dim = cut[0]
+        raise ValueError(
+            f"tile: the axis to cut is dimension {dim} of `{name}`, {_type(leaf)}, whose length is left open "
+            f"({total}), and tiles need to know it. Export one function for each length, or cut an axis that is known."
+        )
+    return [WHOLE if dim is None else Tiled(dim) for _, _, dim in leaves], total
 
 
 def rows(args: Any, placements: Sequence[Placement]) -> int:
@@ -63,7 +69,7 @@ def rows(args: Any, placements: Sequence[Placement]) -> int:
         if isinstance(placement, Tiled):
             others = [*leaf.shape[: placement.dim], *leaf.shape[placement.dim + 1 :]]
             features = jax.dtypes.issubdtype(leaf.dtype, np.inexact)
-            found.append(math.prod(others[:-1] if features else others))
+            found.append(elements(others[:-1] if features else others))
     return max(found)
 
 

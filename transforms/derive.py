@@ -120,14 +120,15 @@ def _scalar(program: Program, out: int, active: tuple[int, ...], primals: Any, g
     dtypes = [primals[i].dtype for i in active]
 
     def forward(gradients: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-        products = [jnp.vdot(g, t.astype(g.dtype)) for g, t in zip(gradients, tangents, strict=True)]
+        products = [jnp.vdot(g, t.astype(g.dtype)).astype(aval.dtype) for g, t in zip(gradients, tangents, strict=True)]
         return [jnp.asarray(sum(products), aval.dtype)]
 
     def transpose(gradients: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
         (scale,) = cotangents
         return [(scale.astype(g.dtype) * g).astype(d) for g, d in zip(gradients, dtypes, strict=True)]
 
-    aval = ShapedArray((), jnp.result_type(*found, outs[out]))
+    with jax.numpy_dtype_promotion("standard"):  # these sums are ours
+        aval = ShapedArray((), jnp.result_type(*found, outs[out]))
     return outs, linear(found, [given[i] for i in active], forward, transpose, [aval])
 
 

@@ -48,7 +48,7 @@ def _filled(node: Node) -> tuple[Any, ...] | None:
 
 
 def parameter_key(node: Node) -> Any:
-    """What tells a node's parameters from those of others, by what they hold; those without a hash are the node's own."""
+    """What tells a node's parameters from those of others, by what they hold; without a hash they are its own."""
     try:
         key = _structure(node.params)
         hash(key)

@@ -41,6 +41,7 @@ CUSTOM_CALLS = {
 SOLVE = "custom_linear_solve"  # the same, with several bodies
 # Collectives. `jax.vmap` turns its name into a dimension, a number, and over dimensions they are these reductions.
 REDUCES = {"psum": lax.reduce_sum_p, "pmax": lax.reduce_max_p, "pmin": lax.reduce_min_p}
+SYMBOLIC = 1024
 # jax.checkpoint's names in the versions of JAX.
 REMAT = ("remat2", "checkpoint", "remat")
 
@@ -109,9 +110,14 @@ class Graph:
     outputs: list[Value]
 
 
+def elements(shape: Iterable[Any]) -> int:
+    """How many elements an array has, to be compared: a dimension that `jax.export` leaves open counts as long."""
+    return math.prod(n if isinstance(n, (int, np.integer)) else SYMBOLIC for n in shape)
+
+
 def nbytes(aval: Any) -> int:
     """Bytes of an array, on each device."""
-    return math.prod(aval.shape) * getattr(aval.dtype, "itemsize", 4) // devices(aval)
+    return elements(aval.shape) * getattr(aval.dtype, "itemsize", 4) // devices(aval)
 
 
 def describe(aval: Any) -> str:
@@ -182,7 +188,7 @@ def _long(eqn: Any, operands: list[Value]) -> list[Value]:
 
 
 def reductions(node: Node) -> list[Node]:
-    """A collective over dimensions as the reductions that it is, followed by itself if there are names among its axes."""
+    """A collective over dimensions as the reductions that it is, then itself if there are names among its axes."""
     axes = node.params.get("axes", ()) if node.name in REDUCES else ()
     dims = tuple(a for a in axes if isinstance(a, int))
     if not dims:
@@ -288,7 +294,7 @@ def flops(node: Node) -> int:
 def _flops(name: str, params: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any]) -> int:
     if name == "dot_general":
         contract, _ = params["dimension_numbers"]
-        return 2 * math.prod(ins[0].shape[d] for d in contract[0]) * math.prod(outs[0].shape)
+        return 2 * elements(ins[0].shape[d] for d in contract[0]) * elements(outs[0].shape)
     found = [_body_flops(b) for b in bodies(params)]
     if name == "cond":  # one of them runs
         return max(found, default=0)

@@ -31,7 +31,8 @@ class Piece(Span):
         if (self.start, self.length) == (0, self.total):
             return array
         before, after = -self.start * minor, (self.start + self.length - self.total) * minor
-        parts = array if major == 1 else array.reshape(*array.shape[:dim], major, array.shape[dim] // major, *array.shape[dim + 1 :])
+        apart = (*array.shape[:dim], major, array.shape[dim] // major, *array.shape[dim + 1 :])
+        parts = array if major == 1 else array.reshape(apart)
         config = [(0, 0, 0)] * parts.ndim
         config[dim + (major > 1)] = (before, after, 0)
         found = lax.pad(parts, jnp.zeros((), array.dtype), config)

@@ -14,7 +14,7 @@ from transforms import passes
 from transforms.analysis import Analysis
 from transforms.estimate import temp_bytes
 from transforms.gather import gathered
-from transforms.graph import Graph, Node, Value, describe, flatten, flops, nbytes
+from transforms.graph import Graph, Node, Value, describe, elements, flatten, flops, nbytes
 from transforms.loops import Loop
 from transforms.placement import Partial, Placement, Span, Tiled
 from transforms.printing import describe_pass, totals
@@ -230,12 +230,12 @@ def _carry(value: Value, analysis: Analysis, span: Span) -> Carry:
     ]  # not cut until it is summed
     sharding = named(value.aval)
     copies = math.prod(sharding.mesh.shape[a] for a in whole) if sharding is not None else 1
-    size = math.prod(value.shape) * getattr(dtype, "itemsize", 4) * copies // devices(value.aval)
+    size = elements(value.shape) * getattr(dtype, "itemsize", 4) * copies // devices(value.aval)
     return Carry(repr(value), placement, size, tuple(sorted(apart)))
 
 
 def _bytes(shape: Iterable[int], value: Value) -> int:
-    return math.prod(shape) * getattr(value.dtype, "itemsize", 4) // devices(value.aval)
+    return elements(shape) * getattr(value.dtype, "itemsize", 4) // devices(value.aval)
 
 
 def _largest(graph: Graph) -> int:

@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from transforms import lower
 from transforms.ends import Ends, ends, every
-from transforms.graph import Graph, ancestors, depends, flatten, nbytes
+from transforms.graph import Graph, ancestors, depends, elements, flatten, nbytes
 from transforms.keep import Keeping, Policy, keeping
 from transforms.limits import Limits
 from transforms.loops import Schedule
@@ -96,7 +96,7 @@ class Program:
         avals = [*self.closed.in_avals, *self.closed.out_avals]
         inputs = zip(self.closed.in_avals, self.placements, strict=True)
         cut = [a for a, p in inputs if isinstance(p, Tiled) and jnp.issubdtype(a.dtype, jnp.inexact)]
-        together = sum(a.size * wide(a.dtype, self.options.accumulate).itemsize for a in cut)
+        together = sum(elements(a.shape) * wide(a.dtype, self.options.accumulate).itemsize for a in cut)
         return Limits(self.options.gather, max([self.options.floor, *map(nbytes, avals)]), self.options, together)
 
     @functools.cached_property

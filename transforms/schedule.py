@@ -20,6 +20,8 @@ from transforms.planner import Planner
 from transforms.sizes import check_whole
 from transforms.states import check_begun
 
+ROUNDS = 20  # in which a schedule may forget what it meant to store
+
 
 def schedule(analysis: Analysis, limits: Limits, total: int, online: Mapping[Value, Online]) -> Schedule:
     """Plan the loops of an analysed graph, along an axis of length `total`; `online` sums are rescaled.
@@ -52,15 +54,21 @@ def _cost(planned: tuple[Planner, list[Loop]]) -> tuple[int, int]:
 def _settle(
     analysis: Analysis, online: Mapping[Value, Online], policy: Policy | None, eager: bool
 ) -> tuple[Planner, list[Loop]]:
-    """Plan until all loops agree on what earlier ones store: a stored value is read, not computed again."""
+    """Plan until all loops agree on what earlier ones store: a stored value is read, not computed again.
+
+    If they go on changing their minds, what is stored once stays stored, no later than then: loops then only come to
+    store more values, or values earlier, and there are finitely many of both.
+    """
     deadline: dict[Value, int] = {}
-    for _ in range(20):
+    rounds = 0
+    while True:
         planner = Planner(analysis, dict(deadline), online, eager, policy)
+        if rounds >= ROUNDS:
+            planner.deadline |= deadline
         loops = planner.plan()
         if planner.deadline == deadline:
             return planner, loops
-        deadline = planner.deadline
-    raise AssertionError("the schedule does not settle")
+        deadline, rounds = planner.deadline, rounds + 1
 
 
 def region(analysis: Analysis, wants: Sequence[Placement | None]) -> tuple[Loop, list[Ref | None]]:

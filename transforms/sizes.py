@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from jax.extend.core import Jaxpr
 
 from transforms.analysis import Analysis, Local, Promote
-from transforms.graph import Node, Value, ancestors, bodies, depends, nbytes
+from transforms.graph import Node, Value, ancestors, bodies, depends, elements, nbytes
 from transforms.limits import Limits, check_size, human
 from transforms.loops import Loop
 from transforms.placement import WHOLE, Tiled, TileError, Whole
@@ -57,8 +57,8 @@ def _finished(analysis: Analysis, sums: Iterable[Value]) -> set[Value]:
     """What is computed from sums, no larger than they are in elements; and the numbers that it is filled with."""
     found, others = set(sums), set()
     for node in analysis.graph.nodes:
-        known = [v.aval.size for v in node.inputs if v in found]
-        made = {v for v in node.outputs if known and v.aval.size <= max(known)}
+        known = [elements(v.shape) for v in node.inputs if v in found]
+        made = {v for v in node.outputs if known and elements(v.shape) <= max(known)}
         found |= made
         others.update(() if made else node.inputs)
     read = {v for node in analysis.graph.nodes if not found.isdisjoint(node.outputs) for v in node.inputs}
@@ -68,7 +68,7 @@ def _finished(analysis: Analysis, sums: Iterable[Value]) -> set[Value]:
 def _is_filled(value: Value) -> bool:
     """Whether a value is one number, which takes no memory unless a loop reads it slice by slice."""
     node = value.producer
-    return node is not None and node.name == "broadcast_in_dim" and node.inputs[0].aval.size == 1
+    return node is not None and node.name == "broadcast_in_dim" and elements(node.inputs[0].shape) == 1
 
 
 def _origins(analysis: Analysis, value: Value) -> list[tuple[Node, int]]:
@@ -94,8 +94,8 @@ def _forms(values: Iterable[Value], copies: bool = False) -> set[Value]:
         if value not in found:
             found.add(value)
             node = value.producer
-            alike = [v for v in node.inputs if v.aval.size <= value.aval.size] if node is not None else []
-            stack += alike if copies else [v for v in alike if v.aval.size == value.aval.size]
+            alike = [v for v in node.inputs if elements(v.shape) <= elements(value.shape)] if node is not None else []
+            stack += alike if copies else [v for v in alike if elements(v.shape) == elements(value.shape)]
     return found
 
 

@@ -19,11 +19,10 @@ are all Whole needs no rule.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from transforms.graph import Node, Value, body_graph
+from transforms.graph import Node, Value, body_graph, elements
 from transforms.placement import WHOLE, Partial, Placement, Reach, Span, Tiled, TileError, Whole
 
 
@@ -173,7 +172,7 @@ def count_once(placement: Placement) -> Placement:
 
 def shrinks(node: Node, operand: int) -> bool:
     """Whether the result is no larger than the operand: partial sums do not flow into larger arrays."""
-    return math.prod(node.outputs[0].shape) <= math.prod(node.inputs[operand].shape)
+    return elements(node.outputs[0].shape) <= elements(node.inputs[operand].shape)
 
 
 def only_sums(placements: Sequence[Placement]) -> bool:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
-from transforms.graph import Node
+from transforms.graph import Node, elements
 from transforms.placement import WHOLE, Partial, Placement, Span, Tiled, Whole
 from transforms.rules import Complete, Move, partial, register, shrinks, smaller, tiled
 
@@ -93,7 +92,8 @@ SMALL = 4 << 20
 def chunked_dim(node: Node) -> tuple[int, int] | None:
     """The operand and its largest free dimension: along it a dot can be added to an accumulator chunk by chunk."""
     candidates = [(node.inputs[side].shape[d], side, d) for side in (0, 1) for d in free_dims(node, side)]
-    return max(candidates)[1:] if candidates else None
+    known = [c for c in candidates if isinstance(c[0], int)]
+    return max(known)[1:] if known else None
 
 
 def accumulate(node: Node, values: list[Any], total: Any, span: Span) -> Any:
@@ -107,7 +107,7 @@ def accumulate(node: Node, values: list[Any], total: Any, span: Span) -> Any:
         return total + dot(node, lhs, rhs, total.dtype)
 
     where = chunked_dim(node)
-    if where is None or not span.chunks or math.prod(total.shape) * total.dtype.itemsize < SMALL:
+    if where is None or not span.chunks or elements(total.shape) * total.dtype.itemsize < SMALL:
         return plain(total, *values)
     return lax.platform_dependent(
         total, *values, cpu=lambda total, *ops: chunked(node, list(ops), total, *where), default=plain
@@ -117,7 +117,7 @@ def accumulate(node: Node, values: list[Any], total: Any, span: Span) -> Any:
 def chunked(node: Node, operands: list[Any], total: Any, side: int, dim: int) -> Any:
     """Add the dot to `total` in chunks of dimension `dim` of operand `side`, in place."""
     size, target = operands[side].shape[dim], out_dim(node, side, dim)
-    bytes_total = math.prod(total.shape) * total.dtype.itemsize
+    bytes_total = elements(total.shape) * total.dtype.itemsize
     chunk = -(-size // max(1, min(size, -(-bytes_total // max(CHUNK, bytes_total // CHUNKS)))))
     params = dict(node.params, preferred_element_type=total.dtype)
 

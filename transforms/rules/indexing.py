@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from transforms.graph import Node
+from transforms.graph import Node, elements
 from transforms.placement import WHOLE, Partial, Placement, Span, Tiled, Whole, identity
 from transforms.rules import Complete, Move, refuse_partial, register, shrinks
 from transforms.rules.positions import find_position
@@ -24,7 +23,7 @@ def picks_few(node: Node) -> bool:
     An argument of the function is whole to begin with: nothing is gained.
     """
     source = node.inputs[0]
-    return source.producer is not None and 2 * math.prod(node.outputs[0].shape) <= math.prod(source.shape)
+    return source.producer is not None and 2 * elements(node.outputs[0].shape) <= elements(source.shape)
 
 
 def one_of_each(node: Node) -> Partial:

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from transforms.graph import Node, constant
+from transforms.graph import Node, constant, elements
 from transforms.placement import WHOLE, Partial, Placement, Span, Tiled, Whole
 from transforms.rules import Complete, Move, count_once, partial, refuse_partial, register, tiled
 from transforms.rules.indexing import ARBITRARY, batch_dims, localise_column, widened, with_column
@@ -71,7 +71,7 @@ def scatter_candidates(node: Node, placements: tuple[Placement, ...]) -> list[tu
 
 
 def pull_scatter(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
-    few = 2 * math.prod(node.inputs[2].shape) <= math.prod(node.outputs[0].shape)
+    few = 2 * elements(node.inputs[2].shape) <= elements(node.outputs[0].shape)
     ways = scatter_candidates(node, (want, WHOLE, WHOLE))
     ways = [(result, ins) for result, ins in ways if few or ins[1:] != (WHOLE, WHOLE)]
     return next((ins for result, ins in ways if result == want), None)
