@@ -15,6 +15,7 @@ refused.py     what no function may do             printing.py  a plan as a tabl
 early.py       what waits for a loop's end (follow.py: through each equation; linear.py), and ends.py, what is handed on
 divide.py      arrays not quite as long as the axis (pieces.py, across.py)
 align.py       neighbours along the axis, as shifts; beside.py: rows beside the tile
+rounding.py    no comparison sees what is computed again beside copies of it; equal.py: equal values, computed once
 """
 
 from __future__ import annotations
@@ -170,6 +171,11 @@ def tile(
     in the backward. The gradient of a recurrence whose states are too many to keep stores one for each tile and takes
     the tiles from the last to the first, recomputing each. Evaluation without gradients pays the forward alone.
     Derivatives of both modes and of any order are tiled too; `jax.jvp` of a scalar function costs its gradient.
+
+    Exactly means: but for the order in which sums are formed. Two loops that compute a value need not agree on its last
+    bit, so a comparison with a copy of it (a maximum, a sorted or looked up element) reads what the first loop stored,
+    or is told where the copy came from, or is refused. Terms are pulled out of an exponential only relative to the
+    running maximum of its own exponent.
 
     Like `jax.jit`, it traces `fn` once for each set of shapes: what `fn` closes over is read then.
 
