@@ -21,7 +21,6 @@ from transforms.rules import Move
 from transforms.spread import named
 from transforms.terms import Dims, Early, Term, along, peel
 
-
 SAME = frozenset("stop_gradient convert_element_type copy copy_p name optimization_barrier".split())
 
 

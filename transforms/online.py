@@ -190,7 +190,8 @@ class _Writer:
         if [term.value for term in anchors] == [base]:
             inputs[place] = self.anchored(node.inputs[place], base, anchors[0].weight)
         else:
-            inputs[place] = self._sum(node.inputs[place], anchors, 1.0 if place == 0 or node.name != "sub" else -1.0)
+            sign = -1.0 if place == 1 and node.name == "sub" else 1.0
+            inputs[place] = self._sum(node, node.inputs[place], anchors, sign)
         return self.add(node, inputs)
 
     def _anchors(self, node: Node, place: int) -> list[Term]:
@@ -200,14 +201,14 @@ class _Writer:
         assert found is not None
         return [term for term, running in found if running is not None]
 
-    def _sum(self, value: Value, terms: Sequence[Term], sign: float) -> Value:
-        """The running forms of terms, each as it lies in `value`."""
+    def _sum(self, node: Node, value: Value, terms: Sequence[Term], sign: float) -> Value:
+        """The running forms of terms, each as it lies in `value`, an operand of the node."""
 
         def total(*anchors: Any) -> Any:
             found = [t.weight * sign * align(a, t.dims, value.shape) for a, t in zip(anchors, terms, strict=True)]
             return jnp.broadcast_to(sum(found), value.shape).astype(value.dtype)
 
-        nodes, (result,) = traced(total, [self.anchor(t.value, t.weight) for t in terms], value.producer)
+        nodes, (result,) = traced(total, [self.anchor(t.value, t.weight) for t in terms], node)
         self.nodes += nodes
         return result
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -67,9 +68,10 @@ MOVING = names("reshape transpose squeeze broadcast_in_dim expand_dims copy copy
 # No rounding enters what these make of values that have none.
 EXACT = MOVING | COPYING | DISCONTINUOUS
 EXACT |= names(
-    """max min abs select_n clamp and or not xor iota concatenate pad is_finite real imag complex conj dynamic_update_slice
-    reduce_and reduce_or shift_left shift_right_logical shift_right_arithmetic optimization_barrier stored random_bits
-    random_wrap random_unwrap random_fold_in random_split threefry2x32 reduce_window_max reduce_window_min"""
+    """max min abs select_n clamp and or not xor iota concatenate pad is_finite real imag complex conj
+    dynamic_update_slice reduce_and reduce_or shift_left shift_right_logical shift_right_arithmetic
+    optimization_barrier stored random_bits random_wrap random_unwrap random_fold_in random_split threefry2x32
+    reduce_window_max reduce_window_min"""
 )
 # Each element of their results depends on many of their operands.
 SUMMING = names("reduce_sum reduce_prod dot_general ragged_dot_general conv_general_dilated scatter-add cumsum")
@@ -323,24 +325,28 @@ def agree(found: Analysis, met: Meeting, span: Span) -> bool:
     counted: dict[Value, Value] = {}
     known = value
     for other in copying:
+        copy = other.outputs[0]
         if other.name == "gather":
-            places = [other.inputs[1], other.outputs[0]]
-            more, (known,) = traced(lambda *args, other=other: _put(other, *args), [known, *places], node)
-        else:
-            kind = {"axes": tuple(sorted(other.params["axes"])), "op": other.name.removeprefix("reduce_")}
-            places = [_mask_of(other.inputs[0], value)] if kind["op"] == "sum" else _witness(graph, other, span)
-            more = []
-            (known,) = add(more, node, snapped_p, [known, other.outputs[0], *places], [value.aval], **kind)
-            for total in _counts(graph, node, other):
-                counts, (counted[total],) = traced(lambda n, total=total: n.astype(total.dtype), places[-1:], node)
-                more += counts
-        nodes += more
+            more, (known,) = traced(partial(_put, other), [known, other.inputs[1], copy], node)
+            nodes += more
+            continue
+        kind = {"axes": tuple(sorted(other.params["axes"])), "op": other.name.removeprefix("reduce_")}
+        mask = _mask_of(other.inputs[0], value)
+        places = _witness(graph, other, span) if mask is None else [mask]
+        (known,) = add(nodes, node, snapped_p, [known, copy, *places], [value.aval], **kind)
+        for total in _counts(graph, node, other):
+            more, (counted[total],) = traced(partial(_as, total.dtype), places[-1:], node)
+            nodes += more
     (known,) = add(nodes, node, agreed_p, [value, known], [value.aval])
     _read(found, met, known, nodes)
     replace(graph, node, nodes, counted, keep=True)
     sort(graph)
     graph.nodes[:] = prune(graph).nodes
     return True
+
+
+def _as(dtype: Any, array: Any) -> Any:
+    return array.astype(dtype)
 
 
 def _read(found: Analysis, met: Meeting, known: Value, nodes: list[Node]) -> None:
@@ -375,10 +381,12 @@ def _has_place(found: Analysis, node: Node, value: Value) -> bool:
 def _mask_of(masked: Value, value: Value) -> Value | None:
     """The condition, or zeros and ones, that `masked` is `value` by, and 0 elsewhere."""
     node = masked.producer
-    if node is not None and node.name == "mul" and value in node.inputs:
+    if node is None:
+        return None
+    if node.name == "mul" and value in node.inputs:
         return next((v for v in node.inputs if v is not value and _mask(v)), None)
-    chosen = node is not None and node.name == "select_n" and node.inputs[2] is value
-    return node.inputs[0] if chosen and node.inputs[0].shape == value.shape else None
+    chosen = node.name == "select_n" and node.inputs[2] is value and node.inputs[0].shape == value.shape
+    return node.inputs[0] if chosen else None
 
 
 def _put(node: Node, array: Any, indices: Any, picked: Any) -> Any:
@@ -440,7 +448,7 @@ def push_witness(node: Node, placements: tuple[Placement, ...]) -> Move:
 
 def emit_witness(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
     """The best of this tile and those before it, the first place that has it, and how often it is there."""
-    array, *before = values
+    array, *before = _rounded(values[0]), *values[1:]
     cut, axes = move.ins[0], node.params["axes"]
     assert isinstance(cut, Tiled)
     wide = jnp.expand_dims
@@ -461,6 +469,14 @@ def emit_witness(node: Node, values: list[Any], move: Move, span: Span) -> list[
     return found
 
 
+def _rounded(array: Any) -> Any:
+    """An array as precise as its dtype says: XLA may leave out conversions to narrow floats."""
+    if array.dtype.itemsize > 2:
+        return array
+    kind = jnp.finfo(array.dtype)
+    return lax.reduce_precision(array, kind.nexp, kind.nmant)
+
+
 def push_snapped(node: Node, placements: tuple[Placement, ...]) -> Move:
     refuse_partial(node, placements, "is compared with it")
     cut = placements[0]
@@ -470,7 +486,7 @@ def push_snapped(node: Node, placements: tuple[Placement, ...]) -> Move:
 
 def emit_snapped(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
     """A tile with what was copied from it before, to the last bit, where that stood."""
-    array, best, *places = values
+    array, best, *places = _rounded(values[0]), *values[1:]
     cut, axes = move.ins[0], node.params["axes"]
     assert isinstance(cut, Tiled)
     best = jnp.expand_dims(best, axes)

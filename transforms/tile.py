@@ -68,9 +68,10 @@ class TiledFunction(Generic[P, R]):
     def __reduce__(self) -> Any:
         """A decorated function is pickled by its name, as Python's functions are."""
         found: Any = sys.modules.get(self.__module__)
-        for name in self.__qualname__.split("."):
+        path: str = getattr(self, "__qualname__", "")
+        for name in path.split("."):
             found = getattr(found, name, None)
-        return self.__qualname__ if found is self else super().__reduce__()
+        return path if found is self else super().__reduce__()
 
     @overload
     def __get__(self, instance: None, owner: Any = None) -> TiledFunction[P, R]: ...
