@@ -18,6 +18,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from transforms import atomic
 from transforms.program import Program
 
 # ------------------------------------------------------------------------------------- a linear map with a transpose
@@ -85,7 +86,7 @@ def call(program: Program, *args: Any) -> list[Any]:
 
     @jax.custom_jvp
     def value(*args: Any) -> tuple[Any, ...]:
-        return tuple(program.run(*args))
+        return tuple(atomic.call(program.run, *args))
 
     def rule(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
         given = {i: t for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero) and _floats(primals[i])}

@@ -28,6 +28,7 @@ CALLS = {
     "composite": "jaxpr",
     "eval_jaxpr": "jaxpr",
     "xla_metadata_call": "jaxpr",
+    "tiled": "call_jaxpr",  # transforms.atomic
 }
 # The same, but with a derivative rule of their own: inlined once no derivative is to be taken any more.
 CUSTOM_CALLS = {
