@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 
+from tests.helpers import equations
 from transforms import tile
 
 RNG = np.random.default_rng(1)
@@ -82,3 +83,46 @@ def test_integers_and_unused_arguments_have_no_gradient():
     out, vjp = jax.vjp(lambda h, u: tiled(h, 3, u), jnp.asarray(H), jnp.ones(2))
     grads = vjp(jnp.ones_like(out))
     assert (grads[0] == 3).all() and (grads[1] == 0).all()
+
+
+def half_loss(x, w):
+    return jnp.tanh(x @ w).astype(jnp.float32).mean()
+
+
+def half_square(x, w):
+    return ((x * jnp.float16(100)).astype(jnp.float32) ** 2).sum() + 0 * w.sum()
+
+
+@pytest.mark.parametrize(("fn", "scale"), [(half_loss, 2.0**15), (half_loss, 3.0), (half_square, 1e-6)])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["eager", "jit", "checkpoint"])
+def test_float16_gradients_are_formed_at_the_scale_of_the_caller(fn, scale, wrap):
+    """At a cotangent of 1 they would vanish, or overflow."""
+    narrow = [jnp.asarray(RNG.normal(size=s), jnp.float16) for s in ((4096, 8), (8, 16))]
+    if fn is half_square:
+        narrow[0] = jnp.full((64, 4), 300, jnp.float16)
+    wide = [a.astype(jnp.float32) for a in narrow]
+    grad = lambda fn, args: jax.grad(lambda *args: wrap(fn)(*args) * scale, (0, 1))(*args)
+    for got, near, exact in zip(grad(tile(fn, (0, None), 4), narrow), grad(fn, narrow), grad(fn, wide), strict=True):
+        error = lambda a, exact=exact: float(jnp.abs(a.astype(jnp.float32) - exact).max())
+        assert got.dtype == near.dtype and bool(jnp.isfinite(got).all())
+        assert error(got) <= 4 * error(near) + 1e-3 * float(jnp.abs(exact).max())
+
+
+def loops(fn, *args):
+    found = list(equations(jax.make_jaxpr(fn)(*args)))
+    return sum(e.primitive.name == "scan" for e in found)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "passes"), [(jnp.float32, 1), (jnp.bfloat16, 1), (jnp.float16, 2), (jnp.float8_e5m2, 2)]
+)
+def test_one_pass_where_the_exponent_is_wide_enough(dtype, passes):
+    loss = lambda x: jnp.square(x.astype(dtype).astype(jnp.float32) @ jnp.ones((4, 3))).sum()
+    assert loops(jax.grad(tile(loss, 0, 4)), jnp.ones((32, 4))) == passes
+
+
+def test_forward_mode_of_a_scalar_with_a_loop_of_unknown_length():
+    fn = lambda x: jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * 1.5), (0, x))[1].sum()
+    assert jax.jvp(tile(fn, 0, 2), (jnp.ones(8),), (jnp.ones(8),)) == jax.jvp(fn, (jnp.ones(8),), (jnp.ones(8),))
+    with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
+        jax.grad(tile(fn, 0, 2))(jnp.ones(8))

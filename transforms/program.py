@@ -20,8 +20,10 @@ from transforms.loops import Schedule
 from transforms.placement import WHOLE, Placement, Tiled, wide
 from transforms.planning import planned
 from transforms.refused import explained
-from transforms.separate import Separation, has_custom_vjp, scales, separate
+from transforms.separate import Separation, has_custom_vjp, narrow, scales, separate
 from transforms.spread import like
+
+NO_REVERSE = "Reverse-mode differentiation does not work"  # what JAX says of a loop of unknown length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,14 +136,18 @@ class Program:
         return outs, [i for i in active if graph.inputs[i] in used]
 
     def in_one_pass(self, outs: Sequence[int], active: Sequence[int]) -> bool:
-        """Whether the outputs `outs` are one scalar whose gradients the forward loops can form, to be scaled later."""
+        """Whether the outputs `outs` are one scalar whose gradients the forward loops can form, to be scaled later.
+
+        Not where an array of them has a narrower exponent than float32: it would overflow, or vanish, before the
+        caller's loss scale reaches it.
+        """
         if not self.is_scalar(outs, active):
             return False
         key = ("scales", tuple(active), tuple(outs))
         if key not in self._derived:
-            self._derived[key] = not has_custom_vjp(self.closed.jaxpr) or scales(
-                self.cotangent(tuple(active), tuple(outs)).closed
-            )
+            joint = self._joint(tuple(active), outs[0])
+            linear = not has_custom_vjp(self.closed.jaxpr) or scales(self.cotangent(tuple(active), tuple(outs)).closed)
+            self._derived[key] = joint is not None and linear and not narrow(joint.closed.jaxpr)
         return self._derived[key]
 
     def is_scalar(self, outs: Sequence[int], active: Sequence[int]) -> bool:
@@ -161,24 +167,40 @@ class Program:
             self._derived[key] = self._gradient(active, out)
         return self._derived[key]
 
+    def _joint(self, active: tuple[int, ...], out: int) -> Program | None:
+        """The outputs and the gradients of one; None where JAX has no reverse mode (a loop of unknown length)."""
+        key = ("joint", active, out)
+        if key not in self._derived:
+            try:
+                count = len(self.closed.out_avals)
+                wide = range(count, count + len(active))
+                self._derived[key] = self.derive(functools.partial(self._values_and_gradients, active, out), (), wide)
+            except ValueError as error:
+                if NO_REVERSE not in str(error):
+                    raise
+                self._derived[key] = None
+        return self._derived[key]
+
+    def _values_and_gradients(self, active: tuple[int, ...], out: int, *args: Any) -> tuple[Any, ...]:
+        fn = jaxpr_as_fun(self.closed)
+
+        def primal(*chosen: Any) -> tuple[Any, list[Any]]:
+            outs = fn(*_replace(args, active, chosen))
+            return outs[out], outs
+
+        value, vjp, outs = jax.vjp(primal, *(args[i] for i in active), has_aux=True)
+        return (*outs, *vjp(jnp.ones_like(value)))
+
     def _gradient(self, active: tuple[int, ...], out: int) -> Gradient:
-        fn, count = jaxpr_as_fun(self.closed), len(self.closed.out_avals)
-
-        def joint(*args: Any) -> tuple[Any, ...]:
-            def primal(*chosen: Any) -> tuple[Any, list[Any]]:
-                outs = fn(*_replace(args, active, chosen))
-                return outs[out], outs
-
-            value, vjp, outs = jax.vjp(primal, *(args[i] for i in active), has_aux=True)
-            return (*outs, *vjp(jnp.ones_like(value)))
-
-        straight = Gradient(self.again(self.derive(joint, (), range(count, count + len(active))), active), count)
+        joint, count = self._joint(active, out), len(self.closed.out_avals)
+        assert joint is not None, "asked for after `in_one_pass`"
+        straight = Gradient(self.again(joint, active), count)
         split = separate(self.closed, self.placements, self.limits, active, out)
         if split is None:
             return straight
         parted = self.derive(lambda *args: split.joint(args, active), (), split.wide(active))
         # More than one inner sum may mean more products than running the forward twice.
-        if parted.plan.flops > self.derive(joint, ()).plan.flops:
+        if parted.plan.flops > joint.plan.flops:
             return straight
         return Gradient(self.again(parted, active), count, split, active)
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from transforms.analysis import Along, Inline
-from transforms.graph import Graph, Value, depends, evaluate, flatten
+from transforms.graph import Graph, Value, bodies, depends, evaluate, flatten
 from transforms.limits import Limits
 from transforms.placement import Partial, TileError, Whole
 from transforms.propagate import analyse
@@ -168,3 +168,13 @@ def has_custom_vjp(jaxpr: Any) -> bool:
                 if isinstance(inner, (Jaxpr, ClosedJaxpr)) and has_custom_vjp(getattr(inner, "jaxpr", inner)):
                     return True
     return False
+
+
+def narrow(jaxpr: Any) -> bool:
+    """Whether a program holds an array whose exponent has a narrower range than float32's."""
+    avals = [v.aval for v in (*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars))]
+    dtypes = {v.dtype for v in avals if hasattr(v, "dtype") and jnp.issubdtype(v.dtype, jnp.floating)}
+    range_ = jnp.finfo(jnp.float32)
+    if any(jnp.finfo(d).maxexp < range_.maxexp or jnp.finfo(d).minexp > range_.minexp for d in dtypes):
+        return True
+    return any(narrow(inner) for eqn in jaxpr.eqns for inner in bodies(eqn.params))
