@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from jax import lax
@@ -18,17 +20,14 @@ def turn_dots(graph: Any) -> Any:
     So the gradient of `[D, V]` is accumulated as `[D, V]`, and not copied once more in the end. And let dots read what
     is turned for them as it lies.
     """
-    readers: dict[Any, list[Any]] = {}
-    for node in graph.nodes:
-        for value in node.inputs:
-            readers.setdefault(value, []).append(node)
-    for node in graph.nodes:
+    for node in graph.nodes[:]:
         if node.name == "dot_general":
             for side in (0, 1):
-                _absorb(node, side)
-    for node in graph.nodes:
+                _absorb(graph, node, side)
+    readers = Counter(v for node in graph.nodes for v in node.inputs)
+    for node in graph.nodes[:]:
         dot = node.inputs[0].producer if node.name == "transpose" else None
-        if dot is None or dot.name != "dot_general" or len(readers[dot.outputs[0]]) > 1:
+        if dot is None or dot.name != "dot_general" or readers[dot.outputs[0]] > 1:
             continue
         if dot.outputs[0] in graph.outputs:
             continue
@@ -36,6 +35,8 @@ def turn_dots(graph: Any) -> Any:
         left, right = (len(v.shape) - len(c) - len(batch[0]) for v, c in zip(dot.inputs, contract, strict=True))
         first = len(batch[0])
         turned = (*range(first), *range(first + left, first + left + right), *range(first, first + left))
+        if _turn_operands(graph, node, dot, left):
+            continue
         if tuple(node.params["permutation"]) != turned:
             continue
         node.primitive, node.context = dot.primitive, dot.context
@@ -93,8 +94,58 @@ def spread_dots(graph: Any) -> Any:
     return graph
 
 
-def _absorb(node: Any, side: int) -> None:
-    """Let `dot(a, transpose(b))` read `b`, if what is not contracted keeps its order."""
+def _turn_operands(graph: Any, node: Any, dot: Any, left: int) -> bool:
+    """Let `transpose(dot(a, b))` be `dot(transpose(a), b)` where only the dimensions of `a` change places, or of `b`.
+
+    Scores of attention whose heads and queries change places are a copy for each head; queries are small.
+    """
+    (contract, batch), order = dot.params["dimension_numbers"], tuple(node.params["permutation"])
+    first, count = len(batch[0]), len(order)
+    if any(named(v.aval) is not None for v in (*dot.inputs, *dot.outputs)) or order[:first] != tuple(range(first)):
+        return False
+    blocks = [(first, first + left), (first + left, count)]
+    if any(sorted(order[a:b]) != list(range(a, b)) for a, b in blocks) or order == tuple(range(count)):
+        return False
+    operands = list(dot.inputs)
+    for side, (start, stop) in enumerate(blocks):
+        value, moved = operands[side], [d - start for d in order[start:stop]]
+        if moved == sorted(moved):
+            continue
+        if 2 * math.prod(value.shape) > math.prod(node.outputs[0].shape):
+            return False
+        free = [d for d in range(len(value.shape)) if d not in contract[side] and d not in batch[side]]
+        turn = list(range(len(value.shape)))
+        for place, k in zip(free, moved, strict=True):
+            turn[place] = free[k]
+        operands[side] = _turned(graph, node, value, turn)
+    node.primitive, node.context, node.params, node.source = dot.primitive, dot.context, dot.params, dot.source
+    node.inputs = operands
+    return True
+
+
+def _turn_result(graph: Any, node: Any, order: Sequence[int]) -> None:
+    """Have a node make its result in another order of dimensions, which an equation after it puts in `order`."""
+    (out,) = node.outputs
+    shape = [0] * len(order)
+    for place, d in enumerate(order):
+        shape[d] = out.shape[place]
+    made = type(out)(out.aval.update(shape=tuple(shape)), node)
+    back = dataclasses.replace(node, primitive=lax.transpose_p, params={"permutation": tuple(order)}, inputs=[made])
+    back.outputs, node.outputs, out.producer = [out], [made], back
+    graph.nodes.insert(graph.nodes.index(node) + 1, back)
+
+
+def _turned(graph: Any, node: Any, value: Any, order: Sequence[int]) -> Any:
+    """`value` transposed, by an equation before `node`."""
+    made = dataclasses.replace(node, primitive=lax.transpose_p, params={"permutation": tuple(order)}, outputs=[])
+    made.inputs = [value]
+    made.outputs.append(type(value)(value.aval.update(shape=tuple(value.shape[d] for d in order)), made))
+    graph.nodes.insert(graph.nodes.index(node), made)
+    return made.outputs[0]
+
+
+def _absorb(graph: Any, node: Any, side: int) -> None:
+    """Let `dot(a, transpose(b))` read `b`: what is not contracted keeps its order, or is turned in a smaller result."""
     turn = node.inputs[side].producer
     if turn is None or turn.name != "transpose":
         return
@@ -102,7 +153,15 @@ def _absorb(node: Any, side: int) -> None:
     contract, batch = node.params["dimension_numbers"]
     free = [order[d] for d in range(len(order)) if d not in contract[side] and d not in batch[side]]
     if free != sorted(free):
-        return
+        (out,) = node.outputs
+        small = 2 * math.prod(out.shape) <= math.prod(turn.outputs[0].shape)
+        if not small or any(named(v.aval) is not None for v in (*node.inputs, out)):
+            return
+        start = len(batch[0]) + (len(out.shape) - len(batch[0]) - len(free)) * side
+        back = list(range(len(out.shape)))
+        for i, d in enumerate(free):
+            back[start + i] = start + sorted(free).index(d)
+        _turn_result(graph, node, back)
     moved = [
         tuple(tuple(order[d] for d in dims) if s == side else dims for s, dims in enumerate(pair))
         for pair in (contract, batch)
