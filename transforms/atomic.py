@@ -10,15 +10,23 @@ results that nobody needs are not computed, `vmap` maps the program, and its eff
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Literal, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
-tiled_p = Primitive("tiled")
+
+class Atomic(Primitive):
+    """A primitive with a body, which JAX's `checkify`, as for every call, replaces by one that carries its checks."""
+
+    def bind(self, *args: Any, subfuns: Sequence[Any] = (), **params: Any) -> Any:
+        return subfuns[0].call_wrapped(*args) if subfuns else super().bind(*args, **params)
+
+
+tiled_p = Atomic("tiled")
 tiled_p.multiple_results = True
 
 
@@ -44,18 +52,18 @@ def _mapped(*args: Any, call_jaxpr: ClosedJaxpr, dims: Any, outs: Any, axis: Any
 
 
 def _batch(axis: Any, args: Any, dims: Any, *, call_jaxpr: ClosedJaxpr) -> Any:
-    outs = tuple(0 if found else None for found in _depend(call_jaxpr, [d is not None for d in dims], axis.name))
+    outs = tuple(0 if found else None for found in depend(call_jaxpr, [d is not None for d in dims], axis.name))
     axis = (axis.name, axis.size, axis.spmd_name)
     mapped = _mapped.trace(*args, call_jaxpr=call_jaxpr, dims=tuple(dims), outs=outs, axis=axis).jaxpr
     return _bind(mapped, args), outs
 
 
-def _depend(program: ClosedJaxpr, given: Sequence[bool], name: Any) -> list[bool]:
-    """Which results depend on the inputs `given`, or on where along the axis `name` they are computed."""
+def depend(program: Any, given: Sequence[bool], name: Any = None) -> list[bool]:
+    """Which results of a jaxpr depend on the inputs `given`, or on where along the axis `name` they are computed."""
     jaxpr = getattr(program, "jaxpr", program)
     found = {v for v, known in zip(jaxpr.invars, given, strict=True) if known}
     for eqn in jaxpr.eqns:
-        along = any(getattr(e, "name", None) == name for e in eqn.effects)
+        along = name is not None and any(getattr(e, "name", None) == name for e in eqn.effects)
         if along or any(v in found for v in eqn.invars if not isinstance(v, Literal)):
             found.update(eqn.outvars)
     return [not isinstance(v, Literal) and v in found for v in jaxpr.outvars]
