@@ -15,9 +15,13 @@ from transforms.placement import Span
 Env = dict[Value, Any]
 
 
-def finish(plan: Schedule, env: Env, wanted: Sequence[Value], span: Span) -> None:
-    """Compute whole values outside the loops, operands first."""
-    stack = [v for v in wanted if v not in env and v.const is None]
+def finish(plan: Schedule, env: Env, wanted: Sequence[Value], span: Span, effects: Sequence[Node] = ()) -> None:
+    """Compute whole values outside the loops, operands first; and run `effects`."""
+    for node in effects:
+        if not node.outputs:
+            finish(plan, env, node.inputs, span)
+            node.bind([narrow(env, v) for v in node.inputs])
+    stack = [v for v in (*wanted, *(v for n in effects for v in n.outputs[:1])) if v not in env and v.const is None]
     while stack:
         value = stack[-1]
         node = value.producer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
 
 from transforms.dots import part_turns, spread_dots, turn_dots
+from transforms.effects import loud, silenced
 from transforms.refused import check_pure
 from transforms.spread import devices
 
@@ -170,7 +171,7 @@ def flatten(closed: ClosedJaxpr, *, custom: bool = True, remat: bool = False, to
                 outs = parts
             else:
                 ins = _long(eqn, ins) if eqn.primitive.name == "concatenate" else ins
-                effects = {e for e in eqn.effects if type(e).__name__ != "NamedAxisEffect"}  # of a collective
+                effects = loud(eqn.effects)
                 node = Node(eqn.primitive, plain(eqn.params), ins, [], eqn.source_info, outer, eqn.ctx, effects)
                 node.together = together
                 outs = node.outputs = [Value(v.aval, node, i) for i, v in enumerate(eqn.outvars)]
@@ -237,24 +238,27 @@ def prune(graph: Graph) -> Graph:
     return Graph(graph.inputs, kept[::-1], graph.outputs)
 
 
-def evaluate(env: dict[Value, Any], wanted: Sequence[Value]) -> list[Any]:
-    """Compute `wanted` from the known values in `env`, which is filled along the way. Nothing else is run."""
+def evaluate(env: dict[Value, Any], wanted: Sequence[Value], effects: Collection[Node] = ()) -> list[Any]:
+    """Compute `wanted` from the known values in `env`, which is filled along the way.
 
-    def known(value: Value) -> bool:
-        return value in env or value.const is not None
-
-    stack = [v for v in wanted if not known(v)]
+    Of the side effects run those of the nodes `effects`; what else has any is run without them.
+    """
+    stack = [*wanted, *(v for node in effects for v in (node.outputs[:1] or node.inputs))]
     while stack:
         value = stack[-1]
         node = value.producer
-        if known(value):
+        if value in env or value.const is not None:
             stack.pop()
             continue
         assert node is not None, f"{value} is neither known nor computed"
-        if missing := [v for v in node.inputs if not known(v)]:
+        if missing := [v for v in node.inputs if v not in env and v.const is None]:
             stack.extend(missing)
             continue
-        env.update(zip(node.outputs, node.bind([read(env, v) for v in node.inputs]), strict=True))
+        silent = node.effects and node not in effects
+        params = silenced(node.name, node.where, node.params) if silent else None
+        env.update(zip(node.outputs, node.bind([read(env, v) for v in node.inputs], params), strict=True))
+    for node in (n for n in effects if not n.outputs):
+        node.bind([read(env, v) for v in node.inputs])
     return [read(env, v) for v in wanted]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from transforms.graph import Graph, Node, Value, evaluate, flatten
+from transforms.graph import Graph, Node, Value, bodies, evaluate, flatten
 
 Policy = Callable[..., Any]
 
@@ -33,6 +33,11 @@ def _(primals: Any, tangents: Any) -> Any:
     return primals[1], tangents[0]
 
 
+def _seen(node: Node | None) -> bool:
+    """Whether somebody outside sees that a node computes its results."""
+    return node is not None and bool(node.effects and node.outputs) and not bodies(node.params)
+
+
 @dataclasses.dataclass(frozen=True)
 class Keeping:
     """A program as a graph, and the values of it that are kept."""
@@ -42,21 +47,20 @@ class Keeping:
 
     def forward(self, *args: Any) -> list[Any]:
         """The outputs, then what is kept."""
-        return evaluate(dict(zip(self.graph.inputs, args, strict=True)), [*self.graph.outputs, *self.values])
+        env = dict(zip(self.graph.inputs, args, strict=True))
+        effects = [node for node in self.graph.nodes if node.effects]
+        return evaluate(env, [*self.graph.outputs, *self.values], effects)
 
     def outputs(self, args: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
         """The outputs from what was kept: only the rest is computed, except for derivatives."""
         env = dict(zip(self.graph.inputs, args, strict=True))
         for value, array in zip(self.values, kept, strict=True):
-            (computed,) = evaluate(env, [value])
-            env[value] = swap(computed, array)
+            env[value] = array if _seen(value.producer) else swap(evaluate(env, [value])[0], array)
         return evaluate(env, self.graph.outputs)
 
 
 def keeping(closed: ClosedJaxpr, policy: Policy | None) -> Keeping | None:
-    """What `policy` keeps of a program; None if that is nothing."""
-    if policy is None:
-        return None
+    """What `policy` keeps of a program, and the results of what must not run again; None if that is nothing."""
     graph = flatten(closed, custom=False)
-    values = tuple(v for node in graph.nodes if keeps(policy, node) for v in node.outputs)
+    values = tuple(v for node in graph.nodes if keeps(policy, node) or _seen(node) for v in node.outputs)
     return Keeping(graph, values) if values else None

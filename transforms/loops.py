@@ -27,13 +27,14 @@ class Ref(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step:
-    """Run `node` on one tile, with `halo` rows before and after it."""
+    """Run `node` on one tile, with `halo` rows before and after it; `silent` if another loop has its side effects."""
 
     node: Node
     move: Move
     refs: tuple[Ref, ...]
     keys: tuple[tuple[Value, Placement], ...]
     halo: Reach = ALONE
+    silent: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

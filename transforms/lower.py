@@ -55,9 +55,7 @@ def run(
         if loop.updates or loop.steps:
             env.update(_run_loop(plan, loop, env, span, options, broad, _shared(plan, loop, reuse or {})))
     effects = [n for n in graph.nodes if n.effects and runs_once(plan.analysis, n)]
-    finish(plan, env, [*(v for n in effects for v in n.inputs), *graph.outputs], span)
-    for node in (n for n in effects if not any(v in env for v in n.outputs)):
-        node.bind([narrow(env, v) for v in node.inputs])
+    finish(plan, env, graph.outputs, span, effects)
     return [read(env, v) if i in wide else narrow(env, v) for i, v in enumerate(graph.outputs)]
 
 
@@ -72,7 +70,9 @@ def _shared(plan: Schedule, loop: Loop, reuse: Mapping[int, int]) -> dict[Value,
         here = {id(r) for r in loop.refs if r.value is source and r.how == "slice" and r.halo == ALONE}
         everywhere = {id(ref) for other in plan.loops for ref in other.refs if ref.value is source}
         outside = source in graph.outputs or any(
-            source in node.inputs for node in graph.nodes if isinstance(plan.analysis.moves[node].outs[0], Whole)
+            source in node.inputs
+            for node in graph.nodes
+            if all(isinstance(p, Whole) for p in plan.analysis.moves[node].outs[:1])
         )
         if alike and isinstance(fact(value).placement, Tiled) and here == everywhere and not outside:
             found[value] = source
@@ -256,7 +256,13 @@ def compute(
             continue
         how = apart[step.node.outputs[0]] if step.node.outputs else spread.TOGETHER
         node, values = spread.fit(step.node, _operands(step, tiles, env, span), how)
-        there = span.beside(step.halo)
+        if step.node.effects and all(
+            isinstance(p, Whole) for p in step.move.ins
+        ):  # in a region: the same for each tile
+            if span.effects:
+                _on_first_tile(node, values, span)
+            continue
+        there = span.beside(step.halo)._replace(effects=span.effects and not step.silent)
         if step.halo == ALONE and (wide := _wide(step, node, values, tiles, span, broad)) is not None:
             value, _ = step.keys[0]
             wide = spread.conform(wide, value.aval, how)
@@ -275,6 +281,16 @@ def compute(
                 tiles[(key, "beside")] = (tiles[key], there)
                 tiles[key] = there.narrow(by_value[value], want, span.halo)
     return tiles
+
+
+def _on_first_tile(node: Node, values: list[Any], span: Span) -> None:
+    """Have the side effects of a node once in all."""
+
+    def run(*values: Any) -> tuple[()]:
+        node.bind(values)
+        return ()
+
+    lax.cond(span.start == 0, run, lambda *_: (), *values)
 
 
 def _wide(step: Step, node: Node, values: list[Any], tiles: Tiles, span: Span, broad: Set[Value]) -> Any | None:

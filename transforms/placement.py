@@ -102,7 +102,7 @@ class Span(NamedTuple):
     """The tile: `length` steps from `start` of an axis that is `total` long; sums are formed in `accumulate`.
 
     `chunks`: a product may be added to an accumulator chunk by chunk. `halo`: how many of its first and last steps are
-    its neighbours', or outside of the axis.
+    its neighbours', or outside of the axis. `effects`: whether the side effects of the equation at hand run here.
     """
 
     start: Any
@@ -111,6 +111,7 @@ class Span(NamedTuple):
     accumulate: Any = jnp.float32
     chunks: bool = True
     halo: Reach = ALONE
+    effects: bool = True
 
     def beside(self, halo: Reach) -> Span:
         """The tile with as many steps before and after it."""

@@ -11,12 +11,14 @@ from jax.core import ShapedArray
 from jax.sharding import NamedSharding, PartitionSpec
 
 from transforms import passes
-from transforms.analysis import Analysis
+from transforms.analysis import Analysis, Local
+from transforms.effects import sources
 from transforms.estimate import temp_bytes
 from transforms.gather import gathered
 from transforms.graph import Graph, Node, Value, describe, elements, flatten, flops, nbytes
 from transforms.loops import Loop
 from transforms.placement import Partial, Placement, Span, Tiled
+from transforms.planner import runs_once
 from transforms.printing import describe_pass, totals
 from transforms.program import Program
 from transforms.spread import axes, devices, named
@@ -71,6 +73,15 @@ class Completed:
 
 
 @dataclasses.dataclass(frozen=True)
+class SideEffect:
+    """A callback or the like, at `where`: it runs once in all, or once whenever a tile comes by (`tiles`)."""
+
+    primitive: str
+    where: str
+    tiles: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class LoopPlan:
     """One loop over the tiles, from the last to the first if `reverse`.
 
@@ -103,6 +114,7 @@ class PassPlan:
     untiled_largest: int
     temp: int
     untiled_temp: int
+    effects: tuple[SideEffect, ...] = ()
 
     @property
     def largest(self) -> int:
@@ -157,7 +169,7 @@ def explain(program: Program) -> TilePlan:
 
 
 def _pass(run: passes.Pass) -> PassPlan:
-    loops, completed, total = [], [], 0
+    loops, completed, effects, total = [], [], [], 0
     before: set[object] = set()  # what the programs before this one compute: not the same nodes, but the same lines
     for program in run.programs:
         plan, seen = program.plan, set()
@@ -171,6 +183,7 @@ def _pass(run: passes.Pass) -> PassPlan:
             for c in plan.analysis.completions
             if isinstance(c.placement, Tiled)
         ]
+        effects += [e for n in plan.analysis.graph.nodes if n.effects for e in _effects(n, plan.analysis)]
         total += plan.flops + sum(flops(n) for n in plan.analysis.graph.nodes if n not in seen)
     untiled = flatten(run.untiled)
     total = total if run.programs else sum(map(flops, untiled.nodes))
@@ -182,7 +195,13 @@ def _pass(run: passes.Pass) -> PassPlan:
         untiled_largest=_largest(untiled),
         temp=temp_bytes(run.tiled),
         untiled_temp=temp_bytes(run.untiled),
+        effects=tuple(dict.fromkeys(effects)),
     )
+
+
+def _effects(node: Node, analysis: Analysis) -> list[SideEffect]:
+    tiles = isinstance(analysis.moves[node], Local) or not runs_once(analysis, node)
+    return [SideEffect(name, where, tiles) for name, where in sources(node.name, node.where, node.params)]
 
 
 def _key(node: Node) -> tuple[str, str, str]:

@@ -41,6 +41,7 @@ class Planner:
         self.deadline: dict[Value, int] = {}
         self.late: set[Value] = set()
         self.requested: dict[Value, int] = {}
+        self.heard: dict[Node, int] = {}  # in which loop nodes have their side effects
         self.readers: dict[Value, list[Node]] = {}
         for node in analysis.graph.nodes:
             for i, value in enumerate(node.inputs):
@@ -48,14 +49,13 @@ class Planner:
                     self.readers.setdefault(value, []).append(node)
 
     def plan(self) -> list[Loop]:
-        fact = self.analysis.fact
         effects = [n for n in self.analysis.graph.nodes if n.effects and not runs_once(self.analysis, n)]
         once = [n for n in self.analysis.graph.nodes if n.effects and runs_once(self.analysis, n)]
         outputs = [v for v in self.analysis.graph.outputs if v.const is None]
         outputs += [v for n in once for v in n.inputs if v.const is None]
         ends = [self.analysis.end(v) for v in outputs]
-        stages = {n: max(fact(v).stage for v in n.inputs) for n in effects}
-        last = max([*ends, *stages.values(), -1])
+        self.heard = {n: self.first(n) for n in effects}
+        last = max([*ends, *self.heard.values(), -1])
         for value in outputs:
             self.request([value], last)
         loops = [Loop(reverse=self.analysis.backward.get(d, False)) for d in range(last + 1)]
@@ -67,11 +67,19 @@ class Planner:
                     loops[d].updates.append(self.update(value, d, loops[d]))
             loops[d].updates = [u for u in loops[d].updates if self.deadline[u.value] == d]
             loops[d].updates += [*self.anchors(d, loops[d]), *self.states(d, loops[d])]
-            for node in (n for n in effects if stages[n] == d):
+            for node in (n for n in effects if self.heard[n] == d):
                 self.emit(self.effect(node), d, loops[d])
             loops[d].trim()
             widen(loops[d])
         return loops
+
+    def first(self, node: Node) -> int:
+        """The first loop that can run a node."""
+        if node.outputs:
+            return max(self.analysis.fact(v).stage for v in node.outputs)
+        whole = self.analysis.inputs | self.analysis.stored
+        waits = [v not in whole and (node, i) in self.analysis.completed for i, v in enumerate(node.inputs)]
+        return max(self.analysis.fact(v).stage + late for v, late in zip(node.inputs, waits, strict=True))
 
     def effect(self, node: Node) -> Ref:
         """What to emit so that a node with a side effect runs."""
@@ -232,7 +240,8 @@ class Planner:
                 made = tuple((v, p) for v, p in zip(node.outputs, move.outs, strict=True))
             else:
                 made = ((ref.value, ref.want),)
-            step = Step(node, move, self.operands(node, move, d, loop), made)
+            silent = self.heard.get(node, d) != d
+            step = Step(node, move, self.operands(node, move, d, loop), made, silent=silent)
             stack.extend((step, *step.refs))
 
     def expand(self, ref: Ref) -> tuple[Node, Move]:

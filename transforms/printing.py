@@ -36,6 +36,10 @@ def describe_pass(name: str, plan: Any) -> Iterator[str]:
         rows = [(f"{r.primitive} {r.array}", _flops(r.flops) if r.flops else "", short(r.where)) for r in again]
         rest = [(f"and {len(rows) - SHOWN} smaller", "", "")] if len(rows) > SHOWN else []
         yield from _table("recomputes", rows[:SHOWN] + rest)
+    if plan.effects:
+        yield "  side effects"
+    for e in plan.effects:
+        yield _fit(f"    `{e.primitive}` at {short(e.where)}: once{' for each tile' if e.tiles else ''}")
     if plan.completed:
         yield "  made whole, for an operation that needs it whole"
     for c in plan.completed:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from transforms import lower
+from transforms.effects import silence, silence_recomputed
 from transforms.ends import Ends, ends, every
 from transforms.graph import Graph, ancestors, depends, elements, flatten, nbytes
 from transforms.keep import Keeping, Policy, keeping
@@ -174,7 +175,8 @@ class Program:
             try:
                 count = len(self.closed.out_avals)
                 wide = range(count, count + len(active))
-                self._derived[key] = self.derive(functools.partial(self._values_and_gradients, active, out), (), wide)
+                made = self.derive(functools.partial(self._values_and_gradients, active, out), (), wide)
+                self._derived[key] = dataclasses.replace(made, closed=silence_recomputed(made.closed))
             except ValueError as error:
                 if NO_REVERSE not in str(error):
                     raise
@@ -199,6 +201,7 @@ class Program:
         if split is None:
             return straight
         parted = self.derive(lambda *args: split.joint(args, active), (), split.wide(active))
+        parted = dataclasses.replace(parted, closed=silence_recomputed(parted.closed))
         # More than one inner sum may mean more products than running the forward twice.
         if parted.plan.flops > joint.plan.flops:
             return straight
@@ -273,8 +276,11 @@ class Program:
 
     def _remember(self, key: Any, fn: Any, extra: Sequence[tuple[Any, Placement]], given: Any = None) -> Program:
         if key not in self._derived:
-            derived = dataclasses.replace(self.derive(fn, extra), given=given)
-            self._derived[key] = self.again(derived, key[1]) if key[0] == "cotangent" else derived
+            kind, active, outs = key
+            made = self.derive(fn, extra)
+            closed = silence(made.closed, len(outs if kind == "cotangent" else active))
+            derived = dataclasses.replace(made, closed=closed, given=given)
+            self._derived[key] = self.again(derived, active) if kind == "cotangent" else derived
         return self._derived[key]
 
 

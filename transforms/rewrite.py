@@ -15,8 +15,11 @@ from transforms.spread import like, varying
 
 
 def add(nodes: list[Node], like: Node, primitive: Primitive, inputs: Sequence[Value], avals: Any, **params: Any) -> Any:
-    """Append a node; return its results."""
-    node = dataclasses.replace(like, primitive=primitive, params=params, inputs=list(inputs), outputs=[], bodies={})
+    """Append a node; return its results. It has the side effects of the one that it is a part `of`, if of any."""
+    effects = like.effects if "of" in params else ()
+    node = dataclasses.replace(
+        like, primitive=primitive, params=params, inputs=list(inputs), outputs=[], bodies={}, effects=effects
+    )
     node.outputs.extend(Value(aval, node, i) for i, aval in enumerate(avals))
     nodes.append(node)
     return node.outputs

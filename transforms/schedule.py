@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from transforms.analysis import Analysis, Region
+from transforms.analysis import Analysis
 from transforms.graph import Value, flops
 from transforms.keep import Policy
 from transforms.limits import Limits
@@ -71,12 +71,15 @@ def _settle(
         deadline, rounds = planner.deadline, rounds + 1
 
 
-def region(analysis: Analysis, wants: Sequence[Placement | None]) -> tuple[Loop, list[Ref | None]]:
+def region(
+    analysis: Analysis, wants: Sequence[Placement | None], effects: bool = True
+) -> tuple[Loop, list[Ref | None]]:
     """The one loop body that computes a region's outputs at the tile at hand, and where they are read.
 
     Args:
         analysis: of the region's graph.
         wants: where each output is to stand; None for those that are not wanted.
+        effects: whether its side effects run.
     """
     planner = Planner(analysis, {}, {}, eager=False, local=True)
     loop = Loop()
@@ -86,6 +89,6 @@ def region(analysis: Analysis, wants: Sequence[Placement | None]) -> tuple[Loop,
         if (ref := refs[-1]) is not None:
             planner.emit(ref, 0, loop)
     for node in analysis.graph.nodes:
-        if node.effects and not isinstance(analysis.moves[node], Region):
+        if node.effects and effects:
             planner.emit(planner.effect(node), 0, loop)
     return loop, refs

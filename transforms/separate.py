@@ -41,7 +41,8 @@ class Separation:
             return dict(zip(inputs, args, strict=True)) | {inputs[i]: x for i, x in zip(active, chosen, strict=True)}
 
         def primal(*chosen: Any) -> Any:
-            found = evaluate(known(chosen), [*self.inner, *self.others, *self.graph.outputs])
+            wanted = [*self.inner, *self.others, *self.graph.outputs]
+            found = evaluate(known(chosen), wanted, [node for node in self.graph.nodes if node.effects])
             return found[: len(self.inner)], found[len(self.inner) :]
 
         inner, vjp, rest = jax.vjp(primal, *(args[i] for i in active), has_aux=True)
@@ -80,6 +81,8 @@ class Separation:
 def separate(closed: Any, placements: Any, limits: Limits, active: Sequence[int], out: int) -> Separation | None:
     """Find the scalar sums that a loss is nonlinear in; None where there are none, or other results are in between."""
     graph = flatten(closed, custom=False)
+    if any(node.effects and node.outputs for node in graph.nodes):
+        return None  # the outer function would run it again
     try:
         found = analyse(graph, placements, limits)
     except (Along, Inline, Complete, TileError):

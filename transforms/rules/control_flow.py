@@ -16,6 +16,7 @@ from transforms.rewrite import any_platform
 from transforms.rules import Complete, Move, refuse_partial, register, tiled
 from transforms.rules.regions import (
     Body,
+    aloud,
     analyse_body,
     at_tile,
     body_of,
@@ -117,13 +118,13 @@ def run_while(node: Node, values: Sequence[Any], carries: Sequence[int], test: B
     return full(lax.while_loop(go_on, step, [values[first + i] for i in carries]))
 
 
-def while_carries(node: Node, wanted: Sequence[int]) -> list[int]:
-    """What a while loop carries for its results `wanted`: their own needs and those of the test."""
+def while_carries(node: Node, wanted: Sequence[int], effects: bool = False) -> list[int]:
+    """What a while loop carries for its results `wanted`: their own needs, those of the test and of side effects."""
     tests, constants = node.params["cond_nconsts"], node.params["body_nconsts"]
     test, graph = body_graph(node, "cond_jaxpr"), body_graph(node, "body_jaxpr")
-    used = ancestors(test, test.outputs)
+    used = ancestors(test, [*test.outputs, *(v for n in aloud(test, effects) for v in n.inputs)])
     read = [i for i, v in enumerate(test.inputs[tests:]) if v in used]
-    return carries_for(graph, constants, len(node.outputs), sorted({*wanted, *read}))
+    return carries_for(graph, constants, len(node.outputs), sorted({*wanted, *read}), effects)
 
 
 def emit_while(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
@@ -132,7 +133,7 @@ def emit_while(node: Node, values: list[Any], move: Move, span: Span) -> list[An
     first = tests + node.params["body_nconsts"]
     ended, found = move.bodies
     wanted = [i for i, p in enumerate(move.outs) if not isinstance(p, Whole)]
-    carries = while_carries(node, wanted)
+    carries = while_carries(node, wanted, span.effects)
     test = at_tile(ended, (*move.ins[:tests], *move.outs), [WHOLE], span)
     outs = [p if i in carries else None for i, p in enumerate(move.outs)]
     body = at_tile(found, (*move.ins[tests:first], *move.outs), outs, span)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from transforms import lower, schedule
 from transforms.analysis import Analysis, Inline
-from transforms.graph import Graph, Value, ancestors, evaluate
+from transforms.graph import Graph, Node, Value, ancestors, evaluate
 from transforms.placement import Partial, Placement, Span, Whole
 from transforms.propagate import analyse
 from transforms.rewrite import any_platform, inline
@@ -22,7 +22,7 @@ Body = Callable[[Sequence[Any]], list[Any]]
 
 def at_tile(found: Analysis, ins: Sequence[Placement], outs: Sequence[Placement | None], span: Span) -> Body:
     """A region's body as a function of tiles that stand at `ins`; results at `outs`, and None for those not wanted."""
-    loop, refs = schedule.region(found, outs)
+    loop, refs = schedule.region(found, outs, span.effects)
 
     def run(values: Sequence[Any]) -> list[Any]:
         both = list(zip(found.graph.inputs, values, ins, strict=True))
@@ -82,11 +82,12 @@ def body_of(
         raise wait(given, f"needs a cut array whole inside, for `{need.node.name}` at {need.node.where}") from None
 
 
-def carries_for(graph: Graph, constants: int, carried: int, wanted: Sequence[int]) -> list[int]:
-    """The numbers of the carried values that a loop needs for its results `wanted`."""
+def carries_for(graph: Graph, constants: int, carried: int, wanted: Sequence[int], effects: bool = False) -> list[int]:
+    """The numbers of the carried values that a loop needs for its results `wanted`, and for its side effects."""
     needed = set(wanted)
+    heard = [v for node in aloud(graph, effects) for v in node.inputs]
     while True:
-        used = ancestors(graph, [graph.outputs[i] for i in needed])
+        used = ancestors(graph, [*heard, *(graph.outputs[i] for i in needed)])
         more = {i for i in range(carried) if graph.inputs[constants + i] in used} - needed
         if not more:
             return sorted(i for i in needed if i < carried)
@@ -110,12 +111,18 @@ def held(found: Analysis) -> tuple[Apart, ...]:
     return tuple(found.apart[v] for v in found.graph.outputs)
 
 
-def whole_body(graph: Graph, wanted: Sequence[int]) -> Body:
-    """A body as a function of whole values that computes the results `wanted` only."""
+def aloud(graph: Graph, effects: bool) -> list[Node]:
+    """The nodes that have side effects, if these are to run."""
+    return [node for node in graph.nodes if node.effects and effects]
+
+
+def whole_body(graph: Graph, wanted: Sequence[int], effects: bool = False) -> Body:
+    """A body as a function of whole values that computes the results `wanted`, and has its side effects, only."""
 
     def run(values: Sequence[Any]) -> list[Any]:
         env = {v: x for v, x in zip(graph.inputs, values, strict=True) if x is not None}
-        found = dict(zip(wanted, evaluate(env, [graph.outputs[i] for i in wanted]), strict=True))
+        made = evaluate(env, [graph.outputs[i] for i in wanted], aloud(graph, effects))
+        found = dict(zip(wanted, made, strict=True))
         return [found.get(i) for i in range(len(graph.outputs))]
 
     return run

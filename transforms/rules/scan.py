@@ -21,6 +21,7 @@ from transforms.placement import WHOLE, Partial, Placement, Span, Tiled, Whole
 from transforms.rules import RULES, Complete, Move, register, scan_counts
 from transforms.rules.regions import (
     Body,
+    aloud,
     at_tile,
     body_of,
     carries_for,
@@ -96,7 +97,7 @@ def summed(node: Node) -> list[Placement] | None:
         if after is not before and i not in adds:
             return None
         kinds.append(Partial("last" if after is before else "sum"))
-    return None if any(n.effects for n in graph.nodes) else kinds
+    return kinds
 
 
 def added(node: Node) -> list[int]:
@@ -119,14 +120,19 @@ def _only_added(graph: Graph, before: Value, after: Value) -> bool:
 
 
 def run_scan(
-    node: Node, values: Sequence[Any], wanted: Sequence[int], body: Body, length: int | None = None
+    node: Node,
+    values: Sequence[Any],
+    wanted: Sequence[int],
+    body: Body,
+    length: int | None = None,
+    effects: bool = False,
 ) -> list[Any]:
     """The results `wanted` of a scan over `body`, None for the others; operands that nothing reads may be None.
 
-    `length` steps, the scan's own if None.
+    `length` steps, the scan's own if None; with the side effects of the body, if it has `effects`.
     """
     constants, carried = scan_counts(node)
-    carries = carries_for(body_graph(node, "jaxpr"), constants, carried, wanted)
+    carries = carries_for(body_graph(node, "jaxpr"), constants, carried, wanted, effects)
     stacks = [i for i in wanted if i >= carried]
     xs = list(values[constants + carried :])
 
@@ -151,7 +157,7 @@ def emit_scan(node: Node, values: list[Any], move: Move, span: Span) -> list[Any
     wanted = [i for i, p in enumerate(move.outs) if not isinstance(p, Whole)]
     stacked = [p.at(p.dim - 1) if isinstance(p, Tiled) else p for p in move.ins[constants + carried :]]
     ins = (*move.ins[: constants + carried], *stacked)
-    carries = carries_for(body_graph(node, "jaxpr"), constants, carried, wanted)
+    carries = carries_for(body_graph(node, "jaxpr"), constants, carried, wanted, span.effects)
     outs = [move.outs[i] if i in carries else None for i in range(carried)]
     for placement in kept(move)[carried:]:
         outs.append(placement.at(placement.dim - 1) if isinstance(placement, Tiled) else placement)
@@ -159,7 +165,7 @@ def emit_scan(node: Node, values: list[Any], move: Move, span: Span) -> list[Any
     for i in range(constants, constants + carried):
         if values[i] is not None:
             values[i] = conform(values[i], node.inputs[i].aval, move.apart[i - constants])
-    return run_scan(node, values, wanted, at_tile(move.bodies[0], ins, outs, span))
+    return run_scan(node, values, wanted, at_tile(move.bodies[0], ins, outs, span), effects=span.effects)
 
 
 def emit_sums(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
@@ -174,8 +180,8 @@ def run_part(
     """The results `wanted` of `length` steps of a scan; what only adds up is added up in the dtype of sums."""
     graph = body_graph(node, "jaxpr")
     constants, carried = scan_counts(node)
-    carries = carries_for(graph, constants, carried, wanted)
-    whole = whole_body(graph, sorted({*carries, *wanted}))
+    carries = carries_for(graph, constants, carried, wanted, span.effects)
+    whole = whole_body(graph, sorted({*carries, *wanted}), span.effects)
     sums = [i for i in carries if move.outs[i] == Partial("sum")]
 
     def body(inner: Sequence[Any]) -> list[Any]:
@@ -188,7 +194,7 @@ def run_part(
         return outs
 
     widened = [widen(v, p, span) for v, p in zip(values, move.ins, strict=True)]
-    return run_scan(node, widened, wanted, body, length)
+    return run_scan(node, widened, wanted, body, length, span.effects)
 
 
 def part_scan(node: Node, wanted: Sequence[int]) -> tuple[list[int], Callable[..., Any]]:
@@ -233,9 +239,8 @@ def local_scan(node: Node, placements: tuple[Placement, ...], limits: Any) -> Mo
         state = joined  # ty: ignore[invalid-assignment]
 
     def run(values: list[Any]) -> list[Any]:
-        return run_scan(
-            node, values, range(len(node.outputs)), lambda inner: program.run(*(jnp.asarray(inner[i]) for i in kept))
-        )
+        body = lambda inner: program.run(*(jnp.asarray(inner[i]) for i in kept))
+        return run_scan(node, values, range(len(node.outputs)), body)
 
     results = [p.at(p.dim + 1) if isinstance(p, Tiled) else p for p in outs[carried:]]
     return Local((*state, *results), (WHOLE,) * len(placements), (program,), tuple(kept), run)
@@ -252,7 +257,7 @@ def sink_constants(node: Node) -> tuple[ClosedJaxpr, list[int]]:
         env: dict[Value, Any] = {graph.inputs[i]: x for i, x in zip(kept, values, strict=True)}
         for i in made:
             env[graph.inputs[i]] = evaluate({}, [node.inputs[i]])[0]
-        return evaluate(env, graph.outputs)
+        return evaluate(env, graph.outputs, aloud(graph, True))
 
     avals = [like(graph.inputs[i].aval) for i in kept]
     return jax.make_jaxpr(body)(*avals), kept
