@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr
 
+from transforms.effects import loud
 from transforms.graph import Graph, Node, Value, bodies, evaluate, flatten
 
 Policy = Callable[..., Any]
@@ -61,6 +62,8 @@ class Keeping:
 
 def keeping(closed: ClosedJaxpr, policy: Policy | None) -> Keeping | None:
     """What `policy` keeps of a program, and the results of what must not run again; None if that is nothing."""
+    if policy is None and not loud(closed.effects):
+        return None
     graph = flatten(closed, custom=False)
     values = tuple(v for node in graph.nodes if keeps(policy, node) or _seen(node) for v in node.outputs)
     return Keeping(graph, values) if values else None
