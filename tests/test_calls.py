@@ -58,7 +58,7 @@ def test_surroundings_of_a_trace_are_part_of_it():
     tiled, key = tile(noise, (None, 0), 4), jax.random.key(0)
     tiled(key, X)
     with jax.threefry_partitionable(False):
-        np.testing.assert_array_equal(tiled(key, X), noise(key, X))
+        np.testing.assert_allclose(tiled(key, X), noise(key, X), rtol=1e-5, atol=1e-6)
 
 
 def test_python_numbers_are_traced(plans):
@@ -69,6 +69,8 @@ def test_python_numbers_are_traced(plans):
     assert tile(lambda x, s: (x * s)[:1], (0, None), 3)(X.astype(jnp.bfloat16), 0.5).dtype == jnp.bfloat16
     sign = tile(lambda x, s: jnp.sum(x * 0 + jnp.copysign(1.0, s)), (0, None), 4)
     assert (sign(X, 0.0), sign(X, -0.0)) == (84, -84)
+    tiny = tile(lambda x, s: jnp.sum(x * (s * 1e300)), (0, None), 4)  # no float32 holds the number
+    np.testing.assert_allclose(tiny(X, 1e-300), jnp.sum(X), rtol=1e-5)
     assert tile(lambda x, z: jnp.sum(x) * z, (0, None), 4)(X, 1j).dtype == jnp.complex64
 
 
@@ -81,7 +83,6 @@ NEEDED = {
     "text": lambda x, s, u: (jnp.sum(x * u), f"{s}"),
     "result": lambda x, s, u: (jnp.sum(x * u), s * 2),
     "given back": lambda x, s, u: (jnp.sum(x * u * s), s, {"u": u}),
-    "tiny": lambda x, s, u: jnp.sum(x * (s * 1e-300) * 1e300 * u),
 }
 
 
@@ -91,7 +92,7 @@ def test_python_numbers_are_static_where_their_value_is_needed(name):
     tiled = tile(fn, (0, None, None), 3)
     for s, u in ((0.5, 2.0), (1.5, 2.0), (0.5, 3.0)):
         found, expected = tiled(X, s, u), fn(X, s, u)
-        assert list(map(type, jax.tree.leaves(found))) == [type(y) for y in jax.tree.leaves(expected)] or name == "tiny"
+        assert list(map(type, jax.tree.leaves(found))) == [type(y) for y in jax.tree.leaves(expected)]
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
             assert a == b if isinstance(b, str) else np.allclose(a, b, rtol=1e-5)
 
@@ -142,7 +143,7 @@ def test_calls_inside_other_contexts():
     class Unhashable:
         __hash__ = None
 
-    assert tile(lambda x, s: jnp.sum(x), (0, None), 3)(X, Unhashable()) == pytest.approx(jnp.sum(X), rel=1e-5)
+    assert tile(lambda x, s: jnp.sum(x), (0, None), 3)(X, Unhashable()) == pytest.approx(float(jnp.sum(X)), rel=1e-5)
 
 
 # ------------------------------------------------------------------------------------------------------ types of results
@@ -212,12 +213,12 @@ def test_one_tile_is_the_function_itself():
 
     for options in ({"n": 1}, {"size": 21}, {"size": 50}):
         tiled = tile(fn, (0, None), has_aux=True, **options)
-        assert str(jax.make_jaxpr(tiled.__wrapped__)(X, W)) if False else tiled(X, W)[1]["name"] == "x"
-        assert jax.grad(lambda x, fn=tiled: fn(x, W)[1]["out"])(X).any() == False  # noqa: E712
+        assert tiled(X, W)[1]["name"] == "x"
+        assert not jax.grad(lambda x, fn=tiled: fn(x, W)[1]["out"])(X).any()
         assert "one tile: the function as it is" in str(tiled.plan(X, W))
     plain = lambda x, w: head(x, w)
     assert str(jax.make_jaxpr(tile(plain, (0, None), 1))(X, W)) == str(jax.make_jaxpr(plain)(X, W))
-    assert "scan" in str(jax.make_jaxpr(jax.grad(tile(plain, (0, None), 1, lowmem=True), 1))(X, W))
+    assert "loop 1" in str(tile(plain, (0, None), 1, lowmem=True).plan(X, W))
     with pytest.raises(ValueError, match="out of range"):
         tile(plain, (2, None), 1)(X, W)
 
@@ -254,7 +255,9 @@ def test_method_on_an_auto_mesh():
 
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     with jax.set_mesh(mesh):
-        np.testing.assert_allclose(jax.jit(Head(W).__call__)(X[:8]), jnp.tanh(X[:8] @ W), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            jax.jit(lambda head, x: head(x))(Head(W), X[:8]), jnp.tanh(X[:8] @ W), rtol=1e-5, atol=1e-6
+        )
 
 
 # ------------------------------------------------------------------------------------------------- planning is linear

@@ -57,7 +57,7 @@ class Value:
         self.aval, self.producer, self.index, self.const = aval, producer, index, const
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> tuple[Any, ...]:  # of int, where `jax.export` leaves none open
         return self.aval.shape
 
     @property

@@ -125,7 +125,7 @@ class Span(NamedTuple):
         """The dtype in which a sum of `dtype` is formed."""
         return wide(dtype, self.accumulate)
 
-    def local_shape(self, shape: tuple[int, ...], placement: Placement) -> tuple[int, ...]:
+    def local_shape(self, shape: tuple[Any, ...], placement: Placement) -> tuple[Any, ...]:
         """The shape that a tile of a value of `shape` has."""
         if not isinstance(placement, Tiled):
             return tuple(shape)

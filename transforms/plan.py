@@ -147,7 +147,8 @@ class TilePlan:
         last = self.length - (self.tiles - 1) * self.size
         short = "" if last == self.size else f", the last {last}"
         where = "" if self.shares == 1 else f" on each of {self.shares} devices"
-        count = f"{self.tiles} tiles of {self.size}{short}" if self.tiles > 1 else "one tile: the function as it is"
+        own = self.tiles == 1 and not self.value.loops
+        count = "one tile: the function as it is" if own else f"{self.tiles} tiles of {self.size}{short}"
         lines = [f"{self.length} steps in {count}{where}", ""]
         found = {"value": self.value, "value and gradient": self.gradient}
         known = {name: plan for name, plan in found.items() if plan is not None}

@@ -78,7 +78,7 @@ def pull_squeeze(node: Node, want: Tiled) -> tuple[Placement, ...]:
 # ----------------------------------------------------------------------------------------------------------- reshape
 
 
-def carry(cut: Tiled, old: tuple[int, ...], new: tuple[int, ...]) -> Tiled | None:
+def carry(cut: Tiled, old: tuple[Any, ...], new: tuple[Any, ...]) -> Tiled | None:
     """Where the factor `L` of `old[cut.dim] = major * L * minor` stands in `new`, if it stays in one piece."""
     if 0 in old:
         return None
