@@ -30,7 +30,7 @@ def head(x, w):
     return jnp.sum(jax.nn.logsumexp(x @ w, -1))
 
 
-# ------------------------------------------------------------------------------------------------- what JAX's cache knows
+# ------------------------------------------------------------------------------------------------ what JAX's cache knows
 
 
 def test_calls_alike_are_planned_once(plans):
@@ -110,7 +110,7 @@ def test_an_error_of_the_function_is_its_own():
     def fn(x, s):
         raise KeyError(f"no {s}")
 
-    with pytest.raises(KeyError, match="no 0.5"):
+    with pytest.raises(KeyError, match=r"no 0\.5"):
         tile(fn, (0, None), 3)(X, 0.5)
 
 
@@ -146,7 +146,7 @@ def test_calls_inside_other_contexts():
     assert tile(lambda x, s: jnp.sum(x), (0, None), 3)(X, Unhashable()) == pytest.approx(float(jnp.sum(X)), rel=1e-5)
 
 
-# ------------------------------------------------------------------------------------------------------ types of results
+# ----------------------------------------------------------------------------------------------------- types of results
 
 
 def test_weak_types_are_those_of_the_function():
@@ -168,7 +168,7 @@ def test_strict_promotion_of_bfloat16_gradients():
         np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), atol=1e-2)
 
 
-# -------------------------------------------------------------------------------------------------------- copies, export
+# ------------------------------------------------------------------------------------------------------- copies, export
 
 
 class Layer(eqx.Module):

@@ -48,9 +48,7 @@ from transforms.terms import peel
 stored_p = Primitive("stored")  # a cut value as the loop left it that computed it first
 witness_p = Primitive("witness")  # the extremum so far, its place, and how many elements equal it
 snapped_p = Primitive("snapped")  # a value that is computed again, with its extremum where that was
-agreed_p = Primitive(
-    "agreed"
-)  # the first operand, computed again, as the second, which agrees with what is known of it
+agreed_p = Primitive("agreed")  # the first operand, computed again, as the second, which agrees with what is known of it
 
 names = lambda text: frozenset(text.split())
 # Equations that a last bit may change by more than that. Conversions to integers, too: see `_jumps`.
@@ -241,9 +239,7 @@ class _Walk:
             yield from (root(v) for i, v in cut if (node, i) in self.found.completed)
         elif node.name in ("reduce_sum", "dot_general"):
             masks = [_mask(v) for v in node.inputs]
-            yield from (
-                root(w) for i, v in cut for w in (_unmasked(v) or ([v] if any(masks[:i] + masks[i + 1 :]) else []))
-            )
+            yield from (root(w) for i, v in cut for w in (_unmasked(v) or ([v] if any(masks[:i] + masks[i + 1 :]) else [])))
 
 
 def root(value: Value) -> Value:
@@ -455,9 +451,7 @@ def emit_witness(node: Node, values: list[Any], move: Move, span: Span) -> list[
     best = array.max(axes) if node.params["op"] == "max" else array.min(axes)
     ties = array == wide(best, axes)
     column, last = _column(array, cut.dim, axes), np.iinfo(np.int32).max
-    rows = jnp.arange(array.shape[cut.dim], dtype=jnp.int32).reshape(
-        [-1 if d == cut.dim else 1 for d in range(array.ndim)]
-    )
+    rows = jnp.arange(array.shape[cut.dim], dtype=jnp.int32).reshape([-1 if d == cut.dim else 1 for d in range(array.ndim)])
     row = jnp.where(ties, rows, last).min(axes)
     column = jnp.where(ties & (rows == wide(row, axes)), column, last).min(axes)
     now = [best, row + jnp.asarray(span.start * cut.minor, jnp.int32), column, ties.sum(axes, dtype=jnp.int32)]

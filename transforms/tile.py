@@ -8,7 +8,6 @@ propagate.py   a placement for every value          lowmem.py    a second cut; k
 rules/         what each primitive does to one      plan.py      what was done, in bytes and FLOPs
 online.py      sums under a running maximum         estimate.py  temporary memory, before compiling
 prefix.py      states, tile to tile (states.py)     budget.py    the fewest tiles that fit
-atomic.py      a run as one equation               effects.py   side effects, once for each tile
 spread.py      arrays over a mesh, by their types   apart.py     sums over devices, after the loop
 gather.py      weights gathered before a loop       auto.py      meshes whose axes are Auto
 analysis.py    what is known of a cut graph         finish.py    what is computed outside the loops
@@ -69,10 +68,10 @@ class TiledFunction(Generic[P, R]):
     def __reduce__(self) -> Any:
         """A decorated function is pickled by its name, as Python's functions are."""
         found: Any = sys.modules.get(self.__module__)
-        path: str = getattr(self, "__qualname__", "")
-        for name in path.split("."):
+        qualified = getattr(self, "__qualname__", "")
+        for name in qualified.split("."):
             found = getattr(found, name, None)
-        return path if found is self else super().__reduce__()
+        return qualified if found is self else super().__reduce__()
 
     @overload
     def __get__(self, instance: None, owner: Any = None) -> TiledFunction[P, R]: ...
