@@ -30,7 +30,7 @@ def head(x, w):
     return jnp.sum(jax.nn.logsumexp(x @ w, -1))
 
 
-# ------------------------------------------------------------------------------------------------ what JAX's cache knows
+# --------------------------------------------------------------------------------------------- what JAX's cache knows
 
 
 def test_calls_alike_are_planned_once(plans):

@@ -178,7 +178,7 @@ def tile(
     or is told where the copy came from, or is refused. Terms are pulled out of an exponential only relative to the
     running maximum of its own exponent.
 
-    Like `jax.jit`, it traces `fn` once for each set of shapes: what `fn` closes over is read then.
+    Like `jax.jit`, and inside one, it traces `fn` once for each set of shapes: what `fn` closes over is read then.
 
         tiled = tile(loss, axis=(None, 0, 0), n=8)      # loss(weights, hidden, labels), cut along tokens
         jax.value_and_grad(tiled)(weights, hidden, labels)
@@ -187,15 +187,16 @@ def tile(
         def loss(weights: Float[Array, "embed vocab"], hidden: Float[Array, "tokens embed"]): ...
 
     Args:
-        fn: any function of arrays, pytrees and `eqx.Module`s. Leaves that are not arrays are static. Left out, `tile`
-            is a decorator, of methods too.
+        fn: any function of arrays, pytrees and `eqx.Module`s. Leaves that are not arrays are static; floats and complex
+            numbers only where `fn` needs their values. Left out, `tile` is a decorator, of methods too.
         axis: reads like `jax.vmap`'s `in_axes`: an int, negative too, or a tuple with an entry for each positional
             argument: an int, None for what every tile sees whole, or a pytree prefix of those. A bare int cuts every
             positional array that has that dimension, but no `eqx.Module`, random key or keyword argument. A dict names
             arguments, keyword ones too; those that it leaves out are whole. A string names a dimension of `fn`'s
             jaxtyping annotations, those of fields inside the arguments too: each array is cut where it has that name.
             A method's object is whole and has no entry.
-        n: number of tiles. A tile is `ceil(length / n)` long and the last may be shorter, so there may be fewer.
+        n: number of tiles. A tile is `ceil(length / n)` long and the last may be shorter, so there may be fewer, and
+            no more than the axis is long. One tile, or an axis of length 0, is `fn` as it is, with JAX's derivatives.
             "auto" takes the fewest that fit `budget`.
         size: a tile's length, instead of `n`; a shorter axis is one tile.
         budget: with `n="auto"`, the temporary memory that the function with its gradients may take, in bytes or as
