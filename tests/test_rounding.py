@@ -40,6 +40,7 @@ STORED = {
     "rank of what a mask picks": lambda x, y: (
         (made(x, y) >= jnp.where(x == x[3, 0], made(x, y), 0).sum(0)).sum(0) * 1.0
     ),
+    "maximum of some": lambda x, y: (made(x, y) >= jnp.max(made(x, y), 0, where=x > 0, initial=-9.0)).sum(0) * 1.0,
     "relative to the maximum": lambda x, y: nn.relu(made(x, y) - made(x, y).max(0) + 0.0),
     "sign": lambda x, y: jnp.sign(made(x, y) - made(x, y).max(0)).sum(0),
     "quantised": lambda x, y: jnp.floor(made(x, y) / made(x, y).max(0)),

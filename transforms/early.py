@@ -7,13 +7,14 @@ also `exp(x)` times a factor that is constant along the cut axis, and a sum of i
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax.core import ShapedArray
 
 from transforms.analysis import Analysis
-from transforms.equal import Numbering
+from transforms.equal import Numbering, Numbers
 from transforms.follow import RULES
 from transforms.graph import Node, Value, constant
 from transforms.placement import Partial, Tiled, Whole
@@ -40,9 +41,13 @@ class Finder:
         self.sums: dict[Value, Early] = {}  # partial sums that an earlier loop could form
         self.parts: dict[Value, Node] = {}  # of these, the sum over the cut axis alone
         self.ready: dict[Value, int] = {}  # whole values of which a loop has a running form
-        self.numbers = Numbering()(found.graph)
         for node in found.graph.nodes:
             self.visit(node)
+
+    @functools.cached_property
+    def numbers(self) -> Numbers:
+        """What tells values from each other."""
+        return Numbering()(self.found.graph)
 
     def visit(self, node: Node) -> None:
         move = self.found.moves.get(node)

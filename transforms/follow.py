@@ -135,7 +135,7 @@ def follow_select(self: Known, node: Node, move: Move, late: int | None) -> Earl
         return None
     found = [self.operand(v) for v in cases if self.is_cut(v) and constant(v) is None]
     filled = [v for v in cases if not self.is_cut(v) or constant(v) is not None]
-    if not found or any((e.terms, e.scaled, e.bounded) != (found[0].terms, found[0].scaled, found[0].bounded) for e in found):
+    if len({(e.terms, e.scaled, e.bounded) for e in found}) != 1:
         return None
     stage = max(e.stage for e in (*found, self.operand(which)))
     fill = [constant(v) for v in filled]

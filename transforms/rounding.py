@@ -48,7 +48,7 @@ from transforms.terms import peel
 stored_p = Primitive("stored")  # a cut value as the loop left it that computed it first
 witness_p = Primitive("witness")  # the extremum so far, its place, and how many elements equal it
 snapped_p = Primitive("snapped")  # a value that is computed again, with its extremum where that was
-agreed_p = Primitive("agreed")  # the first operand, computed again, as the second, which agrees with what is known of it
+agreed_p = Primitive("agreed")  # the first operand, computed again, as the second: as what is known has it
 
 names = lambda text: frozenset(text.split())
 # Equations that a last bit may change by more than that. Conversions to integers, too: see `_jumps`.
@@ -63,6 +63,8 @@ COPYING = names(
 )
 # The same elements in another order, place or number; `neg` has the same up to the sign.
 MOVING = names("reshape transpose squeeze broadcast_in_dim expand_dims copy copy_p stop_gradient name neg rev")
+# Each element of their results is one of their operands'.
+CHOOSING = names("select_n max min clamp concatenate pad dynamic_update_slice")
 # No rounding enters what these make of values that have none.
 EXACT = MOVING | COPYING | DISCONTINUOUS
 EXACT |= names(
@@ -234,12 +236,14 @@ class _Walk:
             return
         cut = [(i, v) for i, v in enumerate(node.inputs) if self._cut(v) and _inexact(v)]
         if node.name in COPYING:
-            yield from (root(v) for _, v in cut)
+            yield from (w for _, v in cut for w in _sources(v))
         elif node.name in MOVING:
             yield from (root(v) for i, v in cut if (node, i) in self.found.completed)
         elif node.name in ("reduce_sum", "dot_general"):
             masks = [_mask(v) for v in node.inputs]
-            yield from (root(w) for i, v in cut for w in (_unmasked(v) or ([v] if any(masks[:i] + masks[i + 1 :]) else [])))
+            for i, v in cut:
+                masked = any(masks[:i] + masks[i + 1 :])
+                yield from map(root, _unmasked(v) or ([v] if masked else []))
 
 
 def root(value: Value) -> Value:
@@ -263,6 +267,19 @@ def _unmasked(value: Value) -> list[Value]:
     if node is not None and node.name == "mul" and any(map(_mask, node.inputs)):
         return [v for v in node.inputs if not _mask(v)]
     return []
+
+
+def _sources(value: Value) -> Iterator[Value]:
+    """The values whose elements a value has."""
+    stack, seen = [root(value)], set()
+    while stack:
+        value = stack.pop()
+        if value in seen or not _inexact(value) or constant(value) is not None:
+            continue
+        seen.add(value)
+        yield value
+        if value.producer is not None and value.producer.name in CHOOSING:
+            stack += map(root, value.producer.inputs)
 
 
 def _inexact(value: Value) -> bool:
@@ -451,7 +468,7 @@ def emit_witness(node: Node, values: list[Any], move: Move, span: Span) -> list[
     best = array.max(axes) if node.params["op"] == "max" else array.min(axes)
     ties = array == wide(best, axes)
     column, last = _column(array, cut.dim, axes), np.iinfo(np.int32).max
-    rows = jnp.arange(array.shape[cut.dim], dtype=jnp.int32).reshape([-1 if d == cut.dim else 1 for d in range(array.ndim)])
+    rows = lax.broadcasted_iota(jnp.int32, array.shape, cut.dim)
     row = jnp.where(ties, rows, last).min(axes)
     column = jnp.where(ties & (rows == wide(row, axes)), column, last).min(axes)
     now = [best, row + jnp.asarray(span.start * cut.minor, jnp.int32), column, ties.sum(axes, dtype=jnp.int32)]
