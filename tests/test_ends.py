@@ -7,12 +7,12 @@ import pytest
 
 from tests.test_online import draw, exact, loops
 from transforms import tile
-from transforms.ends import compared
 from transforms.equal import Numbering
 from transforms.graph import evaluate, flatten
 from transforms.placement import WHOLE, Tiled
 from transforms.program import Options, Program
 from transforms.reassociate import Product, identity, reassociate
+from transforms.rounding import decides
 
 KEYS = (None, 0, 0)
 Q, K, D, E = 6, 11, 4, 3
@@ -183,7 +183,7 @@ def test_second_derivatives_do_not_take_what_was_handed_on_for_constant(fn):
 def test_a_maximum_that_something_is_compared_with_is_found_by_the_program_that_compares():
     made = graph(lambda x: ((top := x.max(0)), (x == top[None]).sum(0))[1], jnp.ones((4, 3)))
     (top,) = (n.outputs[0] for n in made.nodes if n.name == "reduce_max")
-    assert compared(made, top) and not compared(made, made.outputs[0])
+    assert decides(made, top) and not decides(made, made.outputs[0])
 
 
 def test_what_is_larger_than_inputs_and_outputs_is_not_handed_on():
