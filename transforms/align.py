@@ -218,6 +218,22 @@ def _window(node: Node, dim: int, total: int) -> Made:
     return traced(lambda *v: [lax.slice_in_dim(node.bind(list(v), params)[0], 0, size, axis=dim)], node.inputs, node)
 
 
+def _spaced(node: Node, dim: int, total: int) -> Made:
+    """A window over elements with gaps between them: it leaves the gaps itself, and makes as many as there are."""
+    made = node.inputs[0].producer if node.inputs else None
+    op = {"reduce_window_sum": "sum", "reduce_window_max": "max", "reduce_window_min": "min"}.get(node.name)
+    if op is None or made is None or made.name != "pad" or not made.params["padding_config"][dim][2]:
+        return None
+    config, p = made.params["padding_config"], node.params
+    plain = p.get("base_dilation") is None or set(p["base_dilation"]) == {1}
+    filled = constant(made.inputs[1]) == identity(op, node.inputs[0].dtype)
+    if not plain or not filled or any(low < 0 or high < 0 for low, high, _ in config):
+        return None
+    padding = tuple((a + low, b + high) for (a, b), (low, high, _) in zip(p["padding"], config, strict=True))
+    params = p | {"padding": padding, "base_dilation": tuple(gap + 1 for *_, gap in config)}
+    return traced(lambda x: node.bind([x], params), made.inputs[:1], node)
+
+
 def _kernel(node: Node, dim: int, total: int) -> Made:
     """The gradient of a kernel, from fewer rows than there are: the others are zeros."""
     if node.name != "conv_general_dilated":
@@ -236,4 +252,4 @@ def _kernel(node: Node, dim: int, total: int) -> Made:
     return traced(lambda x, y: node.bind([x, longer(y)], p | {"padding": tuple(padding)}), node.inputs, node)
 
 
-WAYS = (_shift, _few, _sink, _window, _kernel)
+WAYS = (_shift, _few, _sink, _window, _spaced, _kernel)

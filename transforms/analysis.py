@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -75,6 +76,12 @@ class Local(Move):
     run: Callable[[list[Any]], list[Any]] = lambda values: values  # None stands for the others
 
 
+def grain(move: Move) -> int:
+    """Of how many rows tiles must hold a multiple: groups that have become one element stay together."""
+    groups = [p.group for p in (*move.ins, *move.outs) if isinstance(p, Tiled)]
+    return math.lcm(*groups, *(b.grain for b in move.bodies)) if isinstance(move, Region) else math.lcm(*groups)
+
+
 class Promote(Exception):
     """Whole values are too large to be made whole, but can be made tile by tile: to be placed as Tiled."""
 
@@ -106,6 +113,7 @@ class Analysis:
     reach: dict[Value, Reach] = dataclasses.field(default_factory=dict)  # rows beside the tile that they take
     fixed: dict[Value, Node] = dataclasses.field(default_factory=dict)  # cut values that are made for the tile alone
     moving: set[Value] = dataclasses.field(default_factory=set)  # what depends on the tiles before
+    grain: int = 1  # tiles hold a multiple of so many rows
 
     def fact(self, value: Value) -> Fact:
         return self.facts.get(value, Fact(WHOLE))

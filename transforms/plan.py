@@ -164,9 +164,10 @@ class TilePlan:
 def explain(program: Program) -> TilePlan:
     """Describe a program, and its gradient if it has one, without running either."""
     options, back = program.options, passes.gradient(program)
-    tiles = max(1, -(-options.total // options.size))
+    size = max(p.plan.size for p in passes.value(program).programs)
+    tiles = max(1, -(-options.total // size))
     gradient = None if back is None else _pass(back)
-    return TilePlan(options.total, tiles, options.size, _pass(passes.value(program)), gradient, options.shares)
+    return TilePlan(options.total, tiles, size, _pass(passes.value(program)), gradient, options.shares)
 
 
 def _pass(run: passes.Pass) -> PassPlan:
@@ -212,7 +213,7 @@ def _key(node: Node) -> tuple[str, str, str]:
 def _loop(program: Program, loop: Loop, again: Iterable[Node]) -> LoopPlan:
     """Describe one loop, `again` being those of its nodes that earlier ones run too."""
     options, analysis = program.options, program.plan.analysis
-    span = Span(0, options.size, options.total, options.accumulate)
+    span = Span(0, program.plan.size, options.total, options.accumulate)
     if loop.light(analysis):
         span = span._replace(length=span.total)
     sizes = [_bytes(span.local_shape(v.shape, p), v) for s in loop.steps for v, p in s.keys]

@@ -40,6 +40,7 @@ from transforms.rules import (  # noqa: F401
     windows,
 )
 from transforms.schedule import schedule
+from transforms.states import resize
 
 
 def planned(
@@ -65,11 +66,16 @@ def planned(
     done = Rewritten()
     divided: set[Node] = set()
     first: TileError | None = None
-    span = Span(0, options.size, options.total, options.accumulate)
     merge(graph)
     while True:
+        span = Span(0, limits.options.size, options.total, options.accumulate)
         try:
             found = analyse(graph, placements, limits, promoted)
+            if rest := limits.options.size % found.grain:
+                size = min(limits.options.size - rest + found.grain, options.total)
+                limits = dataclasses.replace(limits, options=dataclasses.replace(limits.options, size=size))
+                resize(graph, options.total, size)
+                continue
             if (met := rounding.meeting(found)) is not None:
                 _mend(found, met, limits, span)
             elif not rewrite(found, done, span) and not _widen(graph, also):

@@ -8,12 +8,13 @@ for the loops after it.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 from transforms import beside
-from transforms.analysis import Along, Analysis, Completion, Fact, Inline, Local, Promote, Region, Split
+from transforms.analysis import Along, Analysis, Completion, Fact, Inline, Local, Promote, Region, Split, grain
 from transforms.apart import keep_apart, postpone
-from transforms.graph import Graph, Node, Value
+from transforms.graph import REMAT, Graph, Node, Value
 from transforms.limits import Limits, check_size
 from transforms.placement import WHOLE, Partial, Placement, Tiled, TileError, Whole
 from transforms.recut import recut
@@ -103,6 +104,7 @@ def _place(found: Analysis, node: Node, limits: Limits | None, promoted: Mapping
             beside.check(found, node, move, limits)
             if (why := found.untyped(node, move)) is not None:
                 raise Complete([i for i, p in enumerate(placements) if isinstance(p, Tiled)], why)
+            _group(found, node, move, limits)
         except Complete as request:
             if limits is None and request.otherwise is not None:
                 move = request.otherwise
@@ -125,6 +127,27 @@ def _place(found: Analysis, node: Node, limits: Limits | None, promoted: Mapping
     stage = _follow(found, node, move, stage)
     found.facts.update((v, Fact(p, stage)) for v, p in zip(node.outputs, move.outs, strict=True))
     beside.note(found, node, move)
+
+
+def _group(found: Analysis, node: Node, move: Move, limits: Limits | None) -> None:
+    """Note how many rows of the axis a node's operands and results keep together. They make no tile twice as long.
+
+    Raises:
+        Complete: its operands must be whole.
+        Inline: the body of a `jax.checkpoint` must be part of the graph.
+    """
+    together = math.lcm(found.grain, grain(move))
+    if limits is not None and together > found.grain:
+        size = limits.options.size
+        if -(-size // together) * together > 2 * size:
+            if node.name in REMAT:
+                raise Inline(node)
+            why = f"keeps {grain(move)} rows together, and tiles have {size}"
+            cut = [i for i, v in enumerate(node.inputs) if isinstance(found.fact(v).placement, Tiled)]
+            if cut:
+                raise Complete(cut, why)
+            raise TileError(f"cannot tile `{node.name}` at {node.where}: it {why}.\n  Take fewer, longer tiles.")
+    found.grain = together
 
 
 def _follow(found: Analysis, node: Node, move: Move, stage: int) -> int:

@@ -1,8 +1,8 @@
 """Values that two readers would have cut along different dimensions: one of them is made along the other's.
 
-All pairs of rows can be made row by row or column by column. A product of something whole with cut rows comes by columns;
-where it meets pairs that come by rows, it is made by rows too, from rows that are small enough to be whole. (The
-cotangent of a mean is such a whole factor: the gradient of self-attention meets its scores by rows.)
+All pairs of rows can be made row by row or column by column. A product of something whole with cut rows comes by
+columns; where it meets pairs that come by rows, it is made by rows too, from rows that are small enough to be whole.
+(The cotangent of a mean is such a whole factor: the gradient of self-attention meets its scores by rows.)
 """
 
 from __future__ import annotations

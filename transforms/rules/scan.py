@@ -45,7 +45,7 @@ def push_scan(node: Node, placements: tuple[Placement, ...]) -> Move:
     ]:
         if (move := push_sums(node, placements)) is not None:
             return move
-        raise Complete(along, "runs along the cut axis", along=all(placements[i] == Tiled(0) for i in along))
+        raise Complete(along, "runs along the cut axis", along=_alone(placements, along))
     stacked = [p.at(p.dim - 1) if isinstance(p, Tiled) else p for p in placements[constants + carried :]]
     state: tuple[Placement, ...] = placements[constants : constants + carried]
     passing = passable(graph)
@@ -66,6 +66,12 @@ def push_scan(node: Node, placements: tuple[Placement, ...]) -> Move:
     moved = (*placements[:constants], *state, *placements[constants + carried :])
     carries = [apart[v] for v in graph.inputs[constants : constants + carried]]
     return Region((*state, *results), moved, (found,), (*carries, *held(found)[carried:]))
+
+
+def _alone(placements: tuple[Placement, ...], operands: Sequence[int]) -> bool:
+    """Whether operands are cut alike, and the axis, or groups of its rows, is the dimension that is scanned."""
+    cuts = {placements[i] for i in operands}
+    return len(cuts) == 1 and all(isinstance(p, Tiled) and (p.dim, p.major, p.minor) == (0, 1, 1) for p in cuts)
 
 
 def push_sums(node: Node, placements: tuple[Placement, ...]) -> Move | None:
