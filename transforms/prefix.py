@@ -15,7 +15,7 @@ from jax.extend.core import Primitive
 
 from transforms.choice import write_choice
 from transforms.graph import Graph, Node, Value
-from transforms.placement import COMBINE, WHOLE, Partial, Placement, Span, Tiled, Whole, identity
+from transforms.placement import COMBINE, WHOLE, Partial, Placement, Span, Whole, identity
 from transforms.rewrite import add, replace
 from transforms.rules import Complete, Move, partial, register, scan_counts, tiled
 from transforms.rules.scan import added, run_part

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from transforms.graph import Node
-from transforms.placement import WHOLE, Partial, Placement, Reach, Span, Tiled, Whole, identity
+from transforms.placement import WHOLE, Partial, Placement, Reach, Span, Tiled, identity
 from transforms.rules import Complete, Move, aligned, one_cut, partial, register, tiled
 
 
