@@ -42,6 +42,13 @@ class Inline(Exception):
         self.node = node
 
 
+class Sink(Exception):
+    """A region reads a cut value that is too large to be made whole: its body is to make it, from `sources`."""
+
+    def __init__(self, node: Node, operands: Sequence[int], sources: Sequence[Value]):
+        self.node, self.operands, self.sources = node, operands, sources
+
+
 class Split(Exception):
     """Some results of a region are the same for every tile: they are to be computed apart from the others."""
 
@@ -73,6 +80,7 @@ class Local(Move):
 
     programs: tuple[Any, ...] = ()
     reads: tuple[int, ...] = ()  # the operands that it needs
+    constants: tuple[int, ...] = ()  # those of them that stay the same from step to step
     run: Callable[[list[Any]], list[Any]] = lambda values: values  # None stands for the others
 
 

@@ -28,6 +28,17 @@ class Limits:
     def allow(self, value: Value) -> bool:
         return self.gather == "any" or (self.gather == "small" and value.nbytes <= self.bound)
 
+    def accumulate(self, value: Value, beside: int, picked: bool = False) -> bool:
+        """Whether loops may add up to an array: no larger than an input or output, or than what a tile holds anyway.
+
+        Args:
+            value: the sum.
+            beside: bytes of what a tile holds beside it.
+            picked: it is made of rows of the cut axis, so it counts as made whole.
+        """
+        bound = 0 if picked and self.gather == "none" else self.bound
+        return self.gather == "any" or value.nbytes <= max(bound, beside)
+
     @property
     def bound(self) -> int:
         return max(self.largest, self.together) if self.stretched else self.largest

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from transforms import rounding
 from transforms.align import align
-from transforms.analysis import Along, Analysis, Inline, Promote
+from transforms.analysis import Along, Analysis, Inline, Promote, Sink
 from transforms.divide import divide
 from transforms.equal import merge
 from transforms.graph import Graph, Node, Value
@@ -39,6 +39,7 @@ from transforms.rules import (  # noqa: F401
     slicing,
     windows,
 )
+from transforms.rules.scan import sink
 from transforms.schedule import schedule
 from transforms.states import resize
 
@@ -87,6 +88,8 @@ def planned(
         except Inline as region:
             inline(graph, region.node)
             merge(graph)
+        except Sink as read:
+            sink(graph, read.node, read.operands, read.sources)
         except Along as found:
             carry(graph, found.node, span)
             first = None

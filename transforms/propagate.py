@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from transforms import beside
-from transforms.analysis import Along, Analysis, Completion, Fact, Inline, Local, Promote, Region, Split, grain
+from transforms.analysis import Along, Analysis, Completion, Fact, Inline, Local, Promote, Region, Sink, Split, grain
 from transforms.apart import keep_apart, postpone
 from transforms.graph import REMAT, Graph, Node, Value
 from transforms.limits import Limits, check_size
@@ -105,6 +105,7 @@ def _place(found: Analysis, node: Node, limits: Limits | None, promoted: Mapping
             if (why := found.untyped(node, move)) is not None:
                 raise Complete([i for i, p in enumerate(placements) if isinstance(p, Tiled)], why)
             _group(found, node, move, limits)
+            _check_picked(node, move, limits)
         except Complete as request:
             if limits is None and request.otherwise is not None:
                 move = request.otherwise
@@ -116,6 +117,7 @@ def _place(found: Analysis, node: Node, limits: Limits | None, promoted: Mapping
             continue
         break
     if isinstance(move, Local):
+        _check_reads(found, node, move, limits)
         reason = "runs on whole operands, its body tile by tile"
         facts = [_store(found, node, i, reason, limits) for i in move.reads]
         stage = max((f.stage for f in facts), default=0)
@@ -148,6 +150,48 @@ def _group(found: Analysis, node: Node, move: Move, limits: Limits | None) -> No
                 raise Complete(cut, why)
             raise TileError(f"cannot tile `{node.name}` at {node.where}: it {why}.\n  Take fewer, longer tiles.")
     found.grain = together
+
+
+def _check_picked(node: Node, move: Move, limits: Limits | None) -> None:
+    """Refuse rows picked out of the cut axis, each from the tile that has it, if they take more than a tile."""
+    source, out = move.ins[0] if move.ins else WHOLE, move.outs[0] if move.outs else WHOLE
+    if limits is None or not isinstance(source, Tiled) or not isinstance(out, Partial) or node.name not in PICKS:
+        return
+    tile = node.inputs[0].nbytes * limits.options.size // limits.options.total
+    if not limits.accumulate(node.outputs[0], tile, picked=True):
+        raise Complete([0], "takes rows of the cut axis that are together larger than a tile")
+
+
+PICKS = ("slice", "dynamic_slice", "gather")
+
+
+def _check_reads(found: Analysis, node: Node, move: Local, limits: Limits | None) -> None:
+    """Have the body of a loop make for itself what it reads, rather than to have that whole.
+
+    Raises:
+        Sink: there is something to make.
+    """
+    if limits is None or limits.gather == "any":
+        return
+    cut = [i for i in move.constants if isinstance(found.fact(node.inputs[i]).placement, Tiled)]
+    large = [i for i in cut if not (node.inputs[i] in (found.inputs | found.stored) or limits.allow(node.inputs[i]))]
+    sources: dict[Value, None] = {}
+    stack, seen = [node.inputs[i] for i in large], set()
+    while stack:
+        value = stack.pop()
+        if value in seen or value.const is not None:
+            continue
+        seen.add(value)
+        placement, made = found.fact(value).placement, value.producer
+        whole = made is None or not isinstance(placement, Tiled) or value in found.stored
+        if made is None or whole or (limits.allow(value) and value not in [node.inputs[i] for i in large]):
+            sources[value] = None
+        elif made.effects:
+            return
+        else:
+            stack += made.inputs
+    if large:
+        raise Sink(node, large, tuple(sources))
 
 
 def _follow(found: Analysis, node: Node, move: Move, stage: int) -> int:

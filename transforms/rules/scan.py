@@ -16,8 +16,10 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr
 
 from transforms.analysis import Local, Region
-from transforms.graph import Graph, Node, Value, ancestors, body_graph, evaluate
-from transforms.placement import WHOLE, Partial, Placement, Span, Tiled, Whole
+from transforms.graph import Graph, Node, Value, ancestors, body_graph, describe, evaluate, prune
+from transforms.limits import human
+from transforms.placement import WHOLE, Partial, Placement, Span, Tiled, TileError, Whole
+from transforms.rewrite import replace, traced
 from transforms.rules import RULES, Complete, Move, register, scan_counts
 from transforms.rules.regions import (
     Body,
@@ -243,13 +245,53 @@ def local_scan(node: Node, placements: tuple[Placement, ...], limits: Any) -> Mo
         if joined == state:
             break
         state = joined  # ty: ignore[invalid-assignment]
+    check_steps(node, (*state, *outs[carried:]), limits)
 
     def run(values: list[Any]) -> list[Any]:
         body = lambda inner: program.run(*(jnp.asarray(inner[i]) for i in kept))
         return run_scan(node, values, range(len(node.outputs)), body)
 
     results = [p.at(p.dim + 1) if isinstance(p, Tiled) else p for p in outs[carried:]]
-    return Local((*state, *results), (WHOLE,) * len(placements), (program,), tuple(kept), run)
+    constant = tuple(i for i in kept if i < constants)
+    return Local((*state, *results), (WHOLE,) * len(placements), (program,), tuple(kept), constant, run)
+
+
+def check_steps(node: Node, outs: Sequence[Placement], limits: Any) -> None:
+    """Refuse a scan that would keep more of each step than inputs, outputs, or the state that steps hand on."""
+    constants, carried = scan_counts(node)
+    adds = added(node)
+    cut = [i for i, p in enumerate(outs) if isinstance(p, Tiled)]
+    sizes = {i: node.outputs[i].nbytes // (1 if i < carried else max(1, node.params["length"])) for i in cut}
+    state = max((sizes[i] for i in cut if i < carried and i not in adds), default=0)
+    large = [i for i in cut if sizes[i] > max(limits.bound, state) and limits.gather != "any"]
+    if large:
+        most = max(large, key=lambda i: sizes[i])
+        what = "adds up a cut array from step to step" if most < carried else "keeps a cut array of each step"
+        remedy = "Put the body into `jax.checkpoint`, unroll the loop" if most >= carried else "Unroll the loop"
+        raise TileError(
+            f"cannot tile `{node.name}` at {node.where}: it {what}, which would have to be whole.\n"
+            f"  array: {describe(node.outputs[most].aval)} {outs[most]}, {human(sizes[most])} a step; the largest input "
+            f"or output is {human(limits.largest)}.\n  To go on: {remedy}, cut another axis, or pass "
+            'gather="any".'
+        )
+
+
+def sink(graph: Graph, node: Node, operands: Sequence[int], sources: Sequence[Value]) -> None:
+    """Have the body of a scan make the constants `operands` itself, from `sources`, in each of its steps."""
+    kept, every = [i for i in range(len(node.inputs)) if i not in operands], range(len(node.outputs))
+    whole = whole_body(body_graph(node, "jaxpr"), every)
+
+    def run(*values: Any) -> list[Any]:
+        def body(inner: Sequence[Any]) -> list[Any]:
+            env: dict[Value, Any] = dict(zip(sources, values[len(kept) :], strict=True))
+            made = dict(zip(operands, evaluate(env, [node.inputs[i] for i in operands]), strict=True))
+            return whole([made.get(i, x) for i, x in enumerate(inner)])
+
+        return run_scan(node, spread(kept, values[: len(kept)], len(node.inputs)), every, body)
+
+    nodes, outs = traced(run, [*(node.inputs[i] for i in kept), *sources], node)
+    replace(graph, node, nodes, dict(zip(node.outputs, outs, strict=True)))
+    graph.nodes[:] = prune(graph).nodes
 
 
 def sink_constants(node: Node) -> tuple[ClosedJaxpr, list[int]]:
