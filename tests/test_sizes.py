@@ -1,4 +1,4 @@
-"""What may be whole: values that loops read, rows that are picked, sums. What is too large is made in tiles or refused."""
+"""What may be whole: values that loops read, rows that are picked, sums. Larger ones are made in tiles or refused."""
 
 import jax
 import jax.numpy as jnp

@@ -80,8 +80,8 @@ class Local(Move):
 
     programs: tuple[Any, ...] = ()
     reads: tuple[int, ...] = ()  # the operands that it needs
-    constants: tuple[int, ...] = ()  # those of them that stay the same from step to step
     run: Callable[[list[Any]], list[Any]] = lambda values: values  # None stands for the others
+    constants: tuple[int, ...] = ()  # those of `reads` that stay the same from step to step
 
 
 def grain(move: Move) -> int:

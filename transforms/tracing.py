@@ -294,7 +294,7 @@ def spread_over(closed: ClosedJaxpr, placements: Sequence[Placement], options: O
             break
         try:
             found = analyse(program.graph, program.placements, program.limits)
-        except (Along, Inline, TileError):
+        except (Along, Inline, Sink, TileError):
             break  # to be told when it is planned
         cut = [(v, f.placement) for v, f in found.facts.items() if isinstance(f.placement, Tiled)]
         known = math.lcm(known, *(n for v, p in cut if p.major % (n := shares(v.aval, p.dim))))

@@ -253,12 +253,12 @@ def local_scan(node: Node, placements: tuple[Placement, ...], limits: Any) -> Mo
 
     results = [p.at(p.dim + 1) if isinstance(p, Tiled) else p for p in outs[carried:]]
     constant = tuple(i for i in kept if i < constants)
-    return Local((*state, *results), (WHOLE,) * len(placements), (program,), tuple(kept), constant, run)
+    return Local((*state, *results), (WHOLE,) * len(placements), (program,), tuple(kept), run, constant)
 
 
 def check_steps(node: Node, outs: Sequence[Placement], limits: Any) -> None:
     """Refuse a scan that would keep more of each step than inputs, outputs, or the state that steps hand on."""
-    constants, carried = scan_counts(node)
+    _, carried = scan_counts(node)
     adds = added(node)
     cut = [i for i, p in enumerate(outs) if isinstance(p, Tiled)]
     sizes = {i: node.outputs[i].nbytes // (1 if i < carried else max(1, node.params["length"])) for i in cut}
@@ -267,12 +267,12 @@ def check_steps(node: Node, outs: Sequence[Placement], limits: Any) -> None:
     if large:
         most = max(large, key=lambda i: sizes[i])
         what = "adds up a cut array from step to step" if most < carried else "keeps a cut array of each step"
-        remedy = "Put the body into `jax.checkpoint`, unroll the loop" if most >= carried else "Unroll the loop"
+        remedy = "put the body into `jax.checkpoint`, unroll the loop" if most >= carried else "unroll the loop"
+        array = f"{describe(node.outputs[most].aval)} {outs[most]}, {human(sizes[most])} a step"
         raise TileError(
             f"cannot tile `{node.name}` at {node.where}: it {what}, which would have to be whole.\n"
-            f"  array: {describe(node.outputs[most].aval)} {outs[most]}, {human(sizes[most])} a step; the largest input "
-            f"or output is {human(limits.largest)}.\n  To go on: {remedy}, cut another axis, or pass "
-            'gather="any".'
+            f"  array: {array}; the largest input or output is {human(limits.largest)}.\n"
+            f'  To go on: {remedy}, cut another axis, or pass gather="any".'
         )
 
 
