@@ -17,7 +17,7 @@ from jax.core import Tracer as JaxTracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var, jaxpr_as_fun
 
 from transforms import budget
-from transforms.analysis import Along, Analysis, Inline
+from transforms.analysis import Along, Analysis, Inline, Sink
 from transforms.arguments import is_array, place, rows
 from transforms.derive import call
 from transforms.graph import Node
