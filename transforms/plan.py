@@ -164,7 +164,7 @@ class TilePlan:
 def explain(program: Program) -> TilePlan:
     """Describe a program, and its gradient if it has one, without running either."""
     options, back = program.options, passes.gradient(program)
-    size = max(p.plan.size for p in passes.value(program).programs)
+    size = max((p.plan.size for p in passes.value(program).programs), default=options.size)
     tiles = max(1, -(-options.total // size))
     gradient = None if back is None else _pass(back)
     return TilePlan(options.total, tiles, size, _pass(passes.value(program)), gradient, options.shares)
