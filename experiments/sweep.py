@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder first
     sys.path.insert(0, str(ROOT))
 
-from experiments import overrides, schema  # noqa: E402
+from experiments import options, overrides, schema, spelling  # noqa: E402
 
 
 def job(_: Any) -> int:
@@ -23,7 +23,9 @@ def job(_: Any) -> int:
     from hydra.core.hydra_config import HydraConfig
 
     hydra = HydraConfig.get()
-    words = overrides.numbered(hydra.overrides.task, int(hydra.job.num))
+    words = overrides.numbered(
+        [spelling.typed(word, options.by_key()) for word in hydra.overrides.task], int(hydra.job.num)
+    )
     subprocess.run([sys.executable, str(ROOT / "experiments" / "run.py"), *words], check=True)
     return 0
 
@@ -33,6 +35,7 @@ def main() -> None:
     import hydra
 
     schema.register()
+    sys.argv[1:] = [spelling.swept_by_hydra(word, options.by_key()) for word in sys.argv[1:]]
     hydra.main(version_base="1.3", config_path=str(schema.CONF), config_name="config")(job)()
 
 

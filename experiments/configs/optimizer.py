@@ -15,11 +15,9 @@ class Adapter:
 class Lora(Adapter):
     """Low-rank additions to some matrices (https://arxiv.org/abs/2106.09685), trained alone."""
 
-    rank: int = option(8, "rank of each addition (adapter=lora)")
-    alpha: float = option(16.0, "additions are scaled by alpha / rank (adapter=lora)")
-    targets: str = option(
-        "q,k,v,o,gate,up,down", "which matrices, by name or pattern: `q,v`, `layers.*` (adapter=lora)"
-    )
+    rank: int = option(8, "rank of each addition")
+    alpha: float = option(16.0, "additions are scaled by alpha / rank")
+    targets: str = option("q,k,v,o,gate,up,down", "which matrices, by name or pattern: `q,v`, `layers.*`", names=True)
 
     def __post_init__(self):
         positive(self, "adapter.", "rank", "alpha")
@@ -34,14 +32,14 @@ class Lora(Adapter):
 class Optimizer:
     """What every optimizer has; alone, it stands for the one that suits the device and the model's size."""
 
-    learning_rate: float | None = option(None, "peak learning rate")
+    learning_rate: float | None = option(None, "peak learning rate", auto=True)
     schedule: Schedule = option(
         Schedule.cosine, "after the warm-up: constant, cosine, linear, or wsd (constant, then a linear cool-down)"
     )
     warmup: float = option(0.05, "share of the steps over which the learning rate rises")
     cooldown: float = option(0.2, "share of the steps over which it falls at the end (wsd)")
     final: float = option(0.1, "share of the peak that is left at the end (cosine, linear, wsd)")
-    clip_norm: float | None = option(None, "largest global gradient norm (None: not clipped)")
+    clip_norm: float | None = option(None, "largest global gradient norm (default: not clipped)")
     ema: float | None = option(None, "keep a mean of the weights that decays so each step; it is measured and saved")
 
     def __post_init__(self):
@@ -63,7 +61,10 @@ class Decayed(Optimizer):
 
     weight_decay: float = option(0.1, "decoupled weight decay")
     no_decay: str | None = option(
-        None, "parameters without it, by name or pattern: `embed,*norm` (default: norms and biases)", empty=True
+        None,
+        "parameters without it, by name or pattern: `embed,*norm` (default: norms and biases)",
+        empty=True,
+        names=True,
     )
 
     def __post_init__(self):
@@ -128,7 +129,7 @@ class Sgd(Decayed):
     """optax.sgd."""
 
     weight_decay: float = option(0.0, "weight decay")
-    momentum: float | None = option(None, "momentum (None: no state at all)")
+    momentum: float | None = option(None, "momentum (default: no state at all)")
 
     def __post_init__(self):
         super().__post_init__()
