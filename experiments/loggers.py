@@ -73,4 +73,6 @@ def open_loggers(directory: Path, config: configs.Resolved, after: int | None = 
 
 
 def _measured(record: Record) -> dict[str, Any]:
-    return {k: v for k, v in asdict(record).items() if v is not None and k != "step"}
+    found = asdict(record)
+    found |= found.pop("extra") or {}
+    return {name: value for name, value in found.items() if value is not None and name != "step"}

@@ -41,6 +41,7 @@ SCHEMAS: dict[str, dict[str, type]] = {  # group -> name of the schema -> datacl
         "preference": configs.Preference,
         "grain": configs.Grain,
         "synthetic": configs.Synthetic,
+        "custom": configs.CustomData,
     },
     "objective": {
         "pretrain": configs.Pretrain,
@@ -50,6 +51,7 @@ SCHEMAS: dict[str, dict[str, type]] = {  # group -> name of the schema -> datacl
         "simpo": configs.Simpo,
         "orpo": configs.Orpo,
         "distill": configs.Distill,
+        "custom": configs.Custom,
     },
     "tiling": {"tiling": configs.Tiling},
     "optimizer": {
@@ -59,6 +61,7 @@ SCHEMAS: dict[str, dict[str, type]] = {  # group -> name of the schema -> datacl
         "adafactor_layerwise": configs.AdafactorLayerwise,
         "muon": configs.Muon,
         "sgd": configs.Sgd,
+        "custom": configs.CustomOptimizer,
     },
     "hardware": {"hardware": configs.Hardware},
     "mesh": {"mesh": configs.Mesh},

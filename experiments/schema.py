@@ -107,11 +107,15 @@ def compose(overrides: Sequence[str], name: str = "config") -> tuple[Any, dict[s
 
     register()
     groups = [g for g in GROUPS if name == "config" or g in commands.CLASSES[name].__dataclass_fields__]
+    overrides = spelling.named(overrides)
     spelled = [spelling.spelled(override, by_key(name)) for override in overrides]
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
         try:
             composed = hydra_compose(name, overrides=spelled, return_hydra_config=True)
             extra = [override for override in overrides if override.startswith(("+", "~", "hydra"))]
+            extra += [
+                override for override in overrides if override.startswith(FREE) and not _takes(composed, override)
+            ]
             if extra:
                 raise HydraException(f"`{extra[0]}` would add or remove a key")
         except (HydraException, OmegaConfBaseException, *RAISED) as error:
@@ -144,6 +148,17 @@ def instantiate(composed: Any) -> Any:
     return made
 
 
+def _takes(composed: Any, override: str) -> bool:
+    """Return whether the chosen option of a group has the field whose keys are the user's own."""
+    group, name = override.split(".")[:2]
+    return name in _target(composed[group]["_target_"]).__dataclass_fields__
+
+
+def _target(name: str) -> Any:
+    module, _, inside = name.rpartition(".")
+    return getattr(importlib.import_module(module), inside)
+
+
 def _made(values: Any) -> Any:
     """Return what a configuration stands for. (Hydra's own `instantiate` would read `${` in a text a second time.)"""
     if isinstance(values, list):
@@ -153,8 +168,7 @@ def _made(values: Any) -> Any:
     parts = {key: _made(value) for key, value in values.items() if key != "_target_"}
     if "_target_" not in values:
         return parts
-    module, _, name = values["_target_"].rpartition(".")
-    return getattr(importlib.import_module(module), name)(**parts)
+    return _target(values["_target_"])(**parts)
 
 
 def _references(values: Any, prefix: str = "") -> list[str]:
@@ -200,7 +214,8 @@ def _explain(error: Exception, name: str, overrides: Sequence[str], known: Any, 
             return f"cannot apply `{override}`: keys can be changed, not removed"
         if key in groups and value not in options(key):
             return f"unknown option `{override}`: {choose(key, value)}"
-        if key not in keys and not key.startswith(FREE):
+        free = any(key.startswith(one) and one.rstrip(".") in keys for one in FREE)
+        if key not in keys and not free:
             return f"unknown override `{override}`: there is no `{key}`. {_closest(key, keys)}"
         if override.startswith("+"):
             return f"cannot apply `{override}`: `{key}` is there already; write {key}={value}"

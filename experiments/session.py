@@ -33,6 +33,7 @@ from experiments.distributed import DistributedError
 from experiments.hardware import Device, HardwareError
 from experiments.loggers import missing, open_loggers
 from experiments.metrics import Progress, Recorder
+from experiments.own import OwnError
 from experiments.preflight import DoesNotFitError, Plan
 from transforms import TileError
 from zoo import lora
@@ -81,7 +82,7 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str]) -> 
         with meshes.spread(config):
             plan = _preflight(config, choices["model"], chosen, argv, device)
             _train(config, directory, plan, source, overrides.pinned(argv, chosen), argv, began)
-    except (RunError, DirectoryError, DoesNotFitError, DivergedError, CheckpointError, TileError) as error:
+    except (RunError, DirectoryError, DoesNotFitError, DivergedError, CheckpointError, TileError, OwnError) as error:
         if isinstance(error, DivergedError) and config.on_nan is configs.OnNan["raise"]:
             raise
         return _fail(error, 1)
@@ -126,7 +127,8 @@ def with_weights(config: T, argv: Sequence[str]) -> T:
     try:
         described = from_hf(json.loads((path / "config.json").read_text()))
     except OSError as error:
-        raise RunError(f"cannot read model.weights={path}: {error.strerror} ({error.filename})") from None
+        fetch = "" if path.is_dir() else ". It names a folder: nothing is fetched. Download the files of a model first"
+        raise RunError(f"cannot read model.weights={path}: {error.strerror} ({error.filename}){fetch}") from None
     except ValueError as error:
         raise RunError(f"cannot use model.weights={path}: {error}") from None
     if any(word.startswith("model") and not word.startswith("model.weights=") for word in argv):

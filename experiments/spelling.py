@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 from experiments.options import Option
 
-FREE = ("hardware.compiler_options.",)  # keys under these are the user's own
+OWN = ("objective", "optimizer", "data")  # groups of which a user may write one
+FREE = ("hardware.compiler_options.", *(f"{group}.kwargs." for group in OWN))  # keys under these are the user's own
 NULL = "null"
 
 
@@ -32,6 +33,19 @@ def spelled(word: str, known: dict[str, tuple[Option, ...]]) -> str:
             return f"{key}={quoted(value)}"
         return word if whole is None else f"{key}={whole}"
     return word
+
+
+def named(words: Sequence[str]) -> list[str]:
+    """Return overrides in which `objective=MODULE:FUNCTION` is written out, as is `objective.fn=` by itself."""
+    groups, found = {word.partition("=")[0] for word in words}, []
+    for word in words:
+        key, _, value = word.partition("=")
+        group = key.removesuffix(".fn")
+        if key in OWN and ":" in value:
+            found += [f"{key}=custom", f"{key}.fn={value}"]
+        else:
+            found += [f"{group}=custom", word] if key != group and group in OWN and group not in groups else [word]
+    return found
 
 
 def is_text(options: Sequence[Option]) -> bool:

@@ -76,10 +76,11 @@ class Folder:
     """
 
     def __init__(self, path: Path):
-        tokenizers = _package()
         file = path / FILE
         if not file.is_file():
-            raise DataError(f"cannot read a tokenizer at {path}: there is no {FILE}")
+            where = "" if path.is_dir() else "there is no such folder, so "
+            raise DataError(f"cannot read a tokenizer at {path}: {where}there is no {FILE}")
+        tokenizers = _package()
         try:
             self._inner = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the package raises bare `Exception`s

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from experiments import commands, configs, options
+from experiments import commands, configs, options, spelling
 from experiments.options import CONF, GROUP_HELP, GROUPS, Option
 
 KEY, DEFAULT = 28, 8  # widths of the columns
@@ -16,7 +16,8 @@ TRAIN = """Train a model, a slice of its head at a time.
 
   {command:<50} a small model, two minutes on two cores
   {command} {gemma:<{rest}} all of Gemma 2B"""
-MORE = """-m sweeps over comma-separated values: -m tiling.n=1,8     --cfg shows the configuration and stops
+MORE = """-m sweeps over comma-separated values: -m tiling.n=1,8
+--cfg shows the configuration and stops
 --models lists the models, their sizes and where they come from"""
 
 
@@ -26,7 +27,8 @@ def help_text(name: str = "config", words: Sequence[str] = ()) -> str:
     Raises:
         KeyError: a group has no such option.
     """
-    asked = {group: option for group, _, option in (word.partition("=") for word in words) if group in GROUPS}
+    pairs = (word.partition("=") for word in spelling.named(words))
+    asked = {group: option for group, _, option in pairs if group in GROUPS}
     groups = [group for group in GROUPS if any(one.key.startswith(f"{group}.") for one in options.of(name))]
     for group, option in asked.items():
         if option not in options.choices(group):
@@ -92,9 +94,8 @@ def _lines(name: str, chosen: dict[str, str], group: str, *, only: bool = False)
     several, said = {one.kind for one in within}, {}
     own = {one.key for one in within if one.kind == kind}
     for one in within:
-        if one.kind not in (kind, "") and (
-            only or (group == "model" and one.key in own)
-        ):  # a model's file sets nearly all
+        again = group == "model" and one.key in own  # a model's file sets nearly all
+        if one.kind not in (kind, "") and (only or again):
             continue
         path = one.key.removeprefix(f"{group}.").split(".")
         given = one.default if one.kind != kind else _given(values, path, one.default)

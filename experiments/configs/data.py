@@ -1,7 +1,9 @@
 """What a run reads."""
 
+# ruff: noqa: RUF009 (`option` makes a field, as `dataclasses.field` does)
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 from experiments.configs.fields import not_negative, option, positive, refuse
 
@@ -103,3 +105,11 @@ class Synthetic(Data):
         positive(self, "data.", "vocab")
         if self.packed:
             raise refuse("data.packed", "true", "random ids have no documents")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CustomData(Data):
+    """Text, ids or rows of your own: data=MODULE:FUNCTION is short for data=custom data.fn=MODULE:FUNCTION."""
+
+    fn: str = option(dataclasses.MISSING, "MODULE:FUNCTION or FILE.py:FUNCTION that returns documents or rows")
+    kwargs: dict[str, Any] = option({}, "its own arguments: data.kwargs.NAME=VALUE")

@@ -1,7 +1,9 @@
 """What a run minimises."""
 
+# ruff: noqa: RUF009 (`option` makes a field, as `dataclasses.field` does)
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 from experiments.configs.fields import not_negative, option, positive, refuse
 
@@ -98,6 +100,14 @@ class Distill(Objective):
             raise refuse("objective.direction", self.direction, "choose forward or reverse")
         if not 0 <= self.weight <= 1:
             raise refuse("objective.weight", self.weight, "it must lie between 0 and 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Custom(Objective):
+    """A loss of your own: objective=MODULE:FUNCTION is short for objective=custom objective.fn=MODULE:FUNCTION."""
+
+    fn: str = option(dataclasses.MISSING, "MODULE:FUNCTION or FILE.py:FUNCTION of logits (or hidden, head) and labels")
+    kwargs: dict[str, Any] = option({}, "its own arguments: objective.kwargs.NAME=VALUE")
 
 
 def smoothing(config: Pretrain | Dpo) -> None:

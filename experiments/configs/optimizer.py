@@ -1,7 +1,8 @@
 """How parameters move, and what of a model moves at all."""
 
 # ruff: noqa: RUF009 (`option` makes a field, as `dataclasses.field` does)
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
+from typing import Any
 
 from experiments.configs.fields import Schedule, not_negative, option, positive, refuse, share
 
@@ -134,3 +135,11 @@ class Sgd(Decayed):
     def __post_init__(self):
         super().__post_init__()
         share(self, "optimizer.", "momentum")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CustomOptimizer(Optimizer):
+    """Any optax transformation: optimizer=optax:lion is short for optimizer=custom optimizer.fn=optax:lion."""
+
+    fn: str = option(MISSING, "MODULE:FUNCTION or FILE.py:FUNCTION of a learning_rate, which is a schedule")
+    kwargs: dict[str, Any] = option({}, "its own arguments: optimizer.kwargs.NAME=VALUE")
