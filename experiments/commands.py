@@ -127,9 +127,15 @@ def main(name: str, action: Callable[[Any, list[str]], None], argv: list[str]) -
 def called(name: str = "config") -> str:
     """Return how the user calls a command: as it was called now, where that is known."""
     name = {"config": "train"}.get(name, name)
+    if console := os.environ.get("TILING_ZOO_CALLED"):
+        return f"{console} {name}"
     first = Path(sys.argv[0])
-    if first.stem == CONSOLE:
-        return f"{CONSOLE} {name}"
     file = {"train": "run"}.get(name, name)
     known = first.suffix == ".py" and first.stem == file
     return f"python {sys.argv[0] if known and not first.is_absolute() else f'experiments/{file}.py'}"
+
+
+def install(extra: str) -> str:
+    """Return the command that installs an extra: from a checkout, or of the installed package."""
+    checkout = (Path(__file__).resolve().parent.parent / "pyproject.toml").is_file()
+    return f"pip install {'-e ' if checkout else ''}'{'.' if checkout else CONSOLE}[{extra}]'"

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments import configs
+from experiments import commands, configs
 from experiments.corpus import DataError
 from experiments.rows import Batch
 
@@ -73,7 +73,7 @@ def open_pipeline(config: configs.Resolved, data: configs.Grain) -> tuple[Pipeli
     try:
         import grain
     except ImportError:
-        raise DataError("data=grain needs the extra: pip install -e '.[grain]'") from None
+        raise DataError(f"data=grain needs the extra: {commands.install('grain')}") from None
     module, colon, name = data.dataset.partition(":")
     try:
         dataset = getattr(importlib.import_module(module), name)() if colon else None

@@ -15,6 +15,7 @@ if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder 
     sys.path.insert(0, str(ROOT))
 
 from experiments import configs, options, overrides, schema, spelling  # noqa: E402
+from experiments.command import ended  # noqa: E402
 from experiments.usage import dump, tell  # noqa: E402
 
 # What a sweep hears, and what it tells the job that is running.
@@ -82,9 +83,4 @@ def _carried_out(command: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    status = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if status == 128 + signal.SIGINT:  # a compiler that was interrupted may crash while Python takes it down
-        os._exit(status)
-    sys.exit(status)
+    sys.exit(ended(main(sys.argv[1:])))

@@ -126,7 +126,7 @@ def swept_by_hydra(word: str, known: dict[str, tuple[Option, ...]]) -> str:
     """Return a word of a sweep for Hydra's own sweepers, whose jobs have values as `typed` reads them."""
     key, equals, _ = word.partition("=")
     if not equals or not is_text(known.get(key, ())):
-        return word
+        return word if is_sweep(word) else spelled(word, known)
     return f"{key}={','.join(quoted(one.partition('=')[2]) for one in swept(word, known))}"
 
 
@@ -136,7 +136,7 @@ def typed(word: str, known: dict[str, tuple[Option, ...]]) -> str:
 
     key = word.partition("=")[0]
     if not is_text(known.get(key, ())):
-        return word
+        return word.removeprefix("+") if key.startswith(tuple(f"+{one}" for one in FREE)) else word
     text = str(OverridesParser.create().parse_override(word).value())
     text = re.sub(r"(\\+)(?=\$\{)", lambda found: found[1][: len(found[1]) // 2], text)
     return f"{key}={text}"

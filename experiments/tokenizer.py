@@ -221,7 +221,7 @@ def _package() -> Any:
         import tokenizers
     except ImportError:
         raise DataError(
-            "tokenizers are an extra: pip install -e '.[hf]', or leave data.tokenizer out for bytes"
+            f"tokenizers are an extra: {commands.install('hf')}, or leave data.tokenizer out for bytes"
         ) from None
     return tokenizers
 
