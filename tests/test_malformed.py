@@ -89,6 +89,7 @@ def every_option():
         for name, cls in choices.items():
             words = [f"{group}={name}"] if name in schema.options(group) else []
             words += [f"{group}.{needed[name]}"] if name in needed else []
+            words += [f"{group}.fn=x:y"] if name == "custom" else []
             words += PAIRED if name == "preference" else []
             words += ["data=preference"] if name in ("dpo", "ipo", "simpo", "orpo") else []
             words += ["data=chat"] if name == "sft" else []

@@ -21,9 +21,13 @@ NEEDED = {
 }
 
 
+def needed(group, option):
+    return [f"{group}.fn=x:y"] if option == "custom" else NEEDED.get(option, [])
+
+
 @pytest.mark.parametrize(("group", "option"), [(g, o) for g in schema.GROUPS for o in schema.options(g)])
 def test_every_option_composes(group, option):
-    config, choices = schema.compose([f"{group}={option}", *NEEDED.get(option, [])])
+    config, choices = schema.compose([f"{group}={option}", *needed(group, option)])
     assert choices[group] == option
     assert dataclasses.is_dataclass(getattr(config, group))
 

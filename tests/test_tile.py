@@ -1,5 +1,7 @@
 """What `tile` promises as a whole: exactness is judged by `test_tile_cases`, memory and products here."""
 
+import inspect
+
 import equinox as eqx
 import jax
 import jax.experimental
@@ -99,7 +101,8 @@ def test_bfloat16_error_does_not_grow_with_the_tiles(scale):
 
 def test_keeps_name_documentation_and_signature():
     tiled = tile(mean_loss, (0, None, 0), 4)
-    assert (tiled.__name__, tiled.__wrapped__) == ("mean_loss", mean_loss)
+    assert (tiled.__name__, tiled.__wrapped__, tiled.__doc__) == ("mean_loss", mean_loss, mean_loss.__doc__)
+    assert inspect.signature(tiled) == inspect.signature(mean_loss)
 
 
 def test_keyword_arguments_are_whole_unless_named():

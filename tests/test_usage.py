@@ -21,6 +21,10 @@ NEEDED = {
 }
 
 
+def needed(group, option):
+    return [f"{group}.fn=x:y"] if option == "custom" else NEEDED.get(option, [])
+
+
 def listed(text):
     """Return {key: default} of the options that a help text lists; of a key with several defaults the first."""
     found = {}
@@ -93,7 +97,7 @@ OPTIONS += [("model", option) for option in ("tiny", "gemma3_1b", "tiny_mixtral"
 
 def test_an_options_help_has_its_own_options_and_values():
     for group, option in OPTIONS:
-        config, _ = schema.compose([f"{group}={option}", *NEEDED.get(option, [])])
+        config, _ = schema.compose([f"{group}={option}", *needed(group, option)])
         found = listed(usage.help_text("config", [f"{group}={option}"]))
         own = {key for key in values(config) if key.startswith(f"{group}.")}
         assert own - {"model.rope_scaling"} <= set(found), (group, option)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -125,9 +126,9 @@ class PassPlan:
         return max((sum(c.nbytes for c in loop.carries) for loop in self.loops), default=0)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class TilePlan:
-    """What `tile` does with a call. `print` it.
+    """What `tile` does with a call. It shows itself as a table, printed or as the last line of a notebook's cell.
 
     Attributes:
         length, tiles, size: of the cut axis, how many tiles it has, and how long the first ones are; on each device.
@@ -156,6 +157,11 @@ class TilePlan:
         for name, plan in known.items():
             lines += ["", *describe_pass(name, plan)]
         return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 # ------------------------------------------------------------------------------------------------------------- planning
