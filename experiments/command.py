@@ -12,6 +12,7 @@ from experiments.commands import CONSOLE
 
 COMMANDS = {  # word -> (module, what it does)
     "train": ("run", "train a model, or go on with a run"),
+    "plan": ("run", "tell what that will cost, and train nothing"),
     "generate": ("generate", "continue prompts"),
     "score": ("score", "measure how well a model predicts text"),
     "convert": ("convert", "write a model anew: another number format, an adapter merged in"),
@@ -40,15 +41,16 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: there is no command `{word}`: choose {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     os.environ["TILING_ZOO_CALLED"] = CONSOLE  # what messages call it, those of the processes that it starts too
+    words += ["plan=true"] if word == "plan" else []
     status = importlib.import_module(f"experiments.{COMMANDS[word][0]}").main(words)
     return ended(status)
 
 
 def ended(status: int) -> int:
-    """Return an exit status; after Ctrl-C end at once, as a compiler that was interrupted may crash when taken down."""
+    """Return an exit status; one that was told to stop ends at once: a compiler in it may crash when taken down."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if status == 128 + signal.SIGINT:
+    if status in (128 + signal.SIGINT, 128 + signal.SIGTERM):
         os._exit(status)
     return status
 

@@ -81,6 +81,8 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str]) -> 
     try:
         with meshes.spread(config):
             plan = _preflight(config, choices["model"], chosen, argv, device)
+            if config.plan:
+                return 0
             _train(config, directory, plan, source, overrides.pinned(argv, chosen), argv, began)
     except (RunError, DirectoryError, DoesNotFitError, DivergedError, CheckpointError, TileError, OwnError) as error:
         if isinstance(error, DivergedError) and config.on_nan is configs.OnNan["raise"]:

@@ -64,6 +64,13 @@ def written(tmp_path, monkeypatch):
     sys.path[:] = [path for path in sys.path if path != str(tmp_path)]
 
 
+def test_a_plan_trains_nothing(start, tmp_path, capsys):
+    assert start("plan=true", "run=planned", "tiling.n=4") == 0
+    out = capsys.readouterr().out
+    assert "compiled step" in out and "step 1" not in out
+    assert not (tmp_path / "planned").exists()
+
+
 def losses(folder):
     return [row["loss"] for row in rows(folder)[1:]]
 
