@@ -8,6 +8,7 @@ from typing import Any
 import equinox as eqx
 from jaxtyping import Array, Float
 
+from zoo.lora import LowRank
 from zoo.nn import linear, softcap
 
 
@@ -15,11 +16,12 @@ class Head(eqx.Module):
     """What makes logits of hidden states; a pytree, differentiable in its matrix, whole for every tile.
 
     Attributes:
-        matrix: a row for each word; of a tied model the embedding table, of which it is no copy.
+        matrix: a row for each word; of a tied model the embedding table, of which it is no copy; with an
+            adapter on it, what it is with its addition.
         softcap: logits become `c * tanh(logit / c)`; None leaves them alone.
     """
 
-    matrix: Float[Array, "V D"]
+    matrix: Float[Array, "V D"] | LowRank
     softcap: float | None = eqx.field(static=True, default=None)
 
     def __call__(self, hidden: Float[Array, "*b D"]) -> Float[Array, "*b V"]:
