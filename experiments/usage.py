@@ -40,7 +40,7 @@ def help_text(name: str = "config", words: Sequence[str] = ()) -> str:
         )
     lines = [_title(name), "", f"Groups (GROUP=OPTION); {commands.called(name)} GROUP=OPTION --help tells more of one:"]
     for group in groups:
-        lines.append(f"  {group:<10} {GROUP_HELP[group]}; {chosen[group]} unless told otherwise")
+        lines.append(f"  {group:<10} {GROUP_HELP[group]}; by default {chosen[group]}")
         lines += wrapped(options.choices(group), 13)
     lines += ["", "Options (KEY=VALUE); those at `auto` are chosen for the device and the model's size:"]
     for group in ("", *dict.fromkeys(one.group.partition(".")[0] for one in options.of(name) if one.group)):
