@@ -181,7 +181,7 @@ def assert_tiles(
       modes: of `MODES`; "grad" compares value, aux and gradients, the others the same under that transformation.
       dtype: float32, or float64 (which needs `jax.enable_x64`).
       closed: how many leading arguments the tiled function closes over.
-      may_refuse: whether `TileError` is as good as equality.
+      may_refuse: whether `TileError` is returned as False; for programs that nobody has seen.
       fast: compile every n with little optimisation, rather than every n but the first.
       floor: a magnitude below which errors are absolute, for gradients that cancel to zero.
 

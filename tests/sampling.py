@@ -112,6 +112,6 @@ def summary(cases: int, run: int, rows: int, late: int, option) -> str:
     redundant = " and, but for `--all`, one case of each row" if option.sampled else ""
     share = f"{option.share:.0%} of the cases" if option.share < 1 else "every row"
     lacking = f"{late} cases for want of time ({option.minutes:g} minutes)" if late else ""
-    missing = f"{rows} rows" if rows else ""
+    missing = str(rows) if rows else ""
     out = " and ".join(filter(None, (missing, lacking))) or "none"
     return f"{run - late} of {cases} cases were run: {share}{redundant} (seed {option.seed}); rows left out: {out}"
