@@ -204,7 +204,7 @@ def test_what_is_read_twice_is_computed_once():
 def test_vmap_of_grad():
     xs, w, v = draw(B, S, D), draw(D, F), draw(F, 4)
     grads = [
-        jax.vmap(jax.grad(f, 1), (0, None, None))(xs, w, v)
+        quick.jit(jax.vmap(jax.grad(f, 1), (0, None, None)))(xs, w, v)
         for f in (tile(channel_mix, (0, None, None), 4), channel_mix)
     ]
     np.testing.assert_allclose(*grads, rtol=1e-9, atol=1e-12)
