@@ -27,9 +27,11 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "redundant(*names): parameters of which a sample takes one value in each row")
-    if not hasattr(config, "workerinput"):  # workers get what was decided
-        config.option.sampled = named_nothing(config) and not config.option.all
-        config.option.deadline = time.time() + 60 * config.option.minutes if config.option.minutes else None
+    option = config.option
+    option.sampled = named_nothing(config) and not option.all
+    option.deadline = time.time() + 60 * option.minutes if option.minutes else None
+    if hasattr(config, "workerinput"):
+        option.deadline = config.workerinput["deadline"]  # of all processes alike
     config.left_out = None
     config.late = 0
 
@@ -92,6 +94,11 @@ def pytest_sessionfinish(session):
     config = session.config
     if hasattr(config, "workeroutput"):
         config.workeroutput["sample"] = {**(config.left_out or {}), "late": config.late}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    node.workerinput["deadline"] = node.config.option.deadline
 
 
 @pytest.hookimpl(optionalhook=True)
