@@ -6,8 +6,8 @@ Whoever names tests (files, ids, `-k`, `-m`) or says `--all` gets every case tha
 left out.
 """
 
+import hashlib
 import time
-import zlib
 from collections import defaultdict
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "redundant(*names): parameters of which a sample takes one value in each row")
     option = config.option
     option.sampled = named_nothing(config) and not option.all
-    option.deadline = time.time() + 60 * option.minutes if option.minutes else None
+    option.deadline = None if option.minutes is None else time.time() + 60 * option.minutes
     if hasattr(config, "workerinput"):
         option.deadline = config.workerinput["deadline"]  # of all processes alike
     config.left_out = None
@@ -57,7 +57,8 @@ def row(item) -> tuple:
 
 def position(item, seed: str) -> float:
     """Return a number in [0, 1) that depends on the seed and the case alone."""
-    return zlib.crc32(f"{seed} {item.nodeid}".encode()) / 2**32
+    digest = hashlib.blake2b(f"{seed} {item.nodeid}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) / 2**64
 
 
 def choose(items: list, sampled: bool, share: float, seed: str) -> list:
@@ -85,7 +86,8 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_runtest_setup(item):
-    if item.config.option.deadline and time.time() > item.config.option.deadline:
+    deadline = item.config.option.deadline
+    if deadline is not None and time.time() > deadline:
         item.config.late += 1
         pytest.skip("no time is left")
 

@@ -32,8 +32,9 @@ CASES, ROWS = 24 + 3 + 3, 8 + 2 + 3
 
 
 @pytest.fixture
-def run(pytester):
+def run(pytester, monkeypatch):
     """Run the table with these words; return the names of the cases that passed, and the last lines."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     folder = pytester.mkdir("tests")
     (folder / "test_it.py").write_text("\n".join(line[4:] for line in TABLE.splitlines()))
     pytester.makeini('[pytest]\ntestpaths = tests\naddopts = -m "not heavy"\nmarkers = heavy')
