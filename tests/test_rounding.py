@@ -124,3 +124,8 @@ def test_values_without_rounding_are_not_stored():
     for fn in (lambda x: x.max(0), lambda x: jnp.where(x.T > 0, -x.T, 0).max(1), lambda x: (x - x[:1]).max(0)):
         plan = tile(fn, 0, 4).plan(X)
         assert not plan.value.completed and not plan.gradient.completed
+
+
+def test_a_value_compared_with_itself_asks_for_nan():
+    fn = lambda h, w: jnp.where(jnp.isnan(h @ w - (h @ w).max(-1, keepdims=True)), 0.0, h @ w).sum()
+    assert not tile(fn, (None, 1), 4).plan(H, W).value.completed

@@ -301,6 +301,8 @@ def _exact_conversion(node: Node) -> bool:
 
 def _jumps(node: Node) -> bool:
     """Whether an equation, or one in its bodies, is discontinuous in a float that it reads."""
+    if len(node.inputs) == 2 and node.inputs[0] is node.inputs[1]:
+        return False  # x == x asks for nan
     return _discontinuous(node.name, node.inputs, node.outputs) or any(map(_any_jumps, bodies(node.params)))
 
 
