@@ -29,14 +29,14 @@ def save_weights(model: Any, config: configs.Resolved, directory: Path) -> None:
 
 
 def leave(directory: Path, recorder: Recorder, plan: Plan, config: configs.Resolved, seconds: float) -> None:
-    """Close the records, draw the pictures and write the summary of a run, however it ended."""
+    """Close the records, and of a run that has trained draw the pictures and write the summary, however it ended."""
     if not distributed.first():
         return
-    for action in (
-        recorder.close,
-        lambda: plots.draw(directory, recorder.records, plots.facts(plan, config)),
-        lambda: _summarise(directory, recorder, plan, seconds),
-    ):
+    actions = [recorder.close]
+    if any(record.loss is not None for record in recorder.records):
+        actions.append(lambda: plots.draw(directory, recorder.records, plots.facts(plan, config)))
+        actions.append(lambda: _summarise(directory, recorder, plan, seconds))
+    for action in actions:
         try:
             action()
         except OSError as error:  # what ended the run may be the very same
@@ -52,7 +52,7 @@ def _summarise(directory: Path, recorder: Recorder, plan: Plan, seconds: float) 
         "params": plan.params,
         "flops_per_step": plan.flops,
         "planned_bytes": plan.memory.total,
-        "planned_bytes_untiled": (plan.untiled or plan.memory).total,
+        "planned_bytes_untiled": plan.untiled and plan.untiled.total,
         "peak_bytes": hardware.used_memory()[1],
         "steps": len(steps),
         "seconds": round(seconds, 2),

@@ -46,11 +46,11 @@ def render(name: str, config: configs.Resolved, plan: Plan, device: Device, opti
 
 
 def _memory(config: configs.Resolved, plan: Plan) -> list[str]:
-    heads = ["untiled"] if plan.untiled is None else [_name(config), "untiled"]
+    heads = [_name(config)] if plan.untiled is None else [_name(config), "untiled"]
     columns: list[Memory] = [plan.memory] if plan.untiled is None else [plan.memory, plan.untiled]
     title = "memory" if config.mesh.devices == 1 else "memory of each"
     lines = [f"  {title:<16} " + "".join(f"{head:>15}" for head in heads)]
-    notes = {"head": _logits(config), "activations": f"and the rest; remat {config.remat.policy}"}
+    notes = {"head": _head(config, plan), "activations": f"and the rest; remat {config.remat.policy}"}
     for part in plan.memory.parts:
         cells = "".join(f"{size(getattr(column, part)):>15}" for column in columns)
         lines.append(f"    {part:<14} {cells}   {notes.get(part, '')}".rstrip())
@@ -62,6 +62,8 @@ def _memory(config: configs.Resolved, plan: Plan) -> list[str]:
 
 def _name(config: configs.Resolved) -> str:
     """Return how the run is tiled, where one word says it."""
+    if not config.tiling.cuts:
+        return "untiled"
     alone = configs.Tiling(n=config.tiling.n) == config.tiling and config.tiling.n != "none"
     return f"tiled, n={config.tiling.n}" if alone else "tiled"
 
@@ -70,7 +72,9 @@ def _advice(config: configs.Resolved, plan: Plan) -> list[str]:
     """Return what a user of tiling should know: whether it helps at this size, and whether its tiles are too short."""
     lines = [f"  note: {note}." for note in meshes.notes(config)]
     tokens = config.tokens_per_step
-    if plan.untiled is not None and plan.untiled.total <= plan.memory.total * 1.02:
+    if plan.refused is not None:
+        lines.append(f"  note: untiled, this step does not compile here: {plan.refused.splitlines()[0].strip()}.")
+    if plan.saved is not None and plan.saved <= 0.02 * plan.memory.total:
         lines.append(f"  note: at {tokens:,} tokens per step tiling saves nothing: what it cuts is small.")
         if plan.at_scale is not None:
             tiled, untiled = (size(bytes, digits=1) for bytes in plan.at_scale)
@@ -85,9 +89,13 @@ def _advice(config: configs.Resolved, plan: Plan) -> list[str]:
     return lines
 
 
-def _logits(config: configs.Resolved) -> str:
+def _head(config: configs.Resolved, plan: Plan) -> str:
     logits = 4 * tiles.head_tokens(config) * config.model.config.vocab_size
-    return f"logits {size(logits)} {'per tile' if tiles.head_tokens(config) < config.tokens_per_step else ''}".rstrip()
+    if tiles.head_tokens(config) >= config.tokens_per_step:
+        return f"logits {size(logits)}"
+    if plan.head_untiled is None or plan.untiled is not None:
+        return f"logits {size(logits)} per tile"
+    return f"about {size(plan.head_untiled)} if it were untiled"
 
 
 def choices(chosen: dict[str, Any]) -> str:

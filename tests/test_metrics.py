@@ -97,7 +97,7 @@ def test_a_bar_on_a_terminal():
 def plan(untiled=True):
     small = preflight.Memory(2**30, 2**28, 2**30, 2**27, 2**28, 3 * 2**30)
     large = preflight.Memory(2**30, 2**28, 2**30, 2**30, 2**28, 4 * 2**30)
-    return preflight.Plan(10**9, 10**12, small, large if untiled else None, 8 * 2**30, 2**30, None, None, None)
+    return preflight.Plan(10**9, 10**12, small, 8 * 2**30, 2**30, None, None, untiled=large if untiled else None)
 
 
 def resolved(*overrides):
