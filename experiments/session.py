@@ -313,11 +313,15 @@ def _checkpoints(
     """
     how = config.checkpoint
     need = preflight.bytes_of(program.kept(config, plan.state))
+    there = sum(name.name.isdecimal() for name in (path / "checkpoints").glob("*"))
+    more = max(1, min(how.keep + 1, config.steps) - there)  # the one that is written stands beside those that are kept
     room = shutil.disk_usage(next(place for place in (path, *path.absolute().parents) if place.exists())).free
-    if how.wanted and room < need:
+    if how.wanted and room < more * need:
+        kept = f"checkpoint.keep={how.keep}, and one more while it is written"
+        several = "" if more == 1 else f", {more} of them {table.size(more * need)} ({kept})"
         raise RunError(
-            f"a checkpoint takes {table.size(need)}, and there is room for {table.size(room)} at {path}: "
-            f"free some, give out=FOLDER on another disk, or checkpoint=none."
+            f"a checkpoint takes {table.size(need)}{several}, and there is room for {table.size(room)} at {path}: "
+            f"free some, keep fewer, give out=FOLDER on another disk, or checkpoint=none."
         )
     on_host = config.hardware.platform is configs.Platform.cpu
     free = plan.available - plan.memory.total - plan.headroom if on_host else hardware.host_memory() // 2

@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -74,6 +75,19 @@ def test_a_run_goes_on_where_it_ended_and_says_what_changed(start, tmp_path, cap
     assert [row["step"] for row in rows(tmp_path / "short")] == list(range(7))
     assert start("run=short", "model.mlp_dim=48") == 1
     assert "has other arrays than this run: model.layers.gate is" in capsys.readouterr().err
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew(start, tmp_path, capsys):
+    assert start("run=hurt") == 0
+    before = rows(tmp_path / "hurt")
+    for file in (tmp_path / "hurt" / "checkpoints").glob("*/manifest.json"):
+        file.unlink()
+    for _ in range(2):
+        assert start("run=hurt", "steps=6") == 1
+        assert "manifest.json is missing). Nothing is begun anew in their place" in capsys.readouterr().err
+        assert rows(tmp_path / "hurt") == before
+    shutil.rmtree(tmp_path / "hurt" / "checkpoints")
+    assert start("run=hurt", "steps=6") == 0
 
 
 def test_an_adapter_goes_on_without_the_weights_that_never_move(start, tmp_path):
