@@ -65,13 +65,17 @@ def _summarise(directory: Path, recorder: Recorder, plan: Plan, seconds: float) 
     (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
 
 
-def words(directory: Path, recorder: Recorder, config: configs.Resolved, seconds: float) -> str:
+def words(directory: Path, recorder: Recorder, plan: Plan, config: configs.Resolved, seconds: float) -> str:
     """Return what is said at the end: how well it went, and where everything is."""
     held_out = [record for record in recorder.records if record.held_out_loss is not None]
     lines = []
     if len(held_out) > 1:
-        lines.append(f"  held-out text before: {describe(held_out[0])}, after: {describe(held_out[-1])}")
+        what = "pairs" if config.paired else "text"
+        lines.append(f"  held-out {what} before: {describe(held_out[0])}, after: {describe(held_out[-1])}")
     lines.append(f"  peak memory {table.size(hardware.used_memory()[1])}, {seconds:.0f} s altogether")
+    if (other := plots.beside(recorder.records, plan.memory.weights)) and config.hardware.platform == "cpu":
+        lines.append(f"  of it about {table.size(other)} of Python, JAX and its compiler")
+        lines.append(f"  and {table.size(plan.memory.total)} as planned of a step")
     files = "metrics.jsonl, metrics.csv, summary.json, config.yaml, *.png"
     weights = ", weights/" if config.save.final else ""
     weights += ", adapter/" if config.save.final and isinstance(config.adapter, configs.Lora) else ""

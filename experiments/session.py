@@ -271,7 +271,7 @@ def _train(
             checkpoints.close()
     if config.save.final:
         closing.save_weights(model, config, path)
-    print(closing.words(path, recorder, config, time.perf_counter() - began))
+    print(closing.words(path, recorder, plan, config, time.perf_counter() - began))
 
 
 def _ran_out(error: OutOfMemoryError, plan: Plan) -> str:

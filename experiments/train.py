@@ -88,9 +88,11 @@ class Trainer:
         began = time.perf_counter()
         model = jax.block_until_ready(program.init_model(self.config))
         self.progress.say(f"  weights {self._origin()} in {time.perf_counter() - began:.1f} s")
-        before = self._held_out(evaluate, model, Record(step=0), self.stop.ask)
+        memory, peak = hardware.used_memory()
+        before = Record(step=0, memory_bytes=memory, peak_memory_bytes=peak)
+        before = self._held_out(evaluate, model, before, self.stop.ask)
         self.recorder.add(before)
-        self.progress.say(f"  held-out text before training: {describe(before)}")
+        self.progress.say(f"  held-out {'pairs' if self.config.paired else 'text'} before training: {describe(before)}")
         transformation = program.build_optimizer(self.config)
         init = eqx.filter_jit(lambda m: transformation.init(eqx.filter(m, program.trainable(self.config)(m))))
         return 0, State(model, init(model), jnp.zeros((), jnp.int32))
@@ -190,7 +192,8 @@ class Trainer:
         )
         self._saving = 0.0
         finite = _finite(record)
-        self.recorder.add(evaluate(record) if evaluate is not None and finite else record)
+        record = evaluate(record) if evaluate is not None and finite else record
+        self.recorder.add(record)
         self.progress.show(record)
         if finite:
             self._skipped = 0

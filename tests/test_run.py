@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -31,7 +32,12 @@ def test_the_command_trains_and_leaves_everything(tmp_path, cache):
     assert sorted(path.name for path in folder.iterdir()) == sorted([*FILES, "checkpoints", "weights"])
     lines = done.stdout.splitlines()
     assert lines[-1].startswith(f"Everything is in {folder}/: metrics.jsonl, metrics.csv")
-    assert max(len(line) for line in lines[:-1]) <= 80
+    assert lines[0] == "  starting ..."
+    steps = [line for line in lines if line.startswith("  step ")]
+    assert max(len(line) for line in lines[:-1] if line not in steps) <= 80
+    assert all(re.search(r"s/step  lr \S+  grad \S+  ", line) for line in steps)
+    measured = [line.split(":")[0] for line in lines if line.startswith("  held-out, ")]
+    assert measured == ["  held-out, step 10", "  held-out, step 12"]
     assert sum(line.lstrip().startswith("step ") for line in lines) == 12
     assert "tiled, n=4" in done.stdout
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -177,6 +183,7 @@ def test_preferences_are_learned_from_what_the_run_starts_from(start, tmp_path, 
     rows = [json.loads(line) for line in (tmp_path / "pairs" / "metrics.jsonl").read_text().splitlines()]
     assert rows[0]["held_out_loss"] == pytest.approx(math.log(2), abs=1e-4)
     assert rows[1]["loss"] == pytest.approx(math.log(2), abs=1e-4)
+    assert rows[0]["held_out_accuracy"] == rows[1]["accuracy"] == 0.5  # policy and reference are the same: ties
     assert rows[-1]["loss"] < 0.6 and rows[-1]["accuracy"] > 0.6 and rows[-1]["margin"] > 0
     assert rows[-1]["bits_per_byte"] is None
     assert "of pairs right" in capsys.readouterr().out
