@@ -24,7 +24,7 @@ def save_weights(model: Any, config: configs.Resolved, directory: Path) -> None:
         adapters.save(model, directory / "adapter")
         model = lora.merge(model)
     zoo.save(model, directory / "weights", source=config.model.weights)
-    if config.data.tokenizer is not None:
+    if not isinstance(config.data, configs.Tokens):  # of ids nobody says what they are
         copy_tokenizer(config.data.tokenizer, directory / "weights")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from experiments import configs, corpus, examples, manifest
+from experiments.chat import Plain
 from experiments.corpus import DataError
 from experiments.rows import Batch, Conversations, Pairs, Rows, Windows
 from experiments.tokenizer import open_tokenizer
@@ -28,6 +29,7 @@ class Source:
     batch_size: int  # rows, or pairs of them
     seed: int
     bytes_per_token: float | None
+    text: str | None = None  # what its ids stand for, in words; None where nobody knows
 
     def batch(self, step: int, rows: slice = slice(None)) -> Batch:
         """Return the training batch of a step, or some of its rows; the same for the same seed and step, always."""
@@ -60,6 +62,7 @@ class Repeats:
     seq_len: int
     seed: int
     bytes_per_token: float | None = None
+    text: None = None
 
     def batch(self, step: int, rows: slice = slice(None)) -> Batch:
         """Return the training batch of a step, or some of its rows."""
@@ -105,9 +108,9 @@ def _open(config: configs.Resolved) -> Source | Repeats:
 
         return Source(*open_pipeline(config, data), config.batch_size, config.seed, None)
     rows = _conversations if isinstance(data, configs.Chat | configs.Preference) else _windows
-    train, held_out, bytes_per_token = rows(config, data, vocab_size)
+    train, held_out, bytes_per_token, text = rows(config, data, vocab_size)
     each = 2 if isinstance(data, configs.Preference) else 1
-    return Source(train, held_out, config.batch_size // each, config.seed, bytes_per_token)
+    return Source(train, held_out, config.batch_size // each, config.seed, bytes_per_token, text)
 
 
 def fingerprint(source: Source | Repeats) -> str | None:
@@ -122,8 +125,9 @@ def fingerprint(source: Source | Repeats) -> str | None:
     return found.hexdigest()[:16]
 
 
-def _windows(config: configs.Resolved, data: Any, vocab_size: int) -> tuple[Rows, Rows, float | None]:
-    """Return windows of text, to train on and held out, and the bytes per token."""
+def _windows(config: configs.Resolved, data: Any, vocab_size: int) -> tuple[Rows, Rows, float | None, str | None]:
+    """Return windows of text, to train on and held out, the bytes per token, and what the ids stand for."""
+    text = None
     if isinstance(data, configs.Tokens):
         parts = corpus.mapped_blocks(data)
         for array in (*parts[0], *parts[1]):
@@ -134,6 +138,7 @@ def _windows(config: configs.Resolved, data: Any, vocab_size: int) -> tuple[Rows
     else:
         encoder = open_tokenizer(data.tokenizer, config.model.weights)
         *found, bytes_per_token = corpus.token_files(data, encoder)
+        text = encoder.name
         # Ids that are used: a tokenizer may have more than its model, for pictures say. Of bytes, all are.
         used = max(int(part.max(initial=0)) for part in found)
         _check_vocab(max(used, encoder.separator), 0, vocab_size, encoder.name)
@@ -146,11 +151,11 @@ def _windows(config: configs.Resolved, data: Any, vocab_size: int) -> tuple[Rows
                 f"too little text for seq_len={config.seq_len}: the {name} part has {size} tokens. "
                 f"Use a shorter seq_len or more text."
             )
-    return train, held_out, bytes_per_token
+    return train, held_out, bytes_per_token, text
 
 
-def _conversations(config: configs.Resolved, data: Any, vocab_size: int) -> tuple[Rows, Rows, None]:
-    """Return conversations or pairs of them, to train on and held out."""
+def _conversations(config: configs.Resolved, data: Any, vocab_size: int) -> tuple[Rows, Rows, None, str]:
+    """Return conversations or pairs of them, to train on and held out, and what their ids stand for."""
     encoder = open_tokenizer(data.tokenizer, config.model.weights)
     parts = []
     for name, found in zip(("training", "held-out"), examples.example_files(data, encoder), strict=True):
@@ -163,7 +168,8 @@ def _conversations(config: configs.Resolved, data: Any, vocab_size: int) -> tupl
                 f"The shortest conversation has {min(found.lengths(), default=0)} tokens."
             )
         parts.append(rows)
-    return parts[0], parts[1], None
+    plain = "; each message after its role, as there is no chat template" * isinstance(encoder.chat, Plain)
+    return parts[0], parts[1], None, f"{encoder.name}{plain}"
 
 
 def _check_vocab(largest: int, smallest: int, vocab_size: int, where: str) -> None:

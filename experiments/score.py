@@ -181,6 +181,7 @@ def _score(config: commands.Score, argv: list[str]) -> None:
 
 
 def _score_into(file: TextIO | None, config: commands.Score, opened: Any) -> None:
+    commands.warn_of_length(config.seq_len, opened.model.config, "a window")
     documents = read_documents(config, opened.tokenizer, opened.model.config.vocab_size)
     scorer = compile_scorer(opened.dtype, config.tile, opened.options)
     if file is not None:

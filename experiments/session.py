@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -97,6 +98,8 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str], sto
         return _fail(error, 2)
     from experiments.train import DivergedError
 
+    if source.text is not None:
+        print("\n".join(textwrap.wrap(f"text: {source.text}", table.width(), **table.INDENT)), flush=True)
     try:
         with meshes.spread(config):
             plan = _preflight(config, choices["model"], chosen, argv, device, stop)

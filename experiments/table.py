@@ -9,6 +9,7 @@ from experiments import configs, meshes, preflight, tiles
 from experiments.hardware import GIB, Device
 from experiments.preflight import Memory, Plan
 
+INDENT: Any = {"initial_indent": "  ", "subsequent_indent": " " * 8}
 WIDTH = 80  # at most: a narrower terminal has narrower tables
 
 
@@ -80,7 +81,7 @@ def _row(values: str, note: str) -> list[str]:
 
 
 def _note(text: str) -> list[str]:
-    return textwrap.wrap(f"note: {text}", width(), initial_indent="  ", subsequent_indent=" " * 8)
+    return textwrap.wrap(f"note: {text}", width(), **INDENT)
 
 
 def _name(config: configs.Resolved) -> str:

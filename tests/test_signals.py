@@ -85,12 +85,17 @@ def test_c_code_that_goes_on_is_ended(begins, count, says):
     assert says in error
 
 
-def interrupted(folder, delay, number=signal.SIGINT):
-    """Start a run, signal it after so many seconds; return its status, its words, and how long it took to end."""
+def begin(folder):
     environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "XLA_FLAGS": ""}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen([*RUN, *WORDS, f"out={folder / 'runs'}", "run=cut"], env=environment, **pipes)
     assert process.stdout.readline() == "  starting ...\n"
+    return process
+
+
+def interrupted(folder, delay, number=signal.SIGINT):
+    """Start a run, signal it after so many seconds; return its status, its words, and how long it took to end."""
+    process = begin(folder)
     time.sleep(delay)
     process.send_signal(number)
     began = time.monotonic()
@@ -102,7 +107,8 @@ def check(folder, delay):
     """Interrupt a run after so many seconds, and see that what it says is so; return whether it had trained."""
     status, out, error, seconds = interrupted(folder, delay)
     assert status == 130, (delay, status, out, error)
-    assert seconds < SOON, (delay, seconds, out, error)
+    shared = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))  # other work on this machine
+    assert seconds < SOON * shared, (delay, seconds, out, error)
     assert "Traceback" not in error, error
     run = folder / "runs" / "cut"
     trained = "stopped by SIGINT after step" in error
@@ -123,11 +129,17 @@ def test_a_run_that_is_interrupted_at_its_start_says_so(tmp_path):
 @pytest.mark.heavy
 def test_no_interruption_is_lost_at_any_moment(tmp_path):
     """`INTERRUPTS=40 pytest -m heavy tests/test_signals.py` for more. Every second run starts with nothing compiled."""
+    began, process = time.monotonic(), begin(tmp_path / "first")
+    for line in process.stdout:
+        if line.startswith("  step 1/"):
+            break
+    start = time.monotonic() - began
+    process.kill()
+    process.communicate()
     draw, trained = random.Random(0), 0
     count = int(os.environ.get("INTERRUPTS", "6"))
     for index in range(count):
-        folder = tmp_path / str(index if index % 2 else 0)
-        delay = draw.uniform(0, 30 if index % 2 else 20)
-        trained += check(folder, delay)
-        print(f"{index}: after {delay:.1f} s, {trained} trained")
-    assert 0 < trained < count or count < 6
+        delay = draw.uniform(0, 1.4 * start)
+        trained += check(tmp_path / (f"cold-{index}" if index % 2 else "warm"), delay)
+        print(f"{index}: after {delay:.1f} s of {start:.1f}, {trained} in training", flush=True)
+    assert 0 < trained < count
