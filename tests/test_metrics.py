@@ -257,3 +257,19 @@ def test_choices_can_be_pasted_back():
     again = hardware.resolve(schema.compose(words)[0], hardware.Device("cpu", "a test", 2**33))
     assert again[1] == {}
     assert again[0].optimizer == configs.AdamW(learning_rate=3e-3)
+
+
+def test_pairs_that_tie_are_half_right():
+    from types import SimpleNamespace
+
+    import jax.numpy as jnp
+
+    from experiments import objectives
+
+    model = SimpleNamespace(logits=lambda hidden: hidden)
+    hidden = jnp.zeros((3, 2, 4, 5)).at[0, 0, :, 1].set(1.0)  # the first pair's chosen answer is likelier
+    targets, mask = jnp.ones((3, 2, 4), int), jnp.ones((3, 2, 4))
+    how = configs.Simpo(beta=1.0)
+    compare = lambda *sums: objectives.simpo(*sums, how=how)
+    _, aux = objectives.preference((model,), (hidden,), targets, mask, compare=compare)
+    assert aux["accuracy"] == pytest.approx((1 + 0.5 + 0.5) / 3)
