@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments import commands
 from experiments.corpus import DataError
 
 FILE = "chat_template.jinja"
@@ -48,7 +49,7 @@ class ChatTemplate:
         try:
             import jinja2
         except ImportError:
-            raise DataError("chat templates are an extra: pip install -e '.[hf]'") from None
+            raise DataError(f"chat templates are an extra: {commands.install('hf')}") from None
         try:
             self._template = _environment().from_string(source)
             marks = re.search(r"\{%[-+]?\s*generation\b", source)

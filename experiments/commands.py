@@ -6,10 +6,12 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from experiments.configs import Data, DType, Hardware, Model, option, positive, refuse
 
+CONSOLE = "tiling-zoo"  # the installed command, whose first word is what these are called
 TEXTS = ("prompt", "system")  # values that are the user's own words, which Hydra must not read
 
 
@@ -19,7 +21,7 @@ class Tokenizer:
 
     data: Data
     vocab_size: int = option(8192, "how many tokens, the 256 bytes and 2 special ones included")
-    out: str = option("runs/tokenizer", "folder to write; data.tokenizer=FOLDER then uses it")
+    out: str = option("runs/tokenizer", "folder to write; data.tokenizer=FOLDER then uses it", path=True)
 
     def __post_init__(self):
         positive(self, "", "vocab_size")
@@ -32,13 +34,15 @@ class Score:
     model: Model
     data: Data
     hardware: Hardware
-    lora: str | None = option(None, "folder of a LoRA adapter to apply")
+    lora: str | None = option(None, "folder of a LoRA adapter to apply", path=True)
     seq_len: int = option(2048, "tokens in a window")
     stride: int | None = option(None, "tokens scored per window, the rest being context (default: half a window)")
     batch_size: int = option(1, "windows at a time")
     tile: int = option(256, "tokens whose logits exist at a time")
     limit: int | None = option(None, "only so many documents")
-    out: str | None = option(None, "file of JSON lines: a document's ids, log-probabilities and sums on each")
+    out: str | None = option(
+        None, "file of JSON lines: a document's ids, log-probabilities and sums on each", path=True
+    )
     seed: int = option(0, "of random weights, where model.weights is not given")
 
     def __post_init__(self):
@@ -56,8 +60,10 @@ class Generate:
     prompt: Any = option(None, "text to continue; give it several times for a batch")
     system: Any = option(None, "instructions that come before the prompt (chat=true)")
     chat: bool = option(False, "the prompt is a user's message: apply the folder's chat template")
-    tokenizer: str | None = option(None, "folder of a tokenizer (default: the one of model.weights, else bytes)")
-    lora: str | None = option(None, "folder of a LoRA adapter to apply")
+    tokenizer: str | None = option(
+        None, "folder of a tokenizer (default: the one of model.weights, else bytes)", path=True
+    )
+    lora: str | None = option(None, "folder of a LoRA adapter to apply", path=True)
     max_tokens: int = option(128, "most tokens to generate")
     temperature: float = option(1.0, "divides the logits; 0: always the most likely token")
     top_k: int | None = option(None, "only the so many most likely tokens")
@@ -75,10 +81,10 @@ class Generate:
 class Convert:
     """Read a model's folder and write it anew: another number format, a LoRA adapter merged in."""
 
-    source: str = option(dataclasses.MISSING, "Hugging Face folder, or one that a run saved")
-    out: str = option(dataclasses.MISSING, "folder to write")
+    source: str = option(dataclasses.MISSING, "Hugging Face folder, or one that a run saved", path=True)
+    out: str = option(dataclasses.MISSING, "folder to write", path=True)
     dtype: DType | None = option(None, "how parameters are stored (default: as they are)")
-    lora: str | None = option(None, "folder of a LoRA adapter to merge into the weights")
+    lora: str | None = option(None, "folder of a LoRA adapter to merge into the weights", path=True)
     shard_gib: float = option(1.0, "largest file")
 
     def __post_init__(self):
@@ -105,12 +111,11 @@ def warn_of_length(length: int, config: Any, what: str) -> None:
 
 def main(name: str, action: Callable[[Any, list[str]], None], argv: list[str]) -> int:
     """Compose a command's configuration, carry it out, and return the exit status: 0, 1 failed, 2 misconfigured."""
-    from experiments import schema
+    from experiments import schema, usage
     from experiments.corpus import DataError
 
     if {"-h", "--help"}.intersection(argv):
-        print(help_text(name))
-        return 0
+        return usage.tell(name, argv)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's own log: errors only
     texts = {key: [word[len(key) + 1 :] for word in argv if word.startswith(f"{key}=")] for key in TEXTS}
     words = [word for word in argv if word.partition("=")[0] not in TEXTS or name != "generate"]
@@ -130,22 +135,18 @@ def main(name: str, action: Callable[[Any, list[str]], None], argv: list[str]) -
     return 0
 
 
-def help_text(name: str) -> str:
-    """Return what a command's `--help` prints."""
-    from experiments import schema
-    from experiments.usage import GROUP_HELP, wrapped
+def called(name: str = "config") -> str:
+    """Return how the user calls a command: as it was called now, where that is known."""
+    name = {"config": "train"}.get(name, name)
+    if console := os.environ.get("TILING_ZOO_CALLED"):
+        return f"{console} {name}"
+    first = Path(sys.argv[0])
+    file = {"train": "run"}.get(name, name)
+    known = first.suffix == ".py" and first.stem == file
+    return f"python {sys.argv[0] if known and not first.is_absolute() else f'experiments/{file}.py'}"
 
-    cls = CLASSES[name]
-    names = [field.name for field in dataclasses.fields(cls)]
-    lines = [cls.__doc__ or "", "", "Groups (GROUP=OPTION):"]
-    for group in (group for group in schema.GROUPS if group in names):
-        lines += [f"  {group:<10} {GROUP_HELP[group]}", *wrapped(schema.options(group), 13)]
-    lines += ["", "Options (KEY=VALUE):"]
-    parts = {"": cls, "model.": Model, "data.": Data, "hardware.": Hardware}
-    for prefix, part in parts.items():
-        if prefix.rstrip(".") not in ("", *names):
-            continue
-        for field in (field for field in dataclasses.fields(part) if "help" in field.metadata):
-            default = "-" if field.default in (None, dataclasses.MISSING) else str(field.default)
-            lines.append(f"  {prefix + field.name:<26} {default:<14} {field.metadata['help']}")
-    return "\n".join(lines)
+
+def install(extra: str) -> str:
+    """Return the command that installs an extra: from a checkout, or of the installed package."""
+    checkout = (Path(__file__).resolve().parent.parent / "pyproject.toml").is_file()
+    return f"pip install {'-e ' if checkout else ''}'{'.' if checkout else CONSOLE}[{extra}]'"

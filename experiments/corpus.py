@@ -143,11 +143,17 @@ def _draw(content: bytes) -> float:
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") / 2**64
 
 
-def token_files(config: configs.Data, encoder: Encoder) -> tuple[np.ndarray, np.ndarray, float]:
-    """Return a text's memory-mapped (training, held-out) tokens, made where no cache has them, and bytes per token."""
-    texts = [text for text in documents(config) if text]
+def token_files(
+    config: configs.Data, encoder: Encoder, texts: Iterable[bytes] | None = None
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """Return memory-mapped (training, held-out) tokens, made where no cache has them, and bytes per token.
+
+    They are those of `texts`, or else of the documents that the configuration names.
+    """
+    texts = [text for text in (documents(config) if texts is None else texts) if text]
+    where = next((f"data.{name}={getattr(config, name)}" for name in ("path", "fn") if hasattr(config, name)), "data")
     if not texts:
-        raise DataError(f"no text at data.path={getattr(config, 'path', None)}: every document is empty")
+        raise DataError(f"no text at {where}: every document is empty")
     digest = hashlib.sha256(f"{encoder.identity} {config.val_fraction}".encode())
     for text in texts:
         digest.update(len(text).to_bytes(8, "big") + text)

@@ -7,13 +7,15 @@ read only its own rows of a batch.
 
 import dataclasses
 import hashlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from experiments import configs, corpus, examples, manifest
+from experiments import configs, corpus, examples, manifest, own
 from experiments.chat import Plain
 from experiments.corpus import DataError
+from experiments.grain_rows import open_pipeline, parted
 from experiments.rows import Batch, Conversations, Pairs, Rows, Windows
 from experiments.tokenizer import open_tokenizer
 
@@ -104,11 +106,12 @@ def _open(config: configs.Resolved) -> Source | Repeats:
         _check_vocab(data.vocab - 1, 0, vocab_size, "data=synthetic")
         return Repeats(data.vocab, config.batch_size, config.seq_len, config.seed)
     if isinstance(data, configs.Grain):
-        from experiments.grain_rows import open_pipeline
-
         return Source(*open_pipeline(config, data), config.batch_size, config.seed, None)
-    rows = _conversations if isinstance(data, configs.Chat | configs.Preference) else _windows
-    train, held_out, bytes_per_token, text = rows(config, data, vocab_size)
+    if isinstance(data, configs.CustomData):
+        train, held_out, bytes_per_token, text = _own(config, data, vocab_size)
+    else:
+        rows = _conversations if isinstance(data, configs.Chat | configs.Preference) else _windows
+        train, held_out, bytes_per_token, text = rows(config, data, vocab_size)
     each = 2 if isinstance(data, configs.Preference) else 1
     return Source(train, held_out, config.batch_size // each, config.seed, bytes_per_token, text)
 
@@ -125,8 +128,35 @@ def fingerprint(source: Source | Repeats) -> str | None:
     return found.hexdigest()[:16]
 
 
-def _windows(config: configs.Resolved, data: Any, vocab_size: int) -> tuple[Rows, Rows, float | None, str | None]:
-    """Return windows of text, to train on and held out, the bytes per token, and what the ids stand for."""
+def _own(
+    config: configs.Resolved, data: configs.CustomData, vocab_size: int
+) -> tuple[Rows, Rows, float | None, str | None]:
+    """Return rows of what a user's function returns: windows of its documents, or its rows as they are.
+
+    Raises:
+        DataError: it cannot be found, or returns something else.
+    """
+    try:
+        made = own.documents(
+            data,
+            tokenizer=open_tokenizer(data.tokenizer, config.model.weights),
+            vocab_size=vocab_size,
+            seq_len=config.seq_len,
+            seed=config.seed,
+        )
+    except own.OwnError as error:
+        raise DataError(str(error)) from error
+    if not len(made):
+        raise DataError(f"nothing in data.fn={data.fn}: what it returned is empty")
+    if isinstance(made[0], Mapping):
+        return *parted(made, config, f"data.fn={data.fn}"), None, None
+    return _windows(config, data, vocab_size, made)
+
+
+def _windows(
+    config: configs.Resolved, data: Any, vocab_size: int, written: Sequence[Any] | None = None
+) -> tuple[Rows, Rows, float | None, str | None]:
+    """Return windows of text (or of a user's own documents) to train on and held out, bytes per token, what ids are."""
     text = None
     if isinstance(data, configs.Tokens):
         parts = corpus.mapped_blocks(data)
@@ -135,9 +165,14 @@ def _windows(config: configs.Resolved, data: Any, vocab_size: int) -> tuple[Rows
         boundary, bytes_per_token = data.separator, data.bytes_per_token
         if boundary is not None:
             _check_vocab(boundary, 0, vocab_size, "data.separator")
+    elif written is not None and not isinstance(written[0], str | bytes):
+        parts, boundary, bytes_per_token = _ids(written, data), None, None
+        for array in (*parts[0], *parts[1]):
+            _check_vocab(int(array.max(initial=0)), int(array.min(initial=0)), vocab_size, f"data.fn={data.fn}")
     else:
         encoder = open_tokenizer(data.tokenizer, config.model.weights)
-        *found, bytes_per_token = corpus.token_files(data, encoder)
+        texts = None if written is None else (one.encode() if isinstance(one, str) else bytes(one) for one in written)
+        *found, bytes_per_token = corpus.token_files(data, encoder, texts)
         text = encoder.name
         # Ids that are used: a tokenizer may have more than its model, for pictures say. Of bytes, all are.
         used = max(int(part.max(initial=0)) for part in found)
@@ -152,6 +187,22 @@ def _windows(config: configs.Resolved, data: Any, vocab_size: int) -> tuple[Rows
                 f"Use a shorter seq_len or more text."
             )
     return train, held_out, bytes_per_token, text
+
+
+def _ids(documents: Sequence[Any], data: configs.CustomData) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Return documents of ids as one array to train on and one held out, chosen by the hash of their content."""
+    arrays = [np.asarray(document) for document in documents]
+    if bad := [one for one in arrays if one.ndim != 1 or not np.issubdtype(one.dtype, np.integer)]:
+        raise DataError(
+            f"cannot read data.fn={data.fn}: a document is text, a list of ids or a row {{'tokens': ids}}, not "
+            f"{bad[0].dtype}{list(bad[0].shape)}"
+        )
+    content = [one.astype(np.int64).tobytes() for one in arrays]
+    if len(arrays) == 1:
+        raise DataError(f"too few documents in data.fn={data.fn}: one, to train on and to hold out; give several")
+    kept = set(corpus.split(content, data.val_fraction)[0])
+    sides = [[one for one, key in zip(arrays, content, strict=True) if (key in kept) is side] for side in (True, False)]
+    return [np.concatenate(sides[0])], [np.concatenate(sides[1])]
 
 
 def _conversations(config: configs.Resolved, data: Any, vocab_size: int) -> tuple[Rows, Rows, None, str]:

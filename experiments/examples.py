@@ -78,7 +78,8 @@ def _encode(config: Any, part: Sequence[bytes], where: dict[bytes, str], encoder
 def _conversation(line: bytes, field: str, encoder: Any, chat: Any) -> Encoded:
     messages = _messages(_object(line).get(field), field)
     if not any(message["role"] == "assistant" for message in messages):
-        raise ValueError("the assistant says nothing in it")
+        roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages))
+        raise ValueError(f"the assistant says nothing in it; its roles are {roles or 'none'}, not user and assistant")
     return _ids(chat.pieces(messages), encoder, chat)
 
 

@@ -1,4 +1,4 @@
-"""Rows of a Grain pipeline (https://github.com/google/grain), for those who have one. An extra: `.[grain]`."""
+"""Rows made elsewhere: by a Grain pipeline (https://github.com/google/grain, the extra `.[grain]`), or anyhow."""
 
 import dataclasses
 import importlib
@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments import configs
+from experiments import commands, configs
 from experiments.corpus import DataError
 from experiments.rows import Batch
 
@@ -73,7 +73,7 @@ def open_pipeline(config: configs.Resolved, data: configs.Grain) -> tuple[Pipeli
     try:
         import grain
     except ImportError:
-        raise DataError("data=grain needs the extra: pip install -e '.[grain]'") from None
+        raise DataError(f"data=grain needs the extra: {commands.install('grain')}") from None
     module, colon, name = data.dataset.partition(":")
     try:
         dataset = getattr(importlib.import_module(module), name)() if colon else None
@@ -85,11 +85,31 @@ def open_pipeline(config: configs.Resolved, data: configs.Grain) -> tuple[Pipeli
             f"cannot use data.dataset={data.dataset}: it must be MODULE:FUNCTION, which returns a finite "
             f"grain.MapDataset, not {what}. The run itself repeats and shuffles."
         )
+    return parted(dataset, config, f"data.dataset={data.dataset}")
+
+
+def parted(dataset: Any, config: configs.Resolved, where: str) -> tuple[Pipeline, Pipeline]:
+    """Return the elements of anything that has a length and is read by index: to train on and (the last) held out."""
     count = len(dataset)
-    kept = count - max(1, round(count * data.val_fraction))
+    kept = count - max(1, round(count * config.data.val_fraction))
     if kept < 1:
-        raise DataError(f"too few elements in data.dataset={data.dataset}: {count}, to train on and to hold out")
-    how = config.seq_len, config.model.config.vocab_size, data.packed, data.dataset
-    train, held_out = Pipeline(dataset[:kept], *how), Pipeline(dataset[kept:], *how)
+        raise DataError(f"too few elements in {where}: {count}, to train on and to hold out")
+    how = config.seq_len, config.model.config.vocab_size, config.data.packed, where
+    train, held_out = Pipeline(Part(dataset, 0, kept), *how), Pipeline(Part(dataset, kept, count), *how)
     train.batch(np.array([0]))
     return train, held_out
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Some elements of a data set."""
+
+    dataset: Any
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[self.start + index]

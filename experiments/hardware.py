@@ -67,6 +67,7 @@ RATES: dict[type, float] = {
     configs.Adafactor: 2e-2,
     configs.AdafactorLayerwise: 2e-2,
     configs.Sgd: 1e-1,
+    configs.CustomOptimizer: 1e-3,
 }
 LORA_RATE = 1e-3  # AdamW's, for adapters of models of any size
 REMAT_ABOVE = 2e7  # parameters: below, activations are small and recomputing them is time lost
@@ -286,7 +287,7 @@ def _rate(optimizer: type, params: int, adapter: configs.Adapter) -> float:
     if isinstance(adapter, configs.Lora) and optimizer is configs.AdamW:
         return LORA_RATE
     scaled = float(f"{rate * min(1.0, (3e6 / params) ** 0.5):.1g}")
-    return scaled if optimizer in (configs.AdamW, configs.Muon) else rate
+    return scaled if optimizer in (configs.AdamW, configs.Muon, configs.CustomOptimizer) else rate
 
 
 def option_name(cls: type) -> str:

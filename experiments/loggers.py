@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-from experiments import configs
+from experiments import commands, configs
 from experiments.metrics import Record
 
 PACKAGES = {"tensorboard": ("tensorboardX", "tb"), "wandb": ("wandb", "wandb")}
@@ -58,7 +58,7 @@ def missing(save: configs.Save) -> str | None:
     """Return what to do about the first logger that was asked for and is not installed."""
     for option, (package, extra) in PACKAGES.items():
         if getattr(save, option) and importlib.util.find_spec(package) is None:
-            return f"save.{option}=true needs the package {package}: pip install -e '.[{extra}]'"
+            return f"save.{option}=true needs the package {package}: {commands.install(extra)}"
     return None
 
 
@@ -73,4 +73,6 @@ def open_loggers(directory: Path, config: configs.Resolved, after: int | None = 
 
 
 def _measured(record: Record) -> dict[str, Any]:
-    return {k: v for k, v in asdict(record).items() if v is not None and k != "step"}
+    found = asdict(record)
+    found |= found.pop("extra") or {}
+    return {name: value for name, value in found.items() if value is not None and name != "step"}

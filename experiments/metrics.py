@@ -22,6 +22,7 @@ class Record:
     cross_entropy: float | None = None  # nats per token, where that is not the objective
     accuracy: float | None = None  # share of the pairs whose chosen answer the model prefers
     margin: float | None = None  # by how much, on average
+    extra: dict[str, float] | None = None  # what else the objective measures
     bits_per_byte: float | None = None
     grad_norm: float | None = None
     learning_rate: float | None = None
@@ -128,6 +129,8 @@ def _row(record: Record) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

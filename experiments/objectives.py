@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 from jax.nn import log_sigmoid
 
-from experiments import configs
+from experiments import configs, own
 from transforms.sharding import partitions
 
 Loss = Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
@@ -41,6 +41,11 @@ def _(config: configs.Distill) -> Loss:
 @build.register
 def _(config: configs.Paired) -> Loss:
     return functools.partial(preference, compare=functools.partial(COMPARE[type(config)], how=config))
+
+
+@build.register
+def _(config: configs.Custom) -> Loss:
+    return own.objective(config)
 
 
 def held_out(config: configs.Objective) -> Loss:

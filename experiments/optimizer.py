@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers, muon
 
-from experiments import configs, parameters
+from experiments import configs, own, parameters
 from experiments.adafactor import adafactor_layerwise
 from transforms.step import norm
 from zoo.lora import letters_of
@@ -110,6 +110,11 @@ def _(config: configs.AdafactorLayerwise, rate, seed: int, model: Any) -> optax.
         stochastic_rounding=config.stochastic_rounding,
         seed=seed,
     )
+
+
+@_build.register
+def _(config: configs.CustomOptimizer, rate, seed: int, model: Any) -> optax.GradientTransformation:
+    return own.optimizer(config, rate)
 
 
 def decayed(config: configs.Decayed, params: Any) -> Any:

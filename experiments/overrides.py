@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments import schema
+from experiments import schema, spelling
 
 RUN = "run.json"  # in a run's directory and in each checkpoint: its overrides and its configuration
 PINNED = ("steps", "batch_size", "seq_len", "optimizer", "optimizer.learning_rate", "eval.every", "eval.batches")
@@ -38,7 +38,7 @@ def resumed(overrides: Sequence[str], out: str) -> list[str]:
     said = dict(override.split("=", 1) for override in overrides if "=" in override)
     if "run" not in said:
         return list(overrides)
-    before = read(Path(said.get("out", out)).expanduser() / said["run"])
+    before = read(Path(spelling.expanded(said.get("out", out))) / said["run"])
     if before is None:
         return list(overrides)
     kept = [word for word in before["overrides"] if not word.startswith("distributed.")]

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder first
     sys.path.insert(0, str(ROOT))
 
-from experiments import configs, tiles  # noqa: E402
+from experiments import commands, configs, tiles  # noqa: E402
 from experiments.hardware import GIB  # noqa: E402
 from experiments.metrics import Record, read  # noqa: E402
 from experiments.preflight import Plan  # noqa: E402
@@ -128,7 +128,7 @@ def main(argv: list[str]) -> int:
     """Draw the pictures of runs, in progress or over, anew; return the exit status."""
     if not argv or {"-h", "--help"}.intersection(argv):
         print(
-            "Draw loss.png, memory.png, speed.png and rate.png of runs: python experiments/plots.py RUN_DIRECTORY ..."
+            f"Draw loss.png, memory.png, speed.png and rate.png of runs: {commands.called('plots')} RUN_DIRECTORY ..."
         )
         return 0 if argv else 2
     for directory in map(Path, argv):

@@ -157,11 +157,13 @@ def completed(config: configs.Resolved, state: State) -> State:
 
 
 def check_names(config: configs.Resolved) -> None:
-    """Trace as much as tells whether everything that the optimizer and remat name is there; allocates nothing.
+    """Trace as much as tells whether everything that objective, optimizer and remat name is there; allocates nothing.
 
     Raises:
         ValueError: a name or pattern matches nothing.
     """
+    objectives.build(config.objective)
+    build_optimizer(config)
     if isinstance(config.optimizer, configs.Decayed) and config.optimizer.no_decay is not None:
         state = abstract_state(config)
         optimizer.decayed(config.optimizer, state.model)

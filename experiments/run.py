@@ -14,9 +14,10 @@ ROOT = Path(__file__).resolve().parent.parent
 if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder first
     sys.path.insert(0, str(ROOT))
 
-from experiments import configs, overrides, schema  # noqa: E402
+from experiments import configs, options, overrides, schema, spelling  # noqa: E402
+from experiments.command import ended  # noqa: E402
 from experiments.signals import Stop, Stopped  # noqa: E402
-from experiments.usage import dump, help_text  # noqa: E402
+from experiments.usage import dump, tell  # noqa: E402
 
 # What a sweep hears, and what it tells the job that is running.
 TOLD = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM}
@@ -25,8 +26,7 @@ TOLD = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIG
 def main(argv: list[str]) -> int:
     """Return the exit status: 0 trained; 1 did not fit, diverged or could not run; 2 wrong configuration."""
     if {"-h", "--help"}.intersection(argv):
-        print(help_text())
-        return 0
+        return tell("config", argv)
     if "--models" in argv:
         from experiments import listing
 
@@ -66,11 +66,7 @@ def _run(argv: list[str], stop: Stop) -> int:
 
 def _sweep(words: list[str]) -> int:
     """Run every combination of comma-separated values, each in a process and a run directory of its own."""
-    choices = []
-    for word in words:
-        key, equals, value = word.partition("=")
-        several = equals and value[:1] not in "[{\"'" and key not in schema.LISTS
-        choices.append([f"{key}={one}" for one in value.split(",")] if several else [word])
+    choices = [spelling.swept(word, options.by_key()) for word in words]
     status = 0
     for number, combination in enumerate(itertools.product(*choices)):
         print(f"\n{' '.join(combination)}", flush=True)
@@ -97,12 +93,4 @@ def _carried_out(command: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    status = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if status in (
-        128 + signal.SIGINT,
-        128 + signal.SIGTERM,
-    ):  # a compiler that was interrupted may crash while Python takes it down
-        os._exit(status)
-    sys.exit(status)
+    sys.exit(ended(main(sys.argv[1:])))

@@ -6,59 +6,32 @@ OmegaConf treats frozen ones as read-only. No JAX here.
 
 import dataclasses
 import difflib
+import importlib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import zoo.configs
-from experiments import commands, configs
+from experiments import commands, configs, spelling
+from experiments.options import CONF, GROUPS, SCHEMAS, by_key, choose
+from experiments.options import choices as options
+from experiments.spelling import FREE
 
-CONF = Path(__file__).resolve().parent.parent / "conf"
-GROUPS = ("model", "adapter", "data", "objective", "tiling", "optimizer", "hardware", "mesh", "remat", "checkpoint")
-FREE = ("hardware.compiler_options.",)  # keys under these are the user's own
-LISTS = (
-    "adapter.targets",
-    "data.pattern",
-    "optimizer.no_decay",
-    "remat.policy",
-    "remat.names",
-)  # their commas separate names, and ask for no sweep
 FILLS_NULL = (AttributeError, AssertionError)  # what OmegaConf raises on `part.key=value` where the part is null
 RAISED = (ValueError, TypeError, *FILLS_NULL)  # beside its own errors Hydra raises these, at a group=8 or group=[1]
-SCHEMAS = {  # group -> name of the schema -> dataclass
-    "data": {
-        "stdlib": configs.Stdlib,
-        "pydoc": configs.Pydoc,
-        "text": configs.Text,
-        "tokens": configs.Tokens,
-        "chat": configs.Chat,
-        "preference": configs.Preference,
-        "grain": configs.Grain,
-        "synthetic": configs.Synthetic,
-    },
-    "objective": {
-        "pretrain": configs.Pretrain,
-        "sft": configs.Sft,
-        "dpo": configs.Dpo,
-        "ipo": configs.Ipo,
-        "simpo": configs.Simpo,
-        "orpo": configs.Orpo,
-        "distill": configs.Distill,
-    },
-    "tiling": {"tiling": configs.Tiling},
-    "optimizer": {
-        "auto": configs.Optimizer,
-        "adamw": configs.AdamW,
-        "adafactor": configs.Adafactor,
-        "adafactor_layerwise": configs.AdafactorLayerwise,
-        "muon": configs.Muon,
-        "sgd": configs.Sgd,
-    },
-    "hardware": {"hardware": configs.Hardware},
-    "mesh": {"mesh": configs.Mesh},
-    "remat": {"remat": configs.Remat},
-    "checkpoint": {"checkpoint": configs.Checkpoint},
-    "adapter": {"none": configs.Adapter, "lora": configs.Lora},
+WANTED = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+SAME = {  # what other programs call it
+    "lr": "optimizer.learning_rate",
+    "bs": "batch_size",
+    "epochs": "steps",
+    "iters": "steps",
+    "max_steps": "steps",
+    "lora": "adapter=lora",
+    "dtype": "hardware.param_dtype",
+    "weights": "model.weights",
+    "name": "run",
+    "output_dir": "out",
+    "loss": "objective",
+    "device": "hardware",
 }
 
 
@@ -121,11 +94,6 @@ def register() -> None:
         store.store(group="model/schema", name=name, node=node, package="model")
 
 
-def options(group: str) -> list[str]:
-    """Return the choices of a config group, by its files."""
-    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
-
-
 def compose(overrides: Sequence[str], name: str = "config") -> tuple[Any, dict[str, str]]:
     """Return the run (or another command, by `name`) that the overrides describe, and each group's option.
 
@@ -139,24 +107,26 @@ def compose(overrides: Sequence[str], name: str = "config") -> tuple[Any, dict[s
 
     register()
     groups = [g for g in GROUPS if name == "config" or g in commands.CLASSES[name].__dataclass_fields__]
-    overrides = [f"+{override}" if override.startswith(FREE) else _quoted(override) for override in overrides]
+    overrides = spelling.named(overrides)
+    spelled = [spelling.spelled(override, by_key(name)) for override in overrides]
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
         try:
-            composed = hydra_compose(name, overrides=overrides, return_hydra_config=True)
+            composed = hydra_compose(name, overrides=spelled, return_hydra_config=True)
             extra = [override for override in overrides if override.startswith(("+", "~", "hydra"))]
-            if extra and not all(override.lstrip("+").startswith(FREE) for override in extra):
+            extra += [
+                override for override in overrides if override.startswith(FREE) and not _takes(composed, override)
+            ]
+            if extra:
                 raise HydraException(f"`{extra[0]}` would add or remove a key")
         except (HydraException, OmegaConfBaseException, *RAISED) as error:
             known = hydra_compose(name, overrides=_valid_choices(overrides, groups))
-            raise ConfigError(_explain(error, overrides, known, groups)) from None
+            raise ConfigError(_explain(error, name, overrides, known, groups)) from None
     choices = {key: str(value) for key, value in composed.hydra.runtime.choices.items() if key in GROUPS}
     return instantiate(composed), choices
 
 
 def instantiate(composed: Any) -> Any:
     """Return a composed configuration as frozen dataclasses; nothing after this sees Hydra."""
-    from hydra.errors import InstantiationException
-    from hydra.utils import instantiate as hydra_instantiate
     from omegaconf import OmegaConf, open_dict
     from omegaconf.errors import OmegaConfBaseException
 
@@ -171,11 +141,34 @@ def instantiate(composed: Any) -> Any:
     if missing:
         raise ConfigError(f"missing value: {', '.join(f'{key}=...' for key in missing)} must be given")
     try:
-        made = hydra_instantiate(composed, _convert_="object")
+        made = _made(OmegaConf.to_container(composed, resolve=True))
         configs.check(made)
-    except (InstantiationException, ValueError) as error:
-        raise ConfigError(str(error.__cause__ or error)) from None
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     return made
+
+
+def _takes(composed: Any, override: str) -> bool:
+    """Return whether the chosen option of a group has the field whose keys are the user's own."""
+    group, name = override.split(".")[:2]
+    return name in _target(composed[group]["_target_"]).__dataclass_fields__
+
+
+def _target(name: str) -> Any:
+    module, _, inside = name.rpartition(".")
+    return getattr(importlib.import_module(module), inside)
+
+
+def _made(values: Any) -> Any:
+    """Return what a configuration stands for. (Hydra's own `instantiate` would read `${` in a text a second time.)"""
+    if isinstance(values, list):
+        return [_made(value) for value in values]
+    if not isinstance(values, dict):
+        return values
+    parts = {key: _made(value) for key, value in values.items() if key != "_target_"}
+    if "_target_" not in values:
+        return parts
+    return _target(values["_target_"])(**parts)
 
 
 def _references(values: Any, prefix: str = "") -> list[str]:
@@ -187,12 +180,6 @@ def _references(values: Any, prefix: str = "") -> list[str]:
         elif isinstance(value, str) and "${" in value:
             found.append(f"{prefix}{key}")
     return found
-
-
-def _quoted(override: str) -> str:
-    """Keep Hydra from reading a list of names as a sweep."""
-    key, _, value = override.partition("=")
-    return f"{key}='{value}'" if key in LISTS and "," in value and value[0] not in "'\"" else override
 
 
 def _valid_choices(overrides: Sequence[str], groups: Sequence[str]) -> list[str]:
@@ -214,7 +201,7 @@ def _keys(node: Any, prefix: str = "") -> list[str]:
     return found
 
 
-def _explain(error: Exception, overrides: Sequence[str], known: Any, groups: Sequence[str]) -> str:
+def _explain(error: Exception, name: str, overrides: Sequence[str], known: Any, groups: Sequence[str]) -> str:
     """Return one line: which override is wrong, why, and the closest thing that exists."""
     keys = sorted({*_keys(known), *groups})
     for override in overrides:
@@ -226,32 +213,36 @@ def _explain(error: Exception, overrides: Sequence[str], known: Any, groups: Seq
         if override.startswith("~"):
             return f"cannot apply `{override}`: keys can be changed, not removed"
         if key in groups and value not in options(key):
-            close = difflib.get_close_matches(value, options(key), n=1, cutoff=0.4)
-            hint = f"Did you mean {key}={close[0]}? " if close else ""
-            return f"unknown option `{override}`: {hint}Choices for {key}: {', '.join(options(key))}"
-        if key not in keys and not key.startswith(FREE):
+            return f"unknown option `{override}`: {choose(key, value)}"
+        free = any(key.startswith(one) and one.rstrip(".") in keys for one in FREE)
+        if key not in keys and not free:
             return f"unknown override `{override}`: there is no `{key}`. {_closest(key, keys)}"
-        if override.startswith("+") and not key.startswith(FREE):
+        if override.startswith("+"):
             return f"cannot apply `{override}`: `{key}` is there already; write {key}={value}"
-        if why := _unreadable(override):
+        if why := spelling.unreadable(spelling.spelled(override, by_key(name))):
             return f"cannot read `{override}`: {why}"
+        if "," in value and spelling.is_sweep(override) and key in by_key(name) and not _is_text(name, key):
+            return f"bad override `{override}`: it has several values; -m sweeps over them, one run after another"
     if isinstance(error, FILLS_NULL):
         parts = [override.partition("=")[0] for override in overrides if "{" in override or override.count(".") > 1]
         return f"cannot set {', '.join(parts)}: it is null in this option; write an option that has it, in conf/"
     reason = str(error.__cause__ or error).strip().splitlines()[0]
     culprit = next((o for o in overrides if str(getattr(error.__cause__, "full_key", None)) == o.split("=")[0]), None)
-    return f"bad override `{culprit}`: {reason}" if culprit else reason
+    return f"bad override `{culprit}`: {_wanted(name, culprit) or reason}" if culprit else reason
 
 
-def _unreadable(override: str) -> str | None:
-    """Return why Hydra cannot read an override; None if it can."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
+def _is_text(name: str, key: str) -> bool:
+    return spelling.is_text(by_key(name)[key])
 
-    try:
-        OverridesParser.create().parse_override(override)
-    except HydraException as error:
-        return str(error).strip().splitlines()[0]
+
+def _wanted(name: str, override: str) -> str | None:
+    """Return what belongs in the place of a value of the wrong type, in words; None where its types have none."""
+    options = by_key(name).get(override.partition("=")[0], ())
+    arms = dict.fromkeys(arm for option in options for arm in option.arms)
+    if list(arms) == [list[int]]:
+        return "give a list of whole numbers, such as [1,2]"
+    if list(arms) == [float] or list(arms) == [int] or list(arms) == [bool]:
+        return f"give {WANTED[next(iter(arms))]}{', or null' if all(one.optional for one in options) else ''}"
     return None
 
 
@@ -261,6 +252,8 @@ def _closest(key: str, keys: Sequence[str]) -> str:
     inside = {known.rpartition(".")[2]: known for known in keys if known.rpartition(".")[0] == group}
     same = [known for known in keys if known.rpartition(".")[2] == last]
     near = [inside[name] for name in difflib.get_close_matches(last, inside, cutoff=0.6)]
+    if key in SAME:
+        return f"Did you mean `{SAME[key]}`?"
     if near or same:
         return f"Did you mean `{(near or same)[0]}`?"
     if group and inside:

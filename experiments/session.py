@@ -34,6 +34,7 @@ from experiments.distributed import DistributedError
 from experiments.hardware import GIB, Device, HardwareError
 from experiments.loggers import missing, open_loggers
 from experiments.metrics import Progress, Recorder
+from experiments.own import OwnError
 from experiments.preflight import DoesNotFitError, Plan
 from experiments.program import OutOfMemoryError
 from experiments.signals import Stop, Stopped
@@ -104,8 +105,10 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str], sto
         with meshes.spread(config):
             plan = _preflight(config, choices["model"], chosen, argv, device, stop)
             stop.ask()
+            if config.plan:
+                return 0
             _train(config, directory, plan, source, overrides.pinned(argv, chosen), argv, began, stop)
-    except (RunError, DirectoryError, DoesNotFitError, DivergedError, CheckpointError, TileError) as error:
+    except (RunError, DirectoryError, DoesNotFitError, DivergedError, CheckpointError, TileError, OwnError) as error:
         if isinstance(error, DivergedError) and config.on_nan is configs.OnNan["raise"]:
             raise
         return _fail(error, 1)
@@ -148,7 +151,8 @@ def with_weights(config: T, argv: Sequence[str]) -> T:
     try:
         described = from_hf(json.loads((path / "config.json").read_text()))
     except OSError as error:
-        raise RunError(f"cannot read model.weights={path}: {error.strerror} ({error.filename})") from None
+        fetch = "" if path.is_dir() else ". It names a folder: nothing is fetched. Download the files of a model first"
+        raise RunError(f"cannot read model.weights={path}: {error.strerror} ({error.filename}){fetch}") from None
     except ValueError as error:
         raise RunError(f"cannot use model.weights={path}: {error}") from None
     if any(word.startswith("model") and not word.startswith("model.weights=") for word in argv):

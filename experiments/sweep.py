@@ -6,6 +6,7 @@
 Options of launchers are `hydra.launcher.*`. Without a cluster, `run.py -m` does the same one after another.
 """
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder first
     sys.path.insert(0, str(ROOT))
 
-from experiments import overrides, schema  # noqa: E402
+from experiments import commands, options, overrides, schema, spelling  # noqa: E402
 
 
 def job(_: Any) -> int:
@@ -23,18 +24,33 @@ def job(_: Any) -> int:
     from hydra.core.hydra_config import HydraConfig
 
     hydra = HydraConfig.get()
-    words = overrides.numbered(hydra.overrides.task, int(hydra.job.num))
+    words = overrides.numbered(
+        [spelling.typed(word, options.by_key()) for word in hydra.overrides.task], int(hydra.job.num)
+    )
     subprocess.run([sys.executable, str(ROOT / "experiments" / "run.py"), *words], check=True)
     return 0
 
 
-def main() -> None:
-    """Hand over to Hydra."""
+def main(argv: list[str]) -> int:
+    """Hand over to Hydra; return the exit status."""
+    if any(word.startswith("hydra/launcher=submitit") for word in argv) and not _has_submitit():
+        print(f"error: hydra/launcher=submitit needs the extra: {commands.install('slurm')}", file=sys.stderr)
+        return 2
     import hydra
 
     schema.register()
+    known = options.by_key()
+    sys.argv[1:] = [spelling.swept_by_hydra(word, known) for word in spelling.named(argv)]
     hydra.main(version_base="1.3", config_path=str(schema.CONF), config_name="config")(job)()
+    return 0
+
+
+def _has_submitit() -> bool:
+    try:
+        return importlib.util.find_spec("hydra_plugins.hydra_submitit_launcher") is not None
+    except ModuleNotFoundError:
+        return False
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

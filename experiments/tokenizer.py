@@ -349,7 +349,7 @@ def _package(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError:
         raise DataError(
-            f"tokenizers are an extra, and the package {name} is missing: pip install -e '.[hf]', or leave "
+            f"tokenizers are an extra, and the package {name} is missing: {commands.install('hf')}, or leave "
             f"data.tokenizer out for bytes"
         ) from None
 

@@ -26,6 +26,7 @@ from experiments.tracing import Tracer
 from transforms.step import State
 
 AGREE_AFTER = 10  # steps: from then on, it is known how long one takes
+BESIDE = ("cross_entropy", "accuracy", "margin")  # what an objective may measure that records have a place for
 MOST_SKIPPED = 100  # updates in a row that on_nan=skip leaves out
 
 
@@ -170,15 +171,18 @@ class Trainer:
         evaluate: Callable[[Record], Record] | None = None,
     ) -> None:
         loss = float(metrics["loss"])  # waits for the step
-        beside = {name: float(metrics[name]) for name in ("cross_entropy", "accuracy", "margin") if name in metrics}
+        beside = {name: float(metrics[name]) for name in BESIDE if name in metrics}
+        extra = {name: float(value) for name, value in metrics.items() if name not in ("loss", "grad_norm", *BESIDE)}
+        nats = beside.get("cross_entropy", None if isinstance(self.config.objective, configs.Custom) else loss)
         memory, peak = hardware.used_memory()
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         record = Record(
             step=step,
             loss=loss,
-            bits_per_byte=bits_per_byte(beside.get("cross_entropy", loss), self.source.bytes_per_token),
+            bits_per_byte=None if nats is None else bits_per_byte(nats, self.source.bytes_per_token),
             **beside,
+            extra=extra or None,
             grad_norm=float(metrics["grad_norm"]),
             learning_rate=float(self._rates[step - 1 - self._left_out]),  # the optimizer counts its updates
             seconds=seconds,

@@ -1,61 +1,134 @@
-"""The command line's help, and a configuration as YAML. No JAX, and for the help no Hydra either."""
+"""The commands' help, made from the dataclasses; a configuration as YAML. No JAX, and for the help no Hydra either."""
 
 import dataclasses
+import shlex
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
 from typing import Any
 
-from experiments import configs, schema
+from experiments import commands, configs, options, spelling
+from experiments.options import CONF, GROUP_HELP, GROUPS, Option
 
-GROUP_HELP = {
-    "model": "what is trained",
-    "adapter": "train all of it, or a LoRA adapter alone",
-    "data": "what it reads",
-    "objective": "what it minimises",
-    "tiling": "what is cut into tiles: the head, MLPs, attention, the batch",
-    "optimizer": "how parameters move",
-    "hardware": "device, precision, compiler",
-    "mesh": "how devices share the work",
-    "remat": "what the backward pass keeps",
-    "checkpoint": "when the run is saved so that it can go on",
-}
-PARTS = {
-    "": configs.Run,
-    "eval.": configs.Evaluation,
-    "save.": configs.Save,
-    "checkpoint.": configs.Checkpoint,
-    "profile.": configs.Profile,
-    "distributed.": configs.Distributed,
-    "tiling.": configs.Tiling,
-    "optimizer.": configs.Optimizer,
-    "hardware.": configs.Hardware,
-    "mesh.": configs.Mesh,
-    "data.": configs.Text,
-    "objective.": configs.Pretrain,
-    "adapter.": configs.Lora,
-}
+KEY, DEFAULT = 28, 8  # widths of the columns
+TRAIN = """Train a model, a slice of its head at a time.
+
+  {command:<50} a small model, two minutes on two cores
+  {command} {gemma:<{rest}} all of Gemma 2B"""
+MORE = """-m sweeps over comma-separated values: -m tiling.n=1,8
+--cfg shows the configuration and stops
+--models lists the models, their sizes and where they come from"""
 
 
-def help_text() -> str:
-    """Return what `--help` prints."""
-    lines = [
-        "Train a model, a slice of its head at a time.",
-        "",
-        "  python experiments/run.py                              a small model, two minutes on two cores",
-        "  python experiments/run.py model=gemma2b tiling.n=8     all of Gemma 2B",
-        "",
-        "Groups (GROUP=OPTION):",
-    ]
-    for group in schema.GROUPS:
-        lines.append(f"  {group:<10} {GROUP_HELP[group]}")
-        lines += wrapped(schema.options(group), 13)
+def help_text(name: str = "config", words: Sequence[str] = ()) -> str:
+    """Return what a command's `--help` prints, or what is to be said of the options of groups among its words.
+
+    Raises:
+        KeyError: a group has no such option.
+    """
+    pairs = (word.partition("=") for word in spelling.named(words))
+    asked = {group: option for group, _, option in pairs if group in GROUPS}
+    groups = [group for group in GROUPS if any(one.key.startswith(f"{group}.") for one in options.of(name))]
+    for group, option in asked.items():
+        if option not in options.choices(group):
+            raise KeyError(f"{group}={option}")
+    chosen = {**_defaults(name), **asked}
+    if asked:
+        return "\n\n".join(
+            _about(group, option, _lines(name, chosen, group, only=True)) for group, option in asked.items()
+        )
+    lines = [_title(name), "", f"Groups (GROUP=OPTION); {commands.called(name)} GROUP=OPTION --help tells more of one:"]
+    for group in groups:
+        lines.append(f"  {group:<10} {GROUP_HELP[group]}; by default {chosen[group]}")
+        lines += wrapped(options.choices(group), 13)
     lines += ["", "Options (KEY=VALUE); those at `auto` are chosen for the device and the model's size:"]
-    lines.append(f"  {'model.weights':<26} {'':<10} {configs.Model.__dataclass_fields__['weights'].metadata['help']}")
-    for prefix, cls in PARTS.items():
-        for field in dataclasses.fields(cls):
-            if "help" in field.metadata:
-                lines.append(f"  {prefix + field.name:<26} {_default(field):<10} {field.metadata['help']}")
-    lines += ["", "-m sweeps over comma-separated values: -m tiling.n=1,8     --cfg shows the configuration and stops"]
-    lines.append("--models lists the models, their sizes and where they come from")
-    return "\n".join(lines)
+    for group in ("", *dict.fromkeys(one.group.partition(".")[0] for one in options.of(name) if one.group)):
+        lines += _lines(name, chosen, group)
+    return "\n".join([*lines, "", MORE] if name == "config" else lines)
+
+
+def tell(name: str, argv: Sequence[str]) -> int:
+    """Print a command's help; return the exit status."""
+    try:
+        print(help_text(name, argv))
+    except KeyError as error:
+        group, _, value = error.args[0].partition("=")
+        print(f"error: unknown option `{group}={value}`: {options.choose(group, value)}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _title(name: str) -> str:
+    if name != "config":
+        return commands.CLASSES[name].__doc__ or ""
+    command, gemma = commands.called("config"), "model=gemma2b tiling.n=8"
+    return TRAIN.format(command=command, gemma=gemma, rest=max(0, 49 - len(command)))
+
+
+def _about(group: str, option: str, lines: list[str]) -> str:
+    """Return what one option of a group is: the words at the top of its file, what it has and what it sets."""
+    first = (CONF / group / f"{option}.yaml").read_text().partition("\n")[0]
+    schemas = options.SCHEMAS.get(group, {})
+    words = first.removeprefix("# ") if first.startswith("# ") else schemas[option].__doc__ or ""
+    return "\n".join([f"{group}={option}: {words}", *(lines or ["  nothing more can be set"])])
+
+
+def _defaults(name: str) -> dict[str, str]:
+    """Return the option of each group that a command has where nothing is said."""
+    listed = _yaml(CONF / f"{name}.yaml")["defaults"]
+    return {key: value for one in listed if isinstance(one, dict) for key, value in one.items() if key in GROUPS}
+
+
+def _yaml(path: Any) -> dict[str, Any]:
+    import yaml
+
+    return yaml.safe_load(path.read_text())
+
+
+def _lines(name: str, chosen: dict[str, str], group: str, *, only: bool = False) -> list[str]:
+    """Return a line for every option of a group (`""` is none), or of its chosen option alone."""
+    within = [one for one in options.of(name) if one.group.partition(".")[0] == group]
+    values = _yaml(CONF / group / f"{chosen[group]}.yaml") if group in chosen else {}
+    kind = values.pop("defaults")[0].removeprefix("schema/") if values else ""
+    several, said = {one.kind for one in within}, {}
+    own = {one.key for one in within if one.kind == kind}
+    for one in within:
+        again = group == "model" and one.key in own  # a model's file sets nearly all
+        if one.kind not in (kind, "") and (only or again):
+            continue
+        path = one.key.removeprefix(f"{group}.").split(".")
+        given = one.default if one.kind != kind else _given(values, path, one.default)
+        said.setdefault((one.key, shown(one, given), one.help), []).append(one.kind)
+    lines, columns = [], shutil.get_terminal_size((130, 24)).columns
+    for (key, default, help), kinds in said.items():
+        everywhere = only or (set(kinds) <= {kind, ""} and group == "model") or len(kinds) >= len(several)
+        where = "" if everywhere else f" ({', '.join(kinds)})"
+        long = len(key) > KEY or len(default) > DEFAULT
+        texts = textwrap.wrap(f"{help}{where}", max(40, columns - KEY - DEFAULT - 5))
+        first = "" if long or not texts else texts.pop(0)
+        lines += [f"  {key:<{KEY}} {default:<{DEFAULT}} {first}".rstrip()]
+        lines += [f"{'':<{KEY + DEFAULT + 4}}{text}" for text in texts]
+    return lines
+
+
+def _given(values: Any, path: Sequence[str], default: Any) -> Any:
+    for part in path:
+        if not isinstance(values, dict) or part not in values:
+            return default
+        values = values[part]
+    return values
+
+
+def shown(option: Option, value: Any) -> str:
+    """Return a value as help shows it: `auto` where it is chosen later, `-` where there is none."""
+    if value is None:
+        return "auto" if option.field.metadata.get("auto") else "-"
+    if value is dataclasses.MISSING:
+        return "needed"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"[{','.join(map(str, value))}]" if isinstance(value, list | tuple) else str(value)
 
 
 def wrapped(words: list[str], indent: int, width: int = 96) -> list[str]:
@@ -67,28 +140,6 @@ def wrapped(words: list[str], indent: int, width: int = 96) -> list[str]:
             line = " " * indent
         line += f"{word} "
     return [*lines, line.rstrip()]
-
-
-def _default(field: dataclasses.Field) -> str:
-    optional_name = field.name in (
-        "run",
-        "clip_norm",
-        "cache",
-        "size",
-        "budget",
-        "mlp",
-        "attention",
-        "batch",
-        "keep_every",
-        "compile_for",
-    )
-    if field.default_factory is not dataclasses.MISSING:
-        return "{}"
-    if field.default is None:
-        return "-" if optional_name else "auto"
-    if field.default is dataclasses.MISSING:
-        return "-"
-    return str(field.default).lower() if isinstance(field.default, bool) else str(field.default)
 
 
 def plain(value: Any) -> Any:
@@ -105,10 +156,9 @@ def plain(value: Any) -> Any:
     return value.value if isinstance(value, configs.StrEnum) else value
 
 
-def dump(config: configs.Run, argv: list[str]) -> str:
+def dump(config: configs.Run, argv: Sequence[str]) -> str:
     """Return a configuration as YAML, under the command that made it."""
     import yaml
 
-    return (
-        f"# python experiments/run.py {' '.join(argv)}".rstrip() + "\n" + yaml.safe_dump(plain(config), sort_keys=False)
-    )
+    command = f"# {commands.called('config')} {shlex.join(argv)}".rstrip().replace("\n", "\n# ")
+    return f"{command}\n{yaml.safe_dump(plain(config), sort_keys=False)}"

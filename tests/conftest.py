@@ -1,6 +1,7 @@
 """Eight CPU devices, and shape and type checks of every annotated function of `zoo` and `transforms`."""
 
 import os
+from pathlib import Path
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -11,24 +12,41 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from jaxtyping import install_import_hook
 
-install_import_hook(["zoo", "transforms"], "beartype.beartype")
+pytest_plugins = ["tests.sampling"]
 
 
 def pytest_addoption(parser):
-    help = "run part K of N of the cases of each parametrised test; 1/1 runs all of them, each part the first"
-    parser.addoption("--part", default="1/1", metavar="K/N", help=help)
+    group = parser.getgroup("tiling-zoo", "how tests run")
+    group.addoption("--types", action="store_true", help="check every call inside `transforms` too: half as long again")
+    help = "keep compiled programs in .pytest_cache, for those who run the tests again"
+    group.addoption("--keep-compiled", action="store_true", help=help)
 
 
-def pytest_collection_modifyitems(config, items):
-    part, parts = map(int, config.getoption("--part").split("/"))
-    seen, kept, dropped = {}, [], []
-    for item in items:
-        test = (item.path, getattr(item, "originalname", item.name))
-        seen[test] = seen.get(test, -1) + 1
-        (kept if seen[test] == 0 or seen[test] % parts == part - 1 else dropped).append(item)
-    if dropped:
-        config.hook.pytest_deselected(items=dropped)
-        items[:] = kept
+def pytest_configure(config):
+    # Inside the compiler of `transforms.tile` checks would take longer than what they check; types are read there too.
+    transforms = (
+        ["transforms"] if config.option.types else ["transforms.tile", "transforms.sharding", "transforms.step"]
+    )
+    install_import_hook(["zoo", *transforms], "beartype.beartype")
+    if config.option.keep_compiled:  # processes that write one folder would read each other's half-written files
+        worker = getattr(config, "workerinput", {}).get("workerid", "main")
+        reuse(config.rootpath / ".pytest_cache" / "compiled" / worker)
+
+
+def reuse(folder: Path | str | None) -> str | None:
+    """Read programs compiled before from `folder`, and write those that are not there; return the former folder."""
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(folder) if folder else None)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    compilation_cache.reset_cache()
+    return before
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget():
+    """Traced and compiled programs of one module are of no use to the next, and fill the memory."""
+    yield
+    jax.clear_caches()
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +57,9 @@ def cache(tmp_path_factory):
 @pytest.fixture(scope="module")
 def compile_once(cache):
     """Most runs of a module compile the same programs."""
-    jax.config.update("jax_compilation_cache_dir", str(cache / "xla"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-    compilation_cache.reset_cache()
+    before = reuse(cache / "xla")
     yield
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
+    reuse(before)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import tree_util as jtu
 
+from tests.quick import QUICK
 from transforms import TileError, tile
 
 FLOAT32, FLOAT64 = 3e-5, 1e-9  # relative to the largest magnitude of each leaf
@@ -126,7 +127,7 @@ def _without_float0(leaf: Any) -> Any:
 def evaluate(call: Call, fn: Callable, mode: str = "grad", fast: bool = False) -> Any:
     """Run `probe` under jit; `fast` leaves out the optimisation of machine code, most of the time of small tests."""
     function, arrays = probe(call, fn, mode)
-    return jax.jit(function, compiler_options={"xla_backend_optimization_level": 0} if fast else None)(*arrays)
+    return jax.jit(function, **(QUICK if fast else {}))(*arrays)
 
 
 def assert_same(got: Any, want: Any, tolerance: float, where: str = "", floor: float = 0.0) -> None:
@@ -180,7 +181,7 @@ def assert_tiles(
       modes: of `MODES`; "grad" compares value, aux and gradients, the others the same under that transformation.
       dtype: float32, or float64 (which needs `jax.enable_x64`).
       closed: how many leading arguments the tiled function closes over.
-      may_refuse: whether `TileError` is as good as equality.
+      may_refuse: whether `TileError` is returned as False; for programs that nobody has seen.
       fast: compile every n with little optimisation, rather than every n but the first.
       floor: a magnitude below which errors are absolute, for gradients that cancel to zero.
 

@@ -19,6 +19,7 @@ import optax
 from safetensors.numpy import save_file
 
 from tests.hf_cases import CASES
+from tests.quick import QUICK
 from zoo import load
 from zoo.hf import from_hf
 from zoo.tables import rows
@@ -52,7 +53,7 @@ def write(case: str, folder: Path, dtype=np.float32) -> Path:
 
 
 # Compiling takes nearly all of these tests' time, and half of it goes into making machine code fast.
-FAST: dict[str, Any] = {"compiler_options": {"xla_backend_optimization_level": "0"}}
+FAST = QUICK
 jit: Any = functools.partial(eqx.filter_jit, **FAST)
 
 

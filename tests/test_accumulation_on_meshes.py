@@ -8,6 +8,7 @@ import pytest
 
 import zoo
 from experiments.bench.hlo import collectives
+from tests.quick import QUICK
 from tests.tiny import on_mesh
 from transforms import tile
 from transforms.remat import remat
@@ -31,7 +32,7 @@ def loss_of(policy):
 
 
 def compiled(loss, *args):
-    step = eqx.filter_jit(eqx.filter_value_and_grad(loss)).lower(*args).compile()
+    step = eqx.filter_jit(eqx.filter_value_and_grad(loss), **QUICK).lower(*args).compile()
     return step(*args), step.compiled.as_text()
 
 
@@ -51,7 +52,7 @@ def test_gradients_are_summed_over_devices_once(config, layout, policy):
     batch = (tokens, np.roll(tokens, -1, 1), (random.uniform(size=(16, 16)) > 0.3).astype(np.float32))
     batch = tuple(map(jnp.asarray, batch))
     loss = loss_of(policy)
-    expected, gradients = eqx.filter_value_and_grad(loss)(model, batch)
+    expected, gradients = eqx.filter_jit(eqx.filter_value_and_grad(loss), **QUICK)(model, batch)
     (data, width), axes = LAYOUTS[layout]
     mesh = make_mesh(data, width)
     with jax.set_mesh(mesh):

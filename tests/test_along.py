@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from tests import quick
 from transforms import tile
 
 
@@ -19,16 +20,16 @@ def draw(*shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape))
 
 
-def assert_same(fn, axis, args, counts=(1, 3, 4), gradients=True):
+def assert_same(fn, axis, args, counts=(3, 4), gradients=True):
     for n in counts:
         tiled = tile(fn, axis, n)
-        for got, want in zip(jax.tree.leaves(jax.jit(tiled)(*args)), jax.tree.leaves(fn(*args)), strict=True):
+        for got, want in zip(jax.tree.leaves(quick.jit(tiled)(*args)), jax.tree.leaves(fn(*args)), strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9)
         if gradients:
             total = lambda f: lambda *args: sum(jnp.sin(leaf).sum() for leaf in jax.tree.leaves(f(*args)))
             every = range(len(args))
             for got, want in zip(
-                jax.jit(jax.grad(total(tiled), every))(*args), jax.grad(total(fn), every)(*args), strict=True
+                quick.jit(jax.grad(total(tiled), every))(*args), jax.grad(total(fn), every)(*args), strict=True
             ):
                 np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9)
 
@@ -100,9 +101,9 @@ CHOICES = {
 @pytest.mark.parametrize("choose", CHOICES.values(), ids=CHOICES)
 @pytest.mark.parametrize("x", [special(), np.random.default_rng(0).integers(0, 4, (5, 11))], ids=["special", "ints"])
 def test_choices(choose, x):
-    for n in (1, 3, 4, 11):
+    for n in (2, 3, 4, 11):
         for got, want in zip(
-            jax.tree.leaves(jax.jit(tile(choose, 1, n))(x)), jax.tree.leaves(choose(jnp.asarray(x))), strict=True
+            jax.tree.leaves(quick.jit(tile(choose, 1, n))(x)), jax.tree.leaves(choose(jnp.asarray(x))), strict=True
         ):
             np.testing.assert_array_equal(got, want)
 

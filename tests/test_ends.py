@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests import quick
 from tests.test_online import draw, exact, loops
 from transforms import tile
 from transforms.equal import Numbering
@@ -157,7 +158,8 @@ def test_the_backward_pass_of_attention_over_keys_is_one_loop(fn):
     assert loops(fn, KEYS, operands()) == (1, 2)
 
 
-@pytest.mark.parametrize("n", [1, 4, 7])
+@pytest.mark.redundant("n")
+@pytest.mark.parametrize("n", [2, 4, 7])
 @pytest.mark.parametrize("fn", [*ONE_LOOP_BACK, moments])
 def test_derivatives_are_exact(fn, n):
     exact(fn, KEYS, operands(), n)
@@ -171,12 +173,13 @@ def test_second_derivatives_do_not_take_what_was_handed_on_for_constant(fn):
 
         def twice(fn):
             slope = jax.grad(lambda *a: jnp.sin(fn(*a)).sum(), (0, 1, 2))
-            return jax.jvp(slope, args, tangents)
+            return quick.jit(lambda *args: jax.jvp(slope, args, tangents))(*args)
 
         found, wanted = twice(tile(fn, KEYS, 4)), twice(fn)
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
-        through = lambda fn: jax.grad(lambda q: (jax.vjp(fn, q, *args[1:])[1](jnp.ones((Q, E)))[1] ** 2).sum())(args[0])
+        sums = lambda fn, q: (jax.vjp(fn, q, *args[1:])[1](jnp.ones((Q, E)))[1] ** 2).sum()
+        through = lambda fn: quick.jit(jax.grad(lambda q: sums(fn, q)))(args[0])
         np.testing.assert_allclose(through(tile(fn, KEYS, 4)), through(fn), rtol=1e-9, atol=1e-12)
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 
+from tests import quick
 from tests.helpers import FLOAT32, assert_same, assert_tiles, equations
 from transforms import TileError, tile
 
@@ -81,7 +82,7 @@ def lengths(fn, axis, size):
 @pytest.mark.parametrize("size", [4, 8, 20])
 @pytest.mark.parametrize("fn", [rows, turned])
 def test_a_tile_of_blocks_is_the_same_call_with_a_shorter_grid(fn, size):
-    assert_same(jax.jit(tile(fn, (0, None), size=size))(X, W), jax.jit(fn)(X, W), FLOAT32)
+    assert_same(quick.jit(tile(fn, (0, None), size=size))(X, W), quick.jit(fn)(X, W), FLOAT32)
     index = int(fn is turned)
     assert {grid[index] for grid in lengths(fn, (0, None), size)} == {size // B, *([T % size // B] if T % size else [])}
 
@@ -91,7 +92,7 @@ def test_a_tile_of_blocks_is_the_same_call_with_a_shorter_grid(fn, size):
 )
 def test_scratch_derivatives_and_edges(fn, size):
     if fn is added:
-        assert_same(jax.jit(tile(fn, (0, None), size=size))(X, W), jax.jit(fn)(X, W), FLOAT32)
+        assert_same(quick.jit(tile(fn, (0, None), size=size))(X, W), quick.jit(fn)(X, W), FLOAT32)
         assert lengths(fn, (0, None), size) == {(size // B, 2)}
     else:
         assert_tiles(fn, (0, None), T // size, (X, W), fast=True)
@@ -99,7 +100,7 @@ def test_scratch_derivatives_and_edges(fn, size):
 
 def test_an_axis_that_is_no_multiple_of_the_blocks():
     x = X[:22]
-    assert_same(jax.jit(tile(rows, (0, None), size=8))(x, W), jax.jit(rows)(x, W), FLOAT32)
+    assert_same(quick.jit(tile(rows, (0, None), size=8))(x, W), quick.jit(rows)(x, W), FLOAT32)
 
 
 def blocked(place=lambda i: (i, 0), back=lambda i: (i, 0), shape=(T, D), asks=False, block=(B, D)):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import zoo
+from tests.quick import QUICK
 from tests.tiny import on_mesh
 from transforms.sharding import AXES, make_mesh, sharding_of
 from zoo.nn import lookup
@@ -59,14 +60,14 @@ def _loss(model, tokens, targets, **how):
 def _same_on_mesh(model, sizes, axes, atol=2e-6, rtol=1e-6, **how):
     batch = _batch()
     loss = lambda model, *batch: _loss(model, *batch, **how)
-    value, grads = eqx.filter_jit(eqx.filter_value_and_grad(loss))(model, *batch)
+    value, grads = eqx.filter_jit(eqx.filter_value_and_grad(loss), **QUICK)(model, *batch)
     mesh = make_mesh(*sizes)
     with jax.set_mesh(mesh):
         spread = on_mesh(model, mesh, axes)
         where = sharding_of(mesh, "B S", batch[0].shape, axes)
         place = lambda array: jax.device_put(array, where)
         how = jax.tree.map(place, how)
-        got, got_grads = eqx.filter_jit(eqx.filter_value_and_grad(loss))(spread, *map(place, batch))
+        got, got_grads = eqx.filter_jit(eqx.filter_value_and_grad(loss), **QUICK)(spread, *map(place, batch))
         for parameter, grad in zip(jax.tree.leaves(spread), jax.tree.leaves(got_grads), strict=True):
             assert jax.typeof(grad) == jax.typeof(parameter)
     np.testing.assert_allclose(got, value, rtol=rtol)

@@ -1,7 +1,5 @@
 """Loops as they run: lengths that tiles do not divide, dtypes of accumulators, and products added chunk by chunk."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests import quick
 from tests.helpers import equations
 from transforms import tile
 from transforms.graph import flatten
@@ -16,7 +15,6 @@ from transforms.placement import Span
 from transforms.rules import RULES, contraction
 
 PROFILE = settings(max_examples=12, deadline=None, derandomize=True, database=None)
-compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def scans(fn, *args):
@@ -160,7 +158,7 @@ def test_chunked_accumulation_equals_plain(spec, size, chunks):
     (node,) = [n for n in graph.nodes if n.name == "dot_general"]
     operands = [a, b] if node.inputs[0] is graph.inputs[0] else [b, a]
     total = jnp.asarray(rng.integers(-8, 8, node.outputs[0].shape), jnp.float32)
-    got = compiled(lambda total, *ops: RULES["dot_general"].accumulate(node, list(ops), total, Span(0, 4, 4)))
+    got = quick.jit(lambda total, *ops: RULES["dot_general"].accumulate(node, list(ops), total, Span(0, 4, 4)))
     np.testing.assert_array_equal(got(total, *operands), total + node.bind(operands)[0])
     assert calls
 

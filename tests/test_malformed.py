@@ -5,11 +5,10 @@ import random
 import string
 from dataclasses import fields
 from enum import StrEnum
-from typing import get_args, get_type_hints
 
 import pytest
 
-from experiments import schema, usage
+from experiments import options, schema
 
 GROUPS = {  # what brings the keys of a part that the default options do not have
     "data.": ["data=text", "data.path=x"],
@@ -19,17 +18,15 @@ UNREADABLE = ("[1,2", "{a:", '"open', "'open", "a'b", "${nothing}", "${", "a=b=[
 BELOW_ONE = ("steps", "batch_size", "seq_len", "log_every", "keep", "rank", "minutes", "learning_rate", "peak_tflops")
 
 
-def options():
-    """Yield (key, type, words that the key needs) of every option that help lists."""
-    for prefix, cls in usage.PARTS.items():
-        hints = get_type_hints(cls)
-        for field in fields(cls):
-            if "help" in field.metadata and prefix + field.name not in schema.LISTS:
-                arms = [arm for arm in get_args(hints[field.name]) if arm is not type(None)] or [hints[field.name]]
-                yield prefix + field.name, arms, GROUPS.get(prefix, [])
+def some():
+    """Yield (key, types, words that the key needs) of options that most runs have."""
+    kinds = {"data": "text", "objective": "pretrain", "optimizer": "auto", "adapter": "lora"}
+    for one in options.of():
+        if one.group.partition(".")[0] != "model" and kinds.get(one.group, one.kind) == one.kind:
+            yield one.key, one.arms, GROUPS.get(f"{one.group}.", [])
 
 
-OPTIONS = list(options())
+OPTIONS = list(some())
 KEYS = {key for key, _, _ in OPTIONS}
 
 
@@ -70,7 +67,7 @@ def too_small(draw):
 
 def unreadable(draw):
     """Something that is no override."""
-    key, _, words = draw.choice(OPTIONS)
+    key, _, words = draw.choice([one for one in OPTIONS if str not in one[1]])  # text may be anything
     return [*words, f"{key}={draw.choice(UNREADABLE)}"], key
 
 
@@ -92,14 +89,15 @@ def every_option():
         for name, cls in choices.items():
             words = [f"{group}={name}"] if name in schema.options(group) else []
             words += [f"{group}.{needed[name]}"] if name in needed else []
+            words += [f"{group}.fn=x:y"] if name == "custom" else []
             words += PAIRED if name == "preference" else []
             words += ["data=preference"] if name in ("dpo", "ipo", "simpo", "orpo") else []
             words += ["data=chat"] if name == "sft" else []
             for field in fields(cls):
                 yield f"{group}.{field.name}", field, words
-    for prefix, cls in usage.PARTS.items():
-        if prefix.rstrip(".") not in schema.SCHEMAS:
-            yield from ((prefix + field.name, field, []) for field in fields(cls))
+    for one in options.of():
+        if one.group not in schema.SCHEMAS and not one.key.startswith("model."):
+            yield one.key, one.field, []
 
 
 PAIRED = ["objective=dpo"]

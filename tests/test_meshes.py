@@ -1,5 +1,7 @@
 """Runs on meshes of eight CPU devices: what is chosen, what is refused, and the same losses on every layout."""
 
+import dataclasses
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,7 @@ import pytest
 
 from experiments import configs, data, hardware, meshes, program, schema
 from experiments.bench.hlo import collectives
+from tests.quick import QUICK
 from transforms.step import State
 
 SIZES = ["model.num_layers=2", "model.embed_dim=32", "model.mlp_dim=64", "model.num_heads=8", "model.head_dim=4"]
@@ -24,16 +27,21 @@ def resolve(*words, count=8, platform="cpu"):
     return hardware.resolve(schema.compose([*SIZES, "tiling=none", *words])[0], device)
 
 
+def quickly(config):
+    options = config.hardware.compiler_options | QUICK["compiler_options"]
+    return dataclasses.replace(config, hardware=dataclasses.replace(config.hardware, compiler_options=options))
+
+
 def losses(*words):
     """The loss of every step of a run."""
-    config, _ = resolve(*words)
+    config = quickly(resolve(*words)[0])
     assert meshes.problem(config) is None
     source = data.open_source(config)
     with meshes.spread(config):
         abstract = program.abstract_state(config)
         step, put = program.compile_train(config, abstract), meshes.feeder(source.batch_size)
         model, optimizer = program.init_model(config), program.build_optimizer(config)
-        state = eqx.filter_jit(lambda model: State.init(model, optimizer, program.trainable(config)))(model)
+        state = eqx.filter_jit(lambda model: State.init(model, optimizer, program.trainable(config)), **QUICK)(model)
         found = []
         for index in range(config.steps):
             state, metrics = step(put(lambda rows, index=index: source.batch(index, rows).arrays), state)

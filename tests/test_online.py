@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from experiments.bench.hlo import dot_flops
+from tests import quick
 from tests.helpers import assert_tiles
 from transforms import tile
 
@@ -16,7 +17,6 @@ F32 = jnp.float32
 T, D, V = 6, 4, 10  # tiles of 3, 3, 3, 1 along V for n = 4
 HEAD = (None, 1, None)  # of (h, w, y): over the vocabulary
 Array = jax.ShapeDtypeStruct
-compiled = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def draw(*shape, scale=1.0):
@@ -56,7 +56,7 @@ REDUCTIONS = {
 
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_reduction_is_exact(name):
-    exact(REDUCTIONS[name][0], 1, (draw(T, V),), n=(4, 1))
+    exact(REDUCTIONS[name][0], 1, (draw(T, V),), n=(4, 2))
 
 
 @pytest.mark.parametrize("name", REDUCTIONS)
@@ -96,8 +96,8 @@ def test_numbers_out_of_the_ordinary_are_as_in_the_untiled_function(kind):
         ]
 
     fns = [REDUCTIONS[name][0] for name in STABLE]
-    want = compiled(lambda x: every(fns, x))(x)
-    got = compiled(lambda x: every([tile(fn, 1, 4) for fn in fns], x))(x)
+    want = quick.unoptimised(lambda x: every(fns, x))(x)
+    got = quick.unoptimised(lambda x: every([tile(fn, 1, 4) for fn in fns], x))(x)
     for name, g, w in zip(STABLE, got, want, strict=True):
         for part, a, b in zip(("gradient", "value"), g, w, strict=True):
             np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5, err_msg=f"{name}, {part}")
@@ -181,7 +181,7 @@ def test_loss_over_the_vocabulary_is_exact(fn):
     exact(fn, HEAD, tokens(), n=4)
 
 
-@pytest.mark.parametrize("n", [1, 3, 7])
+@pytest.mark.parametrize("n", [2, 3, 7])
 def test_vocabulary_that_tiles_do_not_divide(n):
     exact(softcap_and_z_loss, HEAD, tokens(), n=n)
 

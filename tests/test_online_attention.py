@@ -102,7 +102,7 @@ def test_attention_over_keys(fn):
     assert loops(fn, KEYS, operands(), n=4)[0] == (2 if fn is two_temperatures else 1)
 
 
-@pytest.mark.parametrize("fn", ATTENTION[::4])
+@pytest.mark.parametrize("fn", ATTENTION)
 def test_attention_over_queries(fn):
     exact(fn, QUERIES, operands(), n=4)
 

@@ -125,3 +125,10 @@ def test_lines_are_named_by_file_and_folder(where, expected):
 def test_plan_runs_nothing_and_needs_no_arrays():
     huge = (S((1 << 20, 4096), jnp.bfloat16), S((4096, 256000), jnp.bfloat16), S((1 << 20,), jnp.int32))
     assert tile(loss, (0, None, 0), size=1024).plan(*huge).tiles == 1024
+
+
+def test_a_notebook_shows_the_table():
+    plan = tile(loss, (0, None, 0), 8).plan(*SHAPES)
+    assert repr(plan) == str(plan) and "temporary memory" in repr(plan)
+    assert plan._repr_html_().startswith("<pre>2048 steps in 8 tiles of 256")
+    assert "<lambda>" not in tile(lambda h, w, y: loss(h, w, y), (0, None, 0), 8).plan(*SHAPES)._repr_html_()

@@ -1,8 +1,10 @@
 """What the README prints, runs; what it claims of models is what the code says."""
 
+import math
 import re
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 
 from experiments import schema
@@ -21,6 +23,19 @@ def test_blocks_run_as_printed(block):
 def test_what_tile_takes_is_short():
     lines = [len(block.splitlines()) for block in BLOCKS if "from transforms import tile" in block]
     assert len(lines) >= 5 and max(lines) < 10
+
+
+def test_the_own_loss_is_one_that_a_run_can_have(tmp_path, monkeypatch):
+    from experiments import configs, own
+
+    (block,) = [block for block in BLOCKS if "# losses.py" in block]
+    (tmp_path / "losses.py").write_text(block)
+    monkeypatch.chdir(tmp_path)
+    logits, labels, mask = jnp.zeros((6, 4)), jnp.arange(6) % 4, jnp.ones(6)
+    model = type("Model", (), {"logits": lambda _, hidden: hidden})()
+    config = configs.Custom(fn="losses.py:focal", kwargs={"gamma": 1.0})
+    value, beside = own.objective(config)((model,), (logits,), labels, mask)
+    assert value == pytest.approx(0.75 * math.log(4)) and beside["cross_entropy"] == pytest.approx(math.log(4))
 
 
 def test_the_plan_is_as_printed():

@@ -21,9 +21,13 @@ NEEDED = {
 }
 
 
+def needed(group, option):
+    return [f"{group}.fn=x:y"] if option == "custom" else NEEDED.get(option, [])
+
+
 @pytest.mark.parametrize(("group", "option"), [(g, o) for g in schema.GROUPS for o in schema.options(g)])
 def test_every_option_composes(group, option):
-    config, choices = schema.compose([f"{group}={option}", *NEEDED.get(option, [])])
+    config, choices = schema.compose([f"{group}={option}", *needed(group, option)])
     assert choices[group] == option
     assert dataclasses.is_dataclass(getattr(config, group))
 
@@ -39,7 +43,7 @@ def test_the_main_job_composes():
 WRONG = {
     "typo in a key": (["tiling.nn=8"], r"no `tiling.nn`. Did you mean `tiling.n`\?"),
     "typo in a group": (["modle=tiny"], r"no `modle`. Did you mean `model`\?"),
-    "typo in an option": (["model=tinny"], r"Did you mean model=tiny\? Choices for model: .*tiny"),
+    "typo in an option": (["model=tinny"], r"Did you mean model=tiny\? --models lists all"),
     "typo in a nested key": (["model.num_layer=3"], r"Did you mean `model.num_layers`\?"),
     "group left out": (["n=8"], r"Did you mean `tiling.n`\?"),
     "key of another option": (["optimizer=sgd", "optimizer.b2=1"], r"`optimizer` has: .*momentum"),
@@ -49,7 +53,7 @@ WRONG = {
     "tiles not a number": (["tiling.n=abc"], r"bad value tiling.n=abc: give a whole number"),
     "no tiles": (["tiling.n=0"], r"bad value tiling.n=0"),
     "half a tile": (["tiling.n=1.5"], r"tiling.n"),
-    "steps not a number": (["steps=abc"], r"bad override `steps=abc`: .*Integer"),
+    "steps not a number": (["steps=abc"], r"bad override `steps=abc`: give a whole number"),
     "no steps": (["steps=0"], r"bad value steps=0: it must be greater than zero"),
     "not a dtype": (["hardware.param_dtype=float16"], r"expected one of \[float64, float32, bfloat16\]"),
     "not a policy": (["remat.policy=some"], r"bad value remat.policy=some: choose auto"),

@@ -8,6 +8,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tests import quick
 from tests.helpers import FLOAT32, assert_same, equations
 from transforms import TileError, tile
 from transforms.graph import flatten, flops
@@ -98,7 +99,7 @@ def with_gradients(fn):
         outs = fn(x, w)
         return sum(jnp.sin(out / 10).sum() for out in jax.tree.leaves(outs)), outs
 
-    return jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))
+    return jax.value_and_grad(total, (0, 1), has_aux=True)
 
 
 @pytest.mark.parametrize(("kind", "n"), [(EXPLICIT, 4), (AUTO, 5)])
@@ -110,9 +111,9 @@ def test_tiles_are_shared_by_the_devices(name, kind, n):
         args = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arguments(), specs, strict=True)]
         options = {} if kind == EXPLICIT else {"in_sharding": tuple(specs)}
         tiled = tile(fn, (0, None), n, **options)
-        assert_same(with_gradients(tiled)(*args), with_gradients(fn)(*args), FLOAT32)
+        assert_same(quick.jit(with_gradients(tiled))(*args), quick.jit(with_gradients(fn))(*args), FLOAT32)
         scalar = tile(lambda *args: with_gradients(fn)(*args)[0][0], (0, None), n, **options)
-        assert_same(jax.jit(jax.grad(scalar, (0, 1)))(*args), with_gradients(fn)(*args)[1], FLOAT32)
+        assert_same(quick.jit(jax.grad(scalar, (0, 1)))(*args), quick.jit(with_gradients(fn))(*args)[1], FLOAT32)
 
 
 @pytest.mark.parametrize("check", [True, False])
@@ -121,7 +122,11 @@ def test_the_mesh_may_be_known_to_the_shard_map_alone(spec, check):
     weights, out = (P(), P("d")) if spec == P("d") else (P("d"), P())
     local = lambda x, w: jnp.sin(x) @ w if spec == P("d") else lax.psum(jnp.sin(x) @ w, "d")
     fn = on_devices(local, (spec, weights), out, mesh=MESH, check_vma=check)
-    assert_same(with_gradients(tile(fn, (0, None), 4))(*arguments()), with_gradients(fn)(*arguments()), FLOAT32)
+    assert_same(
+        quick.jit(with_gradients(tile(fn, (0, None), 4)))(*arguments()),
+        quick.jit(with_gradients(fn))(*arguments()),
+        FLOAT32,
+    )
     shares = tile(fn, (0, None), 4).plan(*arguments()).shares
     assert shares == (8 if spec == P("d") else 1)
 
@@ -142,7 +147,7 @@ def test_it_runs_inside_another():
     with jax.set_mesh(mesh):
         x, w = arguments()
         args = jax.device_put(x, NamedSharding(mesh, P("d", "m"))), jax.device_put(w, NamedSharding(mesh, P("m")))
-        assert_same(jax.jit(outer(tile(inner, (0, None), 3)))(*args), jax.jit(outer(inner))(*args), FLOAT32)
+        assert_same(quick.jit(outer(tile(inner, (0, None), 3)))(*args), quick.jit(outer(inner))(*args), FLOAT32)
 
 
 @pytest.mark.parametrize("mode", ["jvp", "vmap"])
@@ -152,9 +157,9 @@ def test_forward_mode_and_batches(mode):
     with jax.set_mesh(mesh_of(AUTO)):
         tiled = tile(fn, (0, None), 4, in_sharding=tuple(specs))
         if mode == "jvp":
-            run = lambda f: jax.jit(lambda *args: jax.jvp(f, args, args))(x, w)
+            run = lambda f: quick.jit(lambda *args: jax.jvp(f, args, args))(x, w)
         else:
-            run = lambda f: jax.jit(jax.vmap(f, (None, 0)))(x, jnp.stack([w, 2 * w]))
+            run = lambda f: quick.jit(jax.vmap(f, (None, 0)))(x, jnp.stack([w, 2 * w]))
         assert_same(run(tiled), run(fn), FLOAT32)
 
 

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
 from experiments.bench.hlo import collectives, dot_flops
+from tests import quick
 from transforms import TileError, tile
 
 # The mesh, and how hidden states [B, S, D] and weights [D, V] lie on it.
@@ -107,7 +108,7 @@ def test_every_layout_has_the_value_and_gradients_of_one_device(name, number):
     mesh = mesh_of(name)
     with jax.set_mesh(mesh):
         tiled = tile(gathering(name, fn), axis=(None, axis, axis, axis), n=n)
-        step = jax.jit(with_gradients(tiled)).lower(*spread(mesh, name, args)).compile()
+        step = quick.jit(with_gradients(tiled)).lower(*spread(mesh, name, args)).compile()
         found = step(*spread(mesh, name, args))
         types = jax.tree.map(jax.typeof, found[1])
         weights, hidden = (jax.typeof(x) for x in spread(mesh, name, args)[:2])
@@ -125,7 +126,7 @@ def test_a_mesh_sends_what_the_untiled_program_sends_and_computes_no_more(name):
         plain = gathering(name, cross_entropy)
         tiled = tile(plain, axis=(None, 1, 1, 1), n=3)
         before, after = (
-            jax.jit(with_gradients(fn)).lower(*spread(mesh, name, args)).compile().as_text() for fn in (plain, tiled)
+            quick.jit(with_gradients(fn)).lower(*spread(mesh, name, args)).compile().as_text() for fn in (plain, tiled)
         )
     assert dot_flops(after) == dot_flops(before)
     sent = [sum(c.bytes * c.times for c in collectives(text, 8)) for text in (before, after)]
@@ -149,7 +150,7 @@ def test_every_cut_runs_on_a_mesh(name, axis, options):
     args, mesh = arguments(), mesh_of(name)
     expected = with_gradients(loss)(*args)
     with jax.set_mesh(mesh):
-        found = jax.jit(with_gradients(tile(loss, axis=axis, n=4, **options)))(*spread(mesh, name, args))
+        found = quick.jit(with_gradients(tile(loss, axis=axis, n=4, **options)))(*spread(mesh, name, args))
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(jnp.abs(b).max()))
 
@@ -162,7 +163,7 @@ def test_labels_may_be_gathered_where_the_vocabulary_is_whole():
     args, mesh = arguments(), mesh_of("fsdp_cp")
     expected = with_gradients(loss)(*args)
     with jax.set_mesh(mesh):
-        tiled = jax.jit(with_gradients(tile(loss, axis=(None, 1, 1, 1), n=4)))
+        tiled = quick.jit(with_gradients(tile(loss, axis=(None, 1, 1, 1), n=4)))
         found = tiled(*spread(mesh, "fsdp_cp", args))
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(jnp.abs(b).max()))
@@ -182,7 +183,7 @@ def test_a_table_gains_from_tokens_that_several_axes_spread(table, tied):
     with jax.set_mesh(mesh):
         args = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in ((rows, table), (labels, P("d", "c")))]
         args.append(jax.device_put(mask, NamedSharding(mesh, P("d", "c"))))
-        expected, found = (jax.jit(jax.grad(fn))(*args) for fn in (loss, tile(loss, axis=(None, 0, 0), n=2)))
+        expected, found = (quick.jit(jax.grad(fn))(*args) for fn in (loss, tile(loss, axis=(None, 0, 0), n=2)))
     np.testing.assert_allclose(found, expected, atol=1e-5 * float(jnp.abs(expected).max()))
 
 
@@ -191,7 +192,7 @@ def test_sync_tile_exchanges_with_every_tile():
     expected = with_gradients(cross_entropy)(*args)
     with jax.set_mesh(mesh):
         tiled = tile(cross_entropy, axis=(None, 1, 1, 1), n=4, sync="tile")
-        step = jax.jit(with_gradients(tiled)).lower(*spread(mesh, "fsdp_d", args)).compile()
+        step = quick.jit(with_gradients(tiled)).lower(*spread(mesh, "fsdp_d", args)).compile()
         found = step(*spread(mesh, "fsdp_d", args))
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(jnp.abs(b).max()))
@@ -203,7 +204,7 @@ def test_the_sum_over_devices_is_made_in_the_dtype_asked_for(dtype, sums):
     args, mesh = arguments(jnp.bfloat16), mesh_of("dp")
     with jax.set_mesh(mesh):
         tiled = tile(cross_entropy, axis=(None, 1, 1, 1), n=3, reduce_dtype=dtype)
-        text = jax.jit(jax.grad(tiled)).lower(*spread(mesh, "dp", args)).as_text()
+        text = quick.jit(jax.grad(tiled)).lower(*spread(mesh, "dp", args)).as_text()
     constraints = re.findall(r"(%\d+) = sdy.sharding_constraint (%\d+) (.*)> : tensor<(\S+)>", text)
     parts = {name for name, _, how, _ in constraints if "unreduced" in how}
     made = [kind for _, source, how, kind in constraints if source in parts and "unreduced" not in how]
@@ -216,7 +217,7 @@ def test_an_auto_mesh_is_told_how_arguments_are_spread(name):
     expected = with_gradients(cross_entropy)(*args)
     with jax.set_mesh(mesh):
         tiled = tile(cross_entropy, axis=(None, 1, 1, 1), n=3, in_sharding=specs_of(name))
-        found = jax.jit(with_gradients(tiled))(*spread(mesh, name, args))
+        found = quick.jit(with_gradients(tiled))(*spread(mesh, name, args))
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(jnp.abs(b).max()))
 
@@ -263,7 +264,7 @@ def test_what_jax_refuses_to_type_is_told_with_the_line_to_write():
 
 def test_arguments_may_bring_their_mesh():
     mesh, args = mesh_of("fsdp_d"), arguments()
-    step = jax.jit(jax.value_and_grad(tile(cross_entropy, axis=(None, 1, 1, 1), n=3)))
+    step = quick.jit(jax.value_and_grad(tile(cross_entropy, axis=(None, 1, 1, 1), n=3)))
     value, gradient = step(*spread(mesh, "fsdp_d", args))
     np.testing.assert_allclose(value, cross_entropy(*args), rtol=1e-5)
     assert jax.typeof(gradient).sharding.spec == P("d", None)

@@ -26,11 +26,10 @@ from tests.helpers import (
 )
 from transforms import TileError
 
-TILES = [case for case in CASES.values() if case.expect == "tiles"]
-EXACT_OR_REFUSED = [case for case in CASES.values() if case.expect == "either"]
-REFUSED = [case for case in CASES.values() if case.expect == "refused"]
+TILES = [case for case in CASES.values() if case.refused is None]
+REFUSED = [case for case in CASES.values() if case.refused is not None]
 HEADS = [case for case in TILES if case.head]
-COUNTS = (4, 7, 1)
+COUNTS = (4, 7, 2)
 
 
 def each(cases: list[Case]) -> pytest.MarkDecorator:
@@ -52,30 +51,22 @@ def call_of(case: Case, dtype: Any) -> Call:
     return Call(fn=case.fn, args=args, kwargs=kwargs, has_aux=case.has_aux)
 
 
+@pytest.mark.redundant("n")
+@pytest.mark.parametrize("n", COUNTS)
 @each(TILES)
-def test_equals_untiled(case):
-    check(case, (4, 7), fast=True)
-
-
-@each(TILES[::6])
-def test_equals_untiled_optimised_and_in_one_tile(case):
-    check(case, (4, 1))
+def test_equals_untiled(case, n):
+    check(case, n, fast=True)
 
 
 @pytest.mark.heavy
 @each(TILES)
-def test_equals_untiled_all(case):
+def test_equals_untiled_optimised(case):
     check(case, COUNTS)
-
-
-@each(EXACT_OR_REFUSED)
-def test_equals_untiled_or_is_refused(case):
-    check(case, COUNTS, fast=True, may_refuse=True)
 
 
 @each(REFUSED)
 def test_is_refused(case):
-    with pytest.raises(TileError):
+    with pytest.raises(TileError, match=f"it {case.refused}"):
         check(case, 4)
 
 
@@ -104,34 +95,23 @@ def length(case: Case) -> int:
     return args[0][1].shape[0]
 
 
-@each([case for case in TILES if case.forward_mode][::9])
-@pytest.mark.parametrize("mode", ["jvp", "vmap", "checkpoint"])
+UNDER = [pytest.param(case, mode, id=f"{case.name}-{mode}") for case in TILES for mode in case.modes]
+
+
+@pytest.mark.redundant("mode")
+@pytest.mark.parametrize(("case", "mode"), UNDER)
 def test_equals_untiled_under(case, mode):
-    check(case, 4, modes=(mode,), fast=True)
-
-
-@pytest.mark.heavy
-@each([case for case in TILES if case.differentiable])
-@pytest.mark.parametrize("mode", ["jvp", "vmap", "checkpoint"])
-def test_equals_untiled_under_all(case, mode):
-    if mode == "jvp" and not case.forward_mode:
+    """As XLA makes it fast, in float64, and under the transformations of JAX."""
+    if mode == "optimised":
+        check(case, 4)
+    elif mode == "float64":
+        with jax.enable_x64(True):
+            check(case, 4, dtype=jnp.float64, fast=True)
+    elif mode == "jvp" and not case.forward_mode:
         with pytest.raises(TypeError, match="forward-mode"):
             check(case, 4, modes=(mode,))
     else:
         check(case, 4, modes=(mode,), fast=True)
-
-
-@each([case for case in TILES if case.x64][::8])
-def test_equals_untiled_in_float64(case):
-    with jax.enable_x64(True):
-        check(case, 4, dtype=jnp.float64, fast=True)
-
-
-@pytest.mark.heavy
-@each([case for case in CASES.values() if case.x64 and case.expect != "refused"])
-def test_equals_untiled_in_float64_all(case):
-    with jax.enable_x64(True):
-        check(case, COUNTS, dtype=jnp.float64, fast=True, may_refuse=case.expect == "either")
 
 
 @pytest.mark.heavy

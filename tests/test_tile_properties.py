@@ -1,4 +1,4 @@
-"""Random programs: whatever the composition, the tiled function equals the untiled one or is refused, never wrong."""
+"""Random programs: the tiled function equals the untiled one whatever the composition; few are refused."""
 
 import os
 
@@ -21,7 +21,7 @@ HEAVY = hypothesis.settings.get_profile("tile-heavy")
 CASES = {
     "program": programs(),
     "length": st.integers(2, 13),
-    "tiles": st.integers(1, 13),
+    "tiles": st.integers(2, 13),
     "total": st.booleans(),
     "seed": st.integers(0, 99),
 }
@@ -29,7 +29,7 @@ CASES = {
 
 def check(program, length, tiles, total, seed):
     with jax.enable_x64(True):
-        assert_tiles(
+        return assert_tiles(
             run_program(*program, total),
             (None, 0, 0, 0, 0),
             min(tiles, length),
@@ -41,29 +41,39 @@ def check(program, length, tiles, total, seed):
         )
 
 
-@PROFILE
-@given(**CASES)
-@example(program=([("all pairs", (0, 0))], [2]), length=2, tiles=2, total=False, seed=0)  # was planned for ever
-@example(
-    program=([("sum", (1,)), ("column mean", (0,)), ("write token", (0, 3))], [4]),
-    length=11,
-    tiles=3,
-    total=False,
-    seed=0,
-)
-def test_random_programs_equal_untiled_or_are_refused(program, length, tiles, total, seed):
-    check(program, length, tiles, total, seed)
+def check_programs(profile):
+    tiled = []
+
+    @profile
+    @given(**CASES)
+    @example(program=([("all pairs", (0, 0))], [2]), length=2, tiles=2, total=False, seed=0)  # was planned for ever
+    @example(
+        program=([("sum", (1,)), ("column mean", (0,)), ("write token", (0, 3))], [4]),
+        length=11,
+        tiles=3,
+        total=False,
+        seed=0,
+    )
+    def each(**case):
+        tiled.append(check(**case))
+
+    each()
+    assert sum(tiled) > 0.9 * len(tiled), f"{len(tiled) - sum(tiled)} of {len(tiled)} programs are refused"
+
+
+def test_random_programs_equal_untiled():
+    check_programs(PROFILE)
 
 
 @pytest.mark.heavy
-@HEAVY
-@given(**CASES)
-def test_a_thousand_random_programs_equal_untiled_or_are_refused(program, length, tiles, total, seed):
-    check(program, length, tiles, total, seed)
+def test_a_thousand_random_programs_equal_untiled():
+    check_programs(HEAVY)
 
 
+@pytest.mark.redundant("n")
+@pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("name", sorted(STEPS))
-def test_each_step_alone_equals_untiled_or_is_refused(name):
+def test_each_step_alone_equals_untiled(name, n):
     operands, _, apply = STEPS[name]
 
     def function(w, x, s, y, m):
@@ -71,13 +81,4 @@ def test_each_step_alone_equals_untiled_or_is_refused(name):
         return apply(*(pool[kind] for kind in operands), Context(w, y, m))
 
     with jax.enable_x64(True):
-        assert_tiles(
-            function,
-            (None, 0, 0, 0, 0),
-            (1, 3, 4),
-            arguments(11, 0),
-            dtype=jnp.float64,
-            may_refuse=True,
-            floor=1.0,
-            fast=True,
-        )
+        assert_tiles(function, (None, 0, 0, 0, 0), n, arguments(11, 0), dtype=jnp.float64, floor=1.0, fast=True)

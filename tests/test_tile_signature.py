@@ -10,6 +10,7 @@ from pathlib import Path
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jaxtyping import Array, Float
 
@@ -184,3 +185,45 @@ def test_type_checkers_know_the_signature(tmp_path):
     found = subprocess.run(command, capture_output=True, text=True, cwd=root).stdout
     lines = {int(line.split(":")[1]) for line in found.splitlines() if "error[" in line}
     assert lines == WRONG, found
+
+
+def test_what_is_needed_reads_as_needed():
+    signature = inspect.signature(tile)
+    empty = inspect.Parameter.empty
+    assert [name for name, one in signature.parameters.items() if one.default is empty] == ["fn", "axis"]
+    assert list(signature.parameters) == list(inspect.signature(inspect.unwrap(tile), follow_wrapped=False).parameters)
+    for words in ({}, {"axis": None}):
+        with pytest.raises(TypeError, match="tile: give axis, the dimension to cut"):
+            tile(loss, n=4, **words)
+
+
+def branches(x):
+    return x if x.sum() > 0 else -x
+
+
+class Scaled(eqx.Module):
+    w: Array
+
+    @tile(axis=0, n=2)
+    def numbers(self, x):
+        return x * float(self.w)
+
+
+NOT_KNOWN = {
+    "if": (tile(branches, 0, 4), "`branches`"),
+    "float": (Scaled(jnp.ones(())).numbers, "`Scaled.numbers`"),
+    "numpy": (tile(lambda x: np.asarray(x).sum(), 0, 4), "<lambda>`"),
+    "indices": (tile(lambda x: x[x > 1], 0, 4), "<lambda>`"),
+    "range": (tile(lambda x: sum(range(x.sum().astype(int))) * x, 0, 4), "<lambda>`"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_KNOWN)
+def test_jax_errors_say_that_tile_traces_and_what(name):
+    tiled, named = NOT_KNOWN[name]
+    for call in (tiled, jax.jit(lambda x: tiled(x)), jax.grad(lambda x: tiled(x).sum()), tiled.plan):
+        with pytest.raises((TypeError, IndexError)) as caught:
+            call(jnp.arange(8.0))
+        assert type(caught.value).__module__ == "jax.errors"
+        (note,) = [note for note in caught.value.__notes__ if "`tile` traces" in note]
+        assert named in note and "test_tile_signature.py" in note and "jnp.where" in note

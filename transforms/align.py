@@ -199,6 +199,8 @@ def _window(node: Node, dim: int, total: int) -> Made:
     along = slide(node, dim)
     if along is None or node.name == "reduce_window" or 2 * along.wide >= total:
         return None
+    if (outside := _padded_later(node)) is not None:
+        return outside
     source, size, inner = node.inputs[0], node.outputs[0].shape[dim], along.dim
     made, length, before, after = source.producer, source.shape[inner], along.before, along.after
     op = {"reduce_window_max": "max", "reduce_window_min": "min"}.get(node.name, "sum")
@@ -216,6 +218,42 @@ def _window(node: Node, dim: int, total: int) -> Made:
         return None
     params = along.params(node, before, along.wide - before)
     return traced(lambda *v: [lax.slice_in_dim(node.bind(list(v), params)[0], 0, size, axis=dim)], node.inputs, node)
+
+
+def _padded_later(node: Node) -> Made:
+    """A window over what was padded before it got more dimensions: it is padded afterwards."""
+    made = node.inputs[0].producer
+    source = made.inputs[0].producer if made is not None and made.name == "broadcast_in_dim" else None
+    if made is None or source is None or source.name != "pad" or len(made.inputs) > 1:
+        return None
+    inner, fill = source.inputs
+    dims, shape = made.params["broadcast_dimensions"], list(made.params["shape"])
+    config = [(0, 0, 0)] * len(shape)
+    for d, out in enumerate(dims):
+        if made.inputs[0].shape[d] != shape[out]:
+            return None
+        shape[out], config[out] = inner.shape[d], source.params["padding_config"][d]
+
+    def later(x: Any, fill: Any, *rest: Any) -> list[Any]:
+        return node.bind([lax.pad(lax.broadcast_in_dim(x, shape, dims), fill, config), *rest])
+
+    return traced(later, [inner, fill, *node.inputs[1:]], node)
+
+
+def _spaced(node: Node, dim: int, total: int) -> Made:
+    """A window over elements with gaps between them: it leaves the gaps itself, and makes as many as there are."""
+    made = node.inputs[0].producer if node.inputs else None
+    op = {"reduce_window_sum": "sum", "reduce_window_max": "max", "reduce_window_min": "min"}.get(node.name)
+    if op is None or made is None or made.name != "pad" or not made.params["padding_config"][dim][2]:
+        return None
+    config, p = made.params["padding_config"], node.params
+    plain = p.get("base_dilation") is None or set(p["base_dilation"]) == {1}
+    filled = constant(made.inputs[1]) == identity(op, node.inputs[0].dtype)
+    if not plain or not filled or any(low < 0 or high < 0 for low, high, _ in config):
+        return None
+    padding = tuple((a + low, b + high) for (a, b), (low, high, _) in zip(p["padding"], config, strict=True))
+    params = p | {"padding": padding, "base_dilation": tuple(gap + 1 for *_, gap in config)}
+    return traced(lambda x: node.bind([x], params), made.inputs[:1], node)
 
 
 def _kernel(node: Node, dim: int, total: int) -> Made:
@@ -236,4 +274,4 @@ def _kernel(node: Node, dim: int, total: int) -> Made:
     return traced(lambda x, y: node.bind([x, longer(y)], p | {"padding": tuple(padding)}), node.inputs, node)
 
 
-WAYS = (_shift, _few, _sink, _window, _kernel)
+WAYS = (_shift, _few, _sink, _window, _spaced, _kernel)

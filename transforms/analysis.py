@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -41,6 +42,13 @@ class Inline(Exception):
         self.node = node
 
 
+class Sink(Exception):
+    """A region reads a cut value that is too large to be made whole: its body is to make it, from `sources`."""
+
+    def __init__(self, node: Node, operands: Sequence[int], sources: Sequence[Value]):
+        self.node, self.operands, self.sources = node, operands, sources
+
+
 class Split(Exception):
     """Some results of a region are the same for every tile: they are to be computed apart from the others."""
 
@@ -73,6 +81,13 @@ class Local(Move):
     programs: tuple[Any, ...] = ()
     reads: tuple[int, ...] = ()  # the operands that it needs
     run: Callable[[list[Any]], list[Any]] = lambda values: values  # None stands for the others
+    constants: tuple[int, ...] = ()  # those of `reads` that stay the same from step to step
+
+
+def grain(move: Move) -> int:
+    """Of how many rows tiles must hold a multiple: groups that have become one element stay together."""
+    groups = [p.group for p in (*move.ins, *move.outs) if isinstance(p, Tiled)]
+    return math.lcm(*groups, *(b.grain for b in move.bodies)) if isinstance(move, Region) else math.lcm(*groups)
 
 
 class Promote(Exception):
@@ -106,6 +121,7 @@ class Analysis:
     reach: dict[Value, Reach] = dataclasses.field(default_factory=dict)  # rows beside the tile that they take
     fixed: dict[Value, Node] = dataclasses.field(default_factory=dict)  # cut values that are made for the tile alone
     moving: set[Value] = dataclasses.field(default_factory=set)  # what depends on the tiles before
+    grain: int = 1  # tiles hold a multiple of so many rows
 
     def fact(self, value: Value) -> Fact:
         return self.facts.get(value, Fact(WHOLE))

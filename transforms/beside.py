@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from transforms.analysis import Analysis, Inline, Region
+from transforms.analysis import Analysis, Inline, Region, grain
 from transforms.graph import REMAT, Node, Value
 from transforms.limits import Limits
 from transforms.loops import Loop, Ref, Step
@@ -67,12 +67,18 @@ def note(found: Analysis, node: Node, move: Move) -> None:
 def _reach(found: Analysis, node: Node, move: Move) -> Reach:
     """How many rows before and after its tile a node's results take, all the way from what is whole."""
     both = [(i, v) for i, v in enumerate(node.inputs) if isinstance(move.ins[i], Tiled)]
-    return _union(_plus(found.reach.get(v, ALONE), move.reach.get(i, ALONE)) for i, v in both)
+    return _even(_union(_plus(found.reach.get(v, ALONE), move.reach.get(i, ALONE)) for i, v in both), grain(move))
 
 
 def _exact(node: Node, move: Move) -> bool:
     inside = [(n, b.moves[n]) for b in move.bodies for n in b.graph.nodes] if isinstance(move, Region) else []
     return node.name in EXACT or any(_exact(n, m) for n, m in inside)
+
+
+def _even(reach: Reach, rows: int) -> Reach:
+    """A reach of whole groups of rows."""
+    before, after = (-(-r // rows) * rows for r in reach)
+    return before, after
 
 
 def _plus(one: Reach, other: Reach) -> Reach:
@@ -96,7 +102,7 @@ def widen(loop: Loop) -> None:
         return ref._replace(halo=halo)
 
     def longer(step: Step) -> Step:
-        halo = _union(asked.get(key, ALONE) for key in step.keys)
+        halo = _even(_union(asked.get(key, ALONE) for key in step.keys), grain(step.move))
         assert halo == ALONE or all(isinstance(p, Tiled) for _, p in step.keys)
         reach = step.move.reach
         refs = tuple(reading(ref, _plus(halo, reach.get(i, ALONE))) for i, ref in enumerate(step.refs))

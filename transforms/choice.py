@@ -55,7 +55,7 @@ def _best(node: Node, values: list[Any], cut: Tiled, span: Span) -> list[Any]:
     if jnp.issubdtype(found.dtype, jnp.inexact):
         better |= jnp.isnan(found) & ~jnp.isnan(best)
     better |= jnp.equal(span.start, 0)
-    here = local + jnp.asarray(span.start * cut.minor, local.dtype)
+    here = local + jnp.asarray(cut.steps(span.start), local.dtype)
     return [jnp.where(better, found, best), jnp.where(better, here, place)]
 
 
@@ -64,7 +64,7 @@ def _best_few(node: Node, values: list[Any], cut: Tiled, span: Span) -> list[Any
     array, best, places = values
     count = best.shape[cut.dim]
     found, local = node.bind([array], node.params | {"k": min(count, array.shape[cut.dim])})
-    here = local + jnp.asarray(span.start * cut.minor, local.dtype)
+    here = local + jnp.asarray(cut.steps(span.start), local.dtype)
     all_values = jnp.concatenate([best, found], cut.dim)
     all_places = jnp.concatenate([places, here], cut.dim)
     taken = (all_places != NOBODY).astype(jnp.int32)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from transforms.across import ACROSS, cropped, padded, rejoin, scanned
-from transforms.analysis import Inline, Region, Split
+from transforms.analysis import Inline, Region, Split, grain
 from transforms.graph import REMAT, Graph, Node, Value, body, flatten, prune
 from transforms.pieces import Cut, Piece, combine, compute, join, places
 from transforms.placement import COMBINE, WHOLE, Partial, Placement, Tiled, TileError
@@ -188,6 +188,8 @@ class _Writer:
 
     def runs(self, node: Node, move: Move) -> bool:
         """Whether results of pieces can be put together."""
+        if grain(move) > 1:
+            return False
         for out, placement in zip(node.outputs, move.outs, strict=True):
             if isinstance(placement, Partial):
                 known = placement.op == "sum" if node.name not in OPS else placement.op in COMBINE
@@ -261,7 +263,7 @@ class _Writer:
             follows = rule is not None and rule.pull is not None and not rule.heavy and len(made.outputs) == 1
             moved = made.name == "pad" and any(made.params["padding_config"][want.dim])
             ins = rule.pull(made, want) if follows and not moved and depth < DEPTH else None
-            if ins is not None:
+            if ins is not None and grain(Move((want,), ins)) == 1:
                 operands = [self.operand(v, p, k, node, depth + 1) for v, p in zip(made.inputs, ins, strict=True)]
                 fn = functools.partial(compute, made, Move((want,), ins), span, 0)
                 return self.trace(fn, operands, made)[0]
@@ -270,7 +272,7 @@ class _Writer:
     def part(self, value: Value, want: Tiled, span: Piece, node: Node) -> Value | None:
         """A piece that was padded, or joined to others: what it was before."""
         made, dim, at = value.producer, want.dim, 0
-        if made is None or (want.major, want.minor) != (1, 1):
+        if made is None or not want.plain:
             return None
         if made.name == "concatenate" and made.params["dimension"] == dim:
             for source in made.inputs:

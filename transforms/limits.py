@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from transforms.graph import Node, Value, describe
-from transforms.placement import Placement, TileError
+from transforms.graph import Graph, Node, Value, depends, describe
+from transforms.placement import Placement, Tiled, TileError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,9 +28,34 @@ class Limits:
     def allow(self, value: Value) -> bool:
         return self.gather == "any" or (self.gather == "small" and value.nbytes <= self.bound)
 
+    def accumulate(self, value: Value, beside: int, picked: bool = False) -> bool:
+        """Whether loops may add up to an array: no larger than an input or output, or than what a tile holds anyway.
+
+        Args:
+            value: the sum.
+            beside: bytes of what a tile holds beside it.
+            picked: it is made of rows of the cut axis, so it counts as made whole.
+        """
+        bound = 0 if picked and self.gather == "none" else self.bound
+        return self.gather == "any" or value.nbytes <= max(bound, beside)
+
     @property
     def bound(self) -> int:
         return max(self.largest, self.together) if self.stretched else self.largest
+
+
+def looked_up(graph: Graph, placements: Sequence[Placement]) -> list[int]:
+    """Bytes of the rows of whole inputs that are looked up at cut ones: what tokens stand for is an input too."""
+    cut = {v for v, p in zip(graph.inputs, placements, strict=True) if isinstance(p, Tiled)}
+    places = depends(graph, cut) if cut else set()
+    whole = {v for v in graph.inputs if v not in cut}
+    found = []
+    for node in graph.nodes:
+        if node.name in ("convert_element_type", "copy", "copy_p") and node.inputs[0] in whole:
+            whole.update(node.outputs)
+        elif node.name == "gather" and node.inputs[0] in whole and node.inputs[1] in places:
+            found.append(node.outputs[0].nbytes)
+    return found
 
 
 def check_size(

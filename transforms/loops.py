@@ -52,6 +52,9 @@ class Update:
     weight: Value | None = None
 
 
+HEAVY = ("conv_general_dilated", "triangular_solve", "tridiagonal_solve")  # they copy what they read
+
+
 @dataclasses.dataclass
 class Loop:
     steps: list[Step] = dataclasses.field(default_factory=list)
@@ -97,7 +100,7 @@ class Loop:
         if any(n.effects or n.name == "carried" for n in self.nodes):
             return False  # what goes from tile to tile is rounded as it goes
         sums = all(facts.fact(u.value).placement == Partial("sum") for u in self.updates)
-        return sums and made <= read and not any(flops(n) or n.name == "conv_general_dilated" for n in self.nodes)
+        return sums and made <= read and not any(flops(n) or n.name in HEAVY for n in self.nodes)
 
 
 @dataclasses.dataclass
@@ -105,6 +108,7 @@ class Schedule:
     analysis: Analysis
     loops: list[Loop]
     late: set[Value]  # partial results that are computed from another one after the loop
+    size: int  # of a tile: what was asked for, or a little more where rows stay together
 
     @property
     def flops(self) -> int:

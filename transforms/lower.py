@@ -89,7 +89,7 @@ def _run_loop(
     shared: Mapping[Value, Value],
 ) -> dict[Value, Any]:
     """All tiles of one loop: a scan over those of equal length, then the tail."""
-    fact, apart, total, size = plan.analysis.fact, plan.analysis.apart, whole.total, options.size
+    fact, apart, total, size = plan.analysis.fact, plan.analysis.apart, whole.total, plan.size
     if options.sync == "once":
         env = env | gather.gather(loop, lambda value: narrow(env, value))
 

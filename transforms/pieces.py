@@ -59,7 +59,7 @@ class Cut:
     @property
     def simple(self) -> bool:
         """Whether the axis is a dimension of its own."""
-        return (self.placement.major, self.placement.minor) == (1, 1)
+        return self.placement.plain
 
 
 def compute(node: Node, move: Move, span: Piece, number: int, *values: Any) -> list[Any]:

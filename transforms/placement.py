@@ -6,7 +6,8 @@
     Stacked            an array of one entry for each tile, which holds its own
 
 A cut axis keeps its identity through reshapes: dimension `dim` of a `Tiled` value is the product `major * L * minor`,
-so `[B, S, D] -> [B*S, D]` stays tiled whichever of `B` and `S` is cut.
+so `[B, S, D] -> [B*S, D]` stays tiled whichever of `B` and `S` is cut. Where `group` rows of the axis have become one
+element (chunks, patches, strides), it is `major * L / group * minor`, and tiles hold whole groups.
 """
 
 from __future__ import annotations
@@ -34,10 +35,25 @@ class Tiled:
     dim: int
     major: int = 1
     minor: int = 1
+    group: int = 1
 
     def __str__(self) -> str:
-        inner = "" if (self.major, self.minor) == (1, 1) else f", {self.major}*L*{self.minor}"
+        grouped = "" if self.group == 1 else f"/{self.group}"
+        inner = "" if self.plain else f", {self.major}*L{grouped}*{self.minor}"
         return f"Tiled(dim={self.dim}{inner})"
+
+    @property
+    def plain(self) -> bool:
+        """Whether the axis is a dimension of its own."""
+        return (self.major, self.minor, self.group) == (1, 1, 1)
+
+    def steps(self, rows: Any) -> Any:
+        """How many elements of the dimension so many rows of the axis are."""
+        return rows * self.minor if self.group == 1 else rows // self.group * self.minor
+
+    def rows(self, steps: Any) -> Any:
+        """The row of the axis that an element begins with."""
+        return steps // self.minor if self.group == 1 else steps // self.minor * self.group
 
     def at(self, dim: int) -> Tiled:
         """The same cut, in another dimension."""
@@ -129,87 +145,87 @@ class Span(NamedTuple):
         """The shape that a tile of a value of `shape` has."""
         if not isinstance(placement, Tiled):
             return tuple(shape)
-        size = placement.major * self.length * placement.minor
+        size = placement.major * placement.steps(self.length)
         return (*shape[: placement.dim], size, *shape[placement.dim + 1 :])
 
     def take(self, array: Any, placement: Tiled) -> Any:
         """This tile of a whole array."""
-        dim, major, minor = placement.dim, placement.major, placement.minor
+        dim, major, steps = placement.dim, placement.major, placement.steps
         if self.halo != ALONE:
             return self._take_beside(array, placement)
         if self.length == self.total:
             return array
         if major == 1:
-            return lax.dynamic_slice_in_dim(array, self.start * minor, self.length * minor, dim)
+            return lax.dynamic_slice_in_dim(array, steps(self.start), steps(self.length), dim)
         split = spread.split(array, dim, major)
-        part = lax.dynamic_slice_in_dim(split, self.start * minor, self.length * minor, dim + 1)
+        part = lax.dynamic_slice_in_dim(split, steps(self.start), steps(self.length), dim + 1)
         return spread.merge(part, dim)
 
     def _take_beside(self, array: Any, placement: Tiled) -> Any:
         """The tile and its neighbours; outside of the axis stand other rows of it, whichever."""
-        dim, major, minor = placement.dim, placement.major, placement.minor
+        dim, major, steps = placement.dim, placement.major, placement.steps
         if major > 1:
             array, dim = spread.split(array, dim, major), dim + 1
         size, (before, after) = min(self.length, self.total), self.halo
         first = jnp.clip(self.start, 0, self.total - size).astype(jnp.int32)
-        rows = lax.dynamic_slice_in_dim(array, first * minor, size * minor, dim)
-        ends = lax.slice_in_dim(rows, (size - before) * minor, None, axis=dim), rows
-        rows = lax.concatenate([*ends, lax.slice_in_dim(rows, 0, after * minor, axis=dim)], dim)
+        rows = lax.dynamic_slice_in_dim(array, steps(first), steps(size), dim)
+        ends = lax.slice_in_dim(rows, steps(size - before), None, axis=dim), rows
+        rows = lax.concatenate([*ends, lax.slice_in_dim(rows, 0, steps(after), axis=dim)], dim)
         offset = jnp.asarray(self.start, jnp.int32) - first + before
-        found = lax.dynamic_slice_in_dim(rows, offset * minor, self.length * minor, dim)
+        found = lax.dynamic_slice_in_dim(rows, steps(offset), steps(self.length), dim)
         return found if major == 1 else spread.merge(found, placement.dim)
 
     def narrow(self, array: Any, placement: Tiled, halo: Reach) -> Any:
         """Of an array of this tile with its neighbours, the tile with as many as `halo`."""
         if halo == self.halo:
             return array
-        dim, major, minor = placement.dim, placement.major, placement.minor
+        dim, major, steps = placement.dim, placement.major, placement.steps
         if major > 1:
             array, dim = spread.split(array, dim, major), dim + 1
         low, high = (have - want for have, want in zip(self.halo, halo, strict=True))
-        found = lax.slice_in_dim(array, low * minor, (self.length - high) * minor, axis=dim)
+        found = lax.slice_in_dim(array, steps(low), steps(self.length - high), axis=dim)
         return found if major == 1 else spread.merge(found, placement.dim)
 
     def within(self, placement: Tiled) -> Any:
         """Which elements along this tile's dimension the axis has."""
-        steps = jnp.arange(placement.major * self.length * placement.minor, dtype=jnp.int32)
-        steps = steps // placement.minor % self.length + jnp.asarray(self.start, jnp.int32)
+        steps = jnp.arange(placement.major * placement.steps(self.length), dtype=jnp.int32)
+        steps = placement.rows(steps) % self.length + jnp.asarray(self.start, jnp.int32)
         return (steps >= 0) & (steps < self.total)
 
     def put(self, array: Any, part: Any, placement: Tiled | Stacked) -> Any:
         """The whole array with this tile overwritten."""
         if isinstance(placement, Stacked):
             return lax.dynamic_update_slice_in_dim(array, part, self.start // placement.size, 0)
-        dim, major, minor = placement.dim, placement.major, placement.minor
+        dim, major, steps = placement.dim, placement.major, placement.steps
         if self.length == self.total:
             return part
         if major == 1:
-            return lax.dynamic_update_slice_in_dim(array, part, self.start * minor, dim)
+            return lax.dynamic_update_slice_in_dim(array, part, steps(self.start), dim)
         whole, part = spread.split(array, dim, major), spread.split(part, dim, major)
-        return spread.merge(lax.dynamic_update_slice_in_dim(whole, part, self.start * minor, dim + 1), dim)
+        return spread.merge(lax.dynamic_update_slice_in_dim(whole, part, steps(self.start), dim + 1), dim)
 
     def positions(self, placement: Tiled, dtype: Any) -> Any:
         """The index in the whole array of each element along this tile's dimension."""
-        steps, minor = self.length * placement.minor, placement.minor
+        steps, whole = placement.steps(self.length), placement.steps(self.total)
         local = jnp.arange(placement.major * steps, dtype=dtype)
-        offset = jnp.asarray(self.start * minor, dtype)
+        offset = jnp.asarray(placement.steps(self.start), dtype)
         if placement.major == 1:
             return local + offset
-        return local // steps * (self.total * minor) + local % steps + offset
+        return local // steps * whole + local % steps + offset
 
     def localise(self, positions: Any, placement: Tiled) -> Any:
         """The inverse of `positions`: indices into the whole array that are known to fall into this tile."""
-        offset = jnp.asarray(self.start * placement.minor, positions.dtype)
+        offset = jnp.asarray(placement.steps(self.start), positions.dtype)
         if placement.major == 1:
             return positions - offset
-        steps, stride = self.length * placement.minor, self.total * placement.minor
+        steps, stride = placement.steps(self.length), placement.steps(self.total)
         return positions // stride * steps + positions % stride - offset
 
     def find(self, positions: Any, placement: Tiled) -> tuple[Any, Any]:
         """Which indices into the whole array fall into this tile; and where in it, 0 for those that do not."""
         start = jnp.asarray(self.start, positions.dtype)
-        steps = positions // placement.minor % self.total
-        inside = (positions >= 0) & (positions < placement.major * self.total * placement.minor)
+        steps = placement.rows(positions) % self.total
+        inside = (positions >= 0) & (positions < placement.major * placement.steps(self.total))
         here = inside & (steps >= start) & (steps < start + self.length)
         return here, jnp.where(here, self.localise(positions, placement), 0)
 

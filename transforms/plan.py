@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -125,9 +126,9 @@ class PassPlan:
         return max((sum(c.nbytes for c in loop.carries) for loop in self.loops), default=0)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class TilePlan:
-    """What `tile` does with a call. `print` it.
+    """What `tile` does with a call. It shows itself as a table, printed or as the last line of a notebook's cell.
 
     Attributes:
         length, tiles, size: of the cut axis, how many tiles it has, and how long the first ones are; on each device.
@@ -157,6 +158,11 @@ class TilePlan:
             lines += ["", *describe_pass(name, plan)]
         return "\n".join(lines)
 
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
 
 # ------------------------------------------------------------------------------------------------------------- planning
 
@@ -164,9 +170,10 @@ class TilePlan:
 def explain(program: Program) -> TilePlan:
     """Describe a program, and its gradient if it has one, without running either."""
     options, back = program.options, passes.gradient(program)
-    tiles = max(1, -(-options.total // options.size))
+    size = max((p.plan.size for p in passes.value(program).programs), default=options.size)
+    tiles = max(1, -(-options.total // size))
     gradient = None if back is None else _pass(back)
-    return TilePlan(options.total, tiles, options.size, _pass(passes.value(program)), gradient, options.shares)
+    return TilePlan(options.total, tiles, size, _pass(passes.value(program)), gradient, options.shares)
 
 
 def _pass(run: passes.Pass) -> PassPlan:
@@ -212,7 +219,7 @@ def _key(node: Node) -> tuple[str, str, str]:
 def _loop(program: Program, loop: Loop, again: Iterable[Node]) -> LoopPlan:
     """Describe one loop, `again` being those of its nodes that earlier ones run too."""
     options, analysis = program.options, program.plan.analysis
-    span = Span(0, options.size, options.total, options.accumulate)
+    span = Span(0, program.plan.size, options.total, options.accumulate)
     if loop.light(analysis):
         span = span._replace(length=span.total)
     sizes = [_bytes(span.local_shape(v.shape, p), v) for s in loop.steps for v, p in s.keys]

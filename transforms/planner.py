@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from transforms.analysis import Analysis
+from transforms.analysis import Analysis, grain
 from transforms.beside import widen
 from transforms.graph import Node, Value
 from transforms.keep import Policy, keeps
@@ -222,7 +222,9 @@ class Planner:
             return None
         rule = RULES[node.name]
         ins = rule.pull(node, want) if rule.pull is not None and not rule.heavy else None
-        return None if ins is None or self.analysis.untyped(node, Move((want,), ins)) else ins
+        if ins is None or self.analysis.grain % grain(move := Move((want,), ins)) or self.analysis.untyped(node, move):
+            return None
+        return ins
 
     def emit(self, root: Ref, d: int, loop: Loop) -> None:
         """Append the steps that compute `root`, operands first."""

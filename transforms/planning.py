@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from transforms import rounding
 from transforms.align import align
-from transforms.analysis import Along, Analysis, Inline, Promote
+from transforms.analysis import Along, Analysis, Inline, Promote, Sink
 from transforms.divide import divide
 from transforms.equal import merge
 from transforms.graph import Graph, Node, Value
@@ -39,7 +39,9 @@ from transforms.rules import (  # noqa: F401
     slicing,
     windows,
 )
+from transforms.rules.scan import sink
 from transforms.schedule import schedule
+from transforms.states import resize
 
 
 def planned(
@@ -65,11 +67,16 @@ def planned(
     done = Rewritten()
     divided: set[Node] = set()
     first: TileError | None = None
-    span = Span(0, options.size, options.total, options.accumulate)
     merge(graph)
     while True:
+        span = Span(0, limits.options.size, options.total, options.accumulate)
         try:
             found = analyse(graph, placements, limits, promoted)
+            if rest := limits.options.size % found.grain:
+                size = min(limits.options.size - rest + found.grain, options.total)
+                limits = dataclasses.replace(limits, options=dataclasses.replace(limits.options, size=size))
+                resize(graph, options.total, size)
+                continue
             if (met := rounding.meeting(found)) is not None:
                 _mend(found, met, limits, span)
             elif not rewrite(found, done, span) and not _widen(graph, also):
@@ -81,6 +88,8 @@ def planned(
         except Inline as region:
             inline(graph, region.node)
             merge(graph)
+        except Sink as read:
+            sink(graph, read.node, read.operands, read.sources)
         except Along as found:
             carry(graph, found.node, span)
             first = None

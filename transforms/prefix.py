@@ -15,7 +15,7 @@ from jax.extend.core import Primitive
 
 from transforms.choice import write_choice
 from transforms.graph import Graph, Node, Value
-from transforms.placement import COMBINE, WHOLE, Partial, Placement, Span, Tiled, Whole, identity
+from transforms.placement import COMBINE, WHOLE, Partial, Placement, Span, Whole, identity
 from transforms.rewrite import add, replace
 from transforms.rules import Complete, Move, partial, register, scan_counts, tiled
 from transforms.rules.scan import added, run_part
@@ -105,20 +105,22 @@ def push_scan_part(node: Node, placements: tuple[Placement, ...]) -> Move:
     if found := tiled(placements[:constants]):
         raise Complete(found, "reads it in each step along the cut axis")
     first = constants + count
-    if other := [i for i, p in enumerate(placements) if i >= first and p not in (WHOLE, Tiled(0))]:
+    cut = placements[first:][tiled(placements[first:])[0]]
+    if other := [i for i, p in enumerate(placements) if i >= first and p not in (WHOLE, cut)]:
         raise Complete(other, "runs along another axis than the cut one")
     sums = added(node.params["of"])
     if parts := [i for i in partial(placements) if i - constants not in sums or placements[i] != Partial("sum")]:
         raise Complete(parts, "begins a loop along the cut axis with it")
     state = [Partial("sum") if i in sums else WHOLE for i in range(count)]
     ends = [Partial("sum" if i in sums else "last") for i in range(count)]
-    ins = (*(WHOLE,) * constants, *state, *(Tiled(0),) * (len(placements) - first))
-    return Move((*ends, *(Tiled(0),) * (len(node.outputs) - count)), ins)
+    ins = (*(WHOLE,) * constants, *state, *(cut,) * (len(placements) - first))
+    return Move((*ends, *(cut,) * (len(node.outputs) - count)), ins)
 
 
 def emit_scan_part(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
     wanted = [i for i, p in enumerate(move.outs) if not isinstance(p, Whole)]
-    return run_part(node.params["of"], values, move, span, wanted, span.length)
+    constants, count = scan_counts(node.params["of"])
+    return run_part(node.params["of"], values, move, span, wanted, values[constants + count].shape[0])
 
 
 register("cumulative_part", push=push_part, emit=emit_part)

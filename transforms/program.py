@@ -16,7 +16,7 @@ from transforms.effects import silence, silence_recomputed
 from transforms.ends import Ends, ends, every
 from transforms.graph import Graph, ancestors, depends, elements, flatten, nbytes
 from transforms.keep import Keeping, Policy, keeping
-from transforms.limits import Limits
+from transforms.limits import Limits, looked_up
 from transforms.loops import Schedule
 from transforms.placement import WHOLE, Placement, Tiled, wide
 from transforms.planning import planned
@@ -95,12 +95,13 @@ class Program:
 
     @property
     def limits(self) -> Limits:
-        """What may be completed: arrays no larger than the largest input or output."""
+        """What may be completed: arrays no larger than the largest input or output, labels counting as their rows."""
         avals = [*self.closed.in_avals, *self.closed.out_avals]
         inputs = zip(self.closed.in_avals, self.placements, strict=True)
         cut = [a for a, p in inputs if isinstance(p, Tiled) and jnp.issubdtype(a.dtype, jnp.inexact)]
         together = sum(elements(a.shape) * wide(a.dtype, self.options.accumulate).itemsize for a in cut)
-        return Limits(self.options.gather, max([self.options.floor, *map(nbytes, avals)]), self.options, together)
+        largest = max([self.options.floor, *map(nbytes, avals), *looked_up(self.graph, self.placements)])
+        return Limits(self.options.gather, largest, self.options, together)
 
     @functools.cached_property
     def run(self) -> Callable[..., list[Any]]:

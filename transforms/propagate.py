@@ -8,14 +8,16 @@ for the loops after it.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 from transforms import beside
-from transforms.analysis import Along, Analysis, Completion, Fact, Inline, Local, Region, Split
+from transforms.analysis import Along, Analysis, Completion, Fact, Inline, Local, Promote, Region, Sink, Split, grain
 from transforms.apart import keep_apart, postpone
-from transforms.graph import Graph, Node, Value
+from transforms.graph import REMAT, Graph, Node, Value
 from transforms.limits import Limits, check_size
 from transforms.placement import WHOLE, Partial, Placement, Tiled, TileError, Whole
+from transforms.recut import recut
 from transforms.rewrite import split
 from transforms.rules import RULES, Complete, Move
 from transforms.spread import FLOWS, Apart, passable
@@ -30,9 +32,12 @@ def analyse(
     apart: Mapping[Value, Apart] | None = None,
 ) -> Analysis:
     """`propagate`, with `graph` changed so that no region mixes what depends on the tile with what does not."""
+    known = dict(promoted or {})
     while True:
         try:
-            return propagate(graph, placements, limits, promoted, apart)
+            return propagate(graph, placements, limits, known, apart)
+        except Promote as ways:
+            known |= ways.placements
         except Split as mixed:
             part = RULES[mixed.node.name].part
             assert part is not None
@@ -61,6 +66,7 @@ def propagate(
         Along: a node can hand a state from tile to tile.
         Inline: in a region, it needs a cut operand whole.
         Split: a region has results that no tile changes.
+        Promote: values are cut along different dimensions, and one can be made along the other's.
     """
     facts = {v: Fact(p) for v, p in zip(graph.inputs, placements, strict=True)}
     used = {v for n in graph.nodes for v in n.inputs}.union(graph.outputs)
@@ -74,27 +80,16 @@ def propagate(
                 f"cannot tile `{node.name}` at {node.where}: its side effect is ordered ({ordered[0]}), and tiles "
                 "have an order of their own. Pass ordered=False, or leave it out of the tiled function."
             )
-        _place(found, node, limits)
-        for value in node.outputs:
-            if promoted and value in promoted and isinstance(found.fact(value).placement, Whole):
-                _promote(found, node, value, promoted[value])
+        _place(found, node, limits, promoted or {})
     place(found)
     if limits is not None:
         postpone(found)
     return found
 
 
-def _promote(found: Analysis, node: Node, value: Value, want: Tiled) -> None:
-    """Place a value that is made of whole ones as Tiled."""
-    pull = RULES[node.name].pull
-    ins = pull(node, want) if pull is not None else None
-    assert ins is not None
-    found.moves[node] = Move((want,), ins)
-    found.facts[value] = Fact(want, found.fact(value).stage)
-
-
-def _place(found: Analysis, node: Node, limits: Limits | None) -> None:
+def _place(found: Analysis, node: Node, limits: Limits | None, promoted: Mapping[Value, Tiled]) -> None:
     """Find where the results of one node stand, completing operands until its rule is content."""
+    want = next((promoted[v] for v in node.outputs if v in promoted), None)
     facts = [found.fact(v) for v in node.inputs]
     while True:
         stage = max((f.stage for f in facts), default=0)
@@ -105,19 +100,24 @@ def _place(found: Analysis, node: Node, limits: Limits | None) -> None:
                 raise Complete(late, "meets a value that a later loop computes")
             if node.name not in FLOWS and (held := _held(found, node, placements)):
                 raise Complete(held, "needs what each device holds a part of")
-            move = _move(node, placements, limits)
+            move = _move(node, placements, limits) if want is None else _pulled(node, placements, want)
             beside.check(found, node, move, limits)
             if (why := found.untyped(node, move)) is not None:
                 raise Complete([i for i, p in enumerate(placements) if isinstance(p, Tiled)], why)
+            _group(found, node, move, limits)
+            _check_picked(node, move, limits)
         except Complete as request:
             if limits is None and request.otherwise is not None:
                 move = request.otherwise
                 break
+            if limits is not None and (ways := recut(found, node, placements, request.operands, limits, promoted)):
+                raise Promote(ways) from None
             for i in request.operands:
                 facts[i] = _complete(found, node, i, request.reason, limits)
             continue
         break
     if isinstance(move, Local):
+        _check_reads(found, node, move, limits)
         reason = "runs on whole operands, its body tile by tile"
         facts = [_store(found, node, i, reason, limits) for i in move.reads]
         stage = max((f.stage for f in facts), default=0)
@@ -129,6 +129,69 @@ def _place(found: Analysis, node: Node, limits: Limits | None) -> None:
     stage = _follow(found, node, move, stage)
     found.facts.update((v, Fact(p, stage)) for v, p in zip(node.outputs, move.outs, strict=True))
     beside.note(found, node, move)
+
+
+def _group(found: Analysis, node: Node, move: Move, limits: Limits | None) -> None:
+    """Note how many rows of the axis a node's operands and results keep together. They make no tile twice as long.
+
+    Raises:
+        Complete: its operands must be whole.
+        Inline: the body of a `jax.checkpoint` must be part of the graph.
+    """
+    together = math.lcm(found.grain, grain(move))
+    if limits is not None and together > found.grain:
+        size = limits.options.size
+        if -(-size // together) * together > 2 * size:
+            if node.name in REMAT:
+                raise Inline(node)
+            why = f"keeps {grain(move)} rows together, and tiles have {size}"
+            cut = [i for i, v in enumerate(node.inputs) if isinstance(found.fact(v).placement, Tiled)]
+            if cut:
+                raise Complete(cut, why)
+            raise TileError(f"cannot tile `{node.name}` at {node.where}: it {why}.\n  Take fewer, longer tiles.")
+    found.grain = together
+
+
+def _check_picked(node: Node, move: Move, limits: Limits | None) -> None:
+    """Refuse rows picked out of the cut axis, each from the tile that has it, if they take more than a tile."""
+    source, out = move.ins[0] if move.ins else WHOLE, move.outs[0] if move.outs else WHOLE
+    if limits is None or not isinstance(source, Tiled) or not isinstance(out, Partial) or node.name not in PICKS:
+        return
+    tile = node.inputs[0].nbytes * limits.options.size // limits.options.total
+    if not limits.accumulate(node.outputs[0], tile, picked=True):
+        raise Complete([0], "takes rows of the cut axis that are together larger than a tile")
+
+
+PICKS = ("slice", "dynamic_slice", "gather")
+
+
+def _check_reads(found: Analysis, node: Node, move: Local, limits: Limits | None) -> None:
+    """Have the body of a loop make for itself what it reads, rather than to have that whole.
+
+    Raises:
+        Sink: there is something to make.
+    """
+    if limits is None or limits.gather == "any":
+        return
+    cut = [i for i in move.constants if isinstance(found.fact(node.inputs[i]).placement, Tiled)]
+    large = [i for i in cut if not (node.inputs[i] in (found.inputs | found.stored) or limits.allow(node.inputs[i]))]
+    sources: dict[Value, None] = {}
+    stack, seen = [node.inputs[i] for i in large], set()
+    while stack:
+        value = stack.pop()
+        if value in seen or value.const is not None:
+            continue
+        seen.add(value)
+        placement, made = found.fact(value).placement, value.producer
+        whole = made is None or not isinstance(placement, Tiled) or value in found.stored
+        if made is None or whole or (limits.allow(value) and value not in [node.inputs[i] for i in large]):
+            sources[value] = None
+        elif made.effects:
+            return
+        else:
+            stack += made.inputs
+    if large:
+        raise Sink(node, large, tuple(sources))
 
 
 def _follow(found: Analysis, node: Node, move: Move, stage: int) -> int:
@@ -164,6 +227,16 @@ def _store(found: Analysis, node: Node, operand: int, reason: str, limits: Limit
         return fact
     allowed = dataclasses.replace(limits, gather="any") if limits.gather == "small" else limits
     return _complete(found, node, operand, reason, allowed)
+
+
+def _pulled(node: Node, placements: tuple[Placement, ...], want: Tiled) -> Move:
+    """How a node makes the tile `want` of its result, whichever way its operands are cut."""
+    pull = RULES[node.name].pull
+    ins = pull(node, want) if pull is not None else None
+    assert ins is not None
+    if other := [i for i, (p, q) in enumerate(zip(placements, ins, strict=True)) if p not in (WHOLE, q)]:
+        raise Complete(other, "makes its result along another dimension than it is cut")
+    return Move((want,), ins)
 
 
 def _move(node: Node, placements: tuple[Placement, ...], limits: Limits | None) -> Move:

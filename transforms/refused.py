@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import traceback
 from collections.abc import Generator
 from pathlib import Path
@@ -13,6 +14,14 @@ from jax.extend import source_info_util
 
 from transforms.placement import TileError
 
+# Raised where Python wants a value that is only known when the program runs: `if x > 0`, `float(x)`, `x[mask]`.
+UNKNOWN = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerBoolConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
 OURS = (str(Path(jax.__file__).parent), str(Path(__file__).parent))
 REMEDIES = {
     "dot_general": (
@@ -54,3 +63,19 @@ def explained() -> Generator[None]:
         frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(OURS)]
         where = f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].name})" if frames else "its derivative"
         raise TileError(f"cannot run on this mesh, at {where}: {error}\n  {remedy}") from error
+
+
+@contextlib.contextmanager
+def tracing(fn: Any) -> Generator[None]:
+    """Add to JAX's errors about values that nobody knows yet that it is `tile` that traces, and which function."""
+    try:
+        yield
+    except UNKNOWN as error:
+        code = getattr(inspect.unwrap(fn), "__code__", None)
+        where = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+        error.add_note(
+            f"`tile` traces `{getattr(fn, '__qualname__', fn)}`{where} once, as `jax.jit` does, to find out how to cut "
+            "it: the values of arrays are not known then. Write jax.lax.cond or jnp.where for an `if`, and leave out "
+            "float(), int(), bool() and numpy of what is computed from arrays."
+        )
+        raise

@@ -39,7 +39,7 @@ def schedule(analysis: Analysis, limits: Limits, total: int, online: Mapping[Val
             planner, loops = eager
     check_begun(analysis, loops, limits)
     check_whole(analysis, loops, planner.requested, limits, total, online)
-    return Schedule(analysis, loops, planner.late)
+    return Schedule(analysis, loops, planner.late, limits.options.size)
 
 
 def _cost(planned: tuple[Planner, list[Loop]]) -> tuple[int, int]:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from transforms.analysis import Along, Inline
+from transforms.analysis import Along, Inline, Sink
 from transforms.graph import Graph, Value, bodies, depends, evaluate, flatten
 from transforms.limits import Limits
 from transforms.placement import Partial, TileError, Whole
@@ -85,7 +85,7 @@ def separate(closed: Any, placements: Any, limits: Limits, active: Sequence[int]
         return None  # the outer function would run it again
     try:
         found = analyse(graph, placements, limits)
-    except (Along, Inline, Complete, TileError):
+    except (Along, Inline, Sink, Complete, TileError):
         return None
     if not isinstance(found.fact(graph.outputs[out]).placement, Whole):
         return None

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from jax.extend.core import Jaxpr
 
 from transforms.analysis import Analysis, Local, Promote
-from transforms.graph import Node, Value, ancestors, bodies, depends, elements, nbytes
+from transforms.graph import Node, Value, ancestors, bodies, depends, describe, elements, nbytes
 from transforms.limits import Limits, check_size, human
 from transforms.loops import Loop
-from transforms.placement import WHOLE, Tiled, TileError, Whole
+from transforms.placement import WHOLE, Partial, Span, Tiled, TileError, Whole
 from transforms.rules import RULES
 
 
@@ -26,6 +27,8 @@ def check_whole(
 
     What is made of an accumulator, such as an `online` sum, may be as large as that: wider than what it ends in.
     """
+    for loop in loops:
+        _check_sums(analysis, loop, limits)
     found: dict[Value, tuple[Node, str]] = {}
     reads = [(step.node, ref) for loop in loops for step in loop.steps for ref in step.refs]
     for node, ref in reads:
@@ -51,6 +54,31 @@ def check_whole(
     for value, (node, reason) in found.items():
         if not limits.allow(value):
             check_size(value, WHOLE, node, reason, limits, _origins(analysis, value))
+
+
+def _check_sums(analysis: Analysis, loop: Loop, limits: Limits) -> None:
+    """Refuse to add up to an array that is larger than inputs, outputs and all that a tile of the loop holds."""
+    options = limits.options
+    span = Span(0, options.size, options.total)
+    made = [(v, p) for step in loop.steps for v, p in step.keys] + [(r.value, r.want) for r in loop.refs]
+    # What a step adds straight to its accumulator is no array of the tile.
+    tile = max((_local(span, v, p) for v, p in made if isinstance(p, Tiled)), default=0)
+    for update in loop.updates:
+        value, placement = update.value, analysis.fact(update.value).placement
+        node = value.producer
+        if node is None or not isinstance(placement, Partial) or limits.accumulate(value, tile):
+            continue
+        raise TileError(
+            f"cannot tile `{node.name}` at {node.where}: the tiles add up to an array that is larger than they are.\n"
+            f"  sum: {describe(value.aval)}, {human(value.nbytes)}; a tile holds {human(tile)}; the largest input or "
+            f"output is {human(limits.largest)}.\n"
+            '  To go on: take fewer tiles, cut another axis, or pass gather="any".'
+        )
+
+
+def _local(span: Span, value: Value, placement: Tiled) -> int:
+    shape = span.local_shape(value.shape, placement)
+    return value.nbytes * math.prod(shape) // max(1, math.prod(value.shape))
 
 
 def _finished(analysis: Analysis, sums: Iterable[Value]) -> set[Value]:

@@ -17,7 +17,7 @@ from jax.extend.core import Primitive
 from jax.sharding import NamedSharding, PartitionSpec
 
 from transforms.analysis import Analysis, Fact
-from transforms.graph import Node, Value
+from transforms.graph import Graph, Node, Value
 from transforms.limits import Limits, human
 from transforms.loops import Loop
 from transforms.placement import WHOLE, Placement, Span, Stacked, TileError
@@ -38,6 +38,14 @@ def begin(nodes: list[Node], node: Node, init: Value, aval: Any, span: Span, rev
     (begun,) = add([], node, begun_p, [state], [ShapedArray(shape, aval.dtype, sharding=sharding)], size=span.length)
     producer(state).params["begun"] = begun
     return state
+
+
+def resize(graph: Graph, total: int, size: int) -> None:
+    """Have states for tiles of another length."""
+    for node in (n for n in graph.nodes if n.name == "carried"):
+        begun = node.params["begun"]
+        begun.producer.params["size"] = size
+        begun.aval = begun.aval.update(shape=(-(-total // size), *begun.shape[1:]))
 
 
 def leave(state: Value, total: Value) -> None:

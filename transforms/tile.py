@@ -21,6 +21,7 @@ rounding.py    no comparison sees what is computed again beside copies of it; eq
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import types
 from collections.abc import Callable
@@ -34,9 +35,11 @@ from jaxtyping import DTypeLike
 from transforms import auto
 from transforms import budget as budgets
 from transforms.plan import TilePlan, explain
+from transforms.refused import tracing
 from transforms.tracing import Tracer
 
 GATHER = ("small", "any", "none")
+REQUIRED: Any = type("Required", (), {"__repr__": lambda self: "REQUIRED"})()  # `fn` may be left out, `axis` not
 SYNC = ("once", "tile")
 
 P = ParamSpec("P")
@@ -59,11 +62,13 @@ class TiledFunction(Generic[P, R]):
         self._tracer = tracer
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        return auto.call(self._tracer.run, self._tracer.in_sharding, args, kwargs)
+        with tracing(self.__wrapped__):
+            return auto.call(self._tracer.run, self._tracer.in_sharding, args, kwargs)
 
     def plan(self, *args: Any, **kwargs: Any) -> TilePlan:
         """Tell how the call with these arguments (arrays or `jax.ShapeDtypeStruct`s) is tiled, without running it."""
-        return explain(self._tracer.trace(args, kwargs).program)
+        with tracing(self.__wrapped__):
+            return explain(self._tracer.trace(args, kwargs).program)
 
     def __reduce__(self) -> Any:
         """A decorated function is pickled by its name, as Python's functions are."""
@@ -99,11 +104,13 @@ class TiledMethod(eqx.Module, Generic[Q, R]):
         tracer = self._function._tracer
         run = functools.partial(tracer.run, whole=1)
         specs = None if tracer.in_sharding is None else (None, *auto.entries(tracer.in_sharding, args))
-        return auto.call(run, specs, (self.__self__, *args), kwargs)
+        with tracing(self._function.__wrapped__):
+            return auto.call(run, specs, (self.__self__, *args), kwargs)
 
     def plan(self, *args: Any, **kwargs: Any) -> TilePlan:
         """Tell how the call with these arguments is tiled, without running it."""
-        return explain(self._function._tracer.trace((self.__self__, *args), kwargs, whole=1).program)
+        with tracing(self._function.__wrapped__):
+            return explain(self._function._tracer.trace((self.__self__, *args), kwargs, whole=1).program)
 
     @property
     def __wrapped__(self) -> Callable[Q, R]:
@@ -150,7 +157,7 @@ def tile(
 ) -> Callable[[Callable[P, R]], TiledFunction[P, R]]: ...
 def tile(
     fn: Any = None,
-    axis: Any = None,
+    axis: Any = REQUIRED,
     n: Any = None,
     *,
     size: Any = None,
@@ -229,7 +236,7 @@ def tile(
     settings = {"size": size, "budget": budget, "has_aux": has_aux, "gather": gather}
     settings |= {"policy": policy, "lowmem": lowmem, "accumulate": accumulate}
     settings |= {"sync": sync, "in_sharding": in_sharding, "reduce_dtype": reduce_dtype}
-    if axis is None:
+    if axis is REQUIRED or axis is None:
         raise TypeError("tile: give axis, the dimension to cut: an int, a tuple or dict of them, or a name.")
     if fn is not None and not callable(fn):
         raise TypeError(f"tile: the first argument must be a function, not {fn!r}.")
@@ -244,6 +251,16 @@ def tile(
     options |= {"sync": sync, "reduce_dtype": None if reduce_dtype is None else jnp.dtype(reduce_dtype)}
     count = int(n) if isinstance(n, np.integer) else n
     return TiledFunction(fn, Tracer(fn, axis, count, size, allowed, has_aux, in_sharding, options))
+
+
+def _needed(function: Callable[..., Any], *names: str) -> inspect.Signature:
+    """Return a function's signature for people, who must give what is named, though a decorator is given it later."""
+    found = inspect.signature(function)
+    bare = lambda one: one.replace(default=one.empty) if one.name in names else one
+    return found.replace(parameters=[bare(one) for one in found.parameters.values()])
+
+
+setattr(tile, "__signature__", _needed(tile, "fn", "axis"))  # noqa: B010 (type checkers know no such attribute)
 
 
 def _check_count(n: Any, size: Any, budget: Any) -> int | None:

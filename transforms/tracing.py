@@ -17,7 +17,7 @@ from jax.core import Tracer as JaxTracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var, jaxpr_as_fun
 
 from transforms import budget
-from transforms.analysis import Along, Analysis, Inline
+from transforms.analysis import Along, Analysis, Inline, Sink
 from transforms.arguments import is_array, place, rows
 from transforms.derive import call
 from transforms.graph import Node
@@ -294,7 +294,7 @@ def spread_over(closed: ClosedJaxpr, placements: Sequence[Placement], options: O
             break
         try:
             found = analyse(program.graph, program.placements, program.limits)
-        except (Along, Inline, TileError):
+        except (Along, Inline, Sink, TileError):
             break  # to be told when it is planned
         cut = [(v, f.placement) for v, f in found.facts.items() if isinstance(f.placement, Tiled)]
         known = math.lcm(known, *(n for v, p in cut if p.major % (n := shares(v.aval, p.dim))))

@@ -22,7 +22,8 @@ from zoo import packing
 from zoo.cache import Past, remembering
 from zoo.configs import Gemma3Config, GemmaConfig
 from zoo.init import draw
-from zoo.nn import Ops, check_tokens, gelu, linear, lookup, rms_norm, rope, scanned_windows, softcap
+from zoo.nn import Ops, check_tokens, gelu, linear, lookup, rms_norm, rope, scanned_windows
+from zoo.output import Head
 from zoo.rotary import frequencies
 
 AnyGemma = GemmaConfig | Gemma3Config
@@ -183,8 +184,11 @@ class Gemma(eqx.Module):
 
     def logits(self, hidden: Float[Array, "*b D"]) -> Float[Array, "*b V"]:
         """Return the soft-capped logits in float32; the product's operands are in the dtype of `hidden`."""
-        scores = linear("...d,vd->...v", hidden, self.embed.astype(hidden.dtype), wide=True)
-        return softcap(scores, self.config.final_softcap)
+        return self.output()(hidden)
+
+    def output(self) -> Head:
+        """Return what makes logits: the table again, and the soft cap."""
+        return Head(self.embed, self.config.final_softcap)
 
     def __call__(self, tokens: Integer[Array, "B S"], *, dtype: DTypeLike | None = None) -> Float[Array, "B S V"]:
         """Return the logits of every position. Memory is O(B S V): to train, tile `logits` instead."""

@@ -22,7 +22,8 @@ from zoo.configs import MixtralConfig, Qwen3MoeConfig
 from zoo.experts import experts
 from zoo.init import draw
 from zoo.llama import Frequency, join, project
-from zoo.nn import Ops, check_tokens, linear, lookup, rms_norm, scanned_windows
+from zoo.nn import Ops, check_tokens, lookup, rms_norm, scanned_windows
+from zoo.output import Head
 from zoo.rotary import frequencies
 
 AnyMixture = MixtralConfig | Qwen3MoeConfig
@@ -191,8 +192,11 @@ class Mixture(eqx.Module):
 
     def logits(self, hidden: Float[Array, "*b D"]) -> Float[Array, "*b V"]:
         """Return the logits in float32; the product's operands are in the dtype of `hidden`."""
-        head = self.embed if self.head is None else self.head
-        return linear("...d,vd->...v", hidden, head.astype(hidden.dtype), wide=True)
+        return self.output()(hidden)
+
+    def output(self) -> Head:
+        """Return what makes logits: a matrix of its own, or the table again."""
+        return Head(self.embed if self.head is None else self.head)
 
     def __call__(self, tokens: Integer[Array, "B S"], *, dtype: DTypeLike | None = None) -> Float[Array, "B S V"]:
         """Return the logits of every position. Memory is O(B S V): to train, tile `logits` instead."""

@@ -5,7 +5,7 @@ No JAX here: `--help` and every configuration error come from this file alone. A
 """
 
 from experiments.configs.compute import Hardware, Remat, Tiling
-from experiments.configs.data import Chat, Data, Grain, Preference, Pydoc, Stdlib, Synthetic, Text, Tokens
+from experiments.configs.data import Chat, CustomData, Data, Grain, Preference, Pydoc, Stdlib, Synthetic, Text, Tokens
 from experiments.configs.distributed import Distributed
 from experiments.configs.fields import (
     DType,
@@ -20,12 +20,25 @@ from experiments.configs.fields import (
     refuse,
 )
 from experiments.configs.mesh import Mesh
-from experiments.configs.objective import Distill, Dpo, Ipo, Objective, Orpo, Paired, Pretrain, Referenced, Sft, Simpo
+from experiments.configs.objective import (
+    Custom,
+    Distill,
+    Dpo,
+    Ipo,
+    Objective,
+    Orpo,
+    Paired,
+    Pretrain,
+    Referenced,
+    Sft,
+    Simpo,
+)
 from experiments.configs.optimizer import (
     Adafactor,
     AdafactorLayerwise,
     AdamW,
     Adapter,
+    CustomOptimizer,
     Decayed,
     Lora,
     Muon,
@@ -42,6 +55,9 @@ __all__ = [
     "Adapter",
     "Chat",
     "Checkpoint",
+    "Custom",
+    "CustomData",
+    "CustomOptimizer",
     "DType",
     "Data",
     "Decayed",

@@ -52,11 +52,11 @@ class Hardware:
     """The device, the number formats and the compiler."""
 
     platform: Platform = option(Platform.auto, "cpu, gpu or tpu; auto: the best there is")
-    param_dtype: DType | None = option(None, "how parameters are stored")
-    compute_dtype: DType | None = option(None, "what the layers compute in")
+    param_dtype: DType | None = option(None, "how parameters are stored", auto=True)
+    compute_dtype: DType | None = option(None, "what the layers compute in", auto=True)
     grad_dtype: DType | None = option(None, "what gradients and optimizer compute in (default: param_dtype)")
-    memory_gib: float | None = option(None, "memory the run may plan with (None: what the device has free)")
-    headroom_gib: float | None = option(None, "kept free beside the compiled step's own memory")
+    memory_gib: float | None = option(None, "memory the run may plan with (default: what the device has free)")
+    headroom_gib: float | None = option(None, "kept free beside the compiled step's own memory", auto=True)
     peak_tflops: float | None = option(None, "what one device can do, for MFU (default: its bfloat16 peak, if known)")
     compiler_options: dict[str, Any] = option({}, "XLA options for the compiled steps, on top of the usual ones")
 
@@ -73,8 +73,9 @@ class Remat:
         "auto",
         "auto, none (keep everything), full or block (nothing), dots, dots_no_batch, names, offload, offload_names; "
         "several take turns over the layers: full*3,none",
+        names=True,
     )
-    names: str = option("attn_out,mlp_out", "the values that remat=names and offload_names keep")
+    names: str = option("attn_out,mlp_out", "the values that remat=names and offload_names keep", names=True)
 
     def __post_init__(self):
         if self.policy == "auto":

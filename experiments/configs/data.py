@@ -1,7 +1,9 @@
 """What a run reads."""
 
+# ruff: noqa: RUF009 (`option` makes a field, as `dataclasses.field` does)
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 from experiments.configs.fields import not_negative, option, positive, refuse
 
@@ -11,8 +13,10 @@ class Data:
     """What every kind of text has in common."""
 
     val_fraction: float = option(0.03, "share of the documents held out, chosen by the hash of their content")
-    cache: str | None = option(None, "folder of the tokenized copy (default: your user cache)")
-    tokenizer: str | None = option(None, "folder with a tokenizer.json (default: that of model.weights, else bytes)")
+    cache: str | None = option(None, "folder of the tokenized copy (default: your user cache)", path=True)
+    tokenizer: str | None = option(
+        None, "folder with a tokenizer.json (default: that of model.weights, else bytes)", path=True
+    )
     packed: bool = option(False, "keep the documents that share a row apart: none sees another")
 
     def __post_init__(self):
@@ -34,16 +38,16 @@ class Pydoc(Data):
 class Text(Data):
     """A text file, a .jsonl file or a folder of them, as bytes."""
 
-    path: str = option(dataclasses.MISSING, "file or folder (data=text), *.bin (data=tokens)")
-    pattern: str = option("*.txt,*.md,*.jsonl,*.py,*.rst", "which files of a folder (data=text)")
-    field: str = option("text", "what holds the text in a line of a .jsonl file (data=text)")
+    path: str = option(dataclasses.MISSING, "file or folder", path=True)
+    pattern: str = option("*.txt,*.md,*.jsonl,*.py,*.rst", "which files of a folder", names=True)
+    field: str = option("text", "what holds the text in a line of a .jsonl file")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens(Data):
     """Token ids that were made elsewhere: flat little-endian integers, memory-mapped and never copied."""
 
-    path: str = option(dataclasses.MISSING, "file, folder or glob of *.bin")
+    path: str = option(dataclasses.MISSING, "file, folder or glob of *.bin", path=True)
     dtype: str = option("uint16", "integer type of the ids: uint16, uint32 or int32")
     bytes_per_token: float | None = option(None, "average bytes of text per token (to report bits per byte)")
     separator: int | None = option(None, "the id that starts each document, whose prediction does not count")
@@ -62,8 +66,8 @@ class Tokens(Data):
 class Chat(Data):
     """Conversations, a line of JSON each, of which only what the assistant says is learned."""
 
-    path: str | None = option(None, "file or folder of .jsonl (default: a few short ones that come along)")
-    pattern: str = option("*.jsonl", "which files of a folder")
+    path: str | None = option(None, "file or folder of .jsonl (default: a few short ones that come along)", path=True)
+    pattern: str = option("*.jsonl", "which files of a folder", names=True)
     field: str = option("messages", "what holds the messages in a line: each has a `role` and its `content`")
     val_fraction: float = option(0.1, "share of the conversations held out, chosen by the hash of their content")
     packed: bool = option(True, "put several conversations into a row; none sees another")
@@ -73,8 +77,8 @@ class Chat(Data):
 class Preference(Data):
     """Pairs of answers, a line of JSON each: `prompt`, `chosen` and `rejected`, as text or as messages."""
 
-    path: str | None = option(None, "file or folder of .jsonl (default: a few short ones that come along)")
-    pattern: str = option("*.jsonl", "which files of a folder")
+    path: str | None = option(None, "file or folder of .jsonl (default: a few short ones that come along)", path=True)
+    pattern: str = option("*.jsonl", "which files of a folder", names=True)
     val_fraction: float = option(0.1, "share of the pairs held out, chosen by the hash of their content")
 
     def __post_init__(self):
@@ -87,7 +91,7 @@ class Preference(Data):
 class Grain(Data):
     """Rows of a Grain pipeline: `{"tokens": ids}` of seq_len + 1, with `mask` and `segments` where it has them."""
 
-    dataset: str = option(dataclasses.MISSING, "MODULE:FUNCTION that returns a finite grain.MapDataset (data=grain)")
+    dataset: str = option(dataclasses.MISSING, "MODULE:FUNCTION that returns a finite grain.MapDataset")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,3 +105,11 @@ class Synthetic(Data):
         positive(self, "data.", "vocab")
         if self.packed:
             raise refuse("data.packed", "true", "random ids have no documents")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CustomData(Data):
+    """Text, ids or rows of your own: data=MODULE:FUNCTION is short for data=custom data.fn=MODULE:FUNCTION."""
+
+    fn: str = option(dataclasses.MISSING, "MODULE:FUNCTION or FILE.py:FUNCTION that returns documents or rows")
+    kwargs: dict[str, Any] = option({}, "its own arguments: data.kwargs.NAME=VALUE")

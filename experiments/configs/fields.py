@@ -9,9 +9,20 @@ T = TypeVar("T")
 LARGEST = 2**31 - 1  # what counts steps, tokens and ids
 
 
-def option(default: Any, help: str, *, empty: bool = False) -> Any:
-    """Return a dataclass field with a default and the line that `--help` shows; `empty`: its text may be empty."""
-    metadata = {"help": help, "empty": empty}
+def option(
+    default: Any, help: str, *, empty: bool = False, auto: bool = False, path: bool = False, names: bool = False
+) -> Any:
+    """Return a dataclass field with a default and the line that `--help` shows.
+
+    Args:
+        default: its value where nothing is said.
+        help: the line.
+        empty: its text may be empty.
+        auto: None is chosen for the device and the model's size.
+        path: its text is a place among the files, which may begin with `~`.
+        names: commas in its text separate names, and no values of a sweep.
+    """
+    metadata = {"help": help, "empty": empty, "auto": auto, "path": path, "names": names}
     if isinstance(default, dict):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)

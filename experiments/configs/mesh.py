@@ -10,7 +10,9 @@ from experiments.configs.fields import option, refuse
 class Mesh:
     """Sizes of the mesh's axes, which multiply to the number of devices; all 1 is one device and no mesh."""
 
-    data: int | None = option(None, "devices that share the batch (and under mesh.fsdp parameters); -1: the rest")
+    data: int | None = option(
+        None, "devices that share the batch (and under mesh.fsdp parameters); -1: the rest", auto=True
+    )
     model: int = option(1, "devices that share heads, MLPs and the vocabulary; -1: the rest")
     context: int = option(1, "devices that share each sequence; -1: the rest")
     expert: int = option(1, "devices that share a mixture's experts, and the batch; -1: the rest")

@@ -1,7 +1,9 @@
 """What a run minimises."""
 
+# ruff: noqa: RUF009 (`option` makes a field, as `dataclasses.field` does)
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 from experiments.configs.fields import not_negative, option, positive, refuse
 
@@ -39,8 +41,8 @@ class Paired(Objective):
 class Referenced(Paired):
     """What also compares the model with a frozen one: that at `reference`, else what the run starts from."""
 
-    beta: float = option(0.1, "how much an answer's log-probability counts against the reference's (dpo, ipo)")
-    reference: str | None = option(None, "folder of the frozen model (default: what the run starts from)")
+    beta: float = option(0.1, "how much an answer's log-probability counts against the reference's")
+    reference: str | None = option(None, "folder of the frozen model (default: what the run starts from)", path=True)
 
     def __post_init__(self):
         positive(self, "objective.", "beta")
@@ -50,7 +52,7 @@ class Referenced(Paired):
 class Dpo(Referenced):
     """Direct preference optimisation (https://arxiv.org/abs/2305.18290)."""
 
-    label_smoothing: float = option(0.0, "share of the preferences that are taken to be the wrong way round (dpo)")
+    label_smoothing: float = option(0.0, "share of the preferences that are taken to be the wrong way round")
 
     def __post_init__(self):
         super().__post_init__()
@@ -87,7 +89,7 @@ class Orpo(Paired):
 class Distill(Objective):
     """The distance to a teacher's distribution at every token that counts."""
 
-    teacher: str = option(dataclasses.MISSING, "folder of the teacher, of the same vocabulary (distill)")
+    teacher: str = option(dataclasses.MISSING, "folder of the teacher, of the same vocabulary", path=True)
     direction: str = option("forward", "forward: KL(teacher, student); reverse: KL(student, teacher)")
     temperature: float = option(1.0, "divides both models' logits")
     weight: float = option(1.0, "share of the distance; the rest is cross-entropy")
@@ -98,6 +100,14 @@ class Distill(Objective):
             raise refuse("objective.direction", self.direction, "choose forward or reverse")
         if not 0 <= self.weight <= 1:
             raise refuse("objective.weight", self.weight, "it must lie between 0 and 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Custom(Objective):
+    """A loss of your own: objective=MODULE:FUNCTION is short for objective=custom objective.fn=MODULE:FUNCTION."""
+
+    fn: str = option(dataclasses.MISSING, "MODULE:FUNCTION or FILE.py:FUNCTION of logits (or hidden, head) and labels")
+    kwargs: dict[str, Any] = option({}, "its own arguments: objective.kwargs.NAME=VALUE")
 
 
 def smoothing(config: Pretrain | Dpo) -> None:

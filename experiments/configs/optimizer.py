@@ -1,7 +1,8 @@
 """How parameters move, and what of a model moves at all."""
 
 # ruff: noqa: RUF009 (`option` makes a field, as `dataclasses.field` does)
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
+from typing import Any
 
 from experiments.configs.fields import Schedule, not_negative, option, positive, refuse, share
 
@@ -15,11 +16,9 @@ class Adapter:
 class Lora(Adapter):
     """Low-rank additions to some matrices (https://arxiv.org/abs/2106.09685), trained alone."""
 
-    rank: int = option(8, "rank of each addition (adapter=lora)")
-    alpha: float = option(16.0, "additions are scaled by alpha / rank (adapter=lora)")
-    targets: str = option(
-        "q,k,v,o,gate,up,down", "which matrices, by name or pattern: `q,v`, `layers.*` (adapter=lora)"
-    )
+    rank: int = option(8, "rank of each addition")
+    alpha: float = option(16.0, "additions are scaled by alpha / rank")
+    targets: str = option("q,k,v,o,gate,up,down", "which matrices, by name or pattern: `q,v`, `layers.*`", names=True)
 
     def __post_init__(self):
         positive(self, "adapter.", "rank", "alpha")
@@ -34,14 +33,14 @@ class Lora(Adapter):
 class Optimizer:
     """What every optimizer has; alone, it stands for the one that suits the device and the model's size."""
 
-    learning_rate: float | None = option(None, "peak learning rate")
+    learning_rate: float | None = option(None, "peak learning rate", auto=True)
     schedule: Schedule = option(
         Schedule.cosine, "after the warm-up: constant, cosine, linear, or wsd (constant, then a linear cool-down)"
     )
     warmup: float = option(0.05, "share of the steps over which the learning rate rises")
     cooldown: float = option(0.2, "share of the steps over which it falls at the end (wsd)")
     final: float = option(0.1, "share of the peak that is left at the end (cosine, linear, wsd)")
-    clip_norm: float | None = option(None, "largest global gradient norm (None: not clipped)")
+    clip_norm: float | None = option(None, "largest global gradient norm (default: not clipped)")
     ema: float | None = option(None, "keep a mean of the weights that decays so each step; it is measured and saved")
 
     def __post_init__(self):
@@ -63,7 +62,10 @@ class Decayed(Optimizer):
 
     weight_decay: float = option(0.1, "decoupled weight decay")
     no_decay: str | None = option(
-        None, "parameters without it, by name or pattern: `embed,*norm` (default: norms and biases)", empty=True
+        None,
+        "parameters without it, by name or pattern: `embed,*norm` (default: norms and biases)",
+        empty=True,
+        names=True,
     )
 
     def __post_init__(self):
@@ -128,8 +130,16 @@ class Sgd(Decayed):
     """optax.sgd."""
 
     weight_decay: float = option(0.0, "weight decay")
-    momentum: float | None = option(None, "momentum (None: no state at all)")
+    momentum: float | None = option(None, "momentum (default: no state at all)")
 
     def __post_init__(self):
         super().__post_init__()
         share(self, "optimizer.", "momentum")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CustomOptimizer(Optimizer):
+    """Any optax transformation: optimizer=optax:lion is short for optimizer=custom optimizer.fn=optax:lion."""
+
+    fn: str = option(MISSING, "MODULE:FUNCTION or FILE.py:FUNCTION of a learning_rate, which is a schedule")
+    kwargs: dict[str, Any] = option({}, "its own arguments: optimizer.kwargs.NAME=VALUE")

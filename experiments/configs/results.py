@@ -9,8 +9,8 @@ from experiments.configs.fields import option, positive, refuse
 class Evaluation:
     """How the held-out documents are used; they are always measured before the first and after the last step."""
 
-    every: int | None = option(None, "also every so many steps (0: never)")
-    batches: int | None = option(None, "batches per evaluation")
+    every: int | None = option(None, "also every so many steps (0: never)", auto=True)
+    batches: int | None = option(None, "batches per evaluation", auto=True)
 
     def __post_init__(self):
         positive(self, "eval.", "batches")
@@ -33,7 +33,7 @@ class Checkpoint:
 
     every: int | None = option(None, "steps between checkpoints (default: by the clock)")
     minutes: float | None = option(10.0, "minutes between checkpoints, where `every` is not given")
-    last: bool | None = option(None, "also after the last step (default: where it takes less than 1 GiB)")
+    last: bool | None = option(None, "also after the last step (default: where it takes less than 1 GiB)", auto=True)
     keep: int = option(2, "how many of the newest stay")
     keep_every: int | None = option(None, "those of every so many steps stay as well")
     background: bool | None = option(None, "train on while one is written (default: where memory allows)")

@@ -19,7 +19,7 @@ class Model:
     """A model's configuration, and where its weights come from."""
 
     config: Any
-    weights: str | None = option(None, "Hugging Face folder to start from (random weights without it)")
+    weights: str | None = option(None, "Hugging Face folder to start from (random weights without it)", path=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,17 +41,18 @@ class Run:
     profile: Profile
     distributed: Distributed
     run: str | None = option(None, "name of the run and of its directory: a new one, or one to go on with")
-    out: str = option("runs", "where run directories go")
+    out: str = option("runs", "where run directories go", path=True)
     seed: int = option(0, "of the initial weights and the order of the data")
-    steps: int | None = option(None, "training steps")
-    batch_size: int | None = option(None, "sequences per step; a pair of answers is two")
-    seq_len: int | None = option(None, "tokens per sequence")
+    steps: int | None = option(None, "training steps", auto=True)
+    batch_size: int | None = option(None, "sequences per step; a pair of answers is two", auto=True)
+    seq_len: int | None = option(None, "tokens per sequence", auto=True)
     on_nan: OnNan = option(OnNan.stop, "at a loss that is no number: stop, skip that step's update, or raise")
     compare: bool = option(
         False, "also compile the untiled step, to show what tiling saves: a start takes twice as long"
     )
+    plan: bool = option(False, "only tell what the run will cost: compile its step, train nothing")
     compile_for: str | None = option(None, "only compile, for hardware that is not here: v5e-8, v5p-16, h100-8, ...")
-    log_every: int | None = option(None, "steps between lines when the output is not a terminal")
+    log_every: int | None = option(None, "steps between lines when the output is not a terminal", auto=True)
 
     def __post_init__(self):
         positive(self, "", "steps", "batch_size", "seq_len", "log_every")
@@ -63,7 +64,7 @@ class Run:
                 if pairs
                 else ("pairs of answers are for preferences", "objective=dpo, ipo, simpo or orpo")
             )
-            raise refuse("data", type(self.data).__name__, f"{kind}: use {need}")
+            raise refuse("data", type(self.data).__name__.lower(), f"{kind}: use {need}")
         if isinstance(self.objective, Sft) and not isinstance(self.data, Chat):
             raise refuse("objective", "sft", "it learns what the assistant says in conversations: use data=chat")
         if self.run is not None and (not self.run or "/" in self.run or self.run.startswith(".")):

@@ -234,7 +234,6 @@ def rotary_embedding(w, h):
 @case(
     args=lambda d: (jax.random.key(3), d(D, V), d(N, D), d.ids(V, N)),
     axis=(None, None, 0, 0),
-    expect="either",
     x64=False,
 )
 def dropout_with_a_key(key, w, h, y):
@@ -242,6 +241,6 @@ def dropout_with_a_key(key, w, h, y):
     return _nll(jnp.where(keep, h / 0.8, 0) @ w, y).mean()
 
 
-@case(args=lambda d: (jax.random.key(3), d(D, V), d(N, D)), axis=(None, None, 0), expect="either", x64=False)
+@case(args=lambda d: (jax.random.key(3), d(D, V), d(N, D)), axis=(None, None, 0), x64=False)
 def gumbel_softmax_with_a_key(key, w, h):
     return (jax.nn.softmax(h @ w + jax.random.gumbel(key, (N, V))) ** 2).sum(-1)

@@ -63,7 +63,6 @@ def low_variance_kl_to_reference(w, ref, h, action):
     args=lambda d: (d(D, V), d(12, S, D), d.ids(V, 12, S), d(12)),
     axis=(None, 0, 0, 0),
     head=True,
-    expect="either",
 )
 def group_relative_by_reshape(w, h, y, reward):
     grouped = reward.reshape(-1, 3)

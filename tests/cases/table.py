@@ -3,7 +3,7 @@
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -41,7 +41,7 @@ class Case:
       fn: the function; returns `(out, aux)` when `has_aux`.
       args, kwargs: draw the arguments.
       axis: as `tile`'s; for the arguments after the first `closed`, which `fn` closes over.
-      expect: `tiles` (exact, no refusal), `refused` (always `TileError`), `either` (exact or `TileError`).
+      refused: why it is refused, in the words of the error; `None` where it tiles and is exact.
       head: the untiled function makes arrays larger than any input or output, and the tiled one must not.
       tolerance: of float32 results, relative to the largest magnitude of each leaf.
       x64: whether the function keeps float64 arguments in float64.
@@ -58,13 +58,19 @@ class Case:
     kwargs: Callable[[Draw], dict] = lambda draw: {}
     has_aux: bool = False
     closed: int = 0
-    expect: Literal["tiles", "refused", "either"] = "tiles"
+    refused: str | None = None
     head: bool = False
     tolerance: float = 3e-5
     x64: bool = True
     forward_mode: bool = True
     differentiable: bool = True
     bitwise: bool = False
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """How the tiled function is compared beside its value and gradient in float32, compiled quickly."""
+        transformed = ("jvp", "vmap", "checkpoint") if self.differentiable else ()
+        return ("optimised", *(("float64",) if self.x64 else ()), *transformed)
 
     def draw(self) -> tuple[tuple, dict]:
         """Return the positional and keyword arguments, the same at every call."""

@@ -127,6 +127,8 @@ sign sin sinh sqrt square tan tanh threefry2x32 threefry4x32 xor zeta integer_po
 
 register(*ELEMENTWISE, "complex", "real", "imag", push=push, pull=pull)
 register("neg", *COPIES, push=push_linear, pull=pull)
+register("nonbatchable", "nondifferentiable_backward", "nontraceable", push=push_linear, pull=pull)  # Equinox's
+register("select_if_vmap", push=push, pull=pull)
 register("convert_element_type", push=push_convert, pull=pull)
 register("add", "add_any", "sub", push=push_add, pull=pull)
 register("mul", "div", push=push_multiply, pull=pull)

@@ -120,7 +120,7 @@ def push(node: Node, placements: tuple[Placement, ...]) -> Move:
             wanted.append(WHOLE)
             continue
         minor, rest = divmod(aval.shape[dim] * placement.minor, length)
-        if rest or aval.shape[dim] * size != length * block(mapping, dim):
+        if rest or placement.group > 1 or aval.shape[dim] * size != length * block(mapping, dim):
             raise Complete(cut, "is a kernel whose operands have other numbers of blocks along the cut axis")
         wanted.append(Tiled(dim, placement.major, minor))
     ins, outs = wanted[: len(node.inputs)], wanted[len(node.inputs) :]

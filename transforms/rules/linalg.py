@@ -1,9 +1,9 @@
-"""Factorisations and solves of many matrices at once: the cut is one of the leading dimensions, or they wait for it."""
+"""Factorisations and solves of many matrices at once, or of many right-hand sides: one of these is cut."""
 
 from __future__ import annotations
 
 from transforms.graph import SOLVE, Node, flatten, solver
-from transforms.placement import Placement
+from transforms.placement import WHOLE, Partial, Placement, Tiled, Whole
 from transforms.propagate import analyse
 from transforms.rules import Complete, Move, one_cut, register, tiled
 
@@ -37,6 +37,36 @@ def push(node: Node, placements: tuple[Placement, ...]) -> Move:
     return Move((cut,) * len(node.outputs), (cut,) * len(node.inputs))
 
 
+def push_triangular(node: Node, placements: tuple[Placement, ...]) -> Move:
+    """The columns of the right-hand sides (rows, where the matrix stands to their right) are solved one by one."""
+    matrix, sides = placements
+    if isinstance(matrix, Whole) and isinstance(sides, Tiled) and sides.dim == columns(node):
+        return Move((sides,), placements)
+    linear = isinstance(matrix, Whole) and sides == Partial("sum")
+    return Move((sides,), placements) if linear else push(node, placements)
+
+
+def pull_triangular(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
+    rank = len(node.outputs[0].shape)
+    if want.dim < rank - 2:
+        return (want, want)
+    return (WHOLE, want) if want.dim == columns(node) else None
+
+
+def columns(node: Node) -> int:
+    """The dimension of a triangular solve's right-hand sides that counts them."""
+    return len(node.inputs[1].shape) - (1 if node.params["left_side"] else 2)
+
+
+def push_tridiagonal(node: Node, placements: tuple[Placement, ...]) -> Move:
+    """The last operand holds right-hand sides as columns."""
+    *diagonals, sides = placements
+    one = all(isinstance(p, Whole) for p in diagonals) and isinstance(sides, Tiled)
+    if one and sides.dim == len(node.inputs[3].shape) - 1:
+        return Move((sides,), placements)
+    return push(node, placements)
+
+
 def push_solve(node: Node, placements: tuple[Placement, ...]) -> Move:
     """A solve with a derivative rule of its own, in a graph that is yet to be differentiated: placed, never run."""
     closed, taken = solver(node.params, placements)
@@ -45,5 +75,8 @@ def push_solve(node: Node, placements: tuple[Placement, ...]) -> Move:
     return Move(tuple(found.fact(v).placement for v in graph.outputs), placements)
 
 
-register(*CORE, push=push)
+COLUMNS = ("triangular_solve", "tridiagonal_solve")
+register(*(name for name in CORE if name not in COLUMNS), push=push)
+register("triangular_solve", push=push_triangular, pull=pull_triangular, heavy=True)
+register("tridiagonal_solve", push=push_tridiagonal)
 register(SOLVE, push=push_solve)

@@ -46,7 +46,7 @@ def push(node: Node, placements: tuple[Placement, ...]) -> Move:
     if len(cuts) == 2 and placements[1] != partner:
         raise Complete(smaller(node, cuts), "has operands that are cut along different dimensions")
     rows = (side == 0 and cut.dim == ragged) or (isinstance(partner, Tiled) and side == 1 and partner.dim == ragged)
-    if (side == 1 and cut.dim in group) or (rows and (ragged in batch[0] or (cut.major, cut.minor) != (1, 1))):
+    if (side == 1 and cut.dim in group) or (rows and (ragged in batch[0] or not cut.plain)):
         raise Complete(cuts, "groups the cut axis")
     ins = (cut, partner, WHOLE) if side == 0 else (partner, cut, WHOLE)
     if cut.dim in contract[side]:

@@ -39,6 +39,15 @@ def emit(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
     return node.bind(values)
 
 
+def push_unvmap(node: Node, placements: tuple[Placement, ...]) -> Move:
+    """Equinox's reductions of all that there is to a scalar."""
+    refuse_partial(node, placements)
+    return Move((Partial(UNVMAP[node.name]),), placements)
+
+
+UNVMAP = {"unvmap_all": "and", "unvmap_any": "or", "unvmap_max": "max"}
+
+
 def push_cumulative(node: Node, placements: tuple[Placement, ...]) -> Move:
     """cumsum and its like keep every length."""
     if placements == (Partial("sum"),) and node.name == "cumsum":
@@ -82,6 +91,7 @@ def pull_reduction(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
 
 
 register(*OPS, "reduce_xor", "argmax", "argmin", push=push, pull=pull_reduction, emit=emit)
+register(*UNVMAP, push=push_unvmap)
 register("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", push=push_cumulative, pull=pull_same)
 register("sort", push=push_sort)
 register("top_k", "approx_top_k", push=push_top_k)

@@ -16,8 +16,10 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr
 
 from transforms.analysis import Local, Region
-from transforms.graph import Graph, Node, Value, ancestors, body_graph, evaluate
-from transforms.placement import WHOLE, Partial, Placement, Span, Tiled, Whole
+from transforms.graph import Graph, Node, Value, ancestors, body_graph, describe, evaluate, prune
+from transforms.limits import human
+from transforms.placement import WHOLE, Partial, Placement, Span, Tiled, TileError, Whole
+from transforms.rewrite import replace, traced
 from transforms.rules import RULES, Complete, Move, register, scan_counts
 from transforms.rules.regions import (
     Body,
@@ -45,7 +47,7 @@ def push_scan(node: Node, placements: tuple[Placement, ...]) -> Move:
     ]:
         if (move := push_sums(node, placements)) is not None:
             return move
-        raise Complete(along, "runs along the cut axis", along=all(placements[i] == Tiled(0) for i in along))
+        raise Complete(along, "runs along the cut axis", along=_alone(placements, along))
     stacked = [p.at(p.dim - 1) if isinstance(p, Tiled) else p for p in placements[constants + carried :]]
     state: tuple[Placement, ...] = placements[constants : constants + carried]
     passing = passable(graph)
@@ -66,6 +68,12 @@ def push_scan(node: Node, placements: tuple[Placement, ...]) -> Move:
     moved = (*placements[:constants], *state, *placements[constants + carried :])
     carries = [apart[v] for v in graph.inputs[constants : constants + carried]]
     return Region((*state, *results), moved, (found,), (*carries, *held(found)[carried:]))
+
+
+def _alone(placements: tuple[Placement, ...], operands: Sequence[int]) -> bool:
+    """Whether operands are cut alike, and the axis, or groups of its rows, is the dimension that is scanned."""
+    cuts = {placements[i] for i in operands}
+    return len(cuts) == 1 and all(isinstance(p, Tiled) and (p.dim, p.major, p.minor) == (0, 1, 1) for p in cuts)
 
 
 def push_sums(node: Node, placements: tuple[Placement, ...]) -> Move | None:
@@ -237,13 +245,53 @@ def local_scan(node: Node, placements: tuple[Placement, ...], limits: Any) -> Mo
         if joined == state:
             break
         state = joined  # ty: ignore[invalid-assignment]
+    check_steps(node, (*state, *outs[carried:]), limits)
 
     def run(values: list[Any]) -> list[Any]:
         body = lambda inner: program.run(*(jnp.asarray(inner[i]) for i in kept))
         return run_scan(node, values, range(len(node.outputs)), body)
 
     results = [p.at(p.dim + 1) if isinstance(p, Tiled) else p for p in outs[carried:]]
-    return Local((*state, *results), (WHOLE,) * len(placements), (program,), tuple(kept), run)
+    constant = tuple(i for i in kept if i < constants)
+    return Local((*state, *results), (WHOLE,) * len(placements), (program,), tuple(kept), run, constant)
+
+
+def check_steps(node: Node, outs: Sequence[Placement], limits: Any) -> None:
+    """Refuse a scan that would keep more of each step than inputs, outputs, or the state that steps hand on."""
+    _, carried = scan_counts(node)
+    adds = added(node)
+    cut = [i for i, p in enumerate(outs) if isinstance(p, Tiled)]
+    sizes = {i: node.outputs[i].nbytes // (1 if i < carried else max(1, node.params["length"])) for i in cut}
+    state = max((sizes[i] for i in cut if i < carried and i not in adds), default=0)
+    large = [i for i in cut if sizes[i] > max(limits.bound, state) and limits.gather != "any"]
+    if large:
+        most = max(large, key=lambda i: sizes[i])
+        what = "adds up a cut array from step to step" if most < carried else "keeps a cut array of each step"
+        remedy = "put the body into `jax.checkpoint`, unroll the loop" if most >= carried else "unroll the loop"
+        array = f"{describe(node.outputs[most].aval)} {outs[most]}, {human(sizes[most])} a step"
+        raise TileError(
+            f"cannot tile `{node.name}` at {node.where}: it {what}, which would have to be whole.\n"
+            f"  array: {array}; the largest input or output is {human(limits.largest)}.\n"
+            f'  To go on: {remedy}, cut another axis, or pass gather="any".'
+        )
+
+
+def sink(graph: Graph, node: Node, operands: Sequence[int], sources: Sequence[Value]) -> None:
+    """Have the body of a scan make the constants `operands` itself, from `sources`, in each of its steps."""
+    kept, every = [i for i in range(len(node.inputs)) if i not in operands], range(len(node.outputs))
+    whole = whole_body(body_graph(node, "jaxpr"), every)
+
+    def run(*values: Any) -> list[Any]:
+        def body(inner: Sequence[Any]) -> list[Any]:
+            env: dict[Value, Any] = dict(zip(sources, values[len(kept) :], strict=True))
+            made = dict(zip(operands, evaluate(env, [node.inputs[i] for i in operands]), strict=True))
+            return whole([made.get(i, x) for i, x in enumerate(inner)])
+
+        return run_scan(node, spread(kept, values[: len(kept)], len(node.inputs)), every, body)
+
+    nodes, outs = traced(run, [*(node.inputs[i] for i in kept), *sources], node)
+    replace(graph, node, nodes, dict(zip(node.outputs, outs, strict=True)))
+    graph.nodes[:] = prune(graph).nodes
 
 
 def sink_constants(node: Node) -> tuple[ClosedJaxpr, list[int]]:

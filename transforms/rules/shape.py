@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -32,7 +33,7 @@ def push_broadcast(node: Node, placements: tuple[Placement, ...]) -> Move:
     cut = one_cut(node, placements)
     dim = int(node.params["broadcast_dimensions"][cut.dim])
     copies = node.outputs[0].shape[dim] // max(1, node.inputs[0].shape[cut.dim])  # of an axis of length 1
-    return Move((Tiled(dim, cut.major * copies, cut.minor),), placements)
+    return Move((dataclasses.replace(cut, dim=dim, major=cut.major * copies),), placements)
 
 
 def pull_broadcast(node: Node, want: Tiled) -> tuple[Placement, ...]:
@@ -79,17 +80,22 @@ def pull_squeeze(node: Node, want: Tiled) -> tuple[Placement, ...]:
 
 
 def carry(cut: Tiled, old: tuple[Any, ...], new: tuple[Any, ...]) -> Tiled | None:
-    """Where the factor `L` of `old[cut.dim] = major * L * minor` stands in `new`, if it stays in one piece."""
+    """Where the factor `L` of `old[cut.dim] = major * L / group * minor` stands in `new`, in the smallest groups."""
     if 0 in old:
         return None
-    length = old[cut.dim] // (cut.major * cut.minor)
-    ahead = math.prod(old[: cut.dim]) * cut.major
+    length = old[cut.dim] * cut.group // (cut.major * cut.minor)
+    ahead, found = math.prod(old[: cut.dim]) * cut.major, []
     for dim, size in enumerate(new):
         before = math.prod(new[:dim])
-        if ahead % before == 0 and size % (ahead // before * length) == 0:
+        if ahead % before == 0 and size % (ahead // before) == 0:
             major = ahead // before
-            return Tiled(dim, major, size // (major * length))
-    return None
+            chunk = size // major
+            if chunk % length != 0 and not isinstance(chunk, int):
+                continue  # a symbolic dimension
+            common = length if chunk % length == 0 else math.gcd(chunk, length)
+            found.append(Tiled(dim, major, chunk // common, length // common))
+    best = min(found, key=lambda f: f.group, default=None)
+    return None if best is None or best.group == length > 1 else best
 
 
 def push_reshape(node: Node, placements: tuple[Placement, ...]) -> Move:
@@ -184,7 +190,7 @@ def push_unstack(node: Node, placements: tuple[Placement, ...]) -> Move:
 def push_tile(node: Node, placements: tuple[Placement, ...]) -> Move:
     """`jnp.tile`: copies of the cut dimension one after the other are a cut dimension with more in front of it."""
     cut = one_cut(node, placements)
-    return Move((Tiled(cut.dim, cut.major * node.params["reps"][cut.dim], cut.minor),), placements)
+    return Move((dataclasses.replace(cut, major=cut.major * node.params["reps"][cut.dim]),), placements)
 
 
 def pull_tile(node: Node, want: Tiled) -> tuple[Placement, ...] | None:

@@ -7,6 +7,7 @@ sum, as elsewhere; devices exchange with every tile what the body has them excha
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,7 +37,7 @@ def inside(node: Node, number: int, placement: Placement) -> Placement:
     devices = share(node, node.params["in_specs"][number], placement.dim)
     if placement.major % devices:
         raise Complete([number], "spreads the cut axis over devices")
-    return Tiled(placement.dim, placement.major // devices, placement.minor)
+    return dataclasses.replace(placement, major=placement.major // devices)
 
 
 def outside(node: Node, number: int, placement: Placement) -> Placement:
@@ -44,7 +45,7 @@ def outside(node: Node, number: int, placement: Placement) -> Placement:
     if not isinstance(placement, Tiled):
         return placement
     devices = share(node, node.params["out_specs"][number], placement.dim)
-    return Tiled(placement.dim, placement.major * devices, placement.minor)
+    return dataclasses.replace(placement, major=placement.major * devices)
 
 
 def push(node: Node, placements: tuple[Placement, ...]) -> Move:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -40,8 +41,17 @@ def push_slice(node: Node, placements: tuple[Placement, ...]) -> Move:
     if passes(node, placements):
         return Move(placements, placements)
     cut = one_cut(node, placements)
-    kept = pieces(node, cut, node.inputs[0].shape, node.outputs[0].shape)
+    kept = pieces(node, cut, node.inputs[0].shape, node.outputs[0].shape) or strided(node, cut)
     return push_part(node, cut, placements) if kept is None else Move((kept,), placements)
+
+
+def strided(node: Node, cut: Tiled) -> Tiled | None:
+    """Where the axis stands in a slice that takes one of every few of its rows, from the first few on."""
+    p, dim = node.params, cut.dim
+    stride = 1 if p["strides"] is None else p["strides"][dim]
+    size, count = node.inputs[0].shape[dim], node.outputs[0].shape[dim]
+    plain = (cut.major, cut.minor) == (1, 1) and stride > 1 and p["start_indices"][dim] < stride
+    return dataclasses.replace(cut, group=cut.group * stride) if plain and count * stride == size else None
 
 
 def pull_slice(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
@@ -60,8 +70,10 @@ def localise_slice(node: Node, move: Move, span: Span) -> dict[str, Any]:
     (source,), (cut,) = move.ins, move.outs
     if not isinstance(source, Tiled) or not isinstance(cut, Tiled):
         return node.params
+    if cut.group > source.group:
+        return node.params | {"limit_indices": _at(node.params["limit_indices"], cut.dim, source.steps(span.length))}
     dim, block = cut.dim, cut.block(node.outputs[0].shape)
-    start = node.params["start_indices"][dim] // block * span.length * cut.minor
+    start = node.params["start_indices"][dim] // block * cut.steps(span.length)
     limit = start + span.local_shape(node.outputs[0].shape, cut)[dim]
     starts, limits = (node.params[k] for k in ("start_indices", "limit_indices"))
     return node.params | {"start_indices": _at(starts, dim, start), "limit_indices": _at(limits, dim, limit)}
@@ -113,10 +125,17 @@ def push_pad(node: Node, placements: tuple[Placement, ...]) -> Move:
     if gap == 0 and low >= 0 and high >= 0 and low % block == 0:
         landed = cut.repeated(node.inputs[0].shape, node.outputs[0].shape[cut.dim])
     if landed is None and gap == 0 and low == -high and (cut.major, cut.minor) == (1, 1):
-        return Move((cut,), placements, reach={0: (max(low, 0), max(high, 0))})  # a shift
+        return Move((cut,), placements, reach={0: (max(low, 0) * cut.group, max(high, 0) * cut.group)})  # a shift
+    if landed is None and gap > 0 and low + high == gap and low >= 0 <= high and spreads(cut, gap + 1):
+        return Move((dataclasses.replace(cut, group=cut.group // (gap + 1)),), placements)
     if landed is None:
         raise Complete([0], "pads the cut axis")
     return Move((landed,), placements)
+
+
+def spreads(cut: Tiled, times: int) -> bool:
+    """Whether one element of a cut dimension stands for a multiple of so many rows."""
+    return (cut.major, cut.minor) == (1, 1) and cut.group % times == 0
 
 
 def pull_pad(node: Node, want: Tiled) -> tuple[Placement, ...]:
@@ -130,8 +149,10 @@ def emit_pad(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]
         return node.bind(values)
     if move.reach:
         return [shifted(node, *values, cut, span)]
+    if move.ins[0] != cut and isinstance(move.ins[0], Tiled) and move.ins[0].group > cut.group:
+        return node.bind(values)
     if isinstance(move.ins[0], Tiled):
-        steps, block = span.length * cut.minor, cut.block(node.outputs[0].shape)
+        steps, block = cut.steps(span.length), cut.block(node.outputs[0].shape)
         low, high, _ = node.params["padding_config"][cut.dim]
         config = _at(node.params["padding_config"], cut.dim, (low // block * steps, high // block * steps, 0))
         return node.bind(values, node.params | {"padding_config": config})
@@ -150,11 +171,11 @@ def emit_pad(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]
 def shifted(node: Node, rows: Any, fill: Any, cut: Tiled, span: Span) -> Any:
     """A tile of what is shifted along the cut axis, from a tile with the rows beside it."""
     low, _, _ = node.params["padding_config"][cut.dim]
-    rows = lax.slice_in_dim(rows, max(-low, 0), max(-low, 0) + span.length, axis=cut.dim)
+    rows = lax.slice_in_dim(rows, max(-low, 0), max(-low, 0) + cut.steps(span.length), axis=cut.dim)
     (rows,) = node.bind(
         [rows, fill], node.params | {"padding_config": _at(node.params["padding_config"], cut.dim, (0, 0, 0))}
     )
-    inside = span._replace(start=span.start - low).within(cut)
+    inside = span._replace(start=span.start - low * cut.group).within(cut)
     return jnp.where(lax.broadcast_in_dim(inside, rows.shape, (cut.dim,)), rows, fill)
 
 

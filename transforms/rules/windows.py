@@ -1,17 +1,19 @@
 """Convolutions and windows that slide over some dimensions, and transforms of some.
 
-Along the cut axis a window moves in steps of 1 and makes as many elements as there are: it reads rows beside the tile.
+Along the cut axis windows make as many elements as there are rows, or one of every few: they read rows beside the tile.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 
 from transforms.graph import Node
-from transforms.placement import WHOLE, Partial, Placement, Reach, Span, Tiled, Whole, identity
+from transforms.placement import WHOLE, Partial, Placement, Reach, Span, Tiled, identity
 from transforms.rules import Complete, Move, aligned, one_cut, partial, register, tiled
 
 
@@ -26,8 +28,9 @@ STEPS = ("window_dimensions", "window_strides", "base_dilation", "window_dilatio
 
 
 class Slide(NamedTuple):
-    """How windows slide in steps of 1: along which dimension of the operand, what of the `padding` is for it, how much
-    further than an element a window reaches, and how much is added before and after.
+    """How windows slide: along which dimension of the operand, what of the `padding` is for it, how much further than
+    an element a window reaches, how much is added before and after, in what steps windows move (`stride`), and how far
+    apart the elements of the operand are (`gap`).
     """
 
     dim: int
@@ -35,20 +38,34 @@ class Slide(NamedTuple):
     wide: int
     before: int
     after: int
-
-    @property
-    def reach(self) -> Reach | None:
-        """How many rows before and after its place a window reads, if there are as many places as rows."""
-        same = self.before >= 0 and self.after >= 0 and self.before + self.after == self.wide
-        return (self.before, self.after) if same else None
+    stride: int = 1
+    gap: int = 1
 
     def params(self, node: Node, before: int, after: int) -> dict[str, Any]:
         """The node's, with other padding."""
         padding = [(before, after) if i == self.number else tuple(p) for i, p in enumerate(node.params["padding"])]
         return node.params | {"padding": tuple(padding)}
 
+    def out(self, cut: Tiled, size: int, made: int) -> Tiled | None:
+        """Where the axis stands in what windows make, `made` long of `size`: there are as many for every tile."""
+        ratio = Fraction(cut.minor * self.gap, cut.group * self.stride)
+        if cut.major != 1 or made * self.stride != size * self.gap:
+            return None
+        return dataclasses.replace(cut, minor=ratio.numerator, group=ratio.denominator)
 
-def slide(node: Node, dim: int) -> Slide | None:
+    def reach(self, cut: Tiled) -> Reach:
+        """How many rows before and after a tile its windows read."""
+        before, after = self.before // self.gap, (self.wide - self.before - self.stride) // self.gap + 1
+        rows = lambda steps: -(-max(steps, 0) // cut.minor) * cut.group
+        return rows(before), rows(after)
+
+    def padding(self, reach: Reach, cut: Tiled, steps: int, made: int) -> tuple[int, int]:
+        """How much is to be put before and after a tile of `steps` elements, its reach included, for `made` windows."""
+        low = self.before - cut.steps(reach[0]) * self.gap
+        return low, (made - 1) * self.stride + self.wide - low - (steps - 1) * self.gap
+
+
+def sliding(node: Node, dim: int) -> Slide | None:
     """How a node's windows make dimension `dim` of its result."""
     p = node.params
     if node.name == "conv_general_dilated":
@@ -63,7 +80,13 @@ def slide(node: Node, dim: int) -> Slide | None:
         size, stride, gap, apart = (1 if p.get(k) is None else p[k][dim] for k in STEPS)
     else:
         return None
-    return Slide(inner, number, (size - 1) * apart, *places[number]) if stride == gap == 1 else None
+    return Slide(inner, number, (size - 1) * apart, *places[number], stride, gap)
+
+
+def slide(node: Node, dim: int) -> Slide | None:
+    """The same, if windows move in steps of 1."""
+    along = sliding(node, dim)
+    return along if along is not None and along.stride == along.gap == 1 else None
 
 
 def cleared(array: Any, placement: Tiled, span: Span, fill: Any) -> Any:
@@ -81,13 +104,14 @@ def push_window(node: Node, placements: tuple[Placement, ...]) -> Move:
     outs = (cut,) * len(node.outputs)
     if stays(node, cut.dim):
         return Move(outs, pull_window(node, cut) or ())
-    along = slide(node, cut.dim) if (cut.major, cut.minor) == (1, 1) else None
-    beside = along.reach if along is not None else None
-    if beside is None:
+    along = sliding(node, cut.dim)
+    shapes = node.inputs[0].shape[cut.dim], node.outputs[0].shape[cut.dim]
+    out = along.out(cut, *shapes) if along is not None else None
+    if along is None or out is None:
         raise Complete(tiled(placements), "slides over the cut axis")
     count = len(node.outputs)
     ins = (cut,) * count + (WHOLE,) * (len(placements) - count)
-    return Move(outs, ins, reach=dict.fromkeys(range(count), beside))
+    return Move((out,) * count, ins, reach=dict.fromkeys(range(count), along.reach(cut)))
 
 
 def pull_window(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
@@ -96,17 +120,53 @@ def pull_window(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
 
 
 def emit_window(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
+    cut, count = move.ins[0], len(node.outputs)
     if not move.reach:
         return node.bind(values)
-    (cut, *_), count = move.outs, len(node.outputs)
     assert isinstance(cut, Tiled)
+    along = sliding(node, cut.dim)
+    assert along is not None
+    made = span.local_shape(node.outputs[0].shape, move.outs[0])[cut.dim]
     for i, beside in move.reach.items():
         op = WINDOWS[node.name]
-        fill = values[count + i] if op is None else identity(op, values[i].dtype)
-        values[i] = cleared(values[i], cut, span.beside(beside), fill)
-    along = slide(node, cut.dim)
-    assert along is not None
-    return node.bind(values, along.params(node, 0, 0))
+        fill = values[count + i] if op is None else jnp.asarray(identity(op, values[i].dtype))
+        rows = cleared(values[i], cut, span.beside(beside), fill)
+        low, high = along.padding(beside, cut, rows.shape[cut.dim], made)
+        config = [(low, high, along.gap - 1) if d == cut.dim else (0, 0, 0) for d in range(rows.ndim)]
+        values[i] = lax.pad(rows, fill, config)
+    params = along.params(node, 0, 0)
+    if along.gap > 1:
+        dilation = [1 if d == cut.dim else g for d, g in enumerate(params["base_dilation"])]
+        params |= {"base_dilation": tuple(dilation)}
+    return node.bind(values, params)
+
+
+def push_choices(node: Node, placements: tuple[Placement, ...]) -> Move:
+    """What belongs to the best element of each window, and back to it: of windows that lie side by side."""
+    scatters = node.name.startswith("select_and_scatter")
+    few, many = (0, 1) if scatters else (None, 0)
+    places = [p if i != few or not isinstance(p, Tiled) else None for i, p in enumerate(placements)]
+    cut = next((p for p in places if isinstance(p, Tiled)), None)
+    first = placements[0]
+    if cut is None:  # only what was chosen is cut
+        assert isinstance(first, Tiled)
+        size = node.params["window_strides"][first.dim]
+        ratio = Fraction(first.minor * size, first.group)
+        cut = dataclasses.replace(first, minor=ratio.numerator, group=ratio.denominator)
+    if stays(node, cut.dim):
+        return push_window(node, placements)
+    p, dim = node.params, cut.dim
+    size, ratio = p["window_dimensions"][dim], Fraction(cut.minor, cut.group * p["window_dimensions"][dim])
+    chosen = dataclasses.replace(cut, minor=ratio.numerator, group=ratio.denominator)
+    fewer = node.inputs[0].shape[dim] if scatters else node.outputs[0].shape[dim]
+    beside = size == p["window_strides"][dim] and tuple(p["padding"][dim]) == (0, 0)
+    apart = any(p.get(k) is not None and p[k][dim] != 1 for k in STEPS[2:])
+    ins = (chosen, cut) if scatters else (cut, cut)
+    ins += (WHOLE,) * (len(placements) - 2)
+    fits = all(p in (WHOLE, q) for p, q in zip(placements, ins, strict=True))
+    if not (fits and beside and not apart and fewer * size == node.inputs[many].shape[dim] and cut.major == 1):
+        raise Complete(tiled(placements), "slides over the cut axis")
+    return Move((cut if scatters else chosen,), ins)
 
 
 # --------------------------------------------------------------------------------------------------------- convolutions
@@ -145,34 +205,52 @@ def push_along(node: Node, placements: tuple[Placement, ...]) -> Move | None:
     (left, right), numbers = node.inputs, p["dimension_numbers"]
     cuts = [(v, spec) for v, spec in zip(placements, numbers[:2], strict=True) if isinstance(v, Tiled)]
     number = next((spec[2:].index(v.dim) for v, spec in cuts if v.dim in spec[2:]), None)
-    if number is None or any((v.major, v.minor) != (1, 1) for v, _ in cuts):
+    if number is None or any(v.dim != spec[2 + number] for v, spec in cuts):
         return None
     dims = [spec[2 + number] for spec in numbers]
-    if any(v.dim != spec[2 + number] for v, spec in cuts) or p["lhs_dilation"][number] != 1:
-        return None
+    size, other = left.shape[dims[0]], right.shape[dims[1]]
+    along = kernel_of(node, number)
+    cut = placements[0]
+    if isinstance(placements[1], Tiled) or other * along.stride == size * along.gap:  # of the same axis: a sum over it
+        if not isinstance(cut, Tiled):  # the left one is whole: cut like the right one
+            right_cut = placements[1]
+            assert isinstance(right_cut, Tiled)
+            ratio = Fraction(right_cut.minor * along.stride, right_cut.group * along.gap)
+            cut = dataclasses.replace(right_cut, dim=dims[0], minor=ratio.numerator, group=ratio.denominator)
+        kernel = along.out(cut, size, other)
+        if kernel is None or placements[1] not in (WHOLE, kernel.at(dims[1])):
+            return None
+        return Move((Partial("sum"),), (cut, kernel.at(dims[1])), reach={0: along.reach(cut)})
+    slides = sliding(node, dims[2])
+    assert slides is not None and isinstance(cut, Tiled)
+    out = slides.out(cut, size, node.outputs[0].shape[dims[2]])
+    return None if out is None else Move((out.at(dims[2]),), (cut, WHOLE), reach={0: slides.reach(cut)})
+
+
+def kernel_of(node: Node, number: int) -> Slide:
+    """How a convolution with what another made is its kernel's gradient: the strides of the one dilate the other."""
+    p = node.params
+    source, _, out = p["dimension_numbers"]
+    apart = p["window_strides"][number]
+    wide = (node.outputs[0].shape[out[2 + number]] - 1) * apart
     before, after = p["padding"][number]
-    stride, apart = p["window_strides"][number], p["rhs_dilation"][number]
-    size = right.shape[dims[1]]
-    if isinstance(placements[1], Whole) and size != left.shape[dims[0]]:
-        same = stride == 1 and before + after == (size - 1) * apart
-        out, kernel = Tiled(dims[2]), WHOLE
-    else:
-        same = apart == 1 and left.shape[dims[0]] == size
-        after = (node.outputs[0].shape[dims[2]] - 1) * stride - before
-        out, kernel = Partial("sum"), Tiled(dims[1])
-    found = Move((out,), (Tiled(dims[0]), kernel), reach={0: (before, after)})
-    return found if same and before >= 0 and after >= 0 else None
+    return Slide(source[2 + number], number, wide, before, after, p["rhs_dilation"][number], p["lhs_dilation"][number])
 
 
 def emit_convolution(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
     params = node.params
     if move.reach:
-        cut = move.ins[0]
+        cut, out = move.ins[0], move.outs[0]
         assert isinstance(cut, Tiled)
-        values[0] = cleared(values[0], cut, span.beside(move.reach[0]), 0)
         number = params["dimension_numbers"].lhs_spec[2:].index(cut.dim)
-        padding = [(0, 0) if i == number else p for i, p in enumerate(params["padding"])]
-        params = params | {"padding": tuple(padding)}
+        values[0] = cleared(values[0], cut, span.beside(move.reach[0]), 0)
+        if isinstance(out, Tiled):
+            along, made = sliding(node, out.dim), span.local_shape(node.outputs[0].shape, out)[out.dim]
+        else:
+            along, kernel = kernel_of(node, number), params["dimension_numbers"].rhs_spec[2 + number]
+            made = values[1].shape[kernel]
+        assert along is not None
+        params = along.params(node, *along.padding(move.reach[0], cut, values[0].shape[cut.dim], made))
     if move.outs[0] != Partial("sum"):
         return node.bind(values, params)
     dtype = span.wide(node.outputs[0].dtype)
@@ -200,13 +278,9 @@ def push_reduce(node: Node, placements: tuple[Placement, ...]) -> Move:
     return Move((kept,) * count, (cut,) * count + (WHOLE,) * (len(node.inputs) - count))
 
 
-register(
-    *"""reduce_window reduce_window_max reduce_window_min reduce_window_sum select_and_gather_add select_and_scatter
-    select_and_scatter_add""".split(),
-    push=push_window,
-    pull=pull_window,
-    emit=emit_window,
-)
+register(*WINDOWS, push=push_window, pull=pull_window, emit=emit_window)
+CHOICES = ("select_and_gather_add", "select_and_scatter", "select_and_scatter_add")
+register(*CHOICES, push=push_choices, pull=pull_window)
 register("conv_general_dilated", push=push_convolution, emit=emit_convolution)
 register("fft", push=push_fft, pull=pull_fft)
 register("reduce", push=push_reduce)

@@ -1,0 +1,196 @@
+"""What a user wrote: a loss, an optimizer or data, found by name and called by the names of its arguments.
+
+A name is `module:function` (on Python's path or in the current folder) or `path/to/file.py:function`. A function is
+given what its arguments ask for; its further arguments are options, `GROUP.kwargs.NAME=VALUE`. None of it knows that
+`tile` cuts it.
+
+`B` batch `S` sequence `T` tokens `D` embed `V` vocab.
+"""
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from experiments import configs
+from zoo.output import head
+
+LOSS = ("logits", "hidden", "head", "labels", "mask")
+OPTIMIZER = ("learning_rate",)
+DATA = ("tokenizer", "vocab_size", "seq_len", "seed")
+
+
+class OwnError(ValueError):
+    """Something that a user wrote cannot be found, or is not what it should be."""
+
+
+def find(name: str, key: str) -> Callable[..., Any]:
+    """Return the function that a name stands for.
+
+    Raises:
+        OwnError: there is no such file, module or function.
+    """
+    where, _, inside = name.rpartition(":")
+    if not where or not inside:
+        raise OwnError(f"bad value {key}={name}: give MODULE:FUNCTION or FILE.py:FUNCTION")
+    found: Any = _file(where, f"{key}={name}") if where.endswith(".py") else _module(where, f"{key}={name}")
+    for part in inside.split("."):
+        if not hasattr(found, part):
+            known = [one for one in vars(found) if callable(getattr(found, one)) and not one.startswith("_")]
+            close = difflib.get_close_matches(part, known, n=1)
+            hint = f"Did you mean `{close[0]}`?" if close else f"It has: {', '.join(known) or 'none'}."
+            raise OwnError(f"cannot find {key}={name}: {where} has no function `{part}`. {hint}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise OwnError(f"cannot use {key}={name}: it is no function, but {type(found).__name__}")
+    return found
+
+
+def _module(name: str, said: str) -> ModuleType:
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.append(here)  # the last: nobody's own `transforms.py` stands in the way of this project's
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        where = f"it is neither installed nor in {here}"
+        raise OwnError(f"cannot find {said}: there is no module `{error.name}`, {where}") from None
+
+
+def _file(name: str, said: str) -> ModuleType:
+    path = Path(name).expanduser().resolve()
+    if not path.is_file():
+        raise OwnError(f"cannot find {said}: there is no file {path}")
+    for module in list(sys.modules.values()):
+        if getattr(module, "__file__", None) == str(path):
+            return module
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # for what it imports from beside it
+    named = path.stem if path.stem not in sys.modules else f"{path.stem} at {path.parent}"
+    spec = importlib.util.spec_from_file_location(named, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[named] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[named]
+        raise
+    return module
+
+
+def wanted(fn: Callable[..., Any], given: Sequence[str], group: str, kwargs: Mapping[str, Any]) -> list[str]:
+    """Return which of what can be given a function asks for.
+
+    Raises:
+        OwnError: it asks for more than it is given, or has no such options.
+    """
+    called = getattr(fn, "__name__", str(fn))
+    try:
+        parameters = inspect.signature(fn).parameters
+    except (TypeError, ValueError):
+        raise OwnError(f"cannot call {called}: nothing tells the names of its arguments; wrap it in a `def`") from None
+    named = {name: one for name, one in parameters.items() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
+    free = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    if unknown := [name for name in kwargs if name not in named and not free]:
+        own = [name for name in named if name not in given]
+        close = difflib.get_close_matches(unknown[0], own, n=1)
+        hint = f"Did you mean {group}.kwargs.{close[0]}?" if close else f"Its options are: {', '.join(own) or 'none'}."
+        raise OwnError(f"unknown option {group}.kwargs.{unknown[0]}: {called} has no such argument. {hint}")
+    if clash := [name for name in kwargs if name in given]:
+        raise OwnError(f"cannot set {group}.kwargs.{clash[0]}: {called} is given `{clash[0]}` by the run")
+    if lacking := [k for k, one in named.items() if one.default is one.empty and k not in (*given, *kwargs)]:
+        raise OwnError(
+            f"cannot call {called}: it asks for `{lacking[0]}`, and is given {', '.join(given)}. An option of its own "
+            f"needs a value: {group}.kwargs.{lacking[0]}=..."
+        )
+    if fixed := [name for name, one in named.items() if one.kind is one.POSITIONAL_ONLY]:
+        raise OwnError(f"cannot call {called}: `{fixed[0]}` cannot be given by name; wrap it in a `def`")
+    return [name for name in given if name in named]
+
+
+def objective(config: configs.Custom) -> Callable[..., Any]:
+    """Return a user's loss as an objective `loss(models, hiddens, targets, mask) -> (scalar, dict of scalars)`.
+
+    It is given, by name, `logits [..., V]`, or `hidden [..., D]` and the model's `head` (`zoo.head`), and `labels` and
+    `mask [...]`, 1 where a token counts; these are the tokens of a step [T], or sequences of them [B, S]. It returns a
+    number, or a loss of every token, whose mean over the mask is taken; or a pair of these and a dict of numbers to
+    record.
+    """
+    fn = find(config.fn, "objective.fn")
+    asked = wanted(fn, LOSS, "objective", config.kwargs)
+    if not {"logits", "hidden"}.intersection(asked):
+        raise OwnError(f"cannot learn from objective.fn={config.fn}: it asks for neither `logits` nor `hidden`")
+
+    def loss(models, hiddens, targets, mask):
+        model, hidden = models[0], hiddens[0]
+        make = {
+            "logits": lambda: model.logits(hidden),
+            "hidden": lambda: hidden,
+            "head": lambda: head(model),
+            "labels": lambda: targets,
+            "mask": lambda: mask,
+        }
+        made = fn(**{name: make[name]() for name in asked}, **config.kwargs)
+        pair = isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Mapping)
+        value, beside = (made[0], dict(made[1])) if pair else (made, {})
+        value = _number(value, config.fn, "loss", targets, mask)
+        return value, {name: _number(one, config.fn, name, targets, mask) for name, one in beside.items()}
+
+    return loss
+
+
+def _number(value: Any, name: str, what: str, targets: Any, mask: Any) -> jax.Array:
+    if not isinstance(value, jax.Array | np.ndarray | float | int):
+        raise OwnError(f"cannot use objective.fn={name}: its {what} is no number, but {type(value).__name__}")
+    value = jnp.asarray(value)
+    if value.shape == targets.shape:
+        return jnp.sum(value * mask) / jnp.maximum(jnp.sum(mask), 1.0)
+    if value.shape:
+        raise OwnError(
+            f"cannot use objective.fn={name}: its {what} has shape {value.shape}; return a number, or one for each "
+            f"label, {targets.shape}"
+        )
+    return value
+
+
+def optimizer(config: configs.CustomOptimizer, rate: Any) -> optax.GradientTransformation:
+    """Return what a user's function makes of a schedule of the learning rate."""
+    fn = find(config.fn, "optimizer.fn")
+    if not wanted(fn, OPTIMIZER, "optimizer", config.kwargs):
+        raise OwnError(f"cannot use optimizer.fn={config.fn}: it must take a `learning_rate`, which is a schedule")
+    try:
+        made = fn(learning_rate=rate, **config.kwargs)
+    except (TypeError, ValueError) as error:
+        raise OwnError(f"cannot use optimizer.fn={config.fn}: {error}") from error
+    if not isinstance(made, optax.GradientTransformation):
+        raise OwnError(
+            f"cannot use optimizer.fn={config.fn}: it must return an optax.GradientTransformation, not "
+            f"{type(made).__name__}"
+        )
+    return made
+
+
+def documents(config: configs.CustomData, **given: Any) -> Any:
+    """Return what a user's function returns: documents of text or of ids, or rows `{"tokens": ids}`."""
+    fn = find(config.fn, "data.fn")
+    asked = wanted(fn, DATA, "data", config.kwargs)
+    made = fn(**{name: given[name] for name in asked}, **config.kwargs)
+    if isinstance(made, str | bytes | Mapping) or not (hasattr(made, "__len__") or hasattr(made, "__iter__")):
+        raise OwnError(
+            f"cannot use data.fn={config.fn}: it must return documents (text or ids, in a list or one after another) "
+            f"or rows {{'tokens': ids}}, not {type(made).__name__}"
+        )
+    return made if hasattr(made, "__len__") else list(made)

@@ -1,0 +1,24 @@
+"""Compiling in a third of the time, for what is equal in symbols: never where the last bits of float32 are judged."""
+
+import functools
+from typing import Any
+
+import jax
+
+UNOPTIMISED = {"xla_backend_optimization_level": "0"}
+OTHER_EMITTERS = {"xla_cpu_use_fusion_emitters": "False"}  # on a JAX that still has them
+
+
+def _known(options: dict[str, str]) -> bool:
+    try:
+        jax.jit(lambda: 0, compiler_options=options).lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "No such compile option" not in str(error):
+            raise
+        return False
+    return True
+
+
+QUICK: dict[str, Any] = {"compiler_options": UNOPTIMISED | (OTHER_EMITTERS if _known(OTHER_EMITTERS) else {})}
+jit: Any = functools.partial(jax.jit, **QUICK)
+unoptimised: Any = functools.partial(jax.jit, compiler_options=UNOPTIMISED)

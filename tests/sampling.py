@@ -1,0 +1,126 @@
+"""Which cases a run of the whole suite takes: every row of every table, and of what is redundant in a row one case.
+
+A test names its redundant parameters by `@pytest.mark.redundant("n")`: rows are the cases of a test without them. A
+hash of the seed and a case's id chooses among the cases of a row, so that no case's luck depends on what else there is.
+Whoever names tests (files, ids, `-k`, `-m`) or says `--all` gets every case that he names. A run ends by saying what it
+left out.
+"""
+
+import hashlib
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+LIGHT = "not heavy"  # as in pyproject.toml
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("sample", "which cases run")
+    group.addoption("--all", action="store_true", help="every case that is not heavy, redundant ones too")
+    group.addoption("--seed", default="0", help="of the hash that chooses among the cases of a row")
+    group.addoption("--share", type=float, default=1.0, metavar="F", help="of the cases, chosen by the same hash")
+    help = "start no case after so many minutes; what was left out is printed"
+    group.addoption("--minutes", type=float, metavar="M", help=help)
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "redundant(*names): parameters of which a sample takes one value in each row")
+    option = config.option
+    option.sampled = named_nothing(config) and not option.all
+    option.deadline = None if option.minutes is None else time.time() + 60 * option.minutes
+    if hasattr(config, "workerinput"):
+        option.deadline = config.workerinput["deadline"]  # of all processes alike
+    config.left_out = None
+    config.late = 0
+
+
+def named_nothing(config) -> bool:
+    """Whether the command line asks for the whole suite."""
+    folders = all(Path(arg).is_dir() for arg in config.args)
+    return folders and not config.option.keyword and config.option.markexpr in ("", LIGHT)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config):
+    """The whole suite runs on all cores; a few tests that are named are done before other processes have started."""
+    return None if named_nothing(config) else 0
+
+
+def row(item) -> tuple:
+    """Return what a case has in common with those that a sample takes it for."""
+    redundant = {name for mark in item.iter_markers("redundant") for name in mark.args}
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    return item.nodeid.partition("[")[0], *sorted((k, id(value)) for k, value in params.items() if k not in redundant)
+
+
+def position(item, seed: str) -> float:
+    """Return a number in [0, 1) that depends on the seed and the case alone."""
+    digest = hashlib.blake2b(f"{seed} {item.nodeid}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) / 2**64
+
+
+def choose(items: list, sampled: bool, share: float, seed: str) -> list:
+    """Return the cases that run, in their order."""
+    kept = [item for item in items if position(item, seed) < share]
+    if sampled:
+        rows = defaultdict(list)
+        for item in kept:
+            rows[row(item)].append(item)
+        first = {min(cases, key=lambda item: position(item, seed)).nodeid for cases in rows.values()}
+        kept = [item for item in kept if item.nodeid in first]
+    return kept
+
+
+@pytest.hookimpl(trylast=True)  # after `-m` and `-k`
+def pytest_collection_modifyitems(config, items):
+    option = config.option
+    kept = choose(items, option.sampled, option.share, option.seed)
+    rows, kept_rows = {row(item) for item in items}, {row(item) for item in kept}
+    config.left_out = {"cases": len(items), "run": len(kept), "rows": len(rows - kept_rows)}
+    if len(kept) < len(items):
+        chosen = {item.nodeid for item in kept}
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
+        items[:] = kept
+
+
+def pytest_runtest_setup(item):
+    deadline = item.config.option.deadline
+    if deadline is not None and time.time() > deadline:
+        item.config.late += 1
+        pytest.skip("no time is left")
+
+
+def pytest_sessionfinish(session):
+    config = session.config
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["sample"] = {**(config.left_out or {}), "late": config.late}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    node.workerinput["deadline"] = node.config.option.deadline
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    found = getattr(node, "workeroutput", {}).get("sample")
+    if found and "cases" in found:
+        node.config.late += found.pop("late")
+        node.config.left_out = found
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if config.left_out and not config.option.collectonly:
+        terminalreporter.write_line(summary(**config.left_out, late=config.late, option=config.option))
+
+
+def summary(cases: int, run: int, rows: int, late: int, option) -> str:
+    """Return what ran and what did not, in one line."""
+    redundant = " and, but for `--all`, one case of each row" if option.sampled else ""
+    share = f"{option.share:.0%} of the cases" if option.share < 1 else "every row"
+    lacking = f"{late} cases for want of time ({option.minutes:g} minutes)" if late else ""
+    missing = str(rows) if rows else ""
+    out = " and ".join(filter(None, (missing, lacking))) or "none"
+    return f"{run - late} of {cases} cases were run: {share}{redundant} (seed {option.seed}); rows left out: {out}"

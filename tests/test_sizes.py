@@ -1,0 +1,107 @@
+"""What may be whole: values that loops read, rows that are picked, sums. Larger ones are made in tiles or refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax, nn
+
+from tests.helpers import assert_no_large, assert_tiles
+from transforms import TileError, tile
+
+L, D, F = 48, 4, 40  # rows, features, hidden
+
+
+def hops(x, w):
+    h = jnp.tanh(x @ w)
+    step = lambda c, _: (jnp.tanh(h.T @ nn.softmax(h @ c)), None)
+    return lax.scan(step, jnp.ones(F), None, 3)[0].sum()
+
+
+def power(x, w):
+    h = x @ w
+
+    def step(_, v):
+        v = h.T @ (h @ v)
+        return v / jnp.linalg.norm(v)
+
+    return lax.fori_loop(0, 3, step, jnp.ones(F)).sum()
+
+
+def transport(x, w):
+    cost = ((x[:, None] - w.T[None]) ** 2).sum(-1)
+
+    def step(both, _):
+        f = -nn.logsumexp(both[1][None] - cost, axis=1)
+        return (f, -nn.logsumexp(f[:, None] - cost, axis=0)), None
+
+    f, g = lax.scan(step, (jnp.zeros(L), jnp.zeros(F)), None, 3)[0]
+    return f.mean() + g.mean()
+
+
+def draw():
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((L, D), (D, F))]
+
+
+@pytest.mark.parametrize("fn", [hops, power, transport])
+def test_a_loop_makes_what_it_reads(fn):
+    """The body of a scan computes a cut intermediate again, tile by tile, in each step."""
+    args = draw()
+    frozen = lambda *args: lax.stop_gradient(fn(*args))
+    assert_tiles(frozen, (0, None), 5, args, fast=True)
+    assert_no_large(jax.make_jaxpr(tile(fn, (0, None), 12))(*args), L * F)
+
+
+@pytest.mark.parametrize(("fn", "why"), [(hops, "adds up a cut array"), (transport, "keeps a cut array of each step")])
+def test_a_loop_keeps_no_cut_array_of_its_steps(fn, why):
+    with pytest.raises(TileError, match=why):
+        jax.make_jaxpr(jax.grad(tile(fn, (0, None), 12), (0, 1)))(*draw())
+
+
+PICKS = {
+    "the first half": lambda h: h[: L // 2],
+    "the middle": lambda h: h[10:40],
+    "every second": lambda h: h[::2],
+}
+
+
+@pytest.mark.parametrize("name", PICKS)
+@pytest.mark.parametrize("gather", ["small", "none"])
+def test_a_range_of_rows_stays_cut(name, gather):
+    x, w = draw()
+    fn = lambda x, w: (PICKS[name](jnp.tanh(x @ w)) ** 2).mean(0)
+    assert_tiles(fn, (0, None), 5, (x, w), fast=True)
+    loss = lambda x, w: tile(fn, (0, None), 12, gather=gather)(x, w).sum()
+    assert_no_large(jax.make_jaxpr(jax.grad(loss))(x, w), L * F // 2)
+
+
+@pytest.mark.parametrize("gather", ["small", "none"])
+def test_rows_that_are_larger_than_a_tile_are_not_summed_up(gather):
+    x, w = draw()
+    ids = jnp.arange(L // 2) * 5 % L
+    picked = lambda x, w: (jnp.tanh(x @ w)[ids] ** 2).mean()
+    with pytest.raises(TileError, match="rows of the cut axis that are together larger than a tile"):
+        tile(picked, (0, None), 12, gather=gather)(x, w)
+    assert jnp.allclose(tile(picked, (0, None), 12, gather="any")(x, w), picked(x, w))
+
+
+def test_a_sum_is_no_larger_than_a_tile():
+    x, w = draw()
+    segments = jnp.arange(L) // 2
+    fn = lambda x, w: (jax.ops.segment_sum(jnp.tanh(x @ w), segments, L // 2) ** 2).mean()
+    with pytest.raises(TileError, match="the tiles add up to an array that is larger than they are"):
+        tile(fn, (0, None), 12)(x, w)
+    assert jnp.allclose(tile(fn, (0, None), 12, gather="any")(x, w), fn(x, w))
+
+
+def test_rows_that_labels_look_up_count_as_an_input():
+    """Keys and values of a sequence may be as large as the tokens' embeddings, larger than their table."""
+    ids, table, w = jnp.arange(L) % 7, jnp.ones((7, D)), jnp.ones((3, D, D))
+
+    def attend(ids, table, w):
+        x = table[ids]
+        return (nn.softmax((x @ w[0]) @ (x @ w[1]).T) @ (x @ w[2])).sum()
+
+    grad = jax.grad(tile(attend, (0, None, None), 12), (1, 2))
+    assert_no_large(jax.make_jaxpr(grad)(ids, table, w), L * L)
