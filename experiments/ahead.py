@@ -3,7 +3,6 @@
 python experiments/run.py compile_for=v5e-8 model=gemma2_2b batch_size=16 seq_len=8192 mesh=fsdp tiling.n=16
 """
 
-import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -17,15 +16,12 @@ from experiments.bench import hlo
 from experiments.corpus import user_cache
 from experiments.hardware import HardwareError
 from experiments.overrides import with_overrides
+from experiments.program import OutOfMemoryError
 from experiments.session import RunError, check, with_weights
 from experiments.targets import Target, TargetError
 from transforms import TileError
 
 MOST_TRIED = 6  # programs that are compiled in search of one that fits
-
-
-class OutOfMemoryError(RuntimeError):
-    """The compiler says that a program does not fit a device, in its own words."""
 
 
 @dataclass(frozen=True)
@@ -81,13 +77,8 @@ def measure(config: configs.Resolved, target: Target) -> Cost:
     Raises:
         OutOfMemoryError: more memory than a device has.
     """
-    try:
-        with meshes.spread(config, target.devices[: config.mesh.devices]):
-            compiled = program.compile_train(config, program.abstract_state(config)).compiled
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        raise OutOfMemoryError(_shortened(str(error))) from None
+    with meshes.spread(config, target.devices[: config.mesh.devices]):
+        compiled = program.compile_train(config, program.abstract_state(config)).compiled
     stats, text = compiled.memory_analysis(), compiled.as_text()
     outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
     peak = max(stats.peak_memory_in_bytes, stats.argument_size_in_bytes)
@@ -103,13 +94,6 @@ def measure(config: configs.Resolved, target: Target) -> Cost:
         exchanged = flops = None
     arguments = stats.argument_size_in_bytes
     return Cost(arguments, peak - arguments, peak, exchanged, flops)
-
-
-def _shortened(text: str) -> str:
-    """Return the compiler's message without what each buffer is, and without the stack."""
-    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
-    end = next((i for i, line in enumerate(lines) if re.match(r"\s*(Largest program allocations|=====)", line)), 12)
-    return "\n".join(f"  {line}" for line in lines[: min(end, 12)])
 
 
 def _remedy(argv: Sequence[str], config: configs.Resolved, target: Target) -> str:

@@ -136,31 +136,40 @@ class Checkpoints:
         return step, _put(template, read)
 
     def _newest_sound(self) -> int | None:
-        """Return the newest step whose files are sound; damaged ones are set aside. One process looks for all."""
-        step, damaged = self._look() if self._primary else (0, False)
-        step, damaged = distributed.agreed(step), distributed.agreed(damaged)
-        if step < 0 and damaged:
+        """Return the newest step whose files are sound, None if there never was one. One process looks for all."""
+        step, damaged = self._look() if self._primary else (0, [])
+        step, lost = distributed.agreed(step), distributed.agreed(len(damaged))
+        if step < 0 and lost:
+            whys = "; ".join(damaged)
             raise CheckpointError(
-                f"every checkpoint in {self._folder} is damaged. They are set aside as .damaged-*; "
-                f"give another run=NAME to start afresh."
+                f"every checkpoint in {self._folder} is damaged: {whys}. Nothing is begun anew in their place: copy "
+                f"one back, remove that folder to begin from the start, or give another run=NAME."
             )
         return None if step < 0 else step
 
-    def _look(self) -> tuple[int, bool]:
-        damaged = False
+    def _look(self) -> tuple[int, list[str]]:
+        """Return the newest sound step (-1: there is none), and what is wrong with the others.
+
+        Damaged ones newer than it are set aside, as training will reach their steps again. Where none is sound all stay
+        as they are, so that this is found as often as somebody looks.
+        """
+        damaged = {path: "set aside" for path in self._folder.glob(".damaged-*")}
         for name in (path for path in self._folder.glob(".*-*") if path.name.startswith((".saving-", ".deleting-"))):
             shutil.rmtree(name, ignore_errors=True)  # left by a run that was killed
         for step in reversed(self.steps()):
             path = self._folder / str(step)
             why = manifest.damage(path)
             if why is None:
-                return step, damaged
-            damaged = True
-            aside = self._folder / f".damaged-{step}"
-            self._warn(f"the checkpoint of step {step} is damaged: {why}. It is set aside as {aside}")
-            shutil.rmtree(aside, ignore_errors=True)
-            path.rename(aside)
-        return -1, damaged
+                for bad in (bad for bad in damaged if bad.name.isdecimal()):
+                    aside = self._folder / f".damaged-{bad.name}"
+                    self._warn(
+                        f"the checkpoint of step {bad.name} is damaged: {damaged[bad]}. It is set aside as {aside}"
+                    )
+                    shutil.rmtree(aside, ignore_errors=True)
+                    bad.rename(aside)
+                return step, []
+            damaged[path] = why
+        return -1, [f"that of step {path.name.removeprefix('.damaged-')} ({why})" for path, why in damaged.items()]
 
     def _commit(self, step: int, saving: Path, arrays: dict[str, Any]) -> None:
         """Wait until orbax has written all; then say what it is, hash it, give it its name and drop older ones."""

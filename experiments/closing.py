@@ -24,19 +24,19 @@ def save_weights(model: Any, config: configs.Resolved, directory: Path) -> None:
         adapters.save(model, directory / "adapter")
         model = lora.merge(model)
     zoo.save(model, directory / "weights", source=config.model.weights)
-    if config.data.tokenizer is not None:
+    if not isinstance(config.data, configs.Tokens):  # of ids nobody says what they are
         copy_tokenizer(config.data.tokenizer, directory / "weights")
 
 
 def leave(directory: Path, recorder: Recorder, plan: Plan, config: configs.Resolved, seconds: float) -> None:
-    """Close the records, draw the pictures and write the summary of a run, however it ended."""
+    """Close the records, and of a run that has trained draw the pictures and write the summary, however it ended."""
     if not distributed.first():
         return
-    for action in (
-        recorder.close,
-        lambda: plots.draw(directory, recorder.records, plots.facts(plan, config)),
-        lambda: _summarise(directory, recorder, plan, seconds),
-    ):
+    actions = [recorder.close]
+    if any(record.loss is not None for record in recorder.records):
+        actions.append(lambda: plots.draw(directory, recorder.records, plots.facts(plan, config)))
+        actions.append(lambda: _summarise(directory, recorder, plan, seconds))
+    for action in actions:
         try:
             action()
         except OSError as error:  # what ended the run may be the very same
@@ -52,7 +52,7 @@ def _summarise(directory: Path, recorder: Recorder, plan: Plan, seconds: float) 
         "params": plan.params,
         "flops_per_step": plan.flops,
         "planned_bytes": plan.memory.total,
-        "planned_bytes_untiled": (plan.untiled or plan.memory).total,
+        "planned_bytes_untiled": plan.untiled and plan.untiled.total,
         "peak_bytes": hardware.used_memory()[1],
         "steps": len(steps),
         "seconds": round(seconds, 2),
@@ -65,13 +65,17 @@ def _summarise(directory: Path, recorder: Recorder, plan: Plan, seconds: float) 
     (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
 
 
-def words(directory: Path, recorder: Recorder, config: configs.Resolved, seconds: float) -> str:
+def words(directory: Path, recorder: Recorder, plan: Plan, config: configs.Resolved, seconds: float) -> str:
     """Return what is said at the end: how well it went, and where everything is."""
     held_out = [record for record in recorder.records if record.held_out_loss is not None]
     lines = []
     if len(held_out) > 1:
-        lines.append(f"  held-out text before: {describe(held_out[0])}, after: {describe(held_out[-1])}")
+        what = "pairs" if config.paired else "text"
+        lines.append(f"  held-out {what} before: {describe(held_out[0])}, after: {describe(held_out[-1])}")
     lines.append(f"  peak memory {table.size(hardware.used_memory()[1])}, {seconds:.0f} s altogether")
+    if (other := plots.beside(recorder.records, plan.memory.weights)) and config.hardware.platform == "cpu":
+        lines.append(f"  of it about {table.size(other)} of Python, JAX and its compiler")
+        lines.append(f"  and {table.size(plan.memory.total)} as planned of a step")
     files = "metrics.jsonl, metrics.csv, summary.json, config.yaml, *.png"
     weights = ", weights/" if config.save.final else ""
     weights += ", adapter/" if config.save.final and isinstance(config.adapter, configs.Lora) else ""

@@ -98,6 +98,17 @@ class CommandError(RuntimeError):
     """A command that cannot do what it was asked for, in words for the user."""
 
 
+def note(text: str) -> None:
+    """Say something about a command's work, beside what it prints."""
+    print(f"note: {text}", file=sys.stderr, flush=True)
+
+
+def warn_of_length(length: int, config: Any, what: str) -> None:
+    """Say if a sequence is longer than those that a model was made for."""
+    if length > config.context_length:
+        note(f"{what} of {length:,} tokens is beyond the {config.context_length:,} that this model was made for")
+
+
 def main(name: str, action: Callable[[Any, list[str]], None], argv: list[str]) -> int:
     """Compose a command's configuration, carry it out, and return the exit status: 0, 1 failed, 2 misconfigured."""
     from experiments import schema, usage

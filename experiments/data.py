@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from experiments import configs, corpus, examples, manifest, own
+from experiments.chat import Plain
 from experiments.corpus import DataError
 from experiments.grain_rows import open_pipeline, parted
 from experiments.rows import Batch, Conversations, Pairs, Rows, Windows
@@ -30,6 +31,7 @@ class Source:
     batch_size: int  # rows, or pairs of them
     seed: int
     bytes_per_token: float | None
+    text: str | None = None  # what its ids stand for, in words; None where nobody knows
 
     def batch(self, step: int, rows: slice = slice(None)) -> Batch:
         """Return the training batch of a step, or some of its rows; the same for the same seed and step, always."""
@@ -62,6 +64,7 @@ class Repeats:
     seq_len: int
     seed: int
     bytes_per_token: float | None = None
+    text: None = None
 
     def batch(self, step: int, rows: slice = slice(None)) -> Batch:
         """Return the training batch of a step, or some of its rows."""
@@ -105,12 +108,12 @@ def _open(config: configs.Resolved) -> Source | Repeats:
     if isinstance(data, configs.Grain):
         return Source(*open_pipeline(config, data), config.batch_size, config.seed, None)
     if isinstance(data, configs.CustomData):
-        train, held_out, bytes_per_token = _own(config, data, vocab_size)
+        train, held_out, bytes_per_token, text = _own(config, data, vocab_size)
     else:
         rows = _conversations if isinstance(data, configs.Chat | configs.Preference) else _windows
-        train, held_out, bytes_per_token = rows(config, data, vocab_size)
+        train, held_out, bytes_per_token, text = rows(config, data, vocab_size)
     each = 2 if isinstance(data, configs.Preference) else 1
-    return Source(train, held_out, config.batch_size // each, config.seed, bytes_per_token)
+    return Source(train, held_out, config.batch_size // each, config.seed, bytes_per_token, text)
 
 
 def fingerprint(source: Source | Repeats) -> str | None:
@@ -125,7 +128,9 @@ def fingerprint(source: Source | Repeats) -> str | None:
     return found.hexdigest()[:16]
 
 
-def _own(config: configs.Resolved, data: configs.CustomData, vocab_size: int) -> tuple[Rows, Rows, float | None]:
+def _own(
+    config: configs.Resolved, data: configs.CustomData, vocab_size: int
+) -> tuple[Rows, Rows, float | None, str | None]:
     """Return rows of what a user's function returns: windows of its documents, or its rows as they are.
 
     Raises:
@@ -144,14 +149,15 @@ def _own(config: configs.Resolved, data: configs.CustomData, vocab_size: int) ->
     if not len(made):
         raise DataError(f"nothing in data.fn={data.fn}: what it returned is empty")
     if isinstance(made[0], Mapping):
-        return *parted(made, config, f"data.fn={data.fn}"), None
+        return *parted(made, config, f"data.fn={data.fn}"), None, None
     return _windows(config, data, vocab_size, made)
 
 
 def _windows(
     config: configs.Resolved, data: Any, vocab_size: int, written: Sequence[Any] | None = None
-) -> tuple[Rows, Rows, float | None]:
-    """Return windows of text (or of a user's own documents), to train on and held out, and the bytes per token."""
+) -> tuple[Rows, Rows, float | None, str | None]:
+    """Return windows of text (or of a user's own documents) to train on and held out, bytes per token, what ids are."""
+    text = None
     if isinstance(data, configs.Tokens):
         parts = corpus.mapped_blocks(data)
         for array in (*parts[0], *parts[1]):
@@ -167,6 +173,7 @@ def _windows(
         encoder = open_tokenizer(data.tokenizer, config.model.weights)
         texts = None if written is None else (one.encode() if isinstance(one, str) else bytes(one) for one in written)
         *found, bytes_per_token = corpus.token_files(data, encoder, texts)
+        text = encoder.name
         # Ids that are used: a tokenizer may have more than its model, for pictures say. Of bytes, all are.
         used = max(int(part.max(initial=0)) for part in found)
         _check_vocab(max(used, encoder.separator), 0, vocab_size, encoder.name)
@@ -179,7 +186,7 @@ def _windows(
                 f"too little text for seq_len={config.seq_len}: the {name} part has {size} tokens. "
                 f"Use a shorter seq_len or more text."
             )
-    return train, held_out, bytes_per_token
+    return train, held_out, bytes_per_token, text
 
 
 def _ids(documents: Sequence[Any], data: configs.CustomData) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -198,8 +205,8 @@ def _ids(documents: Sequence[Any], data: configs.CustomData) -> tuple[list[np.nd
     return [np.concatenate(sides[0])], [np.concatenate(sides[1])]
 
 
-def _conversations(config: configs.Resolved, data: Any, vocab_size: int) -> tuple[Rows, Rows, None]:
-    """Return conversations or pairs of them, to train on and held out."""
+def _conversations(config: configs.Resolved, data: Any, vocab_size: int) -> tuple[Rows, Rows, None, str]:
+    """Return conversations or pairs of them, to train on and held out, and what their ids stand for."""
     encoder = open_tokenizer(data.tokenizer, config.model.weights)
     parts = []
     for name, found in zip(("training", "held-out"), examples.example_files(data, encoder), strict=True):
@@ -212,7 +219,8 @@ def _conversations(config: configs.Resolved, data: Any, vocab_size: int) -> tupl
                 f"The shortest conversation has {min(found.lengths(), default=0)} tokens."
             )
         parts.append(rows)
-    return parts[0], parts[1], None
+    plain = "; each message after its role, as there is no chat template" * isinstance(encoder.chat, Plain)
+    return parts[0], parts[1], None, f"{encoder.name}{plain}"
 
 
 def _check_vocab(largest: int, smallest: int, vocab_size: int, where: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from experiments import configs, distributed, manifest, overrides, usage
 from experiments.overrides import RUN
 
-PLACES = ("run", "out", "distributed")  # where a run is, not what it is
+PLACES = ("run", "out", "distributed", "compare")  # where a run is and what is shown of it, not what it is
 
 
 class DirectoryError(RuntimeError):

@@ -94,11 +94,14 @@ def forward(number: int, _: FrameType | None) -> None:
 
 
 def abandon(error: Exception, name: str) -> NoReturn:
-    """End this process at once, since another one is gone and would be waited for."""
+    """End this process at once, since another one does not answer, and would be waited for.
+
+    JAX cannot tell one that has ended from one that is slow or cannot be reached.
+    """
     sys.stdout.flush()
     print(
-        f"\nerror: another process of this run is gone ({_line(error)}): process {jax.process_index()} of "
-        f"{jax.process_count()} ends too. run={name} goes on from the last checkpoint.",
+        f"\nerror: another process of this run has ended or does not answer ({_line(error)}): process "
+        f"{jax.process_index()} of {jax.process_count()} ends too. run={name} goes on from the last checkpoint.",
         file=sys.stderr,
         flush=True,
     )

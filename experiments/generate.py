@@ -41,10 +41,12 @@ def _generate(config: commands.Generate, argv: list[str]) -> None:
     except ValueError as error:
         raise CommandError(str(error)) from None
     opened = open_model(config, argv, config.tokenizer)
+    prompts = encode(config, opened.tokenizer)
+    commands.warn_of_length(max(map(len, prompts)) + config.max_tokens, opened.model.config, "a text")
     stop = opened.tokenizer.stops if config.stop is None else tuple(config.stop)
     steps = stream(
         opened.model,
-        encode(config, opened.tokenizer),
+        prompts,
         config.max_tokens,
         sampling=sampling,
         stop=stop,
@@ -73,6 +75,7 @@ def encode(config: commands.Generate, tokenizer: Any) -> list[list[int]]:
     system = [{"role": "system", "content": text} for text in config.system or ()]
     texts = [tokenizer.chat.render([*system, {"role": "user", "content": text}]) for text in config.prompt]
     if isinstance(tokenizer.chat, Plain):
+        commands.note("there is no chat template: each message stands after its role, such as `user: `")
         return [tokenizer.prompt(text) for text in texts]
     return [tokenizer.encode(text).tolist() for text in texts]
 

@@ -15,7 +15,7 @@ from experiments.table import digits, quantity, size
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One step. What was not measured is None: step 0 has only the held-out loss of the untrained model."""
+    """One step. What was not measured is None: step 0 has only what was there before the training."""
 
     step: int
     loss: float | None = None  # the objective, of this step's batch before its update; of text in nats per token
@@ -135,30 +135,35 @@ def _finite(value: Any) -> Any:
 
 
 class Progress:
-    """A bar on a terminal; elsewhere a line every so many steps."""
+    """A bar on a terminal; elsewhere a line every so many steps. Every held-out measure is a line of its own."""
 
     def __init__(self, steps: int, log_every: int, stream: TextIO | None = None):
         self._stream = stream or sys.stdout
         self._steps, self._log_every = steps, log_every
         self._bar: Any = None
+        self._held_out: Record | None = None
 
     def start(self, step: int = 0) -> None:
         """Show the bar, before the first step, which comes after `step` others."""
         if self._stream.isatty():
             from tqdm import tqdm
 
-            form = "  {n_fmt}/{total_fmt} {bar} {desc}  {remaining}"  # the bar takes the width that is left
+            form = "  {n_fmt}/{total_fmt} {bar} first step ..."  # the bar takes the width that is left
             self._bar = tqdm(total=self._steps, initial=step, file=self._stream, bar_format=form, dynamic_ncols=True)
-            self._bar.set_description_str("first step ...")
 
     def show(self, record: Record) -> None:
-        """Show one training step."""
+        """Show one training step, and what was measured after it."""
+        if record.held_out_loss is not None:
+            self._held_out = record
         if self._bar is not None:
-            self._bar.set_description_str(_words(record).replace("/byte", "/B"), refresh=False)
+            columns = self._bar.format_dict["ncols"] or 80
+            self._bar.bar_format = _bar_format(record, self._held_out, self._steps, columns)
             self._bar.update(record.step - self._bar.n)
         elif record.step % self._log_every == 0 or record.step in (1, self._steps):
             width = len(str(self._steps))
-            self.say(f"  step {record.step:>{width}}/{self._steps}  {_words(record)}")
+            self.say(f"  step {record.step:>{width}}/{self._steps}  {'  '.join(_fields(record).values())}")
+        if record.held_out_loss is not None:
+            self.say(f"  held-out, step {record.step}: {describe(record)}")
 
     def say(self, text: str) -> None:
         """Print a line of its own, above the bar where there is one."""
@@ -173,16 +178,47 @@ class Progress:
             self._bar.close()
 
 
-def _words(record: Record) -> str:
-    words = [f"loss {record.loss:.3f}"]
+def _fields(record: Record) -> dict[str, str]:
+    """Return what is shown of a step, every number beside its name or unit."""
+    fields = {"loss": f"loss {record.loss:.3f}"}
     if record.accuracy is not None:
-        words.append(f"{record.accuracy:.0%} of pairs right")
+        fields["pairs"] = f"{record.accuracy:.0%} of pairs right"
     if record.bits_per_byte is not None:
-        words.append(f"{record.bits_per_byte:.3f} bits/byte")
+        fields["bits"] = f"{record.bits_per_byte:.3f} bits/byte"
     if record.tokens_per_second is not None and record.seconds is not None:
-        words += [f"{quantity(record.tokens_per_second)} tok/s", f"{digits(record.seconds)} s"]
+        fields["speed"] = f"{quantity(record.tokens_per_second)} tok/s"
+        fields["seconds"] = f"{digits(record.seconds)} s/step"
+    if record.learning_rate is not None:
+        fields["rate"] = f"lr {record.learning_rate:.3g}"
+    if record.grad_norm is not None:
+        fields["norm"] = f"grad {digits(record.grad_norm)}"
     if record.mfu is not None:
-        words.append(f"{record.mfu:.0%} MFU")
+        fields["mfu"] = f"{record.mfu:.0%} MFU"
     if record.memory_bytes is not None:
-        words.append(size(record.memory_bytes, digits=1))
-    return "  ".join(words)
+        fields["memory"] = size(record.memory_bytes, digits=1)
+    return fields
+
+
+FIRST = ("bits", "loss", "left", "pairs", "seconds", "rate", "norm", "held-out", "speed", "memory", "mfu")
+LEAST_BAR = 12  # columns: a shorter bar shows nothing
+
+
+def _bar_format(record: Record, held_out: Record | None, steps: int, columns: int) -> str:
+    """Return tqdm's format for a bar that fits: of the fields those that matter most, and a bar where there is room."""
+    fields = _fields(record)
+    if held_out is not None:
+        bits, loss = held_out.held_out_bits_per_byte, held_out.held_out_loss
+        fields["held-out"] = f"held-out {loss if bits is None else bits:.3f}"
+    lengths = {name: len(text) for name, text in fields.items()} | {"left": len("00:00 left")}
+    fields["left"] = "{remaining} left"
+    room = columns - 1 - len(f"  {steps}/{steps}")
+    kept = []
+    wanted = [name for name in FIRST if name in lengths]
+    if "bits" in wanted:  # the loss in another unit
+        wanted.append(wanted.pop(wanted.index("loss")))
+    for name in wanted:
+        if lengths[name] + 2 <= room:
+            kept.append(name)
+            room -= lengths[name] + 2
+    bar = " {bar}" if room > LEAST_BAR else ""
+    return "  {n_fmt}/{total_fmt}" + bar + "".join(f"  {fields[name]}" for name in fields if name in kept)

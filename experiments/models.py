@@ -46,6 +46,9 @@ def open_model(config: commands.Score | commands.Generate, argv: list[str], toke
             model = adapters.load(config.lora, model)
     except (RunError, hardware.HardwareError, ValueError) as error:
         raise CommandError(str(error)) from None
+    commands.note(f"text is {encoder.name}")
+    if config.model.weights is None:
+        commands.note(f"the weights are random (seed={config.seed}): model.weights=FOLDER gives trained ones")
     on_cpu = device.platform == "cpu"
     compute = config.hardware.compute_dtype or (DType.float32 if on_cpu else DType.bfloat16)
     narrow = on_cpu and model.embed.dtype != jnp.float32

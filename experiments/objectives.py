@@ -90,6 +90,8 @@ def distance(models, hiddens, targets, mask, *, how: configs.Distill):
 def preference(models, hiddens, targets, mask, *, compare: Callable[..., Any]):
     """Return the mean of what `compare` makes of each pair's log-probabilities; and how often the chosen one wins.
 
+    A tie is half a win.
+
     `compare` is given the sums over each answer's tokens [P, 2], chosen first: the model's, the reference's if there is
     one, and how many tokens there are.
     """
@@ -99,7 +101,7 @@ def preference(models, hiddens, targets, mask, *, compare: Callable[..., Any]):
     ]
     losses, rewards = compare(*sums, jnp.maximum(mask.sum(-1), 1.0))
     margins = _margin(rewards)
-    return losses.mean(), {"accuracy": (margins > 0).mean(), "margin": margins.mean()}
+    return losses.mean(), {"accuracy": (jnp.sign(margins) / 2 + 0.5).mean(), "margin": margins.mean()}
 
 
 def dpo(policy, reference, lengths, *, how: configs.Dpo):

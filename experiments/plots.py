@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder first
     sys.path.insert(0, str(ROOT))
 
-from experiments import commands, configs, usage  # noqa: E402
+from experiments import commands, configs, tiles  # noqa: E402
 from experiments.hardware import GIB  # noqa: E402
 from experiments.metrics import Record, read  # noqa: E402
 from experiments.preflight import Plan  # noqa: E402
@@ -44,7 +44,7 @@ STYLE: Any = {
     "axes.titlelocation": "left",
     "axes.titleweight": "bold",
     "axes.titlesize": 11,
-    "axes.titlepad": 12,
+    "axes.titlepad": 10,
     "grid.color": GRID,
     "xtick.color": FAINT,
     "ytick.color": FAINT,
@@ -57,39 +57,66 @@ STYLE: Any = {
 
 def facts(plan: Plan, config: configs.Resolved) -> dict[str, Any]:
     """Return what the pictures need of a plan and a configuration, as JSON holds it."""
-    bars = {f"this run\n({_tiling(config)})": plan.memory}
+    bars, estimated = {_label(config): plan.memory.parts}, []
     if plan.untiled is not None:
-        bars["untiled"] = plan.untiled
+        bars["untiled"] = plan.untiled.parts
+    elif plan.head_untiled is not None:
+        bars["untiled"] = {**plan.memory.parts, "head": plan.head_untiled}
+        estimated.append("untiled")
     return {
-        "bars": {label: memory.parts for label, memory in bars.items()},
+        "bars": bars,
+        "estimated": estimated,
         "total": plan.memory.total,
         "available": plan.available,
         "process": config.hardware.platform is configs.Platform.cpu,
+        "weights": plan.memory.weights,
+        "paired": config.paired,
     }
 
 
-def draw(directory: Path, records: list[Record], known: dict[str, Any]) -> None:
-    """Write loss.png, memory.png, speed.png and rate.png; what was not measured is not drawn.
+def beside(records: list[Record], weights: int) -> int:
+    """Return the bytes in use beside the weights before the first step: on a CPU Python, JAX and its compiler."""
+    first = next((record.memory_bytes for record in records if record.step == 0 and record.memory_bytes), None)
+    return 0 if first is None else max(0, first - weights)
+
+
+def _label(config: configs.Resolved) -> str:
+    """Return what of the run is cut, in words."""
+    parts = [f"{part}: {how}" for part, how in tiles.describe(config)]
+    return (
+        "this run, untiled"
+        if not parts
+        else "\n".join(f"this run, {part}" if part is parts[0] else part for part in parts)
+    )
+
+
+def draw(directory: Path, records: list[Record], known: dict[str, Any]) -> list[str]:
+    """Write loss.png, memory.png, speed.png and rate.png, of what was measured; return their names.
 
     Args:
         directory: the run's, which names the pictures.
-        records: what it measured.
+        records: what it measured; without a training step there is nothing to draw.
         known: what `facts` said of it.
     """
+    if all(record.loss is None for record in records):
+        return []
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    pictures = {
+        "loss.png": lambda: _loss(plt, records, known, directory.name),
+        "memory.png": lambda: _memory(plt, records, known, directory.name),
+        "speed.png": lambda: _speed(plt, records, directory.name),
+        "rate.png": lambda: _rate(plt, records, directory.name),
+    }
     with plt.rc_context(STYLE):
-        for name, figure in (
-            ("loss.png", _loss(plt, records, directory.name)),
-            ("memory.png", _memory(plt, records, known, directory.name)),
-            ("speed.png", _speed(plt, records, directory.name)),
-            ("rate.png", _rate(plt, records, directory.name)),
-        ):
-            figure.savefig(directory / name, bbox_inches="tight", pad_inches=0.2)
+        for name, make in pictures.items():
+            figure = make()
+            figure.savefig(directory / name)
             plt.close(figure)
+    return list(pictures)
 
 
 def remember(directory: Path, known: dict[str, Any]) -> None:
@@ -107,20 +134,36 @@ def main(argv: list[str]) -> int:
     for directory in map(Path, argv):
         try:
             known = json.loads((directory / FACTS).read_text())
-            draw(directory, read(directory), known)
-        except (OSError, ValueError) as error:
+            drawn = draw(directory, read(directory), known)
+        except FileNotFoundError as error:
+            print(f"error: there is no run at {directory}: it has no {Path(error.filename).name}", file=sys.stderr)
+            return 1
+        except (OSError, ValueError, KeyError) as error:
             print(f"error: cannot draw the run at {directory}: {error}", file=sys.stderr)
             return 1
-        print(f"{directory}/: loss.png, memory.png, speed.png, rate.png")
+        print(f"{directory}/: {', '.join(drawn) or 'no step has been measured yet'}")
     return 0
 
 
-def _loss(plt: Any, records: list[Record], name: str) -> Any:
+def _figure(plt: Any, width: float, height: float, columns: int = 1, **spaces: float) -> Any:
+    """Return a figure with fixed margins: to find the best ones takes longer than to draw."""
+    figure, axes = plt.subplots(1, columns, figsize=(width, height))
+    inches = {"left": 0.85, "right": 0.3, "bottom": 0.65, "top": 0.65, "between": 0.9} | spaces
+    left, right = inches["left"] / width, 1 - inches["right"] / width
+    each = (right - left - (columns - 1) * inches["between"] / width) / columns
+    figure.subplots_adjust(
+        left, inches["bottom"] / height, right, 1 - inches["top"] / height, wspace=inches["between"] / width / each
+    )
+    return figure, axes
+
+
+def _loss(plt: Any, records: list[Record], known: dict[str, Any], name: str) -> Any:
     in_bits = any(record.bits_per_byte is not None for record in records)
     field, unit = ("bits_per_byte", "bits per byte") if in_bits else ("loss", "nats per token")
+    unit, text = ("loss of a pair of answers", "pairs") if known["paired"] else (unit, "text")
     train = _series(records, field)
     held_out = _series(records, f"held_out_{field}")
-    figure, axes = plt.subplots(figsize=(7.2, 4.2), layout="constrained")
+    figure, axes = _figure(plt, 7.2, 4.4)
     if len(train[0]):
         smooth = len(train[0]) >= 40
         axes.plot(*train, color=BLUE, alpha=0.25 if smooth else 1, lw=1 if smooth else 1.8, label="each step")
@@ -128,57 +171,113 @@ def _loss(plt: Any, records: list[Record], name: str) -> Any:
             axes.plot(train[0], _smoothed(train[1]), color=BLUE, lw=2, label="smoothed")
     if len(held_out[0]):
         line = (0, (4, 3)) if len(held_out[0]) > 2 else "none"  # two points far apart are no curve
-        axes.plot(*held_out, color=ORANGE, lw=1.2, ls=line, marker="o", ms=6, label="held-out text")
-        for step, value in {held_out[0][0]: held_out[1][0], held_out[0][-1]: held_out[1][-1]}.items():
-            axes.annotate(f"{value:.2f}", (step, value), (0, 10), textcoords="offset points", color=ORANGE, ha="center")
+        axes.plot(*held_out, color=ORANGE, lw=1.2, ls=line, marker="o", ms=6, label=f"held-out {text}")
+        steps, values = held_out
+        words = {"textcoords": "offset points", "color": ORANGE, "weight": "bold"}
+        axes.annotate(f"{values[0]:.2f}", (steps[0], values[0]), (8, -3), ha="left", **words)
+        if len(steps) > 1:
+            axes.annotate(f"{values[-1]:.2f}", (steps[-1], values[-1]), (0, 9), ha="center", **words)
     _whole_steps(axes, records)
     axes.margins(y=0.12)
     axes.set(title=name, xlabel="step", ylabel=unit)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="upper right")
+    _above(axes)
     return figure
 
 
-def _tiling(config: configs.Resolved) -> str:
-    """Return what of the run is cut, as overrides."""
-    values = usage.plain(config.tiling).items()
-    said = [f"tiling.{key}={value}" for key, value in values if value not in (None, False, "auto")]
-    return "\n".join(said[:1] if said == ["tiling.n=none"] else [s for s in said if s != "tiling.n=none"])
+def _above(axes: Any) -> None:
+    """Put the legend over the axes, at the right, where no line is."""
+    axes.legend(loc="lower right", bbox_to_anchor=(1.01, 1.0), ncols=4, fontsize=9, columnspacing=1.4, handlelength=1.6)
+
+
+def _below(axes: Any) -> None:
+    """Put the legend below the axes, at the left."""
+    place = {"loc": "upper left", "bbox_to_anchor": (-0.02, -0.17)}
+    axes.legend(**place, ncols=5, fontsize=9, columnspacing=1.2, handlelength=1.2)
 
 
 def _memory(plt: Any, records: list[Record], known: dict[str, Any], name: str) -> Any:
+    """Draw what the compiled step takes, part by part, beside the untiled one; and what the process was seen to use."""
     totals = [sum(parts.values()) for parts in known["bars"].values()]
-    used = _series(records, "memory_bytes")
-    size, unit = (GIB, "GiB") if max(totals) > GIB else (2**20, "MiB")
-    figure, (left, right) = plt.subplots(
-        1, 2, figsize=(10, 4.2), layout="constrained", width_ratios=(3, 4), gridspec_kw={"wspace": 0.06}
-    )
-    _stacks(left, known["bars"], size, unit)
-    top = max(totals)
-    if known["available"] < 4 * top:
-        left.axhline(known["available"] / size, color=INK, lw=1.2, ls=(0, (4, 3)))
-        left.annotate("available", (1, known["available"] / size), (-2, 4), xycoords=("axes fraction", "data"),
-                      textcoords="offset points", ha="right", color=INK, fontsize=9)  # fmt: skip
-    left.set(title=f"{name}: the compiled step", ylabel=unit)
-    if len(used[0]):
-        right.plot(used[0], used[1] / size, color=BLUE, lw=1.8, marker="o" if len(used[0]) < 40 else None, ms=4)
-        right.set_ylim(0, 1.15 * max(known["total"], used[1].max()) / size)
-        right.axhline(known["total"] / size, color=ORANGE, lw=1.2, ls=(0, (4, 3)))
-        words = {"textcoords": "offset points", "ha": "right", "color": ORANGE, "fontsize": 9}
-        place = (1, known["total"] / size)
-        right.annotate("the compiled step alone", place, (-2, -12), xycoords=("axes fraction", "data"), **words)
+    figure, (left, right) = _figure(plt, 11, 4.4, 2, left=0.4, bottom=1.1)
+    size, unit = _unit(max(totals))
+    _bars(left, known, size, unit)
+    left.set_title(f"{name}: the step as compiled" if len(totals) == 1 else f"{name}: the step, tiled and not")
+    _used(right, records, known)
     _whole_steps(right, records)
-    right.set(
-        title="the whole process, Python included" if known["process"] else "in use on the device",
-        xlabel="step",
-        ylabel=unit,
-    )
     return figure
+
+
+def _unit(most: float) -> tuple[int, str]:
+    return (GIB, "GiB") if most > GIB else (2**20, "MiB")
+
+
+def _bars(axes: Any, known: dict[str, Any], size: int, unit: str) -> None:
+    """Draw one bar per memory, its parts in a row, its total at the end, and what the tiled one saves."""
+    labels, bars = list(known["bars"]), [*known["bars"].values()]
+    shown = [f"{label}, as tile estimates it" if label in known["estimated"] else label for label in labels]
+    places, start = np.arange(len(bars))[::-1], np.zeros(len(bars))
+    for part, colour in PARTS.items():
+        widths = np.array([bar[part] / size for bar in bars])
+        if widths.any():
+            made = axes.barh(places, widths, 0.5, start, color=colour, label=part, edgecolor="white", lw=0.8)
+            for one, label in zip(made, labels, strict=True):
+                one.set_alpha(0.55 if label in known["estimated"] else 1)
+        start += widths
+    words = {"textcoords": "offset points", "weight": "bold"}
+    for place, total, label, text in zip(places, start, labels, shown, strict=True):
+        about = "about " if label in known["estimated"] else ""
+        axes.annotate(f"{about}{total:,.3g} {unit}", (total, place), (6, 0), va="center", **words)
+        axes.annotate(text, (0, place + 0.28), (1, 3), textcoords="offset points", va="bottom", fontsize=9)
+    if len(bars) > 1:
+        less = _less(start, about=bool(known["estimated"]))
+        axes.annotate(less, (start[0], places[0]), (6, -15), va="center", color=BLUE, **words)
+    most, room = start.max(), known["available"] / size
+    axes.set_yticks([])
+    axes.set_ylim(-0.45 if len(bars) > 1 else -0.9, max(len(bars) - 0.2, 1.0))
+    axes.set_xlim(0, 1.5 * most)
+    if room < 1.3 * most:
+        axes.axvline(room, color=INK, lw=1.2, ls=(0, (4, 3)))
+        axes.annotate("available", (room, 1), (-4, -10), xycoords=("data", "axes fraction"),
+                      textcoords="offset points", ha="right", fontsize=9)  # fmt: skip
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel(unit)
+    _below(axes)
+
+
+def _less(totals: np.ndarray, about: bool) -> str:
+    """Return how the first bar compares with the second."""
+    share = 1 - totals[0] / totals[1]
+    if abs(share) < 0.02:
+        return "as much as untiled"
+    return f"{'about ' * about}{abs(share):.0%} {'less' if share > 0 else 'more'} than untiled"
+
+
+def _used(axes: Any, records: list[Record], known: dict[str, Any]) -> None:
+    """Draw what was in use, over what was there before the run's arrays and what was planned on top of it."""
+    used, peak = _series(records, "memory_bytes"), _series(records, "peak_memory_bytes")
+    before = beside(records, known["weights"])
+    planned = before + known["total"]
+    most = max([planned, *used[1], *peak[1]])
+    size, unit = _unit(most)
+    axes.axhspan(0, before / size, color=GRID, lw=0)
+    words = {"textcoords": "offset points", "fontsize": 9, "xycoords": ("axes fraction", "data")}
+    if before > 0.08 * most:
+        axes.annotate("Python, JAX and its compiler", (0, before / size), (6, -12), color=FAINT, **words)
+    axes.axhline(planned / size, color=ORANGE, lw=1.2, ls=(0, (4, 3)))
+    text = f"{'+ ' * bool(before)}the step as planned: {known['total'] / size:,.3g} {unit}"
+    axes.annotate(text, (0, planned / size), (6, 4), color=ORANGE, **words)
+    if len(used[0]):
+        few = "o" if len(used[0]) < 40 else None
+        axes.plot(used[0], used[1] / size, color=BLUE, lw=1.8, marker=few, ms=4, label="after each step")
+        axes.plot(peak[0], peak[1] / size, color=BLUE, lw=1, alpha=0.45, label="most so far")
+        _below(axes)
+    axes.set_ylim(0, 1.15 * most / size)
+    axes.set(title="used by the process" if known["process"] else "in use on the device", xlabel="step", ylabel=unit)
 
 
 def _speed(plt: Any, records: list[Record], name: str) -> Any:
     """Draw the throughput, and where the time went, per step."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+    figure, (left, right) = _figure(plt, 11, 3.8, 2)
     steps, speed = _series(records, "tokens_per_second")
     if len(steps):
         steady = steps > steps[0] if len(steps) > 2 else steps > 0  # in a run's first step much happens once
@@ -192,7 +291,7 @@ def _speed(plt: Any, records: list[Record], name: str) -> Any:
         parts = {"step": _series(records, "seconds")[1] - data, "waiting for data": data, "saving": save}
         right.stackplot(steps, *parts.values(), labels=list(parts), colors=TIMES, lw=0, step="mid")
         right.set_ylim(0, 1.6 * np.quantile(np.sum([*parts.values()], axis=0)[steady], 0.98))
-        right.legend(loc="upper right", ncols=3, fontsize=9)
+        _above(right)
     for axes in (left, right):
         _whole_steps(axes, records)
     left.set(title=f"{name}: throughput", xlabel="step", ylabel="tokens per second")
@@ -202,35 +301,16 @@ def _speed(plt: Any, records: list[Record], name: str) -> Any:
 
 def _rate(plt: Any, records: list[Record], name: str) -> Any:
     """Draw the learning rate and the gradient's norm."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.4), layout="constrained")
+    figure, (left, right) = _figure(plt, 11, 3.4, 2)
     for axes, field in ((left, "learning_rate"), (right, "grad_norm")):
         steps, values = _series(records, field)
         axes.plot(steps, values, color=BLUE, lw=1.5, marker="o" if len(steps) < 40 else None, ms=4)
         axes.set_ylim(bottom=0)
         _whole_steps(axes, records)
-    left.set(title=f"{name}: learning rate", xlabel="step")
-    left.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
-    right.set(title="norm of the gradient", xlabel="step")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    left.set(title=f"{name}: learning rate", xlabel="step", ylabel="learning rate")
+    right.set(title="norm of the gradient", xlabel="step", ylabel="norm")
     return figure
-
-
-def _stacks(axes: Any, bars: dict[str, dict[str, int]], size: int, unit: str) -> None:
-    """Draw one stacked bar per memory, its parts labelled once and its total on top."""
-    labels = list(bars)
-    bottom = np.zeros(len(labels))
-    for part, colour in PARTS.items():
-        heights = np.array([bar[part] / size for bar in bars.values()])
-        axes.bar(labels, heights, 0.55, bottom, color=colour, label=part, edgecolor="white", lw=0.8)
-        bottom += heights
-    for x, height in enumerate(bottom):
-        axes.annotate(
-            f"{height:,.1f} {unit}", (x, height), (0, 4), textcoords="offset points", ha="center", weight="bold"
-        )
-    axes.margins(y=0.18)
-    axes.set_xlim(-0.6, len(labels) - 0.4)
-    axes.grid(axis="x", visible=False)
-    handles, names = axes.get_legend_handles_labels()
-    axes.legend(handles[::-1], names[::-1], loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, fontsize=9)
 
 
 def _series(records: list[Record], field: str) -> tuple[np.ndarray, np.ndarray]:

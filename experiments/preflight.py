@@ -22,7 +22,10 @@ MOST_COMPILED = 16  # candidates that are compiled in search of one that fits
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a compiled training step on each device; `total` is measured, the parts share it out."""
+    """Bytes of a compiled training step on each device; `total` is the compiler's, the parts share it out.
+
+    The head is what `tile` estimates, or of a run that compares what the compiler says of it alone.
+    """
 
     weights: int
     optimizer: int
@@ -44,17 +47,28 @@ class Plan:
     params: int
     flops: int
     memory: Memory
-    untiled: Memory | None  # None where the run itself is untiled
     available: int
     headroom: int
-    at_scale: tuple[int, int] | None  # bytes of the head at AT_SCALE tokens, tiled and untiled, where tiling saves none
     compiled: Any
     state: Any
+    head_untiled: int | None = None  # bytes of the untiled head, estimated; None where the run's own head is not cut
+    untiled: Memory | None = None  # of the untiled step, where a tiled run compares
+    refused: str | None = None  # why that could not be compiled
+    at_scale: tuple[int, int] | None = (
+        None  # bytes of the head at AT_SCALE tokens, tiled and untiled, where few save none
+    )
 
     @property
     def fits(self) -> bool:
         """Whether the step and the headroom are within what is available."""
         return self.memory.total + self.headroom <= self.available
+
+    @property
+    def saved(self) -> int | None:
+        """Bytes that tiling saves, as far as is known; None of an untiled run."""
+        if self.untiled is not None:
+            return self.untiled.total - self.memory.total
+        return None if self.head_untiled is None else self.head_untiled - self.memory.head
 
 
 class DoesNotFitError(RuntimeError):
@@ -62,28 +76,42 @@ class DoesNotFitError(RuntimeError):
 
 
 def plan(config: configs.Resolved, device: Device) -> Plan:
-    """Return what a resolved run costs. Compiles its step, and the untiled one for comparison; allocates nothing."""
+    """Return what a resolved run costs. Compiles its step, and the untiled one if it compares; allocates nothing.
+
+    Raises:
+        OutOfMemoryError: the compiler finds that the step does not fit the device.
+    """
     state = program.abstract_state(config)
     compiled = program.compile_train(config, state)
-    memory, untiled, at_scale = measure(config, state, compiled), None, None
-    if config.tiling.cuts:
-        plain = dataclasses.replace(config, tiling=configs.Tiling(n="none"))
-        untiled = measure(plain, state, program.compile_train(plain, state))
-        if untiled.total <= memory.total * 1.02 and config.tokens_per_step < AT_SCALE:
-            large = [dataclasses.replace(c, batch_size=1, seq_len=AT_SCALE) for c in (config, plain)]
-            tiled, whole = (head_bytes(c, state) for c in large)
-            at_scale = (tiled, whole) if tiled < whole else None
-    return Plan(
+    tiled, whole = head_bytes(config, state)
+    made = Plan(
         params=zoo.accounting.count_params(config.model.config),
         flops=train_flops(config, state) + frozen.flops(config),
-        memory=memory,
-        untiled=untiled,
-        at_scale=at_scale,
+        memory=measure(config, state, compiled, compiled_head_bytes(config, state) if config.compare else tiled),
         available=available(config, device),
         headroom=headroom(config),
         compiled=compiled,
         state=state,
+        head_untiled=whole if config.tiling.n != "none" and whole else None,
     )
+    if config.tiling.cuts and config.compare:
+        made = _compared(made, config)
+    few = config.tokens_per_step < AT_SCALE and made.saved is not None
+    if few and made.saved <= 0.02 * made.memory.total:
+        tiled, whole = head_bytes(dataclasses.replace(config, batch_size=1, seq_len=AT_SCALE), state)
+        made = dataclasses.replace(made, at_scale=(tiled, whole) if tiled < whole else None)
+    return made
+
+
+def _compared(made: Plan, config: configs.Resolved) -> Plan:
+    """Return a plan with the memory of the untiled step, or with the compiler's reason why there is none."""
+    plain = dataclasses.replace(config, tiling=configs.Tiling(n="none"))
+    try:
+        compiled = program.compile_train(plain, made.state)
+        untiled = measure(plain, made.state, compiled, compiled_head_bytes(plain, made.state))
+    except program.OutOfMemoryError as error:
+        return dataclasses.replace(made, refused=str(error).strip())
+    return dataclasses.replace(made, untiled=untiled)
 
 
 def train_flops(config: configs.Resolved, state: Any) -> int:
@@ -107,14 +135,14 @@ def headroom(config: configs.Resolved) -> int:
     return int(configs.chosen(config.hardware.headroom_gib) * GIB)
 
 
-def measure(config: configs.Resolved, state: Any, compiled: Any) -> Memory:
-    """Return the memory of a compiled step. Weights, optimizer and gradients are exact; the head is compiled alone."""
+def measure(config: configs.Resolved, state: Any, compiled: Any, head: int) -> Memory:
+    """Return the memory of a compiled step, told its head's. Weights, optimizer and gradients are exact."""
     weights = device_bytes(state.model) + device_bytes(program.abstract_frozen(config))
     optimizer = device_bytes(state.opt_state)
     temp = compiled.compiled.memory_analysis().temp_size_in_bytes
     trained = eqx.filter_eval_shape(lambda model: eqx.filter(model, program.trainable(config)(model)), state.model)
     gradients = min(device_bytes(trained), temp)
-    head = min(head_bytes(config, state), temp - gradients)
+    head = min(head, temp - gradients)
     return Memory(weights, optimizer, gradients, head, temp - gradients - head, total_bytes(compiled))
 
 
@@ -125,7 +153,16 @@ def total_bytes(compiled: Any) -> int:
     return stats.argument_size_in_bytes + outputs + stats.temp_size_in_bytes
 
 
-def head_bytes(config: configs.Resolved, state: Any) -> int:
+def head_bytes(config: configs.Resolved, state: Any) -> tuple[int, int]:
+    """Return the temporary memory that the head's loss and gradients take, and take untiled: estimates, not compiled.
+
+    Zero where the objective cannot be cut, and so cannot be told apart from the rest.
+    """
+    found = program.plan_head(config, state)
+    return (0, 0) if found is None or found.gradient is None else (found.gradient.temp, found.gradient.untiled_temp)
+
+
+def compiled_head_bytes(config: configs.Resolved, state: Any) -> int:
     """Return the temporary memory of the head's loss and gradients, compiled alone."""
     return program.compile_head(config, state).compiled.memory_analysis().temp_size_in_bytes
 
@@ -141,15 +178,21 @@ def device_bytes(tree: Any) -> int:
     return sum(math.prod(shape(leaf)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype"))
 
 
-def suggest(overrides: Sequence[str], config: configs.Resolved, device: Device) -> tuple[list[str], int] | None:
+def suggest(
+    overrides: Sequence[str], config: configs.Resolved, device: Device, ask: Callable[[], None] = lambda: None
+) -> tuple[list[str], int] | None:
     """Return the smallest set of overrides that makes a run fit, and its bytes; None if no tried set does.
 
     Sets are tried by size, those that change least first. What cannot fit by its weights, gradients and optimizer alone
-    is skipped; the rest is compiled, never allocated.
+    is skipped; the rest is compiled, never allocated. Nothing is tried where no change can help. `ask` is called before
+    each set, and may raise.
     """
+    if headroom(config) >= available(config, device):
+        return None
     compiled = 0
     for names in _subsets(config):
         strongest = [levels[-1] for levels in names]
+        ask()
         if compiled >= MOST_COMPILED:
             return None
         if not _could_fit(overrides, strongest, device):
@@ -212,7 +255,10 @@ def _try(overrides: Sequence[str], changes: Sequence[str], device: Device) -> in
     config = _changed(overrides, changes, device)
     if config is None:
         return None
-    total = total_bytes(program.compile_train(config, program.abstract_state(config)))
+    try:
+        total = total_bytes(program.compile_train(config, program.abstract_state(config)))
+    except program.OutOfMemoryError:
+        return None
     return total if total + headroom(config) <= available(config, device) else None
 
 

@@ -3,8 +3,10 @@
 `B` batch `S` sequence `T` tokens (B*S) `D` embed.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Generator
 from typing import Any
 
 import equinox as eqx
@@ -13,11 +15,17 @@ import jax.numpy as jnp
 import optax
 
 from experiments import configs, frozen, meshes, objectives, optimizer, tiled, tiles
+from transforms import TileError
+from transforms.plan import TilePlan
 from transforms.remat import remat
 from transforms.sharding import explicit
 from transforms.step import State, all_parameters, compile_step, make_eval_step, make_train_step
 from zoo import Mixture, lora, model_class
 from zoo.init import draw
+
+
+class OutOfMemoryError(RuntimeError):
+    """The compiler, or the device while it computes, says that a program does not fit, in its own words."""
 
 
 def make_loss(config: configs.Resolved, *, evaluating: bool = False) -> Any:
@@ -231,17 +239,47 @@ def abstract_frozen(config: configs.Resolved) -> Any:
 
 
 def compile_train(config: configs.Resolved, state: State) -> Any:
-    """Return the executable `(batch, state) -> (state, metrics)`."""
+    """Return the executable `(batch, state) -> (state, metrics)`.
+
+    Raises:
+        OutOfMemoryError: the compiler finds that it does not fit the device.
+    """
     how = build_optimizer(config), trainable(config)
     step = make_train_step(make_loss(config), *how, grad_dtype=_grad_dtype(config))
-    return compile_step(step, abstract_batch(config), state, compiler_options=config.hardware.compiler_options)
+    return _compiled(config, step, abstract_batch(config), state)
 
 
 def compile_eval(config: configs.Resolved, state: State) -> Any:
-    """Return the executable `(batch, model) -> metrics`."""
+    """Return the executable `(batch, model) -> metrics`.
+
+    Raises:
+        OutOfMemoryError: the compiler finds that it does not fit the device.
+    """
     step = make_eval_step(make_loss(config, evaluating=True))
-    batch = abstract_batch(config, evaluating=True)
-    return compile_step(step, batch, state.model, compiler_options=config.hardware.compiler_options)
+    return _compiled(config, step, abstract_batch(config, evaluating=True), state.model)
+
+
+def _compiled(config: configs.Resolved, step: Any, *args: Any) -> Any:
+    with out_of_memory():
+        return compile_step(step, *args, compiler_options=config.hardware.compiler_options)
+
+
+@contextlib.contextmanager
+def out_of_memory() -> Generator[None, None, None]:
+    """Turn what JAX raises where memory runs out into an OutOfMemoryError."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise OutOfMemoryError(_shortened(str(error))) from None
+
+
+def _shortened(text: str) -> str:
+    """Return the compiler's message without what each buffer is, and without the stack."""
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    end = next((i for i, line in enumerate(lines) if re.match(r"\s*(Largest program allocations|=====)", line)), 12)
+    return "\n".join(f"  {line}" for line in lines[: min(end, 12)])
 
 
 def compile_head(config: configs.Resolved, state: State) -> Any:
@@ -256,7 +294,16 @@ def compile_head(config: configs.Resolved, state: State) -> Any:
         value = lambda x: loss((eqx.combine(x[0], rest), *others), (x[1], *hiddens[1:]), *args)
         return eqx.filter_value_and_grad(value, has_aux=True)((used, hiddens[0]))
 
-    return compile_step(head, state.model, others, *args, compiler_options=config.hardware.compiler_options)
+    return _compiled(config, head, state.model, others, *args)
+
+
+def plan_head(config: configs.Resolved, state: State) -> TilePlan | None:
+    """Return what `tile` says of the head, without compiling; None where the objective cannot be cut."""
+    others, args = _read_by_head(config, state.model)
+    try:
+        return tiled.plan(config, objectives.build(config.objective), (state.model, *others), args)
+    except TileError:
+        return None
 
 
 def _read_by_head(config: configs.Resolved, model: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

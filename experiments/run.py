@@ -16,6 +16,7 @@ if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder 
 
 from experiments import configs, options, overrides, schema, spelling  # noqa: E402
 from experiments.command import ended  # noqa: E402
+from experiments.signals import Stop, Stopped  # noqa: E402
 from experiments.usage import dump, tell  # noqa: E402
 
 # What a sweep hears, and what it tells the job that is running.
@@ -33,6 +34,13 @@ def main(argv: list[str]) -> int:
         return 0
     if {"-m", "--multirun"}.intersection(argv):
         return _sweep([word for word in argv if word not in ("-m", "--multirun")])
+    with Stop(alone=True) as stop:
+        return _run(argv, stop)
+
+
+def _run(argv: list[str], stop: Stop) -> int:
+    if "--cfg" not in argv:
+        print("  starting ...", flush=True)  # JAX takes seconds to be imported
     try:
         words = overrides.resumed([word for word in argv if word != "--cfg"], configs.Run.out)
         config, choices = schema.compose(words)
@@ -40,18 +48,20 @@ def main(argv: list[str]) -> int:
             print(dump(config, words), end="")
             return 0
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's own log: errors only
+        stop.ask()
         if config.compile_for is not None:
-            from experiments.ahead import start
-        else:
-            from experiments.session import start  # from here on JAX may be imported
+            from experiments import ahead
 
-        return start(config, choices, words)
+            return ahead.start(config, choices, words)
+        from experiments import session  # from here on JAX may be imported
+
+        return session.start(config, choices, words, stop)
     except schema.ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("\nerror: interrupted before the training began", file=sys.stderr)
-        return 130
+    except Stopped as stopped:
+        print(f"\nerror: {stopped}", file=sys.stderr)
+        return stopped.status
 
 
 def _sweep(words: list[str]) -> int:

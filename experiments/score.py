@@ -7,15 +7,17 @@ head runs a tile of tokens at a time: logits of a whole text never exist.
 `B` batch `S` sequence `T` tokens (B*S) `D` embed.
 """
 
+import contextlib
 import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 
@@ -24,8 +26,10 @@ if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder 
     sys.path.insert(0, str(ROOT))
 
 from experiments import commands, configs  # noqa: E402
+from experiments.commands import CommandError  # noqa: E402
 
 SHORTEST = 64  # tokens: windows are padded to a power of two from here on, so that few programs are compiled
+EVERY = 30  # seconds between lines where there is no terminal
 
 
 @dataclass
@@ -83,8 +87,19 @@ def compile_scorer(dtype: Any, tile: int, options: dict[str, Any]) -> Any:
     return jax.jit(score, compiler_options=options or None)
 
 
-def score(documents: Sequence[Document], model: Any, scorer: Any, config: commands.Score) -> int:
-    """Fill in the log-probabilities of documents; return how many tokens the model read."""
+def score(
+    documents: Sequence[Document],
+    model: Any,
+    scorer: Any,
+    config: commands.Score,
+    finished: Callable[[Document], None] = lambda document: None,
+) -> int:
+    """Fill in the log-probabilities of documents, saying of each in turn that it is finished.
+
+    Returns:
+        How many tokens the model read.
+    """
+    waiting, done = deque(documents), {id(document) for document in documents if len(document.ids) < 2}
     stride = config.stride or max(1, config.seq_len // 2)
     queue = (window for document in documents for window in windows(document, config.seq_len, stride))
     read = 0
@@ -101,7 +116,13 @@ def score(documents: Sequence[Document], model: Any, scorer: Any, config: comman
             window.document.logprobs[window.first : window.end] = found[
                 row, window.first - window.begin : window.end - window.begin
             ]
+            if window.end == len(window.document.logprobs):
+                done.add(id(window.document))
         read += tokens.size
+        while waiting and id(waiting[0]) in done:
+            finished(waiting.popleft())
+    for document in waiting:  # where nothing is to be scored
+        finished(document)
     return read
 
 
@@ -155,15 +176,28 @@ def main(argv: list[str]) -> int:
 def _score(config: commands.Score, argv: list[str]) -> None:
     from experiments.models import open_model
 
-    opened = open_model(config, argv, config.data.tokenizer)
+    with _opened(config.out) as file:
+        _score_into(file, config, open_model(config, argv, config.data.tokenizer))
+
+
+def _score_into(file: TextIO | None, config: commands.Score, opened: Any) -> None:
+    commands.warn_of_length(config.seq_len, opened.model.config, "a window")
     documents = read_documents(config, opened.tokenizer, opened.model.config.vocab_size)
     scorer = compile_scorer(opened.dtype, config.tile, opened.options)
+    if file is not None:
+        file.truncate(0)  # what an earlier scoring left
     began = time.perf_counter()
-    read = score(documents, opened.model, scorer, config)
+    with Progress(documents) as progress:
+
+        def finished(document: Document) -> None:
+            if file is not None:
+                file.write(_line(document))
+                file.flush()
+            progress.finished(document)
+
+        read = score(documents, opened.model, scorer, config, finished)
     seconds = time.perf_counter() - began
     total = report(documents)
-    if config.out is not None:
-        _write(Path(config.out).expanduser(), documents)
     print(
         f"{len(documents)} documents, {total['tokens']} tokens, {total['bytes']} bytes: "
         f"{total['nats_per_token']:.4f} nats per token, perplexity {total['perplexity']:.4g}, "
@@ -171,12 +205,64 @@ def _score(config: commands.Score, argv: list[str]) -> None:
     )
 
 
-def _write(path: Path, documents: Sequence[Document]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        for document in documents:
-            line = {**report([document]), "ids": document.ids.tolist(), "logprobs": document.logprobs.tolist()}
-            file.write(json.dumps(line) + "\n")
+class Progress:
+    """A bar on a terminal; elsewhere a line every half a minute. Both go where errors go."""
+
+    def __init__(self, documents: Sequence[Document]):
+        from tqdm import tqdm
+
+        self._tokens, self._documents = sum(len(document.logprobs) for document in documents), len(documents)
+        self._done = self._scored = 0
+        self._said = time.monotonic()
+        form = "  {n_fmt}/{total_fmt} tokens {bar} {remaining} left"
+        self._bar = tqdm(total=self._tokens, bar_format=form, unit_scale=True, disable=None, dynamic_ncols=True)
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def finished(self, document: Document) -> None:
+        """Count a document."""
+        self._done, self._scored = self._done + 1, self._scored + len(document.logprobs)
+        self._bar.update(len(document.logprobs))
+        if self._bar.disable and time.monotonic() - self._said > EVERY:
+            self._said = time.monotonic()
+            scored = (
+                f"  scored {self._done} of {self._documents} documents, {self._scored:,} of {self._tokens:,} tokens"
+            )
+            print(scored, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _opened(out: str | None) -> Generator[TextIO | None, None, None]:
+    """Open the file of scores before anything costly is done; what it holds stays until there is something else.
+
+    Raises:
+        CommandError: one may not write there.
+    """
+    if out is None:
+        yield None
+        return
+    path = Path(out).expanduser()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a")
+    except OSError as error:
+        raise CommandError(f"cannot write out={out}: {error.strerror} ({error.filename}). Give another FILE") from None
+    with file:
+        try:
+            yield file
+        except OSError as error:
+            raise CommandError(
+                f"cannot go on writing out={out}: {error.strerror}. The lines that are there are whole documents"
+            ) from None
+
+
+def _line(document: Document) -> str:
+    values = {**report([document]), "ids": document.ids.tolist(), "logprobs": document.logprobs.tolist()}
+    return json.dumps(values) + "\n"
 
 
 if __name__ == "__main__":

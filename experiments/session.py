@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,11 +31,13 @@ from experiments import (
 from experiments.checkpoints import CheckpointError, Checkpoints
 from experiments.directory import Directory, DirectoryError
 from experiments.distributed import DistributedError
-from experiments.hardware import Device, HardwareError
+from experiments.hardware import GIB, Device, HardwareError
 from experiments.loggers import missing, open_loggers
 from experiments.metrics import Progress, Recorder
 from experiments.own import OwnError
 from experiments.preflight import DoesNotFitError, Plan
+from experiments.program import OutOfMemoryError
+from experiments.signals import Stop, Stopped
 from transforms import TileError
 from zoo import lora
 
@@ -52,38 +55,59 @@ def check_options(options: dict[str, Any]) -> None:
         RunError: it does not, or not with such a value.
     """
     try:
-        jax.jit(lambda: 0, compiler_options=options).lower().compile()
+        if options:  # a run without any compiles nothing for this
+            jax.jit(lambda: 0, compiler_options=options).lower().compile()
     except (jax.errors.JaxRuntimeError, TypeError, ValueError) as error:
         raise RunError(f"cannot use hardware.compiler_options={options}: {str(error).splitlines()[0]}") from None
 
 
-def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str]) -> int:
-    """Carry out a run and return its exit status, every expected error in one message."""
+def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str], stop: Stop | None = None) -> int:
+    """Carry out a run and return its exit status, every expected error in one message.
+
+    Args:
+        config: the run.
+        choices: the option of each group.
+        argv: the overrides that say so.
+        stop: what hears that the run is to end, entered already; None: from here on.
+    """
+    if stop is None:
+        with Stop() as stop:
+            return start(config, choices, argv, stop)
     began = time.perf_counter()
     try:
+        stop.ask()  # JAX has been imported meanwhile
         if problem := missing(config.save):
             raise RunError(problem)
         config = with_weights(config, argv)
         directory = Directory.find(config, choices["model"])
         distributed.join(config.distributed)
+        if distributed.several():
+            stop.share()
+        stop.ask()
         device = hardware.prepare(config.hardware.platform)
         hardware.allow(config.hardware)
         config, chosen = hardware.resolve(config, device)
         check(config)
         check_options(config.hardware.compiler_options)
+        stop.ask()
         source = data.open_source(config)
+        stop.ask()
         directory.hold()
+    except Stopped as stopped:
+        return _fail(stopped, stopped.status)
     except (RunError, DirectoryError, DistributedError, HardwareError, data.DataError) as error:
         return _fail(error, 2)
-    from experiments.signals import Stopped
     from experiments.train import DivergedError
 
+    if source.text is not None:
+        print("\n".join(textwrap.wrap(f"text: {source.text}", table.width(), **table.INDENT)), flush=True)
     try:
         with meshes.spread(config):
-            plan = _preflight(config, choices["model"], chosen, argv, device)
+            plan = _preflight(config, choices["model"], chosen, argv, device, stop)
+            stop.ask()
             if config.plan:
                 return 0
-            _train(config, directory, plan, source, overrides.pinned(argv, chosen), argv, began)
+            _train(config, directory, plan, source, overrides.pinned(argv, chosen), argv, began, stop)
     except (RunError, DirectoryError, DoesNotFitError, DivergedError, CheckpointError, TileError, OwnError) as error:
         if isinstance(error, DivergedError) and config.on_nan is configs.OnNan["raise"]:
             raise
@@ -91,14 +115,12 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str]) -> 
     except OSError as error:
         return _fail(_in_the_way(error, directory), 1)
     except Stopped as stopped:
+        if not stopped.trained:
+            return _fail(stopped, stopped.status)
         name, saved = configs.chosen(directory.path).name, config.checkpoint.wanted
         then = f"run={name} goes on from there" if saved else "nothing is saved, as there are no checkpoints"
         print(f"\n{stopped}; {then}", file=sys.stderr)
         return stopped.status
-    except KeyboardInterrupt:
-        if directory.path is None:
-            raise
-        return _fail(RunError(f"interrupted; what was measured is in {directory.path}"), 130)
     finally:
         directory.release()
     return 0
@@ -111,7 +133,7 @@ def _in_the_way(error: OSError, directory: Directory) -> RunError:
 
 def _fail(error: Exception, status: int) -> int:
     sys.stdout.flush()
-    print(f"\nerror: {error}" if status == 1 else f"error: {error}", file=sys.stderr)
+    print(f"error: {error}" if status == 2 else f"\nerror: {error}", file=sys.stderr)
     return status
 
 
@@ -160,11 +182,14 @@ def check(config: configs.Resolved) -> None:
             raise RunError(f"bad value adapter.targets={config.adapter.targets}: {said}") from None
 
 
-def _preflight(config: configs.Resolved, model: str, chosen: dict, argv: Sequence[str], device: Device) -> Plan:
+def _preflight(
+    config: configs.Resolved, model: str, chosen: dict, argv: Sequence[str], device: Device, stop: Stop
+) -> Plan:
     """Print what was chosen and what the run will cost.
 
     Raises:
         DoesNotFitError: with overrides that would fit; nothing has been allocated.
+        Stopped: the process was told to end.
     """
     if chosen:
         print(table.choices(chosen), flush=True)
@@ -173,25 +198,35 @@ def _preflight(config: configs.Resolved, model: str, chosen: dict, argv: Sequenc
     itemsize = 2 if config.hardware.param_dtype is configs.DType.bfloat16 else 4
     least, free = 2 * params * itemsize // config.mesh.devices, preflight.available(config, device)
     if least > 4 * free:  # compiling would only waste time
-        need = f"its weights and gradients alone take {table.size(least)}"
+        need = f"its weights and gradients alone take {table.size(least)}.\n"
     else:
-        plan = preflight.plan(config, device)
-        name = hardware.option_name(type(config.optimizer))
-        print(table.render(model, config, plan, device, name))
-        print(f"  compiled in {time.perf_counter() - began:.1f} s", flush=True)
-        if plan.fits:
-            return plan
-        need = f"the compiled step takes {table.size(plan.memory.total)} and {table.size(plan.headroom)} must stay free"
-    raise DoesNotFitError(f"{model} does not fit in {table.size(free)}: {need}.\n{_remedy(config, argv, device, free)}")
+        print("  compiling ...", flush=True)
+        try:
+            plan = preflight.plan(config, device)
+        except OutOfMemoryError as error:
+            need = f"the compiler says\n{error}\n"
+        else:
+            name = hardware.option_name(type(config.optimizer))
+            print(table.render(model, config, plan, device, name))
+            print(f"  compiled in {time.perf_counter() - began:.1f} s", flush=True)
+            if plan.fits:
+                return plan
+            total, free_too = table.size(plan.memory.total), table.size(plan.headroom)
+            need = f"the compiled step takes {total} and {free_too} must stay free.\n"
+    stop.ask()
+    remedy = _remedy(config, argv, device, free, stop)
+    raise DoesNotFitError(f"{model} does not fit in {table.size(free)}: {need}{remedy}")
 
 
-def _remedy(config: configs.Resolved, argv: Sequence[str], device: Device, free: int) -> str:
+def _remedy(config: configs.Resolved, argv: Sequence[str], device: Device, free: int, stop: Stop) -> str:
+    if (kept := preflight.headroom(config)) >= free:
+        return f"hardware.headroom_gib={kept / GIB:g} alone keeps all of it free: lower it."
     print("  looking for what would fit ...", flush=True)
-    found = preflight.suggest(argv, config, device)
+    found = preflight.suggest(argv, config, device, stop.ask)
     if found is not None:
         changes, total = found
         return f"This fits ({table.size(total)}): {' '.join(changes)}"
-    smaller = preflight.largest_model(lambda params: 2 * 2 * params * 1.3 < free)
+    smaller = preflight.largest_model(lambda params: 2 * 2 * params * 1.3 < free - preflight.headroom(config))
     return "Nothing that leaves the model as it is was found to fit." + (f" Try model={smaller}." if smaller else "")
 
 
@@ -203,6 +238,7 @@ def _train(
     words: Sequence[str],
     argv: Sequence[str],
     began: float,
+    stop: Stop,
 ) -> None:
     from experiments import closing, plots
     from experiments.train import Trainer
@@ -225,7 +261,10 @@ def _train(
     else:
         recorder = Recorder(None)
     try:
-        model = Trainer(config, plan, source, recorder, progress, checkpoints, path, restored).run()
+        with program.out_of_memory():
+            model = Trainer(config, plan, source, recorder, progress, checkpoints, path, stop, restored).run()
+    except OutOfMemoryError as error:
+        raise RunError(_ran_out(error, plan)) from None
     except ValueError as error:
         raise RunError(str(error)) from error
     except jax.errors.JaxRuntimeError as error:
@@ -239,7 +278,15 @@ def _train(
             checkpoints.close()
     if config.save.final:
         closing.save_weights(model, config, path)
-    print(closing.words(path, recorder, config, time.perf_counter() - began))
+    print(closing.words(path, recorder, plan, config, time.perf_counter() - began))
+
+
+def _ran_out(error: OutOfMemoryError, plan: Plan) -> str:
+    return (
+        f"out of memory, where {table.size(plan.memory.total)} were planned for the step and "
+        f"{table.size(plan.headroom)} kept free:\n{error}\n"
+        "Give more tiles (tiling.n), a smaller batch_size or remat=full. hardware.headroom_gib is what must stay free."
+    )
 
 
 def _restore(
@@ -273,11 +320,15 @@ def _checkpoints(
     """
     how = config.checkpoint
     need = preflight.bytes_of(program.kept(config, plan.state))
+    there = sum(name.name.isdecimal() for name in (path / "checkpoints").glob("*"))
+    more = max(1, min(how.keep + 1, config.steps) - there)  # the one that is written stands beside those that are kept
     room = shutil.disk_usage(next(place for place in (path, *path.absolute().parents) if place.exists())).free
-    if how.wanted and room < need:
+    if how.wanted and room < more * need:
+        kept = f"checkpoint.keep={how.keep}, and one more while it is written"
+        several = "" if more == 1 else f", {more} of them {table.size(more * need)} ({kept})"
         raise RunError(
-            f"a checkpoint takes {table.size(need)}, and there is room for {table.size(room)} at {path}: "
-            f"free some, give out=FOLDER on another disk, or checkpoint=none."
+            f"a checkpoint takes {table.size(need)}{several}, and there is room for {table.size(room)} at {path}: "
+            f"free some, keep fewer, give out=FOLDER on another disk, or checkpoint=none."
         )
     on_host = config.hardware.platform is configs.Platform.cpu
     free = plan.available - plan.memory.total - plan.headroom if on_host else hardware.host_memory() // 2

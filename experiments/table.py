@@ -1,12 +1,21 @@
 """The table printed before the first step: what the run is, what it costs, and whether it fits."""
 
+import shutil
+import sys
+import textwrap
 from typing import Any
 
 from experiments import configs, meshes, preflight, tiles
 from experiments.hardware import GIB, Device
 from experiments.preflight import Memory, Plan
 
-WIDTH = 80
+INDENT: Any = {"initial_indent": "  ", "subsequent_indent": " " * 8}
+WIDTH = 80  # at most: a narrower terminal has narrower tables
+
+
+def width() -> int:
+    """Return how wide a table may be."""
+    return min(WIDTH, shutil.get_terminal_size().columns) if sys.stdout.isatty() else WIDTH
 
 
 def size(count: float, digits: int = 2) -> str:
@@ -40,54 +49,80 @@ def render(name: str, config: configs.Resolved, plan: Plan, device: Device, opti
     if config.mesh.devices > 1:
         rows.append(("mesh", f"{config.mesh.devices} devices", meshes.describe(config.mesh)))
     lines = [_rule(f"{name} on {device.name}")]
-    lines += [f"  {label:<16} {value:>15}   {note}" for label, value, note in rows]
-    lines += [f"  {'tiled' * (i == 0):<16} {part:>15}   {how}" for i, (part, how) in enumerate(tiles.describe(config))]
+    rows += [("tiled" * (i == 0), part, how) for i, (part, how) in enumerate(tiles.describe(config))]
+    for label, value, note in rows:
+        lines += _row(f"  {label:<16} {value:>15}", note)
     return "\n".join([*lines, "", *_memory(config, plan), _rule()])
 
 
 def _memory(config: configs.Resolved, plan: Plan) -> list[str]:
-    heads = ["untiled"] if plan.untiled is None else [_name(config), "untiled"]
+    heads = [_name(config)] if plan.untiled is None else [_name(config), "untiled"]
     columns: list[Memory] = [plan.memory] if plan.untiled is None else [plan.memory, plan.untiled]
     title = "memory" if config.mesh.devices == 1 else "memory of each"
-    lines = [f"  {title:<16} " + "".join(f"{head:>15}" for head in heads)]
-    notes = {"head": _logits(config), "activations": f"and the rest; remat {config.remat.policy}"}
+    cell = 15 if width() >= 50 else 10
+    lines = [f"  {title:<16} " + "".join(f"{head:>{cell}}" for head in heads)]
+    notes = {"head": _head(config, plan), "activations": f"and the rest; remat {config.remat.policy}"}
     for part in plan.memory.parts:
-        cells = "".join(f"{size(getattr(column, part)):>15}" for column in columns)
-        lines.append(f"    {part:<14} {cells}   {notes.get(part, '')}".rstrip())
-    lines.append(f"    {'compiled step':<14} " + "".join(f"{size(column.total):>15}" for column in columns))
+        cells = "".join(f"{size(getattr(column, part)):>{cell}}" for column in columns)
+        lines += _row(f"    {part:<14} {cells}", notes.get(part, ""))
+    lines.append(f"    {'compiled step':<14} " + "".join(f"{size(column.total):>{cell}}" for column in columns))
     verdict = "fits" if plan.fits else "DOES NOT FIT"
-    lines.append(f"    {'available':<14} {size(plan.available):>15}   {verdict}, {size(plan.headroom)} kept free")
+    lines += _row(
+        f"    {'available':<14} {size(plan.available):>{cell}}", f"{verdict}, {size(plan.headroom)} kept free"
+    )
     return lines + _advice(config, plan)
+
+
+def _row(values: str, note: str) -> list[str]:
+    """Return a row of the table, its note below where there is no room beside."""
+    if len(line := f"{values}   {note}".rstrip()) <= width():
+        return [line]
+    return [values, *textwrap.wrap(note, width(), initial_indent=" " * 6, subsequent_indent=" " * 6)]
+
+
+def _note(text: str) -> list[str]:
+    return textwrap.wrap(f"note: {text}", width(), **INDENT)
 
 
 def _name(config: configs.Resolved) -> str:
     """Return how the run is tiled, where one word says it."""
+    if not config.tiling.cuts:
+        return "untiled"
     alone = configs.Tiling(n=config.tiling.n) == config.tiling and config.tiling.n != "none"
     return f"tiled, n={config.tiling.n}" if alone else "tiled"
 
 
 def _advice(config: configs.Resolved, plan: Plan) -> list[str]:
     """Return what a user of tiling should know: whether it helps at this size, and whether its tiles are too short."""
-    lines = [f"  note: {note}." for note in meshes.notes(config)]
-    tokens = config.tokens_per_step
-    if plan.untiled is not None and plan.untiled.total <= plan.memory.total * 1.02:
-        lines.append(f"  note: at {tokens:,} tokens per step tiling saves nothing: what it cuts is small.")
+    notes = [f"{note}." for note in meshes.notes(config)]
+    tokens, longest = config.tokens_per_step, config.model.config.context_length
+    if config.seq_len > longest:
+        notes.append(f"seq_len={config.seq_len:,} is beyond the {longest:,} tokens that this model was made for.")
+    if plan.refused is not None:
+        notes.append(f"untiled, this step does not compile here: {plan.refused.splitlines()[0].strip()}.")
+    if plan.saved is not None and plan.saved <= 0.02 * plan.memory.total:
+        small = f"at {tokens:,} tokens per step tiling saves nothing: what it cuts is small."
         if plan.at_scale is not None:
             tiled, untiled = (size(bytes, digits=1) for bytes in plan.at_scale)
-            lines.append(f"        At {preflight.AT_SCALE:,} the head would take {tiled} tiled, {untiled} untiled.")
+            small += f" At {preflight.AT_SCALE:,} the head would take about {tiled} tiled, {untiled} untiled."
+        notes.append(small)
     length, each = tiles.head_axis(config)
     if config.tiling.n != "none" and tiles.head_tokens(config) < preflight.SHORT_TILE <= length * each:
         steps = -(-preflight.SHORT_TILE // each)
-        lines.append(
-            f"  note: tiles of {tiles.head_tokens(config)} tokens make slow matrix products; "
+        notes.append(
+            f"tiles of {tiles.head_tokens(config)} tokens make slow matrix products; "
             f"tiling.n={length // steps} has {steps * each} in each."
         )
-    return lines
+    return [line for note in notes for line in _note(note)]
 
 
-def _logits(config: configs.Resolved) -> str:
+def _head(config: configs.Resolved, plan: Plan) -> str:
     logits = 4 * tiles.head_tokens(config) * config.model.config.vocab_size
-    return f"logits {size(logits)} {'per tile' if tiles.head_tokens(config) < config.tokens_per_step else ''}".rstrip()
+    if tiles.head_tokens(config) >= config.tokens_per_step:
+        return f"logits {size(logits)}"
+    if plan.head_untiled is None or plan.untiled is not None:
+        return f"logits {size(logits)} per tile"
+    return f"about {size(plan.head_untiled)} if it were untiled"
 
 
 def choices(chosen: dict[str, Any]) -> str:
@@ -95,7 +130,7 @@ def choices(chosen: dict[str, Any]) -> str:
     words = [f"{key}={_plain(value)}" for key, value in chosen.items()]
     lines, line = [], "  chosen:"
     for word in words:
-        if len(line) + 1 + len(word) > WIDTH:
+        if len(line) + 1 + len(word) > width() and line.strip():
             lines.append(line)
             line = "         "
         line += f" {word}"
@@ -111,4 +146,4 @@ def _plain(value: Any) -> str:
 
 
 def _rule(title: str = "") -> str:
-    return (f"── {title} " if title else "").ljust(WIDTH, "─")
+    return (f"── {title} " if title else "").ljust(width(), "─")[: width()]

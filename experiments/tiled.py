@@ -12,6 +12,7 @@ import equinox as eqx
 
 from experiments import configs, tiles
 from transforms import tile
+from transforms.plan import TilePlan
 from zoo import Gemma
 from zoo.configs import MixtralConfig, Qwen3MoeConfig
 from zoo.experts import experts_by_sequence
@@ -38,6 +39,17 @@ def fewest(config: configs.Resolved, loss: Callable[..., Any], models: tuple, ar
     options = _head_options(config)
     cut = tile(loss, axis=_head_axes(config), n="auto", budget=config.tiling.budget, has_aux=True, **options)
     return cut.plan(tuple(map(_read_by_head, models)), *args).tiles
+
+
+def plan(config: configs.Resolved, loss: Callable[..., Any], models: tuple, args: tuple[Any, ...]) -> TilePlan:
+    """Return how the head is cut and what it takes, tiled and untiled; `args` may be abstract. Nothing is compiled.
+
+    Raises:
+        TileError: the loss cannot be cut.
+    """
+    how = _head_options(config)
+    cut = tile(loss, axis=_head_axes(config), size=tiles.head_size(config), has_aux=True, **how)
+    return cut.plan(tuple(map(_read_by_head, models)), *args)
 
 
 def _head_options(config: configs.Resolved) -> dict[str, Any]:

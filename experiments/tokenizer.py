@@ -1,14 +1,16 @@
-"""Text to ids and back: bytes by default, or the `tokenizer.json` of a Hugging Face folder; and training a BPE.
+"""Text to ids and back: bytes by default, or the tokenizer of a Hugging Face folder; and training a BPE.
 
     python experiments/tokenizer.py data=stdlib vocab_size=8192 out=runs/bpe
 
 trains a byte-level BPE on local text and writes a folder that `data.tokenizer=runs/bpe` and transformers read.
-The package `tokenizers` (extra `hf`) is imported only where a folder is opened or made.
+The packages `tokenizers` and `sentencepiece` (extra `hf`) are imported only where a folder is opened or made.
 """
 
 import codecs
 import hashlib
+import importlib
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,7 +28,11 @@ from experiments.chat import ChatTemplate, Pieces, Plain  # noqa: E402
 from experiments.corpus import BOS, BYTE_VOCAB, DataError, documents  # noqa: E402
 
 FILE = "tokenizer.json"
-FILES = (FILE, "tokenizer_config.json", "chat_template.jinja")
+SENTENCES = "tokenizer.model"
+SETTINGS = "tokenizer_config.json"
+FILES = (FILE, SENTENCES, SETTINGS, "added_tokens.json", "chat_template.jinja")
+BYTES = "bytes"  # what data.tokenizer, and the settings of weights that were trained on bytes, call them
+MOST_BYTES = 1024  # words: a larger vocabulary is hardly one of bytes
 START, STOP = "<bos>", "<eos>"  # of the tokenizers that are trained here
 
 
@@ -75,24 +81,27 @@ class Folder:
         name: for people.
     """
 
+    FILE = FILE
+
     def __init__(self, path: Path):
-        file = path / FILE
-        if not file.is_file():
-            where = "" if path.is_dir() else "there is no such folder, so "
-            raise DataError(f"cannot read a tokenizer at {path}: {where}there is no {FILE}")
-        tokenizers = _package()
-        try:
-            self._inner = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the package raises bare `Exception`s
-            raise DataError(f"cannot read {file}: {error}") from None
+        file = path / self.FILE
         self.name = f"the tokenizer in {path}"
         self.identity = hashlib.sha256(file.read_bytes()).hexdigest()
-        self.vocab_size = max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        settings = read_json(path / "tokenizer_config.json")
+        settings = read_json(path / SETTINGS)
+        self._inner, self.vocab_size = self._open(file, settings)
         special = {name: _content(settings.get(name)) for name in ("bos_token", "eos_token")}
         self.start = self._id(special["bos_token"])
         self.stops = self._stops(path, special["eos_token"])
         self.chat = ChatTemplate.read(path, settings, special)
+
+    def _open(self, file: Path, settings: Mapping[str, Any]) -> tuple[Any, int]:
+        """Return the package's own tokenizer, and one more than its largest id."""
+        tokenizers = _package("tokenizers")
+        try:
+            inner = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the package raises bare `Exception`s
+            raise DataError(f"cannot read {file}: {error}") from None
+        return inner, max(inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @property
     def separator(self) -> int:
@@ -144,19 +153,138 @@ class Folder:
         return tuple(sorted({i for i in (*found, self._id(eos)) if isinstance(i, int)}))
 
 
+class Sentences(Folder):
+    """The tokenizer of a folder that has no tokenizer.json but a SentencePiece model, as Llama 2 and Gemma came with.
+
+    Special tokens are found in a text first; what is between them is encoded by itself.
+    """
+
+    FILE = SENTENCES
+
+    def _open(self, file: Path, settings: Mapping[str, Any]) -> tuple[Any, int]:
+        sentencepiece = _package("sentencepiece")
+        try:
+            inner = sentencepiece.SentencePieceProcessor(model_file=str(file))
+        except (OSError, RuntimeError, ValueError, TypeError) as error:
+            raise DataError(f"cannot read {file}: {error}") from None
+        pieces = range(inner.vocab_size())
+        self._special = {inner.id_to_piece(i): i for i in pieces if inner.is_control(i)}
+        self._special |= {text: int(i) for text, i in read_json(file.parent / "added_tokens.json").items()}
+        decoder = settings.get("added_tokens_decoder")
+        for i, token in (decoder if isinstance(decoder, Mapping) else {}).items():
+            if (text := _content(token)) is not None:
+                self._special[text] = int(i)
+        longest = sorted(self._special, key=len, reverse=True)
+        self._split = re.compile("|".join(re.escape(text) for text in longest))
+        self._starts = settings.get("add_bos_token", True)
+        return inner, max([inner.vocab_size() - 1, *self._special.values()]) + 1
+
+    def _segments(self, text: str) -> list[tuple[int, str]]:
+        """Return where each stretch of a text begins, and it: a special token, or what is between two."""
+        found, end = [], 0
+        for match in self._split.finditer(text) if self._special else ():
+            found += [(end, text[end : match.start()]), (match.start(), match[0])]
+            end = match.end()
+        return [(start, part) for start, part in [*found, (end, text[end:])] if part]
+
+    def _encode(self, text: str) -> tuple[list[int], list[int]]:
+        """Return ids, and where in the text each begins."""
+        ids, starts = [], []
+        for start, part in self._segments(text):
+            if part in self._special:
+                ids, starts = [*ids, self._special[part]], [*starts, start]
+                continue
+            pieces = self._inner.encode(part, return_type="proto").pieces
+            characters = np.repeat(np.arange(len(part)), [len(one.encode()) for one in part])  # the one of each byte
+            ids += [piece.id for piece in pieces]
+            starts += [start + int(characters[min(piece.begin, len(characters) - 1)]) for piece in pieces]
+        return ids, starts
+
+    def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        """Return the ids of each text, without a start; what is no UTF-8 becomes U+FFFD."""
+        return [np.array(self._encode(text.decode(errors="replace"))[0], np.int32) for text in texts]
+
+    def prompt(self, text: str) -> list[int]:
+        """Return the ids of a prompt, after the token that starts a text unless the folder says otherwise."""
+        start = [self.start] if self._starts and self.start is not None else []
+        return [*start, *self._encode(text)[0]]
+
+    def encode_pieces(self, pieces: Pieces) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids of a text, and which of them begin in a piece that counts."""
+        ids, starts = self._encode("".join(text for text, _ in pieces))
+        counts = np.repeat([counts for _, counts in pieces], [len(text) for text, _ in pieces])
+        return np.array(ids, np.int32), counts[np.minimum(np.array(starts, np.int64), len(counts) - 1)]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of ids, special tokens left out."""
+        special = set(self._special.values())
+        return self._inner.decode([int(i) for i in ids if int(i) not in special])
+
+    def stream(self) -> Callable[[int], str]:
+        """Return a function that takes one id after another and returns the text that is now complete."""
+        ids: list[int] = []
+        shown = ""
+
+        def step(token: int) -> str:
+            nonlocal shown
+            ids.append(int(token))
+            text = self.decode(ids)
+            if text.endswith("\ufffd"):  # a character whose bytes are still to come
+                return ""
+            new, shown = text[len(shown) :], text
+            return new
+
+        return step
+
+    def _id(self, token: str | None) -> int | None:
+        if token is None or token in self._special:
+            return self._special.get(token or "")
+        found = self._inner.piece_to_id(token)
+        return None if found == self._inner.unk_id() else found
+
+
 def open_tokenizer(path: str | Path | None, weights: str | Path | None = None) -> Bytes | Folder:
     """Return the tokenizer at a path; without one, that of the weights' folder if it has one, else bytes.
 
     Raises:
-        DataError: the folder holds no tokenizer that can be read, or the extra `hf` is missing.
+        DataError: the folder holds no tokenizer that can be read, the extra `hf` is missing, or nothing says that the
+            weights' large vocabulary is one of bytes.
     """
-    if path is None and weights is not None and (Path(weights).expanduser() / FILE).is_file():
-        path = weights
-    return Bytes() if path is None else Folder(Path(path).expanduser())
+    if str(path) == BYTES:
+        return Bytes()
+    folder = Path(path if path is not None else weights or "").expanduser()
+    if path is None and weights is None:
+        return Bytes()
+    for cls in (Folder, Sentences):
+        if (folder / cls.FILE).is_file():
+            return cls(folder)
+    if path is not None:
+        why = f"there is no {FILE} and no {SENTENCES}" if folder.is_dir() else "there is no such folder"
+        raise DataError(f"cannot read a tokenizer at {path}: {why}")
+    words = _vocabulary(folder)
+    if words > MOST_BYTES and read_json(folder / SETTINGS).get("tokenizer_class") != BYTES:
+        raise DataError(
+            f"cannot read text for {folder}: its vocabulary has {words:,} words, and it holds no {FILE} and no "
+            f"{SENTENCES}. Copy one there, name a folder that has one (data.tokenizer=FOLDER, generate.py's "
+            f"tokenizer=FOLDER), or say {BYTES} in its place for weights that were trained on bytes."
+        )
+    return Bytes()
 
 
-def copy_tokenizer(source: str | Path, out: Path) -> None:
-    """Copy a tokenizer's files into another folder."""
+def _vocabulary(folder: Path) -> int:
+    """Return how many words the weights of a folder know; 0 where it does not say."""
+    raw = read_json(folder / "config.json")
+    inner = raw.get("text_config")
+    found = {**(inner if isinstance(inner, dict) else {}), **raw}.get("vocab_size")
+    return found if isinstance(found, int) else 0
+
+
+def copy_tokenizer(source: str | Path | None, out: Path) -> None:
+    """Copy a tokenizer's files into a folder of weights; or say there that they are of bytes, where it has none."""
+    if source in (None, BYTES):
+        if not any((out / name).is_file() for name in (FILE, SENTENCES, SETTINGS)):
+            (out / SETTINGS).write_text(json.dumps({"tokenizer_class": BYTES}, indent=2) + "\n")
+        return
     for name in FILES:
         if (Path(source).expanduser() / name).is_file():
             shutil.copyfile(Path(source).expanduser() / name, out / name)
@@ -168,7 +296,7 @@ def train_bpe(texts: Iterable[bytes], vocab_size: int, folder: Path) -> Folder:
     Raises:
         DataError: the vocabulary is smaller than the bytes and the two special tokens that it starts from.
     """
-    tokenizers = _package()
+    tokenizers = _package("tokenizers")
     from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -216,14 +344,14 @@ def _content(token: Any) -> str | None:
     return token if isinstance(token, str) else None
 
 
-def _package() -> Any:
+def _package(name: str) -> Any:
     try:
-        import tokenizers
+        return importlib.import_module(name)
     except ImportError:
         raise DataError(
-            f"tokenizers are an extra: {commands.install('hf')}, or leave data.tokenizer out for bytes"
+            f"tokenizers are an extra, and the package {name} is missing: {commands.install('hf')}, or leave "
+            f"data.tokenizer out for bytes"
         ) from None
-    return tokenizers
 
 
 def main(argv: list[str]) -> int:

@@ -45,6 +45,7 @@ class Trainer:
     progress: Progress
     checkpoints: Checkpoints | None
     directory: Path
+    stop: Stop
     restored: tuple[int, State] | None = None
 
     def __post_init__(self):
@@ -59,10 +60,13 @@ class Trainer:
         Raises:
             DivergedError: a loss is not finite; every record up to it has been written.
             Stopped: the process was told to end; everything is saved.
+            OutOfMemoryError: the evaluation does not compile.
             CheckpointError: a checkpoint could not be written.
         """
         evaluate = program.compile_eval(self.config, self.plan.state)
+        self.stop.ask()
         self._frozen = program.init_frozen(self.config)
+        self.stop.ask()
         first, state = self._start(evaluate)
         self.progress.start(first)
         put = meshes.feeder(self.source.batch_size)  # the mesh is set in this thread alone
@@ -70,8 +74,8 @@ class Trainer:
         feed = Prefetch(read, first, self.config.steps)
         self._tracer = Tracer(self.config.profile, self.directory, self.progress.say)
         try:
-            with Stop() as stop:
-                return self._loop(first, state, feed, evaluate, stop)
+            self.stop.begin()
+            return self._loop(first, state, feed, evaluate)
         finally:
             self._tracer.close()
             feed.close()
@@ -85,14 +89,16 @@ class Trainer:
         began = time.perf_counter()
         model = jax.block_until_ready(program.init_model(self.config))
         self.progress.say(f"  weights {self._origin()} in {time.perf_counter() - began:.1f} s")
-        before = self._held_out(evaluate, model, Record(step=0))
+        memory, peak = hardware.used_memory()
+        before = Record(step=0, memory_bytes=memory, peak_memory_bytes=peak)
+        before = self._held_out(evaluate, model, before, self.stop.ask)
         self.recorder.add(before)
-        self.progress.say(f"  held-out text before training: {describe(before)}")
+        self.progress.say(f"  held-out {'pairs' if self.config.paired else 'text'} before training: {describe(before)}")
         transformation = program.build_optimizer(self.config)
         init = eqx.filter_jit(lambda m: transformation.init(eqx.filter(m, program.trainable(self.config)(m))))
         return 0, State(model, init(model), jnp.zeros((), jnp.int32))
 
-    def _loop(self, first: int, state: State, feed: Prefetch, evaluate: Any, stop: Stop) -> Any:
+    def _loop(self, first: int, state: State, feed: Prefetch, evaluate: Any) -> Any:
         pending, self._saving = None, 0.0
         self._clock = self._saved = time.perf_counter()
         self._first, self._every, self._has_saved = first, None, first > 0
@@ -105,7 +111,7 @@ class Trainer:
             if pending is not None:
                 self._record(*pending)
             pending = (step, metrics, waited)
-            told, measure = stop.told(step), self._measures(step)
+            told, measure = self.stop.told(step), self._measures(step)
             save = told is not None or self._saves(step)
             if measure or save or self._tracer.ends(step):
                 weigh = partial(self._held_out, evaluate, program.measured(self.config, state)) if measure else None
@@ -117,7 +123,7 @@ class Trainer:
                     self._save(step, state, wait=told is not None)
                 pending, self._clock = None, time.perf_counter()
             if told:
-                raise Stopped(f"stopped by {told.name} after step {step} of {self.config.steps}", told)
+                raise Stopped(f"stopped by {told.name} after step {step} of {self.config.steps}", told, trained=True)
         return program.measured(self.config, state)
 
     def _measures(self, step: int) -> bool:
@@ -190,7 +196,8 @@ class Trainer:
         )
         self._saving = 0.0
         finite = _finite(record)
-        self.recorder.add(evaluate(record) if evaluate is not None and finite else record)
+        record = evaluate(record) if evaluate is not None and finite else record
+        self.recorder.add(record)
         self.progress.show(record)
         if finite:
             self._skipped = 0
@@ -220,11 +227,17 @@ class Trainer:
             f"optimizer.clip_norm=1. The step's batch is in {file}."
         )
 
-    def _held_out(self, evaluate: Callable[..., Any], model: Any, record: Record) -> Record:
-        """Return the record with the mean held-out loss, every batch weighted by the tokens that count."""
+    def _held_out(
+        self, evaluate: Callable[..., Any], model: Any, record: Record, ask: Callable[[], None] = lambda: None
+    ) -> Record:
+        """Return the record with the mean held-out loss, every batch weighted by the tokens that count.
+
+        `ask` is called before each batch, and may raise.
+        """
         batches = self.source.held_out_batches(configs.chosen(self.config.eval.batches))
         count, put, total = 0.0, meshes.feeder(self.source.batch_size), {"loss": 0.0, "accuracy": 0.0}
         for index in range(batches):
+            ask()
             batch = self.source.held_out_batch(index, batches)
             inputs = program.inputs(put(_rows_of(batch)), self._frozen if self.config.paired else None)
             found = evaluate(inputs, model)

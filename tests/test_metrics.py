@@ -1,9 +1,15 @@
 """Metrics files that parse, one row per step; lines that read well; the two pictures."""
 
 import csv
+import dataclasses
+import fcntl
 import io
 import json
 import math
+import os
+import select
+import struct
+import termios
 
 import pytest
 
@@ -76,28 +82,61 @@ def test_plain_lines_where_there_is_no_terminal():
         progress.show(record)
     progress.close()
     lines = stream.getvalue().splitlines()
+    held_out = [line for line in lines if "held-out" in line]
+    assert held_out == ["  held-out, step 25: 3.241 bits per byte", "  held-out, step 50: 2.915 bits per byte"]
+    lines = [line for line in lines if line not in held_out]
     assert [line.split()[1] for line in lines] == ["1/50", "20/50", "40/50", "50/50"]
-    assert "loss 4.715  6.802 bits/byte  4.10k tok/s  0.500 s  1.0 GiB" in lines[0]
+    words = "loss 4.715  6.802 bits/byte  4.10k tok/s  0.500 s/step  lr 0.001  grad 1.00  1.0 GiB"
+    assert words in lines[0]
 
 
-def test_a_bar_on_a_terminal():
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
 
-    stream = Terminal()
-    progress = Progress(50, 1, stream)
-    progress.start()
-    progress.show(records()[50])
-    progress.close()
-    assert "50/50" in stream.getvalue()
-    assert "\r" in stream.getvalue()
+
+BARS = {
+    40: "50/50  2.915 bits/byte  00:00 left",
+    80: "50/50  2.915 bits/byte  0.500 s/step  lr 0.001  grad 1.00  00:00 left",
+    130: "2.915 bits/byte  4.10k tok/s  0.500 s/step  lr 0.001  grad 1.00  1.0 GiB  held-out 2.915  00:00 left",
+}
+
+
+@pytest.mark.parametrize("columns", BARS)
+def test_a_bar_on_a_terminal_fits_and_names_its_fields(columns):
+    reader, writer = os.openpty()
+    fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
+    with os.fdopen(writer, "w") as stream:
+        progress = Progress(50, 1, stream)
+        progress.start()
+        progress.show(records()[25])
+        progress.show(records()[50])
+        progress.close()
+        stream.flush()
+        written = b""
+        while select.select([reader], [], [], 0.2)[0]:
+            written += os.read(reader, 10_000)
+    os.close(reader)
+    lines = written.decode().replace("\n", "\r").split("\r")
+    assert max(map(len, lines)) <= columns
+    assert BARS[columns] in [line for line in lines if line][-1]
+    assert "  held-out, step 25: 3.241 bits per byte" in lines
+
+
+def test_a_table_is_as_narrow_as_the_terminal(monkeypatch):
+    monkeypatch.setattr(table.sys, "stdout", Terminal())
+    monkeypatch.setenv("COLUMNS", "40")
+    config = resolved("tiling.n=8", "batch_size=1", "seq_len=128")
+    text = table.render("tiny", config, plan(), hardware.Device("cpu", "a test", 2**33), "adamw")
+    text += "\n" + table.choices({"optimizer.learning_rate": 0.003, "hardware.param_dtype": "float32", "steps": 3})
+    assert max(map(len, text.splitlines())) <= 40
+    assert "tiles of 16 tokens make" in " ".join(text.split())
 
 
 def plan(untiled=True):
     small = preflight.Memory(2**30, 2**28, 2**30, 2**27, 2**28, 3 * 2**30)
     large = preflight.Memory(2**30, 2**28, 2**30, 2**30, 2**28, 4 * 2**30)
-    return preflight.Plan(10**9, 10**12, small, large if untiled else None, 8 * 2**30, 2**30, None, None, None)
+    return preflight.Plan(10**9, 10**12, small, 8 * 2**30, 2**30, None, None, untiled=large if untiled else None)
 
 
 def resolved(*overrides):
@@ -105,16 +144,79 @@ def resolved(*overrides):
     return hardware.resolve(config, hardware.Device("cpu", "a test", 2**33))[0]
 
 
-@pytest.mark.parametrize("made", [records(), records(3), records()[:1], []], ids=["long", "short", "untrained", "none"])
-def test_pictures_are_drawn_whatever_was_measured(made, tmp_path):
-    plots.draw(tmp_path, made, plots.facts(plan(untiled=len(made) > 3), resolved()))
+@pytest.mark.parametrize("made", [records(), records(3)], ids=["long", "short"])
+def test_pictures_are_drawn_of_what_was_measured(made, tmp_path):
+    assert plots.draw(tmp_path, made, plots.facts(plan(untiled=len(made) > 3), resolved())) == list(PICTURES)
     for name in PICTURES:
         assert (tmp_path / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+@pytest.mark.parametrize("made", [records()[:1], []], ids=["untrained", "none"])
+def test_no_picture_is_drawn_of_nothing(made, tmp_path):
+    assert plots.draw(tmp_path, made, plots.facts(plan(), resolved())) == []
+    assert not [*tmp_path.iterdir()]
+
+
+def drawn(draw, *args):
+    """The texts of a picture; those that are cut off, and those that lie over others."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.text import Text
+
+    with plt.rc_context(plots.STYLE):
+        figure = draw(plt, *args)
+        figure.canvas.draw()
+    found = [text for axes in figure.axes for text in axes.findobj(Text) if text.get_text() and text.get_visible()]
+    words = " ".join(text.get_text().replace("\n", " ") for text in found)
+    ticks = {id(label) for axes in figure.axes for label in [*axes.get_xticklabels(), *axes.get_yticklabels()]}
+    boxes = {text.get_text(): text.get_window_extent() for text in found if id(text) not in ticks}
+    width, height = figure.canvas.get_width_height()
+    outside = [text for text, b in boxes.items() if not (min(b.x0, b.y0) >= 0 and b.x1 <= width and b.y1 <= height)]
+    over = [(one, other) for one in boxes for other in boxes if one < other and boxes[one].overlaps(boxes[other])]
+    plt.close(figure)
+    return words, outside, over
+
+
+@pytest.mark.parametrize(
+    ("overrides", "untiled", "says"),
+    [
+        ((), False, "this run, untiled"),
+        (("tiling.n=8",), True, "this run, head: 8 tiles of 256 tokens"),
+        (("tiling.n=8", "tiling.mlp=4", "tiling.attention=2", "tiling.batch=2"), True, "each MLP: 4 tiles"),
+    ],
+)
+def test_the_picture_of_memory_says_what_is_cut_and_nothing_lies_over_another(overrides, untiled, says):
+    known = plots.facts(plan(untiled), resolved(*overrides))
+    words, outside, over = drawn(plots._memory, records(), known, "a-run-1")
+    assert says in words and "sync" not in words
+    assert ("less than untiled" in words) == untiled
+    assert not outside and not over
+
+
+def test_the_picture_explains_what_is_beside_the_step():
+    config = resolved("tiling.n=8")
+    known = plots.facts(dataclasses.replace(plan(False), head_untiled=2**30), config)
+    made = [dataclasses.replace(records()[0], memory_bytes=2**31), *records(9)[1:]]
+    assert plots.beside(made, 2**30) == 2**30
+    words, outside, over = drawn(plots._memory, made, known, "a-run-1")
+    assert "Python, JAX and its compiler" in words and "+ the step as planned: 3 GiB" in words
+    assert "untiled, as tile estimates it" in words and "about 25% less than untiled" in words
+    assert not outside and not over
+
+
+def test_the_loss_of_pairs_is_not_of_text():
+    known = {**plots.facts(plan(), resolved()), "paired": True}
+    made = [dataclasses.replace(record, bits_per_byte=None, held_out_bits_per_byte=None) for record in records()]
+    words, outside, over = drawn(plots._loss, made, known, "dpo")
+    assert "loss of a pair of answers" in words and "held-out pairs" in words and "nats" not in words
+    assert not outside and not over
+
+
 def test_pictures_are_drawn_again_from_what_the_run_left(tmp_path, capsys):
     assert plots.main([str(tmp_path)]) == 1
-    assert f"error: cannot draw the run at {tmp_path}" in capsys.readouterr().err
+    assert f"error: there is no run at {tmp_path}: it has no plan.json" in capsys.readouterr().err
     recorder = Recorder(tmp_path)
     for record in records(5):
         recorder.add(record)
@@ -155,3 +257,19 @@ def test_choices_can_be_pasted_back():
     again = hardware.resolve(schema.compose(words)[0], hardware.Device("cpu", "a test", 2**33))
     assert again[1] == {}
     assert again[0].optimizer == configs.AdamW(learning_rate=3e-3)
+
+
+def test_pairs_that_tie_are_half_right():
+    from types import SimpleNamespace
+
+    import jax.numpy as jnp
+
+    from experiments import objectives
+
+    model = SimpleNamespace(logits=lambda hidden: hidden)
+    hidden = jnp.zeros((3, 2, 4, 5)).at[0, 0, :, 1].set(1.0)  # the first pair's chosen answer is likelier
+    targets, mask = jnp.ones((3, 2, 4), int), jnp.ones((3, 2, 4))
+    how = configs.Simpo(beta=1.0)
+    compare = lambda *sums: objectives.simpo(*sums, how=how)
+    _, aux = objectives.preference((model,), (hidden,), targets, mask, compare=compare)
+    assert aux["accuracy"] == pytest.approx((1 + 0.5 + 0.5) / 3)

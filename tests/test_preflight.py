@@ -1,6 +1,7 @@
 """The cost before the run: exact where it can be, refused before anything is allocated, with a remedy that works."""
 
 import dataclasses
+import json
 
 import jax
 import pytest
@@ -31,7 +32,7 @@ def resolved(*overrides, device=DEVICE):
 @pytest.fixture(scope="module")
 def tiled():
     before = sum(array.nbytes for array in jax.live_arrays())
-    plan = preflight.plan(resolved("tiling.n=8"), DEVICE)
+    plan = preflight.plan(resolved("tiling.n=8", "compare=true"), DEVICE)
     allocated = sum(array.nbytes for array in jax.live_arrays()) - before
     assert allocated < plan.memory.weights / 10
     return plan
@@ -52,6 +53,80 @@ def test_tiling_shows_in_the_plan(tiled):
     assert tiled.untiled.head > logits
     assert tiled.memory.head < tiled.untiled.head / 3
     assert tiled.memory.total < tiled.untiled.total - logits / 2
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """How many programs have been compiled ahead of time."""
+    found, real = [], jax.stages.Lowered.compile
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda self, *a, **k: found.append(self) or real(self, *a, **k))
+    return found
+
+
+def test_a_start_compiles_its_step_and_its_evaluation_alone(start, compiled, tmp_path, capsys):
+    assert start("tiling.n=4", "model.vocab_size=4096") == 0
+    assert len(compiled) == 2
+    assert "if it were untiled" in capsys.readouterr().out
+    assert json.loads((tmp_path / "tiny-1" / "summary.json").read_text())["planned_bytes_untiled"] is None
+    compiled.clear()
+    assert start("tiling.n=4", "model.vocab_size=4096", "compare=true") == 0
+    assert 2 < len(compiled) <= 5
+    assert "tiled, n=4        untiled\n" in capsys.readouterr().out
+
+
+def exhausted(monkeypatch, refuses):
+    """Let the compiler refuse training steps, as it does on TPUs, of the configurations that a function tells."""
+    step, made = program.compile_step, []
+    make = program.compile_train
+
+    def train(config, state):
+        made.append(config)
+        return make(config, state)
+
+    def compile_step(*args, **options):
+        if made and refuses(made[-1]):
+            made.clear()
+            raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm.\n{'x' * 9}")
+        return step(*args, **options)
+
+    monkeypatch.setattr(program, "compile_train", train)
+    monkeypatch.setattr(program, "compile_step", compile_step)
+
+
+def test_an_untiled_step_that_does_not_compile_is_a_note(start, monkeypatch, capsys):
+    exhausted(monkeypatch, lambda config: config.tiling.n == "none")
+    assert start("tiling.n=4", "compare=true") == 0
+    assert "note: untiled, this step does not compile here: RESOURCE_EXHAUSTED: Ran out" in capsys.readouterr().out
+
+
+def test_a_step_that_does_not_compile_is_refused_with_what_does(start, monkeypatch, capsys):
+    exhausted(monkeypatch, lambda config: config.batch_size > 2)
+    assert start("tiling.n=4", "optimizer=adamw", "hardware.headroom_gib=0") == 1
+    error = capsys.readouterr().err
+    assert "tiny does not fit in 4.00 GiB: the compiler says\n  RESOURCE_EXHAUSTED: Ran out of memory" in error
+    assert "This fits (" in error and "batch_size=2" in error
+
+
+def test_a_device_that_runs_out_of_memory_is_told_without_a_traceback(start, monkeypatch, capsys):
+    def fails(config, state):
+        def step(*_):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.")
+
+        step.compiled = compile_train(config, state).compiled
+        return step
+
+    compile_train = program.compile_train
+    monkeypatch.setattr(program, "compile_train", fails)
+    assert start() == 1
+    error = capsys.readouterr().err
+    assert "error: out of memory, where" in error
+    assert "Out of memory while trying to allocate 9 bytes" in error
+
+
+def test_nothing_is_tried_where_the_headroom_is_all_there_is(compiled):
+    words = [*MICRO, "hardware.memory_gib=0.01", "hardware.headroom_gib=1"]
+    assert preflight.suggest(words, resolved(*words[len(MICRO) :]), DEVICE) is None
+    assert not compiled
 
 
 def step_bytes(config):

@@ -4,6 +4,8 @@ import csv
 import json
 import math
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,7 +32,12 @@ def test_the_command_trains_and_leaves_everything(tmp_path, cache):
     assert sorted(path.name for path in folder.iterdir()) == sorted([*FILES, "checkpoints", "weights"])
     lines = done.stdout.splitlines()
     assert lines[-1].startswith(f"Everything is in {folder}/: metrics.jsonl, metrics.csv")
-    assert max(len(line) for line in lines[:-1]) <= 80
+    assert lines[0] == "  starting ..."
+    steps = [line for line in lines if line.startswith("  step ")]
+    assert max(len(line) for line in lines[:-1] if line not in steps) <= 80
+    assert all(re.search(r"s/step  lr \S+  grad \S+  ", line) for line in steps)
+    measured = [line.split(":")[0] for line in lines if line.startswith("  held-out, ")]
+    assert measured == ["  held-out, step 10", "  held-out, step 12"]
     assert sum(line.lstrip().startswith("step ") for line in lines) == 12
     assert "tiled, n=4" in done.stdout
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -74,6 +81,19 @@ def test_a_run_goes_on_where_it_ended_and_says_what_changed(start, tmp_path, cap
     assert [row["step"] for row in rows(tmp_path / "short")] == list(range(7))
     assert start("run=short", "model.mlp_dim=48") == 1
     assert "has other arrays than this run: model.layers.gate is" in capsys.readouterr().err
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew(start, tmp_path, capsys):
+    assert start("run=hurt") == 0
+    before = rows(tmp_path / "hurt")
+    for file in (tmp_path / "hurt" / "checkpoints").glob("*/manifest.json"):
+        file.unlink()
+    for _ in range(2):
+        assert start("run=hurt", "steps=6") == 1
+        assert "manifest.json is missing). Nothing is begun anew in their place" in capsys.readouterr().err
+        assert rows(tmp_path / "hurt") == before
+    shutil.rmtree(tmp_path / "hurt" / "checkpoints")
+    assert start("run=hurt", "steps=6") == 0
 
 
 def test_an_adapter_goes_on_without_the_weights_that_never_move(start, tmp_path):
@@ -163,6 +183,9 @@ def test_preferences_are_learned_from_what_the_run_starts_from(start, tmp_path, 
     rows = [json.loads(line) for line in (tmp_path / "pairs" / "metrics.jsonl").read_text().splitlines()]
     assert rows[0]["held_out_loss"] == pytest.approx(math.log(2), abs=1e-4)
     assert rows[1]["loss"] == pytest.approx(math.log(2), abs=1e-4)
+    assert rows[0]["held_out_accuracy"] == pytest.approx(
+        0.5, abs=0.3
+    )  # policy and reference are the same: ties, or noise
     assert rows[-1]["loss"] < 0.6 and rows[-1]["accuracy"] > 0.6 and rows[-1]["margin"] > 0
     assert rows[-1]["bits_per_byte"] is None
     assert "of pairs right" in capsys.readouterr().out

@@ -4,12 +4,15 @@ import dataclasses
 import functools
 import json
 import math
+import os
+import shutil
+import signal
 
 import jax
 import numpy as np
 import pytest
 
-from experiments import data, directory, hardware, train
+from experiments import data, directory, hardware, preflight, program, train
 from tests.runs import FILES, rows
 
 
@@ -84,6 +87,15 @@ def test_a_directory_has_one_run_at_a_time(start, tmp_path, capsys):
     assert start("run=held", "steps=1") == 0
 
 
+def test_there_is_room_for_a_checkpoint_more_than_are_kept(start, monkeypatch, capsys):
+    room = shutil.disk_usage("/")._replace(free=500_000)  # one takes 0.23 MB
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: room)
+    assert start("checkpoint.every=1") == 1
+    error = capsys.readouterr().err
+    assert ", 3 of them" in error and "(checkpoint.keep=2, and one more while it is written)" in error
+    assert start("checkpoint.every=1", "checkpoint.keep=1") == 0
+
+
 def test_a_step_without_a_loss_can_be_raised(start, tmp_path, poison):
     with pytest.raises(train.DivergedError, match="the loss is nan at step 3: training has diverged"):
         start("run=raises", "on_nan=raise", "checkpoint.every=1")
@@ -95,13 +107,30 @@ def test_an_interrupted_run_leaves_what_it_had(start, tmp_path, capsys, monkeypa
 
     def interrupt(self, step, *rows):
         if step == 2:
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), signal.SIGINT)
         return batch(self, step, *rows)
 
     monkeypatch.setattr(data.Source, "batch", interrupt)
-    assert start("run=cut", "checkpoint=none") == 130
-    assert "interrupted; what was measured is in" in capsys.readouterr().err
+    assert start("run=cut", "checkpoint=none", "steps=400") == 130
+    error = capsys.readouterr().err
+    assert "stopped by SIGINT after step" in error and "nothing is saved, as there are no checkpoints" in error
     assert sorted(path.name for path in (tmp_path / "cut").iterdir()) == FILES
+
+
+@pytest.mark.parametrize("stage", ["plan", "compile_eval", "init_model"])
+def test_an_interruption_before_the_first_step_draws_nothing(start, tmp_path, capsys, monkeypatch, stage):
+    place = preflight if stage == "plan" else program
+    real = getattr(place, stage)
+
+    def interrupt(*args):
+        os.kill(os.getpid(), signal.SIGINT)
+        return real(*args)
+
+    monkeypatch.setattr(place, stage, interrupt)
+    assert start("run=cut") == 130
+    assert capsys.readouterr().err == "\nerror: interrupted before the training began\n"
+    assert (tmp_path / "cut").exists() == (stage != "plan")
+    assert not [*tmp_path.glob("cut/*.png")]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 
 import zoo
 from experiments import commands, schema, score
+from experiments.tokenizer import Bytes
 from tests.hf_tiny import jit, loaded
 
 MODEL = "gemma2_gqa"
@@ -82,6 +83,44 @@ def test_no_logits_of_a_hundred_thousand_tokens_exist():
     compiled = score.compile_scorer(jnp.float32, 256, {}).lower(model, ids, ids).compile()
     logits = 256 * 256_000 * 4
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * logits < ids.size * 256_000 * 4 / 90
+
+
+def test_documents_are_finished_in_turn():
+    texts, seen = documents(1, 20, 0, 40, 3, 1), []
+    score.score(texts, loaded(MODEL), score.compile_scorer(jnp.float32, 16, {}), config(seq_len=16), seen.append)
+    assert [id(text) for text in seen] == [id(text) for text in texts]
+
+
+def test_a_place_that_cannot_be_written_is_said_before_the_model_is_read(monkeypatch, capsys):
+    from experiments import models
+
+    monkeypatch.setattr(models, "open_model", None)  # would fail if it were reached
+    assert score.main(["data=pydoc", "out=/dev/null/x/y"]) == 1
+    assert "error: cannot write out=/dev/null/x/y: Not a directory (/dev/null/x)" in capsys.readouterr().err
+
+
+def test_what_is_scored_is_written_at_once(tmp_path, monkeypatch, capsys):
+    """The third document cannot be scored; the lines of those before it are there, and an earlier file's are not."""
+    from experiments import models
+
+    opened = models.Opened(loaded(MODEL), jnp.float32, {}, Bytes())
+    monkeypatch.setattr(models, "open_model", lambda *_: opened)
+    (tmp_path / "out.jsonl").write_text("old\n")
+    texts = documents(9, 9, 9)
+    monkeypatch.setattr(score, "read_documents", lambda *_: texts)
+    real, calls = score.compile_scorer(jnp.float32, 16, {}), []
+
+    def scorer(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise RuntimeError("power cut")
+        return real(*args)
+
+    monkeypatch.setattr(score, "compile_scorer", lambda *_: scorer)
+    with pytest.raises(RuntimeError, match="power cut"):
+        score.main([f"out={tmp_path / 'out.jsonl'}"])
+    lines = (tmp_path / "out.jsonl").read_text().splitlines()
+    assert [json.loads(line)["ids"] for line in lines] == [text.ids.tolist() for text in texts[:2]]
 
 
 def test_the_report_is_of_bytes_and_tokens():

@@ -160,7 +160,7 @@ def test_contradictions_are_refused(values, message):
 def test_the_table_says_what_is_cut():
     config = resolved("tiny", *tilings("n=5", "lowmem=true", "mlp=4", "attention=2", "batch=4"))
     memory = preflight.Memory(*[2**20] * 6)
-    plan = preflight.Plan(10, 10, memory, memory, 2**30, 0, None, None, None)
+    plan = preflight.Plan(10, 10, memory, 2**30, 0, None, None, untiled=memory)
     text = table.render("tiny", config, plan, DEVICE, "sgd")
     lines = ["3 micro-batches of 2 x 16 tokens", "4 tiles of 8 tokens; also vocabulary"]
     lines += ["4 tiles of 2 x 4 tokens", "2 tiles of 2 x 8 queries"]

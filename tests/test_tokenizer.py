@@ -1,6 +1,7 @@
 """Text to ids and back: nothing lost, the folders of others read as transformers reads them, errors in words."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -120,8 +121,62 @@ def test_weights_bring_their_tokenizer(folder, tmp_path):
     assert open_tokenizer(None, folder).vocab_size == 600
 
 
+def test_weights_of_many_words_without_a_tokenizer_are_no_bytes(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 256_000}}))
+    with pytest.raises(DataError, match=r"has 256,000 words, and it holds no tokenizer.json and no tokenizer.model"):
+        open_tokenizer(None, tmp_path)
+    assert isinstance(open_tokenizer("bytes", tmp_path), Bytes)
+    tokenizer.copy_tokenizer(None, tmp_path)  # as a run that has trained on bytes does
+    assert isinstance(open_tokenizer(None, tmp_path), Bytes)
+
+
+@pytest.fixture(scope="module")
+def sentences(tmp_path_factory):
+    """A SentencePiece model of a little prose, with Llama's special tokens and bytes for what it does not know."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    path = tmp_path_factory.mktemp("sentences")
+    texts = [text.decode() for text in corpus.documents(configs.Pydoc())][:40]
+    how = {"vocab_size": 600, "model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity"}
+    how |= {
+        "remove_extra_whitespaces": False,
+        "minloglevel": 2,
+        "character_coverage": 0.99,
+        "max_sentence_length": 10**5,
+    }
+    with (path / "tokenizer.model").open("wb") as file:
+        sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(texts), model_writer=file, **how)
+    settings = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": TEMPLATE}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (path / "added_tokens.json").write_text(json.dumps({"<|assistant|>": 600}))
+    return path
+
+
+def test_a_sentencepiece_model_alone_is_a_tokenizer(sentences):
+    made = open_tokenizer(None, sentences)
+    for text in TEXTS[:4]:
+        ids = made.encode(text)
+        assert made.decode(ids) == text
+        step = made.stream()
+        assert "".join(step(i) for i in ids) == text
+    assert (made.start, made.stops, made.vocab_size, made.separator) == (1, (2,), 601, 1)
+    assert made.prompt("plain")[0] == 1
+    ids = made.encode("<s>one<|assistant|>two</s>").tolist()
+    assert [i for i in ids if i in (1, 2, 600)] == [1, 600, 2]
+    assert ids[1:-1] == [*made.encode("one"), 600, *made.encode("two")]
+    ids, counts = made.encode_pieces([("naïve", False), (" café", True), (" end", False)])
+    assert made.decode(ids[counts]).strip() == "café"
+    assert "Be brief." in made.chat.render(MESSAGES)
+
+
+def test_a_sentencepiece_model_without_its_package_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "tokenizer.model").write_bytes(b"\x0a")
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    with pytest.raises(DataError, match=r"the package sentencepiece is missing: pip install -e '.\[hf\]'"):
+        open_tokenizer(None, tmp_path)
+
+
 def test_what_is_no_tokenizer(tmp_path, folder):
-    with pytest.raises(DataError, match=r"there is no tokenizer.json"):
+    with pytest.raises(DataError, match=r"there is no tokenizer.json and no tokenizer.model"):
         open_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match=r"cannot read .*tokenizer.json"):

@@ -55,6 +55,19 @@ def test_load_inverts_save_bit_for_bit(name, dtype, tmp_path):
     assert eqx.tree_equal(eqx.filter(again, eqx.is_array), eqx.filter(model, eqx.is_array))
 
 
+def test_equal_weights_are_equal_bytes(tmp_path):
+    """The order of metadata was another one at each save, and in each process."""
+    model = Gemma.init(CONFIGS["gemma"], key=jax.random.key(0))
+    files = set()
+    for i in range(12):
+        save(model, tmp_path / str(i))
+        files.add((tmp_path / str(i) / "model.safetensors").read_bytes())
+    assert len(files) == 1
+    with safe_open(tmp_path / "0" / "model.safetensors", "np") as file:
+        assert file.metadata()["format"] == "pt"
+    load(tmp_path / "0")
+
+
 def test_save_shards_at_the_limit_with_an_index(folder, tmp_path):
     model, limit = load(folder), 30_000
     save(model, tmp_path / "out", shard_bytes=limit)

@@ -136,12 +136,28 @@ def _write_shards(model: Any, shards: list[list[tuple[str, Row, tuple[int, ...]]
         arrays = {name: _take(_leaf(model, row), place, row, model.config) for name, row, place in shard}
         digests = {name: hashlib.sha256(as_bytes(array)).hexdigest() for name, array in arrays.items()}
         save_file(arrays, folder / file, metadata={"format": "pt", DIGESTS: json.dumps(digests)})
+        _sort_metadata(folder / file)
         shutil.copymode(folder / "config.json", folder / file)  # safetensors lets only the owner read
         weight_map |= dict.fromkeys(arrays, file)
         total += sum(array.nbytes for array in arrays.values())
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _sort_metadata(path: Path) -> None:
+    """Put a file's metadata in the order of its keys, so that equal weights are equal bytes.
+
+    The package writes them in the order of a hash map, which is another one in every process.
+    """
+    with path.open("r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        assert len(text) <= length, "the same keys and values take the same space"
+        file.seek(8)
+        file.write(text.ljust(length))
 
 
 def _leaf(model: Any, row: Row) -> jax.Array:

@@ -47,6 +47,9 @@ class Run:
     batch_size: int | None = option(None, "sequences per step; a pair of answers is two", auto=True)
     seq_len: int | None = option(None, "tokens per sequence", auto=True)
     on_nan: OnNan = option(OnNan.stop, "at a loss that is no number: stop, skip that step's update, or raise")
+    compare: bool = option(
+        False, "also compile the untiled step, to show what tiling saves: a start takes twice as long"
+    )
     plan: bool = option(False, "only tell what the run will cost: compile its step, train nothing")
     compile_for: str | None = option(None, "only compile, for hardware that is not here: v5e-8, v5p-16, h100-8, ...")
     log_every: int | None = option(None, "steps between lines when the output is not a terminal", auto=True)
