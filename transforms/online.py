@@ -299,6 +299,7 @@ def push_settled(node: Node, placements: tuple[Placement, ...]) -> Move:
     raise Complete([0], "is relative to an extremum that is not final")
 
 
+settled_p.def_impl(lambda total: total)
 settled_p.def_abstract_eval(lambda total: total)
 mlir.register_lowering(settled_p, lambda context, total: [total])
 register("settled", push=push_settled)
