@@ -164,7 +164,8 @@ def test_steps_that_do_not_see_each_other_are_cut_with_their_gradients(fn):
     args = draw(3, 3), draw(7, 4, 3, seed=1)
     assert_same(fn, (None, 0), args)
     plan = tile(fn, (None, 0), 3).plan(*args)
-    assert not plan.value.completed and not plan.gradient.completed
+    # The gradient of a maximum is a comparison: the losses of all steps are kept for it.
+    assert not plan.value.completed and {c.primitive for c in plan.gradient.completed} <= {"stored"}
     assert plan.value.flops == plan.value.untiled_flops
 
 

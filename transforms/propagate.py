@@ -118,8 +118,7 @@ def _place(found: Analysis, node: Node, limits: Limits | None, promoted: Mapping
         break
     if isinstance(move, Local):
         _check_reads(found, node, move, limits)
-        reason = "runs on whole operands, its body tile by tile"
-        facts = [_store(found, node, i, reason, limits) for i in move.reads]
+        facts = [_store(found, node, i, move.reason, limits) for i in move.reads]
         stage = max((f.stage for f in facts), default=0)
         found.stored.update(v for v, p in zip(node.outputs, move.outs, strict=True) if isinstance(p, Tiled))
     if isinstance(move, Region) and (mixed := _mixed(found, node, move)):

@@ -525,13 +525,16 @@ def emit_agreed(node: Node, values: list[Any], move: Move, span: Span) -> list[A
     return values[1:]
 
 
+KEPT = "is kept for comparisons with copies of its elements"
+
+
 def push_stored(node: Node, placements: tuple[Placement, ...]) -> Move:
-    raise Complete([0], "is stored, for comparisons with copies of its elements")
+    raise Complete([0], KEPT)
 
 
 def store_whole(node: Node, placements: tuple[Placement, ...], limits: Any) -> Move:
     """Cut as it was, but read slice by slice."""
-    return Local(placements, (WHOLE,), (), (0,), list)
+    return Local(placements, (WHOLE,), (), (0,), list, reason=KEPT)
 
 
 register("witness", push=push_witness, emit=emit_witness)

@@ -10,7 +10,7 @@ from jax import lax
 
 from transforms.graph import Node, constant, elements
 from transforms.placement import WHOLE, Partial, Placement, Span, Tiled, Whole
-from transforms.rules import Complete, Move, count_once, partial, refuse_partial, register, tiled
+from transforms.rules import Complete, Move, count_once, partial, refuse_partial, register, shrinks, tiled
 from transforms.rules.indexing import ARBITRARY, batch_dims, localise_column, widened, with_column
 from transforms.rules.positions import find_position
 
@@ -20,8 +20,10 @@ EXTREMA = {"scatter-max": "max", "scatter_max": "max", "scatter-min": "min", "sc
 
 def push_scatter(node: Node, placements: tuple[Placement, ...]) -> Move:
     operand, indices, updates = placements
-    if partial(placements):
+    if parts := partial(placements):
         linear = node.name in ADDS and not tiled(placements) and isinstance(indices, Whole)
+        if linear and not all(shrinks(node, i) for i in parts):
+            raise Complete(parts, "would make it larger")
         if linear and {p for p in placements if isinstance(p, Partial)} == {Partial("sum")}:
             return Move((Partial("sum"),), (count_once(operand), indices, count_once(updates)))
         refuse_partial(node, placements)
