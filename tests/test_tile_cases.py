@@ -18,6 +18,7 @@ from tests.helpers import (
     as_jax,
     assert_no_large,
     assert_tiles,
+    equations,
     evaluate,
     largest,
     probe,
@@ -83,6 +84,33 @@ def test_makes_no_untiled_intermediate(case):
     share = math.ceil(largest(untiled) * -(-length(case) // n) / length(case))
     function, arrays = probe(call, tiled(case.fn, case.axis, n, case.has_aux, case.closed))
     assert_no_large(jax.make_jaxpr(function)(*arrays), max(limit, share + 1))
+
+
+@each(TILES)
+def test_what_is_whole_is_no_larger_than_inputs_and_outputs(case):
+    """Nor than what the tiles of the untiled function's arrays hold, but for arrays of one number."""
+    n = 7
+    call = call_of(case, jnp.float32)
+    function, arrays = probe(call, tiled(case.fn, case.axis, n, case.has_aux, case.closed))
+    jaxpr = jax.make_jaxpr(function)(*arrays)
+    ends = max(_bytes(v.aval) for v in (*jaxpr.jaxpr.invars, *jaxpr.jaxpr.outvars))
+    untiled, _ = probe(call, call.fn)
+    most = max(_bytes(v.aval) for e in equations(jax.make_jaxpr(untiled)(*arrays)) for v in e.outvars)
+    limit = max(ends, most * -(-length(case) // n) // length(case) + 1)
+    made = [(e, v) for e in equations(jaxpr) for v in e.outvars if _bytes(v.aval) > limit]
+    wrong = [f"{e.primitive} makes {v.aval.str_short()}" for e, v in made if not _is_one_number(e)]
+    assert not wrong, f"more than {limit} bytes: {', '.join(wrong)}"
+
+
+def _bytes(aval: Any) -> int:
+    """Of an array in the dtype that sums are formed in."""
+    return math.prod(getattr(aval, "shape", ())) * max(
+        4, getattr(aval.dtype, "itemsize", 4) if hasattr(aval, "dtype") else 0
+    )
+
+
+def _is_one_number(eqn: Any) -> bool:
+    return eqn.primitive.name == "broadcast_in_dim" and math.prod(eqn.invars[0].aval.shape) == 1
 
 
 def length(case: Case) -> int:
