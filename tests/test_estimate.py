@@ -93,7 +93,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_estimate_is_within_15_percent(name):
     fn, axis, n, shapes = CASES[name]
-    program = tile(fn, axis, n)._tracer.trace(shapes, {})[0].program
+    program = tile(fn, axis, n)._tracer.trace(shapes, {}).program
     gradient = passes.gradient(program)
     assert gradient is not None
     for run in (passes.value(program), gradient):
@@ -104,7 +104,7 @@ def test_estimate_is_within_15_percent(name):
 @pytest.mark.parametrize("name", ["head, 8 tiles", "softcap and z-loss", "entropy", "attention over queries"])
 def test_untiled_programs_are_estimated_too(name):
     fn, axis, n, shapes = CASES[name]
-    gradient = passes.gradient(tile(fn, axis, n)._tracer.trace(shapes, {})[0].program)
+    gradient = passes.gradient(tile(fn, axis, n)._tracer.trace(shapes, {}).program)
     assert gradient is not None
     analysis = jax.jit(gradient.plain).lower(*(S(a.shape, a.dtype) for a in gradient.avals)).compile().memory_analysis()
     assert temp_bytes(gradient.untiled) == pytest.approx(analysis.temp_size_in_bytes, rel=0.15)

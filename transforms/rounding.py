@@ -346,9 +346,18 @@ def agree(found: Analysis, met: Meeting, span: Span) -> bool:
             nodes += more
             continue
         kind = {"axes": tuple(sorted(other.params["axes"])), "op": other.name.removeprefix("reduce_")}
-        mask = _mask_of(other.inputs[0], value)
+        mask = _mask_of(other.inputs[0], value) if kind["op"] == "sum" else None
         places = _witness(graph, other, span) if mask is None else [mask]
-        (known,) = add(nodes, node, snapped_p, [known, copy, *places], [value.aval], **kind)
+        lets = _lets_through(value, other.inputs[0]) or []
+        chosen = known
+        for which, case, fill in lets:
+            more, (chosen,) = traced(partial(_select, case), [which, chosen, fill], node)
+            nodes += more
+        (chosen,) = add(nodes, node, snapped_p, [chosen, copy, *places], [value.aval], **kind)
+        for which, case, _ in lets:
+            more, (chosen,) = traced(partial(_select, case), [which, chosen, known], node)
+            nodes += more
+        known = chosen
         for total in _counts(graph, node, other):
             more, (counted[total],) = traced(partial(_as, total.dtype), places[-1:], node)
             nodes += more
@@ -385,12 +394,32 @@ def _has_place(found: Analysis, node: Node, value: Value) -> bool:
         return False
     if node.name == "reduce_sum":
         return cut.dim in node.params["axes"] and _mask_of(node.inputs[0], value) is not None
-    if node.inputs[0] is not value:
-        return False
-    if node.name == "gather":
+    if node.name == "gather" and node.inputs[0] is value:
         return not isinstance(found.fact(node.inputs[1]).placement, Tiled)
     extremum = node.name in ("reduce_max", "reduce_min") and jnp.issubdtype(value.dtype, jnp.floating)
-    return extremum and cut.major == 1 and cut.dim in node.params["axes"]
+    known = extremum and _lets_through(value, node.inputs[0]) is not None
+    return known and cut.major == 1 and cut.dim in node.params["axes"]
+
+
+def _lets_through(value: Value, masked: Value) -> list[tuple[Value, int, Value]] | None:
+    """The masks, the innermost first, between a value and what an extremum is taken of: condition, case and filling."""
+    found: list[tuple[Value, int, Value]] = []
+    while masked is not value:
+        node = masked.producer
+        if node is None or node.name != "select_n" or len(node.inputs) != 3 or node.inputs[0].shape != value.shape:
+            return None
+        filled = [constant(v) is not None for v in node.inputs[1:]]
+        if filled.count(True) != 1:
+            return None
+        case = filled.index(False)
+        found.insert(0, (node.inputs[0], case, node.inputs[2 - case]))
+        masked = node.inputs[1 + case]
+    return found
+
+
+def _select(case: int, which: Any, array: Any, other: Any) -> Any:
+    """Case number `case` of a choice, where `which` says so."""
+    return jnp.where(which if case else ~which, array, other)
 
 
 def _mask_of(masked: Value, value: Value) -> Value | None:
