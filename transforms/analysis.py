@@ -81,8 +81,8 @@ class Local(Move):
     programs: tuple[Any, ...] = ()
     reads: tuple[int, ...] = ()  # the operands that it needs
     run: Callable[[list[Any]], list[Any]] = lambda values: values  # None stands for the others
-    reason: str = "runs on whole operands, its body tile by tile"  # why the operands are whole
     constants: tuple[int, ...] = ()  # those of `reads` that stay the same from step to step
+    reason: str = "runs on whole operands, its body tile by tile"  # why the operands are whole
 
 
 def grain(move: Move) -> int:
