@@ -23,6 +23,7 @@ class Limits:
     options: Any = None  # of the program, for those of bodies
     together: int = 0
     stretched: bool = False  # there is no other way
+    longest: int = 0  # a tile may become to hold groups of rows whole: twice as long as was asked for
     backward: frozenset[Node] = frozenset()  # what runs backwards tile by tile, for its operand may not be whole
 
     def allow(self, value: Value) -> bool:

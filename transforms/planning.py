@@ -68,6 +68,7 @@ def planned(
     divided: set[Node] = set()
     first: TileError | None = None
     merge(graph)
+    limits = dataclasses.replace(limits, longest=2 * options.size)
     while True:
         span = Span(0, limits.options.size, options.total, options.accumulate)
         try:

@@ -140,7 +140,7 @@ def _group(found: Analysis, node: Node, move: Move, limits: Limits | None) -> No
     together = math.lcm(found.grain, grain(move))
     if limits is not None and together > found.grain:
         size = limits.options.size
-        if -(-size // together) * together > 2 * size:
+        if -(-size // together) * together > (limits.longest or 2 * size):
             if node.name in REMAT:
                 raise Inline(node)
             why = f"keeps {grain(move)} rows together, and tiles have {size}"
