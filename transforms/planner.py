@@ -221,7 +221,8 @@ class Planner:
         if node is None or value in self.analysis.inputs or len(node.outputs) > 1 or node.name not in RULES:
             return None
         rule = RULES[node.name]
-        ins = rule.pull(node, want) if rule.pull is not None and not rule.heavy else None
+        # Within a region all of a whole value would be made for each tile.
+        ins = rule.pull(node, want) if rule.pull is not None and (self.local or not rule.heavy) else None
         if ins is None or self.analysis.grain % grain(move := Move((want,), ins)) or self.analysis.untyped(node, move):
             return None
         return ins

@@ -201,7 +201,6 @@ def convolution_along_tokens(h, kernel):
 @case(
     args=lambda d: (d(D), d(N, D), d.mask(N)),
     axis=(None, 0, 0),
-    refused="has operands that are cut along different dimensions",
 )
 def area_under_curve_all_pairs(w, h, y):
     s = h @ w
