@@ -28,7 +28,7 @@ all_gather all_gather_invariant all_gather_reduced all_to_all axis_index pbroadc
 psum_invariant pvary reduce_scatter reduced_vary_cast reduced_vary_cast_p unreduced_pmax unreduced_pmin unreduced_psum
 unreduced_reduce_scatter vary_unreduced_cast vary_unreduced_cast_p reshard sharding_constraint
 scan while cond shard_map pallas_call running anchor carried begun cumulative_part cumulative_total cumulative_joined
-scan_part chosen witness snapped agreed stored settled
+scan_part chosen witness snapped agreed stored
 nonbatchable nondifferentiable_backward nontraceable select_if_vmap unvmap_all unvmap_any unvmap_max
 create_token empty empty2 iota_2x32_shape platform_index relayout select_and_scatter cholesky_update
 """.split()

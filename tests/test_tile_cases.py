@@ -103,10 +103,10 @@ def test_what_is_whole_is_no_larger_than_inputs_and_outputs(case):
 
 
 def _bytes(aval: Any) -> int:
-    """Of an array in the dtype that sums are formed in."""
-    return math.prod(getattr(aval, "shape", ())) * max(
-        4, getattr(aval.dtype, "itemsize", 4) if hasattr(aval, "dtype") else 0
-    )
+    """Of an array, if it is of floats in the dtype that sums are formed in."""
+    dtype = getattr(aval, "dtype", np.dtype(bool))
+    least = 4 if jax.dtypes.issubdtype(dtype, np.inexact) else 1
+    return math.prod(getattr(aval, "shape", ())) * max(least, dtype.itemsize)
 
 
 def _is_one_number(eqn: Any) -> bool:

@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
-from jax.interpreters import mlir
 
 from transforms.analysis import Analysis, Fact
 from transforms.early import Finder
@@ -29,13 +28,12 @@ from transforms.linear import Weights, shifted
 from transforms.placement import WHOLE, Partial, Placement, Span, Whole
 from transforms.reassociate import Product, identity, reassociate
 from transforms.rewrite import add, replace, sort, traced
-from transforms.rules import Complete, Move, register
+from transforms.rules import Move, register
 from transforms.spread import contracted, named
 from transforms.terms import Early, Term, align, peel
 
 running_p = Primitive("running")  # a maximum or minimum over the tiles so far
 anchor_p = Primitive("anchor")  # one that linear terms are relative to: 0 while all of them are masked
-settled_p = Primitive("settled")  # a sum once its anchors are final: before that, nothing may be added to it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,10 +158,16 @@ class _Writer:
             total, *rest = (v.astype(wide) for v in values)
             return (shifted if early.weighted else _finish)(early, total, *rest).astype(value.dtype)
 
-        known = [add(self.nodes, node, settled_p, [v], [v.aval])[0] for v in sums]
+        known = [self.settled(v, node) for v in sums]
         nodes, (result,) = traced(finish, [*known, *(t.value for t in terms)], node)
         replace(self.found.graph, node, [*self.nodes, *nodes], {value: result})
         sort(self.found.graph)
+
+    def settled(self, total: Value, node: Node) -> Value:
+        """A sum once its anchors are final: before that, nothing may be added to it. It is linear in nothing."""
+        kind = jnp.finfo(total.dtype)
+        params = {"exponent_bits": kind.nexp, "mantissa_bits": kind.nmant}
+        return add(self.nodes, node, lax.reduce_precision_p, [total], [total.aval], **params)[0]
 
     def copy(self, value: Value) -> Value:
         """The value as it can be known early: relative to running anchors, without factors and offsets."""
@@ -295,13 +299,5 @@ def emit_anchor(node: Node, values: list[Any], move: Move, span: Span) -> list[A
     return [jnp.where(node.params["sign"] * value == jnp.inf, jnp.zeros_like(value), value)]
 
 
-def push_settled(node: Node, placements: tuple[Placement, ...]) -> Move:
-    raise Complete([0], "is relative to an extremum that is not final")
-
-
-settled_p.def_impl(lambda total: total)
-settled_p.def_abstract_eval(lambda total: total)
-mlir.register_lowering(settled_p, lambda context, total: [total])
-register("settled", push=push_settled)
 register("running", push=push_running)
 register("anchor", push=push_running, emit=emit_anchor)

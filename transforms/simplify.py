@@ -13,7 +13,7 @@ from transforms.equal import constant_key, parameter_key
 from transforms.graph import REMAT, Graph, Node, Value, body, constant, flatten, nbytes
 
 # Other names for the same memory; the second kind only if the size is the same.
-ALIAS = frozenset("reshape squeeze copy copy_p stop_gradient name settled expand_dims bitcast_convert_type".split())
+ALIAS = frozenset("reshape squeeze copy copy_p stop_gradient name expand_dims bitcast_convert_type".split())
 COPIES = frozenset("broadcast_in_dim slice dynamic_slice reduce_sum reduce_max reduce_min reduce_prod".split())
 turn_p = Primitive("turn")  # the copy of an operand that a product takes in another order of its dimensions
 LOOPS = frozenset(["scan", "while"])
