@@ -207,8 +207,8 @@ def test_held_out_text_is_measured_in_nats_per_token(teacher):
 
 
 REFUSED = {
-    "pairs": (["objective=dpo"], "bad value data=Stdlib: this objective compares answers: use data=preference"),
-    "no pairs": (["data=preference"], "bad value data=Preference: pairs of answers are for preferences"),
+    "pairs": (["objective=dpo"], "bad value data=stdlib: this objective compares answers: use data=preference"),
+    "no pairs": (["data=preference"], "bad value data=preference: pairs of answers are for preferences"),
     "no answers": (["objective=sft"], "bad value objective=sft: it learns what the assistant says"),
     "direction": (
         ["objective=distill", "objective.teacher=x", "objective.direction=back"],
