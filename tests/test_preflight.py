@@ -167,6 +167,7 @@ def test_a_run_that_does_not_fit_stops_before_allocating(tmp_path, capsys, monke
 def test_a_hopeless_model_names_one_that_fits(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(hardware, "prepare", lambda platform: DEVICE)
     overrides = ["model=gemma2_27b", "data=pydoc", f"data.cache={tmp_path}", f"out={tmp_path / 'runs'}"]
+    overrides += ["hardware.headroom_gib=0.1"]
     assert session.start(*schema.compose(overrides), overrides) == 1
     error = capsys.readouterr().err
     assert "gemma2_27b does not fit in 1.00 GiB: its weights and gradients alone take" in error

@@ -12,6 +12,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.core import Tracer as JaxTracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var, jaxpr_as_fun
@@ -98,7 +99,8 @@ class Traced:
 
     def run(self, arrays: Sequence[Any]) -> list[Any]:
         """The results, weakly typed like those of the function, and derivatives like the arguments."""
-        args = [*self.consts, *arrays]
+        # A NumPy array that the function closes over may be wider than what JAX makes of it.
+        args = [*(jnp.asarray(c) if isinstance(c, np.ndarray) else c for c in self.consts), *arrays]
         if self.program.is_one_tile:
             return jaxpr_as_fun(self.program.closed)(*args)
         args = [_weaken(x, False) if jax.typeof(x).weak_type else x for x in args]
