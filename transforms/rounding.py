@@ -5,7 +5,8 @@ loop by itself: products are fused into additions here and not there, so that tw
 last bit. Most functions do not mind. But `h == h.max()` is true nowhere then, and `h >= top_k(h)[-1]` lacks one.
 
 The rule, for every equation that is run tile by tile: if it is discontinuous (a comparison, a rounding, a sort, a
-conversion to integers), then what it reads may not depend on a value that is computed again and also on a copy of
+conversion to integers), or not smooth where two numbers are equal (the root or the logarithm of a difference), then
+what it reads may not depend on a value that is computed again and also on a copy of
 an element of that value which was made before: by a maximum, a sort, a lookup, a masked sum. Values that no rounding
 enters, such as inputs and their rearrangements, are the same however often they are computed.
 
@@ -56,6 +57,12 @@ DISCONTINUOUS = names(
     """eq ne lt le gt ge eq_to lt_to le_to floor ceil round sign rem sort top_k approx_top_k argmax argmin
     bitcast_convert_type nextafter population_count"""
 )
+# Equations that are not smooth where their operand is 0, as the difference of a value and a copy of it may be; of a
+# quotient, the divisor. And those that end where that divided by a copy of it may be.
+AT_ZERO = names("sqrt rsqrt cbrt log log2 pow div")
+AT_ONE = names("acos asin acosh atanh erf_inv")
+# Equations that are 0 where an operand is.
+THROUGH_ZERO = names("mul abs integer_pow square max min select_n neg convert_element_type div")
 # Equations whose results hold copies of elements of their operands.
 COPYING = names(
     """reduce_max reduce_min sort top_k approx_top_k gather slice dynamic_slice cummax cummin chosen scan_part
@@ -303,7 +310,28 @@ def _jumps(node: Node) -> bool:
     """Whether an equation, or one in its bodies, is discontinuous in a float that it reads."""
     if len(node.inputs) == 2 and node.inputs[0] is node.inputs[1]:
         return False  # x == x asks for nan
-    return _discontinuous(node.name, node.inputs, node.outputs) or any(map(_any_jumps, bodies(node.params)))
+    if node.name in AT_ZERO:
+        return _cancels(node.inputs[node.name == "div"])
+    return (
+        node.name in AT_ONE
+        or _discontinuous(node.name, node.inputs, node.outputs)
+        or any(map(_any_jumps, bodies(node.params)))
+    )
+
+
+def _cancels(value: Value) -> bool:
+    """Whether a value is 0 where a difference is."""
+    stack, seen = [value], set()
+    while stack:
+        node = root(stack.pop()).producer
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name == "sub":
+            return True
+        if node.name in THROUGH_ZERO:
+            stack += node.inputs
+    return False
 
 
 def _discontinuous(name: str, ins: Iterable[Any], outs: Iterable[Any]) -> bool:

@@ -100,7 +100,8 @@ class Traced:
     def run(self, arrays: Sequence[Any]) -> list[Any]:
         """The results, weakly typed like those of the function, and derivatives like the arguments."""
         # A NumPy array that the function closes over may be wider than what JAX makes of it.
-        args = [*(jnp.asarray(c) if isinstance(c, np.ndarray) else c for c in self.consts), *arrays]
+        consts = (c if isinstance(c, (jax.Array, JaxTracer)) else jnp.asarray(np.asarray(c)) for c in self.consts)
+        args = [*consts, *arrays]
         if self.program.is_one_tile:
             return jaxpr_as_fun(self.program.closed)(*args)
         args = [_weaken(x, False) if jax.typeof(x).weak_type else x for x in args]
