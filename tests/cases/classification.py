@@ -172,7 +172,7 @@ def reverse_kl(w, v, h):
     return jnp.sum(jnp.exp(logp) * (logp - logq), axis=-1).mean()
 
 
-@case(**TOKENS, head=True)
+@case(**TOKENS, head=True, tolerance=1e-4)  # its tangent is what is left of terms that cancel
 def multiclass_hinge(w, h, y):
     logits = h @ w
     target = jnp.take_along_axis(logits, y[:, None], -1)
