@@ -117,6 +117,38 @@ def test_comparison_with_a_sorted_copy_that_is_too_large_is_refused():
     assert tile(above_the_median, (None, 1), 4, gather="any")(H, W) == above_the_median(H, W)
 
 
+# Sums that wait for what only a loop's end tells, of numbers that no anchor but the right one keeps in range.
+FAR = jnp.asarray([-200.0, -201.0, -202.0, -203.0, -190.0, -195.0])
+HIGH = jnp.asarray([100.0, 100.0, 0.0, 0.0, 50.0, 99.0])
+SUMS = {
+    "importance weights": (lambda x, y: jnp.exp(x - nn.logsumexp(x)) @ y, FAR, FAR + 200),
+    "relative to the mean": (lambda x, y: jnp.exp(x - x.mean()).sum() + 0 * y.sum(), HIGH * 0 + 100, HIGH),
+    "maximum of another array": (lambda x, y: jnp.exp(x - y.max()).sum(), HIGH, HIGH[::-1] * 1.5),
+    "biased after the maximum": (lambda x, y: jnp.exp(x - x.max() + y).sum(), FAR, 200 - HIGH * 3),
+    "deviations from the mean": (lambda x, y: ((x - x.mean()) * y).sum(), HIGH / 100 + 1e4, FAR + 195),
+    "squares of quotients": (lambda x, y: ((x / jnp.abs(x).sum()) ** 2 * y).sum(), HIGH * 1e28, FAR),
+}
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("name", SUMS)
+def test_what_a_sum_leaves_out_keeps_it_in_range(name, n):
+    fn, *args = SUMS[name]
+    assert_right(fn, tile(fn, 0, n), args)
+
+
+def test_rows_of_minus_infinity_masked_afterwards_are_as_untiled():
+    x, mask = jnp.full((2, 8), -jnp.inf).at[1, 6].set(0.0), jnp.arange(8) < jnp.asarray([[3], [0]])
+    fn = lambda x, mask: jnp.where(mask, jnp.exp(x - x.max(-1, keepdims=True)), 0).sum(-1)
+    np.testing.assert_array_equal(tile(fn, 1, 4)(x, mask), fn(x, mask))
+
+
+def test_online_sums_run_without_jit():
+    with jax.disable_jit():
+        got = tile(SUMS["importance weights"][0], 0, 3)(FAR, FAR + 200)
+    np.testing.assert_allclose(got, SUMS["importance weights"][0](FAR, FAR + 200), rtol=1e-4)
+
+
 def test_no_schedule_breaks_the_rule(monkeypatch):
     monkeypatch.setattr(rounding, "meeting", lambda found: None)  # the pass that mends it
     with pytest.raises(TileError, match=r"(?s)`eq` at .*compares values.*made by `sub`"):

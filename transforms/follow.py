@@ -53,7 +53,9 @@ def follow_add(self: Known, node: Node, move: Move, late: int | None) -> Early |
             anchors=merge(base.anchors, anchors),
             offsets=merge(base.offsets, tuple(term for term, running in found if running is None)),
             anchored=base.anchored or bool(anchors),
-            bounded=base.bounded or bool(anchors),
+            # What was taken apart is not rounded as the sum of its parts is, which others subtract before they
+            # exponentiate: where both are to cancel, as in the gradient of such weights, they would not.
+            bounded=base.bounded or (bool(anchors) and len(found) == 1),
         )
     a, b = (self.operand(v) for v in node.inputs)
     stage = max(a.stage, b.stage)

@@ -6,9 +6,9 @@ last bit. Most functions do not mind. But `h == h.max()` is true nowhere then, a
 
 The rule, for every equation that is run tile by tile: if it is discontinuous (a comparison, a rounding, a sort, a
 conversion to integers), or not smooth where two numbers are equal (the root or the logarithm of a difference), then
-what it reads may not depend on a value that is computed again and also on a copy of
-an element of that value which was made before: by a maximum, a sort, a lookup, a masked sum. Values that no rounding
-enters, such as inputs and their rearrangements, are the same however often they are computed.
+what it reads may not depend on a value that is computed again and also on a copy of an element of that value which was
+made before: by a maximum, a sort, a lookup, a masked sum. Values that no rounding enters, such as inputs and their
+rearrangements, are the same however often they are computed.
 
 `meeting` finds the first equation that breaks the rule, from the placements alone; `check` looks at the loops that were
 planned. What breaks it is mended in one of three ways:
@@ -355,8 +355,8 @@ def _any_jumps(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
 def agree(found: Analysis, met: Meeting, span: Span) -> bool:
     """Let an equation see a value, computed again, with what is known of it: its extrema and what was looked up.
 
-    Where several elements are an extremum, they are told by their values. Returns whether all copies that the equation
-    sees have known places; a sorted or masked one has not.
+    Where several elements are an extremum, they are told by their values, and so is the one that a mask lets through.
+    Returns whether all copies that the equation sees have known places; a sorted one has not.
     """
     graph, (node, value) = found.graph, met
     seen = ancestors(graph, [node.outputs[0]] if node.outputs else node.inputs)
