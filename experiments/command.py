@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 
-from experiments.commands import CONSOLE
+from experiments.commandline.commands import CONSOLE
 
 COMMANDS = {  # word -> (module, what it does)
     "train": ("run", "train a model, or go on with a run"),

@@ -12,9 +12,9 @@ ROOT = Path(__file__).resolve().parent.parent
 if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder first
     sys.path.insert(0, str(ROOT))
 
-from experiments import commands  # noqa: E402
-from experiments.chat import Plain  # noqa: E402
-from experiments.commands import CommandError  # noqa: E402
+from experiments.commandline import commands  # noqa: E402
+from experiments.commandline.commands import CommandError  # noqa: E402
+from experiments.data.chat import Plain  # noqa: E402
 
 
 def main(argv: list[str]) -> int:
@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
 def _generate(config: commands.Generate, argv: list[str]) -> None:
     import jax
 
-    from experiments.models import open_model
+    from experiments.step.models import open_model
     from zoo.generate import Sampling, stream
 
     if not config.prompt:

@@ -30,7 +30,8 @@ def main(argv: list[str]) -> int:
     options, words = parser.parse_known_args(argv)
     if options.processes < 1 or options.devices < 1:
         parser.error("there must be one process at least, with one device")
-    from experiments import configs, overrides, schema
+    from experiments import configs
+    from experiments.commandline import overrides, schema
 
     try:
         schema.compose(overrides.resumed(words, configs.Run.out))  # what is wrong is said once

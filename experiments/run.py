@@ -14,10 +14,11 @@ ROOT = Path(__file__).resolve().parent.parent
 if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder first
     sys.path.insert(0, str(ROOT))
 
-from experiments import configs, options, overrides, schema, spelling  # noqa: E402
+from experiments import configs  # noqa: E402
 from experiments.command import ended  # noqa: E402
-from experiments.signals import Stop, Stopped  # noqa: E402
-from experiments.usage import dump, tell  # noqa: E402
+from experiments.commandline import options, overrides, schema, spelling  # noqa: E402
+from experiments.commandline.usage import dump, tell  # noqa: E402
+from experiments.runtime.signals import Stop, Stopped  # noqa: E402
 
 # What a sweep hears, and what it tells the job that is running.
 TOLD = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM}
@@ -28,7 +29,7 @@ def main(argv: list[str]) -> int:
     if {"-h", "--help"}.intersection(argv):
         return tell("config", argv)
     if "--models" in argv:
-        from experiments import listing
+        from experiments.commandline import listing
 
         print(listing.plain())
         return 0
@@ -50,10 +51,10 @@ def _run(argv: list[str], stop: Stop) -> int:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's own log: errors only
         stop.ask()
         if config.compile_for is not None:
-            from experiments import ahead
+            from experiments.planning import ahead
 
             return ahead.start(config, choices, words)
-        from experiments import session  # from here on JAX may be imported
+        from experiments.training import session  # from here on JAX may be imported
 
         return session.start(config, choices, words, stop)
     except schema.ConfigError as error:

@@ -25,8 +25,9 @@ ROOT = Path(__file__).resolve().parent.parent
 if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder first
     sys.path.insert(0, str(ROOT))
 
-from experiments import commands, configs  # noqa: E402
-from experiments.commands import CommandError  # noqa: E402
+from experiments import configs  # noqa: E402
+from experiments.commandline import commands  # noqa: E402
+from experiments.commandline.commands import CommandError  # noqa: E402
 
 SHORTEST = 64  # tokens: windows are padded to a power of two from here on, so that few programs are compiled
 EVERY = 30  # seconds between lines where there is no terminal
@@ -146,7 +147,7 @@ def read_documents(config: commands.Score, tokenizer: Any, vocab_size: int) -> l
     Raises:
         DataError: there is no text, or it has ids that the model does not know.
     """
-    from experiments import corpus
+    from experiments.data import corpus
 
     if not isinstance(config.data, configs.Text | configs.Pydoc | configs.Stdlib):
         raise corpus.DataError("scoring needs text: data=text data.path=FILE, data=pydoc or data=stdlib")
@@ -174,7 +175,7 @@ def main(argv: list[str]) -> int:
 
 
 def _score(config: commands.Score, argv: list[str]) -> None:
-    from experiments.models import open_model
+    from experiments.step.models import open_model
 
     with _opened(config.out) as file:
         _score_into(file, config, open_model(config, argv, config.data.tokenizer))

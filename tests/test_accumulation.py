@@ -7,7 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import hardware, program, schema
+from experiments.commandline import schema
+from experiments.runtime import hardware
+from experiments.step import program
 from tests.hf_tiny import FAST
 from transforms.step import State
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import zoo
-from experiments.bench.hlo import collectives
+from experiments.planning.hlo import collectives
 from tests.quick import QUICK
 from tests.tiny import on_mesh
 from transforms import tile

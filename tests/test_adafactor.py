@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from experiments import adafactor
+from experiments.step import adafactor
 
 
 class Stack(eqx.Module):

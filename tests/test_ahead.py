@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
-from experiments import ahead, schema, targets
-from experiments.bench import hlo
-from experiments.targets import Kind, Target, TargetError
+from experiments.commandline import schema
+from experiments.planning import ahead, hlo, targets
+from experiments.planning.targets import Kind, Target, TargetError
 from transforms.sharding import make_mesh, place
 
 WORDS = ["model.num_layers=2", "model.embed_dim=32", "model.mlp_dim=64", "model.num_heads=4", "model.head_dim=8"]

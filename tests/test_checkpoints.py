@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from experiments import manifest, schema
-from experiments.checkpoints import CheckpointError, Checkpoints
+from experiments.commandline import schema
+from experiments.runtime import manifest
+from experiments.training.checkpoints import CheckpointError, Checkpoints
 
 
 class Part(eqx.Module):

@@ -6,7 +6,7 @@ import pytest
 
 import zoo
 from experiments import convert
-from experiments.tokenizer import open_tokenizer, train_bpe
+from experiments.data.tokenizer import open_tokenizer, train_bpe
 from zoo import adapters, lora
 
 

@@ -6,7 +6,9 @@ import random
 import numpy as np
 import pytest
 
-from experiments import configs, corpus, data, schema
+from experiments import configs
+from experiments.commandline import schema
+from experiments.data import batches, corpus
 
 
 @pytest.fixture
@@ -18,7 +20,7 @@ def make(tmp_path):
         config, _ = schema.compose(words)
         fields = {f: getattr(config, f) for f in config.__dataclass_fields__}
         sizes = {"steps": 1, "log_every": 1, "batch_size": batch_size, "seq_len": seq_len}
-        return data.open_source(configs.Resolved(**{**fields, **sizes}))
+        return batches.open_source(configs.Resolved(**{**fields, **sizes}))
 
     return open_source
 
@@ -61,10 +63,10 @@ def test_an_epoch_sees_every_window_once(make, texts):
 
 @pytest.mark.parametrize("count", [1, 2, 3, 10, 1000, 4097])
 def test_permutation_is_one(count):
-    moved = data.permute(np.arange(count), count, (3, 1))
+    moved = batches.permute(np.arange(count), count, (3, 1))
     np.testing.assert_array_equal(np.sort(moved), np.arange(count))
     if count > 10:
-        assert not np.array_equal(moved, data.permute(np.arange(count), count, (3, 2)))
+        assert not np.array_equal(moved, batches.permute(np.arange(count), count, (3, 2)))
 
 
 def test_split_is_by_content(texts):
@@ -89,7 +91,7 @@ def test_jsonl(make, tmp_path):
     lines = [json.dumps({"text": f"document {i} " * 30}) for i in range(10)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     assert len(make("data=text", f"data.path={tmp_path / 'a.jsonl'}").train) > 0
-    with pytest.raises(data.DataError, match=r"a.jsonl:1: no JSON object with text in data.field=body"):
+    with pytest.raises(batches.DataError, match=r"a.jsonl:1: no JSON object with text in data.field=body"):
         make("data=text", f"data.path={tmp_path / 'a.jsonl'}", "data.field=body")
 
 
@@ -139,17 +141,17 @@ def test_ids_outside_the_vocabulary_are_refused(make, tmp_path):
     ids = np.zeros(4000, np.uint16)
     ids[1234] = 512
     ids.tofile(tmp_path / "a.bin")
-    with pytest.raises(data.DataError, match=r"token id 512 in .*a.bin is outside the vocabulary: .*\[0, 512\)"):
+    with pytest.raises(batches.DataError, match=r"token id 512 in .*a.bin is outside the vocabulary: .*\[0, 512\)"):
         make("data=tokens", f"data.path={tmp_path / 'a.bin'}")
-    with pytest.raises(data.DataError, match=r"token id 256 in bytes .* outside the vocabulary"):
+    with pytest.raises(batches.DataError, match=r"token id 256 in bytes .* outside the vocabulary"):
         make("model.vocab_size=256")
-    with pytest.raises(data.DataError, match=r"token id 599 in data=synthetic"):
+    with pytest.raises(batches.DataError, match=r"token id 599 in data=synthetic"):
         make("data=synthetic", "data.vocab=600")
 
 
 def test_negative_ids_are_refused(make, tmp_path):
     np.full(4000, -1, np.int32).tofile(tmp_path / "a.bin")
-    with pytest.raises(data.DataError, match="token id -1"):
+    with pytest.raises(batches.DataError, match="token id -1"):
         make("data=tokens", "data.dtype=int32", f"data.path={tmp_path / 'a.bin'}")
 
 
@@ -169,10 +171,10 @@ def test_nothing_to_read(make, tmp_path):
         "data=tokens data.path={}/odd.bin": "no multiple",
     }
     for words, message in cases.items():
-        with pytest.raises(data.DataError, match=message):
+        with pytest.raises(batches.DataError, match=message):
             make(*words.format(tmp_path).split())
 
 
 def test_text_shorter_than_a_window(make, texts):
-    with pytest.raises(data.DataError, match=r"too little text for seq_len=6000: the .* part has \d+ tokens"):
+    with pytest.raises(batches.DataError, match=r"too little text for seq_len=6000: the .* part has \d+ tokens"):
         make("data=text", f"data.path={texts}", seq_len=6000)

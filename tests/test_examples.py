@@ -5,8 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from experiments import chat, configs, data, rows, schema
-from experiments.tokenizer import Bytes, open_tokenizer, train_bpe
+from experiments import configs
+from experiments.commandline import schema
+from experiments.data import batches, chat, rows
+from experiments.data.tokenizer import Bytes, open_tokenizer, train_bpe
 
 TURN = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<eos>{% endfor %}"
 ASK = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -34,7 +36,7 @@ def make(tmp_path):
         config, _ = schema.compose([*overrides, *needed, f"data.cache={tmp_path / 'cache'}"])
         fields = {f: getattr(config, f) for f in config.__dataclass_fields__}
         sizes = {"steps": 1, "log_every": 1, "batch_size": batch_size, "seq_len": seq_len}
-        return data.open_source(configs.Resolved(**{**fields, **sizes}))
+        return batches.open_source(configs.Resolved(**{**fields, **sizes}))
 
     return open_source
 
@@ -200,18 +202,19 @@ BAD = {
 def test_bad_lines_are_named(make, tmp_path, kind, line, message):
     good = {"messages": MESSAGES, "prompt": "a", "chosen": "b", "rejected": "c"}
     (tmp_path / "a.jsonl").write_text(f"{json.dumps(good)}\n{line}\n{json.dumps(good | {'more': 1})}\n")
-    with pytest.raises(data.DataError, match=message):
+    with pytest.raises(batches.DataError, match=message):
         make(f"data={kind}", f"data.path={tmp_path / 'a.jsonl'}")
 
 
 def test_one_conversation_is_too_few(make, tmp_path):
-    with pytest.raises(data.DataError, match="too few conversations"):
+    with pytest.raises(batches.DataError, match="too few conversations"):
         make("data=chat", write(tmp_path / "a.jsonl", {"messages": MESSAGES}))
-    with pytest.raises(data.DataError, match=r"too short a seq_len=8: no answer of the training part begins within it"):
+    too_short = r"too short a seq_len=8: no answer of the training part begins within it"
+    with pytest.raises(batches.DataError, match=too_short):
         make("data=chat", seq_len=8)
 
 
 def test_a_second_opening_reads_the_cache(make, tmp_path, monkeypatch):
     first = make("data=chat").batch(1)
-    monkeypatch.setattr("experiments.examples._encode", None)
+    monkeypatch.setattr("experiments.data.conversations._encode", None)
     np.testing.assert_array_equal(make("data=chat").batch(1).tokens, first.tokens)

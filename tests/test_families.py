@@ -6,8 +6,11 @@ import jax.numpy as jnp
 import pytest
 
 import zoo.accounting
-from experiments import configs, hardware, program, schema
-from experiments.hardware import Device
+from experiments import configs
+from experiments.commandline import schema
+from experiments.runtime import hardware
+from experiments.runtime.hardware import Device
+from experiments.step import program
 from tests.hf_tiny import FAST
 from zoo import Gemma, Llama, Mixture, model_class
 

@@ -6,8 +6,9 @@ import jax
 import pytest
 
 import zoo
-from experiments import generate, hardware
-from experiments.tokenizer import open_tokenizer, train_bpe
+from experiments import generate
+from experiments.data.tokenizer import open_tokenizer, train_bpe
+from experiments.runtime import hardware
 from zoo import adapters, lora
 from zoo.generate import generate as generate_ids
 

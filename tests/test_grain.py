@@ -6,8 +6,10 @@ import types
 import numpy as np
 import pytest
 
-from experiments import configs, data, schema
-from experiments.rows import Batch
+from experiments import configs
+from experiments.commandline import schema
+from experiments.data import batches
+from experiments.data.rows import Batch
 
 grain = pytest.importorskip("grain")
 
@@ -27,7 +29,7 @@ def make(monkeypatch):
         config, _ = schema.compose(["data=grain", "data.dataset=users:rows", *overrides])
         fields = {f: getattr(config, f) for f in config.__dataclass_fields__}
         sizes = {"steps": 1, "log_every": 1, "batch_size": 4, "seq_len": 16}
-        return data.open_source(configs.Resolved(**{**fields, **sizes}))
+        return batches.open_source(configs.Resolved(**{**fields, **sizes}))
 
     return open_source
 
@@ -61,10 +63,10 @@ BAD = {
 
 @pytest.mark.parametrize(("dataset", "message"), BAD.values(), ids=BAD)
 def test_what_is_no_pipeline_is_refused(make, dataset, message):
-    with pytest.raises(data.DataError, match=message):
+    with pytest.raises(batches.DataError, match=message):
         make(dataset())
 
 
 def test_a_function_that_is_not_there(make):
-    with pytest.raises(data.DataError, match=r"cannot call data.dataset=nowhere:rows: No module named 'nowhere'"):
+    with pytest.raises(batches.DataError, match=r"cannot call data.dataset=nowhere:rows: No module named 'nowhere'"):
         make(None, "data.dataset=nowhere:rows")

@@ -58,7 +58,7 @@ def test_wheel_and_sdist_hold_all_that_is_needed(built):
         source = {name.partition("/")[2] for name in file.getnames()}
     assert {f"experiments/conf/{name}" for name in files("conf")} <= wheel
     assert {f"{package}/{name}" for package in ("zoo", "transforms", "experiments") for name in files(package)} <= wheel
-    assert {"zoo/py.typed", "transforms/py.typed", "experiments/examples/chat.jsonl"} <= wheel
+    assert {"zoo/py.typed", "transforms/py.typed", "experiments/data/examples/chat.jsonl"} <= wheel
     assert not [name for name in wheel if name.startswith(("tests/", "conf/"))]
     folders = ("conf", "tests", "zoo", "transforms", "experiments")
     wanted = {f"{folder}/{name}" for folder in folders for name in files(folder)}

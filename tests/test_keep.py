@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-from experiments.bench.hlo import dot_flops
+from experiments.planning.hlo import dot_flops
 from transforms import tile
 
 POLICIES = jax.checkpoint_policies

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments import configs, launch, overrides, schema
+from experiments import configs, launch
+from experiments.commandline import overrides, schema
 from tests.tiny import MODEL
 
 MICRO = [

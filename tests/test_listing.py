@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from experiments import listing, schema
+from experiments.commandline import listing, schema
 
 README = Path(__file__).parent.parent / "README.md"
 

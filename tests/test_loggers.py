@@ -5,8 +5,9 @@ import types
 
 import pytest
 
-from experiments import configs, loggers
-from experiments.metrics import Record, Recorder
+from experiments import configs
+from experiments.results import loggers
+from experiments.results.metrics import Record, Recorder
 
 
 class Sink:

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from experiments.bench.hlo import dot_flops
+from experiments.planning.hlo import dot_flops
 from transforms import TileError, tile
 
 

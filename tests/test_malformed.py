@@ -8,7 +8,7 @@ from enum import StrEnum
 
 import pytest
 
-from experiments import options, schema
+from experiments.commandline import options, schema
 
 GROUPS = {  # what brings the keys of a part that the default options do not have
     "data.": ["data=text", "data.path=x"],

@@ -8,8 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import configs, data, hardware, meshes, program, schema
-from experiments.bench.hlo import collectives
+from experiments import configs
+from experiments.commandline import schema
+from experiments.data import batches
+from experiments.planning.hlo import collectives
+from experiments.runtime import hardware, meshes
+from experiments.step import program
 from tests.quick import QUICK
 from transforms.step import State
 
@@ -36,7 +40,7 @@ def losses(*words):
     """The loss of every step of a run."""
     config = quickly(resolve(*words)[0])
     assert meshes.problem(config) is None
-    source = data.open_source(config)
+    source = batches.open_source(config)
     with meshes.spread(config):
         abstract = program.abstract_state(config)
         step, put = program.compile_train(config, abstract), meshes.feeder(source.batch_size)

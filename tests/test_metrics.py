@@ -13,8 +13,13 @@ import termios
 
 import pytest
 
-from experiments import configs, hardware, metrics, plots, preflight, schema, table
-from experiments.metrics import Progress, Record, Recorder
+from experiments import configs
+from experiments import plots as plots_command
+from experiments.commandline import schema
+from experiments.planning import preflight, table
+from experiments.results import metrics, plots
+from experiments.results.metrics import Progress, Record, Recorder
+from experiments.runtime import hardware
 
 PICTURES = ("loss.png", "memory.png", "speed.png", "rate.png")
 
@@ -215,14 +220,14 @@ def test_the_loss_of_pairs_is_not_of_text():
 
 
 def test_pictures_are_drawn_again_from_what_the_run_left(tmp_path, capsys):
-    assert plots.main([str(tmp_path)]) == 1
+    assert plots_command.main([str(tmp_path)]) == 1
     assert f"error: there is no run at {tmp_path}: it has no plan.json" in capsys.readouterr().err
     recorder = Recorder(tmp_path)
     for record in records(5):
         recorder.add(record)
     recorder.close()
     plots.remember(tmp_path, plots.facts(plan(), resolved()))
-    assert plots.main([str(tmp_path)]) == 0
+    assert plots_command.main([str(tmp_path)]) == 0
     assert all((tmp_path / name).exists() for name in PICTURES)
 
 
@@ -264,7 +269,7 @@ def test_pairs_that_tie_are_half_right():
 
     import jax.numpy as jnp
 
-    from experiments import objectives
+    from experiments.step import objectives
 
     model = SimpleNamespace(logits=lambda hidden: hidden)
     hidden = jnp.zeros((3, 2, 4, 5)).at[0, 0, :, 1].set(1.0)  # the first pair's chosen answer is likelier

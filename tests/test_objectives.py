@@ -9,7 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import configs, frozen, hardware, objectives, preflight, program, schema, tiles
+from experiments import configs
+from experiments.commandline import schema
+from experiments.planning import preflight
+from experiments.runtime import hardware
+from experiments.step import objectives, program, reference, tiles
 from tests.hf_tiny import FAST
 from zoo import lora
 
@@ -187,7 +191,7 @@ def test_an_untrained_model_is_its_own_reference():
         value, aux = eqx.filter_jit(program.make_loss(config), **FAST)(program.init_model(config), inputs)
         assert float(value) == pytest.approx(np.log(2), rel=1e-5)
         assert float(aux["margin"]) == pytest.approx(0, abs=1e-5)
-        assert frozen.is_base(config) == bool(words)
+        assert reference.is_base(config) == bool(words)
 
 
 def test_an_adapter_comes_off():
@@ -232,9 +236,9 @@ def test_a_teacher_must_be_there_and_speak_the_same_language(teacher):
     with pytest.raises(
         ValueError, match=r"objective.teacher=.* it has a vocabulary of 300, the model that learns one of 301"
     ):
-        frozen.described(config)
+        reference.described(config)
     with pytest.raises(ValueError, match=r"cannot read objective.teacher=nowhere: No such file"):
-        frozen.described(resolved("objective=distill", "objective.teacher=nowhere"))
+        reference.described(resolved("objective=distill", "objective.teacher=nowhere"))
 
 
 def test_pairs_are_cut_as_pairs():

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.bench.hlo import dot_flops
+from experiments.planning.hlo import dot_flops
 from tests.helpers import assert_tiles
 from tests.test_online import draw, exact, loops, temp
 from transforms import tile

@@ -10,7 +10,8 @@ import numpy as np
 import optax
 import pytest
 
-from experiments import configs, optimizer, parameters
+from experiments import configs
+from experiments.step import optimizer, parameters
 from tests.hf_tiny import FAST
 from tests.test_adafactor import gradients, make
 from transforms.step import State, make_train_step

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from experiments import overrides, schema
+from experiments.commandline import overrides, schema
 
 
 def test_what_a_run_wrote_about_itself_is_also_in_its_checkpoints(tmp_path):

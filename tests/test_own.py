@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 
 import zoo
-from experiments import configs, data, objectives, own, program, schema
+from experiments import configs
+from experiments.commandline import schema
+from experiments.data import batches
+from experiments.step import objectives, own, program
 from tests.runs import MICRO, rows
 from zoo.output import head
 
@@ -157,7 +160,7 @@ def test_an_objective_needs_no_word_custom(written):
 def test_any_optax_optimizer_and_ones_own(start, written, tmp_path):
     assert start("optimizer=optax:lion", "optimizer.kwargs.b1=0.8", "optimizer.learning_rate=1e-3", "run=lion") == 0
     config, _ = schema.compose([f"optimizer={written}:signs", "optimizer.learning_rate=1", "optimizer.warmup=0"])
-    from experiments import optimizer
+    from experiments.step import optimizer
 
     made = optimizer.build(config.optimizer, 3)
     params = {"w": jnp.zeros(3)}
@@ -169,10 +172,10 @@ def test_any_optax_optimizer_and_ones_own(start, written, tmp_path):
 
 
 def opened(*words):
-    from experiments import hardware
+    from experiments.runtime import hardware
 
     config, _ = schema.compose([*MICRO[1:], "data.val_fraction=0.1", *words])
-    return data.open_source(hardware.resolve(config, hardware.Device("cpu", "a test", 2**32))[0])
+    return batches.open_source(hardware.resolve(config, hardware.Device("cpu", "a test", 2**32))[0])
 
 
 def test_data_by_name_is_text_or_ids_or_rows(written, tmp_path):
@@ -185,7 +188,7 @@ def test_data_by_name_is_text_or_ids_or_rows(written, tmp_path):
     assert ids.batch(0).tokens.shape == (4, 32) and len(ids.train) and len(ids.held_out)
     made = opened(f"data={written}:made")
     assert (len(made.train), len(made.held_out)) == (36, 4)
-    with pytest.raises(data.DataError, match=r"asks for `count`, and is given tokenizer, vocab_size, seq_len, seed"):
+    with pytest.raises(batches.DataError, match=r"asks for `count`, and is given tokenizer, vocab_size, seq_len, seed"):
         opened(f"data={written}:texts")
 
 

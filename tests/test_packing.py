@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from experiments import tiled
+from experiments.step import tiled
 from tests.hf_tiny import FAST, loaded
 from zoo import Ops, packing
 

@@ -7,8 +7,12 @@ import jax
 import pytest
 
 import zoo.accounting
-from experiments import hardware, preflight, program, schema, session
-from experiments.hardware import Device
+from experiments.commandline import schema
+from experiments.planning import preflight
+from experiments.runtime import hardware
+from experiments.runtime.hardware import Device
+from experiments.step import program
+from experiments.training import session
 
 MICRO = [
     "model.vocab_size=4096",

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from experiments import schema
+from experiments.commandline import schema
 from zoo import count_params
 
 README = Path(__file__).parent.parent.joinpath("README.md").read_text()
@@ -26,7 +26,8 @@ def test_what_tile_takes_is_short():
 
 
 def test_the_own_loss_is_one_that_a_run_can_have(tmp_path, monkeypatch):
-    from experiments import configs, own
+    from experiments import configs
+    from experiments.step import own
 
     (block,) = [block for block in BLOCKS if "# losses.py" in block]
     (tmp_path / "losses.py").write_text(block)

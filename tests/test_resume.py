@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from experiments import schema
+from experiments.commandline import schema
 from tests.tiny import MODEL
 
 MICRO = [

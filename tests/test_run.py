@@ -15,7 +15,8 @@ import pytest
 import yaml
 
 import zoo
-from experiments import run, schema
+from experiments import run
+from experiments.commandline import schema
 from tests.runs import FILES, MICRO, rows
 from zoo import adapters, lora
 

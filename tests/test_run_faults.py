@@ -12,7 +12,12 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import data, directory, hardware, preflight, program, train
+from experiments.data import batches
+from experiments.planning import preflight
+from experiments.results import directory
+from experiments.runtime import hardware
+from experiments.step import program
+from experiments.training import loop
 from tests.runs import FILES, rows
 
 
@@ -39,13 +44,13 @@ def test_a_diverged_run_stops_after_writing_what_it_had(start, tmp_path, capsys)
 @pytest.fixture
 def poison(monkeypatch):
     """The batch of step 3 gives a loss that is no number."""
-    batch = data.Source.batch
+    batch = batches.Source.batch
 
     def poisoned(self, step, *rows):
         made = batch(self, step, *rows)
         return dataclasses.replace(made, mask=made.mask * np.float32(np.nan)) if step == 2 else made
 
-    monkeypatch.setattr(data.Source, "batch", poisoned)
+    monkeypatch.setattr(batches.Source, "batch", poisoned)
 
 
 def test_a_step_without_a_loss_can_be_left_out(start, tmp_path, capsys, poison):
@@ -97,20 +102,20 @@ def test_there_is_room_for_a_checkpoint_more_than_are_kept(start, monkeypatch, c
 
 
 def test_a_step_without_a_loss_can_be_raised(start, tmp_path, poison):
-    with pytest.raises(train.DivergedError, match="the loss is nan at step 3: training has diverged"):
+    with pytest.raises(loop.DivergedError, match="the loss is nan at step 3: training has diverged"):
         start("run=raises", "on_nan=raise", "checkpoint.every=1")
     assert sorted(path.name for path in (tmp_path / "raises" / "checkpoints").iterdir()) == ["1", "2"]
 
 
 def test_an_interrupted_run_leaves_what_it_had(start, tmp_path, capsys, monkeypatch):
-    batch = data.Source.batch
+    batch = batches.Source.batch
 
     def interrupt(self, step, *rows):
         if step == 2:
             os.kill(os.getpid(), signal.SIGINT)
         return batch(self, step, *rows)
 
-    monkeypatch.setattr(data.Source, "batch", interrupt)
+    monkeypatch.setattr(batches.Source, "batch", interrupt)
     assert start("run=cut", "checkpoint=none", "steps=400") == 130
     error = capsys.readouterr().err
     assert "stopped by SIGINT after step" in error and "nothing is saved, as there are no checkpoints" in error

@@ -7,7 +7,8 @@ import sys
 import pytest
 import yaml
 
-from experiments import configs, schema, usage
+from experiments import configs
+from experiments.commandline import schema, usage
 
 PAIRS = {key: ["data=preference"] for key in ("dpo", "ipo", "simpo", "orpo")}
 NEEDED = {

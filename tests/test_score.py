@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import zoo
-from experiments import commands, schema, score
-from experiments.tokenizer import Bytes
+from experiments import score
+from experiments.commandline import commands, schema
+from experiments.data.tokenizer import Bytes
 from tests.hf_tiny import jit, loaded
 
 MODEL = "gemma2_gqa"
@@ -92,7 +93,7 @@ def test_documents_are_finished_in_turn():
 
 
 def test_a_place_that_cannot_be_written_is_said_before_the_model_is_read(monkeypatch, capsys):
-    from experiments import models
+    from experiments.step import models
 
     monkeypatch.setattr(models, "open_model", None)  # would fail if it were reached
     assert score.main(["data=pydoc", "out=/dev/null/x/y"]) == 1
@@ -101,7 +102,7 @@ def test_a_place_that_cannot_be_written_is_said_before_the_model_is_read(monkeyp
 
 def test_what_is_scored_is_written_at_once(tmp_path, monkeypatch, capsys):
     """The third document cannot be scored; the lines of those before it are there, and an earlier file's are not."""
-    from experiments import models
+    from experiments.step import models
 
     opened = models.Opened(loaded(MODEL), jnp.float32, {}, Bytes())
     monkeypatch.setattr(models, "open_model", lambda *_: opened)
@@ -134,7 +135,7 @@ def test_the_report_is_of_bytes_and_tokens():
 
 
 def test_the_command_scores_text_with_weights(tmp_path, capsys, monkeypatch):
-    from experiments import hardware
+    from experiments.runtime import hardware
 
     monkeypatch.setattr(hardware, "prepare", lambda platform: hardware.Device("cpu", "a test", 2**32))
     model = zoo.Gemma.init(

@@ -11,8 +11,9 @@ import time
 
 import pytest
 
-from experiments import schema, signals
-from experiments.signals import Stop, Stopped
+from experiments.commandline import schema
+from experiments.runtime import signals
+from experiments.runtime.signals import Stop, Stopped
 from tests.tiny import MODEL
 
 WORDS = ["data=pydoc", *MODEL, "batch_size=2", "seq_len=16", "eval.batches=1", "hardware=cpu", "steps=100000"]

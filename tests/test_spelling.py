@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments import options, overrides, schema, spelling
+from experiments.commandline import options, overrides, schema, spelling
 
 NAMES = [
     "a b.txt",

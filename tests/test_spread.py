@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
-from experiments.bench.hlo import collectives, dot_flops
+from experiments.planning.hlo import collectives, dot_flops
 from tests import quick
 from transforms import TileError, tile
 

@@ -9,7 +9,10 @@ import numpy as np
 import optax
 import pytest
 
-from experiments import configs, hardware, objectives, program, schema
+from experiments import configs
+from experiments.commandline import schema
+from experiments.runtime import hardware
+from experiments.step import objectives, program
 from tests.tiny import MODEL
 from transforms.step import State, compile_step, make_eval_step, make_train_step
 

@@ -12,7 +12,7 @@ import pytest
 from jax.extend.core import Primitive
 
 from experiments.bench.head import compile_gradient, loss, scanned, temp_bytes
-from experiments.bench.hlo import dot_flops
+from experiments.planning.hlo import dot_flops
 from transforms import TileError, tile
 
 RNG = np.random.default_rng(0)

@@ -8,8 +8,12 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import configs, hardware, preflight, program, schema, table, tiles
-from experiments.hardware import Device
+from experiments import configs
+from experiments.commandline import schema
+from experiments.planning import preflight, table
+from experiments.runtime import hardware
+from experiments.runtime.hardware import Device
+from experiments.step import program, tiles
 from tests.hf_tiny import FAST
 
 MICRO = ["vocab_size=96", "num_layers=2", "embed_dim=32", "mlp_dim=48", "head_dim=16", "num_heads=2", "num_kv_heads=1"]

@@ -6,9 +6,12 @@ import sys
 import numpy as np
 import pytest
 
-from experiments import configs, corpus, data, schema, tokenizer
-from experiments.corpus import DataError
-from experiments.tokenizer import Bytes, open_tokenizer, train_bpe
+from experiments import configs
+from experiments import tokenizer as command
+from experiments.commandline import schema
+from experiments.data import batches, corpus, tokenizer
+from experiments.data.corpus import DataError
+from experiments.data.tokenizer import Bytes, open_tokenizer, train_bpe
 
 TEXTS = ["plain words, plain words", "naïve café — 東京 🙂🙂", "tabs\tand\r\nlines\n\n", " leading", "", "\x00\x7f"]
 MESSAGES = [
@@ -190,7 +193,7 @@ def test_a_run_reads_text_through_a_tokenizer(folder, tmp_path):
     config, _ = schema.compose(words)
     fields = {name: getattr(config, name) for name in config.__dataclass_fields__}
     sizes = {"steps": 1, "log_every": 1, "batch_size": 2, "seq_len": 16}
-    source = data.open_source(configs.Resolved(**{**fields, **sizes}))
+    source = batches.open_source(configs.Resolved(**{**fields, **sizes}))
     made = open_tokenizer(folder)
     start = source.train.arrays[0][:200]
     assert start[0] == made.separator
@@ -199,16 +202,16 @@ def test_a_run_reads_text_through_a_tokenizer(folder, tmp_path):
     assert not source.batch(0).mask[source.batch(0).targets == made.separator].any()
     small, _ = schema.compose([*words, "model.vocab_size=500"])
     with pytest.raises(DataError, match=r"in the tokenizer in .* is outside the vocabulary"):
-        data.open_source(configs.Resolved(**{**fields, "model": small.model, **sizes}))
+        batches.open_source(configs.Resolved(**{**fields, "model": small.model, **sizes}))
 
 
 def test_the_command_trains_once(tmp_path, capsys):
     words = ["data=pydoc", "vocab_size=300", f"out={tmp_path / 'made'}"]
-    assert tokenizer.main(words) == 0
+    assert command.main(words) == 0
     assert "300 tokens," in capsys.readouterr().out
-    assert tokenizer.main(words) == 2
+    assert command.main(words) == 2
     assert "error: there already is a tokenizer at" in capsys.readouterr().err
-    assert tokenizer.main(["vocab_sise=3"]) == 2
+    assert command.main(["vocab_sise=3"]) == 2
     assert "Did you mean `vocab_size`?" in capsys.readouterr().err
-    assert tokenizer.main(["--help"]) == 0
+    assert command.main(["--help"]) == 0
     assert "vocab_size" in capsys.readouterr().out

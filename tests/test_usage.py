@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from experiments import commands, configs, options, schema, usage
+from experiments import configs
+from experiments.commandline import commands, options, schema, usage
 from zoo.configs import FAMILIES, RopeScaling
 
 NEEDED = {
@@ -105,7 +106,7 @@ def test_an_options_help_has_its_own_options_and_values():
 
 
 def test_what_is_auto_is_chosen_for_the_user():
-    from experiments import hardware
+    from experiments.runtime import hardware
 
     config, _ = schema.compose([])
     resolved, chosen = hardware.resolve(config, hardware.Device("cpu", "a test", 2**33))

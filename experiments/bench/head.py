@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from experiments.bench.hlo import dot_flops
+from experiments.planning.hlo import dot_flops
 from transforms import tile
 
 Array = jax.Array

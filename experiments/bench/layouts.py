@@ -21,8 +21,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
-from experiments import targets
-from experiments.bench import hlo
+from experiments.planning import hlo, targets
 from transforms import tile
 
 Array = jax.Array

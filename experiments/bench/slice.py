@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import sys
 
-from experiments import ahead, hardware, schema, session, table, targets
-from experiments.overrides import with_overrides
+from experiments.commandline import schema
+from experiments.commandline.overrides import with_overrides
+from experiments.planning import ahead, table, targets
+from experiments.runtime import hardware
+from experiments.training import session
 from transforms import TileError
 
 SETTING = ["compile_for=v5e-8", "model=gemma2_2b", "mesh=fsdp", "batch_size=64", "seq_len=2048", "remat=full"]

@@ -1,7 +1,7 @@
 """What a run can be told: frozen dataclasses, each field with its default and one line of help.
 
 No JAX here: `--help` and every configuration error come from this file alone. A value of None means that
-`experiments.hardware` chooses it for the device and the model's size, and says what it chose.
+`experiments.runtime.hardware` chooses it for the device and the model's size, and says what it chose.
 """
 
 from experiments.configs.compute import Hardware, Remat, Tiling

@@ -73,7 +73,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved(Run):
-    """One run in which nothing is left open: what `experiments.hardware.resolve` returns."""
+    """One run in which nothing is left open: what `experiments.runtime.hardware.resolve` returns."""
 
     steps: int
     batch_size: int

@@ -1,0 +1,167 @@
+"""Every option there is, by its key, made from the dataclasses: what the command line, the help and the schemas read.
+
+An option of a group belongs to some of its choices: `optimizer.b2` to `optimizer=adamw`. No JAX and no Hydra here.
+"""
+
+import dataclasses
+import difflib
+import functools
+import inspect
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import zoo.configs
+from experiments import configs
+from experiments.commandline import commands
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGED = ROOT / "experiments" / "conf"  # in an installed package; a checkout has it at its top
+CONF = PACKAGED if PACKAGED.is_dir() else ROOT / "conf"
+GROUP_HELP = {
+    "model": "what is trained",
+    "adapter": "train all of it, or a LoRA adapter alone",
+    "data": "what it reads",
+    "objective": "what it minimises",
+    "tiling": "what is cut into tiles: the head, MLPs, attention, the batch",
+    "optimizer": "how parameters move",
+    "hardware": "device, precision, compiler",
+    "mesh": "how devices share the work",
+    "remat": "what the backward pass keeps",
+    "checkpoint": "when the run is saved so that it can go on",
+}
+GROUPS = tuple(GROUP_HELP)
+SCHEMAS: dict[str, dict[str, type]] = {  # group -> name of the schema -> dataclass
+    "data": {
+        "stdlib": configs.Stdlib,
+        "pydoc": configs.Pydoc,
+        "text": configs.Text,
+        "tokens": configs.Tokens,
+        "chat": configs.Chat,
+        "preference": configs.Preference,
+        "grain": configs.Grain,
+        "synthetic": configs.Synthetic,
+        "custom": configs.CustomData,
+    },
+    "objective": {
+        "pretrain": configs.Pretrain,
+        "sft": configs.Sft,
+        "dpo": configs.Dpo,
+        "ipo": configs.Ipo,
+        "simpo": configs.Simpo,
+        "orpo": configs.Orpo,
+        "distill": configs.Distill,
+        "custom": configs.Custom,
+    },
+    "tiling": {"tiling": configs.Tiling},
+    "optimizer": {
+        "auto": configs.Optimizer,
+        "adamw": configs.AdamW,
+        "adafactor": configs.Adafactor,
+        "adafactor_layerwise": configs.AdafactorLayerwise,
+        "muon": configs.Muon,
+        "sgd": configs.Sgd,
+        "custom": configs.CustomOptimizer,
+    },
+    "hardware": {"hardware": configs.Hardware},
+    "mesh": {"mesh": configs.Mesh},
+    "remat": {"remat": configs.Remat},
+    "checkpoint": {"checkpoint": configs.Checkpoint},
+    "adapter": {"none": configs.Adapter, "lora": configs.Lora},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """One key of a command line.
+
+    Attributes:
+        key: such as `optimizer.b2`.
+        kind: the schema of its group that has it (`adamw`); of `model`, the family.
+        hint: the type of its value.
+        default: its value where nothing is said, `dataclasses.MISSING` where something must be.
+        field: what it was made from, with its metadata.
+        help: a line about it.
+    """
+
+    key: str
+    kind: str
+    hint: Any
+    default: Any
+    field: dataclasses.Field
+    help: str
+
+    @property
+    def group(self) -> str:
+        """What stands before its last dot."""
+        return self.key.rpartition(".")[0]
+
+    @property
+    def arms(self) -> tuple[Any, ...]:
+        """The types that its value can have, None left out."""
+        union = get_origin(self.hint) in (Union, types.UnionType)
+        return tuple(arm for arm in (get_args(self.hint) if union else (self.hint,)) if arm is not type(None))
+
+    @property
+    def optional(self) -> bool:
+        """Whether `null` is a value of it."""
+        return type(None) in get_args(self.hint)
+
+
+@functools.cache
+def of(command: str = "config") -> tuple[Option, ...]:
+    """Return every option of a command, `run.py` being `config`; one that several choices have comes several times."""
+    return tuple(_walk(configs.Run if command == "config" else commands.CLASSES[command], "", ""))
+
+
+def _walk(cls: Any, prefix: str, kind: str, about: dict[str, str] | None = None) -> Iterator[Option]:
+    hints = get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        key, hint = prefix + field.name, hints[field.name]
+        if key == "model":
+            yield from _walk(configs.Model, "model.", kind)
+        elif key == "model.config":
+            for family, config in zoo.configs.FAMILIES.items():
+                yield from _walk(config, "model.", family, attributes(config, "model."))
+        elif key in SCHEMAS:
+            for name, part in SCHEMAS[key].items():
+                yield from _walk(part, f"{key}.", name)
+        elif part := next((arm for arm in (hint, *get_args(hint)) if dataclasses.is_dataclass(arm)), None):
+            yield from _walk(part, f"{key}.", kind, attributes(part, f"{key}."))
+        else:
+            made = field.default_factory
+            default = field.default if made is dataclasses.MISSING else made()
+            yield Option(key, kind, hint, default, field, field.metadata.get("help") or (about or {}).get(key, ""))
+
+
+def attributes(cls: type, prefix: str) -> dict[str, str]:
+    """Return what the `Attributes:` of a class and of those that it is made from say of each, by its key."""
+    found: dict[str, str] = {}
+    for one in reversed(cls.__mro__):
+        lines = (inspect.getdoc(one) or "").partition("Attributes:\n")[2].splitlines()
+        pairs = (line.strip().partition(": ") for line in lines if line.strip())
+        found |= {prefix + name: text for name, _, text in pairs if name.isidentifier()}
+    return found
+
+
+@functools.cache
+def by_key(command: str = "config") -> dict[str, tuple[Option, ...]]:
+    """Return the options of a command, all of a key together."""
+    found: dict[str, tuple[Option, ...]] = {}
+    for option in of(command):
+        found[option.key] = (*found.get(option.key, ()), option)
+    return found
+
+
+def choices(group: str) -> list[str]:
+    """Return the names that `group=` can take, without Hydra."""
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+def choose(group: str, value: str) -> str:
+    """Return what to choose in place of an option that a group does not have."""
+    if close := difflib.get_close_matches(value, choices(group), n=1, cutoff=0.4):
+        more = "--models lists all" if group == "model" else f"--help lists all of {group}"
+        return f"Did you mean {group}={close[0]}? {more}"
+    return f"Choices for {group}: {', '.join(choices(group))}"

@@ -1,0 +1,82 @@
+"""Overrides, the words of a command line: how some replace others, and what a run that goes on takes from its start."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.commandline import schema, spelling
+
+RUN = "run.json"  # in a run's directory and in each checkpoint: its overrides and its configuration
+PINNED = ("steps", "batch_size", "seq_len", "optimizer", "optimizer.learning_rate", "eval.every", "eval.batches")
+PINNED += ("hardware.param_dtype", "hardware.compute_dtype")
+
+
+def with_overrides(overrides: Sequence[str], changes: Sequence[str]) -> list[str]:
+    """Return overrides with some replaced: a group's new option also drops the old option's own values."""
+    keys = [change.split("=")[0] for change in changes]
+    keys += ["tiling.size", "tiling.budget"] if "tiling.n" in keys else []  # they say the same in other words
+    replaced = lambda key: any(key == k or (k in schema.GROUPS and key.startswith(f"{k}.")) for k in keys)
+    return [override for override in overrides if not replaced(override.lstrip("+").split("=")[0])] + list(changes)
+
+
+def pinned(overrides: Sequence[str], chosen: dict[str, Any]) -> list[str]:
+    """Return overrides with what was chosen for the user added, where another device would choose otherwise."""
+    return [*overrides, *(f"{key}={value}" for key, value in chosen.items() if key in PINNED)]
+
+
+def resumed(overrides: Sequence[str], out: str) -> list[str]:
+    """Return the overrides of a run that `run=NAME` goes on with, replaced by those that are given now.
+
+    Args:
+        overrides: the command line's.
+        out: where run directories are, unless the command line says.
+
+    Raises:
+        ConfigError: the run's own record of its overrides cannot be read, nor that of a checkpoint.
+    """
+    said = dict(override.split("=", 1) for override in overrides if "=" in override)
+    if "run" not in said:
+        return list(overrides)
+    before = read(Path(spelling.expanded(said.get("out", out))) / said["run"])
+    if before is None:
+        return list(overrides)
+    kept = [word for word in before["overrides"] if not word.startswith("distributed.")]
+    return with_overrides(kept, overrides)
+
+
+def numbered(overrides: Sequence[str], number: int) -> list[str]:
+    """Return the overrides of one run of a sweep: a name that all would share gets a number."""
+    return [f"{word}-{number}" if word.startswith("run=") else word for word in overrides]
+
+
+def read(folder: Path) -> dict[str, Any] | None:
+    """Return what a run wrote about itself in its directory, or else in its newest checkpoint; None if it never did.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    saved = (path for path in folder.glob(f"checkpoints/*/{RUN}") if path.parent.name.isdecimal())
+    places = [folder / RUN, *sorted(saved, key=lambda path: -int(path.parent.name))]
+    problems = []
+    for file in filter(Path.exists, places):
+        try:
+            found = json.loads(file.read_text())
+            return {"overrides": found["overrides"], "config": found["config"], "data": found.get("data")}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            problems.append(f"{file} cannot be read ({error})")
+    if problems:
+        raise schema.ConfigError(f"cannot go on with the run at {folder}: {'; '.join(problems[:2])}")
+    return None
+
+
+def changes(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
+    """Return the differences between two configurations, `key: before -> now` for each."""
+    lines = []
+    for key in dict.fromkeys([*before, *now]):
+        old, new = before.get(key), now.get(key)
+        if isinstance(old, dict) and isinstance(new, dict):
+            lines += changes(old, new, f"{prefix}{key}.")
+        elif old != new:
+            lines.append(f"{prefix}{key}: {old} -> {new}")
+    return lines

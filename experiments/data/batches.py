@@ -1,0 +1,265 @@
+"""Batches: a pure function of (seed, step), so that a run can continue anywhere and on any number of machines.
+
+`B` batch `S` sequence. A training batch takes `B` rows of a permutation of all rows, another permutation in each epoch:
+every row comes once per epoch, and nothing needs to be remembered. Held-out batches are spread evenly. A machine may
+read only its own rows of a batch.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from experiments import configs
+from experiments.data import conversations, corpus
+from experiments.data.chat import Plain
+from experiments.data.corpus import DataError
+from experiments.data.grain_rows import open_pipeline, parted
+from experiments.data.rows import Batch, Conversations, Pairs, Rows, Windows
+from experiments.data.tokenizer import open_tokenizer
+from experiments.runtime import manifest
+from experiments.step import own
+
+LOOKED_AT = 2**24  # tokens of an array, evenly spread
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Rows of text: training batches by step, held-out batches by index."""
+
+    train: Rows
+    held_out: Rows
+    batch_size: int  # rows, or pairs of them
+    seed: int
+    bytes_per_token: float | None
+    text: str | None = None  # what its ids stand for, in words; None where nobody knows
+
+    def batch(self, step: int, rows: slice = slice(None)) -> Batch:
+        """Return the training batch of a step, or some of its rows; the same for the same seed and step, always."""
+        count = len(self.train)
+        position = step * self.batch_size + np.arange(self.batch_size)[rows]
+        parts = []
+        for epoch in np.unique(position // count):
+            indices = permute(position[position // count == epoch] % count, count, (self.seed, int(epoch)))
+            shift = _round_keys((self.seed, int(epoch)))[-1] % self.train.seq_len  # later epochs cut elsewhere
+            parts.append(self.train.batch(indices, shift if epoch else 0))
+        return Batch.join(parts)
+
+    def held_out_batch(self, index: int, batches: int, rows: slice = slice(None)) -> Batch:
+        """Return one of `batches` held-out batches, spread evenly over what is held out, or some of its rows."""
+        count = len(self.held_out)
+        wanted = np.arange(self.batch_size)[rows] + index * self.batch_size
+        return self.held_out.batch(wanted * count // (batches * self.batch_size) % count)
+
+    def held_out_batches(self, most: int) -> int:
+        """Return how many batches an evaluation takes: at most `most`, and no row twice where that is possible."""
+        return max(1, min(most, len(self.held_out) // self.batch_size))
+
+
+@dataclasses.dataclass(frozen=True)
+class Repeats:
+    """The synthetic task: random ids, then the same ids again."""
+
+    vocab: int
+    batch_size: int
+    seq_len: int
+    seed: int
+    bytes_per_token: float | None = None
+    text: None = None
+
+    def batch(self, step: int, rows: slice = slice(None)) -> Batch:
+        """Return the training batch of a step, or some of its rows."""
+        return self._make(0, step, rows)
+
+    def held_out_batch(self, index: int, batches: int, rows: slice = slice(None)) -> Batch:
+        """Return a batch that no training step sees, or some of its rows."""
+        return self._make(1, index, rows)
+
+    def held_out_batches(self, most: int) -> int:
+        """There is no end to random batches."""
+        return most
+
+    def _make(self, stream: int, step: int, rows: slice) -> Batch:
+        draw = np.random.Generator(np.random.Philox(key=[self.seed, step * 2 + stream]))
+        half = draw.integers(0, self.vocab, (self.batch_size, self.seq_len // 2 + 1))[rows]
+        windows = np.tile(half, 2)[:, : self.seq_len + 1].astype(np.int32)
+        return Batch(windows[:, :-1].copy(), windows[:, 1:].copy(), np.ones((len(windows), self.seq_len), np.float32))
+
+
+def open_source(config: configs.Resolved) -> Source | Repeats:
+    """Return the run's data, checked: it exists, it is long enough, and every id is in the model's vocabulary.
+
+    Raises:
+        DataError: what is wrong with the data, before anything is compiled or allocated.
+    """
+    try:
+        return _open(config)
+    except OSError as error:
+        raise DataError(
+            f"cannot read the data or keep its tokens: {manifest.reason(error)}. data.path=... says where it is, "
+            f"data.cache=FOLDER where its tokens go."
+        ) from error
+
+
+def _open(config: configs.Resolved) -> Source | Repeats:
+    data, vocab_size = config.data, config.model.config.vocab_size
+    if isinstance(data, configs.Synthetic):
+        _check_vocab(data.vocab - 1, 0, vocab_size, "data=synthetic")
+        return Repeats(data.vocab, config.batch_size, config.seq_len, config.seed)
+    if isinstance(data, configs.Grain):
+        return Source(*open_pipeline(config, data), config.batch_size, config.seed, None)
+    if isinstance(data, configs.CustomData):
+        train, held_out, bytes_per_token, text = _own(config, data, vocab_size)
+    else:
+        rows = _conversations if isinstance(data, configs.Chat | configs.Preference) else _windows
+        train, held_out, bytes_per_token, text = rows(config, data, vocab_size)
+    each = 2 if isinstance(data, configs.Preference) else 1
+    return Source(train, held_out, config.batch_size // each, config.seed, bytes_per_token, text)
+
+
+def fingerprint(source: Source | Repeats) -> str | None:
+    """Return a hash of what a run reads, of long arrays of a part of it; None where it cannot be known."""
+    if isinstance(source, Repeats):
+        return None
+    found = hashlib.sha256()
+    for rows in (source.train, source.held_out):
+        for array in rows.arrays:
+            found.update(f"{array.dtype}{array.shape}".encode())
+            found.update(array[:: len(array) // LOOKED_AT + 1].tobytes())
+    return found.hexdigest()[:16]
+
+
+def _own(
+    config: configs.Resolved, data: configs.CustomData, vocab_size: int
+) -> tuple[Rows, Rows, float | None, str | None]:
+    """Return rows of what a user's function returns: windows of its documents, or its rows as they are.
+
+    Raises:
+        DataError: it cannot be found, or returns something else.
+    """
+    try:
+        made = own.documents(
+            data,
+            tokenizer=open_tokenizer(data.tokenizer, config.model.weights),
+            vocab_size=vocab_size,
+            seq_len=config.seq_len,
+            seed=config.seed,
+        )
+    except own.OwnError as error:
+        raise DataError(str(error)) from error
+    if not len(made):
+        raise DataError(f"nothing in data.fn={data.fn}: what it returned is empty")
+    if isinstance(made[0], Mapping):
+        return *parted(made, config, f"data.fn={data.fn}"), None, None
+    return _windows(config, data, vocab_size, made)
+
+
+def _windows(
+    config: configs.Resolved, data: Any, vocab_size: int, written: Sequence[Any] | None = None
+) -> tuple[Rows, Rows, float | None, str | None]:
+    """Return windows of text (or of a user's own documents) to train on and held out, bytes per token, what ids are."""
+    text = None
+    if isinstance(data, configs.Tokens):
+        parts = corpus.mapped_blocks(data)
+        for array in (*parts[0], *parts[1]):
+            _check_vocab(int(array.max()), int(array.min()), vocab_size, data.path)
+        boundary, bytes_per_token = data.separator, data.bytes_per_token
+        if boundary is not None:
+            _check_vocab(boundary, 0, vocab_size, "data.separator")
+    elif written is not None and not isinstance(written[0], str | bytes):
+        parts, boundary, bytes_per_token = _ids(written, data), None, None
+        for array in (*parts[0], *parts[1]):
+            _check_vocab(int(array.max(initial=0)), int(array.min(initial=0)), vocab_size, f"data.fn={data.fn}")
+    else:
+        encoder = open_tokenizer(data.tokenizer, config.model.weights)
+        texts = None if written is None else (one.encode() if isinstance(one, str) else bytes(one) for one in written)
+        *found, bytes_per_token = corpus.token_files(data, encoder, texts)
+        text = encoder.name
+        # Ids that are used: a tokenizer may have more than its model, for pictures say. Of bytes, all are.
+        used = max(int(part.max(initial=0)) for part in found)
+        _check_vocab(max(used, encoder.separator), 0, vocab_size, encoder.name)
+        parts, boundary = ([part] for part in found), encoder.separator
+    train, held_out = (Windows(arrays, config.seq_len, boundary, data.packed) for arrays in parts)
+    for name, windows in (("training", train), ("held-out", held_out)):
+        if not len(windows):
+            size = sum(map(len, windows.arrays))
+            raise DataError(
+                f"too little text for seq_len={config.seq_len}: the {name} part has {size} tokens. "
+                f"Use a shorter seq_len or more text."
+            )
+    return train, held_out, bytes_per_token, text
+
+
+def _ids(documents: Sequence[Any], data: configs.CustomData) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Return documents of ids as one array to train on and one held out, chosen by the hash of their content."""
+    arrays = [np.asarray(document) for document in documents]
+    if bad := [one for one in arrays if one.ndim != 1 or not np.issubdtype(one.dtype, np.integer)]:
+        raise DataError(
+            f"cannot read data.fn={data.fn}: a document is text, a list of ids or a row {{'tokens': ids}}, not "
+            f"{bad[0].dtype}{list(bad[0].shape)}"
+        )
+    content = [one.astype(np.int64).tobytes() for one in arrays]
+    if len(arrays) == 1:
+        raise DataError(f"too few documents in data.fn={data.fn}: one, to train on and to hold out; give several")
+    kept = set(corpus.split(content, data.val_fraction)[0])
+    sides = [[one for one, key in zip(arrays, content, strict=True) if (key in kept) is side] for side in (True, False)]
+    return [np.concatenate(sides[0])], [np.concatenate(sides[1])]
+
+
+def _conversations(config: configs.Resolved, data: Any, vocab_size: int) -> tuple[Rows, Rows, None, str]:
+    """Return conversations or pairs of them, to train on and held out, and what their ids stand for."""
+    encoder = open_tokenizer(data.tokenizer, config.model.weights)
+    parts = []
+    for name, found in zip(("training", "held-out"), conversations.example_files(data, encoder), strict=True):
+        _check_vocab(int(found.ids.max(initial=0)), 0, vocab_size, encoder.name)
+        pairs = isinstance(data, configs.Preference)
+        rows = Pairs(found, config.seq_len) if pairs else Conversations(found, config.seq_len, data.packed)
+        if not len(rows):
+            raise DataError(
+                f"too short a seq_len={config.seq_len}: no answer of the {name} part begins within it. "
+                f"The shortest conversation has {min(found.lengths(), default=0)} tokens."
+            )
+        parts.append(rows)
+    plain = "; each message after its role, as there is no chat template" * isinstance(encoder.chat, Plain)
+    return parts[0], parts[1], None, f"{encoder.name}{plain}"
+
+
+def _check_vocab(largest: int, smallest: int, vocab_size: int, where: str) -> None:
+    if largest >= vocab_size or smallest < 0:
+        bad = largest if largest >= vocab_size else smallest
+        raise DataError(
+            f"token id {bad} in {where} is outside the vocabulary: ids must lie in [0, {vocab_size}). "
+            f"Choose a model whose model.vocab_size is larger, or other data."
+        )
+
+
+def permute(indices: np.ndarray, count: int, key: tuple[int, ...]) -> np.ndarray:
+    """Return where a keyed permutation of `range(count)` sends each index, in constant memory.
+
+    A Feistel network over the next even number of bits, walked until it lands inside.
+    """
+    half = max(1, (max(count - 1, 1).bit_length() + 1) // 2)
+    low = np.uint64((1 << half) - 1)
+    rounds = np.array(_round_keys(key), np.uint64)
+    values = indices.astype(np.uint64)
+    outside = np.ones(len(values), bool)
+    while outside.any():
+        left, right = values[outside] >> np.uint64(half), values[outside] & low
+        for salt in rounds:
+            left, right = right, left ^ (_mix(right ^ salt) & low)
+        values[outside] = (left << np.uint64(half)) | right
+        outside = values >= count
+    return values.astype(np.int64)
+
+
+def _round_keys(key: tuple[int, ...]) -> list[int]:
+    return [int(word) for word in np.random.SeedSequence([k & 0xFFFFFFFF for k in key]).generate_state(6, np.uint64)]
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """Scramble 64-bit words (the finalizer of SplitMix64, https://prng.di.unimi.it/splitmix64.c)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

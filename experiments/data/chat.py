@@ -1,0 +1,174 @@
+"""Chat templates: Jinja programs that come with a tokenizer and turn messages into the text a model was trained on.
+
+They are read from folders that others made, so they run in Jinja's sandbox, without access to Python objects. `pieces`
+tells what of the text the assistant says, which is what a model learns of it.
+"""
+
+import datetime
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.commandline import commands
+from experiments.data.corpus import DataError
+
+FILE = "chat_template.jinja"
+Messages = Sequence[Mapping[str, Any]]
+Pieces = list[tuple[str, bool]]  # stretches of a text, and whether they are the assistant's
+OPEN, CLOSE = "\ufdd0", "\ufdd1"  # no characters of any text: Unicode keeps them for such use
+
+
+class Plain:
+    """The format of tokenizers without a template: each message after its role, on a line of its own."""
+
+    identity = "plain-1"
+
+    def render(self, messages: Messages, *, answer: bool = True) -> str:
+        """Return the text of a conversation; with `answer`, up to where the assistant is to speak."""
+        return "".join(text for text, _ in self.pieces(messages)).replace(CLOSE, "") + "assistant: " * answer
+
+    def pieces(self, messages: Messages, first: int = 0) -> Pieces:
+        """Return the text in pieces, of which the assistant's count from message `first` on; `CLOSE` ends these."""
+        found: Pieces = []
+        for i, message in enumerate(messages):
+            spoken = message["role"] == "assistant"
+            said = message["content"] + CLOSE * spoken
+            found += [(f"{message['role']}: ", False), (said, spoken and i >= first), ("\n", False)]
+        return found
+
+
+class ChatTemplate:
+    """A template and the special tokens that it may name."""
+
+    def __init__(self, source: str, special: Mapping[str, str | None], where: str):
+        self._special = {name: token or "" for name, token in special.items()}
+        self._where = where
+        self.identity = json.dumps([source, self._special])
+        try:
+            import jinja2
+        except ImportError:
+            raise DataError(f"chat templates are an extra: {commands.install('hf')}") from None
+        try:
+            self._template = _environment().from_string(source)
+            marks = re.search(r"\{%[-+]?\s*generation\b", source)
+            self._marked = _environment(marked=True).from_string(source) if marks else None
+        except jinja2.TemplateError as error:
+            raise DataError(f"cannot read the chat template in {where}: {error}") from None
+
+    @classmethod
+    def read(cls, path: Path, settings: Mapping[str, Any], special: Mapping[str, str | None]) -> "ChatTemplate | None":
+        """Return the template of a tokenizer's folder, from its own file or from `tokenizer_config.json`."""
+        file = path / FILE
+        if file.is_file():
+            return cls(file.read_text(encoding="utf-8"), special, str(file))
+        found = settings.get("chat_template")
+        if isinstance(found, list):  # several by name
+            named = {
+                one["name"]: one["template"]
+                for one in found
+                if isinstance(one, dict) and {"name", "template"} <= set(one)
+            }
+            found = named.get("default")
+        return cls(found, special, str(path / "tokenizer_config.json")) if isinstance(found, str) else None
+
+    def render(self, messages: Messages, *, answer: bool = True) -> str:
+        """Return the text of a conversation.
+
+        Args:
+            messages: each with a `role` (user, assistant, system) and its `content`.
+            answer: end with what begins the model's own turn.
+
+        Raises:
+            DataError: the template refuses these messages, in its own words.
+        """
+        return self._render(self._template, messages, answer)
+
+    def pieces(self, messages: Messages, first: int = 0) -> Pieces:
+        """Return the text of a conversation in pieces, of which the assistant's count from message `first` on.
+
+        These are what the template itself marks by `{% generation %}`; of a template without marks, what an assistant's
+        message adds to the text before it.
+
+        Raises:
+            DataError: the template does not tell: a message changes the text before it, or marks are missing.
+        """
+        spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if self._marked is None:
+            return self._by_prefix(messages, [i for i in spoken if i >= first])
+        found: Pieces = []
+        head, *rest = self._render(self._marked, messages, False).split(OPEN)
+        if len(rest) != len(spoken) or any(part.count(CLOSE) != 1 for part in rest):
+            raise DataError(
+                f"the chat template in {self._where} marks {len(rest)} answers of a conversation that has {len(spoken)}"
+            )
+        for i, part in zip(spoken, rest, strict=True):
+            said, after = part.split(CLOSE)
+            found += [(said, i >= first), (after, False)]
+        return [(head, False), *found]
+
+    def _by_prefix(self, messages: Messages, spoken: Sequence[int]) -> Pieces:
+        whole, end = self._render(self._template, messages, False), 0
+        found: Pieces = []
+        for i in spoken:
+            before = self._render(self._template, messages[:i], True)
+            after = self._render(self._template, messages[: i + 1], False)
+            if not (whole.startswith(after) and after.startswith(before) and len(before) >= end):
+                raise DataError(
+                    f"the chat template in {self._where} changes the text before message {i + 1}, so that what "
+                    "the assistant says is not told. Mark it by {% generation %} and {% endgeneration %} there."
+                )
+            found += [(whole[end : len(before)], False), (whole[len(before) : len(after)], True)]
+            end = len(after)
+        return [*found, (whole[end:], False)]
+
+    def _render(self, template: Any, messages: Messages, answer: bool) -> str:
+        import jinja2
+
+        try:
+            return template.render(messages=list(messages), add_generation_prompt=answer, **self._special)
+        except (jinja2.TemplateError, TypeError, ValueError, OverflowError) as error:
+            raise DataError(f"the chat template in {self._where} fails: {error}") from None
+
+
+def _environment(marked: bool = False) -> Any:
+    """The environment that chat templates are written for: transformers' own settings, functions and tag.
+
+    With `marked`, what stands in `{% generation %}` comes out between `OPEN` and `CLOSE`.
+    """
+    import jinja2
+    from jinja2 import nodes
+    from jinja2.ext import Extension
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}` marks what the assistant said; it changes no text."""
+
+        tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
+
+        def parse(self, parser):
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            mark = lambda text: nodes.Output([nodes.TemplateData(text)], lineno=line)
+            return [mark(OPEN), *body, mark(CLOSE)] if marked else body
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
+    # Jinja's own `tojson` escapes for HTML.
+    environment.filters["tojson"] = _json
+    functions: dict[str, Any] = {"raise_exception": refuse, "strftime_now": _now}
+    environment.globals.update(functions)
+    return environment
+
+
+def _now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)
+
+
+def _json(value: Any, ensure_ascii: bool = False, **how: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **how)

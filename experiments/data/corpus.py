@@ -1,0 +1,213 @@
+"""Text to tokens on disk: documents from files, a split by content, a memory-mapped cache.
+
+Unless there is a tokenizer, every byte is its own id (0 to 255) and `BOS` starts each document. The cache is written
+once per text, tokenizer and split, under their hash, so that another text or another Python can never meet it.
+"""
+
+import hashlib
+import json
+import os
+import re
+import sysconfig
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from experiments import configs
+
+T = TypeVar("T")
+BOS = 256
+BYTE_VOCAB = 257
+PIECE = 16 * 1024  # bytes: a single document is cut at line ends into pieces of about this length, to hold some out
+CHUNK = 256  # documents that are tokenized between two looks at the clock
+SKIP = {"site-packages", "dist-packages", "test", "tests", "lib2to3", "idlelib", "turtledemo", "ensurepip", "encodings"}
+
+
+class DataError(ValueError):
+    """There is no usable data where the configuration says."""
+
+
+def documents(config: configs.Data) -> Iterator[bytes]:
+    """Yield the documents that a configuration names, in an order that does not depend on the file system."""
+    if isinstance(config, configs.Stdlib):
+        root = Path(sysconfig.get_paths()["stdlib"])
+        for path in sorted(root.rglob("*.py")):
+            if not SKIP.intersection(path.relative_to(root).parts):
+                yield path.read_bytes()
+    elif isinstance(config, configs.Pydoc):
+        from pydoc_data.topics import topics
+
+        for name in sorted(topics):
+            yield topics[name].encode()
+    elif isinstance(config, configs.Text):
+        yield from _text(Path(config.path).expanduser(), config)
+    else:
+        raise TypeError(f"{type(config).__name__} has no documents")
+
+
+def _text(path: Path, config: configs.Text) -> Iterator[bytes]:
+    for file in files_at(path, config.pattern):
+        if file.suffix != ".jsonl":
+            yield file.read_bytes()
+            continue
+        for where, line in json_lines(file):
+            try:
+                yield json.loads(line)[config.field].encode()
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise DataError(
+                    f"cannot read data.path={where}: no JSON object with text in data.field={config.field}"
+                ) from error
+
+
+def files_at(path: Path, pattern: str) -> list[Path]:
+    """Return a file, or the files of a folder that match, in an order that does not depend on the file system.
+
+    Raises:
+        DataError: there is none.
+    """
+    if not path.exists():
+        raise DataError(f"cannot read data.path={path}: there is no such file or folder")
+    patterns = [pattern.strip() for pattern in pattern.split(",")]
+    files = [path] if path.is_file() else sorted({f for p in patterns for f in path.rglob(p) if f.is_file()})
+    if not files:
+        raise DataError(f"no text at data.path={path}: the folder has no file that matches {pattern}")
+    return files
+
+
+def json_lines(file: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield the lines of a file that are not empty, each with the words for where it is."""
+    for number, line in enumerate(file.read_bytes().split(b"\n"), 1):
+        if line.strip():
+            yield f"{file}:{number}", line
+
+
+class Encoder(Protocol):
+    """What makes ids of texts; `experiments.data.tokenizer` has them."""
+
+    vocab_size: int
+    identity: str  # changes when the ids of a text do
+
+    @property
+    def separator(self) -> int:
+        """The id before each document."""
+        ...
+
+    def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        """Return the ids of each text."""
+        ...
+
+
+def id_type(vocab_size: int) -> str:
+    """Return the smallest type that the ids of a vocabulary are stored in."""
+    return "uint16" if vocab_size <= 2**16 else "uint32"
+
+
+def tokenize(texts: list[bytes], encoder: Encoder) -> np.ndarray:
+    """Return documents as one array of ids, each document after the separator."""
+    dtype = id_type(encoder.vocab_size)
+    chunks = [texts[i : i + CHUNK] for i in range(0, len(texts), CHUNK)]
+    encoded = (ids for chunk in progress(chunks, "tokenizing") for ids in encoder.encode_batch(chunk))
+    parts = [np.concatenate([[encoder.separator], ids]).astype(dtype) for ids in encoded]
+    return np.concatenate(parts) if parts else np.zeros(0, dtype)
+
+
+def progress(items: Sequence[T], what: str) -> Iterable[T]:
+    """Return the items to go through, with a bar on a terminal where that takes longer than a second."""
+    from tqdm import tqdm
+
+    return tqdm(items, desc=f"  {what}", delay=1.0, leave=False, disable=None)
+
+
+def split(texts: list[bytes], val_fraction: float) -> tuple[list[bytes], list[bytes]]:
+    """Return (training, held-out) documents, chosen by the hash of each document's content and by nothing else.
+
+    Equal documents fall on one side. At least one document lands on each side.
+    """
+    if len(texts) == 1:
+        texts = [piece for piece in re.findall(rb"(?s).{%d}[^\n]*\n?|.+" % PIECE, texts[0]) if piece]
+    if len(set(texts)) < 2:
+        raise DataError(
+            "too little text: data.path=... must give at least two different documents, to train on and to hold out"
+        )
+    draw = {text: _draw(text) for text in texts}
+    bound = max(val_fraction, min(draw.values()))
+    bound = bound if any(value > bound for value in draw.values()) else min(draw.values())
+    return [text for text in texts if draw[text] > bound], [text for text in texts if draw[text] <= bound]
+
+
+def _draw(content: bytes) -> float:
+    """Return a number in [0, 1) that depends on the content alone."""
+    return int.from_bytes(hashlib.sha256(content).digest()[:8], "big") / 2**64
+
+
+def token_files(
+    config: configs.Data, encoder: Encoder, texts: Iterable[bytes] | None = None
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """Return memory-mapped (training, held-out) tokens, made where no cache has them, and bytes per token.
+
+    They are those of `texts`, or else of the documents that the configuration names.
+    """
+    texts = [text for text in (documents(config) if texts is None else texts) if text]
+    where = next((f"data.{name}={getattr(config, name)}" for name in ("path", "fn") if hasattr(config, name)), "data")
+    if not texts:
+        raise DataError(f"no text at {where}: every document is empty")
+    digest = hashlib.sha256(f"{encoder.identity} {config.val_fraction}".encode())
+    for text in texts:
+        digest.update(len(text).to_bytes(8, "big") + text)
+    folder = cache_folder(config) / digest.hexdigest()[:24]
+    if not (folder / "held_out.bin").exists():
+        train, held_out = split(texts, config.val_fraction)
+        write_whole(folder / "train.bin", tokenize(train, encoder))
+        write_whole(folder / "held_out.bin", tokenize(held_out, encoder))
+    train, held_out = (mapped(folder / f"{name}.bin", id_type(encoder.vocab_size)) for name in ("train", "held_out"))
+    counted = sum(np.count_nonzero(part != encoder.separator) for part in (train, held_out))
+    return train, held_out, sum(map(len, texts)) / max(1, counted)
+
+
+def cache_folder(config: configs.Data) -> Path:
+    return Path(config.cache).expanduser() if config.cache else user_cache() / "tokens"
+
+
+def user_cache() -> Path:
+    """Return this project's folder in the user's cache directory (`XDG_CACHE_HOME` is respected)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tiling-zoo"
+
+
+def write_whole(path: Path, tokens: np.ndarray) -> None:
+    """Write whole or not at all: another process may be doing the same."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        tokens.tofile(file)
+    os.replace(file.name, path)
+
+
+def mapped(path: Path, dtype: str = "uint16") -> np.ndarray:
+    return np.memmap(path, dtype, "r")
+
+
+def mapped_blocks(config: configs.Tokens) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Return the (training, held-out) parts of token files: whole files by hash, or blocks where there is one file."""
+    pattern = Path(config.path).expanduser()
+    if pattern.is_dir():
+        pattern = pattern / "*.bin"
+    files = sorted(file for file in pattern.parent.glob(pattern.name) if file.stat().st_size)
+    if not files:
+        raise DataError(f"no tokens at data.path={config.path}: no such file, or only empty ones")
+    if bad := [file for file in files if file.stat().st_size % np.dtype(config.dtype).itemsize]:
+        why = "its size is no multiple of the type's"
+        raise DataError(f"cannot read data.path={bad[0]} as data.dtype={config.dtype}: {why}")
+    arrays = [mapped(file, config.dtype) for file in files]
+    if len(arrays) == 1:
+        length = max(1, min(2**20, len(arrays[0]) // 32))
+        arrays = [arrays[0][start : start + length] for start in range(0, len(arrays[0]), length)]
+    # By place as well as content, so that repetitive tokens can be split too.
+    keys = [str(i).encode() + array[:65536].tobytes() for i, array in enumerate(arrays)]
+    draws = [_draw(key) for key in keys]
+    bound = max(config.val_fraction, min(draws))
+    train = [array for array, draw in zip(arrays, draws, strict=True) if draw > bound]
+    if not train:
+        raise DataError(f"too few tokens at data.path={config.path}: nothing is left beside the held-out part")
+    return train, [array for array, draw in zip(arrays, draws, strict=True) if draw <= bound]

@@ -1,0 +1,346 @@
+"""Text to ids and back: bytes by default, or the tokenizer of a Hugging Face folder; and training a BPE.
+
+The packages `tokenizers` and `sentencepiece` (extra `hf`) are imported only where a folder is opened or made.
+"""
+
+import codecs
+import hashlib
+import importlib
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.commandline import commands
+from experiments.data.chat import ChatTemplate, Pieces, Plain
+from experiments.data.corpus import BOS, BYTE_VOCAB, DataError
+
+FILE = "tokenizer.json"
+SENTENCES = "tokenizer.model"
+SETTINGS = "tokenizer_config.json"
+FILES = (FILE, SENTENCES, SETTINGS, "added_tokens.json", "chat_template.jinja")
+BYTES = "bytes"  # what data.tokenizer, and the settings of weights that were trained on bytes, call them
+MOST_BYTES = 1024  # words: a larger vocabulary is hardly one of bytes
+START, STOP = "<bos>", "<eos>"  # of the tokenizers that are trained here
+
+
+class Bytes:
+    """Every byte is its own id, and id 256 starts a document. Nothing is needed and nothing is lost."""
+
+    vocab_size = BYTE_VOCAB
+    start: int | None = BOS
+    stops: tuple[int, ...] = (BOS,)
+    chat: ChatTemplate | Plain | None = Plain()
+    identity = "bytes-1"
+    name = "bytes (256 of them and one that starts each document)"
+    separator = BOS
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """Return the ids of a text, without a start."""
+        return np.frombuffer(text.encode() if isinstance(text, str) else text, np.uint8).astype(np.int32)
+
+    def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        """Return the ids of each text, without a start."""
+        return [self.encode(text) for text in texts]
+
+    def prompt(self, text: str) -> list[int]:
+        """Return the ids of a prompt, as the model expects it to start."""
+        return [BOS, *self.encode(text).tolist()]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of ids; what is no UTF-8 becomes U+FFFD."""
+        return bytes(int(i) for i in ids if i < BOS).decode(errors="replace")
+
+    def stream(self) -> Callable[[int], str]:
+        """Return a function that takes one id after another and returns the text that is now complete."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        return lambda token: decoder.decode(bytes([token]) if token < BOS else b"")
+
+
+class Folder:
+    """The tokenizer of a Hugging Face folder.
+
+    Attributes:
+        vocab_size: one more than the largest id.
+        start: the id that starts a text, None where the folder names none.
+        stops: the ids that end a text or a turn.
+        chat: the folder's chat template, if it has one.
+        identity: changes when the tokenizer does.
+        name: for people.
+    """
+
+    FILE = FILE
+
+    def __init__(self, path: Path):
+        file = path / self.FILE
+        self.name = f"the tokenizer in {path}"
+        self.identity = hashlib.sha256(file.read_bytes()).hexdigest()
+        settings = read_json(path / SETTINGS)
+        self._inner, self.vocab_size = self._open(file, settings)
+        special = {name: _content(settings.get(name)) for name in ("bos_token", "eos_token")}
+        self.start = self._id(special["bos_token"])
+        self.stops = self._stops(path, special["eos_token"])
+        self.chat = ChatTemplate.read(path, settings, special)
+
+    def _open(self, file: Path, settings: Mapping[str, Any]) -> tuple[Any, int]:
+        """Return the package's own tokenizer, and one more than its largest id."""
+        tokenizers = _package("tokenizers")
+        try:
+            inner = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the package raises bare `Exception`s
+            raise DataError(f"cannot read {file}: {error}") from None
+        return inner, max(inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @property
+    def separator(self) -> int:
+        """The id before each of many documents: the one that starts a text, or one that ends it."""
+        found = self.stops[0] if self.start is None and self.stops else self.start
+        if found is None:
+            raise DataError(f"{self.name} names no bos_token and no eos_token to put between documents")
+        return found
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """Return the ids of a text, without a start."""
+        return self.encode_batch([text.encode() if isinstance(text, str) else text])[0]
+
+    def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        """Return the ids of each text, without a start; what is no UTF-8 becomes U+FFFD."""
+        strings = [text.decode(errors="replace") for text in texts]
+        found = self._inner.encode_batch(strings, add_special_tokens=False)
+        return [np.array(one.ids, np.int32) for one in found]
+
+    def prompt(self, text: str) -> list[int]:
+        """Return the ids of a prompt, with the special tokens that the tokenizer itself adds."""
+        return self._inner.encode(text).ids
+
+    def encode_pieces(self, pieces: Pieces) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids of a text, and which of them begin in a piece that counts."""
+        found = self._inner.encode("".join(text for text, _ in pieces), add_special_tokens=False)
+        counts = np.repeat([counts for _, counts in pieces], [len(text) for text, _ in pieces])
+        starts = np.array([start for start, _ in found.offsets], np.int64)
+        return np.array(found.ids, np.int32), counts[np.minimum(starts, len(counts) - 1)]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of ids, special tokens left out."""
+        return self._inner.decode([int(i) for i in ids])
+
+    def stream(self) -> Callable[[int], str]:
+        """Return a function that takes one id after another and returns the text that is now complete."""
+        from tokenizers.decoders import DecodeStream
+
+        inner = DecodeStream(skip_special_tokens=True)
+        return lambda token: inner.step(self._inner, int(token)) or ""
+
+    def _id(self, token: str | None) -> int | None:
+        return None if token is None else self._inner.token_to_id(token)
+
+    def _stops(self, path: Path, eos: str | None) -> tuple[int, ...]:
+        """Collect what ends a text: the generation config's ids, and the tokenizer's own end."""
+        named = read_json(path / "generation_config.json").get("eos_token_id")
+        found = [*named] if isinstance(named, list) else [named]
+        return tuple(sorted({i for i in (*found, self._id(eos)) if isinstance(i, int)}))
+
+
+class Sentences(Folder):
+    """The tokenizer of a folder that has no tokenizer.json but a SentencePiece model, as Llama 2 and Gemma came with.
+
+    Special tokens are found in a text first; what is between them is encoded by itself.
+    """
+
+    FILE = SENTENCES
+
+    def _open(self, file: Path, settings: Mapping[str, Any]) -> tuple[Any, int]:
+        sentencepiece = _package("sentencepiece")
+        try:
+            inner = sentencepiece.SentencePieceProcessor(model_file=str(file))
+        except (OSError, RuntimeError, ValueError, TypeError) as error:
+            raise DataError(f"cannot read {file}: {error}") from None
+        pieces = range(inner.vocab_size())
+        self._special = {inner.id_to_piece(i): i for i in pieces if inner.is_control(i)}
+        self._special |= {text: int(i) for text, i in read_json(file.parent / "added_tokens.json").items()}
+        decoder = settings.get("added_tokens_decoder")
+        for i, token in (decoder if isinstance(decoder, Mapping) else {}).items():
+            if (text := _content(token)) is not None:
+                self._special[text] = int(i)
+        longest = sorted(self._special, key=len, reverse=True)
+        self._split = re.compile("|".join(re.escape(text) for text in longest))
+        self._starts = settings.get("add_bos_token", True)
+        return inner, max([inner.vocab_size() - 1, *self._special.values()]) + 1
+
+    def _segments(self, text: str) -> list[tuple[int, str]]:
+        """Return where each stretch of a text begins, and it: a special token, or what is between two."""
+        found, end = [], 0
+        for match in self._split.finditer(text) if self._special else ():
+            found += [(end, text[end : match.start()]), (match.start(), match[0])]
+            end = match.end()
+        return [(start, part) for start, part in [*found, (end, text[end:])] if part]
+
+    def _encode(self, text: str) -> tuple[list[int], list[int]]:
+        """Return ids, and where in the text each begins."""
+        ids, starts = [], []
+        for start, part in self._segments(text):
+            if part in self._special:
+                ids, starts = [*ids, self._special[part]], [*starts, start]
+                continue
+            pieces = self._inner.encode(part, return_type="proto").pieces
+            characters = np.repeat(np.arange(len(part)), [len(one.encode()) for one in part])  # the one of each byte
+            ids += [piece.id for piece in pieces]
+            starts += [start + int(characters[min(piece.begin, len(characters) - 1)]) for piece in pieces]
+        return ids, starts
+
+    def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
+        """Return the ids of each text, without a start; what is no UTF-8 becomes U+FFFD."""
+        return [np.array(self._encode(text.decode(errors="replace"))[0], np.int32) for text in texts]
+
+    def prompt(self, text: str) -> list[int]:
+        """Return the ids of a prompt, after the token that starts a text unless the folder says otherwise."""
+        start = [self.start] if self._starts and self.start is not None else []
+        return [*start, *self._encode(text)[0]]
+
+    def encode_pieces(self, pieces: Pieces) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids of a text, and which of them begin in a piece that counts."""
+        ids, starts = self._encode("".join(text for text, _ in pieces))
+        counts = np.repeat([counts for _, counts in pieces], [len(text) for text, _ in pieces])
+        return np.array(ids, np.int32), counts[np.minimum(np.array(starts, np.int64), len(counts) - 1)]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of ids, special tokens left out."""
+        special = set(self._special.values())
+        return self._inner.decode([int(i) for i in ids if int(i) not in special])
+
+    def stream(self) -> Callable[[int], str]:
+        """Return a function that takes one id after another and returns the text that is now complete."""
+        ids: list[int] = []
+        shown = ""
+
+        def step(token: int) -> str:
+            nonlocal shown
+            ids.append(int(token))
+            text = self.decode(ids)
+            if text.endswith("\ufffd"):  # a character whose bytes are still to come
+                return ""
+            new, shown = text[len(shown) :], text
+            return new
+
+        return step
+
+    def _id(self, token: str | None) -> int | None:
+        if token is None or token in self._special:
+            return self._special.get(token or "")
+        found = self._inner.piece_to_id(token)
+        return None if found == self._inner.unk_id() else found
+
+
+def open_tokenizer(path: str | Path | None, weights: str | Path | None = None) -> Bytes | Folder:
+    """Return the tokenizer at a path; without one, that of the weights' folder if it has one, else bytes.
+
+    Raises:
+        DataError: the folder holds no tokenizer that can be read, the extra `hf` is missing, or nothing says that the
+            weights' large vocabulary is one of bytes.
+    """
+    if str(path) == BYTES:
+        return Bytes()
+    folder = Path(path if path is not None else weights or "").expanduser()
+    if path is None and weights is None:
+        return Bytes()
+    for cls in (Folder, Sentences):
+        if (folder / cls.FILE).is_file():
+            return cls(folder)
+    if path is not None:
+        why = f"there is no {FILE} and no {SENTENCES}" if folder.is_dir() else "there is no such folder"
+        raise DataError(f"cannot read a tokenizer at {path}: {why}")
+    words = _vocabulary(folder)
+    if words > MOST_BYTES and read_json(folder / SETTINGS).get("tokenizer_class") != BYTES:
+        raise DataError(
+            f"cannot read text for {folder}: its vocabulary has {words:,} words, and it holds no {FILE} and no "
+            f"{SENTENCES}. Copy one there, name a folder that has one (data.tokenizer=FOLDER, generate.py's "
+            f"tokenizer=FOLDER), or say {BYTES} in its place for weights that were trained on bytes."
+        )
+    return Bytes()
+
+
+def _vocabulary(folder: Path) -> int:
+    """Return how many words the weights of a folder know; 0 where it does not say."""
+    raw = read_json(folder / "config.json")
+    inner = raw.get("text_config")
+    found = {**(inner if isinstance(inner, dict) else {}), **raw}.get("vocab_size")
+    return found if isinstance(found, int) else 0
+
+
+def copy_tokenizer(source: str | Path | None, out: Path) -> None:
+    """Copy a tokenizer's files into a folder of weights; or say there that they are of bytes, where it has none."""
+    if source in (None, BYTES):
+        if not any((out / name).is_file() for name in (FILE, SENTENCES, SETTINGS)):
+            (out / SETTINGS).write_text(json.dumps({"tokenizer_class": BYTES}, indent=2) + "\n")
+        return
+    for name in FILES:
+        if (Path(source).expanduser() / name).is_file():
+            shutil.copyfile(Path(source).expanduser() / name, out / name)
+
+
+def train_bpe(texts: Iterable[bytes], vocab_size: int, folder: Path) -> Folder:
+    """Train a byte-level BPE, write it as a folder, and return it. Every text survives a round trip.
+
+    Raises:
+        DataError: the vocabulary is smaller than the bytes and the two special tokens that it starts from.
+    """
+    tokenizers = _package("tokenizers")
+    from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if vocab_size < len(alphabet) + 2:
+        raise DataError(
+            f"vocab_size={vocab_size} is too small: 256 bytes and 2 special tokens need {len(alphabet) + 2}"
+        )
+    inner = tokenizers.Tokenizer(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[STOP, START], initial_alphabet=alphabet, show_progress=False
+    )
+    inner.train_from_iterator((text.decode(errors="replace") for text in texts), trainer)
+    inner.post_processor = processors.TemplateProcessing(
+        single=f"{START} $A", special_tokens=[(START, inner.token_to_id(START))]
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    inner.save(str(folder / FILE))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": START, "eos_token": STOP}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    return Folder(folder)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; an empty one where there is no file.
+
+    Raises:
+        DataError: the file holds something else.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"cannot read {path}: {error}") from None
+    if not isinstance(found, dict):
+        raise DataError(f"cannot read {path}: it must hold a JSON object")
+    return found
+
+
+def _content(token: Any) -> str | None:
+    """Read a special token, which is written as its text or as an object that holds it."""
+    token = token.get("content") if isinstance(token, Mapping) else token
+    return token if isinstance(token, str) else None
+
+
+def _package(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise DataError(
+            f"tokenizers are an extra, and the package {name} is missing: {commands.install('hf')}, or leave "
+            f"data.tokenizer out for bytes"
+        ) from None

@@ -1,0 +1,142 @@
+"""A run's directory: a new one, or that of a run to go on with; and what a run writes about itself there."""
+
+import fcntl
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments import configs
+from experiments.commandline import overrides, usage
+from experiments.commandline.overrides import RUN
+from experiments.runtime import distributed, manifest
+
+PLACES = ("run", "out", "distributed", "compare")  # where a run is and what is shown of it, not what it is
+
+
+class DirectoryError(RuntimeError):
+    """A directory that a run cannot use, in words for the user."""
+
+
+@dataclass
+class Directory:
+    """Where a run's results go.
+
+    Attributes:
+        path: the directory; None until `open` has made one, if it is to get a number.
+        before: what an earlier part of this run wrote about itself; None if this one starts it.
+    """
+
+    base: Path
+    path: Path | None
+    before: dict[str, Any] | None = None
+    _held: int | None = None
+
+    @classmethod
+    def find(cls, config: configs.Run, model: str) -> "Directory":
+        """Return the directory that a run will use; nothing is made yet.
+
+        Raises:
+            DirectoryError: there is something else where the run should go.
+        """
+        out = Path(config.out).expanduser()
+        place = next(path for path in (out / (config.run or ""), out, *out.absolute().parents) if path.exists())
+        if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+            why = "one may not write there" if place.is_dir() else "that is no folder"
+            raise DirectoryError(f"cannot use out={config.out}: {place}: {why}. Give another out=FOLDER")
+        if config.run is None:
+            return cls(out / model, None)
+        path = out / config.run
+        if path.is_dir() and (before := overrides.read(path)) is not None:
+            return cls(path, path, before)
+        if path.exists() and not (path.is_dir() and all(name.startswith(".") for name in os.listdir(path))):
+            raise DirectoryError(f"there is something at {path} that is no run: choose another run=NAME, or remove it")
+        return cls(path, path)
+
+    def open(self, about: dict[str, Any], config: configs.Resolved, argv: Sequence[str]) -> Path:
+        """Make the directory, write what the run is, and return the path.
+
+        Args:
+            about: the overrides that describe the run in full, and the configuration, for when it goes on.
+            config: the run's configuration.
+            argv: overrides as the user gave them.
+
+        Raises:
+            DirectoryError: it cannot be made or written to.
+        """
+        try:
+            path = self._make()
+            self.hold()
+            if distributed.first():
+                _write(path / RUN, json.dumps(about, indent=1))
+                _write(path / "config.yaml", usage.dump(config, list(argv)))
+        except OSError as error:
+            raise DirectoryError(f"cannot write to {self.path or self.base.parent}: {manifest.reason(error)}") from None
+        return path
+
+    def hold(self) -> None:
+        """Keep other runs out of the directory, if it is there, until `release` or the end of this process.
+
+        Raises:
+            DirectoryError: another run is in it.
+        """
+        if self._held is not None or self.path is None or not self.path.is_dir() or not distributed.first():
+            return
+        handle = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            raise DirectoryError(
+                f"another process is carrying out the run at {self.path}: wait until it has ended, stop it, or give "
+                f"another run=NAME"
+            ) from None
+        except OSError:  # a file system that knows no locks
+            pass
+        self._held = handle
+
+    def release(self) -> None:
+        """Let others in again."""
+        if self._held is not None:
+            os.close(self._held)
+        self._held = None
+
+    def changes(self, config: configs.Resolved, read: str | None) -> list[str]:
+        """Return how the configuration, and the hash of what is read, differ from those that the run had before."""
+        if self.before is None:
+            return []
+        drop = lambda values: {key: value for key, value in values.items() if key not in PLACES}
+        now = json.loads(json.dumps(usage.plain(config)))
+        changed = overrides.changes(drop(self.before["config"]), drop(now))
+        if read is not None and self.before["data"] not in (None, read):
+            changed.append("data: what it reads is not what it was: another text, tokenizer or split")
+        return changed
+
+    def _make(self) -> Path:
+        if self.path is not None:
+            self.path.mkdir(parents=True, exist_ok=True)
+            return self.path
+        number = self._make_numbered() if distributed.first() else 0
+        self.path = self._numbered(distributed.agreed(number))
+        return self.path
+
+    def _make_numbered(self) -> int:
+        for number in range(1, 10**6):
+            try:
+                self._numbered(number).mkdir(parents=True)
+            except FileExistsError:
+                continue
+            return number
+        raise DirectoryError(f"there are too many runs at {self.base}-*: give run=NAME")
+
+    def _numbered(self, number: int) -> Path:
+        return self.base.with_name(f"{self.base.name}-{number}")
+
+
+def _write(path: Path, text: str) -> None:
+    """Write whole or not at all."""
+    new = path.with_name(f".{path.name}")
+    new.write_text(text)
+    new.replace(path)

@@ -1,0 +1,309 @@
+"""The pictures of a run, from its records and what was known at its start. matplotlib is imported only to draw."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments import configs
+from experiments.planning.preflight import Plan
+from experiments.results.metrics import Record
+from experiments.runtime.hardware import GIB
+from experiments.step import tiles
+
+FACTS = "plan.json"
+
+INK, FAINT, GRID = "#1f2430", "#8a91a0", "#e6e8ee"
+BLUE, ORANGE = "#2f6fde", "#e07a1f"
+PARTS = {
+    "weights": "#27407a",
+    "optimizer": "#7a4fa3",
+    "gradients": "#4d8fd1",
+    "head": "#e07a1f",
+    "activations": "#f2c46d",
+}
+TIMES = ("#4d8fd1", "#f2c46d", "#e07a1f")
+STYLE: Any = {
+    "font.size": 10,
+    "font.family": "DejaVu Sans",
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": FAINT,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
+    "axes.titlesize": 11,
+    "axes.titlepad": 10,
+    "grid.color": GRID,
+    "xtick.color": FAINT,
+    "ytick.color": FAINT,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "legend.frameon": False,
+    "figure.dpi": 150,
+}
+
+
+def facts(plan: Plan, config: configs.Resolved) -> dict[str, Any]:
+    """Return what the pictures need of a plan and a configuration, as JSON holds it."""
+    bars, estimated = {_label(config): plan.memory.parts}, []
+    if plan.untiled is not None:
+        bars["untiled"] = plan.untiled.parts
+    elif plan.head_untiled is not None:
+        bars["untiled"] = {**plan.memory.parts, "head": plan.head_untiled}
+        estimated.append("untiled")
+    return {
+        "bars": bars,
+        "estimated": estimated,
+        "total": plan.memory.total,
+        "available": plan.available,
+        "process": config.hardware.platform is configs.Platform.cpu,
+        "weights": plan.memory.weights,
+        "paired": config.paired,
+    }
+
+
+def beside(records: list[Record], weights: int) -> int:
+    """Return the bytes in use beside the weights before the first step: on a CPU Python, JAX and its compiler."""
+    first = next((record.memory_bytes for record in records if record.step == 0 and record.memory_bytes), None)
+    return 0 if first is None else max(0, first - weights)
+
+
+def _label(config: configs.Resolved) -> str:
+    """Return what of the run is cut, in words."""
+    parts = [f"{part}: {how}" for part, how in tiles.describe(config)]
+    return (
+        "this run, untiled"
+        if not parts
+        else "\n".join(f"this run, {part}" if part is parts[0] else part for part in parts)
+    )
+
+
+def draw(directory: Path, records: list[Record], known: dict[str, Any]) -> list[str]:
+    """Write loss.png, memory.png, speed.png and rate.png, of what was measured; return their names.
+
+    Args:
+        directory: the run's, which names the pictures.
+        records: what it measured; without a training step there is nothing to draw.
+        known: what `facts` said of it.
+    """
+    if all(record.loss is None for record in records):
+        return []
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    pictures = {
+        "loss.png": lambda: _loss(plt, records, known, directory.name),
+        "memory.png": lambda: _memory(plt, records, known, directory.name),
+        "speed.png": lambda: _speed(plt, records, directory.name),
+        "rate.png": lambda: _rate(plt, records, directory.name),
+    }
+    with plt.rc_context(STYLE):
+        for name, make in pictures.items():
+            figure = make()
+            figure.savefig(directory / name)
+            plt.close(figure)
+    return list(pictures)
+
+
+def remember(directory: Path, known: dict[str, Any]) -> None:
+    """Write what the pictures need beside the metrics, so that they can be drawn again at any time."""
+    (directory / FACTS).write_text(json.dumps(known, indent=1) + "\n")
+
+
+def _figure(plt: Any, width: float, height: float, columns: int = 1, **spaces: float) -> Any:
+    """Return a figure with fixed margins: to find the best ones takes longer than to draw."""
+    figure, axes = plt.subplots(1, columns, figsize=(width, height))
+    inches = {"left": 0.85, "right": 0.3, "bottom": 0.65, "top": 0.65, "between": 0.9} | spaces
+    left, right = inches["left"] / width, 1 - inches["right"] / width
+    each = (right - left - (columns - 1) * inches["between"] / width) / columns
+    figure.subplots_adjust(
+        left, inches["bottom"] / height, right, 1 - inches["top"] / height, wspace=inches["between"] / width / each
+    )
+    return figure, axes
+
+
+def _loss(plt: Any, records: list[Record], known: dict[str, Any], name: str) -> Any:
+    in_bits = any(record.bits_per_byte is not None for record in records)
+    field, unit = ("bits_per_byte", "bits per byte") if in_bits else ("loss", "nats per token")
+    unit, text = ("loss of a pair of answers", "pairs") if known["paired"] else (unit, "text")
+    train = _series(records, field)
+    held_out = _series(records, f"held_out_{field}")
+    figure, axes = _figure(plt, 7.2, 4.4)
+    if len(train[0]):
+        smooth = len(train[0]) >= 40
+        axes.plot(*train, color=BLUE, alpha=0.25 if smooth else 1, lw=1 if smooth else 1.8, label="each step")
+        if smooth:
+            axes.plot(train[0], _smoothed(train[1]), color=BLUE, lw=2, label="smoothed")
+    if len(held_out[0]):
+        line = (0, (4, 3)) if len(held_out[0]) > 2 else "none"  # two points far apart are no curve
+        axes.plot(*held_out, color=ORANGE, lw=1.2, ls=line, marker="o", ms=6, label=f"held-out {text}")
+        steps, values = held_out
+        words = {"textcoords": "offset points", "color": ORANGE, "weight": "bold"}
+        axes.annotate(f"{values[0]:.2f}", (steps[0], values[0]), (8, -3), ha="left", **words)
+        if len(steps) > 1:
+            axes.annotate(f"{values[-1]:.2f}", (steps[-1], values[-1]), (0, 9), ha="center", **words)
+    _whole_steps(axes, records)
+    axes.margins(y=0.12)
+    axes.set(title=name, xlabel="step", ylabel=unit)
+    _above(axes)
+    return figure
+
+
+def _above(axes: Any) -> None:
+    """Put the legend over the axes, at the right, where no line is."""
+    axes.legend(loc="lower right", bbox_to_anchor=(1.01, 1.0), ncols=4, fontsize=9, columnspacing=1.4, handlelength=1.6)
+
+
+def _below(axes: Any) -> None:
+    """Put the legend below the axes, at the left."""
+    place = {"loc": "upper left", "bbox_to_anchor": (-0.02, -0.17)}
+    axes.legend(**place, ncols=5, fontsize=9, columnspacing=1.2, handlelength=1.2)
+
+
+def _memory(plt: Any, records: list[Record], known: dict[str, Any], name: str) -> Any:
+    """Draw what the compiled step takes, part by part, beside the untiled one; and what the process was seen to use."""
+    totals = [sum(parts.values()) for parts in known["bars"].values()]
+    figure, (left, right) = _figure(plt, 11, 4.4, 2, left=0.4, bottom=1.1)
+    size, unit = _unit(max(totals))
+    _bars(left, known, size, unit)
+    left.set_title(f"{name}: the step as compiled" if len(totals) == 1 else f"{name}: the step, tiled and not")
+    _used(right, records, known)
+    _whole_steps(right, records)
+    return figure
+
+
+def _unit(most: float) -> tuple[int, str]:
+    return (GIB, "GiB") if most > GIB else (2**20, "MiB")
+
+
+def _bars(axes: Any, known: dict[str, Any], size: int, unit: str) -> None:
+    """Draw one bar per memory, its parts in a row, its total at the end, and what the tiled one saves."""
+    labels, bars = list(known["bars"]), [*known["bars"].values()]
+    shown = [f"{label}, as tile estimates it" if label in known["estimated"] else label for label in labels]
+    places, start = np.arange(len(bars))[::-1], np.zeros(len(bars))
+    for part, colour in PARTS.items():
+        widths = np.array([bar[part] / size for bar in bars])
+        if widths.any():
+            made = axes.barh(places, widths, 0.5, start, color=colour, label=part, edgecolor="white", lw=0.8)
+            for one, label in zip(made, labels, strict=True):
+                one.set_alpha(0.55 if label in known["estimated"] else 1)
+        start += widths
+    words = {"textcoords": "offset points", "weight": "bold"}
+    for place, total, label, text in zip(places, start, labels, shown, strict=True):
+        about = "about " if label in known["estimated"] else ""
+        axes.annotate(f"{about}{total:,.3g} {unit}", (total, place), (6, 0), va="center", **words)
+        axes.annotate(text, (0, place + 0.28), (1, 3), textcoords="offset points", va="bottom", fontsize=9)
+    if len(bars) > 1:
+        less = _less(start, about=bool(known["estimated"]))
+        axes.annotate(less, (start[0], places[0]), (6, -15), va="center", color=BLUE, **words)
+    most, room = start.max(), known["available"] / size
+    axes.set_yticks([])
+    axes.set_ylim(-0.45 if len(bars) > 1 else -0.9, max(len(bars) - 0.2, 1.0))
+    axes.set_xlim(0, 1.5 * most)
+    if room < 1.3 * most:
+        axes.axvline(room, color=INK, lw=1.2, ls=(0, (4, 3)))
+        axes.annotate("available", (room, 1), (-4, -10), xycoords=("data", "axes fraction"),
+                      textcoords="offset points", ha="right", fontsize=9)  # fmt: skip
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel(unit)
+    _below(axes)
+
+
+def _less(totals: np.ndarray, about: bool) -> str:
+    """Return how the first bar compares with the second."""
+    share = 1 - totals[0] / totals[1]
+    if abs(share) < 0.02:
+        return "as much as untiled"
+    return f"{'about ' * about}{abs(share):.0%} {'less' if share > 0 else 'more'} than untiled"
+
+
+def _used(axes: Any, records: list[Record], known: dict[str, Any]) -> None:
+    """Draw what was in use, over what was there before the run's arrays and what was planned on top of it."""
+    used, peak = _series(records, "memory_bytes"), _series(records, "peak_memory_bytes")
+    before = beside(records, known["weights"])
+    planned = before + known["total"]
+    most = max([planned, *used[1], *peak[1]])
+    size, unit = _unit(most)
+    axes.axhspan(0, before / size, color=GRID, lw=0)
+    words = {"textcoords": "offset points", "fontsize": 9, "xycoords": ("axes fraction", "data")}
+    if before > 0.08 * most:
+        axes.annotate("Python, JAX and its compiler", (0, before / size), (6, -12), color=FAINT, **words)
+    axes.axhline(planned / size, color=ORANGE, lw=1.2, ls=(0, (4, 3)))
+    text = f"{'+ ' * bool(before)}the step as planned: {known['total'] / size:,.3g} {unit}"
+    axes.annotate(text, (0, planned / size), (6, 4), color=ORANGE, **words)
+    if len(used[0]):
+        few = "o" if len(used[0]) < 40 else None
+        axes.plot(used[0], used[1] / size, color=BLUE, lw=1.8, marker=few, ms=4, label="after each step")
+        axes.plot(peak[0], peak[1] / size, color=BLUE, lw=1, alpha=0.45, label="most so far")
+        _below(axes)
+    axes.set_ylim(0, 1.15 * most / size)
+    axes.set(title="used by the process" if known["process"] else "in use on the device", xlabel="step", ylabel=unit)
+
+
+def _speed(plt: Any, records: list[Record], name: str) -> Any:
+    """Draw the throughput, and where the time went, per step."""
+    figure, (left, right) = _figure(plt, 11, 3.8, 2)
+    steps, speed = _series(records, "tokens_per_second")
+    if len(steps):
+        steady = steps > steps[0] if len(steps) > 2 else steps > 0  # in a run's first step much happens once
+        typical = np.median(speed[steady])
+        left.plot(steps, speed, color=BLUE, lw=1.2, marker="o" if len(steps) < 40 else None, ms=4)
+        left.set_ylim(0, 1.25 * np.quantile(speed[steady], 0.98))
+        left.axhline(typical, color=ORANGE, lw=1.2, ls=(0, (4, 3)))
+        words = {"textcoords": "offset points", "ha": "right", "color": ORANGE, "fontsize": 9}
+        left.annotate(f"median {typical:,.0f}", (1, typical), (-2, 5), xycoords=("axes fraction", "data"), **words)
+        data, save = (_series(records, field)[1] for field in ("data_seconds", "save_seconds"))
+        parts = {"step": _series(records, "seconds")[1] - data, "waiting for data": data, "saving": save}
+        right.stackplot(steps, *parts.values(), labels=list(parts), colors=TIMES, lw=0, step="mid")
+        right.set_ylim(0, 1.6 * np.quantile(np.sum([*parts.values()], axis=0)[steady], 0.98))
+        _above(right)
+    for axes in (left, right):
+        _whole_steps(axes, records)
+    left.set(title=f"{name}: throughput", xlabel="step", ylabel="tokens per second")
+    right.set(title="time of a step", xlabel="step", ylabel="seconds")
+    return figure
+
+
+def _rate(plt: Any, records: list[Record], name: str) -> Any:
+    """Draw the learning rate and the gradient's norm."""
+    figure, (left, right) = _figure(plt, 11, 3.4, 2)
+    for axes, field in ((left, "learning_rate"), (right, "grad_norm")):
+        steps, values = _series(records, field)
+        axes.plot(steps, values, color=BLUE, lw=1.5, marker="o" if len(steps) < 40 else None, ms=4)
+        axes.set_ylim(bottom=0)
+        _whole_steps(axes, records)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    left.set(title=f"{name}: learning rate", xlabel="step", ylabel="learning rate")
+    right.set(title="norm of the gradient", xlabel="step", ylabel="norm")
+    return figure
+
+
+def _series(records: list[Record], field: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the steps and values at which a field was measured."""
+    pairs = [(record.step, getattr(record, field)) for record in records if getattr(record, field) is not None]
+    return np.array([step for step, _ in pairs]), np.array([value for _, value in pairs], float)
+
+
+def _smoothed(values: np.ndarray) -> np.ndarray:
+    """Exponential average over about a fortieth of the run, without the bias of its start."""
+    keep = 1 - 40 / max(len(values), 80)
+    total = weight = 0.0
+    result = []
+    for value in values:
+        total, weight = keep * total + value, keep * weight + 1
+        result.append(total / weight)
+    return np.array(result)
+
+
+def _whole_steps(axes: Any, records: list[Record]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlim(-0.02 * records[-1].step - 0.2 if records else 0, 1.03 * max(1, records[-1].step if records else 1))

@@ -1,0 +1,205 @@
+"""How a run's mesh is chosen and checked, and where everything lies on it.
+
+The mesh in use is the one that JAX has set (`jax.set_mesh`); with one device there is none, and nothing here acts.
+"""
+
+import contextlib
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from experiments import configs
+from experiments.configs import Platform
+from experiments.runtime import distributed
+from transforms.sharding import AXES, Axes, fill, make_mesh, sharding_of, uneven
+from zoo import lora
+from zoo.tables import rows
+
+
+def choose(config: configs.Run, count: int, platform: str) -> configs.Mesh:
+    """Return the mesh with every size known, for a number of devices.
+
+    Where `mesh.data` is left open, accelerators share the batch as far as it divides, and sequences beyond that; the
+    devices of a CPU share its cores, so one is used, unless several processes bring theirs.
+
+    Raises:
+        ValueError: the sizes do not multiply to the number of devices.
+    """
+    mesh, sizes = config.mesh, dict[str, Any](config.mesh.sizes)
+    if sizes["data"] is None:
+        others = {name: size for name, size in sizes.items() if name != "data"}
+        alone = platform == Platform.cpu and mesh.devices == 1 and not distributed.several()
+        sizes["data"] = 1 if -1 in others.values() or alone else -1
+        if sizes["data"] == -1 and mesh.devices == 1 and config.batch_size is not None:
+            sizes["data"] = math.gcd(config.batch_size, count)
+            sizes["context"] = count // sizes["data"]
+    if set(sizes.values()) != {1} or distributed.several():
+        try:
+            sizes.update(fill({name: size or 1 for name, size in sizes.items()}, count))
+        except ValueError:
+            raise ValueError(_sizes(sizes, count)) from None
+    return configs.Mesh(**sizes, fsdp=mesh.fsdp)
+
+
+def _sizes(sizes: dict[str, int | None], count: int) -> str:
+    said = " x ".join(f"mesh.{name}={size}" for name, size in sizes.items() if size != 1)
+    several = [name for name, size in sizes.items() if size == -1]
+    if len(several) > 1:
+        return f"cannot make a mesh of {said}: one axis can take the rest. Give mesh.{several[-1]} a size."
+    known = math.prod(size for size in sizes.values() if size and size > 0)
+    fits = next(n for n in range(min(known, count), 0, -1) if count % n == 0)
+    need = f"a multiple of {known} devices" if several else f"{known} devices"
+    return (
+        f"cannot make a mesh of {said}: it takes {need}, and there are {count}. The sizes must multiply to {count} "
+        f"(such as mesh.data={count // fits} with {fits} for the others), or mesh=one uses one device."
+    )
+
+
+def problem(config: configs.Resolved) -> str | None:
+    """Return why a run cannot be spread over its mesh, before anything is compiled; None where it can."""
+    mesh, model = config.mesh, config.model.config
+    rows_over = configs.chosen(mesh.data) * mesh.expert
+    if config.batch_size % rows_over:
+        over = f"mesh.data={mesh.data}" + (f" x mesh.expert={mesh.expert}" if mesh.expert > 1 else "")
+        more, fewer = -(-config.batch_size // rows_over) * rows_over, math.gcd(config.batch_size, rows_over)
+        return (
+            f"cannot cut batch_size={config.batch_size} over {over}: every device takes as many sequences. "
+            f"Use batch_size={more}, or {fewer} devices for the batch."
+        )
+    if config.seq_len % mesh.context:
+        more = -(-config.seq_len // mesh.context) * mesh.context
+        return (
+            f"cannot cut seq_len={config.seq_len} over mesh.context={mesh.context}: every device takes as many tokens. "
+            f"Use seq_len={more}, or mesh.context={math.gcd(config.seq_len, mesh.context)}."
+        )
+    experts = model.dims.get("E", 1)
+    if experts % mesh.expert:
+        what = f"this model has {experts} experts" if experts > 1 else "this model has no experts"
+        size = math.gcd(experts, mesh.expert)
+        return f"cannot cut experts over mesh.expert={mesh.expert}: {what}. Use mesh.expert={size}."
+    return None
+
+
+def axes(mesh: configs.Mesh) -> Axes:
+    """Return which mesh axes cut which letter, of everything in a run."""
+    if mesh.fsdp == "none":
+        return {letter: named for letter, named in AXES.items() if letter != "D"}
+    return {**AXES, "V": ("model", "data")} if mesh.fsdp == "V" else AXES
+
+
+def describe(mesh: configs.Mesh) -> str:
+    """Return the sizes of a mesh in words, and how parameters lie on its data axis."""
+    sizes = " x ".join(f"{name}={size}" for name, size in mesh.sizes.items() if size != 1)
+    if mesh.data == 1:
+        return sizes
+    return f"{sizes}, parameters copied" if mesh.fsdp == "none" else f"{sizes}, parameters cut over {mesh.fsdp}"
+
+
+def notes(config: configs.Resolved) -> list[str]:
+    """Say which dimensions of parameters stay whole although the mesh has an axis for them."""
+    sizes = {name: size or 1 for name, size in config.mesh.sizes.items()}
+    found = uneven(config.model.config.dims, sizes, axes(config.mesh))
+    return [note.replace(": ", ": mesh.", 1) for note in found]
+
+
+def spread(config: configs.Resolved, devices: Sequence[Any] | None = None) -> contextlib.AbstractContextManager:
+    """Return the context in which a run is compiled and carried out: its mesh, or nothing where it has one device."""
+    if config.mesh.devices == 1 and devices is None:
+        return contextlib.nullcontext()
+    sizes: dict[str, Any] = config.mesh.sizes
+    return jax.set_mesh(make_mesh(**sizes, devices=devices))
+
+
+def current() -> Mesh | None:
+    """Return the mesh that is set, if there is one."""
+    mesh = jax.sharding.get_mesh()
+    return None if mesh.empty else mesh
+
+
+def leaf_shardings(model: Any, mesh: Mesh, named: Axes) -> Any:
+    """Return a tree like a model, of any shapes, that says where each leaf lies."""
+    one = lambda letters, leaf: sharding_of(mesh, letters, leaf.shape, named)
+    for row in rows(model.config):
+        get = operator.attrgetter(row.leaf)
+        part = get(model)
+        if isinstance(part, lora.LowRank):
+            a, b = lora.letters_of(row)
+            lies = eqx.tree_at(
+                lambda p: (p.base, p.a, p.b),
+                part,
+                (one(row.letters, part.base), one(tuple(a), part.a), one(tuple(b), part.b)),
+            )
+        else:
+            lies = one(row.letters, part)
+        model = eqx.tree_at(get, model, lies)
+    return model
+
+
+def abstract(model: Any, config: configs.Resolved) -> Any:
+    """Return an abstract model whose leaves say where they lie, where there is a mesh."""
+    mesh = current()
+    if mesh is None:
+        return model
+    typed = lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+    return jax.tree.map(typed, model, leaf_shardings(model, mesh, axes(config.mesh)))
+
+
+def placed(model: Any, config: configs.Resolved) -> Any:
+    """Return a model whose leaves lie where they belong, where there is a mesh."""
+    mesh = current()
+    return model if mesh is None else jax.device_put(model, leaf_shardings(model, mesh, axes(config.mesh)))
+
+
+def where(config: configs.Resolved) -> dict[str, Any]:
+    """Return the arguments that tell `zoo.load` and `zoo.init.draw` where parameters lie."""
+    return {"mesh": current(), "axes": axes(config.mesh)}
+
+
+def feeder(count: int) -> Callable[[Callable[[slice], tuple[np.ndarray, ...]]], tuple[jax.Array, ...]]:
+    """Return what puts the arrays of a batch, [B, S] or [P, 2, S], where they belong; any thread may call it.
+
+    It is given a function that reads some rows of the batch, and reads those that this process's devices hold.
+
+    Args:
+        count: rows, or pairs of them, of the whole batch.
+    """
+    mesh = current()
+    if mesh is None:
+        return lambda read: jax.device_put(read(slice(None)))
+    lies = lambda shape: sharding_of(mesh, "B S" if len(shape) == 2 else "B 2 S", shape)
+    places = lies((count, 1)).addressable_devices_indices_map((count, 1)).values()
+    held = [place[0].indices(count) for place in places if place is not None]
+    first, end = min(start for start, _, _ in held), max(stop for _, stop, _ in held)
+
+    def put(array: np.ndarray) -> jax.Array:
+        shape = count, *array.shape[1:]
+        ours = lambda index: array[(slice(*(at - first for at in index[0].indices(count)[:2])), *index[1:])]
+        return jax.make_array_from_callback(shape, lies(shape), ours)
+
+    return lambda read: tuple(map(put, read(slice(first, end))))
+
+
+def abstract_activation(letters: str, shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
+    """Return the shape and type of an activation, and where it lies if there is a mesh."""
+    mesh = current()
+    where = None if mesh is None else sharding_of(mesh, letters, shape)
+    return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=where)
+
+
+def everywhere(tree: Any) -> Any:
+    """Return an abstract tree on the devices of the mesh, if there is one: what lies nowhere is whole on each."""
+    mesh = current()
+    if mesh is None:
+        return tree
+
+    def typed(leaf):
+        spec = PartitionSpec() if leaf.sharding is None else leaf.sharding.spec
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(typed, tree)

@@ -1,0 +1,225 @@
+"""Optimizers by configuration: optax's own by name, and a layerwise Adafactor for models that barely fit."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from optax.contrib import MuonDimensionNumbers, muon
+
+from experiments import configs
+from experiments.step import own, parameters
+from experiments.step.adafactor import adafactor_layerwise
+from transforms.step import norm
+from zoo.lora import letters_of
+from zoo.tables import Row, rows
+
+
+def build(
+    config: configs.Optimizer, steps: int, seed: int = 0, *, model: Any = None, dtype: Any = None
+) -> optax.GradientTransformationExtraArgs:
+    """Return the optax transformation that a resolved configuration describes, for a run of `steps` steps.
+
+    Args:
+        config: the optimizer's.
+        steps: how many there will be, for the schedule.
+        seed: of what is rounded at random.
+        model: the configuration of the model, whose matrices Muon tells from the rest.
+        dtype: what it computes in and keeps its state in; None is the parameters' own.
+    """
+    transformation = _build(config, schedule(config, steps), seed, model)
+    if config.clip_norm is not None:
+        transformation = clipped(transformation, config.clip_norm)
+    transformation = optax.with_extra_args_support(transformation)
+    if dtype is not None:
+        transformation = computed_in(transformation, dtype)
+    return transformation if config.ema is None else averaged(transformation, config.ema)
+
+
+def schedule(config: configs.Optimizer, steps: int) -> optax.Schedule:
+    """Return the learning rate by step: a linear warm-up that starts above zero, then what the schedule says."""
+    peak, warm = configs.chosen(config.learning_rate), max(0, round(config.warmup * steps))
+    left = max(1, steps - warm)
+    match config.schedule:
+        case configs.Schedule.constant:
+            after = optax.constant_schedule(peak)
+        case configs.Schedule.cosine:
+            after = optax.cosine_decay_schedule(peak, left, alpha=config.final)
+        case configs.Schedule.linear:
+            after = optax.linear_schedule(peak, config.final * peak, left)
+        case configs.Schedule.wsd:
+            falls = max(1, round(config.cooldown * steps))
+            after = optax.linear_schedule(peak, config.final * peak, falls, transition_begin=max(0, left - falls))
+    if not warm:
+        return after
+    return optax.join_schedules([optax.linear_schedule(peak / (warm + 1), peak, warm), after], [warm])
+
+
+@functools.singledispatch
+def _build(config: configs.Optimizer, rate, seed: int, model: Any) -> optax.GradientTransformation:
+    raise TypeError(f"no optimizer is registered for {type(config).__name__}")
+
+
+@_build.register
+def _(config: configs.AdamW, rate, seed: int, model: Any) -> optax.GradientTransformation:
+    mask = functools.partial(decayed, config)
+    return optax.adamw(rate, config.b1, config.b2, config.eps, weight_decay=config.weight_decay, mask=mask)
+
+
+@_build.register
+def _(config: configs.Muon, rate, seed: int, model: Any) -> optax.GradientTransformation:
+    mask = lambda params: jax.tree.map(lambda on: not on, parameters.matching(params, config.exempt))
+    inner = muon(
+        rate,
+        beta=config.beta,
+        ns_steps=config.steps,
+        weight_decay=config.weight_decay,
+        weight_decay_mask=mask,  # is given matrices alone
+        consistent_rms=config.consistent_rms,
+        muon_weight_dimension_numbers=functools.partial(_matrices, model),
+    )
+
+    def init(params):
+        decayed(config, params)  # every pattern names a parameter
+        return inner.init(params)
+
+    return optax.GradientTransformation(init, inner.update)
+
+
+@_build.register
+def _(config: configs.Sgd, rate, seed: int, model: Any) -> optax.GradientTransformation:
+    sgd = optax.sgd(rate, config.momentum)
+    if not config.weight_decay:
+        return sgd
+    return optax.chain(optax.add_decayed_weights(config.weight_decay, functools.partial(decayed, config)), sgd)
+
+
+@_build.register
+def _(config: configs.Adafactor, rate, seed: int, model: Any) -> optax.GradientTransformation:
+    return optax.adafactor(
+        rate, decay_rate=config.decay, clipping_threshold=config.clip_rms, multiply_by_parameter_scale=True
+    )
+
+
+@_build.register
+def _(config: configs.AdafactorLayerwise, rate, seed: int, model: Any) -> optax.GradientTransformation:
+    return adafactor_layerwise(
+        rate,
+        decay=config.decay,
+        clip_rms=config.clip_rms,
+        stochastic_rounding=config.stochastic_rounding,
+        seed=seed,
+    )
+
+
+@_build.register
+def _(config: configs.CustomOptimizer, rate, seed: int, model: Any) -> optax.GradientTransformation:
+    return own.optimizer(config, rate)
+
+
+def decayed(config: configs.Decayed, params: Any) -> Any:
+    """Return which parameters have weight decay, as a tree of bools.
+
+    Raises:
+        ValueError: a pattern of `optimizer.no_decay` names no parameter.
+    """
+    parameters.check(params, config.exempt or (), f"optimizer.no_decay={config.no_decay}")
+    exempt = parameters.matching(params, config.exempt)
+    return jax.tree.map(lambda one: not one, exempt)
+
+
+def _matrices(model: Any, params: Any) -> Any:
+    """Return how Muon reads each layer's matrices, and None for all else: embedding, head, norms, biases."""
+    known: dict[str, MuonDimensionNumbers] = {}
+    for row in rows(model):
+        if row.fan_in and row.stack:
+            known[row.leaf] = _dimensions(row, "".join(row.letters), row.fan_in)
+            a, b = letters_of(row)
+            known[f"{row.leaf}.a"] = _dimensions(row, a, row.fan_in)
+            known[f"{row.leaf}.b"] = _dimensions(row, b, "R")
+    found = [known.get(name) for name in parameters.names(params)]
+    return jax.tree.unflatten(jax.tree.structure(params), found)
+
+
+def _dimensions(row: Row, letters: str, summed: str) -> MuonDimensionNumbers:
+    inner = letters[len(row.stack) :]
+    places = {letter: i + len(row.stack) for i, letter in enumerate(inner)}
+    return MuonDimensionNumbers(
+        tuple(places[letter] for letter in summed), tuple(places[letter] for letter in inner if letter not in summed)
+    )
+
+
+def clipped(inner: optax.GradientTransformation, most: float) -> optax.GradientTransformationExtraArgs:
+    """Return a transformation of gradients whose global norm is limited; its state is `inner`'s own.
+
+    So a run may go on with another limit than it began with, or with none.
+    """
+    inner, clip = optax.with_extra_args_support(inner), optax.clip_by_global_norm(most)
+
+    def update(updates, state, params=None, **extra):
+        return inner.update(clip.update(updates, optax.EmptyState(), params)[0], state, params, **extra)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def finite_alone(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Return a transformation that leaves out a step whose loss or gradient norm is not finite.
+
+    Its state is `inner`'s own, so that a run may begin to leave steps out where it has met the first such.
+    """
+    inner = optax.with_extra_args_support(inner)
+
+    def update(updates, state, params=None, **extra):
+        made = lambda: inner.update(updates, state, params, **extra)
+        zeros = lambda: jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), jax.eval_shape(made)[0])
+        finite = jnp.isfinite(extra["value"]) & jnp.isfinite(norm(updates))
+        return jax.lax.cond(finite, made, lambda: (zeros(), state))
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def computed_in(inner: optax.GradientTransformationExtraArgs, dtype: Any) -> optax.GradientTransformationExtraArgs:
+    """Return a transformation that works in a dtype, whatever the parameters are stored in."""
+
+    def update(updates, state, params=None, **extra):
+        wide = None if params is None else optax.tree.cast(params, dtype)
+        made, state = inner.update(optax.tree.cast(updates, dtype), state, wide, **extra)
+        like = updates if params is None else params
+        return jax.tree.map(lambda update, one: update.astype(one.dtype), made, like), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: inner.init(optax.tree.cast(params, dtype)), update)
+
+
+class Averaged(NamedTuple):
+    """The state of an optimizer, and a mean of the weights in float32 at least."""
+
+    inner: Any
+    mean: Any
+    count: jax.Array
+
+
+def averaged(inner: optax.GradientTransformationExtraArgs, decay: float) -> optax.GradientTransformationExtraArgs:
+    """Return a transformation that also keeps the mean of the weights, in which old steps decay.
+
+    The first means are of few steps: step t decays what came before by `min(decay, (1 + t) / (10 + t))`.
+    """
+
+    def init(params):
+        # A copy: the step is given weights and mean to overwrite, and these must not share memory.
+        wide = lambda param: jnp.array(param, jnp.promote_types(param.dtype, jnp.float32), copy=True)
+        return Averaged(inner.init(params), jax.tree.map(wide, params), jnp.zeros((), jnp.int32))
+
+    def update(updates, state, params=None, **extra):
+        if params is None:
+            raise ValueError("a mean of the weights needs them: call update(grads, state, params).")
+        made, within = inner.update(updates, state.inner, params, **extra)
+        keep = jnp.minimum(decay, (1 + state.count) / (10 + state.count))
+
+        def blend(mean, param, update):
+            new = (param + update).astype(mean.dtype)
+            return (mean + (1 - keep) * (new - mean)).astype(mean.dtype)
+
+        return made, Averaged(within, jax.tree.map(blend, state.mean, params, made), state.count + 1)
+
+    return optax.GradientTransformationExtraArgs(init, update)

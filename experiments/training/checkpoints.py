@@ -1,0 +1,275 @@
+"""Checkpoints: everything that a step changes, written by orbax while training goes on, whole or not at all.
+
+    checkpoints/30/state/          one file per array and shard, its plain bytes
+    checkpoints/30/run.json        what made it: overrides, configuration, the shape and type of each array
+    checkpoints/30/manifest.json   the SHA-256 of every other file
+
+A directory named by a step is complete: it is written under another name, and renamed when all of it is on the disk.
+
+Memory: arrays are written from where they are, uncompressed, so that saving itself copies nothing. Written in the
+background on a CPU, the saved arrays stay until they are on the disk beside those of the next steps: one more copy of
+the state; on other devices that copy is in the host's memory. Otherwise at most `STREAM_GB` leave a device at a time.
+"""
+
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from experiments.runtime import distributed, manifest
+
+RUN = "run.json"
+STREAM_GB = 1
+logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax tells all of its work, and every error that it raises
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written or read, in words for the user."""
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Args:
+        folder: where they are; made with the first one.
+        about: goes into each one, as JSON.
+        keep: how many of the newest stay.
+        keep_every: those whose step is a multiple of this stay as well.
+        background: return from `save` as soon as the arrays may be overwritten.
+        warn: is told, in a line of text, about each checkpoint that cannot be used.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        about: dict[str, Any],
+        *,
+        keep: int = 2,
+        keep_every: int | None = None,
+        background: bool = True,
+        warn: Callable[[str], None] = print,
+    ):
+        self._folder, self._about, self._warn = folder.absolute(), about, warn
+        self._keep, self._keep_every, self._background = keep, keep_every, background
+        self._primary = distributed.first()
+        stream = None if background else STREAM_GB
+        # A file per array: OCDBT, and compression, would hold a compressed copy of all arrays in memory.
+        handler = ocp.PyTreeCheckpointHandler(
+            use_ocdbt=False,
+            use_compression=False,
+            save_device_host_concurrent_gb=stream,
+            restore_concurrent_gb=STREAM_GB,
+        )
+        self._orbax = ocp.AsyncCheckpointer(handler)
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._pending: Future | None = None
+
+    def steps(self) -> list[int]:
+        """Return the steps of which there is a checkpoint, in order."""
+        found = self._folder.iterdir() if self._folder.is_dir() else ()
+        return sorted(int(path.name) for path in found if path.name.isdecimal())
+
+    def save(self, step: int, state: Any) -> None:
+        """Write a checkpoint; the one before is finished first.
+
+        Raises:
+            CheckpointError: it, or the one before, could not be written. Those that were there still are.
+        """
+        self.wait()
+        arrays = {name: _plain(leaf) for name, leaf in named(state).items()}
+        saving = self._folder / f".saving-{step}"
+        try:
+            if self._primary:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                shutil.rmtree(saving, ignore_errors=True)
+            self._orbax.save(saving / "state", args=ocp.args.PyTreeSave(arrays))
+        except Exception as error:
+            raise self._failed(step, error) from error
+        self._pending = self._thread.submit(self._commit, step, saving, describe(state))
+        if not self._background:
+            self.wait()
+
+    def wait(self) -> None:
+        """Return when the last checkpoint is on the disk.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        """Finish the last checkpoint."""
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+            self._orbax.close()
+
+    def restore(self, template: Any) -> tuple[int, Any] | None:
+        """Return (step, state) of the newest checkpoint whose files are as they were written; None if there is none.
+
+        Args:
+            template: a tree of arrays or abstract arrays; what is read gets their shardings, whatever it had before.
+
+        Raises:
+            CheckpointError: every checkpoint is damaged, or the newest has other arrays than the template.
+        """
+        step = self._newest_sound()
+        if step is None:
+            return None
+        path = self._folder / str(step)
+        there = json.loads((path / RUN).read_text())["arrays"]
+        if problem := _compare(describe(template), there):
+            raise CheckpointError(f"the checkpoint at {path} has other arrays than this run: {problem}")
+        wanted = {name: _plain(leaf) for name, leaf in named(template).items()}
+        args = {name: _restore_args(leaf) for name, leaf in wanted.items()}
+        read = self._orbax.restore(path / "state", args=ocp.args.PyTreeRestore(item=wanted, restore_args=args))
+        return step, _put(template, read)
+
+    def _newest_sound(self) -> int | None:
+        """Return the newest step whose files are sound, None if there never was one. One process looks for all."""
+        step, damaged = self._look() if self._primary else (0, [])
+        step, lost = distributed.agreed(step), distributed.agreed(len(damaged))
+        if step < 0 and lost:
+            whys = "; ".join(damaged)
+            raise CheckpointError(
+                f"every checkpoint in {self._folder} is damaged: {whys}. Nothing is begun anew in their place: copy "
+                f"one back, remove that folder to begin from the start, or give another run=NAME."
+            )
+        return None if step < 0 else step
+
+    def _look(self) -> tuple[int, list[str]]:
+        """Return the newest sound step (-1: there is none), and what is wrong with the others.
+
+        Damaged ones newer than it are set aside, as training will reach their steps again. Where none is sound all stay
+        as they are, so that this is found as often as somebody looks.
+        """
+        damaged = {path: "set aside" for path in self._folder.glob(".damaged-*")}
+        for name in (path for path in self._folder.glob(".*-*") if path.name.startswith((".saving-", ".deleting-"))):
+            shutil.rmtree(name, ignore_errors=True)  # left by a run that was killed
+        for step in reversed(self.steps()):
+            path = self._folder / str(step)
+            why = manifest.damage(path)
+            if why is None:
+                for bad in (bad for bad in damaged if bad.name.isdecimal()):
+                    aside = self._folder / f".damaged-{bad.name}"
+                    self._warn(
+                        f"the checkpoint of step {bad.name} is damaged: {damaged[bad]}. It is set aside as {aside}"
+                    )
+                    shutil.rmtree(aside, ignore_errors=True)
+                    bad.rename(aside)
+                return step, []
+            damaged[path] = why
+        return -1, [f"that of step {path.name.removeprefix('.damaged-')} ({why})" for path, why in damaged.items()]
+
+    def _commit(self, step: int, saving: Path, arrays: dict[str, Any]) -> None:
+        """Wait until orbax has written all; then say what it is, hash it, give it its name and drop older ones."""
+        try:
+            self._orbax.wait_until_finished()
+            if self._primary:
+                (saving / RUN).write_text(json.dumps({**self._about, "step": step, "arrays": arrays}, indent=1))
+                manifest.write(saving)
+                final = self._folder / str(step)
+                if final.exists():  # this step has been here before, and went on from an older one
+                    self._drop(final)
+                saving.rename(final)
+                manifest.sync(self._folder)
+                self._prune()
+        except Exception as error:
+            raise self._failed(step, error) from error
+
+    def _prune(self) -> None:
+        old = self.steps()[: -self._keep]
+        for step in old:
+            if not (self._keep_every and step % self._keep_every == 0):
+                self._drop(self._folder / str(step))
+
+    def _drop(self, path: Path) -> None:
+        away = self._folder / f".deleting-{path.name}"
+        shutil.rmtree(away, ignore_errors=True)
+        path.rename(away)
+        shutil.rmtree(away, ignore_errors=True)
+
+    def _failed(self, step: int, error: Exception) -> CheckpointError:
+        if self._primary:
+            for path in self._folder.glob(f".saving-{step}*"):
+                shutil.rmtree(path, ignore_errors=True)
+        steps = self.steps()
+        last = f"The one of step {steps[-1]} is whole" if steps else "There is no earlier one"
+        return CheckpointError(
+            f"cannot save the checkpoint of step {step} in {self._folder}: {manifest.reason(error)}. {last}. "
+            f"Make room or change what is in the way, and give the same run=NAME to go on from it."
+        )
+
+
+def named(tree: Any) -> dict[str, Any]:
+    """Return the arrays of a tree, abstract ones included, by their dotted names."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    name = lambda path: jax.tree_util.keystr(path, simple=True, separator=".")
+    return {name(path): leaf for path, leaf in leaves if _is_array(leaf)}
+
+
+def describe(tree: Any) -> dict[str, str]:
+    """Return the type and shape of each array by name, such as `float32[2,3]`."""
+    return {name: f"{leaf.dtype}{list(leaf.shape)}".replace(" ", "") for name, leaf in named(tree).items()}
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
+
+
+def _plain(leaf: Any) -> Any:
+    """Return a random key as the numbers it is made of, which is what a file can hold."""
+    if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return leaf
+    return jax.eval_shape(jax.random.key_data, leaf) if _is_abstract(leaf) else jax.random.key_data(leaf)
+
+
+def _generator(leaf: Any) -> Any:
+    """Return which generator a random key, abstract or not, belongs to."""
+    found = []
+    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), leaf)
+    return found[0]
+
+
+def _is_abstract(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def _restore_args(leaf: Any) -> ocp.ArrayRestoreArgs:
+    sharding = getattr(leaf, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return ocp.ArrayRestoreArgs(sharding=sharding, global_shape=leaf.shape, dtype=leaf.dtype)
+
+
+def _put(template: Any, read: dict[str, Any]) -> Any:
+    """Return the template with its arrays replaced by those of the same names."""
+    found = iter(read[name] for name in named(template))
+
+    def replace(leaf: Any) -> Any:
+        if not _is_array(leaf):
+            return leaf
+        array = next(found)
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(array, impl=_generator(leaf))
+        return array
+
+    return jax.tree.map(replace, template)
+
+
+def _compare(wanted: dict[str, str], there: dict[str, str]) -> str:
+    """Return every difference between the arrays that are wanted and those that are there, in words."""
+    problems = [f"{name} is not there" for name in wanted if name not in there]
+    problems += [f"{name} is there, and not wanted" for name in there if name not in wanted]
+    both = [name for name in wanted if name in there and wanted[name] != there[name]]
+    problems += [f"{name} is {there[name]} there, {wanted[name]} here" for name in both]
+    more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
+    return "; ".join(problems[:8]) + more
