@@ -35,7 +35,8 @@ def convert(config: commands.Convert, argv: list[str]) -> None:
 
     jax.config.update("jax_platforms", "cpu")
     import zoo
-    from zoo import adapters, lora
+    from zoo import adapters
+    from zoo.adapters import lora
 
     try:
         model = zoo.load(source, dtype=None if config.dtype is None else config.dtype.value)

@@ -26,7 +26,7 @@ def _generate(config: commands.Generate, argv: list[str]) -> None:
     import jax
 
     from experiments.step.models import open_model
-    from zoo.generate import Sampling, stream
+    from zoo.inference.generate import Sampling, stream
 
     if not config.prompt:
         raise CommandError('there is nothing to continue: give prompt="some text"')

@@ -12,7 +12,7 @@ from tests.hf_cases import CASES
 from tests.test_configs import read
 from zoo import model_class
 from zoo.accounting import _visible_pairs, count_active, count_params, forward_flops, head_flops, train_flops
-from zoo.hf import from_hf
+from zoo.huggingface.config import from_hf
 
 CONFIGS = {case: from_hf(raw) for case, raw in CASES.items()}
 

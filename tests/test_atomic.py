@@ -9,7 +9,7 @@ from jax.interpreters import partial_eval as pe
 
 from tests.helpers import assert_no_large, assert_same, equations, subjaxprs
 from transforms import tile
-from zoo.nn import attention
+from zoo.models.layers import attention
 
 LENGTH, TILES = 64, 4
 RNG = np.random.default_rng(0)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.hf_cases import CASES
 from tests.hf_tiny import FAST, loaded
-from zoo.cache import _NOWHERE, Cache, Group, advance
+from zoo.inference.cache import _NOWHERE, Cache, Group, advance
 
 TEXTS = np.random.default_rng(0).integers(3, 97, (2, 14))
 QUICK = ("gemma2_gqa", "gemma3", "llama32", "qwen2_windows", "qwen3_moe_mixed")

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from zoo.accounting import count_params
-from zoo.base import RopeKind, RopeScaling
-from zoo.configs import FAMILIES, GemmaConfig
+from zoo.config import RopeKind, RopeScaling
+from zoo.families import FAMILIES, GemmaConfig
 
 CONF = Path(__file__).parent.parent / "conf" / "model"
 SMALL: dict[str, Any] = {
@@ -148,7 +148,7 @@ def test_configs_are_frozen_and_hashable():
 
 
 def test_configs_tables_and_accounting_do_not_import_jax():
-    code = "import sys, zoo, zoo.configs, zoo.tables, zoo.hf, zoo.accounting; print('jax' in sys.modules)"
+    code = "import sys, zoo.accounting, zoo.families, zoo.huggingface.config; print('jax' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "False"
 

@@ -7,7 +7,8 @@ import pytest
 import zoo
 from experiments import convert
 from experiments.data.tokenizer import open_tokenizer, train_bpe
-from zoo import adapters, lora
+from zoo import adapters
+from zoo.adapters import lora
 
 
 @pytest.fixture(scope="module")

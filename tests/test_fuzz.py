@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 from tests import hf_tiny
 from zoo import load, save
-from zoo.hf import from_hf
+from zoo.huggingface.config import from_hf
 
 CASES = ["gemma2_gqa", "gemma3_stretched", "llama32", "llama_yarn_more", "mistral", "qwen2_windows", "qwen3_moe_mixed"]
 JUNK: list[Any] = [

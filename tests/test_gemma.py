@@ -13,9 +13,9 @@ from tests import hf_tiny
 from tests.hf_tiny import evaluate, evaluated, jit, loaded, loss_fn
 from tests.test_configs import SMALL, read
 from zoo import Gemma, GemmaConfig, Ops
-from zoo.init import _normal
-from zoo.nn import attention, gated_mlp, lookup
-from zoo.tables import rows
+from zoo.models.init import _normal
+from zoo.models.layers import attention, gated_mlp, lookup
+from zoo.parameters import rows
 
 TOKENS = jnp.asarray(hf_tiny.tokens(), jnp.int32)
 NAMES = jax.checkpoint_policies.save_only_these_names("attn_out", "mlp_out")
@@ -66,7 +66,7 @@ def test_leaves_of_one_shape_differ_and_the_key_decides(fresh):
 
 
 def test_init_draws_in_slabs_that_do_not_repeat(monkeypatch):
-    monkeypatch.setattr("zoo.init._SLAB", 1000)
+    monkeypatch.setattr("zoo.models.init._SLAB", 1000)
     table = np.asarray(_normal(jax.random.key(7), 0.1, (97, 50), jnp.dtype(jnp.float32)))
     assert len(np.unique(table, axis=0)) == 97
     assert table.std() == pytest.approx(0.1, rel=0.05)

@@ -11,7 +11,7 @@ import pytest
 from tests import hf_tiny
 from tests.hf_cases import CASES
 from tests.hf_tiny import FAST, loaded
-from zoo.generate import GREEDY, Sampling, _pick, generate, restrict, stopped, stream
+from zoo.inference.generate import GREEDY, Sampling, _pick, generate, restrict, stopped, stream
 
 PROMPTS = [np.random.default_rng(n).integers(3, 97, n).tolist() for n in (7, 1, 11)]  # windows are 4
 NEW = 12

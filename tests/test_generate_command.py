@@ -9,8 +9,9 @@ import zoo
 from experiments import generate
 from experiments.data.tokenizer import open_tokenizer, train_bpe
 from experiments.runtime import hardware
-from zoo import adapters, lora
-from zoo.generate import generate as generate_ids
+from zoo import adapters
+from zoo.adapters import lora
+from zoo.inference.generate import generate as generate_ids
 
 
 @pytest.fixture(scope="module")

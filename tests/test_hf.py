@@ -5,8 +5,8 @@ import json
 import pytest
 
 from tests.test_configs import SMALL, read
-from zoo.configs import GemmaConfig
-from zoo.hf import from_hf, to_hf
+from zoo.families import GemmaConfig
+from zoo.huggingface.config import from_hf, to_hf
 
 # Written down from the hub, key by key.
 GEMMA_2B = {

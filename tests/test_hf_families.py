@@ -8,9 +8,9 @@ import pytest
 
 from tests.hf_cases import CASES
 from tests.test_configs import read
-from zoo.base import RopeKind, RopeScaling
-from zoo.configs import Gemma3Config
-from zoo.hf import from_hf, to_hf
+from zoo.config import RopeKind, RopeScaling
+from zoo.families import Gemma3Config
+from zoo.huggingface.config import from_hf, to_hf
 
 # Written down from the hub, key by key.
 LLAMA_3_2_1B: dict[str, Any] = {

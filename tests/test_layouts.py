@@ -10,7 +10,7 @@ import zoo
 from tests.quick import QUICK
 from tests.tiny import on_mesh
 from transforms.sharding import AXES, make_mesh, sharding_of
-from zoo.nn import lookup
+from zoo.models.layers import lookup
 
 COPIED = {letter: axes for letter, axes in AXES.items() if letter != "D"}  # parameters whole on the data axis
 LAYOUTS = {

@@ -13,7 +13,8 @@ import pytest
 from tests import hf_tiny
 from tests.hf_tiny import jit, loaded, loss_fn
 from transforms.step import State, make_train_step
-from zoo import adapters, lora
+from zoo import adapters
+from zoo.adapters import lora
 
 CASES = ["gemma_mqa", "gemma2_gqa", "llama_bias", "mixtral", "qwen3_moe_mixed"]
 ALL = ("q", "k", "v", "o", "gate", "up", "down")

@@ -12,7 +12,7 @@ from tests import hf_tiny
 from tests.hf_tiny import evaluate, evaluated, jit, loaded
 from transforms import tile
 from zoo import Mixture
-from zoo.experts import expert_mlp, route
+from zoo.models.experts import expert_mlp, route
 
 TOKENS = jnp.asarray(hf_tiny.tokens(), jnp.int32)
 T, D, F, E = 13, 8, 12, 5

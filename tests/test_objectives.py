@@ -15,7 +15,7 @@ from experiments.planning import preflight
 from experiments.runtime import hardware
 from experiments.step import objectives, program, reference, tiles
 from tests.hf_tiny import FAST
-from zoo import lora
+from zoo.adapters import lora
 
 MICRO = ["vocab_size=300", "num_layers=1", "embed_dim=16", "mlp_dim=32", "head_dim=8", "num_heads=2", "num_kv_heads=1"]
 DEVICE = hardware.Device("cpu", "a test", 2**32)

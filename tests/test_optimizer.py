@@ -15,8 +15,9 @@ from experiments.step import optimizer, parameters
 from tests.hf_tiny import FAST
 from tests.test_adafactor import gradients, make
 from transforms.step import State, make_train_step
-from zoo import Mixture, Qwen3MoeConfig, lora
-from zoo.tables import rows
+from zoo import Mixture, Qwen3MoeConfig
+from zoo.adapters import lora
+from zoo.parameters import rows
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from experiments.commandline import schema
 from experiments.data import batches
 from experiments.step import objectives, own, program
 from tests.runs import MICRO, rows
-from zoo.output import head
+from zoo.models.head import head
 
 SIZES = dict(vocab_size=32, num_layers=1, embed_dim=8, mlp_dim=8, num_heads=2, num_kv_heads=1, head_dim=4)
 WRITTEN = """

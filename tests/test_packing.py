@@ -10,7 +10,8 @@ import pytest
 
 from experiments.step import tiled
 from tests.hf_tiny import FAST, loaded
-from zoo import Ops, packing
+from zoo import Ops
+from zoo.models import packing
 
 LENGTHS = ((5, 1, 8), (11, 3), (14,))  # of the documents of each row; the last of 14 places are padding
 FAMILIES = ("gemma3", "llama32", "mixtral", "gemma2_gqa")

@@ -16,10 +16,10 @@ import pytest
 from tests import hf_tiny
 from tests.hf_tiny import evaluated, jit, loaded
 from zoo import Gemma, Mixture, Ops, load
-from zoo.experts import route
-from zoo.nn import attention, lookup, rms_norm, rope
-from zoo.rotary import frequencies
-from zoo.tables import rows
+from zoo.models.experts import route
+from zoo.models.layers import attention, lookup, rms_norm, rope
+from zoo.models.rotary import frequencies
+from zoo.parameters import rows
 
 TOKENS = jnp.asarray(hf_tiny.tokens(), jnp.int32)
 CASES = list(hf_tiny.CASES)
@@ -199,15 +199,15 @@ def _stale_weights(x, router, chosen, *, normalise):
 LLAMA_3 = {"low_freq": 0.5, "high_freq": 8.0, "factor": 2.0, "original_length": 64}
 YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, "factor": 2.0, "attention_factor": 1.0}
 MUTANTS = {
-    "norm multiplies by w": ("gemma_mqa", _patch("zoo.gemma.rms_norm", _norm)),
+    "norm multiplies by w": ("gemma_mqa", _patch("zoo.models.gemma.rms_norm", _norm)),
     "norm eps": ("gemma_mha", _flip(norm_eps=1e-6)),
     "gelu exact": ("gemma_mqa", _patch("jax.nn.gelu", _exact_gelu)),
     "gate and up swapped": ("gemma_mqa", _swap("gate", "up")),
     "k and v swapped": ("gemma_mqa", _swap("k", "v")),
     "norms swapped": ("gemma_mqa", _swap("attn_norm", "mlp_norm")),
-    "no embedding scale": ("gemma_mqa", _patch("zoo.gemma.math.sqrt", lambda _: 1.0)),
+    "no embedding scale": ("gemma_mqa", _patch("zoo.models.gemma.math.sqrt", lambda _: 1.0)),
     "rope theta": ("gemma_mqa", _flip(rope_theta=500.0)),
-    "rope interleaved": ("gemma_mqa", _patch("zoo.gemma.rope", _interleaved)),
+    "rope interleaved": ("gemma_mqa", _patch("zoo.models.gemma.rope", _interleaved)),
     "scale from head size": ("gemma2_gqa", _flip(query_scalar=None)),
     "no attention soft cap": ("gemma2_gqa", _flip(attn_softcap=None)),
     "no final soft cap": ("gemma2_gqa", _flip(final_softcap=None)),
@@ -229,10 +229,10 @@ MUTANTS = {
     "gemma 3: no final soft cap": ("gemma3_stretched", _flip(final_softcap=None)),
     "llama: norms multiply by 1 + w": (
         "llama2",
-        _patch("zoo.llama.rms_norm", lambda *how, offset, **more: rms_norm(*how, **more)),
+        _patch("zoo.models.llama.rms_norm", lambda *how, offset, **more: rms_norm(*how, **more)),
     ),
     "llama: gelu": ("llama2", _patch("jax.nn.silu", lambda x: jax.nn.gelu(x))),
-    "llama: rope interleaved": ("llama2", _patch("zoo.llama.rope", _interleaved)),
+    "llama: rope interleaved": ("llama2", _patch("zoo.models.llama.rope", _interleaved)),
     "llama: embedding as head": ("llama2", _tie),
     "llama: another head": ("llama32", _untie),
     "llama: not stretched": ("llama32", _flip(rope_scaling=None)),
@@ -250,11 +250,11 @@ MUTANTS = {
     "qwen 2: no bias of v": ("qwen2", _without("v_bias")),
     "qwen 2: windows on all layers": ("qwen2_windows", _flip(attention_pattern="L")),
     "qwen 3: norms of q and k swapped": ("qwen3", _swap("q_norm", "k_norm")),
-    "qwen 3: norms after rope too": ("qwen3", _patch("zoo.llama.rope", _norm_after_rope)),
+    "qwen 3: norms after rope too": ("qwen3", _patch("zoo.models.llama.rope", _norm_after_rope)),
     "qwen 3: no attention factor": ("qwen3_yarn", _stretch(attention_factor=None)),
     "mixtral: one expert": ("mixtral", _flip(experts_per_token=1)),
-    "mixtral: weights as they are": ("mixtral", _patch("zoo.configs.MixtralConfig.normalise_weights", False)),
-    "mixtral: equal weights": ("mixtral", _patch("zoo.experts.route", _stale_weights)),
+    "mixtral: weights as they are": ("mixtral", _patch("zoo.families.MixtralConfig.normalise_weights", False)),
+    "mixtral: equal weights": ("mixtral", _patch("zoo.models.experts.route", _stale_weights)),
     "mixtral: gate and up swapped": ("mixtral", _swap("gate", "up")),
     "qwen 3 moe: weights as they are": ("qwen3_moe", _flip(normalise_weights=False)),
     "qwen 3 moe: weights normalised": ("qwen3_moe_raw", _flip(normalise_weights=True)),

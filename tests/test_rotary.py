@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zoo.base import RopeKind, RopeScaling
-from zoo.nn import rope
-from zoo.rotary import frequencies
+from zoo.config import RopeKind, RopeScaling
+from zoo.models.layers import rope
+from zoo.models.rotary import frequencies
 
 LLAMA_3 = RopeScaling(kind=RopeKind.llama3, factor=8.0, original_length=64)
 YARN = RopeScaling(kind=RopeKind.yarn, factor=4.0, original_length=64, beta_fast=8.0, beta_slow=1.0)

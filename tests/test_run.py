@@ -18,7 +18,8 @@ import zoo
 from experiments import run
 from experiments.commandline import schema
 from tests.runs import FILES, MICRO, rows
-from zoo import adapters, lora
+from zoo import adapters
+from zoo.adapters import lora
 
 
 def test_the_command_trains_and_leaves_everything(tmp_path, cache):

@@ -7,10 +7,11 @@ import jax
 import pytest
 
 from tests.hf_cases import CASES
-from zoo import gemma, llama, mixture, model_class
-from zoo.base import Config
-from zoo.hf import from_hf
-from zoo.tables import Row, rows
+from zoo import model_class
+from zoo.config import Config
+from zoo.huggingface.config import from_hf
+from zoo.models import gemma, llama, mixture
+from zoo.parameters import Row, rows
 
 CONFIGS = {case: from_hf(raw) for case, raw in CASES.items()}
 ROWS = [(config, row) for config in CONFIGS.values() for row in rows(config)]

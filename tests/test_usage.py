@@ -9,7 +9,7 @@ import pytest
 
 from experiments import configs
 from experiments.commandline import commands, options, schema, usage
-from zoo.configs import FAMILIES, RopeScaling
+from zoo.families import FAMILIES, RopeScaling
 
 NEEDED = {
     "text": ["data.path=x"],

@@ -6,7 +6,7 @@ import equinox as eqx
 import jax
 
 from transforms.sharding import sharding_of
-from zoo.tables import rows
+from zoo.parameters import rows
 
 MODEL = [
     "model.vocab_size=300",

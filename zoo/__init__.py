@@ -4,52 +4,52 @@ import importlib
 from typing import TYPE_CHECKING
 
 _HOME = {
-    "Gemma": "zoo.gemma",
-    "Gemma3Config": "zoo.configs",
-    "GemmaConfig": "zoo.configs",
-    "Head": "zoo.output",
-    "Llama": "zoo.llama",
-    "LlamaConfig": "zoo.configs",
-    "MistralConfig": "zoo.configs",
-    "MixtralConfig": "zoo.configs",
-    "Mixture": "zoo.mixture",
-    "Ops": "zoo.nn",
-    "Qwen2Config": "zoo.configs",
-    "Qwen3Config": "zoo.configs",
-    "Qwen3MoeConfig": "zoo.configs",
-    "RopeKind": "zoo.base",
-    "RopeScaling": "zoo.base",
-    "check_tokens": "zoo.nn",
+    "Gemma": "zoo.models.gemma",
+    "Gemma3Config": "zoo.families",
+    "GemmaConfig": "zoo.families",
+    "Head": "zoo.models.head",
+    "Llama": "zoo.models.llama",
+    "LlamaConfig": "zoo.families",
+    "MistralConfig": "zoo.families",
+    "MixtralConfig": "zoo.families",
+    "Mixture": "zoo.models.mixture",
+    "Ops": "zoo.models.layers",
+    "Qwen2Config": "zoo.families",
+    "Qwen3Config": "zoo.families",
+    "Qwen3MoeConfig": "zoo.families",
+    "RopeKind": "zoo.config",
+    "RopeScaling": "zoo.config",
+    "check_tokens": "zoo.models.layers",
     "count_params": "zoo.accounting",
-    "head": "zoo.output",
-    "load": "zoo.weights",
+    "head": "zoo.models.head",
+    "load": "zoo.huggingface.weights",
     "model_class": "zoo.families",
-    "save": "zoo.weights",
+    "save": "zoo.huggingface.weights",
 }
 __all__ = sorted(_HOME)
 
 if TYPE_CHECKING:  # the same for type checkers, which a test compares
     from zoo.accounting import count_params as count_params
-    from zoo.base import RopeKind as RopeKind
-    from zoo.base import RopeScaling as RopeScaling
-    from zoo.configs import Gemma3Config as Gemma3Config
-    from zoo.configs import GemmaConfig as GemmaConfig
-    from zoo.configs import LlamaConfig as LlamaConfig
-    from zoo.configs import MistralConfig as MistralConfig
-    from zoo.configs import MixtralConfig as MixtralConfig
-    from zoo.configs import Qwen2Config as Qwen2Config
-    from zoo.configs import Qwen3Config as Qwen3Config
-    from zoo.configs import Qwen3MoeConfig as Qwen3MoeConfig
+    from zoo.config import RopeKind as RopeKind
+    from zoo.config import RopeScaling as RopeScaling
+    from zoo.families import Gemma3Config as Gemma3Config
+    from zoo.families import GemmaConfig as GemmaConfig
+    from zoo.families import LlamaConfig as LlamaConfig
+    from zoo.families import MistralConfig as MistralConfig
+    from zoo.families import MixtralConfig as MixtralConfig
+    from zoo.families import Qwen2Config as Qwen2Config
+    from zoo.families import Qwen3Config as Qwen3Config
+    from zoo.families import Qwen3MoeConfig as Qwen3MoeConfig
     from zoo.families import model_class as model_class
-    from zoo.gemma import Gemma as Gemma
-    from zoo.llama import Llama as Llama
-    from zoo.mixture import Mixture as Mixture
-    from zoo.nn import Ops as Ops
-    from zoo.nn import check_tokens as check_tokens
-    from zoo.output import Head as Head
-    from zoo.output import head as head
-    from zoo.weights import load as load
-    from zoo.weights import save as save
+    from zoo.huggingface.weights import load as load
+    from zoo.huggingface.weights import save as save
+    from zoo.models.gemma import Gemma as Gemma
+    from zoo.models.head import Head as Head
+    from zoo.models.head import head as head
+    from zoo.models.layers import Ops as Ops
+    from zoo.models.layers import check_tokens as check_tokens
+    from zoo.models.llama import Llama as Llama
+    from zoo.models.mixture import Mixture as Mixture
 else:
 
     def __getattr__(name: str):

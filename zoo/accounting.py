@@ -7,9 +7,9 @@ that a token goes to, no recomputation.
 
 import math
 
-from zoo.base import Config
-from zoo.configs import MixtralConfig, Qwen3MoeConfig
-from zoo.tables import Row, rows
+from zoo.config import Config
+from zoo.families import MixtralConfig, Qwen3MoeConfig
+from zoo.parameters import Row, rows
 
 
 def count_params(config: Config) -> int:

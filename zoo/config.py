@@ -1,4 +1,4 @@
-"""What every decoder's config has: sizes, rotary embedding, windows. The families are in `zoo.configs`. Free of JAX.
+"""What every decoder's config has: sizes, rotary embedding, windows. The families are in `zoo.families`. Free of JAX.
 
 Field names are the same in every model of the zoo. The letters of `dims` are the alphabet used everywhere else: `V`
 vocab `D` embed `F` mlp hidden `N` query heads `K` kv heads `H` head size `L` layers `E` experts (and `B` batch
@@ -29,7 +29,7 @@ class RopeScaling:
     """A stretch of the rotary frequencies.
 
     Attributes:
-        kind: which of the four (`zoo.rotary`).
+        kind: which of the four (`zoo.models.rotary`).
         factor: how many times longer texts become.
         original_length: tokens of the texts trained on; the linear kind does not read it.
         low_freq: llama3: waves with fewer turns in the original length are stretched in full.

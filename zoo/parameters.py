@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from zoo.base import Config
-from zoo.configs import Gemma3Config, GemmaConfig, LlamaLike, MixtralConfig, Qwen3MoeConfig
+from zoo.config import Config
+from zoo.families import Gemma3Config, GemmaConfig, LlamaLike, MixtralConfig, Qwen3MoeConfig
 
 
 @dataclass(frozen=True)

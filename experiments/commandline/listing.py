@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-import zoo.configs
+import zoo.families
 from experiments.commandline.schema import CONF
 from zoo.accounting import count_active, count_params
-from zoo.base import Config, RopeKind, RopeScaling
+from zoo.config import Config, RopeKind, RopeScaling
 
 _HUB = "https://huggingface.co/"
 
@@ -31,7 +31,7 @@ class Listed:
 def models() -> list[Listed]:
     """Return every model, family by family, small ones first."""
     listed = [read(path.stem) for path in (CONF / "model").glob("*.yaml")]
-    order = {family: place for place, family in enumerate(zoo.configs.FAMILIES)}
+    order = {family: place for place, family in enumerate(zoo.families.FAMILIES)}
     return sorted(listed, key=lambda one: (order[one.family], count_params(one.config)))
 
 
@@ -45,7 +45,7 @@ def read(name: str) -> Listed:
     if scaling := fields.pop("rope_scaling", None):
         fields["rope_scaling"] = RopeScaling(**scaling | {"kind": RopeKind(scaling["kind"])})
     about = text.splitlines()[0].removeprefix("# ").rpartition(":")[0].removeprefix(_HUB)
-    return Listed(name, family, about, zoo.configs.FAMILIES[family](**fields))
+    return Listed(name, family, about, zoo.families.FAMILIES[family](**fields))
 
 
 def markdown() -> str:

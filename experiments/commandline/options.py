@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-import zoo.configs
+import zoo.families
 from experiments import configs
 from experiments.commandline import commands
 
@@ -122,7 +122,7 @@ def _walk(cls: Any, prefix: str, kind: str, about: dict[str, str] | None = None)
         if key == "model":
             yield from _walk(configs.Model, "model.", kind)
         elif key == "model.config":
-            for family, config in zoo.configs.FAMILIES.items():
+            for family, config in zoo.families.FAMILIES.items():
                 yield from _walk(config, "model.", family, attributes(config, "model."))
         elif key in SCHEMAS:
             for name, part in SCHEMAS[key].items():

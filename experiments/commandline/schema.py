@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Sequence
 from typing import Any, get_args, get_type_hints
 
-import zoo.configs
+import zoo.families
 from experiments import configs
 from experiments.commandline import commands, spelling
 from experiments.commandline.options import CONF, GROUPS, SCHEMAS, by_key, choose
@@ -42,10 +42,10 @@ class ConfigError(ValueError):
 
 def build_model(*, family: str, weights: str | None, **fields: Any) -> configs.Model:
     """Return the model part of a run: the family's own frozen config, and where the weights are."""
-    if family not in zoo.configs.FAMILIES:
-        raise configs.refuse("model.family", family, f"choose {', '.join(zoo.configs.FAMILIES)}")
+    if family not in zoo.families.FAMILIES:
+        raise configs.refuse("model.family", family, f"choose {', '.join(zoo.families.FAMILIES)}")
     fields = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
-    return configs.Model(config=zoo.configs.FAMILIES[family](**fields), weights=weights)
+    return configs.Model(config=zoo.families.FAMILIES[family](**fields), weights=weights)
 
 
 def schema_of(cls: Any, target: str | None = None, **extra: tuple[Any, Any]) -> type:
@@ -88,7 +88,7 @@ def register() -> None:
     for group, schemas in SCHEMAS.items():
         for name, cls in schemas.items():
             store.store(group=f"{group}/schema", name=name, node=schema_of(cls), package=group)
-    for name, cls in zoo.configs.FAMILIES.items():
+    for name, cls in zoo.families.FAMILIES.items():
         node = schema_of(
             cls, f"{build_model.__module__}.{build_model.__name__}", family=(str, name), weights=(str | None, None)
         )

@@ -11,7 +11,7 @@ from experiments.planning.preflight import Plan
 from experiments.results import plots
 from experiments.results.metrics import Recorder, describe
 from experiments.runtime import distributed, hardware, manifest
-from zoo import lora
+from zoo.adapters import lora
 
 
 def save_weights(model: Any, config: configs.Resolved, directory: Path) -> None:

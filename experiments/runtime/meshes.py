@@ -18,8 +18,8 @@ from experiments import configs
 from experiments.configs import Platform
 from experiments.runtime import distributed
 from transforms.sharding import AXES, Axes, fill, make_mesh, sharding_of, uneven
-from zoo import lora
-from zoo.tables import rows
+from zoo.adapters import lora
+from zoo.parameters import rows
 
 
 def choose(config: configs.Run, count: int, platform: str) -> configs.Mesh:
@@ -157,7 +157,7 @@ def placed(model: Any, config: configs.Resolved) -> Any:
 
 
 def where(config: configs.Resolved) -> dict[str, Any]:
-    """Return the arguments that tell `zoo.load` and `zoo.init.draw` where parameters lie."""
+    """Return the arguments that tell `zoo.load` and `zoo.models.init.draw` where parameters lie."""
     return {"mesh": current(), "axes": axes(config.mesh)}
 
 

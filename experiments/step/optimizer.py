@@ -12,8 +12,8 @@ from experiments import configs
 from experiments.step import own, parameters
 from experiments.step.adafactor import adafactor_layerwise
 from transforms.step import norm
-from zoo.lora import letters_of
-from zoo.tables import Row, rows
+from zoo.adapters.lora import letters_of
+from zoo.parameters import Row, rows
 
 
 def build(

@@ -24,7 +24,7 @@ import numpy as np
 import optax
 
 from experiments import configs
-from zoo.output import head
+from zoo.models.head import head
 
 LOSS = ("logits", "hidden", "head", "labels", "mask")
 OPTIMIZER = ("learning_rate",)

@@ -22,8 +22,9 @@ from transforms.plan import TilePlan
 from transforms.remat import remat
 from transforms.sharding import explicit
 from transforms.step import State, all_parameters, compile_step, make_eval_step, make_train_step
-from zoo import Mixture, lora, model_class
-from zoo.init import draw
+from zoo import Mixture, model_class
+from zoo.adapters import lora
+from zoo.models.init import draw
 
 
 class OutOfMemoryError(RuntimeError):

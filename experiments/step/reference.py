@@ -6,7 +6,7 @@ from typing import Any
 
 from experiments import configs
 from zoo.accounting import forward_flops
-from zoo.hf import from_hf
+from zoo.huggingface.config import from_hf
 
 
 def path(config: configs.Run) -> str | None:

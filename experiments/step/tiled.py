@@ -15,9 +15,9 @@ from experiments.step import tiles
 from transforms import tile
 from transforms.plan import TilePlan
 from zoo import Gemma
-from zoo.configs import MixtralConfig, Qwen3MoeConfig
-from zoo.experts import experts_by_sequence
-from zoo.nn import Ops, attention, gated_mlp
+from zoo.families import MixtralConfig, Qwen3MoeConfig
+from zoo.models.experts import experts_by_sequence
+from zoo.models.layers import Ops, attention, gated_mlp
 
 
 def head(config: configs.Resolved, loss: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 """How long the tiles of a run are, in words too, and why some cannot be had. No JAX here."""
 
 from experiments import configs
-from zoo.configs import MixtralConfig, Qwen3MoeConfig
+from zoo.families import MixtralConfig, Qwen3MoeConfig
 
 
 def micro_batch(config: configs.Resolved) -> int:

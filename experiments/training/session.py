@@ -30,7 +30,7 @@ from experiments.step.own import OwnError
 from experiments.step.program import OutOfMemoryError
 from experiments.training.checkpoints import CheckpointError, Checkpoints
 from transforms import TileError
-from zoo import lora
+from zoo.adapters import lora
 
 T = TypeVar("T", bound=Any)
 
@@ -136,7 +136,7 @@ def with_weights(config: T, argv: Sequence[str]) -> T:
     """
     if config.model.weights is None:
         return config
-    from zoo.hf import from_hf
+    from zoo.huggingface.config import from_hf
 
     path = Path(config.model.weights).expanduser()
     try:

@@ -3,7 +3,7 @@
 `attach` puts a `LowRank` where a model has a matrix; everything else about the model stays as it is. Stacked layers
 have stacked A and B, and are scanned as before. `merge` turns each `LowRank` into one matrix again.
 
-Dimensions: as in `zoo.tables`, and `R` rank. A leaf of letters `L D N H` has A `L D R` and B `L R N H`.
+Dimensions: as in `zoo.parameters`, and `R` rank. A leaf of letters `L D N H` has A `L D R` and B `L R N H`.
 """
 
 import difflib
@@ -19,8 +19,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from transforms.sharding import einsum
-from zoo.base import Config
-from zoo.tables import Row, rows
+from zoo.config import Config
+from zoo.parameters import Row, rows
 
 
 class LowRank(eqx.Module):

@@ -15,8 +15,8 @@ from jaxtyping import PyTree
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from zoo.lora import LowRank, adapted, letters_of, matrices, put
-from zoo.tables import Row
+from zoo.adapters.lora import LowRank, adapted, letters_of, matrices, put
+from zoo.parameters import Row
 
 _CONFIG, _FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."

@@ -5,7 +5,7 @@ What a family always has is a property of its class; what its checkpoints choose
 
 from dataclasses import dataclass
 
-from zoo.base import (
+from zoo.config import (
     LOCAL,
     Config,
     RopeKind,

@@ -1,15 +1,15 @@
 """Hugging Face's `config.json` both ways, in the dialects that transformers 4 and 5 write. Free of JAX.
 
-What each architecture's file holds is in `zoo.dialect`; rotary embedding is in `zoo.hf_rope`.
+What each architecture's file holds is in `zoo.huggingface.dialect`; rotary embedding is in `zoo.huggingface.rope`.
 """
 
 import difflib
 from typing import Any
 
-from zoo import hf_rope
-from zoo.base import GLOBAL, LOCAL, Config
-from zoo.configs import Gemma3Config, GemmaConfig, GemmaLike, MixtralConfig, Qwen3MoeConfig
-from zoo.dialect import HEADS, IGNORED, KINDS, ONLY_ALL, REQUIRED, SHARE, Kind
+from zoo.config import GLOBAL, LOCAL, Config
+from zoo.families import Gemma3Config, GemmaConfig, GemmaLike, MixtralConfig, Qwen3MoeConfig
+from zoo.huggingface import rope as hf_rope
+from zoo.huggingface.dialect import HEADS, IGNORED, KINDS, ONLY_ALL, REQUIRED, SHARE, Kind
 
 _TYPES = {LOCAL: "sliding_attention", GLOBAL: "full_attention"}
 _WINDOW_KEYS = {
@@ -20,7 +20,7 @@ _WINDOW_KEYS = {
     "experts": ("sliding_window", "use_sliding_window", "max_window_layers"),
 }
 _EXPERT_KEYS = ("num_local_experts", "mlp_only_layers", "decoder_sparse_step")
-# A file that holds a vision model too, whose text part is read; the prefixes of its tensors are in `zoo.weights`.
+# A file that holds a vision model too, whose text part is read; `zoo.huggingface.folder` knows the prefixes.
 _OUTER = frozenset(
     """
     text_config vision_config mm_tokens_per_image boi_token_index eoi_token_index image_token_index boi_token_id

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from zoo.base import Config
-from zoo.configs import (
+from zoo.config import Config
+from zoo.families import (
     Gemma3Config,
     GemmaConfig,
     LlamaConfig,

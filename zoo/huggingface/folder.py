@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from zoo.base import Config
-from zoo.configs import Gemma3Config
-from zoo.tables import rows
+from zoo.config import Config
+from zoo.families import Gemma3Config
+from zoo.parameters import rows
 
 INDEX = "model.safetensors.index.json"
 DIGESTS = "sha256"  # in a file's metadata: the digest of each of its tensors, as JSON

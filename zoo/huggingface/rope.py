@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from zoo.base import Config, RopeKind, RopeScaling
-from zoo.configs import Gemma3Config, GemmaConfig, LlamaLike
+from zoo.config import Config, RopeKind, RopeScaling
+from zoo.families import Gemma3Config, GemmaConfig, LlamaLike
 
 KEYS = {"rope_theta", "rope_scaling", "rope_parameters"}
 GEMMA_3_KEYS = KEYS | {"rope_local_base_freq"}

@@ -1,6 +1,6 @@
 """Reads weights straight onto a mesh: each process reads what its own devices hold, and every byte of that once.
 
-On the host there is one layer of a leaf at a time, or one leaf that has no layers. Dimensions: as in `zoo.tables`.
+On the host there is one layer of a leaf at a time, or one leaf that has no layers. Dimensions: as in `zoo.parameters`.
 """
 
 import functools
@@ -15,8 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Shaped
 
 from transforms.sharding import Axes, sharding_of
-from zoo.folder import Tensor
-from zoo.tables import Row
+from zoo.huggingface.folder import Tensor
+from zoo.parameters import Row
 
 Bounds = tuple[tuple[int, int], ...]  # first and one past the last, of each dimension
 

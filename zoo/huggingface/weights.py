@@ -1,7 +1,7 @@
-"""Loads and saves Hugging Face folders of safetensors, driven by the rows of `zoo.tables`. Nothing is ever unpickled.
+"""Loads and saves Hugging Face folders of safetensors, driven by the rows of `zoo.parameters`. Nothing is unpickled.
 
-Dimensions: as in `zoo.tables`. Host memory: beside the model itself, one tensor at a time when loading, and one shard
-when saving from an accelerator.
+Dimensions: as in `zoo.parameters`. Host memory: beside the model itself, one tensor at a time when loading, and one
+shard when saving from an accelerator.
 """
 
 import functools
@@ -24,12 +24,22 @@ from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
 from transforms.sharding import AXES, Axes
-from zoo.base import Config
+from zoo.config import Config
 from zoo.families import model_class
-from zoo.folder import DIGESTS, INDEX, DamagedError, Tensor, as_bytes, expected, read_headers, read_json, refusal
-from zoo.hf import from_hf, to_hf
-from zoo.sharded import load_leaf
-from zoo.tables import Row, rows
+from zoo.huggingface.config import from_hf, to_hf
+from zoo.huggingface.folder import (
+    DIGESTS,
+    INDEX,
+    DamagedError,
+    Tensor,
+    as_bytes,
+    expected,
+    read_headers,
+    read_json,
+    refusal,
+)
+from zoo.huggingface.sharded import load_leaf
+from zoo.parameters import Row, rows
 
 _DTYPES = {"F32": jnp.float32, "BF16": jnp.bfloat16, "F16": jnp.float16}
 _CARRIED = (  # what goes with a model and is not its weights
@@ -60,7 +70,7 @@ def load(
         path: the folder.
         dtype: what to store parameters in; None keeps what is on disk.
         mesh: the devices to spread parameters over, of which each process reads its own parts; None puts them on one.
-        axes: which axes of the mesh cut each dimension letter of `zoo.tables` (see `transforms.sharding.spec_of`).
+        axes: which axes of the mesh cut each dimension letter of `zoo.parameters` (see `transforms.sharding.spec_of`).
 
     Raises:
         ValueError: the path is no such folder, a file is damaged, the config holds something unknown, or tensors are

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Integer
 
-from zoo.nn import Ops
+from zoo.models.layers import Ops
 
 _NOWHERE = 2**30  # the position of a place that holds nothing: after every query
 

@@ -15,8 +15,8 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
-from zoo.cache import Cache, advance
-from zoo.nn import check_tokens
+from zoo.inference.cache import Cache, advance
+from zoo.models.layers import check_tokens
 
 _STEP = 64  # lengths are rounded up to a multiple, so that few programs are compiled
 

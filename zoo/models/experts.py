@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from transforms.sharding import axes_of, explicit, partitions, uncut
-from zoo.lora import LowRank
-from zoo.nn import linear
+from zoo.adapters.lora import LowRank
+from zoo.models.layers import linear
 
 Matrix = Float[Array, "..."] | LowRank
 

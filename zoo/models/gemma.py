@@ -18,13 +18,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
 from transforms.remat import Cycle, scan_layers
-from zoo import packing
-from zoo.cache import Past, remembering
-from zoo.configs import Gemma3Config, GemmaConfig
-from zoo.init import draw
-from zoo.nn import Ops, check_tokens, gelu, linear, lookup, rms_norm, rope, scanned_windows
-from zoo.output import Head
-from zoo.rotary import frequencies
+from zoo.families import Gemma3Config, GemmaConfig
+from zoo.inference.cache import Past, remembering
+from zoo.models import packing
+from zoo.models.head import Head
+from zoo.models.init import draw
+from zoo.models.layers import Ops, check_tokens, gelu, linear, lookup, rms_norm, rope, scanned_windows
+from zoo.models.rotary import frequencies
 
 AnyGemma = GemmaConfig | Gemma3Config
 Frequency = Float[Array, " half"] | Float[np.ndarray, " half"]
@@ -110,12 +110,12 @@ class Gemma(eqx.Module):
 
     @classmethod
     def init(cls, config: AnyGemma, *, key: PRNGKeyArray, dtype: DTypeLike = jnp.float32) -> "Gemma":
-        """Return a model with random weights, normal with the standard deviations of `zoo.tables`; norms at zero."""
+        """Return a model with random weights, normal with the deviations of `zoo.parameters`; norms at zero."""
         return cls.build(config, draw(config, key=key, dtype=dtype))
 
     @classmethod
     def build(cls, config: AnyGemma, leaves: dict) -> "Gemma":
-        """Return the model whose parameters are `leaves`, keyed by the dotted paths of `zoo.tables`."""
+        """Return the model whose parameters are `leaves`, keyed by the dotted paths of `zoo.parameters`."""
         layers = {path.removeprefix("layers."): leaf for path, leaf in leaves.items() if path.startswith("layers.")}
         return cls(leaves["embed"], Block(**layers), leaves["final_norm"], config)
 
@@ -139,7 +139,7 @@ class Gemma(eqx.Module):
             remat: what the backward pass keeps of each layer (`transforms.remat`), or any wrapper of its body. The
                 names `attn_out` and `mlp_out` mark what a policy may keep.
             ops: how attention and MLP run; None runs them plainly.
-            segments: the number of each token's document, where a row holds several (`zoo.packing`).
+            segments: the number of each token's document, where a row holds several (`zoo.models.packing`).
 
         Raises:
             ValueError: a concrete token id is outside the vocabulary.

@@ -8,8 +8,8 @@ from typing import Any
 import equinox as eqx
 from jaxtyping import Array, Float
 
-from zoo.lora import LowRank
-from zoo.nn import linear, softcap
+from zoo.adapters.lora import LowRank
+from zoo.models.layers import linear, softcap
 
 
 class Head(eqx.Module):

@@ -1,4 +1,4 @@
-"""Random weights, drawn leaf by leaf from the rows of `zoo.tables`."""
+"""Random weights, drawn leaf by leaf from the rows of `zoo.parameters`."""
 
 import functools
 import math
@@ -10,9 +10,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, PRNGKeyArray
 
 from transforms.sharding import AXES, Axes, sharding_of
-from zoo.configs import Config
-from zoo.nn import accumulator
-from zoo.tables import rows
+from zoo.config import Config
+from zoo.models.layers import accumulator
+from zoo.parameters import rows
 
 _SLAB = 2**22  # elements drawn at a time, at most
 

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Integer
 
 from transforms.sharding import constrain, einsum, explicit, partitions, place, uncut
-from zoo.lora import LowRank
+from zoo.adapters.lora import LowRank
 
 
 def accumulator(dtype: DTypeLike) -> jnp.dtype:
@@ -53,7 +53,7 @@ def rope(
 
     Args:
         x: queries or keys.
-        frequency: radians per position, from `zoo.rotary.frequencies`.
+        frequency: radians per position, from `zoo.models.rotary.frequencies`.
         positions: of every token; None counts from 0.
     """
     half = x.shape[-1] // 2
@@ -169,7 +169,7 @@ class Ops:
         attention: like `attention`; called as `attention(q, k, v, scale=, cap=, window=)`, of rows with several
             documents also with `q_segments=, k_segments=`.
         mlp: like `gated_mlp`; called as `mlp(x, gate, up, down, activation=)`.
-        experts: like `zoo.experts.experts`, which None stands for.
+        experts: like `zoo.models.experts.experts`, which None stands for.
     """
 
     attention: Callable = attention

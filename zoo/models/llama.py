@@ -17,13 +17,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
 from transforms.remat import Cycle, scan_layers
-from zoo import packing
-from zoo.cache import Past, remembering
-from zoo.configs import LlamaLike
-from zoo.init import draw
-from zoo.nn import Ops, check_tokens, linear, lookup, rms_norm, rope, scanned_windows
-from zoo.output import Head
-from zoo.rotary import frequencies
+from zoo.families import LlamaLike
+from zoo.inference.cache import Past, remembering
+from zoo.models import packing
+from zoo.models.head import Head
+from zoo.models.init import draw
+from zoo.models.layers import Ops, check_tokens, linear, lookup, rms_norm, rope, scanned_windows
+from zoo.models.rotary import frequencies
 
 Frequency = Float[Array, " half"] | Float[np.ndarray, " half"]
 
@@ -121,12 +121,12 @@ class Llama(eqx.Module):
 
     @classmethod
     def init(cls, config: LlamaLike, *, key: PRNGKeyArray, dtype: DTypeLike = jnp.float32) -> "Llama":
-        """Return a model with random weights, normal with the standard deviations of `zoo.tables`."""
+        """Return a model with random weights, normal with the standard deviations of `zoo.parameters`."""
         return cls.build(config, draw(config, key=key, dtype=dtype))
 
     @classmethod
     def build(cls, config: LlamaLike, leaves: dict) -> "Llama":
-        """Return the model whose parameters are `leaves`, keyed by the dotted paths of `zoo.tables`."""
+        """Return the model whose parameters are `leaves`, keyed by the dotted paths of `zoo.parameters`."""
         layers = {path.removeprefix("layers."): leaf for path, leaf in leaves.items() if path.startswith("layers.")}
         return cls(leaves["embed"], Block(**layers), leaves["final_norm"], leaves.get("head"), config)
 
@@ -147,7 +147,7 @@ class Llama(eqx.Module):
             remat: what the backward pass keeps of each layer (`transforms.remat`), or any wrapper of its body. The
                 names `attn_out` and `mlp_out` mark what a policy may keep.
             ops: how attention and MLP run; None runs them plainly.
-            segments: the number of each token's document, where a row holds several (`zoo.packing`).
+            segments: the number of each token's document, where a row holds several (`zoo.models.packing`).
 
         Raises:
             ValueError: a concrete token id is outside the vocabulary.

@@ -16,15 +16,15 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
 from transforms.remat import Cycle, scan_layers
-from zoo import llama, packing
-from zoo.cache import Past, remembering
-from zoo.configs import MixtralConfig, Qwen3MoeConfig
-from zoo.experts import experts
-from zoo.init import draw
-from zoo.llama import Frequency, join, project
-from zoo.nn import Ops, check_tokens, lookup, rms_norm, scanned_windows
-from zoo.output import Head
-from zoo.rotary import frequencies
+from zoo.families import MixtralConfig, Qwen3MoeConfig
+from zoo.inference.cache import Past, remembering
+from zoo.models import llama, packing
+from zoo.models.experts import experts
+from zoo.models.head import Head
+from zoo.models.init import draw
+from zoo.models.layers import Ops, check_tokens, lookup, rms_norm, scanned_windows
+from zoo.models.llama import Frequency, join, project
+from zoo.models.rotary import frequencies
 
 AnyMixture = MixtralConfig | Qwen3MoeConfig
 
@@ -98,12 +98,12 @@ class Mixture(eqx.Module):
 
     @classmethod
     def init(cls, config: AnyMixture, *, key: PRNGKeyArray, dtype: DTypeLike = jnp.float32) -> "Mixture":
-        """Return a model with random weights, normal with the standard deviations of `zoo.tables`."""
+        """Return a model with random weights, normal with the standard deviations of `zoo.parameters`."""
         return cls.build(config, draw(config, key=key, dtype=dtype))
 
     @classmethod
     def build(cls, config: AnyMixture, leaves: dict) -> "Mixture":
-        """Return the model whose parameters are `leaves`, keyed by the dotted paths of `zoo.tables`."""
+        """Return the model whose parameters are `leaves`, keyed by the dotted paths of `zoo.parameters`."""
         stack = lambda name: {path.removeprefix(name): leaf for path, leaf in leaves.items() if path.startswith(name)}
         dense = llama.Block(**stack("dense.")) if config.dense_layers else None
         return cls(leaves["embed"], Block(**stack("layers.")), dense, leaves["final_norm"], leaves.get("head"), config)
@@ -140,7 +140,7 @@ class Mixture(eqx.Module):
             remat: what the backward pass keeps of each layer (`transforms.remat`), or any wrapper of its body. The
                 names `attn_out` and `mlp_out` mark what a policy may keep.
             ops: how attention and experts run, and the MLP of dense layers; None runs them plainly.
-            segments: the number of each token's document, where a row holds several (`zoo.packing`).
+            segments: the number of each token's document, where a row holds several (`zoo.models.packing`).
 
         Raises:
             ValueError: a concrete token id is outside the vocabulary.

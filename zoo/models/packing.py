@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Integer
 
 from transforms.sharding import partitions, place, uncut
-from zoo.nn import Ops
+from zoo.models.layers import Ops
 
 
 def places(segments: Integer[Array, "B S"]) -> Integer[Array, "B S"]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from zoo.configs import RopeKind, RopeScaling
+from zoo.config import RopeKind, RopeScaling
 
 
 def frequencies(

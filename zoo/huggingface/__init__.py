@@ -1,0 +1,1 @@
+"""Hugging Face folders. In: `config.json` and safetensors. Out: a config and a model; and the way back."""
