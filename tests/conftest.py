@@ -23,9 +23,9 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    # Inside the compiler of `transforms.tile` checks would take longer than what they check; types are read there too.
+    # Inside the compiler, `transforms.tiling`, checks would take longer than what they check; types are read there too.
     transforms = (
-        ["transforms"] if config.option.types else ["transforms.tile", "transforms.sharding", "transforms.step"]
+        ["transforms"] if config.option.types else ["transforms.tiling.api", "transforms.sharding", "transforms.step"]
     )
     install_import_hook(["zoo", *transforms], "beartype.beartype")
     if config.option.keep_compiled:  # processes that write one folder would read each other's half-written files

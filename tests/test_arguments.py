@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from transforms import tile
-from transforms.arguments import place, rows
-from transforms.placement import WHOLE, Tiled
+from transforms.tiling.inputs.axes import place, rows
+from transforms.tiling.ir.placement import WHOLE, Tiled
 
 H, W, Y = jnp.ones((24, 5)), jnp.ones((5, 7)), jnp.zeros(24, int)
 

@@ -6,7 +6,7 @@ import optax
 import pytest
 
 from transforms import tile
-from transforms.budget import read
+from transforms.tiling.report.budget import read
 
 S = jax.ShapeDtypeStruct
 SHAPES = (S((2048, 64), jnp.float32), S((64, 4096), jnp.float32), S((2048,), jnp.int32))

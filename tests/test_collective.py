@@ -13,9 +13,9 @@ from tests import quick
 from tests.helpers import assert_same
 from tests.test_primitives import node
 from transforms import TileError, tile
-from transforms.graph import Value
-from transforms.placement import Partial, Tiled
-from transforms.rules import RULES, Complete
+from transforms.tiling.ir.graph import Value
+from transforms.tiling.ir.placement import Partial, Tiled
+from transforms.tiling.rules import RULES, Complete
 
 L, D = 10, 4
 MESH = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))

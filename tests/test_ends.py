@@ -8,12 +8,12 @@ import pytest
 from tests import quick
 from tests.test_online import draw, exact, loops
 from transforms import tile
-from transforms.equal import Numbering
-from transforms.graph import evaluate, flatten
-from transforms.placement import WHOLE, Tiled
-from transforms.program import Options, Program
-from transforms.reassociate import Product, identity, reassociate
-from transforms.rounding import decides
+from transforms.tiling.analysis.rounding import decides
+from transforms.tiling.autodiff.program import Options, Program
+from transforms.tiling.ir.graph import evaluate, flatten
+from transforms.tiling.ir.numbering import Numbering
+from transforms.tiling.ir.placement import WHOLE, Tiled
+from transforms.tiling.passes.reassociate import Product, identity, reassociate
 
 KEYS = (None, 0, 0)
 Q, K, D, E = 6, 11, 4, 3

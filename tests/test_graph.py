@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from transforms.graph import constant, depends, evaluate, flatten, flops, nbytes
+from transforms.tiling.ir.graph import constant, depends, evaluate, flatten, flops, nbytes
 
 X = jnp.arange(12.0).reshape(4, 3)
 

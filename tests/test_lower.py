@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tests import quick
 from tests.helpers import equations
 from transforms import tile
-from transforms.graph import flatten
-from transforms.placement import Span
-from transforms.rules import RULES, contraction
+from transforms.tiling.ir.graph import flatten
+from transforms.tiling.ir.placement import Span
+from transforms.tiling.rules import RULES, dot
 
 PROFILE = settings(max_examples=12, deadline=None, derandomize=True, database=None)
 
@@ -135,12 +135,12 @@ def test_random_keys_can_be_results():
 def chunks(monkeypatch):
     """Every product is added chunk by chunk, whatever its size, in chunks of this many bytes; counts them."""
     calls = []
-    chunked = contraction.chunked
-    monkeypatch.setattr(contraction, "SMALL", 0)
-    monkeypatch.setattr(contraction, "chunked", lambda *args: calls.append(1) or chunked(*args))
+    chunked = dot.chunked
+    monkeypatch.setattr(dot, "SMALL", 0)
+    monkeypatch.setattr(dot, "chunked", lambda *args: calls.append(1) or chunked(*args))
 
     def of(size):
-        monkeypatch.setattr(contraction, "CHUNK", size)
+        monkeypatch.setattr(dot, "CHUNK", size)
         return calls
 
     return of

@@ -13,8 +13,8 @@ from jaxtyping import Array, Float, Int, PyTree, Shaped, jaxtyped
 
 from tests import stringly
 from transforms import tile
-from transforms.arguments import place
-from transforms.placement import WHOLE, Tiled
+from transforms.tiling.inputs.axes import place
+from transforms.tiling.ir.placement import WHOLE, Tiled
 
 H, W, Y = jnp.ones((24, 5)), jnp.ones((5, 7)), jnp.zeros(24, int)
 Hidden = Float[Array, "tokens embed"]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from transforms.placement import COMBINE, WHOLE, Partial, Span, Tiled, identity
+from transforms.tiling.ir.placement import COMBINE, WHOLE, Partial, Span, Tiled, identity
 
 PROFILE = settings(max_examples=25, deadline=None, derandomize=True, database=None)
 

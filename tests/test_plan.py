@@ -6,8 +6,8 @@ import optax
 import pytest
 
 from transforms import tile
-from transforms.placement import Partial, Tiled
-from transforms.printing import WIDTH, short
+from transforms.tiling.ir.placement import Partial, Tiled
+from transforms.tiling.report.table import WIDTH, short
 
 S = jax.ShapeDtypeStruct
 SHAPES = (S((2048, 64), jnp.float32), S((64, 4096), jnp.float32), S((2048,), jnp.int32))

@@ -11,9 +11,9 @@ from jax.extend.core import Primitive
 
 from tests.helpers import equations
 from transforms import TileError, tile
-from transforms.graph import CALLS, CUSTOM_CALLS, REMAT, SOLVE, Node, Value
-from transforms.placement import Partial, Tiled
-from transforms.rules import COMPLETED, REFUSED, RULES, Complete
+from transforms.tiling.ir.graph import CALLS, CUSTOM_CALLS, REMAT, SOLVE, Node, Value
+from transforms.tiling.ir.placement import Partial, Tiled
+from transforms.tiling.rules import COMPLETED, REFUSED, RULES, Complete
 
 # Modules that define primitives which no function of `jax.lax` uses, and the harvest, in a fresh process: primitives
 # that tests and installed libraries define are theirs.

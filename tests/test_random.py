@@ -7,8 +7,8 @@ import pytest
 
 from tests.helpers import assert_no_large
 from transforms import tile
-from transforms.placement import Span, Tiled
-from transforms.rules.random import positions
+from transforms.tiling.ir.placement import Span, Tiled
+from transforms.tiling.rules.random import positions
 
 L, D = 10, 3
 KEY = jax.random.key(7)

@@ -11,13 +11,14 @@ import pytest
 from jax import lax
 from jax.experimental import io_callback
 
-from transforms import TileError, rules, tile
-from transforms.graph import flatten
-from transforms.limits import Limits
-from transforms.placement import WHOLE, Tiled
-from transforms.propagate import propagate
-from transforms.rules import RULES, Complete, indexing
-from transforms.rules.random import ONE_STREAM
+from transforms import TileError, tile
+from transforms.tiling import rules
+from transforms.tiling.analysis.limits import Limits
+from transforms.tiling.analysis.propagate import propagate
+from transforms.tiling.ir.graph import flatten
+from transforms.tiling.ir.placement import WHOLE, Tiled
+from transforms.tiling.rules import RULES, Complete, gather
+from transforms.tiling.rules.random import ONE_STREAM
 
 L, D = 10, 3
 IDS = np.arange(L)[::-1].copy()
@@ -152,7 +153,7 @@ def reasons():
             if name in ("Complete", "refuse_partial"):
                 texts = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
                 yield from (t for t in texts if " " in t and not t.rstrip().endswith("."))
-    yield from (indexing.ARBITRARY, ONE_STREAM)
+    yield from (gather.ARBITRARY, ONE_STREAM)
 
 
 def test_every_reason_has_a_case():

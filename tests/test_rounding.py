@@ -7,7 +7,8 @@ import pytest
 from jax import lax, nn
 
 from tests.helpers import relative_error
-from transforms import TileError, rounding, tile
+from transforms import TileError, tile
+from transforms.tiling.analysis import rounding
 
 L, D = 40, 4
 

@@ -13,9 +13,10 @@ from tests.helpers import assert_same, assert_tiles
 from tests.rows.arrays import AXES, PRIMITIVES, Arrays, D, L, arrays
 from tests.rows.sums import MAXIMA, MINIMA, SUMS
 from tests.rule_table import APART, GROUPS
-from transforms import lower, tile
-from transforms.placement import Partial, Tiled, Whole
-from transforms.rules import COMPLETED, REFUSED, RULES
+from transforms import tile
+from transforms.tiling.ir.placement import Partial, Tiled, Whole
+from transforms.tiling.lower import scan
+from transforms.tiling.rules import COMPLETED, REFUSED, RULES
 
 WHOLES = Arrays(*(None for _ in AXES))
 KEPT = np.arange(L) % 3 != 1
@@ -39,7 +40,7 @@ def used(monkeypatch):
 
     for name, rule in list(RULES.items()):
         monkeypatch.setitem(RULES, name, recorder(name, rule))
-    run = lower.run
+    run = scan.run
 
     def watched(plan, *args, **kwargs):
         for step in (step for loop in plan.loops for step in loop.steps):
@@ -48,7 +49,7 @@ def used(monkeypatch):
                 found.add((step.node.name, "pull"))
         return run(plan, *args, **kwargs)
 
-    monkeypatch.setattr(lower, "run", watched)
+    monkeypatch.setattr(scan, "run", watched)
     return found
 
 

@@ -1,5 +1,5 @@
 """Function in, function out: transforms that know nothing of models."""
 
-from transforms.placement import TileError as TileError
-from transforms.plan import TilePlan as TilePlan
-from transforms.tile import tile as tile
+from transforms.tiling.api import tile as tile
+from transforms.tiling.ir.placement import TileError as TileError
+from transforms.tiling.report.plan import TilePlan as TilePlan

@@ -18,10 +18,10 @@ from experiments import configs
 from experiments.runtime import meshes
 from experiments.step import objectives, optimizer, reference, tiled, tiles
 from transforms import TileError
-from transforms.plan import TilePlan
 from transforms.remat import remat
 from transforms.sharding import explicit
 from transforms.step import State, all_parameters, compile_step, make_eval_step, make_train_step
+from transforms.tiling.report.plan import TilePlan
 from zoo import Mixture, model_class
 from zoo.adapters import lora
 from zoo.models.init import draw

@@ -13,7 +13,7 @@ import equinox as eqx
 from experiments import configs
 from experiments.step import tiles
 from transforms import tile
-from transforms.plan import TilePlan
+from transforms.tiling.report.plan import TilePlan
 from zoo import Gemma
 from zoo.families import MixtralConfig, Qwen3MoeConfig
 from zoo.models.experts import experts_by_sequence

@@ -1,0 +1,156 @@
+"""Side effects (`jax.debug.print`, callbacks) of a function whose programs are several, and run its parts repeatedly.
+
+An effect belongs to the forward pass: it runs once for each tile, or once in all if no tile changes its operands. So
+one program bears it, one loop of that, and everything else that computes the same values again does so in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from transforms.tiling.ir.placement import TileError
+from transforms.tiling.lower.atomic import depend
+
+
+def loud(effects: Any) -> set[Any]:
+    """The effects that somebody outside sees: not that of a collective, which is to need a name."""
+    return {e for e in effects if type(e).__name__ != "NamedAxisEffect"}
+
+
+def sources(name: str, where: str, params: dict[str, Any]) -> list[tuple[str, str]]:
+    """The primitives with side effects in an equation that has some: themselves, not what holds them, and where."""
+    found = []
+    for body in (b for p in params.values() for b in (p if isinstance(p, tuple) else (p,))):
+        if isinstance(body, (Jaxpr, ClosedJaxpr)):
+            for eqn in (e for e in getattr(body, "jaxpr", body).eqns if loud(e.effects)):
+                found += sources(eqn.primitive.name, source_info_util.summarize(eqn.source_info), eqn.params)
+    return list(dict.fromkeys(found)) or [(name, where)]
+
+
+def silenced(name: str, where: str, params: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of an equation whose bodies have no side effects any more.
+
+    Raises:
+        TileError: a side effect has results, so that leaving it out changes what is computed.
+    """
+    made = {key: _silent(value) for key, value in params.items()}
+    if any(made[key] is not params[key] for key in params):
+        return made
+    raise TileError(
+        f"cannot tile `{name}` at {where}: its result is needed again where its side effect must not run again.\n"
+        "  Call it outside the tiled function and pass the result in, or use jax.pure_callback, which has none."
+    )
+
+
+def silence(closed: ClosedJaxpr, given: int) -> ClosedJaxpr:
+    """A program without side effects, but those that depend on its last inputs, `given` in number.
+
+    These are the tangents or cotangents: the derivative of a function that was run with its side effects repeats only
+    its values, and what a derivative rule of the user's does is its own.
+    """
+    count = len(closed.in_avals) - given
+    return _part(closed, [i >= count for i in range(len(closed.in_avals))])
+
+
+def silence_recomputed(value: Any) -> Any:
+    """A program of values and gradients (or a parameter of an equation) where no `jax.checkpoint` repeats effects."""
+    if type(value) is tuple:
+        return tuple(map(silence_recomputed, value))
+    if not isinstance(value, (Jaxpr, ClosedJaxpr)) or not loud(value.effects):
+        return value
+
+    def inside(eqn: Any) -> list[Any]:
+        if eqn.params.get("differentiated"):
+            return _quiet(eqn)
+        return [_with(eqn, {k: silence_recomputed(p) for k, p in eqn.params.items()})] if loud(eqn.effects) else [eqn]
+
+    return _rebuilt(value, [new for eqn in getattr(value, "jaxpr", value).eqns for new in inside(eqn)])
+
+
+def _part(value: Any, given: Sequence[bool]) -> Any:
+    """A program without the side effects that do not depend on the inputs `given`."""
+    if not loud(value.effects):
+        return value
+    jaxpr, eqns = getattr(value, "jaxpr", value), []
+    reached = {v for v, known in zip(jaxpr.invars, given, strict=True) if known}
+    for eqn in jaxpr.eqns:
+        own = [not isinstance(v, Literal) and v in reached for v in eqn.invars]
+        if any(own):
+            reached.update(eqn.outvars)
+        if not any(own) or not loud(eqn.effects):
+            eqns += _quiet(eqn)
+        else:
+            eqns.append(_with(eqn, _bodies(eqn, own)))
+    return _rebuilt(value, eqns)
+
+
+def _bodies(eqn: Any, given: Sequence[bool]) -> dict[str, Any]:
+    """The parameters of an equation whose bodies keep the side effects that depend on its operands `given`."""
+    params = dict(eqn.params)
+    if "branches" in params:
+        return params | {"branches": tuple(_part(branch, given[1:]) for branch in params["branches"])}
+    if "body_jaxpr" in params:
+        tests = params["cond_nconsts"]
+        first = tests + params["body_nconsts"]
+        state = _state(params["body_jaxpr"], given[tests:first], given[first:])
+        test, body = _part(params["cond_jaxpr"], [*given[:tests], *state]), [*given[tests:first], *state]
+        return params | {"cond_jaxpr": test, "body_jaxpr": _part(params["body_jaxpr"], body)}
+    for key, body in params.items():
+        if isinstance(body, (Jaxpr, ClosedJaxpr)) and len(getattr(body, "jaxpr", body).invars) == len(given):
+            if eqn.primitive.name == "scan":
+                jaxpr = getattr(body, "jaxpr", body)
+                stacked = sum(v.aval.ndim != w.aval.ndim for v, w in zip(jaxpr.invars, eqn.invars, strict=True))
+                carried = sum(v.aval.ndim == w.aval.ndim for v, w in zip(jaxpr.outvars, eqn.outvars, strict=True))
+                last = len(given) - stacked
+                first = last - carried
+                carry = _state(body, given[:first], given[first:last], given[last:])
+                given = [*given[:first], *carry, *given[last:]]
+            params[key] = _part(body, given)
+    return params
+
+
+def _state(body: Any, constants: Sequence[bool], state: Sequence[bool], rest: Sequence[bool] = ()) -> list[bool]:
+    """What a loop carries that depends, sooner or later, on some of the operands."""
+    while True:
+        after = [a or b for a, b in zip(state, depend(body, [*constants, *state, *rest]), strict=False)]
+        if after == list(state):
+            return after
+        state = after
+
+
+def _quiet(eqn: Any) -> list[Any]:
+    """An equation without its side effects: none, if it is nothing else."""
+    if not loud(eqn.effects):
+        return [eqn]
+    if not eqn.outvars and not any(isinstance(p, (Jaxpr, ClosedJaxpr, tuple)) for p in eqn.params.values()):
+        return []
+    return [_with(eqn, silenced(eqn.primitive.name, source_info_util.summarize(eqn.source_info), eqn.params))]
+
+
+def _silent(value: Any) -> Any:
+    if type(value) is tuple:
+        items = tuple(map(_silent, value))
+        return items if any(a is not b for a, b in zip(items, value, strict=True)) else value
+    if not isinstance(value, (Jaxpr, ClosedJaxpr)) or not loud(value.effects):
+        return value
+    return _rebuilt(value, [new for eqn in getattr(value, "jaxpr", value).eqns for new in _quiet(eqn)])
+
+
+def _with(eqn: Any, params: dict[str, Any]) -> Any:
+    """An equation with other bodies, and so with their side effects."""
+    if params == eqn.params:
+        return eqn
+    inner = [b for p in params.values() for b in (p if isinstance(p, tuple) else (p,))]
+    found = {e for b in inner if isinstance(b, (Jaxpr, ClosedJaxpr)) for e in loud(b.effects)}
+    return eqn.replace(params=params, effects=set(eqn.effects) - loud(eqn.effects) | found)
+
+
+def _rebuilt(value: Any, eqns: Sequence[Any]) -> Any:
+    """A jaxpr of other equations, closed as it is (newer versions of JAX do not tell the two apart)."""
+    jaxpr = getattr(value, "jaxpr", value)
+    made = jaxpr.replace(eqns=list(eqns), effects={e for eqn in eqns for e in eqn.effects})
+    return made if jaxpr is value else ClosedJaxpr(made, value.consts)

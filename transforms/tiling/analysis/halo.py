@@ -1,0 +1,114 @@
+"""Rows beside the tile: what reads its neighbours along the cut axis is computed on a tile that is a little longer.
+
+A shift, a convolution or a window reads rows before and after those that it makes. A loop computes these rows with the
+tile, down to its inputs, and readers that want less take the middle: they are computed twice, in the next tile again.
+Rows that lie outside of the axis hold anything: whoever reaches out for them masks them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from transforms.tiling.analysis.limits import Limits
+from transforms.tiling.ir.facts import Analysis, Inline, Region, grain
+from transforms.tiling.ir.graph import REMAT, Node, Value
+from transforms.tiling.ir.loops import Loop, Ref, Step
+from transforms.tiling.ir.placement import ALONE, Partial, Placement, Reach, Tiled
+from transforms.tiling.rules import Complete, Move
+
+FEW = 16  # rows that may be computed again even with shorter tiles
+EXACT = ("cumulative_part", "ragged_dot_general", "pallas_call", "shard_map")  # run on the tile's own rows alone
+
+
+def check(found: Analysis, node: Node, move: Move, limits: Limits | None) -> None:
+    """Refuse a node that reads rows beside the tile, if they cannot be computed there.
+
+    Raises:
+        Complete: its operands must be whole.
+        Inline: the body of a `jax.checkpoint` must be part of the graph.
+    """
+    if not move.reach:
+        return
+    operands = [i for i in move.reach if isinstance(move.ins[i], Tiled)]
+    if limits is None:
+        raise Complete(operands, "reads rows beside the tile")
+    if limits.options.shares > 1:
+        raise Complete(operands, "reads rows that another device holds")
+    for i in operands:
+        if (fixed := found.fixed.get(node.inputs[i])) is not None:
+            if fixed.name in REMAT:
+                raise Inline(fixed)
+            why = f"which `{fixed.name}` at {fixed.where} does not make"
+            raise Complete(operands, f"reads rows beside the tile, {why}")
+    before, after = _reach(found, node, move)
+    if before + after > min(max(limits.options.size, FEW), limits.options.total):
+        rows = f"{before} rows before and {after} after each tile of {limits.options.size}"
+        raise Complete(operands, f"reads {rows}, with what it is computed from")
+
+
+def note(found: Analysis, node: Node, move: Move) -> None:
+    """Remember how far a node's results reach, and whether they can be computed beside the tile."""
+    reach = _reach(found, node, move)
+    sums = any(isinstance(p, Partial) for p in move.outs)
+    fixed = node if sums or bool(node.effects) or _exact(node, move) else None
+    if fixed is None and not found.running.keys().isdisjoint(node.inputs):
+        fixed = node
+    for value, placement in zip(node.inputs, move.ins, strict=True):
+        if fixed is None and isinstance(placement, Tiled):
+            fixed = found.fixed.get(value)
+    for value, placement in zip(node.outputs, move.outs, strict=True):
+        if isinstance(placement, Tiled) and value not in found.stored:
+            found.reach[value] = reach
+            if fixed is not None:
+                found.fixed[value] = fixed
+
+
+def _reach(found: Analysis, node: Node, move: Move) -> Reach:
+    """How many rows before and after its tile a node's results take, all the way from what is whole."""
+    both = [(i, v) for i, v in enumerate(node.inputs) if isinstance(move.ins[i], Tiled)]
+    return _even(_union(_plus(found.reach.get(v, ALONE), move.reach.get(i, ALONE)) for i, v in both), grain(move))
+
+
+def _exact(node: Node, move: Move) -> bool:
+    inside = [(n, b.moves[n]) for b in move.bodies for n in b.graph.nodes] if isinstance(move, Region) else []
+    return node.name in EXACT or any(_exact(n, m) for n, m in inside)
+
+
+def _even(reach: Reach, rows: int) -> Reach:
+    """A reach of whole groups of rows."""
+    before, after = (-(-r // rows) * rows for r in reach)
+    return before, after
+
+
+def _plus(one: Reach, other: Reach) -> Reach:
+    return one[0] + other[0], one[1] + other[1]
+
+
+def _union(found: Iterable[Reach]) -> Reach:
+    both = [ALONE, *found]
+    return max(before for before, _ in both), max(after for _, after in both)
+
+
+def widen(loop: Loop) -> None:
+    """Have each step of a loop compute as many rows beside the tile as its readers take."""
+    asked: dict[tuple[Value, Placement], Reach] = {}
+
+    def reading(ref: Ref, halo: Reach) -> Ref:
+        if halo == ALONE or not isinstance(ref.want, Tiled):
+            return ref
+        key = (ref.value, ref.want)
+        asked[key] = _union([asked.get(key, ALONE), halo])
+        return ref._replace(halo=halo)
+
+    def longer(step: Step) -> Step:
+        halo = _even(_union(asked.get(key, ALONE) for key in step.keys), grain(step.move))
+        assert halo == ALONE or all(isinstance(p, Tiled) for _, p in step.keys)
+        reach = step.move.reach
+        refs = tuple(reading(ref, _plus(halo, reach.get(i, ALONE))) for i, ref in enumerate(step.refs))
+        return dataclasses.replace(step, refs=refs, halo=halo)
+
+    for i, update in enumerate(loop.updates):
+        terms = tuple(longer(t) if isinstance(t, Step) else t for t in update.terms)
+        loop.updates[i] = dataclasses.replace(update, terms=terms)
+    loop.steps[:] = [longer(step) for step in reversed(loop.steps)][::-1]

@@ -1,0 +1,96 @@
+"""How large an array may be that is made whole."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from transforms.tiling.ir.graph import Graph, Node, Value, depends, describe
+from transforms.tiling.ir.placement import Placement, Tiled, TileError
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Which completions are allowed: `gather` is "none", "small" or "any"; `largest` is what small means, in bytes.
+
+    Where there is no other way, small is also what is no larger than all cut inputs `together` (of numbers, not of
+    labels): the join of two views of a batch, or a batch in the wider dtype that sums are formed in.
+    """
+
+    gather: str
+    largest: int
+    options: Any = None  # of the program, for those of bodies
+    together: int = 0
+    stretched: bool = False  # there is no other way
+    longest: int = 0  # a tile may become to hold groups of rows whole: twice as long as was asked for
+    backward: frozenset[Node] = frozenset()  # what runs backwards tile by tile, for its operand may not be whole
+
+    def allow(self, value: Value) -> bool:
+        return self.gather == "any" or (self.gather == "small" and value.nbytes <= self.bound)
+
+    def accumulate(self, value: Value, beside: int, picked: bool = False) -> bool:
+        """Whether loops may add up to an array: no larger than an input or output, or than what a tile holds anyway.
+
+        Args:
+            value: the sum.
+            beside: bytes of what a tile holds beside it.
+            picked: it is made of rows of the cut axis, so it counts as made whole.
+        """
+        bound = 0 if picked and self.gather == "none" else self.bound
+        return self.gather == "any" or value.nbytes <= max(bound, beside)
+
+    @property
+    def bound(self) -> int:
+        return max(self.largest, self.together) if self.stretched else self.largest
+
+
+def looked_up(graph: Graph, placements: Sequence[Placement]) -> list[int]:
+    """Bytes of the rows of whole inputs that are looked up at cut ones: what tokens stand for is an input too."""
+    cut = {v for v, p in zip(graph.inputs, placements, strict=True) if isinstance(p, Tiled)}
+    places = depends(graph, cut) if cut else set()
+    whole = {v for v in graph.inputs if v not in cut}
+    found = []
+    for node in graph.nodes:
+        if node.name in ("convert_element_type", "copy", "copy_p") and node.inputs[0] in whole:
+            whole.update(node.outputs)
+        elif node.name == "gather" and node.inputs[0] in whole and node.inputs[1] in places:
+            found.append(node.outputs[0].nbytes)
+    return found
+
+
+def check_size(
+    value: Value,
+    placement: Placement,
+    node: Node,
+    reason: str,
+    limits: Limits,
+    origins: Sequence[tuple[Node, int]] = (),
+) -> None:
+    """Refuse an array that must be whole and is larger than the function's inputs and outputs."""
+    if limits.allow(value):
+        return
+    made = f"made by `{value.producer.name}` at {value.producer.where}" if value.producer else "an argument"
+    bound = (
+        f"the largest input or output is {human(limits.largest)}"
+        if limits.gather == "small"
+        else 'gather="none" allows no completed array'
+    )
+    remedy = 'cut another axis, reduce it first, or pass gather="any"'
+    if limits.gather == "none":
+        remedy = 'cut another axis, or pass gather="small"'
+    raise TileError(
+        f"cannot tile `{node.name}` at {node.where}: it {reason}, so its operand would have to be whole.\n"
+        f"  operand: {describe(value.aval)} {placement}, {human(value.nbytes)}, {made}; {bound}.\n"
+        f"  To go on: {remedy}.",
+        origins,
+    )
+
+
+def human(size: float | int) -> str:
+    """Bytes in the unit that reads best."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} GiB"

@@ -1,0 +1,303 @@
+"""The forward walk: a placement and a stage for every value of a graph, and what had to be completed on the way.
+
+Stage `k` of a Tiled or Partial value: loop `k` is the first that can compute it. Stage `k` of a Whole value: loops
+before `k` must have run. A value that has to be whole for a reader is *completed*: stored by the loop that computes it,
+for the loops after it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from transforms.tiling.analysis import halo
+from transforms.tiling.analysis.limits import Limits, check_size
+from transforms.tiling.ir.edit import split
+from transforms.tiling.ir.facts import (
+    Along,
+    Analysis,
+    Completion,
+    Fact,
+    Inline,
+    Local,
+    Promote,
+    Region,
+    Sink,
+    Split,
+    grain,
+)
+from transforms.tiling.ir.graph import REMAT, Graph, Node, Value
+from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Tiled, TileError, Whole
+from transforms.tiling.mesh.layout import FLOWS, Apart, passable
+from transforms.tiling.mesh.unreduced import keep_apart, postpone
+from transforms.tiling.passes.loop_state import place
+from transforms.tiling.passes.recut import recut
+from transforms.tiling.rules import RULES, Complete, Move
+
+
+def analyse(
+    graph: Graph,
+    placements: Sequence[Placement],
+    limits: Limits | None,
+    promoted: Mapping[Value, Tiled] | None = None,
+    apart: Mapping[Value, Apart] | None = None,
+) -> Analysis:
+    """`propagate`, with `graph` changed so that no region mixes what depends on the tile with what does not."""
+    known = dict(promoted or {})
+    while True:
+        try:
+            return propagate(graph, placements, limits, known, apart)
+        except Promote as ways:
+            known |= ways.placements
+        except Split as mixed:
+            part = RULES[mixed.node.name].part
+            assert part is not None
+            split(graph, mixed.node, mixed.wanted, *part(mixed.node, mixed.wanted))
+
+
+def propagate(
+    graph: Graph,
+    placements: Sequence[Placement],
+    limits: Limits | None,
+    promoted: Mapping[Value, Tiled] | None = None,
+    apart: Mapping[Value, Apart] | None = None,
+) -> Analysis:
+    """Walk `graph` from the `placements` of its inputs.
+
+    Args:
+        graph: the program.
+        placements: one for each input.
+        limits: which completions are allowed; None inside a region, where none is.
+        promoted: values that would be Whole, but are made tile by tile.
+        apart: of a region, the inputs that devices hold parts of; None where it may return no such value.
+
+    Raises:
+        TileError: a primitive has no rule, or an array that is too large would have to be whole.
+        Complete: in a region, a Partial operand that it needs whole.
+        Along: a node can hand a state from tile to tile.
+        Inline: in a region, it needs a cut operand whole.
+        Split: a region has results that no tile changes.
+        Promote: values are cut along different dimensions, and one can be made along the other's.
+    """
+    facts = {v: Fact(p) for v, p in zip(graph.inputs, placements, strict=True)}
+    used = {v for n in graph.nodes for v in n.inputs}.union(graph.outputs)
+    found = Analysis(graph, facts, {}, [], {}, frozenset(graph.inputs), used, limits=limits)
+    if limits is None:
+        found.passing = set() if apart is None else passable(graph)
+        found.apart.update(apart or {})
+    for node in graph.nodes:
+        if ordered := [e for e in node.effects if "Ordered" in type(e).__name__]:
+            raise TileError(
+                f"cannot tile `{node.name}` at {node.where}: its side effect is ordered ({ordered[0]}), and tiles "
+                "have an order of their own. Pass ordered=False, or leave it out of the tiled function."
+            )
+        _place(found, node, limits, promoted or {})
+    place(found)
+    if limits is not None:
+        postpone(found)
+    return found
+
+
+def _place(found: Analysis, node: Node, limits: Limits | None, promoted: Mapping[Value, Tiled]) -> None:
+    """Find where the results of one node stand, completing operands until its rule is content."""
+    want = next((promoted[v] for v in node.outputs if v in promoted), None)
+    facts = [found.fact(v) for v in node.inputs]
+    while True:
+        stage = max((f.stage for f in facts), default=0)
+        placements = tuple(f.placement for f in facts)
+        try:
+            # A partial sum that meets something of a later loop is finished at once, not carried into that loop.
+            if late := [i for i, f in enumerate(facts) if isinstance(f.placement, Partial) and f.stage < stage]:
+                raise Complete(late, "meets a value that a later loop computes")
+            if node.name not in FLOWS and (held := _held(found, node, placements)):
+                raise Complete(held, "needs what each device holds a part of")
+            move = _move(node, placements, limits) if want is None else _pulled(node, placements, want)
+            halo.check(found, node, move, limits)
+            if (why := found.untyped(node, move)) is not None:
+                raise Complete([i for i, p in enumerate(placements) if isinstance(p, Tiled)], why)
+            _group(found, node, move, limits)
+            _check_picked(node, move, limits)
+        except Complete as request:
+            if limits is None and request.otherwise is not None:
+                move = request.otherwise
+                break
+            if limits is not None and (ways := recut(found, node, placements, request.operands, limits, promoted)):
+                raise Promote(ways) from None
+            for i in request.operands:
+                facts[i] = _complete(found, node, i, request.reason, limits)
+            continue
+        break
+    if isinstance(move, Local):
+        _check_reads(found, node, move, limits)
+        facts = [_store(found, node, i, move.reason, limits) for i in move.reads]
+        stage = max((f.stage for f in facts), default=0)
+        found.stored.update(v for v, p in zip(node.outputs, move.outs, strict=True) if isinstance(p, Tiled))
+    if isinstance(move, Region) and (mixed := _mixed(found, node, move)):
+        raise Split(node, mixed)
+    keep_apart(found, node, move)
+    found.moves[node] = move
+    stage = _follow(found, node, move, stage)
+    found.facts.update((v, Fact(p, stage)) for v, p in zip(node.outputs, move.outs, strict=True))
+    halo.note(found, node, move)
+
+
+def _group(found: Analysis, node: Node, move: Move, limits: Limits | None) -> None:
+    """Note how many rows of the axis a node's operands and results keep together. They make no tile twice as long.
+
+    Raises:
+        Complete: its operands must be whole.
+        Inline: the body of a `jax.checkpoint` must be part of the graph.
+    """
+    together = math.lcm(found.grain, grain(move))
+    if limits is not None and together > found.grain:
+        size = limits.options.size
+        if -(-size // together) * together > (limits.longest or 2 * size):
+            if node.name in REMAT:
+                raise Inline(node)
+            why = f"keeps {grain(move)} rows together, and tiles have {size}"
+            cut = [i for i, v in enumerate(node.inputs) if isinstance(found.fact(v).placement, Tiled)]
+            if cut:
+                raise Complete(cut, why)
+            raise TileError(f"cannot tile `{node.name}` at {node.where}: it {why}.\n  Take fewer, longer tiles.")
+    found.grain = together
+
+
+def _check_picked(node: Node, move: Move, limits: Limits | None) -> None:
+    """Refuse rows picked out of the cut axis, each from the tile that has it, if they take more than a tile."""
+    source, out = move.ins[0] if move.ins else WHOLE, move.outs[0] if move.outs else WHOLE
+    if limits is None or not isinstance(source, Tiled) or not isinstance(out, Partial) or node.name not in PICKS:
+        return
+    tile = node.inputs[0].nbytes * limits.options.size // limits.options.total
+    if not limits.accumulate(node.outputs[0], tile, picked=True):
+        raise Complete([0], "takes rows of the cut axis that are together larger than a tile")
+
+
+PICKS = ("slice", "dynamic_slice", "gather")
+
+
+def _check_reads(found: Analysis, node: Node, move: Local, limits: Limits | None) -> None:
+    """Have the body of a loop make for itself what it reads, rather than to have that whole.
+
+    Raises:
+        Sink: there is something to make.
+    """
+    if limits is None or limits.gather == "any":
+        return
+    cut = [i for i in move.constants if isinstance(found.fact(node.inputs[i]).placement, Tiled)]
+    large = [i for i in cut if not (node.inputs[i] in (found.inputs | found.stored) or limits.allow(node.inputs[i]))]
+    sources: dict[Value, None] = {}
+    stack, seen = [node.inputs[i] for i in large], set()
+    while stack:
+        value = stack.pop()
+        if value in seen or value.const is not None:
+            continue
+        seen.add(value)
+        placement, made = found.fact(value).placement, value.producer
+        whole = made is None or not isinstance(placement, Tiled) or value in found.stored
+        if made is None or whole or (limits.allow(value) and value not in [node.inputs[i] for i in large]):
+            sources[value] = None
+        elif made.effects:
+            return
+        else:
+            stack += made.inputs
+    if large:
+        raise Sink(node, large, tuple(sources))
+
+
+def _follow(found: Analysis, node: Node, move: Move, stage: int) -> int:
+    """Note what goes from tile to tile. Returns the first loop that runs the way that the node needs."""
+    read = [found.running[v] for v in node.inputs if v in found.running]
+    way = next((w for w in read if w is not None), None)
+    if way is not None:
+        stage = found.turned(stage, way)
+    if node.name in ("running", "carried") or read:
+        way = node.params["reverse"] if node.name == "carried" else way
+        found.running.update((v, way) for v, p in zip(node.outputs, move.outs, strict=True) if isinstance(p, Whole))
+    ends = [found.ways[v] for v in node.inputs if v in found.ways] if way is None else [way]
+    if ends:
+        last = (v for v, p in zip(node.outputs, move.outs, strict=True) if p == Partial("last"))
+        found.ways.update(dict.fromkeys(last, ends[0]))
+    return stage
+
+
+def _held(found: Analysis, node: Node, placements: Sequence[Placement]) -> list[int]:
+    """The operands that are partial sums of which each device holds a part."""
+    return [i for i, v in enumerate(node.inputs) if v in found.apart and isinstance(placements[i], Partial)]
+
+
+def _mixed(found: Analysis, node: Node, move: Move) -> list[int]:
+    return [i for i, v in enumerate(node.outputs) if v in found.used and isinstance(move.outs[i], Whole)]
+
+
+def _store(found: Analysis, node: Node, operand: int, reason: str, limits: Limits | None) -> Fact:
+    """Have an operand whole before the loops, however large: the untiled program holds it too."""
+    value = node.inputs[operand]
+    fact = found.fact(value)
+    if isinstance(fact.placement, Whole) or limits is None:
+        return fact
+    allowed = dataclasses.replace(limits, gather="any") if limits.gather == "small" else limits
+    return _complete(found, node, operand, reason, allowed)
+
+
+def _pulled(node: Node, placements: tuple[Placement, ...], want: Tiled) -> Move:
+    """How a node makes the tile `want` of its result, whichever way its operands are cut."""
+    pull = RULES[node.name].pull
+    ins = pull(node, want) if pull is not None else None
+    assert ins is not None
+    if other := [i for i, (p, q) in enumerate(zip(placements, ins, strict=True)) if p not in (WHOLE, q)]:
+        raise Complete(other, "makes its result along another dimension than it is cut")
+    return Move((want,), ins)
+
+
+def _move(node: Node, placements: tuple[Placement, ...], limits: Limits | None) -> Move:
+    if all(isinstance(p, Whole) for p in placements):
+        return Move((WHOLE,) * len(node.outputs), placements)
+    if node.name not in RULES:
+        if not any(isinstance(p, Tiled) for p in placements):
+            raise Complete([i for i, p in enumerate(placements) if isinstance(p, Partial)], "needs it whole")
+        raise TileError(
+            f"cannot tile `{node.name}` at {node.where}: there is no rule for this primitive yet.\n"
+            f"  operands: {_operands(node, placements)}.\n"
+            "  Compute it outside the tiled function, or cut an axis that does not reach it."
+        )
+    rule = RULES[node.name]
+    local = limits is not None and rule.local is not None
+    parts = [i for i, p in enumerate(placements) if isinstance(p, Partial)]
+    if local and limits.options.local:
+        if parts:
+            raise Complete(parts, "runs on whole operands")
+        if (move := rule.local(node, placements, limits)) is not None:
+            return move
+    try:
+        return rule.push(node, placements)
+    except Complete as request:
+        if request.along and limits is not None and (not node.params.get("reverse") or node in limits.backward):
+            raise Along(node) from None
+        if not local or parts or (move := rule.local(node, placements, limits)) is None:
+            raise
+        return move
+
+
+def _operands(node: Node, placements: Sequence[Placement]) -> str:
+    return ", ".join(f"{v} {p}" for v, p in zip(node.inputs, placements, strict=True))
+
+
+def _complete(found: Analysis, node: Node, operand: int, reason: str, limits: Limits | None) -> Fact:
+    """Make operand number `operand` of `node` whole, if it may be."""
+    value = node.inputs[operand]
+    fact = found.fact(value)
+    assert not isinstance(fact.placement, Whole), (node, operand, reason)
+    if value in (found.inputs | found.stored) and isinstance(fact.placement, Tiled) and limits is not None:
+        found.completed[node, operand] = reason
+        return Fact(WHOLE, fact.stage)  # it is whole to begin with
+    if limits is None:
+        partials = [i for i, v in enumerate(found.graph.inputs) if isinstance(found.fact(v).placement, Partial)]
+        if partials:
+            raise Complete(partials, f"needs it whole for its `{node.name}`")
+        raise Inline(node)
+    if isinstance(fact.placement, Tiled):
+        check_size(value, fact.placement, node, reason, limits, [(node, fact.placement.dim)])
+    found.completions.append(Completion(value, node, reason, fact.placement))
+    found.completed[node, operand] = reason
+    return Fact(WHOLE, fact.stage + 1)

@@ -1,0 +1,600 @@
+"""Where the last bit decides: no comparison sees both a value that a loop computes again and a copy of it from before.
+
+A loop that needs a cut value which an earlier one computed computes it again (rematerialisation), and XLA compiles each
+loop by itself: products are fused into additions here and not there, so that two computations of `h` may differ in the
+last bit. Most functions do not mind. But `h == h.max()` is true nowhere then, and `h >= top_k(h)[-1]` lacks one.
+
+The rule, for every equation that is run tile by tile: if it is discontinuous (a comparison, a rounding, a sort, a
+conversion to integers), or not smooth where two numbers are equal (the root or the logarithm of a difference), then
+what it reads may not depend on a value that is computed again and also on a copy of an element of that value which was
+made before: by a maximum, a sort, a lookup, a masked sum. Values that no rounding enters, such as inputs and their
+rearrangements, are the same however often they are computed.
+
+`meeting` finds the first equation that breaks the rule, from the placements alone; `check` looks at the loops that were
+planned. What breaks it is mended in one of three ways:
+
+    stored     the value is stored by the loop that computes it first, and whoever reads it reads that: if it may be
+               whole, as any other value that is completed
+    agreed     what is computed again is brought into agreement with what is known of it: what was looked up is put back
+               to its place, an extremum to the place that comes out of the loop that finds it (a *witness*, with the
+               number of ties: a few integers, however large the value)
+    refused    otherwise
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
+
+from transforms.tiling.analysis.limits import Limits, human
+from transforms.tiling.ir.edit import add, replace, sort, traced
+from transforms.tiling.ir.facts import Analysis, Local
+from transforms.tiling.ir.graph import Graph, Node, Value, ancestors, bodies, constant, prune
+from transforms.tiling.ir.loops import Loop, Schedule
+from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled, TileError
+from transforms.tiling.mesh.layout import named
+from transforms.tiling.passes.loop_state import begin, leave
+from transforms.tiling.passes.online.terms import peel
+from transforms.tiling.rules import Complete, Move, refuse_partial, register
+
+stored_p = Primitive("stored")  # a cut value as the loop left it that computed it first
+witness_p = Primitive("witness")  # the extremum so far, its place, and how many elements equal it
+snapped_p = Primitive("snapped")  # a value that is computed again, with its extremum where that was
+agreed_p = Primitive("agreed")  # the first operand, computed again, as the second: as what is known has it
+
+names = lambda text: frozenset(text.split())
+# Equations that a last bit may change by more than that. Conversions to integers, too: see `_jumps`.
+DISCONTINUOUS = names(
+    """eq ne lt le gt ge eq_to lt_to le_to floor ceil round sign rem sort top_k approx_top_k argmax argmin
+    bitcast_convert_type nextafter population_count"""
+)
+# Equations that are not smooth where their operand is 0, as the difference of a value and a copy of it may be; of a
+# quotient, the divisor. And those that end where that divided by a copy of it may be.
+AT_ZERO = names("sqrt rsqrt cbrt log log2 pow div")
+AT_ONE = names("acos asin acosh atanh erf_inv")
+# Equations that are 0 where an operand is.
+THROUGH_ZERO = names("mul abs integer_pow square max min select_n neg convert_element_type div")
+# Equations whose results hold copies of elements of their operands.
+COPYING = names(
+    """reduce_max reduce_min sort top_k approx_top_k gather slice dynamic_slice cummax cummin chosen scan_part
+    scatter-max scatter-min scatter_max scatter_min rev split"""
+)
+# The same elements in another order, place or number; `neg` has the same up to the sign.
+MOVING = names("reshape transpose squeeze broadcast_in_dim expand_dims copy copy_p stop_gradient name neg rev")
+# Each element of their results is one of their operands'.
+CHOOSING = names("select_n max min clamp concatenate pad dynamic_update_slice")
+# No rounding enters what these make of values that have none.
+EXACT = MOVING | COPYING | DISCONTINUOUS
+EXACT |= names(
+    """max min abs select_n clamp and or not xor iota concatenate pad is_finite real imag complex conj
+    dynamic_update_slice reduce_and reduce_or shift_left shift_right_logical shift_right_arithmetic
+    optimization_barrier stored random_bits random_wrap random_unwrap random_fold_in random_split threefry2x32
+    reduce_window_max reduce_window_min"""
+)
+# Each element of their results depends on many of their operands.
+SUMMING = names("reduce_sum reduce_prod dot_general ragged_dot_general conv_general_dilated scatter-add cumsum")
+ONCE = names("add sub add_any")  # one of these rounds always alike: there is no product to be fused with
+
+
+class Origin(NamedTuple):
+    """What a value depends on: the values that are `computed` tile by tile, those that it has `copies` of.
+
+    `roundings`: 0 where none enters it, 1 for a single addition, 2 for more.
+    """
+
+    computed: frozenset[Value] = frozenset()
+    copies: frozenset[Value] = frozenset()
+    roundings: int = 0
+
+
+class Meeting(NamedTuple):
+    """`node` reads `value`, computed once more, and what was copied from it before."""
+
+    node: Node
+    value: Value
+
+
+def meeting(found: Analysis) -> Meeting | None:
+    """The first equation of an analysed graph that breaks the rule, if the loops compute again what they can."""
+    return _Walk(found).first
+
+
+def check(plan: Schedule) -> None:
+    """Check that no loop breaks the rule.
+
+    Raises:
+        TileError: one does.
+    """
+    walk = _Walk(plan.analysis)
+    for loop in plan.loops:
+        if (found := walk.within(loop)) is not None:
+            raise TileError(refusal(found, plan.analysis.limits))
+
+
+def decides(graph: Graph, value: Value) -> bool:
+    """Whether a value that is known from another program must come out of this one all the same.
+
+    It is a copy of what this program computes, and both meet in a comparison.
+    """
+    stack, roots = [value], set()
+    while stack:
+        node = stack.pop().producer
+        if node is None or node.name in SUMMING:
+            continue
+        if node.name in COPYING:
+            roots.update(map(root, node.inputs))
+        else:
+            stack += node.inputs
+    copies, computed = _elementwise(graph, {value}), _elementwise(graph, roots)
+    for node in graph.nodes:
+        if not copies.isdisjoint(node.inputs) and not computed.isdisjoint(node.inputs) and _jumps(node):
+            return True
+    return False
+
+
+def _elementwise(graph: Graph, sources: set[Value]) -> set[Value]:
+    """What is computed from values element by element."""
+    found = set(sources)
+    for node in graph.nodes:
+        if node.name not in SUMMING and node.name not in COPYING and not found.isdisjoint(node.inputs):
+            found.update(node.outputs)
+    return found
+
+
+def store(graph: Graph, value: Value) -> None:
+    """Have a cut value stored by the loop that computes it, and read from there by all others."""
+    node = value.producer
+    assert node is not None
+    (kept,) = add(nodes := [], node, stored_p, [value], [value.aval])
+    replace(graph, node, [node], {value: kept})
+    graph.nodes.insert(graph.nodes.index(node) + 1, nodes[0])
+
+
+def refusal(found: Meeting, limits: Limits | None) -> str:
+    node, value = found
+    assert value.producer is not None
+    bound = "" if limits is None else f"; the largest input or output is {human(limits.largest)}"
+    return (
+        f"cannot tile `{node.name}` at {node.where}: it compares values that one loop computes with copies of them "
+        "(a maximum, a sorted, looked up or masked one) that came out of an earlier loop, and the last bits of two "
+        "computations differ. They would have to be stored.\n"
+        f"  value: {value}, {human(value.nbytes)}, made by `{value.producer.name}` at {value.producer.where}{bound}.\n"
+        '  To go on: cut another axis, or pass gather="any".'
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ who sees what
+
+
+class _Walk:
+    """Follows values, their copies and their roundings through a graph."""
+
+    def __init__(self, found: Analysis):
+        self.found = found
+        self.order = {v: i for i, v in enumerate(v for n in found.graph.nodes for v in n.outputs)}
+        self.copied: dict[Node, frozenset[Value]] = {}
+        for node in found.graph.nodes:
+            if copies := frozenset(self._copies(node)):
+                self.copied[node] = copies
+        self.roots = frozenset(v for copies in self.copied.values() for v in copies)
+        self.known: dict[Value, Origin] = {}
+        self.first: Meeting | None = None
+        if self.roots:
+            for node in found.graph.nodes:
+                hit = self._visit(node, [self._read(v) for v in node.inputs], self.known, found.moves[node].outs)
+                self.first = self.first or hit
+
+    def within(self, loop: Loop) -> Meeting | None:
+        """The first step of a loop that breaks the rule."""
+        if not self.roots:
+            return None
+        here: dict[Value, Origin] = {}
+        for step in loop.steps:
+            reads = []
+            for ref in step.refs:
+                outside = Origin(copies=self.known.get(ref.value, Origin()).copies)
+                reads.append(here.get(ref.value, outside) if ref.how == "tile" else outside)
+            if (hit := self._visit(step.node, reads, here, [p for _, p in step.keys] or step.move.outs)) is not None:
+                return hit
+        return None
+
+    def _read(self, value: Value) -> Origin:
+        """A value as a loop has it: it computes what is cut, and reads what is whole or stored."""
+        known = self.known.get(value, Origin())
+        kept = value in (self.found.inputs | self.found.stored) or not self._cut(value)
+        return Origin(copies=known.copies) if kept else known
+
+    def _cut(self, value: Value) -> bool:
+        return isinstance(self.found.fact(value).placement, Tiled)
+
+    def _visit(
+        self, node: Node, reads: list[Origin], known: dict[Value, Origin], outs: Iterable[Placement]
+    ) -> Meeting | None:
+        computed = frozenset().union(*(r.computed for r in reads))
+        copies = frozenset().union(*(r.copies for r in reads), self.copied.get(node, ()))
+        roundings = max((r.roundings for r in reads), default=0)
+        if node.name in ONCE and roundings == 0 and not any(map(_narrow, node.outputs)):
+            roundings = 1
+        elif node.name not in EXACT and not _exact_conversion(node):
+            roundings = 2
+        if node.name == "agreed":
+            computed -= {node.inputs[0]}
+        for value in node.outputs:
+            own = {value} & self.roots if roundings > 1 else frozenset()
+            known[value] = Origin(computed | own, copies, roundings)
+        met = frozenset().union(*(r.computed for r in reads)) & frozenset().union(*(r.copies for r in reads))
+        if met and any(isinstance(p, Tiled) for p in (*outs, *self.found.moves[node].ins)) and _jumps(node):
+            return Meeting(node, max(met, key=lambda v: self.order.get(v, -1)))
+        return None
+
+    def _copies(self, node: Node) -> Iterator[Value]:
+        """The values computed tile by tile copies of whose elements are known once a loop has ended."""
+        move = self.found.moves[node]
+        if isinstance(move, Local) or (move.outs and all(isinstance(p, Tiled) for p in move.outs)):
+            return
+        cut = [(i, v) for i, v in enumerate(node.inputs) if self._cut(v) and _inexact(v)]
+        if node.name in COPYING:
+            yield from (w for _, v in cut for w in _sources(v))
+        elif node.name in MOVING:
+            yield from (root(v) for i, v in cut if (node, i) in self.found.completed)
+        elif node.name in ("reduce_sum", "dot_general"):
+            masks = [_mask(v) for v in node.inputs]
+            for i, v in cut:
+                masked = any(masks[:i] + masks[i + 1 :])
+                yield from map(root, _unmasked(v) or ([v] if masked else []))
+
+
+def root(value: Value) -> Value:
+    """What a value is a rearrangement of."""
+    while (node := value.producer) is not None and (node.name in MOVING or _exact_conversion(node)):
+        value = node.inputs[0]
+    return value
+
+
+def _mask(value: Value) -> bool:
+    """Whether a float is 0 or 1 as a condition says."""
+    base = root(value)
+    return _inexact(value) and not _inexact(base) and base.dtype.kind == "b"
+
+
+def _unmasked(value: Value) -> list[Value]:
+    """What is in a value where a mask lets it through."""
+    node = root(value).producer
+    if node is not None and node.name == "select_n":
+        return [v for v in node.inputs[1:] if constant(v) is None]
+    if node is not None and node.name == "mul" and any(map(_mask, node.inputs)):
+        return [v for v in node.inputs if not _mask(v)]
+    return []
+
+
+def _sources(value: Value) -> Iterator[Value]:
+    """The values whose elements a value has."""
+    stack, seen = [root(value)], set()
+    while stack:
+        value = stack.pop()
+        if value in seen or not _inexact(value) or constant(value) is not None:
+            continue
+        seen.add(value)
+        yield value
+        if value.producer is not None and value.producer.name in CHOOSING:
+            stack += map(root, value.producer.inputs)
+
+
+def _inexact(value: Value) -> bool:
+    return jax.dtypes.issubdtype(value.dtype, np.inexact)
+
+
+def _narrow(value: Value) -> bool:
+    """Whether XLA may keep a value more precisely than its dtype says."""
+    return _inexact(value) and value.dtype.itemsize < 4
+
+
+def _exact_conversion(node: Node) -> bool:
+    """Whether a conversion leaves numbers as they are: to a wider float, or from what is no float."""
+    if node.name != "convert_element_type":
+        return False
+    (source,), (target,) = node.inputs, node.outputs
+    return not _inexact(source) or (_inexact(target) and source.dtype.itemsize <= target.dtype.itemsize)
+
+
+def _jumps(node: Node) -> bool:
+    """Whether an equation, or one in its bodies, is discontinuous in a float that it reads."""
+    if len(node.inputs) == 2 and node.inputs[0] is node.inputs[1]:
+        return False  # x == x asks for nan
+    if node.name in AT_ZERO:
+        return _cancels(node.inputs[node.name == "div"])
+    return (
+        node.name in AT_ONE
+        or _discontinuous(node.name, node.inputs, node.outputs)
+        or any(map(_any_jumps, bodies(node.params)))
+    )
+
+
+def _cancels(value: Value) -> bool:
+    """Whether a value is 0 where a difference is."""
+    stack, seen = [value], set()
+    while stack:
+        node = root(stack.pop()).producer
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name == "sub":
+            return True
+        if node.name in THROUGH_ZERO:
+            stack += node.inputs
+    return False
+
+
+def _discontinuous(name: str, ins: Iterable[Any], outs: Iterable[Any]) -> bool:
+    inexact = [jax.dtypes.issubdtype(v.dtype, np.inexact) for v in ins]
+    if name == "convert_element_type":
+        return any(inexact) and not any(jax.dtypes.issubdtype(v.dtype, np.inexact) for v in outs)
+    return name in DISCONTINUOUS and any(inexact)
+
+
+def _any_jumps(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
+    avals = lambda atoms: [a.aval for a in atoms]
+    return any(
+        _discontinuous(e.primitive.name, avals(e.invars), avals(e.outvars)) or any(map(_any_jumps, bodies(e.params)))
+        for e in getattr(jaxpr, "jaxpr", jaxpr).eqns
+    )
+
+
+# ------------------------------------------------------------------------------------------------- what mends the rule
+
+
+def agree(found: Analysis, met: Meeting, span: Span) -> bool:
+    """Let an equation see a value, computed again, with what is known of it: its extrema and what was looked up.
+
+    Where several elements are an extremum, they are told by their values, and so is the one that a mask lets through.
+    Returns whether all copies that the equation sees have known places; a sorted one has not.
+    """
+    graph, (node, value) = found.graph, met
+    seen = ancestors(graph, [node.outputs[0]] if node.outputs else node.inputs)
+    walk = _Walk(found)
+    copying = [n for n, copies in walk.copied.items() if value in copies and not seen.isdisjoint(n.outputs)]
+    if not all(_has_place(found, n, value) for n in copying):
+        return False
+    nodes: list[Node] = []
+    counted: dict[Value, Value] = {}
+    known = value
+    for other in copying:
+        copy = other.outputs[0]
+        if other.name == "gather":
+            more, (known,) = traced(partial(_put, other), [known, other.inputs[1], copy], node)
+            nodes += more
+            continue
+        kind = {"axes": tuple(sorted(other.params["axes"])), "op": other.name.removeprefix("reduce_")}
+        mask = _mask_of(other.inputs[0], value) if kind["op"] == "sum" else None
+        places = _witness(graph, other, span) if mask is None else [mask]
+        lets = _lets_through(value, other.inputs[0]) or []
+        chosen = known
+        for which, case, fill in lets:
+            more, (chosen,) = traced(partial(_select, case), [which, chosen, fill], node)
+            nodes += more
+        (chosen,) = add(nodes, node, snapped_p, [chosen, copy, *places], [value.aval], **kind)
+        for which, case, _ in lets:
+            more, (chosen,) = traced(partial(_select, case), [which, chosen, known], node)
+            nodes += more
+        known = chosen
+        for total in _counts(graph, node, other):
+            more, (counted[total],) = traced(partial(_as, total.dtype), places[-1:], node)
+            nodes += more
+    (known,) = add(nodes, node, agreed_p, [value, known], [value.aval])
+    _read(found, met, known, nodes)
+    replace(graph, node, nodes, counted, keep=True)
+    sort(graph)
+    graph.nodes[:] = prune(graph).nodes
+    return True
+
+
+def _as(dtype: Any, array: Any) -> Any:
+    return array.astype(dtype)
+
+
+def _read(found: Analysis, met: Meeting, known: Value, nodes: list[Node]) -> None:
+    """Let an equation be computed from `known` in place of a value: what lies between them, once more."""
+    graph = found.graph
+    seen, now = ancestors(graph, met.node.inputs), {met.value: known}
+    for node in graph.nodes[: graph.nodes.index(met.node)]:
+        cut = [v for v in node.outputs if v in seen and isinstance(found.fact(v).placement, Tiled)]
+        if cut and not now.keys().isdisjoint(node.inputs):
+            made = dataclasses.replace(node, inputs=[now.get(v, v) for v in node.inputs], outputs=[], bodies={})
+            made.outputs = [Value(v.aval, made, i) for i, v in enumerate(node.outputs)]
+            nodes.append(made)
+            now.update(zip(node.outputs, made.outputs, strict=True))
+    met.node.inputs = [now.get(v, v) for v in met.node.inputs]
+
+
+def _has_place(found: Analysis, node: Node, value: Value) -> bool:
+    """Whether it is known, or can be found out, where the elements that a node copies stand."""
+    cut = found.fact(value).placement
+    if not isinstance(cut, Tiled) or named(value.aval) is not None:
+        return False
+    if node.name == "reduce_sum":
+        return cut.dim in node.params["axes"] and _mask_of(node.inputs[0], value) is not None
+    if node.name == "gather" and node.inputs[0] is value:
+        return not isinstance(found.fact(node.inputs[1]).placement, Tiled)
+    extremum = node.name in ("reduce_max", "reduce_min") and jnp.issubdtype(value.dtype, jnp.floating)
+    known = extremum and _lets_through(value, node.inputs[0]) is not None
+    return known and cut.major == 1 and cut.dim in node.params["axes"]
+
+
+def _lets_through(value: Value, masked: Value) -> list[tuple[Value, int, Value]] | None:
+    """The masks, the innermost first, between a value and what an extremum is taken of: condition, case and filling."""
+    found: list[tuple[Value, int, Value]] = []
+    while masked is not value:
+        node = masked.producer
+        if node is None or node.name != "select_n" or len(node.inputs) != 3 or node.inputs[0].shape != value.shape:
+            return None
+        filled = [constant(v) is not None for v in node.inputs[1:]]
+        if filled.count(True) != 1:
+            return None
+        case = filled.index(False)
+        found.insert(0, (node.inputs[0], case, node.inputs[2 - case]))
+        masked = node.inputs[1 + case]
+    return found
+
+
+def _select(case: int, which: Any, array: Any, other: Any) -> Any:
+    """Case number `case` of a choice, where `which` says so."""
+    return jnp.where(which if case else ~which, array, other)
+
+
+def _mask_of(masked: Value, value: Value) -> Value | None:
+    """The condition, or zeros and ones, that `masked` is `value` by, and 0 elsewhere."""
+    node = masked.producer
+    if node is None:
+        return None
+    if node.name == "mul" and value in node.inputs:
+        return next((v for v in node.inputs if v is not value and _mask(v)), None)
+    chosen = node.name == "select_n" and node.inputs[2] is value and node.inputs[0].shape == value.shape
+    return node.inputs[0] if chosen else None
+
+
+def _put(node: Node, array: Any, indices: Any, picked: Any) -> Any:
+    """What a `gather` picked, put where it came from."""
+    numbers = node.params["dimension_numbers"]
+    into = lax.ScatterDimensionNumbers(
+        update_window_dims=numbers.offset_dims,
+        inserted_window_dims=numbers.collapsed_slice_dims,
+        scatter_dims_to_operand_dims=numbers.start_index_map,
+        operand_batching_dims=numbers.operand_batching_dims,
+        scatter_indices_batching_dims=numbers.start_indices_batching_dims,
+    )
+    return lax.scatter(array, indices, picked, into, mode=node.params["mode"])
+
+
+def _witness(graph: Graph, reduction: Node, span: Span) -> list[Value]:
+    """The place of an extremum, along the cut axis and along the others, and how many elements equal it."""
+    (operand,), axes = reduction.inputs, tuple(sorted(reduction.params["axes"]))
+    best, places = reduction.outputs[0].aval, ShapedArray(reduction.outputs[0].shape, jnp.int32)
+    outs = [ShapedArray(best.shape, best.dtype), places, places, places]
+    nodes: list[Node] = []
+    zeros = [Value(ShapedArray((), aval.dtype), const=np.zeros((), aval.dtype)) for aval in outs]
+    before = [begin(nodes, reduction, v, aval, span) for v, aval in zip(zeros, outs, strict=True)]
+    now = add(nodes, reduction, witness_p, [operand, *before], outs, axes=axes, op=reduction.name[-3:])
+    for state, left in zip(before, now, strict=True):
+        leave(state, left)
+    at = graph.nodes.index(reduction)
+    graph.nodes[at:at] = nodes
+    return list(now[1:])
+
+
+def _counts(graph: Graph, node: Node, reduction: Node) -> list[Value]:
+    """The sums, in the derivative of an extremum, which count the elements that equal it."""
+    if node.name != "eq" or reduction.inputs[0] not in node.inputs:
+        return []
+    axes = tuple(sorted(reduction.params["axes"]))
+    converted = [n for n in graph.nodes if n.name == "convert_element_type" and n.inputs[0] is node.outputs[0]]
+    floats = {n.outputs[0] for n in converted}
+    sums = (n for n in graph.nodes if n.name == "reduce_sum" and n.inputs[0] in floats)
+    other = next(v for v in node.inputs if v is not reduction.inputs[0])
+    mine = peel(other, len(reduction.inputs[0].shape))[0] is reduction.outputs[0]
+    return [n.outputs[0] for n in sums if mine and tuple(sorted(n.params["axes"])) == axes]
+
+
+def _column(array: Any, dim: int, axes: tuple[int, ...]) -> Any:
+    """Where each element is along the reduced dimensions but one, row by row."""
+    total: Any = jnp.zeros((), jnp.int32)
+    for d in (d for d in axes if d != dim):
+        total = total * array.shape[d] + lax.broadcasted_iota(jnp.int32, array.shape, d)
+    return total
+
+
+def push_witness(node: Node, placements: tuple[Placement, ...]) -> Move:
+    cut = placements[0]
+    if not isinstance(cut, Tiled) or cut.major != 1 or cut.dim not in node.params["axes"]:
+        raise Complete([0], "takes a place along the cut axis")
+    return Move((Partial("last"),) * 4, (cut, *(WHOLE,) * 4))
+
+
+def emit_witness(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
+    """The best of this tile and those before it, the first place that has it, and how often it is there."""
+    array, *before = _rounded(values[0]), *values[1:]
+    cut, axes = move.ins[0], node.params["axes"]
+    assert isinstance(cut, Tiled)
+    wide = jnp.expand_dims
+    best = array.max(axes) if node.params["op"] == "max" else array.min(axes)
+    ties = array == wide(best, axes)
+    column, last = _column(array, cut.dim, axes), np.iinfo(np.int32).max
+    rows = lax.broadcasted_iota(jnp.int32, array.shape, cut.dim)
+    row = jnp.where(ties, rows, last).min(axes)
+    column = jnp.where(ties & (rows == wide(row, axes)), column, last).min(axes)
+    now = [best, row + jnp.asarray(span.start * cut.minor, jnp.int32), column, ties.sum(axes, dtype=jnp.int32)]
+    better = best > before[0] if node.params["op"] == "max" else best < before[0]
+    better |= jnp.isnan(best) & ~jnp.isnan(before[0])
+    better |= jnp.equal(span.start, 0)
+    found = [jnp.where(better, x, y) for x, y in zip(now, before, strict=True)]
+    found[-1] += jnp.where(~better & (best == before[0]), now[-1], 0)
+    return found
+
+
+def _rounded(array: Any) -> Any:
+    """An array as precise as its dtype says: XLA may leave out conversions to narrow floats."""
+    if array.dtype.itemsize > 2:
+        return array
+    kind = jnp.finfo(array.dtype)
+    return lax.reduce_precision(array, kind.nexp, kind.nmant)
+
+
+def push_snapped(node: Node, placements: tuple[Placement, ...]) -> Move:
+    refuse_partial(node, placements, "is compared with it")
+    cut = placements[0]
+    others = (cut if v.shape == node.inputs[0].shape else WHOLE for v in node.inputs[2:])
+    return Move((cut,), (cut, WHOLE, *others))
+
+
+def emit_snapped(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
+    """A tile with what was copied from it before, to the last bit, where that stood."""
+    array, best, *places = _rounded(values[0]), *values[1:]
+    cut, axes = move.ins[0], node.params["axes"]
+    assert isinstance(cut, Tiled)
+    best = jnp.expand_dims(best, axes)
+    near = jnp.abs(array - best) <= (4 * jnp.finfo(array.dtype).eps if array.dtype.itemsize > 2 else 0) * jnp.abs(best)
+    if node.params["op"] == "sum":  # of a mask that lets one element through
+        return [jnp.where(near & (places[0] != 0), best, array)]
+    row, column, count = (jnp.expand_dims(x, axes) for x in places)
+    rows = span.positions(cut, jnp.int32).reshape([-1 if d == cut.dim else 1 for d in range(array.ndim)])
+    here = (rows == row) & (_column(array, cut.dim, axes) == column)
+    largest = node.params["op"] == "max"
+    beyond = array >= best if largest else array <= best
+    inside = jnp.nextafter(best, jnp.full_like(best, -jnp.inf if largest else jnp.inf))
+    # All else stays on the side where it was.
+    lone = jnp.where(here, best, jnp.where(beyond, inside, array))
+    return [jnp.where(count == 1, lone, jnp.where(beyond | near, best, array))]
+
+
+def push_agreed(node: Node, placements: tuple[Placement, ...]) -> Move:
+    return Move(placements[:1], placements[:1] * 2)
+
+
+def emit_agreed(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
+    return values[1:]
+
+
+KEPT = "is kept for comparisons with copies of its elements"
+
+
+def push_stored(node: Node, placements: tuple[Placement, ...]) -> Move:
+    raise Complete([0], KEPT)
+
+
+def store_whole(node: Node, placements: tuple[Placement, ...], limits: Any) -> Move:
+    """Cut as it was, but read slice by slice."""
+    return Local(placements, (WHOLE,), (), (0,), list, reason=KEPT)
+
+
+register("witness", push=push_witness, emit=emit_witness)
+register("snapped", push=push_snapped, emit=emit_snapped)
+register("agreed", push=push_agreed, emit=emit_agreed)
+register("stored", push=push_stored, local=store_whole)

@@ -1,0 +1,164 @@
+"""Which whole values a schedule makes that are too large, and which of them could be made tile by tile instead."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from jax.extend.core import Jaxpr
+
+from transforms.tiling.analysis.limits import Limits, check_size, human
+from transforms.tiling.ir.facts import Analysis, Local, Promote
+from transforms.tiling.ir.graph import Node, Value, ancestors, bodies, depends, describe, elements, nbytes
+from transforms.tiling.ir.loops import Loop
+from transforms.tiling.ir.placement import WHOLE, Partial, Span, Tiled, TileError, Whole
+from transforms.tiling.rules import RULES
+
+
+def check_whole(
+    analysis: Analysis,
+    loops: list[Loop],
+    requested: Iterable[Value],
+    limits: Limits,
+    total: int,
+    online: Iterable[Value] = (),
+) -> None:
+    """Find whole values that carry the cut axis, or that come from a completed one, and are too large.
+
+    What is made of an accumulator, such as an `online` sum, may be as large as that: wider than what it ends in.
+    """
+    for loop in loops:
+        _check_sums(analysis, loop, limits)
+    found: dict[Value, tuple[Node, str]] = {}
+    reads = [(step.node, ref) for loop in loops for step in loop.steps for ref in step.refs]
+    for node, ref in reads:
+        if ref.how == "slice" and ref.value.producer and isinstance(analysis.fact(ref.value).placement, Whole):
+            found.setdefault(ref.value, (node, "reads, tile by tile, a value that is made whole"))
+    sources = {c.value for c in analysis.completions if isinstance(c.placement, Tiled)}
+    sources |= {n.inputs[i] for n, i in analysis.completed if _is_input(analysis, n, n.inputs[i])}
+    grown = depends(analysis.graph, sources) if sources else set()
+    for value in requested:
+        if value in grown and value.producer and isinstance(analysis.fact(value).placement, Whole):
+            found.setdefault(value, (value.producer, "makes a whole value from one that had to be completed"))
+            if not isinstance(analysis.moves[value.producer], Local):
+                _check_inside(analysis, value.producer, limits)
+    whole = {v for v in (*found, *requested) if isinstance(analysis.fact(v).placement, Whole)}
+    needed = _forms((ref.value for _, ref in reads if ref.how == "whole"), copies=True)  # cutting these is no help
+    large = [v for v in whole if v.nbytes > limits.largest and (v in found or v not in needed)]
+    finished = _finished(analysis, online)
+    large = [v for v in large if v in found or v not in finished]
+    large = [v for v in large if v in found or all(f.producer or f.const is not None for f in _forms([v]))]
+    shares = limits.options.shares
+    if promoted := {v: cut for v in large if (cut := _cut_of(v, total, shares)) is not None}:
+        raise Promote(promoted)
+    for value, (node, reason) in found.items():
+        if not limits.allow(value):
+            check_size(value, WHOLE, node, reason, limits, _origins(analysis, value))
+
+
+def _check_sums(analysis: Analysis, loop: Loop, limits: Limits) -> None:
+    """Refuse to add up to an array that is larger than inputs, outputs and all that a tile of the loop holds."""
+    options = limits.options
+    span = Span(0, options.size, options.total)
+    made = [(v, p) for step in loop.steps for v, p in step.keys] + [(r.value, r.want) for r in loop.refs]
+    # What a step adds straight to its accumulator is no array of the tile.
+    tile = max((_local(span, v, p) for v, p in made if isinstance(p, Tiled)), default=0)
+    for update in loop.updates:
+        value, placement = update.value, analysis.fact(update.value).placement
+        node = value.producer
+        if node is None or not isinstance(placement, Partial) or limits.accumulate(value, tile):
+            continue
+        raise TileError(
+            f"cannot tile `{node.name}` at {node.where}: the tiles add up to an array that is larger than they are.\n"
+            f"  sum: {describe(value.aval)}, {human(value.nbytes)}; a tile holds {human(tile)}; the largest input or "
+            f"output is {human(limits.largest)}.\n"
+            '  To go on: take fewer tiles, cut another axis, or pass gather="any".'
+        )
+
+
+def _local(span: Span, value: Value, placement: Tiled) -> int:
+    shape = span.local_shape(value.shape, placement)
+    return value.nbytes * math.prod(shape) // max(1, math.prod(value.shape))
+
+
+def _finished(analysis: Analysis, sums: Iterable[Value]) -> set[Value]:
+    """What is computed from sums, no larger than they are in elements; and the numbers that it is filled with."""
+    found, others = set(sums), set()
+    for node in analysis.graph.nodes:
+        known = [elements(v.shape) for v in node.inputs if v in found]
+        made = {v for v in node.outputs if known and elements(v.shape) <= max(known)}
+        found |= made
+        others.update(() if made else node.inputs)
+    read = {v for node in analysis.graph.nodes if not found.isdisjoint(node.outputs) for v in node.inputs}
+    return found | {v for v in read - others if _is_filled(v)}
+
+
+def _is_filled(value: Value) -> bool:
+    """Whether a value is one number, which takes no memory unless a loop reads it slice by slice."""
+    node = value.producer
+    return node is not None and node.name == "broadcast_in_dim" and elements(node.inputs[0].shape) == 1
+
+
+def _origins(analysis: Analysis, value: Value) -> list[tuple[Node, int]]:
+    """The equations that read cut operands whole on the way to `value`, and where those are cut, the largest first."""
+    before = ancestors(analysis.graph, [value])
+    found = []
+    for node, i in analysis.completed:
+        placement = analysis.fact(node.inputs[i]).placement
+        if isinstance(placement, Tiled) and not before.isdisjoint(node.outputs):
+            found.append((node.inputs[i].nbytes, node, placement.dim))
+    return [(node, dim) for _, node, dim in sorted(found, key=lambda f: -f[0])]
+
+
+def _forms(values: Iterable[Value], copies: bool = False) -> set[Value]:
+    """`values`, and what they are in another dtype, order or place: of a weight that a product reads, the input.
+
+    `copies`: or several times.
+    """
+    found: set[Value] = set()
+    stack = list(values)
+    while stack:
+        value = stack.pop()
+        if value not in found:
+            found.add(value)
+            node = value.producer
+            alike = [v for v in node.inputs if elements(v.shape) <= elements(value.shape)] if node is not None else []
+            stack += alike if copies else [v for v in alike if elements(v.shape) == elements(value.shape)]
+    return found
+
+
+def _is_input(analysis: Analysis, node: Node, value: Value) -> bool:
+    """Whether a cut value that a node reads whole was whole all along."""
+    cut = isinstance(analysis.fact(value).placement, Tiled)
+    return cut and value in (analysis.inputs | analysis.stored) and not isinstance(analysis.moves[node], Local)
+
+
+def _check_inside(analysis: Analysis, node: Node, limits: Limits) -> None:
+    """Refuse an equation with a body that runs on whole operands and makes something too large there."""
+    inside = max((_largest(b) for b in bodies(node.params)), default=0)
+    if limits.gather == "any" or inside <= limits.largest:
+        return
+    why = next((reason for (n, _), reason in analysis.completed.items() if n is node), "needs a cut array whole")
+    raise TileError(
+        f"cannot tile `{node.name}` at {node.where}: it {why}, and its body makes an array of "
+        f"{human(inside)} then; the largest input or output is {human(limits.largest)}.\n"
+        '  To go on: cut another axis, or pass gather="any".'
+    )
+
+
+def _largest(jaxpr: Jaxpr) -> int:
+    made = [nbytes(v.aval) for e in jaxpr.eqns for v in e.outvars]
+    return max([*made, *(_largest(b) for e in jaxpr.eqns for b in bodies(e.params))], default=0)
+
+
+def _cut_of(value: Value, total: int, shares: int) -> Tiled | None:
+    """A dimension of the cut axis' length along which a whole value can be made tile by tile, the first that can.
+
+    The axis is spread over `shares` devices, with `total` on each.
+    """
+    node = value.producer
+    if node is None or len(node.outputs) > 1 or node.name not in RULES:
+        return None
+    pull = RULES[node.name].pull
+    cuts = (Tiled(dim, shares) for dim, size in enumerate(value.shape) if size == total * shares)
+    return next((cut for cut in cuts if pull is not None and pull(node, cut) is not None), None)

@@ -1,0 +1,183 @@
+"""Losses that are nonlinear in a sum over the tiles (a perplexity, the log of a mean) in one loop.
+
+The gradient of `g(p)`, `p` a sum over tiles, is `g'(p)` times that of `p`. Only the first factor needs the whole sum:
+the loop forms the gradient of `p` itself and the factor is applied afterwards, with no second loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+from transforms.tiling.analysis.limits import Limits
+from transforms.tiling.analysis.propagate import analyse
+from transforms.tiling.ir.facts import Along, Inline, Sink
+from transforms.tiling.ir.graph import Graph, Value, bodies, depends, evaluate, flatten
+from transforms.tiling.ir.placement import Partial, TileError, Whole
+from transforms.tiling.mesh.layout import like
+from transforms.tiling.rules import Complete
+
+
+@dataclasses.dataclass(frozen=True)
+class Separation:
+    """`graph.outputs[out]` as an outer function, outside the loops, of the scalar partial sums `inner`."""
+
+    graph: Graph
+    out: int
+    inner: tuple[Value, ...]
+    reach: tuple[tuple[int, ...], ...]  # for each of `inner`, the numbers of the inputs that it depends on
+    others: tuple[Value, ...]  # further results of the loops that the outer function reads
+
+    def joint(self, args: Sequence[Any], active: Sequence[int]) -> tuple[Any, ...]:
+        """All outputs; the outer function's derivatives, in `inner` and direct ones; then each inner sum's own."""
+        inputs = self.graph.inputs
+
+        def known(chosen: Sequence[Any]) -> dict[Value, Any]:
+            return dict(zip(inputs, args, strict=True)) | {inputs[i]: x for i, x in zip(active, chosen, strict=True)}
+
+        def primal(*chosen: Any) -> Any:
+            wanted = [*self.inner, *self.others, *self.graph.outputs]
+            found = evaluate(known(chosen), wanted, [node for node in self.graph.nodes if node.effects])
+            return found[: len(self.inner)], found[len(self.inner) :]
+
+        inner, vjp, rest = jax.vjp(primal, *(args[i] for i in active), has_aux=True)
+        others, outs = rest[: len(self.others)], rest[len(self.others) :]
+
+        def outer(inner: Any, *chosen: Any) -> Any:
+            env = known(chosen) | dict(zip((*self.inner, *self.others), (*inner, *others), strict=True))
+            return evaluate(env, [self.graph.outputs[self.out]])[0]
+
+        value, back = jax.vjp(outer, inner, *(args[i] for i in active))
+        slopes, *direct = back(jnp.ones_like(value))
+        parts = []
+        for k, reach in enumerate(self.reach):
+            found = vjp([jnp.ones_like(x) if i == k else jnp.zeros_like(x) for i, x in enumerate(inner)])
+            parts += [found[active.index(i)] for i in reach]
+        return (*outs, *slopes, *direct, *parts)
+
+    def combine(self, results: Sequence[Any], active: Sequence[int]) -> tuple[list[Any], list[Any]]:
+        """The outputs and the gradients in the inputs `active`, from what `joint` returns."""
+        given = iter(results)
+        take = lambda count: [next(given) for _ in range(count)]
+        outs, slopes, gradients = take(len(self.graph.outputs)), take(len(self.inner)), take(len(active))
+        for slope, reach in zip(slopes, self.reach, strict=True):
+            for i in reach:
+                part = next(given)
+                k = active.index(i)
+                gradients[k] = slope.astype(part.dtype) * part + gradients[k].astype(part.dtype)
+        return outs, gradients
+
+    def wide(self, active: Sequence[int]) -> range:
+        """The numbers of the inner sums' gradients among the results."""
+        start = len(self.graph.outputs) + len(self.inner) + len(active)
+        return range(start, start + sum(map(len, self.reach)))
+
+
+def separate(closed: Any, placements: Any, limits: Limits, active: Sequence[int], out: int) -> Separation | None:
+    """Find the scalar sums that a loss is nonlinear in; None where there are none, or other results are in between."""
+    graph = flatten(closed, custom=False)
+    if any(node.effects and node.outputs for node in graph.nodes):
+        return None  # the outer function would run it again
+    try:
+        found = analyse(graph, placements, limits)
+    except (Along, Inline, Sink, Complete, TileError):
+        return None
+    if not isinstance(found.fact(graph.outputs[out]).placement, Whole):
+        return None
+    frontier: dict[Value, None] = {}
+    stack, seen = [graph.outputs[out]], set()
+    while stack:
+        value = stack.pop()
+        if value in seen or value.const is not None or value in found.inputs:
+            continue
+        seen.add(value)
+        if not isinstance(found.fact(value).placement, Whole):
+            frontier[value] = None
+        elif value.producer is not None:
+            stack.extend(value.producer.inputs)
+    reached = {i: depends(graph, {graph.inputs[i]}, differentiably=True) for i in active}
+    reach = {v: tuple(i for i in active if v in reached[i]) for v in frontier}
+    inner = tuple(v for v in frontier if reach[v])
+    if not inner or any(v.shape != () or not isinstance(found.fact(v).placement, Partial) for v in inner):
+        return None
+    others = tuple(v for v in frontier if not reach[v])
+    if not _nonlinear(graph, out, inner, others):
+        return None
+    return Separation(graph, out, inner, tuple(reach[v] for v in inner), others)
+
+
+def _nonlinear(graph: Graph, out: int, inner: Sequence[Value], others: Sequence[Value]) -> bool:
+    """Whether the outer function's derivatives in `inner` depend on `inner`: else they are known before the loop."""
+    leaves, count = [*inner, *others, *graph.inputs], len(inner)
+
+    def slopes(*values: Any) -> Any:
+        def outer(*inner: Any) -> Any:
+            return evaluate(dict(zip(leaves, (*inner, *values[count:]), strict=True)), [graph.outputs[out]])[0]
+
+        value, back = jax.vjp(outer, *values[:count])
+        return back(jnp.ones_like(value))
+
+    traced = flatten(jax.make_jaxpr(slopes)(*(like(v.aval) for v in leaves)))
+    return not depends(traced, set(traced.inputs[:count])).isdisjoint(traced.outputs)
+
+
+# Linear in each operand that is listed (None: in all of them together).
+LINEAR: dict[str, tuple[int, ...] | None] = {
+    **dict.fromkeys(
+        """neg convert_element_type copy copy_p reshape transpose broadcast_in_dim squeeze reduce_sum slice rev cumsum
+        real imag conj stop_gradient name add sub add_any concatenate pad split stack unstack""".split()
+    ),
+    **dict.fromkeys(["mul", "dot_general", "conv_general_dilated"], (0, 1)),
+    **dict.fromkeys(["div", "dynamic_slice", "gather"], (0,)),
+    **dict.fromkeys(["select_n"], tuple(range(1, 100))),
+    "dynamic_update_slice": (0, 1),
+    "scatter-add": (0, 2),
+}
+TOGETHER = ("select_n", "dynamic_update_slice", "scatter-add")
+
+
+def scales(closed: Any) -> bool:
+    """Whether the last input of a program, a cotangent, enters all its outputs linearly.
+
+    Only a `jax.custom_vjp` rule can do anything else with a cotangent, such as clipping it.
+    """
+    graph = flatten(closed, remat=True)
+    reached = {graph.inputs[-1]}
+    for node in graph.nodes:
+        found = [i for i, v in enumerate(node.inputs) if v in reached]
+        if not found:
+            continue
+        if node.name not in LINEAR:
+            return False
+        allowed = LINEAR[node.name]
+        if allowed is not None and (not set(found) <= set(allowed) or (len(found) > 1 and node.name not in TOGETHER)):
+            return False
+        reached.update(node.outputs)
+    return True
+
+
+def has_custom_vjp(jaxpr: Any) -> bool:
+    """Whether a program holds functions with a `jax.custom_vjp` rule."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name.startswith("custom_vjp"):
+            return True
+        for param in eqn.params.values():
+            for inner in param if isinstance(param, tuple) else (param,):
+                if isinstance(inner, (Jaxpr, ClosedJaxpr)) and has_custom_vjp(getattr(inner, "jaxpr", inner)):
+                    return True
+    return False
+
+
+def narrow(jaxpr: Any) -> bool:
+    """Whether a program holds an array whose exponent has a narrower range than float32's."""
+    avals = [v.aval for v in (*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars))]
+    dtypes = {v.dtype for v in avals if hasattr(v, "dtype") and jnp.issubdtype(v.dtype, jnp.floating)}
+    range_ = jnp.finfo(jnp.float32)
+    if any(jnp.finfo(d).maxexp < range_.maxexp or jnp.finfo(d).minexp > range_.minexp for d in dtypes):
+        return True
+    return any(narrow(inner) for eqn in jaxpr.eqns for inner in bodies(eqn.params))

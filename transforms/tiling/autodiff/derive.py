@@ -1,0 +1,149 @@
+"""Derivatives of a tiled program, in both modes and to any order, each of them a tiled program again.
+
+`jax.custom_vjp` has no forward mode. A `jax.custom_jvp` rule whose tangent is one linear primitive, with a transpose of
+our own, has both: the primitive's transpose is the tiled backward program, its evaluation the tiled forward-mode one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import ShapedArray
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from transforms.tiling.autodiff.program import Program
+from transforms.tiling.lower import atomic
+
+# ------------------------------------------------------------------------------------- a linear map with a transpose
+
+linear_p = Primitive("tiled_linear")
+linear_p.multiple_results = True
+
+Forward = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
+
+
+def linear(
+    residuals: Sequence[Any], tangents: Sequence[Any], forward: Forward, transpose: Forward, avals: Sequence[Any]
+) -> list[Any]:
+    """Return `forward(residuals, tangents)`, of types `avals`; its transpose is `transpose(residuals, cotangents)`."""
+    params = {"forward": forward, "transpose": transpose, "count": len(residuals), "avals": tuple(avals)}
+    return linear_p.bind(*residuals, *tangents, **params)
+
+
+def _apply(*args: Any, forward: Forward, count: int, **_: Any) -> list[Any]:
+    return list(forward(args[:count], args[count:]))
+
+
+def _abstract(*args: Any, avals: Sequence[Any], **_: Any) -> list[Any]:
+    return list(avals)
+
+
+def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    count = params["count"]
+    if all(isinstance(t, ad.Zero) for t in tangents[:count]):
+        moved = [ad.instantiate_zeros(t) for t in tangents[count:]]
+        return linear_p.bind(*primals, **params), linear_p.bind(*primals[:count], *moved, **params)
+    tangents = [ad.instantiate_zeros(t) for t in tangents]
+    return jax.jvp(functools.partial(_apply, **params), tuple(primals), tuple(tangents))
+
+
+def _transpose(cotangents: Any, *args: Any, transpose: Forward, count: int, **_: Any) -> list[Any]:
+    cotangents = [jnp.asarray(ad.instantiate_zeros(c)) for c in cotangents]
+    return [None] * count + list(transpose(args[:count], cotangents))
+
+
+def _batch(args: Any, dims: Any, *, forward: Forward, transpose: Forward, count: int, avals: Sequence[Any]) -> Any:
+    size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
+    args = [a if d is None else jnp.moveaxis(a, d, 0) for a, d in zip(args, dims, strict=True)]
+    # All tangents are batched, so that no cotangent has to be summed over the batch.
+    moved = [jnp.broadcast_to(a, (size, *a.shape)) if d is None else a for a, d in zip(args, dims, strict=True)]
+    axes = (tuple(None if d is None else 0 for d in dims[:count]), 0)
+    batched = [ShapedArray((size, *a.shape), a.dtype) for a in avals]
+    forward, transpose = jax.vmap(forward, in_axes=axes), jax.vmap(transpose, in_axes=axes)
+    outs = linear(args[:count], moved[count:], forward, transpose, batched)
+    return outs, [0] * len(outs)
+
+
+linear_p.def_impl(_apply)
+linear_p.def_abstract_eval(_abstract)
+mlir.register_lowering(linear_p, mlir.lower_fun(_apply, multiple_results=True))
+ad.primitive_jvps[linear_p] = _jvp
+ad.primitive_transposes[linear_p] = _transpose
+batching.primitive_batchers[linear_p] = _batch
+
+# ------------------------------------------------------------------------------------------- the derivative of a call
+
+
+def call(program: Program, *args: Any) -> list[Any]:
+    """Run a tiled program, differentiable in either mode to any order."""
+
+    @jax.custom_jvp
+    def value(*args: Any) -> tuple[Any, ...]:
+        return tuple(atomic.call(program.run, *args))
+
+    def rule(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+        given = {i: t for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero) and _floats(primals[i])}
+        outs, active = program.differentiable(tuple(given))
+        if active and program.in_one_pass(outs, active):
+            values, moved = _scalar(program, outs[0], tuple(active), primals, given)
+        else:
+            found = call(program.forward if active else program, *primals)
+            values, kept = found[: program.count], found[len(program.closed.out_avals) :]
+            moved = _general(program, tuple(outs), tuple(active), primals, kept, given) if active else []
+        known = dict(zip(outs, moved, strict=True)) if active else {}
+        return tuple(values), tuple(_tangent(v, known.get(i)) for i, v in enumerate(values))
+
+    value.defjvp(rule, symbolic_zeros=True)
+    return list(value(*args))
+
+
+def _floats(array: Any) -> bool:
+    return jnp.issubdtype(array.dtype, jnp.inexact)
+
+
+def _tangent(value: Any, tangent: Any) -> Any:
+    if not _floats(value):
+        return np.zeros(value.shape, jax.dtypes.float0)
+    return jnp.zeros_like(value) if tangent is None else tangent.astype(value.dtype)
+
+
+def _scalar(program: Program, out: int, active: tuple[int, ...], primals: Any, given: dict[int, Any]) -> Any:
+    """One scalar output: its gradients come out of the forward loops, and the tangent is their inner product."""
+    joint = program.gradient(active, out)
+    outs, found = joint.combine(call(joint.program, *primals))
+    dtypes = [primals[i].dtype for i in active]
+
+    def forward(gradients: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+        products = [jnp.vdot(g, t.astype(g.dtype)).astype(aval.dtype) for g, t in zip(gradients, tangents, strict=True)]
+        return [jnp.asarray(sum(products), aval.dtype)]
+
+    def transpose(gradients: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        (scale,) = cotangents
+        return [(scale.astype(g.dtype) * g).astype(d) for g, d in zip(gradients, dtypes, strict=True)]
+
+    with jax.numpy_dtype_promotion("standard"):  # these sums are ours
+        aval = ShapedArray((), jnp.result_type(*found, outs[out]))
+    return outs, linear(found, [given[i] for i in active], forward, transpose, [aval])
+
+
+def _general(
+    program: Program, outs: tuple[int, ...], active: tuple[int, ...], primals: Any, kept: Sequence[Any], given: Any
+) -> Any:
+    """Any outputs: the forward keeps the inputs and what the policy says, the backward runs each tile once more."""
+    count = len(primals)
+
+    def forward(residuals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+        return call(program.tangent(active, outs), *residuals[:count], *tangents)
+
+    def transpose(residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        return call(program.cotangent(active, outs), *residuals, *cotangents)
+
+    avals = [program.closed.out_avals[i] for i in outs]
+    return linear((*primals, *kept), [given[i] for i in active], forward, transpose, avals)

@@ -1,0 +1,69 @@
+"""What a `jax.checkpoint` policy keeps of a tiled forward pass for the backward pass, as whole arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr
+
+from transforms.tiling.analysis.effects import loud
+from transforms.tiling.ir.graph import Graph, Node, Value, bodies, evaluate, flatten
+
+Policy = Callable[..., Any]
+
+
+def keeps(policy: Policy | None, node: Node) -> bool:
+    """Whether a policy keeps what a node computes (to offload it is to keep it)."""
+    if policy is None or node.primitive.multiple_results:
+        return False
+    verdict = policy(node.primitive, *(v.aval for v in node.inputs), **node.params)
+    return verdict is True or type(verdict).__name__ in ("SaveableType", "Offloadable")
+
+
+@jax.custom_jvp
+def swap(computed: Any, kept: Any) -> Any:
+    """`kept`, which is what `computed` would be, with `computed`'s derivative."""
+    return kept
+
+
+@swap.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    return primals[1], tangents[0]
+
+
+def _seen(node: Node | None) -> bool:
+    """Whether somebody outside sees that a node computes its results."""
+    return node is not None and bool(node.effects and node.outputs) and not bodies(node.params)
+
+
+@dataclasses.dataclass(frozen=True)
+class Keeping:
+    """A program as a graph, and the values of it that are kept."""
+
+    graph: Graph
+    values: tuple[Value, ...]
+
+    def forward(self, *args: Any) -> list[Any]:
+        """The outputs, then what is kept."""
+        env = dict(zip(self.graph.inputs, args, strict=True))
+        effects = [node for node in self.graph.nodes if node.effects]
+        return evaluate(env, [*self.graph.outputs, *self.values], effects)
+
+    def outputs(self, args: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
+        """The outputs from what was kept: only the rest is computed, except for derivatives."""
+        env = dict(zip(self.graph.inputs, args, strict=True))
+        for value, array in zip(self.values, kept, strict=True):
+            env[value] = array if _seen(value.producer) else swap(evaluate(env, [value])[0], array)
+        return evaluate(env, self.graph.outputs)
+
+
+def keeping(closed: ClosedJaxpr, policy: Policy | None) -> Keeping | None:
+    """What `policy` keeps of a program, and the results of what must not run again; None if that is nothing."""
+    if policy is None and not loud(closed.effects):
+        return None
+    graph = flatten(closed, custom=False)
+    values = tuple(v for node in graph.nodes if keeps(policy, node) or _seen(node) for v in node.outputs)
+    return Keeping(graph, values) if values else None

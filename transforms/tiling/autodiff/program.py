@@ -1,0 +1,308 @@
+"""A tiled program: a jaxpr, where its inputs stand, and the loops that run it. Its derivatives are tiled programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from transforms.tiling.analysis.effects import silence, silence_recomputed
+from transforms.tiling.analysis.limits import Limits, looked_up
+from transforms.tiling.autodiff.chain_split import Separation, has_custom_vjp, narrow, scales, separate
+from transforms.tiling.autodiff.policy import Keeping, Policy, keeping
+from transforms.tiling.autodiff.residuals import Ends, ends, every
+from transforms.tiling.ir.errors import explained
+from transforms.tiling.ir.graph import Graph, ancestors, depends, elements, flatten, nbytes
+from transforms.tiling.ir.loops import Schedule
+from transforms.tiling.ir.placement import WHOLE, Placement, Tiled, wide
+from transforms.tiling.lower import scan
+from transforms.tiling.mesh.layout import like
+from transforms.tiling.passes.driver import planned
+
+NO_REVERSE = "Reverse-mode differentiation does not work"  # what JAX says of a loop of unknown length
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How the cut axis is walked: its length, that of a tile, and what `tile` was told."""
+
+    total: int
+    size: int
+    gather: str
+    accumulate: Any
+    policy: Policy | None = None  # what is kept from one loop to another, rather than computed again
+    lowmem: bool = False  # cut the gradients' programs along another axis too
+    local: bool = (
+        False  # run scans on whole operands, their bodies in tiles, whether they could run within a tile or not
+    )
+    sync: str = "once"  # gradients of weights are summed over the devices once, or with every tile
+    reduce_dtype: Any = None  # in which that is done, if not in the gradient's own
+    shares: int = 1  # over how many devices the cut axis is spread: each walks its own share
+    floor: int = 0  # bytes of an array that may be completed whatever the sizes of inputs and outputs
+
+
+@dataclasses.dataclass(eq=False)
+class Program:
+    """`closed` with its inputs at `placements`; the outputs numbered in `wide` are left in the dtype of sums."""
+
+    closed: ClosedJaxpr
+    placements: tuple[Placement, ...]
+    options: Options
+    wide: frozenset[int] = frozenset()
+    reuse: Mapping[int, int] = dataclasses.field(default_factory=dict)  # outputs that may take an input's buffer
+    also: Ends | None = None  # what its loops end in, returned after the outputs
+    given: tuple[Ends, int] | None = None  # what another program's loops ended in, and the first input that holds it
+
+    @functools.cached_property
+    def graph(self) -> Graph:
+        """The program, flat."""
+        return flatten(self.closed, together=self.options.sync == "tile")
+
+    @property
+    def is_one_tile(self) -> bool:
+        """Whether there is nothing to cut: the program runs as it is."""
+        return self.options.size >= self.options.total and not self.options.lowmem
+
+    @property
+    def count(self) -> int:
+        """How many results `run` has."""
+        return len(self.closed.out_avals) + (len(self.also.values) if self.also is not None else 0)
+
+    @property
+    def plan(self) -> Schedule:
+        return self._planned[0]
+
+    @property
+    def ends(self) -> Ends:
+        """What the loops end in, apart from the outputs, that derivatives need too."""
+        return self._planned[1]
+
+    @functools.cached_property
+    def _planned(self) -> tuple[Schedule, Ends]:
+        graph = flatten(self.closed, together=self.options.sync == "tile")  # planning changes it
+        twins = dict(zip(every(graph), every(self.graph), strict=True))
+        if self.also is not None:
+            graph.outputs += self.also.among(graph)
+        if self.given is not None:
+            self.given[0].use(graph, self.given[1])
+        plan, found = planned(graph, self.placements, self.limits, self.count - len(self.closed.out_avals))
+        return plan, ends(self.graph, [twins[v] for v in found if v in twins], self.limits.largest)
+
+    @property
+    def limits(self) -> Limits:
+        """What may be completed: arrays no larger than the largest input or output, labels counting as their rows."""
+        avals = [*self.closed.in_avals, *self.closed.out_avals]
+        inputs = zip(self.closed.in_avals, self.placements, strict=True)
+        cut = [a for a, p in inputs if isinstance(p, Tiled) and jnp.issubdtype(a.dtype, jnp.inexact)]
+        together = sum(elements(a.shape) * wide(a.dtype, self.options.accumulate).itemsize for a in cut)
+        largest = max([self.options.floor, *map(nbytes, avals), *looked_up(self.graph, self.placements)])
+        return Limits(self.options.gather, largest, self.options, together)
+
+    @functools.cached_property
+    def run(self) -> Callable[..., list[Any]]:
+        """The program's outputs. Differentiating through this differentiates the loops; use `derive.call`."""
+        o = self.options
+
+        def run(*args: Any) -> list[Any]:
+            return scan.run(self.plan, args, o, self.wide, reuse=self.reuse)
+
+        return jax.jit(run)
+
+    @property
+    def output_placements(self) -> tuple[Placement, ...]:
+        """How a cotangent of each output is cut."""
+        facts = [self.plan.analysis.fact(v).placement for v in self.plan.analysis.graph.outputs]
+        return tuple(p if isinstance(p, Tiled) else WHOLE for p in facts)
+
+    def derive(self, fn: Any, extra: Sequence[tuple[Any, Placement]], wide: Sequence[int] = ()) -> Program:
+        """The tiled program of `fn(*inputs, *extra)`, a function derived from this one."""
+        avals = [*self.closed.in_avals, *(aval for aval, _ in extra)]
+        with explained():
+            closed = jax.make_jaxpr(fn)(*(like(a) for a in avals))
+        placements = (*self.placements, *(p for _, p in extra))
+        return Program(closed, placements, self.options, frozenset(wide))
+
+    # --------------------------------------------------------------------------------------------------- derivatives
+
+    def differentiable(self, active: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The outputs that depend differentiably on the inputs `active`, and those of `active` that matter to them."""
+        graph = self.graph
+        reached = depends(graph, {graph.inputs[i] for i in active}, differentiably=True)
+        outs = [i for i, v in enumerate(graph.outputs) if v in reached and jnp.issubdtype(v.dtype, jnp.inexact)]
+        used = ancestors(graph, [graph.outputs[i] for i in outs])
+        return outs, [i for i in active if graph.inputs[i] in used]
+
+    def in_one_pass(self, outs: Sequence[int], active: Sequence[int]) -> bool:
+        """Whether the outputs `outs` are one scalar whose gradients the forward loops can form, to be scaled later.
+
+        Not where an array of them has a narrower exponent than float32: it would overflow, or vanish, before the
+        caller's loss scale reaches it.
+        """
+        if not self.is_scalar(outs, active):
+            return False
+        key = ("scales", tuple(active), tuple(outs))
+        if key not in self._derived:
+            joint = self._joint(tuple(active), outs[0])
+            linear = not has_custom_vjp(self.closed.jaxpr) or scales(self.cotangent(tuple(active), tuple(outs)).closed)
+            self._derived[key] = joint is not None and linear and not narrow(joint.closed.jaxpr)
+        return self._derived[key]
+
+    def is_scalar(self, outs: Sequence[int], active: Sequence[int]) -> bool:
+        """Whether the outputs `outs` are one real scalar."""
+        avals = [self.closed.out_avals[i] for i in outs]
+        real = all(jnp.issubdtype(a.dtype, jnp.floating) for a in (*avals, *(self.closed.in_avals[i] for i in active)))
+        return len(avals) == 1 and avals[0].shape == () and real
+
+    @functools.cached_property
+    def _derived(self) -> dict[Any, Any]:
+        return {}
+
+    def gradient(self, active: tuple[int, ...], out: int) -> Gradient:
+        """All outputs, and the gradients of the scalar output `out`, in one pass if there is a way."""
+        key = ("gradient", active, out)
+        if key not in self._derived:
+            self._derived[key] = self._gradient(active, out)
+        return self._derived[key]
+
+    def _joint(self, active: tuple[int, ...], out: int) -> Program | None:
+        """The outputs and the gradients of one; None where JAX has no reverse mode (a loop of unknown length)."""
+        key = ("joint", active, out)
+        if key not in self._derived:
+            try:
+                count = len(self.closed.out_avals)
+                wide = range(count, count + len(active))
+                made = self.derive(functools.partial(self._values_and_gradients, active, out), (), wide)
+                self._derived[key] = dataclasses.replace(made, closed=silence_recomputed(made.closed))
+            except ValueError as error:
+                if NO_REVERSE not in str(error):
+                    raise
+                self._derived[key] = None
+        return self._derived[key]
+
+    def _values_and_gradients(self, active: tuple[int, ...], out: int, *args: Any) -> tuple[Any, ...]:
+        fn = jaxpr_as_fun(self.closed)
+
+        def primal(*chosen: Any) -> tuple[Any, list[Any]]:
+            outs = fn(*_replace(args, active, chosen))
+            return outs[out], outs
+
+        value, vjp, outs = jax.vjp(primal, *(args[i] for i in active), has_aux=True)
+        return (*outs, *vjp(jnp.ones_like(value)))
+
+    def _gradient(self, active: tuple[int, ...], out: int) -> Gradient:
+        joint, count = self._joint(active, out), len(self.closed.out_avals)
+        assert joint is not None, "asked for after `in_one_pass`"
+        straight = Gradient(self.again(joint, active), count)
+        split = separate(self.closed, self.placements, self.limits, active, out)
+        if split is None:
+            return straight
+        parted = self.derive(lambda *args: split.joint(args, active), (), split.wide(active))
+        parted = dataclasses.replace(parted, closed=silence_recomputed(parted.closed))
+        # More than one inner sum may mean more products than running the forward twice.
+        if parted.plan.flops > joint.plan.flops:
+            return straight
+        return Gradient(self.again(parted, active), count, split, active)
+
+    def again(self, program: Program, active: Sequence[int]) -> Program:
+        """A program of gradients, cut once more if that is asked for."""
+        if not self.options.lowmem:
+            return program
+        from transforms.tiling.autodiff.second_axis import cut_again
+
+        return cut_again(program, active)
+
+    def tangent(self, active: tuple[int, ...], outs: tuple[int, ...]) -> Program:
+        """The tangents of outputs `outs`, from the inputs and the tangents of those in `active`."""
+        if has_custom_vjp(self.closed.jaxpr):
+            raise TypeError(
+                "tile: cannot apply forward-mode autodiff (jvp) to a function that calls one with a `jax.custom_vjp` "
+                "rule: only its reverse mode is known. Give that function a `jax.custom_jvp` rule."
+            )
+        fn = jaxpr_as_fun(self.closed)
+
+        def forward(*both: Any) -> list[Any]:
+            args, tangents = both[: -len(active)], both[-len(active) :]
+
+            def primal(*chosen: Any) -> list[Any]:
+                results = fn(*_replace(args, active, chosen))
+                return [results[i] for i in outs]
+
+            return jax.jvp(primal, tuple(args[i] for i in active), tangents)[1]
+
+        extra = [(self.closed.in_avals[i], self.placements[i]) for i in active]
+        return self._remember(("tangent", active, outs), forward, extra)
+
+    @functools.cached_property
+    def keeping(self) -> Keeping | None:
+        """What the policy keeps for the backward pass."""
+        return keeping(self.closed, self.options.policy)
+
+    @functools.cached_property
+    def forward(self) -> Program:
+        """The outputs, then what is kept for the backward pass."""
+        if self.keeping is not None:
+            return self.derive(self.keeping.forward, ())
+        return dataclasses.replace(self, also=self.ends) if self.ends.values and self.also is None else self
+
+    @property
+    def kept(self) -> list[tuple[Any, Placement]]:
+        """The types and places of what `forward` returns beyond the outputs."""
+        avals = [v.aval for v in self.forward.plan.analysis.graph.outputs]
+        both = zip(avals, self.forward.output_placements, strict=True)
+        return list(both)[len(self.closed.out_avals) :]
+
+    def cotangent(self, active: tuple[int, ...], outs: tuple[int, ...]) -> Program:
+        """The cotangents of inputs `active`, from the inputs, what was kept, and the cotangents of outputs `outs`."""
+        count, keeping = len(self.closed.in_avals), self.keeping
+        fn = jaxpr_as_fun(self.closed)
+
+        def backward(*both: Any) -> tuple[Any, ...]:
+            args, kept, cotangents = both[:count], both[count : -len(outs)], both[-len(outs) :]
+
+            def primal(*chosen: Any) -> list[Any]:
+                full = _replace(args, active, chosen)
+                results = fn(*full) if keeping is None else keeping.outputs(full, kept)
+                return [results[i] for i in outs]
+
+            return jax.vjp(primal, *(args[i] for i in active))[1](list(cotangents))
+
+        extra = [*self.kept, *((self.closed.out_avals[i], self.output_placements[i]) for i in outs)]
+        given = (self.forward.also, count) if self.forward.also is not None else None
+        return self._remember(("cotangent", active, outs), backward, extra, given)
+
+    def _remember(self, key: Any, fn: Any, extra: Sequence[tuple[Any, Placement]], given: Any = None) -> Program:
+        if key not in self._derived:
+            kind, active, outs = key
+            made = self.derive(fn, extra)
+            closed = silence(made.closed, len(outs if kind == "cotangent" else active))
+            derived = dataclasses.replace(made, closed=closed, given=given)
+            self._derived[key] = self.again(derived, active) if kind == "cotangent" else derived
+        return self._derived[key]
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradient:
+    """A program of `count` outputs, then the gradients of one of them in the dtype of sums; `split` if separated."""
+
+    program: Program
+    count: int
+    split: Separation | None = None
+    active: tuple[int, ...] = ()
+
+    def combine(self, results: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The outputs and the gradients, from the program's results."""
+        if self.split is not None:
+            return self.split.combine(results, self.active)
+        return list(results[: self.count]), list(results[self.count :])
+
+
+def _replace(args: Sequence[Any], where: Sequence[int], chosen: Sequence[Any]) -> list[Any]:
+    full = list(args)
+    for i, value in zip(where, chosen, strict=True):
+        full[i] = value
+    return full

@@ -1,0 +1,172 @@
+"""Which arrays among a call's arguments are cut, and along which dimension: `axis` read like `jax.vmap`'s `in_axes`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+
+from transforms.tiling.inputs import annotations as names
+from transforms.tiling.ir.graph import describe, elements
+from transforms.tiling.ir.placement import WHOLE, Placement, Tiled
+
+
+def is_array(leaf: Any) -> bool:
+    """Arrays of JAX and NumPy, tracers and their abstract stand-ins; everything else is static."""
+    return eqx.is_array(leaf) or isinstance(leaf, (np.ndarray, np.generic, jax.ShapeDtypeStruct))
+
+
+def place(
+    fn: Callable[..., Any], axis: Any, args: Sequence[Any], kwargs: Mapping[str, Any], whole: int = 0
+) -> tuple[list[Placement], int]:
+    """Return the placement of each array leaf of `(args, kwargs)`, in order, and the length of the cut axis.
+
+    The first `whole` arguments are not cut, and `axis` has no entries for them.
+
+    Raises:
+        ValueError: `axis` does not fit the arguments, is out of range, cuts nothing, or cuts different lengths.
+        TypeError: `axis` holds something that is neither an int nor None.
+    """
+    if isinstance(axis, str):
+        leaves = names.find(fn, axis, args, kwargs, whole)
+    else:
+        leaves = list(_leaves(fn, axis, args, kwargs, whole))
+    leaves = [(name, leaf, dim) for name, leaf, dim in leaves if is_array(leaf)]
+    cut = [(name, leaf, dim) for name, leaf, dim in leaves if dim is not None]
+    if not cut:
+        raise ValueError(f"tile: axis={axis!r} cuts none of the arguments. Name at least one dimension to cut.")
+    lengths = {leaf.shape[dim] for _, leaf, dim in cut}
+    if len(lengths) > 1:
+        found = "\n".join(
+            f"  {name}: dimension {dim} of {_type(leaf)} has {leaf.shape[dim]}" for name, leaf, dim in cut
+        )
+        remedy = "Give `axis` one entry for each argument, None for those that every tile sees whole."
+        if isinstance(axis, str):
+            remedy = "One name stands for one length: pass arrays that agree, or name their dimensions differently."
+        raise ValueError(f"tile: the arguments that axis={axis!r} cuts differ in length.\n{found}\n  {remedy}")
+    total = lengths.pop()
+    if not isinstance(total, int):
+        name, leaf, dim = cut[0]
+        raise ValueError(
+            f"tile: the axis to cut is dimension {dim} of `{name}`, {_type(leaf)}, whose length is left open "
+            f"({total}), and tiles need to know it. Export one function for each length, or cut an axis that is known."
+        )
+    return [WHOLE if dim is None else Tiled(dim) for _, _, dim in leaves], total
+
+
+def rows(args: Any, placements: Sequence[Placement]) -> int:
+    """How many rows of a matrix one step along the cut axis is: 1 for tokens, their number for a batch of sequences.
+
+    Features, the last dimension of arrays of floats, are not rows.
+    """
+    found = [1]
+    arrays = [x for x in jax.tree.leaves(args) if is_array(x)]
+    for leaf, placement in zip(arrays, placements, strict=True):
+        if isinstance(placement, Tiled):
+            others = [*leaf.shape[: placement.dim], *leaf.shape[placement.dim + 1 :]]
+            features = jax.dtypes.issubdtype(leaf.dtype, np.inexact)
+            found.append(elements(others[:-1] if features else others))
+    return max(found)
+
+
+def _leaves(
+    fn: Callable[..., Any], axis: Any, args: Sequence[Any], kwargs: Mapping[str, Any], whole: int
+) -> Iterator[names.Leaf]:
+    """Every leaf with the dimension that `axis`, read like `in_axes`, gives it."""
+    for name, arg, prefix, lenient in _entries(fn, axis, args, kwargs, whole):
+        leaves = jax.tree_util.tree_leaves_with_path(arg)
+        for (path, leaf), dim in zip(leaves, _spread(name, prefix, arg, len(leaves)), strict=True):
+            label = f"{name}{jax.tree_util.keystr(path)}"
+            yield label, leaf, _dim(label, leaf, dim, lenient) if is_array(leaf) else None
+
+
+Entry = tuple[str, Any, Any, bool]  # name, argument, its prefix, whether arrays without that dimension stay whole
+
+
+def _entries(
+    fn: Callable[..., Any], axis: Any, args: Sequence[Any], kwargs: Mapping[str, Any], whole: int
+) -> list[Entry]:
+    """Pair each argument with its part of `axis`."""
+    given = list(zip(_names(fn, len(args)), args, strict=True))
+    first, given = [(name, arg, None, False) for name, arg in given[:whole]], given[whole:]
+    rest = [(name, kwargs[name], None, False) for name in sorted(kwargs)]
+    if isinstance(axis, dict):
+        pairs = [*given, *((k, kwargs[k]) for k in sorted(kwargs))]
+        known = [name for name, _ in pairs]
+        if unknown := [k for k in axis if k not in known]:
+            raise ValueError(f"tile: axis names {unknown}, but the call has the arguments {known}.")
+        return first + [(name, arg, axis.get(name), False) for name, arg in pairs]
+    if isinstance(axis, (tuple, list)):
+        if len(axis) != len(given):
+            raise ValueError(
+                f"tile: axis={axis!r} has {len(axis)} entries, but the call has {len(given)} positional arguments. "
+                "Give one entry for each, None for those that every tile sees whole."
+            )
+        return [*first, *((n, a, p, False) for (n, a), p in zip(given, axis, strict=True)), *rest]
+    if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)):
+        raise TypeError(
+            "tile: axis must be an int, a tuple or a dict of ints and None for each argument, or the name of a "
+            f"dimension in their annotations, not {axis!r}."
+        )
+    return [*first, *((n, a, axis, True) for n, a in given), *rest]
+
+
+def _names(fn: Callable[..., Any], count: int) -> list[str]:
+    """The positional arguments' names, as far as the signature tells them."""
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [p.name for p in parameters if p.kind in kinds]
+    return [names[i] if i < len(names) else f"args[{i}]" for i in range(count)]
+
+
+def _spread(name: str, prefix: Any, arg: Any, count: int) -> list[Any]:
+    """One entry of `axis` for each leaf of an argument."""
+    if prefix is None or isinstance(prefix, (int, np.integer)):
+        module = [isinstance(arg, eqx.Module)] * count
+        return [(prefix, inside) for inside in module]
+    leaf = lambda x: x is None or isinstance(x, (int, np.integer))
+    try:
+        spread = jax.tree.broadcast(prefix, arg, is_leaf=leaf)
+    except ValueError as error:
+        raise ValueError(
+            f"tile: the part of `axis` for argument `{name}` does not fit it: {prefix!r} is no prefix of "
+            f"{jax.tree.structure(arg)}. It must be an int, None, or a pytree of those that the argument begins with."
+        ) from error
+    dims = jax.tree.leaves(spread, is_leaf=leaf)
+    if len(dims) != count:  # a None in the argument itself is no leaf
+        dims = [
+            d for d, x in zip(dims, jax.tree.leaves(arg, is_leaf=lambda x: x is None), strict=True) if x is not None
+        ]
+    return [(d, False) for d in dims]
+
+
+def _dim(name: str, leaf: Any, entry: tuple[Any, bool], lenient: bool) -> int | None:
+    """The dimension of one array to cut, counted from the front."""
+    dim, in_module = entry
+    if dim is None:
+        return None
+    if isinstance(dim, bool) or not isinstance(dim, (int, np.integer)):
+        raise TypeError(f"tile: axis has {dim!r} for `{name}`; only an int or None can stand there.")
+    if lenient:
+        key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        if in_module or key or leaf.ndim == 0:
+            return None
+    if not -leaf.ndim <= dim < leaf.ndim:
+        if lenient:
+            return None
+        raise ValueError(
+            f"tile: axis {dim} is out of range for `{name}`, {_type(leaf)}, which has {leaf.ndim} dimensions. "
+            "Use None for arrays that every tile sees whole."
+        )
+    return int(dim) % leaf.ndim
+
+
+def _type(leaf: Any) -> str:
+    return describe(leaf)

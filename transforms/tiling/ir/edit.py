@@ -1,0 +1,101 @@
+"""Changes to a graph that leave its meaning as it is."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Primitive
+from jax.sharding import AxisType
+
+from transforms.tiling.ir.graph import Graph, Node, Value, body, flatten
+from transforms.tiling.mesh.layout import like, varying
+
+
+def add(nodes: list[Node], like: Node, primitive: Primitive, inputs: Sequence[Value], avals: Any, **params: Any) -> Any:
+    """Append a node; return its results. It has the side effects of the one that it is a part `of`, if of any."""
+    effects = like.effects if "of" in params else ()
+    node = dataclasses.replace(
+        like, primitive=primitive, params=params, inputs=list(inputs), outputs=[], bodies={}, effects=effects
+    )
+    node.outputs.extend(Value(aval, node, i) for i, aval in enumerate(avals))
+    nodes.append(node)
+    return node.outputs
+
+
+def replace(graph: Graph, node: Node, nodes: Sequence[Node], values: dict[Value, Value], keep: bool = False) -> None:
+    """Put `nodes` in the place of `node` (before it, if it is to be kept), and `values` in that of its results."""
+    at = graph.nodes.index(node)
+    graph.nodes[at : at + (not keep)] = nodes
+    for other in graph.nodes:
+        other.inputs = [values.get(v, v) for v in other.inputs]
+    graph.outputs[:] = [values.get(v, v) for v in graph.outputs]
+
+
+def traced(fn: Callable[..., Any], inputs: Sequence[Value], node: Node) -> tuple[list[Node], list[Value]]:
+    """The equations of a function of some values, which stand for `node` in messages; and its results."""
+    made = flatten(_there(node, lambda: jax.make_jaxpr(fn)(*(like(v.aval) for v in inputs))), together=node.together)
+    given = dict(zip(made.inputs, inputs, strict=True))
+    for other in made.nodes:
+        other.inputs = [given.get(v, v) for v in other.inputs]
+        other.source, other.caller = node.source, node.caller
+    return made.nodes, [given.get(v, v) for v in made.outputs]
+
+
+def _there(node: Node, trace: Callable[[], ClosedJaxpr]) -> ClosedJaxpr:
+    """What `trace` returns where a node runs, which may be the body of a `shard_map`."""
+    here = jax.sharding.get_abstract_mesh()
+    with node.context.manager:
+        mesh = jax.sharding.get_abstract_mesh()
+    manual = {*mesh.manual_axes} - {*here.manual_axes}
+    if not manual:
+        return trace()
+    found: list[ClosedJaxpr] = []
+    mesh = mesh.update_axis_types(dict.fromkeys(manual, AxisType.Auto)) if here.empty else here
+    checked = any(varying(v.aval) for v in (*node.inputs, *node.outputs))
+    body = jax.shard_map(
+        lambda: found.append(trace()), mesh=mesh, in_specs=(), out_specs=None, axis_names=manual, check_vma=checked
+    )
+    jax.eval_shape(body)
+    return found[0]
+
+
+def inline(graph: Graph, node: Node) -> None:
+    """Put the body of a `jax.checkpoint`, or that of `lax.platform_dependent` for any platform, in its place."""
+    number = any_platform(node)
+    closed = body(node.params, "jaxpr") if number is None else node.params["branches"][number]
+    inner = flatten(closed, together=node.together)
+    given = dict(zip(inner.inputs, node.inputs[number is not None :], strict=True))
+    for other in inner.nodes:
+        other.inputs = [given.get(v, v) for v in other.inputs]
+        other.caller = other.caller or node.source
+    outs = [given.get(v, v) for v in inner.outputs]
+    replace(graph, node, inner.nodes, dict(zip(node.outputs, outs, strict=True)))
+
+
+def any_platform(node: Node) -> int | None:
+    """The branch of a `lax.platform_dependent` that every platform can run, if the equation is one that has it."""
+    platforms = node.params.get("branches_platforms") or ()
+    return platforms.index(None) if None in platforms else None
+
+
+def split(graph: Graph, node: Node, wanted: Sequence[int], inputs: Sequence[int], fn: Callable[..., Any]) -> None:
+    """Compute the results `wanted` of a node apart from the others: by `fn`, from its operands `inputs`."""
+    nodes, outs = traced(fn, [node.inputs[i] for i in inputs], node)
+    replace(graph, node, nodes, dict(zip([node.outputs[i] for i in wanted], outs, strict=True)), keep=True)
+
+
+def sort(graph: Graph) -> None:
+    """Bring the nodes into an order in which operands come first, changing as little as possible."""
+    ordered: dict[Node, None] = {}
+    for root in graph.nodes:
+        stack = [root]
+        while stack:
+            missing = [v.producer for v in stack[-1].inputs if v.producer and v.producer not in ordered]
+            if missing:
+                stack.extend(missing)
+            else:
+                ordered.setdefault(stack.pop())
+    graph.nodes[:] = ordered

@@ -1,0 +1,81 @@
+"""What no function may do that is tiled: what JAX refuses to type on a mesh with Explicit axes, and mutable arrays."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import traceback
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.extend import source_info_util
+
+from transforms.tiling.ir.placement import TileError
+
+# Raised where Python wants a value that is only known when the program runs: `if x > 0`, `float(x)`, `x[mask]`.
+UNKNOWN = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerBoolConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+OURS = (str(Path(jax.__file__).parent), str(Path(__file__).parent))
+REMEDIES = {
+    "dot_general": (
+        "Both operands bring the same mesh axis to the result. Gather the weight for this product first: "
+        "w = jax.sharding.reshard(w, jax.P(None, None)); or pass out_sharding= to the product."
+    ),
+    ".at[": (
+        "Pick labels by comparison, which runs on each device's share: "
+        "jnp.where(jnp.arange(logits.shape[-1]) == labels[..., None], logits, 0).sum(-1); "
+        "or look rows up by table.at[ids].get(out_sharding=jax.P(...))."
+    ),
+    "": "Bring one operand into the form of the other first: x = jax.sharding.reshard(x, jax.P(...)).",
+}
+
+
+def check_pure(eqn: Any) -> None:
+    """Refuse mutable arrays: the loops run when their results are needed, not in the order of the program."""
+    if any("RefEffect" in c.__name__ or "MutableArray" in c.__name__ for e in eqn.effects for c in type(e).__mro__):
+        where = source_info_util.summarize(eqn.source_info)
+        raise TileError(
+            f"cannot tile `{eqn.primitive.name}` at {where}: it reads or writes a mutable array, and tiles have an "
+            "order of their own. Return the new value instead, or leave it out of the tiled function."
+        )
+
+
+@contextlib.contextmanager
+def explained() -> Generator[None]:
+    """Say of an error of sharding types where it is and what to write.
+
+    Raises:
+        TileError: JAX refused to type what the function, or its derivative, does on this mesh.
+    """
+    try:
+        yield
+    except Exception as error:
+        if type(error).__name__ not in ("ShardingTypeError", "DuplicateSpecError"):  # which have no public name
+            raise
+        remedy = next(text for part, text in REMEDIES.items() if part in str(error))
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(OURS)]
+        where = f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].name})" if frames else "its derivative"
+        raise TileError(f"cannot run on this mesh, at {where}: {error}\n  {remedy}") from error
+
+
+@contextlib.contextmanager
+def tracing(fn: Any) -> Generator[None]:
+    """Add to JAX's errors about values that nobody knows yet that it is `tile` that traces, and which function."""
+    try:
+        yield
+    except UNKNOWN as error:
+        code = getattr(inspect.unwrap(fn), "__code__", None)
+        where = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+        error.add_note(
+            f"`tile` traces `{getattr(fn, '__qualname__', fn)}`{where} once, as `jax.jit` does, to find out how to cut "
+            "it: the values of arrays are not known then. Write jax.lax.cond or jnp.where for an `if`, and leave out "
+            "float(), int(), bool() and numpy of what is computed from arrays."
+        )
+        raise

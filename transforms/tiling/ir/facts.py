@@ -1,0 +1,185 @@
+"""What is known of a graph whose axis is cut: where each value stands, from which loop on, what had to be whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from transforms.tiling.analysis.limits import Limits
+from transforms.tiling.ir.graph import Graph, Node, Value
+from transforms.tiling.ir.placement import ALONE, WHOLE, Placement, Reach, Span, Tiled, Whole
+from transforms.tiling.mesh.layout import ADDS, ALWAYS_TYPED, Apart, Held, like, named
+from transforms.tiling.rules import RULES, Move, run
+
+
+class Fact(NamedTuple):
+    placement: Placement
+    stage: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """`value` is stored whole for `node`: `reason` reads after the primitive's name."""
+
+    value: Value
+    node: Node
+    reason: str
+    placement: Placement
+
+    def __str__(self) -> str:
+        return f"{self.value} {self.placement} for `{self.node.name}` at {self.node.where}: it {self.reason}"
+
+
+class Inline(Exception):
+    """A region cannot be kept as one: its body must be part of the graph around it."""
+
+    def __init__(self, node: Node):
+        self.node = node
+
+
+class Sink(Exception):
+    """A region reads a cut value that is too large to be made whole: its body is to make it, from `sources`."""
+
+    def __init__(self, node: Node, operands: Sequence[int], sources: Sequence[Value]):
+        self.node, self.operands, self.sources = node, operands, sources
+
+
+class Split(Exception):
+    """Some results of a region are the same for every tile: they are to be computed apart from the others."""
+
+    def __init__(self, node: Node, wanted: Sequence[int]):
+        self.node, self.wanted = node, wanted
+
+
+class Along(Exception):
+    """A node runs along the cut axis: it is to be rewritten so that it hands a state from tile to tile."""
+
+    def __init__(self, node: Node):
+        self.node = node
+
+
+@dataclasses.dataclass(frozen=True)
+class Region(Move):
+    """How an equation with bodies moves, the analyses that this was read off, and what devices hold parts of."""
+
+    bodies: tuple[Analysis, ...] = ()
+    apart: tuple[Apart, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Local(Move):
+    """An equation that runs on whole operands, outside the loops, its body a tiled program of its own.
+
+    Its results are stored whole, but cut ones are still read slice by slice.
+    """
+
+    programs: tuple[Any, ...] = ()
+    reads: tuple[int, ...] = ()  # the operands that it needs
+    run: Callable[[list[Any]], list[Any]] = lambda values: values  # None stands for the others
+    constants: tuple[int, ...] = ()  # those of `reads` that stay the same from step to step
+    reason: str = "runs on whole operands, its body tile by tile"  # why the operands are whole
+
+
+def grain(move: Move) -> int:
+    """Of how many rows tiles must hold a multiple: groups that have become one element stay together."""
+    groups = [p.group for p in (*move.ins, *move.outs) if isinstance(p, Tiled)]
+    return math.lcm(*groups, *(b.grain for b in move.bodies)) if isinstance(move, Region) else math.lcm(*groups)
+
+
+class Promote(Exception):
+    """Whole values are too large to be made whole, but can be made tile by tile: to be placed as Tiled."""
+
+    def __init__(self, placements: dict[Value, Tiled]):
+        self.placements = placements
+
+
+@dataclasses.dataclass
+class Analysis:
+    """What `propagate` found out about `graph`."""
+
+    graph: Graph
+    facts: dict[Value, Fact]
+    moves: dict[Node, Move]
+    completions: list[Completion]
+    completed: dict[tuple[Node, int], str]  # operands (by number) that are read after they were completed, and why
+    inputs: frozenset[Value]
+    used: set[Value]  # values that an output or another node reads
+    stored: set[Value] = dataclasses.field(default_factory=set)  # cut values that are whole before the loops
+    # Whole values that change from tile to tile, and whether they go from the last to the first, if they have an order.
+    running: dict[Value, bool | None] = dataclasses.field(default_factory=dict)
+    # Of the loops that have an order, whether they reverse it.
+    backward: dict[int, bool] = dataclasses.field(default_factory=dict)
+    ways: dict[Value, bool] = dataclasses.field(default_factory=dict)  # the same, of what only such a loop can form
+    apart: Held = dataclasses.field(default_factory=Held)  # sums that each device holds a part of
+    limits: Limits | None = None
+    typed: dict[Any, str | None] = dataclasses.field(default_factory=dict)
+    passing: set[Value] | None = None  # in a region: the values that may be apart
+    reach: dict[Value, Reach] = dataclasses.field(default_factory=dict)  # rows beside the tile that they take
+    fixed: dict[Value, Node] = dataclasses.field(default_factory=dict)  # cut values that are made for the tile alone
+    moving: set[Value] = dataclasses.field(default_factory=set)  # what depends on the tiles before
+    grain: int = 1  # tiles hold a multiple of so many rows
+
+    def fact(self, value: Value) -> Fact:
+        return self.facts.get(value, Fact(WHOLE))
+
+    @functools.cached_property
+    def added(self) -> dict[Value, list[Value]]:
+        """What each value of the graph is added to."""
+        found: dict[Value, list[Value]] = {}
+        for node in self.graph.nodes:
+            for value in node.inputs if node.name in ADDS else ():
+                found.setdefault(value, []).extend(node.inputs)
+        return found
+
+    def turned(self, stage: int, backward: bool) -> int:
+        """The first loop from `stage` on that runs, or from now on will run, in a direction."""
+        while self.backward.setdefault(stage, backward) != backward:
+            stage += 1
+        return stage
+
+    def untyped(self, node: Node, move: Move) -> str | None:
+        """Why an equation cannot run, or be spread over devices, on a tile of its operands, though it can on all."""
+        rule = RULES.get(node.name)
+        if rule is not None and rule.unfit is not None and not all(isinstance(p, Whole) for p in move.ins):
+            return rule.unfit(node, move, self._span) if self.limits is not None and self.limits.options else None
+        known = node.name in ALWAYS_TYPED or isinstance(move, (Region, Local)) or self.limits is None
+        if known or not any(isinstance(p, Tiled) for p in (*move.ins, *move.outs)):
+            return None
+        if all(named(v.aval) is None for v in (*node.inputs, *node.outputs)):
+            return None
+        key = (node, *move.ins, *move.outs)
+        if key not in self.typed:
+            self.typed[key] = self._untyped(node, move)
+        return self.typed[key]
+
+    @property
+    def _span(self) -> Span:
+        assert self.limits is not None
+        o = self.limits.options
+        return Span(0, o.size, o.total, o.accumulate)
+
+    def _untyped(self, node: Node, move: Move) -> str | None:
+        span = self._span
+        spans = [span.beside(move.reach.get(i, ALONE)) for i in range(len(move.ins))]
+        both = zip(node.inputs, move.ins, spans, strict=True)
+        tiles = [like(v.aval, s.local_shape(v.shape, p)) for v, p, s in both]
+        try:
+            jax.eval_shape(lambda start, *values: run(node, list(values), move, span._replace(start=start)), 0, *tiles)
+        except Exception as error:  # JAX has no public name for errors of sharding types
+            return f"cannot be spread over the devices a tile at a time ({str(error)[:200]})"
+        return None
+
+    def needs(self, node: Node) -> list[Value]:
+        """The operands that a node, run on whole values, reads."""
+        move = self.moves.get(node)
+        return [node.inputs[i] for i in move.reads] if isinstance(move, Local) else node.inputs
+
+    def end(self, value: Value) -> int:
+        """The last loop that has to run for `value` to be whole."""
+        fact = self.fact(value)
+        return fact.stage - (isinstance(fact.placement, Whole) or value in self.stored)

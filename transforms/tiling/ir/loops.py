@@ -1,0 +1,116 @@
+"""What a schedule is made of: loops over the tiles, their steps, and how results are accumulated."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, NamedTuple
+
+from transforms.tiling.ir.facts import Analysis
+from transforms.tiling.ir.graph import Node, Value, flops
+from transforms.tiling.ir.placement import ALONE, WHOLE, Partial, Placement, Reach
+from transforms.tiling.passes.online.terms import Term
+from transforms.tiling.rules import Move
+
+
+class Ref(NamedTuple):
+    """An operand as a loop reads it.
+
+    `whole`: the whole value; `slice`: this tile of the whole value; `once`: the whole value on the first tile and 0 on
+    the others; `tile`: what a step of this loop computed. `halo`: with how many rows before and after the tile.
+    """
+
+    value: Value
+    want: Placement
+    how: Literal["whole", "slice", "once", "tile"]
+    halo: Reach = ALONE
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Step:
+    """Run `node` on one tile, with `halo` rows before and after it; `silent` if another loop has its side effects."""
+
+    node: Node
+    move: Move
+    refs: tuple[Ref, ...]
+    keys: tuple[tuple[Value, Placement], ...]
+    halo: Reach = ALONE
+    silent: bool = False
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Update:
+    """How one tile changes a result: terms are added (or, if Tiled, written) one after the other.
+
+    A term is a step whose rule adds to the accumulator itself, or a reference to what the loop computed. Before that,
+    what was added is rescaled as the running `anchors` that it is relative to have moved; or moved with them, as often
+    as `weight` has summed up to.
+    """
+
+    value: Value
+    terms: tuple[Step | Ref, ...]
+    anchors: tuple[Term, ...] = ()
+    weight: Value | None = None
+
+
+HEAVY = ("conv_general_dilated", "triangular_solve", "tridiagonal_solve")  # they copy what they read
+
+
+@dataclasses.dataclass
+class Loop:
+    steps: list[Step] = dataclasses.field(default_factory=list)
+    updates: list[Update] = dataclasses.field(default_factory=list)
+    reads: dict[Value, None] = dataclasses.field(default_factory=dict)  # whole values, ready before the loop
+    states: dict[Value, None] = dataclasses.field(default_factory=dict)  # partial results that the next tile reads
+    reverse: bool = False  # from the last tile to the first
+    made: set[tuple[Value, Placement]] = dataclasses.field(default_factory=set)  # the keys of the steps
+
+    @property
+    def refs(self) -> list[Ref]:
+        """All operands."""
+        terms = [t for u in self.updates for t in u.terms]
+        steps = [*self.steps, *(t for t in terms if isinstance(t, Step))]
+        return [*(r for s in steps for r in s.refs), *(t for t in terms if isinstance(t, Ref))]
+
+    def trim(self) -> None:
+        """Leave out those results of a scan over the tile that nobody reads."""
+        read = {(ref.value, ref.want) for ref in self.refs}
+        for i, step in enumerate(self.steps):
+            if step.node.name == "scan_part":
+                outs = tuple(
+                    p if (v, p) in read else WHOLE for v, p in zip(step.node.outputs, step.move.outs, strict=True)
+                )
+                keys = tuple(key for key in step.keys if key in read)
+                self.steps[i] = dataclasses.replace(step, move=dataclasses.replace(step.move, outs=outs), keys=keys)
+
+    @property
+    def nodes(self) -> list[Node]:
+        terms = [t for u in self.updates for t in u.terms if isinstance(t, Step)]
+        return [s.node for s in (*self.steps, *terms)]
+
+    def light(self, facts: Analysis) -> bool:
+        """Whether one pass over whole arrays does as well as tiles: sums of what is no larger than the inputs read.
+
+        Only sums: a maximum is compared, later, with values that must come out the same to the last bit.
+        """
+        refs = [r for s in self.steps for r in s.refs] + [
+            r for u in self.updates for r in u.terms if isinstance(r, Ref)
+        ]
+        read = max((r.value.nbytes for r in refs if r.how == "slice"), default=0)
+        made = max((v.nbytes for s in self.steps for v in s.node.outputs), default=0)
+        if any(n.effects or n.name == "carried" for n in self.nodes):
+            return False  # what goes from tile to tile is rounded as it goes
+        sums = all(facts.fact(u.value).placement == Partial("sum") for u in self.updates)
+        return sums and made <= read and not any(flops(n) or n.name in HEAVY for n in self.nodes)
+
+
+@dataclasses.dataclass
+class Schedule:
+    analysis: Analysis
+    loops: list[Loop]
+    late: set[Value]  # partial results that are computed from another one after the loop
+    size: int  # of a tile: what was asked for, or a little more where rows stay together
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of the matrix products in all loops."""
+        return sum(flops(node) for loop in self.loops for node in loop.nodes)

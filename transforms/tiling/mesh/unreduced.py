@@ -1,0 +1,52 @@
+"""Which sums the devices of a mesh may each keep a part of until a loop is over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transforms.tiling.ir.graph import Node, Value
+from transforms.tiling.ir.placement import Partial, Tiled
+from transforms.tiling.mesh.layout import TOGETHER, contracted, named, narrowest, passable, summed
+
+
+def keep_apart(found: Any, node: Node, move: Any) -> None:
+    """Note, in an analysis, which partial sums a node makes or passes on that stay apart."""
+    read = (v for i, v in enumerate(node.inputs) if (node, i) not in found.completed)
+    if node.name in ("running", "carried") or not found.moving.isdisjoint(read):
+        found.moving.update(node.outputs)  # an online sum is rescaled on the way, which takes all of it
+    if node.together:
+        return
+    for i, value in enumerate(node.outputs):
+        allowed = found.passing is None or value in found.passing
+        if move.outs[i] != Partial("sum") or value in found.moving or not allowed:
+            continue
+        if bodies := getattr(move, "bodies", ()):
+            made = move.apart[i] if move.apart and bodies else TOGETHER
+        else:
+            made = summed(node, found.apart, [isinstance(p, Partial) for p in move.ins], _joined(found, value))
+        if made.axes:
+            found.apart[value] = made
+
+
+def _joined(found: Any, value: Value) -> bool:
+    """Whether a partial sum is added to one that is apart: the two gradients of a tied table."""
+    return any(v in found.apart for v in found.added.get(value, ()))
+
+
+def postpone(found: Any) -> None:
+    """Leave the sum of a product's parts until after the loop where a cut result is only written (tensor parallelism).
+
+    And find the dtype in which each sum is made.
+    """
+    alone = passable(found.graph, found.completed)
+    for node in found.graph.nodes:
+        value = node.outputs[0] if len(node.outputs) == 1 else None
+        if value is None or value not in alone or value in found.moving or node.together or named(value.aval) is None:
+            continue
+        source = node.inputs[0] if node.inputs else None
+        if isinstance(found.moves[node].outs[0], Tiled) and (node.name == "dot_general" or source in found.apart):
+            made = summed(node, found.apart, [v in found.apart for v in node.inputs])
+            left, right = contracted(node)
+            if made.axes and (node.name != "dot_general" or left == right):
+                found.apart[value] = made
+    found.apart.update({v: narrowest(v, apart, found.graph) for v, apart in found.apart.items()})

@@ -1,0 +1,83 @@
+"""Weights that a loop's products read, brought before the loop into the form in which those read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from transforms.tiling.ir.graph import REMAT, Graph, Node, Value, body_graph
+from transforms.tiling.ir.loops import Loop, Ref, Step
+from transforms.tiling.mesh.layout import demand, entries_of, layout, move, named, spec
+from transforms.tiling.rules import scan_counts
+
+Wanted = tuple[PartitionSpec, Any]
+
+
+def gather(loop: Loop, read: Callable[[Value], Any]) -> dict[Any, Any]:
+    """The whole operands of a loop's products and of those inside its equations with bodies, each gathered once.
+
+    Args:
+        loop: the loop.
+        read: returns a whole value.
+    """
+    return {key: move(read(key[0]).astype(key[2]), key[1]) for key in gathered(loop)}
+
+
+def gathered(loop: Loop) -> list[tuple[Value, PartitionSpec, Any]]:
+    """What is gathered for a loop: the value, and how it is spread and its dtype from then on."""
+    steps = (*loop.steps, *(t for u in loop.updates for t in u.terms if isinstance(t, Step)))
+    keys = (_key(step.node, i, ref) for step in steps for i, ref in enumerate(step.refs))
+    return list(dict.fromkeys(key for key in keys if key is not None))
+
+
+def find(env: dict[Any, Any], node: Node, operand: int, ref: Ref) -> Any | None:
+    """What was gathered for an operand, if it was."""
+    key = _key(node, operand, ref)
+    return None if key is None else env.get(key)
+
+
+def _key(node: Node, operand: int, ref: Ref) -> tuple[Value, PartitionSpec, Any] | None:
+    if ref.how != "whole" or named(ref.value.aval) is None:
+        return None
+    found = wanted(node, operand)
+    return None if found is None or found == (spec(ref.value.aval), ref.value.dtype) else (ref.value, *found)
+
+
+def wanted(node: Node, operand: int) -> Wanted | None:
+    """How the products that read an operand need it spread, and in which dtype; None if not only such alike do."""
+    if node.name == "dot_general":
+        return demand(node, operand), node.inputs[operand].dtype
+    if node.name in REMAT:
+        return _inside(body_graph(node, "jaxpr"), operand)
+    if node.name != "scan":
+        return None
+    constants, carried = scan_counts(node)
+    if constants <= operand < constants + carried:
+        return None  # it changes from step to step
+    found = _inside(body_graph(node, "jaxpr"), operand)
+    if found is None or operand < constants:
+        return found
+    return layout([(), *entries_of(found[0])]), found[1]
+
+
+def _inside(graph: Graph, number: int) -> Wanted | None:
+    """How the products in a body need one of its inputs."""
+    found: set[Wanted] = set()
+    stack = [graph.inputs[number]]
+    while stack:
+        value = stack.pop()
+        if value in graph.outputs:
+            return None
+        for node in graph.nodes:
+            for i, read in enumerate(node.inputs):
+                if read is not value:
+                    continue
+                if node.name == "convert_element_type":
+                    stack.append(node.outputs[0])
+                elif (inner := wanted(node, i)) is not None:
+                    found.add(inner)
+                else:
+                    return None
+    return found.pop() if len(found) == 1 else None

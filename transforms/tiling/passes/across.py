@@ -1,0 +1,132 @@
+"""Operations along an axis that is in pieces: slices, padding, splits and choices, as functions of the pieces."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from transforms.tiling.ir.graph import Node, body_graph
+from transforms.tiling.ir.placement import Tiled
+from transforms.tiling.passes.pieces import Piece
+from transforms.tiling.rules import scan_counts
+from transforms.tiling.rules.regions import whole_body
+from transforms.tiling.rules.scan import added, run_scan
+
+Found = Callable[..., list[Any]] | None
+
+
+def cropped(node: Node, dim: int) -> tuple[int, int] | None:
+    """The range of dimension `dim` that a node keeps of its operand, if all that it does is to keep one."""
+    shape = node.inputs[0].shape
+    if node.name == "slice":
+        ranges = list(zip(node.params["start_indices"], node.params["limit_indices"], strict=True))
+        plain = node.params["strides"] is None or set(node.params["strides"]) <= {1}
+    elif node.name == "pad":
+        config = node.params["padding_config"]
+        ranges = [(-low, size + high) for (low, high, _), size in zip(config, shape, strict=True)]
+        plain = all(low <= 0 and high <= 0 and gap == 0 for low, high, gap in config)
+    else:
+        return None
+    others = all(r == (0, size) for d, (r, size) in enumerate(zip(ranges, shape, strict=True)) if d != dim)
+    return ranges[dim] if plain and others and ranges[dim] != (0, shape[dim]) else None
+
+
+def padded(node: Node, dim: int) -> tuple[int, int] | None:
+    """How much a node puts before and after its operand in dimension `dim`, if that is all that it does."""
+    if node.name != "pad":
+        return None
+    low, high, gap = node.params["padding_config"][dim]
+    others = all(tuple(c) == (0, 0, 0) for d, c in enumerate(node.params["padding_config"]) if d != dim)
+    return (low, high) if others and gap == 0 and low >= 0 and high >= 0 else None
+
+
+def crop(node: Node, cut: Tiled, spans: Sequence[Piece]) -> Found:
+    """One of the pieces, or several; of one that has more than the axis, a part."""
+    if (part := cropped(node, cut.dim)) is None:
+        return None
+    start, limit = part
+    if spans[0].beyond:
+        offset = -spans[0].start
+        return lambda x, *_: [lax.slice_in_dim(x, start + offset, limit + offset, axis=cut.dim)]
+    inner = [k for k, s in enumerate(spans) if start <= s.start and s.start + s.length <= limit]
+    if sum(spans[k].length for k in inner) != limit - start:
+        return None
+    return lambda *xs: [lax.concatenate([xs[k] for k in inner], cut.dim) if len(inner) > 1 else xs[inner[0]]]
+
+
+def pad(node: Node, cut: Tiled, spans: Sequence[Piece]) -> Found:
+    """A part put back where it was taken from: the rows beside it are those of the padding."""
+    span, beside = spans[0], padded(node, cut.dim)
+    if not span.beyond or beside != (-span.start, span.start + span.length - span.total):
+        return crop(node, cut, spans)
+    return lambda x, fill: [jnp.where(span.inside(node.inputs[0].shape, cut), x, fill)]
+
+
+def split(node: Node, cut: Tiled, spans: Sequence[Piece]) -> Found:
+    """A split at the ends of pieces."""
+    sizes = [s.length for s in spans]
+    return (lambda *xs: list(xs)) if node.params["axis"] == cut.dim and list(node.params["sizes"]) == sizes else None
+
+
+def choose(node: Node, cut: Tiled, spans: Sequence[Piece]) -> Found:
+    """`argmax` and `argmin`: the first of the best; nan counts as better than anything."""
+    if tuple(node.params["axes"]) != (cut.dim,) or spans[0].beyond:
+        return None
+    largest = node.name == "argmax"
+
+    def best(piece: Any, span: Piece) -> tuple[Any, Any]:
+        (found,) = node.bind([piece])
+        return (jnp.max if largest else jnp.min)(piece, cut.dim), found + jnp.asarray(span.start, found.dtype)
+
+    def better(first: tuple[Any, Any], second: tuple[Any, Any]) -> tuple[Any, Any]:
+        (old, _), (new, _) = first, second
+        wins = new > old if largest else new < old
+        if jnp.issubdtype(new.dtype, jnp.inexact):
+            wins |= jnp.isnan(new) & ~jnp.isnan(old)
+        return jnp.where(wins, new, old), jnp.where(wins, second[1], first[1])
+
+    return lambda *pieces: [functools.reduce(better, map(best, pieces, spans))[1]]
+
+
+def rejoin(node: Node, number: int, cut: Tiled, spans: Sequence[Piece]) -> Found:
+    """A part put back where it was taken from, operand `number` of a join: the rows beside it are the others'."""
+    span, shapes = spans[0], [v.shape for v in node.inputs]
+    start = sum(shape[cut.dim] for shape in shapes[:number])
+    here = span.beyond and (start, node.outputs[0].shape[cut.dim]) == (-span.start, span.length)
+    if not here or node.params["dimension"] != cut.dim:
+        return None
+
+    def put(part: Any, *others: Any) -> list[Any]:
+        hole = jnp.zeros(shapes[number], part.dtype)
+        beside = lax.concatenate([*others[:number], hole, *others[number:]], cut.dim)
+        return [jnp.where(span.inside(shapes[number], cut), part, beside)]
+
+    return put
+
+
+def scanned(node: Node, span: Piece, *values: Any) -> list[Any]:
+    """A scan whose steps leave what it carries as it is where the axis has no row."""
+    constants, carried = scan_counts(node)
+    every = range(len(node.outputs))
+    whole, adds = whole_body(body_graph(node, "jaxpr"), every), added(node)
+
+    def body(inner: Sequence[Any]) -> list[Any]:
+        *given, inside = inner
+        state = list(given[constants : constants + carried])
+        for i in adds:
+            given[constants + i] = jnp.zeros_like(state[i])
+        outs = whole(given)
+        for i, before in enumerate(state):
+            kept = jnp.where(inside, outs[i], given[constants + i])
+            outs[i] = before + kept if i in adds else kept
+        return outs
+
+    inside = span.inside((span.total,), Tiled(0))
+    return run_scan(node, [*values, inside], every, body, span.length)
+
+
+ACROSS = {"slice": crop, "pad": pad, "split": split, "argmax": choose, "argmin": choose}

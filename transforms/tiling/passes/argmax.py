@@ -1,0 +1,86 @@
+"""`argmax`, `argmin` and `top_k` along the cut axis: the best so far goes from tile to tile with its places."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+
+from transforms.tiling.ir.edit import add
+from transforms.tiling.ir.graph import Node, Value
+from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled
+from transforms.tiling.passes.loop_state import begin, leave
+from transforms.tiling.rules import Move, register
+
+chosen_p = Primitive("chosen")
+
+NOBODY = -1  # the place of an entry of `top_k` that no tile has filled
+
+
+def write_choice(nodes: list[Node], node: Node, span: Span) -> list[Value]:
+    """Rewrite a choice along the cut axis: what it returns is what the last tile leaves."""
+    (operand,) = node.inputs
+    places = node.outputs[-1].aval
+    values = ShapedArray(places.shape, operand.dtype)
+    none = Value(ShapedArray((), values.dtype), const=np.zeros((), values.dtype))
+    nobody = Value(ShapedArray((), places.dtype), const=np.full((), NOBODY).astype(places.dtype))
+    before = [begin(nodes, node, v, aval, span) for v, aval in ((none, values), (nobody, places))]
+    outs = add(nodes, node, chosen_p, [operand, *before], [values, places], of=node)
+    for state, left in zip(before, outs, strict=True):
+        leave(state, left)
+    return outs[-len(node.outputs) :]
+
+
+def push(node: Node, placements: tuple[Placement, ...]) -> Move:
+    return Move((Partial("last"),) * 2, (placements[0], WHOLE, WHOLE))
+
+
+def emit(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
+    cut, of = move.ins[0], node.params["of"]
+    assert isinstance(cut, Tiled)
+    choose = _best_few if len(of.outputs) == 2 else _best
+    return choose(of, values, cut, span)
+
+
+def _best(node: Node, values: list[Any], cut: Tiled, span: Span) -> list[Any]:
+    """The first of the best: nan counts as better than anything, and an earlier tile's as better than the same."""
+    array, best, place = values
+    (local,) = node.bind([array])
+    found = jnp.take_along_axis(array, jnp.expand_dims(local, cut.dim), cut.dim).squeeze(cut.dim)
+    better = found > best if node.name == "argmax" else found < best
+    if jnp.issubdtype(found.dtype, jnp.inexact):
+        better |= jnp.isnan(found) & ~jnp.isnan(best)
+    better |= jnp.equal(span.start, 0)
+    here = local + jnp.asarray(cut.steps(span.start), local.dtype)
+    return [jnp.where(better, found, best), jnp.where(better, here, place)]
+
+
+def _best_few(node: Node, values: list[Any], cut: Tiled, span: Span) -> list[Any]:
+    """The best of the tile's and those before: the larger first, of equal ones the earlier."""
+    array, best, places = values
+    count = best.shape[cut.dim]
+    found, local = node.bind([array], node.params | {"k": min(count, array.shape[cut.dim])})
+    here = local + jnp.asarray(cut.steps(span.start), local.dtype)
+    all_values = jnp.concatenate([best, found], cut.dim)
+    all_places = jnp.concatenate([places, here], cut.dim)
+    taken = (all_places != NOBODY).astype(jnp.int32)
+    keys = (taken, _totally_ordered(all_values), -all_places)
+    *_, turned, sorted_values = lax.sort((*keys, all_values), dimension=cut.dim, num_keys=3)
+    last = lambda x: jnp.flip(lax.slice_in_dim(x, x.shape[cut.dim] - count, None, axis=cut.dim), cut.dim)
+    return [last(sorted_values), -last(turned)]
+
+
+def _totally_ordered(array: Any) -> Any:
+    """Integers in the order in which `top_k` puts floats: -0.0 is less than 0.0, and subnormal numbers are no zeros."""
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        return array
+    integer = jnp.dtype(f"int{8 * array.dtype.itemsize}")
+    bits = lax.bitcast_convert_type(array, integer)
+    return jnp.where(bits < 0, bits ^ jnp.iinfo(integer).max, bits)
+
+
+register("chosen", push=push, emit=emit)

@@ -1,0 +1,303 @@
+"""Online reductions: sums that are relative to a running maximum and end in the loop that finds the maximum.
+
+`sum(exp(x - m))`, `m` the maximum of `x` over the cut axis, would need a loop for `m` and another for the sum. It is
+formed in one: each tile works with the maximum so far, and what was summed before is rescaled when that moves. A whole
+value that divides or multiplies each term alike (the denominator of a softmax) is applied after the loop. So attention
+cut over its keys is one loop, and so are the statistics of a cross-entropy cut over the vocabulary.
+
+A sum is rewritten as a copy of its computation in which the running maximum (`running`, an equation of our own) stands
+for the final one, and what was left out follows it. Where nothing is exponentiated, `sum(w * (x - m - s))`, or the
+logarithm of the probability of a label, what was left out is added as often as the weights sum up to: see linear.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+
+from transforms.tiling.ir.edit import add, replace, sort, traced
+from transforms.tiling.ir.facts import Analysis, Fact
+from transforms.tiling.ir.graph import Node, Value
+from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Whole
+from transforms.tiling.mesh.layout import contracted, named
+from transforms.tiling.passes.online.find import Finder
+from transforms.tiling.passes.online.terms import Early, Term, align, peel
+from transforms.tiling.passes.online.weights import Weights, shifted
+from transforms.tiling.passes.reassociate import Product, identity, reassociate
+from transforms.tiling.rules import Move, register
+
+running_p = Primitive("running")  # a maximum or minimum over the tiles so far
+anchor_p = Primitive("anchor")  # one that linear terms are relative to: 0 while all of them are masked
+
+
+@dataclasses.dataclass(frozen=True)
+class Online:
+    """How the accumulator of a partial sum is rescaled: by `exp(weight * (new - old))` of each running anchor.
+
+    If there is another sum, of the weights, then `weight * (new - old)` is added that often instead.
+    """
+
+    anchors: tuple[Term, ...]
+    weight: Value | None = None
+
+
+@dataclasses.dataclass
+class Rewritten:
+    """What was made online in a graph: the sums, and the copies of values that are relative to running anchors."""
+
+    sums: dict[Value, Online] = dataclasses.field(default_factory=dict)
+    copies: dict[Any, Value] = dataclasses.field(default_factory=dict)
+    ends: dict[Value, None] = dataclasses.field(default_factory=dict)  # the values that were rewritten, their anchors
+
+
+def rewrite(found: Analysis, done: Rewritten, span: Span) -> bool:
+    """Make sums of an analysed graph online where that saves a loop. Its analysis is void then.
+
+    All that do not build on one another: an analysis for each of them would take a deep program quadratic time.
+    """
+    finder = Finder(found)
+    able = {}
+    for value, early in finder.sums.items():
+        known = max([early.stage + 1, *(finder.known(t.value) for t in (*early.offsets, *early.factors))])
+        # Rescaling needs what all devices hold, in every tile.
+        apart = early.anchors and any(contracted(value.producer))
+        if value not in done.sums and not apart and known <= found.fact(value).stage:
+            able[value] = early
+    changed = False
+    for value, early in able.items():
+        node = value.producer
+        if node is None or (changed and not _is_intact(finder, value)) or not _saves(found, value, able):
+            continue
+        if node.name == "dot_general" and reassociate(found.graph, Product(node, value, identity), identity):
+            changed = True
+            continue
+        if (inner := finder.parts.get(value)) is not None:
+            return _divide(found, node, inner)
+        done.ends.update(dict.fromkeys([*(t.value for t in early.anchors), value]))
+        _Writer(finder, done, span).write(value, early)
+        changed = True
+    return changed
+
+
+def _is_intact(finder: Finder, value: Value) -> bool:
+    """Whether what the analysis says of a sum, and of all that it is copied from, still holds in a changed graph."""
+    alive = {*finder.found.graph.nodes}
+    same = lambda v: v.producer is None or (v.producer in alive and v in finder.found.facts)
+    stack, seen = [value], {value}
+    while stack:
+        current = stack.pop()
+        if not same(current):
+            return False
+        form = finder.early.get(current) or finder.sums.get(current)
+        if form is None or current.producer is None:
+            continue
+        fresh = [v for v in (*current.producer.inputs, *(t.value for t in form.terms)) if v not in seen]
+        seen.update(fresh)
+        stack += fresh
+    return True
+
+
+def _divide(found: Analysis, node: Node, inner: Node) -> bool:
+    """Sum over the cut axis first, over what else `node` sums over then."""
+    (cut,) = inner.params["axes"]
+    rest = tuple(d - (d > cut) for d in node.params["axes"] if d != cut)
+    nodes = [inner]
+    params = node.params | {"axes": rest}
+    (total,) = add(nodes, node, node.primitive, inner.outputs, [node.outputs[0].aval], **params)
+    replace(found.graph, node, nodes, {node.outputs[0]: total})
+    return True
+
+
+def _saves(found: Analysis, value: Value, able: Collection[Value]) -> bool:
+    """Whether a loop waits for the sum; or all results that are formed as late come of sums that are `able` too."""
+    stage = found.fact(value).stage
+    if any(
+        f.stage > stage and not isinstance(f.placement, Whole) for _, facts in _after(found, {value}) for f in facts
+    ):
+        return True
+    reached = {*able, *(v for node, _ in _after(found, set(able)) for v in node.outputs)}
+    ends = [found.end(v) for v in found.graph.outputs if v not in reached]
+    return max(ends, default=-1) < stage
+
+
+def _after(found: Analysis, reached: set[Value]) -> Iterator[tuple[Node, list[Fact]]]:
+    """The nodes that depend on some values, and what is known of their results."""
+    for node in found.graph.nodes:
+        if not reached.isdisjoint(node.inputs):
+            reached.update(node.outputs)
+            yield node, [found.fact(v) for v in node.outputs if v in found.used]
+
+
+class _Writer:
+    def __init__(self, finder: Finder, done: Rewritten, span: Span):
+        self.finder, self.found, self.done, self.span = finder, finder.found, done, span
+        self.nodes: list[Node] = []
+        self.linear = False  # what is summed is not exponentiated
+
+    def write(self, value: Value, early: Early) -> None:
+        node = value.producer
+        assert node is not None
+        self.linear = early.weighted
+        wide = self.span.wide(value.dtype)
+        total = self.copy(value)
+        weight = Weights(self.finder, self.copy, self.nodes)(value) if early.weighted else None
+        sums = [v for v in (total, weight) if v is not None]
+        for v in sums:
+            v.aval = ShapedArray(value.shape, wide, sharding=named(value.aval))
+        anchors = tuple(dataclasses.replace(t, value=self.anchor(t.value, t.weight)) for t in early.anchors)
+        self.done.sums[total] = Online(anchors, weight)
+        terms = early.terms
+
+        def finish(*values: Any) -> Any:
+            total, *rest = (v.astype(wide) for v in values)
+            return (shifted if early.weighted else _finish)(early, total, *rest).astype(value.dtype)
+
+        known = [self.settled(v, node) for v in sums]
+        nodes, (result,) = traced(finish, [*known, *(t.value for t in terms)], node)
+        replace(self.found.graph, node, [*self.nodes, *nodes], {value: result})
+        sort(self.found.graph)
+
+    def settled(self, total: Value, node: Node) -> Value:
+        """A sum once its anchors are final: before that, nothing may be added to it. It is linear in nothing."""
+        kind = jnp.finfo(total.dtype)
+        params = {"exponent_bits": kind.nexp, "mantissa_bits": kind.nmant}
+        return add(self.nodes, node, lax.reduce_precision_p, [total], [total.aval], **params)[0]
+
+    def copy(self, value: Value) -> Value:
+        """The value as it can be known early: relative to running anchors, without factors and offsets."""
+        node = value.producer
+        if node is None or (value not in self.finder.early and value not in self.finder.sums):
+            return value
+        key = ("linear" if self.linear else "scaled", value)
+        if key not in self.done.copies:
+            self.done.copies[key] = self._copied(node, self.finder.early.get(value) or self.finder.sums[value])
+        return self.done.copies[key]
+
+    def _copied(self, node: Node, early: Early) -> Value:
+        inputs = [self.copy(v) for v in node.inputs]
+        if not (late := self.finder.late(node)):
+            return self.add(node, inputs)
+        (place,) = late
+        anchors = [] if early.scaled else self._anchors(node, place)
+        if not anchors:
+            made = inputs[1 - place]
+            if node.name == "sub" and place == 0:
+                made = self.add(dataclasses.replace(node, primitive=lax.neg_p, params={}), [made])
+            return made
+        base, _ = peel(node.inputs[place], len(node.outputs[0].shape))
+        if [term.value for term in anchors] == [base]:
+            inputs[place] = self.anchored(node.inputs[place], base, anchors[0].weight)
+        else:
+            sign = -1.0 if place == 1 and node.name == "sub" else 1.0
+            inputs[place] = self._sum(node, node.inputs[place], anchors, sign)
+        return self.add(node, inputs)
+
+    def _anchors(self, node: Node, place: int) -> list[Term]:
+        """What of a late operand has a running form."""
+        signs = (1.0, -1.0 if node.name == "sub" else 1.0)
+        found = self.finder.terms(place, node, self.found.moves[node], signs[place], signs[1 - place])
+        assert found is not None
+        return [term for term, running in found if running is not None]
+
+    def _sum(self, node: Node, value: Value, terms: Sequence[Term], sign: float) -> Value:
+        """The running forms of terms, each as it lies in `value`, an operand of the node."""
+
+        def total(*anchors: Any) -> Any:
+            found = [t.weight * sign * align(a, t.dims, value.shape) for a, t in zip(anchors, terms, strict=True)]
+            return jnp.broadcast_to(sum(found), value.shape).astype(value.dtype)
+
+        nodes, (result,) = traced(total, [self.anchor(t.value, t.weight) for t in terms], node)
+        self.nodes += nodes
+        return result
+
+    def add(self, node: Node, inputs: Sequence[Value]) -> Value:
+        """A node like another one, of other operands."""
+        made = dataclasses.replace(node, inputs=list(inputs), outputs=[], bodies={})
+        made.outputs.append(Value(node.outputs[0].aval, made))
+        self.nodes.append(made)
+        return made.outputs[0]
+
+    def anchored(self, value: Value, base: Value, weight: float) -> Value:
+        """`value`, which repeats `base`, of the running form of `base`."""
+        if value is base:
+            return self.anchor(base, weight)
+        node = value.producer
+        assert node is not None
+        return self.add(node, [self.anchored(node.inputs[0], base, weight), *node.inputs[1:]])
+
+    def anchor(self, base: Value, weight: float) -> Value:
+        """The running form of an anchor; of linear sums, 0 where the terms are all masked."""
+        if not self.linear:
+            return self.running(base)
+        key = ("anchor", base, weight > 0)
+        if key not in self.done.copies:
+            node = base.producer
+            assert node is not None
+            like = dataclasses.replace(node, primitive=anchor_p, params={"sign": 1 if weight > 0 else -1}, effects=())
+            self.done.copies[key] = self.add(dataclasses.replace(like, outputs=[base]), [self.running(base)])
+        return self.done.copies[key]
+
+    def running(self, value: Value) -> Value:
+        placement = self.found.fact(value).placement
+        node = value.producer
+        if node is None or (isinstance(placement, Whole) and value not in self.finder.ready):
+            return value
+        key = ("running", value)
+        if key not in self.done.copies:
+            if isinstance(placement, Partial):
+                like = dataclasses.replace(node, primitive=running_p, params={"op": placement.op}, outputs=[value])
+                self.done.copies[key] = self.add(like, [value])
+            else:
+                like = dataclasses.replace(node, outputs=[value])
+                self.done.copies[key] = self.add(like, [self.running(v) for v in node.inputs])
+        return self.done.copies[key]
+
+
+def _finish(early: Early, total: Any, *values: Any) -> Any:
+    """Apply to a sum what its terms left out."""
+    result = total
+    found = [align(v, t.dims, total.shape) for v, t in zip(values, early.terms, strict=True)]
+    anchors, offsets = len(early.anchors), len(early.anchors) + len(early.offsets)
+    for array, term in zip(found[anchors:offsets], early.offsets, strict=True):
+        result = result * jnp.exp(term.weight * array)
+    for array, term in zip(found[offsets:], early.factors, strict=True):
+        for _ in range(int(abs(term.weight))):
+            result = result * array if term.weight > 0 else result / array
+    # A masked term is 0 whatever it would be multiplied by.
+    return jnp.where(total == 0, 0, result) if early.masked else result
+
+
+def rescale(
+    total: Any, anchors: Sequence[Term], old: Mapping[Value, Any], new: Mapping[Value, Any], weight: Any = None
+) -> Any:
+    """What was summed up to the last tile, relative to the anchors of this one."""
+    for term in anchors:
+        before, now = (x[term.value].astype(total.dtype) for x in (old, new))
+        if weight is not None:
+            moved = align((now - before) * term.weight, term.dims, total.shape)
+            total = total + jnp.where(weight == 0, 0, moved * weight)
+            continue
+        # Before the first term that is not masked, all were inf - inf, as they remain if there is none. Against any
+        # other, they are 0.
+        moved = align(jnp.where(before == now, 0, (now - before) * term.weight), term.dims, total.shape)
+        total = jnp.where(moved == -jnp.inf, 0, jnp.where(total == 0, total, total * jnp.exp(moved)))
+    return total
+
+
+def push_running(node: Node, placements: tuple[Placement, ...]) -> Move:
+    return Move((WHOLE,), placements)
+
+
+def emit_anchor(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
+    (value,) = values
+    return [jnp.where(node.params["sign"] * value == jnp.inf, jnp.zeros_like(value), value)]
+
+
+register("running", push=push_running)
+register("anchor", push=push_running, emit=emit_anchor)

@@ -1,0 +1,105 @@
+"""Pieces of an axis that is joined of several arrays, or a part of the cut axis: what runs on them as on tiles."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from transforms.tiling.ir.graph import Node, Value
+from transforms.tiling.ir.placement import COMBINE, Partial, Span, Tiled, identity
+from transforms.tiling.rules import Move, run
+
+
+class Piece(Span):
+    """Steps `start` to `start + length` of an axis that is `total` long, known beforehand: maybe more than it has."""
+
+    __slots__ = ()
+
+    @property
+    def beyond(self) -> bool:
+        """Whether it has more than the axis."""
+        return self.length > self.total
+
+    def take(self, array: Any, placement: Tiled) -> Any:
+        """The piece of a whole array; zeros where it has none."""
+        dim, major, minor = placement.dim, placement.major, placement.minor
+        if (self.start, self.length) == (0, self.total):
+            return array
+        before, after = -self.start * minor, (self.start + self.length - self.total) * minor
+        apart = (*array.shape[:dim], major, array.shape[dim] // major, *array.shape[dim + 1 :])
+        parts = array if major == 1 else array.reshape(apart)
+        config = [(0, 0, 0)] * parts.ndim
+        config[dim + (major > 1)] = (before, after, 0)
+        found = lax.pad(parts, jnp.zeros((), array.dtype), config)
+        return found if major == 1 else found.reshape(self.local_shape(array.shape, placement))
+
+    def inside(self, shape: tuple[int, ...], placement: Tiled) -> Any:
+        """Which elements of a piece of an array of `shape` the axis has."""
+        steps = lax.broadcasted_iota(jnp.int32, self.local_shape(shape, placement), placement.dim)
+        for number, apply in ((placement.minor, lax.div), (self.length, lax.rem)):
+            if number != 1 and not (apply is lax.rem and placement.major == 1):
+                steps = apply(steps, jnp.full_like(steps, number))
+        low, high = max(0, -self.start), min(self.length, self.total - self.start)
+        below, above = ([steps >= low] if low else []), ([steps < high] if high < self.length else [])
+        return functools.reduce(jnp.logical_and, [*below, *above])
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """A value in pieces: `placement` says where the axis stands that they are pieces of."""
+
+    placement: Tiled
+    pieces: tuple[Value, ...]
+
+    @property
+    def simple(self) -> bool:
+        """Whether the axis is a dimension of its own."""
+        return self.placement.plain
+
+
+def compute(node: Node, move: Move, span: Piece, number: int, *values: Any) -> list[Any]:
+    """The results of a node for piece `number`."""
+    operands = list(values)
+    if number:
+        for i, placement in enumerate(move.ins):
+            if isinstance(placement, Partial):  # counted once
+                operands[i] = jnp.full_like(values[i], identity(placement.op, values[i].dtype))
+    part = next((p.op for p in move.outs if isinstance(p, Partial)), None)
+    adds = node.name == "scatter-add"  # rows that the axis does not have would be added to others
+    if span.beyond and (adds or (part is not None and node.name != "gather")):
+        for i, placement in enumerate(move.ins):
+            if isinstance(placement, Tiled) and (not adds or i == 2):
+                fill = identity(part or "sum", values[i].dtype)
+                operands[i] = jnp.where(span.inside(node.inputs[i].shape, placement), values[i], fill)
+    return run(node, operands, move, span)
+
+
+def combine(op: str, dtype: Any, *parts: Any) -> list[Any]:
+    return [functools.reduce(COMBINE[op], parts).astype(dtype)]
+
+
+def join(shape: tuple[int, ...], cut: Tiled, spans: Sequence[Piece], *pieces: Any) -> list[Any]:
+    """The array that pieces are of."""
+    dim, major, minor = cut.dim, cut.major, cut.minor
+    if major == 1 and len(pieces) == 1:
+        start = -spans[0].start * minor
+        return [lax.slice_in_dim(pieces[0], start, start + spans[0].total * minor, axis=dim)]
+    if major == 1:
+        return [lax.concatenate(pieces, dim)]
+    apart = [
+        p.reshape(*shape[:dim], major, s.length * minor, *shape[dim + 1 :]) for p, s in zip(pieces, spans, strict=True)
+    ]
+    if len(apart) == 1:
+        start = -spans[0].start * minor
+        return [lax.slice_in_dim(apart[0], start, start + spans[0].total * minor, axis=dim + 1).reshape(shape)]
+    return [lax.concatenate(apart, dim + 1).reshape(shape)]
+
+
+def places(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """Start and length of pieces one after the other."""
+    return [(sum(lengths[:i]), n) for i, n in enumerate(lengths)]

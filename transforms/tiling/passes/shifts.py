@@ -1,0 +1,277 @@
+"""Neighbours along the cut axis as shifts: slices, padding and joins of one array, brought to the places of its rows.
+
+`jnp.pad(h, (1, 0))[:-1]`, and a join of one row with `h[:-1]`, have as many rows as `h`: they are `h`, shifted by one
+row, with others in the rows that are left. A shift is one `pad` (one more row before, one less after), which runs
+tile by tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from transforms.tiling.ir.edit import replace, traced
+from transforms.tiling.ir.graph import Graph, Node, Value, constant, prune
+from transforms.tiling.ir.placement import identity
+from transforms.tiling.passes.across import cropped, padded
+from transforms.tiling.rules import RULES
+from transforms.tiling.rules.elementwise import pull
+from transforms.tiling.rules.window import slide
+
+
+class Segment(NamedTuple):
+    """Rows `low` to `high` of a result: row `p` is row `p - shift` of `source`, or they are filled with that."""
+
+    low: int
+    high: int
+    source: Value
+    shift: int | None
+
+
+def align(graph: Graph, total: int) -> bool:
+    """Rewrite what is made of shifted rows of arrays that are `total` long. Returns whether anything was."""
+    changed = False
+    for node in list(graph.nodes):
+        for dim in [d for v in node.outputs[:1] for d in range(len(v.shape))]:
+            made = next((m for way in WAYS if (m := way(node, dim, total)) is not None), None)
+            if made is not None:
+                nodes, (out,) = made
+                replace(graph, node, nodes, {node.outputs[0]: out})
+                changed = True
+                break
+    graph.nodes[:] = prune(graph).nodes
+    return changed
+
+
+Made = tuple[list[Node], list[Value]] | None
+
+# -------------------------------------------------------------------------------------------------------------- shifts
+
+
+def _shift(node: Node, dim: int, total: int) -> Made:
+    """A slice, padding or join that is as long as what it is made of."""
+    out = node.outputs[0]
+    if node.name not in ("slice", "pad", "concatenate") or out.shape[dim] != total:
+        return None
+    found = list(_segments(out, dim, 0, total, 0))
+    large = [s for s in found if _large(s, dim, total)]
+    few = [s for s in found if s.shift is not None and s not in large]
+    again = node.name == "pad" and [s.source for s in large] == node.inputs[:1]
+    if not large or again or out in [s.source for s in found] or 2 * sum(s.high - s.low for s in few) > total:
+        return None
+    return traced(lambda *values: [_joined(found, values, dim, total)], [s.source for s in found], node)
+
+
+def _few(node: Node, dim: int, total: int) -> Made:
+    """A few rows of what is made of longer arrays: rows of those."""
+    out = node.outputs[0]
+    cut = cropped(node, dim) if node.name in ("slice", "pad") else None
+    if cut is None or not 0 < 2 * out.shape[dim] <= total:
+        return None
+    found = list(_segments(out, dim, 0, out.shape[dim], 0))
+    sources = [s.source for s in found]
+    if sources == node.inputs[:1] or all(s.shift is None or s.source.shape[dim] != total for s in found):
+        return None
+
+    def rows(segment: Segment, value: Any) -> Any:
+        if segment.shift is not None:
+            return lax.slice_in_dim(value, segment.low - segment.shift, segment.high - segment.shift, axis=dim)
+        return jnp.broadcast_to(value, (*out.shape[:dim], segment.high - segment.low, *out.shape[dim + 1 :]))
+
+    return traced(lambda *values: [lax.concatenate([*map(rows, found, values)], dim)], sources, node)
+
+
+def _large(segment: Segment, dim: int, total: int) -> bool:
+    shift, source = segment.shift, segment.source
+    return shift is not None and source.shape[dim] == total and 2 * abs(shift) <= total
+
+
+def _segments(value: Value, dim: int, low: int, high: int, shift: int) -> Iterator[Segment]:
+    """What rows `low` to `high` of a result are, of which row `p` is row `p - shift` of `value`."""
+    node = value.producer
+    if low >= high:
+        return
+    if node is not None and node.name == "slice" and (part := cropped(node, dim)) is not None:
+        yield from _segments(node.inputs[0], dim, low, high, shift - part[0])
+    elif node is not None and node.name == "concatenate" and node.params["dimension"] == dim:
+        for source in node.inputs:
+            end = shift + source.shape[dim]
+            yield from _segments(source, dim, max(low, shift), min(high, end), shift)
+            shift = end
+    elif node is not None and node.name == "pad" and _pads(node, dim):
+        source, fill = node.inputs
+        start = shift + node.params["padding_config"][dim][0]
+        end = start + source.shape[dim]
+        inner = max(low, start), max(low, min(high, end))
+        yield from [Segment(low, min(high, start), fill, None)] if low < start else []
+        yield from _segments(source, dim, *inner, start)
+        yield from [Segment(max(low, end), high, fill, None)] if end < high else []
+    else:
+        yield Segment(low, high, value, shift)
+
+
+def _pads(node: Node, dim: int) -> bool:
+    """Whether a node pads (or cuts off) along one dimension alone, without gaps."""
+    config = node.params["padding_config"]
+    return config[dim][2] == 0 and all(tuple(c) == (0, 0, 0) for d, c in enumerate(config) if d != dim)
+
+
+def _joined(found: list[Segment], values: tuple[Any, ...], dim: int, total: int) -> Any:
+    """The array that has these segments."""
+    order = sorted(zip(found, values, strict=True), key=lambda both: not _large(both[0], dim, total))
+    (first, array), *rest = order
+    assert first.shift is not None
+    shift, shape = first.shift, array.shape
+    fills = [constant(s.source) for s, _ in rest]
+    beyond = all(s.shift is None and (s.high <= shift or s.low >= total + shift) for s, _ in rest)
+    if beyond and None not in fills and len(set(fills)) == 1:
+        return _moved(array, dim, shift, -shift, rest[0][1])
+    result = _moved(array, dim, shift, -shift)
+    rows = lax.broadcasted_iota(jnp.int32, shape, dim)
+    for segment, value in rest:
+        if segment.shift is None:
+            part = jnp.broadcast_to(value, shape)
+        elif _large(segment, dim, total):
+            part = _moved(value, dim, segment.shift, -segment.shift)
+        else:
+            low, high = segment.low - segment.shift, segment.high - segment.shift
+            part = _moved(lax.slice_in_dim(value, low, high, axis=dim), dim, segment.low, total - segment.high)
+        result = jnp.where((rows >= segment.low) & (rows < segment.high), part, result)
+    return result
+
+
+def _moved(array: Any, dim: int, before: int, after: int, fill: Any = None) -> Any:
+    if (before, after) == (0, 0):
+        return array
+    config = [(before, after, 0) if d == dim else (0, 0, 0) for d in range(array.ndim)]
+    return lax.pad(array, jnp.zeros((), array.dtype) if fill is None else fill, config)
+
+
+def _sink(node: Node, dim: int, total: int) -> Made:
+    """What is made of arrays of another length, and cut off or padded to that of the axis: made of such arrays.
+
+    Sums alone can be padded first, with zeros.
+    """
+    if node.name not in ("slice", "pad"):
+        return None
+    config = node.params["padding_config"][dim] if node.name == "pad" and _pads(node, dim) else None
+    part, source = cropped(node, dim), node.inputs[0]
+    made = source.producer
+    size, few = node.outputs[0].shape[dim], part is not None and source.shape[dim] > total
+    if made is None or source.shape[dim] == total or not (size == total or (few and size < total)):
+        return None
+    rule = RULES.get(made.name)
+    alike = rule is not None and rule.pull is pull and all(v.shape in ((), source.shape) for v in made.inputs)
+    if made.effects or len(made.outputs) > 1 or not alike:
+        return None
+    if part is not None:
+        low, high = part
+        move = lambda x: lax.slice_in_dim(x, low, high, axis=dim)
+    elif config is not None and constant(node.inputs[1]) == 0 and _rearranged(source, dim):
+        low, high = config[:2]
+        move = lambda x: _moved(x, dim, low, high)
+    else:
+        return None
+    return traced(lambda *values: made.bind([move(v) if v.ndim else v for v in values]), made.inputs, node)
+
+
+SUMS = ("add", "add_any", "sub", "neg")
+
+
+def _rearranged(value: Value, dim: int) -> bool:
+    """Whether a value is a sum of what was cut off or padded."""
+    node = value.producer
+    if node is None or not value.shape:
+        return False
+    if node.name in SUMS:
+        return all(_rearranged(v, dim) for v in node.inputs)
+    return node.name == "slice" or (node.name == "pad" and _pads(node, dim))
+
+
+# ------------------------------------------------------------------------------------------------------------- windows
+
+
+def _window(node: Node, dim: int, total: int) -> Made:
+    """A window that slides along the axis: it takes padding into itself, and makes as many rows as there are."""
+    along = slide(node, dim)
+    if along is None or node.name == "reduce_window" or 2 * along.wide >= total:
+        return None
+    if (outside := _padded_later(node)) is not None:
+        return outside
+    source, size, inner = node.inputs[0], node.outputs[0].shape[dim], along.dim
+    made, length, before, after = source.producer, source.shape[inner], along.before, along.after
+    op = {"reduce_window_max": "max", "reduce_window_min": "min"}.get(node.name, "sum")
+    empty = identity(op, source.dtype)
+    beside = padded(made, inner) if made is not None else None
+    if made is not None and beside is not None and length > total >= made.inputs[0].shape[inner]:
+        params = along.params(node, before + beside[0], after + beside[1])
+        if constant(made.inputs[1]) == empty:
+            return traced(lambda *v: node.bind(list(v), params), [made.inputs[0], *node.inputs[1:]], node)
+    if length < total < 2 * length and before >= 0 and after >= total - length:
+        params = along.params(node, before, after - (total - length))
+        longer = lambda x: _moved(x, inner, 0, total - length, empty)
+        return traced(lambda x, *rest: node.bind([longer(x), *rest], params), node.inputs, node)
+    if length != total or not 0 <= before <= along.wide or not 0 < size < total:
+        return None
+    params = along.params(node, before, along.wide - before)
+    return traced(lambda *v: [lax.slice_in_dim(node.bind(list(v), params)[0], 0, size, axis=dim)], node.inputs, node)
+
+
+def _padded_later(node: Node) -> Made:
+    """A window over what was padded before it got more dimensions: it is padded afterwards."""
+    made = node.inputs[0].producer
+    source = made.inputs[0].producer if made is not None and made.name == "broadcast_in_dim" else None
+    if made is None or source is None or source.name != "pad" or len(made.inputs) > 1:
+        return None
+    inner, fill = source.inputs
+    dims, shape = made.params["broadcast_dimensions"], list(made.params["shape"])
+    config = [(0, 0, 0)] * len(shape)
+    for d, out in enumerate(dims):
+        if made.inputs[0].shape[d] != shape[out]:
+            return None
+        shape[out], config[out] = inner.shape[d], source.params["padding_config"][d]
+
+    def later(x: Any, fill: Any, *rest: Any) -> list[Any]:
+        return node.bind([lax.pad(lax.broadcast_in_dim(x, shape, dims), fill, config), *rest])
+
+    return traced(later, [inner, fill, *node.inputs[1:]], node)
+
+
+def _spaced(node: Node, dim: int, total: int) -> Made:
+    """A window over elements with gaps between them: it leaves the gaps itself, and makes as many as there are."""
+    made = node.inputs[0].producer if node.inputs else None
+    op = {"reduce_window_sum": "sum", "reduce_window_max": "max", "reduce_window_min": "min"}.get(node.name)
+    if op is None or made is None or made.name != "pad" or not made.params["padding_config"][dim][2]:
+        return None
+    config, p = made.params["padding_config"], node.params
+    plain = p.get("base_dilation") is None or set(p["base_dilation"]) == {1}
+    filled = constant(made.inputs[1]) == identity(op, node.inputs[0].dtype)
+    if not plain or not filled or any(low < 0 or high < 0 for low, high, _ in config):
+        return None
+    padding = tuple((a + low, b + high) for (a, b), (low, high, _) in zip(p["padding"], config, strict=True))
+    params = p | {"padding": padding, "base_dilation": tuple(gap + 1 for *_, gap in config)}
+    return traced(lambda x: node.bind([x], params), made.inputs[:1], node)
+
+
+def _kernel(node: Node, dim: int, total: int) -> Made:
+    """The gradient of a kernel, from fewer rows than there are: the others are zeros."""
+    if node.name != "conv_general_dilated":
+        return None
+    p = node.params
+    left, right, out = p["dimension_numbers"]
+    if dim not in out[2:]:
+        return None
+    number = out[2:].index(dim)
+    rows = total - node.inputs[1].shape[right[2 + number]]
+    if node.inputs[0].shape[left[2 + number]] != total or not 0 < 2 * rows < total or p["rhs_dilation"][number] != 1:
+        return None
+    before, after = p["padding"][number]
+    padding = [(before, after + rows) if i == number else tuple(c) for i, c in enumerate(p["padding"])]
+    longer = lambda x: _moved(x, right[2 + number], 0, rows)
+    return traced(lambda x, y: node.bind([x, longer(y)], p | {"padding": tuple(padding)}), node.inputs, node)
+
+
+WAYS = (_shift, _few, _sink, _window, _spaced, _kernel)

@@ -1,0 +1,270 @@
+"""What `tile` did and why: loops, what they carry and repeat, what was completed, and what all of it costs."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from jax.core import ShapedArray
+from jax.sharding import NamedSharding, PartitionSpec
+
+from transforms.tiling.analysis.effects import sources
+from transforms.tiling.autodiff.program import Program
+from transforms.tiling.ir.facts import Analysis, Local
+from transforms.tiling.ir.graph import Graph, Node, Value, describe, elements, flatten, flops, nbytes
+from transforms.tiling.ir.loops import Loop
+from transforms.tiling.ir.placement import Partial, Placement, Span, Tiled
+from transforms.tiling.mesh.layout import axes, devices, named
+from transforms.tiling.mesh.weight_gather import gathered
+from transforms.tiling.report import runs
+from transforms.tiling.report.estimate import temp_bytes
+from transforms.tiling.report.table import describe_pass, totals
+from transforms.tiling.schedule.planner import runs_once
+
+
+@dataclasses.dataclass(frozen=True)
+class Carry:
+    """A result that a loop fills: the array, how the tiles make it up, its bytes on each device.
+
+    The devices along the mesh axes `apart` hold parts of it, which are summed after the loop.
+    """
+
+    array: str
+    placement: Placement
+    nbytes: int
+    apart: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Gathered:
+    """A weight brought into the form `spec` before a loop, for the products that read it; its bytes on each device."""
+
+    array: str
+    spec: str
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Recomputed:
+    """What a loop computes although an earlier one did: `array` is the whole of it, over all tiles."""
+
+    primitive: str
+    array: str
+    where: str
+    flops: int
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Completed:
+    """A cut array that is made whole, for the operation `primitive` at `where`, which `reason`."""
+
+    array: str
+    placement: Placement
+    nbytes: int
+    primitive: str
+    where: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.array} {self.placement} for `{self.primitive}` at {self.where}: it {self.reason}"
+
+
+@dataclasses.dataclass(frozen=True)
+class SideEffect:
+    """A callback or the like, at `where`: it runs once in all, or once whenever a tile comes by (`tiles`)."""
+
+    primitive: str
+    where: str
+    tiles: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopPlan:
+    """One loop over the tiles, from the last to the first if `reverse`.
+
+    `equations` counts those of its body; `flops` are those of its matrix products, over all tiles and devices;
+    `largest` is the largest array that one tile holds, in bytes on each device.
+    """
+
+    tiles: int
+    equations: int
+    flops: int
+    largest: int
+    carries: tuple[Carry, ...]
+    recomputed: tuple[Recomputed, ...]
+    gathered: tuple[Gathered, ...] = ()
+    reverse: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class PassPlan:
+    """One way to run the function, tiled, and the same untiled.
+
+    `temp` and `untiled_temp` estimate the temporary memory of the compiled program, in bytes; `largest` and
+    `untiled_largest` are the bytes of the largest array inside; `flops` and `untiled_flops` are of matrix products.
+    """
+
+    loops: tuple[LoopPlan, ...]
+    completed: tuple[Completed, ...]
+    flops: int
+    untiled_flops: int
+    untiled_largest: int
+    temp: int
+    untiled_temp: int
+    effects: tuple[SideEffect, ...] = ()
+
+    @property
+    def largest(self) -> int:
+        return max((loop.largest for loop in self.loops), default=self.untiled_largest)
+
+    @property
+    def carried(self) -> int:
+        return max((sum(c.nbytes for c in loop.carries) for loop in self.loops), default=0)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class TilePlan:
+    """What `tile` does with a call. It shows itself as a table, printed or as the last line of a notebook's cell.
+
+    Attributes:
+        length, tiles, size: of the cut axis, how many tiles it has, and how long the first ones are; on each device.
+        value: the function without derivatives.
+        gradient: the function with the gradients of all its inexact inputs; None where it has none to give.
+        shares: over how many devices the cut axis is spread: each walks its own share.
+    """
+
+    length: int
+    tiles: int
+    size: int
+    value: PassPlan
+    gradient: PassPlan | None
+    shares: int = 1
+
+    def __str__(self) -> str:
+        last = self.length - (self.tiles - 1) * self.size
+        short = "" if last == self.size else f", the last {last}"
+        where = "" if self.shares == 1 else f" on each of {self.shares} devices"
+        own = self.tiles == 1 and not self.value.loops
+        count = "one tile: the function as it is" if own else f"{self.tiles} tiles of {self.size}{short}"
+        lines = [f"{self.length} steps in {count}{where}", ""]
+        found = {"value": self.value, "value and gradient": self.gradient}
+        known = {name: plan for name, plan in found.items() if plan is not None}
+        lines += totals(known)
+        for name, plan in known.items():
+            lines += ["", *describe_pass(name, plan)]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+# ------------------------------------------------------------------------------------------------------------- planning
+
+
+def explain(program: Program) -> TilePlan:
+    """Describe a program, and its gradient if it has one, without running either."""
+    options, back = program.options, runs.gradient(program)
+    size = max((p.plan.size for p in runs.value(program).programs), default=options.size)
+    tiles = max(1, -(-options.total // size))
+    gradient = None if back is None else _pass(back)
+    return TilePlan(options.total, tiles, size, _pass(runs.value(program)), gradient, options.shares)
+
+
+def _pass(run: runs.Pass) -> PassPlan:
+    loops, completed, effects, total = [], [], [], 0
+    before: set[object] = set()  # what the programs before this one compute: not the same nodes, but the same lines
+    for program in run.programs:
+        plan, seen = program.plan, set()
+        for loop in plan.loops:
+            if loop.steps or loop.updates:
+                loops.append(_loop(program, loop, [n for n in loop.nodes if n in seen or _key(n) in before]))
+                seen.update(loop.nodes)
+        before.update(map(_key, seen))
+        completed += [
+            Completed(repr(c.value), c.placement, c.value.nbytes, c.node.name, c.node.where, c.reason)
+            for c in plan.analysis.completions
+            if isinstance(c.placement, Tiled)
+        ]
+        effects += [e for n in plan.analysis.graph.nodes if n.effects for e in _effects(n, plan.analysis)]
+        total += plan.flops + sum(flops(n) for n in plan.analysis.graph.nodes if n not in seen)
+    untiled = flatten(run.untiled)
+    total = total if run.programs else sum(map(flops, untiled.nodes))
+    return PassPlan(
+        loops=tuple(loops),
+        completed=tuple(dict.fromkeys(completed)),
+        flops=total,
+        untiled_flops=sum(map(flops, untiled.nodes)),
+        untiled_largest=_largest(untiled),
+        temp=temp_bytes(run.tiled),
+        untiled_temp=temp_bytes(run.untiled),
+        effects=tuple(dict.fromkeys(effects)),
+    )
+
+
+def _effects(node: Node, analysis: Analysis) -> list[SideEffect]:
+    tiles = isinstance(analysis.moves[node], Local) or not runs_once(analysis, node)
+    return [SideEffect(name, where, tiles) for name, where in sources(node.name, node.where, node.params)]
+
+
+def _key(node: Node) -> tuple[str, str, str]:
+    return node.name, node.where, str(node.outputs)
+
+
+def _loop(program: Program, loop: Loop, again: Iterable[Node]) -> LoopPlan:
+    """Describe one loop, `again` being those of its nodes that earlier ones run too."""
+    options, analysis = program.options, program.plan.analysis
+    span = Span(0, program.plan.size, options.total, options.accumulate)
+    if loop.light(analysis):
+        span = span._replace(length=span.total)
+    sizes = [_bytes(span.local_shape(v.shape, p), v) for s in loop.steps for v, p in s.keys]
+    return LoopPlan(
+        tiles=-(-span.total // span.length),
+        equations=len(loop.nodes),
+        flops=sum(map(flops, loop.nodes)),
+        largest=max(sizes, default=0),
+        carries=tuple(_carry(u.value, analysis, span) for u in loop.updates),
+        recomputed=tuple(map(_recomputed, again)),
+        gathered=tuple(map(_gathered, gathered(loop) if options.sync == "once" else ())),
+        reverse=loop.reverse,
+    )
+
+
+def _gathered(found: tuple[Value, PartitionSpec, Any]) -> Gathered:
+    value, spec, dtype = found
+    sharding = named(value.aval)
+    assert sharding is not None
+    aval = ShapedArray(value.shape, dtype, sharding=NamedSharding(sharding.mesh, spec))
+    return Gathered(describe(aval), str(spec), nbytes(aval))
+
+
+def _recomputed(node: Node) -> Recomputed:
+    value = max(node.outputs, key=lambda v: v.nbytes, default=None)
+    array, size = (repr(value), value.nbytes) if value is not None else ("", 0)
+    return Recomputed(node.name, array, node.where, flops(node), size)
+
+
+def _carry(value: Value, analysis: Analysis, span: Span) -> Carry:
+    placement, apart = analysis.fact(value).placement, analysis.apart[value].axes
+    dtype = span.wide(value.dtype) if isinstance(placement, Partial) else value.dtype
+    whole = [
+        a for d in range(len(value.shape)) for a in axes(value.aval, d) if a in apart
+    ]  # not cut until it is summed
+    sharding = named(value.aval)
+    copies = math.prod(sharding.mesh.shape[a] for a in whole) if sharding is not None else 1
+    size = elements(value.shape) * getattr(dtype, "itemsize", 4) * copies // devices(value.aval)
+    return Carry(repr(value), placement, size, tuple(sorted(apart)))
+
+
+def _bytes(shape: Iterable[int], value: Value) -> int:
+    return elements(shape) * getattr(value.dtype, "itemsize", 4) // devices(value.aval)
+
+
+def _largest(graph: Graph) -> int:
+    edges = {*graph.inputs, *graph.outputs}
+    return max((v.nbytes for n in graph.nodes for v in n.outputs if v not in edges), default=0)

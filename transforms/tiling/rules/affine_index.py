@@ -1,0 +1,76 @@
+"""Indices that are provably the position along a dimension: `logits[jnp.arange(n), labels]` stays within the tile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from transforms.tiling.ir.graph import Node, Value, constant
+
+
+def is_position(value: Value, dim: int, column: int | None = None) -> bool:
+    """Whether `value` (its last dimension at `column`, if given) is provably the index along its dimension `dim`.
+
+    This is what makes `logits[jnp.arange(n), labels]` a lookup within the tile.
+    """
+    if value.const is not None or value.producer is None:
+        return _is_arange(value.const, dim, column)
+    if not jnp.issubdtype(value.dtype, jnp.integer) or jnp.iinfo(value.dtype).max < value.shape[dim] - 1:
+        return False
+    node, source = value.producer, value.producer.inputs[0] if value.producer.inputs else value
+    match node.name:
+        case "iota":
+            return node.params["dimension"] == dim
+        case "convert_element_type" | "copy" | "copy_p" | "stop_gradient":
+            return is_position(source, dim, column)
+        case "select_n":  # jnp counts negative indices from the end: where(i < 0, i + n, i)
+            test = node.inputs[0].producer
+            never = test is not None and test.name == "lt" and constant(test.inputs[1]) == 0
+            return never and is_position(test.inputs[0], dim, column) and is_position(node.inputs[1], dim, column)
+        case "clamp":
+            low, high = constant(node.inputs[0]), constant(node.inputs[2])
+            wide = low is not None and high is not None and low <= 0 and high >= value.shape[dim] - 1
+            return wide and is_position(node.inputs[1], dim, column)
+        case "concatenate" if column is not None and node.params["dimension"] == len(value.shape) - 1:
+            for piece in node.inputs:
+                if column < piece.shape[-1]:
+                    return is_position(piece, dim, column)
+                column -= piece.shape[-1]
+            return False
+        case "broadcast_in_dim" | "reshape" | "squeeze":
+            return _through_reshape(node, value, source, dim, column)
+    return False
+
+
+def _is_arange(array: Any, dim: int, column: int | None) -> bool:
+    if not isinstance(array, np.ndarray):
+        return False
+    array = array if column is None else array[..., column]
+    steps = np.arange(array.shape[dim]).reshape([-1 if d == dim else 1 for d in range(array.ndim)])
+    return bool((array == steps).all())
+
+
+def _through_reshape(node: Node, value: Value, source: Value, dim: int, column: int | None) -> bool:
+    """Follow a dimension, and the column of the last one, back through changes of rank."""
+    if node.name == "broadcast_in_dim":
+        back = {int(out): i for i, out in enumerate(node.params["broadcast_dimensions"])}
+    else:
+        real = [d for d, size in enumerate(value.shape) if size != 1]
+        came = [d for d, size in enumerate(source.shape) if size != 1]
+        if [value.shape[d] for d in real] != [source.shape[d] for d in came]:
+            return False
+        back = dict(zip(real, came, strict=True))
+    if dim not in back or source.shape[back[dim]] != value.shape[dim]:
+        return False
+    last = back.get(len(value.shape) - 1) if column is not None else None
+    if last is None or source.shape[last] == 1:
+        return is_position(source, back[dim])
+    return last == len(source.shape) - 1 and last != back[dim] and is_position(source, back[dim], column)
+
+
+def find_position(indices: Value, column: int, size: int, batching: tuple[int, ...]) -> int | None:
+    """The dimension of `indices`, of length `size`, whose position its column holds; not one paired with another."""
+    dims = (d for d in range(len(indices.shape) - 1) if indices.shape[d] == size and d not in batching)
+    return next((d for d in dims if is_position(indices, d, column)), None)

@@ -1,0 +1,110 @@
+"""Collectives, for `tile` inside `jax.shard_map`, and where arrays live: a tile is moved as the whole would be."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax.sharding import NamedSharding, PartitionSpec
+
+from transforms.tiling.ir.graph import Node
+from transforms.tiling.ir.placement import Partial, Placement, Span, Tiled, Whole
+from transforms.tiling.rules import Complete, Move, complete, one_cut, register, shrinks
+from transforms.tiling.rules.elementwise import pull as pull_elementwise
+
+# Element by element over the devices, and the reduction over the tiles that each commutes with.
+OVER_DEVICES = {
+    **dict.fromkeys("psum psum_invariant unreduced_psum pvary preduced ppermute pbroadcast".split(), "sum"),
+    **dict.fromkeys("reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast vary_unreduced_cast_p".split(), "sum"),
+    **dict.fromkeys(["pmax", "unreduced_pmax"], "max"),
+    **dict.fromkeys(["pmin", "unreduced_pmin"], "min"),
+}
+
+
+def push(node: Node, placements: tuple[Placement, ...]) -> Move:
+    """Each operand by itself; sums over the tiles are summed over the devices, and maxima likewise."""
+    own = Partial(OVER_DEVICES[node.name])
+    if other := [i for i, p in enumerate(placements) if not isinstance(p, (Whole, Tiled)) and p != own]:
+        raise Complete(other, "combines it otherwise over the devices")
+    return Move(placements, placements)
+
+
+def push_gather(node: Node, placements: tuple[Placement, ...]) -> Move:
+    """Collectives that join, split, add and remove dimensions other than the cut one, and those of partial sums."""
+    if placements == (Partial("sum"),):
+        move = Move(placements, placements)
+        if shrinks(node, 0):
+            return move
+        raise Complete([0], "makes several copies of it", otherwise=move)
+    cut = one_cut(node, placements)
+    p = node.params
+    removed, added = (
+        p.get("split_axis", p.get("scatter_dimension")),
+        p.get("concat_axis", p.get("all_gather_dimension")),
+    )
+    if p["tiled"] or node.name == "all_to_all":  # which keeps its dimensions, whatever `tiled` says
+        if cut.dim in (removed, added):
+            raise Complete([0], "moves parts of the cut axis between devices")
+        return Move((cut,), placements)
+    if cut.dim == removed:
+        raise Complete([0], "moves parts of the cut axis between devices")
+    dim = cut.dim - (removed is not None and removed < cut.dim)
+    return Move((cut.at(dim + (added is not None and added <= dim)),), placements)
+
+
+# ------------------------------------------------------------------------------------------------ where arrays live
+
+
+def spread(sharding: Any, dim: int) -> bool:
+    """Whether a sharding spreads a dimension over devices, or might."""
+    if isinstance(sharding, NamedSharding):
+        return dim < len(sharding.spec) and sharding.spec[dim] not in (None, PartitionSpec.UNCONSTRAINED)
+    return hasattr(sharding, "device_set") and len(sharding.device_set) > 1
+
+
+def push_put(node: Node, placements: tuple[Placement, ...]) -> Move:
+    """Arrays are put somewhere one by one."""
+    targets = node.params["devices"] if "devices" in node.params else [node.params["dst_sharding"]]
+    sources = [getattr(v.aval, "sharding", None) for v in node.inputs] if "dst_sharding" in node.params else targets
+    for i, (p, target, source) in enumerate(zip(placements, targets, sources, strict=True)):
+        if isinstance(p, Tiled) and (spread(target, p.dim) or spread(source, p.dim)):
+            raise Complete([i], "spreads the cut axis over devices")
+        if isinstance(p, Partial):
+            raise Complete([i], "puts it somewhere")
+    return Move(placements, placements)
+
+
+def push_reshard(node: Node, placements: tuple[Placement, ...]) -> Move:
+    """Spread otherwise over the devices: a tile holds a share of each, in the order of the whole, so it moves alike."""
+    if placements == (Partial("sum"),):
+        return Move(placements, placements)
+    return Move((one_cut(node, placements),), placements)
+
+
+def push_constraint(node: Node, placements: tuple[Placement, ...]) -> Move:
+    cut = one_cut(node, placements)
+    if not isinstance(node.params["sharding"], NamedSharding) and spread(node.params["sharding"], cut.dim):
+        raise Complete([0], "spreads the cut axis over devices")
+    return Move((cut,), placements)
+
+
+def localise_constraint(node: Node, move: Move, span: Span) -> dict[str, Any]:
+    """A tile's own length need not divide by the devices: along the cut axis it is left to the compiler."""
+    (cut,) = move.outs
+    sharding = node.params["sharding"]
+    if not isinstance(cut, Tiled) or not spread(sharding, cut.dim):
+        return node.params
+    free = PartitionSpec.UNCONSTRAINED
+    spec = [free if dim == cut.dim else entry for dim, entry in enumerate(sharding.spec)]
+    sharding = NamedSharding(sharding.mesh, PartitionSpec(*spec), memory_kind=sharding.memory_kind)
+    return node.params | {"sharding": sharding, "unconstrained_dims": node.params["unconstrained_dims"] | {cut.dim}}
+
+
+register(*OVER_DEVICES, push=push)
+register(
+    *"all_gather all_gather_invariant all_gather_reduced all_to_all reduce_scatter unreduced_reduce_scatter".split(),
+    push=push_gather,
+)
+complete("pbroadcast_dynamic", "ragged_all_to_all", reason="sends each device what it asks for")
+register("device_put", push=push_put)
+register("reshard", "mesh_cast", push=push_reshard, pull=pull_elementwise)
+register("sharding_constraint", push=push_constraint, localise=localise_constraint, pull=pull_elementwise)

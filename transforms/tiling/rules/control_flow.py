@@ -1,0 +1,253 @@
+"""Equations with bodies: `jax.checkpoint` is bound again as it was, with its policy; `while` and `cond` are rebuilt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from transforms.tiling.analysis.propagate import analyse
+from transforms.tiling.ir.edit import any_platform
+from transforms.tiling.ir.facts import Analysis, Inline, Region
+from transforms.tiling.ir.graph import CUSTOM_CALLS, REMAT, Graph, Node, ancestors, body_graph, evaluate
+from transforms.tiling.ir.placement import WHOLE, Placement, Span, Whole
+from transforms.tiling.rules import Complete, Move, refuse_partial, register, tiled
+from transforms.tiling.rules.regions import (
+    Body,
+    aloud,
+    analyse_body,
+    at_tile,
+    body_of,
+    carries_for,
+    cast,
+    held,
+    join,
+    kept,
+    spread,
+    wait,
+    whole_body,
+    widen,
+)
+
+# -------------------------------------------------------------------------------------------------- jax.checkpoint
+
+
+def push_remat(node: Node, placements: tuple[Placement, ...]) -> Move:
+    graph = body_graph(node, "jaxpr")
+    try:
+        found = analyse_body(graph, placements, {})
+    except Inline:
+        raise Inline(node) from None  # it takes more than one loop
+    return Region(tuple(found.fact(v).placement for v in graph.outputs), placements, (found,), held(found))
+
+
+def emit_remat(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
+    """Bind the primitive, with its own parameters, around the body at tile size."""
+    assert isinstance(move, Region)
+    wanted = [i for i, p in enumerate(kept(move)) if p is not None]
+
+    def run(start: Any, *values: Any) -> list[Any]:
+        results = at_tile(move.bodies[0], move.ins, kept(move), span._replace(start=start))(values)
+        return [results[i] for i in wanted]
+
+    closed = jax.make_jaxpr(run)(span.start, *values)
+    jaxpr = closed.jaxpr.replace(constvars=[], invars=[*closed.jaxpr.constvars, *closed.jaxpr.invars])
+    made = node.bind([*closed.consts, span.start, *values], node.params | {"jaxpr": jaxpr})
+    results = dict(zip(wanted, made, strict=True))
+    return [results.get(i) for i in range(len(node.outputs))]
+
+
+def part_remat(node: Node, wanted: Sequence[int]) -> tuple[list[int], Callable[..., Any]]:
+    graph = body_graph(node, "jaxpr")
+    outs = [graph.outputs[i] for i in wanted]
+    used = ancestors(graph, outs)
+    inputs = [i for i, v in enumerate(graph.inputs) if v in used]
+    return inputs, lambda *values: evaluate(dict(zip((graph.inputs[i] for i in inputs), values, strict=True)), outs)
+
+
+# ------------------------------------------------------------------------------------------------------------ while
+
+
+def push_while(node: Node, placements: tuple[Placement, ...]) -> Move:
+    tests, constants = node.params["cond_nconsts"], node.params["body_nconsts"]
+    test, graph = body_graph(node, "cond_jaxpr"), body_graph(node, "body_jaxpr")
+    first = tests + constants
+    state: tuple[Placement, ...] = placements[first:]
+    while True:
+        given = (*placements[tests:first], *state)
+        found = body_of(graph, given, placements, tests)
+        joined = tuple(join(a, found.fact(v).placement) for a, v in zip(state, graph.outputs, strict=True))
+        if None in joined:
+            raise wait(placements, "carries what is cut along different dimensions")
+        if joined == state:
+            break
+        state = joined  # ty: ignore[invalid-assignment]
+    ended = analyse_test(test, (*placements[:tests], *state))
+    if ended is None:
+        raise wait(placements, "ends on what differs from tile to tile")
+    return Region(state, (*placements[:first], *state), (ended, found))
+
+
+def analyse_test(graph: Graph, placements: Sequence[Placement]) -> Analysis | None:
+    """The test of a while loop, if it is the same for every tile."""
+    try:
+        found = analyse(graph, placements, None)
+    except (Complete, Inline):
+        return None
+    return found if isinstance(found.fact(graph.outputs[0]).placement, Whole) else None
+
+
+def run_while(node: Node, values: Sequence[Any], carries: Sequence[int], test: Body, body: Body) -> list[Any]:
+    """The carried values `carries` after a while loop, None for the others."""
+    tests = node.params["cond_nconsts"]
+    first = tests + node.params["body_nconsts"]
+    count = len(node.outputs)
+
+    def full(state: list[Any]) -> list[Any]:
+        return spread(carries, state, count)
+
+    def go_on(state: list[Any]) -> Any:
+        return test([*values[:tests], *full(state)])[0]
+
+    def step(state: list[Any]) -> list[Any]:
+        outs = body([*values[tests:first], *full(state)])
+        return [cast(outs[i], s) for i, s in zip(carries, state, strict=True)]
+
+    return full(lax.while_loop(go_on, step, [values[first + i] for i in carries]))
+
+
+def while_carries(node: Node, wanted: Sequence[int], effects: bool = False) -> list[int]:
+    """What a while loop carries for its results `wanted`: their own needs, those of the test and of side effects."""
+    tests, constants = node.params["cond_nconsts"], node.params["body_nconsts"]
+    test, graph = body_graph(node, "cond_jaxpr"), body_graph(node, "body_jaxpr")
+    used = ancestors(test, [*test.outputs, *(v for n in aloud(test, effects) for v in n.inputs)])
+    read = [i for i, v in enumerate(test.inputs[tests:]) if v in used]
+    return carries_for(graph, constants, len(node.outputs), sorted({*wanted, *read}), effects)
+
+
+def emit_while(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
+    assert isinstance(move, Region)
+    tests = node.params["cond_nconsts"]
+    first = tests + node.params["body_nconsts"]
+    ended, found = move.bodies
+    wanted = [i for i, p in enumerate(move.outs) if not isinstance(p, Whole)]
+    carries = while_carries(node, wanted, span.effects)
+    test = at_tile(ended, (*move.ins[:tests], *move.outs), [WHOLE], span)
+    outs = [p if i in carries else None for i, p in enumerate(move.outs)]
+    body = at_tile(found, (*move.ins[tests:first], *move.outs), outs, span)
+    values = [widen(v, p, span) for v, p in zip(values, move.ins, strict=True)]
+    return run_while(node, values, carries, test, body)
+
+
+def part_while(node: Node, wanted: Sequence[int]) -> tuple[list[int], Callable[..., Any]]:
+    tests, constants = node.params["cond_nconsts"], node.params["body_nconsts"]
+    test, graph = body_graph(node, "cond_jaxpr"), body_graph(node, "body_jaxpr")
+    carries = while_carries(node, wanted)
+    used = [*ancestors(test, test.outputs), *ancestors(graph, [graph.outputs[i] for i in carries])]
+    places = [*range(tests), *range(tests + constants, len(node.inputs))]
+    read = {i for i, v in zip(places, test.inputs, strict=True) if v in used}
+    read |= {tests + i for i, v in enumerate(graph.inputs) if v in used} | {tests + constants + i for i in carries}
+    inputs = sorted(read)
+
+    def run(*values: Any) -> list[Any]:
+        given = spread(inputs, values, len(node.inputs))
+        results = run_while(node, given, carries, whole_body(test, [0]), whole_body(graph, carries))
+        return [results[i] for i in wanted]
+
+    return inputs, run
+
+
+# ------------------------------------------------------------------------------------------------------------- cond
+
+
+def push_cond(node: Node, placements: tuple[Placement, ...]) -> Move:
+    if not isinstance(placements[0], Whole):
+        raise Complete([0], "chooses by it")
+    try:
+        return push_branches(node, placements)
+    except Complete:
+        if any_platform(node) is None:
+            raise
+        raise Inline(node) from None
+
+
+def push_branches(node: Node, placements: tuple[Placement, ...]) -> Move:
+    graphs = [body_graph(node, "branches", i) for i in range(len(node.params["branches"]))]
+    found = tuple(body_of(g, placements[1:], placements, 1) for g in graphs)
+    outs: list[Placement] = []
+    for number in range(len(node.outputs)):
+        placement: Placement | None = WHOLE
+        for graph, branch in zip(graphs, found, strict=True):
+            if placement is not None:
+                placement = join(placement, branch.fact(graph.outputs[number]).placement)
+        if placement is None:
+            raise wait(placements, "has branches whose results are cut along different dimensions")
+        outs.append(placement)
+    return Region(tuple(outs), placements, found)
+
+
+def choose(node: Node, index: Any, branches: Sequence[Callable[..., Any]], values: Sequence[Any]) -> Any:
+    """`lax.switch`; or, where the platform chooses, `lax.platform_dependent`."""
+    if (platforms := node.params.get("branches_platforms")) is None:
+        return lax.switch(index, branches, *values)
+    named = {p: fn for names, fn in zip(platforms, branches, strict=True) for p in names or ("default",)}
+    return lax.platform_dependent(*values, **named)
+
+
+def emit_cond(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
+    assert isinstance(move, Region)
+    wanted = [i for i, p in enumerate(move.outs) if not isinstance(p, Whole)]
+
+    def branch(found: Analysis) -> Callable[..., Any]:
+        body = at_tile(found, move.ins[1:], kept(move), span)
+
+        def run(*values: Any) -> list[Any]:
+            results = body(values)
+            return [widen(results[i], move.outs[i], span) for i in wanted]
+
+        return run
+
+    made = choose(node, values[0], [branch(b) for b in move.bodies], values[1:])
+    return spread(wanted, made, len(node.outputs))
+
+
+def part_cond(node: Node, wanted: Sequence[int]) -> tuple[list[int], Callable[..., Any]]:
+    graphs = [body_graph(node, "branches", i) for i in range(len(node.params["branches"]))]
+    used = {v for g in graphs for v in ancestors(g, [g.outputs[i] for i in wanted])}
+    operands = [i for i in range(len(node.inputs) - 1) if any(g.inputs[i] in used for g in graphs)]
+
+    def run(index: Any, *values: Any) -> list[Any]:
+        def branch(graph: Graph) -> Callable[..., Any]:
+            body = whole_body(graph, wanted)
+            return lambda *values: [body(spread(operands, values, len(graph.inputs)))[i] for i in wanted]
+
+        return choose(node, index, [branch(g) for g in graphs], values)
+
+    return [0, *(i + 1 for i in operands)], run
+
+
+# ------------------------------------------------------------------------------------- custom derivatives, callbacks
+
+
+def push_custom(node: Node, placements: tuple[Placement, ...]) -> Move:
+    """A function with its own derivative rule, in a graph that is yet to be differentiated: placed, never run."""
+    graph = body_graph(node, CUSTOM_CALLS[node.name])
+    found = analyse(graph, placements, None)
+    return Move(tuple(found.fact(v).placement for v in graph.outputs), placements)
+
+
+def push_callback(node: Node, placements: tuple[Placement, ...]) -> Move:
+    """A callback without results runs once for each tile, on the tile."""
+    refuse_partial(node, placements, "reports it")
+    if node.outputs:
+        raise Complete(tiled(placements), "is a callback whose results have the whole shape")
+    return Move((), placements)
+
+
+register("debug_callback", "debug_print", "io_callback", push=push_callback)
+register(*CUSTOM_CALLS, push=push_custom)
+register(*REMAT, push=push_remat, emit=emit_remat, part=part_remat)
+register("while", push=push_while, emit=emit_while, part=part_while)
+register("cond", push=push_cond, emit=emit_cond, part=part_cond)

@@ -1,0 +1,165 @@
+"""gather: batch dimensions, windows, tables, and indices that are places along the cut axis."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from transforms.tiling.ir.graph import Node, elements
+from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled, Whole, identity
+from transforms.tiling.rules import Complete, Move, refuse_partial, register, shrinks
+from transforms.tiling.rules.affine_index import find_position
+
+ARBITRARY = "looks up arbitrary places along the cut axis"
+
+
+def picks_few(node: Node) -> bool:
+    """Whether a node's result is so much smaller than its operand that each tile can make all of it.
+
+    An argument of the function is whole to begin with: nothing is gained.
+    """
+    source = node.inputs[0]
+    return source.producer is not None and 2 * elements(node.outputs[0].shape) <= elements(source.shape)
+
+
+def one_of_each(node: Node) -> Partial:
+    """Every element of the result comes from one tile, the others have zeros in its place."""
+    return Partial("or" if node.outputs[0].dtype == bool else "sum")
+
+
+def widened(indices: Any) -> Any:
+    """Indices in a signed dtype that holds any of them."""
+    narrow = jnp.dtype(indices.dtype).itemsize < 4 or indices.dtype == jnp.uint32
+    return indices.astype(jnp.int32) if narrow else indices
+
+
+def batch_dims(rank: int, window: tuple[int, ...]) -> list[int]:
+    """The dimensions of a gather's result, or a scatter's updates, that come from its indices."""
+    return [d for d in range(rank) if d not in window]
+
+
+def origins(node: Node) -> dict[int, int]:
+    """For dimensions of a gather's result, those of its operand that they run along."""
+    numbers, sizes, source = node.params["dimension_numbers"], node.params["slice_sizes"], node.inputs[0]
+    outer = batch_dims(len(node.outputs[0].shape), numbers.offset_dims)
+    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    kept = [d for d in range(len(source.shape)) if d not in gone]
+    found = {o: d for o, d in zip(numbers.offset_dims, kept, strict=True) if sizes[d] == source.shape[d]}
+    pairs = zip(numbers.start_indices_batching_dims, numbers.operand_batching_dims, strict=True)
+    found |= {outer[i]: d for i, d in pairs}
+    for column, dim in enumerate(numbers.start_index_map):
+        if dim in numbers.collapsed_slice_dims:
+            at = find_position(node.inputs[1], column, source.shape[dim], numbers.start_indices_batching_dims)
+            found |= {} if at is None else {outer[at]: dim}
+    return found
+
+
+def fills_alike(node: Node, operand: Partial) -> bool:
+    """Whether what stands in for places out of bounds is the same after the tiles' parts are combined."""
+    if node.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP or operand.op not in ("sum", "prod"):
+        return True
+    fill, exact = node.params["fill_value"], not jnp.issubdtype(node.outputs[0].dtype, jnp.inexact)
+    return not exact if fill is None else bool(np.isnan(fill) or fill == identity(operand.op, node.outputs[0].dtype))
+
+
+def push_gather(node: Node, placements: tuple[Placement, ...]) -> Move:
+    operand, indices = placements
+    if isinstance(operand, Partial) and isinstance(indices, Whole) and shrinks(node, 0):
+        if not fills_alike(node, operand):
+            raise Complete([0], "fills in a value that each tile would add")
+        return Move((operand,), placements)
+    refuse_partial(node, placements)
+    numbers = node.params["dimension_numbers"]
+    outer = batch_dims(len(node.outputs[0].shape), numbers.offset_dims)
+    pairs = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
+    if isinstance(operand, Tiled):
+        dim = operand.dim
+        if dim in pairs:
+            other = pairs[dim]
+        elif dim in numbers.start_index_map and node.params["slice_sizes"][dim] == 1:
+            column, size = numbers.start_index_map.index(dim), node.inputs[0].shape[dim]
+            found = find_position(node.inputs[1], column, size, numbers.start_indices_batching_dims)
+            if found is None:
+                return push_lookup(node, placements)
+            other = found
+        elif node.params["slice_sizes"][dim] == node.inputs[0].shape[dim]:
+            if isinstance(indices, Tiled):
+                raise Complete([1], "has operands that are cut along different dimensions")
+            kept = [d for d in range(len(node.inputs[0].shape)) if d not in numbers.collapsed_slice_dims]
+            kept = [d for d in kept if d not in numbers.operand_batching_dims]
+            return Move((operand.at(numbers.offset_dims[kept.index(dim)]),), placements)
+        else:
+            raise Complete([0], "takes a part of the cut axis")
+        if isinstance(indices, Tiled) and indices != operand.at(other):
+            raise Complete([1], "has operands that are cut along different dimensions")
+        return Move((operand.at(outer[other]),), (operand, operand.at(other)))
+    assert isinstance(indices, Tiled)
+    back = {i: o for o, i in pairs.items()}
+    source = indices.at(back[indices.dim]) if indices.dim in back else WHOLE
+    return Move((indices.at(outer[indices.dim]),), (source, indices))
+
+
+def push_lookup(node: Node, placements: tuple[Placement, ...]) -> Move:
+    """Whole places along the cut axis: each tile looks up those that fall into it."""
+    operand, indices = placements
+    if isinstance(indices, Tiled):
+        raise Complete([1], "looks up places that are cut themselves")
+    if not picks_few(node) or jax.dtypes.issubdtype(node.outputs[0].dtype, jax.dtypes.extended):
+        raise Complete([0], ARBITRARY)
+    return Move((one_of_each(node),), (operand, indices))
+
+
+def pull_gather(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
+    numbers = node.params["dimension_numbers"]
+    if want.dim in numbers.offset_dims:
+        return None
+    dim = batch_dims(len(node.outputs[0].shape), numbers.offset_dims).index(want.dim)
+    back = dict(zip(numbers.start_indices_batching_dims, numbers.operand_batching_dims, strict=True))
+    return (want.at(back[dim]) if dim in back else WHOLE, want.at(dim))
+
+
+def with_column(indices: Any, column: int, places: Any) -> Any:
+    """Indices with other places in one of their columns."""
+    columns = lax.broadcasted_iota(jnp.int32, indices.shape, indices.ndim - 1)
+    return jnp.where(columns == column, places[..., None].astype(indices.dtype), indices)
+
+
+def look_up(node: Node, operand: Any, indices: Any, cut: Tiled, span: Span) -> Any:
+    """What falls into the tile, and zeros; places out of bounds are filled in on the first tile."""
+    numbers, fills = node.params["dimension_numbers"], node.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
+    column, size = numbers.start_index_map.index(cut.dim), node.inputs[0].shape[cut.dim]
+    places = indices[..., column] if fills else jnp.clip(indices[..., column], 0, size - 1)
+    places = widened(places)
+    here, local = span.find(places, cut)
+    outside = (places < 0) | (places >= size)
+    local = jnp.where(outside, operand.shape[cut.dim], local)
+    (found,) = node.bind([operand, with_column(widened(indices), column, local)])
+    keep = here | (outside & (jnp.asarray(span.start) == 0))
+    outer = batch_dims(len(found.shape), numbers.offset_dims)
+    return jnp.where(lax.broadcast_in_dim(keep, found.shape, outer), found, jnp.zeros_like(found))
+
+
+def localise_column(indices: Any, column: int, cut: Tiled, span: Span) -> Any:
+    """Indices along the cut axis, counted from the tile's start."""
+    return with_column(indices, column, span.localise(indices[..., column], cut))
+
+
+def emit_gather(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
+    operand, indices = values
+    numbers, cut = node.params["dimension_numbers"], move.ins[0]
+    sizes = node.params["slice_sizes"]
+    if isinstance(cut, Tiled) and isinstance(move.outs[0], Partial):
+        return [look_up(node, operand, indices, cut, span)]
+    if isinstance(cut, Tiled) and cut.dim not in numbers.operand_batching_dims:
+        if isinstance(move.ins[1], Tiled):
+            indices = localise_column(indices, numbers.start_index_map.index(cut.dim), cut, span)
+        else:
+            sizes = span.local_shape(sizes, cut)
+    return node.bind([operand, indices], node.params | {"slice_sizes": sizes})
+
+
+register("gather", push=push_gather, pull=pull_gather, emit=emit_gather)

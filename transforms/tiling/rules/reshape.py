@@ -1,0 +1,235 @@
+"""Operations that move elements: the cut is followed to the dimension where it lands."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from transforms.tiling.ir.graph import Node
+from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled
+from transforms.tiling.rules import (
+    Complete,
+    Move,
+    count_once,
+    one_cut,
+    only_sums,
+    passes,
+    refuse_partial,
+    register,
+    tiled,
+)
+
+# ------------------------------------------------------------------------------------ broadcast, transpose, squeeze
+
+
+def push_broadcast(node: Node, placements: tuple[Placement, ...]) -> Move:
+    if passes(node, placements):
+        return Move((placements[0],), placements)
+    refuse_partial(node, placements, "would make it larger")
+    cut = one_cut(node, placements)
+    dim = int(node.params["broadcast_dimensions"][cut.dim])
+    copies = node.outputs[0].shape[dim] // max(1, node.inputs[0].shape[cut.dim])  # of an axis of length 1
+    return Move((dataclasses.replace(cut, dim=dim, major=cut.major * copies),), placements)
+
+
+def pull_broadcast(node: Node, want: Tiled) -> tuple[Placement, ...]:
+    dims = [int(d) for d in node.params["broadcast_dimensions"]]
+    source: Placement = WHOLE
+    if want.dim in dims:
+        dim = dims.index(want.dim)
+        source = want.at(dim) if node.inputs[0].shape[dim] == node.outputs[0].shape[want.dim] else WHOLE
+    return (source,) + (WHOLE,) * (len(node.inputs) - 1)
+
+
+def localise_shape(node: Node, move: Move, span: Span) -> dict[str, Any]:
+    return node.params | {"shape": span.local_shape(node.params["shape"], move.outs[0])}
+
+
+def push_transpose(node: Node, placements: tuple[Placement, ...]) -> Move:
+    if passes(node, placements):
+        return Move(placements, placements)
+    cut = one_cut(node, placements)
+    return Move((cut.at(node.params["permutation"].index(cut.dim)),), placements)
+
+
+def pull_transpose(node: Node, want: Tiled) -> tuple[Placement, ...]:
+    return (want.at(node.params["permutation"][want.dim]),)
+
+
+def push_squeeze(node: Node, placements: tuple[Placement, ...]) -> Move:
+    if passes(node, placements):
+        return Move(placements, placements)
+    cut = one_cut(node, placements)
+    if cut.dim in node.params["dimensions"]:
+        raise Complete([0], "removes the cut axis, whose length is 1")
+    return Move((cut.at(cut.dim - sum(d < cut.dim for d in node.params["dimensions"])),), placements)
+
+
+def pull_squeeze(node: Node, want: Tiled) -> tuple[Placement, ...]:
+    dim = want.dim
+    for removed in sorted(node.params["dimensions"]):
+        dim += removed <= dim
+    return (want.at(dim),)
+
+
+# ----------------------------------------------------------------------------------------------------------- reshape
+
+
+def carry(cut: Tiled, old: tuple[Any, ...], new: tuple[Any, ...]) -> Tiled | None:
+    """Where the factor `L` of `old[cut.dim] = major * L / group * minor` stands in `new`, in the smallest groups."""
+    if 0 in old:
+        return None
+    length = old[cut.dim] * cut.group // (cut.major * cut.minor)
+    ahead, found = math.prod(old[: cut.dim]) * cut.major, []
+    for dim, size in enumerate(new):
+        before = math.prod(new[:dim])
+        if ahead % before == 0 and size % (ahead // before) == 0:
+            major = ahead // before
+            chunk = size // major
+            if chunk % length != 0 and not isinstance(chunk, int):
+                continue  # a symbolic dimension
+            common = length if chunk % length == 0 else math.gcd(chunk, length)
+            found.append(Tiled(dim, major, chunk // common, length // common))
+    best = min(found, key=lambda f: f.group, default=None)
+    return None if best is None or best.group == length > 1 else best
+
+
+def push_reshape(node: Node, placements: tuple[Placement, ...]) -> Move:
+    if passes(node, placements):
+        return Move((placements[0],), placements)
+    cut = one_cut(node, placements)
+    landed = carry(cut, node.inputs[0].shape, node.params["new_sizes"])
+    if landed is None:
+        raise Complete([0], "splits the cut axis over several dimensions")
+    return Move((landed,), placements)
+
+
+def pull_reshape(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
+    source = carry(want, node.params["new_sizes"], node.inputs[0].shape)
+    return None if source is None else (source,)
+
+
+def localise_reshape(node: Node, move: Move, span: Span) -> dict[str, Any]:
+    return node.params | {"new_sizes": span.local_shape(node.params["new_sizes"], move.outs[0])}
+
+
+# --------------------------------------------------------------------------------------- concatenate, split, stack
+
+
+def push_concatenate(node: Node, placements: tuple[Placement, ...]) -> Move:
+    if only_sums(placements):
+        return Move((Partial("sum"),), tuple(map(count_once, placements)))
+    refuse_partial(node, placements)
+    cut = next(p for p in placements if isinstance(p, Tiled))
+    if node.params["dimension"] == cut.dim:
+        size = node.inputs[placements.index(cut)].shape
+        whole = cut.repeated(size, node.outputs[0].shape[cut.dim])
+        ins = pull_concatenate(node, whole) if whole is not None else None
+        if (
+            whole is None
+            or ins is None
+            or any(isinstance(p, Tiled) and p != q for p, q in zip(placements, ins, strict=True))
+        ):
+            raise Complete(tiled(placements), "joins along the cut axis")
+        return Move((whole,), ins)
+    cut = one_cut(node, placements)
+    return Move((cut,), (cut,) * len(node.inputs))
+
+
+def pull_concatenate(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
+    """Operands that each hold all of the cut axis, once or several times, one after the other."""
+    if node.params["dimension"] != want.dim:
+        return (want,) * len(node.inputs)
+    pieces = [want.repeated(node.outputs[0].shape, v.shape[want.dim]) for v in node.inputs]
+    return None if None in pieces else tuple(p for p in pieces if p is not None)
+
+
+def push_split(node: Node, placements: tuple[Placement, ...]) -> Move:
+    if placements == (Partial("sum"),):
+        return Move(placements * len(node.outputs), placements)
+    cut = one_cut(node, placements)
+    if node.params["axis"] != cut.dim:
+        return Move((cut,) * len(node.outputs), placements)
+    pieces = [cut.repeated(node.inputs[0].shape, size) for size in node.params["sizes"]]
+    if None in pieces:
+        raise Complete([0], "splits the cut axis")
+    return Move(tuple(p for p in pieces if p is not None), placements)
+
+
+def localise_split(node: Node, move: Move, span: Span) -> dict[str, Any]:
+    axis = node.params["axis"]
+    local = [span.local_shape(v.shape, p)[axis] for v, p in zip(node.outputs, move.outs, strict=True)]
+    return node.params | {"sizes": tuple(local)}
+
+
+def push_stack(node: Node, placements: tuple[Placement, ...]) -> Move:
+    if only_sums(placements):
+        return Move((Partial("sum"),), tuple(map(count_once, placements)))
+    cut = one_cut(node, placements)
+    return Move((cut.at(cut.dim + (node.params["axis"] <= cut.dim)),), (cut,) * len(node.inputs))
+
+
+def pull_stack(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
+    axis = node.params["axis"]
+    return None if axis == want.dim else (want.at(want.dim - (axis < want.dim)),) * len(node.inputs)
+
+
+def push_unstack(node: Node, placements: tuple[Placement, ...]) -> Move:
+    if placements == (Partial("sum"),):
+        return Move(placements * len(node.outputs), placements)
+    cut = one_cut(node, placements)
+    if node.params["axis"] == cut.dim:
+        raise Complete([0], "takes the cut axis apart")
+    return Move((cut.at(cut.dim - (node.params["axis"] < cut.dim)),) * len(node.outputs), placements)
+
+
+def push_tile(node: Node, placements: tuple[Placement, ...]) -> Move:
+    """`jnp.tile`: copies of the cut dimension one after the other are a cut dimension with more in front of it."""
+    cut = one_cut(node, placements)
+    return Move((dataclasses.replace(cut, major=cut.major * node.params["reps"][cut.dim]),), placements)
+
+
+def pull_tile(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
+    return (want,) if node.params["reps"][want.dim] == 1 else None
+
+
+# ---------------------------------------------------------------------------------------------------------------- iota
+
+
+def push_iota(node: Node, placements: tuple[Placement, ...]) -> Move:
+    raise AssertionError("iota has no operands that could be cut")
+
+
+def pull_iota(node: Node, want: Tiled) -> tuple[Placement, ...]:
+    return (WHOLE,) * len(node.inputs)
+
+
+def emit_iota(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
+    (cut,) = move.outs
+    shape, dim, dtype = node.params["shape"], node.params["dimension"], node.params["dtype"]
+    local = span.local_shape(shape, cut)
+    if not isinstance(cut, Tiled) or cut.dim != dim:
+        return [lax.broadcasted_iota(dtype, local, dim)]
+    # Counted in a dtype that holds every position: in a narrow one, start and offset would be rounded one by one.
+    exact = dtype if jnp.dtype(dtype).itemsize > 4 else "int32"
+    return [lax.broadcast_in_dim(span.positions(cut, exact).astype(dtype), local, (dim,))]
+
+
+register("broadcast_in_dim", push=push_broadcast, pull=pull_broadcast, localise=localise_shape)
+register("transpose", push=push_transpose, pull=pull_transpose)
+register("squeeze", push=push_squeeze, pull=pull_squeeze)
+register("reshape", push=push_reshape, pull=pull_reshape, localise=localise_reshape)
+register("concatenate", push=push_concatenate, pull=pull_concatenate)
+
+
+register("split", push=push_split, localise=localise_split)
+register("tile", push=push_tile, pull=pull_tile)
+register("stack", push=push_stack, pull=pull_stack)
+register("unstack", push=push_unstack)
+
+
+register("iota", push=push_iota, pull=pull_iota, emit=emit_iota)

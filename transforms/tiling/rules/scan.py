@@ -1,0 +1,330 @@
+"""`lax.scan`, rebuilt around its body at tile size.
+
+What it carries finds its placement by iteration: it starts where the initial value stands and moves on with what the
+body returns, until nothing changes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr
+
+from transforms.tiling.analysis.limits import human
+from transforms.tiling.ir.edit import replace, traced
+from transforms.tiling.ir.facts import Local, Region
+from transforms.tiling.ir.graph import Graph, Node, Value, ancestors, body_graph, describe, evaluate, prune
+from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled, TileError, Whole
+from transforms.tiling.mesh.layout import Held, conform, like, passable
+from transforms.tiling.rules import RULES, Complete, Move, register, scan_counts
+from transforms.tiling.rules.regions import (
+    Body,
+    aloud,
+    at_tile,
+    body_of,
+    carries_for,
+    cast,
+    held,
+    join,
+    kept,
+    spread,
+    wait,
+    whole_body,
+    widen,
+)
+
+
+def push_scan(node: Node, placements: tuple[Placement, ...]) -> Move:
+    graph = body_graph(node, "jaxpr")
+    constants, carried = scan_counts(node)
+    if along := [
+        i for i, p in enumerate(placements) if i >= constants + carried and isinstance(p, Tiled) and not p.dim
+    ]:
+        if (move := push_sums(node, placements)) is not None:
+            return move
+        raise Complete(along, "runs along the cut axis", along=_alone(placements, along))
+    stacked = [p.at(p.dim - 1) if isinstance(p, Tiled) else p for p in placements[constants + carried :]]
+    state: tuple[Placement, ...] = placements[constants : constants + carried]
+    passing = passable(graph)
+    apart = Held()
+    while True:
+        ins = (*placements[:constants], *state, *stacked)
+        found = body_of(graph, ins, placements, apart=apart)
+        outs = [found.fact(v).placement for v in graph.outputs]
+        joined = tuple(join(a, b) for a, b in zip(state, outs[:carried], strict=True))
+        if None in joined:
+            raise wait(placements, "carries what is cut along different dimensions")
+        parts = zip(graph.inputs[constants:], held(found)[:carried], strict=False)
+        kept_apart = Held({v: a for v, a in parts if a.axes and v in passing})
+        if joined == state and kept_apart == apart:
+            break
+        state, apart = joined, kept_apart  # ty: ignore[invalid-assignment]
+    results = [p.at(p.dim + 1) if isinstance(p, Tiled) else p for p in outs[carried:]]
+    moved = (*placements[:constants], *state, *placements[constants + carried :])
+    carries = [apart[v] for v in graph.inputs[constants : constants + carried]]
+    return Region((*state, *results), moved, (found,), (*carries, *held(found)[carried:]))
+
+
+def _alone(placements: tuple[Placement, ...], operands: Sequence[int]) -> bool:
+    """Whether operands are cut alike, and the axis, or groups of its rows, is the dimension that is scanned."""
+    cuts = {placements[i] for i in operands}
+    return len(cuts) == 1 and all(isinstance(p, Tiled) and (p.dim, p.major, p.minor) == (0, 1, 1) for p in cuts)
+
+
+def push_sums(node: Node, placements: tuple[Placement, ...]) -> Move | None:
+    """Along the cut axis, where no step sees another: what is carried is added to, or stays as it is.
+
+    Such are `lax.map`, and its gradients. Tiles sum their own steps, in any order.
+    """
+    constants, carried = scan_counts(node)
+    kinds = summed(node)
+    first = constants + carried
+    cuts = {*placements[first:]} - {WHOLE}
+    if kinds is None or len(cuts) != 1:
+        return None
+    (cut,) = cuts
+    ins = (*(WHOLE,) * constants, *(k if k == Partial("sum") else WHOLE for k in kinds))
+    if any(p not in (WHOLE, wanted) for p, wanted in zip(placements, ins, strict=False)):
+        return None
+    outs = (*kinds, *(cut,) * (len(node.outputs) - carried))
+    return Move(outs, (*ins, *(cut,) * (len(placements) - first)))
+
+
+def summed(node: Node) -> list[Placement] | None:
+    """How each carried value ends if the body only adds to it or leaves it as it is; None if it reads one otherwise."""
+    graph = body_graph(node, "jaxpr")
+    constants, carried = scan_counts(node)
+    kinds: list[Placement] = []
+    adds = added(node)
+    for i, (before, after) in enumerate(zip(graph.inputs[constants:], graph.outputs[:carried], strict=False)):
+        if after is not before and i not in adds:
+            return None
+        kinds.append(Partial("last" if after is before else "sum"))
+    return kinds
+
+
+def added(node: Node) -> list[int]:
+    """The numbers of the carried values that the body only adds to."""
+    graph = body_graph(node, "jaxpr")
+    constants, carried = scan_counts(node)
+    both = zip(graph.inputs[constants : constants + carried], graph.outputs, strict=False)
+    return [i for i, (before, after) in enumerate(both) if after is not before and _only_added(graph, before, after)]
+
+
+def _only_added(graph: Graph, before: Value, after: Value) -> bool:
+    """Whether `after` is `before` with something added, once or more, and nothing else reads what is in between."""
+    value = before
+    while value is not after:
+        readers = [node for node in graph.nodes for v in node.inputs if v is value]
+        if len(readers) != 1 or readers[0].name not in ("add", "add_any") or value in graph.outputs:
+            return False
+        (value,) = readers[0].outputs
+    return graph.outputs.count(after) == 1 and not any(after in node.inputs for node in graph.nodes)
+
+
+def run_scan(
+    node: Node,
+    values: Sequence[Any],
+    wanted: Sequence[int],
+    body: Body,
+    length: int | None = None,
+    effects: bool = False,
+) -> list[Any]:
+    """The results `wanted` of a scan over `body`, None for the others; operands that nothing reads may be None.
+
+    `length` steps, the scan's own if None; with the side effects of the body, if it has `effects`.
+    """
+    constants, carried = scan_counts(node)
+    carries = carries_for(body_graph(node, "jaxpr"), constants, carried, wanted, effects)
+    stacks = [i for i in wanted if i >= carried]
+    xs = list(values[constants + carried :])
+
+    def step(state: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+        known = dict(zip(carries, state, strict=True))
+        outs = body([*values[:constants], *(known.get(i) for i in range(carried)), *xs])
+        return [cast(outs[i], known[i]) for i in carries], [outs[i] for i in stacks]
+
+    init = [values[constants + i] for i in carries]
+    options = {k: node.params[k] for k in ("length", "reverse", "unroll")}
+    if length is not None:
+        options |= {"length": length, "unroll": min(length, options["unroll"])}
+    final, stacked = lax.scan(step, init, xs, **options)
+    results = dict(zip((*carries, *stacks), (*final, *stacked), strict=True))
+    return [results.get(i) if i in wanted else None for i in range(len(node.outputs))]
+
+
+def emit_scan(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
+    constants, carried = scan_counts(node)
+    if not isinstance(move, Region):
+        return emit_sums(node, values, move, span)
+    wanted = [i for i, p in enumerate(move.outs) if not isinstance(p, Whole)]
+    stacked = [p.at(p.dim - 1) if isinstance(p, Tiled) else p for p in move.ins[constants + carried :]]
+    ins = (*move.ins[: constants + carried], *stacked)
+    carries = carries_for(body_graph(node, "jaxpr"), constants, carried, wanted, span.effects)
+    outs = [move.outs[i] if i in carries else None for i in range(carried)]
+    for placement in kept(move)[carried:]:
+        outs.append(placement.at(placement.dim - 1) if isinstance(placement, Tiled) else placement)
+    values = [widen(v, p, span) for v, p in zip(values, ins, strict=True)]
+    for i in range(constants, constants + carried):
+        if values[i] is not None:
+            values[i] = conform(values[i], node.inputs[i].aval, move.apart[i - constants])
+    return run_scan(node, values, wanted, at_tile(move.bodies[0], ins, outs, span), effects=span.effects)
+
+
+def emit_sums(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
+    """What a tile's steps add to the carried values, added up in the dtype of sums."""
+    constants, carried = scan_counts(node)
+    return run_part(node, values, move, span, range(len(node.outputs)), values[constants + carried].shape[0])
+
+
+def run_part(
+    node: Node, values: Sequence[Any], move: Move, span: Span, wanted: Sequence[int], length: int
+) -> list[Any]:
+    """The results `wanted` of `length` steps of a scan; what only adds up is added up in the dtype of sums."""
+    graph = body_graph(node, "jaxpr")
+    constants, carried = scan_counts(node)
+    carries = carries_for(graph, constants, carried, wanted, span.effects)
+    whole = whole_body(graph, sorted({*carries, *wanted}), span.effects)
+    sums = [i for i in carries if move.outs[i] == Partial("sum")]
+
+    def body(inner: Sequence[Any]) -> list[Any]:
+        start = list(inner)
+        for i in sums:
+            start[constants + i] = jnp.zeros_like(values[constants + i])
+        outs = whole(start)
+        for i in sums:
+            outs[i] = inner[constants + i] + outs[i].astype(inner[constants + i].dtype)
+        return outs
+
+    widened = [widen(v, p, span) for v, p in zip(values, move.ins, strict=True)]
+    return run_scan(node, widened, wanted, body, length, span.effects)
+
+
+def part_scan(node: Node, wanted: Sequence[int]) -> tuple[list[int], Callable[..., Any]]:
+    graph = body_graph(node, "jaxpr")
+    constants, carried = scan_counts(node)
+    needed = sorted({*carries_for(graph, constants, carried, wanted), *wanted})
+    used = ancestors(graph, [graph.outputs[i] for i in needed])
+    carries = {constants + i for i in needed if i < carried}
+    inputs = [i for i, v in enumerate(graph.inputs) if v in used or i in carries]
+
+    def run(*values: Any) -> list[Any]:
+        results = run_scan(node, spread(inputs, values, len(node.inputs)), wanted, whole_body(graph, needed))
+        return [results[i] for i in wanted]
+
+    return inputs, run
+
+
+# ------------------------------------------------------------------- a scan of whole operands whose body runs in tiles
+
+
+def local_scan(node: Node, placements: tuple[Placement, ...], limits: Any) -> Move | None:
+    """Layers that mix all places along the cut axis: the scan runs outside the loops, each layer is a tiled program."""
+    from transforms.tiling.autodiff.program import Program  # a program of which this is a part
+
+    constants, carried = scan_counts(node)
+    stacked = placements[constants + carried :]
+    if any(isinstance(p, Tiled) and p.dim == 0 for p in stacked):
+        return None
+    options = dataclasses.replace(limits.options, floor=limits.largest, local=False)
+    closed, kept = sink_constants(node)
+    reuse = {i: kept.index(constants + i) for i in range(carried)}
+    state: tuple[Placement, ...] = placements[constants : constants + carried]
+    while True:
+        ins = (*placements[:constants], *state, *(p.at(p.dim - 1) if isinstance(p, Tiled) else p for p in stacked))
+        program = Program(closed, tuple(ins[i] for i in kept), options, reuse=reuse)
+        outs = program.output_placements
+        joined = tuple(join(a, b) for a, b in zip(state, outs[:carried], strict=True))
+        if None in joined:
+            return None
+        if joined == state:
+            break
+        state = joined  # ty: ignore[invalid-assignment]
+    check_steps(node, (*state, *outs[carried:]), limits)
+
+    def run(values: list[Any]) -> list[Any]:
+        body = lambda inner: program.run(*(jnp.asarray(inner[i]) for i in kept))
+        return run_scan(node, values, range(len(node.outputs)), body)
+
+    results = [p.at(p.dim + 1) if isinstance(p, Tiled) else p for p in outs[carried:]]
+    constant = tuple(i for i in kept if i < constants)
+    return Local((*state, *results), (WHOLE,) * len(placements), (program,), tuple(kept), run, constant)
+
+
+def check_steps(node: Node, outs: Sequence[Placement], limits: Any) -> None:
+    """Refuse a scan that would keep more of each step than inputs, outputs, or the state that steps hand on."""
+    _, carried = scan_counts(node)
+    adds = added(node)
+    cut = [i for i, p in enumerate(outs) if isinstance(p, Tiled)]
+    sizes = {i: node.outputs[i].nbytes // (1 if i < carried else max(1, node.params["length"])) for i in cut}
+    state = max((sizes[i] for i in cut if i < carried and i not in adds), default=0)
+    large = [i for i in cut if sizes[i] > max(limits.bound, state) and limits.gather != "any"]
+    if large:
+        most = max(large, key=lambda i: sizes[i])
+        what = "adds up a cut array from step to step" if most < carried else "keeps a cut array of each step"
+        remedy = "put the body into `jax.checkpoint`, unroll the loop" if most >= carried else "unroll the loop"
+        array = f"{describe(node.outputs[most].aval)} {outs[most]}, {human(sizes[most])} a step"
+        raise TileError(
+            f"cannot tile `{node.name}` at {node.where}: it {what}, which would have to be whole.\n"
+            f"  array: {array}; the largest input or output is {human(limits.largest)}.\n"
+            f'  To go on: {remedy}, cut another axis, or pass gather="any".'
+        )
+
+
+def sink(graph: Graph, node: Node, operands: Sequence[int], sources: Sequence[Value]) -> None:
+    """Have the body of a scan make the constants `operands` itself, from `sources`, in each of its steps."""
+    kept, every = [i for i in range(len(node.inputs)) if i not in operands], range(len(node.outputs))
+    whole = whole_body(body_graph(node, "jaxpr"), every)
+
+    def run(*values: Any) -> list[Any]:
+        def body(inner: Sequence[Any]) -> list[Any]:
+            env: dict[Value, Any] = dict(zip(sources, values[len(kept) :], strict=True))
+            made = dict(zip(operands, evaluate(env, [node.inputs[i] for i in operands]), strict=True))
+            return whole([made.get(i, x) for i, x in enumerate(inner)])
+
+        return run_scan(node, spread(kept, values[: len(kept)], len(node.inputs)), every, body)
+
+    nodes, outs = traced(run, [*(node.inputs[i] for i in kept), *sources], node)
+    replace(graph, node, nodes, dict(zip(node.outputs, outs, strict=True)))
+    graph.nodes[:] = prune(graph).nodes
+
+
+def sink_constants(node: Node) -> tuple[ClosedJaxpr, list[int]]:
+    """A scan's body which makes masks and positions itself, tile by tile; and the operands that it still has."""
+    graph = body_graph(node, "jaxpr")
+    constants, _ = scan_counts(node)
+    made = {i for i in range(constants) if node.inputs[i].shape and from_nothing(node.inputs[i])}
+    kept = [i for i in range(len(node.inputs)) if i not in made]
+
+    def body(*values: Any) -> list[Any]:
+        env: dict[Value, Any] = {graph.inputs[i]: x for i, x in zip(kept, values, strict=True)}
+        for i in made:
+            env[graph.inputs[i]] = evaluate({}, [node.inputs[i]])[0]
+        return evaluate(env, graph.outputs, aloud(graph, True))
+
+    avals = [like(graph.inputs[i].aval) for i in kept]
+    return jax.make_jaxpr(body)(*avals), kept
+
+
+def from_nothing(value: Value, steps: int = 64) -> bool:
+    """Whether a value is made of constants in a few cheap steps."""
+    stack, seen = [value], set()
+    while stack:
+        value = stack.pop()
+        if value in seen or value.const is not None:
+            continue
+        seen.add(value)
+        node = value.producer
+        rule = RULES.get(node.name) if node is not None else None
+        if node is None or rule is None or rule.pull is None or rule.heavy or len(seen) > steps:
+            return False
+        stack.extend(node.inputs)
+    return True
+
+
+register("scan", push=push_scan, emit=emit_scan, part=part_scan, local=local_scan)

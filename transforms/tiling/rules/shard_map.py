@@ -1,0 +1,99 @@
+"""`jax.shard_map`: its body runs on the share that each device has of a tile.
+
+A cut dimension that the mesh does not spread is cut alike on every device. One that it spreads is cut within each
+device's share, so that a tile takes a part from every device. Sums over the cut axis that leave the body are parts of a
+sum, as elsewhere; devices exchange with every tile what the body has them exchange.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from transforms.tiling.ir.facts import Region
+from transforms.tiling.ir.graph import Node, ancestors, body_graph
+from transforms.tiling.ir.placement import Placement, Span, Tiled
+from transforms.tiling.mesh.layout import entries_of
+from transforms.tiling.rules import Complete, Move, register
+from transforms.tiling.rules.regions import at_tile, body_of, held, kept, spread, whole_body, widen
+
+
+def share(node: Node, spec: PartitionSpec, dim: int) -> int:
+    """Over how many devices a spec of a `shard_map` spreads a dimension."""
+    entries = entries_of(spec)
+    return math.prod(node.params["mesh"].shape[a] for a in entries[dim]) if dim < len(entries) else 1
+
+
+def inside(node: Node, number: int, placement: Placement) -> Placement:
+    """Where operand `number` stands in the body."""
+    if not isinstance(placement, Tiled):
+        return placement
+    devices = share(node, node.params["in_specs"][number], placement.dim)
+    if placement.major % devices:
+        raise Complete([number], "spreads the cut axis over devices")
+    return dataclasses.replace(placement, major=placement.major // devices)
+
+
+def outside(node: Node, number: int, placement: Placement) -> Placement:
+    """Where result `number` stands that stands so in the body."""
+    if not isinstance(placement, Tiled):
+        return placement
+    devices = share(node, node.params["out_specs"][number], placement.dim)
+    return dataclasses.replace(placement, major=placement.major * devices)
+
+
+def push(node: Node, placements: tuple[Placement, ...]) -> Move:
+    graph = body_graph(node, "jaxpr")
+    found = body_of(graph, [inside(node, i, p) for i, p in enumerate(placements)], placements)
+    outs = tuple(outside(node, i, found.fact(v).placement) for i, v in enumerate(graph.outputs))
+    return Region(outs, placements, (found,), held(found))
+
+
+def over_devices(node: Node, run: Callable[..., Any], specs: Sequence[PartitionSpec], outputs: Sequence[int]) -> Any:
+    """`run` as the body of a `shard_map` like the node's, for its results `outputs`; `specs` are of the operands."""
+    return jax.shard_map(
+        run,
+        mesh=node.params["mesh"],
+        in_specs=tuple(specs),
+        out_specs=[node.params["out_specs"][i] for i in outputs],
+        axis_names=set(node.params["newly_manual_axes"]),
+        check_vma=node.params["check_vma"],
+    )
+
+
+def emit(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
+    assert isinstance(move, Region)
+    (found,) = move.bodies
+    ins = [inside(node, i, p) for i, p in enumerate(move.ins)]
+    wanted = [i for i, p in enumerate(kept(move)) if p is not None]
+    outs = [found.fact(v).placement if i in wanted else None for i, v in enumerate(found.graph.outputs)]
+
+    def run(start: Any, *values: Any) -> list[Any]:
+        results = at_tile(found, ins, outs, span._replace(start=start))(values)
+        return [widen(results[i], move.outs[i], span) for i in wanted]
+
+    specs = (PartitionSpec(), *node.params["in_specs"])
+    made = over_devices(node, run, specs, wanted)(jnp.asarray(span.start), *values)
+    return spread(wanted, made, len(node.outputs))
+
+
+def part(node: Node, wanted: Sequence[int]) -> tuple[list[int], Callable[..., Any]]:
+    graph = body_graph(node, "jaxpr")
+    used = ancestors(graph, [graph.outputs[i] for i in wanted])
+    inputs = [i for i, v in enumerate(graph.inputs) if v in used]
+    body = whole_body(graph, wanted)
+
+    def run(*values: Any) -> list[Any]:
+        results = body(spread(inputs, values, len(graph.inputs)))
+        return [results[i] for i in wanted]
+
+    return inputs, over_devices(node, run, [node.params["in_specs"][i] for i in inputs], wanted)
+
+
+register("shard_map", push=push, emit=emit, part=part)

@@ -1,0 +1,283 @@
+"""Slices, reversals and padding, at places known beforehand or not: along the cut axis a tile takes what it has."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from transforms.tiling.ir.graph import Node
+from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled, Whole
+from transforms.tiling.rules import (
+    Complete,
+    Move,
+    count_once,
+    one_cut,
+    only_sums,
+    partial,
+    passes,
+    register,
+    shrinks,
+    tiled,
+)
+from transforms.tiling.rules.gather import one_of_each, picks_few
+
+
+def take(array: Any, places: Any, keep: Any, dim: int) -> Any:
+    """`array` at `places` of dimension `dim`, and zeros where `keep` is false."""
+    found = jnp.take(array, places, axis=dim, mode="clip")
+    return jnp.where(lax.broadcast_in_dim(keep, found.shape, (dim,)), found, jnp.zeros_like(found))
+
+
+def push_part(node: Node, cut: Tiled, placements: tuple[Placement, ...]) -> Move:
+    """A small part of the cut axis: each tile has some of it, and zeros in place of the rest."""
+    if not picks_few(node) or jax.dtypes.issubdtype(node.outputs[0].dtype, jax.dtypes.extended):
+        raise Complete([0], "takes a part of the cut axis")
+    return Move((one_of_each(node),), placements)
+
+
+def cut_part(move: Move) -> Tiled | None:
+    """The cut of an operand that a part is taken of."""
+    cut = move.ins[0]
+    return cut if isinstance(cut, Tiled) and isinstance(move.outs[0], Partial) else None
+
+
+# ------------------------------------------------------------------------------------------------------ slice, rev
+
+
+def push_slice(node: Node, placements: tuple[Placement, ...]) -> Move:
+    if passes(node, placements):
+        return Move(placements, placements)
+    cut = one_cut(node, placements)
+    kept = pieces(node, cut, node.inputs[0].shape, node.outputs[0].shape) or strided(node, cut)
+    return push_part(node, cut, placements) if kept is None else Move((kept,), placements)
+
+
+def strided(node: Node, cut: Tiled) -> Tiled | None:
+    """Where the axis stands in a slice that takes one of every few of its rows, from the first few on."""
+    p, dim = node.params, cut.dim
+    stride = 1 if p["strides"] is None else p["strides"][dim]
+    size, count = node.inputs[0].shape[dim], node.outputs[0].shape[dim]
+    plain = (cut.major, cut.minor) == (1, 1) and stride > 1 and p["start_indices"][dim] < stride
+    return dataclasses.replace(cut, group=cut.group * stride) if plain and count * stride == size else None
+
+
+def pull_slice(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
+    source = pieces(node, want, node.outputs[0].shape, node.inputs[0].shape)
+    return None if source is None else (source,)
+
+
+def pieces(node: Node, cut: Tiled, shape: tuple[int, ...], other: tuple[int, ...]) -> Tiled | None:
+    """The cut on the other side of a slice that takes the cut axis whole, once or several times."""
+    p, dim = node.params, cut.dim
+    plain = p["strides"] is None or p["strides"][dim] == 1
+    return cut.repeated(shape, other[dim]) if plain and p["start_indices"][dim] % cut.block(shape) == 0 else None
+
+
+def localise_slice(node: Node, move: Move, span: Span) -> dict[str, Any]:
+    (source,), (cut,) = move.ins, move.outs
+    if not isinstance(source, Tiled) or not isinstance(cut, Tiled):
+        return node.params
+    if cut.group > source.group:
+        return node.params | {"limit_indices": _at(node.params["limit_indices"], cut.dim, source.steps(span.length))}
+    dim, block = cut.dim, cut.block(node.outputs[0].shape)
+    start = node.params["start_indices"][dim] // block * cut.steps(span.length)
+    limit = start + span.local_shape(node.outputs[0].shape, cut)[dim]
+    starts, limits = (node.params[k] for k in ("start_indices", "limit_indices"))
+    return node.params | {"start_indices": _at(starts, dim, start), "limit_indices": _at(limits, dim, limit)}
+
+
+def emit_slice(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
+    cut = cut_part(move)
+    if cut is None:
+        return node.bind(values, localise_slice(node, move, span))
+    p, dim = node.params, cut.dim
+    stride = 1 if p["strides"] is None else p["strides"][dim]
+    places = p["start_indices"][dim] + stride * jnp.arange(node.outputs[0].shape[dim], dtype=jnp.int32)
+    strides = None if p["strides"] is None else _at(p["strides"], dim, 1)
+    start, limit = _at(p["start_indices"], dim, 0), _at(p["limit_indices"], dim, values[0].shape[dim])
+    (rows,) = node.bind(values, p | {"start_indices": start, "limit_indices": limit, "strides": strides})
+    here, local = span.find(places, cut)
+    return [take(rows, local, here, dim)]
+
+
+def _at(items: tuple[Any, ...], i: int, new: Any) -> tuple[Any, ...]:
+    return (*items[:i], new, *items[i + 1 :])
+
+
+def push_rev(node: Node, placements: tuple[Placement, ...]) -> Move:
+    if passes(node, placements):
+        return Move(placements, placements)
+    cut = one_cut(node, placements)
+    if cut.dim in node.params["dimensions"]:
+        raise Complete([0], "reverses the cut axis")
+    return Move((cut,), placements)
+
+
+def pull_rev(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
+    return None if want.dim in node.params["dimensions"] else (want,)
+
+
+# ---------------------------------------------------------------------------------------------------------------- pad
+
+
+def push_pad(node: Node, placements: tuple[Placement, ...]) -> Move:
+    if placements[0] == Partial("sum") and isinstance(placements[1], Whole):
+        move = Move((Partial("sum"),), tuple(map(count_once, placements)))
+        if shrinks(node, 0):
+            return move
+        raise Complete([0], "would make it larger", move)
+    cut = one_cut(node, placements)
+    low, high, gap = node.params["padding_config"][cut.dim]
+    block, landed = cut.block(node.inputs[0].shape), None
+    if gap == 0 and low >= 0 and high >= 0 and low % block == 0:
+        landed = cut.repeated(node.inputs[0].shape, node.outputs[0].shape[cut.dim])
+    if landed is None and gap == 0 and low == -high and (cut.major, cut.minor) == (1, 1):
+        return Move((cut,), placements, reach={0: (max(low, 0) * cut.group, max(high, 0) * cut.group)})  # a shift
+    if landed is None and gap > 0 and low + high == gap and low >= 0 <= high and spreads(cut, gap + 1):
+        return Move((dataclasses.replace(cut, group=cut.group // (gap + 1)),), placements)
+    if landed is None:
+        raise Complete([0], "pads the cut axis")
+    return Move((landed,), placements)
+
+
+def spreads(cut: Tiled, times: int) -> bool:
+    """Whether one element of a cut dimension stands for a multiple of so many rows."""
+    return (cut.major, cut.minor) == (1, 1) and cut.group % times == 0
+
+
+def pull_pad(node: Node, want: Tiled) -> tuple[Placement, ...]:
+    """Along a padded dimension the tile is picked from the whole operand."""
+    return (want if tuple(node.params["padding_config"][want.dim]) == (0, 0, 0) else WHOLE, WHOLE)
+
+
+def emit_pad(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
+    cut = move.outs[0]
+    if not isinstance(cut, Tiled):
+        return node.bind(values)
+    if move.reach:
+        return [shifted(node, *values, cut, span)]
+    if move.ins[0] != cut and isinstance(move.ins[0], Tiled) and move.ins[0].group > cut.group:
+        return node.bind(values)
+    if isinstance(move.ins[0], Tiled):
+        steps, block = cut.steps(span.length), cut.block(node.outputs[0].shape)
+        low, high, _ = node.params["padding_config"][cut.dim]
+        config = _at(node.params["padding_config"], cut.dim, (low // block * steps, high // block * steps, 0))
+        return node.bind(values, node.params | {"padding_config": config})
+    low, _, gap = node.params["padding_config"][cut.dim]
+    size = node.inputs[0].shape[cut.dim]
+    config = _at(node.params["padding_config"], cut.dim, (0, 0, 0))
+    (rows,) = node.bind(values, node.params | {"padding_config": config})
+    offset = span.positions(cut, jnp.int32) - low
+    inside = (offset >= 0) & (offset % (gap + 1) == 0) & (offset // (gap + 1) < size)
+    if size == 0:
+        return [jnp.full(span.local_shape(node.outputs[0].shape, cut), values[1])]
+    found = jnp.take(rows, offset // (gap + 1), axis=cut.dim, mode="clip")
+    return [jnp.where(lax.broadcast_in_dim(inside, found.shape, (cut.dim,)), found, values[1])]
+
+
+def shifted(node: Node, rows: Any, fill: Any, cut: Tiled, span: Span) -> Any:
+    """A tile of what is shifted along the cut axis, from a tile with the rows beside it."""
+    low, _, _ = node.params["padding_config"][cut.dim]
+    rows = lax.slice_in_dim(rows, max(-low, 0), max(-low, 0) + cut.steps(span.length), axis=cut.dim)
+    (rows,) = node.bind(
+        [rows, fill], node.params | {"padding_config": _at(node.params["padding_config"], cut.dim, (0, 0, 0))}
+    )
+    inside = span._replace(start=span.start - low * cut.group).within(cut)
+    return jnp.where(lax.broadcast_in_dim(inside, rows.shape, (cut.dim,)), rows, fill)
+
+
+# ------------------------------------------------------------------------------------------------------ dynamic slices
+
+
+def push_dynamic_slice(node: Node, placements: tuple[Placement, ...]) -> Move:
+    if passes(node, placements):
+        return Move((placements[0],), placements)
+    cut = one_cut(node, placements)
+    if tiled(placements) != [0]:
+        raise Complete([i for i in tiled(placements) if i], "starts at a place that differs from tile to tile")
+    if node.params["slice_sizes"][cut.dim] != node.inputs[0].shape[cut.dim]:
+        return push_part(node, cut, placements)
+    return Move((cut,), placements)
+
+
+def localise_dynamic_slice(node: Node, move: Move, span: Span) -> dict[str, Any]:
+    return node.params | {"slice_sizes": span.local_shape(node.params["slice_sizes"], move.outs[0])}
+
+
+def push_dynamic_update_slice(node: Node, placements: tuple[Placement, ...]) -> Move:
+    operand, update, *starts = placements
+    if only_sums(placements) and not partial(starts):
+        move = Move((Partial("sum"),), (count_once(operand), count_once(update), *starts))
+        if isinstance(operand, Partial) or shrinks(node, 1):
+            return move
+        raise Complete([1], "would make it larger", move)
+    cut = one_cut(node, placements)
+    if any(i > 1 for i in tiled(placements)):
+        raise Complete([i for i in tiled(placements) if i > 1], "starts at a place that differs from tile to tile")
+    if tiled(placements) != [0] and isinstance(_update(node, cut), Whole):
+        raise Complete(tiled(placements), "overwrites a part of the cut axis")
+    return Move((cut,), (cut, _update(node, cut), *starts))
+
+
+def emit_dynamic_slice(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
+    cut = cut_part(move)
+    if cut is None:
+        return node.bind(values, localise_dynamic_slice(node, move, span))
+    operand, *starts = values
+    dim, count = cut.dim, node.params["slice_sizes"][cut.dim]
+    places = _clamped(starts[dim], node.inputs[0].shape[dim] - count) + jnp.arange(count, dtype=jnp.int32)
+    starts[dim] = jnp.zeros_like(starts[dim])
+    sizes = _at(node.params["slice_sizes"], dim, operand.shape[dim])
+    (rows,) = node.bind([operand, *starts], node.params | {"slice_sizes": sizes})
+    here, local = span.find(places, cut)
+    return [take(rows, local, here, dim)]
+
+
+def _clamped(start: Any, last: int) -> Any:
+    """Where a dynamic slice starts."""
+    return jnp.clip(jnp.asarray(start), 0, last).astype(jnp.int32)
+
+
+def pull_dynamic_slice(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
+    if node.params["slice_sizes"][want.dim] != node.inputs[0].shape[want.dim]:
+        return None
+    return (want, *(WHOLE,) * (len(node.inputs) - 1))
+
+
+def pull_dynamic_update_slice(node: Node, want: Tiled) -> tuple[Placement, ...]:
+    return (want, _update(node, want), *(WHOLE,) * (len(node.inputs) - 2))
+
+
+def _update(node: Node, cut: Tiled) -> Placement:
+    """How an update stands that overwrites all of the cut axis, or a part of it."""
+    return cut if node.inputs[1].shape[cut.dim] == node.inputs[0].shape[cut.dim] else WHOLE
+
+
+def emit_dynamic_update_slice(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
+    cut = move.outs[0]
+    if not isinstance(cut, Tiled) or move.ins[1] == cut:
+        return node.bind(values)
+    operand, update, *starts = values
+    dim, count = cut.dim, node.inputs[1].shape[cut.dim]
+    offset = span.positions(cut, jnp.int32) - _clamped(starts[dim], node.inputs[0].shape[dim] - count)
+    starts[dim] = jnp.zeros_like(starts[dim])
+    new = jnp.take(update, offset, axis=dim, mode="clip")
+    old = lax.dynamic_slice(operand, starts, new.shape)
+    inside = lax.broadcast_in_dim((offset >= 0) & (offset < count), new.shape, (dim,))
+    return node.bind([operand, jnp.where(inside, new, old), *starts])
+
+
+register("slice", push=push_slice, pull=pull_slice, emit=emit_slice)
+register("rev", push=push_rev, pull=pull_rev)
+register("pad", push=push_pad, pull=pull_pad, emit=emit_pad)
+register("dynamic_slice", push=push_dynamic_slice, pull=pull_dynamic_slice, emit=emit_dynamic_slice)
+register(
+    "dynamic_update_slice",
+    push=push_dynamic_update_slice,
+    pull=pull_dynamic_update_slice,
+    emit=emit_dynamic_update_slice,
+)

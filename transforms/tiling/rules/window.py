@@ -1,0 +1,286 @@
+"""Convolutions and windows that slide over some dimensions, and transforms of some.
+
+Along the cut axis windows make as many elements as there are rows, or one of every few: they read rows beside the tile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from transforms.tiling.ir.graph import Node
+from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Reach, Span, Tiled, identity
+from transforms.tiling.rules import Complete, Move, aligned, one_cut, partial, register, tiled
+
+
+def stays(node: Node, dim: int) -> bool:
+    """Whether windows have length and stride 1 along a dimension, and add nothing to it."""
+    p = node.params
+    plain = all(p.get(k) is None or p[k][dim] == 1 for k in STEPS)
+    return plain and tuple(p["padding"][dim]) == (0, 0)
+
+
+STEPS = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
+
+
+class Slide(NamedTuple):
+    """How windows slide: along which dimension of the operand, what of the `padding` is for it, how much further than
+    an element a window reaches, how much is added before and after, in what steps windows move (`stride`), and how far
+    apart the elements of the operand are (`gap`).
+    """
+
+    dim: int
+    number: int
+    wide: int
+    before: int
+    after: int
+    stride: int = 1
+    gap: int = 1
+
+    def params(self, node: Node, before: int, after: int) -> dict[str, Any]:
+        """The node's, with other padding."""
+        padding = [(before, after) if i == self.number else tuple(p) for i, p in enumerate(node.params["padding"])]
+        return node.params | {"padding": tuple(padding)}
+
+    def out(self, cut: Tiled, size: int, made: int) -> Tiled | None:
+        """Where the axis stands in what windows make, `made` long of `size`: there are as many for every tile."""
+        ratio = Fraction(cut.minor * self.gap, cut.group * self.stride)
+        if cut.major != 1 or made * self.stride != size * self.gap:
+            return None
+        return dataclasses.replace(cut, minor=ratio.numerator, group=ratio.denominator)
+
+    def reach(self, cut: Tiled) -> Reach:
+        """How many rows before and after a tile its windows read."""
+        before, after = self.before // self.gap, (self.wide - self.before - self.stride) // self.gap + 1
+        rows = lambda steps: -(-max(steps, 0) // cut.minor) * cut.group
+        return rows(before), rows(after)
+
+    def padding(self, reach: Reach, cut: Tiled, steps: int, made: int) -> tuple[int, int]:
+        """How much is to be put before and after a tile of `steps` elements, its reach included, for `made` windows."""
+        low = self.before - cut.steps(reach[0]) * self.gap
+        return low, (made - 1) * self.stride + self.wide - low - (steps - 1) * self.gap
+
+
+def sliding(node: Node, dim: int) -> Slide | None:
+    """How a node's windows make dimension `dim` of its result."""
+    p = node.params
+    if node.name == "conv_general_dilated":
+        (source, kernel, out), places = p["dimension_numbers"], p["padding"]
+        if dim not in out[2:]:
+            return None
+        number = out[2:].index(dim)
+        size, inner = node.inputs[1].shape[kernel[2 + number]], source[2 + number]
+        stride, gap, apart = (p[k][number] for k in ("window_strides", "lhs_dilation", "rhs_dilation"))
+    elif node.name in WINDOWS:
+        number, inner, places = dim, dim, p["padding"]
+        size, stride, gap, apart = (1 if p.get(k) is None else p[k][dim] for k in STEPS)
+    else:
+        return None
+    return Slide(inner, number, (size - 1) * apart, *places[number], stride, gap)
+
+
+def slide(node: Node, dim: int) -> Slide | None:
+    """The same, if windows move in steps of 1."""
+    along = sliding(node, dim)
+    return along if along is not None and along.stride == along.gap == 1 else None
+
+
+def cleared(array: Any, placement: Tiled, span: Span, fill: Any) -> Any:
+    """The rows of a tile, with `fill` outside of the axis."""
+    inside = lax.broadcast_in_dim(span.within(placement), array.shape, (placement.dim,))
+    return jnp.where(inside, array, jnp.asarray(fill, array.dtype))
+
+
+WINDOWS = {"reduce_window_sum": "sum", "reduce_window_max": "max", "reduce_window_min": "min", "reduce_window": None}
+
+
+def push_window(node: Node, placements: tuple[Placement, ...]) -> Move:
+    """Operands of one shape, or nearly, and scalars to start from."""
+    cut = one_cut(node, placements)
+    outs = (cut,) * len(node.outputs)
+    if stays(node, cut.dim):
+        return Move(outs, pull_window(node, cut) or ())
+    along = sliding(node, cut.dim)
+    shapes = node.inputs[0].shape[cut.dim], node.outputs[0].shape[cut.dim]
+    out = along.out(cut, *shapes) if along is not None else None
+    if along is None or out is None:
+        raise Complete(tiled(placements), "slides over the cut axis")
+    count = len(node.outputs)
+    ins = (cut,) * count + (WHOLE,) * (len(placements) - count)
+    return Move((out,) * count, ins, reach=dict.fromkeys(range(count), along.reach(cut)))
+
+
+def pull_window(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
+    size = node.outputs[0].shape[want.dim]
+    return tuple(aligned(v, want, size) for v in node.inputs) if stays(node, want.dim) else None
+
+
+def emit_window(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
+    cut, count = move.ins[0], len(node.outputs)
+    if not move.reach:
+        return node.bind(values)
+    assert isinstance(cut, Tiled)
+    along = sliding(node, cut.dim)
+    assert along is not None
+    made = span.local_shape(node.outputs[0].shape, move.outs[0])[cut.dim]
+    for i, beside in move.reach.items():
+        op = WINDOWS[node.name]
+        fill = values[count + i] if op is None else jnp.asarray(identity(op, values[i].dtype))
+        rows = cleared(values[i], cut, span.beside(beside), fill)
+        low, high = along.padding(beside, cut, rows.shape[cut.dim], made)
+        config = [(low, high, along.gap - 1) if d == cut.dim else (0, 0, 0) for d in range(rows.ndim)]
+        values[i] = lax.pad(rows, fill, config)
+    params = along.params(node, 0, 0)
+    if along.gap > 1:
+        dilation = [1 if d == cut.dim else g for d, g in enumerate(params["base_dilation"])]
+        params |= {"base_dilation": tuple(dilation)}
+    return node.bind(values, params)
+
+
+def push_choices(node: Node, placements: tuple[Placement, ...]) -> Move:
+    """What belongs to the best element of each window, and back to it: of windows that lie side by side."""
+    scatters = node.name.startswith("select_and_scatter")
+    few, many = (0, 1) if scatters else (None, 0)
+    places = [p if i != few or not isinstance(p, Tiled) else None for i, p in enumerate(placements)]
+    cut = next((p for p in places if isinstance(p, Tiled)), None)
+    first = placements[0]
+    if cut is None:  # only what was chosen is cut
+        assert isinstance(first, Tiled)
+        size = node.params["window_strides"][first.dim]
+        ratio = Fraction(first.minor * size, first.group)
+        cut = dataclasses.replace(first, minor=ratio.numerator, group=ratio.denominator)
+    if stays(node, cut.dim):
+        return push_window(node, placements)
+    p, dim = node.params, cut.dim
+    size, ratio = p["window_dimensions"][dim], Fraction(cut.minor, cut.group * p["window_dimensions"][dim])
+    chosen = dataclasses.replace(cut, minor=ratio.numerator, group=ratio.denominator)
+    fewer = node.inputs[0].shape[dim] if scatters else node.outputs[0].shape[dim]
+    beside = size == p["window_strides"][dim] and tuple(p["padding"][dim]) == (0, 0)
+    apart = any(p.get(k) is not None and p[k][dim] != 1 for k in STEPS[2:])
+    ins = (chosen, cut) if scatters else (cut, cut)
+    ins += (WHOLE,) * (len(placements) - 2)
+    fits = all(p in (WHOLE, q) for p, q in zip(placements, ins, strict=True))
+    if not (fits and beside and not apart and fewer * size == node.inputs[many].shape[dim] and cut.major == 1):
+        raise Complete(tiled(placements), "slides over the cut axis")
+    return Move((cut if scatters else chosen,), ins)
+
+
+# --------------------------------------------------------------------------------------------------------- convolutions
+
+
+def push_convolution(node: Node, placements: tuple[Placement, ...]) -> Move:
+    """A cut batch stays cut; a cut feature dimension (the batch, in the gradient of a kernel) is summed over."""
+    if found := partial(placements):
+        raise Complete(found, "is not run on partial sums")
+    numbers = node.params["dimension_numbers"]
+    single = node.params["feature_group_count"] == node.params["batch_group_count"] == 1
+    lhs, rhs = placements
+    contracted = (numbers.lhs_spec[1], numbers.rhs_spec[1])
+    for (value, dim), other in (((lhs, contracted[0]), 1), ((rhs, contracted[1]), 0)):
+        if single and isinstance(value, Tiled) and value.dim == dim:
+            ins = (value.at(contracted[0]), value.at(contracted[1]))
+            if placements[other] in (WHOLE, ins[other]):
+                return Move((Partial("sum"),), ins)
+    if (
+        isinstance(lhs, Tiled)
+        and lhs.dim == numbers.lhs_spec[0]
+        and rhs == WHOLE
+        and node.params["batch_group_count"] == 1
+    ):
+        return Move((lhs.at(numbers.out_spec[0]),), placements)
+    if isinstance(rhs, Tiled) and rhs.dim == numbers.rhs_spec[0] and lhs == WHOLE and single:
+        return Move((rhs.at(numbers.out_spec[1]),), placements)
+    if (found := push_along(node, placements)) is not None:
+        return found
+    raise Complete(tiled(placements), "slides over the cut axis, or groups it")
+
+
+def push_along(node: Node, placements: tuple[Placement, ...]) -> Move | None:
+    """A convolution along the cut axis; or, of two arrays as long as that, the sum that is the gradient of a kernel."""
+    p = node.params
+    (left, right), numbers = node.inputs, p["dimension_numbers"]
+    cuts = [(v, spec) for v, spec in zip(placements, numbers[:2], strict=True) if isinstance(v, Tiled)]
+    number = next((spec[2:].index(v.dim) for v, spec in cuts if v.dim in spec[2:]), None)
+    if number is None or any(v.dim != spec[2 + number] for v, spec in cuts):
+        return None
+    dims = [spec[2 + number] for spec in numbers]
+    size, other = left.shape[dims[0]], right.shape[dims[1]]
+    along = kernel_of(node, number)
+    cut = placements[0]
+    if isinstance(placements[1], Tiled) or other * along.stride == size * along.gap:  # of the same axis: a sum over it
+        if not isinstance(cut, Tiled):  # the left one is whole: cut like the right one
+            right_cut = placements[1]
+            assert isinstance(right_cut, Tiled)
+            ratio = Fraction(right_cut.minor * along.stride, right_cut.group * along.gap)
+            cut = dataclasses.replace(right_cut, dim=dims[0], minor=ratio.numerator, group=ratio.denominator)
+        kernel = along.out(cut, size, other)
+        if kernel is None or placements[1] not in (WHOLE, kernel.at(dims[1])):
+            return None
+        return Move((Partial("sum"),), (cut, kernel.at(dims[1])), reach={0: along.reach(cut)})
+    slides = sliding(node, dims[2])
+    assert slides is not None and isinstance(cut, Tiled)
+    out = slides.out(cut, size, node.outputs[0].shape[dims[2]])
+    return None if out is None else Move((out.at(dims[2]),), (cut, WHOLE), reach={0: slides.reach(cut)})
+
+
+def kernel_of(node: Node, number: int) -> Slide:
+    """How a convolution with what another made is its kernel's gradient: the strides of the one dilate the other."""
+    p = node.params
+    source, _, out = p["dimension_numbers"]
+    apart = p["window_strides"][number]
+    wide = (node.outputs[0].shape[out[2 + number]] - 1) * apart
+    before, after = p["padding"][number]
+    return Slide(source[2 + number], number, wide, before, after, p["rhs_dilation"][number], p["lhs_dilation"][number])
+
+
+def emit_convolution(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
+    params = node.params
+    if move.reach:
+        cut, out = move.ins[0], move.outs[0]
+        assert isinstance(cut, Tiled)
+        number = params["dimension_numbers"].lhs_spec[2:].index(cut.dim)
+        values[0] = cleared(values[0], cut, span.beside(move.reach[0]), 0)
+        if isinstance(out, Tiled):
+            along, made = sliding(node, out.dim), span.local_shape(node.outputs[0].shape, out)[out.dim]
+        else:
+            along, kernel = kernel_of(node, number), params["dimension_numbers"].rhs_spec[2 + number]
+            made = values[1].shape[kernel]
+        assert along is not None
+        params = along.params(node, *along.padding(move.reach[0], cut, values[0].shape[cut.dim], made))
+    if move.outs[0] != Partial("sum"):
+        return node.bind(values, params)
+    dtype = span.wide(node.outputs[0].dtype)
+    return node.bind([v.astype(dtype) for v in values], params | {"preferred_element_type": dtype})
+
+
+def push_fft(node: Node, placements: tuple[Placement, ...]) -> Move:
+    cut = one_cut(node, placements)
+    if cut.dim >= len(node.inputs[0].shape) - len(node.params["fft_lengths"]):
+        raise Complete([0], "transforms the cut axis")
+    return Move((cut,), placements)
+
+
+def pull_fft(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
+    return (want,) if want.dim < len(node.inputs[0].shape) - len(node.params["fft_lengths"]) else None
+
+
+def push_reduce(node: Node, placements: tuple[Placement, ...]) -> Move:
+    """`jax.lax.reduce` with a function of the user's own."""
+    cut = one_cut(node, placements)
+    count, axes = len(node.outputs), node.params["dimensions"]
+    if cut.dim in axes:
+        raise Complete(tiled(placements), "combines the cut axis by a function of its own")
+    kept = cut.at(cut.dim - sum(a < cut.dim for a in axes))
+    return Move((kept,) * count, (cut,) * count + (WHOLE,) * (len(node.inputs) - count))
+
+
+register(*WINDOWS, push=push_window, pull=pull_window, emit=emit_window)
+CHOICES = ("select_and_gather_add", "select_and_scatter", "select_and_scatter_add")
+register(*CHOICES, push=push_choices, pull=pull_window)
+register("conv_general_dilated", push=push_convolution, emit=emit_convolution)
+register("fft", push=push_fft, pull=pull_fft)
+register("reduce", push=push_reduce)

@@ -1,0 +1,289 @@
+"""What each loop computes, keeps and reads, planned from the last loop to the first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from transforms.tiling.analysis.halo import widen
+from transforms.tiling.autodiff.policy import Policy, keeps
+from transforms.tiling.ir.facts import Analysis, grain
+from transforms.tiling.ir.graph import Node, Value
+from transforms.tiling.ir.loops import Loop, Ref, Step, Update
+from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Tiled, Whole
+from transforms.tiling.mesh.layout import named
+from transforms.tiling.passes.online.rewrite import Online
+from transforms.tiling.rules import RULES, Move
+
+
+def runs_once(analysis: Analysis, node: Node) -> bool:
+    """Whether a side effect has only whole operands, and so runs after the loops rather than once for each tile."""
+    return all(isinstance(p, Whole) for p in analysis.moves[node].ins)
+
+
+class Planner:
+    """Plans all loops of an analysed graph once, given what earlier loops are known to store."""
+
+    def __init__(
+        self,
+        analysis: Analysis,
+        stored: dict[Value, int],
+        online: Mapping[Value, Online],
+        eager: bool,
+        policy: Policy | None = None,
+        local: bool = False,
+    ):
+        self.analysis = analysis
+        self.policy = policy
+        self.eager = eager  # form each result in the first loop that can, not in the last that may
+        self.online = online
+        self.local = local  # a region: its inputs are tiles already
+        self.stored = stored  # what the previous pass stored, and in which loop
+        self.deadline: dict[Value, int] = {}
+        self.late: set[Value] = set()
+        self.requested: dict[Value, int] = {}
+        self.heard: dict[Node, int] = {}  # in which loop nodes have their side effects
+        self.readers: dict[Value, list[Node]] = {}
+        for node in analysis.graph.nodes:
+            for i, value in enumerate(node.inputs):
+                if (node, i) not in analysis.completed:
+                    self.readers.setdefault(value, []).append(node)
+
+    def plan(self) -> list[Loop]:
+        effects = [n for n in self.analysis.graph.nodes if n.effects and not runs_once(self.analysis, n)]
+        once = [n for n in self.analysis.graph.nodes if n.effects and runs_once(self.analysis, n)]
+        outputs = [v for v in self.analysis.graph.outputs if v.const is None]
+        outputs += [v for n in once for v in n.inputs if v.const is None]
+        ends = [self.analysis.end(v) for v in outputs]
+        self.heard = {n: self.first(n) for n in effects}
+        last = max([*ends, *self.heard.values(), -1])
+        for value in outputs:
+            self.request([value], last)
+        loops = [Loop(reverse=self.analysis.backward.get(d, False)) for d in range(last + 1)]
+        for d in range(last, -1, -1):
+            done: set[Value] = set()
+            while todo := [v for v, k in self.deadline.items() if k == d and v not in done]:
+                for value in todo:
+                    done.add(value)
+                    loops[d].updates.append(self.update(value, d, loops[d]))
+            loops[d].updates = [u for u in loops[d].updates if self.deadline[u.value] == d]
+            loops[d].updates += [*self.anchors(d, loops[d]), *self.states(d, loops[d])]
+            for node in (n for n in effects if self.heard[n] == d):
+                self.emit(self.effect(node), d, loops[d])
+            loops[d].trim()
+            widen(loops[d])
+        return loops
+
+    def first(self, node: Node) -> int:
+        """The first loop that can run a node."""
+        if node.outputs:
+            return max(self.analysis.fact(v).stage for v in node.outputs)
+        whole = self.analysis.inputs | self.analysis.stored
+        waits = [v not in whole and (node, i) in self.analysis.completed for i, v in enumerate(node.inputs)]
+        return max(self.analysis.fact(v).stage + late for v, late in zip(node.inputs, waits, strict=True))
+
+    def effect(self, node: Node) -> Ref:
+        """What to emit so that a node with a side effect runs."""
+        value = node.outputs[0] if node.outputs else Value(None, node)
+        return Ref(value, self.analysis.fact(value).placement, "tile")
+
+    # ------------------------------------------------------------------------------- what must be whole, and by when
+
+    def request(self, values: Iterable[Value], d: int) -> None:
+        """Have `values` whole once loop `d` is over."""
+        stack = list(values)
+        while stack:
+            value = stack.pop()
+            node = value.producer
+            if node is None or value in self.analysis.inputs or self.requested.get(value, d + 1) <= d:
+                continue
+            self.requested[value] = d
+            if isinstance(self.analysis.fact(value).placement, Whole) or value in self.analysis.stored:
+                stack.extend(self.analysis.needs(node))
+            elif self.sinks(value):
+                self.late.add(value)
+                stack.extend(node.inputs)
+            else:
+                last = self.formed(value, d)
+                self.deadline[value] = min(self.deadline.get(value, last), last)
+
+    def formed(self, value: Value, d: int) -> int:
+        """The last loop up to `d` that can form a value; the first, if they are eager."""
+        if self.eager:
+            return self.analysis.fact(value).stage
+        way = self.analysis.ways.get(value)
+        return d if way is None else max(k for k in range(d + 1) if self.analysis.backward.get(k, False) == way)
+
+    def sinks(self, value: Value) -> bool:
+        """Whether a partial result is better computed, after the loop, from the one that it is made of."""
+        node = value.producer
+        assert node is not None
+        placements = [self.analysis.fact(v).placement for v in node.inputs]
+        parts = [v for v, p in zip(node.inputs, placements, strict=True) if isinstance(p, Partial)]
+        if len(parts) != 1 or any(isinstance(p, Tiled) for p in placements) or len(node.outputs) > 1:
+            return False
+        if not isinstance(self.analysis.moves[node].outs[0], Partial):
+            return False
+        if node.name == "reshard" and named(parts[0].aval) is None:
+            return False  # from a mesh made Auto: parts leave it as such
+        return parts[0].aval.size == value.aval.size
+
+    # ------------------------------------------------------------------------------------------------ steps of a loop
+
+    def update(self, value: Value, d: int, loop: Loop) -> Update:
+        """Plan how loop `d` accumulates `value`."""
+        terms: list[Step | Ref] = []
+        stack = [value]
+        while stack:
+            part = stack.pop()
+            node = part.producer
+            assert node is not None
+            move = self.analysis.moves[node]
+            readers = [n for n in self.readers.get(part, []) if not self.late.issuperset(n.outputs)]
+            alone = len(readers) <= (part is not value)
+            summed = move.outs[0] == Partial("sum") and alone
+            from_tiles = any(isinstance(p, Tiled) for p in move.ins)
+            computed = summed and self.computes(part, d)
+            if computed and node.name in ("add", "add_any") and self.all_parts(node):
+                stack.extend(reversed(node.inputs))
+                continue
+            if computed and from_tiles and RULES[node.name].accumulate:
+                terms.append(self.step(node, move, d, loop))
+            else:
+                ref = self.resolve(part, self.analysis.fact(part).placement, d, loop)
+                self.emit(ref, d, loop)
+                terms.append(ref)
+        online = self.online.get(value)
+        if online is None:
+            return Update(value, tuple(terms))
+        if online.weight is not None:
+            self.deadline[online.weight] = d
+        return Update(value, tuple(terms), online.anchors, online.weight)
+
+    def anchors(self, d: int, loop: Loop) -> list[Update]:
+        """The anchors of a loop's sums: each tile leaves its own for the next."""
+        refs = {term.value: Ref(term.value, WHOLE, "tile") for update in loop.updates for term in update.anchors}
+        for ref in refs.values():
+            self.emit(ref, d, loop)
+        return [Update(value, (ref,)) for value, ref in refs.items()]
+
+    def states(self, d: int, loop: Loop) -> list[Update]:
+        """What a loop's tiles hand to the next, unless it is accumulated anyway."""
+        found: dict[Value, Update] = {}
+        while todo := [v for v in loop.states if v not in found]:
+            for value in todo:
+                ref = Ref(value, self.analysis.fact(value).placement, "tile")
+                self.emit(ref, d, loop)
+                found[value] = Update(value, (ref,))
+        return [update for value, update in found.items() if value not in {u.value for u in loop.updates}]
+
+    def all_parts(self, node: Node) -> bool:
+        """Whether a node's operands are all partial results that it reads as such."""
+        parts = all(isinstance(self.analysis.fact(v).placement, Partial) for v in node.inputs)
+        return parts and not any((node, i) in self.analysis.completed for i in range(len(node.inputs)))
+
+    def computes(self, value: Value, d: int) -> bool:
+        """Whether loop `d` has to compute the value: no earlier loop stored it."""
+        return self.stored.get(value, d) >= d
+
+    def resolve(self, value: Value, want: Placement, d: int, loop: Loop, completed: bool = False) -> Ref:
+        """Decide how loop `d` reads `value` as `want`, and ask for what that takes."""
+        placement = self.analysis.fact(value).placement
+        if value in self.analysis.running:
+            tiled = isinstance(want, Tiled) and self.pulls(value, want) is not None
+            return Ref(value, want if tiled else WHOLE, "tile")
+        local = not isinstance(placement, Whole) and not completed
+        if local and value in self.analysis.inputs:
+            return Ref(value, want, "tile" if self.local else "slice")
+        if local and value in self.analysis.stored:
+            loop.reads[value] = None
+            self.request([value], d - 1)
+            return Ref(value, want, "slice")
+        if local and self.computes(value, d):
+            if not self.kept(value, placement, d):
+                return Ref(value, placement, "tile")
+            self.deadline[value] = self.analysis.fact(value).stage
+        if isinstance(want, Tiled) and isinstance(placement, Whole) and self.pulls(value, want) is not None:
+            return Ref(value, want, "tile")
+        loop.reads[value] = None
+        self.request([value], d - 1)
+        if isinstance(want, Whole):
+            return Ref(value, want, "whole")
+        return Ref(value, want, "slice" if isinstance(want, Tiled) else "once")
+
+    def kept(self, value: Value, placement: Placement, d: int) -> bool:
+        """Whether the policy has an earlier loop store what loop `d` would compute again."""
+        early = isinstance(placement, Tiled) and self.analysis.fact(value).stage < d and value.producer is not None
+        return early and not self.local and keeps(self.policy, value.producer)
+
+    def pulls(self, value: Value, want: Tiled) -> tuple[Placement, ...] | None:
+        """The operands' placements from which one tile of a whole value is made, without the rest of it."""
+        node = value.producer
+        if node is None or value in self.analysis.inputs or len(node.outputs) > 1 or node.name not in RULES:
+            return None
+        rule = RULES[node.name]
+        # Within a region all of a whole value would be made for each tile.
+        ins = rule.pull(node, want) if rule.pull is not None and (self.local or not rule.heavy) else None
+        if ins is None or self.analysis.grain % grain(move := Move((want,), ins)) or self.analysis.untyped(node, move):
+            return None
+        return ins
+
+    def emit(self, root: Ref, d: int, loop: Loop) -> None:
+        """Append the steps that compute `root`, operands first."""
+        stack: list[Ref | Step] = [root]
+        while stack:
+            ref = stack.pop()
+            if isinstance(ref, Step):
+                loop.steps.append(ref)
+                loop.made.update(ref.keys)
+                continue
+            if ref.how != "tile" or (ref.value, ref.want) in loop.made or ref.value.producer is None:
+                continue
+            node, move = self.expand(ref)
+            if move is self.analysis.moves.get(node):
+                made = tuple((v, p) for v, p in zip(node.outputs, move.outs, strict=True))
+            else:
+                made = ((ref.value, ref.want),)
+            silent = self.heard.get(node, d) != d
+            step = Step(node, move, self.operands(node, move, d, loop), made, silent=silent)
+            stack.extend((step, *step.refs))
+
+    def expand(self, ref: Ref) -> tuple[Node, Move]:
+        """The node that computes `ref`, and how: as analysed, or pulled from whole operands."""
+        node = ref.value.producer
+        assert node is not None
+        whole = ref.value.aval is not None and isinstance(self.analysis.fact(ref.value).placement, Whole)
+        if not whole or isinstance(ref.want, Whole):
+            return node, self.analysis.moves[node]
+        assert isinstance(ref.want, Tiled)
+        ins = self.pulls(ref.value, ref.want)
+        assert ins is not None
+        return node, Move((ref.want,), ins)
+
+    def operands(self, node: Node, move: Move, d: int, loop: Loop) -> tuple[Ref, ...]:
+        if node.name == "carried":
+            if loop.reverse == node.params["reverse"]:
+                loop.states[node.params["total"]] = None
+            else:
+                stored = node.params["begun"]
+                self.request([stored], d - 1)
+                loop.reads[stored] = None
+                return (Ref(stored, WHOLE, "whole"),)
+        if node.name == "running":
+            (value,) = node.inputs
+            if not self.computes(value, d):
+                self.request([value], d - 1)
+                loop.reads[value] = None
+                return (Ref(value, WHOLE, "whole"),)
+            self.deadline[value] = min(self.deadline.get(value, d), d)
+        pulled = move is not self.analysis.moves.get(node)  # then all its operands are whole, or were completed
+        return tuple(
+            self.resolve(v, p, d, loop, pulled or (node, i) in self.analysis.completed)
+            for i, (v, p) in enumerate(zip(node.inputs, move.ins, strict=True))
+        )
+
+    def step(self, node: Node, move: Move, d: int, loop: Loop) -> Step:
+        """A step whose operands are computed, but which is left to whoever accumulates its result."""
+        refs = self.operands(node, move, d, loop)
+        for ref in refs:
+            self.emit(ref, d, loop)
+        return Step(node, move, refs, ())
