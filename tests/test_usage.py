@@ -9,7 +9,8 @@ import pytest
 
 from experiments import configs
 from experiments.commandline import commands, options, schema, usage
-from zoo.families import FAMILIES, RopeScaling
+from zoo.config import RopeScaling
+from zoo.families import FAMILIES
 
 NEEDED = {
     "text": ["data.path=x"],

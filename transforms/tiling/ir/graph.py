@@ -29,7 +29,7 @@ CALLS = {
     "composite": "jaxpr",
     "eval_jaxpr": "jaxpr",
     "xla_metadata_call": "jaxpr",
-    "tiled": "call_jaxpr",  # transforms.atomic
+    "tiled": "call_jaxpr",  # lower.atomic
 }
 # The same, but with a derivative rule of their own: inlined once no derivative is to be taken any more.
 CUSTOM_CALLS = {

@@ -12,7 +12,7 @@ A rule has up to eight parts.
     unfit(node, move, span)           why tiles of this length do not suit it, though others would; None if they do
 
 A rule that cannot go on raises `Complete`: these operands must be whole first, and why. Rules see neither stages nor
-loops; `transforms.propagate` adds the primitive, the line and the operands to what they say. A primitive whose operands
+loops; `analysis.propagate` adds the primitive, the line and the operands to what they say. A primitive whose operands
 are all Whole needs no rule.
 """
 
