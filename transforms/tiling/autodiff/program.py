@@ -131,7 +131,8 @@ class Program:
 
     def differentiable(self, active: Sequence[int]) -> tuple[list[int], list[int]]:
         """The outputs that depend differentiably on the inputs `active`, and those of `active` that matter to them."""
-        graph = self.graph
+        # What has a derivative of its own stays whole: the body that runs may pass through integers or stopped gradients.
+        graph = flatten(self.closed, custom=False)
         reached = depends(graph, {graph.inputs[i] for i in active}, differentiably=True)
         outs = [i for i, v in enumerate(graph.outputs) if v in reached and jnp.issubdtype(v.dtype, jnp.inexact)]
         used = ancestors(graph, [graph.outputs[i] for i in outs])
