@@ -6,7 +6,7 @@ import optax
 import pytest
 
 from transforms import tile
-from transforms.tiling.report.budget import read
+from transforms.tiling.report.plan import read_budget
 
 S = jax.ShapeDtypeStruct
 SHAPES = (S((2048, 64), jnp.float32), S((64, 4096), jnp.float32), S((2048,), jnp.int32))
@@ -64,13 +64,13 @@ READS = {"2GiB": 2 << 30, "1.5 MiB": 3 << 19, "500MB": 500 * 10**6, "1kb": 1000,
 
 @pytest.mark.parametrize("text", READS)
 def test_reads_sizes(text):
-    assert read(text) == READS[text]
+    assert read_budget(text) == READS[text]
 
 
 @pytest.mark.parametrize("wrong", ["2", "GiB", "-1MB", "2 GiBs", "1e9 B", ""])
 def test_refuses_what_is_no_size(wrong):
     with pytest.raises(ValueError, match="is no number of bytes"):
-        read(wrong)
+        read_budget(wrong)
 
 
 @pytest.mark.parametrize(
@@ -78,4 +78,4 @@ def test_refuses_what_is_no_size(wrong):
 )
 def test_refuses_what_is_no_positive_number(wrong, error):
     with pytest.raises(error, match="budget"):
-        read(wrong)
+        read_budget(wrong)

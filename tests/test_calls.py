@@ -13,9 +13,9 @@ import pytest
 from jax import export, lax
 
 from transforms import TileError, tile
+from transforms.tiling import schedule
 from transforms.tiling.analysis import propagate
 from transforms.tiling.autodiff import program
-from transforms.tiling.schedule import stages
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(21, 4)), jnp.float32)
 W = jnp.asarray(np.random.default_rng(1).normal(size=(4, 3)), jnp.float32)
@@ -291,7 +291,7 @@ def test_analyses_and_steps_grow_with_the_program_alone(axis, monkeypatch):
         monkeypatch.setattr(module, name, run)
 
     counted(propagate, "propagate", "analyses")
-    counted(stages.Planner, "expand", "operands")
+    counted(schedule.Planner, "expand", "operands")
     found = []
     for count in (2, 4, 8):
         fn, args = layers(count)
@@ -310,7 +310,7 @@ def test_a_schedule_that_goes_on_changing_settles(monkeypatch):
         return jnp.sum(jax.nn.softmax(h, 0) * jnp.tanh(h)) + h.max()
 
     expected = jax.value_and_grad(fn, (0, 1))(X, W)
-    monkeypatch.setattr(stages, "ROUNDS", 0)
+    monkeypatch.setattr(schedule, "ROUNDS", 0)
     found = jax.value_and_grad(tile(fn, (0, None), 3, gather="any"), (0, 1))(X, W)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)

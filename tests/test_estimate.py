@@ -6,8 +6,8 @@ import optax
 import pytest
 
 from transforms import tile
-from transforms.tiling.report import runs
 from transforms.tiling.report.estimate import temp_bytes
+from transforms.tiling.report.plan import gradient_run, value_run
 
 S = jax.ShapeDtypeStruct
 cross_entropy = optax.softmax_cross_entropy_with_integer_labels
@@ -95,9 +95,9 @@ CASES = {
 def test_estimate_is_within_15_percent(name):
     fn, axis, n, shapes = CASES[name]
     program = tile(fn, axis, n)._tracer.trace(shapes, {}).program
-    gradient = runs.gradient(program)
+    gradient = gradient_run(program)
     assert gradient is not None
-    for run in (runs.value(program), gradient):
+    for run in (value_run(program), gradient):
         analysis = jax.jit(run.run).lower(*(S(a.shape, a.dtype) for a in run.avals)).compile().memory_analysis()
         assert temp_bytes(run.tiled) == pytest.approx(analysis.temp_size_in_bytes, rel=0.15)
 
@@ -105,7 +105,7 @@ def test_estimate_is_within_15_percent(name):
 @pytest.mark.parametrize("name", ["head, 8 tiles", "softcap and z-loss", "entropy", "attention over queries"])
 def test_untiled_programs_are_estimated_too(name):
     fn, axis, n, shapes = CASES[name]
-    gradient = runs.gradient(tile(fn, axis, n)._tracer.trace(shapes, {}).program)
+    gradient = gradient_run(tile(fn, axis, n)._tracer.trace(shapes, {}).program)
     assert gradient is not None
     analysis = jax.jit(gradient.plain).lower(*(S(a.shape, a.dtype) for a in gradient.avals)).compile().memory_analysis()
     assert temp_bytes(gradient.untiled) == pytest.approx(analysis.temp_size_in_bytes, rel=0.15)

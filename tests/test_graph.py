@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from transforms.tiling.ir.graph import constant, depends, evaluate, flatten, flops, nbytes
+from transforms.tiling.ir.flatten import evaluate, flatten
+from transforms.tiling.ir.graph import constant, depends, flops, nbytes
 
 X = jnp.arange(12.0).reshape(4, 3)
 

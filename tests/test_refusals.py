@@ -15,7 +15,7 @@ from transforms import TileError, tile
 from transforms.tiling import rules
 from transforms.tiling.analysis.limits import Limits
 from transforms.tiling.analysis.propagate import propagate
-from transforms.tiling.ir.graph import flatten
+from transforms.tiling.ir.flatten import flatten
 from transforms.tiling.ir.placement import WHOLE, Tiled
 from transforms.tiling.rules import RULES, Complete, gather
 from transforms.tiling.rules.random import ONE_STREAM

@@ -6,7 +6,7 @@ What is computed from them follows by type: `einsum` keeps its left operand wher
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Shaped
+
+from transforms.tiling.mesh.layout import axes_of as axes_of
 
 Axes = Mapping[str, tuple[str, ...]]
 
@@ -150,12 +152,6 @@ def partitions(x: Any) -> tuple[Any, ...]:
     if not explicit():
         return (None,) * jnp.ndim(x)
     return _padded(jax.typeof(x).sharding.spec, jnp.ndim(x))
-
-
-def axes_of(parts: Iterable[Any]) -> tuple[str, ...]:
-    """Return the mesh axes that a spec, or some of its parts, names, in order."""
-    named = ((part,) if isinstance(part, str) else part for part in parts if part is not None)
-    return tuple(axis for axes in named for axis in axes)
 
 
 def uncut(x: Shaped[Array, "..."], *dims: int) -> Shaped[Array, "..."]:

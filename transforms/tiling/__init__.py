@@ -1,17 +1,16 @@
-"""`tile` as a small compiler: a user's function in, a scanned custom-VJP computation out.
+"""`tile` as a small compiler: a user's function in, a scanned custom-VJP computation out. In reading order:
 
-    api        `tile`, `TiledFunction`: the front door
-    call       one call -> a planned `Program`, under `jax.jit`
-    inputs     which arrays are cut, and where (axes, annotations, Auto meshes)
-    ir         the graph, placements (Whole, Tiled, Partial), facts, loops, edits, value numbering
+    api        `tile`, the front door: a call is traced, planned once inside `jax.jit`, and run
+    inputs     which arrays of a call are cut, and along which dimension: axes, annotations, Auto meshes
+    ir         jaxprs as graphs; placements (Whole, Tiled, Partial), what is known of each value, loops; edits, effects
     rules      one entry per primitive: where a cut dimension goes (sharding propagation, as in GSPMD and Shardy)
     analysis   graph -> facts: propagation, halos, footprint limits, what may not be compared across loops
-    passes     graph -> graph: the ordered list and its driver
+    passes     graph -> graph: the rewrites that let more be cut, and the driver that tries them in order
     schedule   facts -> loops: loop fission, each result in the latest loop that its readers allow
-    lower      loops -> `lax.scan`, and the epilogue between them
+    lower      loops -> `lax.scan`, and the epilogue of whole values between and after them
     autodiff   derivatives are programs again: the joint graph, residuals, the custom derivative rule
-    mesh       what is spread over devices; sums left unreduced, weights gathered once
-    report     plans, tables, estimates of memory, the choice of n
+    mesh       what is spread over devices: layouts read from types, unreduced sums, weights gathered once
+    report     plans, their tables, the estimate of memory, the choice of n
 
-Read in this order, from `ir` on. `passes` and `schedule` stand on `analysis`, that on `rules`, those on `ir`.
+Imports run one way: api > autodiff, report > lower, passes > schedule > analysis > rules > ir > mesh.layout.
 """

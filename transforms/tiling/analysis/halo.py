@@ -7,14 +7,12 @@ Rows that lie outside of the axis hold anything: whoever reaches out for them ma
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 
 from transforms.tiling.analysis.limits import Limits
 from transforms.tiling.ir.facts import Analysis, Inline, Region, grain
-from transforms.tiling.ir.graph import REMAT, Node, Value
-from transforms.tiling.ir.loops import Loop, Ref, Step
-from transforms.tiling.ir.placement import ALONE, Partial, Placement, Reach, Tiled
+from transforms.tiling.ir.graph import REMAT, Node
+from transforms.tiling.ir.placement import ALONE, Partial, Reach, Tiled
 from transforms.tiling.rules import Complete, Move
 
 FEW = 16  # rows that may be computed again even with shorter tiles
@@ -67,7 +65,7 @@ def note(found: Analysis, node: Node, move: Move) -> None:
 def _reach(found: Analysis, node: Node, move: Move) -> Reach:
     """How many rows before and after its tile a node's results take, all the way from what is whole."""
     both = [(i, v) for i, v in enumerate(node.inputs) if isinstance(move.ins[i], Tiled)]
-    return _even(_union(_plus(found.reach.get(v, ALONE), move.reach.get(i, ALONE)) for i, v in both), grain(move))
+    return even(union(plus(found.reach.get(v, ALONE), move.reach.get(i, ALONE)) for i, v in both), grain(move))
 
 
 def _exact(node: Node, move: Move) -> bool:
@@ -75,40 +73,16 @@ def _exact(node: Node, move: Move) -> bool:
     return node.name in EXACT or any(_exact(n, m) for n, m in inside)
 
 
-def _even(reach: Reach, rows: int) -> Reach:
+def even(reach: Reach, rows: int) -> Reach:
     """A reach of whole groups of rows."""
     before, after = (-(-r // rows) * rows for r in reach)
     return before, after
 
 
-def _plus(one: Reach, other: Reach) -> Reach:
+def plus(one: Reach, other: Reach) -> Reach:
     return one[0] + other[0], one[1] + other[1]
 
 
-def _union(found: Iterable[Reach]) -> Reach:
+def union(found: Iterable[Reach]) -> Reach:
     both = [ALONE, *found]
     return max(before for before, _ in both), max(after for _, after in both)
-
-
-def widen(loop: Loop) -> None:
-    """Have each step of a loop compute as many rows beside the tile as its readers take."""
-    asked: dict[tuple[Value, Placement], Reach] = {}
-
-    def reading(ref: Ref, halo: Reach) -> Ref:
-        if halo == ALONE or not isinstance(ref.want, Tiled):
-            return ref
-        key = (ref.value, ref.want)
-        asked[key] = _union([asked.get(key, ALONE), halo])
-        return ref._replace(halo=halo)
-
-    def longer(step: Step) -> Step:
-        halo = _even(_union(asked.get(key, ALONE) for key in step.keys), grain(step.move))
-        assert halo == ALONE or all(isinstance(p, Tiled) for _, p in step.keys)
-        reach = step.move.reach
-        refs = tuple(reading(ref, _plus(halo, reach.get(i, ALONE))) for i, ref in enumerate(step.refs))
-        return dataclasses.replace(step, refs=refs, halo=halo)
-
-    for i, update in enumerate(loop.updates):
-        terms = tuple(longer(t) if isinstance(t, Step) else t for t in update.terms)
-        loop.updates[i] = dataclasses.replace(update, terms=terms)
-    loop.steps[:] = [longer(step) for step in reversed(loop.steps)][::-1]

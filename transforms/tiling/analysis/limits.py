@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from transforms.tiling.ir.errors import TileError
 from transforms.tiling.ir.graph import Graph, Node, Value, depends, describe
-from transforms.tiling.ir.placement import Placement, Tiled, TileError
+from transforms.tiling.ir.placement import Placement, Tiled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Limits:
     gather: str
     largest: int
     options: Any = None  # of the program, for those of bodies
+    nested: Any = None  # the class of programs, for bodies that are tiled by themselves
     together: int = 0
     stretched: bool = False  # there is no other way
     longest: int = 0  # a tile may become to hold groups of rows whole: twice as long as was asked for

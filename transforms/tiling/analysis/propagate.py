@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 
 from transforms.tiling.analysis import halo
 from transforms.tiling.analysis.limits import Limits, check_size
-from transforms.tiling.ir.edit import split
+from transforms.tiling.ir.edit import any_platform, inline, split
+from transforms.tiling.ir.errors import TileError
 from transforms.tiling.ir.facts import (
     Along,
     Analysis,
@@ -28,12 +29,13 @@ from transforms.tiling.ir.facts import (
     grain,
 )
 from transforms.tiling.ir.graph import REMAT, Graph, Node, Value
-from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Tiled, TileError, Whole
+from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Tiled, Whole
 from transforms.tiling.mesh.layout import FLOWS, Apart, passable
 from transforms.tiling.mesh.unreduced import keep_apart, postpone
 from transforms.tiling.passes.loop_state import place
 from transforms.tiling.passes.recut import recut
 from transforms.tiling.rules import RULES, Complete, Move
+from transforms.tiling.rules.bodies import wait
 
 
 def analyse(
@@ -301,3 +303,33 @@ def _complete(found: Analysis, node: Node, operand: int, reason: str, limits: Li
     found.completions.append(Completion(value, node, reason, fact.placement))
     found.completed[node, operand] = reason
     return Fact(WHOLE, fact.stage + 1)
+
+
+def analyse_body(graph: Graph, ins: Sequence[Placement], apart: Mapping[Value, Apart] | None = None) -> Analysis:
+    """`analyse` a body, in which what depends on the platform may become what every platform can run."""
+    while True:
+        try:
+            return analyse(graph, ins, None, apart=apart)
+        except Inline as need:
+            if need.node not in graph.nodes or any_platform(need.node) is None:
+                raise
+            inline(graph, need.node)
+
+
+def body_of(
+    graph: Graph,
+    ins: Sequence[Placement],
+    given: Sequence[Placement],
+    offset: int = 0,
+    apart: Mapping[Value, Apart] | None = None,
+) -> Analysis:
+    """Analyse a body; what it needs to be whole is asked of the region's own operands, `given`, from `offset` on."""
+    try:
+        return analyse_body(graph, ins, apart)
+    except Complete as request:
+        operands = [i + offset for i in request.operands]
+        if any(isinstance(given[i], Whole) for i in operands):
+            raise wait(given, f"carries what its body needs whole: it {request.reason}") from None
+        raise Complete(operands, request.reason) from None
+    except Inline as need:
+        raise wait(given, f"needs a cut array whole inside, for `{need.node.name}` at {need.node.where}") from None

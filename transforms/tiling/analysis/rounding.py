@@ -37,13 +37,14 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
 
 from transforms.tiling.analysis.limits import Limits, human
 from transforms.tiling.ir.edit import add, replace, sort, traced
+from transforms.tiling.ir.errors import TileError
 from transforms.tiling.ir.facts import Analysis, Local
 from transforms.tiling.ir.graph import Graph, Node, Value, ancestors, bodies, constant, prune
 from transforms.tiling.ir.loops import Loop, Schedule
-from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled, TileError
+from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled
+from transforms.tiling.ir.terms import peel
 from transforms.tiling.mesh.layout import named
 from transforms.tiling.passes.loop_state import begin, leave
-from transforms.tiling.passes.online.terms import peel
 from transforms.tiling.rules import Complete, Move, refuse_partial, register
 
 stored_p = Primitive("stored")  # a cut value as the loop left it that computed it first

@@ -8,10 +8,11 @@ from collections.abc import Iterable
 from jax.extend.core import Jaxpr
 
 from transforms.tiling.analysis.limits import Limits, check_size, human
+from transforms.tiling.ir.errors import TileError
 from transforms.tiling.ir.facts import Analysis, Local, Promote
 from transforms.tiling.ir.graph import Node, Value, ancestors, bodies, depends, describe, elements, nbytes
 from transforms.tiling.ir.loops import Loop
-from transforms.tiling.ir.placement import WHOLE, Partial, Span, Tiled, TileError, Whole
+from transforms.tiling.ir.placement import WHOLE, Partial, Span, Tiled, Whole
 from transforms.tiling.rules import RULES
 
 

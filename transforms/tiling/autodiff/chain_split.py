@@ -16,9 +16,11 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from transforms.tiling.analysis.limits import Limits
 from transforms.tiling.analysis.propagate import analyse
+from transforms.tiling.ir.errors import TileError
 from transforms.tiling.ir.facts import Along, Inline, Sink
-from transforms.tiling.ir.graph import Graph, Value, bodies, depends, evaluate, flatten
-from transforms.tiling.ir.placement import Partial, TileError, Whole
+from transforms.tiling.ir.flatten import evaluate, flatten
+from transforms.tiling.ir.graph import Graph, Value, bodies, depends
+from transforms.tiling.ir.placement import Partial, Whole
 from transforms.tiling.mesh.layout import like
 from transforms.tiling.rules import Complete
 

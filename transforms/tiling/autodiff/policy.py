@@ -9,8 +9,9 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from transforms.tiling.analysis.effects import loud
-from transforms.tiling.ir.graph import Graph, Node, Value, bodies, evaluate, flatten
+from transforms.tiling.ir.effects import loud
+from transforms.tiling.ir.flatten import evaluate, flatten
+from transforms.tiling.ir.graph import Graph, Node, Value, bodies
 
 Policy = Callable[..., Any]
 

@@ -11,19 +11,22 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from transforms.tiling.analysis.effects import silence, silence_recomputed
 from transforms.tiling.analysis.limits import Limits, looked_up
 from transforms.tiling.autodiff.chain_split import Separation, has_custom_vjp, narrow, scales, separate
 from transforms.tiling.autodiff.policy import Keeping, Policy, keeping
 from transforms.tiling.autodiff.residuals import Ends, ends, every
-from transforms.tiling.ir.errors import explained
-from transforms.tiling.ir.graph import Graph, ancestors, depends, elements, flatten, nbytes
+from transforms.tiling.ir.effects import silence, silence_recomputed
+from transforms.tiling.ir.errors import TileError, explained
+from transforms.tiling.ir.flatten import flatten
+from transforms.tiling.ir.graph import Graph, ancestors, depends, describe, elements, nbytes
 from transforms.tiling.ir.loops import Schedule
-from transforms.tiling.ir.placement import WHOLE, Placement, Tiled, wide
+from transforms.tiling.ir.placement import WHOLE, Placement, Tiled, Whole, wide
 from transforms.tiling.lower import scan
 from transforms.tiling.mesh.layout import like
 from transforms.tiling.passes.driver import planned
 
+SMALLEST = 512  # of the second cut's tiles: smaller matrix products run slower
+PIECE = 1 << 20  # bytes of a gradient's piece, at least
 NO_REVERSE = "Reverse-mode differentiation does not work"  # what JAX says of a loop of unknown length
 
 
@@ -101,7 +104,7 @@ class Program:
         cut = [a for a, p in inputs if isinstance(p, Tiled) and jnp.issubdtype(a.dtype, jnp.inexact)]
         together = sum(elements(a.shape) * wide(a.dtype, self.options.accumulate).itemsize for a in cut)
         largest = max([self.options.floor, *map(nbytes, avals), *looked_up(self.graph, self.placements)])
-        return Limits(self.options.gather, largest, self.options, together)
+        return Limits(self.options.gather, largest, self.options, Program, together)
 
     @functools.cached_property
     def run(self) -> Callable[..., list[Any]]:
@@ -131,7 +134,7 @@ class Program:
 
     def differentiable(self, active: Sequence[int]) -> tuple[list[int], list[int]]:
         """The outputs that depend differentiably on the inputs `active`, and those of `active` that matter to them."""
-        # What has a derivative of its own stays whole: the body that runs may pass through integers or stopped gradients.
+        # A call with a derivative rule stays closed: its body may pass through integers or stopped gradients.
         graph = flatten(self.closed, custom=False)
         reached = depends(graph, {graph.inputs[i] for i in active}, differentiably=True)
         outs = [i for i, v in enumerate(graph.outputs) if v in reached and jnp.issubdtype(v.dtype, jnp.inexact)]
@@ -213,8 +216,6 @@ class Program:
         """A program of gradients, cut once more if that is asked for."""
         if not self.options.lowmem:
             return program
-        from transforms.tiling.autodiff.second_axis import cut_again
-
         return cut_again(program, active)
 
     def tangent(self, active: tuple[int, ...], outs: tuple[int, ...]) -> Program:
@@ -307,3 +308,59 @@ def _replace(args: Sequence[Any], where: Sequence[int], chosen: Sequence[Any]) -
     for i, value in zip(where, chosen, strict=True):
         full[i] = value
     return full
+
+
+# ------------------------------------------------------------------------------------------------ a second cut
+
+
+def cut_again(program: Program, active: Sequence[int]) -> Program:
+    """A gradient program with its largest whole argument cut too, along its largest dimension (`lowmem=True`).
+
+    Cut along the tokens, the gradient of a head `[D, V]` is a sum over the tiles: an accumulator of its size, in
+    float32, beside the gradient itself. Cut along the vocabulary too, outermost, each piece of it is summed over all
+    tokens, rounded and written where it belongs. The price is one more product: the statistics of the softmax first.
+
+    Args:
+        program: returns gradients, among others.
+        active: numbers of the inputs that are differentiated.
+
+    Raises:
+        TileError: the function cannot be tiled along that dimension.
+    """
+    avals = program.closed.in_avals
+    whole = [i for i in active if isinstance(program.placements[i], Whole) and avals[i].ndim]
+    if not whole:
+        return program  # no gradient is a sum over the tiles
+    largest = max(whole, key=lambda i: nbytes(avals[i]))
+    shape = avals[largest].shape
+    dim = max(range(len(shape)), key=lambda d: shape[d])
+    outer = _outer(program, largest, dim)
+    try:
+        facts = [outer.plan.analysis.fact(v).placement for v in outer.plan.analysis.graph.outputs]
+    except TileError as error:
+        raise TileError(
+            f"cannot tile with lowmem=True, which cuts dimension {dim} of the argument {describe(avals[largest])} too: "
+            f"{error}\n  Or pass lowmem=False."
+        ) from error
+    # A piece is complete when it is written: it needs no more than its own dtype.
+    outer = dataclasses.replace(outer, wide=frozenset(i for i in program.wide if not isinstance(facts[i], Tiled)))
+    o = outer.options
+
+    def both(*args: Any) -> list[Any]:
+        return scan.run(outer.plan, args, o, outer.wide, chunks=False)
+
+    closed = jax.make_jaxpr(both)(*(like(a) for a in avals))
+    options = dataclasses.replace(program.options, local=True)
+    return Program(closed, program.placements, options, outer.wide)
+
+
+def _outer(program: Program, argument: int, dim: int) -> Program:
+    """The same program cut along a dimension of one argument, in tiles whose gradients are small beside the others."""
+    avals = program.closed.in_avals
+    total = avals[argument].shape[dim]
+    row = 4 * avals[argument].size // total
+    others = max((4 * avals[i].size for i, p in enumerate(program.placements) if isinstance(p, Tiled)), default=0)
+    size = min(total, max(SMALLEST, max(PIECE, others // 4) // row))
+    placements = tuple(Tiled(dim) if i == argument else WHOLE for i in range(len(avals)))
+    options = Options(total, size, program.options.gather, program.options.accumulate)
+    return Program(program.closed, placements, options, program.wide)

@@ -14,7 +14,7 @@ import jax
 from jax.sharding import AxisType, PartitionSpec, get_abstract_mesh
 
 from transforms.tiling.inputs.axes import is_array
-from transforms.tiling.ir.placement import TileError
+from transforms.tiling.ir.errors import TileError
 from transforms.tiling.mesh.layout import named
 
 ROUTES = (

@@ -10,7 +10,8 @@ import jax
 from jax.extend.core import ClosedJaxpr, Primitive
 from jax.sharding import AxisType
 
-from transforms.tiling.ir.graph import Graph, Node, Value, body, flatten
+from transforms.tiling.ir.flatten import flatten
+from transforms.tiling.ir.graph import Graph, Node, Value, body
 from transforms.tiling.mesh.layout import like, varying
 
 

@@ -1,18 +1,27 @@
-"""What no function may do that is tiled: what JAX refuses to type on a mesh with Explicit axes, and mutable arrays."""
+"""Errors: `TileError`, and what is said of those that JAX raises while a function is traced."""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
 import traceback
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax.extend import source_info_util
 
-from transforms.tiling.ir.placement import TileError
+
+class TileError(ValueError):
+    """A function cannot be tiled along the chosen axis. Says what, where, why, and what to do.
+
+    `origins`: the equations that need something whole, and along which dimension that is cut.
+    """
+
+    def __init__(self, message: str, origins: Sequence[tuple[Any, int]] = ()) -> None:
+        super().__init__(message)
+        self.origins = origins
+
 
 # Raised where Python wants a value that is only known when the program runs: `if x > 0`, `float(x)`, `x[mask]`.
 UNKNOWN = (
@@ -35,16 +44,6 @@ REMEDIES = {
     ),
     "": "Bring one operand into the form of the other first: x = jax.sharding.reshard(x, jax.P(...)).",
 }
-
-
-def check_pure(eqn: Any) -> None:
-    """Refuse mutable arrays: the loops run when their results are needed, not in the order of the program."""
-    if any("RefEffect" in c.__name__ or "MutableArray" in c.__name__ for e in eqn.effects for c in type(e).__mro__):
-        where = source_info_util.summarize(eqn.source_info)
-        raise TileError(
-            f"cannot tile `{eqn.primitive.name}` at {where}: it reads or writes a mutable array, and tiles have an "
-            "order of their own. Return the new value instead, or leave it out of the tiled function."
-        )
 
 
 @contextlib.contextmanager

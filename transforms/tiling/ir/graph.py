@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
 from jax.core import Tracer
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Primitive
+from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
 
-from transforms.tiling.analysis.effects import loud, silenced
-from transforms.tiling.ir.errors import check_pure
 from transforms.tiling.mesh.layout import devices
-from transforms.tiling.passes.transpose_folding import part_turns, spread_dots, turn_dots
 
 # Call-like primitives whose body may stand in their place: the parameter that holds the body.
 CALLS = {
@@ -41,8 +37,6 @@ CUSTOM_CALLS = {
     "remat_opt": "fwd_jaxpr",
 }
 SOLVE = "custom_linear_solve"  # the same, with several bodies
-# Collectives. `jax.vmap` turns its name into a dimension, a number, and over dimensions they are these reductions.
-REDUCES = {"psum": lax.reduce_sum_p, "pmax": lax.reduce_max_p, "pmin": lax.reduce_min_p}
 SYMBOLIC = 1024
 # jax.checkpoint's names in the versions of JAX.
 REMAT = ("remat2", "checkpoint", "remat")
@@ -133,100 +127,6 @@ def body(node_params: dict[str, Any], key: str) -> ClosedJaxpr:
     return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
 
 
-def solver(params: dict[str, Any], operands: Sequence[Any]) -> tuple[ClosedJaxpr, list[Any]]:
-    """The body of a `custom_linear_solve` that computes its result, and those of its operands which that takes."""
-    counts = params["const_lengths"]
-    first = counts.matvec + counts.vecmat
-    taken = [*operands[first : first + counts.solve], *operands[sum(counts) :]]
-    return body({"call_jaxpr": params["jaxprs"].solve}, "call_jaxpr"), taken
-
-
-def flatten(closed: ClosedJaxpr, *, custom: bool = True, remat: bool = False, together: bool = False) -> Graph:
-    """Return `closed` with nested calls inlined and dead code removed; constants become constant values.
-
-    Args:
-        closed: the program.
-        custom: inline `custom_jvp` and `custom_vjp` calls too (their rules are lost: for graphs that are only run).
-        remat: inline the bodies of `jax.checkpoint` too (their effect on memory is lost).
-        together: what devices hold parts of is summed at once.
-    """
-    table = CALLS | (CUSTOM_CALLS if custom else {}) | (dict.fromkeys(REMAT, "jaxpr") if remat else {})
-    nodes: list[Node] = []
-
-    def run(jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Value], outer: Any) -> list[Value]:
-        env: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
-        env.update(zip(jaxpr.constvars, [Value(jax.typeof(c), const=c) for c in consts], strict=True))
-
-        def read(atom: Any) -> Value:
-            return Value(atom.aval, const=as_array(atom.val, atom.aval)) if isinstance(atom, Literal) else env[atom]
-
-        for eqn in jaxpr.eqns:
-            check_pure(eqn)
-            ins = [read(a) for a in eqn.invars]
-            key = table.get(eqn.primitive.name)
-            if key or (custom and eqn.primitive.name == SOLVE):
-                inner, ins = (body(eqn.params, key), ins) if key else solver(eqn.params, ins)
-                outs = run(inner.jaxpr, inner.consts, ins, outer or eqn.source_info)
-            elif eqn.primitive.name == "concatenate" and len(parts := _long(eqn, ins)) == 1:
-                outs = parts
-            else:
-                ins = _long(eqn, ins) if eqn.primitive.name == "concatenate" else ins
-                effects = loud(eqn.effects)
-                node = Node(eqn.primitive, plain(eqn.params), ins, [], eqn.source_info, outer, eqn.ctx, effects)
-                node.together = together
-                outs = node.outputs = [Value(v.aval, node, i) for i, v in enumerate(eqn.outvars)]
-                nodes.extend(reductions(node))
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return [read(a) for a in jaxpr.outvars]
-
-    inputs = [Value(v.aval) for v in closed.jaxpr.invars]
-    graph = Graph(inputs, nodes, run(closed.jaxpr, closed.consts, inputs, None))
-    return prune(spread_dots(turn_dots(part_turns(prune(graph)))))
-
-
-def _long(eqn: Any, operands: list[Value]) -> list[Value]:
-    """Those operands of a `concatenate` that its result holds anything of: a padding by nothing is one, too."""
-    return [v for v in operands if v.shape[eqn.params["dimension"]]] or operands[:1]
-
-
-def reductions(node: Node) -> list[Node]:
-    """A collective over dimensions as the reductions that it is, then itself if there are names among its axes."""
-    axes = node.params.get("axes", ()) if node.name in REDUCES else ()
-    dims = tuple(a for a in axes if isinstance(a, int))
-    if not dims:
-        return [node]
-    parts = []
-    for value, out in zip(node.inputs, node.outputs, strict=True):
-        params = {"axes": dims, "out_sharding": None}
-        part = dataclasses.replace(node, primitive=REDUCES[node.name], params=params, inputs=[value], outputs=[])
-        part.outputs.append(Value(out.aval, part))
-        parts.append(part)
-    if len(dims) == len(axes):
-        for out, part in zip(node.outputs, parts, strict=True):
-            out.producer, out.index, part.outputs = part, 0, [out]
-        return parts
-    node.params = node.params | {"axes": tuple(a for a in axes if a not in dims)}
-    node.inputs = [v for part in parts for v in part.outputs]
-    return [*parts, node]
-
-
-def plain(param: Any) -> Any:
-    """A parameter with Python's numbers where JAX, under `vmap`, leaves NumPy's."""
-    if isinstance(param, (np.integer, np.bool_)):
-        return param.item()
-    if isinstance(param, dict):
-        return {k: plain(v) for k, v in param.items()}
-    if isinstance(param, tuple):
-        items = [plain(v) for v in param]
-        return type(param)(*items) if hasattr(param, "_fields") else tuple(items)
-    return param
-
-
-def as_array(const: Any, aval: Any) -> Any:
-    """A literal as an array of its own dtype: JAX writes some as Python numbers."""
-    return const if isinstance(const, (jax.Array, Tracer)) else np.asarray(const, aval.dtype)
-
-
 def prune(graph: Graph) -> Graph:
     """Drop the nodes that no output and no side effect needs."""
     states = (v for node in graph.nodes for v in node.params.values() if isinstance(v, Value))
@@ -236,30 +136,6 @@ def prune(graph: Graph) -> Graph:
             alive.update(node.inputs)
             kept.append(node)
     return Graph(graph.inputs, kept[::-1], graph.outputs)
-
-
-def evaluate(env: dict[Value, Any], wanted: Sequence[Value], effects: Collection[Node] = ()) -> list[Any]:
-    """Compute `wanted` from the known values in `env`, which is filled along the way.
-
-    Of the side effects run those of the nodes `effects`; what else has any is run without them.
-    """
-    stack = [*wanted, *(v for node in effects for v in (node.outputs[:1] or node.inputs))]
-    while stack:
-        value = stack[-1]
-        node = value.producer
-        if value in env or value.const is not None:
-            stack.pop()
-            continue
-        assert node is not None, f"{value} is neither known nor computed"
-        if missing := [v for v in node.inputs if v not in env and v.const is None]:
-            stack.extend(missing)
-            continue
-        silent = node.effects and node not in effects
-        params = silenced(node.name, node.where, node.params) if silent else None
-        env.update(zip(node.outputs, node.bind([read(env, v) for v in node.inputs], params), strict=True))
-    for node in (n for n in effects if not n.outputs):
-        node.bind([read(env, v) for v in node.inputs])
-    return [read(env, v) for v in wanted]
 
 
 def read(env: dict[Value, Any], value: Value) -> Any:
@@ -316,15 +192,6 @@ def bodies(params: dict[str, Any]) -> list[Jaxpr]:
 def _body_flops(jaxpr: Jaxpr) -> int:
     avals = lambda atoms: [a.aval for a in atoms]
     return sum(_flops(e.primitive.name, e.params, avals(e.invars), avals(e.outvars)) for e in jaxpr.eqns)
-
-
-def body_graph(node: Node, key: str, number: int | None = None) -> Graph:
-    """A body of an equation as a graph: the parameter `key`, or the entry `number` of it. Flattened once."""
-    if (key, number) not in node.bodies:
-        jaxpr = node.params[key] if number is None else node.params[key][number]
-        closed = jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
-        node.bodies[key, number] = flatten(closed, together=node.together)
-    return node.bodies[key, number]
 
 
 def ancestors(graph: Graph, values: Iterable[Value]) -> set[Value]:

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 from transforms.tiling.ir.facts import Analysis
 from transforms.tiling.ir.graph import Node, Value, flops
 from transforms.tiling.ir.placement import ALONE, WHOLE, Partial, Placement, Reach
-from transforms.tiling.passes.online.terms import Term
+from transforms.tiling.ir.terms import Term
 from transforms.tiling.rules import Move
 
 
@@ -109,6 +109,7 @@ class Schedule:
     loops: list[Loop]
     late: set[Value]  # partial results that are computed from another one after the loop
     size: int  # of a tile: what was asked for, or a little more where rows stay together
+    passes: tuple[str, ...] = ()  # the names of the rewrites that led to it, in order
 
     @property
     def flops(self) -> int:

@@ -13,7 +13,6 @@ element (chunks, patches, strides), it is `major * L / group * minor`, and tiles
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -89,17 +88,6 @@ class Stacked:
 
 Placement = Whole | Tiled | Partial | Stacked
 WHOLE = Whole()
-
-
-class TileError(ValueError):
-    """A function cannot be tiled along the chosen axis. Says what, where, why, and what to do.
-
-    `origins`: the equations that need something whole, and along which dimension that is cut.
-    """
-
-    def __init__(self, message: str, origins: Sequence[tuple[Any, int]] = ()) -> None:
-        super().__init__(message)
-        self.origins = origins
 
 
 def wide(dtype: Any, accumulate: Any) -> Any:

@@ -10,16 +10,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from transforms.tiling import rules
+from transforms.tiling import rules, schedule
+from transforms.tiling.ir.facts import Analysis
+from transforms.tiling.ir.flatten import evaluate
 from transforms.tiling.ir.graph import Node, Value, constant, read
 from transforms.tiling.ir.loops import Loop, Ref, Schedule, Step, Update
-from transforms.tiling.ir.placement import ALONE, COMBINE, Partial, Span, Stacked, Tiled, Whole, identity
+from transforms.tiling.ir.placement import ALONE, COMBINE, Partial, Placement, Span, Stacked, Tiled, Whole, identity
 from transforms.tiling.lower.epilogue import Env, combine_partials, finish, narrow
 from transforms.tiling.mesh import layout, weight_gather
 from transforms.tiling.passes.loop_state import state_of
 from transforms.tiling.passes.online.rewrite import rescale
+from transforms.tiling.rules.bodies import LOWERING, Body
 from transforms.tiling.rules.dot import dot
-from transforms.tiling.schedule.planner import runs_once
+from transforms.tiling.schedule import runs_once
 
 Tiles = dict[tuple[Any, Any], Any]  # what a tile computed, by value and placement
 
@@ -304,3 +307,21 @@ def _wide(step: Step, node: Node, values: list[Any], tiles: Tiles, span: Span, b
     if source is None:
         return None
     return source if node.name == "convert_element_type" else rules.run(node, [source], step.move, span)[0]
+
+
+def body(found: Analysis, ins: Sequence[Placement], outs: Sequence[Placement | None], span: Span) -> Body:
+    """A region's body at tile size, as `rules.bodies.at_tile` describes it."""
+    loop, refs = schedule.region(found, outs, span.effects)
+
+    def run(values: Sequence[Any]) -> list[Any]:
+        both = list(zip(found.graph.inputs, values, ins, strict=True))
+        env = {v: x for v, x, p in both if isinstance(p, Whole)}
+        evaluate(env, list(loop.reads))
+        known = {(v, p): x for v, x, p in both if not isinstance(p, Whole)}
+        tiles = compute(loop, env, known, span, apart=found.apart)
+        return [None if ref is None else fetch(ref, tiles, env, span) for ref in refs]
+
+    return run
+
+
+LOWERING[:] = [body]

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, reshard
-
-from transforms.sharding import axes_of
 
 # Linear equations that JAX types on values that are apart. (Not: neg, sub, mul, dynamic_slice, scatter.)
 FLOWS = frozenset(
@@ -31,6 +29,12 @@ ALWAYS_TYPED = FLOWS | frozenset(
     integer_pow pow abs is_finite stop_gradient copy copy_p name dot_general reduce_max reduce_min mesh_cast exp2 expm1
     erf sin cos one_minus_square custom_jvp_call custom_vjp_call""".split()
 )
+
+
+def axes_of(parts: Iterable[Any]) -> tuple[str, ...]:
+    """Return the mesh axes that a spec, or some of its parts, names, in order."""
+    named = ((part,) if isinstance(part, str) else part for part in parts if part is not None)
+    return tuple(axis for axes in named for axis in axes)
 
 
 class Apart(NamedTuple):

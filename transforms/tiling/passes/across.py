@@ -9,12 +9,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from transforms.tiling.ir.graph import Node, body_graph
+from transforms.tiling.ir.flatten import body_graph, scan_counts
+from transforms.tiling.ir.graph import Node
 from transforms.tiling.ir.placement import Tiled
 from transforms.tiling.passes.pieces import Piece
-from transforms.tiling.rules import scan_counts
-from transforms.tiling.rules.regions import whole_body
-from transforms.tiling.rules.scan import added, run_scan
+from transforms.tiling.rules.bodies import added, run_scan, whole_body
 
 Found = Callable[..., list[Any]] | None
 

@@ -14,12 +14,13 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 
 from transforms.tiling.ir.edit import add, replace
+from transforms.tiling.ir.flatten import scan_counts
 from transforms.tiling.ir.graph import Graph, Node, Value
 from transforms.tiling.ir.placement import COMBINE, WHOLE, Partial, Placement, Span, Whole, identity
 from transforms.tiling.passes.argmax import write_choice
 from transforms.tiling.passes.loop_state import begin, leave
-from transforms.tiling.rules import Complete, Move, partial, register, scan_counts, tiled
-from transforms.tiling.rules.scan import added, run_part
+from transforms.tiling.rules import Complete, Move, partial, register, tiled
+from transforms.tiling.rules.bodies import added, run_part
 
 part_p = Primitive("cumulative_part")  # a cumulative operation on one tile
 total_p = Primitive("cumulative_total")  # its last entry

@@ -1,9 +1,19 @@
-"""How a graph is planned: analysed, rewritten where that saves a loop or lets equations run in tiles, and scheduled."""
+"""How a graph is planned: the ordered list of rewrites, and the driver that tries them.
+
+A graph is analysed (`analysis.propagate`), and rewritten until it can be scheduled. Some rewrites are tried on every
+analysis, because they save a loop or keep a result exact (`ALWAYS`). The others answer an obstacle, what keeps an
+analysis or a schedule from being finished (`ANSWERS`). After any rewrite the graph is analysed anew.
+
+That ends: each rewrite leaves fewer equations of the kind that it looks for (calls to inline, scans with constants to
+sink, recurrences that have no state yet, joins and slices that are not shifts, sums that wait, comparisons of what is
+computed again), or grows a set that is bounded by the graph (`promoted`, `divided`, `backward`) or a flag.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -11,11 +21,12 @@ from transforms.tiling.analysis import rounding
 from transforms.tiling.analysis.limits import Limits
 from transforms.tiling.analysis.propagate import analyse
 from transforms.tiling.ir.edit import inline
+from transforms.tiling.ir.errors import TileError
 from transforms.tiling.ir.facts import Along, Analysis, Inline, Promote, Sink
 from transforms.tiling.ir.graph import Graph, Node, Value
 from transforms.tiling.ir.loops import Schedule
 from transforms.tiling.ir.numbering import merge
-from transforms.tiling.ir.placement import Placement, Span, Tiled, TileError
+from transforms.tiling.ir.placement import Placement, Span, Tiled
 from transforms.tiling.passes.cumulative import carry
 from transforms.tiling.passes.index_split import divide
 from transforms.tiling.passes.loop_state import resize
@@ -41,7 +52,147 @@ from transforms.tiling.rules import (  # noqa: F401  each registers its primitiv
     window,
 )
 from transforms.tiling.rules.scan import sink
-from transforms.tiling.schedule.stages import schedule
+from transforms.tiling.schedule import schedule
+
+
+@dataclasses.dataclass
+class Work:
+    """A graph that is being planned, which rewrites change, and what they remember of it."""
+
+    graph: Graph
+    limits: Limits
+    also: int  # the number of last outputs that are left in the dtype of sums
+    promoted: dict[Value, Tiled] = dataclasses.field(default_factory=dict)  # would be Whole, but are made tile by tile
+    online: Rewritten = dataclasses.field(default_factory=Rewritten)
+    divided: set[Node] = dataclasses.field(default_factory=set)  # are computed in pieces
+    refusal: TileError | None = None  # the first of those that are unanswered: it says more than what follows from it
+    passes: list[str] = dataclasses.field(default_factory=list)  # the names of those that changed something, in order
+
+    @property
+    def span(self) -> Span:
+        options = self.limits.options
+        return Span(0, options.size, options.total, options.accumulate)
+
+
+class Pass(NamedTuple):
+    """A rewrite: `run` changes the graph or its limits and returns whether it did."""
+
+    name: str
+    run: Callable[[Work, Any], bool]
+    about: str
+    answers: type[Exception] | None = None
+
+
+# ----------------------------------------------------------------------------------- tried on every finished analysis
+
+
+def whole_groups(work: Work, found: Analysis) -> bool:
+    options = work.limits.options
+    rest = options.size % found.grain
+    if not rest:
+        return False
+    size = min(options.size - rest + found.grain, options.total)
+    work.limits = dataclasses.replace(work.limits, options=dataclasses.replace(options, size=size))
+    resize(work.graph, options.total, size)
+    return True
+
+
+def agree(work: Work, found: Analysis) -> bool:
+    met = rounding.meeting(found)
+    if met is None:
+        return False
+    if work.limits.allow(met.value):
+        rounding.store(work.graph, met.value)
+    elif not rounding.agree(found, met, work.span):
+        raise TileError(rounding.refusal(met, work.limits))
+    return True
+
+
+def online_reductions(work: Work, found: Analysis) -> bool:
+    return rewrite(found, work.online, work.span)
+
+
+def unrounded_results(work: Work, _: Analysis) -> bool:
+    changed, outputs = False, work.graph.outputs
+    for i in range(len(outputs) - work.also, len(outputs)):
+        node = outputs[i].producer
+        if node is not None and node.name == "convert_element_type" and _wider(node.inputs[0], node.outputs[0]):
+            outputs[i] = node.inputs[0]
+            changed = True
+    return changed
+
+
+def _wider(value: Value, other: Value) -> bool:
+    floats = all(jnp.issubdtype(v.dtype, jnp.floating) for v in (value, other))
+    return floats and value.dtype.itemsize > other.dtype.itemsize
+
+
+ALWAYS = (
+    Pass("whole groups", whole_groups, "tiles hold whole chunks, patches or strides: a few rows longer"),
+    Pass("agreement", agree, "no comparison sees what is computed again beside copies of it (`analysis.rounding`)"),
+    Pass("online reductions", online_reductions, "a sum that waits for a maximum or a total shares its loop"),
+    Pass("unrounded results", unrounded_results, "what the backward pass reads too is kept as it was summed"),
+)
+
+
+# ------------------------------------------------------------------------------------------------- answer an obstacle
+
+
+def make_by_tiles(work: Work, large: Promote) -> bool:
+    work.promoted |= large.placements
+    return True
+
+
+def inline_call(work: Work, region: Inline) -> bool:
+    inline(work.graph, region.node)
+    merge(work.graph)
+    return True
+
+
+def sink_constants(work: Work, read: Sink) -> bool:
+    sink(work.graph, read.node, read.operands, read.sources)
+    return True
+
+
+def carry_state(work: Work, along: Along) -> bool:
+    carry(work.graph, along.node, work.span)
+    work.refusal = None
+    return True
+
+
+def run_backwards(work: Work, refusal: TileError) -> bool:
+    reversed_ = {n for n, _ in refusal.origins if n.params.get("reverse")} - work.limits.backward
+    work.limits = dataclasses.replace(work.limits, backward=work.limits.backward | reversed_)
+    return bool(reversed_)
+
+
+def shifts(work: Work, refusal: TileError) -> bool:
+    work.refusal = work.refusal or refusal
+    if not align(work.graph, work.limits.options.total):
+        return False
+    work.refusal = None  # what is refused now says more
+    return True
+
+
+def index_set_splitting(work: Work, refusal: TileError) -> bool:
+    return any(divide(work.graph, node, dim, work.divided) for node, dim in refusal.origins)
+
+
+def stretched_limit(work: Work, _: TileError) -> bool:
+    before, work.limits = work.limits.stretched, dataclasses.replace(work.limits, stretched=True)
+    return not before
+
+
+ANSWERS = (
+    Pass("make by tiles", make_by_tiles, "whole values that each tile can make its own part of", Promote),
+    Pass("inline", inline_call, "a checkpointed body that takes more than one loop", Inline),
+    Pass("sink constants", sink_constants, "a scan makes masks and positions itself, in each step", Sink),
+    Pass("loop-carried state", carry_state, "recurrences and cumulative sums hand a state from tile to tile", Along),
+    Pass("run backwards", run_backwards, "what runs from the last row to the first does so tile by tile", TileError),
+    Pass("shifts", shifts, "slices, padding and joins become shifts along the axis: a halo", TileError),
+    Pass("index-set splitting", index_set_splitting, "arrays of another length are computed in pieces", TileError),
+    Pass("stretched limit", stretched_limit, "what all cut inputs together take may be whole", TileError),
+)
 
 
 def planned(
@@ -62,72 +213,25 @@ def planned(
     Raises:
         TileError: it cannot be tiled within the limits.
     """
-    options = limits.options
-    promoted: dict[Value, Tiled] = {}
-    done = Rewritten()
-    divided: set[Node] = set()
-    first: TileError | None = None
+    work = Work(graph, dataclasses.replace(limits, longest=2 * limits.options.size), also)
     merge(graph)
-    limits = dataclasses.replace(limits, longest=2 * options.size)
     while True:
-        span = Span(0, limits.options.size, options.total, options.accumulate)
         try:
-            found = analyse(graph, placements, limits, promoted)
-            if rest := limits.options.size % found.grain:
-                size = min(limits.options.size - rest + found.grain, options.total)
-                limits = dataclasses.replace(limits, options=dataclasses.replace(limits.options, size=size))
-                resize(graph, options.total, size)
-                continue
-            if (met := rounding.meeting(found)) is not None:
-                _mend(found, met, limits, span)
-            elif not rewrite(found, done, span) and not _widen(graph, also):
-                plan = schedule(found, limits, options.total, done.sums)
+            found = analyse(graph, placements, work.limits, work.promoted)
+            if not _first(ALWAYS, work, found):
+                plan = schedule(found, work.limits, limits.options.total, work.online.sums)
                 rounding.check(plan)
-                return plan, list(done.ends)
-        except Promote as large:
-            promoted |= large.placements
-        except Inline as region:
-            inline(graph, region.node)
-            merge(graph)
-        except Sink as read:
-            sink(graph, read.node, read.operands, read.sources)
-        except Along as found:
-            carry(graph, found.node, span)
-            first = None
-        except TileError as refusal:
-            if back := {n for n, _ in refusal.origins if n.params.get("reverse")} - limits.backward:
-                limits = dataclasses.replace(limits, backward=limits.backward | back)
-                continue
-            first = first or refusal
-            if align(graph, options.total):
-                first = None  # what is refused now says more
-                continue
-            if any(divide(graph, node, dim, divided) for node, dim in refusal.origins):
-                continue
-            if limits.stretched:
-                raise first from None
-            limits = dataclasses.replace(limits, stretched=True)
+                return dataclasses.replace(plan, passes=tuple(work.passes)), list(work.online.ends)
+        except (Promote, Inline, Sink, Along, TileError) as obstacle:
+            answers = [p for p in ANSWERS if p.answers and isinstance(obstacle, p.answers)]
+            if not _first(answers, work, obstacle):
+                raise work.refusal or obstacle from None
 
 
-def _mend(found: Analysis, met: rounding.Meeting, limits: Limits, span: Span) -> None:
-    """Let no comparison see a value that is computed again beside copies of it from before."""
-    if limits.allow(met.value):
-        rounding.store(found.graph, met.value)
-    elif not rounding.agree(found, met, span):
-        raise TileError(rounding.refusal(met, limits))
-
-
-def _widen(graph: Graph, count: int) -> bool:
-    """Take the last outputs before they are rounded. Returns whether any was."""
-    changed = False
-    for i in range(len(graph.outputs) - count, len(graph.outputs)):
-        node = graph.outputs[i].producer
-        if node is not None and node.name == "convert_element_type" and _wider(node.inputs[0], node.outputs[0]):
-            graph.outputs[i] = node.inputs[0]
-            changed = True
-    return changed
-
-
-def _wider(value: Value, other: Value) -> bool:
-    floats = all(jnp.issubdtype(v.dtype, jnp.floating) for v in (value, other))
-    return floats and value.dtype.itemsize > other.dtype.itemsize
+def _first(passes: Sequence[Pass], work: Work, at: Any) -> bool:
+    """Run passes until one changes something; whether one did."""
+    for each in passes:
+        if each.run(work, at):
+            work.passes.append(each.name)
+            return True
+    return False

@@ -19,12 +19,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from transforms.tiling.ir.edit import sort, traced
+from transforms.tiling.ir.errors import TileError
 from transforms.tiling.ir.facts import Inline, Region, Split, grain
-from transforms.tiling.ir.graph import REMAT, Graph, Node, Value, body, flatten, prune
-from transforms.tiling.ir.placement import COMBINE, WHOLE, Partial, Placement, Tiled, TileError
+from transforms.tiling.ir.flatten import flatten, scan_counts
+from transforms.tiling.ir.graph import REMAT, Graph, Node, Value, body, prune
+from transforms.tiling.ir.placement import COMBINE, WHOLE, Partial, Placement, Tiled
 from transforms.tiling.passes.across import ACROSS, cropped, padded, rejoin, scanned
 from transforms.tiling.passes.pieces import Cut, Piece, combine, compute, join, places
-from transforms.tiling.rules import RULES, Complete, Move, scan_counts
+from transforms.tiling.rules import RULES, Complete, Move
 from transforms.tiling.rules.reduction import OPS
 
 MOST = 8  # pieces of a join

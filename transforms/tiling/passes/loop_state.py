@@ -7,7 +7,6 @@ stored: `begun`, an array of one state for each tile.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,12 +15,10 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.sharding import NamedSharding, PartitionSpec
 
-from transforms.tiling.analysis.limits import Limits, human
 from transforms.tiling.ir.edit import add
 from transforms.tiling.ir.facts import Analysis, Fact
 from transforms.tiling.ir.graph import Graph, Node, Value
-from transforms.tiling.ir.loops import Loop
-from transforms.tiling.ir.placement import WHOLE, Placement, Span, Stacked, TileError
+from transforms.tiling.ir.placement import WHOLE, Placement, Span, Stacked
 from transforms.tiling.mesh.layout import named
 from transforms.tiling.rules import Complete, Move, register
 
@@ -67,21 +64,6 @@ def place(found: Analysis) -> None:
         found.facts[begun] = Fact(placement, found.turned(stage, node.params["reverse"]))
         found.moves[begun.producer] = Move((placement,), (WHOLE,))
         found.ways[begun] = node.params["reverse"]
-
-
-def check_begun(analysis: Analysis, loops: Iterable[Loop], limits: Limits) -> None:
-    """Refuse to store states that take more than the largest input or output."""
-    for value in (u.value for loop in loops for u in loop.updates):
-        if isinstance(analysis.fact(value).placement, Stacked) and value.nbytes > limits.bound:
-            node = value.producer
-            if node is None or limits.gather == "any":
-                continue
-            raise TileError(
-                f"cannot tile the recurrence at {node.where}: what follows runs the other way, so the state that each "
-                f"tile begins with would have to be stored.\n  states: {value}, {human(value.nbytes)}; the largest "
-                f"input or output is {human(limits.largest)}.\n"
-                '  To go on: take fewer tiles, cut another axis, or pass gather="any".'
-            )
 
 
 def state_of(node: Node, init: Any, stored: Any | None, before: Any, span: Span) -> Any:

@@ -17,7 +17,7 @@ from jax.core import ShapedArray
 from transforms.tiling.ir.edit import replace, sort, traced
 from transforms.tiling.ir.graph import Graph, Node, Value, prune
 from transforms.tiling.ir.numbering import constant_key
-from transforms.tiling.passes.online.terms import align, peel
+from transforms.tiling.ir.terms import align, peel
 
 Labels = tuple[Any, ...]  # what each dimension of an array runs over; None: it is repeated, or has one element
 Identify = Callable[[Value], Any]

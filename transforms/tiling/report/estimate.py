@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from jax import lax
 from jax.extend.core import ClosedJaxpr
 
-from transforms.tiling.ir.graph import Graph, Node, Value, body, flatten
+from transforms.tiling.ir.flatten import flatten
+from transforms.tiling.ir.graph import Graph, Node, Value, body
 from transforms.tiling.report.fusion import FUSIBLE, IN_PLACE, Fused
 from transforms.tiling.report.simplify import LOOPS, NESTED
 

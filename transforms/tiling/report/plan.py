@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import html
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
-from transforms.tiling.analysis.effects import sources
-from transforms.tiling.autodiff.program import Program
+from transforms.tiling.analysis.limits import human
+from transforms.tiling.autodiff.program import NO_REVERSE, Program
+from transforms.tiling.ir.effects import sources
 from transforms.tiling.ir.facts import Analysis, Local
-from transforms.tiling.ir.graph import Graph, Node, Value, describe, elements, flatten, flops, nbytes
+from transforms.tiling.ir.flatten import flatten
+from transforms.tiling.ir.graph import Graph, Node, Value, describe, elements, flops, nbytes
 from transforms.tiling.ir.loops import Loop
 from transforms.tiling.ir.placement import Partial, Placement, Span, Tiled
-from transforms.tiling.mesh.layout import axes, devices, named
+from transforms.tiling.mesh.layout import axes, devices, like, named
 from transforms.tiling.mesh.weight_gather import gathered
-from transforms.tiling.report import runs
 from transforms.tiling.report.estimate import temp_bytes
 from transforms.tiling.report.table import describe_pass, totals
-from transforms.tiling.schedule.planner import runs_once
+from transforms.tiling.schedule import runs_once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +112,7 @@ class PassPlan:
 
     `temp` and `untiled_temp` estimate the temporary memory of the compiled program, in bytes; `largest` and
     `untiled_largest` are the bytes of the largest array inside; `flops` and `untiled_flops` are of matrix products.
+    `passes` names the rewrites that led to the loops, in order (`transforms.tiling.passes.driver`).
     """
 
     loops: tuple[LoopPlan, ...]
@@ -116,6 +123,7 @@ class PassPlan:
     temp: int
     untiled_temp: int
     effects: tuple[SideEffect, ...] = ()
+    passes: tuple[str, ...] = ()
 
     @property
     def largest(self) -> int:
@@ -160,6 +168,11 @@ class TilePlan:
 
     __repr__ = __str__
 
+    @property
+    def passes(self) -> tuple[str, ...]:
+        """The names of the rewrites that led to the value's loops, then of those that led to the gradient's."""
+        return (*self.value.passes, *(self.gradient.passes if self.gradient is not None else ()))
+
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
 
@@ -169,14 +182,14 @@ class TilePlan:
 
 def explain(program: Program) -> TilePlan:
     """Describe a program, and its gradient if it has one, without running either."""
-    options, back = program.options, runs.gradient(program)
-    size = max((p.plan.size for p in runs.value(program).programs), default=options.size)
+    options, back = program.options, gradient_run(program)
+    size = max((p.plan.size for p in value_run(program).programs), default=options.size)
     tiles = max(1, -(-options.total // size))
     gradient = None if back is None else _pass(back)
-    return TilePlan(options.total, tiles, size, _pass(runs.value(program)), gradient, options.shares)
+    return TilePlan(options.total, tiles, size, _pass(value_run(program)), gradient, options.shares)
 
 
-def _pass(run: runs.Pass) -> PassPlan:
+def _pass(run: Run) -> PassPlan:
     loops, completed, effects, total = [], [], [], 0
     before: set[object] = set()  # what the programs before this one compute: not the same nodes, but the same lines
     for program in run.programs:
@@ -204,6 +217,7 @@ def _pass(run: runs.Pass) -> PassPlan:
         temp=temp_bytes(run.tiled),
         untiled_temp=temp_bytes(run.untiled),
         effects=tuple(dict.fromkeys(effects)),
+        passes=tuple(name for program in run.programs for name in program.plan.passes),
     )
 
 
@@ -268,3 +282,180 @@ def _bytes(shape: Iterable[int], value: Value) -> int:
 def _largest(graph: Graph) -> int:
     edges = {*graph.inputs, *graph.outputs}
     return max((v.nbytes for n in graph.nodes for v in n.outputs if v not in edges), default=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One way to run it: the tiled programs that do so, one after the other; all of it as one function, or untiled."""
+
+    programs: tuple[Program, ...]
+    run: Callable[..., Any]
+    plain: Callable[..., Any]
+    avals: Sequence[Any]  # of the arguments of both
+
+    @functools.cached_property
+    def tiled(self) -> ClosedJaxpr:
+        return self._trace(self.run)
+
+    @functools.cached_property
+    def untiled(self) -> ClosedJaxpr:
+        return self._trace(self.plain)
+
+    def _trace(self, fn: Callable[..., Any]) -> ClosedJaxpr:
+        return jax.make_jaxpr(fn)(*(like(a) for a in self.avals))
+
+
+def value_run(program: Program) -> Run:
+    """The function without derivatives."""
+    plain = jaxpr_as_fun(program.closed)
+    if program.is_one_tile:
+        return Run((), plain, plain, program.closed.in_avals)
+    return Run((program,), program.run, plain, program.closed.in_avals)
+
+
+def gradient_run(program: Program) -> Run | None:
+    """The function with the gradients of all its inexact inputs; None where it has none to give.
+
+    Those of one scalar; otherwise the cotangents of the results that have any are further arguments.
+    """
+    try:
+        return _untiled(program) if program.is_one_tile else _gradient(program)
+    except ValueError as error:
+        if NO_REVERSE in str(error):
+            return None
+        raise
+
+
+def _untiled(program: Program) -> Run | None:
+    """One tile: the function's own gradients."""
+    avals = program.closed.in_avals
+    outs, active = program.differentiable([i for i, a in enumerate(avals) if jnp.issubdtype(a.dtype, jnp.inexact)])
+    if not active:
+        return None
+    plain = _plain(program, active, outs)
+    cotangents = [] if program.is_scalar(outs, active) else [program.closed.out_avals[i] for i in outs]
+    found = Run((), plain, plain, [*avals, *cotangents])
+    return found if found.untiled else None
+
+
+def _gradient(program: Program) -> Run | None:
+    avals = program.closed.in_avals
+    outs, active = program.differentiable([i for i, a in enumerate(avals) if jnp.issubdtype(a.dtype, jnp.inexact)])
+    if not active:
+        return None
+    if not program.is_scalar(outs, active):
+        back = program.cotangent(tuple(active), tuple(outs))
+        cotangents = [program.closed.out_avals[i] for i in outs]
+        return Run((program.forward, back), _both(program, back), _plain(program, active, outs), [*avals, *cotangents])
+    if not program.in_one_pass(outs, active):
+        back = program.cotangent(tuple(active), tuple(outs))
+        unit = jnp.ones((), program.closed.out_avals[outs[0]].dtype)
+        both = lambda *args: _both(program, back)(*args, unit)
+        return Run((program.forward, back), both, _plain(program, active, outs), avals)
+    joint = program.gradient(tuple(active), outs[0])
+
+    def run(*args: Any) -> Any:
+        results, found = joint.combine(joint.program.run(*args))
+        return results, [g.astype(avals[i].dtype) for i, g in zip(active, found, strict=True)]
+
+    return Run((joint.program,), run, _plain(program, active, outs), avals)
+
+
+def _both(program: Program, back: Program) -> Callable[..., Any]:
+    """A program and its backward pass, from the inputs and the cotangents."""
+    inputs, outputs = len(program.closed.in_avals), len(program.closed.out_avals)
+
+    def run(*args: Any) -> Any:
+        found = program.forward.run(*args[:inputs])
+        return found[:outputs], back.run(*args[:inputs], *found[outputs:], *args[inputs:])
+
+    return run
+
+
+def _plain(program: Program, active: Sequence[int], outs: Sequence[int]) -> Callable[..., Any]:
+    """The untiled function with its gradients."""
+    fn, count = jaxpr_as_fun(program.closed), len(program.closed.in_avals)
+
+    def run(*args: Any) -> Any:
+        def primal(*chosen: Any) -> tuple[list[Any], list[Any]]:
+            full = list(args[:count])
+            for i, x in zip(active, chosen, strict=True):
+                full[i] = x
+            results = fn(*full)
+            return [results[i] for i in outs], results
+
+        chosen, vjp, results = jax.vjp(primal, *(args[i] for i in active), has_aux=True)
+        return results, vjp(list(args[count:]) or [jnp.ones_like(c) for c in chosen])
+
+    return run
+
+
+# Fewer rows in a matrix product and it runs slower than it need.
+ROWS = 64
+
+UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def read_budget(budget: Any) -> int:
+    """Return a number of bytes: of an int, or of text such as "2GiB" (1024**3 each) or "500 MB" (1000**2).
+
+    Raises:
+        TypeError: neither an int nor text.
+        ValueError: not positive, or no number of bytes.
+    """
+    if isinstance(budget, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([kmgt]?)(i?)b\s*", budget, re.IGNORECASE)
+        if found is None:
+            raise ValueError(
+                f'tile: budget={budget!r} is no number of bytes; write an int, or such as "2GiB" or "500MB".'
+            )
+        number, unit, binary = found.groups()
+        budget = int(float(number) * (1024 if binary else 1000) ** UNITS[unit.lower()])
+    if isinstance(budget, bool) or not isinstance(budget, int):
+        raise TypeError(f'tile: budget must be a number of bytes, an int or such as "2GiB", not {budget!r}.')
+    if budget < 1:
+        raise ValueError(f"tile: budget={budget}, but it must be at least 1 byte.")
+    return budget
+
+
+def fewest(make: Callable[[int], Program], total: int, rows: int, budget: int) -> Program:
+    """Return the program with the fewest tiles whose temporary memory, gradients included, is within `budget`.
+
+    Args:
+        make: the program whose tiles are so long.
+        total: length of the cut axis.
+        rows: rows of a matrix in each step along it; a tile has at least `ROWS`, unless the axis is shorter.
+        budget: bytes.
+
+    Raises:
+        ValueError: the smallest tiles take more.
+    """
+    most = max(1, total // -(-ROWS // rows))
+    made: dict[int, Program] = {}
+    taken: dict[int, int] = {}
+
+    def fits(n: int) -> bool:
+        made[n] = make(-(-total // n))
+        runs = (value_run(made[n]), gradient_run(made[n]))
+        taken[n] = max(temp_bytes(run.tiled) for run in runs if run is not None)
+        return taken[n] <= budget
+
+    if fits(1):
+        return made[1]
+    if not fits(most):
+        n = min(taken, key=lambda n: taken[n])
+        raise ValueError(
+            f'tile: n="auto" cannot keep within budget={human(budget)}: the smallest possible is {human(taken[n])} of '
+            f"temporary memory, gradients included, with {n} tiles of {-(-total // n)} ({human(taken[1])} untiled).\n"
+            "  Raise the budget, or pass n= or size=: they are obeyed."
+        )
+    low, high = 1, most
+    while high - low > 1:
+        # Memory falls like a + b / n: try where that says, but at least halve what is left every other time.
+        b = (taken[low] - taken[high]) / (1 / low - 1 / high)
+        a = taken[low] - b / low
+        guess = int(b / (budget - a)) + 1 if b > 0 and budget > a else 0
+        for n in (guess, (low + high) // 2):
+            if low < n < high:
+                low, high = (low, n) if fits(n) else (n, high)
+    return made[high]

@@ -9,7 +9,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 
-from transforms.tiling.ir.graph import REMAT, Graph, Node, Value, body, constant, flatten, nbytes
+from transforms.tiling.ir.flatten import flatten
+from transforms.tiling.ir.graph import REMAT, Graph, Node, Value, body, constant, nbytes
 from transforms.tiling.ir.numbering import constant_key, parameter_key
 
 # Other names for the same memory; the second kind only if the size is the same.

@@ -22,8 +22,9 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from transforms.tiling.ir.graph import Node, Value, body_graph, elements
-from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Reach, Span, Tiled, TileError, Whole
+from transforms.tiling.ir.errors import TileError
+from transforms.tiling.ir.graph import Node, Value, elements
+from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Reach, Span, Tiled, Whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,11 +186,3 @@ def passes(node: Node, placements: tuple[Placement, ...]) -> bool:
     """Whether operand 0 is a partial result that a rearrangement may carry along, the others Whole."""
     first, *rest = placements
     return isinstance(first, Partial) and all(isinstance(p, Whole) for p in rest) and shrinks(node, 0)
-
-
-def scan_counts(node: Node) -> tuple[int, int]:
-    """How many operands of a scan are constants, and how many are carried (JAX's versions write this differently)."""
-    graph = body_graph(node, "jaxpr")
-    carried = sum(len(v.shape) == len(o.shape) for v, o in zip(graph.outputs, node.outputs, strict=True))
-    stacked = sum(len(v.shape) != len(o.shape) for v, o in zip(graph.inputs, node.inputs, strict=True))
-    return len(node.inputs) - carried - stacked, carried

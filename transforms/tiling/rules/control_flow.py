@@ -8,18 +8,17 @@ from typing import Any
 import jax
 from jax import lax
 
-from transforms.tiling.analysis.propagate import analyse
+from transforms.tiling.analysis.propagate import analyse, analyse_body, body_of
 from transforms.tiling.ir.edit import any_platform
 from transforms.tiling.ir.facts import Analysis, Inline, Region
-from transforms.tiling.ir.graph import CUSTOM_CALLS, REMAT, Graph, Node, ancestors, body_graph, evaluate
+from transforms.tiling.ir.flatten import body_graph, evaluate
+from transforms.tiling.ir.graph import CUSTOM_CALLS, REMAT, Graph, Node, ancestors
 from transforms.tiling.ir.placement import WHOLE, Placement, Span, Whole
 from transforms.tiling.rules import Complete, Move, refuse_partial, register, tiled
-from transforms.tiling.rules.regions import (
+from transforms.tiling.rules.bodies import (
     Body,
     aloud,
-    analyse_body,
     at_tile,
-    body_of,
     carries_for,
     cast,
     held,

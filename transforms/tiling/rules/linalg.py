@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from transforms.tiling.analysis.propagate import analyse
-from transforms.tiling.ir.graph import SOLVE, Node, flatten, solver
+from transforms.tiling.ir.flatten import flatten, solver
+from transforms.tiling.ir.graph import SOLVE, Node
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Tiled, Whole
 from transforms.tiling.rules import Complete, Move, one_cut, register, tiled
 

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Literal
 
+from transforms.tiling.ir.errors import TileError
 from transforms.tiling.ir.graph import Node, bodies
-from transforms.tiling.ir.placement import WHOLE, Placement, Span, Tiled, TileError
+from transforms.tiling.ir.placement import WHOLE, Placement, Span, Tiled
 from transforms.tiling.rules import Complete, Move, refuse_partial, register, tiled
 
 

@@ -12,27 +12,30 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.extend.core import ClosedJaxpr
 
 from transforms.tiling.analysis.limits import human
+from transforms.tiling.analysis.propagate import body_of
 from transforms.tiling.ir.edit import replace, traced
+from transforms.tiling.ir.errors import TileError
 from transforms.tiling.ir.facts import Local, Region
-from transforms.tiling.ir.graph import Graph, Node, Value, ancestors, body_graph, describe, evaluate, prune
-from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled, TileError, Whole
+from transforms.tiling.ir.flatten import body_graph, evaluate, scan_counts
+from transforms.tiling.ir.graph import Graph, Node, Value, ancestors, describe, prune
+from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled, Whole
 from transforms.tiling.mesh.layout import Held, conform, like, passable
-from transforms.tiling.rules import RULES, Complete, Move, register, scan_counts
-from transforms.tiling.rules.regions import (
-    Body,
+from transforms.tiling.rules import RULES, Complete, Move, register
+from transforms.tiling.rules.bodies import (
+    added,
     aloud,
     at_tile,
-    body_of,
     carries_for,
-    cast,
     held,
     join,
     kept,
+    run_part,
+    run_scan,
     spread,
+    summed,
     wait,
     whole_body,
     widen,
@@ -95,69 +98,6 @@ def push_sums(node: Node, placements: tuple[Placement, ...]) -> Move | None:
     return Move(outs, (*ins, *(cut,) * (len(placements) - first)))
 
 
-def summed(node: Node) -> list[Placement] | None:
-    """How each carried value ends if the body only adds to it or leaves it as it is; None if it reads one otherwise."""
-    graph = body_graph(node, "jaxpr")
-    constants, carried = scan_counts(node)
-    kinds: list[Placement] = []
-    adds = added(node)
-    for i, (before, after) in enumerate(zip(graph.inputs[constants:], graph.outputs[:carried], strict=False)):
-        if after is not before and i not in adds:
-            return None
-        kinds.append(Partial("last" if after is before else "sum"))
-    return kinds
-
-
-def added(node: Node) -> list[int]:
-    """The numbers of the carried values that the body only adds to."""
-    graph = body_graph(node, "jaxpr")
-    constants, carried = scan_counts(node)
-    both = zip(graph.inputs[constants : constants + carried], graph.outputs, strict=False)
-    return [i for i, (before, after) in enumerate(both) if after is not before and _only_added(graph, before, after)]
-
-
-def _only_added(graph: Graph, before: Value, after: Value) -> bool:
-    """Whether `after` is `before` with something added, once or more, and nothing else reads what is in between."""
-    value = before
-    while value is not after:
-        readers = [node for node in graph.nodes for v in node.inputs if v is value]
-        if len(readers) != 1 or readers[0].name not in ("add", "add_any") or value in graph.outputs:
-            return False
-        (value,) = readers[0].outputs
-    return graph.outputs.count(after) == 1 and not any(after in node.inputs for node in graph.nodes)
-
-
-def run_scan(
-    node: Node,
-    values: Sequence[Any],
-    wanted: Sequence[int],
-    body: Body,
-    length: int | None = None,
-    effects: bool = False,
-) -> list[Any]:
-    """The results `wanted` of a scan over `body`, None for the others; operands that nothing reads may be None.
-
-    `length` steps, the scan's own if None; with the side effects of the body, if it has `effects`.
-    """
-    constants, carried = scan_counts(node)
-    carries = carries_for(body_graph(node, "jaxpr"), constants, carried, wanted, effects)
-    stacks = [i for i in wanted if i >= carried]
-    xs = list(values[constants + carried :])
-
-    def step(state: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-        known = dict(zip(carries, state, strict=True))
-        outs = body([*values[:constants], *(known.get(i) for i in range(carried)), *xs])
-        return [cast(outs[i], known[i]) for i in carries], [outs[i] for i in stacks]
-
-    init = [values[constants + i] for i in carries]
-    options = {k: node.params[k] for k in ("length", "reverse", "unroll")}
-    if length is not None:
-        options |= {"length": length, "unroll": min(length, options["unroll"])}
-    final, stacked = lax.scan(step, init, xs, **options)
-    results = dict(zip((*carries, *stacks), (*final, *stacked), strict=True))
-    return [results.get(i) if i in wanted else None for i in range(len(node.outputs))]
-
-
 def emit_scan(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
     constants, carried = scan_counts(node)
     if not isinstance(move, Region):
@@ -182,29 +122,6 @@ def emit_sums(node: Node, values: list[Any], move: Move, span: Span) -> list[Any
     return run_part(node, values, move, span, range(len(node.outputs)), values[constants + carried].shape[0])
 
 
-def run_part(
-    node: Node, values: Sequence[Any], move: Move, span: Span, wanted: Sequence[int], length: int
-) -> list[Any]:
-    """The results `wanted` of `length` steps of a scan; what only adds up is added up in the dtype of sums."""
-    graph = body_graph(node, "jaxpr")
-    constants, carried = scan_counts(node)
-    carries = carries_for(graph, constants, carried, wanted, span.effects)
-    whole = whole_body(graph, sorted({*carries, *wanted}), span.effects)
-    sums = [i for i in carries if move.outs[i] == Partial("sum")]
-
-    def body(inner: Sequence[Any]) -> list[Any]:
-        start = list(inner)
-        for i in sums:
-            start[constants + i] = jnp.zeros_like(values[constants + i])
-        outs = whole(start)
-        for i in sums:
-            outs[i] = inner[constants + i] + outs[i].astype(inner[constants + i].dtype)
-        return outs
-
-    widened = [widen(v, p, span) for v, p in zip(values, move.ins, strict=True)]
-    return run_scan(node, widened, wanted, body, length, span.effects)
-
-
 def part_scan(node: Node, wanted: Sequence[int]) -> tuple[list[int], Callable[..., Any]]:
     graph = body_graph(node, "jaxpr")
     constants, carried = scan_counts(node)
@@ -225,8 +142,6 @@ def part_scan(node: Node, wanted: Sequence[int]) -> tuple[list[int], Callable[..
 
 def local_scan(node: Node, placements: tuple[Placement, ...], limits: Any) -> Move | None:
     """Layers that mix all places along the cut axis: the scan runs outside the loops, each layer is a tiled program."""
-    from transforms.tiling.autodiff.program import Program  # a program of which this is a part
-
     constants, carried = scan_counts(node)
     stacked = placements[constants + carried :]
     if any(isinstance(p, Tiled) and p.dim == 0 for p in stacked):
@@ -237,7 +152,7 @@ def local_scan(node: Node, placements: tuple[Placement, ...], limits: Any) -> Mo
     state: tuple[Placement, ...] = placements[constants : constants + carried]
     while True:
         ins = (*placements[:constants], *state, *(p.at(p.dim - 1) if isinstance(p, Tiled) else p for p in stacked))
-        program = Program(closed, tuple(ins[i] for i in kept), options, reuse=reuse)
+        program = limits.nested(closed, tuple(ins[i] for i in kept), options, reuse=reuse)
         outs = program.output_placements
         joined = tuple(join(a, b) for a, b in zip(state, outs[:carried], strict=True))
         if None in joined:

@@ -16,12 +16,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from transforms.tiling.analysis.propagate import body_of
 from transforms.tiling.ir.facts import Region
-from transforms.tiling.ir.graph import Node, ancestors, body_graph
+from transforms.tiling.ir.flatten import body_graph
+from transforms.tiling.ir.graph import Node, ancestors
 from transforms.tiling.ir.placement import Placement, Span, Tiled
 from transforms.tiling.mesh.layout import entries_of
 from transforms.tiling.rules import Complete, Move, register
-from transforms.tiling.rules.regions import at_tile, body_of, held, kept, spread, whole_body, widen
+from transforms.tiling.rules.bodies import at_tile, held, kept, spread, whole_body, widen
 
 
 def share(node: Node, spec: PartitionSpec, dim: int) -> int:

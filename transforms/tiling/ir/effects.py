@@ -12,8 +12,18 @@ from typing import Any
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from transforms.tiling.ir.placement import TileError
+from transforms.tiling.ir.errors import TileError
 from transforms.tiling.lower.atomic import depend
+
+
+def check_pure(eqn: Any) -> None:
+    """Refuse mutable arrays: the loops run when their results are needed, not in the order of the program."""
+    if any("RefEffect" in c.__name__ or "MutableArray" in c.__name__ for e in eqn.effects for c in type(e).__mro__):
+        where = source_info_util.summarize(eqn.source_info)
+        raise TileError(
+            f"cannot tile `{eqn.primitive.name}` at {where}: it reads or writes a mutable array, and tiles have an "
+            "order of their own. Return the new value instead, or leave it out of the tiled function."
+        )
 
 
 def loud(effects: Any) -> set[Any]:

@@ -1,0 +1,182 @@
+"""What equations with bodies (regions) share: a body at tile size, a body on whole values, and how placements meet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from transforms.tiling.ir.facts import Analysis
+from transforms.tiling.ir.flatten import body_graph, evaluate, scan_counts
+from transforms.tiling.ir.graph import Graph, Node, Value, ancestors
+from transforms.tiling.ir.placement import Partial, Placement, Span, Whole
+from transforms.tiling.mesh.layout import Apart, move, named, spec
+from transforms.tiling.rules import Complete, Move
+
+Body = Callable[[Sequence[Any]], list[Any]]
+
+
+LOWERING: list[Callable[..., Body]] = []  # how a body runs at tile size: `lower` says it here, for it stands above
+
+
+def at_tile(found: Analysis, ins: Sequence[Placement], outs: Sequence[Placement | None], span: Span) -> Body:
+    """A region's body as a function of tiles that stand at `ins`; results at `outs`, and None for those not wanted."""
+    return LOWERING[0](found, ins, outs, span)
+
+
+def kept(move: Move) -> list[Placement | None]:
+    """The results that a region computes tile by tile; those that are Whole are computed apart."""
+    return [None if isinstance(p, Whole) else p for p in move.outs]
+
+
+def join(first: Placement, second: Placement) -> Placement | None:
+    """Where a value stands that may come from two places: what is Whole can be cut, or counted once."""
+    if first == second or isinstance(second, Whole):
+        return first
+    return second if isinstance(first, Whole) else None
+
+
+def wait(placements: Sequence[Placement], reason: str) -> Complete:
+    """Run the region as it is, on whole operands."""
+    return Complete([i for i, p in enumerate(placements) if not isinstance(p, Whole)], reason)
+
+
+def carries_for(graph: Graph, constants: int, carried: int, wanted: Sequence[int], effects: bool = False) -> list[int]:
+    """The numbers of the carried values that a loop needs for its results `wanted`, and for its side effects."""
+    needed = set(wanted)
+    heard = [v for node in aloud(graph, effects) for v in node.inputs]
+    while True:
+        used = ancestors(graph, [*heard, *(graph.outputs[i] for i in needed)])
+        more = {i for i in range(carried) if graph.inputs[constants + i] in used} - needed
+        if not more:
+            return sorted(i for i in needed if i < carried)
+        needed |= more
+
+
+def widen(value: Any, placement: Placement, span: Span) -> Any:
+    """A partial sum in the dtype that it is formed in, so that a loop can carry it."""
+    value = jnp.asarray(value)
+    return value.astype(span.wide(value.dtype)) if placement == Partial("sum") else value
+
+
+def cast(value: Any, like: Any) -> Any:
+    """A result in the dtype in which it is carried, and spread as that is."""
+    value = value if value.dtype == like.dtype else value.astype(like.dtype)
+    return value if named(jax.typeof(like)) is None else move(value, spec(jax.typeof(like)))
+
+
+def held(found: Analysis) -> tuple[Apart, ...]:
+    """Which results of a body devices hold parts of."""
+    return tuple(found.apart[v] for v in found.graph.outputs)
+
+
+def aloud(graph: Graph, effects: bool) -> list[Node]:
+    """The nodes that have side effects, if these are to run."""
+    return [node for node in graph.nodes if node.effects and effects]
+
+
+def whole_body(graph: Graph, wanted: Sequence[int], effects: bool = False) -> Body:
+    """A body as a function of whole values that computes the results `wanted`, and has its side effects, only."""
+
+    def run(values: Sequence[Any]) -> list[Any]:
+        env = {v: x for v, x in zip(graph.inputs, values, strict=True) if x is not None}
+        made = evaluate(env, [graph.outputs[i] for i in wanted], aloud(graph, effects))
+        found = dict(zip(wanted, made, strict=True))
+        return [found.get(i) for i in range(len(graph.outputs))]
+
+    return run
+
+
+def spread(inputs: Sequence[int], values: Sequence[Any], count: int) -> list[Any]:
+    """`values` at their places among `count` operands, None elsewhere."""
+    known = dict(zip(inputs, values, strict=True))
+    return [known.get(i) for i in range(count)]
+
+
+def summed(node: Node) -> list[Placement] | None:
+    """How each carried value ends if the body only adds to it or leaves it as it is; None if it reads one otherwise."""
+    graph = body_graph(node, "jaxpr")
+    constants, carried = scan_counts(node)
+    kinds: list[Placement] = []
+    adds = added(node)
+    for i, (before, after) in enumerate(zip(graph.inputs[constants:], graph.outputs[:carried], strict=False)):
+        if after is not before and i not in adds:
+            return None
+        kinds.append(Partial("last" if after is before else "sum"))
+    return kinds
+
+
+def added(node: Node) -> list[int]:
+    """The numbers of the carried values that the body only adds to."""
+    graph = body_graph(node, "jaxpr")
+    constants, carried = scan_counts(node)
+    both = zip(graph.inputs[constants : constants + carried], graph.outputs, strict=False)
+    return [i for i, (before, after) in enumerate(both) if after is not before and _only_added(graph, before, after)]
+
+
+def _only_added(graph: Graph, before: Value, after: Value) -> bool:
+    """Whether `after` is `before` with something added, once or more, and nothing else reads what is in between."""
+    value = before
+    while value is not after:
+        readers = [node for node in graph.nodes for v in node.inputs if v is value]
+        if len(readers) != 1 or readers[0].name not in ("add", "add_any") or value in graph.outputs:
+            return False
+        (value,) = readers[0].outputs
+    return graph.outputs.count(after) == 1 and not any(after in node.inputs for node in graph.nodes)
+
+
+def run_scan(
+    node: Node,
+    values: Sequence[Any],
+    wanted: Sequence[int],
+    body: Body,
+    length: int | None = None,
+    effects: bool = False,
+) -> list[Any]:
+    """The results `wanted` of a scan over `body`, None for the others; operands that nothing reads may be None.
+
+    `length` steps, the scan's own if None; with the side effects of the body, if it has `effects`.
+    """
+    constants, carried = scan_counts(node)
+    carries = carries_for(body_graph(node, "jaxpr"), constants, carried, wanted, effects)
+    stacks = [i for i in wanted if i >= carried]
+    xs = list(values[constants + carried :])
+
+    def step(state: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+        known = dict(zip(carries, state, strict=True))
+        outs = body([*values[:constants], *(known.get(i) for i in range(carried)), *xs])
+        return [cast(outs[i], known[i]) for i in carries], [outs[i] for i in stacks]
+
+    init = [values[constants + i] for i in carries]
+    options = {k: node.params[k] for k in ("length", "reverse", "unroll")}
+    if length is not None:
+        options |= {"length": length, "unroll": min(length, options["unroll"])}
+    final, stacked = lax.scan(step, init, xs, **options)
+    results = dict(zip((*carries, *stacks), (*final, *stacked), strict=True))
+    return [results.get(i) if i in wanted else None for i in range(len(node.outputs))]
+
+
+def run_part(
+    node: Node, values: Sequence[Any], move: Move, span: Span, wanted: Sequence[int], length: int
+) -> list[Any]:
+    """The results `wanted` of `length` steps of a scan; what only adds up is added up in the dtype of sums."""
+    graph = body_graph(node, "jaxpr")
+    constants, carried = scan_counts(node)
+    carries = carries_for(graph, constants, carried, wanted, span.effects)
+    whole = whole_body(graph, sorted({*carries, *wanted}), span.effects)
+    sums = [i for i in carries if move.outs[i] == Partial("sum")]
+
+    def body(inner: Sequence[Any]) -> list[Any]:
+        start = list(inner)
+        for i in sums:
+            start[constants + i] = jnp.zeros_like(values[constants + i])
+        outs = whole(start)
+        for i in sums:
+            outs[i] = inner[constants + i] + outs[i].astype(inner[constants + i].dtype)
+        return outs
+
+    widened = [widen(v, p, span) for v, p in zip(values, move.ins, strict=True)]
+    return run_scan(node, widened, wanted, body, length, span.effects)

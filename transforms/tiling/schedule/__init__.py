@@ -1,1 +1,0 @@
-"""Facts in, loops out: which loop computes what (loop fission), as late as its readers allow."""
