@@ -15,6 +15,7 @@ from transforms.tiling.analysis.limits import Limits, looked_up
 from transforms.tiling.autodiff.chain_split import Separation, has_custom_vjp, narrow, scales, separate
 from transforms.tiling.autodiff.policy import Keeping, Policy, keeping
 from transforms.tiling.autodiff.residuals import Ends, ends, every
+from transforms.tiling.ir.dump import dump
 from transforms.tiling.ir.effects import silence, silence_recomputed
 from transforms.tiling.ir.errors import TileError, explained
 from transforms.tiling.ir.flatten import flatten
@@ -94,6 +95,7 @@ class Program:
         if self.given is not None:
             self.given[0].use(graph, self.given[1])
         plan, found = planned(graph, self.placements, self.limits, self.count - len(self.closed.out_avals))
+        dump(plan)
         return plan, ends(self.graph, [twins[v] for v in found if v in twins], self.limits.largest)
 
     @property
