@@ -6,6 +6,8 @@ import pytest
 from tests import golden_plans
 from tests.golden_plans import COMPILED, ESTIMATED, TOLERANCE, compare, describe, measured, named, of_row
 from tests.plan_table import rows
+from transforms.tiling.autodiff import program
+from transforms.tiling.schedule.verify import verify
 
 REWRITE = "python -m tests.rewrite_plans"
 SAME_JAX = pytest.mark.skipif(
@@ -19,6 +21,19 @@ def texts():
     return {text: golden_plans.read(text) for text in (*golden_plans.tables(), ESTIMATED, COMPILED)}
 
 
+@pytest.fixture
+def verified(monkeypatch):
+    """All that is planned is checked by the verifier."""
+    plan = program.planned
+
+    def planned(*args, **kwargs):
+        schedule, ends = plan(*args, **kwargs)
+        verify(schedule)
+        return schedule, ends
+
+    monkeypatch.setattr(program, "planned", planned)
+
+
 def assert_unchanged(was, now, table):
     changed = compare(was, now)
     assert not changed, "\n".join([*changed, f"If that is as it should be: {REWRITE} {table!r}, and say why."])
@@ -26,6 +41,7 @@ def assert_unchanged(was, now, table):
 
 @SAME_JAX
 @pytest.mark.redundant("count")
+@pytest.mark.usefixtures("verified")
 @pytest.mark.filterwarnings("ignore:The function convex_kl_divergence is deprecated")
 @pytest.mark.filterwarnings("ignore:Explicitly requested dtype complex128")
 @pytest.mark.parametrize(("row", "count"), PLANS)
