@@ -7,7 +7,7 @@ from tests import golden_plans
 from tests.golden_plans import COMPILED, ESTIMATED, TOLERANCE, compare, describe, measured, named, of_row
 from tests.plan_table import rows
 from transforms.tiling.autodiff import program
-from transforms.tiling.schedule.verify import verify
+from transforms.tiling.verify import verify
 
 REWRITE = "python -m tests.rewrite_plans"
 SAME_JAX = pytest.mark.skipif(

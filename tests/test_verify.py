@@ -15,7 +15,7 @@ from transforms.tiling.ir.facts import Fact
 from transforms.tiling.ir.graph import Value
 from transforms.tiling.ir.placement import WHOLE, Partial, Stacked, Tiled
 from transforms.tiling.passes import driver
-from transforms.tiling.schedule.verify import faults, verify
+from transforms.tiling.verify import faults, verify
 
 Array = jax.ShapeDtypeStruct
 H, W, Y, M = Array((26, 7), "float32"), Array((7, 13), "float32"), Array((26,), "int32"), Array((26,), "float32")

@@ -18,21 +18,11 @@ import jax
 
 from transforms.tiling.analysis import rounding
 from transforms.tiling.autodiff.policy import keeps
+from transforms.tiling.ir.errors import TileError
 from transforms.tiling.ir.facts import Analysis, Local, Region
 from transforms.tiling.ir.graph import Graph, Node, Value, bodies, describe
 from transforms.tiling.ir.loops import Loop, Ref, Schedule, Step, Update
-from transforms.tiling.ir.placement import (
-    ALONE,
-    Partial,
-    Placement,
-    Reach,
-    Span,
-    Stacked,
-    Tiled,
-    TileError,
-    Whole,
-    wide,
-)
+from transforms.tiling.ir.placement import ALONE, Partial, Placement, Reach, Span, Stacked, Tiled, Whole, wide
 from transforms.tiling.mesh.layout import like, named, varying
 from transforms.tiling.rules import Move
 
