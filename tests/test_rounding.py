@@ -165,3 +165,22 @@ def test_values_without_rounding_are_not_stored():
 def test_a_value_compared_with_itself_asks_for_nan():
     fn = lambda h, w: jnp.where(jnp.isnan(h @ w - (h @ w).max(-1, keepdims=True)), 0.0, h @ w).sum()
     assert not tile(fn, (None, 1), 4).plan(H, W).value.completed
+
+
+def earth_mover(x, w):
+    """The last of each row's cumulative probabilities is 1, as the other distribution's, up to rounding."""
+    size = w.shape[1]
+    return jnp.abs(jnp.cumsum(nn.softmax(x @ w), 1) - (jnp.arange(size) + 1.0) / size).sum(1)
+
+
+@pytest.mark.parametrize(("n", "seed"), [(2, 2), (3, 2), (2, 5), (3, 5)])
+def test_all_loops_see_a_cumulative_sum_pass_a_number_alike(n, seed):
+    x, w, cotangent = draw(seed, 24, 6), draw(seed + 50, 6, 9), draw(6, 24)
+    pull = lambda fn: jax.vjp(fn, x, w)[1](cotangent)
+    for got, want in zip(pull(tile(earth_mover, (None, 1), n, gather="any")), pull(earth_mover), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * float(jnp.abs(want).max()))
+
+
+def test_a_cumulative_sum_that_is_too_large_to_store_is_refused():
+    with pytest.raises(TileError, match="several loops ask where a cumulative sum passes a number"):
+        jax.grad(lambda h, w: tile(earth_mover, (None, 1), 3)(h, w).sum())(H, W)

@@ -121,6 +121,22 @@ def check(plan: Schedule) -> None:
             raise TileError(refusal(found, plan.analysis.limits))
 
 
+def running(plan: Schedule) -> Meeting | None:
+    """An equation that jumps where a cumulative sum passes a number, and that more than one loop runs.
+
+    A distribution's last cumulative sum is 1 up to rounding. Whether it is above 1, say the sign in the gradient of
+    its distance to another's, does not matter to any result as long as all loops say the same.
+    """
+    graph = plan.analysis.graph
+    sums = {n.outputs[0] for n in graph.nodes if n.name == "cumulative_joined" and n.params["op"] == "sum"}
+    reached = _elementwise(graph, {v for v in sums if _inexact(v)})
+    for node in graph.nodes:
+        operands = [v for v in node.inputs if v in reached]
+        if operands and _jumps(node) and sum(node in loop.nodes for loop in plan.loops) > 1:
+            return Meeting(node, root(operands[0]))
+    return None
+
+
 def decides(graph: Graph, value: Value) -> bool:
     """Whether a value that is known from another program must come out of this one all the same.
 
@@ -160,14 +176,19 @@ def store(graph: Graph, value: Value) -> None:
     graph.nodes.insert(graph.nodes.index(node) + 1, nodes[0])
 
 
-def refusal(found: Meeting, limits: Limits | None) -> str:
+COPIES = (
+    "it compares values that one loop computes with copies of them (a maximum, a sorted, looked up or masked one) that "
+    "came out of an earlier loop, and the last bits of two computations differ"
+)
+SUMS = "several loops ask where a cumulative sum passes a number, and the last bits of their computations differ"
+
+
+def refusal(found: Meeting, limits: Limits | None, why: str = COPIES) -> str:
     node, value = found
     assert value.producer is not None
     bound = "" if limits is None else f"; the largest input or output is {human(limits.largest)}"
     return (
-        f"cannot tile `{node.name}` at {node.where}: it compares values that one loop computes with copies of them "
-        "(a maximum, a sorted, looked up or masked one) that came out of an earlier loop, and the last bits of two "
-        "computations differ. They would have to be stored.\n"
+        f"cannot tile `{node.name}` at {node.where}: {why}. They would have to be stored.\n"
         f"  value: {value}, {human(value.nbytes)}, made by `{value.producer.name}` at {value.producer.where}{bound}.\n"
         '  To go on: cut another axis, or pass gather="any".'
     )

@@ -108,6 +108,14 @@ def agree(work: Work, found: Analysis) -> bool:
     return True
 
 
+def store(work: Work, met: rounding.Meeting) -> None:
+    """Have what loops would compute again, and see jump, come out of the first of them."""
+    if not work.limits.allow(met.value):
+        raise TileError(rounding.refusal(met, work.limits, rounding.SUMS))
+    rounding.store(work.graph, met.value)
+    work.passes.append("agreement")
+
+
 def online_reductions(work: Work, found: Analysis) -> bool:
     return rewrite(found, work.online, work.span)
 
@@ -221,6 +229,9 @@ def planned(
             if not _first(ALWAYS, work, found):
                 plan = schedule(found, work.limits, limits.options.total, work.online.sums)
                 rounding.check(plan)
+                if (met := rounding.running(plan)) is not None:
+                    store(work, met)
+                    continue
                 return dataclasses.replace(plan, passes=tuple(work.passes)), list(work.online.ends)
         except (Promote, Inline, Sink, Along, TileError) as obstacle:
             answers = [p for p in ANSWERS if p.answers and isinstance(obstacle, p.answers)]
