@@ -101,3 +101,13 @@ def test_vmap_maps_only_what_depends_on_what_is_mapped():
     fn = tile(lambda x, w: (x @ w, (w * w).sum()), (0, None), 2)
     outs = jax.eval_shape(jax.vmap(fn, (0, None), out_axes=(0, None)), jnp.ones((3, 4, 2)), jnp.ones((2, 2)))
     assert [o.shape for o in outs] == [(3, 4, 2), ()]
+
+
+def test_what_jax_writes_in_simpler_equations_when_it_lowers_runs():
+    """`searchsorted` is such a one in newer versions, where a program that holds it is lowered in two steps."""
+    fn = lambda x: jnp.searchsorted(jnp.sort(x), x).astype(x.dtype) * x
+    x = jnp.asarray([0.3, -1.0, 2.0, 0.5, 0.1])
+    tiled = tile(fn, 0, 2)
+    for through in (lambda f: f(x), jax.jit(lambda f: f(x), static_argnums=0), lambda f: jax.vmap(f)(x[None])[0]):
+        assert (through(tiled) == fn(x)).all()
+    assert (jax.grad(lambda x: tiled(x).sum())(x) == jax.grad(lambda x: fn(x).sum())(x)).all()

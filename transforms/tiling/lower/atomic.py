@@ -25,6 +25,10 @@ class Atomic(Primitive):
     def bind(self, *args: Any, subfuns: Sequence[Any] = (), **params: Any) -> Any:
         return subfuns[0].call_wrapped(*args) if subfuns else super().bind(*args, **params)
 
+    def to_lojax(self, *args: Any, call_jaxpr: ClosedJaxpr) -> list[Any]:
+        """What newer versions of JAX lower, where the program holds an equation that they write in simpler ones."""
+        return _run(*args, call_jaxpr=call_jaxpr)
+
 
 tiled_p = Atomic("tiled")
 tiled_p.multiple_results = True
