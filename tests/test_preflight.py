@@ -200,6 +200,15 @@ def test_choices_follow_the_models_size(model, memory, optimizer, dtype):
     assert None not in dataclasses.astuple(config.hardware)[:3]
 
 
+@pytest.mark.parametrize("words", [["tiling.n=8"], ["seq_len=512", "tiling.n=4"], ["seq_len=8192", "tiling.n=32"]])
+def test_the_head_of_a_large_model_can_be_cut(words):
+    """Of a few tokens too, whose tiles are small beside the float32 sum of the gradient of a table in bfloat16."""
+    config = schema.compose(["model=gemma2b", *words])[0]
+    config, _ = hardware.resolve(config, Device("cpu", "a test", 23 * 2**30))
+    assert config.hardware.param_dtype == "bfloat16"
+    assert program.plan_head(config, program.abstract_state(config)) is not None
+
+
 def test_what_the_user_chose_is_left_alone():
     overrides = ["batch_size=3", "hardware=gpu", "optimizer=sgd", "remat=dots", "tiling.n=5", "eval.batches=2"]
     config, chosen = hardware.resolve(schema.compose(overrides)[0], Device("gpu", "a test", 2**36))

@@ -95,6 +95,15 @@ def test_a_sum_is_no_larger_than_a_tile():
     assert jnp.allclose(tile(fn, (0, None), 12, gather="any")(x, w), fn(x, w))
 
 
+@pytest.mark.parametrize("compute", ["bfloat16", "float32"])
+def test_the_gradient_of_a_narrow_weight_may_be_summed_up_wider(compute):
+    """Of a large vocabulary in bfloat16 the sum in float32 is larger than all else, with few rows to a tile."""
+    x, w = jnp.ones((L, D), compute), jnp.ones((D, 100 * F), jnp.bfloat16)
+    loss = lambda x, w: nn.logsumexp(x @ w.astype(x.dtype), axis=-1).mean()
+    made = jax.eval_shape(jax.grad(tile(loss, (0, None), L), (0, 1)), x, w)
+    assert [g.dtype for g in made] == [compute, jnp.bfloat16]
+
+
 def test_rows_that_labels_look_up_count_as_an_input():
     """Keys and values of a sequence may be as large as the tokens' embeddings, larger than their table."""
     ids, table, w = jnp.arange(L) % 7, jnp.ones((7, D)), jnp.ones((3, D, D))

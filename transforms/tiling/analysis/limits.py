@@ -24,6 +24,7 @@ class Limits:
     options: Any = None  # of the program, for those of bodies
     nested: Any = None  # the class of programs, for bodies that are tiled by themselves
     together: int = 0
+    summed: int = 0  # bytes of the largest input or output in the dtype that its sum is formed in
     stretched: bool = False  # there is no other way
     longest: int = 0  # a tile may become to hold groups of rows whole: twice as long as was asked for
     backward: frozenset[Node] = frozenset()  # what runs backwards tile by tile, for its operand may not be whole
@@ -34,13 +35,15 @@ class Limits:
     def accumulate(self, value: Value, beside: int, picked: bool = False) -> bool:
         """Whether loops may add up to an array: no larger than an input or output, or than what a tile holds anyway.
 
+        A narrow weight's gradient is summed up in a wider dtype, and may be as large as that makes it.
+
         Args:
             value: the sum.
             beside: bytes of what a tile holds beside it.
             picked: it is made of rows of the cut axis, so it counts as made whole.
         """
         bound = 0 if picked and self.gather == "none" else self.bound
-        return self.gather == "any" or value.nbytes <= max(bound, beside)
+        return self.gather == "any" or value.nbytes <= max(bound, beside, 0 if picked else self.summed)
 
     @property
     def bound(self) -> int:

@@ -104,9 +104,12 @@ class Program:
         avals = [*self.closed.in_avals, *self.closed.out_avals]
         inputs = zip(self.closed.in_avals, self.placements, strict=True)
         cut = [a for a, p in inputs if isinstance(p, Tiled) and jnp.issubdtype(a.dtype, jnp.inexact)]
-        together = sum(elements(a.shape) * wide(a.dtype, self.options.accumulate).itemsize for a in cut)
+        wider = lambda a: wide(a.dtype, self.options.accumulate).itemsize
+        numbers = [a for a in avals if jnp.issubdtype(a.dtype, jnp.inexact)]
         largest = max([self.options.floor, *map(nbytes, avals), *looked_up(self.graph, self.placements)])
-        return Limits(self.options.gather, largest, self.options, Program, together)
+        widest = max((nbytes(a) // a.dtype.itemsize * wider(a) for a in numbers), default=0)
+        together = sum(elements(a.shape) * wider(a) for a in cut)
+        return Limits(self.options.gather, largest, self.options, Program, together, widest)
 
     @functools.cached_property
     def run(self) -> Callable[..., list[Any]]:
