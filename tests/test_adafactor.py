@@ -1,5 +1,7 @@
 """Layerwise Adafactor: optax's on every layer's slice, in the memory of one layer, rounded stochastically."""
 
+import re
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -116,3 +118,14 @@ def test_params_are_required():
     params = eqx.filter(make(), eqx.is_array)
     with pytest.raises(ValueError, match="needs the parameters"):
         tx.update(params, tx.init(params))
+
+
+def test_a_narrow_leaf_is_overwritten_block_by_block(monkeypatch):
+    """XLA:CPU widens the whole of a bfloat16 array to overwrite a part of it, in every step of a loop."""
+    monkeypatch.setattr(adafactor, "BLOCK", 2**12)
+    table = jax.ShapeDtypeStruct((512, 256), jnp.bfloat16)
+    tx = adafactor.adafactor_layerwise(0.02, layers=lambda params: ())
+    state = jax.eval_shape(tx.init, table)
+    compiled = jax.jit(tx.update, donate_argnums=0).lower(table, state, table).compile()
+    made = set(re.findall(r"= (\w+)\[512,256\]\S* dynamic-update-slice\(", compiled.as_text()))
+    assert made == {"u16"}

@@ -14,9 +14,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from transforms.bits import bits, numbers
+
 SMALLEST_FACTORED = 128  # as optax.adafactor: shorter dims are not worth factoring
 SMALLEST_SCALE = 1e-3  # a parameter's root mean square counts as at least this, so that zeros can move
-BLOCK = 2**24  # elements of an unstacked leaf that are updated at a time
+BLOCK = 2**20  # elements of an unstacked leaf that are updated at a time
 _EPS = 1e-30
 
 
@@ -153,14 +155,14 @@ class _Leaf(NamedTuple):
         clip = jnp.maximum(1.0, jnp.sqrt(sizes / grad.size) / self.clip_rms)
         factors.append(-self.rate * jnp.maximum(SMALLEST_SCALE, jnp.sqrt(scales / grad.size)) / clip)
 
-        def write(i, out):
-            # The gradient is read for the last time where the update overwrites it.
-            result = rows.take(out, i).astype(jnp.float32)
+        def write(grad, i):
+            result = grad.astype(jnp.float32)
             for factor in factors:
                 result = result * rows.take(factor, i)
-            return rows.put(out, self._write(rows.take(param, i), result, rows.offset(i)), i)
+            return self._write(rows.take(param, i), result, rows.offset(i))
 
-        return rows.each(write, grad), moment
+        # The gradient is read for the last time where the update overwrites it.
+        return rows.overwrite(grad, write), moment
 
     def _blend(self, old, new):
         return self.beta * old + (1 - self.beta) * new
@@ -194,6 +196,13 @@ class Rows(NamedTuple):
     def each(self, body, carry):
         """Return what `body(block, carry)` makes of the carry, block after block."""
         return body(0, carry) if self.blocks == 1 else jax.lax.fori_loop(0, self.blocks, body, carry)
+
+    def overwrite(self, x, body):
+        """Return `x` with every block replaced by what `body(block, number)` makes of it, in the memory of `x`."""
+        if self.blocks == 1:
+            return body(x, 0)
+        write = lambda i, out: self.put(out, bits(body(numbers(self.take(out, i), x.dtype), i)), i)
+        return numbers(jax.lax.fori_loop(0, self.blocks, write, bits(x)), x.dtype)
 
     def take(self, x, i):
         """Return one block of `x`; what has no rows to cut is every block's."""

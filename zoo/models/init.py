@@ -9,6 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, PRNGKeyArray
 
+from transforms.bits import bits, numbers
 from transforms.sharding import AXES, Axes, sharding_of
 from zoo.config import Config
 from zoo.models.layers import accumulator
@@ -73,7 +74,8 @@ def _slab(key, std, i, shape, dtype):
 def _normal(key, std, shape, dtype):
     """Normal numbers of any shape, drawn in equal slabs of rows, each rounded as soon as it is drawn."""
     slabs = jnp.arange(_slabs(shape)[0])
-    return jax.lax.map(lambda i: _slab(key, std, i, shape, dtype), slabs).reshape(shape)
+    drawn = jax.lax.map(lambda i: bits(_slab(key, std, i, shape, dtype)), slabs)
+    return numbers(drawn, dtype).reshape(shape)
 
 
 def _on_mesh(make, where: NamedSharding):
