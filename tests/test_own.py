@@ -93,6 +93,18 @@ def test_a_loss_by_name_is_trained_tiled_recorded_and_gone_on_with(start, writte
     assert rows(tmp_path / "tiled")[0]["held_out_loss"] > 5  # nats, as every run's
 
 
+def test_a_function_that_has_changed_since_is_said(start, written, tmp_path, capsys):
+    words = [f"objective={written}:focal", "run=own", "optimizer.schedule=constant", "checkpoint.last=true"]
+    assert start(*words, "steps=2") == 0
+    assert start(*words, "steps=3") == 0
+    said = "changed  objective.fn: the file that the function is in is not what it was"
+    assert said not in capsys.readouterr().out
+    file = tmp_path / f"{written}.py"
+    file.write_text(file.read_text() + "\nMORE = 1\n")
+    assert start(*words, "steps=4") == 0
+    assert said in capsys.readouterr().out
+
+
 def test_losses_of_each_token_and_a_file_by_its_path(start, written, tmp_path):
     (tmp_path / "größe (1)").mkdir()
     (tmp_path / f"{written}.py").rename(tmp_path / "größe (1)" / "my losses.py")

@@ -62,7 +62,8 @@ def read(folder: Path) -> dict[str, Any] | None:
     for file in filter(Path.exists, places):
         try:
             found = json.loads(file.read_text())
-            return {"overrides": found["overrides"], "config": found["config"], "data": found.get("data")}
+            later = {"data": found.get("data"), "sources": found.get("sources", {})}
+            return {"overrides": found["overrides"], "config": found["config"], **later}
         except (OSError, ValueError, KeyError, TypeError) as error:
             problems.append(f"{file} cannot be read ({error})")
     if problems:

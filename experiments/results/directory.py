@@ -3,7 +3,7 @@
 import fcntl
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,8 +103,8 @@ class Directory:
             os.close(self._held)
         self._held = None
 
-    def changes(self, config: configs.Resolved, read: str | None) -> list[str]:
-        """Return how the configuration, and the hash of what is read, differ from those that the run had before."""
+    def changes(self, config: configs.Resolved, read: str | None, sources: Mapping[str, str | None]) -> list[str]:
+        """Return what differs from before: the configuration, hashes of what is read and of the user's own files."""
         if self.before is None:
             return []
         drop = lambda values: {key: value for key, value in values.items() if key not in PLACES}
@@ -112,6 +112,9 @@ class Directory:
         changed = overrides.changes(drop(self.before["config"]), drop(now))
         if read is not None and self.before["data"] not in (None, read):
             changed.append("data: what it reads is not what it was: another text, tokenizer or split")
+        for key, source in sources.items():
+            if None not in (source, before := self.before["sources"].get(key)) and source != before:
+                changed.append(f"{key}: the file that the function is in is not what it was")
         return changed
 
     def _make(self) -> Path:

@@ -8,6 +8,7 @@ given what its arguments ask for; its further arguments are options, `GROUP.kwar
 """
 
 import difflib
+import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -150,6 +151,25 @@ def objective(config: configs.Custom) -> Callable[..., Any]:
         return value, {name: _number(one, config.fn, name, targets, mask) for name, one in beside.items()}
 
     return loss
+
+
+def sources(config: Any) -> dict[str, str | None]:
+    """Return hashes of the source of the user's own functions of a run, each by its key; None: nothing tells it."""
+    return {f"{group}.fn": _source(one) for group in ("objective", "optimizer", "data") if (one := _own(config, group))}
+
+
+def _own(config: Any, group: str) -> Callable[..., Any] | None:
+    name = getattr(getattr(config, group), "fn", None)
+    return None if name is None else find(name, f"{group}.fn")
+
+
+def _source(fn: Callable[..., Any]) -> str | None:
+    """Return a hash of the file that a function is in: what it calls is mostly there too."""
+    try:
+        file = inspect.getsourcefile(inspect.unwrap(fn))
+        return None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    except (OSError, TypeError):
+        return None
 
 
 def _number(value: Any, name: str, what: str, targets: Any, mask: Any) -> jax.Array:

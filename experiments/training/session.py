@@ -25,7 +25,7 @@ from experiments.runtime import distributed, hardware, manifest, meshes
 from experiments.runtime.distributed import DistributedError
 from experiments.runtime.hardware import GIB, Device, HardwareError
 from experiments.runtime.signals import Stop, Stopped
-from experiments.step import program, reference, tiles
+from experiments.step import own, program, reference, tiles
 from experiments.step.own import OwnError
 from experiments.step.program import OutOfMemoryError
 from experiments.training.checkpoints import CheckpointError, Checkpoints
@@ -235,7 +235,8 @@ def _train(
     from experiments.training.loop import Trainer
 
     progress = Progress(config.steps, config.log_every)
-    about = {"overrides": list(words), "config": usage.plain(config), "data": batches.fingerprint(source)}
+    hashes = {"data": batches.fingerprint(source), "sources": own.sources(config)}
+    about = {"overrides": list(words), "config": usage.plain(config), **hashes}
     restored = None
     if directory.path is not None and directory.before is not None:
         restored = _restore(config, directory, plan, about, progress)
@@ -284,7 +285,7 @@ def _restore(
     config: configs.Resolved, directory: Directory, plan: Plan, about: dict[str, Any], progress: Progress
 ) -> tuple[int, Any] | None:
     """Return the step and the state that a run goes on from, saying what has changed since; None: its beginning."""
-    for change in directory.changes(config, about["data"]):
+    for change in directory.changes(config, about["data"], about["sources"]):
         progress.say(f"  changed  {change}")
     assert directory.path is not None
     checkpoints = _checkpoints(config, directory.path, plan, about, progress)
