@@ -7,6 +7,7 @@ import importlib
 import os
 import signal
 import sys
+from collections.abc import Callable
 
 from experiments.commandline.commands import CONSOLE
 
@@ -35,21 +36,27 @@ def main(argv: list[str] | None = None) -> int:
     """Carry out the command that the first word names; return the exit status."""
     word, *words = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if word in ("-h", "--help"):
-        print(help_text())
-        return 0
+        return ended(lambda _: print(help_text()) or 0, words)
     if word not in COMMANDS:
         print(f"error: there is no command `{word}`: choose {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     os.environ["TILING_ZOO_CALLED"] = CONSOLE  # what messages call it, those of the processes that it starts too
     words += ["plan=true"] if word == "plan" else []
-    status = importlib.import_module(f"experiments.{COMMANDS[word][0]}").main(words)
-    return ended(status)
+    return ended(importlib.import_module(f"experiments.{COMMANDS[word][0]}").main, words)
 
 
-def ended(status: int) -> int:
-    """Return an exit status; one that was told to stop ends at once: a compiler in it may crash when taken down."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+def ended(main: Callable[[list[str]], int], words: list[str]) -> int:
+    """Carry out a command and return its exit status, 141 where nobody reads on (`| head`).
+
+    One that was told to stop ends at once: a compiler in it may crash when taken down.
+    """
+    try:
+        status = main(words)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at its end
+        return 128 + signal.SIGPIPE
     if status in (128 + signal.SIGINT, 128 + signal.SIGTERM):
         os._exit(status)
     return status

@@ -13,6 +13,7 @@ if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder 
 
 from experiments.commandline import commands  # noqa: E402
 from experiments.commandline.commands import CommandError  # noqa: E402
+from experiments.command import ended  # noqa: E402
 
 GIB = 2**30
 
@@ -50,4 +51,4 @@ def convert(config: commands.Convert, argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(ended(main, sys.argv[1:]))

@@ -15,6 +15,7 @@ if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder 
 from experiments.commandline import commands  # noqa: E402
 from experiments.commandline.commands import CommandError  # noqa: E402
 from experiments.data.chat import Plain  # noqa: E402
+from experiments.command import ended  # noqa: E402
 
 
 def main(argv: list[str]) -> int:
@@ -112,4 +113,4 @@ def show(steps: Any, prompts: list[str], tokenizer: Any, stop: set[int], *, chat
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(ended(main, sys.argv[1:]))

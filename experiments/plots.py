@@ -11,6 +11,7 @@ if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder 
 from experiments.commandline import commands  # noqa: E402
 from experiments.results.metrics import read  # noqa: E402
 from experiments.results.plots import FACTS, draw  # noqa: E402
+from experiments.command import ended  # noqa: E402
 
 
 def main(argv: list[str]) -> int:
@@ -35,4 +36,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(ended(main, sys.argv[1:]))

@@ -94,4 +94,4 @@ def _carried_out(command: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(ended(main(sys.argv[1:])))
+    sys.exit(ended(main, sys.argv[1:]))

@@ -28,6 +28,7 @@ if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder 
 from experiments import configs  # noqa: E402
 from experiments.commandline import commands  # noqa: E402
 from experiments.commandline.commands import CommandError  # noqa: E402
+from experiments.command import ended  # noqa: E402
 
 SHORTEST = 64  # tokens: windows are padded to a power of two from here on, so that few programs are compiled
 EVERY = 30  # seconds between lines where there is no terminal
@@ -267,4 +268,4 @@ def _line(document: Document) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(ended(main, sys.argv[1:]))

@@ -17,6 +17,7 @@ if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder 
     sys.path.insert(0, str(ROOT))
 
 from experiments.commandline import commands, options, overrides, schema, spelling  # noqa: E402
+from experiments.command import ended  # noqa: E402
 
 
 def job(_: Any) -> int:
@@ -53,4 +54,4 @@ def _has_submitit() -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(ended(main, sys.argv[1:]))

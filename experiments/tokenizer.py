@@ -13,6 +13,7 @@ if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder 
 from experiments.commandline import commands, schema  # noqa: E402
 from experiments.data.corpus import documents  # noqa: E402
 from experiments.data.tokenizer import FILE, train_bpe  # noqa: E402
+from experiments.command import ended  # noqa: E402
 
 
 def main(argv: list[str]) -> int:
@@ -34,4 +35,4 @@ def _train(config: commands.Tokenizer, argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(ended(main, sys.argv[1:]))

@@ -11,6 +11,7 @@ from experiments import configs
 from experiments.commandline import commands, options, schema, usage
 from zoo.config import RopeScaling
 from zoo.families import FAMILIES
+from experiments import run
 
 NEEDED = {
     "text": ["data.path=x"],
@@ -127,3 +128,13 @@ def test_it_fits_a_terminal():
     script = schema.CONF.parent / "experiments" / "run.py"
     done = subprocess.run([sys.executable, script, "-h"], capture_output=True, text=True, check=True, env=env)
     assert max(map(len, done.stdout.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("words", [["run.py", "--help"], ["command.py"], ["score.py", "--help"]])
+def test_nobody_reading_on_is_no_error(words):
+    """As in `... --help | head -3`; with unbuffered output the second line already meets a closed pipe."""
+    command = [sys.executable, "-u", f"experiments/{words[0]}", *words[1:]]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=run.ROOT, text=True) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 141
