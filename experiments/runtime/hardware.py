@@ -53,7 +53,7 @@ SCALES = {
         Scale(6e6, 8, 256, 160, 8),
         Scale(6e7, 8, 256, 50, 4),
         Scale(6e8, 2, 256, 10, 2),
-        Scale(float("inf"), 1, 128, 3, 1),
+        Scale(float("inf"), 1, 512, 3, 1),
     ),
     "gpu": (
         Scale(6e6, 64, 512, 1000, 16),
