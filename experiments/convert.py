@@ -11,9 +11,9 @@ ROOT = Path(__file__).resolve().parent.parent
 if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder first
     sys.path.insert(0, str(ROOT))
 
+from experiments.command import ended  # noqa: E402
 from experiments.commandline import commands  # noqa: E402
 from experiments.commandline.commands import CommandError  # noqa: E402
-from experiments.command import ended  # noqa: E402
 
 GIB = 2**30
 

@@ -8,10 +8,10 @@ ROOT = Path(__file__).resolve().parent.parent
 if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder first
     sys.path.insert(0, str(ROOT))
 
+from experiments.command import ended  # noqa: E402
 from experiments.commandline import commands  # noqa: E402
 from experiments.results.metrics import read  # noqa: E402
 from experiments.results.plots import FACTS, draw  # noqa: E402
-from experiments.command import ended  # noqa: E402
 
 
 def main(argv: list[str]) -> int:

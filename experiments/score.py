@@ -26,9 +26,9 @@ if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder 
     sys.path.insert(0, str(ROOT))
 
 from experiments import configs  # noqa: E402
+from experiments.command import ended  # noqa: E402
 from experiments.commandline import commands  # noqa: E402
 from experiments.commandline.commands import CommandError  # noqa: E402
-from experiments.command import ended  # noqa: E402
 
 SHORTEST = 64  # tokens: windows are padded to a power of two from here on, so that few programs are compiled
 EVERY = 30  # seconds between lines where there is no terminal

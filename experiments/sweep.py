@@ -16,8 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent
 if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder first
     sys.path.insert(0, str(ROOT))
 
-from experiments.commandline import commands, options, overrides, schema, spelling  # noqa: E402
 from experiments.command import ended  # noqa: E402
+from experiments.commandline import commands, options, overrides, schema, spelling  # noqa: E402
 
 
 def job(_: Any) -> int:

@@ -10,10 +10,10 @@ ROOT = Path(__file__).resolve().parent.parent
 if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder first
     sys.path.insert(0, str(ROOT))
 
+from experiments.command import ended  # noqa: E402
 from experiments.commandline import commands, schema  # noqa: E402
 from experiments.data.corpus import documents  # noqa: E402
 from experiments.data.tokenizer import FILE, train_bpe  # noqa: E402
-from experiments.command import ended  # noqa: E402
 
 
 def main(argv: list[str]) -> int:

@@ -7,11 +7,10 @@ import sys
 
 import pytest
 
-from experiments import configs
+from experiments import configs, run
 from experiments.commandline import commands, options, schema, usage
 from zoo.config import RopeScaling
 from zoo.families import FAMILIES
-from experiments import run
 
 NEEDED = {
     "text": ["data.path=x"],
