@@ -273,3 +273,16 @@ def test_arguments_may_bring_their_mesh():
 def test_sync_is_checked():
     with pytest.raises(ValueError, match="sync='never' is none of 'once', 'tile'"):
         tile(cross_entropy, axis=0, n=2, sync="never")
+
+
+def test_cotangents_need_not_know_the_mesh():
+    """JAX takes one that was made of NumPy's numbers; tiles of it are spread as the result is."""
+    mesh, (weights, hidden, _, _) = mesh_of("dp"), arguments()
+    scaled = lambda w, h: ((s := h @ w) - s.min(0)) / (s.max(0) - s.min(0))
+    rows, cotangent = hidden[:, 0], np.random.default_rng(0).normal(size=(B, V)).astype(np.float16)
+    pull = lambda fn: lambda *args: jax.vjp(fn, *args)[1](jnp.asarray(cotangent).astype(jnp.float32))
+    expected = pull(scaled)(weights, rows)
+    with jax.set_mesh(mesh):
+        args = [reshard(weights, P()), reshard(rows, P("d", None))]
+        for got, want in zip(quick.jit(pull(tile(scaled, (None, 0), 2)))(*args), expected, strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)

@@ -20,6 +20,7 @@ from jax.interpreters import ad, batching, mlir
 
 from transforms.tiling.autodiff.program import Program
 from transforms.tiling.lower import atomic
+from transforms.tiling.mesh.layout import typed
 
 # ------------------------------------------------------------------------------------- a linear map with a transpose
 
@@ -143,7 +144,8 @@ def _general(
         return call(program.tangent(active, outs), *residuals[:count], *tangents)
 
     def transpose(residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-        return call(program.cotangent(active, outs), *residuals, *cotangents)
+        spread = map(typed, cotangents, avals)
+        return call(program.cotangent(active, outs), *residuals, *spread)
 
     avals = [program.closed.out_avals[i] for i in outs]
     return linear((*primals, *kept), [given[i] for i in active], forward, transpose, avals)

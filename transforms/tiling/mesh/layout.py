@@ -141,6 +141,13 @@ def conform(array: Any, aval: Any, apart: Apart) -> Any:
     return move(array, spec(aval, apart))
 
 
+def typed(array: Any, aval: Any) -> Any:
+    """An array from outside, spread as a type says: one that no mesh is known of, too."""
+    if named(aval) is None or named(jax.typeof(array)) is not None:
+        return conform(array, aval, TOGETHER)
+    return reshard(array, spec(aval))
+
+
 def settle(array: Any, aval: Any, apart: Apart, dtype: Any = None) -> Any:
     """The sum of what the devices hold, formed in `dtype` or that of the product that it comes from."""
     if not apart.axes:
