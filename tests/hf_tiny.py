@@ -21,8 +21,8 @@ from safetensors.numpy import save_file
 from tests.hf_cases import CASES
 from tests.quick import QUICK
 from zoo import load
+from zoo.config import rows
 from zoo.huggingface.config import from_hf
-from zoo.parameters import rows
 
 GOLDEN = Path(__file__).with_name("golden.json")
 

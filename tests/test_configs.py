@@ -156,5 +156,5 @@ def test_configs_tables_and_accounting_do_not_import_jax():
 def test_unknown_names_of_the_package_are_refused_with_the_known_ones():
     import zoo
 
-    with pytest.raises(AttributeError, match="no attribute `Gemini`; it has Gemma, Gemma3Config"):
+    with pytest.raises(AttributeError, match="no attribute `Gemini`; it has ForwardPass, Gemma, Gemma3Config"):
         zoo.Gemini  # noqa: B018

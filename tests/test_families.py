@@ -12,7 +12,7 @@ from experiments.runtime import hardware
 from experiments.runtime.hardware import Device
 from experiments.step import program
 from tests.hf_tiny import FAST
-from zoo import Gemma, Llama, Mixture, model_class
+from zoo import ForwardPass, Gemma, Llama, Mixture, model_class
 
 MICRO = ["vocab_size=64", "num_layers=2", "embed_dim=32", "mlp_dim=48", "head_dim=16"]
 TINY = {"tiny": Gemma, "tiny_gemma3": Gemma, "tiny_llama": Llama, "tiny_qwen3": Llama, "tiny_mixtral": Mixture}
@@ -46,7 +46,7 @@ def test_a_mixture_is_balanced_in_training_and_not_in_evaluation():
     trained, held_out = (
         program.make_loss(config, evaluating=evaluating)(model, BATCH)[0] for evaluating in (False, True)
     )
-    _, balance = model.hidden_and_balance(TOKENS)
+    balance = model.forward(TOKENS, ForwardPass()).balance
     weight = config.model.config.balance_weight
     assert float(trained - held_out) == pytest.approx(weight * float(balance), rel=1e-2)
     assert float(balance) >= config.model.config.experts_per_token - 1e-3

@@ -13,9 +13,9 @@ from tests import hf_tiny
 from tests.hf_tiny import evaluate, evaluated, jit, loaded, loss_fn
 from tests.test_configs import SMALL, read
 from zoo import Gemma, GemmaConfig, Ops
+from zoo.config import rows
 from zoo.models.init import _normal
 from zoo.models.layers import attention, gated_mlp, lookup
-from zoo.parameters import rows
 
 TOKENS = jnp.asarray(hf_tiny.tokens(), jnp.int32)
 NAMES = jax.checkpoint_policies.save_only_these_names("attn_out", "mlp_out")

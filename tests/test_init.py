@@ -7,8 +7,8 @@ import pytest
 
 import zoo
 from transforms.sharding import make_mesh, sharding_of
+from zoo.config import rows
 from zoo.models import init
-from zoo.parameters import rows
 
 SIZES = {"vocab_size": 40, "num_layers": 3, "embed_dim": 16, "mlp_dim": 24, "num_heads": 4, "head_dim": 6}
 CONFIG = zoo.MixtralConfig(**SIZES, num_kv_heads=2, num_experts=4, experts_per_token=2)

@@ -54,7 +54,7 @@ def _loss(model, tokens, targets, **how):
     hidden = model.hidden(tokens, **how)
     log_probs = jax.nn.log_softmax(model.logits(hidden))
     loss = -jnp.where(jnp.arange(log_probs.shape[-1]) == targets[..., None], log_probs, 0).sum(-1).mean()
-    return loss + model.hidden_and_balance(tokens)[1] if isinstance(model, zoo.Mixture) else loss
+    return loss + model.forward(tokens, zoo.ForwardPass()).balance if isinstance(model, zoo.Mixture) else loss
 
 
 def _same_on_mesh(model, sizes, axes, atol=2e-6, rtol=1e-6, **how):

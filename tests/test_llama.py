@@ -14,8 +14,8 @@ from tests.hf_tiny import evaluate, evaluated, jit, loaded, loss_fn
 from tests.test_configs import SMALL
 from transforms import tile
 from zoo import Llama, LlamaConfig, Ops, Qwen2Config, Qwen3Config
+from zoo.config import rows
 from zoo.models.layers import attention, gated_mlp
-from zoo.parameters import rows
 
 TOKENS = jnp.asarray(hf_tiny.tokens(), jnp.int32)
 REMAT = functools.partial(jax.checkpoint, prevent_cse=False)

@@ -11,7 +11,7 @@ import pytest
 from tests import hf_tiny
 from tests.hf_tiny import evaluate, evaluated, jit, loaded
 from transforms import tile
-from zoo import Mixture
+from zoo import ForwardPass, Mixture
 from zoo.models.experts import expert_mlp, route
 
 TOKENS = jnp.asarray(hf_tiny.tokens(), jnp.int32)
@@ -76,19 +76,19 @@ def test_the_balance_loss_is_that_of_transformers(case):
     theirs = hf_tiny.reference(case)
     with torch.no_grad():
         expected = theirs(torch.from_numpy(hf_tiny.tokens()), output_router_logits=True).aux_loss
-    _, balance = jit(lambda model: model.hidden_and_balance(TOKENS))(loaded(case))
+    balance = jit(lambda model: model.forward(TOKENS, ForwardPass()).balance)(loaded(case))
     assert float(balance) == pytest.approx(float(expected), abs=1e-5)
 
 
 def test_the_balance_loss_of_even_routing_is_the_number_of_experts_per_token():
     model = loaded("mixtral")
     even = eqx.tree_at(lambda m: m.layers.router, model, jnp.zeros_like(model.layers.router))
-    _, balance = even.hidden_and_balance(TOKENS)
+    balance = even.forward(TOKENS, ForwardPass()).balance
     assert float(balance) == pytest.approx(model.config.experts_per_token, abs=1e-5)
 
 
 def test_the_balance_loss_reaches_the_router_only_through_probabilities():
-    grads = jit(eqx.filter_grad(lambda model: model.hidden_and_balance(TOKENS)[1]))(loaded("mixtral"))
+    grads = jit(eqx.filter_grad(lambda model: model.forward(TOKENS, ForwardPass()).balance))(loaded("mixtral"))
     assert bool((grads.layers.router != 0).any())
     assert not bool(grads.layers.down[-1].any())  # what the last layer's experts put out routes nothing
 

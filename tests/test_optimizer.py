@@ -17,7 +17,7 @@ from tests.test_adafactor import gradients, make
 from transforms.step import State, make_train_step
 from zoo import Mixture, Qwen3MoeConfig
 from zoo.adapters import lora
-from zoo.parameters import rows
+from zoo.config import rows
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,11 @@ import pytest
 
 from tests import hf_tiny
 from tests.hf_tiny import evaluated, jit, loaded
-from zoo import Gemma, Mixture, Ops, load
+from zoo import ForwardPass, Gemma, Mixture, Ops, load
+from zoo.config import rows
 from zoo.models.experts import route
+from zoo.models.forward import LayerPass, layer_passes
 from zoo.models.layers import attention, lookup, rms_norm, rope
-from zoo.models.rotary import frequencies
-from zoo.parameters import rows
 
 TOKENS = jnp.asarray(hf_tiny.tokens(), jnp.int32)
 CASES = list(hf_tiny.CASES)
@@ -50,15 +50,16 @@ def test_logits_loss_and_gradients_are_those_of_transformers(case, references):
 
 
 def _layers(model):
-    """Yield each layer's weights, window and frequencies, in order."""
+    """Yield each layer's weights, and window, frequencies and temperature, in order."""
     config, taken = model.config, {True: 0, False: 0}
     dense_layers = config.dense_layers if isinstance(model, Mixture) else ()
-    for i, (window, (theta, scaling)) in enumerate(zip(config.layer_windows, config.layer_ropes, strict=True)):
+    per_layer, told = layer_passes(config, ForwardPass(), TOKENS.shape[1])
+    for i in range(config.num_layers):
         dense = i in dense_layers
         place, stack = taken[dense], model.dense if dense else model.layers
         taken[dense] += 1
-        frequency = frequencies(config.head_dim, theta, scaling, TOKENS.shape[1])
-        yield jax.tree.map(lambda leaf, place=place: leaf[place], stack), window, frequency
+        own = told(jax.tree.map(lambda leaf, i=i: leaf[i], per_layer))
+        yield jax.tree.map(lambda leaf, place=place: leaf[place], stack), (own.window, own.frequency, own.temperature)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -68,17 +69,21 @@ def test_hidden_states_of_every_layer_are_those_of_transformers(case, references
     scale = math.sqrt(model.config.embed_dim) if is_gemma else 1.0
     x = lookup(model.embed, TOKENS, jnp.float32) * scale
     np.testing.assert_allclose(x, expected[0], atol=2e-5)
-    run = jit(lambda layer, x, window, frequency: layer(x, model.config, frequency=frequency, window=window))
-    for i, (layer, window, frequency) in enumerate(_layers(model)):
-        x = run(layer, x, jnp.asarray(99 if window is None else window), frequency)
-        x = x[0] if isinstance(x, tuple) else x  # with how its tokens were routed
+
+    @jit
+    def run(layer, x, window, frequency, temperature):
+        return layer(x, model.config, LayerPass(frequency=frequency, temperature=temperature, window=window))[0]
+
+    for i, (layer, (window, *turned)) in enumerate(_layers(model)):
+        x = run(layer, x, jnp.asarray(99 if window is None else window), *turned)
         last = i == model.config.num_layers - 1
         norm = lambda x: rms_norm(x, model.final_norm, model.config.norm_eps, offset=float(is_gemma))
         np.testing.assert_allclose(norm(x) if last else x, expected[i + 1], atol=2e-5, err_msg=f"layer {i}")
 
 
 @pytest.mark.parametrize(
-    "case", ["gemma_mqa", "gemma2_gqa", "gemma3", "llama32", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"]
+    "case",
+    ["gemma_mqa", "gemma2_gqa", "gemma3", "llama32", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "smollm3"],
 )
 def test_bfloat16_agrees_to_its_precision(case, tmp_path, references):
     model = load(hf_tiny.write(case, tmp_path, ml_dtypes.bfloat16))
@@ -144,7 +149,7 @@ def _norm(x, weight, eps, offset=1.0):
     return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * (1 - offset + weight)
 
 
-def _interleaved(x, frequency, positions=None):
+def _interleaved(x, frequency, positions=None, temperature=None):
     angle = jnp.arange(x.shape[1])[:, None] * frequency
     cos, sin = jnp.cos(angle)[:, None], jnp.sin(angle)[:, None]
     even, odd = x[..., ::2], x[..., 1::2]
@@ -185,7 +190,7 @@ def _untie(model, _):
     return dataclasses.replace(model, head=2 * model.embed)
 
 
-def _norm_after_rope(q, frequency, positions=None):
+def _norm_after_rope(q, frequency, positions=None, temperature=None):
     """Rotate first, and normalise after: as if the weights of the norm stood behind."""
     return rms_norm(rope(q, frequency, positions), jnp.ones(q.shape[-1]), 1e-6, offset=0.0)
 
@@ -205,9 +210,9 @@ MUTANTS = {
     "gate and up swapped": ("gemma_mqa", _swap("gate", "up")),
     "k and v swapped": ("gemma_mqa", _swap("k", "v")),
     "norms swapped": ("gemma_mqa", _swap("attn_norm", "mlp_norm")),
-    "no embedding scale": ("gemma_mqa", _patch("zoo.models.gemma.math.sqrt", lambda _: 1.0)),
+    "no embedding scale": ("gemma_mqa", _patch("zoo.families.gemma.GemmaLike.embed_scale", None)),
     "rope theta": ("gemma_mqa", _flip(rope_theta=500.0)),
-    "rope interleaved": ("gemma_mqa", _patch("zoo.models.gemma.rope", _interleaved)),
+    "rope interleaved": ("gemma_mqa", _patch("zoo.models.forward.rope", _interleaved)),
     "scale from head size": ("gemma2_gqa", _flip(query_scalar=None)),
     "no attention soft cap": ("gemma2_gqa", _flip(attn_softcap=None)),
     "no final soft cap": ("gemma2_gqa", _flip(final_softcap=None)),
@@ -232,7 +237,7 @@ MUTANTS = {
         _patch("zoo.models.llama.rms_norm", lambda *how, offset, **more: rms_norm(*how, **more)),
     ),
     "llama: gelu": ("llama2", _patch("jax.nn.silu", lambda x: jax.nn.gelu(x))),
-    "llama: rope interleaved": ("llama2", _patch("zoo.models.llama.rope", _interleaved)),
+    "llama: rope interleaved": ("llama2", _patch("zoo.models.forward.rope", _interleaved)),
     "llama: embedding as head": ("llama2", _tie),
     "llama: another head": ("llama32", _untie),
     "llama: not stretched": ("llama32", _flip(rope_scaling=None)),
@@ -250,10 +255,10 @@ MUTANTS = {
     "qwen 2: no bias of v": ("qwen2", _without("v_bias")),
     "qwen 2: windows on all layers": ("qwen2_windows", _flip(attention_pattern="L")),
     "qwen 3: norms of q and k swapped": ("qwen3", _swap("q_norm", "k_norm")),
-    "qwen 3: norms after rope too": ("qwen3", _patch("zoo.models.llama.rope", _norm_after_rope)),
+    "qwen 3: norms after rope too": ("qwen3", _patch("zoo.models.forward.rope", _norm_after_rope)),
     "qwen 3: no attention factor": ("qwen3_yarn", _stretch(attention_factor=None)),
     "mixtral: one expert": ("mixtral", _flip(experts_per_token=1)),
-    "mixtral: weights as they are": ("mixtral", _patch("zoo.families.MixtralConfig.normalise_weights", False)),
+    "mixtral: weights as they are": ("mixtral", _patch("zoo.families.mistral.MixtralConfig.normalise_weights", False)),
     "mixtral: equal weights": ("mixtral", _patch("zoo.models.experts.route", _stale_weights)),
     "mixtral: gate and up swapped": ("mixtral", _swap("gate", "up")),
     "qwen 3 moe: weights as they are": ("qwen3_moe", _flip(normalise_weights=False)),

@@ -9,8 +9,8 @@ import pytest
 
 import zoo
 from transforms.sharding import AXES, make_mesh, sharding_of
+from zoo.config import rows
 from zoo.huggingface import folder, sharded
-from zoo.parameters import rows
 
 SIZES = {"vocab_size": 64, "num_layers": 2, "embed_dim": 16, "mlp_dim": 32, "num_heads": 4, "head_dim": 4}
 CONFIGS = {

@@ -8,10 +8,10 @@ import pytest
 
 from tests.hf_cases import CASES
 from zoo import model_class
-from zoo.config import Config
+from zoo.config import Config, rows
 from zoo.huggingface.config import from_hf
 from zoo.models import gemma, llama, mixture
-from zoo.parameters import Row, rows
+from zoo.parameters import Row
 
 CONFIGS = {case: from_hf(raw) for case, raw in CASES.items()}
 ROWS = [(config, row) for config in CONFIGS.values() for row in rows(config)]

@@ -6,7 +6,7 @@ import equinox as eqx
 import jax
 
 from transforms.sharding import sharding_of
-from zoo.parameters import rows
+from zoo.config import rows
 
 MODEL = [
     "model.vocab_size=300",

@@ -4,19 +4,20 @@ import importlib
 from typing import TYPE_CHECKING
 
 _HOME = {
+    "ForwardPass": "zoo.models.forward",
     "Gemma": "zoo.models.gemma",
-    "Gemma3Config": "zoo.families",
-    "GemmaConfig": "zoo.families",
+    "Gemma3Config": "zoo.families.gemma",
+    "GemmaConfig": "zoo.families.gemma",
     "Head": "zoo.models.head",
     "Llama": "zoo.models.llama",
-    "LlamaConfig": "zoo.families",
-    "MistralConfig": "zoo.families",
-    "MixtralConfig": "zoo.families",
+    "LlamaConfig": "zoo.families.llama",
+    "MistralConfig": "zoo.families.mistral",
+    "MixtralConfig": "zoo.families.mistral",
     "Mixture": "zoo.models.mixture",
     "Ops": "zoo.models.layers",
-    "Qwen2Config": "zoo.families",
-    "Qwen3Config": "zoo.families",
-    "Qwen3MoeConfig": "zoo.families",
+    "Qwen2Config": "zoo.families.qwen",
+    "Qwen3Config": "zoo.families.qwen",
+    "Qwen3MoeConfig": "zoo.families.qwen",
     "RopeKind": "zoo.config",
     "RopeScaling": "zoo.config",
     "check_tokens": "zoo.models.layers",
@@ -32,17 +33,18 @@ if TYPE_CHECKING:  # the same for type checkers, which a test compares
     from zoo.accounting import count_params as count_params
     from zoo.config import RopeKind as RopeKind
     from zoo.config import RopeScaling as RopeScaling
-    from zoo.families import Gemma3Config as Gemma3Config
-    from zoo.families import GemmaConfig as GemmaConfig
-    from zoo.families import LlamaConfig as LlamaConfig
-    from zoo.families import MistralConfig as MistralConfig
-    from zoo.families import MixtralConfig as MixtralConfig
-    from zoo.families import Qwen2Config as Qwen2Config
-    from zoo.families import Qwen3Config as Qwen3Config
-    from zoo.families import Qwen3MoeConfig as Qwen3MoeConfig
     from zoo.families import model_class as model_class
+    from zoo.families.gemma import Gemma3Config as Gemma3Config
+    from zoo.families.gemma import GemmaConfig as GemmaConfig
+    from zoo.families.llama import LlamaConfig as LlamaConfig
+    from zoo.families.mistral import MistralConfig as MistralConfig
+    from zoo.families.mistral import MixtralConfig as MixtralConfig
+    from zoo.families.qwen import Qwen2Config as Qwen2Config
+    from zoo.families.qwen import Qwen3Config as Qwen3Config
+    from zoo.families.qwen import Qwen3MoeConfig as Qwen3MoeConfig
     from zoo.huggingface.weights import load as load
     from zoo.huggingface.weights import save as save
+    from zoo.models.forward import ForwardPass as ForwardPass
     from zoo.models.gemma import Gemma as Gemma
     from zoo.models.head import Head as Head
     from zoo.models.head import head as head

@@ -7,9 +7,9 @@ that a token goes to, no recomputation.
 
 import math
 
-from zoo.config import Config
-from zoo.families import MixtralConfig, Qwen3MoeConfig
-from zoo.parameters import Row, rows
+from zoo.config import Config, rows
+from zoo.families.mixture import MixtureLike
+from zoo.parameters import Row
 
 
 def count_params(config: Config) -> int:
@@ -43,7 +43,7 @@ def train_flops(config: Config, batch: int, seq: int) -> int:
 def _active(row: Row, config: Config) -> int:
     """Count the elements of a leaf that one token meets."""
     count = math.prod(row.shape(config.dims))
-    if "E" in row.stack and isinstance(config, MixtralConfig | Qwen3MoeConfig):
+    if "E" in row.stack and isinstance(config, MixtureLike):
         return count // config.num_experts * config.experts_per_token
     return count
 

@@ -5,10 +5,15 @@ vocab `D` embed `F` mlp hidden `N` query heads `K` kv heads `H` head size `L` la
 `S` sequence `T` tokens).
 """
 
+import functools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, ClassVar
+
+from zoo.dialect import Dialect
+from zoo.parameters import Row
 
 LOCAL, GLOBAL = "LG"
 _MOST = 2**31 - 1  # no dimension is larger: a config with a digit too many is refused before anything is made of it
@@ -66,9 +71,19 @@ class RopeScaling:
         return automatic if self.attention_factor is None else self.attention_factor
 
 
+Rope = tuple[float, RopeScaling | None]
+
+
+def temperature_of(rope: Rope | None) -> float:
+    """Return what a layer's queries and keys are both multiplied by where they turn."""
+    return 1.0 if rope is None or rope[1] is None else rope[1].temperature
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What every decoder has.
+    """What every decoder has. A family's class also says what its models and its files are.
+
+    That is `model`, the class by its full name (it needs JAX), `rows`, the parameters, and `dialects`, by `model_type`.
 
     Attributes:
         vocab_size: rows of the embedding table.
@@ -82,6 +97,9 @@ class Config:
         norm_eps: added to the mean square in every norm.
         context_length: tokens of the longest text that the checkpoint is meant for. Nothing is computed from it.
     """
+
+    model: ClassVar[str]
+    dialects: ClassVar[Mapping[str, Dialect]] = {}
 
     vocab_size: int
     num_layers: int
@@ -111,6 +129,10 @@ class Config:
         """What is wrong with the fields that a family adds."""
         return []
 
+    def rows(self) -> tuple[Row, ...]:
+        """Return the rows of every parameter that the model has; see the function `rows`, which keeps them."""
+        raise NotImplementedError(f"{type(self).__name__} does not say which parameters it has: give it `rows`")
+
     @property
     def dims(self) -> dict[str, int]:
         """The size of each dimension letter that a parameter can have."""
@@ -126,8 +148,18 @@ class Config:
 
     @property
     def query_scale(self) -> float:
-        """What attention scores are multiplied by."""
-        return self.head_dim**-0.5
+        """What attention scores are multiplied by, the temperature of rotary embedding included where all have one."""
+        return self.head_dim**-0.5 * (self.rope_temperature or 1.0) ** 2
+
+    @property
+    def embed_scale(self) -> float | None:
+        """What the rows of the table are multiplied by where they are looked up."""
+        return None
+
+    @property
+    def norm_offset(self) -> float:
+        """What is added to the weights of norms: 1 where they are stored less one."""
+        return 0.0
 
     # These three are fields of the families that have them.
     @property
@@ -151,9 +183,21 @@ class Config:
         return windows(self.num_layers, self.window, self.attention_pattern)
 
     @property
-    def layer_ropes(self) -> tuple[tuple[float, RopeScaling | None], ...]:
-        """The base of each layer's rotary frequencies, and how they are stretched."""
+    def layer_ropes(self) -> tuple[Rope | None, ...]:
+        """The base of each layer's rotary frequencies, and how they are stretched; None where nothing turns."""
         return ((self.rope_theta, self.rope_scaling),) * self.num_layers
+
+    @property
+    def rope_temperature(self) -> float | None:
+        """What queries and keys of all layers are multiplied by; None where layers differ: there rotation does it."""
+        temperatures = {temperature_of(rope) for rope in self.layer_ropes}
+        return temperatures.pop() if len(temperatures) == 1 else None
+
+
+@functools.lru_cache(maxsize=64)
+def rows(config: Config) -> tuple[Row, ...]:
+    """Return the rows of every parameter that a model of this config has."""
+    return config.rows()
 
 
 def not_positive(config: Any, names: tuple[str, ...]) -> list[str]:
@@ -178,6 +222,12 @@ def window_problems(window: int | None, pattern: str) -> list[str]:
     return problems
 
 
+def pattern_of(layers: str, usual: str) -> str:
+    """Return the usual pattern if that is what layers follow, else the shortest that they do."""
+    shortest = (layers[:period] for period in range(1, len(layers) + 1))
+    return next(one for one in (usual, *shortest) if (one * len(layers))[: len(layers)] == layers)
+
+
 def windows(num_layers: int, window: int | None, pattern: str) -> tuple[int | None, ...]:
     """Repeat a pattern of local and global layers; only local ones have the window."""
     return tuple(window if pattern[layer % len(pattern)] == LOCAL else None for layer in range(num_layers))
@@ -192,15 +242,3 @@ def scaling_problems(config: Any, scaling: RopeScaling | None) -> list[str]:
     if scaling.kind is RopeKind.yarn and not config.rope_theta > 1:
         return [f"rope_theta={config.rope_theta} must be larger than 1 for rope_scaling.kind=yarn"]
     return []
-
-
-def expert_problems(config: Any) -> list[str]:
-    """Say what is wrong with the numbers of a router."""
-    problems = []
-    if not 1 <= config.num_experts <= _MOST_LAYERS:
-        problems.append(f"num_experts={config.num_experts} must be from 1 to {_MOST_LAYERS}")
-    if not 1 <= config.experts_per_token <= config.num_experts:
-        problems.append(f"experts_per_token={config.experts_per_token} must be from 1 to {config.num_experts}")
-    if not 0 <= config.balance_weight < math.inf:
-        problems.append(f"balance_weight={config.balance_weight} must be zero or more")
-    return problems

@@ -1,18 +1,16 @@
 """One row per parameter: its leaf in the model, its dimensions, and the Hugging Face tensor that holds it.
 
 Everything that must agree about parameters reads these rows: initialisation, loading, saving, counting and sharding.
-Free of JAX. Dimensions: `V` vocab `D` embed `F` mlp hidden `N` query heads `K` kv heads `H` head size `L` layers
-`E` experts `P` mlp hidden of the layers without experts.
+Here are those that several families have; a family's file puts its own together. Free of JAX.
+
+Dimensions: `V` vocab `D` embed `F` mlp hidden `N` query heads `K` kv heads `H` head size `L` layers `E` experts `P` mlp
+hidden of the layers without experts.
 """
 
-import functools
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-
-from zoo.config import Config
-from zoo.families import Gemma3Config, GemmaConfig, LlamaLike, MixtralConfig, Qwen3MoeConfig
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -82,94 +80,34 @@ class Row:
             yield self.tensor.format(*(number for _, number in spot)), tuple(place for place, _ in spot)
 
 
-_LAYER = "model.layers.{}."
-_ATTENTION = (
-    Row("layers.attn_norm", _LAYER + "input_layernorm.weight", "D -> D"),
-    Row("layers.q", _LAYER + "self_attn.q_proj.weight", "(N H) D -> D N H", "D"),
-    Row("layers.k", _LAYER + "self_attn.k_proj.weight", "(K H) D -> D K H", "D"),
-    Row("layers.v", _LAYER + "self_attn.v_proj.weight", "(K H) D -> D K H", "D"),
-    Row("layers.o", _LAYER + "self_attn.o_proj.weight", "D (N H) -> N H D", "NH"),
+LAYER = "model.layers.{}."
+ATTENTION = (
+    Row("layers.attn_norm", LAYER + "input_layernorm.weight", "D -> D"),
+    Row("layers.q", LAYER + "self_attn.q_proj.weight", "(N H) D -> D N H", "D"),
+    Row("layers.k", LAYER + "self_attn.k_proj.weight", "(K H) D -> D K H", "D"),
+    Row("layers.v", LAYER + "self_attn.v_proj.weight", "(K H) D -> D K H", "D"),
+    Row("layers.o", LAYER + "self_attn.o_proj.weight", "D (N H) -> N H D", "NH"),
 )
-_MLP = (
-    Row("layers.gate", _LAYER + "mlp.gate_proj.weight", "F D -> D F", "D"),
-    Row("layers.up", _LAYER + "mlp.up_proj.weight", "F D -> D F", "D"),
-    Row("layers.down", _LAYER + "mlp.down_proj.weight", "D F -> F D", "F"),
+MLP = (
+    Row("layers.gate", LAYER + "mlp.gate_proj.weight", "F D -> D F", "D"),
+    Row("layers.up", LAYER + "mlp.up_proj.weight", "F D -> D F", "D"),
+    Row("layers.down", LAYER + "mlp.down_proj.weight", "D F -> F D", "F"),
 )
-_QK_NORMS = (
-    Row("layers.q_norm", _LAYER + "self_attn.q_norm.weight", "H -> H"),
-    Row("layers.k_norm", _LAYER + "self_attn.k_norm.weight", "H -> H"),
+QK_NORMS = (
+    Row("layers.q_norm", LAYER + "self_attn.q_norm.weight", "H -> H"),
+    Row("layers.k_norm", LAYER + "self_attn.k_norm.weight", "H -> H"),
 )
-_BIASES = {
-    "q": Row("layers.q_bias", _LAYER + "self_attn.q_proj.bias", "(N H) -> N H"),
-    "k": Row("layers.k_bias", _LAYER + "self_attn.k_proj.bias", "(K H) -> K H"),
-    "v": Row("layers.v_bias", _LAYER + "self_attn.v_proj.bias", "(K H) -> K H"),
-    "o": Row("layers.o_bias", _LAYER + "self_attn.o_proj.bias", "D -> D"),
+BIASES = {
+    "q": Row("layers.q_bias", LAYER + "self_attn.q_proj.bias", "(N H) -> N H"),
+    "k": Row("layers.k_bias", LAYER + "self_attn.k_proj.bias", "(K H) -> K H"),
+    "v": Row("layers.v_bias", LAYER + "self_attn.v_proj.bias", "(K H) -> K H"),
+    "o": Row("layers.o_bias", LAYER + "self_attn.o_proj.bias", "D -> D"),
 }
-_ENDS = (
+ENDS = (
     # Where the table is also the head, a small gain makes every first logit small, so that the first loss is ln V.
     Row("embed", "model.embed_tokens.weight", "V D -> V D", "D", gain=0.1),
     Row("final_norm", "model.norm.weight", "D -> D"),
 )
-_HEAD = Row("head", "lm_head.weight", "V D -> V D", "D", gain=0.1)
+HEAD = Row("head", "lm_head.weight", "V D -> V D", "D", gain=0.1)
 # Hugging Face's `post_attention_layernorm` is the norm after attention in Gemma 2 and 3, elsewhere that before the MLP.
-_MLP_NORM = Row("layers.mlp_norm", _LAYER + "post_attention_layernorm.weight", "D -> D")
-_SANDWICH = (
-    Row("layers.post_attn_norm", _LAYER + "post_attention_layernorm.weight", "D -> D"),
-    Row("layers.mlp_norm", _LAYER + "pre_feedforward_layernorm.weight", "D -> D"),
-    Row("layers.post_mlp_norm", _LAYER + "post_feedforward_layernorm.weight", "D -> D"),
-)
-_MIXTRAL_EXPERTS = (
-    Row("layers.router", _LAYER + "block_sparse_moe.gate.weight", "E D -> D E", "D"),
-    Row("layers.gate", _LAYER + "block_sparse_moe.experts.{}.w1.weight", "F D -> D F", "D"),
-    Row("layers.up", _LAYER + "block_sparse_moe.experts.{}.w3.weight", "F D -> D F", "D"),
-    Row("layers.down", _LAYER + "block_sparse_moe.experts.{}.w2.weight", "D F -> F D", "F"),
-)
-_QWEN_EXPERTS = (
-    Row("layers.router", _LAYER + "mlp.gate.weight", "E D -> D E", "D"),
-    Row("layers.gate", _LAYER + "mlp.experts.{}.gate_proj.weight", "F D -> D F", "D"),
-    Row("layers.up", _LAYER + "mlp.experts.{}.up_proj.weight", "F D -> D F", "D"),
-    Row("layers.down", _LAYER + "mlp.experts.{}.down_proj.weight", "D F -> F D", "F"),
-)
-GEMMA_1 = (*_ENDS, *_ATTENTION, *_MLP, _MLP_NORM)
-GEMMA_2 = (*_ENDS, *_ATTENTION, *_MLP, *_SANDWICH)
-GEMMA_3 = (*GEMMA_2, *_QK_NORMS)
-
-
-@functools.lru_cache(maxsize=64)
-def rows(config: Config) -> tuple[Row, ...]:
-    """Return the rows of every parameter that a model of this config has."""
-    match config:
-        case GemmaConfig():
-            return GEMMA_2 if config.post_norms else GEMMA_1
-        case Gemma3Config():
-            return GEMMA_3
-        case MixtralConfig():
-            return _llama(config, _attention(config) + _MIXTRAL_EXPERTS)
-        case Qwen3MoeConfig():
-            dense = tuple(_dense(row, config.dense_layers) for row in _attention(config) + _MLP)
-            sparse = tuple(i for i in range(config.num_layers) if i not in config.dense_layers)
-            layers = tuple(replace(row, layers=sparse) for row in _attention(config) + _QWEN_EXPERTS)
-            return _llama(config, layers + (dense if config.dense_layers else ()))
-        case LlamaLike():
-            return _llama(config, _attention(config) + _MLP)
-    raise TypeError(f"there are no rows for {type(config).__name__}: add them to zoo/tables.py")
-
-
-def _attention(config: LlamaLike) -> tuple[Row, ...]:
-    norms = _QK_NORMS if config.qk_norm else ()
-    return (*_ATTENTION, _MLP_NORM, *norms, *(_BIASES[projection] for projection in config.biases))
-
-
-def _llama(config: LlamaLike, layers: tuple[Row, ...]) -> tuple[Row, ...]:
-    """Add embedding, norm and head; norms start at one, because they multiply by the weight itself."""
-    embed, norm = _ENDS  # not scaled up where it is looked up, so its rows must stand well above the norm's epsilon
-    ends = (replace(embed, gain=0.3), norm) if config.tied else (replace(embed, gain=1.0), norm, _HEAD)
-    return tuple(replace(row, start=1.0) if row.leaf.endswith("norm") else row for row in ends + layers)
-
-
-def _dense(row: Row, layers: tuple[int, ...]) -> Row:
-    """A row of the layers without experts, whose MLP has a width `P` of its own."""
-    leaf = row.leaf.replace("layers.", "dense.")
-    return replace(
-        row, leaf=leaf, pattern=row.pattern.replace("F", "P"), fan_in=row.fan_in.replace("F", "P"), layers=layers
-    )
+MLP_NORM = Row("layers.mlp_norm", LAYER + "post_attention_layernorm.weight", "D -> D")

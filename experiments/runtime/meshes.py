@@ -19,7 +19,7 @@ from experiments.configs import Platform
 from experiments.runtime import distributed
 from transforms.sharding import AXES, Axes, fill, make_mesh, sharding_of, uneven
 from zoo.adapters import lora
-from zoo.parameters import rows
+from zoo.config import rows
 
 
 def choose(config: configs.Run, count: int, platform: str) -> configs.Mesh:

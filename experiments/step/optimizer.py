@@ -13,7 +13,8 @@ from experiments.step import own, parameters
 from experiments.step.adafactor import adafactor_layerwise
 from transforms.step import norm
 from zoo.adapters.lora import letters_of
-from zoo.parameters import Row, rows
+from zoo.config import rows
+from zoo.parameters import Row
 
 
 def build(

@@ -22,7 +22,7 @@ from transforms.remat import remat
 from transforms.sharding import explicit
 from transforms.step import State, all_parameters, compile_step, make_eval_step, make_train_step
 from transforms.tiling.report.plan import TilePlan
-from zoo import Mixture, model_class
+from zoo import ForwardPass, Mixture, model_class
 from zoo.adapters import lora
 from zoo.models.init import draw
 
@@ -37,7 +37,7 @@ def make_loss(config: configs.Resolved, *, evaluating: bool = False) -> Any:
     What a mixture's experts are used unevenly is added, weighted as the model's config says. `evaluating` measures text
     instead: nats per token, with nothing added (or the objective itself, where that compares answers).
     """
-    how = {"dtype": _dtype(config.hardware.compute_dtype), "ops": tiled.ops(config)}
+    how: Any = {"dtype": _dtype(config.hardware.compute_dtype), "ops": tiled.ops(config)}
     kept = remat(config.remat.policy, config.remat.kept)
     objective = objectives.held_out(config.objective) if evaluating else objectives.build(config.objective)
     head = tiled.head(config, objective)
@@ -58,8 +58,8 @@ def make_loss(config: configs.Resolved, *, evaluating: bool = False) -> Any:
     def read(reader, ids, segments):
         if evaluating or not isinstance(reader, Mixture):
             return reader.hidden(ids, segments=segments, remat=kept, **how), 0.0
-        hidden, balance = reader.hidden_and_balance(ids, segments=segments, remat=kept, **how)
-        return hidden, reader.config.balance_weight * balance
+        out = reader.forward(ids, ForwardPass(segments=segments, remat=kept, **how))
+        return out.hidden, reader.config.balance_weight * out.balance
 
     cut = tiled.batch(config, mean)
 

@@ -15,7 +15,7 @@ from experiments.step import tiles
 from transforms import tile
 from transforms.tiling.report.plan import TilePlan
 from zoo import Gemma
-from zoo.families import MixtralConfig, Qwen3MoeConfig
+from zoo.families.mixture import MixtureLike
 from zoo.models.experts import experts_by_sequence
 from zoo.models.layers import Ops, attention, gated_mlp
 
@@ -78,7 +78,7 @@ def ops(config: configs.Resolved) -> Ops | None:
         pieces["mlp"] = functools.partial(_tiled_mlp, config.tiling.mlp)
     if config.tiling.attention is not None:
         pieces["attention"] = functools.partial(_tiled_attention, config.tiling.attention)
-    if config.tiling.batch is not None and isinstance(config.model.config, MixtralConfig | Qwen3MoeConfig):
+    if config.tiling.batch is not None and isinstance(config.model.config, MixtureLike):
         pieces["experts"] = experts_by_sequence
     return Ops(**pieces) if pieces else None
 

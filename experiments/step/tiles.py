@@ -1,7 +1,7 @@
 """How long the tiles of a run are, in words too, and why some cannot be had. No JAX here."""
 
 from experiments import configs
-from zoo.families import MixtralConfig, Qwen3MoeConfig
+from zoo.families.mixture import MixtureLike
 
 
 def micro_batch(config: configs.Resolved) -> int:
@@ -48,7 +48,7 @@ def problem(config: configs.Resolved) -> str | None:
     """Return why a run cannot be cut as it is asked to be, before anything is compiled; None where it can."""
     if config.paired and config.batch_size % 2:
         return f"cannot make pairs of batch_size={config.batch_size} sequences: give an even number."
-    return _experts(config) if isinstance(config.model.config, MixtralConfig | Qwen3MoeConfig) else None
+    return _experts(config) if isinstance(config.model.config, MixtureLike) else None
 
 
 def _experts(config: configs.Resolved) -> str | None:

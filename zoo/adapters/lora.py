@@ -19,8 +19,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from transforms.sharding import einsum
-from zoo.config import Config
-from zoo.parameters import Row, rows
+from zoo.config import Config, rows
+from zoo.parameters import Row
 
 
 class LowRank(eqx.Module):

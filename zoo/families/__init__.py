@@ -1,34 +1,31 @@
-"""The families: each one's config, and which model it makes. Free of JAX.
+"""The families, one file each (or one for what grew out of it): its config, the rows of its parameters, what its
+`config.json` may hold, and which model it makes. Free of JAX.
 
-In: a family's name or a config. Out: the class of its config, or of its models.
+In: a family's name, or a config. Out: the class of its config, or of its models.
 """
 
+import importlib
 from typing import Any
 
 from zoo.config import Config
-from zoo.families.llama import FAMILIES as FAMILIES
-from zoo.families.llama import Gemma3Config as Gemma3Config
-from zoo.families.llama import GemmaConfig as GemmaConfig
-from zoo.families.llama import GemmaLike as GemmaLike
-from zoo.families.llama import LlamaConfig as LlamaConfig
-from zoo.families.llama import LlamaLike as LlamaLike
-from zoo.families.llama import MistralConfig as MistralConfig
-from zoo.families.llama import MixtralConfig as MixtralConfig
-from zoo.families.llama import Qwen2Config as Qwen2Config
-from zoo.families.llama import Qwen3Config as Qwen3Config
-from zoo.families.llama import Qwen3MoeConfig as Qwen3MoeConfig
+from zoo.families.gemma import Gemma3Config, GemmaConfig
+from zoo.families.llama import LlamaConfig
+from zoo.families.mistral import MistralConfig, MixtralConfig
+from zoo.families.qwen import Qwen2Config, Qwen3Config, Qwen3MoeConfig
+
+FAMILIES: dict[str, type[Config]] = {
+    "gemma": GemmaConfig,
+    "gemma3": Gemma3Config,
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "mixtral": MixtralConfig,
+    "qwen3_moe": Qwen3MoeConfig,
+}
 
 
 def model_class(config: Config) -> Any:
     """Return the class of a config's models, with `init(config, key=)` and `build(config, leaves)`."""
-    if isinstance(config, GemmaLike):
-        from zoo.models.gemma import Gemma
-
-        return Gemma
-    if isinstance(config, MixtralConfig | Qwen3MoeConfig):
-        from zoo.models.mixture import Mixture
-
-        return Mixture
-    from zoo.models.llama import Llama
-
-    return Llama
+    home, _, name = config.model.rpartition(".")
+    return getattr(importlib.import_module(home), name)

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from zoo.config import Config
-from zoo.families import Gemma3Config
-from zoo.parameters import rows
+from zoo.config import Config, rows
+from zoo.families.gemma import Gemma3Config
 
 INDEX = "model.safetensors.index.json"
 DIGESTS = "sha256"  # in a file's metadata: the digest of each of its tensors, as JSON

@@ -4,11 +4,11 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from zoo.config import Config, RopeKind, RopeScaling
-from zoo.families import Gemma3Config, GemmaConfig, LlamaLike
+from zoo.config import RopeKind, RopeScaling
+from zoo.dialect import Dialect
 
-KEYS = {"rope_theta", "rope_scaling", "rope_parameters"}
-GEMMA_3_KEYS = KEYS | {"rope_local_base_freq"}
+_KEYS = {"rope_theta", "rope_scaling", "rope_parameters"}
+_LOCAL = "rope_local_base_freq"
 _TYPES = ("full_attention", "sliding_attention")
 # kind: its keys in the file, and our fields
 _LENGTH = {"original_max_position_embeddings": "original_length"}
@@ -28,13 +28,17 @@ _FIELDS: dict[RopeKind, dict[str, str]] = {
 _NEEDED = ("factor", "low_freq_factor", "high_freq_factor")
 
 
-def read(raw: dict[str, Any], config: type[Config], theta: float, length: int, problems: list[str]) -> dict[str, Any]:
+def keys(dialect: Dialect) -> set[str]:
+    """Return the keys that say how positions turn."""
+    return _KEYS | ({_LOCAL} if dialect.rope == "global" else set())
+
+
+def read(raw: dict[str, Any], dialect: Dialect, length: int, problems: list[str]) -> dict[str, Any]:
     """Return the fields of a config that say how positions turn; what cannot be used is added to `problems`.
 
     Args:
         raw: the file.
-        config: the class that it becomes.
-        theta: the base where the file names none.
+        dialect: which layers may be stretched, and the base where the file names none.
         length: the longest text that the file names.
         problems: what is wrong so far.
     """
@@ -42,16 +46,18 @@ def read(raw: dict[str, Any], config: type[Config], theta: float, length: int, p
         if not isinstance(raw.get(key), dict | None):
             problems.append(f"`{key}`={raw[key]!r} is not an object")
             return {}
-    if config is Gemma3Config:
-        return _read_gemma_3(raw, length, problems)
+    if dialect.rope == "global":
+        return _read_by_type(raw, dialect.theta, length, problems)
     key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     rope = raw.get(key) or {}
-    fields: dict[str, Any] = {"rope_theta": _number(rope.get("rope_theta", raw.get("rope_theta", theta)), problems)}
-    scaling = _scaling(rope, key, length, problems, plain=config is GemmaConfig)
-    return fields if config is GemmaConfig else fields | {"rope_scaling": scaling}
+    theta = rope.get("rope_theta", raw.get("rope_theta", dialect.theta))
+    fields: dict[str, Any] = {"rope_theta": _number(theta, problems)}
+    scaling = _scaling(rope, key, length, problems, plain=dialect.rope == "none")
+    return fields if dialect.rope == "none" else fields | {"rope_scaling": scaling}
 
 
-def _read_gemma_3(raw: dict[str, Any], length: int, problems: list[str]) -> dict[str, Any]:
+def _read_by_type(raw: dict[str, Any], theta: float, length: int, problems: list[str]) -> dict[str, Any]:
+    """Read the frequencies of global layers, and those of local ones."""
     nested = raw.get("rope_parameters") or {}
     for name, value in nested.items():
         if name not in _TYPES or not isinstance(value, dict | None):
@@ -63,8 +69,8 @@ def _read_gemma_3(raw: dict[str, Any], length: int, problems: list[str]) -> dict
     local = nested.get(_TYPES[1]) or {}
     _scaling(local, "rope_parameters.sliding_attention", length, problems, plain=True)
     return {
-        "rope_theta": _number(whole.get("rope_theta", raw.get("rope_theta", 1e6)), problems),
-        "local_rope_theta": _number(local.get("rope_theta", raw.get("rope_local_base_freq", 1e4)), problems),
+        "rope_theta": _number(whole.get("rope_theta", raw.get("rope_theta", theta)), problems),
+        "local_rope_theta": _number(local.get("rope_theta", raw.get(_LOCAL, 1e4)), problems),
         "rope_scaling": _scaling(whole, "rope_scaling", length, problems),
     }
 
@@ -136,12 +142,12 @@ def _number(value: Any, problems: list[str], name: str = "rope_theta") -> float:
     return 0.0
 
 
-def write(config: Config) -> dict[str, Any]:
+def write(config: Any, dialect: Dialect) -> dict[str, Any]:
     """Return the keys that say how positions turn, in the dialect of transformers 4, which 5 reads too."""
     raw: dict[str, Any] = {"rope_theta": config.rope_theta}
-    if isinstance(config, Gemma3Config):
-        raw["rope_local_base_freq"] = config.local_rope_theta
-    if isinstance(config, Gemma3Config | LlamaLike):
+    if dialect.rope == "global":
+        raw[_LOCAL] = config.local_rope_theta
+    if dialect.rope != "none":
         raw["rope_scaling"] = _written(config.rope_scaling)
         if config.rope_scaling is not None and config.rope_scaling.kind is RopeKind.dynamic:
             raw["max_position_embeddings"] = config.rope_scaling.original_length

@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
 from transforms.sharding import AXES, Axes
-from zoo.config import Config
+from zoo.config import Config, rows
 from zoo.families import model_class
 from zoo.huggingface.config import from_hf, to_hf
 from zoo.huggingface.folder import (
@@ -39,7 +39,7 @@ from zoo.huggingface.folder import (
     refusal,
 )
 from zoo.huggingface.sharded import load_leaf
-from zoo.parameters import Row, rows
+from zoo.parameters import Row
 
 _DTYPES = {"F32": jnp.float32, "BF16": jnp.bfloat16, "F16": jnp.float16}
 _CARRIED = (  # what goes with a model and is not its weights

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Integer
 
+from zoo.models.forward import ForwardPass
 from zoo.models.layers import Ops
 
 _NOWHERE = 2**30  # the position of a place that holds nothing: after every query
@@ -116,26 +117,6 @@ class Past(eqx.Module):
         return branches[0]() if len(branches) == 1 else jax.lax.switch(number, branches)
 
 
-def remembering(ops: Ops | None, past: Past | None, place: Any) -> tuple[Ops, Callable[[], Any]]:
-    """Return how one layer runs, and a function that then tells the keys and values it made; None without a past.
-
-    Args:
-        ops: how it would run alone.
-        past: what it also attends to.
-        place: the layer's of `past.places`.
-    """
-    ops = Ops() if ops is None else ops
-    if past is None:
-        return ops, lambda: None
-    made = []
-
-    def attention(q, k, v, **how):
-        made.append((k, v))
-        return past.attention(ops.attention, place, q, k, v, **how)
-
-    return dataclasses.replace(ops, attention=attention), lambda: made[0]
-
-
 def advance(
     model: Any,
     tokens: Integer[Array, "B S"],
@@ -160,7 +141,7 @@ def advance(
     start = cache.lengths
     end = start + counts
     past = Past(cache, start[:, None] + jnp.arange(tokens.shape[1]), end, fresh)
-    hidden, (k, v) = model.hidden_and_new(tokens, dtype=dtype, ops=ops, past=past)
+    out = model.forward(tokens, ForwardPass(dtype=dtype, ops=ops, past=past))
     pick = lambda new, group: new if len(cache.groups) == 1 else new[jnp.array(group.layers)]
-    groups = tuple(group.write(pick(k, group), pick(v, group), start, end) for group in cache.groups)
-    return hidden, Cache(groups, end)
+    groups = tuple(group.write(pick(out.k, group), pick(out.v, group), start, end) for group in cache.groups)
+    return out.hidden, Cache(groups, end)

@@ -11,9 +11,8 @@ from jaxtyping import Array, PRNGKeyArray
 
 from transforms.bits import bits, numbers
 from transforms.sharding import AXES, Axes, sharding_of
-from zoo.config import Config
+from zoo.config import Config, rows
 from zoo.models.layers import accumulator
-from zoo.parameters import rows
 
 _SLAB = 2**22  # elements drawn at a time, at most
 

@@ -46,6 +46,7 @@ def rope(
     x: Float[Array, "B S heads H"],
     frequency: Float[Array, " half"] | Float[np.ndarray, " half"],
     positions: Integer[Array, "#B S"] | None = None,
+    temperature: Float[Array, ""] | None = None,
 ) -> Float[Array, "B S heads H"]:
     """Rotate each head by its position (https://arxiv.org/abs/2104.09864), in float32, in the dtype of `x`.
 
@@ -55,12 +56,15 @@ def rope(
         x: queries or keys.
         frequency: radians per position, from `zoo.models.rotary.frequencies`.
         positions: of every token; None counts from 0.
+        temperature: multiplies what comes out; None leaves it.
     """
     half = x.shape[-1] // 2
     wide = x.astype(accumulator(x.dtype))
     steps = np.arange(x.shape[1])[None] if positions is None else positions
     angle = steps[:, :, None, None].astype(np.float32) * frequency.astype(np.float32)
     cos, sin = jnp.cos(jnp.asarray(angle, wide.dtype)), jnp.sin(jnp.asarray(angle, wide.dtype))
+    if temperature is not None:
+        cos, sin = cos * temperature, sin * temperature
     first, second = wide[..., :half], wide[..., half:]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
@@ -175,6 +179,9 @@ class Ops:
     attention: Callable = attention
     mlp: Callable = gated_mlp
     experts: Callable | None = None
+
+
+PLAIN = Ops()
 
 
 def lookup(table: Float[Array, "V D"], ids: Integer[Array, "B S"], dtype: DTypeLike) -> Float[Array, "B S D"]:

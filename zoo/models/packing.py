@@ -25,11 +25,8 @@ def places(segments: Integer[Array, "B S"]) -> Integer[Array, "B S"]:
     return place(index - jax.lax.cummax(jnp.where(begins, index, 0), axis=1), lies)
 
 
-def within(ops: Ops | None, segments: Integer[Array, "B S"] | None) -> Ops | None:
-    """Return how a model's parts run where attention stays within documents; as they are without segments."""
-    if segments is None:
-        return ops
-    ops = Ops() if ops is None else ops
+def within(ops: Ops, segments: Integer[Array, "B S"]) -> Ops:
+    """Return how a model's parts run where attention stays within documents."""
     return dataclasses.replace(
         ops, attention=functools.partial(ops.attention, q_segments=segments, k_segments=segments)
     )

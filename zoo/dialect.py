@@ -1,0 +1,119 @@
+"""What the `config.json` of an architecture holds: families give one `Dialect` for each `model_type`. Free of JAX.
+
+Every key is known or refused: those of `sizes`, `numbers`, `flags`, `windows` and rotary embedding are read, `only` may
+hold nothing but what this zoo computes, `IGNORED` changes no logit. Anything else may be a feature that would silently
+be left out. Defaults are what transformers takes where a key is absent.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+REQUIRED = object()  # a size without a default
+HEADS = "num_attention_heads"  # as a default: as many as there are query heads
+SHARE = "hidden_size / num_attention_heads"  # as a default: a head's share of the width
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dialect:
+    """An architecture's keys.
+
+    Attributes:
+        architecture: the class of transformers that it is saved for.
+        sizes: integers; our field, and the default or REQUIRED, HEADS or SHARE.
+        aliases: another name that a size may have in the file.
+        numbers: real numbers; our field, and the default; None also allows null.
+        flags: true or false; our field, and the default.
+        windows: how windows are told: `none`, for `all` layers, by `types` of layers, a `switch` of the last layers, or
+            a `flag` of all.
+        window: the default of `sliding_window`.
+        every: of `types` where layers are not listed, the key (or None) and the default of how many layers have one
+            that is global.
+        rope: which layers' rotary frequencies may be stretched: `none`, `all`, or the `global` ones, the local ones
+            having frequencies of their own.
+        theta: the default base of rotary embedding.
+        only: keys that may hold nothing but these values; the first is what is written.
+        fixed: fields that the architecture decides.
+        written: keys that are always written so.
+        ignored: keys that this architecture has and nothing reads.
+        keys: keys that `read` reads.
+        read: returns further fields, given a reader of values (`zoo.huggingface.reader`) and the number of layers.
+        write: returns what those fields are in the file.
+        refuse: says why a config cannot be described so.
+    """
+
+    architecture: str
+    sizes: Mapping[str, tuple[str, Any]]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    numbers: Mapping[str, tuple[str, float | None]] = field(default_factory=lambda: eps(1e-6))
+    flags: Mapping[str, tuple[str, bool]] = field(default_factory=dict)
+    windows: str = "none"
+    window: int | None = 4096
+    every: tuple[str | None, int] = (None, 2)
+    rope: str = "all"
+    theta: float = 10000.0
+    only: Mapping[str, tuple] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    written: Mapping[str, Any] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
+    read: Callable[[Any, int], dict[str, Any]] | None = None
+    write: Callable[[Any], dict[str, Any]] | None = None
+    refuse: Callable[[Any], str | None] | None = None
+
+
+SIZES = {
+    "vocab_size": ("vocab_size", REQUIRED),
+    "num_hidden_layers": ("num_layers", REQUIRED),
+    "hidden_size": ("embed_dim", REQUIRED),
+    "intermediate_size": ("mlp_dim", REQUIRED),
+    "num_attention_heads": ("num_heads", REQUIRED),
+    "num_key_value_heads": ("num_kv_heads", REQUIRED),
+    "head_dim": ("head_dim", REQUIRED),
+    "max_position_embeddings": ("context_length", 8192),
+}
+
+
+def sizes(
+    context: int, heads: Any = HEADS, head_dim: Any = SHARE, **own: tuple[str, Any]
+) -> dict[str, tuple[str, Any]]:
+    """Return the sizes of an architecture, given its default context, key and value heads, and what else it has."""
+    usual = {"num_key_value_heads": ("num_kv_heads", heads), "head_dim": ("head_dim", head_dim)}
+    return SIZES | usual | {"max_position_embeddings": ("context_length", context)} | own
+
+
+def eps(default: float) -> dict[str, tuple[str, float | None]]:
+    """Return the number that norms have."""
+    return {"rms_norm_eps": ("norm_eps", default)}
+
+
+TIED = {"tie_word_embeddings": ("tied", False)}
+BIAS = {"attention_bias": ("attention_bias", False)}
+SILU = {"hidden_act": ("silu",)}
+# Everywhere: what would change what is computed, and what this zoo does not compute.
+ONLY_ALL: Mapping[str, tuple] = MappingProxyType(
+    {
+        "attention_dropout": (0.0, None),
+        "is_encoder_decoder": (False,),
+        "add_cross_attention": (False,),
+        "pruned_heads": ({}, None),
+        "quantization_config": (None,),
+        "partial_rotary_factor": (1.0, None),
+    }
+)
+IGNORED = frozenset(
+    """
+    model_type architectures transformers_version torch_dtype dtype _name_or_path name_or_path _commit_hash auto_map
+    bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id forced_bos_token_id forced_eos_token_id
+    initializer_range use_cache cache_implementation sliding_window_size _sliding_window_pattern
+    _attn_implementation attn_implementation _attn_implementation_autoset _experts_implementation experts_implementation
+    output_attentions output_hidden_states output_scores return_dict return_dict_in_generate torchscript use_bfloat16
+    chunk_size_feed_forward cross_attention_hidden_size is_decoder tie_encoder_decoder tf_legacy_loss problem_type
+    finetuning_task task_specific_params tokenizer_class prefix id2label label2id num_labels pretraining_tp
+    max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p
+    typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
+    num_return_sequences remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
+    unsloth_fixed unsloth_version output_router_logits
+    """.split()
+)

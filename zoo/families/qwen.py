@@ -1,0 +1,156 @@
+"""Qwen 2 and 2.5 (https://arxiv.org/abs/2407.10671), Qwen 3 and its mixtures (https://arxiv.org/abs/2505.09388).
+
+Free of JAX.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from zoo.config import not_positive, window_problems
+from zoo.dialect import BIAS, SILU, TIED, Dialect, eps, sizes
+from zoo.families.llama import LlamaLike
+from zoo.families.mixture import BALANCE, MixtureLike
+from zoo.parameters import LAYER, MLP, Row
+
+_EXPERTS = (
+    Row("layers.router", LAYER + "mlp.gate.weight", "E D -> D E", "D"),
+    Row("layers.gate", LAYER + "mlp.experts.{}.gate_proj.weight", "F D -> D F", "D"),
+    Row("layers.up", LAYER + "mlp.experts.{}.up_proj.weight", "F D -> D F", "D"),
+    Row("layers.down", LAYER + "mlp.experts.{}.down_proj.weight", "D F -> F D", "F"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen2Config(LlamaLike):
+    """Qwen 2 and 2.5: biases after the projections of queries, keys and values.
+
+    Attributes:
+        window: on local layers a query sees this many keys, itself included; None lets every layer see all.
+        attention_pattern: local (L) and global (G) layers, repeated over the depth.
+    """
+
+    dialects: ClassVar = {
+        "qwen2": Dialect(
+            architecture="Qwen2ForCausalLM", sizes=sizes(32_768, 32), flags=TIED, windows="switch", only=SILU
+        )
+    }
+
+    norm_eps: float = 1e-6
+    rope_theta: float = 1_000_000.0
+    window: int | None = None
+    attention_pattern: str = "L"
+
+    def problems(self) -> list[str]:
+        """Say what is wrong with the family's own fields."""
+        return super().problems() + window_problems(self.window, self.attention_pattern)
+
+    @property
+    def biases(self) -> str:
+        """Which projections of attention have a bias, of `qkvo`."""
+        return "qkv"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3Config(Qwen2Config):
+    """Qwen 3: normalised queries and keys in place of biases.
+
+    Attributes:
+        attention_bias: biases after the four projections of attention.
+    """
+
+    dialects: ClassVar = {
+        "qwen3": Dialect(
+            architecture="Qwen3ForCausalLM",
+            sizes=sizes(32_768, 32, 128),
+            flags=TIED | BIAS,
+            windows="switch",
+            only=SILU,
+        )
+    }
+
+    attention_bias: bool = False
+
+    @property
+    def biases(self) -> str:
+        """Which projections of attention have a bias, of `qkvo`."""
+        return "qkvo" if self.attention_bias else ""
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether each head's queries and keys are normalised."""
+        return True
+
+
+def _read_dense_layers(read: Any, num_layers: int) -> dict[str, Any]:
+    step = read.count("decoder_sparse_step", 1)
+    dense = read.layers("mlp_only_layers", num_layers) | {i for i in range(num_layers) if (i + 1) % step}
+    return {"dense_layers": tuple(sorted(dense))}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3MoeConfig(MixtureLike, Qwen3Config):
+    """Qwen 3's mixtures of experts.
+
+    Attributes:
+        mlp_dim: hidden width of one expert.
+        normalise_weights: the weights of the chosen experts sum to one.
+        dense_layers: layers that have one MLP and no router.
+        dense_mlp_dim: hidden width of those.
+    """
+
+    dialects: ClassVar = {
+        "qwen3_moe": Dialect(
+            architecture="Qwen3MoeForCausalLM",
+            sizes=sizes(
+                32_768,
+                4,
+                intermediate_size=("dense_mlp_dim", 6144),
+                moe_intermediate_size=("mlp_dim", 768),
+                num_experts=("num_experts", 128),
+                num_experts_per_tok=("experts_per_token", 8),
+            ),
+            aliases={"num_experts": "num_local_experts"},
+            numbers=eps(1e-6) | BALANCE,
+            flags=TIED | BIAS | {"norm_topk_prob": ("normalise_weights", False)},
+            windows="flag",
+            only=SILU,
+            keys=("mlp_only_layers", "decoder_sparse_step"),
+            read=_read_dense_layers,
+            write=lambda config: {"decoder_sparse_step": 1, "mlp_only_layers": list(config.dense_layers)},
+        )
+    }
+
+    num_experts: int = 128
+    experts_per_token: int = 8
+    normalise_weights: bool = True
+    dense_layers: tuple[int, ...] = ()
+    dense_mlp_dim: int = 6144
+
+    def problems(self) -> list[str]:
+        """Say what is wrong with the family's own fields."""
+        problems = super().problems() + self.router_problems() + not_positive(self, ("dense_mlp_dim",))
+        within = sorted(set(self.dense_layers) & set(range(self.num_layers)))
+        if list(self.dense_layers) != within or len(within) == self.num_layers:
+            most = self.num_layers - 1
+            problems.append(f"dense_layers={self.dense_layers} must be in order, from 0 to {most}, and leave one out")
+        return problems
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """The size of each dimension letter that a parameter can have."""
+        return super().dims | {"E": self.num_experts, "P": self.dense_mlp_dim}
+
+    def rows(self) -> tuple[Row, ...]:
+        """Return the rows of every parameter that the model has."""
+        dense = tuple(_dense(row, self.dense_layers) for row in self.attention_rows() + MLP)
+        sparse = tuple(i for i in range(self.num_layers) if i not in self.dense_layers)
+        layers = tuple(replace(row, layers=sparse) for row in self.attention_rows() + _EXPERTS)
+        return self.with_ends(layers + (dense if self.dense_layers else ()))
+
+
+def _dense(row: Row, layers: tuple[int, ...]) -> Row:
+    """A row of the layers without experts, whose MLP has a width `P` of its own."""
+    leaf = row.leaf.replace("layers.", "dense.")
+    return replace(
+        row, leaf=leaf, pattern=row.pattern.replace("F", "P"), fan_in=row.fan_in.replace("F", "P"), layers=layers
+    )

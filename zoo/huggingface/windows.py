@@ -1,0 +1,89 @@
+"""Which layers see how far, in `config.json`: a list of types, or the numbers that came before. Free of JAX."""
+
+from typing import Any
+
+from zoo.config import GLOBAL, LOCAL, Config, pattern_of
+from zoo.dialect import Dialect
+from zoo.huggingface.reader import Reader
+
+_TYPES = {LOCAL: "sliding_attention", GLOBAL: "full_attention"}
+_KEYS = {
+    "none": (),
+    "all": ("sliding_window",),
+    "types": ("sliding_window", "layer_types"),
+    "switch": ("sliding_window", "layer_types", "use_sliding_window", "max_window_layers"),
+    "flag": ("sliding_window", "use_sliding_window", "max_window_layers"),
+}
+
+
+def window_keys(dialect: Dialect) -> set[str]:
+    """Return the keys that say which layers see how far."""
+    own = dialect.every[0]
+    return {*_KEYS[dialect.windows]} | (set() if own is None else {own})
+
+
+def read_windows(read: Reader, config: type[Config], dialect: Dialect, num_layers: int) -> dict[str, Any]:
+    """Return the fields that say which layers see how far."""
+    if dialect.windows == "none":
+        return {}
+    window = read.raw.get("sliding_window", dialect.window)
+    if dialect.windows in ("switch", "flag") and not read.flag("use_sliding_window", False):
+        window = None
+    if window is not None and type(window) is not int:
+        read.problems.append(f"`sliding_window`={window!r} is not an integer")
+        return {}
+    if dialect.windows in ("all", "flag"):
+        return {"window": window}
+    types = _layer_types(read, dialect, window, num_layers)
+    if dialect.rope != "global" and (window is None or LOCAL not in types):
+        return {"window": None}  # on Gemma 3's local layers, frequencies differ too
+    usual = config.__dataclass_fields__["attention_pattern"].default
+    return {"window": window, "attention_pattern": pattern_of(types, str(usual))}
+
+
+def _layer_types(read: Reader, dialect: Dialect, window: int | None, num_layers: int) -> str:
+    """Return one letter per layer, from the list of transformers 5 or the number that came before it."""
+    listed = read.raw.get("layer_types")
+    letters = {name: letter for letter, name in _TYPES.items()}
+    if listed is not None:
+        if (
+            not isinstance(listed, list)
+            or len(listed) != num_layers
+            or not all(isinstance(name, str) and name in letters for name in listed)
+        ):
+            read.problems.append(
+                f"`layer_types`={listed!r} is not supported, only {num_layers} of {' and '.join(letters)}"
+            )
+            return GLOBAL * num_layers
+        if window is None and _TYPES[LOCAL] in listed:
+            read.problems.append(f"`layer_types` names {_TYPES[LOCAL]}, and there is no window")
+        return "".join(letters[name] for name in listed)
+    if dialect.windows == "types":
+        key, every = dialect.every
+        every = every if key is None else read.count(key, every)
+        return "".join(LOCAL if (layer + 1) % every else GLOBAL for layer in range(num_layers))
+    first = read.raw.get("max_window_layers", 28)
+    if type(first) is not int:
+        read.problems.append(f"`max_window_layers`={first!r} is not an integer")
+        return GLOBAL * num_layers
+    return "".join(LOCAL if window is not None and layer >= first else GLOBAL for layer in range(num_layers))
+
+
+def written_windows(config: Any, dialect: Dialect) -> dict[str, Any]:
+    """Return the keys that say which layers see how far, for transformers 5 and what came before."""
+    if dialect.windows == "none":
+        return {}
+    raw: dict[str, Any] = {"sliding_window": config.window}
+    if dialect.windows == "flag":
+        raw |= {"use_sliding_window": config.window is not None}
+    if dialect.windows in ("types", "switch"):
+        pattern = config.attention_pattern if config.window is not None or dialect.rope == "global" else GLOBAL
+        types = [_TYPES[pattern[layer % len(pattern)]] for layer in range(config.num_layers)]
+        raw["layer_types"] = types
+    if dialect.windows == "switch":
+        globals_first = next((i for i, name in enumerate(types) if name == _TYPES[LOCAL]), config.num_layers)
+        raw |= {"use_sliding_window": config.window is not None, "max_window_layers": globals_first}
+    key = dialect.every[0]
+    if key is not None and set(pattern[:-1]) <= {LOCAL} and pattern[-1] == GLOBAL:
+        raw[key] = len(pattern)
+    return raw

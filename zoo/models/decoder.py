@@ -1,0 +1,126 @@
+"""What every model of the zoo does around its blocks: tokens in, through the layers, hidden states and logits out.
+
+Dimensions: `B` batch `S` sequence `D` embed `V` vocab `L` layers.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Integer, PRNGKeyArray
+
+from transforms.remat import Cycle, scan_layers
+from zoo.config import Config
+from zoo.models.forward import ForwardPass, Output, PerLayer, layer_passes
+from zoo.models.head import Head
+from zoo.models.init import draw
+from zoo.models.layers import Ops, check_tokens, lookup, rms_norm
+
+_Model = TypeVar("_Model", bound="Decoder")
+
+
+class Decoder(eqx.Module):
+    """A model in two halves: `hidden(tokens)`, then `logits(hidden)`.
+
+    Parameters keep the dtype that they were made with; a pass computes in the `dtype` asked for and casts one layer at
+    a time, so that float32 mathematics over bfloat16 parameters never holds a float32 copy of the stack. A tied head
+    is the table itself, stored once, and `head` is None.
+
+    A family's class has these fields, one for each stack of `blocks`, and a `head` where it can be untied.
+    """
+
+    blocks: ClassVar[dict[str, type]]  # what each stack of layers is made of
+    embed: eqx.AbstractVar[Float[Array, "V D"]]
+    final_norm: eqx.AbstractVar[Float[Array, " D"]]
+    config: eqx.AbstractVar[Any]
+
+    @classmethod
+    def init(cls: type[_Model], config: Config, *, key: PRNGKeyArray, dtype: DTypeLike = jnp.float32) -> _Model:
+        """Return a model with random weights, normal with the standard deviations of `zoo.parameters`."""
+        return cls.build(config, draw(config, key=key, dtype=dtype))
+
+    @classmethod
+    def build(cls: type[_Model], config: Config, leaves: dict) -> _Model:
+        """Return the model whose parameters are `leaves`, keyed by the dotted paths of `zoo.parameters`."""
+        fields: dict[str, Any] = {"config": config, "head": leaves.get("head")}
+        for stack, block in cls.blocks.items():
+            own = {path: leaf for path, leaf in leaves.items() if path.startswith(f"{stack}.")}
+            fields[stack] = block(**{path.partition(".")[2]: own[path] for path in own}) if own else None
+        return cls(**{field.name: fields.get(field.name, leaves.get(field.name)) for field in dataclasses.fields(cls)})
+
+    @abc.abstractmethod
+    def runs(self, per_layer: PerLayer) -> list[tuple[Any, PerLayer]]:
+        """Return the layers in order, as runs of one kind of block, each with its part of what differs."""
+
+    def balance(self, routed: list[Float[Array, "2 E"]], tokens: int) -> Float[Array, ""] | None:
+        """Return the balance loss of a mixture, given how each run's blocks routed so many tokens."""
+        return None
+
+    def forward(self, tokens: Integer[Array, "B S"], asked: ForwardPass) -> Output:
+        """Return what the head reads, and whatever else the pass made (`Output`).
+
+        Token ids are checked when they are concrete; under `jit` they cannot be without a device-to-host round trip in
+        every step, so there an id outside the vocabulary makes its whole sequence NaN from that position on.
+
+        Args:
+            tokens: ids in `[0, vocab_size)`.
+            asked: how the pass runs.
+
+        Raises:
+            ValueError: a concrete token id is outside the vocabulary.
+        """
+        config = self.config
+        check_tokens(tokens, config.vocab_size)
+        dtype = self.embed.dtype if asked.dtype is None else jnp.dtype(asked.dtype)
+        x = lookup(self.embed, tokens, dtype)
+        if config.embed_scale is not None:  # rounded to the compute dtype: sqrt(3072) is 55.5 in bfloat16
+            x = x * jnp.asarray(config.embed_scale, dtype)
+        per_layer, told = layer_passes(config, asked, tokens.shape[1])
+
+        def body(x, scanned):
+            block, own = scanned
+            x, aux = block(x, config, told(own))
+            return x, (aux.routed, None if asked.past is None else (aux.k, aux.v))
+
+        routed, cached, first = [], [], 0
+        for run in self.runs(per_layer):
+            x, (of_layers, new) = scan_layers(body, x, run, asked.remat, first)
+            first += jax.tree.leaves(run[0])[0].shape[0]
+            routed += [] if of_layers is None else [of_layers.sum(0)]
+            cached.append(new)
+        k, v = (None, None) if asked.past is None else jax.tree.map(lambda *parts: _joined(parts), *cached)
+        hidden = rms_norm(x, self.final_norm, config.norm_eps, offset=config.norm_offset)
+        return Output(hidden, k, v, self.balance(routed, tokens.size))
+
+    def hidden(
+        self,
+        tokens: Integer[Array, "B S"],
+        *,
+        dtype: DTypeLike | None = None,
+        remat: Callable | Cycle | None = None,
+        ops: Ops | None = None,
+        segments: Integer[Array, "B S"] | None = None,
+    ) -> Float[Array, "B S D"]:
+        """Return what the head reads: `forward(tokens, ForwardPass(...)).hidden`, with its arguments."""
+        return self.forward(tokens, ForwardPass(dtype=dtype, remat=remat, ops=ops, segments=segments)).hidden
+
+    def logits(self, hidden: Float[Array, "*b D"]) -> Float[Array, "*b V"]:
+        """Return the logits in float32, soft-capped if the family does; the product's operands are as `hidden`."""
+        return self.output()(hidden)
+
+    @abc.abstractmethod
+    def output(self) -> Head:
+        """Return what makes logits: a matrix of its own, or the table again."""
+
+    def __call__(self, tokens: Integer[Array, "B S"], *, dtype: DTypeLike | None = None) -> Float[Array, "B S V"]:
+        """Return the logits of every position. Memory is O(B S V): to train, tile `logits` instead."""
+        return self.logits(self.hidden(tokens, dtype=dtype))
+
+
+def _joined(parts: tuple[Array, ...]) -> Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)

@@ -1,0 +1,153 @@
+"""How a forward pass runs, as values: what a caller asks of a model, what each block is told, and what they return.
+
+Dimensions: `B` batch `S` sequence `D` embed `N` query heads `K` kv heads `H` head size `L` layers `E` experts.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, Integer
+
+from transforms.remat import Cycle
+from zoo.config import Config, temperature_of
+from zoo.models import packing
+from zoo.models.layers import PLAIN, Ops, rope, scanned_windows
+from zoo.models.rotary import frequencies
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardPass:
+    """What a caller asks of a model beside its tokens; the defaults are plain.
+
+    Attributes:
+        dtype: what to compute in; None is the parameters' own.
+        remat: what the backward pass keeps of each layer (`transforms.remat`), or any wrapper of its body. The names
+            `attn_out` and `mlp_out` mark what a policy may keep.
+        ops: how attention, MLP and experts run; None runs them plainly.
+        segments: the number of each token's document `[B, S]`, where a row holds several (`zoo.models.packing`).
+        past: what was read before (`zoo.inference.cache.Past`).
+    """
+
+    dtype: DTypeLike | None = None
+    remat: Callable | Cycle | None = None
+    ops: Ops | None = None
+    segments: Integer[Array, "B S"] | None = None
+    past: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerPass:
+    """What a block is told beside its input and its config.
+
+    Attributes:
+        frequency: radians per position of each pair of a head's dimensions `[H/2]`.
+        temperature: what rotation multiplies by, where that differs between layers; elsewhere `query_scale` holds it.
+        window: how many keys a query sees; None is all.
+        ops: how attention, MLP and experts run.
+        positions: of every token; None counts from 0.
+        past: what was read before, and `place` where in it this layer stands.
+        place: the layer's of `past.places`.
+    """
+
+    frequency: Float[Array, " half"] | Float[np.ndarray, " half"]
+    temperature: Float[Array, ""] | None = None
+    window: Int[Array, ""] | int | None = None
+    ops: Ops = PLAIN
+    positions: Integer[Array, "#B S"] | None = None
+    past: Any = None
+    place: Any = None
+
+    def rotate(self, x: Float[Array, "B S heads H"]) -> Float[Array, "B S heads H"]:
+        """Return queries or keys, turned by their positions."""
+        return rope(x, self.frequency, self.positions, self.temperature)
+
+    def attention(
+        self,
+        q: Float[Array, "B S N H"],
+        k: Float[Array, "B S K H"],
+        v: Float[Array, "B S K H"],
+        *,
+        scale: float,
+        cap: float | None = None,
+    ) -> Float[Array, "B S N H"]:
+        """Return what queries attend to, among these keys and those that were read before."""
+        if self.past is None:
+            return self.ops.attention(q, k, v, scale=scale, cap=cap, window=self.window)
+        return self.past.attention(self.ops.attention, self.place, q, k, v, scale=scale, cap=cap, window=self.window)
+
+
+class Aux(eqx.Module):
+    """What a block returns beside its output.
+
+    Attributes:
+        k: its keys, as they are cached; likewise `v`.
+        v: its values.
+        routed: of a mixture, each expert's number of tokens and sum of probabilities.
+    """
+
+    k: Float[Array, "B S K H"]
+    v: Float[Array, "B S K H"]
+    routed: Float[Array, "2 E"] | None = None
+
+
+class Output(eqx.Module):
+    """What a forward pass returns.
+
+    Attributes:
+        hidden: what the head reads: the last layer's output, normalised.
+        k: the keys of every layer, where there is a past; likewise `v`.
+        v: the values of every layer.
+        balance: of a mixture, the balance loss, not yet weighted (see `zoo.models.mixture`).
+    """
+
+    hidden: Float[Array, "B S D"]
+    k: Float[Array, "L B S K H"] | None
+    v: Float[Array, "L B S K H"] | None
+    balance: Float[Array, ""] | None
+
+
+class PerLayer(eqx.Module):
+    """What differs between layers, stacked over them; None where nothing does."""
+
+    window: Int[Array, " L"] | None
+    frequency: Float[Array, "L half"] | None
+    temperature: Float[Array, " L"] | None
+    place: tuple[Int[Array, " L"], Int[Array, " L"]] | None
+
+
+def layer_passes(config: Config, asked: ForwardPass, seq: int) -> tuple[PerLayer, Callable[[PerLayer], LayerPass]]:
+    """Return what differs between layers, and what makes of one layer's part of it what its block is told."""
+    ops, past = asked.ops or PLAIN, asked.past
+    length, positions, places = (seq, None, None) if past is None else (past.length, past.positions, past.places)
+    if asked.segments is not None:
+        positions, ops = packing.places(asked.segments), packing.within(ops, asked.segments)
+        length = positions.max() + 1
+    waves = {rope: _waves(config, rope, length) for rope in config.layer_ropes}
+    temperatures = [temperature_of(rope) for rope in config.layer_ropes] if config.rope_temperature is None else None
+    per_layer = PerLayer(
+        window=scanned_windows(config.layer_windows, seq),
+        frequency=jnp.stack([waves[rope] for rope in config.layer_ropes]) if len(waves) > 1 else None,
+        temperature=None if temperatures is None else jnp.asarray(temperatures, jnp.float32),
+        place=places,
+    )
+    common = LayerPass(frequency=waves[config.layer_ropes[0]], ops=ops, positions=positions, past=past)
+
+    def told(layer: PerLayer) -> LayerPass:
+        frequency = common.frequency if layer.frequency is None else layer.frequency
+        return replace(
+            common, window=layer.window, frequency=frequency, temperature=layer.temperature, place=layer.place
+        )
+
+    return per_layer, told
+
+
+def _waves(config, rope, length):
+    """Return a layer's frequencies; where nothing turns, zeros, by which rotation changes no bit."""
+    if rope is None:
+        return np.zeros(config.head_dim // 2, np.float32)
+    return frequencies(config.head_dim, *rope, length)
