@@ -42,6 +42,14 @@ _QWEN_MOE = _BASE | {
     "moe_intermediate_size": 24,
     "norm_topk_prob": True,
 }
+_SMOLLM_3 = _BASE | {
+    "model_type": "smollm3",
+    "num_hidden_layers": 4,
+    "rope_theta": 1e4,
+    "tie_word_embeddings": False,
+    "pad_token_id": None,
+    "no_rope_layers": [1, 0, 1, 0],
+}
 # The text of 11 tokens is longer than those trained on (8), and waves fall into all three branches.
 _LLAMA_3_ROPE = {
     "rope_type": "llama3",
@@ -101,4 +109,15 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3_moe_raw": _QWEN_MOE | {"norm_topk_prob": False, "tie_word_embeddings": True, "num_experts_per_tok": 1},
     "qwen3_moe_mixed": _QWEN_MOE
     | {"mlp_only_layers": [1], "num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 4},
+    "smollm3": _SMOLLM_3,
+    "smollm3_yarn": _SMOLLM_3
+    | {
+        "rope_scaling": _YARN,
+        "no_rope_layers": None,
+        "no_rope_layer_interval": 3,
+        "use_sliding_window": True,
+        "sliding_window": 4,
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+    },
 }

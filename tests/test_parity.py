@@ -264,6 +264,13 @@ MUTANTS = {
     "qwen 3 moe: weights as they are": ("qwen3_moe", _flip(normalise_weights=False)),
     "qwen 3 moe: weights normalised": ("qwen3_moe_raw", _flip(normalise_weights=True)),
     "qwen 3 moe: no windows": ("qwen3_moe_mixed", _flip(window=None)),
+    "smollm 3: all layers turn": ("smollm3", _flip(rope_pattern="R")),
+    "smollm 3: other layers turn": ("smollm3", _flip(rope_pattern="NR")),
+    "smollm 3: temperature everywhere": (
+        "smollm3_yarn",
+        _patch("zoo.families.smollm.SmolLM3Config.rope_temperature", 1.0 + math.log(4) / 10),
+    ),
+    "smollm 3: windows where positions turn": ("smollm3_yarn", _flip(attention_pattern="LLG")),
     "qwen 3 moe: another dense layer": ("qwen3_moe_mixed", _flip(dense_layers=(2,))),
 }
 

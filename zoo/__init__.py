@@ -20,6 +20,7 @@ _HOME = {
     "Qwen3MoeConfig": "zoo.families.qwen",
     "RopeKind": "zoo.config",
     "RopeScaling": "zoo.config",
+    "SmolLM3Config": "zoo.families.smollm",
     "check_tokens": "zoo.models.layers",
     "count_params": "zoo.accounting",
     "head": "zoo.models.head",
@@ -42,6 +43,7 @@ if TYPE_CHECKING:  # the same for type checkers, which a test compares
     from zoo.families.qwen import Qwen2Config as Qwen2Config
     from zoo.families.qwen import Qwen3Config as Qwen3Config
     from zoo.families.qwen import Qwen3MoeConfig as Qwen3MoeConfig
+    from zoo.families.smollm import SmolLM3Config as SmolLM3Config
     from zoo.huggingface.weights import load as load
     from zoo.huggingface.weights import save as save
     from zoo.models.forward import ForwardPass as ForwardPass

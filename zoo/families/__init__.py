@@ -12,6 +12,7 @@ from zoo.families.gemma import Gemma3Config, GemmaConfig
 from zoo.families.llama import LlamaConfig
 from zoo.families.mistral import MistralConfig, MixtralConfig
 from zoo.families.qwen import Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from zoo.families.smollm import SmolLM3Config
 
 FAMILIES: dict[str, type[Config]] = {
     "gemma": GemmaConfig,
@@ -22,6 +23,7 @@ FAMILIES: dict[str, type[Config]] = {
     "qwen3": Qwen3Config,
     "mixtral": MixtralConfig,
     "qwen3_moe": Qwen3MoeConfig,
+    "smollm3": SmolLM3Config,
 }
 
 
