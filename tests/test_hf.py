@@ -126,7 +126,7 @@ def test_full_attention_in_every_layer_has_no_window():
     [
         ({"hiden_size": 1}, "`hiden_size` is not known; did you mean `hidden_size`?"),
         ({"qk_norm": True}, "`qk_norm` is not known"),
-        ({"attn_logit_softcapping": 50.0}, "`attn_logit_softcapping` is not known"),
+        ({"attn_logit_softcapping": 50.0}, "`attn_logit_softcapping`=50.0 is not supported, only None"),
         ({"hidden_activation": "silu"}, "`hidden_activation`='silu' is not supported, only 'gelu_pytorch_tanh'"),
         ({"attention_bias": True}, "`attention_bias`=True is not supported"),
         ({"tie_word_embeddings": False}, "`tie_word_embeddings`=False is not supported"),

@@ -13,6 +13,7 @@ from tests.hf_tiny import evaluate, evaluated, jit, loaded
 from transforms import tile
 from zoo import ForwardPass, Mixture
 from zoo.models.experts import expert_mlp, route
+from zoo.models.experts import experts as every_expert
 
 TOKENS = jnp.asarray(hf_tiny.tokens(), jnp.int32)
 T, D, F, E = 13, 8, 12, 5
@@ -128,7 +129,11 @@ def test_norms_start_at_one_and_experts_differ():
 def test_tiled_experts_are_the_experts():
     model = loaded("mixtral")
     layer = jax.tree.map(lambda leaf: leaf[0], model.layers)
-    experts = lambda layer, x: layer.experts(x, model.config)[0]
+    chosen = model.config.experts_per_token
+
+    def experts(layer, x):
+        return every_expert(x, layer.router, layer.gate, layer.up, layer.down, chosen, normalise=True)[0]
+
     x = normal(0, 10, 1, 48)
     run = lambda experts: jax.value_and_grad(lambda parts: (experts(*parts) ** 2).sum())((layer, x))
     whole, tiled = run(experts), run(tile(experts, axis=(None, 0), n=3))

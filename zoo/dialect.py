@@ -34,6 +34,7 @@ class Dialect:
             having frequencies of their own.
         theta: the default base of rotary embedding.
         only: keys that may hold nothing but these values; the first is what is written.
+        harmless: keys of some checkpoints that mean nothing at these values, and are not written; see `HARMLESS`.
         fixed: fields that the architecture decides.
         written: keys that are always written so.
         ignored: keys that this architecture has and nothing reads.
@@ -54,6 +55,7 @@ class Dialect:
     rope: str = "all"
     theta: float = 10000.0
     only: Mapping[str, tuple] = field(default_factory=dict)
+    harmless: Mapping[str, tuple] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
     written: Mapping[str, Any] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
@@ -102,6 +104,35 @@ ONLY_ALL: Mapping[str, tuple] = MappingProxyType(
         "partial_rotary_factor": (1.0, None),
     }
 )
+# Everywhere: what transformers does not read, or what it would do at another value than these, which checkpoints have.
+HARMLESS: Mapping[str, tuple] = MappingProxyType(
+    {
+        "use_mrope": (False, None),  # Qwen 2.5's base models
+        "rope_interleaved": (False, None),  # SmolLM 2
+        "qkv_bias": (False, None),  # Qwen 3 Coder; Qwen 2 says true, and always has them
+        "shared_expert_intermediate_size": (0, None),
+        "num_shared_experts": (0, None),
+        "mlp_bias": (False, None),
+        "attention_bias": (False, None),
+        "lm_head_bias": (False, None),
+        "use_qk_norm": (False, None),
+        "use_sliding_window": (False, None),
+        "sliding_window": (None,),
+        "attention_chunk_size": (None,),
+        "attn_logit_softcapping": (None,),
+        "final_logit_softcapping": (None,),
+        "use_bidirectional_attention": (False, None),
+        "is_causal": (True, None),
+        "use_parallel_residual": (False, None),
+        "logit_scale": (1, None),
+        "attention_multiplier": (None,),
+        "embedding_multiplier": (1, None),
+        "residual_multiplier": (1, None),
+        "logits_scaling": (1, None),
+        "num_nextn_predict_layers": (0, None),
+        "quantization": (None,),
+    }
+)
 IGNORED = frozenset(
     """
     model_type architectures transformers_version torch_dtype dtype _name_or_path name_or_path _commit_hash auto_map
@@ -115,5 +146,9 @@ IGNORED = frozenset(
     typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
     num_return_sequences remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
     unsloth_fixed unsloth_version output_router_logits
+    is_llama_config transformers.js_config internal_version neftune_noise_alpha model_max_length max_sequence_length
+    max_seq_len seq_length _flash_attn_2_enabled use_flash_attention use_flash_attn use_flash_attention_2
+    gradient_checkpointing bos_token eos_token pad_token unk_token_id mask_token_id router_z_loss_coef
+    attn_pdrop embd_pdrop resid_pdrop hidden_dropout resid_dropout embd_dropout max_window_layers
     """.split()
 )

@@ -18,6 +18,7 @@ _EXPERTS = (
     Row("layers.up", LAYER + "mlp.experts.{}.up_proj.weight", "F D -> D F", "D"),
     Row("layers.down", LAYER + "mlp.experts.{}.down_proj.weight", "D F -> F D", "F"),
 )
+_NORMS = {"use_qk_norm": (True, None)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,12 @@ class Qwen2Config(LlamaLike):
 
     dialects: ClassVar = {
         "qwen2": Dialect(
-            architecture="Qwen2ForCausalLM", sizes=sizes(32_768, 32), flags=TIED, windows="switch", only=SILU
+            architecture="Qwen2ForCausalLM",
+            sizes=sizes(32_768, 32),
+            flags=TIED,
+            windows="switch",
+            only=SILU,
+            harmless={"qkv_bias": (True, None)},
         )
     }
 
@@ -65,6 +71,7 @@ class Qwen3Config(Qwen2Config):
             flags=TIED | BIAS,
             windows="switch",
             only=SILU,
+            harmless=_NORMS,
         )
     }
 
@@ -114,6 +121,7 @@ class Qwen3MoeConfig(MixtureLike, Qwen3Config):
             flags=TIED | BIAS | {"norm_topk_prob": ("normalise_weights", False)},
             windows="flag",
             only=SILU,
+            harmless=_NORMS,
             keys=("mlp_only_layers", "decoder_sparse_step"),
             read=_read_dense_layers,
             write=lambda config: {"decoder_sparse_step": 1, "mlp_only_layers": list(config.dense_layers)},

@@ -8,7 +8,7 @@ import difflib
 from typing import Any
 
 from zoo.config import Config
-from zoo.dialect import IGNORED, ONLY_ALL, Dialect
+from zoo.dialect import HARMLESS, IGNORED, ONLY_ALL, Dialect
 from zoo.families import FAMILIES
 from zoo.huggingface import rope
 from zoo.huggingface.reader import Reader
@@ -39,8 +39,7 @@ def from_hf(raw: dict[str, Any]) -> Config:
         known = ", ".join(map(repr, ARCHITECTURES))
         raise ValueError(f"config.json says model_type={name!r}, and this zoo loads {known}.")
     config, dialect = ARCHITECTURES[name]
-    only = {**ONLY_ALL, **dialect.only}
-    _check_keys(raw, dialect, only, problems)
+    _check_keys(raw, dialect, problems)
     read = Reader(raw, problems)
     fields: dict[str, Any] = dict(dialect.fixed)
     for key, (field, default) in dialect.sizes.items():
@@ -70,10 +69,16 @@ def _text_part(raw: dict[str, Any], problems: list[str]) -> dict[str, Any]:
     return {}
 
 
-def _check_keys(raw: dict[str, Any], dialect: Dialect, only: dict[str, tuple], problems: list[str]) -> None:
+def _check_keys(raw: dict[str, Any], dialect: Dialect, problems: list[str]) -> None:
     """Find the keys that are unknown and the values that are not supported."""
-    known = {*dialect.sizes, *dialect.aliases.values(), *dialect.numbers, *dialect.flags, *dialect.keys}
-    known |= {*only, *IGNORED, *dialect.ignored, *rope.keys(dialect), *window_keys(dialect)}
+    read = {*dialect.sizes, *dialect.aliases.values(), *dialect.numbers, *dialect.flags, *dialect.keys}
+    read |= {*IGNORED, *dialect.ignored, *rope.keys(dialect), *window_keys(dialect)}
+    only = {key: values for key, values in HARMLESS.items() if key not in read}
+    only |= {**dialect.harmless, **ONLY_ALL, **dialect.only}
+    if "layer_types" not in read and (dialect.windows == "none" or raw.get("sliding_window") is None):
+        listed = raw.get("layer_types")
+        only["layer_types"] = (["full_attention"] * (len(listed) if isinstance(listed, list) else 1), None)
+    known = read | set(only)
     problems += [_unknown(key, known) for key in raw if key not in known]
     problems += [
         f"`{key}`={raw[key]!r} is not supported, only {' or '.join(repr(value) for value in values)}"
