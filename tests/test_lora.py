@@ -158,6 +158,140 @@ def test_folders_hold_what_peft_computes(tmp_path):
     assert np.array_equal(merged["model.layers.0.mlp.up_proj.weight"], plain["model.layers.0.mlp.up_proj.weight"])
 
 
+MODULES = ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")
+SHAPES = {"self_attn.q_proj": (48, 48), "self_attn.o_proj": (48, 48), "mlp.down_proj": (48, 80)}
+
+
+def write_adapter(folder, layers=(0, 1, 2), ranks=lambda module: 4, head=False, **settings):
+    """Write an adapter of PEFT's format for `llama2`; return what it holds."""
+    from safetensors.numpy import save_file
+
+    noise, held = np.random.default_rng(0), {}
+    names = {f"model.layers.{layer}.{module}": SHAPES[module] for layer in layers for module in MODULES}
+    for name, (out, into) in (names | ({"lm_head": (97, 48)} if head else {})).items():
+        rank = ranks(name)
+        held[f"base_model.model.{name}.lora_A.weight"] = noise.normal(0, 0.3, (rank, into))
+        held[f"base_model.model.{name}.lora_B.weight"] = noise.normal(0, 0.3, (out, rank))
+        if settings.get("use_dora"):
+            held[f"base_model.model.{name}.lora_magnitude_vector"] = noise.uniform(0.5, 2, out)
+    held = {name: array.astype(np.float32) for name, array in held.items()}
+    save_file(held, folder / "adapter_model.safetensors")
+    targets = [module.rpartition(".")[2] for module in MODULES] + ["lm_head"] * head
+    base = {"peft_type": "LORA", "r": 4, "lora_alpha": 10, "target_modules": targets}
+    (folder / "adapter_config.json").write_text(json.dumps(base | settings))
+    return held
+
+
+def merged_by_hand(weight, a, b, scale, magnitude=None, begin=None):
+    """What PEFT makes of one matrix `[out, in]`."""
+    rank = len(a)
+    if begin == "pissa":
+        u, s, vh = np.linalg.svd(weight, full_matrices=False)
+        weight = weight - u[:, :rank] @ np.diag(s[:rank]) @ vh[:rank]
+    if begin == "olora":
+        q, r = np.linalg.qr(weight)
+        weight = weight - scale * q[:, :rank] @ r[:rank]
+    whole = weight + scale * b @ a
+    return whole if magnitude is None else magnitude[:, None] * whole / np.linalg.norm(whole, axis=1, keepdims=True)
+
+
+KINDS = {
+    "plain": {},
+    "rslora": {"use_rslora": True},
+    "dora": {"use_dora": True},
+    "pissa": {"init_lora_weights": "pissa"},
+    "olora": {"init_lora_weights": "olora"},
+    "some layers": {"layers_to_transform": [0, 2]},
+    "head": {"head": True},
+    "patterns": {
+        "rank_pattern": {"layers.1.self_attn.q_proj": 2, "down_proj": 3},
+        "alpha_pattern": {"o_proj": 5, "model.layers.0.mlp.down_proj": 7},
+    },
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_is_the_formula_of_its_paper(kind, tmp_path):
+    from safetensors.numpy import load_file
+
+    import zoo
+
+    settings = KINDS[kind]
+    rank = lambda name: 2 if "1.self_attn.q" in name else 3 if "down" in name else 4
+    alpha = lambda name: 5 if "o_proj" in name else 7 if "0.mlp.down" in name else 10
+    patterns = "rank_pattern" in settings
+    layers = settings.get("layers_to_transform", (0, 1, 2))
+    held = write_adapter(tmp_path, layers, rank if patterns else lambda _: 4, **settings)
+    model = adapters.load(tmp_path, loaded("llama2"))
+    zoo.save(lora.merge(model), tmp_path / "merged")
+    zoo.save(loaded("llama2"), tmp_path / "plain")
+    merged, plain = (load_file(tmp_path / name / "model.safetensors") for name in ("merged", "plain"))
+    adapted = {name.split(".lora_")[0].removeprefix("base_model.model.") for name in held}
+    for name in adapted:
+        stem = f"base_model.model.{name}.lora_"
+        root = 2.0 if settings.get("use_rslora") else 4.0
+        scale = alpha(name) / rank(name) if patterns else 10 / root
+        magnitude, begin = held.get(f"{stem}magnitude_vector"), settings.get("init_lora_weights")
+        whole = merged_by_hand(
+            plain[f"{name}.weight"], held[f"{stem}A.weight"], held[f"{stem}B.weight"], scale, magnitude, begin
+        )
+        np.testing.assert_allclose(merged[f"{name}.weight"], whole, atol=3e-5, err_msg=name)
+    for name in plain:
+        if name.removesuffix(".weight") not in adapted:
+            np.testing.assert_array_equal(merged[name], plain[name], err_msg=name)
+    np.testing.assert_allclose(jit(loss_fn)(model)[1], jit(loss_fn)(lora.merge(model))[1], atol=5e-5)
+    adapters.save(model, tmp_path / "again")
+    again = adapters.load(tmp_path / "again", loaded("llama2"))
+    assert eqx.tree_equal(model, again)
+
+
+def test_an_adapted_head_brings_its_base(tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    write_adapter(tmp_path, head=True)
+    held = load_file(tmp_path / "adapter_model.safetensors")
+    held["base_model.model.lm_head.base_layer.weight"] = np.full((97, 48), 0.25, np.float32)
+    save_file(held, tmp_path / "adapter_model.safetensors")
+    model = adapters.load(tmp_path, loaded("llama2"))
+    np.testing.assert_array_equal(model.head.base, 0.25)
+
+
+def test_the_length_that_dora_learns_is_trained(tmp_path):
+    write_adapter(tmp_path, use_dora=True)
+    model = adapters.load(tmp_path, loaded("llama2"))
+    part = lora.trainable(model).layers.q
+    assert (part.base, part.a, part.b, part.magnitude) == (False, True, True, True)
+
+
+REFUSED = {
+    "corda": ({"init_lora_weights": "corda"}, "`init_lora_weights`='corda' is not supported: it changes the base"),
+    "loftq": ({"init_lora_weights": "loftq"}, "`init_lora_weights`='loftq' is not supported"),
+    "lora-ga": ({"init_lora_weights": "lora_ga"}, "`init_lora_weights`='lora_ga' is not supported"),
+    "pissa by chance": ({"init_lora_weights": "pissa_niter_4"}, "`init_lora_weights`='pissa_niter_4'"),
+    "alora": ({"alora_invocation_tokens": [1]}, "`alora_invocation_tokens`=[1] is not supported"),
+    "qalora": ({"use_qalora": True}, "`use_qalora`=True is not supported"),
+    "layers twice": ({"layer_replication": [[0, 2], [1, 3]]}, "`layer_replication`=[[0, 2], [1, 3]] is not supported"),
+    "a bias": ({"lora_bias": True}, "`lora_bias`=True is not supported"),
+    "fused experts": ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "`target_parameters`="),
+    "what is to come": ({"use_xlora": {"depth": 2}}, "`use_xlora`={'depth': 2} is not supported"),
+    "a rank of text": ({"rank_pattern": {"q_proj": "4"}}, "`rank_pattern.q_proj`='4' is not a positive integer"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_formula_describes_is_refused_by_name(name, tmp_path):
+    settings, words = REFUSED[name]
+    write_adapter(tmp_path, **settings)
+    with pytest.raises(ValueError, match=r"cannot load an adapter from .*" + re.escape(words)):
+        adapters.load(tmp_path, loaded("llama2"))
+
+
+def test_a_layer_that_should_be_there_is_missed(tmp_path):
+    write_adapter(tmp_path, layers=(0, 2))
+    with pytest.raises(ValueError, match=r"missing: base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"):
+        adapters.load(tmp_path, loaded("llama2"))
+
+
 def test_adapters_that_do_not_belong(tmp_path):
     model = attached("gemma2_gqa", ("o",))
     adapters.save(model, tmp_path)
@@ -167,7 +301,7 @@ def test_adapters_that_do_not_belong(tmp_path):
         adapters.load(tmp_path, loaded("gemma_mqa"))
     settings = json.loads((tmp_path / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps({**settings, "use_dora": True}))
-    with pytest.raises(ValueError, match=r"`use_dora`=True is not supported, only False"):
+    with pytest.raises(ValueError, match=r"missing: .*o_proj.lora_magnitude_vector"):
         adapters.load(tmp_path, loaded("gemma2_gqa"))
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"adapter_config.json: KeyError 'lora_alpha'"):

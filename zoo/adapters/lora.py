@@ -24,12 +24,17 @@ from zoo.parameters import Row
 
 
 class LowRank(eqx.Module):
-    """A matrix and what is added to it. Reads like the matrix where a model asks for dtype, shape or a cast."""
+    """A matrix and what is added to it. Reads like the matrix where a model asks for dtype, shape or a cast.
+
+    With a `magnitude`, one number per output, it is DoRA (https://arxiv.org/abs/2402.09353): the sum's weights of each
+    output are brought to that length. There the sum is formed, a layer at a time, to measure it.
+    """
 
     base: Float[Array, "..."]
     a: Float[Array, "..."]
     b: Float[Array, "..."]
     scale: float = eqx.field(static=True)
+    magnitude: Float[Array, "..."] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -48,10 +53,10 @@ class LowRank(eqx.Module):
 
     def astype(self, dtype: DTypeLike) -> "LowRank":
         """Return all three parts in one dtype."""
-        return LowRank(self.base.astype(dtype), self.a.astype(dtype), self.b.astype(dtype), self.scale)
+        return jax.tree.map(lambda part: part.astype(dtype), self)
 
     def einsum(self, pattern: str, x: Float[Array, "..."], kind: DTypeLike | None = None) -> Float[Array, "..."]:
-        """Return `jnp.einsum(pattern, x, W)` with the addition, in a dtype; the matrix W itself is never formed."""
+        """Return `jnp.einsum(pattern, x, W)` with the addition, in a dtype; W itself is not formed (but see above)."""
         inputs, output = pattern.split("->")
         left, right = inputs.split(",")
         summed = "".join(letter for letter in right if letter not in output)
@@ -60,7 +65,12 @@ class LowRank(eqx.Module):
         middle = output.translate({ord(letter): None for letter in made}) + "R"
         low = einsum(f"{left},{lead}{summed}R->{middle}", x, self.a)
         added = einsum(f"{middle},{lead}R{made}->{output}", low, self.b, kind)
-        return einsum(pattern, x, self.base, kind) + added * self.scale
+        total = einsum(pattern, x, self.base, kind) + added * self.scale
+        if self.magnitude is None:
+            return total
+        whole = self.base + einsum(f"{lead}{summed}R,{lead}R{made}->{right}", self.a, self.b) * self.scale
+        length = jax.lax.stop_gradient(_length(whole, [right.index(letter) for letter in summed]))
+        return total * (self.magnitude / length.reshape(self.magnitude.shape)).astype(total.dtype)
 
     def merged(self, row: Row) -> Float[Array, "..."]:
         """Return the one matrix that does the same, in its own dtype; the sum is formed in float32 or wider."""
@@ -68,7 +78,17 @@ class LowRank(eqx.Module):
         pattern = f"{a},{b}->{''.join(row.letters)}"
         wide = jnp.promote_types(self.base.dtype, jnp.float32)
         added = jnp.einsum(pattern, self.a.astype(wide), self.b.astype(wide))
-        return (self.base.astype(wide) + added * self.scale).astype(self.base.dtype)
+        whole = self.base.astype(wide) + added * self.scale
+        if self.magnitude is not None:
+            length = _length(whole, [row.letters.index(letter) for letter in row.fan_in])
+            whole = whole * (self.magnitude.reshape(length.shape) / length)
+        return whole.astype(self.base.dtype)
+
+
+def _length(whole: Float[Array, "..."], dims: Sequence[int]) -> Float[Array, "..."]:
+    """Return how long the weights of each output are, with a 1 where the inputs were."""
+    wide = whole.astype(jnp.promote_types(whole.dtype, jnp.float32))
+    return jnp.sqrt(jnp.sum(wide * wide, axis=tuple(dims), keepdims=True))
 
 
 def attach(
@@ -127,12 +147,12 @@ def adapted(model: PyTree) -> Iterator[tuple[Row, LowRank]]:
 
 
 def trainable(model: PyTree) -> PyTree:
-    """Return a tree of bools like the model: True for the A and B of every `LowRank`, False for all else."""
+    """Return a tree of bools like the model: True for what every `LowRank` adds, False for all else."""
 
     def mark(node):
         if not isinstance(node, LowRank):
             return False
-        return eqx.tree_at(lambda part: (part.base, part.a, part.b), node, (False, True, True))
+        return eqx.tree_at(lambda part: part.base, jax.tree.map(lambda _: True, node), False)
 
     return jax.tree.map(mark, model, is_leaf=lambda node: isinstance(node, LowRank))
 
