@@ -53,6 +53,7 @@ def _generate(config: commands.Generate, argv: list[str]) -> None:
         stop=stop,
         key=jax.random.key(config.seed),
         dtype=opened.dtype,
+        widen=opened.widen,
         compiler_options=opened.options,
     )
     try:

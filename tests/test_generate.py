@@ -12,6 +12,7 @@ from tests import hf_tiny
 from tests.hf_cases import CASES
 from tests.hf_tiny import FAST, loaded
 from zoo.inference.generate import GREEDY, Sampling, _pick, generate, restrict, stopped, stream
+from zoo.models.decoder import widened
 
 PROMPTS = [np.random.default_rng(n).integers(3, 97, n).tolist() for n in (7, 1, 11)]  # windows are 4
 NEW = 12
@@ -72,6 +73,35 @@ def test_a_text_ends_with_its_stop():
 @pytest.mark.parametrize("chunk", [1, 4])
 def test_prompts_read_in_chunks_give_the_same(chunk):
     assert ours(chunk=chunk) == ours()
+
+
+@pytest.mark.parametrize("chunk", [3, 5])
+def test_frequencies_that_grow_with_the_text_are_those_of_the_whole_prompt(chunk):
+    """The prompts are longer than the 8 tokens after which dynamic frequencies grow."""
+    prompts = [np.random.default_rng(n).integers(3, 97, n).tolist() for n in (11, 26)]
+    assert ours("llama_dynamic", prompts, chunk=chunk) == ours("llama_dynamic", prompts)
+
+
+@pytest.mark.parametrize("case", ["gemma2_gqa", "mixtral"])  # no token of these stands between two experts
+def test_weights_converted_once_compute_the_same(case):
+    """Logits within the rounding of 16 bits, and no program has 16-bit weights left to convert."""
+    model = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), loaded(case))
+    wide = widened(model)
+    ids = jnp.asarray(hf_tiny.tokens(), jnp.int32)
+    run = jax.jit(lambda model: model(ids))
+    exact = loaded(case)(ids)
+    error = lambda logits: float(jnp.sqrt(jnp.mean((logits - exact) ** 2)))
+    assert error(run(wide)) < 1.2 * error(run(model))
+    assert {leaf.dtype for leaf in jax.tree.leaves(wide.layers) if leaf.ndim > 2} == {jnp.dtype("float32")}
+    assert "bf16[48,80]" not in str(jax.make_jaxpr(lambda model: model(ids))(wide))
+    assert widened(loaded(case)) is loaded(case)
+
+
+def test_a_model_of_nans_generates_nothing_and_says_so():
+    nan = jax.tree.map(lambda leaf: leaf * jnp.nan, loaded(MODEL))
+    for sampling in (GREEDY, Sampling()):
+        with pytest.raises(ValueError, match=r"cannot generate token 1 of text 0: the model's logits are NaN.*float32"):
+            generate(nan, PROMPTS, 4, sampling=sampling, key=jax.random.key(0))
 
 
 def test_seeds_repeat_and_a_text_does_not_depend_on_the_others():

@@ -12,7 +12,7 @@ from experiments.data.tokenizer import Bytes, Folder, open_tokenizer
 from experiments.runtime import hardware
 from experiments.step import program
 from experiments.training.session import RunError, with_weights
-from zoo import adapters
+from zoo import adapters, count_params
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,14 @@ class Opened:
         dtype: what it computes in.
         options: XLA's options for its programs.
         tokenizer: what makes its ids.
+        widen: whether there is room for its 16-bit weights in float32 too.
     """
 
     model: Any
     dtype: Any
     options: dict[str, Any]
     tokenizer: Bytes | Folder
+    widen: bool = True
 
 
 def open_model(config: commands.Score | commands.Generate, argv: list[str], tokenizer: str | None) -> Opened:
@@ -55,7 +57,8 @@ def open_model(config: commands.Score | commands.Generate, argv: list[str], toke
     compute = config.hardware.compute_dtype or (DType.float32 if on_cpu else DType.bfloat16)
     narrow = on_cpu and model.embed.dtype != jnp.float32
     options = {**(hardware.KEEP_CASTS_IN_LOOPS if narrow else {}), **config.hardware.compiler_options}
-    return Opened(model, jnp.dtype(compute.value), options, encoder)
+    roomy = 8 * count_params(model.config) < device.memory
+    return Opened(model, jnp.dtype(compute.value), options, encoder, roomy)
 
 
 def _model(config: commands.Score | commands.Generate, device: hardware.Device) -> Any:

@@ -84,11 +84,12 @@ class Past(eqx.Module):
     positions: Int[Array, "B S"]
     end: Int[Array, " B"]
     fresh: bool = eqx.field(static=True)  # nothing was read before: only the pass's own keys count
+    whole: Int[Array, ""] | int = 0  # tokens of the longest text, where it is read in several passes
 
     @property
     def length(self) -> Int[Array, ""]:
-        """One more than the last position."""
-        return self.end.max()
+        """One more than the last position, of what is read in this pass and those that belong to it."""
+        return jnp.maximum(self.end.max(), self.whole)
 
     @property
     def places(self) -> tuple[Int[Array, " layers"], Int[Array, " layers"]]:
@@ -107,9 +108,14 @@ class Past(eqx.Module):
         number, index = place
 
         def read(group: Group):
-            old = (jax.lax.dynamic_index_in_dim(kept, index, keepdims=False) for kept in (group.k, group.v))
-            keys, values = (jnp.concatenate([kept, new], axis=1) for kept, new in zip(old, (k, v), strict=True))
-            stood = jnp.concatenate([group.positions(self.cache.lengths), self.positions], axis=1)
+            old = [jax.lax.dynamic_index_in_dim(kept, index, keepdims=False) for kept in (group.k, group.v)]
+            if group.window is None or k.shape[1] == 1:  # what a token overwrites, no query of the pass still sees
+                start = self.cache.lengths
+                own = Group(old[0][None], old[1][None], group.window, (0,)).write(k[None], v[None], start, self.end)
+                keys, values, stood = own.k[0], own.v[0], group.positions(self.end)
+            else:
+                keys, values = (jnp.concatenate([kept, new], axis=1) for kept, new in zip(old, (k, v), strict=True))
+                stood = jnp.concatenate([group.positions(self.cache.lengths), self.positions], axis=1)
             told = {**how, "window": group.window}
             return attend(q, keys, values, q_positions=self.positions, k_positions=stood, **told)
 
@@ -126,6 +132,7 @@ def advance(
     dtype: DTypeLike | None = None,
     ops: Ops | None = None,
     fresh: bool = False,
+    whole: Int[Array, ""] | int = 0,
 ) -> tuple[Float[Array, "B S D"], Cache]:
     """Read on: return the hidden states of new tokens, as if all had been read at once, and the cache with them in it.
 
@@ -137,10 +144,12 @@ def advance(
         dtype: what to compute in.
         ops: how attention and MLP run.
         fresh: the cache is empty, which saves looking into it.
+        whole: tokens of the longest text, of which this is a part; rotary frequencies that grow with the text are
+            those of the whole, as if it were read at once.
     """
     start = cache.lengths
     end = start + counts
-    past = Past(cache, start[:, None] + jnp.arange(tokens.shape[1]), end, fresh)
+    past = Past(cache, start[:, None] + jnp.arange(tokens.shape[1]), end, fresh, whole)
     out = model.forward(tokens, ForwardPass(dtype=dtype, ops=ops, past=past))
     pick = lambda new, group: new if len(cache.groups) == 1 else new[jnp.array(group.layers)]
     groups = tuple(group.write(pick(out.k, group), pick(out.v, group), start, end) for group in cache.groups)

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from zoo.inference.cache import Cache, advance
+from zoo.models.decoder import widened
 from zoo.models.layers import check_tokens
 
 _STEP = 64  # lengths are rounded up to a multiple, so that few programs are compiled
@@ -79,6 +80,7 @@ def stream(
     key: PRNGKeyArray | None = None,
     dtype: DTypeLike | None = None,
     chunk: int = 1024,
+    widen: bool = True,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Iterator[np.ndarray]:
     """Yield the next id of every text, step by step, until all have stopped; -1 for those that had before.
@@ -94,10 +96,13 @@ def stream(
         key: of the random numbers; needed unless the temperature is 0.
         dtype: what to compute and to keep keys and values in; None is the parameters' own.
         chunk: tokens of the prompts that are read at a time, which bounds attention's memory.
+        widen: whether 16-bit weights are converted once where the device would convert them at every step, as CPUs do;
+            that takes twice their memory, beside them (`zoo.models.decoder.widened`).
         compiler_options: XLA's, for the programs that run the model.
 
     Raises:
-        ValueError: no prompt, an empty one, an id outside the vocabulary, no key where one is needed.
+        ValueError: no prompt, an empty one, an id outside the vocabulary, no key where one is needed; or the model's
+            logits are no numbers.
     """
     if not prompts or not all(len(prompt) for prompt in prompts) or max_tokens < 1:
         sizes = [len(prompt) for prompt in prompts]
@@ -109,6 +114,7 @@ def stream(
     for prompt in prompts:
         check_tokens(np.asarray(prompt), model.config.vocab_size)
     key = jax.random.key(0) if key is None else key
+    model = widened(model) if widen else model
     programs = _Programs.of(jnp.dtype(model.embed.dtype if dtype is None else dtype), compiler_options)
     stops = np.array(sorted(stop), np.int64)
     logits, cache, seen = _prefill(model, prompts, max_tokens, chunk, programs, sampling)
@@ -120,6 +126,11 @@ def stream(
             logits, cache = programs.step(model, known, cache)
             tokens, seen = _pick(logits, seen, key, step, sampling=sampling)
         found = np.asarray(known)
+        if (lost := np.flatnonzero((found < 0) & ~over)).size:
+            raise ValueError(
+                f"cannot generate token {step} of text {int(lost[0])}: the model's logits are NaN. "
+                "Its weights are damaged or untrained, or overflow in this dtype: check them, or pass dtype=float32."
+            )
         yield np.where(over, -1, found)
         over |= np.isin(found, stops)
         if over.all():
@@ -156,10 +167,11 @@ def _prefill(model, prompts, max_tokens: int, chunk: int, programs: _Programs, s
     for row, prompt in zip(ids, prompts, strict=True):
         row[: len(prompt)] = prompt
     counts = lambda start: np.clip(lengths - start, 0, chunk).astype(np.int32)
-    last, cache = programs.first(model, ids[:, :chunk], counts(0), _rounded(padded + max_tokens))
+    whole = np.int32(lengths.max())
+    last, cache = programs.first(model, ids[:, :chunk], counts(0), _rounded(padded + max_tokens), whole)
     for start in range(chunk, int(lengths.max()), chunk):
         piece = ids[:, start : start + chunk]
-        last, cache = programs.more(model, piece, counts(start), cache, last)
+        last, cache = programs.more(model, piece, counts(start), cache, last, whole)
     seen = None
     if sampling.repetition_penalty != 1.0:
         there = np.zeros((len(prompts), model.config.vocab_size), bool)
@@ -173,15 +185,15 @@ def _rounded(length: int) -> int:
     return -(-length // _STEP) * _STEP
 
 
-def _read_first(model, tokens, counts, capacity, *, dtype):
+def _read_first(model, tokens, counts, capacity, whole, *, dtype):
     cache = Cache.empty(model.config, len(tokens), capacity, dtype)
     last = jnp.zeros((len(tokens), model.config.embed_dim), dtype)
-    return _read(model, tokens, counts, cache, last, dtype=dtype, fresh=True)
+    return _read(model, tokens, counts, cache, last, whole, dtype=dtype, fresh=True)
 
 
-def _read(model, tokens, counts, cache, last, *, dtype, fresh):
+def _read(model, tokens, counts, cache, last, whole, *, dtype, fresh):
     """Read a chunk of the prompts; return the hidden state of each prompt's last token so far, and the cache."""
-    hidden, cache = advance(model, tokens, counts, cache, dtype=dtype, fresh=fresh)
+    hidden, cache = advance(model, tokens, counts, cache, dtype=dtype, fresh=fresh, whole=whole)
     newest = jnp.take_along_axis(hidden, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
     return jnp.where((counts > 0)[:, None], newest, last), cache
 
@@ -196,7 +208,7 @@ _logits = jax.jit(lambda model, hidden: model.logits(hidden))
 
 @functools.partial(jax.jit, static_argnames="sampling")
 def _pick(logits, seen, key, step, *, sampling):
-    """Return the next token of each text, and the tokens that each has then had."""
+    """Return the next token of each text, -1 where logits are NaN, and the tokens that each has then had."""
     if seen is not None:
         logits = penalise(logits, seen, sampling.repetition_penalty)
     if sampling.temperature == 0:
@@ -205,7 +217,7 @@ def _pick(logits, seen, key, step, *, sampling):
         rows = jnp.arange(len(logits))
         keys = jax.vmap(lambda row: jax.random.fold_in(jax.random.fold_in(key, row), step))(rows)
         tokens = jax.vmap(jax.random.categorical)(keys, restrict(logits / sampling.temperature, sampling))
-    tokens = tokens.astype(jnp.int32)
+    tokens = jnp.where(jnp.isnan(logits).any(axis=-1), -1, tokens).astype(jnp.int32)
     return tokens, None if seen is None else seen.at[jnp.arange(len(tokens)), tokens].set(True)
 
 

@@ -5,21 +5,23 @@ Dimensions: `B` batch `S` sequence `D` embed `V` vocab `L` layers.
 
 import abc
 import dataclasses
+import operator
 from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from transforms.remat import Cycle, scan_layers
-from zoo.config import Config
+from zoo.config import Config, rows
 from zoo.models.forward import ForwardPass, Output, PerLayer, layer_passes
 from zoo.models.head import Head
 from zoo.models.init import draw
-from zoo.models.layers import Ops, check_tokens, lookup, rms_norm
+from zoo.models.layers import Ops, Widened, check_tokens, lookup, rms_norm
 
 _Model = TypeVar("_Model", bound="Decoder")
 
@@ -120,6 +122,25 @@ class Decoder(eqx.Module):
     def __call__(self, tokens: Integer[Array, "B S"], *, dtype: DTypeLike | None = None) -> Float[Array, "B S V"]:
         """Return the logits of every position. Memory is O(B S V): to train, tile `logits` instead."""
         return self.logits(self.hidden(tokens, dtype=dtype))
+
+
+def widened(model: Decoder) -> Decoder:
+    """Return a model whose 16-bit matrices are `Widened` where its device multiplies nothing narrower than float32.
+
+    Otherwise every product converts its weights, and a program that decodes converts them all at every token. It costs
+    twice the memory of the weights, beside them. Adapted matrices stay as they are.
+    """
+    narrow = [row for row in rows(model.config) if row.fan_in and _converts(operator.attrgetter(row.leaf)(model))]
+    if not narrow:
+        return model
+    where = lambda model: [operator.attrgetter(row.leaf)(model) for row in narrow]
+    return eqx.tree_at(where, model, [Widened(leaf.astype(jnp.float32), leaf.dtype) for leaf in where(model)])
+
+
+def _converts(leaf: Any) -> bool:
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer) or leaf.dtype.itemsize > 2:
+        return False
+    return next(iter(leaf.devices())).platform == "cpu"
 
 
 def _joined(parts: tuple[Array, ...]) -> Array:

@@ -12,9 +12,9 @@ from jaxtyping import Array, Float, Int
 
 from transforms.sharding import axes_of, explicit, partitions, uncut
 from zoo.adapters.lora import LowRank
-from zoo.models.layers import linear
+from zoo.models.layers import Widened, linear
 
-Matrix = Float[Array, "..."] | LowRank
+Matrix = Float[Array, "..."] | LowRank | Widened
 
 
 def experts(
@@ -87,9 +87,11 @@ def _local_rows(x, *weights, **options):
 
 
 def ragged_linear(
-    x: Float[Array, "T I"], weight: Float[Array, "E I O"] | LowRank, counts: Int[Array, " E"]
+    x: Float[Array, "T I"], weight: Float[Array, "E I O"] | LowRank | Widened, counts: Int[Array, " E"]
 ) -> Float[Array, "T O"]:
     """Return `jax.lax.ragged_dot(x, weight, counts)`; adapted weights add their low-rank parts."""
+    if isinstance(weight, Widened):
+        return jax.lax.ragged_dot(x.astype(weight.array.dtype), weight.array, counts).astype(x.dtype)
     if isinstance(weight, LowRank):
         added = jax.lax.ragged_dot(jax.lax.ragged_dot(x, weight.a, counts), weight.b, counts)
         return jax.lax.ragged_dot(x, weight.base, counts) + added * weight.scale
@@ -97,7 +99,7 @@ def ragged_linear(
 
 
 def route(
-    x: Float[Array, "T D"], router: Float[Array, "D E"] | LowRank, chosen: int, *, normalise: bool
+    x: Float[Array, "T D"], router: Matrix, chosen: int, *, normalise: bool
 ) -> tuple[Float[Array, "T C"], Int[Array, "T C"], Float[Array, "T E"]]:
     """Return the weights of each token's experts, which they are, and the probabilities of all; float32 or wider.
 
@@ -116,9 +118,9 @@ def expert_mlp(
     x: Float[Array, "T D"],
     weights: Float[Array, "T C"],
     experts: Int[Array, "T C"],
-    gate: Float[Array, "E D F"] | LowRank,
-    up: Float[Array, "E D F"] | LowRank,
-    down: Float[Array, "E F D"] | LowRank,
+    gate: Matrix,
+    up: Matrix,
+    down: Matrix,
     *,
     first: Int[Array, ""] | None = None,
 ) -> Float[Array, "T D"]:

@@ -9,7 +9,7 @@ import equinox as eqx
 from jaxtyping import Array, Float
 
 from zoo.adapters.lora import LowRank
-from zoo.models.layers import linear, softcap
+from zoo.models.layers import Widened, linear, softcap
 
 
 class Head(eqx.Module):
@@ -21,7 +21,7 @@ class Head(eqx.Module):
         softcap: logits become `c * tanh(logit / c)`; None leaves them alone.
     """
 
-    matrix: Float[Array, "V D"] | LowRank
+    matrix: Float[Array, "V D"] | LowRank | Widened
     softcap: float | None = eqx.field(static=True, default=None)
 
     def __call__(self, hidden: Float[Array, "*b D"]) -> Float[Array, "*b V"]:

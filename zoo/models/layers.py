@@ -7,6 +7,7 @@ Dimensions: `B` batch `S` query position `T` key position `D` embed `V` vocab `F
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -139,12 +140,39 @@ def scanned_windows(windows: tuple[int | None, ...], seq: int) -> Int[Array, " L
     return None if min(widths) == seq else jnp.asarray(widths, jnp.int32)
 
 
+class Widened(eqx.Module):
+    """A matrix of 16 bits, held in float32 for devices that multiply nothing narrower: products need no conversion.
+
+    They are what they would be of the 16 bits: computed in float32, and rounded, where the compiler does not leave the
+    rounding between two products out (XLA allows itself excess precision). A cast to another dtype changes what
+    products are rounded to, and nothing else.
+    """
+
+    array: Float[Array, "..."]
+    dtype: jnp.dtype = eqx.field(static=True)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The matrix's shape."""
+        return self.array.shape
+
+    def astype(self, dtype: DTypeLike) -> "Widened":
+        """Return the matrix as one of another dtype."""
+        return Widened(self.array, jnp.dtype(dtype))
+
+    def einsum(self, pattern: str, x: Float[Array, "..."], kind: DTypeLike | None = None) -> Float[Array, "..."]:
+        """Return `jnp.einsum(pattern, x, matrix)` in a dtype; None is that of `x`."""
+        return einsum(pattern, x.astype(self.array.dtype), self.array).astype(x.dtype if kind is None else kind)
+
+
 def linear(
-    pattern: str, x: Float[Array, "..."], weight: Float[Array, "..."] | LowRank, *, wide: bool = False
+    pattern: str, x: Float[Array, "..."], weight: Float[Array, "..."] | LowRank | Widened, *, wide: bool = False
 ) -> Float[Array, "..."]:
     """Return `jnp.einsum(pattern, x, weight)`, if `wide` in float32 at least; adapted weights add their low rank."""
     kind = accumulator(x.dtype) if wide else None
-    return weight.einsum(pattern, x, kind) if isinstance(weight, LowRank) else einsum(pattern, x, weight, kind)
+    if isinstance(weight, LowRank | Widened):
+        return weight.einsum(pattern, x, kind)
+    return einsum(pattern, x, weight, kind)
 
 
 def gelu(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
@@ -154,9 +182,9 @@ def gelu(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
 
 def gated_mlp(
     x: Float[Array, "*b D"],
-    gate: Float[Array, "D F"] | LowRank,
-    up: Float[Array, "D F"] | LowRank,
-    down: Float[Array, "F D"] | LowRank,
+    gate: Float[Array, "D F"] | LowRank | Widened,
+    up: Float[Array, "D F"] | LowRank | Widened,
+    down: Float[Array, "F D"] | LowRank | Widened,
     *,
     activation: Callable = gelu,
 ) -> Float[Array, "*b D"]:
@@ -184,13 +212,14 @@ class Ops:
 PLAIN = Ops()
 
 
-def lookup(table: Float[Array, "V D"], ids: Integer[Array, "B S"], dtype: DTypeLike) -> Float[Array, "B S D"]:
+def lookup(table: Float[Array, "V D"] | Widened, ids: Integer[Array, "B S"], dtype: DTypeLike) -> Float[Array, "B S D"]:
     """Return the table's rows in `dtype`; an id outside it gives a row of NaN, so that it cannot pass unnoticed.
 
     The gradient of a 16-bit table would lose most of what a frequent token contributes if each occurrence were added in
     16 bits: such a table's rows are fetched once per sequence and spread in float32, whose transpose sums a sequence's
     occurrences in float32 before the table is touched. That costs one sort of `S` ids per sequence.
     """
+    table = table.array if isinstance(table, Widened) else table
     where = PartitionSpec(*partitions(ids), None) if explicit() else None
     if accumulator(table.dtype) == table.dtype:
         rows = _rows(table, ids, where)
