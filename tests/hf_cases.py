@@ -80,6 +80,7 @@ CASES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 5,
         "final_logit_softcapping": 2.0,
     },
+    "gemma3_yarn": _GEMMA_3 | {"rope_scaling": _YARN, "num_hidden_layers": 6, "query_pre_attn_scalar": 16},
     "llama2": {key: value for key, value in _LLAMA.items() if key != "head_dim"} | {"num_key_value_heads": 4},
     "llama32": _LLAMA | {"tie_word_embeddings": True, "rope_theta": 5e5, "rope_scaling": _LLAMA_3_ROPE},
     "llama_bias": _LLAMA | {"attention_bias": True, "vocab_size": 101, "num_key_value_heads": 1},

@@ -156,6 +156,10 @@ def _interleaved(x, frequency, positions=None, temperature=None):
     return jnp.stack([even * cos - odd * sin, odd * cos + even * sin], -1).reshape(x.shape)
 
 
+def _without_temperature(x, frequency, positions=None, temperature=None):
+    return rope(x, frequency, positions)
+
+
 def _tile_heads(q):
     """Give query head n the kv head n % K instead of n // (N/K)."""
     return q.reshape(*q.shape[:2], 2, 2, q.shape[-1]).swapaxes(2, 3).reshape(q.shape)
@@ -231,6 +235,7 @@ MUTANTS = {
     "gemma 3: another pattern": ("gemma3", _flip(attention_pattern="LLLLG")),
     "gemma 3: scale from head size": ("gemma3", _flip(query_scalar=None)),
     "gemma 3: not stretched": ("gemma3_stretched", _flip(rope_scaling=None)),
+    "gemma 3: no temperature": ("gemma3_yarn", _patch("zoo.models.forward.rope", _without_temperature)),
     "gemma 3: no final soft cap": ("gemma3_stretched", _flip(final_softcap=None)),
     "llama: norms multiply by 1 + w": (
         "llama2",

@@ -164,6 +164,40 @@ def test_a_head_that_is_not_the_embedding_is_refused(folder, other):
     assert "is not the embedding, to which it is tied" in failure(folder)
 
 
+def _bare(tensors):
+    held = {name.removeprefix("model."): array for name, array in tensors.items()}
+    tensors.clear()
+    tensors.update(held)
+
+
+def _head_alone(tensors):
+    tensors["lm_head.weight"] = tensors.pop(EMBED)
+
+
+def _wide(tensors):
+    tensors.update({name: array.astype(np.float64) for name, array in tensors.items()})
+
+
+@pytest.mark.parametrize("change", [_bare, _head_alone, _wide])
+@pytest.mark.parametrize("case", ["gemma_mqa", "llama32"])
+def test_folders_of_bare_models_heads_alone_and_64_bits_are_read(case, change, tmp_path):
+    folder = hf_tiny.write(case, tmp_path)
+    whole = load(folder)
+    rewrite(folder, change)
+    assert eqx.tree_equal(load(folder), whole)
+
+
+def test_a_head_that_is_not_the_embedding_unties_the_model(tmp_path):
+    """As transformers 5 reads it; saved and read again, it stays so."""
+    folder = hf_tiny.write("llama32", tmp_path)
+    rewrite(folder, lambda t: t.update({"lm_head.weight": 2 * t[EMBED]}))
+    model = load(folder)
+    assert not model.config.tied
+    np.testing.assert_array_equal(model.head, 2 * model.embed)
+    save(model, tmp_path / "again")
+    assert eqx.tree_equal(load(tmp_path / "again"), model)
+
+
 def test_every_wrong_tensor_is_named_in_one_error(folder):
     def damage(tensors):
         del tensors["model.norm.weight"], tensors["model.layers.3.mlp.up_proj.weight"]
@@ -181,7 +215,7 @@ def test_every_wrong_tensor_is_named_in_one_error(folder):
         "  unexpected: model.layers.4.mlp.up_proj.weight [80, 48]",
         "  unexpected: model.layers.0.self_attn.q_proj.bias [64]",
         "  wrong shape: model.layers.1.self_attn.k_proj.weight is [48, 32], must be [32, 48]",
-        "  wrong type: model.layers.2.input_layernorm.weight is I32, must be F32 or BF16 or F16",
+        "  wrong type: model.layers.2.input_layernorm.weight is I32, must be F32 or BF16 or F16 or F64",
     }
 
 

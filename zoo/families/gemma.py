@@ -9,7 +9,6 @@ from zoo.config import (
     LOCAL,
     Config,
     Rope,
-    RopeKind,
     RopeScaling,
     not_positive,
     scaling_problems,
@@ -73,7 +72,8 @@ class GemmaLike(Config):
     @property
     def query_scale(self) -> float:
         """What attention scores are multiplied by."""
-        return (self.head_dim if self.query_scalar is None else self.query_scalar) ** -0.5
+        scalar = self.head_dim if self.query_scalar is None else self.query_scalar
+        return scalar**-0.5 * (self.rope_temperature or 1.0) ** 2
 
     @property
     def embed_scale(self) -> float:
@@ -187,8 +187,6 @@ class Gemma3Config(GemmaLike):
         problems = super().problems() + not_positive(self, ("local_rope_theta",))
         if self.window is None and LOCAL in self.attention_pattern:
             problems.append("window=None leaves local layers without one")
-        if self.rope_scaling is not None and self.rope_scaling.kind is RopeKind.yarn:
-            problems.append("rope_scaling.kind=yarn would scale the scores of some layers only")
         return problems + scaling_problems(self, self.rope_scaling)
 
     @property

@@ -53,6 +53,7 @@ class SmolLM3Config(LlamaConfig):
             windows="switch",
             window=None,
             keys=("no_rope_layers", "no_rope_layer_interval"),
+            written={"pad_token_id": None},  # or transformers takes one, which small vocabularies do not have
             read=_read_rope_layers,
             write=_write_rope_layers,
         )

@@ -107,7 +107,7 @@ def to_hf(config: Config, dtype: str) -> dict[str, Any]:
     for key, (field, _) in (*dialect.sizes.items(), *dialect.numbers.items(), *dialect.flags.items()):
         raw[key] = getattr(config, field)
     if "query_pre_attn_scalar" in dialect.numbers:
-        scalar = config.query_scale**-2 if raw["query_pre_attn_scalar"] is None else raw["query_pre_attn_scalar"]
+        scalar = config.head_dim if raw["query_pre_attn_scalar"] is None else raw["query_pre_attn_scalar"]
         raw["query_pre_attn_scalar"] = round(scalar) if abs(scalar - round(scalar)) < 1e-9 else scalar
     raw |= {} if dialect.write is None else dialect.write(config)
     return raw | written_windows(config, dialect) | rope.write(config, dialect)

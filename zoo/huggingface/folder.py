@@ -1,5 +1,6 @@
 """What a Hugging Face folder holds, read from headers alone, and every way in which that can be wrong. Free of JAX."""
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -13,10 +14,11 @@ from safetensors import SafetensorError, safe_open
 
 from zoo.config import Config, rows
 from zoo.families.gemma import Gemma3Config
+from zoo.families.llama import LlamaLike
 
 INDEX = "model.safetensors.index.json"
 DIGESTS = "sha256"  # in a file's metadata: the digest of each of its tensors, as JSON
-DTYPES = ("F32", "BF16", "F16")
+DTYPES = ("F32", "BF16", "F16", "F64")
 _HEAD, _EMBED = "lm_head.weight", "model.embed_tokens.weight"  # some tools write a tied head a second time
 _CHUNK = 2**26  # elements of one tensor on the host at a time
 # A multimodal Gemma 3 holds its text part under one of these, and the rest under the others.
@@ -165,13 +167,30 @@ def text_part(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return renamed
 
 
+def as_stored(config: Config, tensors: dict[str, Tensor]) -> tuple[Config, dict[str, Tensor]]:
+    """Return a config and the tensors of a folder by their usual names, as transformers reads the folder.
+
+    A multimodal folder is read for its text; names of a bare model, without a head, get the `model.` that a whole one
+    has. Where the config ties the head to the embedding, one of the two is enough, and two that differ untie it.
+    """
+    tensors = text_part(tensors) if isinstance(config, Gemma3Config) else tensors
+    bare = _EMBED.removeprefix("model.")
+    if bare in tensors and not any(name.startswith("model.") for name in tensors):
+        tensors = {name if name == _HEAD else f"model.{name}": tensor for name, tensor in tensors.items()}
+    if _HEAD in tensors and not any(row.tensor == _HEAD for row in rows(config)):
+        if _EMBED not in tensors:
+            tensors = {_EMBED if name == _HEAD else name: tensor for name, tensor in tensors.items()}
+        elif isinstance(config, LlamaLike) and not _same(tensors[_HEAD], tensors[_EMBED]):
+            config = dataclasses.replace(config, tied=False)
+    return config, tensors
+
+
 def expected(folder: Path, config: Config, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors that the config needs, by name, having compared them with what is on disk.
 
     Raises:
         ValueError: listing every tensor that is missing, unexpected, misshapen or of an unsupported type.
     """
-    tensors = text_part(tensors) if isinstance(config, Gemma3Config) else tensors
     table, dims = rows(config), config.dims
     needed = sum(math.prod(row.shape(dims)[: len(row.stack)]) for row in table)
     if needed > len(tensors) + 10_000:  # listing them could take more memory than the files

@@ -33,6 +33,7 @@ from zoo.huggingface.folder import (
     DamagedError,
     Tensor,
     as_bytes,
+    as_stored,
     expected,
     read_headers,
     read_json,
@@ -41,7 +42,7 @@ from zoo.huggingface.folder import (
 from zoo.huggingface.sharded import load_leaf
 from zoo.parameters import Row
 
-_DTYPES = {"F32": jnp.float32, "BF16": jnp.bfloat16, "F16": jnp.float16}
+_DTYPES = {"F32": jnp.float32, "BF16": jnp.bfloat16, "F16": jnp.float16, "F64": jnp.float64}
 _CARRIED = (  # what goes with a model and is not its weights
     "tokenizer.json",
     "tokenizer.model",
@@ -68,7 +69,7 @@ def load(
 
     Args:
         path: the folder.
-        dtype: what to store parameters in; None keeps what is on disk.
+        dtype: what to store parameters in; None keeps what is on disk (float32 for float64, unless JAX has 64 bits).
         mesh: the devices to spread parameters over, of which each process reads its own parts; None puts them on one.
         axes: which axes of the mesh cut each dimension letter of `zoo.parameters` (see `transforms.sharding.spec_of`).
 
@@ -77,8 +78,8 @@ def load(
             missing, unexpected, misshapen or of an unsupported type: all of them in one message.
     """
     folder = Path(path)
-    config = from_hf(read_json(folder, "config.json"))
-    tensors = expected(folder, config, read_headers(folder))
+    config, tensors = as_stored(from_hf(read_json(folder, "config.json")), read_headers(folder))
+    tensors = expected(folder, config, tensors)
     leaves, damaged = {}, []
     for row in rows(config):
         on_disk = {_DTYPES[tensors[name].dtype] for name, _ in row.places(config.dims)}
