@@ -106,6 +106,21 @@ def test_chat_templates_cannot_leave_their_sandbox(folder, tmp_path, template):
         open_tokenizer(tmp_path).chat.render(MESSAGES)
 
 
+def test_special_tokens_that_older_folders_name_apart_are_read(folder, tmp_path):
+    """In templates too, which name all four; a template that does not is the same as before."""
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<bos>"}))
+    plain = open_tokenizer(tmp_path).chat.identity
+    named = {"eos_token": {"content": "<eos>"}, "pad_token": "<pad>", "unk_token": "<unk>", "bos_token": "<other>"}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(named))
+    opened = open_tokenizer(tmp_path)
+    assert opened.stops == (0,) and opened.start == opened._id("<bos>")
+    assert opened.chat.identity == plain.replace('"eos_token": ""', '"eos_token": "<eos>"')
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}{{ pad_token }}{{ unk_token }}{{ eos_token }}")
+    assert open_tokenizer(tmp_path).chat.render(MESSAGES) == "<bos><pad><unk><eos>"
+
+
 def test_stops_come_from_both_files(folder, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     assert open_tokenizer(tmp_path).stops == ()
@@ -114,6 +129,10 @@ def test_stops_come_from_both_files(folder, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<eos>"}}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
     assert open_tokenizer(tmp_path).stops == (0, 7, 9)
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 5}))
+    assert open_tokenizer(tmp_path).stops == (0, 7, 9)
+    (tmp_path / "generation_config.json").unlink()
+    assert open_tokenizer(tmp_path).stops == (0, 5)  # the model's own, where there is no generation config
     (tmp_path / "generation_config.json").write_text("[]")
     with pytest.raises(DataError, match=r"generation_config.json: it must hold a JSON object"):
         open_tokenizer(tmp_path)

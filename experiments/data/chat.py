@@ -39,13 +39,22 @@ class Plain:
         return found
 
 
+_ALWAYS = ("bos_token", "eos_token")
+
+
+def _named(source: str) -> list[str]:
+    return re.findall(r"\b\w+_token\b", source)
+
+
 class ChatTemplate:
     """A template and the special tokens that it may name."""
 
     def __init__(self, source: str, special: Mapping[str, str | None], where: str):
         self._special = {name: token or "" for name, token in special.items()}
         self._where = where
-        self.identity = json.dumps([source, self._special])
+        # What a template does not name is no part of what it is: the caches of texts stay valid.
+        named = {name: token for name, token in self._special.items() if name in (*_ALWAYS, *_named(source))}
+        self.identity = json.dumps([source, named])
         try:
             import jinja2
         except ImportError:

@@ -25,6 +25,8 @@ SETTINGS = "tokenizer_config.json"
 FILES = (FILE, SENTENCES, SETTINGS, "added_tokens.json", "chat_template.jinja")
 BYTES = "bytes"  # what data.tokenizer, and the settings of weights that were trained on bytes, call them
 MOST_BYTES = 1024  # words: a larger vocabulary is hardly one of bytes
+SPECIAL = "special_tokens_map.json"  # what older folders name special tokens in
+SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 START, STOP = "<bos>", "<eos>"  # of the tokenizers that are trained here
 
 
@@ -81,7 +83,8 @@ class Folder:
         self.identity = hashlib.sha256(file.read_bytes()).hexdigest()
         settings = read_json(path / SETTINGS)
         self._inner, self.vocab_size = self._open(file, settings)
-        special = {name: _content(settings.get(name)) for name in ("bos_token", "eos_token")}
+        mapped = read_json(path / SPECIAL)
+        special = {name: _content(settings.get(name)) or _content(mapped.get(name)) for name in SPECIAL_TOKENS}
         self.start = self._id(special["bos_token"])
         self.stops = self._stops(path, special["eos_token"])
         self.chat = ChatTemplate.read(path, settings, special)
@@ -139,8 +142,9 @@ class Folder:
         return None if token is None else self._inner.token_to_id(token)
 
     def _stops(self, path: Path, eos: str | None) -> tuple[int, ...]:
-        """Collect what ends a text: the generation config's ids, and the tokenizer's own end."""
+        """Collect what ends a text: ids of the generation config, or the model's; and the tokenizer's own end."""
         named = read_json(path / "generation_config.json").get("eos_token_id")
+        named = read_json(path / "config.json").get("eos_token_id") if named is None else named
         found = [*named] if isinstance(named, list) else [named]
         return tuple(sorted({i for i in (*found, self._id(eos)) if isinstance(i, int)}))
 
