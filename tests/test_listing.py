@@ -7,7 +7,7 @@ from pathlib import Path
 
 from experiments.commandline import listing, schema
 
-README = Path(__file__).parent.parent / "README.md"
+README = Path(__file__).parent.parent / "zoo" / "README.md"
 
 
 def test_the_readmes_table_is_the_generated_one():
@@ -28,5 +28,7 @@ def test_models_are_printed_without_jax():
     code = (
         "import sys; from experiments import run; assert run.main(['--models']) == 0; assert 'jax' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=README.parent, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=README.parent.parent, check=True
+    )
     assert "mixtral_8x7b" in done.stdout and "46,702,792,704" in done.stdout

@@ -1,4 +1,4 @@
-"""What the README prints, runs; what it claims of models is what the code says."""
+"""What the READMEs print, runs; what they claim of models and plans is what the code says."""
 
 import math
 import re
@@ -10,26 +10,52 @@ import pytest
 from experiments.commandline import schema
 from zoo import count_params
 
-README = Path(__file__).parent.parent.joinpath("README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-MODELS = re.findall(r"^\| `(\w+)` \| .* \| ([\d,]+) \|$", README, re.MULTILINE)
+ROOT = Path(__file__).parent.parent
+TEXTS = {str(p.relative_to(ROOT)): p.read_text() for p in (ROOT / "README.md", *ROOT.glob("[a-z]*/**/README.md"))}
+BLOCKS = {
+    f"{name}, {i}": block
+    for name, text in TEXTS.items()
+    for i, block in enumerate(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+}
+MODELS = re.findall(r"^\| `(\w+)` \| .* \| ([\d,]+) \|$", TEXTS["zoo/README.md"], re.MULTILINE)
+LINKS = [(name, link) for name, text in TEXTS.items() for link in re.findall(r"\]\(([^)#:]+)\)", text)]
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.splitlines()[0])
-def test_blocks_run_as_printed(block):
-    exec(compile(block, "README.md", "exec"), {})
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_run_as_printed(name):
+    exec(compile(BLOCKS[name], name, "exec"), {})
 
 
-def test_what_tile_takes_is_short():
-    lines = [len(block.splitlines()) for block in BLOCKS if "from transforms import tile" in block]
-    assert len(lines) >= 5 and max(lines) < 10
+@pytest.mark.parametrize(("name", "link"), LINKS)
+def test_links_lead_somewhere(name, link):
+    assert (ROOT / name).parent.joinpath(link).exists()
+
+
+def test_the_readme_is_a_page():
+    assert len(TEXTS["README.md"].splitlines()) <= 135
+
+
+def test_memory_is_as_printed(capsys):
+    exec(compile(BLOCKS["README.md, 0"], "README.md", "exec"), {})
+    printed = re.findall(r"```\n([\d.]+ MiB\n[\d.]+ MiB)\n```", TEXTS["README.md"])
+    size = lambda text: [float(line.split()[0]) for line in text.split("\n")]
+    assert size(capsys.readouterr().out.strip()) == pytest.approx(size(printed[0]), rel=0.1)
+
+
+def test_the_plan_of_the_compiler_s_readme_is_what_is_dumped(tmp_path, monkeypatch):
+    (name,) = (name for name in BLOCKS if name.startswith("transforms/tiling"))
+    monkeypatch.setenv("TILE_DUMP", str(tmp_path))
+    exec(compile(BLOCKS[name], "loss.py", "exec"), {})
+    (printed,) = re.findall(r"```\n(inputs .*?)```", TEXTS["transforms/tiling/README.md"], re.DOTALL)
+    lines = lambda text: [re.sub(r"  #.*", "", line) for line in text.strip().splitlines()]
+    assert any(lines(file.read_text()) == lines(printed) for file in tmp_path.iterdir())
 
 
 def test_the_own_loss_is_one_that_a_run_can_have(tmp_path, monkeypatch):
     from experiments import configs
     from experiments.step import own
 
-    (block,) = [block for block in BLOCKS if "# losses.py" in block]
+    (block,) = [block for block in BLOCKS.values() if "# losses.py" in block]
     (tmp_path / "losses.py").write_text(block)
     monkeypatch.chdir(tmp_path)
     logits, labels, mask = jnp.zeros((6, 4)), jnp.arange(6) % 4, jnp.ones(6)
@@ -41,9 +67,9 @@ def test_the_own_loss_is_one_that_a_run_can_have(tmp_path, monkeypatch):
 
 def test_the_plan_is_as_printed():
     names: dict = {}
-    exec(compile(BLOCKS[0], "README.md", "exec"), names)
+    exec(compile(BLOCKS["transforms/README.md, 0"], "README.md", "exec"), names)
     plan = str(names["tiled"].plan(names["weights"], names["hidden"], names["labels"]))
-    (printed,) = re.findall(r"```\n(\d+ steps in .*?)```", README, re.DOTALL)
+    (printed,) = re.findall(r"```\n(\d+ steps in .*?)```", TEXTS["transforms/README.md"], re.DOTALL)
     assert plan.startswith(printed)
 
 
