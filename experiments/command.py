@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Callable
 
-from experiments.commandline.commands import CONSOLE
+from experiments.commandline.console import CONSOLE
 
 COMMANDS = {  # word -> (module, what it does)
     "train": ("run", "train a model, or go on with a run"),

@@ -13,17 +13,18 @@ if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder 
 
 from experiments.command import ended  # noqa: E402
 from experiments.commandline import commands  # noqa: E402
-from experiments.commandline.commands import CommandError  # noqa: E402
+from experiments.commandline.console import CommandError  # noqa: E402
+from experiments.configs.commands import Convert  # noqa: E402
 
 GIB = 2**30
 
 
 def main(argv: list[str]) -> int:
     """Convert a model; return the exit status."""
-    return commands.main("convert", convert, argv)
+    return commands.carry_out("convert", convert, argv)
 
 
-def convert(config: commands.Convert, argv: list[str]) -> None:
+def convert(config: Convert, argv: list[str]) -> None:
     """Read, change and write a model.
 
     Raises:

@@ -13,17 +13,18 @@ if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder 
     sys.path.insert(0, str(ROOT))
 
 from experiments.command import ended  # noqa: E402
-from experiments.commandline import commands  # noqa: E402
-from experiments.commandline.commands import CommandError  # noqa: E402
+from experiments.commandline import commands, console  # noqa: E402
+from experiments.commandline.console import CommandError  # noqa: E402
+from experiments.configs.commands import Generate  # noqa: E402
 from experiments.data.chat import Plain  # noqa: E402
 
 
 def main(argv: list[str]) -> int:
     """Generate text; return the exit status."""
-    return commands.main("generate", _generate, argv)
+    return commands.carry_out("generate", _generate, argv)
 
 
-def _generate(config: commands.Generate, argv: list[str]) -> None:
+def _generate(config: Generate, argv: list[str]) -> None:
     import jax
 
     from experiments.step.models import open_model
@@ -43,7 +44,7 @@ def _generate(config: commands.Generate, argv: list[str]) -> None:
         raise CommandError(str(error)) from None
     opened = open_model(config, argv, config.tokenizer)
     prompts = encode(config, opened.tokenizer)
-    commands.warn_of_length(max(map(len, prompts)) + config.max_tokens, opened.model.config, "a text")
+    console.warn_of_length(max(map(len, prompts)) + config.max_tokens, opened.model.config, "a text")
     stop = opened.tokenizer.stops if config.stop is None else tuple(config.stop)
     steps = stream(
         opened.model,
@@ -64,7 +65,7 @@ def _generate(config: commands.Generate, argv: list[str]) -> None:
     print(f"({count} tokens{rate})", file=sys.stderr)
 
 
-def encode(config: commands.Generate, tokenizer: Any) -> list[list[int]]:
+def encode(config: Generate, tokenizer: Any) -> list[list[int]]:
     """Return the ids of every prompt: as it is, or as a user's message in the tokenizer's chat template.
 
     Raises:
@@ -77,7 +78,7 @@ def encode(config: commands.Generate, tokenizer: Any) -> list[list[int]]:
     system = [{"role": "system", "content": text} for text in config.system or ()]
     texts = [tokenizer.chat.render([*system, {"role": "user", "content": text}]) for text in config.prompt]
     if isinstance(tokenizer.chat, Plain):
-        commands.note("there is no chat template: each message stands after its role, such as `user: `")
+        console.note("there is no chat template: each message stands after its role, such as `user: `")
         return [tokenizer.prompt(text) for text in texts]
     return [tokenizer.encode(text).tolist() for text in texts]
 

@@ -9,7 +9,7 @@ if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder 
     sys.path.insert(0, str(ROOT))
 
 from experiments.command import ended  # noqa: E402
-from experiments.commandline import commands  # noqa: E402
+from experiments.commandline import console  # noqa: E402
 from experiments.results.metrics import read  # noqa: E402
 from experiments.results.plots import FACTS, draw  # noqa: E402
 
@@ -17,9 +17,7 @@ from experiments.results.plots import FACTS, draw  # noqa: E402
 def main(argv: list[str]) -> int:
     """Draw the pictures of runs, in progress or over, anew; return the exit status."""
     if not argv or {"-h", "--help"}.intersection(argv):
-        print(
-            f"Draw loss.png, memory.png, speed.png and rate.png of runs: {commands.called('plots')} RUN_DIRECTORY ..."
-        )
+        print(f"Draw loss.png, memory.png, speed.png and rate.png of runs: {console.called('plots')} RUN_DIRECTORY ...")
         return 0 if argv else 2
     for directory in map(Path, argv):
         try:

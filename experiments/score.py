@@ -27,8 +27,9 @@ if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder 
 
 from experiments import configs  # noqa: E402
 from experiments.command import ended  # noqa: E402
-from experiments.commandline import commands  # noqa: E402
-from experiments.commandline.commands import CommandError  # noqa: E402
+from experiments.commandline import commands, console  # noqa: E402
+from experiments.commandline.console import CommandError  # noqa: E402
+from experiments.configs.commands import Score  # noqa: E402
 
 SHORTEST = 64  # tokens: windows are padded to a power of two from here on, so that few programs are compiled
 EVERY = 30  # seconds between lines where there is no terminal
@@ -93,7 +94,7 @@ def score(
     documents: Sequence[Document],
     model: Any,
     scorer: Any,
-    config: commands.Score,
+    config: Score,
     finished: Callable[[Document], None] = lambda document: None,
 ) -> int:
     """Fill in the log-probabilities of documents, saying of each in turn that it is finished.
@@ -142,7 +143,7 @@ def report(documents: Sequence[Document]) -> dict[str, float]:
     }
 
 
-def read_documents(config: commands.Score, tokenizer: Any, vocab_size: int) -> list[Document]:
+def read_documents(config: Score, tokenizer: Any, vocab_size: int) -> list[Document]:
     """Return the documents to score, as ids.
 
     Raises:
@@ -172,18 +173,18 @@ def read_documents(config: commands.Score, tokenizer: Any, vocab_size: int) -> l
 
 def main(argv: list[str]) -> int:
     """Score text; return the exit status."""
-    return commands.main("score", _score, argv)
+    return commands.carry_out("score", _score, argv)
 
 
-def _score(config: commands.Score, argv: list[str]) -> None:
+def _score(config: Score, argv: list[str]) -> None:
     from experiments.step.models import open_model
 
     with _opened(config.out) as file:
         _score_into(file, config, open_model(config, argv, config.data.tokenizer))
 
 
-def _score_into(file: TextIO | None, config: commands.Score, opened: Any) -> None:
-    commands.warn_of_length(config.seq_len, opened.model.config, "a window")
+def _score_into(file: TextIO | None, config: Score, opened: Any) -> None:
+    console.warn_of_length(config.seq_len, opened.model.config, "a window")
     documents = read_documents(config, opened.tokenizer, opened.model.config.vocab_size)
     scorer = compile_scorer(opened.dtype, config.tile, opened.options)
     if file is not None:

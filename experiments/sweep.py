@@ -17,7 +17,7 @@ if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder 
     sys.path.insert(0, str(ROOT))
 
 from experiments.command import ended  # noqa: E402
-from experiments.commandline import commands, options, overrides, schema, spelling  # noqa: E402
+from experiments.commandline import console, options, overrides, schema, spelling  # noqa: E402
 
 
 def job(_: Any) -> int:
@@ -35,7 +35,7 @@ def job(_: Any) -> int:
 def main(argv: list[str]) -> int:
     """Hand over to Hydra; return the exit status."""
     if any(word.startswith("hydra/launcher=submitit") for word in argv) and not _has_submitit():
-        print(f"error: hydra/launcher=submitit needs the extra: {commands.install('slurm')}", file=sys.stderr)
+        print(f"error: hydra/launcher=submitit needs the extra: {console.install('slurm')}", file=sys.stderr)
         return 2
     import hydra
 

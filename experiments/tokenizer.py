@@ -12,16 +12,17 @@ if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder 
 
 from experiments.command import ended  # noqa: E402
 from experiments.commandline import commands, schema  # noqa: E402
+from experiments.configs.commands import Tokenizer  # noqa: E402
 from experiments.data.corpus import documents  # noqa: E402
 from experiments.data.tokenizer import FILE, train_bpe  # noqa: E402
 
 
 def main(argv: list[str]) -> int:
     """Train a tokenizer; return the exit status."""
-    return commands.main("tokenizer", _train, argv)
+    return commands.carry_out("tokenizer", _train, argv)
 
 
-def _train(config: commands.Tokenizer, argv: list[str]) -> None:
+def _train(config: Tokenizer, argv: list[str]) -> None:
     out = Path(config.out).expanduser()
     if (out / FILE).exists():
         raise schema.ConfigError(

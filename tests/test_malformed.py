@@ -9,6 +9,7 @@ from enum import StrEnum
 import pytest
 
 from experiments.commandline import options, schema
+from experiments.configs.registry import CHOICES, classes
 
 GROUPS = {  # what brings the keys of a part that the default options do not have
     "data.": ["data=text", "data.path=x"],
@@ -73,7 +74,7 @@ def unreadable(draw):
 
 def no_such_option(draw):
     """An option that a group does not have."""
-    group = draw.choice(schema.GROUPS)
+    group = draw.choice([*schema.GROUPS])
     return [f"{group}={word(draw)}"], group
 
 
@@ -85,8 +86,8 @@ def added(draw):
 def every_option():
     """Yield (key, field, words that the key needs) of every option of every choice of every group."""
     needed = {"text": "path=x", "tokens": "path=x", "grain": "dataset=x:y", "distill": "teacher=x"}
-    for group, choices in schema.SCHEMAS.items():
-        for name, cls in choices.items():
+    for group in CHOICES:
+        for name, cls in classes(group).items():
             words = [f"{group}={name}"] if name in schema.options(group) else []
             words += [f"{group}.{needed[name]}"] if name in needed else []
             words += [f"{group}.fn=x:y"] if name == "custom" else []
@@ -96,7 +97,7 @@ def every_option():
             for field in fields(cls):
                 yield f"{group}.{field.name}", field, words
     for one in options.of():
-        if one.group not in schema.SCHEMAS and not one.key.startswith("model."):
+        if one.group not in CHOICES and not one.key.startswith("model."):
             yield one.key, one.field, []
 
 

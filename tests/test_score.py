@@ -10,7 +10,8 @@ import pytest
 
 import zoo
 from experiments import score
-from experiments.commandline import commands, schema
+from experiments.commandline import schema
+from experiments.configs import commands
 from experiments.data.tokenizer import Bytes
 from tests.hf_tiny import jit, loaded
 

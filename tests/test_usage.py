@@ -8,7 +8,9 @@ import sys
 import pytest
 
 from experiments import configs, run
-from experiments.commandline import commands, options, schema, usage
+from experiments.commandline import options, schema, usage
+from experiments.configs import commands
+from experiments.configs.registry import CHOICES, classes
 from zoo.config import RopeScaling
 from zoo.families import FAMILIES
 
@@ -41,8 +43,8 @@ def fields_of(cls, prefix=""):
     """Yield the keys of a dataclass, as Hydra has them."""
     for field in dataclasses.fields(cls):
         key = prefix + field.name
-        if key in schema.SCHEMAS:
-            for part in schema.SCHEMAS[key].values():
+        if key in CHOICES:
+            for part in classes(key).values():
                 yield from fields_of(part, f"{key}.")
         elif key == "model":
             yield from (f"model.{one.name}" for family in FAMILIES.values() for one in dataclasses.fields(family))

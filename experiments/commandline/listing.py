@@ -1,10 +1,9 @@
 """The models that `model=` can name: `python experiments/run.py --models`. The README's table is made here. No JAX."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import zoo.families
-from experiments.commandline.schema import CONF
+from experiments.commandline import options
 from zoo.accounting import count_active, count_params
 from zoo.config import Config, RopeKind, RopeScaling
 
@@ -30,22 +29,17 @@ class Listed:
 
 def models() -> list[Listed]:
     """Return every model, family by family, small ones first."""
-    listed = [read(path.stem) for path in (CONF / "model").glob("*.yaml")]
+    listed = [read(name) for name in options.choices("model")]
     order = {family: place for place, family in enumerate(zoo.families.FAMILIES)}
     return sorted(listed, key=lambda one: (order[one.family], count_params(one.config)))
 
 
 def read(name: str) -> Listed:
     """Return a model by the name of its file, without Hydra."""
-    import yaml
-
-    text = (CONF / "model" / f"{name}.yaml").read_text()
-    fields: dict[str, Any] = yaml.safe_load(text)
-    family = fields.pop("defaults")[0].removeprefix("schema/")
+    family, fields, about = options.named("model", name)
     if scaling := fields.pop("rope_scaling", None):
         fields["rope_scaling"] = RopeScaling(**scaling | {"kind": RopeKind(scaling["kind"])})
-    about = text.splitlines()[0].removeprefix("# ").rpartition(":")[0].removeprefix(_HUB)
-    return Listed(name, family, about, zoo.families.FAMILIES[family](**fields))
+    return Listed(name, family, about.rpartition(":")[0].removeprefix(_HUB), zoo.families.FAMILIES[family](**fields))
 
 
 def markdown() -> str:

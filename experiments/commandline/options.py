@@ -14,62 +14,13 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import zoo.families
 from experiments import configs
-from experiments.commandline import commands
+from experiments.configs.commands import CLASSES
+from experiments.configs.registry import CHOICES, classes
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGED = ROOT / "experiments" / "conf"  # in an installed package; a checkout has it at its top
 CONF = PACKAGED if PACKAGED.is_dir() else ROOT / "conf"
-GROUP_HELP = {
-    "model": "what is trained",
-    "adapter": "train all of it, or a LoRA adapter alone",
-    "data": "what it reads",
-    "objective": "what it minimises",
-    "tiling": "what is cut into tiles: the head, MLPs, attention, the batch",
-    "optimizer": "how parameters move",
-    "hardware": "device, precision, compiler",
-    "mesh": "how devices share the work",
-    "remat": "what the backward pass keeps",
-    "checkpoint": "when the run is saved so that it can go on",
-}
-GROUPS = tuple(GROUP_HELP)
-SCHEMAS: dict[str, dict[str, type]] = {  # group -> name of the schema -> dataclass
-    "data": {
-        "stdlib": configs.Stdlib,
-        "pydoc": configs.Pydoc,
-        "text": configs.Text,
-        "tokens": configs.Tokens,
-        "chat": configs.Chat,
-        "preference": configs.Preference,
-        "grain": configs.Grain,
-        "synthetic": configs.Synthetic,
-        "custom": configs.CustomData,
-    },
-    "objective": {
-        "pretrain": configs.Pretrain,
-        "sft": configs.Sft,
-        "dpo": configs.Dpo,
-        "ipo": configs.Ipo,
-        "simpo": configs.Simpo,
-        "orpo": configs.Orpo,
-        "distill": configs.Distill,
-        "custom": configs.Custom,
-    },
-    "tiling": {"tiling": configs.Tiling},
-    "optimizer": {
-        "auto": configs.Optimizer,
-        "adamw": configs.AdamW,
-        "adafactor": configs.Adafactor,
-        "adafactor_layerwise": configs.AdafactorLayerwise,
-        "muon": configs.Muon,
-        "sgd": configs.Sgd,
-        "custom": configs.CustomOptimizer,
-    },
-    "hardware": {"hardware": configs.Hardware},
-    "mesh": {"mesh": configs.Mesh},
-    "remat": {"remat": configs.Remat},
-    "checkpoint": {"checkpoint": configs.Checkpoint},
-    "adapter": {"none": configs.Adapter, "lora": configs.Lora},
-}
+GROUPS = {field.name: field.metadata["group"] for field in dataclasses.fields(configs.Run) if "group" in field.metadata}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +29,7 @@ class Option:
 
     Attributes:
         key: such as `optimizer.b2`.
-        kind: the schema of its group that has it (`adamw`); of `model`, the family.
+        kind: the choice of its group that has it as it stands (`adamw`); of `model`, the family.
         hint: the type of its value.
         default: its value where nothing is said, `dataclasses.MISSING` where something must be.
         field: what it was made from, with its metadata.
@@ -112,7 +63,7 @@ class Option:
 @functools.cache
 def of(command: str = "config") -> tuple[Option, ...]:
     """Return every option of a command, `run.py` being `config`; one that several choices have comes several times."""
-    return tuple(_walk(configs.Run if command == "config" else commands.CLASSES[command], "", ""))
+    return tuple(_walk(configs.Run if command == "config" else CLASSES[command], "", ""))
 
 
 def _walk(cls: Any, prefix: str, kind: str, about: dict[str, str] | None = None) -> Iterator[Option]:
@@ -124,8 +75,8 @@ def _walk(cls: Any, prefix: str, kind: str, about: dict[str, str] | None = None)
         elif key == "model.config":
             for family, config in zoo.families.FAMILIES.items():
                 yield from _walk(config, "model.", family, attributes(config, "model."))
-        elif key in SCHEMAS:
-            for name, part in SCHEMAS[key].items():
+        elif key in CHOICES:
+            for name, part in classes(key).items():
                 yield from _walk(part, f"{key}.", name)
         elif part := next((arm for arm in (hint, *get_args(hint)) if dataclasses.is_dataclass(arm)), None):
             yield from _walk(part, f"{key}.", kind, attributes(part, f"{key}."))
@@ -155,8 +106,19 @@ def by_key(command: str = "config") -> dict[str, tuple[Option, ...]]:
 
 
 def choices(group: str) -> list[str]:
-    """Return the names that `group=` can take, without Hydra."""
-    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+    """Return the names that `group=` can take, without Hydra: those of classes, and of files of values."""
+    return sorted({*CHOICES.get(group, ()), *(path.stem for path in (CONF / group).glob("*.yaml"))})
+
+
+def named(group: str, name: str) -> tuple[str, dict[str, Any], str]:
+    """Return what a name of a group stands for: the choice or family whose class it is, values, and a line about it."""
+    if one := CHOICES.get(group, {}).get(name):
+        return next(kind for kind, cls in classes(group).items() if cls is one.cls), dict(one.values), one.about
+    import yaml
+
+    text = (CONF / group / f"{name}.yaml").read_text()
+    values: dict[str, Any] = yaml.safe_load(text)
+    return values.pop("defaults")[0].removeprefix("schema/"), values, text.partition("\n")[0].removeprefix("# ")
 
 
 def choose(group: str, value: str) -> str:

@@ -1,7 +1,8 @@
 """The one file that knows both Hydra and the dataclasses: schemas in, a `Run` out, and errors in plain words.
 
-YAML files in `conf/` hold values only. Types and names come from mutable copies of the frozen dataclasses, because
-OmegaConf treats frozen ones as read-only. No JAX here.
+YAML files in `conf/` hold values only; options that are classes come from the registry, and stand beside them for
+Hydra. Types and names come from mutable copies of the frozen dataclasses, because OmegaConf treats frozen ones as
+read-only. No JAX here.
 """
 
 import dataclasses
@@ -12,10 +13,12 @@ from typing import Any, get_args, get_type_hints
 
 import zoo.families
 from experiments import configs
-from experiments.commandline import commands, spelling
-from experiments.commandline.options import CONF, GROUPS, SCHEMAS, by_key, choose
+from experiments.commandline import spelling
+from experiments.commandline.options import CONF, GROUPS, by_key, choose
 from experiments.commandline.options import choices as options
 from experiments.commandline.spelling import FREE
+from experiments.configs.commands import CLASSES
+from experiments.configs.registry import CHOICES
 
 FILLS_NULL = (AttributeError, AssertionError)  # what OmegaConf raises on `part.key=value` where the part is null
 RAISED = (ValueError, TypeError, *FILLS_NULL)  # beside its own errors Hydra raises these, at a group=8 or group=[1]
@@ -79,15 +82,15 @@ def register() -> None:
 
     store = ConfigStore.instance()
     store.store(group="schema", name="run", node=schema_of(configs.Run), package="_global_")
-    for name, cls in commands.CLASSES.items():
+    for name, cls in CLASSES.items():
         store.store(group="schema", name=name, node=schema_of(cls), package="_global_")
     store.store(group="schema", name="eval", node=schema_of(configs.Evaluation), package="eval")
     store.store(group="schema", name="save", node=schema_of(configs.Save), package="save")
     store.store(group="schema", name="distributed", node=schema_of(configs.Distributed), package="distributed")
     store.store(group="schema", name="profile", node=schema_of(configs.Profile), package="profile")
-    for group, schemas in SCHEMAS.items():
-        for name, cls in schemas.items():
-            store.store(group=f"{group}/schema", name=name, node=schema_of(cls), package=group)
+    for group, named in CHOICES.items():
+        for name, one in named.items():
+            store.store(group=group, name=name, node=schema_of(one.cls)(**one.values), package=group)
     for name, cls in zoo.families.FAMILIES.items():
         node = schema_of(
             cls, f"{build_model.__module__}.{build_model.__name__}", family=(str, name), weights=(str | None, None)
@@ -107,7 +110,7 @@ def compose(overrides: Sequence[str], name: str = "config") -> tuple[Any, dict[s
     from omegaconf.errors import OmegaConfBaseException
 
     register()
-    groups = [g for g in GROUPS if name == "config" or g in commands.CLASSES[name].__dataclass_fields__]
+    groups = [g for g in GROUPS if name == "config" or g in CLASSES[name].__dataclass_fields__]
     overrides = spelling.named(overrides)
     spelled = [spelling.spelled(override, by_key(name)) for override in overrides]
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments import configs
-from experiments.commandline import commands, options, spelling
-from experiments.commandline.options import CONF, GROUP_HELP, GROUPS, Option
+from experiments.commandline import console, options, spelling
+from experiments.commandline.options import CONF, GROUPS, Option
+from experiments.configs.commands import CLASSES
 
 KEY, DEFAULT = 28, 8  # widths of the columns
 TRAIN = """Train a model, a slice of its head at a time.
@@ -39,9 +40,9 @@ def help_text(name: str = "config", words: Sequence[str] = ()) -> str:
         return "\n\n".join(
             _about(group, option, _lines(name, chosen, group, only=True)) for group, option in asked.items()
         )
-    lines = [_title(name), "", f"Groups (GROUP=OPTION); {commands.called(name)} GROUP=OPTION --help tells more of one:"]
+    lines = [_title(name), "", f"Groups (GROUP=OPTION); {console.called(name)} GROUP=OPTION --help tells more of one:"]
     for group in groups:
-        lines.append(f"  {group:<10} {GROUP_HELP[group]}; by default {chosen[group]}")
+        lines.append(f"  {group:<10} {GROUPS[group]}; by default {chosen[group]}")
         lines += wrapped(options.choices(group), 13)
     lines += ["", "Options (KEY=VALUE); those at `auto` are chosen for the device and the model's size:"]
     for group in ("", *dict.fromkeys(one.group.partition(".")[0] for one in options.of(name) if one.group)):
@@ -62,36 +63,29 @@ def tell(name: str, argv: Sequence[str]) -> int:
 
 def _title(name: str) -> str:
     if name != "config":
-        return commands.CLASSES[name].__doc__ or ""
-    command, gemma = commands.called("config"), "model=gemma2b tiling.n=8"
+        return CLASSES[name].__doc__ or ""
+    command, gemma = console.called("config"), "model=gemma2b tiling.n=8"
     return TRAIN.format(command=command, gemma=gemma, rest=max(0, 49 - len(command)))
 
 
 def _about(group: str, option: str, lines: list[str]) -> str:
-    """Return what one option of a group is: the words at the top of its file, what it has and what it sets."""
-    first = (CONF / group / f"{option}.yaml").read_text().partition("\n")[0]
-    schemas = options.SCHEMAS.get(group, {})
-    words = first.removeprefix("# ") if first.startswith("# ") else schemas[option].__doc__ or ""
-    return "\n".join([f"{group}={option}: {words}", *(lines or ["  nothing more can be set"])])
+    """Return what one option of a group is, what it has and what it sets."""
+    about = options.named(group, option)[2]
+    return "\n".join([f"{group}={option}: {about}", *(lines or ["  nothing more can be set"])])
 
 
 def _defaults(name: str) -> dict[str, str]:
     """Return the option of each group that a command has where nothing is said."""
-    listed = _yaml(CONF / f"{name}.yaml")["defaults"]
-    return {key: value for one in listed if isinstance(one, dict) for key, value in one.items() if key in GROUPS}
-
-
-def _yaml(path: Any) -> dict[str, Any]:
     import yaml
 
-    return yaml.safe_load(path.read_text())
+    listed = yaml.safe_load((CONF / f"{name}.yaml").read_text())["defaults"]
+    return {key: value for one in listed if isinstance(one, dict) for key, value in one.items() if key in GROUPS}
 
 
 def _lines(name: str, chosen: dict[str, str], group: str, *, only: bool = False) -> list[str]:
     """Return a line for every option of a group (`""` is none), or of its chosen option alone."""
     within = [one for one in options.of(name) if one.group.partition(".")[0] == group]
-    values = _yaml(CONF / group / f"{chosen[group]}.yaml") if group in chosen else {}
-    kind = values.pop("defaults")[0].removeprefix("schema/") if values else ""
+    kind, values, _ = options.named(group, chosen[group]) if group in chosen else ("", {}, "")
     several, said = {one.kind for one in within}, {}
     own = {one.key for one in within if one.kind == kind}
     for one in within:
@@ -161,5 +155,5 @@ def dump(config: configs.Run, argv: Sequence[str]) -> str:
     """Return a configuration as YAML, under the command that made it."""
     import yaml
 
-    command = f"# {commands.called('config')} {shlex.join(argv)}".rstrip().replace("\n", "\n# ")
+    command = f"# {console.called('config')} {shlex.join(argv)}".rstrip().replace("\n", "\n# ")
     return f"{command}\n{yaml.safe_dump(plain(config), sort_keys=False)}"

@@ -4,9 +4,8 @@ No JAX here: `--help` and every configuration error come from this file alone. A
 `experiments.runtime.hardware` chooses it for the device and the model's size, and says what it chose.
 """
 
-from experiments.configs.compute import Hardware, Remat, Tiling
+from experiments.configs.compute import Distributed, Hardware, Mesh, Remat, Tiling
 from experiments.configs.data import Chat, CustomData, Data, Grain, Preference, Pydoc, Stdlib, Synthetic, Text, Tokens
-from experiments.configs.distributed import Distributed
 from experiments.configs.fields import (
     DType,
     OnNan,
@@ -16,10 +15,10 @@ from experiments.configs.fields import (
     check,
     chosen,
     option,
+    part,
     positive,
     refuse,
 )
-from experiments.configs.mesh import Mesh
 from experiments.configs.objective import (
     Custom,
     Distill,
@@ -100,6 +99,7 @@ __all__ = [
     "check",
     "chosen",
     "option",
+    "part",
     "positive",
     "refuse",
 ]  # fmt: skip

@@ -1,15 +1,27 @@
-"""Where and how a step is computed: the device, the tiles, what the backward pass keeps."""
+"""Where and how a step is computed: devices, their mesh, processes, the tiles, what the backward pass keeps."""
 
 # ruff: noqa: RUF009 (`option` makes a field, as `dataclasses.field` does)
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from experiments.configs.fields import DType, Platform, not_negative, option, positive, refuse
+from experiments.configs.registry import choice
 
-REMAT = "none full block dots dots_no_batch offload names offload_names".split()  # those of `transforms.remat`
+REMAT = {  # those of `transforms.remat`
+    "none": "Keep every activation: fastest, most memory.",
+    "full": "Keep only the input of each layer and compute the rest again.",
+    "block": "As full: keep only the input of each layer (a block) and compute the rest again.",
+    "dots": "Keep the results of matrix products.",
+    "dots_no_batch": "Keep the results of matrix products with weights, not those of attention.",
+    "offload": "As dots_no_batch, kept in the memory of the host (GPU and TPU).",
+    "names": "Keep the values that remat.names lists, by default what attention and MLP add to the residual stream.",
+    "offload_names": "As names, kept in the memory of the host (GPU and TPU).",
+}
 MOST_LAYERS = 10_000  # more than any model has
 
 
+@choice("tiling", "auto", "As many tiles as keep the logits of one tile small, and no more.")
 @dataclass(frozen=True, kw_only=True)
 class Tiling:
     """What is cut into tiles: the head and its loss over tokens, and other parts where that is asked for."""
@@ -47,6 +59,7 @@ class Tiling:
         return self.n != "none" or any(part is not None for part in parts)
 
 
+@choice("hardware", "auto", "The best device there is: TPU, then GPU, then CPU.")
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
     """The device, the number formats and the compiler."""
@@ -65,6 +78,7 @@ class Hardware:
         not_negative(self, "hardware.", "headroom_gib")
 
 
+@choice("remat", "auto", "Keep everything in small models, nothing in large ones.")
 @dataclass(frozen=True, kw_only=True)
 class Remat:
     """What the backward pass keeps from the forward pass of each layer."""
@@ -89,3 +103,66 @@ class Remat:
     def kept(self) -> list[str]:
         """The names, one by one."""
         return [name.strip() for name in self.names.split(",") if name.strip()]
+
+
+for _name, _about in REMAT.items():
+    choice("remat", _name, _about, policy=_name)(Remat)
+
+
+@choice("mesh", "auto", "All accelerators that there are, as FSDP; of a CPU, one device.")
+@dataclass(frozen=True, kw_only=True)
+class Mesh:
+    """Sizes of the mesh's axes, which multiply to the number of devices; all 1 is one device and no mesh."""
+
+    data: int | None = option(
+        None, "devices that share the batch (and under mesh.fsdp parameters); -1: the rest", auto=True
+    )
+    model: int = option(1, "devices that share heads, MLPs and the vocabulary; -1: the rest")
+    context: int = option(1, "devices that share each sequence; -1: the rest")
+    expert: int = option(1, "devices that share a mixture's experts, and the batch; -1: the rest")
+    fsdp: str = option("D", "which dim of parameters mesh.data cuts: D embed, V vocabulary (else D), none: copies")
+
+    def __post_init__(self):
+        for name, size in self.sizes.items():
+            if size is not None and size < 1 and size != -1:
+                raise refuse(f"mesh.{name}", size, "give a number of devices, or -1 for those that the others leave")
+        if self.fsdp not in ("D", "V", "none"):
+            raise refuse("mesh.fsdp", self.fsdp, "choose D, V or none")
+
+    @property
+    def sizes(self) -> dict[str, int | None]:
+        """The size of every axis by its name."""
+        return {"data": self.data, "expert": self.expert, "context": self.context, "model": self.model}
+
+    @property
+    def devices(self) -> int:
+        """How many devices there are, once every size is known."""
+        return math.prod(size or 1 for size in self.sizes.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distributed:
+    """Which other processes a run is carried out with; by default none."""
+
+    auto: bool = option(False, "join the processes that SLURM, Open MPI, a TPU pod or GKE has started")
+    coordinator: str | None = option(None, "HOST:PORT of process 0, where nothing of that kind is there")
+    processes: int | None = option(None, "how many processes there are (with distributed.coordinator)")
+    process: int | None = option(None, "which of them this is, from 0 (with distributed.coordinator)")
+    timeout: int = option(15, "seconds after which a process that is not heard of counts as dead")
+
+    def __post_init__(self):
+        positive(self, "distributed.", "processes", "timeout")
+        given = {"coordinator": self.coordinator, "processes": self.processes, "process": self.process}
+        missing = [f"distributed.{name}=..." for name, value in given.items() if value is None]
+        if 0 < len(missing) < 3:
+            first = next(name for name, value in given.items() if value is not None)
+            raise refuse(f"distributed.{first}", given[first], f"{' and '.join(missing)} must be given as well")
+        if not missing and self.auto:
+            raise refuse("distributed.auto", "true", "distributed.coordinator says already which processes there are")
+        if self.processes is not None and self.process is not None and not 0 <= self.process < self.processes:
+            raise refuse("distributed.process", self.process, f"there are {self.processes}, counted from 0")
+
+    @property
+    def wanted(self) -> bool:
+        """Whether there are other processes."""
+        return self.auto or self.coordinator is not None

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments.configs.fields import not_negative, option, positive, refuse
+from experiments.configs.registry import choice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,16 +25,21 @@ class Data:
             raise refuse("data.val_fraction", self.val_fraction, "it must lie between 0 and 1")
 
 
+@choice(
+    "data", "stdlib", "The source text of the Python standard library that runs this: real code and prose, no network."
+)
 @dataclass(frozen=True, kw_only=True)
 class Stdlib(Data):
     """The source text of Python's own standard library, as bytes."""
 
 
+@choice("data", "pydoc", "The documentation topics that ship with Python (pydoc_data.topics): 0.5 MB of English prose.")
 @dataclass(frozen=True, kw_only=True)
 class Pydoc(Data):
     """The English prose of Python's own documentation topics, as bytes."""
 
 
+@choice("data", "text", "Your own text: data=text data.path=FILE_OR_FOLDER")
 @dataclass(frozen=True, kw_only=True)
 class Text(Data):
     """A text file, a .jsonl file or a folder of them, as bytes."""
@@ -43,6 +49,7 @@ class Text(Data):
     field: str = option("text", "what holds the text in a line of a .jsonl file")
 
 
+@choice("data", "tokens", "Token ids made elsewhere: data=tokens data.path=FILE.bin data.dtype=uint16")
 @dataclass(frozen=True, kw_only=True)
 class Tokens(Data):
     """Token ids that were made elsewhere: flat little-endian integers, memory-mapped and never copied."""
@@ -62,6 +69,7 @@ class Tokens(Data):
             raise refuse("data.packed", "true", "data=tokens needs data.separator=ID to tell documents apart")
 
 
+@choice("data", "chat", "Conversations of which what the assistant says is learned: data=chat data.path=FILE.jsonl")
 @dataclass(frozen=True, kw_only=True)
 class Chat(Data):
     """Conversations, a line of JSON each, of which only what the assistant says is learned."""
@@ -73,6 +81,7 @@ class Chat(Data):
     packed: bool = option(True, "put several conversations into a row; none sees another")
 
 
+@choice("data", "preference", "Pairs of answers, one preferred: data=preference data.path=FILE.jsonl")
 @dataclass(frozen=True, kw_only=True)
 class Preference(Data):
     """Pairs of answers, a line of JSON each: `prompt`, `chosen` and `rejected`, as text or as messages."""
@@ -87,6 +96,11 @@ class Preference(Data):
             raise refuse("data.packed", "true", "the two answers of a pair have rows of their own")
 
 
+@choice(
+    "data",
+    "grain",
+    'A Grain pipeline: data=grain data.dataset=MODULE:FUNCTION, which returns a grain.MapDataset of {"tokens": ids}.',
+)
 @dataclass(frozen=True, kw_only=True)
 class Grain(Data):
     """Rows of a Grain pipeline: `{"tokens": ids}` of seq_len + 1, with `mask` and `segments` where it has them."""
@@ -94,6 +108,7 @@ class Grain(Data):
     dataset: str = option(dataclasses.MISSING, "MODULE:FUNCTION that returns a finite grain.MapDataset")
 
 
+@choice("data", "synthetic", "Random ids repeated once: the best possible loss is known.")
 @dataclass(frozen=True, kw_only=True)
 class Synthetic(Data):
     """Random ids repeated once: the second half can be learned to zero loss, the first half cannot be learned."""
@@ -107,6 +122,7 @@ class Synthetic(Data):
             raise refuse("data.packed", "true", "random ids have no documents")
 
 
+@choice("data", "custom", "Your own data: data=MODULE:FUNCTION, which returns documents of text or ids, or rows.")
 @dataclass(frozen=True, kw_only=True)
 class CustomData(Data):
     """Text, ids or rows of your own: data=MODULE:FUNCTION is short for data=custom data.fn=MODULE:FUNCTION."""

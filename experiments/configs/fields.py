@@ -28,6 +28,11 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def part(help: str) -> Any:
+    """Return a dataclass field that a group's choices fill: `GROUP=NAME`; with the line that `--help` shows."""
+    return dataclasses.field(metadata={"group": help})
+
+
 def refuse(name: str, value: object, why: str) -> ValueError:
     """Return the error for a bad value, in one form: what, both values, what to do."""
     return ValueError(f"bad value {name}={value}: {why}")

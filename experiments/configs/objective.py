@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments.configs.fields import not_negative, option, positive, refuse
+from experiments.configs.registry import choice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,6 +14,9 @@ class Objective:
     """What every objective has in common: nothing."""
 
 
+@choice(
+    "objective", "pretrain", "Cross-entropy of every token, with a z-loss and label smoothing where these are given."
+)
 @dataclass(frozen=True, kw_only=True)
 class Pretrain(Objective):
     """Cross-entropy of every token that counts."""
@@ -27,6 +31,7 @@ class Pretrain(Objective):
         smoothing(self)
 
 
+@choice("objective", "sft", "Cross-entropy of what the assistant says: data=chat.")
 @dataclass(frozen=True, kw_only=True)
 class Sft(Pretrain):
     """Cross-entropy of what the assistant says in conversations."""
@@ -48,6 +53,7 @@ class Referenced(Paired):
         positive(self, "objective.", "beta")
 
 
+@choice("objective", "dpo", "Direct preference optimisation against a frozen reference: data=preference.")
 @dataclass(frozen=True, kw_only=True)
 class Dpo(Referenced):
     """Direct preference optimisation (https://arxiv.org/abs/2305.18290)."""
@@ -59,11 +65,13 @@ class Dpo(Referenced):
         smoothing(self)
 
 
+@choice("objective", "ipo", "Identity preference optimisation against a frozen reference: data=preference.")
 @dataclass(frozen=True, kw_only=True)
 class Ipo(Referenced):
     """Identity preference optimisation (https://arxiv.org/abs/2310.12036), of mean log-probabilities per token."""
 
 
+@choice("objective", "simpo", "Preferences without a reference, by mean log-probability: data=preference.")
 @dataclass(frozen=True, kw_only=True)
 class Simpo(Paired):
     """Preferences by mean log-probability, without a reference (https://arxiv.org/abs/2405.14734)."""
@@ -75,6 +83,7 @@ class Simpo(Paired):
         positive(self, "objective.", "beta")
 
 
+@choice("objective", "orpo", "Preferences without a reference, by odds, with cross-entropy: data=preference.")
 @dataclass(frozen=True, kw_only=True)
 class Orpo(Paired):
     """Cross-entropy of the chosen answer and the odds of the two (https://arxiv.org/abs/2403.07691), no reference."""
@@ -85,6 +94,7 @@ class Orpo(Paired):
         positive(self, "objective.", "beta")
 
 
+@choice("objective", "distill", "A teacher of the same vocabulary: objective=distill objective.teacher=FOLDER")
 @dataclass(frozen=True, kw_only=True)
 class Distill(Objective):
     """The distance to a teacher's distribution at every token that counts."""
@@ -102,6 +112,11 @@ class Distill(Objective):
             raise refuse("objective.weight", self.weight, "it must lie between 0 and 1")
 
 
+@choice(
+    "objective",
+    "custom",
+    "Your own loss: objective=MODULE:FUNCTION, a function of logits (or hidden and head), labels and mask.",
+)
 @dataclass(frozen=True, kw_only=True)
 class Custom(Objective):
     """A loss of your own: objective=MODULE:FUNCTION is short for objective=custom objective.fn=MODULE:FUNCTION."""

@@ -5,13 +5,16 @@ from dataclasses import MISSING, dataclass
 from typing import Any
 
 from experiments.configs.fields import Schedule, not_negative, option, positive, refuse, share
+from experiments.configs.registry import choice
 
 
+@choice("adapter", "none", "Train every parameter.")
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
     """What is trained: this, the whole model."""
 
 
+@choice("adapter", "lora", "Train low-rank additions to the matrices of every layer, and nothing else.")
 @dataclass(frozen=True, kw_only=True)
 class Lora(Adapter):
     """Low-rank additions to some matrices (https://arxiv.org/abs/2106.09685), trained alone."""
@@ -29,6 +32,7 @@ class Lora(Adapter):
         return [target.strip() for target in self.targets.split(",") if target.strip()]
 
 
+@choice("optimizer", "auto", "AdamW where its state fits, layerwise Adafactor where it does not.")
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
     """What every optimizer has; alone, it stands for the one that suits the device and the model's size."""
@@ -78,6 +82,7 @@ class Decayed(Optimizer):
         return None if self.no_decay is None else [one.strip() for one in self.no_decay.split(",") if one.strip()]
 
 
+@choice("optimizer", "adamw")
 @dataclass(frozen=True, kw_only=True)
 class AdamW(Decayed):
     """optax.adamw: 8 bytes of state per parameter in float32."""
@@ -92,6 +97,7 @@ class AdamW(Decayed):
         positive(self, "optimizer.", "eps")
 
 
+@choice("optimizer", "muon", "Orthogonal steps for matrices, Adam for the rest.")
 @dataclass(frozen=True, kw_only=True)
 class Muon(Decayed):
     """optax.contrib.muon: each layer's matrices move by an orthogonal step, all else by Adam."""
@@ -106,6 +112,7 @@ class Muon(Decayed):
         positive(self, "optimizer.", "steps", "consistent_rms")
 
 
+@choice("optimizer", "adafactor")
 @dataclass(frozen=True, kw_only=True)
 class Adafactor(Optimizer):
     """optax.adafactor: factored second moments, no momentum."""
@@ -118,6 +125,11 @@ class Adafactor(Optimizer):
         positive(self, "optimizer.", "clip_rms", "decay")
 
 
+@choice(
+    "optimizer",
+    "adafactor_layerwise",
+    "Adafactor a layer at a time, with stochastic rounding, for models that barely fit.",
+)
 @dataclass(frozen=True, kw_only=True)
 class AdafactorLayerwise(Adafactor):
     """Adafactor a layer at a time, with stochastic rounding: no whole-tree temporaries, bfloat16 parameters learn."""
@@ -125,6 +137,7 @@ class AdafactorLayerwise(Adafactor):
     stochastic_rounding: bool = option(True, "round updated bfloat16 parameters up or down at random, without bias")
 
 
+@choice("optimizer", "sgd")
 @dataclass(frozen=True, kw_only=True)
 class Sgd(Decayed):
     """optax.sgd."""
@@ -137,6 +150,7 @@ class Sgd(Decayed):
         share(self, "optimizer.", "momentum")
 
 
+@choice("optimizer", "custom", "Any optax optimizer, or your own: optimizer=optax:lion.")
 @dataclass(frozen=True, kw_only=True)
 class CustomOptimizer(Optimizer):
     """Any optax transformation: optimizer=optax:lion is short for optimizer=custom optimizer.fn=optax:lion."""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from experiments.configs.fields import option, positive, refuse
+from experiments.configs.registry import choice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,11 @@ class Save:
     wandb: bool = option(False, "also log to Weights & Biases (needs the extra `wandb`)")
 
 
+@choice(
+    "checkpoint",
+    "auto",
+    "Every ten minutes, after the last step where that is small, and when the run is told to stop.",
+)
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """When everything that a step changes is written to the run's directory, and how much of it stays there."""

@@ -4,11 +4,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.configs.compute import Hardware, Remat, Tiling
+from experiments.configs.compute import Distributed, Hardware, Mesh, Remat, Tiling
 from experiments.configs.data import Chat, Data, Preference
-from experiments.configs.distributed import Distributed
-from experiments.configs.fields import OnNan, not_negative, option, positive, refuse
-from experiments.configs.mesh import Mesh
+from experiments.configs.fields import OnNan, not_negative, option, part, positive, refuse
 from experiments.configs.objective import Objective, Paired, Sft
 from experiments.configs.optimizer import Adapter, Optimizer
 from experiments.configs.results import Checkpoint, Evaluation, Profile, Save
@@ -26,18 +24,18 @@ class Model:
 class Run:
     """One run."""
 
-    model: Model
-    adapter: Adapter
-    data: Data
-    objective: Objective
-    tiling: Tiling
-    optimizer: Optimizer
-    hardware: Hardware
-    mesh: Mesh
-    remat: Remat
+    model: Model = part("what is trained")
+    adapter: Adapter = part("train all of it, or a LoRA adapter alone")
+    data: Data = part("what it reads")
+    objective: Objective = part("what it minimises")
+    tiling: Tiling = part("what is cut into tiles: the head, MLPs, attention, the batch")
+    optimizer: Optimizer = part("how parameters move")
+    hardware: Hardware = part("device, precision, compiler")
+    mesh: Mesh = part("how devices share the work")
+    remat: Remat = part("what the backward pass keeps")
     eval: Evaluation
     save: Save
-    checkpoint: Checkpoint
+    checkpoint: Checkpoint = part("when the run is saved so that it can go on")
     profile: Profile
     distributed: Distributed
     run: str | None = option(None, "name of the run and of its directory: a new one, or one to go on with")

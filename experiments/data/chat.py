@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.commandline import commands
+from experiments.commandline import console
 from experiments.data.corpus import DataError
 
 FILE = "chat_template.jinja"
@@ -58,7 +58,7 @@ class ChatTemplate:
         try:
             import jinja2
         except ImportError:
-            raise DataError(f"chat templates are an extra: {commands.install('hf')}") from None
+            raise DataError(f"chat templates are an extra: {console.install('hf')}") from None
         try:
             self._template = _environment().from_string(source)
             marks = re.search(r"\{%[-+]?\s*generation\b", source)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from experiments import configs
-from experiments.commandline import commands
+from experiments.commandline import console
 from experiments.data.corpus import DataError
 from experiments.data.rows import Batch
 
@@ -74,7 +74,7 @@ def open_pipeline(config: configs.Resolved, data: configs.Grain) -> tuple[Pipeli
     try:
         import grain
     except ImportError:
-        raise DataError(f"data=grain needs the extra: {commands.install('grain')}") from None
+        raise DataError(f"data=grain needs the extra: {console.install('grain')}") from None
     module, colon, name = data.dataset.partition(":")
     try:
         dataset = getattr(importlib.import_module(module), name)() if colon else None

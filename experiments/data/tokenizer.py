@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.commandline import commands
+from experiments.commandline import console
 from experiments.data.chat import ChatTemplate, Pieces, Plain
 from experiments.data.corpus import BOS, BYTE_VOCAB, DataError
 
@@ -345,6 +345,6 @@ def _package(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError:
         raise DataError(
-            f"tokenizers are an extra, and the package {name} is missing: {commands.install('hf')}, or leave "
+            f"tokenizers are an extra, and the package {name} is missing: {console.install('hf')}, or leave "
             f"data.tokenizer out for bytes"
         ) from None

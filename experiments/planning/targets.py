@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.commandline import commands
+from experiments.commandline import console
 from experiments.runtime.hardware import GIB, Device
 
 FLAT = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
 CUBES = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8", 512: "8x8x8"}
 INSTALL = {
-    "tpu": f"the compiler for TPUs: {commands.install('compile-tpu')}",
-    "gpu": f"XLA's compiler for GPUs: {commands.install('compile-gpu')}",
+    "tpu": f"the compiler for TPUs: {console.install('compile-tpu')}",
+    "gpu": f"XLA's compiler for GPUs: {console.install('compile-gpu')}",
 }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from experiments import configs
-from experiments.commandline import commands
+from experiments.commandline import console
 from experiments.results.metrics import Record
 
 PACKAGES = {"tensorboard": ("tensorboardX", "tb"), "wandb": ("wandb", "wandb")}
@@ -59,7 +59,7 @@ def missing(save: configs.Save) -> str | None:
     """Return what to do about the first logger that was asked for and is not installed."""
     for option, (package, extra) in PACKAGES.items():
         if getattr(save, option) and importlib.util.find_spec(package) is None:
-            return f"save.{option}=true needs the package {package}: {commands.install(extra)}"
+            return f"save.{option}=true needs the package {package}: {console.install(extra)}"
     return None
 
 

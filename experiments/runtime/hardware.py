@@ -9,6 +9,7 @@ from typing import Any
 import zoo.accounting
 from experiments import configs
 from experiments.configs import DType, Platform
+from experiments.configs.registry import name_of
 from experiments.step import tiles
 
 GIB = 2**30
@@ -228,7 +229,7 @@ def resolve(config: configs.Run, device: Device) -> tuple[configs.Resolved, dict
         full = hardware.param_dtype is DType.float32 and roomy
         cls = configs.AdamW if full or isinstance(config.adapter, configs.Lora) else configs.AdafactorLayerwise
         optimizer = cls(**{field.name: getattr(optimizer, field.name) for field in dataclasses.fields(optimizer)})
-        chosen["optimizer"] = option_name(cls)
+        chosen["optimizer"] = name_of("optimizer", optimizer)
     optimizer = choose(optimizer, "optimizer.", learning_rate=_rate(type(optimizer), params, config.adapter))
     resolved = dataclasses.replace(resolved, hardware=hardware)
     tiling = config.tiling
@@ -289,10 +290,3 @@ def _rate(optimizer: type, params: int, adapter: configs.Adapter) -> float:
         return LORA_RATE
     scaled = float(f"{rate * min(1.0, (3e6 / params) ** 0.5):.1g}")
     return scaled if optimizer in (configs.AdamW, configs.Muon, configs.CustomOptimizer) else rate
-
-
-def option_name(cls: type) -> str:
-    """Return the option of the optimizer group that a class stands for."""
-    from experiments.commandline.schema import SCHEMAS
-
-    return next(name for name, other in SCHEMAS["optimizer"].items() if other is cls)

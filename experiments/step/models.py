@@ -5,9 +5,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from experiments.commandline import commands
-from experiments.commandline.commands import CommandError
+from experiments.commandline import console
+from experiments.commandline.console import CommandError
 from experiments.configs import DType
+from experiments.configs.commands import Generate, Score
 from experiments.data.tokenizer import Bytes, Folder, open_tokenizer
 from experiments.runtime import hardware
 from experiments.step import program
@@ -34,7 +35,7 @@ class Opened:
     widen: bool = True
 
 
-def open_model(config: commands.Score | commands.Generate, argv: list[str], tokenizer: str | None) -> Opened:
+def open_model(config: Score | Generate, argv: list[str], tokenizer: str | None) -> Opened:
     """Return the model that a command names.
 
     Raises:
@@ -50,9 +51,9 @@ def open_model(config: commands.Score | commands.Generate, argv: list[str], toke
             model = adapters.load(config.lora, model)
     except (RunError, hardware.HardwareError, ValueError) as error:
         raise CommandError(str(error)) from None
-    commands.note(f"text is {encoder.name}")
+    console.note(f"text is {encoder.name}")
     if config.model.weights is None:
-        commands.note(f"the weights are random (seed={config.seed}): model.weights=FOLDER gives trained ones")
+        console.note(f"the weights are random (seed={config.seed}): model.weights=FOLDER gives trained ones")
     on_cpu = device.platform == "cpu"
     compute = config.hardware.compute_dtype or (DType.float32 if on_cpu else DType.bfloat16)
     narrow = on_cpu and model.embed.dtype != jnp.float32
@@ -61,7 +62,7 @@ def open_model(config: commands.Score | commands.Generate, argv: list[str], toke
     return Opened(model, jnp.dtype(compute.value), options, encoder, roomy)
 
 
-def _model(config: commands.Score | commands.Generate, device: hardware.Device) -> Any:
+def _model(config: Score | Generate, device: hardware.Device) -> Any:
     import zoo
 
     asked = config.hardware.param_dtype

@@ -15,6 +15,7 @@ import jax
 import zoo.accounting
 from experiments import configs
 from experiments.commandline import overrides, usage
+from experiments.configs.registry import name_of
 from experiments.data import batches
 from experiments.planning import preflight, table
 from experiments.planning.preflight import DoesNotFitError, Plan
@@ -197,7 +198,7 @@ def _preflight(
         except OutOfMemoryError as error:
             need = f"the compiler says\n{error}\n"
         else:
-            name = hardware.option_name(type(config.optimizer))
+            name = name_of("optimizer", config.optimizer)
             print(table.render(model, config, plan, device, name))
             print(f"  compiled in {time.perf_counter() - began:.1f} s", flush=True)
             if plan.fits:

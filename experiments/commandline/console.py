@@ -1,0 +1,40 @@
+"""How the program is called, here and where it is installed, and how a command speaks beside what it prints."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+CONSOLE = "tiling-zoo"  # the installed command, whose first word is what the others are called
+
+
+class CommandError(RuntimeError):
+    """A command that cannot do what it was asked for, in words for the user."""
+
+
+def note(text: str) -> None:
+    """Say something about a command's work, beside what it prints."""
+    print(f"note: {text}", file=sys.stderr, flush=True)
+
+
+def warn_of_length(length: int, config: Any, what: str) -> None:
+    """Say if a sequence is longer than those that a model was made for."""
+    if length > config.context_length:
+        note(f"{what} of {length:,} tokens is beyond the {config.context_length:,} that this model was made for")
+
+
+def called(name: str = "config") -> str:
+    """Return how the user calls a command: as it was called now, where that is known."""
+    name = {"config": "train"}.get(name, name)
+    if console := os.environ.get("TILING_ZOO_CALLED"):
+        return f"{console} {name}"
+    first = Path(sys.argv[0])
+    file = {"train": "run"}.get(name, name)
+    known = first.suffix == ".py" and first.stem == file
+    return f"python {sys.argv[0] if known and not first.is_absolute() else f'experiments/{file}.py'}"
+
+
+def install(extra: str) -> str:
+    """Return the command that installs an extra: from a checkout, or of the installed package."""
+    checkout = (Path(__file__).resolve().parents[2] / "pyproject.toml").is_file()
+    return f"pip install {'-e ' if checkout else ''}'{'.' if checkout else CONSOLE}[{extra}]'"
