@@ -1,15 +1,19 @@
-"""The installed command: `tiling-zoo train model=tiny`, `tiling-zoo generate ...`. Runs go under the current folder.
+"""The installed command, `tiling-zoo train model=tiny`, `tiling-zoo generate ...`, and how each of them is carried out.
 
 Each word is one of the scripts in this folder, which can also be run as they are: `python experiments/run.py`. No JAX.
 """
 
+import dataclasses
 import importlib
 import os
 import signal
 import sys
 from collections.abc import Callable
+from typing import Any
 
-from experiments.commandline.console import CONSOLE
+from experiments.commandline import schema, usage
+from experiments.commandline.console import CONSOLE, CommandError
+from experiments.data.corpus import DataError
 
 COMMANDS = {  # word -> (module, what it does)
     "train": ("run", "train a model, or go on with a run"),
@@ -22,6 +26,7 @@ COMMANDS = {  # word -> (module, what it does)
     "launch": ("launch", "start one run in several processes on this machine"),
     "sweep": ("sweep", "hand many runs to a cluster"),
 }
+TEXTS = ("prompt", "system")  # values that are the user's own words, which Hydra must not read
 
 
 def help_text() -> str:
@@ -43,6 +48,29 @@ def main(argv: list[str] | None = None) -> int:
     os.environ["TILING_ZOO_CALLED"] = CONSOLE  # what messages call it, those of the processes that it starts too
     words += ["plan=true"] if word == "plan" else []
     return ended(importlib.import_module(f"experiments.{COMMANDS[word][0]}").main, words)
+
+
+def carry_out(name: str, action: Callable[[Any, list[str]], None], argv: list[str]) -> int:
+    """Compose a command's configuration, carry it out, and return the exit status: 0, 1 failed, 2 misconfigured."""
+    if {"-h", "--help"}.intersection(argv):
+        return usage.tell(name, argv)
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's own log: errors only
+    texts = {key: [word[len(key) + 1 :] for word in argv if word.startswith(f"{key}=")] for key in TEXTS}
+    words = [word for word in argv if word.partition("=")[0] not in TEXTS or name != "generate"]
+    try:
+        config, _ = schema.compose(words, name)
+        if name == "generate":
+            config = dataclasses.replace(config, **{key: found or None for key, found in texts.items()})
+        action(config, argv)
+    except (schema.ConfigError, DataError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except CommandError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
 
 
 def ended(main: Callable[[list[str]], int], words: list[str]) -> int:

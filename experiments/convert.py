@@ -11,8 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder first
     sys.path.insert(0, str(ROOT))
 
-from experiments.command import ended  # noqa: E402
-from experiments.commandline import commands  # noqa: E402
+from experiments.command import carry_out, ended  # noqa: E402
 from experiments.commandline.console import CommandError  # noqa: E402
 from experiments.configs.commands import Convert  # noqa: E402
 
@@ -21,7 +20,7 @@ GIB = 2**30
 
 def main(argv: list[str]) -> int:
     """Convert a model; return the exit status."""
-    return commands.carry_out("convert", convert, argv)
+    return carry_out("convert", convert, argv)
 
 
 def convert(config: Convert, argv: list[str]) -> None:

@@ -12,8 +12,8 @@ ROOT = Path(__file__).resolve().parent.parent
 if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder first
     sys.path.insert(0, str(ROOT))
 
-from experiments.command import ended  # noqa: E402
-from experiments.commandline import commands, console  # noqa: E402
+from experiments.command import carry_out, ended  # noqa: E402
+from experiments.commandline import console  # noqa: E402
 from experiments.commandline.console import CommandError  # noqa: E402
 from experiments.configs.commands import Generate  # noqa: E402
 from experiments.data.chat import Plain  # noqa: E402
@@ -21,13 +21,13 @@ from experiments.data.chat import Plain  # noqa: E402
 
 def main(argv: list[str]) -> int:
     """Generate text; return the exit status."""
-    return commands.carry_out("generate", _generate, argv)
+    return carry_out("generate", _generate, argv)
 
 
 def _generate(config: Generate, argv: list[str]) -> None:
     import jax
 
-    from experiments.step.models import open_model
+    from experiments.step.weights import open_model
     from zoo.inference.generate import Sampling, stream
 
     if not config.prompt:

@@ -3,11 +3,11 @@
 JAX is imported only once the configuration is known to be right.
 """
 
-import itertools
+import contextlib
 import os
-import signal
-import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -16,12 +16,9 @@ if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder 
 
 from experiments import configs  # noqa: E402
 from experiments.command import ended  # noqa: E402
-from experiments.commandline import options, overrides, schema, spelling  # noqa: E402
+from experiments.commandline import overrides, schema  # noqa: E402
 from experiments.commandline.usage import dump, tell  # noqa: E402
 from experiments.runtime.signals import Stop, Stopped  # noqa: E402
-
-# What a sweep hears, and what it tells the job that is running.
-TOLD = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM}
 
 
 def main(argv: list[str]) -> int:
@@ -34,7 +31,9 @@ def main(argv: list[str]) -> int:
         print(listing.plain())
         return 0
     if {"-m", "--multirun"}.intersection(argv):
-        return _sweep([word for word in argv if word not in ("-m", "--multirun")])
+        from experiments import sweep
+
+        return sweep.main(argv)
     with Stop(alone=True) as stop:
         return _run(argv, stop)
 
@@ -54,9 +53,7 @@ def _run(argv: list[str], stop: Stop) -> int:
             from experiments.planning import ahead
 
             return ahead.start(config, choices, words)
-        from experiments.training import session  # from here on JAX may be imported
-
-        return session.start(config, choices, words, stop)
+        return start(config, choices, words, stop)
     except schema.ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -65,32 +62,59 @@ def _run(argv: list[str], stop: Stop) -> int:
         return stopped.status
 
 
-def _sweep(words: list[str]) -> int:
-    """Run every combination of comma-separated values, each in a process and a run directory of its own."""
-    choices = [spelling.swept(word, options.by_key()) for word in words]
-    status = 0
-    for number, combination in enumerate(itertools.product(*choices)):
-        print(f"\n{' '.join(combination)}", flush=True)
-        code = _carried_out([sys.executable, __file__, *overrides.numbered(combination, number)])
-        status = max(status, code)
-        if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):  # it was told to stop, and so is the sweep
-            break
-    return status
+def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str], stop: Stop | None = None) -> int:
+    """Carry out a run and return its exit status, every expected error in one message. JAX is imported from here on.
 
+    Args:
+        config: the run, as it was asked for.
+        choices: the option of each group.
+        argv: the overrides that say so.
+        stop: what hears that the run is to end, entered already; None: from here on.
+    """
+    from experiments.data.batches import open_source
+    from experiments.planning.report import report, say
+    from experiments.planning.resolve import checked, resolve
+    from experiments.results import loggers, summary
+    from experiments.results.directory import Directory
+    from experiments.runtime import distributed, hardware, meshes
+    from experiments.step.weights import with_weights
+    from experiments.training import session
+    from experiments.training.errors import Errors
+    from experiments.training.loop import train
 
-def _carried_out(command: list[str]) -> int:
-    """Return a job's exit status; it is told what this process is told, and waited for while it saves."""
-    # A session of its own: Ctrl-C comes to this process alone, which passes it on once.
-    job = subprocess.Popen(command, start_new_session=True)
-    tell = lambda number, _: job.send_signal(TOLD[number])
-    heard = [number for number in TOLD if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
-    before = {number: signal.signal(number, tell) for number in heard}
-    try:
-        code = job.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    return code if code >= 0 else 128 - code
+    if stop is None:
+        with Stop() as stop:
+            return start(config, choices, argv, stop)
+    began, name = time.perf_counter(), choices["model"]
+    with Errors() as errors, contextlib.ExitStack() as held:
+        stop.ask()  # JAX has been imported meanwhile
+        loggers.check(config.save)
+        asked = with_weights(config, argv)
+        errors.directory = directory = Directory.find(asked.out, asked.run, name)
+        distributed.join(asked.distributed, stop)
+        stop.ask()
+        device = hardware.prepare(asked.hardware.platform)
+        hardware.allow(asked.hardware)
+        run, chosen = resolve(asked, device)
+        errors.run = run
+        held.enter_context(meshes.spread(run.mesh))
+        programs = checked(run)
+        stop.ask()
+        source = open_source(run)
+        stop.ask()
+        directory.hold()
+        held.callback(directory.release)
+        errors.begun = True  # what was asked for can be carried out
+        say(source.text, chosen)
+        plan = report(programs, name, overrides.variations(argv), device, stop.ask)
+        stop.ask()
+        if not run.plan:
+            words = overrides.pinned(argv, chosen)
+            with session.opened(directory, programs, plan, source, words, argv, began) as opened:
+                model = train(programs, source, opened, stop)
+            saved = summary.save_weights(model, run, opened.path)
+            print(summary.words(opened.path, opened.recorder, opened.known, saved, time.perf_counter() - began))
+    return errors.status
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder 
     sys.path.insert(0, str(ROOT))
 
 from experiments import configs  # noqa: E402
-from experiments.command import ended  # noqa: E402
-from experiments.commandline import commands, console  # noqa: E402
+from experiments.command import carry_out, ended  # noqa: E402
+from experiments.commandline import console  # noqa: E402
 from experiments.commandline.console import CommandError  # noqa: E402
 from experiments.configs.commands import Score  # noqa: E402
 
@@ -173,11 +173,11 @@ def read_documents(config: Score, tokenizer: Any, vocab_size: int) -> list[Docum
 
 def main(argv: list[str]) -> int:
     """Score text; return the exit status."""
-    return commands.carry_out("score", _score, argv)
+    return carry_out("score", _score, argv)
 
 
 def _score(config: Score, argv: list[str]) -> None:
-    from experiments.step.models import open_model
+    from experiments.step.weights import open_model
 
     with _opened(config.out) as file:
         _score_into(file, config, open_model(config, argv, config.data.tokenizer))

@@ -1,12 +1,14 @@
-"""Sweep with Hydra's own launchers and sweepers, for clusters: each combination is a job, in a process of its own.
+"""Sweep over values: each combination is a run in a process of its own, by Hydra's own sweepers and launchers.
 
-    pip install hydra-submitit-launcher
+    python experiments/run.py -m tiling.n=1,8 seed=0,1
     python experiments/sweep.py -m hydra/launcher=submitit_slurm hydra.launcher.timeout_min=60 tiling.n=1,8 seed=0,1
 
-Options of launchers are `hydra.launcher.*`. Without a cluster, `run.py -m` does the same one after another.
+The first carries them out here, one after another; a cluster's launcher needs its package (`.[slurm]`), and its options
+are `hydra.launcher.*`.
 """
 
 import importlib.util
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -19,31 +21,75 @@ if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder 
 from experiments.command import ended  # noqa: E402
 from experiments.commandline import console, options, overrides, schema, spelling  # noqa: E402
 
+# What a sweep hears, and what it tells the job that is running.
+TOLD = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM}
+
 
 def job(_: Any) -> int:
-    """Carry out one combination; raises if it fails, so that launchers see it."""
+    """Carry out one combination and return its exit status.
+
+    Raises:
+        SystemExit: it was told to stop, and so is the sweep.
+    """
     from hydra.core.hydra_config import HydraConfig
 
     hydra = HydraConfig.get()
-    words = overrides.numbered(
-        [spelling.typed(word, options.by_key()) for word in hydra.overrides.task], int(hydra.job.num)
-    )
-    subprocess.run([sys.executable, str(ROOT / "experiments" / "run.py"), *words], check=True)
+    words = [spelling.typed(word, options.by_key()) for word in hydra.overrides.task]
+    print(f"\n{' '.join(words)}", flush=True)
+    run = str(ROOT / "experiments" / "run.py")
+    code = _carried_out([sys.executable, run, *overrides.numbered(words, int(hydra.job.num))])
+    if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
+        raise SystemExit(code)
+    return code
+
+
+def elsewhere(config: Any) -> int:
+    """Carry out one combination for a cluster's launcher, which sees a failure where one is raised."""
+    if code := job(config):
+        raise RuntimeError(f"the run ended with status {code}")
     return 0
 
 
 def main(argv: list[str]) -> int:
-    """Hand over to Hydra; return the exit status."""
+    """Hand over to Hydra; return the exit status, of several jobs that failed the largest."""
+    launched = any(word.startswith("hydra/launcher=") for word in argv)
     if any(word.startswith("hydra/launcher=submitit") for word in argv) and not _has_submitit():
         print(f"error: hydra/launcher=submitit needs the extra: {console.install('slurm')}", file=sys.stderr)
         return 2
     import hydra
 
-    schema.register()
-    known = options.by_key()
-    sys.argv[1:] = [spelling.swept_by_hydra(word, known) for word in spelling.named(argv)]
-    hydra.main(version_base="1.3", config_path=str(schema.CONF), config_name="config")(job)()
-    return 0
+    known, before, ended = options.by_key(), sys.argv, [0]
+    asked = [word for word in argv if not word.startswith(("-", "hydra"))]
+    try:  # what is wrong is said once, in our words
+        schema.compose([spelling.swept(word, known)[0] for word in spelling.named(asked)])
+    except schema.ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    counted = lambda config: ended.append(job(config))
+    task = hydra.main(version_base="1.3", config_path=str(schema.CONF), config_name="config")
+    sys.argv = [before[0], *(spelling.swept_by_hydra(word, known) for word in spelling.named(argv))]
+    try:
+        task(elsewhere if launched else counted)()
+    except SystemExit as stopped:
+        return stopped.code if isinstance(stopped.code, int) else 1
+    finally:
+        sys.argv = before
+    return max(ended)
+
+
+def _carried_out(command: list[str]) -> int:
+    """Return a job's exit status; it is told what this process is told, and waited for while it saves."""
+    # A session of its own: Ctrl-C comes to this process alone, which passes it on once.
+    job = subprocess.Popen(command, start_new_session=True)
+    tell = lambda number, _: job.send_signal(TOLD[number])
+    heard = [number for number in TOLD if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
+    before = {number: signal.signal(number, tell) for number in heard}
+    try:
+        code = job.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return code if code >= 0 else 128 - code
 
 
 def _has_submitit() -> bool:

@@ -10,8 +10,8 @@ ROOT = Path(__file__).resolve().parent.parent
 if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder first
     sys.path.insert(0, str(ROOT))
 
-from experiments.command import ended  # noqa: E402
-from experiments.commandline import commands, schema  # noqa: E402
+from experiments.command import carry_out, ended  # noqa: E402
+from experiments.commandline import schema  # noqa: E402
 from experiments.configs.commands import Tokenizer  # noqa: E402
 from experiments.data.corpus import documents  # noqa: E402
 from experiments.data.tokenizer import FILE, train_bpe  # noqa: E402
@@ -19,7 +19,7 @@ from experiments.data.tokenizer import FILE, train_bpe  # noqa: E402
 
 def main(argv: list[str]) -> int:
     """Train a tokenizer; return the exit status."""
-    return commands.carry_out("tokenizer", _train, argv)
+    return carry_out("tokenizer", _train, argv)
 
 
 def _train(config: Tokenizer, argv: list[str]) -> None:

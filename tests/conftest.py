@@ -65,9 +65,9 @@ def compile_once(cache):
 @pytest.fixture
 def start(tmp_path, cache, compile_once, monkeypatch):
     """Carry out a micro run in this process, without touching its JAX configuration; return the exit status."""
+    from experiments import run  # once the import hook above is there
     from experiments.commandline import schema  # once the import hook above is there
     from experiments.runtime import hardware  # once the import hook above is there
-    from experiments.training import session  # once the import hook above is there
     from tests.runs import MICRO
 
     device = hardware.Device("cpu", "a test", 2**32)
@@ -75,6 +75,6 @@ def start(tmp_path, cache, compile_once, monkeypatch):
 
     def begin(*overrides):
         words = [*MICRO, f"out={tmp_path}", f"data.cache={cache}", *overrides]
-        return session.start(*schema.compose(words), words)
+        return run.start(*schema.compose(words), words)
 
     return begin

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from experiments.commandline import schema
+from experiments.planning.resolve import resolve
 from experiments.runtime import hardware
-from experiments.step import program
+from experiments.step.build import Programs
 from tests.hf_tiny import FAST
 from transforms.step import State
 
@@ -22,7 +23,7 @@ TOLERANCE = {"float32": 1e-6, "float64": 1e-9}
 def resolved(n, dtype, *overrides):
     words = [f"model.{size}" for size in MICRO] + [f"hardware.{kind}_dtype={dtype}" for kind in ("param", "compute")]
     words += ["model=tiny_gemma3", "batch_size=10", "seq_len=12", f"steps={STEPS}", f"tiling.batch={n}"]
-    return hardware.resolve(schema.compose([*words, *overrides])[0], DEVICE)[0]
+    return resolve(schema.compose([*words, *overrides])[0], DEVICE)[0]
 
 
 def batches(paired):
@@ -38,9 +39,9 @@ def batches(paired):
 def curve(n, dtype, *overrides):
     config = resolved(n, dtype, *overrides)
     config = dataclasses.replace(config, hardware=dataclasses.replace(config.hardware, **FAST))
-    model = program.init_model(config)
-    state = State.init(model, program.build_optimizer(config), program.trainable(config))
-    step = program.compile_train(config, state)
+    model = Programs(config).init()
+    state = State.init(model, Programs(config).optimizer, Programs(config).trainable)
+    step = Programs(config).train
     losses = []
     for batch in batches(config.paired):
         state, metrics = step(batch, state)
@@ -82,7 +83,7 @@ def test_micro_batches_give_the_same_loss_curve(n, dtype, kind):
 def test_a_token_weighs_the_same_wherever_it_falls():
     """The same tokens in other rows, so that micro-batches hold other shares of them: the same gradient."""
     config = resolved(5, "float32", "optimizer=sgd")
-    model, loss = program.init_model(config), program.make_loss(config)
+    model, loss = Programs(config).init(), Programs(config).loss
     batch = next(batches(False))
     order = np.random.default_rng(1).permutation(10)
     gradients = jax.jit(jax.grad(lambda model, batch: loss(model, batch)[0]), **FAST)

@@ -167,7 +167,7 @@ def test_other_arrays_are_all_named(opened):
 FULL = """
 import resource, sys, jax.numpy as jnp
 from pathlib import Path
-from experiments.checkpoints import CheckpointError, Checkpoints
+from experiments.training.checkpoints import CheckpointError, Checkpoints
 store = Checkpoints(Path(sys.argv[1]), {})
 store.save(1, {"w": jnp.ones(1000)})
 store.wait()

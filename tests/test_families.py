@@ -8,9 +8,9 @@ import pytest
 import zoo.accounting
 from experiments import configs
 from experiments.commandline import schema
-from experiments.runtime import hardware
+from experiments.planning.resolve import resolve
 from experiments.runtime.hardware import Device
-from experiments.step import program
+from experiments.step.build import Programs
 from tests.hf_tiny import FAST
 from zoo import ForwardPass, Gemma, Llama, Mixture, model_class
 
@@ -24,16 +24,16 @@ BATCH = (TOKENS, (TOKENS + 1) % 64, jnp.ones((2, 16)))
 def resolved(name: str) -> configs.Resolved:
     sizes = [f"model.{size}" for size in MICRO]
     overrides = [f"model={name}", *sizes, "batch_size=2", "seq_len=16", "steps=2", "tiling.n=2", "remat=full"]
-    return hardware.resolve(schema.compose(overrides)[0], DEVICE)[0]
+    return resolve(schema.compose(overrides)[0], DEVICE)[0]
 
 
 @pytest.mark.parametrize("name", TINY)
 def test_a_step_down_the_gradient_lowers_the_loss(name):
     config = resolved(name)
-    model = program.init_model(config)
+    model = Programs(config).init()
     assert type(model) is TINY[name] is model_class(config.model.config)
     assert zoo.accounting.count_params(config.model.config) == sum(leaf.size for leaf in jax.tree.leaves(model))
-    loss = program.make_loss(config)
+    loss = Programs(config).loss
     grad = eqx.filter_jit(eqx.filter_value_and_grad(lambda model: loss(model, BATCH)[0]), **FAST)
     before, grads = grad(model)
     after, _ = grad(jax.tree.map(lambda leaf, slope: leaf - 0.05 * slope, model, grads))
@@ -42,10 +42,8 @@ def test_a_step_down_the_gradient_lowers_the_loss(name):
 
 def test_a_mixture_is_balanced_in_training_and_not_in_evaluation():
     config = resolved("tiny_mixtral")
-    model = program.init_model(config)
-    trained, held_out = (
-        program.make_loss(config, evaluating=evaluating)(model, BATCH)[0] for evaluating in (False, True)
-    )
+    model = Programs(config).init()
+    trained, held_out = (loss(model, BATCH)[0] for loss in (Programs(config).loss, Programs(config).held_out_loss))
     balance = model.forward(TOKENS, ForwardPass()).balance
     weight = config.model.config.balance_weight
     assert float(trained - held_out) == pytest.approx(weight * float(balance), rel=1e-2)

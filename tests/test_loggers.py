@@ -6,6 +6,7 @@ import types
 import pytest
 
 from experiments import configs
+from experiments.commandline.console import CommandError
 from experiments.results import loggers
 from experiments.results.metrics import Record, Recorder
 
@@ -32,11 +33,11 @@ def test_every_record_reaches_every_logger(tmp_path):
 
 def test_a_logger_that_is_not_installed_is_named_with_its_extra(monkeypatch):
     monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda name: None)
-    assert loggers.missing(configs.Save()) is None
-    assert "needs the package tensorboardX: pip install -e '.[tb]'" in str(
-        loggers.missing(configs.Save(tensorboard=True))
-    )
-    assert "'.[wandb]'" in str(loggers.missing(configs.Save(wandb=True)))
+    loggers.check(configs.Save())
+    with pytest.raises(CommandError, match=r"needs the package tensorboardX: pip install -e '\.\[tb\]'"):
+        loggers.check(configs.Save(tensorboard=True))
+    with pytest.raises(CommandError, match=r"'\.\[wandb\]'"):
+        loggers.check(configs.Save(wandb=True))
 
 
 def test_tensorboard_gets_what_was_measured(tmp_path, monkeypatch):

@@ -12,8 +12,9 @@ from experiments import configs
 from experiments.commandline import schema
 from experiments.data import batches
 from experiments.planning.hlo import collectives
+from experiments.planning.resolve import resolve
 from experiments.runtime import hardware, meshes
-from experiments.step import program
+from experiments.step.build import Programs
 from tests.quick import QUICK
 from transforms.step import State
 
@@ -26,9 +27,9 @@ LAYOUTS = ["dp", "fsdp", "fsdp_v", "tp", "cp", "fsdp_tp", "fsdp_cp"]
 CASES = [(LLAMA if LAYOUTS.index(name) % 2 else GEMMA, name) for name in LAYOUTS]
 
 
-def resolve(*words, count=8, platform="cpu"):
+def resolved(*words, count=8, platform="cpu"):
     device = hardware.Device(platform, "a test", 2**33, count)
-    return hardware.resolve(schema.compose([*SIZES, "tiling=none", *words])[0], device)
+    return resolve(schema.compose([*SIZES, "tiling=none", *words])[0], device)
 
 
 def quickly(config):
@@ -38,14 +39,14 @@ def quickly(config):
 
 def losses(*words):
     """The loss of every step of a run."""
-    config = quickly(resolve(*words)[0])
+    config = quickly(resolved(*words)[0])
     assert meshes.problem(config) is None
     source = batches.open_source(config)
-    with meshes.spread(config):
-        abstract = program.abstract_state(config)
-        step, put = program.compile_train(config, abstract), meshes.feeder(source.batch_size)
-        model, optimizer = program.init_model(config), program.build_optimizer(config)
-        state = eqx.filter_jit(lambda model: State.init(model, optimizer, program.trainable(config)), **QUICK)(model)
+    with meshes.spread(config.mesh):
+        abstract = Programs(config).state
+        step, put = Programs(config).train, meshes.feeder(source.batch_size)
+        model, optimizer = Programs(config).init(), Programs(config).optimizer
+        state = eqx.filter_jit(lambda model: State.init(model, optimizer, Programs(config).trainable), **QUICK)(model)
         found = []
         for index in range(config.steps):
             state, metrics = step(put(lambda rows, index=index: source.batch(index, rows).arrays), state)
@@ -83,9 +84,9 @@ def test_a_tiled_run_is_the_same_on_a_mesh(alone, model, layout):
 @pytest.mark.parametrize("tiling", [["tiling.batch=2"], ["tiling.n=2"]])
 def test_devices_exchange_with_every_micro_batch_where_that_is_asked_for(tiling):
     def in_loops(sync):
-        config, _ = resolve("mesh=fsdp", "batch_size=16", f"tiling.sync={sync}", *tiling, *LLAMA, "model.num_layers=1")
-        with meshes.spread(config):
-            text = program.compile_train(config, program.abstract_state(config)).compiled.as_text()
+        config, _ = resolved("mesh=fsdp", "batch_size=16", f"tiling.sync={sync}", *tiling, *LLAMA, "model.num_layers=1")
+        with meshes.spread(config.mesh):
+            text = Programs(config).train.compiled.as_text()
         return sum(c.bytes for c in collectives(text, 8) if c.looped)
 
     assert in_loops("once") < in_loops("tile")
@@ -146,7 +147,7 @@ def test_other_runs_are_the_same_on_a_mesh(words):
     ],
 )
 def test_the_mesh_suits_the_devices(words, count, platform, sizes):
-    config, chosen = resolve(*words, count=count, platform=platform)
+    config, chosen = resolved(*words, count=count, platform=platform)
     assert {name: size for name, size in config.mesh.sizes.items() if size != 1} == sizes
     assert meshes.problem(config) is None
     if platform != "cpu" and not any(word.startswith("mesh") for word in words) and count > 1:
@@ -156,7 +157,7 @@ def test_the_mesh_suits_the_devices(words, count, platform, sizes):
 def test_a_batch_that_is_left_open_divides_over_the_devices():
     words = [word for word in SIZES if not word.startswith("batch_size")]
     device = hardware.Device("gpu", "a test", 2**33, 6)
-    config, _ = hardware.resolve(schema.compose([*words, "tiling=none"])[0], device)
+    config, _ = resolve(schema.compose([*words, "tiling=none"])[0], device)
     assert config.mesh.data == 6
     assert config.batch_size % 6 == 0
 
@@ -171,7 +172,7 @@ def test_a_batch_that_is_left_open_divides_over_the_devices():
 )
 def test_sizes_that_do_not_make_the_devices_are_refused(words, message):
     with pytest.raises(hardware.HardwareError, match=message):
-        resolve(*words)
+        resolved(*words)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +186,7 @@ def test_sizes_that_do_not_make_the_devices_are_refused(words, message):
     ],
 )
 def test_what_cannot_be_cut_over_the_mesh_is_refused(words, message):
-    problem = meshes.problem(resolve(*words)[0])
+    problem = meshes.problem(resolved(*words)[0])
     assert problem is not None
     with pytest.raises(AssertionError, match=message):
         raise AssertionError(problem)
@@ -201,8 +202,8 @@ def test_bad_sizes_are_refused(words, message):
 
 
 def test_dimensions_that_stay_whole_are_told():
-    config, _ = resolve("mesh=tp", *LLAMA)
-    assert meshes.notes(config) == ["K=2 stays whole: mesh.model=8 does not divide it"]
+    config, _ = resolved("mesh=tp", *LLAMA)
+    assert meshes.notes(config.mesh, config.model.config.dims) == ["K=2 stays whole: mesh.model=8 does not divide it"]
     assert meshes.describe(config.mesh) == "model=8"
     assert meshes.describe(configs.Mesh(data=4, fsdp="none")) == "data=4, parameters copied"
 
@@ -210,8 +211,8 @@ def test_dimensions_that_stay_whole_are_told():
 def test_other_threads_put_batches_where_they_belong():
     from concurrent.futures import ThreadPoolExecutor
 
-    config, _ = resolve("mesh=fsdp_cp")
-    with meshes.spread(config), ThreadPoolExecutor(1) as thread:
+    config, _ = resolved("mesh=fsdp_cp")
+    with meshes.spread(config.mesh), ThreadPoolExecutor(1) as thread:
         (array,) = thread.submit(meshes.feeder(8), lambda rows: (np.zeros((8, 16), np.int32)[rows],)).result()
         assert tuple(array.sharding.spec) == ("data", "context")
         (pairs,) = meshes.feeder(4)(lambda rows: (np.zeros((4, 2, 16), np.int32)[rows],))

@@ -16,10 +16,11 @@ import pytest
 from experiments import configs
 from experiments import plots as plots_command
 from experiments.commandline import schema
-from experiments.planning import preflight, table
+from experiments.planning import cost, table
+from experiments.planning.resolve import resolve
 from experiments.results import metrics, plots
 from experiments.results.metrics import Progress, Record, Recorder
-from experiments.runtime import hardware
+from experiments.runtime import hardware, numbers
 
 PICTURES = ("loss.png", "memory.png", "speed.png", "rate.png")
 
@@ -132,33 +133,33 @@ def test_a_table_is_as_narrow_as_the_terminal(monkeypatch):
     monkeypatch.setattr(table.sys, "stdout", Terminal())
     monkeypatch.setenv("COLUMNS", "40")
     config = resolved("tiling.n=8", "batch_size=1", "seq_len=128")
-    text = table.render("tiny", config, plan(), hardware.Device("cpu", "a test", 2**33), "adamw")
+    text = table.render("tiny", config, plan(), hardware.Device("cpu", "a test", 2**33))
     text += "\n" + table.choices({"optimizer.learning_rate": 0.003, "hardware.param_dtype": "float32", "steps": 3})
     assert max(map(len, text.splitlines())) <= 40
     assert "tiles of 16 tokens make" in " ".join(text.split())
 
 
 def plan(untiled=True):
-    small = preflight.Memory(2**30, 2**28, 2**30, 2**27, 2**28, 3 * 2**30)
-    large = preflight.Memory(2**30, 2**28, 2**30, 2**30, 2**28, 4 * 2**30)
-    return preflight.Plan(10**9, 10**12, small, 8 * 2**30, 2**30, None, None, untiled=large if untiled else None)
+    small = cost.Memory(2**30, 2**28, 2**30, 2**27, 2**28, 3 * 2**30)
+    large = cost.Memory(2**30, 2**28, 2**30, 2**30, 2**28, 4 * 2**30)
+    return cost.Plan(10**9, 10**12, small, 8 * 2**30, 2**30, untiled=large if untiled else None)
 
 
 def resolved(*overrides):
     config, _ = schema.compose(list(overrides))
-    return hardware.resolve(config, hardware.Device("cpu", "a test", 2**33))[0]
+    return resolve(config, hardware.Device("cpu", "a test", 2**33))[0]
 
 
 @pytest.mark.parametrize("made", [records(), records(3)], ids=["long", "short"])
 def test_pictures_are_drawn_of_what_was_measured(made, tmp_path):
-    assert plots.draw(tmp_path, made, plots.facts(plan(untiled=len(made) > 3), resolved())) == list(PICTURES)
+    assert plots.draw(tmp_path, made, table.facts(plan(untiled=len(made) > 3), resolved())) == list(PICTURES)
     for name in PICTURES:
         assert (tmp_path / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 @pytest.mark.parametrize("made", [records()[:1], []], ids=["untrained", "none"])
 def test_no_picture_is_drawn_of_nothing(made, tmp_path):
-    assert plots.draw(tmp_path, made, plots.facts(plan(), resolved())) == []
+    assert plots.draw(tmp_path, made, table.facts(plan(), resolved())) == []
     assert not [*tmp_path.iterdir()]
 
 
@@ -193,7 +194,7 @@ def drawn(draw, *args):
     ],
 )
 def test_the_picture_of_memory_says_what_is_cut_and_nothing_lies_over_another(overrides, untiled, says):
-    known = plots.facts(plan(untiled), resolved(*overrides))
+    known = table.facts(plan(untiled), resolved(*overrides))
     words, outside, over = drawn(plots._memory, records(), known, "a-run-1")
     assert says in words and "sync" not in words
     assert ("less than untiled" in words) == untiled
@@ -202,7 +203,7 @@ def test_the_picture_of_memory_says_what_is_cut_and_nothing_lies_over_another(ov
 
 def test_the_picture_explains_what_is_beside_the_step():
     config = resolved("tiling.n=8")
-    known = plots.facts(dataclasses.replace(plan(False), head_untiled=2**30), config)
+    known = table.facts(dataclasses.replace(plan(False), head_untiled=2**30), config)
     made = [dataclasses.replace(records()[0], memory_bytes=2**31), *records(9)[1:]]
     assert plots.beside(made, 2**30) == 2**30
     words, outside, over = drawn(plots._memory, made, known, "a-run-1")
@@ -212,7 +213,7 @@ def test_the_picture_explains_what_is_beside_the_step():
 
 
 def test_the_loss_of_pairs_is_not_of_text():
-    known = {**plots.facts(plan(), resolved()), "paired": True}
+    known = {**table.facts(plan(), resolved()), "paired": True}
     made = [dataclasses.replace(record, bits_per_byte=None, held_out_bits_per_byte=None) for record in records()]
     words, outside, over = drawn(plots._loss, made, known, "dpo")
     assert "loss of a pair of answers" in words and "held-out pairs" in words and "nats" not in words
@@ -226,14 +227,14 @@ def test_pictures_are_drawn_again_from_what_the_run_left(tmp_path, capsys):
     for record in records(5):
         recorder.add(record)
     recorder.close()
-    plots.remember(tmp_path, plots.facts(plan(), resolved()))
+    plots.remember(tmp_path, table.facts(plan(), resolved()))
     assert plots_command.main([str(tmp_path)]) == 0
     assert all((tmp_path / name).exists() for name in PICTURES)
 
 
 def test_table_is_aligned_and_complete():
     config = resolved("tiling.n=8", "batch_size=8", "seq_len=256")
-    text = table.render("tiny", config, plan(), hardware.Device("cpu", "a test", 2**33), "adamw")
+    text = table.render("tiny", config, plan(), hardware.Device("cpu", "a test", 2**33))
     lines = text.splitlines()
     assert max(map(len, lines)) <= 80
     words = ["parameters", "tokens per step", "FLOPs per step", "weights", "optimizer", "gradients", "head"]
@@ -245,7 +246,7 @@ def test_table_is_aligned_and_complete():
 
 def test_table_says_when_tiles_are_short():
     config = resolved("tiling.n=8", "batch_size=1", "seq_len=128")
-    text = table.render("tiny", config, plan(), hardware.Device("cpu", "a test", 2**33), "adamw")
+    text = table.render("tiny", config, plan(), hardware.Device("cpu", "a test", 2**33))
     assert "note: tiles of 16 tokens make slow matrix products; tiling.n=2 has 64 in each." in text
 
 
@@ -253,13 +254,13 @@ def test_table_says_when_tiles_are_short():
     ("count", "text"), [(0, "0.0 MiB"), (2**20, "1.0 MiB"), (2**30, "1.00 GiB"), (5 * 2**40, "5,120.00 GiB")]
 )
 def test_sizes(count, text):
-    assert table.size(count) == text
+    assert numbers.size(count) == text
 
 
 def test_choices_can_be_pasted_back():
-    _, chosen = hardware.resolve(schema.compose([])[0], hardware.Device("cpu", "a test", 2**33))
+    _, chosen = resolve(schema.compose([])[0], hardware.Device("cpu", "a test", 2**33))
     words = table.choices(chosen).replace("chosen:", "").split()
-    again = hardware.resolve(schema.compose(words)[0], hardware.Device("cpu", "a test", 2**33))
+    again = resolve(schema.compose(words)[0], hardware.Device("cpu", "a test", 2**33))
     assert again[1] == {}
     assert again[0].optimizer == configs.AdamW(learning_rate=3e-3)
 

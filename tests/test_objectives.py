@@ -11,9 +11,12 @@ import pytest
 
 from experiments import configs
 from experiments.commandline import schema
-from experiments.planning import preflight
+from experiments.commandline.overrides import with_overrides
+from experiments.planning.resolve import resolve
 from experiments.runtime import hardware
-from experiments.step import objectives, program, reference, tiles
+from experiments.step import objectives, reference, tiling
+from experiments.step.build import Programs, inputs
+from experiments.step.reference import Origin
 from tests.hf_tiny import FAST
 from zoo.adapters import lora
 
@@ -39,21 +42,21 @@ def teacher(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("teacher") / "weights"
     config = resolved("model.embed_dim=24", "seed=5")
-    zoo.save(program.init_model(config), folder)
+    zoo.save(Programs(config).init(), folder)
     return folder
 
 
 def resolved(*overrides):
     words = ["model=tiny", *(f"model.{size}" for size in MICRO), "batch_size=8", "seq_len=16", "steps=2"]
-    config, _ = schema.compose(preflight.with_overrides([*words, "tiling.n=none", *overrides], []))
-    return hardware.resolve(config, DEVICE)[0]
+    config, _ = schema.compose(with_overrides([*words, "tiling.n=none", *overrides], []))
+    return resolve(config, DEVICE)[0]
 
 
 def arrays(config):
     """A batch with uneven masks, and documents that share rows where the data packs them."""
     rng = np.random.default_rng(0)
     found = []
-    for shape in program.abstract_batch(dataclasses.replace(config, objective=plain(config)))[:4]:
+    for shape in Programs(dataclasses.replace(config, objective=plain(config))).batch[:4]:
         found.append(rng.integers(0, 300, shape.shape).astype(shape.dtype))
     share = np.linspace(0.1, 1, found[2].size // 16).reshape(*found[2].shape[:-1], 1)
     found[2] = (rng.random(found[2].shape) < share).astype(np.float32)
@@ -71,15 +74,15 @@ def moved(model, config):
     """A model that is no longer its own reference."""
     keys = iter(jax.random.split(jax.random.key(3), 99))
     add = lambda x, on: x + 0.02 * jax.random.normal(next(keys), x.shape) if on else x
-    return jax.tree.map(add, model, program.trainable(config)(model))
+    return jax.tree.map(add, model, Programs(config).trainable(model))
 
 
 def gradients(config, batch):
-    loss, model = program.make_loss(config), moved(program.init_model(config), config)
-    inputs = program.inputs(batch, program.init_frozen(config))
-    params, rest = eqx.partition(model, program.trainable(config)(model))
+    loss, model = Programs(config).loss, moved(Programs(config).init(), config)
+    given = inputs(batch, Programs(config).init_frozen())
+    params, rest = eqx.partition(model, Programs(config).trainable(model))
     objective = lambda params, inputs: loss(eqx.combine(params, rest), inputs)
-    return eqx.filter_jit(eqx.filter_value_and_grad(objective, has_aux=True), **FAST)(params, inputs)
+    return eqx.filter_jit(eqx.filter_value_and_grad(objective, has_aux=True), **FAST)(params, given)
 
 
 CUTS = {
@@ -99,7 +102,7 @@ def test_values_and_gradients_equal_uncut_ones(words, cut, teacher):
     words = [word.format(teacher) for word in words]
     batch = arrays(resolved(*words))
     expected, actual = gradients(resolved(*words), batch), gradients(resolved(*words, *cut), batch)
-    assert tiles.problem(resolved(*words, *cut)) is None
+    assert tiling.problem(resolved(*words, *cut)) is None
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * max(1.0, float(abs(b).max())))
     jax.tree.map(close, actual, expected)
 
@@ -119,14 +122,12 @@ def largest(jaxpr):
 
 
 def largest_in_step(config):
-    model, batch = program.abstract_state(config).model, program.abstract_batch(config)
+    model, batch = Programs(config).state.model, Programs(config).batch
     shapes, static = eqx.partition((model, batch), lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
 
     def step(arrays):
         model, batch = eqx.combine(arrays, static)
-        return eqx.filter(
-            eqx.filter_grad(lambda model: program.make_loss(config)(model, batch)[0])(model), eqx.is_array
-        )
+        return eqx.filter(eqx.filter_grad(lambda model: Programs(config).loss(model, batch)[0])(model), eqx.is_array)
 
     return largest(jax.make_jaxpr(step)(shapes).jaxpr)
 
@@ -187,26 +188,27 @@ def test_smoothing_and_z_loss_are_what_they_say():
 def test_an_untrained_model_is_its_own_reference():
     for words in ([], ["adapter=lora"]):
         config = resolved("objective=dpo", "data=preference", *words)
-        inputs = program.inputs(arrays(config), program.init_frozen(config))
-        value, aux = eqx.filter_jit(program.make_loss(config), **FAST)(program.init_model(config), inputs)
+        given = inputs(arrays(config), Programs(config).init_frozen())
+        value, aux = eqx.filter_jit(Programs(config).loss, **FAST)(Programs(config).init(), given)
         assert float(value) == pytest.approx(np.log(2), rel=1e-5)
         assert float(aux["margin"]) == pytest.approx(0, abs=1e-5)
-        assert reference.is_base(config) == bool(words)
+        found = reference.find(config)
+        assert (found is not None and found.origin is Origin.base) == bool(words)
 
 
 def test_an_adapter_comes_off():
     config = resolved("adapter=lora")
-    plain = program.init_model(resolved())
-    detached = lora.detach(program.init_model(config))
+    plain = Programs(resolved()).init()
+    detached = lora.detach(Programs(config).init())
     jax.tree.map(np.testing.assert_array_equal, detached, plain)
 
 
 def test_held_out_text_is_measured_in_nats_per_token(teacher):
     words = OBJECTIVES["forward"]
     config = resolved(*(word.format(teacher) for word in words))
-    loss = program.make_loss(config, evaluating=True)
-    model, batch = program.init_model(config), arrays(config)
-    expected = program.make_loss(resolved())(model, batch)[0]
+    loss = Programs(config).held_out_loss
+    model, batch = Programs(config).init(), arrays(config)
+    expected = Programs(resolved()).loss(model, batch)[0]
     assert float(loss(model, batch)[0]) == pytest.approx(float(expected), rel=1e-6)
 
 
@@ -236,14 +238,14 @@ def test_a_teacher_must_be_there_and_speak_the_same_language(teacher):
     with pytest.raises(
         ValueError, match=r"objective.teacher=.* it has a vocabulary of 300, the model that learns one of 301"
     ):
-        reference.described(config)
+        reference.find(config)
     with pytest.raises(ValueError, match=r"cannot read objective.teacher=nowhere: No such file"):
-        reference.described(resolved("objective=distill", "objective.teacher=nowhere"))
+        reference.find(resolved("objective=distill", "objective.teacher=nowhere"))
 
 
 def test_pairs_are_cut_as_pairs():
     words = ["objective=simpo", "data=preference"]
-    assert "batch_size=7 sequences: give an even number" in str(tiles.problem(resolved(*words, "batch_size=7")))
-    cut = lambda *tilings: dict(tiles.describe(resolved(*words, *tilings)))
+    assert "batch_size=7 sequences: give an even number" in str(tiling.problem(resolved(*words, "batch_size=7")))
+    cut = lambda *tilings: dict(tiling.describe(resolved(*words, *tilings)))
     assert cut("tiling.batch=5", "tiling.n=auto")["batch"].startswith("4 micro-batches of 2 x")
     assert cut("tiling.n=17")["head"].endswith("not 17: there is no more to cut")

@@ -12,7 +12,10 @@ import zoo
 from experiments import configs
 from experiments.commandline import schema
 from experiments.data import batches
-from experiments.step import objectives, own, program
+from experiments.planning.resolve import resolve
+from experiments.runtime import own
+from experiments.step import objectives
+from experiments.step.build import Programs
 from tests.runs import MICRO, rows
 from zoo.models.head import head
 
@@ -124,8 +127,8 @@ def test_gradients_equal_those_of_the_uncut_loss(written, name, cut):
     found = []
     for words in (["tiling.n=none"], cut.split()):
         config = resolved(f"objective={written}:{name}", *words)
-        model = program.init_model(config)
-        loss = program.make_loss(config)
+        model = Programs(config).init()
+        loss = Programs(config).loss
         found.append(jax.jit(jax.value_and_grad(loss, has_aux=True))(model, arrays(config)))
     for one, other in zip(*map(jax.tree.leaves, found), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-6)
@@ -187,7 +190,7 @@ def opened(*words):
     from experiments.runtime import hardware
 
     config, _ = schema.compose([*MICRO[1:], "data.val_fraction=0.1", *words])
-    return batches.open_source(hardware.resolve(config, hardware.Device("cpu", "a test", 2**32))[0])
+    return batches.open_source(resolve(config, hardware.Device("cpu", "a test", 2**32))[0])
 
 
 def test_data_by_name_is_text_or_ids_or_rows(written, tmp_path):

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from experiments.step import tiled
+from experiments.step import tiling
 from tests.hf_tiny import FAST, loaded
 from zoo import Ops
 from zoo.models import packing
@@ -76,7 +76,7 @@ def test_without_segments_documents_do_see_each_other():
 
 
 def test_tiled_attention_keeps_to_documents():
-    attention = functools.partial(tiled._tiled_attention, 3)
+    attention = functools.partial(tiling._tiled_attention, 3)
     for a, b in zip(together(loaded("gemma3"), Ops(attention=attention)), alone(loaded("gemma3")), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
 

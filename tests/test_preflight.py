@@ -1,18 +1,23 @@
 """The cost before the run: exact where it can be, refused before anything is allocated, with a remedy that works."""
 
 import dataclasses
+import functools
 import json
 
 import jax
 import pytest
 
 import zoo.accounting
+from experiments import run
 from experiments.commandline import schema
-from experiments.planning import preflight
+from experiments.commandline.overrides import variations, with_overrides
+from experiments.planning import cost
+from experiments.planning.resolve import resolve
+from experiments.planning.suggest import suggest
 from experiments.runtime import hardware
 from experiments.runtime.hardware import Device
-from experiments.step import program
-from experiments.training import session
+from experiments.step import build
+from experiments.step.build import Programs
 
 MICRO = [
     "model.vocab_size=4096",
@@ -30,13 +35,13 @@ DEVICE = Device("cpu", "a test", 2**30)
 
 
 def resolved(*overrides, device=DEVICE):
-    return hardware.resolve(schema.compose([*MICRO, *overrides])[0], device)[0]
+    return resolve(schema.compose([*MICRO, *overrides])[0], device)[0]
 
 
 @pytest.fixture(scope="module")
 def tiled():
     before = sum(array.nbytes for array in jax.live_arrays())
-    plan = preflight.plan(resolved("tiling.n=8", "compare=true"), DEVICE)
+    plan = cost.plan(Programs(resolved("tiling.n=8", "compare=true")), DEVICE)
     allocated = sum(array.nbytes for array in jax.live_arrays()) - before
     assert allocated < plan.memory.weights / 10
     return plan
@@ -78,14 +83,21 @@ def test_a_start_compiles_its_step_and_its_evaluation_alone(start, compiled, tmp
     assert "tiled, n=4        untiled\n" in capsys.readouterr().out
 
 
+def replace_train(monkeypatch, make):
+    """Let programs make their training step so."""
+    made = functools.cached_property(make)
+    made.__set_name__(Programs, "train")
+    monkeypatch.setattr(Programs, "train", made)
+
+
 def exhausted(monkeypatch, refuses):
     """Let the compiler refuse training steps, as it does on TPUs, of the configurations that a function tells."""
-    step, made = program.compile_step, []
-    make = program.compile_train
+    step, made = build.compile_step, []
+    make = Programs.train.func
 
-    def train(config, state):
-        made.append(config)
-        return make(config, state)
+    def train(self):
+        made.append(self.config)
+        return make(self)
 
     def compile_step(*args, **options):
         if made and refuses(made[-1]):
@@ -93,8 +105,8 @@ def exhausted(monkeypatch, refuses):
             raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm.\n{'x' * 9}")
         return step(*args, **options)
 
-    monkeypatch.setattr(program, "compile_train", train)
-    monkeypatch.setattr(program, "compile_step", compile_step)
+    replace_train(monkeypatch, train)
+    monkeypatch.setattr(build, "compile_step", compile_step)
 
 
 def test_an_untiled_step_that_does_not_compile_is_a_note(start, monkeypatch, capsys):
@@ -112,15 +124,15 @@ def test_a_step_that_does_not_compile_is_refused_with_what_does(start, monkeypat
 
 
 def test_a_device_that_runs_out_of_memory_is_told_without_a_traceback(start, monkeypatch, capsys):
-    def fails(config, state):
+    def fails(self):
         def step(*_):
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.")
 
-        step.compiled = compile_train(config, state).compiled
+        step.compiled = make(self).compiled
         return step
 
-    compile_train = program.compile_train
-    monkeypatch.setattr(program, "compile_train", fails)
+    make = Programs.train.func
+    replace_train(monkeypatch, fails)
     assert start() == 1
     error = capsys.readouterr().err
     assert "error: out of memory, where" in error
@@ -129,12 +141,12 @@ def test_a_device_that_runs_out_of_memory_is_told_without_a_traceback(start, mon
 
 def test_nothing_is_tried_where_the_headroom_is_all_there_is(compiled):
     words = [*MICRO, "hardware.memory_gib=0.01", "hardware.headroom_gib=1"]
-    assert preflight.suggest(words, resolved(*words[len(MICRO) :]), DEVICE) is None
+    assert suggest(resolved(*words[len(MICRO) :]), variations(words), DEVICE) is None
     assert not compiled
 
 
 def step_bytes(config):
-    return preflight.total_bytes(program.compile_train(config, program.abstract_state(config)))
+    return cost.total_bytes(Programs(config).train, DEVICE)
 
 
 def too_small(tiled, share):
@@ -145,26 +157,26 @@ def too_small(tiled, share):
 def test_the_smallest_remedy_is_found_and_fits(tiled):
     device = too_small(tiled, 0.5)
     overrides = [*MICRO, "tiling.n=none", "optimizer=adamw", "hardware.param_dtype=float32", "remat=full"]
-    found = preflight.suggest(overrides, hardware.resolve(schema.compose(overrides)[0], device)[0], device)
+    found = suggest(resolve(schema.compose(overrides)[0], device)[0], variations(overrides), device)
     assert found is not None
     changes, total = found
     assert len(changes) == 1  # tiling the head, or fewer sequences, is enough
-    again, _ = hardware.resolve(schema.compose(preflight.with_overrides(overrides, changes))[0], device)
+    again, _ = resolve(schema.compose(with_overrides(overrides, changes))[0], device)
     assert step_bytes(again) == total <= device.memory
 
 
 def test_a_run_that_does_not_fit_stops_before_allocating(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(hardware, "prepare", lambda platform: DEVICE)
-    monkeypatch.setattr(program, "init_model", None)  # would fail if it were reached
+    monkeypatch.setattr(Programs, "init", None)  # would fail if it were reached
     overrides = [*MICRO, "data=pydoc", f"data.cache={tmp_path}", f"out={tmp_path / 'runs'}", "hardware.memory_gib=0.03"]
     overrides += ["optimizer=adamw", "tiling.n=none"]
-    assert session.start(*schema.compose(overrides), overrides) == 1
+    assert run.start(*schema.compose(overrides), overrides) == 1
     captured = capsys.readouterr()
     assert "DOES NOT FIT" in captured.out
     assert "tiny does not fit in 30.7 MiB" in captured.err
     remedy = captured.err.split("This fits (")[1].split("): ")[1].split()
     assert not (tmp_path / "runs").exists()
-    config, _ = hardware.resolve(schema.compose(preflight.with_overrides(overrides, remedy))[0], DEVICE)
+    config, _ = resolve(schema.compose(with_overrides(overrides, remedy))[0], DEVICE)
     assert step_bytes(config) <= 0.03 * 2**30
 
 
@@ -172,7 +184,7 @@ def test_a_hopeless_model_names_one_that_fits(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(hardware, "prepare", lambda platform: DEVICE)
     overrides = ["model=gemma2_27b", "data=pydoc", f"data.cache={tmp_path}", f"out={tmp_path / 'runs'}"]
     overrides += ["hardware.headroom_gib=0.1"]
-    assert session.start(*schema.compose(overrides), overrides) == 1
+    assert run.start(*schema.compose(overrides), overrides) == 1
     error = capsys.readouterr().err
     assert "gemma2_27b does not fit in 1.00 GiB: its weights and gradients alone take" in error
     assert "Try model=small" in error
@@ -180,7 +192,7 @@ def test_a_hopeless_model_names_one_that_fits(tmp_path, capsys, monkeypatch):
 
 def test_replacing_a_group_drops_its_own_values():
     overrides = ["optimizer=adamw", "optimizer.b2=0.9", "batch_size=8", "seed=1"]
-    changed = preflight.with_overrides(overrides, ["optimizer=adafactor_layerwise", "batch_size=4"])
+    changed = with_overrides(overrides, ["optimizer=adafactor_layerwise", "batch_size=4"])
     assert changed == ["seed=1", "optimizer=adafactor_layerwise", "batch_size=4"]
 
 
@@ -193,7 +205,7 @@ def test_replacing_a_group_drops_its_own_values():
     ],
 )
 def test_choices_follow_the_models_size(model, memory, optimizer, dtype):
-    config, chosen = hardware.resolve(schema.compose([f"model={model}"])[0], Device("cpu", "a test", memory))
+    config, chosen = resolve(schema.compose([f"model={model}"])[0], Device("cpu", "a test", memory))
     assert type(config.optimizer).__name__ == optimizer
     assert config.hardware.param_dtype == dtype
     assert ("hardware.compiler_options" in chosen) == (dtype == "bfloat16")
@@ -211,7 +223,7 @@ def test_the_head_of_a_large_model_can_be_cut(words):
 
 def test_what_the_user_chose_is_left_alone():
     overrides = ["batch_size=3", "hardware=gpu", "optimizer=sgd", "remat=dots", "tiling.n=5", "eval.batches=2"]
-    config, chosen = hardware.resolve(schema.compose(overrides)[0], Device("gpu", "a test", 2**36))
+    config, chosen = resolve(schema.compose(overrides)[0], Device("gpu", "a test", 2**36))
     assert (config.batch_size, config.tiling.n, config.remat.policy, config.eval.batches) == (3, 5, "dots", 2)
     assert type(config.optimizer).__name__ == "Sgd"
     assert not {"batch_size", "optimizer", "remat.policy", "tiling.n", "hardware.platform"} & chosen.keys()
@@ -220,7 +232,7 @@ def test_what_the_user_chose_is_left_alone():
 def test_auto_tiles_large_vocabularies_only():
     tiles = {}
     for words in (["model=tiny"], ["model=gemma2b", "seq_len=8192"]):
-        config, _ = hardware.resolve(schema.compose(words)[0], Device("cpu", "a test", 2**36))
+        config, _ = resolve(schema.compose(words)[0], Device("cpu", "a test", 2**36))
         tiles[words[0]] = config.tiling.n
     assert tiles["model=tiny"] == "none"
     assert tiles["model=gemma2b"] == 32  # 256 tokens each: 250 MiB of logits

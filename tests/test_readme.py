@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from experiments.commandline import schema
+from experiments.runtime import own
 from zoo import count_params
 
 ROOT = Path(__file__).parent.parent
@@ -53,7 +54,6 @@ def test_the_plan_of_the_compiler_s_readme_is_what_is_dumped(tmp_path, monkeypat
 
 def test_the_own_loss_is_one_that_a_run_can_have(tmp_path, monkeypatch):
     from experiments import configs
-    from experiments.step import own
 
     (block,) = [block for block in BLOCKS.values() if "# losses.py" in block]
     (tmp_path / "losses.py").write_text(block)

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 import zoo
-from experiments import run
+from experiments import run, sweep
 from experiments.commandline import schema
 from tests.runs import FILES, MICRO, rows
 from zoo import adapters
@@ -147,8 +147,9 @@ def test_an_adapter_is_trained_alone_and_saved_by_itself_and_merged(start, tmp_p
     )
 
 
-def test_a_sweep_runs_every_combination_under_a_name_of_its_own(monkeypatch, capsys):
+def test_a_sweep_runs_every_combination_under_a_name_of_its_own(monkeypatch, capsys, tmp_path):
     started = []
+    monkeypatch.chdir(tmp_path)
 
     class Job:
         def __init__(self, command, start_new_session):
@@ -157,14 +158,19 @@ def test_a_sweep_runs_every_combination_under_a_name_of_its_own(monkeypatch, cap
         def wait(self):
             return {2: 1, 3: -signal.SIGSEGV, 6: -signal.SIGINT}.get(len(started), 0)
 
-    monkeypatch.setattr(run.subprocess, "Popen", Job)
-    assert run.main(["-m", "run=x", "tiling.n=1,8", "adapter.targets=q,v", "seed=0,1"]) == 128 + signal.SIGSEGV
+    monkeypatch.setattr(sweep.subprocess, "Popen", Job)
+    assert (
+        run.main(["-m", "run=x", "tiling.n=1,8", "adapter=lora", "adapter.targets=q,v", "seed=0,1"])
+        == 128 + signal.SIGSEGV
+    )
     lists = "adapter.targets=q,v"
-    assert started[1] == ["run=x-1", "tiling.n=1", lists, "seed=1"]
-    assert started[3] == ["run=x-3", "tiling.n=8", lists, "seed=1"]
+    assert started[1] == ["run=x-1", "tiling.n=1", "adapter=lora", lists, "seed=1"]
+    assert started[3] == ["run=x-3", "tiling.n=8", "adapter=lora", lists, "seed=1"]
     assert run.main(["-m", "seed=0,1,2"]) == 130
     assert len(started) == 6
-    assert "\nrun=x tiling.n=1 adapter.targets=q,v seed=1\n" in capsys.readouterr().out
+    assert run.main(["-m", "sede=0,1"]) == 2
+    assert len(started) == 6
+    assert "\nrun=x tiling.n=1 adapter=lora adapter.targets=q,v seed=1\n" in capsys.readouterr().out
 
 
 def test_a_change_of_what_is_read_is_said(start, tmp_path, capsys):

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from experiments.data import batches
-from experiments.planning import preflight
+from experiments.planning import cost
 from experiments.results import directory
 from experiments.runtime import hardware
-from experiments.step import program
-from experiments.training import loop
+from experiments.step.build import Programs
+from experiments.training import meter
 from tests.runs import FILES, rows
 
 
@@ -102,7 +102,7 @@ def test_there_is_room_for_a_checkpoint_more_than_are_kept(start, monkeypatch, c
 
 
 def test_a_step_without_a_loss_can_be_raised(start, tmp_path, poison):
-    with pytest.raises(loop.DivergedError, match="the loss is nan at step 3: training has diverged"):
+    with pytest.raises(meter.DivergedError, match="the loss is nan at step 3: training has diverged"):
         start("run=raises", "on_nan=raise", "checkpoint.every=1")
     assert sorted(path.name for path in (tmp_path / "raises" / "checkpoints").iterdir()) == ["1", "2"]
 
@@ -122,16 +122,16 @@ def test_an_interrupted_run_leaves_what_it_had(start, tmp_path, capsys, monkeypa
     assert sorted(path.name for path in (tmp_path / "cut").iterdir()) == FILES
 
 
-@pytest.mark.parametrize("stage", ["plan", "compile_eval", "init_model"])
+@pytest.mark.parametrize("stage", ["plan", "evaluate", "init"])
 def test_an_interruption_before_the_first_step_draws_nothing(start, tmp_path, capsys, monkeypatch, stage):
-    place = preflight if stage == "plan" else program
+    place = cost if stage == "plan" else Programs
     real = getattr(place, stage)
 
     def interrupt(*args):
         os.kill(os.getpid(), signal.SIGINT)
-        return real(*args)
+        return real.func(*args) if stage == "evaluate" else real(*args)
 
-    monkeypatch.setattr(place, stage, interrupt)
+    monkeypatch.setattr(place, stage, property(interrupt) if stage == "evaluate" else interrupt)
     assert start("run=cut") == 130
     assert capsys.readouterr().err == "\nerror: interrupted before the training began\n"
     assert (tmp_path / "cut").exists() == (stage != "plan")

@@ -13,6 +13,7 @@ from experiments import score
 from experiments.commandline import schema
 from experiments.configs import commands
 from experiments.data.tokenizer import Bytes
+from experiments.step import weights
 from tests.hf_tiny import jit, loaded
 
 MODEL = "gemma2_gqa"
@@ -94,19 +95,17 @@ def test_documents_are_finished_in_turn():
 
 
 def test_a_place_that_cannot_be_written_is_said_before_the_model_is_read(monkeypatch, capsys):
-    from experiments.step import models
 
-    monkeypatch.setattr(models, "open_model", None)  # would fail if it were reached
+    monkeypatch.setattr(weights, "open_model", None)  # would fail if it were reached
     assert score.main(["data=pydoc", "out=/dev/null/x/y"]) == 1
     assert "error: cannot write out=/dev/null/x/y: Not a directory (/dev/null/x)" in capsys.readouterr().err
 
 
 def test_what_is_scored_is_written_at_once(tmp_path, monkeypatch, capsys):
     """The third document cannot be scored; the lines of those before it are there, and an earlier file's are not."""
-    from experiments.step import models
 
-    opened = models.Opened(loaded(MODEL), jnp.float32, {}, Bytes())
-    monkeypatch.setattr(models, "open_model", lambda *_: opened)
+    opened = weights.Opened(loaded(MODEL), jnp.float32, {}, Bytes())
+    monkeypatch.setattr(weights, "open_model", lambda *_: opened)
     (tmp_path / "out.jsonl").write_text("old\n")
     texts = documents(9, 9, 9)
     monkeypatch.setattr(score, "read_documents", lambda *_: texts)

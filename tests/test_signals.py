@@ -56,7 +56,7 @@ def test_a_library_that_takes_the_wake_up_takes_no_signal():
 
 LATE = """
 import ctypes, sys
-from experiments.signals import Stop
+from experiments.runtime.signals import Stop
 with Stop(alone=True) as stop:
     if sys.argv[1] == "begin":
         stop.begin()

@@ -11,8 +11,10 @@ import pytest
 
 from experiments import configs
 from experiments.commandline import schema
+from experiments.planning.resolve import resolve
 from experiments.runtime import hardware
-from experiments.step import objectives, program
+from experiments.step import objectives
+from experiments.step.build import Programs
 from tests.tiny import MODEL
 from transforms.step import State, compile_step, make_eval_step, make_train_step
 
@@ -116,7 +118,7 @@ def test_eval_step_leaves_the_model_alone():
 
 def resolved(*overrides):
     config, _ = schema.compose([*MICRO, *overrides])
-    return hardware.resolve(config, DEVICE)[0]
+    return resolve(config, DEVICE)[0]
 
 
 def tokens(config, vocab=300):
@@ -133,7 +135,7 @@ def gradients(loss, model, data):
 def test_tiled_loss_and_gradients_equal_untiled_with_the_table_shared_or_not():
     """A tied table has two gradients: they are added up by rows here, and as whole arrays in the plain function."""
     config = resolved("tiling.n=none", "remat=full")
-    model, data = program.init_model(config), tokens(config, vocab=7)  # every row is looked up several times
+    model, data = Programs(config).init(), tokens(config, vocab=7)  # every row is looked up several times
 
     def plain(model, data):
         flat = [x.reshape(-1, *x.shape[2:]) for x in (model.hidden(data[0]), *data[1:])]
@@ -142,23 +144,23 @@ def test_tiled_loss_and_gradients_equal_untiled_with_the_table_shared_or_not():
     expected = gradients(plain, model, data)
     for n in ("none", 3):
         tiled = dataclasses.replace(config, tiling=configs.Tiling(n=n))
-        actual = gradients(program.make_loss(tiled), model, data)
+        actual = gradients(Programs(tiled).loss, model, data)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), actual, expected)
 
 
 def value(config, model, data):
-    return make_eval_step(program.make_loss(config))(data, model)["loss"]
+    return make_eval_step(Programs(config).loss)(data, model)["loss"]
 
 
 def test_first_loss_is_that_of_guessing():
     config = resolved("model.embed_dim=64")
-    model, data = program.init_model(config), tokens(config)
+    model, data = Programs(config).init(), tokens(config)
     assert abs(float(value(config, model, data)) - np.log(300)) < 0.2
 
 
 def test_masked_tokens_do_not_count():
     config = resolved()
-    model, (ids, targets, mask) = program.init_model(config), tokens(config)
+    model, (ids, targets, mask) = Programs(config).init(), tokens(config)
     other = np.where(mask == 0, 5, targets).astype(np.int32)
     a, b = (value(config, model, (ids, t, mask)) for t in (targets, other))
     assert float(a) == float(b)

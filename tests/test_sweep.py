@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 
-from experiments import run
+from experiments import sweep
 
 JOB = """
 import pathlib, signal, sys, time
@@ -28,6 +28,6 @@ def test_a_sweep_that_is_interrupted_lets_its_job_save(tmp_path):
 
     thread = threading.Thread(target=interrupt)
     thread.start()
-    assert run._carried_out([sys.executable, "-c", JOB, str(tmp_path)]) == 130
+    assert sweep._carried_out([sys.executable, "-c", JOB, str(tmp_path)]) == 130
     thread.join()
     assert (tmp_path / "saved").exists()

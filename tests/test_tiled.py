@@ -10,10 +10,13 @@ import pytest
 
 from experiments import configs
 from experiments.commandline import schema
-from experiments.planning import preflight, table
+from experiments.commandline.overrides import with_overrides
+from experiments.planning import cost, table
+from experiments.planning.resolve import resolve
 from experiments.runtime import hardware
 from experiments.runtime.hardware import Device
-from experiments.step import program, tiles
+from experiments.step import tiling
+from experiments.step.build import Programs
 from tests.hf_tiny import FAST
 
 MICRO = ["vocab_size=96", "num_layers=2", "embed_dim=32", "mlp_dim=48", "head_dim=16", "num_heads=2", "num_kv_heads=1"]
@@ -33,7 +36,7 @@ TILINGS = {
 def resolved(name, *overrides):
     sizes = [f"model.{size}" for size in MICRO]
     words = [f"model={name}", *sizes, "batch_size=6", "seq_len=16", "steps=2", "tiling.n=none", *overrides]
-    return hardware.resolve(schema.compose(preflight.with_overrides(words, []))[0], DEVICE)[0]
+    return resolve(schema.compose(with_overrides(words, []))[0], DEVICE)[0]
 
 
 def tilings(*words):
@@ -47,11 +50,11 @@ def drawn(name):
     config, rng = resolved(name), np.random.default_rng(0)
     ids = rng.integers(0, 96, (6, 17)).astype(np.int32)
     mask = (rng.random((6, 16)) < np.linspace(0.1, 1, 6)[:, None]).astype(np.float32)
-    return program.init_model(config), (ids[:, :-1], ids[:, 1:], mask)
+    return Programs(config).init(), (ids[:, :-1], ids[:, 1:], mask)
 
 
 def gradients(config, name):
-    loss = program.make_loss(config)
+    loss = Programs(config).loss
     return eqx.filter_jit(eqx.filter_value_and_grad(lambda model, batch: loss(model, batch)[0]), **FAST)(*drawn(name))
 
 
@@ -86,7 +89,7 @@ def temps(*words):
     config = resolved("tiny", "batch_size=16", "seq_len=64", "model.vocab_size=2048", "optimizer=sgd", *words)
     hardware = dataclasses.replace(config.hardware, **FAST)
     config = dataclasses.replace(config, hardware=hardware)
-    compiled = program.compile_train(config, program.abstract_state(config))
+    compiled = Programs(config).train
     return compiled.compiled.memory_analysis().temp_size_in_bytes
 
 
@@ -113,17 +116,17 @@ MORE = {
 @pytest.mark.parametrize(("words", "text"), MORE.values(), ids=MORE)
 def test_more_tiles_than_there_is_to_cut_are_as_many_as_there_is(words, text):
     config = resolved("tiny", *tilings(*words))
-    assert tiles.problem(config) is None
-    assert text in dict(tiles.describe(config)).values()
+    assert tiling.problem(config) is None
+    assert text in dict(tiling.describe(config)).values()
 
 
 def test_what_can_be_cut_is_no_problem():
     for words in TILINGS.values():
-        assert tiles.problem(resolved("tiny", *tilings(*words))) is None
+        assert tiling.problem(resolved("tiny", *tilings(*words))) is None
 
 
 def test_experts_are_not_cut():
-    found = [tiles.problem(resolved("tiny_mixtral", *tilings(word))) for word in ("batch=2", "mlp=2", "attention=2")]
+    found = [tiling.problem(resolved("tiny_mixtral", *tilings(word))) for word in ("batch=2", "mlp=2", "attention=2")]
     assert found[0] is None and found[2] is None
     assert (
         "cannot cut MLPs into tiling.mlp=2 tiles: all 2 layers of this mixture have experts in their place" in found[1]
@@ -163,9 +166,9 @@ def test_contradictions_are_refused(values, message):
 
 def test_the_table_says_what_is_cut():
     config = resolved("tiny", *tilings("n=5", "lowmem=true", "mlp=4", "attention=2", "batch=4"))
-    memory = preflight.Memory(*[2**20] * 6)
-    plan = preflight.Plan(10, 10, memory, 2**30, 0, None, None, untiled=memory)
-    text = table.render("tiny", config, plan, DEVICE, "sgd")
+    memory = cost.Memory(*[2**20] * 6)
+    plan = cost.Plan(10, 10, memory, 2**30, 0, untiled=memory)
+    text = table.render("tiny", config, plan, DEVICE)
     lines = ["3 micro-batches of 2 x 16 tokens", "4 tiles of 8 tokens; also vocabulary"]
     lines += ["4 tiles of 2 x 4 tokens", "2 tiles of 2 x 8 queries"]
     for line in lines:
@@ -173,4 +176,4 @@ def test_the_table_says_what_is_cut():
     assert max(map(len, text.splitlines())) <= 80
     assert "tiled, n=" not in text
     plain = dataclasses.replace(config, tiling=configs.Tiling(n="none"))
-    assert "micro-batches" not in table.render("tiny", plain, plan, DEVICE, "sgd")
+    assert "micro-batches" not in table.render("tiny", plain, plan, DEVICE)

@@ -11,6 +11,7 @@ from experiments import configs, run
 from experiments.commandline import options, schema, usage
 from experiments.configs import commands
 from experiments.configs.registry import CHOICES, classes
+from experiments.planning.resolve import resolve
 from zoo.config import RopeScaling
 from zoo.families import FAMILIES
 
@@ -112,7 +113,7 @@ def test_what_is_auto_is_chosen_for_the_user():
     from experiments.runtime import hardware
 
     config, _ = schema.compose([])
-    resolved, chosen = hardware.resolve(config, hardware.Device("cpu", "a test", 2**33))
+    resolved, chosen = resolve(config, hardware.Device("cpu", "a test", 2**33))
     auto = {option.key for option in options.of() if option.field.metadata.get("auto")}
     names = set(listed(usage.help_text()))
     assert {key for key in chosen if key in names} <= auto | {"tiling.n", "remat.policy", "hardware.platform"}

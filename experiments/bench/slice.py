@@ -13,9 +13,10 @@ import sys
 
 from experiments.commandline import schema
 from experiments.commandline.overrides import with_overrides
-from experiments.planning import ahead, table, targets
-from experiments.runtime import hardware
-from experiments.training import session
+from experiments.planning import ahead, targets
+from experiments.planning.resolve import checked, resolve
+from experiments.runtime import meshes
+from experiments.runtime.numbers import size
 from transforms import TileError
 
 SETTING = ["compile_for=v5e-8", "model=gemma2_2b", "mesh=fsdp", "batch_size=64", "seq_len=2048", "remat=full"]
@@ -27,18 +28,17 @@ def main(overrides: list[str]) -> None:
     """Print the table, a row as soon as it is compiled."""
     words = with_overrides(SETTING, overrides)
     config, _ = schema.compose(words)
-    target = targets.find(config.compile_for)
+    device = targets.find(config.compile_for).device
     print(" ".join(words))
-    print(f"\n| head | peak of each device, of {table.size(target.device.memory)} | each device sends |\n|---|---|---|")
+    print(f"\n| head | peak of each device, of {size(device.memory)} | each device sends |\n|---|---|---|")
     for name, change in ROWS.items():
-        resolved, _ = hardware.resolve(schema.compose([*words, change])[0], target.device)
-        session.check(resolved)
+        run, _ = resolve(schema.compose([*words, change])[0], device)
+        with meshes.spread(run.mesh, device.described):
+            programs = checked(run)
         try:
-            cost = ahead.measure(resolved, target)
-            sent = (
-                "" if cost.collectives is None else table.size(sum(one.bytes * one.times for one in cost.collectives))
-            )
-            row = f"{table.size(cost.peak)} | {sent}"
+            cost = ahead.measure(programs, device)
+            sent = "" if cost.collectives is None else size(sum(one.bytes * one.times for one in cost.collectives))
+            row = f"{size(cost.peak)} | {sent}"
         except (ahead.OutOfMemoryError, TileError) as error:
             row = f"{str(error).strip().splitlines()[0]} | "
         print(f"| {name} | {row} |", flush=True)

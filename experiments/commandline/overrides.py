@@ -1,10 +1,11 @@
 """Overrides, the words of a command line: how some replace others, and what a run that goes on takes from its start."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments import configs
 from experiments.commandline import schema, spelling
 
 RUN = "run.json"  # in a run's directory and in each checkpoint: its overrides and its configuration
@@ -18,6 +19,18 @@ def with_overrides(overrides: Sequence[str], changes: Sequence[str]) -> list[str
     keys += ["tiling.size", "tiling.budget"] if "tiling.n" in keys else []  # they say the same in other words
     replaced = lambda key: any(key == k or (k in schema.GROUPS and key.startswith(f"{k}.")) for k in keys)
     return [override for override in overrides if not replaced(override.lstrip("+").split("=")[0])] + list(changes)
+
+
+def variations(overrides: Sequence[str]) -> Callable[[Sequence[str]], configs.Run | None]:
+    """Return what composes a run anew with some of its overrides changed; None where there is no such run."""
+
+    def changed(changes: Sequence[str]) -> configs.Run | None:
+        try:
+            return schema.compose(with_overrides(overrides, changes))[0]
+        except schema.ConfigError:
+            return None
+
+    return changed
 
 
 def pinned(overrides: Sequence[str], chosen: dict[str, Any]) -> list[str]:

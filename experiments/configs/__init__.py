@@ -4,6 +4,7 @@ No JAX here: `--help` and every configuration error come from this file alone. A
 `experiments.runtime.hardware` chooses it for the device and the model's size, and says what it chose.
 """
 
+# ruff: noqa: F401 (the package hands these names on)
 from experiments.configs.compute import Distributed, Hardware, Mesh, Remat, Tiling
 from experiments.configs.data import Chat, CustomData, Data, Grain, Preference, Pydoc, Stdlib, Synthetic, Text, Tokens
 from experiments.configs.fields import (
@@ -45,61 +46,4 @@ from experiments.configs.optimizer import (
     Sgd,
 )
 from experiments.configs.results import Checkpoint, Evaluation, Profile, Save
-from experiments.configs.run import Model, Resolved, Run
-
-__all__ = [
-    "Adafactor",
-    "AdafactorLayerwise",
-    "AdamW",
-    "Adapter",
-    "Chat",
-    "Checkpoint",
-    "Custom",
-    "CustomData",
-    "CustomOptimizer",
-    "DType",
-    "Data",
-    "Decayed",
-    "Distill",
-    "Distributed",
-    "Dpo",
-    "Evaluation",
-    "Grain",
-    "Hardware",
-    "Ipo",
-    "Lora",
-    "Mesh",
-    "Model",
-    "Muon",
-    "Objective",
-    "OnNan",
-    "Optimizer",
-    "Orpo",
-    "Paired",
-    "Platform",
-    "Preference",
-    "Pretrain",
-    "Profile",
-    "Pydoc",
-    "Referenced",
-    "Remat",
-    "Resolved",
-    "Run",
-    "Save",
-    "Schedule",
-    "Sft",
-    "Sgd",
-    "Simpo",
-    "Stdlib",
-    "StrEnum",
-    "Synthetic",
-    "Text",
-    "Tiling",
-    "Tokens",
-    "check",
-    "chosen",
-    "option",
-    "part",
-    "positive",
-    "refuse",
-]  # fmt: skip
+from experiments.configs.run import HeadTiling, Model, Resolved, Run

@@ -25,34 +25,32 @@ class Data:
             raise refuse("data.val_fraction", self.val_fraction, "it must lie between 0 and 1")
 
 
-@choice(
-    "data", "stdlib", "The source text of the Python standard library that runs this: real code and prose, no network."
-)
+@choice("data", "stdlib")
 @dataclass(frozen=True, kw_only=True)
 class Stdlib(Data):
-    """The source text of Python's own standard library, as bytes."""
+    """The source text of the Python standard library that runs this: real code and prose, no network."""
 
 
-@choice("data", "pydoc", "The documentation topics that ship with Python (pydoc_data.topics): 0.5 MB of English prose.")
+@choice("data", "pydoc")
 @dataclass(frozen=True, kw_only=True)
 class Pydoc(Data):
-    """The English prose of Python's own documentation topics, as bytes."""
+    """The documentation topics that ship with Python (pydoc_data.topics): 0.5 MB of English prose."""
 
 
-@choice("data", "text", "Your own text: data=text data.path=FILE_OR_FOLDER")
+@choice("data", "text")
 @dataclass(frozen=True, kw_only=True)
 class Text(Data):
-    """A text file, a .jsonl file or a folder of them, as bytes."""
+    """Your own text: data=text data.path=FILE_OR_FOLDER."""
 
     path: str = option(dataclasses.MISSING, "file or folder", path=True)
     pattern: str = option("*.txt,*.md,*.jsonl,*.py,*.rst", "which files of a folder", names=True)
     field: str = option("text", "what holds the text in a line of a .jsonl file")
 
 
-@choice("data", "tokens", "Token ids made elsewhere: data=tokens data.path=FILE.bin data.dtype=uint16")
+@choice("data", "tokens")
 @dataclass(frozen=True, kw_only=True)
 class Tokens(Data):
-    """Token ids that were made elsewhere: flat little-endian integers, memory-mapped and never copied."""
+    """Token ids made elsewhere: data=tokens data.path=FILE.bin data.dtype=uint16."""
 
     path: str = option(dataclasses.MISSING, "file, folder or glob of *.bin", path=True)
     dtype: str = option("uint16", "integer type of the ids: uint16, uint32 or int32")
@@ -69,10 +67,10 @@ class Tokens(Data):
             raise refuse("data.packed", "true", "data=tokens needs data.separator=ID to tell documents apart")
 
 
-@choice("data", "chat", "Conversations of which what the assistant says is learned: data=chat data.path=FILE.jsonl")
+@choice("data", "chat")
 @dataclass(frozen=True, kw_only=True)
 class Chat(Data):
-    """Conversations, a line of JSON each, of which only what the assistant says is learned."""
+    """Conversations of which what the assistant says is learned: data=chat data.path=FILE.jsonl."""
 
     path: str | None = option(None, "file or folder of .jsonl (default: a few short ones that come along)", path=True)
     pattern: str = option("*.jsonl", "which files of a folder", names=True)
@@ -81,10 +79,10 @@ class Chat(Data):
     packed: bool = option(True, "put several conversations into a row; none sees another")
 
 
-@choice("data", "preference", "Pairs of answers, one preferred: data=preference data.path=FILE.jsonl")
+@choice("data", "preference")
 @dataclass(frozen=True, kw_only=True)
 class Preference(Data):
-    """Pairs of answers, a line of JSON each: `prompt`, `chosen` and `rejected`, as text or as messages."""
+    """Pairs of answers, one preferred: data=preference data.path=FILE.jsonl."""
 
     path: str | None = option(None, "file or folder of .jsonl (default: a few short ones that come along)", path=True)
     pattern: str = option("*.jsonl", "which files of a folder", names=True)
@@ -96,22 +94,18 @@ class Preference(Data):
             raise refuse("data.packed", "true", "the two answers of a pair have rows of their own")
 
 
-@choice(
-    "data",
-    "grain",
-    'A Grain pipeline: data=grain data.dataset=MODULE:FUNCTION, which returns a grain.MapDataset of {"tokens": ids}.',
-)
+@choice("data", "grain")
 @dataclass(frozen=True, kw_only=True)
 class Grain(Data):
-    """Rows of a Grain pipeline: `{"tokens": ids}` of seq_len + 1, with `mask` and `segments` where it has them."""
+    """A Grain pipeline: data.dataset=MODULE:FUNCTION, which returns a grain.MapDataset of {"tokens": ids}."""
 
     dataset: str = option(dataclasses.MISSING, "MODULE:FUNCTION that returns a finite grain.MapDataset")
 
 
-@choice("data", "synthetic", "Random ids repeated once: the best possible loss is known.")
+@choice("data", "synthetic")
 @dataclass(frozen=True, kw_only=True)
 class Synthetic(Data):
-    """Random ids repeated once: the second half can be learned to zero loss, the first half cannot be learned."""
+    """Random ids repeated once: the best possible loss is known."""
 
     vocab: int = option(64, "how many different ids")
 
@@ -122,10 +116,10 @@ class Synthetic(Data):
             raise refuse("data.packed", "true", "random ids have no documents")
 
 
-@choice("data", "custom", "Your own data: data=MODULE:FUNCTION, which returns documents of text or ids, or rows.")
+@choice("data", "custom")
 @dataclass(frozen=True, kw_only=True)
 class CustomData(Data):
-    """Text, ids or rows of your own: data=MODULE:FUNCTION is short for data=custom data.fn=MODULE:FUNCTION."""
+    """Your own data: data=MODULE:FUNCTION, which returns documents of text or ids, or rows."""
 
     fn: str = option(dataclasses.MISSING, "MODULE:FUNCTION or FILE.py:FUNCTION that returns documents or rows")
     kwargs: dict[str, Any] = option({}, "its own arguments: data.kwargs.NAME=VALUE")

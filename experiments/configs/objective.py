@@ -14,12 +14,10 @@ class Objective:
     """What every objective has in common: nothing."""
 
 
-@choice(
-    "objective", "pretrain", "Cross-entropy of every token, with a z-loss and label smoothing where these are given."
-)
+@choice("objective", "pretrain")
 @dataclass(frozen=True, kw_only=True)
 class Pretrain(Objective):
-    """Cross-entropy of every token that counts."""
+    """Cross-entropy of every token, with a z-loss and label smoothing where these are given."""
 
     z_loss: float = option(
         0.0, "weight of the squared log of the softmax's denominator (https://arxiv.org/abs/2204.02311)"
@@ -31,10 +29,10 @@ class Pretrain(Objective):
         smoothing(self)
 
 
-@choice("objective", "sft", "Cross-entropy of what the assistant says: data=chat.")
+@choice("objective", "sft")
 @dataclass(frozen=True, kw_only=True)
 class Sft(Pretrain):
-    """Cross-entropy of what the assistant says in conversations."""
+    """Cross-entropy of what the assistant says: data=chat."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,10 +51,13 @@ class Referenced(Paired):
         positive(self, "objective.", "beta")
 
 
-@choice("objective", "dpo", "Direct preference optimisation against a frozen reference: data=preference.")
+@choice("objective", "dpo")
 @dataclass(frozen=True, kw_only=True)
 class Dpo(Referenced):
-    """Direct preference optimisation (https://arxiv.org/abs/2305.18290)."""
+    """Direct preference optimisation against a frozen reference: data=preference.
+
+    https://arxiv.org/abs/2305.18290
+    """
 
     label_smoothing: float = option(0.0, "share of the preferences that are taken to be the wrong way round")
 
@@ -65,16 +66,22 @@ class Dpo(Referenced):
         smoothing(self)
 
 
-@choice("objective", "ipo", "Identity preference optimisation against a frozen reference: data=preference.")
+@choice("objective", "ipo")
 @dataclass(frozen=True, kw_only=True)
 class Ipo(Referenced):
-    """Identity preference optimisation (https://arxiv.org/abs/2310.12036), of mean log-probabilities per token."""
+    """Identity preference optimisation against a frozen reference: data=preference.
+
+    https://arxiv.org/abs/2310.12036
+    """
 
 
-@choice("objective", "simpo", "Preferences without a reference, by mean log-probability: data=preference.")
+@choice("objective", "simpo")
 @dataclass(frozen=True, kw_only=True)
 class Simpo(Paired):
-    """Preferences by mean log-probability, without a reference (https://arxiv.org/abs/2405.14734)."""
+    """Preferences without a reference, by mean log-probability: data=preference.
+
+    https://arxiv.org/abs/2405.14734
+    """
 
     beta: float = option(2.0, "scales the mean log-probabilities")
     margin: float = option(1.0, "by how much the chosen answer is to win")
@@ -83,10 +90,13 @@ class Simpo(Paired):
         positive(self, "objective.", "beta")
 
 
-@choice("objective", "orpo", "Preferences without a reference, by odds, with cross-entropy: data=preference.")
+@choice("objective", "orpo")
 @dataclass(frozen=True, kw_only=True)
 class Orpo(Paired):
-    """Cross-entropy of the chosen answer and the odds of the two (https://arxiv.org/abs/2403.07691), no reference."""
+    """Preferences without a reference, by odds, with cross-entropy: data=preference.
+
+    https://arxiv.org/abs/2403.07691
+    """
 
     beta: float = option(0.1, "weight of the odds")
 
@@ -94,10 +104,10 @@ class Orpo(Paired):
         positive(self, "objective.", "beta")
 
 
-@choice("objective", "distill", "A teacher of the same vocabulary: objective=distill objective.teacher=FOLDER")
+@choice("objective", "distill")
 @dataclass(frozen=True, kw_only=True)
 class Distill(Objective):
-    """The distance to a teacher's distribution at every token that counts."""
+    """A teacher of the same vocabulary: objective=distill objective.teacher=FOLDER."""
 
     teacher: str = option(dataclasses.MISSING, "folder of the teacher, of the same vocabulary", path=True)
     direction: str = option("forward", "forward: KL(teacher, student); reverse: KL(student, teacher)")
@@ -112,14 +122,10 @@ class Distill(Objective):
             raise refuse("objective.weight", self.weight, "it must lie between 0 and 1")
 
 
-@choice(
-    "objective",
-    "custom",
-    "Your own loss: objective=MODULE:FUNCTION, a function of logits (or hidden and head), labels and mask.",
-)
+@choice("objective", "custom")
 @dataclass(frozen=True, kw_only=True)
 class Custom(Objective):
-    """A loss of your own: objective=MODULE:FUNCTION is short for objective=custom objective.fn=MODULE:FUNCTION."""
+    """Your own loss: objective=MODULE:FUNCTION, a function of logits (or hidden and head), labels and mask."""
 
     fn: str = option(dataclasses.MISSING, "MODULE:FUNCTION or FILE.py:FUNCTION of logits (or hidden, head) and labels")
     kwargs: dict[str, Any] = option({}, "its own arguments: objective.kwargs.NAME=VALUE")

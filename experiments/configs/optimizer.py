@@ -2,7 +2,7 @@
 
 # ruff: noqa: RUF009 (`option` makes a field, as `dataclasses.field` does)
 from dataclasses import MISSING, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from experiments.configs.fields import Schedule, not_negative, option, positive, refuse, share
 from experiments.configs.registry import choice
@@ -14,10 +14,13 @@ class Adapter:
     """What is trained: this, the whole model."""
 
 
-@choice("adapter", "lora", "Train low-rank additions to the matrices of every layer, and nothing else.")
+@choice("adapter", "lora")
 @dataclass(frozen=True, kw_only=True)
 class Lora(Adapter):
-    """Low-rank additions to some matrices (https://arxiv.org/abs/2106.09685), trained alone."""
+    """Train low-rank additions to the matrices of every layer, and nothing else.
+
+    https://arxiv.org/abs/2106.09685
+    """
 
     rank: int = option(8, "rank of each addition")
     alpha: float = option(16.0, "additions are scaled by alpha / rank")
@@ -37,6 +40,8 @@ class Lora(Adapter):
 class Optimizer:
     """What every optimizer has; alone, it stands for the one that suits the device and the model's size."""
 
+    peak: ClassVar[float] = 1e-3  # the learning rate that suits it, for a model of 3 million parameters
+    scales: ClassVar[bool] = False  # whether that falls with the root of the model's size
     learning_rate: float | None = option(None, "peak learning rate", auto=True)
     schedule: Schedule = option(
         Schedule.cosine, "after the warm-up: constant, cosine, linear, or wsd (constant, then a linear cool-down)"
@@ -87,6 +92,7 @@ class Decayed(Optimizer):
 class AdamW(Decayed):
     """optax.adamw: 8 bytes of state per parameter in float32."""
 
+    peak, scales = 3e-3, True
     b1: float = option(0.9, "decay of the first moment")
     b2: float = option(0.95, "decay of the second moment")
     eps: float = option(1e-8, "added to the root of the second moment")
@@ -97,11 +103,12 @@ class AdamW(Decayed):
         positive(self, "optimizer.", "eps")
 
 
-@choice("optimizer", "muon", "Orthogonal steps for matrices, Adam for the rest.")
+@choice("optimizer", "muon")
 @dataclass(frozen=True, kw_only=True)
 class Muon(Decayed):
-    """optax.contrib.muon: each layer's matrices move by an orthogonal step, all else by Adam."""
+    """Orthogonal steps for matrices, Adam for the rest."""
 
+    peak, scales = 3e-3, True
     beta: float = option(0.95, "decay of the momentum")
     steps: int = option(5, "Newton-Schulz iterations that make a step orthogonal")
     consistent_rms: float | None = option(0.2, "root mean square of a step, as AdamW's (None: by the matrix's shape)")
@@ -117,6 +124,7 @@ class Muon(Decayed):
 class Adafactor(Optimizer):
     """optax.adafactor: factored second moments, no momentum."""
 
+    peak = 2e-2
     clip_rms: float = option(1.0, "largest root mean square of an update")
     decay: float = option(0.8, "second moments decay by 1 - step**-decay")
 
@@ -125,14 +133,10 @@ class Adafactor(Optimizer):
         positive(self, "optimizer.", "clip_rms", "decay")
 
 
-@choice(
-    "optimizer",
-    "adafactor_layerwise",
-    "Adafactor a layer at a time, with stochastic rounding, for models that barely fit.",
-)
+@choice("optimizer", "adafactor_layerwise")
 @dataclass(frozen=True, kw_only=True)
 class AdafactorLayerwise(Adafactor):
-    """Adafactor a layer at a time, with stochastic rounding: no whole-tree temporaries, bfloat16 parameters learn."""
+    """Adafactor a layer at a time, with stochastic rounding, for models that barely fit."""
 
     stochastic_rounding: bool = option(True, "round updated bfloat16 parameters up or down at random, without bias")
 
@@ -142,6 +146,7 @@ class AdafactorLayerwise(Adafactor):
 class Sgd(Decayed):
     """optax.sgd."""
 
+    peak = 1e-1
     weight_decay: float = option(0.0, "weight decay")
     momentum: float | None = option(None, "momentum (default: no state at all)")
 
@@ -150,10 +155,11 @@ class Sgd(Decayed):
         share(self, "optimizer.", "momentum")
 
 
-@choice("optimizer", "custom", "Any optax optimizer, or your own: optimizer=optax:lion.")
+@choice("optimizer", "custom")
 @dataclass(frozen=True, kw_only=True)
 class CustomOptimizer(Optimizer):
-    """Any optax transformation: optimizer=optax:lion is short for optimizer=custom optimizer.fn=optax:lion."""
+    """Any optax optimizer, or your own: optimizer=optax:lion."""
 
+    scales = True
     fn: str = option(MISSING, "MODULE:FUNCTION or FILE.py:FUNCTION of a learning_rate, which is a schedule")
     kwargs: dict[str, Any] = option({}, "its own arguments: optimizer.kwargs.NAME=VALUE")

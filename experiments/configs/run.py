@@ -1,6 +1,7 @@
 """One run, which has all the parts."""
 
 # ruff: noqa: RUF009 (`option` makes a field, as `dataclasses.field` does)
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,9 +70,39 @@ class Run:
             raise refuse("run", self.run, "it names one directory, without `/` and not starting with `.`")
 
 
+@dataclass(frozen=True)
+class HeadTiling:
+    """How the head and its loss are cut: along the tokens of a step, or along sequences.
+
+    Attributes:
+        flat: whether all tokens of a step are one axis; those of a micro-batch, of pairs or on a mesh, whose devices
+            hold parts of the batch and of its sequences, are more, of which the sequence is cut.
+        rows: sequences that are computed at a time: a micro-batch, or the whole batch.
+        length: of the axis that is cut.
+        each: tokens in each step along it.
+        size: steps along it that a tile is long: all of them where it is not cut.
+    """
+
+    flat: bool
+    rows: int
+    length: int
+    each: int
+    size: int
+
+    @property
+    def tiles(self) -> int:
+        """How many tiles there are."""
+        return -(-self.length // self.size)
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens' logits exist at a time."""
+        return self.size * self.each
+
+
 @dataclass(frozen=True, kw_only=True)
 class Resolved(Run):
-    """One run in which nothing is left open: what `experiments.runtime.hardware.resolve` returns."""
+    """One run in which nothing is left open: what `experiments.planning.resolve` returns."""
 
     steps: int
     batch_size: int
@@ -87,3 +118,16 @@ class Resolved(Run):
     def tokens_per_step(self) -> int:
         """Batch times sequence."""
         return self.batch_size * self.seq_len
+
+    @functools.cached_property
+    def head(self) -> HeadTiling:
+        """How the head is cut."""
+        pair = 2 if self.paired else 1
+        rows = -(-self.batch_size // pair // (self.tiling.batch or 1)) * pair
+        flat = self.tiling.batch is None and not self.paired and self.mesh.devices == 1
+        length, each = (self.tokens_per_step, 1) if flat else (self.seq_len, rows)
+        if self.tiling.size is not None:
+            size = min(length, max(1, self.tiling.size // each))
+        else:
+            size = -(-length // (self.tiling.n if isinstance(self.tiling.n, int) else 1))
+        return HeadTiling(flat, rows, length, each, size)

@@ -19,8 +19,7 @@ from experiments.data.corpus import DataError
 from experiments.data.grain_rows import open_pipeline, parted
 from experiments.data.rows import Batch, Conversations, Pairs, Rows, Windows
 from experiments.data.tokenizer import open_tokenizer
-from experiments.runtime import manifest
-from experiments.step import own
+from experiments.runtime import manifest, own
 
 LOOKED_AT = 2**24  # tokens of an array, evenly spread
 
@@ -109,7 +108,7 @@ def _open(config: configs.Resolved) -> Source | Repeats:
         _check_vocab(data.vocab - 1, 0, vocab_size, "data=synthetic")
         return Repeats(data.vocab, config.batch_size, config.seq_len, config.seed)
     if isinstance(data, configs.Grain):
-        return Source(*open_pipeline(config, data), config.batch_size, config.seed, None)
+        return Source(*open_pipeline(data, config.seq_len, vocab_size), config.batch_size, config.seed, None)
     if isinstance(data, configs.CustomData):
         train, held_out, bytes_per_token, text = _own(config, data, vocab_size)
     else:
@@ -152,7 +151,7 @@ def _own(
     if not len(made):
         raise DataError(f"nothing in data.fn={data.fn}: what it returned is empty")
     if isinstance(made[0], Mapping):
-        return *parted(made, config, f"data.fn={data.fn}"), None, None
+        return *parted(made, data, config.seq_len, vocab_size, f"data.fn={data.fn}"), None, None
     return _windows(config, data, vocab_size, made)
 
 

@@ -17,6 +17,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from experiments import configs
+from experiments.runtime.manifest import user_cache
 
 T = TypeVar("T")
 BOS = 256
@@ -169,11 +170,6 @@ def token_files(
 
 def cache_folder(config: configs.Data) -> Path:
     return Path(config.cache).expanduser() if config.cache else user_cache() / "tokens"
-
-
-def user_cache() -> Path:
-    """Return this project's folder in the user's cache directory (`XDG_CACHE_HOME` is respected)."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tiling-zoo"
 
 
 def write_whole(path: Path, tokens: np.ndarray) -> None:

@@ -65,7 +65,7 @@ class Pipeline:
         return np.stack([np.asarray(element[name]) for element in elements])
 
 
-def open_pipeline(config: configs.Resolved, data: configs.Grain) -> tuple[Pipeline, Pipeline]:
+def open_pipeline(data: configs.Grain, seq_len: int, vocab_size: int) -> tuple[Pipeline, Pipeline]:
     """Return the elements of a user's data set, to train on and (the last ones) held out.
 
     Raises:
@@ -86,16 +86,16 @@ def open_pipeline(config: configs.Resolved, data: configs.Grain) -> tuple[Pipeli
             f"cannot use data.dataset={data.dataset}: it must be MODULE:FUNCTION, which returns a finite "
             f"grain.MapDataset, not {what}. The run itself repeats and shuffles."
         )
-    return parted(dataset, config, f"data.dataset={data.dataset}")
+    return parted(dataset, data, seq_len, vocab_size, f"data.dataset={data.dataset}")
 
 
-def parted(dataset: Any, config: configs.Resolved, where: str) -> tuple[Pipeline, Pipeline]:
+def parted(dataset: Any, data: configs.Data, seq_len: int, vocab_size: int, where: str) -> tuple[Pipeline, Pipeline]:
     """Return the elements of anything that has a length and is read by index: to train on and (the last) held out."""
     count = len(dataset)
-    kept = count - max(1, round(count * config.data.val_fraction))
+    kept = count - max(1, round(count * data.val_fraction))
     if kept < 1:
         raise DataError(f"too few elements in {where}: {count}, to train on and to hold out")
-    how = config.seq_len, config.model.config.vocab_size, config.data.packed, where
+    how = seq_len, vocab_size, data.packed, where
     train, held_out = Pipeline(Part(dataset, 0, kept), *how), Pipeline(Part(dataset, kept, count), *how)
     train.batch(np.array([0]))
     return train, held_out

@@ -1,16 +1,19 @@
-"""The table printed before the first step: what the run is, what it costs, and whether it fits."""
+"""The tables printed before the first step: what the run is, what it costs, and whether it fits."""
 
 import shutil
 import sys
 import textwrap
 from typing import Any
 
+import zoo.accounting
 from experiments import configs
-from experiments.planning import preflight
-from experiments.planning.preflight import Memory, Plan
+from experiments.configs.registry import name_of
+from experiments.planning import cost
+from experiments.planning.cost import Memory, Plan, Traffic
 from experiments.runtime import meshes
-from experiments.runtime.hardware import GIB, Device
-from experiments.step import tiles
+from experiments.runtime.hardware import Device
+from experiments.runtime.numbers import quantity, size
+from experiments.step import tiling
 
 INDENT: Any = {"initial_indent": "  ", "subsequent_indent": " " * 8}
 WIDTH = 80  # at most: a narrower terminal has narrower tables
@@ -21,38 +24,23 @@ def width() -> int:
     return min(WIDTH, shutil.get_terminal_size().columns) if sys.stdout.isatty() else WIDTH
 
 
-def size(count: float, digits: int = 2) -> str:
-    """Return bytes in MiB or GiB: `4.67 GiB`."""
-    if count >= GIB:
-        return f"{count / GIB:,.{digits}f} GiB"
-    return f"{count / 2**20:,.{digits - 1}f} MiB"
-
-
-def quantity(value: float, unit: str = "") -> str:
-    """Return a number to three digits with a decimal prefix: `1.93 TFLOP`, `2.10k`."""
-    scales = {"P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3}
-    prefix, scale = next(((p, s) for p, s in scales.items() if value >= s), ("", 1.0))
-    return f"{digits(value / scale)}{' ' if unit else ''}{prefix}{unit}"
-
-
-def digits(value: float) -> str:
-    """Return a number to three significant digits, trailing zeros kept so that columns stay in line."""
-    return f"{value:#.3g}".rstrip(".")
-
-
-def render(name: str, config: configs.Resolved, plan: Plan, device: Device, optimizer: str) -> str:
+def render(name: str, config: configs.Resolved, plan: Plan, device: Device) -> str:
     """Return the whole table as text."""
     hardware = config.hardware
     rows = [
         ("parameters", f"{plan.params:,}", f"{hardware.param_dtype}, computed in {hardware.compute_dtype}"),
         ("tokens per step", f"{config.tokens_per_step:,}", f"{config.batch_size} x {config.seq_len:,}"),
         ("FLOPs per step", quantity(plan.flops, "FLOP"), f"times {config.steps:,} steps"),
-        ("optimizer", optimizer, f"learning rate {config.optimizer.learning_rate:g}, {config.optimizer.schedule}"),
+        (
+            "optimizer",
+            name_of("optimizer", config.optimizer),
+            f"learning rate {config.optimizer.learning_rate:g}, {config.optimizer.schedule}",
+        ),
     ]
     if config.mesh.devices > 1:
         rows.append(("mesh", f"{config.mesh.devices} devices", meshes.describe(config.mesh)))
     lines = [_rule(f"{name} on {device.name}")]
-    rows += [("tiled" * (i == 0), part, how) for i, (part, how) in enumerate(tiles.describe(config))]
+    rows += [("tiled" * (i == 0), part, how) for i, (part, how) in enumerate(tiling.describe(config))]
     for label, value, note in rows:
         lines += _row(f"  {label:<16} {value:>15}", note)
     return "\n".join([*lines, "", *_memory(config, plan), _rule()])
@@ -97,7 +85,7 @@ def _name(config: configs.Resolved) -> str:
 
 def _advice(config: configs.Resolved, plan: Plan) -> list[str]:
     """Return what a user of tiling should know: whether it helps at this size, and whether its tiles are too short."""
-    notes = [f"{note}." for note in meshes.notes(config)]
+    notes = [f"{note}." for note in meshes.notes(config.mesh, config.model.config.dims)]
     tokens, longest = config.tokens_per_step, config.model.config.context_length
     if config.seq_len > longest:
         notes.append(f"seq_len={config.seq_len:,} is beyond the {longest:,} tokens that this model was made for.")
@@ -107,21 +95,21 @@ def _advice(config: configs.Resolved, plan: Plan) -> list[str]:
         small = f"at {tokens:,} tokens per step tiling saves nothing: what it cuts is small."
         if plan.at_scale is not None:
             tiled, untiled = (size(bytes, digits=1) for bytes in plan.at_scale)
-            small += f" At {preflight.AT_SCALE:,} the head would take about {tiled} tiled, {untiled} untiled."
+            small += f" At {cost.AT_SCALE:,} the head would take about {tiled} tiled, {untiled} untiled."
         notes.append(small)
-    length, each = tiles.head_axis(config)
-    if config.tiling.n != "none" and tiles.head_tokens(config) < preflight.SHORT_TILE <= length * each:
-        steps = -(-preflight.SHORT_TILE // each)
+    length, each = config.head.length, config.head.each
+    if config.tiling.n != "none" and config.head.tokens < cost.SHORT_TILE <= length * each:
+        steps = -(-cost.SHORT_TILE // each)
         notes.append(
-            f"tiles of {tiles.head_tokens(config)} tokens make slow matrix products; "
+            f"tiles of {config.head.tokens} tokens make slow matrix products; "
             f"tiling.n={length // steps} has {steps * each} in each."
         )
     return [line for note in notes for line in _note(note)]
 
 
 def _head(config: configs.Resolved, plan: Plan) -> str:
-    logits = 4 * tiles.head_tokens(config) * config.model.config.vocab_size
-    if tiles.head_tokens(config) >= config.tokens_per_step:
+    logits = 4 * config.head.tokens * config.model.config.vocab_size
+    if config.head.tokens >= config.tokens_per_step:
         return f"logits {size(logits)}"
     if plan.head_untiled is None or plan.untiled is not None:
         return f"logits {size(logits)} per tile"
@@ -150,3 +138,81 @@ def _plain(value: Any) -> str:
 
 def _rule(title: str = "") -> str:
     return (f"── {title} " if title else "").ljust(width(), "─")[: width()]
+
+
+def render_described(name: str, config: configs.Resolved, traffic: Traffic, device: Device) -> str:
+    """Return the whole table of a run on described devices as text."""
+    cut = f"tiling.n={config.tiling.n}, remat {config.remat.policy}"
+    notes = [f"  note: {note}." for note in meshes.notes(config.mesh, config.model.config.dims)]
+    state = [f"{config.hardware.param_dtype}, computed in {config.hardware.compute_dtype}"]
+    lines = [
+        f"── {name} for {device.name} ".ljust(WIDTH, "─"),
+        f"  {'mesh':<18} {f'{config.mesh.devices} devices':>14}   {meshes.describe(config.mesh)}",
+        f"  {'parameters':<18} {zoo.accounting.count_params(config.model.config):>14,}   {state[0]}",
+        f"  {'tokens per step':<18} {config.tokens_per_step:>14,}   {config.batch_size} x {config.seq_len:,}, "
+        f"{config.tokens_per_step // config.mesh.devices:,} of each device",
+        "",
+        "  each device",
+        f"    {'state and batch':<16} {size(traffic.arguments):>14}",
+        f"    {'temporary':<16} {size(traffic.peak - traffic.arguments):>14}   {cut}",
+        f"    {'peak':<16} {size(traffic.peak):>14}   of {size(device.memory)}",
+    ]
+    return "\n".join(
+        [
+            *lines,
+            *_work(config, traffic),
+            *notes,
+            "─" * WIDTH,
+        ]
+    )
+
+
+def _work(config: configs.Resolved, traffic: Traffic) -> list[str]:
+    """Return the lines about FLOPs and what devices exchange."""
+    useful = zoo.accounting.train_flops(config.model.config, config.batch_size, config.seq_len) / config.mesh.devices
+    lines = []
+    if traffic.flops is not None:
+        note = f"{traffic.flops / useful:.2f} x those of the mathematics"
+        lines.append(f"    {'matrix products':<16} {quantity(traffic.flops, 'FLOP'):>14}   {note}")
+    if traffic.collectives is None:
+        return [*lines, "    what devices exchange cannot be told: a loop has no known number of turns"]
+    lines += ["", f"  {'each device sends':<18} {'bytes':>14}   {'times':>7}   {'in loops':>12}"]
+    for kind in sorted({one.kind for one in traffic.collectives}):
+        found = [one for one in traffic.collectives if one.kind == kind]
+        total = sum(one.bytes * one.times for one in found)
+        looped = sum(one.bytes * one.times for one in found if one.looped)
+        times = sum(one.times for one in found)
+        lines.append(f"    {kind:<16} {size(total):>14}   {times:>7,}   {size(looped):>12}")
+    return lines if traffic.collectives else [*lines, f"    {'nothing':<16}"]
+
+
+def facts(plan: Plan, config: configs.Resolved) -> dict[str, Any]:
+    """Return what the pictures and the summary of a run need of its plan, as JSON holds it."""
+    bars, estimated = {_label(config): plan.memory.parts}, []
+    if plan.untiled is not None:
+        bars["untiled"] = plan.untiled.parts
+    elif plan.head_untiled is not None:
+        bars["untiled"] = {**plan.memory.parts, "head": plan.head_untiled}
+        estimated.append("untiled")
+    return {
+        "bars": bars,
+        "estimated": estimated,
+        "params": plan.params,
+        "flops": plan.flops,
+        "total": plan.memory.total,
+        "total_untiled": plan.untiled and plan.untiled.total,
+        "available": plan.available,
+        "process": config.hardware.platform is configs.Platform.cpu,
+        "weights": plan.memory.weights,
+        "paired": config.paired,
+    }
+
+
+def _label(config: configs.Resolved) -> str:
+    """Return what of the run is cut, in words."""
+    parts = [f"{part}: {how}" for part, how in tiling.describe(config)]
+    return (
+        "this run, untiled"
+        if not parts
+        else "\n".join(f"this run, {part}" if part is parts[0] else part for part in parts)
+    )

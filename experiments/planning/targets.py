@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments.commandline import console
-from experiments.runtime.hardware import GIB, Device
+from experiments.runtime.hardware import Device
+from experiments.runtime.numbers import GIB
 
 FLAT = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
 CUBES = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8", 512: "8x8x8"}
@@ -69,7 +70,7 @@ class Target:
         """What a run is planned with."""
         count = len(self.devices)
         name = f"{self.name}, {count} x {self.devices[0].device_kind}"
-        return Device(self.kind.platform, name, int(self.kind.memory * GIB), count)
+        return Device(self.kind.platform, name, int(self.kind.memory * GIB), count, self.devices)
 
 
 def find(name: str) -> Target:

@@ -3,13 +3,11 @@
 import fcntl
 import json
 import os
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments import configs
-from experiments.commandline import overrides, usage
+from experiments.commandline import overrides
 from experiments.commandline.overrides import RUN
 from experiments.runtime import distributed, manifest
 
@@ -35,33 +33,37 @@ class Directory:
     _held: int | None = None
 
     @classmethod
-    def find(cls, config: configs.Run, model: str) -> "Directory":
+    def find(cls, out: str, run: str | None, model: str) -> "Directory":
         """Return the directory that a run will use; nothing is made yet.
+
+        Args:
+            out: where runs are.
+            run: its name; None: it gets the model's and a number.
+            model: the model's name.
 
         Raises:
             DirectoryError: there is something else where the run should go.
         """
-        out = Path(config.out).expanduser()
-        place = next(path for path in (out / (config.run or ""), out, *out.absolute().parents) if path.exists())
+        base = Path(out).expanduser()
+        place = next(path for path in (base / (run or ""), base, *base.absolute().parents) if path.exists())
         if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
             why = "one may not write there" if place.is_dir() else "that is no folder"
-            raise DirectoryError(f"cannot use out={config.out}: {place}: {why}. Give another out=FOLDER")
-        if config.run is None:
-            return cls(out / model, None)
-        path = out / config.run
+            raise DirectoryError(f"cannot use out={out}: {place}: {why}. Give another out=FOLDER")
+        if run is None:
+            return cls(base / model, None)
+        path = base / run
         if path.is_dir() and (before := overrides.read(path)) is not None:
             return cls(path, path, before)
         if path.exists() and not (path.is_dir() and all(name.startswith(".") for name in os.listdir(path))):
             raise DirectoryError(f"there is something at {path} that is no run: choose another run=NAME, or remove it")
         return cls(path, path)
 
-    def open(self, about: dict[str, Any], config: configs.Resolved, argv: Sequence[str]) -> Path:
+    def open(self, about: dict[str, Any], said: str) -> Path:
         """Make the directory, write what the run is, and return the path.
 
         Args:
             about: the overrides that describe the run in full, and the configuration, for when it goes on.
-            config: the run's configuration.
-            argv: overrides as the user gave them.
+            said: the same for people, as YAML.
 
         Raises:
             DirectoryError: it cannot be made or written to.
@@ -71,7 +73,7 @@ class Directory:
             self.hold()
             if distributed.first():
                 _write(path / RUN, json.dumps(about, indent=1))
-                _write(path / "config.yaml", usage.dump(config, list(argv)))
+                _write(path / "config.yaml", said)
         except OSError as error:
             raise DirectoryError(f"cannot write to {self.path or self.base.parent}: {manifest.reason(error)}") from None
         return path
@@ -103,16 +105,16 @@ class Directory:
             os.close(self._held)
         self._held = None
 
-    def changes(self, config: configs.Resolved, read: str | None, sources: Mapping[str, str | None]) -> list[str]:
+    def changes(self, about: dict[str, Any]) -> list[str]:
         """Return what differs from before: the configuration, hashes of what is read and of the user's own files."""
         if self.before is None:
             return []
         drop = lambda values: {key: value for key, value in values.items() if key not in PLACES}
-        now = json.loads(json.dumps(usage.plain(config)))
+        now = json.loads(json.dumps(about["config"]))
         changed = overrides.changes(drop(self.before["config"]), drop(now))
-        if read is not None and self.before["data"] not in (None, read):
+        if about["data"] is not None and self.before["data"] not in (None, about["data"]):
             changed.append("data: what it reads is not what it was: another text, tokenizer or split")
-        for key, source in sources.items():
+        for key, source in about["sources"].items():
             if None not in (source, before := self.before["sources"].get(key)) and source != before:
                 changed.append(f"{key}: the file that the function is in is not what it was")
         return changed

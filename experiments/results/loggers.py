@@ -40,13 +40,13 @@ class TensorBoard:
 class Wandb:
     """A Weights & Biases run, the same one after a resumption; `WANDB_MODE=offline` keeps it in the run's directory."""
 
-    def __init__(self, directory: Path, config: configs.Resolved):
+    def __init__(self, directory: Path, about: dict[str, Any]):
         wandb = importlib.import_module("wandb")
         file = directory / "wandb-id.txt"
         if not file.exists():
             file.write_text(secrets.token_hex(8))
         words = {"dir": str(directory), "name": directory.name, "id": file.read_text(), "resume": "allow"}
-        self._run: Any = wandb.init(**words, config=asdict(config))
+        self._run: Any = wandb.init(**words, config=about)
 
     def add(self, record: Record) -> None:
         self._run.log(_measured(record), step=record.step)
@@ -55,21 +55,20 @@ class Wandb:
         self._run.finish()
 
 
-def missing(save: configs.Save) -> str | None:
-    """Return what to do about the first logger that was asked for and is not installed."""
+def check(save: configs.Save) -> None:
+    """Raise a CommandError if a logger that was asked for is not installed."""
     for option, (package, extra) in PACKAGES.items():
         if getattr(save, option) and importlib.util.find_spec(package) is None:
-            return f"save.{option}=true needs the package {package}: {console.install(extra)}"
-    return None
+            raise console.CommandError(f"save.{option}=true needs the package {package}: {console.install(extra)}")
 
 
-def open_loggers(directory: Path, config: configs.Resolved, after: int | None = None) -> list[Logger]:
-    """Return the loggers that the configuration asks for, ready to take the records after a step."""
+def open_loggers(directory: Path, save: configs.Save, about: dict[str, Any], after: int | None = None) -> list[Logger]:
+    """Return the loggers that are asked for, ready to take the records after a step; `about` is the run in words."""
     found: list[Logger] = []
-    if config.save.tensorboard:
+    if save.tensorboard:
         found.append(TensorBoard(directory, after))
-    if config.save.wandb:
-        found.append(Wandb(directory, config))
+    if save.wandb:
+        found.append(Wandb(directory, about))
     return found
 
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from experiments.planning.table import digits, quantity, size
+from experiments.runtime.numbers import digits, quantity, size
 
 
 @dataclass(frozen=True, kw_only=True)

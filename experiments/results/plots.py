@@ -6,11 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments import configs
-from experiments.planning.preflight import Plan
 from experiments.results.metrics import Record
-from experiments.runtime.hardware import GIB
-from experiments.step import tiles
+from experiments.runtime.numbers import GIB
 
 FACTS = "plan.json"
 
@@ -48,39 +45,10 @@ STYLE: Any = {
 }
 
 
-def facts(plan: Plan, config: configs.Resolved) -> dict[str, Any]:
-    """Return what the pictures need of a plan and a configuration, as JSON holds it."""
-    bars, estimated = {_label(config): plan.memory.parts}, []
-    if plan.untiled is not None:
-        bars["untiled"] = plan.untiled.parts
-    elif plan.head_untiled is not None:
-        bars["untiled"] = {**plan.memory.parts, "head": plan.head_untiled}
-        estimated.append("untiled")
-    return {
-        "bars": bars,
-        "estimated": estimated,
-        "total": plan.memory.total,
-        "available": plan.available,
-        "process": config.hardware.platform is configs.Platform.cpu,
-        "weights": plan.memory.weights,
-        "paired": config.paired,
-    }
-
-
 def beside(records: list[Record], weights: int) -> int:
     """Return the bytes in use beside the weights before the first step: on a CPU Python, JAX and its compiler."""
     first = next((record.memory_bytes for record in records if record.step == 0 and record.memory_bytes), None)
     return 0 if first is None else max(0, first - weights)
-
-
-def _label(config: configs.Resolved) -> str:
-    """Return what of the run is cut, in words."""
-    parts = [f"{part}: {how}" for part, how in tiles.describe(config)]
-    return (
-        "this run, untiled"
-        if not parts
-        else "\n".join(f"this run, {part}" if part is parts[0] else part for part in parts)
-    )
 
 
 def draw(directory: Path, records: list[Record], known: dict[str, Any]) -> list[str]:
@@ -89,7 +57,7 @@ def draw(directory: Path, records: list[Record], known: dict[str, Any]) -> list[
     Args:
         directory: the run's, which names the pictures.
         records: what it measured; without a training step there is nothing to draw.
-        known: what `facts` said of it.
+        known: what `planning.table.facts` said of it.
     """
     if all(record.loss is None for record in records):
         return []

@@ -6,39 +6,43 @@ from pathlib import Path
 from typing import Any
 
 from experiments import configs
-from experiments.planning import table
-from experiments.planning.preflight import Plan
 from experiments.results import plots
 from experiments.results.metrics import Recorder, describe
 from experiments.runtime import distributed, hardware, manifest
+from experiments.runtime.numbers import size
 from zoo.adapters import lora
 
 
-def save_weights(model: Any, config: configs.Resolved, directory: Path) -> None:
-    """Write the trained weights, any adapter merged into them and also by itself, with their tokenizer."""
+def save_weights(model: Any, config: configs.Resolved, directory: Path) -> list[str]:
+    """Write the trained weights where they are wanted, any adapter merged and also by itself; return the folders."""
+    if not config.save.final:
+        return []
+    adapted = isinstance(config.adapter, configs.Lora)
+    folders = ["weights/", "adapter/"] if adapted else ["weights/"]
     model = distributed.gathered(model)
     if not distributed.first():
-        return
+        return folders
     import zoo
     from experiments.data.tokenizer import copy_tokenizer
     from zoo import adapters
 
-    if isinstance(config.adapter, configs.Lora):
+    if adapted:
         adapters.save(model, directory / "adapter")
         model = lora.merge(model)
     zoo.save(model, directory / "weights", source=config.model.weights)
     if not isinstance(config.data, configs.Tokens):  # of ids nobody says what they are
         copy_tokenizer(config.data.tokenizer, directory / "weights")
+    return folders
 
 
-def leave(directory: Path, recorder: Recorder, plan: Plan, config: configs.Resolved, seconds: float) -> None:
+def leave(directory: Path, recorder: Recorder, known: dict[str, Any], seconds: float) -> None:
     """Close the records, and of a run that has trained draw the pictures and write the summary, however it ended."""
     if not distributed.first():
         return
     actions = [recorder.close]
     if any(record.loss is not None for record in recorder.records):
-        actions.append(lambda: plots.draw(directory, recorder.records, plots.facts(plan, config)))
-        actions.append(lambda: _summarise(directory, recorder, plan, seconds))
+        actions.append(lambda: plots.draw(directory, recorder.records, known))
+        actions.append(lambda: _summarise(directory, recorder, known, seconds))
     for action in actions:
         try:
             action()
@@ -46,16 +50,16 @@ def leave(directory: Path, recorder: Recorder, plan: Plan, config: configs.Resol
             print(f"warning: cannot write to {directory}: {manifest.reason(error)}", file=sys.stderr)
 
 
-def _summarise(directory: Path, recorder: Recorder, plan: Plan, seconds: float) -> None:
+def _summarise(directory: Path, recorder: Recorder, known: dict[str, Any], seconds: float) -> None:
     """Write summary.json: what one would compare between runs."""
     steps = [record for record in recorder.records if record.loss is not None]
     speeds = sorted(record.tokens_per_second for record in steps if record.tokens_per_second is not None)
     held_out = [record for record in recorder.records if record.held_out_loss is not None]
     summary = {
-        "params": plan.params,
-        "flops_per_step": plan.flops,
-        "planned_bytes": plan.memory.total,
-        "planned_bytes_untiled": plan.untiled and plan.untiled.total,
+        "params": known["params"],
+        "flops_per_step": known["flops"],
+        "planned_bytes": known["total"],
+        "planned_bytes_untiled": known["total_untiled"],
         "peak_bytes": hardware.used_memory()[1],
         "steps": len(steps),
         "seconds": round(seconds, 2),
@@ -68,18 +72,24 @@ def _summarise(directory: Path, recorder: Recorder, plan: Plan, seconds: float) 
     (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
 
 
-def words(directory: Path, recorder: Recorder, plan: Plan, config: configs.Resolved, seconds: float) -> str:
-    """Return what is said at the end: how well it went, and where everything is."""
+def words(directory: Path, recorder: Recorder, known: dict[str, Any], saved: list[str], seconds: float) -> str:
+    """Return what is said at the end: how well it went, and where everything is.
+
+    Args:
+        directory: the run's.
+        recorder: has its records.
+        known: what `planning.table.facts` said of it.
+        saved: the folders of weights.
+        seconds: how long it took.
+    """
     held_out = [record for record in recorder.records if record.held_out_loss is not None]
     lines = []
     if len(held_out) > 1:
-        what = "pairs" if config.paired else "text"
+        what = "pairs" if known["paired"] else "text"
         lines.append(f"  held-out {what} before: {describe(held_out[0])}, after: {describe(held_out[-1])}")
-    lines.append(f"  peak memory {table.size(hardware.used_memory()[1])}, {seconds:.0f} s altogether")
-    if (other := plots.beside(recorder.records, plan.memory.weights)) and config.hardware.platform == "cpu":
-        lines.append(f"  of it about {table.size(other)} of Python, JAX and its compiler")
-        lines.append(f"  and {table.size(plan.memory.total)} as planned of a step")
-    files = "metrics.jsonl, metrics.csv, summary.json, config.yaml, *.png"
-    weights = ", weights/" if config.save.final else ""
-    weights += ", adapter/" if config.save.final and isinstance(config.adapter, configs.Lora) else ""
-    return "\n".join([*lines, f"Everything is in {directory}/: {files}{weights}"])
+    lines.append(f"  peak memory {size(hardware.used_memory()[1])}, {seconds:.0f} s altogether")
+    if (other := plots.beside(recorder.records, known["weights"])) and known["process"]:
+        lines.append(f"  of it about {size(other)} of Python, JAX and its compiler")
+        lines.append(f"  and {size(known['total'])} as planned of a step")
+    files = ", ".join(["metrics.jsonl", "metrics.csv", "summary.json", "config.yaml", "*.png", *saved])
+    return "\n".join([*lines, f"Everything is in {directory}/: {files}"])

@@ -14,14 +14,15 @@ import jax
 import numpy as np
 
 from experiments import configs
+from experiments.runtime.signals import Stop
 
 
 class DistributedError(RuntimeError):
     """Processes that cannot find each other, in words for the user."""
 
 
-def join(config: configs.Distributed) -> None:
-    """Find the other processes; to be called before any device is asked for.
+def join(config: configs.Distributed, stop: Stop) -> None:
+    """Find the other processes; to be called before any device is asked for. `stop` then hears for all of them.
 
     Raises:
         DistributedError: they are not there.
@@ -41,6 +42,8 @@ def join(config: configs.Distributed) -> None:
         raise DistributedError(f"cannot find the other processes through {where}: {_line(error)}") from None
     if not first():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (for as long as the process lives)
+    if several():
+        stop.share(told, forward)
 
 
 def first() -> bool:

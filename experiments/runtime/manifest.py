@@ -70,3 +70,8 @@ def _files(folder: Path) -> list[Path]:
 def _entry(path: Path) -> dict[str, object]:
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def user_cache() -> Path:
+    """Return this project's folder in the user's cache directory (`XDG_CACHE_HOME` is respected)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tiling-zoo"

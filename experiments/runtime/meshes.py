@@ -101,19 +101,24 @@ def describe(mesh: configs.Mesh) -> str:
     return f"{sizes}, parameters copied" if mesh.fsdp == "none" else f"{sizes}, parameters cut over {mesh.fsdp}"
 
 
-def notes(config: configs.Resolved) -> list[str]:
-    """Say which dimensions of parameters stay whole although the mesh has an axis for them."""
-    sizes = {name: size or 1 for name, size in config.mesh.sizes.items()}
-    found = uneven(config.model.config.dims, sizes, axes(config.mesh))
+def notes(mesh: configs.Mesh, dims: dict[str, int]) -> list[str]:
+    """Say which dimensions of parameters stay replicated although the mesh has an axis for them."""
+    sizes = {name: size or 1 for name, size in mesh.sizes.items()}
+    found = uneven(dims, sizes, axes(mesh))
     return [note.replace(": ", ": mesh.", 1) for note in found]
 
 
-def spread(config: configs.Resolved, devices: Sequence[Any] | None = None) -> contextlib.AbstractContextManager:
-    """Return the context in which a run is compiled and carried out: its mesh, or nothing where it has one device."""
-    if config.mesh.devices == 1 and devices is None:
+def spread(mesh: configs.Mesh, devices: Sequence[Any] | None = None) -> contextlib.AbstractContextManager:
+    """Return the context in which a run is compiled and carried out: its mesh, or nothing where it has one device.
+
+    Args:
+        mesh: the run's.
+        devices: descriptions of those that are not here, of which it takes the first.
+    """
+    if mesh.devices == 1 and devices is None:
         return contextlib.nullcontext()
-    sizes: dict[str, Any] = config.mesh.sizes
-    return jax.set_mesh(make_mesh(**sizes, devices=devices))
+    sizes: dict[str, Any] = mesh.sizes
+    return jax.set_mesh(make_mesh(**sizes, devices=None if devices is None else devices[: mesh.devices]))
 
 
 def current() -> Mesh | None:
@@ -141,24 +146,24 @@ def leaf_shardings(model: Any, mesh: Mesh, named: Axes) -> Any:
     return model
 
 
-def abstract(model: Any, config: configs.Resolved) -> Any:
+def abstract(model: Any, named: Axes) -> Any:
     """Return an abstract model whose leaves say where they lie, where there is a mesh."""
     mesh = current()
     if mesh is None:
         return model
     typed = lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
-    return jax.tree.map(typed, model, leaf_shardings(model, mesh, axes(config.mesh)))
+    return jax.tree.map(typed, model, leaf_shardings(model, mesh, named))
 
 
-def placed(model: Any, config: configs.Resolved) -> Any:
+def placed(model: Any, named: Axes) -> Any:
     """Return a model whose leaves lie where they belong, where there is a mesh."""
     mesh = current()
-    return model if mesh is None else jax.device_put(model, leaf_shardings(model, mesh, axes(config.mesh)))
+    return model if mesh is None else jax.device_put(model, leaf_shardings(model, mesh, named))
 
 
-def where(config: configs.Resolved) -> dict[str, Any]:
+def where(named: Axes) -> dict[str, Any]:
     """Return the arguments that tell `zoo.load` and `zoo.models.init.draw` where parameters lie."""
-    return {"mesh": current(), "axes": axes(config.mesh)}
+    return {"mesh": current(), "axes": named}
 
 
 def feeder(count: int) -> Callable[[Callable[[slice], tuple[np.ndarray, ...]]], tuple[jax.Array, ...]]:

@@ -13,6 +13,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -46,7 +47,8 @@ class Stop:
         self._alone = alone
         self._signal: signal.Signals | None = None
         self._since, self._heard, self._handled = 0.0, 0, 0
-        self._training = self._shared = False
+        self._training = False
+        self._told: Callable[[int], signal.Signals | None] | None = None
         self._lock = threading.RLock()  # a handler may interrupt itself
         self._before: dict[int, Any] = {}
 
@@ -73,13 +75,16 @@ class Stop:
         os.close(self._read)
         os.close(self._write)
 
-    def share(self) -> None:
-        """Let JAX hear for all processes of a run, once they have found each other: all stop after the same step."""
-        from experiments.runtime import distributed
+    def share(self, told: Callable[[int], signal.Signals | None], forward: Any) -> None:
+        """Let JAX hear for all processes of a run, once they have found each other: all stop after the same step.
 
-        self._shared = True
+        Args:
+            told: returns the signal that one of them got, at a step at which all of them are told.
+            forward: the handler of SIGINT, which tells the others.
+        """
+        self._told = told
         if self._before:
-            signal.signal(signal.SIGINT, distributed.forward)
+            signal.signal(signal.SIGINT, forward)
             del self._before[signal.SIGTERM]  # JAX's own by now
 
     def ask(self) -> None:
@@ -95,11 +100,7 @@ class Stop:
 
     def told(self, step: int) -> signal.Signals | None:
         """Return the signal, once there was one; to be asked at every step."""
-        if self._shared:
-            from experiments.runtime import distributed
-
-            return distributed.told(step)
-        return self._signal
+        return self._signal if self._told is None else self._told(step)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         with self._lock:
@@ -115,7 +116,7 @@ class Stop:
             for byte in os.read(self._read, 1):
                 if byte == END[0]:
                     return
-                if byte in SIGNALS and not self._shared:
+                if byte in SIGNALS and self._told is None:
                     with self._lock:
                         self._heard += 1
                         self._hear(byte)

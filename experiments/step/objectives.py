@@ -17,7 +17,7 @@ import optax
 from jax.nn import log_sigmoid
 
 from experiments import configs
-from experiments.step import own
+from experiments.runtime import own
 from transforms.sharding import partitions
 
 Loss = Callable[..., tuple[jax.Array, dict[str, jax.Array]]]

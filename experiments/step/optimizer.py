@@ -3,13 +3,15 @@
 import functools
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers, muon
 
 from experiments import configs
-from experiments.step import own, parameters
+from experiments.runtime import own
+from experiments.step import parameters
 from experiments.step.adafactor import adafactor_layerwise
 from transforms.step import norm
 from zoo.adapters.lora import letters_of
@@ -224,3 +226,12 @@ def averaged(inner: optax.GradientTransformationExtraArgs, decay: float) -> opta
         return made, Averaged(within, jax.tree.map(blend, state.mean, params, made), state.count + 1)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def mean_of(state: Any) -> Any:
+    """Return the model of a training state with the mean of its weights, which `averaged` keeps, in their place."""
+    cast = lambda mean, leaf: None if mean is None else mean.astype(leaf.dtype)
+    found = jax.tree.leaves(state.opt_state, is_leaf=lambda part: isinstance(part, Averaged))
+    kept = next(part for part in found if isinstance(part, Averaged))
+    mean = jax.tree.map(cast, kept.mean, state.model, is_leaf=lambda leaf: leaf is None)
+    return eqx.combine(mean, state.model)

@@ -1,50 +1,51 @@
 """The frozen model that an objective compares with, if it does: a reference or a teacher. No JAX here."""
 
 import json
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from experiments import configs
-from zoo.accounting import forward_flops
 from zoo.huggingface.config import from_hf
 
-
-def path(config: configs.Run) -> str | None:
-    """Return the folder of the frozen model, where one is named."""
-    objective = config.objective
-    if isinstance(objective, configs.Distill):
-        return objective.teacher
-    return objective.reference if isinstance(objective, configs.Referenced) else None
+Origin = Enum("Origin", ["folder", "start", "base"])
+Origin.__doc__ = """Where a frozen model is from: a folder; a copy of what the run starts from; or the model that
+learns, without its adapter, which takes no memory of its own."""
 
 
-def is_start(config: configs.Run) -> bool:
-    """Return whether it is a copy of what the run starts from."""
-    unnamed = isinstance(config.objective, configs.Referenced) and config.objective.reference is None
-    return unnamed and not isinstance(config.adapter, configs.Lora)
+@dataclass(frozen=True)
+class Reference:
+    """A frozen model.
+
+    Attributes:
+        origin: where it is from.
+        config: its architecture.
+        path: its folder, where it has one.
+    """
+
+    origin: Origin
+    config: Any
+    path: str | None = None
 
 
-def is_base(config: configs.Run) -> bool:
-    """Return whether it is the model that learns, without its adapter: it takes no memory of its own."""
-    unnamed = isinstance(config.objective, configs.Referenced) and config.objective.reference is None
-    return unnamed and isinstance(config.adapter, configs.Lora)
-
-
-def flops(config: configs.Resolved) -> int:
-    """Return the FLOPs of its forward pass over a step's tokens."""
-    found = config.model.config if is_base(config) else described(config)
-    return 0 if found is None else forward_flops(found, config.batch_size, config.seq_len)
-
-
-def described(config: configs.Run) -> Any:
-    """Return the architecture of the frozen model, or None where there is none with weights of its own.
+def find(config: configs.Run) -> Reference | None:
+    """Return the frozen model of a run; None where its objective compares with none.
 
     Raises:
         ValueError: its folder cannot be read, or it has another vocabulary than the model that learns.
     """
-    ours, folder = config.model.config, path(config)
-    if folder is None:
-        return ours if is_start(config) else None
-    name = "teacher" if isinstance(config.objective, configs.Distill) else "reference"
+    objective, ours = config.objective, config.model.config
+    if isinstance(objective, configs.Distill):
+        return Reference(Origin.folder, _described(objective.teacher, "teacher", ours), objective.teacher)
+    if not isinstance(objective, configs.Referenced):
+        return None
+    if objective.reference is not None:
+        return Reference(Origin.folder, _described(objective.reference, "reference", ours), objective.reference)
+    return Reference(Origin.base if isinstance(config.adapter, configs.Lora) else Origin.start, ours)
+
+
+def _described(folder: str, name: str, ours: Any) -> Any:
     try:
         found = from_hf(json.loads((Path(folder).expanduser() / "config.json").read_text()))
     except OSError as error:

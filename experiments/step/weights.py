@@ -1,19 +1,50 @@
-"""The model of a command that only runs one: read or drawn, with its adapter, in the device's number formats."""
+"""Weights: what the folder of a model says of it, and a model that is only run, in the device's number formats."""
 
+import dataclasses
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 
+from experiments import configs
 from experiments.commandline import console
 from experiments.commandline.console import CommandError
 from experiments.configs import DType
 from experiments.configs.commands import Generate, Score
 from experiments.data.tokenizer import Bytes, Folder, open_tokenizer
 from experiments.runtime import hardware
-from experiments.step import program
-from experiments.training.session import RunError, with_weights
+from experiments.step.build import draw_model
 from zoo import adapters, count_params
+from zoo.huggingface.config import from_hf
+
+T = TypeVar("T", bound=Any)
+
+
+def with_weights(config: T, argv: Sequence[str]) -> T:
+    """Return a run (or another command) with the architecture that its weights' folder describes.
+
+    Raises:
+        CommandError: there are no such weights, or they are another model's than the one asked for.
+    """
+    if config.model.weights is None:
+        return config
+    path = Path(config.model.weights).expanduser()
+    try:
+        described = from_hf(json.loads((path / "config.json").read_text()))
+    except OSError as error:
+        fetch = "" if path.is_dir() else ". It names a folder: nothing is fetched. Download the files of a model first"
+        raise CommandError(f"cannot read model.weights={path}: {error.strerror} ({error.filename}){fetch}") from None
+    except ValueError as error:
+        raise CommandError(f"cannot use model.weights={path}: {error}") from None
+    if any(word.startswith("model") and not word.startswith("model.weights=") for word in argv):
+        both = config.model.config, described
+        ours, theirs = ({"family": type(one).__name__, **dataclasses.asdict(one)} for one in both)
+        if wrong := [f"{k}: {ours[k]} here, {theirs[k]} there" for k in ours if ours[k] != theirs.get(k, ours[k])]:
+            raise CommandError(f"model.weights={path} holds another model than the one asked for: {'; '.join(wrong)}")
+    return dataclasses.replace(config, model=configs.Model(config=described, weights=str(path)))
 
 
 @dataclass(frozen=True)
@@ -49,7 +80,7 @@ def open_model(config: Score | Generate, argv: list[str], tokenizer: str | None)
         model = _model(config, device)
         if config.lora is not None:
             model = adapters.load(config.lora, model)
-    except (RunError, hardware.HardwareError, ValueError) as error:
+    except (hardware.HardwareError, ValueError) as error:
         raise CommandError(str(error)) from None
     console.note(f"text is {encoder.name}")
     if config.model.weights is None:
@@ -69,4 +100,4 @@ def _model(config: Score | Generate, device: hardware.Device) -> Any:
     if config.model.weights is not None:
         return zoo.load(config.model.weights, dtype=None if asked is None else jnp.dtype(asked.value))
     roomy = 8 * zoo.count_params(config.model.config) < device.memory
-    return program.draw_model(config.model.config, config.seed, asked or (DType.float32 if roomy else DType.bfloat16))
+    return draw_model(config.model.config, config.seed, asked or (DType.float32 if roomy else DType.bfloat16))

@@ -1,0 +1,208 @@
+"""What a run takes of each device, as its compiled step says, here or on described ones.
+
+Nothing is allocated. A described device is one like any other: its programs only cannot be run.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import equinox as eqx
+import jax
+
+import zoo.accounting
+from experiments import configs
+from experiments.planning import hlo
+from experiments.runtime.hardware import Device
+from experiments.runtime.numbers import GIB
+from experiments.step.build import OutOfMemoryError, Programs
+
+AT_SCALE = 8192  # tokens: where tiling the head of a large vocabulary pays
+SHORT_TILE = 64  # tokens: below, a tile's matrix products run at half their speed or less
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a compiled training step on each device; `total` is the compiler's, the parts share it out.
+
+    The head is what `tile` estimates, or of a run that compares what the compiler says of it alone.
+    """
+
+    weights: int
+    optimizer: int
+    gradients: int
+    head: int
+    activations: int
+    total: int
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """The parts by name, in the order of the table."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "total"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run costs."""
+
+    params: int
+    flops: int
+    memory: Memory
+    available: int
+    headroom: int
+    head_untiled: int | None = None  # bytes of the untiled head, estimated; None where the run's own head is not cut
+    untiled: Memory | None = None  # of the untiled step, where a tiled run compares
+    refused: str | None = None  # why that could not be compiled
+    at_scale: tuple[int, int] | None = None  # bytes of the head at AT_SCALE, tiled and untiled, where few save none
+
+    @property
+    def fits(self) -> bool:
+        """Whether the step and the headroom are within what is available."""
+        return self.memory.total + self.headroom <= self.available
+
+    @property
+    def saved(self) -> int | None:
+        """Bytes that tiling saves, as far as is known; None of an untiled run."""
+        if self.untiled is not None:
+            return self.untiled.total - self.memory.total
+        return None if self.head_untiled is None else self.head_untiled - self.memory.head
+
+
+def plan(programs: Programs, device: Device) -> Plan:
+    """Return what a run costs. Compiles its step, and the untiled one if it compares; allocates nothing.
+
+    Raises:
+        OutOfMemoryError: the compiler finds that the step does not fit the device.
+    """
+    config = programs.config
+    tiled, whole = head_bytes(programs)
+    made = Plan(
+        params=zoo.accounting.count_params(config.model.config),
+        flops=flops(programs),
+        memory=measure(programs, device, compiled_head_bytes(programs) if config.compare else tiled),
+        available=available(config, device),
+        headroom=headroom(config),
+        head_untiled=whole if config.tiling.n != "none" and whole else None,
+    )
+    if config.tiling.cuts and config.compare:
+        untiled = Programs(replace(config, tiling=configs.Tiling(n="none")))
+        try:
+            made = replace(made, untiled=measure(untiled, device, compiled_head_bytes(untiled)))
+        except OutOfMemoryError as error:
+            made = replace(made, refused=str(error).strip())
+    few = config.tokens_per_step < AT_SCALE and made.saved is not None
+    if few and made.saved <= 0.02 * made.memory.total:
+        tiled, whole = head_bytes(Programs(replace(config, batch_size=1, seq_len=AT_SCALE)))
+        made = replace(made, at_scale=(tiled, whole) if tiled < whole else None)
+    return made
+
+
+def flops(programs: Programs) -> int:
+    """Return the FLOPs of a step, as utilisation counts them: nothing for what is frozen but passing gradients on."""
+    config, other = programs.config, programs.reference
+    size = config.batch_size, config.seq_len
+    frozen = 0 if other is None else zoo.accounting.forward_flops(other.config, *size)
+    if not isinstance(config.adapter, configs.Lora):
+        return frozen + zoo.accounting.train_flops(config.model.config, *size)
+    adapters = sum(leaf.size for leaf in jax.tree.leaves(programs.kept(programs.state).model))
+    passed = 2 * zoo.accounting.forward_flops(config.model.config, *size)
+    return frozen + passed + 6 * config.tokens_per_step * adapters
+
+
+def available(config: configs.Resolved, device: Device) -> int:
+    """Return the bytes that the run may plan with."""
+    limit = config.hardware.memory_gib
+    shared = config.mesh.devices if device.platform == "cpu" else 1  # the devices of a CPU have one memory
+    return device.memory // shared if limit is None else int(limit * GIB)
+
+
+def headroom(config: configs.Resolved) -> int:
+    """Return the bytes that must stay free beside the step."""
+    return int(configs.chosen(config.hardware.headroom_gib) * GIB)
+
+
+def room(config: configs.Resolved, device: Device) -> int:
+    """Return the bytes that a step may take: of described devices all that a program may, as nothing else is there."""
+    return device.memory if device.described is not None else available(config, device) - headroom(config)
+
+
+def measure(programs: Programs, device: Device, head: int) -> Memory:
+    """Return the memory of a compiled step, told its head's. Weights, optimizer and gradients are exact."""
+    state = programs.state
+    temp = programs.train.compiled.memory_analysis().temp_size_in_bytes
+    trained = eqx.filter_eval_shape(lambda model: eqx.filter(model, programs.trainable(model)), state.model)
+    gradients = min(device_bytes(trained), temp)
+    head = min(head, temp - gradients)
+    weights = device_bytes(state.model) + device_bytes(programs.frozen)
+    rest = temp - gradients - head
+    return Memory(weights, device_bytes(state.opt_state), gradients, head, rest, total_bytes(programs.train, device))
+
+
+def total_bytes(compiled: Any, device: Device) -> int:
+    """Return what a compiled step holds at its peak: arguments, what it returns beside them, and temporaries.
+
+    A compiler for TPUs says what that is; of others the sum is known.
+    """
+    stats = compiled.compiled.memory_analysis()
+    if device.platform == "tpu":
+        return max(stats.peak_memory_in_bytes, stats.argument_size_in_bytes)
+    outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return stats.argument_size_in_bytes + outputs + stats.temp_size_in_bytes
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a compiled step does on each device.
+
+    Attributes:
+        arguments: bytes of the state and the batch.
+        peak: bytes of all together, at the worst moment.
+        collectives: what devices exchange, None where the program's text does not tell how often.
+        flops: of its matrix products, likewise.
+    """
+
+    arguments: int
+    peak: int
+    collectives: list[hlo.Collective] | None
+    flops: int | None
+
+
+def traffic(programs: Programs, device: Device) -> Traffic:
+    """Return what the step of a run does and takes on a device.
+
+    Raises:
+        OutOfMemoryError: the compiler finds that the step does not fit the device.
+    """
+    compiled = programs.train.compiled
+    arguments, peak = compiled.memory_analysis().argument_size_in_bytes, total_bytes(programs.train, device)
+    try:
+        text = compiled.as_text()
+        return Traffic(arguments, peak, hlo.collectives(text, programs.config.mesh.devices), hlo.dot_flops(text))
+    except ValueError:
+        return Traffic(arguments, peak, None, None)
+
+
+def head_bytes(programs: Programs) -> tuple[int, int]:
+    """Return the temporary memory that the head's loss and gradients take, and take untiled: estimates, not compiled.
+
+    Zero where the objective cannot be cut, and so cannot be told apart from the rest.
+    """
+    found = programs.plan_head()
+    return (0, 0) if found is None or found.gradient is None else (found.gradient.temp, found.gradient.untiled_temp)
+
+
+def compiled_head_bytes(programs: Programs) -> int:
+    """Return the temporary memory of the head's loss and gradients, compiled alone."""
+    return programs.compile_head().compiled.memory_analysis().temp_size_in_bytes
+
+
+def bytes_of(tree: Any) -> int:
+    """Return the bytes of every array, abstract ones included, in a tree: the whole of those that devices share."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype"))
+
+
+def device_bytes(tree: Any) -> int:
+    """Return the bytes that a device holds of every array, abstract ones included, in a tree."""
+    shape = lambda leaf: leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
+    return sum(math.prod(shape(leaf)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype"))

@@ -1,0 +1,374 @@
+"""The programs of a run, built here and nowhere else, from shapes alone: the training step and the evaluation step.
+
+`B` batch `S` sequence `T` tokens (B*S) `D` embed.
+"""
+
+import contextlib
+import functools
+import re
+from collections.abc import Generator
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+
+import zoo
+from experiments import configs
+from experiments.runtime import meshes
+from experiments.step import objectives, optimizer, reference, tiling
+from experiments.step.reference import Origin
+from transforms import TileError
+from transforms.remat import remat
+from transforms.sharding import explicit
+from transforms.step import State, all_parameters, compile_step, make_eval_step, make_train_step
+from transforms.tiling.report.plan import TilePlan
+from zoo import ForwardPass, Mixture, model_class
+from zoo.adapters import lora
+from zoo.models.init import draw
+
+
+class OutOfMemoryError(RuntimeError):
+    """The compiler, or the device while it computes, says that a program does not fit, in its own words."""
+
+
+class Programs:
+    """What a resolved run computes: its functions, their shapes, and what they compile to, each made when first read.
+
+    On a mesh it is to be made and read where the mesh is set (`meshes.spread`). Nothing here allocates an array but the
+    methods that say so.
+
+    Args:
+        config: the run.
+
+    Raises:
+        ValueError: the folder of the frozen model cannot be read, or it has another vocabulary.
+    """
+
+    def __init__(self, config: configs.Resolved):
+        self.config = config
+        self.reference = reference.find(config)
+        self.axes = meshes.axes(config.mesh)
+        self.dtype, self.compute_dtype = _dtype(config.hardware.param_dtype), _dtype(config.hardware.compute_dtype)
+        wanted = config.hardware.grad_dtype
+        self.grad_dtype = None if wanted in (None, config.hardware.param_dtype) else _dtype(wanted)
+        self.trainable = lora.trainable if isinstance(config.adapter, configs.Lora) else all_parameters
+
+    @functools.cached_property
+    def train(self) -> Any:
+        """The executable `(batch, state) -> (state, metrics)`.
+
+        Raises:
+            OutOfMemoryError: the compiler finds that it does not fit the device.
+        """
+        step = make_train_step(self.loss, self.optimizer, self.trainable, grad_dtype=self.grad_dtype)
+        return self.compiled(step, self.batch, self.state)
+
+    @functools.cached_property
+    def evaluate(self) -> Any:
+        """The executable `(batch, model) -> metrics`.
+
+        Raises:
+            OutOfMemoryError: the compiler finds that it does not fit the device.
+        """
+        return self.compiled(make_eval_step(self.held_out_loss), self.held_out_batch, self.state.model)
+
+    def compiled(self, step: Any, *args: Any) -> Any:
+        """Return a function compiled for abstract arguments, with the run's options."""
+        with out_of_memory():
+            return compile_step(step, *args, compiler_options=self.config.hardware.compiler_options)
+
+    @functools.cached_property
+    def loss(self) -> Any:
+        """The loss that is learned from, `loss(model, batch) -> (scalar, dict of scalars)`, of batches like `batch`.
+
+        What a mixture's experts are used unevenly is added, weighted as the model's config says.
+        """
+        return self._loss(self.objective, balanced=True)
+
+    @functools.cached_property
+    def held_out_loss(self) -> Any:
+        """The loss that measures text: nats per token (or the objective itself, where that compares answers)."""
+        return self._loss(objectives.held_out(self.config.objective), balanced=False)
+
+    @functools.cached_property
+    def objective(self) -> objectives.Loss:
+        """What is minimised, of hidden states, before anything cuts it."""
+        return objectives.build(self.config.objective)
+
+    def _loss(self, objective: objectives.Loss, *, balanced: bool) -> Any:
+        config, asked = self.config, self.config.tiling
+        how: Any = {"dtype": self.compute_dtype, "ops": tiling.ops(asked, config.model.config)}
+        kept = remat(config.remat.policy, config.remat.kept)
+        head = tiling.head(objective, asked, config.head)
+        flat, whole = config.head.flat, asked.batch is None
+
+        def mean(model, others, arrays):
+            tokens, targets, mask, segments = arrays
+            reader, ids, model = _share_table(model, tokens) if whole else (model, tokens, model)
+            rows = lambda x: None if x is None else x.reshape(-1, x.shape[-1])
+            lead = (-1,) if flat else tokens.shape
+            as_head = lambda hidden: hidden.reshape(*lead, hidden.shape[-1])
+            hidden, extra = read(reader, rows(ids), rows(segments))
+            fixed = [jax.lax.stop_gradient(one.hidden(rows(tokens), segments=rows(segments), **how)) for one in others]
+            hiddens = tuple(map(as_head, (hidden, *fixed)))
+            value, aux = head((model, *others), hiddens, targets.reshape(lead), mask.reshape(lead))
+            return value + extra, aux
+
+        def read(reader, ids, segments):
+            if not balanced or not isinstance(reader, Mixture):
+                return reader.hidden(ids, segments=segments, remat=kept, **how), 0.0
+            out = reader.forward(ids, ForwardPass(segments=segments, remat=kept, **how))
+            return out.hidden, reader.config.balance_weight * out.balance
+
+        cut = tiling.batch(mean, asked)
+
+        def loss(model, batch):
+            tokens, targets, mask, segments, other = (*batch, None, None)[:5]
+            others = () if other is None else (other,)
+            if self._learns_beside_its_base:
+                others = (lora.detach(model),)
+            return cut(model, others, (tokens, targets, mask, segments))
+
+        return loss
+
+    @property
+    def _learns_beside_its_base(self) -> bool:
+        return self.reference is not None and self.reference.origin is Origin.base
+
+    @functools.cached_property
+    def optimizer(self) -> optax.GradientTransformationExtraArgs:
+        """The run's optax transformation."""
+        config, model = self.config, self.config.model.config
+        built = optimizer.build(config.optimizer, config.steps, config.seed, model=model, dtype=self.grad_dtype)
+        return optimizer.finite_alone(built) if config.on_nan is configs.OnNan.skip else built
+
+    @functools.cached_property
+    def state(self) -> State:
+        """The shapes and types of everything that a step changes."""
+        model = meshes.abstract(
+            eqx.filter_eval_shape(lambda: self._adapt(self._shape(self.config.model.config))), self.axes
+        )
+        return meshes.everywhere(eqx.filter_eval_shape(State.init, model, self.optimizer, self.trainable))
+
+    @functools.cached_property
+    def frozen(self) -> Any:
+        """The shapes and types of the frozen model, where there is one with weights of its own."""
+        if self.reference is None or self._learns_beside_its_base:
+            return None
+        found = self.reference.config
+        return meshes.abstract(eqx.filter_eval_shape(lambda: self._shape(found)), self.axes)
+
+    def _shape(self, config: Any) -> Any:
+        return model_class(config).init(config, dtype=self.dtype, key=_key(self.config.seed))
+
+    @functools.cached_property
+    def batch(self) -> tuple[Any, ...]:
+        """The shapes and types of (tokens, targets, mask), and where there are any of segments and a frozen model.
+
+        Each is `[B, S]`; of preferences, `[P, 2, S]`.
+        """
+        return inputs(self._arrays, self.frozen)
+
+    @functools.cached_property
+    def held_out_batch(self) -> tuple[Any, ...]:
+        """As `batch`, for the evaluation: it needs the frozen model only to compare answers."""
+        return inputs(self._arrays, self.frozen if self.config.paired else None)
+
+    @functools.cached_property
+    def _arrays(self) -> tuple[Any, ...]:
+        config = self.config
+        shape = (config.batch_size // 2, 2, config.seq_len) if config.paired else (config.batch_size, config.seq_len)
+        one = functools.partial(meshes.abstract_activation, "B 2 S" if config.paired else "B S", shape)
+        arrays = one(jnp.int32), one(jnp.int32), one(jnp.float32)
+        return (*arrays, one(jnp.int32)) if config.data.packed else arrays
+
+    def init(self) -> Any:
+        """Return a model with random weights, or the one at `model.weights`; with its adapter, where it gets one.
+
+        Raises:
+            ValueError: the weights do not make the model that their folder describes, or it has no such matrices.
+        """
+        model, where = self.config.model, meshes.where(self.axes)
+        if model.weights is not None:
+            made = zoo.load(model.weights, dtype=self.dtype, **where)
+        else:
+            leaves = draw(model.config, key=_key(self.config.seed), dtype=self.dtype, **where)
+            made = model_class(model.config).build(model.config, leaves)
+        return meshes.placed(self._adapt(made), self.axes)
+
+    def _adapt(self, model: Any) -> Any:
+        adapter = self.config.adapter
+        if not isinstance(adapter, configs.Lora):
+            return model
+        key = _key(self.config.seed + 1)
+        return lora.attach(model, adapter.patterns, rank=adapter.rank, alpha=adapter.alpha, key=key)
+
+    def init_state(self, model: Any) -> State:
+        """Return the state before the first step of a model that is in memory."""
+        init = eqx.filter_jit(lambda model: self.optimizer.init(eqx.filter(model, self.trainable(model))))
+        return State(model, init(model), jnp.zeros((), jnp.int32))
+
+    def init_frozen(self) -> Any:
+        """Return the run's frozen model, a reference or a teacher, or None.
+
+        Raises:
+            ValueError: the weights do not make the model that their folder describes.
+        """
+        if self.reference is None or self._learns_beside_its_base:
+            return None
+        if self.reference.path is None:
+            return self.init()
+        return zoo.load(self.reference.path, dtype=self.dtype, **meshes.where(self.axes))
+
+    def kept(self, state: State) -> State:
+        """Return what of a state, abstract or not, a checkpoint holds: with an adapter, not what never moves."""
+        if not isinstance(self.config.adapter, configs.Lora):
+            return state
+        return eqx.tree_at(lambda s: s.model, state, eqx.filter(state.model, self.trainable(state.model)))
+
+    def completed(self, state: State) -> State:
+        """Return a whole state from what `kept` left of it."""
+        if not isinstance(self.config.adapter, configs.Lora):
+            return state
+        return eqx.tree_at(lambda s: s.model, state, eqx.combine(state.model, self.init()))
+
+    def measured(self, state: State) -> Any:
+        """Return the model that is measured and saved: the mean of the weights where the run keeps one."""
+        return state.model if self.config.optimizer.ema is None else optimizer.mean_of(state)
+
+    def check(self) -> None:
+        """Trace as much as tells whether everything that objective, optimizer, remat and compiler name is there.
+
+        Raises:
+            ValueError: a name or pattern matches nothing, or XLA knows no such option.
+        """
+        config = self.config
+        _ = self.objective, self.optimizer
+        options = config.hardware.compiler_options
+        try:
+            if options:  # a run without any compiles nothing for this
+                jax.jit(lambda: 0, compiler_options=options).lower().compile()
+        except (jax.errors.JaxRuntimeError, TypeError, ValueError) as error:
+            raise ValueError(f"cannot use hardware.compiler_options={options}: {str(error).splitlines()[0]}") from None
+        if isinstance(config.optimizer, configs.Decayed) and config.optimizer.no_decay is not None:
+            optimizer.decayed(config.optimizer, self.state.model)
+        if "names" in config.remat.policy:
+            wrapper = remat(config.remat.policy, config.remat.kept)
+            model = eqx.filter_eval_shape(lambda: self._shape(config.model.config))
+            eqx.filter_eval_shape(lambda model: model.hidden(jnp.zeros((1, 2), jnp.int32), remat=wrapper), model)
+
+    def compile_head(self) -> Any:
+        """Return the executable of the objective's value and gradients alone, to see what memory it takes."""
+        loss = tiling.head(self.objective, self.config.tiling, self.config.head)
+        others, args = self._read_by_head(self.state.model)
+
+        @eqx.filter_jit
+        def head(model, others, hiddens, *args):
+            # Only what the head reads is differentiated: gradients of the layers would be arrays of zeros.
+            used, rest = eqx.partition(model, eqx.tree_at(lambda m: m.layers, self.trainable(model), False))
+            value = lambda x: loss((eqx.combine(x[0], rest), *others), (x[1], *hiddens[1:]), *args)
+            return eqx.filter_value_and_grad(value, has_aux=True)((used, hiddens[0]))
+
+        return self.compiled(head, self.state.model, others, *args)
+
+    def plan_head(self) -> TilePlan | None:
+        """Return what `tile` says of the head, without compiling; None where the objective cannot be cut."""
+        others, args = self._read_by_head(self.state.model)
+        try:
+            return tiling.plan(self.objective, self.config.tiling, self.config.head, (self.state.model, *others), args)
+        except TileError:
+            return None
+
+    def fewest_tiles(self) -> int:
+        """Return the number of tiles with which the head keeps within `tiling.budget`.
+
+        Raises:
+            ValueError: no number does, or the budget is no number of bytes.
+        """
+        model = eqx.filter_eval_shape(lambda: self._shape(self.config.model.config))
+        others, args = self._read_by_head(model)
+        return tiling.fewest(self.objective, self.config.tiling, (model, *others), args)
+
+    def _read_by_head(self, learns: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Return the frozen models that the head reads, and the shapes of the (hiddens, targets, mask) at a time."""
+        config, how = self.config, self.config.head
+        other = lora.detach(learns) if self._learns_beside_its_base else self.frozen
+        others = () if other is None else (other,)
+        if how.flat:
+            letters, shape = "T", (config.tokens_per_step,)
+        elif config.paired:
+            letters, shape = "B 2 S", (how.rows // 2, 2, config.seq_len)
+        else:
+            letters, shape = "B S", (how.rows, config.seq_len)
+        one, widths = meshes.abstract_activation, [model.config.embed_dim for model in (learns, *others)]
+        hiddens = tuple(one(f"{letters} D", (*shape, width), self.compute_dtype) for width in widths)
+        return others, (hiddens, one(letters, shape, jnp.int32), one(letters, shape, jnp.float32))
+
+
+def inputs(arrays: tuple[Any, ...], other: Any) -> tuple[Any, ...]:
+    """Return a step's batch: a source's arrays, and the frozen model if there is one."""
+    return arrays if other is None else (*arrays, *[None] * (4 - len(arrays)), other)
+
+
+def _share_table(model: Any, tokens: jax.Array) -> tuple[Any, jax.Array, Any]:
+    """Return (a model to compute `hidden` with, its token ids, a model for the head), with the same values.
+
+    A tied table has two gradients, dense from the head and a few rows from the lookup. Left to themselves they are two
+    arrays [V, D] and their sum; here the rows are added into the head's. The first model's table is this batch's rows.
+    """
+    if tokens.size >= model.embed.shape[0] or explicit():  # rows would be gathered by all devices
+        return model, tokens, model
+    table, rows = _table_and_rows(model.embed, tokens.reshape(-1))
+    replace = lambda embed: eqx.tree_at(lambda m: m.embed, model, embed)
+    return replace(rows), jnp.arange(tokens.size, dtype=tokens.dtype).reshape(tokens.shape), replace(table)
+
+
+@jax.custom_vjp
+def _table_and_rows(table, ids):
+    return table, table[ids].astype(jnp.promote_types(table.dtype, jnp.float32))
+
+
+def _table_and_rows_fwd(table, ids):
+    return _table_and_rows(table, ids), ids
+
+
+def _table_and_rows_bwd(ids, gradients):
+    table, rows = gradients
+    return table.astype(rows.dtype).at[ids].add(rows).astype(table.dtype), None
+
+
+_table_and_rows.defvjp(_table_and_rows_fwd, _table_and_rows_bwd)
+
+
+@contextlib.contextmanager
+def out_of_memory() -> Generator[None, None, None]:
+    """Turn what JAX raises where memory runs out into an OutOfMemoryError."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise OutOfMemoryError(_shortened(str(error))) from None
+
+
+def _shortened(text: str) -> str:
+    """Return the compiler's message without what each buffer is, and without the stack."""
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    end = next((i for i, line in enumerate(lines) if re.match(r"\s*(Largest program allocations|=====)", line)), 12)
+    return "\n".join(f"  {line}" for line in lines[: min(end, 12)])
+
+
+def draw_model(config: Any, seed: int, dtype: configs.DType) -> Any:
+    """Return a model of an architecture, with random weights."""
+    return model_class(config).init(config, key=_key(seed), dtype=_dtype(dtype))
+
+
+def _key(seed: int) -> jax.Array:
+    """A key whose generator is fast on every device (several times faster than the default on CPU)."""
+    return jax.random.key(seed, impl="rbg")
+
+
+def _dtype(dtype: configs.DType | None) -> Any:
+    return jnp.dtype(configs.chosen(dtype).value)

@@ -1,0 +1,141 @@
+"""The parts of a run that are cut: the head, each MLP, attention, and the batch of the whole loss.
+
+The tokens of a step are its batch of `B` sequences of `S`; a micro-batch is a tile of the batch. Every part equals the
+one that is not cut, gradients too, whatever the mask.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+
+from experiments import configs
+from transforms import tile
+from transforms.tiling.report.plan import TilePlan
+from zoo import Gemma
+from zoo.families.mixture import MixtureLike
+from zoo.models.experts import experts_by_sequence
+from zoo.models.layers import Ops, attention, gated_mlp
+
+
+def head(loss: Callable[..., Any], tiling: configs.Tiling, how: configs.HeadTiling) -> Callable[..., Any]:
+    """Return an objective `loss(models, hiddens, targets, mask)` as `tiling.n`, `.size` and `.lowmem` cut it.
+
+    It is cut along the tokens of a step [T], or along the sequences of [B, S] and of pairs [P, 2, S].
+    """
+    if tiling.n == "none":
+        return loss
+
+    def cut(models, hiddens, targets, mask):
+        read = tuple(map(_read_by_head, models))
+        return _cut(loss, tiling, targets.ndim - 1, size=how.size)(read, hiddens, targets, mask)
+
+    return cut
+
+
+def fewest(loss: Callable[..., Any], tiling: configs.Tiling, models: tuple, args: tuple[Any, ...]) -> int:
+    """Return the number of tiles with which the head keeps within `tiling.budget`; `args` may be abstract.
+
+    Raises:
+        ValueError: no number does, or the budget is no number of bytes.
+    """
+    cut = _cut(loss, tiling, args[1].ndim - 1, n="auto", budget=tiling.budget)
+    return cut.plan(tuple(map(_read_by_head, models)), *args).tiles
+
+
+def plan(
+    loss: Callable[..., Any], tiling: configs.Tiling, how: configs.HeadTiling, models: tuple, args: tuple[Any, ...]
+) -> TilePlan:
+    """Return how the head is cut and what it takes, tiled and untiled; `args` may be abstract. Nothing is compiled.
+
+    Raises:
+        TileError: the loss cannot be cut.
+    """
+    cut = _cut(loss, tiling, args[1].ndim - 1, size=how.size)
+    return cut.plan(tuple(map(_read_by_head, models)), *args)
+
+
+def _cut(loss: Callable[..., Any], tiling: configs.Tiling, axis: int, **how: Any) -> Any:
+    """Return an objective cut along the last axis of its targets: tokens, or the sequences of a batch or of pairs."""
+    axes = None, axis, axis, axis
+    return tile(loss, axis=axes, has_aux=True, lowmem=tiling.lowmem, sync=tiling.sync, **how)
+
+
+def _read_by_head(model: Any) -> Any:
+    """Return a model without the largest parts that its head does not read: they would have gradients of zeros."""
+    untied = not isinstance(model, Gemma) and model.head is not None
+    return eqx.tree_at(lambda m: (m.layers, m.embed) if untied else (m.layers,), model, replace_fn=lambda _: None)
+
+
+def ops(tiling: configs.Tiling, model: Any) -> Ops | None:
+    """Return how the heavy parts of each layer run: plainly, or as `tiling.mlp` and `tiling.attention` cut them.
+
+    Where the batch is cut, a mixture's tokens are sorted by expert sequence by sequence.
+    """
+    pieces: dict[str, Any] = {}
+    if tiling.mlp is not None:
+        pieces["mlp"] = functools.partial(_tiled_mlp, tiling.mlp)
+    if tiling.attention is not None:
+        pieces["attention"] = functools.partial(_tiled_attention, tiling.attention)
+    if tiling.batch is not None and isinstance(model, MixtureLike):
+        pieces["experts"] = experts_by_sequence
+    return Ops(**pieces) if pieces else None
+
+
+def _tiled_mlp(n, x, gate, up, down, *, activation):
+    plain = functools.partial(gated_mlp, activation=activation)
+    return tile(plain, axis=(1, None, None, None), n=n)(x, gate, up, down)
+
+
+def _tiled_attention(n, q, k, v, *, scale, cap=None, window=None, q_segments=None, k_segments=None):
+    def plain(q, q_segments, k, v, window, k_segments):
+        segments = {"q_segments": q_segments, "k_segments": k_segments}
+        return attention(q, k, v, scale=scale, cap=cap, window=window, **segments)
+
+    return tile(plain, axis=(1, 1, None, None, None, None), n=n)(q, q_segments, k, v, window, k_segments)
+
+
+def batch(loss: Callable[..., Any], tiling: configs.Tiling) -> Callable[..., Any]:
+    """Return `loss(model, frozen, arrays)` a micro-batch at a time, which is gradient accumulation, or as it is."""
+    n, sync = tiling.batch, tiling.sync
+    return loss if n is None else tile(loss, axis=(None, None, 0), n=n, sync=sync, has_aux=True)
+
+
+def problem(config: configs.Resolved) -> str | None:
+    """Return why a run cannot be cut as it is asked to be, before anything is compiled; None where it can."""
+    if config.paired and config.batch_size % 2:
+        return f"cannot make pairs of batch_size={config.batch_size} sequences: give an even number."
+    return _experts(config) if isinstance(config.model.config, MixtureLike) else None
+
+
+def _experts(config: configs.Resolved) -> str | None:
+    """Return why a mixture cannot be cut so."""
+    tiling, dense = config.tiling, config.model.config.dense_layers
+    if tiling.mlp is not None and not dense:
+        return (
+            f"cannot cut MLPs into tiling.mlp={tiling.mlp} tiles: all {config.model.config.num_layers} layers of this "
+            "mixture have experts in their place. Leave tiling.mlp out; tiling.attention and tiling.n can be set."
+        )
+    return None
+
+
+def describe(config: configs.Resolved) -> list[tuple[str, str]]:
+    """Return (part, how it is cut) for each part that is, in words; more tiles than there are steps are as many."""
+    tiling, how, seq = config.tiling, config.head, config.seq_len
+    parts = []
+    asked = lambda n, count: f", not {n}: there is no more to cut" if isinstance(n, int) and n > count else ""
+    if tiling.batch is not None:
+        count = -(-config.batch_size // how.rows)
+        most = asked(tiling.batch, config.batch_size // 2 if config.paired else config.batch_size)
+        parts.append(("batch", f"{count} micro-batches of {how.rows} x {seq:,} tokens{most}"))
+    if tiling.n != "none":
+        vocabulary = "; also vocabulary" if tiling.lowmem else ""
+        most = asked(tiling.n, how.length)
+        parts.append(("head", f"{how.tiles} tiles of {how.tokens:,} tokens{vocabulary}{most}"))
+    for part, n in (("each MLP", tiling.mlp), ("attention", tiling.attention)):
+        if n is not None:
+            length = -(-seq // n)
+            what = "queries" if part == "attention" else "tokens"
+            parts.append((part, f"{-(-seq // length)} tiles of {how.rows} x {length:,} {what}{asked(n, seq)}"))
+    return parts
