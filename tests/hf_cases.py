@@ -50,6 +50,8 @@ _SMOLLM_3 = _BASE | {
     "pad_token_id": None,
     "no_rope_layers": [1, 0, 1, 0],
 }
+_OLMO_2 = _BASE | {"model_type": "olmo2", "rope_theta": 5e5, "pad_token_id": None}
+_SEED = _BASE | {"model_type": "seed_oss", "rope_theta": 1e7, "pad_token_id": None, "attention_dropout": 0.0}
 # The text of 11 tokens is longer than those trained on (8), and waves fall into all three branches.
 _LLAMA_3_ROPE = {
     "rope_type": "llama3",
@@ -121,4 +123,9 @@ CASES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "attention_bias": True,
     },
+    "olmo2": _OLMO_2,
+    "olmo2_tied": _OLMO_2
+    | {"tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": 4, "rope_scaling": _YARN},
+    "seed": _SEED | {"residual_dropout": 0.1},
+    "seed_out": _SEED | {"attention_out_bias": True, "attention_bias": False, "tie_word_embeddings": True},
 }

@@ -16,7 +16,7 @@ from transforms.step import State, make_train_step
 from zoo import adapters
 from zoo.adapters import lora
 
-CASES = ["gemma_mqa", "gemma2_gqa", "llama_bias", "mixtral", "qwen3_moe_mixed", "smollm3"]
+CASES = ["gemma_mqa", "gemma2_gqa", "llama_bias", "mixtral", "qwen3_moe_mixed", "smollm3", "olmo2"]
 ALL = ("q", "k", "v", "o", "gate", "up", "down")
 
 

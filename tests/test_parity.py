@@ -83,7 +83,19 @@ def test_hidden_states_of_every_layer_are_those_of_transformers(case, references
 
 @pytest.mark.parametrize(
     "case",
-    ["gemma_mqa", "gemma2_gqa", "gemma3", "llama32", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "smollm3"],
+    [
+        "gemma_mqa",
+        "gemma2_gqa",
+        "gemma3",
+        "llama32",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "mixtral",
+        "qwen3_moe",
+        "smollm3",
+        "olmo2",
+    ],
 )
 def test_bfloat16_agrees_to_its_precision(case, tmp_path, references):
     model = load(hf_tiny.write(case, tmp_path, ml_dtypes.bfloat16))
@@ -199,6 +211,14 @@ def _norm_after_rope(q, frequency, positions=None, temperature=None):
     return rms_norm(rope(q, frequency, positions), jnp.ones(q.shape[-1]), 1e-6, offset=0.0)
 
 
+def _norm_of_each_head(x, weight, eps, *, offset):
+    """Normalise heads of 16 apart, where what is normalised is all heads together."""
+    if x.shape[-1] == 48:  # the residual stream
+        return rms_norm(x, weight, eps, offset=offset)
+    heads = x.reshape(*x.shape[:-1], -1, 16)
+    return rms_norm(heads, jnp.ones(16), eps, offset=offset).reshape(x.shape) * weight
+
+
 def _stale_weights(x, router, chosen, *, normalise):
     """Choose by probability, and weigh all alike."""
     weights, experts, probs = route(x, router, chosen, normalise=normalise)
@@ -276,6 +296,10 @@ MUTANTS = {
         _patch("zoo.families.smollm.SmolLM3Config.rope_temperature", 1.0 + math.log(4) / 10),
     ),
     "smollm 3: windows where positions turn": ("smollm3_yarn", _flip(attention_pattern="LLG")),
+    "olmo 2: norms behind swapped": ("olmo2", _swap("post_attn_norm", "post_mlp_norm")),
+    "olmo 2: each head's own norm": ("olmo2", _patch("zoo.models.olmo.rms_norm", _norm_of_each_head)),
+    "seed: no bias of q": ("seed", _without("q_bias")),
+    "seed: no bias after attention": ("seed_out", _without("o_bias")),
     "qwen 3 moe: another dense layer": ("qwen3_moe_mixed", _flip(dense_layers=(2,))),
 }
 

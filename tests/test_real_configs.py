@@ -25,6 +25,7 @@ COUNTS = {
     "Qwen/Qwen2.5-0.5B (zyhnosleep)": 494_032_768,
     "Qwen/Qwen2.5-1.5B": 1_543_714_304,
     "Qwen3-32B": 32_762_123_264,
+    "olmo2_7b (mlc-ai)": 7_298_617_344,
     "Qwen3-30B-A3B (citsjtu2020)": 30_532_122_624,
     "Mixtral-8x7B-v0.1 (mlc-ai)": 46_702_792_704,
     "google/gemma-2-9b-it (kevinstephano)": 9_241_705_984,

@@ -10,7 +10,6 @@ from tests.hf_cases import CASES
 from zoo import model_class
 from zoo.config import Config, rows
 from zoo.huggingface.config import from_hf
-from zoo.models import gemma, llama, mixture
 from zoo.parameters import Row
 
 CONFIGS = {case: from_hf(raw) for case, raw in CASES.items()}
@@ -30,8 +29,7 @@ def test_every_leaf_has_a_row_and_every_row_a_leaf(config):
 
 def _annotation(config: Config, row: Row) -> str:
     model = model_class(config)
-    home = {gemma.Gemma: gemma.Block, llama.Llama: llama.Block, mixture.Mixture: mixture.Block}[model]
-    owner = llama.Block if row.leaf.startswith("dense.") else home if row.stack else model
+    owner = model.blocks[row.leaf.partition(".")[0]] if row.stack else model
     hint = typing.get_type_hints(owner)[row.leaf.rpartition(".")[2]]
     hint = next((arm for arm in typing.get_args(hint) if arm is not type(None)), hint)
     return hint.dim_str

@@ -14,12 +14,14 @@ _HOME = {
     "MistralConfig": "zoo.families.mistral",
     "MixtralConfig": "zoo.families.mistral",
     "Mixture": "zoo.models.mixture",
+    "Olmo2Config": "zoo.families.olmo",
     "Ops": "zoo.models.layers",
     "Qwen2Config": "zoo.families.qwen",
     "Qwen3Config": "zoo.families.qwen",
     "Qwen3MoeConfig": "zoo.families.qwen",
     "RopeKind": "zoo.config",
     "RopeScaling": "zoo.config",
+    "SeedConfig": "zoo.families.seed",
     "SmolLM3Config": "zoo.families.smollm",
     "check_tokens": "zoo.models.layers",
     "count_params": "zoo.accounting",
@@ -40,9 +42,11 @@ if TYPE_CHECKING:  # the same for type checkers, which a test compares
     from zoo.families.llama import LlamaConfig as LlamaConfig
     from zoo.families.mistral import MistralConfig as MistralConfig
     from zoo.families.mistral import MixtralConfig as MixtralConfig
+    from zoo.families.olmo import Olmo2Config as Olmo2Config
     from zoo.families.qwen import Qwen2Config as Qwen2Config
     from zoo.families.qwen import Qwen3Config as Qwen3Config
     from zoo.families.qwen import Qwen3MoeConfig as Qwen3MoeConfig
+    from zoo.families.seed import SeedConfig as SeedConfig
     from zoo.families.smollm import SmolLM3Config as SmolLM3Config
     from zoo.huggingface.weights import load as load
     from zoo.huggingface.weights import save as save

@@ -11,7 +11,9 @@ from zoo.config import Config
 from zoo.families.gemma import Gemma3Config, GemmaConfig
 from zoo.families.llama import LlamaConfig
 from zoo.families.mistral import MistralConfig, MixtralConfig
+from zoo.families.olmo import Olmo2Config
 from zoo.families.qwen import Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from zoo.families.seed import SeedConfig
 from zoo.families.smollm import SmolLM3Config
 
 FAMILIES: dict[str, type[Config]] = {
@@ -24,6 +26,8 @@ FAMILIES: dict[str, type[Config]] = {
     "mixtral": MixtralConfig,
     "qwen3_moe": Qwen3MoeConfig,
     "smollm3": SmolLM3Config,
+    "olmo2": Olmo2Config,
+    "seed_oss": SeedConfig,
 }
 
 
