@@ -86,6 +86,8 @@ CASES: dict[str, dict[str, Any]] = {
     "llama2": {key: value for key, value in _LLAMA.items() if key != "head_dim"} | {"num_key_value_heads": 4},
     "llama32": _LLAMA | {"tie_word_embeddings": True, "rope_theta": 5e5, "rope_scaling": _LLAMA_3_ROPE},
     "llama_bias": _LLAMA | {"attention_bias": True, "vocab_size": 101, "num_key_value_heads": 1},
+    "llama_mlp_bias": _LLAMA | {"mlp_bias": True, "hidden_act": "gelu"},
+    "llama_relu": _LLAMA | {"hidden_act": "relu", "num_key_value_heads": 1},
     "llama_linear": _LLAMA | _rope(type="linear", factor=2.5),
     "llama_dynamic": _LLAMA | _rope(rope_type="dynamic", factor=3.0) | {"max_position_embeddings": 8},
     "llama_yarn": _LLAMA | _rope(**_YARN),

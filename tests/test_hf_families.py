@@ -256,8 +256,12 @@ def test_experts_are_counted_under_either_name():
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "biases of the mlp": (LLAMA_3_2_1B, {"mlp_bias": True}, "`mlp_bias`=True is not supported"),
-    "another activation": (LLAMA_3_2_1B, {"hidden_act": "gelu"}, "`hidden_act`='gelu' is not supported"),
+    "biases of the mlp": (LLAMA_3_2_1B, {"mlp_bias": "all"}, "`mlp_bias`='all' is neither true nor false"),
+    "another activation": (
+        LLAMA_3_2_1B,
+        {"hidden_act": "mish"},
+        "`hidden_act`='mish' is not supported, only 'silu' or",
+    ),
     "a window of Mistral's": (LLAMA_3_2_1B, {"sliding_window": 4}, "`sliding_window`=4 is not supported, only None"),
     "longrope": (LLAMA_3_2_1B, {"rope_scaling": {"type": "longrope"}}, "only rope_type 'default' or 'linear'"),
     "no factor": (

@@ -140,3 +140,13 @@ def test_a_tiled_mlp_is_the_mlp(case):
 def _agree(one, other):
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5)
+
+
+def test_an_mlp_with_biases_can_be_cut():
+    """Over the sequence, as a run's `tiling.mlp` cuts it; biases are whole for every tile."""
+    from experiments.step.tiled import _tiled_mlp
+
+    model = loaded("llama_mlp_bias")
+    ops = Ops(mlp=functools.partial(_tiled_mlp, 3))
+    whole, cut = (jit(lambda model, ops=ops: model.hidden(TOKENS, ops=ops))(model) for ops in (None, ops))
+    np.testing.assert_allclose(cut, whole, atol=2e-5)

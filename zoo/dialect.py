@@ -25,6 +25,7 @@ class Dialect:
         aliases: another name that a size may have in the file.
         numbers: real numbers; our field, and the default; None also allows null.
         flags: true or false; our field, and the default.
+        choices: words; our field, and what each word is for us. The first of those that mean the same is written.
         windows: how windows are told: `none`, for `all` layers, by `types` of layers, a `switch` of the last layers, or
             a `flag` of all.
         window: the default of `sliding_window`.
@@ -49,6 +50,7 @@ class Dialect:
     aliases: Mapping[str, str] = field(default_factory=dict)
     numbers: Mapping[str, tuple[str, float | None]] = field(default_factory=lambda: eps(1e-6))
     flags: Mapping[str, tuple[str, bool]] = field(default_factory=dict)
+    choices: Mapping[str, tuple[str, Mapping[str, str]]] = field(default_factory=dict)
     windows: str = "none"
     window: int | None = 4096
     every: tuple[str | None, int] = (None, 2)
@@ -93,6 +95,17 @@ def eps(default: float) -> dict[str, tuple[str, float | None]]:
 TIED = {"tie_word_embeddings": ("tied", False)}
 BIAS = {"attention_bias": ("attention_bias", False)}
 SILU = {"hidden_act": ("silu",)}
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu_squared",
+}
+ACTIVATION = {"hidden_act": ("activation", _ACTIVATIONS)}
 # Everywhere: what would change what is computed, and what this zoo does not compute.
 ONLY_ALL: Mapping[str, tuple] = MappingProxyType(
     {

@@ -97,6 +97,11 @@ QK_NORMS = (
     Row("layers.q_norm", LAYER + "self_attn.q_norm.weight", "H -> H"),
     Row("layers.k_norm", LAYER + "self_attn.k_norm.weight", "H -> H"),
 )
+MLP_BIASES = (
+    Row("layers.gate_bias", LAYER + "mlp.gate_proj.bias", "F -> F"),
+    Row("layers.up_bias", LAYER + "mlp.up_proj.bias", "F -> F"),
+    Row("layers.down_bias", LAYER + "mlp.down_proj.bias", "D -> D"),
+)
 BIASES = {
     "q": Row("layers.q_bias", LAYER + "self_attn.q_proj.bias", "(N H) -> N H"),
     "k": Row("layers.k_bias", LAYER + "self_attn.k_proj.bias", "(K H) -> K H"),

@@ -61,6 +61,18 @@ def tell(name: str, argv: Sequence[str]) -> int:
     return 0
 
 
+def markdown() -> str:
+    """Return `conf/README.md`: every option of every command, and what each choice of a group has of its own."""
+    lines = ["# conf", "", "Hydra's files: values only. What can be set, made by `python -m experiments.commandline.usage`."]
+    for name in ("config", *CLASSES):
+        lines += ["", f"## {console.called(name)}", "", "```", help_text(name), "```"]
+    lines += ["", "## What each choice has of its own"]
+    for group in (group for group in GROUPS if group != "model"):
+        own = [help_text("config", [f"{group}={option}"]) for option in options.choices(group)]
+        lines += ["", f"### {group}", "", "```", "\n\n".join(own), "```"]
+    return "\n".join(lines) + "\n"
+
+
 def _title(name: str) -> str:
     if name != "config":
         return CLASSES[name].__doc__ or ""
@@ -157,3 +169,7 @@ def dump(config: configs.Run, argv: Sequence[str]) -> str:
 
     command = f"# {console.called('config')} {shlex.join(argv)}".rstrip().replace("\n", "\n# ")
     return f"{command}\n{yaml.safe_dump(plain(config), sort_keys=False)}"
+
+
+if __name__ == "__main__":
+    CONF.joinpath("README.md").write_text(markdown())

@@ -83,9 +83,11 @@ def ops(tiling: configs.Tiling, model: Any) -> Ops | None:
     return Ops(**pieces) if pieces else None
 
 
-def _tiled_mlp(n, x, gate, up, down, *, activation):
-    plain = functools.partial(gated_mlp, activation=activation)
-    return tile(plain, axis=(1, None, None, None), n=n)(x, gate, up, down)
+def _tiled_mlp(n, x, gate, up, down, *, activation, biases=None):
+    def plain(x, gate, up, down, biases):
+        return gated_mlp(x, gate, up, down, activation=activation, biases=biases)
+
+    return tile(plain, axis=(1, None, None, None, None), n=n)(x, gate, up, down, biases)
 
 
 def _tiled_attention(n, q, k, v, *, scale, cap=None, window=None, q_segments=None, k_segments=None):

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from zoo.config import Config, RopeScaling, scaling_problems
-from zoo.dialect import BIAS, SILU, TIED, Dialect, sizes
-from zoo.parameters import ATTENTION, BIASES, ENDS, HEAD, MLP, MLP_NORM, QK_NORMS, Row
+from zoo.dialect import ACTIVATION, BIAS, TIED, Dialect, sizes
+from zoo.parameters import ATTENTION, BIASES, ENDS, HEAD, MLP, MLP_BIASES, MLP_NORM, QK_NORMS, Row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +35,11 @@ class LlamaLike(Config):
     def biases(self) -> str:
         """Which projections of attention have a bias, of `qkvo`."""
         return ""
+
+    @property
+    def activation(self) -> str:
+        """What the MLP's gate goes through."""
+        return "silu"
 
     @property
     def qk_norm(self) -> bool:
@@ -63,18 +68,34 @@ class LlamaConfig(LlamaLike):
 
     Attributes:
         attention_bias: biases after the four projections of attention.
+        mlp_bias: biases after the three projections of the MLP.
+        activation: of the MLP's gate: `silu`, `gelu`, `gelu_tanh`, `relu` or `relu_squared`.
     """
 
     dialects: ClassVar = {
         "llama": Dialect(
             architecture="LlamaForCausalLM",
             sizes=sizes(2048),
-            flags=TIED | BIAS,
-            only=SILU | {"mlp_bias": (False, None)},
+            flags=TIED | BIAS | {"mlp_bias": ("mlp_bias", False)},
+            choices=ACTIVATION,
         )
     }
 
     attention_bias: bool = False
+    mlp_bias: bool = False
+    activation: str = "silu"
+
+    def problems(self) -> list[str]:
+        """Say what is wrong with the family's own fields."""
+        known = sorted(set(ACTIVATION["hidden_act"][1].values()))
+        wrong = (
+            [] if self.activation in known else [f"activation={self.activation!r} must be one of {', '.join(known)}"]
+        )
+        return super().problems() + wrong
+
+    def rows(self) -> tuple[Row, ...]:
+        """Return the rows of every parameter that the model has."""
+        return self.with_ends(self.attention_rows() + MLP + (MLP_BIASES if self.mlp_bias else ()))
 
     @property
     def biases(self) -> str:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from zoo.dialect import BIAS, SILU, TIED, Dialect, eps, sizes
-from zoo.families.llama import LlamaConfig
+from zoo.families.llama import LlamaLike
 from zoo.parameters import ATTENTION, BIASES, LAYER, Row
 
 _NORMS = (
@@ -17,8 +17,12 @@ _NORMS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Olmo2Config(LlamaConfig):
-    """OLMo 2: norms behind attention and MLP, and over all heads' queries and keys at once."""
+class Olmo2Config(LlamaLike):
+    """OLMo 2: norms behind attention and MLP, and over all heads' queries and keys at once.
+
+    Attributes:
+        attention_bias: biases after the four projections of attention.
+    """
 
     model: ClassVar[str] = "zoo.models.olmo.Olmo"
     dialects: ClassVar = {
@@ -34,6 +38,12 @@ class Olmo2Config(LlamaConfig):
 
     rope_theta: float = 500_000.0
     norm_eps: float = 1e-6
+    attention_bias: bool = False
+
+    @property
+    def biases(self) -> str:
+        """Which projections of attention have a bias, of `qkvo`."""
+        return "qkvo" if self.attention_bias else ""
 
     def attention_rows(self) -> tuple[Row, ...]:
         """Return the rows of attention and of the norms."""

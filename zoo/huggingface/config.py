@@ -46,6 +46,8 @@ def from_hf(raw: dict[str, Any]) -> Config:
         fields[field] = read.size(key, default, fields, dialect.aliases.get(key))
     fields |= {field: read.number(key, default) for key, (field, default) in dialect.numbers.items()}
     fields |= {field: read.flag(key, default) for key, (field, default) in dialect.flags.items()}
+    for key, (field, words) in dialect.choices.items():
+        fields[field] = read.word(key, words, next(iter(words)))
     if fields.get("query_scalar") == fields["head_dim"]:
         fields["query_scalar"] = None
     fields |= rope.read(raw, dialect, fields["context_length"], problems)
@@ -72,6 +74,7 @@ def _text_part(raw: dict[str, Any], problems: list[str]) -> dict[str, Any]:
 def _check_keys(raw: dict[str, Any], dialect: Dialect, problems: list[str]) -> None:
     """Find the keys that are unknown and the values that are not supported."""
     read = {*dialect.sizes, *dialect.aliases.values(), *dialect.numbers, *dialect.flags, *dialect.keys}
+    read |= {*dialect.choices}
     read |= {*IGNORED, *dialect.ignored, *rope.keys(dialect), *window_keys(dialect)}
     only = {key: values for key, values in HARMLESS.items() if key not in read}
     only |= {**dialect.harmless, **ONLY_ALL, **dialect.only}
@@ -106,6 +109,8 @@ def to_hf(config: Config, dtype: str) -> dict[str, Any]:
     raw |= {"architectures": [dialect.architecture], "model_type": name, "torch_dtype": dtype}
     for key, (field, _) in (*dialect.sizes.items(), *dialect.numbers.items(), *dialect.flags.items()):
         raw[key] = getattr(config, field)
+    for key, (field, words) in dialect.choices.items():
+        raw[key] = next(word for word, meaning in words.items() if meaning == getattr(config, field))
     if "query_pre_attn_scalar" in dialect.numbers:
         scalar = config.head_dim if raw["query_pre_attn_scalar"] is None else raw["query_pre_attn_scalar"]
         raw["query_pre_attn_scalar"] = round(scalar) if abs(scalar - round(scalar)) < 1e-9 else scalar

@@ -1,5 +1,6 @@
 """Values of a `config.json`, of the right types. Free of JAX."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from zoo.dialect import HEADS, REQUIRED, SHARE
@@ -65,6 +66,13 @@ class Reader:
             self.problems.append(f"`{key}`={value!r} is not a list of layers, from 0 to {count - 1}")
             return set()
         return set(value)
+
+    def word(self, key: str, words: Mapping[str, str], default: str) -> str:
+        """Return what one of some words is for us."""
+        value = self.raw.get(key, default)
+        if value not in words:
+            self.problems.append(f"`{key}`={value!r} is not supported, only {' or '.join(map(repr, words))}")
+        return words.get(value, "")
 
     def count(self, key: str, default: int) -> int:
         """Return a number of layers, at least 1."""

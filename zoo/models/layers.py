@@ -180,6 +180,15 @@ def gelu(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
     return jax.nn.gelu(x, approximate=True)
 
 
+ACTIVATIONS: dict[str, Callable] = {
+    "silu": lambda x: jax.nn.silu(x),
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": gelu,
+    "relu": lambda x: jax.nn.relu(x),
+    "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),
+}
+
+
 def gated_mlp(
     x: Float[Array, "*b D"],
     gate: Float[Array, "D F"] | LowRank | Widened,
@@ -187,10 +196,14 @@ def gated_mlp(
     down: Float[Array, "F D"] | LowRank | Widened,
     *,
     activation: Callable = gelu,
+    biases: tuple[Float[Array, " F"], Float[Array, " F"], Float[Array, " D"]] | None = None,
 ) -> Float[Array, "*b D"]:
-    """Return `(activation(x gate) * x up) down` (https://arxiv.org/abs/2002.05202)."""
-    hidden = activation(linear("...d,df->...f", x, gate)) * linear("...d,df->...f", x, up)
-    return linear("...f,fd->...d", hidden, down)
+    """Return `(activation(x gate) * x up) down` (https://arxiv.org/abs/2002.05202), with biases if there are some."""
+    of_gate, of_up, of_down = (None, None, None) if biases is None else biases
+    biased = lambda x, bias: x if bias is None else x + bias
+    hidden = activation(biased(linear("...d,df->...f", x, gate), of_gate))
+    hidden = hidden * biased(linear("...d,df->...f", x, up), of_up)
+    return biased(linear("...f,fd->...d", hidden, down), of_down)
 
 
 @dataclass(frozen=True)
@@ -200,7 +213,8 @@ class Ops:
     Attributes:
         attention: like `attention`; called as `attention(q, k, v, scale=, cap=, window=)`, of rows with several
             documents also with `q_segments=, k_segments=`.
-        mlp: like `gated_mlp`; called as `mlp(x, gate, up, down, activation=)`.
+        mlp: like `gated_mlp`; called as `mlp(x, gate, up, down, activation=)`, of families that have them also with
+            `biases=`.
         experts: like `zoo.models.experts.experts`, which None stands for.
     """
 

@@ -9,7 +9,6 @@ Dimensions: `B` batch `S` sequence `D` embed `V` vocab `F` mlp hidden `N` query 
 from typing import Any, ClassVar
 
 import equinox as eqx
-import jax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
@@ -18,7 +17,7 @@ from zoo.families.llama import LlamaLike
 from zoo.models.decoder import Decoder
 from zoo.models.forward import Aux, LayerPass, PerLayer
 from zoo.models.head import Head
-from zoo.models.layers import linear, rms_norm
+from zoo.models.layers import ACTIVATIONS, linear, rms_norm
 
 
 class Block(eqx.Module):
@@ -42,6 +41,9 @@ class Block(eqx.Module):
     o_bias: Float[Array, "*L D"] | None = None
     q_norm: Float[Array, "*L H"] | None = None
     k_norm: Float[Array, "*L H"] | None = None
+    gate_bias: Float[Array, "*L F"] | None = None
+    up_bias: Float[Array, "*L F"] | None = None
+    down_bias: Float[Array, "*L D"] | None = None
 
     def __call__(
         self, x: Float[Array, "B S D"], config: LlamaLike, told: LayerPass
@@ -51,7 +53,10 @@ class Block(eqx.Module):
         h, k, v = attention(self, x, config, told)
         x = x + checkpoint_name(h, "attn_out")
         h = rms_norm(x, self.mlp_norm, config.norm_eps, offset=0.0)
-        h = told.ops.mlp(h, cast(self.gate), cast(self.up), cast(self.down), activation=jax.nn.silu)
+        how: dict[str, Any] = {"activation": ACTIVATIONS[config.activation]}
+        if self.gate_bias is not None and self.up_bias is not None and self.down_bias is not None:
+            how["biases"] = (cast(self.gate_bias), cast(self.up_bias), cast(self.down_bias))
+        h = told.ops.mlp(h, cast(self.gate), cast(self.up), cast(self.down), **how)
         return x + checkpoint_name(h, "mlp_out"), Aux(k, v)
 
 
