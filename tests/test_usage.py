@@ -140,3 +140,9 @@ def test_nobody_reading_on_is_no_error(words):
         process.stdout.close()
         assert process.stderr.read() == ""
     assert process.returncode == 141
+
+
+def test_conf_has_every_option_as_help_tells_it(monkeypatch):
+    monkeypatch.delenv("TILING_ZOO_CALLED", raising=False)
+    monkeypatch.setenv("COLUMNS", "130")
+    assert (options.CONF / "README.md").read_text() == usage.markdown()

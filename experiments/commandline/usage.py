@@ -63,7 +63,11 @@ def tell(name: str, argv: Sequence[str]) -> int:
 
 def markdown() -> str:
     """Return `conf/README.md`: every option of every command, and what each choice of a group has of its own."""
-    lines = ["# conf", "", "Hydra's files: values only. What can be set, made by `python -m experiments.commandline.usage`."]
+    lines = [
+        "# conf",
+        "",
+        "Hydra's files: values only. What can be set, made by `python -m experiments.commandline.usage`.",
+    ]
     for name in ("config", *CLASSES):
         lines += ["", f"## {console.called(name)}", "", "```", help_text(name), "```"]
     lines += ["", "## What each choice has of its own"]
