@@ -282,6 +282,9 @@ def _check_count(n: Any, size: Any, budget: Any) -> int | None:
     return None if budget is None else read_budget(budget)
 
 
+# ------------------------------------------------------------------------ a call, traced and planned once for each kind
+
+
 class Needed(Exception):
     """The function needs the values of these Python numbers while it is traced."""
 

@@ -137,6 +137,9 @@ def solver(params: dict[str, Any], operands: Sequence[Any]) -> tuple[ClosedJaxpr
     return body({"call_jaxpr": params["jaxprs"].solve}, "call_jaxpr"), taken
 
 
+# ------------------------------------------------------------------------------- back again: a graph's values, computed
+
+
 def evaluate(env: dict[Value, Any], wanted: Sequence[Value], effects: Collection[Node] = ()) -> list[Any]:
     """Compute `wanted` from the known values in `env`, which is filled along the way.
 
@@ -167,6 +170,9 @@ def scan_counts(node: Node) -> tuple[int, int]:
     carried = sum(len(v.shape) == len(o.shape) for v, o in zip(graph.outputs, node.outputs, strict=True))
     stacked = sum(len(v.shape) != len(o.shape) for v, o in zip(graph.inputs, node.inputs, strict=True))
     return len(node.inputs) - carried - stacked, carried
+
+
+# ------------------------------------------------------------------------------ products and the transposes around them
 
 
 def turn_dots(graph: Any) -> Any:

@@ -1,7 +1,8 @@
 """Operations along the cut axis that hand a state from tile to tile: `cumsum` and its like, `lax.scan`, `argmax`.
 
-Each is rewritten as the same operation on one tile, begun with what the tiles before it left (states.py). Backwards the
-tiles before it are the later ones: its loop goes from the last to the first. So do the gradients of what runs forward.
+Each is rewritten as the same operation on one tile, begun with what the tiles before it left (`loop_state`). Backwards
+the tiles before it are the later ones: its loop goes from the last to the first. So do the gradients of what runs
+forward.
 What runs backwards on an operand that may be whole is left as it is: that takes one loop less.
 """
 

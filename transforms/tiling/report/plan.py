@@ -284,6 +284,9 @@ def _largest(graph: Graph) -> int:
     return max((v.nbytes for n in graph.nodes for v in n.outputs if v not in edges), default=0)
 
 
+# ------------------------------------------------------------ a function's value, and its gradient, as one program each
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
     """One way to run it: the tiled programs that do so, one after the other; all of it as one function, or untiled."""
@@ -389,6 +392,8 @@ def _plain(program: Program, active: Sequence[int], outs: Sequence[int]) -> Call
 
     return run
 
+
+# ----------------------------------------------------------------------------------- the fewest tiles that fit a budget
 
 # Fewer rows in a matrix product and it runs slower than it need.
 ROWS = 64

@@ -45,6 +45,9 @@ class Known(Protocol):
 Follow = Callable[[Known, Node, Move, int | None], Early | None]  # the last: the number of the late operand
 
 
+# ---------------------------------------------------------------------------------------- through each kind of equation
+
+
 def follow_add(self: Known, node: Node, move: Move, late: int | None) -> Early | None:
     """Adding to what is to be exponentiated; or adding two things that are scaled alike."""
     signs = (1.0, -1.0 if node.name == "sub" else 1.0)
@@ -250,6 +253,8 @@ FOLLOW: dict[str, Follow] = {
     "gather": follow_gather,
 }
 
+
+# -------------------------------------------------------------------------------------------------- what a graph defers
 
 SAME = frozenset("stop_gradient convert_element_type copy copy_p name optimization_barrier".split())
 

@@ -7,7 +7,7 @@ cut over its keys is one loop, and so are the statistics of a cross-entropy cut 
 
 A sum is rewritten as a copy of its computation in which the running maximum (`running`, an equation of our own) stands
 for the final one, and what was left out follows it. Where nothing is exponentiated, `sum(w * (x - m - s))`, or the
-logarithm of the probability of a label, what was left out is added as often as the weights sum up to: see linear.py.
+logarithm of the probability of a label, what was left out is added as often as the weights sum up to (`Weights`).
 """
 
 from __future__ import annotations
@@ -300,6 +300,9 @@ def emit_anchor(node: Node, values: list[Any], move: Move, span: Span) -> list[A
 
 register("running", push=push_running)
 register("anchor", push=push_running, emit=emit_anchor)
+
+
+# ---------------------------------------------------------------------------------------------------------- linear sums
 
 
 class Weights:
