@@ -159,10 +159,10 @@ def decides(graph: Graph, value: Value) -> bool:
 
 
 def _elementwise(graph: Graph, sources: set[Value]) -> set[Value]:
-    """What is computed from values element by element."""
+    """What is computed from values element by element, and computed again by each loop that reads it."""
     found = set(sources)
     for node in graph.nodes:
-        if node.name not in SUMMING and node.name not in COPYING and not found.isdisjoint(node.inputs):
+        if node.name not in SUMMING | COPYING | {"stored"} and not found.isdisjoint(node.inputs):
             found.update(node.outputs)
     return found
 
