@@ -33,6 +33,8 @@ def test_is_exact(name):
 @pytest.mark.parametrize("mode", ["jvp", "vmap"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_is_exact_in_forward_mode_and_batched(name, mode):
+    if (name, mode) == ("derivative_rules_inside", "jvp"):
+        pytest.skip("a function with a rule for the reverse mode has no forward mode")
     exact(FUNCTIONS[name], n=3, modes=(mode,))
 
 
