@@ -181,10 +181,10 @@ def gelu(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
 
 
 ACTIVATIONS: dict[str, Callable] = {
-    "silu": lambda x: jax.nn.silu(x),
+    "silu": jax.nn.silu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "gelu_tanh": gelu,
-    "relu": lambda x: jax.nn.relu(x),
+    "relu": jax.nn.relu,
     "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),
 }
 
