@@ -144,7 +144,7 @@ def _agree(one, other):
 
 def test_an_mlp_with_biases_can_be_cut():
     """Over the sequence, as a run's `tiling.mlp` cuts it; biases are whole for every tile."""
-    from experiments.step.tiled import _tiled_mlp
+    from experiments.step.tiling import _tiled_mlp
 
     model = loaded("llama_mlp_bias")
     ops = Ops(mlp=functools.partial(_tiled_mlp, 3))
