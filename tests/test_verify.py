@@ -214,7 +214,7 @@ def narrow_tiles(made):
 
 def allow_less(made):
     limits = made.analysis.limits
-    made.analysis.limits = dataclasses.replace(limits, largest=8, together=0)
+    made.analysis.limits = dataclasses.replace(limits, largest=8, together=0, summed=0)
 
 
 LAST = Partial("last")
