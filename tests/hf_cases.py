@@ -1,5 +1,6 @@
 """The tiny configurations of the parity tests, as `config.json` files: every family, and what its checkpoints vary."""
 
+import copy
 from typing import Any
 
 _BASE = {
@@ -131,3 +132,5 @@ CASES: dict[str, dict[str, Any]] = {
     "seed": _SEED | {"residual_dropout": 0.1},
     "seed_out": _SEED | {"attention_out_bias": True, "attention_bias": False, "tie_word_embeddings": True},
 }
+# A part that several share is each one's own: transformers writes into what it is given.
+CASES = {name: copy.deepcopy(case) for name, case in CASES.items()}

@@ -216,9 +216,9 @@ def test_choices_follow_the_models_size(model, memory, optimizer, dtype):
 def test_the_head_of_a_large_model_can_be_cut(words):
     """Of a few tokens too, whose tiles are small beside the float32 sum of the gradient of a table in bfloat16."""
     config = schema.compose(["model=gemma2b", *words])[0]
-    config, _ = hardware.resolve(config, Device("cpu", "a test", 23 * 2**30))
+    config, _ = resolve(config, Device("cpu", "a test", 23 * 2**30))
     assert config.hardware.param_dtype == "bfloat16"
-    assert program.plan_head(config, program.abstract_state(config)) is not None
+    assert Programs(config).plan_head() is not None
 
 
 def test_what_the_user_chose_is_left_alone():
