@@ -261,7 +261,7 @@ MUTANTS = {
         "llama2",
         _patch("zoo.models.llama.rms_norm", lambda *how, offset, **more: rms_norm(*how, **more)),
     ),
-    "llama: gelu": ("llama2", _patch("jax.nn.silu", lambda x: jax.nn.gelu(x))),
+    "llama: gelu": ("llama2", _flip(activation="gelu")),
     "llama: rope interleaved": ("llama2", _patch("zoo.models.forward.rope", _interleaved)),
     "llama: embedding as head": ("llama2", _tie),
     "llama: another head": ("llama32", _untie),
