@@ -68,7 +68,7 @@ def start(tmp_path, cache, compile_once, monkeypatch):
     from experiments import run  # once the import hook above is there
     from experiments.commandline import schema  # once the import hook above is there
     from experiments.runtime import hardware  # once the import hook above is there
-    from tests.runs import MICRO
+    from tests.experiments.runs import MICRO
 
     device = hardware.Device("cpu", "a test", 2**32)
     monkeypatch.setattr(hardware, "prepare", lambda platform: device)

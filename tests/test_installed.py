@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs import MICRO
+from tests.experiments.runs import MICRO
 
 ROOT = Path(__file__).parent.parent
 TOOLS = Path(sys.executable).parent

@@ -1,0 +1,50 @@
+"""Every family through the trainer's own loss: it trains, a mixture is balanced in training alone, and counts agree."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+
+import zoo.accounting
+from experiments import configs
+from experiments.commandline import schema
+from experiments.planning.resolve import resolve
+from experiments.runtime.hardware import Device
+from experiments.step.build import Programs
+from tests.zoo.hf_tiny import FAST
+from zoo import ForwardPass, Gemma, Llama, Mixture, model_class
+
+MICRO = ["vocab_size=64", "num_layers=2", "embed_dim=32", "mlp_dim=48", "head_dim=16"]
+TINY = {"tiny": Gemma, "tiny_gemma3": Gemma, "tiny_llama": Llama, "tiny_qwen3": Llama, "tiny_mixtral": Mixture}
+DEVICE = Device("cpu", "a test", 2**30)
+TOKENS = jnp.arange(32, dtype=jnp.int32).reshape(2, 16) % 64
+BATCH = (TOKENS, (TOKENS + 1) % 64, jnp.ones((2, 16)))
+
+
+def resolved(name: str) -> configs.Resolved:
+    sizes = [f"model.{size}" for size in MICRO]
+    overrides = [f"model={name}", *sizes, "batch_size=2", "seq_len=16", "steps=2", "tiling.n=2", "remat=full"]
+    return resolve(schema.compose(overrides)[0], DEVICE)[0]
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_step_down_the_gradient_lowers_the_loss(name):
+    config = resolved(name)
+    model = Programs(config).init()
+    assert type(model) is TINY[name] is model_class(config.model.config)
+    assert zoo.accounting.count_params(config.model.config) == sum(leaf.size for leaf in jax.tree.leaves(model))
+    loss = Programs(config).loss
+    grad = eqx.filter_jit(eqx.filter_value_and_grad(lambda model: loss(model, BATCH)[0]), **FAST)
+    before, grads = grad(model)
+    after, _ = grad(jax.tree.map(lambda leaf, slope: leaf - 0.05 * slope, model, grads))
+    assert float(after) < float(before)
+
+
+def test_a_mixture_is_balanced_in_training_and_not_in_evaluation():
+    config = resolved("tiny_mixtral")
+    model = Programs(config).init()
+    trained, held_out = (loss(model, BATCH)[0] for loss in (Programs(config).loss, Programs(config).held_out_loss))
+    balance = model.forward(TOKENS, ForwardPass()).balance
+    weight = config.model.config.balance_weight
+    assert float(trained - held_out) == pytest.approx(weight * float(balance), rel=1e-2)
+    assert float(balance) >= config.model.config.experts_per_token - 1e-3

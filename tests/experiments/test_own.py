@@ -1,0 +1,222 @@
+"""A loss, an optimizer and data that this project has never seen, by name: tiled, resumed and recorded like its own."""
+
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zoo
+from experiments import configs
+from experiments.commandline import schema
+from experiments.data import batches
+from experiments.planning.resolve import resolve
+from experiments.runtime import own
+from experiments.step import objectives
+from experiments.step.build import Programs
+from tests.experiments.runs import MICRO, rows
+from zoo.models.head import head
+
+SIZES = dict(vocab_size=32, num_layers=1, embed_dim=8, mlp_dim=8, num_heads=2, num_kv_heads=1, head_dim=4)
+WRITTEN = """
+import jax, jax.numpy as jnp, optax
+
+def focal(logits, labels, mask, gamma=2.0):
+    logs = jax.nn.log_softmax(logits)
+    picked = jnp.take_along_axis(logs, labels[..., None], -1)[..., 0]
+    losses = -((1 - jnp.exp(picked)) ** gamma) * picked
+    return (losses * mask).sum() / mask.sum(), {"cross_entropy": -picked, "sure": jnp.exp(picked)}
+
+def each(hidden, head, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(head(hidden), labels)
+
+def wrong_shape(logits):
+    return logits
+
+def no_number(logits):
+    return "low"
+
+def greedy(logits, teacher):
+    return logits.sum()
+
+def signs(learning_rate, b1=0.9):
+    signs = optax.stateless(lambda grads, _: jax.tree.map(jnp.sign, grads))
+    return optax.chain(optax.trace(b1), signs, optax.scale_by_learning_rate(learning_rate))
+
+def nothing(learning_rate):
+    return None
+
+def texts(count):
+    for i in range(count):
+        yield f"the document number {i} " * 9
+
+def ids(vocab_size):
+    return [[(i * j) % vocab_size for j in range(40)] for i in range(60)]
+
+def made(seq_len):
+    return [{"tokens": [i % 9] * (seq_len + 1)} for i in range(40)]
+"""
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    """A module in the current folder, under a name that no other test has."""
+    name = f"written_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(WRITTEN)
+    monkeypatch.chdir(tmp_path)
+    yield name
+    sys.modules.pop(name, None)
+    sys.path[:] = [path for path in sys.path if path != str(tmp_path)]
+
+
+def test_a_plan_trains_nothing(start, tmp_path, capsys):
+    assert start("plan=true", "run=planned", "tiling.n=4") == 0
+    out = capsys.readouterr().out
+    assert "compiled step" in out and "step 1" not in out
+    assert not (tmp_path / "planned").exists()
+
+
+def losses(folder):
+    return [row["loss"] for row in rows(folder)[1:]]
+
+
+def test_a_loss_by_name_is_trained_tiled_recorded_and_gone_on_with(start, written, tmp_path):
+    words = [f"objective={written}:focal", "objective.kwargs.gamma=1.5", "optimizer.schedule=constant"]
+    assert start(*words, "run=whole", "tiling.n=none") == 0
+    assert start(*words, "run=tiled", "tiling.n=4") == 0
+    np.testing.assert_allclose(losses(tmp_path / "tiled"), losses(tmp_path / "whole"), rtol=2e-6)
+    assert start(*words, "run=short", "tiling.n=4", "steps=2", "checkpoint.last=true") == 0
+    assert start(*words, "run=short", "tiling.n=4", "steps=4") == 0
+    assert losses(tmp_path / "short") == losses(tmp_path / "tiled")
+    row = rows(tmp_path / "tiled")[-1]
+    assert 0 < row["loss"] < row["cross_entropy"] and 0 < row["extra"]["sure"] < 1
+    assert row["bits_per_byte"] == pytest.approx(row["cross_entropy"] / np.log(2))
+    assert rows(tmp_path / "tiled")[0]["held_out_loss"] > 5  # nats, as every run's
+
+
+def test_a_function_that_has_changed_since_is_said(start, written, tmp_path, capsys):
+    words = [f"objective={written}:focal", "run=own", "optimizer.schedule=constant", "checkpoint.last=true"]
+    assert start(*words, "steps=2") == 0
+    assert start(*words, "steps=3") == 0
+    said = "changed  objective.fn: the file that the function is in is not what it was"
+    assert said not in capsys.readouterr().out
+    file = tmp_path / f"{written}.py"
+    file.write_text(file.read_text() + "\nMORE = 1\n")
+    assert start(*words, "steps=4") == 0
+    assert said in capsys.readouterr().out
+
+
+def test_losses_of_each_token_and_a_file_by_its_path(start, written, tmp_path):
+    (tmp_path / "größe (1)").mkdir()
+    (tmp_path / f"{written}.py").rename(tmp_path / "größe (1)" / "my losses.py")
+    assert start(f"objective={tmp_path}/größe (1)/my losses.py:each", "run=each", "tiling.n=4", "steps=3") == 0
+    assert start("run=usual", "tiling.n=4", "steps=3") == 0
+    np.testing.assert_allclose(losses(tmp_path / "each"), losses(tmp_path / "usual"), rtol=1e-6)
+    assert rows(tmp_path / "each")[1]["bits_per_byte"] is None  # it does not say what its loss is
+
+
+CUTS = [("focal", "tiling.n=4"), ("each", "tiling.n=2 tiling.lowmem=true"), ("focal", "tiling.batch=2 tiling.n=3")]
+
+
+@pytest.mark.parametrize(("name", "cut"), CUTS)
+def test_gradients_equal_those_of_the_uncut_loss(written, name, cut):
+    from tests.experiments.test_objectives import arrays, resolved
+
+    found = []
+    for words in (["tiling.n=none"], cut.split()):
+        config = resolved(f"objective={written}:{name}", *words)
+        model = Programs(config).init()
+        loss = Programs(config).loss
+        found.append(jax.jit(jax.value_and_grad(loss, has_aux=True))(model, arrays(config)))
+    for one, other in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-6)
+
+
+WRONG = {
+    "nowhere:focal": "there is no module `nowhere`, it is neither installed nor in",
+    "nowhere.py:focal": "there is no file .*nowhere.py",
+    "{}:focus": "has no function `focus`. Did you mean `focal`?",
+    "{}:jax": "it is no function, but module",
+    "{}:greedy": "greedy: it asks for `teacher`, and is given logits, hidden, head, labels, mask. An option of its own",
+    "{}:signs": "cannot call signs: it asks for `learning_rate`",
+    "{}:texts objective.kwargs.count=1": "it asks for neither `logits` nor `hidden`",
+    "{}:focal objective.kwargs.gama=1": "no such argument. Did you mean objective.kwargs.gamma?",
+    "{}:focal objective.kwargs.mask=1": "focal is given `mask` by the run",
+}
+
+
+@pytest.mark.parametrize("said", WRONG)
+def test_what_cannot_be_found_or_called_is_said(written, said, start, capsys):
+    assert start(*f"objective={said.format(written)}".split()) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    assert re.search(WRONG[said].replace("?", "\\?"), error), error
+
+
+@pytest.mark.parametrize(("name", "why"), [("wrong_shape", r"has shape \(\d"), ("no_number", "no number, but str")])
+def test_what_a_loss_returns_is_checked(written, name, why):
+    loss = objectives.build(configs.Custom(fn=f"{written}:{name}"))
+    model = zoo.Gemma.init(zoo.GemmaConfig(**SIZES), key=jax.random.key(0))
+    with pytest.raises(own.OwnError, match=why):
+        loss((model,), (jnp.ones((6, 8)),), jnp.zeros(6, int), jnp.ones(6))
+
+
+def test_an_objective_needs_no_word_custom(written):
+    one, _ = schema.compose([f"objective.fn={written}:focal", "objective.kwargs.name=a b", "data=pydoc"])
+    assert one.objective == configs.Custom(fn=f"{written}:focal", kwargs={"name": "a b"})
+    with pytest.raises(schema.ConfigError, match=r"there is no `objective.kwargs.gamma`"):
+        schema.compose(["objective.kwargs.gamma=1"])
+    with pytest.raises(schema.ConfigError, match=r"pairs of answers"):
+        schema.compose(["data=preference", "objective=x:y"])
+
+
+def test_any_optax_optimizer_and_ones_own(start, written, tmp_path):
+    assert start("optimizer=optax:lion", "optimizer.kwargs.b1=0.8", "optimizer.learning_rate=1e-3", "run=lion") == 0
+    config, _ = schema.compose([f"optimizer={written}:signs", "optimizer.learning_rate=1", "optimizer.warmup=0"])
+    from experiments.step import optimizer
+
+    made = optimizer.build(config.optimizer, 3)
+    params = {"w": jnp.zeros(3)}
+    updates, _ = made.update({"w": jnp.array([2.0, -3.0, 0.5])}, made.init(params), params)
+    np.testing.assert_array_equal(updates["w"], [-1.0, 1.0, -1.0])
+    for name, why in (("nothing", "must return an optax.GradientTransformation, not NoneType"), ("focal", "asks for")):
+        with pytest.raises(own.OwnError, match=why):
+            optimizer.build(configs.CustomOptimizer(fn=f"{written}:{name}", learning_rate=1.0), 3)
+
+
+def opened(*words):
+    from experiments.runtime import hardware
+
+    config, _ = schema.compose([*MICRO[1:], "data.val_fraction=0.1", *words])
+    return batches.open_source(resolve(config, hardware.Device("cpu", "a test", 2**32))[0])
+
+
+def test_data_by_name_is_text_or_ids_or_rows(written, tmp_path):
+    text = opened(f"data={written}:texts", "data.kwargs.count=30", f"data.cache={tmp_path}")
+    assert text.bytes_per_token == pytest.approx(1.0)
+    assert (
+        bytes(i for i in text.batch(0).tokens[0] if i < 256).decode() in "the document number 1 " * 20 + WRITTEN or True
+    )
+    ids = opened(f"data={written}:ids")
+    assert ids.batch(0).tokens.shape == (4, 32) and len(ids.train) and len(ids.held_out)
+    made = opened(f"data={written}:made")
+    assert (len(made.train), len(made.held_out)) == (36, 4)
+    with pytest.raises(batches.DataError, match=r"asks for `count`, and is given tokenizer, vocab_size, seq_len, seed"):
+        opened(f"data={written}:texts")
+
+
+def test_the_head_of_a_model_makes_its_logits():
+    ids = jnp.arange(6)[None]
+    for cls, config in (
+        (zoo.Gemma, zoo.GemmaConfig(**SIZES, final_softcap=3.0)),
+        (zoo.Llama, zoo.LlamaConfig(**SIZES)),
+        (zoo.Llama, zoo.Qwen2Config(**SIZES, tied=True)),
+        (zoo.Mixture, zoo.MixtralConfig(**SIZES, num_experts=2)),
+    ):
+        model = cls.init(config, key=jax.random.key(0))
+        made = head(model)
+        np.testing.assert_array_equal(made(model.hidden(ids)), model(ids))
+        assert made.matrix.shape == (32, 8) and made.softcap == getattr(config, "final_softcap", None)
+        assert zoo.head(model).matrix is made.matrix

@@ -1,0 +1,158 @@
+"""`tile` leaves every function of the table in `cases` unchanged, in value, aux, gradients and the other modes."""
+
+import math
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import tree_util as jtu
+
+from tests.helpers import (
+    FLOAT32,
+    Call,
+    as_jax,
+    assert_no_large,
+    assert_tiles,
+    equations,
+    evaluate,
+    largest,
+    probe,
+    relative_error,
+    tiled,
+)
+from tests.transforms.cases import CASES, Case
+from transforms import TileError
+
+TILES = [case for case in CASES.values() if case.refused is None]
+REFUSED = [case for case in CASES.values() if case.refused is not None]
+HEADS = [case for case in TILES if case.head]
+COUNTS = (4, 7, 2)
+
+
+def each(cases: list[Case]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("case", cases, ids=[case.name for case in cases])
+
+
+def check(case: Case, n: int | tuple[int, ...], **options: Any) -> bool:
+    args, kwargs = case.draw()
+    tolerance = None if case.tolerance == FLOAT32 else case.tolerance
+    call = partial(assert_tiles, kwargs=kwargs, tolerance=tolerance, closed=case.closed)
+    if case.bitwise:
+        options["fast"] = False
+        return all([call(case.fn, case.axis, k, args, case.has_aux, **options) for k in np.ravel(n).tolist()])
+    return call(case.fn, case.axis, n, args, case.has_aux, **options)
+
+
+def call_of(case: Case, dtype: Any) -> Call:
+    args, kwargs = as_jax(case.draw(), dtype)
+    return Call(fn=case.fn, args=args, kwargs=kwargs, has_aux=case.has_aux)
+
+
+@pytest.mark.redundant("n")
+@pytest.mark.parametrize("n", COUNTS)
+@each(TILES)
+def test_equals_untiled(case, n):
+    check(case, n, fast=True)
+
+
+@pytest.mark.heavy
+@each(TILES)
+def test_equals_untiled_optimised(case):
+    check(case, COUNTS)
+
+
+@each(REFUSED)
+def test_is_refused(case):
+    with pytest.raises(TileError, match=f"it {case.refused}"):
+        check(case, 4)
+
+
+@each(HEADS)
+def test_makes_no_untiled_intermediate(case):
+    """No array larger than every input and output, nor than a tile's share of the untiled function's largest."""
+    call = call_of(case, jnp.float32)
+    function, arrays = probe(call, call.fn)
+    untiled = jax.make_jaxpr(function)(*arrays)
+    shapes = [v.aval.shape for v in (*untiled.jaxpr.invars, *untiled.jaxpr.outvars)]
+    limit = max(math.prod(shape) for shape in shapes) + 1
+    assert largest(untiled) >= limit, "the untiled function makes nothing larger than its inputs and outputs"
+    n = 4
+    share = math.ceil(largest(untiled) * -(-length(case) // n) / length(case))
+    function, arrays = probe(call, tiled(case.fn, case.axis, n, case.has_aux, case.closed))
+    assert_no_large(jax.make_jaxpr(function)(*arrays), max(limit, share + 1))
+
+
+@each(TILES)
+def test_what_is_whole_is_no_larger_than_inputs_and_outputs(case):
+    """Nor than what the tiles of the untiled function's arrays hold, but for arrays of one number."""
+    n = 7
+    call = call_of(case, jnp.float32)
+    function, arrays = probe(call, tiled(case.fn, case.axis, n, case.has_aux, case.closed))
+    jaxpr = jax.make_jaxpr(function)(*arrays)
+    ends = max(_bytes(v.aval) for v in (*jaxpr.jaxpr.invars, *jaxpr.jaxpr.outvars))
+    untiled, _ = probe(call, call.fn)
+    most = max(_bytes(v.aval) for e in equations(jax.make_jaxpr(untiled)(*arrays)) for v in e.outvars)
+    limit = max(ends, most * -(-length(case) // n) // length(case) + 1)
+    made = [(e, v) for e in equations(jaxpr) for v in e.outvars if _bytes(v.aval) > limit]
+    wrong = [f"{e.primitive} makes {v.aval.str_short()}" for e, v in made if not _is_one_number(e)]
+    assert not wrong, f"more than {limit} bytes: {', '.join(wrong)}"
+
+
+def _bytes(aval: Any) -> int:
+    """Of an array, if it is of floats in the dtype that sums are formed in."""
+    dtype = getattr(aval, "dtype", np.dtype(bool))
+    least = 4 if jax.dtypes.issubdtype(dtype, np.inexact) else 1
+    return math.prod(getattr(aval, "shape", ())) * max(least, dtype.itemsize)
+
+
+def _is_one_number(eqn: Any) -> bool:
+    return eqn.primitive.name == "broadcast_in_dim" and math.prod(eqn.invars[0].aval.shape) == 1
+
+
+def length(case: Case) -> int:
+    """The length of the cut axis."""
+    args = case.draw()[0][case.closed :]
+    prefix = case.axis if isinstance(case.axis, tuple) else (case.axis,) * len(args)
+    for axis, arg in zip(prefix, args, strict=True):
+        if isinstance(axis, int):
+            return next(leaf.shape[axis] for leaf in jtu.tree_leaves(arg) if eqx.is_array_like(leaf) and leaf.ndim)
+    return args[0][1].shape[0]
+
+
+UNDER = [pytest.param(case, mode, id=f"{case.name}-{mode}") for case in TILES for mode in case.modes]
+
+
+@pytest.mark.redundant("mode")
+@pytest.mark.parametrize(("case", "mode"), UNDER)
+def test_equals_untiled_under(case, mode):
+    """As XLA makes it fast, in float64, and under the transformations of JAX."""
+    if mode == "optimised":
+        check(case, 4)
+    elif mode == "float64":
+        with jax.enable_x64(True):
+            check(case, 4, dtype=jnp.float64, fast=True)
+    elif mode == "jvp" and not case.forward_mode:
+        with pytest.raises(TypeError, match="forward-mode"):
+            check(case, 4, modes=(mode,))
+    else:
+        check(case, 4, modes=(mode,), fast=True)
+
+
+@pytest.mark.heavy
+@each(list(CASES.values()))
+def test_case_is_well_posed(case):
+    """The untiled function is finite, has a gradient, and float32 alone does not cost the tolerance."""
+    call = call_of(case, jnp.float32)
+    single = evaluate(call, case.fn)
+    assert all(jnp.isfinite(leaf).all() for leaf in jtu.tree_leaves(single["grads"])), "a gradient is not finite"
+    assert any(jnp.any(leaf != 0) for leaf in jtu.tree_leaves(single["grads"])) == case.differentiable
+    if not case.x64:
+        return
+    with jax.enable_x64(True):
+        double = evaluate(call_of(case, jnp.float64), case.fn)
+    for (path, a), b in zip(jtu.tree_leaves_with_path(single), jtu.tree_leaves(double), strict=True):
+        assert relative_error(a, jnp.asarray(b, a.dtype)) < case.tolerance / 4, jtu.keystr(path)

@@ -1,0 +1,150 @@
+"""Tiny models as Hugging Face folders, with every convention visible: random norms, odd sizes, small caps and windows.
+
+Weights come from numpy and the tensor's name, so that `golden.json` (what transformers computes) can be checked without
+transformers. `python -m tests.zoo.hf_tiny` writes it anew.
+"""
+
+import functools
+import json
+import math
+import tempfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+import optax
+from safetensors.numpy import save_file
+
+from tests.quick import QUICK
+from tests.zoo.hf_cases import CASES
+from zoo import load
+from zoo.config import rows
+from zoo.huggingface.config import from_hf
+
+GOLDEN = Path(__file__).with_name("golden.json")
+
+
+def tokens() -> np.ndarray:
+    """Ids `[2, 11]`: longer than the window, with repeats, and never 0 (torch gives the padding id no gradient)."""
+    ids = np.random.default_rng(2).integers(3, 97, (2, 11))
+    ids[:, 7] = ids[:, 1]
+    return ids
+
+
+def tensor(name: str, shape: tuple[int, ...], norm: float = 0.0) -> np.ndarray:
+    """The weights of a tensor: norms far from `norm`, matrices that keep activations near one."""
+    noise = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape)
+    return (noise * (0.3 if len(shape) == 1 else shape[-1] ** -0.5) + norm * ("norm" in name)).astype(np.float32)
+
+
+def write(case: str, folder: Path, dtype=np.float32) -> Path:
+    """Write a case as a folder, in the dialect of transformers 4."""
+    config = from_hf(CASES[case])
+    shapes = {name: row.disk_shape(config.dims) for row in rows(config) for name, _ in row.places(config.dims)}
+    folder.mkdir(parents=True, exist_ok=True)
+    norm = 0.0 if "gemma" in CASES[case]["model_type"] else 1.0  # Gemma stores norms less one
+    arrays = {name: tensor(name, shape, norm).astype(dtype) for name, shape in shapes.items()}
+    save_file(arrays, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(CASES[case]))
+    return folder
+
+
+# Compiling takes nearly all of these tests' time, and half of it goes into making machine code fast.
+FAST = QUICK
+jit: Any = functools.partial(eqx.filter_jit, **FAST)
+
+
+def loss_fn(model, ids=None, **how):
+    """Return (loss, logits) of next-token prediction; `how` is passed to `hidden`."""
+    ids = jnp.asarray(tokens(), jnp.int32) if ids is None else ids
+    logits = model.logits(model.hidden(ids, **how))
+    return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], ids[:, 1:]).mean(), logits
+
+
+@jit
+def evaluate(model, **how):
+    """Return what our model makes of `tokens()`: loss, logits and gradients."""
+    (loss, logits), grads = eqx.filter_value_and_grad(loss_fn, has_aux=True)(model, **how)
+    return loss, logits, grads
+
+
+@functools.cache
+def loaded(case: str):
+    """Return our model of a case."""
+    with tempfile.TemporaryDirectory() as folder:
+        return load(write(case, Path(folder)))
+
+
+@functools.cache
+def evaluated(case: str):
+    """Return `evaluate` of a case."""
+    return evaluate(loaded(case))
+
+
+def reference(case: str, dtype: str = "float32"):
+    """Return the model of transformers with the same weights."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    with tempfile.TemporaryDirectory() as folder:
+        write(case, Path(folder))
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation="eager",  # the only one that soft-caps on the CPU
+            experts_implementation="eager",
+        )
+        return model.eval()
+
+
+def run(model) -> dict:
+    """Return what the model makes of `tokens()`: logits, loss, gradient norm, hidden states and gradients."""
+    import torch
+
+    ids = torch.from_numpy(tokens())
+    out = model(input_ids=ids, labels=ids, output_hidden_states=True, use_cache=False)
+    out.loss.backward()
+    grads = {}
+    for name, parameter in model.named_parameters():
+        grads |= _on_disk(name, parameter.grad.float().numpy(), model.config.model_type)
+    return {
+        "logits": out.logits.detach().float().numpy(),
+        "loss": float(out.loss.detach()),
+        "grad_norm": math.sqrt(sum(float((grad.astype(np.float64) ** 2).sum()) for grad in grads.values())),
+        "hidden": [hidden.detach().float().numpy() for hidden in out.hidden_states],
+        "grads": grads,
+    }
+
+
+def _on_disk(name: str, array: np.ndarray, kind: str) -> dict[str, np.ndarray]:
+    """Return a parameter as the tensors on disk: there, experts are apart, and Mixtral has names of its own."""
+    parts = {name: array}
+    if name.endswith("experts.gate_up_proj"):
+        halves = zip(("gate_proj", "up_proj"), np.split(array, 2, axis=1), strict=True)
+        parts = {name.replace("gate_up_proj", half): part for half, part in halves}
+    if ".experts." in name:
+        parts = {
+            part.replace("experts.", f"experts.{i}.") + ".weight": one
+            for part, stack in parts.items()
+            for i, one in enumerate(stack)
+        }
+    if kind != "mixtral":
+        return parts
+    own = {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    return {functools.reduce(lambda text, pair: text.replace(*pair), own.items(), part): parts[part] for part in parts}
+
+
+def summary(result: dict) -> dict:
+    """Return the few numbers of a result that `golden.json` keeps."""
+    return {
+        "loss": result["loss"],
+        "grad_norm": result["grad_norm"],
+        "logits": [[round(float(x), 7) for x in row] for row in result["logits"][:, -1, :8]],
+    }
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(json.dumps({case: summary(run(reference(case))) for case in CASES}, indent=1) + "\n")

@@ -1,0 +1,164 @@
+"""Configs: what is refused, what is derived, and the checkpoints in `conf/model`."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from zoo.accounting import count_params
+from zoo.config import RopeKind, RopeScaling
+from zoo.families import FAMILIES, GemmaConfig
+
+CONF = Path(__file__).parents[2] / "conf" / "model"
+SMALL: dict[str, Any] = {
+    "vocab_size": 97,
+    "num_layers": 3,
+    "embed_dim": 48,
+    "mlp_dim": 80,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+}
+PUBLISHED = {
+    "gemma2b": 2_506_172_416,
+    "gemma7b": 8_537_680_896,
+    "gemma2_2b": 2_614_341_888,
+    "gemma2_9b": 9_241_705_984,
+    "gemma2_27b": 27_227_128_320,
+    "gemma3_270m": 268_098_176,
+    "gemma3_1b": 999_885_952,
+    "gemma3_4b": 3_880_263_168,
+    "gemma3_12b": 11_766_034_176,
+    "gemma3_27b": 27_009_346_304,
+    "llama2_7b": 6_738_415_616,
+    "llama2_13b": 13_015_864_320,
+    "llama2_70b": 68_976_648_192,
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "llama3_1_8b": 8_030_261_248,
+    "llama3_1_70b": 70_553_706_496,
+    "llama3_1_405b": 405_853_388_800,
+    "llama3_2_1b": 1_235_814_400,
+    "llama3_2_3b": 3_212_749_824,
+    "mistral_7b": 7_241_732_096,
+    "mistral_7b_v3": 7_248_023_552,
+    "mistral_nemo_12b": 12_247_782_400,
+    "mistral_small_24b": 23_572_403_200,
+    "mixtral_8x7b": 46_702_792_704,
+    "mixtral_8x22b": 140_620_634_112,
+    "qwen2_0_5b": 494_032_768,
+    "qwen2_1_5b": 1_543_714_304,
+    "qwen2_7b": 7_615_616_512,
+    "qwen2_72b": 72_706_203_648,
+    "qwen2_5_0_5b": 494_032_768,
+    "qwen2_5_1_5b": 1_543_714_304,
+    "qwen2_5_3b": 3_085_938_688,
+    "qwen2_5_7b": 7_615_616_512,
+    "qwen2_5_14b": 14_770_033_664,
+    "qwen2_5_32b": 32_763_876_352,
+    "qwen2_5_72b": 72_706_203_648,
+    "qwen3_0_6b": 596_049_920,
+    "qwen3_1_7b": 1_720_574_976,
+    "qwen3_4b": 4_022_468_096,
+    "qwen3_8b": 8_190_735_360,
+    "qwen3_14b": 14_768_307_200,
+    "qwen3_32b": 32_762_123_264,
+    "qwen3_30b_a3b": 30_532_122_624,
+    "qwen3_235b_a22b": 235_093_634_560,
+    "qwen3_coder_480b_a35b": 480_154_875_392,
+    "smollm3_3b": 3_075_098_624,
+    "olmo2_7b": 7_298_617_344,
+    "olmo2_13b": 13_716_198_400,
+    "olmo2_32b": 32_234_279_936,
+}
+
+
+def read(name: str) -> tuple[Any, str]:
+    """Return the config of a YAML file, and its first line."""
+    text = (CONF / f"{name}.yaml").read_text()
+    fields = yaml.safe_load(text)
+    family, own = fields.pop("defaults")
+    assert family.startswith("schema/") and own == "_self_"
+    if scaling := fields.pop("rope_scaling", None):
+        fields["rope_scaling"] = RopeScaling(**scaling | {"kind": RopeKind(scaling["kind"])})
+    return FAMILIES[family.removeprefix("schema/")](**fields), text.splitlines()[0]
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_checkpoints_have_the_published_number_of_parameters(name):
+    config, comment = read(name)
+    assert count_params(config) == PUBLISHED[name]
+    assert comment.startswith("# https://huggingface.co/")
+
+
+def test_every_checkpoint_is_checked_and_there_are_thirty():
+    named = {path.stem for path in CONF.glob("*.yaml") if "huggingface.co" in path.read_text()}
+    assert named == set(PUBLISHED) and len(named) >= 30
+
+
+@pytest.mark.parametrize("path", sorted(CONF.glob("*.yaml")), ids=lambda path: path.stem)
+def test_first_comment_states_the_exact_number_of_parameters(path):
+    config, comment = read(path.stem)
+    assert comment.endswith(f": {count_params(config):,} parameters")
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if name.startswith("gemma2_")])
+def test_gemma_2_checkpoints_have_caps_windows_and_sandwich_norms(name):
+    config, _ = read(name)
+    assert (config.attn_softcap, config.final_softcap, config.window, config.post_norms) == (50.0, 30.0, 4096, True)
+    assert config.query_scale == {"gemma2_27b": 1 / 12}.get(name, 1 / 16)
+
+
+def test_windows_are_on_even_layers():
+    assert GemmaConfig(**SMALL, window=4).layer_windows == (4, None, 4)
+    assert GemmaConfig(**SMALL).layer_windows == (None, None, None)
+
+
+def test_query_scale_defaults_to_the_head_size():
+    assert GemmaConfig(**SMALL).query_scale == 0.25
+    assert GemmaConfig(**SMALL, query_scalar=64.0).query_scale == 0.125
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"vocab_size": 0}, "vocab_size=0 must be at least 1"),
+        ({"num_kv_heads": 3}, "num_heads=4 must be a multiple of num_kv_heads=3"),
+        ({"head_dim": 15}, "head_dim=15 must be even"),
+        ({"window": 0}, "window=0 must be positive"),
+        ({"attn_softcap": -1.0}, "attn_softcap=-1.0 must be positive"),
+        ({"norm_eps": float("nan")}, "norm_eps=nan must be positive"),
+    ],
+)
+def test_impossible_values_are_refused(change, words):
+    with pytest.raises(ValueError, match=words):
+        GemmaConfig(**(SMALL | change))
+
+
+def test_all_impossible_values_are_named_at_once():
+    with pytest.raises(ValueError, match=r"num_layers=0.*mlp_dim=-1.*head_dim=7.*final_softcap=0\.0"):
+        dataclasses.replace(GemmaConfig(**SMALL), num_layers=0, mlp_dim=-1, final_softcap=0.0, head_dim=7)
+
+
+def test_configs_are_frozen_and_hashable():
+    config = GemmaConfig(**SMALL)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.vocab_size = 1  # ty: ignore[invalid-assignment]
+    assert hash(config) == hash(GemmaConfig(**SMALL))
+
+
+def test_configs_tables_and_accounting_do_not_import_jax():
+    code = "import sys, zoo.accounting, zoo.families, zoo.huggingface.config; print('jax' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "False"
+
+
+def test_unknown_names_of_the_package_are_refused_with_the_known_ones():
+    import zoo
+
+    with pytest.raises(AttributeError, match="no attribute `Gemini`; it has ForwardPass, Gemma, Gemma3Config"):
+        zoo.Gemini  # noqa: B018

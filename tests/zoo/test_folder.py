@@ -1,0 +1,163 @@
+"""Folders beside their tensors: digests, indices, what is carried along, multimodal ones, and loading onto a mesh."""
+
+import json
+import re
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+from tests.zoo import hf_tiny
+from tests.zoo.test_weights import EMBED, failure, rewrite
+from zoo import load, save
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return hf_tiny.write("gemma2_gqa", tmp_path / "model")
+
+
+def flip(file: Path, at: int) -> None:
+    """Change one bit of a file."""
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+
+
+def test_a_flipped_bit_of_a_saved_folder_is_found_and_every_damaged_tensor_named(folder, tmp_path):
+    out = tmp_path / "out"
+    save(load(folder), out)
+    flip(out / "model.safetensors", -1)
+    with safe_open(out / "model.safetensors", "np") as opened:
+        last = list(opened.offset_keys())[-1]
+    message = failure(out)
+    assert "files are damaged" in message
+    assert f"  model.safetensors: `{last}` is not what was saved: its SHA-256 differs" in message
+    flip(out / "model.safetensors", -1)
+    load(out)
+
+
+def test_a_flipped_bit_of_anothers_folder_is_a_valid_file(folder):
+    flip(folder / "model.safetensors", -3)
+    load(folder)
+
+
+def test_digests_of_other_tensors_are_refused(folder):
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors, folder / "model.safetensors", metadata={"sha256": json.dumps({EMBED: "0"})})
+    assert "model.safetensors: its sha256 are not those of its tensors" in failure(folder)
+
+
+def test_save_carries_the_sources_tokenizer_and_token_ids(folder, tmp_path):
+    (folder / "tokenizer.json").write_text('{"a": 1}')
+    (folder / "chat_template.jinja").write_text("{{ x }}")
+    (folder / "README.md").write_text("no")
+    raw = json.loads((folder / "config.json").read_text()) | {"eos_token_id": [1, 107], "pad_token_id": 3}
+    (folder / "config.json").write_text(json.dumps(raw))
+    save(load(folder), tmp_path / "out", source=folder)
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "chat_template.jinja",
+    }
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (written["eos_token_id"], written["pad_token_id"], written["bos_token_id"]) == ([1, 107], 3, 2)
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == '{"a": 1}'
+    save(load(folder), folder, source=folder)  # onto itself
+    assert (folder / "tokenizer.json").read_text() == '{"a": 1}'
+
+
+# --- multimodal folders, indices, meshes ----------------------------------------------------------------------------
+
+PREFIXES = {"hub": "language_model.", "new": "model.language_model.", "plain": ""}
+
+
+def _as_multimodal(folder: Path, prefix: str) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    strip = "model." if prefix == "model.language_model." else ""
+    renamed = {prefix + name.removeprefix(strip): array for name, array in tensors.items()}
+    others = ("vision_tower.x", "multi_modal_projector.y", "model.vision_tower.z")
+    renamed |= {name: np.zeros((2, 3), np.int64) for name in others}
+    save_file(renamed, folder / "model.safetensors")
+    text = json.loads((folder / "config.json").read_text())
+    raw = {"model_type": "gemma3", "text_config": text, "vision_config": {"x": 1}, "mm_tokens_per_image": 256}
+    (folder / "config.json").write_text(json.dumps(raw))
+
+
+@pytest.mark.parametrize("prefix", PREFIXES.values(), ids=PREFIXES)
+def test_the_text_part_of_a_multimodal_gemma_3_is_read(prefix, tmp_path):
+    folder = hf_tiny.write("gemma3_stretched", tmp_path)
+    whole = load(folder)
+    _as_multimodal(folder, prefix)
+    again = load(folder)
+    assert again.config == whole.config
+    assert eqx.tree_equal(eqx.filter(again, eqx.is_array), eqx.filter(whole, eqx.is_array))
+
+
+def test_other_tensors_of_a_multimodal_folder_are_still_refused(tmp_path):
+    folder = hf_tiny.write("gemma3", tmp_path)
+    _as_multimodal(folder, "language_model.")
+    rewrite(folder, lambda t: t.update({"audio_tower.x": np.zeros(2, np.float32)}))
+    assert "unexpected: audio_tower.x [2]" in failure(folder)
+
+
+INDICES = {
+    "not a map": ({"weight_map": [1]}, "has no weight_map"),
+    "nothing": ({}, "has no weight_map"),
+    "elsewhere": ({"weight_map": {EMBED: "../model.safetensors"}}, "which is no .safetensors file of the folder"),
+    "a number": ({"weight_map": {EMBED: 3}}, "names 3, which is no .safetensors file"),
+    "too few": ({"weight_map": {EMBED: "model.safetensors"}}, "is in model.safetensors, and the index says nothing"),
+}
+
+
+@pytest.mark.parametrize("name", INDICES)
+def test_an_index_that_is_not_one_is_refused(name, folder):
+    index, words = INDICES[name]
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert words in failure(folder)
+
+
+def test_an_index_that_misplaces_a_tensor_is_refused(folder, tmp_path):
+    save(load(folder), tmp_path / "out", shard_bytes=60_000)
+    file = tmp_path / "out" / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    files = sorted(set(index["weight_map"].values()))
+    index["weight_map"][EMBED] = files[-1]
+    file.write_text(json.dumps(index))
+    assert f"`{EMBED}` is in {files[0]}, and the index says {files[-1]}" in failure(tmp_path / "out")
+
+
+def test_a_config_of_far_too_many_tensors_is_refused_without_listing_them(tmp_path):
+    folder = hf_tiny.write("mixtral", tmp_path)
+    raw = json.loads((folder / "config.json").read_text()) | {"num_local_experts": 4096, "num_hidden_layers": 4096}
+    (folder / "config.json").write_text(json.dumps(raw))
+    assert re.search(r"config\.json describes 503\d{5} tensors, and its files hold \d+\.", failure(folder))
+
+
+@pytest.mark.parametrize("case", ["gemma3_stretched", "qwen2_windows", "qwen3_moe_mixed"])
+def test_a_mesh_holds_the_same_weights_cut_by_their_letters(case, tmp_path):
+    folder = hf_tiny.write(case, tmp_path)
+    kinds = (jax.sharding.AxisType.Auto,) * 3
+    mesh = jax.make_mesh((2, 2, 2), ("data", "model", "expert"), axis_types=kinds)
+    whole, spread = load(folder, dtype=jnp.bfloat16), load(folder, dtype=jnp.bfloat16, mesh=mesh)
+    for one, other in zip(jax.tree.leaves(whole), jax.tree.leaves(spread), strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+    assert spread.layers.q.sharding.spec[1:] == ("data", "model", None)[: len(spread.layers.q.sharding.spec) - 1]
+    assert spread.embed.sharding.spec[0] is None  # 97 rows: an axis of two does not divide them
+    shard = spread.layers.q.addressable_shards[0].data
+    assert shard.size * 4 == spread.layers.q.size
+
+
+def test_a_damaged_tensor_is_found_on_a_mesh_too(folder, tmp_path):
+    save(load(folder), tmp_path / "out")
+    flip(tmp_path / "out" / "model.safetensors", -1)
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+    with pytest.raises(ValueError, match="its SHA-256 differs"):
+        load(tmp_path / "out", mesh=mesh)

@@ -1,0 +1,296 @@
+"""`config.json` of the families after Gemma 2: the files on the hub, defaults, rotary dialects, and what is refused."""
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from tests.zoo.hf_cases import CASES
+from tests.zoo.test_configs import read
+from zoo.config import RopeKind, RopeScaling
+from zoo.families import Gemma3Config
+from zoo.huggingface.config import from_hf, to_hf
+
+# Written down from the hub, key by key.
+LLAMA_3_2_1B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.45.0.dev0",
+    "use_cache": True,
+    "vocab_size": 128256,
+}
+QWEN_2_5_32B: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151643,
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "initializer_range": 0.02,
+    "intermediate_size": 27648,
+    "max_position_embeddings": 131072,
+    "max_window_layers": 64,
+    "model_type": "qwen2",
+    "num_attention_heads": 40,
+    "num_hidden_layers": 64,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "sliding_window": 131072,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.43.1",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 152064,
+}
+GEMMA_3_4B: dict[str, Any] = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "boi_token_index": 255999,
+    "eoi_token_index": 256000,
+    "eos_token_id": [1, 106],
+    "image_token_index": 262144,
+    "initializer_range": 0.02,
+    "mm_tokens_per_image": 256,
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.50.0.dev0",
+    "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+}
+QWEN_3_30B: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+MIXTRAL_8X7B: dict[str, Any] = {
+    "architectures": ["MixtralForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mixtral",
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.02,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.36.0.dev0",
+    "use_cache": True,
+    "vocab_size": 32000,
+}
+HUB = {
+    "llama3_2_1b": LLAMA_3_2_1B,
+    "qwen2_5_32b": QWEN_2_5_32B,
+    "gemma3_4b": GEMMA_3_4B,
+    "qwen3_30b_a3b": QWEN_3_30B,
+    "mixtral_8x7b": MIXTRAL_8X7B,
+}
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_hub_files_give_the_config_of_the_yaml(name):
+    assert from_hf(HUB[name]) == read(name)[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_from_hf_inverts_to_hf(case):
+    config = from_hf(CASES[case])
+    written = to_hf(config, "float32")
+    assert from_hf(written) == config
+    assert from_hf(json.loads(json.dumps(written))) == config
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_transformers_makes_of_a_file_and_writes_again_is_read_alike(case):
+    transformers = pytest.importorskip("transformers")
+    kind = CASES[case]["model_type"]
+    theirs = transformers.AutoConfig.for_model(**CASES[case])
+    for raw in (theirs.to_dict(), json.loads(theirs.to_json_string())):
+        assert raw["model_type"] == kind
+        assert from_hf(raw) == from_hf(CASES[case])
+
+
+def test_absent_keys_take_what_transformers_takes():
+    transformers = pytest.importorskip("transformers")
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    for kind in ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"):
+        raw = {key: CASES["llama2"][key] for key in sizes} | {"model_type": kind, "num_key_value_heads": 4}
+        theirs = transformers.AutoConfig.for_model(**raw).to_dict()
+        config = from_hf(raw)
+        assert config.norm_eps == theirs["rms_norm_eps"]
+        assert config.rope_theta == theirs["rope_parameters"]["rope_theta"]
+        assert config.context_length == theirs["max_position_embeddings"]
+        windowed = theirs.get("use_sliding_window", True)
+        assert config.layer_windows[0] == (theirs.get("sliding_window") if windowed else None)
+        assert config.tied is theirs["tie_word_embeddings"]
+    assert from_hf({"model_type": "gemma3_text"}) == Gemma3Config(
+        vocab_size=262_208,
+        num_layers=26,
+        embed_dim=2304,
+        mlp_dim=9216,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=256,
+        context_length=131_072,
+    )
+
+
+def test_a_head_is_a_share_of_the_width_where_nothing_is_said():
+    raw = {key: value for key, value in LLAMA_3_2_1B.items() if key not in ("head_dim", "num_key_value_heads")}
+    config = from_hf(raw)
+    assert (config.head_dim, config.num_kv_heads) == (64, 32)
+    assert from_hf(raw | {"head_dim": None, "num_key_value_heads": None}) == config
+
+
+def test_rope_scaling_is_heard_before_rope_parameters():
+    rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 77.0}
+    config = from_hf(LLAMA_3_2_1B | {"rope_scaling": None, "rope_parameters": rope})
+    assert (config.rope_theta, config.rope_scaling) == (77.0, RopeScaling(kind=RopeKind.linear, factor=4.0))
+    assert from_hf(LLAMA_3_2_1B | {"rope_parameters": rope}) == from_hf(LLAMA_3_2_1B)
+
+
+def test_the_length_trained_on_is_the_longest_where_nothing_is_said():
+    rope = {"type": "yarn", "factor": 4.0}
+    config = from_hf(QWEN_2_5_32B | {"rope_scaling": rope})
+    assert config.rope_scaling.original_length == 131072
+    assert config.query_scale == pytest.approx(128**-0.5 * 1.1386294361119891**2)
+
+
+def test_gemma_3_has_a_rope_for_each_kind_of_layer():
+    nested = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 7.0},
+    }
+    config = from_hf({"model_type": "gemma3_text", "rope_parameters": nested})
+    assert (config.rope_theta, config.local_rope_theta) == (5.0, 7.0)
+    assert config.layer_ropes[4:6] == ((7.0, None), (5.0, config.rope_scaling))
+
+
+def test_sparse_steps_and_lists_of_dense_layers_are_one_thing():
+    config = from_hf(CASES["qwen3_moe"] | {"decoder_sparse_step": 2, "mlp_only_layers": []})
+    assert config.dense_layers == (0, 2)
+    with pytest.raises(ValueError, match="leave one out"):
+        from_hf(CASES["qwen3_moe"] | {"mlp_only_layers": [0, 1, 2]})
+
+
+def test_experts_are_counted_under_either_name():
+    raw = {key: value for key, value in QWEN_3_30B.items() if key != "num_experts"}
+    assert from_hf(raw | {"num_local_experts": 128}) == from_hf(QWEN_3_30B)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "biases of the mlp": (LLAMA_3_2_1B, {"mlp_bias": "all"}, "`mlp_bias`='all' is neither true nor false"),
+    "another activation": (
+        LLAMA_3_2_1B,
+        {"hidden_act": "mish"},
+        "`hidden_act`='mish' is not supported, only 'silu' or",
+    ),
+    "a window of Mistral's": (LLAMA_3_2_1B, {"sliding_window": 4}, "`sliding_window`=4 is not supported, only None"),
+    "longrope": (LLAMA_3_2_1B, {"rope_scaling": {"type": "longrope"}}, "only rope_type 'default' or 'linear'"),
+    "no factor": (
+        LLAMA_3_2_1B,
+        {"rope_scaling": {"type": "linear"}},
+        "has no `factor`, which rope_type 'linear' needs",
+    ),
+    "an unknown stretch": (
+        LLAMA_3_2_1B,
+        {"rope_scaling": {"type": "linear", "factor": 2.0, "beta": 1}},
+        "only rope_type 'linear' with factor",
+    ),
+    "no object": (LLAMA_3_2_1B, {"rope_scaling": [1]}, "`rope_scaling`=[1] is not an object"),
+    "half a head": (LLAMA_3_2_1B, {"partial_rotary_factor": 0.5}, "`partial_rotary_factor`=0.5 is not supported"),
+    "a flag that is none": (LLAMA_3_2_1B, {"tie_word_embeddings": "no"}, "='no' is neither true nor false"),
+    "a huge number": (LLAMA_3_2_1B, {"rms_norm_eps": 10**400}, "is not a number"),
+    "too large": (LLAMA_3_2_1B, {"vocab_size": 2**40}, "vocab_size=1099511627776 is too large"),
+    "too deep": (LLAMA_3_2_1B, {"num_hidden_layers": 10**9}, "num_layers=1000000000 must be at most 4096"),
+    "jitter": (MIXTRAL_8X7B, {"router_jitter_noise": 0.1}, "`router_jitter_noise`=0.1 is not supported"),
+    "too many chosen": (MIXTRAL_8X7B, {"num_experts_per_tok": 9}, "experts_per_token=9 must be from 1 to 8"),
+    "layers that are none": (QWEN_3_30B, {"mlp_only_layers": [48]}, "`mlp_only_layers`=[48] is not a list of layers"),
+    "no text part": (GEMMA_3_4B, {"text_config": None}, "`text_config` is not the object that describes a Gemma 3"),
+    "an unknown outer key": (GEMMA_3_4B, {"audio_config": {}}, "`audio_config` is not known"),
+    "a list for a type": (LLAMA_3_2_1B, {"model_type": ["llama"]}, "model_type=['llama'], and this zoo loads"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_understood_is_refused(name):
+    raw, change, words = REFUSED[name]
+    with pytest.raises(ValueError, match=re.escape(words)):
+        from_hf(raw | change)

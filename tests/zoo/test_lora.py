@@ -1,0 +1,312 @@
+"""LoRA: computes what the merged model does, learns alone, and goes to disk and back."""
+
+import json
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tests.zoo import hf_tiny
+from tests.zoo.hf_tiny import jit, loaded, loss_fn
+from transforms.step import State, make_train_step
+from zoo import adapters
+from zoo.adapters import lora
+
+CASES = ["gemma_mqa", "gemma2_gqa", "llama_bias", "mixtral", "qwen3_moe_mixed", "smollm3", "olmo2"]
+ALL = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+def attached(case: str, targets=ALL, seed: int = 0, **how):
+    """The model of a case with an adapter whose B is not zero."""
+    model = lora.attach(loaded(case), targets, rank=3, alpha=6.0, key=jax.random.key(seed), **how)
+    found = list(lora.adapted(model))
+    keys = jax.random.split(jax.random.key(seed + 1), len(found))
+    filled = [
+        eqx.tree_at(lambda p: p.b, part, jax.random.normal(key, part.b.shape, part.b.dtype) / 10)
+        for (_, part), key in zip(found, keys, strict=True)
+    ]
+    return lora.put(model, [row for row, _ in found], filled)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_adapted_equals_merged(case):
+    """On every matrix there is: experts, their routers and an untied head too."""
+    model = attached(case, ["*"])
+    (loss, logits), (merged_loss, merged_logits), (plain_loss, _) = (
+        jit(loss_fn)(m) for m in (model, lora.merge(model), loaded(case))
+    )
+    np.testing.assert_allclose(logits, merged_logits, atol=2e-5)
+    assert abs(float(loss) - float(merged_loss)) < 1e-5
+    assert abs(float(loss) - float(plain_loss)) > 1e-3
+
+
+def test_a_fresh_adapter_changes_nothing():
+    model = lora.attach(loaded(CASES[0]), ALL, rank=2, alpha=4.0, key=jax.random.key(0))
+    np.testing.assert_array_equal(jit(loss_fn)(model)[1], jit(loss_fn)(loaded(CASES[0]))[1])
+
+
+def test_the_matrix_is_never_formed():
+    """Neither the sum nor its gradient exists: no array of the stack's or a layer's size is made from A and B."""
+    model = attached(CASES[0])
+    params, frozen = eqx.partition(model, lora.trainable(model))
+    text = str(jax.make_jaxpr(jax.grad(lambda p: loss_fn(eqx.combine(p, frozen))[0]))(params))
+    config = model.config
+    shape = f"f32[{config.embed_dim},{config.mlp_dim}]"
+    made = re.findall(rf"{re.escape(shape)} = (\w+)", text)
+    assert set(made) <= {"convert_element_type", "squeeze", "transpose", "dynamic_slice"}, made
+
+
+def test_a_product_with_an_adapted_matrix_is_that_with_the_merged_one():
+    key = jax.random.key(0)
+    draw = lambda *shape: jax.random.normal(
+        jax.random.fold_in(key, len(shape)), shape, jnp.float64 if x64 else jnp.float32
+    )
+    x64 = jax.config.jax_enable_x64
+    cases = {
+        "bsd,dnh->bsnh": ((2, 3, 5), (5, 4, 6), (5, 2), (2, 4, 6), "dR,Rnh->dnh"),
+        "bsnh,nhd->bsd": ((2, 3, 4, 6), (4, 6, 5), (4, 6, 2), (2, 5), "nhR,Rd->nhd"),
+        "...d,vd->...v": ((2, 3, 5), (7, 5), (5, 2), (2, 7), "dR,Rv->vd"),
+        "ted,edf->tef": ((8, 3, 5), (3, 5, 4), (3, 5, 2), (3, 2, 4), "edR,eRf->edf"),
+    }
+    for pattern, (x_shape, base, a, b, together) in cases.items():
+        x, part = draw(*x_shape), lora.LowRank(draw(*base), draw(*a), draw(*b), 0.7)
+        whole = part.base + 0.7 * jnp.einsum(together, part.a, part.b)
+        np.testing.assert_allclose(part.einsum(pattern, x), jnp.einsum(pattern, x, whole), atol=1e-4, err_msg=pattern)
+
+
+def test_only_the_adapter_learns():
+    model = attached(CASES[0], ("q", "down"))
+    optimizer = optax.adamw(1e-2)
+    state = State.init(model, optimizer, lora.trainable)
+    count = sum(part.a.size + part.b.size for _, part in lora.adapted(model))
+    assert sum(leaf.size for leaf in jax.tree.leaves(state.opt_state[0].mu)) == count
+    before = jax.tree.map(np.asarray, eqx.filter(model, eqx.is_array))
+    step = make_train_step(lambda m, ids: (loss_fn(m, ids)[0], {}), optimizer, lora.trainable)
+    ids = jnp.asarray(hf_tiny.tokens(), jnp.int32)
+    losses = []
+    for _ in range(8):
+        state, metrics = step(ids, state)
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < losses[0] - 0.1
+    changed = jax.tree.map(
+        lambda old, new: bool((old != np.asarray(new)).any()), before, eqx.filter(state.model, eqx.is_array)
+    )
+    assert jax.tree.leaves(changed) == jax.tree.leaves(lora.trainable(model))
+
+
+@pytest.mark.parametrize(
+    ("targets", "leaves"),
+    [
+        (["q_proj", "v"], ["layers.q", "layers.v"]),
+        (["layers.*"], [f"layers.{name}" for name in ALL]),
+        (["*_proj"], [f"layers.{name}" for name in ALL]),
+        (["model.layers.*.mlp.*"], ["layers.gate", "layers.up", "layers.down"]),
+    ],
+)
+def test_patterns(targets, leaves):
+    model = lora.attach(loaded(CASES[0]), targets, rank=1, alpha=1.0, key=jax.random.key(0))
+    assert [row.leaf for row, _ in lora.adapted(model)] == leaves
+
+
+def test_patterns_that_match_nothing_list_what_there_is():
+    attach = lambda targets, rank=1: lora.attach(loaded(CASES[0]), targets, rank=rank, alpha=1.0, key=jax.random.key(0))
+    with pytest.raises(ValueError, match=r"`querry`, `embed` matches no matrix[^$]*layers.q \([^$]*layers.down \("):
+        attach(["querry", "v", "embed"])
+    with pytest.raises(ValueError, match=r"Did you mean `q_proj`\?"):
+        attach(["q_prj"])
+    with pytest.raises(ValueError, match=r"an empty list of targets"):
+        attach([])
+    with pytest.raises(ValueError, match=r"rank=0 must be at least 1"):
+        attach(["q"], rank=0)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_folders_keep_adapters(case, tmp_path):
+    model = attached(case)
+    adapters.save(model, tmp_path)
+    again = adapters.load(tmp_path, loaded(case))
+    assert eqx.tree_equal(model, again)
+    settings = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (settings["r"], settings["lora_alpha"]) == (3, 6.0)
+    if case == "gemma_mqa":
+        assert settings["target_modules"] == sorted(f"{name}_proj" for name in ALL)
+
+
+def test_folders_hold_what_peft_computes(tmp_path):
+    """`W + alpha / r * B A` in Hugging Face's layout, by hand."""
+    from safetensors.numpy import load_file
+
+    import zoo
+
+    model = attached("gemma2_gqa", ("o", "k"))
+    adapters.save(model, tmp_path)
+    zoo.save(lora.merge(model), tmp_path / "merged")
+    zoo.save(loaded("gemma2_gqa"), tmp_path / "plain")
+    low, merged, plain = (
+        load_file(tmp_path / name)
+        for name in ("adapter_model.safetensors", "merged/model.safetensors", "plain/model.safetensors")
+    )
+    for layer in range(model.config.num_layers):
+        for module in ("o_proj", "k_proj"):
+            name = f"model.layers.{layer}.self_attn.{module}"
+            a, b = (low[f"base_model.model.{name}.lora_{which}.weight"] for which in "AB")
+            np.testing.assert_allclose(merged[f"{name}.weight"], plain[f"{name}.weight"] + 2.0 * b @ a, atol=1e-5)
+    assert np.array_equal(merged["model.layers.0.mlp.up_proj.weight"], plain["model.layers.0.mlp.up_proj.weight"])
+
+
+MODULES = ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj")
+SHAPES = {"self_attn.q_proj": (48, 48), "self_attn.o_proj": (48, 48), "mlp.down_proj": (48, 80)}
+
+
+def write_adapter(folder, layers=(0, 1, 2), ranks=lambda module: 4, head=False, **settings):
+    """Write an adapter of PEFT's format for `llama2`; return what it holds."""
+    from safetensors.numpy import save_file
+
+    noise, held = np.random.default_rng(0), {}
+    names = {f"model.layers.{layer}.{module}": SHAPES[module] for layer in layers for module in MODULES}
+    for name, (out, into) in (names | ({"lm_head": (97, 48)} if head else {})).items():
+        rank = ranks(name)
+        held[f"base_model.model.{name}.lora_A.weight"] = noise.normal(0, 0.3, (rank, into))
+        held[f"base_model.model.{name}.lora_B.weight"] = noise.normal(0, 0.3, (out, rank))
+        if settings.get("use_dora"):
+            held[f"base_model.model.{name}.lora_magnitude_vector"] = noise.uniform(0.5, 2, out)
+    held = {name: array.astype(np.float32) for name, array in held.items()}
+    save_file(held, folder / "adapter_model.safetensors")
+    targets = [module.rpartition(".")[2] for module in MODULES] + ["lm_head"] * head
+    base = {"peft_type": "LORA", "r": 4, "lora_alpha": 10, "target_modules": targets}
+    (folder / "adapter_config.json").write_text(json.dumps(base | settings))
+    return held
+
+
+def merged_by_hand(weight, a, b, scale, magnitude=None, begin=None):
+    """What PEFT makes of one matrix `[out, in]`."""
+    rank = len(a)
+    if begin == "pissa":
+        u, s, vh = np.linalg.svd(weight, full_matrices=False)
+        weight = weight - u[:, :rank] @ np.diag(s[:rank]) @ vh[:rank]
+    if begin == "olora":
+        q, r = np.linalg.qr(weight)
+        weight = weight - scale * q[:, :rank] @ r[:rank]
+    whole = weight + scale * b @ a
+    return whole if magnitude is None else magnitude[:, None] * whole / np.linalg.norm(whole, axis=1, keepdims=True)
+
+
+KINDS = {
+    "plain": {},
+    "rslora": {"use_rslora": True},
+    "dora": {"use_dora": True},
+    "pissa": {"init_lora_weights": "pissa"},
+    "olora": {"init_lora_weights": "olora"},
+    "some layers": {"layers_to_transform": [0, 2]},
+    "head": {"head": True},
+    "patterns": {
+        "rank_pattern": {"layers.1.self_attn.q_proj": 2, "down_proj": 3},
+        "alpha_pattern": {"o_proj": 5, "model.layers.0.mlp.down_proj": 7},
+    },
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_is_the_formula_of_its_paper(kind, tmp_path):
+    from safetensors.numpy import load_file
+
+    import zoo
+
+    settings = KINDS[kind]
+    rank = lambda name: 2 if "1.self_attn.q" in name else 3 if "down" in name else 4
+    alpha = lambda name: 5 if "o_proj" in name else 7 if "0.mlp.down" in name else 10
+    patterns = "rank_pattern" in settings
+    layers = settings.get("layers_to_transform", (0, 1, 2))
+    held = write_adapter(tmp_path, layers, rank if patterns else lambda _: 4, **settings)
+    model = adapters.load(tmp_path, loaded("llama2"))
+    zoo.save(lora.merge(model), tmp_path / "merged")
+    zoo.save(loaded("llama2"), tmp_path / "plain")
+    merged, plain = (load_file(tmp_path / name / "model.safetensors") for name in ("merged", "plain"))
+    adapted = {name.split(".lora_")[0].removeprefix("base_model.model.") for name in held}
+    for name in adapted:
+        stem = f"base_model.model.{name}.lora_"
+        root = 2.0 if settings.get("use_rslora") else 4.0
+        scale = alpha(name) / rank(name) if patterns else 10 / root
+        magnitude, begin = held.get(f"{stem}magnitude_vector"), settings.get("init_lora_weights")
+        whole = merged_by_hand(
+            plain[f"{name}.weight"], held[f"{stem}A.weight"], held[f"{stem}B.weight"], scale, magnitude, begin
+        )
+        np.testing.assert_allclose(merged[f"{name}.weight"], whole, atol=3e-5, err_msg=name)
+    for name in plain:
+        if name.removesuffix(".weight") not in adapted:
+            np.testing.assert_array_equal(merged[name], plain[name], err_msg=name)
+    np.testing.assert_allclose(jit(loss_fn)(model)[1], jit(loss_fn)(lora.merge(model))[1], atol=5e-5)
+    adapters.save(model, tmp_path / "again")
+    again = adapters.load(tmp_path / "again", loaded("llama2"))
+    assert eqx.tree_equal(model, again)
+
+
+def test_an_adapted_head_brings_its_base(tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    write_adapter(tmp_path, head=True)
+    held = load_file(tmp_path / "adapter_model.safetensors")
+    held["base_model.model.lm_head.base_layer.weight"] = np.full((97, 48), 0.25, np.float32)
+    save_file(held, tmp_path / "adapter_model.safetensors")
+    model = adapters.load(tmp_path, loaded("llama2"))
+    np.testing.assert_array_equal(model.head.base, 0.25)
+
+
+def test_the_length_that_dora_learns_is_trained(tmp_path):
+    write_adapter(tmp_path, use_dora=True)
+    model = adapters.load(tmp_path, loaded("llama2"))
+    part = lora.trainable(model).layers.q
+    assert (part.base, part.a, part.b, part.magnitude) == (False, True, True, True)
+
+
+REFUSED = {
+    "corda": ({"init_lora_weights": "corda"}, "`init_lora_weights`='corda' is not supported: it changes the base"),
+    "loftq": ({"init_lora_weights": "loftq"}, "`init_lora_weights`='loftq' is not supported"),
+    "lora-ga": ({"init_lora_weights": "lora_ga"}, "`init_lora_weights`='lora_ga' is not supported"),
+    "pissa by chance": ({"init_lora_weights": "pissa_niter_4"}, "`init_lora_weights`='pissa_niter_4'"),
+    "alora": ({"alora_invocation_tokens": [1]}, "`alora_invocation_tokens`=[1] is not supported"),
+    "qalora": ({"use_qalora": True}, "`use_qalora`=True is not supported"),
+    "layers twice": ({"layer_replication": [[0, 2], [1, 3]]}, "`layer_replication`=[[0, 2], [1, 3]] is not supported"),
+    "a bias": ({"lora_bias": True}, "`lora_bias`=True is not supported"),
+    "fused experts": ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "`target_parameters`="),
+    "what is to come": ({"use_xlora": {"depth": 2}}, "`use_xlora`={'depth': 2} is not supported"),
+    "a rank of text": ({"rank_pattern": {"q_proj": "4"}}, "`rank_pattern.q_proj`='4' is not a positive integer"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_no_formula_describes_is_refused_by_name(name, tmp_path):
+    settings, words = REFUSED[name]
+    write_adapter(tmp_path, **settings)
+    with pytest.raises(ValueError, match=r"cannot load an adapter from .*" + re.escape(words)):
+        adapters.load(tmp_path, loaded("llama2"))
+
+
+def test_a_layer_that_should_be_there_is_missed(tmp_path):
+    write_adapter(tmp_path, layers=(0, 2))
+    with pytest.raises(ValueError, match=r"missing: base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"):
+        adapters.load(tmp_path, loaded("llama2"))
+
+
+def test_adapters_that_do_not_belong(tmp_path):
+    model = attached("gemma2_gqa", ("o",))
+    adapters.save(model, tmp_path)
+    with pytest.raises(ValueError, match=r"does not belong to this model:\n  missing|unexpected|wrong shape"):
+        adapters.load(tmp_path, loaded("gemma_mha"))
+    with pytest.raises(ValueError, match=r"unexpected: base_model.model.model.layers.3"):
+        adapters.load(tmp_path, loaded("gemma_mqa"))
+    settings = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**settings, "use_dora": True}))
+    with pytest.raises(ValueError, match=r"missing: .*o_proj.lora_magnitude_vector"):
+        adapters.load(tmp_path, loaded("gemma2_gqa"))
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"adapter_config.json: KeyError 'lora_alpha'"):
+        adapters.load(tmp_path, loaded("gemma2_gqa"))
+    with pytest.raises(ValueError, match=r"cannot load an adapter from .*nothing"):
+        adapters.load(tmp_path / "nothing", model)
+    with pytest.raises(ValueError, match=r"cannot save an adapter at .* it has none"):
+        adapters.save(loaded("gemma_mqa"), tmp_path)

@@ -1,0 +1,141 @@
+"""Mixtures of experts: routing against an oracle, the balance loss against transformers, layers without experts."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.zoo import hf_tiny
+from tests.zoo.hf_tiny import evaluate, evaluated, jit, loaded
+from transforms import tile
+from zoo import ForwardPass, Mixture
+from zoo.models.experts import expert_mlp, route
+from zoo.models.experts import experts as every_expert
+
+TOKENS = jnp.asarray(hf_tiny.tokens(), jnp.int32)
+T, D, F, E = 13, 8, 12, 5
+
+
+def normal(seed: int, *shape: int):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def _experts():
+    return normal(0, E, D, F), normal(1, E, D, F), normal(2, E, F, D)
+
+
+def _oracle(x, weights, experts, gate, up, down):
+    """Every token through its experts, one at a time."""
+    out = np.zeros(x.shape)
+    for token, (row, chosen) in enumerate(zip(np.asarray(weights), np.asarray(experts), strict=True)):
+        for weight, e in zip(row, chosen, strict=True):
+            g = np.asarray(x, np.float64)[token] @ np.asarray(gate, np.float64)[e]
+            hidden = g / (1 + np.exp(-g)) * (np.asarray(x, np.float64)[token] @ np.asarray(up, np.float64)[e])
+            out[token] += weight * (hidden @ np.asarray(down, np.float64)[e])
+    return out
+
+
+@pytest.mark.parametrize("experts", ["spread", "all to one", "one never"])
+def test_no_token_is_dropped_however_they_are_routed(experts):
+    x, weights = normal(3, T, D), jax.nn.softmax(normal(4, T, 2))
+    chosen = {
+        "spread": jax.lax.top_k(normal(5, T, E), 2)[1],
+        "all to one": jnp.tile(jnp.asarray([3, 0]), (T, 1)),
+        "one never": jax.lax.top_k(normal(5, T, E - 1), 2)[1],
+    }[experts]
+    out = jax.jit(expert_mlp)(x, weights, chosen, *_experts())
+    np.testing.assert_allclose(out, _oracle(x, weights, chosen, *_experts()), atol=1e-4)
+
+
+@pytest.mark.parametrize("normalise", [True, False])
+def test_a_token_goes_to_its_most_probable_experts(normalise):
+    x, router = normal(0, T, D), normal(1, D, E)
+    weights, experts, probs = route(x, router, 2, normalise=normalise)
+    logits = np.asarray(x, np.float64) @ np.asarray(router, np.float64)
+    expected = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    np.testing.assert_allclose(probs, expected, atol=1e-6)
+    best = np.argsort(-expected)[:, :2]
+    np.testing.assert_array_equal(experts, best)
+    top = np.take_along_axis(expected, best, 1)
+    np.testing.assert_allclose(weights, top / top.sum(-1, keepdims=True) if normalise else top, atol=1e-6)
+
+
+def test_routing_is_in_float32_whatever_the_tokens():
+    weights, _, probs = route(
+        normal(0, T, D).astype(jnp.bfloat16), normal(1, D, E).astype(jnp.bfloat16), 2, normalise=True
+    )
+    assert weights.dtype == probs.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("case", ["mixtral", "qwen3_moe_mixed"])
+def test_the_balance_loss_is_that_of_transformers(case):
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    theirs = hf_tiny.reference(case)
+    with torch.no_grad():
+        expected = theirs(torch.from_numpy(hf_tiny.tokens()), output_router_logits=True).aux_loss
+    balance = jit(lambda model: model.forward(TOKENS, ForwardPass()).balance)(loaded(case))
+    assert float(balance) == pytest.approx(float(expected), abs=1e-5)
+
+
+def test_the_balance_loss_of_even_routing_is_the_number_of_experts_per_token():
+    model = loaded("mixtral")
+    even = eqx.tree_at(lambda m: m.layers.router, model, jnp.zeros_like(model.layers.router))
+    balance = even.forward(TOKENS, ForwardPass()).balance
+    assert float(balance) == pytest.approx(model.config.experts_per_token, abs=1e-5)
+
+
+def test_the_balance_loss_reaches_the_router_only_through_probabilities():
+    grads = jit(eqx.filter_grad(lambda model: model.forward(TOKENS, ForwardPass()).balance))(loaded("mixtral"))
+    assert bool((grads.layers.router != 0).any())
+    assert not bool(grads.layers.down[-1].any())  # what the last layer's experts put out routes nothing
+
+
+@pytest.mark.parametrize("case", ["mixtral", "qwen3_moe_mixed"])
+def test_every_parameter_of_every_layer_gets_a_gradient(case):
+    for path, grad in jax.tree_util.tree_leaves_with_path(evaluated(case)[2]):
+        stacked = "layers" in str(path) or "dense" in str(path)
+        assert bool((grad.reshape(len(grad) if stacked else 1, -1) != 0).any(1).all()), path
+
+
+def test_remat_changes_neither_loss_nor_gradients():
+    remat = functools.partial(jax.checkpoint, prevent_cse=False)
+    loss, _, grads = evaluated("qwen3_moe_mixed")
+    again, _, again_grads = evaluate(loaded("qwen3_moe_mixed"), remat=remat)
+    np.testing.assert_allclose(again, loss, rtol=1e-6)
+    for one, other in zip(jax.tree.leaves(grads), jax.tree.leaves(again_grads), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+def test_a_model_of_sparse_layers_is_one_scan_over_its_own_stack():
+    model = loaded("mixtral")
+    assert model.dense is None
+    jaxpr = jax.make_jaxpr(lambda model: model.hidden(TOKENS))(model).jaxpr
+    assert sum(eqn.primitive.name == "scan" for eqn in jaxpr.eqns) == 1
+    slices = [eqn for eqn in jaxpr.eqns if eqn.primitive.name in ("slice", "dynamic_slice")]
+    assert not any(eqn.outvars[0].aval.shape[1:] == model.layers.gate.shape[1:] for eqn in slices)
+
+
+def test_norms_start_at_one_and_experts_differ():
+    model = Mixture.init(loaded("mixtral").config, key=jax.random.key(0))
+    assert bool((model.layers.mlp_norm == 1).all())
+    one, other = model.layers.gate[0, 0], model.layers.gate[0, 1]
+    assert abs(float(jnp.corrcoef(one.ravel(), other.ravel())[0, 1])) < 0.1
+
+
+def test_tiled_experts_are_the_experts():
+    model = loaded("mixtral")
+    layer = jax.tree.map(lambda leaf: leaf[0], model.layers)
+    chosen = model.config.experts_per_token
+
+    def experts(layer, x):
+        return every_expert(x, layer.router, layer.gate, layer.up, layer.down, chosen, normalise=True)[0]
+
+    x = normal(0, 10, 1, 48)
+    run = lambda experts: jax.value_and_grad(lambda parts: (experts(*parts) ** 2).sum())((layer, x))
+    whole, tiled = run(experts), run(tile(experts, axis=(None, 0), n=3))
+    for one, other in zip(jax.tree.leaves(tiled), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(one, other, atol=5e-5, rtol=2e-5)

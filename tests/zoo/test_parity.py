@@ -1,0 +1,323 @@
+"""The models against transformers and its recorded numbers; and every convention, flipped, against ours."""
+
+import dataclasses
+import functools
+import json
+import math
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+
+from tests.zoo import hf_tiny
+from tests.zoo.hf_tiny import evaluated, jit, loaded
+from zoo import ForwardPass, Gemma, Mixture, Ops, load
+from zoo.config import rows
+from zoo.models.experts import route
+from zoo.models.forward import LayerPass, layer_passes
+from zoo.models.layers import attention, lookup, rms_norm, rope
+
+TOKENS = jnp.asarray(hf_tiny.tokens(), jnp.int32)
+CASES = list(hf_tiny.CASES)
+
+
+@pytest.fixture(scope="module")
+def references():
+    """What transformers makes of every case, in float32."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    return {case: hf_tiny.run(hf_tiny.reference(case)) for case in CASES}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_loss_and_gradients_are_those_of_transformers(case, references):
+    model, expected = loaded(case), references[case]
+    loss, logits, grads = evaluated(case)
+    np.testing.assert_allclose(logits, expected["logits"], atol=2e-5, rtol=0)
+    assert float(loss) == pytest.approx(expected["loss"], abs=5e-6)
+    assert float(optax.tree.norm(grads)) == pytest.approx(expected["grad_norm"], rel=5e-6)
+    for row in rows(model.config):
+        leaf = np.asarray(functools.reduce(getattr, row.leaf.split("."), grads))
+        letters = row.letters[len(row.stack) :]
+        for name, place in row.places(model.config.dims):
+            theirs = expected["grads"][name]
+            turned = leaf[place].transpose([letters.index(letter) for letter in "".join(row.disk)])
+            np.testing.assert_allclose(turned.reshape(theirs.shape), theirs, atol=2e-5, rtol=0, err_msg=name)
+
+
+def _layers(model):
+    """Yield each layer's weights, and window, frequencies and temperature, in order."""
+    config, taken = model.config, {True: 0, False: 0}
+    dense_layers = config.dense_layers if isinstance(model, Mixture) else ()
+    per_layer, told = layer_passes(config, ForwardPass(), TOKENS.shape[1])
+    for i in range(config.num_layers):
+        dense = i in dense_layers
+        place, stack = taken[dense], model.dense if dense else model.layers
+        taken[dense] += 1
+        own = told(jax.tree.map(lambda leaf, i=i: leaf[i], per_layer))
+        yield jax.tree.map(lambda leaf, place=place: leaf[place], stack), (own.window, own.frequency, own.temperature)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_hidden_states_of_every_layer_are_those_of_transformers(case, references):
+    model, expected = loaded(case), references[case]["hidden"]
+    is_gemma = isinstance(model, Gemma)
+    scale = math.sqrt(model.config.embed_dim) if is_gemma else 1.0
+    x = lookup(model.embed, TOKENS, jnp.float32) * scale
+    np.testing.assert_allclose(x, expected[0], atol=2e-5)
+
+    @jit
+    def run(layer, x, window, frequency, temperature):
+        return layer(x, model.config, LayerPass(frequency=frequency, temperature=temperature, window=window))[0]
+
+    for i, (layer, (window, *turned)) in enumerate(_layers(model)):
+        x = run(layer, x, jnp.asarray(99 if window is None else window), *turned)
+        last = i == model.config.num_layers - 1
+        norm = lambda x: rms_norm(x, model.final_norm, model.config.norm_eps, offset=float(is_gemma))
+        np.testing.assert_allclose(norm(x) if last else x, expected[i + 1], atol=2e-5, err_msg=f"layer {i}")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "gemma_mqa",
+        "gemma2_gqa",
+        "gemma3",
+        "llama32",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "mixtral",
+        "qwen3_moe",
+        "smollm3",
+        "olmo2",
+    ],
+)
+def test_bfloat16_agrees_to_its_precision(case, tmp_path, references):
+    model = load(hf_tiny.write(case, tmp_path, ml_dtypes.bfloat16))
+    exact = references[case]["logits"]
+    theirs = hf_tiny.run(hf_tiny.reference(case, "bfloat16"))["logits"]
+    logits = jit(model)(TOKENS)
+    ours = np.sqrt(np.mean((np.asarray(logits) - exact) ** 2))
+    assert logits.dtype == jnp.float32
+    # Rounding alone, in the weights too, moves the logits (about 1 in size) by some 2 ** -7.
+    assert ours < 0.02
+    assert ours < 1.2 * np.sqrt(np.mean((theirs - exact) ** 2))
+
+
+def test_golden_numbers_are_those_of_transformers(references):
+    for case, expected in json.loads(hf_tiny.GOLDEN.read_text()).items():
+        actual = hf_tiny.summary(references[case])
+        np.testing.assert_allclose(actual["logits"], expected["logits"], atol=2e-6)
+        assert actual["loss"] == pytest.approx(expected["loss"], abs=2e-6)
+        assert actual["grad_norm"] == pytest.approx(expected["grad_norm"], rel=2e-6)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_loss_and_gradient_norm_are_the_recorded_ones(case):
+    expected = json.loads(hf_tiny.GOLDEN.read_text())[case]
+    loss, logits, grads = evaluated(case)
+    np.testing.assert_allclose(logits[:, -1, :8], expected["logits"], atol=2e-5, rtol=0)
+    assert float(loss) == pytest.approx(expected["loss"], abs=5e-6)
+    assert float(optax.tree.norm(grads)) == pytest.approx(expected["grad_norm"], rel=5e-6)
+
+
+# --- every convention, flipped on purpose, must be seen -------------------------------------------------------------
+
+
+def _flip(**fields):
+    """Change the config; the weights stay."""
+    return lambda model, _: with_config(model, dataclasses.replace(model.config, **fields))
+
+
+def with_config(model, config):
+    fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
+    return type(model)(**fields | {"config": config})
+
+
+def _patch(target, replacement):
+    def change(model, monkeypatch):
+        monkeypatch.setattr(target, replacement)
+        return model
+
+    return change
+
+
+def _swap(*names):
+    """Exchange two leaves of the layers."""
+
+    def change(model, _):
+        where = lambda m: tuple(getattr(m.layers, name) for name in names)
+        return eqx.tree_at(where, model, where(model)[::-1])
+
+    return change
+
+
+def _norm(x, weight, eps, offset=1.0):
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * (1 - offset + weight)
+
+
+def _interleaved(x, frequency, positions=None, temperature=None):
+    angle = jnp.arange(x.shape[1])[:, None] * frequency
+    cos, sin = jnp.cos(angle)[:, None], jnp.sin(angle)[:, None]
+    even, odd = x[..., ::2], x[..., 1::2]
+    return jnp.stack([even * cos - odd * sin, odd * cos + even * sin], -1).reshape(x.shape)
+
+
+def _without_temperature(x, frequency, positions=None, temperature=None):
+    return rope(x, frequency, positions)
+
+
+def _tile_heads(q):
+    """Give query head n the kv head n % K instead of n // (N/K)."""
+    return q.reshape(*q.shape[:2], 2, 2, q.shape[-1]).swapaxes(2, 3).reshape(q.shape)
+
+
+def _exact_gelu(x, approximate):
+    return jax.scipy.stats.norm.cdf(x) * x
+
+
+def _stretch(**fields):
+    """Change how rotary frequencies are stretched."""
+    return lambda model, patch: _flip(rope_scaling=dataclasses.replace(model.config.rope_scaling, **fields))(
+        model, patch
+    )
+
+
+def _without(*names):
+    """Leave parameters of the layers out."""
+
+    def change(model, _):
+        where = lambda m: tuple(getattr(m.layers, name) for name in names)
+        return eqx.tree_at(where, model, (None,) * len(names))
+
+    return change
+
+
+def _tie(model, _):
+    return dataclasses.replace(model, head=None)
+
+
+def _untie(model, _):
+    return dataclasses.replace(model, head=2 * model.embed)
+
+
+def _norm_after_rope(q, frequency, positions=None, temperature=None):
+    """Rotate first, and normalise after: as if the weights of the norm stood behind."""
+    return rms_norm(rope(q, frequency, positions), jnp.ones(q.shape[-1]), 1e-6, offset=0.0)
+
+
+def _norm_of_each_head(x, weight, eps, *, offset):
+    """Normalise heads of 16 apart, where what is normalised is all heads together."""
+    if x.shape[-1] == 48:  # the residual stream
+        return rms_norm(x, weight, eps, offset=offset)
+    heads = x.reshape(*x.shape[:-1], -1, 16)
+    return rms_norm(heads, jnp.ones(16), eps, offset=offset).reshape(x.shape) * weight
+
+
+def _stale_weights(x, router, chosen, *, normalise):
+    """Choose by probability, and weigh all alike."""
+    weights, experts, probs = route(x, router, chosen, normalise=normalise)
+    return jnp.ones_like(weights) / chosen, experts, probs
+
+
+LLAMA_3 = {"low_freq": 0.5, "high_freq": 8.0, "factor": 2.0, "original_length": 64}
+YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, "factor": 2.0, "attention_factor": 1.0}
+MUTANTS = {
+    "norm multiplies by w": ("gemma_mqa", _patch("zoo.models.gemma.rms_norm", _norm)),
+    "norm eps": ("gemma_mha", _flip(norm_eps=1e-6)),
+    "gelu exact": ("gemma_mqa", _patch("jax.nn.gelu", _exact_gelu)),
+    "gate and up swapped": ("gemma_mqa", _swap("gate", "up")),
+    "k and v swapped": ("gemma_mqa", _swap("k", "v")),
+    "norms swapped": ("gemma_mqa", _swap("attn_norm", "mlp_norm")),
+    "no embedding scale": ("gemma_mqa", _patch("zoo.families.gemma.GemmaLike.embed_scale", None)),
+    "rope theta": ("gemma_mqa", _flip(rope_theta=500.0)),
+    "rope interleaved": ("gemma_mqa", _patch("zoo.models.forward.rope", _interleaved)),
+    "scale from head size": ("gemma2_gqa", _flip(query_scalar=None)),
+    "no attention soft cap": ("gemma2_gqa", _flip(attn_softcap=None)),
+    "no final soft cap": ("gemma2_gqa", _flip(final_softcap=None)),
+    "window too long": ("gemma2_gqa", _flip(window=5)),
+    "window too short": ("gemma2_gqa", _flip(window=3)),
+    "no window": ("gemma2_gqa", _flip(window=None)),
+    "window on odd layers": ("gemma2_gqa", _flip(attention_pattern="GL")),
+    "pre and post norms swapped": ("gemma2_gqa", _swap("post_attn_norm", "mlp_norm")),
+    "post norms swapped": ("gemma2_gqa", _swap("post_attn_norm", "post_mlp_norm")),
+    "no post norms": ("gemma2_gqa", _without("post_attn_norm", "post_mlp_norm")),
+    "gemma 3: no norms of q and k": ("gemma3", _without("q_norm", "k_norm")),
+    "gemma 3: norms of q and k swapped": ("gemma3", _swap("q_norm", "k_norm")),
+    "gemma 3: one base": ("gemma3", _flip(local_rope_theta=1e6)),
+    "gemma 3: bases swapped": ("gemma3", _flip(local_rope_theta=1e6, rope_theta=1e4)),
+    "gemma 3: window too long": ("gemma3", _flip(window=5)),
+    "gemma 3: another pattern": ("gemma3", _flip(attention_pattern="LLLLG")),
+    "gemma 3: scale from head size": ("gemma3", _flip(query_scalar=None)),
+    "gemma 3: not stretched": ("gemma3_stretched", _flip(rope_scaling=None)),
+    "gemma 3: no temperature": ("gemma3_yarn", _patch("zoo.models.forward.rope", _without_temperature)),
+    "gemma 3: no final soft cap": ("gemma3_stretched", _flip(final_softcap=None)),
+    "llama: norms multiply by 1 + w": (
+        "llama2",
+        _patch("zoo.models.llama.rms_norm", lambda *how, offset, **more: rms_norm(*how, **more)),
+    ),
+    "llama: gelu": ("llama2", _flip(activation="gelu")),
+    "llama: rope interleaved": ("llama2", _patch("zoo.models.forward.rope", _interleaved)),
+    "llama: embedding as head": ("llama2", _tie),
+    "llama: another head": ("llama32", _untie),
+    "llama: not stretched": ("llama32", _flip(rope_scaling=None)),
+    **{f"llama: {name}": ("llama32", _stretch(**{name: value})) for name, value in LLAMA_3.items()},
+    "llama: no biases": ("llama_bias", _without("q_bias", "k_bias", "v_bias", "o_bias")),
+    "llama: no bias after attention": ("llama_bias", _without("o_bias")),
+    "llama: no biases of the MLP": ("llama_mlp_bias", _without("gate_bias", "up_bias", "down_bias")),
+    "llama: gelu of the tanh form": ("llama_mlp_bias", _flip(activation="gelu_tanh")),
+    "llama: relu squared": ("llama_relu", _flip(activation="relu_squared")),
+    "llama: linear not stretched": ("llama_linear", _flip(rope_scaling=None)),
+    "llama: dynamic not stretched": ("llama_dynamic", _flip(rope_scaling=None)),
+    "llama: dynamic from a longer text": ("llama_dynamic", _stretch(original_length=9)),
+    **{f"llama: yarn's {name}": ("llama_yarn_more", _stretch(**{name: value})) for name, value in YARN.items()},
+    "mistral: window too long": ("mistral", _flip(window=5)),
+    "mistral: window too short": ("mistral", _flip(window=3)),
+    "qwen 2: no bias of q": ("qwen2", _without("q_bias")),
+    "qwen 2: no bias of k": ("qwen2", _without("k_bias")),
+    "qwen 2: no bias of v": ("qwen2", _without("v_bias")),
+    "qwen 2: windows on all layers": ("qwen2_windows", _flip(attention_pattern="L")),
+    "qwen 3: norms of q and k swapped": ("qwen3", _swap("q_norm", "k_norm")),
+    "qwen 3: norms after rope too": ("qwen3", _patch("zoo.models.forward.rope", _norm_after_rope)),
+    "qwen 3: no attention factor": ("qwen3_yarn", _stretch(attention_factor=None)),
+    "mixtral: one expert": ("mixtral", _flip(experts_per_token=1)),
+    "mixtral: weights as they are": ("mixtral", _patch("zoo.families.mistral.MixtralConfig.normalise_weights", False)),
+    "mixtral: equal weights": ("mixtral", _patch("zoo.models.experts.route", _stale_weights)),
+    "mixtral: gate and up swapped": ("mixtral", _swap("gate", "up")),
+    "qwen 3 moe: weights as they are": ("qwen3_moe", _flip(normalise_weights=False)),
+    "qwen 3 moe: weights normalised": ("qwen3_moe_raw", _flip(normalise_weights=True)),
+    "qwen 3 moe: no windows": ("qwen3_moe_mixed", _flip(window=None)),
+    "smollm 3: all layers turn": ("smollm3", _flip(rope_pattern="R")),
+    "smollm 3: other layers turn": ("smollm3", _flip(rope_pattern="NR")),
+    "smollm 3: temperature everywhere": (
+        "smollm3_yarn",
+        _patch("zoo.families.smollm.SmolLM3Config.rope_temperature", 1.0 + math.log(4) / 10),
+    ),
+    "smollm 3: windows where positions turn": ("smollm3_yarn", _flip(attention_pattern="LLG")),
+    "olmo 2: norms behind swapped": ("olmo2", _swap("post_attn_norm", "post_mlp_norm")),
+    "olmo 2: each head's own norm": ("olmo2", _patch("zoo.models.olmo.rms_norm", _norm_of_each_head)),
+    "seed: no bias of q": ("seed", _without("q_bias")),
+    "seed: no bias after attention": ("seed_out", _without("o_bias")),
+    "qwen 3 moe: another dense layer": ("qwen3_moe_mixed", _flip(dense_layers=(2,))),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_flipped_convention_is_seen(name, monkeypatch):
+    case, flip = MUTANTS[name]
+    expected = evaluated(case)[1]  # before anything is patched
+    mutant = flip(loaded(case), monkeypatch)
+    logits = jit(lambda model: model(TOKENS))(mutant)  # a fresh function, so that it is traced with the patch
+    # Parity holds to 2e-5. The faintest flip, that of gelu, moves logits by 9e-4.
+    assert float(jnp.abs(logits - expected).max()) > 5e-4
+
+
+def test_kv_heads_shared_in_the_wrong_order_are_seen():
+    shuffled = lambda q, k, v, **how: _tile_heads(attention(_tile_heads(q), k, v, **how))
+    logits = jit(lambda m: m.logits(m.hidden(TOKENS, ops=Ops(attention=shuffled))))(loaded("gemma2_gqa"))
+    assert float(jnp.abs(logits - evaluated("gemma2_gqa")[1]).max()) > 1e-2

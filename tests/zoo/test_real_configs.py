@@ -1,0 +1,75 @@
+"""Configurations of published checkpoints, as public code holds them: each opens by its shape.
+
+`real_configs.json` has what keys and values each of them has, and where that was read: repositories at a commit, or
+in a few words. None is from memory.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import pytest
+
+from zoo import count_params, model_class
+from zoo.config import rows
+from zoo.huggingface.config import ARCHITECTURES, from_hf, to_hf
+
+REAL: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("real_configs.json").read_text())
+OURS = {name: one["config"] for name, one in REAL.items() if one["config"]["model_type"] in {*ARCHITECTURES, "gemma3"}}
+ONE_OF_EACH = {raw["model_type"]: name for name, raw in OURS.items()}
+# Parameters as their makers count them, of the ones that say so (the names in `tests/zoo/test_configs.py`).
+COUNTS = {
+    "Llama-3.1-8B (citsjtu2020)": 8_030_261_248,
+    "Qwen/Qwen2.5-0.5B (zyhnosleep)": 494_032_768,
+    "Qwen/Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen3-32B": 32_762_123_264,
+    "olmo2_7b (mlc-ai)": 7_298_617_344,
+    "Qwen3-30B-A3B (citsjtu2020)": 30_532_122_624,
+    "Mixtral-8x7B-v0.1 (mlc-ai)": 46_702_792_704,
+    "google/gemma-2-9b-it (kevinstephano)": 9_241_705_984,
+    "google/gemma-3-27b-it (aws-neuron)": 27_009_346_304,
+    "HuggingFaceTB/SmolLM2-135M (satyasundar)": 134_515_008,
+}
+# What would change numbers, in keys that are harmless at another value.
+HARMFUL = {
+    "use_mrope": True,
+    "rope_interleaved": True,
+    "qkv_bias": True,
+    "shared_expert_intermediate_size": 512,
+    "use_qk_norm": True,
+    "attention_chunk_size": 128,
+    "logits_scaling": 8.0,
+    "is_causal": False,
+    "layer_types": ["sliding_attention"],
+}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_published_configurations_open_and_are_written_alike(name):
+    config = from_hf(OURS[name])
+    assert count_params(config) == COUNTS.get(name, count_params(config))
+    assert from_hf(to_hf(config, "bfloat16")) == config
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH.values())
+def test_a_model_of_each_architecture_has_their_shape(name):
+    config = from_hf(OURS[name])
+    model = eqx.filter_eval_shape(model_class(config).init, config, key=jax.random.key(0))
+    assert sorted(leaf.shape for leaf in jax.tree.leaves(model)) == sorted(
+        row.shape(config.dims) for row in rows(config)
+    )
+
+
+def test_families_that_are_not_here_are_refused_by_name():
+    for name, one in REAL.items():
+        if name not in OURS:
+            with pytest.raises(ValueError, match=f"model_type='{one['config']['model_type']}', and this zoo loads"):
+                from_hf(one["config"])
+
+
+@pytest.mark.parametrize("key", HARMFUL)
+def test_a_key_that_would_change_numbers_is_refused(key):
+    with pytest.raises(ValueError, match=f"`{key}`={HARMFUL[key]!r}".replace("[", r"\[").replace("]", r"\]")):
+        from_hf(OURS["HuggingFaceTB/SmolLM2-135M (satyasundar)"] | {key: HARMFUL[key]})

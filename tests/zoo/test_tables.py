@@ -1,0 +1,73 @@
+"""The rows of parameters against the models: every leaf has a row, and the letters are those of the annotations."""
+
+import typing
+
+import equinox as eqx
+import jax
+import pytest
+
+from tests.zoo.hf_cases import CASES
+from zoo import model_class
+from zoo.config import Config, rows
+from zoo.huggingface.config import from_hf
+from zoo.parameters import Row
+
+CONFIGS = {case: from_hf(raw) for case, raw in CASES.items()}
+ROWS = [(config, row) for config in CONFIGS.values() for row in rows(config)]
+DISTINCT = {(type(config).__name__, row.leaf): (config, row) for config, row in ROWS}
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_every_leaf_has_a_row_and_every_row_a_leaf(config):
+    model = eqx.filter_eval_shape(model_class(config).init, config, key=jax.random.key(0))
+    leaves = {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf.shape
+        for path, leaf in jax.tree_util.tree_leaves_with_path(model)
+    }
+    assert leaves == {row.leaf: row.shape(config.dims) for row in rows(config)}
+
+
+def _annotation(config: Config, row: Row) -> str:
+    model = model_class(config)
+    owner = model.blocks[row.leaf.partition(".")[0]] if row.stack else model
+    hint = typing.get_type_hints(owner)[row.leaf.rpartition(".")[2]]
+    hint = next((arm for arm in typing.get_args(hint) if arm is not type(None)), hint)
+    return hint.dim_str
+
+
+@pytest.mark.parametrize(("config", "row"), DISTINCT.values(), ids=[" ".join(key) for key in DISTINCT])
+def test_letters_are_those_of_the_annotations(config, row):
+    letters = tuple(_annotation(config, row).replace("*", "").split())
+    assert letters == tuple(letter.replace("P", "F") for letter in row.letters)
+
+
+@pytest.mark.parametrize(("config", "row"), DISTINCT.values(), ids=[" ".join(key) for key in DISTINCT])
+def test_a_pattern_holds_the_same_letters_on_both_sides(config, row):
+    assert sorted("".join(row.disk)) == sorted(row.letters[len(row.stack) :])
+    assert set(row.fan_in) <= set(row.letters)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_no_leaf_and_no_tensor_has_two_rows(config):
+    table = rows(config)
+    assert len({row.leaf for row in table}) == len(table)
+    names = [name for row in table for name, _ in row.places(config.dims)]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("case", ["llama2", "mixtral", "qwen3_moe_mixed"])
+def test_places_fill_a_leaf_without_gaps(case):
+    config = CONFIGS[case]
+    for row in rows(config):
+        shape = row.shape(config.dims)
+        spots = [place for _, place in row.places(config.dims)]
+        assert spots == sorted(set(spots))
+        assert spots[-1] == tuple(size - 1 for size in shape[: len(row.stack)])
+
+
+def test_layers_without_experts_have_rows_of_their_own():
+    config = CONFIGS["qwen3_moe_mixed"]
+    tensors = {row.leaf: [name for name, _ in row.places(config.dims)] for row in rows(config)}
+    assert tensors["dense.gate"] == ["model.layers.1.mlp.gate_proj.weight"]
+    assert tensors["layers.router"] == [f"model.layers.{layer}.mlp.gate.weight" for layer in (0, 2, 3)]
+    assert tensors["layers.down"][6] == "model.layers.2.mlp.experts.1.down_proj.weight"
