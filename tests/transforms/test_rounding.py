@@ -43,6 +43,7 @@ STORED = {
     ),
     "maximum of some": lambda x, y: (made(x, y) >= jnp.max(made(x, y), 0, where=x > 0, initial=-9.0)).sum(0) * 1.0,
     "relative to the maximum": lambda x, y: nn.relu(made(x, y) - made(x, y).max(0) + 0.0),
+    "below the maximum": lambda x, y: nn.relu(-made(x, y).max(0) + made(x, y)),
     "root of the distance": lambda x, y: jnp.sqrt(made(x, y).max(0) - made(x, y)).sum(0),
     "logarithm of the distance": lambda x, y: jnp.exp(-jnp.log(made(x, y) - made(x, y).min(0))).astype(jnp.int32),
     "angle": lambda x, y: jnp.acos(made(x, y) / jnp.abs(made(x, y)).max(0)),

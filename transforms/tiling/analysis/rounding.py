@@ -62,6 +62,8 @@ DISCONTINUOUS = names(
 # quotient, the divisor. And those that end where that divided by a copy of it may be.
 AT_ZERO = names("sqrt rsqrt cbrt log log2 pow div")
 AT_ONE = names("acos asin acosh atanh erf_inv")
+# With a constant 0 as the other operand: what is left of a difference that is never above 0 is then its last bit.
+ONE_SIDED = names("max min")
 # Equations that are 0 where an operand is.
 THROUGH_ZERO = names("mul abs integer_pow square max min select_n neg convert_element_type div")
 # Equations whose results hold copies of elements of their operands.
@@ -334,6 +336,8 @@ def _jumps(node: Node) -> bool:
         return False  # x == x asks for nan
     if node.name in AT_ZERO:
         return _cancels(node.inputs[node.name == "div"])
+    if node.name in ONE_SIDED and any(map(_zero, node.inputs)):
+        return any(map(_cancels, node.inputs))
     return (
         node.name in AT_ONE
         or _discontinuous(node.name, node.inputs, node.outputs)
@@ -349,11 +353,26 @@ def _cancels(value: Value) -> bool:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if node.name == "sub":
+        if node.name == "sub" or (node.name in ("add", "add_any") and any(map(_negated, node.inputs))):
             return True
-        if node.name in THROUGH_ZERO:
+        if node.name in THROUGH_ZERO or (node.name in ("add", "add_any") and any(map(_zero, node.inputs))):
             stack += node.inputs
     return False
+
+
+def _negated(value: Value) -> bool:
+    """Whether a value is written as less than nothing: `-m + h` is a difference too."""
+    while (node := value.producer) is not None and (node.name in MOVING or _exact_conversion(node)):
+        if node.name == "neg":
+            return True
+        value = node.inputs[0]
+    factors = () if node is None or node.name != "mul" else map(constant, node.inputs)
+    return any(factor is not None and np.real(factor) < 0 for factor in factors)
+
+
+def _zero(value: Value) -> bool:
+    const = constant(root(value))
+    return const is not None and not np.any(np.asarray(const))
 
 
 def _discontinuous(name: str, ins: Iterable[Any], outs: Iterable[Any]) -> bool:
