@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -34,7 +34,7 @@ NO_REVERSE = "Reverse-mode differentiation does not work"  # what JAX says of a 
 
 
 @contextlib.contextmanager
-def collections_paused() -> Iterator[None]:
+def collections_paused() -> Generator[None]:
     """Have Python look for no garbage meanwhile.
 
     A plan is made of many small objects that live as long as it does. Each search goes through all of them again, a
