@@ -36,7 +36,9 @@ print(plan)
 # What is printed can be read by a program too, in bytes and FLOPs.
 
 # %%
-(loop,) = plan.gradient.loops
+gradient = plan.gradient
+assert gradient is not None  # a function of integers has none
+(loop,) = gradient.loops
 for carry in loop.carries:
     print(f"{carry.array} takes {carry.nbytes:,} bytes")
 
@@ -49,7 +51,9 @@ for carry in loop.carries:
 compiled = {}
 for name, fn in (("tiled", tile(loss, axis=(None, 0, 0), n=16)), ("untiled", loss)):
     lowered = jax.jit(jax.value_and_grad(fn, argnums=(0, 1))).lower(weights, hidden, labels)
-    compiled[name] = lowered.compile().memory_analysis().temp_size_in_bytes
+    memory = lowered.compile().memory_analysis()
+    assert memory is not None  # some platforms do not tell
+    compiled[name] = memory.temp_size_in_bytes
     print(f"{name}: {compiled[name] / 2**20:.1f} MiB by the compiler")
 
 # %% [markdown]
