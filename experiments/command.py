@@ -14,6 +14,7 @@ from typing import Any
 from experiments.commandline import schema, usage
 from experiments.commandline.console import CONSOLE, CommandError
 from experiments.data.corpus import DataError
+from experiments.runtime.remote import fetched
 
 COMMANDS = {  # word -> (module, what it does)
     "train": ("run", "train a model, or go on with a run"),
@@ -61,7 +62,7 @@ def carry_out(name: str, action: Callable[[Any, list[str]], None], argv: list[st
         config, _ = schema.compose(words, name)
         if name == "generate":
             config = dataclasses.replace(config, **{key: found or None for key, found in texts.items()})
-        action(config, argv)
+        action(fetched(config)[0], argv)
     except (schema.ConfigError, DataError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -17,7 +17,9 @@ if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder 
 from experiments import configs  # noqa: E402
 from experiments.command import ended  # noqa: E402
 from experiments.commandline import overrides, schema  # noqa: E402
+from experiments.commandline.console import CommandError  # noqa: E402
 from experiments.commandline.usage import dump, tell  # noqa: E402
+from experiments.runtime import remote  # noqa: E402
 from experiments.runtime.signals import Stop, Stopped  # noqa: E402
 
 
@@ -42,7 +44,7 @@ def _run(argv: list[str], stop: Stop) -> int:
     if "--cfg" not in argv:
         print("  starting ...", flush=True)  # JAX takes seconds to be imported
     try:
-        words = overrides.resumed([word for word in argv if word != "--cfg"], configs.Run.out)
+        words = overrides.resumed([word for word in argv if word != "--cfg"], configs.Run.out, remote.run_folder)
         config, choices = schema.compose(words)
         if "--cfg" in argv:
             print(dump(config, words), end="")
@@ -54,7 +56,7 @@ def _run(argv: list[str], stop: Stop) -> int:
 
             return ahead.start(config, choices, words)
         return start(config, choices, words, stop)
-    except schema.ConfigError as error:
+    except (schema.ConfigError, CommandError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except Stopped as stopped:
@@ -89,14 +91,17 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str], sto
     with Errors() as errors, contextlib.ExitStack() as held:
         stop.ask()  # JAX has been imported meanwhile
         loggers.check(config.save)
+        config, mirror = remote.mirrored(config)
+        config, exact = remote.fetched(config)
         asked = with_weights(config, argv)
-        errors.directory = directory = Directory.find(asked.out, asked.run, name)
+        errors.directory = directory = Directory.find(asked.out, asked.run, name, mirror)
         distributed.join(asked.distributed, stop)
+        directory.check()
         stop.ask()
         device = hardware.prepare(asked.hardware.platform)
         hardware.allow(asked.hardware)
         run, chosen = resolve(asked, device)
-        errors.run = run
+        errors.run, chosen = run, {**chosen, **exact}
         held.enter_context(meshes.spread(run.mesh))
         programs = checked(run)
         stop.ask()

@@ -11,6 +11,7 @@ from experiments.commandline import schema, spelling
 RUN = "run.json"  # in a run's directory and in each checkpoint: its overrides and its configuration
 PINNED = ("steps", "batch_size", "seq_len", "optimizer", "optimizer.learning_rate", "eval.every", "eval.batches")
 PINNED += ("hardware.param_dtype", "hardware.compute_dtype")
+PINNED += ("model.weights", "objective.reference", "objective.teacher", "data.tokenizer")  # the hub's, by revision
 
 
 def with_overrides(overrides: Sequence[str], changes: Sequence[str]) -> list[str]:
@@ -38,12 +39,15 @@ def pinned(overrides: Sequence[str], chosen: dict[str, Any]) -> list[str]:
     return [*overrides, *(f"{key}={value}" for key, value in chosen.items() if key in PINNED)]
 
 
-def resumed(overrides: Sequence[str], out: str) -> list[str]:
+def resumed(
+    overrides: Sequence[str], out: str, folder: Callable[[str, str], Path] = lambda out, run: Path(out) / run
+) -> list[str]:
     """Return the overrides of a run that `run=NAME` goes on with, replaced by those that are given now.
 
     Args:
         overrides: the command line's.
         out: where run directories are, unless the command line says.
+        folder: returns a run's directory, given `out` and its name.
 
     Raises:
         ConfigError: the run's own record of its overrides cannot be read, nor that of a checkpoint.
@@ -51,7 +55,7 @@ def resumed(overrides: Sequence[str], out: str) -> list[str]:
     said = dict(override.split("=", 1) for override in overrides if "=" in override)
     if "run" not in said:
         return list(overrides)
-    before = read(Path(spelling.expanded(said.get("out", out))) / said["run"])
+    before = read(folder(spelling.expanded(said.get("out", out)), said["run"]))
     if before is None:
         return list(overrides)
     kept = [word for word in before["overrides"] if not word.startswith("distributed.")]

@@ -42,6 +42,7 @@ class Checkpoint:
     last: bool | None = option(None, "also after the last step (default: where it takes less than 1 GiB)", auto=True)
     keep: int = option(2, "how many of the newest stay")
     keep_every: int | None = option(None, "those of every so many steps stay as well")
+    verify: bool = option(True, "hash every file, and check all before a run goes on: one more reading of each")
     background: bool | None = option(None, "train on while one is written (default: where memory allows)")
 
     def __post_init__(self):

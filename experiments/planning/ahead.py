@@ -20,6 +20,7 @@ from experiments.runtime import meshes
 from experiments.runtime.hardware import Device, HardwareError
 from experiments.runtime.manifest import user_cache
 from experiments.runtime.numbers import size
+from experiments.runtime.remote import fetched
 from experiments.step.build import OutOfMemoryError, Programs
 from experiments.step.weights import with_weights
 from transforms import TileError
@@ -30,7 +31,7 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str]) -> 
     jax.config.update("jax_compilation_cache_dir", str(user_cache() / "xla"))
     try:
         device = targets.find(configs.chosen(config.compile_for)).device
-        resolved, chosen = resolve(with_weights(config, argv), device)
+        resolved, chosen = resolve(with_weights(fetched(config)[0], argv), device)
         with meshes.spread(resolved.mesh, device.described):
             programs = checked(resolved)
     except (CommandError, HardwareError, TargetError) as error:

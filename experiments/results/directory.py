@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from experiments.commandline import overrides
 from experiments.commandline.overrides import RUN
 from experiments.runtime import distributed, manifest
+from experiments.runtime.remote import Mirror, RemoteError
 
 PLACES = ("run", "out", "distributed", "compare")  # where a run is and what is shown of it, not what it is
 
@@ -25,26 +27,31 @@ class Directory:
     Attributes:
         path: the directory; None until `open` has made one, if it is to get a number.
         before: what an earlier part of this run wrote about itself; None if this one starts it.
+        mirror: copies it to where it is to be, if that is elsewhere.
     """
 
     base: Path
     path: Path | None
     before: dict[str, Any] | None = None
+    mirror: Mirror | None = None
     _held: int | None = None
 
     @classmethod
-    def find(cls, out: str, run: str | None, model: str) -> "Directory":
+    def find(cls, out: str, run: str | None, model: str, mirror: Mirror | None = None) -> "Directory":
         """Return the directory that a run will use; nothing is made yet.
 
         Args:
             out: where runs are.
             run: its name; None: it gets the model's and a number.
             model: the model's name.
+            mirror: copies it to where it is to be, if that is elsewhere; `out` is then made here.
 
         Raises:
             DirectoryError: there is something else where the run should go.
         """
         base = Path(out).expanduser()
+        if mirror is not None:
+            base.mkdir(parents=True, exist_ok=True)
         place = next(path for path in (base / (run or ""), base, *base.absolute().parents) if path.exists())
         if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
             why = "one may not write there" if place.is_dir() else "that is no folder"
@@ -53,10 +60,30 @@ class Directory:
             return cls(base / model, None)
         path = base / run
         if path.is_dir() and (before := overrides.read(path)) is not None:
-            return cls(path, path, before)
+            return cls(path, path, before, mirror)
         if path.exists() and not (path.is_dir() and all(name.startswith(".") for name in os.listdir(path))):
             raise DirectoryError(f"there is something at {path} that is no run: choose another run=NAME, or remove it")
-        return cls(path, path)
+        return cls(path, path, mirror=mirror)
+
+    def check(self) -> None:
+        """Refuse what can be known once all processes have joined.
+
+        Raises:
+            DirectoryError: several processes, and a directory that each would have a copy of.
+        """
+        if self.mirror is not None and distributed.several():
+            raise DirectoryError(
+                f"{self.mirror.url} is copied from this disk, and each of several processes would have a part "
+                f"of it: give out= a folder that all of them see"
+            )
+
+    def written(self) -> None:
+        """Copy what there is to where it is to be; what hinders that may pass, and is said."""
+        try:
+            if self.mirror is not None:
+                self.mirror.push()
+        except RemoteError as error:
+            print(f"  warning: {error}", file=sys.stderr)
 
     def open(self, about: dict[str, Any], said: str) -> Path:
         """Make the directory, write what the run is, and return the path.
@@ -100,7 +127,14 @@ class Directory:
         self._held = handle
 
     def release(self) -> None:
-        """Let others in again."""
+        """Let others in again, and leave all where it is to be.
+
+        Raises:
+            RemoteError: it could not be copied there.
+        """
+        if self.mirror is not None and self._held is not None:
+            self.mirror.push()
+            print(f"  copied to {self.mirror.url}")
         if self._held is not None:
             os.close(self._held)
         self._held = None

@@ -1,4 +1,4 @@
-"""The SHA-256 of every file of a directory, in a file of that directory: what changed since is found, byte by byte."""
+"""The size and SHA-256 of every file of a directory, in a file of that directory: what changed since is found."""
 
 import hashlib
 import json
@@ -9,9 +9,14 @@ from pathlib import Path
 FILE = "manifest.json"
 
 
-def write(folder: Path) -> None:
-    """Hash every file below a folder into its manifest, and see to it that all of it is on the disk."""
-    files = {str(path.relative_to(folder)): _entry(path) for path in _files(folder)}
+def write(folder: Path, hashes: bool = True) -> None:
+    """List every file below a folder in its manifest, and see to it that all of it is on the disk.
+
+    Args:
+        folder: the folder.
+        hashes: read each file again for its SHA-256; otherwise its size is all that is written down.
+    """
+    files = {str(path.relative_to(folder)): _entry(path, hashes) for path in _files(folder)}
     text = json.dumps(files, indent=1, sort_keys=True)
     path = folder / FILE
     path.write_text(json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "files": files}, indent=1))
@@ -19,8 +24,13 @@ def write(folder: Path) -> None:
         sync(each)
 
 
-def damage(folder: Path) -> str | None:
-    """Return what is wrong with the files below a folder, in words; None if each is as it was written."""
+def damage(folder: Path, hashes: bool = True) -> str | None:
+    """Return what is wrong with the files below a folder, in words; None if each is as it was written.
+
+    Args:
+        folder: the folder.
+        hashes: read each file whose hash is known; otherwise only their sizes are looked at.
+    """
     try:
         listed = json.loads((folder / FILE).read_text())
         files = listed["files"]
@@ -36,7 +46,7 @@ def damage(folder: Path) -> str | None:
         try:
             if path.stat().st_size != wanted["bytes"]:
                 return f"{name} has {path.stat().st_size} bytes instead of {wanted['bytes']}"
-            if _entry(path) != wanted:
+            if hashes and "sha256" in wanted and _entry(path, hashes) != wanted:
                 return f"{name} has been changed"
         except FileNotFoundError:
             return f"{name} is missing"
@@ -67,9 +77,12 @@ def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / FILE)
 
 
-def _entry(path: Path) -> dict[str, object]:
-    with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+def _entry(path: Path, hashes: bool) -> dict[str, object]:
+    known: dict[str, object] = {"bytes": path.stat().st_size}
+    if hashes:
+        with path.open("rb") as file:
+            known["sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
+    return known
 
 
 def user_cache() -> Path:

@@ -16,6 +16,7 @@ from experiments.configs import DType
 from experiments.configs.commands import Generate, Score
 from experiments.data.tokenizer import Bytes, Folder, open_tokenizer
 from experiments.runtime import hardware
+from experiments.runtime.remote import HUB
 from experiments.step.build import draw_model
 from zoo import adapters, count_params
 from zoo.huggingface.config import from_hf
@@ -35,7 +36,7 @@ def with_weights(config: T, argv: Sequence[str]) -> T:
     try:
         described = from_hf(json.loads((path / "config.json").read_text()))
     except OSError as error:
-        fetch = "" if path.is_dir() else ". It names a folder: nothing is fetched. Download the files of a model first"
+        fetch = "" if path.is_dir() else f". It names a folder; {HUB}ORG/NAME fetches a model by its name on the hub"
         raise CommandError(f"cannot read model.weights={path}: {error.strerror} ({error.filename}){fetch}") from None
     except ValueError as error:
         raise CommandError(f"cannot use model.weights={path}: {error}") from None

@@ -2,7 +2,7 @@
 
     checkpoints/30/state/          one file per array and shard, its plain bytes
     checkpoints/30/run.json        what made it: overrides, configuration, the shape and type of each array
-    checkpoints/30/manifest.json   the SHA-256 of every other file
+    checkpoints/30/manifest.json   the size and the SHA-256 of every other file
 
 A directory named by a step is complete: it is written under another name, and renamed when all of it is on the disk.
 
@@ -42,8 +42,10 @@ class Checkpoints:
         about: goes into each one, as JSON.
         keep: how many of the newest stay.
         keep_every: those whose step is a multiple of this stay as well.
+        verify: hash every file, and read all of them before what they hold is used; otherwise their sizes tell.
         background: return from `save` as soon as the arrays may be overwritten.
         warn: is told, in a line of text, about each checkpoint that cannot be used.
+        written: is called when one is on the disk, by the thread that wrote it.
     """
 
     def __init__(
@@ -53,12 +55,14 @@ class Checkpoints:
         *,
         keep: int = 2,
         keep_every: int | None = None,
+        verify: bool = True,
         background: bool = True,
         warn: Callable[[str], None] = print,
+        written: Callable[[], None] = lambda: None,
     ):
         self._folder, self._about, self._warn = folder.absolute(), about, warn
-        self._keep, self._keep_every, self._background = keep, keep_every, background
-        self._primary = distributed.first()
+        self._keep, self._keep_every, self._background, self._written = keep, keep_every, background, written
+        self._verify, self._primary = verify, distributed.first()
         stream = None if background else STREAM_GB
         # A file per array: OCDBT, and compression, would hold a compressed copy of all arrays in memory.
         handler = ocp.PyTreeCheckpointHandler(
@@ -158,7 +162,7 @@ class Checkpoints:
             shutil.rmtree(name, ignore_errors=True)  # left by a run that was killed
         for step in reversed(self.steps()):
             path = self._folder / str(step)
-            why = manifest.damage(path)
+            why = manifest.damage(path, self._verify)
             if why is None:
                 for bad in (bad for bad in damaged if bad.name.isdecimal()):
                     aside = self._folder / f".damaged-{bad.name}"
@@ -177,13 +181,14 @@ class Checkpoints:
             self._orbax.wait_until_finished()
             if self._primary:
                 (saving / RUN).write_text(json.dumps({**self._about, "step": step, "arrays": arrays}, indent=1))
-                manifest.write(saving)
+                manifest.write(saving, self._verify)
                 final = self._folder / str(step)
                 if final.exists():  # this step has been here before, and went on from an older one
                     self._drop(final)
                 saving.rename(final)
                 manifest.sync(self._folder)
                 self._prune()
+                self._written()
         except Exception as error:
             raise self._failed(step, error) from error
 

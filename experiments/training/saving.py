@@ -95,9 +95,14 @@ def restore(
 
 
 def open_checkpoints(
-    programs: Programs, path: Path, about: dict[str, Any], plan: Plan, say: Callable[[str], None]
+    programs: Programs,
+    path: Path,
+    about: dict[str, Any],
+    plan: Plan,
+    say: Callable[[str], None],
+    written: Callable[[], None] = lambda: None,
 ) -> Checkpoints:
-    """Return what writes a run's checkpoints: in the background where that fits into memory.
+    """Return what writes a run's checkpoints, and calls `written` after each: in the background where that fits.
 
     Raises:
         CommandError: there is no room on the disk for one.
@@ -120,6 +125,8 @@ def open_checkpoints(
         about,
         keep=how.keep,
         keep_every=how.keep_every,
+        verify=how.verify,
         background=need <= free if how.background is None else how.background,
         warn=lambda text: say(f"  warning: {text}"),
+        written=written,
     )

@@ -63,7 +63,8 @@ def opened(
     path = directory.open(about, usage.dump(config, argv))
     known = table.facts(plan, config)
     wanted = config.checkpoint.wanted
-    checkpoints = open_checkpoints(programs, path, about, plan, progress.say) if wanted else None
+    saving = directory.written
+    checkpoints = open_checkpoints(programs, path, about, plan, progress.say, saving) if wanted else None
     recorder = _recorder(config, known, path, progress, restored and restored[0])
     try:
         with out_of_memory():

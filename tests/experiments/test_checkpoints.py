@@ -1,5 +1,6 @@
 """Checkpoints: every byte back, onto any number of devices; each kind of damage found; nothing lost when one fails."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -118,6 +119,24 @@ def test_damage_to_any_file_is_found(opened, tmp_path, damage):
         DAMAGE[damage](copy / file)
         assert file.name in manifest.damage(copy), file
         shutil.rmtree(copy)
+
+
+def test_without_hashes_sizes_tell(opened, tmp_path):
+    store, warnings = opened(verify=False, keep=3)
+    for step in (1, 2):
+        store.save(step, state(float(step)))
+    store.wait()
+    assert "sha256" not in next(
+        iter(json.loads((tmp_path / "checkpoints/2/manifest.json").read_text())["files"].values())
+    )
+    file = tmp_path / "checkpoints" / "2" / "state" / "part.w" / "0.0"
+    flip(file)
+    assert (store.restore(state())[0], warnings) == (2, [])  # nobody looked
+    checking, _ = opened()
+    assert checking.restore(state())[0] == 2  # there is no hash to compare it with
+    os.truncate(file, file.stat().st_size - 1)
+    assert store.restore(state())[0] == 1
+    assert "the checkpoint of step 2 is damaged: state/part.w/0.0 has 255 bytes instead of 256" in warnings[0]
 
 
 def test_a_damaged_one_is_set_aside_and_the_one_before_is_used(opened, tmp_path):
