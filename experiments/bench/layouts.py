@@ -56,12 +56,14 @@ def measure(name: str, devices: np.ndarray, sizes: tuple[int, int, int, int], dt
     b, s, d, v = sizes
     fn = over_vocabulary if name == "FSDP over V" else loss
     tokens = P(*hidden[:2])
-    kinds = [((d, v), jnp.float32, weights), ((b, s, d), dtype, hidden)]
-    kinds += [((b, s), jnp.int32, tokens), ((b, s), jnp.float32, tokens)]
+    arrays = [((d, v), jnp.float32, weights), ((b, s, d), dtype, hidden)]
+    arrays += [((b, s), jnp.int32, tokens), ((b, s), jnp.float32, tokens)]
     columns: list[list[str]] = [[], []]
     flops, looped = [], 0.0
     with jax.set_mesh(mesh):
-        args = [jax.ShapeDtypeStruct(shape, kind, sharding=NamedSharding(mesh, spec)) for shape, kind, spec in kinds]
+        args = [
+            jax.ShapeDtypeStruct(shape, number, sharding=NamedSharding(mesh, spec)) for shape, number, spec in arrays
+        ]
         for one in (fn, tile(fn, axis=(None, 1, 1, 1), n=8)):
             compiled = jax.jit(jax.value_and_grad(one, argnums=(0, 1))).lower(*args).compile()
             text, memory = compiled.as_text(), compiled.memory_analysis()

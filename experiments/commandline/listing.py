@@ -30,7 +30,7 @@ class Listed:
 def models() -> list[Listed]:
     """Return every model, family by family, small ones first."""
     listed = [read(name) for name in options.choices("model")]
-    order = {family: place for place, family in enumerate(zoo.families.FAMILIES)}
+    order = {family: index for index, family in enumerate(zoo.families.FAMILIES)}
     return sorted(listed, key=lambda one: (order[one.family], count_params(one.config)))
 
 

@@ -58,13 +58,13 @@ def schema_of(cls: Any, target: str | None = None, **extra: tuple[Any, Any]) -> 
     hints = get_type_hints(cls)
     fields: list[Any] = [("_target_", str, target or f"{cls.__module__}.{cls.__qualname__}")]
     for f in dataclasses.fields(cls):
-        kind = _schema_hint(hints[f.name])
+        hint = _schema_hint(hints[f.name])
         if f.default_factory is not dataclasses.MISSING:
             default: Any = dataclasses.field(default_factory=f.default_factory)
         else:
             default = dataclasses.field(default=MISSING if f.default is dataclasses.MISSING else f.default)
-        fields.append((f.name, kind, default))
-    fields += [(name, kind, dataclasses.field(default=value)) for name, (kind, value) in extra.items()]
+        fields.append((f.name, hint, default))
+    fields += [(name, hint, dataclasses.field(default=value)) for name, (hint, value) in extra.items()]
     return dataclasses.make_dataclass(cls.__name__, fields)
 
 

@@ -69,9 +69,9 @@ def check(config: Any, prefix: str = "") -> None:
     """
     hints = get_type_hints(type(config))
     for field in dataclasses.fields(config):
-        value, kind, name = getattr(config, field.name), hints[field.name], f"{prefix}{field.name}"
-        if dataclasses.is_dataclass(kind) and not isinstance(value, kind):
-            inside = ", ".join(f"{name}.{part.name}" for part in dataclasses.fields(kind))
+        value, hint, name = getattr(config, field.name), hints[field.name], f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(hint) and not isinstance(value, hint):
+            inside = ", ".join(f"{name}.{part.name}" for part in dataclasses.fields(hint))
             raise refuse(name, value, f"it is made of parts: give {inside}")
         if dataclasses.is_dataclass(value):
             check(value, "model." if name == "model.config" else f"{name}.")

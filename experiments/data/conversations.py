@@ -41,13 +41,13 @@ def example_files(config: configs.Chat | configs.Preference, encoder: Any) -> tu
     for text in (encoder.identity, chat.identity, str(config.val_fraction), *lines):
         digest.update(len(text).to_bytes(8, "big") + (text if isinstance(text, bytes) else text.encode()))
     folder = corpus.cache_folder(config) / digest.hexdigest()[:24]
-    types = {name: kind or corpus.id_type(encoder.vocab_size) for name, kind in NAMES.items()}
+    types = {name: dtype or corpus.id_type(encoder.vocab_size) for name, dtype in NAMES.items()}
     if not (folder / "held_out.ends.bin").exists():
         for name, part in zip(("train", "held_out"), corpus.split(list(lines), config.val_fraction), strict=True):
             made = _encode(config, part, lines, encoder, chat)
-            for field, kind in types.items():
-                corpus.write_whole(folder / f"{name}.{field}.bin", getattr(made, field).astype(kind))
-    read = lambda name: {field: corpus.mapped(folder / f"{name}.{field}.bin", kind) for field, kind in types.items()}
+            for field, dtype in types.items():
+                corpus.write_whole(folder / f"{name}.{field}.bin", getattr(made, field).astype(dtype))
+    read = lambda name: {field: corpus.mapped(folder / f"{name}.{field}.bin", dtype) for field, dtype in types.items()}
     return Examples(**read("train")), Examples(**read("held_out"))
 
 

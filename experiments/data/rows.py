@@ -196,8 +196,8 @@ class Pairs:
         mask = np.zeros(shape, np.float32)
         for row, index in enumerate(indices):
             for side in (0, 1):
-                place = tokens[row, side], targets[row, side], mask[row, side]
-                self.examples.write(2 * int(self.kept[index]) + side, place, 0)
+                row_arrays = tokens[row, side], targets[row, side], mask[row, side]
+                self.examples.write(2 * int(self.kept[index]) + side, row_arrays, 0)
         return Batch(tokens, targets, mask)
 
 

@@ -165,15 +165,15 @@ def _trips(line: str, bodies: dict[str, list[str]]) -> int:
 
 def _stride(line: str, condition: list[str], bodies: dict[str, list[str]]) -> int:
     """Return by how much a loop's counter grows in a turn: by two where the compiler joined pairs of turns."""
-    place = next((found.group(1) for one in condition if (found := _COUNTER.search(one))), None)
+    operand = next((found.group(1) for one in condition if (found := _COUNTER.search(one))), None)
     body = re.search(r"body=%?([\w.\-]+)", line)
     lines = bodies.get(body.group(1), []) if body else []
     root = next((one for one in lines if one.lstrip().startswith("ROOT")), "")
     values = re.findall(r"%([\w.\-]+)", root.partition(" tuple(")[2].partition(")")[0])
-    if place is None or len(values) <= int(place):
+    if operand is None or len(values) <= int(operand):
         return 1
     known = {found.group(1): one for one in lines if (found := re.match(r"\s*%([\w.\-]+) =", one))}
-    total, name = 0, values[int(place)]
+    total, name = 0, values[int(operand)]
     while found := re.search(r" add\(%([\w.\-]+), %([\w.\-]+)\)", known.get(name, "")):
         name, step = found.groups()
         constant = re.search(r" constant\((\d+)\)", known.get(step, ""))

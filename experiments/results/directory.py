@@ -13,7 +13,7 @@ from experiments.commandline.overrides import RUN
 from experiments.runtime import distributed, manifest
 from experiments.runtime.remote import Mirror, RemoteError
 
-PLACES = ("run", "out", "distributed", "compare")  # where a run is and what is shown of it, not what it is
+WHEREABOUTS = ("run", "out", "distributed", "compare")  # where a run is and what is shown of it, not what it is
 
 
 class DirectoryError(RuntimeError):
@@ -52,10 +52,10 @@ class Directory:
         base = Path(out).expanduser()
         if mirror is not None:
             base.mkdir(parents=True, exist_ok=True)
-        place = next(path for path in (base / (run or ""), base, *base.absolute().parents) if path.exists())
-        if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-            why = "one may not write there" if place.is_dir() else "that is no folder"
-            raise DirectoryError(f"cannot use out={out}: {place}: {why}. Give another out=FOLDER")
+        there = next(path for path in (base / (run or ""), base, *base.absolute().parents) if path.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            why = "one may not write there" if there.is_dir() else "that is no folder"
+            raise DirectoryError(f"cannot use out={out}: {there}: {why}. Give another out=FOLDER")
         if run is None:
             return cls(base / model, None)
         path = base / run
@@ -143,7 +143,7 @@ class Directory:
         """Return what differs from before: the configuration, hashes of what is read and of the user's own files."""
         if self.before is None:
             return []
-        drop = lambda values: {key: value for key, value in values.items() if key not in PLACES}
+        drop = lambda values: {key: value for key, value in values.items() if key not in WHEREABOUTS}
         now = json.loads(json.dumps(about["config"]))
         changed = overrides.changes(drop(self.before["config"]), drop(now))
         if about["data"] is not None and self.before["data"] not in (None, about["data"]):

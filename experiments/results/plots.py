@@ -131,8 +131,8 @@ def _above(axes: Any) -> None:
 
 def _below(axes: Any) -> None:
     """Put the legend below the axes, at the left."""
-    place = {"loc": "upper left", "bbox_to_anchor": (-0.02, -0.17)}
-    axes.legend(**place, ncols=5, fontsize=9, columnspacing=1.2, handlelength=1.2)
+    below = {"loc": "upper left", "bbox_to_anchor": (-0.02, -0.17)}
+    axes.legend(**below, ncols=5, fontsize=9, columnspacing=1.2, handlelength=1.2)
 
 
 def _memory(plt: Any, records: list[Record], known: dict[str, Any], name: str) -> Any:
@@ -155,22 +155,22 @@ def _bars(axes: Any, known: dict[str, Any], size: int, unit: str) -> None:
     """Draw one bar per memory, its parts in a row, its total at the end, and what the tiled one saves."""
     labels, bars = list(known["bars"]), [*known["bars"].values()]
     shown = [f"{label}, as tile estimates it" if label in known["estimated"] else label for label in labels]
-    places, start = np.arange(len(bars))[::-1], np.zeros(len(bars))
+    heights, start = np.arange(len(bars))[::-1], np.zeros(len(bars))
     for part, colour in PARTS.items():
         widths = np.array([bar[part] / size for bar in bars])
         if widths.any():
-            made = axes.barh(places, widths, 0.5, start, color=colour, label=part, edgecolor="white", lw=0.8)
+            made = axes.barh(heights, widths, 0.5, start, color=colour, label=part, edgecolor="white", lw=0.8)
             for one, label in zip(made, labels, strict=True):
                 one.set_alpha(0.55 if label in known["estimated"] else 1)
         start += widths
     words = {"textcoords": "offset points", "weight": "bold"}
-    for place, total, label, text in zip(places, start, labels, shown, strict=True):
+    for height, total, label, text in zip(heights, start, labels, shown, strict=True):
         about = "about " if label in known["estimated"] else ""
-        axes.annotate(f"{about}{total:,.3g} {unit}", (total, place), (6, 0), va="center", **words)
-        axes.annotate(text, (0, place + 0.28), (1, 3), textcoords="offset points", va="bottom", fontsize=9)
+        axes.annotate(f"{about}{total:,.3g} {unit}", (total, height), (6, 0), va="center", **words)
+        axes.annotate(text, (0, height + 0.28), (1, 3), textcoords="offset points", va="bottom", fontsize=9)
     if len(bars) > 1:
         less = _less(start, about=bool(known["estimated"]))
-        axes.annotate(less, (start[0], places[0]), (6, -15), va="center", color=BLUE, **words)
+        axes.annotate(less, (start[0], heights[0]), (6, -15), va="center", color=BLUE, **words)
     most, room = start.max(), known["available"] / size
     axes.set_yticks([])
     axes.set_ylim(-0.45 if len(bars) > 1 else -0.9, max(len(bars) - 0.2, 1.0))

@@ -178,8 +178,8 @@ def feeder(count: int) -> Callable[[Callable[[slice], tuple[np.ndarray, ...]]], 
     if mesh is None:
         return lambda read: jax.device_put(read(slice(None)))
     lies = lambda shape: sharding_of(mesh, "B S" if len(shape) == 2 else "B 2 S", shape)
-    places = lies((count, 1)).addressable_devices_indices_map((count, 1)).values()
-    held = [place[0].indices(count) for place in places if place is not None]
+    shares = lies((count, 1)).addressable_devices_indices_map((count, 1)).values()
+    held = [share[0].indices(count) for share in shares if share is not None]
     first, end = min(start for start, _, _ in held), max(stop for _, stop, _ in held)
 
     def put(array: np.ndarray) -> jax.Array:

@@ -147,9 +147,9 @@ def _matrices(model: Any, params: Any) -> Any:
 
 def _dimensions(row: Row, letters: str, summed: str) -> MuonDimensionNumbers:
     inner = letters[len(row.stack) :]
-    places = {letter: i + len(row.stack) for i, letter in enumerate(inner)}
+    dims = {letter: i + len(row.stack) for i, letter in enumerate(inner)}
     return MuonDimensionNumbers(
-        tuple(places[letter] for letter in summed), tuple(places[letter] for letter in inner if letter not in summed)
+        tuple(dims[letter] for letter in summed), tuple(dims[letter] for letter in inner if letter not in summed)
     )
 
 

@@ -39,7 +39,7 @@ class Errors:
     def __enter__(self) -> "Errors":
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+    def __exit__(self, cls: type | None, error: BaseException | None, trace: TracebackType | None) -> bool:
         if isinstance(error, Stopped):
             self.status = error.status
             self._say(f"\n{error}; {self._then()}" if error.trained else f"\nerror: {error}")

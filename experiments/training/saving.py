@@ -110,7 +110,7 @@ def open_checkpoints(
     how, need = programs.config.checkpoint, bytes_of(programs.kept(programs.state))
     there = sum(name.name.isdecimal() for name in (path / "checkpoints").glob("*"))
     more = max(1, min(how.keep + 1, programs.config.steps) - there)  # the one that is written stands beside those kept
-    room = shutil.disk_usage(next(place for place in (path, *path.absolute().parents) if place.exists())).free
+    room = shutil.disk_usage(next(folder for folder in (path, *path.absolute().parents) if folder.exists())).free
     if how.wanted and room < more * need:
         kept = f"checkpoint.keep={how.keep}, and one more while it is written"
         several = "" if more == 1 else f", {more} of them {size(more * need)} ({kept})"
