@@ -45,28 +45,21 @@ class Session:
 def train(programs: Programs, source: Source | Repeats, session: Session, stop: Stop) -> Any:
     """Train from the beginning or the restored step on, measuring what is held out; return the trained model.
 
-    Args:
-        programs: the run's compiled steps.
-        source: its batches.
-        session: its directory: what it goes on from, and what takes records and checkpoints.
-        stop: is asked after each step whether the process was told to end.
-
     Raises:
         DivergedError: a loss is not finite; every record up to it has been written.
-        Stopped: the process was told to end; everything is saved.
+        Stopped: the process was told to end, which `stop` says after each step; everything is saved.
         OutOfMemoryError: the evaluation does not compile.
         CheckpointError: a checkpoint could not be written.
     """
-    steps, meter, saver, say = programs.config.steps, session.meter, session.saver, session.progress.say
+    steps, meter, saver = programs.config.steps, session.meter, session.saver
     held_out = HeldOut(programs, source)
     stop.ask()
     frozen = programs.init_frozen()
     stop.ask()
     first, state = _resumed(programs, session) or _begun(programs, session, held_out, frozen, stop)
     session.progress.start(first)
-    put = meshes.feeder(source.batch_size)  # the mesh is set in this thread alone
-    feed = Prefetch(lambda step: put(lambda rows: source.batch(step, rows).arrays), first, steps)
-    tracer = Tracer(programs.config.profile, session.path, say)
+    feed = _feed(source, first, steps)
+    tracer = Tracer(programs.config.profile, session.path, session.progress.say)
     evaluate = lambda record: held_out.measure(programs.measured(state), frozen, record)
     try:
         stop.begin()
@@ -99,6 +92,12 @@ def train(programs: Programs, source: Source | Repeats, session: Session, stop: 
     finally:
         tracer.close()
         feed.close()
+
+
+def _feed(source: Source | Repeats, first: int, steps: int) -> Prefetch:
+    """Return the batches of the steps after `first`, made while steps are computed."""
+    put = meshes.feeder(source.batch_size)  # the mesh is set in this thread alone
+    return Prefetch(lambda step: put(lambda rows: source.batch(step, rows).arrays), first, steps)
 
 
 def _resumed(programs: Programs, session: Session) -> tuple[int, State] | None:

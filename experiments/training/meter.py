@@ -120,6 +120,18 @@ class Meter:
         Raises:
             DivergedError: its loss is no finite number, and its update was not left out.
         """
+        record = self._read(step, metrics, waited, saving)
+        finite = _finite(record)
+        record = evaluate(record) if evaluate is not None and finite else record
+        self._recorder.add(record)
+        self._progress.show(record)
+        if finite:
+            self._skipped = 0
+        else:
+            self._not_finite(record)
+
+    def _read(self, step: int, metrics: dict[str, Any], waited: float, saving: float) -> Record:
+        """Return the record of a step, once it has been computed."""
         loss = float(metrics["loss"])  # waits for the step
         beside = {name: float(metrics[name]) for name in BESIDE if name in metrics}
         extra = {name: float(value) for name, value in metrics.items() if name not in ("loss", "grad_norm", *BESIDE)}
@@ -127,7 +139,7 @@ class Meter:
         memory, peak = hardware.used_memory()
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
-        record = Record(
+        return Record(
             step=step,
             loss=loss,
             bits_per_byte=None if nats is None else bits_per_byte(nats, self._source.bytes_per_token),
@@ -144,14 +156,6 @@ class Meter:
             memory_bytes=memory,
             peak_memory_bytes=peak,
         )
-        finite = _finite(record)
-        record = evaluate(record) if evaluate is not None and finite else record
-        self._recorder.add(record)
-        self._progress.show(record)
-        if finite:
-            self._skipped = 0
-        else:
-            self._not_finite(record)
 
     def _not_finite(self, record: Record) -> None:
         """Keep the batch at fault, and go on if the step's update was left out.

@@ -1,7 +1,6 @@
 """A run's results while it is carried out: its directory opened, what it goes on from, and what is left at its end."""
 
 import contextlib
-import dataclasses
 import time
 from collections.abc import Generator, Sequence
 from pathlib import Path
@@ -55,21 +54,41 @@ def opened(
     progress = Progress(config.steps, config.log_every)
     hashes = {"data": batches.fingerprint(source), "sources": own.sources(config)}
     about = {"overrides": list(words), "config": usage.plain(config), **hashes}
-    restored = None
-    if directory.path is not None and directory.before is not None:
-        for change in directory.changes(about):
-            progress.say(f"  changed  {change}")
-        restored = restore(programs, directory.path, about, plan, progress.say)
+    restored = _restored(directory, programs, about, plan, progress)
     path = directory.open(about, usage.dump(config, argv))
     known = table.facts(plan, config)
-    wanted = config.checkpoint.wanted
-    saving = directory.written
-    checkpoints = open_checkpoints(programs, path, about, plan, progress.say, saving) if wanted else None
+    checkpoints = None
+    if config.checkpoint.wanted:
+        checkpoints = open_checkpoints(programs, path, about, plan, progress.say, directory.written)
     recorder = _recorder(config, known, path, progress, restored and restored[0])
     try:
-        with out_of_memory():
+        with _in_words(plan, path.name):
             meter = Meter(config, plan.flops, source, recorder, progress, path)
             yield Session(path, known, progress, recorder, meter, Saver(programs, checkpoints), restored)
+    finally:
+        progress.close()
+        summary.leave(path, recorder, known, time.perf_counter() - began)
+        if checkpoints is not None:
+            checkpoints.close()
+
+
+def _restored(
+    directory: Directory, programs: Programs, about: dict[str, Any], plan: Plan, progress: Progress
+) -> tuple[int, Any] | None:
+    """Return the step and the state that a run goes on from, and say what it has that it had not; None: it begins."""
+    if directory.path is None or directory.before is None:
+        return None
+    for change in directory.changes(about):
+        progress.say(f"  changed  {change}")
+    return restore(programs, directory.path, about, plan, progress.say)
+
+
+@contextlib.contextmanager
+def _in_words(plan: Plan, run: str) -> Generator[None, None, None]:
+    """Say what goes wrong within in words for the user, as a `CommandError`."""
+    try:
+        with out_of_memory():
+            yield
     except OutOfMemoryError as error:
         raise CommandError(
             f"out of memory, where {size(plan.memory.total)} were planned for the step and {size(plan.headroom)} kept "
@@ -80,13 +99,8 @@ def opened(
         raise CommandError(str(error)) from error
     except jax.errors.JaxRuntimeError as error:
         if distributed.several():
-            distributed.abandon(error, path.name)
+            distributed.abandon(error, run)
         raise
-    finally:
-        progress.close()
-        summary.leave(path, recorder, known, time.perf_counter() - began)
-        if checkpoints is not None:
-            checkpoints.close()
 
 
 def _recorder(
@@ -96,7 +110,7 @@ def _recorder(
     if not distributed.first():
         return Recorder(None)
     plots.remember(path, known)
-    recorder = Recorder(path, open_loggers(path, config.save, dataclasses.asdict(config), done), done)
+    recorder = Recorder(path, open_loggers(path, config.save, usage.plain(config), done), done)
     if done is not None and len(recorder.records) <= done:
         progress.say(
             f"  warning: metrics.jsonl has {len(recorder.records)} of the {done + 1} records up to step {done}"

@@ -90,32 +90,10 @@ def _part(
     row: Row, whole: Any, settings: Settings, tensors: dict[str, np.ndarray], dims: dict[str, int], problems: list[str]
 ) -> LowRank | None:
     """Return a matrix with what is added to it, having taken its tensors; None where there is nothing."""
+    sides = _sides(row, settings, tensors, dims, problems)
+    if not sides:
+        return None
     out, into = row.disk_shape(dims)
-    sides, before = [], len(problems)
-    for name, place in row.places(dims):
-        module = _module(name)
-        taken = {kind: tensors.pop(one) for kind, one in _names(module) if one in tensors}
-        rank = settings.rank_of(module)
-        shapes = {"A": (rank, into), "B": (out, rank), "magnitude": (out,), "base": (out, into)}
-        problems += [
-            f"wrong shape: {_PREFIX}{module} has {kind} {list(tensor.shape)}, must be {list(shapes[kind])}"
-            for kind, tensor in taken.items()
-            if tensor.shape != shapes[kind]
-        ]
-        needed = ("A", "B", "magnitude") if settings.dora else ("A", "B")
-        sides.append((module, place, taken, [kind for kind in needed if kind not in taken]))
-    if not any(taken for _, _, taken, _ in sides):
-        return None
-    problems += [
-        f"missing: {dict(_names(module))[kind]}"
-        for module, _, taken, missing in sides
-        for kind in missing
-        if taken or settings.adapts(module)
-    ]
-    if settings.dora and (any(not taken for _, _, taken, _ in sides) or "E" in row.stack):
-        problems.append(f"`use_dora` of some layers or of experts is not supported: {row.leaf}")
-    if len(problems) > before:
-        return None
     scales = {settings.scale_of(module) for module, _, taken, _ in sides if taken}
     scale = scales.pop() if len(scales) == 1 else 1.0
     pairs = []
@@ -139,6 +117,37 @@ def _part(
         lengths = np.stack([taken["magnitude"] for _, _, taken, _ in sides])
         magnitude = _stacked(row, dims, lengths, letters_of(row)[1].replace("R", ""))
     return LowRank(whole, a.astype(dtype), b.astype(dtype), scale, magnitude)
+
+
+def _sides(
+    row: Row, settings: Settings, tensors: dict[str, np.ndarray], dims: dict[str, int], problems: list[str]
+) -> list[tuple[str, tuple[int, ...], dict[str, np.ndarray], list[str]]]:
+    """Return each layer's module, its index, its tensors and the names of those it lacks; none, and why, if wrong."""
+    out, into = row.disk_shape(dims)
+    sides, before = [], len(problems)
+    for name, place in row.places(dims):
+        module = _module(name)
+        taken = {kind: tensors.pop(one) for kind, one in _names(module) if one in tensors}
+        rank = settings.rank_of(module)
+        shapes = {"A": (rank, into), "B": (out, rank), "magnitude": (out,), "base": (out, into)}
+        problems += [
+            f"wrong shape: {_PREFIX}{module} has {kind} {list(tensor.shape)}, must be {list(shapes[kind])}"
+            for kind, tensor in taken.items()
+            if tensor.shape != shapes[kind]
+        ]
+        needed = ("A", "B", "magnitude") if settings.dora else ("A", "B")
+        sides.append((module, place, taken, [kind for kind in needed if kind not in taken]))
+    if not any(taken for _, _, taken, _ in sides):
+        return []
+    problems += [
+        f"missing: {dict(_names(module))[kind]}"
+        for module, _, taken, missing in sides
+        for kind in missing
+        if taken or settings.adapts(module)
+    ]
+    if settings.dora and (any(not taken for _, _, taken, _ in sides) or "E" in row.stack):
+        problems.append(f"`use_dora` of some layers or of experts is not supported: {row.leaf}")
+    return sides if len(problems) == before else []
 
 
 def _first(whole: np.ndarray, begin: str, rank: int, scale: float) -> tuple[np.ndarray, np.ndarray]:
