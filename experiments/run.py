@@ -84,11 +84,10 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str], sto
     from experiments.training.errors import Errors
     from experiments.training.loop import train
 
-    if stop is None:
-        with Stop() as stop:
-            return start(config, choices, argv, stop)
     began, name = time.perf_counter(), choices["model"]
-    with Errors() as errors, contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as held:
+        stop = stop or held.enter_context(Stop())
+        errors = held.enter_context(Errors())
         stop.ask()  # JAX has been imported meanwhile
         loggers.check(config.save)
         config, mirror = remote.mirrored(config)
@@ -100,8 +99,8 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str], sto
         stop.ask()
         device = hardware.prepare(asked.hardware.platform)
         hardware.allow(asked.hardware)
-        run, chosen = resolve(asked, device)
-        errors.run, chosen = run, {**chosen, **exact}
+        run = resolve(asked, device)
+        errors.run, chosen = run, {**run.chosen, **exact}
         held.enter_context(meshes.spread(run.mesh))
         programs = checked(run)
         stop.ask()

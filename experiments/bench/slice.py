@@ -32,7 +32,7 @@ def main(overrides: list[str]) -> None:
     print(" ".join(words))
     print(f"\n| head | peak of each device, of {size(device.memory)} | each device sends |\n|---|---|---|")
     for name, change in ROWS.items():
-        run, _ = resolve(schema.compose([*words, change])[0], device)
+        run = resolve(schema.compose([*words, change])[0], device)
         with meshes.spread(run.mesh, device.described):
             programs = checked(run)
         try:

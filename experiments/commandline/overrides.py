@@ -1,7 +1,7 @@
 """Overrides, the words of a command line: how some replace others, and what a run that goes on takes from its start."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,9 @@ def variations(overrides: Sequence[str]) -> Callable[[Sequence[str]], configs.Ru
     return changed
 
 
-def pinned(overrides: Sequence[str], chosen: dict[str, Any]) -> list[str]:
+def pinned(overrides: Sequence[str], chosen: Mapping[str, configs.Choice]) -> list[str]:
     """Return overrides with what was chosen for the user added, where another device would choose otherwise."""
-    return [*overrides, *(f"{key}={value}" for key, value in chosen.items() if key in PINNED)]
+    return [*overrides, *(f"{key}={choice.value}" for key, choice in chosen.items() if key in PINNED)]
 
 
 def resumed(
@@ -74,9 +74,9 @@ def read(folder: Path) -> dict[str, Any] | None:
         ConfigError: it cannot be read.
     """
     saved = (path for path in folder.glob(f"checkpoints/*/{RUN}") if path.parent.name.isdecimal())
-    places = [folder / RUN, *sorted(saved, key=lambda path: -int(path.parent.name))]
+    files = [folder / RUN, *sorted(saved, key=lambda path: -int(path.parent.name))]
     problems = []
-    for file in filter(Path.exists, places):
+    for file in filter(Path.exists, files):
         try:
             found = json.loads(file.read_text())
             later = {"data": found.get("data"), "sources": found.get("sources", {})}

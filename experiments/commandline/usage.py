@@ -161,7 +161,14 @@ def plain(value: Any) -> Any:
             if isinstance(value, configs.Data | configs.Objective | configs.Optimizer | configs.Adapter)
             else {}
         )
-        return {**kind, **{field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}}
+        return {
+            **kind,
+            **{
+                field.name: plain(getattr(value, field.name))
+                for field in dataclasses.fields(value)
+                if "beside" not in field.metadata
+            },
+        }
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     return value.value if isinstance(value, configs.StrEnum) else value

@@ -1,7 +1,7 @@
 """What a run can be told: frozen dataclasses, each field with its default and one line of help.
 
 No JAX here: `--help` and every configuration error come from this file alone. A value of None means that
-`experiments.runtime.hardware` chooses it for the device and the model's size, and says what it chose.
+`experiments.planning.resolve` chooses it for the device and the model's size, and says what it chose.
 """
 
 # ruff: noqa: F401 (the package hands these names on)
@@ -46,4 +46,4 @@ from experiments.configs.optimizer import (
     Sgd,
 )
 from experiments.configs.results import Checkpoint, Evaluation, Profile, Save
-from experiments.configs.run import HeadTiling, Model, Resolved, Run
+from experiments.configs.run import Choice, HeadTiling, Model, Resolved, Run

@@ -1,7 +1,9 @@
 """One run, which has all the parts."""
 
 # ruff: noqa: RUF009 (`option` makes a field, as `dataclasses.field` does)
+import dataclasses
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,12 +60,12 @@ class Run:
         not_negative(self, "", "seed")
         pairs, answers = isinstance(self.objective, Paired), isinstance(self.data, Preference)
         if pairs != answers:
-            kind, need = (
+            why, need = (
                 ("this objective compares answers", "data=preference")
                 if pairs
                 else ("pairs of answers are for preferences", "objective=dpo, ipo, simpo or orpo")
             )
-            raise refuse("data", type(self.data).__name__.lower(), f"{kind}: use {need}")
+            raise refuse("data", type(self.data).__name__.lower(), f"{why}: use {need}")
         if isinstance(self.objective, Sft) and not isinstance(self.data, Chat):
             raise refuse("objective", "sft", "it learns what the assistant says in conversations: use data=chat")
         if self.run is not None and (not self.run or "/" in self.run or self.run.startswith(".")):
@@ -100,14 +102,27 @@ class HeadTiling:
         return self.size * self.each
 
 
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen where a value was left open, and why."""
+
+    value: Any
+    why: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Resolved(Run):
-    """One run in which nothing is left open: what `experiments.planning.resolve` returns."""
+    """One run in which nothing is left open: what `experiments.planning.resolve` returns.
+
+    Attributes:
+        chosen: every value that was left open, by its dotted name.
+    """
 
     steps: int
     batch_size: int
     seq_len: int
     log_every: int
+    chosen: Mapping[str, Choice] = dataclasses.field(default_factory=dict, metadata={"beside": True}, compare=False)
 
     @property
     def paired(self) -> bool:

@@ -31,14 +31,14 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str]) -> 
     jax.config.update("jax_compilation_cache_dir", str(user_cache() / "xla"))
     try:
         device = targets.find(configs.chosen(config.compile_for)).device
-        resolved, chosen = resolve(with_weights(fetched(config)[0], argv), device)
+        resolved = resolve(with_weights(fetched(config)[0], argv), device)
         with meshes.spread(resolved.mesh, device.described):
             programs = checked(resolved)
     except (CommandError, HardwareError, TargetError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if chosen:
-        print(table.choices(chosen), flush=True)
+    if resolved.chosen:
+        print(table.choices(resolved.chosen), flush=True)
     began = time.perf_counter()
     try:
         found = measure(programs, device)

@@ -2,8 +2,7 @@
 
 import textwrap
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import zoo.accounting
 from experiments import configs
@@ -56,7 +55,7 @@ def report(programs: Programs, model: str, asked: Asked, device: Device, ask: Ca
     raise DoesNotFitError(f"{model} does not fit in {size(free)}: {need}{_remedy(config, asked, device, free, ask)}")
 
 
-def say(text: str | None, chosen: dict[str, Any]) -> None:
+def say(text: str | None, chosen: Mapping[str, configs.Choice]) -> None:
     """Print what the ids that are read stand for, where that is known, and what was chosen for the user."""
     if text is not None:
         print("\n".join(textwrap.wrap(f"text: {text}", table.width(), **table.INDENT)), flush=True)

@@ -1,9 +1,9 @@
 """What suits a device: every value that the user left open is chosen here, once, by device and model size."""
 
 import dataclasses
-from collections.abc import Callable
+import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import zoo.accounting
 from experiments import configs
@@ -12,10 +12,12 @@ from experiments.configs import DType, Platform
 from experiments.configs.registry import name_of
 from experiments.runtime import meshes
 from experiments.runtime.hardware import KEEP_CASTS_IN_LOOPS, Device, HardwareError
-from experiments.runtime.numbers import GIB
+from experiments.runtime.numbers import GIB, size
 from experiments.step import tiling as cuts
 from experiments.step.build import Programs
 from zoo.adapters import lora
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -50,79 +52,103 @@ EVALUATIONS = 5  # in a run, after the first; where one costs little
 LEAST_TILE = 128  # tokens: shorter tiles make matrix products slow
 
 
-def resolve(config: configs.Run, device: Device) -> tuple[configs.Resolved, dict[str, Any]]:
-    """Return the configuration with every open value chosen, and the choices by their dotted names.
+def resolve(config: configs.Run, device: Device) -> configs.Resolved:
+    """Return the run with every open value chosen, and why.
 
     Raises:
         HardwareError: there is no such mesh of this many devices, or no number of tiles keeps within the budget.
     """
-    params = zoo.accounting.count_params(config.model.config)
+    params, choices = zoo.accounting.count_params(config.model.config), Choices()
     scale = next(scale for scale in SCALES[device.platform] if params <= scale.params)
-    mesh, chosen = _mesh(config, device)
+    sized = f"{params:,} parameters on a {device.platform}: minutes altogether"
+    config = dataclasses.replace(config, mesh=(mesh := _mesh(config, device, choices)))
     memory = config.hardware.memory_gib * GIB if config.hardware.memory_gib else device.memory
     kept = 16 * params / (mesh.model * mesh.expert * (1 if mesh.fsdp == "none" else mesh.sizes["data"] or 1))
     roomy = kept < 0.8 * memory  # float32 parameters, gradients and two moments
 
-    def choose(part: Any, group: str, **values: Any) -> Any:
-        open_values = {name: value for name, value in values.items() if getattr(part, name) in (None, "auto")}
-        chosen.update({f"{group}{name}": value for name, value in open_values.items()})
-        return dataclasses.replace(part, **open_values)
-
     rows = configs.chosen(mesh.data) * mesh.expert
     batch_size = -(-scale.batch_size // rows) * rows
-    config = dataclasses.replace(config, mesh=mesh)
-    config = choose(config, "", steps=scale.steps, batch_size=batch_size, seq_len=scale.seq_len)
-    config = dataclasses.replace(config, log_every=config.log_every or max(1, config.steps // 20))
-    hardware = _hardware(config.hardware, device, roomy, choose, chosen)
-    optimizer = _optimizer(config, hardware.param_dtype is DType.float32 and roomy, chosen)
-    optimizer = choose(optimizer, "optimizer.", learning_rate=_rate(type(optimizer), params, config.adapter))
+    config = choices.fill(config, "", sized, steps=scale.steps, batch_size=batch_size, seq_len=scale.seq_len)
+    config = choices.fill(config, "", "twenty lines a run", log_every=max(1, configs.chosen(config.steps) // 20))
+    hardware = _hardware(config.hardware, device, size(kept), roomy, choices)
+    optimizer = _optimizer(config, hardware.param_dtype is DType.float32 and roomy, choices)
+    rate, why = _rate(type(optimizer), params, config.adapter)
+    optimizer = choices.fill(optimizer, "optimizer.", why, learning_rate=rate)
     parts: dict[str, Any] = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     parts.update(hardware=hardware, optimizer=optimizer)
     resolved = configs.Resolved(**parts)
     tiling = config.tiling
     if tiling.size is None:
-        tiling = choose(dataclasses.replace(tiling, budget=None), "tiling.", n=_tiles(resolved))
-    remat = choose(config.remat, "remat.", policy="full" if params > REMAT_ABOVE else "none")
+        tiles, why = _tiles(resolved)
+        tiling = choices.fill(dataclasses.replace(tiling, budget=None), "tiling.", why, n=tiles)
+    large = params > REMAT_ABOVE
+    why = f"{'more' if large else 'no more'} than {REMAT_ABOVE:,.0f} parameters"
+    remat = choices.fill(config.remat, "remat.", why, policy="full" if large else "none")
     often = max(10, resolved.steps // EVALUATIONS) if scale.eval_batches > 1 else 0
-    evaluation = choose(config.eval, "eval.", every=often, batches=scale.eval_batches)
+    why = f"{EVALUATIONS} in a run" if often else "evaluating costs as much as a step"
+    evaluation = choices.fill(config.eval, "eval.", why, every=often)
+    evaluation = choices.fill(evaluation, "eval.", sized, batches=scale.eval_batches)
     small = 12 * params <= GIB or isinstance(config.adapter, configs.Lora)  # float32 parameters and two moments
-    checkpoint = choose(config.checkpoint, "checkpoint.", last=small)
-    return dataclasses.replace(resolved, tiling=tiling, remat=remat, eval=evaluation, checkpoint=checkpoint), chosen
+    why = f"it takes {'less' if small else 'more'} than 1 GiB"
+    checkpoint = choices.fill(config.checkpoint, "checkpoint.", why, last=small)
+    parts = {"tiling": tiling, "remat": remat, "eval": evaluation, "checkpoint": checkpoint}
+    return dataclasses.replace(resolved, **parts, chosen=choices.made)
 
 
-def _hardware(
-    hardware: configs.Hardware, device: Device, roomy: bool, choose: Callable[..., Any], chosen: dict[str, Any]
-) -> configs.Hardware:
+class Choices:
+    """Fills what was left open, and remembers with what and why.
+
+    Attributes:
+        made: the choices by their dotted names.
+    """
+
+    def __init__(self):
+        self.made: dict[str, configs.Choice] = {}
+
+    def fill(self, part: T, group: str, why: str, **values: Any) -> T:
+        """Return a part of a run with these values where it has none yet."""
+        left = {name: value for name, value in values.items() if getattr(part, name) in (None, "auto")}
+        self.add(why, **{f"{group}{name}": value for name, value in left.items()})
+        return dataclasses.replace(part, **left)  # ty: ignore[invalid-argument-type]
+
+    def add(self, why: str, **values: Any) -> None:
+        """Remember values, by their dotted names."""
+        self.made |= {name: configs.Choice(value, why) for name, value in values.items()}
+
+
+def _hardware(hardware: configs.Hardware, device: Device, kept: str, roomy: bool, choices: Choices) -> configs.Hardware:
     """Return the number formats and the compiler's options that suit a device; `roomy` if float32 fits there."""
-    on_cpu = device.platform == "cpu"
-    hardware = choose(
-        hardware,
-        "hardware.",
-        platform=Platform(device.platform),
-        param_dtype=DType.float32 if roomy else DType.bfloat16,
-        compute_dtype=DType.float32 if on_cpu else DType.bfloat16,
-        headroom_gib=1.0 if on_cpu else 0.5,
-    )
+    on_cpu, fill = device.platform == "cpu", functools.partial(choices.fill, group="hardware.")
+    hardware = fill(hardware, why="the best device that there is", platform=Platform(device.platform))
+    dtype, fits = (DType.float32, "fit") if roomy else (DType.bfloat16, "do not fit")
+    why = f"float32 parameters, gradients and two moments of {kept} {fits}"
+    hardware = fill(hardware, why=why, param_dtype=dtype)
+    dtype = DType.float32 if on_cpu else DType.bfloat16
+    hardware = fill(hardware, why=f"what a {device.platform} multiplies fastest", compute_dtype=dtype)
+    why = "for Python and JAX itself" if on_cpu else "for the device's own use"
+    hardware = fill(hardware, why=why, headroom_gib=1.0 if on_cpu else 0.5)
     if not on_cpu or hardware.param_dtype is not DType.bfloat16:
         return hardware
     options = {**KEEP_CASTS_IN_LOOPS, **hardware.compiler_options}
     if options != hardware.compiler_options:
-        chosen["hardware.compiler_options"] = options
+        choices.add("no float32 copy of all bfloat16 layers", **{"hardware.compiler_options": options})
     return dataclasses.replace(hardware, compiler_options=options)
 
 
-def _optimizer(config: configs.Run, roomy: bool, chosen: dict[str, Any]) -> configs.Optimizer:
+def _optimizer(config: configs.Run, roomy: bool, choices: Choices) -> configs.Optimizer:
     """Return the optimizer that was asked for, or the one whose state fits: `roomy` if AdamW's does."""
     if type(config.optimizer) is not configs.Optimizer:
         return config.optimizer
-    cls = configs.AdamW if roomy or isinstance(config.adapter, configs.Lora) else configs.AdafactorLayerwise
+    fits = roomy or isinstance(config.adapter, configs.Lora)
+    cls = configs.AdamW if fits else configs.AdafactorLayerwise
     made = cls(**{field.name: getattr(config.optimizer, field.name) for field in dataclasses.fields(config.optimizer)})
-    chosen["optimizer"] = name_of("optimizer", made)
+    why = "its two moments fit" if fits else "AdamW's two moments would not fit"
+    choices.add(why, optimizer=name_of("optimizer", made))
     return made
 
 
-def _mesh(config: configs.Run, device: Device) -> tuple[configs.Mesh, dict[str, Any]]:
-    """Return the mesh, and what of it was chosen for the user.
+def _mesh(config: configs.Run, device: Device, choices: Choices) -> configs.Mesh:
+    """Return the mesh.
 
     Raises:
         HardwareError: there is no such mesh of this many devices.
@@ -131,36 +157,41 @@ def _mesh(config: configs.Run, device: Device) -> tuple[configs.Mesh, dict[str, 
         mesh = meshes.choose(config, device.count, device.platform)
     except ValueError as error:
         raise HardwareError(str(error)) from None
-    if device.count == 1 or config.mesh.data is not None:
-        return mesh, {}
-    return mesh, {
-        f"mesh.{name}": mesh.sizes[name] for name in ("data", "context") if name == "data" or mesh.context > 1
-    }
+    if device.count > 1 and config.mesh.data is None:
+        names = [name for name in ("data", "context") if name == "data" or mesh.context > 1]
+        why = f"there are {device.count} devices"
+        choices.add(why, **{f"mesh.{name}": mesh.sizes[name] for name in names})
+    return mesh
 
 
-def _tiles(config: configs.Resolved) -> int | str:
-    """Return how many tiles suit the head: as few as keep within the budget, or have small logits.
+def _tiles(config: configs.Resolved) -> tuple[int | str, str]:
+    """Return how many tiles suit the head, and why: as few as keep within the budget, or have small logits.
 
     Raises:
         HardwareError: no number of tiles keeps within the budget.
     """
     if config.tiling.budget is not None:
         try:
-            fewest = Programs(config).fewest_tiles()
+            fewest, why = Programs(config).fewest_tiles(), f"the fewest within {config.tiling.budget}"
         except ValueError as error:
             raise HardwareError(f"cannot use tiling.budget={config.tiling.budget}: {error}") from None
     else:
         tokens = config.head.rows * config.seq_len
-        fewest = min(-(-4 * tokens * config.model.config.vocab_size // TILE_BYTES), max(1, tokens // LEAST_TILE))
+        logits = 4 * tokens * config.model.config.vocab_size
+        fewest = min(-(-logits // TILE_BYTES), max(1, tokens // LEAST_TILE))
         fewest = min(max(fewest, 2 * config.tiling.lowmem), config.head.length)
-    return fewest if fewest > 1 or config.tiling.lowmem else "none"
+        why = f"all logits are {size(logits)}" + (f", a tile's at most {size(TILE_BYTES)}" if fewest > 1 else "")
+    return (fewest if fewest > 1 or config.tiling.lowmem else "none"), why
 
 
-def _rate(optimizer: type[configs.Optimizer], params: int, adapter: configs.Adapter) -> float:
-    """Return a peak learning rate: AdamW's falls with the root of the model's size, Adafactor's is relative already."""
+def _rate(optimizer: type[configs.Optimizer], params: int, adapter: configs.Adapter) -> tuple[float, str]:
+    """Return a peak learning rate, and why."""
     if isinstance(adapter, configs.Lora) and optimizer is configs.AdamW:
-        return LORA_RATE
-    return float(f"{optimizer.peak * min(1.0, (3e6 / params) ** 0.5):.1g}") if optimizer.scales else optimizer.peak
+        return LORA_RATE, "what suits adapters of models of any size"
+    if not optimizer.scales:
+        return optimizer.peak, "it is relative to the parameters already"
+    rate = float(f"{optimizer.peak * min(1.0, (3e6 / params) ** 0.5):.1g}")
+    return rate, "the larger the model, the smaller: with the root of its size"
 
 
 def problem(config: configs.Resolved) -> str | None:

@@ -88,7 +88,7 @@ def _resolved(asked: Asked, changes: Sequence[str], model: configs.Model, device
     if run is None:
         return None
     try:
-        changed = resolve(replace(run, model=model), device)[0]
+        changed = resolve(replace(run, model=model), device)
     except HardwareError:
         return None
     return None if problem(changed) else changed

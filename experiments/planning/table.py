@@ -3,6 +3,7 @@
 import shutil
 import sys
 import textwrap
+from collections.abc import Mapping
 from typing import Any
 
 import zoo.accounting
@@ -68,7 +69,7 @@ def _row(values: str, note: str) -> list[str]:
     """Return a row of the table, its note below where there is no room beside."""
     if len(line := f"{values}   {note}".rstrip()) <= width():
         return [line]
-    return [values, *textwrap.wrap(note, width(), initial_indent=" " * 6, subsequent_indent=" " * 6)]
+    return [values.rstrip(), *textwrap.wrap(note, width(), initial_indent=" " * 6, subsequent_indent=" " * 6)]
 
 
 def _note(text: str) -> list[str]:
@@ -116,16 +117,15 @@ def _head(config: configs.Resolved, plan: Plan) -> str:
     return f"about {size(plan.head_untiled)} if it were untiled"
 
 
-def choices(chosen: dict[str, Any]) -> str:
-    """Return the lines that say what was chosen for the user, ready to be pasted as overrides."""
-    words = [f"{key}={_plain(value)}" for key, value in chosen.items()]
-    lines, line = [], "  chosen:"
-    for word in words:
-        if len(line) + 1 + len(word) > width() and line.strip():
-            lines.append(line)
-            line = "         "
-        line += f" {word}"
-    return "\n".join([*lines, line])
+def choices(chosen: Mapping[str, configs.Choice]) -> str:
+    """Return the lines that say what was chosen for the user, as overrides, and why."""
+    reasons = dict.fromkeys(choice.why for choice in chosen.values())
+    lines = ["  chosen:"]
+    for why in reasons:
+        words = " ".join(f"{key}={_plain(choice.value)}" for key, choice in chosen.items() if choice.why == why)
+        *before, last = textwrap.wrap(words, width() - 4, break_long_words=False, break_on_hyphens=False)
+        lines += [f"    {line}" for line in before] + _row(f"    {last:<30}", why)
+    return "\n".join(lines)
 
 
 def _plain(value: Any) -> str:

@@ -34,14 +34,14 @@ def is_remote(path: str | None) -> bool:
     return path is not None and "://" in path
 
 
-def fetched(config: T, prefix: str = "") -> tuple[T, dict[str, str]]:
+def fetched(config: T, prefix: str = "") -> tuple[T, dict[str, configs.Choice]]:
     """Return a configuration whose inputs are all here, and the exact versions of what the hub has by their options.
 
     Raises:
         RemoteError: something is not there, cannot be reached, or an extra is missing.
     """
     new: dict[str, Any] = {}
-    exact: dict[str, str] = {}
+    exact: dict[str, configs.Choice] = {}
     for field in dataclasses.fields(config):  # ty: ignore[invalid-argument-type]
         value, name = getattr(config, field.name), f"{prefix}{field.name}"
         if dataclasses.is_dataclass(value):
@@ -51,7 +51,8 @@ def fetched(config: T, prefix: str = "") -> tuple[T, dict[str, str]]:
             if field.name in WRITTEN:
                 raise RemoteError(f"cannot write to {name}={value}: give a folder on this machine, and copy it there")
             if value.startswith(HUB) and value.count("/") == 3:
-                path, exact[name] = _from_hub(name, value)
+                path, revision = _from_hub(name, value)
+                exact[name] = configs.Choice(revision, "the revision that the hub has now")
             else:
                 path = _copied(name, value)
             new[field.name] = str(path)

@@ -23,7 +23,7 @@ TOLERANCE = {"float32": 1e-6, "float64": 1e-9}
 def resolved(n, dtype, *overrides):
     words = [f"model.{size}" for size in MICRO] + [f"hardware.{kind}_dtype={dtype}" for kind in ("param", "compute")]
     words += ["model=tiny_gemma3", "batch_size=10", "seq_len=12", f"steps={STEPS}", f"tiling.batch={n}"]
-    return resolve(schema.compose([*words, *overrides])[0], DEVICE)[0]
+    return resolve(schema.compose([*words, *overrides])[0], DEVICE)
 
 
 def batches(paired):

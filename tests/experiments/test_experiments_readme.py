@@ -65,10 +65,13 @@ def test_an_optimizer_takes_a_class_and_a_function():
     options.of.cache_clear()
     options.by_key.cache_clear()
     try:
-        made, chosen = resolve(schema.compose(["optimizer=signed"])[0], Device("cpu", "a test", 2**33))
+        made = resolve(schema.compose(["optimizer=signed"])[0], Device("cpu", "a test", 2**33))
         step = optimizer.build(made.optimizer, made.steps)
         updates, _ = step.update({"w": jnp.array([3.0, -2.0])}, step.init({"w": jnp.zeros(2)}))
-        assert chosen["optimizer.learning_rate"] == 1e-3 and float(updates["w"][1]) == -float(updates["w"][0]) > 0
+        assert (
+            made.chosen["optimizer.learning_rate"].value == 1e-3
+            and float(updates["w"][1]) == -float(updates["w"][0]) > 0
+        )
     finally:
         del CHOICES["optimizer"]["signed"]
         options.of.cache_clear()

@@ -24,7 +24,7 @@ BATCH = (TOKENS, (TOKENS + 1) % 64, jnp.ones((2, 16)))
 def resolved(name: str) -> configs.Resolved:
     sizes = [f"model.{size}" for size in MICRO]
     overrides = [f"model={name}", *sizes, "batch_size=2", "seq_len=16", "steps=2", "tiling.n=2", "remat=full"]
-    return resolve(schema.compose(overrides)[0], DEVICE)[0]
+    return resolve(schema.compose(overrides)[0], DEVICE)
 
 
 @pytest.mark.parametrize("name", TINY)

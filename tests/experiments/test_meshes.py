@@ -39,7 +39,7 @@ def quickly(config):
 
 def losses(*words):
     """The loss of every step of a run."""
-    config = quickly(resolved(*words)[0])
+    config = quickly(resolved(*words))
     assert meshes.problem(config) is None
     source = batches.open_source(config)
     with meshes.spread(config.mesh):
@@ -84,7 +84,7 @@ def test_a_tiled_run_is_the_same_on_a_mesh(alone, model, layout):
 @pytest.mark.parametrize("tiling", [["tiling.batch=2"], ["tiling.n=2"]])
 def test_devices_exchange_with_every_micro_batch_where_that_is_asked_for(tiling):
     def in_loops(sync):
-        config, _ = resolved("mesh=fsdp", "batch_size=16", f"tiling.sync={sync}", *tiling, *LLAMA, "model.num_layers=1")
+        config = resolved("mesh=fsdp", "batch_size=16", f"tiling.sync={sync}", *tiling, *LLAMA, "model.num_layers=1")
         with meshes.spread(config.mesh):
             text = Programs(config).train.compiled.as_text()
         return sum(c.bytes for c in collectives(text, 8) if c.looped)
@@ -147,17 +147,18 @@ def test_other_runs_are_the_same_on_a_mesh(words):
     ],
 )
 def test_the_mesh_suits_the_devices(words, count, platform, sizes):
-    config, chosen = resolved(*words, count=count, platform=platform)
+    config = resolved(*words, count=count, platform=platform)
+    chosen = config.chosen
     assert {name: size for name, size in config.mesh.sizes.items() if size != 1} == sizes
     assert meshes.problem(config) is None
     if platform != "cpu" and not any(word.startswith("mesh") for word in words) and count > 1:
-        assert chosen["mesh.data"] == sizes["data"]
+        assert chosen["mesh.data"].value == sizes["data"]
 
 
 def test_a_batch_that_is_left_open_divides_over_the_devices():
     words = [word for word in SIZES if not word.startswith("batch_size")]
     device = hardware.Device("gpu", "a test", 2**33, 6)
-    config, _ = resolve(schema.compose([*words, "tiling=none"])[0], device)
+    config = resolve(schema.compose([*words, "tiling=none"])[0], device)
     assert config.mesh.data == 6
     assert config.batch_size % 6 == 0
 
@@ -186,7 +187,7 @@ def test_sizes_that_do_not_make_the_devices_are_refused(words, message):
     ],
 )
 def test_what_cannot_be_cut_over_the_mesh_is_refused(words, message):
-    problem = meshes.problem(resolved(*words)[0])
+    problem = meshes.problem(resolved(*words))
     assert problem is not None
     with pytest.raises(AssertionError, match=message):
         raise AssertionError(problem)
@@ -202,7 +203,7 @@ def test_bad_sizes_are_refused(words, message):
 
 
 def test_dimensions_that_stay_whole_are_told():
-    config, _ = resolved("mesh=tp", *LLAMA)
+    config = resolved("mesh=tp", *LLAMA)
     assert meshes.notes(config.mesh, config.model.config.dims) == ["K=2 stays whole: mesh.model=8 does not divide it"]
     assert meshes.describe(config.mesh) == "model=8"
     assert meshes.describe(configs.Mesh(data=4, fsdp="none")) == "data=4, parameters copied"
@@ -211,7 +212,7 @@ def test_dimensions_that_stay_whole_are_told():
 def test_other_threads_put_batches_where_they_belong():
     from concurrent.futures import ThreadPoolExecutor
 
-    config, _ = resolved("mesh=fsdp_cp")
+    config = resolved("mesh=fsdp_cp")
     with meshes.spread(config.mesh), ThreadPoolExecutor(1) as thread:
         (array,) = thread.submit(meshes.feeder(8), lambda rows: (np.zeros((8, 16), np.int32)[rows],)).result()
         assert tuple(array.sharding.spec) == ("data", "context")

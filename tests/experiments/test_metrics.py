@@ -134,7 +134,8 @@ def test_a_table_is_as_narrow_as_the_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     config = resolved("tiling.n=8", "batch_size=1", "seq_len=128")
     text = table.render("tiny", config, plan(), hardware.Device("cpu", "a test", 2**33))
-    text += "\n" + table.choices({"optimizer.learning_rate": 0.003, "hardware.param_dtype": "float32", "steps": 3})
+    chosen = {"optimizer.learning_rate": 0.003, "hardware.param_dtype": "float32", "steps": 3}
+    text += "\n" + table.choices({key: configs.Choice(value, "as I say") for key, value in chosen.items()})
     assert max(map(len, text.splitlines())) <= 40
     assert "tiles of 16 tokens make" in " ".join(text.split())
 
@@ -147,7 +148,7 @@ def plan(untiled=True):
 
 def resolved(*overrides):
     config, _ = schema.compose(list(overrides))
-    return resolve(config, hardware.Device("cpu", "a test", 2**33))[0]
+    return resolve(config, hardware.Device("cpu", "a test", 2**33))
 
 
 @pytest.mark.parametrize("made", [records(), records(3)], ids=["long", "short"])
@@ -258,11 +259,25 @@ def test_sizes(count, text):
 
 
 def test_choices_can_be_pasted_back():
-    _, chosen = resolve(schema.compose([])[0], hardware.Device("cpu", "a test", 2**33))
-    words = table.choices(chosen).replace("chosen:", "").split()
-    again = resolve(schema.compose(words)[0], hardware.Device("cpu", "a test", 2**33))
-    assert again[1] == {}
-    assert again[0].optimizer == configs.AdamW(learning_rate=3e-3)
+    device = hardware.Device("cpu", "a test", 2**33)
+    text = table.choices(resolve(schema.compose([])[0], device).chosen)
+    again = resolve(schema.compose([word for word in text.split() if "=" in word])[0], device)
+    assert again.chosen == {}
+    assert again.optimizer == configs.AdamW(learning_rate=3e-3)
+
+
+def test_every_choice_has_its_reason():
+    device = hardware.Device("cpu", "a test", 2**33)
+    lines = table.choices(resolve(schema.compose(["model=gemma2b"])[0], device).chosen).splitlines()
+    assert lines[0] == "  chosen:" and all(len(line) <= 80 for line in lines if "compiler_options" not in line)
+    text = " ".join(" ".join(lines).split())
+    for said in (
+        "hardware.param_dtype=bfloat16 float32 parameters, gradients and two moments of 37.34 GiB do not fit",
+        "optimizer=adafactor_layerwise AdamW's two moments would not fit",
+        "tiling.n=2 all logits are 500.0 MiB, a tile's at most 256.0 MiB",
+        "remat.policy=full more than 20,000,000 parameters",
+    ):
+        assert said in text, said
 
 
 def test_pairs_that_tie_are_half_right():

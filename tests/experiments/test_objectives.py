@@ -49,7 +49,7 @@ def teacher(tmp_path_factory):
 def resolved(*overrides):
     words = ["model=tiny", *(f"model.{size}" for size in MICRO), "batch_size=8", "seq_len=16", "steps=2"]
     config, _ = schema.compose(with_overrides([*words, "tiling.n=none", *overrides], []))
-    return resolve(config, DEVICE)[0]
+    return resolve(config, DEVICE)
 
 
 def arrays(config):

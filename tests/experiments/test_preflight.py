@@ -35,7 +35,7 @@ DEVICE = Device("cpu", "a test", 2**30)
 
 
 def resolved(*overrides, device=DEVICE):
-    return resolve(schema.compose([*MICRO, *overrides])[0], device)[0]
+    return resolve(schema.compose([*MICRO, *overrides])[0], device)
 
 
 @pytest.fixture(scope="module")
@@ -157,11 +157,11 @@ def too_small(tiled, share):
 def test_the_smallest_remedy_is_found_and_fits(tiled):
     device = too_small(tiled, 0.5)
     overrides = [*MICRO, "tiling.n=none", "optimizer=adamw", "hardware.param_dtype=float32", "remat=full"]
-    found = suggest(resolve(schema.compose(overrides)[0], device)[0], variations(overrides), device)
+    found = suggest(resolve(schema.compose(overrides)[0], device), variations(overrides), device)
     assert found is not None
     changes, total = found
     assert len(changes) == 1  # tiling the head, or fewer sequences, is enough
-    again, _ = resolve(schema.compose(with_overrides(overrides, changes))[0], device)
+    again = resolve(schema.compose(with_overrides(overrides, changes))[0], device)
     assert step_bytes(again) == total <= device.memory
 
 
@@ -176,7 +176,7 @@ def test_a_run_that_does_not_fit_stops_before_allocating(tmp_path, capsys, monke
     assert "tiny does not fit in 30.7 MiB" in captured.err
     remedy = captured.err.split("This fits (")[1].split("): ")[1].split()
     assert not (tmp_path / "runs").exists()
-    config, _ = resolve(schema.compose(with_overrides(overrides, remedy))[0], DEVICE)
+    config = resolve(schema.compose(with_overrides(overrides, remedy))[0], DEVICE)
     assert step_bytes(config) <= 0.03 * 2**30
 
 
@@ -205,7 +205,8 @@ def test_replacing_a_group_drops_its_own_values():
     ],
 )
 def test_choices_follow_the_models_size(model, memory, optimizer, dtype):
-    config, chosen = resolve(schema.compose([f"model={model}"])[0], Device("cpu", "a test", memory))
+    config = resolve(schema.compose([f"model={model}"])[0], Device("cpu", "a test", memory))
+    chosen = config.chosen
     assert type(config.optimizer).__name__ == optimizer
     assert config.hardware.param_dtype == dtype
     assert ("hardware.compiler_options" in chosen) == (dtype == "bfloat16")
@@ -216,14 +217,15 @@ def test_choices_follow_the_models_size(model, memory, optimizer, dtype):
 def test_the_head_of_a_large_model_can_be_cut(words):
     """Of a few tokens too, whose tiles are small beside the float32 sum of the gradient of a table in bfloat16."""
     config = schema.compose(["model=gemma2b", *words])[0]
-    config, _ = resolve(config, Device("cpu", "a test", 23 * 2**30))
+    config = resolve(config, Device("cpu", "a test", 23 * 2**30))
     assert config.hardware.param_dtype == "bfloat16"
     assert Programs(config).plan_head() is not None
 
 
 def test_what_the_user_chose_is_left_alone():
     overrides = ["batch_size=3", "hardware=gpu", "optimizer=sgd", "remat=dots", "tiling.n=5", "eval.batches=2"]
-    config, chosen = resolve(schema.compose(overrides)[0], Device("gpu", "a test", 2**36))
+    config = resolve(schema.compose(overrides)[0], Device("gpu", "a test", 2**36))
+    chosen = config.chosen
     assert (config.batch_size, config.tiling.n, config.remat.policy, config.eval.batches) == (3, 5, "dots", 2)
     assert type(config.optimizer).__name__ == "Sgd"
     assert not {"batch_size", "optimizer", "remat.policy", "tiling.n", "hardware.platform"} & chosen.keys()
@@ -232,7 +234,7 @@ def test_what_the_user_chose_is_left_alone():
 def test_auto_tiles_large_vocabularies_only():
     tiles = {}
     for words in (["model=tiny"], ["model=gemma2b", "seq_len=8192"]):
-        config, _ = resolve(schema.compose(words)[0], Device("cpu", "a test", 2**36))
+        config = resolve(schema.compose(words)[0], Device("cpu", "a test", 2**36))
         tiles[words[0]] = config.tiling.n
     assert tiles["model=tiny"] == "none"
     assert tiles["model=gemma2b"] == 32  # 256 tokens each: 250 MiB of logits

@@ -14,6 +14,7 @@ import jax
 import pytest
 
 import zoo
+from experiments import configs
 from experiments.commandline import overrides, schema
 from experiments.commandline.console import CommandError
 from experiments.configs import Run
@@ -219,7 +220,7 @@ from experiments.commandline.console import CommandError
 from experiments.runtime import remote
 try:
     config, exact = remote.fetched(schema.compose(sys.argv[1:])[0])
-    print(config.model.weights, exact["model.weights"])
+    print(config.model.weights, exact["model.weights"].value)
 except CommandError as error:
     print(error)
 """
@@ -260,7 +261,9 @@ def test_weights_by_their_name_on_the_hub(tmp_path):
 
 
 def test_the_revision_goes_into_the_run_s_record():
-    words = overrides.pinned(["model.weights=hf://lab/tiny"], {"model.weights": "hf://lab/tiny@0123"})
+    words = overrides.pinned(
+        ["model.weights=hf://lab/tiny"], {"model.weights": configs.Choice("hf://lab/tiny@0123", "")}
+    )
     config, _ = schema.compose(words)
     assert config.model.weights == "hf://lab/tiny@0123"
     assert overrides.with_overrides(words, ["model.weights=hf://lab/tiny"]) == ["model.weights=hf://lab/tiny"]

@@ -118,7 +118,7 @@ def test_eval_step_leaves_the_model_alone():
 
 def resolved(*overrides):
     config, _ = schema.compose([*MICRO, *overrides])
-    return resolve(config, DEVICE)[0]
+    return resolve(config, DEVICE)
 
 
 def tokens(config, vocab=300):

@@ -36,7 +36,7 @@ TILINGS = {
 def resolved(name, *overrides):
     sizes = [f"model.{size}" for size in MICRO]
     words = [f"model={name}", *sizes, "batch_size=6", "seq_len=16", "steps=2", "tiling.n=none", *overrides]
-    return resolve(schema.compose(with_overrides(words, []))[0], DEVICE)[0]
+    return resolve(schema.compose(with_overrides(words, []))[0], DEVICE)
 
 
 def tilings(*words):
