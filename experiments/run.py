@@ -67,11 +67,8 @@ def _run(argv: list[str], stop: Stop) -> int:
 def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str], stop: Stop | None = None) -> int:
     """Carry out a run and return its exit status, every expected error in one message. JAX is imported from here on.
 
-    Args:
-        config: the run, as it was asked for.
-        choices: the option of each group.
-        argv: the overrides that say so.
-        stop: what hears that the run is to end, entered already; None: from here on.
+    `choices` are the options of each group, `argv` the overrides that say so; `stop`, entered already, hears that the
+    run is to end.
     """
     from experiments.data.batches import open_source
     from experiments.planning.report import report, say
@@ -90,9 +87,8 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str], sto
         errors = held.enter_context(Errors())
         stop.ask()  # JAX has been imported meanwhile
         loggers.check(config.save)
-        config, mirror = remote.mirrored(config)
-        config, exact = remote.fetched(config)
-        asked = with_weights(config, argv)
+        here, exact, mirror = remote.here(config)
+        asked = with_weights(here, argv)
         errors.directory = directory = Directory.find(asked.out, asked.run, name, mirror)
         distributed.join(asked.distributed, stop)
         directory.check()

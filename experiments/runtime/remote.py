@@ -233,17 +233,18 @@ def run_folder(out: str, run: str) -> Path:
     return mirror.folder
 
 
-def mirrored(config: configs.Run) -> tuple[configs.Run, Mirror | None]:
-    """Return a run that writes here, and what copies that to where it is to be (None: it is here).
+def here(config: configs.Run) -> tuple[configs.Run, dict[str, configs.Choice], Mirror | None]:
+    """Return a run that reads and writes here, what `fetched` says, and what copies it to where it is to be.
 
     Raises:
-        RemoteError: the run has no name, or its directory there cannot be read.
+        RemoteError: something that it reads is not there, it has no name, or its directory there cannot be read.
     """
-    if not is_remote(config.out):
-        return config, None
-    mirror = Mirror(config.out, config.run)
-    mirror.pull()
-    return dataclasses.replace(config, out=str(mirror.folder.parent)), mirror
+    mirror = None
+    if is_remote(config.out):
+        mirror = Mirror(config.out, config.run)
+        mirror.pull()
+        config = dataclasses.replace(config, out=str(mirror.folder.parent))
+    return *fetched(config), mirror
 
 
 def _files(folder: Path) -> list[Path]:
