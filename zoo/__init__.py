@@ -5,18 +5,27 @@ from typing import TYPE_CHECKING
 
 _HOME = {
     "ForwardPass": "zoo.models.forward",
+    "GPT": "zoo.models.gpt",
+    "GPT2Config": "zoo.families.gpt",
     "Gemma": "zoo.models.gemma",
     "Gemma3Config": "zoo.families.gemma",
     "GemmaConfig": "zoo.families.gemma",
+    "GptOssConfig": "zoo.families.gptoss",
+    "GraniteConfig": "zoo.families.granite",
     "Head": "zoo.models.head",
     "Llama": "zoo.models.llama",
     "LlamaConfig": "zoo.families.llama",
     "MistralConfig": "zoo.families.mistral",
     "MixtralConfig": "zoo.families.mistral",
     "Mixture": "zoo.models.mixture",
+    "NeoXConfig": "zoo.families.neox",
+    "OPTConfig": "zoo.families.opt",
     "Olmo2Config": "zoo.families.olmo",
+    "OlmoeConfig": "zoo.families.olmo",
     "Ops": "zoo.models.layers",
+    "Phi3Config": "zoo.families.phi",
     "Qwen2Config": "zoo.families.qwen",
+    "Qwen2MoeConfig": "zoo.families.qwen",
     "Qwen3Config": "zoo.families.qwen",
     "Qwen3MoeConfig": "zoo.families.qwen",
     "RopeKind": "zoo.config",
@@ -39,11 +48,19 @@ if TYPE_CHECKING:  # the same for type checkers, which a test compares
     from zoo.families import model_class as model_class
     from zoo.families.gemma import Gemma3Config as Gemma3Config
     from zoo.families.gemma import GemmaConfig as GemmaConfig
+    from zoo.families.gpt import GPT2Config as GPT2Config
+    from zoo.families.gptoss import GptOssConfig as GptOssConfig
+    from zoo.families.granite import GraniteConfig as GraniteConfig
     from zoo.families.llama import LlamaConfig as LlamaConfig
     from zoo.families.mistral import MistralConfig as MistralConfig
     from zoo.families.mistral import MixtralConfig as MixtralConfig
+    from zoo.families.neox import NeoXConfig as NeoXConfig
     from zoo.families.olmo import Olmo2Config as Olmo2Config
+    from zoo.families.olmo import OlmoeConfig as OlmoeConfig
+    from zoo.families.opt import OPTConfig as OPTConfig
+    from zoo.families.phi import Phi3Config as Phi3Config
     from zoo.families.qwen import Qwen2Config as Qwen2Config
+    from zoo.families.qwen import Qwen2MoeConfig as Qwen2MoeConfig
     from zoo.families.qwen import Qwen3Config as Qwen3Config
     from zoo.families.qwen import Qwen3MoeConfig as Qwen3MoeConfig
     from zoo.families.seed import SeedConfig as SeedConfig
@@ -52,6 +69,7 @@ if TYPE_CHECKING:  # the same for type checkers, which a test compares
     from zoo.huggingface.weights import save as save
     from zoo.models.forward import ForwardPass as ForwardPass
     from zoo.models.gemma import Gemma as Gemma
+    from zoo.models.gpt import GPT as GPT
     from zoo.models.head import Head as Head
     from zoo.models.head import head as head
     from zoo.models.layers import Ops as Ops

@@ -43,7 +43,7 @@ def train_flops(config: Config, batch: int, seq: int) -> int:
 def _active(row: Row, config: Config) -> int:
     """Count the elements of a leaf that one token meets."""
     count = math.prod(row.shape(config.dims))
-    if "E" in row.stack and isinstance(config, MixtureLike):
+    if "E" in row.lead and isinstance(config, MixtureLike):
         return count // config.num_experts * config.experts_per_token
     return count
 

@@ -27,6 +27,7 @@ class RopeKind(StrEnum):
     dynamic = "dynamic"
     llama3 = "llama3"
     yarn = "yarn"
+    longrope = "longrope"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ class RopeScaling:
     """A stretch of the rotary frequencies.
 
     Attributes:
-        kind: which of the four (`zoo.models.rotary`).
+        kind: which of the five (`zoo.models.rotary`).
         factor: how many times longer texts become.
         original_length: tokens of the texts trained on; the linear kind does not read it.
         low_freq: llama3: waves with fewer turns in the original length are stretched in full.
@@ -42,7 +43,10 @@ class RopeScaling:
         beta_fast: yarn: the same as `high_freq`, for the dimension that has this many turns.
         beta_slow: yarn: the same as `low_freq`.
         truncate: yarn: the two dimensions are rounded outwards.
-        attention_factor: yarn: multiplies queries and keys; None is `1 + ln(factor) / 10`.
+        attention_factor: yarn, longrope: multiplies queries and keys; None is `1 + ln(factor) / 10`, of longrope
+            `sqrt(1 + ln(factor) / ln(original_length))`.
+        short_factors: longrope: what each pair's frequency is divided by, in texts up to the original length.
+        long_factors: longrope: likewise in longer ones.
     """
 
     kind: RopeKind
@@ -54,20 +58,35 @@ class RopeScaling:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float | None = None
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
     def __post_init__(self):
+        for name in ("short_factors", "long_factors"):  # files have lists, which no key of a table can be
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         names = ("factor", "original_length", "low_freq", "high_freq", "beta_fast", "beta_slow", "attention_factor")
         problems = not_positive(self, names)
         if self.kind is RopeKind.llama3 and not self.high_freq > self.low_freq:
             problems.append(f"high_freq={self.high_freq} must be larger than low_freq={self.low_freq}")
+        if self.kind is RopeKind.longrope:
+            problems += [
+                f"{name}={getattr(self, name)} must be positive numbers"
+                for name in ("short_factors", "long_factors")
+                if not getattr(self, name) or not all(0 < factor < math.inf for factor in getattr(self, name))
+            ]
         refuse(self, problems)
 
     @property
     def temperature(self) -> float:
         """What queries and keys are both multiplied by."""
-        if self.kind is not RopeKind.yarn:
+        if self.kind not in (RopeKind.yarn, RopeKind.longrope):
             return 1.0
-        automatic = 1.0 if self.factor <= 1 else 0.1 * math.log(self.factor) + 1.0
+        if self.factor <= 1:
+            automatic = 1.0
+        elif self.kind is RopeKind.yarn:
+            automatic = 0.1 * math.log(self.factor) + 1.0
+        else:
+            automatic = math.sqrt(1 + math.log(self.factor) / math.log(self.original_length))
         return automatic if self.attention_factor is None else self.attention_factor
 
 
@@ -100,6 +119,8 @@ class Config:
 
     model: ClassVar[str]
     dialects: ClassVar[Mapping[str, Dialect]] = {}
+    prefix: ClassVar[str] = "model."  # of tensors' names, which files of a model without its head may lack
+    unread: ClassVar[tuple[str, ...]] = ("rotary_emb.inv_freq",)  # ends of tensors' names that hold no parameter
 
     vocab_size: int
     num_layers: int
@@ -161,6 +182,31 @@ class Config:
         """What is added to the weights of norms: 1 where they are stored less one."""
         return 0.0
 
+    @property
+    def rotary_dim(self) -> int:
+        """How many dimensions of a head turn by its position: the first, all of them in most families."""
+        return self.head_dim
+
+    @property
+    def rotary_pairs(self) -> bool:
+        """Whether neighbouring dimensions of a head turn together, in place of those of its halves."""
+        return False
+
+    @property
+    def residual_scale(self) -> float:
+        """What attention and MLP put out is multiplied by before it is added."""
+        return 1.0
+
+    @property
+    def clip(self) -> float | None:
+        """How large elements of queries, keys and values may be."""
+        return None
+
+    @property
+    def logit_scale(self) -> float | None:
+        """What logits are multiplied by."""
+        return None
+
     # These three are fields of the families that have them.
     @property
     def window(self) -> int | None:
@@ -189,9 +235,13 @@ class Config:
 
     @property
     def rope_temperature(self) -> float | None:
-        """What queries and keys of all layers are multiplied by; None where layers differ: there rotation does it."""
+        """What queries and keys of all layers are multiplied by.
+
+        None where layers differ, or a part of each head alone is multiplied: there rotation does it.
+        """
         temperatures = {temperature_of(rope) for rope in self.layer_ropes}
-        return temperatures.pop() if len(temperatures) == 1 else None
+        whole = self.rotary_dim == self.head_dim or temperatures == {1.0}
+        return temperatures.pop() if len(temperatures) == 1 and whole else None
 
 
 @functools.lru_cache(maxsize=64)
@@ -233,6 +283,16 @@ def windows(num_layers: int, window: int | None, pattern: str) -> tuple[int | No
     return tuple(window if pattern[layer % len(pattern)] == LOCAL else None for layer in range(num_layers))
 
 
+def rotary_problems(config: Any) -> list[str]:
+    """Say why a share of each head cannot turn."""
+    if not 0 < config.rotary_fraction <= 1 or config.rotary_dim < 2 or config.rotary_dim % 2:
+        return [
+            f"rotary_fraction={config.rotary_fraction} of head_dim={config.head_dim} is {config.rotary_dim} dimensions "
+            "and must be a positive, even number of them, at most all"
+        ]
+    return []
+
+
 def scaling_problems(config: Any, scaling: RopeScaling | None) -> list[str]:
     """Say why a model cannot have its rotary frequencies stretched so."""
     if scaling is None:
@@ -241,4 +301,11 @@ def scaling_problems(config: Any, scaling: RopeScaling | None) -> list[str]:
         return [f"head_dim={config.head_dim} must be larger than 2 for rope_scaling.kind=dynamic"]
     if scaling.kind is RopeKind.yarn and not config.rope_theta > 1:
         return [f"rope_theta={config.rope_theta} must be larger than 1 for rope_scaling.kind=yarn"]
+    if scaling.kind is RopeKind.longrope:
+        half = config.rotary_dim // 2
+        return [
+            f"rope_scaling.{name} has {len(getattr(scaling, name))} numbers, and must have {half}: one for each pair"
+            for name in ("short_factors", "long_factors")
+            if len(getattr(scaling, name)) != half
+        ]
     return []

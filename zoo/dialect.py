@@ -21,7 +21,8 @@ class Dialect:
 
     Attributes:
         architecture: the class of transformers that it is saved for.
-        sizes: integers; our field, and the default or REQUIRED, HEADS or SHARE.
+        sizes: integers; our field, and the default or REQUIRED, HEADS, SHARE, or a function of the fields before.
+        derived: returns the fields of sizes that the file does not tell, given those that it does.
         aliases: another name that a size may have in the file.
         numbers: real numbers; our field, and the default; None also allows null.
         flags: true or false; our field, and the default.
@@ -32,8 +33,11 @@ class Dialect:
         every: of `types` where layers are not listed, the key (or None) and the default of how many layers have one
             that is global.
         rope: which layers' rotary frequencies may be stretched: `none`, `all`, or the `global` ones, the local ones
-            having frequencies of their own.
+            having frequencies of their own; `absent` where nothing turns.
         theta: the default base of rotary embedding.
+        theta_key: what it is called outside of `rope_parameters`.
+        rope_names: other names of ways to stretch.
+        partial: the key, and its default, of the share of a head that turns (`rotary_fraction`); None is all of it.
         only: keys that may hold nothing but these values; the first is what is written.
         harmless: keys of some checkpoints that mean nothing at these values, and are not written; see `HARMLESS`.
         fixed: fields that the architecture decides.
@@ -47,6 +51,7 @@ class Dialect:
 
     architecture: str
     sizes: Mapping[str, tuple[str, Any]]
+    derived: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     aliases: Mapping[str, str] = field(default_factory=dict)
     numbers: Mapping[str, tuple[str, float | None]] = field(default_factory=lambda: eps(1e-6))
     flags: Mapping[str, tuple[str, bool]] = field(default_factory=dict)
@@ -56,6 +61,9 @@ class Dialect:
     every: tuple[str | None, int] = (None, 2)
     rope: str = "all"
     theta: float = 10000.0
+    theta_key: str = "rope_theta"
+    rope_names: Mapping[str, str] = field(default_factory=dict)
+    partial: tuple[str, float] | None = None
     only: Mapping[str, tuple] = field(default_factory=dict)
     harmless: Mapping[str, tuple] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -95,7 +103,7 @@ def eps(default: float) -> dict[str, tuple[str, float | None]]:
 TIED = {"tie_word_embeddings": ("tied", False)}
 BIAS = {"attention_bias": ("attention_bias", False)}
 SILU = {"hidden_act": ("silu",)}
-_ACTIVATIONS = {
+ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
@@ -105,7 +113,15 @@ _ACTIVATIONS = {
     "relu": "relu",
     "relu2": "relu_squared",
 }
-ACTIVATION = {"hidden_act": ("activation", _ACTIVATIONS)}
+ACTIVATION = {"hidden_act": ("activation", ACTIVATIONS)}
+
+
+def activation_problems(name: str) -> list[str]:
+    """Say why an MLP cannot have an activation."""
+    known = sorted(set(ACTIVATIONS.values()))
+    return [] if name in known else [f"activation={name!r} must be one of {', '.join(known)}"]
+
+
 # Everywhere: what would change what is computed, and what this zoo does not compute.
 ONLY_ALL: Mapping[str, tuple] = MappingProxyType(
     {

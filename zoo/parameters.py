@@ -4,13 +4,14 @@ Everything that must agree about parameters reads these rows: initialisation, lo
 Here are those that several families have; a family's file puts its own together. Free of JAX.
 
 Dimensions: `V` vocab `D` embed `F` mlp hidden `N` query heads `K` kv heads `H` head size `L` layers `E` experts `P` mlp
-hidden of the layers without experts.
+hidden of the layers without experts `U` hidden of a shared expert `G` its gate `M` learned positions.
 """
 
 import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,10 @@ class Row:
         gain: standard deviation at the start, times the square root of the fan-in.
         start: what every element starts at where there is no fan-in.
         layers: the layers that have it; None is all of them.
+        fused: where one tensor holds several parameters side by side, the letters of that dimension, one for each of
+            them: of `NKK` the first part has `N` places and the others `K` each.
+        part: which of those this is.
+        alternate: the parts take turns, place by place.
     """
 
     leaf: str
@@ -34,6 +39,9 @@ class Row:
     gain: float = 1.0
     start: float = 0.0
     layers: tuple[int, ...] | None = None
+    fused: str = ""
+    part: int = 0
+    alternate: bool = False
 
     @property
     def stack(self) -> tuple[str, ...]:
@@ -65,8 +73,50 @@ class Row:
         return tuple(dims[letter] for letter in self.letters)
 
     def disk_shape(self, dims: dict[str, int]) -> tuple[int, ...]:
-        """The shape of one tensor on disk."""
-        return tuple(math.prod(dims[letter] for letter in group) for group in self.disk)
+        """The shape of one tensor on disk, with all that it holds."""
+        whole = self.disk_dims(dims)
+        return tuple(math.prod(whole[letter] for letter in group) for group in self.disk)
+
+    @property
+    def inner(self) -> tuple[str, ...]:
+        """The leaf's dimensions in the model, of one tensor."""
+        return self.letters[len(self.stack) :]
+
+    @property
+    def lead(self) -> tuple[str, ...]:
+        """The leading dimensions in the model that tell matrices apart: the stack, and experts that one tensor has."""
+        return self.stack + ("E",) * (self.inner[0] == "E" and len(self.inner) > 1)
+
+    def disk_dims(self, dims: dict[str, int]) -> dict[str, int]:
+        """The size of each dimension letter on disk, where one holds several parameters."""
+        if not self.fused:
+            return dims
+        return dims | {self.fused[self.part]: sum(dims[letter] for letter in self.fused)}
+
+    def places_on_disk(self, letter: str, start: int, stop: int, dims: dict[str, int]) -> slice:
+        """Where some places of a dimension lie on disk, where one holds several parameters."""
+        if not self.fused or letter != self.fused[self.part]:
+            return slice(start, stop)
+        if self.alternate:
+            step = len(self.fused)
+            return slice(start * step + self.part, stop * step, step)
+        before = sum(dims[letter] for letter in self.fused[: self.part])
+        return slice(before + start, before + stop)
+
+    def split(self, tensor: Any, dims: dict[str, int]) -> Any:
+        """Return a tensor from disk, of NumPy's or JAX's, with a dimension per letter; of several parameters this."""
+        letters, whole = "".join(self.disk), self.disk_dims(dims)
+        own = tuple(self.places_on_disk(letter, 0, dims[letter], dims) for letter in letters)
+        return tensor.reshape([whole[letter] for letter in letters])[own if self.fused else ()]
+
+    def turned(self, tensor: Any, dims: dict[str, int]) -> Any:
+        """Return a tensor from disk, of NumPy's or JAX's, as it is in the model; of several parameters this one."""
+        letters = "".join(self.disk)
+        return self.split(tensor, dims).transpose([letters.index(letter) for letter in self.inner])
+
+    def write(self, piece: Any, tensor: Any, dims: dict[str, int]) -> None:
+        """Write one layer's part of the leaf into a tensor as it is on disk, of NumPy's and contiguous."""
+        self.split(tensor, dims)[...] = piece.transpose([self.inner.index(letter) for letter in "".join(self.disk)])
 
     def std(self, dims: dict[str, int]) -> float:
         """The standard deviation that the leaf starts with."""

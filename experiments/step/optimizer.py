@@ -146,8 +146,8 @@ def _matrices(model: Any, params: Any) -> Any:
 
 
 def _dimensions(row: Row, letters: str, summed: str) -> MuonDimensionNumbers:
-    inner = letters[len(row.stack) :]
-    dims = {letter: i + len(row.stack) for i, letter in enumerate(inner)}
+    inner = letters[len(row.lead) :]
+    dims = {letter: i + len(row.lead) for i, letter in enumerate(inner)}
     return MuonDimensionNumbers(
         tuple(dims[letter] for letter in summed), tuple(dims[letter] for letter in inner if letter not in summed)
     )

@@ -13,7 +13,6 @@ import equinox as eqx
 from experiments import configs
 from transforms import tile
 from transforms.tiling.report.plan import TilePlan
-from zoo import Gemma
 from zoo.families.mixture import MixtureLike
 from zoo.models.experts import experts_by_sequence
 from zoo.models.layers import Ops, attention, gated_mlp
@@ -64,7 +63,7 @@ def _cut(loss: Callable[..., Any], tiling: configs.Tiling, axis: int, **how: Any
 
 def _read_by_head(model: Any) -> Any:
     """Return a model without the largest parts that its head does not read: they would have gradients of zeros."""
-    untied = not isinstance(model, Gemma) and model.head is not None
+    untied = getattr(model, "head", None) is not None
     return eqx.tree_at(lambda m: (m.layers, m.embed) if untied else (m.layers,), model, replace_fn=lambda _: None)
 
 
@@ -90,12 +89,12 @@ def _tiled_mlp(n, x, gate, up, down, *, activation, biases=None):
     return tile(plain, axis=(1, None, None, None, None), n=n)(x, gate, up, down, biases)
 
 
-def _tiled_attention(n, q, k, v, *, scale, cap=None, window=None, q_segments=None, k_segments=None):
-    def plain(q, q_segments, k, v, window, k_segments):
+def _tiled_attention(n, q, k, v, *, scale, cap=None, window=None, q_segments=None, k_segments=None, sinks=None):
+    def plain(q, q_segments, k, v, window, k_segments, sinks):
         segments = {"q_segments": q_segments, "k_segments": k_segments}
-        return attention(q, k, v, scale=scale, cap=cap, window=window, **segments)
+        return attention(q, k, v, scale=scale, cap=cap, window=window, sinks=sinks, **segments)
 
-    return tile(plain, axis=(1, 1, None, None, None, None), n=n)(q, q_segments, k, v, window, k_segments)
+    return tile(plain, axis=(1, 1, *(None,) * 5), n=n)(q, q_segments, k, v, window, k_segments, sinks)
 
 
 def batch(loss: Callable[..., Any], tiling: configs.Tiling) -> Callable[..., Any]:

@@ -53,6 +53,57 @@ _SMOLLM_3 = _BASE | {
 }
 _OLMO_2 = _BASE | {"model_type": "olmo2", "rope_theta": 5e5, "pad_token_id": None}
 _SEED = _BASE | {"model_type": "seed_oss", "rope_theta": 1e7, "pad_token_id": None, "attention_dropout": 0.0}
+_GPT_2 = {
+    "model_type": "gpt2",
+    "vocab_size": 97,
+    "n_embd": 48,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 64,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_WIDE = {key: value for key, value in _BASE.items() if key not in ("num_key_value_heads", "head_dim")}
+_NEOX = _WIDE | {"model_type": "gpt_neox", "hidden_size": 64, "rotary_pct": 0.25}
+_OPT = {key: value for key, value in _WIDE.items() if key != "intermediate_size"}
+_OPT |= {"model_type": "opt", "ffn_dim": 80, "pad_token_id": None, "word_embed_proj_dim": 48}
+_PHI_3 = _WIDE | {"model_type": "phi3", "num_key_value_heads": 2, "pad_token_id": None, "rope_theta": 1e4}
+_GRANITE = _WIDE | {"model_type": "granite", "num_key_value_heads": 2, "rope_theta": 1e4}
+_OLMOE = _WIDE | {
+    "model_type": "olmoe",
+    "num_key_value_heads": 2,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "pad_token_id": None,
+    "rope_theta": 1e4,
+}
+_QWEN_2_MOE = _WIDE | {
+    "model_type": "qwen2_moe",
+    "num_key_value_heads": 2,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 32,
+    "rope_theta": 1e6,
+}
+_GPT_OSS = _BASE | {
+    "model_type": "gpt_oss",
+    "num_hidden_layers": 4,
+    "intermediate_size": 24,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "sliding_window": 4,
+    "swiglu_limit": 0.75,
+    "rope_theta": 150000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    },
+}
 # The text of 11 tokens is longer than those trained on (8), and waves fall into all three branches.
 _LLAMA_3_ROPE = {
     "rope_type": "llama3",
@@ -129,6 +180,37 @@ CASES: dict[str, dict[str, Any]] = {
     "olmo2": _OLMO_2,
     "olmo2_tied": _OLMO_2
     | {"tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": 4, "rope_scaling": _YARN},
+    "gpt2": _GPT_2,
+    "gpt2_untied": _GPT_2 | {"n_inner": 80, "activation_function": "gelu", "tie_word_embeddings": False},
+    "neox": _NEOX,
+    "neox_serial": _NEOX | {"use_parallel_residual": False, "rotary_pct": 1.0, "rotary_emb_base": 500},
+    "opt": _OPT,
+    "opt_bare": _OPT | {"enable_bias": False, "tie_word_embeddings": False, "activation_function": "gelu"},
+    "phi3": _PHI_3,
+    "phi3_long": _PHI_3
+    | {
+        "hidden_size": 64,
+        "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": 8,
+        "sliding_window": 4,
+        "tie_word_embeddings": True,
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+            "long_factor": [1.0, 1.5, 2.5, 4.0, 7.0, 12.0],
+        },
+    },
+    "granite": _GRANITE
+    | {
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 2.0,
+        "tie_word_embeddings": True,
+    },
+    "olmoe": _OLMOE | {"clip_qkv": 0.8},
+    "qwen2_moe": _QWEN_2_MOE | {"mlp_only_layers": [1]},
+    "gpt_oss": _GPT_OSS,
     "seed": _SEED | {"residual_dropout": 0.1},
     "seed_out": _SEED | {"attention_out_bias": True, "attention_bias": False, "tie_word_embeddings": True},
 }

@@ -37,7 +37,8 @@ def tokens() -> np.ndarray:
 def tensor(name: str, shape: tuple[int, ...], norm: float = 0.0) -> np.ndarray:
     """The weights of a tensor: norms far from `norm`, matrices that keep activations near one."""
     noise = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape)
-    return (noise * (0.3 if len(shape) == 1 else shape[-1] ** -0.5) + norm * ("norm" in name)).astype(np.float32)
+    centred = norm * (name.endswith("weight") and any(part in name for part in ("norm", ".ln_")))
+    return (noise * (0.3 if len(shape) == 1 else shape[-1] ** -0.5) + centred).astype(np.float32)
 
 
 def write(case: str, folder: Path, dtype=np.float32) -> Path:
@@ -121,7 +122,9 @@ def run(model) -> dict:
 
 def _on_disk(name: str, array: np.ndarray, kind: str) -> dict[str, np.ndarray]:
     """Return a parameter as the tensors on disk: there, experts are apart, and Mixtral has names of its own."""
-    parts = {name: array}
+    parts = {"embed_out.weight" if kind == "gpt_neox" and name == "lm_head.weight" else name: array}
+    if kind == "gpt_oss":  # there they are together
+        return parts
     if name.endswith("experts.gate_up_proj"):
         halves = zip(("gate_proj", "up_proj"), np.split(array, 2, axis=1), strict=True)
         parts = {name.replace("gate_up_proj", half): part for half, part in halves}

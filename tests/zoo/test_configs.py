@@ -74,6 +74,21 @@ PUBLISHED = {
     "olmo2_7b": 7_298_617_344,
     "olmo2_13b": 13_716_198_400,
     "olmo2_32b": 32_234_279_936,
+    "gpt2": 124_439_808,
+    "gpt2_xl": 1_557_611_200,
+    "pythia_160m": 162_322_944,
+    "pythia_1_4b": 1_414_647_808,
+    "neox_20b": 20_554_567_680,
+    "opt_125m": 125_239_296,
+    "opt_6_7b": 6_658_473_984,
+    "phi3_mini": 3_821_079_552,
+    "phi4": 14_659_507_200,
+    "granite3_1_2b": 2_533_531_648,
+    "granite3_1_8b": 8_170_848_256,
+    "olmoe_1b_7b": 6_919_161_856,
+    "qwen1_5_moe_a2_7b": 14_315_784_192,
+    "gpt_oss_20b": 20_914_757_184,
+    "gpt_oss_120b": 116_829_156_672,
 }
 
 
@@ -160,5 +175,5 @@ def test_configs_tables_and_accounting_do_not_import_jax():
 def test_unknown_names_of_the_package_are_refused_with_the_known_ones():
     import zoo
 
-    with pytest.raises(AttributeError, match="no attribute `Gemini`; it has ForwardPass, Gemma, Gemma3Config"):
+    with pytest.raises(AttributeError, match="no attribute `Gemini`; it has ForwardPass, GPT, GPT2Config, Gemma"):
         zoo.Gemini  # noqa: B018

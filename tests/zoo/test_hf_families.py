@@ -263,7 +263,21 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "`hidden_act`='mish' is not supported, only 'silu' or",
     ),
     "a window of Mistral's": (LLAMA_3_2_1B, {"sliding_window": 4}, "`sliding_window`=4 is not supported, only None"),
-    "longrope": (LLAMA_3_2_1B, {"rope_scaling": {"type": "longrope"}}, "only rope_type 'default' or 'linear'"),
+    "no factors": (
+        LLAMA_3_2_1B,
+        {"rope_scaling": {"type": "longrope"}},
+        "`rope_scaling.long_factor`=None is not a list",
+    ),
+    "too few factors": (
+        LLAMA_3_2_1B,
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 32}},
+        "rope_scaling.short_factors has 1 numbers, and must have 32",
+    ),
+    "another way to stretch": (
+        LLAMA_3_2_1B,
+        {"rope_scaling": {"type": "ntk"}},
+        "only rope_type 'default' or 'linear' or 'dynamic' or 'llama3' or 'yarn' or 'longrope'",
+    ),
     "no factor": (
         LLAMA_3_2_1B,
         {"rope_scaling": {"type": "linear"}},

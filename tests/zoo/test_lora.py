@@ -17,6 +17,8 @@ from zoo import adapters
 from zoo.adapters import lora
 
 CASES = ["gemma_mqa", "gemma2_gqa", "llama_bias", "mixtral", "qwen3_moe_mixed", "smollm3", "olmo2"]
+FUSED = ["gpt2", "neox", "phi3_long"]  # whose folders hold several matrices in one tensor
+OTHERS = [*FUSED, "opt", "granite", "olmoe", "qwen2_moe", "gpt_oss"]
 ALL = ("q", "k", "v", "o", "gate", "up", "down")
 
 
@@ -32,7 +34,7 @@ def attached(case: str, targets=ALL, seed: int = 0, **how):
     return lora.put(model, [row for row, _ in found], filled)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", CASES + OTHERS)
 def test_adapted_equals_merged(case):
     """On every matrix there is: experts, their routers and an untied head too."""
     model = attached(case, ["*"])
@@ -134,6 +136,34 @@ def test_folders_keep_adapters(case, tmp_path):
     assert (settings["r"], settings["lora_alpha"]) == (3, 6.0)
     if case == "gemma_mqa":
         assert settings["target_modules"] == sorted(f"{name}_proj" for name in ALL)
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["one A", "an A each"])
+@pytest.mark.parametrize("case", FUSED)
+def test_folders_keep_adapters_of_several_matrices_in_one_tensor(case, shared, tmp_path):
+    model = attached(case, ["q", "v", "o"])
+    if shared:
+        model = eqx.tree_at(lambda model: model.layers.v.a, model, model.layers.q.a)
+    adapters.save(model, tmp_path)
+    held = {name: array.shape for name, array in _held(tmp_path).items() if "layers.0" in name or "h.0" in name}
+    config = model.config
+    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    assert sorted(held.values())[0] == (3, config.embed_dim)
+    assert (heads, 3 if shared else 6) in held.values()
+    again = adapters.load(tmp_path, loaded(case))
+    assert isinstance(again.layers.k, lora.LowRank)  # of a part that had none, an addition of zeros
+    np.testing.assert_allclose(jit(loss_fn)(again)[1], jit(loss_fn)(model)[1], atol=1e-5)
+
+
+def _held(folder):
+    from safetensors.numpy import load_file
+
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def test_adapters_of_experts_in_one_tensor_have_no_folder(tmp_path):
+    with pytest.raises(ValueError, match=r"gate_up_proj holds several experts.*Leave them out, or merge"):
+        adapters.save(attached("gpt_oss", ["gate"]), tmp_path)
 
 
 def test_folders_hold_what_peft_computes(tmp_path):

@@ -15,11 +15,11 @@ import pytest
 
 from tests.zoo import hf_tiny
 from tests.zoo.hf_tiny import evaluated, jit, loaded
-from zoo import ForwardPass, Gemma, Mixture, Ops, load
+from zoo import ForwardPass, Mixture, Ops, load
 from zoo.config import rows
 from zoo.models.experts import route
 from zoo.models.forward import LayerPass, layer_passes
-from zoo.models.layers import attention, lookup, rms_norm, rope
+from zoo.models.layers import attention, rms_norm, rope
 
 TOKENS = jnp.asarray(hf_tiny.tokens(), jnp.int32)
 CASES = list(hf_tiny.CASES)
@@ -42,11 +42,9 @@ def test_logits_loss_and_gradients_are_those_of_transformers(case, references):
     assert float(optax.tree.norm(grads)) == pytest.approx(expected["grad_norm"], rel=5e-6)
     for row in rows(model.config):
         leaf = np.asarray(functools.reduce(getattr, row.leaf.split("."), grads))
-        letters = row.letters[len(row.stack) :]
         for name, place in row.places(model.config.dims):
-            theirs = expected["grads"][name]
-            turned = leaf[place].transpose([letters.index(letter) for letter in "".join(row.disk)])
-            np.testing.assert_allclose(turned.reshape(theirs.shape), theirs, atol=2e-5, rtol=0, err_msg=name)
+            theirs = row.turned(expected["grads"][name], model.config.dims)
+            np.testing.assert_allclose(leaf[place], theirs, atol=2e-5, rtol=0, err_msg=name)
 
 
 def _layers(model):
@@ -65,20 +63,18 @@ def _layers(model):
 @pytest.mark.parametrize("case", CASES)
 def test_hidden_states_of_every_layer_are_those_of_transformers(case, references):
     model, expected = loaded(case), references[case]["hidden"]
-    is_gemma = isinstance(model, Gemma)
-    scale = math.sqrt(model.config.embed_dim) if is_gemma else 1.0
-    x = lookup(model.embed, TOKENS, jnp.float32) * scale
+    x = model.embedded(TOKENS, jnp.float32)
     np.testing.assert_allclose(x, expected[0], atol=2e-5)
 
     @jit
     def run(layer, x, window, frequency, temperature):
-        return layer(x, model.config, LayerPass(frequency=frequency, temperature=temperature, window=window))[0]
+        how = {"frequency": frequency, "temperature": temperature, "window": window}
+        return layer(x, model.config, LayerPass(**how))[0]
 
     for i, (layer, (window, *turned)) in enumerate(_layers(model)):
         x = run(layer, x, jnp.asarray(99 if window is None else window), *turned)
         last = i == model.config.num_layers - 1
-        norm = lambda x: rms_norm(x, model.final_norm, model.config.norm_eps, offset=float(is_gemma))
-        np.testing.assert_allclose(norm(x) if last else x, expected[i + 1], atol=2e-5, err_msg=f"layer {i}")
+        np.testing.assert_allclose(model.normalised(x) if last else x, expected[i + 1], atol=2e-5, err_msg=f"layer {i}")
 
 
 @pytest.mark.parametrize(
@@ -95,6 +91,14 @@ def test_hidden_states_of_every_layer_are_those_of_transformers(case, references
         "qwen3_moe",
         "smollm3",
         "olmo2",
+        "gpt2",
+        "neox",
+        "opt",
+        "phi3_long",
+        "granite",
+        "olmoe",
+        "qwen2_moe",
+        "gpt_oss",
     ],
 )
 def test_bfloat16_agrees_to_its_precision(case, tmp_path, references):
@@ -104,8 +108,10 @@ def test_bfloat16_agrees_to_its_precision(case, tmp_path, references):
     logits = jit(model)(TOKENS)
     ours = np.sqrt(np.mean((np.asarray(logits) - exact) ** 2))
     assert logits.dtype == jnp.float32
-    # Rounding alone, in the weights too, moves the logits (about 1 in size) by some 2 ** -7.
-    assert ours < 0.02
+    # Rounding alone, in the weights too, moves the logits (about 1 in size) by some 2 ** -7. It also sends a token of a
+    # mixture that stands between two experts to the other one.
+    of_tokens = np.sqrt(np.mean((np.asarray(logits) - exact) ** 2, axis=-1))
+    assert (np.median(of_tokens) if isinstance(model, Mixture) else ours) < 0.02
     assert ours < 1.2 * np.sqrt(np.mean((theirs - exact) ** 2))
 
 
@@ -225,6 +231,17 @@ def _stale_weights(x, router, chosen, *, normalise):
     return jnp.ones_like(weights) / chosen, experts, probs
 
 
+def _uncentred(x, weight, bias, eps):
+    """Leave the mean where it is."""
+    return rms_norm(x, weight, eps, offset=0.0) + bias
+
+
+def _all_multiplied(x, frequency, positions=None, temperature=None):
+    """Multiply what does not turn too."""
+    return rope(x, frequency, positions) * (1.0 if temperature is None else temperature)
+
+
+GRANITE = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 LLAMA_3 = {"low_freq": 0.5, "high_freq": 8.0, "factor": 2.0, "original_length": 64}
 YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, "factor": 2.0, "attention_factor": 1.0}
 MUTANTS = {
@@ -300,9 +317,43 @@ MUTANTS = {
     ),
     "smollm 3: windows where positions turn": ("smollm3_yarn", _flip(attention_pattern="LLG")),
     "olmo 2: norms behind swapped": ("olmo2", _swap("post_attn_norm", "post_mlp_norm")),
-    "olmo 2: each head's own norm": ("olmo2", _patch("zoo.models.olmo.rms_norm", _norm_of_each_head)),
+    "olmo 2: each head's own norm": ("olmo2", _patch("zoo.models.llama.rms_norm", _norm_of_each_head)),
     "seed: no bias of q": ("seed", _without("q_bias")),
     "seed: no bias after attention": ("seed_out", _without("o_bias")),
+    "gpt 2: no biases": ("gpt2", _without("q_bias", "k_bias", "v_bias", "o_bias", "up_bias", "down_bias")),
+    "gpt 2: no biases of norms": ("gpt2", _without("attn_norm_bias", "mlp_norm_bias")),
+    "gpt 2: norms of the root mean square": ("gpt2", _patch("zoo.models.gpt.layer_norm", _uncentred)),
+    "gpt 2: no positions": ("gpt2", lambda model, _: dataclasses.replace(model, positions=None)),
+    "gpt 2: side by side": ("gpt2", _patch("zoo.families.gpt.GPTLike.parallel", True)),
+    "gpt 2: exact gelu": ("gpt2", _flip(activation="gelu")),
+    "gpt 2: queries and keys swapped": ("gpt2", _swap("q", "v")),
+    "gpt neox: one after the other": ("neox", _flip(parallel_residual=False)),
+    "gpt neox: whole heads turn": ("neox", _flip(rotary_fraction=1.0)),
+    "gpt neox: another base": ("neox_serial", _flip(rope_theta=1e4)),
+    "opt: positions from the first row": ("opt", _patch("zoo.families.opt.OPTConfig.position_offset", 0)),
+    "opt: gelu": ("opt", _flip(activation="gelu")),
+    "phi 3: gate and up swapped": ("phi3", _swap("gate", "up")),
+    "phi 3: whole heads turn": ("phi3_long", _flip(rotary_fraction=1.0, rope_scaling=None)),
+    "phi 3: factors of short texts": ("phi3_long", _stretch(original_length=11)),
+    "phi 3: no temperature": ("phi3_long", _stretch(attention_factor=1.0)),
+    "phi 3: whole heads are multiplied": ("phi3_long", _patch("zoo.models.forward.rope", _all_multiplied)),
+    "phi 3: window too long": ("phi3_long", _flip(window=5)),
+    **{f"granite: no {name}": ("granite", _flip(**{name: 1.0})) for name in GRANITE},
+    "olmoe: not clipped": ("olmoe", _flip(clip=None)),
+    "olmoe: weights normalised": ("olmoe", _flip(normalise_weights=True)),
+    "olmoe: no norms of q and k": ("olmoe", _without("q_norm", "k_norm")),
+    "qwen 2 moe: no shared expert": (
+        "qwen2_moe",
+        _without("shared_router", "shared_gate", "shared_up", "shared_down"),
+    ),
+    "qwen 2 moe: another dense layer": ("qwen2_moe", _flip(dense_layers=(2,))),
+    "gpt-oss: no sinks": ("gpt_oss", _without("sinks")),
+    "gpt-oss: gate and up swapped": ("gpt_oss", _swap("gate", "up")),
+    "gpt-oss: not clamped": ("gpt_oss", _flip(gate_limit=7.0)),
+    "gpt-oss: silu": ("gpt_oss", _flip(gate_slope=1.0)),
+    "gpt-oss: biases swapped": ("gpt_oss", _swap("gate_bias", "up_bias")),
+    "gpt-oss: windows on odd layers": ("gpt_oss", _flip(attention_pattern="GL")),
+    "gpt-oss: yarn rounds": ("gpt_oss", _stretch(truncate=True)),
     "qwen 3 moe: another dense layer": ("qwen3_moe_mixed", _flip(dense_layers=(2,))),
 }
 

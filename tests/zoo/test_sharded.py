@@ -62,6 +62,13 @@ def counting(monkeypatch):
     """The class that counts in `read`."""
     _Counting.read = 0
     monkeypatch.setattr(folder, "safe_open", _Counting)
+    take = folder.Scratch.take
+
+    def taken(scratch, count):
+        _Counting.read += count
+        return take(scratch, count)
+
+    monkeypatch.setattr(folder.Scratch, "take", taken)
     return _Counting
 
 

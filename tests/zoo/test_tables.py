@@ -4,6 +4,7 @@ import typing
 
 import equinox as eqx
 import jax
+import numpy as np
 import pytest
 
 from tests.zoo.hf_cases import CASES
@@ -27,18 +28,17 @@ def test_every_leaf_has_a_row_and_every_row_a_leaf(config):
     assert leaves == {row.leaf: row.shape(config.dims) for row in rows(config)}
 
 
-def _annotation(config: Config, row: Row) -> str:
+def _annotations(config: Config, row: Row) -> list[str]:
     model = model_class(config)
     owner = model.blocks[row.leaf.partition(".")[0]] if row.stack else model
     hint = typing.get_type_hints(owner)[row.leaf.rpartition(".")[2]]
-    hint = next((arm for arm in typing.get_args(hint) if arm is not type(None)), hint)
-    return hint.dim_str
+    arms = (hint, *typing.get_args(hint))
+    return [arm.dim_str.replace("*", "") for arm in arms if hasattr(arm, "dim_str")]
 
 
 @pytest.mark.parametrize(("config", "row"), DISTINCT.values(), ids=[" ".join(key) for key in DISTINCT])
 def test_letters_are_those_of_the_annotations(config, row):
-    letters = tuple(_annotation(config, row).replace("*", "").split())
-    assert letters == tuple(letter.replace("P", "F") for letter in row.letters)
+    assert " ".join(letter.replace("P", "F") for letter in row.letters) in _annotations(config, row)
 
 
 @pytest.mark.parametrize(("config", "row"), DISTINCT.values(), ids=[" ".join(key) for key in DISTINCT])
@@ -51,8 +51,21 @@ def test_a_pattern_holds_the_same_letters_on_both_sides(config, row):
 def test_no_leaf_and_no_tensor_has_two_rows(config):
     table = rows(config)
     assert len({row.leaf for row in table}) == len(table)
-    names = [name for row in table for name, _ in row.places(config.dims)]
+    names = [(name, row.part) for row in table for name, _ in row.places(config.dims)]
     assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_parts_fill_their_tensor(config):
+    """Each place of a tensor that holds several parameters belongs to one of them."""
+    held: dict[str, np.ndarray] = {}
+    for row in rows(config):
+        for name, place in row.places(config.dims):
+            tensor = held.setdefault(name, np.zeros(row.disk_shape(config.dims)))
+            piece = np.ones([config.dims[letter] for letter in row.inner])
+            assert row.turned(tensor, config.dims).shape == piece.shape, place
+            row.write(row.turned(tensor, config.dims) + piece, tensor, config.dims)
+    assert all((tensor == 1).all() for tensor in held.values())
 
 
 @pytest.mark.parametrize("case", ["llama2", "mixtral", "qwen3_moe_mixed"])

@@ -158,7 +158,7 @@ def trainable(model: PyTree) -> PyTree:
 
 
 def matrices(model: PyTree) -> Iterator[tuple[Row, Float[Array, "..."]]]:
-    """Yield the row and the whole of every matrix that can be adapted: all but the embedding, which is looked up."""
+    """Yield the row and the whole of every matrix that can be adapted: all but embeddings, which are looked up."""
     for row in _matrices(model.config):
         part = _leaf(model, row)
         yield row, part.base if isinstance(part, LowRank) else part
@@ -191,7 +191,7 @@ def match(config: Config, targets: Sequence[str]) -> list[Row]:
 
 
 def _matrices(config: Config) -> list[Row]:
-    return [row for row in rows(config) if row.fan_in and row.leaf != "embed"]
+    return [row for row in rows(config) if row.fan_in and row.leaf not in ("embed", "positions")]
 
 
 def _names(row: Row) -> tuple[str, ...]:
@@ -206,7 +206,7 @@ def _hit(target: str, names: Sequence[str]) -> bool:
 
 def letters_of(row: Row) -> tuple[str, str]:
     """Return the letters of A and B of a matrix: `("LDR", "LRNH")`."""
-    lead = "".join(row.stack)
+    lead = "".join(row.lead)
     made = "".join(letter for letter in row.letters[len(lead) :] if letter not in row.fan_in)
     return f"{lead}{row.fan_in}R", f"{lead}R{made}"
 

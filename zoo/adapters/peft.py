@@ -5,9 +5,11 @@ On disk a matrix of `out, in` has `lora_A [R, in]` and `lora_B [out, R]`, under 
 """
 
 import json
+import math
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +38,20 @@ def save(model: PyTree, path: str | os.PathLike) -> None:
     if len(kinds) != 1:
         what = "it has none" if not kinds else "some of its parts are DoRA and some are not, and a folder holds one"
         raise ValueError(f"cannot save an adapter at `{path}`: {what}.")
-    rank, scale = parts[0][1].a.shape[-1], parts[0][1].scale
-    others = {_pattern(row): part for row, part in parts if (part.a.shape[-1], part.scale) != (rank, scale)}
-    arrays = {name: array for row, part in parts for name, array in _tensors(row, part, model.config.dims)}
+    groups: dict[Any, list[tuple[Row, LowRank]]] = {}
+    for row, part in parts:
+        groups.setdefault((row.tensor, row.layers), []).append((row, part))
+    if stacked := sorted(
+        tensor for (tensor, _), members in groups.items() if members[0][0].stack != members[0][0].lead
+    ):
+        raise ValueError(
+            f"cannot save an adapter at `{path}`: {', '.join(stacked)} holds several experts, for which a folder of "
+            "this format has no place. Leave them out, or merge the adapter (`lora.merge`)."
+        )
+    modules = [_Module.of(members) for members in groups.values()]
+    rank, scale = modules[0].rank, modules[0].scale
+    others = {_pattern(one.row): one for one in modules if (one.rank, one.scale) != (rank, scale)}
+    arrays = {name: array for one in modules for name, array in one.tensors(model.config.dims)}
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -48,8 +61,8 @@ def save(model: PyTree, path: str | os.PathLike) -> None:
         "bias": "none",
         "fan_in_fan_out": False,
         "use_dora": kinds.pop(),
-        "rank_pattern": {pattern: part.a.shape[-1] for pattern, part in others.items()},
-        "alpha_pattern": {pattern: part.scale * part.a.shape[-1] for pattern, part in others.items()},
+        "rank_pattern": {pattern: one.rank for pattern, one in others.items()},
+        "alpha_pattern": {pattern: one.scale * one.rank for pattern, one in others.items()},
         "inference_mode": True,
         "base_model_name_or_path": None,
         "target_modules": sorted({_module(row.tensor).rpartition(".")[2] for row, _ in parts}),
@@ -73,13 +86,15 @@ def load(path: str | os.PathLike, model: PyTree) -> PyTree:
     folder = Path(path).expanduser()
     settings = read(folder)
     tensors = _read(folder)
-    found, parts, problems = [], [], []
+    found, parts, problems, used = [], [], [], set()
     for row, whole in matrices(model):
-        part = _part(row, whole, settings, tensors, model.config.dims, problems)
+        if row.stack != row.lead:
+            continue
+        part = _part(row, whole, settings, tensors, used, model.config.dims, problems)
         if part is not None:
             found.append(row)
             parts.append(part)
-    problems += [f"unexpected: {name} {list(tensor.shape)}" for name, tensor in tensors.items()]
+    problems += [f"unexpected: {name} {list(tensor.shape)}" for name, tensor in tensors.items() if name not in used]
     if problems or not found:
         lines = "\n".join(f"  {problem}" for problem in problems) or "  it has no tensors"
         raise ValueError(f"the adapter in `{folder}` does not belong to this model:\n{lines}")
@@ -87,18 +102,25 @@ def load(path: str | os.PathLike, model: PyTree) -> PyTree:
 
 
 def _part(
-    row: Row, whole: Any, settings: Settings, tensors: dict[str, np.ndarray], dims: dict[str, int], problems: list[str]
+    row: Row,
+    whole: Any,
+    settings: Settings,
+    tensors: dict[str, np.ndarray],
+    used: set[str],
+    dims: dict[str, int],
+    problems: list[str],
 ) -> LowRank | None:
-    """Return a matrix with what is added to it, having taken its tensors; None where there is nothing."""
-    sides = _sides(row, settings, tensors, dims, problems)
+    """Return a matrix with what is added to it, having noted its tensors as used; None where there is nothing."""
+    sides = _sides(row, settings, tensors, used, dims, problems)
     if not sides:
         return None
-    out, into = row.disk_shape(dims)
+    out, into = _out_in(row, dims)
     scales = {settings.scale_of(module) for module, _, taken, _ in sides if taken}
     scale = scales.pop() if len(scales) == 1 else 1.0
     pairs = []
     for module, place, taken, _ in sides:
         a, b = taken.get("A", np.zeros((0, into), np.float32)), taken.get("B", np.zeros((out, 0), np.float32))
+        b = _own(row, b, dims)
         own = settings.scale_of(module)
         if "base" in taken:
             whole = whole.at[place].set(jnp.asarray(_turned(row, taken["base"], dims), whole.dtype))
@@ -114,20 +136,26 @@ def _part(
     dtype = np.result_type(*(tensor.dtype for _, _, taken, _ in sides for tensor in taken.values()))
     magnitude = None
     if settings.dora:
-        lengths = np.stack([taken["magnitude"] for _, _, taken, _ in sides])
+        lengths = np.stack([_own(row, taken["magnitude"], dims) for _, _, taken, _ in sides])
         magnitude = _stacked(row, dims, lengths, letters_of(row)[1].replace("R", ""))
     return LowRank(whole, a.astype(dtype), b.astype(dtype), scale, magnitude)
 
 
 def _sides(
-    row: Row, settings: Settings, tensors: dict[str, np.ndarray], dims: dict[str, int], problems: list[str]
+    row: Row,
+    settings: Settings,
+    tensors: dict[str, np.ndarray],
+    used: set[str],
+    dims: dict[str, int],
+    problems: list[str],
 ) -> list[tuple[str, tuple[int, ...], dict[str, np.ndarray], list[str]]]:
     """Return each layer's module, its index, its tensors and the names of those it lacks; none, and why, if wrong."""
-    out, into = row.disk_shape(dims)
+    out, into = _out_in(row, dims)
     sides, before = [], len(problems)
     for name, place in row.places(dims):
         module = _module(name)
-        taken = {kind: tensors.pop(one) for kind, one in _names(module) if one in tensors}
+        taken = {kind: tensors[one] for kind, one in _names(module) if one in tensors}
+        used.update(one for _, one in _names(module))
         rank = settings.rank_of(module)
         shapes = {"A": (rank, into), "B": (out, rank), "magnitude": (out,), "base": (out, into)}
         problems += [
@@ -147,6 +175,8 @@ def _sides(
     ]
     if settings.dora and (any(not taken for _, _, taken, _ in sides) or "E" in row.stack):
         problems.append(f"`use_dora` of some layers or of experts is not supported: {row.leaf}")
+    if row.fused and settings.begin is not None:
+        problems.append(f"`init_lora_weights`={settings.begin!r} of a tensor that holds several is not supported")
     return sides if len(problems) == before else []
 
 
@@ -163,17 +193,36 @@ def _first(whole: np.ndarray, begin: str, rank: int, scale: float) -> tuple[np.n
     return r[:rank], q[:, :rank]
 
 
+def _made(row: Row, dims: dict[str, int]) -> tuple[list[int], list[int], tuple[slice, ...]]:
+    """Return the sizes of a matrix's outputs, those of all that its tensor holds, and where among these its own are."""
+    letters, whole = [letter for letter in row.inner if letter not in row.fan_in], row.disk_dims(dims)
+    own = tuple(row.places_on_disk(letter, 0, dims[letter], dims) for letter in letters)
+    return [dims[letter] for letter in letters], [whole[letter] for letter in letters], own
+
+
+def _out_in(row: Row, dims: dict[str, int]) -> tuple[int, int]:
+    """Return how many outputs a tensor has, with all that it holds, and how many inputs."""
+    return math.prod(_made(row, dims)[1]), math.prod(dims[letter] for letter in row.fan_in)
+
+
+def _own(row: Row, held: np.ndarray, dims: dict[str, int]) -> np.ndarray:
+    """Return of an array `[out, ...]` of a tensor that holds several matrices the rows of this one."""
+    sizes, every, own = _made(row, dims)
+    return held.reshape(*every, *held.shape[1:])[own].reshape(math.prod(sizes), *held.shape[1:])
+
+
 def _on_disk(row: Row, whole: np.ndarray, dims: dict[str, int]) -> np.ndarray:
-    """Return one matrix as it is on disk, `[out, in]`."""
-    letters = row.letters[len(row.stack) :]
-    return whole.transpose([letters.index(letter) for letter in "".join(row.disk)]).reshape(row.disk_shape(dims))
+    """Return one matrix as `[out, in]`."""
+    summed = [row.inner.index(letter) for letter in row.fan_in]
+    made = [i for i in range(len(row.inner)) if i not in summed]
+    return whole.transpose(made + summed).reshape(-1, math.prod(dims[letter] for letter in row.fan_in))
 
 
 def _turned(row: Row, tensor: np.ndarray, dims: dict[str, int]) -> np.ndarray:
-    """Return one matrix of a disk as it is in the model."""
-    left = "".join(row.disk)
+    """Return a matrix `[out, in]` as it is in the model."""
+    left = [letter for letter in row.inner if letter not in row.fan_in] + list(row.fan_in)
     split = tensor.reshape([dims[letter] for letter in left])
-    return split.transpose([left.index(letter) for letter in row.letters[len(row.stack) :]])
+    return split.transpose([left.index(letter) for letter in row.inner])
 
 
 def _module(tensor: str) -> str:
@@ -196,15 +245,49 @@ def _names(module: str) -> tuple[tuple[str, str], ...]:
     )
 
 
-def _tensors(row: Row, part: LowRank, dims: dict[str, int]) -> Iterator[tuple[str, np.ndarray]]:
-    rank = part.a.shape[-1]
-    a, b = np.asarray(part.a), np.asarray(part.b)
-    for name, place in row.places(dims):
-        names = dict(_names(_module(name)))
-        yield names["A"], np.ascontiguousarray(a[place].reshape(-1, rank).T)
-        yield names["B"], np.ascontiguousarray(b[place].reshape(rank, -1).T)
-        if part.magnitude is not None:
-            yield names["magnitude"], np.asarray(part.magnitude)[place].reshape(-1)
+@dataclass(frozen=True)
+class _Module:
+    """What is added to a tensor. One that holds several matrices has one A: theirs one below the other, each with the
+    columns of B that are its own, or the one that all share."""
+
+    row: Row
+    rank: int
+    scale: float
+    members: list[tuple[Row, LowRank]]
+    shared: bool
+
+    @classmethod
+    def of(cls, members: list[tuple[Row, LowRank]]) -> "_Module":
+        row, first = members[0]
+        shared = all(np.array_equal(part.a, first.a) for _, part in members)
+        ranks = [part.a.shape[-1] for _, part in members]
+        return cls(row, ranks[0] if shared else sum(ranks), first.scale, members, shared)
+
+    def tensors(self, dims: dict[str, int]) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield each layer's tensors, by name."""
+        _, every, _ = _made(self.row, dims)
+        arrays = [
+            (own, np.asarray(part.a), np.asarray(part.b), part.scale / self.scale, part.magnitude)
+            for own, part in self.members
+        ]
+        kind = arrays[0][2].dtype
+        for name, place in self.row.places(dims):
+            names = dict(_names(_module(name)))
+            sides = [a[place].reshape(-1, a.shape[-1]).T for _, a, *_ in arrays]
+            whole, first = np.zeros((*every, self.rank), kind), 0
+            lengths = np.ones(every, kind)
+            for own, a, b, share, magnitude in arrays:
+                sizes, _, places = _made(own, dims)
+                rank = a.shape[-1]
+                side = np.moveaxis(b[place].reshape(rank, *sizes), 0, -1)
+                whole[(*places, slice(first, first + rank))] = side if share == 1 else side * share
+                first += 0 if self.shared else rank
+                if magnitude is not None:
+                    lengths[places] = np.asarray(magnitude)[place].reshape(sizes)
+            yield names["A"], np.ascontiguousarray(sides[0] if self.shared else np.concatenate(sides))
+            yield names["B"], whole.reshape(-1, self.rank)
+            if arrays[0][4] is not None:
+                yield names["magnitude"], lengths.reshape(-1)
 
 
 def _stacked(row: Row, dims: dict[str, int], tensors: np.ndarray, letters: str) -> Any:

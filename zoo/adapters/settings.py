@@ -19,7 +19,6 @@ CONFIG = "adapter_config.json"
 _ONLY: dict[str, tuple] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
-    "fan_in_fan_out": (False, None),
     "modules_to_save": ([], None),
     "trainable_token_indices": ([], {}, None),
 }
@@ -27,8 +26,8 @@ _READ = {"r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pat
 _READ |= {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
 _IGNORED = frozenset(
     """
-    task_type auto_mapping peft_version base_model_name_or_path revision inference_mode lora_dropout megatron_core
-    eva_config qalora_group_size runtime_config ensure_weight_tying
+    task_type auto_mapping fan_in_fan_out peft_version base_model_name_or_path revision inference_mode lora_dropout
+    megatron_core eva_config qalora_group_size runtime_config ensure_weight_tying
     """.split()
 )
 # Ways to begin after which PEFT finds the base as it is; others begin as a part of the base, which is taken out of it.

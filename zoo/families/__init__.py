@@ -9,10 +9,16 @@ from typing import Any
 
 from zoo.config import Config
 from zoo.families.gemma import Gemma3Config, GemmaConfig
+from zoo.families.gpt import GPT2Config
+from zoo.families.gptoss import GptOssConfig
+from zoo.families.granite import GraniteConfig
 from zoo.families.llama import LlamaConfig
 from zoo.families.mistral import MistralConfig, MixtralConfig
-from zoo.families.olmo import Olmo2Config
-from zoo.families.qwen import Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from zoo.families.neox import NeoXConfig
+from zoo.families.olmo import Olmo2Config, OlmoeConfig
+from zoo.families.opt import OPTConfig
+from zoo.families.phi import Phi3Config
+from zoo.families.qwen import Qwen2Config, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
 from zoo.families.seed import SeedConfig
 from zoo.families.smollm import SmolLM3Config
 
@@ -27,6 +33,14 @@ FAMILIES: dict[str, type[Config]] = {
     "qwen3_moe": Qwen3MoeConfig,
     "smollm3": SmolLM3Config,
     "olmo2": Olmo2Config,
+    "olmoe": OlmoeConfig,
+    "qwen2_moe": Qwen2MoeConfig,
+    "phi3": Phi3Config,
+    "granite": GraniteConfig,
+    "gpt2": GPT2Config,
+    "gpt_neox": NeoXConfig,
+    "opt": OPTConfig,
+    "gpt_oss": GptOssConfig,
     "seed_oss": SeedConfig,
 }
 

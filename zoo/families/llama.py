@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from zoo.config import Config, RopeScaling, scaling_problems
-from zoo.dialect import ACTIVATION, BIAS, TIED, Dialect, sizes
+from zoo.dialect import ACTIVATION, BIAS, TIED, Dialect, activation_problems, sizes
 from zoo.parameters import ATTENTION, BIASES, ENDS, HEAD, MLP, MLP_BIASES, MLP_NORM, QK_NORMS, Row
 
 
@@ -87,11 +87,7 @@ class LlamaConfig(LlamaLike):
 
     def problems(self) -> list[str]:
         """Say what is wrong with the family's own fields."""
-        known = sorted(set(ACTIVATION["hidden_act"][1].values()))
-        wrong = (
-            [] if self.activation in known else [f"activation={self.activation!r} must be one of {', '.join(known)}"]
-        )
-        return super().problems() + wrong
+        return super().problems() + activation_problems(self.activation)
 
     def rows(self) -> tuple[Row, ...]:
         """Return the rows of every parameter that the model has."""

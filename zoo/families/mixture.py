@@ -4,7 +4,15 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+from zoo.parameters import LAYER, Row
+
 _MOST = 4096
+EXPERTS = (
+    Row("layers.router", LAYER + "mlp.gate.weight", "E D -> D E", "D"),
+    Row("layers.gate", LAYER + "mlp.experts.{}.gate_proj.weight", "F D -> D F", "D"),
+    Row("layers.up", LAYER + "mlp.experts.{}.up_proj.weight", "F D -> D F", "D"),
+    Row("layers.down", LAYER + "mlp.experts.{}.down_proj.weight", "D F -> F D", "F"),
+)
 BALANCE: dict[str, tuple[str, float | None]] = {"router_aux_loss_coef": ("balance_weight", 0.001)}
 
 
@@ -38,11 +46,21 @@ class MixtureLike:
             problems.append(f"balance_weight={self.balance_weight} must be zero or more")
         return problems
 
-    # These two are fields of the families that have them.
+    # These are fields of the families that have them.
     @property
     def normalise_weights(self) -> bool:
         """Whether the weights of the chosen experts sum to one."""
         return True
+
+    @property
+    def gate_limit(self) -> float | None:
+        """How large the experts' gates and what they multiply may be; None where their MLPs are Llama's."""
+        return None
+
+    @property
+    def gate_slope(self) -> float:
+        """Of the experts' activation, `gate * sigmoid(slope * gate)`."""
+        return 1.0
 
     @property
     def dense_layers(self) -> tuple[int, ...]:

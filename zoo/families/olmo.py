@@ -1,16 +1,21 @@
 """OLMo 2 (https://arxiv.org/abs/2501.00656): Llama with norms behind attention and MLP in place of before them,
-and with queries and keys normalised over all heads at once. Free of JAX."""
+and with queries and keys normalised over all heads at once; OLMoE (https://arxiv.org/abs/2409.02060), a mixture of
+experts with the norms where Llama has them. Free of JAX."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
+from zoo.config import not_positive
 from zoo.dialect import BIAS, SILU, TIED, Dialect, eps, sizes
 from zoo.families.llama import LlamaLike
+from zoo.families.mixture import EXPERTS, MixtureLike
 from zoo.parameters import ATTENTION, BIASES, LAYER, Row
 
-_NORMS = (
+_BEHIND = (
     Row("layers.post_attn_norm", LAYER + "post_attention_layernorm.weight", "D -> D"),
     Row("layers.post_mlp_norm", LAYER + "post_feedforward_layernorm.weight", "D -> D"),
+)
+_NORMS = (
     Row("layers.q_norm", LAYER + "self_attn.q_norm.weight", "(N H) -> N H"),
     Row("layers.k_norm", LAYER + "self_attn.k_norm.weight", "(K H) -> K H"),
 )
@@ -24,7 +29,6 @@ class Olmo2Config(LlamaLike):
         attention_bias: biases after the four projections of attention.
     """
 
-    model: ClassVar[str] = "zoo.models.olmo.Olmo"
     dialects: ClassVar = {
         "olmo2": Dialect(
             architecture="Olmo2ForCausalLM",
@@ -47,4 +51,53 @@ class Olmo2Config(LlamaLike):
 
     def attention_rows(self) -> tuple[Row, ...]:
         """Return the rows of attention and of the norms."""
-        return (*ATTENTION[1:], *_NORMS, *(BIASES[projection] for projection in self.biases))
+        return (*ATTENTION[1:], *_BEHIND, *_NORMS, *(BIASES[projection] for projection in self.biases))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OlmoeConfig(MixtureLike, LlamaLike):
+    """OLMoE: a mixture whose queries and keys are normalised over all heads at once.
+
+    Attributes:
+        mlp_dim: hidden width of one expert.
+        normalise_weights: the weights of the chosen experts sum to one.
+        attention_bias: biases after the four projections of attention.
+        clip: elements of queries, keys and values are at most this large; None leaves them alone.
+    """
+
+    dialects: ClassVar = {
+        "olmoe": Dialect(
+            architecture="OlmoeForCausalLM",
+            sizes=sizes(4096, num_experts=("num_experts", 64), num_experts_per_tok=("experts_per_token", 8)),
+            aliases={"num_experts": "num_local_experts"},
+            numbers=eps(1e-5) | {"clip_qkv": ("clip", None), "router_aux_loss_coef": ("balance_weight", 0.01)},
+            flags=TIED | BIAS | {"norm_topk_prob": ("normalise_weights", False)},
+            only=SILU,
+            written={"pad_token_id": None},
+        )
+    }
+
+    num_experts: int = 64
+    experts_per_token: int = 8
+    balance_weight: float = 0.01
+    normalise_weights: bool = False
+    attention_bias: bool = False
+    clip: float | None = None
+
+    def problems(self) -> list[str]:
+        """Say what is wrong with the family's own fields."""
+        return super().problems() + self.router_problems() + not_positive(self, ("clip",))
+
+    @property
+    def biases(self) -> str:
+        """Which projections of attention have a bias, of `qkvo`."""
+        return "qkvo" if self.attention_bias else ""
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """The size of each dimension letter that a parameter can have."""
+        return super().dims | {"E": self.num_experts}
+
+    def rows(self) -> tuple[Row, ...]:
+        """Return the rows of every parameter that the model has."""
+        return self.with_ends(self.attention_rows() + _NORMS + EXPERTS)

@@ -9,15 +9,9 @@ from typing import Any, ClassVar
 from zoo.config import not_positive, window_problems
 from zoo.dialect import BIAS, SILU, TIED, Dialect, eps, sizes
 from zoo.families.llama import LlamaLike
-from zoo.families.mixture import BALANCE, MixtureLike
+from zoo.families.mixture import BALANCE, EXPERTS, MixtureLike
 from zoo.parameters import LAYER, MLP, Row
 
-_EXPERTS = (
-    Row("layers.router", LAYER + "mlp.gate.weight", "E D -> D E", "D"),
-    Row("layers.gate", LAYER + "mlp.experts.{}.gate_proj.weight", "F D -> D F", "D"),
-    Row("layers.up", LAYER + "mlp.experts.{}.up_proj.weight", "F D -> D F", "D"),
-    Row("layers.down", LAYER + "mlp.experts.{}.down_proj.weight", "D F -> F D", "F"),
-)
 _NORMS = {"use_qk_norm": (True, None)}
 
 
@@ -94,9 +88,27 @@ def _read_dense_layers(read: Any, num_layers: int) -> dict[str, Any]:
     return {"dense_layers": tuple(sorted(dense))}
 
 
+def _write_dense_layers(config: Any) -> dict[str, Any]:
+    return {"decoder_sparse_step": 1, "mlp_only_layers": list(config.dense_layers)}
+
+
+_SPARSE = {
+    "intermediate_size": ("dense_mlp_dim", 6144),
+    "moe_intermediate_size": ("mlp_dim", 768),
+    "num_experts": ("num_experts", 128),
+    "num_experts_per_tok": ("experts_per_token", 8),
+}
+_SHARED = (
+    Row("layers.shared_router", LAYER + "mlp.shared_expert_gate.weight", "G D -> D G", "D"),
+    Row("layers.shared_gate", LAYER + "mlp.shared_expert.gate_proj.weight", "U D -> D U", "D"),
+    Row("layers.shared_up", LAYER + "mlp.shared_expert.up_proj.weight", "U D -> D U", "D"),
+    Row("layers.shared_down", LAYER + "mlp.shared_expert.down_proj.weight", "D U -> U D", "U"),
+)
+
+
 @dataclass(frozen=True, kw_only=True)
-class Qwen3MoeConfig(MixtureLike, Qwen3Config):
-    """Qwen 3's mixtures of experts.
+class QwenMixtureLike(MixtureLike, Qwen2Config):
+    """What Qwen's mixtures of experts share.
 
     Attributes:
         mlp_dim: hidden width of one expert.
@@ -105,34 +117,15 @@ class Qwen3MoeConfig(MixtureLike, Qwen3Config):
         dense_mlp_dim: hidden width of those.
     """
 
-    dialects: ClassVar = {
-        "qwen3_moe": Dialect(
-            architecture="Qwen3MoeForCausalLM",
-            sizes=sizes(
-                32_768,
-                4,
-                intermediate_size=("dense_mlp_dim", 6144),
-                moe_intermediate_size=("mlp_dim", 768),
-                num_experts=("num_experts", 128),
-                num_experts_per_tok=("experts_per_token", 8),
-            ),
-            aliases={"num_experts": "num_local_experts"},
-            numbers=eps(1e-6) | BALANCE,
-            flags=TIED | BIAS | {"norm_topk_prob": ("normalise_weights", False)},
-            windows="flag",
-            only=SILU,
-            harmless=_NORMS,
-            keys=("mlp_only_layers", "decoder_sparse_step"),
-            read=_read_dense_layers,
-            write=lambda config: {"decoder_sparse_step": 1, "mlp_only_layers": list(config.dense_layers)},
-        )
-    }
-
     num_experts: int = 128
     experts_per_token: int = 8
     normalise_weights: bool = True
     dense_layers: tuple[int, ...] = ()
     dense_mlp_dim: int = 6144
+
+    def expert_rows(self) -> tuple[Row, ...]:
+        """Return the rows of what layers with experts have in place of an MLP."""
+        return EXPERTS
 
     def problems(self) -> list[str]:
         """Say what is wrong with the family's own fields."""
@@ -152,8 +145,82 @@ class Qwen3MoeConfig(MixtureLike, Qwen3Config):
         """Return the rows of every parameter that the model has."""
         dense = tuple(_dense(row, self.dense_layers) for row in self.attention_rows() + MLP)
         sparse = tuple(i for i in range(self.num_layers) if i not in self.dense_layers)
-        layers = tuple(replace(row, layers=sparse) for row in self.attention_rows() + _EXPERTS)
+        layers = tuple(replace(row, layers=sparse) for row in self.attention_rows() + self.expert_rows())
         return self.with_ends(layers + (dense if self.dense_layers else ()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3MoeConfig(QwenMixtureLike, Qwen3Config):
+    """Qwen 3's mixtures of experts."""
+
+    dialects: ClassVar = {
+        "qwen3_moe": Dialect(
+            architecture="Qwen3MoeForCausalLM",
+            sizes=sizes(32_768, 4, **_SPARSE),
+            aliases={"num_experts": "num_local_experts"},
+            numbers=eps(1e-6) | BALANCE,
+            flags=TIED | BIAS | {"norm_topk_prob": ("normalise_weights", False)},
+            windows="flag",
+            only=SILU,
+            harmless=_NORMS,
+            keys=("mlp_only_layers", "decoder_sparse_step"),
+            read=_read_dense_layers,
+            write=_write_dense_layers,
+        )
+    }
+
+
+_QWEN_2_SIZES = {
+    "intermediate_size": ("dense_mlp_dim", 5632),
+    "moe_intermediate_size": ("mlp_dim", 1408),
+    "shared_expert_intermediate_size": ("shared_mlp_dim", 5632),
+    "num_experts": ("num_experts", 60),
+    "num_experts_per_tok": ("experts_per_token", 4),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen2MoeConfig(QwenMixtureLike):
+    """Qwen 1.5's and 2's mixtures of experts, beside which each token meets one that all share.
+
+    Attributes:
+        shared_mlp_dim: hidden width of the shared expert, which has a gate of its own.
+    """
+
+    dialects: ClassVar = {
+        "qwen2_moe": Dialect(
+            architecture="Qwen2MoeForCausalLM",
+            sizes=sizes(32_768, 16, **_QWEN_2_SIZES),
+            aliases={"num_experts": "num_local_experts"},
+            numbers=eps(1e-6) | BALANCE,
+            flags=TIED | {"norm_topk_prob": ("normalise_weights", False)},
+            theta=10_000.0,
+            only=SILU | {"use_sliding_window": (False, None), "qkv_bias": (True, None)},
+            ignored=("sliding_window",),  # off
+            keys=("mlp_only_layers", "decoder_sparse_step"),
+            read=_read_dense_layers,
+            write=_write_dense_layers,
+        )
+    }
+
+    num_experts: int = 60
+    experts_per_token: int = 4
+    normalise_weights: bool = False
+    dense_mlp_dim: int = 5632
+    shared_mlp_dim: int = 5632
+
+    def problems(self) -> list[str]:
+        """Say what is wrong with the family's own fields."""
+        return super().problems() + not_positive(self, ("shared_mlp_dim",))
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """The size of each dimension letter that a parameter can have."""
+        return super().dims | {"U": self.shared_mlp_dim, "G": 1}
+
+    def expert_rows(self) -> tuple[Row, ...]:
+        """Return the rows of what layers with experts have in place of an MLP."""
+        return EXPERTS + _SHARED
 
 
 def _dense(row: Row, layers: tuple[int, ...]) -> Row:

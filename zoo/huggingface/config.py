@@ -44,6 +44,7 @@ def from_hf(raw: dict[str, Any]) -> Config:
     fields: dict[str, Any] = dict(dialect.fixed)
     for key, (field, default) in dialect.sizes.items():
         fields[field] = read.size(key, default, fields, dialect.aliases.get(key))
+    fields |= {} if dialect.derived is None else dialect.derived(fields)
     fields |= {field: read.number(key, default) for key, (field, default) in dialect.numbers.items()}
     fields |= {field: read.flag(key, default) for key, (field, default) in dialect.flags.items()}
     for key, (field, words) in dialect.choices.items():
@@ -77,7 +78,7 @@ def _check_keys(raw: dict[str, Any], dialect: Dialect, problems: list[str]) -> N
     read |= {*dialect.choices}
     read |= {*IGNORED, *dialect.ignored, *rope.keys(dialect), *window_keys(dialect)}
     only = {key: values for key, values in HARMLESS.items() if key not in read}
-    only |= {**dialect.harmless, **ONLY_ALL, **dialect.only}
+    only |= {**dialect.harmless, **_only_all(dialect), **dialect.only}
     if "layer_types" not in read and (dialect.windows == "none" or raw.get("sliding_window") is None):
         listed = raw.get("layer_types")
         only["layer_types"] = (["full_attention"] * (len(listed) if isinstance(listed, list) else 1), None)
@@ -88,6 +89,11 @@ def _check_keys(raw: dict[str, Any], dialect: Dialect, problems: list[str]) -> N
         for key, values in only.items()
         if key in raw and raw[key] not in values
     ]
+
+
+def _only_all(dialect: Dialect) -> dict[str, tuple]:
+    """Return what keys may hold in every architecture, but for those that this one reads."""
+    return {key: values for key, values in ONLY_ALL.items() if key not in rope.keys(dialect)}
 
 
 def _unknown(key: str, known: set[str] | frozenset[str]) -> str:
@@ -104,7 +110,9 @@ def to_hf(config: Config, dtype: str) -> dict[str, Any]:
     name, dialect = next((name, one) for name, one in type(config).dialects.items() if _describes(one, config))
     if dialect.refuse is not None and (why := dialect.refuse(config)):
         raise ValueError(f"cannot describe this config to Hugging Face: {why}.")
-    raw: dict[str, Any] = {key: values[0] for key, values in {**ONLY_ALL, **dialect.only}.items() if _plain(values[0])}
+    raw: dict[str, Any] = {
+        key: values[0] for key, values in {**_only_all(dialect), **dialect.only}.items() if _plain(values[0])
+    }
     raw |= dialect.written
     raw |= {"architectures": [dialect.architecture], "model_type": name, "torch_dtype": dtype}
     for key, (field, _) in (*dialect.sizes.items(), *dialect.numbers.items(), *dialect.flags.items()):

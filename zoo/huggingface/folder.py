@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from ml_dtypes import bfloat16
 from safetensors import SafetensorError, safe_open
 
 from zoo.config import Config, rows
 from zoo.families.gemma import Gemma3Config
-from zoo.families.llama import LlamaLike
 
 INDEX = "model.safetensors.index.json"
 DIGESTS = "sha256"  # in a file's metadata: the digest of each of its tensors, as JSON
-DTYPES = ("F32", "BF16", "F16", "F64")
-_HEAD, _EMBED = "lm_head.weight", "model.embed_tokens.weight"  # some tools write a tied head a second time
+DTYPES = {name: np.dtype(kind) for name, kind in (("F32", "f4"), ("BF16", bfloat16), ("F16", "f2"), ("F64", "f8"))}
+_HEADS = ("lm_head.weight", "embed_out.weight")  # some tools write a tied head a second time
 _CHUNK = 2**26  # elements of one tensor on the host at a time
 # A multimodal Gemma 3 holds its text part under one of these, and the rest under the others.
 _TEXT = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."}
@@ -28,6 +28,19 @@ _OTHER = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "mod
 
 class DamagedError(ValueError):
     """A file is not what it was when it was saved."""
+
+
+class Scratch:
+    """Memory that tensors are read into, one after another: the system takes longer to give it than a disk to fill."""
+
+    def __init__(self):
+        self._memory = np.empty(0, np.uint8)
+
+    def take(self, count: int) -> np.ndarray:
+        """Return so many bytes, which hold something; those taken before are overwritten."""
+        if count > len(self._memory):
+            self._memory = np.empty(count, np.uint8)
+        return self._memory[:count]
 
 
 @dataclass(frozen=True)
@@ -40,6 +53,7 @@ class Tensor:
         shape: its dimensions.
         dtype: its type, as safetensors calls it.
         digest: SHA-256 of its bytes, where the file tells.
+        start: where its bytes begin in the file.
     """
 
     file: Path
@@ -47,21 +61,31 @@ class Tensor:
     shape: tuple[int, ...]
     dtype: str
     digest: str | None
+    start: int
 
-    def pieces(self, whole: bool = False) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield `(first row, rows)` in order. The file is reopened for each, so that pages already read are let go.
+    def pieces(self, whole: bool = False, scratch: "Scratch | None" = None) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield `(first row, rows)` in order; the rows of each are gone when the next are asked for.
+
+        Args:
+            whole: all rows at once.
+            scratch: memory to read into; None is some of its own.
 
         Raises:
             DamagedError: the bytes are not those that the file's own digest was made of.
         """
-        count, digest = self.shape[0], hashlib.sha256()
-        step = count if whole else max(1, _CHUNK // math.prod(self.shape[1:]))
-        for start in range(0, count, step):
-            with safe_open(self.file, "np") as opened:
-                piece = opened.get_slice(self.name)[start : min(start + step, count)]
-            if self.digest is not None:
-                digest.update(as_bytes(piece))
-            yield start, piece
+        count, digest, scratch = self.shape[0], hashlib.sha256(), Scratch() if scratch is None else scratch
+        step, kind = count if whole else max(1, _CHUNK // math.prod(self.shape[1:])), DTYPES[self.dtype]
+        row = math.prod(self.shape[1:]) * kind.itemsize
+        with self.file.open("rb", buffering=0) as file:
+            file.seek(self.start)
+            for start in range(0, count, step):
+                rows = min(step, count - start)
+                memory = scratch.take(rows * row)
+                if file.readinto(memory.data) != rows * row:
+                    raise DamagedError(f"{self.file.name}: `{self.name}` ends before its last row")
+                if self.digest is not None:
+                    digest.update(memory.data)
+                yield start, memory.view(kind).reshape(rows, *self.shape[1:])
         if self.digest is not None and digest.hexdigest() != self.digest:
             raise DamagedError(f"{self.file.name}: `{self.name}` is not what was saved: its SHA-256 differs")
 
@@ -149,11 +173,16 @@ def _read_header(file: Path) -> list[Tensor]:
         names = list(opened.keys())
         if digests is not None and (not isinstance(digests, dict) or sorted(digests) != sorted(names)):
             raise ValueError(f"its {DIGESTS} are not those of its tensors")
-        views = [opened.get_slice(name) for name in names]
-        return [
-            Tensor(file, name, tuple(view.get_shape()), view.get_dtype(), None if digests is None else digests[name])
-            for name, view in zip(names, views, strict=True)
-        ]
+        views = {name: opened.get_slice(name) for name in names}
+    with file.open("rb") as read:  # what the package has checked, for where tensors begin, which it does not tell
+        length = int.from_bytes(read.read(8), "little")
+        header = json.loads(read.read(length))
+    start_of = lambda name: 8 + length + header[name]["data_offsets"][0]
+    digest_of = lambda name: None if digests is None else digests[name]
+    return [
+        Tensor(file, name, tuple(view.get_shape()), view.get_dtype(), digest_of(name), start_of(name))
+        for name, view in views.items()
+    ]
 
 
 def text_part(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -174,15 +203,25 @@ def as_stored(config: Config, tensors: dict[str, Tensor]) -> tuple[Config, dict[
     has. Where the config ties the head to the embedding, one of the two is enough, and two that differ untie it.
     """
     tensors = text_part(tensors) if isinstance(config, Gemma3Config) else tensors
-    bare = _EMBED.removeprefix("model.")
-    if bare in tensors and not any(name.startswith("model.") for name in tensors):
-        tensors = {name if name == _HEAD else f"model.{name}": tensor for name, tensor in tensors.items()}
-    if _HEAD in tensors and not any(row.tensor == _HEAD for row in rows(config)):
-        if _EMBED not in tensors:
-            tensors = {_EMBED if name == _HEAD else name: tensor for name, tensor in tensors.items()}
-        elif isinstance(config, LlamaLike) and not _same(tensors[_HEAD], tensors[_EMBED]):
+    prefix, embed = config.prefix, _embed(config)
+    bare = embed.removeprefix(prefix)
+    if bare in tensors and not any(name.startswith(prefix) for name in tensors):
+        tensors = {name if name in _HEADS else f"{prefix}{name}": tensor for name, tensor in tensors.items()}
+    head = next((name for name in _HEADS if name in tensors), None)
+    own = next((row.tensor for row in rows(config) if row.leaf == "head"), None)
+    if head is not None and own is not None:
+        tensors = {own if name == head else name: tensor for name, tensor in tensors.items()}
+    elif head is not None:
+        if embed not in tensors:
+            tensors = {embed if name == head else name: tensor for name, tensor in tensors.items()}
+        elif hasattr(config, "tied") and not _same(tensors[head], tensors[embed]):
             config = dataclasses.replace(config, tied=False)
     return config, tensors
+
+
+def _embed(config: Config) -> str:
+    """Return the name of the embedding's tensor."""
+    return next(row.tensor for row in rows(config) if row.leaf == "embed")
 
 
 def expected(folder: Path, config: Config, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -191,17 +230,17 @@ def expected(folder: Path, config: Config, tensors: dict[str, Tensor]) -> dict[s
     Raises:
         ValueError: listing every tensor that is missing, unexpected, misshapen or of an unsupported type.
     """
-    table, dims = rows(config), config.dims
+    table, dims, embed = rows(config), config.dims, _embed(config)
     needed = sum(math.prod(row.shape(dims)[: len(row.stack)]) for row in table)
     if needed > len(tensors) + 10_000:  # listing them could take more memory than the files
         raise refusal(folder, f"its config.json describes {needed} tensors, and its files hold {len(tensors)}.")
     shapes = {name: row.disk_shape(dims) for row in table for name, _ in row.places(dims)}
     problems = [f"missing: {name} {list(shape)}" for name, shape in shapes.items() if name not in tensors]
     for name, tensor in tensors.items():
-        if name in shapes or name.endswith("rotary_emb.inv_freq"):
+        if name in shapes or name.endswith(config.unread):
             continue
-        if name == _HEAD and _EMBED in tensors:
-            if not _same(tensor, tensors[_EMBED]):
+        if name in _HEADS and embed in tensors:
+            if not _same(tensor, tensors[embed]):
                 problems.append(f"unexpected: {name} {list(tensor.shape)} is not the embedding, to which it is tied")
         else:
             problems.append(f"unexpected: {name} {list(tensor.shape)}")

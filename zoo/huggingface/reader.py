@@ -24,6 +24,9 @@ class Reader:
         value = self.raw.get(key, None if default in (HEADS, SHARE) else default)
         if alias is not None and key not in self.raw:
             value = self.raw.get(alias, value)
+        if callable(default):
+            value = self.raw.get(key)
+            value = default(fields) if value is None else value
         if value is REQUIRED:
             self.problems.append(f"`{key}` is missing")
             return 0

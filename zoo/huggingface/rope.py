@@ -1,13 +1,15 @@
 """Rotary embedding in `config.json`, in the dialects of transformers 4 and 5. Free of JAX."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from zoo.config import RopeKind, RopeScaling
 from zoo.dialect import Dialect
 
 _KEYS = {"rope_theta", "rope_scaling", "rope_parameters"}
+_PARTIAL = "partial_rotary_factor"
 _LOCAL = "rope_local_base_freq"
 _TYPES = ("full_attention", "sliding_attention")
 # kind: its keys in the file, and our fields
@@ -24,13 +26,24 @@ _FIELDS: dict[RopeKind, dict[str, str]] = {
         "truncate": "truncate",
         **_LENGTH,
     },
+    RopeKind.longrope: {
+        "short_factor": "short_factors",
+        "long_factor": "long_factors",
+        "factor": "factor",
+        "attention_factor": "attention_factor",
+        **_LENGTH,
+    },
 }
 _NEEDED = ("factor", "low_freq_factor", "high_freq_factor")
+_LISTS = ("short_factor", "long_factor")
 
 
 def keys(dialect: Dialect) -> set[str]:
     """Return the keys that say how positions turn."""
-    return _KEYS | ({_LOCAL} if dialect.rope == "global" else set())
+    if dialect.rope == "absent":
+        return set()
+    partial = set() if dialect.partial is None else {dialect.partial[0], _PARTIAL}
+    return _KEYS | {dialect.theta_key} | partial | ({_LOCAL} if dialect.rope == "global" else set())
 
 
 def read(raw: dict[str, Any], dialect: Dialect, length: int, problems: list[str]) -> dict[str, Any]:
@@ -42,6 +55,8 @@ def read(raw: dict[str, Any], dialect: Dialect, length: int, problems: list[str]
         length: the longest text that the file names.
         problems: what is wrong so far.
     """
+    if dialect.rope == "absent":
+        return {}
     for key in ("rope_scaling", "rope_parameters"):
         if not isinstance(raw.get(key), dict | None):
             problems.append(f"`{key}`={raw[key]!r} is not an object")
@@ -50,9 +65,15 @@ def read(raw: dict[str, Any], dialect: Dialect, length: int, problems: list[str]
         return _read_by_type(raw, dialect.theta, length, problems)
     key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     rope = raw.get(key) or {}
-    theta = rope.get("rope_theta", raw.get("rope_theta", dialect.theta))
+    theta = rope.get("rope_theta", raw.get(dialect.theta_key, dialect.theta))
     fields: dict[str, Any] = {"rope_theta": _number(theta, problems)}
-    scaling = _scaling(rope, key, length, problems, plain=dialect.rope == "none")
+    if dialect.partial is not None:
+        name, default = dialect.partial
+        share = rope.get(_PARTIAL, raw.get(_PARTIAL, raw.get(name, default)))
+        fields["rotary_fraction"] = _number(share, problems, name)
+        rope = {key: value for key, value in rope.items() if key != _PARTIAL}
+    lengths = length, raw.get("original_max_position_embeddings")
+    scaling = _scaling(rope, key, lengths, problems, plain=dialect.rope == "none", renamed=dialect.rope_names)
     return fields if dialect.rope == "none" else fields | {"rope_scaling": scaling}
 
 
@@ -67,20 +88,26 @@ def _read_by_type(raw: dict[str, Any], theta: float, length: int, problems: list
             return {}
     whole = (nested.get(_TYPES[0]) or {}) | (raw.get("rope_scaling") or {})
     local = nested.get(_TYPES[1]) or {}
-    _scaling(local, "rope_parameters.sliding_attention", length, problems, plain=True)
+    _scaling(local, "rope_parameters.sliding_attention", (length, None), problems, plain=True)
     return {
         "rope_theta": _number(whole.get("rope_theta", raw.get("rope_theta", theta)), problems),
         "local_rope_theta": _number(local.get("rope_theta", raw.get(_LOCAL, 1e4)), problems),
-        "rope_scaling": _scaling(whole, "rope_scaling", length, problems),
+        "rope_scaling": _scaling(whole, "rope_scaling", (length, None), problems),
     }
 
 
 def _scaling(
-    rope: dict[str, Any], name: str, length: int, problems: list[str], plain: bool = False
+    rope: dict[str, Any],
+    name: str,
+    lengths: tuple[int, Any],
+    problems: list[str],
+    plain: bool = False,
+    renamed: Mapping[str, str] = MappingProxyType({}),
 ) -> RopeScaling | None:
-    """Read a stretch; `plain` allows none."""
+    """Read a stretch; `plain` allows none, and `lengths` are of the longest text and of those trained on."""
     rope = {key: value for key, value in rope.items() if value is not None or key == "truncate"}
     kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = renamed.get(kind, kind) if isinstance(kind, str) else kind
     kinds = ("default",) if plain else ("default", *RopeKind)
     if kind not in kinds:
         problems.append(
@@ -98,11 +125,18 @@ def _scaling(
         return None
     if kind == "default":
         return None
-    return _stretch(RopeKind(kind), rope, name, length, problems)
+    return _stretch(RopeKind(kind), rope, name, lengths, problems)
 
 
-def _stretch(kind: RopeKind, rope: dict[str, Any], name: str, length: int, problems: list[str]) -> RopeScaling | None:
-    before = len(problems)
+def _stretch(
+    kind: RopeKind, rope: dict[str, Any], name: str, lengths: tuple[int, Any], problems: list[str]
+) -> RopeScaling | None:
+    before, longest = len(problems), lengths[0]
+    length = longest
+    if kind is RopeKind.longrope:
+        length = lengths[1] if type(lengths[1]) is int else longest
+        original = rope.get("original_max_position_embeddings", length)
+        rope = {"factor": longest / original if type(original) is int and original > 0 else 1.0} | rope
     fields: dict[str, Any] = {"kind": kind} if kind is RopeKind.linear else {"kind": kind, "original_length": length}
     for key, field in _FIELDS[kind].items():
         value = rope.get(key)
@@ -110,6 +144,8 @@ def _stretch(kind: RopeKind, rope: dict[str, Any], name: str, length: int, probl
             fields[field] = rope.get(key, True)
             if not isinstance(fields[field], bool):
                 problems.append(f"`{name}.{key}`={value!r} is neither true nor false")
+        elif key in _LISTS:
+            fields[field] = _numbers(value, problems, f"{name}.{key}")
         elif value is None and key in _NEEDED:
             problems.append(f"`{name}` has no `{key}`, which rope_type {str(kind)!r} needs")
         elif field == "original_length":
@@ -125,6 +161,13 @@ def _stretch(kind: RopeKind, rope: dict[str, Any], name: str, length: int, probl
         magnitude = lambda scale: 0.1 * scale * math.log(max(fields["factor"], 1.0)) + 1.0
         fields["attention_factor"] = magnitude(scale) / (magnitude(scale_all) or math.nan)
     return _made(lambda: RopeScaling(**fields), problems)
+
+
+def _numbers(values: Any, problems: list[str], name: str) -> tuple[float, ...]:
+    if isinstance(values, list | tuple) and values:
+        return tuple(_number(value, problems, name) for value in values)
+    problems.append(f"`{name}`={values!r} is not a list of numbers")
+    return ()
 
 
 def _made(make: Callable[[], RopeScaling], problems: list[str]) -> RopeScaling | None:
@@ -144,11 +187,17 @@ def _number(value: Any, problems: list[str], name: str = "rope_theta") -> float:
 
 def write(config: Any, dialect: Dialect) -> dict[str, Any]:
     """Return the keys that say how positions turn, in the dialect of transformers 4, which 5 reads too."""
-    raw: dict[str, Any] = {"rope_theta": config.rope_theta}
+    if dialect.rope == "absent":
+        return {}
+    raw: dict[str, Any] = {dialect.theta_key: config.rope_theta}
+    if dialect.partial is not None:
+        raw[dialect.partial[0]] = config.rotary_fraction
     if dialect.rope == "global":
         raw[_LOCAL] = config.local_rope_theta
     if dialect.rope != "none":
-        raw["rope_scaling"] = _written(config.rope_scaling)
+        rope = raw["rope_scaling"] = _written(config.rope_scaling)
+        if rope is not None and config.rope_scaling.kind is RopeKind.longrope:
+            _shortened(rope, config, dialect)
         if config.rope_scaling is not None and config.rope_scaling.kind is RopeKind.dynamic:
             raw["max_position_embeddings"] = config.rope_scaling.original_length
     return raw
@@ -158,4 +207,14 @@ def _written(scaling: RopeScaling | None) -> dict[str, Any] | None:
     if scaling is None:
         return None
     values = {key: getattr(scaling, field) for key, field in _FIELDS[scaling.kind].items()}
-    return {"rope_type": str(scaling.kind), **{key: value for key, value in values.items() if value is not None}}
+    values = {key: list(value) if key in _LISTS else value for key, value in values.items() if value is not None}
+    return {"rope_type": str(scaling.kind), **values}
+
+
+def _shortened(rope: dict[str, Any], config: Any, dialect: Dialect) -> None:
+    """Leave out what the file says elsewhere: Phi 3's first readers allow no more than the type and two lists."""
+    if rope["factor"] == config.context_length / rope["original_max_position_embeddings"]:
+        del rope["factor"]
+    if "original_max_position_embeddings" in dialect.keys:
+        rope["type"] = rope.pop("rope_type")
+        del rope["original_max_position_embeddings"]

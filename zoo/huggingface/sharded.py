@@ -99,27 +99,28 @@ def read_parts(
 
 def _on_disk(row: Row, dims: dict[str, int], bounds: Bounds) -> Bounds:
     """Return the box of a tensor on disk that holds a part; only the first of letters in one dimension can be cut."""
-    of = dict(zip(row.letters[len(row.stack) :], bounds, strict=True))
-    box = []
+    of = dict(zip(row.inner, bounds, strict=True))
+    sizes, box = row.disk_dims(dims), []
     for group in row.disk:
-        rest = math.prod(dims[letter] for letter in group[1:])
-        whole = all(of[letter] == (0, dims[letter]) for letter in group[1:])
-        start, stop = of[group[0]] if whole else (0, dims[group[0]])
+        rest = math.prod(sizes[letter] for letter in group[1:])
+        whole = all(of[letter] == (0, sizes[letter]) for letter in group[1:])
+        cut = row.places_on_disk(group[0], *of[group[0]], dims)
+        start, stop = (cut.start, cut.stop) if whole and cut.step in (None, 1) else (0, sizes[group[0]])
         box.append((start * rest, stop * rest))
     return tuple(box)
 
 
 def _turned(read, row, dims, bounds):
     """Return what was read of a tensor in the model's order of dimensions."""
-    left, right = "".join(row.disk), row.letters[len(row.stack) :]
-    of = dict(zip(right, bounds, strict=True))
+    left, right = "".join(row.disk), row.inner
+    of, sizes = dict(zip(right, bounds, strict=True)), row.disk_dims(dims)
     shape = []
     for group, size in zip(row.disk, read.shape, strict=True):
-        rest = [dims[letter] for letter in group[1:]]
+        rest = [sizes[letter] for letter in group[1:]]
         shape += [size // math.prod(rest), *rest]
     split = read.reshape(shape).transpose([left.index(letter) for letter in right])
     cut = [
-        slice(*of[letter]) if size != stop - start else slice(None)
+        row.places_on_disk(letter, *of[letter], dims) if size != stop - start else slice(None)
         for letter, size, (start, stop) in zip(right, split.shape, bounds, strict=True)
     ]
     return split[tuple(cut)]

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from transforms.remat import Cycle, scan_layers
 from zoo.config import Config, rows
-from zoo.models.forward import ForwardPass, Output, PerLayer, layer_passes
+from zoo.models.forward import ForwardPass, Output, PerLayer, layer_passes, positions_of
 from zoo.models.head import Head
 from zoo.models.init import draw
 from zoo.models.layers import Ops, Widened, check_tokens, lookup, rms_norm
@@ -79,9 +79,7 @@ class Decoder(eqx.Module):
         config = self.config
         check_tokens(tokens, config.vocab_size)
         dtype = self.embed.dtype if asked.dtype is None else jnp.dtype(asked.dtype)
-        x = lookup(self.embed, tokens, dtype)
-        if config.embed_scale is not None:  # rounded to the compute dtype: sqrt(3072) is 55.5 in bfloat16
-            x = x * jnp.asarray(config.embed_scale, dtype)
+        x = self.embedded(tokens, dtype, positions_of(asked))
         per_layer, told = layer_passes(config, asked, tokens.shape[1])
 
         def body(x, scanned):
@@ -96,8 +94,26 @@ class Decoder(eqx.Module):
             routed += [] if of_layers is None else [of_layers.sum(0)]
             cached.append(new)
         k, v = (None, None) if asked.past is None else jax.tree.map(lambda *parts: _joined(parts), *cached)
-        hidden = rms_norm(x, self.final_norm, config.norm_eps, offset=config.norm_offset)
-        return Output(hidden, k, v, self.balance(routed, tokens.size))
+        return Output(self.normalised(x), k, v, self.balance(routed, tokens.size))
+
+    def embedded(
+        self, tokens: Integer[Array, "B S"], dtype: DTypeLike, positions: Integer[Array, "#B S"] | None = None
+    ) -> Float[Array, "B S D"]:
+        """Return what the first layer reads.
+
+        Args:
+            tokens: ids.
+            dtype: of what comes back.
+            positions: where each token stands in its text, for families that learn them; None counts from 0.
+        """
+        x = lookup(self.embed, tokens, dtype)
+        if self.config.embed_scale is None:
+            return x
+        return x * jnp.asarray(self.config.embed_scale, dtype)  # rounded: sqrt(3072) is 55.5 in bfloat16
+
+    def normalised(self, x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
+        """Return what the head reads of what the last layer made."""
+        return rms_norm(x, self.final_norm, self.config.norm_eps, offset=self.config.norm_offset)
 
     def hidden(
         self,

@@ -4,6 +4,7 @@ Dimensions: `B` batch `S` sequence `T` tokens `D` embed `F` mlp hidden `E` exper
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +16,20 @@ from zoo.adapters.lora import LowRank
 from zoo.models.layers import Widened, linear
 
 Matrix = Float[Array, "..."] | LowRank | Widened
+Biases = tuple[Float[Array, " E"], Float[Array, "E F"], Float[Array, "E F"], Float[Array, "E D"]]
 
 
 def experts(
-    x: Float[Array, "B S D"], router: Matrix, gate: Matrix, up: Matrix, down: Matrix, chosen: int, *, normalise: bool
+    x: Float[Array, "B S D"],
+    router: Matrix,
+    gate: Matrix,
+    up: Matrix,
+    down: Matrix,
+    chosen: int,
+    *,
+    normalise: bool,
+    biases: Biases | None = None,
+    combine: Callable | None = None,
 ) -> tuple[Float[Array, "B S D"], Float[Array, "2 E"]]:
     """Return what each token's experts make of it; and each expert's number of tokens and sum of probabilities.
 
@@ -33,17 +44,29 @@ def experts(
         down: leads back.
         chosen: how many experts `C` a token goes to.
         normalise: whether a token's weights sum to one.
+        biases: of the router `[E]`, and every expert's of gate and up `[E, F]` and of down `[E, D]`.
+        combine: returns the hidden values of gates and what they multiply; None is `silu(gate) * up`.
     """
-    return _experts(_local, x, router, gate, up, down, chosen=chosen, normalise=normalise)
+    how = {"chosen": chosen, "normalise": normalise, "combine": combine}
+    return _experts(_local, x, router, gate, up, down, biases, **how)
 
 
-def _experts(local, x, router, gate, up, down, **options):
+def clamped(gate: Float[Array, "T F"], up: Float[Array, "T F"], *, slope: float, limit: float) -> Float[Array, "T F"]:
+    """Return `(up + 1) * gate * sigmoid(slope * gate)`, both limited, as gpt-oss has it."""
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return (up + 1) * gate * jax.nn.sigmoid(slope * gate)
+
+
+def _experts(local, x, router, gate, up, down, biases, **options):
     """Compute `experts` by `local`, a function like `_local` of what each device has."""
     local = functools.partial(local, **options)
     if not explicit():
-        return local(x, router, gate, up, down)
+        return local(x, router, gate, up, down, biases)
     whole = lambda weight, *dims: jax.tree.map(lambda part: uncut(part, *dims), weight)
     weights = whole(router, 0, 1), whole(gate, 1), whole(up, 1), whole(down, 2)
+    if biases is not None:
+        biases = whole(biases[0], 0), biases[1], biases[2], whole(biases[3], 1)
+    weights = (*weights, biases)
     cut_E, _, cut_F = partitions(gate)
     tokens = PartitionSpec(*partitions(uncut(x, 2)))
     local = functools.partial(local, tokens=axes_of(tokens), over_E=axes_of([cut_E]), over_F=axes_of([cut_F]))
@@ -52,25 +75,40 @@ def _experts(local, x, router, gate, up, down, **options):
 
 
 def experts_by_sequence(
-    x: Float[Array, "B S D"], router: Matrix, gate: Matrix, up: Matrix, down: Matrix, chosen: int, *, normalise: bool
+    x: Float[Array, "B S D"],
+    router: Matrix,
+    gate: Matrix,
+    up: Matrix,
+    down: Matrix,
+    chosen: int,
+    *,
+    normalise: bool,
+    biases: Biases | None = None,
+    combine: Callable | None = None,
 ) -> tuple[Float[Array, "B S D"], Float[Array, "2 E"]]:
     """Return `experts` of the same arguments, each sequence's tokens sorted on their own: `tile` can cut the batch.
 
     On an explicit mesh, the part of each sequence that a device has.
     """
-    return _experts(_local_rows, x, router, gate, up, down, chosen=chosen, normalise=normalise)
+    how = {"chosen": chosen, "normalise": normalise, "combine": combine}
+    return _experts(_local_rows, x, router, gate, up, down, biases, **how)
 
 
-def _local(x, router, gate, up, down, *, chosen, normalise, tokens=(), over_E=(), over_F=()):
+def _local(x, router, gate, up, down, biases, *, chosen, normalise, combine, tokens=(), over_E=(), over_F=()):
     """Compute `experts` of one device's tokens, given the mesh axes that cut tokens, experts and their hidden width."""
     flat = x.reshape(-1, x.shape[-1])
-    weights_TC, experts_TC, probs_TE = route(flat, router, chosen, normalise=normalise)
+    how = {} if biases is None else {"bias": biases[0]}
+    weights_TC, experts_TC, probs_TE = route(flat, router, chosen, normalise=normalise, **how)
     shared = tuple(axis for axis in over_E if axis in tokens)
     routing = flat, weights_TC, experts_TC
     for axis in shared:
         routing = tuple(jax.lax.all_gather(value, axis, tiled=True) for value in routing)
     first = jax.lax.axis_index(over_E) * gate.shape[0] if over_E else None
-    out = expert_mlp(*routing, gate, up, down, first=first)
+    own = None
+    if biases is not None:  # what is summed over the parts of the hidden width has the last bias once
+        of_down = biases[3] * (jax.lax.axis_index(over_F) == 0).astype(x.dtype) if over_F else biases[3]
+        own = biases[1], biases[2], of_down
+    out = expert_mlp(*routing, gate, up, down, first=first, biases=own, combine=combine)
     counts_E = jnp.zeros_like(probs_TE[0]).at[experts_TC.reshape(-1)].add(1.0)
     routed = jnp.stack([counts_E, probs_TE.sum(0)])
     for axis in reversed(shared):
@@ -99,7 +137,7 @@ def ragged_linear(
 
 
 def route(
-    x: Float[Array, "T D"], router: Matrix, chosen: int, *, normalise: bool
+    x: Float[Array, "T D"], router: Matrix, chosen: int, *, normalise: bool, bias: Float[Array, " E"] | None = None
 ) -> tuple[Float[Array, "T C"], Int[Array, "T C"], Float[Array, "T E"]]:
     """Return the weights of each token's experts, which they are, and the probabilities of all; float32 or wider.
 
@@ -108,8 +146,10 @@ def route(
         router: one column per expert.
         chosen: how many experts `C` a token goes to: the most probable ones.
         normalise: whether a token's weights sum to one.
+        bias: of each expert's score.
     """
-    probs_TE = jax.nn.softmax(linear("td,de->te", x, router, wide=True), axis=-1)
+    scores_TE = linear("td,de->te", x, router, wide=True)
+    probs_TE = jax.nn.softmax(scores_TE if bias is None else scores_TE + bias, axis=-1)
     weights_TC, experts_TC = jax.lax.top_k(probs_TE, chosen)
     return weights_TC / (weights_TC.sum(-1, keepdims=True) if normalise else 1.0), experts_TC, probs_TE
 
@@ -123,6 +163,8 @@ def expert_mlp(
     down: Matrix,
     *,
     first: Int[Array, ""] | None = None,
+    biases: tuple[Float[Array, "E F"], Float[Array, "E F"], Float[Array, "E D"]] | None = None,
+    combine: Callable | None = None,
 ) -> Float[Array, "T D"]:
     """Return each token's weighted sum of what its experts' gated MLPs make of it. No token is dropped.
 
@@ -136,6 +178,8 @@ def expert_mlp(
         up: multiplies the activated gate.
         down: leads back.
         first: the number of the first of these experts, where there are others elsewhere: rows of the others are zero.
+        biases: every expert's of gate, up and down.
+        combine: returns the hidden values of gates and what they multiply; None is `silu(gate) * up`.
     """
     chosen, number = experts.shape[1], experts.reshape(-1)
     if first is not None:
@@ -143,9 +187,16 @@ def expert_mlp(
     order = jnp.argsort(number, stable=True)
     counts_E = jnp.zeros(gate.shape[0], jnp.int32).at[number].add(1, mode="drop")
     rows = x[order // chosen]
-    hidden = jax.nn.silu(ragged_linear(rows, gate, counts_E)) * ragged_linear(rows, up, counts_E)
+    of_gate, of_up, of_down = (None, None, None) if biases is None else biases
+    biased = lambda out, bias: out if bias is None else out + bias.at[number[order]].get(mode="clip")
+    gates = biased(ragged_linear(rows, gate, counts_E), of_gate)
+    ups = biased(ragged_linear(rows, up, counts_E), of_up)
+    hidden = jax.nn.silu(gates) * ups if combine is None else combine(gates, ups)
     hidden = hidden if first is None else _rows_of(counts_E, hidden)
-    out = ragged_linear(hidden, down, counts_E).astype(weights.dtype) * weights.reshape(-1)[order][:, None]
+    out = (
+        biased(ragged_linear(hidden, down, counts_E), of_down).astype(weights.dtype)
+        * weights.reshape(-1)[order][:, None]
+    )
     out = out if first is None else _rows_of(counts_E, out)
     return jnp.zeros(x.shape, out.dtype).at[order // chosen].add(out).astype(x.dtype)
 

@@ -48,6 +48,7 @@ class LayerPass:
         frequency: radians per position of each pair of a head's dimensions `[H/2]`.
         temperature: what rotation multiplies by, where that differs between layers; elsewhere `query_scale` holds it.
         window: how many keys a query sees; None is all.
+        pairs: whether neighbouring dimensions of a head turn together, in place of those of its halves.
         ops: how attention, MLP and experts run.
         positions: of every token; None counts from 0.
         past: what was read before, and `place` where in it this layer stands.
@@ -57,13 +58,21 @@ class LayerPass:
     frequency: Float[Array, " half"] | Float[np.ndarray, " half"]
     temperature: Float[Array, ""] | None = None
     window: Int[Array, ""] | int | None = None
+    pairs: bool = False
     ops: Ops = PLAIN
     positions: Integer[Array, "#B S"] | None = None
     past: Any = None
     place: Any = None
 
     def rotate(self, x: Float[Array, "B S heads H"]) -> Float[Array, "B S heads H"]:
-        """Return queries or keys, turned by their positions."""
+        """Return queries or keys, turned by their positions.
+
+        Of families whose neighbouring dimensions turn together, in another order, which is that of both: what queries
+        and keys make of each other does not depend on it.
+        """
+        if self.pairs:
+            turned = 2 * self.frequency.shape[-1]
+            x = jnp.concatenate([x[..., :turned:2], x[..., 1:turned:2], x[..., turned:]], axis=-1)
         return rope(x, self.frequency, self.positions, self.temperature)
 
     def attention(
@@ -74,11 +83,14 @@ class LayerPass:
         *,
         scale: float,
         cap: float | None = None,
+        sinks: Float[Array, " N"] | None = None,
     ) -> Float[Array, "B S N H"]:
         """Return what queries attend to, among these keys and those that were read before."""
+        how: dict[str, Any] = {"scale": scale, "cap": cap, "window": self.window}
+        how |= {} if sinks is None else {"sinks": sinks}
         if self.past is None:
-            return self.ops.attention(q, k, v, scale=scale, cap=cap, window=self.window)
-        return self.past.attention(self.ops.attention, self.place, q, k, v, scale=scale, cap=cap, window=self.window)
+            return self.ops.attention(q, k, v, **how)
+        return self.past.attention(self.ops.attention, self.place, q, k, v, **how)
 
 
 class Aux(eqx.Module):
@@ -122,11 +134,10 @@ class PerLayer(eqx.Module):
 
 def layer_passes(config: Config, asked: ForwardPass, seq: int) -> tuple[PerLayer, Callable[[PerLayer], LayerPass]]:
     """Return what differs between layers, and what makes of one layer's part of it what its block is told."""
-    ops, past = asked.ops or PLAIN, asked.past
-    length, positions, places = (seq, None, None) if past is None else (past.length, past.positions, past.places)
-    if asked.segments is not None:
-        positions, ops = packing.places(asked.segments), packing.within(ops, asked.segments)
-        length = positions.max() + 1
+    ops, past, positions = asked.ops or PLAIN, asked.past, positions_of(asked)
+    length, places = (seq, None) if past is None else (past.length, past.places)
+    if asked.segments is not None and positions is not None:
+        ops, length = packing.within(ops, asked.segments), positions.max() + 1
     waves = {rope: _waves(config, rope, length) for rope in config.layer_ropes}
     temperatures = [temperature_of(rope) for rope in config.layer_ropes] if config.rope_temperature is None else None
     per_layer = PerLayer(
@@ -135,7 +146,8 @@ def layer_passes(config: Config, asked: ForwardPass, seq: int) -> tuple[PerLayer
         temperature=None if temperatures is None else jnp.asarray(temperatures, jnp.float32),
         place=places,
     )
-    common = LayerPass(frequency=waves[config.layer_ropes[0]], ops=ops, positions=positions, past=past)
+    frequency = waves[config.layer_ropes[0]]
+    common = LayerPass(frequency=frequency, pairs=config.rotary_pairs, ops=ops, positions=positions, past=past)
 
     def told(layer: PerLayer) -> LayerPass:
         frequency = common.frequency if layer.frequency is None else layer.frequency
@@ -146,8 +158,15 @@ def layer_passes(config: Config, asked: ForwardPass, seq: int) -> tuple[PerLayer
     return per_layer, told
 
 
+def positions_of(asked: ForwardPass) -> Integer[Array, "#B S"] | None:
+    """Return where each token of a pass stands in its text; None counts from 0."""
+    if asked.segments is not None:
+        return packing.places(asked.segments)
+    return None if asked.past is None else asked.past.positions
+
+
 def _waves(config, rope, length):
     """Return a layer's frequencies; where nothing turns, zeros, by which rotation changes no bit."""
     if rope is None:
-        return np.zeros(config.head_dim // 2, np.float32)
-    return frequencies(config.head_dim, *rope, length)
+        return np.zeros(config.rotary_dim // 2, np.float32)
+    return frequencies(config.rotary_dim, *rope, length)

@@ -19,14 +19,17 @@ class Head(eqx.Module):
         matrix: a row for each word; of a tied model the embedding table, of which it is no copy; with an
             adapter on it, what it is with its addition.
         softcap: logits become `c * tanh(logit / c)`; None leaves them alone.
+        scale: multiplies the logits, before the cap; None leaves them alone.
     """
 
     matrix: Float[Array, "V D"] | LowRank | Widened
     softcap: float | None = eqx.field(static=True, default=None)
+    scale: float | None = eqx.field(static=True, default=None)
 
     def __call__(self, hidden: Float[Array, "*b D"]) -> Float[Array, "*b V"]:
         """Return the logits in float32; the product's operands are in the dtype of `hidden`."""
-        return softcap(linear("...d,vd->...v", hidden, self.matrix.astype(hidden.dtype), wide=True), self.softcap)
+        logits = linear("...d,vd->...v", hidden, self.matrix.astype(hidden.dtype), wide=True)
+        return softcap(logits if self.scale is None else logits * self.scale, self.softcap)
 
 
 def head(model: Any) -> Head:

@@ -38,6 +38,17 @@ def rms_norm(
     return (wide * scale * (offset + weight.astype(wide.dtype))).astype(x.dtype)
 
 
+def layer_norm(
+    x: Float[Array, "*b D"], weight: Float[Array, " D"], bias: Float[Array, " D"] | None, eps: float
+) -> Float[Array, "*b D"]:
+    """Return `(x - mean(x)) / std(x) * weight + bias` (https://arxiv.org/abs/1607.06450), computed in float32."""
+    wide = x.astype(accumulator(x.dtype))
+    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    scale = jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)
+    out = centred * scale * weight.astype(wide.dtype)
+    return (out if bias is None else out + bias.astype(wide.dtype)).astype(x.dtype)
+
+
 def softcap(x: Float[Array, "*b"], cap: float | None) -> Float[Array, "*b"]:
     """Return `cap * tanh(x / cap)`, which is close to `x` when small and never beyond `cap`; None returns `x`."""
     return x if cap is None else cap * jnp.tanh(x / cap)
@@ -51,7 +62,8 @@ def rope(
 ) -> Float[Array, "B S heads H"]:
     """Rotate each head by its position (https://arxiv.org/abs/2104.09864), in float32, in the dtype of `x`.
 
-    Dimension i turns together with dimension i + H/2 (the layout of Hugging Face's weights).
+    Dimension i turns together with dimension i + H/2 (the layout of Hugging Face's weights). Where there are
+    frequencies for a part of the head alone, the rest stays as it is.
 
     Args:
         x: queries or keys.
@@ -59,15 +71,16 @@ def rope(
         positions: of every token; None counts from 0.
         temperature: multiplies what comes out; None leaves it.
     """
-    half = x.shape[-1] // 2
-    wide = x.astype(accumulator(x.dtype))
+    half = frequency.shape[-1]
+    wide, rest = x[..., : 2 * half].astype(accumulator(x.dtype)), x[..., 2 * half :]
     steps = np.arange(x.shape[1])[None] if positions is None else positions
     angle = steps[:, :, None, None].astype(np.float32) * frequency.astype(np.float32)
     cos, sin = jnp.cos(jnp.asarray(angle, wide.dtype)), jnp.sin(jnp.asarray(angle, wide.dtype))
     if temperature is not None:
         cos, sin = cos * temperature, sin * temperature
     first, second = wide[..., :half], wide[..., half:]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate([part.astype(x.dtype) for part in turned] + ([rest] if rest.shape[-1] else []), axis=-1)
 
 
 def attention(
@@ -82,6 +95,7 @@ def attention(
     k_positions: Integer[Array, "#B T"] | None = None,
     q_segments: Integer[Array, "B S"] | None = None,
     k_segments: Integer[Array, "B T"] | None = None,
+    sinks: Float[Array, " N"] | None = None,
 ) -> Float[Array, "B S N H"]:
     """Return causal attention in which query head n reads kv head `n // (N/K)`. Memory is O(B N S T).
 
@@ -99,6 +113,8 @@ def attention(
             a cache marks its empty places by a large position.
         q_segments: the number of each query's document, where rows hold several; it sees the keys of its own alone.
         k_segments: the number of each key's document.
+        sinks: a score for each head of what is no key, and takes its share of the softmax
+            (https://arxiv.org/abs/2309.17453).
     """
     k, v = _beside(q, k), _beside(q, v)
     batch, seq, heads, size = q.shape
@@ -111,8 +127,19 @@ def attention(
     if q_segments is not None and k_segments is not None:
         k_segments = uncut(k_segments, 1)
         visible = visible & (q_segments[:, None, None, :, None] == k_segments[:, None, None, None, :])
-    probs_BKGST = jax.nn.softmax(jnp.where(visible, scores_BKGST, jnp.finfo(wide).min), axis=-1)
+    scores_BKGST = jnp.where(visible, scores_BKGST, jnp.finfo(wide).min)
+    if sinks is None:
+        probs_BKGST = jax.nn.softmax(scores_BKGST, axis=-1)
+    else:
+        probs_BKGST = _softmax_beside(scores_BKGST, sinks.astype(wide).reshape(kv_heads, -1, 1, 1))
     return einsum("bkgst,btkh->bskgh", probs_BKGST.astype(v.dtype), v).reshape(q.shape)
+
+
+def _softmax_beside(scores, sink):
+    """Return the softmax of scores beside one more, whose own share is left out."""
+    most = jax.lax.stop_gradient(jnp.maximum(scores.max(axis=-1, keepdims=True), sink))
+    exps = jnp.exp(scores - most)
+    return exps / (exps.sum(axis=-1, keepdims=True) + jnp.exp(sink - most))
 
 
 def _beside(q, kv):
@@ -191,18 +218,24 @@ ACTIVATIONS: dict[str, Callable] = {
 
 def gated_mlp(
     x: Float[Array, "*b D"],
-    gate: Float[Array, "D F"] | LowRank | Widened,
+    gate: Float[Array, "D F"] | LowRank | Widened | None,
     up: Float[Array, "D F"] | LowRank | Widened,
     down: Float[Array, "F D"] | LowRank | Widened,
     *,
     activation: Callable = gelu,
-    biases: tuple[Float[Array, " F"], Float[Array, " F"], Float[Array, " D"]] | None = None,
+    biases: tuple[Float[Array, " F"] | None, Float[Array, " F"], Float[Array, " D"]] | None = None,
 ) -> Float[Array, "*b D"]:
-    """Return `(activation(x gate) * x up) down` (https://arxiv.org/abs/2002.05202), with biases if there are some."""
+    """Return `(activation(x gate) * x up) down` (https://arxiv.org/abs/2002.05202), with biases if there are some.
+
+    Without a gate it is the MLP of the first transformers, `activation(x up) down`.
+    """
     of_gate, of_up, of_down = (None, None, None) if biases is None else biases
     biased = lambda x, bias: x if bias is None else x + bias
-    hidden = activation(biased(linear("...d,df->...f", x, gate), of_gate))
-    hidden = hidden * biased(linear("...d,df->...f", x, up), of_up)
+    hidden = biased(linear("...d,df->...f", x, up), of_up)
+    if gate is None:
+        hidden = activation(hidden)
+    else:
+        hidden = activation(biased(linear("...d,df->...f", x, gate), of_gate)) * hidden
     return biased(linear("...f,fd->...d", hidden, down), of_down)
 
 
@@ -212,9 +245,9 @@ class Ops:
 
     Attributes:
         attention: like `attention`; called as `attention(q, k, v, scale=, cap=, window=)`, of rows with several
-            documents also with `q_segments=, k_segments=`.
+            documents also with `q_segments=, k_segments=`, of families that have them also with `sinks=`.
         mlp: like `gated_mlp`; called as `mlp(x, gate, up, down, activation=)`, of families that have them also with
-            `biases=`.
+            `biases=`; the gate of families without one is None.
         experts: like `zoo.models.experts.experts`, which None stands for.
     """
 

@@ -1,6 +1,6 @@
 """Llama 2 (https://arxiv.org/abs/2307.09288), Llama 3 (https://arxiv.org/abs/2407.21783), Mistral
 (https://arxiv.org/abs/2310.06825), Qwen 2 (https://arxiv.org/abs/2407.10671), Qwen 3 (https://arxiv.org/abs/2505.09388),
-SmolLM 3.
+SmolLM 3, OLMo 2 (https://arxiv.org/abs/2501.00656), Phi 3 (https://arxiv.org/abs/2404.14219), Granite, GLM 4.
 
 Dimensions: `B` batch `S` sequence `D` embed `V` vocab `F` mlp hidden `N` query heads `K` kv heads `H` head size
 `L` layers.
@@ -9,10 +9,12 @@ Dimensions: `B` batch `S` sequence `D` embed `V` vocab `F` mlp hidden `N` query 
 from typing import Any, ClassVar
 
 import equinox as eqx
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from zoo.adapters.lora import LowRank
+from zoo.config import Config
 from zoo.families.llama import LlamaLike
 from zoo.models.decoder import Decoder
 from zoo.models.forward import Aux, LayerPass, PerLayer
@@ -23,24 +25,27 @@ from zoo.models.layers import ACTIVATIONS, linear, rms_norm
 class Block(eqx.Module):
     """Every layer's weights, stacked over a leading `L`; inside the scan, one layer's.
 
-    Biases are Qwen 2's, norms of queries and keys Qwen 3's; a parameter that a family lacks is None.
+    Biases are Qwen 2's, norms of each head's queries and keys Qwen 3's, those over all heads and behind attention and
+    MLP OLMo 2's; a parameter that a family lacks is None.
     """
 
-    attn_norm: Float[Array, "*L D"]
     q: Float[Array, "*L D N H"] | LowRank
     k: Float[Array, "*L D K H"] | LowRank
     v: Float[Array, "*L D K H"] | LowRank
     o: Float[Array, "*L N H D"] | LowRank
-    mlp_norm: Float[Array, "*L D"]
     gate: Float[Array, "*L D F"] | LowRank
     up: Float[Array, "*L D F"] | LowRank
     down: Float[Array, "*L F D"] | LowRank
+    attn_norm: Float[Array, "*L D"] | None = None
+    mlp_norm: Float[Array, "*L D"] | None = None
+    post_attn_norm: Float[Array, "*L D"] | None = None
+    post_mlp_norm: Float[Array, "*L D"] | None = None
     q_bias: Float[Array, "*L N H"] | None = None
     k_bias: Float[Array, "*L K H"] | None = None
     v_bias: Float[Array, "*L K H"] | None = None
     o_bias: Float[Array, "*L D"] | None = None
-    q_norm: Float[Array, "*L H"] | None = None
-    k_norm: Float[Array, "*L H"] | None = None
+    q_norm: Float[Array, "*L H"] | Float[Array, "*L N H"] | None = None
+    k_norm: Float[Array, "*L H"] | Float[Array, "*L K H"] | None = None
     gate_bias: Float[Array, "*L F"] | None = None
     up_bias: Float[Array, "*L F"] | None = None
     down_bias: Float[Array, "*L D"] | None = None
@@ -50,40 +55,56 @@ class Block(eqx.Module):
     ) -> tuple[Float[Array, "B S D"], Aux]:
         """Return what one layer makes of `x`, in the dtype of `x`; weights are cast here, and only here."""
         cast = lambda weight: weight.astype(x.dtype)
-        h, k, v = attention(self, x, config, told)
-        x = x + checkpoint_name(h, "attn_out")
-        h = rms_norm(x, self.mlp_norm, config.norm_eps, offset=0.0)
+        scaled = lambda h: h if config.residual_scale == 1 else h * config.residual_scale
+        h, k, v = attention(self, normalised(x, self.attn_norm, config), config, told)
+        x = x + checkpoint_name(scaled(normalised(h, self.post_attn_norm, config)), "attn_out")
+        h = normalised(x, self.mlp_norm, config)
         how: dict[str, Any] = {"activation": ACTIVATIONS[config.activation]}
         if self.gate_bias is not None and self.up_bias is not None and self.down_bias is not None:
             how["biases"] = (cast(self.gate_bias), cast(self.up_bias), cast(self.down_bias))
         h = told.ops.mlp(h, cast(self.gate), cast(self.up), cast(self.down), **how)
-        return x + checkpoint_name(h, "mlp_out"), Aux(k, v)
+        return x + checkpoint_name(scaled(normalised(h, self.post_mlp_norm, config)), "mlp_out"), Aux(k, v)
+
+
+def normalised(x: Float[Array, "B S D"], weight: Float[Array, " D"] | None, config: Config) -> Float[Array, "B S D"]:
+    """Return `x` over its root mean square, times a weight; as it is where there is none."""
+    return x if weight is None else rms_norm(x, weight, config.norm_eps, offset=0.0)
 
 
 def attention(
-    block: Any, x: Float[Array, "B S D"], config: LlamaLike, told: LayerPass
+    block: Any, h: Float[Array, "B S D"], config: Config, told: LayerPass
 ) -> tuple[Float[Array, "B S D"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
-    """Return what attention adds to the residual stream, and the keys and values that it made.
+    """Return what attention makes, and the keys and values that it made.
 
     Args:
-        block: of which attention's parameters are read; a mixture's has the same.
-        x: the residual stream.
+        block: of which attention's parameters are read; other families' have the same.
+        h: the residual stream, normalised.
         config: the model's.
         told: how the layer runs.
     """
-    cast = lambda weight: weight.astype(x.dtype)
-    norm = lambda x, weight: rms_norm(x, weight, config.norm_eps, offset=0.0)
-    h = norm(x, block.attn_norm)
+    cast = lambda weight: weight.astype(h.dtype)
     q, k, v = (
         linear("bsd,dnh->bsnh", h, cast(weight)) + (0 if bias is None else cast(bias))
         for weight, bias in ((block.q, block.q_bias), (block.k, block.k_bias), (block.v, block.v_bias))
     )
     if block.q_norm is not None:
-        q, k = norm(q, block.q_norm), norm(k, block.k_norm)
-    q, k = told.rotate(q), told.rotate(k)
-    h = told.attention(q, k, v, scale=config.query_scale)
-    h = linear("bsnh,nhd->bsd", h, cast(block.o))
-    return h if block.o_bias is None else h + cast(block.o_bias), k, v
+        q, k = _heads_normalised(q, block.q_norm, config), _heads_normalised(k, block.k_norm, config)
+    if config.clip is not None:
+        q, k, v = (jnp.clip(part, -config.clip, config.clip) for part in (q, k, v))
+    if any(rope is not None for rope in config.layer_ropes):
+        q, k = told.rotate(q), told.rotate(k)
+    sinks = getattr(block, "sinks", None)
+    how = {} if sinks is None else {"sinks": sinks}
+    out = linear("bsnh,nhd->bsd", told.attention(q, k, v, scale=config.query_scale, **how), cast(block.o))
+    return out if block.o_bias is None else out + cast(block.o_bias), k, v
+
+
+def _heads_normalised(x, weight, config):
+    """Normalise each head, or all of them together where each has weights of its own."""
+    if weight.ndim == 1:
+        return rms_norm(x, weight, config.norm_eps, offset=0.0)
+    flat = rms_norm(x.reshape(*x.shape[:2], -1), weight.reshape(-1), config.norm_eps, offset=0.0)
+    return flat.reshape(x.shape)
 
 
 class Llama(Decoder):
@@ -98,7 +119,7 @@ class Llama(Decoder):
 
     def output(self) -> Head:
         """Return what makes logits: a matrix of its own, or the table again."""
-        return Head(self.embed if self.head is None else self.head)
+        return Head(self.embed if self.head is None else self.head, scale=self.config.logit_scale)
 
     def runs(self, per_layer: PerLayer) -> list[tuple[Block, PerLayer]]:
         """Return the layers, all of one kind."""

@@ -1,9 +1,12 @@
-"""Mixtures of experts: Mixtral (https://arxiv.org/abs/2401.04088) and Qwen 3's (https://arxiv.org/abs/2505.09388).
+"""Mixtures of experts: Mixtral (https://arxiv.org/abs/2401.04088), Qwen 2's and 3's (https://arxiv.org/abs/2505.09388),
+OLMoE (https://arxiv.org/abs/2409.02060), gpt-oss (https://arxiv.org/abs/2508.10925).
 
 Dimensions: `B` batch `S` sequence `T` tokens (B*S) `D` embed `V` vocab `F` mlp hidden of an expert `N` query heads
-`K` kv heads `H` head size `L` layers `E` experts `C` chosen experts per token.
+`K` kv heads `H` head size `L` layers `E` experts `C` chosen experts of a token `U` hidden of a shared
+expert `G` its gate.
 """
 
+import functools
 import itertools
 from typing import Any, ClassVar
 
@@ -14,16 +17,18 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from zoo.adapters.lora import LowRank
+from zoo.families.gptoss import GptOssConfig
 from zoo.families.mistral import MixtralConfig
-from zoo.families.qwen import Qwen3MoeConfig
+from zoo.families.olmo import OlmoeConfig
+from zoo.families.qwen import Qwen2MoeConfig, Qwen3MoeConfig
 from zoo.models import llama
 from zoo.models.decoder import Decoder
-from zoo.models.experts import experts
+from zoo.models.experts import clamped, experts
 from zoo.models.forward import Aux, LayerPass, PerLayer
 from zoo.models.head import Head
-from zoo.models.layers import rms_norm
+from zoo.models.layers import linear
 
-AnyMixture = MixtralConfig | Qwen3MoeConfig
+AnyMixture = MixtralConfig | Qwen2MoeConfig | Qwen3MoeConfig | OlmoeConfig | GptOssConfig
 
 
 class Block(eqx.Module):
@@ -43,20 +48,39 @@ class Block(eqx.Module):
     k_bias: Float[Array, "*L K H"] | None = None
     v_bias: Float[Array, "*L K H"] | None = None
     o_bias: Float[Array, "*L D"] | None = None
-    q_norm: Float[Array, "*L H"] | None = None
-    k_norm: Float[Array, "*L H"] | None = None
+    q_norm: Float[Array, "*L H"] | Float[Array, "*L N H"] | None = None
+    k_norm: Float[Array, "*L H"] | Float[Array, "*L K H"] | None = None
+    sinks: Float[Array, "*L N"] | None = None
+    router_bias: Float[Array, "*L E"] | None = None
+    gate_bias: Float[Array, "*L E F"] | None = None
+    up_bias: Float[Array, "*L E F"] | None = None
+    down_bias: Float[Array, "*L E D"] | None = None
+    shared_router: Float[Array, "*L D G"] | LowRank | None = None
+    shared_gate: Float[Array, "*L D U"] | LowRank | None = None
+    shared_up: Float[Array, "*L D U"] | LowRank | None = None
+    shared_down: Float[Array, "*L U D"] | LowRank | None = None
 
     def __call__(
         self, x: Float[Array, "B S D"], config: AnyMixture, told: LayerPass
     ) -> tuple[Float[Array, "B S D"], Aux]:
         """Return what one layer makes of `x`, in the dtype of `x`; weights are cast here, and only here."""
-        h, k, v = llama.attention(self, x, config, told)
+        cast: Any = lambda weight: weight.astype(x.dtype)
+        h, k, v = llama.attention(self, llama.normalised(x, self.attn_norm, config), config, told)
         x = x + checkpoint_name(h, "attn_out")
-        h = rms_norm(x, self.mlp_norm, config.norm_eps, offset=0.0)
-        weights = (weight.astype(x.dtype) for weight in (self.router, self.gate, self.up, self.down))
+        h = llama.normalised(x, self.mlp_norm, config)
+        weights = map(cast, (self.router, self.gate, self.up, self.down))
         run = experts if told.ops.experts is None else told.ops.experts
-        h, routed = run(h, *weights, config.experts_per_token, normalise=config.normalise_weights)
-        return x + checkpoint_name(h, "mlp_out"), Aux(k, v, routed)
+        how: dict[str, Any] = {"normalise": config.normalise_weights}
+        if self.router_bias is not None:
+            how["biases"] = tuple(map(cast, (self.router_bias, self.gate_bias, self.up_bias, self.down_bias)))
+        if config.gate_limit is not None:
+            how["combine"] = functools.partial(clamped, slope=config.gate_slope, limit=config.gate_limit)
+        out, routed = run(h, *weights, config.experts_per_token, **how)
+        if self.shared_router is not None:  # which has all four
+            share = jax.nn.sigmoid(linear("bsd,dg->bsg", h, cast(self.shared_router)))
+            shared = map(cast, (self.shared_gate, self.shared_up, self.shared_down))
+            out = out + share * told.ops.mlp(h, *shared, activation=jax.nn.silu)
+        return x + checkpoint_name(out, "mlp_out"), Aux(k, v, routed)
 
 
 class Mixture(Decoder):

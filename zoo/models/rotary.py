@@ -1,6 +1,6 @@
 """The frequencies of rotary embedding (https://arxiv.org/abs/2104.09864), plain and stretched to longer texts.
 
-`H` head size. The four ways to stretch are those of transformers; their numbers are float32, as there.
+`H` head size. The ways to stretch are those of transformers; their numbers are float32, as there.
 """
 
 import math
@@ -21,7 +21,7 @@ def frequencies(
         size: the head's size H.
         theta: base of the frequencies.
         scaling: how they are stretched; None leaves them alone.
-        length: one more than the last position. Only dynamic stretching reads it; it may be traced.
+        length: one more than the last position. Only the dynamic and the long kind read it; it may be traced.
     """
     plain = _plain(size, theta)
     if scaling is None:
@@ -35,6 +35,8 @@ def frequencies(
             return _llama3(plain, scaling)
         case RopeKind.yarn:
             return _yarn(plain, theta, scaling)
+        case RopeKind.longrope:
+            return _longrope(plain, scaling, length)
 
 
 def _plain(size, theta):
@@ -59,6 +61,15 @@ def _llama3(plain, scaling):
     turns = scaling.original_length * plain / (2 * np.float32(math.pi))  # in the text trained on
     kept = np.clip((turns - scaling.low_freq) / (scaling.high_freq - scaling.low_freq), 0, 1)
     return ((1 - kept) * plain / scaling.factor + kept * plain).astype(np.float32)
+
+
+def _longrope(plain, scaling, length):
+    """Two lists of factors that a search has found, for short texts and for long ones
+    (https://arxiv.org/abs/2402.13753); their temperature is in `query_scale`."""
+    short, long = (plain / np.array(each, np.float32) for each in (scaling.short_factors, scaling.long_factors))
+    if isinstance(length, int):
+        return long if length > scaling.original_length else short
+    return jnp.where(length > scaling.original_length, long, short)
 
 
 def _yarn(plain, theta, scaling):

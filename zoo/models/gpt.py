@@ -1,0 +1,100 @@
+"""GPT-2 (https://cdn.openai.com/better-language-models/language_models.pdf), GPT-NeoX and Pythia
+(https://arxiv.org/abs/2204.06745), OPT (https://arxiv.org/abs/2205.01068): LayerNorm, biases, an MLP without a gate.
+
+Dimensions: `B` batch `S` sequence `D` embed `V` vocab `F` mlp hidden `N` query heads `K` kv heads `H` head size
+`L` layers `M` learned positions.
+"""
+
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Integer
+
+from zoo.adapters.lora import LowRank
+from zoo.families.gpt import GPTLike
+from zoo.models.decoder import Decoder
+from zoo.models.forward import Aux, LayerPass, PerLayer
+from zoo.models.head import Head
+from zoo.models.layers import ACTIVATIONS, layer_norm, lookup
+from zoo.models.llama import attention
+
+
+class Block(eqx.Module):
+    """Every layer's weights, stacked over a leading `L`; inside the scan, one layer's.
+
+    Where attention and MLP read the same, normalised once, there is no norm of the MLP's own; a parameter that a family
+    lacks is None.
+    """
+
+    attn_norm: Float[Array, "*L D"]
+    q: Float[Array, "*L D N H"] | LowRank
+    k: Float[Array, "*L D K H"] | LowRank
+    v: Float[Array, "*L D K H"] | LowRank
+    o: Float[Array, "*L N H D"] | LowRank
+    up: Float[Array, "*L D F"] | LowRank
+    down: Float[Array, "*L F D"] | LowRank
+    gate: Float[Array, "*L D F"] | LowRank | None = None
+    mlp_norm: Float[Array, "*L D"] | None = None
+    attn_norm_bias: Float[Array, "*L D"] | None = None
+    mlp_norm_bias: Float[Array, "*L D"] | None = None
+    q_bias: Float[Array, "*L N H"] | None = None
+    k_bias: Float[Array, "*L K H"] | None = None
+    v_bias: Float[Array, "*L K H"] | None = None
+    o_bias: Float[Array, "*L D"] | None = None
+    up_bias: Float[Array, "*L F"] | None = None
+    down_bias: Float[Array, "*L D"] | None = None
+    q_norm: None = None
+    k_norm: None = None
+
+    def __call__(self, x: Float[Array, "B S D"], config: GPTLike, told: LayerPass) -> tuple[Float[Array, "B S D"], Aux]:
+        """Return what one layer makes of `x`, in the dtype of `x`; weights are cast here, and only here."""
+        cast: Any = lambda weight: None if weight is None else weight.astype(x.dtype)
+        read = layer_norm(x, self.attn_norm, self.attn_norm_bias, config.norm_eps)
+        h, k, v = attention(self, read, config, told)
+        added = x + checkpoint_name(h, "attn_out")
+        if self.mlp_norm is not None:
+            behind = x if config.parallel else added
+            read = layer_norm(behind, self.mlp_norm, self.mlp_norm_bias, config.norm_eps)
+        biases = None if self.up_bias is None else (None, cast(self.up_bias), cast(self.down_bias))
+        how = {"activation": ACTIVATIONS[config.activation]} | ({} if biases is None else {"biases": biases})
+        h = told.ops.mlp(read, cast(self.gate), cast(self.up), cast(self.down), **how)
+        return added + checkpoint_name(h, "mlp_out"), Aux(k, v)
+
+
+class GPT(Decoder):
+    """A GPT; `positions` are those of families that learn a vector for each."""
+
+    blocks: ClassVar = {"layers": Block}
+    embed: Float[Array, "V D"]
+    positions: Float[Array, "M D"] | None
+    layers: Block
+    final_norm: Float[Array, " D"]
+    final_norm_bias: Float[Array, " D"] | None
+    head: Float[Array, "V D"] | LowRank | None
+    config: GPTLike = eqx.field(static=True)
+
+    def embedded(
+        self, tokens: Integer[Array, "B S"], dtype: DTypeLike, positions: Integer[Array, "#B S"] | None = None
+    ) -> Float[Array, "B S D"]:
+        """Return what the first layer reads; a position that was not learned makes NaN of it."""
+        x = super().embedded(tokens, dtype)
+        if self.positions is None:
+            return x
+        places = jnp.arange(tokens.shape[1], dtype=tokens.dtype) if positions is None else positions
+        places = jnp.zeros_like(tokens) + places + self.config.position_offset
+        return x + lookup(self.positions, places, dtype)
+
+    def normalised(self, x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
+        """Return what the head reads of what the last layer made."""
+        return layer_norm(x, self.final_norm, self.final_norm_bias, self.config.norm_eps)
+
+    def output(self) -> Head:
+        """Return what makes logits: a matrix of its own, or the table again."""
+        return Head(self.embed if self.head is None else self.head, scale=self.config.logit_scale)
+
+    def runs(self, per_layer: PerLayer) -> list[tuple[Block, PerLayer]]:
+        """Return the layers, all of one kind."""
+        return [(self.layers, per_layer)]
