@@ -129,7 +129,6 @@ ONLY_ALL: Mapping[str, tuple] = MappingProxyType(
         "is_encoder_decoder": (False,),
         "add_cross_attention": (False,),
         "pruned_heads": ({}, None),
-        "quantization_config": (None,),
         "partial_rotary_factor": (1.0, None),
     }
 )
@@ -164,7 +163,8 @@ HARMLESS: Mapping[str, tuple] = MappingProxyType(
 )
 IGNORED = frozenset(
     """
-    model_type architectures transformers_version torch_dtype dtype _name_or_path name_or_path _commit_hash auto_map
+    model_type architectures quantization_config
+    transformers_version torch_dtype dtype _name_or_path name_or_path _commit_hash auto_map
     bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id forced_bos_token_id forced_eos_token_id
     initializer_range use_cache cache_implementation sliding_window_size _sliding_window_pattern
     _attn_implementation attn_implementation _attn_implementation_autoset _experts_implementation experts_implementation

@@ -16,7 +16,17 @@ from zoo.models.decoder import widened
 
 PROMPTS = [np.random.default_rng(n).integers(3, 97, n).tolist() for n in (7, 1, 11)]  # windows are 4
 NEW = 12
-QUICK = ("gemma_mqa", "gemma2_odd", "gemma3_stretched", "llama_dynamic", "mistral", "qwen3_tied", "qwen3_moe_mixed")
+QUICK = (
+    "gemma_mqa",
+    "gemma2_odd",
+    "gemma3_stretched",
+    "llama_dynamic",
+    "mistral",
+    "qwen3_tied",
+    "qwen3_moe_mixed",
+    "gpt2",
+    "gpt_oss",
+)
 MODEL = "gemma2_gqa"
 
 

@@ -132,7 +132,10 @@ def test_full_attention_in_every_layer_has_no_window():
         ({"tie_word_embeddings": False}, "`tie_word_embeddings`=False is not supported"),
         ({"use_bidirectional_attention": True}, "`use_bidirectional_attention`=True is not supported"),
         ({"attention_dropout": 0.1}, "`attention_dropout`=0.1 is not supported"),
-        ({"quantization_config": {"bits": 4}}, "`quantization_config`={'bits': 4} is not supported"),
+        (
+            {"quantization_config": {"bits": 4}},
+            "`quantization_config`'s quant_method=None is not supported, only 'fp8'",
+        ),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "`rope_scaling`=.* only rope_type 'default'"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "`rope_parameters`=.* only rope_type 'default'"),
         ({"rope_theta": "10000"}, "`rope_theta`='10000' is not a number"),

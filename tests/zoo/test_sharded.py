@@ -10,7 +10,7 @@ import pytest
 import zoo
 from transforms.sharding import AXES, make_mesh, sharding_of
 from zoo.config import rows
-from zoo.huggingface import folder, sharded
+from zoo.huggingface import sharded, tensors
 
 SIZES = {"vocab_size": 64, "num_layers": 2, "embed_dim": 16, "mlp_dim": 32, "num_heads": 4, "head_dim": 4}
 CONFIGS = {
@@ -54,21 +54,21 @@ class _CountingSlice:
         return found
 
 
-folder_open = folder.safe_open
+folder_open = tensors.safe_open
 
 
 @pytest.fixture
 def counting(monkeypatch):
     """The class that counts in `read`."""
     _Counting.read = 0
-    monkeypatch.setattr(folder, "safe_open", _Counting)
-    take = folder.Scratch.take
+    monkeypatch.setattr(tensors, "safe_open", _Counting)
+    take = tensors.Scratch.take
 
     def taken(scratch, count):
         _Counting.read += count
         return take(scratch, count)
 
-    monkeypatch.setattr(folder.Scratch, "take", taken)
+    monkeypatch.setattr(tensors.Scratch, "take", taken)
     return _Counting
 
 

@@ -146,7 +146,7 @@ def test_load_stores_in_the_dtype_asked_for_or_the_one_on_disk(folder, dtype, st
 
 def test_load_reads_large_tensors_in_pieces(folder, monkeypatch):
     whole = load(folder)
-    monkeypatch.setattr("zoo.huggingface.folder._CHUNK", 48 * 7)
+    monkeypatch.setattr("zoo.huggingface.tensors._CHUNK", 48 * 7)
     assert eqx.tree_equal(load(folder), whole)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from zoo.config import Config
 from zoo.dialect import HARMLESS, IGNORED, ONLY_ALL, Dialect
 from zoo.families import FAMILIES
-from zoo.huggingface import rope
+from zoo.huggingface import quantised, rope
 from zoo.huggingface.reader import Reader
 from zoo.huggingface.windows import read_windows, window_keys, written_windows
 
@@ -40,6 +40,8 @@ def from_hf(raw: dict[str, Any]) -> Config:
         raise ValueError(f"config.json says model_type={name!r}, and this zoo loads {known}.")
     config, dialect = ARCHITECTURES[name]
     _check_keys(raw, dialect, problems)
+    if why := quantised.problem(raw.get("quantization_config")):
+        problems.append(why)
     read = Reader(raw, problems)
     fields: dict[str, Any] = dict(dialect.fixed)
     for key, (field, default) in dialect.sizes.items():

@@ -1,103 +1,24 @@
 """What a Hugging Face folder holds, read from headers alone, and every way in which that can be wrong. Free of JAX."""
 
 import dataclasses
-import hashlib
 import json
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ml_dtypes import bfloat16
 from safetensors import SafetensorError, safe_open
 
 from zoo.config import Config, rows
 from zoo.families.gemma import Gemma3Config
+from zoo.huggingface.tensors import DTYPES, Tensor
 
 INDEX = "model.safetensors.index.json"
 DIGESTS = "sha256"  # in a file's metadata: the digest of each of its tensors, as JSON
-DTYPES = {name: np.dtype(kind) for name, kind in (("F32", "f4"), ("BF16", bfloat16), ("F16", "f2"), ("F64", "f8"))}
 _HEADS = ("lm_head.weight", "embed_out.weight")  # some tools write a tied head a second time
-_CHUNK = 2**26  # elements of one tensor on the host at a time
 # A multimodal Gemma 3 holds its text part under one of these, and the rest under the others.
 _TEXT = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."}
 _OTHER = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
-
-
-class DamagedError(ValueError):
-    """A file is not what it was when it was saved."""
-
-
-class Scratch:
-    """Memory that tensors are read into, one after another: the system takes longer to give it than a disk to fill."""
-
-    def __init__(self):
-        self._memory = np.empty(0, np.uint8)
-
-    def take(self, count: int) -> np.ndarray:
-        """Return so many bytes, which hold something; those taken before are overwritten."""
-        if count > len(self._memory):
-            self._memory = np.empty(count, np.uint8)
-        return self._memory[:count]
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """A tensor on disk, of which only the header has been read.
-
-    Attributes:
-        file: where it is.
-        name: what it is called there.
-        shape: its dimensions.
-        dtype: its type, as safetensors calls it.
-        digest: SHA-256 of its bytes, where the file tells.
-        start: where its bytes begin in the file.
-    """
-
-    file: Path
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    digest: str | None
-    start: int
-
-    def pieces(self, whole: bool = False, scratch: "Scratch | None" = None) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield `(first row, rows)` in order; the rows of each are gone when the next are asked for.
-
-        Args:
-            whole: all rows at once.
-            scratch: memory to read into; None is some of its own.
-
-        Raises:
-            DamagedError: the bytes are not those that the file's own digest was made of.
-        """
-        count, digest, scratch = self.shape[0], hashlib.sha256(), Scratch() if scratch is None else scratch
-        step, kind = count if whole else max(1, _CHUNK // math.prod(self.shape[1:])), DTYPES[self.dtype]
-        row = math.prod(self.shape[1:]) * kind.itemsize
-        with self.file.open("rb", buffering=0) as file:
-            file.seek(self.start)
-            for start in range(0, count, step):
-                rows = min(step, count - start)
-                memory = scratch.take(rows * row)
-                if file.readinto(memory.data) != rows * row:
-                    raise DamagedError(f"{self.file.name}: `{self.name}` ends before its last row")
-                if self.digest is not None:
-                    digest.update(memory.data)
-                yield start, memory.view(kind).reshape(rows, *self.shape[1:])
-        if self.digest is not None and digest.hexdigest() != self.digest:
-            raise DamagedError(f"{self.file.name}: `{self.name}` is not what was saved: its SHA-256 differs")
-
-    def part(self, index: tuple[slice, ...]) -> np.ndarray:
-        """Return some of the tensor, and read no more than that; it cannot be checked."""
-        with safe_open(self.file, "np") as opened:
-            return opened.get_slice(self.name)[index]
-
-
-def as_bytes(array: np.ndarray) -> memoryview:
-    """Return an array's bytes in order, without a copy where it is contiguous."""
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def refusal(folder: Path, why: str) -> ValueError:

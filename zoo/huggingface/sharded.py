@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Shaped
 
 from transforms.sharding import Axes, sharding_of
-from zoo.huggingface.folder import Tensor
+from zoo.huggingface.tensors import Tensor
 from zoo.parameters import Row
 
 Bounds = tuple[tuple[int, int], ...]  # first and one past the last, of each dimension

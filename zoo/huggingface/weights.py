@@ -32,17 +32,15 @@ from zoo.huggingface.config import from_hf, to_hf
 from zoo.huggingface.folder import (
     DIGESTS,
     INDEX,
-    DamagedError,
-    Scratch,
-    Tensor,
-    as_bytes,
     as_stored,
     expected,
     read_headers,
     read_json,
     refusal,
 )
+from zoo.huggingface.quantised import decoded
 from zoo.huggingface.sharded import load_leaf
+from zoo.huggingface.tensors import DamagedError, Scratch, Tensor, as_bytes
 from zoo.parameters import Row
 
 _DTYPES = {"F32": jnp.float32, "BF16": jnp.bfloat16, "F16": jnp.float16, "F64": jnp.float64}
@@ -73,7 +71,7 @@ def load(
     """Return the model in a Hugging Face folder: `config.json` and one or many `.safetensors` files.
 
     Args:
-        path: the folder.
+        path: the folder. Weights in fewer bits are read as what they stand for (`zoo.huggingface.quantised`).
         dtype: what to store parameters in; None keeps what is on disk (float32 for float64, unless JAX has 64 bits).
         mesh: the devices to spread parameters over, of which each process reads its own parts; None puts them on one.
         axes: which axes of the mesh cut each dimension letter of `zoo.parameters` (see `transforms.sharding.spec_of`).
@@ -83,7 +81,8 @@ def load(
             missing, unexpected, misshapen or of an unsupported type: all of them in one message.
     """
     folder = Path(path)
-    config, tensors = as_stored(from_hf(read_json(folder, "config.json")), read_headers(folder))
+    raw = read_json(folder, "config.json")
+    config, tensors = as_stored(from_hf(raw), decoded(raw, read_headers(folder)))
     tensors = expected(folder, config, tensors)
     leaves, damaged, scratch = {}, [], Scratch()
     for row in rows(config):

@@ -1,0 +1,241 @@
+"""Folders of weights in fewer bits: read as what each format's paper says that they stand for, value by value."""
+
+import json
+
+import equinox as eqx
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from tests.zoo import hf_tiny
+from zoo import load
+from zoo.config import rows
+from zoo.huggingface.config import from_hf
+
+NOISE = np.random.default_rng(0)
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def _matrix(out, into, value):
+    """Form a matrix value by value."""
+    return np.array([[value(i, j) for j in range(into)] for i in range(out)], np.float32)
+
+
+def fp8_blocks(name, out, into):
+    weight = NOISE.normal(0, 0.5, (out, into)).astype(ml_dtypes.float8_e4m3fn)
+    scale = NOISE.uniform(0.5, 1.5, (-(-out // 32), -(-into // 16))).astype(np.float32)
+    held = {f"{name}.weight": weight, f"{name}.weight_scale_inv": scale}
+    return held, _matrix(out, into, lambda i, j: np.float32(weight[i, j]) * scale[i // 32, j // 16])
+
+
+def fp8_rows(name, out, into):
+    weight = NOISE.normal(0, 0.5, (out, into)).astype(ml_dtypes.float8_e4m3fn)
+    scale = NOISE.uniform(0.5, 1.5, (out, 1)).astype(ml_dtypes.bfloat16)
+    held = {f"{name}.weight": weight, f"{name}.weight_scale": scale, f"{name}.input_scale": np.ones(1, np.float32)}
+    return held, _matrix(out, into, lambda i, j: np.float32(weight[i, j]) * np.float32(scale[i, 0]))
+
+
+def int8_rows(name, out, into):
+    weight = NOISE.integers(-128, 128, (out, into), np.int8)
+    scale = NOISE.uniform(0.001, 0.01, (out, 1)).astype(np.float32)
+    held = {f"{name}.weight": weight, f"{name}.weight_scale": scale}
+    return held, _matrix(out, into, lambda i, j: np.float32(weight[i, j]) * scale[i, 0])
+
+
+def _words(values, places=range(8), bits=4):
+    """Put eight numbers of four bits into each word of 32, along the last dimension."""
+    words = np.zeros((*values.shape[:-1], values.shape[-1] * bits // 32), np.uint32)
+    for i, place in enumerate(places):
+        words |= values[..., i :: 32 // bits].astype(np.uint32) << np.uint32(bits * place)
+    return words.view(np.int32)
+
+
+def packed(name, out, into):
+    values = NOISE.integers(0, 16, (out, into))
+    scale = NOISE.uniform(0.01, 0.1, (out, into // 16)).astype(np.float16)
+    held = {
+        f"{name}.weight_packed": _words(values),
+        f"{name}.weight_scale": scale,
+        f"{name}.weight_shape": np.array([out, into], np.int64),
+    }
+    return held, _matrix(out, into, lambda i, j: (values[i, j] - 8) * np.float32(scale[i, j // 16]))
+
+
+def gptq(name, out, into):
+    values, zeros = NOISE.integers(0, 16, (into, out)), NOISE.integers(0, 15, (into // 16, out))
+    scale = NOISE.uniform(0.01, 0.1, (into // 16, out)).astype(np.float16)
+    index = NOISE.permutation(np.repeat(np.arange(into // 16), 16)).astype(np.int32)
+    held = {
+        f"{name}.qweight": np.ascontiguousarray(_words(np.ascontiguousarray(values.T)).T),
+        f"{name}.qzeros": _words(zeros),
+        f"{name}.scales": scale,
+        f"{name}.g_idx": index,
+    }
+    value = lambda i, j: (values[j, i] - (zeros[index[j], i] + 1)) * np.float32(scale[index[j], i])
+    return held, _matrix(out, into, value)
+
+
+def awq(name, out, into):
+    values, zeros = NOISE.integers(0, 16, (into, out)), NOISE.integers(0, 16, (into // 16, out))
+    scale = NOISE.uniform(0.01, 0.1, (into // 16, out)).astype(np.float16)
+    places = (0, 4, 1, 5, 2, 6, 3, 7)  # the second of eight neighbours is the fifth of the word, and so on
+    held = {f"{name}.qweight": _words(values, places), f"{name}.qzeros": _words(zeros, places), f"{name}.scales": scale}
+    value = lambda i, j: (values[j, i] - zeros[j // 16, i]) * np.float32(scale[j // 16, i])
+    return held, _matrix(out, into, value)
+
+
+def int8_bitsandbytes(name, out, into):
+    weight = NOISE.integers(-127, 128, (out, into), np.int8)
+    scale = NOISE.uniform(0.5, 1.5, out).astype(np.float32)
+    held = {
+        f"{name}.weight": weight,
+        f"{name}.SCB": scale,
+        f"{name}.weight_format": np.zeros((), np.uint8),
+    }
+    return held, _matrix(out, into, lambda i, j: weight[i, j] * scale[i] / 127)
+
+
+def nf4(name, out, into, nested=False):
+    table = np.sort(NOISE.uniform(-1, 1, 16)).astype(np.float32)
+    values = NOISE.integers(0, 16, out * into)
+    scale = NOISE.uniform(0.5, 1.5, out * into // 16).astype(np.float32)
+    told = {"quant_type": "nf4", "blocksize": 16, "dtype": "bfloat16", "shape": [out, into]}
+    held = {
+        f"{name}.weight": (values[::2] * 16 + values[1::2]).astype(np.uint8)[:, None],
+        f"{name}.weight.absmax": scale,
+        f"{name}.weight.quant_map": table,
+    }
+    if nested:
+        outer_table, codes = np.linspace(-1, 1, 256).astype(np.float32), NOISE.integers(0, 256, scale.size)
+        outer = NOISE.uniform(0.5, 1.5, -(-scale.size // 8)).astype(np.float32)
+        told |= {"nested_blocksize": 8, "nested_offset": 0.25}
+        held |= {
+            f"{name}.weight.absmax": codes.astype(np.uint8),
+            f"{name}.weight.nested_absmax": outer,
+            f"{name}.weight.nested_quant_map": outer_table,
+        }
+        scale = np.array([outer_table[code] * outer[i // 8] + np.float32(0.25) for i, code in enumerate(codes)])
+    text = np.frombuffer(json.dumps(told).encode(), np.uint8)
+    held[f"{name}.weight.quant_state.bitsandbytes__nf4"] = text.copy()
+    return held, _matrix(out, into, lambda i, j: table[values[i * into + j]] * scale[(i * into + j) // 16])
+
+
+def nested_nf4(name, out, into):
+    return nf4(name, out, into, nested=True)
+
+
+FORMATS = {
+    "fp8 by blocks": (fp8_blocks, {"quant_method": "fp8", "weight_block_size": [32, 16]}),
+    "fp8 by rows": (fp8_rows, {"quant_method": "compressed-tensors", "format": "float-quantized"}),
+    "int8 by rows": (int8_rows, {"quant_method": "compressed-tensors", "format": "int-quantized"}),
+    "packed": (
+        packed,
+        {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 16}}},
+        },
+    ),
+    "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": True}),
+    "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm"}),
+    "bitsandbytes int8": (int8_bitsandbytes, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
+    "nf4": (nf4, {"quant_method": "bitsandbytes", "load_in_4bit": True}),
+    "nf4, twice": (nested_nf4, {"quant_method": "bitsandbytes", "load_in_4bit": True}),
+}
+
+
+def _rewrite(folder, change, settings, **more):
+    tensors = change(load_file(folder / "model.safetensors"))
+    save_file({name: np.ascontiguousarray(array) for name, array in tensors.items()}, folder / "model.safetensors")
+    raw = json.loads((folder / "config.json").read_text())
+    if settings is not None:
+        raw["quantization_config"] = settings
+    (folder / "config.json").write_text(json.dumps(raw | more))
+
+
+@pytest.mark.parametrize("case", ["llama2", "phi3"])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_weights_in_fewer_bits_are_what_they_stand_for(kind, case, tmp_path):
+    encode, settings = FORMATS[kind]
+    plain, quantised = hf_tiny.write(case, tmp_path / "plain"), hf_tiny.write(case, tmp_path / "quantised")
+    held, values = {}, {}
+    for name, array in load_file(plain / "model.safetensors").items():
+        if name.endswith("proj.weight"):
+            own, values[name] = encode(name.removesuffix(".weight"), *array.shape)
+            held |= own
+        else:
+            held[name] = array
+    _rewrite(plain, lambda tensors: tensors | values, None)
+    _rewrite(quantised, lambda _: held, settings)
+    ours, expected = load(quantised), load(plain)
+    assert ours.embed.dtype == jnp.float32
+    for row in rows(ours.config):
+        one, other = (eqx.tree_at(lambda m: m.embed, m, m.embed) for m in (ours, expected))
+        for part in row.leaf.split("."):
+            one, other = getattr(one, part), getattr(other, part)
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7, err_msg=row.leaf)
+
+
+def test_gpt_oss_is_read_in_four_bits(tmp_path):
+    """Against the decoder that transformers has, where it is installed, and value by value."""
+    plain, quantised = hf_tiny.write("gpt_oss", tmp_path / "plain"), hf_tiny.write("gpt_oss", tmp_path / "quantised")
+    sizes = {"hidden_size": 64, "intermediate_size": 32}
+    config = from_hf(hf_tiny.CASES["gpt_oss"] | sizes)
+    tensors = {
+        name: hf_tiny.tensor(name, row.disk_shape(config.dims))
+        for row in rows(config)
+        for name, _ in row.places(config.dims)
+    }
+    held, values = dict(tensors), dict(tensors)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, into, out = held.pop(name).shape
+        blocks = NOISE.integers(0, 256, (experts, out, into // 32, 16), np.uint8)
+        scales = NOISE.integers(122, 128, (experts, out, into // 32), np.uint8)
+        held |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        whole = np.zeros((experts, into, out), np.float32)
+        for e, i, j in np.ndindex(whole.shape):
+            byte = blocks[e, j, i // 32, i % 32 // 2]
+            code = byte >> 4 if i % 2 else byte & 15
+            whole[e, i, j] = (-1 if code & 8 else 1) * FP4[code & 7] * 2.0 ** (int(scales[e, j, i // 32]) - 127)
+        values[name] = whole
+        try:
+            import torch
+            from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+        except ImportError:
+            continue
+        theirs = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32)
+        np.testing.assert_array_equal(theirs.numpy(), whole)
+    _rewrite(plain, lambda _: values, None, **sizes)
+    _rewrite(quantised, lambda _: held, {"quant_method": "mxfp4"}, **sizes)
+    assert eqx.tree_equal(load(quantised), load(plain))
+
+
+def test_what_is_decoded_counts_as_the_type_that_the_file_names(tmp_path):
+    folder = hf_tiny.write("llama2", tmp_path)
+    name = "model.layers.1.self_attn.q_proj"
+    own, values = fp8_blocks(name, 48, 48)
+    own_settings = FORMATS["fp8 by blocks"][1]
+    _rewrite(folder, lambda held: held | own, own_settings, torch_dtype="bfloat16")
+    model = load(folder)  # where one layer of a stack is wider, all are
+    assert model.layers.q.dtype == jnp.float32
+    narrow = load(folder, dtype=jnp.bfloat16)
+    np.testing.assert_array_equal(narrow.layers.q[1].reshape(48, 48).T, values.astype(ml_dtypes.bfloat16))
+
+
+REFUSED = {
+    "an unknown method": ({"quant_method": "hqq"}, "quant_method='hqq' is not supported, only 'fp8'"),
+    "three bits": ({"quant_method": "gptq", "bits": 3}, "bits=3 is not supported, only 2 or 4 or 8"),
+    "another kernel's order": ({"quant_method": "awq", "version": "gemv"}, "version='gemv' is not supported"),
+    "marlin": ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format='marlin-24' is not supported"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_read_is_refused_by_name(name, tmp_path):
+    settings, words = REFUSED[name]
+    folder = hf_tiny.write("llama2", tmp_path)
+    _rewrite(folder, lambda held: held, settings)
+    with pytest.raises(ValueError, match=words):
+        load(folder)

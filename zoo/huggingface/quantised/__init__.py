@@ -1,0 +1,52 @@
+"""Weights in fewer bits, read as what they stand for. In: a folder's tensors, and what its `config.json` says of them.
+Out: the tensors that they are made of, decoded in float32 when they are read. Free of JAX."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from zoo.huggingface.quantised import bitsandbytes, compressed, fp8, mxfp4, packed
+from zoo.huggingface.quantised.decoded import Decoded as Decoded
+from zoo.huggingface.tensors import Tensor
+
+Reader = Callable[[dict[str, Any], Mapping[str, Tensor], str], dict[str, Tensor]]
+READERS: dict[str, Reader] = {
+    "fp8": fp8.read,
+    "fbgemm_fp8": fp8.read,
+    "compressed-tensors": compressed.read,
+    "mxfp4": mxfp4.read,
+    "gptq": packed.read_gptq,
+    "awq": packed.read_awq,
+    "bitsandbytes": bitsandbytes.read,
+}
+_LABELS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+# What some folders hold of activations and caches, which stay as they are here.
+_UNREAD = (".input_scale", ".output_scale", ".k_scale", ".v_scale", ".weight_format")
+
+
+def problem(settings: Any) -> str | None:
+    """Say why weights cannot be read; None where they can, or are as they are."""
+    if settings is None:
+        return None
+    method = settings.get("quant_method") if isinstance(settings, dict) else None
+    if method in READERS:
+        return None
+    known = ", ".join(map(repr, READERS))
+    return f"`quantization_config`'s quant_method={method!r} is not supported, only {known}"
+
+
+def decoded(raw: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors that a folder's stand for.
+
+    They count as the type that its `config.json` names, float32 where it names none.
+
+    Raises:
+        ValueError: the settings say what is not read.
+    """
+    settings = raw.get("quantization_config")
+    if settings is None:
+        return tensors
+    label = _LABELS.get(raw.get("dtype", raw.get("torch_dtype")) or "float32", "F32")
+    found = READERS[settings["quant_method"]](settings, tensors, label)
+    used = {part.name for one in found.values() if isinstance(one, Decoded) for part in one.parts}
+    rest = {name: one for name, one in tensors.items() if name not in used and not name.endswith(_UNREAD)}
+    return rest | found

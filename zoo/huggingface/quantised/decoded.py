@@ -1,0 +1,60 @@
+"""A tensor that others on disk stand for. Free of JAX."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from zoo.huggingface.tensors import Scratch, Tensor
+
+
+@dataclass(frozen=True)
+class Decoded(Tensor):
+    """A tensor whose values are made of others when they are read: in float32, whatever type it counts as.
+
+    Attributes:
+        parts: what it is made of.
+        decode: returns its values, given theirs.
+    """
+
+    parts: tuple[Tensor, ...]
+    decode: Callable[..., np.ndarray]
+
+    def array(self) -> np.ndarray:
+        """Return the whole tensor."""
+        return self.decode(*(part.array() for part in self.parts)).astype(np.float32).reshape(self.shape)
+
+    def pieces(self, whole: bool = False, scratch: Scratch | None = None) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield all rows at once."""
+        yield 0, self.array()
+
+    def part(self, index: tuple[slice, ...]) -> np.ndarray:
+        """Return some of the tensor."""
+        return self.array()[index]
+
+
+def made(
+    name: str, shape: tuple[int, ...], label: str, parts: tuple[Tensor, ...], decode: Callable[..., np.ndarray]
+) -> Decoded:
+    """Return the tensor of a name, shape and type that parts stand for."""
+    first = parts[0]
+    return Decoded(first.file, name, shape, label, None, first.start, parts, decode)
+
+
+def nibbles(packed: np.ndarray, bits: int) -> np.ndarray:
+    """Return the numbers that each integer holds, lowest bits first, along a new last dimension."""
+    unsigned = packed.view(f"u{packed.itemsize}")
+    shifts = np.arange(0, 8 * packed.itemsize, bits, dtype=unsigned.dtype)
+    return (unsigned[..., None] >> shifts) & unsigned.dtype.type(2**bits - 1)
+
+
+def ends(tensors: Mapping[str, Any], suffix: str) -> list[str]:
+    """Return the modules that have a tensor of an ending."""
+    return [name.removesuffix(suffix) for name in tensors if name.endswith(suffix)]
+
+
+def count(shape: tuple[int, ...]) -> int:
+    """Return how many values a shape has."""
+    return math.prod(shape)

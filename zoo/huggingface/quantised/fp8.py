@@ -1,0 +1,32 @@
+"""Eight-bit floats with a scale for each block of 128 by 128 (https://arxiv.org/abs/2412.19437), or for each row."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from zoo.huggingface.quantised.decoded import ends, made
+from zoo.huggingface.tensors import Tensor
+
+
+def read(settings: dict[str, Any], tensors: Mapping[str, Tensor], label: str) -> dict[str, Tensor]:
+    """Return each matrix `weight` times its `weight_scale_inv` or `weight_scale`."""
+    block = settings.get("weight_block_size")
+    found: dict[str, Tensor] = {}
+    for suffix in (".weight_scale_inv", ".weight_scale"):
+        for module in ends(tensors, suffix):
+            name, parts = f"{module}.weight", (tensors[f"{module}.weight"], tensors[f"{module}{suffix}"])
+            found[name] = made(name, parts[0].shape, label, parts, lambda weight, scale: scaled(weight, scale, block))
+    return found
+
+
+def scaled(weight: np.ndarray, scale: np.ndarray, block: list[int] | None) -> np.ndarray:
+    """Return a matrix `[out, in]` times the scales of its blocks, of its rows, or of all of it."""
+    wide, scale = weight.astype(np.float32), scale.astype(np.float32)
+    if scale.size == 1:
+        return wide * scale.reshape(())
+    if block is None or scale.ndim < 2 or scale.shape[1] == 1:
+        return wide * scale.reshape(-1, 1)
+    rows, columns = block
+    spread = np.repeat(np.repeat(scale, rows, axis=0), columns, axis=1)
+    return wide * spread[: wide.shape[0], : wide.shape[1]]
