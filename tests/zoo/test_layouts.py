@@ -75,6 +75,23 @@ def _same_on_mesh(model, sizes, axes, atol=2e-6, rtol=1e-6, **how):
         np.testing.assert_allclose(np.asarray(one, np.float32), np.asarray(other, np.float32), atol=atol)
 
 
+OTHERS = {
+    "gpt2": zoo.GPT2Config(**SIZES | {"embed_dim": 32}, num_kv_heads=8, context_length=16),
+    "gpt_oss": zoo.GptOssConfig(**SIZES, num_kv_heads=4, num_experts=4, experts_per_token=2, window=4),
+}
+
+
+@pytest.mark.parametrize(("name", "layout"), [("gpt2", "all"), ("gpt_oss", (2, 2, 1, 2))])
+def test_learned_positions_and_biased_experts_are_the_same_on_a_mesh(name, layout):
+    """Biases and positions begin at zero, which would hide what happens to them."""
+    model = zoo.model_class(OTHERS[name]).init(OTHERS[name], key=jax.random.key(0))
+    leaves, tree = jax.tree.flatten(model)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    leaves = [leaf + 0.05 * jax.random.normal(key, leaf.shape) for leaf, key in zip(leaves, keys, strict=True)]
+    sizes, axes = LAYOUTS[layout] if isinstance(layout, str) else (layout, AXES)
+    _same_on_mesh(jax.tree.unflatten(tree, leaves), sizes, axes)
+
+
 CASES = [("qwen2", "model"), ("mixtral", "all"), ("gemma", "fsdp and context"), ("mixtral", "fsdp and context")]
 REST = [(name, layout) for name in CONFIGS for layout in LAYOUTS if (name, layout) not in CASES]
 

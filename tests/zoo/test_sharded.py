@@ -10,13 +10,18 @@ import pytest
 import zoo
 from transforms.sharding import AXES, make_mesh, sharding_of
 from zoo.config import rows
-from zoo.huggingface import sharded, tensors
+from zoo.huggingface import folder, sharded, tensors
 
 SIZES = {"vocab_size": 64, "num_layers": 2, "embed_dim": 16, "mlp_dim": 32, "num_heads": 4, "head_dim": 4}
 CONFIGS = {
     "gemma": zoo.GemmaConfig(**SIZES, num_kv_heads=1, post_norms=True),
     "qwen2": zoo.Qwen2Config(**SIZES, num_kv_heads=2),
     "mixtral": zoo.MixtralConfig(**SIZES, num_kv_heads=2, num_experts=4, experts_per_token=2),
+}
+FUSED = {  # several parameters in one tensor
+    "neox": zoo.NeoXConfig(**SIZES, num_kv_heads=4, rotary_fraction=0.5),  # of each head its q, k and v
+    "phi3": zoo.Phi3Config(**SIZES, num_kv_heads=2),  # all q, then all k and v
+    "gpt_oss": zoo.GptOssConfig(**SIZES, num_kv_heads=2, num_experts=4, experts_per_token=2),  # gate and up by turns
 }
 MESHES = {"data": (8,), "data and model": (2, 4), "context": (1, 1, 8), "experts": (1, 2, 1, 4)}
 
@@ -73,7 +78,8 @@ def counting(monkeypatch):
 
 
 def _save(name, path, dtype=jnp.float32):
-    model = zoo.model_class(CONFIGS[name]).init(CONFIGS[name], key=jax.random.key(0), dtype=dtype)
+    config = (CONFIGS | FUSED)[name]
+    model = zoo.model_class(config).init(config, key=jax.random.key(0), dtype=dtype)
     zoo.save(model, path)
     return model
 
@@ -89,6 +95,15 @@ def test_a_model_is_read_onto_a_mesh_each_byte_once(tmp_path, counting, name, si
     embed = sharding_of(mesh, "V D", loaded.embed.shape)
     assert loaded.embed.sharding.is_equivalent_to(embed, 2)
     assert counting.read == sum(leaf.nbytes for leaf in jax.tree.leaves(model))
+
+
+@pytest.mark.parametrize("sizes", [(2, 4), (1, 2, 1, 4)])
+@pytest.mark.parametrize("name", FUSED)
+def test_parts_of_tensors_are_read_onto_a_mesh(tmp_path, name, sizes):
+    model = _save(name, tmp_path)
+    loaded = zoo.load(tmp_path, mesh=make_mesh(*sizes))
+    for one, other in zip(jax.tree.leaves(loaded), jax.tree.leaves(model), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("sets", [True, False], ids=["mesh set", "no mesh set"])

@@ -1,4 +1,5 @@
-"""Reads weights straight onto a mesh: each process reads what its own devices hold, and every byte of that once.
+"""Reads weights straight onto a mesh: each process reads what its own devices hold, and every byte of that once; of a
+tensor that holds several parameters that take turns, all of it for each.
 
 On the host there is one layer of a leaf at a time, or one leaf that has no layers. Dimensions: as in `zoo.parameters`.
 """
