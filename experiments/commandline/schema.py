@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import importlib
 from collections.abc import Sequence
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import zoo.families
 from experiments import configs
@@ -172,7 +172,11 @@ def _made(values: Any) -> Any:
     parts = {key: _made(value) for key, value in values.items() if key != "_target_"}
     if "_target_" not in values:
         return parts
-    return _target(values["_target_"])(**parts)
+    target = _target(values["_target_"])
+    if dataclasses.is_dataclass(target):  # files have lists where tables need what can be a key
+        tuples = {name for name, hint in get_type_hints(target).items() if get_origin(hint) is tuple}
+        parts = {name: tuple(part) if name in tuples else part for name, part in parts.items()}
+    return target(**parts)
 
 
 def _references(values: Any, prefix: str = "") -> list[str]:

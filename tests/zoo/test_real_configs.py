@@ -31,6 +31,11 @@ COUNTS = {
     "google/gemma-2-9b-it (kevinstephano)": 9_241_705_984,
     "google/gemma-3-27b-it (aws-neuron)": 27_009_346_304,
     "HuggingFaceTB/SmolLM2-135M (satyasundar)": 134_515_008,
+    "gpt2 (mlc-ai)": 124_439_808,
+    "gpt2_medium (mlc-ai)": 354_823_168,
+    "redpajama_3b_v1 (mlc-ai)": 2_775_864_320,
+    "qwen2moe (mlc-ai)": 14_315_784_192,
+    "gpt_oss_20b_dict (maxtext)": 20_914_757_184,
 }
 # What would change numbers, in keys that are harmless at another value.
 HARMFUL = {

@@ -121,7 +121,7 @@ class GPT2Config(GPTLike):
             },
             ignored=(
                 *("n_ctx", "reorder_and_upcast_attn", "summary_type", "summary_use_proj", "summary_activation"),
-                *("summary_proj_to_labels", "summary_first_dropout"),
+                *("summary_proj_to_labels", "summary_first_dropout", "n_special", "predict_special_tokens"),
             ),
         )
     }
