@@ -14,7 +14,7 @@ from zoo import Ops
 from zoo.models import packing
 
 LENGTHS = ((5, 1, 8), (11, 3), (14,))  # of the documents of each row; the last of 14 places are padding
-FAMILIES = ("gemma3", "llama32", "mixtral", "gemma2_gqa")
+FAMILIES = ("gemma3", "llama32", "mixtral", "gemma2_gqa", "gpt2", "gpt_oss")
 
 
 def documents():
