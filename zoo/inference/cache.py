@@ -85,6 +85,7 @@ class Past(eqx.Module):
     end: Int[Array, " B"]
     fresh: bool = eqx.field(static=True)  # nothing was read before: only the pass's own keys count
     whole: Int[Array, ""] | int = 0  # tokens of the longest text, where it is read in several passes
+    pool: None = None  # keys and values leave each layer by themselves
 
     @property
     def length(self) -> Int[Array, ""]:
@@ -101,10 +102,10 @@ class Past(eqx.Module):
         )
         return jnp.array([number for _, number, _ in found]), jnp.array([index for *_, index in found])
 
-    def attention(self, attend: Callable, place: tuple, q, k, v, **how):
+    def attention(self, attend: Callable, place: tuple, pool: None, q, k, v, **how):
         """Return what queries attend to among what is cached and their own keys."""
         if self.fresh:
-            return attend(q, k, v, **how)
+            return attend(q, k, v, **how), None
         number, index = place
 
         def read(group: Group):
@@ -120,7 +121,7 @@ class Past(eqx.Module):
             return attend(q, keys, values, q_positions=self.positions, k_positions=stood, **told)
 
         branches = [lambda group=group: read(group) for group in self.cache.groups]
-        return branches[0]() if len(branches) == 1 else jax.lax.switch(number, branches)
+        return branches[0]() if len(branches) == 1 else jax.lax.switch(number, branches), None
 
 
 def advance(

@@ -82,19 +82,21 @@ class Decoder(eqx.Module):
         x = self.embedded(tokens, dtype, positions_of(asked))
         per_layer, told = layer_passes(config, asked, tokens.shape[1])
 
-        def body(x, scanned):
-            block, own = scanned
-            x, aux = block(x, config, told(own))
-            return x, (aux.routed, None if asked.past is None else (aux.k, aux.v))
+        pool = None if asked.past is None else asked.past.pool  # carried from layer to layer, and never copied
+
+        def body(carry, scanned):
+            (x, pool), (block, own) = carry, scanned
+            x, aux = block(x, config, told(own, pool))
+            return (x, aux.pool), (aux.routed, None if asked.past is None or pool is not None else (aux.k, aux.v))
 
         routed, cached, first = [], [], 0
         for run in self.runs(per_layer):
-            x, (of_layers, new) = scan_layers(body, x, run, asked.remat, first)
+            (x, pool), (of_layers, new) = scan_layers(body, (x, pool), run, asked.remat, first)
             first += jax.tree.leaves(run[0])[0].shape[0]
             routed += [] if of_layers is None else [of_layers.sum(0)]
             cached.append(new)
-        k, v = (None, None) if asked.past is None else jax.tree.map(lambda *parts: _joined(parts), *cached)
-        return Output(self.normalised(x), k, v, self.balance(routed, tokens.size))
+        k, v = (None, None) if cached[0] is None else jax.tree.map(lambda *parts: _joined(parts), *cached)
+        return Output(self.normalised(x), k, v, self.balance(routed, tokens.size), pool)
 
     def embedded(
         self, tokens: Integer[Array, "B S"], dtype: DTypeLike, positions: Integer[Array, "#B S"] | None = None

@@ -30,7 +30,7 @@ class ForwardPass:
             `attn_out` and `mlp_out` mark what a policy may keep.
         ops: how attention, MLP and experts run; None runs them plainly.
         segments: the number of each token's document `[B, S]`, where a row holds several (`zoo.models.packing`).
-        past: what was read before (`zoo.inference.cache.Past`).
+        past: what was read before (`zoo.inference.cache.Past` or `zoo.engine.step.Paged`).
     """
 
     dtype: DTypeLike | None = None
@@ -53,9 +53,10 @@ class LayerPass:
         positions: of every token; None counts from 0.
         past: what was read before, and `place` where in it this layer stands.
         place: the layer's of `past.places`.
+        pool: what all layers' keys and values are kept in, where the scan over layers carries it.
     """
 
-    frequency: Float[Array, " half"] | Float[np.ndarray, " half"]
+    frequency: Float[Array, " half"] | Float[np.ndarray, " half"] | Float[Array, "B S half"]
     temperature: Float[Array, ""] | None = None
     window: Int[Array, ""] | int | None = None
     pairs: bool = False
@@ -63,6 +64,7 @@ class LayerPass:
     positions: Integer[Array, "#B S"] | None = None
     past: Any = None
     place: Any = None
+    pool: Any = None
 
     def rotate(self, x: Float[Array, "B S heads H"]) -> Float[Array, "B S heads H"]:
         """Return queries or keys, turned by their positions.
@@ -84,13 +86,13 @@ class LayerPass:
         scale: float,
         cap: float | None = None,
         sinks: Float[Array, " N"] | None = None,
-    ) -> Float[Array, "B S N H"]:
-        """Return what queries attend to, among these keys and those that were read before."""
+    ) -> tuple[Float[Array, "B S N H"], Any]:
+        """Return what queries attend to, among these keys and those that were read before; and the pool."""
         how: dict[str, Any] = {"scale": scale, "cap": cap, "window": self.window}
         how |= {} if sinks is None else {"sinks": sinks}
         if self.past is None:
-            return self.ops.attention(q, k, v, **how)
-        return self.past.attention(self.ops.attention, self.place, q, k, v, **how)
+            return self.ops.attention(q, k, v, **how), None
+        return self.past.attention(self.ops.attention, self.place, self.pool, q, k, v, **how)
 
 
 class Aux(eqx.Module):
@@ -99,11 +101,13 @@ class Aux(eqx.Module):
     Attributes:
         k: its keys, as they are cached; likewise `v`.
         v: its values.
+        pool: what all layers' keys and values are kept in, with its own.
         routed: of a mixture, each expert's number of tokens and sum of probabilities.
     """
 
     k: Float[Array, "B S K H"]
     v: Float[Array, "B S K H"]
+    pool: Any = None
     routed: Float[Array, "2 E"] | None = None
 
 
@@ -114,6 +118,7 @@ class Output(eqx.Module):
         hidden: what the head reads: the last layer's output, normalised.
         k: the keys of every layer, where there is a past; likewise `v`.
         v: the values of every layer.
+        pool: what a past keeps them in, if that is how it does.
         balance: of a mixture, the balance loss, not yet weighted (see `zoo.models.mixture`).
     """
 
@@ -121,18 +126,19 @@ class Output(eqx.Module):
     k: Float[Array, "L B S K H"] | None
     v: Float[Array, "L B S K H"] | None
     balance: Float[Array, ""] | None
+    pool: Any = None
 
 
 class PerLayer(eqx.Module):
     """What differs between layers, stacked over them; None where nothing does."""
 
     window: Int[Array, " L"] | None
-    frequency: Float[Array, "L half"] | None
+    frequency: Float[Array, "L *b half"] | None
     temperature: Float[Array, " L"] | None
     place: tuple[Int[Array, " L"], Int[Array, " L"]] | None
 
 
-def layer_passes(config: Config, asked: ForwardPass, seq: int) -> tuple[PerLayer, Callable[[PerLayer], LayerPass]]:
+def layer_passes(config: Config, asked: ForwardPass, seq: int) -> tuple[PerLayer, Callable[..., LayerPass]]:
     """Return what differs between layers, and what makes of one layer's part of it what its block is told."""
     ops, past, positions = asked.ops or PLAIN, asked.past, positions_of(asked)
     length, places = (seq, None) if past is None else (past.length, past.places)
@@ -142,18 +148,17 @@ def layer_passes(config: Config, asked: ForwardPass, seq: int) -> tuple[PerLayer
     temperatures = [temperature_of(rope) for rope in config.layer_ropes] if config.rope_temperature is None else None
     per_layer = PerLayer(
         window=scanned_windows(config.layer_windows, seq),
-        frequency=jnp.stack([waves[rope] for rope in config.layer_ropes]) if len(waves) > 1 else None,
+        frequency=_stacked([waves[rope] for rope in config.layer_ropes]) if len(waves) > 1 else None,
         temperature=None if temperatures is None else jnp.asarray(temperatures, jnp.float32),
         place=places,
     )
     frequency = waves[config.layer_ropes[0]]
     common = LayerPass(frequency=frequency, pairs=config.rotary_pairs, ops=ops, positions=positions, past=past)
 
-    def told(layer: PerLayer) -> LayerPass:
+    def told(layer: PerLayer, pool: Any = None) -> LayerPass:
         frequency = common.frequency if layer.frequency is None else layer.frequency
-        return replace(
-            common, window=layer.window, frequency=frequency, temperature=layer.temperature, place=layer.place
-        )
+        own = {"window": layer.window, "temperature": layer.temperature, "place": layer.place}
+        return replace(common, frequency=frequency, pool=pool, **own)
 
     return per_layer, told
 
@@ -163,6 +168,10 @@ def positions_of(asked: ForwardPass) -> Integer[Array, "#B S"] | None:
     if asked.segments is not None:
         return packing.places(asked.segments)
     return None if asked.past is None else asked.past.positions
+
+
+def _stacked(waves):
+    return jnp.stack(jnp.broadcast_arrays(*map(jnp.asarray, waves)))
 
 
 def _waves(config, rope, length):

@@ -50,13 +50,13 @@ class Block(eqx.Module):
         h = norm(x, self.attn_norm)
         q, k, v = (linear("bsd,dnh->bsnh", h, cast(weight)) for weight in (self.q, self.k, self.v))
         q, k = told.rotate(norm(q, self.q_norm)), told.rotate(norm(k, self.k_norm))
-        h = told.attention(q, k, v, scale=config.query_scale, cap=config.attn_softcap)
+        h, pool = told.attention(q, k, v, scale=config.query_scale, cap=config.attn_softcap)
         h = norm(linear("bsnh,nhd->bsd", h, cast(self.o)), self.post_attn_norm)
         x = x + checkpoint_name(h, "attn_out")
 
         h = norm(x, self.mlp_norm)
         h = told.ops.mlp(h, cast(self.gate), cast(self.up), cast(self.down), activation=gelu)
-        return x + checkpoint_name(norm(h, self.post_mlp_norm), "mlp_out"), Aux(k, v)
+        return x + checkpoint_name(norm(h, self.post_mlp_norm), "mlp_out"), Aux(k, v, pool)
 
 
 class Gemma(Decoder):

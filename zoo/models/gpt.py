@@ -53,7 +53,7 @@ class Block(eqx.Module):
         """Return what one layer makes of `x`, in the dtype of `x`; weights are cast here, and only here."""
         cast: Any = lambda weight: None if weight is None else weight.astype(x.dtype)
         read = layer_norm(x, self.attn_norm, self.attn_norm_bias, config.norm_eps)
-        h, k, v = attention(self, read, config, told)
+        h, aux = attention(self, read, config, told)
         added = x + checkpoint_name(h, "attn_out")
         if self.mlp_norm is not None:
             behind = x if config.parallel else added
@@ -61,7 +61,7 @@ class Block(eqx.Module):
         biases = None if self.up_bias is None else (None, cast(self.up_bias), cast(self.down_bias))
         how = {"activation": ACTIVATIONS[config.activation]} | ({} if biases is None else {"biases": biases})
         h = told.ops.mlp(read, cast(self.gate), cast(self.up), cast(self.down), **how)
-        return added + checkpoint_name(h, "mlp_out"), Aux(k, v)
+        return added + checkpoint_name(h, "mlp_out"), aux
 
 
 class GPT(Decoder):

@@ -56,7 +56,7 @@ def softcap(x: Float[Array, "*b"], cap: float | None) -> Float[Array, "*b"]:
 
 def rope(
     x: Float[Array, "B S heads H"],
-    frequency: Float[Array, " half"] | Float[np.ndarray, " half"],
+    frequency: Float[Array, " half"] | Float[np.ndarray, " half"] | Float[Array, "B S half"],
     positions: Integer[Array, "#B S"] | None = None,
     temperature: Float[Array, ""] | None = None,
 ) -> Float[Array, "B S heads H"]:
@@ -67,13 +67,14 @@ def rope(
 
     Args:
         x: queries or keys.
-        frequency: radians per position, from `zoo.models.rotary.frequencies`.
+        frequency: radians per position, from `zoo.models.rotary.frequencies`; those of all tokens, or of each.
         positions: of every token; None counts from 0.
         temperature: multiplies what comes out; None leaves it.
     """
     half = frequency.shape[-1]
     wide, rest = x[..., : 2 * half].astype(accumulator(x.dtype)), x[..., 2 * half :]
     steps = np.arange(x.shape[1])[None] if positions is None else positions
+    frequency = frequency[:, :, None] if frequency.ndim == 3 else frequency
     angle = steps[:, :, None, None].astype(np.float32) * frequency.astype(np.float32)
     cos, sin = jnp.cos(jnp.asarray(angle, wide.dtype)), jnp.sin(jnp.asarray(angle, wide.dtype))
     if temperature is not None:

@@ -56,14 +56,14 @@ class Block(eqx.Module):
         """Return what one layer makes of `x`, in the dtype of `x`; weights are cast here, and only here."""
         cast = lambda weight: weight.astype(x.dtype)
         scaled = lambda h: h if config.residual_scale == 1 else h * config.residual_scale
-        h, k, v = attention(self, normalised(x, self.attn_norm, config), config, told)
+        h, aux = attention(self, normalised(x, self.attn_norm, config), config, told)
         x = x + checkpoint_name(scaled(normalised(h, self.post_attn_norm, config)), "attn_out")
         h = normalised(x, self.mlp_norm, config)
         how: dict[str, Any] = {"activation": ACTIVATIONS[config.activation]}
         if self.gate_bias is not None and self.up_bias is not None and self.down_bias is not None:
             how["biases"] = (cast(self.gate_bias), cast(self.up_bias), cast(self.down_bias))
         h = told.ops.mlp(h, cast(self.gate), cast(self.up), cast(self.down), **how)
-        return x + checkpoint_name(scaled(normalised(h, self.post_mlp_norm, config)), "mlp_out"), Aux(k, v)
+        return x + checkpoint_name(scaled(normalised(h, self.post_mlp_norm, config)), "mlp_out"), aux
 
 
 def normalised(x: Float[Array, "B S D"], weight: Float[Array, " D"] | None, config: Config) -> Float[Array, "B S D"]:
@@ -73,8 +73,8 @@ def normalised(x: Float[Array, "B S D"], weight: Float[Array, " D"] | None, conf
 
 def attention(
     block: Any, h: Float[Array, "B S D"], config: Config, told: LayerPass
-) -> tuple[Float[Array, "B S D"], Float[Array, "B S K H"], Float[Array, "B S K H"]]:
-    """Return what attention makes, and the keys and values that it made.
+) -> tuple[Float[Array, "B S D"], Aux]:
+    """Return what attention makes, and what the block returns beside its output.
 
     Args:
         block: of which attention's parameters are read; other families' have the same.
@@ -95,8 +95,9 @@ def attention(
         q, k = told.rotate(q), told.rotate(k)
     sinks = getattr(block, "sinks", None)
     how = {} if sinks is None else {"sinks": sinks}
-    out = linear("bsnh,nhd->bsd", told.attention(q, k, v, scale=config.query_scale, **how), cast(block.o))
-    return out if block.o_bias is None else out + cast(block.o_bias), k, v
+    seen, pool = told.attention(q, k, v, scale=config.query_scale, **how)
+    out = linear("bsnh,nhd->bsd", seen, cast(block.o))
+    return out if block.o_bias is None else out + cast(block.o_bias), Aux(k, v, pool)
 
 
 def _heads_normalised(x, weight, config):

@@ -8,6 +8,7 @@ expert `G` its gate.
 
 import functools
 import itertools
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -65,7 +66,7 @@ class Block(eqx.Module):
     ) -> tuple[Float[Array, "B S D"], Aux]:
         """Return what one layer makes of `x`, in the dtype of `x`; weights are cast here, and only here."""
         cast: Any = lambda weight: weight.astype(x.dtype)
-        h, k, v = llama.attention(self, llama.normalised(x, self.attn_norm, config), config, told)
+        h, aux = llama.attention(self, llama.normalised(x, self.attn_norm, config), config, told)
         x = x + checkpoint_name(h, "attn_out")
         h = llama.normalised(x, self.mlp_norm, config)
         weights = map(cast, (self.router, self.gate, self.up, self.down))
@@ -80,7 +81,7 @@ class Block(eqx.Module):
             share = jax.nn.sigmoid(linear("bsd,dg->bsg", h, cast(self.shared_router)))
             shared = map(cast, (self.shared_gate, self.shared_up, self.shared_down))
             out = out + share * told.ops.mlp(h, *shared, activation=jax.nn.silu)
-        return x + checkpoint_name(out, "mlp_out"), Aux(k, v, routed)
+        return x + checkpoint_name(out, "mlp_out"), replace(aux, routed=routed)
 
 
 class Mixture(Decoder):

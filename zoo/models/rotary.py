@@ -13,15 +13,16 @@ from zoo.config import RopeKind, RopeScaling
 
 
 def frequencies(
-    size: int, theta: float, scaling: RopeScaling | None = None, length: Int[Array, ""] | int = 0
-) -> Float[Array, " half"] | Float[np.ndarray, " half"]:
+    size: int, theta: float, scaling: RopeScaling | None = None, length: Int[Array, "*b"] | int = 0
+) -> Float[Array, "*b half"] | Float[np.ndarray, " half"]:
     """Return the radians per position of each pair of a head's dimensions: `theta ** (-2i / H)`, then stretched.
 
     Args:
         size: the head's size H.
         theta: base of the frequencies.
         scaling: how they are stretched; None leaves them alone.
-        length: one more than the last position. Only the dynamic and the long kind read it; it may be traced.
+        length: one more than the last position. Only the dynamic and the long kind read it; it may be traced, or one
+            for each token.
     """
     plain = _plain(size, theta)
     if scaling is None:
@@ -53,7 +54,7 @@ def _dynamic(size, theta, scaling, length):
         return _plain(size, theta * (scaling.factor * ratio - (scaling.factor - 1)) ** (size / (size - 2)))
     ratio = jnp.maximum(length, original) / original
     grown = theta * (scaling.factor * ratio - (scaling.factor - 1)) ** (size / (size - 2))
-    return 1 / grown ** (jnp.arange(size // 2, dtype=jnp.float32) / (size // 2))
+    return 1 / grown[..., None] ** (jnp.arange(size // 2, dtype=jnp.float32) / (size // 2))
 
 
 def _llama3(plain, scaling):
@@ -69,7 +70,7 @@ def _longrope(plain, scaling, length):
     short, long = (plain / np.array(each, np.float32) for each in (scaling.short_factors, scaling.long_factors))
     if isinstance(length, int):
         return long if length > scaling.original_length else short
-    return jnp.where(length > scaling.original_length, long, short)
+    return jnp.where((length > scaling.original_length)[..., None], long, short)
 
 
 def _yarn(plain, theta, scaling):

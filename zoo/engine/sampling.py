@@ -1,0 +1,325 @@
+"""How the next id is picked of logits: penalties and biases, temperature, what is left out, and a random number.
+
+The random numbers of an id belong to (seed, position) alone, never to a place in a batch. A draft is right if it is the
+id that would have been picked: so drafted text is the same text, at random too.
+
+Dimensions: `T` places `V` vocab `M` biases of a text.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, UInt
+
+Either = Array | np.ndarray
+_NONE = 2**30  # an id, or a number of ids, beyond every vocabulary
+BIASES = 32  # ids that a request may have a bias for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is picked. What is set applies in this order.
+
+    Attributes:
+        logit_bias: what is added to the logits of some ids, as (id, bias) pairs.
+        repetition_penalty: of tokens that were there already, positive logits are divided by it, negative multiplied.
+        presence_penalty: taken from the logits of tokens that were generated already.
+        frequency_penalty: taken from them as often as they were.
+        temperature: divides the logits; 0 picks the most likely token, whatever follows.
+        top_k: only the so many most likely tokens.
+        top_p: only the most likely tokens that together have at least this probability.
+        min_p: only tokens with at least this share of the largest probability.
+        seed: of the random numbers.
+    """
+
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    repetition_penalty: float | int = 1.0
+    presence_penalty: float | int = 0.0
+    frequency_penalty: float | int = 0.0
+    temperature: float | int = 1.0
+    top_k: int | None = None
+    top_p: float | int | None = None
+    min_p: float | int | None = None
+    seed: int = 0
+
+    def __post_init__(self):
+        biases = [bias for _, bias in self.logit_bias]
+        rules = {
+            "logit_bias": len(biases) <= BIASES and all(map(math.isfinite, biases)),
+            "repetition_penalty": 0 < self.repetition_penalty < math.inf,
+            "presence_penalty": math.isfinite(self.presence_penalty),
+            "frequency_penalty": math.isfinite(self.frequency_penalty),
+            "temperature": 0 <= self.temperature < math.inf,
+            "top_k": self.top_k is None or self.top_k >= 1,
+            "top_p": self.top_p is None or 0 < self.top_p <= 1,
+            "min_p": self.min_p is None or 0 <= self.min_p <= 1,
+        }
+        if wrong := [f"{name}={getattr(self, name)}" for name, right in rules.items() if not right]:
+            raise ValueError(
+                f"cannot sample with {', '.join(wrong)}: the penalty must be above 0, the temperature at least 0, "
+                "top_k at least 1, top_p above 0 and at most 1, min_p between 0 and 1; other penalties and biases are "
+                f"finite, and of at most {BIASES} ids."
+            )
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether logits are changed before the temperature."""
+        plain = self.repetition_penalty == 1 and not self.presence_penalty and not self.frequency_penalty
+        return bool(self.logit_bias) or not plain
+
+
+GREEDY = Sampling(temperature=0.0)
+
+
+class Rules(eqx.Module):
+    """How each place of a step picks: the numbers of `Sampling`, neutral where nothing is asked for.
+
+    Attributes:
+        temperature: and the others as there.
+        seed: of each row.
+        biases: ids and what is added to their logits; V and beyond stand for none.
+        history: ids of each row's text, for penalties; those that are not known, or not asked for, are -1.
+        given: how many of them were not generated.
+        adjusts: whether a row has biases or penalties.
+        scores: whether entropy and rank are asked for.
+        lists: whether the likeliest ids are asked for.
+    """
+
+    temperature: Float[Either, " R"]
+    top_k: Int[Either, " R"]
+    top_p: Float[Either, " R"]
+    min_p: Float[Either, " R"]
+    repetition: Float[Either, " R"]
+    presence: Float[Either, " R"]
+    frequency: Float[Either, " R"]
+    seed: UInt[Either, " R"]
+    given: Int[Either, " R"]
+    adjusts: Bool[Either, " R"]
+    bias_ids: Int[Either, "R M"]
+    bias: Float[Either, "R M"]
+    history: Int[Either, "R length"]
+    scores: Bool[Either, ""]
+    lists: Bool[Either, ""]
+
+    @classmethod
+    def neutral(cls, rows: int, length: int) -> "Rules":
+        """Return the rules of rows that ask for nothing, as numpy arrays."""
+        each = lambda value, kind=np.float32: np.full(rows, value, kind)
+        biases = np.full((rows, BIASES), _NONE, np.int32), np.zeros((rows, BIASES), np.float32)
+        plain = each(0), each(_NONE, np.int32), each(1), each(0), each(1), each(0), each(0)
+        rest = each(0, np.uint32), each(0, np.int32), each(False, bool)
+        history, flag = np.full((rows, length), -1, np.int32), np.zeros((), bool)
+        return cls(*plain, *rest, *biases, history, flag, flag)
+
+    def put(self, row: int, sampling: Sampling, ids: Sequence[int], given: int) -> None:
+        """Write a text's rules into a row; the arrays are numpy's."""
+        told: dict[str, Any] = {
+            "temperature": sampling.temperature,
+            "top_k": sampling.top_k or _NONE,
+            "top_p": 1.0 if sampling.top_p is None else sampling.top_p,
+            "min_p": sampling.min_p or 0.0,
+            "repetition": sampling.repetition_penalty,
+            "presence": sampling.presence_penalty,
+            "frequency": sampling.frequency_penalty,
+            "seed": sampling.seed & 0xFFFFFFFF,
+            "adjusts": sampling.adjusts,
+            "given": given,
+        }
+        for name, value in told.items():
+            getattr(self, name)[row] = value
+        for i, (token, bias) in enumerate(sampling.logit_bias):
+            self.bias_ids[row, i], self.bias[row, i] = token, bias
+        if sampling.adjusts:
+            self.history[row, : len(ids)] = ids
+
+
+class Picked(eqx.Module):
+    """What each place of a step says.
+
+    Attributes:
+        ids: what follows; -1 where logits are NaN.
+        full: its log-probability under the model's own distribution.
+        drawn: its log-probability under the one that it was drawn from, after penalties, temperature and what they
+            left out; 0 where the most likely id is taken.
+        target: the log-probability of the place's target, under the model's own distribution.
+        entropy: of that distribution, in nats, where scores are asked for.
+        rank: how many ids are likelier than the target, where scores are asked for.
+        top: the likeliest ids and their log-probabilities, where lists are asked for.
+    """
+
+    ids: Int[Array, " T"]
+    full: Float[Array, " T"]
+    drawn: Float[Array, " T"]
+    target: Float[Array, " T"]
+    entropy: Float[Array, " T"]
+    rank: Int[Array, " T"]
+    top: tuple[Int[Array, "T top"], Float[Array, "T top"]]
+
+
+def pick(
+    logits: Float[Array, "T V"],
+    rules: Rules,
+    positions: Int[Either, "R W"],
+    tokens: Int[Either, "R W"],
+    targets: Int[Either, " T"],
+    most: int,
+) -> Picked:
+    """Return what each place picks. What costs a pass over the vocabulary runs only where some row asks for it.
+
+    A row's bits do not depend on whether others ask: what they add leaves it out, or is exact.
+
+    Args:
+        logits: after each token.
+        rules: of each row.
+        positions: of each token in its text.
+        tokens: the ids read.
+        targets: whose probabilities are told.
+        most: how many of the likeliest ids are told.
+    """
+    width = positions.shape[1]
+    each = lambda values: jnp.repeat(values, width)
+    places = positions.reshape(-1)
+    adjusted = jax.lax.cond(rules.adjusts.any(), lambda: _adjusted(logits, rules, positions, tokens), lambda: logits)
+    norm = jax.nn.logsumexp(logits, axis=-1)
+    temperature = each(rules.temperature)
+    greedy = temperature == 0
+    scaled = adjusted / jnp.where(greedy, 1, temperature)[:, None]
+    cuts = (rules.top_k < logits.shape[1]) | (rules.top_p < 1) | (rules.min_p > 0)
+    least = jax.lax.cond(
+        (cuts & (rules.temperature > 0)).any(),
+        lambda: jnp.where(
+            each(cuts), threshold(scaled, each(rules.top_k), each(rules.top_p), each(rules.min_p)), -jnp.inf
+        ),
+        lambda: jnp.full(len(logits), -jnp.inf),
+    )
+    kept = jnp.where(scaled < least[:, None], -jnp.inf, scaled)
+    drawn = jax.lax.cond(
+        (rules.temperature > 0).any(),
+        lambda: _drawn(kept, each(rules.seed), places),
+        lambda: jnp.zeros(len(logits), jnp.int32),
+    )
+    ids = jnp.where(greedy, jnp.argmax(adjusted, axis=-1), drawn)
+    at = lambda values, index: jnp.take_along_axis(values, index[:, None], axis=1)[:, 0]
+    target = at(logits, targets)
+    entropy, rank = jax.lax.cond(
+        rules.scores,
+        lambda: (_entropy(logits, norm), (logits > target[:, None]).sum(-1, dtype=jnp.int32)),
+        lambda: (jnp.zeros(len(logits)), jnp.zeros(len(logits), jnp.int32)),
+    )
+    most = min(most, logits.shape[1])
+    nothing = jnp.zeros((len(logits), most))
+    values, top = jax.lax.cond(
+        rules.lists, lambda: tuple(jax.lax.top_k(logits, most)), lambda: (nothing, nothing.astype(jnp.int32))
+    )
+    return Picked(
+        ids=jnp.where(jnp.isnan(norm), -1, ids).astype(jnp.int32),
+        full=at(logits, ids) - norm,
+        drawn=jnp.where(greedy, 0, at(kept, ids) - jax.nn.logsumexp(kept, axis=-1)),
+        target=target - norm,
+        entropy=entropy,
+        rank=rank,
+        top=(top, values - norm[:, None]),
+    )
+
+
+def _adjusted(logits, rules, positions, tokens):
+    """Return logits with the biases and penalties of the rows that have some."""
+    rows, width = positions.shape
+    length, vocab = rules.history.shape[1], logits.shape[1]
+    at = jnp.maximum(positions, 0)
+    # A row's own tokens stand in the history where the host could not know them yet.
+    history = rules.history.at[jnp.arange(rows)[:, None], jnp.where(positions >= 0, at, length)].set(
+        tokens, mode="drop"
+    )
+
+    def one(logits_V, row, position):
+        ids, where = history[row], jnp.arange(length)
+        there = (ids >= 0) & (where <= position)
+        slot = lambda chosen: jnp.where(chosen, ids, vocab)
+        seen = jnp.zeros(vocab, bool).at[slot(there)].set(True, mode="drop")
+        count = jnp.zeros(vocab).at[slot(there & (where >= rules.given[row]))].add(1.0, mode="drop")
+        biased = logits_V.at[rules.bias_ids[row]].add(rules.bias[row], mode="drop")
+        found = penalise(biased, seen, rules.repetition[row])
+        found = found - rules.presence[row] * (count > 0) - rules.frequency[row] * count
+        return jnp.where(rules.adjusts[row], found, logits_V)
+
+    return jax.vmap(one)(logits, jnp.repeat(jnp.arange(rows), width), positions.reshape(-1))
+
+
+def penalise(
+    logits: Float[Array, "*b V"], seen: Bool[Array, "*b V"], penalty: Float[Array, ""] | float
+) -> Float[Array, "*b V"]:
+    """Make tokens that were seen less likely (https://arxiv.org/abs/1909.05858)."""
+    return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def threshold(
+    logits: Float[Array, "T V"], top_k: Int[Array, " T"], top_p: Float[Array, " T"], min_p: Float[Array, " T"]
+) -> Float[Array, " T"]:
+    """Return the least logit that top_k, then top_p, then min_p leave; the most likely token always stays."""
+    falling = jnp.sort(logits, axis=-1, descending=True)
+    kth = jnp.minimum(top_k, logits.shape[1]) - 1
+    least = jnp.take_along_axis(falling, kth[:, None], axis=1)
+    falling = jnp.where(falling < least, -jnp.inf, falling)
+    probs = jax.nn.softmax(falling, axis=-1)
+    before = jnp.cumsum(probs, axis=-1) - probs  # of the tokens more likely than each
+    stays = (before < top_p[:, None]) | (top_p >= 1)[:, None]
+    least = jnp.maximum(least[:, 0], jnp.where(stays, falling, jnp.inf).min(-1))
+    return jnp.maximum(least, falling[:, 0] + jnp.log(min_p))
+
+
+def _drawn(logits, seeds, positions):
+    key = lambda seed, position: jax.random.fold_in(jax.random.fold_in(jax.random.key(0), seed), position)
+    return jax.vmap(lambda row, *which: jax.random.categorical(key(*which), row))(logits, seeds, positions)
+
+
+def _entropy(logits, norm):
+    logs = logits - norm[:, None]
+    return -jnp.where(logs > -jnp.inf, jnp.exp(logs) * logs, 0).sum(-1)
+
+
+class Stops:
+    """Finds stop strings in a text that comes in pieces, and holds back what may yet become one.
+
+    Args:
+        strings: what ends the text.
+    """
+
+    def __init__(self, strings: Sequence[str]):
+        self.strings = [string for string in strings if string]
+        self.held = ""
+        self.found: str | None = None
+
+    def feed(self, piece: str, *, last: bool = False) -> str:
+        """Return what may be shown of the text so far; nothing follows once a stop was found, which is not shown."""
+        if self.found is not None:
+            return ""
+        text = self.held + piece
+        at = [(text.find(string), string) for string in self.strings if string in text]
+        if at:
+            end, self.found = min(at)
+            self.held = ""
+            return text[:end]
+        keep = 0 if last else max((self._begun(text, string) for string in self.strings), default=0)
+        self.held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    @staticmethod
+    def _begun(text: str, string: str) -> int:
+        """Return how long the longest beginning of a string is that a text ends with."""
+        lengths = range(min(len(text), len(string) - 1), 0, -1)
+        return next((length for length in lengths if text.endswith(string[:length])), 0)
+
+
+def of_request(values: Mapping[str, Any]) -> Sampling:
+    """Return the sampling that names and values ask for; what is None is not asked for."""
+    asked = {name: value for name, value in values.items() if value is not None}
+    bias = asked.pop("logit_bias", None)
+    pairs = tuple((int(token), float(value)) for token, value in bias.items()) if bias else ()
+    return Sampling(**asked, logit_bias=pairs)
