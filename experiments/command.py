@@ -20,6 +20,7 @@ COMMANDS = {  # word -> (module, what it does)
     "train": ("run", "train a model, or go on with a run"),
     "plan": ("run", "tell what that will cost, and train nothing"),
     "generate": ("generate", "continue prompts"),
+    "serve": ("serve", "answer requests over HTTP, in OpenAI's protocol"),
     "score": ("score", "measure how well a model predicts text"),
     "convert": ("convert", "write a model anew: another number format, an adapter merged in"),
     "tokenizer": ("tokenizer", "train a byte-level BPE on local text"),

@@ -74,6 +74,41 @@ class Generate:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Serve:
+    """Answer requests over HTTP, in OpenAI's protocol."""
+
+    model: Model
+    hardware: Hardware
+    tokenizer: str | None = option(
+        None, "folder of a tokenizer (default: the one of model.weights, else bytes)", path=True
+    )
+    lora: str | None = option(None, "folder of a LoRA adapter to apply", path=True)
+    name: str | None = option(None, "what clients call the model (default: its folder's name)")
+    host: str = option("127.0.0.1", "address to listen at; 0.0.0.0 is every one of this machine")
+    port: int = option(8000, "port to listen at")
+    api_key: str | None = option(None, "clients must show it (default: none)")
+    length: int | None = option(None, "tokens of the longest text (default: the model's, at most 4096)")
+    rows: int = option(16, "texts that run at once; a step costs rows * width tokens, idle or busy")
+    width: int = option(1, "tokens of one text in a row of a step: 1 on CPUs, 8 on accelerators")
+    page: int = option(16, "tokens on a page of keys and values")
+    tokens: int | None = option(None, "tokens whose keys and values are kept (default: half of rows * length)")
+    queue: int = option(1024, "texts that may wait; others are told to come again")
+    seconds: float = option(600.0, "after which an answer ends where it is")
+    drafts: int = option(0, "tokens guessed from the text itself and checked at once; answers are the same")
+    exact: bool = option(True, "refuse a model whose answers could depend on who else asks")
+    max_mib: float = option(8.0, "largest body of a request")
+    grace: int = option(30, "seconds to finish answers in when told to stop")
+    seed: int = option(0, "of random weights, where model.weights is not given")
+
+    def __post_init__(self):
+        positive(self, "", "length", "rows", "width", "page", "tokens", "queue", "seconds", "max_mib", "grace")
+        if not 0 <= self.port < 65536:
+            raise refuse("port", self.port, "give a number from 0 to 65535")
+        if self.drafts < 0:
+            raise refuse("drafts", self.drafts, "0 guesses nothing")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Convert:
     """Read a model's folder and write it anew: another number format, a LoRA adapter merged in."""
 
@@ -87,4 +122,4 @@ class Convert:
         positive(self, "", "shard_gib")
 
 
-CLASSES = {"tokenizer": Tokenizer, "score": Score, "generate": Generate, "convert": Convert}
+CLASSES = {"tokenizer": Tokenizer, "score": Score, "generate": Generate, "serve": Serve, "convert": Convert}

@@ -13,7 +13,7 @@ from experiments import configs
 from experiments.commandline import console
 from experiments.commandline.console import CommandError
 from experiments.configs import DType
-from experiments.configs.commands import Generate, Score
+from experiments.configs.commands import Generate, Score, Serve
 from experiments.data.tokenizer import Bytes, Folder, open_tokenizer
 from experiments.runtime import hardware
 from experiments.runtime.remote import HUB
@@ -67,7 +67,7 @@ class Opened:
     widen: bool = True
 
 
-def open_model(config: Score | Generate, argv: list[str], tokenizer: str | None) -> Opened:
+def open_model(config: Score | Generate | Serve, argv: list[str], tokenizer: str | None) -> Opened:
     """Return the model that a command names.
 
     Raises:
@@ -94,7 +94,7 @@ def open_model(config: Score | Generate, argv: list[str], tokenizer: str | None)
     return Opened(model, jnp.dtype(compute.value), options, encoder, roomy)
 
 
-def _model(config: Score | Generate, device: hardware.Device) -> Any:
+def _model(config: Score | Generate | Serve, device: hardware.Device) -> Any:
     import zoo
 
     asked = config.hardware.param_dtype

@@ -132,7 +132,7 @@ def test_bits_do_not_depend_on_the_schedule(case):
     found = [weather(case, dtype, width, schedule % 3, schedule) for schedule in range(25)]
     assert [wrong for wrong, *_ in found] == [0] * len(found)
     preempted, reused = (sum(each) for each in list(zip(*found, strict=True))[1:])
-    assert preempted > 0 or case == "mistral"  # whose pages behind the window are free again
+    assert preempted > 0 or case in ("mistral", "qwen3_moe_mixed")  # whose pages behind the window are free again
     assert reused > 0 or case == "llama_dynamic"
 
 

@@ -1,0 +1,364 @@
+"""The HTTP side: routes, limits, streams and counts. The engine is behind a `Worker`, the protocol in `protocol`."""
+
+import asyncio
+import contextlib
+import functools
+import hmac
+import json
+import math
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from experiments.data.corpus import DataError
+from experiments.serving import protocol
+from experiments.serving.protocol import Asked, BadRequest, Reply
+from experiments.serving.worker import Feed, Listener, Unavailable, Worker
+from zoo.engine.engine import Answer, Engine
+from zoo.engine.scheduler import Overload
+
+AGAIN = "1"  # seconds after which one may come again
+SLOWEST = 30.0  # seconds in which a body must have come
+_ENDS = {"time": "length", "cancelled": "length"}  # what OpenAI has no word for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serving:
+    """What the HTTP side is told.
+
+    Attributes:
+        name: of the model.
+        tokenizer: the model's.
+        key: that clients must show, if there is one.
+        most_bytes: of a body.
+        seconds: after which an answer is over.
+        drafts: ids that are guessed at a time.
+    """
+
+    name: str
+    tokenizer: Any
+    key: str | None = None
+    most_bytes: int = 8 * 2**20
+    seconds: float = math.inf
+    drafts: int = 0
+
+
+class Gone(Exception):
+    """The client does not read any more."""
+
+
+class Server:
+    """The application's routes.
+
+    Args:
+        worker: that owns the engine.
+        told: names and limits.
+    """
+
+    def __init__(self, worker: Worker, told: Serving):
+        self.worker, self.told = worker, told
+        self.statuses: Counter[int] = Counter()
+        self._ends = frozenset(told.tokenizer.stops)
+
+    def app(self) -> Starlette:
+        """Return the ASGI application; its lifespan starts and stops the worker."""
+
+        @contextlib.asynccontextmanager
+        async def lifespan(_: Starlette) -> AsyncGenerator[None]:
+            self.worker.start()
+            try:
+                yield
+            finally:
+                await asyncio.to_thread(self.worker.stop)
+
+        routes = [
+            Route("/", self._page, methods=["GET"]),
+            Route("/health", self._guarded(self._health, free=True), methods=["GET"]),
+            Route("/metrics", self._guarded(self._metrics), methods=["GET"]),
+            Route("/v1/models", self._guarded(self._models), methods=["GET"]),
+            Route("/v1/models/{name:path}", self._guarded(self._model), methods=["GET"]),
+            Route("/v1/completions", self._guarded(self._completions), methods=["POST"]),
+            Route("/v1/chat/completions", self._guarded(self._chat), methods=["POST"]),
+            Route("/score", self._guarded(self._score), methods=["POST"]),
+        ]
+        handlers: dict[Any, Any] = {HTTPException: self._http_error}
+        return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
+
+    def _guarded(self, handle: Callable[[Request], Awaitable[Response]], free: bool = False) -> Any:
+        """Return a route's function that asks for the key, and turns what fails into OpenAI's errors."""
+
+        @functools.wraps(handle)
+        async def guarded(request: Request) -> Response:
+            response = await self._answered(handle, request, free)
+            self.statuses[response.status_code] += 1
+            return response
+
+        return guarded
+
+    async def _answered(self, handle, request: Request, free: bool) -> Response:
+        try:
+            if not free and self.told.key is not None:
+                shown = request.headers.get("authorization", "").removeprefix("Bearer ")
+                if not hmac.compare_digest(shown.encode(), self.told.key.encode()):
+                    return _error(
+                        401, "the API key is not the server's", "authentication_error", code="invalid_api_key"
+                    )
+            return await handle(request)
+        except BadRequest as error:
+            return _error(400, str(error), "invalid_request_error", error.param)
+        except (ValueError, DataError) as error:
+            return _error(400, str(error), "invalid_request_error")
+        except Overload as error:
+            return _error(429, f"{error} Come again later.", "rate_limit_error", again=True)
+        except Unavailable as error:
+            return _error(503, str(error), "service_unavailable", again=True)
+        except HTTPException as error:
+            return await self._http_error(request, error)
+        except (Gone, ClientDisconnect):
+            return Response(status_code=499)
+
+    @staticmethod
+    async def _http_error(_: Request, error: Exception) -> Response:
+        status = error.status_code if isinstance(error, HTTPException) else 500
+        return _error(status, str(getattr(error, "detail", error)), "invalid_request_error")
+
+    async def _body(self, request: Request) -> Any:
+        """Return a request's JSON.
+
+        Raises:
+            BadRequest: it is none.
+            HTTPException: it is too large, or does not come.
+        """
+        most, parts, size = self.told.most_bytes, [], 0
+        large = HTTPException(413, f"a body may have {most} bytes here")
+        length = request.headers.get("content-length", "0")
+        if length.isdigit() and int(length) > most:
+            raise large
+        try:
+            async with asyncio.timeout(SLOWEST):
+                async for part in request.stream():
+                    size += len(part)
+                    if size > most:
+                        raise large
+                    parts.append(part)
+        except TimeoutError:
+            raise HTTPException(408, f"the body did not come within {SLOWEST:g} seconds") from None
+        try:
+            return json.loads(b"".join(parts))
+        except (ValueError, RecursionError) as error:
+            raise BadRequest(f"the body is no JSON: {error}") from None
+
+    async def _completions(self, request: Request) -> Response:
+        asked = protocol.completion(await self._body(request))
+        tokenizer = self.told.tokenizer
+        ids = [tokenizer.prompt(one) if isinstance(one, str) else list(one) for one in asked.prompts]
+        return await self._reply(request, asked, ids)
+
+    async def _chat(self, request: Request) -> Response:
+        asked = protocol.chat(await self._body(request))
+        tokenizer = self.told.tokenizer
+        if tokenizer.chat is None:
+            raise BadRequest("the model has no chat template: ask /v1/completions", "messages")
+        text = tokenizer.chat.render(asked.messages)
+        plain = type(tokenizer.chat).__name__ == "Plain"
+        return await self._reply(request, asked, [tokenizer.prompt(text) if plain else tokenizer.encode(text).tolist()])
+
+    async def _reply(self, request: Request, asked: Asked, prompts: list[list[int]]) -> Response:
+        length = self.worker.engine.settings.length
+        rooms = [length - len(ids) for ids in prompts]
+        if not all(prompts) or min(rooms) < max(1, asked.max_tokens or 1):
+            raise BadRequest(
+                f"prompts of {', '.join(str(len(ids)) for ids in prompts)} tokens with max_tokens="
+                f"{asked.max_tokens or 1} do not fit: a text has 1 to {length} tokens here, its answer included",
+                "max_tokens",
+            )
+        listeners = [Listener(self.told.tokenizer, asked.stop, self._ends) for _ in prompts for _ in range(asked.n)]
+
+        def make(engine: Engine) -> list[Answer]:
+            found: list[Answer] = []
+            try:
+                for i, (ids, room) in enumerate(zip(prompts, rooms, strict=True)):
+                    found += engine.submit(
+                        ids, max_tokens=asked.max_tokens or room, sampling=asked.sampling, n=asked.n, stop=self._ends,
+                        watch=listeners[i * asked.n : (i + 1) * asked.n], top=asked.top or 0, drafts=self.told.drafts,
+                        priority=asked.priority, seconds=self.told.seconds,
+                    )  # fmt: skip
+            except Exception:
+                for answer in found:
+                    engine.cancel(answer)
+                raise
+            return found
+
+        feed = await self.worker.submit(make, listeners)
+        reply, read = Reply(asked, self.told.name, self.told.tokenizer.decode), sum(map(len, prompts))
+        if asked.stream:
+            events = self._events(feed, reply, read)
+            return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        texts, ends = [""] * len(feed.answers), [""] * len(feed.answers)
+        async for event in self._while_there(request, feed):
+            texts[event.index] += event.text
+            ends[event.index] = _end(event.finish) if event.finish else ends[event.index]
+        return JSONResponse(reply.whole(texts, [answer.tokens for answer in feed.answers], ends, read))
+
+    async def _events(self, feed: Feed, reply: Reply, read: int) -> AsyncIterator[str]:
+        """Yield a stream's server-sent events; whoever stops reading frees the pages."""
+        begun: set[int] = set()
+        try:
+            async for event in feed.events():
+                end = _end(event.finish) if event.finish else None
+                first = event.index not in begun
+                begun.add(event.index)
+                yield _sent(reply.piece(event.index, event.text, event.tokens, end, first=first))
+            if reply.asked.usage:
+                yield _sent(reply.last(read, sum(len(answer.tokens) for answer in feed.answers)))
+            yield "data: [DONE]\n\n"
+        except (Unavailable, HTTPException) as error:
+            yield _sent(protocol.error(str(getattr(error, "detail", error)), "service_unavailable"))
+        finally:
+            self.worker.cancel(feed)
+
+    async def _while_there(self, request: Request, feed: Feed) -> AsyncIterator[Any]:
+        """Yield a feed's events.
+
+        Raises:
+            Gone: the client has hung up; its pages are free.
+        """
+        leaves = asyncio.ensure_future(_gone(request))
+        events = feed.events()
+        try:
+            while True:
+                following = asyncio.ensure_future(anext(events))
+                await asyncio.wait({leaves, following}, return_when=asyncio.FIRST_COMPLETED)
+                if not following.done():
+                    following.cancel()
+                    raise Gone
+                try:
+                    yield following.result()
+                except StopAsyncIteration:
+                    return
+        finally:
+            leaves.cancel()
+            self.worker.cancel(feed)
+
+    async def _score(self, request: Request) -> Response:
+        texts, prompt = protocol.score(await self._body(request))
+        tokenizer = self.told.tokenizer
+        before = tokenizer.prompt(prompt)
+        ids = [[*before, *tokenizer.encode(text).tolist()] for text in texts]
+        first = max(1, len(before))
+        if not all(first < len(one) for one in ids):
+            raise BadRequest("a text must have a token beyond the first of all to be scored", "text")
+        seconds = self.told.seconds
+
+        def make(engine: Engine) -> list[Answer]:
+            found: list[Answer] = []
+            try:
+                for one in ids:
+                    found.append(engine.score(one, first=first, seconds=seconds))
+            except Exception:
+                for answer in found:
+                    engine.cancel(answer)
+                raise
+            return found
+
+        feed = await self.worker.submit(make, [])
+        async for event in self._while_there(request, feed):
+            if event.finish in ("time", "error"):
+                raise Unavailable("the time was over" if event.finish == "time" else "the model's logits are NaN")
+        found: list[dict[str, Any]] = []
+        for answer in feed.answers:
+            assert answer.scores is not None
+            logprobs, entropy, rank = (
+                each[first - 1 :].tolist()
+                for each in (answer.scores.logprobs, answer.scores.entropy, answer.scores.rank)
+            )
+            new = answer.text.ids[first:]
+            told = {
+                "tokens": new,
+                "logprobs": logprobs,
+                "entropy": entropy,
+                "rank": rank,
+                "logprob": math.fsum(logprobs),
+            }
+            found.append({"index": len(found), **told})
+        if any(math.isnan(one["logprob"]) for one in found):
+            raise Unavailable("the model's logits are NaN")
+        return JSONResponse({"object": "list", "model": self.told.name, "data": found})
+
+    async def _models(self, _: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def _model(self, request: Request) -> Response:
+        if request.path_params["name"] != self.told.name:
+            raise HTTPException(404, f"there is no such model here, but `{self.told.name}`")
+        return JSONResponse(self._card())
+
+    def _card(self) -> dict[str, Any]:
+        length = self.worker.engine.settings.length
+        return {"id": self.told.name, "object": "model", "created": 0, "owned_by": "local", "max_model_len": length}
+
+    async def _health(self, _: Request) -> Response:
+        if self.worker.failure is not None or self.worker.closing:
+            raise Unavailable("the server is going down" if self.worker.failure is None else "the device has failed")
+        return JSONResponse({"status": "ok"})
+
+    async def _metrics(self, _: Request) -> Response:
+        worker, engine = self.worker, self.worker.engine
+        scheduler = engine.scheduler
+        values: dict[str, tuple[str, Any]] = {
+            "tokens_read_total": ("counter", worker.read),
+            "tokens_picked_total": ("counter", worker.picked),
+            "tokens_reused_total": ("counter", scheduler.reused),
+            "answers_total": ("counter", worker.answered),
+            "steps_total": ("counter", engine.steps),
+            "preemptions_total": ("counter", scheduler.preemptions),
+            "first_token_seconds_sum": ("counter", worker.first_seconds),
+            "first_token_seconds_count": ("counter", worker.first_tokens),
+            "texts_running": ("gauge", len(scheduler.running)),
+            "texts_waiting": ("gauge", len(scheduler.waiting)),
+            "pages_cached": ("gauge", len(scheduler.prefixes)),
+        }
+        lines = [f"# TYPE zoo_{name} {kind}\nzoo_{name} {value}" for name, (kind, value) in values.items()]
+        lines += ["# TYPE zoo_pages gauge", "# TYPE zoo_pages_free gauge"]
+        for pool in scheduler.pools:
+            seen = "all" if pool.window is None else pool.window
+            lines += [
+                f'zoo_pages{{window="{seen}"}} {len(pool.holders)}',
+                f'zoo_pages_free{{window="{seen}"}} {len(pool.free)}',
+            ]
+        lines += ["# TYPE zoo_replies_total counter"]
+        lines += [f'zoo_replies_total{{status="{status}"}} {count}' for status, count in sorted(self.statuses.items())]
+        return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
+
+    async def _page(self, _: Request) -> Response:
+        return FileResponse(Path(__file__).with_name("chat.html"), media_type="text/html")
+
+
+def _error(
+    status: int, message: str, kind: str, param: str | None = None, code: str | None = None, again: bool = False
+):
+    headers = {"retry-after": AGAIN} if again else {}
+    return JSONResponse(protocol.error(message, kind, param, code), status_code=status, headers=headers)
+
+
+def _sent(value: Any) -> str:
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+
+
+def _end(finish: str) -> str:
+    if finish == "error":
+        raise HTTPException(500, "the model's logits are NaN: its weights are damaged, or overflow in this dtype")
+    return _ENDS.get(finish, finish)
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

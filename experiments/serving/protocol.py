@@ -1,0 +1,282 @@
+"""OpenAI's protocol as values: what a body asks for, and what is sent back. No HTTP, no device.
+
+What is not known is refused by its name, and so is what would have to be passed over in silence.
+"""
+
+import difflib
+import math
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from zoo.engine.engine import Token
+from zoo.engine.sampling import Sampling
+
+MOST_ANSWERS, MOST_LIKELIEST, MOST_STOPS = 64, 20, 16
+
+
+class BadRequest(ValueError):
+    """A body that asks for what cannot be; `param` names the field."""
+
+    def __init__(self, message: str, param: str | None = None):
+        super().__init__(message)
+        self.param = param
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request for text.
+
+    Attributes:
+        prompts: each as a text, or as ids.
+        messages: of a chat, in place of prompts.
+        sampling: how ids are picked.
+        max_tokens: most tokens of an answer; None is what there is room for.
+        n: answers of each prompt.
+        stop: strings that end an answer.
+        stream: whether pieces are sent as they come.
+        usage: whether a stream ends with counts.
+        top: how many of the likeliest ids are told with each; None tells no log-probabilities.
+        priority: smaller is served first.
+    """
+
+    prompts: tuple[str | tuple[int, ...], ...] = ()
+    messages: tuple[Mapping[str, str], ...] = ()
+    sampling: Sampling = field(default_factory=Sampling)
+    max_tokens: int | None = None
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    stream: bool = False
+    usage: bool = False
+    top: int | None = None
+    priority: int = 0
+
+
+_NOTHING = object()
+# Fields that say nothing of the answer.
+_HEEDLESS = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "model"}
+_SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
+    "logit_bias",
+)  # fmt: skip
+_COMMON = {"n", "stop", "stream", "stream_options", "priority", *_SAMPLING, *_HEEDLESS}
+_COMPLETION = _COMMON | {"prompt", "max_tokens", "logprobs", "echo", "best_of", "suffix"}
+_CHAT = _COMMON | {
+    "messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "response_format", "tools",
+    "tool_choice", "parallel_tool_calls", "modalities", "reasoning_effort",
+}  # fmt: skip
+_KINDS = {"a whole number": int, "a number": (int, float), "true or false": bool, "a string": str, "an object": dict}
+
+
+class _Body:
+    """Reads the fields of a JSON object; those that are null are not there."""
+
+    def __init__(self, body: Any, known: set[str]):
+        if not isinstance(body, dict):
+            raise BadRequest("the body must be a JSON object")
+        for name in body:
+            if name not in known:
+                close = difflib.get_close_matches(name, sorted(known), 1)
+                hint = f"; do you mean `{close[0]}`?" if close else ""
+                raise BadRequest(f"`{name}` is not known here{hint}", name)
+        self.values = {name: value for name, value in body.items() if value is not None}
+
+    def get(self, name: str, kind: str, default: Any = None, low: float = -math.inf, high: float = math.inf) -> Any:
+        value = self.values.get(name, _NOTHING)
+        if value is _NOTHING:
+            return default
+        right = isinstance(value, _KINDS[kind]) and (kind == "true or false" or not isinstance(value, bool))
+        if not right or (kind.endswith("number") and not low <= value <= high):
+            between = f" between {low:g} and {high:g}" if kind.endswith("number") and math.isfinite(low) else ""
+            raise BadRequest(f"`{name}` must be {kind}{between}, not {_short(value)}", name)
+        return value
+
+    def refuse(self, name: str, plain: Sequence[Any], why: str) -> None:
+        """Refuse a field that is there and not one of some plain values."""
+        value = self.values.get(name)
+        if value is not None and value not in plain:
+            raise BadRequest(f"`{name}` is not served here: {why}", name)
+
+
+def completion(body: Any) -> Asked:
+    """Return what a body of `/v1/completions` asks for.
+
+    Raises:
+        BadRequest: it asks for what cannot be.
+    """
+    read = _Body(body, _COMPLETION)
+    read.refuse("echo", (False,), "/score tells the probabilities of a text")
+    read.refuse("suffix", ("",), "text is only continued")
+    read.refuse("best_of", (1, read.values.get("n")), "ask for n answers and choose")
+    prompt = read.values.get("prompt")
+    ids = lambda value: isinstance(value, list) and value and all(type(i) is int for i in value)
+    many: list[Any] = prompt if isinstance(prompt, list) and not ids(prompt) else [prompt]
+    if not many or not all(isinstance(one, str) or ids(one) for one in many):
+        raise BadRequest("`prompt` must be a text, a list of ids, or a list of either", "prompt")
+    prompts = tuple(one if isinstance(one, str) else tuple(one) for one in many)
+    top = read.get("logprobs", "a whole number", None, 0, MOST_LIKELIEST)
+    return Asked(
+        prompts, (), max_tokens=read.get("max_tokens", "a whole number", 16, 1, 2**31), top=top, **_common(read)
+    )
+
+
+def chat(body: Any) -> Asked:
+    """Return what a body of `/v1/chat/completions` asks for.
+
+    Raises:
+        BadRequest: it asks for what cannot be.
+    """
+    read = _Body(body, _CHAT)
+    read.refuse("tools", ([],), "answers are text")
+    read.refuse("tool_choice", ("none", "auto"), "answers are text")
+    read.refuse("modalities", (["text"],), "answers are text")
+    read.refuse("response_format", ({"type": "text"},), "answers are free text")
+    messages = read.values.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise BadRequest("`messages` must be a list of at least one message", "messages")
+    asks = read.get("logprobs", "true or false", False)
+    top = read.get("top_logprobs", "a whole number", None, 0, MOST_LIKELIEST)
+    if top is not None and not asks:
+        raise BadRequest("`top_logprobs` needs `logprobs` to be true", "top_logprobs")
+    name = "max_completion_tokens" if "max_completion_tokens" in read.values else "max_tokens"
+    return Asked(
+        messages=tuple(_message(one, i) for i, one in enumerate(messages)),
+        max_tokens=read.get(name, "a whole number", None, 1, 2**31),
+        top=(top or 0) if asks else None,
+        **_common(read),
+    )
+
+
+def score(body: Any) -> tuple[tuple[str, ...], str]:
+    """Return the texts that a body of `/score` asks about, and what stands before each of them.
+
+    Raises:
+        BadRequest: it asks for what cannot be.
+    """
+    read = _Body(body, {"text", "prompt", *_HEEDLESS})
+    texts = read.values.get("text")
+    many: list[Any] = texts if isinstance(texts, list) else [texts]
+    if not many or not all(isinstance(one, str) and one for one in many):
+        raise BadRequest("`text` must be a text, or a list of texts, none empty", "text")
+    return tuple(many), read.get("prompt", "a string", "")
+
+
+def _message(message: Any, i: int) -> dict[str, str]:
+    content = message.get("content") if isinstance(message, dict) else None
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        content = "".join(str(part.get("text", "")) for part in content)
+    if not isinstance(content, str) or not isinstance(message.get("role"), str):
+        raise BadRequest(f"message {i} must have a `role` and a `content` of text", "messages")
+    return {"role": message["role"], "content": content}
+
+
+def _common(read: _Body) -> dict[str, Any]:
+    stop = read.values.get("stop", [])
+    stop = [stop] if isinstance(stop, str) else stop
+    if not isinstance(stop, list) or len(stop) > MOST_STOPS or not all(isinstance(one, str) and one for one in stop):
+        raise BadRequest(f"`stop` must be a string or at most {MOST_STOPS} strings, none empty", "stop")
+    options = read.get("stream_options", "an object", {})
+    return {
+        "sampling": _sampling(read),
+        "n": read.get("n", "a whole number", 1, 1, MOST_ANSWERS),
+        "stop": tuple(stop),
+        "stream": read.get("stream", "true or false", False),
+        "usage": bool(options.get("include_usage", False)),
+        "priority": read.get("priority", "a whole number", 0, -1000, 1000),
+    }
+
+
+def _sampling(read: _Body) -> Sampling:
+    numbers = {name: read.get(name, "a number") for name in _SAMPLING[:-2] if name != "top_k"}
+    found = {name: value for name, value in numbers.items() if value is not None}
+    seed = read.get("seed", "a whole number", None, -(2**63), 2**63)
+    found["seed"] = uuid.uuid4().int & 0xFFFFFFFF if seed is None else seed
+    if (top_k := read.get("top_k", "a whole number", 0, -1, 2**31)) > 0:
+        found["top_k"] = top_k
+    try:
+        bias = read.get("logit_bias", "an object", {})
+        pairs = tuple((int(token), float(value)) for token, value in bias.items())
+        return Sampling(**found, logit_bias=pairs)
+    except (TypeError, ValueError) as error:
+        raise BadRequest(str(error)) from None
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 60 else f"{text[:60]}..."
+
+
+def error(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """Return the body of an error."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+class Reply:
+    """Builds what is sent back for one request.
+
+    Args:
+        asked: the request.
+        model: the name of the model.
+        decode: makes text of ids.
+    """
+
+    def __init__(self, asked: Asked, model: str, decode: Any):
+        self.asked, self._decode = asked, decode
+        self.chat = bool(asked.messages)
+        kind = "chat.completion" if self.chat else "text_completion"
+        self._id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self._common = {"created": int(time.time()), "model": model}
+        self._kind = kind
+
+    def whole(self, texts: Sequence[str], tokens: Sequence[Sequence[Token]], ends: Sequence[str], read: int) -> dict:
+        """Return the body of a whole reply."""
+        choices = [
+            self._choice(
+                i, {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}, ids, end
+            )
+            for i, (text, ids, end) in enumerate(zip(texts, tokens, ends, strict=True))
+        ]
+        usage = self.usage(read, sum(map(len, tokens)))
+        return {"id": self._id, "object": self._kind, **self._common, "choices": choices, "usage": usage}
+
+    def piece(self, index: int, text: str, tokens: Sequence[Token], end: str | None, *, first: bool) -> dict:
+        """Return a chunk of a stream."""
+        delta = {"delta": {**({"role": "assistant"} if first else {}), "content": text}}
+        choice = self._choice(index, delta if self.chat else {"text": text}, tokens, end)
+        return self._chunk([choice])
+
+    def last(self, read: int, picked: int) -> dict:
+        """Return the chunk of a stream that holds counts."""
+        return {**self._chunk([]), "usage": self.usage(read, picked)}
+
+    def _chunk(self, choices: list[dict]) -> dict:
+        kind = "chat.completion.chunk" if self.chat else self._kind
+        return {"id": self._id, "object": kind, **self._common, "choices": choices}
+
+    @staticmethod
+    def usage(read: int, picked: int) -> dict[str, int]:
+        """Return the counts of tokens."""
+        return {"prompt_tokens": read, "completion_tokens": picked, "total_tokens": read + picked}
+
+    def _choice(self, index: int, content: dict, tokens: Sequence[Token], end: str | None) -> dict:
+        told = None if self.asked.top is None else (self._told(tokens) if self.chat else self._listed(tokens))
+        return {"index": index, **content, "logprobs": told, "finish_reason": end}
+
+    def _told(self, tokens: Sequence[Token]) -> dict:
+        def one(i: int, logprob: float) -> dict:
+            text = self._decode([i])
+            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+        top = lambda token: [one(i, logprob) for i, logprob in token.top]
+        return {"content": [{**one(token.id, token.logprob), "top_logprobs": top(token)} for token in tokens]}
+
+    def _listed(self, tokens: Sequence[Token]) -> dict:
+        texts = [self._decode([token.id]) for token in tokens]
+        return {
+            "tokens": texts,
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": [{self._decode([i]): logprob for i, logprob in token.top} for token in tokens],
+            "text_offset": [sum(map(len, texts[:i])) for i in range(len(texts))],
+        }

@@ -1,0 +1,310 @@
+"""The server, over real sockets: what it says, to whom it says no, and that nothing leaks."""
+
+# ruff: noqa: E402 (the extra may be missing)
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zoo
+from tests.quick import QUICK
+
+for package in ("starlette", "uvicorn", "httpx"):
+    pytest.importorskip(package)
+
+import httpx
+import uvicorn
+
+from experiments.data.tokenizer import Bytes
+from experiments.serving import protocol
+from experiments.serving.app import Server, Serving
+from experiments.serving.worker import Worker
+from zoo.engine.engine import Engine, Settings
+from zoo.inference.generate import generate
+
+ROOT = Path(__file__).resolve().parents[2]
+KEY = "correct horse"
+
+
+@pytest.fixture(scope="module")
+def model():
+    config = zoo.LlamaConfig(
+        vocab_size=257, num_layers=2, embed_dim=32, mlp_dim=48, num_heads=2, num_kv_heads=1, head_dim=16
+    )
+    return jax.tree.map(lambda leaf: 6 * leaf, zoo.Llama.init(config, key=jax.random.key(0)))
+
+
+@contextlib.contextmanager
+def serving(model, sizes=None, **told):
+    """Serve at a free port; yield the server and a client. Afterwards every page is free."""
+    settings = {"length": 96, "rows": 4, "page": 8, "tokens": 256, **(sizes or {})}
+    engine = Engine(model, Settings(**settings), **QUICK)
+    server = Server(Worker(engine), Serving(name="tiny", tokenizer=Bytes(), **told))
+    listening = uvicorn.Server(uvicorn.Config(server.app(), port=0, log_level="error", lifespan="on"))
+    thread = threading.Thread(target=listening.run, daemon=True)
+    thread.start()
+    while not listening.started:
+        time.sleep(0.01)
+    port = listening.servers[0].sockets[0].getsockname()[1]
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+        client.get("/health")
+        try:
+            yield server, client
+        finally:
+            listening.should_exit = True
+            thread.join()
+    for kind, pool in enumerate(engine.scheduler.pools):
+        while engine.scheduler.prefixes.evict(kind):
+            pass
+        assert len(pool.free) == len(pool.holders)
+
+
+@pytest.fixture(scope="module")
+def served(model):
+    with serving(model, most_bytes=10_000) as found:
+        yield found
+
+
+@pytest.fixture
+def client(served):
+    return served[1]
+
+
+def text_of(model, prompt, new):
+    return Bytes().decode(generate(model, [Bytes().prompt(prompt)], new, **QUICK)[0])
+
+
+def complete(client, **body):
+    response = client.post("/v1/completions", json={"prompt": "hello", "max_tokens": 8, "temperature": 0, **body})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def events(response):
+    lines = [line for line in response.iter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def test_greedy_text_is_that_of_generate_in_any_company(client, model):
+    prompts = ["hello", "hello", "hello there, you", "x", "hello there, me", "y" * 30]
+    expected = [text_of(model, prompt, 8) for prompt in prompts]
+    with ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(lambda prompt: complete(client, prompt=prompt), prompts))
+    assert [one["choices"][0]["text"] for one in found] == expected
+    assert found[0]["usage"] == {"prompt_tokens": 6, "completion_tokens": 8, "total_tokens": 14}
+    together = complete(client, prompt=prompts)
+    assert [one["text"] for one in together["choices"]] == expected
+
+
+def test_a_stream_says_the_same_in_pieces(client):
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "n": 2, "seed": 5, "logprobs": True}
+    whole = client.post("/v1/chat/completions", json=body).json()
+    with client.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        chunks = events(response)
+    for index, choice in enumerate(whole["choices"]):
+        mine = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        assert mine[0]["delta"]["role"] == "assistant"
+        assert "".join(one["delta"]["content"] for one in mine) == choice["message"]["content"]
+        told = [token["logprob"] for one in mine for token in one["logprobs"]["content"]]
+        assert told == [token["logprob"] for token in choice["logprobs"]["content"]]
+        assert mine[-1]["finish_reason"] == choice["finish_reason"] == "length"
+    assert whole["choices"][0]["message"] != whole["choices"][1]["message"]
+
+
+def test_stop_strings_end_an_answer_wherever_tokens_end(client, model):
+    text = text_of(model, "hello", 20)
+    stop = text[5:8]
+    found = complete(client, max_tokens=20, stop=[stop])["choices"][0]
+    assert found == {**found, "text": text[: text.index(stop)], "finish_reason": "stop"}
+
+
+def test_scores_are_the_models_own(client, model):
+    found = client.post("/score", json={"text": ["abc", "de"], "prompt": "say "}).json()["data"]
+    for one, text in zip(found, ("abc", "de"), strict=True):
+        ids = jnp.array([*Bytes().prompt("say "), *Bytes().encode(text)])
+        logs = np.asarray(jax.nn.log_softmax(model(ids[None])[0]))
+        expected = logs[np.arange(4, len(ids) - 1), ids[5:]]
+        np.testing.assert_allclose(one["logprobs"], expected, atol=2e-5)
+        assert one["logprob"] == pytest.approx(sum(one["logprobs"]))
+        ranks = [int((logs[4 + i] > logs[4 + i, token]).sum()) for i, token in enumerate(ids[5:])]
+        assert (one["tokens"], one["rank"]) == (ids[5:].tolist(), ranks)
+
+
+BAD = {
+    "no json": (b"{", 400, "the body is no JSON"),
+    "no utf-8": (b'{"prompt": "\xff"}', 400, "the body is no JSON"),
+    "deep": (b"[" * 9000, 400, "the body"),
+    "no object": (b"[]", 400, "must be a JSON object"),
+    "typo": (b'{"promt": "x"}', 400, "`promt` is not known here; do you mean `prompt`?"),
+    "no prompt": (b"{}", 400, "`prompt` must be a text"),
+    "ids": (b'{"prompt": [1, 999]}', 400, "token id 999"),
+    "temperature": (b'{"prompt": "x", "temperature": -1}', 400, "the temperature at least 0"),
+    "type": (b'{"prompt": "x", "n": true}', 400, "`n` must be a whole number between 1 and 64, not True"),
+    "too long": (b'{"prompt": "x", "max_tokens": 95}', 400, "do not fit: a text has 1 to 96 tokens here"),
+    "too large": (b" " * 10_001, 413, "a body may have 10000 bytes here"),
+    "echo": (b'{"prompt": "x", "echo": true}', 400, "`echo` is not served here"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_cannot_be_is_refused_in_openais_words(client, case):
+    body, status, message = BAD[case]
+    response = client.post("/v1/completions", content=body)
+    assert response.status_code == status
+    error = response.json()["error"]
+    assert message in error["message"]
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"messages": []}, "at least one message"),
+        ({"messages": [{"role": "user"}]}, "message 0 must have"),
+        ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "`tools` is not served here"),
+        ({"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}, "needs `logprobs`"),
+        ({"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}}, "free text"),
+    ],
+)
+def test_chats_that_cannot_be_are_refused(body, message):
+    with pytest.raises(protocol.BadRequest, match=message):
+        protocol.chat(body)
+
+
+def test_who_goes_away_frees_his_pages(served):
+    server, client = served
+    scheduler = server.worker.engine.scheduler
+    body = {"prompt": "a", "max_tokens": 90, "stream": True, "n": 6, "temperature": 1.0}
+    with client.stream("POST", "/v1/completions", json=body) as response:
+        next(response.iter_lines())
+        assert scheduler.running
+    raw = socket.create_connection(("127.0.0.1", client.base_url.port))
+    sent = json.dumps({"prompt": "a", "max_tokens": 90, "n": 6}).encode()
+    raw.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(sent), sent))
+    raw.close()
+    until = time.monotonic() + 30
+    while (scheduler.running or scheduler.waiting) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not scheduler.running and not scheduler.waiting
+    assert "zoo_texts_running 0" in client.get("/metrics").text
+
+
+def test_a_full_queue_and_a_server_that_closes_say_when_to_come_again(model):
+    with serving(model, {"queue": 2, "rows": 1}) as (server, client):
+        response = client.post("/v1/completions", json={"prompt": "x", "n": 3, "max_tokens": 4})
+        assert (response.status_code, response.headers["retry-after"]) == (429, "1")
+        assert "at most 2 may" in response.json()["error"]["message"]
+        with ThreadPoolExecutor(2) as pool:  # one runs, and one waits and is sent away
+            long = lambda: client.post("/v1/completions", json={"prompt": "x", "max_tokens": 90, "temperature": 0})
+            first = pool.submit(long)
+            while not server.worker.engine.scheduler.running:
+                time.sleep(0.001)
+            second = pool.submit(long)
+            while not (server.worker.engine.scheduler.waiting or first.done()):
+                time.sleep(0.001)
+            server.worker.drain()
+            assert sorted(each.result().status_code for each in (first, second)) in ([200, 503], [200, 200])
+        response = client.get("/health")
+        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+
+
+def test_a_key_is_asked_for(model):
+    with serving(model, key=KEY) as (_, client):
+        assert client.get("/v1/models").status_code == 401
+        assert client.get("/health").status_code == 200
+        assert client.get("/v1/models", headers={"authorization": f"Bearer {KEY}"}).json()["data"][0]["id"] == "tiny"
+
+
+def test_a_device_that_fails_fails_every_request(model, monkeypatch):
+    with serving(model) as (server, client), monkeypatch.context() as patch:
+
+        def broken(*_):
+            raise RuntimeError("out of memory")
+
+        patch.setattr(server.worker.engine, "program", broken)
+        response = client.post("/v1/completions", json={"prompt": "x"})
+        assert (response.status_code, response.json()["error"]["message"]) == (
+            503,
+            "the device has failed: out of memory",
+        )
+        assert client.get("/health").status_code == 503
+
+
+def test_openais_own_client_works(client):
+    openai = pytest.importorskip("openai")
+    with openai.OpenAI(base_url=f"{client.base_url}/v1".replace("//v1", "/v1"), api_key="none") as own:
+        messages = [{"role": "user", "content": "hi"}]
+        how = {"model": "tiny", "messages": messages, "seed": 3, "max_tokens": 6}
+        whole = own.chat.completions.create(n=2, logprobs=True, top_logprobs=2, **how)
+        assert len(whole.choices) == 2
+        assert len(whole.choices[0].logprobs.content[0].top_logprobs) == 2
+        pieces = own.chat.completions.create(stream=True, stream_options={"include_usage": True}, **how)
+        *chunks, last = list(pieces)
+        assert "".join(chunk.choices[0].delta.content for chunk in chunks) == whole.choices[0].message.content
+        assert last.usage.completion_tokens == 6
+        with pytest.raises(openai.BadRequestError, match="do not fit"):
+            own.completions.create(model="tiny", prompt="x", max_tokens=1000)
+
+
+@pytest.mark.heavy
+def test_a_thousand_clients_are_all_answered(model):
+    import asyncio
+
+    with serving(model, {"queue": 400}) as (server, client):
+
+        async def ask(other, i):
+            answer = await other.post("/v1/completions", json={"prompt": "x" * (i % 9), "max_tokens": 3})
+            return answer.status_code
+
+        async def all_of_them():
+            limits = httpx.Limits(max_connections=1000)
+            async with httpx.AsyncClient(base_url=client.base_url, timeout=300, limits=limits) as other:
+                return await asyncio.gather(*(ask(other, i) for i in range(1000)))
+
+        found = asyncio.run(all_of_them())
+        assert set(found) <= {200, 429}
+        assert found.count(200) >= 400
+        assert not server.worker._feeds
+
+
+@pytest.mark.heavy
+def test_sigterm_answers_who_is_being_answered(tmp_path):
+    words = ["model=tiny", "port=0", "length=512", "rows=2", "grace=60"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words[1] = f"port={port}"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    process = subprocess.Popen([sys.executable, "experiments/serve.py", *words], cwd=ROOT, env=environment)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
+            for _ in range(600):
+                with contextlib.suppress(httpx.ConnectError):
+                    client.get("/health")
+                    break
+                time.sleep(0.1)
+            body = {"prompt": "x", "max_tokens": 300, "stream": True, "temperature": 0}
+            with client.stream("POST", "/v1/completions", json=body) as response:
+                lines = response.iter_lines()
+                next(lines)
+                process.send_signal(signal.SIGTERM)
+                rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
