@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from experiments.serving.stops import Stops
 from zoo.engine.engine import Answer, Engine, Token
-from zoo.engine.sampling import Stops
 
 
 class Unavailable(RuntimeError):

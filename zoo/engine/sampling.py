@@ -7,7 +7,7 @@ Dimensions: `T` places `V` vocab `M` biases of a text.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -282,44 +282,3 @@ def _drawn(logits, seeds, positions):
 def _entropy(logits, norm):
     logs = logits - norm[:, None]
     return -jnp.where(logs > -jnp.inf, jnp.exp(logs) * logs, 0).sum(-1)
-
-
-class Stops:
-    """Finds stop strings in a text that comes in pieces, and holds back what may yet become one.
-
-    Args:
-        strings: what ends the text.
-    """
-
-    def __init__(self, strings: Sequence[str]):
-        self.strings = [string for string in strings if string]
-        self.held = ""
-        self.found: str | None = None
-
-    def feed(self, piece: str, *, last: bool = False) -> str:
-        """Return what may be shown of the text so far; nothing follows once a stop was found, which is not shown."""
-        if self.found is not None:
-            return ""
-        text = self.held + piece
-        at = [(text.find(string), string) for string in self.strings if string in text]
-        if at:
-            end, self.found = min(at)
-            self.held = ""
-            return text[:end]
-        keep = 0 if last else max((self._begun(text, string) for string in self.strings), default=0)
-        self.held = text[len(text) - keep :]
-        return text[: len(text) - keep]
-
-    @staticmethod
-    def _begun(text: str, string: str) -> int:
-        """Return how long the longest beginning of a string is that a text ends with."""
-        lengths = range(min(len(text), len(string) - 1), 0, -1)
-        return next((length for length in lengths if text.endswith(string[:length])), 0)
-
-
-def of_request(values: Mapping[str, Any]) -> Sampling:
-    """Return the sampling that names and values ask for; what is None is not asked for."""
-    asked = {name: value for name, value in values.items() if value is not None}
-    bias = asked.pop("logit_bias", None)
-    pairs = tuple((int(token), float(value)) for token, value in bias.items()) if bias else ()
-    return Sampling(**asked, logit_bias=pairs)

@@ -4,7 +4,6 @@ Dimensions: `B` batch `S` sequence `V` vocab `D` embed.
 """
 
 import functools
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,49 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
+from zoo.engine.sampling import GREEDY, Sampling, penalise, threshold
 from zoo.inference.cache import Cache, advance
 from zoo.models.decoder import widened
 from zoo.models.layers import check_tokens
 
 _STEP = 64  # lengths are rounded up to a multiple, so that few programs are compiled
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How the next token is picked. What is set applies in this order.
-
-    Attributes:
-        repetition_penalty: of tokens that were there already, positive logits are divided by it, negative multiplied.
-        temperature: divides the logits; 0 picks the most likely token, whatever follows.
-        top_k: only the so many most likely tokens.
-        top_p: only the most likely tokens that together have at least this probability.
-        min_p: only tokens with at least this share of the largest probability.
-    """
-
-    repetition_penalty: float | int = 1.0
-    temperature: float | int = 1.0
-    top_k: int | None = None
-    top_p: float | int | None = None
-    min_p: float | int | None = None
-
-    def __post_init__(self):
-        rules = {
-            "repetition_penalty": self.repetition_penalty > 0,
-            "temperature": 0 <= self.temperature < math.inf,
-            "top_k": self.top_k is None or self.top_k >= 1,
-            "top_p": self.top_p is None or 0 < self.top_p <= 1,
-            "min_p": self.min_p is None or 0 <= self.min_p <= 1,
-        }
-        if wrong := [f"{name}={getattr(self, name)}" for name, right in rules.items() if not right]:
-            raise ValueError(
-                f"cannot sample with {', '.join(wrong)}: the penalty must be above 0, the temperature at least 0, "
-                "top_k at least 1, top_p above 0 and at most 1, min_p between 0 and 1."
-            )
-
-
-GREEDY = Sampling(temperature=0.0)
 
 
 def generate(model: Any, prompts: Sequence[Sequence[int]], max_tokens: int, **how: Any) -> list[list[int]]:
@@ -91,7 +55,7 @@ def stream(
         model: any model of the zoo.
         prompts: ids of each text so far, none empty; lengths may differ.
         max_tokens: most steps.
-        sampling: how ids are picked.
+        sampling: how ids are picked; what belongs to requests, biases and the like, is for `zoo.engine` alone.
         stop: ids after which a text is over.
         key: of the random numbers; needed unless the temperature is 0.
         dtype: what to compute and to keep keys and values in; None is the parameters' own.
@@ -109,6 +73,8 @@ def stream(
         raise ValueError(
             f"cannot generate {max_tokens} tokens after prompts of {sizes} tokens: each must be at least 1."
         )
+    if sampling.logit_bias or sampling.presence_penalty or sampling.frequency_penalty:
+        raise ValueError("cannot generate with biases, presence or frequency penalties here: zoo.engine does that.")
     if key is None and sampling.temperature > 0:
         raise ValueError("random sampling needs a key: pass key=jax.random.key(seed), or sampling=GREEDY.")
     for prompt in prompts:
@@ -221,26 +187,11 @@ def _pick(logits, seen, key, step, *, sampling):
     return tokens, None if seen is None else seen.at[jnp.arange(len(tokens)), tokens].set(True)
 
 
-def penalise(logits: Float[Array, "B V"], seen: Bool[Array, "B V"], penalty: float) -> Float[Array, "B V"]:
-    """Make tokens that were seen less likely (https://arxiv.org/abs/1909.05858)."""
-    return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
-
-
 def restrict(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:
     """Return the logits with -inf for what top_k, top_p and min_p leave out; the most likely token always stays."""
-    if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
-        least = jax.lax.top_k(logits, sampling.top_k)[0][:, -1:]
-        logits = jnp.where(logits < least, -jnp.inf, logits)
-    if sampling.top_p is not None and sampling.top_p < 1:
-        falling = jnp.sort(logits, axis=-1, descending=True)
-        probs = jax.nn.softmax(falling, axis=-1)
-        before = jnp.cumsum(probs, axis=-1) - probs  # of the tokens more likely than each
-        least = jnp.min(jnp.where(before < sampling.top_p, falling, jnp.inf), axis=-1, keepdims=True)
-        logits = jnp.where(logits < least, -jnp.inf, logits)
-    if sampling.min_p is not None and sampling.min_p > 0:
-        least = jnp.max(logits, axis=-1, keepdims=True) + math.log(sampling.min_p)
-        logits = jnp.where(logits < least, -jnp.inf, logits)
-    return logits
+    each = lambda value, plain: jnp.full(len(logits), plain if value is None else value)
+    least = threshold(logits, each(sampling.top_k, 2**30), each(sampling.top_p, 1.0), each(sampling.min_p, 0.0))
+    return jnp.where(logits < least[:, None], -jnp.inf, logits)
 
 
 def stopped(tokens: Sequence[int], stop: Iterable[int]) -> Sequence[int]:

@@ -1,0 +1,211 @@
+"""How ids are picked: distributions as asked for, numbers by (seed, position), drafts, damaged pages."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.zoo.hf_cases import CASES
+from tests.zoo.hf_tiny import FAST, loaded
+from tests.zoo.test_engine import SIZES, bits, engine_of, requests
+from zoo.engine.engine import Engine, Settings, guess
+from zoo.engine.sampling import Rules, Sampling, pick
+from zoo.inference.generate import generate
+
+VOCAB, PLACES = 12, 20_000
+LOGITS = np.random.default_rng(0).normal(0, 1.5, VOCAB).astype(np.float32)
+HISTORY = [3, 5, 5, 7]
+ASKED = {
+    "plain": Sampling(seed=1),
+    "hot": Sampling(temperature=1.8, seed=2),
+    "top_k": Sampling(top_k=4, seed=3),
+    "top_p": Sampling(top_p=0.8, temperature=0.7, seed=4),
+    "min_p": Sampling(min_p=0.2, seed=5),
+    "penalties": Sampling(repetition_penalty=1.5, presence_penalty=0.4, frequency_penalty=0.3, seed=6),
+    "biases": Sampling(logit_bias=((2, 1.5), (3, -100.0)), top_k=6, top_p=0.9, min_p=0.05, seed=7),
+}
+
+
+def rules_of(sampling, rows, length=8):
+    rules = Rules.neutral(rows, length)
+    for row in range(rows):
+        rules.put(row, sampling, HISTORY, 2)
+    return rules
+
+
+def expected(sampling):
+    """The distribution, by the words of `Sampling`, in numpy."""
+    logits = LOGITS.astype(np.float64)
+    for token, bias in sampling.logit_bias:
+        logits[token] += bias
+    for token in set(HISTORY):
+        logits[token] *= sampling.repetition_penalty ** (-1 if logits[token] > 0 else 1)
+    for token in HISTORY[2:]:
+        logits[token] -= sampling.frequency_penalty
+    for token in set(HISTORY[2:]):
+        logits[token] -= sampling.presence_penalty
+    probs = np.exp(logits / sampling.temperature)
+    probs /= probs.sum()
+    order = np.argsort(-probs)
+    if sampling.top_k:
+        probs[order[sampling.top_k :]] = 0
+        probs /= probs.sum()
+    if sampling.top_p:
+        before = np.cumsum(probs[order]) - probs[order]
+        probs[order[before >= sampling.top_p]] = 0
+        probs /= probs.sum()
+    if sampling.min_p:
+        probs[probs < sampling.min_p * probs.max()] = 0
+    return probs / probs.sum()
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_draws_have_the_distribution_that_was_asked_for(name):
+    """A chi-square test at one in a million; a draw's two log-probabilities are those of both distributions."""
+    sampling, probs = ASKED[name], expected(ASKED[name])
+    rules = rules_of(sampling, 1)
+    rules = jax.tree.map(lambda leaf: np.repeat(leaf, PLACES, 0) if leaf.ndim else leaf, rules)
+    # Penalties look at the history up to a place's position; random numbers do beyond it too.
+    positions = jnp.arange(4, 4 + PLACES, dtype=jnp.int32)[:, None]
+    rules = dataclasses.replace(rules, history=np.asarray(rules.history))
+    zeros = jnp.zeros(PLACES, jnp.int32)
+    logits = jnp.tile(jnp.asarray(LOGITS), (PLACES, 1))
+    found = jax.jit(pick, static_argnums=5)(logits, rules, positions, jnp.full((PLACES, 1), 2**20), zeros, 3)
+    ids = np.asarray(found.ids)
+    counts, there = np.bincount(ids, minlength=VOCAB), probs > 0
+    assert not counts[~there].any()
+    statistic = ((counts - PLACES * probs)[there] ** 2 / (PLACES * probs[there])).sum()
+    freedom = there.sum() - 1
+    z = ((statistic / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))  # Wilson, Hilferty
+    assert z < 4.75
+    full = LOGITS - np.log(np.exp(LOGITS).sum())
+    np.testing.assert_allclose(found.full, full[ids], atol=1e-5)
+    np.testing.assert_allclose(found.drawn, np.log(probs[ids]), atol=1e-5)
+
+
+def test_random_numbers_belong_to_seed_and_position():
+    rows = 40
+    rules, order = rules_of(Sampling(), rows), np.random.default_rng(1).permutation(rows)
+    rules.seed[:] = np.arange(rows) % 5
+    positions, zeros = jnp.arange(rows, dtype=jnp.int32)[:, None], jnp.zeros(rows, jnp.int32)
+    run = jax.jit(pick, static_argnums=5)
+    draw = lambda rules, positions: np.asarray(
+        run(jnp.tile(jnp.asarray(LOGITS), (rows, 1)), rules, positions, zeros[:, None], zeros, 3).ids
+    )
+    first = draw(rules, positions)
+    moved = jax.tree.map(lambda leaf: leaf[order] if leaf.ndim else leaf, rules)
+    np.testing.assert_array_equal(draw(moved, positions[order]), first[order])
+    assert len(set(first)) > 4
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        case if case in ("gemma2_odd", "olmo2", "qwen3_moe") else pytest.param(case, marks=pytest.mark.heavy)
+        for case in CASES
+    ],
+)
+def test_greedy_text_is_that_of_generate(case):
+    """Which is that of transformers (`test_generate.py`)."""
+    prompts = [np.random.default_rng(n).integers(3, 97, n).tolist() for n in (7, 1, 11)]
+    engine = engine_of(case, rows=4, tokens=200)
+    answers = [engine.submit(prompt, max_tokens=12)[0] for prompt in prompts]
+    engine.run()
+    for prompt, answer in zip(prompts, answers, strict=True):
+        [text] = generate(loaded(case), [prompt], 12, compiler_options=FAST["compiler_options"])
+        assert [token.id for token in answer.tokens] == text
+
+
+def test_scores_are_those_of_the_logits():
+    ids = np.random.default_rng(4).integers(3, 97, 30)
+    engine = engine_of("gemma2_gqa", rows=5)
+    answer = engine.score(ids.tolist(), first=12)
+    engine.run()
+    logs = np.asarray(jax.nn.log_softmax(loaded("gemma2_gqa")(jnp.asarray(ids)[None])[0]))[:-1]
+    picked = logs[np.arange(29), ids[1:]]
+    np.testing.assert_allclose(answer.scores.logprobs[11:], picked[11:], atol=2e-5)
+    np.testing.assert_allclose(answer.scores.entropy[11:], -(np.exp(logs) * logs).sum(-1)[11:], atol=2e-5)
+    np.testing.assert_array_equal(answer.scores.rank[11:], (logs > picked[:, None]).sum(-1)[11:])
+
+
+def test_the_likeliest_ids_are_told_where_they_are_asked_for():
+    engine = engine_of("gemma2_gqa")
+    asked, plain = (engine.submit([5, 6, 7], max_tokens=3, top=top)[0] for top in (4, 0))
+    engine.run()
+    for token in asked.tokens:
+        assert token.top[0] == (token.id, token.logprob)
+        assert [len(asked.tokens[0].top), len(plain.tokens[0].top)] == [4, 0]
+        assert sorted((p for _, p in token.top), reverse=True) == [p for _, p in token.top]
+
+
+def test_drafts_save_steps_and_change_nothing():
+    found = {}
+    for drafts in (0, 4):
+        engine = engine_of("gemma2_gqa", flights=1)
+        [answer] = engine.submit([5, 6, 7, 5, 6, 7, 5, 6], max_tokens=30, drafts=drafts)
+        engine.run()
+        found[drafts] = bits(answer), engine.steps
+    assert found[0][0] == found[4][0]
+    assert found[4][1] < found[0][1]
+    assert guess([1, 2, 3, 9, 8, 1, 2, 3], 2) == [9, 8]
+    assert guess([1, 2], 4) == []
+
+
+def test_pages_that_hold_no_numbers_harm_nobody():
+    """What another text left there, an overflow even, is never looked at."""
+    texts, _ = requests(0)
+    found = []
+    for damage in (False, True):
+        engine = engine_of("gemma2_gqa")
+        if damage:
+            pool = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), engine._state.pool)
+            engine._state = dataclasses.replace(engine._state, pool=pool)
+        answers = [engine.submit(ids, sampling=how, max_tokens=most)[0] for ids, how, most, _ in texts]
+        engine.run()
+        found.append([bits(answer) for answer in answers])
+    assert found[0] == found[1]
+
+
+def test_a_model_of_nans_says_so():
+    model = jax.tree.map(lambda leaf: leaf * jnp.nan, loaded("gemma2_gqa"))
+    engine = Engine(model, SIZES, compiler_options=FAST["compiler_options"])
+    [answer] = engine.submit([5, 6], max_tokens=3)
+    engine.run()
+    assert (answer.finish, answer.tokens) == ("error", [])
+
+
+def test_an_answer_ends_with_its_stop_and_a_cancelled_one_where_it_is():
+    engine = engine_of("gemma2_gqa")
+    [free] = engine.submit([5, 6, 7], max_tokens=9)
+    engine.run()
+    ids = [token.id for token in free.tokens]
+    first = ids.index(ids[5])
+    [stopped] = engine.submit([5, 6, 7], max_tokens=9, stop=[ids[5]])
+    [watched] = engine.submit([5, 6, 7], max_tokens=9, watch=[lambda token: token == ids[5]])
+    engine.run()
+    for answer in (stopped, watched):
+        assert ([token.id for token in answer.tokens], answer.finish) == (ids[: first + 1], "stop")
+    [left] = engine.submit([5, 6, 7], max_tokens=9)
+    for _ in engine.stream(left):
+        engine.cancel(left)
+    assert left.finish == "cancelled"
+    assert not engine.scheduler.running
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda engine: engine.submit([5], max_tokens=0), "cannot make n=1 answers of max_tokens=0"),
+        (lambda engine: engine.submit([500], max_tokens=1), r"token id 500 at \[0\] is outside the vocabulary of 97"),
+        (lambda engine: engine.submit([5], max_tokens=100), "texts here have 1 to 40 tokens"),
+        (lambda engine: engine.score([5]), "cannot score a text of 1 ids"),
+        (lambda engine: Sampling(temperature=-1), "cannot sample with temperature=-1"),
+        (lambda engine: Settings(rows=0), "an engine cannot have rows=0"),
+    ],
+)
+def test_what_cannot_be_is_refused(ask, message):
+    with pytest.raises(ValueError, match=message):
+        ask(engine_of("gemma2_gqa"))
