@@ -73,7 +73,7 @@ def test_draws_have_the_distribution_that_was_asked_for(name):
     rules = dataclasses.replace(rules, history=np.asarray(rules.history))
     zeros = jnp.zeros(PLACES, jnp.int32)
     logits = jnp.tile(jnp.asarray(LOGITS), (PLACES, 1))
-    found = jax.jit(pick, static_argnums=5)(logits, rules, positions, jnp.full((PLACES, 1), 2**20), zeros, 3)
+    found = jax.jit(pick, static_argnums=6)(logits, rules, positions, jnp.full((PLACES, 1), 2**20), zeros, zeros, 3)
     ids = np.asarray(found.ids)
     counts, there = np.bincount(ids, minlength=VOCAB), probs > 0
     assert not counts[~there].any()
@@ -91,9 +91,9 @@ def test_random_numbers_belong_to_seed_and_position():
     rules, order = rules_of(Sampling(), rows), np.random.default_rng(1).permutation(rows)
     rules.seed[:] = np.arange(rows) % 5
     positions, zeros = jnp.arange(rows, dtype=jnp.int32)[:, None], jnp.zeros(rows, jnp.int32)
-    run = jax.jit(pick, static_argnums=5)
+    run = jax.jit(pick, static_argnums=6)
     draw = lambda rules, positions: np.asarray(
-        run(jnp.tile(jnp.asarray(LOGITS), (rows, 1)), rules, positions, zeros[:, None], zeros, 3).ids
+        run(jnp.tile(jnp.asarray(LOGITS), (rows, 1)), rules, positions, zeros[:, None], zeros, zeros, 3).ids
     )
     first = draw(rules, positions)
     moved = jax.tree.map(lambda leaf: leaf[order] if leaf.ndim else leaf, rules)

@@ -167,9 +167,8 @@ class Engine:
                 share=settings.share and not grows,  # frequencies that grow with the text: no beginning is another's
             )
         )  # fmt: skip
-        self._state = State(
-            self.kinds.pool(config, pages, settings.page, self.dtype), jnp.zeros(settings.rows, jnp.int32)
-        )
+        pool = self.kinds.pool(config, pages, settings.page, self.dtype, on_cpu=platform == "cpu")
+        self._state = State(pool, jnp.zeros(settings.rows, jnp.int32))
         options = tuple(sorted((compiler_options or {}).items()))
         self.program = program(self.kinds, self.dtype, settings.likeliest, options)
         self.steps = 0
@@ -338,7 +337,8 @@ class Engine:
             scores=np.asarray(any(one.scores is not None for one in wants)),
             lists=np.asarray(any(one.top for one in wants)),
         )
-        return Work(tokens, positions, targets, slots, tables, lengths, keeps, rules), begins
+        whole = np.asarray(bool(rules.scores) or any(span.picks > 1 for span in spans))
+        return Work(tokens, positions, targets, slots, tables, lengths, keeps, whole, rules), begins
 
     def _hand(self, spans):
         work, begins = self.work(spans)

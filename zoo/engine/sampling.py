@@ -153,55 +153,54 @@ class Picked(eqx.Module):
         top: the likeliest ids and their log-probabilities, where lists are asked for.
     """
 
-    ids: Int[Array, " T"]
-    full: Float[Array, " T"]
-    drawn: Float[Array, " T"]
-    target: Float[Array, " T"]
-    entropy: Float[Array, " T"]
-    rank: Int[Array, " T"]
-    top: tuple[Int[Array, "T top"], Float[Array, "T top"]]
+    ids: Int[Array, "*T"]
+    full: Float[Array, "*T"]
+    drawn: Float[Array, "*T"]
+    target: Float[Array, "*T"]
+    entropy: Float[Array, "*T"]
+    rank: Int[Array, "*T"]
+    top: tuple[Int[Array, "*T top"], Float[Array, "*T top"]]
 
 
 def pick(
-    logits: Float[Array, "T V"],
+    logits: Float[Array, "R V"],
     rules: Rules,
     positions: Int[Either, "R W"],
     tokens: Int[Either, "R W"],
-    targets: Int[Either, " T"],
+    at: Int[Array, " R"],
+    targets: Int[Either, " R"],
     most: int,
 ) -> Picked:
-    """Return what each place picks. What costs a pass over the vocabulary runs only where some row asks for it.
+    """Return what a place of each row picks. What costs passes over the vocabulary runs only where some row asks.
 
     A row's bits do not depend on whether others ask: what they add leaves it out, or is exact.
 
     Args:
-        logits: after each token.
+        logits: after the token of each row's place.
         rules: of each row.
-        positions: of each token in its text.
-        tokens: the ids read.
+        positions: of each token of the rows in its text.
+        tokens: the ids of the rows.
+        at: which place of each row.
         targets: whose probabilities are told.
         most: how many of the likeliest ids are told.
     """
-    width = positions.shape[1]
-    each = lambda values: jnp.repeat(values, width)
-    places = positions.reshape(-1)
-    adjusted = jax.lax.cond(rules.adjusts.any(), lambda: _adjusted(logits, rules, positions, tokens), lambda: logits)
+    places = jnp.take_along_axis(jnp.asarray(positions), at[:, None], axis=1)[:, 0]
+    adjusted = jax.lax.cond(
+        rules.adjusts.any(), lambda: _adjusted(logits, rules, positions, tokens, places), lambda: logits
+    )
     norm = jax.nn.logsumexp(logits, axis=-1)
-    temperature = each(rules.temperature)
-    greedy = temperature == 0
-    scaled = adjusted / jnp.where(greedy, 1, temperature)[:, None]
+    greedy = rules.temperature == 0
+    scaled = adjusted / jnp.where(greedy, 1, rules.temperature)[:, None]
     cuts = (rules.top_k < logits.shape[1]) | (rules.top_p < 1) | (rules.min_p > 0)
     least = jax.lax.cond(
         (cuts & (rules.temperature > 0)).any(),
-        lambda: jnp.where(
-            each(cuts), threshold(scaled, each(rules.top_k), each(rules.top_p), each(rules.min_p)), -jnp.inf
-        ),
+        lambda: jnp.where(cuts, threshold(scaled, rules.top_k, rules.top_p, rules.min_p), -jnp.inf),
         lambda: jnp.full(len(logits), -jnp.inf),
     )
     kept = jnp.where(scaled < least[:, None], -jnp.inf, scaled)
     drawn = jax.lax.cond(
         (rules.temperature > 0).any(),
-        lambda: _drawn(kept, each(rules.seed), places),
+        lambda: _drawn(kept, rules.seed, places),
         lambda: jnp.zeros(len(logits), jnp.int32),
     )
     ids = jnp.where(greedy, jnp.argmax(adjusted, axis=-1), drawn)
@@ -228,10 +227,9 @@ def pick(
     )
 
 
-def _adjusted(logits, rules, positions, tokens):
+def _adjusted(logits, rules, positions, tokens, places):
     """Return logits with the biases and penalties of the rows that have some."""
-    rows, width = positions.shape
-    length, vocab = rules.history.shape[1], logits.shape[1]
+    rows, (length, vocab) = len(logits), (rules.history.shape[1], logits.shape[1])
     at = jnp.maximum(positions, 0)
     # A row's own tokens stand in the history where the host could not know them yet.
     history = rules.history.at[jnp.arange(rows)[:, None], jnp.where(positions >= 0, at, length)].set(
@@ -249,7 +247,7 @@ def _adjusted(logits, rules, positions, tokens):
         found = found - rules.presence[row] * (count > 0) - rules.frequency[row] * count
         return jnp.where(rules.adjusts[row], found, logits_V)
 
-    return jax.vmap(one)(logits, jnp.repeat(jnp.arange(rows), width), positions.reshape(-1))
+    return jax.vmap(one)(logits, jnp.arange(rows), places)
 
 
 def penalise(

@@ -32,7 +32,7 @@ from zoo.engine.sampling import Either, Picked, Rules, pick
 from zoo.models.forward import ForwardPass
 from zoo.models.layers import accumulator, softcap
 
-Pool = tuple[Shaped[Array, "_ _ page 2 K H"], ...]  # of each window kind; its last page takes what is padding
+Pool = tuple[Shaped[Array, "_ _ page _"], ...]  # [L, P, page, 2 K H] of each window kind; padding is on the last page
 _NEVER = -1e30  # a score that is not: finite, so that a text without any is no NaN
 
 
@@ -60,11 +60,12 @@ class Kinds:
         """How many layers each kind has."""
         return tuple(sum(kind == each for kind, _ in self.layers) for each in range(len(self.windows)))
 
-    def pool(self, config: Any, pages: tuple[int, ...], size: int, dtype: DTypeLike) -> Pool:
-        """Return empty pages of each kind, and one more; 16-bit numbers lie as bits (`transforms.bits`)."""
-        shape = (size, 2, config.num_kv_heads, config.head_dim)
+    def pool(self, config: Any, pages: tuple[int, ...], size: int, dtype: DTypeLike, *, on_cpu: bool) -> Pool:
+        """Return empty pages of each kind, and one more; 16-bit numbers lie as bits on CPUs (`transforms.bits`)."""
+        width = 2 * config.num_kv_heads * config.head_dim  # as one dimension: tiled memory pads two small ones
         sizes = zip(self.counts(), pages, strict=True)
-        return tuple(bits(jnp.zeros((layers, count + 1, *shape), dtype)) for layers, count in sizes)
+        empty = tuple(jnp.zeros((layers, count + 1, size, width), dtype) for layers, count in sizes)
+        return tuple(map(bits, empty)) if on_cpu else empty
 
 
 class Work(eqx.Module):
@@ -78,6 +79,7 @@ class Work(eqx.Module):
         tables: the pages of each row's text, of each window kind; those that it has no more are the last page.
         lengths: how many tokens of each row's text were given: rotary frequencies that grow with a text are of these.
         keeps: whether a row's last token picks what its slot goes on with.
+        whole: whether places before the last of a row pick too, as drafts and scores need it.
         rules: how ids are picked.
     """
 
@@ -88,6 +90,7 @@ class Work(eqx.Module):
     tables: tuple[Int[Either, "R C"], ...]
     lengths: Int[Either, " R"]
     keeps: Bool[Either, " R"]
+    whole: Bool[Either, ""]
     rules: Rules
 
 
@@ -166,7 +169,8 @@ class Paged(eqx.Module):
         where = jnp.maximum(self.positions, 0)
         page = jnp.take_along_axis(self.tables[number], where // size, axis=1)
         page = jnp.where((self.positions >= 0) & mine, page, last)
-        both = bits(jnp.stack([k, v], axis=2).astype(self.dtype))
+        both = jnp.stack([k, v], axis=2).astype(self.dtype).reshape(*k.shape[:2], -1)
+        both = both if pages.dtype == self.dtype else bits(both)
         return pages.at[layer, page, where % size].set(both)
 
     def _walk(self, number, pages, layer, mine, carry, q_RKGWH, scale, cap):
@@ -181,7 +185,7 @@ class Paged(eqx.Module):
         def page(i, carry):
             most, total, out = carry
             table = jax.lax.dynamic_index_in_dim(self.tables[number], i, axis=1, keepdims=False)
-            kv = numbers(pages[layer, table], self.dtype)  # [R, page, 2, K, H]
+            kv = numbers(pages[layer, table], self.dtype).reshape(len(table), size, 2, q_RKGWH.shape[1], -1)
             at = i * size + jnp.arange(size)
             # What a page holds beyond its text was another's, and may be no number: 0 times that would not be 0.
             there = (at <= newest[:, None])[:, :, None, None]
@@ -202,7 +206,7 @@ class Paged(eqx.Module):
 def advance(model: Any, state: State, work: Work, *, kinds: Kinds, dtype: Any, most: int) -> tuple[State, Picked]:
     """Run a step; return the state after it, and what each place picked, in order of the places.
 
-    Logits exist for the places of one step, `[R W, V]`.
+    Logits exist for a place of each row at a time, `[R, V]`: the last, or one after the other where all are asked for.
 
     Args:
         model: any of the zoo.
@@ -215,12 +219,23 @@ def advance(model: Any, state: State, work: Work, *, kinds: Kinds, dtype: Any, m
     tokens = jnp.where(work.tokens < 0, state.last[work.slots][:, None], work.tokens)
     past = Paged(state.pool, work.positions, work.tables, work.lengths, kinds, dtype)
     out = model.forward(tokens, ForwardPass(dtype=dtype, past=past))
-    logits = model.logits(out.hidden).reshape(tokens.size, -1)
-    width = tokens.shape[1]
-    picked = pick(logits, work.rules, work.positions, tokens, work.targets.reshape(-1), most)
-    newest = picked.ids.reshape(-1, width)[jnp.arange(len(tokens)), jnp.argmax(work.positions, axis=1)]
+    rows, newest = jnp.arange(len(tokens)), jnp.argmax(work.positions, axis=1)
+
+    def picked(at: Int[Array, " R"]) -> Picked:
+        logits = model.logits(out.hidden[rows, at])
+        return pick(logits, work.rules, work.positions, tokens, at, jnp.asarray(work.targets)[rows, at], most)
+
+    def column(i, found: Picked) -> Picked:
+        at = jnp.where(work.whole, i, newest)
+        return jax.tree.map(lambda all, new: all.at[rows, at].set(new), found, picked(at))
+
+    empty = jax.tree.map(
+        lambda leaf: jnp.zeros((*tokens.shape, *leaf.shape[1:]), leaf.dtype), jax.eval_shape(picked, newest)
+    )
+    found = jax.lax.fori_loop(0, jnp.where(work.whole, tokens.shape[1], 1), column, empty)
     slots = jnp.where(work.keeps, work.slots, state.last.shape[0])
-    return State(out.pool, state.last.at[slots].set(newest, mode="drop")), picked
+    last = state.last.at[slots].set(found.ids[rows, newest], mode="drop")
+    return State(out.pool, last), jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), found)
 
 
 @functools.cache
