@@ -204,8 +204,8 @@ def pick(
         lambda: jnp.zeros(len(logits), jnp.int32),
     )
     ids = jnp.where(greedy, jnp.argmax(adjusted, axis=-1), drawn)
-    at = lambda values, index: jnp.take_along_axis(values, index[:, None], axis=1)[:, 0]
-    target = at(logits, targets)
+    of = lambda values, index: jnp.take_along_axis(values, index[:, None], axis=1)[:, 0]
+    target = of(logits, targets)
     entropy, rank = jax.lax.cond(
         rules.scores,
         lambda: (_entropy(logits, norm), (logits > target[:, None]).sum(-1, dtype=jnp.int32)),
@@ -218,8 +218,8 @@ def pick(
     )
     return Picked(
         ids=jnp.where(jnp.isnan(norm), -1, ids).astype(jnp.int32),
-        full=at(logits, ids) - norm,
-        drawn=jnp.where(greedy, 0, at(kept, ids) - jax.nn.logsumexp(kept, axis=-1)),
+        full=of(logits, ids) - norm,
+        drawn=jnp.where(greedy, 0, of(kept, ids) - jax.nn.logsumexp(kept, axis=-1)),
         target=target - norm,
         entropy=entropy,
         rank=rank,
@@ -258,7 +258,7 @@ def penalise(
 
 
 def threshold(
-    logits: Float[Array, "T V"], top_k: Int[Array, " T"], top_p: Float[Array, " T"], min_p: Float[Array, " T"]
+    logits: Float[Array, "T V"], top_k: Int[Either, " T"], top_p: Float[Either, " T"], min_p: Float[Either, " T"]
 ) -> Float[Array, " T"]:
     """Return the least logit that top_k, then top_p, then min_p leave; the most likely token always stays."""
     falling = jnp.sort(logits, axis=-1, descending=True)
