@@ -158,7 +158,8 @@ class Engine:
         self.kinds = Kinds.of(config.layer_windows, settings.length)
         pages = settings.pages(self.kinds.windows)
         grows = any(
-            rope is not None and rope[1] is not None and rope[1].kind == "dynamic" for rope in config.layer_ropes
+            rope is not None and rope[1] is not None and rope[1].kind in ("dynamic", "longrope")
+            for rope in config.layer_ropes
         )
         self.scheduler = Scheduler(
             Limits(
