@@ -16,7 +16,7 @@ from tests.transforms.rule_table import APART, GROUPS
 from transforms import tile
 from transforms.tiling.ir.placement import Partial, Tiled, Whole
 from transforms.tiling.lower import scan
-from transforms.tiling.rules import COMPLETED, REFUSED, RULES
+from transforms.tiling.rules import COMPLETED, REFUSED, RULES, Move
 
 WHOLES = Arrays(*(None for _ in AXES))
 KEPT = np.arange(L) % 3 != 1
@@ -31,6 +31,8 @@ def used(monkeypatch):
     def recorder(name, rule):
         def push(node, placements):
             move = rule.push(node, placements)
+            if not isinstance(move, Move):
+                return move
             found.update((name, p.op) for p in move.ins if isinstance(p, Partial) and p in move.outs)
             if any(isinstance(p, Tiled) for p in move.ins):
                 found.add((name, "push"))

@@ -30,9 +30,10 @@ from transforms.tiling.autodiff.derive import call
 from transforms.tiling.autodiff.program import Options, Program
 from transforms.tiling.inputs import meshes
 from transforms.tiling.inputs.axes import is_array, place, rows
-from transforms.tiling.ir.errors import TileError, explained, tracing
-from transforms.tiling.ir.facts import Along, Analysis, Inline, Sink
+from transforms.tiling.ir.errors import explained, tracing
+from transforms.tiling.ir.facts import Analysis
 from transforms.tiling.ir.graph import Node
+from transforms.tiling.ir.obstacles import Obstacle
 from transforms.tiling.ir.placement import WHOLE, Placement, Tiled
 from transforms.tiling.mesh.layout import shares
 from transforms.tiling.report.plan import TilePlan, explain, fewest, read_budget
@@ -550,9 +551,8 @@ def spread_over(closed: ClosedJaxpr, placements: Sequence[Placement], options: O
         program = Program(closed, split(placements, known), anyhow)
         if not any(node.name in ("reshard", "shard_map") for node in program.graph.nodes):
             break
-        try:
-            found = analyse(program.graph, program.placements, program.limits)
-        except (Along, Inline, Sink, TileError):
+        found = analyse(program.graph, program.placements, program.limits)
+        if isinstance(found, Obstacle):
             break  # to be told when it is planned
         cut = [(v, f.placement) for v, f in found.facts.items() if isinstance(f.placement, Tiled)]
         known = math.lcm(known, *(n for v, p in cut if p.major % (n := shares(v.aval, p.dim))))

@@ -14,10 +14,10 @@ from transforms.tiling.analysis.halo import even, plus, union
 from transforms.tiling.analysis.limits import Limits, human
 from transforms.tiling.analysis.sizes import check_whole
 from transforms.tiling.autodiff.policy import Policy, keeps
-from transforms.tiling.ir.errors import TileError
 from transforms.tiling.ir.facts import Analysis, grain
 from transforms.tiling.ir.graph import Node, Value, flops
 from transforms.tiling.ir.loops import Loop, Ref, Schedule, Step, Update
+from transforms.tiling.ir.obstacles import Obstacle, Refusal
 from transforms.tiling.ir.placement import ALONE, WHOLE, Partial, Placement, Reach, Stacked, Tiled, Whole
 from transforms.tiling.mesh.layout import named
 from transforms.tiling.passes.online.rewrite import Online
@@ -26,12 +26,10 @@ from transforms.tiling.rules import RULES, Move
 ROUNDS = 20  # in which a schedule may forget what it meant to store
 
 
-def schedule(analysis: Analysis, limits: Limits, total: int, online: Mapping[Value, Online]) -> Schedule:
+def schedule(analysis: Analysis, limits: Limits, total: int, online: Mapping[Value, Online]) -> Schedule | Obstacle:
     """Plan the loops of an analysed graph, along an axis of length `total`; `online` sums are rescaled.
 
-    Raises:
-        TileError: an array that is too large would have to be whole.
-        Promote: it would, but its value can be made tile by tile if it is placed so.
+    Or say which array is too large that would have to be whole.
     """
     policy = limits.options.policy if limits.options else None
     planner, loops = _settle(analysis, online, policy, eager=False)
@@ -40,9 +38,9 @@ def schedule(analysis: Analysis, limits: Limits, total: int, online: Mapping[Val
         eager = _settle(analysis, online, policy, eager=True)
         if _cost(eager) < _cost((planner, loops)):
             planner, loops = eager
-    check_begun(analysis, loops, limits)
-    check_whole(analysis, loops, planner.requested, limits, total, online)
-    return Schedule(analysis, loops, planner.late, limits.options.size)
+    obstacle = check_begun(analysis, loops, limits)
+    obstacle = obstacle or check_whole(analysis, loops, planner.requested, limits, total, online)
+    return obstacle or Schedule(analysis, loops, planner.late, limits.options.size)
 
 
 def _cost(planned: tuple[Planner, list[Loop]]) -> tuple[int, int]:
@@ -97,19 +95,20 @@ def region(
     return loop, refs
 
 
-def check_begun(analysis: Analysis, loops: Iterable[Loop], limits: Limits) -> None:
+def check_begun(analysis: Analysis, loops: Iterable[Loop], limits: Limits) -> Refusal | None:
     """Refuse to store states that take more than the largest input or output."""
     for value in (u.value for loop in loops for u in loop.updates):
         if isinstance(analysis.fact(value).placement, Stacked) and value.nbytes > limits.bound:
             node = value.producer
             if node is None or limits.gather == "any":
                 continue
-            raise TileError(
+            return Refusal(
                 f"cannot tile the recurrence at {node.where}: what follows runs the other way, so the state that each "
                 f"tile begins with would have to be stored.\n  states: {value}, {human(value.nbytes)}; the largest "
                 f"input or output is {human(limits.largest)}.\n"
                 '  To go on: take fewer tiles, cut another axis, or pass gather="any".'
             )
+    return None
 
 
 class Planner:

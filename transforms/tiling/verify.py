@@ -18,7 +18,6 @@ import jax
 
 from transforms.tiling.analysis import rounding
 from transforms.tiling.autodiff.policy import keeps
-from transforms.tiling.ir.errors import TileError
 from transforms.tiling.ir.facts import Analysis, Local, Region
 from transforms.tiling.ir.graph import Graph, Node, Value, bodies, describe
 from transforms.tiling.ir.loops import Loop, Ref, Schedule, Step, Update
@@ -48,10 +47,8 @@ def faults(plan: Schedule) -> Iterator[str]:
         return
     yield from loop_faults(plan)
     yield from footprint_faults(plan)
-    try:
-        rounding.check(plan)
-    except TileError as error:
-        yield f"rounding: {str(error).splitlines()[0]}"
+    if (refusal := rounding.check(plan)) is not None:
+        yield f"rounding: {refusal.message.splitlines()[0]}"
 
 
 # ----------------------------------------------------------------------------------------------------------- the graph

@@ -10,39 +10,39 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from transforms.tiling.analysis.limits import Limits
-from transforms.tiling.ir.facts import Analysis, Inline, Region, grain
+from transforms.tiling.ir.facts import Analysis, Region, grain
 from transforms.tiling.ir.graph import REMAT, Node
+from transforms.tiling.ir.obstacles import Complete, Inline, Obstacle
 from transforms.tiling.ir.placement import ALONE, Partial, Reach, Tiled
-from transforms.tiling.rules import Complete, Move
+from transforms.tiling.rules import Move
 
 FEW = 16  # rows that may be computed again even with shorter tiles
 EXACT = ("cumulative_part", "ragged_dot_general", "pallas_call", "shard_map")  # run on the tile's own rows alone
 
 
-def check(found: Analysis, node: Node, move: Move, limits: Limits | None) -> None:
-    """Refuse a node that reads rows beside the tile, if they cannot be computed there.
+def check(found: Analysis, node: Node, move: Move, limits: Limits | None) -> Obstacle | None:
+    """Why a node that reads rows beside the tile cannot have them: its operands must be whole.
 
-    Raises:
-        Complete: its operands must be whole.
-        Inline: the body of a `jax.checkpoint` must be part of the graph.
+    Or the body of a `jax.checkpoint` that they come from must be part of the graph.
     """
     if not move.reach:
-        return
+        return None
     operands = [i for i in move.reach if isinstance(move.ins[i], Tiled)]
     if limits is None:
-        raise Complete(operands, "reads rows beside the tile")
+        return Complete(operands, "reads rows beside the tile")
     if limits.options.shares > 1:
-        raise Complete(operands, "reads rows that another device holds")
+        return Complete(operands, "reads rows that another device holds")
     for i in operands:
         if (fixed := found.fixed.get(node.inputs[i])) is not None:
             if fixed.name in REMAT:
-                raise Inline(fixed)
+                return Inline(fixed)
             why = f"which `{fixed.name}` at {fixed.where} does not make"
-            raise Complete(operands, f"reads rows beside the tile, {why}")
+            return Complete(operands, f"reads rows beside the tile, {why}")
     before, after = _reach(found, node, move)
     if before + after > min(max(limits.options.size, FEW), limits.options.total):
         rows = f"{before} rows before and {after} after each tile of {limits.options.size}"
-        raise Complete(operands, f"reads {rows}, with what it is computed from")
+        return Complete(operands, f"reads {rows}, with what it is computed from")
+    return None
 
 
 def note(found: Analysis, node: Node, move: Move) -> None:

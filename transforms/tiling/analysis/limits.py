@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from transforms.tiling.ir.errors import TileError
 from transforms.tiling.ir.graph import Graph, Node, Value, depends, describe
+from transforms.tiling.ir.obstacles import Refusal
 from transforms.tiling.ir.placement import Placement, Tiled
 
 
@@ -71,10 +71,10 @@ def check_size(
     reason: str,
     limits: Limits,
     origins: Sequence[tuple[Node, int]] = (),
-) -> None:
+) -> Refusal | None:
     """Refuse an array that must be whole and is larger than the function's inputs and outputs."""
     if limits.allow(value):
-        return
+        return None
     made = f"made by `{value.producer.name}` at {value.producer.where}" if value.producer else "an argument"
     bound = (
         f"the largest input or output is {human(limits.largest)}"
@@ -84,7 +84,7 @@ def check_size(
     remedy = 'cut another axis, reduce it first, or pass gather="any"'
     if limits.gather == "none":
         remedy = 'cut another axis, or pass gather="small"'
-    raise TileError(
+    return Refusal(
         f"cannot tile `{node.name}` at {node.where}: it {reason}, so its operand would have to be whole.\n"
         f"  operand: {describe(value.aval)} {placement}, {human(value.nbytes)}, {made}; {bound}.\n"
         f"  To go on: {remedy}.",

@@ -14,27 +14,15 @@ from collections.abc import Mapping, Sequence
 from transforms.tiling.analysis import halo
 from transforms.tiling.analysis.limits import Limits, check_size
 from transforms.tiling.ir.edit import any_platform, inline, split
-from transforms.tiling.ir.errors import TileError
-from transforms.tiling.ir.facts import (
-    Along,
-    Analysis,
-    Completion,
-    Fact,
-    Inline,
-    Local,
-    Promote,
-    Region,
-    Sink,
-    Split,
-    grain,
-)
+from transforms.tiling.ir.facts import Analysis, Completion, Fact, Local, Region, grain
 from transforms.tiling.ir.graph import REMAT, Graph, Node, Value
+from transforms.tiling.ir.obstacles import Along, Complete, Inline, Obstacle, Promote, Refusal, Sink, Split
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Tiled, Whole
 from transforms.tiling.mesh.layout import FLOWS, Apart, passable
 from transforms.tiling.mesh.unreduced import keep_apart, postpone
 from transforms.tiling.passes.loop_state import place
 from transforms.tiling.passes.recut import recut
-from transforms.tiling.rules import RULES, Complete, Move
+from transforms.tiling.rules import RULES, Move, partial, tiled
 from transforms.tiling.rules.bodies import wait
 
 
@@ -44,18 +32,19 @@ def analyse(
     limits: Limits | None,
     promoted: Mapping[Value, Tiled] | None = None,
     apart: Mapping[Value, Apart] | None = None,
-) -> Analysis:
+) -> Analysis | Obstacle:
     """`propagate`, with `graph` changed so that no region mixes what depends on the tile with what does not."""
     known = dict(promoted or {})
     while True:
-        try:
-            return propagate(graph, placements, limits, known, apart)
-        except Promote as ways:
-            known |= ways.placements
-        except Split as mixed:
-            part = RULES[mixed.node.name].part
+        found = propagate(graph, placements, limits, known, apart)
+        if isinstance(found, Promote):
+            known |= found.placements
+        elif isinstance(found, Split):
+            part = RULES[found.node.name].part
             assert part is not None
-            split(graph, mixed.node, mixed.wanted, *part(mixed.node, mixed.wanted))
+            split(graph, found.node, found.wanted, *part(found.node, found.wanted))
+        else:
+            return found
 
 
 def propagate(
@@ -64,7 +53,7 @@ def propagate(
     limits: Limits | None,
     promoted: Mapping[Value, Tiled] | None = None,
     apart: Mapping[Value, Apart] | None = None,
-) -> Analysis:
+) -> Analysis | Obstacle:
     """Walk `graph` from the `placements` of its inputs.
 
     Args:
@@ -74,13 +63,15 @@ def propagate(
         promoted: values that would be Whole, but are made tile by tile.
         apart: of a region, the inputs that devices hold parts of; None where it may return no such value.
 
-    Raises:
-        TileError: a primitive has no rule, or an array that is too large would have to be whole.
-        Complete: in a region, a Partial operand that it needs whole.
-        Along: a node can hand a state from tile to tile.
-        Inline: in a region, it needs a cut operand whole.
-        Split: a region has results that no tile changes.
-        Promote: values are cut along different dimensions, and one can be made along the other's.
+    Returns:
+        What is known then; or the first obstacle:
+            Refusal: a primitive has no rule, or an array that is too large would have to be whole.
+            Complete: in a region, a Partial operand that it needs whole.
+            Along: a node can hand a state from tile to tile.
+            Inline: in a region, it needs a cut operand whole.
+            Sink: a region can make what it reads, rather than to have that whole.
+            Split: a region has results that no tile changes.
+            Promote: values are cut along different dimensions, and one can be made along the other's.
     """
     facts = {v: Fact(p) for v, p in zip(graph.inputs, placements, strict=True)}
     used = {v for n in graph.nodes for v in n.inputs}.union(graph.outputs)
@@ -90,102 +81,115 @@ def propagate(
         found.apart.update(apart or {})
     for node in graph.nodes:
         if ordered := [e for e in node.effects if "Ordered" in type(e).__name__]:
-            raise TileError(
+            return Refusal(
                 f"cannot tile `{node.name}` at {node.where}: its side effect is ordered ({ordered[0]}), and tiles "
                 "have an order of their own. Pass ordered=False, or leave it out of the tiled function."
             )
-        _place(found, node, limits, promoted or {})
+        if (obstacle := _place(found, node, limits, promoted or {})) is not None:
+            return obstacle
     place(found)
     if limits is not None:
         postpone(found)
     return found
 
 
-def _place(found: Analysis, node: Node, limits: Limits | None, promoted: Mapping[Value, Tiled]) -> None:
+def _place(found: Analysis, node: Node, limits: Limits | None, promoted: Mapping[Value, Tiled]) -> Obstacle | None:
     """Find where the results of one node stand, completing operands until its rule is content."""
     want = next((promoted[v] for v in node.outputs if v in promoted), None)
     facts = [found.fact(v) for v in node.inputs]
     while True:
         stage = max((f.stage for f in facts), default=0)
+        move = _tried(found, node, facts, stage, limits, want)
+        if isinstance(move, Move):
+            break
+        if not isinstance(move, Complete):
+            return move
+        if limits is None and move.otherwise is not None:
+            move = move.otherwise
+            break
         placements = tuple(f.placement for f in facts)
-        try:
-            # A partial sum that meets something of a later loop is finished at once, not carried into that loop.
-            if late := [i for i, f in enumerate(facts) if isinstance(f.placement, Partial) and f.stage < stage]:
-                raise Complete(late, "meets a value that a later loop computes")
-            if node.name not in FLOWS and (held := _held(found, node, placements)):
-                raise Complete(held, "needs what each device holds a part of")
-            move = _move(node, placements, limits) if want is None else _pulled(node, placements, want)
-            halo.check(found, node, move, limits)
-            if (why := found.untyped(node, move)) is not None:
-                raise Complete([i for i, p in enumerate(placements) if isinstance(p, Tiled)], why)
-            _group(found, node, move, limits)
-            _check_picked(node, move, limits)
-        except Complete as request:
-            if limits is None and request.otherwise is not None:
-                move = request.otherwise
-                break
-            if limits is not None and (ways := recut(found, node, placements, request.operands, limits, promoted)):
-                raise Promote(ways) from None
-            for i in request.operands:
-                facts[i] = _complete(found, node, i, request.reason, limits)
-            continue
-        break
+        if limits is not None and (other := recut(found, node, placements, move.operands, limits, promoted)):
+            return other
+        for i in move.operands:
+            fact = _complete(found, node, i, move.reason, limits)
+            if isinstance(fact, Obstacle):
+                return fact
+            facts[i] = fact
     if isinstance(move, Local):
-        _check_reads(found, node, move, limits)
-        facts = [_store(found, node, i, move.reason, limits) for i in move.reads]
-        stage = max((f.stage for f in facts), default=0)
+        if (obstacle := _check_reads(found, node, move, limits)) is not None:
+            return obstacle
+        stage = 0
+        for i in move.reads:
+            fact = _store(found, node, i, move.reason, limits)
+            if isinstance(fact, Obstacle):
+                return fact
+            stage = max(stage, fact.stage)
         found.stored.update(v for v, p in zip(node.outputs, move.outs, strict=True) if isinstance(p, Tiled))
     if isinstance(move, Region) and (mixed := _mixed(found, node, move)):
-        raise Split(node, mixed)
+        return Split(node, mixed)
     keep_apart(found, node, move)
     found.moves[node] = move
     stage = _follow(found, node, move, stage)
     found.facts.update((v, Fact(p, stage)) for v, p in zip(node.outputs, move.outs, strict=True))
     halo.note(found, node, move)
+    return None
 
 
-def _group(found: Analysis, node: Node, move: Move, limits: Limits | None) -> None:
-    """Note how many rows of the axis a node's operands and results keep together. They make no tile twice as long.
+def _tried(
+    found: Analysis, node: Node, facts: Sequence[Fact], stage: int, limits: Limits | None, want: Tiled | None
+) -> Move | Obstacle:
+    """How a node moves whose operands stand so."""
+    placements = tuple(f.placement for f in facts)
+    # A partial sum that meets something of a later loop is finished at once, not carried into that loop.
+    if late := [i for i, f in enumerate(facts) if isinstance(f.placement, Partial) and f.stage < stage]:
+        return Complete(late, "meets a value that a later loop computes")
+    if node.name not in FLOWS and (held := _held(found, node, placements)):
+        return Complete(held, "needs what each device holds a part of")
+    move = _move(node, placements, limits) if want is None else _pulled(node, placements, want)
+    if isinstance(move, Obstacle):
+        return move
+    if (obstacle := halo.check(found, node, move, limits)) is not None:
+        return obstacle
+    if (why := found.untyped(node, move)) is not None:
+        return Complete(tiled(placements), why)
+    return _group(found, node, move, limits) or _check_picked(node, move, limits) or move
 
-    Raises:
-        Complete: its operands must be whole.
-        Inline: the body of a `jax.checkpoint` must be part of the graph.
-    """
+
+def _group(found: Analysis, node: Node, move: Move, limits: Limits | None) -> Obstacle | None:
+    """Note how many rows of the axis a node's operands and results keep together. They make no tile twice as long."""
     together = math.lcm(found.grain, grain(move))
     if limits is not None and together > found.grain:
         size = limits.options.size
         if -(-size // together) * together > (limits.longest or 2 * size):
             if node.name in REMAT:
-                raise Inline(node)
+                return Inline(node)
             why = f"keeps {grain(move)} rows together, and tiles have {size}"
             cut = [i for i, v in enumerate(node.inputs) if isinstance(found.fact(v).placement, Tiled)]
             if cut:
-                raise Complete(cut, why)
-            raise TileError(f"cannot tile `{node.name}` at {node.where}: it {why}.\n  Take fewer, longer tiles.")
+                return Complete(cut, why)
+            return Refusal(f"cannot tile `{node.name}` at {node.where}: it {why}.\n  Take fewer, longer tiles.")
     found.grain = together
+    return None
 
 
-def _check_picked(node: Node, move: Move, limits: Limits | None) -> None:
+def _check_picked(node: Node, move: Move, limits: Limits | None) -> Obstacle | None:
     """Refuse rows picked out of the cut axis, each from the tile that has it, if they take more than a tile."""
     source, out = move.ins[0] if move.ins else WHOLE, move.outs[0] if move.outs else WHOLE
     if limits is None or not isinstance(source, Tiled) or not isinstance(out, Partial) or node.name not in PICKS:
-        return
+        return None
     tile = node.inputs[0].nbytes * limits.options.size // limits.options.total
     if not limits.accumulate(node.outputs[0], tile, picked=True):
-        raise Complete([0], "takes rows of the cut axis that are together larger than a tile")
+        return Complete([0], "takes rows of the cut axis that are together larger than a tile")
+    return None
 
 
 PICKS = ("slice", "dynamic_slice", "gather")
 
 
-def _check_reads(found: Analysis, node: Node, move: Local, limits: Limits | None) -> None:
-    """Have the body of a loop make for itself what it reads, rather than to have that whole.
-
-    Raises:
-        Sink: there is something to make.
-    """
+def _check_reads(found: Analysis, node: Node, move: Local, limits: Limits | None) -> Sink | None:
+    """Have the body of a loop make for itself what it reads, if there is anything, rather than to have that whole."""
     if limits is None or limits.gather == "any":
-        return
+        return None
     cut = [i for i in move.constants if isinstance(found.fact(node.inputs[i]).placement, Tiled)]
     large = [i for i in cut if not (node.inputs[i] in (found.inputs | found.stored) or limits.allow(node.inputs[i]))]
     sources: dict[Value, None] = {}
@@ -200,11 +204,10 @@ def _check_reads(found: Analysis, node: Node, move: Local, limits: Limits | None
         if made is None or whole or (limits.allow(value) and value not in [node.inputs[i] for i in large]):
             sources[value] = None
         elif made.effects:
-            return
+            return None
         else:
             stack += made.inputs
-    if large:
-        raise Sink(node, large, tuple(sources))
+    return Sink(node, large, tuple(sources)) if large else None
 
 
 def _follow(found: Analysis, node: Node, move: Move, stage: int) -> int:
@@ -232,7 +235,7 @@ def _mixed(found: Analysis, node: Node, move: Move) -> list[int]:
     return [i for i, v in enumerate(node.outputs) if v in found.used and isinstance(move.outs[i], Whole)]
 
 
-def _store(found: Analysis, node: Node, operand: int, reason: str, limits: Limits | None) -> Fact:
+def _store(found: Analysis, node: Node, operand: int, reason: str, limits: Limits | None) -> Fact | Obstacle:
     """Have an operand whole before the loops, however large: the untiled program holds it too."""
     value = node.inputs[operand]
     fact = found.fact(value)
@@ -242,50 +245,48 @@ def _store(found: Analysis, node: Node, operand: int, reason: str, limits: Limit
     return _complete(found, node, operand, reason, allowed)
 
 
-def _pulled(node: Node, placements: tuple[Placement, ...], want: Tiled) -> Move:
+def _pulled(node: Node, placements: tuple[Placement, ...], want: Tiled) -> Move | Obstacle:
     """How a node makes the tile `want` of its result, whichever way its operands are cut."""
     pull = RULES[node.name].pull
     ins = pull(node, want) if pull is not None else None
     assert ins is not None
     if other := [i for i, (p, q) in enumerate(zip(placements, ins, strict=True)) if p not in (WHOLE, q)]:
-        raise Complete(other, "makes its result along another dimension than it is cut")
+        return Complete(other, "makes its result along another dimension than it is cut")
     return Move((want,), ins)
 
 
-def _move(node: Node, placements: tuple[Placement, ...], limits: Limits | None) -> Move:
+def _move(node: Node, placements: tuple[Placement, ...], limits: Limits | None) -> Move | Obstacle:
     if all(isinstance(p, Whole) for p in placements):
         return Move((WHOLE,) * len(node.outputs), placements)
     if node.name not in RULES:
         if not any(isinstance(p, Tiled) for p in placements):
-            raise Complete([i for i, p in enumerate(placements) if isinstance(p, Partial)], "needs it whole")
-        raise TileError(
+            return Complete(partial(placements), "needs it whole")
+        return Refusal(
             f"cannot tile `{node.name}` at {node.where}: there is no rule for this primitive yet.\n"
             f"  operands: {_operands(node, placements)}.\n"
             "  Compute it outside the tiled function, or cut an axis that does not reach it."
         )
     rule = RULES[node.name]
     local = limits is not None and rule.local is not None
-    parts = [i for i, p in enumerate(placements) if isinstance(p, Partial)]
+    parts = partial(placements)
     if local and limits.options.local:
         if parts:
-            raise Complete(parts, "runs on whole operands")
+            return Complete(parts, "runs on whole operands")
         if (move := rule.local(node, placements, limits)) is not None:
             return move
-    try:
-        return rule.push(node, placements)
-    except Complete as request:
-        if request.along and limits is not None and (not node.params.get("reverse") or node in limits.backward):
-            raise Along(node) from None
-        if not local or parts or (move := rule.local(node, placements, limits)) is None:
-            raise
+    move = rule.push(node, placements)
+    if not isinstance(move, Complete):
         return move
+    if move.along and limits is not None and (not node.params.get("reverse") or node in limits.backward):
+        return Along(node)
+    return move if not local or parts else rule.local(node, placements, limits) or move
 
 
 def _operands(node: Node, placements: Sequence[Placement]) -> str:
     return ", ".join(f"{v} {p}" for v, p in zip(node.inputs, placements, strict=True))
 
 
-def _complete(found: Analysis, node: Node, operand: int, reason: str, limits: Limits | None) -> Fact:
+def _complete(found: Analysis, node: Node, operand: int, reason: str, limits: Limits | None) -> Fact | Obstacle:
     """Make operand number `operand` of `node` whole, if it may be."""
     value = node.inputs[operand]
     fact = found.fact(value)
@@ -296,24 +297,26 @@ def _complete(found: Analysis, node: Node, operand: int, reason: str, limits: Li
     if limits is None:
         partials = [i for i, v in enumerate(found.graph.inputs) if isinstance(found.fact(v).placement, Partial)]
         if partials:
-            raise Complete(partials, f"needs it whole for its `{node.name}`")
-        raise Inline(node)
+            return Complete(partials, f"needs it whole for its `{node.name}`")
+        return Inline(node)
     if isinstance(fact.placement, Tiled):
-        check_size(value, fact.placement, node, reason, limits, [(node, fact.placement.dim)])
+        refusal = check_size(value, fact.placement, node, reason, limits, [(node, fact.placement.dim)])
+        if refusal is not None:
+            return refusal
     found.completions.append(Completion(value, node, reason, fact.placement))
     found.completed[node, operand] = reason
     return Fact(WHOLE, fact.stage + 1)
 
 
-def analyse_body(graph: Graph, ins: Sequence[Placement], apart: Mapping[Value, Apart] | None = None) -> Analysis:
+def analyse_body(
+    graph: Graph, ins: Sequence[Placement], apart: Mapping[Value, Apart] | None = None
+) -> Analysis | Obstacle:
     """`analyse` a body, in which what depends on the platform may become what every platform can run."""
     while True:
-        try:
-            return analyse(graph, ins, None, apart=apart)
-        except Inline as need:
-            if need.node not in graph.nodes or any_platform(need.node) is None:
-                raise
-            inline(graph, need.node)
+        found = analyse(graph, ins, None, apart=apart)
+        if not isinstance(found, Inline) or found.node not in graph.nodes or any_platform(found.node) is None:
+            return found
+        inline(graph, found.node)
 
 
 def body_of(
@@ -322,14 +325,14 @@ def body_of(
     given: Sequence[Placement],
     offset: int = 0,
     apart: Mapping[Value, Apart] | None = None,
-) -> Analysis:
+) -> Analysis | Obstacle:
     """Analyse a body; what it needs to be whole is asked of the region's own operands, `given`, from `offset` on."""
-    try:
-        return analyse_body(graph, ins, apart)
-    except Complete as request:
-        operands = [i + offset for i in request.operands]
+    found = analyse_body(graph, ins, apart)
+    if isinstance(found, Complete):
+        operands = [i + offset for i in found.operands]
         if any(isinstance(given[i], Whole) for i in operands):
-            raise wait(given, f"carries what its body needs whole: it {request.reason}") from None
-        raise Complete(operands, request.reason) from None
-    except Inline as need:
-        raise wait(given, f"needs a cut array whole inside, for `{need.node.name}` at {need.node.where}") from None
+            return wait(given, f"carries what its body needs whole: it {found.reason}")
+        return Complete(operands, found.reason)
+    if isinstance(found, Inline):
+        return wait(given, f"needs a cut array whole inside, for `{found.node.name}` at {found.node.where}")
+    return found

@@ -35,17 +35,17 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
 
-from transforms.tiling.analysis.limits import Limits, human
+from transforms.tiling.analysis.limits import human
 from transforms.tiling.ir.edit import add, replace, sort, traced
-from transforms.tiling.ir.errors import TileError
 from transforms.tiling.ir.facts import Analysis, Local
 from transforms.tiling.ir.graph import Graph, Node, Value, ancestors, bodies, constant, prune
 from transforms.tiling.ir.loops import Loop, Schedule
+from transforms.tiling.ir.obstacles import Complete, Disagreement, Refusal
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled
 from transforms.tiling.ir.terms import peel
 from transforms.tiling.mesh.layout import named
 from transforms.tiling.passes.loop_state import begin, leave
-from transforms.tiling.rules import Complete, Move, refuse_partial, register
+from transforms.tiling.rules import Move, refuse_partial, register
 
 stored_p = Primitive("stored")  # a cut value as the loop left it that computed it first
 witness_p = Primitive("witness")  # the extremum so far, its place, and how many elements equal it
@@ -106,24 +106,20 @@ class Meeting(NamedTuple):
     value: Value
 
 
-def meeting(found: Analysis) -> Meeting | None:
+def meeting(found: Analysis) -> Disagreement | None:
     """The first equation of an analysed graph that breaks the rule, if the loops compute again what they can."""
-    return _Walk(found).first
+    first = _Walk(found).first
+    return None if first is None else disagreement(found, first)
 
 
-def check(plan: Schedule) -> None:
-    """Check that no loop breaks the rule.
-
-    Raises:
-        TileError: one does.
-    """
+def check(plan: Schedule) -> Refusal | None:
+    """What is to be said where a loop breaks the rule."""
     walk = _Walk(plan.analysis)
-    for loop in plan.loops:
-        if (found := walk.within(loop)) is not None:
-            raise TileError(refusal(found, plan.analysis.limits))
+    first = next((met for loop in plan.loops if (met := walk.within(loop)) is not None), None)
+    return None if first is None else Refusal(disagreement(plan.analysis, first).message)
 
 
-def running(plan: Schedule) -> Meeting | None:
+def running(plan: Schedule) -> Disagreement | None:
     """An equation that jumps where a cumulative sum passes a number, and that more than one loop runs.
 
     A distribution's last cumulative sum is 1 up to rounding. Whether it is above 1, say the sign in the gradient of
@@ -135,7 +131,7 @@ def running(plan: Schedule) -> Meeting | None:
     for node in graph.nodes:
         operands = [v for v in node.inputs if v in reached]
         if operands and _jumps(node) and sum(node in loop.nodes for loop in plan.loops) > 1:
-            return Meeting(node, root(operands[0]))
+            return disagreement(plan.analysis, Meeting(node, root(operands[0])), SUMS)
     return None
 
 
@@ -185,15 +181,16 @@ COPIES = (
 SUMS = "several loops ask where a cumulative sum passes a number, and the last bits of their computations differ"
 
 
-def refusal(found: Meeting, limits: Limits | None, why: str = COPIES) -> str:
-    node, value = found
+def disagreement(found: Analysis, met: Meeting, why: str = COPIES) -> Disagreement:
+    (node, value), limits = met, found.limits
     assert value.producer is not None
     bound = "" if limits is None else f"; the largest input or output is {human(limits.largest)}"
-    return (
+    message = (
         f"cannot tile `{node.name}` at {node.where}: {why}. They would have to be stored.\n"
         f"  value: {value}, {human(value.nbytes)}, made by `{value.producer.name}` at {value.producer.where}{bound}.\n"
         '  To go on: cut another axis, or pass gather="any".'
     )
+    return Disagreement(message, analysis=found, node=node, value=value, stored=why is SUMS)
 
 
 # ------------------------------------------------------------------------------------------------------ who sees what
@@ -393,13 +390,14 @@ def _any_jumps(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
 # ------------------------------------------------------------------------------------------------- what mends the rule
 
 
-def agree(found: Analysis, met: Meeting, span: Span) -> bool:
+def agree(met: Disagreement, span: Span) -> bool:
     """Let an equation see a value, computed again, with what is known of it: its extrema and what was looked up.
 
     Where several elements are an extremum, they are told by their values, and so is the one that a mask lets through.
     Returns whether all copies that the equation sees have known places; a sorted one has not.
     """
-    graph, (node, value) = found.graph, met
+    found, node, value = met.analysis, met.node, met.value
+    graph = found.graph
     seen = ancestors(graph, [node.outputs[0]] if node.outputs else node.inputs)
     walk = _Walk(found)
     copying = [n for n, copies in walk.copied.items() if value in copies and not seen.isdisjoint(n.outputs)]
@@ -431,7 +429,7 @@ def agree(found: Analysis, met: Meeting, span: Span) -> bool:
             more, (counted[total],) = traced(partial(_as, total.dtype), places[-1:], node)
             nodes += more
     (known,) = add(nodes, node, agreed_p, [value, known], [value.aval])
-    _read(found, met, known, nodes)
+    _read(met, known, nodes)
     replace(graph, node, nodes, counted, keep=True)
     sort(graph)
     graph.nodes[:] = prune(graph).nodes
@@ -442,9 +440,9 @@ def _as(dtype: Any, array: Any) -> Any:
     return array.astype(dtype)
 
 
-def _read(found: Analysis, met: Meeting, known: Value, nodes: list[Node]) -> None:
+def _read(met: Disagreement, known: Value, nodes: list[Node]) -> None:
     """Let an equation be computed from `known` in place of a value: what lies between them, once more."""
-    graph = found.graph
+    found, graph = met.analysis, met.analysis.graph
     seen, now = ancestors(graph, met.node.inputs), {met.value: known}
     for node in graph.nodes[: graph.nodes.index(met.node)]:
         cut = [v for v in node.outputs if v in seen and isinstance(found.fact(v).placement, Tiled)]
@@ -552,10 +550,10 @@ def _column(array: Any, dim: int, axes: tuple[int, ...]) -> Any:
     return total
 
 
-def push_witness(node: Node, placements: tuple[Placement, ...]) -> Move:
+def push_witness(node: Node, placements: tuple[Placement, ...]) -> Move | Complete:
     cut = placements[0]
     if not isinstance(cut, Tiled) or cut.major != 1 or cut.dim not in node.params["axes"]:
-        raise Complete([0], "takes a place along the cut axis")
+        return Complete([0], "takes a place along the cut axis")
     return Move((Partial("last"),) * 4, (cut, *(WHOLE,) * 4))
 
 
@@ -588,8 +586,9 @@ def _rounded(array: Any) -> Any:
     return lax.reduce_precision(array, kind.nexp, kind.nmant)
 
 
-def push_snapped(node: Node, placements: tuple[Placement, ...]) -> Move:
-    refuse_partial(node, placements, "is compared with it")
+def push_snapped(node: Node, placements: tuple[Placement, ...]) -> Move | Complete:
+    if (parts := refuse_partial(node, placements, "is compared with it")) is not None:
+        return parts
     cut = placements[0]
     others = (cut if v.shape == node.inputs[0].shape else WHOLE for v in node.inputs[2:])
     return Move((cut,), (cut, WHOLE, *others))
@@ -626,8 +625,8 @@ def emit_agreed(node: Node, values: list[Any], move: Move, span: Span) -> list[A
 KEPT = "is kept for comparisons with copies of its elements"
 
 
-def push_stored(node: Node, placements: tuple[Placement, ...]) -> Move:
-    raise Complete([0], KEPT)
+def push_stored(node: Node, placements: tuple[Placement, ...]) -> Complete:
+    return Complete([0], KEPT)
 
 
 def store_whole(node: Node, placements: tuple[Placement, ...], limits: Any) -> Move:

@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from jax.extend.core import Jaxpr
 
 from transforms.tiling.analysis.limits import Limits, check_size, human
-from transforms.tiling.ir.errors import TileError
-from transforms.tiling.ir.facts import Analysis, Local, Promote
+from transforms.tiling.ir.facts import Analysis, Local
 from transforms.tiling.ir.graph import Node, Value, ancestors, bodies, depends, describe, elements, nbytes
 from transforms.tiling.ir.loops import Loop
+from transforms.tiling.ir.obstacles import Obstacle, Promote, Refusal
 from transforms.tiling.ir.placement import WHOLE, Partial, Span, Tiled, Whole
 from transforms.tiling.rules import RULES
 
@@ -23,13 +23,14 @@ def check_whole(
     limits: Limits,
     total: int,
     online: Iterable[Value] = (),
-) -> None:
+) -> Obstacle | None:
     """Find whole values that carry the cut axis, or that come from a completed one, and are too large.
 
     What is made of an accumulator, such as an `online` sum, may be as large as that: wider than what it ends in.
     """
     for loop in loops:
-        _check_sums(analysis, loop, limits)
+        if (refusal := _check_sums(analysis, loop, limits)) is not None:
+            return refusal
     found: dict[Value, tuple[Node, str]] = {}
     reads = [(step.node, ref) for loop in loops for step in loop.steps for ref in step.refs]
     for node, ref in reads:
@@ -41,8 +42,9 @@ def check_whole(
     for value in requested:
         if value in grown and value.producer and isinstance(analysis.fact(value).placement, Whole):
             found.setdefault(value, (value.producer, "makes a whole value from one that had to be completed"))
-            if not isinstance(analysis.moves[value.producer], Local):
-                _check_inside(analysis, value.producer, limits)
+            local = isinstance(analysis.moves[value.producer], Local)
+            if not local and (refusal := _check_inside(analysis, value.producer, limits)) is not None:
+                return refusal
     whole = {v for v in (*found, *requested) if isinstance(analysis.fact(v).placement, Whole)}
     needed = _forms((ref.value for _, ref in reads if ref.how == "whole"), copies=True)  # cutting these is no help
     large = [v for v in whole if v.nbytes > limits.largest and (v in found or v not in needed)]
@@ -51,13 +53,14 @@ def check_whole(
     large = [v for v in large if v in found or all(f.producer or f.const is not None for f in _forms([v]))]
     shares = limits.options.shares
     if promoted := {v: cut for v in large if (cut := _cut_of(v, total, shares)) is not None}:
-        raise Promote(promoted)
+        return Promote(promoted)
     for value, (node, reason) in found.items():
         if not limits.allow(value):
-            check_size(value, WHOLE, node, reason, limits, _origins(analysis, value))
+            return check_size(value, WHOLE, node, reason, limits, _origins(analysis, value))
+    return None
 
 
-def _check_sums(analysis: Analysis, loop: Loop, limits: Limits) -> None:
+def _check_sums(analysis: Analysis, loop: Loop, limits: Limits) -> Refusal | None:
     """Refuse to add up to an array that is larger than inputs, outputs and all that a tile of the loop holds."""
     options = limits.options
     span = Span(0, options.size, options.total)
@@ -69,12 +72,13 @@ def _check_sums(analysis: Analysis, loop: Loop, limits: Limits) -> None:
         node = value.producer
         if node is None or not isinstance(placement, Partial) or limits.accumulate(value, tile):
             continue
-        raise TileError(
+        return Refusal(
             f"cannot tile `{node.name}` at {node.where}: the tiles add up to an array that is larger than they are.\n"
             f"  sum: {describe(value.aval)}, {human(value.nbytes)}; a tile holds {human(tile)}; the largest input or "
             f"output is {human(limits.largest)}.\n"
             '  To go on: take fewer tiles, cut another axis, or pass gather="any".'
         )
+    return None
 
 
 def _local(span: Span, value: Value, placement: Tiled) -> int:
@@ -134,13 +138,13 @@ def _is_input(analysis: Analysis, node: Node, value: Value) -> bool:
     return cut and value in (analysis.inputs | analysis.stored) and not isinstance(analysis.moves[node], Local)
 
 
-def _check_inside(analysis: Analysis, node: Node, limits: Limits) -> None:
+def _check_inside(analysis: Analysis, node: Node, limits: Limits) -> Refusal | None:
     """Refuse an equation with a body that runs on whole operands and makes something too large there."""
     inside = max((_largest(b) for b in bodies(node.params)), default=0)
     if limits.gather == "any" or inside <= limits.largest:
-        return
+        return None
     why = next((reason for (n, _), reason in analysis.completed.items() if n is node), "needs a cut array whole")
-    raise TileError(
+    return Refusal(
         f"cannot tile `{node.name}` at {node.where}: it {why}, and its body makes an array of "
         f"{human(inside)} then; the largest input or output is {human(limits.largest)}.\n"
         '  To go on: cut another axis, or pass gather="any".'

@@ -16,13 +16,11 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from transforms.tiling.analysis.limits import Limits
 from transforms.tiling.analysis.propagate import analyse
-from transforms.tiling.ir.errors import TileError
-from transforms.tiling.ir.facts import Along, Inline, Sink
 from transforms.tiling.ir.flatten import evaluate, flatten
 from transforms.tiling.ir.graph import Graph, Value, bodies, depends
+from transforms.tiling.ir.obstacles import Obstacle
 from transforms.tiling.ir.placement import Partial, Whole
 from transforms.tiling.mesh.layout import like
-from transforms.tiling.rules import Complete
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,11 +83,8 @@ def separate(closed: Any, placements: Any, limits: Limits, active: Sequence[int]
     graph = flatten(closed, custom=False)
     if any(node.effects and node.outputs for node in graph.nodes):
         return None  # the outer function would run it again
-    try:
-        found = analyse(graph, placements, limits)
-    except (Along, Inline, Sink, Complete, TileError):
-        return None
-    if not isinstance(found.fact(graph.outputs[out]).placement, Whole):
+    found = analyse(graph, placements, limits)
+    if isinstance(found, Obstacle) or not isinstance(found.fact(graph.outputs[out]).placement, Whole):
         return None
     frontier: dict[Value, None] = {}
     stack, seen = [graph.outputs[out]], set()

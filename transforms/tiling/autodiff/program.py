@@ -23,6 +23,7 @@ from transforms.tiling.ir.errors import TileError, explained
 from transforms.tiling.ir.flatten import flatten
 from transforms.tiling.ir.graph import Graph, ancestors, depends, describe, elements, nbytes
 from transforms.tiling.ir.loops import Schedule
+from transforms.tiling.ir.obstacles import Refusal
 from transforms.tiling.ir.placement import WHOLE, Placement, Tiled, Whole, wide
 from transforms.tiling.lower import scan
 from transforms.tiling.mesh.layout import like
@@ -104,19 +105,33 @@ class Program:
         """What the loops end in, apart from the outputs, that derivatives need too."""
         return self._planned[1]
 
-    @functools.cached_property
+    @property
+    def refusal(self) -> Refusal | None:
+        """Why there is no plan, if there is none."""
+        return self._attempt if isinstance(self._attempt, Refusal) else None
+
+    @property
     def _planned(self) -> tuple[Schedule, Ends]:
+        if isinstance(self._attempt, Refusal):
+            raise TileError(self._attempt.message)
+        return self._attempt
+
+    @functools.cached_property
+    def _attempt(self) -> tuple[Schedule, Ends] | Refusal:
         with collections_paused():
             return self._plan()
 
-    def _plan(self) -> tuple[Schedule, Ends]:
+    def _plan(self) -> tuple[Schedule, Ends] | Refusal:
         graph = flatten(self.closed, together=self.options.sync == "tile")  # planning changes it
         twins = dict(zip(every(graph), every(self.graph), strict=True))
         if self.also is not None:
             graph.outputs += self.also.among(graph)
         if self.given is not None:
             self.given[0].use(graph, self.given[1])
-        plan, found = planned(graph, self.placements, self.limits, self.count - len(self.closed.out_avals))
+        made = planned(graph, self.placements, self.limits, self.count - len(self.closed.out_avals))
+        if isinstance(made, Refusal):
+            return made
+        plan, found = made
         dump(plan)
         return plan, ends(self.graph, [twins[v] for v in found if v in twins], self.limits.largest)
 
@@ -362,13 +377,12 @@ def cut_again(program: Program, active: Sequence[int]) -> Program:
     shape = avals[largest].shape
     dim = max(range(len(shape)), key=lambda d: shape[d])
     outer = _outer(program, largest, dim)
-    try:
-        facts = [outer.plan.analysis.fact(v).placement for v in outer.plan.analysis.graph.outputs]
-    except TileError as error:
+    if outer.refusal is not None:
         raise TileError(
             f"cannot tile with lowmem=True, which cuts dimension {dim} of the argument {describe(avals[largest])} too: "
-            f"{error}\n  Or pass lowmem=False."
-        ) from error
+            f"{outer.refusal.message}\n  Or pass lowmem=False."
+        )
+    facts = [outer.plan.analysis.fact(v).placement for v in outer.plan.analysis.graph.outputs]
     # A piece is complete when it is written: it needs no more than its own dtype.
     outer = dataclasses.replace(outer, wide=frozenset(i for i in program.wide if not isinstance(facts[i], Tiled)))
     o = outer.options

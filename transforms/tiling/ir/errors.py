@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import traceback
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,7 @@ import jax
 
 
 class TileError(ValueError):
-    """A function cannot be tiled along the chosen axis. Says what, where, why, and what to do.
-
-    `origins`: the equations that need something whole, and along which dimension that is cut.
-    """
-
-    def __init__(self, message: str, origins: Sequence[tuple[Any, int]] = ()) -> None:
-        super().__init__(message)
-        self.origins = origins
+    """A function cannot be tiled along the chosen axis. Says what, where, why, and what to do."""
 
 
 # Raised where Python wants a value that is only known when the program runs: `if x > 0`, `float(x)`, `x[mask]`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -35,34 +35,6 @@ class Completion:
         return f"{self.value} {self.placement} for `{self.node.name}` at {self.node.where}: it {self.reason}"
 
 
-class Inline(Exception):
-    """A region cannot be kept as one: its body must be part of the graph around it."""
-
-    def __init__(self, node: Node):
-        self.node = node
-
-
-class Sink(Exception):
-    """A region reads a cut value that is too large to be made whole: its body is to make it, from `sources`."""
-
-    def __init__(self, node: Node, operands: Sequence[int], sources: Sequence[Value]):
-        self.node, self.operands, self.sources = node, operands, sources
-
-
-class Split(Exception):
-    """Some results of a region are the same for every tile: they are to be computed apart from the others."""
-
-    def __init__(self, node: Node, wanted: Sequence[int]):
-        self.node, self.wanted = node, wanted
-
-
-class Along(Exception):
-    """A node runs along the cut axis: it is to be rewritten so that it hands a state from tile to tile."""
-
-    def __init__(self, node: Node):
-        self.node = node
-
-
 @dataclasses.dataclass(frozen=True)
 class Region(Move):
     """How an equation with bodies moves, the analyses that this was read off, and what devices hold parts of."""
@@ -89,13 +61,6 @@ def grain(move: Move) -> int:
     """Of how many rows tiles must hold a multiple: groups that have become one element stay together."""
     groups = [p.group for p in (*move.ins, *move.outs) if isinstance(p, Tiled)]
     return math.lcm(*groups, *(b.grain for b in move.bodies)) if isinstance(move, Region) else math.lcm(*groups)
-
-
-class Promote(Exception):
-    """Whole values are too large to be made whole, but can be made tile by tile: to be placed as Tiled."""
-
-    def __init__(self, placements: dict[Value, Tiled]):
-        self.placements = placements
 
 
 @dataclasses.dataclass

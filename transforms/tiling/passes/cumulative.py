@@ -17,10 +17,11 @@ from jax.extend.core import Primitive
 from transforms.tiling.ir.edit import add, replace
 from transforms.tiling.ir.flatten import scan_counts
 from transforms.tiling.ir.graph import Graph, Node, Value
+from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import COMBINE, WHOLE, Partial, Placement, Span, Whole, identity
 from transforms.tiling.passes.argmax import write_choice
 from transforms.tiling.passes.loop_state import begin, leave
-from transforms.tiling.rules import Complete, Move, partial, register, tiled
+from transforms.tiling.rules import Move, partial, register, tiled
 from transforms.tiling.rules.bodies import added, run_part
 
 part_p = Primitive("cumulative_part")  # a cumulative operation on one tile
@@ -82,7 +83,7 @@ def emit_part(node: Node, values: list[Any], move: Move, span: Span) -> list[Any
     return node.params["of"].bind(values)
 
 
-def push_total(node: Node, placements: tuple[Placement, ...]) -> Move:
+def push_total(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     return Move((Partial(node.params["op"]),), placements)
 
 
@@ -91,7 +92,7 @@ def emit_total(node: Node, values: list[Any], move: Move, span: Span) -> list[An
     return [jnp.take(values[0], end, axis=node.params["axis"]).astype(node.outputs[0].dtype)]
 
 
-def push_joined(node: Node, placements: tuple[Placement, ...]) -> Move:
+def push_joined(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     return Move(placements[1:], (WHOLE, placements[1]))
 
 
@@ -101,18 +102,18 @@ def emit_joined(node: Node, values: list[Any], move: Move, span: Span) -> list[A
     return [COMBINE[node.params["op"]](*jnp.broadcast_arrays(before, part.astype(before.dtype))).astype(part.dtype)]
 
 
-def push_scan_part(node: Node, placements: tuple[Placement, ...]) -> Move:
+def push_scan_part(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     """Constants are whole; all that is scanned is cut along its first dimension."""
     constants, count = scan_counts(node.params["of"])
     if found := tiled(placements[:constants]):
-        raise Complete(found, "reads it in each step along the cut axis")
+        return Complete(found, "reads it in each step along the cut axis")
     first = constants + count
     cut = placements[first:][tiled(placements[first:])[0]]
     if other := [i for i, p in enumerate(placements) if i >= first and p not in (WHOLE, cut)]:
-        raise Complete(other, "runs along another axis than the cut one")
+        return Complete(other, "runs along another axis than the cut one")
     sums = added(node.params["of"])
     if parts := [i for i in partial(placements) if i - constants not in sums or placements[i] != Partial("sum")]:
-        raise Complete(parts, "begins a loop along the cut axis with it")
+        return Complete(parts, "begins a loop along the cut axis with it")
     state = [Partial("sum") if i in sums else WHOLE for i in range(count)]
     ends = [Partial("sum" if i in sums else "last") for i in range(count)]
     ins = (*(WHOLE,) * constants, *state, *(cut,) * (len(placements) - first))

@@ -1,12 +1,12 @@
-"""How a graph is planned: the ordered list of rewrites, and the driver that tries them.
+"""How a graph is planned: the ordered lists of rewrites, and the driver that tries them.
 
-A graph is analysed (`analysis.propagate`), and rewritten until it can be scheduled. Some rewrites are tried on every
-analysis, because they save a loop or keep a result exact (`ALWAYS`). The others answer an obstacle, what keeps an
-analysis or a schedule from being finished (`ANSWERS`). After any rewrite the graph is analysed anew.
+A graph is analysed (`analysis.propagate`), and rewritten until it can be scheduled. What keeps an analysis or a
+schedule from being finished is an obstacle, a value: `ANSWERS` says which rewrites answer which. The others are tried
+on every finished analysis, because they save a loop (`ALWAYS`). After any rewrite the graph is analysed anew.
 
 That ends: each rewrite leaves fewer equations of the kind that it looks for (calls to inline, scans with constants to
 sink, recurrences that have no state yet, joins and slices that are not shifts, sums that wait, comparisons of what is
-computed again), or grows a set that is bounded by the graph (`promoted`, `divided`, `backward`) or a flag.
+computed again), or grows a set that is bounded by the graph (`promoted`, `divided`, `backward`), a flag, or the tile.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from transforms.tiling.analysis import rounding
 from transforms.tiling.analysis.limits import Limits
 from transforms.tiling.analysis.propagate import analyse
 from transforms.tiling.ir.edit import inline
-from transforms.tiling.ir.errors import TileError
-from transforms.tiling.ir.facts import Along, Analysis, Inline, Promote, Sink
+from transforms.tiling.ir.facts import Analysis
 from transforms.tiling.ir.graph import Graph, Node, Value
 from transforms.tiling.ir.loops import Schedule
 from transforms.tiling.ir.numbering import merge
+from transforms.tiling.ir.obstacles import Along, Disagreement, Groups, Inline, Obstacle, Promote, Refusal, Sink
 from transforms.tiling.ir.placement import Placement, Span, Tiled
 from transforms.tiling.passes.cumulative import carry
 from transforms.tiling.passes.index_split import divide
@@ -65,7 +65,7 @@ class Work:
     promoted: dict[Value, Tiled] = dataclasses.field(default_factory=dict)  # would be Whole, but are made tile by tile
     online: Rewritten = dataclasses.field(default_factory=Rewritten)
     divided: set[Node] = dataclasses.field(default_factory=set)  # are computed in pieces
-    refusal: TileError | None = None  # the first of those that are unanswered: it says more than what follows from it
+    refusal: Refusal | None = None  # the first of those that are unanswered: it says more than what follows from it
     passes: list[str] = dataclasses.field(default_factory=list)  # the names of those that changed something, in order
 
     @property
@@ -80,40 +80,10 @@ class Pass(NamedTuple):
     name: str
     run: Callable[[Work, Any], bool]
     about: str
-    answers: type[Exception] | None = None
+    answers: type[Obstacle] | None = None
 
 
 # ----------------------------------------------------------------------------------- tried on every finished analysis
-
-
-def whole_groups(work: Work, found: Analysis) -> bool:
-    options = work.limits.options
-    rest = options.size % found.grain
-    if not rest:
-        return False
-    size = min(options.size - rest + found.grain, options.total)
-    work.limits = dataclasses.replace(work.limits, options=dataclasses.replace(options, size=size))
-    resize(work.graph, options.total, size)
-    return True
-
-
-def agree(work: Work, found: Analysis) -> bool:
-    met = rounding.meeting(found)
-    if met is None:
-        return False
-    if work.limits.allow(met.value):
-        rounding.store(work.graph, met.value)
-    elif not rounding.agree(found, met, work.span):
-        raise TileError(rounding.refusal(met, work.limits))
-    return True
-
-
-def store(work: Work, met: rounding.Meeting) -> None:
-    """Have what loops would compute again, and see jump, come out of the first of them."""
-    if not work.limits.allow(met.value):
-        raise TileError(rounding.refusal(met, work.limits, rounding.SUMS))
-    rounding.store(work.graph, met.value)
-    work.passes.append("agreement")
 
 
 def online_reductions(work: Work, found: Analysis) -> bool:
@@ -136,14 +106,27 @@ def _wider(value: Value, other: Value) -> bool:
 
 
 ALWAYS = (
-    Pass("whole groups", whole_groups, "tiles hold whole chunks, patches or strides: a few rows longer"),
-    Pass("agreement", agree, "no comparison sees what is computed again beside copies of it (`analysis.rounding`)"),
     Pass("online reductions", online_reductions, "a sum that waits for a maximum or a total shares its loop"),
     Pass("unrounded results", unrounded_results, "what the backward pass reads too is kept as it was summed"),
 )
 
 
 # ------------------------------------------------------------------------------------------------- answer an obstacle
+
+
+def whole_groups(work: Work, groups: Groups) -> bool:
+    options = work.limits.options
+    size = min(-(-options.size // groups.grain) * groups.grain, options.total)
+    work.limits = dataclasses.replace(work.limits, options=dataclasses.replace(options, size=size))
+    resize(work.graph, options.total, size)
+    return True
+
+
+def agreement(work: Work, met: Disagreement) -> bool:
+    if not work.limits.allow(met.value):
+        return not met.stored and rounding.agree(met, work.span)
+    rounding.store(work.graph, met.value)
+    return True
 
 
 def make_by_tiles(work: Work, large: Promote) -> bool:
@@ -168,13 +151,13 @@ def carry_state(work: Work, along: Along) -> bool:
     return True
 
 
-def run_backwards(work: Work, refusal: TileError) -> bool:
+def run_backwards(work: Work, refusal: Refusal) -> bool:
     reversed_ = {n for n, _ in refusal.origins if n.params.get("reverse")} - work.limits.backward
     work.limits = dataclasses.replace(work.limits, backward=work.limits.backward | reversed_)
     return bool(reversed_)
 
 
-def shifts(work: Work, refusal: TileError) -> bool:
+def shifts(work: Work, refusal: Refusal) -> bool:
     work.refusal = work.refusal or refusal
     if not align(work.graph, work.limits.options.total):
         return False
@@ -182,30 +165,32 @@ def shifts(work: Work, refusal: TileError) -> bool:
     return True
 
 
-def index_set_splitting(work: Work, refusal: TileError) -> bool:
+def index_set_splitting(work: Work, refusal: Refusal) -> bool:
     return any(divide(work.graph, node, dim, work.divided) for node, dim in refusal.origins)
 
 
-def stretched_limit(work: Work, _: TileError) -> bool:
+def stretched_limit(work: Work, _: Refusal) -> bool:
     before, work.limits = work.limits.stretched, dataclasses.replace(work.limits, stretched=True)
     return not before
 
 
 ANSWERS = (
+    Pass("whole groups", whole_groups, "tiles hold whole chunks, patches or strides: a few rows longer", Groups),
+    Pass("agreement", agreement, "no comparison sees what is computed again beside copies of it", Disagreement),
     Pass("make by tiles", make_by_tiles, "whole values that each tile can make its own part of", Promote),
     Pass("inline", inline_call, "a checkpointed body that takes more than one loop", Inline),
     Pass("sink constants", sink_constants, "a scan makes masks and positions itself, in each step", Sink),
     Pass("loop-carried state", carry_state, "recurrences and cumulative sums hand a state from tile to tile", Along),
-    Pass("run backwards", run_backwards, "what runs from the last row to the first does so tile by tile", TileError),
-    Pass("shifts", shifts, "slices, padding and joins become shifts along the axis: a halo", TileError),
-    Pass("index-set splitting", index_set_splitting, "arrays of another length are computed in pieces", TileError),
-    Pass("stretched limit", stretched_limit, "what all cut inputs together take may be whole", TileError),
+    Pass("run backwards", run_backwards, "what runs from the last row to the first does so tile by tile", Refusal),
+    Pass("shifts", shifts, "slices, padding and joins become shifts along the axis: a halo", Refusal),
+    Pass("index-set splitting", index_set_splitting, "arrays of another length are computed in pieces", Refusal),
+    Pass("stretched limit", stretched_limit, "what all cut inputs together take may be whole", Refusal),
 )
 
 
 def planned(
     graph: Graph, placements: Sequence[Placement], limits: Limits, also: int = 0
-) -> tuple[Schedule, list[Value]]:
+) -> tuple[Schedule, list[Value]] | Refusal:
     """Plan a graph, which changes it, from where its inputs stand.
 
     Args:
@@ -216,27 +201,34 @@ def planned(
 
     Returns:
         The loops; and of the values that were there before, those which online sums end in, with what they are
-        relative to.
-
-    Raises:
-        TileError: it cannot be tiled within the limits.
+        relative to. Or why it cannot be tiled within the limits.
     """
     work = Work(graph, dataclasses.replace(limits, longest=2 * limits.options.size), also)
     merge(graph)
     while True:
-        try:
-            found = analyse(graph, placements, work.limits, work.promoted)
-            if not _first(ALWAYS, work, found):
-                plan = schedule(found, work.limits, limits.options.total, work.online.sums)
-                rounding.check(plan)
-                if (met := rounding.running(plan)) is not None:
-                    store(work, met)
-                    continue
-                return dataclasses.replace(plan, passes=tuple(work.passes)), list(work.online.ends)
-        except (Promote, Inline, Sink, Along, TileError) as obstacle:
-            answers = [p for p in ANSWERS if p.answers and isinstance(obstacle, p.answers)]
-            if not _first(answers, work, obstacle):
-                raise work.refusal or obstacle from None
+        found = _attempt(work, placements)
+        if isinstance(found, Schedule):
+            return dataclasses.replace(found, passes=tuple(work.passes)), list(work.online.ends)
+        if isinstance(found, Analysis):
+            continue  # of a graph that was rewritten since
+        if not _first([p for p in ANSWERS if p.answers and isinstance(found, p.answers)], work, found):
+            assert isinstance(found, Refusal), found  # all others have an answer that never fails
+            return work.refusal or found
+
+
+def _attempt(work: Work, placements: Sequence[Placement]) -> Schedule | Obstacle | Analysis:
+    """The loops of a graph as it stands, what is in their way, or an analysis upon which it was rewritten."""
+    found = analyse(work.graph, placements, work.limits, work.promoted)
+    if isinstance(found, Obstacle):
+        return found
+    if work.limits.options.size % found.grain and work.limits.options.size < work.limits.options.total:
+        return Groups(found.grain)
+    if (met := rounding.meeting(found)) is not None:
+        return met
+    if _first(ALWAYS, work, found):
+        return found
+    plan = schedule(found, work.limits, work.limits.options.total, work.online.sums)
+    return plan if isinstance(plan, Obstacle) else rounding.check(plan) or rounding.running(plan) or plan
 
 
 def _first(passes: Sequence[Pass], work: Work, at: Any) -> bool:

@@ -19,14 +19,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from transforms.tiling.ir.edit import sort, traced
-from transforms.tiling.ir.errors import TileError
-from transforms.tiling.ir.facts import Inline, Region, Split, grain
+from transforms.tiling.ir.facts import Region, grain
 from transforms.tiling.ir.flatten import flatten, scan_counts
 from transforms.tiling.ir.graph import REMAT, Graph, Node, Value, body, prune
+from transforms.tiling.ir.obstacles import Complete
 from transforms.tiling.ir.placement import COMBINE, WHOLE, Partial, Placement, Tiled
 from transforms.tiling.passes.across import ACROSS, cropped, padded, rejoin, scanned
 from transforms.tiling.passes.pieces import Cut, Piece, combine, compute, join, places
-from transforms.tiling.rules import RULES, Complete, Move
+from transforms.tiling.rules import RULES, Move
 from transforms.tiling.rules.reduction import OPS
 
 MOST = 8  # pieces of a join
@@ -136,14 +136,11 @@ class _Writer:
             return
         placements = [c.placement if (c := self.cuts.get(self.find(v))) else WHOLE for v in node.inputs]
         while any(isinstance(p, Tiled) for p in placements) and node.name in RULES:
-            try:
-                move = RULES[node.name].push(node, tuple(placements))
-            except Complete as need:
-                placements = [WHOLE if i in need.operands else p for i, p in enumerate(placements)]
+            move = RULES[node.name].push(node, tuple(placements))
+            if isinstance(move, Complete):
+                placements = [WHOLE if i in move.operands else p for i, p in enumerate(placements)]
                 continue
-            except (Inline, Split, TileError):
-                break
-            if self.runs(node, move):
+            if isinstance(move, Move) and self.runs(node, move):
                 self.write(node, move)
             return
 

@@ -18,9 +18,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from transforms.tiling.ir.edit import add
 from transforms.tiling.ir.facts import Analysis, Fact
 from transforms.tiling.ir.graph import Graph, Node, Value
+from transforms.tiling.ir.obstacles import Complete
 from transforms.tiling.ir.placement import WHOLE, Placement, Span, Stacked
 from transforms.tiling.mesh.layout import named
-from transforms.tiling.rules import Complete, Move, register
+from transforms.tiling.rules import Move, register
 
 carried_p = Primitive("carried")  # what the tiles before this one left; its operand before the first
 begun_p = Primitive("begun")  # the same, of all tiles
@@ -79,8 +80,8 @@ def state_of(node: Node, init: Any, stored: Any | None, before: Any, span: Span)
     return lax.select(first, state, before[node.params["total"]])
 
 
-def push_carried(node: Node, placements: tuple[Placement, ...]) -> Move:
-    raise Complete([0], "begins a loop along the cut axis with it")
+def push_carried(node: Node, placements: tuple[Placement, ...]) -> Complete:
+    return Complete([0], "begins a loop along the cut axis with it")
 
 
 def push_begun(node: Node, placements: tuple[Placement, ...]) -> Move:

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from transforms.tiling.analysis.limits import Limits
 from transforms.tiling.ir.facts import Analysis
 from transforms.tiling.ir.graph import Node, Value
+from transforms.tiling.ir.obstacles import Complete, Obstacle, Promote
 from transforms.tiling.ir.placement import WHOLE, Placement, Tiled, Whole
-from transforms.tiling.rules import RULES, Complete, Move, partial, tiled
+from transforms.tiling.rules import RULES, Move, partial, tiled
 
 DEPTH = 50  # how far back a value's computation is followed
 
@@ -25,7 +26,7 @@ def recut(
     operands: Sequence[int],
     limits: Limits,
     known: Mapping[Value, Tiled],
-) -> dict[Value, Tiled] | None:
+) -> Obstacle | None:
     """How else the operands of a node could be cut, rather than to have those numbered `operands` whole.
 
     Args:
@@ -37,25 +38,22 @@ def recut(
         known: what was cut another way before.
 
     Returns:
-        Where values are to stand; None if nothing that has to be whole is too large, or if there is no way.
+        Where values are to stand, or what is in the way of that; None if nothing that has to be whole is too large, or
+        if there is no way.
     """
     if partial(placements) or all(_may_be_whole(found, node.inputs[i], limits) for i in operands):
         return None
     found_ways = []
     for asked in (operands, [i for i in tiled(placements) if i not in operands]):
         given = tuple(WHOLE if i in asked else p for i, p in enumerate(placements))
-        wanted = _ins(node, given) if tiled(given) else None
+        move = RULES[node.name].push(node, given) if tiled(given) else None
+        if isinstance(move, Obstacle) and not isinstance(move, Complete):
+            return move
+        wanted = move.ins if isinstance(move, Move) else ()
         ways: dict[Value, Tiled] = {}
         if wanted and all(_follow(found, node.inputs[i], wanted[i], limits, known, ways) for i in asked) and ways:
             found_ways.append(ways)
-    return min(found_ways, key=len, default=None)
-
-
-def _ins(node: Node, placements: tuple[Placement, ...]) -> tuple[Placement, ...] | None:
-    try:
-        return RULES[node.name].push(node, placements).ins
-    except Complete:
-        return None
+    return Promote(min(found_ways, key=len)) if found_ways else None
 
 
 def _may_be_whole(found: Analysis, value: Value, limits: Limits) -> bool:

@@ -2,7 +2,8 @@
 
 A rule has up to eight parts.
 
-    push(node, placements) -> Move    where the results stand, and where each operand must stand for that
+    push(node, placements) -> Move    where the results stand, and where each operand must stand for that; or an
+                                      obstacle: `Complete`, these operands must be whole first, and why
     pull(node, want) -> placements    how operands that are Whole can yield one tile of the result (None: they cannot)
     localise(node, move, span)        the primitive's parameters at tile size
     emit(node, values, move, span)    the tile's results, where binding the primitive is not enough
@@ -11,9 +12,8 @@ A rule has up to eight parts.
     local(node, placements, limits)   (likewise) how to run it on whole operands with its bodies tiled
     unfit(node, move, span)           why tiles of this length do not suit it, though others would; None if they do
 
-A rule that cannot go on raises `Complete`: these operands must be whole first, and why. Rules see neither stages nor
-loops; `analysis.propagate` adds the primitive, the line and the operands to what they say. A primitive whose operands
-are all Whole needs no rule.
+Rules see neither stages nor loops; `analysis.propagate` adds the primitive, the line and the operands to what they say.
+A primitive whose operands are all Whole needs no rule.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from transforms.tiling.ir.errors import TileError
 from transforms.tiling.ir.graph import Node, Value, elements
+from transforms.tiling.ir.obstacles import Complete, Obstacle, Refusal
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Reach, Span, Tiled, Whole
 
 
@@ -39,24 +39,12 @@ class Move:
     reach: Mapping[int, Reach] = dataclasses.field(default_factory=dict, kw_only=True, hash=False)
 
 
-class Complete(Exception):
-    """Operands (by number) must be whole before the node can run; `reason` reads after the primitive's name.
-
-    `otherwise` is how it moves where they cannot be: in the body of a loop. `along`: it runs along the cut axis, so
-    outside such bodies it can hand a state from tile to tile instead.
-    """
-
-    def __init__(self, operands: Sequence[int], reason: str, otherwise: Move | None = None, along: bool = False):
-        super().__init__(reason)
-        self.operands, self.reason, self.otherwise, self.along = tuple(operands), reason, otherwise, along
-
-
-Push = Callable[[Node, tuple[Placement, ...]], Move]
+Push = Callable[[Node, tuple[Placement, ...]], "Move | Obstacle"]
 Pull = Callable[[Node, Tiled], tuple[Placement, ...] | None]
 Localise = Callable[[Node, Move, Span], dict[str, Any]]
 Emit = Callable[[Node, list[Any], Move, Span], list[Any]]
 Accumulate = Callable[[Node, list[Any], Any, Span], Any]
-Local = Callable[[Node, tuple[Placement, ...], Any], "Move | None"]
+Local = Callable[[Node, tuple[Placement, ...], Any], "Move | Obstacle | None"]
 Part = Callable[[Node, Sequence[int]], tuple[Sequence[int], Callable[..., Any]]]
 
 
@@ -93,11 +81,11 @@ def register(*names: str, push: Push, **parts: Any) -> None:
 def refuse(*names: str, reason: str) -> None:
     """Let nothing that is cut go through the primitives `names`. `reason` reads after "it", as in `Complete`."""
 
-    def push(node: Node, placements: tuple[Placement, ...]) -> Move:
+    def push(node: Node, placements: tuple[Placement, ...]) -> Obstacle:
         if not tiled(placements):
-            raise Complete(partial(placements), REFUSED[node.name])
+            return Complete(partial(placements), REFUSED[node.name])
         operands = ", ".join(f"{v} {p}" for v, p in zip(node.inputs, placements, strict=True))
-        raise TileError(
+        return Refusal(
             f"cannot tile `{node.name}` at {node.where}: it {REFUSED[node.name]}.\n  operands: {operands}.\n"
             "  Compute it outside the tiled function, or cut an axis that does not reach it."
         )
@@ -110,8 +98,8 @@ def refuse(*names: str, reason: str) -> None:
 def complete(*names: str, reason: str) -> None:
     """Run the primitives `names` on whole operands alone, completed where those are small enough."""
 
-    def push(node: Node, placements: tuple[Placement, ...]) -> Move:
-        raise Complete([*tiled(placements), *partial(placements)], COMPLETED[node.name])
+    def push(node: Node, placements: tuple[Placement, ...]) -> Obstacle:
+        return Complete([*tiled(placements), *partial(placements)], COMPLETED[node.name])
 
     for name in names:
         register(name, push=push)
@@ -144,21 +132,36 @@ def smaller(node: Node, operands: Sequence[int]) -> list[int]:
     return sorted(operands, key=lambda i: (node.inputs[i].nbytes, -i))[:-1]
 
 
-def refuse_partial(node: Node, placements: Sequence[Placement], reason: str = "is not linear in it") -> None:
+def refuse_partial(node: Node, placements: Sequence[Placement], reason: str = "is not linear in it") -> Complete | None:
     """Ask for reductions over the cut axis to be finished, if there are any among the operands."""
-    if found := partial(placements):
-        raise Complete(found, reason)
+    found = partial(placements)
+    return Complete(found, reason) if found else None
 
 
-def one_cut(node: Node, placements: Sequence[Placement]) -> Tiled:
-    """The cut that all tiled operands share; operands that are cut otherwise must be whole first."""
-    refuse_partial(node, placements)
-    found = tiled(placements)
-    if len({placements[i] for i in found}) > 1:
-        raise Complete(smaller(node, found), "has operands that are cut along different dimensions")
-    cut = placements[found[0]]
-    assert isinstance(cut, Tiled)
-    return cut
+Sums = Callable[[Node, tuple[Placement, ...]], "Move | Obstacle | None"]
+
+
+def by_cut(sums: Sums = refuse_partial) -> Callable[[Callable[[Node, tuple[Placement, ...], Tiled], Any]], Push]:
+    """A rule of operands that are all cut alike, from what it does then; others must be whole first.
+
+    `sums` says what it does where partial results are among them, None if nothing special.
+    """
+
+    def decorate(push: Callable[[Node, tuple[Placement, ...], Tiled], Move | Obstacle]) -> Push:
+        def rule(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
+            if (found := sums(node, placements) or refuse_partial(node, placements)) is not None:
+                return found
+            cuts = tiled(placements)
+            cut = placements[cuts[0]]
+            assert isinstance(cut, Tiled)
+            if any(placements[i] != cut for i in cuts):
+                return Complete(smaller(node, cuts), "has operands that are cut along different dimensions")
+            return push(node, placements, cut)
+
+        rule.__module__ = push.__module__
+        return rule
+
+    return decorate
 
 
 def aligned(value: Value, cut: Tiled, size: int) -> Placement:
@@ -182,7 +185,19 @@ def only_sums(placements: Sequence[Placement]) -> bool:
     return found == {Partial("sum")}
 
 
-def passes(node: Node, placements: tuple[Placement, ...]) -> bool:
-    """Whether operand 0 is a partial result that a rearrangement may carry along, the others Whole."""
+def passed(node: Node, placements: tuple[Placement, ...]) -> Move | None:
+    """A partial result that a rearrangement carries along as operand 0, the others Whole."""
     first, *rest = placements
-    return isinstance(first, Partial) and all(isinstance(p, Whole) for p in rest) and shrinks(node, 0)
+    passes = isinstance(first, Partial) and all(isinstance(p, Whole) for p in rest) and shrinks(node, 0)
+    return Move((first,), placements) if passes else None
+
+
+def summed(node: Node, placements: tuple[Placement, ...]) -> Move | None:
+    """The only operand, a partial sum, is one in every result."""
+    sums = placements == (Partial("sum"),)
+    return Move(placements * len(node.outputs), placements) if sums else None
+
+
+def joined(node: Node, placements: tuple[Placement, ...]) -> Move | None:
+    """Partial sums side by side are one; what is Whole beside them is counted once."""
+    return Move((Partial("sum"),), tuple(map(count_once, placements))) if only_sums(placements) else None

@@ -12,9 +12,10 @@ from jax import lax
 from transforms.tiling.ir.facts import Analysis
 from transforms.tiling.ir.flatten import body_graph, evaluate, scan_counts
 from transforms.tiling.ir.graph import Graph, Node, Value, ancestors
+from transforms.tiling.ir.obstacles import Complete
 from transforms.tiling.ir.placement import Partial, Placement, Span, Whole
 from transforms.tiling.mesh.layout import Apart, move, named, spec
-from transforms.tiling.rules import Complete, Move
+from transforms.tiling.rules import Move
 
 Body = Callable[[Sequence[Any]], list[Any]]
 

@@ -7,8 +7,9 @@ from typing import Any
 from jax.sharding import NamedSharding, PartitionSpec
 
 from transforms.tiling.ir.graph import Node
+from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import Partial, Placement, Span, Tiled, Whole
-from transforms.tiling.rules import Complete, Move, complete, one_cut, register, shrinks
+from transforms.tiling.rules import Move, by_cut, complete, register, shrinks, summed
 from transforms.tiling.rules.elementwise import pull as pull_elementwise
 
 # Element by element over the devices, and the reduction over the tiles that each commutes with.
@@ -20,22 +21,24 @@ OVER_DEVICES = {
 }
 
 
-def push(node: Node, placements: tuple[Placement, ...]) -> Move:
+def push(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     """Each operand by itself; sums over the tiles are summed over the devices, and maxima likewise."""
     own = Partial(OVER_DEVICES[node.name])
     if other := [i for i, p in enumerate(placements) if not isinstance(p, (Whole, Tiled)) and p != own]:
-        raise Complete(other, "combines it otherwise over the devices")
+        return Complete(other, "combines it otherwise over the devices")
     return Move(placements, placements)
 
 
-def push_gather(node: Node, placements: tuple[Placement, ...]) -> Move:
+def gathered_sum(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle | None:
+    if placements != (Partial("sum"),):
+        return None
+    move = Move(placements, placements)
+    return move if shrinks(node, 0) else Complete([0], "makes several copies of it", otherwise=move)
+
+
+@by_cut(gathered_sum)
+def push_gather(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
     """Collectives that join, split, add and remove dimensions other than the cut one, and those of partial sums."""
-    if placements == (Partial("sum"),):
-        move = Move(placements, placements)
-        if shrinks(node, 0):
-            return move
-        raise Complete([0], "makes several copies of it", otherwise=move)
-    cut = one_cut(node, placements)
     p = node.params
     removed, added = (
         p.get("split_axis", p.get("scatter_dimension")),
@@ -43,10 +46,10 @@ def push_gather(node: Node, placements: tuple[Placement, ...]) -> Move:
     )
     if p["tiled"] or node.name == "all_to_all":  # which keeps its dimensions, whatever `tiled` says
         if cut.dim in (removed, added):
-            raise Complete([0], "moves parts of the cut axis between devices")
+            return Complete([0], "moves parts of the cut axis between devices")
         return Move((cut,), placements)
     if cut.dim == removed:
-        raise Complete([0], "moves parts of the cut axis between devices")
+        return Complete([0], "moves parts of the cut axis between devices")
     dim = cut.dim - (removed is not None and removed < cut.dim)
     return Move((cut.at(dim + (added is not None and added <= dim)),), placements)
 
@@ -61,29 +64,28 @@ def spread(sharding: Any, dim: int) -> bool:
     return hasattr(sharding, "device_set") and len(sharding.device_set) > 1
 
 
-def push_put(node: Node, placements: tuple[Placement, ...]) -> Move:
+def push_put(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     """Arrays are put somewhere one by one."""
     targets = node.params["devices"] if "devices" in node.params else [node.params["dst_sharding"]]
     sources = [getattr(v.aval, "sharding", None) for v in node.inputs] if "dst_sharding" in node.params else targets
     for i, (p, target, source) in enumerate(zip(placements, targets, sources, strict=True)):
         if isinstance(p, Tiled) and (spread(target, p.dim) or spread(source, p.dim)):
-            raise Complete([i], "spreads the cut axis over devices")
+            return Complete([i], "spreads the cut axis over devices")
         if isinstance(p, Partial):
-            raise Complete([i], "puts it somewhere")
+            return Complete([i], "puts it somewhere")
     return Move(placements, placements)
 
 
-def push_reshard(node: Node, placements: tuple[Placement, ...]) -> Move:
+@by_cut(summed)
+def push_reshard(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move:
     """Spread otherwise over the devices: a tile holds a share of each, in the order of the whole, so it moves alike."""
-    if placements == (Partial("sum"),):
-        return Move(placements, placements)
-    return Move((one_cut(node, placements),), placements)
+    return Move((cut,), placements)
 
 
-def push_constraint(node: Node, placements: tuple[Placement, ...]) -> Move:
-    cut = one_cut(node, placements)
+@by_cut()
+def push_constraint(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
     if not isinstance(node.params["sharding"], NamedSharding) and spread(node.params["sharding"], cut.dim):
-        raise Complete([0], "spreads the cut axis over devices")
+        return Complete([0], "spreads the cut axis over devices")
     return Move((cut,), placements)
 
 

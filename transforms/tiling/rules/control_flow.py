@@ -10,11 +10,12 @@ from jax import lax
 
 from transforms.tiling.analysis.propagate import analyse, analyse_body, body_of
 from transforms.tiling.ir.edit import any_platform
-from transforms.tiling.ir.facts import Analysis, Inline, Region
+from transforms.tiling.ir.facts import Analysis, Region
 from transforms.tiling.ir.flatten import body_graph, evaluate
 from transforms.tiling.ir.graph import CUSTOM_CALLS, REMAT, Graph, Node, ancestors
+from transforms.tiling.ir.obstacles import Complete, Inline, Obstacle
 from transforms.tiling.ir.placement import WHOLE, Placement, Span, Whole
-from transforms.tiling.rules import Complete, Move, refuse_partial, register, tiled
+from transforms.tiling.rules import Move, refuse_partial, register, tiled
 from transforms.tiling.rules.bodies import (
     Body,
     aloud,
@@ -33,12 +34,11 @@ from transforms.tiling.rules.bodies import (
 # -------------------------------------------------------------------------------------------------- jax.checkpoint
 
 
-def push_remat(node: Node, placements: tuple[Placement, ...]) -> Move:
+def push_remat(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     graph = body_graph(node, "jaxpr")
-    try:
-        found = analyse_body(graph, placements, {})
-    except Inline:
-        raise Inline(node) from None  # it takes more than one loop
+    found = analyse_body(graph, placements, {})
+    if isinstance(found, Obstacle):
+        return Inline(node) if isinstance(found, Inline) else found  # it takes more than one loop
     return Region(tuple(found.fact(v).placement for v in graph.outputs), placements, (found,), held(found))
 
 
@@ -69,7 +69,7 @@ def part_remat(node: Node, wanted: Sequence[int]) -> tuple[list[int], Callable[.
 # ------------------------------------------------------------------------------------------------------------ while
 
 
-def push_while(node: Node, placements: tuple[Placement, ...]) -> Move:
+def push_while(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     tests, constants = node.params["cond_nconsts"], node.params["body_nconsts"]
     test, graph = body_graph(node, "cond_jaxpr"), body_graph(node, "body_jaxpr")
     first = tests + constants
@@ -77,24 +77,27 @@ def push_while(node: Node, placements: tuple[Placement, ...]) -> Move:
     while True:
         given = (*placements[tests:first], *state)
         found = body_of(graph, given, placements, tests)
+        if isinstance(found, Obstacle):
+            return found
         joined = tuple(join(a, found.fact(v).placement) for a, v in zip(state, graph.outputs, strict=True))
         if None in joined:
-            raise wait(placements, "carries what is cut along different dimensions")
+            return wait(placements, "carries what is cut along different dimensions")
         if joined == state:
             break
         state = joined  # ty: ignore[invalid-assignment]
     ended = analyse_test(test, (*placements[:tests], *state))
+    if isinstance(ended, Obstacle):
+        return ended
     if ended is None:
-        raise wait(placements, "ends on what differs from tile to tile")
+        return wait(placements, "ends on what differs from tile to tile")
     return Region(state, (*placements[:first], *state), (ended, found))
 
 
-def analyse_test(graph: Graph, placements: Sequence[Placement]) -> Analysis | None:
+def analyse_test(graph: Graph, placements: Sequence[Placement]) -> Analysis | Obstacle | None:
     """The test of a while loop, if it is the same for every tile."""
-    try:
-        found = analyse(graph, placements, None)
-    except (Complete, Inline):
-        return None
+    found = analyse(graph, placements, None)
+    if isinstance(found, Obstacle):
+        return None if isinstance(found, (Complete, Inline)) else found
     return found if isinstance(found.fact(graph.outputs[0]).placement, Whole) else None
 
 
@@ -161,20 +164,21 @@ def part_while(node: Node, wanted: Sequence[int]) -> tuple[list[int], Callable[.
 # ------------------------------------------------------------------------------------------------------------- cond
 
 
-def push_cond(node: Node, placements: tuple[Placement, ...]) -> Move:
+def push_cond(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     if not isinstance(placements[0], Whole):
-        raise Complete([0], "chooses by it")
-    try:
-        return push_branches(node, placements)
-    except Complete:
-        if any_platform(node) is None:
-            raise
-        raise Inline(node) from None
+        return Complete([0], "chooses by it")
+    found = push_branches(node, placements)
+    return Inline(node) if isinstance(found, Complete) and any_platform(node) is not None else found
 
 
-def push_branches(node: Node, placements: tuple[Placement, ...]) -> Move:
+def push_branches(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     graphs = [body_graph(node, "branches", i) for i in range(len(node.params["branches"]))]
-    found = tuple(body_of(g, placements[1:], placements, 1) for g in graphs)
+    found: list[Analysis] = []
+    for graph in graphs:
+        branch = body_of(graph, placements[1:], placements, 1)
+        if isinstance(branch, Obstacle):
+            return branch
+        found.append(branch)
     outs: list[Placement] = []
     for number in range(len(node.outputs)):
         placement: Placement | None = WHOLE
@@ -182,9 +186,9 @@ def push_branches(node: Node, placements: tuple[Placement, ...]) -> Move:
             if placement is not None:
                 placement = join(placement, branch.fact(graph.outputs[number]).placement)
         if placement is None:
-            raise wait(placements, "has branches whose results are cut along different dimensions")
+            return wait(placements, "has branches whose results are cut along different dimensions")
         outs.append(placement)
-    return Region(tuple(outs), placements, found)
+    return Region(tuple(outs), placements, tuple(found))
 
 
 def choose(node: Node, index: Any, branches: Sequence[Callable[..., Any]], values: Sequence[Any]) -> Any:
@@ -230,18 +234,21 @@ def part_cond(node: Node, wanted: Sequence[int]) -> tuple[list[int], Callable[..
 # ------------------------------------------------------------------------------------- custom derivatives, callbacks
 
 
-def push_custom(node: Node, placements: tuple[Placement, ...]) -> Move:
+def push_custom(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     """A function with its own derivative rule, in a graph that is yet to be differentiated: placed, never run."""
     graph = body_graph(node, CUSTOM_CALLS[node.name])
     found = analyse(graph, placements, None)
+    if isinstance(found, Obstacle):
+        return found
     return Move(tuple(found.fact(v).placement for v in graph.outputs), placements)
 
 
-def push_callback(node: Node, placements: tuple[Placement, ...]) -> Move:
+def push_callback(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     """A callback without results runs once for each tile, on the tile."""
-    refuse_partial(node, placements, "reports it")
+    if (parts := refuse_partial(node, placements, "reports it")) is not None:
+        return parts
     if node.outputs:
-        raise Complete(tiled(placements), "is a callback whose results have the whole shape")
+        return Complete(tiled(placements), "is a callback whose results have the whole shape")
     return Move((), placements)
 
 

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from transforms.tiling.ir.graph import Node, elements
+from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled, Whole
-from transforms.tiling.rules import Complete, Move, partial, register, shrinks, smaller, tiled
+from transforms.tiling.rules import Move, partial, register, shrinks, smaller, tiled
 
 Dims = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
 
@@ -29,13 +30,13 @@ def out_dim(node: Node, side: int, dim: int) -> int:
     return before + free_dims(node, side).index(dim)
 
 
-def push(node: Node, placements: tuple[Placement, ...]) -> Move:
+def push(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     parts, cuts = partial(placements), tiled(placements)
     if parts:
         linear = len(parts) == 1 and not cuts and placements[parts[0]] == Partial("sum")
         if linear and shrinks(node, parts[0]):
             return Move((Partial("sum"),), placements)
-        raise Complete(parts, "would not keep a partial sum small" if linear else "is not linear in it")
+        return Complete(parts, "would not keep a partial sum small" if linear else "is not linear in it")
     contract, batch = (tuple(tuple(map(int, d)) for d in pair) for pair in node.params["dimension_numbers"])
     side = cuts[0]
     cut = placements[side]
@@ -44,11 +45,11 @@ def push(node: Node, placements: tuple[Placement, ...]) -> Move:
         if cut.dim in pairs[side]:
             partner = cut.at(pairs[1 - side][pairs[side].index(cut.dim)])
             if len(cuts) == 2 and placements[1] != partner:
-                raise Complete(smaller(node, cuts), "has operands that are cut along different dimensions")
+                return Complete(smaller(node, cuts), "has operands that are cut along different dimensions")
             ins = (cut, partner) if side == 0 else (partner, cut)
             return Move((Partial("sum") if contracted else cut.at(out_dim(node, side, cut.dim)),), ins)
     if len(cuts) == 2:
-        raise Complete(smaller(node, cuts), "has operands that are cut along different dimensions")
+        return Complete(smaller(node, cuts), "has operands that are cut along different dimensions")
     return Move((cut.at(out_dim(node, side, cut.dim)),), placements)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from transforms.tiling.ir.graph import Node
+from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Tiled, Whole
 from transforms.tiling.rules import (
-    Complete,
     Move,
     aligned,
+    by_cut,
     count_once,
-    one_cut,
     only_sums,
     partial,
     refuse_partial,
@@ -21,8 +21,8 @@ from transforms.tiling.rules import (
 )
 
 
-def push(node: Node, placements: tuple[Placement, ...]) -> Move:
-    cut = one_cut(node, placements)
+@by_cut()
+def push(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
     size = node.outputs[0].shape[cut.dim]
     ins = tuple(aligned(v, cut, size) for v in node.inputs)
     return Move((cut,) * len(node.outputs), ins)
@@ -33,7 +33,7 @@ def pull(node: Node, want: Tiled) -> tuple[Placement, ...]:
     return tuple(aligned(v, want, size) for v in node.inputs)
 
 
-def push_linear(node: Node, placements: tuple[Placement, ...]) -> Move:
+def push_linear(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     """Operations of one operand that commute with a sum; a running maximum or minimum passes those that copy."""
     (placement,) = placements
     if isinstance(placement, Partial) and (placement.op == "sum" or node.name in COPIES):
@@ -41,7 +41,7 @@ def push_linear(node: Node, placements: tuple[Placement, ...]) -> Move:
     return push(node, placements)
 
 
-def push_convert(node: Node, placements: tuple[Placement, ...]) -> Move:
+def push_convert(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     """Between floats, and to narrower integers, a conversion commutes with a sum."""
     source, target = node.inputs[0].dtype, node.outputs[0].dtype
     if jnp.issubdtype(source, jnp.inexact):
@@ -54,17 +54,17 @@ def push_convert(node: Node, placements: tuple[Placement, ...]) -> Move:
     return push(node, placements)
 
 
-def push_add(node: Node, placements: tuple[Placement, ...]) -> Move:
+def push_add(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     """A partial sum plus another, or plus something Whole that is counted once."""
     parts = partial(placements)
     if only_sums(placements):
         if all(shrinks(node, i) for i in parts):
             return Move((Partial("sum"),), tuple(count_once(p) for p in placements))
-        raise Complete(parts, "would make it larger")
+        return Complete(parts, "would make it larger")
     return push(node, placements)
 
 
-def push_multiply(node: Node, placements: tuple[Placement, ...]) -> Move:
+def push_multiply(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     """A partial sum times, or divided by, something Whole."""
     parts = partial(placements)
     scaled = parts == [0] or (parts == [1] and node.name == "mul")
@@ -75,7 +75,7 @@ def push_multiply(node: Node, placements: tuple[Placement, ...]) -> Move:
     return push(node, placements)
 
 
-def push_extremum(node: Node, placements: tuple[Placement, ...]) -> Move:
+def push_extremum(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     """max(running maximum, x): x Whole or another running maximum; likewise min."""
     parts = partial(placements)
     running = parts and not tiled(placements) and {placements[i] for i in parts} == {Partial(node.name)}
@@ -84,18 +84,18 @@ def push_extremum(node: Node, placements: tuple[Placement, ...]) -> Move:
     return push(node, placements)
 
 
-def push_select(node: Node, placements: tuple[Placement, ...]) -> Move:
+def push_select(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     """Partial sums are chosen between by something Whole."""
     if isinstance(placements[0], Whole) and only_sums(placements):
         return Move((Partial("sum"),), (WHOLE, *map(count_once, placements[1:])))
     return push(node, placements)
 
 
-def push_bitcast(node: Node, placements: tuple[Placement, ...]) -> Move:
+@by_cut()
+def push_bitcast(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
     """Bits in another type: a last dimension comes or goes where the widths differ."""
-    cut = one_cut(node, placements)
     if cut.dim >= len(node.outputs[0].shape):
-        raise Complete([0], "takes the cut axis apart")
+        return Complete([0], "takes the cut axis apart")
     return Move((cut,), placements)
 
 
@@ -103,10 +103,9 @@ def pull_bitcast(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
     return (want,) if want.dim < len(node.inputs[0].shape) else None
 
 
-def push_sink(node: Node, placements: tuple[Placement, ...]) -> Move:
+def push_sink(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     """Keeps what it is given from being removed as dead code, and that is all."""
-    refuse_partial(node, placements, "keeps it")
-    return Move((), placements)
+    return refuse_partial(node, placements, "keeps it") or Move((), placements)
 
 
 def push_each(node: Node, placements: tuple[Placement, ...]) -> Move:

@@ -10,8 +10,9 @@ import numpy as np
 from jax import lax
 
 from transforms.tiling.ir.graph import Node, elements
+from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled, Whole, identity
-from transforms.tiling.rules import Complete, Move, refuse_partial, register, shrinks
+from transforms.tiling.rules import Move, refuse_partial, register, shrinks
 from transforms.tiling.rules.affine_index import find_position
 
 ARBITRARY = "looks up arbitrary places along the cut axis"
@@ -66,13 +67,14 @@ def fills_alike(node: Node, operand: Partial) -> bool:
     return not exact if fill is None else bool(np.isnan(fill) or fill == identity(operand.op, node.outputs[0].dtype))
 
 
-def push_gather(node: Node, placements: tuple[Placement, ...]) -> Move:
+def push_gather(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     operand, indices = placements
     if isinstance(operand, Partial) and isinstance(indices, Whole) and shrinks(node, 0):
         if not fills_alike(node, operand):
-            raise Complete([0], "fills in a value that each tile would add")
+            return Complete([0], "fills in a value that each tile would add")
         return Move((operand,), placements)
-    refuse_partial(node, placements)
+    if (parts := refuse_partial(node, placements)) is not None:
+        return parts
     numbers = node.params["dimension_numbers"]
     outer = batch_dims(len(node.outputs[0].shape), numbers.offset_dims)
     pairs = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
@@ -88,14 +90,14 @@ def push_gather(node: Node, placements: tuple[Placement, ...]) -> Move:
             other = found
         elif node.params["slice_sizes"][dim] == node.inputs[0].shape[dim]:
             if isinstance(indices, Tiled):
-                raise Complete([1], "has operands that are cut along different dimensions")
+                return Complete([1], "has operands that are cut along different dimensions")
             kept = [d for d in range(len(node.inputs[0].shape)) if d not in numbers.collapsed_slice_dims]
             kept = [d for d in kept if d not in numbers.operand_batching_dims]
             return Move((operand.at(numbers.offset_dims[kept.index(dim)]),), placements)
         else:
-            raise Complete([0], "takes a part of the cut axis")
+            return Complete([0], "takes a part of the cut axis")
         if isinstance(indices, Tiled) and indices != operand.at(other):
-            raise Complete([1], "has operands that are cut along different dimensions")
+            return Complete([1], "has operands that are cut along different dimensions")
         return Move((operand.at(outer[other]),), (operand, operand.at(other)))
     assert isinstance(indices, Tiled)
     back = {i: o for o, i in pairs.items()}
@@ -103,13 +105,13 @@ def push_gather(node: Node, placements: tuple[Placement, ...]) -> Move:
     return Move((indices.at(outer[indices.dim]),), (source, indices))
 
 
-def push_lookup(node: Node, placements: tuple[Placement, ...]) -> Move:
+def push_lookup(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     """Whole places along the cut axis: each tile looks up those that fall into it."""
     operand, indices = placements
     if isinstance(indices, Tiled):
-        raise Complete([1], "looks up places that are cut themselves")
+        return Complete([1], "looks up places that are cut themselves")
     if not picks_few(node) or jax.dtypes.issubdtype(node.outputs[0].dtype, jax.dtypes.extended):
-        raise Complete([0], ARBITRARY)
+        return Complete([0], ARBITRARY)
     return Move((one_of_each(node),), (operand, indices))
 
 

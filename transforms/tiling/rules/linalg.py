@@ -5,8 +5,9 @@ from __future__ import annotations
 from transforms.tiling.analysis.propagate import analyse
 from transforms.tiling.ir.flatten import flatten, solver
 from transforms.tiling.ir.graph import SOLVE, Node
+from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Tiled, Whole
-from transforms.tiling.rules import Complete, Move, one_cut, register, tiled
+from transforms.tiling.rules import Move, by_cut, register, tiled
 
 # How many of each operand's last dimensions one matrix or vector takes.
 CORE = {
@@ -31,14 +32,14 @@ CORE = {
 }
 
 
-def push(node: Node, placements: tuple[Placement, ...]) -> Move:
-    cut = one_cut(node, placements)
+@by_cut()
+def push(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
     if any(cut.dim >= len(v.shape) - core for v, core in zip(node.inputs, CORE[node.name], strict=True)):
-        raise Complete(tiled(placements), "takes whole matrices along the cut axis")
+        return Complete(tiled(placements), "takes whole matrices along the cut axis")
     return Move((cut,) * len(node.outputs), (cut,) * len(node.inputs))
 
 
-def push_triangular(node: Node, placements: tuple[Placement, ...]) -> Move:
+def push_triangular(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     """The columns of the right-hand sides (rows, where the matrix stands to their right) are solved one by one."""
     matrix, sides = placements
     if isinstance(matrix, Whole) and isinstance(sides, Tiled) and sides.dim == columns(node):
@@ -59,7 +60,7 @@ def columns(node: Node) -> int:
     return len(node.inputs[1].shape) - (1 if node.params["left_side"] else 2)
 
 
-def push_tridiagonal(node: Node, placements: tuple[Placement, ...]) -> Move:
+def push_tridiagonal(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     """The last operand holds right-hand sides as columns."""
     *diagonals, sides = placements
     one = all(isinstance(p, Whole) for p in diagonals) and isinstance(sides, Tiled)
@@ -68,11 +69,13 @@ def push_tridiagonal(node: Node, placements: tuple[Placement, ...]) -> Move:
     return push(node, placements)
 
 
-def push_solve(node: Node, placements: tuple[Placement, ...]) -> Move:
+def push_solve(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     """A solve with a derivative rule of its own, in a graph that is yet to be differentiated: placed, never run."""
     closed, taken = solver(node.params, placements)
     graph = flatten(closed)
     found = analyse(graph, taken, None)
+    if isinstance(found, Obstacle):
+        return found
     return Move(tuple(found.fact(v).placement for v in graph.outputs), placements)
 
 

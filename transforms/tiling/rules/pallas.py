@@ -14,8 +14,9 @@ from jax.extend.core import Literal
 
 from transforms.tiling.ir.errors import TileError
 from transforms.tiling.ir.graph import Node, bodies
+from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import WHOLE, Placement, Span, Tiled
-from transforms.tiling.rules import Complete, Move, refuse_partial, register, tiled
+from transforms.tiling.rules import Move, refuse_partial, register, tiled
 
 
 class Walk(NamedTuple):
@@ -105,14 +106,15 @@ def asks(jaxpr: Any) -> Iterator[int]:
             yield from asks(inner)
 
 
-def push(node: Node, placements: tuple[Placement, ...]) -> Move:
-    refuse_partial(node, placements, "is a kernel that was written for whole arrays")
+def push(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
+    if (parts := refuse_partial(node, placements, "is a kernel that was written for whole arrays")) is not None:
+        return parts
     cut = tiled(placements)
     first, placement = cut[0], placements[cut[0]]
     assert isinstance(placement, Tiled)
     found = walk(node, first, placement.dim)
     if isinstance(found, str):
-        raise Complete(cut, found)
+        return Complete(cut, found)
     maps, avals = mappings(node), [*(v.aval for v in node.inputs), *(v.aval for v in node.outputs)]
     length, size = avals[first].shape[placement.dim], block(maps[first], placement.dim)
     wanted: list[Placement] = []
@@ -122,11 +124,11 @@ def push(node: Node, placements: tuple[Placement, ...]) -> Move:
             continue
         minor, rest = divmod(aval.shape[dim] * placement.minor, length)
         if rest or placement.group > 1 or aval.shape[dim] * size != length * block(mapping, dim):
-            raise Complete(cut, "is a kernel whose operands have other numbers of blocks along the cut axis")
+            return Complete(cut, "is a kernel whose operands have other numbers of blocks along the cut axis")
         wanted.append(Tiled(dim, placement.major, minor))
     ins, outs = wanted[: len(node.inputs)], wanted[len(node.inputs) :]
     if other := [i for i in cut if placements[i] != ins[i]]:
-        raise Complete(other, "is a kernel that takes other blocks than those that the grid is at along the cut axis")
+        return Complete(other, "is a kernel that takes other blocks than those that the grid is at along the cut axis")
     return Move(tuple(outs), tuple(ins))
 
 

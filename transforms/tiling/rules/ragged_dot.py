@@ -7,8 +7,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from transforms.tiling.ir.graph import Node
+from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled
-from transforms.tiling.rules import Complete, Move, partial, refuse_partial, register, smaller, tiled
+from transforms.tiling.rules import Move, partial, refuse_partial, register, smaller, tiled
 
 
 def dims(node: Node) -> tuple[Any, Any, Any, Any]:
@@ -30,12 +31,13 @@ def out_dim(node: Node, side: int, dim: int) -> int:
     return first + len(batch[0]) + (len(free[0]) if side == 1 else 0) + free[side].index(dim)
 
 
-def push(node: Node, placements: tuple[Placement, ...]) -> Move:
-    refuse_partial(node, placements, "is not run on partial sums")
+def push(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
+    if (parts := refuse_partial(node, placements, "is not run on partial sums")) is not None:
+        return parts
     contract, batch, ragged, group = dims(node)
     cuts = [i for i in tiled(placements) if i < 2]
     if len(cuts) < len(tiled(placements)) or len(node.inputs[2].shape) != 1 or node.params["group_offset"] is not None:
-        raise Complete(tiled(placements), "needs the sizes of all groups")
+        return Complete(tiled(placements), "needs the sizes of all groups")
     side = cuts[0]
     cut = placements[side]
     assert isinstance(cut, Tiled)
@@ -44,10 +46,10 @@ def push(node: Node, placements: tuple[Placement, ...]) -> Move:
         if cut.dim in pairs[side]:
             partner = cut.at(pairs[1 - side][pairs[side].index(cut.dim)])
     if len(cuts) == 2 and placements[1] != partner:
-        raise Complete(smaller(node, cuts), "has operands that are cut along different dimensions")
+        return Complete(smaller(node, cuts), "has operands that are cut along different dimensions")
     rows = (side == 0 and cut.dim == ragged) or (isinstance(partner, Tiled) and side == 1 and partner.dim == ragged)
     if (side == 1 and cut.dim in group) or (rows and (ragged in batch[0] or not cut.plain)):
-        raise Complete(cuts, "groups the cut axis")
+        return Complete(cuts, "groups the cut axis")
     ins = (cut, partner, WHOLE) if side == 0 else (partner, cut, WHOLE)
     if cut.dim in contract[side]:
         return Move((Partial("sum"),), ins)

@@ -16,8 +16,9 @@ from jax import lax
 from jax.extend.random import threefry2x32_p
 
 from transforms.tiling.ir.graph import Node
+from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import Placement, Span, Tiled, Whole
-from transforms.tiling.rules import Complete, Move, aligned, complete, one_cut, partial, refuse_partial, register, tiled
+from transforms.tiling.rules import Move, aligned, by_cut, complete, partial, refuse_partial, register, tiled
 
 THREEFRY = "threefry2x32"
 ONE_STREAM = "draws from one stream for the whole array"
@@ -33,11 +34,11 @@ def counts(node: Node) -> bool:
     return any(v.dtype == _threefry() for v in (*node.inputs, *node.outputs))
 
 
-def push_leading(node: Node, placements: tuple[Placement, ...]) -> Move:
+@by_cut()
+def push_leading(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
     """The result has the operand's dimensions first, then its own."""
-    cut = one_cut(node, placements)
     if cut.dim >= len(node.outputs[0].shape):
-        raise Complete([0], "takes the cut axis apart")
+        return Complete([0], "takes the cut axis apart")
     return Move((cut,) * len(node.outputs), placements)
 
 
@@ -45,11 +46,10 @@ def pull_leading(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
     return (want,) if want.dim < len(node.inputs[0].shape) else None
 
 
-def push_generator(node: Node, placements: tuple[Placement, ...]) -> Move:
+def push_generator(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     """Keys that are cut make what they are leading dimensions of."""
     if not counts(node):
-        refuse_partial(node, placements)
-        raise Complete(tiled(placements), ONE_STREAM)
+        return refuse_partial(node, placements) or Complete(tiled(placements), ONE_STREAM)
     return push_leading(node, placements)
 
 
@@ -63,10 +63,12 @@ def pull_generator(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
     return (Whole(),) if by_position else None
 
 
-def push_fold(node: Node, placements: tuple[Placement, ...]) -> Move:
-    if not counts(node):
-        raise Complete([*tiled(placements), *partial(placements)], ONE_STREAM)
-    cut = one_cut(node, placements)
+def one_stream(node: Node, placements: tuple[Placement, ...]) -> Complete | None:
+    return None if counts(node) else Complete([*tiled(placements), *partial(placements)], ONE_STREAM)
+
+
+@by_cut(one_stream)
+def push_fold(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move:
     return Move((cut,), tuple(aligned(v, cut, node.outputs[0].shape[cut.dim]) for v in node.inputs))
 
 
@@ -128,11 +130,11 @@ def positions(shape: tuple[int, ...], cut: Tiled, span: Span) -> tuple[Any, Any]
     return high, low
 
 
-def push_gamma(node: Node, placements: tuple[Placement, ...]) -> Move:
+@by_cut()
+def push_gamma(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
     """Each sample has a key of its own, which a Whole key is split into."""
-    cut = one_cut(node, placements)
     if not counts(node) or cut.dim >= len(node.inputs[0].shape):
-        raise Complete(tiled(placements), "splits its key for all of the cut axis")
+        return Complete(tiled(placements), "splits its key for all of the cut axis")
     return Move((cut,), (cut, cut))
 
 

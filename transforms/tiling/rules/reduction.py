@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from transforms.tiling.ir.graph import Node
+from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import Partial, Placement, Span, Tiled
-from transforms.tiling.rules import Complete, Move, one_cut, partial, refuse_partial, register
+from transforms.tiling.rules import Move, by_cut, refuse_partial, register, summed
 
 OPS = {
     "reduce_sum": "sum",
@@ -18,17 +19,19 @@ OPS = {
 }
 
 
-def push(node: Node, placements: tuple[Placement, ...]) -> Move:
+def alike(node: Node, placements: tuple[Placement, ...]) -> Move | None:
+    """Sums of sums, maxima of maxima."""
+    same = placements == (Partial(OPS.get(node.name, "")),)
+    return Move(placements, placements) if same else None
+
+
+@by_cut(alike)
+def push(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
     op, axes = OPS.get(node.name), node.params["axes"]
-    if partial(placements):
-        if placements == (Partial(op or ""),):
-            return Move(placements, placements)  # sums of sums, maxima of maxima
-        refuse_partial(node, placements)
-    cut = one_cut(node, placements)
     if cut.dim not in axes:
         return Move((cut.at(cut.dim - sum(a < cut.dim for a in axes)),) * len(node.outputs), placements)
     if op is None:
-        raise Complete([0], "runs along the cut axis", along=picks(node, cut))
+        return Complete([0], "runs along the cut axis", along=picks(node, cut))
     return Move((Partial(op),), placements)
 
 
@@ -39,37 +42,34 @@ def emit(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
     return node.bind(values)
 
 
-def push_unvmap(node: Node, placements: tuple[Placement, ...]) -> Move:
+def push_unvmap(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     """Equinox's reductions of all that there is to a scalar."""
-    refuse_partial(node, placements)
-    return Move((Partial(UNVMAP[node.name]),), placements)
+    return refuse_partial(node, placements) or Move((Partial(UNVMAP[node.name]),), placements)
 
 
 UNVMAP = {"unvmap_all": "and", "unvmap_any": "or", "unvmap_max": "max"}
 
 
-def push_cumulative(node: Node, placements: tuple[Placement, ...]) -> Move:
+@by_cut(lambda node, placements: summed(node, placements) if node.name == "cumsum" else None)
+def push_cumulative(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
     """cumsum and its like keep every length."""
-    if placements == (Partial("sum"),) and node.name == "cumsum":
-        return Move(placements, placements)
-    cut = one_cut(node, placements)
     if node.params["axis"] == cut.dim:
-        raise Complete([0], "runs along the cut axis", along=cut.major == 1)
+        return Complete([0], "runs along the cut axis", along=cut.major == 1)
     return Move((cut,), placements)
 
 
-def push_sort(node: Node, placements: tuple[Placement, ...]) -> Move:
-    cut = one_cut(node, placements)
+@by_cut()
+def push_sort(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
     if node.params["dimension"] == cut.dim:
-        raise Complete([i for i, p in enumerate(placements) if p == cut], "runs along the cut axis")
+        return Complete([i for i, p in enumerate(placements) if p == cut], "runs along the cut axis")
     return Move((cut,) * len(node.outputs), (cut,) * len(node.inputs))
 
 
-def push_top_k(node: Node, placements: tuple[Placement, ...]) -> Move:
-    cut = one_cut(node, placements)
+@by_cut()
+def push_top_k(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
     axis = node.params.get("axis", node.params.get("reduction_dimension", -1)) % len(node.inputs[0].shape)
     if axis == cut.dim:
-        raise Complete([0], "runs along the cut axis", along=picks(node, cut))
+        return Complete([0], "runs along the cut axis", along=picks(node, cut))
     return Move((cut,) * len(node.outputs), placements)
 
 

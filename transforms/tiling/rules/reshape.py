@@ -10,27 +10,24 @@ import jax.numpy as jnp
 from jax import lax
 
 from transforms.tiling.ir.graph import Node
-from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled
+from transforms.tiling.ir.obstacles import Complete, Obstacle
+from transforms.tiling.ir.placement import WHOLE, Placement, Span, Tiled
 from transforms.tiling.rules import (
-    Complete,
     Move,
-    count_once,
-    one_cut,
-    only_sums,
-    passes,
+    by_cut,
+    joined,
+    passed,
     refuse_partial,
     register,
+    summed,
     tiled,
 )
 
 # ------------------------------------------------------------------------------------ broadcast, transpose, squeeze
 
 
-def push_broadcast(node: Node, placements: tuple[Placement, ...]) -> Move:
-    if passes(node, placements):
-        return Move((placements[0],), placements)
-    refuse_partial(node, placements, "would make it larger")
-    cut = one_cut(node, placements)
+@by_cut(lambda node, placements: passed(node, placements) or refuse_partial(node, placements, "would make it larger"))
+def push_broadcast(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move:
     dim = int(node.params["broadcast_dimensions"][cut.dim])
     copies = node.outputs[0].shape[dim] // max(1, node.inputs[0].shape[cut.dim])  # of an axis of length 1
     return Move((dataclasses.replace(cut, dim=dim, major=cut.major * copies),), placements)
@@ -49,10 +46,8 @@ def localise_shape(node: Node, move: Move, span: Span) -> dict[str, Any]:
     return node.params | {"shape": span.local_shape(node.params["shape"], move.outs[0])}
 
 
-def push_transpose(node: Node, placements: tuple[Placement, ...]) -> Move:
-    if passes(node, placements):
-        return Move(placements, placements)
-    cut = one_cut(node, placements)
+@by_cut(passed)
+def push_transpose(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move:
     return Move((cut.at(node.params["permutation"].index(cut.dim)),), placements)
 
 
@@ -60,12 +55,10 @@ def pull_transpose(node: Node, want: Tiled) -> tuple[Placement, ...]:
     return (want.at(node.params["permutation"][want.dim]),)
 
 
-def push_squeeze(node: Node, placements: tuple[Placement, ...]) -> Move:
-    if passes(node, placements):
-        return Move(placements, placements)
-    cut = one_cut(node, placements)
+@by_cut(passed)
+def push_squeeze(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
     if cut.dim in node.params["dimensions"]:
-        raise Complete([0], "removes the cut axis, whose length is 1")
+        return Complete([0], "removes the cut axis, whose length is 1")
     return Move((cut.at(cut.dim - sum(d < cut.dim for d in node.params["dimensions"])),), placements)
 
 
@@ -98,13 +91,11 @@ def carry(cut: Tiled, old: tuple[Any, ...], new: tuple[Any, ...]) -> Tiled | Non
     return None if best is None or best.group == length > 1 else best
 
 
-def push_reshape(node: Node, placements: tuple[Placement, ...]) -> Move:
-    if passes(node, placements):
-        return Move((placements[0],), placements)
-    cut = one_cut(node, placements)
+@by_cut(passed)
+def push_reshape(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
     landed = carry(cut, node.inputs[0].shape, node.params["new_sizes"])
     if landed is None:
-        raise Complete([0], "splits the cut axis over several dimensions")
+        return Complete([0], "splits the cut axis over several dimensions")
     return Move((landed,), placements)
 
 
@@ -120,10 +111,9 @@ def localise_reshape(node: Node, move: Move, span: Span) -> dict[str, Any]:
 # --------------------------------------------------------------------------------------- concatenate, split, stack
 
 
-def push_concatenate(node: Node, placements: tuple[Placement, ...]) -> Move:
-    if only_sums(placements):
-        return Move((Partial("sum"),), tuple(map(count_once, placements)))
-    refuse_partial(node, placements)
+def push_concatenate(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
+    if (found := joined(node, placements) or refuse_partial(node, placements)) is not None:
+        return found
     cut = next(p for p in placements if isinstance(p, Tiled))
     if node.params["dimension"] == cut.dim:
         size = node.inputs[placements.index(cut)].shape
@@ -134,9 +124,13 @@ def push_concatenate(node: Node, placements: tuple[Placement, ...]) -> Move:
             or ins is None
             or any(isinstance(p, Tiled) and p != q for p, q in zip(placements, ins, strict=True))
         ):
-            raise Complete(tiled(placements), "joins along the cut axis")
+            return Complete(tiled(placements), "joins along the cut axis")
         return Move((whole,), ins)
-    cut = one_cut(node, placements)
+    return push_beside(node, placements)
+
+
+@by_cut()
+def push_beside(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move:
     return Move((cut,), (cut,) * len(node.inputs))
 
 
@@ -148,15 +142,13 @@ def pull_concatenate(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
     return None if None in pieces else tuple(p for p in pieces if p is not None)
 
 
-def push_split(node: Node, placements: tuple[Placement, ...]) -> Move:
-    if placements == (Partial("sum"),):
-        return Move(placements * len(node.outputs), placements)
-    cut = one_cut(node, placements)
+@by_cut(summed)
+def push_split(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
     if node.params["axis"] != cut.dim:
         return Move((cut,) * len(node.outputs), placements)
     pieces = [cut.repeated(node.inputs[0].shape, size) for size in node.params["sizes"]]
     if None in pieces:
-        raise Complete([0], "splits the cut axis")
+        return Complete([0], "splits the cut axis")
     return Move(tuple(p for p in pieces if p is not None), placements)
 
 
@@ -166,10 +158,8 @@ def localise_split(node: Node, move: Move, span: Span) -> dict[str, Any]:
     return node.params | {"sizes": tuple(local)}
 
 
-def push_stack(node: Node, placements: tuple[Placement, ...]) -> Move:
-    if only_sums(placements):
-        return Move((Partial("sum"),), tuple(map(count_once, placements)))
-    cut = one_cut(node, placements)
+@by_cut(joined)
+def push_stack(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move:
     return Move((cut.at(cut.dim + (node.params["axis"] <= cut.dim)),), (cut,) * len(node.inputs))
 
 
@@ -178,18 +168,16 @@ def pull_stack(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
     return None if axis == want.dim else (want.at(want.dim - (axis < want.dim)),) * len(node.inputs)
 
 
-def push_unstack(node: Node, placements: tuple[Placement, ...]) -> Move:
-    if placements == (Partial("sum"),):
-        return Move(placements * len(node.outputs), placements)
-    cut = one_cut(node, placements)
+@by_cut(summed)
+def push_unstack(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
     if node.params["axis"] == cut.dim:
-        raise Complete([0], "takes the cut axis apart")
+        return Complete([0], "takes the cut axis apart")
     return Move((cut.at(cut.dim - (node.params["axis"] < cut.dim)),) * len(node.outputs), placements)
 
 
-def push_tile(node: Node, placements: tuple[Placement, ...]) -> Move:
+@by_cut()
+def push_tile(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move:
     """`jnp.tile`: copies of the cut dimension one after the other are a cut dimension with more in front of it."""
-    cut = one_cut(node, placements)
     return Move((dataclasses.replace(cut, major=cut.major * node.params["reps"][cut.dim]),), placements)
 
 

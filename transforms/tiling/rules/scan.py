@@ -17,13 +17,13 @@ from jax.extend.core import ClosedJaxpr
 from transforms.tiling.analysis.limits import human
 from transforms.tiling.analysis.propagate import body_of
 from transforms.tiling.ir.edit import replace, traced
-from transforms.tiling.ir.errors import TileError
 from transforms.tiling.ir.facts import Local, Region
 from transforms.tiling.ir.flatten import body_graph, evaluate, scan_counts
 from transforms.tiling.ir.graph import Graph, Node, Value, ancestors, describe, prune
+from transforms.tiling.ir.obstacles import Complete, Obstacle, Refusal
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled, Whole
 from transforms.tiling.mesh.layout import Held, conform, like, passable
-from transforms.tiling.rules import RULES, Complete, Move, register
+from transforms.tiling.rules import RULES, Move, register
 from transforms.tiling.rules.bodies import (
     added,
     aloud,
@@ -42,7 +42,7 @@ from transforms.tiling.rules.bodies import (
 )
 
 
-def push_scan(node: Node, placements: tuple[Placement, ...]) -> Move:
+def push_scan(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     graph = body_graph(node, "jaxpr")
     constants, carried = scan_counts(node)
     if along := [
@@ -50,7 +50,7 @@ def push_scan(node: Node, placements: tuple[Placement, ...]) -> Move:
     ]:
         if (move := push_sums(node, placements)) is not None:
             return move
-        raise Complete(along, "runs along the cut axis", along=_alone(placements, along))
+        return Complete(along, "runs along the cut axis", along=_alone(placements, along))
     stacked = [p.at(p.dim - 1) if isinstance(p, Tiled) else p for p in placements[constants + carried :]]
     state: tuple[Placement, ...] = placements[constants : constants + carried]
     passing = passable(graph)
@@ -58,10 +58,12 @@ def push_scan(node: Node, placements: tuple[Placement, ...]) -> Move:
     while True:
         ins = (*placements[:constants], *state, *stacked)
         found = body_of(graph, ins, placements, apart=apart)
+        if isinstance(found, Obstacle):
+            return found
         outs = [found.fact(v).placement for v in graph.outputs]
         joined = tuple(join(a, b) for a, b in zip(state, outs[:carried], strict=True))
         if None in joined:
-            raise wait(placements, "carries what is cut along different dimensions")
+            return wait(placements, "carries what is cut along different dimensions")
         parts = zip(graph.inputs[constants:], held(found)[:carried], strict=False)
         kept_apart = Held({v: a for v, a in parts if a.axes and v in passing})
         if joined == state and kept_apart == apart:
@@ -140,7 +142,7 @@ def part_scan(node: Node, wanted: Sequence[int]) -> tuple[list[int], Callable[..
 # ------------------------------------------------------------------- a scan of whole operands whose body runs in tiles
 
 
-def local_scan(node: Node, placements: tuple[Placement, ...], limits: Any) -> Move | None:
+def local_scan(node: Node, placements: tuple[Placement, ...], limits: Any) -> Move | Obstacle | None:
     """Layers that mix all places along the cut axis: the scan runs outside the loops, each layer is a tiled program."""
     constants, carried = scan_counts(node)
     stacked = placements[constants + carried :]
@@ -153,6 +155,8 @@ def local_scan(node: Node, placements: tuple[Placement, ...], limits: Any) -> Mo
     while True:
         ins = (*placements[:constants], *state, *(p.at(p.dim - 1) if isinstance(p, Tiled) else p for p in stacked))
         program = limits.nested(closed, tuple(ins[i] for i in kept), options, reuse=reuse)
+        if program.refusal is not None:
+            return Refusal(program.refusal.message)  # its origins are no equations of this graph
         outs = program.output_placements
         joined = tuple(join(a, b) for a, b in zip(state, outs[:carried], strict=True))
         if None in joined:
@@ -160,7 +164,8 @@ def local_scan(node: Node, placements: tuple[Placement, ...], limits: Any) -> Mo
         if joined == state:
             break
         state = joined  # ty: ignore[invalid-assignment]
-    check_steps(node, (*state, *outs[carried:]), limits)
+    if (refusal := check_steps(node, (*state, *outs[carried:]), limits)) is not None:
+        return refusal
 
     def run(values: list[Any]) -> list[Any]:
         body = lambda inner: program.run(*(jnp.asarray(inner[i]) for i in kept))
@@ -171,7 +176,7 @@ def local_scan(node: Node, placements: tuple[Placement, ...], limits: Any) -> Mo
     return Local((*state, *results), (WHOLE,) * len(placements), (program,), tuple(kept), run, constant)
 
 
-def check_steps(node: Node, outs: Sequence[Placement], limits: Any) -> None:
+def check_steps(node: Node, outs: Sequence[Placement], limits: Any) -> Refusal | None:
     """Refuse a scan that would keep more of each step than inputs, outputs, or the state that steps hand on."""
     _, carried = scan_counts(node)
     adds = added(node)
@@ -179,16 +184,17 @@ def check_steps(node: Node, outs: Sequence[Placement], limits: Any) -> None:
     sizes = {i: node.outputs[i].nbytes // (1 if i < carried else max(1, node.params["length"])) for i in cut}
     state = max((sizes[i] for i in cut if i < carried and i not in adds), default=0)
     large = [i for i in cut if sizes[i] > max(limits.bound, state) and limits.gather != "any"]
-    if large:
-        most = max(large, key=lambda i: sizes[i])
-        what = "adds up a cut array from step to step" if most < carried else "keeps a cut array of each step"
-        remedy = "put the body into `jax.checkpoint`, unroll the loop" if most >= carried else "unroll the loop"
-        array = f"{describe(node.outputs[most].aval)} {outs[most]}, {human(sizes[most])} a step"
-        raise TileError(
-            f"cannot tile `{node.name}` at {node.where}: it {what}, which would have to be whole.\n"
-            f"  array: {array}; the largest input or output is {human(limits.largest)}.\n"
-            f'  To go on: {remedy}, cut another axis, or pass gather="any".'
-        )
+    if not large:
+        return None
+    most = max(large, key=lambda i: sizes[i])
+    what = "adds up a cut array from step to step" if most < carried else "keeps a cut array of each step"
+    remedy = "put the body into `jax.checkpoint`, unroll the loop" if most >= carried else "unroll the loop"
+    array = f"{describe(node.outputs[most].aval)} {outs[most]}, {human(sizes[most])} a step"
+    return Refusal(
+        f"cannot tile `{node.name}` at {node.where}: it {what}, which would have to be whole.\n"
+        f"  array: {array}; the largest input or output is {human(limits.largest)}.\n"
+        f'  To go on: {remedy}, cut another axis, or pass gather="any".'
+    )
 
 
 def sink(graph: Graph, node: Node, operands: Sequence[int], sources: Sequence[Value]) -> None:

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from transforms.tiling.ir.graph import Node, constant, elements
+from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled, Whole
-from transforms.tiling.rules import Complete, Move, count_once, partial, refuse_partial, register, shrinks, tiled
+from transforms.tiling.rules import Move, count_once, partial, register, shrinks, tiled
 from transforms.tiling.rules.affine_index import find_position
 from transforms.tiling.rules.gather import ARBITRARY, batch_dims, localise_column, widened, with_column
 
@@ -18,20 +19,19 @@ ADDS = ("scatter-add", "scatter-sub")
 EXTREMA = {"scatter-max": "max", "scatter_max": "max", "scatter-min": "min", "scatter_min": "min"}
 
 
-def push_scatter(node: Node, placements: tuple[Placement, ...]) -> Move:
+def push_scatter(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     operand, indices, updates = placements
     if parts := partial(placements):
         linear = node.name in ADDS and not tiled(placements) and isinstance(indices, Whole)
         if linear and not all(shrinks(node, i) for i in parts):
-            raise Complete(parts, "would make it larger")
+            return Complete(parts, "would make it larger")
         if linear and {p for p in placements if isinstance(p, Partial)} == {Partial("sum")}:
             return Move((Partial("sum"),), (count_once(operand), indices, count_once(updates)))
-        refuse_partial(node, placements)
-    one_cut_each = scatter_candidates(node, placements)
-    for result, ins in one_cut_each:
+        return Complete(parts, "is not linear in it")
+    for result, ins in scatter_candidates(node, placements):
         if all(isinstance(p, Whole) or p == q for p, q in zip(placements, ins, strict=True)):
             return Move((result,), ins)
-    raise Complete(tiled(placements), ARBITRARY)
+    return Complete(tiled(placements), ARBITRARY)
 
 
 def scatter_candidates(node: Node, placements: tuple[Placement, ...]) -> list[tuple[Placement, tuple[Placement, ...]]]:

@@ -20,9 +20,10 @@ from transforms.tiling.analysis.propagate import body_of
 from transforms.tiling.ir.facts import Region
 from transforms.tiling.ir.flatten import body_graph
 from transforms.tiling.ir.graph import Node, ancestors
+from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import Placement, Span, Tiled
 from transforms.tiling.mesh.layout import entries_of
-from transforms.tiling.rules import Complete, Move, register
+from transforms.tiling.rules import Move, register
 from transforms.tiling.rules.bodies import at_tile, held, kept, spread, whole_body, widen
 
 
@@ -36,10 +37,11 @@ def inside(node: Node, number: int, placement: Placement) -> Placement:
     """Where operand `number` stands in the body."""
     if not isinstance(placement, Tiled):
         return placement
-    devices = share(node, node.params["in_specs"][number], placement.dim)
-    if placement.major % devices:
-        raise Complete([number], "spreads the cut axis over devices")
-    return dataclasses.replace(placement, major=placement.major // devices)
+    return dataclasses.replace(placement, major=placement.major // share(node, _spec(node, number), placement.dim))
+
+
+def _spec(node: Node, number: int) -> PartitionSpec:
+    return node.params["in_specs"][number]
 
 
 def outside(node: Node, number: int, placement: Placement) -> Placement:
@@ -50,9 +52,15 @@ def outside(node: Node, number: int, placement: Placement) -> Placement:
     return dataclasses.replace(placement, major=placement.major * devices)
 
 
-def push(node: Node, placements: tuple[Placement, ...]) -> Move:
+def push(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     graph = body_graph(node, "jaxpr")
-    found = body_of(graph, [inside(node, i, p) for i, p in enumerate(placements)], placements)
+    for i, p in enumerate(placements):
+        if isinstance(p, Tiled) and p.major % share(node, _spec(node, i), p.dim):
+            return Complete([i], "spreads the cut axis over devices")
+    ins = [inside(node, i, p) for i, p in enumerate(placements)]
+    found = body_of(graph, ins, placements)
+    if isinstance(found, Obstacle):
+        return found
     outs = tuple(outside(node, i, found.fact(v).placement) for i, v in enumerate(graph.outputs))
     return Region(outs, placements, (found,), held(found))
 

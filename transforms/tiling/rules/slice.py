@@ -10,15 +10,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from transforms.tiling.ir.graph import Node
+from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled, Whole
 from transforms.tiling.rules import (
-    Complete,
     Move,
+    by_cut,
     count_once,
-    one_cut,
     only_sums,
     partial,
-    passes,
+    passed,
     register,
     shrinks,
     tiled,
@@ -32,10 +32,10 @@ def take(array: Any, places: Any, keep: Any, dim: int) -> Any:
     return jnp.where(lax.broadcast_in_dim(keep, found.shape, (dim,)), found, jnp.zeros_like(found))
 
 
-def push_part(node: Node, cut: Tiled, placements: tuple[Placement, ...]) -> Move:
+def push_part(node: Node, cut: Tiled, placements: tuple[Placement, ...]) -> Move | Obstacle:
     """A small part of the cut axis: each tile has some of it, and zeros in place of the rest."""
     if not picks_few(node) or jax.dtypes.issubdtype(node.outputs[0].dtype, jax.dtypes.extended):
-        raise Complete([0], "takes a part of the cut axis")
+        return Complete([0], "takes a part of the cut axis")
     return Move((one_of_each(node),), placements)
 
 
@@ -48,10 +48,8 @@ def cut_part(move: Move) -> Tiled | None:
 # ------------------------------------------------------------------------------------------------------ slice, rev
 
 
-def push_slice(node: Node, placements: tuple[Placement, ...]) -> Move:
-    if passes(node, placements):
-        return Move(placements, placements)
-    cut = one_cut(node, placements)
+@by_cut(passed)
+def push_slice(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
     kept = pieces(node, cut, node.inputs[0].shape, node.outputs[0].shape) or strided(node, cut)
     return push_part(node, cut, placements) if kept is None else Move((kept,), placements)
 
@@ -108,12 +106,10 @@ def _at(items: tuple[Any, ...], i: int, new: Any) -> tuple[Any, ...]:
     return (*items[:i], new, *items[i + 1 :])
 
 
-def push_rev(node: Node, placements: tuple[Placement, ...]) -> Move:
-    if passes(node, placements):
-        return Move(placements, placements)
-    cut = one_cut(node, placements)
+@by_cut(passed)
+def push_rev(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
     if cut.dim in node.params["dimensions"]:
-        raise Complete([0], "reverses the cut axis")
+        return Complete([0], "reverses the cut axis")
     return Move((cut,), placements)
 
 
@@ -124,13 +120,15 @@ def pull_rev(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
 # ---------------------------------------------------------------------------------------------------------------- pad
 
 
-def push_pad(node: Node, placements: tuple[Placement, ...]) -> Move:
-    if placements[0] == Partial("sum") and isinstance(placements[1], Whole):
-        move = Move((Partial("sum"),), tuple(map(count_once, placements)))
-        if shrinks(node, 0):
-            return move
-        raise Complete([0], "would make it larger", move)
-    cut = one_cut(node, placements)
+def padded_sum(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle | None:
+    if placements[0] != Partial("sum") or not isinstance(placements[1], Whole):
+        return None
+    move = Move((Partial("sum"),), tuple(map(count_once, placements)))
+    return move if shrinks(node, 0) else Complete([0], "would make it larger", move)
+
+
+@by_cut(padded_sum)
+def push_pad(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
     low, high, gap = node.params["padding_config"][cut.dim]
     block, landed = cut.block(node.inputs[0].shape), None
     if gap == 0 and low >= 0 and high >= 0 and low % block == 0:
@@ -140,7 +138,7 @@ def push_pad(node: Node, placements: tuple[Placement, ...]) -> Move:
     if landed is None and gap > 0 and low + high == gap and low >= 0 <= high and spreads(cut, gap + 1):
         return Move((dataclasses.replace(cut, group=cut.group // (gap + 1)),), placements)
     if landed is None:
-        raise Complete([0], "pads the cut axis")
+        return Complete([0], "pads the cut axis")
     return Move((landed,), placements)
 
 
@@ -193,12 +191,10 @@ def shifted(node: Node, rows: Any, fill: Any, cut: Tiled, span: Span) -> Any:
 # ------------------------------------------------------------------------------------------------------ dynamic slices
 
 
-def push_dynamic_slice(node: Node, placements: tuple[Placement, ...]) -> Move:
-    if passes(node, placements):
-        return Move((placements[0],), placements)
-    cut = one_cut(node, placements)
+@by_cut(passed)
+def push_dynamic_slice(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
     if tiled(placements) != [0]:
-        raise Complete([i for i in tiled(placements) if i], "starts at a place that differs from tile to tile")
+        return Complete([i for i in tiled(placements) if i], "starts at a place that differs from tile to tile")
     if node.params["slice_sizes"][cut.dim] != node.inputs[0].shape[cut.dim]:
         return push_part(node, cut, placements)
     return Move((cut,), placements)
@@ -208,19 +204,22 @@ def localise_dynamic_slice(node: Node, move: Move, span: Span) -> dict[str, Any]
     return node.params | {"slice_sizes": span.local_shape(node.params["slice_sizes"], move.outs[0])}
 
 
-def push_dynamic_update_slice(node: Node, placements: tuple[Placement, ...]) -> Move:
+def updated_sum(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle | None:
     operand, update, *starts = placements
-    if only_sums(placements) and not partial(starts):
-        move = Move((Partial("sum"),), (count_once(operand), count_once(update), *starts))
-        if isinstance(operand, Partial) or shrinks(node, 1):
-            return move
-        raise Complete([1], "would make it larger", move)
-    cut = one_cut(node, placements)
+    if not only_sums(placements) or partial(starts):
+        return None
+    move = Move((Partial("sum"),), (count_once(operand), count_once(update), *starts))
+    small = isinstance(operand, Partial) or shrinks(node, 1)
+    return move if small else Complete([1], "would make it larger", move)
+
+
+@by_cut(updated_sum)
+def push_dynamic_update_slice(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
     if any(i > 1 for i in tiled(placements)):
-        raise Complete([i for i in tiled(placements) if i > 1], "starts at a place that differs from tile to tile")
+        return Complete([i for i in tiled(placements) if i > 1], "starts at a place that differs from tile to tile")
     if tiled(placements) != [0] and isinstance(_update(node, cut), Whole):
-        raise Complete(tiled(placements), "overwrites a part of the cut axis")
-    return Move((cut,), (cut, _update(node, cut), *starts))
+        return Complete(tiled(placements), "overwrites a part of the cut axis")
+    return Move((cut,), (cut, _update(node, cut), *placements[2:]))
 
 
 def emit_dynamic_slice(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:

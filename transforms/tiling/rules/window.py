@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from transforms.tiling.ir.graph import Node
+from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Reach, Span, Tiled, identity
-from transforms.tiling.rules import Complete, Move, aligned, one_cut, partial, register, tiled
+from transforms.tiling.rules import Move, aligned, by_cut, partial, register, tiled
 
 
 def stays(node: Node, dim: int) -> bool:
@@ -98,9 +99,9 @@ def cleared(array: Any, placement: Tiled, span: Span, fill: Any) -> Any:
 WINDOWS = {"reduce_window_sum": "sum", "reduce_window_max": "max", "reduce_window_min": "min", "reduce_window": None}
 
 
-def push_window(node: Node, placements: tuple[Placement, ...]) -> Move:
+@by_cut()
+def push_window(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
     """Operands of one shape, or nearly, and scalars to start from."""
-    cut = one_cut(node, placements)
     outs = (cut,) * len(node.outputs)
     if stays(node, cut.dim):
         return Move(outs, pull_window(node, cut) or ())
@@ -108,7 +109,7 @@ def push_window(node: Node, placements: tuple[Placement, ...]) -> Move:
     shapes = node.inputs[0].shape[cut.dim], node.outputs[0].shape[cut.dim]
     out = along.out(cut, *shapes) if along is not None else None
     if along is None or out is None:
-        raise Complete(tiled(placements), "slides over the cut axis")
+        return Complete(tiled(placements), "slides over the cut axis")
     count = len(node.outputs)
     ins = (cut,) * count + (WHOLE,) * (len(placements) - count)
     return Move((out,) * count, ins, reach=dict.fromkeys(range(count), along.reach(cut)))
@@ -141,7 +142,7 @@ def emit_window(node: Node, values: list[Any], move: Move, span: Span) -> list[A
     return node.bind(values, params)
 
 
-def push_choices(node: Node, placements: tuple[Placement, ...]) -> Move:
+def push_choices(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     """What belongs to the best element of each window, and back to it: of windows that lie side by side."""
     scatters = node.name.startswith("select_and_scatter")
     few, many = (0, 1) if scatters else (None, 0)
@@ -165,17 +166,17 @@ def push_choices(node: Node, placements: tuple[Placement, ...]) -> Move:
     ins += (WHOLE,) * (len(placements) - 2)
     fits = all(p in (WHOLE, q) for p, q in zip(placements, ins, strict=True))
     if not (fits and beside and not apart and fewer * size == node.inputs[many].shape[dim] and cut.major == 1):
-        raise Complete(tiled(placements), "slides over the cut axis")
+        return Complete(tiled(placements), "slides over the cut axis")
     return Move((cut if scatters else chosen,), ins)
 
 
 # --------------------------------------------------------------------------------------------------------- convolutions
 
 
-def push_convolution(node: Node, placements: tuple[Placement, ...]) -> Move:
+def push_convolution(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     """A cut batch stays cut; a cut feature dimension (the batch, in the gradient of a kernel) is summed over."""
     if found := partial(placements):
-        raise Complete(found, "is not run on partial sums")
+        return Complete(found, "is not run on partial sums")
     numbers = node.params["dimension_numbers"]
     single = node.params["feature_group_count"] == node.params["batch_group_count"] == 1
     lhs, rhs = placements
@@ -196,7 +197,7 @@ def push_convolution(node: Node, placements: tuple[Placement, ...]) -> Move:
         return Move((rhs.at(numbers.out_spec[1]),), placements)
     if (found := push_along(node, placements)) is not None:
         return found
-    raise Complete(tiled(placements), "slides over the cut axis, or groups it")
+    return Complete(tiled(placements), "slides over the cut axis, or groups it")
 
 
 def push_along(node: Node, placements: tuple[Placement, ...]) -> Move | None:
@@ -257,10 +258,10 @@ def emit_convolution(node: Node, values: list[Any], move: Move, span: Span) -> l
     return node.bind([v.astype(dtype) for v in values], params | {"preferred_element_type": dtype})
 
 
-def push_fft(node: Node, placements: tuple[Placement, ...]) -> Move:
-    cut = one_cut(node, placements)
+@by_cut()
+def push_fft(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
     if cut.dim >= len(node.inputs[0].shape) - len(node.params["fft_lengths"]):
-        raise Complete([0], "transforms the cut axis")
+        return Complete([0], "transforms the cut axis")
     return Move((cut,), placements)
 
 
@@ -268,12 +269,12 @@ def pull_fft(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
     return (want,) if want.dim < len(node.inputs[0].shape) - len(node.params["fft_lengths"]) else None
 
 
-def push_reduce(node: Node, placements: tuple[Placement, ...]) -> Move:
+@by_cut()
+def push_reduce(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
     """`jax.lax.reduce` with a function of the user's own."""
-    cut = one_cut(node, placements)
     count, axes = len(node.outputs), node.params["dimensions"]
     if cut.dim in axes:
-        raise Complete(tiled(placements), "combines the cut axis by a function of its own")
+        return Complete(tiled(placements), "combines the cut axis by a function of its own")
     kept = cut.at(cut.dim - sum(a < cut.dim for a in axes))
     return Move((kept,) * count, (cut,) * count + (WHOLE,) * (len(node.inputs) - count))
 
