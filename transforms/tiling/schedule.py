@@ -16,11 +16,10 @@ from transforms.tiling.analysis.sizes import check_whole
 from transforms.tiling.autodiff.policy import Policy, keeps
 from transforms.tiling.ir.facts import Analysis, grain
 from transforms.tiling.ir.graph import Node, Value, flops
-from transforms.tiling.ir.loops import Loop, Ref, Schedule, Step, Update
+from transforms.tiling.ir.loops import Loop, Online, Ref, Schedule, Step, Update
 from transforms.tiling.ir.obstacles import Obstacle, Refusal
 from transforms.tiling.ir.placement import ALONE, WHOLE, Partial, Placement, Reach, Stacked, Tiled, Whole
 from transforms.tiling.mesh.layout import named
-from transforms.tiling.passes.online.rewrite import Online
 from transforms.tiling.rules import RULES, Move
 
 ROUNDS = 20  # in which a schedule may forget what it meant to store

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from jax.extend.core import Jaxpr
 
@@ -18,7 +18,7 @@ from transforms.tiling.rules import RULES
 
 def check_whole(
     analysis: Analysis,
-    loops: list[Loop],
+    loops: Sequence[Loop],
     requested: Iterable[Value],
     limits: Limits,
     total: int,

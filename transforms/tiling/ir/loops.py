@@ -52,6 +52,17 @@ class Update:
     weight: Value | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Online:
+    """How the accumulator of a partial sum is rescaled: by `exp(weight * (new - old))` of each running anchor.
+
+    If there is another sum, of the weights, then `weight * (new - old)` is added that often instead.
+    """
+
+    anchors: tuple[Term, ...]
+    weight: Value | None = None
+
+
 HEAVY = ("conv_general_dilated", "triangular_solve", "tridiagonal_solve")  # they copy what they read
 
 

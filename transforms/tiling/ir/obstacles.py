@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from transforms.tiling.ir.graph import Node, Value
+Node = Value = Move = Any  # of `ir.graph` and of `rules`, which stand above
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class Complete(Obstacle):
 
     operands: Sequence[int]
     reason: str
-    otherwise: Any = None  # a `rules.Move`
+    otherwise: Move = None
     along: bool = False
 
 

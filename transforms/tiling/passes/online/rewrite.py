@@ -24,6 +24,7 @@ from jax.extend.core import Primitive
 from transforms.tiling.ir.edit import add, replace, sort, traced
 from transforms.tiling.ir.facts import Analysis, Fact
 from transforms.tiling.ir.graph import Node, Value
+from transforms.tiling.ir.loops import Online
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Whole
 from transforms.tiling.ir.terms import Early, Term, align, peel
 from transforms.tiling.mesh.layout import contracted, named
@@ -33,17 +34,6 @@ from transforms.tiling.rules import Move, register
 
 running_p = Primitive("running")  # a maximum or minimum over the tiles so far
 anchor_p = Primitive("anchor")  # one that linear terms are relative to: 0 while all of them are masked
-
-
-@dataclasses.dataclass(frozen=True)
-class Online:
-    """How the accumulator of a partial sum is rescaled: by `exp(weight * (new - old))` of each running anchor.
-
-    If there is another sum, of the weights, then `weight * (new - old)` is added that often instead.
-    """
-
-    anchors: tuple[Term, ...]
-    weight: Value | None = None
 
 
 @dataclasses.dataclass
