@@ -26,7 +26,7 @@ SHORT_TILE = 64  # tokens: below, a tile's matrix products run at half their spe
 class Memory:
     """Bytes of a compiled training step on each device; `total` is the compiler's, the parts share it out.
 
-    The head is what `tile` estimates, or of a run that compares what the compiler says of it alone.
+    The head is what `tile` estimates at most, or of a run that compares what the compiler says of it alone.
     """
 
     weights: int
@@ -184,7 +184,7 @@ def traffic(programs: Programs, device: Device) -> Traffic:
 
 
 def head_bytes(programs: Programs) -> tuple[int, int]:
-    """Return the temporary memory that the head's loss and gradients take, and take untiled: estimates, not compiled.
+    """Return the temporary memory that the head's loss and gradients take at most, and untiled: `tile`'s estimates.
 
     Zero where the objective cannot be cut, and so cannot be told apart from the rest.
     """

@@ -96,7 +96,7 @@ def _advice(config: configs.Resolved, plan: Plan) -> list[str]:
         small = f"at {tokens:,} tokens per step tiling saves nothing: what it cuts is small."
         if plan.at_scale is not None:
             tiled, untiled = (size(bytes, digits=1) for bytes in plan.at_scale)
-            small += f" At {cost.AT_SCALE:,} the head would take about {tiled} tiled, {untiled} untiled."
+            small += f" At {cost.AT_SCALE:,} the head would take at most {tiled} tiled, {untiled} untiled."
         notes.append(small)
     length, each = config.head.length, config.head.each
     if config.tiling.n != "none" and config.head.tokens < cost.SHORT_TILE <= length * each:
@@ -114,7 +114,7 @@ def _head(config: configs.Resolved, plan: Plan) -> str:
         return f"logits {size(logits)}"
     if plan.head_untiled is None or plan.untiled is not None:
         return f"logits {size(logits)} per tile"
-    return f"about {size(plan.head_untiled)} if it were untiled"
+    return f"at most {size(plan.head_untiled)} if it were untiled"
 
 
 def choices(chosen: Mapping[str, configs.Choice]) -> str:

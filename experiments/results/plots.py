@@ -165,7 +165,7 @@ def _bars(axes: Any, known: dict[str, Any], size: int, unit: str) -> None:
         start += widths
     words = {"textcoords": "offset points", "weight": "bold"}
     for height, total, label, text in zip(heights, start, labels, shown, strict=True):
-        about = "about " if label in known["estimated"] else ""
+        about = "at most " if label in known["estimated"] else ""
         axes.annotate(f"{about}{total:,.3g} {unit}", (total, height), (6, 0), va="center", **words)
         axes.annotate(text, (0, height + 0.28), (1, 3), textcoords="offset points", va="bottom", fontsize=9)
     if len(bars) > 1:
@@ -189,7 +189,7 @@ def _less(totals: np.ndarray, about: bool) -> str:
     share = 1 - totals[0] / totals[1]
     if abs(share) < 0.02:
         return "as much as untiled"
-    return f"{'about ' * about}{abs(share):.0%} {'less' if share > 0 else 'more'} than untiled"
+    return f"{'up to ' * about}{abs(share):.0%} {'less' if share > 0 else 'more'} than untiled"
 
 
 def _used(axes: Any, records: list[Record], known: dict[str, Any]) -> None:

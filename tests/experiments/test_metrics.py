@@ -209,7 +209,7 @@ def test_the_picture_explains_what_is_beside_the_step():
     assert plots.beside(made, 2**30) == 2**30
     words, outside, over = drawn(plots._memory, made, known, "a-run-1")
     assert "Python, JAX and its compiler" in words and "+ the step as planned: 3 GiB" in words
-    assert "untiled, as tile estimates it" in words and "about 25% less than untiled" in words
+    assert "untiled, as tile estimates it" in words and "up to 25% less than untiled" in words
     assert not outside and not over
 
 

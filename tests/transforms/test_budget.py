@@ -37,13 +37,13 @@ def test_what_fits_is_not_tiled():
 def test_the_compiled_program_fits():
     tiled = tile(loss, (0, None, 0), n="auto", budget=10 * MiB)
     compiled = jax.jit(jax.value_and_grad(tiled, (0, 1))).lower(*SHAPES).compile()
-    assert 6 * MiB < compiled.memory_analysis().temp_size_in_bytes <= 10 * MiB
+    assert 4 * MiB < compiled.memory_analysis().temp_size_in_bytes <= 10 * MiB
 
 
 def test_tiles_keep_64_rows():
     message = (
         r'n="auto" cannot keep within budget=1 MiB: the smallest possible is [\d.]+ MiB of temporary memory, gradients '
-        r"included, with 32 tiles of 64 \(64\.\d+ MiB untiled\)\.\n  Raise the budget, or pass n= or size="
+        r"included, with 32 tiles of 64 \(96\.\d+ MiB untiled\)\.\n  Raise the budget, or pass n= or size="
     )
     with pytest.raises(ValueError, match=message):
         planned(MiB)
@@ -52,7 +52,9 @@ def test_tiles_keep_64_rows():
 def test_a_batch_of_sequences_may_be_cut_into_single_ones():
     fn = lambda x, w: jnp.tanh(x @ w).sum()
     shapes = S((8, 512, 64), jnp.float32), S((64, 4096), jnp.float32)
-    assert tile(fn, (0, None), n="auto", budget=10 * MiB).plan(*shapes).tiles == 8
+    assert tile(fn, (0, None), n="auto", budget=20 * MiB).plan(*shapes).tiles == 8  # as the compiler says, when asked
+    with pytest.raises(ValueError, match=r"the smallest possible is 16\.\d+ MiB"):
+        tile(fn, (0, None), n="auto", budget=10 * MiB).plan(*shapes)
 
 
 def test_an_explicit_n_is_obeyed():

@@ -208,7 +208,7 @@ def tile(
             "auto" takes the fewest that fit `budget`.
         size: a tile's length, instead of `n`; a shorter axis is one tile.
         budget: with `n="auto"`, the temporary memory that the function with its gradients may take, in bytes or as
-            text, "2GiB". It is estimated as XLA compiles for CPU, and a tile keeps at least 64 rows.
+            text, "2GiB". It is estimated from what is alive at once, and a tile keeps at least 64 rows.
         has_aux: `fn` returns `(out, aux)`, and `aux` is not differentiated.
         gather: which cut arrays may be made whole where an operation needs that: "small" those no larger than the
             largest input or output, or, where there is no other way, than all cut inputs together in the dtype of

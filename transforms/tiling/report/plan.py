@@ -26,7 +26,7 @@ from transforms.tiling.ir.loops import Loop
 from transforms.tiling.ir.placement import Partial, Placement, Span, Tiled
 from transforms.tiling.mesh.layout import axes, devices, like, named
 from transforms.tiling.mesh.weight_gather import gathered
-from transforms.tiling.report.estimate import temp_bytes
+from transforms.tiling.report.memory import temp_bytes
 from transforms.tiling.report.table import describe_pass, totals
 from transforms.tiling.schedule import runs_once
 
@@ -110,8 +110,9 @@ class LoopPlan:
 class PassPlan:
     """One way to run the function, tiled, and the same untiled.
 
-    `temp` and `untiled_temp` estimate the temporary memory of the compiled program, in bytes; `largest` and
-    `untiled_largest` are the bytes of the largest array inside; `flops` and `untiled_flops` are of matrix products.
+    `temp` and `untiled_temp` estimate the temporary memory of the compiled program, in bytes (`report.memory`), which
+    `compile` asks the compiler for; `largest` and `untiled_largest` are the bytes of the largest array inside; `flops`
+    and `untiled_flops` are of matrix products.
     `passes` names the rewrites that led to the loops, in order (`transforms.tiling.passes.driver`).
     """
 
@@ -124,6 +125,11 @@ class PassPlan:
     untiled_temp: int
     effects: tuple[SideEffect, ...] = ()
     passes: tuple[str, ...] = ()
+    run: Any = dataclasses.field(default=None, repr=False, compare=False)
+
+    def compile(self, untiled: bool = False) -> int:
+        """Compile it, and return the temporary memory that it takes then, in bytes on each device."""
+        return self.run.compile(untiled)
 
     @property
     def largest(self) -> int:
@@ -218,6 +224,7 @@ def _pass(run: Run) -> PassPlan:
         untiled_temp=temp_bytes(run.untiled),
         effects=tuple(dict.fromkeys(effects)),
         passes=tuple(name for program in run.programs for name in program.plan.passes),
+        run=run,
     )
 
 
@@ -295,6 +302,11 @@ class Run:
     run: Callable[..., Any]
     plain: Callable[..., Any]
     avals: Sequence[Any]  # of the arguments of both
+
+    def compile(self, untiled: bool = False) -> int:
+        """Compile it, and return the temporary memory that it takes then, in bytes on each device."""
+        compiled: Any = jax.jit(self.plain if untiled else self.run).lower(*map(like, self.avals)).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
 
     @functools.cached_property
     def tiled(self) -> ClosedJaxpr:
@@ -439,15 +451,18 @@ def fewest(make: Callable[[int], Program], total: int, rows: int, budget: int) -
     made: dict[int, Program] = {}
     taken: dict[int, int] = {}
 
-    def fits(n: int) -> bool:
+    def fits(n: int, ask: bool = False) -> bool:
         made[n] = make(-(-total // n))
-        runs = (value_run(made[n]), gradient_run(made[n]))
-        taken[n] = max(temp_bytes(run.tiled) for run in runs if run is not None)
+        runs = [run for run in (value_run(made[n]), gradient_run(made[n])) if run is not None]
+        taken[n] = max(run.compile() if ask else temp_bytes(run.tiled) for run in runs)
         return taken[n] <= budget
 
     if fits(1):
         return made[1]
-    if not fits(most):
+    # Before it refuses, the compiler is asked: it may need less. Not on a mesh, whose devices nobody may have yet.
+    if not fits(most) and jax.sharding.get_abstract_mesh().empty and fits(most, ask=True):
+        return made[most]
+    if taken[most] > budget:
         n = min(taken, key=lambda n: taken[n])
         raise ValueError(
             f'tile: n="auto" cannot keep within budget={human(budget)}: the smallest possible is {human(taken[n])} of '
