@@ -132,7 +132,7 @@ def lose_output(made):
 
 
 def lose_state(made):
-    find(made, "carried").params["total"] = Value(find(made, "carried").outputs[0].aval)
+    find(made, "carried").state.yielded = Value(find(made, "carried").outputs[0].aval)
 
 
 def reshape_result(made):
@@ -167,7 +167,7 @@ def body_without_move(made):
 
 
 def stack_otherwise(made):
-    made.analysis.facts[find(made, "carried").params["begun"]] = Fact(Stacked(3))
+    made.analysis.facts[find(made, "carried").state.stored] = Fact(Stacked(3))
 
 
 def ungroup(made):

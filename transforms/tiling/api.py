@@ -14,7 +14,7 @@ import re
 import sys
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import equinox as eqx
 import jax
@@ -122,39 +122,26 @@ class TiledMethod(eqx.Module, Generic[Q, R]):
         return self._function.__name__
 
 
+class Settings(TypedDict, total=False):
+    """What `tile` is told by name."""
+
+    size: int | None
+    budget: int | str | None
+    has_aux: bool
+    gather: str
+    policy: Callable[..., Any] | None
+    lowmem: bool
+    accumulate: DTypeLike
+    sync: str
+    in_sharding: Any
+    reduce_dtype: DTypeLike | None
+
+
+@overload
+def tile(fn: Callable[P, R], axis: Any, n: Count = None, **settings: Unpack[Settings]) -> TiledFunction[P, R]: ...
 @overload
 def tile(
-    fn: Callable[P, R],
-    axis: Any,
-    n: Count = None,
-    *,
-    size: int | None = None,
-    budget: int | str | None = None,
-    has_aux: bool = False,
-    gather: str = "small",
-    policy: Callable[..., Any] | None = None,
-    lowmem: bool = False,
-    accumulate: DTypeLike = jnp.float32,
-    sync: str = "once",
-    in_sharding: Any = None,
-    reduce_dtype: DTypeLike | None = None,
-) -> TiledFunction[P, R]: ...
-@overload
-def tile(
-    fn: None = None,
-    *,
-    axis: Any,
-    n: Count = None,
-    size: int | None = None,
-    budget: int | str | None = None,
-    has_aux: bool = False,
-    gather: str = "small",
-    policy: Callable[..., Any] | None = None,
-    lowmem: bool = False,
-    accumulate: DTypeLike = jnp.float32,
-    sync: str = "once",
-    in_sharding: Any = None,
-    reduce_dtype: DTypeLike | None = None,
+    fn: None = None, *, axis: Any, n: Count = None, **settings: Unpack[Settings]
 ) -> Callable[[Callable[P, R]], TiledFunction[P, R]]: ...
 def tile(
     fn: Any = None,

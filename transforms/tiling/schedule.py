@@ -20,7 +20,7 @@ from transforms.tiling.ir.loops import Loop, Online, Ref, Schedule, Step, Update
 from transforms.tiling.ir.obstacles import Obstacle, Refusal
 from transforms.tiling.ir.placement import ALONE, WHOLE, Partial, Placement, Reach, Stacked, Tiled, Whole
 from transforms.tiling.mesh.layout import named
-from transforms.tiling.rules import RULES, Move
+from transforms.tiling.rules import RULES, Move, resumes
 
 ROUNDS = 20  # in which a schedule may forget what it meant to store
 
@@ -350,26 +350,27 @@ class Planner:
         return node, Move((ref.want,), ins)
 
     def operands(self, node: Node, move: Move, d: int, loop: Loop) -> tuple[Ref, ...]:
-        if node.name == "carried":
-            if loop.reverse == node.params["reverse"]:
-                loop.states[node.params["total"]] = None
-            else:
-                stored = node.params["begun"]
-                self.request([stored], d - 1)
-                loop.reads[stored] = None
-                return (Ref(stored, WHOLE, "whole"),)
-        if node.name == "running":
+        if (state := node.state) is not None:
+            if loop.reverse != state.reverse:
+                return self.before(state.stored, d, loop)
+            assert state.yielded is not None
+            loop.states[state.yielded] = None
+        elif resumes(node):
             (value,) = node.inputs
             if not self.computes(value, d):
-                self.request([value], d - 1)
-                loop.reads[value] = None
-                return (Ref(value, WHOLE, "whole"),)
+                return self.before(value, d, loop)
             self.deadline[value] = min(self.deadline.get(value, d), d)
         pulled = move is not self.analysis.moves.get(node)  # then all its operands are whole, or were completed
         return tuple(
             self.resolve(v, p, d, loop, pulled or (node, i) in self.analysis.completed)
             for i, (v, p) in enumerate(zip(node.inputs, move.ins, strict=True))
         )
+
+    def before(self, value: Value, d: int, loop: Loop) -> tuple[Ref]:
+        """Read a value whole, of an earlier loop."""
+        self.request([value], d - 1)
+        loop.reads[value] = None
+        return (Ref(value, WHOLE, "whole"),)
 
     def step(self, node: Node, move: Move, d: int, loop: Loop) -> Step:
         """A step whose operands are computed, but which is left to whoever accumulates its result."""

@@ -71,7 +71,7 @@ def graph_faults(graph: Graph) -> Iterator[str]:
                 yield f"graph: result {i} of {at(node)}, {value}, is defined twice"
         defined.update(node.outputs)
     for node in graph.nodes:  # what a state comes from is computed after the state is read
-        total = node.params.get("total") if node.name == "carried" else None
+        total = None if node.state is None else node.state.yielded
         if total is not None and total not in defined:
             yield f"graph: what {at(node)} is left with, {total}, {_missing(total, nodes)}"
     for i, value in enumerate(graph.outputs):
@@ -152,8 +152,8 @@ def fact_faults(analysis: Analysis, size: int) -> Iterator[str]:
                 yield f"facts: result {i} of {at(node)} moves to {move.outs[i]}, and stands at {known}"
             yield from _placement_faults(analysis, f"result {i} of {at(node)}", value, known, size)
         yield from _operand_faults(analysis, node, move)
-        if node.name == "carried":
-            begun = node.params["begun"]
+        if node.state is not None:
+            begun = node.state.stored
             known = analysis.fact(begun).placement
             yield from _placement_faults(analysis, f"what {at(node)} begins with", begun, known, size)
         for body in move.bodies if isinstance(move, Region) else ():
@@ -263,9 +263,9 @@ def _step_faults(plan: Schedule, loop: Loop, ready: set[Value]) -> Iterator[str]
 
     for step in loop.steps:
         yield from of(step)
-        if step.node.name == "carried" and "total" in step.node.params:
-            state, begun = step.node.params["total"], step.node.params["begun"]
-            if state not in left and begun not in ready:
+        if (known := step.node.state) is not None:
+            state = known.yielded
+            if state not in left and known.stored not in ready:
                 yield f"{at(step.node)} reads the state {state}, which the loop does not leave"
         made.update(dict.fromkeys(step.keys, step.halo))
     for update in loop.updates:

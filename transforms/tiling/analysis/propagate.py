@@ -22,7 +22,7 @@ from transforms.tiling.mesh.layout import FLOWS, Apart, passable
 from transforms.tiling.mesh.unreduced import keep_apart, postpone
 from transforms.tiling.passes.loop_state import place
 from transforms.tiling.passes.recut import recut
-from transforms.tiling.rules import RULES, Move, partial, tiled
+from transforms.tiling.rules import RULES, Move, partial, resumes, tiled
 from transforms.tiling.rules.bodies import wait
 
 
@@ -127,9 +127,9 @@ def _place(found: Analysis, node: Node, limits: Limits | None, promoted: Mapping
         found.stored.update(v for v, p in zip(node.outputs, move.outs, strict=True) if isinstance(p, Tiled))
     if isinstance(move, Region) and (mixed := _mixed(found, node, move)):
         return Split(node, mixed)
+    stage = _follow(found, node, move, stage)
     keep_apart(found, node, move)
     found.moves[node] = move
-    stage = _follow(found, node, move, stage)
     found.facts.update((v, Fact(p, stage)) for v, p in zip(node.outputs, move.outs, strict=True))
     halo.note(found, node, move)
     return None
@@ -216,8 +216,8 @@ def _follow(found: Analysis, node: Node, move: Move, stage: int) -> int:
     way = next((w for w in read if w is not None), None)
     if way is not None:
         stage = found.turned(stage, way)
-    if node.name in ("running", "carried") or read:
-        way = node.params["reverse"] if node.name == "carried" else way
+    if resumes(node) or read:
+        way = way if node.state is None else node.state.reverse
         found.running.update((v, way) for v, p in zip(node.outputs, move.outs, strict=True) if isinstance(p, Whole))
     ends = [found.ways[v] for v in node.inputs if v in found.ways] if way is None else [way]
     if ends:

@@ -124,11 +124,11 @@ def _operand(analysis: Analysis | None, node: Node, number: int, names: Names) -
 
 
 def _params(node: Node, names: Names) -> Iterator[str]:
-    """The parameters that say something: no bodies, nothing that is not there."""
+    """The parameters that say something, no bodies, nothing that is not there; and what a state goes on with."""
+    if node.state is not None and node.state.yielded is not None:
+        yield f"yielded={names(node.state.yielded)} stored={names(node.state.stored)} reverse={node.state.reverse}"
     for key, param in sorted(node.params.items()):
-        if isinstance(param, Value):
-            yield f"{key}={names(param)}"
-        elif not (param is None or param is False or param == () or _is_body(param) or isinstance(param, Node)):
+        if not (param is None or param is False or param == () or _is_body(param) or isinstance(param, Node)):
             text = re.sub(r" at 0x[0-9a-f]+", "", " ".join(str(param).split()))
             yield f"{key}={text if len(text) <= LONGEST else text[: LONGEST - 3] + '...'}"
 

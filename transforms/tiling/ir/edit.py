@@ -19,7 +19,14 @@ def add(nodes: list[Node], like: Node, primitive: Primitive, inputs: Sequence[Va
     """Append a node; return its results. It has the side effects of the one that it is a part `of`, if of any."""
     effects = like.effects if "of" in params else ()
     node = dataclasses.replace(
-        like, primitive=primitive, params=params, inputs=list(inputs), outputs=[], bodies={}, effects=effects
+        like,
+        primitive=primitive,
+        params=params,
+        inputs=list(inputs),
+        outputs=[],
+        bodies={},
+        effects=effects,
+        state=None,
     )
     node.outputs.extend(Value(aval, node, i) for i, aval in enumerate(avals))
     nodes.append(node)

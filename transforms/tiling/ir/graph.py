@@ -67,6 +67,19 @@ class Value:
 
 
 @dataclasses.dataclass(eq=False, slots=True)
+class State:
+    """What goes from tile to tile (an `iter_arg`, as loops of MLIR have): a node's result is what a tile begins with.
+
+    The node's operand is what the first tile begins with, the last in `reverse`; what a tile leaves, `yielded`, the
+    next begins with. `stored` holds what each tile begins with, for loops that go the other way.
+    """
+
+    reverse: bool
+    stored: Value
+    yielded: Value | None = None
+
+
+@dataclasses.dataclass(eq=False, slots=True)
 class Node:
     """One application of a primitive."""
 
@@ -80,6 +93,7 @@ class Node:
     effects: Any = ()
     bodies: dict[Any, Graph] = dataclasses.field(default_factory=dict)  # of an equation with bodies, once they are flat
     together: bool = False  # what devices hold parts of is summed at once, not after the loop
+    state: State | None = None  # that its result is, if it is one
 
     @property
     def name(self) -> str:
@@ -129,7 +143,7 @@ def body(node_params: dict[str, Any], key: str) -> ClosedJaxpr:
 
 def prune(graph: Graph) -> Graph:
     """Drop the nodes that no output and no side effect needs."""
-    states = (v for node in graph.nodes for v in node.params.values() if isinstance(v, Value))
+    states = (s.yielded for node in graph.nodes if (s := node.state) is not None and s.yielded is not None)
     alive, kept = {*graph.outputs, *states}, []
     for node in reversed(graph.nodes):
         if node.effects or any(v in alive for v in node.outputs):

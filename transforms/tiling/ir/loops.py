@@ -108,7 +108,7 @@ class Loop:
         ]
         read = max((r.value.nbytes for r in refs if r.how == "slice"), default=0)
         made = max((v.nbytes for s in self.steps for v in s.node.outputs), default=0)
-        if any(n.effects or n.name == "carried" for n in self.nodes):
+        if any(n.effects or n.state is not None for n in self.nodes):
             return False  # what goes from tile to tile is rounded as it goes
         sums = all(facts.fact(u.value).placement == Partial("sum") for u in self.updates)
         return sums and made <= read and not any(flops(n) or n.name in HEAVY for n in self.nodes)

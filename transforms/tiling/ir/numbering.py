@@ -30,7 +30,7 @@ class Numbering:
             if (number := _filled(node)) is not None:
                 numbers[node.outputs[0]] = self._number(number)
                 continue
-            alone = bool(node.effects) or bool(bodies(node.params))
+            alone = bool(node.effects) or bool(bodies(node.params)) or node.state is not None
             what = (node.name, id(node) if alone else parameter_key(node), *(numbers[v] for v in node.inputs))
             numbers.update((v, self._number((*what, v.index))) for v in node.outputs)
         return numbers

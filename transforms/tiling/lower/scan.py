@@ -18,7 +18,6 @@ from transforms.tiling.ir.loops import Loop, Ref, Schedule, Step, Update
 from transforms.tiling.ir.placement import ALONE, COMBINE, Partial, Placement, Span, Stacked, Tiled, Whole, identity
 from transforms.tiling.lower.epilogue import Env, combine_partials, finish, narrow
 from transforms.tiling.mesh import layout, weight_gather
-from transforms.tiling.passes.loop_state import state_of
 from transforms.tiling.passes.online.rewrite import rescale
 from transforms.tiling.rules.bodies import LOWERING, Body
 from transforms.tiling.rules.dot import dot
@@ -123,20 +122,24 @@ def _run_loop(
             i: _initial(u, fact(u.value).placement, span, u.value in broad, apart) for i, u in enumerate(loop.updates)
         }
         results |= {i: env[shared[u.value]] for i, u in enumerate(loop.updates) if u.value in shared}
-        if rest and loop.reverse:
-            results = body(results, count * size, rest)
-        if count == 1:
-            results = body(results, 0, size)
-        elif count:
-            starts = jnp.arange(count, dtype=jnp.int32) * size
-            step = lambda results, start: (body(results, start, size), None)
-            results, _ = lax.scan(step, results, starts, reverse=loop.reverse)
-        if rest and not loop.reverse:
-            results = body(results, count * size, rest)
+        results = _over_tiles(body, results, count, size, rest, loop.reverse)
     return {
         u.value: layout.settle(results[i], u.value.aval, apart[u.value], options.reduce_dtype)
         for i, u in enumerate(loop.updates)
     }
+
+
+def _over_tiles(body: Any, results: Any, count: int, size: int, rest: int, reverse: bool) -> Any:
+    """Run a loop's body on `count` tiles of `size` and on the `rest`, which comes last, or first in `reverse`."""
+    if rest and reverse:
+        results = body(results, count * size, rest)
+    if count == 1:
+        results = body(results, 0, size)
+    elif count:
+        starts = jnp.arange(count, dtype=jnp.int32) * size
+        step = lambda results, start: (body(results, start, size), None)
+        results, _ = lax.scan(step, results, starts, reverse=reverse)
+    return body(results, count * size, rest) if rest and not reverse else results
 
 
 def _operands(step: Step, tiles: Any, env: Env, span: Span) -> list[Any]:
@@ -246,17 +249,10 @@ def compute(
     """
     tiles, apart = dict(known), layout.Held() if apart is None else apart
     for step in loop.steps:
-        if step.node.name == "carried":
+        rule = rules.RULES.get(step.node.name)
+        if rule is not None and rule.resume is not None:  # a loop's state, as the tiles before left it
             (ref,) = step.refs
-            given = fetch(ref, tiles, env, span)
-            stored = given if ref.value is step.node.params["begun"] else None
-            tiles[step.keys[0]] = state_of(step.node, given, stored, before, span)
-            continue
-        if step.node.name == "running":
-            part, extremum = fetch(step.refs[0], tiles, env, span), step.refs[0].value
-            if before and extremum in before:
-                part = COMBINE[step.node.params["op"]](before[extremum], part)
-            tiles[step.keys[0]] = part
+            tiles[step.keys[0]] = rule.resume(step.node, ref.value, fetch(ref, tiles, env, span), before or {}, span)
             continue
         how = apart[step.node.outputs[0]] if step.node.outputs else layout.TOGETHER
         node, values = layout.fit(step.node, _operands(step, tiles, env, span), how)
@@ -273,7 +269,7 @@ def compute(
             tiles[(value, "wide")], tiles[step.keys[0]] = wide, wide.astype(value.dtype)
             continue
         sums = Partial("sum") in step.move.outs and Partial("sum") in step.move.ins
-        if sums and rules.RULES[node.name].emit is None:
+        if sums and rule is not None and rule.emit is None:
             results = combine_partials(node, values, span)
         else:
             results = rules.run(node, values, step.move, there)

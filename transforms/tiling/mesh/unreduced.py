@@ -12,7 +12,7 @@ from transforms.tiling.mesh.layout import TOGETHER, contracted, named, narrowest
 def keep_apart(found: Any, node: Node, move: Any) -> None:
     """Note, in an analysis, which partial sums a node makes or passes on that stay apart."""
     read = (v for i, v in enumerate(node.inputs) if (node, i) not in found.completed)
-    if node.name in ("running", "carried") or not found.moving.isdisjoint(read):
+    if not found.running.keys().isdisjoint(node.outputs) or not found.moving.isdisjoint(read):
         found.moving.update(node.outputs)  # an online sum is rescaled on the way, which takes all of it
     if node.together:
         return

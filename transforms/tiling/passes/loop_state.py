@@ -7,6 +7,7 @@ stored: `begun`, an array of one state for each tile.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from transforms.tiling.ir.edit import add
 from transforms.tiling.ir.facts import Analysis, Fact
-from transforms.tiling.ir.graph import Graph, Node, Value
+from transforms.tiling.ir.graph import Graph, Node, State, Value
 from transforms.tiling.ir.obstacles import Complete
 from transforms.tiling.ir.placement import WHOLE, Placement, Span, Stacked
 from transforms.tiling.mesh.layout import named
@@ -29,26 +30,27 @@ begun_p = Primitive("begun")  # the same, of all tiles
 
 def begin(nodes: list[Node], node: Node, init: Value, aval: Any, span: Span, reverse: bool = False) -> Value:
     """Append the state that each tile begins with: `init` where the axis begins, or, in `reverse`, where it ends."""
-    (state,) = add(nodes, node, carried_p, [init], [aval], reverse=reverse)
+    (state,) = add(nodes, node, carried_p, [init], [aval])
     sharding, shape = named(aval), (-(-span.total // span.length), *aval.shape)
     if sharding is not None:
         sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
     (begun,) = add([], node, begun_p, [state], [ShapedArray(shape, aval.dtype, sharding=sharding)], size=span.length)
-    producer(state).params["begun"] = begun
+    producer(state).state = State(reverse, begun)
     return state
 
 
 def resize(graph: Graph, total: int, size: int) -> None:
     """Have states for tiles of another length."""
-    for node in (n for n in graph.nodes if n.name == "carried"):
-        begun = node.params["begun"]
-        begun.producer.params["size"] = size
+    for begun in (s.stored for n in graph.nodes if (s := n.state) is not None):
+        producer(begun).params["size"] = size
         begun.aval = begun.aval.update(shape=(-(-total // size), *begun.shape[1:]))
 
 
 def leave(state: Value, total: Value) -> None:
     """Let `total`, what a tile leaves, be the state that the next begins with."""
-    producer(state).params["total"] = total
+    known = producer(state).state
+    assert known is not None
+    known.yielded = total
 
 
 def producer(state: Value) -> Node:
@@ -58,26 +60,28 @@ def producer(state: Value) -> Node:
 
 def place(found: Analysis) -> None:
     """Place the arrays of states that loops may store."""
-    for node in (n for n in found.graph.nodes if n.name == "carried"):
-        begun, (state,) = node.params["begun"], node.outputs
-        stage = max(found.fact(state).stage, found.fact(node.params["total"]).stage)
-        placement = Stacked(begun.producer.params["size"])
-        found.facts[begun] = Fact(placement, found.turned(stage, node.params["reverse"]))
-        found.moves[begun.producer] = Move((placement,), (WHOLE,))
-        found.ways[begun] = node.params["reverse"]
+    for node in found.graph.nodes:
+        if (state := node.state) is None or state.yielded is None:
+            continue
+        stage = max(found.fact(node.outputs[0]).stage, found.fact(state.yielded).stage)
+        placement = Stacked(producer(state.stored).params["size"])
+        found.facts[state.stored] = Fact(placement, found.turned(stage, state.reverse))
+        found.moves[producer(state.stored)] = Move((placement,), (WHOLE,))
+        found.ways[state.stored] = state.reverse
 
 
-def state_of(node: Node, init: Any, stored: Any | None, before: Any, span: Span) -> Any:
-    """The state that a tile begins with, from what is `stored` of it, or from what the tile before left."""
-    reverse, shape = node.params["reverse"], node.outputs[0].shape
-    if stored is not None:
-        number = span.start // node.params["begun"].producer.params["size"]
-        return lax.dynamic_index_in_dim(stored, number, 0, keepdims=False)
-    state = jnp.broadcast_to(init, shape)
-    if not before:
-        return state
-    first = span.start + span.length == span.total if reverse else span.start == 0
-    return lax.select(first, state, before[node.params["total"]])
+def resume_state(node: Node, source: Value, given: Any, before: Mapping[Value, Any], span: Span) -> Any:
+    """The state that a tile begins with: as an earlier loop stored it, or as the tile before left it."""
+    state = node.state
+    assert state is not None
+    if source is state.stored:
+        number = span.start // producer(source).params["size"]
+        return lax.dynamic_index_in_dim(given, number, 0, keepdims=False)
+    init = jnp.broadcast_to(given, node.outputs[0].shape)
+    if not before or state.yielded is None:
+        return init
+    first = span.start + span.length == span.total if state.reverse else span.start == 0
+    return lax.select(first, init, before[state.yielded])
 
 
 def push_carried(node: Node, placements: tuple[Placement, ...]) -> Complete:
@@ -92,5 +96,5 @@ def emit_begun(node: Node, values: list[Any], move: Move, span: Span) -> list[An
     return [jnp.expand_dims(values[0], 0)]
 
 
-register("carried", push=push_carried)
+register("carried", push=push_carried, resume=resume_state)
 register("begun", push=push_begun, emit=emit_begun)

@@ -1,6 +1,6 @@
 """What each jax primitive does to a placement: one small rule per kind of primitive.
 
-A rule has up to eight parts.
+A rule has up to nine parts.
 
     push(node, placements) -> Move    where the results stand, and where each operand must stand for that; or an
                                       obstacle: `Complete`, these operands must be whole first, and why
@@ -10,6 +10,8 @@ A rule has up to eight parts.
     accumulate(node, values, total, span)   `total` plus the tile's part, where that is cheaper than making the part
     part(node, wanted)                (of an equation with bodies) the operands and a function for some results alone
     local(node, placements, limits)   (likewise) how to run it on whole operands with its bodies tiled
+    resume(node, source, given, before, span)   (of what goes from tile to tile) its result, from its operand `source`,
+                                      whose tile is `given`, and from what the tiles before this one accumulated
     unfit(node, move, span)           why tiles of this length do not suit it, though others would; None if they do
 
 Rules see neither stages nor loops; `analysis.propagate` adds the primitive, the line and the operands to what they say.
@@ -45,6 +47,7 @@ Localise = Callable[[Node, Move, Span], dict[str, Any]]
 Emit = Callable[[Node, list[Any], Move, Span], list[Any]]
 Accumulate = Callable[[Node, list[Any], Any, Span], Any]
 Local = Callable[[Node, tuple[Placement, ...], Any], "Move | Obstacle | None"]
+Resume = Callable[[Node, Value, Any, Mapping[Value, Any], Span], Any]
 Part = Callable[[Node, Sequence[int]], tuple[Sequence[int], Callable[..., Any]]]
 
 
@@ -57,6 +60,7 @@ class Rule:
     accumulate: Accumulate | None = None
     part: Part | None = None
     local: Local | None = None
+    resume: Resume | None = None
     unfit: Callable[[Node, Move, Span], str | None] | None = None
     heavy: bool = False  # pulled only where the whole result would be too large
 
@@ -104,6 +108,11 @@ def complete(*names: str, reason: str) -> None:
     for name in names:
         register(name, push=push)
         COMPLETED[name] = reason
+
+
+def resumes(node: Node) -> bool:
+    """Whether a node's result comes from the tiles before, too."""
+    return node.name in RULES and RULES[node.name].resume is not None
 
 
 def run(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:

@@ -25,7 +25,7 @@ from transforms.tiling.ir.edit import add, replace, sort, traced
 from transforms.tiling.ir.facts import Analysis, Fact
 from transforms.tiling.ir.graph import Node, Value
 from transforms.tiling.ir.loops import Online
-from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Whole
+from transforms.tiling.ir.placement import COMBINE, WHOLE, Partial, Placement, Span, Whole
 from transforms.tiling.ir.terms import Early, Term, align, peel
 from transforms.tiling.mesh.layout import contracted, named
 from transforms.tiling.passes.online.deferral import Finder
@@ -283,12 +283,17 @@ def push_running(node: Node, placements: tuple[Placement, ...]) -> Move:
     return Move((WHOLE,), placements)
 
 
+def resume_running(node: Node, source: Value, given: Any, before: Mapping[Value, Any], span: Span) -> Any:
+    """The extremum up to and with this tile."""
+    return COMBINE[node.params["op"]](before[source], given) if source in before else given
+
+
 def emit_anchor(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
     (value,) = values
     return [jnp.where(node.params["sign"] * value == jnp.inf, jnp.zeros_like(value), value)]
 
 
-register("running", push=push_running)
+register("running", push=push_running, resume=resume_running)
 register("anchor", push=push_running, emit=emit_anchor)
 
 

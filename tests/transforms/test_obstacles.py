@@ -1,0 +1,49 @@
+"""What keeps a graph from being tiled is a value that a pass answers: no exception of our own steers the planner."""
+
+import ast
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import transforms
+from transforms import TileError, tile
+from transforms.tiling.ir import obstacles
+from transforms.tiling.ir.obstacles import Obstacle, Refusal
+from transforms.tiling.passes.driver import ANSWERS
+
+THROUGH_JIT = {"Needed", "Captured"}  # `jax.jit` is to remember nothing of a call that raises these (`api`)
+
+
+def test_no_exception_of_our_own_is_caught():
+    own, caught = set(), set()
+    for path in Path(transforms.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                bases = {getattr(base, "id", "") for base in node.bases}
+                own |= {node.name} if any(base.endswith(("Error", "Exception")) for base in bases) else set()
+            if isinstance(node, ast.ExceptHandler) and node.type is not None:
+                caught |= {n.id for n in ast.walk(node.type) if isinstance(n, ast.Name)}
+    assert "TileError" in own
+    assert own & caught == THROUGH_JIT
+
+
+def test_every_obstacle_but_those_inside_bodies_has_an_answer():
+    kinds = {kind for kind in vars(obstacles).values() if isinstance(kind, type) and issubclass(kind, Obstacle)}
+    inside = {obstacles.Complete, obstacles.Split}  # the walk that meets these answers them itself
+    assert {p.answers for p in ANSWERS} == kinds - inside - {Obstacle}
+
+
+def refused(x):
+    return jnp.sort(jnp.outer(x, x), axis=0)
+
+
+def test_a_program_says_why_it_has_no_plan_without_raising():
+    traced = tile(refused, 0, 4, gather="none")._tracer.trace((jax.ShapeDtypeStruct((400,), "float32"),), {}).program
+    assert isinstance(traced.refusal, Refusal)
+    with pytest.raises(TileError) as error:
+        traced.plan  # noqa: B018
+    assert str(error.value) == traced.refusal.message
+    assert dataclasses.replace(traced, closed=jax.make_jaxpr(jnp.sin)(jnp.ones(400))).refusal is None
