@@ -27,7 +27,7 @@ from transforms.tiling.ir.placement import Partial, Placement, Span, Tiled
 from transforms.tiling.mesh.layout import axes, devices, like, named
 from transforms.tiling.mesh.weight_gather import gathered
 from transforms.tiling.report.memory import temp_bytes
-from transforms.tiling.report.table import describe_pass, totals
+from transforms.tiling.report.table import describe_pass, flops_text, totals
 from transforms.tiling.schedule import runs_once
 
 
@@ -140,6 +140,13 @@ class PassPlan:
         return max((sum(c.nbytes for c in loop.carries) for loop in self.loops), default=0)
 
 
+COLUMNS: dict[str, Callable[[PassPlan], tuple[str, str]]] = {  # what the table says of each, tiled and untiled
+    "temporary memory, estimated": lambda p: (human(p.temp), human(p.untiled_temp)),
+    "largest array inside": lambda p: (human(p.largest), human(p.untiled_largest)),
+    "matrix products": lambda p: (flops_text(p.flops), flops_text(p.untiled_flops)),
+}
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class TilePlan:
     """What `tile` does with a call. It shows itself as a table, printed or as the last line of a notebook's cell.
@@ -167,7 +174,7 @@ class TilePlan:
         lines = [f"{self.length} steps in {count}{where}", ""]
         found = {"value": self.value, "value and gradient": self.gradient}
         known = {name: plan for name, plan in found.items() if plan is not None}
-        lines += totals(known)
+        lines += totals(known, COLUMNS)
         for name, plan in known.items():
             lines += ["", *describe_pass(name, plan)]
         return "\n".join(lines)

@@ -12,13 +12,9 @@ from transforms.tiling.ir.placement import Partial, Stacked, Tiled
 WIDTH = 100
 
 
-def totals(plans: dict[str, Any]) -> list[str]:
-    """Tiled and untiled, side by side."""
-    rows = {
-        "temporary memory, estimated": [(human(p.temp), human(p.untiled_temp)) for p in plans.values()],
-        "largest array inside": [(human(p.largest), human(p.untiled_largest)) for p in plans.values()],
-        "matrix products": [(_flops(p.flops), _flops(p.untiled_flops)) for p in plans.values()],
-    }
+def totals(plans: dict[str, Any], columns: dict[str, Any]) -> list[str]:
+    """Tiled and untiled, side by side: `columns` has for each name what it says of a plan, as two texts."""
+    rows = {name: [column(plan) for plan in plans.values()] for name, column in columns.items()}
     lines = [" " * 28 + "".join(f"{name:>28}" for name in plans)]
     lines.append(" " * 28 + "".join(f"{'tiled':>14}{'untiled':>14}" for _ in plans))
     return lines + [f"{k:28}" + "".join(f"{a:>14}{b:>14}" for a, b in v) for k, v in rows.items()]
@@ -28,12 +24,12 @@ def describe_pass(name: str, plan: Any) -> Iterator[str]:
     yield name if plan.loops else f"{name}: no loops, all of it is whole"
     for i, loop in enumerate(plan.loops, 1):
         tiles = "all at once" if loop.tiles == 1 else f"{loop.tiles} tiles{', backwards' if loop.reverse else ''}"
-        size = f"{loop.equations} equations, {_flops(loop.flops)}, largest array {human(loop.largest)}"
+        size = f"{loop.equations} equations, {flops_text(loop.flops)}, largest array {human(loop.largest)}"
         yield f"  loop {i} of {len(plan.loops)}: {tiles}, {size}"
         yield from _table("gathers", [(g.array, human(g.nbytes), f"to {g.spec}") for g in loop.gathered])
         yield from _table("carries", [(c.array, human(c.nbytes), _made(c)) for c in loop.carries])
         again = sorted(loop.recomputed, key=lambda r: (-r.flops, -r.nbytes))
-        rows = [(f"{r.primitive} {r.array}", _flops(r.flops) if r.flops else "", short(r.where)) for r in again]
+        rows = [(f"{r.primitive} {r.array}", flops_text(r.flops) if r.flops else "", short(r.where)) for r in again]
         rest = [(f"and {len(rows) - SHOWN} smaller", "", "")] if len(rows) > SHOWN else []
         yield from _table("recomputes", rows[:SHOWN] + rest)
     if plan.effects:
@@ -74,7 +70,8 @@ def short(where: str) -> str:
     return re.sub(r"^.*/(?=[^/]*/[^/]*$)", "", where)
 
 
-def _flops(count: float | int) -> str:
+def flops_text(count: float | int) -> str:
+    """FLOPs in the unit that reads best."""
     for unit in ("", "k", "M", "G", "T"):
         if count < 1000:
             return f"{count:.4g} {unit}FLOP"
