@@ -1,4 +1,6 @@
-"""Rows beside the tile: what reads its neighbours along the cut axis is computed on a tile that is a little longer.
+"""The halo, rows beside the tile: what reads its neighbours along the cut axis is computed on a longer tile.
+
+Stencil codes exchange such rows between devices (halo exchange); here they are computed twice.
 
 A shift, a convolution or a window reads rows before and after those that it makes. A loop computes these rows with the
 tile, down to its inputs, and readers that want less take the middle: they are computed twice, in the next tile again.

@@ -1,5 +1,8 @@
 """The forward walk: a placement and a stage for every value of a graph, and what had to be completed on the way.
 
+It is sharding propagation, as in GSPMD (Xu et al. 2021, arXiv:2105.04663) and Shardy, over time in place of devices:
+Tiled, Partial and Whole are Shard, Partial and Replicate of PyTorch's DTensor.
+
 Stage `k` of a Tiled or Partial value: loop `k` is the first that can compute it. Stage `k` of a Whole value: loops
 before `k` must have run. A value that has to be whole for a reader is *completed*: stored by the loop that computes it,
 for the loops after it.

@@ -1,4 +1,7 @@
-"""What a `jax.checkpoint` policy keeps of a tiled forward pass for the backward pass, as whole arrays."""
+"""What a `jax.checkpoint` policy keeps of a tiled forward pass for the backward pass, as whole arrays.
+
+All else is rematerialised there, tile by tile (Chen et al. 2016, arXiv:1604.06174).
+"""
 
 from __future__ import annotations
 

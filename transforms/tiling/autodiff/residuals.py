@@ -1,4 +1,4 @@
-"""What the loops of a program end in is handed to its derivatives, which would need loops of their own to find it.
+"""Residuals: what the loops of a program end in is handed to its derivatives, which would need loops to find it.
 
 The maximum and the denominator of a softmax over the cut axis, and what it weighs, are known once the function has been
 evaluated. They are further results of it then, and further inputs of its backward pass: the backward pass reads them

@@ -1,4 +1,4 @@
-"""Which values of two programs are the same: equal computations of equal inputs."""
+"""Global value numbering: which values of two programs are the same, equal computations of equal inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is computed outside the loops: whole values, from the results of loops before."""
+"""The epilogue of a loop: whole values, computed from its results before another loop reads them, or at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which sums the devices of a mesh may each keep a part of until a loop is over."""
+"""Unreduced sums: those of which the devices of a mesh may each keep a part until a loop is over."""
 
 from __future__ import annotations
 

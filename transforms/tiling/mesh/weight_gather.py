@@ -1,4 +1,4 @@
-"""Weights that a loop's products read, brought before the loop into the form in which those read them."""
+"""All-gathers of weights before the loop whose products read them: loop-invariant, so once and not for each tile."""
 
 from __future__ import annotations
 

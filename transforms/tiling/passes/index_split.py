@@ -1,4 +1,6 @@
-"""Arrays a little longer or shorter than the cut axis: `logits[:, :-1]`, or scores with a sink beside the keys'.
+"""Index-set splitting: arrays a little longer or shorter than the cut axis, `logits[:, :-1]`, or a sink beside keys.
+
+The polyhedral model's word for it (Griebl, Feautrier & Lengauer, Index set splitting, 2000), here by hand.
 
 What is made of such an array is made of its pieces instead. Of a join along the cut axis, these are what was joined:
 each is as long as its operand, and reductions are combined. Of a part, there is one, the whole axis: rows outside the

@@ -1,8 +1,9 @@
-"""States that go from tile to tile, in the direction of a loop, and what loops that go the other way know of them.
+"""Loop-carried state: what goes from tile to tile, in the direction of a loop, and what the other way is known of it.
 
 `carried`, an equation of our own, is what the tiles before this one left: it reads a loop's accumulator. A loop that
 goes the other way cannot have come by it. It begins each tile with the state that an earlier loop found there, and
-stored: `begun`, an array of one state for each tile.
+stored: `begun`, an array of one state for each tile. That is checkpointing of a recurrence with one checkpoint a tile
+(Griewank 1992, treeverse; Griewank & Walther 2000, revolve).
 """
 
 from __future__ import annotations

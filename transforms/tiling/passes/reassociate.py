@@ -1,4 +1,4 @@
-"""Sums over the cut axis of what a matrix product gives, read off the result of another product.
+"""Reassociation: sums over the cut axis of what a matrix product gives, read off the result of another product.
 
 The gradient of `o = p @ v` in `p` is `dp = do @ v.T`, and that of a softmax needs `sum(p * dp)` over the keys: a loop
 of its own, for one number of each query. But the sum is that of `do * o` over the features, and `o` is known.

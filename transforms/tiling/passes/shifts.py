@@ -1,4 +1,4 @@
-"""Neighbours along the cut axis as shifts: slices, padding and joins of one array, brought to the places of its rows.
+"""Neighbours along the cut axis as shifts: slices, padding and joins of one array, so that loops need but a halo.
 
 `jnp.pad(h, (1, 0))[:-1]`, and a join of one row with `h[:-1]`, have as many rows as `h`: they are `h`, shifted by one
 row, with others in the rows that are left. A shift is one `pad` (one more row before, one less after), which runs
