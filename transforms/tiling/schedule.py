@@ -200,7 +200,7 @@ class Planner:
         """The last loop up to `d` that can form a value; the first, if they are eager."""
         if self.eager:
             return self.analysis.fact(value).stage
-        way = self.analysis.ways.get(value)
+        way = self.analysis.fact(value).direction
         return d if way is None else max(k for k in range(d + 1) if self.analysis.backward.get(k, False) == way)
 
     def sinks(self, value: Value) -> bool:
@@ -278,7 +278,7 @@ class Planner:
     def resolve(self, value: Value, want: Placement, d: int, loop: Loop, completed: bool = False) -> Ref:
         """Decide how loop `d` reads `value` as `want`, and ask for what that takes."""
         placement = self.analysis.fact(value).placement
-        if value in self.analysis.running:
+        if self.analysis.fact(value).varies:
             tiled = isinstance(want, Tiled) and self.pulls(value, want) is not None
             return Ref(value, want if tiled else WHOLE, "tile")
         local = not isinstance(placement, Whole) and not completed

@@ -207,7 +207,7 @@ def loop_faults(plan: Schedule) -> Iterator[str]:
         yield from (f"{place}: {fault}" for fault in _step_faults(plan, loop, ready))
         for update in loop.updates:
             # What goes from tile to tile does so anew in each loop that has use for it.
-            again = update.value in plan.analysis.running or update.value in loop.states or _is_kept(update)
+            again = plan.analysis.fact(update.value).varies or update.value in loop.states or _is_kept(update)
             if update.value in ready and not again:
                 yield f"{place}: writes {update.value}, which is there already"
         ready.update(u.value for u in loop.updates)

@@ -35,7 +35,7 @@ def check(found: Analysis, node: Node, move: Move, limits: Limits | None) -> Obs
     if limits.options.shares > 1:
         return Complete(operands, "reads rows that another device holds")
     for i in operands:
-        if (fixed := found.fixed.get(node.inputs[i])) is not None:
+        if (fixed := found.fact(node.inputs[i]).fixed) is not None:
             if fixed.name in REMAT:
                 return Inline(fixed)
             why = f"which `{fixed.name}` at {fixed.where} does not make"
@@ -47,27 +47,19 @@ def check(found: Analysis, node: Node, move: Move, limits: Limits | None) -> Obs
     return None
 
 
-def note(found: Analysis, node: Node, move: Move) -> None:
-    """Remember how far a node's results reach, and whether they can be computed beside the tile."""
-    reach = _reach(found, node, move)
-    sums = any(isinstance(p, Partial) for p in move.outs)
-    fixed = node if sums or bool(node.effects) or _exact(node, move) else None
-    if fixed is None and not found.running.keys().isdisjoint(node.inputs):
-        fixed = node
-    for value, placement in zip(node.inputs, move.ins, strict=True):
-        if fixed is None and isinstance(placement, Tiled):
-            fixed = found.fixed.get(value)
-    for value, placement in zip(node.outputs, move.outs, strict=True):
-        if isinstance(placement, Tiled) and value not in found.stored:
-            found.reach[value] = reach
-            if fixed is not None:
-                found.fixed[value] = fixed
+def taken(found: Analysis, node: Node, move: Move) -> tuple[Reach, Node | None]:
+    """How far a node's results reach, and the equation for which they cannot be computed beside the tile, if any."""
+    exact = bool(node.effects) or _exact(node, move) or any(isinstance(p, Partial) for p in move.outs)
+    if exact or any(found.fact(v).varies for v in node.inputs):
+        return _reach(found, node, move), node
+    cut = [found.fact(v).fixed for v, p in zip(node.inputs, move.ins, strict=True) if isinstance(p, Tiled)]
+    return _reach(found, node, move), next((fixed for fixed in cut if fixed is not None), None)
 
 
 def _reach(found: Analysis, node: Node, move: Move) -> Reach:
     """How many rows before and after its tile a node's results take, all the way from what is whole."""
     both = [(i, v) for i, v in enumerate(node.inputs) if isinstance(move.ins[i], Tiled)]
-    return even(union(plus(found.reach.get(v, ALONE), move.reach.get(i, ALONE)) for i, v in both), grain(move))
+    return even(union(plus(found.fact(v).reach, move.reach.get(i, ALONE)) for i, v in both), grain(move))
 
 
 def _exact(node: Node, move: Move) -> bool:

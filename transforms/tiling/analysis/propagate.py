@@ -130,12 +130,33 @@ def _place(found: Analysis, node: Node, limits: Limits | None, promoted: Mapping
         found.stored.update(v for v, p in zip(node.outputs, move.outs, strict=True) if isinstance(p, Tiled))
     if isinstance(move, Region) and (mixed := _mixed(found, node, move)):
         return Split(node, mixed)
-    stage = _follow(found, node, move, stage)
-    keep_apart(found, node, move)
     found.moves[node] = move
-    found.facts.update((v, Fact(p, stage)) for v, p in zip(node.outputs, move.outs, strict=True))
-    halo.note(found, node, move)
+    read = [found.fact(v) for i, v in enumerate(node.inputs) if (node, i) not in found.completed]
+    moving = resumes(node) or any(f.moving for f in read)
+    keep_apart(found, node, move, moving)
+    _note(found, node, move, stage, moving)
     return None
+
+
+def _note(found: Analysis, node: Node, move: Move, stage: int, moving: bool) -> None:
+    """Note what is known of a node's results: where they stand, and what goes from tile to tile in what direction."""
+    facts = [found.fact(v) for v in node.inputs]
+    varies = resumes(node) or any(f.varies for f in facts)
+    way = next((f.direction for f in facts if f.varies and f.direction is not None), None)
+    if way is not None:
+        stage = found.turned(stage, way)
+    way = way if node.state is None else node.state.reverse
+    last = next((f.direction for f in facts if not f.varies and f.direction is not None), None) if way is None else way
+    reach, fixed = halo.taken(found, node, move)
+    for value, placement in zip(node.outputs, move.outs, strict=True):
+        fact = Fact(placement, stage, moving=moving)
+        if isinstance(placement, Whole) and varies:
+            fact = fact._replace(varies=True, direction=way)
+        elif placement == Partial("last"):
+            fact = fact._replace(direction=last)
+        elif isinstance(placement, Tiled) and value not in found.stored:
+            fact = fact._replace(reach=reach, fixed=fixed)
+        found.facts[value] = fact
 
 
 def _tried(
@@ -211,22 +232,6 @@ def _check_reads(found: Analysis, node: Node, move: Local, limits: Limits | None
         else:
             stack += made.inputs
     return Sink(node, large, tuple(sources)) if large else None
-
-
-def _follow(found: Analysis, node: Node, move: Move, stage: int) -> int:
-    """Note what goes from tile to tile. Returns the first loop that runs the way that the node needs."""
-    read = [found.running[v] for v in node.inputs if v in found.running]
-    way = next((w for w in read if w is not None), None)
-    if way is not None:
-        stage = found.turned(stage, way)
-    if resumes(node) or read:
-        way = way if node.state is None else node.state.reverse
-        found.running.update((v, way) for v, p in zip(node.outputs, move.outs, strict=True) if isinstance(p, Whole))
-    ends = [found.ways[v] for v in node.inputs if v in found.ways] if way is None else [way]
-    if ends:
-        last = (v for v, p in zip(node.outputs, move.outs, strict=True) if p == Partial("last"))
-        found.ways.update(dict.fromkeys(last, ends[0]))
-    return stage
 
 
 def _held(found: Analysis, node: Node, placements: Sequence[Placement]) -> list[int]:

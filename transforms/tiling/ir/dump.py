@@ -86,7 +86,7 @@ def known(analysis: Analysis | None, value: Value) -> str:
         place(fact.placement),
         f"from loop {fact.stage + 1}" if fact.stage else "",
         "stored" if value in analysis.stored else "",
-        "from tile to tile" if value in analysis.running else "",
+        "from tile to tile" if fact.varies else "",
         f"unreduced over {apart}" if apart else "",
     ]
     text = ", ".join(filter(None, words))

@@ -18,8 +18,21 @@ from transforms.tiling.rules import RULES, Move, run
 
 
 class Fact(NamedTuple):
+    """What is known of one value.
+
+    `stage`: the first loop that can compute it; of a Whole value, that which comes after what it needs. `reach`: how
+    many rows beside the tile it takes. `fixed`: the equation for which a cut value is made for the tile alone.
+    `varies`: Whole, but it changes from tile to tile. `direction`: whether only loops that go from the last tile to the
+    first can form it (or only the others), if that matters. `moving`: it depends on the tiles before.
+    """
+
     placement: Placement
     stage: int = 0
+    reach: Reach = ALONE
+    fixed: Node | None = None
+    varies: bool = False
+    direction: bool | None = None
+    moving: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,18 +88,12 @@ class Analysis:
     inputs: frozenset[Value]
     used: set[Value]  # values that an output or another node reads
     stored: set[Value] = dataclasses.field(default_factory=set)  # cut values that are whole before the loops
-    # Whole values that change from tile to tile, and whether they go from the last to the first, if they have an order.
-    running: dict[Value, bool | None] = dataclasses.field(default_factory=dict)
     # Of the loops that have an order, whether they reverse it.
     backward: dict[int, bool] = dataclasses.field(default_factory=dict)
-    ways: dict[Value, bool] = dataclasses.field(default_factory=dict)  # the same, of what only such a loop can form
     apart: Held = dataclasses.field(default_factory=Held)  # sums that each device holds a part of
     limits: Limits | None = None
     typed: dict[Any, str | None] = dataclasses.field(default_factory=dict)
     passing: set[Value] | None = None  # in a region: the values that may be apart
-    reach: dict[Value, Reach] = dataclasses.field(default_factory=dict)  # rows beside the tile that they take
-    fixed: dict[Value, Node] = dataclasses.field(default_factory=dict)  # cut values that are made for the tile alone
-    moving: set[Value] = dataclasses.field(default_factory=set)  # what depends on the tiles before
     grain: int = 1  # tiles hold a multiple of so many rows
 
     def fact(self, value: Value) -> Fact:

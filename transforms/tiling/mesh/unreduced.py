@@ -9,16 +9,16 @@ from transforms.tiling.ir.placement import Partial, Tiled
 from transforms.tiling.mesh.layout import TOGETHER, contracted, named, narrowest, passable, summed
 
 
-def keep_apart(found: Any, node: Node, move: Any) -> None:
-    """Note, in an analysis, which partial sums a node makes or passes on that stay apart."""
-    read = (v for i, v in enumerate(node.inputs) if (node, i) not in found.completed)
-    if not found.running.keys().isdisjoint(node.outputs) or not found.moving.isdisjoint(read):
-        found.moving.update(node.outputs)  # an online sum is rescaled on the way, which takes all of it
+def keep_apart(found: Any, node: Node, move: Any, moving: bool) -> None:
+    """Note, in an analysis, which partial sums a node makes or passes on that stay apart.
+
+    None that is `moving`: an online sum is rescaled on the way, which takes all of it.
+    """
     if node.together:
         return
     for i, value in enumerate(node.outputs):
         allowed = found.passing is None or value in found.passing
-        if move.outs[i] != Partial("sum") or value in found.moving or not allowed:
+        if move.outs[i] != Partial("sum") or moving or not allowed:
             continue
         if bodies := getattr(move, "bodies", ()):
             made = move.apart[i] if move.apart and bodies else TOGETHER
@@ -41,7 +41,13 @@ def postpone(found: Any) -> None:
     alone = passable(found.graph, found.completed)
     for node in found.graph.nodes:
         value = node.outputs[0] if len(node.outputs) == 1 else None
-        if value is None or value not in alone or value in found.moving or node.together or named(value.aval) is None:
+        if (
+            value is None
+            or value not in alone
+            or found.fact(value).moving
+            or node.together
+            or named(value.aval) is None
+        ):
             continue
         source = node.inputs[0] if node.inputs else None
         if isinstance(found.moves[node].outs[0], Tiled) and (node.name == "dot_general" or source in found.apart):

@@ -27,6 +27,7 @@ from transforms.tiling.ir.loops import Schedule
 from transforms.tiling.ir.numbering import merge
 from transforms.tiling.ir.obstacles import Along, Disagreement, Groups, Inline, Obstacle, Promote, Refusal, Sink
 from transforms.tiling.ir.placement import Placement, Span, Tiled
+from transforms.tiling.passes import agreement
 from transforms.tiling.passes.cumulative import carry
 from transforms.tiling.passes.index_split import divide
 from transforms.tiling.passes.loop_state import resize
@@ -122,10 +123,10 @@ def whole_groups(work: Work, groups: Groups) -> bool:
     return True
 
 
-def agreement(work: Work, met: Disagreement) -> bool:
+def agree(work: Work, met: Disagreement) -> bool:
     if not work.limits.allow(met.value):
-        return not met.stored and rounding.agree(met, work.span)
-    rounding.store(work.graph, met.value)
+        return not met.stored and agreement.agree(met, work.span)
+    agreement.store(work.graph, met.value)
     return True
 
 
@@ -176,7 +177,7 @@ def stretched_limit(work: Work, _: Refusal) -> bool:
 
 ANSWERS = (
     Pass("whole groups", whole_groups, "tiles hold whole chunks, patches or strides: a few rows longer", Groups),
-    Pass("agreement", agreement, "no comparison sees what is computed again beside copies of it", Disagreement),
+    Pass("agreement", agree, "no comparison sees what is computed again beside copies of it", Disagreement),
     Pass("make by tiles", make_by_tiles, "whole values that each tile can make its own part of", Promote),
     Pass("inline", inline_call, "a checkpointed body that takes more than one loop", Inline),
     Pass("sink constants", sink_constants, "a scan makes masks and positions itself, in each step", Sink),

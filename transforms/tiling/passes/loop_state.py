@@ -66,9 +66,8 @@ def place(found: Analysis) -> None:
             continue
         stage = max(found.fact(node.outputs[0]).stage, found.fact(state.yielded).stage)
         placement = Stacked(producer(state.stored).params["size"])
-        found.facts[state.stored] = Fact(placement, found.turned(stage, state.reverse))
+        found.facts[state.stored] = Fact(placement, found.turned(stage, state.reverse), direction=state.reverse)
         found.moves[producer(state.stored)] = Move((placement,), (WHOLE,))
-        found.ways[state.stored] = state.reverse
 
 
 def resume_state(node: Node, source: Value, given: Any, before: Mapping[Value, Any], span: Span) -> Any:

@@ -1,0 +1,292 @@
+"""Agreement: what loops compute again, and what knows of it from before, are brought together to the last bit.
+
+What `analysis.rounding` found is mended: a value is stored by the loop that computes it first, or what is computed
+again is told what is known of it, where that stands (a *witness*).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+
+from transforms.tiling.analysis.rounding import Walk, is_mask
+from transforms.tiling.ir.edit import add, replace, sort, traced
+from transforms.tiling.ir.facts import Analysis, Local
+from transforms.tiling.ir.graph import Graph, Node, Value, ancestors, constant, prune
+from transforms.tiling.ir.obstacles import Complete, Disagreement
+from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled
+from transforms.tiling.ir.terms import peel
+from transforms.tiling.mesh.layout import named
+from transforms.tiling.passes.loop_state import begin, leave
+from transforms.tiling.rules import Move, refuse_partial, register
+
+stored_p = Primitive("stored")  # a cut value as the loop left it that computed it first
+witness_p = Primitive("witness")  # the extremum so far, its place, and how many elements equal it
+snapped_p = Primitive("snapped")  # a value that is computed again, with its extremum where that was
+agreed_p = Primitive("agreed")  # the first operand, computed again, as the second: as what is known has it
+
+
+def store(graph: Graph, value: Value) -> None:
+    """Have a cut value stored by the loop that computes it, and read from there by all others."""
+    node = value.producer
+    assert node is not None
+    (kept,) = add(nodes := [], node, stored_p, [value], [value.aval])
+    replace(graph, node, [node], {value: kept})
+    graph.nodes.insert(graph.nodes.index(node) + 1, nodes[0])
+
+
+def agree(met: Disagreement, span: Span) -> bool:
+    """Let an equation see a value, computed again, with what is known of it: its extrema and what was looked up.
+
+    Where several elements are an extremum, they are told by their values, and so is the one that a mask lets through.
+    Returns whether all copies that the equation sees have known places; a sorted one has not.
+    """
+    found, node, value = met.analysis, met.node, met.value
+    graph = found.graph
+    seen = ancestors(graph, [node.outputs[0]] if node.outputs else node.inputs)
+    walk = Walk(found)
+    copying = [n for n, copies in walk.copied.items() if value in copies and not seen.isdisjoint(n.outputs)]
+    if not all(_has_place(found, n, value) for n in copying):
+        return False
+    nodes: list[Node] = []
+    counted: dict[Value, Value] = {}
+    known = value
+    for other in copying:
+        copy = other.outputs[0]
+        if other.name == "gather":
+            more, (known,) = traced(partial(_put, other), [known, other.inputs[1], copy], node)
+            nodes += more
+            continue
+        kind = {"axes": tuple(sorted(other.params["axes"])), "op": other.name.removeprefix("reduce_")}
+        mask = _mask_of(other.inputs[0], value) if kind["op"] == "sum" else None
+        places = _witness(graph, other, span) if mask is None else [mask]
+        lets = _lets_through(value, other.inputs[0]) or []
+        chosen = known
+        for which, case, fill in lets:
+            more, (chosen,) = traced(partial(_select, case), [which, chosen, fill], node)
+            nodes += more
+        (chosen,) = add(nodes, node, snapped_p, [chosen, copy, *places], [value.aval], **kind)
+        for which, case, _ in lets:
+            more, (chosen,) = traced(partial(_select, case), [which, chosen, known], node)
+            nodes += more
+        known = chosen
+        for total in _counts(graph, node, other):
+            more, (counted[total],) = traced(partial(_as, total.dtype), places[-1:], node)
+            nodes += more
+    (known,) = add(nodes, node, agreed_p, [value, known], [value.aval])
+    _read(met, known, nodes)
+    replace(graph, node, nodes, counted, keep=True)
+    sort(graph)
+    graph.nodes[:] = prune(graph).nodes
+    return True
+
+
+def _as(dtype: Any, array: Any) -> Any:
+    return array.astype(dtype)
+
+
+def _read(met: Disagreement, known: Value, nodes: list[Node]) -> None:
+    """Let an equation be computed from `known` in place of a value: what lies between them, once more."""
+    found, graph = met.analysis, met.analysis.graph
+    seen, now = ancestors(graph, met.node.inputs), {met.value: known}
+    for node in graph.nodes[: graph.nodes.index(met.node)]:
+        cut = [v for v in node.outputs if v in seen and isinstance(found.fact(v).placement, Tiled)]
+        if cut and not now.keys().isdisjoint(node.inputs):
+            made = dataclasses.replace(node, inputs=[now.get(v, v) for v in node.inputs], outputs=[], bodies={})
+            made.outputs = [Value(v.aval, made, i) for i, v in enumerate(node.outputs)]
+            nodes.append(made)
+            now.update(zip(node.outputs, made.outputs, strict=True))
+    met.node.inputs = [now.get(v, v) for v in met.node.inputs]
+
+
+def _has_place(found: Analysis, node: Node, value: Value) -> bool:
+    """Whether it is known, or can be found out, where the elements that a node copies stand."""
+    cut = found.fact(value).placement
+    if not isinstance(cut, Tiled) or named(value.aval) is not None:
+        return False
+    if node.name == "reduce_sum":
+        return cut.dim in node.params["axes"] and _mask_of(node.inputs[0], value) is not None
+    if node.name == "gather" and node.inputs[0] is value:
+        return not isinstance(found.fact(node.inputs[1]).placement, Tiled)
+    extremum = node.name in ("reduce_max", "reduce_min") and jnp.issubdtype(value.dtype, jnp.floating)
+    known = extremum and _lets_through(value, node.inputs[0]) is not None
+    return known and cut.major == 1 and cut.dim in node.params["axes"]
+
+
+def _lets_through(value: Value, masked: Value) -> list[tuple[Value, int, Value]] | None:
+    """The masks, the innermost first, between a value and what an extremum is taken of: condition, case and filling."""
+    found: list[tuple[Value, int, Value]] = []
+    while masked is not value:
+        node = masked.producer
+        if node is None or node.name != "select_n" or len(node.inputs) != 3 or node.inputs[0].shape != value.shape:
+            return None
+        filled = [constant(v) is not None for v in node.inputs[1:]]
+        if filled.count(True) != 1:
+            return None
+        case = filled.index(False)
+        found.insert(0, (node.inputs[0], case, node.inputs[2 - case]))
+        masked = node.inputs[1 + case]
+    return found
+
+
+def _select(case: int, which: Any, array: Any, other: Any) -> Any:
+    """Case number `case` of a choice, where `which` says so."""
+    return jnp.where(which if case else ~which, array, other)
+
+
+def _mask_of(masked: Value, value: Value) -> Value | None:
+    """The condition, or zeros and ones, that `masked` is `value` by, and 0 elsewhere."""
+    node = masked.producer
+    if node is None:
+        return None
+    if node.name == "mul" and value in node.inputs:
+        return next((v for v in node.inputs if v is not value and is_mask(v)), None)
+    chosen = node.name == "select_n" and node.inputs[2] is value and node.inputs[0].shape == value.shape
+    return node.inputs[0] if chosen else None
+
+
+def _put(node: Node, array: Any, indices: Any, picked: Any) -> Any:
+    """What a `gather` picked, put where it came from."""
+    numbers = node.params["dimension_numbers"]
+    into = lax.ScatterDimensionNumbers(
+        update_window_dims=numbers.offset_dims,
+        inserted_window_dims=numbers.collapsed_slice_dims,
+        scatter_dims_to_operand_dims=numbers.start_index_map,
+        operand_batching_dims=numbers.operand_batching_dims,
+        scatter_indices_batching_dims=numbers.start_indices_batching_dims,
+    )
+    return lax.scatter(array, indices, picked, into, mode=node.params["mode"])
+
+
+def _witness(graph: Graph, reduction: Node, span: Span) -> list[Value]:
+    """The place of an extremum, along the cut axis and along the others, and how many elements equal it."""
+    (operand,), axes = reduction.inputs, tuple(sorted(reduction.params["axes"]))
+    best, places = reduction.outputs[0].aval, ShapedArray(reduction.outputs[0].shape, jnp.int32)
+    outs = [ShapedArray(best.shape, best.dtype), places, places, places]
+    nodes: list[Node] = []
+    zeros = [Value(ShapedArray((), aval.dtype), const=np.zeros((), aval.dtype)) for aval in outs]
+    before = [begin(nodes, reduction, v, aval, span) for v, aval in zip(zeros, outs, strict=True)]
+    now = add(nodes, reduction, witness_p, [operand, *before], outs, axes=axes, op=reduction.name[-3:])
+    for state, left in zip(before, now, strict=True):
+        leave(state, left)
+    at = graph.nodes.index(reduction)
+    graph.nodes[at:at] = nodes
+    return list(now[1:])
+
+
+def _counts(graph: Graph, node: Node, reduction: Node) -> list[Value]:
+    """The sums, in the derivative of an extremum, which count the elements that equal it."""
+    if node.name != "eq" or reduction.inputs[0] not in node.inputs:
+        return []
+    axes = tuple(sorted(reduction.params["axes"]))
+    converted = [n for n in graph.nodes if n.name == "convert_element_type" and n.inputs[0] is node.outputs[0]]
+    floats = {n.outputs[0] for n in converted}
+    sums = (n for n in graph.nodes if n.name == "reduce_sum" and n.inputs[0] in floats)
+    other = next(v for v in node.inputs if v is not reduction.inputs[0])
+    mine = peel(other, len(reduction.inputs[0].shape))[0] is reduction.outputs[0]
+    return [n.outputs[0] for n in sums if mine and tuple(sorted(n.params["axes"])) == axes]
+
+
+def _column(array: Any, dim: int, axes: tuple[int, ...]) -> Any:
+    """Where each element is along the reduced dimensions but one, row by row."""
+    total: Any = jnp.zeros((), jnp.int32)
+    for d in (d for d in axes if d != dim):
+        total = total * array.shape[d] + lax.broadcasted_iota(jnp.int32, array.shape, d)
+    return total
+
+
+def push_witness(node: Node, placements: tuple[Placement, ...]) -> Move | Complete:
+    cut = placements[0]
+    if not isinstance(cut, Tiled) or cut.major != 1 or cut.dim not in node.params["axes"]:
+        return Complete([0], "takes a place along the cut axis")
+    return Move((Partial("last"),) * 4, (cut, *(WHOLE,) * 4))
+
+
+def emit_witness(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
+    """The best of this tile and those before it, the first place that has it, and how often it is there."""
+    array, *before = _rounded(values[0]), *values[1:]
+    cut, axes = move.ins[0], node.params["axes"]
+    assert isinstance(cut, Tiled)
+    wide = jnp.expand_dims
+    best = array.max(axes) if node.params["op"] == "max" else array.min(axes)
+    ties = array == wide(best, axes)
+    column, last = _column(array, cut.dim, axes), np.iinfo(np.int32).max
+    rows = lax.broadcasted_iota(jnp.int32, array.shape, cut.dim)
+    row = jnp.where(ties, rows, last).min(axes)
+    column = jnp.where(ties & (rows == wide(row, axes)), column, last).min(axes)
+    now = [best, row + jnp.asarray(span.start * cut.minor, jnp.int32), column, ties.sum(axes, dtype=jnp.int32)]
+    better = best > before[0] if node.params["op"] == "max" else best < before[0]
+    better |= jnp.isnan(best) & ~jnp.isnan(before[0])
+    better |= jnp.equal(span.start, 0)
+    found = [jnp.where(better, x, y) for x, y in zip(now, before, strict=True)]
+    found[-1] += jnp.where(~better & (best == before[0]), now[-1], 0)
+    return found
+
+
+def _rounded(array: Any) -> Any:
+    """An array as precise as its dtype says: XLA may leave out conversions to narrow floats."""
+    if array.dtype.itemsize > 2:
+        return array
+    kind = jnp.finfo(array.dtype)
+    return lax.reduce_precision(array, kind.nexp, kind.nmant)
+
+
+def push_snapped(node: Node, placements: tuple[Placement, ...]) -> Move | Complete:
+    if (parts := refuse_partial(node, placements, "is compared with it")) is not None:
+        return parts
+    cut = placements[0]
+    others = (cut if v.shape == node.inputs[0].shape else WHOLE for v in node.inputs[2:])
+    return Move((cut,), (cut, WHOLE, *others))
+
+
+def emit_snapped(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
+    """A tile with what was copied from it before, to the last bit, where that stood."""
+    array, best, *places = _rounded(values[0]), *values[1:]
+    cut, axes = move.ins[0], node.params["axes"]
+    assert isinstance(cut, Tiled)
+    best = jnp.expand_dims(best, axes)
+    near = jnp.abs(array - best) <= (4 * jnp.finfo(array.dtype).eps if array.dtype.itemsize > 2 else 0) * jnp.abs(best)
+    if node.params["op"] == "sum":  # of a mask that lets one element through
+        return [jnp.where(near & (places[0] != 0), best, array)]
+    row, column, count = (jnp.expand_dims(x, axes) for x in places)
+    rows = span.positions(cut, jnp.int32).reshape([-1 if d == cut.dim else 1 for d in range(array.ndim)])
+    here = (rows == row) & (_column(array, cut.dim, axes) == column)
+    largest = node.params["op"] == "max"
+    beyond = array >= best if largest else array <= best
+    inside = jnp.nextafter(best, jnp.full_like(best, -jnp.inf if largest else jnp.inf))
+    # All else stays on the side where it was.
+    lone = jnp.where(here, best, jnp.where(beyond, inside, array))
+    return [jnp.where(count == 1, lone, jnp.where(beyond | near, best, array))]
+
+
+def push_agreed(node: Node, placements: tuple[Placement, ...]) -> Move:
+    return Move(placements[:1], placements[:1] * 2)
+
+
+def emit_agreed(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
+    return values[1:]
+
+
+KEPT = "is kept for comparisons with copies of its elements"
+
+
+def push_stored(node: Node, placements: tuple[Placement, ...]) -> Complete:
+    return Complete([0], KEPT)
+
+
+def store_whole(node: Node, placements: tuple[Placement, ...], limits: Any) -> Move:
+    """Cut as it was, but read slice by slice."""
+    return Local(placements, (WHOLE,), (), (0,), list, reason=KEPT)
+
+
+register("witness", push=push_witness, emit=emit_witness)
+register("snapped", push=push_snapped, emit=emit_snapped)
+register("agreed", push=push_agreed, emit=emit_agreed)
+register("stored", push=push_stored, local=store_whole)
