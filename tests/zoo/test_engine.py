@@ -23,7 +23,8 @@ QUICK = {  # case -> dtype and width of rows
     "qwen3_tied": ("float32", 2),
     "qwen3_moe_mixed": ("float32", 1),
     "smollm3": ("bfloat16", 1),
-    "olmo2": ("float32", 1),
+    "gpt2": ("float32", 2),
+    "gpt_oss": ("bfloat16", 1),
 }
 
 
@@ -132,8 +133,24 @@ def test_bits_do_not_depend_on_the_schedule(case):
     found = [weather(case, dtype, width, schedule % 3, schedule) for schedule in range(25)]
     assert [wrong for wrong, *_ in found] == [0] * len(found)
     preempted, reused = (sum(each) for each in list(zip(*found, strict=True))[1:])
-    assert preempted > 0 or case in ("mistral", "qwen3_moe_mixed")  # whose pages behind the window are free again
+    assert preempted > 0 or case in (
+        "mistral",
+        "qwen3_moe_mixed",
+        "gpt_oss",
+    )  # whose pages behind the window are free again
     assert reused > 0 or case == "llama_dynamic"
+
+
+@pytest.mark.parametrize("case", ["gpt2", "opt", "phi3_long", "gpt_oss"])
+def test_scores_are_the_models_own(case):
+    """Learned positions, frequencies that grow with the text, sinks: pages know of all."""
+    ids = np.random.default_rng(0).integers(3, 97, 38)
+    engine = engine_of(case, width=3)
+    answer = engine.score(ids.tolist())
+    engine.run()
+    logits = jax.jit(lambda model: model(jax.numpy.asarray(ids[None], "int32")), **FAST)(loaded(case))[0]
+    expected = jax.nn.log_softmax(logits)[np.arange(len(ids) - 1), ids[1:]]
+    np.testing.assert_allclose(answer.scores.logprobs, expected, atol=1e-5)
 
 
 @pytest.mark.heavy
