@@ -1,7 +1,7 @@
 """The memory of Gemma-2 2B's head and loss, compiled for a TPU or a GPU that is not here.
 
-    python -m experiments.bench.floor tpu           # v5p; needs jax[tpu]
-    python -m experiments.bench.floor gpu           # needs a JAX with CUDA; uses the first GPU
+    python -m experiments.bench floor tpu           # v5p; needs jax[tpu]
+    python -m experiments.bench floor gpu           # needs a JAX with CUDA; uses the first GPU
 
 N=8192 tokens, D=2304, V=256,000, bfloat16: value and gradients of hidden states and table. The gradients alone are
 1161 MiB. What is printed is the peak beyond the arguments.

@@ -1,7 +1,7 @@
 """A linear head with softcapped cross-entropy and z-loss: untiled, tiled, and as `lax.scan` + `jax.checkpoint`.
 
-    python -m experiments.bench.head                # N=2048 D=512 V=32768 float32, n=8
-    python -m experiments.bench.head --dtype bfloat16 --n 16 --rounds 0     # compile only
+    python -m experiments.bench head                # N=2048 D=512 V=32768 float32, n=8
+    python -m experiments.bench head --dtype bfloat16 --n 16 --rounds 0     # compile only
 
 Temporary memory and products are the compiler's; times are minima over rounds in which the programs take turns.
 """

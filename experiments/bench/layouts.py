@@ -1,8 +1,8 @@
 """A head and its loss on seven layouts of eight devices, untiled and tiled: what devices send, and temporary memory.
 
-    python -m experiments.bench.layouts             # v5e-8, compiled ahead of time; needs jax[tpu]
-    python -m experiments.bench.layouts h100-8      # needs the CUDA plugin
-    python -m experiments.bench.layouts cpu         # eight CPU devices, a small head in float32
+    python -m experiments.bench layouts             # v5e-8, compiled ahead of time; needs jax[tpu]
+    python -m experiments.bench layouts h100-8      # needs the CUDA plugin
+    python -m experiments.bench layouts cpu         # eight CPU devices, a small head in float32
 
 Value and gradients of hidden states and weights. On the CPU B=32 S=128 D=256 V=8192; otherwise B=32 S=2048 D=2048
 V=32768 with float32 parameters, products of bfloat16 and float32 logits. The sequence is cut, n=8.

@@ -1,7 +1,7 @@
 """Temporary memory of a head and its loss against the number of tokens: the README's first picture.
 
-    python -m experiments.bench.memory                # compiles, prints the table, writes memory.json beside this file
-    python -m experiments.bench.memory --draw FILE    # draws the committed figures
+    python -m experiments.bench memory                # compiles, prints the table, writes memory.json beside this file
+    python -m experiments.bench memory --draw FILE    # draws the committed figures
 
 Gemma-2 2B's head, D=2304 and V=256,000, in float32 with plain cross-entropy: value and gradients of hidden states and
 table. What is counted is the compiler's own `memory_analysis()`, beyond arguments and results; nothing is run.
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from experiments.bench.made import made_with
 from transforms import tile
 
 Array = jax.Array
@@ -52,8 +52,7 @@ def temporaries(fn: Callable[..., Array], tokens: int) -> int:
 def measure() -> dict:
     """All figures, with what they were made by."""
     found = {name: [temporaries(fn, tokens) for tokens in TOKENS] for name, fn in PROGRAMS.items()}
-    made = {"command": "python -m experiments.bench.memory", "jax": jax.__version__, "machine": platform.machine()}
-    return {**made, "platform": jax.default_backend(), "tokens": TOKENS, "bytes": found}
+    return {"command": "python -m experiments.bench memory", "made": made_with(), "tokens": TOKENS, "bytes": found}
 
 
 def draw(figures: dict, path: Path) -> None:

@@ -1,7 +1,7 @@
 """Which of a model's training steps fit a TPU slice that is not here: untiled, and with its head cut into tiles.
 
-    python -m experiments.bench.slice               # Gemma-2 2B on a v5e-8, 16,384 tokens of each chip; needs jax[tpu]
-    python -m experiments.bench.slice compile_for=h100-8 batch_size=128     # any override of run.py
+    python -m experiments.bench slice               # Gemma-2 2B on a v5e-8, 16,384 tokens of each chip; needs jax[tpu]
+    python -m experiments.bench slice compile_for=h100-8 batch_size=128     # any override of run.py
 
 Each row is the real step (AdamW, FSDP, layers checkpointed) compiled ahead of time: the compiler's peak of each device,
 or its own words. A row takes minutes.

@@ -1,0 +1,201 @@
+"""Cross-entropy of a linear head with its gradients: this project and what one would otherwise use, taking turns.
+
+    python -m experiments.bench rivals                      # all systems, N=2048 D=512 V=32768 in float32, 8 slices
+    python -m experiments.bench rivals --dtype bfloat16 --write rivals_bfloat16
+    python -m experiments.bench rivals --only tile "scan + checkpoint" --rounds 9
+
+Each runs in an environment of its own, made on first use. Temporary memory is the compiler's own count for JAX, and
+for PyTorch how far resident memory rises in a step beyond what is there before and its results. Products are counted
+in the compiled program, or by PyTorch's counter of operations where it sees them, in units of one (2 N D V); times are
+ratios of medians over rounds in which the systems take turns; errors are relative to the same loss in float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.bench.made import made_with
+from experiments.bench.rivals import environments
+from experiments.bench.rivals.table import SYSTEMS, System
+from experiments.planning.hlo import dot_flops
+
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[2]
+RESULTS = FOLDER / "results"
+MIB = 2**20
+
+
+class Worker:
+    """A system in a process of its own."""
+
+    def __init__(self, system: System, **environment: str):
+        python = environments.python_of(system)
+        self.versions = environments.versions(python, system)
+        inherited = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+        environment |= {"JAX_PLATFORMS": "cpu", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+        if system.environment is None:
+            environment["PYTHONPATH"] = str(ROOT)
+        self.log = tempfile.NamedTemporaryFile("w+", prefix="worker-", suffix=".log")  # noqa: SIM115
+        words = [python, str(FOLDER / "worker.py"), system.side, system.build]
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.log, "text": True}
+        self.process = subprocess.Popen(words, env=inherited | environment, cwd=tempfile.gettempdir(), **pipes)
+
+    def __call__(self, do: str, **command: Any) -> dict[str, Any]:
+        """Carry out a command.
+
+        Raises:
+            environments.Missing: the system cannot.
+        """
+        assert self.process.stdin is not None and self.process.stdout is not None
+        try:
+            print(json.dumps({"do": do, **command}), file=self.process.stdin, flush=True)
+            line = self.process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            words = Path(self.log.name).read_text().strip().splitlines() or ["it ended"]
+            raise environments.Missing(words[-1][:200])
+        answer = json.loads(line)
+        if "error" in answer:
+            raise environments.Missing(answer["error"])
+        return answer
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+        self.log.close()
+
+
+def started(names: Sequence[str]) -> tuple[dict[str, Worker], dict[str, str]]:
+    """The workers of some systems, and why others have none."""
+    workers: dict[str, Worker] = {}
+    missing: dict[str, str] = {}
+    for name in names:
+        try:
+            workers[name] = Worker(SYSTEMS[name])
+        except environments.Missing as error:
+            missing[name] = str(error)
+    return workers, missing
+
+
+def save(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    np.savez(path, **arrays)  # ty: ignore[invalid-argument-type]
+
+
+def draw(tokens: int, embed: int, vocab: int, dtype: str) -> dict[str, np.ndarray]:
+    """Hidden states, weights and labels; the first two are numbers of `dtype`."""
+    rng = np.random.default_rng(0)
+    h = rng.standard_normal((tokens, embed), np.float32)
+    w = rng.standard_normal((embed, vocab), np.float32) / np.float32(embed**0.5)
+    if dtype == "bfloat16":  # drop half of the digits
+        h, w = ((x.view(np.uint32) & 0xFFFF0000).view(np.float32) for x in (h, w))
+    return {"h": h, "w": w, "y": rng.integers(0, vocab, tokens)}
+
+
+def oracle(h: np.ndarray, w: np.ndarray, y: np.ndarray) -> dict[str, np.ndarray]:
+    """The loss and its gradients in float64, a few tokens at a time."""
+    h, w = h.astype(np.float64), w.astype(np.float64)
+    loss, dh, dw = 0.0, np.empty_like(h), np.zeros_like(w)
+    for at in np.array_split(np.arange(len(h)), max(1, len(h) // 128)):
+        z = h[at] @ w
+        top = z.max(1, keepdims=True)
+        p = np.exp(z - top)
+        total = p.sum(1, keepdims=True)
+        rows = np.arange(len(at))
+        loss += (np.log(total) + top)[:, 0].sum() - z[rows, y[at]].sum()
+        p /= total
+        p[rows, y[at]] -= 1
+        dh[at], dw = p @ w.T / len(h), dw + h[at].T @ p / len(h)
+    return {"loss": np.asarray(loss / len(h)), "dh": dh, "dw": dw}
+
+
+def error(found: np.ndarray, true: np.ndarray) -> float:
+    return float(np.linalg.norm(found - true) / np.linalg.norm(true))
+
+
+def measure(names: Sequence[str], sizes: tuple[int, int, int], dtype: str, slices: int, rounds: int) -> dict[str, Any]:
+    """All figures of some systems, and what they were measured with."""
+    tokens, embed, vocab = sizes
+    workers, missing = started(names)
+    rows: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        inputs, outputs = Path(folder) / "inputs.npz", Path(folder) / "outputs.npz"
+        given = draw(*sizes, dtype)
+        save(inputs, given)
+        true = oracle(**given)
+        for name, worker in list(workers.items()):
+            try:
+                told = worker("load", inputs=str(inputs), dtype=dtype, slices=slices)
+                flops = dot_flops(told["hlo"]) if "hlo" in told else told["flops"]
+                worker("step")
+                worker("results", to=str(outputs))
+            except (environments.Missing, ValueError) as problem:
+                missing[name] = str(problem)
+                workers.pop(name).close()
+                continue
+            found = np.load(outputs)
+            rows[name] = {
+                "temporaries": told["temporaries"],
+                "products": None if flops is None else round(flops / (2 * tokens * embed * vocab), 3),
+                **{f"error of {what}": error(found[what], true[what]) for what in ("loss", "dh", "dw")},
+                "versions": worker.versions,
+            }
+        seconds: dict[str, list[float]] = {name: [] for name in workers}
+        for _ in range(rounds):
+            for name, worker in workers.items():
+                seconds[name].append(worker("step")["seconds"])
+    for worker in workers.values():
+        worker.close()
+    for name, row in rows.items():
+        row["time"] = (
+            round(statistics.median(seconds[name]) / statistics.median(seconds["JAX, untiled"]), 2)
+            if (rounds and "JAX, untiled" in seconds)
+            else None
+        )
+    made = {"tokens": tokens, "embed": embed, "vocab": vocab, "dtype": dtype, "slices": slices, "rounds": rounds}
+    return {"made": made_with(), **made, "cores": os.cpu_count(), "systems": rows, "missing": missing}
+
+
+def table(figures: dict[str, Any]) -> str:
+    """The figures as a table in Markdown, the least memory first."""
+    what = "N={tokens} D={embed} V={vocab} {dtype}, {slices} slices, {cores} cores".format(**figures)
+    lines = [f"{what}.", "", "| | temporary MiB | products | time | error of the loss | of dH | of dW |"]
+    lines += ["|---|---|---|---|---|---|---|"]
+    dash = lambda value, text: "-" if value is None else format(value, text)
+    for name, row in sorted(figures["systems"].items(), key=lambda item: item[1]["temporaries"]):
+        errors = " | ".join(f"{row[f'error of {what}']:.1e}" for what in ("loss", "dh", "dw"))
+        bold = f"**{name}**" if name.startswith("tile") else name
+        figure = f"{row['temporaries'] / MIB:.1f} | {dash(row['products'], '.2f')} | {dash(row['time'], '.2f')}"
+        lines.append(f"| {bold} | {figure} | {errors} |")
+    lines += [f"\nNot measured: {name}: {why}" for name, why in figures["missing"].items()]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, value in (("tokens", 2048), ("embed", 512), ("vocab", 32768), ("slices", 8), ("rounds", 5)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--only", nargs="+", choices=SYSTEMS, metavar="SYSTEM", help=f"of {', '.join(SYSTEMS)}")
+    parser.add_argument("--write", metavar="NAME", help="write results/NAME.json beside this file")
+    args = parser.parse_args()
+    sizes = (args.tokens, args.embed, args.vocab)
+    figures = measure(args.only or list(SYSTEMS), sizes, args.dtype, args.slices, args.rounds)
+    print(table(figures))
+    if args.write:
+        figures = {"command": f"python -m experiments.bench rivals --dtype {args.dtype}", **figures}
+        (RESULTS / f"{args.write}.json").write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""The measurements: the READMEs print what is committed, it can be measured again, and a changed figure is seen."""
+
+import copy
+import json
+import subprocess
+import sys
+import venv
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.bench import check
+from experiments.bench.rivals import compare, coverage
+from experiments.bench.rivals.losses import KIND, LOSSES
+from experiments.bench.rivals.table import SYSTEMS
+from experiments.bench.rivals.with_jax import NAMESPACE, untiled
+from tests import quick
+from transforms import tile
+
+README = compare.FOLDER.parent / "README.md"
+SIZES = (64, 16, 256)
+
+
+def committed(name):
+    return json.loads((compare.RESULTS / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize("name", ["rivals", "rivals_bfloat16"])
+def test_tables_of_the_readme_are_drawn_from_what_is_committed(name):
+    assert compare.table(committed(name)) in README.read_text()
+
+
+def test_losses_of_the_readme_are_those_that_are_committed():
+    figures = committed("losses")
+    assert coverage.table(figures) in README.read_text()
+    assert set(figures["losses"]["tile"]) == set(LOSSES) == set(KIND)
+
+
+def test_oracle_is_the_loss_in_float64():
+    given = compare.draw(*SIZES, "bfloat16")
+    assert all(np.asarray(given[k], jnp.bfloat16).astype(np.float32).tolist() == given[k].tolist() for k in "hw")
+    h, w, y = (jnp.asarray(x) for x in given.values())
+    loss, (dh, dw) = jax.value_and_grad(untiled(*SIZES[::2], 1), (0, 1))(h, w, y)
+    true = compare.oracle(**given)
+    for found, name in ((loss, "loss"), (dh, "dh"), (dw, "dw")):
+        assert 0 < compare.error(np.asarray(found, np.float64), true[name]) < 1e-5
+
+
+def test_systems_take_turns_in_processes_of_their_own():
+    names = ["JAX, untiled", "tile", "scan + checkpoint", "MaxText's algorithm"]
+    found = compare.measure(names, SIZES, "float32", slices=4, rounds=2)
+    assert not found["missing"]
+    rows = found["systems"]
+    assert {name: row["products"] for name, row in rows.items()} == dict(zip(names, (3.0, 3.0, 4.0, 4.0), strict=True))
+    assert all(row["temporaries"] < rows["JAX, untiled"]["temporaries"] / 2 for row in list(rows.values())[1:])
+    assert all(row["error of dw"] < 1e-5 and row["time"] > 0 for row in rows.values())
+    assert all(f"| {name}" in compare.table(found).replace("*", "") for name in names)
+
+    changed = copy.deepcopy(rows)
+    assert list(check.differences(rows, changed)) == []
+    changed["tile"]["temporaries"] += 8
+    changed["tile"]["error of dh"] *= 3
+    changed["tile"]["time"] = 99.0
+    said = list(check.differences(rows, changed))
+    assert len(said) == 2
+    assert all(line.startswith("tile: ") for line in said)
+
+
+def linked(python):
+    """In place of an environment, which takes ten seconds to make."""
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+
+
+def test_system_that_cannot_be_installed_is_told(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    monkeypatch.setattr(venv, "create", lambda home, with_pip: linked(home / "bin" / "python"))
+    found = compare.measure(["JAX, untiled", "tokamax"], SIZES, "float32", slices=4, rounds=0)
+    assert list(found["systems"]) == ["JAX, untiled"]
+    assert "Not measured: tokamax: ERROR: No matching distribution found" in compare.table(found)
+    assert not list(tmp_path.rglob("complete"))
+
+
+def test_command_that_is_not_there_is_one_error():
+    words = [sys.executable, "-m", "experiments.bench", "rivlas"]
+    told = subprocess.run(words, capture_output=True, text=True)
+    assert told.returncode == 2
+    assert told.stdout.startswith("error: no measurement is called 'rivlas'; there are: rivals, losses,")
+
+
+@pytest.fixture(scope="module")
+def batch():
+    return {name: jnp.asarray(array) for name, array in coverage.draw().items()}
+
+
+@pytest.mark.parametrize("kind", sorted(set(KIND.values())))
+def test_ordinary_losses_are_right(kind, batch):
+    """All of a kind in one program, so that it is compiled once."""
+    given = {k: v for k, v in batch.items() if k not in ("h", "w")}
+
+    def both(h, w):
+        found = {}
+        for name in (name for name in LOSSES if KIND[name] == kind):
+            loss = lambda h, w, given, fn=LOSSES[name]: fn(NAMESPACE, h @ w, given)
+            for fn in (loss, tile(loss, (0, None, 0), 4)):
+                triple = lambda h, w, fn=fn: 3 * fn(h, w, given)
+                found.setdefault(name, []).append(jax.value_and_grad(triple, (0, 1))(h, w))
+        return found
+
+    for name, (want, got) in quick.jit(both)(batch["h"], batch["w"]).items():
+        for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            assert compare.error(np.asarray(one, np.float64), np.asarray(other, np.float64)) < 2e-5, name
+
+
+def test_every_system_is_built_by_a_function_that_is_there():
+    for system in SYSTEMS.values():
+        source = (compare.FOLDER / f"{system.side}.py").read_text()
+        assert f"def {system.build}(" in source
