@@ -36,7 +36,7 @@ def test_reading_a_plan(capsys):
     found, said = carried_out("reading_a_plan", capsys)
     assert len(found["plan"].gradient.loops) == 1
     assert found["compiled"]["tiled"] < found["compiled"]["untiled"] / 10
-    assert found["plan"].gradient.temp == pytest.approx(found["compiled"]["tiled"], rel=0.15)
+    assert 1 <= found["plan"].gradient.temp / found["compiled"]["tiled"] < 2  # what is alive at once, at most
     assert found["fitted"].tiles > 8 and found["fitted"].size >= 128
     assert [len(run.loops) for run in (found["two"].value, found["two"].gradient)] == [2, 3]
     assert "sort" in found["refusal"] and "reading_a_plan.py" in found["refusal"] and found["refusal"] in said

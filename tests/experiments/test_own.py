@@ -190,7 +190,7 @@ def opened(*words):
     from experiments.runtime import hardware
 
     config, _ = schema.compose([*MICRO[1:], "data.val_fraction=0.1", *words])
-    return batches.open_source(resolve(config, hardware.Device("cpu", "a test", 2**32))[0])
+    return batches.open_source(resolve(config, hardware.Device("cpu", "a test", 2**32)))
 
 
 def test_data_by_name_is_text_or_ids_or_rows(written, tmp_path):
