@@ -26,6 +26,11 @@ def made(x, y):
     return x * y - 1.1 * y
 
 
+def grown(x, y):
+    """An exponential that is computed otherwise where more is fused with it."""
+    return jnp.exp(0.3 * x) * y
+
+
 def shift(h):
     return jnp.pad(h, ((1, 0), (0, 0)))[: len(h)]
 
@@ -44,6 +49,7 @@ STORED = {
     "maximum of some": lambda x, y: (made(x, y) >= jnp.max(made(x, y), 0, where=x > 0, initial=-9.0)).sum(0) * 1.0,
     "relative to the maximum": lambda x, y: nn.relu(made(x, y) - made(x, y).max(0) + 0.0),
     "below the maximum": lambda x, y: nn.relu(-made(x, y).max(0) + made(x, y)),
+    "clamped": lambda x, y: lax.clamp(0.0, grown(x, y) - grown(x, y).max(0), 1.0),
     "root of the distance": lambda x, y: jnp.sqrt(made(x, y).max(0) - made(x, y)).sum(0),
     "logarithm of the distance": lambda x, y: jnp.exp(-jnp.log(made(x, y) - made(x, y).min(0))).astype(jnp.int32),
     "angle": lambda x, y: jnp.acos(made(x, y) / jnp.abs(made(x, y)).max(0)),

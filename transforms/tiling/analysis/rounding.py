@@ -48,7 +48,7 @@ DISCONTINUOUS = names(
 AT_ZERO = names("sqrt rsqrt cbrt log log2 pow div")
 AT_ONE = names("acos asin acosh atanh erf_inv")
 # With a constant 0 as the other operand: what is left of a difference that is never above 0 is then its last bit.
-ONE_SIDED = names("max min")
+ONE_SIDED = names("max min clamp")
 # Equations that are 0 where an operand is.
 THROUGH_ZERO = names("mul abs integer_pow square max min select_n neg convert_element_type div")
 # Equations whose results hold copies of elements of their operands.
@@ -70,7 +70,8 @@ EXACT |= names(
 )
 # Each element of their results depends on many of their operands.
 SUMMING = names("reduce_sum reduce_prod dot_general ragged_dot_general conv_general_dilated scatter-add cumsum")
-ONCE = names("add sub add_any")  # one of these rounds always alike: there is no product to be fused with
+ADDING = names("add add_any")
+ONCE = ADDING | {"sub"}  # one of these rounds always alike: there is no product to be fused with
 
 
 class Origin(NamedTuple):
@@ -326,9 +327,9 @@ def _cancels(value: Value) -> bool:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if node.name == "sub" or (node.name in ("add", "add_any") and any(map(_negated, node.inputs))):
+        if node.name == "sub" or (node.name in ADDING and any(map(_negated, node.inputs))):
             return True
-        if node.name in THROUGH_ZERO or (node.name in ("add", "add_any") and any(map(_zero, node.inputs))):
+        if node.name in THROUGH_ZERO or (node.name in ADDING and any(map(_zero, node.inputs))):
             stack += node.inputs
     return False
 
