@@ -11,6 +11,7 @@ import pytest
 from tests.zoo import hf_tiny
 from tests.zoo.hf_cases import CASES
 from tests.zoo.hf_tiny import FAST, loaded
+from zoo.engine.engine import Engine, Settings
 from zoo.inference.generate import GREEDY, Sampling, _pick, generate, restrict, stopped, stream
 from zoo.models.decoder import widened
 
@@ -185,6 +186,18 @@ def test_greedy_takes_the_largest_whatever_else_is_set():
 def test_what_cannot_be_generated_says_so(how, message):
     with pytest.raises(ValueError, match=message):
         ours(**how)
+
+
+def test_text_beyond_the_learned_positions_is_refused_before_anything_is_read():
+    model, beyond = loaded("gpt2"), "cannot read 65 tokens: this model has learned 64 positions"
+    assert len(next(stream(model, [[5] * 60], 5))) == 1
+    with pytest.raises(ValueError, match=beyond):
+        next(stream(model, [[5] * 60], 6))
+    with pytest.raises(ValueError, match=beyond):
+        jax.eval_shape(model, jnp.zeros((1, 65), "int32"))
+    with pytest.raises(ValueError, match=beyond):
+        Engine(model, Settings(length=65))
+    loaded("neox").check_length(10**6)
 
 
 @pytest.mark.parametrize(

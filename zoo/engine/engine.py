@@ -132,7 +132,8 @@ class Engine:
         clock: seconds, for time limits.
 
     Raises:
-        ValueError: the answers of such a model would depend on others, and `exact` is asked for.
+        ValueError: the model cannot read texts of `length`; or the answers of such a model would depend on others, and
+            `exact` is asked for.
     """
 
     def __init__(
@@ -146,6 +147,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ):
         self.settings = settings = settings or Settings()
+        model.check_length(settings.length)
         config = model.config
         self.dtype = jnp.dtype(model.embed.dtype if dtype is None else dtype)
         platform = next(iter(jax.tree.leaves(model)[0].devices())).platform

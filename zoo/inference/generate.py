@@ -68,17 +68,7 @@ def stream(
         ValueError: no prompt, an empty one, an id outside the vocabulary, no key where one is needed; or the model's
             logits are no numbers.
     """
-    if not prompts or not all(len(prompt) for prompt in prompts) or max_tokens < 1:
-        sizes = [len(prompt) for prompt in prompts]
-        raise ValueError(
-            f"cannot generate {max_tokens} tokens after prompts of {sizes} tokens: each must be at least 1."
-        )
-    if sampling.logit_bias or sampling.presence_penalty or sampling.frequency_penalty:
-        raise ValueError("cannot generate with biases, presence or frequency penalties here: zoo.engine does that.")
-    if key is None and sampling.temperature > 0:
-        raise ValueError("random sampling needs a key: pass key=jax.random.key(seed), or sampling=GREEDY.")
-    for prompt in prompts:
-        check_tokens(np.asarray(prompt), model.config.vocab_size)
+    _check(model, prompts, max_tokens, sampling, key)
     key = jax.random.key(0) if key is None else key
     model = widened(model) if widen else model
     programs = _Programs.of(jnp.dtype(model.embed.dtype if dtype is None else dtype), compiler_options)
@@ -101,6 +91,22 @@ def stream(
         over |= np.isin(found, stops)
         if over.all():
             return
+
+
+def _check(model: Any, prompts: Sequence[Sequence[int]], max_tokens: int, sampling: Sampling, key: Any) -> None:
+    """Raise ValueError where `stream` cannot do what is asked."""
+    if not prompts or not all(len(prompt) for prompt in prompts) or max_tokens < 1:
+        sizes = [len(prompt) for prompt in prompts]
+        raise ValueError(
+            f"cannot generate {max_tokens} tokens after prompts of {sizes} tokens: each must be at least 1."
+        )
+    if sampling.logit_bias or sampling.presence_penalty or sampling.frequency_penalty:
+        raise ValueError("cannot generate with biases, presence or frequency penalties here: zoo.engine does that.")
+    if key is None and sampling.temperature > 0:
+        raise ValueError("random sampling needs a key: pass key=jax.random.key(seed), or sampling=GREEDY.")
+    for prompt in prompts:
+        check_tokens(np.asarray(prompt), model.config.vocab_size)
+    model.check_length(max(map(len, prompts)) + max_tokens - 1)  # the last one is not read
 
 
 @dataclass(frozen=True)

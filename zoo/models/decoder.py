@@ -98,6 +98,10 @@ class Decoder(eqx.Module):
         k, v = (None, None) if cached[0] is None else jax.tree.map(lambda *parts: _joined(parts), *cached)
         return Output(self.normalised(x), k, v, self.balance(routed, tokens.size), pool)
 
+    def check_length(self, length: int) -> None:
+        """Raise ValueError if the model cannot read texts of so many tokens; most read any."""
+        del length
+
     def embedded(
         self, tokens: Integer[Array, "B S"], dtype: DTypeLike, positions: Integer[Array, "#B S"] | None = None
     ) -> Float[Array, "B S D"]:

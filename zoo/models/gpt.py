@@ -76,6 +76,14 @@ class GPT(Decoder):
     head: Float[Array, "V D"] | LowRank | None
     config: GPTLike = eqx.field(static=True)
 
+    def check_length(self, length: int) -> None:
+        """Raise ValueError if the model has learned fewer positions than a text of so many tokens has."""
+        if self.positions is not None and length > self.config.context_length:
+            raise ValueError(
+                f"cannot read {length} tokens: this model has learned {self.config.context_length} positions. "
+                "Give it shorter texts."
+            )
+
     def embedded(
         self, tokens: Integer[Array, "B S"], dtype: DTypeLike, positions: Integer[Array, "#B S"] | None = None
     ) -> Float[Array, "B S D"]:
@@ -83,6 +91,8 @@ class GPT(Decoder):
         x = super().embedded(tokens, dtype)
         if self.positions is None:
             return x
+        if positions is None:
+            self.check_length(tokens.shape[1])
         places = jnp.arange(tokens.shape[1], dtype=tokens.dtype) if positions is None else positions
         places = jnp.zeros_like(tokens) + places + self.config.position_offset
         return x + lookup(self.positions, places, dtype)
