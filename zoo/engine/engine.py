@@ -222,17 +222,18 @@ class Engine:
             self.scheduler.refuse()
         answers: list[Answer] = []
         blind = sampling.adjusts and self.settings.flights > 2  # penalties need all ids but the newest, which is there
+        ids, limit, deadline = list(map(int, prompt)), len(prompt) + max_tokens, self._clock() + seconds
         for i in range(n):
-            text = Text(
-                ids=list(map(int, prompt)), limit=len(prompt) + max_tokens, priority=priority,
-                deadline=self._clock() + seconds, leader=answers[0].text if i else None, patient=drafts > 0 or blind,
-            )  # fmt: skip
+            leader = answers[0].text if i else None
+            text = Text(ids.copy(), limit, priority, deadline, leader=leader, patient=drafts > 0 or blind)
             own = dataclasses.replace(sampling, seed=(sampling.seed + i * 0x9E3779B9) & 0xFFFFFFFF)
-            heed = watch[i] if watch else None
-            answers.append(Answer(text, own, frozenset(stop), heed, top, drafts))
-            self.scheduler.submit(text)
-            self._answers[text] = answers[-1]
+            answers.append(self._wait(Answer(text, own, frozenset(stop), watch[i] if watch else None, top, drafts)))
         return answers
+
+    def _wait(self, answer: Answer) -> Answer:
+        self.scheduler.submit(answer.text)
+        self._answers[answer.text] = answer
+        return answer
 
     def score(self, ids: Sequence[int], *, first: int = 1, priority: int = 0, seconds: float = math.inf) -> Answer:
         """Let a text wait to be scored: log-probability, entropy and rank of every id from number `first` on.
@@ -254,10 +255,7 @@ class Engine:
             fresh=first - 1,
         )
         nothing = np.full((2, len(ids) - 1), np.nan, np.float32)
-        answer = Answer(text, GREEDY, scores=Scores(*nothing, np.full(len(ids) - 1, -1)))
-        self.scheduler.submit(text)
-        self._answers[text] = answer
-        return answer
+        return self._wait(Answer(text, GREEDY, scores=Scores(*nothing, np.full(len(ids) - 1, -1))))
 
     def cancel(self, answer: Answer) -> None:
         """End an answer; its pages are free."""

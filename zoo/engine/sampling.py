@@ -189,23 +189,8 @@ def pick(
         rules.adjusts.any(), lambda: _adjusted(logits, rules, positions, tokens, places), lambda: logits
     )
     norm = jax.nn.logsumexp(logits, axis=-1)
-    greedy = rules.temperature == 0
-    scaled = adjusted / jnp.where(greedy, 1, rules.temperature)[:, None]
-    cuts = (rules.top_k < logits.shape[1]) | (rules.top_p < 1) | (rules.min_p > 0)
-    least = jax.lax.cond(
-        (cuts & (rules.temperature > 0)).any(),
-        lambda: jnp.where(cuts, threshold(scaled, rules.top_k, rules.top_p, rules.min_p), -jnp.inf),
-        lambda: jnp.full(len(logits), -jnp.inf),
-    )
-    kept = jnp.where(scaled < least[:, None], -jnp.inf, scaled)
-    drawn = jax.lax.cond(
-        (rules.temperature > 0).any(),
-        lambda: _drawn(kept, rules.seed, places),
-        lambda: jnp.zeros(len(logits), jnp.int32),
-    )
-    ids = jnp.where(greedy, jnp.argmax(adjusted, axis=-1), drawn)
-    of = lambda values, index: jnp.take_along_axis(values, index[:, None], axis=1)[:, 0]
-    target = of(logits, targets)
+    ids, drawn = _chosen(adjusted, rules, places)
+    target = _of(logits, targets)
     entropy, rank = jax.lax.cond(
         rules.scores,
         lambda: (_entropy(logits, norm), (logits > target[:, None]).sum(-1, dtype=jnp.int32)),
@@ -218,13 +203,34 @@ def pick(
     )
     return Picked(
         ids=jnp.where(jnp.isnan(norm), -1, ids).astype(jnp.int32),
-        full=of(logits, ids) - norm,
-        drawn=jnp.where(greedy, 0, of(kept, ids) - jax.nn.logsumexp(kept, axis=-1)),
+        full=_of(logits, ids) - norm,
+        drawn=drawn,
         target=target - norm,
         entropy=entropy,
         rank=rank,
         top=(top, values - norm[:, None]),
     )
+
+
+def _of(values, index):
+    return jnp.take_along_axis(values, index[:, None], axis=1)[:, 0]
+
+
+def _chosen(adjusted, rules, places):
+    """Return the id that each row picks, and its log-probability among what temperature and cuts leave."""
+    rows, vocab = adjusted.shape
+    greedy = rules.temperature == 0
+    scaled = adjusted / jnp.where(greedy, 1, rules.temperature)[:, None]
+    cuts = (rules.top_k < vocab) | (rules.top_p < 1) | (rules.min_p > 0)
+    least = jax.lax.cond(
+        (cuts & ~greedy).any(),
+        lambda: jnp.where(cuts, threshold(scaled, rules.top_k, rules.top_p, rules.min_p), -jnp.inf),
+        lambda: jnp.full(rows, -jnp.inf),
+    )
+    kept = jnp.where(scaled < least[:, None], -jnp.inf, scaled)
+    drawn = jax.lax.cond((~greedy).any(), lambda: _drawn(kept, rules.seed, places), lambda: jnp.zeros(rows, jnp.int32))
+    ids = jnp.where(greedy, jnp.argmax(adjusted, axis=-1), drawn)
+    return ids, jnp.where(greedy, 0, _of(kept, ids) - jax.nn.logsumexp(kept, axis=-1))
 
 
 def _adjusted(logits, rules, positions, tokens, places):
