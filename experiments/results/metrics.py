@@ -34,7 +34,8 @@ class Record:
     mfu: float | None = None  # share of what the devices can do at most, where that is known
     memory_bytes: int | None = None
     peak_memory_bytes: int | None = None
-    held_out_loss: float | None = None
+    held_out_loss: float | None = None  # nats per token; of pairs of answers the objective
+    held_out_objective: float | None = None  # a user's own loss
     held_out_bits_per_byte: float | None = None
     held_out_accuracy: float | None = None
 
@@ -49,8 +50,10 @@ def describe(record: Record) -> str:
     if record.held_out_accuracy is not None:
         return f"loss {record.held_out_loss:.3f}, {record.held_out_accuracy:.0%} of pairs right"
     if record.held_out_bits_per_byte is not None:
-        return f"{record.held_out_bits_per_byte:.3f} bits per byte"
-    return f"{record.held_out_loss:.3f} nats per token"
+        text = f"{record.held_out_bits_per_byte:.3f} bits per byte"
+    else:
+        text = f"{record.held_out_loss:.3f} nats per token"
+    return text if record.held_out_objective is None else f"{text}, objective {record.held_out_objective:.4g}"
 
 
 class Recorder:

@@ -100,9 +100,11 @@ def _figure(plt: Any, width: float, height: float, columns: int = 1, **spaces: f
 def _loss(plt: Any, records: list[Record], known: dict[str, Any], name: str) -> Any:
     in_bits = any(record.bits_per_byte is not None for record in records)
     field, unit = ("bits_per_byte", "bits per byte") if in_bits else ("loss", "nats per token")
-    unit, text = ("loss of a pair of answers", "pairs") if known["paired"] else (unit, "text")
+    own = not in_bits and any(record.held_out_objective is not None for record in records)
+    unit = "loss of a pair of answers" if known["paired"] else "the objective" if own else unit
+    text = "pairs" if known["paired"] else "text"
     train = _series(records, field)
-    held_out = _series(records, f"held_out_{field}")
+    held_out = _series(records, "held_out_objective" if own else f"held_out_{field}")
     figure, axes = _figure(plt, 7.2, 4.4)
     if len(train[0]):
         smooth = len(train[0]) >= 40

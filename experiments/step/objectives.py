@@ -50,8 +50,17 @@ def _(config: configs.Custom) -> Loss:
 
 
 def held_out(config: configs.Objective) -> Loss:
-    """Return what held-out text is measured by: nats per token, or the objective itself where that compares answers."""
-    return build(config) if isinstance(config, configs.Paired) else cross_entropy
+    """Return what held-out text is measured by: nats per token, or the objective itself where that compares answers.
+
+    Beside a user's own loss, `objective` of the same text: nats are what runs of different losses can be compared by.
+    """
+    if isinstance(config, configs.Paired):
+        return build(config)
+    return functools.partial(_with_own, own=build(config)) if isinstance(config, configs.Custom) else cross_entropy
+
+
+def _with_own(*args, own: Loss):
+    return cross_entropy(*args)[0], {"objective": own(*args)[0]}
 
 
 def cross_entropy(models, hiddens, targets, mask, *, z_loss: float = 0.0, smoothing: float = 0.0):

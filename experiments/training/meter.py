@@ -20,6 +20,7 @@ from experiments.step import optimizer
 from experiments.step.build import Programs, inputs
 
 BESIDE = ("cross_entropy", "accuracy", "margin")  # what an objective may measure that records have a place for
+MEASURED = ("loss", "accuracy", "objective")  # of what is held out
 MOST_SKIPPED = 100  # updates in a row that on_nan=skip leaves out
 
 
@@ -39,7 +40,7 @@ class HeldOut:
         self._evaluate, self._source = programs.evaluate, source
         self._every, self._steps = programs.config.eval.every, programs.config.steps
         self._batches = source.held_out_batches(configs.chosen(programs.config.eval.batches))
-        self._paired = programs.config.paired
+        self._paired, self._own = programs.config.paired, isinstance(programs.config.objective, configs.Custom)
 
     def due(self, step: int) -> bool:
         """Return whether it is measured after a step."""
@@ -47,17 +48,18 @@ class HeldOut:
 
     def measure(self, model: Any, frozen: Any, record: Record, ask: Callable[[], None] = lambda: None) -> Record:
         """Return a record with what a model was measured at; `ask` is called before each batch, and may raise."""
-        count, put, total = 0.0, meshes.feeder(self._source.batch_size), {"loss": 0.0, "accuracy": 0.0}
+        count, put, total = 0.0, meshes.feeder(self._source.batch_size), dict.fromkeys(MEASURED, 0.0)
         for index in range(self._batches):
             ask()
             batch = self._source.held_out_batch(index, self._batches)
             found = self._evaluate(inputs(put(_rows_of(batch)), frozen if self._paired else None), model)
             total = {name: total[name] + float(found.get(name, 0)) * batch.weight for name in total}
             count += batch.weight
-        loss, accuracy = (total[name] / max(count, 1) for name in ("loss", "accuracy"))
+        loss, accuracy, objective = (total[name] / max(count, 1) for name in MEASURED)
         return dataclasses.replace(
             record,
             held_out_loss=loss,
+            held_out_objective=objective if self._own else None,
             held_out_bits_per_byte=bits_per_byte(loss, self._source.bytes_per_token),
             held_out_accuracy=accuracy if self._paired else None,
         )

@@ -221,6 +221,17 @@ def test_the_loss_of_pairs_is_not_of_text():
     assert not outside and not over
 
 
+def test_a_loss_of_ones_own_is_drawn_beside_the_same_of_what_is_held_out():
+    made = [
+        dataclasses.replace(record, bits_per_byte=None, held_out_objective=7.5 if record.held_out_loss else None)
+        for record in records()
+    ]
+    words, outside, over = drawn(plots._loss, made, table.facts(plan(), resolved()), "own")
+    assert "the objective" in words and "7.50" in words and "nats" not in words
+    assert not outside and not over
+    assert metrics.describe(made[0]) == "8.000 bits per byte, objective 7.5"
+
+
 def test_pictures_are_drawn_again_from_what_the_run_left(tmp_path, capsys):
     assert plots_command.main([str(tmp_path)]) == 1
     assert f"error: there is no run at {tmp_path}: it has no plan.json" in capsys.readouterr().err
