@@ -19,6 +19,7 @@ LIGHT = "not heavy"  # as in pyproject.toml
 def pytest_addoption(parser):
     group = parser.getgroup("sample", "which cases run")
     group.addoption("--all", action="store_true", help="every case that is not heavy, redundant ones too")
+    group.addoption("--rest", action="store_true", help="the light cases that a run without options leaves out")
     group.addoption("--seed", default="0", help="of the hash that chooses among the cases of a row")
     group.addoption("--share", type=float, default=1.0, metavar="F", help="of the cases, chosen by the same hash")
     help = "start no case after so many minutes; what was left out is printed"
@@ -62,24 +63,25 @@ def position(item, seed: str) -> float:
     return int.from_bytes(digest) / 2**64
 
 
-def choose(items: list, sampled: bool, share: float, seed: str) -> list:
-    """Return the cases that run, in their order."""
+def choose(items: list, sampled: bool, share: float, seed: str, rest: bool = False) -> list:
+    """Return the cases that run, in their order; or, of a sample, those that do not."""
     kept = [item for item in items if position(item, seed) < share]
     if sampled:
         rows = defaultdict(list)
         for item in kept:
             rows[row(item)].append(item)
         first = {min(cases, key=lambda item: position(item, seed)).nodeid for cases in rows.values()}
-        kept = [item for item in kept if item.nodeid in first]
+        kept = [item for item in kept if (item.nodeid in first) != rest]
     return kept
 
 
 @pytest.hookimpl(trylast=True)  # after `-m` and `-k`
 def pytest_collection_modifyitems(config, items):
     option = config.option
-    kept = choose(items, option.sampled, option.share, option.seed)
+    kept = choose(items, option.sampled, option.share, option.seed, option.rest)
     rows, kept_rows = {row(item) for item in items}, {row(item) for item in kept}
-    config.left_out = {"cases": len(items), "run": len(kept), "rows": len(rows - kept_rows)}
+    missing = 0 if option.rest else len(rows - kept_rows)
+    config.left_out = {"cases": len(items), "run": len(kept), "rows": missing}
     if len(kept) < len(items):
         chosen = {item.nodeid for item in kept}
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
@@ -119,8 +121,14 @@ def pytest_terminal_summary(terminalreporter, config):
 
 def summary(cases: int, run: int, rows: int, late: int, option) -> str:
     """Return what ran and what did not, in one line."""
-    redundant = " and, but for `--all`, one case of each row" if option.sampled else ""
-    share = f"{option.share:.0%} of the cases" if option.share < 1 else "every row"
+    redundant = " and, but for `--all`, one case of each row" if option.sampled and not option.rest else ""
+    share = (
+        f"{option.share:.0%} of the cases"
+        if option.share < 1
+        else "what a sample leaves out"
+        if option.rest
+        else "every row"
+    )
     lacking = f"{late} cases for want of time ({option.minutes:g} minutes)" if late else ""
     missing = str(rows) if rows else ""
     out = " and ".join(filter(None, (missing, lacking))) or "none"

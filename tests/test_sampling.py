@@ -79,6 +79,13 @@ def test_what_is_named_runs(run, words, count):
     assert len(run(*words)[0]) == count
 
 
+def test_the_rest_is_what_a_sample_leaves_out(run):
+    for words in ([], ["--seed", "1"]):
+        sampled, (rest, out) = run(*words)[0], run("--rest", *words)
+        assert sorted([*sampled, *rest]) == sorted(run("--all")[0])
+        out.fnmatch_lines([f"{CASES - ROWS} of {CASES} cases were run: what a sample leaves out (seed *"])
+
+
 def test_heavy_cases_all_run(run):
     assert len(run("-m", "heavy")[0]) == 3
 
