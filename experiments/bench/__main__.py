@@ -2,6 +2,8 @@
 
 rivals      a linear head's cross-entropy and gradients, by this project and by what one would otherwise use
 losses      which of 53 ordinary losses each system slices, and gets right
+steps       a small model's training step, start-up and decoding, by run.py, by hand, and by other frameworks
+figures     pictures of these: memory against tokens, errors against slices, losses that are right
 check       measures again what is committed and can be counted exactly, and says what changed
 memory      temporary memory against tokens: the README's first picture
 head        a head with softcap and z-loss: memory, products, time
@@ -13,8 +15,13 @@ slice       training steps of Gemma-2 2B compiled for a slice of a pod
 import runpy
 import sys
 
-MODULES = {"rivals": "rivals.compare", "losses": "rivals.coverage"}
-NAMES = ("rivals", "losses", "check", "memory", "head", "layouts", "floor", "slice")
+MODULES = {
+    "rivals": "rivals.compare",
+    "losses": "rivals.coverage",
+    "steps": "rivals.steps",
+    "figures": "rivals.figures",
+}
+NAMES = ("rivals", "losses", "steps", "figures", "check", "memory", "head", "layouts", "floor", "slice")
 
 if __name__ == "__main__":
     name = sys.argv[1] if len(sys.argv) > 1 else ""

@@ -17,7 +17,7 @@ from typing import Any
 
 from experiments.bench import memory
 from experiments.bench.made import comparable, made_with
-from experiments.bench.rivals import compare, coverage
+from experiments.bench.rivals import compare, coverage, figures, steps
 from experiments.bench.rivals.table import SYSTEMS
 
 OURS = [name for name, system in SYSTEMS.items() if system.environment is None]
@@ -29,13 +29,23 @@ def again(then: dict[str, Any]) -> dict[str, Any]:
     return compare.measure(OURS, sizes, then["dtype"], then["slices"], rounds=0)["systems"]
 
 
+def drawn(then: dict[str, Any]) -> dict[str, Any]:
+    """What pictures show of these systems."""
+    memory = figures.memory(OURS, then["memory"]["tokens"])
+    slicing = [name for name in OURS if SYSTEMS[name].tiles]
+    return {"memory": {"bytes": memory}, "errors": {"errors": figures.errors(slicing, then["errors"]["slices"])}}
+
+
 MEASURED: dict[Path, Callable[[dict[str, Any]], dict[str, Any]]] = {
     memory.FIGURES: lambda then: memory.measure()["bytes"],
     compare.RESULTS / "rivals.json": again,
     compare.RESULTS / "rivals_bfloat16.json": again,
+    compare.RESULTS / "figures.json": drawn,
+    compare.RESULTS / "steps.json": lambda then: steps.counted(then["dtype"]),
+    compare.RESULTS / "steps_bfloat16.json": lambda then: steps.counted(then["dtype"]),
     compare.RESULTS / "losses.json": lambda then: coverage.measure(["tile"], list(then["losses"]["tile"]))["losses"],
 }
-WHERE = {"memory": "bytes", "losses": "losses"}  # what is measured, in a file's figures; of others the systems
+WHERE = {"memory": "bytes", "losses": "losses"}  # what is measured, in a file's figures; of others the systems, or all
 
 
 def differences(then: Any, now: Any, at: str = "") -> Iterator[str]:
@@ -58,7 +68,7 @@ def main() -> None:
     for path, measure in MEASURED.items():
         then = json.loads(path.read_text())
         same = comparable(then["made"], made_with())
-        found = list(differences(then[WHERE.get(path.stem, "systems")], measure(then)))
+        found = list(differences(then.get(WHERE.get(path.stem, "systems"), then), measure(then)))
         told = "as committed" if not found else f"{len(found)} changed" + ("" if same else ", not comparable")
         print(f"{path.name}: {told}", *found, sep="\n  ", flush=True)
         if not same:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import subprocess
 import sys
 import venv
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from experiments.bench import check
-from experiments.bench.rivals import compare, coverage
+from experiments.bench.rivals import compare, coverage, figures, step_jax, steps
 from experiments.bench.rivals.losses import KIND, LOSSES
 from experiments.bench.rivals.table import SYSTEMS
 from experiments.bench.rivals.with_jax import NAMESPACE, untiled
@@ -66,6 +67,49 @@ def test_systems_take_turns_in_processes_of_their_own():
     said = list(check.differences(rows, changed))
     assert len(said) == 2
     assert all(line.startswith("tile: ") for line in said)
+
+
+@pytest.mark.parametrize("name", ["steps", "steps_bfloat16"])
+def test_steps_of_the_readme_are_those_that_are_committed(name):
+    figures = committed(name)
+    assert steps.table(figures) in README.read_text()
+    losses = [row["losses"] for row in figures["systems"].values()]
+    assert len(losses) == 6 and not figures["missing"]
+    close = 1e-6 if name == "steps" else 1e-3  # the same weights, tokens and AdamW
+    np.testing.assert_allclose(losses, [losses[0]] * 6, rtol=close)
+
+
+def test_a_step_by_hand_is_the_one_of_run(monkeypatch, tmp_path):
+    small = {"vocab_size": 160, "num_layers": 2, "embed_dim": 32, "mlp_dim": 48, "head_dim": 16, "context_length": 16}
+    monkeypatch.setattr(steps, "SIZES", steps.SIZES | small)
+    steps.saved(str(tmp_path))
+    ids = np.random.default_rng(0).integers(0, 160, (2, 16)).astype(np.int32)
+    losses = []
+    for build in (step_jax.run_tiled, step_jax.by_hand):
+        _, step = build(str(tmp_path), ids, "float32")
+        losses.append([step() for _ in range(3)])
+    np.testing.assert_allclose(losses[0], losses[1], rtol=2e-6)
+    assert losses[0][2] < losses[0][0]
+
+
+def test_pictures_are_those_of_what_is_committed(tmp_path):
+    of = {"memory": figures.draw_memory, "errors": figures.draw_errors}
+    for name, draw in of.items():
+        draw(committed("figures")[name], tmp_path / f"compare_{name}.svg")
+    figures.draw_losses(committed("losses"), tmp_path / "compare_losses.svg")
+    for name in ("memory", "errors", "losses"):
+        drawn = (tmp_path / f"compare_{name}.svg").read_text()
+        text = lambda svg: re.findall(r"<!-- (.*?) -->", svg)  # words, whichever fonts there are
+        assert text(drawn) == text((figures.PICTURES / f"compare_{name}.svg").read_text())
+
+
+def test_points_are_measured_in_one_process_each():
+    names = ["JAX, untiled", "tile", "scan + checkpoint"]
+    points = [((64, 16, 256), 2), ((64, 16, 256), 4)]
+    found = figures.swept(names, points, "float32", None)
+    assert found["JAX, untiled"][0] == found["JAX, untiled"][1] > found["tile"][0] > found["tile"][1]
+    found = figures.swept(names, points, "bfloat16", "dw")
+    assert all(1e-4 < error < 1e-2 for errors in found.values() for error in errors)
 
 
 def linked(python):
