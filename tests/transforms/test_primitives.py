@@ -1,6 +1,7 @@
 """Every primitive that there is has a decision: a rule, a body in its place, or a refusal with its reason."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ from jax.extend.core import Primitive
 
 from tests.helpers import equations
 from transforms import TileError, tile
+from transforms.tiling import primitives
 from transforms.tiling.ir.graph import CALLS, CUSTOM_CALLS, REMAT, SOLVE, Node, Value
 from transforms.tiling.ir.obstacles import Complete, Refusal
 from transforms.tiling.ir.placement import Partial, Tiled
@@ -41,8 +43,21 @@ ragged_dot_general remat remat2 reshard scan sharding_constraint shard_map while
 """.split()
 
 
+WORDS = set(re.findall(r"^    (\w+) {2,}\S", primitives.__doc__, re.MULTILINE))
+OF_OTHER_VERSIONS = {"expand_dims", "relayout"}
+
+
 def decided() -> set[str]:
     return {*RULES, *CALLS, *CUSTOM_CALLS, *REMAT, SOLVE}
+
+
+def test_the_table_has_each_primitive_once_and_its_words_are_explained(harvest):
+    names = [name for line in primitives.TABLE.splitlines() for name in line.partition("|")[0].split()]
+    assert sorted(names) == sorted(set(names)) == sorted(primitives.PROPERTIES)
+    assert {word for words in primitives.PROPERTIES.values() for word in words} == WORDS
+    own = {"chosen", "scan_part", "stored"}  # the graph's, of no primitive of JAX
+    unknown = set(names) - own - {*harvest[0], *harvest[1]} - decided()
+    assert unknown <= OF_OTHER_VERSIONS
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@
     inputs     which arrays of a call are cut, and along which dimension: axes, annotations, Auto meshes
     ir         jaxprs as graphs; placements (Whole, Tiled, Partial), what is known of each value, loops; edits, effects
     rules      one entry per primitive: where a cut dimension goes (sharding propagation, as in GSPMD and Shardy)
+    primitives what is true of each primitive wherever it runs: discontinuous, elementwise, copying, ...
     analysis   graph -> facts: propagation, halos, footprint limits, what may not be compared across loops
     passes     graph -> graph: the rewrites that let more be cut, and the driver that tries them in order
     schedule   facts -> loops: loop fission, each result in the latest loop that its readers allow

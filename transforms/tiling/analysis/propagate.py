@@ -21,10 +21,12 @@ from transforms.tiling.ir.facts import Analysis, Completion, Fact, Local, Region
 from transforms.tiling.ir.graph import REMAT, Graph, Node, Value
 from transforms.tiling.ir.obstacles import Along, Complete, Inline, Obstacle, Promote, Refusal, Sink, Split
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Tiled, Whole
-from transforms.tiling.mesh.layout import FLOWS, Apart, passable
+from transforms.tiling.mesh.layout import Apart
+from transforms.tiling.mesh.sums import FLOWS, passable
 from transforms.tiling.mesh.unreduced import keep_apart, postpone
 from transforms.tiling.passes.loop_state import place
 from transforms.tiling.passes.recut import recut
+from transforms.tiling.primitives import having
 from transforms.tiling.rules import RULES, Move, partial, resumes, tiled
 from transforms.tiling.rules.bodies import wait
 
@@ -207,7 +209,7 @@ def _check_picked(node: Node, move: Move, limits: Limits | None) -> Obstacle | N
     return None
 
 
-PICKS = ("slice", "dynamic_slice", "gather")
+PICKS = having("picks")
 
 
 def _check_reads(found: Analysis, node: Node, move: Local, limits: Limits | None) -> Sink | None:

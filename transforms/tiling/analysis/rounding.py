@@ -36,41 +36,13 @@ from transforms.tiling.ir.graph import Graph, Node, Value, bodies, constant
 from transforms.tiling.ir.loops import Loop, Schedule
 from transforms.tiling.ir.obstacles import Disagreement, Refusal
 from transforms.tiling.ir.placement import Placement, Tiled
+from transforms.tiling.primitives import having
 
-names = lambda text: frozenset(text.split())
-# Equations that a last bit may change by more than that. Conversions to integers, too: see `_jumps`.
-DISCONTINUOUS = names(
-    """eq ne lt le gt ge eq_to lt_to le_to floor ceil round sign rem sort top_k approx_top_k argmax argmin
-    bitcast_convert_type nextafter population_count"""
-)
-# Equations that are not smooth where their operand is 0, as the difference of a value and a copy of it may be; of a
-# quotient, the divisor. And those that end where that divided by a copy of it may be.
-AT_ZERO = names("sqrt rsqrt cbrt log log2 pow div")
-AT_ONE = names("acos asin acosh atanh erf_inv")
-# With a constant 0 as the other operand: what is left of a difference that is never above 0 is then its last bit.
-ONE_SIDED = names("max min clamp")
-# Equations that are 0 where an operand is.
-THROUGH_ZERO = names("mul abs integer_pow square max min select_n neg convert_element_type div")
-# Equations whose results hold copies of elements of their operands.
-COPYING = names(
-    """reduce_max reduce_min sort top_k approx_top_k gather slice dynamic_slice cummax cummin chosen scan_part
-    scatter-max scatter-min scatter_max scatter_min rev split"""
-)
-# The same elements in another order, place or number; `neg` has the same up to the sign.
-MOVING = names("reshape transpose squeeze broadcast_in_dim expand_dims copy copy_p stop_gradient name neg rev")
-# Each element of their results is one of their operands'.
-CHOOSING = names("select_n max min clamp concatenate pad dynamic_update_slice")
-# No rounding enters what these make of values that have none.
-EXACT = MOVING | COPYING | DISCONTINUOUS
-EXACT |= names(
-    """max min abs select_n clamp and or not xor iota concatenate pad is_finite real imag complex conj
-    dynamic_update_slice reduce_and reduce_or shift_left shift_right_logical shift_right_arithmetic
-    optimization_barrier stored random_bits random_wrap random_unwrap random_fold_in random_split threefry2x32
-    reduce_window_max reduce_window_min"""
-)
-# Each element of their results depends on many of their operands.
-SUMMING = names("reduce_sum reduce_prod dot_general ragged_dot_general conv_general_dilated scatter-add cumsum")
-ADDING = names("add add_any")
+DISCONTINUOUS = having("discontinuous")  # conversions to integers, too: see `_jumps`
+AT_ZERO, AT_ONE, ONE_SIDED = having("at_zero"), having("at_one"), having("one_sided")
+THROUGH_ZERO, COPYING, MOVING, CHOOSING = (having(word) for word in ("through_zero", "copying", "moving", "choosing"))
+EXACT = MOVING | COPYING | DISCONTINUOUS | having("exact")
+SUMMING, ADDING = having("summing"), having("adding")
 ONCE = ADDING | {"sub"}  # one of these rounds always alike: there is no product to be fused with
 
 

@@ -13,7 +13,8 @@ import jax
 from transforms.tiling.analysis.limits import Limits
 from transforms.tiling.ir.graph import Graph, Node, Value
 from transforms.tiling.ir.placement import ALONE, WHOLE, Placement, Reach, Span, Tiled, Whole
-from transforms.tiling.mesh.layout import ADDS, ALWAYS_TYPED, Apart, Held, like, named
+from transforms.tiling.mesh.layout import Apart, Held, like, named
+from transforms.tiling.mesh.sums import ADDS, ALWAYS_TYPED
 from transforms.tiling.rules import RULES, Move, run
 
 

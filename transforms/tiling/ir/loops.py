@@ -9,6 +9,7 @@ from transforms.tiling.ir.facts import Analysis
 from transforms.tiling.ir.graph import Node, Value, flops
 from transforms.tiling.ir.placement import ALONE, WHOLE, Partial, Placement, Reach
 from transforms.tiling.ir.terms import Term
+from transforms.tiling.primitives import having
 from transforms.tiling.rules import Move
 
 
@@ -63,7 +64,7 @@ class Online:
     weight: Value | None = None
 
 
-HEAVY = ("conv_general_dilated", "triangular_solve", "tridiagonal_solve")  # they copy what they read
+HEAVY = having("heavy")
 
 
 @dataclasses.dataclass

@@ -18,7 +18,9 @@ from transforms.tiling.ir.loops import Loop, Ref, Schedule, Step, Update
 from transforms.tiling.ir.placement import ALONE, COMBINE, Partial, Placement, Span, Stacked, Tiled, Whole, identity
 from transforms.tiling.lower.epilogue import Env, combine_partials, finish, narrow
 from transforms.tiling.mesh import layout, weight_gather
+from transforms.tiling.mesh.sums import fit
 from transforms.tiling.passes.online.rewrite import rescale
+from transforms.tiling.primitives import having
 from transforms.tiling.rules.bodies import LOWERING, Body
 from transforms.tiling.rules.dot import dot
 from transforms.tiling.schedule import runs_once
@@ -173,7 +175,7 @@ def _apply(
     for term in update.terms:
         if isinstance(term, Step):
             how = apart[term.node.outputs[0]]
-            node, values = layout.fit(term.node, _operands(term, tiles, env, span), how)
+            node, values = fit(term.node, _operands(term, tiles, env, span), how)
             accumulate = rules.RULES[node.name].accumulate
             if result is None or accumulate is None or layout.named(node.outputs[0].aval) is not None:
                 part = layout.conform(
@@ -212,7 +214,7 @@ def wide_chain(plan: Schedule, outputs: set[Value]) -> set[Value]:
     return chain
 
 
-REARRANGE = frozenset("convert_element_type copy copy_p reshape transpose squeeze".split())
+REARRANGE = having("rearranges")
 
 
 def fetch(ref: Ref, tiles: Any, env: Env, span: Span) -> Any:
@@ -255,7 +257,7 @@ def compute(
             tiles[step.keys[0]] = rule.resume(step.node, ref.value, fetch(ref, tiles, env, span), before or {}, span)
             continue
         how = apart[step.node.outputs[0]] if step.node.outputs else layout.TOGETHER
-        node, values = layout.fit(step.node, _operands(step, tiles, env, span), how)
+        node, values = fit(step.node, _operands(step, tiles, env, span), how)
         if step.node.effects and all(
             isinstance(p, Whole) for p in step.move.ins
         ):  # in a region: the same for each tile

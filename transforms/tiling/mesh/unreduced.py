@@ -6,7 +6,8 @@ from typing import Any
 
 from transforms.tiling.ir.graph import Node, Value
 from transforms.tiling.ir.placement import Partial, Tiled
-from transforms.tiling.mesh.layout import TOGETHER, contracted, named, narrowest, passable, summed
+from transforms.tiling.mesh.layout import TOGETHER, named
+from transforms.tiling.mesh.sums import contracted, narrowest, passable, summed
 
 
 def keep_apart(found: Any, node: Node, move: Any, moving: bool) -> None:

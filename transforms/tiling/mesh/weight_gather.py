@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec
 from transforms.tiling.ir.flatten import body_graph, scan_counts
 from transforms.tiling.ir.graph import REMAT, Graph, Node, Value
 from transforms.tiling.ir.loops import Loop, Ref, Step
-from transforms.tiling.mesh.layout import demand, entries_of, layout, move, named, spec
+from transforms.tiling.mesh.layout import entries_of, layout, move, named, spec
+from transforms.tiling.mesh.sums import demand
 
 Wanted = tuple[PartitionSpec, Any]
 

@@ -24,20 +24,11 @@ from jax.extend.core import ClosedJaxpr
 
 from transforms.tiling.ir.flatten import flatten, scan_counts
 from transforms.tiling.ir.graph import REMAT, Graph, Node, Value, body
-from transforms.tiling.rules.elementwise import COPIES, ELEMENTWISE
+from transforms.tiling.primitives import having
 
-names = lambda text: frozenset(text.split())
-VIEWS = names("reshape squeeze expand_dims bitcast_convert_type") | COPIES
-# Made element by element, or picked, of what they read.
-FUSED = {*ELEMENTWISE} - {"threefry2x32"} | names(
-    """add sub mul div max min neg add_any select_n convert_element_type complex real imag transpose gather slice
-    dynamic_slice rev concatenate pad broadcast_in_dim iota split"""
-)
-REDUCES = names("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin")
-CHEAP = names("broadcast_in_dim iota convert_element_type")  # made again for each reader
-IN_PLACE = names("dynamic_update_slice scatter scatter-add sort")  # written over an operand
+VIEWS, FUSED = having("view", "alias"), having("elementwise", "fused")
+REDUCES, CHEAP, IN_PLACE, NESTED = (having(word) for word in ("reducing", "cheap", "in_place", "nested"))
 ALIGNED = 64  # bytes that arrays begin at multiples of
-NESTED = names("while scan cond shard_map")
 
 
 def temp_bytes(closed: ClosedJaxpr) -> int:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from transforms.tiling.ir.graph import Node
 from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Tiled, Whole
+from transforms.tiling.primitives import having
 from transforms.tiling.rules import (
     Move,
     aligned,
@@ -113,18 +114,9 @@ def push_each(node: Node, placements: tuple[Placement, ...]) -> Move:
     return Move(placements, placements)
 
 
-COPIES = {"copy", "copy_p", "stop_gradient", "name", "layout_constraint", "relayout", "xla_metadata_value"}
+COPIES = having("alias")
 
-ELEMENTWISE = """
-abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz conj cos cosh
-digamma eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac is_finite
-le le_to lgamma log log1p log2 logistic lt lt_to nan_to_num ne nextafter not one_minus_square or philox2x32
-philox4x32 polygamma polynomial population_count pow
-reduce_precision regularized_incomplete_beta rem round rsqrt shift_left shift_right_arithmetic shift_right_logical
-sign sin sinh sqrt square tan tanh threefry2x32 threefry4x32 xor zeta integer_pow mulhi
-""".split()
-
-register(*ELEMENTWISE, "complex", "real", "imag", push=push, pull=pull)
+register(*having("elementwise"), "threefry2x32", "complex", "real", "imag", push=push, pull=pull)
 register("neg", *COPIES, push=push_linear, pull=pull)
 register("nonbatchable", "nondifferentiable_backward", "nontraceable", push=push_linear, pull=pull)  # Equinox's
 register("select_if_vmap", push=push, pull=pull)

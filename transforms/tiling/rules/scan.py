@@ -22,7 +22,8 @@ from transforms.tiling.ir.flatten import body_graph, evaluate, scan_counts
 from transforms.tiling.ir.graph import Graph, Node, Value, ancestors, describe, prune
 from transforms.tiling.ir.obstacles import Complete, Obstacle, Refusal
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled, Whole
-from transforms.tiling.mesh.layout import Held, conform, like, passable
+from transforms.tiling.mesh.layout import Held, conform, like
+from transforms.tiling.mesh.sums import passable
 from transforms.tiling.rules import RULES, Move, register
 from transforms.tiling.rules.bodies import (
     added,

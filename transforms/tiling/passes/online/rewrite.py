@@ -27,7 +27,8 @@ from transforms.tiling.ir.graph import Node, Value
 from transforms.tiling.ir.loops import Online
 from transforms.tiling.ir.placement import COMBINE, WHOLE, Partial, Placement, Span, Whole
 from transforms.tiling.ir.terms import Early, Term, align, peel
-from transforms.tiling.mesh.layout import contracted, named
+from transforms.tiling.mesh.layout import named
+from transforms.tiling.mesh.sums import contracted
 from transforms.tiling.passes.online.deferral import Finder
 from transforms.tiling.passes.reassociate import Product, identity, reassociate
 from transforms.tiling.rules import Move, register

@@ -1,0 +1,145 @@
+"""What an equation does to arrays that are spread over devices: which sums stay apart, and how a tile of it runs.
+
+A sum over a spread dimension is a part on each device until something needs the whole of it (`unreduced`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from transforms.tiling.mesh.layout import TOGETHER, Apart, Held, axes, layout, move, named, spec
+from transforms.tiling.primitives import having
+
+FLOWS, ADDS, RESCALES = having("flows"), having("adding"), having("rescales")
+ALWAYS_TYPED = having("flows", "typed")
+
+
+def contracted(node: Any) -> tuple[frozenset[str], frozenset[str]]:
+    """The mesh axes that an equation sums over, as its first and as its last operand is spread."""
+    if node.name == "dot_general":
+        sides = node.params["dimension_numbers"][0]
+    elif node.name == "reduce_sum":
+        sides = (node.params["axes"],)
+    elif node.name == "scatter-add":
+        updates, window = node.inputs[2], node.params["dimension_numbers"].update_window_dims
+        found = {a for d in range(len(updates.shape)) if d not in window for a in origin(updates, d)}
+        return frozenset(found), frozenset(found)
+    else:
+        return frozenset(), frozenset()
+    found = [frozenset(a for d in s for a in axes(v.aval, d)) for s, v in zip(sides, node.inputs, strict=True)]
+    return found[0], found[-1]
+
+
+def origin(value: Any, dim: int) -> tuple[str, ...]:
+    """The mesh axes that a dimension is spread over; of a value on a mesh made Auto, as it was before it came there."""
+    node = value.producer
+    if named(value.aval) is not None or node is None:
+        return axes(value.aval, dim)
+    if node.name == "reshard":
+        return axes(node.inputs[0].aval, dim)
+    alike = (v for v in node.inputs if v.shape == value.shape)
+    return next((found for v in alike if (found := origin(v, dim))), ())
+
+
+def summed(node: Any, before: Held, partial: Sequence[bool], joined: bool = False) -> Apart:
+    """How the devices hold the partial sum that a node makes, or passes on from those that it reads.
+
+    `joined`: it is added to one that is apart.
+    """
+    given = [before[v] for v, p in zip(node.inputs, partial, strict=True) if p]
+    out = node.outputs[0]
+    over = frozenset().union(*(a.axes for a in given))
+    if not all(partial):
+        left, right = contracted(node)
+        over |= left | right
+    elif node.name == "reduce_sum":
+        over |= contracted(node)[0]
+    if node.name == "reshard" and named(node.inputs[0].aval) is None and not joined:
+        # The gradient of a lookup, leaving a mesh made Auto: where the table's rows are spread over all devices that
+        # hold the tokens, they are sent what they gain, which is less than all of the table. It cannot leave spread
+        # over some of these axes and apart over others.
+        over = over if over - {a for dim in range(len(out.shape)) for a in axes(out.aval, dim)} else frozenset()
+    if not over:
+        return TOGETHER
+    dtypes = [a.dtype for a in given if a.axes] or [node.params.get("preferred_element_type") or out.dtype]
+    origin = min(dtypes, key=lambda d: jnp.dtype(d).itemsize)
+    narrower = jnp.dtype(out.dtype).itemsize < jnp.dtype(origin).itemsize
+    return Apart(over, out.dtype if narrower else origin)
+
+
+def narrowest(value: Any, apart: Apart, graph: Any) -> Apart:
+    """The same sum, made in the narrowest dtype that its only reader, and that one's, turn it into by and by."""
+    dtype = jnp.dtype(apart.dtype)
+    while value not in graph.outputs:
+        readers = [n for n in graph.nodes if value in n.inputs and n.name != "eq"]  # asks only whether it is zero
+        if len(readers) != 1 or readers[0].name not in RESCALES or readers[0].outputs[0].aval.size != value.aval.size:
+            break
+        (value,) = readers[0].outputs
+        if jnp.dtype(value.dtype).itemsize < dtype.itemsize and jnp.issubdtype(value.dtype, jnp.floating):
+            dtype = jnp.dtype(value.dtype)
+    return Apart(apart.axes, dtype)
+
+
+def passable(graph: Any, completed: Any = ()) -> set[Any]:
+    """The values of a graph that go nowhere but to its outputs, through equations that may run on what is apart.
+
+    `completed`: operands (of which node, which number) that are read after the loop anyway.
+    """
+    readers: dict[Any, list[Any]] = {}
+    for node in graph.nodes:
+        for i, value in enumerate(node.inputs):
+            if (node, i) not in completed:
+                readers.setdefault(value, []).append(node)
+    found: set[Any] = set()
+    for value in (*(v for node in reversed(graph.nodes) for v in node.outputs), *graph.inputs):
+        if all(n.name in FLOWS and n.outputs[0] in found for n in readers.get(value, ())):
+            found.add(value)
+    return found
+
+
+def fit(node: Any, values: list[Any], apart: Apart) -> tuple[Any, list[Any]]:
+    """The equation whose result is spread as its type says with its sums `apart`, and operands that fit it."""
+    out = node.outputs[0].aval if node.outputs else None
+    sharding = named(out)
+    if out is None or sharding is None:
+        return node, values
+    if node.name in ADDS:
+        return node, [move(v, spec(out, apart)) if jnp.shape(v) == out.shape else v for v in map(jnp.asarray, values)]
+    if not apart.axes:
+        return node, values
+    if node.name == "dot_general":
+        values = [move(v, demand(node, i, apart)) for i, v in enumerate(values)]
+    key = next((k for k in ("sharding", "out_sharding", "dst_sharding") if k in node.params), "")
+    if key and (node.params[key] is not None or node.name in ("dot_general", "reduce_sum")):
+        node = dataclasses.replace(node, params=node.params | {key: NamedSharding(sharding.mesh, spec(out, apart))})
+    return node, values
+
+
+def demand(node: Any, operand: int, apart: Apart | None = None) -> PartitionSpec:
+    """How a product needs an operand spread: as the result is and, where it contracts or batches, the other operand.
+
+    Where the result is `apart`, a contracted dimension in which only this operand is spread stays so. A mesh axis that
+    the result takes cuts no contracted dimension: there the other operand is gathered.
+    """
+    contract, batch = node.params["dimension_numbers"]
+    me, other, out = node.inputs[operand].aval, node.inputs[1 - operand].aval, node.outputs[0].aval
+    entries: dict[int, tuple[str, ...]] = {}
+    for pairs in (contract, batch):
+        for mine, its in zip(pairs[operand], pairs[1 - operand], strict=True):
+            entries[int(mine)] = axes(other, int(its)) or (axes(me, int(mine)) if apart else ())
+    free = [d for d in range(len(me.shape)) if d not in entries]
+    first = len(batch[0])
+    if operand:
+        first += len(other.shape) - len(contract[0]) - len(batch[0])
+    gone = apart.axes if apart else ()
+    kept = {d: tuple(a for a in axes(out, first + i) if a not in gone) for i, d in enumerate(free)}
+    taken = {a for entry in kept.values() for a in entry}.union(*(entries[int(d)] for d in batch[operand]))
+    for d in map(int, contract[operand]):
+        entries[d] = tuple(a for a in entries[d] if a not in taken)
+    entries |= kept
+    return layout([entries[d] for d in range(len(me.shape))])
