@@ -18,6 +18,12 @@ REMAT = {  # those of `transforms.remat`
     "names": "Keep the values that remat.names lists, by default what attention and MLP add to the residual stream.",
     "offload_names": "As names, kept in the memory of the host (GPU and TPU).",
 }
+ATTENTION = {  # those of `zoo.kernels`
+    "plain": "scores of all queries and keys at once",
+    "tiled": "queries in tiles (tiling.attention)",
+    "cudnn": "cuDNN's flash attention, on GPUs",
+    "splash": "the splash attention kernel, on TPUs",
+}
 MOST_LAYERS = 10_000  # more than any model has
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.configs.compute import Distributed, Hardware, Mesh, Remat, Tiling
+from experiments.configs.compute import ATTENTION, Distributed, Hardware, Mesh, Remat, Tiling
 from experiments.configs.data import Chat, Data, Preference
 from experiments.configs.fields import OnNan, not_negative, option, part, positive, refuse
 from experiments.configs.objective import Objective, Paired, Sft
@@ -47,6 +47,9 @@ class Run:
     steps: int | None = option(None, "training steps", auto=True)
     batch_size: int | None = option(None, "sequences per step; a pair of answers is two", auto=True)
     seq_len: int | None = option(None, "tokens per sequence", auto=True)
+    attention: str = option(
+        "auto", "auto: the device's kernel, where it can; plain, tiled (over queries), cudnn (GPU), splash (TPU)"
+    )
     on_nan: OnNan = option(OnNan.stop, "at a loss that is no number: stop, skip that step's update, or raise")
     compare: bool = option(
         False, "also compile the untiled step, to show what tiling saves: a start takes twice as long"
@@ -68,6 +71,11 @@ class Run:
             raise refuse("data", type(self.data).__name__.lower(), f"{why}: use {need}")
         if isinstance(self.objective, Sft) and not isinstance(self.data, Chat):
             raise refuse("objective", "sft", "it learns what the assistant says in conversations: use data=chat")
+        if self.attention != "auto" and self.attention not in ATTENTION:
+            raise refuse("attention", self.attention, f"choose auto, {', '.join(ATTENTION)}")
+        if self.tiling.attention is not None and self.attention not in ("auto", "tiled"):
+            why = f"tiling.attention={self.tiling.attention} cuts queries into tiles: use attention=tiled"
+            raise refuse("attention", self.attention, f"{why}, or leave one of the two out")
         if self.run is not None and (not self.run or "/" in self.run or self.run.startswith(".")):
             raise refuse("run", self.run, "it names one directory, without `/` and not starting with `.`")
 

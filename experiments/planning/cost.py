@@ -86,7 +86,8 @@ def plan(programs: Programs, device: Device) -> Plan:
         head_untiled=whole if config.tiling.n != "none" and whole else None,
     )
     if config.tiling.cuts and config.compare:
-        untiled = Programs(replace(config, tiling=configs.Tiling(n="none")))
+        attention = "plain" if config.attention == "tiled" else config.attention
+        untiled = Programs(replace(config, tiling=configs.Tiling(n="none"), attention=attention))
         try:
             made = replace(made, untiled=measure(untiled, device, compiled_head_bytes(untiled)))
         except OutOfMemoryError as error:

@@ -16,6 +16,7 @@ from experiments.runtime.numbers import GIB, size
 from experiments.step import tiling as cuts
 from experiments.step.build import Programs
 from zoo.adapters import lora
+from zoo.kernels import choose
 
 T = TypeVar("T")
 
@@ -81,6 +82,8 @@ def resolve(config: configs.Run, device: Device) -> configs.Resolved:
     if tiling.size is None:
         tiles, why = _tiles(resolved)
         tiling = choices.fill(dataclasses.replace(tiling, budget=None), "tiling.", why, n=tiles)
+    resolved = _attention(dataclasses.replace(resolved, tiling=tiling), choices)
+    tiling = resolved.tiling
     large = params > REMAT_ABOVE
     why = f"{'more' if large else 'no more'} than {REMAT_ABOVE:,.0f} parameters"
     remat = choices.fill(config.remat, "remat.", why, policy="full" if large else "none")
@@ -182,6 +185,22 @@ def _tiles(config: configs.Resolved) -> tuple[int | str, str]:
         fewest = min(max(fewest, 2 * config.tiling.lowmem), config.head.length)
         why = f"all logits are {size(logits)}" + (f", a tile's at most {size(TILE_BYTES)}" if fewest > 1 else "")
     return (fewest if fewest > 1 or config.tiling.lowmem else "none"), why
+
+
+def _attention(config: configs.Resolved, choices: Choices) -> configs.Resolved:
+    """Return the run with its attention chosen, and into how many tiles it is cut where it is."""
+    tiling, model = config.tiling, config.model.config
+    if config.attention == "auto" and tiling.attention is not None:
+        return choices.fill(config, "", f"tiling.attention={tiling.attention} cuts it", attention="tiled")
+    if config.attention == "auto":
+        name, why = choose(cuts.asked(config, model))
+        return choices.fill(config, "", why, attention=name)
+    if config.attention == "tiled":
+        scores = 4 * config.head.rows * model.num_heads * config.seq_len**2 // config.mesh.devices
+        tiles = max(2, min(-(-scores // TILE_BYTES), config.seq_len // LEAST_TILE))
+        why = f"all scores of a layer are {size(scores)}, a tile's are to be {size(TILE_BYTES)}"
+        tiling = choices.fill(tiling, "tiling.", why, attention=tiles)
+    return dataclasses.replace(config, tiling=tiling)
 
 
 def _rate(optimizer: type[configs.Optimizer], params: int, adapter: configs.Adapter) -> tuple[float, str]:

@@ -142,7 +142,7 @@ def _rule(title: str = "") -> str:
 
 def render_described(name: str, config: configs.Resolved, traffic: Traffic, device: Device) -> str:
     """Return the whole table of a run on described devices as text."""
-    cut = f"tiling.n={config.tiling.n}, remat {config.remat.policy}"
+    cut = f"tiling.n={config.tiling.n}, remat {config.remat.policy}, attention {config.attention}"
     notes = [f"  note: {note}." for note in meshes.notes(config.mesh, config.model.config.dims)]
     state = [f"{config.hardware.param_dtype}, computed in {config.hardware.compute_dtype}"]
     lines = [

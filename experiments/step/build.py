@@ -99,7 +99,8 @@ class Programs:
 
     def _loss(self, objective: objectives.Loss, *, balanced: bool) -> Any:
         config, asked = self.config, self.config.tiling
-        how: Any = {"dtype": self.compute_dtype, "ops": tiling.ops(asked, config.model.config)}
+        how: Any = {"dtype": self.compute_dtype}
+        ops = functools.partial(tiling.ops, config)
         kept = remat(config.remat.policy, config.remat.kept)
         head = tiling.head(objective, asked, config.head)
         flat, whole = config.head.flat, asked.batch is None
@@ -110,16 +111,19 @@ class Programs:
             rows = lambda x: None if x is None else x.reshape(-1, x.shape[-1])
             lead = (-1,) if flat else tokens.shape
             as_head = lambda hidden: hidden.reshape(*lead, hidden.shape[-1])
-            hidden, extra = read(reader, rows(ids), rows(segments))
-            fixed = [jax.lax.stop_gradient(one.hidden(rows(tokens), segments=rows(segments), **how)) for one in others]
+            hidden, extra = read(reader, rows(ids), rows(segments), ops(config.model.config))
+            ids, segments = rows(tokens), rows(segments)
+            still = lambda one: one.hidden(ids, segments=segments, ops=ops(one.config), **how)
+            fixed = [jax.lax.stop_gradient(still(one)) for one in others]
             hiddens = tuple(map(as_head, (hidden, *fixed)))
             value, aux = head((model, *others), hiddens, targets.reshape(lead), mask.reshape(lead))
             return value + extra, aux
 
-        def read(reader, ids, segments):
+        def read(reader, ids, segments, ops):
+            asked: Any = {"segments": segments, "remat": kept, "ops": ops, **how}
             if not balanced or not isinstance(reader, Mixture):
-                return reader.hidden(ids, segments=segments, remat=kept, **how), 0.0
-            out = reader.forward(ids, ForwardPass(segments=segments, remat=kept, **how))
+                return reader.hidden(ids, **asked), 0.0
+            out = reader.forward(ids, ForwardPass(**asked))
             return out.hidden, reader.config.balance_weight * out.balance
 
         cut = tiling.batch(mean, asked)

@@ -14,8 +14,9 @@ from experiments import configs
 from transforms import tile
 from transforms.tiling.report.plan import TilePlan
 from zoo.families.mixture import MixtureLike
+from zoo.kernels import KERNELS, Asked
 from zoo.models.experts import experts_by_sequence
-from zoo.models.layers import Ops, attention, gated_mlp
+from zoo.models.layers import Ops, gated_mlp
 
 
 def head(loss: Callable[..., Any], tiling: configs.Tiling, how: configs.HeadTiling) -> Callable[..., Any]:
@@ -67,19 +68,34 @@ def _read_by_head(model: Any) -> Any:
     return eqx.tree_at(lambda m: (m.layers, m.embed) if untied else (m.layers,), model, replace_fn=lambda _: None)
 
 
-def ops(tiling: configs.Tiling, model: Any) -> Ops | None:
-    """Return how the heavy parts of each layer run: plainly, or as `tiling.mlp` and `tiling.attention` cut them.
+def ops(config: configs.Resolved, model: Any) -> Ops | None:
+    """Return how the heavy parts of each layer run: plainly, or as `attention` and `tiling` say.
 
-    Where the batch is cut, a mixture's tokens are sorted by expert sequence by sequence.
+    Where the batch is cut, a mixture's tokens are sorted by expert sequence by sequence. A model beside the one that
+    learns has plain attention where its own cannot be what the run's is.
     """
+    tiling = config.tiling
     pieces: dict[str, Any] = {}
     if tiling.mlp is not None:
         pieces["mlp"] = functools.partial(_tiled_mlp, tiling.mlp)
-    if tiling.attention is not None:
-        pieces["attention"] = functools.partial(_tiled_attention, tiling.attention)
+    kernel = KERNELS[config.attention]
+    if kernel.name != "plain" and kernel.refusal(asked(config, model)) is None:
+        pieces |= kernel.ops(tiling.attention)
     if tiling.batch is not None and isinstance(model, MixtureLike):
         pieces["experts"] = experts_by_sequence
     return Ops(**pieces) if pieces else None
+
+
+def asked(config: configs.Run, model: Any) -> Asked:
+    """Return what a model asks of attention in a run whose platform, lengths and mesh are known."""
+    return Asked.of(
+        model,
+        platform=config.hardware.platform.value,
+        dtype=configs.chosen(config.hardware.compute_dtype).value,
+        length=configs.chosen(config.seq_len),
+        packed=config.data.packed,
+        spread=config.mesh.context,
+    )
 
 
 def _tiled_mlp(n, x, gate, up, down, *, activation, biases=None):
@@ -87,14 +103,6 @@ def _tiled_mlp(n, x, gate, up, down, *, activation, biases=None):
         return gated_mlp(x, gate, up, down, activation=activation, biases=biases)
 
     return tile(plain, axis=(1, None, None, None, None), n=n)(x, gate, up, down, biases)
-
-
-def _tiled_attention(n, q, k, v, *, scale, cap=None, window=None, q_segments=None, k_segments=None, sinks=None):
-    def plain(q, q_segments, k, v, window, k_segments, sinks):
-        segments = {"q_segments": q_segments, "k_segments": k_segments}
-        return attention(q, k, v, scale=scale, cap=cap, window=window, sinks=sinks, **segments)
-
-    return tile(plain, axis=(1, 1, *(None,) * 5), n=n)(q, q_segments, k, v, window, k_segments, sinks)
 
 
 def batch(loss: Callable[..., Any], tiling: configs.Tiling) -> Callable[..., Any]:
@@ -107,6 +115,8 @@ def problem(config: configs.Resolved) -> str | None:
     """Return why a run cannot be cut as it is asked to be, before anything is compiled; None where it can."""
     if config.paired and config.batch_size % 2:
         return f"cannot make pairs of batch_size={config.batch_size} sequences: give an even number."
+    if (why := KERNELS[config.attention].refusal(asked(config, config.model.config))) is not None:
+        return f"cannot run with attention={config.attention}: {config.attention} {why}; or use attention=auto."
     return _experts(config) if isinstance(config.model.config, MixtureLike) else None
 
 

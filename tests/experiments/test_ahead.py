@@ -14,6 +14,7 @@ from transforms.sharding import make_mesh, place
 
 WORDS = ["model.num_layers=2", "model.embed_dim=32", "model.mlp_dim=64", "model.num_heads=4", "model.head_dim=8"]
 WORDS += ["model.vocab_size=512", "batch_size=8", "seq_len=64", "steps=3", "compile_for=v5e-8", "tiling=none"]
+WORDS += ["attention=plain"]  # what is compiled for here is a CPU
 
 
 @pytest.fixture
@@ -47,6 +48,23 @@ def test_a_step_that_does_not_fit_is_told_with_what_does(compile_for, capsys):
     assert "tiny does not fit v5e-8" in error
     assert "a device has 1.0 MiB" in error
     assert "This fits" in error
+
+
+def test_attention_that_a_device_cannot_have_is_refused_with_the_reason(compile_for, capsys):
+    assert compile_for("attention=splash") == 2
+    assert "cannot run with attention=splash: splash runs on tpu, and this is a gpu" in capsys.readouterr().err
+    assert compile_for("attention=cudnn", "hardware.compute_dtype=float32") == 2
+    assert "cudnn computes in bfloat16, and this run in float32" in capsys.readouterr().err
+
+
+def test_attention_is_chosen_and_the_reason_printed(compile_for, capsys):
+    assert compile_for("attention=auto", "hardware.compute_dtype=float32") == 0
+    out = capsys.readouterr().out
+    assert "attention=plain" in out and "cudnn computes in bfloat16" in out
+    assert compile_for("attention=auto", "tiling.attention=2") == 0
+    assert "attention=tiled" in capsys.readouterr().out
+    assert compile_for("attention=tiled") == 0
+    assert "tiling.attention=2" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

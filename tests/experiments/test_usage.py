@@ -116,7 +116,12 @@ def test_what_is_auto_is_chosen_for_the_user():
     resolved = resolve(config, hardware.Device("cpu", "a test", 2**33))
     auto = {option.key for option in options.of() if option.field.metadata.get("auto")}
     names = set(listed(usage.help_text()))
-    assert {key for key in resolved.chosen if key in names} <= auto | {"tiling.n", "remat.policy", "hardware.platform"}
+    assert {key for key in resolved.chosen if key in names} <= auto | {
+        "tiling.n",
+        "remat.policy",
+        "hardware.platform",
+        "attention",
+    }
     assert not [key for key in auto if values(resolved).get(key, 0) is None]
 
 

@@ -3,11 +3,13 @@
 Dimensions: `B` batch `S` sequence `D` embed `N` query heads `K` kv heads `H` head size `L` layers `E` experts.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
@@ -16,7 +18,7 @@ from jaxtyping import Array, Float, Int, Integer
 from transforms.remat import Cycle
 from zoo.config import Config, temperature_of
 from zoo.models import packing
-from zoo.models.layers import PLAIN, Ops, rope, scanned_windows
+from zoo.models.layers import PLAIN, Ops, few_windows, rope, scanned_windows
 from zoo.models.rotary import frequencies
 
 
@@ -47,7 +49,8 @@ class LayerPass:
     Attributes:
         frequency: radians per position of each pair of a head's dimensions `[H/2]`.
         temperature: what rotation multiplies by, where that differs between layers; elsewhere `query_scale` holds it.
-        window: how many keys a query sees; None is all.
+        window: how many keys a query sees; None is all. Where there are a `few`, which of them.
+        few: the windows that layers have, where attention takes them as numbers alone.
         pairs: whether neighbouring dimensions of a head turn together, in place of those of its halves.
         ops: how attention, MLP and experts run.
         positions: of every token; None counts from 0.
@@ -59,6 +62,7 @@ class LayerPass:
     frequency: Float[Array, " half"] | Float[np.ndarray, " half"] | Float[Array, "B S half"]
     temperature: Float[Array, ""] | None = None
     window: Int[Array, ""] | int | None = None
+    few: tuple[int | None, ...] = ()
     pairs: bool = False
     ops: Ops = PLAIN
     positions: Integer[Array, "#B S"] | None = None
@@ -88,8 +92,12 @@ class LayerPass:
         sinks: Float[Array, " N"] | None = None,
     ) -> tuple[Float[Array, "B S N H"], Any]:
         """Return what queries attend to, among these keys and those that were read before; and the pool."""
-        how: dict[str, Any] = {"scale": scale, "cap": cap, "window": self.window}
+        how: dict[str, Any] = {"scale": scale, "cap": cap}
         how |= {} if sinks is None else {"sinks": sinks}
+        if self.few:
+            calls = [functools.partial(self.ops.attention, window=window, **how) for window in self.few]
+            return calls[0](q, k, v) if self.window is None else jax.lax.switch(self.window, calls, q, k, v), None
+        how["window"] = self.window
         if self.past is None:
             return self.ops.attention(q, k, v, **how), None
         return self.past.attention(self.ops.attention, self.place, self.pool, q, k, v, **how)
@@ -146,14 +154,18 @@ def layer_passes(config: Config, asked: ForwardPass, seq: int) -> tuple[PerLayer
         ops, length = packing.within(ops, asked.segments), positions.max() + 1
     waves = {rope: _waves(config, rope, length) for rope in config.layer_ropes}
     temperatures = [temperature_of(rope) for rope in config.layer_ropes] if config.rope_temperature is None else None
+    if ops.static_windows and past is None:
+        few, window = few_windows(config.layer_windows, seq)
+    else:
+        few, window = (), scanned_windows(config.layer_windows, seq)
     per_layer = PerLayer(
-        window=scanned_windows(config.layer_windows, seq),
+        window=window,
         frequency=_stacked([waves[rope] for rope in config.layer_ropes]) if len(waves) > 1 else None,
         temperature=None if temperatures is None else jnp.asarray(temperatures, jnp.float32),
         place=places,
     )
     frequency = waves[config.layer_ropes[0]]
-    common = LayerPass(frequency=frequency, pairs=config.rotary_pairs, ops=ops, positions=positions, past=past)
+    common = LayerPass(frequency=frequency, few=few, pairs=config.rotary_pairs, ops=ops, positions=positions, past=past)
 
     def told(layer: PerLayer, pool: Any = None) -> LayerPass:
         frequency = common.frequency if layer.frequency is None else layer.frequency

@@ -117,7 +117,7 @@ def attention(
         sinks: a score for each head of what is no key, and takes its share of the softmax
             (https://arxiv.org/abs/2309.17453).
     """
-    k, v = _beside(q, k), _beside(q, v)
+    k, v = beside(q, k), beside(q, v)
     batch, seq, heads, size = q.shape
     kv_heads = k.shape[2]
     q_BSKGH = q.reshape(batch, seq, kv_heads, heads // kv_heads, size)
@@ -143,7 +143,7 @@ def _softmax_beside(scores, sink):
     return exps / (exps.sum(axis=-1, keepdims=True) + jnp.exp(sink - most))
 
 
-def _beside(q, kv):
+def beside(q: Float[Array, "B S N H"], kv: Float[Array, "B T K H"]) -> Float[Array, "B T heads H"]:
     """Return keys or values of all positions where queries are; one per query head where those are cut finer."""
     kv = uncut(kv, 1)
     heads = partitions(q)[2]
@@ -166,6 +166,13 @@ def scanned_windows(windows: tuple[int | None, ...], seq: int) -> Int[Array, " L
     """Return one window per layer to scan over, or None where none is shorter than the sequence."""
     widths = [seq if window is None else min(seq, window) for window in windows]
     return None if min(widths) == seq else jnp.asarray(widths, jnp.int32)
+
+
+def few_windows(windows: tuple[int | None, ...], seq: int) -> tuple[tuple[int | None, ...], Int[Array, " L"] | None]:
+    """Return the windows that there are (None: all keys), and which of them each layer has; None where all have one."""
+    own = [None if window is None or window >= seq else window for window in windows]
+    few = tuple(dict.fromkeys(own))
+    return few, None if len(few) == 1 else jnp.asarray([few.index(window) for window in own], jnp.int32)
 
 
 class Widened(eqx.Module):
@@ -250,11 +257,14 @@ class Ops:
         mlp: like `gated_mlp`; called as `mlp(x, gate, up, down, activation=)`, of families that have them also with
             `biases=`; the gate of families without one is None.
         experts: like `zoo.models.experts.experts`, which None stands for.
+        static_windows: whether attention takes windows as numbers alone. Layers then run the one of the few calls that
+            is theirs (`jax.lax.switch`); otherwise a window is scanned over with the layer's weights.
     """
 
     attention: Callable = attention
     mlp: Callable = gated_mlp
     experts: Callable | None = None
+    static_windows: bool = False
 
 
 PLAIN = Ops()

@@ -1,0 +1,214 @@
+"""Attention by kernels: each against plain attention, what it refuses, and which one suits."""
+
+import dataclasses
+import functools
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+import zoo
+from experiments.configs.compute import ATTENTION
+from transforms.remat import remat
+from transforms.sharding import make_mesh, place
+from zoo.kernels import KERNELS, Asked, choose, cudnn_attention, splash_attention, tiled
+from zoo.models.layers import Ops, attention, few_windows
+
+B, S, N, K, H = 1, 384, 4, 2, 64
+SPLASH = functools.partial(splash_attention, interpret=True)
+CUDNN = functools.partial(cudnn_attention, implementation="xla")  # the same function's other implementation
+SEGMENTS = jnp.asarray([[0] * 100 + [1] * (S - 100)], jnp.int32)
+CASES = {
+    "window, cap, documents": {"window": 70, "cap": 5.0, "q_segments": SEGMENTS, "k_segments": SEGMENTS},
+    "sinks": {"sinks": jnp.linspace(-1.0, 2.0, N)},
+    "all": {},
+    "window": {"window": 70},
+    "window of all": {"window": S},
+    "one key": {"window": 1},
+}
+ROWS = [
+    pytest.param(kernel, case, marks=[] if (kernel, case) in LIGHT else [pytest.mark.heavy])
+    for LIGHT in [{("splash", "window, cap, documents"), ("splash", "sinks"), ("cudnn", "window"), ("tiled", "all")}]
+    for kernel, cases in {
+        "splash": CASES,
+        "tiled": CASES,
+        "cudnn": ("all", "window", "window of all", "one key"),
+    }.items()
+    for case in cases
+]
+ADAPTERS = {"splash": SPLASH, "cudnn": CUDNN, "tiled": tiled(3)}
+
+
+def drawn(*shapes, dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    return [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def pulled(run, how, q, k, v, out):
+    """The value and the gradients of queries, keys, values and sinks."""
+
+    def call(q, k, v, sinks):
+        return run(q, k, v, scale=0.125, **how | ({} if sinks is None else {"sinks": sinks}))
+
+    value, pull = jax.vjp(jax.jit(call), q, k, v, how.get("sinks"))
+    return jax.tree.leaves((value, pull(out)))
+
+
+@pytest.mark.parametrize(("kernel", "case"), ROWS)
+def test_kernels_are_plain_attention(kernel, case):
+    args = drawn((B, S, N, H), (B, S, K, H), (B, S, K, H), (B, S, N, H))
+    wanted = pulled(attention, CASES[case], *args)
+    for one, other in zip(pulled(ADAPTERS[kernel], CASES[case], *args), wanted, strict=True):
+        np.testing.assert_allclose(one, other, atol=5e-6 * float(jnp.abs(other).max()))
+
+
+@pytest.mark.parametrize("kernel", ["splash", "cudnn"])
+def test_on_a_mesh_each_device_runs_its_own_heads_and_rows(kernel):
+    q, k, v = drawn((4, 128, N, H), (4, 128, K, H), (4, 128, K, H))
+    wanted = attention(q, k, v, scale=0.125)
+    with jax.set_mesh(make_mesh(2, 4)):  # four devices cut four heads; two kv heads stay whole, and are repeated
+        spread = [place(x, PartitionSpec("data", None, "model" if x is q else None, None)) for x in (q, k, v)]
+        run = jax.jit(lambda *args: ADAPTERS[kernel](*args, scale=0.125))
+        text = run.lower(*spread).compile().as_text()
+        np.testing.assert_allclose(run(*spread), wanted, atol=1e-5)
+    assert not any(word in text for word in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))
+
+
+SMALL = Asked(platform="gpu", dtype="bfloat16", length=256, head_dim=64)
+REFUSALS = [
+    ("cudnn", {"softcap": True}, "caps no scores, and this model's are capped"),
+    ("cudnn", {"packed": True}, "does not keep documents of one row apart"),
+    ("cudnn", {"sinks": True}, "has no sinks"),
+    ("cudnn", {"platform": "cpu"}, "runs on gpu, and this is a cpu"),
+    ("cudnn", {"dtype": "float32"}, "computes in bfloat16, and this run in float32: set hardware.compute_dtype"),
+    ("cudnn", {"spread": 2}, "needs whole sequences, and mesh.context=2 devices share each"),
+    ("splash", {}, "runs on tpu, and this is a gpu"),
+    ("splash", {"platform": "tpu", "length": 300}, "takes sequences of a multiple of 128 tokens, and these have 300"),
+    ("splash", {"platform": "tpu", "spread": 4}, "mesh.context=4 devices share each"),
+    ("splash", {"platform": "tpu", "dtype": "float64"}, "computes in float32 or bfloat16, and this run in float64"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), REFUSALS)
+def test_what_a_kernel_cannot_do_is_said(name, changes, message):
+    assert message in KERNELS[name].refusal(dataclasses.replace(SMALL, **changes))
+
+
+def test_windows_are_refused_by_a_kernel_without_them():
+    kernel = dataclasses.replace(KERNELS["plain"], window=False)
+    assert "has no windows" in kernel.refusal(dataclasses.replace(SMALL, windows=(None, 8)))
+    assert kernel.refusal(SMALL) is None
+
+
+def test_what_suits_is_chosen_with_the_reason():
+    choice = lambda **changes: choose(dataclasses.replace(SMALL, **changes))
+    assert choice(platform="cpu") == ("plain", "there is no kernel for a cpu")
+    assert choice(platform="tpu") == ("splash", "the kernel of a tpu")
+    assert choice(platform="gpu", softcap=True) == ("plain", "cudnn caps no scores, and this model's are capped")
+    plain, why = choice(platform="tpu", length=100)
+    assert plain == "plain" and why.startswith("splash takes sequences of a multiple of 128")
+
+
+def test_the_configuration_names_the_kernels():
+    assert set(ATTENTION) == set(KERNELS)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"q_positions": jnp.zeros((1, 8), jnp.int32)}, "reads sequences from their beginning"),
+        ({"window": jnp.asarray(3)}, "takes windows as numbers"),
+    ],
+)
+@pytest.mark.parametrize("run", [SPLASH, CUDNN])
+def test_calls_for_what_a_kernel_does_not_do_are_refused(run, how, message):
+    q, k, v = drawn((1, 8, 2, 8), (1, 8, 2, 8), (1, 8, 2, 8))
+    with pytest.raises(ValueError, match=message):
+        run(q, k, v, scale=1.0, **how)
+
+
+@pytest.mark.parametrize("word", ["cap", "sinks", "q_segments"])
+def test_cudnn_refuses_what_it_lacks(word):
+    q, k, v = drawn((1, 8, 2, 8), (1, 8, 2, 8), (1, 8, 2, 8))
+    given = {"cap": 5.0, "sinks": jnp.zeros(2), "q_segments": jnp.zeros((1, 8), jnp.int32)}
+    with pytest.raises(ValueError, match=f"cudnn attention has no {word}"):
+        CUDNN(q, k, v, scale=1.0, **{word: given[word]})
+
+
+def test_splash_refuses_other_lengths_and_cut_sequences():
+    with pytest.raises(ValueError, match="a multiple of 128 tokens, and these have 8"):
+        SPLASH(*drawn((1, 8, 2, 8), (1, 8, 2, 8), (1, 8, 2, 8)), scale=1.0)
+    with jax.set_mesh(make_mesh(1, context=8)):
+        q, k, v = (place(x, PartitionSpec(None, "context")) for x in drawn(*((1, 1024, 2, 8),) * 3))
+        with pytest.raises(ValueError, match="needs whole sequences, and context cuts them"):
+            SPLASH(q, k, v, scale=1.0)
+
+
+def test_layers_of_few_windows_each_have_their_own():
+    assert few_windows((8, None, 8, 99), 64)[0] == (8, None)
+    assert few_windows((8, None, 8, 99), 64)[1].tolist() == [0, 1, 0, 1]
+    assert few_windows((8, 8), 64) == ((8,), None)
+    assert few_windows((None, 99), 64) == ((None,), None)
+
+
+def needs_numbers(*args, window, **how):
+    assert window is None or isinstance(window, int)
+    return attention(*args, window=window, **how)
+
+
+@pytest.mark.parametrize(("pattern", "packed"), [("LG", False), ("LLLG", True), ("L", False)])
+def test_windows_are_numbers_where_attention_needs_them(pattern, packed):
+    sizes = {"vocab_size": 64, "num_layers": 5, "embed_dim": 16, "mlp_dim": 32, "num_heads": 2, "num_kv_heads": 1}
+    config = zoo.GemmaConfig(**sizes, head_dim=8, window=3, attention_pattern=pattern)
+    model = zoo.Gemma.init(config, key=jax.random.key(0))
+    ids = jax.random.randint(jax.random.key(1), (2, 12), 0, 64)
+    segments = jnp.asarray([[0] * 5 + [1] * 7] * 2, jnp.int32) if packed else None
+
+    def gradients(ops):
+        (weights,) = drawn((2, 12, 16))
+        loss = lambda model: (model.hidden(ids, ops=ops, remat=remat("full"), segments=segments) * weights).sum()
+        return jax.jit(jax.grad(loss))(model)
+
+    wanted, found = gradients(None), gradients(Ops(attention=needs_numbers, static_windows=True))
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5 * float(jnp.abs(other).max() + 1))
+
+
+# ------------------------------------------------------------------- compiled for devices that are not here
+
+
+def compiled(name, adapter, length=1024, mesh=None):
+    """The gradient of an adapter on a device of a kind, compiled; skipped where there is no compiler."""
+    from experiments.planning import targets
+
+    try:
+        devices = targets.find(name).devices
+    except targets.TargetError as error:
+        pytest.skip(str(error))
+    made = make_mesh(*mesh or (1, 1), devices=devices)
+    with jax.set_mesh(made):
+        spec = PartitionSpec("data", None, "model") if mesh else PartitionSpec()
+        spread = jax.NamedSharding(made, spec)
+        q = jax.ShapeDtypeStruct((8, length, 16, 128), jnp.bfloat16, sharding=spread)
+        kv = jax.ShapeDtypeStruct((8, length, 8, 128), jnp.bfloat16, sharding=spread)
+        loss = lambda *args: adapter(*args, scale=0.1, window=512).astype(jnp.float32).sum()
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(q, kv, kv).compile()
+
+
+@pytest.mark.parametrize("mesh", [None, (4, 2)])
+@pytest.mark.parametrize(
+    ("name", "adapter", "call"),
+    [("h100", cudnn_attention, "__cudnn$fmhaSoftmaxBackward"), ("v5e", splash_attention, "tpu_custom_call")],
+)
+def test_kernels_compile_without_a_device(name, adapter, call, mesh):
+    if name == "h100" and not (importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.cudnn")):
+        pytest.skip("cuDNN's files are not installed")
+    found = compiled(f"{name}-{8 if mesh else 1}", adapter, mesh=mesh)
+    text = found.as_text()
+    assert call in text
+    assert not any(f"{word}(" in text for word in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))
+    scores = 8 * 16 * 1024 * 1024 * 4 // (8 if mesh else 1)
+    assert found.memory_analysis().temp_size_in_bytes < scores / 2

@@ -1,0 +1,327 @@
+"""Which attention a model runs with: what each can do, as data, and an adapter for each kernel.
+
+Every adapter is called as `zoo.models.layers.attention` is. What a kernel cannot do it refuses in a sentence, before
+anything is traced (`Kernel.refusal`) and where it is called.
+
+Dimensions: `B` batch `S` sequence `N` query heads `K` kv heads `G` query heads per kv head `H` head size.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Integer
+
+from transforms import tile
+from transforms.sharding import explicit, partitions
+from zoo.config import Config
+from zoo.models.layers import accumulator, attention, beside
+
+LANES = 128  # of a TPU's vector registers: blocks and head sizes are multiples of them
+BLOCKS = (512, 256, LANES)  # tokens of a block of splash attention: the longest that divides a sequence
+Attention = Callable[..., Float[Array, "B S N H"]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What attention is asked for.
+
+    Attributes:
+        platform: cpu, gpu or tpu.
+        dtype: of queries, keys and values.
+        length: of a sequence, in tokens.
+        head_dim: the size of a head.
+        softcap: whether scores are capped.
+        windows: how many keys each layer's queries see; None is all.
+        packed: whether rows hold several documents.
+        sinks: whether heads have sinks.
+        spread: over how many devices each sequence is.
+    """
+
+    platform: str
+    dtype: str
+    length: int
+    head_dim: int
+    softcap: bool = False
+    windows: tuple[int | None, ...] = (None,)
+    packed: bool = False
+    sinks: bool = False
+    spread: int = 1
+
+    @classmethod
+    def of(
+        cls, config: Config, *, platform: str, dtype: str, length: int, packed: bool = False, spread: int = 1
+    ) -> "Asked":
+        """Return what a model asks for, of sequences of so many tokens."""
+        return cls(
+            platform=platform,
+            dtype=dtype,
+            length=length,
+            head_dim=config.head_dim,
+            softcap=getattr(config, "attn_softcap", None) is not None,
+            windows=tuple(window if window is None or window < length else None for window in config.layer_windows),
+            packed=packed,
+            sinks=any(row.leaf.endswith(".sinks") for row in config.rows()),
+            spread=spread,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """A way to compute attention.
+
+    Attributes:
+        name: as `attention=` has it.
+        make: returns the adapter, given into how many tiles it is to be cut.
+        platforms: where it runs.
+        dtypes: of queries, keys and values.
+        softcap: whether it caps scores; and likewise
+        window: whether it has sliding windows,
+        packing: rows of several documents,
+        sinks: and sinks.
+        spreads: whether a sequence may be over several devices.
+        step: sequences are multiples of it.
+        static: whether windows must be numbers (`Ops.static_windows`).
+        library: says why it does not run after all; None if nothing is in the way.
+    """
+
+    name: str
+    make: Callable[[int | None], Attention]
+    platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
+    dtypes: tuple[str, ...] = ("float64", "float32", "bfloat16")
+    softcap: bool = True
+    window: bool = True
+    packing: bool = True
+    sinks: bool = True
+    spreads: bool = True
+    step: int = 1
+    static: bool = False
+    library: Callable[[Asked], str | None] = lambda asked: None
+
+    def refusal(self, asked: Asked) -> str | None:
+        """Return why this cannot be had, in words that follow the kernel's name; None where it can."""
+        for wanted, has, what in (
+            (asked.softcap, self.softcap, "caps no scores, and this model's are capped"),
+            (any(window is not None for window in asked.windows), self.window, "has no windows, and this model does"),
+            (asked.packed, self.packing, "does not keep documents of one row apart, and data.packed=true packs them"),
+            (asked.sinks, self.sinks, "has no sinks, and this model does"),
+        ):
+            if wanted and not has:
+                return what
+        if asked.platform not in self.platforms:
+            return f"runs on {' and '.join(self.platforms)}, and this is a {asked.platform}"
+        if asked.dtype not in self.dtypes:
+            return f"computes in {' or '.join(self.dtypes)}, and this run in {asked.dtype}: set hardware.compute_dtype"
+        if asked.spread > 1 and not self.spreads:
+            return f"needs whole sequences, and mesh.context={asked.spread} devices share each"
+        if asked.length % self.step:
+            return f"takes sequences of a multiple of {self.step} tokens, and these have {asked.length}: change seq_len"
+        return self.library(asked)
+
+    def ops(self, tiles: int | None = None) -> dict[str, Any]:
+        """Return the fields of `Ops` that make layers run so."""
+        return {"attention": self.make(tiles), "static_windows": self.static}
+
+
+def choose(asked: Asked) -> tuple[str, str]:
+    """Return the kernel that suits, and why: that of the platform, or plain attention where it cannot be had."""
+    own = [kernel for kernel in KERNELS.values() if kernel.platforms == (asked.platform,)]
+    if not own:
+        return "plain", f"there is no kernel for a {asked.platform}"
+    for kernel in own:
+        if (why := kernel.refusal(asked)) is None:
+            return kernel.name, f"the kernel of a {asked.platform}"
+    return "plain", f"{own[0].name} {why}"
+
+
+# ------------------------------------------------------------------------------------------------- the adapters
+
+
+def tiled(n: int | None) -> Attention:
+    """Return `attention` with its queries cut into `n` tiles; keys are whole. Memory is O(B N S T / n)."""
+
+    def run(q, k, v, *, scale, cap=None, window=None, q_segments=None, k_segments=None, sinks=None):
+        def plain(q, q_segments, k, v, window, k_segments, sinks):
+            segments = {"q_segments": q_segments, "k_segments": k_segments}
+            return attention(q, k, v, scale=scale, cap=cap, window=window, sinks=sinks, **segments)
+
+        return tile(plain, axis=(1, 1, *(None,) * 5), n=n)(q, q_segments, k, v, window, k_segments, sinks)
+
+    return run
+
+
+def cudnn_attention(
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    *,
+    scale: float,
+    cap: float | None = None,
+    window: Integer[Array, ""] | int | None = None,
+    q_positions: Integer[Array, "#B S"] | None = None,
+    k_positions: Integer[Array, "#B S"] | None = None,
+    q_segments: Integer[Array, "B S"] | None = None,
+    k_segments: Integer[Array, "B S"] | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    implementation: Literal["cudnn", "xla"] = "cudnn",
+) -> Float[Array, "B S N H"]:
+    """Return `attention` by cuDNN's flash attention, on the share of batch and heads that each device has.
+
+    Memory beside the result is O(B S N H); the arguments are those of `attention`, the window a number.
+
+    Args:
+        implementation: xla computes the same without a GPU, in plain attention's memory.
+
+    Raises:
+        ValueError: the kernel does not do what is asked.
+    """
+    window = _checked("cudnn", q, window, q_positions, k_positions, cap=cap, q_segments=q_segments, sinks=sinks)
+    kept = None if window is None else (window - 1, 0)
+
+    def run(q, k, v):
+        return jax.nn.dot_product_attention(
+            q, k, v, scale=scale, is_causal=True, local_window_size=kept, implementation=implementation
+        )
+
+    return _on_each_device(run, q, beside(q, k), beside(q, v))
+
+
+def splash_attention(
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    *,
+    scale: float,
+    cap: float | None = None,
+    window: Integer[Array, ""] | int | None = None,
+    q_positions: Integer[Array, "#B S"] | None = None,
+    k_positions: Integer[Array, "#B S"] | None = None,
+    q_segments: Integer[Array, "B S"] | None = None,
+    k_segments: Integer[Array, "B S"] | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    interpret: bool = False,
+) -> Float[Array, "B S N H"]:
+    """Return `attention` by the splash attention kernel of TPUs, on the share of batch and heads that each device has.
+
+    Memory beside the result is O(B S N H); the arguments are those of `attention`, the window a number. The kernel
+    has no scale, so queries are multiplied by it and rounded to their dtype; heads are filled up with zeros to a
+    multiple of 128. Each kv head is a call of its own in the kernel's grid, so that `tile` may cut heads and batch.
+
+    Args:
+        interpret: whether the kernel is computed without a TPU, slowly.
+
+    Raises:
+        ValueError: the kernel does not do what is asked.
+    """
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash  # slow to import
+
+    window = _checked("splash", q, window, q_positions, k_positions)
+    length, size = q.shape[1], q.shape[3]
+    block = next((block for block in BLOCKS if length % block == 0), None)
+    if block is None:
+        raise ValueError(f"splash attention takes sequences of a multiple of {LANES} tokens, and these have {length}.")
+    shape = (length, length)
+    mask = splash.CausalMask(shape) if window is None else splash.LocalMask(shape, (window - 1, 0), 0)
+    blocks = splash.splash_attention_kernel.BlockSizes(
+        block_q=block,
+        block_kv=block,
+        block_q_dkv=block,
+        block_kv_dkv=block,
+        block_kv_dkv_compute=block,
+        block_q_dq=block,
+        block_kv_dq=block,
+    )
+
+    def run(q, k, v, segments, sinks):
+        batch, _, heads, _ = q.shape
+        kv_heads = k.shape[2]
+        kernel = splash.make_splash_mqa(
+            splash.MultiHeadMask([mask] * (heads // kv_heads)),
+            block_sizes=blocks,
+            attn_logits_soft_cap=cap,
+            head_shards=1,
+            q_seq_shards=1,
+            interpret=interpret,
+        )
+        wide = lambda x: jnp.pad(x, ((0, 0),) * 3 + ((0, -size % LANES),))
+        q = (q.astype(accumulator(q.dtype)) * scale).astype(q.dtype)
+        q_BKGSH = wide(q).reshape(batch, length, kv_heads, heads // kv_heads, -1).transpose(0, 2, 3, 1, 4)
+        k_BKSH, v_BKSH = wide(k).transpose(0, 2, 1, 3), wide(v).transpose(0, 2, 1, 3)
+        sinks_KG = None if sinks is None else sinks.reshape(kv_heads, -1)
+        ids = None if segments is None else splash.SegmentIds(segments, segments)
+        of_head = lambda q, k, v, ids, sinks: kernel(q, k, v, segment_ids=ids, sinks=sinks)
+        of_row = jax.vmap(of_head, (0, 0, 0, None, 0))
+        out_BKGSH = jax.vmap(of_row, (0, 0, 0, 0, None))(q_BKGSH, k_BKSH, v_BKSH, ids, sinks_KG)
+        return out_BKGSH.transpose(0, 3, 1, 2, 4).reshape(*q.shape[:3], -1)[..., :size]
+
+    return _on_each_device(run, q, beside(q, k), beside(q, v), q_segments, sinks)
+
+
+def _checked(name, q, window, q_positions, k_positions, **missing) -> int | None:
+    """Return the window where it is shorter than the sequences; raise where a kernel does not do what is asked."""
+    if q_positions is not None or k_positions is not None:
+        raise ValueError(f"{name} attention reads sequences from their beginning; use plain attention beside a cache.")
+    if not isinstance(window, int | None):
+        raise ValueError(f"{name} attention takes windows as numbers: pass Ops(attention=..., static_windows=True).")
+    if partitions(q)[1] is not None:
+        raise ValueError(
+            f"{name} attention needs whole sequences, and {partitions(q)[1]} cuts them: use plain attention."
+        )
+    if given := [word for word, value in missing.items() if value is not None]:
+        raise ValueError(f"{name} attention has no {', '.join(given)}, and the model asks for it: use plain attention.")
+    return None if window is None or window >= q.shape[1] else window
+
+
+def _on_each_device(run, q, *rest):
+    """Return `run` of each device's share of the batch and of the heads; nothing travels."""
+    if not explicit():
+        return run(q, *rest)
+    batch, _, heads, _ = partitions(q)
+    by_rank = {4: PartitionSpec(batch, None, heads, None), 2: PartitionSpec(batch, None), 1: PartitionSpec(heads)}
+    specs = tuple(None if x is None else by_rank[x.ndim] for x in (q, *rest))
+    # Kernels do not say over which axes their results vary (https://github.com/jax-ml/jax/issues/36008).
+    return jax.shard_map(run, in_specs=specs, out_specs=by_rank[4], check_vma=False)(q, *rest)
+
+
+def _cudnn_says(asked: Asked) -> str | None:
+    """Return what the library has against these sizes on this machine, where it knows."""
+    one = jax.ShapeDtypeStruct((1, asked.length, 1, asked.head_dim), asked.dtype)
+    try:
+        jax.eval_shape(functools.partial(cudnn_attention, scale=1.0), one, one, one)
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        return f"says: {str(error).strip().splitlines()[0]}"
+    return None
+
+
+KERNELS = {
+    kernel.name: kernel
+    for kernel in (
+        Kernel(name="plain", make=lambda tiles: attention),
+        Kernel(name="tiled", make=tiled),
+        Kernel(
+            name="cudnn",
+            make=lambda tiles: cudnn_attention,
+            platforms=("gpu",),
+            dtypes=("bfloat16",),
+            softcap=False,
+            packing=False,
+            sinks=False,
+            spreads=False,
+            static=True,
+            library=_cudnn_says,
+        ),
+        Kernel(
+            name="splash",
+            make=lambda tiles: splash_attention,
+            platforms=("tpu",),
+            dtypes=("float32", "bfloat16"),
+            spreads=False,
+            step=LANES,
+            static=True,
+        ),
+    )
+}
