@@ -55,7 +55,9 @@ class Run:
         False, "also compile the untiled step, to show what tiling saves: a start takes twice as long"
     )
     plan: bool = option(False, "only tell what the run will cost: compile its step, train nothing")
-    compile_for: str | None = option(None, "only compile, for hardware that is not here: v5e-8, v5p-16, h100-8, ...")
+    compile_for: str | None = option(
+        None, "only compile, for hardware that is not here: v5e-8, v7x-8, h100-8, l4-1, ..."
+    )
     log_every: int | None = option(None, "steps between lines when the output is not a terminal", auto=True)
 
     def __post_init__(self):

@@ -141,15 +141,22 @@ def measure(programs: Programs, device: Device, head: int) -> Memory:
 
 
 def total_bytes(compiled: Any, device: Device) -> int:
-    """Return what a compiled step holds at its peak: arguments, what it returns beside them, and temporaries.
+    """Return what a compiled step holds of a device at its peak: arguments, what it returns beside them, temporaries.
 
-    A compiler for TPUs says what that is; of others the sum is known.
+    A compiler for TPUs says what that is, but counts what is in the host's memory too; of others the sum is known.
     """
     stats = compiled.compiled.memory_analysis()
-    if device.platform == "tpu":
+    if device.platform == "tpu" and not host_bytes(compiled):
         return max(stats.peak_memory_in_bytes, stats.argument_size_in_bytes)
     outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
     return stats.argument_size_in_bytes + outputs + stats.temp_size_in_bytes
+
+
+def host_bytes(compiled: Any) -> int:
+    """Return what a compiled step holds of the host's memory for each device: what was offloaded."""
+    stats = compiled.compiled.memory_analysis()
+    outputs = stats.host_output_size_in_bytes - stats.host_alias_size_in_bytes
+    return stats.host_argument_size_in_bytes + outputs + stats.host_temp_size_in_bytes
 
 
 @dataclass(frozen=True)
@@ -159,12 +166,14 @@ class Traffic:
     Attributes:
         arguments: bytes of the state and the batch.
         peak: bytes of all together, at the worst moment.
+        host: bytes of the host's memory, which are no device's.
         collectives: what devices exchange, None where the program's text does not tell how often.
         flops: of its matrix products, likewise.
     """
 
     arguments: int
     peak: int
+    host: int
     collectives: list[hlo.Collective] | None
     flops: int | None
 
@@ -177,11 +186,12 @@ def traffic(programs: Programs, device: Device) -> Traffic:
     """
     compiled = programs.train.compiled
     arguments, peak = compiled.memory_analysis().argument_size_in_bytes, total_bytes(programs.train, device)
+    host = host_bytes(programs.train)
     try:
         text = compiled.as_text()
-        return Traffic(arguments, peak, hlo.collectives(text, programs.config.mesh.devices), hlo.dot_flops(text))
+        return Traffic(arguments, peak, host, hlo.collectives(text, programs.config.mesh.devices), hlo.dot_flops(text))
     except ValueError:
-        return Traffic(arguments, peak, None, None)
+        return Traffic(arguments, peak, host, None, None)
 
 
 def head_bytes(programs: Programs) -> tuple[int, int]:

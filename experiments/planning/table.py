@@ -157,6 +157,9 @@ def render_described(name: str, config: configs.Resolved, traffic: Traffic, devi
         f"    {'temporary':<16} {size(traffic.peak - traffic.arguments):>14}   {cut}",
         f"    {'peak':<16} {size(traffic.peak):>14}   of {size(device.memory)}",
     ]
+    if traffic.host:
+        every = f"{size(traffic.host * config.mesh.devices)} for all devices"
+        lines.append(f"    {'in host memory':<16} {size(traffic.host):>14}   {every}")
     return "\n".join(
         [
             *lines,

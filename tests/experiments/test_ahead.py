@@ -8,8 +8,9 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from experiments.commandline import schema
-from experiments.planning import ahead, hlo, targets
+from experiments.planning import ahead, cost, hlo, targets
 from experiments.planning.targets import Kind, Target, TargetError
+from experiments.runtime.hardware import Device
 from transforms.sharding import make_mesh, place
 
 WORDS = ["model.num_layers=2", "model.embed_dim=32", "model.mlp_dim=64", "model.num_heads=4", "model.head_dim=8"]
@@ -24,7 +25,7 @@ def compile_for(monkeypatch, tmp_path):
     before = jax.config.jax_compilation_cache_dir
 
     def run(*words, memory=16.0):
-        target = Target("v5e-8", Kind("gpu", memory), jax.devices())
+        target = Target("v5e-8", Kind(platform="gpu", memory=memory), jax.devices())
         monkeypatch.setattr(targets, "find", lambda name: target)
         words = [*WORDS, *words]
         return ahead.start(*schema.compose(words), words)
@@ -70,15 +71,64 @@ def test_attention_is_chosen_and_the_reason_printed(compile_for, capsys):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("tpu", "compile_for=tpu: there is no such hardware. Known are v4-16, v5e-8, v5p-16, v6e-8, h100-8"),
+        (
+            "tpu",
+            "compile_for=tpu: there is no such hardware. Known are v4-16, v5e-8, v5p-16, v6e-8, v7x-16, h100-8, h200-8",
+        ),
         ("v5e-9", "there is no slice of that size. There are v5e-1, v5e-4, v5e-8"),
-        ("v5p-4", "There are v5p-8, v5p-16"),
+        ("v5p-4", "There are v5p-2, v5p-8, v5p-16"),
         ("h100-9", "hosts have 8 devices"),
     ],
 )
 def test_other_hardware_is_refused(name, message):
     with pytest.raises(TargetError, match=message):
         targets.find(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "kind"),
+    [
+        ("v5e-1", 1, "TPU v5 lite"),
+        ("v6e-1", 1, "TPU v6 lite"),
+        ("v5p-2", 1, "TPU v5"),
+        ("v7x-2", 2, "TPU7x"),
+        ("v7x-8", 8, "TPU7x"),
+        ("h200-8", 8, "NVIDIA H200"),
+        ("b200-1", 1, "NVIDIA B200"),
+        ("l4-1", 1, "NVIDIA L4"),
+        ("rtx4090-2", 2, "NVIDIA GeForce RTX 4090"),
+    ],
+)
+def test_a_product_is_compiled_for_every_kind(name, count, kind):
+    if not importlib.util.find_spec("libtpu" if targets.KINDS[name.split("-")[0]].shapes else "jax_cuda12_plugin"):
+        pytest.skip("its compiler is not installed")
+    target = targets.find(name)
+    assert (len(target.devices), target.devices[0].device_kind) == (count, kind)
+    x = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16, sharding=jax.sharding.SingleDeviceSharding(target.devices[0]))
+    assert jax.jit(lambda x: x @ x).lower(x).compile().memory_analysis().output_size_in_bytes == 2 * 256 * 256
+
+
+class Stats:
+    """What a compiler says of an offloaded step: its peak counts the host's memory."""
+
+    argument_size_in_bytes, output_size_in_bytes, alias_size_in_bytes, temp_size_in_bytes = 100, 100, 90, 30
+    host_argument_size_in_bytes, host_output_size_in_bytes, host_alias_size_in_bytes = 7, 7, 6
+    peak_memory_in_bytes = 400
+
+    def __init__(self, host):
+        self.host_temp_size_in_bytes = host
+        if not host:
+            self.host_argument_size_in_bytes = self.host_output_size_in_bytes = self.host_alias_size_in_bytes = 0
+
+    compiled = property(lambda self: self)
+    memory_analysis = lambda self: self
+
+
+def test_the_host_s_memory_is_counted_apart():
+    device = Device("tpu", "a test", 2**34)
+    assert cost.host_bytes(Stats(256)) == 256 + 7 + 1
+    assert cost.total_bytes(Stats(256), device) == 100 + 10 + 30
+    assert cost.total_bytes(Stats(0), device) == 400
 
 
 @pytest.mark.parametrize(("name", "module"), [("v5e-8", "libtpu"), ("h100-8", "jax_cuda12_plugin")])
