@@ -209,7 +209,8 @@ def splash_attention(
 
     Memory beside the result is O(B S N H); the arguments are those of `attention`, the window a number. The kernel
     has no scale, so queries are multiplied by it and rounded to their dtype; heads are filled up with zeros to a
-    multiple of 128. Each kv head is a call of its own in the kernel's grid, so that `tile` may cut heads and batch.
+    multiple of 128. Each kv head (where there is one, each query head) is an index of the grid that the kernel does not
+    know of, so that `tile` may cut heads and batch.
 
     Args:
         interpret: whether the kernel is computed without a TPU, slowly.
@@ -239,8 +240,9 @@ def splash_attention(
     def run(q, k, v, segments, sinks):
         batch, _, heads, _ = q.shape
         kv_heads = k.shape[2]
+        calls = kv_heads if kv_heads > 1 else heads  # in the grid; those that share the one kv head are apart, too
         kernel = splash.make_splash_mqa(
-            splash.MultiHeadMask([mask] * (heads // kv_heads)),
+            splash.MultiHeadMask([mask] * (heads // calls)),
             block_sizes=blocks,
             attn_logits_soft_cap=cap,
             head_shards=1,
@@ -249,12 +251,15 @@ def splash_attention(
         )
         wide = lambda x: jnp.pad(x, ((0, 0),) * 3 + ((0, -size % LANES),))
         q = (q.astype(accumulator(q.dtype)) * scale).astype(q.dtype)
-        q_BKGSH = wide(q).reshape(batch, length, kv_heads, heads // kv_heads, -1).transpose(0, 2, 3, 1, 4)
+        q_BKGSH = wide(q).reshape(batch, length, calls, heads // calls, -1).transpose(0, 2, 3, 1, 4)
         k_BKSH, v_BKSH = wide(k).transpose(0, 2, 1, 3), wide(v).transpose(0, 2, 1, 3)
-        sinks_KG = None if sinks is None else sinks.reshape(kv_heads, -1)
+        if kv_heads == 1:
+            k_BKSH, v_BKSH = k_BKSH[:, 0], v_BKSH[:, 0]
+        sinks_KG = None if sinks is None else sinks.reshape(calls, -1)
         ids = None if segments is None else splash.SegmentIds(segments, segments)
         of_head = lambda q, k, v, ids, sinks: kernel(q, k, v, segment_ids=ids, sinks=sinks)
-        of_row = jax.vmap(of_head, (0, 0, 0, None, 0))
+        own = 0 if kv_heads > 1 else None
+        of_row = jax.vmap(of_head, (0, own, own, None, 0))
         out_BKGSH = jax.vmap(of_row, (0, 0, 0, 0, None))(q_BKGSH, k_BKSH, v_BKSH, ids, sinks_KG)
         return out_BKGSH.transpose(0, 3, 1, 2, 4).reshape(*q.shape[:3], -1)[..., :size]
 

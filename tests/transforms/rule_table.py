@@ -30,5 +30,6 @@ unreduced_reduce_scatter vary_unreduced_cast vary_unreduced_cast_p reshard shard
 scan while cond shard_map pallas_call running anchor carried begun cumulative_part cumulative_total cumulative_joined
 scan_part chosen witness snapped agreed stored
 nonbatchable nondifferentiable_backward nontraceable select_if_vmap unvmap_all unvmap_any unvmap_max
+dot_product_attention_fwd dot_product_attention_fwd_wrapper dot_product_attention_bwd dot_product_attention_bwd_wrapper
 create_token empty empty2 iota_2x32_shape platform_index relayout select_and_scatter cholesky_update
 """.split()

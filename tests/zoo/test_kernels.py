@@ -12,6 +12,8 @@ from jax.sharding import PartitionSpec
 
 import zoo
 from experiments.configs.compute import ATTENTION
+from tests.helpers import equations
+from transforms import tile
 from transforms.remat import remat
 from transforms.sharding import make_mesh, place
 from zoo.kernels import KERNELS, Asked, choose, cudnn_attention, splash_attention, tiled
@@ -175,6 +177,33 @@ def test_windows_are_numbers_where_attention_needs_them(pattern, packed):
     wanted, found = gradients(None), gradients(Ops(attention=needs_numbers, static_windows=True))
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(one, other, atol=2e-5 * float(jnp.abs(other).max() + 1))
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "axis", "n"),
+    [
+        (2, (0, 0, 0, 0), 2),
+        pytest.param(2, (2, 2, 2, None), 2, marks=pytest.mark.heavy),
+        (1, (3, None, None, None), 4),
+    ],
+)
+def test_a_kernel_runs_a_tile_of_the_batch_or_of_heads_at_a_time(kv_heads, axis, n):
+    shapes = (2, 256, kv_heads, 4 // kv_heads, 16), (2, 256, kv_heads, 16), (2, 256, kv_heads, 16)
+    args = (*drawn(*shapes), jnp.asarray([[0] * 100 + [1] * 156] * 2, jnp.int32))
+
+    def loss(run, q, k, v, segments):
+        q = q.reshape(2 if q.shape[0] == 2 else 1, 256, -1, 16)
+        return jnp.sin(run(q, k, v, scale=0.25, window=150, q_segments=segments, k_segments=segments)).sum()
+
+    tiled = tile(functools.partial(loss, SPLASH), axis=axis, n=n)
+    wanted = jax.grad(functools.partial(loss, attention), argnums=(0, 1, 2))(*args)
+    run = jax.jit(jax.grad(tiled, argnums=(0, 1, 2)))
+    for one, other in zip(run(*args), wanted, strict=True):
+        np.testing.assert_allclose(one, other, atol=5e-6 * float(jnp.abs(other).max()))
+    grids = {
+        e.params["grid_mapping"].grid for e in equations(run.trace(*args).jaxpr) if e.primitive.name == "pallas_call"
+    }
+    assert {np.prod(grid[:2]) for grid in grids} == {2 * {1: 4, 2: 2}[kv_heads] // n}
 
 
 # ------------------------------------------------------------------- compiled for devices that are not here

@@ -16,10 +16,11 @@ from transforms.tiling.ir.facts import Analysis, Region, grain
 from transforms.tiling.ir.graph import REMAT, Node
 from transforms.tiling.ir.obstacles import Complete, Inline, Obstacle
 from transforms.tiling.ir.placement import ALONE, Partial, Reach, Tiled
-from transforms.tiling.rules import Move
+from transforms.tiling.rules import Move, attention
 
 FEW = 16  # rows that may be computed again even with shorter tiles
-EXACT = ("cumulative_part", "ragged_dot_general", "pallas_call", "shard_map")  # run on the tile's own rows alone
+# Run on the tile's own rows alone.
+EXACT = ("cumulative_part", "ragged_dot_general", "pallas_call", "shard_map", *attention.NAMES)
 
 
 def check(found: Analysis, node: Node, move: Move, limits: Limits | None) -> Obstacle | None:

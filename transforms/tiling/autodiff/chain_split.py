@@ -134,6 +134,7 @@ LINEAR: dict[str, tuple[int, ...] | None] = {
     **dict.fromkeys(["select_n"], tuple(range(1, 100))),
     "dynamic_update_slice": (0, 1),
     "scatter-add": (0, 2),
+    **dict.fromkeys(["dot_product_attention_bwd", "dot_product_attention_bwd_wrapper"], (12,)),
 }
 TOGETHER = ("select_n", "dynamic_update_slice", "scatter-add")
 

@@ -34,6 +34,7 @@ from transforms.tiling.passes.loop_state import resize
 from transforms.tiling.passes.online.rewrite import Rewritten, rewrite
 from transforms.tiling.passes.shifts import align
 from transforms.tiling.rules import (  # noqa: F401  each registers its primitives
+    attention,
     collective,
     control_flow,
     dot,

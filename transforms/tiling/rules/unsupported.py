@@ -32,10 +32,9 @@ refuse(
 
 complete("pure_callback", "ffi_call", "call_exported", reason="is a function of whole arrays that JAX cannot look into")
 complete(
-    *"""call_hi_primitive call_hi_primitive_linearized cudnn_fusion custom_partitioning dot_product_attention_bwd
-    dot_product_attention_bwd_wrapper dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper
-    dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper dot_product_attention_fwd
-    dot_product_attention_fwd_wrapper mpmd_map scaled_matmul scaled_matmul_wrapper""".split(),
+    *"""call_hi_primitive call_hi_primitive_linearized cudnn_fusion custom_partitioning dot_product_attention_fp8_bwd
+    dot_product_attention_fp8_bwd_wrapper dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper mpmd_map
+    scaled_matmul scaled_matmul_wrapper""".split(),
     reason="is a kernel that was written for whole arrays",
 )
 complete(
