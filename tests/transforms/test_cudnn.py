@@ -111,6 +111,7 @@ def test_kernels_run_a_tile_of_the_batch_or_of_heads_at_a_time(kv_heads, axis, n
     looped = [e for e in calls if e.invars[0].aval.shape == shape]
     assert {e.primitive.name[22:25] for e in looped} == {"fwd", "bwd"}
     assert not any("bwd" in e.primitive.name for e in calls if e not in looped)
+    assert len(tiled.plan(*args).gradient.loops) == 1  # the kernel's own rule is linear: one loop makes both
 
 
 def test_query_heads_of_one_kv_head_stay_together():
@@ -135,3 +136,30 @@ def test_other_dimensions_are_whole(axis, reason):
     run = lambda q, k, v: jnp.sin(kernel(0, jnp.sin(q), k, v)).sum()
     with pytest.raises(TileError, match=rf"cannot tile `dot_product_attention_fwd_wrapper` at .*it {reason}"):
         tile(run, axis=axis, n=4, gather="none").plan(q.reshape(B, S, N, H), k, v)
+
+
+def clipped():
+    run = jax.custom_vjp(lambda x: x)
+    run.defvjp(lambda x: (x, None), lambda _, given: (jnp.clip(given, -1, 1),))
+    return run
+
+
+def scaled():
+    run = jax.custom_vjp(jnp.sin)
+    run.defvjp(lambda x: (jnp.sin(x), x), lambda x, given: (given * jnp.cos(x),))
+    return run
+
+
+@pytest.mark.parametrize(("own", "loops"), [(scaled, 1), (clipped, 2)])
+def test_rules_inside_a_scan_that_are_linear_need_no_second_loop(own, loops):
+    run = own()
+
+    def loss(x, w):
+        body = jax.checkpoint(lambda x, w: (run(x @ w), None))
+        return jnp.sin(jax.lax.scan(body, x, w)[0]).sum()
+
+    args = jnp.linspace(0, 3, 64 * 8).reshape(64, 8), jnp.full((3, 8, 8), 0.3)
+    tiled = tile(loss, axis=(0, None), n=4)
+    assert len(tiled.plan(*args).gradient.loops) == loops
+    for one, other in zip(jax.grad(tiled, (0, 1))(*args), jax.grad(loss, (0, 1))(*args), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)

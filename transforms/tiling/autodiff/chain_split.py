@@ -7,12 +7,12 @@ the loop forms the gradient of `p` itself and the factor is applied afterwards, 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import Literal
 
 from transforms.tiling.analysis.limits import Limits
 from transforms.tiling.analysis.propagate import analyse
@@ -139,36 +139,64 @@ LINEAR: dict[str, tuple[int, ...] | None] = {
 TOGETHER = ("select_n", "dynamic_update_slice", "scatter-add")
 
 
-def scales(closed: Any) -> bool:
-    """Whether the last input of a program, a cotangent, enters all its outputs linearly.
+def scales(jaxpr: Any) -> bool:
+    """Whether cotangents enter the gradients of a program linearly.
 
-    Only a `jax.custom_vjp` rule can do anything else with a cotangent, such as clipping it.
+    Only a `jax.custom_vjp` rule can do anything else with a cotangent, such as clipping it: each is traced alone.
     """
-    graph = flatten(closed, remat=True)
-    reached = {graph.inputs[-1]}
+    return all(_linear(_pulled(rule)) for rule in custom_vjps(jaxpr))
+
+
+def _pulled(eqn: Any) -> tuple[Graph, int]:
+    """The gradients of one equation as a graph of its operands and then of cotangents, and how many those are."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    operands = [v.val if isinstance(v, Literal) else like(v.aval) for v in eqn.invars]
+    floats = [i for i, v in enumerate(eqn.invars) if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
+    outs = [i for i, v in enumerate(eqn.outvars) if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
+
+    def pull(operands: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+        def call(*chosen: Any) -> list[Any]:
+            given = dict(enumerate(operands)) | dict(zip(floats, chosen, strict=True))
+            made = eqn.primitive.bind(*(given[i] for i in range(len(operands))), **params)
+            return [made[i] for i in outs]
+
+        return jax.vjp(call, *(operands[i] for i in floats))[1](list(cotangents))
+
+    with eqn.ctx.manager:
+        closed = jax.make_jaxpr(pull)(operands, [like(eqn.outvars[i].aval) for i in outs])
+    return flatten(closed, remat=True), len(outs)
+
+
+def _linear(found: tuple[Graph, int]) -> bool:
+    """Whether the last inputs of a graph, so many, enter all its outputs linearly together."""
+    graph, count = found
+    reached = set(graph.inputs[len(graph.inputs) - count :])
     for node in graph.nodes:
-        found = [i for i, v in enumerate(node.inputs) if v in reached]
-        if not found:
+        cut = [i for i, v in enumerate(node.inputs) if v in reached]
+        if not cut:
             continue
         if node.name not in LINEAR:
             return False
         allowed = LINEAR[node.name]
-        if allowed is not None and (not set(found) <= set(allowed) or (len(found) > 1 and node.name not in TOGETHER)):
+        if allowed is not None and (not set(cut) <= set(allowed) or (len(cut) > 1 and node.name not in TOGETHER)):
             return False
         reached.update(node.outputs)
     return True
 
 
-def has_custom_vjp(jaxpr: Any) -> bool:
-    """Whether a program holds functions with a `jax.custom_vjp` rule."""
+def custom_vjps(jaxpr: Any) -> Iterator[Any]:
+    """The equations of a program that are functions with a `jax.custom_vjp` rule."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name.startswith("custom_vjp"):
-            return True
-        for param in eqn.params.values():
-            for inner in param if isinstance(param, tuple) else (param,):
-                if isinstance(inner, (Jaxpr, ClosedJaxpr)) and has_custom_vjp(getattr(inner, "jaxpr", inner)):
-                    return True
-    return False
+            yield eqn
+            continue
+        for inner in bodies(eqn.params):
+            yield from custom_vjps(inner)
+
+
+def has_custom_vjp(jaxpr: Any) -> bool:
+    """Whether a program holds functions with a `jax.custom_vjp` rule."""
+    return next(custom_vjps(jaxpr), None) is not None
 
 
 def narrow(jaxpr: Any) -> bool:

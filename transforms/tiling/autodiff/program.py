@@ -194,8 +194,7 @@ class Program:
         key = ("scales", tuple(active), tuple(outs))
         if key not in self._derived:
             joint = self._joint(tuple(active), outs[0])
-            linear = not has_custom_vjp(self.closed.jaxpr) or scales(self.cotangent(tuple(active), tuple(outs)).closed)
-            self._derived[key] = joint is not None and linear and not narrow(joint.closed.jaxpr)
+            self._derived[key] = joint is not None and scales(self.closed.jaxpr) and not narrow(joint.closed.jaxpr)
         return self._derived[key]
 
     def is_scalar(self, outs: Sequence[int], active: Sequence[int]) -> bool:
