@@ -6,12 +6,14 @@ One table, used as `model.hidden(tokens, remat=remat("full"))`: the wrapper goes
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 _policies = jax.checkpoint_policies
@@ -22,7 +24,7 @@ POLICIES: dict[str, Any] = {
     "block": _policies.nothing_saveable,
     "dots": _policies.dots_saveable,
     "dots_no_batch": _policies.dots_with_no_batch_dims_saveable,
-    "offload": _policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
+    "offload_dots": _policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
 }
 BY_NAME: dict[str, Callable[[Sequence[str]], Any]] = {
     "names": lambda names: _policies.save_only_these_names(*names),
@@ -33,7 +35,8 @@ BY_NAME: dict[str, Callable[[Sequence[str]], Any]] = {
         offload_dst="pinned_host",
     ),
 }
-CHOICES = ("none", *POLICIES, *BY_NAME)
+OFFLOAD, SQRT = "offload", "sqrt"
+CHOICES = ("none", *POLICIES, *BY_NAME, OFFLOAD, SQRT)
 
 
 @dataclass(frozen=True)
@@ -53,23 +56,54 @@ class Cycle:
             start += len(same)
 
 
-def remat(name: str, names: Sequence[str] = ()) -> Wrapper | Cycle | None:
+@dataclass(frozen=True)
+class Nested:
+    """A wrapper for groups of layers and, inside each, one for every layer; `scan_layers` takes it as it takes a cycle.
+
+    What is kept of all layers is kept of the groups alone; a group's layers keep theirs while the backward pass is
+    there. That costs one more forward pass (https://arxiv.org/abs/1604.06174).
+
+    Attributes:
+        group: wraps the function of a group of layers.
+        layer: wraps the body.
+        every: how many layers make a group; None is the square root of their number, rounded up.
+    """
+
+    group: Wrapper
+    layer: Wrapper
+    every: int | None = None
+
+
+Remat = Wrapper | Cycle | Nested
+
+
+def remat(name: str, names: Sequence[str] = ()) -> Remat | None:
     """Return the wrapper for a layer's body, or None where everything is kept.
 
     Gradients are the same under every policy. From most memory and least arithmetic to the reverse: `none` keeps every
     intermediate, `dots` the results of matrix products, `dots_no_batch` those without batch dims (not attention's),
     `names` what `checkpoint_name` gave one of `names`, `full` (or `block`) the input of a layer, for a second forward
-    pass. `offload` is `dots_no_batch` in host memory, `offload_names` is `names` there.
+    pass. `offload` is `full` with those inputs in host memory: they are moved there, and no copy stays; likewise
+    `offload_dots` is `dots_no_batch` and `offload_names` is `names` there.
 
-    Several policies with commas between them take turns over the layers, `*` repeats one: `full*3,none`.
+    Several policies with commas between them take turns over the layers, `*` repeats one: `full*3,none`. With `/` a
+    policy is for every so many layers, and inside such a group for each: `full/4` and `offload/2` keep a quarter and
+    half of `full`, for one more forward pass; `sqrt` is `full` for every square root of the number of layers.
 
     Raises:
         ValueError: there is no policy of that name, or it needs names; and when a layer runs that lacks a name.
     """
+    policy, nested, every = name.strip().partition("/")
+    if policy == SQRT or nested:
+        if policy not in ("full", "block", OFFLOAD, SQRT) or (policy == SQRT) == bool(nested):
+            raise ValueError(f"cannot remat by {name!r}: give sqrt, or full or offload for every so many: full/4.")
+        if nested and not (every.isdigit() and int(every)):
+            raise ValueError(f"cannot remat by {name!r}: give a whole number of layers behind the slash: full/4.")
+        return Nested(*(_inputs(policy, f"input of {what}") for what in ("layers", "layer")), int(every or 0) or None)
     parts = [part.strip() for part in name.split(",")]
     counted = [(policy, int(times) if times.isdigit() else 0) for policy, _, times in (_split(part) for part in parts)]
     for part, (policy, times) in zip(parts, counted, strict=True):
-        if policy not in CHOICES or times < 1:
+        if policy not in CHOICES or policy == SQRT or times < 1:
             raise ValueError(f"cannot remat by {part!r}: it is not a policy. Choose one of {', '.join(CHOICES)}.")
     cycle = [policy for policy, times in counted for _ in range(times)]
     wrappers = {policy: _wrapper(policy, tuple(names), alone=len(set(cycle)) == 1) for policy in cycle}
@@ -79,7 +113,7 @@ def remat(name: str, names: Sequence[str] = ()) -> Wrapper | Cycle | None:
 
 
 def scan_layers(
-    body: Callable[..., Any], carry: Any, stacked: Any, remat: Wrapper | Cycle | None, first: int = 0
+    body: Callable[..., Any], carry: Any, stacked: Any, remat: Remat | None, first: int = 0
 ) -> tuple[Any, Any]:
     """Return `jax.lax.scan(body, carry, stacked)`, where each layer keeps for the backward pass what `remat` says.
 
@@ -87,9 +121,11 @@ def scan_layers(
         body: of one layer.
         carry: what goes from layer to layer.
         stacked: the layers' weights and whatever else differs between them.
-        remat: a wrapper of the body, a cycle of them, or None.
+        remat: a wrapper of the body, a cycle of them, one for groups of layers, or None.
         first: the number of the first of these layers, where they are not all.
     """
+    if isinstance(remat, Nested):
+        return _scan_groups(body, carry, stacked, remat)
     if not isinstance(remat, Cycle):
         return jax.lax.scan(body if remat is None else remat(body), carry, stacked)
     count, period = jax.tree.leaves(stacked)[0].shape[0], len(remat.names)
@@ -114,6 +150,35 @@ def scan_layers(
     return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *made)
 
 
+def _scan_groups(body, carry, stacked, remat: Nested) -> tuple[Any, Any]:
+    """Return `scan_layers` of whole groups of layers, and of those that are left."""
+    count = jax.tree.leaves(stacked)[0].shape[0]
+    every = min(count, remat.every or math.isqrt(count - 1) + 1)
+    whole = count - count % every
+    layers = lambda carry, group: jax.lax.scan(remat.layer(body), carry, group)
+    groups = jax.tree.map(lambda leaf: leaf[:whole].reshape(-1, every, *leaf.shape[1:]), stacked)
+    carry, made = jax.lax.scan(remat.group(layers), carry, groups)
+    made = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), made)
+    if whole == count:
+        return carry, made
+    carry, last = jax.lax.scan(remat.group(body), carry, jax.tree.map(lambda leaf: leaf[whole:], stacked))
+    return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), made, last)
+
+
+def _inputs(policy: str, name: str = "input of layer") -> Wrapper:
+    """Return the wrapper that keeps what a body of a scan is given: on the device, or in host memory by that name."""
+    wrap = functools.partial(jax.checkpoint, prevent_cse=False)
+    if policy != OFFLOAD:
+        return functools.partial(wrap, policy=_policies.nothing_saveable)
+
+    def offloaded(body):
+        # The name is inside: of what is named outside, a copy would be kept.
+        named = lambda carry, given: body(jax.tree.map(lambda leaf: checkpoint_name(leaf, name), carry), given)
+        return wrap(named, policy=BY_NAME["offload_names"]([name]))
+
+    return offloaded
+
+
 def _split(part: str) -> tuple[str, str, str]:
     return part.partition("*") if "*" in part else (part, "", "1")
 
@@ -121,6 +186,8 @@ def _split(part: str) -> tuple[str, str, str]:
 def _wrapper(policy: str, names: tuple[str, ...], alone: bool) -> Wrapper | None:
     if policy == "none":
         return None
+    if policy == OFFLOAD:
+        return _inputs(policy)
     # Inside a scan nothing can merge the recomputation with the original, so the guard against it only costs code; but
     # a run of one layer is no loop.
     wrap = functools.partial(jax.checkpoint, prevent_cse=not alone)

@@ -14,9 +14,11 @@ REMAT = {  # those of `transforms.remat`
     "block": "As full: keep only the input of each layer (a block) and compute the rest again.",
     "dots": "Keep the results of matrix products.",
     "dots_no_batch": "Keep the results of matrix products with weights, not those of attention.",
-    "offload": "As dots_no_batch, kept in the memory of the host (GPU and TPU).",
+    "offload": "As full: only the input of each layer, moved to the memory of the host (GPU and TPU).",
+    "offload_dots": "As dots_no_batch, kept in the memory of the host (GPU and TPU).",
     "names": "Keep the values that remat.names lists, by default what attention and MLP add to the residual stream.",
     "offload_names": "As names, kept in the memory of the host (GPU and TPU).",
+    "sqrt": "The inputs of as many groups of layers as a group has layers: one more forward pass than full.",
 }
 ATTENTION = {  # those of `zoo.kernels`
     "plain": "scores of all queries and keys at once",
@@ -24,6 +26,7 @@ ATTENTION = {  # those of `zoo.kernels`
     "cudnn": "cuDNN's flash attention, on GPUs",
     "splash": "the splash attention kernel, on TPUs",
 }
+NESTED = ("full", "block", "offload")  # those that can be for every so many layers: full/4
 MOST_LAYERS = 10_000  # more than any model has
 
 
@@ -91,8 +94,8 @@ class Remat:
 
     policy: str = option(
         "auto",
-        "auto, none (keep everything), full or block (nothing), dots, dots_no_batch, names, offload, offload_names; "
-        "several take turns over the layers: full*3,none",
+        "auto, none (keep everything), full or block (nothing), dots, dots_no_batch, names; offload, offload_dots, "
+        "offload_names (in host memory); sqrt, or full/4: groups of layers, then each; full*3,none: layers take turns",
         names=True,
     )
     names: str = option("attn_out,mlp_out", "the values that remat=names and offload_names keep", names=True)
@@ -100,10 +103,23 @@ class Remat:
     def __post_init__(self):
         if self.policy == "auto":
             return
+        group, nested, every = self.policy.strip().partition("/")
+        if nested and group in NESTED and every.isdecimal() and 0 < int(every) <= MOST_LAYERS:
+            return
+        if self.policy == "sqrt":
+            return
         for part in self.policy.split(","):
             name, star, times = part.strip().partition("*")
-            if name not in REMAT or (star and not (times.isdecimal() and 0 < int(times) <= MOST_LAYERS)):
-                raise refuse("remat.policy", self.policy, f"choose auto, {', '.join(REMAT)}; several as full*3,none")
+            if (
+                name not in REMAT
+                or name == "sqrt"
+                or (star and not (times.isdecimal() and 0 < int(times) <= MOST_LAYERS))
+            ):
+                raise refuse(
+                    "remat.policy",
+                    self.policy,
+                    f"choose auto, {', '.join(REMAT)}; several as full*3,none; groups as full/4",
+                )
 
     @property
     def kept(self) -> list[str]:

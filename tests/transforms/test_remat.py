@@ -1,5 +1,7 @@
 """Every named policy gives the same gradients, and they keep as much as they say."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,9 +36,10 @@ def arrays():
 
 
 CYCLES = ["full,none", "full*2,dots,names", "none*5,full*3", "full*3,none*9"]
+NESTED = ["sqrt", "full/1", "full/3", "block/8", "full/20", "offload", "offload/3"]
 
 
-@pytest.mark.parametrize("name", [*(name for name in POLICIES if name != "offload"), "names", *CYCLES])
+@pytest.mark.parametrize("name", [*(name for name in POLICIES if name != "offload_dots"), "names", *CYCLES, *NESTED])
 def test_gradients_do_not_depend_on_the_policy(name, arrays):
     weights, x = arrays
     expected = jax.grad(lambda w: loss(None, w, x))(weights)
@@ -52,6 +55,30 @@ def test_policies_keep_what_they_say(arrays):
 def test_policies_that_take_turns_keep_their_shares(arrays):
     kept = [temporary_bytes(name, *arrays) for name in ("full", "full*3,none", "full,none", "none")]
     assert kept == sorted(set(kept))
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        ("full", {"f32[8,256,64]"}),
+        ("offload", {"f32<host>[8,256,64]"}),
+        ("full/2", {"f32[4,256,64]", "f32[2,256,64]"}),
+        ("offload/4", {"f32<host>[2,256,64]", "f32<host>[4,256,64]"}),
+        ("sqrt", {"f32[2,256,64]", "f32[3,256,64]"}),
+    ],
+)
+def test_inputs_are_kept_of_so_many_layers_and_no_copy_stays_on_the_device(name, kept, arrays):
+    weights, x = arrays
+    jaxpr = str(jax.make_jaxpr(jax.grad(lambda w: loss(remat(name), w, x)))(weights))
+    assert set(re.findall(r"f32(?:<host>)?\[\d+,256,64\]", jaxpr)) == kept
+
+
+def test_groups_of_layers_keep_less_than_layers():
+    weights, x = jnp.ones((16, 64, 64)), jnp.ones((1024, 64))
+    grad = lambda name: jax.jit(jax.grad(lambda w: loss_of(remat(name), w, x))).lower(weights).compile()
+    loss_of = lambda wrap, w, x: scan_layers(lambda x, w: (jnp.tanh(jnp.sin(x @ w) @ w.T), None), x, w, wrap)[0].sum()
+    full, sqrt = (grad(name).memory_analysis().temp_size_in_bytes for name in ("full", "sqrt"))
+    assert full - sqrt >= (16 - 8 - 1) * x.nbytes  # 4 groups of 4, of which one is open
 
 
 def test_layers_take_turns_from_the_first_on(arrays):
@@ -80,7 +107,20 @@ def test_a_name_that_no_value_has_is_refused(arrays):
 def test_the_command_line_knows_every_policy():
     assert sorted(REMAT) == sorted(CHOICES)
     assert configs.Remat(policy="full*3,none").policy == "full*3,none"
-    for bad in ("full*0", "full*x", "some", "full,some", "auto,full", ""):
+    assert [configs.Remat(policy=one).policy for one in ("full/4", "offload/2")] == ["full/4", "offload/2"]
+    for bad in (
+        "full*0",
+        "full*x",
+        "some",
+        "full,some",
+        "auto,full",
+        "",
+        "full/0",
+        "dots/2",
+        "sqrt/2",
+        "full/2,none",
+        "sqrt*2",
+    ):
         with pytest.raises(ValueError, match=r"bad value remat\.policy="):
             configs.Remat(policy=bad)
 
@@ -92,3 +132,9 @@ def test_none_wraps_nothing():
 def test_unknown_policy():
     with pytest.raises(ValueError, match=r"cannot remat by 'some'.*Choose one of none, full, block, dots"):
         remat("some")
+
+
+@pytest.mark.parametrize("name", ["dots/2", "sqrt/2", "full/0", "full/x", "full/2,none", "sqrt,none"])
+def test_what_is_no_group_of_layers_is_refused(name):
+    with pytest.raises(ValueError, match="cannot remat by"):
+        remat(name)

@@ -6,7 +6,6 @@ Dimensions: `B` batch `S` sequence `D` embed `V` vocab `L` layers.
 import abc
 import dataclasses
 import operator
-from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
 import equinox as eqx
@@ -16,7 +15,7 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
-from transforms.remat import Cycle, scan_layers
+from transforms.remat import Remat, scan_layers
 from zoo.config import Config, rows
 from zoo.models.forward import ForwardPass, Output, PerLayer, layer_passes, positions_of
 from zoo.models.head import Head
@@ -126,7 +125,7 @@ class Decoder(eqx.Module):
         tokens: Integer[Array, "B S"],
         *,
         dtype: DTypeLike | None = None,
-        remat: Callable | Cycle | None = None,
+        remat: Remat | None = None,
         ops: Ops | None = None,
         segments: Integer[Array, "B S"] | None = None,
     ) -> Float[Array, "B S D"]:

@@ -15,7 +15,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Integer
 
-from transforms.remat import Cycle
+from transforms.remat import Remat
 from zoo.config import Config, temperature_of
 from zoo.models import packing
 from zoo.models.layers import PLAIN, Ops, few_windows, rope, scanned_windows
@@ -36,7 +36,7 @@ class ForwardPass:
     """
 
     dtype: DTypeLike | None = None
-    remat: Callable | Cycle | None = None
+    remat: Remat | None = None
     ops: Ops | None = None
     segments: Integer[Array, "B S"] | None = None
     past: Any = None
