@@ -27,7 +27,7 @@ from jaxtyping import DTypeLike
 
 from transforms.tiling.analysis.propagate import analyse
 from transforms.tiling.autodiff.derive import call
-from transforms.tiling.autodiff.program import Options, Program
+from transforms.tiling.autodiff.program import Options, Program, looked_into
 from transforms.tiling.inputs import meshes
 from transforms.tiling.inputs.axes import is_array, place, rows
 from transforms.tiling.ir.errors import explained, tracing
@@ -452,7 +452,7 @@ class Tracer:
             return outs
 
         try:
-            with explained():
+            with explained(), looked_into():
                 closed = jax.make_jaxpr(flat)(*arrays, *numbers)
         except Exception as error:
             if not numbers:

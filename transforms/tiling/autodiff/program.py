@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import gc
@@ -69,6 +70,19 @@ class Options:
     floor: int = 0  # bytes of an array that may be completed whatever the sizes of inputs and outputs
 
 
+_LOOKED_INTO = contextvars.ContextVar("looked_into", default=False)
+
+
+@contextlib.contextmanager
+def looked_into() -> Generator[None]:
+    """Within, what is traced will be planned: a loop there must show which arrays it reads, and which it writes."""
+    before = _LOOKED_INTO.set(True)
+    try:
+        yield
+    finally:
+        _LOOKED_INTO.reset(before)
+
+
 @dataclasses.dataclass(eq=False)
 class Program:
     """`closed` with its inputs at `placements`; the outputs numbered in `wide` are left in the dtype of sums."""
@@ -77,7 +91,10 @@ class Program:
     placements: tuple[Placement, ...]
     options: Options
     wide: frozenset[int] = frozenset()
-    reuse: Mapping[int, int] = dataclasses.field(default_factory=dict)  # outputs that may take an input's buffer
+    reuse: Mapping[int, Sequence[int]] = dataclasses.field(
+        default_factory=dict
+    )  # outputs that may take inputs' buffers
+    unseen: bool = False  # they may where no program around looks into this one's loops
     also: Ends | None = None  # what its loops end in, returned after the outputs
     given: tuple[Ends, int] | None = None  # what another program's loops ended in, and the first input that holds it
 
@@ -148,15 +165,18 @@ class Program:
         together = sum(elements(a.shape) * wider(a) for a in cut)
         return Limits(self.options.gather, largest, self.options, Program, together, widest)
 
-    @functools.cached_property
+    @property
     def run(self) -> Callable[..., list[Any]]:
         """The program's outputs. Differentiating through this differentiates the loops; use `derive.call`."""
-        o = self.options
+        return self._runs[self.unseen and _LOOKED_INTO.get()]
 
-        def run(*args: Any) -> list[Any]:
-            return scan.run(self.plan, args, o, self.wide, reuse=self.reuse)
+    @functools.cached_property
+    def _runs(self) -> tuple[Callable[..., list[Any]], Callable[..., list[Any]]]:
+        def run(*args: Any, reuse: Mapping[int, Sequence[int]]) -> list[Any]:
+            return scan.run(self.plan, args, self.options, self.wide, reuse=reuse)
 
-        return jax.jit(run)
+        in_place, apart = (functools.partial(run, reuse=reuse) for reuse in (self.reuse, {}))
+        return jax.jit(in_place), jax.jit(apart)
 
     @property
     def output_placements(self) -> tuple[Placement, ...]:
@@ -167,7 +187,7 @@ class Program:
     def derive(self, fn: Any, extra: Sequence[tuple[Any, Placement]], wide: Sequence[int] = ()) -> Program:
         """The tiled program of `fn(*inputs, *extra)`, a function derived from this one."""
         avals = [*self.closed.in_avals, *(aval for aval, _ in extra)]
-        with explained():
+        with explained(), looked_into():
             closed = jax.make_jaxpr(fn)(*(like(a) for a in avals))
         placements = (*self.placements, *(p for _, p in extra))
         return Program(closed, placements, self.options, frozenset(wide))
@@ -323,7 +343,10 @@ class Program:
             kind, active, outs = key
             made = self.derive(fn, extra)
             closed = silence(made.closed, len(outs if kind == "cotangent" else active))
-            derived = dataclasses.replace(made, closed=closed, given=given)
+            # A gradient takes the place of a cotangent that was read, or of the input whose gradient it is.
+            last = range(len(made.closed.in_avals) - len(outs), len(made.closed.in_avals))
+            reuse = {i: [*last, number] for i, number in enumerate(active)} if kind == "cotangent" else {}
+            derived = dataclasses.replace(made, closed=closed, given=given, reuse=reuse, unseen=True)
             self._derived[key] = self.again(derived, active) if kind == "cotangent" else derived
         return self._derived[key]
 

@@ -34,7 +34,7 @@ def run(
     options: Any,
     wide: frozenset[int],
     chunks: bool = True,
-    reuse: Mapping[int, int] | None = None,
+    reuse: Mapping[int, Sequence[int]] | None = None,
 ) -> list[Any]:
     """Run a schedule.
 
@@ -45,8 +45,8 @@ def run(
             formed in.
         wide: numbers of the outputs to return in that dtype.
         chunks: whether a product may be added to an accumulator chunk by chunk.
-        reuse: for the number of an output, that of an input which nobody needs afterwards: a loop that reads the one
-            and writes the other slice by slice does so in one buffer.
+        reuse: for the number of an output, those of inputs which nobody needs afterwards, as a rule: a loop that reads
+            one and writes the other slice by slice does so in one buffer (in a copy, where it is needed after all).
     """
     graph = plan.analysis.graph
     env: Env = dict(zip(graph.inputs, inputs, strict=True))
@@ -64,14 +64,17 @@ def run(
     return [read(env, v) if i in wide else narrow(env, v) for i, v in enumerate(graph.outputs)]
 
 
-def _shared(plan: Schedule, loop: Loop, reuse: Mapping[int, int]) -> dict[Value, Value]:
+def _shared(plan: Schedule, loop: Loop, reuse: Mapping[int, Sequence[int]]) -> dict[Value, Value]:
     """For results of a loop, the inputs whose buffers they take over: read in this loop alone, at the tile written."""
     graph, fact = plan.analysis.graph, plan.analysis.fact
     made = {update.value for update in loop.updates}
     found = {}
-    for out, number in reuse.items():
+    for out, number in ((out, number) for out, numbers in reuse.items() for number in numbers):
         value, source = graph.outputs[out], graph.inputs[number]
+        if value in found or source in found.values():
+            continue
         alike = value in made and source.aval == value.aval and fact(value)[:2] == fact(source)[:2]
+        alike = alike and value not in plan.analysis.apart  # there devices hold parts of a sum
         here = {id(r) for r in loop.refs if r.value is source and r.how == "slice" and r.halo == ALONE}
         everywhere = {id(ref) for other in plan.loops for ref in other.refs if ref.value is source}
         outside = source in graph.outputs or any(

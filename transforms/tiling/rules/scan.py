@@ -151,7 +151,7 @@ def local_scan(node: Node, placements: tuple[Placement, ...], limits: Any) -> Mo
         return None
     options = dataclasses.replace(limits.options, floor=limits.largest, local=False)
     closed, kept = sink_constants(node)
-    reuse = {i: kept.index(constants + i) for i in range(carried)}
+    reuse = {i: [kept.index(constants + i)] for i in range(carried)}
     state: tuple[Placement, ...] = placements[constants : constants + carried]
     while True:
         ins = (*placements[:constants], *state, *(p.at(p.dim - 1) if isinstance(p, Tiled) else p for p in stacked))
