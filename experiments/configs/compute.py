@@ -41,6 +41,8 @@ class Tiling:
     lowmem: bool = option(False, "cut the head over the vocabulary too: less memory, one more product")
     mlp: int | None = option(None, "number of tiles of each MLP, over a sequence's tokens")
     attention: int | None = option(None, "number of tiles of attention, over queries; keys are whole")
+    heads: bool = option(False, "attention of one kv head's group at a time, its queries, keys and values with it")
+    tokens: int | None = option(None, "tokens at a time of all else in a layer: norms, projections, MLP")
     batch: int | None = option(None, "number of micro-batches (gradient accumulation)")
     sync: str = option(
         "once", "on a mesh, weights and their gradients travel once a step, or with every tile: less memory"
@@ -50,7 +52,7 @@ class Tiling:
         named = self.n in ("auto", "none")
         if not named and (isinstance(self.n, str) or self.n < 1):
             raise refuse("tiling.n", self.n, "give a whole number of tiles (1 or more), none or auto")
-        positive(self, "tiling.", "size", "mlp", "attention", "batch")
+        positive(self, "tiling.", "size", "mlp", "attention", "tokens", "batch")
         if self.sync not in ("once", "tile"):
             raise refuse("tiling.sync", self.sync, "give once or tile")
         if self.size is not None and self.n != "auto":
@@ -64,8 +66,8 @@ class Tiling:
     @property
     def cuts(self) -> bool:
         """Whether anything is cut."""
-        parts = self.size, self.mlp, self.attention, self.batch
-        return self.n != "none" or any(part is not None for part in parts)
+        parts = self.size, self.mlp, self.attention, self.tokens, self.batch
+        return self.n != "none" or self.heads or any(part is not None for part in parts)
 
 
 @choice("hardware", "auto", "The best device there is: TPU, then GPU, then CPU.")

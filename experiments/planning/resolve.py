@@ -86,7 +86,11 @@ def resolve(config: configs.Run, device: Device) -> configs.Resolved:
     tiling = resolved.tiling
     large = params > REMAT_ABOVE
     why = f"{'more' if large else 'no more'} than {REMAT_ABOVE:,.0f} parameters"
-    remat = choices.fill(config.remat, "remat.", why, policy="full" if large else "none")
+    policy = "full" if large else "none"
+    if tiling.heads or tiling.tokens:
+        why = "what a layer makes of long texts is made again; only what it was given is kept"
+        policy = "full" if device.platform == "cpu" else "offload"
+    remat = choices.fill(config.remat, "remat.", why, policy=policy)
     often = max(10, resolved.steps // EVALUATIONS) if scale.eval_batches > 1 else 0
     why = f"{EVALUATIONS} in a run" if often else "evaluating costs as much as a step"
     evaluation = choices.fill(config.eval, "eval.", why, every=often)
@@ -194,9 +198,12 @@ def _attention(config: configs.Resolved, choices: Choices) -> configs.Resolved:
         return choices.fill(config, "", f"tiling.attention={tiling.attention} cuts it", attention="tiled")
     if config.attention == "auto":
         name, why = choose(cuts.asked(config, model))
-        return choices.fill(config, "", why, attention=name)
+        if name == "plain" and tiling.heads:
+            name, why = "tiled", f"{why}, and tiling.heads is for long texts"
+        config = choices.fill(config, "", why, attention=name)
     if config.attention == "tiled":
-        scores = 4 * config.head.rows * model.num_heads * config.seq_len**2 // config.mesh.devices
+        heads = model.num_heads // cuts.groups(model) if tiling.heads else model.num_heads
+        scores = 4 * config.head.rows * heads * config.seq_len**2 // config.mesh.devices
         tiles = max(2, min(-(-scores // TILE_BYTES), config.seq_len // LEAST_TILE))
         why = f"all scores of a layer are {size(scores)}, a tile's are to be {size(TILE_BYTES)}"
         tiling = choices.fill(tiling, "tiling.", why, attention=tiles)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from experiments import configs
 from transforms import tile
@@ -74,16 +75,29 @@ def ops(config: configs.Resolved, model: Any) -> Ops | None:
     Where the batch is cut, a mixture's tokens are sorted by expert sequence by sequence. A model beside the one that
     learns has plain attention where its own cannot be what the run's is.
     """
-    tiling = config.tiling
+    kernel, pieces = KERNELS[config.attention], slices(config.tiling, model)
+    if kernel.name != "plain" and kernel.refusal(asked(config, model)) is None:
+        pieces |= kernel.ops(config.tiling.attention)
+    return Ops(**pieces) if pieces else None
+
+
+def slices(tiling: configs.Tiling, model: Any) -> dict[str, Any]:
+    """Return the fields of `Ops` by which all but attention itself is cut."""
     pieces: dict[str, Any] = {}
     if tiling.mlp is not None:
         pieces["mlp"] = functools.partial(_tiled_mlp, tiling.mlp)
-    kernel = KERNELS[config.attention]
-    if kernel.name != "plain" and kernel.refusal(asked(config, model)) is None:
-        pieces |= kernel.ops(tiling.attention)
-    if tiling.batch is not None and isinstance(model, MixtureLike):
-        pieces["experts"] = experts_by_sequence
-    return Ops(**pieces) if pieces else None
+    if tiling.heads:
+        pieces["heads"] = lambda part, axes, groups: tile(part, axis=axes, n=groups, sync=tiling.sync)
+    if tiling.tokens is not None:
+        pieces["tokens"] = functools.partial(_by_tokens, tiling)
+    if isinstance(model, MixtureLike) and (tiling.batch is not None or tiling.tokens is not None):
+        pieces["experts"] = functools.partial(_tiled_experts, tiling) if tiling.tokens else experts_by_sequence
+    return pieces
+
+
+def groups(model: Any) -> int:
+    """Return into how many groups `tiling.heads` cuts a model's heads: kv heads, or queries where they share one."""
+    return model.num_kv_heads if model.num_kv_heads > 1 else model.num_heads
 
 
 def asked(config: configs.Run, model: Any) -> Asked:
@@ -96,6 +110,35 @@ def asked(config: configs.Run, model: Any) -> Asked:
         packed=config.data.packed,
         spread=config.mesh.context,
     )
+
+
+def _by_tokens(tiling, part, axes):
+    def in_order(*args):
+        return part(*(_in_order(arg) if axis == 1 else arg for arg, axis in zip(args, axes, strict=True)))
+
+    def cut(x, *others):
+        size = max(1, tiling.tokens // x.shape[0])
+        return tile(in_order, axis=axes, size=size, sync=tiling.sync)(x, *others)
+
+    return cut
+
+
+def _in_order(x):
+    """Return activations whose memory is in the order of their dimensions, and so is that of their gradients.
+
+    XLA would lay the gradients of all tokens out as one product of a tile likes it best, and then copy what they meet.
+    """
+    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+
+
+def _tiled_experts(tiling, x, *weights, **how):
+    """Compute a mixture's experts some tokens at a time, which are sorted by expert on their own."""
+    rows, length = x.shape[:2]
+    fewest = -(-length // max(1, tiling.tokens // rows))
+    pieces = next((n for n in range(fewest, 2 * fewest) if length % n == 0), 1)
+    run = lambda x, weights: experts_by_sequence(x, *weights, **how)
+    out, routed = tile(run, axis=(0, None), size=1)(x.reshape(rows * pieces, -1, x.shape[-1]), weights)
+    return out.reshape(x.shape), routed
 
 
 def _tiled_mlp(n, x, gate, up, down, *, activation, biases=None):
@@ -144,6 +187,11 @@ def describe(config: configs.Resolved) -> list[tuple[str, str]]:
         vocabulary = "; also vocabulary" if tiling.lowmem else ""
         most = asked(tiling.n, how.length)
         parts.append(("head", f"{how.tiles} tiles of {how.tokens:,} tokens{vocabulary}{most}"))
+    if tiling.heads:
+        parts.append(("heads", f"{groups(config.model.config)} groups, one at a time"))
+    if tiling.tokens is not None:
+        length = min(seq, max(1, tiling.tokens // how.rows))
+        parts.append(("each layer", f"{-(-seq // length)} tiles of {how.rows} x {length:,} tokens"))
     for part, n in (("each MLP", tiling.mlp), ("attention", tiling.attention)):
         if n is not None:
             length = -(-seq // n)

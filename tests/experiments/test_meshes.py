@@ -100,7 +100,15 @@ def test_a_mixture_accumulates_gradients_on_a_mesh(alone, layout):
 
 @pytest.mark.heavy
 @pytest.mark.parametrize(
-    "tiling", ["tiling.n=2", "tiling.mlp=2", "tiling.attention=2", "tiling.batch=2", "tiling.batch=2 tiling.sync=tile"]
+    "tiling",
+    [
+        "tiling.n=2",
+        "tiling.mlp=2",
+        "tiling.attention=2",
+        "tiling.batch=2",
+        "tiling.batch=2 tiling.sync=tile",
+        "tiling=long tiling.tokens=64",
+    ],
 )
 @pytest.mark.parametrize("layout", ["dp", "fsdp", "fsdp_tp", "fsdp_cp"])
 def test_every_part_is_cut_on_a_mesh(alone, layout, tiling):

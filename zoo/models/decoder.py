@@ -20,7 +20,7 @@ from zoo.config import Config, rows
 from zoo.models.forward import ForwardPass, Output, PerLayer, layer_passes, positions_of
 from zoo.models.head import Head
 from zoo.models.init import draw
-from zoo.models.layers import Ops, Widened, check_tokens, lookup, rms_norm
+from zoo.models.layers import PLAIN, Ops, Widened, check_tokens, lookup, rms_norm
 
 _Model = TypeVar("_Model", bound="Decoder")
 
@@ -95,7 +95,8 @@ class Decoder(eqx.Module):
             routed += [] if of_layers is None else [of_layers.sum(0)]
             cached.append(new)
         k, v = (None, None) if cached[0] is None else jax.tree.map(lambda *parts: _joined(parts), *cached)
-        return Output(self.normalised(x), k, v, self.balance(routed, tokens.size), pool)
+        normalised = (asked.ops or PLAIN).tokens(self.normalised, (1,))
+        return Output(normalised(x), k, v, self.balance(routed, tokens.size), pool)
 
     def check_length(self, length: int) -> None:
         """Raise ValueError if the model cannot read texts of so many tokens; most read any."""

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, Integer
 
 from transforms.remat import Remat
 from zoo.config import Config, temperature_of
-from zoo.models import packing
+from zoo.models import groups, packing
 from zoo.models.layers import PLAIN, Ops, few_windows, rope, scanned_windows
 from zoo.models.rotary import frequencies
 
@@ -102,19 +102,42 @@ class LayerPass:
             return self.ops.attention(q, k, v, **how), None
         return self.past.attention(self.ops.attention, self.place, self.pool, q, k, v, **how)
 
+    def attend(
+        self,
+        project: groups.Project,
+        x: Float[Array, "B S D"],
+        weights: dict[str, Any],
+        *,
+        scale: float,
+        cap: float | None = None,
+        sinks: Float[Array, " N"] | None = None,
+        apart: bool = True,
+    ) -> tuple[Float[Array, "B S N H"], "Aux"]:
+        """Return what the queries that `project` makes attend to, and what the block returns beside its output.
+
+        Its arguments are those of `zoo.models.groups.attend`, by which it goes where a caller wants heads by turns.
+        """
+        how: dict[str, Any] = {"scale": scale, "cap": cap}
+        if self.ops.heads is None or self.past is not None:
+            q, k, v = project(x, weights)
+            seen, pool = self.attention(q, k, v, sinks=sinks, **how)
+            return seen, Aux(k, v, pool)
+        one = lambda q, k, v, sinks=None: self.attention(q, k, v, sinks=sinks, **how)[0]
+        return groups.attend(self.ops, project, one, x, weights, sinks, apart=apart), Aux()
+
 
 class Aux(eqx.Module):
     """What a block returns beside its output.
 
     Attributes:
-        k: its keys, as they are cached; likewise `v`.
+        k: its keys, as they are cached; None where heads go by turns. Likewise `v`.
         v: its values.
         pool: what all layers' keys and values are kept in, with its own.
         routed: of a mixture, each expert's number of tokens and sum of probabilities.
     """
 
-    k: Float[Array, "B S K H"]
-    v: Float[Array, "B S K H"]
+    k: Float[Array, "B S K H"] | None = None
+    v: Float[Array, "B S K H"] | None = None
     pool: Any = None
     routed: Float[Array, "2 E"] | None = None
 

@@ -47,16 +47,22 @@ class Block(eqx.Module):
         """Return what one layer makes of `x`, in the dtype of `x`; weights are cast here, and only here."""
         cast = lambda weight: weight.astype(x.dtype)
         norm = lambda x, weight: x if weight is None else rms_norm(x, weight, config.norm_eps)
-        h = norm(x, self.attn_norm)
-        q, k, v = (linear("bsd,dnh->bsnh", h, cast(weight)) for weight in (self.q, self.k, self.v))
-        q, k = told.rotate(norm(q, self.q_norm)), told.rotate(norm(k, self.k_norm))
-        h, pool = told.attention(q, k, v, scale=config.query_scale, cap=config.attn_softcap)
-        h = norm(linear("bsnh,nhd->bsd", h, cast(self.o)), self.post_attn_norm)
-        x = x + checkpoint_name(h, "attn_out")
+        weights = {"q": self.q, "k": self.k, "v": self.v}
 
-        h = norm(x, self.mlp_norm)
-        h = told.ops.mlp(h, cast(self.gate), cast(self.up), cast(self.down), activation=gelu)
-        return x + checkpoint_name(norm(h, self.post_mlp_norm), "mlp_out"), Aux(k, v, pool)
+        def project(x, weights):
+            h = norm(x, self.attn_norm)
+            q, k, v = (linear("bsd,dnh->bsnh", h, cast(weights[name])) for name in "qkv")
+            return told.rotate(norm(q, self.q_norm)), told.rotate(norm(k, self.k_norm)), v
+
+        def rest(x, seen):
+            h = norm(linear("bsnh,nhd->bsd", seen, cast(self.o)), self.post_attn_norm)
+            x = x + checkpoint_name(h, "attn_out")
+            h = norm(x, self.mlp_norm)
+            h = told.ops.mlp(h, cast(self.gate), cast(self.up), cast(self.down), activation=gelu)
+            return x + checkpoint_name(norm(h, self.post_mlp_norm), "mlp_out")
+
+        seen, aux = told.attend(project, x, weights, scale=config.query_scale, cap=config.attn_softcap)
+        return told.ops.tokens(rest, (1, 1))(x, seen), aux
 
 
 class Gemma(Decoder):

@@ -19,7 +19,7 @@ from zoo.models.decoder import Decoder
 from zoo.models.forward import Aux, LayerPass, PerLayer
 from zoo.models.head import Head
 from zoo.models.layers import ACTIVATIONS, layer_norm, lookup
-from zoo.models.llama import attention
+from zoo.models.llama import attention, attention_out
 
 
 class Block(eqx.Module):
@@ -52,16 +52,22 @@ class Block(eqx.Module):
     def __call__(self, x: Float[Array, "B S D"], config: GPTLike, told: LayerPass) -> tuple[Float[Array, "B S D"], Aux]:
         """Return what one layer makes of `x`, in the dtype of `x`; weights are cast here, and only here."""
         cast: Any = lambda weight: None if weight is None else weight.astype(x.dtype)
-        read = layer_norm(x, self.attn_norm, self.attn_norm_bias, config.norm_eps)
-        h, aux = attention(self, read, config, told)
-        added = x + checkpoint_name(h, "attn_out")
-        if self.mlp_norm is not None:
-            behind = x if config.parallel else added
-            read = layer_norm(behind, self.mlp_norm, self.mlp_norm_bias, config.norm_eps)
+        first = lambda x: layer_norm(x, self.attn_norm, self.attn_norm_bias, config.norm_eps)
+        seen, aux = attention(self, first, x, config, told)
         biases = None if self.up_bias is None else (None, cast(self.up_bias), cast(self.down_bias))
         how = {"activation": ACTIVATIONS[config.activation]} | ({} if biases is None else {"biases": biases})
-        h = told.ops.mlp(read, cast(self.gate), cast(self.up), cast(self.down), **how)
-        return added + checkpoint_name(h, "mlp_out"), aux
+
+        def rest(x, seen):
+            added = x + checkpoint_name(attention_out(self, seen), "attn_out")
+            if self.mlp_norm is None:
+                read = first(x)
+            else:
+                behind = x if config.parallel else added
+                read = layer_norm(behind, self.mlp_norm, self.mlp_norm_bias, config.norm_eps)
+            h = told.ops.mlp(read, cast(self.gate), cast(self.up), cast(self.down), **how)
+            return added + checkpoint_name(h, "mlp_out")
+
+        return told.ops.tokens(rest, (1, 1))(x, seen), aux
 
 
 class GPT(Decoder):

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Integer
 
+from transforms import tile
 from transforms.sharding import constrain, einsum, explicit, partitions, place, uncut
 from zoo.adapters.lora import LowRank
 
@@ -73,15 +74,25 @@ def rope(
     """
     half = frequency.shape[-1]
     wide, rest = x[..., : 2 * half].astype(accumulator(x.dtype)), x[..., 2 * half :]
-    steps = np.arange(x.shape[1])[None] if positions is None else positions
+    steps = jnp.arange(x.shape[1])[None] if positions is None else positions
     frequency = frequency[:, :, None] if frequency.ndim == 3 else frequency
-    angle = steps[:, :, None, None].astype(np.float32) * frequency.astype(np.float32)
+    angle = _angle(steps[:, :, None, None], frequency, x.shape[1])
     cos, sin = jnp.cos(jnp.asarray(angle, wide.dtype)), jnp.sin(jnp.asarray(angle, wide.dtype))
     if temperature is not None:
         cos, sin = cos * temperature, sin * temperature
     first, second = wide[..., :half], wide[..., half:]
     turned = [first * cos - second * sin, second * cos + first * sin]
     return jnp.concatenate([part.astype(x.dtype) for part in turned] + ([rest] if rest.shape[-1] else []), axis=-1)
+
+
+def _angle(steps, frequency, length):
+    """Return positions times frequencies, in float32; where that cannot count so many, without whole turns."""
+    if length <= COUNTED:
+        return steps.astype(jnp.float32) * frequency.astype(np.float32)
+    exact = frequency.astype(np.float64) if isinstance(frequency, np.ndarray) else frequency
+    coarse = jnp.asarray((4096 * exact) % (2 * np.pi), jnp.float32)
+    high, low = (part.astype(jnp.float32) for part in (steps // 4096, steps % 4096))
+    return high * coarse + low * frequency.astype(np.float32)
 
 
 def attention(
@@ -259,15 +270,24 @@ class Ops:
         experts: like `zoo.models.experts.experts`, which None stands for.
         static_windows: whether attention takes windows as numbers alone. Layers then run the one of the few calls that
             is theirs (`jax.lax.switch`); otherwise a window is scanned over with the layer's weights.
+        heads: makes of a function of some heads one of all, a group of them at a time: called as
+            `heads(part, axes, groups)`, where `axes` reads like `jax.vmap`'s `in_axes`; see `zoo.models.groups`. None
+            takes all heads at once.
+        tokens: makes of a function of tokens one that takes some of them at a time: called as `tokens(part, axes)`,
+            where `axes` are 1 for arrays `[B, S, ...]`, of which the first is one; by default all are taken at once.
     """
 
     attention: Callable = attention
     mlp: Callable = gated_mlp
     experts: Callable | None = None
     static_windows: bool = False
+    heads: Callable | None = None
+    tokens: Callable = lambda part, axes: part
 
 
 PLAIN = Ops()
+COUNTED = 2**24  # integers that float32 tells apart
+SPREAD_BYTES = 2**30  # of float32 rows of a table that are there at a time, where they are summed in float32
 
 
 def lookup(table: Float[Array, "V D"] | Widened, ids: Integer[Array, "B S"], dtype: DTypeLike) -> Float[Array, "B S D"]:
@@ -275,14 +295,16 @@ def lookup(table: Float[Array, "V D"] | Widened, ids: Integer[Array, "B S"], dty
 
     The gradient of a 16-bit table would lose most of what a frequent token contributes if each occurrence were added in
     16 bits: such a table's rows are fetched once per sequence and spread in float32, whose transpose sums a sequence's
-    occurrences in float32 before the table is touched. That costs one sort of `S` ids per sequence.
+    occurrences in float32 before the table is touched, a slice of `D` at a time where there are many. That costs one
+    sort of `S` ids per sequence.
     """
     table = table.array if isinstance(table, Widened) else table
     where = PartitionSpec(*partitions(ids), None) if explicit() else None
     if accumulator(table.dtype) == table.dtype:
         rows = _rows(table, ids, where)
     elif where is None:
-        rows = _spread(table, ids)
+        slices = -(-4 * ids.size * table.shape[1] // SPREAD_BYTES)
+        rows = tile(_spread, axis=(1, None), n=min(slices, table.shape[1]))(table, ids)
     else:  # whole sequences first: compilers can only move one dimension's cut at a time
         first = PartitionSpec(partitions(ids)[0], None, None)
         rows = place(jax.sharding.auto_axes(_spread, out_sharding=first)(table, uncut(ids, 1)), where)
@@ -294,8 +316,11 @@ def _rows(table, ids, where=None):
 
 
 def _spread(table, ids):
+    words = table.shape[0]  # which is the number of no row, and gives a row of NaN
+    ids = jnp.where((ids >= 0) & (ids < words), ids, words)
+
     def spread(ids_S):
-        distinct, position = jnp.unique(ids_S, size=ids_S.shape[0], return_inverse=True)
+        distinct, position = jnp.unique(ids_S, size=min(ids_S.shape[0], words + 1), return_inverse=True)
         return _rows(table, distinct).astype(jnp.float32)[position]
 
     return jax.vmap(spread)(ids)

@@ -6,6 +6,7 @@ Dimensions: `B` batch `S` sequence `D` embed `V` vocab `F` mlp hidden `N` query 
 `L` layers.
 """
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -56,14 +57,19 @@ class Block(eqx.Module):
         """Return what one layer makes of `x`, in the dtype of `x`; weights are cast here, and only here."""
         cast = lambda weight: weight.astype(x.dtype)
         scaled = lambda h: h if config.residual_scale == 1 else h * config.residual_scale
-        h, aux = attention(self, normalised(x, self.attn_norm, config), config, told)
-        x = x + checkpoint_name(scaled(normalised(h, self.post_attn_norm, config)), "attn_out")
-        h = normalised(x, self.mlp_norm, config)
+        seen, aux = attention(self, lambda x: normalised(x, self.attn_norm, config), x, config, told)
         how: dict[str, Any] = {"activation": ACTIVATIONS[config.activation]}
         if self.gate_bias is not None and self.up_bias is not None and self.down_bias is not None:
             how["biases"] = (cast(self.gate_bias), cast(self.up_bias), cast(self.down_bias))
-        h = told.ops.mlp(h, cast(self.gate), cast(self.up), cast(self.down), **how)
-        return x + checkpoint_name(scaled(normalised(h, self.post_mlp_norm, config)), "mlp_out"), aux
+
+        def rest(x, seen):
+            h = attention_out(self, seen)
+            x = x + checkpoint_name(scaled(normalised(h, self.post_attn_norm, config)), "attn_out")
+            h = normalised(x, self.mlp_norm, config)
+            h = told.ops.mlp(h, cast(self.gate), cast(self.up), cast(self.down), **how)
+            return x + checkpoint_name(scaled(normalised(h, self.post_mlp_norm, config)), "mlp_out")
+
+        return told.ops.tokens(rest, (1, 1))(x, seen), aux
 
 
 def normalised(x: Float[Array, "B S D"], weight: Float[Array, " D"] | None, config: Config) -> Float[Array, "B S D"]:
@@ -72,32 +78,47 @@ def normalised(x: Float[Array, "B S D"], weight: Float[Array, " D"] | None, conf
 
 
 def attention(
-    block: Any, h: Float[Array, "B S D"], config: Config, told: LayerPass
-) -> tuple[Float[Array, "B S D"], Aux]:
-    """Return what attention makes, and what the block returns beside its output.
+    block: Any, normed: Callable[..., Any], x: Float[Array, "B S D"], config: Config, told: LayerPass
+) -> tuple[Float[Array, "B S N H"], Aux]:
+    """Return what heads see, and what the block returns beside its output.
 
     Args:
         block: of which attention's parameters are read; other families' have the same.
-        h: the residual stream, normalised.
+        normed: normalises the residual stream.
+        x: the residual stream.
         config: the model's.
         told: how the layer runs.
     """
-    cast = lambda weight: weight.astype(h.dtype)
-    q, k, v = (
-        linear("bsd,dnh->bsnh", h, cast(weight)) + (0 if bias is None else cast(bias))
-        for weight, bias in ((block.q, block.q_bias), (block.k, block.k_bias), (block.v, block.v_bias))
-    )
-    if block.q_norm is not None:
-        q, k = _heads_normalised(q, block.q_norm, config), _heads_normalised(k, block.k_norm, config)
-    if config.clip is not None:
-        q, k, v = (jnp.clip(part, -config.clip, config.clip) for part in (q, k, v))
-    if any(rope is not None for rope in config.layer_ropes):
-        q, k = told.rotate(q), told.rotate(k)
+    names = "q", "k", "v", "q_bias", "k_bias", "v_bias"
+    weights = {name: getattr(block, name) for name in names} | {"q_norm": None, "k_norm": None}
+    together = block.q_norm is not None and block.q_norm.ndim > 1  # a norm over all heads
+    if together:
+        weights |= {"q_norm": block.q_norm, "k_norm": block.k_norm}
+
+    def project(x, weights):
+        h = normed(x)
+        cast = lambda weight: weight.astype(h.dtype)
+        q, k, v = (
+            linear("bsd,dnh->bsnh", h, cast(weights[name])) + (0 if bias is None else cast(bias))
+            for name, bias in (("q", weights["q_bias"]), ("k", weights["k_bias"]), ("v", weights["v_bias"]))
+        )
+        if block.q_norm is not None:
+            q = _heads_normalised(q, weights["q_norm"] if together else block.q_norm, config)
+            k = _heads_normalised(k, weights["k_norm"] if together else block.k_norm, config)
+        if config.clip is not None:
+            q, k, v = (jnp.clip(part, -config.clip, config.clip) for part in (q, k, v))
+        if any(rope is not None for rope in config.layer_ropes):
+            q, k = told.rotate(q), told.rotate(k)
+        return q, k, v
+
     sinks = getattr(block, "sinks", None)
-    how = {} if sinks is None else {"sinks": sinks}
-    seen, pool = told.attention(q, k, v, scale=config.query_scale, **how)
-    out = linear("bsnh,nhd->bsd", seen, cast(block.o))
-    return out if block.o_bias is None else out + cast(block.o_bias), Aux(k, v, pool)
+    return told.attend(project, x, weights, scale=config.query_scale, sinks=sinks, apart=not together)
+
+
+def attention_out(block: Any, seen: Float[Array, "B S N H"]) -> Float[Array, "B S D"]:
+    """Return what attention adds to the residual stream, of what heads have seen."""
+    out = linear("bsnh,nhd->bsd", seen, block.o.astype(seen.dtype))
+    return out if block.o_bias is None else out + block.o_bias.astype(seen.dtype)
 
 
 def _heads_normalised(x, weight, config):

@@ -66,9 +66,13 @@ class Block(eqx.Module):
     ) -> tuple[Float[Array, "B S D"], Aux]:
         """Return what one layer makes of `x`, in the dtype of `x`; weights are cast here, and only here."""
         cast: Any = lambda weight: weight.astype(x.dtype)
-        h, aux = llama.attention(self, llama.normalised(x, self.attn_norm, config), config, told)
-        x = x + checkpoint_name(h, "attn_out")
-        h = llama.normalised(x, self.mlp_norm, config)
+        seen, aux = llama.attention(self, lambda x: llama.normalised(x, self.attn_norm, config), x, config, told)
+
+        def between(x, seen):
+            x = x + checkpoint_name(llama.attention_out(self, seen), "attn_out")
+            return x, llama.normalised(x, self.mlp_norm, config)
+
+        x, h = told.ops.tokens(between, (1, 1))(x, seen)
         weights = map(cast, (self.router, self.gate, self.up, self.down))
         run = experts if told.ops.experts is None else told.ops.experts
         how: dict[str, Any] = {"normalise": config.normalise_weights}
@@ -78,9 +82,13 @@ class Block(eqx.Module):
             how["combine"] = functools.partial(clamped, slope=config.gate_slope, limit=config.gate_limit)
         out, routed = run(h, *weights, config.experts_per_token, **how)
         if self.shared_router is not None:  # which has all four
-            share = jax.nn.sigmoid(linear("bsd,dg->bsg", h, cast(self.shared_router)))
-            shared = map(cast, (self.shared_gate, self.shared_up, self.shared_down))
-            out = out + share * told.ops.mlp(h, *shared, activation=jax.nn.silu)
+
+            def beside(h):
+                share = jax.nn.sigmoid(linear("bsd,dg->bsg", h, cast(self.shared_router)))
+                shared = map(cast, (self.shared_gate, self.shared_up, self.shared_down))
+                return share * told.ops.mlp(h, *shared, activation=jax.nn.silu)
+
+            out = out + told.ops.tokens(beside, (1,))(h)
         return x + checkpoint_name(out, "mlp_out"), replace(aux, routed=routed)
 
 

@@ -1,0 +1,133 @@
+"""Long texts: a layer a slice at a time is what it is at once, in every family, and takes a fraction of the memory."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zoo
+from experiments import configs
+from experiments.step import tiling
+from tests.experiments.test_tiled import check, resolved
+from tests.zoo.hf_cases import CASES
+from tests.zoo.hf_tiny import FAST, loaded
+from transforms.remat import remat
+from zoo.adapters import lora
+from zoo.kernels import tiled
+from zoo.models.layers import Ops
+
+LONG = configs.Tiling(n="none", heads=True, tokens=10)  # of two sequences: 5 of each at a time
+LIGHT = ("gemma2_gqa", "gemma_mqa", "llama32", "olmo2", "gpt_oss", "neox")
+SEGMENTS = jnp.asarray(np.repeat([[1, 2, 3], [1, 2, 3]], [4, 5, 4], axis=1))
+
+
+@functools.partial(jax.jit, static_argnames=("how", "kept"), **FAST)
+def gradients(model, how, segments=None, kept=None):
+    """The gradients of a model, and of what it reads."""
+    ids = jnp.asarray(np.random.default_rng(2).integers(3, 97, (2, 13)))
+
+    def loss(model):
+        hidden = model.hidden(ids, ops=how, segments=segments, remat=None if kept is None else remat(kept))
+        return (hidden * jnp.sin(jnp.arange(hidden.size)).reshape(hidden.shape)).sum()
+
+    return eqx.filter_grad(loss)(model)
+
+
+def cut(tilings, config, attention=None):
+    pieces = tiling.slices(tilings, config)
+    return Ops(**pieces) if attention is None else Ops(**pieces, attention=tiled(attention))
+
+
+def close(model, tilings=LONG, attention=None, **how):
+    found = gradients(model, cut(tilings, model.config, attention), kept="full", **how)
+    wanted = gradients(model, None, **how)
+    largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(wanted))
+    for (path, a), b in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
+        bound = 2e-5 * float(jnp.abs(b).max()) + 1e-6 * largest
+        np.testing.assert_allclose(a, b, rtol=0, atol=bound, err_msg=jax.tree_util.keystr(path))
+
+
+@pytest.mark.parametrize("case", LIGHT)
+def test_layers_by_heads_and_tokens_have_the_gradients_of_whole_ones(case):
+    close(loaded(case))
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("case", sorted(set(CASES) - set(LIGHT)))
+def test_every_family_by_heads_and_tokens(case):
+    close(loaded(case))
+
+
+@pytest.mark.parametrize("case", ["gemma2_gqa", "gpt_oss"])
+def test_documents_that_share_a_row(case):
+    close(loaded(case), segments=SEGMENTS)
+
+
+def test_attention_that_is_cut_itself_inside_a_group_of_heads():
+    close(loaded("gemma3"), configs.Tiling(n="none", heads=True, tokens=8), attention=3)
+
+
+def test_one_without_the_other():
+    close(loaded("llama32"), configs.Tiling(n="none", heads=True))
+    close(loaded("llama32"), configs.Tiling(n="none", tokens=10))
+
+
+def test_adapted_matrices_of_low_rank_and_their_lengths():
+    model = loaded("llama32")
+    names = ["layers.q", "layers.k", "layers.v", "layers.o", "layers.gate"]
+    model = lora.attach(model, names, rank=3, alpha=6.0, key=jax.random.key(0))
+    b = lambda m: [getattr(m.layers, name.split(".")[1]).b for name in names]
+    model = eqx.tree_at(b, model, [jnp.cos(jnp.arange(leaf.size)).reshape(leaf.shape) / 9 for leaf in b(model)])
+    q = model.layers.q
+    length = jnp.sqrt((q.base**2).sum(1))
+    close(eqx.tree_at(lambda m: m.layers.q.magnitude, model, length * 1.5, is_leaf=lambda leaf: leaf is None))
+
+
+@pytest.mark.parametrize("kept", ["sqrt", "full/2"])
+def test_a_run_as_tiling_long_makes_it(kept):
+    words = [
+        "tiling=long",
+        "tiling.tokens=24",
+        "tiling.n=3",
+        f"remat={kept}" if kept == "sqrt" else f"remat.policy={kept}",
+    ]
+    check(resolved("tiny_gemma3", *words), "tiny_gemma3")
+
+
+def test_a_mixture_by_tokens():
+    check(resolved("tiny_mixtral", "tiling=long", "tiling.tokens=24", "tiling.n=3"), "tiny_mixtral")
+
+
+def temporary(seq, tilings=None, attention=None, layers=2):
+    sizes = {"vocab_size": 64, "embed_dim": 32, "mlp_dim": 128, "num_heads": 8, "num_kv_heads": 4, "head_dim": 8}
+    config = zoo.LlamaConfig(num_layers=layers, **sizes)
+    model = jax.eval_shape(lambda: zoo.Llama.init(config, key=jax.random.key(0)))
+    ids = jax.ShapeDtypeStruct((1, seq), jnp.int32)
+    how = None if tilings is None else cut(tilings, config, attention)
+    loss = lambda model, ids: model.hidden(ids, ops=how, remat=remat("full")).astype(jnp.float32).sum()
+    return jax.jit(jax.grad(loss)).lower(model, ids).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_65536_tokens_take_a_fiftieth_of_the_memory_and_twice_as_many_twice():
+    long = configs.Tiling(n="none", heads=True, tokens=1024)
+    found = {seq: temporary(seq, long, seq // 64) for seq in (2**15, 2**16)}
+    assert 50 * found[2**16] < temporary(2**16)
+    assert found[2**16] < 2.1 * found[2**15]
+
+
+def test_queries_keys_and_values_exist_of_one_group_at_a_time():
+    """Beside what all heads see and the gradients of what is projected, of which there must be all."""
+    tilings = [configs.Tiling(n="none", heads=heads, tokens=64) for heads in (False, True)]
+    at_once, by_turns = (temporary(2**13, one, 64, layers=1) for one in tilings)
+    assert by_turns < 0.85 * at_once
+
+
+def test_the_table_says_how_layers_are_cut():
+    config = resolved("tiny_llama", "tiling=long", "tiling.tokens=24")
+    assert {"heads": "2 groups, one at a time", "each layer": "4 tiles of 6 x 4 tokens"}.items() <= dict(
+        tiling.describe(config)
+    ).items()
+    assert (config.remat.policy, config.attention) == ("full", "tiled") and config.tiling.cuts
