@@ -10,6 +10,7 @@ head        a head with softcap and z-loss: memory, products, time
 layouts     what devices send each other, on seven layouts of eight
 floor       Gemma-2 2B's head, compiled for a TPU or run on a GPU
 slice       training steps of Gemma-2 2B compiled for a slice of a pod
+context     the longest sequence that Llama-3.1-8B can be trained on, compiled for one GPU
 """
 
 import runpy
@@ -21,7 +22,7 @@ MODULES = {
     "steps": "rivals.steps",
     "figures": "rivals.figures",
 }
-NAMES = ("rivals", "losses", "steps", "figures", "check", "memory", "head", "layouts", "floor", "slice")
+NAMES = ("rivals", "losses", "steps", "figures", "check", "memory", "head", "layouts", "floor", "slice", "context")
 
 if __name__ == "__main__":
     name = sys.argv[1] if len(sys.argv) > 1 else ""

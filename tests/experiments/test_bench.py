@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.bench import check
+from experiments.bench import check, context
 from experiments.bench.rivals import compare, coverage, figures, step_jax, steps
 from experiments.bench.rivals.losses import KIND, LOSSES
 from experiments.bench.rivals.table import SYSTEMS
@@ -31,6 +31,29 @@ def committed(name):
 @pytest.mark.parametrize("name", ["rivals", "rivals_bfloat16"])
 def test_tables_of_the_readme_are_drawn_from_what_is_committed(name):
     assert compare.table(committed(name)) in README.read_text()
+
+
+def test_lengths_of_the_readme_are_those_that_are_committed():
+    figures = json.loads(context.FIGURES.read_text())
+    assert context.table(figures) in README.read_text()
+    assert set(figures["rows"]) == set(context.ROWS) and figures["setting"] == context.SETTING
+    assert (
+        f"{figures['rows']['h100-1']['tokens']:,} tokens on one H100"
+        in (compare.FOLDER.parents[2] / "README.md").read_text()
+    )
+
+
+@pytest.mark.parametrize("guess", [1, 3, 11, 12, 40])
+@pytest.mark.parametrize("most", [0, 1, 12, 26])
+def test_the_longest_that_fits_is_found_from_any_guess(guess, most):
+    tried = []
+
+    def fits(tokens):
+        tried.append(tokens)
+        return tokens if tokens <= most * context.STEP else None
+
+    assert context.longest(fits, guess) == (most * context.STEP, most * context.STEP or None)
+    assert len(tried) == len(set(tried)) <= 12
 
 
 def test_losses_of_the_readme_are_those_that_are_committed():
