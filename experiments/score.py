@@ -1,10 +1,8 @@
 """Measure how well a model predicts text: `python experiments/score.py model.weights=PATH data=text data.path=FILE`.
 
 Each document is read in windows of `seq_len` tokens that move by `stride`; a window scores the tokens that the one
-before it did not reach, so that none but a document's first tokens have less than `seq_len - stride` of context. The
-head runs a tile of tokens at a time: logits of a whole text never exist.
-
-`B` batch `S` sequence `T` tokens (B*S) `D` embed.
+before it did not reach, so that none but a document's first tokens have less than `seq_len - stride` of context.
+Windows are texts of an engine (`zoo.engine`), which has logits of `tile` tokens at a time, and none of mere context.
 """
 
 import contextlib
@@ -31,7 +29,8 @@ from experiments.commandline import console  # noqa: E402
 from experiments.commandline.console import CommandError  # noqa: E402
 from experiments.configs.commands import Score  # noqa: E402
 
-SHORTEST = 64  # tokens: windows are padded to a power of two from here on, so that few programs are compiled
+PAGE = 64  # tokens whose keys and values lie together
+WIDEST = 512  # tokens of a window that are read at a time
 EVERY = 30  # seconds between lines where there is no terminal
 
 
@@ -72,61 +71,50 @@ def windows(document: Document, seq_len: int, stride: int) -> Iterator[Window]:
         done, begin = end, begin + stride
 
 
-def compile_scorer(dtype: Any, tile: int, options: dict[str, Any]) -> Any:
-    """Return `score(model, tokens, targets) -> log-probabilities`, all [B, S]. Logits exist a tile at a time."""
-    import jax
-    import optax
+def scorer(model: Any, config: Score, *, dtype: Any = None, widen: bool = False, options: Any = None) -> Any:
+    """Return an engine that reads `batch_size` windows at a time, and has logits of `tile` tokens at a time."""
+    from zoo.engine.engine import Engine, Settings
 
-    from transforms import tile as tiled
-
-    def logprobs(model, hidden_TD, targets_T):
-        return -optax.softmax_cross_entropy_with_integer_labels(model.logits(hidden_TD), targets_T)
-
-    def score(model, tokens, targets):
-        hidden = model.hidden(tokens, dtype=dtype)
-        head = tiled(logprobs, axis=(None, 0, 0), n=-(-tokens.size // tile))
-        return head(model, hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)).reshape(tokens.shape)
-
-    return jax.jit(score, compiler_options=options or None)
+    width = min(WIDEST, 1 << (config.seq_len - 1).bit_length())
+    rows, length = config.batch_size, config.seq_len + 1
+    settings = Settings(
+        length=length, rows=rows, width=width, page=PAGE, tokens=rows * -(-length // PAGE) * PAGE, queue=2 * rows,
+        logits=config.tile, exact=False,
+    )  # fmt: skip
+    return Engine(model, settings, dtype=dtype, widen=widen, compiler_options=options)
 
 
 def score(
     documents: Sequence[Document],
-    model: Any,
-    scorer: Any,
+    engine: Any,
     config: Score,
     finished: Callable[[Document], None] = lambda document: None,
 ) -> int:
     """Fill in the log-probabilities of documents, saying of each in turn that it is finished.
 
     Returns:
-        How many tokens the model read.
+        How many tokens the windows hold.
     """
-    waiting, done = deque(documents), {id(document) for document in documents if len(document.ids) < 2}
     stride = config.stride or max(1, config.seq_len // 2)
+    waiting = deque(documents)
     queue = (window for document in documents for window in windows(document, config.seq_len, stride))
+    flying: deque[tuple[Window, Any]] = deque()
     read = 0
-    while batch := list(islice(queue, config.batch_size)):
-        longest = max(window.end - window.begin for window in batch)
-        width = min(config.seq_len, max(SHORTEST, 1 << (longest - 1).bit_length()))
-        tokens, targets = np.zeros((2, config.batch_size, width), np.int32)
-        for row, window in enumerate(batch):
-            count = window.end - window.begin
-            tokens[row, :count] = window.document.ids[window.begin : window.end]
-            targets[row, :count] = window.document.ids[window.begin + 1 : window.end + 1]
-        found = np.asarray(scorer(model, tokens, targets))
-        for row, window in enumerate(batch):
-            window.document.logprobs[window.first : window.end] = found[
-                row, window.first - window.begin : window.end - window.begin
-            ]
-            if window.end == len(window.document.logprobs):
-                done.add(id(window.document))
-        read += tokens.size
-        while waiting and id(waiting[0]) in done:
+
+    while True:
+        for window in islice(queue, engine.settings.queue - len(flying)):
+            ids = window.document.ids[window.begin : window.end + 1].tolist()
+            flying.append((window, engine.score(ids, first=window.first - window.begin + 1)))
+            read += window.end - window.begin
+        while waiting and not (flying and waiting[0] is flying[0][0].document):
             finished(waiting.popleft())
-    for document in waiting:  # where nothing is to be scored
-        finished(document)
-    return read
+        if not flying:
+            return read
+        engine.step()
+        while flying and flying[0][1].finish is not None:
+            window, answer = flying.popleft()
+            new = answer.scores.logprobs[window.first - window.begin :]
+            window.document.logprobs[window.first : window.end] = new
 
 
 def report(documents: Sequence[Document]) -> dict[str, float]:
@@ -186,7 +174,7 @@ def _score(config: Score, argv: list[str]) -> None:
 def _score_into(file: TextIO | None, config: Score, opened: Any) -> None:
     console.warn_of_length(config.seq_len, opened.model.config, "a window")
     documents = read_documents(config, opened.tokenizer, opened.model.config.vocab_size)
-    scorer = compile_scorer(opened.dtype, config.tile, opened.options)
+    engine = scorer(opened.model, config, dtype=opened.dtype, widen=opened.widen, options=opened.options)
     if file is not None:
         file.truncate(0)  # what an earlier scoring left
     began = time.perf_counter()
@@ -198,7 +186,7 @@ def _score_into(file: TextIO | None, config: Score, opened: Any) -> None:
                 file.flush()
             progress.finished(document)
 
-        read = score(documents, opened.model, scorer, config, finished)
+        read = score(documents, engine, config, finished)
     seconds = time.perf_counter() - began
     total = report(documents)
     print(

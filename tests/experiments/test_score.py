@@ -2,7 +2,6 @@
 
 import json
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +13,8 @@ from experiments.commandline import schema
 from experiments.configs import commands
 from experiments.data.tokenizer import Bytes
 from experiments.step import weights
-from tests.zoo.hf_tiny import jit, loaded
+from tests.zoo.hf_tiny import FAST, jit, loaded
+from zoo.engine.engine import Engine
 
 MODEL = "gemma2_gqa"
 
@@ -29,6 +29,11 @@ def documents(*lengths: int) -> list[score.Document]:
     """Texts of random ids."""
     draw = np.random.default_rng(0)
     return [score.Document(draw.integers(3, 97, length).astype(np.int32), length) for length in lengths]
+
+
+def scored(texts, how, *finished):
+    """Score texts with the model, compiled fast."""
+    return score.score(texts, score.scorer(loaded(MODEL), how, options=FAST["compiler_options"]), how, *finished)
 
 
 @jit
@@ -48,8 +53,7 @@ def logprobs(model, ids: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_a_text_within_a_window_is_scored_as_a_whole(batch_size):
     texts = documents(70, 2, 33, 1, 0)
-    scorer = score.compile_scorer(jnp.float32, 16, {})
-    score.score(texts, loaded(MODEL), scorer, config(seq_len=128, batch_size=batch_size))
+    scored(texts, config(seq_len=128, batch_size=batch_size, tile=16))
     for text in texts[:3]:
         np.testing.assert_allclose(text.logprobs, logprobs(loaded(MODEL), text.ids), atol=2e-5)
     assert [len(text.logprobs) for text in texts] == [69, 1, 32, 0, 0]
@@ -59,7 +63,7 @@ def test_a_text_within_a_window_is_scored_as_a_whole(batch_size):
 def test_windows_give_each_token_its_context(seq_len, stride):
     (text,) = documents(53)
     words = {"seq_len": seq_len} | ({} if stride is None else {"stride": stride})
-    score.score([text], loaded(MODEL), score.compile_scorer(jnp.float32, 8, {}), config(**words))
+    scored([text], config(tile=8, **words))
     stride = stride or seq_len // 2
     for window in score.windows(text, seq_len, stride):
         expected = logprobs(loaded(MODEL), text.ids[window.begin : window.end + 1])[window.first - window.begin :]
@@ -81,16 +85,18 @@ def test_no_logits_of_a_hundred_thousand_tokens_exist():
     tiny = zoo.GemmaConfig(
         vocab_size=256_000, num_layers=1, embed_dim=8, mlp_dim=8, num_heads=1, num_kv_heads=1, head_dim=8
     )
-    model = eqx.filter_eval_shape(lambda: zoo.Gemma.init(tiny, key=jax.random.key(0)))
-    ids = jax.ShapeDtypeStruct((1600, 64), jnp.int32)
-    compiled = score.compile_scorer(jnp.float32, 256, {}).lower(model, ids, ids).compile()
+    model = zoo.Gemma.init(tiny, key=jax.random.key(0))
+    engine = score.scorer(model, config(seq_len=1600, batch_size=64), options=FAST["compiler_options"])
+    assert engine.settings.rows * engine.settings.width == 64 * 512
+    work, _ = engine.work([])
+    compiled = engine.program.lower(model, engine._state, work).compile()
     logits = 256 * 256_000 * 4
-    assert compiled.memory_analysis().temp_size_in_bytes < 4 * logits < ids.size * 256_000 * 4 / 90
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * logits < 64 * 512 * 256_000 * 4 / 30
 
 
 def test_documents_are_finished_in_turn():
     texts, seen = documents(1, 20, 0, 40, 3, 1), []
-    score.score(texts, loaded(MODEL), score.compile_scorer(jnp.float32, 16, {}), config(seq_len=16), seen.append)
+    scored(texts, config(seq_len=16, tile=16), seen.append)
     assert [id(text) for text in seen] == [id(text) for text in texts]
 
 
@@ -109,17 +115,17 @@ def test_what_is_scored_is_written_at_once(tmp_path, monkeypatch, capsys):
     (tmp_path / "out.jsonl").write_text("old\n")
     texts = documents(9, 9, 9)
     monkeypatch.setattr(score, "read_documents", lambda *_: texts)
-    real, calls = score.compile_scorer(jnp.float32, 16, {}), []
+    real, calls = Engine.step, []
 
-    def scorer(*args):
-        calls.append(args)
-        if len(calls) == 3:
+    def step(engine):
+        calls.append(engine)
+        if len(calls) == 5:  # whose scores are not yet written
             raise RuntimeError("power cut")
-        return real(*args)
+        return real(engine)
 
-    monkeypatch.setattr(score, "compile_scorer", lambda *_: scorer)
+    monkeypatch.setattr(Engine, "step", step)
     with pytest.raises(RuntimeError, match="power cut"):
-        score.main([f"out={tmp_path / 'out.jsonl'}"])
+        score.main(["seq_len=16", f"out={tmp_path / 'out.jsonl'}"])
     lines = (tmp_path / "out.jsonl").read_text().splitlines()
     assert [json.loads(line)["ids"] for line in lines] == [text.ids.tolist() for text in texts[:2]]
 

@@ -109,7 +109,7 @@ def test_random_numbers_belong_to_seed_and_position():
     ],
 )
 def test_greedy_text_is_that_of_generate(case):
-    """Which is that of transformers (`test_generate.py`)."""
+    """Which is that of transformers (`test_generate.py`), by programs of other shapes."""
     prompts = [np.random.default_rng(n).integers(3, 97, n).tolist() for n in (7, 1, 11)]
     engine = engine_of(case, rows=4, tokens=200)
     answers = [engine.submit(prompt, max_tokens=12)[0] for prompt in prompts]

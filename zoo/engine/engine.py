@@ -31,6 +31,8 @@ from zoo.models.decoder import widened
 from zoo.models.layers import check_tokens
 from zoo.models.mixture import Mixture
 
+_WHOLE = 2  # arrays as large as the logits that picking has at once
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -47,7 +49,10 @@ class Settings:
         flights: steps that are handed to the device before the first one's results are read.
         share: whether texts that begin alike share their beginning.
         likeliest: how many of the likeliest ids can be asked for.
-        exact: refuse what could make a text's bits depend on others.
+        logits: places of a step whose logits exist at a time, for each of which the head is read once; None is one of
+            each row, or as many as take a hundredth of the pages' memory.
+        exact: refuse what could make a text's bits depend on others; otherwise a step in which no text has more than a
+            token runs in rows of one place.
     """
 
     length: int = 2048
@@ -59,10 +64,11 @@ class Settings:
     flights: int = 2
     share: bool = True
     likeliest: int = 20
+    logits: int | None = None
     exact: bool = True
 
     def __post_init__(self):
-        names = ("length", "rows", "width", "page", "tokens", "queue", "flights")
+        names = ("length", "rows", "width", "page", "tokens", "queue", "flights", "logits")
         values = {name: getattr(self, name) for name in names}
         if wrong := [f"{name}={value}" for name, value in values.items() if value is not None and value < 1]:
             raise ValueError(f"an engine cannot have {', '.join(wrong)}: each must be at least 1.")
@@ -147,7 +153,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ):
         self.settings = settings = settings or Settings()
-        model.check_length(settings.length)
+        model.check_length(settings.length - 1)  # the last token is not read
         config = model.config
         self.dtype = jnp.dtype(model.embed.dtype if dtype is None else dtype)
         platform = next(iter(jax.tree.leaves(model)[0].devices())).platform
@@ -172,10 +178,14 @@ class Engine:
         )  # fmt: skip
         pool = self.kinds.pool(config, pages, settings.page, self.dtype, on_cpu=platform == "cpu")
         self._state = State(pool, jnp.zeros(settings.rows, jnp.int32))
+        size = sum(each.nbytes for each in jax.tree.leaves(pool))
+        block = settings.logits or min(settings.rows, max(1, size // 100 // (_WHOLE * 4 * config.vocab_size)))
+        self._block = min(block, settings.rows * settings.width)
         options = tuple(sorted((compiler_options or {}).items()))
         self.program = program(self.kinds, self.dtype, settings.likeliest, options)
         self.steps = 0
-        self._blank = jnp.full((settings.rows, settings.length), -1, jnp.int32)
+        self._most = table_width(settings.length, settings.page)
+        self._blank = jnp.full((settings.rows, self._most * settings.page), -1, jnp.int32)
         self._answers: dict[Text, Answer] = {}
         self._flying: deque[tuple[list[Span], list[int], Any, bool]] = deque()
         self._clock = clock
@@ -301,19 +311,20 @@ class Engine:
 
     def work(self, spans: Sequence[Span]) -> tuple[Work, list[int]]:
         """Return what a step is told of its spans, and where in it each of them begins."""
-        rows, width = self.settings.rows, self.settings.width
+        rows, most = self.settings.rows, self._most
+        narrow = not self.settings.exact and all(span.count == 1 for span in spans)
+        width = 1 if narrow else self.settings.width
         tokens, targets = np.zeros((2, rows, width), np.int32)
         positions = np.full((rows, width), -1, np.int32)
         slots, lengths = np.zeros((2, rows), np.int32)
         keeps, last = np.zeros(rows, bool), [len(pool.holders) for pool in self.scheduler.pools]
-        most = table_width(self.settings.length, self.settings.page)
         tables = tuple(np.full((rows, most), page, np.int32) for page in last)
         answers = [self._answers.get(span.text) for span in spans]
         adjusts = any(
             span.picks and one is not None and one.sampling.adjusts for span, one in zip(spans, answers, strict=True)
         )
-        rules = Rules.neutral(rows, self.settings.length if adjusts else 0)
-        begins, row = [], 0
+        rules = Rules.neutral(rows, most * self.settings.page if adjusts else 0)
+        begins, asked, row = [], [], 0
         for span, answer in zip(spans, answers, strict=True):
             text, count, begin = span.text, span.count, row * width
             ids = text.ids + text.drafts if text.unsure else text.ids
@@ -327,6 +338,8 @@ class Engine:
             keeps[until - 1] = span.picks > 0
             for kind, held in enumerate(text.pages):
                 tables[kind][row:until] = table(held, most, last[kind])
+            if answer is not None:
+                asked += range(begin + self._unasked(answer, span), begin + count)
             if answer is not None and span.picks:
                 for each in range(row, until):
                     rules.put(each, answer.sampling, text.ids, text.given)
@@ -338,8 +351,19 @@ class Engine:
             scores=np.asarray(any(one.scores is not None for one in wants)),
             lists=np.asarray(any(one.top for one in wants)),
         )
-        whole = np.asarray(bool(rules.scores) or any(span.picks > 1 for span in spans))
-        return Work(tokens, positions, targets, slots, tables, lengths, keeps, whole, rules), begins
+        blocks = math.ceil(rows * width / self._block)
+        places = np.full(blocks * self._block, rows * width, np.int32)
+        places[: len(asked)] = asked
+        return Work(
+            tokens, positions, targets, slots, tables, lengths, keeps, places.reshape(blocks, -1), rules
+        ), begins
+
+    @staticmethod
+    def _unasked(answer: Answer, span: Span) -> int:
+        """How many of a span's places neither pick nor are scored."""
+        if answer.scores is None:
+            return span.count - span.picks
+        return min(span.count, max(0, (span.text.fresh or 0) - span.start))
 
     def _hand(self, spans):
         work, begins = self.work(spans)
@@ -357,9 +381,10 @@ class Engine:
             if answer is None:
                 continue
             if answer.scores is not None:
-                put = slice(span.start, span.start + span.count)
-                answer.scores.logprobs[put], answer.scores.entropy[put] = target[begin:end], entropy[begin:end]
-                answer.scores.rank[put] = rank[begin:end]
+                first = begin + self._unasked(answer, span)
+                put = slice(span.start + first - begin, span.start + span.count)
+                answer.scores.logprobs[put], answer.scores.entropy[put] = target[first:end], entropy[first:end]
+                answer.scores.rank[put] = rank[first:end]
             for place, token in enumerate(new, first):
                 top = zip(*(each[place, : answer.top].tolist() for each in likeliest), strict=True)
                 self._take(answer, Token(token, float(full[place]), float(drawn[place]), tuple(top)))

@@ -117,6 +117,10 @@ class Rules(eqx.Module):
         history, flag = np.full((rows, length), -1, np.int32), np.zeros((), bool)
         return cls(*plain, *rest, *biases, history, flag, flag)
 
+    def of(self, rows: Int[Array, " T"]) -> "Rules":
+        """Return the rules of places in these rows."""
+        return jax.tree.map(lambda leaf: jnp.asarray(leaf)[rows] if leaf.ndim else leaf, self)
+
     def put(self, row: int, sampling: Sampling, ids: Sequence[int], given: int) -> None:
         """Write a text's rules into a row; the arrays are numpy's."""
         told: dict[str, Any] = {
@@ -185,11 +189,34 @@ def pick(
         most: how many of the likeliest ids are told.
     """
     places = jnp.take_along_axis(jnp.asarray(positions), at[:, None], axis=1)[:, 0]
-    adjusted = jax.lax.cond(
-        rules.adjusts.any(), lambda: _adjusted(logits, rules, positions, tokens, places), lambda: logits
-    )
     norm = jax.nn.logsumexp(logits, axis=-1)
-    ids, drawn = _chosen(adjusted, rules, places)
+    hot = rules.temperature > 0
+    cut = hot & ((rules.top_k < logits.shape[1]) | (rules.top_p < 1) | (rules.min_p > 0))
+    special = hot | rules.adjusts
+    last = jnp.argsort(special)  # those that need more than the likeliest id come last
+
+    def one(i, found):
+        row = last[len(last) - 1 - i]
+        own = rules.of(row[None])
+        adjusted = jax.lax.cond(
+            rules.adjusts[row],
+            lambda: _adjusted(logits[row], own, positions[row], tokens[row], places[row]),
+            lambda: logits[row],
+        )
+        least = jax.lax.cond(
+            cut[row],
+            lambda: threshold((adjusted / own.temperature)[None], own.top_k, own.top_p, own.min_p)[0],
+            lambda: jnp.float32(-jnp.inf),
+        )
+        new = jax.lax.cond(
+            hot[row],
+            lambda: _drawn(adjusted / own.temperature, least, own.seed[0], places[row]),
+            lambda: (jnp.argmax(adjusted), jnp.float32(0)),
+        )
+        return jax.tree.map(lambda all, mine: all.at[row].set(mine.astype(all.dtype)), found, new)
+
+    likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32), jnp.zeros(len(logits))
+    ids, drawn = jax.lax.fori_loop(0, special.sum(), one, likeliest)  # a row at a time: so little memory is enough
     target = _of(logits, targets)
     entropy, rank = jax.lax.cond(
         rules.scores,
@@ -199,7 +226,9 @@ def pick(
     most = min(most, logits.shape[1])
     nothing = jnp.zeros((len(logits), most))
     values, top = jax.lax.cond(
-        rules.lists, lambda: tuple(jax.lax.top_k(logits, most)), lambda: (nothing, nothing.astype(jnp.int32))
+        rules.lists,
+        lambda: tuple(jax.lax.map(lambda row: jax.lax.top_k(row, most), logits)),
+        lambda: (nothing, nothing.astype(jnp.int32)),
     )
     return Picked(
         ids=jnp.where(jnp.isnan(norm), -1, ids).astype(jnp.int32),
@@ -216,44 +245,27 @@ def _of(values, index):
     return jnp.take_along_axis(values, index[:, None], axis=1)[:, 0]
 
 
-def _chosen(adjusted, rules, places):
-    """Return the id that each row picks, and its log-probability among what temperature and cuts leave."""
-    rows, vocab = adjusted.shape
-    greedy = rules.temperature == 0
-    scaled = adjusted / jnp.where(greedy, 1, rules.temperature)[:, None]
-    cuts = (rules.top_k < vocab) | (rules.top_p < 1) | (rules.min_p > 0)
-    least = jax.lax.cond(
-        (cuts & ~greedy).any(),
-        lambda: jnp.where(cuts, threshold(scaled, rules.top_k, rules.top_p, rules.min_p), -jnp.inf),
-        lambda: jnp.full(rows, -jnp.inf),
-    )
-    kept = jnp.where(scaled < least[:, None], -jnp.inf, scaled)
-    drawn = jax.lax.cond((~greedy).any(), lambda: _drawn(kept, rules.seed, places), lambda: jnp.zeros(rows, jnp.int32))
-    ids = jnp.where(greedy, jnp.argmax(adjusted, axis=-1), drawn)
-    return ids, jnp.where(greedy, 0, _of(kept, ids) - jax.nn.logsumexp(kept, axis=-1))
+def _drawn(logits_V, least, seed, place):
+    """Return the id that a row picks at random, and its log-probability among those that are not below `least`."""
+    kept = jnp.where(logits_V < least, -jnp.inf, logits_V)
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), seed), place)
+    token = jax.random.categorical(key, kept)
+    return token, kept[token] - jax.nn.logsumexp(kept)
 
 
-def _adjusted(logits, rules, positions, tokens, places):
-    """Return logits with the biases and penalties of the rows that have some."""
-    rows, (length, vocab) = len(logits), (rules.history.shape[1], logits.shape[1])
-    at = jnp.maximum(positions, 0)
-    # A row's own tokens stand in the history where the host could not know them yet.
-    history = rules.history.at[jnp.arange(rows)[:, None], jnp.where(positions >= 0, at, length)].set(
-        tokens, mode="drop"
-    )
-
-    def one(logits_V, row, position):
-        ids, where = history[row], jnp.arange(length)
-        there = (ids >= 0) & (where <= position)
-        slot = lambda chosen: jnp.where(chosen, ids, vocab)
-        seen = jnp.zeros(vocab, bool).at[slot(there)].set(True, mode="drop")
-        count = jnp.zeros(vocab).at[slot(there & (where >= rules.given[row]))].add(1.0, mode="drop")
-        biased = logits_V.at[rules.bias_ids[row]].add(rules.bias[row], mode="drop")
-        found = penalise(biased, seen, rules.repetition[row])
-        found = found - rules.presence[row] * (count > 0) - rules.frequency[row] * count
-        return jnp.where(rules.adjusts[row], found, logits_V)
-
-    return jax.vmap(one)(logits, jnp.arange(rows), places)
+def _adjusted(logits_V, rules, positions_W, tokens_W, place):
+    """Return logits with the biases and penalties of their row, of which `rules` are."""
+    (length,), (vocab,) = rules.history[0].shape, logits_V.shape
+    at, where = jnp.maximum(positions_W, 0), jnp.arange(length)
+    # The row's own tokens stand in the history where the host could not know them yet.
+    ids = rules.history[0].at[jnp.where(positions_W >= 0, at, length)].set(tokens_W, mode="drop")
+    there = (ids >= 0) & (where <= place)
+    slot = lambda chosen: jnp.where(chosen, ids, vocab)
+    seen = jnp.zeros(vocab, bool).at[slot(there)].set(True, mode="drop")
+    count = jnp.zeros(vocab).at[slot(there & (where >= rules.given[0]))].add(1.0, mode="drop")
+    biased = logits_V.at[rules.bias_ids[0]].add(rules.bias[0], mode="drop")
+    found = penalise(biased, seen, rules.repetition[0])
+    return found - rules.presence[0] * (count > 0) - rules.frequency[0] * count
 
 
 def penalise(
@@ -276,11 +288,6 @@ def threshold(
     stays = (before < top_p[:, None]) | (top_p >= 1)[:, None]
     least = jnp.maximum(least[:, 0], jnp.where(stays, falling, jnp.inf).min(-1))
     return jnp.maximum(least, falling[:, 0] + jnp.log(min_p))
-
-
-def _drawn(logits, seeds, positions):
-    key = lambda seed, position: jax.random.fold_in(jax.random.fold_in(jax.random.key(0), seed), position)
-    return jax.vmap(lambda row, *which: jax.random.categorical(key(*which), row))(logits, seeds, positions)
 
 
 def _entropy(logits, norm):

@@ -79,7 +79,7 @@ class Work(eqx.Module):
         tables: the pages of each row's text, of each window kind; those that it has no more are the last page.
         lengths: how many tokens of each row's text were given: rotary frequencies that grow with a text are of these.
         keeps: whether a row's last token picks what its slot goes on with.
-        whole: whether places before the last of a row pick too, as drafts and scores need it.
+        asked: the places that pick or are scored, `row * W + place`, so many at a time; `R * W` stands for none.
         rules: how ids are picked.
     """
 
@@ -90,7 +90,7 @@ class Work(eqx.Module):
     tables: tuple[Int[Either, "R C"], ...]
     lengths: Int[Either, " R"]
     keeps: Bool[Either, " R"]
-    whole: Bool[Either, ""]
+    asked: Int[Either, "blocks block"]
     rules: Rules
 
 
@@ -204,9 +204,9 @@ class Paged(eqx.Module):
 
 
 def advance(model: Any, state: State, work: Work, *, kinds: Kinds, dtype: Any, most: int) -> tuple[State, Picked]:
-    """Run a step; return the state after it, and what each place picked, in order of the places.
+    """Run a step; return the state after it, and what each place that is asked picked, in order of the places.
 
-    Logits exist for a place of each row at a time, `[R, V]`: the last, or one after the other where all are asked for.
+    Logits exist for one block of these places at a time, and for none where nothing is asked.
 
     Args:
         model: any of the zoo.
@@ -219,23 +219,23 @@ def advance(model: Any, state: State, work: Work, *, kinds: Kinds, dtype: Any, m
     tokens = jnp.where(work.tokens < 0, state.last[work.slots][:, None], work.tokens)
     past = Paged(state.pool, work.positions, work.tables, work.lengths, kinds, dtype)
     out = model.forward(tokens, ForwardPass(dtype=dtype, past=past))
-    rows, newest = jnp.arange(len(tokens)), jnp.argmax(work.positions, axis=1)
+    rows, width = tokens.shape
+    newest = jnp.arange(rows) * width + jnp.argmax(work.positions, axis=1)
+    positions, targets, asked = map(jnp.asarray, (work.positions, work.targets, work.asked))
 
-    def picked(at: Int[Array, " R"]) -> Picked:
-        logits = model.logits(out.hidden[rows, at])
-        return pick(logits, work.rules, work.positions, tokens, at, jnp.asarray(work.targets)[rows, at], most)
+    def picked(places: Int[Array, " block"]) -> Picked:
+        row, at = jnp.minimum(places // width, rows - 1), places % width
+        rules, target = work.rules.of(row), targets[row, at]
+        return pick(model.logits(out.hidden[row, at]), rules, positions[row], tokens[row], at, target, most)
 
-    def column(i, found: Picked) -> Picked:
-        at = jnp.where(work.whole, i, newest)
-        return jax.tree.map(lambda all, new: all.at[rows, at].set(new), found, picked(at))
+    def block(i, found: Picked) -> Picked:
+        return jax.tree.map(lambda all, new: all.at[asked[i]].set(new, mode="drop"), found, picked(asked[i]))
 
-    empty = jax.tree.map(
-        lambda leaf: jnp.zeros((*tokens.shape, *leaf.shape[1:]), leaf.dtype), jax.eval_shape(picked, newest)
-    )
-    found = jax.lax.fori_loop(0, jnp.where(work.whole, tokens.shape[1], 1), column, empty)
+    told = jax.eval_shape(picked, asked[0])
+    empty = jax.tree.map(lambda leaf: jnp.zeros((rows * width, *leaf.shape[1:]), leaf.dtype), told)
+    found = jax.lax.fori_loop(0, (asked[:, 0] < rows * width).sum(), block, empty)
     slots = jnp.where(work.keeps, work.slots, state.last.shape[0])
-    last = state.last.at[slots].set(found.ids[rows, newest], mode="drop")
-    return State(out.pool, last), jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), found)
+    return State(out.pool, state.last.at[slots].set(found.ids[newest], mode="drop")), found
 
 
 @functools.cache

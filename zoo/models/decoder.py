@@ -86,17 +86,15 @@ class Decoder(eqx.Module):
         def body(carry, scanned):
             (x, pool), (block, own) = carry, scanned
             x, aux = block(x, config, told(own, pool))
-            return (x, aux.pool), (aux.routed, None if asked.past is None or pool is not None else (aux.k, aux.v))
+            return (x, aux.pool), aux.routed
 
-        routed, cached, first = [], [], 0
+        routed, first = [], 0
         for run in self.runs(per_layer):
-            (x, pool), (of_layers, new) = scan_layers(body, (x, pool), run, asked.remat, first)
+            (x, pool), of_layers = scan_layers(body, (x, pool), run, asked.remat, first)
             first += jax.tree.leaves(run[0])[0].shape[0]
             routed += [] if of_layers is None else [of_layers.sum(0)]
-            cached.append(new)
-        k, v = (None, None) if cached[0] is None else jax.tree.map(lambda *parts: _joined(parts), *cached)
         normalised = (asked.ops or PLAIN).tokens(self.normalised, (1,))
-        return Output(normalised(x), k, v, self.balance(routed, tokens.size), pool)
+        return Output(normalised(x), self.balance(routed, tokens.size), pool)
 
     def check_length(self, length: int) -> None:
         """Raise ValueError if the model cannot read texts of so many tokens; most read any."""
@@ -163,7 +161,3 @@ def _converts(leaf: Any) -> bool:
     if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer) or leaf.dtype.itemsize > 2:
         return False
     return next(iter(leaf.devices())).platform == "cpu"
-
-
-def _joined(parts: tuple[Array, ...]) -> Array:
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)

@@ -32,7 +32,7 @@ class ForwardPass:
             `attn_out` and `mlp_out` mark what a policy may keep.
         ops: how attention, MLP and experts run; None runs them plainly.
         segments: the number of each token's document `[B, S]`, where a row holds several (`zoo.models.packing`).
-        past: what was read before (`zoo.inference.cache.Past` or `zoo.engine.step.Paged`).
+        past: what was read before (`zoo.engine.step.Paged`).
     """
 
     dtype: DTypeLike | None = None
@@ -121,7 +121,7 @@ class LayerPass:
         if self.ops.heads is None or self.past is not None:
             q, k, v = project(x, weights)
             seen, pool = self.attention(q, k, v, sinks=sinks, **how)
-            return seen, Aux(k, v, pool)
+            return seen, Aux(pool)
         one = lambda q, k, v, sinks=None: self.attention(q, k, v, sinks=sinks, **how)[0]
         return groups.attend(self.ops, project, one, x, weights, sinks, apart=apart), Aux()
 
@@ -130,14 +130,10 @@ class Aux(eqx.Module):
     """What a block returns beside its output.
 
     Attributes:
-        k: its keys, as they are cached; None where heads go by turns. Likewise `v`.
-        v: its values.
         pool: what all layers' keys and values are kept in, with its own.
         routed: of a mixture, each expert's number of tokens and sum of probabilities.
     """
 
-    k: Float[Array, "B S K H"] | None = None
-    v: Float[Array, "B S K H"] | None = None
     pool: Any = None
     routed: Float[Array, "2 E"] | None = None
 
@@ -147,15 +143,11 @@ class Output(eqx.Module):
 
     Attributes:
         hidden: what the head reads: the last layer's output, normalised.
-        k: the keys of every layer, where there is a past; likewise `v`.
-        v: the values of every layer.
-        pool: what a past keeps them in, if that is how it does.
+        pool: what a past keeps keys and values in, if there is one.
         balance: of a mixture, the balance loss, not yet weighted (see `zoo.models.mixture`).
     """
 
     hidden: Float[Array, "B S D"]
-    k: Float[Array, "L B S K H"] | None
-    v: Float[Array, "L B S K H"] | None
     balance: Float[Array, ""] | None
     pool: Any = None
 
