@@ -51,7 +51,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, special: Mapping[str, str | None], where: str):
         self._special = {name: token or "" for name, token in special.items()}
-        self._where = where
+        self._where, self.takes_tools = where, re.search(r"\btools\b", source) is not None
         # What a template does not name is no part of what it is: the caches of texts stay valid.
         named = {name: token for name, token in self._special.items() if name in (*_ALWAYS, *_named(source))}
         self.identity = json.dumps([source, named])
@@ -82,17 +82,18 @@ class ChatTemplate:
             found = named.get("default")
         return cls(found, special, str(path / "tokenizer_config.json")) if isinstance(found, str) else None
 
-    def render(self, messages: Messages, *, answer: bool = True) -> str:
+    def render(self, messages: Messages, *, answer: bool = True, tools: Sequence[Any] = ()) -> str:
         """Return the text of a conversation.
 
         Args:
             messages: each with a `role` (user, assistant, system) and its `content`.
             answer: end with what begins the model's own turn.
+            tools: functions that the model may call, as JSON schemas; templates without `takes_tools` ignore them.
 
         Raises:
             DataError: the template refuses these messages, in its own words.
         """
-        return self._render(self._template, messages, answer)
+        return self._render(self._template, messages, answer, tools)
 
     def pieces(self, messages: Messages, first: int = 0) -> Pieces:
         """Return the text of a conversation in pieces, of which the assistant's count from message `first` on.
@@ -132,11 +133,12 @@ class ChatTemplate:
             end = len(after)
         return [*found, (whole[end:], False)]
 
-    def _render(self, template: Any, messages: Messages, answer: bool) -> str:
+    def _render(self, template: Any, messages: Messages, answer: bool, tools: Sequence[Any] = ()) -> str:
         import jinja2
 
+        told = {"tools": list(tools), **self._special} if tools else self._special
         try:
-            return template.render(messages=list(messages), add_generation_prompt=answer, **self._special)
+            return template.render(messages=list(messages), add_generation_prompt=answer, **told)
         except (jinja2.TemplateError, TypeError, ValueError, OverflowError) as error:
             raise DataError(f"the chat template in {self._where} fails: {error}") from None
 

@@ -120,6 +120,10 @@ class Folder:
         """Return the ids of a prompt, with the special tokens that the tokenizer itself adds."""
         return self._inner.encode(text).ids
 
+    def json(self) -> str:
+        """Return the tokenizer as its file says it."""
+        return self._inner.to_str()
+
     def encode_pieces(self, pieces: Pieces) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of a text, and which of them begin in a piece that counts."""
         found = self._inner.encode("".join(text for text, _ in pieces), add_special_tokens=False)

@@ -20,6 +20,7 @@ from starlette.routing import Route
 
 from experiments.data.corpus import DataError
 from experiments.serving import protocol
+from experiments.serving.grammar import FormError, Grammars, calls_schema
 from experiments.serving.protocol import Asked, BadRequest, Reply
 from experiments.serving.worker import Feed, Listener, Unavailable, Worker
 from zoo.engine.engine import Answer, Engine
@@ -67,6 +68,7 @@ class Server:
         self.worker, self.told = worker, told
         self.statuses: Counter[int] = Counter()
         self._ends = frozenset(told.tokenizer.stops)
+        self._grammars = Grammars(told.tokenizer)
 
     def app(self) -> Starlette:
         """Return the ASGI application; its lifespan starts and stops the worker."""
@@ -167,8 +169,10 @@ class Server:
         tokenizer = self.told.tokenizer
         if tokenizer.chat is None:
             raise BadRequest("the model has no chat template: ask /v1/completions", "messages")
-        text = tokenizer.chat.render(asked.messages)
         plain = type(tokenizer.chat).__name__ == "Plain"
+        if asked.tools and (plain or not tokenizer.chat.takes_tools):
+            raise BadRequest("the model's chat template knows of no tools", "tools")
+        text = tokenizer.chat.render(asked.messages, **({} if plain else {"tools": asked.tools}))
         return await self._reply(request, asked, [tokenizer.prompt(text) if plain else tokenizer.encode(text).tolist()])
 
     async def _reply(self, request: Request, asked: Asked, prompts: list[list[int]]) -> Response:
@@ -180,6 +184,7 @@ class Server:
                 f"{asked.max_tokens or 1} do not fit: a text has 1 to {length} tokens here, its answer included",
                 "max_tokens",
             )
+        guides = await self._guides(asked, len(prompts) * asked.n)
         listeners = [Listener(self.told.tokenizer, asked.stop, self._ends) for _ in prompts for _ in range(asked.n)]
 
         def make(engine: Engine) -> list[Answer]:
@@ -189,6 +194,7 @@ class Server:
                     found += engine.submit(
                         ids, max_tokens=asked.max_tokens or room, sampling=asked.sampling, n=asked.n, stop=self._ends,
                         watch=listeners[i * asked.n : (i + 1) * asked.n], top=asked.top or 0, drafts=self.told.drafts,
+                        guides=guides[i * asked.n : (i + 1) * asked.n],
                         priority=asked.priority, seconds=self.told.seconds,
                     )  # fmt: skip
             except Exception:
@@ -208,15 +214,31 @@ class Server:
             ends[event.index] = _end(event.finish) if event.finish else ends[event.index]
         return JSONResponse(reply.whole(texts, [answer.tokens for answer in feed.answers], ends, read))
 
+    async def _guides(self, asked: Asked, count: int) -> list[Any]:
+        """Return what keeps each answer to the form that was asked for."""
+        form = asked.form
+        if asked.calls:
+            form = "json", calls_schema([tool["function"] for tool in asked.tools])
+        if form is None:
+            return []
+        try:
+            return await asyncio.to_thread(self._grammars.guides, *form, count)
+        except FormError as error:
+            raise BadRequest(str(error), "response_format") from None
+
     async def _events(self, feed: Feed, reply: Reply, read: int) -> AsyncIterator[str]:
         """Yield a stream's server-sent events; whoever stops reading frees the pages."""
         begun: set[int] = set()
+        held = [""] * len(feed.answers)  # where tools may be called, until it is known whether one is
         try:
             async for event in feed.events():
                 end = _end(event.finish) if event.finish else None
                 first = event.index not in begun
                 begun.add(event.index)
-                yield _sent(reply.piece(event.index, event.text, event.tokens, end, first=first))
+                text = held[event.index] + event.text
+                if reply.asked.tools and end is None:
+                    held[event.index], text = text, ""
+                yield _sent(reply.piece(event.index, text, event.tokens, end, first=first))
             if reply.asked.usage:
                 yield _sent(reply.last(read, sum(len(answer.tokens) for answer in feed.answers)))
             yield "data: [DONE]\n\n"

@@ -4,7 +4,9 @@ What is not known is refused by its name, and so is what would have to be passed
 """
 
 import difflib
+import json
 import math
+import re
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -40,10 +42,13 @@ class Asked:
         usage: whether a stream ends with counts.
         top: how many of the likeliest ids are told with each; None tells no log-probabilities.
         priority: smaller is served first.
+        form: what answers keep to, a kind and its source (`experiments.serving.grammar`).
+        tools: functions that may be called, as they came.
+        calls: whether a tool has to be called.
     """
 
     prompts: tuple[str | tuple[int, ...], ...] = ()
-    messages: tuple[Mapping[str, str], ...] = ()
+    messages: tuple[Mapping[str, Any], ...] = ()
     sampling: Sampling = field(default_factory=Sampling)
     max_tokens: int | None = None
     n: int = 1
@@ -52,6 +57,9 @@ class Asked:
     usage: bool = False
     top: int | None = None
     priority: int = 0
+    form: tuple[str, str] | None = None
+    tools: tuple[Mapping[str, Any], ...] = ()
+    calls: bool = False
 
 
 _NOTHING = object()
@@ -61,11 +69,11 @@ _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
     "logit_bias",
 )  # fmt: skip
-_COMMON = {"n", "stop", "stream", "stream_options", "priority", *_SAMPLING, *_HEEDLESS}
+_COMMON = {"n", "stop", "stream", "stream_options", "priority", "response_format", *_SAMPLING, *_HEEDLESS}
 _COMPLETION = _COMMON | {"prompt", "max_tokens", "logprobs", "echo", "best_of", "suffix"}
 _CHAT = _COMMON | {
-    "messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "response_format", "tools",
-    "tool_choice", "parallel_tool_calls", "modalities", "reasoning_effort",
+    "messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "tools", "tool_choice",
+    "parallel_tool_calls", "modalities", "reasoning_effort",
 }  # fmt: skip
 _KINDS = {"a whole number": int, "a number": (int, float), "true or false": bool, "a string": str, "an object": dict}
 
@@ -129,10 +137,7 @@ def chat(body: Any) -> Asked:
         BadRequest: it asks for what cannot be.
     """
     read = _Body(body, _CHAT)
-    read.refuse("tools", ([],), "answers are text")
-    read.refuse("tool_choice", ("none", "auto"), "answers are text")
     read.refuse("modalities", (["text"],), "answers are text")
-    read.refuse("response_format", ({"type": "text"},), "answers are free text")
     messages = read.values.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BadRequest("`messages` must be a list of at least one message", "messages")
@@ -146,6 +151,7 @@ def chat(body: Any) -> Asked:
         max_tokens=read.get(name, "a whole number", None, 1, 2**31),
         top=(top or 0) if asks else None,
         **_common(read),
+        **_tools(read),
     )
 
 
@@ -163,13 +169,30 @@ def score(body: Any) -> tuple[tuple[str, ...], str]:
     return tuple(many), read.get("prompt", "a string", "")
 
 
-def _message(message: Any, i: int) -> dict[str, str]:
+def _message(message: Any, i: int) -> dict[str, Any]:
     content = message.get("content") if isinstance(message, dict) else None
+    if content is None and isinstance(message, dict) and message.get("tool_calls"):
+        content = ""
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         content = "".join(str(part.get("text", "")) for part in content)
     if not isinstance(content, str) or not isinstance(message.get("role"), str):
         raise BadRequest(f"message {i} must have a `role` and a `content` of text", "messages")
-    return {"role": message["role"], "content": content}
+    rest = {name: message[name] for name in ("name", "tool_call_id") if isinstance(message.get(name), str)}
+    if message.get("tool_calls"):
+        try:
+            rest["tool_calls"] = [_call(call) for call in message["tool_calls"]]
+        except (KeyError, TypeError, ValueError):
+            raise BadRequest(
+                f"message {i} must have `tool_calls` of functions and their arguments", "messages"
+            ) from None
+    return {"role": message["role"], "content": content, **rest}
+
+
+def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call with its arguments as values, which is how templates read them."""
+    given = call["function"]["arguments"]
+    function = {**call["function"], "arguments": json.loads(given) if isinstance(given, str) else given}
+    return {**call, "function": function}
 
 
 def _common(read: _Body) -> dict[str, Any]:
@@ -185,7 +208,68 @@ def _common(read: _Body) -> dict[str, Any]:
         "stream": read.get("stream", "true or false", False),
         "usage": bool(options.get("include_usage", False)),
         "priority": read.get("priority", "a whole number", 0, -1000, 1000),
+        "form": _form(read.get("response_format", "an object", {"type": "text"})),
     }
+
+
+def _form(asked: Mapping[str, Any]) -> tuple[str, str] | None:
+    kind = asked.get("type")
+    inner = asked.get("json_schema")
+    schema = inner.get("schema") if isinstance(inner, dict) else None
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return "json", '{"type": "object"}'
+    if kind == "json_schema" and isinstance(schema, dict):
+        return "json", json.dumps(schema)
+    if kind in ("regex", "grammar") and isinstance(asked.get(kind), str):
+        return kind, asked[kind]
+    raise BadRequest(
+        "`response_format` must be of type text, json_object, json_schema with a json_schema.schema, or regex or "
+        "grammar with a string of that name",
+        "response_format",
+    )
+
+
+def _tools(read: _Body) -> dict[str, Any]:
+    tools, choice = read.values.get("tools", []), read.values.get("tool_choice", "auto")
+    named = choice.get("function") if isinstance(choice, dict) else None
+    names = [_tool_name(tool) for tool in tools] if isinstance(tools, list) else [None]
+    if None in names:
+        raise BadRequest("`tools` must be a list of functions with names", "tools")
+    if choice == "none" or (choice == "auto" and not tools):
+        return {}
+    if isinstance(named, dict) and named.get("name") in names:
+        return {"tools": (tools[names.index(named["name"])],), "calls": True}
+    if choice in ("auto", "required") and tools:
+        return {"tools": tuple(tools), "calls": choice == "required"}
+    raise BadRequest("`tool_choice` must be none, auto, required or one of the `tools`", "tool_choice")
+
+
+def _tool_name(tool: Any) -> str | None:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def calls(text: str, tools: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """Return the calls that a text is, as names and arguments in JSON; none if it is anything else.
+
+    A call is a JSON object with a `name` and `arguments` or `parameters`, by itself, in a list, or between
+    `<tool_call>` tags, as most templates ask for it.
+    """
+    names, found = {tool["function"]["name"] for tool in tools}, []
+    for part in re.findall(r"<tool_call>(.*?)</tool_call>", text, re.DOTALL) or [text]:
+        try:
+            value = json.loads(part)
+        except (ValueError, RecursionError):
+            return []
+        for one in value if isinstance(value, list) else [value]:
+            given = one.get("arguments", one.get("parameters")) if isinstance(one, dict) else None
+            if not isinstance(given, dict) or one.get("name") not in names:
+                return []
+            found.append((one["name"], json.dumps(given, ensure_ascii=False)))
+    return found
 
 
 def _sampling(read: _Body) -> Sampling:
@@ -232,18 +316,21 @@ class Reply:
 
     def whole(self, texts: Sequence[str], tokens: Sequence[Sequence[Token]], ends: Sequence[str], read: int) -> dict:
         """Return the body of a whole reply."""
-        choices = [
-            self._choice(
-                i, {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}, ids, end
+        choices = []
+        for i, (text, ids, end) in enumerate(zip(texts, tokens, ends, strict=True)):
+            content, end = self._said(text, end)
+            choices.append(
+                self._choice(
+                    i, {"message": {"role": "assistant", **content}} if self.chat else {"text": text}, ids, end
+                )
             )
-            for i, (text, ids, end) in enumerate(zip(texts, tokens, ends, strict=True))
-        ]
         usage = self.usage(read, sum(map(len, tokens)))
         return {"id": self._id, "object": self._kind, **self._common, "choices": choices, "usage": usage}
 
     def piece(self, index: int, text: str, tokens: Sequence[Token], end: str | None, *, first: bool) -> dict:
         """Return a chunk of a stream."""
-        delta = {"delta": {**({"role": "assistant"} if first else {}), "content": text}}
+        content, end = self._said(text, end, stream=True)
+        delta = {"delta": {**({"role": "assistant"} if first else {}), **content}}
         choice = self._choice(index, delta if self.chat else {"text": text}, tokens, end)
         return self._chunk([choice])
 
@@ -259,6 +346,22 @@ class Reply:
     def usage(read: int, picked: int) -> dict[str, int]:
         """Return the counts of tokens."""
         return {"prompt_tokens": read, "completion_tokens": picked, "total_tokens": read + picked}
+
+    def _said(self, text: str, end: str | None, *, stream: bool = False) -> tuple[dict[str, Any], str | None]:
+        """Return what a message says, and why it has ended; calls of tools are told once they are whole."""
+        found = calls(text, self.asked.tools) if self.asked.tools and end == "stop" else []
+        if not found:
+            return {"content": text}, end
+        told = [
+            {
+                **({"index": i} if stream else {}),
+                "id": f"call_{uuid.uuid4().hex}",
+                "type": "function",
+                "function": {"name": name, "arguments": given},
+            }
+            for i, (name, given) in enumerate(found)
+        ]
+        return {"content": None, "tool_calls": told}, "tool_calls"
 
     def _choice(self, index: int, content: dict, tokens: Sequence[Token], end: str | None) -> dict:
         told = None if self.asked.top is None else (self._told(tokens) if self.chat else self._listed(tokens))

@@ -4,6 +4,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -27,6 +28,7 @@ for package in ("starlette", "uvicorn", "httpx"):
 import httpx
 import uvicorn
 
+from experiments.data.chat import ChatTemplate
 from experiments.data.tokenizer import Bytes
 from experiments.serving import protocol
 from experiments.serving.app import Server, Serving
@@ -51,7 +53,7 @@ def serving(model, sizes=None, **told):
     """Serve at a free port; yield the server and a client. Afterwards every page is free."""
     settings = {"length": 96, "rows": 4, "page": 8, "tokens": 256, **(sizes or {})}
     engine = Engine(model, Settings(**settings), **QUICK)
-    server = Server(Worker(engine), Serving(name="tiny", tokenizer=Bytes(), **told))
+    server = Server(Worker(engine), Serving(**{"name": "tiny", "tokenizer": Bytes(), **told}))
     listening = uvicorn.Server(uvicorn.Config(server.app(), port=0, log_level="error", lifespan="on"))
     thread = threading.Thread(target=listening.run, daemon=True)
     thread.start()
@@ -175,9 +177,11 @@ def test_what_cannot_be_is_refused_in_openais_words(client, case):
     [
         ({"messages": []}, "at least one message"),
         ({"messages": [{"role": "user"}]}, "message 0 must have"),
-        ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "`tools` is not served here"),
+        ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "`tools` must be a list of functions"),
+        ({"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"}, "`tool_choice` must be"),
+        ({"messages": [{"role": "user", "content": "x"}, {"role": "x", "tool_calls": [1]}]}, "message 1 must have"),
         ({"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}, "needs `logprobs`"),
-        ({"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}}, "free text"),
+        ({"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "xml"}}, "must be of type text"),
     ],
 )
 def test_chats_that_cannot_be_are_refused(body, message):
@@ -188,7 +192,7 @@ def test_chats_that_cannot_be_are_refused(body, message):
 def test_who_goes_away_frees_his_pages(served):
     server, client = served
     scheduler = server.worker.engine.scheduler
-    body = {"prompt": "a", "max_tokens": 90, "stream": True, "n": 6, "temperature": 1.0}
+    body = {"prompt": "a", "max_tokens": 90, "stream": True, "n": 60, "temperature": 1.0}
     with client.stream("POST", "/v1/completions", json=body) as response:
         next(response.iter_lines())
         assert scheduler.running
@@ -256,8 +260,113 @@ def test_openais_own_client_works(client):
         *chunks, last = list(pieces)
         assert "".join(chunk.choices[0].delta.content for chunk in chunks) == whole.choices[0].message.content
         assert last.usage.completion_tokens == 6
+        shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["yes", "no"]}}}
+        formed = own.chat.completions.create(**{**how, "max_tokens": 20}, response_format=shape)
+        assert json.loads(formed.choices[0].message.content) in ("yes", "no")
         with pytest.raises(openai.BadRequestError, match="do not fit"):
             own.completions.create(model="tiny", prompt="x", max_tokens=1000)
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"days": {"enum": [1, 2]}},
+            "required": ["days"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+class Told(Bytes):
+    """Bytes with a chat template that knows of tools."""
+
+    chat = ChatTemplate(
+        "{% if tools %}{{ tools[0].function.name }}{% endif %}"
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name }}{{ c.function.arguments.days }}{% endfor %} {% endfor %}",
+        {},
+        "a test",
+    )
+
+
+def test_answers_keep_to_the_form_that_was_asked_for(client):
+    """A model of noise follows schemas, expressions and grammars, one by one and together, and others do not notice."""
+    pytest.importorskip("llguidance")
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": [1, 22]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    whitespace = {"x-guidance": {"whitespace_flexible": False}}
+    forms = [
+        ({"type": "json_schema", "json_schema": {"name": "x", "schema": schema | whitespace}}, r'\{"a": ?(1|22)\}'),
+        ({"type": "regex", "regex": "[ab]{3}c"}, "[ab]{3}c"),
+        ({"type": "grammar", "grammar": 'start: "yes" | "no"'}, "yes|no"),
+    ]
+    free = complete(client)
+    ask = lambda form: complete(client, max_tokens=40, n=3, temperature=1.5, seed=1, response_format=form)
+    with ThreadPoolExecutor(4) as pool:
+        found, company = [pool.submit(ask, form) for form, _ in forms], pool.submit(complete, client)
+        for one, (_, pattern) in zip(found, forms, strict=True):
+            for choice in one.result()["choices"]:
+                assert re.fullmatch(pattern, choice["text"]), choice
+                assert choice["finish_reason"] == "stop"
+    assert company.result()["choices"] == free["choices"]
+    for form, message in (
+        ({"type": "regex", "regex": "("}, "the regex cannot be followed"),
+        ({"type": "json_schema", "json_schema": {"schema": {"type": 5}}}, "the json cannot be followed"),
+    ):
+        response = client.post("/v1/completions", json={"prompt": "x", "response_format": form})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "response_format")
+        assert message in response.json()["error"]["message"]
+
+
+def test_tools_are_called_as_openais_clients_expect(model):
+    pytest.importorskip("llguidance")
+    messages = [{"role": "user", "content": "x"}]
+    with serving(model, {"length": 160}, tokenizer=Told()) as (_, client):
+        body = {"messages": messages, "tools": [TOOL], "tool_choice": "required", "max_tokens": 70, "temperature": 0}
+        ask = lambda **more: client.post("/v1/chat/completions", json={**body, **more})
+        whole = ask().json()
+        [choice] = whole["choices"]
+        [call] = choice["message"]["tool_calls"]
+        assert (choice["finish_reason"], choice["message"]["content"]) == ("tool_calls", None)
+        assert call["function"]["name"] == "weather"
+        assert json.loads(call["function"]["arguments"]) in ({"days": 1}, {"days": 2})
+        with client.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as response:
+            last = events(response)[-1]["choices"][0]
+        assert last["delta"]["tool_calls"][0]["function"] == call["function"]
+        assert last["finish_reason"] == "tool_calls"
+        answered = [*messages, choice["message"], {"role": "tool", "tool_call_id": call["id"], "content": "sun"}]
+        days = json.loads(call["function"]["arguments"])["days"]
+        text = f"weatheruser: x assistant: weather{days} tool: sun "
+        read = ask(messages=answered).json()["usage"]["prompt_tokens"]
+        assert read == len(text)
+        free = ask(tool_choice="auto", max_tokens=3).json()["choices"][0]
+        assert (free["finish_reason"], "tool_calls" in free["message"]) == ("length", False)
+    with serving(model) as (_, client):
+        response = client.post("/v1/chat/completions", json=body)
+        assert "knows of no tools" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ('{"name": "weather", "arguments": {"days": 1}}', 1),
+        ('[{"name": "weather", "parameters": {}}, {"name": "weather", "parameters": {}}]', 2),
+        ('<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>', 1),
+        ('{"name": "other", "arguments": {}}', 0),
+        ("it is sunny", 0),
+        ("[1]", 0),
+    ],
+)
+def test_calls_are_found_in_what_models_write(text, count):
+    assert len(protocol.calls(text, [TOOL])) == count
 
 
 @pytest.mark.heavy

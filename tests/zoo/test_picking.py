@@ -30,7 +30,7 @@ ASKED = {
 
 
 def rules_of(sampling, rows, length=8):
-    rules = Rules.neutral(rows, length)
+    rules = Rules.neutral(rows, length, 1)
     for row in range(rows):
         rules.put(row, sampling, HISTORY, 2)
     return rules
@@ -209,3 +209,34 @@ def test_an_answer_ends_with_its_stop_and_a_cancelled_one_where_it_is():
 def test_what_cannot_be_is_refused(ask, message):
     with pytest.raises(ValueError, match=message):
         ask(engine_of("gemma2_gqa"))
+
+
+class Even:
+    """Allows even ids, and is over after four."""
+
+    def __init__(self):
+        self.taken = []
+
+    def allowed(self):
+        return np.full(3, 0x55555555, np.uint32)
+
+    def take(self, token):
+        self.taken.append(token)
+        return len(self.taken) == 4
+
+
+@pytest.mark.parametrize("temperature", [0.0, 5.0])
+def test_a_guided_text_picks_what_is_allowed_and_others_do_not_notice(temperature):
+    sampling = Sampling(temperature=temperature, seed=3, top_k=40)
+    engine, guides = engine_of("gemma2_gqa"), [Even(), Even()]
+    guided = engine.submit([5, 6, 7], max_tokens=9, n=2, guides=guides, sampling=sampling, drafts=3)
+    [free] = engine.submit([5, 6, 7], max_tokens=9, sampling=sampling)
+    engine.run()
+    for guide, answer in zip(guides, guided, strict=True):
+        assert guide.taken == [token.id for token in answer.tokens]
+        assert (answer.finish, {token % 2 for token in guide.taken}) == ("stop", {0})
+    again = engine_of("gemma2_gqa")
+    [alone] = again.submit([5, 6, 7], max_tokens=9, sampling=sampling)
+    again.run()
+    assert bits(alone) == bits(free)
+    assert any(token.id % 2 for token in free.tokens)

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from zoo.engine.sampling import GREEDY, Rules, Sampling
+from zoo.engine.sampling import GREEDY, Guide, Rules, Sampling
 from zoo.engine.scheduler import Limits, Scheduler, Span, Text
 from zoo.engine.step import Kinds, State, Work, program, table, table_width
 from zoo.models.decoder import widened
@@ -109,6 +109,7 @@ class Answer:
     Attributes:
         text: as the scheduler has it.
         sampling: how it goes on.
+        guide: what allows its ids.
         tokens: what followed so far, a stop that ends it included.
         finish: why it has ended: `stop`, `length`, `time`, `cancelled` or `error`; None while it has not.
         scores: of a text that is scored.
@@ -120,6 +121,7 @@ class Answer:
     watch: Callable[[int], bool] | None = None
     top: int = 0
     drafts: int = 0
+    guide: Guide | None = None
     tokens: list[Token] = field(default_factory=list)
     finish: str | None = None
     scores: Scores | None = None
@@ -186,6 +188,7 @@ class Engine:
         self.steps = 0
         self._most = table_width(settings.length, settings.page)
         self._blank = jnp.full((settings.rows, self._most * settings.page), -1, jnp.int32)
+        self._free = jnp.zeros((settings.rows, math.ceil(config.vocab_size / 32)), jnp.uint32)
         self._answers: dict[Text, Answer] = {}
         self._flying: deque[tuple[list[Span], list[int], Any, bool]] = deque()
         self._clock = clock
@@ -201,6 +204,7 @@ class Engine:
         watch: Sequence[Callable[[int], bool]] = (),
         top: int = 0,
         drafts: int = 0,
+        guides: Sequence[Guide] = (),
         priority: int = 0,
         seconds: float = math.inf,
     ) -> list[Answer]:
@@ -215,6 +219,7 @@ class Engine:
             watch: of each answer, what is told every id and says whether the answer is over.
             top: how many of the likeliest ids are told with every token.
             drafts: most ids that are guessed from the text itself and checked in the same step; the text is the same.
+            guides: of each answer, what says which ids it may go on with; nothing is guessed then.
             priority: smaller is served first.
             seconds: after which it is over.
 
@@ -232,12 +237,14 @@ class Engine:
             self.scheduler.refuse()
         answers: list[Answer] = []
         blind = sampling.adjusts and self.settings.flights > 2  # penalties need all ids but the newest, which is there
+        drafts, patient = 0 if guides else drafts, drafts > 0 or blind or bool(guides)
         ids, limit, deadline = list(map(int, prompt)), len(prompt) + max_tokens, self._clock() + seconds
         for i in range(n):
             leader = answers[0].text if i else None
-            text = Text(ids.copy(), limit, priority, deadline, leader=leader, patient=drafts > 0 or blind)
+            text = Text(ids.copy(), limit, priority, deadline, leader=leader, patient=patient)
             own = dataclasses.replace(sampling, seed=(sampling.seed + i * 0x9E3779B9) & 0xFFFFFFFF)
-            answers.append(self._wait(Answer(text, own, frozenset(stop), watch[i] if watch else None, top, drafts)))
+            told = watch[i] if watch else None, top, drafts, guides[i] if guides else None
+            answers.append(self._wait(Answer(text, own, frozenset(stop), *told)))
         return answers
 
     def _wait(self, answer: Answer) -> Answer:
@@ -323,7 +330,8 @@ class Engine:
         adjusts = any(
             span.picks and one is not None and one.sampling.adjusts for span, one in zip(spans, answers, strict=True)
         )
-        rules = Rules.neutral(rows, most * self.settings.page if adjusts else 0)
+        bound = any(span.picks and one is not None and one.guide for span, one in zip(spans, answers, strict=True))
+        rules = Rules.neutral(rows, most * self.settings.page if adjusts else 0, self._free.shape[1] if bound else 0)
         begins, asked, row = [], [], 0
         for span, answer in zip(spans, answers, strict=True):
             text, count, begin = span.text, span.count, row * width
@@ -343,11 +351,15 @@ class Engine:
             if answer is not None and span.picks:
                 for each in range(row, until):
                     rules.put(each, answer.sampling, text.ids, text.given)
+                if answer.guide is not None:
+                    words = answer.guide.allowed()[: self._free.shape[1]]
+                    rules.bound[until - 1], rules.allowed[until - 1, : len(words)] = True, words
             begins, row = [*begins, begin], until
         wants = [one for one in answers if one is not None]
         rules = dataclasses.replace(
             rules,
             history=rules.history if adjusts else self._blank,
+            allowed=rules.allowed if bound else self._free,
             scores=np.asarray(any(one.scores is not None for one in wants)),
             lists=np.asarray(any(one.top for one in wants)),
         )
@@ -399,7 +411,8 @@ class Engine:
             return
         answer.tokens.append(token)
         heard = answer.watch is not None and answer.watch(token.id)
-        if token.id in answer.stop or heard:
+        complete = answer.guide is not None and answer.guide.take(token.id)
+        if token.id in answer.stop or heard or complete:
             self.scheduler.end(answer.text, "stop")
 
     def _end(self, answer: Answer) -> None:

@@ -9,7 +9,7 @@ Dimensions: `T` places `V` vocab `M` biases of a text.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
@@ -77,6 +77,19 @@ class Sampling:
 GREEDY = Sampling(temperature=0.0)
 
 
+@runtime_checkable
+class Guide(Protocol):
+    """What says which ids a text may go on with: a grammar, for one."""
+
+    def allowed(self) -> np.ndarray:
+        """Return 32-bit words with a bit for every id, the lowest of a word first; beyond them none is allowed."""
+        ...
+
+    def take(self, token: int) -> bool:
+        """Take the id that was picked; return whether the text is over."""
+        ...
+
+
 class Rules(eqx.Module):
     """How each place of a step picks: the numbers of `Sampling`, neutral where nothing is asked for.
 
@@ -87,6 +100,8 @@ class Rules(eqx.Module):
         history: ids of each row's text, for penalties; those that are not known, or not asked for, are -1.
         given: how many of them were not generated.
         adjusts: whether a row has biases or penalties.
+        bound: whether a row may pick allowed ids alone.
+        allowed: of each row, a bit for every id, the lowest of a word first.
         scores: whether entropy and rank are asked for.
         lists: whether the likeliest ids are asked for.
     """
@@ -101,6 +116,8 @@ class Rules(eqx.Module):
     seed: UInt[Either, " R"]
     given: Int[Either, " R"]
     adjusts: Bool[Either, " R"]
+    bound: Bool[Either, " R"]
+    allowed: UInt[Either, "R words"]
     bias_ids: Int[Either, "R M"]
     bias: Float[Either, "R M"]
     history: Int[Either, "R length"]
@@ -108,14 +125,15 @@ class Rules(eqx.Module):
     lists: Bool[Either, ""]
 
     @classmethod
-    def neutral(cls, rows: int, length: int) -> "Rules":
-        """Return the rules of rows that ask for nothing, as numpy arrays."""
+    def neutral(cls, rows: int, length: int, words: int) -> "Rules":
+        """Return the rules of rows that ask for nothing, as numpy arrays, with room for histories and allowed ids."""
         each = lambda value, kind=np.float32: np.full(rows, value, kind)
         biases = np.full((rows, BIASES), _NONE, np.int32), np.zeros((rows, BIASES), np.float32)
         plain = each(0), each(_NONE, np.int32), each(1), each(0), each(1), each(0), each(0)
-        rest = each(0, np.uint32), each(0, np.int32), each(False, bool)
+        rest = each(0, np.uint32), each(0, np.int32), each(False, bool), each(False, bool)
+        allowed = np.zeros((rows, words), np.uint32)
         history, flag = np.full((rows, length), -1, np.int32), np.zeros((), bool)
-        return cls(*plain, *rest, *biases, history, flag, flag)
+        return cls(*plain, *rest, allowed, *biases, history, flag, flag)
 
     def of(self, rows: Int[Array, " T"]) -> "Rules":
         """Return the rules of places in these rows."""
@@ -192,7 +210,7 @@ def pick(
     norm = jax.nn.logsumexp(logits, axis=-1)
     hot = rules.temperature > 0
     cut = hot & ((rules.top_k < logits.shape[1]) | (rules.top_p < 1) | (rules.min_p > 0))
-    special = hot | rules.adjusts
+    special = hot | rules.adjusts | rules.bound
     last = jnp.argsort(special)  # those that need more than the likeliest id come last
 
     def one(i, found):
@@ -203,6 +221,7 @@ def pick(
             lambda: _adjusted(logits[row], own, positions[row], tokens[row], places[row]),
             lambda: logits[row],
         )
+        adjusted = jax.lax.cond(rules.bound[row], lambda: _bound(adjusted, own.allowed[0]), lambda: adjusted)
         least = jax.lax.cond(
             cut[row],
             lambda: threshold((adjusted / own.temperature)[None], own.top_k, own.top_p, own.min_p)[0],
@@ -266,6 +285,11 @@ def _adjusted(logits_V, rules, positions_W, tokens_W, place):
     biased = logits_V.at[rules.bias_ids[0]].add(rules.bias[0], mode="drop")
     found = penalise(biased, seen, rules.repetition[0])
     return found - rules.presence[0] * (count > 0) - rules.frequency[0] * count
+
+
+def _bound(logits_V, allowed):
+    bits = (allowed[:, None] >> jnp.arange(32, dtype=allowed.dtype)) & 1
+    return jnp.where(bits.reshape(-1)[: len(logits_V)] == 1, logits_V, -jnp.inf)
 
 
 def penalise(
