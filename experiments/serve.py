@@ -3,6 +3,7 @@
 Answers do not depend on who else is asking: see `zoo.engine`. Install the extra `serve`.
 """
 
+import dataclasses
 import signal
 import sys
 from pathlib import Path
@@ -58,6 +59,7 @@ def build(config: Serve, argv: list[str]) -> Any:
     Raises:
         CommandError: the engine cannot be made, or the extra is missing.
     """
+    import zoo
     from experiments.step.weights import open_model
     from zoo.engine.engine import Engine, Settings
 
@@ -73,7 +75,12 @@ def build(config: Serve, argv: list[str]) -> Any:
             length=length, rows=config.rows, width=config.width, page=config.page, tokens=config.tokens,
             queue=config.queue, exact=config.exact,
         )  # fmt: skip
-        engine = Engine(opened.model, settings, dtype=opened.dtype, widen=opened.widen, compiler_options=opened.options)
+        how: dict[str, Any] = {"dtype": opened.dtype, "widen": opened.widen, "compiler_options": opened.options}
+        drafter = None
+        if config.drafter is not None:
+            small = dataclasses.replace(settings, page=min(4, settings.page))  # what it reads again is less than a page
+            drafter = Engine(zoo.load(config.drafter), small, **how)
+        engine = Engine(opened.model, settings, **how, drafter=drafter)
     except ValueError as error:
         raise CommandError(str(error)) from None
     console.note("the step is being compiled")
@@ -82,7 +89,7 @@ def build(config: Serve, argv: list[str]) -> Any:
     name = config.name or (Path(config.model.weights).name if config.model.weights else "random")
     told = Serving(
         name=name, tokenizer=opened.tokenizer, key=config.api_key, most_bytes=int(config.max_mib * 2**20),
-        seconds=config.seconds, drafts=config.drafts,
+        seconds=config.seconds, drafts=config.drafts or (4 if drafter else 0),
     )  # fmt: skip
     return Server(Worker(engine), told)
 

@@ -95,6 +95,9 @@ class Serve:
     queue: int = option(1024, "texts that may wait; others are told to come again")
     seconds: float = option(600.0, "after which an answer ends where it is")
     drafts: int = option(0, "tokens guessed from the text itself and checked at once; answers are the same")
+    drafter: str | None = option(
+        None, "folder of a smaller model of the same vocabulary that guesses instead, 4 tokens or `drafts`", path=True
+    )
     exact: bool = option(True, "refuse a model whose answers could depend on who else asks")
     max_mib: float = option(8.0, "largest body of a request")
     grace: int = option(30, "seconds to finish answers in when told to stop")

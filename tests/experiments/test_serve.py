@@ -417,3 +417,22 @@ def test_sigterm_answers_who_is_being_answered(tmp_path):
         assert process.wait(60) == 0
     finally:
         process.kill()
+
+
+def test_a_folder_of_a_smaller_model_drafts(model, tmp_path, monkeypatch):
+    from experiments import serve
+    from experiments.commandline import schema
+    from experiments.runtime import hardware
+
+    monkeypatch.setattr(hardware, "prepare", lambda platform: hardware.Device("cpu", "a test", 2**32))
+    zoo.save(model, tmp_path)
+    words = [f"model.weights={tmp_path}", "length=64", "rows=8", f"drafter={tmp_path}"]
+    config, _ = schema.compose(words, "serve")
+    server = serve.build(config, words)
+    engine = server.worker.engine
+    assert (server.told.drafts, engine.drafter.settings.page) == (4, 4)
+    [answer] = engine.submit(Bytes().prompt("hello"), max_tokens=21, drafts=4)
+    before = engine.steps
+    engine.run()
+    assert Bytes().decode([token.id for token in answer.tokens]) == text_of(model, "hello", 21)
+    assert engine.steps - before < 10

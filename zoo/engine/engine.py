@@ -138,10 +138,12 @@ class Engine:
             (`zoo.models.decoder.widened`).
         compiler_options: XLA's.
         clock: seconds, for time limits.
+        drafter: an engine of a smaller model of the same vocabulary, with pages of its own, that guesses how texts go
+            on where `drafts` are asked for; None looks into the text itself.
 
     Raises:
         ValueError: the model cannot read texts of `length`; or the answers of such a model would depend on others, and
-            `exact` is asked for.
+            `exact` is asked for; or the drafter has other ids, or less room.
     """
 
     def __init__(
@@ -153,6 +155,7 @@ class Engine:
         widen: bool = True,
         compiler_options: Mapping[str, Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        drafter: "Engine | None" = None,
     ):
         self.settings = settings = settings or Settings()
         model.check_length(settings.length - 1)  # the last token is not read
@@ -164,6 +167,9 @@ class Engine:
                 f"cannot serve this mixture exactly on a {platform}: its ragged products may round a token by how many "
                 "others go to the same expert. Pass exact=False."
             )
+        if drafter is not None:
+            _check_drafter(drafter, config.vocab_size, settings)
+        self.drafter = drafter
         self.model = widened(model) if widen else model
         self.kinds = Kinds.of(config.layer_windows, settings.length)
         pages = settings.pages(self.kinds.windows)
@@ -218,7 +224,8 @@ class Engine:
             stop: ids after which an answer is over.
             watch: of each answer, what is told every id and says whether the answer is over.
             top: how many of the likeliest ids are told with every token.
-            drafts: most ids that are guessed from the text itself and checked in the same step; the text is the same.
+            drafts: most ids that are guessed, by the drafter or from the text itself, and checked in the same step; the
+                text is the same.
             guides: of each answer, what says which ids it may go on with; nothing is guessed then.
             priority: smaller is served first.
             seconds: after which it is over.
@@ -281,9 +288,7 @@ class Engine:
 
     def step(self) -> bool:
         """Hand a step to the device, and take the results of one before; return whether there was anything to do."""
-        for text in self.scheduler.running:
-            if text.patient and not text.flying:
-                text.drafts = guess(text.ids, self._answers[text].drafts)
+        self._draft()
         spans = self.scheduler.plan(self._clock())
         if spans:
             self._flying.append(self._hand(spans))
@@ -295,6 +300,27 @@ class Engine:
         for answer in [answer for text, answer in self._answers.items() if text.over is not None]:
             self._end(answer)
         return bool(spans) or landed
+
+    def _draft(self) -> None:
+        """Guess how the texts go on that ask for it and are about to be written.
+
+        The drafter draws with the random numbers that its guess is checked with (`zoo.engine.sampling`), so it is right
+        more often than a draw of its own would be.
+        """
+        waiting = []
+        for text in self.scheduler.running:
+            answer = self._answers[text]
+            most = min(answer.drafts, text.limit - len(text.ids) - 1)
+            if most > 0 and not text.flying and text.todo == 1:
+                waiting.append((text, answer, most))
+        if self.drafter is None:
+            for text, _, most in waiting:
+                text.drafts = guess(text.ids, most)
+            return
+        drafted = [self.drafter.submit(text.ids, max_tokens=most, sampling=one.sampling) for text, one, most in waiting]
+        self.drafter.run()
+        for (text, *_), [found] in zip(waiting, drafted, strict=True):
+            text.drafts = [token.id for token in found.tokens]
 
     def stream(self, answer: Answer) -> Iterator[Token]:
         """Yield an answer's tokens as they come, driving the engine."""
@@ -418,6 +444,16 @@ class Engine:
     def _end(self, answer: Answer) -> None:
         answer.finish = answer.finish or answer.text.over
         self._answers.pop(answer.text, None)
+
+
+def _check_drafter(drafter: Engine, vocab_size: int, settings: Settings) -> None:
+    ids, own = drafter.model.config.vocab_size, drafter.settings
+    if ids != vocab_size or own.length < settings.length or own.queue < settings.rows:
+        raise ValueError(
+            f"cannot draft with a model of {ids} ids for one of {vocab_size}, or for {settings.rows} texts of "
+            f"{settings.length} tokens with a queue of {own.queue} and a length of {own.length}: the vocabulary must "
+            "be the same, and queue and length at least as large."
+        )
 
 
 def guess(ids: Sequence[int], most: int, longest: int = 3) -> list[int]:
