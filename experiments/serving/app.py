@@ -1,6 +1,7 @@
 """The HTTP side: routes, limits, streams and counts. The engine is behind a `Worker`, the protocol in `protocol`."""
 
 import asyncio
+import base64
 import contextlib
 import functools
 import hmac
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -89,6 +91,7 @@ class Server:
             Route("/v1/models/{name:path}", self._guarded(self._model), methods=["GET"]),
             Route("/v1/completions", self._guarded(self._completions), methods=["POST"]),
             Route("/v1/chat/completions", self._guarded(self._chat), methods=["POST"]),
+            Route("/v1/embeddings", self._guarded(self._embeddings), methods=["POST"]),
             Route("/score", self._guarded(self._score), methods=["POST"]),
         ]
         handlers: dict[Any, Any] = {HTTPException: self._http_error}
@@ -271,30 +274,16 @@ class Server:
             self.worker.cancel(feed)
 
     async def _score(self, request: Request) -> Response:
-        texts, prompt = protocol.score(await self._body(request))
+        texts, prompt, top = protocol.score(await self._body(request))
         tokenizer = self.told.tokenizer
         before = tokenizer.prompt(prompt)
         ids = [[*before, *tokenizer.encode(text).tolist()] for text in texts]
         first = max(1, len(before))
         if not all(first < len(one) for one in ids):
             raise BadRequest("a text must have a token beyond the first of all to be scored", "text")
-        seconds = self.told.seconds
-
-        def make(engine: Engine) -> list[Answer]:
-            found: list[Answer] = []
-            try:
-                for one in ids:
-                    found.append(engine.score(one, first=first, seconds=seconds))
-            except Exception:
-                for answer in found:
-                    engine.cancel(answer)
-                raise
-            return found
-
-        feed = await self.worker.submit(make, [])
-        async for event in self._while_there(request, feed):
-            if event.finish in ("time", "error"):
-                raise Unavailable("the time was over" if event.finish == "time" else "the model's logits are NaN")
+        feed = await self._read(
+            request, ids, lambda engine, one: engine.score(one, first=first, top=top, seconds=self.told.seconds)
+        )
         found: list[dict[str, Any]] = []
         for answer in feed.answers:
             assert answer.scores is not None
@@ -310,10 +299,52 @@ class Server:
                 "rank": rank,
                 "logprob": math.fsum(logprobs),
             }
+            if top:
+                pairs = zip(answer.scores.top[first - 1 :], answer.scores.top_logprobs[first - 1 :], strict=True)
+                told["top_logprobs"] = [dict(zip(map(str, i), map(float, p), strict=True)) for i, p in pairs]
             found.append({"index": len(found), **told})
         if any(math.isnan(one["logprob"]) for one in found):
             raise Unavailable("the model's logits are NaN")
         return JSONResponse({"object": "list", "model": self.told.name, "data": found})
+
+    async def _read(self, request: Request, texts: list[Any], ask: Callable[[Engine, Any], Answer]) -> Feed:
+        """Have texts read that are not written on, and wait for all of them."""
+
+        def make(engine: Engine) -> list[Answer]:
+            found: list[Answer] = []
+            try:
+                for one in texts:
+                    found.append(ask(engine, one))
+            except Exception:
+                for answer in found:
+                    engine.cancel(answer)
+                raise
+            return found
+
+        feed = await self.worker.submit(make, [])
+        async for event in self._while_there(request, feed):
+            if event.finish == "time":
+                raise Unavailable("the time was over")
+        return feed
+
+    async def _embeddings(self, request: Request) -> Response:
+        texts, pooling, packed = protocol.embeddings(await self._body(request))
+        ids = [self.told.tokenizer.prompt(one) if isinstance(one, str) else one for one in texts]
+        feed = await self._read(
+            request, ids, lambda engine, one: engine.embed(one, pooling=pooling, seconds=self.told.seconds)
+        )
+        found = []
+        for i, answer in enumerate(feed.answers):
+            vector = answer.embedding
+            length = float(np.linalg.norm(vector))
+            if not math.isfinite(length):
+                raise Unavailable("the model's hidden states are no numbers")
+            unit = (vector / max(length, 1e-30)).astype("<f4")
+            told = base64.b64encode(unit.tobytes()).decode() if packed else unit.tolist()
+            found.append({"object": "embedding", "index": i, "embedding": told})
+        read = sum(map(len, ids))
+        usage = {"prompt_tokens": read, "total_tokens": read}
+        return JSONResponse({"object": "list", "model": self.told.name, "data": found, "usage": usage})
 
     async def _models(self, _: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._card()]})

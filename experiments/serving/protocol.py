@@ -118,12 +118,7 @@ def completion(body: Any) -> Asked:
     read.refuse("echo", (False,), "/score tells the probabilities of a text")
     read.refuse("suffix", ("",), "text is only continued")
     read.refuse("best_of", (1, read.values.get("n")), "ask for n answers and choose")
-    prompt = read.values.get("prompt")
-    ids = lambda value: isinstance(value, list) and value and all(type(i) is int for i in value)
-    many: list[Any] = prompt if isinstance(prompt, list) and not ids(prompt) else [prompt]
-    if not many or not all(isinstance(one, str) or ids(one) for one in many):
-        raise BadRequest("`prompt` must be a text, a list of ids, or a list of either", "prompt")
-    prompts = tuple(one if isinstance(one, str) else tuple(one) for one in many)
+    prompts = tuple(one if isinstance(one, str) else tuple(one) for one in _texts(read, "prompt"))
     top = read.get("logprobs", "a whole number", None, 0, MOST_LIKELIEST)
     return Asked(
         prompts, (), max_tokens=read.get("max_tokens", "a whole number", 16, 1, 2**31), top=top, **_common(read)
@@ -155,18 +150,43 @@ def chat(body: Any) -> Asked:
     )
 
 
-def score(body: Any) -> tuple[tuple[str, ...], str]:
-    """Return the texts that a body of `/score` asks about, and what stands before each of them.
+def score(body: Any) -> tuple[tuple[str, ...], str, int]:
+    """Return the texts that a body of `/score` asks about, what stands before each of them, and how many of the
+    likeliest ids are to be told.
 
     Raises:
         BadRequest: it asks for what cannot be.
     """
-    read = _Body(body, {"text", "prompt", *_HEEDLESS})
+    read = _Body(body, {"text", "prompt", "top_logprobs", *_HEEDLESS})
     texts = read.values.get("text")
     many: list[Any] = texts if isinstance(texts, list) else [texts]
     if not many or not all(isinstance(one, str) and one for one in many):
         raise BadRequest("`text` must be a text, or a list of texts, none empty", "text")
-    return tuple(many), read.get("prompt", "a string", "")
+    top = read.get("top_logprobs", "a whole number", 0, 0, MOST_LIKELIEST)
+    return tuple(many), read.get("prompt", "a string", ""), top
+
+
+def embeddings(body: Any) -> tuple[list[str | list[int]], str, bool]:
+    """Return the texts that a body of `/v1/embeddings` asks about, the pooling, and whether floats come as base64.
+
+    Raises:
+        BadRequest: it asks for what cannot be.
+    """
+    read = _Body(body, {"input", "encoding_format", "dimensions", "pooling", *_HEEDLESS})
+    read.refuse("dimensions", (), "vectors have the model's own length")
+    form, pooling = read.get("encoding_format", "a string", "float"), read.get("pooling", "a string", "mean")
+    if form not in ("float", "base64"):
+        raise BadRequest("`encoding_format` must be float or base64", "encoding_format")
+    return _texts(read, "input"), pooling, form == "base64"
+
+
+def _texts(read: _Body, name: str) -> list[str | list[int]]:
+    given = read.values.get(name)
+    ids = lambda value: isinstance(value, list) and value and all(type(i) is int for i in value)
+    many: list[Any] = given if isinstance(given, list) and not ids(given) else [given]
+    if not many or not all(isinstance(one, str) or ids(one) for one in many):
+        raise BadRequest(f"`{name}` must be a text, a list of ids, or a list of either", name)
+    return many
 
 
 def _message(message: Any, i: int) -> dict[str, Any]:

@@ -135,7 +135,7 @@ def test_stop_strings_end_an_answer_wherever_tokens_end(client, model):
 
 
 def test_scores_are_the_models_own(client, model):
-    found = client.post("/score", json={"text": ["abc", "de"], "prompt": "say "}).json()["data"]
+    found = client.post("/score", json={"text": ["abc", "de"], "prompt": "say ", "top_logprobs": 2}).json()["data"]
     for one, text in zip(found, ("abc", "de"), strict=True):
         ids = jnp.array([*Bytes().prompt("say "), *Bytes().encode(text)])
         logs = np.asarray(jax.nn.log_softmax(model(ids[None])[0]))
@@ -144,6 +144,25 @@ def test_scores_are_the_models_own(client, model):
         assert one["logprob"] == pytest.approx(sum(one["logprobs"]))
         ranks = [int((logs[4 + i] > logs[4 + i, token]).sum()) for i, token in enumerate(ids[5:])]
         assert (one["tokens"], one["rank"]) == (ids[5:].tolist(), ranks)
+        assert [next(iter(top)) for top in one["top_logprobs"]] == [
+            str(logs[4 + i].argmax()) for i in range(len(ranks))
+        ]
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_embeddings_are_of_the_models_hidden_states(client, model, pooling):
+    texts = ["abc", "d" * 40, "abc, and more of it"]
+    with ThreadPoolExecutor(3) as pool:
+        ask = lambda body: client.post("/v1/embeddings", json={"pooling": pooling, **body}).json()
+        found = list(pool.map(ask, [{"input": texts}, {"input": texts[::-1]}, {"input": texts[0]}]))
+    vectors = [one["embedding"] for one in found[0]["data"]]
+    assert vectors == [one["embedding"] for one in found[1]["data"]][::-1]
+    assert found[2]["data"][0]["embedding"] == vectors[0]
+    for text, vector in zip(texts, vectors, strict=True):
+        hidden = np.asarray(model.hidden(jnp.array([Bytes().prompt(text)])))[0]
+        expected = hidden.mean(0) if pooling == "mean" else hidden[-1]
+        np.testing.assert_allclose(vector, expected / np.linalg.norm(expected), atol=2e-5)
+    assert client.post("/v1/embeddings", json={"input": "x", "pooling": "max"}).status_code == 400
 
 
 BAD = {
@@ -260,6 +279,8 @@ def test_openais_own_client_works(client):
         *chunks, last = list(pieces)
         assert "".join(chunk.choices[0].delta.content for chunk in chunks) == whole.choices[0].message.content
         assert last.usage.completion_tokens == 6
+        vector = own.embeddings.create(model="tiny", input="hi").data[0].embedding
+        assert len(vector) == 32
         shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["yes", "no"]}}}
         formed = own.chat.completions.create(**{**how, "max_tokens": 20}, response_format=shape)
         assert json.loads(formed.choices[0].message.content) in ("yes", "no")

@@ -62,6 +62,8 @@ def requests(seed):
 
 def bits(answer):
     """Everything that an answer says, as bytes."""
+    if answer.vector is not None:
+        return answer.embedding.tobytes()
     if answer.scores is not None:
         return [each.tobytes() for each in (answer.scores.logprobs, answer.scores.entropy, answer.scores.rank)]
     return [
@@ -80,10 +82,10 @@ def alone(case, dtype, width, seed):
         assert (answer.finish, len(answer.tokens)) == ("length", most)
         found.append(bits(answer))
     engine = engine_of(case, dtype, width=width)
-    answer = engine.score(scored)
+    answer, vector = engine.score(scored), engine.embed(scored)
     engine.run()
     assert not np.isnan(answer.scores.logprobs).any()
-    return found, bits(answer)
+    return found, {"score": bits(answer), "embed": bits(vector)}
 
 
 def weather(case, dtype, width, seed, schedule):
@@ -95,7 +97,9 @@ def weather(case, dtype, width, seed, schedule):
     for pool in scheduler.pools:
         chance.shuffle(pool.free)
     texts, scored = requests(seed)
-    queue = [("ask", number) for number in range(len(texts))] * chance.choice([1, 2]) + [("score", 0)] * 2
+    queue = (
+        [("ask", number) for number in range(len(texts))] * chance.choice([1, 2]) + [("score", 0)] * 2 + [("embed", 0)]
+    )
     queue += [("leave", number) for number in range(2)]
     chance.shuffle(queue)
     answers, leavers = [], []
@@ -104,8 +108,8 @@ def weather(case, dtype, width, seed, schedule):
             if not queue:
                 break
             what, number = queue.pop()
-            if what == "score":
-                answers.append((None, engine.score(scored)))
+            if what in ("score", "embed"):
+                answers.append((what, getattr(engine, what)(scored)))
             else:
                 ids, sampling, most, drafts = texts[number]
                 how = {"drafts": drafts, "priority": chance.randrange(2)}
@@ -118,8 +122,8 @@ def weather(case, dtype, width, seed, schedule):
             engine.cancel(leavers.pop())
         scheduler.limits = dataclasses.replace(scheduler.limits, rows=chance.randint(1, SIZES.rows))
         engine.step()
-    expected, score = alone(case, dtype, width, seed)
-    wrong = sum(bits(answer) != (score if number is None else expected[number]) for number, answer in answers)
+    expected, read = alone(case, dtype, width, seed)
+    wrong = sum(bits(answer) != (read[key] if key in read else expected[key]) for key, answer in answers)
     for kind, pool in enumerate(scheduler.pools):
         while scheduler.prefixes.evict(kind):
             pass

@@ -95,11 +95,13 @@ class Token:
 @dataclass(frozen=True)
 class Scores:
     """Of every id of a text after the first: its log-probability, the entropy of what could have stood there in nats,
-    and how many ids were likelier; NaN and -1 before the first that is scored."""
+    how many ids were likelier, and the likeliest `[.., top]`; NaN and -1 before the first that is scored."""
 
     logprobs: np.ndarray
     entropy: np.ndarray
     rank: np.ndarray
+    top: np.ndarray
+    top_logprobs: np.ndarray
 
 
 @dataclass(eq=False)
@@ -113,6 +115,7 @@ class Answer:
         tokens: what followed so far, a stop that ends it included.
         finish: why it has ended: `stop`, `length`, `time`, `cancelled` or `error`; None while it has not.
         scores: of a text that is scored.
+        vector: of a text that is embedded, the sum of its hidden states, or the last one.
     """
 
     text: Text
@@ -125,6 +128,15 @@ class Answer:
     tokens: list[Token] = field(default_factory=list)
     finish: str | None = None
     scores: Scores | None = None
+    vector: np.ndarray | None = None
+    pooling: str = "mean"
+    summed: int = 0  # positions that `vector` holds
+
+    @property
+    def embedding(self) -> np.ndarray:
+        """The hidden state of a text as one vector `[D]`, in float32."""
+        assert self.vector is not None
+        return np.asarray(self.vector / (self.summed if self.pooling == "mean" else 1), np.float32)
 
 
 class Engine:
@@ -196,7 +208,7 @@ class Engine:
         self._blank = jnp.full((settings.rows, self._most * settings.page), -1, jnp.int32)
         self._free = jnp.zeros((settings.rows, math.ceil(config.vocab_size / 32)), jnp.uint32)
         self._answers: dict[Text, Answer] = {}
-        self._flying: deque[tuple[list[Span], list[int], Any, bool]] = deque()
+        self._flying: deque[tuple[list[Span], list[int], Any, Any, bool]] = deque()
         self._clock = clock
 
     def submit(
@@ -259,27 +271,49 @@ class Engine:
         self._answers[answer.text] = answer
         return answer
 
-    def score(self, ids: Sequence[int], *, first: int = 1, priority: int = 0, seconds: float = math.inf) -> Answer:
+    def score(
+        self, ids: Sequence[int], *, first: int = 1, top: int = 0, priority: int = 0, seconds: float = math.inf
+    ) -> Answer:
         """Let a text wait to be scored: log-probability, entropy and rank of every id from number `first` on.
 
-        What comes before `first` need not be read again where another text began so.
+        What comes before `first` need not be read again where another text began so. With `top`, the likeliest ids that
+        could have stood there are told too.
 
         Raises:
             Overload: too many texts wait.
             ValueError: an id is not in the vocabulary, there is nothing to score, or the text is too long.
         """
         check_tokens(np.asarray(ids, np.int64), self.model.config.vocab_size)
-        if not 1 <= first < len(ids):
-            raise ValueError(f"cannot score a text of {len(ids)} ids from number {first} on: give at least two ids.")
-        text = Text(
-            ids=list(map(int, ids)),
-            limit=len(ids),
-            priority=priority,
-            deadline=self._clock() + seconds,
-            fresh=first - 1,
-        )
-        nothing = np.full((2, len(ids) - 1), np.nan, np.float32)
-        return self._wait(Answer(text, GREEDY, scores=Scores(*nothing, np.full(len(ids) - 1, -1))))
+        if not 1 <= first < len(ids) or not 0 <= top <= self.settings.likeliest:
+            raise ValueError(
+                f"cannot score a text of {len(ids)} ids from number {first} on with top={top}: give at least two ids, "
+                f"and at most top={self.settings.likeliest}."
+            )
+        text = Text(list(map(int, ids)), len(ids), priority, self._clock() + seconds, fresh=first - 1)
+        blank = lambda value, kind, *more: np.full((len(ids) - 1, *more), value, kind)
+        scores = Scores(
+            blank(np.nan, np.float32), blank(np.nan, np.float32), blank(-1, np.int64), blank(-1, np.int64, top),
+            blank(np.nan, np.float32, top),
+        )  # fmt: skip
+        return self._wait(Answer(text, GREEDY, top=top, scores=scores))
+
+    def embed(
+        self, ids: Sequence[int], *, pooling: str = "mean", priority: int = 0, seconds: float = math.inf
+    ) -> Answer:
+        """Let a text wait to be embedded: what the head reads, the mean over its ids or the last one's.
+
+        The mean is summed in order of position, so its bits do not depend on who else is asking either.
+
+        Raises:
+            Overload: too many texts wait.
+            ValueError: an id is not in the vocabulary, the text is too long, or there is no such pooling.
+        """
+        check_tokens(np.asarray(ids, np.int64), self.model.config.vocab_size)
+        if pooling not in ("mean", "last"):
+            raise ValueError(f"cannot embed with pooling={pooling}: there are mean and last.")
+        fresh = 0 if pooling == "mean" else None
+        text = Text(list(map(int, ids)), len(ids) + 1, priority, self._clock() + seconds, fresh=fresh)
+        return self._wait(Answer(text, GREEDY, vector=np.zeros(self.model.config.embed_dim), pooling=pooling))
 
     def cancel(self, answer: Answer) -> None:
         """End an answer; its pages are free."""
@@ -399,16 +433,18 @@ class Engine:
     @staticmethod
     def _unasked(answer: Answer, span: Span) -> int:
         """How many of a span's places neither pick nor are scored."""
+        if answer.vector is not None:
+            return span.count
         if answer.scores is None:
             return span.count - span.picks
         return min(span.count, max(0, (span.text.fresh or 0) - span.start))
 
     def _hand(self, spans):
         work, begins = self.work(spans)
-        self._state, picked = self.program(self.model, self._state, work)
-        return spans, begins, picked, bool(work.rules.lists)
+        self._state, picked, hidden = self.program(self.model, self._state, work)
+        return spans, begins, picked, hidden, bool(work.rules.lists)
 
-    def _land(self, spans, begins, picked, lists):
+    def _land(self, spans, begins, picked, hidden, lists):
         ids, full, drawn, target = map(np.asarray, (picked.ids, picked.full, picked.drawn, picked.target))
         entropy, rank = np.asarray(picked.entropy), np.asarray(picked.rank)
         likeliest = tuple(map(np.asarray, picked.top)) if lists else ()
@@ -418,11 +454,17 @@ class Engine:
             new = self.scheduler.commit(span, ids[first:end].tolist())
             if answer is None:
                 continue
+            if answer.vector is not None:
+                self._pool(answer, span, np.asarray(hidden)[begin:end])
+                continue
             if answer.scores is not None:
                 first = begin + self._unasked(answer, span)
                 put = slice(span.start + first - begin, span.start + span.count)
                 answer.scores.logprobs[put], answer.scores.entropy[put] = target[first:end], entropy[first:end]
                 answer.scores.rank[put] = rank[first:end]
+                if answer.top:
+                    both = (each[first:end, : answer.top] for each in likeliest)
+                    answer.scores.top[put], answer.scores.top_logprobs[put] = both
             for place, token in enumerate(new, first):
                 top = zip(*(each[place, : answer.top].tolist() for each in likeliest), strict=True)
                 self._take(answer, Token(token, float(full[place]), float(drawn[place]), tuple(top)))
@@ -430,6 +472,14 @@ class Engine:
                     break
             if answer.text.over is None and self.scheduler.finished(answer.text):
                 self.scheduler.end(answer.text, "length")
+
+    def _pool(self, answer: Answer, span: Span, hidden: np.ndarray) -> None:
+        """Take hidden states of a text's positions, those that it has already left out."""
+        for state in np.asarray(hidden, np.float64)[max(0, answer.summed - span.start) :]:
+            answer.vector = answer.vector + state if answer.pooling == "mean" else state
+        answer.summed = max(answer.summed, span.start + span.count)
+        if answer.summed == answer.text.given and answer.text.over is None:
+            self.scheduler.end(answer.text, "length")
 
     def _take(self, answer: Answer, token: Token) -> None:
         if token.id < 0:

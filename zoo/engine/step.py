@@ -203,8 +203,10 @@ class Paged(eqx.Module):
         return jax.lax.fori_loop(begin, end, page, carry)
 
 
-def advance(model: Any, state: State, work: Work, *, kinds: Kinds, dtype: Any, most: int) -> tuple[State, Picked]:
-    """Run a step; return the state after it, and what each place that is asked picked, in order of the places.
+def advance(
+    model: Any, state: State, work: Work, *, kinds: Kinds, dtype: Any, most: int
+) -> tuple[State, Picked, Array]:
+    """Run a step; return the state after it, what each place that is asked picked, and all hidden states `[R W, D]`.
 
     Logits exist for one block of these places at a time, and for none where nothing is asked.
 
@@ -235,7 +237,11 @@ def advance(model: Any, state: State, work: Work, *, kinds: Kinds, dtype: Any, m
     empty = jax.tree.map(lambda leaf: jnp.zeros((rows * width, *leaf.shape[1:]), leaf.dtype), told)
     found = jax.lax.fori_loop(0, (asked[:, 0] < rows * width).sum(), block, empty)
     slots = jnp.where(work.keeps, work.slots, state.last.shape[0])
-    return State(out.pool, state.last.at[slots].set(found.ids[newest], mode="drop")), found
+    return (
+        State(out.pool, state.last.at[slots].set(found.ids[newest], mode="drop")),
+        found,
+        out.hidden.reshape(rows * width, -1),
+    )
 
 
 @functools.cache
