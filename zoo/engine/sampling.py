@@ -208,30 +208,12 @@ def pick(
     """
     places = jnp.take_along_axis(jnp.asarray(positions), at[:, None], axis=1)[:, 0]
     norm = jax.nn.logsumexp(logits, axis=-1)
-    hot = rules.temperature > 0
-    cut = hot & ((rules.top_k < logits.shape[1]) | (rules.top_p < 1) | (rules.min_p > 0))
-    special = hot | rules.adjusts | rules.bound
+    special = (rules.temperature > 0) | rules.adjusts | rules.bound
     last = jnp.argsort(special)  # those that need more than the likeliest id come last
 
     def one(i, found):
         row = last[len(last) - 1 - i]
-        own = rules.of(row[None])
-        adjusted = jax.lax.cond(
-            rules.adjusts[row],
-            lambda: _adjusted(logits[row], own, positions[row], tokens[row], places[row]),
-            lambda: logits[row],
-        )
-        adjusted = jax.lax.cond(rules.bound[row], lambda: _bound(adjusted, own.allowed[0]), lambda: adjusted)
-        least = jax.lax.cond(
-            cut[row],
-            lambda: threshold((adjusted / own.temperature)[None], own.top_k, own.top_p, own.min_p)[0],
-            lambda: jnp.float32(-jnp.inf),
-        )
-        new = jax.lax.cond(
-            hot[row],
-            lambda: _drawn(adjusted / own.temperature, least, own.seed[0], places[row]),
-            lambda: (jnp.argmax(adjusted), jnp.float32(0)),
-        )
+        new = _asked(logits[row], rules.of(row[None]), positions[row], tokens[row], places[row])
         return jax.tree.map(lambda all, mine: all.at[row].set(mine.astype(all.dtype)), found, new)
 
     likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32), jnp.zeros(len(logits))
@@ -262,6 +244,26 @@ def pick(
 
 def _of(values, index):
     return jnp.take_along_axis(values, index[:, None], axis=1)[:, 0]
+
+
+def _asked(logits_V, own, positions_W, tokens_W, place):
+    """Return the id that a row picks by its own rules, and its log-probability among what they leave."""
+    hot = own.temperature[0] > 0
+    cut = hot & ((own.top_k[0] < len(logits_V)) | (own.top_p[0] < 1) | (own.min_p[0] > 0))
+    adjusted = jax.lax.cond(
+        own.adjusts[0], lambda: _adjusted(logits_V, own, positions_W, tokens_W, place), lambda: logits_V
+    )
+    adjusted = jax.lax.cond(own.bound[0], lambda: _bound(adjusted, own.allowed[0]), lambda: adjusted)
+    least = jax.lax.cond(
+        cut,
+        lambda: threshold((adjusted / own.temperature)[None], own.top_k, own.top_p, own.min_p)[0],
+        lambda: jnp.float32(-jnp.inf),
+    )
+    return jax.lax.cond(
+        hot,
+        lambda: _drawn(adjusted / own.temperature, least, own.seed[0], place),
+        lambda: (jnp.argmax(adjusted), jnp.float32(0)),
+    )
 
 
 def _drawn(logits_V, least, seed, place):
