@@ -3,16 +3,21 @@
 import json
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import zoo
 from tests.zoo import hf_tiny
 from zoo import load
 from zoo.config import rows
+from zoo.formats import NF4
 from zoo.huggingface.config import from_hf
+from zoo.huggingface.weights import shapes
+from zoo.quantised import Quantised, quantise, whole
 
 NOISE = np.random.default_rng(0)
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -97,8 +102,8 @@ def int8_bitsandbytes(name, out, into):
     return held, _matrix(out, into, lambda i, j: weight[i, j] * scale[i] / 127)
 
 
-def nf4(name, out, into, nested=False):
-    table = np.sort(NOISE.uniform(-1, 1, 16)).astype(np.float32)
+def nf4(name, out, into, nested=False, table=None):
+    table = np.sort(NOISE.uniform(-1, 1, 16)).astype(np.float32) if table is None else np.array(table, np.float32)
     values = NOISE.integers(0, 16, out * into)
     scale = NOISE.uniform(0.5, 1.5, out * into // 16).astype(np.float32)
     told = {"quant_type": "nf4", "blocksize": 16, "dtype": "bfloat16", "shape": [out, into]}
@@ -239,3 +244,103 @@ def test_what_is_not_read_is_refused_by_name(name, tmp_path):
     _rewrite(folder, lambda held: held, settings)
     with pytest.raises(ValueError, match=words):
         load(folder)
+
+
+# --- kept in fewer bits, and written --------------------------------------------------------------------------------
+
+SIZES = dict(vocab_size=64, num_layers=2, embed_dim=64, mlp_dim=128, num_heads=4, num_kv_heads=2, head_dim=32)
+GROUPS = {"int8": None, "int4": 32, "nf4": 64}
+
+
+def _plain(model):
+    """Return a model whose matrices are all arrays."""
+    return jax.tree.map(whole, model, is_leaf=lambda leaf: isinstance(leaf, Quantised))
+
+
+def _same(one, other):
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+
+
+MODELS = {
+    "llama": lambda dtype: zoo.Llama.init(zoo.LlamaConfig(**SIZES), key=jax.random.key(0), dtype=dtype),
+    "phi3": lambda dtype: zoo.Llama.init(zoo.Phi3Config(**SIZES), key=jax.random.key(0), dtype=dtype),
+    "mixtral": lambda dtype: zoo.Mixture.init(
+        zoo.MixtralConfig(**SIZES, num_experts=3, experts_per_token=2), key=jax.random.key(0), dtype=dtype
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "family"), [*((kind, "llama") for kind in GROUPS), ("int4", "phi3"), ("nf4", "phi3"), ("int8", "mixtral")]
+)
+def test_what_is_written_in_fewer_bits_is_read_so(kind, family, tmp_path):
+    """Kept, to the bit; read as what it stands for, the same numbers; and its shapes are told from headers alone."""
+    model = quantise(MODELS[family](jnp.bfloat16 if family == "phi3" else jnp.float32), kind, group=GROUPS[kind])
+    zoo.save(model, tmp_path, shard_bytes=2**16)
+    kept = load(tmp_path, quantise="as_stored")
+    _same(kept, model)
+    assert eqx.tree_equal(shapes(tmp_path, quantise="as_stored"), eqx.filter_eval_shape(lambda: kept))
+    _same(load(tmp_path), _plain(model))
+    zoo.save(kept, tmp_path / "again")
+    _same(load(tmp_path / "again", quantise="as_stored"), model)
+
+
+@pytest.mark.parametrize("kind", ["int8 by rows", "packed", "bitsandbytes int8", "nf4"])
+def test_folders_of_others_stay_in_fewer_bits(kind, tmp_path):
+    """In what is kept stands what is read, for matrices apart (Llama) and several in one tensor (Phi 3)."""
+    encode, settings = FORMATS[kind]
+    for case in ("llama2", "phi3"):
+        folder, held = hf_tiny.write(case, tmp_path / case), {}
+        for name, array in load_file(folder / "model.safetensors").items():
+            of = (lambda *how: nf4(*how, table=NF4)) if kind == "nf4" else encode
+            held |= of(name.removesuffix(".weight"), *array.shape)[0] if "proj.weight" in name else {name: array}
+        _rewrite(folder, lambda _, held=held: held, settings)
+        kept = load(folder, quantise="as_stored")
+        assert isinstance(kept.layers.q, Quantised) and not isinstance(kept.embed, Quantised)
+        for one, other in zip(jax.tree.leaves(_plain(kept)), jax.tree.leaves(load(folder)), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("fp8 by rows", "layers.q, layers.k.* cannot stay in fewer bits: only integers of 8 or 4 bits and nf4 can"),
+        ("gptq", "cannot stay in fewer bits"),
+        (None, "its weights are not in fewer bits"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_by_name(kind, words, tmp_path):
+    folder = hf_tiny.write("llama2", tmp_path)
+    if kind is not None:
+        encode, settings = FORMATS[kind]
+        change = lambda held: {
+            new: part
+            for name, array in held.items()
+            for new, part in (
+                encode(name.removesuffix(".weight"), *array.shape)[0].items()
+                if name.endswith("proj.weight")
+                else [(name, array)]
+            )
+        }
+        _rewrite(folder, change, settings)
+    with pytest.raises(ValueError, match=words):
+        load(folder, quantise="as_stored")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", GROUPS)
+def test_transformers_reads_what_is_written(kind, dtype, tmp_path):
+    """Its logits, with its own readers of these formats, where they are installed."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    pytest.importorskip("bitsandbytes" if kind == "nf4" else "compressed_tensors")
+    model = quantise(MODELS["llama"](jnp.dtype(dtype)), kind, group=GROUPS[kind])
+    zoo.save(model, tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=getattr(torch, dtype))
+    ids = np.random.default_rng(0).integers(0, 64, (2, 7))
+    expected = theirs(torch.from_numpy(ids)).logits.detach().float().numpy()
+    for ours in (load(tmp_path, quantise="as_stored"), load(tmp_path)):
+        logits = ours(jnp.asarray(ids, jnp.int32))
+        np.testing.assert_allclose(logits, expected, atol=1e-5 if dtype == "float32" else 3e-2)

@@ -21,16 +21,19 @@ from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 from transforms.sharding import einsum
 from zoo.config import Config, rows
 from zoo.parameters import Row
+from zoo.quantised import AbstractMatrix, Quantised, product, whole
 
 
-class LowRank(eqx.Module):
+class LowRank(AbstractMatrix):
     """A matrix and what is added to it. Reads like the matrix where a model asks for dtype, shape or a cast.
+
+    The matrix may be `Quantised`: then it is QLoRA (https://arxiv.org/abs/2305.14314).
 
     With a `magnitude`, one number per output, it is DoRA (https://arxiv.org/abs/2402.09353): the sum's weights of each
     output are brought to that length. There the sum is formed, a layer at a time, to measure it.
     """
 
-    base: Float[Array, "..."]
+    base: Float[Array, "..."] | Quantised
     a: Float[Array, "..."]
     b: Float[Array, "..."]
     scale: float = eqx.field(static=True)
@@ -53,7 +56,8 @@ class LowRank(eqx.Module):
 
     def astype(self, dtype: DTypeLike) -> "LowRank":
         """Return all three parts in one dtype."""
-        return jax.tree.map(lambda part: part.astype(dtype), self)
+        cast = lambda part: part.astype(dtype)
+        return jax.tree.map(cast, self, is_leaf=lambda part: isinstance(part, Quantised))
 
     def einsum(self, pattern: str, x: Float[Array, "..."], kind: DTypeLike | None = None) -> Float[Array, "..."]:
         """Return `jnp.einsum(pattern, x, W)` with the addition, in a dtype; W itself is not formed (but see above)."""
@@ -65,11 +69,11 @@ class LowRank(eqx.Module):
         middle = output.translate({ord(letter): None for letter in made}) + "R"
         low = einsum(f"{left},{lead}{summed}R->{middle}", x, self.a)
         added = einsum(f"{middle},{lead}R{made}->{output}", low, self.b, kind)
-        total = einsum(pattern, x, self.base, kind) + added * self.scale
+        total = product(pattern, x, self.base, kind) + added * self.scale
         if self.magnitude is None:
             return total
-        whole = self.base + einsum(f"{lead}{summed}R,{lead}R{made}->{right}", self.a, self.b) * self.scale
-        length = jax.lax.stop_gradient(_length(whole, [right.index(letter) for letter in summed]))
+        summed_up = whole(self.base) + einsum(f"{lead}{summed}R,{lead}R{made}->{right}", self.a, self.b) * self.scale
+        length = jax.lax.stop_gradient(_length(summed_up, [right.index(letter) for letter in summed]))
         return total * (self.magnitude / length.reshape(self.magnitude.shape)).astype(total.dtype)
 
     def merged(self, row: Row) -> Float[Array, "..."]:
@@ -78,16 +82,16 @@ class LowRank(eqx.Module):
         pattern = f"{a},{b}->{''.join(row.letters)}"
         wide = jnp.promote_types(self.base.dtype, jnp.float32)
         added = jnp.einsum(pattern, self.a.astype(wide), self.b.astype(wide))
-        whole = self.base.astype(wide) + added * self.scale
+        total = whole(self.base).astype(wide) + added * self.scale
         if self.magnitude is not None:
-            length = _length(whole, [row.letters.index(letter) for letter in row.fan_in])
-            whole = whole * (self.magnitude.reshape(length.shape) / length)
-        return whole.astype(self.base.dtype)
+            length = _length(total, [row.letters.index(letter) for letter in row.fan_in])
+            total = total * (self.magnitude.reshape(length.shape) / length)
+        return total.astype(self.base.dtype)
 
 
-def _length(whole: Float[Array, "..."], dims: Sequence[int]) -> Float[Array, "..."]:
+def _length(matrix: Float[Array, "..."], dims: Sequence[int]) -> Float[Array, "..."]:
     """Return how long the weights of each output are, with a 1 where the inputs were."""
-    wide = whole.astype(jnp.promote_types(whole.dtype, jnp.float32))
+    wide = matrix.astype(jnp.promote_types(matrix.dtype, jnp.float32))
     return jnp.sqrt(jnp.sum(wide * wide, axis=tuple(dims), keepdims=True))
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,8 +27,9 @@ from jax.typing import DTypeLike
 from safetensors.numpy import save_file
 
 from transforms.sharding import AXES, Axes
-from zoo.config import rows
+from zoo.config import Config, rows
 from zoo.families import model_class
+from zoo.formats import AS_STORED
 from zoo.huggingface.config import from_hf, to_hf
 from zoo.huggingface.folder import (
     DIGESTS,
@@ -38,10 +40,13 @@ from zoo.huggingface.folder import (
     read_json,
     refusal,
 )
-from zoo.huggingface.quantised import decoded
+from zoo.huggingface.kept import as_quantised, kept_rows, kept_together, load_kept, quantisation
+from zoo.huggingface.quantised import decoded, written
 from zoo.huggingface.sharded import load_leaf
 from zoo.huggingface.tensors import DamagedError, Scratch, Tensor, as_bytes
 from zoo.parameters import Row
+from zoo.quantised import quantise as quantised
+from zoo.quantised import whole
 
 _DTYPES = {"F32": jnp.float32, "BF16": jnp.bfloat16, "F16": jnp.float16, "F64": jnp.float64}
 _CARRIED = (  # what goes with a model and is not its weights
@@ -67,6 +72,7 @@ def load(
     dtype: DTypeLike | None = None,
     mesh: jax.sharding.Mesh | None = None,
     axes: Axes = AXES,
+    quantise: str | None = None,
 ) -> Any:
     """Return the model in a Hugging Face folder: `config.json` and one or many `.safetensors` files.
 
@@ -75,21 +81,23 @@ def load(
         dtype: what to store parameters in; None keeps what is on disk (float32 for float64, unless JAX has 64 bits).
         mesh: the devices to spread parameters over, of which each process reads its own parts; None puts them on one.
         axes: which axes of the mesh cut each dimension letter of `zoo.parameters` (see `transforms.sharding.spec_of`).
+        quantise: `as_stored` keeps matrices that the folder has in fewer bits so, as `zoo.quantised.Quantised`;
+            `int8`, `int4` or `nf4` makes those of it (`zoo.quantised.quantise`).
 
     Raises:
         ValueError: the path is no such folder, a file is damaged, the config holds something unknown, or tensors are
-            missing, unexpected, misshapen or of an unsupported type: all of them in one message.
+            missing, unexpected, misshapen or of an unsupported type: all of them in one message; or matrices cannot be
+            kept in fewer bits.
     """
-    folder = Path(path)
-    raw = read_json(folder, "config.json")
-    config, tensors = as_stored(from_hf(raw), decoded(raw, read_headers(folder)))
-    tensors = expected(folder, config, tensors)
+    folder, config, tensors = _opened(path)
+    kept = kept_rows(folder, config, tensors) if quantise == AS_STORED else ()
     leaves, damaged, scratch = {}, [], Scratch()
     for row in rows(config):
-        on_disk = {_DTYPES[tensors[name].dtype] for name, _ in row.places(config.dims)}
-        kind = jnp.result_type(*on_disk) if dtype is None else jnp.dtype(dtype)
+        kind = _kind(row, config, tensors, dtype)
         try:
-            if mesh is None:
+            if row in kept:
+                leaves[row.leaf] = load_kept(row, config.dims, tensors, kind, mesh)
+            elif mesh is None:
                 leaves[row.leaf] = _load_leaf(row, config.dims, tensors, kind, scratch)
             else:
                 leaves[row.leaf] = load_leaf(row, config.dims, tensors, kind, mesh, axes)
@@ -98,7 +106,45 @@ def load(
     if damaged:
         lines = "\n".join(f"  {problem}" for problem in damaged)
         raise refusal(folder, f"files are damaged; copy them again.\n{lines}")
-    return model_class(config).build(config, leaves)
+    model = model_class(config).build(config, leaves)
+    return model if quantise in (None, AS_STORED) else quantised(model, quantise)
+
+
+def shapes(path: str | os.PathLike, *, dtype: DTypeLike | None = None, quantise: str | None = None) -> Any:
+    """Return the abstract model that `load` would return, from headers alone: its leaves are `jax.ShapeDtypeStruct`s.
+
+    Raises:
+        ValueError: as `load` does, of what headers tell.
+    """
+    folder, config, tensors = _opened(path)
+    kept = kept_rows(folder, config, tensors) if quantise == AS_STORED else ()
+
+    def build():
+        leaves = {}
+        for row in rows(config):
+            kind = _kind(row, config, tensors, dtype)
+            if row in kept:
+                leaves[row.leaf] = as_quantised(row, config.dims, tensors, kind, jnp.zeros)
+            else:
+                leaves[row.leaf] = jnp.zeros(row.shape(config.dims), kind)
+        model = model_class(config).build(config, leaves)
+        return model if quantise in (None, AS_STORED) else quantised(model, quantise)
+
+    return eqx.filter_eval_shape(build)
+
+
+def _opened(path: str | os.PathLike) -> tuple[Path, Config, dict[str, Tensor]]:
+    """Return a folder, its config, and the tensors that the config needs."""
+    folder = Path(path)
+    raw = read_json(folder, "config.json")
+    config, tensors = as_stored(from_hf(raw), decoded(raw, read_headers(folder)))
+    return folder, config, expected(folder, config, tensors)
+
+
+def _kind(row: Row, config: Config, tensors: dict[str, Tensor], dtype: DTypeLike | None) -> jnp.dtype:
+    """Return what to store a parameter in."""
+    on_disk = {_DTYPES[tensors[name].dtype] for name, _ in row.places(config.dims)}
+    return jnp.result_type(*on_disk) if dtype is None else jnp.dtype(dtype)
 
 
 def save(
@@ -119,7 +165,10 @@ def save(
     folder, config = Path(path), model.config
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"cannot save a model at `{folder}`: it is a file. Pass a folder.")
-    raw = to_hf(config, jnp.dtype(model.embed.dtype).name) | ({} if source is None else _ids(Path(source)))
+    dtype = jnp.dtype(model.embed.dtype).name
+    raw = to_hf(config, dtype) | ({} if source is None else _ids(Path(source)))
+    held = {name: [(row, _leaf(model, row)) for row, _ in parts] for name, parts in _tensors(model).items()}
+    raw |= quantisation(held, dtype)
     shards = _plan_shards(model, shard_bytes)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as name:
@@ -148,7 +197,9 @@ def _write_shards(model: Any, shards: list[dict[str, list[Part]]], folder: Path)
     weight_map, total = {}, 0
     for i, shard in enumerate(shards):
         file = f"model-{i + 1:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else "model.safetensors"
-        arrays = {name: _take(model, parts) for name, parts in shard.items()}
+        arrays: dict[str, np.ndarray] = {}
+        for name, parts in shard.items():
+            arrays |= _take(model, name, parts)
         digests = {name: hashlib.sha256(as_bytes(array)).hexdigest() for name, array in arrays.items()}
         save_file(arrays, folder / file, metadata={"format": "pt", DIGESTS: json.dumps(digests)})
         _sort_metadata(folder / file)
@@ -175,7 +226,7 @@ def _sort_metadata(path: Path) -> None:
         file.write(text.ljust(length))
 
 
-def _leaf(model: Any, row: Row) -> jax.Array:
+def _leaf(model: Any, row: Row) -> Any:
     return operator.attrgetter(row.leaf)(model)
 
 
@@ -244,18 +295,29 @@ def _put(leaf, turned, starts):
     return jax.lax.dynamic_update_slice(leaf, turned.reshape((1,) * (leaf.ndim - turned.ndim) + turned.shape), starts)
 
 
-def _take(model: Any, parts: list[Part]) -> np.ndarray:
-    """Return one tensor as it is on disk, with all that it holds."""
-    row, place = parts[0]
-    leaf, dims = _leaf(model, row), model.config.dims
+def _take(model: Any, name: str, parts: list[Part]) -> dict[str, np.ndarray]:
+    """Return one tensor as it is on disk, with all that it holds; of one in fewer bits, the tensors that it is."""
+    (row, place), dims = parts[0], model.config.dims
+    leaves: list[Any] = [_leaf(model, row) for row, _ in parts]
+    if kept_together(leaves):
+        own = [(_at(leaf.values, at), _at(leaf.scale, at)) for leaf, (_, at) in zip(leaves, parts, strict=True)]
+        values, scale = (np.concatenate(arrays) for arrays in zip(*own, strict=True))
+        return written(leaves[0].kind, name, values, scale, leaves[0].dtype.name)
     if not row.stack:
-        return np.ascontiguousarray(leaf if leaf.is_fully_addressable else _gathered(leaf, (...,)))
-    tensor = np.empty(row.disk_shape(dims), leaf.dtype)
+        leaf = whole(leaves[0])
+        return {name: np.ascontiguousarray(leaf if leaf.is_fully_addressable else _gathered(leaf, (...,)))}
+    tensor = np.empty(row.disk_shape(dims), leaves[0].dtype)
     for row, place in parts:
         leaf = _leaf(model, row)
-        on_mesh = isinstance(leaf.sharding, NamedSharding)
-        row.write(np.asarray(_gathered(leaf, place) if on_mesh else leaf[place]), tensor, dims)
-    return tensor
+        part = jax.tree.map(lambda array, place=place: _at(array, place), leaf)
+        row.write(np.asarray(whole(jax.tree.map(jnp.asarray, part))), tensor, dims)
+    return {name: tensor}
+
+
+def _at(array: jax.Array, place: tuple[int, ...]) -> np.ndarray:
+    """Return one tensor of a stack, on the host."""
+    on_mesh = isinstance(array.sharding, NamedSharding)
+    return np.asarray(_gathered(array, place or (...,)) if on_mesh else array[place])
 
 
 def _gathered(leaf: jax.Array, place: tuple[Any, ...]) -> jax.Array:
@@ -264,16 +326,23 @@ def _gathered(leaf: jax.Array, place: tuple[Any, ...]) -> jax.Array:
     return leaf.at[place].get(out_sharding=NamedSharding(leaf.sharding.mesh, PartitionSpec()))
 
 
-def _plan_shards(model: Any, shard_bytes: int) -> list[dict[str, list[Part]]]:
-    """Split the tensors, whole layers in order, into runs of at most `shard_bytes`."""
-    dims, shards, room = model.config.dims, [], 0
+def _tensors(model: Any) -> dict[str, list[Part]]:
+    """Return every tensor on disk, and what it holds."""
     tensors: dict[str, list[Part]] = {}
     for row in rows(model.config):
-        for name, place in row.places(dims):
+        for name, place in row.places(model.config.dims):
             tensors.setdefault(name, []).append((row, place))
-    for name, parts in sorted(tensors.items(), key=lambda one: (len(one[1][0][0].stack) > 0, one[1][0][1][:1])):
-        row = parts[0][0]
-        size = math.prod(row.disk_shape(dims)) * _leaf(model, row).dtype.itemsize
+    return tensors
+
+
+def _plan_shards(model: Any, shard_bytes: int) -> list[dict[str, list[Part]]]:
+    """Split the tensors, whole layers in order, into runs of at most `shard_bytes`."""
+    shards, room = [], 0
+    in_order = sorted(_tensors(model).items(), key=lambda one: (len(one[1][0][0].stack) > 0, one[1][0][1][:1]))
+    for name, parts in in_order:
+        leaves = [(row, _leaf(model, row)) for row, _ in parts]
+        held = lambda leaf: sum(array.nbytes for array in jax.tree.leaves(leaf))
+        size = sum(held(leaf) // math.prod(leaf.shape[: len(row.stack)]) for row, leaf in leaves)
         if size > room or not shards:
             shards.append({})
             room = shard_bytes

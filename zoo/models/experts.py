@@ -14,8 +14,9 @@ from jaxtyping import Array, Float, Int
 from transforms.sharding import axes_of, explicit, partitions, uncut
 from zoo.adapters.lora import LowRank
 from zoo.models.layers import Widened, linear
+from zoo.quantised import AbstractMatrix, Quantised, whole
 
-Matrix = Float[Array, "..."] | LowRank | Widened
+Matrix = Float[Array, "..."] | AbstractMatrix
 Biases = tuple[Float[Array, " E"], Float[Array, "E F"], Float[Array, "E F"], Float[Array, "E D"]]
 
 
@@ -125,15 +126,16 @@ def _local_rows(x, *weights, **options):
 
 
 def ragged_linear(
-    x: Float[Array, "T I"], weight: Float[Array, "E I O"] | LowRank | Widened, counts: Int[Array, " E"]
+    x: Float[Array, "T I"], weight: Float[Array, "E I O"] | AbstractMatrix, counts: Int[Array, " E"]
 ) -> Float[Array, "T O"]:
     """Return `jax.lax.ragged_dot(x, weight, counts)`; adapted weights add their low-rank parts."""
     if isinstance(weight, Widened):
         return jax.lax.ragged_dot(x.astype(weight.array.dtype), weight.array, counts).astype(x.dtype)
     if isinstance(weight, LowRank):
         added = jax.lax.ragged_dot(jax.lax.ragged_dot(x, weight.a, counts), weight.b, counts)
-        return jax.lax.ragged_dot(x, weight.base, counts) + added * weight.scale
-    return jax.lax.ragged_dot(x, weight, counts)
+        return ragged_linear(x, weight.base, counts) + added * weight.scale
+    multiply = lambda x, weight: jax.lax.ragged_dot(x, whole(weight), counts)
+    return (jax.checkpoint(multiply, prevent_cse=False) if isinstance(weight, Quantised) else multiply)(x, weight)
 
 
 def route(

@@ -11,12 +11,12 @@ import equinox as eqx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from zoo.adapters.lora import LowRank
 from zoo.families.gemma import Gemma3Config, GemmaConfig
 from zoo.models.decoder import Decoder
 from zoo.models.forward import Aux, LayerPass, PerLayer
 from zoo.models.head import Head
 from zoo.models.layers import gelu, linear, rms_norm
+from zoo.quantised import AbstractMatrix
 
 AnyGemma = GemmaConfig | Gemma3Config
 
@@ -28,14 +28,14 @@ class Block(eqx.Module):
     """
 
     attn_norm: Float[Array, "*L D"]
-    q: Float[Array, "*L D N H"] | LowRank
-    k: Float[Array, "*L D K H"] | LowRank
-    v: Float[Array, "*L D K H"] | LowRank
-    o: Float[Array, "*L N H D"] | LowRank
+    q: Float[Array, "*L D N H"] | AbstractMatrix
+    k: Float[Array, "*L D K H"] | AbstractMatrix
+    v: Float[Array, "*L D K H"] | AbstractMatrix
+    o: Float[Array, "*L N H D"] | AbstractMatrix
     mlp_norm: Float[Array, "*L D"]
-    gate: Float[Array, "*L D F"] | LowRank
-    up: Float[Array, "*L D F"] | LowRank
-    down: Float[Array, "*L F D"] | LowRank
+    gate: Float[Array, "*L D F"] | AbstractMatrix
+    up: Float[Array, "*L D F"] | AbstractMatrix
+    down: Float[Array, "*L F D"] | AbstractMatrix
     post_attn_norm: Float[Array, "*L D"] | None = None
     post_mlp_norm: Float[Array, "*L D"] | None = None
     q_norm: Float[Array, "*L H"] | None = None

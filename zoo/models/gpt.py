@@ -13,13 +13,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer
 
-from zoo.adapters.lora import LowRank
 from zoo.families.gpt import GPTLike
 from zoo.models.decoder import Decoder
 from zoo.models.forward import Aux, LayerPass, PerLayer
 from zoo.models.head import Head
 from zoo.models.layers import ACTIVATIONS, layer_norm, lookup
 from zoo.models.llama import attention, attention_out
+from zoo.quantised import AbstractMatrix
 
 
 class Block(eqx.Module):
@@ -30,13 +30,13 @@ class Block(eqx.Module):
     """
 
     attn_norm: Float[Array, "*L D"]
-    q: Float[Array, "*L D N H"] | LowRank
-    k: Float[Array, "*L D K H"] | LowRank
-    v: Float[Array, "*L D K H"] | LowRank
-    o: Float[Array, "*L N H D"] | LowRank
-    up: Float[Array, "*L D F"] | LowRank
-    down: Float[Array, "*L F D"] | LowRank
-    gate: Float[Array, "*L D F"] | LowRank | None = None
+    q: Float[Array, "*L D N H"] | AbstractMatrix
+    k: Float[Array, "*L D K H"] | AbstractMatrix
+    v: Float[Array, "*L D K H"] | AbstractMatrix
+    o: Float[Array, "*L N H D"] | AbstractMatrix
+    up: Float[Array, "*L D F"] | AbstractMatrix
+    down: Float[Array, "*L F D"] | AbstractMatrix
+    gate: Float[Array, "*L D F"] | AbstractMatrix | None = None
     mlp_norm: Float[Array, "*L D"] | None = None
     attn_norm_bias: Float[Array, "*L D"] | None = None
     mlp_norm_bias: Float[Array, "*L D"] | None = None
@@ -79,7 +79,7 @@ class GPT(Decoder):
     layers: Block
     final_norm: Float[Array, " D"]
     final_norm_bias: Float[Array, " D"] | None
-    head: Float[Array, "V D"] | LowRank | None
+    head: Float[Array, "V D"] | AbstractMatrix | None
     config: GPTLike = eqx.field(static=True)
 
     def check_length(self, length: int) -> None:

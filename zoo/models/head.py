@@ -8,8 +8,8 @@ from typing import Any
 import equinox as eqx
 from jaxtyping import Array, Float
 
-from zoo.adapters.lora import LowRank
-from zoo.models.layers import Widened, linear, softcap
+from zoo.models.layers import linear, softcap
+from zoo.quantised import AbstractMatrix
 
 
 class Head(eqx.Module):
@@ -22,7 +22,7 @@ class Head(eqx.Module):
         scale: multiplies the logits, before the cap; None leaves them alone.
     """
 
-    matrix: Float[Array, "V D"] | LowRank | Widened
+    matrix: Float[Array, "V D"] | AbstractMatrix
     softcap: float | None = eqx.field(static=True, default=None)
     scale: float | None = eqx.field(static=True, default=None)
 

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, Integer
 
 from transforms import tile
 from transforms.sharding import constrain, einsum, explicit, partitions, place, uncut
-from zoo.adapters.lora import LowRank
+from zoo.quantised import AbstractMatrix, product
 
 
 def accumulator(dtype: DTypeLike) -> jnp.dtype:
@@ -186,7 +186,7 @@ def few_windows(windows: tuple[int | None, ...], seq: int) -> tuple[tuple[int | 
     return few, None if len(few) == 1 else jnp.asarray([few.index(window) for window in own], jnp.int32)
 
 
-class Widened(eqx.Module):
+class Widened(AbstractMatrix):
     """A matrix of 16 bits, held in float32 for devices that multiply nothing narrower: products need no conversion.
 
     They are what they would be of the 16 bits: computed in float32, and rounded, where the compiler does not leave the
@@ -212,13 +212,10 @@ class Widened(eqx.Module):
 
 
 def linear(
-    pattern: str, x: Float[Array, "..."], weight: Float[Array, "..."] | LowRank | Widened, *, wide: bool = False
+    pattern: str, x: Float[Array, "..."], weight: Float[Array, "..."] | AbstractMatrix, *, wide: bool = False
 ) -> Float[Array, "..."]:
     """Return `jnp.einsum(pattern, x, weight)`, if `wide` in float32 at least; adapted weights add their low rank."""
-    kind = accumulator(x.dtype) if wide else None
-    if isinstance(weight, LowRank | Widened):
-        return weight.einsum(pattern, x, kind)
-    return einsum(pattern, x, weight, kind)
+    return product(pattern, x, weight, accumulator(x.dtype) if wide else None)
 
 
 def gelu(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
@@ -237,9 +234,9 @@ ACTIVATIONS: dict[str, Callable] = {
 
 def gated_mlp(
     x: Float[Array, "*b D"],
-    gate: Float[Array, "D F"] | LowRank | Widened | None,
-    up: Float[Array, "D F"] | LowRank | Widened,
-    down: Float[Array, "F D"] | LowRank | Widened,
+    gate: Float[Array, "D F"] | AbstractMatrix | None,
+    up: Float[Array, "D F"] | AbstractMatrix,
+    down: Float[Array, "F D"] | AbstractMatrix,
     *,
     activation: Callable = gelu,
     biases: tuple[Float[Array, " F"] | None, Float[Array, " F"], Float[Array, " D"]] | None = None,

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from zoo.adapters.lora import LowRank
 from zoo.config import Config
 from zoo.families.llama import LlamaLike
 from zoo.models.decoder import Decoder
 from zoo.models.forward import Aux, LayerPass, PerLayer
 from zoo.models.head import Head
 from zoo.models.layers import ACTIVATIONS, linear, rms_norm
+from zoo.quantised import AbstractMatrix
 
 
 class Block(eqx.Module):
@@ -30,13 +30,13 @@ class Block(eqx.Module):
     MLP OLMo 2's; a parameter that a family lacks is None.
     """
 
-    q: Float[Array, "*L D N H"] | LowRank
-    k: Float[Array, "*L D K H"] | LowRank
-    v: Float[Array, "*L D K H"] | LowRank
-    o: Float[Array, "*L N H D"] | LowRank
-    gate: Float[Array, "*L D F"] | LowRank
-    up: Float[Array, "*L D F"] | LowRank
-    down: Float[Array, "*L F D"] | LowRank
+    q: Float[Array, "*L D N H"] | AbstractMatrix
+    k: Float[Array, "*L D K H"] | AbstractMatrix
+    v: Float[Array, "*L D K H"] | AbstractMatrix
+    o: Float[Array, "*L N H D"] | AbstractMatrix
+    gate: Float[Array, "*L D F"] | AbstractMatrix
+    up: Float[Array, "*L D F"] | AbstractMatrix
+    down: Float[Array, "*L F D"] | AbstractMatrix
     attn_norm: Float[Array, "*L D"] | None = None
     mlp_norm: Float[Array, "*L D"] | None = None
     post_attn_norm: Float[Array, "*L D"] | None = None
@@ -136,7 +136,7 @@ class Llama(Decoder):
     embed: Float[Array, "V D"]
     layers: Block
     final_norm: Float[Array, " D"]
-    head: Float[Array, "V D"] | LowRank | None
+    head: Float[Array, "V D"] | AbstractMatrix | None
     config: LlamaLike = eqx.field(static=True)
 
     def output(self) -> Head:

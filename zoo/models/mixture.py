@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from zoo.adapters.lora import LowRank
 from zoo.families.gptoss import GptOssConfig
 from zoo.families.mistral import MixtralConfig
 from zoo.families.olmo import OlmoeConfig
@@ -28,6 +27,7 @@ from zoo.models.experts import clamped, experts
 from zoo.models.forward import Aux, LayerPass, PerLayer
 from zoo.models.head import Head
 from zoo.models.layers import linear
+from zoo.quantised import AbstractMatrix
 
 AnyMixture = MixtralConfig | Qwen2MoeConfig | Qwen3MoeConfig | OlmoeConfig | GptOssConfig
 
@@ -36,15 +36,15 @@ class Block(eqx.Module):
     """Every sparse layer's weights, stacked over a leading `L`; inside the scan, one layer's."""
 
     attn_norm: Float[Array, "*L D"]
-    q: Float[Array, "*L D N H"] | LowRank
-    k: Float[Array, "*L D K H"] | LowRank
-    v: Float[Array, "*L D K H"] | LowRank
-    o: Float[Array, "*L N H D"] | LowRank
+    q: Float[Array, "*L D N H"] | AbstractMatrix
+    k: Float[Array, "*L D K H"] | AbstractMatrix
+    v: Float[Array, "*L D K H"] | AbstractMatrix
+    o: Float[Array, "*L N H D"] | AbstractMatrix
     mlp_norm: Float[Array, "*L D"]
-    router: Float[Array, "*L D E"] | LowRank
-    gate: Float[Array, "*L E D F"] | LowRank
-    up: Float[Array, "*L E D F"] | LowRank
-    down: Float[Array, "*L E F D"] | LowRank
+    router: Float[Array, "*L D E"] | AbstractMatrix
+    gate: Float[Array, "*L E D F"] | AbstractMatrix
+    up: Float[Array, "*L E D F"] | AbstractMatrix
+    down: Float[Array, "*L E F D"] | AbstractMatrix
     q_bias: Float[Array, "*L N H"] | None = None
     k_bias: Float[Array, "*L K H"] | None = None
     v_bias: Float[Array, "*L K H"] | None = None
@@ -56,10 +56,10 @@ class Block(eqx.Module):
     gate_bias: Float[Array, "*L E F"] | None = None
     up_bias: Float[Array, "*L E F"] | None = None
     down_bias: Float[Array, "*L E D"] | None = None
-    shared_router: Float[Array, "*L D G"] | LowRank | None = None
-    shared_gate: Float[Array, "*L D U"] | LowRank | None = None
-    shared_up: Float[Array, "*L D U"] | LowRank | None = None
-    shared_down: Float[Array, "*L U D"] | LowRank | None = None
+    shared_router: Float[Array, "*L D G"] | AbstractMatrix | None = None
+    shared_gate: Float[Array, "*L D U"] | AbstractMatrix | None = None
+    shared_up: Float[Array, "*L D U"] | AbstractMatrix | None = None
+    shared_down: Float[Array, "*L U D"] | AbstractMatrix | None = None
 
     def __call__(
         self, x: Float[Array, "B S D"], config: AnyMixture, told: LayerPass
@@ -103,7 +103,7 @@ class Mixture(Decoder):
     layers: Block
     dense: llama.Block | None
     final_norm: Float[Array, " D"]
-    head: Float[Array, "V D"] | LowRank | None
+    head: Float[Array, "V D"] | AbstractMatrix | None
     config: AnyMixture = eqx.field(static=True)
 
     def output(self) -> Head:

@@ -1,11 +1,16 @@
-"""Weights in fewer bits, read as what they stand for. In: a folder's tensors, and what its `config.json` says of them.
-Out: the tensors that they are made of, decoded in float32 when they are read. Free of JAX."""
+"""Weights in fewer bits, read as what they stand for, or as they are, and written. In: a folder's tensors, and what its
+`config.json` says of them. Out: the tensors that they are made of, decoded in float32 when they are read. Free of
+JAX."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
+from zoo.formats import Kind
 from zoo.huggingface.quantised import bitsandbytes, compressed, fp8, mxfp4, packed
 from zoo.huggingface.quantised.decoded import Decoded as Decoded
+from zoo.huggingface.quantised.decoded import Kept as Kept
 from zoo.huggingface.tensors import Tensor
 
 Reader = Callable[[dict[str, Any], Mapping[str, Tensor], str], dict[str, Tensor]]
@@ -50,3 +55,27 @@ def decoded(raw: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor
     used = {part.name for one in found.values() if isinstance(one, Decoded) for part in one.parts}
     rest = {name: one for name, one in tensors.items() if name not in used and not name.endswith(_UNREAD)}
     return rest | found
+
+
+def written(kind: Kind, name: str, values: np.ndarray, scale: np.ndarray, dtype: str) -> dict[str, np.ndarray]:
+    """Return the tensors that a matrix `[out, in]` in fewer bits is on disk, given as `Kept.read` returns it.
+
+    Integers are written in compressed-tensors' format, nf4 in that of bitsandbytes.
+
+    Args:
+        kind: what the integers stand for.
+        name: of the tensor that it stands for.
+        values: integers.
+        scale: of each output's groups.
+        dtype: what the matrix counts as.
+    """
+    if kind is Kind.nf4:
+        return bitsandbytes.write(name, values, scale, dtype)
+    return compressed.write(name, values, scale, kind.bits)
+
+
+def described(kind: Kind, group: int | None, skipped: list[str], dtype: str) -> dict[str, Any]:
+    """Return the `quantization_config` of a folder of which all linear modules but some are kept so."""
+    if kind is Kind.nf4:
+        return bitsandbytes.settings(skipped, dtype)
+    return compressed.settings(skipped, kind.bits, group)

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from zoo.huggingface.quantised.decoded import ends, made, nibbles
+from zoo.huggingface.quantised.decoded import Kept, ends, made, nibbles
 from zoo.huggingface.quantised.fp8 import scaled
-from zoo.huggingface.tensors import Tensor
+from zoo.huggingface.tensors import DTYPES, Tensor
 
 _FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
 
@@ -34,7 +34,8 @@ def read(settings: dict[str, Any], tensors: Mapping[str, Tensor], label: str) ->
         if f"{module}.weight_packed" not in tensors:
             parts = tensors[name], scale
             decode = functools.partial(_scaled, block=blocks[0] if blocks else None)
-            found[name] = made(name, parts[0].shape, label, parts, decode)
+            kept = _kept(parts[0].shape, scale, 8) if parts[0].dtype == "I8" and not blocks else None
+            found[name] = made(name, parts[0].shape, label, parts, decode, kept)
             continue
         if len(bits) > 1 or not bits <= {4, 8}:
             raise ValueError(f"`quantization_config`'s num_bits={sorted(bits)} is not supported, only 4 or 8.")
@@ -42,8 +43,24 @@ def read(settings: dict[str, Any], tensors: Mapping[str, Tensor], label: str) ->
         words = tensors[f"{module}.weight_packed"]
         shape = tuple(int(size) for size in tensors[f"{module}.weight_shape"].array())
         parts = (words, scale, tensors[f"{module}.weight_shape"])
-        found[name] = made(name, shape, label, parts, functools.partial(_unpacked, bits=width))
+        decode = functools.partial(_unpacked, bits=width)
+        found[name] = made(name, shape, label, parts, decode, _kept(shape, scale, width))
     return found
+
+
+def _kept(shape, scale, bits):
+    """Say how a matrix `[out, in]` of integers stays, where groups of its inputs are equally long."""
+    groups = scale.shape[1] if len(scale.shape) == 2 else 1
+    if scale.dtype not in DTYPES or shape[1] % groups or (bits == 4 and shape[1] % 2):
+        return None
+
+    def read(weight, scale, *_):
+        if weight.dtype != np.int8:  # words
+            weight = weight.view(np.uint8).reshape(shape[0], -1)[:, : shape[1] * bits // 8]
+            weight = weight if bits == 4 else (weight ^ np.uint8(128)).view(np.int8)
+        return weight, np.broadcast_to(scale.reshape(-1, groups), (shape[0], groups))
+
+    return Kept(f"int{bits}", groups, DTYPES[scale.dtype], read)
 
 
 def _scaled(weight, scale, block):
@@ -59,3 +76,30 @@ def _unpacked(words, scale, shape, *, bits):
     rows, columns = (int(size) for size in shape)
     values = nibbles(words, bits).reshape(rows, -1)[:, :columns].astype(np.int32) - 2 ** (bits - 1)
     return values * np.repeat(scale.astype(np.float32), -(-columns // scale.shape[1]), axis=1)[:, :columns]
+
+
+def write(name: str, values: np.ndarray, scale: np.ndarray, bits: int) -> dict[str, np.ndarray]:
+    """Return the tensors of a matrix `[out, in]` in the format `pack-quantized`, given as `Kept.read` returns it."""
+    module = name.removesuffix(".weight")
+    shape = np.array([len(values), values.shape[1] * 8 // bits], np.int64)
+    numbers = values if bits == 4 else values.view(np.uint8) ^ np.uint8(128)
+    filled = np.pad(numbers, ((0, 0), (0, -numbers.shape[1] % 4)))
+    return {
+        f"{module}.weight_packed": np.ascontiguousarray(filled).view(np.int32),
+        f"{module}.weight_scale": scale,
+        f"{module}.weight_shape": shape,
+    }
+
+
+def settings(skipped: list[str], bits: int, group: int | None) -> dict[str, Any]:
+    """Return the `quantization_config` of a folder in `pack-quantized`, of which some modules are as they were."""
+    strategy = "channel" if group is None else "group"
+    weights = {"num_bits": bits, "type": "int", "symmetric": True, "strategy": strategy, "group_size": group}
+    of_linear = {"targets": ["Linear"], "weights": weights | {"dynamic": False}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": of_linear | {"input_activations": None, "output_activations": None}},
+        "ignore": skipped,
+    }

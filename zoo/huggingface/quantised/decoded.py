@@ -11,16 +11,36 @@ from zoo.huggingface.tensors import Scratch, Tensor
 
 
 @dataclass(frozen=True)
+class Kept:
+    """How a matrix `[out, in]` can stay in fewer bits, as `zoo.quantised` has it.
+
+    Attributes:
+        kind: what its integers stand for: `int8`, `int4` or `nf4`.
+        groups: how many scales an output has.
+        scale: the type of scales.
+        read: returns integers `[out, in]`, of four bits two in a byte with the first in its lower half, and scales
+            `[out, groups]`, given the parts of the tensor.
+    """
+
+    kind: str
+    groups: int
+    scale: np.dtype
+    read: Callable[..., tuple[np.ndarray, np.ndarray]]
+
+
+@dataclass(frozen=True)
 class Decoded(Tensor):
     """A tensor whose values are made of others when they are read: in float32, whatever type it counts as.
 
     Attributes:
         parts: what it is made of.
         decode: returns its values, given theirs.
+        kept: how it can stay in fewer bits; None where it cannot.
     """
 
     parts: tuple[Tensor, ...]
     decode: Callable[..., np.ndarray]
+    kept: Kept | None = None
 
     def array(self) -> np.ndarray:
         """Return the whole tensor."""
@@ -36,11 +56,16 @@ class Decoded(Tensor):
 
 
 def made(
-    name: str, shape: tuple[int, ...], label: str, parts: tuple[Tensor, ...], decode: Callable[..., np.ndarray]
+    name: str,
+    shape: tuple[int, ...],
+    label: str,
+    parts: tuple[Tensor, ...],
+    decode: Callable[..., np.ndarray],
+    kept: Kept | None = None,
 ) -> Decoded:
     """Return the tensor of a name, shape and type that parts stand for."""
     first = parts[0]
-    return Decoded(first.file, name, shape, label, None, first.start, parts, decode)
+    return Decoded(first.file, name, shape, label, None, first.start, parts, decode, kept)
 
 
 def nibbles(packed: np.ndarray, bits: int) -> np.ndarray:

@@ -1,0 +1,44 @@
+"""How matrices are kept in fewer bits (`zoo.quantised`). Free of JAX."""
+
+from enum import StrEnum
+
+AS_STORED = "as_stored"  # as a folder has them
+
+
+class Kind(StrEnum):
+    """How a matrix is kept in fewer bits."""
+
+    int8 = "int8"
+    int4 = "int4"
+    nf4 = "nf4"
+
+    @property
+    def bits(self) -> int:
+        """Bits of a number, its share of a scale aside."""
+        return 8 if self is Kind.int8 else 4
+
+    @property
+    def group(self) -> int | None:
+        """How many inputs share a scale where nothing else is said; None is all of them."""
+        return {Kind.int8: None, Kind.int4: 128, Kind.nf4: 64}[self]
+
+
+# The quantiles of a normal distribution that four bits stand for, as bitsandbytes has them (appendix E of the paper).
+NF4 = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)

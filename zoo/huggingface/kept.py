@@ -1,0 +1,122 @@
+"""Matrices of a folder that stay in fewer bits, both ways: files to `zoo.quantised.Quantised`, and back.
+
+Dimensions: as in `zoo.parameters`.
+"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from zoo.config import Config, rows
+from zoo.formats import Kind
+from zoo.huggingface.folder import refusal
+from zoo.huggingface.quantised import Decoded, Kept, described
+from zoo.huggingface.tensors import Tensor
+from zoo.parameters import Row
+from zoo.quantised import Quantised, layout, outputs_by_inputs
+
+
+def _kept_of(row: Row, dims: dict[str, int], tensors: dict[str, Tensor]) -> list[Kept | None]:
+    """Return how each tensor of a parameter stays in fewer bits; None for those that are not."""
+    found = [tensors[name] for name, _ in row.places(dims)]
+    return [one.kept if isinstance(one, Decoded) else None for one in found]
+
+
+def kept_rows(folder: Path, config: Config, tensors: dict[str, Tensor]) -> list[Row]:
+    """Return the parameters that stay in fewer bits as they are.
+
+    Raises:
+        ValueError: there are none, or some of those in fewer bits cannot: all of them in one message.
+    """
+    made = lambda row: any(isinstance(tensors[name], Decoded) for name, _ in row.places(config.dims))
+    found = [row for row in rows(config) if made(row)]
+    if not found:
+        raise refusal(folder, "its weights are not in fewer bits, so quantise=as_stored has nothing to keep. Leave it.")
+
+    def stays(row):
+        kept = _kept_of(row, config.dims, tensors)
+        alike = {None if one is None else (one.kind, one.groups, one.scale) for one in kept}
+        return len(alike) == 1 and None not in alike and outputs_by_inputs(row)
+
+    if wrong := [row.leaf for row in found if not stays(row)]:
+        raise refusal(
+            folder,
+            f"{', '.join(wrong)} cannot stay in fewer bits: only integers of 8 or 4 bits and nf4 can, symmetric, in "
+            "equal groups of inputs, all layers alike. Leave quantise=as_stored out to read what they stand for.",
+        )
+    return found
+
+
+def as_quantised(row: Row, dims: dict[str, int], tensors: dict[str, Tensor], dtype: jnp.dtype, zeros: Any) -> Any:
+    """Return a parameter in fewer bits as its files have it, of zeros yet."""
+    kept = _kept_of(row, dims, tensors)[0]
+    assert kept is not None
+    kind, shape = Kind(kept.kind), row.shape(dims)
+    inputs = math.prod(dims[letter] for letter in row.fan_in)
+    lead = *shape[: len(row.lead)], math.prod(shape[len(row.lead) :]) // inputs
+    values = zeros((*lead, inputs * kind.bits // 8), jnp.int8 if kind is Kind.int8 else jnp.uint8)
+    return Quantised(values, zeros((*lead, kept.groups), kept.scale), **layout(row, dims, kind, dtype))
+
+
+def load_kept(
+    row: Row, dims: dict[str, int], tensors: dict[str, Tensor], dtype: jnp.dtype, mesh: jax.sharding.Mesh | None
+) -> Quantised:
+    """Return a parameter that stays in fewer bits, read a tensor at a time; on a mesh it is whole on every device."""
+    parts: tuple[np.ndarray, ...] = ()
+    for name, place in row.places(dims):
+        tensor = tensors[name]
+        assert isinstance(tensor, Decoded) and tensor.kept is not None
+        read = tensor.kept.read(*(one.array() for one in tensor.parts))
+        own = [_own_outputs(row, dims, array) for array in read]
+        parts = parts or tuple(np.empty((*row.shape(dims)[: len(row.stack)], *one.shape), one.dtype) for one in own)
+        for part, one in zip(parts, own, strict=True):
+            part[place] = one
+    if mesh is not None:
+        parts = jax.device_put(parts, NamedSharding(mesh, PartitionSpec()))
+    kept = _kept_of(row, dims, tensors)[0]
+    assert kept is not None
+    values, scale = map(jnp.asarray, parts)
+    return Quantised(values, scale, **layout(row, dims, Kind(kept.kind), dtype))
+
+
+def _own_outputs(row: Row, dims: dict[str, int], array: np.ndarray) -> np.ndarray:
+    """Return the rows of a matrix on disk that are one parameter's, where it holds several."""
+    letter = row.disk[0][0]
+    split = array.reshape(row.disk_dims(dims)[letter], -1, array.shape[1])
+    return split[row.places_on_disk(letter, 0, dims[letter], dims)].reshape(-1, array.shape[1])
+
+
+def kept_together(leaves: list[Any]) -> bool:
+    """Return whether all that a tensor on disk holds is in fewer bits, and may be written so."""
+    alike = {(leaf.kind, leaf.group) if isinstance(leaf, Quantised) else None for leaf in leaves}
+    return len(alike) == 1 and None not in alike
+
+
+def quantisation(tensors: Mapping[str, list[tuple[Row, Any]]], dtype: str) -> dict[str, Any]:
+    """Return what `config.json` says of matrices in fewer bits, where there are any.
+
+    Args:
+        tensors: every tensor on disk, and the parameters that it holds, with their rows.
+        dtype: what they count as.
+
+    Raises:
+        ValueError: they are not all kept alike.
+    """
+    kept = {name: parts[0][1] for name, parts in tensors.items() if kept_together([leaf for _, leaf in parts])}
+    if not kept:
+        return {}
+    whole = all(leaf.scale.shape[-1] == 1 for leaf in kept.values())
+    alike = {(leaf.kind, None if whole else leaf.group) for leaf in kept.values()}
+    if len(alike) > 1:
+        said = ", ".join(sorted(f"{kind} in groups of {group}" for kind, group in alike))
+        raise ValueError(f"cannot save a model whose matrices are {said}: a folder has one kind. Quantise all alike.")
+    ((kind, group),) = alike
+    linear = {name for name, parts in tensors.items() if parts[0][0].fan_in and not parts[0][0].leaf.endswith("embed")}
+    skipped = sorted({name.removesuffix(".weight") for name in linear - set(kept)} | {"lm_head"})
+    return {"quantization_config": described(kind, group, skipped, dtype)}
