@@ -1,7 +1,8 @@
 """Write a model's folder anew: `python experiments/convert.py source=FOLDER out=FOLDER dtype=bfloat16 lora=FOLDER`.
 
 It reads what `zoo.load` reads (a Hugging Face folder, or the `weights` that a run saved), changes the number format,
-merges a LoRA adapter, and writes a folder that transformers and this zoo open. The tokenizer's files come along.
+merges a LoRA adapter, keeps matrices in fewer bits (`quantise=int4`), and writes a folder that transformers and this
+zoo open. The tokenizer's files come along.
 """
 
 import sys
@@ -14,6 +15,7 @@ if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder 
 from experiments.command import carry_out, ended  # noqa: E402
 from experiments.commandline.console import CommandError  # noqa: E402
 from experiments.configs.commands import Convert  # noqa: E402
+from experiments.configs.fields import Quantise  # noqa: E402
 
 GIB = 2**30
 
@@ -38,11 +40,15 @@ def convert(config: Convert, argv: list[str]) -> None:
     import zoo
     from zoo import adapters
     from zoo.adapters import lora
+    from zoo.quantised import quantise
 
     try:
-        model = zoo.load(source, dtype=None if config.dtype is None else config.dtype.value)
+        kept = config.quantise if config.quantise is Quantise.as_stored else None
+        model = zoo.load(source, dtype=None if config.dtype is None else config.dtype.value, quantise=kept)
         if config.lora is not None:
             model = lora.merge(adapters.load(config.lora, model))
+        if config.quantise is not None and kept is None:
+            model = quantise(model, config.quantise, group=config.group)
         zoo.save(model, out, source=source, shard_bytes=int(config.shard_gib * GIB))
     except ValueError as error:
         raise CommandError(str(error)) from None

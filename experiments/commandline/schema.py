@@ -43,12 +43,14 @@ class ConfigError(ValueError):
     """A command line that does not describe a run."""
 
 
-def build_model(*, family: str, weights: str | None, **fields: Any) -> configs.Model:
-    """Return the model part of a run: the family's own frozen config, and where the weights are."""
+def build_model(
+    *, family: str, weights: str | None, quantise: configs.Quantise | None = None, **fields: Any
+) -> configs.Model:
+    """Return the model part of a run: the family's own frozen config, where the weights are, and how they are kept."""
     if family not in zoo.families.FAMILIES:
         raise configs.refuse("model.family", family, f"choose {', '.join(zoo.families.FAMILIES)}")
     fields = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
-    return configs.Model(config=zoo.families.FAMILIES[family](**fields), weights=weights)
+    return configs.Model(config=zoo.families.FAMILIES[family](**fields), weights=weights, quantise=quantise)
 
 
 def schema_of(cls: Any, target: str | None = None, **extra: tuple[Any, Any]) -> type:
@@ -92,9 +94,9 @@ def register() -> None:
         for name, one in named.items():
             store.store(group=group, name=name, node=schema_of(one.cls)(**one.values), package=group)
     for name, cls in zoo.families.FAMILIES.items():
-        node = schema_of(
-            cls, f"{build_model.__module__}.{build_model.__name__}", family=(str, name), weights=(str | None, None)
-        )
+        target = f"{build_model.__module__}.{build_model.__name__}"
+        beside = {"weights": (str | None, None), "quantise": (configs.Quantise | None, None)}
+        node = schema_of(cls, target, family=(str, name), **beside)
         store.store(group="model/schema", name=name, node=node, package="model")
 
 

@@ -11,6 +11,7 @@ from experiments.configs.fields import (
     DType,
     OnNan,
     Platform,
+    Quantise,
     Schedule,
     StrEnum,
     check,

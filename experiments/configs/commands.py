@@ -7,7 +7,7 @@ from typing import Any
 
 from experiments.configs.compute import Hardware
 from experiments.configs.data import Data
-from experiments.configs.fields import DType, option, positive, refuse
+from experiments.configs.fields import DType, Quantise, option, positive, refuse
 from experiments.configs.run import Model
 
 
@@ -119,10 +119,17 @@ class Convert:
     out: str = option(dataclasses.MISSING, "folder to write", path=True)
     dtype: DType | None = option(None, "how parameters are stored (default: as they are)")
     lora: str | None = option(None, "folder of a LoRA adapter to merge into the weights", path=True)
+    quantise: Quantise | None = option(
+        None, "keep matrices in fewer bits: int8, int4 or nf4, or as_stored in the source"
+    )
+    group: int | None = option(None, "inputs that share a scale (default: all in int8, 128 in int4, 64 in nf4)")
     shard_gib: float = option(1.0, "largest file")
 
     def __post_init__(self):
-        positive(self, "", "shard_gib")
+        positive(self, "", "shard_gib", "group")
+        if self.quantise is Quantise.as_stored and (self.lora is not None or self.group is not None):
+            name, value = ("lora", self.lora) if self.lora is not None else ("group", self.group)
+            raise refuse(name, value, "quantise=as_stored changes no matrix; say int8, int4 or nf4")
 
 
 CLASSES = {"tokenizer": Tokenizer, "score": Score, "generate": Generate, "serve": Serve, "convert": Convert}

@@ -5,6 +5,8 @@ import math
 from enum import StrEnum
 from typing import Any, TypeVar, get_type_hints
 
+from zoo.formats import AS_STORED, Kind
+
 T = TypeVar("T")
 LARGEST = 2**31 - 1  # what counts steps, tokens and ids
 
@@ -95,6 +97,15 @@ class DType(StrEnum):
     float64 = "float64"
     float32 = "float32"
     bfloat16 = "bfloat16"
+
+
+class Quantise(StrEnum):
+    """How frozen matrices are kept in fewer bits."""
+
+    as_stored = AS_STORED
+    int8 = Kind.int8
+    int4 = Kind.int4
+    nf4 = Kind.nf4
 
 
 class Platform(StrEnum):

@@ -9,7 +9,7 @@ from typing import Any
 
 from experiments.configs.compute import ATTENTION, Distributed, Hardware, Mesh, Remat, Tiling
 from experiments.configs.data import Chat, Data, Preference
-from experiments.configs.fields import OnNan, not_negative, option, part, positive, refuse
+from experiments.configs.fields import OnNan, Quantise, not_negative, option, part, positive, refuse
 from experiments.configs.objective import Objective, Paired, Sft
 from experiments.configs.optimizer import Adapter, Optimizer
 from experiments.configs.results import Checkpoint, Evaluation, Profile, Save
@@ -21,6 +21,13 @@ class Model:
 
     config: Any
     weights: str | None = option(None, "Hugging Face folder to start from (random weights without it)", path=True)
+    quantise: Quantise | None = option(
+        None, "keep matrices in fewer bits, frozen (adapter=lora): int8, int4, nf4, or as_stored in the weights' folder"
+    )
+
+    def __post_init__(self):
+        if self.quantise is Quantise.as_stored and self.weights is None:
+            raise refuse("model.quantise", self.quantise, "it keeps what a folder has: give model.weights, or int8")
 
 
 @dataclass(frozen=True, kw_only=True)

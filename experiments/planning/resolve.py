@@ -226,6 +226,9 @@ def problem(config: configs.Resolved) -> str | None:
         return found
     if config.profile.span is not None and config.profile.span[1] > config.steps:
         return f"bad value profile.steps={config.profile.steps}: the run has {config.steps} steps"
+    if config.model.quantise is not None and not isinstance(config.adapter, configs.Lora):
+        kept = config.model.quantise
+        return f"bad value model.quantise={kept}: matrices in fewer bits do not move. Train an adapter: adapter=lora"
     if isinstance(config.adapter, configs.Lora):
         try:
             lora.match(config.model.config, config.adapter.patterns)

@@ -26,7 +26,9 @@ from transforms.step import State, all_parameters, compile_step, make_eval_step,
 from transforms.tiling.report.plan import TilePlan
 from zoo import ForwardPass, Mixture, model_class
 from zoo.adapters import lora
+from zoo.huggingface.weights import shapes
 from zoo.models.init import draw
+from zoo.quantised import quantise
 
 
 class OutOfMemoryError(RuntimeError):
@@ -152,7 +154,7 @@ class Programs:
     def state(self) -> State:
         """The shapes and types of everything that a step changes."""
         model = meshes.abstract(
-            eqx.filter_eval_shape(lambda: self._adapt(self._shape(self.config.model.config))), self.axes
+            eqx.filter_eval_shape(lambda: self._adapt(self._learns_from(self.config.model))), self.axes
         )
         return meshes.everywhere(eqx.filter_eval_shape(State.init, model, self.optimizer, self.trainable))
 
@@ -163,6 +165,15 @@ class Programs:
             return None
         found = self.reference.config
         return meshes.abstract(eqx.filter_eval_shape(lambda: self._shape(found)), self.axes)
+
+    def _learns_from(self, model: configs.Model) -> Any:
+        """Return zeros of the shapes and types of the model that `init` returns, before it gets an adapter."""
+        if model.quantise is None:
+            return self._shape(model.config)
+        if model.quantise is configs.Quantise.as_stored:
+            like = shapes(configs.chosen(model.weights), dtype=self.dtype, quantise=model.quantise)
+            return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
+        return quantise(self._shape(model.config), model.quantise)
 
     def _shape(self, config: Any) -> Any:
         return model_class(config).init(config, dtype=self.dtype, key=_key(self.config.seed))
@@ -196,10 +207,11 @@ class Programs:
         """
         model, where = self.config.model, meshes.where(self.axes)
         if model.weights is not None:
-            made = zoo.load(model.weights, dtype=self.dtype, **where)
+            made = zoo.load(model.weights, dtype=self.dtype, quantise=model.quantise, **where)
         else:
             leaves = draw(model.config, key=_key(self.config.seed), dtype=self.dtype, **where)
             made = model_class(model.config).build(model.config, leaves)
+            made = made if model.quantise is None else quantise(made, model.quantise)
         return meshes.placed(self._adapt(made), self.axes)
 
     def _adapt(self, model: Any) -> Any:

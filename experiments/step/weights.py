@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import jax.numpy as jnp
 
-from experiments import configs
 from experiments.commandline import console
 from experiments.commandline.console import CommandError
 from experiments.configs import DType
@@ -20,6 +19,7 @@ from experiments.runtime.remote import HUB
 from experiments.step.build import draw_model
 from zoo import adapters, count_params
 from zoo.huggingface.config import from_hf
+from zoo.quantised import quantise
 
 T = TypeVar("T", bound=Any)
 
@@ -40,12 +40,13 @@ def with_weights(config: T, argv: Sequence[str]) -> T:
         raise CommandError(f"cannot read model.weights={path}: {error.strerror} ({error.filename}){fetch}") from None
     except ValueError as error:
         raise CommandError(f"cannot use model.weights={path}: {error}") from None
-    if any(word.startswith("model") and not word.startswith("model.weights=") for word in argv):
+    beside = "model.weights=", "model.quantise="
+    if any(word.startswith("model") and not word.startswith(beside) for word in argv):
         both = config.model.config, described
         ours, theirs = ({"family": type(one).__name__, **dataclasses.asdict(one)} for one in both)
         if wrong := [f"{k}: {ours[k]} here, {theirs[k]} there" for k in ours if ours[k] != theirs.get(k, ours[k])]:
             raise CommandError(f"model.weights={path} holds another model than the one asked for: {'; '.join(wrong)}")
-    return dataclasses.replace(config, model=configs.Model(config=described, weights=str(path)))
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, config=described, weights=str(path)))
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,8 @@ def _model(config: Score | Generate | Serve, device: hardware.Device) -> Any:
 
     asked = config.hardware.param_dtype
     if config.model.weights is not None:
-        return zoo.load(config.model.weights, dtype=None if asked is None else jnp.dtype(asked.value))
+        dtype = None if asked is None else jnp.dtype(asked.value)
+        return zoo.load(config.model.weights, dtype=dtype, quantise=config.model.quantise)
     roomy = 8 * zoo.count_params(config.model.config) < device.memory
-    return draw_model(config.model.config, config.seed, asked or (DType.float32 if roomy else DType.bfloat16))
+    drawn = draw_model(config.model.config, config.seed, asked or (DType.float32 if roomy else DType.bfloat16))
+    return drawn if config.model.quantise is None else quantise(drawn, config.model.quantise)

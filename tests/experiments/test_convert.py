@@ -9,6 +9,7 @@ from experiments import convert
 from experiments.data.tokenizer import open_tokenizer, train_bpe
 from zoo import adapters
 from zoo.adapters import lora
+from zoo.quantised import quantise
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +57,27 @@ def test_an_adapter_is_merged(folder, tmp_path):
     assert same(lora.merge(model), zoo.load(tmp_path / "out"))
 
 
+def test_matrices_are_kept_in_fewer_bits(folder, tmp_path):
+    assert convert.main([f"source={folder}", f"out={tmp_path / 'out'}", "quantise=int4", "group=8"]) == 0
+    kept = zoo.load(tmp_path / "out", quantise="as_stored")
+    assert same(kept, quantise(zoo.load(folder), "int4", group=8))
+    words = [f"source={tmp_path / 'out'}", f"out={tmp_path / 'again'}", "quantise=as_stored", "shard_gib=0.00001"]
+    assert convert.main(words) == 0
+    assert same(kept, zoo.load(tmp_path / "again", quantise="as_stored"))
+
+
 def test_errors_are_in_words_and_nothing_is_overwritten(folder, tmp_path, capsys):
     for words, status, message in (
         ([f"source={folder}", f"out={folder}"], 1, "there already is a model at"),
         (["source=/nothing", f"out={tmp_path / 'out'}"], 1, "cannot load weights from `/nothing`"),
         ([f"source={folder}", f"out={tmp_path / 'out'}", "lora=/nothing"], 1, "cannot load an adapter from `/nothing`"),
         ([f"source={folder}"], 2, "missing value: out=... must be given"),
+        (
+            [f"source={folder}", f"out={tmp_path / 'out'}", "quantise=nf4"],
+            1,
+            "in groups of 64 inputs, which must divide",
+        ),
+        ([f"source={folder}", "out=x", "quantise=as_stored", "group=8"], 2, "group=8: quantise=as_stored changes no"),
         ([f"source={folder}", "out=x", "dtype=int8"], 2, "expected one of [float64, float32, bfloat16]"),
     ):
         assert convert.main(words) == status

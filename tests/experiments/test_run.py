@@ -20,6 +20,7 @@ from experiments.commandline import schema
 from tests.experiments.runs import FILES, MICRO, rows
 from zoo import adapters
 from zoo.adapters import lora
+from zoo.quantised import quantise
 
 
 def test_the_command_trains_and_leaves_everything(tmp_path, cache):
@@ -145,6 +146,28 @@ def test_an_adapter_is_trained_alone_and_saved_by_itself_and_merged(start, tmp_p
     assert (
         "bad value adapter.targets=query: LoRA cannot be attached: `query` matches no matrix" in capsys.readouterr().err
     )
+
+
+def test_an_adapter_is_trained_over_weights_in_fewer_bits(start, tmp_path, capsys):
+    """QLoRA: the folder's integers are kept, what is saved by itself is the adapter, and merged it is whole again."""
+    assert start("run=base", "save.final=true", "steps=1") == 0
+    kept = tmp_path / "kept"
+    zoo.save(quantise(zoo.load(tmp_path / "base" / "weights"), "int8"), kept)
+    words = [f"model.weights={kept}", "model.quantise=as_stored"]
+    assert start("run=low", "save.final=true", *words, "adapter=lora", "optimizer.learning_rate=0.01") == 0
+    low = json.loads((tmp_path / "low" / "summary.json").read_text())
+    assert low["held_out_bits_per_byte_after"] < low["held_out_bits_per_byte_before"]
+    base = zoo.load(kept, quantise="as_stored")
+    merged, saved = (
+        lora.merge(adapters.load(tmp_path / "low" / "adapter", base)),
+        zoo.load(tmp_path / "low" / "weights"),
+    )
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), merged, saved))
+    capsys.readouterr()
+    assert start(*words) == 2
+    assert "model.quantise=as_stored: matrices in fewer bits do not move. Train an adapter" in capsys.readouterr().err
+    with pytest.raises(schema.ConfigError, match="it keeps what a folder has: give model.weights"):
+        start("model.quantise=as_stored", "adapter=lora")
 
 
 def test_a_sweep_runs_every_combination_under_a_name_of_its_own(monkeypatch, capsys, tmp_path):

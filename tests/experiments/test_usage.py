@@ -49,7 +49,7 @@ def fields_of(cls, prefix=""):
                 yield from fields_of(part, f"{key}.")
         elif key == "model":
             yield from (f"model.{one.name}" for family in FAMILIES.values() for one in dataclasses.fields(family))
-            yield "model.weights"
+            yield from ("model.weights", "model.quantise")
         elif dataclasses.is_dataclass(field.type):
             yield from fields_of(field.type, f"{key}.")
         else:
