@@ -49,7 +49,7 @@ def convert(config: Convert, argv: list[str]) -> None:
             model = lora.merge(adapters.load(config.lora, model))
         if config.quantise is not None and kept is None:
             model = quantise(model, config.quantise, group=config.group)
-        zoo.save(model, out, source=source, shard_bytes=int(config.shard_gib * GIB))
+        zoo.save(model, out, source=source if source.is_dir() else None, shard_bytes=int(config.shard_gib * GIB))
     except ValueError as error:
         raise CommandError(str(error)) from None
     files = sorted(file.name for file in out.iterdir() if file.suffix == ".safetensors")

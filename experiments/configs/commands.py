@@ -115,7 +115,7 @@ class Serve:
 class Convert:
     """Read a model's folder and write it anew: another number format, a LoRA adapter merged in."""
 
-    source: str = option(dataclasses.MISSING, "Hugging Face folder, or one that a run saved", path=True)
+    source: str = option(dataclasses.MISSING, "Hugging Face folder, one that a run saved, or a .gguf file", path=True)
     out: str = option(dataclasses.MISSING, "folder to write", path=True)
     dtype: DType | None = option(None, "how parameters are stored (default: as they are)")
     lora: str | None = option(None, "folder of a LoRA adapter to merge into the weights", path=True)

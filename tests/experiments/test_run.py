@@ -166,7 +166,7 @@ def test_an_adapter_is_trained_over_weights_in_fewer_bits(start, tmp_path, capsy
     capsys.readouterr()
     assert start(*words) == 2
     assert "model.quantise=as_stored: matrices in fewer bits do not move. Train an adapter" in capsys.readouterr().err
-    with pytest.raises(schema.ConfigError, match="it keeps what a folder has: give model.weights"):
+    with pytest.raises(schema.ConfigError, match="it keeps what a folder has: give model"):
         start("model.quantise=as_stored", "adapter=lora")
 
 

@@ -35,7 +35,7 @@ def kept_rows(folder: Path, config: Config, tensors: dict[str, Tensor]) -> list[
         ValueError: there are none, or some of those in fewer bits cannot: all of them in one message.
     """
     made = lambda row: any(isinstance(tensors[name], Decoded) for name, _ in row.places(config.dims))
-    found = [row for row in rows(config) if made(row)]
+    found = [row for row in rows(config) if row.leaf not in ("embed", "positions") and row.fan_in and made(row)]
     if not found:
         raise refusal(folder, "its weights are not in fewer bits, so quantise=as_stored has nothing to keep. Leave it.")
 

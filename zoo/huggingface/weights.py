@@ -30,6 +30,7 @@ from transforms.sharding import AXES, Axes
 from zoo.config import Config, rows
 from zoo.families import model_class
 from zoo.formats import AS_STORED
+from zoo.huggingface import gguf
 from zoo.huggingface.config import from_hf, to_hf
 from zoo.huggingface.folder import (
     DIGESTS,
@@ -77,7 +78,8 @@ def load(
     """Return the model in a Hugging Face folder: `config.json` and one or many `.safetensors` files.
 
     Args:
-        path: the folder. Weights in fewer bits are read as what they stand for (`zoo.huggingface.quantised`).
+        path: the folder. Weights in fewer bits are read as what they stand for (`zoo.huggingface.quantised`). Or a
+            file of llama.cpp's, `NAME.gguf` (`zoo.huggingface.gguf`).
         dtype: what to store parameters in; None keeps what is on disk (float32 for float64, unless JAX has 64 bits).
         mesh: the devices to spread parameters over, of which each process reads its own parts; None puts them on one.
         axes: which axes of the mesh cut each dimension letter of `zoo.parameters` (see `transforms.sharding.spec_of`).
@@ -136,6 +138,10 @@ def shapes(path: str | os.PathLike, *, dtype: DTypeLike | None = None, quantise:
 def _opened(path: str | os.PathLike) -> tuple[Path, Config, dict[str, Tensor]]:
     """Return a folder, its config, and the tensors that the config needs."""
     folder = Path(path)
+    if folder.suffix == gguf.SUFFIX and folder.is_file():
+        raw, held = gguf.read(folder)
+        config = from_hf(raw)
+        return folder, config, expected(folder, config, gguf.named(raw, config, held))
     raw = read_json(folder, "config.json")
     config, tensors = as_stored(from_hf(raw), decoded(raw, read_headers(folder)))
     return folder, config, expected(folder, config, tensors)
