@@ -4,7 +4,10 @@ import importlib
 from typing import TYPE_CHECKING
 
 _HOME = {
+    "CohereConfig": "zoo.families.cohere",
+    "Embedder": "zoo.inference.embed",
     "ForwardPass": "zoo.models.forward",
+    "GLMConfig": "zoo.families.glm",
     "GPT": "zoo.models.gpt",
     "GPT2Config": "zoo.families.gpt",
     "Gemma": "zoo.models.gemma",
@@ -46,8 +49,10 @@ if TYPE_CHECKING:  # the same for type checkers, which a test compares
     from zoo.config import RopeKind as RopeKind
     from zoo.config import RopeScaling as RopeScaling
     from zoo.families import model_class as model_class
+    from zoo.families.cohere import CohereConfig as CohereConfig
     from zoo.families.gemma import Gemma3Config as Gemma3Config
     from zoo.families.gemma import GemmaConfig as GemmaConfig
+    from zoo.families.glm import GLMConfig as GLMConfig
     from zoo.families.gpt import GPT2Config as GPT2Config
     from zoo.families.gptoss import GptOssConfig as GptOssConfig
     from zoo.families.granite import GraniteConfig as GraniteConfig
@@ -67,6 +72,7 @@ if TYPE_CHECKING:  # the same for type checkers, which a test compares
     from zoo.families.smollm import SmolLM3Config as SmolLM3Config
     from zoo.huggingface.weights import load as load
     from zoo.huggingface.weights import save as save
+    from zoo.inference.embed import Embedder as Embedder
     from zoo.models.forward import ForwardPass as ForwardPass
     from zoo.models.gemma import Gemma as Gemma
     from zoo.models.gpt import GPT as GPT

@@ -193,6 +193,11 @@ class Config:
         return False
 
     @property
+    def bidirectional(self) -> bool:
+        """Whether every token sees those behind it too: such a model reads, and does not write."""
+        return False
+
+    @property
     def residual_scale(self) -> float:
         """What attention and MLP put out is multiplied by before it is added."""
         return 1.0

@@ -104,6 +104,8 @@ _GPT_OSS = _BASE | {
         "truncate": False,
     },
 }
+_GLM = _BASE | {"model_type": "glm4", "pad_token_id": None, "rope_theta": 1e4, "rms_norm_eps": 1.5625e-7}
+_COHERE = _WIDE | {"model_type": "cohere", "num_key_value_heads": 2, "pad_token_id": None, "rope_theta": 1e4}
 # The text of 11 tokens is longer than those trained on (8), and waves fall into all three branches.
 _LLAMA_3_ROPE = {
     "rope_type": "llama3",
@@ -213,6 +215,10 @@ CASES: dict[str, dict[str, Any]] = {
     "gpt_oss": _GPT_OSS,
     "seed": _SEED | {"residual_dropout": 0.1},
     "seed_out": _SEED | {"attention_out_bias": True, "attention_bias": False, "tie_word_embeddings": True},
+    "glm4": _GLM,
+    "glm": _GLM | {"model_type": "glm", "attention_bias": False, "tie_word_embeddings": True},
+    "cohere": _COHERE | {"logit_scale": 0.5},
+    "cohere_bias": _COHERE | {"attention_bias": True, "tie_word_embeddings": False},
 }
 # A part that several share is each one's own: transformers writes into what it is given.
 CASES = {name: copy.deepcopy(case) for name, case in CASES.items()}

@@ -24,6 +24,8 @@ SMALL: dict[str, Any] = {
     "head_dim": 16,
 }
 PUBLISHED = {
+    "glm4_9b": 9_400_279_040,
+    "command_r": 34_980_831_232,
     "gemma2b": 2_506_172_416,
     "gemma7b": 8_537_680_896,
     "gemma2_2b": 2_614_341_888,

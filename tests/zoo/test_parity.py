@@ -69,7 +69,7 @@ def test_hidden_states_of_every_layer_are_those_of_transformers(case, references
     @jit
     def run(layer, x, window, frequency, temperature):
         how = {"frequency": frequency, "temperature": temperature, "window": window}
-        return layer(x, model.config, LayerPass(**how))[0]
+        return layer(x, model.config, LayerPass(pairs=model.config.rotary_pairs, **how))[0]
 
     for i, (layer, (window, *turned)) in enumerate(_layers(model)):
         x = run(layer, x, jnp.asarray(99 if window is None else window), *turned)
@@ -99,6 +99,8 @@ def test_hidden_states_of_every_layer_are_those_of_transformers(case, references
         "olmoe",
         "qwen2_moe",
         "gpt_oss",
+        "glm4",
+        "cohere",
     ],
 )
 def test_bfloat16_agrees_to_its_precision(case, tmp_path, references):
@@ -241,6 +243,17 @@ def _all_multiplied(x, frequency, positions=None, temperature=None):
     return rope(x, frequency, positions) * (1.0 if temperature is None else temperature)
 
 
+def _serial(model, monkeypatch):
+    """Give the MLP what attention made, normalised by the same weights."""
+    monkeypatch.setattr("zoo.families.cohere.CohereConfig.parallel", False)
+    return eqx.tree_at(lambda m: m.layers.mlp_norm, model, model.layers.attn_norm, is_leaf=lambda x: x is None)
+
+
+def _rms_only(x, weight, bias, eps):
+    """Leave the mean where it is, of norms without a bias."""
+    return rms_norm(x, weight, eps, offset=0.0)
+
+
 GRANITE = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 LLAMA_3 = {"low_freq": 0.5, "high_freq": 8.0, "factor": 2.0, "original_length": 64}
 YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, "factor": 2.0, "attention_factor": 1.0}
@@ -320,6 +333,15 @@ MUTANTS = {
     "olmo 2: each head's own norm": ("olmo2", _patch("zoo.models.llama.rms_norm", _norm_of_each_head)),
     "seed: no bias of q": ("seed", _without("q_bias")),
     "seed: no bias after attention": ("seed_out", _without("o_bias")),
+    "glm: no bias of q": ("glm4", _without("q_bias")),
+    "glm: whole heads turn": ("glm4", _flip(rotary_fraction=1.0)),
+    "glm: halves turn together": ("glm4", _patch("zoo.families.glm.GLMConfig.rotary_pairs", False)),
+    "glm: gate and up swapped": ("glm", _swap("gate", "up")),
+    "glm: norms behind swapped": ("glm4", _swap("post_attn_norm", "post_mlp_norm")),
+    "cohere: logits as they are": ("cohere", _flip(logit_scaling=1.0)),
+    "cohere: one after the other": ("cohere", _serial),
+    "cohere: halves turn together": ("cohere", _patch("zoo.families.cohere.CohereConfig.rotary_pairs", False)),
+    "cohere: norms of the root mean square": ("cohere", _patch("zoo.models.gpt.layer_norm", _rms_only)),
     "gpt 2: no biases": ("gpt2", _without("q_bias", "k_bias", "v_bias", "o_bias", "up_bias", "down_bias")),
     "gpt 2: no biases of norms": ("gpt2", _without("attn_norm_bias", "mlp_norm_bias")),
     "gpt 2: norms of the root mean square": ("gpt2", _patch("zoo.models.gpt.layer_norm", _uncentred)),

@@ -8,7 +8,9 @@ import importlib
 from typing import Any
 
 from zoo.config import Config
+from zoo.families.cohere import CohereConfig
 from zoo.families.gemma import Gemma3Config, GemmaConfig
+from zoo.families.glm import GLMConfig
 from zoo.families.gpt import GPT2Config
 from zoo.families.gptoss import GptOssConfig
 from zoo.families.granite import GraniteConfig
@@ -42,6 +44,8 @@ FAMILIES: dict[str, type[Config]] = {
     "opt": OPTConfig,
     "gpt_oss": GptOssConfig,
     "seed_oss": SeedConfig,
+    "glm4": GLMConfig,
+    "cohere": CohereConfig,
 }
 
 

@@ -31,8 +31,8 @@ _ONLY = {
     "hidden_act": (*_TANH, "gelu", None),
     "attention_bias": (False, None),
     "tie_word_embeddings": (True,),
-    "use_bidirectional_attention": (False, None),
 }
+_WRITES = {"use_bidirectional_attention": (False, None)}  # and does not see what is behind
 _IDS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
 _GEMMA_3_SIZES = {
     "vocab_size": ("vocab_size", 262_208),
@@ -116,7 +116,7 @@ class GemmaConfig(GemmaLike):
             architecture="GemmaForCausalLM",
             sizes=SIZES,
             rope="none",
-            only=_ONLY | {"hidden_activation": (*_TANH, None)},
+            only=_ONLY | _WRITES | {"hidden_activation": (*_TANH, None)},
             fixed={"post_norms": False},
             written=_IDS,
             refuse=_not_gemma_1,
@@ -132,7 +132,7 @@ class GemmaConfig(GemmaLike):
             },
             windows="types",
             rope="none",
-            only=_ONLY,
+            only=_ONLY | _WRITES,
             fixed={"post_norms": True},
             written=_IDS,
             ignored=("sliding_window_pattern",),
@@ -151,6 +151,12 @@ class GemmaConfig(GemmaLike):
         return super().problems() + not_positive(self, ("attn_softcap",))
 
 
+def _read_bidirectional(read: Any, num_layers: int) -> dict[str, Any]:
+    del num_layers
+    given = read.raw.get("use_bidirectional_attention")
+    return {"bidirectional": given is not None and read.flag("use_bidirectional_attention", False)}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Gemma3Config(GemmaLike):
     """Gemma 3, the text part: normalised queries and keys, and five layers of six local, with frequencies of their own.
@@ -158,6 +164,8 @@ class Gemma3Config(GemmaLike):
     Attributes:
         rope_theta: base of the rotary frequencies of global layers.
         local_rope_theta: that of local layers.
+        bidirectional: every token sees those behind it too, on local layers half a window on each side (EmbeddingGemma,
+            https://arxiv.org/abs/2509.20354).
         rope_scaling: how the frequencies of global layers are stretched.
     """
 
@@ -173,6 +181,9 @@ class Gemma3Config(GemmaLike):
             only=_ONLY,
             written=_IDS,
             ignored=("attn_logit_softcapping",),  # transformers never reads it
+            keys=("use_bidirectional_attention",),
+            read=_read_bidirectional,
+            write=lambda config: {"use_bidirectional_attention": config.bidirectional},
         )
     }
 
@@ -180,6 +191,7 @@ class Gemma3Config(GemmaLike):
     window: int | None = 4096
     attention_pattern: str = "LLLLLG"
     local_rope_theta: float = 10_000.0
+    bidirectional: bool = False
     rope_scaling: RopeScaling | None = None
 
     def problems(self) -> list[str]:
@@ -193,6 +205,12 @@ class Gemma3Config(GemmaLike):
     def attn_softcap(self) -> float | None:
         """The soft cap of attention scores, which the norms of queries and keys replace."""
         return None
+
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """How many keys each layer's queries see, themselves included; of those behind, as many as before."""
+        halved = self.window if self.window is None or not self.bidirectional else self.window // 2 + 1
+        return windows(self.num_layers, halved, self.attention_pattern)
 
     @property
     def layer_ropes(self) -> tuple[Rope | None, ...]:

@@ -52,6 +52,7 @@ class LayerPass:
         window: how many keys a query sees; None is all. Where there are a `few`, which of them.
         few: the windows that layers have, where attention takes them as numbers alone.
         pairs: whether neighbouring dimensions of a head turn together, in place of those of its halves.
+        causal: whether no token sees those behind it.
         ops: how attention, MLP and experts run.
         positions: of every token; None counts from 0.
         past: what was read before, and `place` where in it this layer stands.
@@ -64,6 +65,7 @@ class LayerPass:
     window: Int[Array, ""] | int | None = None
     few: tuple[int | None, ...] = ()
     pairs: bool = False
+    causal: bool = True
     ops: Ops = PLAIN
     positions: Integer[Array, "#B S"] | None = None
     past: Any = None
@@ -94,6 +96,7 @@ class LayerPass:
         """Return what queries attend to, among these keys and those that were read before; and the pool."""
         how: dict[str, Any] = {"scale": scale, "cap": cap}
         how |= {} if sinks is None else {"sinks": sinks}
+        how |= {} if self.causal else {"causal": False}
         if self.few:
             calls = [functools.partial(self.ops.attention, window=window, **how) for window in self.few]
             return calls[0](q, k, v) if self.window is None else jax.lax.switch(self.window, calls, q, k, v), None
@@ -164,6 +167,11 @@ class PerLayer(eqx.Module):
 def layer_passes(config: Config, asked: ForwardPass, seq: int) -> tuple[PerLayer, Callable[..., LayerPass]]:
     """Return what differs between layers, and what makes of one layer's part of it what its block is told."""
     ops, past, positions = asked.ops or PLAIN, asked.past, positions_of(asked)
+    if past is not None and config.bidirectional:
+        raise ValueError(
+            f"cannot go on with a text: every token of this {type(config).__name__} sees those behind it "
+            "(bidirectional=True), so it only reads whole texts. Use zoo.Embedder, or a model that writes."
+        )
     length, places = (seq, None) if past is None else (past.length, past.places)
     if asked.segments is not None and positions is not None:
         ops, length = packing.within(ops, asked.segments), positions.max() + 1
@@ -180,7 +188,8 @@ def layer_passes(config: Config, asked: ForwardPass, seq: int) -> tuple[PerLayer
         place=places,
     )
     frequency = waves[config.layer_ropes[0]]
-    common = LayerPass(frequency=frequency, few=few, pairs=config.rotary_pairs, ops=ops, positions=positions, past=past)
+    how: dict[str, Any] = {"pairs": config.rotary_pairs, "causal": not config.bidirectional}
+    common = LayerPass(frequency=frequency, few=few, ops=ops, positions=positions, past=past, **how)
 
     def told(layer: PerLayer, pool: Any = None) -> LayerPass:
         frequency = common.frequency if layer.frequency is None else layer.frequency

@@ -108,6 +108,7 @@ def attention(
     q_segments: Integer[Array, "B S"] | None = None,
     k_segments: Integer[Array, "B T"] | None = None,
     sinks: Float[Array, " N"] | None = None,
+    causal: bool = True,
 ) -> Float[Array, "B S N H"]:
     """Return causal attention in which query head n reads kv head `n // (N/K)`. Memory is O(B N S T).
 
@@ -127,6 +128,7 @@ def attention(
         k_segments: the number of each key's document.
         sinks: a score for each head of what is no key, and takes its share of the softmax
             (https://arxiv.org/abs/2309.17453).
+        causal: no query sees keys behind it; without, a window reaches as far behind a query as before it.
     """
     k, v = beside(q, k), beside(q, v)
     batch, seq, heads, size = q.shape
@@ -135,7 +137,7 @@ def attention(
     wide = accumulator(q.dtype)
     scores_BKGST = einsum("bskgh,btkh->bkgst", q_BSKGH, k, wide)
     scores_BKGST = softcap(scores_BKGST * scale, cap)
-    visible = _visible(seq, k.shape[1], window, q_positions, k_positions)
+    visible = _visible(seq, k.shape[1], window, q_positions, k_positions, causal)
     if q_segments is not None and k_segments is not None:
         k_segments = uncut(k_segments, 1)
         visible = visible & (q_segments[:, None, None, :, None] == k_segments[:, None, None, None, :])
@@ -164,11 +166,12 @@ def beside(q: Float[Array, "B S N H"], kv: Float[Array, "B T K H"]) -> Float[Arr
     return place(spread, PartitionSpec(*partitions(kv)[:2], heads))
 
 
-def _visible(queries, keys, window, q_positions, k_positions):
+def _visible(queries, keys, window, q_positions, k_positions, causal):
     """Return which key each query sees: `[S, T]`, or `[B, 1, 1, S, T]` where positions differ between sequences."""
     q_positions = jnp.arange(queries) if q_positions is None else q_positions[:, None, None]
     k_positions = jnp.arange(keys) if k_positions is None else k_positions[:, None, None]
     distance = q_positions[..., :, None] - k_positions[..., None, :]
+    distance = distance if causal else jnp.abs(distance)
     visible = distance >= 0
     return visible if window is None else visible & (distance < window)
 
