@@ -37,6 +37,7 @@ class Dialect:
         theta: the default base of rotary embedding.
         theta_key: what it is called outside of `rope_parameters`.
         rope_names: other names of ways to stretch.
+        rope_default: how they are stretched where the file does not say.
         partial: the key, and its default, of the share of a head that turns (`rotary_fraction`); None is all of it.
         only: keys that may hold nothing but these values; the first is what is written.
         harmless: keys of some checkpoints that mean nothing at these values, and are not written; see `HARMLESS`.
@@ -63,6 +64,7 @@ class Dialect:
     theta: float = 10000.0
     theta_key: str = "rope_theta"
     rope_names: Mapping[str, str] = field(default_factory=dict)
+    rope_default: Mapping[str, Any] = field(default_factory=dict)
     partial: tuple[str, float] | None = None
     only: Mapping[str, tuple] = field(default_factory=dict)
     harmless: Mapping[str, tuple] = field(default_factory=dict)

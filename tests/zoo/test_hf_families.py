@@ -187,6 +187,20 @@ def test_what_transformers_makes_of_a_file_and_writes_again_is_read_alike(case):
         assert from_hf(raw) == from_hf(CASES[case])
 
 
+def test_gpt_oss_is_stretched_where_its_file_does_not_say():
+    """As transformers takes it; a file that says that nothing is stretched is believed, and written so."""
+    raw = {key: value for key, value in CASES["gpt_oss"].items() if key != "rope_scaling"}
+    config = from_hf(raw)
+    assert config == from_hf(raw | {"rope_scaling": None})
+    assert (config.rope_scaling.kind, config.rope_scaling.factor, config.rope_scaling.truncate) == ("yarn", 32, False)
+    plain = from_hf(raw | {"rope_scaling": {"rope_type": "default"}})
+    assert plain.rope_scaling is None and from_hf(to_hf(plain, "float32")) == plain
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoConfig.for_model(**raw).to_dict()
+    assert from_hf(theirs) == config
+    assert transformers.AutoConfig.for_model(**to_hf(plain, "float32")).rope_parameters["rope_type"] == "default"
+
+
 def test_absent_keys_take_what_transformers_takes():
     transformers = pytest.importorskip("transformers")
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")

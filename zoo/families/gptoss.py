@@ -23,6 +23,14 @@ _ROWS = (
     Row("layers.down", _EXPERTS + "down_proj", "E F D -> E F D", "F"),
     Row("layers.down_bias", _EXPERTS + "down_proj_bias", "E D -> E D"),
 )
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +58,7 @@ class GptOssConfig(MixtureLike, LlamaLike):
             windows="types",
             window=128,
             theta=150_000.0,
+            rope_default=_YARN,
             only=SILU,
             ignored=("initial_context_length", "experts_per_token"),
         )

@@ -64,7 +64,7 @@ def read(raw: dict[str, Any], dialect: Dialect, length: int, problems: list[str]
     if dialect.rope == "global":
         return _read_by_type(raw, dialect.theta, length, problems)
     key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
-    rope = raw.get(key) or {}
+    rope = raw.get(key) or dict(dialect.rope_default)
     theta = rope.get("rope_theta", raw.get(dialect.theta_key, dialect.theta))
     fields: dict[str, Any] = {"rope_theta": _number(theta, problems)}
     if dialect.partial is not None:
@@ -195,8 +195,9 @@ def write(config: Any, dialect: Dialect) -> dict[str, Any]:
     if dialect.rope == "global":
         raw[_LOCAL] = config.local_rope_theta
     if dialect.rope != "none":
-        rope = raw["rope_scaling"] = _written(config.rope_scaling)
-        if rope is not None and config.rope_scaling.kind is RopeKind.longrope:
+        plain = {"rope_type": "default"} if dialect.rope_default else None
+        rope = raw["rope_scaling"] = _written(config.rope_scaling) or plain
+        if rope is not None and rope.get("rope_type") == RopeKind.longrope:
             _shortened(rope, config, dialect)
         if config.rope_scaling is not None and config.rope_scaling.kind is RopeKind.dynamic:
             raw["max_position_embeddings"] = config.rope_scaling.original_length

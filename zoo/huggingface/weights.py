@@ -259,7 +259,9 @@ def _load_leaf(
 def _memory(leaf: jax.Array) -> np.ndarray:
     """Return the memory of an array on the host that nobody has read yet, to be filled before anybody does.
 
-    Programs that fill it would each be compiled, which takes longer than reading a gigabyte.
+    Programs that fill it would each be compiled, which takes longer than reading a gigabyte. An array that JAX shares
+    with NumPy instead (by `dlpack`, or `device_put` with `may_alias`) is read as fast, but its memory is not JAX's to
+    give away: a step that is given such a model holds it twice.
     """
     raw = (ctypes.c_uint8 * leaf.nbytes).from_address(leaf.unsafe_buffer_pointer())
     return np.ctypeslib.as_array(raw).view(leaf.dtype).reshape(leaf.shape)
