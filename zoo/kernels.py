@@ -144,10 +144,10 @@ def choose(asked: Asked) -> tuple[str, str]:
 def tiled(n: int | None) -> Attention:
     """Return `attention` with its queries cut into `n` tiles; keys are whole. Memory is O(B N S T / n)."""
 
-    def run(q, k, v, *, scale, cap=None, window=None, q_segments=None, k_segments=None, sinks=None):
+    def run(q, k, v, *, scale, cap=None, window=None, q_segments=None, k_segments=None, sinks=None, causal=True):
         def plain(q, q_segments, k, v, window, k_segments, sinks):
             segments = {"q_segments": q_segments, "k_segments": k_segments}
-            return attention(q, k, v, scale=scale, cap=cap, window=window, sinks=sinks, **segments)
+            return attention(q, k, v, scale=scale, cap=cap, window=window, sinks=sinks, causal=causal, **segments)
 
         return tile(plain, axis=(1, 1, *(None,) * 5), n=n)(q, q_segments, k, v, window, k_segments, sinks)
 
@@ -167,6 +167,7 @@ def cudnn_attention(
     q_segments: Integer[Array, "B S"] | None = None,
     k_segments: Integer[Array, "B S"] | None = None,
     sinks: Float[Array, " N"] | None = None,
+    causal: bool = True,
     implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> Float[Array, "B S N H"]:
     """Return `attention` by cuDNN's flash attention, on the share of batch and heads that each device has.
@@ -180,11 +181,11 @@ def cudnn_attention(
         ValueError: the kernel does not do what is asked.
     """
     window = _checked("cudnn", q, window, q_positions, k_positions, cap=cap, q_segments=q_segments, sinks=sinks)
-    kept = None if window is None else (window - 1, 0)
+    kept = None if window is None else _reach(window, causal)
 
     def run(q, k, v):
         return jax.nn.dot_product_attention(
-            q, k, v, scale=scale, is_causal=True, local_window_size=kept, implementation=implementation
+            q, k, v, scale=scale, is_causal=causal, local_window_size=kept, implementation=implementation
         )
 
     return _on_each_device(run, q, beside(q, k), beside(q, v))
@@ -203,6 +204,7 @@ def splash_attention(
     q_segments: Integer[Array, "B S"] | None = None,
     k_segments: Integer[Array, "B S"] | None = None,
     sinks: Float[Array, " N"] | None = None,
+    causal: bool = True,
     interpret: bool = False,
 ) -> Float[Array, "B S N H"]:
     """Return `attention` by the splash attention kernel of TPUs, on the share of batch and heads that each device has.
@@ -226,7 +228,10 @@ def splash_attention(
     if block is None:
         raise ValueError(f"splash attention takes sequences of a multiple of {LANES} tokens, and these have {length}.")
     shape = (length, length)
-    mask = splash.CausalMask(shape) if window is None else splash.LocalMask(shape, (window - 1, 0), 0)
+    if window is None:
+        mask = splash.CausalMask(shape) if causal else splash.FullMask(shape)
+    else:
+        mask = splash.LocalMask(shape, _reach(window, causal), 0)
     blocks = splash.splash_attention_kernel.BlockSizes(
         block_q=block,
         block_kv=block,
@@ -279,6 +284,11 @@ def _checked(name, q, window, q_positions, k_positions, **missing) -> int | None
     if given := [word for word, value in missing.items() if value is not None]:
         raise ValueError(f"{name} attention has no {', '.join(given)}, and the model asks for it: use plain attention.")
     return None if window is None or window >= q.shape[1] else window
+
+
+def _reach(window: int, causal: bool) -> tuple[int, int]:
+    """Return how many keys before and behind its own a query sees."""
+    return window - 1, 0 if causal else window - 1
 
 
 def _on_each_device(run, q, *rest):

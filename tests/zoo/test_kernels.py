@@ -30,14 +30,24 @@ CASES = {
     "window": {"window": 70},
     "window of all": {"window": S},
     "one key": {"window": 1},
+    "both ways": {"causal": False},
+    "window, both ways": {"window": 70, "causal": False},
 }
 ROWS = [
     pytest.param(kernel, case, marks=[] if (kernel, case) in LIGHT else [pytest.mark.heavy])
-    for LIGHT in [{("splash", "window, cap, documents"), ("splash", "sinks"), ("cudnn", "window"), ("tiled", "all")}]
+    for LIGHT in [
+        {
+            ("splash", "window, both ways"),
+            ("splash", "window, cap, documents"),
+            ("splash", "sinks"),
+            ("cudnn", "window"),
+            ("tiled", "all"),
+        }
+    ]
     for kernel, cases in {
         "splash": CASES,
         "tiled": CASES,
-        "cudnn": ("all", "window", "window of all", "one key"),
+        "cudnn": ("all", "window", "window of all", "one key", "both ways", "window, both ways"),
     }.items()
     for case in cases
 ]

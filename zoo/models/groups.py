@@ -10,6 +10,7 @@ import jax
 from jaxtyping import Array, Float
 
 from zoo.models.layers import Ops
+from zoo.quantised import Quantised
 
 Projected = tuple[Float[Array, "B S N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]
 Project = Callable[[Float[Array, "B S D"], dict[str, Any]], Projected]
@@ -40,6 +41,8 @@ def attend(
         sinks: of every query head.
         apart: whether the heads of a group can be made without the others; if not, those of all are made at once.
     """
+    packed = lambda leaf: isinstance(leaf, Quantised)  # several numbers in a byte: not cut by heads
+    apart = apart and not any(map(packed, jax.tree.leaves(weights, is_leaf=packed)))
     project = ops.tokens(project, (1, None))
     q, k, v = project(x, weights)
     groups, each = k.shape[2], q.shape[2] // k.shape[2]
