@@ -8,9 +8,9 @@ import numpy as np
 import optax
 import pytest
 
-from experiments.step import tiling
 from tests.zoo.hf_tiny import FAST, loaded
 from zoo import Ops
+from zoo.kernels import tiled
 from zoo.models import packing
 
 LENGTHS = ((5, 1, 8), (11, 3), (14,))  # of the documents of each row; the last of 14 places are padding
@@ -76,8 +76,7 @@ def test_without_segments_documents_do_see_each_other():
 
 
 def test_tiled_attention_keeps_to_documents():
-    attention = functools.partial(tiling._tiled_attention, 3)
-    for a, b in zip(together(loaded("gemma3"), Ops(attention=attention)), alone(loaded("gemma3")), strict=True):
+    for a, b in zip(together(loaded("gemma3"), Ops(attention=tiled(3))), alone(loaded("gemma3")), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
