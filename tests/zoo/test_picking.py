@@ -131,6 +131,27 @@ def test_scores_are_those_of_the_logits():
     np.testing.assert_array_equal(answer.scores.rank[11:], (logs > picked[:, None]).sum(-1)[11:])
 
 
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_an_embedding_that_was_interrupted_is_the_same(pooling):
+    """Its pages are taken, and what it had read is read again."""
+    ids = np.random.default_rng(5).integers(3, 97, 38).tolist()
+    engine = engine_of("gemma2_gqa", share=False)
+    alone = engine.embed(ids, pooling=pooling)
+    engine.run()
+    late = engine.embed(ids, pooling=pooling)
+    for _ in range(4):
+        engine.step()
+    assert late.finish is None and late.summed > 0
+    engine.scheduler._stop(late.text)
+    engine.scheduler._wait(late.text)
+    engine.run()
+    assert bits(late) == bits(alone)
+    hidden = np.asarray(loaded("gemma2_gqa").hidden(jnp.asarray([ids])))[0]
+    np.testing.assert_allclose(late.embedding, hidden.mean(0) if pooling == "mean" else hidden[-1], atol=2e-5)
+    with pytest.raises(ValueError, match="cannot embed with pooling=max"):
+        engine.embed(ids, pooling="max")
+
+
 def test_the_likeliest_ids_are_told_where_they_are_asked_for():
     engine = engine_of("gemma2_gqa")
     asked, plain = (engine.submit([5, 6, 7], max_tokens=3, top=top)[0] for top in (4, 0))
