@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import statistics
 import tempfile
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +33,7 @@ SLICES = [1, 4, 16, 64]
 SIZES = (1024, 256, 8192)  # of the errors: tokens, embed, vocab
 PICTURES = Path(__file__).parents[3] / ".github"
 BLUE, RED, GREY = "#1f5f99", "#b0413e", "0.62"
-WHOLE = {"JAX, untiled": "JAX, untiled", "PyTorch, eager": "PyTorch, eager"}  # what is drawn as such
+WHOLE = {"JAX, untiled": "-", "PyTorch, eager": "--"}  # what is not sliced, and how it is drawn
 
 
 Point = tuple[tuple[int, int, int], int]  # (tokens, embed, vocab), slices
@@ -96,55 +98,63 @@ def _finish(figure: Any, axes: Any, title: str, path: Path) -> None:
 def draw_memory(figures: dict[str, Any], path: Path) -> None:
     """Draw memory against tokens on logarithmic axes: `tile`, what is untiled, and all others in grey."""
     figure, axes = _pyplot().subplots(figsize=(7.2, 4.2), layout="constrained")
+    words = {"textcoords": "offset points", "va": "center", "annotation_clip": False}
     for name, sizes in figures["bytes"].items():
         at = [(n, size / 2**20) for n, size in zip(figures["tokens"], sizes, strict=True) if size]
         color = BLUE if name.startswith("tile") else RED if name in WHOLE else GREY
-        dashed = "--" if name == "PyTorch, eager" else "-"
         shown = name in ("tile", "tile, lowmem", *WHOLE)
-        style = {"color": color, "lw": 2.6 if shown else 1, "zorder": 3 if shown else 1, "ls": dashed}
-        axes.plot(*zip(*at, strict=True), marker="o" if shown else None, markersize=5, **style)
+        style = {"color": color, "lw": 2.6 if shown else 1, "zorder": 3 if shown else 1}
+        axes.plot(*zip(*at, strict=True), marker="o" if shown else None, ls=WHOLE.get(name, "-"), **style)
         if shown:
-            below = name in ("tile", "JAX, untiled")
-            words = {"ha": "right", "va": "top" if below else "bottom", "color": color, "weight": "bold"}
-            axes.annotate(name, at[-1], (4, -8 if below else 7), textcoords="offset points", **words)
-    others = len(figures["bytes"]) - 5
-    axes.annotate(f"{others} other ways", (figures["tokens"][0], 500), color="0.4", ha="left")
+            axes.annotate(
+                name,
+                at[-1],
+                (9, {"PyTorch, eager": 6, "JAX, untiled": -6}.get(name, 0)),
+                color=color,
+                weight="bold",
+                **words,
+            )
+    others = len(figures["bytes"]) - len(WHOLE) - 3
+    axes.annotate(f"{others} other ways", (figures["tokens"][-1], 330), (9, 0), color="0.35", **words)
     axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="MiB")
-    axes.set_xticks(figures["tokens"], [f"{n:,}" for n in figures["tokens"]], minor=False)
-    axes.set_xticks([], minor=True)
-    axes.set_yticks([1, 10, 100, 1000], ["1", "10", "100", "1,000"])
-    _finish(figure, axes, f"Memory of cross-entropy and its gradients ({figures['vocab']:,} words)", path)
+    _ticks(axes.xaxis, figures["tokens"])
+    _ticks(axes.yaxis, [1, 10, 100, 1000])
+    _finish(figure, axes, f"Memory of cross-entropy and its gradients, {figures['vocab']:,} words", path)
 
 
 def draw_errors(figures: dict[str, Any], path: Path) -> None:
     """Draw the error of the weights' gradient against the number of slices."""
     figure, axes = _pyplot().subplots(figsize=(7.2, 4.2), layout="constrained")
-    ends = []
+    last: dict[float, list[tuple[float, str]]] = {}
     for name, values in figures["errors"].items():
-        at = [(n, value) for n, value in zip(figures["slices"], values, strict=True) if value]
+        percent = [value and 100 * value for value in values]
         ours = name.startswith("tile")
         axes.plot(
-            *zip(*at, strict=True), color=BLUE if ours else GREY, lw=2.6 if ours else 1.2, zorder=3 if ours else 1
+            figures["slices"], percent, color=BLUE if ours else GREY, lw=3 if ours else 1.2, zorder=3 if ours else 1
         )
-        ends.append((at[-1][1], name, ours))
-    groups: list[list[Any]] = []
-    for one in sorted(ends):  # names of lines that end together stand in one line
-        close = groups and one[0] < groups[-1][0][0] * 1.12
-        groups[-1].append(one) if close else groups.append([one])
-    for group in groups:
-        names = [name for _, name, _ in group]
-        ours = all(is_ours for *_, is_ours in group)
-        text = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-        if any(is_ours for *_, is_ours in group):
-            text = "tile" + (f" and {sum(not o for *_, o in group)} more" if not ours else "")
-        words = {"va": "center", "ha": "left", "fontsize": 10, "color": BLUE if "tile" in text else "0.35"}
-        axes.annotate(text, (figures["slices"][-1], group[0][0]), (8, 0), textcoords="offset points", **words)
-    axes.set(xscale="log", yscale="log", xlabel="slices", ylabel="relative error of the weights' gradient")
-    axes.set_xticks(figures["slices"], [str(n) for n in figures["slices"]])
-    axes.set_xticks([], minor=True)
-    axes.margins(x=0.28)
-    axes.set_xlim(left=figures["slices"][0] * 0.85)
-    _finish(figure, axes, "Error against float64, computed in bfloat16", path)
+        last.setdefault(round(percent[-1], 1), []).append((percent[-1], name.partition(",")[0] if ours else name))
+    for ends in last.values():
+        names = list(dict.fromkeys(name for _, name in ends))
+        height, ours = statistics.mean(end for end, _ in ends), "tile" in names
+        text = "\n".join(textwrap.wrap(", ".join(names), 30))
+        color = BLUE if ours else "0.3"
+        axes.annotate(
+            text,
+            (figures["slices"][-1], height),
+            (9, 0),
+            textcoords="offset points",
+            va="center",
+            color=color,
+            fontsize=10,
+        )
+    axes.set(xscale="log", ylim=(0, 0.55), xlabel="slices", ylabel="%")
+    _ticks(axes.xaxis, figures["slices"])
+    _finish(figure, axes, "Relative error of the weights' gradient in bfloat16", path)
+
+
+def _ticks(axis: Any, values: Sequence[int]) -> None:
+    axis.set_ticks(values, [f"{n:,}" for n in values])
+    axis.set_ticks([], minor=True)
 
 
 def draw_losses(figures: dict[str, Any], path: Path) -> None:
