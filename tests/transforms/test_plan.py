@@ -1,11 +1,13 @@
 """A plan says what a call does, before and without running it."""
 
+import gc
+
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 
-from transforms import tile
+from transforms import TileError, tile
 from transforms.tiling.ir.placement import Partial, Tiled
 from transforms.tiling.report.table import WIDTH, short
 
@@ -132,3 +134,23 @@ def test_a_notebook_shows_the_table():
     assert repr(plan) == str(plan) and "temporary memory" in repr(plan)
     assert plan._repr_html_().startswith("<pre>2048 steps in 8 tiles of 256")
     assert "<lambda>" not in tile(lambda h, w, y: loss(h, w, y), (0, None, 0), 8).plan(*SHAPES)._repr_html_()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_planning_leaves_the_garbage_collector_as_it_was(enabled):
+    """It is paused meanwhile, where the call is refused too."""
+    seen = []
+
+    def watched(h):
+        seen.append(gc.isenabled())
+        return jnp.tanh(h).sum()
+
+    (gc.enable if enabled else gc.disable)()
+    try:
+        tile(watched, 0, 2).plan(S((8, 4), jnp.float32))
+        assert gc.isenabled() == enabled and seen
+        with pytest.raises(TileError):
+            tile(lambda h: jnp.sort(h, 0), 0, 2, gather="none").plan(S((8, 4), jnp.float32))
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()
