@@ -181,5 +181,7 @@ IGNORED = frozenset(
     max_seq_len seq_length _flash_attn_2_enabled use_flash_attention use_flash_attn use_flash_attention_2
     gradient_checkpointing bos_token eos_token pad_token unk_token_id mask_token_id router_z_loss_coef
     attn_pdrop embd_pdrop resid_pdrop hidden_dropout resid_dropout embd_dropout max_window_layers
+    attention_probs_dropout_prob hidden_dropout_prob output_past custom_pipeline custom_pipelines xla_device
+    eos_token_ids tokenizer_model_max_length tokenizer_padding_side
     """.split()
 )

@@ -67,6 +67,22 @@ def test_a_model_of_each_architecture_has_their_shape(name):
     )
 
 
+# Keys that published files have: gpt2-xl, opt-13b, gpt-neox-20b, models made from Pythia or of language and vision.
+MEANINGLESS = [
+    ("gpt2", {"output_past": True}),
+    ("opt", {"output_projection": True}),
+    ("gpt_neox", {"attention_probs_dropout_prob": 0.1, "hidden_dropout_prob": 0.1, "type_vocab_size": 2}),
+    ("gpt_neox", {"custom_pipeline": "h2oai_pipeline.py", "custom_pipelines": {"text-generation": {}}}),
+    ("llama", {"tokenizer_model_max_length": 4096, "tokenizer_padding_side": "right", "xla_device": True}),
+]
+
+
+@pytest.mark.parametrize(("kind", "more"), MEANINGLESS)
+def test_keys_that_mean_nothing_change_nothing(kind, more):
+    raw = OURS[ONE_OF_EACH[kind]]
+    assert from_hf(raw | more) == from_hf(raw)
+
+
 def test_families_that_are_not_here_are_refused_by_name():
     for name, one in REAL.items():
         if name not in OURS:

@@ -77,7 +77,7 @@ class NeoXConfig(GPTLike):
             theta_key="rotary_emb_base",
             partial=("rotary_pct", 0.25),
             harmless={"gpt_j_residual": (False, None)},
-            ignored=("classifier_dropout",),
+            ignored=("classifier_dropout", "type_vocab_size"),
         )
     }
 

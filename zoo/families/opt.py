@@ -60,7 +60,7 @@ class OPTConfig(GPTLike):
             keys=("word_embed_proj_dim",),
             read=lambda read, _: _not_projected(read),
             write=lambda config: {"word_embed_proj_dim": config.embed_dim},
-            ignored=("dropout", "activation_dropout", "layerdrop", "init_std"),
+            ignored=("dropout", "activation_dropout", "layerdrop", "init_std", "output_projection"),
             fixed={"norm_eps": 1e-5},
             written={"pad_token_id": None},  # or transformers takes one, of which gradients are left out
         )
