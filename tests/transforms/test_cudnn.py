@@ -128,6 +128,7 @@ def test_query_heads_of_one_kv_head_stay_together():
     ("axis", "reason"),
     [
         ((1, None, None), "attends along the cut axis"),
+        ((2, None, None), "reads one kv head for several query heads, some of which are in other tiles"),
         ((3, None, None), "is a kernel that was written for whole arrays"),
     ],
 )

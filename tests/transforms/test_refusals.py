@@ -99,8 +99,11 @@ COMPLETED = {
     "reports it": lambda x: jax.debug.print("{}", x.sum(0)),
     "fills in a value that each tile would add": lambda x: x.sum(0).at[jnp.array([9])].get(mode="fill", fill_value=1),
 }
-# Rules of control flow; those that speak of devices: see test_collective.py; and of kernels: see test_kernel.py.
+# Rules of control flow; those that speak of devices: see test_collective.py; and of kernels: see test_kernel.py and
+# test_cudnn.py.
 ELSEWHERE = {
+    "attends along the cut axis",
+    "reads one kv head for several query heads, some of which are in other tiles",
     "chooses by it",
     "combines it otherwise over the devices",
     "makes several copies of it",

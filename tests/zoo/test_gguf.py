@@ -201,6 +201,7 @@ def test_other_files_are_refused(tmp_path):
 
 def test_transformers_reads_a_file_so_too(tmp_path):
     transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    pytest.importorskip("accelerate")  # which it needs for that
     write(tmp_path / "model.gguf", "llama", drawn("llama"), "Q8_0")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
     ids = np.random.default_rng(0).integers(0, 96, (2, 7))
