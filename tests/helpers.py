@@ -4,6 +4,7 @@ A function is *probed* under one jit: value, aux and the vector-Jacobian product
 inexact array among its arguments. Its forward mode, its batched and its checkpointed forms are probed the same way.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -174,6 +175,7 @@ def assert_tiles(
     may_refuse: bool = False,
     fast: bool = False,
     floor: float = 0.0,
+    oracle: bool = False,
 ) -> bool:
     """Assert that `tile(fn, axis, n, has_aux)` equals `fn` in every mode, for every n.
 
@@ -184,6 +186,7 @@ def assert_tiles(
       may_refuse: whether `TileError` is returned as False; for programs that nobody has seen.
       fast: compile every n with little optimisation, rather than every n but the first.
       floor: a magnitude below which errors are absolute, for gradients that cancel to zero.
+      oracle: compare with `fn` in float64, rounded, in place of `fn` itself.
 
     Returns:
       Whether every call tiled rather than refused.
@@ -193,6 +196,13 @@ def assert_tiles(
     all_tiled = True
     for mode in modes:
         want = evaluate(call, fn, mode, fast=True)
+        if oracle and dtype == jnp.float32:
+            with jax.enable_x64(True):
+                wide = dataclasses.replace(
+                    call, args=as_jax(call.args, jnp.float64), kwargs=as_jax(call.kwargs, jnp.float64)
+                )
+                exact = evaluate(wide, fn, mode, fast=True)
+            want = jtu.tree_map(lambda rounded, value: np.asarray(value).astype(rounded.dtype), want, exact)
         for i, count in enumerate((n,) if isinstance(n, int) else n):
             try:
                 got = evaluate(call, tiled(fn, axis, count, has_aux, closed), mode, fast or i > 0)

@@ -40,7 +40,7 @@ def each(cases: list[Case]) -> pytest.MarkDecorator:
 def check(case: Case, n: int | tuple[int, ...], **options: Any) -> bool:
     args, kwargs = case.draw()
     tolerance = None if case.tolerance == FLOAT32 else case.tolerance
-    call = partial(assert_tiles, kwargs=kwargs, tolerance=tolerance, closed=case.closed)
+    call = partial(assert_tiles, kwargs=kwargs, tolerance=tolerance, closed=case.closed, oracle=case.oracle)
     if case.bitwise:
         options["fast"] = False
         return all([call(case.fn, case.axis, k, args, case.has_aux, **options) for k in np.ravel(n).tolist()])

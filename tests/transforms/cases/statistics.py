@@ -29,7 +29,7 @@ def loss_normalised_over_tokens(w, h, y):
     return jnp.mean(jnp.tanh((nll - nll.mean()) / (nll.std() + 1e-2)) * nll)
 
 
-@case(**TOKENS, head=True, tolerance=1e-4)  # its tangent is what is left of terms that cancel
+@case(**TOKENS, head=True, oracle=True)
 def centred_logits(w, h, y):
     logits = h @ w
     return jnp.mean((logits - logits.mean(0, keepdims=True)) ** 2) / jnp.mean(logits**2)

@@ -44,6 +44,8 @@ class Case:
       refused: why it is refused, in the words of the error; `None` where it tiles and is exact.
       head: the untiled function makes arrays larger than any input or output, and the tiled one must not.
       tolerance: of float32 results, relative to the largest magnitude of each leaf.
+      oracle: compare float32 with the untiled function in float64, not in float32, where its own tangent is what is
+        left of terms that cancel.
       x64: whether the function keeps float64 arguments in float64.
       forward_mode: whether the untiled function has one (`jax.custom_vjp` does not).
       differentiable: whether some gradient is nonzero.
@@ -61,6 +63,7 @@ class Case:
     refused: str | None = None
     head: bool = False
     tolerance: float = 3e-5
+    oracle: bool = False
     x64: bool = True
     forward_mode: bool = True
     differentiable: bool = True
