@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import json
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,28 +51,32 @@ run_tiled = partial(run, tiling="tiling.n=8")
 def by_hand(folder: str, ids: np.ndarray, dtype: str) -> tuple[Any, Any]:
     """What one writes with JAX and optax alone: a scan over layers of a dict of arrays."""
     config, params = _read(folder)
-    state = params, optax.adamw(**ADAMW).init(params)
+    return _trained(params, lambda params, ids: _loss(config, params, ids, dtype), ids)
+
+
+def _trained(params: Any, loss: Callable[[Any, Array], Array], ids: np.ndarray) -> tuple[Any, Any]:
+    """A step of AdamW as one writes it: the executable, and a function of it that takes a step and returns the loss."""
+    optimizer, batch = optax.adamw(**ADAMW), jnp.asarray(ids)
+    state = params, optimizer.init(params)
 
     @partial(jax.jit, donate_argnums=0)
-    def train(state: Any, ids: Array) -> tuple[Any, Array]:
-        loss, gradients = jax.value_and_grad(lambda params: _loss(config, params, ids, dtype))(state[0])
-        updates, moments = optax.adamw(**ADAMW).update(gradients, state[1], state[0])
-        return (optax.apply_updates(state[0], updates), moments), loss
+    def train(state: Any, batch: Array) -> tuple[Any, Array]:
+        value, gradients = jax.value_and_grad(loss)(state[0], batch)
+        updates, moments = optimizer.update(gradients, state[1], state[0])
+        return (optax.apply_updates(state[0], updates), moments), value
 
-    compiled = train.lower(state, jnp.asarray(ids)).compile()
+    compiled = train.lower(state, batch).compile()
 
     def step() -> float:
         nonlocal state
-        state, loss = compiled(state, jnp.asarray(ids))
-        return float(loss)
+        state, value = compiled(state, batch)
+        return float(value)
 
     return compiled, step
 
 
 def _read(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """A Hugging Face folder's config, and its weights: matrices [in, out], those of all layers stacked."""
-    import json
-
     from safetensors.numpy import load_file
 
     config = json.loads((Path(folder) / "config.json").read_text())
@@ -123,8 +129,6 @@ def _loss(config: dict[str, Any], params: dict[str, Any], ids: Array, dtype: str
 
 def levanter(folder: str, ids: np.ndarray, dtype: str) -> tuple[Any, Any]:
     """Its Llama and loss, with the gradients and the update in one program."""
-    import json
-
     hax, eqx = importlib.import_module("haliax"), importlib.import_module("equinox")
     llama, lm = (importlib.import_module(f"levanter.models.{name}") for name in ("llama", "lm_model"))
     told = json.loads((Path(folder) / "config.json").read_text())
@@ -142,9 +146,7 @@ def levanter(folder: str, ids: np.ndarray, dtype: str) -> tuple[Any, Any]:
     }
     made = llama.LlamaLMHeadModel.init(hax.Axis("vocab", told["vocab_size"]), config, key=jax.random.key(0))
     model = importlib.import_module("haliax.state_dict").from_torch_compatible_state_dict(made, weights)
-    optimizer = optax.adamw(**ADAMW)
-    state = eqx.filter(model, eqx.is_inexact_array), optimizer.init(eqx.filter(model, eqx.is_inexact_array))
-    static = eqx.filter(model, eqx.is_inexact_array, inverse=True)
+    params, static = eqx.partition(model, eqx.is_inexact_array)
     row, position = hax.Axis("batch", ids.shape[0]), hax.Axis("position", ids.shape[1])
 
     def loss(params: Any, ids: Array) -> Array:
@@ -157,20 +159,7 @@ def levanter(folder: str, ids: np.ndarray, dtype: str) -> tuple[Any, Any]:
         each = lm.compute_next_token_loss(eqx.combine(cast, static), example, reduction=None)
         return each.array[:, :-1].mean()
 
-    @partial(jax.jit, donate_argnums=0)
-    def train(state: Any, ids: Array) -> tuple[Any, Array]:
-        value, gradients = jax.value_and_grad(loss)(state[0], ids)
-        updates, moments = optimizer.update(gradients, state[1], state[0])
-        return (optax.apply_updates(state[0], updates), moments), value
-
-    compiled = train.lower(state, jnp.asarray(ids)).compile()
-
-    def step() -> float:
-        nonlocal state
-        state, value = compiled(state, jnp.asarray(ids))
-        return float(value)
-
-    return compiled, step
+    return _trained(params, loss, ids)
 
 
 class Runner:
