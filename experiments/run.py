@@ -18,7 +18,7 @@ from experiments import configs  # noqa: E402
 from experiments.command import ended  # noqa: E402
 from experiments.commandline import overrides, schema  # noqa: E402
 from experiments.commandline.console import CommandError  # noqa: E402
-from experiments.commandline.usage import dump, tell  # noqa: E402
+from experiments.commandline.usage import tell  # noqa: E402
 from experiments.runtime import remote  # noqa: E402
 from experiments.runtime.signals import Stop, Stopped  # noqa: E402
 
@@ -47,7 +47,7 @@ def _run(argv: list[str], stop: Stop) -> int:
         words = overrides.resumed([word for word in argv if word != "--cfg"], configs.Run.out, remote.run_folder)
         config, choices = schema.compose(words)
         if "--cfg" in argv:
-            print(dump(config, words), end="")
+            print(overrides.dump(config, words), end="")
             return 0
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's own log: errors only
         stop.ask()
@@ -73,20 +73,20 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str], sto
     from experiments.data.batches import open_source
     from experiments.planning.report import report, say
     from experiments.planning.resolve import checked, resolve
-    from experiments.results import loggers, summary
+    from experiments.results import metrics
     from experiments.results.directory import Directory
     from experiments.runtime import distributed, hardware, meshes
     from experiments.step.weights import with_weights
     from experiments.training import session
-    from experiments.training.errors import Errors
     from experiments.training.loop import train
+    from experiments.training.session import Errors
 
     began, name = time.perf_counter(), choices["model"]
     with contextlib.ExitStack() as held:
         stop = stop or held.enter_context(Stop())
         errors = held.enter_context(Errors())
         stop.ask()  # JAX has been imported meanwhile
-        loggers.check(config.save)
+        metrics.check(config.save)
         here, exact, mirror = remote.here(config)
         asked = with_weights(here, argv)
         errors.directory = directory = Directory.find(asked.out, asked.run, name, mirror)
@@ -112,8 +112,8 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str], sto
             words = overrides.pinned(argv, chosen)
             with session.opened(directory, programs, plan, source, words, argv, began) as opened:
                 model = train(programs, source, opened, stop)
-            saved = summary.save_weights(model, run, opened.path)
-            print(summary.words(opened.path, opened.recorder, opened.known, saved, time.perf_counter() - began))
+            saved = session.save_weights(model, run, opened.path)
+            print(session.words(opened.path, opened.recorder, opened.known, saved, time.perf_counter() - began))
     return errors.status
 
 

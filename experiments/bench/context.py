@@ -19,12 +19,12 @@ from typing import Any
 
 from experiments.bench.made import made_with
 from experiments.commandline import schema
+from experiments.commandline.console import GIB
 from experiments.commandline.overrides import with_overrides
 from experiments.planning import ahead, targets
 from experiments.planning.resolve import checked, resolve
 from experiments.planning.targets import TargetError
 from experiments.runtime import meshes
-from experiments.runtime.numbers import GIB
 from transforms import TileError
 
 FIGURES = Path(__file__).with_suffix(".json")

@@ -15,7 +15,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 import zoo.families
 from experiments import configs
 from experiments.configs.commands import CLASSES
-from experiments.configs.registry import CHOICES, classes
+from experiments.configs.fields import CHOICES, classes
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGED = ROOT / "experiments" / "conf"  # in an installed package; a checkout has it at its top

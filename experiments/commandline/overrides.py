@@ -1,12 +1,14 @@
 """Overrides, the words of a command line: how some replace others, and what a run that goes on takes from its start."""
 
+import dataclasses
 import json
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from experiments import configs
-from experiments.commandline import schema, spelling
+from experiments.commandline import console, schema, spelling
 
 RUN = "run.json"  # in a run's directory and in each checkpoint: its overrides and its configuration
 PINNED = ("steps", "batch_size", "seq_len", "optimizer", "optimizer.learning_rate", "eval.every", "eval.batches")
@@ -98,3 +100,32 @@ def changes(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> li
         elif old != new:
             lines.append(f"{prefix}{key}: {old} -> {new}")
     return lines
+
+
+def plain(value: Any) -> Any:
+    """Return dataclasses and enumerations as the plain values that YAML and JSON hold; the kind of a part is named."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        kind = (
+            {"kind": type(value).__name__}
+            if isinstance(value, configs.Data | configs.Objective | configs.Optimizer | configs.Adapter)
+            else {}
+        )
+        return {
+            **kind,
+            **{
+                field.name: plain(getattr(value, field.name))
+                for field in dataclasses.fields(value)
+                if "beside" not in field.metadata
+            },
+        }
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return value.value if isinstance(value, configs.StrEnum) else value
+
+
+def dump(config: configs.Run, argv: Sequence[str]) -> str:
+    """Return a configuration as YAML, under the command that made it."""
+    import yaml
+
+    command = f"# {console.called('config')} {shlex.join(argv)}".rstrip().replace("\n", "\n# ")
+    return f"{command}\n{yaml.safe_dump(plain(config), sort_keys=False)}"

@@ -18,7 +18,7 @@ from experiments.commandline.options import CONF, GROUPS, by_key, choose
 from experiments.commandline.options import choices as options
 from experiments.commandline.spelling import FREE
 from experiments.configs.commands import CLASSES
-from experiments.configs.registry import CHOICES
+from experiments.configs.fields import CHOICES
 
 FILLS_NULL = (AttributeError, AssertionError)  # what OmegaConf raises on `part.key=value` where the part is null
 RAISED = (ValueError, TypeError, *FILLS_NULL)  # beside its own errors Hydra raises these, at a group=8 or group=[1]

@@ -1,14 +1,12 @@
 """The commands' help, made from the dataclasses; a configuration as YAML. No JAX, and for the help no Hydra either."""
 
 import dataclasses
-import shlex
 import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from experiments import configs
 from experiments.commandline import console, options, spelling
 from experiments.commandline.options import CONF, GROUPS, Option
 from experiments.configs.commands import CLASSES
@@ -151,35 +149,6 @@ def wrapped(words: list[str], indent: int, width: int = 96) -> list[str]:
             line = " " * indent
         line += f"{word} "
     return [*lines, line.rstrip()]
-
-
-def plain(value: Any) -> Any:
-    """Return dataclasses and enumerations as the plain values that YAML and JSON hold; the kind of a part is named."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        kind = (
-            {"kind": type(value).__name__}
-            if isinstance(value, configs.Data | configs.Objective | configs.Optimizer | configs.Adapter)
-            else {}
-        )
-        return {
-            **kind,
-            **{
-                field.name: plain(getattr(value, field.name))
-                for field in dataclasses.fields(value)
-                if "beside" not in field.metadata
-            },
-        }
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    return value.value if isinstance(value, configs.StrEnum) else value
-
-
-def dump(config: configs.Run, argv: Sequence[str]) -> str:
-    """Return a configuration as YAML, under the command that made it."""
-    import yaml
-
-    command = f"# {console.called('config')} {shlex.join(argv)}".rstrip().replace("\n", "\n# ")
-    return f"{command}\n{yaml.safe_dump(plain(config), sort_keys=False)}"
 
 
 if __name__ == "__main__":

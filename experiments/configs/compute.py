@@ -5,8 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.configs.fields import DType, Platform, not_negative, option, positive, refuse
-from experiments.configs.registry import choice
+from experiments.configs.fields import DType, Platform, choice, not_negative, option, positive, refuse
 
 REMAT = {  # those of `transforms.remat`
     "none": "Keep every activation: fastest, most memory.",

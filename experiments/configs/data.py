@@ -5,8 +5,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.configs.fields import not_negative, option, positive, refuse
-from experiments.configs.registry import choice
+from experiments.configs.fields import choice, not_negative, option, positive, refuse
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,13 +1,20 @@
-"""What the fields of every configuration are made of, and how a bad value is refused."""
+"""What every configuration is made of: its fields, how a bad value is refused, and what `GROUP=NAME` stands for.
+
+A class is put into the registry by `@choice`, next to its fields. Files in `conf/GROUP/` add names for values of these
+classes; they are for values alone.
+"""
 
 import dataclasses
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeVar, get_type_hints
 
 from zoo.formats import AS_STORED, Kind
 
 T = TypeVar("T")
+C = TypeVar("C", bound=type)
 LARGEST = 2**31 - 1  # what counts steps, tokens and ids
 
 
@@ -128,3 +135,50 @@ class Schedule(StrEnum):
 
 OnNan = StrEnum("OnNan", ["stop", "skip", "raise"])
 OnNan.__doc__ = "What a run does at a loss or a gradient that is no finite number."
+
+
+@dataclass(frozen=True)
+class Named:
+    """One name of a group.
+
+    Attributes:
+        cls: the frozen dataclass that it makes.
+        about: a line for `--help`.
+        values: what it sets of the fields, beside their defaults.
+    """
+
+    cls: type
+    about: str
+    values: dict[str, Any]
+
+
+CHOICES: dict[str, dict[str, Named]] = {}
+
+
+def choice(group: str, name: str, about: str = "", **values: Any) -> Callable[[C], C]:
+    """Return a decorator that makes `group=name` stand for a dataclass, with some of its fields set.
+
+    Args:
+        group: such as `optimizer`.
+        name: such as `adamw`.
+        about: what `--help` says of it; the class's own first line where it is left out.
+        values: of fields.
+    """
+
+    def register(cls: C) -> C:
+        registered = CHOICES.setdefault(group, {})
+        assert name not in registered, f"{group}={name} is registered twice"
+        registered[name] = Named(cls, about or (cls.__doc__ or "").partition("\n")[0], values)
+        return cls
+
+    return register
+
+
+def classes(group: str) -> dict[str, type]:
+    """Return the different classes of a group, each by the name that it has as it stands."""
+    return {name: one.cls for name, one in CHOICES[group].items() if not one.values}
+
+
+def name_of(group: str, value: Any) -> str:
+    """Return the name of a group that stands for the class of a part."""
+    return next(name for name, cls in classes(group).items() if cls is type(value))

@@ -4,8 +4,7 @@
 from dataclasses import MISSING, dataclass
 from typing import Any, ClassVar
 
-from experiments.configs.fields import Schedule, not_negative, option, positive, refuse, share
-from experiments.configs.registry import choice
+from experiments.configs.fields import Schedule, choice, not_negative, option, positive, refuse, share
 
 
 @choice("adapter", "none", "Train every parameter.")

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from experiments.configs.fields import option, positive, refuse
-from experiments.configs.registry import choice
+from experiments.configs.fields import choice, option, positive, refuse
 
 
 @dataclass(frozen=True, kw_only=True)

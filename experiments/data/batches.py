@@ -7,8 +7,10 @@ read only its own rows of a batch.
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -16,8 +18,7 @@ from experiments import configs
 from experiments.data import conversations, corpus
 from experiments.data.chat import Plain
 from experiments.data.corpus import DataError
-from experiments.data.grain_rows import open_pipeline, parted
-from experiments.data.rows import Batch, Conversations, Pairs, Rows, Windows
+from experiments.data.rows import Batch, Conversations, Pairs, Rows, Windows, open_pipeline, parted
 from experiments.data.tokenizer import open_tokenizer
 from experiments.runtime import manifest, own
 
@@ -262,3 +263,38 @@ def _mix(x: np.ndarray) -> np.ndarray:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
+
+
+T = TypeVar("T")
+
+
+class Prefetch(Generic[T]):
+    """Calls `make(step)` for the steps to come, in their order, and hands the results out.
+
+    Args:
+        make: makes a batch from the number of its step.
+        first: the first step.
+        end: the step after the last.
+        ahead: how many batches are made before they are wanted.
+    """
+
+    def __init__(self, make: Callable[[int], T], first: int, end: int, ahead: int = 2):
+        self._make, self._next, self._end = make, first, end
+        self._thread = ThreadPoolExecutor(1, "data")
+        self._made: deque[Future[T]] = deque()
+        for _ in range(ahead):
+            self._start()
+
+    def take(self) -> T:
+        """Return the next step's batch; what went wrong in making it is raised here."""
+        self._start()
+        return self._made.popleft().result()
+
+    def close(self) -> None:
+        """Make no more."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _start(self) -> None:
+        if self._next < self._end:
+            self._made.append(self._thread.submit(self._make, self._next))
+            self._next += 1

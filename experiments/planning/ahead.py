@@ -9,17 +9,17 @@ from collections.abc import Sequence
 
 import jax
 
+import zoo.accounting
 from experiments import configs
-from experiments.commandline.console import CommandError
+from experiments.commandline.console import CommandError, quantity, size
 from experiments.commandline.overrides import variations
-from experiments.planning import cost, table, targets
+from experiments.planning import cost, report, targets
 from experiments.planning.resolve import checked, resolve
 from experiments.planning.suggest import suggest
 from experiments.planning.targets import TargetError
 from experiments.runtime import meshes
 from experiments.runtime.hardware import Device, HardwareError
 from experiments.runtime.manifest import user_cache
-from experiments.runtime.numbers import size
 from experiments.runtime.remote import fetched
 from experiments.step.build import OutOfMemoryError, Programs
 from experiments.step.weights import with_weights
@@ -38,7 +38,7 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str]) -> 
         print(f"error: {error}", file=sys.stderr)
         return 2
     if resolved.chosen:
-        print(table.choices(resolved.chosen), flush=True)
+        print(report.choices(resolved.chosen), flush=True)
     began = time.perf_counter()
     try:
         found = measure(programs, device)
@@ -52,7 +52,7 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str]) -> 
     except (TileError, ValueError) as error:
         print(f"\nerror: {error}", file=sys.stderr)
         return 1
-    print(table.render_described(choices["model"], resolved, found, device))
+    print(_table(choices["model"], resolved, found, device))
     print(f"  compiled in {time.perf_counter() - began:.1f} s")
     return 0
 
@@ -68,3 +68,52 @@ def measure(programs: Programs, device: Device) -> cost.Traffic:
     if found.peak > device.memory:  # XLA lets GPUs run out of memory when they run
         raise OutOfMemoryError(f"  its step takes {size(found.peak)}, and a device has {size(device.memory)}")
     return found
+
+
+def _table(name: str, config: configs.Resolved, traffic: cost.Traffic, device: Device) -> str:
+    """Return the whole table of a run on described devices as text."""
+    cut = f"tiling.n={config.tiling.n}, remat {config.remat.policy}, attention {config.attention}"
+    notes = [f"  note: {note}." for note in meshes.notes(config.mesh, config.model.config.dims)]
+    state = [f"{config.hardware.param_dtype}, computed in {config.hardware.compute_dtype}"]
+    lines = [
+        f"── {name} for {device.name} ".ljust(report.WIDTH, "─"),
+        f"  {'mesh':<18} {f'{config.mesh.devices} devices':>14}   {meshes.describe(config.mesh)}",
+        f"  {'parameters':<18} {zoo.accounting.count_params(config.model.config):>14,}   {state[0]}",
+        f"  {'tokens per step':<18} {config.tokens_per_step:>14,}   {config.batch_size} x {config.seq_len:,}, "
+        f"{config.tokens_per_step // config.mesh.devices:,} of each device",
+        "",
+        "  each device",
+        f"    {'state and batch':<16} {size(traffic.arguments):>14}",
+        f"    {'temporary':<16} {size(traffic.peak - traffic.arguments):>14}   {cut}",
+        f"    {'peak':<16} {size(traffic.peak):>14}   of {size(device.memory)}",
+    ]
+    if traffic.host:
+        every = f"{size(traffic.host * config.mesh.devices)} for all devices"
+        lines.append(f"    {'in host memory':<16} {size(traffic.host):>14}   {every}")
+    return "\n".join(
+        [
+            *lines,
+            *_work(config, traffic),
+            *notes,
+            "─" * report.WIDTH,
+        ]
+    )
+
+
+def _work(config: configs.Resolved, traffic: cost.Traffic) -> list[str]:
+    """Return the lines about FLOPs and what devices exchange."""
+    useful = zoo.accounting.train_flops(config.model.config, config.batch_size, config.seq_len) / config.mesh.devices
+    lines = []
+    if traffic.flops is not None:
+        note = f"{traffic.flops / useful:.2f} x those of the mathematics"
+        lines.append(f"    {'matrix products':<16} {quantity(traffic.flops, 'FLOP'):>14}   {note}")
+    if traffic.collectives is None:
+        return [*lines, "    what devices exchange cannot be told: a loop has no known number of turns"]
+    lines += ["", f"  {'each device sends':<18} {'bytes':>14}   {'times':>7}   {'in loops':>12}"]
+    for kind in sorted({one.kind for one in traffic.collectives}):
+        found = [one for one in traffic.collectives if one.kind == kind]
+        total = sum(one.bytes * one.times for one in found)
+        looped = sum(one.bytes * one.times for one in found if one.looped)
+        times = sum(one.times for one in found)
+        lines.append(f"    {kind:<16} {size(total):>14}   {times:>7,}   {size(looped):>12}")
+    return lines if traffic.collectives else [*lines, f"    {'nothing':<16}"]

@@ -13,9 +13,9 @@ import jax
 
 import zoo.accounting
 from experiments import configs
+from experiments.commandline.console import GIB
 from experiments.planning import hlo
 from experiments.runtime.hardware import Device
-from experiments.runtime.numbers import GIB
 from experiments.step.build import OutOfMemoryError, Programs
 
 AT_SCALE = 8192  # tokens: where tiling the head of a large vocabulary pays

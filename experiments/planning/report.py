@@ -1,16 +1,25 @@
-"""Says what a run will cost before anything is allocated, and refuses one that does not fit, with what would."""
+"""Says what a run will cost before anything is allocated, and refuses one that does not fit, with what would.
 
+The tables printed before the first step: what the run is, what it takes, and whether that fits.
+"""
+
+import shutil
+import sys
 import textwrap
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import zoo.accounting
 from experiments import configs
-from experiments.planning import cost, table
-from experiments.planning.cost import Plan
+from experiments.commandline.console import GIB, quantity, size
+from experiments.configs.fields import name_of
+from experiments.planning import cost
+from experiments.planning.cost import Memory, Plan
 from experiments.planning.suggest import Asked, largest_model, suggest
+from experiments.runtime import meshes
 from experiments.runtime.hardware import Device
-from experiments.runtime.numbers import GIB, size
+from experiments.step import tiling
 from experiments.step.build import OutOfMemoryError, Programs
 
 
@@ -45,7 +54,7 @@ def report(programs: Programs, model: str, asked: Asked, device: Device, ask: Ca
         except OutOfMemoryError as error:
             need = f"the compiler says\n{error}\n"
         else:
-            print(table.render(model, config, plan, device))
+            print(render(model, config, plan, device))
             print(f"  compiled in {time.perf_counter() - began:.1f} s", flush=True)
             if plan.fits:
                 return plan
@@ -58,9 +67,9 @@ def report(programs: Programs, model: str, asked: Asked, device: Device, ask: Ca
 def say(text: str | None, chosen: Mapping[str, configs.Choice]) -> None:
     """Print what the ids that are read stand for, where that is known, and what was chosen for the user."""
     if text is not None:
-        print("\n".join(textwrap.wrap(f"text: {text}", table.width(), **table.INDENT)), flush=True)
+        print("\n".join(textwrap.wrap(f"text: {text}", width(), **INDENT)), flush=True)
     if chosen:
-        print(table.choices(chosen), flush=True)
+        print(choices(chosen), flush=True)
 
 
 def _remedy(config: configs.Resolved, asked: Asked, device: Device, free: int, ask: Callable[[], None]) -> str:
@@ -72,3 +81,159 @@ def _remedy(config: configs.Resolved, asked: Asked, device: Device, free: int, a
         return f"This fits ({size(total)}): {' '.join(changes)}"
     smaller = largest_model(lambda params: 2 * 2 * params * 1.3 < free - kept)
     return "Nothing that leaves the model as it is was found to fit." + (f" Try model={smaller}." if smaller else "")
+
+
+INDENT: Any = {"initial_indent": "  ", "subsequent_indent": " " * 8}
+WIDTH = 80  # at most: a narrower terminal has narrower tables
+
+
+def width() -> int:
+    """Return how wide a table may be."""
+    return min(WIDTH, shutil.get_terminal_size().columns) if sys.stdout.isatty() else WIDTH
+
+
+def render(name: str, config: configs.Resolved, plan: Plan, device: Device) -> str:
+    """Return the whole table as text."""
+    hardware = config.hardware
+    rows = [
+        ("parameters", f"{plan.params:,}", f"{hardware.param_dtype}, computed in {hardware.compute_dtype}"),
+        ("tokens per step", f"{config.tokens_per_step:,}", f"{config.batch_size} x {config.seq_len:,}"),
+        ("FLOPs per step", quantity(plan.flops, "FLOP"), f"times {config.steps:,} steps"),
+        (
+            "optimizer",
+            name_of("optimizer", config.optimizer),
+            f"learning rate {config.optimizer.learning_rate:g}, {config.optimizer.schedule}",
+        ),
+    ]
+    if config.mesh.devices > 1:
+        rows.append(("mesh", f"{config.mesh.devices} devices", meshes.describe(config.mesh)))
+    lines = [_rule(f"{name} on {device.name}")]
+    rows += [("tiled" * (i == 0), part, how) for i, (part, how) in enumerate(tiling.describe(config))]
+    for label, value, note in rows:
+        lines += _row(f"  {label:<16} {value:>15}", note)
+    return "\n".join([*lines, "", *_memory(config, plan), _rule()])
+
+
+def _memory(config: configs.Resolved, plan: Plan) -> list[str]:
+    heads = [_name(config)] if plan.untiled is None else [_name(config), "untiled"]
+    columns: list[Memory] = [plan.memory] if plan.untiled is None else [plan.memory, plan.untiled]
+    title = "memory" if config.mesh.devices == 1 else "memory of each"
+    cell = 15 if width() >= 50 else 10
+    lines = [f"  {title:<16} " + "".join(f"{head:>{cell}}" for head in heads)]
+    notes = {"head": _head(config, plan), "activations": f"and the rest; remat {config.remat.policy}"}
+    for part in plan.memory.parts:
+        cells = "".join(f"{size(getattr(column, part)):>{cell}}" for column in columns)
+        lines += _row(f"    {part:<14} {cells}", notes.get(part, ""))
+    lines.append(f"    {'compiled step':<14} " + "".join(f"{size(column.total):>{cell}}" for column in columns))
+    verdict = "fits" if plan.fits else "DOES NOT FIT"
+    lines += _row(
+        f"    {'available':<14} {size(plan.available):>{cell}}", f"{verdict}, {size(plan.headroom)} kept free"
+    )
+    return lines + _advice(config, plan)
+
+
+def _row(values: str, note: str) -> list[str]:
+    """Return a row of the table, its note below where there is no room beside."""
+    if len(line := f"{values}   {note}".rstrip()) <= width():
+        return [line]
+    return [values.rstrip(), *textwrap.wrap(note, width(), initial_indent=" " * 6, subsequent_indent=" " * 6)]
+
+
+def _note(text: str) -> list[str]:
+    return textwrap.wrap(f"note: {text}", width(), **INDENT)
+
+
+def _name(config: configs.Resolved) -> str:
+    """Return how the run is tiled, where one word says it."""
+    if not config.tiling.cuts:
+        return "untiled"
+    alone = configs.Tiling(n=config.tiling.n) == config.tiling and config.tiling.n != "none"
+    return f"tiled, n={config.tiling.n}" if alone else "tiled"
+
+
+def _advice(config: configs.Resolved, plan: Plan) -> list[str]:
+    """Return what a user of tiling should know: whether it helps at this size, and whether its tiles are too short."""
+    notes = [f"{note}." for note in meshes.notes(config.mesh, config.model.config.dims)]
+    tokens, longest = config.tokens_per_step, config.model.config.context_length
+    if config.seq_len > longest:
+        notes.append(f"seq_len={config.seq_len:,} is beyond the {longest:,} tokens that this model was made for.")
+    if plan.refused is not None:
+        notes.append(f"untiled, this step does not compile here: {plan.refused.splitlines()[0].strip()}.")
+    if plan.saved is not None and plan.saved <= 0.02 * plan.memory.total:
+        small = f"at {tokens:,} tokens per step tiling saves nothing: what it cuts is small."
+        if plan.at_scale is not None:
+            tiled, untiled = (size(bytes, digits=1) for bytes in plan.at_scale)
+            small += f" At {cost.AT_SCALE:,} the head would take at most {tiled} tiled, {untiled} untiled."
+        notes.append(small)
+    length, each = config.head.length, config.head.each
+    if config.tiling.n != "none" and config.head.tokens < cost.SHORT_TILE <= length * each:
+        steps = -(-cost.SHORT_TILE // each)
+        notes.append(
+            f"tiles of {config.head.tokens} tokens make slow matrix products; "
+            f"tiling.n={length // steps} has {steps * each} in each."
+        )
+    return [line for note in notes for line in _note(note)]
+
+
+def _head(config: configs.Resolved, plan: Plan) -> str:
+    logits = 4 * config.head.tokens * config.model.config.vocab_size
+    if config.head.tokens >= config.tokens_per_step:
+        return f"logits {size(logits)}"
+    if plan.head_untiled is None or plan.untiled is not None:
+        return f"logits {size(logits)} per tile"
+    return f"at most {size(plan.head_untiled)} if it were untiled"
+
+
+def choices(chosen: Mapping[str, configs.Choice]) -> str:
+    """Return the lines that say what was chosen for the user, as overrides, and why."""
+    reasons = dict.fromkeys(choice.why for choice in chosen.values())
+    lines = ["  chosen:"]
+    for why in reasons:
+        words = " ".join(f"{key}={_plain(choice.value)}" for key, choice in chosen.items() if choice.why == why)
+        *before, last = textwrap.wrap(words, width() - 4, break_long_words=False, break_on_hyphens=False)
+        lines += [f"    {line}" for line in before] + _row(f"    {last:<30}", why)
+    return "\n".join(lines)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{item}" for key, item in value.items()) + "}"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _rule(title: str = "") -> str:
+    return (f"── {title} " if title else "").ljust(width(), "─")[: width()]
+
+
+def facts(plan: Plan, config: configs.Resolved) -> dict[str, Any]:
+    """Return what the pictures and the summary of a run need of its plan, as JSON holds it."""
+    bars, estimated = {_label(config): plan.memory.parts}, []
+    if plan.untiled is not None:
+        bars["untiled"] = plan.untiled.parts
+    elif plan.head_untiled is not None:
+        bars["untiled"] = {**plan.memory.parts, "head": plan.head_untiled}
+        estimated.append("untiled")
+    return {
+        "bars": bars,
+        "estimated": estimated,
+        "params": plan.params,
+        "flops": plan.flops,
+        "total": plan.memory.total,
+        "total_untiled": plan.untiled and plan.untiled.total,
+        "available": plan.available,
+        "process": config.hardware.platform is configs.Platform.cpu,
+        "weights": plan.memory.weights,
+        "paired": config.paired,
+    }
+
+
+def _label(config: configs.Resolved) -> str:
+    """Return what of the run is cut, in words."""
+    parts = [f"{part}: {how}" for part, how in tiling.describe(config)]
+    return (
+        "this run, untiled"
+        if not parts
+        else "\n".join(f"this run, {part}" if part is parts[0] else part for part in parts)
+    )

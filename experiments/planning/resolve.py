@@ -7,12 +7,11 @@ from typing import Any, TypeVar
 
 import zoo.accounting
 from experiments import configs
-from experiments.commandline.console import CommandError
+from experiments.commandline.console import GIB, CommandError, size
 from experiments.configs import DType, Platform
-from experiments.configs.registry import name_of
+from experiments.configs.fields import name_of
 from experiments.runtime import meshes
 from experiments.runtime.hardware import KEEP_CASTS_IN_LOOPS, Device, HardwareError
-from experiments.runtime.numbers import GIB, size
 from experiments.step import tiling as cuts
 from experiments.step.build import Programs
 from zoo.adapters import lora

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from experiments.commandline import console
+from experiments.commandline.console import GIB
 from experiments.runtime.hardware import Device
-from experiments.runtime.numbers import GIB
 
 FLAT = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
 CUBES = {

@@ -1,16 +1,24 @@
-"""What a run leaves behind: one record per step as JSON lines and CSV, and a progress bar or plain lines meanwhile."""
+"""What a run leaves behind: one record per step as JSON lines and CSV, and a progress bar or plain lines meanwhile.
+
+The records also go to TensorBoard and Weights & Biases, each an extra that is imported only if asked for.
+"""
 
 import csv
+import importlib
+import importlib.util
 import io
 import json
 import math
+import secrets
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
-from experiments.runtime.numbers import digits, quantity, size
+from experiments import configs
+from experiments.commandline import console
+from experiments.commandline.console import digits, quantity, size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,3 +233,70 @@ def _bar_format(record: Record, held_out: Record | None, steps: int, columns: in
             room -= lengths[name] + 2
     bar = " {bar}" if room > LEAST_BAR else ""
     return "  {n_fmt}/{total_fmt}" + bar + "".join(f"  {fields[name]}" for name in fields if name in kept)
+
+
+PACKAGES = {"tensorboard": ("tensorboardX", "tb"), "wandb": ("wandb", "wandb")}
+
+
+class Logger(Protocol):
+    """Something that takes a run's records as they come."""
+
+    def add(self, record: Record) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    """Event files in the run's directory; what came later than the step that a run goes on from is hidden."""
+
+    def __init__(self, directory: Path, after: int | None = None):
+        again = {} if after is None else {"purge_step": after + 1}
+        self._writer = importlib.import_module("tensorboardX").SummaryWriter(str(directory / "tensorboard"), **again)
+
+    def add(self, record: Record) -> None:
+        for name, value in _measured(record).items():
+            self._writer.add_scalar(name, value, record.step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    """A Weights & Biases run, the same one after a resumption; `WANDB_MODE=offline` keeps it in the run's directory."""
+
+    def __init__(self, directory: Path, about: dict[str, Any]):
+        wandb = importlib.import_module("wandb")
+        file = directory / "wandb-id.txt"
+        if not file.exists():
+            file.write_text(secrets.token_hex(8))
+        words = {"dir": str(directory), "name": directory.name, "id": file.read_text(), "resume": "allow"}
+        self._run: Any = wandb.init(**words, config=about)
+
+    def add(self, record: Record) -> None:
+        self._run.log(_measured(record), step=record.step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def check(save: configs.Save) -> None:
+    """Raise a CommandError if a logger that was asked for is not installed."""
+    for option, (package, extra) in PACKAGES.items():
+        if getattr(save, option) and importlib.util.find_spec(package) is None:
+            raise console.CommandError(f"save.{option}=true needs the package {package}: {console.install(extra)}")
+
+
+def open_loggers(directory: Path, save: configs.Save, about: dict[str, Any], after: int | None = None) -> list[Logger]:
+    """Return the loggers that are asked for, ready to take the records after a step; `about` is the run in words."""
+    found: list[Logger] = []
+    if save.tensorboard:
+        found.append(TensorBoard(directory, after))
+    if save.wandb:
+        found.append(Wandb(directory, about))
+    return found
+
+
+def _measured(record: Record) -> dict[str, Any]:
+    found = asdict(record)
+    found |= found.pop("extra") or {}
+    return {name: value for name, value in found.items() if value is not None and name != "step"}

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from experiments.commandline.console import GIB
 from experiments.results.metrics import Record
-from experiments.runtime.numbers import GIB
 
 FACTS = "plan.json"
 
@@ -57,7 +57,7 @@ def draw(directory: Path, records: list[Record], known: dict[str, Any]) -> list[
     Args:
         directory: the run's, which names the pictures.
         records: what it measured; without a training step there is nothing to draw.
-        known: what `planning.table.facts` said of it.
+        known: what `planning.report.facts` said of it.
     """
     if all(record.loss is None for record in records):
         return []

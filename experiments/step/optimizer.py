@@ -1,6 +1,13 @@
-"""Optimizers by configuration: optax's own by name, and a layerwise Adafactor for models that barely fit."""
+"""Optimizers by configuration: optax's own by name, and a layerwise Adafactor for models that barely fit.
 
+What they do not move, or not decay, is told by parameters' names: the dotted path of each leaf, such as `layers.q` or
+`final_norm`, and patterns of these.
+"""
+
+import difflib
+import fnmatch
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -11,7 +18,6 @@ from optax.contrib import MuonDimensionNumbers, muon
 
 from experiments import configs
 from experiments.runtime import own
-from experiments.step import parameters
 from experiments.step.adafactor import adafactor_layerwise
 from transforms.step import norm
 from zoo.adapters.lora import letters_of
@@ -72,7 +78,7 @@ def _(config: configs.AdamW, rate, seed: int, model: Any) -> optax.GradientTrans
 
 @_build.register
 def _(config: configs.Muon, rate, seed: int, model: Any) -> optax.GradientTransformation:
-    mask = lambda params: jax.tree.map(lambda on: not on, parameters.matching(params, config.exempt))
+    mask = lambda params: jax.tree.map(lambda on: not on, matching(params, config.exempt))
     inner = muon(
         rate,
         beta=config.beta,
@@ -127,8 +133,8 @@ def decayed(config: configs.Decayed, params: Any) -> Any:
     Raises:
         ValueError: a pattern of `optimizer.no_decay` names no parameter.
     """
-    parameters.check(params, config.exempt or (), f"optimizer.no_decay={config.no_decay}")
-    exempt = parameters.matching(params, config.exempt)
+    check(params, config.exempt or (), f"optimizer.no_decay={config.no_decay}")
+    exempt = matching(params, config.exempt)
     return jax.tree.map(lambda one: not one, exempt)
 
 
@@ -141,7 +147,7 @@ def _matrices(model: Any, params: Any) -> Any:
             a, b = letters_of(row)
             known[f"{row.leaf}.a"] = _dimensions(row, a, row.fan_in)
             known[f"{row.leaf}.b"] = _dimensions(row, b, "R")
-    found = [known.get(name) for name in parameters.names(params)]
+    found = [known.get(name) for name in names(params)]
     return jax.tree.unflatten(jax.tree.structure(params), found)
 
 
@@ -235,3 +241,40 @@ def mean_of(state: Any) -> Any:
     kept = next(part for part in found if isinstance(part, Averaged))
     mean = jax.tree.map(cast, kept.mean, state.model, is_leaf=lambda leaf: leaf is None)
     return eqx.combine(mean, state.model)
+
+
+PLAIN = ("*norm", "*bias")  # what is no matrix: scales and offsets
+
+
+def names(tree: Any) -> list[str]:
+    """Return the dotted path of every leaf."""
+    return [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def matching(tree: Any, patterns: Sequence[str] | None) -> Any:
+    """Return a tree of bools: which leaves a pattern names, by their path or a part of it; None is norms and biases."""
+    wanted = PLAIN if patterns is None else patterns
+    return jax.tree_util.tree_map_with_path(lambda path, _: any(_hit(_name(path), one) for one in wanted), tree)
+
+
+def check(tree: Any, patterns: Sequence[str], key: str) -> None:
+    """Raise unless every pattern names a leaf.
+
+    Raises:
+        ValueError: naming the pattern, the closest leaf, and all there are.
+    """
+    known = names(tree)
+    for pattern in patterns:
+        if not any(_hit(name, pattern) for name in known):
+            parts = sorted({part for name in known for part in (name, *name.split("."))})
+            close = difflib.get_close_matches(pattern, parts, n=1)
+            hint = f" Did you mean `{close[0]}`?" if close else ""
+            raise ValueError(f"bad value {key}: `{pattern}` matches no parameter.{hint} There are: {', '.join(known)}")
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def _hit(name: str, pattern: str) -> bool:
+    return any(fnmatch.fnmatchcase(part, pattern) for part in (name, *name.split(".")))

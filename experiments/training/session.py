@@ -1,29 +1,37 @@
-"""A run's results while it is carried out: its directory opened, what it goes on from, and what is left at its end."""
+"""What surrounds the loop: a run's results opened, what went wrong in words, what is left at the end."""
 
 import contextlib
+import json
+import sys
 import time
 from collections.abc import Generator, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import jax
 
 from experiments import configs
-from experiments.commandline import usage
-from experiments.commandline.console import CommandError
+from experiments.commandline import overrides
+from experiments.commandline.console import CommandError, size
 from experiments.data import batches
-from experiments.planning import table
+from experiments.data.corpus import DataError
+from experiments.planning import report
 from experiments.planning.cost import Plan
-from experiments.results import plots, summary
-from experiments.results.directory import Directory
-from experiments.results.loggers import open_loggers
-from experiments.results.metrics import Progress, Recorder
-from experiments.runtime import distributed, own
-from experiments.runtime.numbers import size
+from experiments.planning.report import DoesNotFitError
+from experiments.results import plots
+from experiments.results.directory import Directory, DirectoryError
+from experiments.results.metrics import Progress, Recorder, describe, open_loggers
+from experiments.runtime import distributed, hardware, manifest, own
+from experiments.runtime.distributed import DistributedError
+from experiments.runtime.hardware import HardwareError
+from experiments.runtime.own import OwnError
+from experiments.runtime.signals import Stopped
 from experiments.step.build import OutOfMemoryError, Programs, out_of_memory
-from experiments.training.loop import Session
-from experiments.training.meter import Meter
-from experiments.training.saving import Saver, open_checkpoints, restore
+from experiments.training.checkpoints import CheckpointError, Saver, open_checkpoints, restore
+from experiments.training.loop import DivergedError, Meter, Session
+from transforms import TileError
+from zoo.adapters import lora
 
 
 @contextlib.contextmanager
@@ -53,10 +61,10 @@ def opened(
     config = programs.config
     progress = Progress(config.steps, config.log_every)
     hashes = {"data": batches.fingerprint(source), "sources": own.sources(config)}
-    about = {"overrides": list(words), "config": usage.plain(config), **hashes}
+    about = {"overrides": list(words), "config": overrides.plain(config), **hashes}
     restored = _restored(directory, programs, about, plan, progress)
-    path = directory.open(about, usage.dump(config, argv))
-    known = table.facts(plan, config)
+    path = directory.open(about, overrides.dump(config, argv))
+    known = report.facts(plan, config)
     checkpoints = None
     if config.checkpoint.wanted:
         checkpoints = open_checkpoints(programs, path, about, plan, progress.say, directory.written)
@@ -67,7 +75,7 @@ def opened(
             yield Session(path, known, progress, recorder, meter, Saver(programs, checkpoints), restored)
     finally:
         progress.close()
-        summary.leave(path, recorder, known, time.perf_counter() - began)
+        leave(path, recorder, known, time.perf_counter() - began)
         if checkpoints is not None:
             checkpoints.close()
 
@@ -110,9 +118,142 @@ def _recorder(
     if not distributed.first():
         return Recorder(None)
     plots.remember(path, known)
-    recorder = Recorder(path, open_loggers(path, config.save, usage.plain(config), done), done)
+    recorder = Recorder(path, open_loggers(path, config.save, overrides.plain(config), done), done)
     if done is not None and len(recorder.records) <= done:
         progress.say(
             f"  warning: metrics.jsonl has {len(recorder.records)} of the {done + 1} records up to step {done}"
         )
     return recorder
+
+
+def save_weights(model: Any, config: configs.Resolved, directory: Path) -> list[str]:
+    """Write the trained weights where they are wanted, any adapter merged and also by itself; return the folders."""
+    if not config.save.final:
+        return []
+    adapted = isinstance(config.adapter, configs.Lora)
+    folders = ["weights/", "adapter/"] if adapted else ["weights/"]
+    model = distributed.gathered(model)
+    if not distributed.first():
+        return folders
+    import zoo
+    from experiments.data.tokenizer import copy_tokenizer
+    from zoo import adapters
+
+    if adapted:
+        adapters.save(model, directory / "adapter")
+        model = lora.merge(model)
+    zoo.save(model, directory / "weights", source=config.model.weights)
+    if not isinstance(config.data, configs.Tokens):  # of ids nobody says what they are
+        copy_tokenizer(config.data.tokenizer, directory / "weights")
+    return folders
+
+
+def leave(directory: Path, recorder: Recorder, known: dict[str, Any], seconds: float) -> None:
+    """Close the records, and of a run that has trained draw the pictures and write the summary, however it ended."""
+    if not distributed.first():
+        return
+    actions = [recorder.close]
+    if any(record.loss is not None for record in recorder.records):
+        actions.append(lambda: plots.draw(directory, recorder.records, known))
+        actions.append(lambda: _summarise(directory, recorder, known, seconds))
+    for action in actions:
+        try:
+            action()
+        except OSError as error:  # what ended the run may be the very same
+            print(f"warning: cannot write to {directory}: {manifest.reason(error)}", file=sys.stderr)
+
+
+def _summarise(directory: Path, recorder: Recorder, known: dict[str, Any], seconds: float) -> None:
+    """Write summary.json: what one would compare between runs."""
+    steps = [record for record in recorder.records if record.loss is not None]
+    speeds = sorted(record.tokens_per_second for record in steps if record.tokens_per_second is not None)
+    held_out = [record for record in recorder.records if record.held_out_loss is not None]
+    summary = {
+        "params": known["params"],
+        "flops_per_step": known["flops"],
+        "planned_bytes": known["total"],
+        "planned_bytes_untiled": known["total_untiled"],
+        "peak_bytes": hardware.used_memory()[1],
+        "steps": len(steps),
+        "seconds": round(seconds, 2),
+        "first_loss": steps[0].loss if steps else None,
+        "last_loss": steps[-1].loss if steps else None,
+        "held_out_bits_per_byte_before": held_out[0].held_out_bits_per_byte if held_out else None,
+        "held_out_bits_per_byte_after": held_out[-1].held_out_bits_per_byte if held_out else None,
+        "tokens_per_second": speeds[len(speeds) // 2] if speeds else None,
+    }
+    (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+
+
+def words(directory: Path, recorder: Recorder, known: dict[str, Any], saved: list[str], seconds: float) -> str:
+    """Return what is said at the end: how well it went, and where everything is.
+
+    Args:
+        directory: the run's.
+        recorder: has its records.
+        known: what `planning.report.facts` said of it.
+        saved: the folders of weights.
+        seconds: how long it took.
+    """
+    held_out = [record for record in recorder.records if record.held_out_loss is not None]
+    lines = []
+    if len(held_out) > 1:
+        what = "pairs" if known["paired"] else "text"
+        lines.append(f"  held-out {what} before: {describe(held_out[0])}, after: {describe(held_out[-1])}")
+    lines.append(f"  peak memory {size(hardware.used_memory()[1])}, {seconds:.0f} s altogether")
+    if (other := plots.beside(recorder.records, known["weights"])) and known["process"]:
+        lines.append(f"  of it about {size(other)} of Python, JAX and its compiler")
+        lines.append(f"  and {size(known['total'])} as planned of a step")
+    files = ", ".join(["metrics.jsonl", "metrics.csv", "summary.json", "config.yaml", "*.png", *saved])
+    return "\n".join([*lines, f"Everything is in {directory}/: {files}"])
+
+
+BEFORE = (CommandError, DirectoryError, DistributedError, HardwareError, DataError)
+WITHIN = (CommandError, DirectoryError, DoesNotFitError, DivergedError, CheckpointError, TileError, OwnError, OSError)
+
+
+class Errors:
+    """While entered, says what goes wrong, where that was to be expected.
+
+    Attributes:
+        status: the exit status: 0 all went well, 2 it was asked for something that cannot be, 1 it failed later.
+        begun: whether what was asked for is known to be possible.
+        run: the run, once it is resolved.
+        directory: its directory, once that is known.
+    """
+
+    status = 0
+    begun = False
+    run: configs.Resolved | None = None
+    directory: Directory | None = None
+
+    def __enter__(self) -> "Errors":
+        return self
+
+    def __exit__(self, cls: type | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+        if isinstance(error, Stopped):
+            self.status = error.status
+            self._say(f"\n{error}; {self._then()}" if error.trained else f"\nerror: {error}")
+            return True
+        if not isinstance(error, WITHIN if self.begun else BEFORE):
+            return False
+        if isinstance(error, DivergedError) and self.run and self.run.on_nan is configs.OnNan["raise"]:
+            return False
+        self.status = 1 if self.begun else 2
+        said = self._in_the_way(error) if isinstance(error, OSError) else error
+        self._say(f"\nerror: {said}" if self.begun else f"error: {said}")
+        return True
+
+    def _say(self, text: str) -> None:
+        sys.stdout.flush()
+        print(text, file=sys.stderr)
+
+    def _then(self) -> str:
+        if not (self.run and self.run.checkpoint.wanted and self.directory and self.directory.path):
+            return "nothing is saved, as there are no checkpoints"
+        return f"run={self.directory.path.name} goes on from there"
+
+    def _in_the_way(self, error: OSError) -> str:
+        path = None if self.directory is None else self.directory.path
+        again = f"; run={path.name} then goes on from the last checkpoint" if path else ""
+        return f"cannot go on: {manifest.reason(error)}. Make room or change what is in the way{again}."

@@ -11,7 +11,7 @@ import pytest
 
 from experiments import configs
 from experiments.commandline import options, schema
-from experiments.configs.registry import CHOICES, choice, name_of
+from experiments.configs.fields import CHOICES, choice, name_of
 from experiments.planning.resolve import resolve
 from experiments.runtime.hardware import Device
 from experiments.step import optimizer

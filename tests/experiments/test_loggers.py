@@ -7,7 +7,7 @@ import pytest
 
 from experiments import configs
 from experiments.commandline.console import CommandError
-from experiments.results import loggers
+from experiments.results import metrics
 from experiments.results.metrics import Record, Recorder
 
 
@@ -32,12 +32,12 @@ def test_every_record_reaches_every_logger(tmp_path):
 
 
 def test_a_logger_that_is_not_installed_is_named_with_its_extra(monkeypatch):
-    monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda name: None)
-    loggers.check(configs.Save())
+    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
+    metrics.check(configs.Save())
     with pytest.raises(CommandError, match=r"needs the package tensorboardX: pip install -e '\.\[tb\]'"):
-        loggers.check(configs.Save(tensorboard=True))
+        metrics.check(configs.Save(tensorboard=True))
     with pytest.raises(CommandError, match=r"'\.\[wandb\]'"):
-        loggers.check(configs.Save(wandb=True))
+        metrics.check(configs.Save(wandb=True))
 
 
 def test_tensorboard_gets_what_was_measured(tmp_path, monkeypatch):
@@ -47,7 +47,7 @@ def test_tensorboard_gets_what_was_measured(tmp_path, monkeypatch):
     )
     module = types.SimpleNamespace(SummaryWriter=lambda folder: written.append(folder) or writer)
     monkeypatch.setitem(sys.modules, "tensorboardX", module)
-    logger = loggers.TensorBoard(tmp_path)
+    logger = metrics.TensorBoard(tmp_path)
     logger.add(Record(step=3, loss=2.0))
     logger.close()
     assert written == [str(tmp_path / "tensorboard"), ("loss", 2.0, 3), "closed"]

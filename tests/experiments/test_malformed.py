@@ -9,7 +9,7 @@ from enum import StrEnum
 import pytest
 
 from experiments.commandline import options, schema
-from experiments.configs.registry import CHOICES, classes
+from experiments.configs.fields import CHOICES, classes
 
 GROUPS = {  # what brings the keys of a part that the default options do not have
     "data.": ["data=text", "data.path=x"],

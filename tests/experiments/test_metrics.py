@@ -15,12 +15,12 @@ import pytest
 
 from experiments import configs
 from experiments import plots as plots_command
-from experiments.commandline import schema
-from experiments.planning import cost, table
+from experiments.commandline import console, schema
+from experiments.planning import cost, report
 from experiments.planning.resolve import resolve
 from experiments.results import metrics, plots
 from experiments.results.metrics import Progress, Record, Recorder
-from experiments.runtime import hardware, numbers
+from experiments.runtime import hardware
 
 PICTURES = ("loss.png", "memory.png", "speed.png", "rate.png")
 
@@ -130,12 +130,12 @@ def test_a_bar_on_a_terminal_fits_and_names_its_fields(columns):
 
 
 def test_a_table_is_as_narrow_as_the_terminal(monkeypatch):
-    monkeypatch.setattr(table.sys, "stdout", Terminal())
+    monkeypatch.setattr(report.sys, "stdout", Terminal())
     monkeypatch.setenv("COLUMNS", "40")
     config = resolved("tiling.n=8", "batch_size=1", "seq_len=128")
-    text = table.render("tiny", config, plan(), hardware.Device("cpu", "a test", 2**33))
+    text = report.render("tiny", config, plan(), hardware.Device("cpu", "a test", 2**33))
     chosen = {"optimizer.learning_rate": 0.003, "hardware.param_dtype": "float32", "steps": 3}
-    text += "\n" + table.choices({key: configs.Choice(value, "as I say") for key, value in chosen.items()})
+    text += "\n" + report.choices({key: configs.Choice(value, "as I say") for key, value in chosen.items()})
     assert max(map(len, text.splitlines())) <= 40
     assert "tiles of 16 tokens make" in " ".join(text.split())
 
@@ -153,14 +153,14 @@ def resolved(*overrides):
 
 @pytest.mark.parametrize("made", [records(), records(3)], ids=["long", "short"])
 def test_pictures_are_drawn_of_what_was_measured(made, tmp_path):
-    assert plots.draw(tmp_path, made, table.facts(plan(untiled=len(made) > 3), resolved())) == list(PICTURES)
+    assert plots.draw(tmp_path, made, report.facts(plan(untiled=len(made) > 3), resolved())) == list(PICTURES)
     for name in PICTURES:
         assert (tmp_path / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 @pytest.mark.parametrize("made", [records()[:1], []], ids=["untrained", "none"])
 def test_no_picture_is_drawn_of_nothing(made, tmp_path):
-    assert plots.draw(tmp_path, made, table.facts(plan(), resolved())) == []
+    assert plots.draw(tmp_path, made, report.facts(plan(), resolved())) == []
     assert not [*tmp_path.iterdir()]
 
 
@@ -195,7 +195,7 @@ def drawn(draw, *args):
     ],
 )
 def test_the_picture_of_memory_says_what_is_cut_and_nothing_lies_over_another(overrides, untiled, says):
-    known = table.facts(plan(untiled), resolved(*overrides))
+    known = report.facts(plan(untiled), resolved(*overrides))
     words, outside, over = drawn(plots._memory, records(), known, "a-run-1")
     assert says in words and "sync" not in words
     assert ("less than untiled" in words) == untiled
@@ -204,7 +204,7 @@ def test_the_picture_of_memory_says_what_is_cut_and_nothing_lies_over_another(ov
 
 def test_the_picture_explains_what_is_beside_the_step():
     config = resolved("tiling.n=8")
-    known = table.facts(dataclasses.replace(plan(False), head_untiled=2**30), config)
+    known = report.facts(dataclasses.replace(plan(False), head_untiled=2**30), config)
     made = [dataclasses.replace(records()[0], memory_bytes=2**31), *records(9)[1:]]
     assert plots.beside(made, 2**30) == 2**30
     words, outside, over = drawn(plots._memory, made, known, "a-run-1")
@@ -214,7 +214,7 @@ def test_the_picture_explains_what_is_beside_the_step():
 
 
 def test_the_loss_of_pairs_is_not_of_text():
-    known = {**table.facts(plan(), resolved()), "paired": True}
+    known = {**report.facts(plan(), resolved()), "paired": True}
     made = [dataclasses.replace(record, bits_per_byte=None, held_out_bits_per_byte=None) for record in records()]
     words, outside, over = drawn(plots._loss, made, known, "dpo")
     assert "loss of a pair of answers" in words and "held-out pairs" in words and "nats" not in words
@@ -226,7 +226,7 @@ def test_a_loss_of_ones_own_is_drawn_beside_the_same_of_what_is_held_out():
         dataclasses.replace(record, bits_per_byte=None, held_out_objective=7.5 if record.held_out_loss else None)
         for record in records()
     ]
-    words, outside, over = drawn(plots._loss, made, table.facts(plan(), resolved()), "own")
+    words, outside, over = drawn(plots._loss, made, report.facts(plan(), resolved()), "own")
     assert "the objective" in words and "7.50" in words and "nats" not in words
     assert not outside and not over
     assert metrics.describe(made[0]) == "8.000 bits per byte, objective 7.5"
@@ -239,14 +239,14 @@ def test_pictures_are_drawn_again_from_what_the_run_left(tmp_path, capsys):
     for record in records(5):
         recorder.add(record)
     recorder.close()
-    plots.remember(tmp_path, table.facts(plan(), resolved()))
+    plots.remember(tmp_path, report.facts(plan(), resolved()))
     assert plots_command.main([str(tmp_path)]) == 0
     assert all((tmp_path / name).exists() for name in PICTURES)
 
 
 def test_table_is_aligned_and_complete():
     config = resolved("tiling.n=8", "batch_size=8", "seq_len=256")
-    text = table.render("tiny", config, plan(), hardware.Device("cpu", "a test", 2**33))
+    text = report.render("tiny", config, plan(), hardware.Device("cpu", "a test", 2**33))
     lines = text.splitlines()
     assert max(map(len, lines)) <= 80
     words = ["parameters", "tokens per step", "FLOPs per step", "weights", "optimizer", "gradients", "head"]
@@ -258,7 +258,7 @@ def test_table_is_aligned_and_complete():
 
 def test_table_says_when_tiles_are_short():
     config = resolved("tiling.n=8", "batch_size=1", "seq_len=128")
-    text = table.render("tiny", config, plan(), hardware.Device("cpu", "a test", 2**33))
+    text = report.render("tiny", config, plan(), hardware.Device("cpu", "a test", 2**33))
     assert "note: tiles of 16 tokens make slow matrix products; tiling.n=2 has 64 in each." in text
 
 
@@ -266,12 +266,12 @@ def test_table_says_when_tiles_are_short():
     ("count", "text"), [(0, "0.0 MiB"), (2**20, "1.0 MiB"), (2**30, "1.00 GiB"), (5 * 2**40, "5,120.00 GiB")]
 )
 def test_sizes(count, text):
-    assert numbers.size(count) == text
+    assert console.size(count) == text
 
 
 def test_choices_can_be_pasted_back():
     device = hardware.Device("cpu", "a test", 2**33)
-    text = table.choices(resolve(schema.compose([])[0], device).chosen)
+    text = report.choices(resolve(schema.compose([])[0], device).chosen)
     again = resolve(schema.compose([word for word in text.split() if "=" in word])[0], device)
     assert again.chosen == {}
     assert again.optimizer == configs.AdamW(learning_rate=3e-3)
@@ -279,7 +279,7 @@ def test_choices_can_be_pasted_back():
 
 def test_every_choice_has_its_reason():
     device = hardware.Device("cpu", "a test", 2**33)
-    lines = table.choices(resolve(schema.compose(["model=gemma2b"])[0], device).chosen).splitlines()
+    lines = report.choices(resolve(schema.compose(["model=gemma2b"])[0], device).chosen).splitlines()
     assert lines[0] == "  chosen:" and all(len(line) <= 80 for line in lines if "compiler_options" not in line)
     text = " ".join(" ".join(lines).split())
     for said in (

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from experiments import configs
-from experiments.step import optimizer, parameters
+from experiments.step import optimizer
 from tests.experiments.test_adafactor import gradients, make
 from tests.zoo.hf_tiny import FAST
 from transforms.step import State, make_train_step
@@ -89,7 +89,7 @@ def mixture():
 
 def test_norms_and_biases_have_no_weight_decay():
     mask = optimizer.decayed(configs.AdamW(), mixture())
-    decayed = {name for name, on in zip(parameters.names(mask), jax.tree.leaves(mask), strict=True) if on}
+    decayed = {name for name, on in zip(optimizer.names(mask), jax.tree.leaves(mask), strict=True) if on}
     assert decayed == {row.leaf for row in rows(CONFIG) if row.fan_in}
     tx = optimizer.build(configs.AdamW(learning_rate=0.1, warmup=0.0, weight_decay=0.5), steps=10)
     params = jax.tree.map(jnp.ones_like, mixture())
@@ -101,7 +101,7 @@ def test_norms_and_biases_have_no_weight_decay():
 
 def test_patterns_say_what_has_no_weight_decay():
     mask = optimizer.decayed(configs.AdamW(no_decay="embed, dense.*"), mixture())
-    exempt = {name for name, on in zip(parameters.names(mask), jax.tree.leaves(mask), strict=True) if not on}
+    exempt = {name for name, on in zip(optimizer.names(mask), jax.tree.leaves(mask), strict=True) if not on}
     assert exempt == {"embed", *(row.leaf for row in rows(CONFIG) if row.leaf.startswith("dense."))}
     adapted = eqx.filter(lora.attach(mixture(), ["q"], rank=2, alpha=1.0, key=jax.random.key(0)), eqx.is_array)
     assert not optimizer.decayed(configs.AdamW(no_decay="layers.q.a"), adapted).layers.q.a
@@ -131,7 +131,7 @@ def test_muon_makes_steps_orthogonal_over_the_inputs_and_outputs_of_each_layers_
     others = {"embed", "head", "final_norm"} | {row.leaf for row in rows(CONFIG) if not row.fan_in}
     kinds = optimizer._matrices(CONFIG, model)
     found = jax.tree.structure(model).flatten_up_to(kinds)  # parameters that a family lacks are None, and no leaves
-    assert {name for name, kind in zip(parameters.names(model), found, strict=True) if kind is None} == others
+    assert {name for name, kind in zip(optimizer.names(model), found, strict=True) if kind is None} == others
 
 
 def test_muon_moves_adapters():

@@ -17,7 +17,7 @@ from experiments.planning import cost
 from experiments.results import directory
 from experiments.runtime import hardware
 from experiments.step.build import Programs
-from experiments.training import meter
+from experiments.training import loop
 from tests.experiments.runs import FILES, rows
 
 
@@ -102,7 +102,7 @@ def test_there_is_room_for_a_checkpoint_more_than_are_kept(start, monkeypatch, c
 
 
 def test_a_step_without_a_loss_can_be_raised(start, tmp_path, poison):
-    with pytest.raises(meter.DivergedError, match="the loss is nan at step 3: training has diverged"):
+    with pytest.raises(loop.DivergedError, match="the loss is nan at step 3: training has diverged"):
         start("run=raises", "on_nan=raise", "checkpoint.every=1")
     assert sorted(path.name for path in (tmp_path / "raises" / "checkpoints").iterdir()) == ["1", "2"]
 

@@ -10,7 +10,7 @@ import pytest
 from experiments import configs, run
 from experiments.commandline import options, schema, usage
 from experiments.configs import commands
-from experiments.configs.registry import CHOICES, classes
+from experiments.configs.fields import CHOICES, classes
 from experiments.planning.resolve import resolve
 from zoo.config import RopeScaling
 from zoo.families import FAMILIES
