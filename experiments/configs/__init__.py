@@ -47,4 +47,4 @@ from experiments.configs.optimizer import (
     Sgd,
 )
 from experiments.configs.results import Checkpoint, Evaluation, Profile, Save
-from experiments.configs.run import Choice, HeadTiling, Model, Resolved, Run
+from experiments.configs.run import Choice, HeadTiling, Model, Origin, Reference, Resolved, Run

@@ -5,8 +5,10 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
+import zoo.accounting
 from experiments.configs.compute import ATTENTION, Distributed, Hardware, Mesh, Remat, Tiling
 from experiments.configs.data import Chat, Data, Preference
 from experiments.configs.fields import OnNan, Quantise, not_negative, option, part, positive, refuse
@@ -119,6 +121,26 @@ class HeadTiling:
         return self.size * self.each
 
 
+Origin = Enum("Origin", ["folder", "start", "base"])
+Origin.__doc__ = """Where a frozen model is from: a folder; a copy of what the run starts from; or the model that
+learns, without its adapter, which takes no memory of its own."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The frozen model that an objective compares with: a reference or a teacher.
+
+    Attributes:
+        origin: where it is from.
+        config: its architecture.
+        path: its folder, where it has one.
+    """
+
+    origin: Origin
+    config: Any
+    path: str | None = None
+
+
 @dataclass(frozen=True)
 class Choice:
     """What was chosen where a value was left open, and why."""
@@ -133,6 +155,7 @@ class Resolved(Run):
 
     Attributes:
         chosen: every value that was left open, by its dotted name.
+        reference: the frozen model that the objective compares with, if it does.
     """
 
     steps: int
@@ -140,6 +163,12 @@ class Resolved(Run):
     seq_len: int
     log_every: int
     chosen: Mapping[str, Choice] = dataclasses.field(default_factory=dict, metadata={"beside": True}, compare=False)
+    reference: Reference | None = dataclasses.field(default=None, metadata={"beside": True})
+
+    @functools.cached_property
+    def params(self) -> int:
+        """How many parameters the model has."""
+        return zoo.accounting.count_params(self.model.config)
 
     @property
     def paired(self) -> bool:

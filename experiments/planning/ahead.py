@@ -78,7 +78,7 @@ def _table(name: str, config: configs.Resolved, traffic: cost.Traffic, device: D
     lines = [
         f"── {name} for {device.name} ".ljust(report.WIDTH, "─"),
         f"  {'mesh':<18} {f'{config.mesh.devices} devices':>14}   {meshes.describe(config.mesh)}",
-        f"  {'parameters':<18} {zoo.accounting.count_params(config.model.config):>14,}   {state[0]}",
+        f"  {'parameters':<18} {config.params:>14,}   {state[0]}",
         f"  {'tokens per step':<18} {config.tokens_per_step:>14,}   {config.batch_size} x {config.seq_len:,}, "
         f"{config.tokens_per_step // config.mesh.devices:,} of each device",
         "",

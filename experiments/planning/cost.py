@@ -78,7 +78,7 @@ def plan(programs: Programs, device: Device) -> Plan:
     config = programs.config
     tiled, whole = head_bytes(programs)
     made = Plan(
-        params=zoo.accounting.count_params(config.model.config),
+        params=config.params,
         flops=flops(programs),
         memory=measure(programs, device, compiled_head_bytes(programs) if config.compare else tiled),
         available=available(config, device),
@@ -101,7 +101,7 @@ def plan(programs: Programs, device: Device) -> Plan:
 
 def flops(programs: Programs) -> int:
     """Return the FLOPs of a step, as utilisation counts them: nothing for what is frozen but passing gradients on."""
-    config, other = programs.config, programs.reference
+    config, other = programs.config, programs.config.reference
     size = config.batch_size, config.seq_len
     frozen = 0 if other is None else zoo.accounting.forward_flops(other.config, *size)
     if not isinstance(config.adapter, configs.Lora):

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import zoo.accounting
 from experiments import configs
 from experiments.commandline.console import GIB, quantity, size
 from experiments.configs.fields import name_of
@@ -42,9 +41,8 @@ def report(programs: Programs, model: str, asked: Asked, device: Device, ask: Ca
     """
     config = programs.config
     began = time.perf_counter()
-    params = zoo.accounting.count_params(config.model.config)
     itemsize = 2 if config.hardware.param_dtype is configs.DType.bfloat16 else 4
-    least, free = 2 * params * itemsize // config.mesh.devices, cost.available(config, device)
+    least, free = 2 * config.params * itemsize // config.mesh.devices, cost.available(config, device)
     if least > 4 * free:  # compiling would only waste time
         need = f"its weights and gradients alone take {size(least)}.\n"
     else:

@@ -13,6 +13,7 @@ from experiments.configs.fields import name_of
 from experiments.runtime import meshes
 from experiments.runtime.hardware import KEEP_CASTS_IN_LOOPS, Device, HardwareError
 from experiments.step import tiling as cuts
+from experiments.step import weights
 from experiments.step.build import Programs
 from zoo.adapters import lora
 from zoo.kernels import choose
@@ -57,6 +58,7 @@ def resolve(config: configs.Run, device: Device) -> configs.Resolved:
 
     Raises:
         HardwareError: there is no such mesh of this many devices, or no number of tiles keeps within the budget.
+        CommandError: the frozen model that its objective compares with is not there, or is another kind.
     """
     params, choices = zoo.accounting.count_params(config.model.config), Choices()
     scale = next(scale for scale in SCALES[device.platform] if params <= scale.params)
@@ -76,7 +78,7 @@ def resolve(config: configs.Run, device: Device) -> configs.Resolved:
     optimizer = choices.fill(optimizer, "optimizer.", why, learning_rate=rate)
     parts: dict[str, Any] = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     parts.update(hardware=hardware, optimizer=optimizer)
-    resolved = configs.Resolved(**parts)
+    resolved = configs.Resolved(**parts, reference=weights.reference(config))
     tiling = config.tiling
     if tiling.size is None:
         tiles, why = _tiles(resolved)

@@ -17,8 +17,7 @@ import optax
 import zoo
 from experiments import configs
 from experiments.runtime import meshes
-from experiments.step import objectives, optimizer, reference, tiling
-from experiments.step.reference import Origin
+from experiments.step import objectives, optimizer, tiling
 from transforms import TileError
 from transforms.remat import remat
 from transforms.sharding import explicit
@@ -43,14 +42,10 @@ class Programs:
 
     Args:
         config: the run.
-
-    Raises:
-        ValueError: the folder of the frozen model cannot be read, or it has another vocabulary.
     """
 
     def __init__(self, config: configs.Resolved):
         self.config = config
-        self.reference = reference.find(config)
         self.axes = meshes.axes(config.mesh)
         self.dtype, self.compute_dtype = _dtype(config.hardware.param_dtype), _dtype(config.hardware.compute_dtype)
         wanted = config.hardware.grad_dtype
@@ -141,7 +136,7 @@ class Programs:
 
     @property
     def _learns_beside_its_base(self) -> bool:
-        return self.reference is not None and self.reference.origin is Origin.base
+        return self.config.reference is not None and self.config.reference.origin is configs.Origin.base
 
     @functools.cached_property
     def optimizer(self) -> optax.GradientTransformationExtraArgs:
@@ -161,9 +156,9 @@ class Programs:
     @functools.cached_property
     def frozen(self) -> Any:
         """The shapes and types of the frozen model, where there is one with weights of its own."""
-        if self.reference is None or self._learns_beside_its_base:
+        if self.config.reference is None or self._learns_beside_its_base:
             return None
-        found = self.reference.config
+        found = self.config.reference.config
         return meshes.abstract(eqx.filter_eval_shape(lambda: self._shape(found)), self.axes)
 
     def _learns_from(self, model: configs.Model) -> Any:
@@ -232,11 +227,11 @@ class Programs:
         Raises:
             ValueError: the weights do not make the model that their folder describes.
         """
-        if self.reference is None or self._learns_beside_its_base:
+        if self.config.reference is None or self._learns_beside_its_base:
             return None
-        if self.reference.path is None:
+        if self.config.reference.path is None:
             return self.init()
-        return zoo.load(self.reference.path, dtype=self.dtype, **meshes.where(self.axes))
+        return zoo.load(self.config.reference.path, dtype=self.dtype, **meshes.where(self.axes))
 
     def kept(self, state: State) -> State:
         """Return what of a state, abstract or not, a checkpoint holds: with an adapter, not what never moves."""

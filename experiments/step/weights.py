@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import jax.numpy as jnp
 
+from experiments import configs
 from experiments.commandline import console
 from experiments.commandline.console import CommandError
 from experiments.configs import DType
@@ -33,13 +34,8 @@ def with_weights(config: T, argv: Sequence[str]) -> T:
     if config.model.weights is None:
         return config
     path = Path(config.model.weights).expanduser()
-    try:
-        described = from_hf(json.loads((path / "config.json").read_text()))
-    except OSError as error:
-        fetch = "" if path.is_dir() else f". It names a folder; {HUB}ORG/NAME fetches a model by its name on the hub"
-        raise CommandError(f"cannot read model.weights={path}: {error.strerror} ({error.filename}){fetch}") from None
-    except ValueError as error:
-        raise CommandError(f"cannot use model.weights={path}: {error}") from None
+    fetch = "" if path.is_dir() else f". It names a folder; {HUB}ORG/NAME fetches a model by its name on the hub"
+    described = _described(path, f"model.weights={path}", fetch)
     beside = "model.weights=", "model.quantise="
     if any(word.startswith("model") and not word.startswith(beside) for word in argv):
         both = config.model.config, described
@@ -47,6 +43,41 @@ def with_weights(config: T, argv: Sequence[str]) -> T:
         if wrong := [f"{k}: {ours[k]} here, {theirs[k]} there" for k in ours if ours[k] != theirs.get(k, ours[k])]:
             raise CommandError(f"model.weights={path} holds another model than the one asked for: {'; '.join(wrong)}")
     return dataclasses.replace(config, model=dataclasses.replace(config.model, config=described, weights=str(path)))
+
+
+def reference(config: configs.Run) -> configs.Reference | None:
+    """Return the frozen model of a run; None where its objective compares with none.
+
+    Raises:
+        CommandError: its folder cannot be read, or it has another vocabulary than the model that learns.
+    """
+    objective, ours = config.objective, config.model.config
+    if isinstance(objective, configs.Distill):
+        folder, option = objective.teacher, "objective.teacher"
+    elif isinstance(objective, configs.Referenced):
+        folder, option = objective.reference, "objective.reference"
+    else:
+        return None
+    if folder is None:
+        origin = configs.Origin.base if isinstance(config.adapter, configs.Lora) else configs.Origin.start
+        return configs.Reference(origin, ours)
+    found = _described(Path(folder).expanduser(), f"{option}={folder}")
+    if found.vocab_size != ours.vocab_size:
+        raise CommandError(
+            f"cannot use {option}={folder}: it has a vocabulary of {found.vocab_size}, the model that learns one of "
+            f"{ours.vocab_size}. Both must have the same."
+        )
+    return configs.Reference(configs.Origin.folder, found, folder)
+
+
+def _described(folder: Path, said: str, remedy: str = "") -> Any:
+    """Return the architecture that the `config.json` of a folder describes."""
+    try:
+        return from_hf(json.loads((folder / "config.json").read_text()))
+    except OSError as error:
+        raise CommandError(f"cannot read {said}: {error.strerror} ({error.filename}){remedy}") from None
+    except ValueError as error:
+        raise CommandError(f"cannot use {said}: {error}") from None
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ import pytest
 
 from experiments import configs
 from experiments.commandline import schema
+from experiments.commandline.console import CommandError
 from experiments.commandline.overrides import with_overrides
 from experiments.planning.resolve import resolve
 from experiments.runtime import hardware
-from experiments.step import objectives, reference, tiling
+from experiments.step import objectives, tiling
 from experiments.step.build import Programs, inputs
-from experiments.step.reference import Origin
 from tests.zoo.hf_tiny import FAST
 from zoo.adapters import lora
 
@@ -56,7 +56,7 @@ def arrays(config):
     """A batch with uneven masks, and documents that share rows where the data packs them."""
     rng = np.random.default_rng(0)
     found = []
-    for shape in Programs(dataclasses.replace(config, objective=plain(config))).batch[:4]:
+    for shape in Programs(dataclasses.replace(config, objective=plain(config), reference=None)).batch[:4]:
         found.append(rng.integers(0, 300, shape.shape).astype(shape.dtype))
     share = np.linspace(0.1, 1, found[2].size // 16).reshape(*found[2].shape[:-1], 1)
     found[2] = (rng.random(found[2].shape) < share).astype(np.float32)
@@ -192,8 +192,7 @@ def test_an_untrained_model_is_its_own_reference():
         value, aux = eqx.filter_jit(Programs(config).loss, **FAST)(Programs(config).init(), given)
         assert float(value) == pytest.approx(np.log(2), rel=1e-5)
         assert float(aux["margin"]) == pytest.approx(0, abs=1e-5)
-        found = reference.find(config)
-        assert (found is not None and found.origin is Origin.base) == bool(words)
+        assert (config.reference is not None and config.reference.origin is configs.Origin.base) == bool(words)
 
 
 def test_an_adapter_comes_off():
@@ -234,13 +233,12 @@ def test_contradictions_are_refused(words, message):
 
 
 def test_a_teacher_must_be_there_and_speak_the_same_language(teacher):
-    config = resolved("objective=distill", f"objective.teacher={teacher}", "model.vocab_size=301")
     with pytest.raises(
-        ValueError, match=r"objective.teacher=.* it has a vocabulary of 300, the model that learns one of 301"
+        CommandError, match=r"objective.teacher=.* it has a vocabulary of 300, the model that learns one of 301"
     ):
-        reference.find(config)
-    with pytest.raises(ValueError, match=r"cannot read objective.teacher=nowhere: No such file"):
-        reference.find(resolved("objective=distill", "objective.teacher=nowhere"))
+        resolved("objective=distill", f"objective.teacher={teacher}", "model.vocab_size=301")
+    with pytest.raises(CommandError, match=r"cannot read objective.teacher=nowhere: No such file"):
+        resolved("objective=distill", "objective.teacher=nowhere")
 
 
 def test_pairs_are_cut_as_pairs():
