@@ -285,7 +285,7 @@ class Prefetch(Generic[T]):
         for _ in range(ahead):
             self._start()
 
-    def take(self) -> T:
+    def __next__(self) -> T:
         """Return the next step's batch; what went wrong in making it is raised here."""
         self._start()
         return self._made.popleft().result()

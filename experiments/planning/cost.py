@@ -208,11 +208,6 @@ def compiled_head_bytes(programs: Programs) -> int:
     return programs.compile_head().compiled.memory_analysis().temp_size_in_bytes
 
 
-def bytes_of(tree: Any) -> int:
-    """Return the bytes of every array, abstract ones included, in a tree: the whole of those that devices share."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype"))
-
-
 def device_bytes(tree: Any) -> int:
     """Return the bytes that a device holds of every array, abstract ones included, in a tree."""
     shape = lambda leaf: leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)

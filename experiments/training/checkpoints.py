@@ -27,7 +27,7 @@ import orbax.checkpoint as ocp
 
 from experiments import configs
 from experiments.commandline.console import CommandError, size
-from experiments.planning.cost import Plan, bytes_of
+from experiments.planning.cost import Plan
 from experiments.runtime import distributed, hardware, manifest
 from experiments.step.build import Programs
 
@@ -379,7 +379,8 @@ def open_checkpoints(
     Raises:
         CommandError: there is no room on the disk for one.
     """
-    how, need = programs.config.checkpoint, bytes_of(programs.kept(programs.state))
+    how, arrays = programs.config.checkpoint, named(programs.kept(programs.state)).values()
+    need = sum(leaf.size * leaf.dtype.itemsize for leaf in arrays)  # the whole of those that devices share
     there = sum(name.name.isdecimal() for name in (path / "checkpoints").glob("*"))
     more = max(1, min(how.keep + 1, programs.config.steps) - there)  # the one that is written stands beside those kept
     room = shutil.disk_usage(next(folder for folder in (path, *path.absolute().parents) if folder.exists())).free

@@ -33,7 +33,6 @@ class Session:
         known: what its pictures and its last words need of its plan.
         progress: what is shown meanwhile.
         recorder: takes the record of each step.
-        meter: makes it.
         saver: writes checkpoints when they are due.
         restored: the step and the state that the run goes on from; None if it begins.
     """
@@ -42,7 +41,6 @@ class Session:
     known: dict[str, Any]
     progress: Progress
     recorder: Recorder
-    meter: "Meter"
     saver: Saver
     restored: tuple[int, Any] | None
 
@@ -56,15 +54,20 @@ def train(programs: Programs, source: Source | Repeats, session: Session, stop: 
         OutOfMemoryError: the evaluation does not compile.
         CheckpointError: a checkpoint could not be written.
     """
-    steps, meter, saver = programs.config.steps, session.meter, session.saver
-    held_out = HeldOut(programs, source)
+    steps, saver = programs.config.steps, session.saver
+    put = meshes.feeder(source.batch_size)  # the mesh is set in this thread alone
+    meter, held_out = Meter(programs.config, source, session), HeldOut(programs, source, put)
+    tracer = Tracer(programs.config.profile, session.path, session.progress.say)
     stop.ask()
     frozen = programs.init_frozen()
     stop.ask()
-    first, state = _resumed(programs, session) or _begun(programs, session, held_out, frozen, stop)
+    if session.restored is None:
+        first, state = 0, _begun(programs, session, held_out, frozen, stop)
+    else:
+        first, state = session.restored[0], programs.completed(session.restored[1])
+        session.restored = None  # its memory is about to be reused
     session.progress.start(first)
-    feed = _feed(source, first, steps)
-    tracer = Tracer(programs.config.profile, session.path, session.progress.say)
+    feed = Prefetch(lambda step: put(lambda rows: source.batch(step, rows).arrays), first, steps)
     evaluate = lambda record: held_out.measure(programs.measured(state), frozen, record)
     try:
         stop.begin()
@@ -74,7 +77,7 @@ def train(programs: Programs, source: Source | Repeats, session: Session, stop: 
         for step in range(first + 1, steps + 1):
             tracer.begin(step)
             began = time.perf_counter()
-            batch = feed.take()
+            batch = next(feed)
             waited = time.perf_counter() - began
             state, metrics = programs.train(inputs(batch, frozen), state)
             if pending is not None:
@@ -99,22 +102,8 @@ def train(programs: Programs, source: Source | Repeats, session: Session, stop: 
         feed.close()
 
 
-def _feed(source: Source | Repeats, first: int, steps: int) -> Prefetch:
-    """Return the batches of the steps after `first`, made while steps are computed."""
-    put = meshes.feeder(source.batch_size)  # the mesh is set in this thread alone
-    return Prefetch(lambda step: put(lambda rows: source.batch(step, rows).arrays), first, steps)
-
-
-def _resumed(programs: Programs, session: Session) -> tuple[int, State] | None:
-    """Return the step and the state that a run goes on from; None if it begins."""
-    if session.restored is None:
-        return None
-    (step, state), session.restored = session.restored, None  # its memory is about to be reused
-    return step, programs.completed(state)
-
-
-def _begun(programs: Programs, session: Session, held_out: "HeldOut", frozen: Any, stop: Stop) -> tuple[int, State]:
-    """Return step 0 and the state before training, whose held-out loss is the first record."""
+def _begun(programs: Programs, session: Session, held_out: "HeldOut", frozen: Any, stop: Stop) -> State:
+    """Return the state before training, whose held-out loss is the first record."""
     began, weights = time.perf_counter(), programs.config.model.weights
     model = jax.block_until_ready(programs.init())
     origin = "drawn" if weights is None else f"read from {weights}"
@@ -124,7 +113,7 @@ def _begun(programs: Programs, session: Session, held_out: "HeldOut", frozen: An
     session.recorder.add(before)
     what = "pairs" if programs.config.paired else "text"
     session.progress.say(f"  held-out {what} before training: {describe(before)}")
-    return 0, programs.init_state(model)
+    return programs.init_state(model)
 
 
 class Tracer:
@@ -178,10 +167,11 @@ class HeldOut:
     Args:
         programs: the run's, of which the evaluation is compiled.
         source: its data.
+        put: puts rows of a batch where they belong.
     """
 
-    def __init__(self, programs: Programs, source: Source | Repeats):
-        self._evaluate, self._source = programs.evaluate, source
+    def __init__(self, programs: Programs, source: Source | Repeats, put: Callable[..., Any]):
+        self._evaluate, self._source, self._put = programs.evaluate, source, put
         self._every, self._steps = programs.config.eval.every, programs.config.steps
         self._batches = source.held_out_batches(configs.chosen(programs.config.eval.batches))
         self._paired, self._own = programs.config.paired, isinstance(programs.config.objective, configs.Custom)
@@ -192,11 +182,11 @@ class HeldOut:
 
     def measure(self, model: Any, frozen: Any, record: Record, ask: Callable[[], None] = lambda: None) -> Record:
         """Return a record with what a model was measured at; `ask` is called before each batch, and may raise."""
-        count, put, total = 0.0, meshes.feeder(self._source.batch_size), dict.fromkeys(MEASURED, 0.0)
+        count, total = 0.0, dict.fromkeys(MEASURED, 0.0)
         for index in range(self._batches):
             ask()
             batch = self._source.held_out_batch(index, self._batches)
-            found = self._evaluate(inputs(put(_rows_of(batch)), frozen if self._paired else None), model)
+            found = self._evaluate(inputs(self._put(_rows_of(batch)), frozen if self._paired else None), model)
             total = {name: total[name] + float(found.get(name, 0)) * batch.weight for name in total}
             count += batch.weight
         loss, accuracy, objective = (total[name] / max(count, 1) for name in MEASURED)
@@ -218,26 +208,15 @@ class Meter:
 
     Args:
         config: the run.
-        flops: of a step.
         source: its data.
-        recorder: takes the records.
-        progress: shows them.
-        directory: the run's, where the batch of a step without a loss is kept.
+        session: takes the records and shows them, and where the batch of a step without a loss is kept.
     """
 
-    def __init__(
-        self,
-        config: configs.Resolved,
-        flops: int,
-        source: Source | Repeats,
-        recorder: Recorder,
-        progress: Progress,
-        directory: Path,
-    ):
-        self._config, self._flops, self._source = config, flops, source
-        self._recorder, self._progress, self._directory = recorder, progress, directory
+    def __init__(self, config: configs.Resolved, source: Source | Repeats, session: Session):
+        self._config, self._flops, self._source = config, session.known["flops"], source
+        self._recorder, self._progress, self._directory = session.recorder, session.progress, session.path
         self._peak, self._skipped = hardware.peak_flops(config.hardware), 0
-        self._left_out = sum(not _finite(record) for record in recorder.records if record.step)
+        self._left_out = sum(not _finite(record) for record in session.recorder.records if record.step)
         rate = optimizer.schedule(config.optimizer, config.steps)
         self._rates = np.asarray(jax.vmap(lambda step: jnp.asarray(rate(step)))(jnp.arange(config.steps)))
         self.start()

@@ -29,7 +29,7 @@ from experiments.runtime.own import OwnError
 from experiments.runtime.signals import Stopped
 from experiments.step.build import OutOfMemoryError, Programs, out_of_memory
 from experiments.training.checkpoints import CheckpointError, Saver, open_checkpoints, restore
-from experiments.training.loop import DivergedError, Meter, Session
+from experiments.training.loop import DivergedError, Session
 from transforms import TileError
 from zoo.adapters import lora
 
@@ -62,33 +62,31 @@ def opened(
     progress = Progress(config.steps, config.log_every)
     hashes = {"data": batches.fingerprint(source), "sources": own.sources(config)}
     about = {"overrides": list(words), "config": overrides.plain(config), **hashes}
-    restored = _restored(directory, programs, about, plan, progress)
+    restored = None
+    if directory.path is not None and directory.before is not None:
+        for change in directory.changes(about):
+            progress.say(f"  changed  {change}")
+        restored = restore(programs, directory.path, about, plan, progress.say)
     path = directory.open(about, overrides.dump(config, argv))
-    known = report.facts(plan, config)
     checkpoints = None
     if config.checkpoint.wanted:
         checkpoints = open_checkpoints(programs, path, about, plan, progress.say, directory.written)
-    recorder = _recorder(config, known, path, progress, restored and restored[0])
+    known, recorder = report.facts(plan, config), Recorder(None)
+    if distributed.first():
+        plots.remember(path, known)
+        done = None if restored is None else restored[0]
+        recorder = Recorder(path, open_loggers(path, config.save, about["config"], done), done)
+        if done is not None and len(recorder.records) <= done:
+            few = f"{len(recorder.records)} of the {done + 1} records up to step {done}"
+            progress.say(f"  warning: metrics.jsonl has {few}")
     try:
         with _in_words(plan, path.name):
-            meter = Meter(config, plan.flops, source, recorder, progress, path)
-            yield Session(path, known, progress, recorder, meter, Saver(programs, checkpoints), restored)
+            yield Session(path, known, progress, recorder, Saver(programs, checkpoints), restored)
     finally:
         progress.close()
         leave(path, recorder, known, time.perf_counter() - began)
         if checkpoints is not None:
             checkpoints.close()
-
-
-def _restored(
-    directory: Directory, programs: Programs, about: dict[str, Any], plan: Plan, progress: Progress
-) -> tuple[int, Any] | None:
-    """Return the step and the state that a run goes on from, and say what it has that it had not; None: it begins."""
-    if directory.path is None or directory.before is None:
-        return None
-    for change in directory.changes(about):
-        progress.say(f"  changed  {change}")
-    return restore(programs, directory.path, about, plan, progress.say)
 
 
 @contextlib.contextmanager
@@ -109,21 +107,6 @@ def _in_words(plan: Plan, run: str) -> Generator[None, None, None]:
         if distributed.several():
             distributed.abandon(error, run)
         raise
-
-
-def _recorder(
-    config: configs.Resolved, known: dict[str, Any], path: Path, progress: Progress, done: int | None
-) -> Recorder:
-    """Return what takes the records; `done` is the step after which the run goes on."""
-    if not distributed.first():
-        return Recorder(None)
-    plots.remember(path, known)
-    recorder = Recorder(path, open_loggers(path, config.save, overrides.plain(config), done), done)
-    if done is not None and len(recorder.records) <= done:
-        progress.say(
-            f"  warning: metrics.jsonl has {len(recorder.records)} of the {done + 1} records up to step {done}"
-        )
-    return recorder
 
 
 def save_weights(model: Any, config: configs.Resolved, directory: Path) -> list[str]:
