@@ -8,7 +8,7 @@ read only its own rows of a batch.
 import dataclasses
 import hashlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
@@ -96,6 +96,8 @@ def open_source(config: configs.Resolved) -> Source | Repeats:
     """
     try:
         return _open(config)
+    except own.OwnError as error:
+        raise DataError(str(error)) from error
     except OSError as error:
         raise DataError(
             f"cannot read the data or keep its tokens: {manifest.reason(error)}. data.path=... says where it is, "
@@ -104,19 +106,22 @@ def open_source(config: configs.Resolved) -> Source | Repeats:
 
 
 def _open(config: configs.Resolved) -> Source | Repeats:
-    data, vocab_size = config.data, config.model.config.vocab_size
+    data, seq_len, vocab_size = config.data, config.seq_len, config.model.config.vocab_size
     if isinstance(data, configs.Synthetic):
-        _check_vocab(data.vocab - 1, 0, vocab_size, "data=synthetic")
-        return Repeats(data.vocab, config.batch_size, config.seq_len, config.seed)
+        corpus.check_vocab(data.vocab - 1, 0, vocab_size, "data=synthetic")
+        return Repeats(data.vocab, config.batch_size, seq_len, config.seed)
     if isinstance(data, configs.Grain):
-        return Source(*open_pipeline(data, config.seq_len, vocab_size), config.batch_size, config.seed, None)
+        return Source(*open_pipeline(data, seq_len, vocab_size), config.batch_size, config.seed, None)
+    encoder = None if isinstance(data, configs.Tokens) else open_tokenizer(data.tokenizer, config.model.weights)
+    if isinstance(data, configs.Chat | configs.Preference):
+        return _conversations(config, data, encoder)
+    made = None
     if isinstance(data, configs.CustomData):
-        train, held_out, bytes_per_token, text = _own(config, data, vocab_size)
-    else:
-        rows = _conversations if isinstance(data, configs.Chat | configs.Preference) else _windows
-        train, held_out, bytes_per_token, text = rows(config, data, vocab_size)
-    each = 2 if isinstance(data, configs.Preference) else 1
-    return Source(train, held_out, config.batch_size // each, config.seed, bytes_per_token, text)
+        made = own.documents(data, tokenizer=encoder, vocab_size=vocab_size, seq_len=seq_len, seed=config.seed)
+        if isinstance(made[0], Mapping):
+            parts = parted(made, data, seq_len, vocab_size, f"data.fn={data.fn}")
+            return Source(*parts, config.batch_size, config.seed, None)
+    return _windows(config, corpus.ids(data, encoder, vocab_size, made))
 
 
 def fingerprint(source: Source | Repeats) -> str | None:
@@ -131,90 +136,25 @@ def fingerprint(source: Source | Repeats) -> str | None:
     return found.hexdigest()[:16]
 
 
-def _own(
-    config: configs.Resolved, data: configs.CustomData, vocab_size: int
-) -> tuple[Rows, Rows, float | None, str | None]:
-    """Return rows of what a user's function returns: windows of its documents, or its rows as they are.
-
-    Raises:
-        DataError: it cannot be found, or returns something else.
-    """
-    try:
-        made = own.documents(
-            data,
-            tokenizer=open_tokenizer(data.tokenizer, config.model.weights),
-            vocab_size=vocab_size,
-            seq_len=config.seq_len,
-            seed=config.seed,
-        )
-    except own.OwnError as error:
-        raise DataError(str(error)) from error
-    if not len(made):
-        raise DataError(f"nothing in data.fn={data.fn}: what it returned is empty")
-    if isinstance(made[0], Mapping):
-        return *parted(made, data, config.seq_len, vocab_size, f"data.fn={data.fn}"), None, None
-    return _windows(config, data, vocab_size, made)
-
-
-def _windows(
-    config: configs.Resolved, data: Any, vocab_size: int, written: Sequence[Any] | None = None
-) -> tuple[Rows, Rows, float | None, str | None]:
-    """Return windows of text (or of a user's own documents) to train on and held out, bytes per token, what ids are."""
-    text = None
-    if isinstance(data, configs.Tokens):
-        parts = corpus.mapped_blocks(data)
-        for array in (*parts[0], *parts[1]):
-            _check_vocab(int(array.max()), int(array.min()), vocab_size, data.path)
-        boundary, bytes_per_token = data.separator, data.bytes_per_token
-        if boundary is not None:
-            _check_vocab(boundary, 0, vocab_size, "data.separator")
-    elif written is not None and not isinstance(written[0], str | bytes):
-        parts, boundary, bytes_per_token = _ids(written, data), None, None
-        for array in (*parts[0], *parts[1]):
-            _check_vocab(int(array.max(initial=0)), int(array.min(initial=0)), vocab_size, f"data.fn={data.fn}")
-    else:
-        encoder = open_tokenizer(data.tokenizer, config.model.weights)
-        texts = None if written is None else (one.encode() if isinstance(one, str) else bytes(one) for one in written)
-        *found, bytes_per_token = corpus.token_files(data, encoder, texts)
-        text = encoder.name
-        # Ids that are used: a tokenizer may have more than its model, for pictures say. Of bytes, all are.
-        used = max(int(part.max(initial=0)) for part in found)
-        _check_vocab(max(used, encoder.separator), 0, vocab_size, encoder.name)
-        parts, boundary = ([part] for part in found), encoder.separator
-    train, held_out = (Windows(arrays, config.seq_len, boundary, data.packed) for arrays in parts)
-    for name, windows in (("training", train), ("held-out", held_out)):
+def _windows(config: configs.Resolved, ids: corpus.Ids) -> Source:
+    """Return windows of what is there to train on and what is held out."""
+    found = []
+    for name, arrays in (("training", ids.train), ("held-out", ids.held_out)):
+        windows = Windows(arrays, config.seq_len, ids.boundary, config.data.packed)
         if not len(windows):
-            size = sum(map(len, windows.arrays))
             raise DataError(
-                f"too little text for seq_len={config.seq_len}: the {name} part has {size} tokens. "
+                f"too little text for seq_len={config.seq_len}: the {name} part has {sum(map(len, arrays))} tokens. "
                 f"Use a shorter seq_len or more text."
             )
-    return train, held_out, bytes_per_token, text
+        found.append(windows)
+    return Source(found[0], found[1], config.batch_size, config.seed, ids.bytes_per_token, ids.text)
 
 
-def _ids(documents: Sequence[Any], data: configs.CustomData) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return documents of ids as one array to train on and one held out, chosen by the hash of their content."""
-    arrays = [np.asarray(document) for document in documents]
-    if bad := [one for one in arrays if one.ndim != 1 or not np.issubdtype(one.dtype, np.integer)]:
-        raise DataError(
-            f"cannot read data.fn={data.fn}: a document is text, a list of ids or a row {{'tokens': ids}}, not "
-            f"{bad[0].dtype}{list(bad[0].shape)}"
-        )
-    content = [one.astype(np.int64).tobytes() for one in arrays]
-    if len(arrays) == 1:
-        raise DataError(f"too few documents in data.fn={data.fn}: one, to train on and to hold out; give several")
-    kept = set(corpus.split(content, data.val_fraction)[0])
-    sides = [[one for one, key in zip(arrays, content, strict=True) if (key in kept) is side] for side in (True, False)]
-    return [np.concatenate(sides[0])], [np.concatenate(sides[1])]
-
-
-def _conversations(config: configs.Resolved, data: Any, vocab_size: int) -> tuple[Rows, Rows, None, str]:
-    """Return conversations or pairs of them, to train on and held out, and what their ids stand for."""
-    encoder = open_tokenizer(data.tokenizer, config.model.weights)
-    parts = []
+def _conversations(config: configs.Resolved, data: configs.Chat | configs.Preference, encoder: Any) -> Source:
+    """Return conversations or pairs of them, to train on and held out."""
+    pairs, parts = isinstance(data, configs.Preference), []
     for name, found in zip(("training", "held-out"), conversations.example_files(data, encoder), strict=True):
-        _check_vocab(int(found.ids.max(initial=0)), 0, vocab_size, encoder.name)
-        pairs = isinstance(data, configs.Preference)
+        corpus.check_vocab(int(found.ids.max(initial=0)), 0, config.model.config.vocab_size, encoder.name)
         rows = Pairs(found, config.seq_len) if pairs else Conversations(found, config.seq_len, data.packed)
         if not len(rows):
             raise DataError(
@@ -223,16 +163,8 @@ def _conversations(config: configs.Resolved, data: Any, vocab_size: int) -> tupl
             )
         parts.append(rows)
     plain = "; each message after its role, as there is no chat template" * isinstance(encoder.chat, Plain)
-    return parts[0], parts[1], None, f"{encoder.name}{plain}"
-
-
-def _check_vocab(largest: int, smallest: int, vocab_size: int, where: str) -> None:
-    if largest >= vocab_size or smallest < 0:
-        bad = largest if largest >= vocab_size else smallest
-        raise DataError(
-            f"token id {bad} in {where} is outside the vocabulary: ids must lie in [0, {vocab_size}). "
-            f"Choose a model whose model.vocab_size is larger, or other data."
-        )
+    rows = config.batch_size // 2 if pairs else config.batch_size
+    return Source(parts[0], parts[1], rows, config.seed, None, f"{encoder.name}{plain}")
 
 
 def permute(indices: np.ndarray, count: int, key: tuple[int, ...]) -> np.ndarray:

@@ -12,7 +12,7 @@ import sysconfig
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -90,6 +90,7 @@ class Encoder(Protocol):
 
     vocab_size: int
     identity: str  # changes when the ids of a text do
+    name: str  # for people
 
     @property
     def separator(self) -> int:
@@ -207,3 +208,85 @@ def mapped_blocks(config: configs.Tokens) -> tuple[list[np.ndarray], list[np.nda
     if not train:
         raise DataError(f"too few tokens at data.path={config.path}: nothing is left beside the held-out part")
     return train, [array for array, draw in zip(arrays, draws, strict=True) if draw <= bound]
+
+
+class Ids(NamedTuple):
+    """Arrays of ids to train on and held out, every one in the vocabulary.
+
+    Attributes:
+        train: to train on.
+        held_out: the others.
+        boundary: the id that starts each document, where there is one.
+        bytes_per_token: of the text that they stand for, where that is known.
+        text: what they stand for, in words.
+    """
+
+    train: Sequence[np.ndarray]
+    held_out: Sequence[np.ndarray]
+    boundary: int | None = None
+    bytes_per_token: float | None = None
+    text: str | None = None
+
+
+def ids(data: configs.Data, encoder: Encoder | None, vocab_size: int, made: Sequence[Any] | None = None) -> Ids:
+    """Return the ids of the documents that a configuration names, or of those that a user's function made.
+
+    Args:
+        data: the configuration.
+        encoder: what makes ids of text; None where there is none.
+        vocab_size: of the model.
+        made: documents of text or of ids.
+
+    Raises:
+        DataError: there are too few, they cannot be read, or an id is outside the vocabulary.
+    """
+    if isinstance(data, configs.Tokens):
+        return _token_ids(data, vocab_size)
+    if isinstance(data, configs.CustomData) and made is not None and not isinstance(made[0], str | bytes):
+        return _own_ids(made, f"data.fn={data.fn}", data.val_fraction, vocab_size)
+    assert encoder is not None
+    texts = None if made is None else (one.encode() if isinstance(one, str) else bytes(one) for one in made)
+    train, held_out, bytes_per_token = token_files(data, encoder, texts)
+    # Ids that are used: a tokenizer may have more than its model, for pictures say. Of bytes, all are.
+    used = max(int(part.max(initial=0)) for part in (train, held_out))
+    check_vocab(max(used, encoder.separator), 0, vocab_size, encoder.name)
+    return Ids([train], [held_out], encoder.separator, bytes_per_token, encoder.name)
+
+
+def _token_ids(data: configs.Tokens, vocab_size: int) -> Ids:
+    """Return ids that were made elsewhere."""
+    train, held_out = mapped_blocks(data)
+    for array in (*train, *held_out):
+        check_vocab(int(array.max()), int(array.min()), vocab_size, data.path)
+    if data.separator is not None:
+        check_vocab(data.separator, 0, vocab_size, "data.separator")
+    return Ids(train, held_out, data.separator, data.bytes_per_token)
+
+
+def _own_ids(documents: Sequence[Any], where: str, val_fraction: float, vocab_size: int) -> Ids:
+    """Return a user's documents of ids as one array to train on and one held out, by the hash of their content."""
+    arrays = [np.asarray(document) for document in documents]
+    if bad := [one for one in arrays if one.ndim != 1 or not np.issubdtype(one.dtype, np.integer)]:
+        raise DataError(
+            f"cannot read {where}: a document is text, a list of ids or a row {{'tokens': ids}}, not "
+            f"{bad[0].dtype}{list(bad[0].shape)}"
+        )
+    content = [one.astype(np.int64).tobytes() for one in arrays]
+    if len(arrays) == 1:
+        raise DataError(f"too few documents in {where}: one, to train on and to hold out; give several")
+    kept = set(split(content, val_fraction)[0])
+    side = lambda wanted: [one for one, key in zip(arrays, content, strict=True) if (key in kept) is wanted]
+    train, held_out = np.concatenate(side(True)), np.concatenate(side(False))
+    for array in (train, held_out):
+        check_vocab(int(array.max(initial=0)), int(array.min(initial=0)), vocab_size, where)
+    return Ids([train], [held_out])
+
+
+def check_vocab(largest: int, smallest: int, vocab_size: int, where: str) -> None:
+    """Raise a DataError unless every id is in the vocabulary, told the largest and the smallest."""
+    if largest >= vocab_size or smallest < 0:
+        bad = largest if largest >= vocab_size else smallest
+        raise DataError(
+            f"token id {bad} in {where} is outside the vocabulary: ids must lie in [0, {vocab_size}). "
+            f"Choose a model whose model.vocab_size is larger, or other data."
+        )

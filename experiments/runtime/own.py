@@ -213,4 +213,7 @@ def documents(config: configs.CustomData, **given: Any) -> Any:
             f"cannot use data.fn={config.fn}: it must return documents (text or ids, in a list or one after another) "
             f"or rows {{'tokens': ids}}, not {type(made).__name__}"
         )
-    return made if hasattr(made, "__len__") else list(made)
+    made = made if hasattr(made, "__len__") else list(made)
+    if not len(made):
+        raise OwnError(f"nothing in data.fn={config.fn}: what it returned is empty")
+    return made

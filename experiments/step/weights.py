@@ -61,7 +61,8 @@ def reference(config: configs.Run) -> configs.Reference | None:
     if folder is None:
         origin = configs.Origin.base if isinstance(config.adapter, configs.Lora) else configs.Origin.start
         return configs.Reference(origin, ours)
-    found = _described(Path(folder).expanduser(), f"{option}={folder}")
+    path = Path(folder).expanduser()
+    found = _described(path, f"{option}={folder}")
     if found.vocab_size != ours.vocab_size:
         raise CommandError(
             f"cannot use {option}={folder}: it has a vocabulary of {found.vocab_size}, the model that learns one of "
