@@ -1,4 +1,4 @@
-"""Overrides, the words of a command line: how some replace others, and what a run that goes on takes from its start."""
+"""Overrides, the words of a command line: how some replace others; and what a run writes of them, to go on with."""
 
 import dataclasses
 import json
@@ -11,6 +11,7 @@ from experiments import configs
 from experiments.commandline import console, schema, spelling
 
 RUN = "run.json"  # in a run's directory and in each checkpoint: its overrides and its configuration
+WHEREABOUTS = ("run", "out", "distributed", "compare")  # where a run is and what is shown of it, not what it is
 PINNED = ("steps", "batch_size", "seq_len", "optimizer", "optimizer.learning_rate", "eval.every", "eval.batches")
 PINNED += ("hardware.param_dtype", "hardware.compute_dtype")
 PINNED += ("model.weights", "objective.reference", "objective.teacher", "data.tokenizer")  # the hub's, by revision
@@ -90,13 +91,30 @@ def read(folder: Path) -> dict[str, Any] | None:
     return None
 
 
-def changes(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
+def changed(before: dict[str, Any], about: dict[str, Any]) -> list[str]:
+    """Return what differs from before: the configuration, hashes of what is read and of the user's own files.
+
+    Args:
+        before: what `read` returned.
+        about: what the run writes about itself now.
+    """
+    drop = lambda values: {key: value for key, value in values.items() if key not in WHEREABOUTS}
+    lines = differences(drop(before["config"]), drop(json.loads(json.dumps(about["config"]))))
+    if about["data"] is not None and before["data"] not in (None, about["data"]):
+        lines.append("data: what it reads is not what it was: another text, tokenizer or split")
+    for key, source in about["sources"].items():
+        if None not in (source, known := before["sources"].get(key)) and source != known:
+            lines.append(f"{key}: the file that the function is in is not what it was")
+    return lines
+
+
+def differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
     """Return the differences between two configurations, `key: before -> now` for each."""
     lines = []
     for key in dict.fromkeys([*before, *now]):
         old, new = before.get(key), now.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
-            lines += changes(old, new, f"{prefix}{key}.")
+            lines += differences(old, new, f"{prefix}{key}.")
         elif old != new:
             lines.append(f"{prefix}{key}: {old} -> {new}")
     return lines

@@ -158,6 +158,11 @@ class Mesh:
         return {"data": self.data, "expert": self.expert, "context": self.context, "model": self.model}
 
     @property
+    def rows(self) -> int:
+        """Among how many devices the rows of a batch are shared, once every size is known."""
+        return (self.data or 1) * self.expert
+
+    @property
     def devices(self) -> int:
         """How many devices there are, once every size is known."""
         return math.prod(size or 1 for size in self.sizes.values())

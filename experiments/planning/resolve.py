@@ -63,44 +63,29 @@ def resolve(config: configs.Run, device: Device) -> configs.Resolved:
     params, choices = zoo.accounting.count_params(config.model.config), Choices()
     scale = next(scale for scale in SCALES[device.platform] if params <= scale.params)
     sized = f"{params:,} parameters on a {device.platform}: minutes altogether"
-    config = dataclasses.replace(config, mesh=(mesh := _mesh(config, device, choices)))
+    mesh = _mesh(config, device, choices)
     memory = config.hardware.memory_gib * GIB if config.hardware.memory_gib else device.memory
     kept = 16 * params / (mesh.model * mesh.expert * (1 if mesh.fsdp == "none" else mesh.sizes["data"] or 1))
     roomy = kept < 0.8 * memory  # float32 parameters, gradients and two moments
 
-    rows = configs.chosen(mesh.data) * mesh.expert
-    batch_size = -(-scale.batch_size // rows) * rows
-    config = choices.fill(config, "", sized, steps=scale.steps, batch_size=batch_size, seq_len=scale.seq_len)
-    config = choices.fill(config, "", "twenty lines a run", log_every=max(1, configs.chosen(config.steps) // 20))
+    batch_size, steps = -(-scale.batch_size // mesh.rows) * mesh.rows, config.steps or scale.steps
+    config = choices.fill(config, "", sized, steps=steps, batch_size=batch_size, seq_len=scale.seq_len)
+    config = choices.fill(config, "", "twenty lines a run", log_every=max(1, steps // 20))
     hardware = _hardware(config.hardware, device, size(kept), roomy, choices)
-    optimizer = _optimizer(config, hardware.param_dtype is DType.float32 and roomy, choices)
-    rate, why = _rate(type(optimizer), params, config.adapter)
-    optimizer = choices.fill(optimizer, "optimizer.", why, learning_rate=rate)
+    optimizer = _optimizer(config, params, hardware.param_dtype is DType.float32 and roomy, choices)
     parts: dict[str, Any] = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    parts.update(hardware=hardware, optimizer=optimizer)
-    resolved = configs.Resolved(**parts, reference=weights.reference(config))
-    tiling = config.tiling
-    if tiling.size is None:
-        tiles, why = _tiles(resolved)
-        tiling = choices.fill(dataclasses.replace(tiling, budget=None), "tiling.", why, n=tiles)
-    resolved = _attention(dataclasses.replace(resolved, tiling=tiling), choices)
-    tiling = resolved.tiling
-    large = params > REMAT_ABOVE
-    why = f"{'more' if large else 'no more'} than {REMAT_ABOVE:,.0f} parameters"
-    policy = "full" if large else "none"
-    if tiling.heads or tiling.tokens:
-        why = "what a layer makes of long texts is made again; only what it was given is kept"
-        policy = "full" if device.platform == "cpu" else "offload"
-    remat = choices.fill(config.remat, "remat.", why, policy=policy)
-    often = max(10, resolved.steps // EVALUATIONS) if scale.eval_batches > 1 else 0
+    parts.update(mesh=mesh, hardware=hardware, optimizer=optimizer, reference=weights.reference(config))
+    resolved = _attention(_head(configs.Resolved(**parts), choices), choices)
+
+    remat = _remat(resolved, params > REMAT_ABOVE, device.platform, choices)
+    often = max(10, steps // EVALUATIONS) if scale.eval_batches > 1 else 0
     why = f"{EVALUATIONS} in a run" if often else "evaluating costs as much as a step"
     evaluation = choices.fill(config.eval, "eval.", why, every=often)
     evaluation = choices.fill(evaluation, "eval.", sized, batches=scale.eval_batches)
     small = 12 * params <= GIB or isinstance(config.adapter, configs.Lora)  # float32 parameters and two moments
     why = f"it takes {'less' if small else 'more'} than 1 GiB"
     checkpoint = choices.fill(config.checkpoint, "checkpoint.", why, last=small)
-    parts = {"tiling": tiling, "remat": remat, "eval": evaluation, "checkpoint": checkpoint}
-    return dataclasses.replace(resolved, **parts, chosen=choices.made)
+    return dataclasses.replace(resolved, remat=remat, eval=evaluation, checkpoint=checkpoint, chosen=choices.made)
 
 
 class Choices:
@@ -143,16 +128,21 @@ def _hardware(hardware: configs.Hardware, device: Device, kept: str, roomy: bool
     return dataclasses.replace(hardware, compiler_options=options)
 
 
-def _optimizer(config: configs.Run, roomy: bool, choices: Choices) -> configs.Optimizer:
-    """Return the optimizer that was asked for, or the one whose state fits: `roomy` if AdamW's does."""
-    if type(config.optimizer) is not configs.Optimizer:
-        return config.optimizer
-    fits = roomy or isinstance(config.adapter, configs.Lora)
-    cls = configs.AdamW if fits else configs.AdafactorLayerwise
-    made = cls(**{field.name: getattr(config.optimizer, field.name) for field in dataclasses.fields(config.optimizer)})
-    why = "its two moments fit" if fits else "AdamW's two moments would not fit"
-    choices.add(why, optimizer=name_of("optimizer", made))
-    return made
+def _optimizer(config: configs.Run, params: int, roomy: bool, choices: Choices) -> configs.Optimizer:
+    """Return the optimizer that was asked for, or the one whose state fits (`roomy` if AdamW's does), with its rate."""
+    asked, adapted = config.optimizer, isinstance(config.adapter, configs.Lora)
+    if type(asked) is configs.Optimizer:
+        cls = configs.AdamW if roomy or adapted else configs.AdafactorLayerwise
+        asked = cls(**{field.name: getattr(asked, field.name) for field in dataclasses.fields(asked)})
+        why = "its two moments fit" if roomy or adapted else "AdamW's two moments would not fit"
+        choices.add(why, optimizer=name_of("optimizer", asked))
+    rate, why = asked.peak, "it is relative to the parameters already"
+    if adapted and type(asked) is configs.AdamW:
+        rate, why = LORA_RATE, "what suits adapters of models of any size"
+    elif asked.scales:
+        rate = float(f"{asked.peak * min(1.0, (3e6 / params) ** 0.5):.1g}")
+        why = "the larger the model, the smaller: with the root of its size"
+    return choices.fill(asked, "optimizer.", why, learning_rate=rate)
 
 
 def _mesh(config: configs.Run, device: Device, choices: Choices) -> configs.Mesh:
@@ -172,24 +162,29 @@ def _mesh(config: configs.Run, device: Device, choices: Choices) -> configs.Mesh
     return mesh
 
 
-def _tiles(config: configs.Resolved) -> tuple[int | str, str]:
-    """Return how many tiles suit the head, and why: as few as keep within the budget, or have small logits.
+def _head(config: configs.Resolved, choices: Choices) -> configs.Resolved:
+    """Return the run with as few tiles of the head as keep within the budget, or have small logits.
 
     Raises:
         HardwareError: no number of tiles keeps within the budget.
     """
-    if config.tiling.budget is not None:
+    tiling = config.tiling
+    if tiling.size is not None:
+        return config
+    if tiling.budget is not None:
         try:
-            fewest, why = Programs(config).fewest_tiles(), f"the fewest within {config.tiling.budget}"
+            fewest, why = Programs(config).fewest_tiles(), f"the fewest within {tiling.budget}"
         except ValueError as error:
-            raise HardwareError(f"cannot use tiling.budget={config.tiling.budget}: {error}") from None
+            raise HardwareError(f"cannot use tiling.budget={tiling.budget}: {error}") from None
     else:
         tokens = config.head.rows * config.seq_len
         logits = 4 * tokens * config.model.config.vocab_size
         fewest = min(-(-logits // TILE_BYTES), max(1, tokens // LEAST_TILE))
-        fewest = min(max(fewest, 2 * config.tiling.lowmem), config.head.length)
+        fewest = min(max(fewest, 2 * tiling.lowmem), config.head.length)
         why = f"all logits are {size(logits)}" + (f", a tile's at most {size(TILE_BYTES)}" if fewest > 1 else "")
-    return (fewest if fewest > 1 or config.tiling.lowmem else "none"), why
+    n = fewest if fewest > 1 or tiling.lowmem else "none"
+    tiling = choices.fill(dataclasses.replace(tiling, budget=None), "tiling.", why, n=n)
+    return dataclasses.replace(config, tiling=tiling)
 
 
 def _attention(config: configs.Resolved, choices: Choices) -> configs.Resolved:
@@ -211,14 +206,14 @@ def _attention(config: configs.Resolved, choices: Choices) -> configs.Resolved:
     return dataclasses.replace(config, tiling=tiling)
 
 
-def _rate(optimizer: type[configs.Optimizer], params: int, adapter: configs.Adapter) -> tuple[float, str]:
-    """Return a peak learning rate, and why."""
-    if isinstance(adapter, configs.Lora) and optimizer is configs.AdamW:
-        return LORA_RATE, "what suits adapters of models of any size"
-    if not optimizer.scales:
-        return optimizer.peak, "it is relative to the parameters already"
-    rate = float(f"{optimizer.peak * min(1.0, (3e6 / params) ** 0.5):.1g}")
-    return rate, "the larger the model, the smaller: with the root of its size"
+def _remat(config: configs.Resolved, large: bool, platform: str, choices: Choices) -> configs.Remat:
+    """Return what the backward pass keeps: all of a small model, of a large one or of long texts next to nothing."""
+    why = f"{'more' if large else 'no more'} than {REMAT_ABOVE:,.0f} parameters"
+    policy = "full" if large else "none"
+    if config.tiling.heads or config.tiling.tokens:
+        why = "what a layer makes of long texts is made again; only what it was given is kept"
+        policy = "full" if platform == "cpu" else "offload"
+    return choices.fill(config.remat, "remat.", why, policy=policy)
 
 
 def problem(config: configs.Resolved) -> str | None:

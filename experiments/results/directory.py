@@ -13,8 +13,6 @@ from experiments.commandline.overrides import RUN
 from experiments.runtime import distributed, manifest
 from experiments.runtime.remote import Mirror, RemoteError
 
-WHEREABOUTS = ("run", "out", "distributed", "compare")  # where a run is and what is shown of it, not what it is
-
 
 class DirectoryError(RuntimeError):
     """A directory that a run cannot use, in words for the user."""
@@ -138,20 +136,6 @@ class Directory:
         if self._held is not None:
             os.close(self._held)
         self._held = None
-
-    def changes(self, about: dict[str, Any]) -> list[str]:
-        """Return what differs from before: the configuration, hashes of what is read and of the user's own files."""
-        if self.before is None:
-            return []
-        drop = lambda values: {key: value for key, value in values.items() if key not in WHEREABOUTS}
-        now = json.loads(json.dumps(about["config"]))
-        changed = overrides.changes(drop(self.before["config"]), drop(now))
-        if about["data"] is not None and self.before["data"] not in (None, about["data"]):
-            changed.append("data: what it reads is not what it was: another text, tokenizer or split")
-        for key, source in about["sources"].items():
-            if None not in (source, before := self.before["sources"].get(key)) and source != before:
-                changed.append(f"{key}: the file that the function is in is not what it was")
-        return changed
 
     def _make(self) -> Path:
         if self.path is not None:

@@ -65,10 +65,9 @@ def _sizes(sizes: dict[str, int | None], count: int) -> str:
 def problem(config: configs.Resolved) -> str | None:
     """Return why a run cannot be spread over its mesh, before anything is compiled; None where it can."""
     mesh, model = config.mesh, config.model.config
-    rows_over = configs.chosen(mesh.data) * mesh.expert
-    if config.batch_size % rows_over:
+    if config.batch_size % mesh.rows:
         over = f"mesh.data={mesh.data}" + (f" x mesh.expert={mesh.expert}" if mesh.expert > 1 else "")
-        more, fewer = -(-config.batch_size // rows_over) * rows_over, math.gcd(config.batch_size, rows_over)
+        more, fewer = -(-config.batch_size // mesh.rows) * mesh.rows, math.gcd(config.batch_size, mesh.rows)
         return (
             f"cannot cut batch_size={config.batch_size} over {over}: every device takes as many sequences. "
             f"Use batch_size={more}, or {fewer} devices for the batch."

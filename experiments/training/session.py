@@ -64,7 +64,7 @@ def opened(
     about = {"overrides": list(words), "config": overrides.plain(config), **hashes}
     restored = None
     if directory.path is not None and directory.before is not None:
-        for change in directory.changes(about):
+        for change in overrides.changed(directory.before, about):
             progress.say(f"  changed  {change}")
         restored = restore(programs, directory.path, about, plan, progress.say)
     path = directory.open(about, overrides.dump(config, argv))
