@@ -10,15 +10,14 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from experiments import configs
 from experiments.data import conversations, corpus
-from experiments.data.chat import Plain
 from experiments.data.corpus import DataError
-from experiments.data.rows import Batch, Conversations, Pairs, Rows, Windows, open_pipeline, parted
+from experiments.data.rows import Batch, Rows, Windows, open_pipeline, parted
 from experiments.data.tokenizer import open_tokenizer
 from experiments.runtime import manifest, own
 
@@ -114,7 +113,8 @@ def _open(config: configs.Resolved) -> Source | Repeats:
         return Source(*open_pipeline(data, seq_len, vocab_size), config.batch_size, config.seed, None)
     encoder = None if isinstance(data, configs.Tokens) else open_tokenizer(data.tokenizer, config.model.weights)
     if isinstance(data, configs.Chat | configs.Preference):
-        return _conversations(config, data, encoder)
+        train, held_out, text = conversations.open_rows(data, encoder, seq_len, vocab_size)
+        return Source(train, held_out, config.batch_size // (1 + config.paired), config.seed, None, text)
     made = None
     if isinstance(data, configs.CustomData):
         made = own.documents(data, tokenizer=encoder, vocab_size=vocab_size, seq_len=seq_len, seed=config.seed)
@@ -148,23 +148,6 @@ def _windows(config: configs.Resolved, ids: corpus.Ids) -> Source:
             )
         found.append(windows)
     return Source(found[0], found[1], config.batch_size, config.seed, ids.bytes_per_token, ids.text)
-
-
-def _conversations(config: configs.Resolved, data: configs.Chat | configs.Preference, encoder: Any) -> Source:
-    """Return conversations or pairs of them, to train on and held out."""
-    pairs, parts = isinstance(data, configs.Preference), []
-    for name, found in zip(("training", "held-out"), conversations.example_files(data, encoder), strict=True):
-        corpus.check_vocab(int(found.ids.max(initial=0)), 0, config.model.config.vocab_size, encoder.name)
-        rows = Pairs(found, config.seq_len) if pairs else Conversations(found, config.seq_len, data.packed)
-        if not len(rows):
-            raise DataError(
-                f"too short a seq_len={config.seq_len}: no answer of the {name} part begins within it. "
-                f"The shortest conversation has {min(found.lengths(), default=0)} tokens."
-            )
-        parts.append(rows)
-    plain = "; each message after its role, as there is no chat template" * isinstance(encoder.chat, Plain)
-    rows = config.batch_size // 2 if pairs else config.batch_size
-    return Source(parts[0], parts[1], rows, config.seed, None, f"{encoder.name}{plain}")
 
 
 def permute(indices: np.ndarray, count: int, key: tuple[int, ...]) -> np.ndarray:

@@ -17,11 +17,34 @@ from experiments import configs
 from experiments.data import corpus
 from experiments.data.chat import CLOSE, Pieces, Plain
 from experiments.data.corpus import DataError
-from experiments.data.rows import Examples
+from experiments.data.rows import Conversations, Examples, Pairs, Rows
 
 SHIPPED = Path(__file__).parent / "examples"
 NAMES = {"ids": None, "counted": "uint8", "ends": "int64"}  # a cache's files, and their types; ids by the vocabulary
 Encoded = tuple[np.ndarray, np.ndarray]
+
+
+def open_rows(
+    data: configs.Chat | configs.Preference, encoder: Any, seq_len: int, vocab_size: int
+) -> tuple[Rows, Rows, str]:
+    """Return conversations or pairs of them, to train on and held out, and what their ids stand for, in words.
+
+    Raises:
+        DataError: what is wrong with them, or that no answer begins within `seq_len`.
+    """
+    parts = []
+    for name, found in zip(("training", "held-out"), example_files(data, encoder), strict=True):
+        corpus.check_vocab(int(found.ids.max(initial=0)), 0, vocab_size, encoder.name)
+        pairs = isinstance(data, configs.Preference)
+        rows = Pairs(found, seq_len) if pairs else Conversations(found, seq_len, data.packed)
+        if not len(rows):
+            raise DataError(
+                f"too short a seq_len={seq_len}: no answer of the {name} part begins within it. "
+                f"The shortest conversation has {min(found.lengths(), default=0)} tokens."
+            )
+        parts.append(rows)
+    plain = "; each message after its role, as there is no chat template" * isinstance(encoder.chat, Plain)
+    return parts[0], parts[1], f"{encoder.name}{plain}"
 
 
 def example_files(config: configs.Chat | configs.Preference, encoder: Any) -> tuple[Examples, Examples]:

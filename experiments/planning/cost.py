@@ -5,6 +5,7 @@ Nothing is allocated. A described device is one like any other: its programs onl
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from experiments import configs
 from experiments.commandline.console import GIB
 from experiments.planning import hlo
 from experiments.runtime.hardware import Device
+from experiments.step import tiling
 from experiments.step.build import OutOfMemoryError, Programs
 
 AT_SCALE = 8192  # tokens: where tiling the head of a large vocabulary pays
@@ -51,15 +53,21 @@ class Plan:
     memory: Memory
     available: int
     headroom: int
+    cuts: Sequence[tuple[str, str]] = ()  # each part that is cut, and how
     head_untiled: int | None = None  # bytes of the untiled head, estimated; None where the run's own head is not cut
     untiled: Memory | None = None  # of the untiled step, where a tiled run compares
     refused: str | None = None  # why that could not be compiled
     at_scale: tuple[int, int] | None = None  # bytes of the head at AT_SCALE, tiled and untiled, where few save none
 
     @property
+    def left(self) -> int:
+        """Bytes that are free beside the step and the headroom; fewer than none where these do not fit."""
+        return self.available - self.memory.total - self.headroom
+
+    @property
     def fits(self) -> bool:
         """Whether the step and the headroom are within what is available."""
-        return self.memory.total + self.headroom <= self.available
+        return self.left >= 0
 
     @property
     def saved(self) -> int | None:
@@ -83,6 +91,7 @@ def plan(programs: Programs, device: Device) -> Plan:
         memory=measure(programs, device, compiled_head_bytes(programs) if config.compare else tiled),
         available=available(config, device),
         headroom=headroom(config),
+        cuts=tiling.describe(config),
         head_untiled=whole if config.tiling.n != "none" and whole else None,
     )
     if config.tiling.cuts and config.compare:

@@ -7,7 +7,7 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from experiments import configs
@@ -18,7 +18,6 @@ from experiments.planning.cost import Memory, Plan
 from experiments.planning.suggest import Asked, largest_model, suggest
 from experiments.runtime import meshes
 from experiments.runtime.hardware import Device
-from experiments.step import tiling
 from experiments.step.build import OutOfMemoryError, Programs
 
 
@@ -106,7 +105,7 @@ def render(name: str, config: configs.Resolved, plan: Plan, device: Device) -> s
     if config.mesh.devices > 1:
         rows.append(("mesh", f"{config.mesh.devices} devices", meshes.describe(config.mesh)))
     lines = [_rule(f"{name} on {device.name}")]
-    rows += [("tiled" * (i == 0), part, how) for i, (part, how) in enumerate(tiling.describe(config))]
+    rows += [("tiled" * (i == 0), part, how) for i, (part, how) in enumerate(plan.cuts)]
     for label, value, note in rows:
         lines += _row(f"  {label:<16} {value:>15}", note)
     return "\n".join([*lines, "", *_memory(config, plan), _rule()])
@@ -207,7 +206,7 @@ def _rule(title: str = "") -> str:
 
 def facts(plan: Plan, config: configs.Resolved) -> dict[str, Any]:
     """Return what the pictures and the summary of a run need of its plan, as JSON holds it."""
-    bars, estimated = {_label(config): plan.memory.parts}, []
+    bars, estimated = {_label(plan.cuts): plan.memory.parts}, []
     if plan.untiled is not None:
         bars["untiled"] = plan.untiled.parts
     elif plan.head_untiled is not None:
@@ -227,9 +226,9 @@ def facts(plan: Plan, config: configs.Resolved) -> dict[str, Any]:
     }
 
 
-def _label(config: configs.Resolved) -> str:
+def _label(cuts: Sequence[tuple[str, str]]) -> str:
     """Return what of the run is cut, in words."""
-    parts = [f"{part}: {how}" for part, how in tiling.describe(config)]
+    parts = [f"{part}: {how}" for part, how in cuts]
     return (
         "this run, untiled"
         if not parts

@@ -27,9 +27,7 @@ import orbax.checkpoint as ocp
 
 from experiments import configs
 from experiments.commandline.console import CommandError, size
-from experiments.planning.cost import Plan
 from experiments.runtime import distributed, hardware, manifest
-from experiments.step.build import Programs
 
 RUN = "run.json"
 STREAM_GB = 1
@@ -66,7 +64,7 @@ class Checkpoints:
         warn: Callable[[str], None] = print,
         written: Callable[[], None] = lambda: None,
     ):
-        self._folder, self._about, self._warn = folder.absolute(), about, warn
+        self.folder, self._about, self._warn = folder.absolute(), about, warn
         self._keep, self._keep_every, self._background, self._written = keep, keep_every, background, written
         self._verify, self._primary = verify, distributed.first()
         stream = None if background else STREAM_GB
@@ -83,7 +81,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Return the steps of which there is a checkpoint, in order."""
-        found = self._folder.iterdir() if self._folder.is_dir() else ()
+        found = self.folder.iterdir() if self.folder.is_dir() else ()
         return sorted(int(path.name) for path in found if path.name.isdecimal())
 
     def save(self, step: int, state: Any) -> None:
@@ -94,10 +92,10 @@ class Checkpoints:
         """
         self.wait()
         arrays = {name: _plain(leaf) for name, leaf in named(state).items()}
-        saving = self._folder / f".saving-{step}"
+        saving = self.folder / f".saving-{step}"
         try:
             if self._primary:
-                self._folder.mkdir(parents=True, exist_ok=True)
+                self.folder.mkdir(parents=True, exist_ok=True)
                 shutil.rmtree(saving, ignore_errors=True)
             self._orbax.save(saving / "state", args=ocp.args.PyTreeSave(arrays))
         except Exception as error:
@@ -136,7 +134,7 @@ class Checkpoints:
         step = self._newest_sound()
         if step is None:
             return None
-        path = self._folder / str(step)
+        path = self.folder / str(step)
         there = json.loads((path / RUN).read_text())["arrays"]
         if problem := _compare(describe(template), there):
             raise CheckpointError(f"the checkpoint at {path} has other arrays than this run: {problem}")
@@ -152,7 +150,7 @@ class Checkpoints:
         if step < 0 and lost:
             whys = "; ".join(damaged)
             raise CheckpointError(
-                f"every checkpoint in {self._folder} is damaged: {whys}. Nothing is begun anew in their place: copy "
+                f"every checkpoint in {self.folder} is damaged: {whys}. Nothing is begun anew in their place: copy "
                 f"one back, remove that folder to begin from the start, or give another run=NAME."
             )
         return None if step < 0 else step
@@ -163,15 +161,15 @@ class Checkpoints:
         Damaged ones newer than it are set aside, as training will reach their steps again. Where none is sound all stay
         as they are, so that this is found as often as somebody looks.
         """
-        damaged = {path: "set aside" for path in self._folder.glob(".damaged-*")}
-        for name in (path for path in self._folder.glob(".*-*") if path.name.startswith((".saving-", ".deleting-"))):
+        damaged = {path: "set aside" for path in self.folder.glob(".damaged-*")}
+        for name in (path for path in self.folder.glob(".*-*") if path.name.startswith((".saving-", ".deleting-"))):
             shutil.rmtree(name, ignore_errors=True)  # left by a run that was killed
         for step in reversed(self.steps()):
-            path = self._folder / str(step)
+            path = self.folder / str(step)
             why = manifest.damage(path, self._verify)
             if why is None:
                 for bad in (bad for bad in damaged if bad.name.isdecimal()):
-                    aside = self._folder / f".damaged-{bad.name}"
+                    aside = self.folder / f".damaged-{bad.name}"
                     self._warn(
                         f"the checkpoint of step {bad.name} is damaged: {damaged[bad]}. It is set aside as {aside}"
                     )
@@ -188,11 +186,11 @@ class Checkpoints:
             if self._primary:
                 (saving / RUN).write_text(json.dumps({**self._about, "step": step, "arrays": arrays}, indent=1))
                 manifest.write(saving, self._verify)
-                final = self._folder / str(step)
+                final = self.folder / str(step)
                 if final.exists():  # this step has been here before, and went on from an older one
                     self._drop(final)
                 saving.rename(final)
-                manifest.sync(self._folder)
+                manifest.sync(self.folder)
                 self._prune()
                 self._written()
         except Exception as error:
@@ -202,22 +200,22 @@ class Checkpoints:
         old = self.steps()[: -self._keep]
         for step in old:
             if not (self._keep_every and step % self._keep_every == 0):
-                self._drop(self._folder / str(step))
+                self._drop(self.folder / str(step))
 
     def _drop(self, path: Path) -> None:
-        away = self._folder / f".deleting-{path.name}"
+        away = self.folder / f".deleting-{path.name}"
         shutil.rmtree(away, ignore_errors=True)
         path.rename(away)
         shutil.rmtree(away, ignore_errors=True)
 
     def _failed(self, step: int, error: Exception) -> CheckpointError:
         if self._primary:
-            for path in self._folder.glob(f".saving-{step}*"):
+            for path in self.folder.glob(f".saving-{step}*"):
                 shutil.rmtree(path, ignore_errors=True)
         steps = self.steps()
         last = f"The one of step {steps[-1]} is whole" if steps else "There is no earlier one"
         return CheckpointError(
-            f"cannot save the checkpoint of step {step} in {self._folder}: {manifest.reason(error)}. {last}. "
+            f"cannot save the checkpoint of step {step} in {self.folder}: {manifest.reason(error)}. {last}. "
             f"Make room or change what is in the way, and give the same run=NAME to go on from it."
         )
 
@@ -293,15 +291,16 @@ class Saver:
     """Writes a run's checkpoints when they are due.
 
     Args:
-        programs: the run's, which say what of its state has to be kept.
+        config: the run.
+        kept: returns what of its state has to be kept.
         checkpoints: where they go; None where there are none.
 
     Attributes:
         seconds: how long training waited for the last one, until it is asked for.
     """
 
-    def __init__(self, programs: Programs, checkpoints: Checkpoints | None):
-        self._how, self._steps, self._kept = programs.config.checkpoint, programs.config.steps, programs.kept
+    def __init__(self, config: configs.Resolved, kept: Callable[[Any], Any], checkpoints: Checkpoints | None):
+        self._how, self._steps, self._kept = config.checkpoint, config.steps, kept
         self._checkpoints, self._every, self.seconds = checkpoints, None, 0.0
 
     def start(self, first: int) -> None:
@@ -343,20 +342,17 @@ class Saver:
         self.seconds = self._saved - began
 
 
-def restore(
-    programs: Programs, path: Path, about: dict[str, Any], plan: Plan, say: Callable[[str], None]
-) -> tuple[int, Any] | None:
-    """Return the step and the state that a run goes on from; None: its beginning.
+def restore(checkpoints: Checkpoints, template: Any, steps: int, say: Callable[[str], None]) -> tuple[int, Any] | None:
+    """Return the step and the state that a run of `steps` goes on from, and say so; None: its beginning.
 
     Raises:
-        CheckpointError: every checkpoint is damaged, or the newest has other arrays.
+        CheckpointError: every checkpoint is damaged, or the newest has other arrays than the template.
     """
-    checkpoints = open_checkpoints(programs, path, about, plan, say)
     try:
-        found = checkpoints.restore(programs.kept(programs.state))
+        found = checkpoints.restore(template)
     finally:
         checkpoints.close()
-    steps = programs.config.steps
+    path = checkpoints.folder.parent
     if found is None:
         say(f"  {path} has no checkpoint yet: from the beginning")
     elif found[0] >= steps:
@@ -367,22 +363,32 @@ def restore(
 
 
 def open_checkpoints(
-    programs: Programs,
     path: Path,
+    config: configs.Resolved,
+    template: Any,
     about: dict[str, Any],
-    plan: Plan,
+    left: int,
     say: Callable[[str], None],
     written: Callable[[], None] = lambda: None,
 ) -> Checkpoints:
-    """Return what writes a run's checkpoints, and calls `written` after each: in the background where that fits.
+    """Return what writes a run's checkpoints: in the background where that fits.
+
+    Args:
+        path: the run's directory.
+        config: the run.
+        template: what of its state is kept, abstract or not.
+        about: goes into each one, as JSON.
+        left: bytes of the device that the run leaves free.
+        say: is told about each one that cannot be used.
+        written: is called after each.
 
     Raises:
         CommandError: there is no room on the disk for one.
     """
-    how, arrays = programs.config.checkpoint, named(programs.kept(programs.state)).values()
-    need = sum(leaf.size * leaf.dtype.itemsize for leaf in arrays)  # the whole of those that devices share
+    how = config.checkpoint
+    need = sum(leaf.size * leaf.dtype.itemsize for leaf in named(template).values())  # of what devices share, the whole
     there = sum(name.name.isdecimal() for name in (path / "checkpoints").glob("*"))
-    more = max(1, min(how.keep + 1, programs.config.steps) - there)  # the one that is written stands beside those kept
+    more = max(1, min(how.keep + 1, config.steps) - there)  # the one that is written stands beside those kept
     room = shutil.disk_usage(next(folder for folder in (path, *path.absolute().parents) if folder.exists())).free
     if how.wanted and room < more * need:
         kept = f"checkpoint.keep={how.keep}, and one more while it is written"
@@ -391,8 +397,8 @@ def open_checkpoints(
             f"a checkpoint takes {size(need)}{several}, and there is room for {size(room)} at {path}: "
             f"free some, keep fewer, give out=FOLDER on another disk, or checkpoint=none."
         )
-    on_host = programs.config.hardware.platform is configs.Platform.cpu
-    free = plan.available - plan.memory.total - plan.headroom if on_host else hardware.host_memory() // 2
+    on_host = config.hardware.platform is configs.Platform.cpu
+    free = left if on_host else hardware.host_memory() // 2
     return Checkpoints(
         path / "checkpoints",
         about,

@@ -62,15 +62,16 @@ def opened(
     progress = Progress(config.steps, config.log_every)
     hashes = {"data": batches.fingerprint(source), "sources": own.sources(config)}
     about = {"overrides": list(words), "config": overrides.plain(config), **hashes}
-    restored = None
+    said, kept = overrides.dump(config, argv), programs.kept(programs.state)
+    into, restored, checkpoints = (config, kept, about, plan.left, progress.say), None, None
     if directory.path is not None and directory.before is not None:
         for change in overrides.changed(directory.before, about):
             progress.say(f"  changed  {change}")
-        restored = restore(programs, directory.path, about, plan, progress.say)
-    path = directory.open(about, overrides.dump(config, argv))
-    checkpoints = None
+        restored = restore(open_checkpoints(directory.path, *into), kept, config.steps, progress.say)
+    path = directory.open(about, said)
     if config.checkpoint.wanted:
-        checkpoints = open_checkpoints(programs, path, about, plan, progress.say, directory.written)
+        checkpoints = open_checkpoints(path, *into, directory.written)
+    saver = Saver(config, programs.kept, checkpoints)
     known, recorder = report.facts(plan, config), Recorder(None)
     if distributed.first():
         plots.remember(path, known)
@@ -81,7 +82,7 @@ def opened(
             progress.say(f"  warning: metrics.jsonl has {few}")
     try:
         with _in_words(plan, path.name):
-            yield Session(path, known, progress, recorder, Saver(programs, checkpoints), restored)
+            yield Session(path, known, progress, recorder, saver, restored)
     finally:
         progress.close()
         leave(path, recorder, known, time.perf_counter() - began)
