@@ -200,13 +200,7 @@ class Programs:
         Raises:
             ValueError: the weights do not make the model that their folder describes, or it has no such matrices.
         """
-        model, where = self.config.model, meshes.where(self.axes)
-        if model.weights is not None:
-            made = zoo.load(model.weights, dtype=self.dtype, quantise=model.quantise, **where)
-        else:
-            leaves = draw(model.config, key=_key(self.config.seed), dtype=self.dtype, **where)
-            made = model_class(model.config).build(model.config, leaves)
-            made = made if model.quantise is None else quantise(made, model.quantise)
+        made = load_or_draw(self.config.model, self.config.seed, self.dtype, **meshes.where(self.axes))
         return meshes.placed(self._adapt(made), self.axes)
 
     def _adapt(self, model: Any) -> Any:
@@ -371,9 +365,19 @@ def _shortened(text: str) -> str:
     return "\n".join(f"  {line}" for line in lines[: min(end, 12)])
 
 
-def draw_model(config: Any, seed: int, dtype: configs.DType) -> Any:
-    """Return a model of an architecture, with random weights."""
-    return model_class(config).init(config, key=_key(seed), dtype=_dtype(dtype))
+def load_or_draw(model: configs.Model, seed: int, dtype: Any, **where: Any) -> Any:
+    """Return the model at `model.weights`, or one with random weights; in fewer bits where that is asked for.
+
+    Args:
+        model: the part of a run.
+        seed: of random weights.
+        dtype: of parameters; None is that of the folder.
+        where: the mesh and what its axes cut, where there is one.
+    """
+    if model.weights is not None:
+        return zoo.load(model.weights, dtype=dtype, quantise=model.quantise, **where)
+    drawn = model_class(model.config).build(model.config, draw(model.config, key=_key(seed), dtype=dtype, **where))
+    return drawn if model.quantise is None else quantise(drawn, model.quantise)
 
 
 def _key(seed: int) -> jax.Array:

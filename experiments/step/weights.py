@@ -17,10 +17,9 @@ from experiments.configs.commands import Generate, Score, Serve
 from experiments.data.tokenizer import Bytes, Folder, open_tokenizer
 from experiments.runtime import hardware
 from experiments.runtime.remote import HUB
-from experiments.step.build import draw_model
+from experiments.step.build import load_or_draw
 from zoo import adapters, count_params
 from zoo.huggingface.config import from_hf
-from zoo.quantised import quantise
 
 T = TypeVar("T", bound=Any)
 
@@ -111,7 +110,11 @@ def open_model(config: Score | Generate | Serve, argv: list[str], tokenizer: str
     try:
         config = with_weights(config, argv)
         device = hardware.prepare(config.hardware.platform)
-        model = _model(config, device)
+        roomy = 8 * count_params(config.model.config) < device.memory
+        dtype = config.hardware.param_dtype
+        if dtype is None and config.model.weights is None:
+            dtype = DType.float32 if roomy else DType.bfloat16
+        model = load_or_draw(config.model, config.seed, None if dtype is None else jnp.dtype(dtype.value))
         if config.lora is not None:
             model = adapters.load(config.lora, model)
     except (hardware.HardwareError, ValueError) as error:
@@ -123,17 +126,4 @@ def open_model(config: Score | Generate | Serve, argv: list[str], tokenizer: str
     compute = config.hardware.compute_dtype or (DType.float32 if on_cpu else DType.bfloat16)
     narrow = on_cpu and model.embed.dtype != jnp.float32
     options = {**(hardware.KEEP_CASTS_IN_LOOPS if narrow else {}), **config.hardware.compiler_options}
-    roomy = 8 * count_params(model.config) < device.memory
     return Opened(model, jnp.dtype(compute.value), options, encoder, roomy)
-
-
-def _model(config: Score | Generate | Serve, device: hardware.Device) -> Any:
-    import zoo
-
-    asked = config.hardware.param_dtype
-    if config.model.weights is not None:
-        dtype = None if asked is None else jnp.dtype(asked.value)
-        return zoo.load(config.model.weights, dtype=dtype, quantise=config.model.quantise)
-    roomy = 8 * zoo.count_params(config.model.config) < device.memory
-    drawn = draw_model(config.model.config, config.seed, asked or (DType.float32 if roomy else DType.bfloat16))
-    return drawn if config.model.quantise is None else quantise(drawn, config.model.quantise)
