@@ -76,7 +76,7 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str], sto
     from experiments.results import metrics
     from experiments.results.directory import Directory
     from experiments.runtime import distributed, hardware, meshes
-    from experiments.step.weights import with_weights
+    from experiments.step.folders import with_weights
     from experiments.training import session
     from experiments.training.loop import train
     from experiments.training.session import Errors

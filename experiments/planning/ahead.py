@@ -22,7 +22,7 @@ from experiments.runtime.hardware import Device, HardwareError
 from experiments.runtime.manifest import user_cache
 from experiments.runtime.remote import fetched
 from experiments.step.build import OutOfMemoryError, Programs
-from experiments.step.weights import with_weights
+from experiments.step.folders import with_weights
 from transforms import TileError
 
 

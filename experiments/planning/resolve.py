@@ -12,8 +12,8 @@ from experiments.configs import DType, Platform
 from experiments.configs.fields import name_of
 from experiments.runtime import meshes
 from experiments.runtime.hardware import KEEP_CASTS_IN_LOOPS, Device, HardwareError
+from experiments.step import folders
 from experiments.step import tiling as cuts
-from experiments.step import weights
 from experiments.step.build import Programs
 from zoo.adapters import lora
 from zoo.kernels import choose
@@ -74,7 +74,7 @@ def resolve(config: configs.Run, device: Device) -> configs.Resolved:
     hardware = _hardware(config.hardware, device, size(kept), roomy, choices)
     optimizer = _optimizer(config, params, hardware.param_dtype is DType.float32 and roomy, choices)
     parts: dict[str, Any] = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    parts.update(mesh=mesh, hardware=hardware, optimizer=optimizer, reference=weights.reference(config))
+    parts.update(mesh=mesh, hardware=hardware, optimizer=optimizer, reference=folders.reference(config))
     resolved = _attention(_head(configs.Resolved(**parts), choices), choices)
 
     remat = _remat(resolved, params > REMAT_ABOVE, device.platform, choices)

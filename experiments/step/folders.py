@@ -1,0 +1,73 @@
+"""What the folders of weights that a run names say of their models: of the one that learns, and of a frozen one.
+
+No JAX here.
+"""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from experiments import configs
+from experiments.commandline.console import CommandError
+from experiments.runtime.remote import HUB
+from zoo.huggingface.config import from_hf
+
+T = TypeVar("T", bound=Any)
+
+
+def with_weights(config: T, argv: Sequence[str]) -> T:
+    """Return a run (or another command) with the architecture that its weights' folder describes.
+
+    Raises:
+        CommandError: there are no such weights, or they are another model's than the one asked for.
+    """
+    if config.model.weights is None:
+        return config
+    path = Path(config.model.weights).expanduser()
+    fetch = "" if path.is_dir() else f". It names a folder; {HUB}ORG/NAME fetches a model by its name on the hub"
+    described = _described(path, f"model.weights={path}", fetch)
+    beside = "model.weights=", "model.quantise="
+    if any(word.startswith("model") and not word.startswith(beside) for word in argv):
+        both = config.model.config, described
+        ours, theirs = ({"family": type(one).__name__, **dataclasses.asdict(one)} for one in both)
+        if wrong := [f"{k}: {ours[k]} here, {theirs[k]} there" for k in ours if ours[k] != theirs.get(k, ours[k])]:
+            raise CommandError(f"model.weights={path} holds another model than the one asked for: {'; '.join(wrong)}")
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, config=described, weights=str(path)))
+
+
+def reference(config: configs.Run) -> configs.Reference | None:
+    """Return the frozen model of a run; None where its objective compares with none.
+
+    Raises:
+        CommandError: its folder cannot be read, or it has another vocabulary than the model that learns.
+    """
+    objective, ours = config.objective, config.model.config
+    if isinstance(objective, configs.Distill):
+        folder, option = objective.teacher, "objective.teacher"
+    elif isinstance(objective, configs.Referenced):
+        folder, option = objective.reference, "objective.reference"
+    else:
+        return None
+    if folder is None:
+        origin = configs.Origin.base if isinstance(config.adapter, configs.Lora) else configs.Origin.start
+        return configs.Reference(origin, ours)
+    path = Path(folder).expanduser()
+    found = _described(path, f"{option}={folder}")
+    if found.vocab_size != ours.vocab_size:
+        raise CommandError(
+            f"cannot use {option}={folder}: it has a vocabulary of {found.vocab_size}, the model that learns one of "
+            f"{ours.vocab_size}. Both must have the same."
+        )
+    return configs.Reference(configs.Origin.folder, found, folder)
+
+
+def _described(folder: Path, said: str, remedy: str = "") -> Any:
+    """Return the architecture that the `config.json` of a folder describes."""
+    try:
+        return from_hf(json.loads((folder / "config.json").read_text()))
+    except OSError as error:
+        raise CommandError(f"cannot read {said}: {error.strerror} ({error.filename}){remedy}") from None
+    except ValueError as error:
+        raise CommandError(f"cannot use {said}: {error}") from None
