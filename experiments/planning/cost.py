@@ -19,6 +19,7 @@ from experiments.planning import hlo
 from experiments.runtime.hardware import Device
 from experiments.step import tiling
 from experiments.step.build import OutOfMemoryError, Programs
+from transforms import TileError
 
 AT_SCALE = 8192  # tokens: where tiling the head of a large vocabulary pays
 SHORT_TILE = 64  # tokens: below, a tile's matrix products run at half their speed or less
@@ -208,13 +209,28 @@ def head_bytes(programs: Programs) -> tuple[int, int]:
 
     Zero where the objective cannot be cut, and so cannot be told apart from the rest.
     """
-    found = programs.plan_head()
-    return (0, 0) if found is None or found.gradient is None else (found.gradient.temp, found.gradient.untiled_temp)
+    config = programs.config
+    try:
+        found = tiling.plan(programs.objective, config.tiling, config.head, *programs.head_args)
+    except TileError:
+        return 0, 0
+    return (0, 0) if found.gradient is None else (found.gradient.temp, found.gradient.untiled_temp)
 
 
 def compiled_head_bytes(programs: Programs) -> int:
-    """Return the temporary memory of the head's loss and gradients, compiled alone."""
-    return programs.compile_head().compiled.memory_analysis().temp_size_in_bytes
+    """Return the temporary memory of the objective's value and gradients, compiled alone."""
+    loss = tiling.head(programs.objective, programs.config.tiling, programs.config.head)
+    models, args = programs.head_args
+
+    @eqx.filter_jit
+    def head(models, hiddens, *args):
+        # Only what the head reads is differentiated: gradients of the layers would be arrays of zeros.
+        read = eqx.tree_at(lambda m: m.layers, programs.trainable(models[0]), False)
+        used, rest = eqx.partition(models[0], read)
+        value = lambda x: loss((eqx.combine(x[0], rest), *models[1:]), (x[1], *hiddens[1:]), *args)
+        return eqx.filter_value_and_grad(value, has_aux=True)((used, hiddens[0]))
+
+    return programs.compiled(head, models, *args).compiled.memory_analysis().temp_size_in_bytes
 
 
 def device_bytes(tree: Any) -> int:

@@ -18,11 +18,9 @@ import zoo
 from experiments import configs
 from experiments.runtime import meshes
 from experiments.step import objectives, optimizer, tiling
-from transforms import TileError
 from transforms.remat import remat
 from transforms.sharding import explicit
 from transforms.step import State, all_parameters, compile_step, make_eval_step, make_train_step
-from transforms.tiling.report.plan import TilePlan
 from zoo import ForwardPass, Mixture, model_class
 from zoo.adapters import lora
 from zoo.huggingface.weights import shapes
@@ -146,12 +144,15 @@ class Programs:
         return optimizer.finite_alone(built) if config.on_nan is configs.OnNan.skip else built
 
     @functools.cached_property
+    def model(self) -> Any:
+        """The shapes and types of the model that learns, with its adapter."""
+        model = eqx.filter_eval_shape(lambda: self._adapt(self._learns_from(self.config.model)))
+        return meshes.abstract(model, self.axes)
+
+    @functools.cached_property
     def state(self) -> State:
         """The shapes and types of everything that a step changes."""
-        model = meshes.abstract(
-            eqx.filter_eval_shape(lambda: self._adapt(self._learns_from(self.config.model))), self.axes
-        )
-        return meshes.everywhere(eqx.filter_eval_shape(State.init, model, self.optimizer, self.trainable))
+        return meshes.everywhere(eqx.filter_eval_shape(State.init, self.model, self.optimizer, self.trainable))
 
     @functools.cached_property
     def frozen(self) -> Any:
@@ -264,52 +265,21 @@ class Programs:
             model = eqx.filter_eval_shape(lambda: self._shape(config.model.config))
             eqx.filter_eval_shape(lambda model: model.hidden(jnp.zeros((1, 2), jnp.int32), remat=wrapper), model)
 
-    def compile_head(self) -> Any:
-        """Return the executable of the objective's value and gradients alone, to see what memory it takes."""
-        loss = tiling.head(self.objective, self.config.tiling, self.config.head)
-        others, args = self._read_by_head(self.state.model)
-
-        @eqx.filter_jit
-        def head(model, others, hiddens, *args):
-            # Only what the head reads is differentiated: gradients of the layers would be arrays of zeros.
-            used, rest = eqx.partition(model, eqx.tree_at(lambda m: m.layers, self.trainable(model), False))
-            value = lambda x: loss((eqx.combine(x[0], rest), *others), (x[1], *hiddens[1:]), *args)
-            return eqx.filter_value_and_grad(value, has_aux=True)((used, hiddens[0]))
-
-        return self.compiled(head, self.state.model, others, *args)
-
-    def plan_head(self) -> TilePlan | None:
-        """Return what `tile` says of the head, without compiling; None where the objective cannot be cut."""
-        others, args = self._read_by_head(self.state.model)
-        try:
-            return tiling.plan(self.objective, self.config.tiling, self.config.head, (self.state.model, *others), args)
-        except TileError:
-            return None
-
-    def fewest_tiles(self) -> int:
-        """Return the number of tiles with which the head keeps within `tiling.budget`.
-
-        Raises:
-            ValueError: no number does, or the budget is no number of bytes.
-        """
-        model = eqx.filter_eval_shape(lambda: self._shape(self.config.model.config))
-        others, args = self._read_by_head(model)
-        return tiling.fewest(self.objective, self.config.tiling, (model, *others), args)
-
-    def _read_by_head(self, learns: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Return the frozen models that the head reads, and the shapes of the (hiddens, targets, mask) at a time."""
+    @functools.cached_property
+    def head_args(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """The shapes of what the head is given at a time: its models, the first learns; hiddens, targets and mask."""
         config, how = self.config, self.config.head
-        other = lora.detach(learns) if self._learns_beside_its_base else self.frozen
-        others = () if other is None else (other,)
+        other = lora.detach(self.model) if self._learns_beside_its_base else self.frozen
+        models = (self.model,) if other is None else (self.model, other)
         if how.flat:
             letters, shape = "T", (config.tokens_per_step,)
         elif config.paired:
             letters, shape = "B 2 S", (how.rows // 2, 2, config.seq_len)
         else:
             letters, shape = "B S", (how.rows, config.seq_len)
-        one, widths = meshes.abstract_activation, [model.config.embed_dim for model in (learns, *others)]
+        one, widths = meshes.abstract_activation, [model.config.embed_dim for model in models]
         hiddens = tuple(one(f"{letters} D", (*shape, width), self.compute_dtype) for width in widths)
-        return others, (hiddens, one(letters, shape, jnp.int32), one(letters, shape, jnp.float32))
+        return models, (hiddens, one(letters, shape, jnp.int32), one(letters, shape, jnp.float32))
 
 
 def inputs(arrays: tuple[Any, ...], other: Any) -> tuple[Any, ...]:
