@@ -29,7 +29,7 @@ class Option:
 
     Attributes:
         key: such as `optimizer.b2`.
-        kind: the choice of its group that has it as it stands (`adamw`); of `model`, the family.
+        choice: that of its group that has it as it stands (`adamw`); of `model`, the family.
         hint: the type of its value.
         default: its value where nothing is said, `dataclasses.MISSING` where something must be.
         field: what it was made from, with its metadata.
@@ -37,7 +37,7 @@ class Option:
     """
 
     key: str
-    kind: str
+    choice: str
     hint: Any
     default: Any
     field: dataclasses.Field
@@ -66,12 +66,12 @@ def of(command: str = "config") -> tuple[Option, ...]:
     return tuple(_walk(configs.Run if command == "config" else CLASSES[command], "", ""))
 
 
-def _walk(cls: Any, prefix: str, kind: str, about: dict[str, str] | None = None) -> Iterator[Option]:
+def _walk(cls: Any, prefix: str, choice: str, about: dict[str, str] | None = None) -> Iterator[Option]:
     hints = get_type_hints(cls)
     for field in dataclasses.fields(cls):
         key, hint = prefix + field.name, hints[field.name]
         if key == "model":
-            yield from _walk(configs.Model, "model.", kind)
+            yield from _walk(configs.Model, "model.", choice)
         elif key == "model.config":
             for family, config in zoo.families.FAMILIES.items():
                 yield from _walk(config, "model.", family, attributes(config, "model."))
@@ -79,11 +79,11 @@ def _walk(cls: Any, prefix: str, kind: str, about: dict[str, str] | None = None)
             for name, part in classes(key).items():
                 yield from _walk(part, f"{key}.", name)
         elif part := next((arm for arm in (hint, *get_args(hint)) if dataclasses.is_dataclass(arm)), None):
-            yield from _walk(part, f"{key}.", kind, attributes(part, f"{key}."))
+            yield from _walk(part, f"{key}.", choice, attributes(part, f"{key}."))
         else:
             made = field.default_factory
             default = field.default if made is dataclasses.MISSING else made()
-            yield Option(key, kind, hint, default, field, field.metadata.get("help") or (about or {}).get(key, ""))
+            yield Option(key, choice, hint, default, field, field.metadata.get("help") or (about or {}).get(key, ""))
 
 
 def attributes(cls: type, prefix: str) -> dict[str, str]:
@@ -113,7 +113,7 @@ def choices(group: str) -> list[str]:
 def named(group: str, name: str) -> tuple[str, dict[str, Any], str]:
     """Return what a name of a group stands for: the choice or family whose class it is, values, and a line about it."""
     if one := CHOICES.get(group, {}).get(name):
-        return next(kind for kind, cls in classes(group).items() if cls is one.cls), dict(one.values), one.about
+        return next(choice for choice, cls in classes(group).items() if cls is one.cls), dict(one.values), one.about
     import yaml
 
     text = (CONF / group / f"{name}.yaml").read_text()

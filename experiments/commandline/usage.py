@@ -99,20 +99,20 @@ def _defaults(name: str) -> dict[str, str]:
 def _lines(name: str, chosen: dict[str, str], group: str, *, only: bool = False) -> list[str]:
     """Return a line for every option of a group (`""` is none), or of its chosen option alone."""
     within = [one for one in options.of(name) if one.group.partition(".")[0] == group]
-    kind, values, _ = options.named(group, chosen[group]) if group in chosen else ("", {}, "")
-    several, said = {one.kind for one in within}, {}
-    own = {one.key for one in within if one.kind == kind}
+    picked, values, _ = options.named(group, chosen[group]) if group in chosen else ("", {}, "")
+    several, said = {one.choice for one in within}, {}
+    own = {one.key for one in within if one.choice == picked}
     for one in within:
         again = group == "model" and one.key in own  # a model's file sets nearly all
-        if one.kind not in (kind, "") and (only or again):
+        if one.choice not in (picked, "") and (only or again):
             continue
         path = one.key.removeprefix(f"{group}.").split(".")
-        given = one.default if one.kind != kind else _given(values, path, one.default)
-        said.setdefault((one.key, shown(one, given), one.help), []).append(one.kind)
+        given = one.default if one.choice != picked else _given(values, path, one.default)
+        said.setdefault((one.key, shown(one, given), one.help), []).append(one.choice)
     lines, columns = [], shutil.get_terminal_size((130, 24)).columns
-    for (key, default, help), kinds in said.items():
-        everywhere = only or (set(kinds) <= {kind, ""} and group == "model") or len(kinds) >= len(several)
-        where = "" if everywhere else f" ({', '.join(kinds)})"
+    for (key, default, help), owners in said.items():
+        everywhere = only or (set(owners) <= {picked, ""} and group == "model") or len(owners) >= len(several)
+        where = "" if everywhere else f" ({', '.join(owners)})"
         long = len(key) > KEY or len(default) > DEFAULT
         texts = textwrap.wrap(f"{help}{where}", max(40, columns - KEY - DEFAULT - 5))
         first = "" if long or not texts else texts.pop(0)

@@ -58,7 +58,7 @@ def resolve(config: configs.Run, device: Device) -> configs.Resolved:
 
     Raises:
         HardwareError: there is no such mesh of this many devices, or no number of tiles keeps within the budget.
-        CommandError: the frozen model that its objective compares with is not there, or is another kind.
+        CommandError: the frozen model that its objective compares with is not there, or has another vocabulary.
     """
     params, choices = zoo.accounting.count_params(config.model.config), Choices()
     scale = next(scale for scale in SCALES[device.platform] if params <= scale.params)

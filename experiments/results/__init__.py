@@ -1,1 +1,1 @@
-"""What a run measured in; its directory out: records, pictures, a summary, and what other trackers are told."""
+"""What a run measured in; its directory out: records, pictures, and what other trackers are told."""

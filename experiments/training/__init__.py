@@ -1,1 +1,1 @@
-"""A resolved run, its programs and its batches in; trained weights, records and checkpoints out. The loop is here."""
+"""A resolved run, its programs and its batches in; trained weights, checkpoints and a summary out. The loop is here."""

@@ -63,23 +63,21 @@ def opened(
     hashes = {"data": batches.fingerprint(source), "sources": own.sources(config)}
     about = {"overrides": list(words), "config": overrides.plain(config), **hashes}
     said, kept = overrides.dump(config, argv), programs.kept(programs.state)
-    into, restored, checkpoints = (config, kept, about, plan.left, progress.say), None, None
+    into, restored = (config, kept, about, plan.left, progress.say), None
     if directory.path is not None and directory.before is not None:
         for change in overrides.changed(directory.before, about):
             progress.say(f"  changed  {change}")
         restored = restore(open_checkpoints(directory.path, *into), kept, config.steps, progress.say)
     path = directory.open(about, said)
-    if config.checkpoint.wanted:
-        checkpoints = open_checkpoints(path, *into, directory.written)
+    checkpoints = open_checkpoints(path, *into, directory.written) if config.checkpoint.wanted else None
     saver = Saver(config, programs.kept, checkpoints)
     known, recorder = report.facts(plan, config), Recorder(None)
     if distributed.first():
         plots.remember(path, known)
         done = None if restored is None else restored[0]
         recorder = Recorder(path, open_loggers(path, config.save, about["config"], done), done)
-        if done is not None and len(recorder.records) <= done:
-            few = f"{len(recorder.records)} of the {done + 1} records up to step {done}"
-            progress.say(f"  warning: metrics.jsonl has {few}")
+        if done is not None and (there := len(recorder.records)) <= done:
+            progress.say(f"  warning: metrics.jsonl has {there} of the {done + 1} records up to step {done}")
     try:
         with _in_words(plan, path.name):
             yield Session(path, known, progress, recorder, saver, restored)

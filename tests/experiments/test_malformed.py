@@ -23,7 +23,7 @@ def some():
     """Yield (key, types, words that the key needs) of options that most runs have."""
     kinds = {"data": "text", "objective": "pretrain", "optimizer": "auto", "adapter": "lora"}
     for one in options.of():
-        if one.group.partition(".")[0] != "model" and kinds.get(one.group, one.kind) == one.kind:
+        if one.group.partition(".")[0] != "model" and kinds.get(one.group, one.choice) == one.choice:
             yield one.key, one.arms, GROUPS.get(f"{one.group}.", [])
 
 
