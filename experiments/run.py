@@ -86,15 +86,18 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str], sto
         stop = stop or held.enter_context(Stop())
         errors = held.enter_context(Errors())
         stop.ask()  # JAX has been imported meanwhile
-        metrics.check(config.save)
+        # What was asked for, with all that it reads on this machine.
+        metrics.check_loggers(config.save)
         here, exact, mirror = remote.here(config)
         asked = with_weights(here, argv)
         errors.directory = directory = Directory.find(asked.out, asked.run, name, mirror)
-        distributed.join(asked.distributed, stop)
+        # The machine: other processes, then this one's device.
+        distributed.initialize(asked.distributed, stop)
         directory.check()
         stop.ask()
         device = hardware.prepare(asked.hardware.platform)
         hardware.allow(asked.hardware)
+        # Every open value, the programs, the data: all that can be wrong with what was asked for.
         run = resolve(asked, device)
         errors.run, chosen = run, {**run.chosen, **exact}
         held.enter_context(meshes.spread(run.mesh))
@@ -104,7 +107,8 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str], sto
         stop.ask()
         directory.hold()
         held.callback(directory.release)
-        errors.begun = True  # what was asked for can be carried out
+        errors.begun = True
+        # What it costs: refused here, or trained.
         say(source.text, chosen)
         plan = report(programs, name, overrides.variations(argv), device, stop.ask)
         stop.ask()

@@ -44,7 +44,7 @@ class Source:
             indices = permute(position[position // count == epoch] % count, count, (self.seed, int(epoch)))
             shift = _round_keys((self.seed, int(epoch)))[-1] % self.train.seq_len  # later epochs cut elsewhere
             parts.append(self.train.batch(indices, shift if epoch else 0))
-        return Batch.join(parts)
+        return Batch.concatenate(parts)
 
     def held_out_batch(self, index: int, batches: int, rows: slice = slice(None)) -> Batch:
         """Return one of `batches` held-out batches, spread evenly over what is held out, or some of its rows."""

@@ -42,7 +42,7 @@ class Batch:
         return float(self.mask.sum()) if self.tokens.ndim == 2 else len(self.tokens)
 
     @classmethod
-    def join(cls, batches: Sequence["Batch"]) -> "Batch":
+    def concatenate(cls, batches: Sequence["Batch"]) -> "Batch":
         """Return the rows of several batches as one."""
         return cls(*(np.concatenate(parts) for parts in zip(*(batch.arrays for batch in batches), strict=True)))
 

@@ -279,7 +279,7 @@ class Wandb:
         self._run.finish()
 
 
-def check(save: configs.Save) -> None:
+def check_loggers(save: configs.Save) -> None:
     """Raise a CommandError if a logger that was asked for is not installed."""
     for option, (package, extra) in PACKAGES.items():
         if getattr(save, option) and importlib.util.find_spec(package) is None:

@@ -21,7 +21,7 @@ class DistributedError(RuntimeError):
     """Processes that cannot find each other, in words for the user."""
 
 
-def join(config: configs.Distributed, stop: Stop) -> None:
+def initialize(config: configs.Distributed, stop: Stop) -> None:
     """Find the other processes; to be called before any device is asked for. `stop` then hears for all of them.
 
     Raises:

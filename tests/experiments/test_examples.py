@@ -145,7 +145,7 @@ def test_a_batch_can_be_read_in_slices(make, name):
         whole = source.batch(step)
         count = len(whole.tokens)
         parts = [source.batch(step, slice(start, start + count // 4)) for start in range(0, count, count // 4)]
-        for a, b in zip(whole.arrays, rows.Batch.join(parts).arrays, strict=True):
+        for a, b in zip(whole.arrays, rows.Batch.concatenate(parts).arrays, strict=True):
             np.testing.assert_array_equal(a, b)
 
 

@@ -41,7 +41,7 @@ def test_elements_are_rows(make):
     np.testing.assert_array_equal(batch.tokens[:, 1:], batch.targets[:, :-1])
     np.testing.assert_array_equal(batch.mask, np.tile(np.arange(1, 17) > 5, (4, 1)))
     np.testing.assert_array_equal(batch.segments, np.tile(np.arange(16) // 9, (4, 1)))
-    halves = Batch.join([source.batch(7, slice(0, 2)), source.batch(7, slice(2, 4))])
+    halves = Batch.concatenate([source.batch(7, slice(0, 2)), source.batch(7, slice(2, 4))])
     np.testing.assert_array_equal(halves.tokens, batch.tokens)
     firsts = {int(row[0]) for step in range(11) for row in source.batch(step).tokens}
     assert len(firsts) == 44  # no element twice in an epoch

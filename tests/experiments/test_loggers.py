@@ -33,11 +33,11 @@ def test_every_record_reaches_every_logger(tmp_path):
 
 def test_a_logger_that_is_not_installed_is_named_with_its_extra(monkeypatch):
     monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
-    metrics.check(configs.Save())
+    metrics.check_loggers(configs.Save())
     with pytest.raises(CommandError, match=r"needs the package tensorboardX: pip install -e '\.\[tb\]'"):
-        metrics.check(configs.Save(tensorboard=True))
+        metrics.check_loggers(configs.Save(tensorboard=True))
     with pytest.raises(CommandError, match=r"'\.\[wandb\]'"):
-        metrics.check(configs.Save(wandb=True))
+        metrics.check_loggers(configs.Save(wandb=True))
 
 
 def test_tensorboard_gets_what_was_measured(tmp_path, monkeypatch):
