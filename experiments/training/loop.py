@@ -56,11 +56,8 @@ def train(programs: Programs, source: Source | Repeats, session: Session, stop: 
     """
     steps, saver = programs.config.steps, session.saver
     put = meshes.feeder(source.batch_size)  # the mesh is set in this thread alone
-    held_out, tracer = (
-        HeldOut(programs, source, put),
-        Tracer(programs.config.profile, session.path, session.progress.say),
-    )
-    meter = Meter(programs.config, source, session)
+    tracer = Tracer(programs.config.profile, session.path, session.progress.say)
+    held_out, meter = HeldOut(programs, source, put), Meter(programs.config, source, session)
     stop.ask()
     frozen = programs.init_frozen()
     stop.ask()
