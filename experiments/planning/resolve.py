@@ -173,7 +173,8 @@ def _head(config: configs.Resolved, choices: Choices) -> configs.Resolved:
         return config
     if tiling.budget is not None:
         try:
-            programs, why = Programs(config), f"the fewest within {tiling.budget}"
+            programs = Programs(dataclasses.replace(config, adapter=configs.Adapter()))  # it leaves the head as it is
+            why = f"the fewest within {tiling.budget}"
             fewest = cuts.fewest(programs.objective, tiling, *programs.head_args)
         except ValueError as error:
             raise HardwareError(f"cannot use tiling.budget={tiling.budget}: {error}") from None
