@@ -123,19 +123,10 @@ def differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -
 def plain(value: Any) -> Any:
     """Return dataclasses and enumerations as the plain values that YAML and JSON hold; the kind of a part is named."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        kind = (
-            {"kind": type(value).__name__}
-            if isinstance(value, configs.Data | configs.Objective | configs.Optimizer | configs.Adapter)
-            else {}
-        )
-        return {
-            **kind,
-            **{
-                field.name: plain(getattr(value, field.name))
-                for field in dataclasses.fields(value)
-                if "beside" not in field.metadata
-            },
-        }
+        named = isinstance(value, configs.Data | configs.Objective | configs.Optimizer | configs.Adapter)
+        fields = [field.name for field in dataclasses.fields(value) if "beside" not in field.metadata]
+        made = {name: plain(getattr(value, name)) for name in fields}
+        return {"kind": type(value).__name__, **made} if named else made
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     return value.value if isinstance(value, configs.StrEnum) else value

@@ -228,9 +228,4 @@ def facts(plan: Plan, config: configs.Resolved) -> dict[str, Any]:
 
 def _label(cuts: Sequence[tuple[str, str]]) -> str:
     """Return what of the run is cut, in words."""
-    parts = [f"{part}: {how}" for part, how in cuts]
-    return (
-        "this run, untiled"
-        if not parts
-        else "\n".join(f"this run, {part}" if part is parts[0] else part for part in parts)
-    )
+    return "this run, " + ("\n".join(f"{part}: {how}" for part, how in cuts) or "untiled")
