@@ -98,7 +98,7 @@ class Preference(Data):
 class Grain(Data):
     """A Grain pipeline: data.dataset=MODULE:FUNCTION, which returns a grain.MapDataset of {"tokens": ids}."""
 
-    dataset: str = option(dataclasses.MISSING, "MODULE:FUNCTION that returns a finite grain.MapDataset")
+    dataset: str = option(dataclasses.MISSING, "MODULE:FUNCTION or FILE.py:FUNCTION of a finite grain.MapDataset")
 
 
 @choice("data", "synthetic")

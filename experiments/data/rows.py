@@ -6,7 +6,6 @@ Or made elsewhere: by a Grain pipeline (https://github.com/google/grain, the ext
 """
 
 import dataclasses
-import importlib
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -15,6 +14,7 @@ import numpy as np
 from experiments import configs
 from experiments.commandline import console
 from experiments.data.corpus import DataError
+from experiments.runtime import own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,17 +286,14 @@ def open_pipeline(data: configs.Grain, seq_len: int, vocab_size: int) -> tuple[P
     """Return the elements of a user's data set, to train on and (the last ones) held out.
 
     Raises:
-        DataError: Grain is not there, or the function, or what it returns is no finite random-access data set.
+        DataError: Grain is not there, or what the function returns is no finite random-access data set.
+        OwnError: there is no such function.
     """
     try:
         import grain
     except ImportError:
         raise DataError(f"data=grain needs the extra: {console.install('grain')}") from None
-    module, colon, name = data.dataset.partition(":")
-    try:
-        dataset = getattr(importlib.import_module(module), name)() if colon else None
-    except (ImportError, AttributeError) as error:
-        raise DataError(f"cannot call data.dataset={data.dataset}: {error}") from None
+    dataset = own.find(data.dataset, "data.dataset")()
     if not isinstance(dataset, grain.MapDataset) or len(dataset) > ENDLESS:
         what = "one that repeats itself" if isinstance(dataset, grain.MapDataset) else type(dataset).__name__
         raise DataError(

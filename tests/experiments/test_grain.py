@@ -68,5 +68,5 @@ def test_what_is_no_pipeline_is_refused(make, dataset, message):
 
 
 def test_a_function_that_is_not_there(make):
-    with pytest.raises(batches.DataError, match=r"cannot call data.dataset=nowhere:rows: No module named 'nowhere'"):
+    with pytest.raises(batches.DataError, match=r"cannot find data.dataset=nowhere:rows: there is no module `nowhere`"):
         make(None, "data.dataset=nowhere:rows")
