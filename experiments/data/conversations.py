@@ -5,7 +5,6 @@ preference is `{"prompt": ..., "chosen": ..., "rejected": ...}`, all three text 
 a prompt, what the two lists begin with alike is it.
 """
 
-import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -60,10 +59,9 @@ def example_files(config: configs.Chat | configs.Preference, encoder: Any) -> tu
             f"to hold out"
         )
     chat = encoder.chat or Plain()
-    digest = hashlib.sha256(f"{type(config).__name__} 1 {getattr(config, 'field', '')}".encode())
-    for text in (encoder.identity, chat.identity, str(config.val_fraction), *lines):
-        digest.update(len(text).to_bytes(8, "big") + (text if isinstance(text, bytes) else text.encode()))
-    folder = corpus.cache_folder(config) / digest.hexdigest()[:24]
+    how = f"{type(config).__name__} 1 {getattr(config, 'field', '')}"
+    beside = [text.encode() for text in (encoder.identity, chat.identity, str(config.val_fraction))]
+    folder = corpus.cache_folder(config, how, [*beside, *lines])
     types = {name: dtype or corpus.id_type(encoder.vocab_size) for name, dtype in NAMES.items()}
     if not (folder / "held_out.ends.bin").exists():
         for name, part in zip(("train", "held_out"), corpus.split(list(lines), config.val_fraction), strict=True):

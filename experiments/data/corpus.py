@@ -156,10 +156,7 @@ def token_files(
     where = next((f"data.{name}={getattr(config, name)}" for name in ("path", "fn") if hasattr(config, name)), "data")
     if not texts:
         raise DataError(f"no text at {where}: every document is empty")
-    digest = hashlib.sha256(f"{encoder.identity} {config.val_fraction}".encode())
-    for text in texts:
-        digest.update(len(text).to_bytes(8, "big") + text)
-    folder = cache_folder(config) / digest.hexdigest()[:24]
+    folder = cache_folder(config, f"{encoder.identity} {config.val_fraction}", texts)
     if not (folder / "held_out.bin").exists():
         train, held_out = split(texts, config.val_fraction)
         write_whole(folder / "train.bin", tokenize(train, encoder))
@@ -169,8 +166,13 @@ def token_files(
     return train, held_out, sum(map(len, texts)) / max(1, counted)
 
 
-def cache_folder(config: configs.Data) -> Path:
-    return Path(config.cache).expanduser() if config.cache else user_cache() / "tokens"
+def cache_folder(config: configs.Data, how: str, texts: Iterable[bytes]) -> Path:
+    """Return where the ids of texts are kept: under a hash of them, and of `how` they are made."""
+    digest = hashlib.sha256(how.encode())
+    for text in texts:
+        digest.update(len(text).to_bytes(8, "big") + text)
+    folder = Path(config.cache).expanduser() if config.cache else user_cache() / "tokens"
+    return folder / digest.hexdigest()[:24]
 
 
 def write_whole(path: Path, tokens: np.ndarray) -> None:
