@@ -46,11 +46,7 @@ def open_model(config: Score | Generate | Serve, argv: list[str], tokenizer: str
     try:
         config = with_weights(config, argv)
         device = hardware.prepare(config.hardware.platform)
-        roomy = 8 * count_params(config.model.config) < device.memory
-        dtype = config.hardware.param_dtype
-        if dtype is None and config.model.weights is None:
-            dtype = DType.float32 if roomy else DType.bfloat16
-        model = load_or_draw(config.model, config.seed, None if dtype is None else jnp.dtype(dtype.value))
+        model = _model(config, device)
         if config.lora is not None:
             model = adapters.load(config.lora, model)
     except (hardware.HardwareError, ValueError) as error:
@@ -62,4 +58,16 @@ def open_model(config: Score | Generate | Serve, argv: list[str], tokenizer: str
     compute = config.hardware.compute_dtype or (DType.float32 if on_cpu else DType.bfloat16)
     narrow = on_cpu and model.embed.dtype != jnp.float32
     options = {**(hardware.KEEP_CASTS_IN_LOOPS if narrow else {}), **config.hardware.compiler_options}
-    return Opened(model, jnp.dtype(compute.value), options, encoder, roomy)
+    return Opened(model, jnp.dtype(compute.value), options, encoder, _roomy(config, device))
+
+
+def _model(config: Score | Generate | Serve, device: hardware.Device) -> Any:
+    dtype = config.hardware.param_dtype
+    if dtype is None and config.model.weights is None:
+        dtype = DType.float32 if _roomy(config, device) else DType.bfloat16
+    return load_or_draw(config.model, config.seed, None if dtype is None else jnp.dtype(dtype.value))
+
+
+def _roomy(config: Score | Generate | Serve, device: hardware.Device) -> bool:
+    """Return whether there is room for a model's weights in float32 beside themselves."""
+    return 8 * count_params(config.model.config) < device.memory
