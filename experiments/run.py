@@ -79,25 +79,23 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str], sto
     from experiments.step.folders import with_weights
     from experiments.training import session
     from experiments.training.loop import train
-    from experiments.training.session import Errors
 
     began, name = time.perf_counter(), choices["model"]
     with contextlib.ExitStack() as held:
         stop = stop or held.enter_context(Stop())
-        errors = held.enter_context(Errors())
+        errors = held.enter_context(session.Errors())
         stop.ask()  # JAX has been imported meanwhile
-        # What was asked for, with all that it reads on this machine.
+        # What was asked for, and the machine.
         metrics.check_loggers(config.save)
         here, exact, mirror = remote.here(config)
         asked = with_weights(here, argv)
         errors.directory = directory = Directory.find(asked.out, asked.run, name, mirror)
-        # The machine: other processes, then this one's device.
         distributed.initialize(asked.distributed, stop)
         directory.check()
         stop.ask()
         device = hardware.prepare(asked.hardware.platform)
         hardware.allow(asked.hardware)
-        # Every open value, the programs, the data: all that can be wrong with what was asked for.
+        # Every open value, the programs, the data: whatever is wrong with what was asked for is found here.
         run = resolve(asked, device)
         errors.run, chosen = run, {**run.chosen, **exact}
         held.enter_context(meshes.spread(run.mesh))
@@ -113,8 +111,7 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str], sto
         plan = report(programs, name, overrides.variations(argv), device, stop.ask)
         stop.ask()
         if not run.plan:
-            words = overrides.pinned(argv, chosen)
-            with session.opened(directory, programs, plan, source, words, argv, began) as opened:
+            with session.opened(directory, programs, plan, source, argv, chosen, began) as opened:
                 model = train(programs, source, opened, stop)
             saved = session.save_weights(model, run, opened.path)
             print(session.words(opened.path, opened.recorder, opened.known, saved, time.perf_counter() - began))

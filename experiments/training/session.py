@@ -4,7 +4,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -40,8 +40,8 @@ def opened(
     programs: Programs,
     plan: Plan,
     source: Any,
-    words: Sequence[str],
     argv: Sequence[str],
+    chosen: Mapping[str, configs.Choice],
     began: float,
 ) -> Generator[Session, None, None]:
     """Open a run's directory for as long as it is carried out; at its end, however that comes, write what it was.
@@ -51,8 +51,8 @@ def opened(
         programs: the run's.
         plan: what it costs.
         source: what it reads.
-        words: the overrides that describe it in full.
-        argv: those that the user gave.
+        argv: the overrides that the user gave.
+        chosen: what was chosen beside them.
         began: the time at which the run did.
 
     Raises:
@@ -61,7 +61,7 @@ def opened(
     config = programs.config
     progress = Progress(config.steps, config.log_every)
     hashes = {"data": batches.fingerprint(source), "sources": own.sources(config)}
-    about = {"overrides": list(words), "config": overrides.plain(config), **hashes}
+    about = {"overrides": overrides.pinned(argv, chosen), "config": overrides.plain(config), **hashes}
     said, kept = overrides.dump(config, argv), programs.kept(programs.state)
     into, restored = (config, kept, about, plan.left, progress.say), None
     if directory.path is not None and directory.before is not None:
