@@ -202,7 +202,8 @@ class Programs:
             ValueError: the weights do not make the model that their folder describes, or it has no such matrices.
         """
         made = load_or_draw(self.config.model, self.config.seed, self.dtype, **meshes.where(self.axes))
-        return meshes.placed(self._adapt(made), self.axes)
+        adapted = self._adapt(made)
+        return meshes.placed(adapted, self.axes)
 
     def _adapt(self, model: Any) -> Any:
         adapter = self.config.adapter
