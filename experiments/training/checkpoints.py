@@ -64,7 +64,7 @@ class Checkpoints:
         warn: Callable[[str], None] = print,
         written: Callable[[], None] = lambda: None,
     ):
-        self.folder, self._about, self._warn = folder.absolute(), about, warn
+        self._folder, self._about, self._warn = folder.absolute(), about, warn
         self._keep, self._keep_every, self._background, self._written = keep, keep_every, background, written
         self._verify, self._primary = verify, distributed.first()
         stream = None if background else STREAM_GB
@@ -81,7 +81,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Return the steps of which there is a checkpoint, in order."""
-        found = self.folder.iterdir() if self.folder.is_dir() else ()
+        found = self._folder.iterdir() if self._folder.is_dir() else ()
         return sorted(int(path.name) for path in found if path.name.isdecimal())
 
     def save(self, step: int, state: Any) -> None:
@@ -92,10 +92,10 @@ class Checkpoints:
         """
         self.wait()
         arrays = {name: _plain(leaf) for name, leaf in named(state).items()}
-        saving = self.folder / f".saving-{step}"
+        saving = self._folder / f".saving-{step}"
         try:
             if self._primary:
-                self.folder.mkdir(parents=True, exist_ok=True)
+                self._folder.mkdir(parents=True, exist_ok=True)
                 shutil.rmtree(saving, ignore_errors=True)
             self._orbax.save(saving / "state", args=ocp.args.PyTreeSave(arrays))
         except Exception as error:
@@ -134,7 +134,7 @@ class Checkpoints:
         step = self._newest_sound()
         if step is None:
             return None
-        path = self.folder / str(step)
+        path = self._folder / str(step)
         there = json.loads((path / RUN).read_text())["arrays"]
         if problem := _compare(describe(template), there):
             raise CheckpointError(f"the checkpoint at {path} has other arrays than this run: {problem}")
@@ -150,7 +150,7 @@ class Checkpoints:
         if step < 0 and lost:
             whys = "; ".join(damaged)
             raise CheckpointError(
-                f"every checkpoint in {self.folder} is damaged: {whys}. Nothing is begun anew in their place: copy "
+                f"every checkpoint in {self._folder} is damaged: {whys}. Nothing is begun anew in their place: copy "
                 f"one back, remove that folder to begin from the start, or give another run=NAME."
             )
         return None if step < 0 else step
@@ -161,15 +161,15 @@ class Checkpoints:
         Damaged ones newer than it are set aside, as training will reach their steps again. Where none is sound all stay
         as they are, so that this is found as often as somebody looks.
         """
-        damaged = {path: "set aside" for path in self.folder.glob(".damaged-*")}
-        for name in (path for path in self.folder.glob(".*-*") if path.name.startswith((".saving-", ".deleting-"))):
+        damaged = {path: "set aside" for path in self._folder.glob(".damaged-*")}
+        for name in (path for path in self._folder.glob(".*-*") if path.name.startswith((".saving-", ".deleting-"))):
             shutil.rmtree(name, ignore_errors=True)  # left by a run that was killed
         for step in reversed(self.steps()):
-            path = self.folder / str(step)
+            path = self._folder / str(step)
             why = manifest.damage(path, self._verify)
             if why is None:
                 for bad in (bad for bad in damaged if bad.name.isdecimal()):
-                    aside = self.folder / f".damaged-{bad.name}"
+                    aside = self._folder / f".damaged-{bad.name}"
                     self._warn(
                         f"the checkpoint of step {bad.name} is damaged: {damaged[bad]}. It is set aside as {aside}"
                     )
@@ -186,11 +186,11 @@ class Checkpoints:
             if self._primary:
                 (saving / RUN).write_text(json.dumps({**self._about, "step": step, "arrays": arrays}, indent=1))
                 manifest.write(saving, self._verify)
-                final = self.folder / str(step)
+                final = self._folder / str(step)
                 if final.exists():  # this step has been here before, and went on from an older one
                     self._drop(final)
                 saving.rename(final)
-                manifest.sync(self.folder)
+                manifest.sync(self._folder)
                 self._prune()
                 self._written()
         except Exception as error:
@@ -200,22 +200,22 @@ class Checkpoints:
         old = self.steps()[: -self._keep]
         for step in old:
             if not (self._keep_every and step % self._keep_every == 0):
-                self._drop(self.folder / str(step))
+                self._drop(self._folder / str(step))
 
     def _drop(self, path: Path) -> None:
-        away = self.folder / f".deleting-{path.name}"
+        away = self._folder / f".deleting-{path.name}"
         shutil.rmtree(away, ignore_errors=True)
         path.rename(away)
         shutil.rmtree(away, ignore_errors=True)
 
     def _failed(self, step: int, error: Exception) -> CheckpointError:
         if self._primary:
-            for path in self.folder.glob(f".saving-{step}*"):
+            for path in self._folder.glob(f".saving-{step}*"):
                 shutil.rmtree(path, ignore_errors=True)
         steps = self.steps()
         last = f"The one of step {steps[-1]} is whole" if steps else "There is no earlier one"
         return CheckpointError(
-            f"cannot save the checkpoint of step {step} in {self.folder}: {manifest.reason(error)}. {last}. "
+            f"cannot save the checkpoint of step {step} in {self._folder}: {manifest.reason(error)}. {last}. "
             f"Make room or change what is in the way, and give the same run=NAME to go on from it."
         )
 
@@ -342,8 +342,10 @@ class Saver:
         self.seconds = self._saved - began
 
 
-def restore(checkpoints: Checkpoints, template: Any, steps: int, say: Callable[[str], None]) -> tuple[int, Any] | None:
-    """Return the step and the state that a run of `steps` goes on from, and say so; None: its beginning.
+def restore(
+    path: Path, checkpoints: Checkpoints, template: Any, steps: int, say: Callable[[str], None]
+) -> tuple[int, Any] | None:
+    """Return the step and the state that a run of `steps` at `path` goes on from, and say so; None: its beginning.
 
     Raises:
         CheckpointError: every checkpoint is damaged, or the newest has other arrays than the template.
@@ -352,7 +354,6 @@ def restore(checkpoints: Checkpoints, template: Any, steps: int, say: Callable[[
         found = checkpoints.restore(template)
     finally:
         checkpoints.close()
-    path = checkpoints.folder.parent
     if found is None:
         say(f"  {path} has no checkpoint yet: from the beginning")
     elif found[0] >= steps:

@@ -67,7 +67,8 @@ def opened(
     if directory.path is not None and directory.before is not None:
         for change in overrides.changed(directory.before, about):
             progress.say(f"  changed  {change}")
-        restored = restore(open_checkpoints(directory.path, *into), kept, config.steps, progress.say)
+        there = open_checkpoints(directory.path, *into)
+        restored = restore(directory.path, there, kept, config.steps, progress.say)
     path = directory.open(about, said)
     checkpoints = open_checkpoints(path, *into, directory.written) if config.checkpoint.wanted else None
     saver = Saver(config, programs.kept, checkpoints)
@@ -76,8 +77,8 @@ def opened(
         plots.remember(path, known)
         done = None if restored is None else restored[0]
         recorder = Recorder(path, open_loggers(path, config.save, about["config"], done), done)
-        if done is not None and (there := len(recorder.records)) <= done:
-            progress.say(f"  warning: metrics.jsonl has {there} of the {done + 1} records up to step {done}")
+        if done is not None and (few := len(recorder.records)) <= done:
+            progress.say(f"  warning: metrics.jsonl has {few} of the {done + 1} records up to step {done}")
     try:
         with _in_words(plan, path.name):
             yield Session(path, known, progress, recorder, saver, restored)
