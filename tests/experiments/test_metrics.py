@@ -21,6 +21,7 @@ from experiments.planning.resolve import resolve
 from experiments.results import metrics, plots
 from experiments.results.metrics import Progress, Record, Recorder
 from experiments.runtime import hardware
+from experiments.step import tiling
 
 PICTURES = ("loss.png", "memory.png", "speed.png", "rate.png")
 
@@ -195,7 +196,8 @@ def drawn(draw, *args):
     ],
 )
 def test_the_picture_of_memory_says_what_is_cut_and_nothing_lies_over_another(overrides, untiled, says):
-    known = report.facts(plan(untiled), resolved(*overrides))
+    config = resolved(*overrides)
+    known = report.facts(dataclasses.replace(plan(untiled), cuts=tiling.describe(config)), config)
     words, outside, over = drawn(plots._memory, records(), known, "a-run-1")
     assert says in words and "sync" not in words
     assert ("less than untiled" in words) == untiled
