@@ -12,6 +12,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from jaxtyping import install_import_hook
 
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # in processes that tests start; here `quickly` decides
 pytest_plugins = ["tests.sampling"]
 
 
@@ -23,6 +24,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    config.addinivalue_line("markers", "optimised: what is judged as XLA makes it fast, or for other devices")
     # Inside the compiler, `transforms.tiling`, checks would take longer than what they check; types are read there too.
     transforms = (
         ["transforms"] if config.option.types else ["transforms.tiling.api", "transforms.sharding", "transforms.step"]
@@ -47,6 +49,15 @@ def forget():
     """Traced and compiled programs of one module are of no use to the next, and fill the memory."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quickly(request):
+    """Compile what runs and models compute in half the time; not `transforms`, where the last bits are judged."""
+    folder, marked = request.path.parent.name, request.node.get_closest_marker("optimised")
+    jax.config.update("jax_disable_most_optimizations", folder in ("experiments", "zoo") and not marked)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")

@@ -22,3 +22,4 @@ def _known(options: dict[str, str]) -> bool:
 QUICK: dict[str, Any] = {"compiler_options": UNOPTIMISED | (OTHER_EMITTERS if _known(OTHER_EMITTERS) else {})}
 jit: Any = functools.partial(jax.jit, **QUICK)
 unoptimised: Any = functools.partial(jax.jit, compiler_options=UNOPTIMISED)
+UNOPTIMISED_RUN = [f"hardware.compiler_options.{key}={value}" for key, value in QUICK["compiler_options"].items()]

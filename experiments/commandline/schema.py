@@ -7,6 +7,7 @@ read-only. No JAX here.
 
 import dataclasses
 import difflib
+import functools
 import importlib
 from collections.abc import Sequence
 from typing import Any, get_args, get_origin, get_type_hints
@@ -78,8 +79,9 @@ def _schema_hint(hint: Any) -> Any:
     return hint if part is None else schema_of(part) | None
 
 
+@functools.cache
 def register() -> None:
-    """Put every schema where the `defaults` lists of the YAML files look for it."""
+    """Put every schema where the `defaults` lists of the YAML files look for it, once in a process."""
     from hydra.core.config_store import ConfigStore
 
     store = ConfigStore.instance()

@@ -81,7 +81,7 @@ class Hardware:
     memory_gib: float | None = option(None, "memory the run may plan with (default: what the device has free)")
     headroom_gib: float | None = option(None, "kept free beside the compiled step's own memory", auto=True)
     peak_tflops: float | None = option(None, "what one device can do, for MFU (default: its bfloat16 peak, if known)")
-    compiler_options: dict[str, Any] = option({}, "XLA options for the compiled steps, on top of the usual ones")
+    compiler_options: dict[str, Any] = option({}, "XLA options for the run's programs, on top of the usual ones")
 
     def __post_init__(self):
         positive(self, "hardware.", "memory_gib", "peak_tflops")

@@ -201,7 +201,8 @@ class Programs:
         Raises:
             ValueError: the weights do not make the model that their folder describes, or it has no such matrices.
         """
-        made = load_or_draw(self.config.model, self.config.seed, self.dtype, **meshes.where(self.axes))
+        config, options = self.config, self.config.hardware.compiler_options
+        made = load_or_draw(config.model, config.seed, self.dtype, options, **meshes.where(self.axes))
         adapted = self._adapt(made)
         return meshes.placed(adapted, self.axes)
 
@@ -336,18 +337,22 @@ def _shortened(text: str) -> str:
     return "\n".join(f"  {line}" for line in lines[: min(end, 12)])
 
 
-def load_or_draw(model: configs.Model, seed: int, dtype: Any, **where: Any) -> Any:
+def load_or_draw(
+    model: configs.Model, seed: int, dtype: Any, compiler_options: dict[str, Any] | None = None, **where: Any
+) -> Any:
     """Return the model at `model.weights`, or one with random weights; in fewer bits where that is asked for.
 
     Args:
         model: the part of a run.
         seed: of random weights.
         dtype: of parameters; None is that of the folder.
+        compiler_options: XLA options for the programs that draw.
         where: the mesh and what its axes cut, where there is one.
     """
     if model.weights is not None:
         return zoo.load(model.weights, dtype=dtype, quantise=model.quantise, **where)
-    drawn = model_class(model.config).build(model.config, draw(model.config, key=_key(seed), dtype=dtype, **where))
+    leaves = draw(model.config, key=_key(seed), dtype=dtype, compiler_options=compiler_options, **where)
+    drawn = model_class(model.config).build(model.config, leaves)
     return drawn if model.quantise is None else quantise(drawn, model.quantise)
 
 

@@ -2,6 +2,8 @@
 
 import json
 
+from tests.quick import UNOPTIMISED_RUN
+
 MICRO = [
     "data=pydoc",
     "model.vocab_size=300",
@@ -14,6 +16,7 @@ MICRO = [
     "seq_len=32",
     "steps=4",
     "eval.batches=2",
+    *UNOPTIMISED_RUN,
 ]
 FILES = ["config.yaml", "loss.png", "memory.png", "metrics.csv", "metrics.jsonl", "plan.json", "rate.png", "run.json"]
 FILES += ["speed.png", "summary.json"]

@@ -20,6 +20,8 @@ from experiments.bench.rivals.with_jax import NAMESPACE, untiled
 from tests import quick
 from transforms import tile
 
+pytestmark = pytest.mark.optimised
+
 README = compare.FOLDER.parent / "README.md"
 SIZES = (64, 16, 256)
 

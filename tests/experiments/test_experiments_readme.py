@@ -65,6 +65,7 @@ def test_an_optimizer_takes_a_class_and_a_function():
     optimizer._build.register(Signed, lambda config, rate, seed, model: optax.sign_sgd(rate))
     options.of.cache_clear()
     options.by_key.cache_clear()
+    schema.register.cache_clear()
     try:
         made = resolve(schema.compose(["optimizer=signed"])[0], Device("cpu", "a test", 2**33))
         step = optimizer.build(made.optimizer, made.steps)
@@ -77,12 +78,14 @@ def test_an_optimizer_takes_a_class_and_a_function():
         del CHOICES["optimizer"]["signed"]
         options.of.cache_clear()
         options.by_key.cache_clear()
+        schema.register.cache_clear()
 
 
 def test_a_choice_is_an_option_at_once(monkeypatch):
     monkeypatch.setitem(CHOICES, "optimizer", dict(CHOICES["optimizer"]))
     options.of.cache_clear()
     options.by_key.cache_clear()
+    schema.register.cache_clear()
     choice("optimizer", "mine", "My own.", momentum=0.5)(configs.Sgd)
     try:
         assert "mine" in options.choices("optimizer")
@@ -94,3 +97,4 @@ def test_a_choice_is_an_option_at_once(monkeypatch):
     finally:
         options.of.cache_clear()
         options.by_key.cache_clear()
+        schema.register.cache_clear()

@@ -19,6 +19,8 @@ from zoo.adapters import lora
 from zoo.kernels import tiled
 from zoo.models.layers import Ops
 
+pytestmark = pytest.mark.optimised
+
 LONG = configs.Tiling(n="none", heads=True, tokens=10)  # of two sequences: 5 of each at a time
 LIGHT = ("gemma2_gqa", "gemma_mqa", "llama32", "olmo2", "gpt_oss", "neox")
 SEGMENTS = jnp.asarray(np.repeat([[1, 2, 3], [1, 2, 3]], [4, 5, 4], axis=1))

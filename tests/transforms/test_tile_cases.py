@@ -52,11 +52,25 @@ def call_of(case: Case, dtype: Any) -> Call:
     return Call(fn=case.fn, args=args, kwargs=kwargs, has_aux=case.has_aux)
 
 
-@pytest.mark.redundant("n")
-@pytest.mark.parametrize("n", COUNTS)
-@each(TILES)
-def test_equals_untiled(case, n):
-    check(case, n, fast=True)
+EVERY = [pytest.param(case, how, id=f"{case.name}-{how}") for case in TILES for how in (*COUNTS, *case.modes)]
+
+
+@pytest.mark.redundant("how")
+@pytest.mark.parametrize(("case", "how"), EVERY)
+def test_equals_untiled(case, how):
+    """For several counts; and in four tiles as XLA makes it fast, in float64 and under JAX's transformations."""
+    if isinstance(how, int):
+        check(case, how, fast=True)
+    elif how == "optimised":
+        check(case, 4)
+    elif how == "float64":
+        with jax.enable_x64(True):
+            check(case, 4, dtype=jnp.float64, fast=True)
+    elif how == "jvp" and not case.forward_mode:
+        with pytest.raises(TypeError, match="forward-mode"):
+            check(case, 4, modes=(how,))
+    else:
+        check(case, 4, modes=(how,), fast=True)
 
 
 @pytest.mark.heavy
@@ -121,25 +135,6 @@ def length(case: Case) -> int:
         if isinstance(axis, int):
             return next(leaf.shape[axis] for leaf in jtu.tree_leaves(arg) if eqx.is_array_like(leaf) and leaf.ndim)
     return args[0][1].shape[0]
-
-
-UNDER = [pytest.param(case, mode, id=f"{case.name}-{mode}") for case in TILES for mode in case.modes]
-
-
-@pytest.mark.redundant("mode")
-@pytest.mark.parametrize(("case", "mode"), UNDER)
-def test_equals_untiled_under(case, mode):
-    """As XLA makes it fast, in float64, and under the transformations of JAX."""
-    if mode == "optimised":
-        check(case, 4)
-    elif mode == "float64":
-        with jax.enable_x64(True):
-            check(case, 4, dtype=jnp.float64, fast=True)
-    elif mode == "jvp" and not case.forward_mode:
-        with pytest.raises(TypeError, match="forward-mode"):
-            check(case, 4, modes=(mode,))
-    else:
-        check(case, 4, modes=(mode,), fast=True)
 
 
 @pytest.mark.heavy

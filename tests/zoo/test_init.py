@@ -21,10 +21,8 @@ def test_devices_draw_their_parts_of_what_one_device_draws(monkeypatch, letters,
     shape = tuple(CONFIG.dims[letter] for letter in letters.split())
     key, dtype = jax.random.key(1, impl=impl), jnp.dtype(jnp.bfloat16)
     where = sharding_of(make_mesh(*sizes), letters, shape)
-    part = init.functools.partial(init._normal_part, shape=shape, dtype=dtype)
-    np.testing.assert_array_equal(
-        init._on_mesh(part, where)(key, 2.0), init._normal.__wrapped__(key, 2.0, shape, dtype)
-    )
+    spread = init._program.__wrapped__(init._normal, shape, dtype, where, ())
+    np.testing.assert_array_equal(spread(key, 2.0), init._normal(key, 2.0, shape, dtype))
 
 
 def test_every_leaf_is_drawn_where_it_lies():
@@ -38,9 +36,16 @@ def test_every_leaf_is_drawn_where_it_lies():
         np.testing.assert_array_equal(spread[row.leaf], alone[row.leaf])
 
 
+def test_leaves_of_a_shape_share_a_program():
+    init._program.cache_clear()
+    init.draw(CONFIG, key=jax.random.key(0))
+    shapes = {(row.shape(CONFIG.dims), bool(row.std(CONFIG.dims))) for row in rows(CONFIG)}
+    assert init._program.cache_info().misses == len(shapes) < len(rows(CONFIG))
+
+
 def test_no_device_holds_a_whole_leaf():
     shape = (4, 512, 1024)
     where = sharding_of(make_mesh(2, 4), "L D F", shape)
-    make = init.functools.partial(init._normal_part, shape=shape, dtype=jnp.dtype(jnp.float32))
-    compiled = init._on_mesh(make, where).lower(jax.random.key(0), 1.0).compile()
+    program = init._program(init._normal, shape, jnp.dtype(jnp.float32), where, ())
+    compiled = program.lower(jax.random.key(0), 1.0).compile()
     assert compiled.memory_analysis().output_size_in_bytes == 4 * 512 * 1024 * 4 // 8

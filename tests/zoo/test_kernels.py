@@ -19,6 +19,8 @@ from transforms.sharding import make_mesh, place
 from zoo.kernels import KERNELS, Asked, choose, cudnn_attention, splash_attention, tiled
 from zoo.models.layers import Ops, attention, few_windows
 
+pytestmark = pytest.mark.optimised
+
 B, S, N, K, H = 1, 384, 4, 2, 64
 SPLASH = functools.partial(splash_attention, interpret=True)
 CUDNN = functools.partial(cudnn_attention, implementation="xla")  # the same function's other implementation

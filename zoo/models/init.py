@@ -2,6 +2,8 @@
 
 import functools
 import math
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +26,7 @@ def draw(
     dtype: DTypeLike = jnp.float32,
     mesh: Mesh | None = None,
     axes: Axes = AXES,
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> dict[str, Array]:
     """Return every leaf of a model, by its path: normal with the standard deviation of its row, or its constant.
 
@@ -36,20 +39,35 @@ def draw(
         dtype: of the parameters.
         mesh: where they lie as their letters say, the same numbers as on one device; each device draws what it holds.
         axes: which axes of the mesh cut which letter.
+        compiler_options: XLA options for the programs that draw.
     """
     table = rows(config)
+    options = tuple(sorted((compiler_options or {}).items()))
     leaves = {}
     for row, leaf_key in zip(table, jax.random.split(key, len(table)), strict=True):
         shape, std = row.shape(config.dims), row.std(config.dims)
-        make = _normal if std else _full
-        value, kind = std or row.start, jnp.dtype(dtype)
-        if mesh is None:
-            leaves[row.leaf] = make(leaf_key, value, shape, kind)
-        else:
-            where = sharding_of(mesh, row.letters, shape, axes)
-            make = functools.partial(_normal_part if std else _full, shape=shape, dtype=kind)
-            leaves[row.leaf] = _on_mesh(make, where)(leaf_key, value)
+        where = None if mesh is None else sharding_of(mesh, row.letters, shape, axes)
+        make = _program(_normal if std else _full, shape, jnp.dtype(dtype), where, options)
+        leaves[row.leaf] = make(leaf_key, std or row.start)
     return leaves
+
+
+@functools.cache
+def _program(make: Callable, shape: tuple[int, ...], dtype: Any, where: NamedSharding | None, options: tuple) -> Any:
+    """Return `make(key, value)` as a program: one for all leaves of a shape that lie alike."""
+    jit = functools.partial(jax.jit, compiler_options=dict(options) or None)
+    if where is None or make is _full:
+        return jit(functools.partial(make, shape=shape, dtype=dtype), out_shardings=where)
+    spec, local = where.spec, where.shard_shape(shape)
+
+    def part(key, value):
+        """What one device holds, made by itself."""
+        starts = []
+        for axes, size in zip(spec, local, strict=True):
+            starts.append(0 if axes is None else jax.lax.axis_index(axes) * size)
+        return _normal_part(key, value, shape, dtype, starts, local)
+
+    return jit(jax.shard_map(part, mesh=where.mesh, in_specs=PartitionSpec(), out_specs=spec, check_vma=False))
 
 
 def _full(key, value, shape, dtype):
@@ -69,28 +87,11 @@ def _slab(key, std, i, shape, dtype):
     return (std * drawn).astype(dtype)
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
 def _normal(key, std, shape, dtype):
     """Normal numbers of any shape, drawn in equal slabs of rows, each rounded as soon as it is drawn."""
     slabs = jnp.arange(_slabs(shape)[0])
     drawn = jax.lax.map(lambda i: bits(_slab(key, std, i, shape, dtype)), slabs)
     return numbers(drawn, dtype).reshape(shape)
-
-
-def _on_mesh(make, where: NamedSharding):
-    """Return `make(key, value)` as an array that lies on a mesh, each device making its part alone."""
-    spec = where.spec
-    local = where.shard_shape(make.keywords["shape"])
-    if make.func is _full:
-        return jax.jit(make, out_shardings=where)
-
-    def part(key, value):
-        starts = []
-        for axes, size in zip(spec, local, strict=True):
-            starts.append(0 if axes is None else jax.lax.axis_index(axes) * size)
-        return make(key, value, starts=starts, local=local)
-
-    return jax.jit(jax.shard_map(part, mesh=where.mesh, in_specs=PartitionSpec(), out_specs=spec, check_vma=False))
 
 
 def _normal_part(key, std, shape, dtype, starts, local):
