@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Integer
 from transforms import tile
 from transforms.sharding import explicit, partitions
 from zoo.config import Config
+from zoo.models.blockwise import blockwise_attention
 from zoo.models.layers import accumulator, attention, beside
 
 LANES = 128  # of a TPU's vector registers: blocks and head sizes are multiples of them
@@ -141,15 +142,29 @@ def choose(asked: Asked) -> tuple[str, str]:
 # ------------------------------------------------------------------------------------------------- the adapters
 
 
-def tiled(n: int | None) -> Attention:
-    """Return `attention` with its queries cut into `n` tiles; keys are whole. Memory is O(B N S T / n)."""
+def tiled(n: int) -> Attention:
+    """Return `attention` in `n` tiles of queries and as many of keys, without those that no query sees.
+
+    Memory beside the results is O(B N S T / n^2). Where devices share the sequences, queries alone are cut and keys are
+    whole; memory is O(B N S T / n).
+    """
 
     def run(q, k, v, *, scale, cap=None, window=None, q_segments=None, k_segments=None, sinks=None, causal=True):
-        def plain(q, q_segments, k, v, window, k_segments, sinks):
-            segments = {"q_segments": q_segments, "k_segments": k_segments}
-            return attention(q, k, v, scale=scale, cap=cap, window=window, sinks=sinks, causal=causal, **segments)
+        how: dict[str, Any] = {"scale": scale, "cap": cap, "causal": causal}
+        if partitions(q)[1] is None:
+            number, traced = (window, None) if isinstance(window, int) else (None, window)
 
-        return tile(plain, axis=(1, 1, *(None,) * 5), n=n)(q, q_segments, k, v, window, k_segments, sinks)
+            def whole(q, k, v, segments, sinks, traced):
+                reach = number if traced is None else traced
+                return blockwise_attention(q, k, v, n=n, window=reach, segments=segments, sinks=sinks, **how)
+
+            return _on_each_device(whole, q, beside(q, k), beside(q, v), q_segments, sinks, traced)
+
+        def rows(q, q_segments, k, v, window, k_segments, sinks):
+            segments = {"q_segments": q_segments, "k_segments": k_segments}
+            return attention(q, k, v, window=window, sinks=sinks, **segments, **how)
+
+        return tile(rows, axis=(1, 1, *(None,) * 5), n=n)(q, q_segments, k, v, window, k_segments, sinks)
 
     return run
 
@@ -296,7 +311,12 @@ def _on_each_device(run, q, *rest):
     if not explicit():
         return run(q, *rest)
     batch, _, heads, _ = partitions(q)
-    by_rank = {4: PartitionSpec(batch, None, heads, None), 2: PartitionSpec(batch, None), 1: PartitionSpec(heads)}
+    by_rank = {
+        4: PartitionSpec(batch, None, heads, None),
+        2: PartitionSpec(batch, None),
+        1: PartitionSpec(heads),
+        0: PartitionSpec(),
+    }
     specs = tuple(None if x is None else by_rank[x.ndim] for x in (q, *rest))
     # Kernels do not say over which axes their results vary (https://github.com/jax-ml/jax/issues/36008).
     return jax.shard_map(run, in_specs=specs, out_specs=by_rank[4], check_vma=False)(q, *rest)
@@ -316,7 +336,7 @@ KERNELS = {
     kernel.name: kernel
     for kernel in (
         Kernel(name="plain", make=lambda tiles: attention),
-        Kernel(name="tiled", make=tiled),
+        Kernel(name="tiled", make=lambda tiles: tiled(tiles or 16), static=True),
         Kernel(
             name="cudnn",
             make=lambda tiles: cudnn_attention,

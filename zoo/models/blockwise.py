@@ -1,0 +1,223 @@
+"""Attention in tiles of queries and keys, without those tiles that no query sees; for devices that have no kernel.
+
+The softmax runs online (https://arxiv.org/abs/2112.05682, https://arxiv.org/abs/2205.14135), and the backward pass
+makes each tile of scores again: five products, where the forward pass has two. Memory beside the results is that of a
+tile of scores, and of the queries' gradient in float32.
+
+Dimensions: `B` batch `S` queries, `T` keys of a tile `K` kv heads `G` query heads per kv head `H` head size.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Integer
+
+from zoo.models.layers import accumulator, softcap
+
+
+class Tile(NamedTuple):
+    """One tile of scores: its row and column, whether the row begins with it, and whether it is one at all."""
+
+    row: Array
+    column: Array
+    begins: Array
+    there: Array | bool = True
+
+
+class Walk(NamedTuple):
+    """Loops over tiles, row by row: turns of the outer, steps of the inner, and the tile of a turn and a step."""
+
+    turns: int
+    steps: int
+    at: Callable[[Any, Any], Tile]
+
+
+def walk(tiles: int, before: int, behind: int) -> Walk:
+    """Return loops over the tiles of a square, in each row so many before and behind the diagonal.
+
+    Loops have one length, and rows of a triangle do not: its first is walked with its last, its second with the last
+    but one, so that an even number of tiles `n` takes `n (n + 1) / 2` steps.
+    """
+    width = min(tiles, before + 1 + behind)
+    if behind or 2 * width <= tiles:
+
+        def band(row, step):
+            column = step if width == tiles else row - before + step
+            there = (column >= 0) & (column < tiles)
+            return Tile(row, jnp.clip(column, 0, tiles - 1), step == 0, there)
+
+        return Walk(tiles, width, band)
+
+    def folded(turn, step):
+        first = step <= turn
+        column = jnp.where(first, step, step - turn - 1)
+        return Tile(jnp.where(first, turn, tiles - 1 - turn), column, column == 0)
+
+    return Walk(tiles // 2, tiles + 1, folded)
+
+
+@dataclass(frozen=True)
+class _Blockwise:
+    """What tiles of scores are made with: `length` tokens in an even number of `tiles` of `size`.
+
+    What is seen beside them is `(segments, window)`, arrays or None; a `reach` in tiles is known of windows that are
+    numbers.
+    """
+
+    scale: float
+    cap: float | None
+    causal: bool
+    length: int
+    tiles: int
+    size: int
+    reach: int
+
+    def walk(self) -> Walk:
+        return walk(self.tiles, self.reach, 0 if self.causal else self.reach)
+
+    def part(self, x, number, dim=1):
+        return jax.lax.dynamic_slice_in_dim(x, number * self.size, self.size, dim)
+
+    def write(self, x, part, number, dim=1):
+        return jax.lax.dynamic_update_slice_in_dim(x, part.astype(x.dtype), number * self.size, dim)
+
+    def capped(self, q_BSKGH, k_BTKH):
+        wide = accumulator(q_BSKGH.dtype)
+        scores = jnp.einsum("bskgh,btkh->bkgst", q_BSKGH, k_BTKH, preferred_element_type=wide)
+        return softcap(scores * self.scale, self.cap)
+
+    def visible(self, row, column, there, masks):
+        segments, window = masks
+        q, k = (number * self.size + jnp.arange(self.size) for number in (row, column))
+        distance = q[:, None] - k
+        seen = there & (distance >= 0 if self.causal else k < self.length)
+        if window is not None:
+            seen &= jnp.abs(distance) < window
+        if segments is None:
+            return seen
+        own = [self.part(segments, number) for number in (row, column)]
+        return seen & (own[0][:, None, None, :, None] == own[1][:, None, None, None, :])
+
+    def forward(self, q, k, v, masks, sinks):
+        """Return what queries see [B S K G H], and the logarithms of their sums [B K G S]."""
+        wide, loops = accumulator(q.dtype), self.walk()
+        rows = q.shape[0], q.shape[2], q.shape[3], self.size
+        lowest, nothing = jnp.full(rows, jnp.finfo(wide).min, wide), jnp.zeros(rows, wide)
+        if sinks is not None:
+            lowest, nothing = lowest * 0 + sinks[:, :, None], nothing + 1
+
+        def step(turn, carry, number):
+            most, total, seen, out, logs = carry
+            row, column, begins, there = loops.at(turn, number)
+            most, total = jnp.where(begins, lowest, most), jnp.where(begins, nothing, total)
+            seen = jnp.where(begins, 0, seen)
+            scores = self.capped(self.part(q, row), self.part(k, column))
+            scores = jnp.where(self.visible(row, column, there, masks), scores, jnp.finfo(wide).min)
+            highest = jnp.maximum(most, scores.max(-1))
+            weights, fade = jnp.exp(scores - highest[..., None]), jnp.exp(most - highest)
+            values = self.part(v, column)
+            new = jnp.einsum("bkgst,btkh->bkgsh", weights.astype(v.dtype), values, preferred_element_type=wide)
+            seen, total = seen * fade[..., None] + new, total * fade + weights.sum(-1)
+            out = self.write(out, jnp.moveaxis(seen / total[..., None], 3, 1), row)
+            return (highest, total, seen, out, self.write(logs, highest + jnp.log(total), row, 3)), None
+
+        heads = rows[:3]
+        seen, logs = jnp.zeros((*rows, q.shape[-1]), wide), jnp.zeros((*heads, q.shape[1]), wide)
+        *_, out, logs = _loop(loops, step, (lowest, nothing, seen, jnp.zeros_like(q), logs))
+        return out, logs
+
+    def backward(self, q, k, v, masks, out, logs, given):
+        """Return the gradients of queries, keys and values, given that of what is seen.
+
+        Tiles are walked column by column, which is the same walk from the other end.
+        """
+        wide, loops, last = accumulator(q.dtype), self.walk(), self.tiles - 1
+
+        def step(turn, carry, number):
+            of_k, of_v, dq, dk, dv = carry
+            mirrored, other, begins, there = loops.at(turn, number)
+            row, column = last - other, last - mirrored
+            of_k, of_v = jnp.where(begins, 0, of_k), jnp.where(begins, 0, of_v)
+            queries, pulled, keys, values = (
+                *(self.part(x, row) for x in (q, given)),
+                *(self.part(x, column) for x in (k, v)),
+            )
+            capped = self.capped(queries, keys)
+            seen = jnp.where(self.visible(row, column, there, masks), capped, jnp.finfo(wide).min)
+            weights = jnp.exp(seen - self.part(logs, row, 3)[..., None])
+            own = (pulled.astype(wide) * self.part(out, row)).sum(-1)  # what each query's weights are pulled down by
+            of_weights = jnp.einsum("bskgh,btkh->bkgst", pulled, values, preferred_element_type=wide)
+            of_scores = weights * (of_weights - jnp.moveaxis(own, 1, 3)[..., None]) * self.scale
+            if self.cap is not None:
+                of_scores *= 1 - jnp.square(capped / self.cap)
+            of_scores, weights = of_scores.astype(q.dtype), weights.astype(v.dtype)
+            of_v += jnp.einsum("bkgst,bskgh->btkh", weights, pulled, preferred_element_type=wide)
+            of_k += jnp.einsum("bkgst,bskgh->btkh", of_scores, queries, preferred_element_type=wide)
+            of_q = jnp.einsum("bkgst,btkh->bskgh", of_scores, keys, preferred_element_type=wide)
+            dq = self.write(dq, self.part(dq, row) + of_q, row)
+            return (of_k, of_v, dq, self.write(dk, of_k, column), self.write(dv, of_v, column)), None
+
+        none = jnp.zeros((k.shape[0], self.size, *k.shape[2:]), wide)
+        start = none, none, jnp.zeros(q.shape, wide), jnp.zeros_like(k), jnp.zeros_like(v)
+        *_, dq, dk, dv = _loop(loops, step, start)
+        return dq.astype(q.dtype), dk, dv
+
+
+def _loop(loops: Walk, step: Callable[..., Any], carry: Any) -> Any:
+    def turn(carry, number):
+        return jax.lax.scan(lambda carry, at: step(number, carry, at), carry, jnp.arange(loops.steps))
+
+    return jax.lax.scan(turn, carry, jnp.arange(loops.turns))[0]
+
+
+def blockwise_attention(
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    *,
+    n: int,
+    scale: float,
+    cap: float | None = None,
+    window: Int[Array, ""] | int | None = None,
+    segments: Integer[Array, "B S"] | None = None,
+    sinks: Float[Array, " N"] | None = None,
+    causal: bool = True,
+) -> Float[Array, "B S N H"]:
+    """Return `zoo.models.layers.attention` of whole sequences in `n` times `n` tiles; of causal ones, half as many.
+
+    `n` is rounded up to an even number. Products are `1 + 1 / n` times those of the visible half; of windows that are
+    numbers, those of the tiles that they reach. Tokens of other `segments` are not seen. It has gradients, and no
+    tangents.
+    """
+    batch, length, heads, width = q.shape
+    tiles = 2 * -(-min(n, length) // 2)
+    size = -(-length // tiles)
+    reach = min(tiles - 1, (window + size - 2) // size) if isinstance(window, int) else tiles - 1
+    made = _Blockwise(scale, cap, causal, length, tiles, size, reach)
+
+    @jax.custom_vjp
+    def run(q, k, v, masks, sinks):
+        return made.forward(q, k, v, masks, sinks)[0]
+
+    def forward(q, k, v, masks, sinks):
+        out, logs = made.forward(q, k, v, masks, sinks)
+        return out, (q, k, v, masks, sinks, out, logs)
+
+    def backward(kept, given):
+        q, k, v, masks, sinks, out, logs = kept
+        of_sinks = None
+        if sinks is not None:
+            own = jnp.moveaxis((given.astype(logs.dtype) * out).sum(-1), 1, 3)
+            of_sinks = -(jnp.exp(sinks[:, :, None] - logs) * own).sum((0, 3)).astype(sinks.dtype)
+        return *made.backward(q, k, v, masks, out, logs, given), (None, None), of_sinks
+
+    run.defvjp(forward, backward)
+    filled = lambda x: jnp.pad(x, ((0, 0), (0, tiles * size - length), *((0, 0),) * (x.ndim - 2)))
+    q, k, v = filled(q), filled(k), filled(v)
+    q = q.reshape(*q.shape[:2], k.shape[2], -1, width)
+    sinks = None if sinks is None else sinks.astype(accumulator(q.dtype)).reshape(q.shape[2:4])
+    seen = run(q, k, v, (None if segments is None else filled(segments), window), sinks)
+    return seen.reshape(batch, -1, heads, width)[:, :length]
