@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Shaped
 
 from transforms.tiling.mesh.layout import axes_of as axes_of
+from transforms.tiling.mesh.layout import shares as shares
 
 Axes = Mapping[str, tuple[str, ...]]
 

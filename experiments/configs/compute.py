@@ -21,7 +21,7 @@ REMAT = {  # those of `transforms.remat`
 }
 ATTENTION = {  # those of `zoo.kernels`
     "plain": "scores of all queries and keys at once",
-    "tiled": "queries in tiles (tiling.attention)",
+    "tiled": "queries and keys in tiles (tiling.attention)",
     "cudnn": "cuDNN's flash attention, on GPUs",
     "splash": "the splash attention kernel, on TPUs",
 }
@@ -39,9 +39,12 @@ class Tiling:
     budget: str | None = option(None, "n=auto: temporary memory that the head may take, such as 2GiB")
     lowmem: bool = option(False, "cut the head over the vocabulary too: less memory, one more product")
     mlp: int | None = option(None, "number of tiles of each MLP, over a sequence's tokens")
-    attention: int | None = option(None, "number of tiles of attention, over queries; keys are whole")
+    attention: int | None = option(
+        None,
+        "number of tiles of attention, over queries and over keys (of sequences that devices share, queries alone)",
+    )
     heads: bool = option(False, "attention of one kv head's group at a time, its queries, keys and values with it")
-    tokens: int | None = option(None, "tokens at a time of all else in a layer: norms, projections, MLP")
+    tokens: int | None = option(None, "tokens of each device at a time of all else in a layer: norms, projections, MLP")
     batch: int | None = option(None, "number of micro-batches (gradient accumulation)")
     sync: str = option(
         "once", "on a mesh, weights and their gradients travel once a step, or with every tile: less memory"
@@ -143,12 +146,19 @@ class Mesh:
     model: int = option(1, "devices that share heads, MLPs and the vocabulary; -1: the rest")
     context: int = option(1, "devices that share each sequence; -1: the rest")
     expert: int = option(1, "devices that share a mixture's experts, and the batch; -1: the rest")
+    context_by: str = option(
+        "gather",
+        "how queries meet keys of other devices: gather all keys, or ulysses: exchange positions for heads "
+        "(then parameters are cut over mesh.context too)",
+    )
     fsdp: str = option("D", "which dim of parameters mesh.data cuts: D embed, V vocabulary (else D), none: copies")
 
     def __post_init__(self):
         for name, size in self.sizes.items():
             if size is not None and size < 1 and size != -1:
                 raise refuse(f"mesh.{name}", size, "give a number of devices, or -1 for those that the others leave")
+        if self.context_by not in ("gather", "ulysses"):
+            raise refuse("mesh.context_by", self.context_by, "choose gather or ulysses")
         if self.fsdp not in ("D", "V", "none"):
             raise refuse("mesh.fsdp", self.fsdp, "choose D, V or none")
 
@@ -166,6 +176,11 @@ class Mesh:
     def devices(self) -> int:
         """How many devices there are, once every size is known."""
         return math.prod(size or 1 for size in self.sizes.values())
+
+    @property
+    def sharing_tokens(self) -> int:
+        """Among how many devices the tokens of a step are shared, once every size is known."""
+        return self.devices // self.model
 
 
 @dataclass(frozen=True, kw_only=True)

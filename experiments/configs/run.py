@@ -56,9 +56,7 @@ class Run:
     steps: int | None = option(None, "training steps", auto=True)
     batch_size: int | None = option(None, "sequences per step; a pair of answers is two", auto=True)
     seq_len: int | None = option(None, "tokens per sequence", auto=True)
-    attention: str = option(
-        "auto", "auto: the device's kernel, where it can; plain, tiled (over queries), cudnn (GPU), splash (TPU)"
-    )
+    attention: str = option("auto", "auto: the device's kernel, where it can; plain, tiled, cudnn (GPU), splash (TPU)")
     on_nan: OnNan = option(OnNan.stop, "at a loss that is no number: stop, skip that step's update, or raise")
     compare: bool = option(
         False, "also compile the untiled step, to show what tiling saves: a start takes twice as long"

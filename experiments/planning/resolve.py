@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -51,6 +52,7 @@ REMAT_ABOVE = 2e7  # parameters: below, activations are small and recomputing th
 TILE_BYTES = 2**28  # largest float32 logits of one tile under tiling.n=auto
 EVALUATIONS = 5  # in a run, after the first; where one costs little
 LEAST_TILE = 128  # tokens: shorter tiles make matrix products slow
+FEW_TILES = 16  # of attention: products are a sixteenth more than those of what is visible
 
 
 def resolve(config: configs.Run, device: Device) -> configs.Resolved:
@@ -179,11 +181,12 @@ def _head(config: configs.Resolved, choices: Choices) -> configs.Resolved:
         except ValueError as error:
             raise HardwareError(f"cannot use tiling.budget={tiling.budget}: {error}") from None
     else:
-        tokens = config.head.rows * config.seq_len
+        tokens = config.head.rows * config.seq_len // config.mesh.sharing_tokens
         logits = 4 * tokens * config.model.config.vocab_size
         fewest = min(-(-logits // TILE_BYTES), max(1, tokens // LEAST_TILE))
         fewest = min(max(fewest, 2 * tiling.lowmem), config.head.length)
-        why = f"all logits are {size(logits)}" + (f", a tile's at most {size(TILE_BYTES)}" if fewest > 1 else "")
+        whose = " of a device" if config.mesh.devices > 1 else ""
+        why = f"all logits{whose} are {size(logits)}" + (f", a tile's at most {size(TILE_BYTES)}" if fewest > 1 else "")
     n = fewest if fewest > 1 or tiling.lowmem else "none"
     tiling = choices.fill(dataclasses.replace(tiling, budget=None), "tiling.", why, n=n)
     return dataclasses.replace(config, tiling=tiling)
@@ -200,9 +203,12 @@ def _attention(config: configs.Resolved, choices: Choices) -> configs.Resolved:
             name, why = "tiled", f"{why}, and tiling.heads is for long texts"
         config = choices.fill(config, "", why, attention=name)
     if config.attention == "tiled":
-        heads = model.num_heads // cuts.groups(model) if tiling.heads else model.num_heads
+        heads = model.num_heads // (cuts.turns(config) if tiling.heads else 1)
         scores = 4 * config.head.rows * heads * config.seq_len**2 // config.mesh.devices
-        tiles = max(2, min(-(-scores // TILE_BYTES), config.seq_len // LEAST_TILE))
+        tiles = -(-scores // TILE_BYTES)
+        if cuts.asked(config, model).spread == 1:  # keys are cut too
+            tiles = max(FEW_TILES, math.isqrt(tiles - 1) + 1)
+        tiles = max(2, min(tiles, config.seq_len // LEAST_TILE))
         why = f"all scores of a layer are {size(scores)}, a tile's are to be {size(TILE_BYTES)}"
         tiling = choices.fill(tiling, "tiling.", why, attention=tiles)
     return dataclasses.replace(config, tiling=tiling)

@@ -27,12 +27,13 @@ def choose(config: configs.Run, count: int, platform: str) -> configs.Mesh:
     """Return the mesh with every size known, for a number of devices.
 
     Where `mesh.data` is left open, accelerators share the batch as far as it divides, and sequences beyond that; the
-    devices of a CPU share its cores, so one is used, unless several processes bring theirs.
+    devices of a CPU share its cores, so one is used, unless several processes bring theirs. Long texts (`tiling.heads`)
+    are then read by Ulysses.
 
     Raises:
         ValueError: the sizes do not multiply to the number of devices.
     """
-    mesh, sizes = config.mesh, dict[str, Any](config.mesh.sizes)
+    mesh, sizes, context_by = config.mesh, dict[str, Any](config.mesh.sizes), config.mesh.context_by
     if sizes["data"] is None:
         others = {name: size for name, size in sizes.items() if name != "data"}
         alone = platform == Platform.cpu and mesh.devices == 1 and not distributed.several()
@@ -40,12 +41,13 @@ def choose(config: configs.Run, count: int, platform: str) -> configs.Mesh:
         if sizes["data"] == -1 and mesh.devices == 1 and config.batch_size is not None:
             sizes["data"] = math.gcd(config.batch_size, count)
             sizes["context"] = count // sizes["data"]
+            context_by = "ulysses" if config.tiling.heads and sizes["context"] > 1 else context_by
     if set(sizes.values()) != {1} or distributed.several():
         try:
             sizes.update(fill({name: size or 1 for name, size in sizes.items()}, count))
         except ValueError:
             raise ValueError(_sizes(sizes, count)) from None
-    return configs.Mesh(**sizes, fsdp=mesh.fsdp)
+    return configs.Mesh(**sizes, fsdp=mesh.fsdp, context_by=context_by)
 
 
 def _sizes(sizes: dict[str, int | None], count: int) -> str:
@@ -78,6 +80,13 @@ def problem(config: configs.Resolved) -> str | None:
             f"cannot cut seq_len={config.seq_len} over mesh.context={mesh.context}: every device takes as many tokens. "
             f"Use seq_len={more}, or mesh.context={math.gcd(config.seq_len, mesh.context)}."
         )
+    if mesh.context_by == "ulysses" and model.num_heads % (mesh.context * mesh.model):
+        among = f"mesh.context={mesh.context}" + (f" x mesh.model={mesh.model}" if mesh.model > 1 else "")
+        return (
+            f"cannot share {model.num_heads} query heads among {among} devices: under mesh.context_by=ulysses each "
+            f"takes as many. Use mesh.context={math.gcd(model.num_heads // mesh.model, mesh.context)}, or "
+            "mesh.context_by=gather."
+        )
     experts = model.dims.get("E", 1)
     if experts % mesh.expert:
         what = f"this model has {experts} experts" if experts > 1 else "this model has no experts"
@@ -90,7 +99,8 @@ def axes(mesh: configs.Mesh) -> Axes:
     """Return which mesh axes cut which letter, of everything in a run."""
     if mesh.fsdp == "none":
         return {letter: named for letter, named in AXES.items() if letter != "D"}
-    return {**AXES, "V": ("model", "data")} if mesh.fsdp == "V" else AXES
+    shared = ("data", "context") if mesh.context_by == "ulysses" else ("data",)
+    return {**AXES, "D": shared} | ({"V": ("model", *shared)} if mesh.fsdp == "V" else {})
 
 
 def describe(mesh: configs.Mesh) -> str:

@@ -9,13 +9,17 @@ from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
+import jax
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import PartitionSpec
 
 from experiments import configs
 from transforms import tile
+from transforms.sharding import explicit, partitions, shares
 from transforms.tiling.report.plan import TilePlan
 from zoo.families.mixture import MixtureLike
 from zoo.kernels import KERNELS, Asked
+from zoo.models import groups
 from zoo.models.experts import experts_by_sequence
 from zoo.models.layers import Ops, gated_mlp
 
@@ -76,6 +80,8 @@ def ops(config: configs.Resolved, model: Any) -> Ops | None:
     learns has plain attention where its own cannot be what the run's is.
     """
     kernel, pieces = KERNELS[config.attention], slices(config.tiling, model)
+    if exchanges(config.mesh):
+        pieces["ulysses"] = True
     if kernel.name != "plain" and kernel.refusal(asked(config, model)) is None:
         pieces |= kernel.ops(config.tiling.attention)
     return Ops(**pieces) if pieces else None
@@ -95,9 +101,15 @@ def slices(tiling: configs.Tiling, model: Any) -> dict[str, Any]:
     return pieces
 
 
-def groups(model: Any) -> int:
-    """Return into how many groups `tiling.heads` cuts a model's heads: kv heads, or queries where they share one."""
-    return model.num_kv_heads if model.num_kv_heads > 1 else model.num_heads
+def exchanges(mesh: configs.Mesh) -> bool:
+    """Whether devices exchange heads for positions around attention, which then has whole sequences."""
+    return mesh.context > 1 and mesh.context_by == "ulysses"
+
+
+def turns(config: configs.Run) -> int:
+    """Return in how many turns `tiling.heads` takes a model's heads."""
+    model, mesh = config.model.config, config.mesh
+    return groups.turns(model.num_heads, model.num_kv_heads, mesh.context * mesh.model if exchanges(mesh) else 1)[0]
 
 
 def asked(config: configs.Run, model: Any) -> Asked:
@@ -108,7 +120,7 @@ def asked(config: configs.Run, model: Any) -> Asked:
         dtype=configs.chosen(config.hardware.compute_dtype).value,
         length=configs.chosen(config.seq_len),
         packed=config.data.packed,
-        spread=config.mesh.context,
+        spread=1 if exchanges(config.mesh) else config.mesh.context,
     )
 
 
@@ -117,10 +129,14 @@ def _by_tokens(tiling, part, axes):
         return part(*(_in_order(arg) if axis == 1 else arg for arg, axis in zip(args, axes, strict=True)))
 
     def cut(x, *others):
-        size = max(1, tiling.tokens // x.shape[0])
-        return tile(in_order, axis=axes, size=size, sync=tiling.sync)(x, *others)
+        return tile(in_order, axis=axes, size=_tokens_of_a_row(tiling, x), sync=tiling.sync)(x, *others)
 
     return cut
+
+
+def _tokens_of_a_row(tiling, x):
+    """Return how many tokens of each sequence are computed at a time."""
+    return max(1, tiling.tokens * shares(jax.typeof(x), 0) * shares(jax.typeof(x), 1) // x.shape[0])
 
 
 def _in_order(x):
@@ -128,13 +144,17 @@ def _in_order(x):
 
     XLA would lay the gradients of all tokens out as one product of a tile likes it best, and then copy what they meet.
     """
-    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+    ordered = lambda x: with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+    if not explicit():
+        return ordered(x)
+    lies = PartitionSpec(*partitions(x))
+    return jax.shard_map(ordered, in_specs=lies, out_specs=lies)(x)  # XLA gathers what is constrained on a mesh
 
 
 def _tiled_experts(tiling, x, *weights, **how):
     """Compute a mixture's experts some tokens at a time, which are sorted by expert on their own."""
     rows, length = x.shape[:2]
-    fewest = -(-length // max(1, tiling.tokens // rows))
+    fewest = -(-length // _tokens_of_a_row(tiling, x))
     pieces = next((n for n in range(fewest, 2 * fewest) if length % n == 0), 1)
     run = lambda x, weights: experts_by_sequence(x, *weights, **how)
     out, routed = tile(run, axis=(0, None), size=1)(x.reshape(rows * pieces, -1, x.shape[-1]), weights)
@@ -188,13 +208,18 @@ def describe(config: configs.Resolved) -> list[tuple[str, str]]:
         most = asked(tiling.n, how.length)
         parts.append(("head", f"{how.tiles} tiles of {how.tokens:,} tokens{vocabulary}{most}"))
     if tiling.heads:
-        parts.append(("heads", f"{groups(config.model.config)} groups, one at a time"))
+        parts.append(("heads", f"{turns(config)} groups, one at a time"))
     if tiling.tokens is not None:
-        length = min(seq, max(1, tiling.tokens // how.rows))
+        length = min(seq, max(1, tiling.tokens * config.mesh.sharing_tokens // how.rows))
         parts.append(("each layer", f"{-(-seq // length)} tiles of {how.rows} x {length:,} tokens"))
-    for part, n in (("each MLP", tiling.mlp), ("attention", tiling.attention)):
-        if n is not None:
-            length = -(-seq // n)
-            what = "queries" if part == "attention" else "tokens"
-            parts.append((part, f"{-(-seq // length)} tiles of {how.rows} x {length:,} {what}{asked(n, seq)}"))
+    if tiling.mlp is not None:
+        length = -(-seq // tiling.mlp)
+        parts.append(
+            ("each MLP", f"{-(-seq // length)} tiles of {how.rows} x {length:,} tokens{asked(tiling.mlp, seq)}")
+        )
+    if tiling.attention is not None:
+        whole = config.mesh.context == 1 or exchanges(config.mesh)  # then keys are cut, and tiles are even
+        length = -(-seq // (tiling.attention + tiling.attention % 2 if whole else tiling.attention))
+        what = f"queries{', and of keys' if whole else ''}{asked(tiling.attention, seq)}"
+        parts.append(("attention", f"{-(-seq // length)} tiles of {how.rows} x {length:,} {what}"))
     return parts

@@ -23,7 +23,7 @@ SIZES += ["model.vocab_size=64", "data=synthetic", "data.vocab=32", "batch_size=
 SIZES += ["optimizer.learning_rate=0.01", "hardware.param_dtype=float32"]
 GEMMA = ["model=gemma2_2b", "model.num_kv_heads=4", "model.window=5", "model.attn_softcap=5", "model.final_softcap=5"]
 LLAMA = ["model=tiny_llama", "model.num_kv_heads=2", "model.tied=false"]
-LAYOUTS = ["dp", "fsdp", "fsdp_v", "tp", "cp", "fsdp_tp", "fsdp_cp"]
+LAYOUTS = ["dp", "fsdp", "fsdp_v", "tp", "cp", "fsdp_tp", "fsdp_cp", "ulysses"]
 CASES = [(LLAMA if LAYOUTS.index(name) % 2 else GEMMA, name) for name in LAYOUTS]
 
 
@@ -163,6 +163,13 @@ def test_the_mesh_suits_the_devices(words, count, platform, sizes):
         assert chosen["mesh.data"].value == sizes["data"]
 
 
+def test_long_texts_are_read_by_ulysses_where_the_mesh_is_left_open():
+    chosen = lambda *words: resolved("batch_size=1", *words, platform="gpu").mesh
+    assert chosen() == configs.Mesh(data=1, context=8, context_by="gather")
+    assert chosen("tiling=long") == configs.Mesh(data=1, context=8, context_by="ulysses")
+    assert chosen("tiling=long", "mesh=cp").context_by == "gather"
+
+
 def test_a_batch_that_is_left_open_divides_over_the_devices():
     words = [word for word in SIZES if not word.startswith("batch_size")]
     device = hardware.Device("gpu", "a test", 2**33, 6)
@@ -190,6 +197,7 @@ def test_sizes_that_do_not_make_the_devices_are_refused(words, message):
         (["mesh=fsdp", "batch_size=6"], r"batch_size=6 over mesh.data=8: .* Use batch_size=8, or 2 devices"),
         (["mesh=fsdp_ep", "batch_size=6", "model=tiny_mixtral"], r"over mesh.data=4 x mesh.expert=2"),
         (["mesh=cp", "seq_len=20"], r"seq_len=20 over mesh.context=8: .* Use seq_len=24, or mesh.context=4"),
+        (["mesh=ulysses", "model.num_heads=4"], r"share 4 query heads among mesh.context=8 .* Use mesh.context=4, or"),
         (["mesh=ep"], r"mesh.expert=8: this model has no experts. Use mesh.expert=1"),
         (["mesh=ep", "model=tiny_mixtral", "model.num_experts=6"], r"this model has 6 experts. Use mesh.expert=2"),
     ],
@@ -203,7 +211,11 @@ def test_what_cannot_be_cut_over_the_mesh_is_refused(words, message):
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [(["mesh.data=0"], "mesh.data=0: give a number of devices"), (["mesh.fsdp=X"], "mesh.fsdp=X: choose D, V or none")],
+    [
+        (["mesh.data=0"], "mesh.data=0: give a number of devices"),
+        (["mesh.fsdp=X"], "mesh.fsdp=X: choose D, V or none"),
+        (["mesh.context_by=X"], "mesh.context_by=X: choose gather or ulysses"),
+    ],
 )
 def test_bad_sizes_are_refused(words, message):
     with pytest.raises(schema.ConfigError, match=message):

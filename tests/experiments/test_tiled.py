@@ -108,7 +108,7 @@ MORE = {
     "head of micro-batches": (["n=17", "batch=2"], "16 tiles of 3 tokens, not 17: there is no more to cut"),
     "batch": (["batch=7"], "6 micro-batches of 1 x 16 tokens, not 7: there is no more to cut"),
     "MLPs": (["mlp=17"], "16 tiles of 6 x 1 tokens, not 17: there is no more to cut"),
-    "attention": (["attention=17"], "16 tiles of 6 x 1 queries, not 17: there is no more to cut"),
+    "attention": (["attention=17"], "16 tiles of 6 x 1 queries, and of keys, not 17: there is no more to cut"),
     "length": (["size=97"], "1 tiles of 96 tokens"),
 }  # fmt: skip
 
@@ -170,7 +170,7 @@ def test_the_table_says_what_is_cut():
     plan = cost.Plan(10, 10, memory, 2**30, 0, tiling.describe(config), untiled=memory)
     text = report.render("tiny", config, plan, DEVICE)
     lines = ["3 micro-batches of 2 x 16 tokens", "4 tiles of 8 tokens; also vocabulary"]
-    lines += ["4 tiles of 2 x 4 tokens", "2 tiles of 2 x 8 queries"]
+    lines += ["4 tiles of 2 x 4 tokens", "2 tiles of 2 x 8 queries, and of keys"]
     for line in lines:
         assert line in text
     assert max(map(len, text.splitlines())) <= 80

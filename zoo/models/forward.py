@@ -16,8 +16,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Integer
 
 from transforms.remat import Remat
+from transforms.sharding import uncut
 from zoo.config import Config, temperature_of
-from zoo.models import groups, packing
+from zoo.models import groups, packing, ulysses
 from zoo.models.layers import PLAIN, Ops, few_windows, rope, scanned_windows
 from zoo.models.rotary import frequencies
 
@@ -94,6 +95,10 @@ class LayerPass:
         sinks: Float[Array, " N"] | None = None,
     ) -> tuple[Float[Array, "B S N H"], Any]:
         """Return what queries attend to, among these keys and those that were read before; and the pool."""
+        if self.ops.ulysses:
+            whole = replace(self, ops=replace(self.ops, ulysses=False))
+            one = lambda q, k, v, sinks: whole.attention(q, k, v, scale=scale, cap=cap, sinks=sinks)[0]
+            return ulysses.attend(one, q, k, v, sinks), None
         how: dict[str, Any] = {"scale": scale, "cap": cap}
         how |= {} if sinks is None else {"sinks": sinks}
         how |= {} if self.causal else {"causal": False}
@@ -174,7 +179,8 @@ def layer_passes(config: Config, asked: ForwardPass, seq: int) -> tuple[PerLayer
         )
     length, places = (seq, None) if past is None else (past.length, past.places)
     if asked.segments is not None and positions is not None:
-        ops, length = packing.within(ops, asked.segments), positions.max() + 1
+        segments = uncut(asked.segments, 1) if ops.ulysses else asked.segments
+        ops, length = packing.within(ops, segments), positions.max() + 1
     waves = {rope: _waves(config, rope, length) for rope in config.layer_ropes}
     temperatures = [temperature_of(rope) for rope in config.layer_ropes] if config.rope_temperature is None else None
     if ops.static_windows and past is None:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float
 
+from zoo.models import ulysses
 from zoo.models.layers import Ops
 from zoo.quantised import Quantised
 
@@ -28,6 +29,9 @@ def attend(
 ) -> Float[Array, "B S N H"]:
     """Return what queries see, by turns: those of one kv head, or one query head where all share a kv head.
 
+    Where devices exchange heads (`Ops.ulysses`) that is for each of them: of one kv head, or where each has only one of
+    those, of one query head.
+
     A group's queries, keys and values are made in its turn, in the backward pass again. Their gradients are collected
     and led through `project` once, for all heads together: its sums are those of attention that is not cut.
 
@@ -45,8 +49,10 @@ def attend(
     apart = apart and not any(map(packed, jax.tree.leaves(weights, is_leaf=packed)))
     project = ops.tokens(project, (1, None))
     q, k, v = project(x, weights)
-    groups, each = k.shape[2], q.shape[2] // k.shape[2]
-    of_q, of_kv = (0, 0) if groups > 1 else (1, None)  # which of [groups, each] is cut, and of [groups]
+    devices = ulysses.devices(q) if ops.ulysses else 1  # all of them have heads in every turn
+    times = ulysses.repeats(q.shape[2], k.shape[2], devices)
+    groups, (count, by_kv) = k.shape[2] * times, turns(q.shape[2], k.shape[2], devices)
+    of_q, of_kv = (0, 0) if by_kv else (1, None)  # which of [groups, each] is cut, and of [groups]
     paths, form = jax.tree.flatten_with_path(jax.lax.stop_gradient(weights) if apart else {})
     dims = {path: _heads(path, leaf) for path, leaf in paths}
     is_q = {path: path[0].key[0] == "q" for path, _ in paths}
@@ -61,7 +67,7 @@ def attend(
             made = project(x, jax.tree.unflatten(form, whole))
             q, k, v = (_as_if(value, source) for value, source in zip(made, (q, k, v), strict=True))
         seen = attention(q, k, v) if sinks is None else attention(q, k, v, sinks=sinks)
-        return _divided(seen, 2, k.shape[2])
+        return _divided(seen, 2, k.shape[2] * times)
 
     leaves, axes = [], []
     for path, leaf in paths:
@@ -71,10 +77,17 @@ def attend(
         axes.append(None if dim is None or cut is None else dim + cut)
     kv = None if of_kv is None else 2
     by_turns = (lambda part, axes, groups: part) if ops.heads is None else ops.heads
-    turns = by_turns(part, (None, 2 + of_q, kv, kv, axes, None if sinks is None else of_q), max(groups, each))
+    by_turn = by_turns(part, (None, 2 + of_q, kv, kv, axes, None if sinks is None else of_q), count)
     sinks = None if sinks is None else _divided(sinks, 0, groups)
-    seen = turns(jax.lax.stop_gradient(x), _divided(q, 2, groups), k, v, leaves, sinks)
+    seen = by_turn(jax.lax.stop_gradient(x), _divided(q, 2, groups), k, v, leaves, sinks)
     return _joined(seen, 2)
+
+
+def turns(heads: int, kv_heads: int, devices: int = 1) -> tuple[int, bool]:
+    """Return in how many turns heads are taken among so many devices, and whether by kv heads: else by query heads."""
+    groups = kv_heads * ulysses.repeats(heads, kv_heads, devices)
+    by_kv = devices < groups == kv_heads
+    return (groups // devices if by_kv else heads // groups), by_kv
 
 
 def _heads(path: tuple[Any, ...], leaf: Array) -> int | None:

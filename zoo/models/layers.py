@@ -275,6 +275,8 @@ class Ops:
             takes all heads at once.
         tokens: makes of a function of tokens one that takes some of them at a time: called as `tokens(part, axes)`,
             where `axes` are 1 for arrays `[B, S, ...]`, of which the first is one; by default all are taken at once.
+        ulysses: whether devices that share sequences exchange heads for positions around attention, which then has
+            whole sequences (`zoo.models.ulysses`); otherwise it is called with the sequences as they lie.
     """
 
     attention: Callable = attention
@@ -283,6 +285,7 @@ class Ops:
     static_windows: bool = False
     heads: Callable | None = None
     tokens: Callable = lambda part, axes: part
+    ulysses: bool = False
 
 
 PLAIN = Ops()
@@ -296,19 +299,29 @@ def lookup(table: Float[Array, "V D"] | Widened, ids: Integer[Array, "B S"], dty
     The gradient of a 16-bit table would lose most of what a frequent token contributes if each occurrence were added in
     16 bits: such a table's rows are fetched once per sequence and spread in float32, whose transpose sums a sequence's
     occurrences in float32 before the table is touched, a slice of `D` at a time where there are many. That costs one
-    sort of `S` ids per sequence.
+    sort of `S` ids per sequence; where devices share sequences, each looks its part up in the whole table.
     """
     table = table.array if isinstance(table, Widened) else table
-    where = PartitionSpec(*partitions(ids), None) if explicit() else None
-    if accumulator(table.dtype) == table.dtype:
+    if not explicit():
+        return constrain(_looked_up(table, ids).astype(dtype), "B S D")
+    lies = PartitionSpec(*partitions(ids))
+    where = PartitionSpec(*partitions(ids), None)
+    if partitions(ids)[1] is not None:
+        own = jax.shard_map(_looked_up, in_specs=(PartitionSpec(), lies), out_specs=where)
+        rows = own(uncut(table, 0, 1), ids)
+    elif accumulator(table.dtype) == table.dtype:
         rows = _rows(table, ids, where)
-    elif where is None:
-        slices = -(-4 * ids.size * table.shape[1] // SPREAD_BYTES)
-        rows = tile(_spread, axis=(1, None), n=min(slices, table.shape[1]))(table, ids)
-    else:  # whole sequences first: compilers can only move one dimension's cut at a time
-        first = PartitionSpec(partitions(ids)[0], None, None)
-        rows = place(jax.sharding.auto_axes(_spread, out_sharding=first)(table, uncut(ids, 1)), where)
+    else:
+        rows = jax.sharding.auto_axes(_spread, out_sharding=where)(table, ids)
     return constrain(rows.astype(dtype), "B S D")
+
+
+def _looked_up(table, ids):
+    """Return the rows of ids that are all here, of a table that is, too."""
+    if accumulator(table.dtype) == table.dtype:
+        return _rows(table, ids)
+    slices = -(-4 * ids.size * table.shape[1] // SPREAD_BYTES)
+    return tile(_spread, axis=(1, None), n=min(slices, table.shape[1]))(table, ids)
 
 
 def _rows(table, ids, where=None):
