@@ -30,9 +30,15 @@ def head_flops(config: Config, batch: int, seq: int) -> int:
 def forward_flops(config: Config, batch: int, seq: int) -> int:
     """Return the FLOPs of one forward pass, hidden states and logits."""
     matrices = sum(_active(row, config) for row in rows(config) if row.stack and row.fan_in)
-    pairs = sum(_visible_pairs(seq, window) for window in config.layer_windows)
+    pairs = sum(visible_pairs(seq, window) for window in config.layer_windows)
     attention = 4 * batch * pairs * config.num_heads * config.head_dim
     return 2 * batch * seq * matrices + attention + head_flops(config, batch, seq)
+
+
+def recomputed_flops(config: Config, batch: int, seq: int) -> int:
+    """Return the FLOPs of two forward passes and a backward pass: of attention the latter has five products for two."""
+    pairs = sum(visible_pairs(seq, window) for window in config.layer_windows)
+    return 4 * forward_flops(config, batch, seq) + 2 * batch * pairs * config.num_heads * config.head_dim
 
 
 def train_flops(config: Config, batch: int, seq: int) -> int:
@@ -48,7 +54,7 @@ def _active(row: Row, config: Config) -> int:
     return count
 
 
-def _visible_pairs(seq: int, window: int | None) -> int:
-    """Count the (query, key) pairs that causal attention over `window` keys keeps."""
+def visible_pairs(seq: int, window: int | None) -> int:
+    """Return the number of (query, key) pairs that causal attention over `window` keys keeps."""
     width = seq if window is None else min(seq, window)
     return width * (width + 1) // 2 + (seq - width) * width

@@ -5,8 +5,9 @@
     python -m experiments.bench context h100-1 model=qwen3_8b    # with overrides of run.py
 
 Llama-3.1-8B, all of its parameters, one sequence, exact dense attention: the real step, compiled ahead of time. What
-counts is the compiler's own memory of each device, and that of the host apart. Lengths are multiples of 131,072,
-of which one fits and the next does not. A length takes a minute or two.
+counts is the compiler's own memory of each device, and that of the host apart, for all its devices and 2 TiB at most.
+Lengths are multiples of 131,072, of which one fits and the next does not. Products are those of the compiled step and
+its kernels, over those of two forward passes and a backward pass. A length takes a minute or two.
 """
 
 from __future__ import annotations
@@ -26,13 +27,17 @@ from experiments.planning.resolve import checked, resolve
 from experiments.planning.targets import TargetError
 from experiments.runtime import meshes
 from transforms import TileError
+from zoo.accounting import recomputed_flops
 
 FIGURES = Path(__file__).with_suffix(".json")
 STEP = 2**17  # tokens
+HOST = 2048  # GiB of the host's memory, for all of its devices
 SETTING = ["model=llama3_1_8b", "batch_size=1", "tiling=long", "optimizer=sgd", "hardware.param_dtype=bfloat16"]
 ROWS: dict[str, tuple[str, list[str], int]] = {  # what it is, with which words, and a guess in steps
     "h100-1": ("one H100, 80 GB", [], 12),
     "h200-1": ("one H200, 141 GB", [], 26),
+    "h100-8": ("eight H100, 80 GB", [], 64),
+    "h100-8-half": ("eight H100, every second layer's input", ["remat.policy=offload/2"], 80),
     "h100-1-lora": ("one H100, LoRA", ["adapter=lora"], 15),
     "h100-1-sqrt": ("one H100, nothing in host memory", ["remat=sqrt"], 3),
 }
@@ -41,8 +46,11 @@ STATED = {  # by their authors, of Llama-8B, full fine-tuning, exact attention
 }
 
 
-def measure(target: str, tokens: int, words: list[str]) -> dict[str, float] | None:
-    """Return the GiB of a device and of the host that a step of so many tokens takes; None where it does not fit."""
+def measure(target: str, tokens: int, words: list[str]) -> dict[str, float | None] | None:
+    """Return the GiB of a device and of the host that a step of so many tokens takes; None where it does not fit.
+
+    And its products: as many times those of two forward passes and a backward pass.
+    """
     device = targets.find(target).device
     found, _ = schema.compose(with_overrides([*SETTING, f"compile_for={target}", f"seq_len={tokens}"], words))
     config = resolve(found, device)
@@ -52,7 +60,12 @@ def measure(target: str, tokens: int, words: list[str]) -> dict[str, float] | No
         cost = ahead.measure(programs, device)
     except ahead.OutOfMemoryError:
         return None
-    return {"device": round(cost.peak / GIB, 2), "host": round(cost.host / GIB, 1)}
+    devices = config.mesh.devices
+    if cost.host * devices > HOST * GIB:
+        return None
+    least = recomputed_flops(config.model.config, config.batch_size, config.seq_len)
+    products = None if cost.flops is None else round(cost.flops * devices / least, 2)
+    return {"device": round(cost.peak / GIB, 2), "host": round(cost.host * devices / GIB, 1), "products": products}
 
 
 def longest(fits: Callable[[int], Any], guess: int) -> tuple[int, Any]:
@@ -80,12 +93,11 @@ def longest(fits: Callable[[int], Any], guess: int) -> tuple[int, Any]:
 
 def table(figures: dict[str, Any]) -> str:
     """Return the README's table."""
-    lines = ["| | tokens | of a device | in host memory | others state |", "|---|---|---|---|---|"]
+    lines = ["| | tokens | of a device | in host memory | products | others state |", "|---|---|---|---|---|---|"]
     for name, row in figures["rows"].items():
         about, *_ = ROWS[name]
-        lines.append(
-            f"| {about} | **{row['tokens']:,}** | {row['device']} GiB | {row['host']} GiB | {STATED.get(about, '')} |"
-        )
+        cells = f"**{row['tokens']:,}**", f"{row['device']} GiB", f"{row['host']} GiB", row["products"]
+        lines.append(f"| {about} | {' | '.join(map(str, cells))} | {STATED.get(about, '')} |")
     return "\n".join(lines)
 
 
@@ -97,7 +109,7 @@ def main(words: list[str]) -> None:
     for name in asked or ROWS:
         target, own = "-".join(name.split("-")[:2]), [*ROWS[name][1], *overrides]
 
-        def fits(tokens: int, target: str = target, own: list[str] = own) -> dict[str, float] | None:
+        def fits(tokens: int, target: str = target, own: list[str] = own) -> dict[str, float | None] | None:
             try:
                 found = measure(target, tokens, own)
             except (TileError, TargetError) as error:

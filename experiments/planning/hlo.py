@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from zoo.accounting import visible_pairs
+
 _HEADER = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
 _SHAPE = r"\w+\[([\d,]*)\](?:\{[^}]*\})?"
 _RESULT = re.compile(rf"^\s*(?:ROOT )?%?([\w.\-]+) = {_SHAPE} (\w[\w\-]*)\((.*)")
@@ -17,11 +19,18 @@ _EXCHANGE = re.compile(rf"^\s*(?:ROOT )?%?[\w.\-]+ = (.+?) ({_KINDS})(?:-start)?
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "s32": 4, "u32": 4, "s64": 8, "u64": 8}
 BYTES |= {"bf16": 2, "f16": 2, "f32": 4, "f64": 8, "token": 0}
 _COUNTER = re.compile(r"= [su]32\[\]\S* get-tuple-element\(.*index=(\d+)")
+_FMHA = re.compile(r'custom_call_target="__cudnn\$fmha\w*?Softmax(Backward)?"')
+_SCORES = re.compile(r'"intermediate_tensor_shape": ?\{[^}]*?"dimensions": ?\[([^\]]*)\]')
+_HEAD = re.compile(r"operand_layout_constraints=\{\w+\[[\d,]*?(\d+)\]")
+_WINDOW = re.compile(r'"sliding_window_length": ?"?([1-9]\d*)')
 _TRIPS = re.compile(r'known_trip_count"?:\s*\{\s*"?n"?:\s*"?(\d+)"?')
 
 
 def dot_flops(text: str) -> int:
     """Return the multiplications and additions of all matrix products that a run of the program executes.
+
+    Those within kernels are not seen, but of cuDNN's attention: two products forward and five backward, of what is
+    visible.
 
     Args:
         text: `compiled.as_text()`.
@@ -35,10 +44,24 @@ def dot_flops(text: str) -> int:
     def count(name: str) -> int:
         if name not in known:
             lines = bodies[name]
-            known[name] = sum(_dots(lines)) + sum(times * count(inner) for inner, times in _calls(lines, bodies))
+            own = sum(_dots(lines)) + sum(map(_attention, lines))
+            known[name] = own + sum(times * count(inner) for inner, times in _calls(lines, bodies))
         return known[name]
 
     return count(entry)
+
+
+def _attention(line: str) -> int:
+    """Return the FLOPs of cuDNN's attention, of any other line none."""
+    kernel = _FMHA.search(line)
+    if kernel is None:
+        return 0
+    scores, head = _SCORES.search(line), _HEAD.search(line)
+    assert scores is not None and head is not None, line
+    batch, heads, queries, keys = (int(size) for size in re.findall(r"\d+", scores.group(1)))
+    window, causal = _WINDOW.search(line), '"mask_type": "CAUSAL"' in line
+    pairs = visible_pairs(queries, int(window.group(1)) if window else None) if causal else queries * keys
+    return 2 * (5 if kernel.group(1) else 2) * batch * heads * pairs * int(head.group(1))
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import zoo
 from experiments.bench import check, context
 from experiments.bench.rivals import compare, coverage, figures, step_jax, steps
 from experiments.bench.rivals.losses import KIND, LOSSES
 from experiments.bench.rivals.table import SYSTEMS
 from experiments.bench.rivals.with_jax import NAMESPACE, untiled
+from experiments.planning import hlo
 from tests import quick
 from transforms import tile
+from zoo import accounting
 
 pytestmark = pytest.mark.optimised
 
@@ -42,6 +45,9 @@ def test_lengths_of_the_readme_are_those_that_are_committed():
     assert (
         f"{figures['rows']['h100-1']['tokens']:,} tokens on one H100"
         in (compare.FOLDER.parents[2] / "README.md").read_text()
+    )
+    assert (
+        f"{figures['rows']['h100-8']['tokens']:,} by Ulysses" in (compare.FOLDER.parents[2] / "README.md").read_text()
     )
 
 
@@ -190,3 +196,36 @@ def test_every_system_is_built_by_a_function_that_is_there():
     for system in SYSTEMS.values():
         source = (compare.FOLDER / f"{system.side}.py").read_text()
         assert f"def {system.build}(" in source
+
+
+KERNEL = (
+    "ENTRY %main (p: bf16[2,512,8,64]) -> bf16[2,8,512,64] {{\n"
+    "  %out = (bf16[2,8,512,64]{{3,1,2,0}}, u8[0]{{0}}) custom-call(%q, %k, %v), "
+    'custom_call_target="__cudnn$fmhaSoftmax{way}", operand_layout_constraints={{bf16[2,512,8,64]{{3,2,1,0}}, '
+    'bf16[2,512,2,64]{{3,2,1,0}}}}, backend_config={{"cudnn_fmha_backend_config": {{"intermediate_tensor_shape": '
+    '{{"element_type": "BF16", "dimensions": ["2", "8", "512", "512"]}}, "mask_type": "{mask}", '
+    '"sliding_window_length": {window}}}}}\n}}'
+)
+
+
+@pytest.mark.parametrize(
+    ("way", "mask", "window", "products", "pairs"),
+    [
+        ("", "CAUSAL", 0, 2, 512 * 513 // 2),
+        ("Backward", "CAUSAL", 0, 5, 512 * 513 // 2),
+        ("", "CAUSAL", 1, 2, 512),
+        ("Backward", "NO_MASK", 0, 5, 512 * 512),
+    ],
+)
+def test_products_within_a_kernel_are_counted(way, mask, window, products, pairs):
+    text = KERNEL.format(way=way, mask=mask, window=window)
+    assert hlo.dot_flops(text) == products * 2 * 2 * 8 * pairs * 64
+
+
+def test_two_forward_passes_and_a_backward_pass_of_attention_have_nine_products():
+    config = zoo.LlamaConfig(
+        vocab_size=64, num_layers=1, embed_dim=16, mlp_dim=32, num_heads=2, num_kv_heads=1, head_dim=8
+    )
+    forward, length = accounting.forward_flops(config, 1, 100), 100
+    product = 2 * length * (length + 1) // 2 * 2 * 8
+    assert accounting.recomputed_flops(config, 1, length) == 4 * (forward - 2 * product) + 9 * product

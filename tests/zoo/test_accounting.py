@@ -11,7 +11,7 @@ import pytest
 from tests.zoo.hf_cases import CASES
 from tests.zoo.test_configs import read
 from zoo import model_class
-from zoo.accounting import _visible_pairs, count_active, count_params, forward_flops, head_flops, train_flops
+from zoo.accounting import count_active, count_params, forward_flops, head_flops, train_flops, visible_pairs
 from zoo.huggingface.config import from_hf
 
 CONFIGS = {case: from_hf(raw) for case, raw in CASES.items()}
@@ -67,7 +67,7 @@ def test_a_token_meets_only_the_experts_that_it_goes_to():
 @pytest.mark.parametrize(("seq", "window"), [(1, None), (7, None), (7, 3), (7, 1), (3, 7), (4, 4)])
 def test_visible_pairs_are_those_of_the_mask(seq, window):
     mask = [[0 <= query - key < (window or seq) for key in range(seq)] for query in range(seq)]
-    assert _visible_pairs(seq, window) == sum(map(sum, mask))
+    assert visible_pairs(seq, window) == sum(map(sum, mask))
 
 
 def test_training_is_three_forwards_and_the_head_is_part_of_each():
