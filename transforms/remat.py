@@ -113,7 +113,7 @@ def remat(name: str, names: Sequence[str] = ()) -> Remat | None:
 
 
 def scan_layers(
-    body: Callable[..., Any], carry: Any, stacked: Any, remat: Remat | None, first: int = 0
+    body: Callable[..., Any], carry: Any, stacked: Any, remat: Remat | None, first: int = 0, *, unroll: bool = False
 ) -> tuple[Any, Any]:
     """Return `jax.lax.scan(body, carry, stacked)`, where each layer keeps for the backward pass what `remat` says.
 
@@ -123,7 +123,10 @@ def scan_layers(
         stacked: the layers' weights and whatever else differs between them.
         remat: a wrapper of the body, a cycle of them, one for groups of layers, or None.
         first: the number of the first of these layers, where they are not all.
+        unroll: whether the program has each layer apart, where nothing is kept for a backward pass.
     """
+    if unroll and remat is None:
+        return jax.lax.scan(body, carry, stacked, unroll=True)
     if isinstance(remat, Nested):
         return _scan_groups(body, carry, stacked, remat)
     if not isinstance(remat, Cycle):

@@ -14,7 +14,7 @@ from experiments.configs import commands
 from experiments.data.tokenizer import Bytes
 from experiments.step import weights
 from tests.zoo.hf_tiny import FAST, jit, loaded
-from zoo.engine.engine import Engine
+from zoo.engine.engine import Engine, lowered
 
 MODEL = "gemma2_gqa"
 
@@ -88,8 +88,7 @@ def test_no_logits_of_a_hundred_thousand_tokens_exist():
     model = zoo.Gemma.init(tiny, key=jax.random.key(0))
     engine = score.scorer(model, config(seq_len=1600, batch_size=64), options=FAST["compiler_options"])
     assert engine.settings.rows * engine.settings.width == 64 * 512
-    work, _ = engine.work([])
-    compiled = engine.program.lower(model, engine._state, work).compile()
+    compiled = lowered(model, engine.settings, compiler_options=FAST["compiler_options"]).compile()
     logits = 256 * 256_000 * 4
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * logits < 64 * 512 * 256_000 * 4 / 30
 

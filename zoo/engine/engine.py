@@ -5,145 +5,45 @@
     ids = [token.id for token in engine.stream(answer)]
 
 Read on in `zoo.engine.scheduler` (what a step does, and for whom), `zoo.engine.pages` (where keys and values are),
-`zoo.engine.step` (the one program), `zoo.engine.sampling` (how ids are picked).
+`zoo.engine.work` (how the device is told), `zoo.engine.step` (the one program), `zoo.engine.attention` (its keys and
+values), `zoo.engine.sampling` (how ids are picked). `zoo.engine.sizes` and `zoo.engine.answers` are what goes in and
+comes out.
 
 One thread drives an engine: `step()` hands a step to the device and takes the results of the one before, so that the
 device computes while the host plans. Ids that were picked stay on the device, where the next step finds them.
 """
 
+import contextlib
 import dataclasses
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from zoo.engine.sampling import GREEDY, Guide, Rules, Sampling
+from zoo.engine.answers import Answer, Scores, Token
+from zoo.engine.sampling import GREEDY, Guide, Picked, Sampling
 from zoo.engine.scheduler import Limits, Scheduler, Span, Text
-from zoo.engine.step import Kinds, State, Work, program, table, table_width
+from zoo.engine.sizes import Plan, Settings
+from zoo.engine.step import program
+from zoo.engine.work import Writer, unasked
 from zoo.models.decoder import widened
 from zoo.models.layers import check_tokens
 from zoo.models.mixture import Mixture
 
-_WHOLE = 2  # arrays as large as the logits that picking has at once
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The sizes of an engine.
-
-    Attributes:
-        length: tokens of the longest text, what is generated included.
-        rows: texts that run at once, a row of a step for each; a step costs `rows * width` tokens, idle or busy.
-        width: tokens of one text in a row; 1 fits CPUs, 8 accelerators, which read weights for that many anyway.
-        page: tokens on a page.
-        tokens: tokens that are kept, of texts that run and of those that may come again; None is twice what `rows`
-            texts of a quarter of `length` have, and at least one text.
-        queue: texts that may wait.
-        flights: steps that are handed to the device before the first one's results are read.
-        share: whether texts that begin alike share their beginning.
-        likeliest: how many of the likeliest ids can be asked for.
-        logits: places of a step whose logits exist at a time, for each of which the head is read once; None is one of
-            each row, or as many as take a hundredth of the pages' memory.
-        exact: refuse what could make a text's bits depend on others; otherwise a step in which no text has more than a
-            token runs in rows of one place.
-    """
-
-    length: int = 2048
-    rows: int = 16
-    width: int = 1
-    page: int = 16
-    tokens: int | None = None
-    queue: int = 1024
-    flights: int = 2
-    share: bool = True
-    likeliest: int = 20
-    logits: int | None = None
-    exact: bool = True
-
-    def __post_init__(self):
-        names = ("length", "rows", "width", "page", "tokens", "queue", "flights", "logits")
-        values = {name: getattr(self, name) for name in names}
-        if wrong := [f"{name}={value}" for name, value in values.items() if value is not None and value < 1]:
-            raise ValueError(f"an engine cannot have {', '.join(wrong)}: each must be at least 1.")
-
-    def pages(self, windows: Sequence[int | None]) -> tuple[int, ...]:
-        """Return how many pages each window kind has: behind a window fewer are needed."""
-        least = math.ceil(self.length / self.page)
-        tokens = max(self.length, self.rows * self.length // 2) if self.tokens is None else self.tokens
-        whole = max(1, math.ceil(tokens / self.page))
-        of = lambda window: 2 * self.rows * (math.ceil((window + self.width) / self.page) + 2) + least
-        return tuple(whole if window is None else min(whole, of(window)) for window in windows)
-
-
-@dataclass(frozen=True)
-class Token:
-    """An id that was picked, and its log-probabilities: as the model has it, and as it was drawn (`Picked`)."""
-
-    id: int
-    logprob: float
-    drawn: float
-    top: tuple[tuple[int, float], ...] = ()
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Of every id of a text after the first: its log-probability, the entropy of what could have stood there in nats,
-    how many ids were likelier, and the likeliest `[.., top]`; NaN and -1 before the first that is scored."""
-
-    logprobs: np.ndarray
-    entropy: np.ndarray
-    rank: np.ndarray
-    top: np.ndarray
-    top_logprobs: np.ndarray
-
-
-@dataclass(eq=False)
-class Answer:
-    """What becomes of a text.
-
-    Attributes:
-        text: as the scheduler has it.
-        sampling: how it goes on.
-        guide: what allows its ids.
-        tokens: what followed so far, a stop that ends it included.
-        finish: why it has ended: `stop`, `length`, `time`, `cancelled` or `error`; None while it has not.
-        scores: of a text that is scored.
-        vector: of a text that is embedded, the sum of its hidden states, or the last one.
-    """
-
-    text: Text
-    sampling: Sampling
-    stop: frozenset[int] = frozenset()
-    watch: Callable[[int], bool] | None = None
-    top: int = 0
-    drafts: int = 0
-    guide: Guide | None = None
-    tokens: list[Token] = field(default_factory=list)
-    finish: str | None = None
-    scores: Scores | None = None
-    vector: np.ndarray | None = None
-    pooling: str = "mean"
-    summed: int = 0  # positions that `vector` holds
-
-    @property
-    def embedding(self) -> np.ndarray:
-        """The hidden state of a text as one vector `[D]`, in float32."""
-        assert self.vector is not None
-        return np.asarray(self.vector / (self.summed if self.pooling == "mean" else 1), np.float32)
+__all__ = ["Answer", "Engine", "Scores", "Settings", "Token"]
 
 
 class Engine:
     """A model, its pages, and the texts that it is answering.
 
     Args:
-        model: any of the zoo.
+        model: any of the zoo, on one device or cut over the axis `model` of an explicit mesh: heads and MLPs, and pages
+            over kv heads.
         settings: sizes.
         dtype: what to compute and to keep keys and values in; None is the parameters' own.
         widen: whether 16-bit weights are converted once where the device would convert them at every step
@@ -171,44 +71,23 @@ class Engine:
     ):
         self.settings = settings = settings or Settings()
         model.check_length(settings.length - 1)  # the last token is not read
-        config = model.config
-        self.dtype = jnp.dtype(model.embed.dtype if dtype is None else dtype)
-        platform = next(iter(jax.tree.leaves(model)[0].devices())).platform
-        if settings.exact and platform != "cpu" and isinstance(model, Mixture):
+        plan = Plan.of(model, settings, dtype)
+        if settings.exact and plan.platform != "cpu" and isinstance(model, Mixture):
             raise ValueError(
-                f"cannot serve this mixture exactly on a {platform}: its ragged products may round a token by how many "
-                "others go to the same expert. Pass exact=False."
+                f"cannot serve this mixture exactly on a {plan.platform}: its ragged products may round a token by how "
+                "many others go to the same expert. Pass exact=False."
             )
         if drafter is not None:
-            _check_drafter(drafter, config.vocab_size, settings)
+            _check_drafter(drafter, model.config.vocab_size, settings)
         self.drafter = drafter
         self.model = widened(model) if widen else model
-        self.kinds = Kinds.of(config.layer_windows, settings.length)
-        pages = settings.pages(self.kinds.windows)
-        grows = any(
-            rope is not None and rope[1] is not None and rope[1].kind in ("dynamic", "longrope")
-            for rope in config.layer_ropes
-        )
-        self.scheduler = Scheduler(
-            Limits(
-                rows=settings.rows, width=settings.width, page=settings.page, length=settings.length,
-                queue=settings.queue, windows=self.kinds.windows, pages=pages,
-                share=settings.share and not grows,  # frequencies that grow with the text: no beginning is another's
-            )
-        )  # fmt: skip
-        pool = self.kinds.pool(config, pages, settings.page, self.dtype, on_cpu=platform == "cpu")
-        self._state = State(pool, jnp.zeros(settings.rows, jnp.int32))
-        size = sum(each.nbytes for each in jax.tree.leaves(pool))
-        block = settings.logits or min(settings.rows, max(1, size // 100 // (_WHOLE * 4 * config.vocab_size)))
-        self._block = min(block, settings.rows * settings.width)
-        options = tuple(sorted((compiler_options or {}).items()))
-        self.program = program(self.kinds, self.dtype, settings.likeliest, options)
+        self.scheduler = Scheduler(_limits(model.config, settings, plan))
+        self.program = _program(plan, settings, compiler_options)
         self.steps = 0
-        self._most = table_width(settings.length, settings.page)
-        self._blank = jnp.full((settings.rows, self._most * settings.page), -1, jnp.int32)
-        self._free = jnp.zeros((settings.rows, math.ceil(config.vocab_size / 32)), jnp.uint32)
+        self._mesh, self._state = plan.mesh, plan.empty()
+        self._writer = Writer(settings, plan)
         self._answers: dict[Text, Answer] = {}
-        self._flying: deque[tuple[list[Span], list[int], Any, Any, bool]] = deque()
+        self._flying: deque[tuple[list[Span], list[int], Any, Any]] = deque()
         self._clock = clock
 
     def submit(
@@ -376,98 +255,30 @@ class Engine:
         """Whether any text waits or runs."""
         return bool(self._answers or self._flying)
 
-    def work(self, spans: Sequence[Span]) -> tuple[Work, list[int]]:
-        """Return what a step is told of its spans, and where in it each of them begins."""
-        rows, most = self.settings.rows, self._most
-        narrow = not self.settings.exact and all(span.count == 1 for span in spans)
-        width = 1 if narrow else self.settings.width
-        tokens, targets = np.zeros((2, rows, width), np.int32)
-        positions = np.full((rows, width), -1, np.int32)
-        slots, lengths = np.zeros((2, rows), np.int32)
-        keeps, last = np.zeros(rows, bool), [len(pool.holders) for pool in self.scheduler.pools]
-        tables = tuple(np.full((rows, most), page, np.int32) for page in last)
-        answers = [self._answers.get(span.text) for span in spans]
-        adjusts = any(
-            span.picks and one is not None and one.sampling.adjusts for span, one in zip(spans, answers, strict=True)
-        )
-        bound = any(span.picks and one is not None and one.guide for span, one in zip(spans, answers, strict=True))
-        rules = Rules.neutral(rows, most * self.settings.page if adjusts else 0, self._free.shape[1] if bound else 0)
-        begins, asked, row = [], [], 0
-        for span, answer in zip(spans, answers, strict=True):
-            text, count, begin = span.text, span.count, row * width
-            ids = text.ids + text.drafts if text.unsure else text.ids
-            own = ids[span.start : span.start + count]
-            tokens.reshape(-1)[begin : begin + count] = [*own, *([-1] * (count - len(own)))]
-            following = ids[span.start + 1 : span.start + count + 1]
-            targets.reshape(-1)[begin : begin + len(following)] = following
-            positions.reshape(-1)[begin : begin + count] = np.arange(span.start, span.start + count)
-            until = row + math.ceil(count / width)
-            slots[row:until], lengths[row:until] = span.slot, text.given
-            keeps[until - 1] = span.picks > 0
-            for kind, held in enumerate(text.pages):
-                tables[kind][row:until] = table(held, most, last[kind])
-            if answer is not None:
-                asked += range(begin + self._unasked(answer, span), begin + count)
-            if answer is not None and span.picks:
-                for each in range(row, until):
-                    rules.put(each, answer.sampling, text.ids, text.given)
-                if answer.guide is not None:
-                    words = answer.guide.allowed()[: self._free.shape[1]]
-                    rules.bound[until - 1], rules.allowed[until - 1, : len(words)] = True, words
-            begins, row = [*begins, begin], until
-        wants = [one for one in answers if one is not None]
-        rules = dataclasses.replace(
-            rules,
-            history=rules.history if adjusts else self._blank,
-            allowed=rules.allowed if bound else self._free,
-            scores=np.asarray(any(one.scores is not None for one in wants)),
-            lists=np.asarray(any(one.top for one in wants)),
-        )
-        blocks = math.ceil(rows * width / self._block)
-        places = np.full(blocks * self._block, rows * width, np.int32)
-        places[: len(asked)] = asked
-        return Work(
-            tokens, positions, targets, slots, tables, lengths, keeps, places.reshape(blocks, -1), rules
-        ), begins
+    def _hand(self, spans: list[Span]) -> tuple[list[Span], list[int], Any, Any]:
+        """Hand a step to the device; return what is needed to take its results."""
+        work, begins = self._writer.work(spans, [self._answers.get(span.text) for span in spans])
+        with contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh):
+            self._state, picked, hidden = self.program(self.model, self._state, work)
+        return spans, begins, picked, hidden
 
-    @staticmethod
-    def _unasked(answer: Answer, span: Span) -> int:
-        """How many of a span's places neither pick nor are scored."""
-        if answer.vector is not None:
-            return span.count
-        if answer.scores is None:
-            return span.count - span.picks
-        return min(span.count, max(0, (span.text.fresh or 0) - span.start))
-
-    def _hand(self, spans):
-        work, begins = self.work(spans)
-        self._state, picked, hidden = self.program(self.model, self._state, work)
-        return spans, begins, picked, hidden, bool(work.rules.lists)
-
-    def _land(self, spans, begins, picked, hidden, lists):
-        ids, full, drawn, target = map(np.asarray, (picked.ids, picked.full, picked.drawn, picked.target))
-        entropy, rank = np.asarray(picked.entropy), np.asarray(picked.rank)
-        likeliest = tuple(map(np.asarray, picked.top)) if lists else ()
+    def _land(self, spans: list[Span], begins: list[int], picked: Picked, hidden: Any) -> None:
+        """Take the results of a step."""
+        told: Picked = jax.tree.map(np.asarray, picked)
         for span, begin in zip(spans, begins, strict=True):
             answer, end = self._answers.get(span.text), begin + span.count
             first = end - span.picks
-            new = self.scheduler.commit(span, ids[first:end].tolist())
+            new = self.scheduler.commit(span, told.ids[first:end].tolist())
             if answer is None:
                 continue
             if answer.vector is not None:
                 self._pool(answer, span, np.asarray(hidden)[begin:end])
                 continue
             if answer.scores is not None:
-                first = begin + self._unasked(answer, span)
-                put = slice(span.start + first - begin, span.start + span.count)
-                answer.scores.logprobs[put], answer.scores.entropy[put] = target[first:end], entropy[first:end]
-                answer.scores.rank[put] = rank[first:end]
-                if answer.top:
-                    both = (each[first:end, : answer.top] for each in likeliest)
-                    answer.scores.top[put], answer.scores.top_logprobs[put] = both
+                _score(answer, span, jax.tree.map(lambda each, own=slice(begin, end): each[own], told))
             for place, token in enumerate(new, first):
-                top = zip(*(each[place, : answer.top].tolist() for each in likeliest), strict=True)
-                self._take(answer, Token(token, float(full[place]), float(drawn[place]), tuple(top)))
+                likeliest = zip(*(each[place, : answer.top].tolist() for each in told.top), strict=True)
+                self._take(answer, Token(token, float(told.full[place]), float(told.drawn[place]), tuple(likeliest)))
                 if answer.text.over is not None:
                     break
             if answer.text.over is None and self.scheduler.finished(answer.text):
@@ -494,6 +305,51 @@ class Engine:
     def _end(self, answer: Answer) -> None:
         answer.finish = answer.finish or answer.text.over
         self._answers.pop(answer.text, None)
+
+
+def _limits(config: Any, settings: Settings, plan: Plan) -> Limits:
+    """Return what a scheduler keeps to."""
+    ropes = [rope[1] for rope in config.layer_ropes if rope is not None and rope[1] is not None]
+    grows = any(rope.kind in ("dynamic", "longrope") for rope in ropes)
+    return Limits(
+        rows=settings.rows, width=settings.width, page=settings.page, length=settings.length, queue=settings.queue,
+        windows=plan.kinds.windows, pages=plan.pages,
+        share=settings.share and not grows,  # frequencies that grow with the text: no beginning is another's
+    )  # fmt: skip
+
+
+def _program(plan: Plan, settings: Settings, options: Mapping[str, Any] | None) -> Any:
+    told = tuple(sorted((options or {}).items()))
+    return program(plan.kinds, plan.dtype, plan.heads, settings.likeliest, plan.platform, told)
+
+
+def _score(answer: Answer, span: Span, told: Picked) -> None:
+    """Write what a step says of a span into the scores of its text."""
+    scores, first = answer.scores, unasked(answer, span)
+    assert scores is not None
+    put = slice(span.start + first, span.start + span.count)
+    scores.logprobs[put], scores.entropy[put] = told.target[first:], told.entropy[first:]
+    scores.rank[put] = told.rank[first:]
+    if answer.top:
+        scores.top[put], scores.top_logprobs[put] = (each[first:, : answer.top] for each in told.top)
+
+
+def lowered(
+    model: Any,
+    settings: Settings,
+    *,
+    dtype: DTypeLike | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
+) -> jax.stages.Lowered:
+    """Return the program of an engine for a model of mere shapes: to be compiled for devices that are not there.
+
+    Its arguments are as `Engine`'s.
+    """
+    plan = Plan.of(model, settings, dtype)
+    work, _ = Writer(settings, plan).work([], [])
+    run = _program(plan, settings, compiler_options)
+    with contextlib.nullcontext() if plan.mesh is None else jax.set_mesh(plan.mesh):
+        return run.lower(model, plan.state, work)
 
 
 def _check_drafter(drafter: Engine, vocab_size: int, settings: Settings) -> None:

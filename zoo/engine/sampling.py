@@ -132,8 +132,8 @@ class Rules(eqx.Module):
         plain = each(0), each(_NONE, np.int32), each(1), each(0), each(1), each(0), each(0)
         rest = each(0, np.uint32), each(0, np.int32), each(False, bool), each(False, bool)
         allowed = np.zeros((rows, words), np.uint32)
-        history, flag = np.full((rows, length), -1, np.int32), np.zeros((), bool)
-        return cls(*plain, *rest, allowed, *biases, history, flag, flag)
+        history = np.full((rows, length), -1, np.int32)
+        return cls(*plain, *rest, allowed, *biases, history, scores=np.zeros((), bool), lists=np.zeros((), bool))
 
     def of(self, rows: Int[Array, " T"]) -> "Rules":
         """Return the rules of places in these rows."""

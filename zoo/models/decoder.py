@@ -90,7 +90,7 @@ class Decoder(eqx.Module):
 
         routed, first = [], 0
         for run in self.runs(per_layer):
-            (x, pool), of_layers = scan_layers(body, (x, pool), run, asked.remat, first)
+            (x, pool), of_layers = scan_layers(body, (x, pool), run, asked.remat, first, unroll=asked.unroll)
             first += jax.tree.leaves(run[0])[0].shape[0]
             routed += [] if of_layers is None else [of_layers.sum(0)]
         normalised = (asked.ops or PLAIN).tokens(self.normalised, (1,))

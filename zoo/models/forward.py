@@ -33,7 +33,8 @@ class ForwardPass:
             `attn_out` and `mlp_out` mark what a policy may keep.
         ops: how attention, MLP and experts run; None runs them plainly.
         segments: the number of each token's document `[B, S]`, where a row holds several (`zoo.models.packing`).
-        past: what was read before (`zoo.engine.step.Paged`).
+        past: what was read before (`zoo.engine.attention.Paged`).
+        unroll: whether the program has each layer apart, in place of a loop over them.
     """
 
     dtype: DTypeLike | None = None
@@ -41,6 +42,7 @@ class ForwardPass:
     ops: Ops | None = None
     segments: Integer[Array, "B S"] | None = None
     past: Any = None
+    unroll: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,252 @@
+"""Keys and values on the device, and attention over them, page by page.
+
+The pages of a text are walked in order of position, one by one, with the online softmax (what `tile` makes of attention
+cut over its keys), after the step's own keys and values were written to them: so sums have one order, whatever the
+chunks. The pool is carried by the scan over layers and written in place; as its inputs and outputs it would be copied.
+
+On a mesh, kv heads lie where the queries that read them are, and nothing of a page ever leaves its device.
+
+Dimensions: `R` rows `W` places of a row `P` pages `K` kv heads `G` query heads per kv head `N` query heads `H` head
+size `L` layers of a kind `C` most pages of a text.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from transforms.bits import bits, numbers
+from transforms.sharding import einsum, partitions, place, uncut
+from zoo.engine.sampling import Either
+from zoo.models.layers import accumulator, softcap
+
+_NEVER = -1e30  # a score that is not: finite, so that a text without any is no NaN
+HEADS = PartitionSpec(None, None, "model")  # how queries, keys and values lie on a mesh
+
+
+class Store(eqx.Module):
+    """The pages of one window kind, of all its layers; padding is on the last page.
+
+    Small dimensions are one, heads first: tiled memory pads two, and a mesh cuts the heads.
+
+    Attributes:
+        values: each token's keys and values `[K 2 H]`: numbers, of 16 bits on CPUs as bits, or 8-bit integers.
+        scale: what integers are multiplied by, of each kv head's tokens `[K page 2]`; None where they are numbers.
+    """
+
+    values: Shaped[Array, "L P page _"]
+    scale: Float[Array, "L P _"] | None = None
+
+    @property
+    def page(self) -> int:
+        """Tokens on a page."""
+        return self.values.shape[2]
+
+    def write(
+        self,
+        layer: Int[Array, ""],
+        page: Int[Array, "R W"],
+        slot: Int[Array, "R W"],
+        both: Float[Array, "R W K 2 H"],
+    ) -> "Store":
+        """Return the pages with keys and values of a layer's tokens, each in a slot of a page."""
+        flat = lambda each: each.reshape(*each.shape[:2], -1)
+        if self.scale is None:
+            own = both if self.values.dtype == both.dtype else bits(both)
+            return Store(self.values.at[layer, page, slot].set(flat(own)))
+        wide = both.astype(jnp.float32)
+        scale = jnp.abs(wide).max(-1) / 127
+        whole = jnp.round(wide / jnp.where(scale > 0, scale, 1)[..., None]).astype(jnp.int8)
+        heads = jnp.arange(both.shape[2])[:, None] * self.page
+        where = 2 * (heads + slot[..., None, None]) + jnp.arange(2)
+        put = self.scale.at[layer, page[..., None, None], where].set(scale)
+        return Store(self.values.at[layer, page, slot].set(flat(whole)), put)
+
+    def read(
+        self, layer: Int[Array, ""], table: Int[Array, " R"], heads: int, dtype: DTypeLike
+    ) -> tuple[Float[Array, "R page K 2 H"], Float[Array, "R page K 2"] | None]:
+        """Return keys and values of a page of each row, and what products with them are multiplied by."""
+        values = self.values[layer, table]
+        values = values.astype(dtype) if self.scale is not None else numbers(values, dtype)
+        values = values.reshape(len(table), self.page, heads, 2, -1)
+        if self.scale is None:
+            return values, None
+        return values, self.scale[layer, table].reshape(len(table), heads, self.page, 2).swapaxes(1, 2)
+
+
+Pool = tuple[Store, ...]  # of each window kind
+
+
+@dataclasses.dataclass(frozen=True)
+class Kinds:
+    """The layers that see the same number of keys, of each number there is.
+
+    Attributes:
+        windows: how many keys the layers of each kind see; None is all.
+        layers: the kind of each layer, and its index there.
+    """
+
+    windows: tuple[int | None, ...]
+    layers: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, windows: tuple[int | None, ...], length: int) -> "Kinds":
+        """Return the kinds of layers with these windows, for texts of up to `length` tokens."""
+        seen = [None if window is None or window >= length else window for window in windows]
+        kinds = list(dict.fromkeys(seen))
+        layers = tuple((kinds.index(window), seen[:i].count(window)) for i, window in enumerate(seen))
+        return cls(tuple(kinds), layers)
+
+    def counts(self) -> tuple[int, ...]:
+        """How many layers each kind has."""
+        return tuple(sum(kind == each for kind, _ in self.layers) for each in range(len(self.windows)))
+
+
+def kept_heads(config: Any, devices: int) -> int:
+    """Return how many kv heads pages hold, of a model whose heads are cut over so many devices.
+
+    Where there are fewer kv heads than devices, each is there once for every device whose queries read it.
+    """
+    return config.num_kv_heads if config.num_heads % devices else math.lcm(config.num_kv_heads, devices)
+
+
+class Paged(eqx.Module):
+    """The past as the places of a step see it (`ForwardPass.past`)."""
+
+    pool: Pool
+    positions: Int[Either, "R W"]
+    tables: tuple[Int[Either, "R C"], ...]
+    lengths: Int[Either, " R"]
+    kinds: Kinds = eqx.field(static=True)
+    dtype: Any = eqx.field(static=True)
+    heads: int = eqx.field(static=True)
+
+    @property
+    def length(self) -> Int[Array, "R W"]:
+        """Of each token, the length of the text that rotary frequencies are for: what was given, or what is there."""
+        return jnp.maximum(self.lengths[:, None], self.positions + 1)
+
+    @property
+    def places(self) -> tuple[Int[Array, " layers"], Int[Array, " layers"]]:
+        """Each layer's kind, and its index there; the model scans them beside its layers."""
+        kinds, indices = zip(*self.kinds.layers, strict=True)
+        return jnp.array(kinds), jnp.array(indices)
+
+    def attention(
+        self,
+        attend: Callable,
+        place: tuple,
+        pool: Pool,
+        q: Float[Array, "R W N H"],
+        k: Float[Array, "R W K H"],
+        v: Float[Array, "R W K H"],
+        *,
+        scale: float,
+        cap: float | None,
+        window: Any,
+        sinks: Float[Array, " N"] | None = None,
+    ) -> tuple[Float[Array, "R W N H"], Pool]:
+        """Return what queries attend to, and the pool with their keys and values; `attend` and `window` are not read.
+
+        On a mesh each device deals with its own heads.
+        """
+        local = lambda past, *arrays: past._attention(*arrays, scale=scale, cap=cap)
+        told = dataclasses.replace(self, pool=()), place, pool
+        if partitions(q)[2] is None:
+            return local(*told, q, k, v, sinks)
+        k, v = (self._beside_queries(each) for each in (k, v))
+        whole, pages = PartitionSpec(), PartitionSpec(None, None, None, "model")
+        of_pool = jax.tree.map(lambda leaf: pages if leaf.ndim == 4 else HEADS, pool)
+        specs = whole, whole, of_pool, HEADS, HEADS, HEADS, PartitionSpec("model")
+        own = jax.shard_map(local, in_specs=specs, out_specs=(HEADS, of_pool), check_vma=False)
+        return own(*told, q, k, v, sinks)
+
+    def _beside_queries(self, kv: Float[Array, "R W K H"]) -> Float[Array, "R W heads H"]:
+        """Return keys or values of the heads that pages hold, where the queries are that read them."""
+        copies = self.heads // kv.shape[2]
+        return place(kv if copies == 1 else jnp.repeat(uncut(kv, 2), copies, axis=2), HEADS)
+
+    def _attention(self, place, pool, q, k, v, sinks, *, scale, cap):
+        """Return `attention` of one device's heads.
+
+        All kinds' pages are written, but those of other layers on the last page; all are walked, but theirs in no step.
+        """
+        kind, index = place
+        alone = len(pool) == 1
+        rows, width, heads, size = q.shape
+        wide, groups = accumulator(q.dtype), heads // k.shape[2]
+        q_RKGWH = q.reshape(rows, width, k.shape[2], groups, size).transpose(0, 2, 3, 1, 4)
+        shape = q_RKGWH.shape
+        most, total = jnp.full(shape[:-1], _NEVER, wide), jnp.zeros(shape[:-1], wide)
+        carry, new = (most, total, jnp.zeros(shape, wide)), []
+        for number, pages in enumerate(pool):
+            mine = True if alone else kind == number
+            layer = index if alone else jnp.minimum(index, pages.values.shape[0] - 1)
+            pages = self._written(number, pages, layer, mine, k, v)
+            carry = self._walk(number, pages, layer, mine, carry, q_RKGWH, scale, cap)
+            new.append(pages)
+        most, total, out = carry
+        if sinks is not None:  # one key more of each head, that has no value
+            sink = sinks.astype(wide).reshape(shape[1], groups, 1)
+            higher = jnp.maximum(most, sink)
+            shrink = jnp.exp(most - higher)
+            total, out = total * shrink + jnp.exp(sink - higher), out * shrink[..., None]
+        out = out / jnp.where(total > 0, total, 1)[..., None]
+        return out.transpose(0, 3, 1, 2, 4).reshape(q.shape).astype(q.dtype), tuple(new)
+
+    def _written(self, number, pages, layer, mine, k, v):
+        """Put keys and values where their positions are; those of padding, or of another kind, on the last page."""
+        last = pages.values.shape[1] - 1
+        where = jnp.maximum(self.positions, 0)
+        page = jnp.take_along_axis(jnp.asarray(self.tables[number]), where // pages.page, axis=1)
+        page = jnp.where((self.positions >= 0) & mine, page, last)
+        return pages.write(layer, page, where % pages.page, jnp.stack([k, v], axis=3).astype(self.dtype))
+
+    def _walk(self, number, pages, layer, mine, carry, q_RKGWH, scale, cap):
+        """Go through the pages that any row sees, from the first on; others' change no bit of a row."""
+        size, window = pages.page, self.kinds.windows[number]
+        live = self.positions >= 0
+        first = jnp.zeros_like(self.positions) if window is None else jnp.maximum(self.positions - window + 1, 0)
+        begin = jnp.where(live, first // size, jnp.iinfo(first.dtype).max).min()
+        end = jnp.where(live & mine, self.positions // size + 1, 0).max()
+
+        def page(i, carry):
+            table = jax.lax.dynamic_index_in_dim(self.tables[number], i, axis=1, keepdims=False)
+            at = i * size + jnp.arange(size)
+            # What a page holds beyond its text was another's, and may be no number: 0 times that would not be 0.
+            there = (at <= self.positions.max(axis=1)[:, None])[:, :, None, None]
+            kv, scales = pages.read(layer, table, q_RKGWH.shape[1], self.dtype)
+            kv = jnp.where(there[..., None], kv, 0)
+            scales = None if scales is None else jnp.where(there, scales, 0).transpose(3, 0, 2, 1)
+            seen = (at <= self.positions[..., None]) & live[..., None]  # [R, W, page]
+            seen = seen if window is None else seen & (at > self.positions[..., None] - window)
+            return _seen(carry, q_RKGWH, kv, scales, seen[:, None, None], scale, cap)
+
+        return jax.lax.fori_loop(begin, end, page, carry)
+
+
+def _seen(
+    carry: tuple[Array, Array, Array],
+    q: Float[Array, "R K G W H"],
+    kv: Float[Array, "R page K 2 H"],
+    scales: Float[Array, "2 R K page"] | None,
+    seen: Bool[Array, "R 1 1 W page"],
+    scale: float,
+    cap: float | None,
+) -> tuple[Array, Array, Array]:
+    """Return the largest score, the sum of probabilities and that of values, one page further."""
+    most, total, out = carry
+    of = lambda which, x: x if scales is None else x * scales[which][:, :, None, None]
+    scores = softcap(of(0, einsum("rkgwh,rpkh->rkgwp", q, kv[:, :, :, 0], most.dtype)) * scale, cap)
+    higher = jnp.maximum(most, jnp.where(seen, scores, _NEVER).max(-1))
+    probs = jnp.where(seen, jnp.exp(scores - higher[..., None]), 0)
+    shrink = jnp.exp(most - higher)
+    more = einsum("rkgwp,rpkh->rkgwh", of(1, probs).astype(kv.dtype), kv[:, :, :, 1], out.dtype)
+    return higher, total * shrink + probs.sum(-1), out * shrink[..., None] + more

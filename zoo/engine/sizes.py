@@ -1,0 +1,151 @@
+"""The sizes of an engine: what it is told, and what follows of that for a model and where the model lies."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+
+from zoo.engine.attention import Kinds, Store, kept_heads
+from zoo.engine.step import State
+
+_WHOLE = 3  # arrays as large as the logits, one more than picking has at once: something must be left for the layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The sizes of an engine.
+
+    Attributes:
+        length: tokens of the longest text, what is generated included.
+        rows: texts that run at once, a row of a step for each; a step costs `rows * width` tokens, idle or busy.
+        width: tokens of one text in a row; 1 fits CPUs, 8 accelerators, which read weights for that many anyway.
+        page: tokens on a page.
+        tokens: tokens that are kept, of texts that run and of those that may come again; None is twice what `rows`
+            texts of a quarter of `length` have, and at least one text.
+        queue: texts that may wait.
+        flights: steps that are handed to the device before the first one's results are read.
+        share: whether texts that begin alike share their beginning.
+        likeliest: how many of the likeliest ids can be asked for.
+        logits: places of a step whose logits exist at a time, for each of which the head is read once; None is one of
+            each row, or as many as take a hundredth of the pages' memory.
+        kv_dtype: what keys and values are kept in; None is what is computed in, `int8` rounds them to 8 bits, with a
+            scale for each token and head.
+        exact: refuse what could make a text's bits depend on others; otherwise a step in which no text has more than a
+            token runs in rows of one place.
+    """
+
+    length: int = 2048
+    rows: int = 16
+    width: int = 1
+    page: int = 16
+    tokens: int | None = None
+    queue: int = 1024
+    flights: int = 2
+    share: bool = True
+    likeliest: int = 20
+    logits: int | None = None
+    kv_dtype: str | None = None
+    exact: bool = True
+
+    def __post_init__(self):
+        names = ("length", "rows", "width", "page", "tokens", "queue", "flights", "logits")
+        values = {name: getattr(self, name) for name in names}
+        if wrong := [f"{name}={value}" for name, value in values.items() if value is not None and value < 1]:
+            raise ValueError(f"an engine cannot have {', '.join(wrong)}: each must be at least 1.")
+        if self.kv_dtype not in (None, "int8"):
+            raise ValueError(f"an engine cannot keep keys and values in kv_dtype={self.kv_dtype}: give int8, or None.")
+
+    def pages(self, windows: Sequence[int | None]) -> tuple[int, ...]:
+        """Return how many pages each window kind has: behind a window fewer are needed."""
+        least = math.ceil(self.length / self.page)
+        tokens = max(self.length, self.rows * self.length // 2) if self.tokens is None else self.tokens
+        whole = max(1, math.ceil(tokens / self.page))
+        of = lambda window: 2 * self.rows * (math.ceil((window + self.width) / self.page) + 2) + least
+        return tuple(whole if window is None else min(whole, of(window)) for window in windows)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What follows of the sizes for a model.
+
+    Attributes:
+        kinds: which pages each layer's keys are on.
+        pages: how many pages each window kind has.
+        heads: how many kv heads a page holds.
+        block: places whose logits exist at a time.
+        words: of 32 bits, that have one for every id.
+        most: pages of the longest text.
+        dtype: what is computed in.
+        platform: of the devices.
+        mesh: that the model lies on, if there are several.
+        state: the shapes of what stays on the devices, and where they lie.
+    """
+
+    kinds: Kinds
+    pages: tuple[int, ...]
+    heads: int
+    block: int
+    words: int
+    most: int
+    dtype: jnp.dtype
+    platform: str
+    mesh: Mesh | None
+    state: State
+
+    @classmethod
+    def of(cls, model: Any, settings: Settings, dtype: DTypeLike | None) -> "Plan":
+        """Return the plan for a model, whose arrays may be mere shapes.
+
+        Raises:
+            ValueError: the model lies over an axis that is not `model`.
+        """
+        config, lies = model.config, jax.tree.leaves(model.embed)[0].sharding
+        mesh = lies.mesh if isinstance(lies, NamedSharding) and lies.mesh.size > 1 else None
+        if mesh is not None and (other := [f"{name}={size}" for name, size in mesh.shape.items() if name != "model"]):
+            raise ValueError(
+                f"cannot serve a model that lies over {', '.join(other)}: texts share a step, which all devices "
+                "compute. Cut heads and MLPs alone: make_mesh(data=1, model=-1)."
+            )
+        kinds = Kinds.of(config.layer_windows, settings.length)
+        platform = next(iter(lies.device_set)).platform
+        dtype = jnp.dtype(model.embed.dtype if dtype is None else dtype)
+        heads, pages = kept_heads(config, 1 if mesh is None else mesh.size), settings.pages(kinds.windows)
+        narrow = dtype == jnp.bfloat16 and platform == "cpu"  # by its bits (`transforms.bits`)
+        kept = jnp.uint16 if narrow else dtype
+
+        def store(layers: int, count: int) -> Store:
+            values = lambda kind: jnp.zeros((layers, count + 1, settings.page, heads * 2 * config.head_dim), kind)
+            if settings.kv_dtype is None:
+                return Store(values(kept))
+            return Store(values(jnp.int8), jnp.zeros((layers, count + 1, heads * settings.page * 2)))
+
+        def state() -> State:
+            pool = tuple(store(*each) for each in zip(kinds.counts(), pages, strict=True))
+            return State(pool, jnp.zeros(settings.rows, jnp.int32))
+
+        cut = mesh is not None and config.num_heads % mesh.size == 0
+
+        def placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            spec = PartitionSpec(*(None,) * (leaf.ndim - 1), "model") if cut and leaf.ndim > 1 else PartitionSpec()
+            where = lies if mesh is None else NamedSharding(mesh, spec)
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+        shapes = jax.tree.map(placed, jax.eval_shape(state))
+        size = sum(
+            math.prod(each.sharding.shard_shape(each.shape)) * each.dtype.itemsize
+            for each in jax.tree.leaves(shapes.pool)
+        )
+        block = settings.logits or min(settings.rows, max(1, size // 100 // (_WHOLE * 4 * config.vocab_size)))
+        return cls(
+            kinds, pages, heads, min(block, settings.rows * settings.width), math.ceil(config.vocab_size / 32),
+            math.ceil(settings.length / settings.page), dtype, platform, mesh, shapes,
+        )  # fmt: skip
+
+    def empty(self) -> State:
+        """Return what stays on the devices, before anything was read."""
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), self.state)
