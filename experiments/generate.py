@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
 def _generate(config: Generate, argv: list[str]) -> None:
     import jax
 
-    from experiments.step.weights import open_model
+    from experiments.step.weights import open_drafter, open_model
     from zoo.inference.generate import Sampling, stream
 
     if not config.prompt:
@@ -54,6 +54,9 @@ def _generate(config: Generate, argv: list[str]) -> None:
         stop=stop,
         key=jax.random.key(config.seed),
         dtype=opened.dtype,
+        kv_dtype=config.kv_dtype,
+        drafts=config.drafts or (4 if config.drafter else 0),
+        drafter=open_drafter(config.drafter),
         widen=opened.widen,
         compiler_options=opened.options,
     )

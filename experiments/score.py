@@ -79,7 +79,7 @@ def scorer(model: Any, config: Score, *, dtype: Any = None, widen: bool = False,
     rows, length = config.batch_size, config.seq_len + 1
     settings = Settings(
         length=length, rows=rows, width=width, page=PAGE, tokens=rows * -(-length // PAGE) * PAGE, queue=2 * rows,
-        logits=config.tile, exact=False,
+        logits=config.tile, kv_dtype=config.kv_dtype, exact=False,
     )  # fmt: skip
     return Engine(model, settings, dtype=dtype, widen=widen, compiler_options=options)
 

@@ -59,8 +59,7 @@ def build(config: Serve, argv: list[str]) -> Any:
     Raises:
         CommandError: the engine cannot be made, or the extra is missing.
     """
-    import zoo
-    from experiments.step.weights import open_model
+    from experiments.step.weights import open_drafter, open_model
     from zoo.engine.engine import Engine, Settings
 
     try:
@@ -73,13 +72,13 @@ def build(config: Serve, argv: list[str]) -> Any:
     try:
         settings = Settings(
             length=length, rows=config.rows, width=config.width, page=config.page, tokens=config.tokens,
-            queue=config.queue, exact=config.exact,
+            queue=config.queue, kv_dtype=config.kv_dtype, exact=config.exact,
         )  # fmt: skip
         how: dict[str, Any] = {"dtype": opened.dtype, "widen": opened.widen, "compiler_options": opened.options}
         drafter = None
         if config.drafter is not None:
             small = dataclasses.replace(settings, page=min(4, settings.page))  # what it reads again is less than a page
-            drafter = Engine(zoo.load(config.drafter), small, **how)
+            drafter = Engine(open_drafter(config.drafter), small, **how)
         engine = Engine(opened.model, settings, **how, drafter=drafter)
     except ValueError as error:
         raise CommandError(str(error)) from None

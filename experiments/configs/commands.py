@@ -5,7 +5,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.configs.compute import Hardware
+from experiments.configs.compute import Hardware, Mesh
 from experiments.configs.data import Data
 from experiments.configs.fields import DType, Quantise, option, positive, refuse
 from experiments.configs.run import Model
@@ -23,6 +23,19 @@ class Tokenizer:
         positive(self, "", "vocab_size")
 
 
+def engine(config: Any) -> None:
+    """Raise unless a command's engine can be as it says."""
+    sizes = {f"mesh.{name}": size for name, size in config.mesh.sizes.items() if name != "model"}
+    if wrong := [name for name, size in sizes.items() if size not in (None, 1)]:
+        raise refuse(
+            wrong[0], sizes[wrong[0]], "texts share a step, which all devices compute: use mesh=tp, mesh.model"
+        )
+    if config.kv_dtype not in (None, "int8"):
+        raise refuse("kv_dtype", config.kv_dtype, "give int8, or nothing")
+    if getattr(config, "drafts", 0) < 0:
+        raise refuse("drafts", config.drafts, "0 guesses nothing")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Score:
     """Measure how well a model predicts text: log-probabilities per token, perplexity, bits per byte."""
@@ -30,11 +43,15 @@ class Score:
     model: Model
     data: Data
     hardware: Hardware
+    mesh: Mesh
     lora: str | None = option(None, "folder of a LoRA adapter to apply", path=True)
     seq_len: int = option(2048, "tokens in a window")
     stride: int | None = option(None, "tokens scored per window, the rest being context (default: half a window)")
     batch_size: int = option(1, "windows at a time")
     tile: int = option(256, "tokens whose logits exist at a time")
+    kv_dtype: str | None = option(
+        None, "keys and values in 8 bits, int8, of which twice as many fit (default: as computed)"
+    )
     limit: int | None = option(None, "only so many documents")
     out: str | None = option(
         None, "file of JSON lines: a document's ids, log-probabilities and sums on each", path=True
@@ -42,6 +59,7 @@ class Score:
     seed: int = option(0, "of random weights, where model.weights is not given")
 
     def __post_init__(self):
+        engine(self)
         positive(self, "", "seq_len", "stride", "batch_size", "tile", "limit")
         if self.stride is not None and self.stride > self.seq_len:
             raise refuse("stride", self.stride, f"tokens would be left out beyond seq_len={self.seq_len}")
@@ -53,6 +71,7 @@ class Generate:
 
     model: Model
     hardware: Hardware
+    mesh: Mesh
     prompt: Any = option(None, "text to continue; give it several times for a batch")
     system: Any = option(None, "instructions that come before the prompt (chat=true)")
     chat: bool = option(False, "the prompt is a user's message: apply the folder's chat template")
@@ -61,15 +80,23 @@ class Generate:
     )
     lora: str | None = option(None, "folder of a LoRA adapter to apply", path=True)
     max_tokens: int = option(128, "most tokens to generate")
+    kv_dtype: str | None = option(
+        None, "keys and values in 8 bits, int8, of which twice as many fit (default: as computed)"
+    )
     temperature: float = option(1.0, "divides the logits; 0: always the most likely token")
     top_k: int | None = option(None, "only the so many most likely tokens")
     top_p: float | None = option(None, "only the most likely tokens that together have this probability")
     min_p: float | None = option(None, "only tokens with at least this share of the largest probability")
     repetition_penalty: float = option(1.0, "above 1: tokens that were there already become less likely")
     stop: list[int] | None = option(None, "ids that end the text (default: those that the tokenizer names)")
+    drafts: int = option(0, "tokens guessed from the text itself and checked at once; the text is the same")
+    drafter: str | None = option(
+        None, "folder of a smaller model of the same vocabulary that guesses instead, 4 tokens or `drafts`", path=True
+    )
     seed: int = option(0, "of the sampling, and of random weights")
 
     def __post_init__(self):
+        engine(self)
         positive(self, "", "max_tokens")
 
 
@@ -79,6 +106,7 @@ class Serve:
 
     model: Model
     hardware: Hardware
+    mesh: Mesh
     tokenizer: str | None = option(
         None, "folder of a tokenizer (default: the one of model.weights, else bytes)", path=True
     )
@@ -92,6 +120,9 @@ class Serve:
     width: int = option(1, "tokens of one text in a row of a step: 1 on CPUs, 8 on accelerators")
     page: int = option(16, "tokens on a page of keys and values")
     tokens: int | None = option(None, "tokens whose keys and values are kept (default: half of rows * length)")
+    kv_dtype: str | None = option(
+        None, "keys and values in 8 bits, int8, of which twice as many fit (default: as computed)"
+    )
     queue: int = option(1024, "texts that may wait; others are told to come again")
     seconds: float = option(600.0, "after which an answer ends where it is")
     drafts: int = option(0, "tokens guessed from the text itself and checked at once; answers are the same")
@@ -104,11 +135,10 @@ class Serve:
     seed: int = option(0, "of random weights, where model.weights is not given")
 
     def __post_init__(self):
+        engine(self)
         positive(self, "", "length", "rows", "width", "page", "tokens", "queue", "seconds", "max_mib", "grace")
         if not 0 <= self.port < 65536:
             raise refuse("port", self.port, "give a number from 0 to 65535")
-        if self.drafts < 0:
-            raise refuse("drafts", self.drafts, "0 guesses nothing")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,10 @@
 """A model that is only run, not trained: its weights in the device's number formats, and its tokenizer."""
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from experiments.commandline import console
@@ -10,9 +12,10 @@ from experiments.commandline.console import CommandError
 from experiments.configs import DType
 from experiments.configs.commands import Generate, Score, Serve
 from experiments.data.tokenizer import Bytes, Folder, open_tokenizer
-from experiments.runtime import hardware
+from experiments.runtime import hardware, meshes
 from experiments.step.build import load_or_draw
 from experiments.step.folders import with_weights
+from transforms.sharding import AXES, make_mesh
 from zoo import adapters, count_params
 
 
@@ -46,7 +49,9 @@ def open_model(config: Score | Generate | Serve, argv: list[str], tokenizer: str
     try:
         config = with_weights(config, argv)
         device = hardware.prepare(config.hardware.platform)
-        model = _model(config, device)
+        mesh = _mesh(config, device)
+        with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+            model = _model(config, device)
         if config.lora is not None:
             model = adapters.load(config.lora, model)
     except (hardware.HardwareError, ValueError) as error:
@@ -61,11 +66,42 @@ def open_model(config: Score | Generate | Serve, argv: list[str], tokenizer: str
     return Opened(model, jnp.dtype(compute.value), options, encoder, _roomy(config, device))
 
 
+def open_drafter(path: str | None) -> Any:
+    """Return the smaller model in a folder, or None.
+
+    Raises:
+        CommandError: there is none that can be read.
+    """
+    import zoo
+
+    try:
+        return None if path is None else zoo.load(path)
+    except (OSError, ValueError) as error:
+        raise CommandError(f"cannot draft with drafter={path}: {error}") from None
+
+
+def _mesh(config: Score | Generate | Serve, device: hardware.Device) -> jax.sharding.Mesh | None:
+    """Return the devices that a model is cut over, if there are several.
+
+    Raises:
+        CommandError: there are not so many, or an adapter would lie elsewhere.
+    """
+    found = jax.devices()
+    size = len(found) if config.mesh.model == -1 else config.mesh.model
+    if size > len(found):
+        raise CommandError(f"cannot cut a model over mesh.model={size}: there are {len(found)} devices ({device.name})")
+    if size > 1 and config.lora is not None:
+        raise CommandError("cannot apply lora= on a mesh: merge it first, with convert.py lora=FOLDER")
+    return None if size == 1 else make_mesh(data=1, model=size, devices=found[:size])
+
+
 def _model(config: Score | Generate | Serve, device: hardware.Device) -> Any:
     dtype = config.hardware.param_dtype
     if dtype is None and config.model.weights is None:
         dtype = DType.float32 if _roomy(config, device) else DType.bfloat16
-    return load_or_draw(config.model, config.seed, None if dtype is None else jnp.dtype(dtype.value))
+    lies = meshes.where({letter: axes for letter, axes in AXES.items() if letter != "D"})
+    made = load_or_draw(config.model, config.seed, None if dtype is None else jnp.dtype(dtype.value), **lies)
+    return meshes.placed(made, lies["axes"])
 
 
 def _roomy(config: Score | Generate | Serve, device: hardware.Device) -> bool:

@@ -117,3 +117,29 @@ def test_errors_are_one_line(run, folder, words, status, message):
     assert found[0] == status
     assert message in found[2]
     assert len([line for line in found[2].splitlines() if not line.startswith("note: ")]) == 1
+
+
+@pytest.mark.parametrize(
+    "word", ["mesh.model=2", "mesh=tp mesh.model=2", "drafts=2", "drafter={folder}", "mesh.model=2 model.quantise=int8"]
+)
+def test_text_is_the_same_on_devices_and_with_drafts(run, folder, word):
+    words = word.format(folder=folder).split()
+    same = [word for word in words if word.startswith("model.quantise")]
+    assert run("prompt=words, other words, ot", *words)[:2] == run("prompt=words, other words, ot", *same)[:2]
+
+
+@pytest.mark.parametrize(
+    ("word", "why"),
+    [
+        ("mesh.data=2", "texts share a step"),
+        ("mesh.model=999", "there are 8 devices"),
+        ("mesh.model=2 lora=somewhere", "merge it first"),
+        ("kv_dtype=int4", "give int8"),
+        ("drafts=-1", "0 guesses nothing"),
+        ("drafter=nowhere", "cannot draft with drafter"),
+    ],
+)
+def test_what_an_engine_cannot_do_is_refused(run, word, why):
+    status, _, err = run("prompt=x", *word.split())
+    assert status > 0
+    assert why in err

@@ -23,7 +23,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from transforms.bits import bits, numbers
-from transforms.sharding import einsum, partitions, place, uncut
+from transforms.sharding import einsum, partitions, uncut
+from transforms.sharding import place as _place
 from zoo.engine.sampling import Either
 from zoo.models.layers import accumulator, softcap
 
@@ -159,19 +160,21 @@ class Paged(eqx.Module):
         """
         local = lambda past, *arrays: past._attention(*arrays, scale=scale, cap=cap)
         told = dataclasses.replace(self, pool=()), place, pool
-        if partitions(q)[2] is None:
+        if partitions(pool[0].values)[3] is None:
             return local(*told, q, k, v, sinks)
-        k, v = (self._beside_queries(each) for each in (k, v))
+        apart = partitions(q)[2] is not None  # what a matrix in fewer bits makes is whole on every device
+        q, k, v = _place(q, HEADS), self._beside_queries(k), self._beside_queries(v)
         whole, pages = PartitionSpec(), PartitionSpec(None, None, None, "model")
         of_pool = jax.tree.map(lambda leaf: pages if leaf.ndim == 4 else HEADS, pool)
         specs = whole, whole, of_pool, HEADS, HEADS, HEADS, PartitionSpec("model")
         own = jax.shard_map(local, in_specs=specs, out_specs=(HEADS, of_pool), check_vma=False)
-        return own(*told, q, k, v, sinks)
+        seen, pool = own(*told, q, k, v, sinks)
+        return seen if apart else uncut(seen, 2), pool
 
     def _beside_queries(self, kv: Float[Array, "R W K H"]) -> Float[Array, "R W heads H"]:
         """Return keys or values of the heads that pages hold, where the queries are that read them."""
         copies = self.heads // kv.shape[2]
-        return place(kv if copies == 1 else jnp.repeat(uncut(kv, 2), copies, axis=2), HEADS)
+        return _place(kv if copies == 1 else jnp.repeat(uncut(kv, 2), copies, axis=2), HEADS)
 
     def _attention(self, place, pool, q, k, v, sinks, *, scale, cap):
         """Return `attention` of one device's heads.

@@ -37,6 +37,9 @@ def stream(
     stop: Iterable[int] = (),
     key: PRNGKeyArray | None = None,
     dtype: DTypeLike | None = None,
+    kv_dtype: str | None = None,
+    drafts: int = 0,
+    drafter: Any = None,
     chunk: int = 1024,
     widen: bool = True,
     compiler_options: Mapping[str, Any] | None = None,
@@ -55,23 +58,29 @@ def stream(
         stop: ids after which a text is over.
         key: of the random numbers; needed unless the temperature is 0.
         dtype: what to compute and to keep keys and values in; None is the parameters' own.
+        kv_dtype: what to keep keys and values in instead: `int8`.
+        drafts: ids that are guessed at a time and checked in one step; the text is the same.
+        drafter: a smaller model of the same vocabulary that guesses; None looks into the text itself.
         chunk: tokens of the prompts that are read at a time, and at least one of each.
         widen: whether 16-bit weights are converted once where the device would convert them at every step, as CPUs do;
             that takes twice their memory, beside them (`zoo.models.decoder.widened`).
         compiler_options: XLA's, for the programs that run the model.
 
     Raises:
-        ValueError: no prompt, an empty one, an id outside the vocabulary, no key where one is needed; or the model's
-            logits are no numbers.
+        ValueError: no prompt, an empty one, an id outside the vocabulary, no key where one is needed; the drafter has
+            another vocabulary; or the model's logits are no numbers.
     """
     _check(model, prompts, max_tokens, sampling, key)
-    settings = _sizes(prompts, max_tokens, chunk)
-    engine = Engine(model, settings, dtype=dtype, widen=widen, compiler_options=compiler_options)
+    settings = _sizes(prompts, max_tokens, chunk, drafts)
+    how: dict[str, Any] = {"dtype": dtype, "widen": widen, "compiler_options": compiler_options}
+    small = dataclasses.replace(settings, page=4, share=True)  # what was read of a text is not read again
+    guesser = None if drafter is None else Engine(drafter, small, **how)
+    engine = Engine(model, dataclasses.replace(settings, kv_dtype=kv_dtype), **how, drafter=guesser)
     seeds = jax.random.bits(jax.random.key(0) if key is None else key, (len(prompts),)).tolist()
     stops = frozenset(stop)
     answers = [
-        engine.submit(prompt, max_tokens=max_tokens, sampling=dataclasses.replace(sampling, seed=seed), stop=stops)[0]
-        for prompt, seed in zip(prompts, seeds, strict=True)
+        engine.submit(prompt, max_tokens=max_tokens, sampling=own, stop=stops, drafts=drafts)[0]
+        for prompt, own in zip(prompts, (dataclasses.replace(sampling, seed=seed) for seed in seeds), strict=True)
     ]
     for step in range(max_tokens):
         while any(len(answer.tokens) <= step and answer.finish is None for answer in answers):
@@ -101,11 +110,11 @@ def _check(model: Any, prompts: Sequence[Sequence[int]], max_tokens: int, sampli
         check_tokens(np.asarray(prompt), model.config.vocab_size)
 
 
-def _sizes(prompts: Sequence[Sequence[int]], max_tokens: int, chunk: int) -> Settings:
+def _sizes(prompts: Sequence[Sequence[int]], max_tokens: int, chunk: int, drafts: int) -> Settings:
     """Return an engine that has a row for each text, and room for all to the end."""
     rows, longest = len(prompts), max(map(len, prompts))
     length = longest + max_tokens
-    width = min(1 << (longest - 1).bit_length(), max(1, chunk // rows))
+    width = max(1 + drafts, min(1 << (longest - 1).bit_length(), max(1, chunk // rows)))
     tokens = rows * -(-length // _PAGE) * _PAGE
     return Settings(
         length=length, rows=rows, width=width, page=_PAGE, tokens=tokens, queue=rows, logits=rows, share=False,
