@@ -27,6 +27,8 @@ def main(argv: list[str]) -> int:
 def _serve(config: Serve, argv: list[str]) -> None:
     try:
         import uvicorn
+
+        from experiments.serving.connection import Connection
     except ImportError:
         raise CommandError(f"serving is an extra, and uvicorn is missing: {console.install('serve')}") from None
     server = build(config, argv)
@@ -43,7 +45,7 @@ def _serve(config: Serve, argv: list[str]) -> None:
 
     settings = uvicorn.Config(
         server.app(), host=config.host, port=config.port, log_level="warning", lifespan="on",
-        timeout_graceful_shutdown=config.grace, backlog=4096,
+        timeout_graceful_shutdown=config.grace, backlog=4096, http=Connection,
     )  # fmt: skip
     print(f"serving {server.told.name} at http://{config.host}:{config.port}/v1{key}", flush=True)
     for stop in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises it once more when all is done

@@ -10,6 +10,8 @@ head        a head with softcap and z-loss: memory, products, time
 layouts     what devices send each other, on seven layouts of eight
 floor       Gemma-2 2B's head, compiled for a TPU or run on a GPU
 slice       training steps of Gemma-2 2B compiled for a slice of a pod
+decode      a step of the engine, compiled for devices that are not here: memory, products, bytes read and sent
+serve       tokens a second of the engine beside transformers, one by one, and over HTTP
 context     the longest sequence that Llama-3.1-8B can be trained on, compiled for one GPU
 """
 
@@ -22,7 +24,21 @@ MODULES = {
     "steps": "rivals.steps",
     "figures": "rivals.figures",
 }
-NAMES = ("rivals", "losses", "steps", "figures", "check", "memory", "head", "layouts", "floor", "slice", "context")
+NAMES = (
+    "rivals",
+    "losses",
+    "steps",
+    "figures",
+    "check",
+    "memory",
+    "head",
+    "layouts",
+    "floor",
+    "slice",
+    "context",
+    "decode",
+    "serve",
+)
 
 if __name__ == "__main__":
     name = sys.argv[1] if len(sys.argv) > 1 else ""

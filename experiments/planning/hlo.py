@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from zoo.accounting import visible_pairs
@@ -26,7 +26,7 @@ _WINDOW = re.compile(r'"sliding_window_length": ?"?([1-9]\d*)')
 _TRIPS = re.compile(r'known_trip_count"?:\s*\{\s*"?n"?:\s*"?(\d+)"?')
 
 
-def dot_flops(text: str) -> int:
+def dot_flops(text: str, trips: Mapping[str, int] | None = None) -> int:
     """Return the multiplications and additions of all matrix products that a run of the program executes.
 
     Those within kernels are not seen, but of cuDNN's attention: two products forward and five backward, of what is
@@ -34,6 +34,7 @@ def dot_flops(text: str) -> int:
 
     Args:
         text: `compiled.as_text()`.
+        trips: how often loops run that end when the program finds, by the `jax.named_scope` that they are in.
 
     Raises:
         ValueError: a loop that holds products has no trip count that the compiler knows.
@@ -45,7 +46,7 @@ def dot_flops(text: str) -> int:
         if name not in known:
             lines = bodies[name]
             own = sum(_dots(lines)) + sum(map(_attention, lines))
-            known[name] = own + sum(times * count(inner) for inner, times in _calls(lines, bodies))
+            known[name] = own + sum(times * count(inner) for inner, times in _calls(lines, bodies, told=trips))
         return known[name]
 
     return count(entry)
@@ -62,6 +63,109 @@ def _attention(line: str) -> int:
     window, causal = _WINDOW.search(line), '"mask_type": "CAUSAL"' in line
     pairs = visible_pairs(queries, int(window.group(1)) if window else None) if causal else queries * keys
     return 2 * (5 if kernel.group(1) else 2) * batch * heads * pairs * int(head.group(1))
+
+
+def bytes_read(text: str, trips: Mapping[str, int] | None = None, least: int = 0) -> int:
+    """Return the bytes that a run of the program reads of a device's main memory.
+
+    Of what is sliced or gathered, the slices; nothing of what a fusion only writes into, and of a choice its first
+    branch. What a compiler has put into other memories (`S(1)`) is read when it is brought there.
+
+    Args:
+        text: `compiled.as_text()`.
+        trips: as in `dot_flops`.
+        least: bytes of the values, whole, that count: of more than all temporaries, those of arguments.
+    """
+    bodies, entry = _computations(text)
+    parsed = {name: _Body(lines) for name, lines in bodies.items()}
+
+    def of(name: str, operand: int) -> int:
+        """Bytes of a fused computation's parameter that it reads."""
+        return _of_value(name, parsed[name].parameters[operand])
+
+    def _of_value(name: str, value: str) -> int:
+        body, total = parsed[name], 0
+        if not (users := body.users(value)):
+            return body.size(value)  # handed on as it is
+        for user, op, operands, line in users:
+            if op in ("bitcast", "reshape"):
+                total += _of_value(name, user)
+            elif op in ("dynamic-slice", "gather", "slice"):
+                total += body.size(user) if operands[0] == value else 0
+            elif op in ("dynamic-update-slice", "scatter") and operands[0] == value:
+                continue
+            elif op == "fusion":
+                called = _fused(line)
+                total += sum(of(called, i) for i, operand in enumerate(operands) if operand == value)
+            else:
+                return body.size(value)
+        return min(total, body.size(value))
+
+    def count(name: str) -> int:
+        total, body = 0, parsed[name]
+        counts = lambda value: body.far(value) and body.size(value) >= least
+        for value, op, operands, line in body.rows:
+            if op == "while":
+                inner = re.search(r"body=%?([\w.\-]+)", line)
+                total += _trips(line, bodies, trips) * count(inner.group(1)) if inner else 0
+            elif op in ("call", "conditional"):
+                total += count(_first_branch(line))
+            elif op == "fusion":
+                called = _fused(line)
+                total += sum(of(called, i) for i, one in enumerate(operands) if counts(one))
+            elif op in ("dynamic-slice", "gather", "slice", "dynamic-slice-start", "slice-start"):
+                total += body.size(value) if counts(operands[0]) else 0
+            elif op not in _FREE:
+                total += sum(body.size(one) for one in operands if counts(one))
+        return total
+
+    return count(entry)
+
+
+_FREE = {"parameter", "tuple", "get-tuple-element", "bitcast", "constant", "after-all", "iota", "partition-id"}
+_FREE |= {f"{kind}-done" for kind in ("copy", "slice", "dynamic-slice", "all-reduce", "all-gather", "async")}
+_ROW = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*)")
+
+
+class _Body:
+    """The instructions of a computation: their names, operations, operands and lines; and their results' types."""
+
+    def __init__(self, lines: list[str]):
+        self.rows: list[tuple[str, str, list[str], str]] = []
+        self.types: dict[str, str] = {}
+        self.parameters: dict[int, str] = {}
+        for line in lines:
+            if found := _ROW.match(line):
+                name, kind, op, rest = found.groups()
+                self.types[name] = kind
+                self.rows.append((name, op, re.findall(r"%([\w.\-]+)", rest.partition(")")[0]), line))
+                if op == "parameter":
+                    self.parameters[int(rest.partition(")")[0])] = name
+
+    def users(self, value: str) -> list[tuple[str, str, list[str], str]]:
+        """The instructions that read a value."""
+        return [row for row in self.rows if value in row[2]]
+
+    def far(self, value: str) -> bool:
+        """Whether a value is in main memory."""
+        return "S(" not in self.types.get(value, "S(")
+
+    def size(self, value: str) -> int:
+        """Bytes of a value; of several, those of the last one: what an asynchronous operation brings."""
+        *_, (kind, dims) = _ARRAY.findall(self.types[value]) or [("token", "")]
+        return BYTES.get(kind, 1) * math.prod(int(each) for each in dims.split(",") if each)
+
+
+def _fused(line: str) -> str:
+    found = re.search(r"calls=%?([\w.\-]+)", line)
+    assert found is not None, line
+    return found.group(1)
+
+
+def _first_branch(line: str) -> str:
+    found = re.search(r"(?:to_apply|false_computation|branch_computations)=\{?%?([\w.\-]+)", line)
+    assert found is not None, line
+    return found.group(1)
 
 
 @dataclass(frozen=True)
@@ -81,12 +185,13 @@ class Collective:
     looped: bool
 
 
-def collectives(text: str, devices: int) -> list[Collective]:
+def collectives(text: str, devices: int, trips: Mapping[str, int] | None = None) -> list[Collective]:
     """Return every collective of a program, those in loops once each with how often they run.
 
     Args:
         text: `compiled.as_text()`.
         devices: how many there are.
+        trips: as in `dot_flops`.
 
     Raises:
         ValueError: a loop that holds some has no trip count that the compiler knows.
@@ -115,9 +220,9 @@ def collectives(text: str, devices: int) -> list[Collective]:
                 key = channel.group(1) if channel else f"{name} {line}"
                 found[key] = min(found.get(key, one), one, key=lambda one: one.times)
             within = [inner for inner, _ in _calls([line], bodies, 1) if any_in(inner)]
-            trips = _trips(line, bodies) if within else 1
+            turns = _trips(line, bodies, trips) if within else 1
             for inner in within:
-                walk(inner, times * trips, looped or " while(" in line)
+                walk(inner, times * turns, looped or " while(" in line)
 
     walk(entry, 1, False)
     return list(found.values())
@@ -161,21 +266,32 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
     return found, entry
 
 
-def _calls(lines: list[str], bodies: dict[str, list[str]], trips: int | None = None) -> Iterator[tuple[str, int]]:
+def _calls(
+    lines: list[str],
+    bodies: dict[str, list[str]],
+    trips: int | None = None,
+    told: Mapping[str, int] | None = None,
+) -> Iterator[tuple[str, int]]:
     """The computations that these lines run, and how often."""
     for line in lines:
         called = _CALLED.search(line)
         if called is None:
             continue
         names = [n.lstrip("%") for n in called.group(1).split(", ")]
-        times = _trips(line, bodies) if trips is None else trips
+        times = _trips(line, bodies, told) if trips is None else trips
         yield from ((name, times) for name in names if name in bodies)
 
 
-def _trips(line: str, bodies: dict[str, list[str]]) -> int:
-    """Return how often an instruction runs what it calls: what the compiler knows, or where its counter stops."""
+def _trips(line: str, bodies: dict[str, list[str]], told: Mapping[str, int] | None = None) -> int:
+    """Return how often an instruction runs what it calls: as told, as the compiler knows, or where a counter stops."""
     if " while(" not in line:
         return 1
+    scopes = re.search(r'op_name="([^"]*)"', line)
+    for scope in reversed(scopes.group(1).split("/") if scopes and told else []):
+        if told and scope in told:
+            return told[scope]
+        if scope != "while":
+            break
     if found := _TRIPS.search(line):
         return int(found.group(1))
     condition = re.search(r"condition=%?([\w.\-]+)", line)

@@ -2,6 +2,7 @@
 
 # ruff: noqa: E402 (the extra may be missing)
 import contextlib
+import http.client
 import json
 import os
 import re
@@ -30,8 +31,9 @@ import uvicorn
 
 from experiments.data.chat import ChatTemplate
 from experiments.data.tokenizer import Bytes
-from experiments.serving import protocol
+from experiments.serving import connection, protocol
 from experiments.serving.app import Server, Serving
+from experiments.serving.connection import Connection
 from experiments.serving.worker import Worker
 from zoo.engine.engine import Engine, Settings
 from zoo.inference.generate import generate
@@ -54,7 +56,7 @@ def serving(model, sizes=None, **told):
     settings = {"length": 96, "rows": 4, "page": 8, "tokens": 256, **(sizes or {})}
     engine = Engine(model, Settings(**settings), **QUICK)
     server = Server(Worker(engine), Serving(**{"name": "tiny", "tokenizer": Bytes(), **told}))
-    listening = uvicorn.Server(uvicorn.Config(server.app(), port=0, log_level="error", lifespan="on"))
+    listening = uvicorn.Server(uvicorn.Config(server.app(), port=0, log_level="error", lifespan="on", http=Connection))
     thread = threading.Thread(target=listening.run, daemon=True)
     thread.start()
     while not listening.started:
@@ -224,6 +226,45 @@ def test_who_goes_away_frees_his_pages(served):
         time.sleep(0.01)
     assert not scheduler.running and not scheduler.waiting
     assert "zoo_texts_running 0" in client.get("/metrics").text
+
+
+def asked_by_half(port, body, version="1.1"):
+    """A connection over which a whole request has come, and nothing more will."""
+    raw, sent = socket.create_connection(("127.0.0.1", port), timeout=60), json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/{version}\r\nhost: x\r\ncontent-length: {len(sent)}\r\n\r\n"
+    raw.sendall(head.encode() + sent)
+    raw.shutdown(socket.SHUT_WR)
+    return raw
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_who_has_said_all_is_answered(client, stream):
+    body = {"prompt": "a", "max_tokens": 40, "temperature": 0, "stream": stream}
+    with asked_by_half(client.base_url.port, body) as raw:
+        response = http.client.HTTPResponse(raw)
+        response.begin()  # passes over `100 Continue`
+        found = response.read()
+        assert (response.status, raw.recv(1)) == (200, b"")  # and the server has hung up
+    assert found.endswith(b"data: [DONE]\n\n") if stream else json.loads(found)["usage"]["completion_tokens"] == 40
+
+
+def test_who_has_hung_up_is_told_from_who_has_said_all(served, monkeypatch):
+    """Both look the same until something is sent: probes find out, whatever stands in the queue."""
+    monkeypatch.setattr(connection, "EVERY", 0.05)
+    server, client = served
+    scheduler = server.worker.engine.scheduler
+    for body in (
+        {"prompt": "a", "max_tokens": 90, "n": 60},
+        {"prompt": "b", "max_tokens": 90, "n": 60, "stream": True},
+    ):
+        asked_by_half(client.base_url.port, body).close()
+    asked_by_half(client.base_url.port, {"prompt": "a", "max_tokens": 90}, "1.0").close()
+    before = server.worker.picked
+    until = time.monotonic() + 30
+    while (scheduler.running or scheduler.waiting or not server.statuses[499]) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not scheduler.running and not scheduler.waiting
+    assert server.worker.picked - before < 121 * 90  # nobody was answered to the end
 
 
 def test_a_full_queue_and_a_server_that_closes_say_when_to_come_again(model):

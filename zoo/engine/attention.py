@@ -232,7 +232,8 @@ class Paged(eqx.Module):
             seen = seen if window is None else seen & (at > self.positions[..., None] - window)
             return _seen(carry, q_RKGWH, kv, scales, seen[:, None, None], scale, cap)
 
-        return jax.lax.fori_loop(begin, end, page, carry)
+        with jax.named_scope("pages"):
+            return jax.lax.fori_loop(begin, end, page, carry)
 
 
 def _seen(

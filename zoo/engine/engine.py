@@ -320,7 +320,7 @@ def _limits(config: Any, settings: Settings, plan: Plan) -> Limits:
 
 def _program(plan: Plan, settings: Settings, options: Mapping[str, Any] | None) -> Any:
     told = tuple(sorted((options or {}).items()))
-    return program(plan.kinds, plan.dtype, plan.heads, settings.likeliest, plan.platform, told)
+    return program(plan.kinds, plan.dtype, plan.heads, settings.likeliest, plan.unroll, told)
 
 
 def _score(answer: Answer, span: Span, told: Picked) -> None:

@@ -217,7 +217,8 @@ def pick(
         return jax.tree.map(lambda all, mine: all.at[row].set(mine.astype(all.dtype)), found, new)
 
     likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32), jnp.zeros(len(logits))
-    ids, drawn = jax.lax.fori_loop(0, special.sum(), one, likeliest)  # a row at a time: so little memory is enough
+    with jax.named_scope("rows"):  # one at a time: so little memory is enough
+        ids, drawn = jax.lax.fori_loop(0, special.sum(), one, likeliest)
     target = _of(logits, targets)
     entropy, rank = jax.lax.cond(
         rules.scores,

@@ -83,6 +83,9 @@ class Plan:
         dtype: what is computed in.
         platform: of the devices.
         mesh: that the model lies on, if there are several.
+        unroll: whether the program has each layer apart. On GPUs XLA copies what a loop takes out of a stack of layers,
+            and reads all weights three times; parts of a stack that are known beforehand its products read where they
+            are. Of integers it would make numbers of the whole stack: these it is left to copy.
         state: the shapes of what stays on the devices, and where they lie.
     """
 
@@ -95,6 +98,7 @@ class Plan:
     dtype: jnp.dtype
     platform: str
     mesh: Mesh | None
+    unroll: bool
     state: State
 
     @classmethod
@@ -113,6 +117,8 @@ class Plan:
             )
         kinds = Kinds.of(config.layer_windows, settings.length)
         platform = next(iter(lies.device_set)).platform
+        integers = any(jnp.issubdtype(leaf.dtype, jnp.integer) for leaf in jax.tree.leaves(model))
+        unroll = platform in ("gpu", "cuda", "rocm") and not integers
         dtype = jnp.dtype(model.embed.dtype if dtype is None else dtype)
         heads, pages = kept_heads(config, 1 if mesh is None else mesh.size), settings.pages(kinds.windows)
         narrow = dtype == jnp.bfloat16 and platform == "cpu"  # by its bits (`transforms.bits`)
@@ -143,7 +149,7 @@ class Plan:
         block = settings.logits or min(settings.rows, max(1, size // 100 // (_WHOLE * 4 * config.vocab_size)))
         return cls(
             kinds, pages, heads, min(block, settings.rows * settings.width), math.ceil(config.vocab_size / 32),
-            math.ceil(settings.length / settings.page), dtype, platform, mesh, shapes,
+            math.ceil(settings.length / settings.page), dtype, platform, mesh, unroll, shapes,
         )  # fmt: skip
 
     def empty(self) -> State:

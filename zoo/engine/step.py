@@ -91,7 +91,8 @@ def advance(
 
     told = jax.eval_shape(picked, asked[0])
     empty = jax.tree.map(lambda leaf: jnp.zeros((rows * width, *leaf.shape[1:]), leaf.dtype), told)
-    found = jax.lax.fori_loop(0, (asked[:, 0] < rows * width).sum(), block, empty)
+    with jax.named_scope("blocks"):
+        found = jax.lax.fori_loop(0, (asked[:, 0] < rows * width).sum(), block, empty)
     slots = jnp.where(work.keeps, work.slots, state.last.shape[0])
     return (
         State(out.pool, state.last.at[slots].set(found.ids[newest], mode="drop")),
@@ -101,15 +102,9 @@ def advance(
 
 
 @functools.cache
-def program(
-    kinds: Kinds, dtype: Any, heads: int, most: int, platform: str, options: tuple[tuple[str, Any], ...]
-) -> Any:
-    """Return `advance`, to be compiled with XLA's options and for donated states; engines alike share it.
-
-    On GPUs XLA copies what a loop over layers takes out of their stack, and reads all weights three times; parts of a
-    stack that are known beforehand its products read where they are, if they are not merged.
-    """
-    gpu = platform in ("gpu", "cuda", "rocm")
-    run = functools.partial(advance, kinds=kinds, dtype=dtype, heads=heads, most=most, unroll=gpu)
-    found = {"xla_gpu_dot_merger_threshold_mb": 0} if gpu else {}
+def program(kinds: Kinds, dtype: Any, heads: int, most: int, unroll: bool, options: tuple[tuple[str, Any], ...]) -> Any:
+    """Return `advance`, to be compiled with XLA's options and for donated states; engines alike share it."""
+    run = functools.partial(advance, kinds=kinds, dtype=dtype, heads=heads, most=most, unroll=unroll)
+    # Of a product of two matrices beside each other, GPUs would first copy both.
+    found = {"xla_gpu_dot_merger_threshold_mb": 0} if unroll else {}
     return jax.jit(run, donate_argnums=1, compiler_options={**found, **dict(options)} or None)
