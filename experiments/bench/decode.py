@@ -16,6 +16,7 @@ import json
 import math
 import os
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,7 +143,10 @@ def main(words: list[str]) -> None:
             continue
         step = measure(target, name, kind, mib)
         rows[f"{target} {name} {kind} {mib}"] = vars(step)
-        sent = ", ".join(f"{times} {what} of {size / MIB:.2f}" for what, size, times in step.sent)
+        totals: Counter[tuple[str, float]] = Counter()
+        for what, size, times in step.sent:
+            totals[what, size] += times
+        sent = ", ".join(f"{times} {what} of {size / MIB:.2f}" for (what, size), times in totals.items())
         share = f"{100 * step.temporaries / step.pool:.2f}%"
         print(
             f"| {target} {name} | {kind} | {step.pool} | {step.temporaries} | {share} | {step.products} | "

@@ -229,3 +229,19 @@ def test_two_forward_passes_and_a_backward_pass_of_attention_have_nine_products(
     forward, length = accounting.forward_flops(config, 1, 100), 100
     product = 2 * length * (length + 1) // 2 * 2 * 8
     assert accounting.recomputed_flops(config, 1, length) == 4 * (forward - 2 * product) + 9 * product
+
+
+def test_bytes_that_a_program_reads_are_those_of_what_it_slices():
+    """A loop over half of a stack reads half of it, and a row that is looked up is no table."""
+    stack, table = jnp.zeros((16, 64, 64)), jnp.zeros((1000, 64))
+
+    def program(stack, table, turns, row):
+        step = lambda i, x: jnp.tanh(x @ stack[i])
+        with jax.named_scope("turns"):
+            return jax.lax.fori_loop(0, turns, step, table[row][None])
+
+    text = jax.jit(program).lower(stack, table, 4, 3).compile().as_text()
+    for turns in (4, 8):
+        read = hlo.bytes_read(text, {"turns": turns}, least=table.nbytes // 2)  # of arguments alone
+        assert read == turns * 64 * 64 * 4 + 64 * 4
+        assert hlo.dot_flops(text, {"turns": turns}) in (turns * 2 * 64 * 64, 0)  # XLA:CPU may make a call of it

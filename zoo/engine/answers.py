@@ -30,6 +30,12 @@ class Scores:
     top: np.ndarray
     top_logprobs: np.ndarray
 
+    @classmethod
+    def blank(cls, count: int, top: int) -> "Scores":
+        """Return the scores of so many ids, none of which is known."""
+        nan, none = np.full((2, count), np.nan, np.float32), np.full(count, -1)
+        return cls(*nan, none, np.full((count, top), -1), np.full((count, top), np.nan, np.float32))
+
 
 @dataclass(eq=False)
 class Answer:

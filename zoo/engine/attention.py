@@ -38,7 +38,8 @@ class Store(eqx.Module):
     Small dimensions are one, heads first: tiled memory pads two, and a mesh cuts the heads.
 
     Attributes:
-        values: each token's keys and values `[K 2 H]`: numbers, of 16 bits on CPUs as bits, or 8-bit integers.
+        values: each token's keys and values `[K 2 H]`, or `[K 1 H]` where keys are values too: numbers, of 16 bits on
+            CPUs as bits, or 8-bit integers.
         scale: what integers are multiplied by, of each kv head's tokens `[K page 2]`; None where they are numbers.
     """
 
@@ -55,7 +56,7 @@ class Store(eqx.Module):
         layer: Int[Array, ""],
         page: Int[Array, "R W"],
         slot: Int[Array, "R W"],
-        both: Float[Array, "R W K 2 H"],
+        both: Float[Array, "R W K parts H"],
     ) -> "Store":
         """Return the pages with keys and values of a layer's tokens, each in a slot of a page."""
         flat = lambda each: each.reshape(*each.shape[:2], -1)
@@ -65,21 +66,21 @@ class Store(eqx.Module):
         wide = both.astype(jnp.float32)
         scale = jnp.abs(wide).max(-1) / 127
         whole = jnp.round(wide / jnp.where(scale > 0, scale, 1)[..., None]).astype(jnp.int8)
-        heads = jnp.arange(both.shape[2])[:, None] * self.page
-        where = 2 * (heads + slot[..., None, None]) + jnp.arange(2)
+        heads, parts = both.shape[2:4]
+        where = (jnp.arange(heads)[:, None] * self.page + slot[..., None, None]) * parts + jnp.arange(parts)
         put = self.scale.at[layer, page[..., None, None], where].set(scale)
         return Store(self.values.at[layer, page, slot].set(flat(whole)), put)
 
     def read(
-        self, layer: Int[Array, ""], table: Int[Array, " R"], heads: int, dtype: DTypeLike
-    ) -> tuple[Float[Array, "R page K 2 H"], Float[Array, "R page K 2"] | None]:
+        self, layer: Int[Array, ""], table: Int[Array, " R"], heads: int, size: int, dtype: DTypeLike
+    ) -> tuple[Float[Array, "R page K parts H"], Float[Array, "R page K parts"] | None]:
         """Return keys and values of a page of each row, and what products with them are multiplied by."""
         values = self.values[layer, table]
         values = values.astype(dtype) if self.scale is not None else numbers(values, dtype)
-        values = values.reshape(len(table), self.page, heads, 2, -1)
+        values = values.reshape(len(table), self.page, heads, -1, size)
         if self.scale is None:
             return values, None
-        return values, self.scale[layer, table].reshape(len(table), heads, self.page, 2).swapaxes(1, 2)
+        return values, self.scale[layer, table].reshape(len(table), heads, self.page, -1).swapaxes(1, 2)
 
 
 Pool = tuple[Store, ...]  # of each window kind
@@ -105,9 +106,9 @@ class Kinds:
         layers = tuple((kinds.index(window), seen[:i].count(window)) for i, window in enumerate(seen))
         return cls(tuple(kinds), layers)
 
-    def counts(self) -> tuple[int, ...]:
+    def counts(self) -> list[int]:
         """How many layers each kind has."""
-        return tuple(sum(kind == each for kind, _ in self.layers) for each in range(len(self.windows)))
+        return [sum(kind == each for kind, _ in self.layers) for each in range(len(self.windows))]
 
 
 def kept_heads(config: Any, devices: int) -> int:
@@ -147,23 +148,23 @@ class Paged(eqx.Module):
         pool: Pool,
         q: Float[Array, "R W N H"],
         k: Float[Array, "R W K H"],
-        v: Float[Array, "R W K H"],
+        v: Float[Array, "R W K H"] | None,
         *,
         scale: float,
-        cap: float | None,
-        window: Any,
+        cap: float | None = None,
+        window: Any = None,
         sinks: Float[Array, " N"] | None = None,
     ) -> tuple[Float[Array, "R W N H"], Pool]:
         """Return what queries attend to, and the pool with their keys and values; `attend` and `window` are not read.
 
-        On a mesh each device deals with its own heads.
+        Without values, keys are values too, and are kept once. On a mesh each device deals with its own heads.
         """
         local = lambda past, *arrays: past._attention(*arrays, scale=scale, cap=cap)
         told = dataclasses.replace(self, pool=()), place, pool
         if partitions(pool[0].values)[3] is None:
             return local(*told, q, k, v, sinks)
         apart = partitions(q)[2] is not None  # what a matrix in fewer bits makes is whole on every device
-        q, k, v = _place(q, HEADS), self._beside_queries(k), self._beside_queries(v)
+        q, (k, v) = _place(q, HEADS), jax.tree.map(self._beside_queries, (k, v))
         whole, pages = PartitionSpec(), PartitionSpec(None, None, None, "model")
         of_pool = jax.tree.map(lambda leaf: pages if leaf.ndim == 4 else HEADS, pool)
         specs = whole, whole, of_pool, HEADS, HEADS, HEADS, PartitionSpec("model")
@@ -210,7 +211,8 @@ class Paged(eqx.Module):
         where = jnp.maximum(self.positions, 0)
         page = jnp.take_along_axis(jnp.asarray(self.tables[number]), where // pages.page, axis=1)
         page = jnp.where((self.positions >= 0) & mine, page, last)
-        return pages.write(layer, page, where % pages.page, jnp.stack([k, v], axis=3).astype(self.dtype))
+        both = jnp.stack([k] if v is None else [k, v], axis=3)
+        return pages.write(layer, page, where % pages.page, both.astype(self.dtype))
 
     def _walk(self, number, pages, layer, mine, carry, q_RKGWH, scale, cap):
         """Go through the pages that any row sees, from the first on; others' change no bit of a row."""
@@ -225,7 +227,7 @@ class Paged(eqx.Module):
             at = i * size + jnp.arange(size)
             # What a page holds beyond its text was another's, and may be no number: 0 times that would not be 0.
             there = (at <= self.positions.max(axis=1)[:, None])[:, :, None, None]
-            kv, scales = pages.read(layer, table, q_RKGWH.shape[1], self.dtype)
+            kv, scales = pages.read(layer, table, q_RKGWH.shape[1], q_RKGWH.shape[-1], self.dtype)
             kv = jnp.where(there[..., None], kv, 0)
             scales = None if scales is None else jnp.where(there, scales, 0).transpose(3, 0, 2, 1)
             seen = (at <= self.positions[..., None]) & live[..., None]  # [R, W, page]
@@ -239,8 +241,8 @@ class Paged(eqx.Module):
 def _seen(
     carry: tuple[Array, Array, Array],
     q: Float[Array, "R K G W H"],
-    kv: Float[Array, "R page K 2 H"],
-    scales: Float[Array, "2 R K page"] | None,
+    kv: Float[Array, "R page K parts H"],
+    scales: Float[Array, "parts R K page"] | None,
     seen: Bool[Array, "R 1 1 W page"],
     scale: float,
     cap: float | None,
@@ -252,5 +254,5 @@ def _seen(
     higher = jnp.maximum(most, jnp.where(seen, scores, _NEVER).max(-1))
     probs = jnp.where(seen, jnp.exp(scores - higher[..., None]), 0)
     shrink = jnp.exp(most - higher)
-    more = einsum("rkgwp,rpkh->rkgwh", of(1, probs).astype(kv.dtype), kv[:, :, :, 1], out.dtype)
+    more = einsum("rkgwp,rpkh->rkgwh", of(-1, probs).astype(kv.dtype), kv[:, :, :, -1], out.dtype)
     return higher, total * shrink + probs.sum(-1), out * shrink[..., None] + more

@@ -125,7 +125,6 @@ class Engine:
             Overload: too many texts wait.
             ValueError: an id is not in the vocabulary, or the text is too long.
         """
-        check_tokens(np.asarray(prompt, np.int64), self.model.config.vocab_size)
         if n < 1 or max_tokens < 1 or not 0 <= top <= self.settings.likeliest:
             raise ValueError(
                 f"cannot make n={n} answers of max_tokens={max_tokens} with top={top}: n and max_tokens must be at "
@@ -136,14 +135,18 @@ class Engine:
         answers: list[Answer] = []
         blind = sampling.adjusts and self.settings.flights > 2  # penalties need all ids but the newest, which is there
         drafts, patient = 0 if guides else drafts, drafts > 0 or blind or bool(guides)
-        ids, limit, deadline = list(map(int, prompt)), len(prompt) + max_tokens, self._clock() + seconds
         for i in range(n):
             leader = answers[0].text if i else None
-            text = Text(ids.copy(), limit, priority, deadline, leader=leader, patient=patient)
+            text = self._text(prompt, len(prompt) + max_tokens, priority, seconds, leader=leader, patient=patient)
             own = dataclasses.replace(sampling, seed=(sampling.seed + i * 0x9E3779B9) & 0xFFFFFFFF)
             told = watch[i] if watch else None, top, drafts, guides[i] if guides else None
             answers.append(self._wait(Answer(text, own, frozenset(stop), *told)))
         return answers
+
+    def _text(self, ids: Sequence[int], limit: int, priority: int, seconds: float, **more: Any) -> Text:
+        """Return a text, whose ids are of the vocabulary."""
+        check_tokens(np.asarray(ids, np.int64), self.model.config.vocab_size)
+        return Text(list(map(int, ids)), limit, priority, self._clock() + seconds, **more)
 
     def _wait(self, answer: Answer) -> Answer:
         self.scheduler.submit(answer.text)
@@ -162,19 +165,13 @@ class Engine:
             Overload: too many texts wait.
             ValueError: an id is not in the vocabulary, there is nothing to score, or the text is too long.
         """
-        check_tokens(np.asarray(ids, np.int64), self.model.config.vocab_size)
         if not 1 <= first < len(ids) or not 0 <= top <= self.settings.likeliest:
             raise ValueError(
                 f"cannot score a text of {len(ids)} ids from number {first} on with top={top}: give at least two ids, "
                 f"and at most top={self.settings.likeliest}."
             )
-        text = Text(list(map(int, ids)), len(ids), priority, self._clock() + seconds, fresh=first - 1)
-        blank = lambda value, kind, *more: np.full((len(ids) - 1, *more), value, kind)
-        scores = Scores(
-            blank(np.nan, np.float32), blank(np.nan, np.float32), blank(-1, np.int64), blank(-1, np.int64, top),
-            blank(np.nan, np.float32, top),
-        )  # fmt: skip
-        return self._wait(Answer(text, GREEDY, top=top, scores=scores))
+        text = self._text(ids, len(ids), priority, seconds, fresh=first - 1)
+        return self._wait(Answer(text, GREEDY, top=top, scores=Scores.blank(len(ids) - 1, top)))
 
     def embed(
         self, ids: Sequence[int], *, pooling: str = "mean", priority: int = 0, seconds: float = math.inf
@@ -187,11 +184,9 @@ class Engine:
             Overload: too many texts wait.
             ValueError: an id is not in the vocabulary, the text is too long, or there is no such pooling.
         """
-        check_tokens(np.asarray(ids, np.int64), self.model.config.vocab_size)
         if pooling not in ("mean", "last"):
             raise ValueError(f"cannot embed with pooling={pooling}: there are mean and last.")
-        fresh = 0 if pooling == "mean" else None
-        text = Text(list(map(int, ids)), len(ids) + 1, priority, self._clock() + seconds, fresh=fresh)
+        text = self._text(ids, len(ids) + 1, priority, seconds, fresh=0 if pooling == "mean" else None)
         return self._wait(Answer(text, GREEDY, vector=np.zeros(self.model.config.embed_dim), pooling=pooling))
 
     def cancel(self, answer: Answer) -> None:

@@ -220,27 +220,25 @@ def pick(
     with jax.named_scope("rows"):  # one at a time: so little memory is enough
         ids, drawn = jax.lax.fori_loop(0, special.sum(), one, likeliest)
     target = _of(logits, targets)
-    entropy, rank = jax.lax.cond(
-        rules.scores,
-        lambda: (_entropy(logits, norm), (logits > target[:, None]).sum(-1, dtype=jnp.int32)),
-        lambda: (jnp.zeros(len(logits)), jnp.zeros(len(logits), jnp.int32)),
-    )
-    most = min(most, logits.shape[1])
-    nothing = jnp.zeros((len(logits), most))
-    values, top = jax.lax.cond(
-        rules.lists,
-        lambda: tuple(jax.lax.map(lambda row: jax.lax.top_k(row, most), logits)),
-        lambda: (nothing, nothing.astype(jnp.int32)),
-    )
+    entropy, rank = _scored(logits, norm, target, rules.scores)
+    values, top = _likeliest(logits, min(most, logits.shape[1]), rules.lists)
     return Picked(
-        ids=jnp.where(jnp.isnan(norm), -1, ids).astype(jnp.int32),
-        full=_of(logits, ids) - norm,
-        drawn=drawn,
-        target=target - norm,
-        entropy=entropy,
-        rank=rank,
-        top=(top, values - norm[:, None]),
-    )
+        ids=jnp.where(jnp.isnan(norm), -1, ids).astype(jnp.int32), full=_of(logits, ids) - norm, drawn=drawn,
+        target=target - norm, entropy=entropy, rank=rank, top=(top, values - norm[:, None]),
+    )  # fmt: skip
+
+
+def _scored(logits, norm, target, asked):
+    """Return the entropy of each row, and how many ids are likelier than its target, if that is asked for."""
+    found = lambda: (_entropy(logits, norm), (logits > target[:, None]).sum(-1, dtype=jnp.int32))
+    return jax.lax.cond(asked, found, lambda: (jnp.zeros(len(logits)), jnp.zeros(len(logits), jnp.int32)))
+
+
+def _likeliest(logits, most, asked):
+    """Return the largest logits of each row and their ids, if they are asked for."""
+    nothing = jnp.zeros((len(logits), most)), jnp.zeros((len(logits), most), jnp.int32)
+    found = lambda: tuple(jax.lax.map(lambda row: jax.lax.top_k(row, most), logits))
+    return jax.lax.cond(asked, found, lambda: nothing)
 
 
 def _of(values, index):

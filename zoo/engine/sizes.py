@@ -13,7 +13,8 @@ from jax.typing import DTypeLike
 from zoo.engine.attention import Kinds, Store, kept_heads
 from zoo.engine.step import State
 
-_WHOLE = 3  # arrays as large as the logits, one more than picking has at once: something must be left for the layers
+_WHOLE = 3  # arrays as large as the logits: one more than picking has at once, for what else a step needs
+_LEAST = 24 * 2**20  # bytes of logits for which the head is not read twice, however small the pool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,7 @@ class Settings:
         share: whether texts that begin alike share their beginning.
         likeliest: how many of the likeliest ids can be asked for.
         logits: places of a step whose logits exist at a time, for each of which the head is read once; None is one of
-            each row, or as many as take a hundredth of the pages' memory.
+            each row, or as many as take a hundredth of the pages' memory, and 24 MiB of any.
         kv_dtype: what keys and values are kept in; None is what is computed in, `int8` rounds them to 8 bits, with a
             scale for each token and head.
         exact: refuse what could make a text's bits depend on others; otherwise a step in which no text has more than a
@@ -146,7 +147,8 @@ class Plan:
             math.prod(each.sharding.shard_shape(each.shape)) * each.dtype.itemsize
             for each in jax.tree.leaves(shapes.pool)
         )
-        block = settings.logits or min(settings.rows, max(1, size // 100 // (_WHOLE * 4 * config.vocab_size)))
+        room = max(size // 100, _LEAST)
+        block = settings.logits or min(settings.rows, max(1, room // (_WHOLE * 4 * config.vocab_size)))
         return cls(
             kinds, pages, heads, min(block, settings.rows * settings.width), math.ceil(config.vocab_size / 32),
             math.ceil(settings.length / settings.page), dtype, platform, mesh, unroll, shapes,

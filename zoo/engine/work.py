@@ -63,16 +63,10 @@ class Writer:
         slots, lengths = np.zeros((2, rows), np.int32)
         blocks = math.ceil(rows * width / block)
         return Work(
-            tokens=tokens,
-            positions=np.full((rows, width), -1, np.int32),
-            targets=targets,
-            slots=slots,
-            tables=tuple(np.full((rows, most), pages, np.int32) for pages in self.plan.pages),
-            lengths=lengths,
-            keeps=np.zeros(rows, bool),
-            asked=np.full((blocks, block), rows * width, np.int32),
-            rules=rules,
-        )
+            tokens=tokens, positions=np.full((rows, width), -1, np.int32), targets=targets, slots=slots,
+            tables=tuple(np.full((rows, most), pages, np.int32) for pages in self.plan.pages), lengths=lengths,
+            keeps=np.zeros(rows, bool), asked=np.full((blocks, block), rows * width, np.int32), rules=rules,
+        )  # fmt: skip
 
     def _put_tokens(self, work: Work, span: Span, begin: int) -> None:
         """Write a span's tokens, their positions, and what follows each of them as far as that is known."""
