@@ -88,7 +88,7 @@ def bytes_read(text: str, trips: Mapping[str, int] | None = None, least: int = 0
         if not (users := body.users(value)):
             return body.size(value)  # handed on as it is
         for user, op, operands, line in users:
-            if op in ("bitcast", "reshape"):
+            if op in ("bitcast", "reshape") or "output_to_operand_aliasing" in line:  # the same bytes
                 total += _of_value(name, user)
             elif op in ("dynamic-slice", "gather", "slice"):
                 total += body.size(user) if operands[0] == value else 0
