@@ -4,7 +4,10 @@ import importlib
 from typing import TYPE_CHECKING
 
 _HOME = {
+    "AbstractMixture": "zoo.models.mixture",
     "CohereConfig": "zoo.families.cohere",
+    "DeepSeekV2Config": "zoo.families.deepseek",
+    "DeepSeekV3Config": "zoo.families.deepseek",
     "Embedder": "zoo.inference.embed",
     "ForwardPass": "zoo.models.forward",
     "GLMConfig": "zoo.families.glm",
@@ -21,6 +24,7 @@ _HOME = {
     "MistralConfig": "zoo.families.mistral",
     "MixtralConfig": "zoo.families.mistral",
     "Mixture": "zoo.models.mixture",
+    "ModernBertConfig": "zoo.families.bert",
     "NeoXConfig": "zoo.families.neox",
     "OPTConfig": "zoo.families.opt",
     "Olmo2Config": "zoo.families.olmo",
@@ -31,6 +35,7 @@ _HOME = {
     "Qwen2MoeConfig": "zoo.families.qwen",
     "Qwen3Config": "zoo.families.qwen",
     "Qwen3MoeConfig": "zoo.families.qwen",
+    "Qwen3NextConfig": "zoo.families.qwen_next",
     "RopeKind": "zoo.config",
     "RopeScaling": "zoo.config",
     "SeedConfig": "zoo.families.seed",
@@ -49,7 +54,10 @@ if TYPE_CHECKING:  # the same for type checkers, which a test compares
     from zoo.config import RopeKind as RopeKind
     from zoo.config import RopeScaling as RopeScaling
     from zoo.families import model_class as model_class
+    from zoo.families.bert import ModernBertConfig as ModernBertConfig
     from zoo.families.cohere import CohereConfig as CohereConfig
+    from zoo.families.deepseek import DeepSeekV2Config as DeepSeekV2Config
+    from zoo.families.deepseek import DeepSeekV3Config as DeepSeekV3Config
     from zoo.families.gemma import Gemma3Config as Gemma3Config
     from zoo.families.gemma import GemmaConfig as GemmaConfig
     from zoo.families.glm import GLMConfig as GLMConfig
@@ -68,6 +76,7 @@ if TYPE_CHECKING:  # the same for type checkers, which a test compares
     from zoo.families.qwen import Qwen2MoeConfig as Qwen2MoeConfig
     from zoo.families.qwen import Qwen3Config as Qwen3Config
     from zoo.families.qwen import Qwen3MoeConfig as Qwen3MoeConfig
+    from zoo.families.qwen_next import Qwen3NextConfig as Qwen3NextConfig
     from zoo.families.seed import SeedConfig as SeedConfig
     from zoo.families.smollm import SmolLM3Config as SmolLM3Config
     from zoo.huggingface.weights import load as load
@@ -81,6 +90,7 @@ if TYPE_CHECKING:  # the same for type checkers, which a test compares
     from zoo.models.layers import Ops as Ops
     from zoo.models.layers import check_tokens as check_tokens
     from zoo.models.llama import Llama as Llama
+    from zoo.models.mixture import AbstractMixture as AbstractMixture
     from zoo.models.mixture import Mixture as Mixture
 else:
 

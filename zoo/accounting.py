@@ -30,8 +30,9 @@ def head_flops(config: Config, batch: int, seq: int) -> int:
 def forward_flops(config: Config, batch: int, seq: int) -> int:
     """Return the FLOPs of one forward pass, hidden states and logits."""
     matrices = sum(_active(row, config) for row in rows(config) if row.stack and row.fan_in)
-    pairs = sum(visible_pairs(seq, window) for window in config.layer_windows)
-    attention = 4 * batch * pairs * config.num_heads * config.head_dim
+    seen = zip(config.layer_stacks, config.layer_windows, strict=True)
+    pairs = sum(visible_pairs(seq, window) for stack, window in seen if stack != "delta")
+    attention = 2 * batch * pairs * config.num_heads * (config.head_dim + config.value_dim)
     return 2 * batch * seq * matrices + attention + head_flops(config, batch, seq)
 
 

@@ -45,6 +45,7 @@ class RopeScaling:
         truncate: yarn: the two dimensions are rounded outwards.
         attention_factor: yarn, longrope: multiplies queries and keys; None is `1 + ln(factor) / 10`, of longrope
             `sqrt(1 + ln(factor) / ln(original_length))`.
+        mscale_all: yarn, of DeepSeek: how much of `0.1 ln(factor)` queries and keys have in whole heads, turned or not.
         short_factors: longrope: what each pair's frequency is divided by, in texts up to the original length.
         long_factors: longrope: likewise in longer ones.
     """
@@ -58,13 +59,23 @@ class RopeScaling:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float | None = None
+    mscale_all: float | None = None
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
 
     def __post_init__(self):
         for name in ("short_factors", "long_factors"):  # files have lists, which no key of a table can be
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        names = ("factor", "original_length", "low_freq", "high_freq", "beta_fast", "beta_slow", "attention_factor")
+        names = (
+            "factor",
+            "original_length",
+            "low_freq",
+            "high_freq",
+            "beta_fast",
+            "beta_slow",
+            "attention_factor",
+            "mscale_all",
+        )
         problems = not_positive(self, names)
         if self.kind is RopeKind.llama3 and not self.high_freq > self.low_freq:
             problems.append(f"high_freq={self.high_freq} must be larger than low_freq={self.low_freq}")
@@ -168,6 +179,26 @@ class Config:
         }
 
     @property
+    def beside(self) -> tuple[str, ...]:
+        """Beginnings of the names of tensors that are another model's, which a folder may hold too."""
+        return ()
+
+    @property
+    def layer_stacks(self) -> tuple[str, ...]:
+        """Which of the model's stacks of blocks each layer is in: blocks alike are stacked together, in order."""
+        return ("layers",) * self.num_layers
+
+    @property
+    def value_dim(self) -> int:
+        """The width of a head's values: most families' is that of its queries and keys."""
+        return self.head_dim
+
+    @property
+    def cached_dim(self) -> int:
+        """How many numbers a layer keeps of a token that was read: its keys and values."""
+        return self.num_kv_heads * (self.head_dim + self.value_dim)
+
+    @property
     def query_scale(self) -> float:
         """What attention scores are multiplied by, the temperature of rotary embedding included where all have one."""
         return self.head_dim**-0.5 * (self.rope_temperature or 1.0) ** 2
@@ -195,6 +226,11 @@ class Config:
     @property
     def bidirectional(self) -> bool:
         """Whether every token sees those behind it too: such a model reads, and does not write."""
+        return False
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether layers hand on a state from token to token, which pages of keys and values do not hold."""
         return False
 
     @property

@@ -30,6 +30,7 @@ class Row:
             them: of `NKK` the first part has `N` places and the others `K` each.
         part: which of those this is.
         alternate: the parts take turns, place by place.
+        wide: it stays in float32, whatever the others are in.
     """
 
     leaf: str
@@ -42,6 +43,7 @@ class Row:
     fused: str = ""
     part: int = 0
     alternate: bool = False
+    wide: bool = False
 
     @property
     def stack(self) -> tuple[str, ...]:

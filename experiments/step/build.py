@@ -21,7 +21,7 @@ from experiments.step import objectives, optimizer, tiling
 from transforms.remat import remat
 from transforms.sharding import explicit
 from transforms.step import State, all_parameters, compile_step, make_eval_step, make_train_step
-from zoo import ForwardPass, Mixture, model_class
+from zoo import AbstractMixture, ForwardPass, model_class
 from zoo.adapters import lora
 from zoo.huggingface.weights import shapes
 from zoo.models.init import draw
@@ -116,7 +116,7 @@ class Programs:
 
         def read(reader, ids, segments, ops):
             asked: Any = {"segments": segments, "remat": kept, "ops": ops, **how}
-            if not balanced or not isinstance(reader, Mixture):
+            if not balanced or not isinstance(reader, AbstractMixture):
                 return reader.hidden(ids, **asked), 0.0
             out = reader.forward(ids, ForwardPass(**asked))
             return out.hidden, reader.config.balance_weight * out.balance

@@ -106,6 +106,21 @@ _GPT_OSS = _BASE | {
 }
 _GLM = _BASE | {"model_type": "glm4", "pad_token_id": None, "rope_theta": 1e4, "rms_norm_eps": 1.5625e-7}
 _COHERE = _WIDE | {"model_type": "cohere", "num_key_value_heads": 2, "pad_token_id": None, "rope_theta": 1e4}
+_DEEPSEEK = _BASE | {
+    "moe_intermediate_size": 24,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 20,
+    "q_lora_rank": 28,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 14,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "pad_token_id": None,
+}
+_DEEPSEEK = {key: value for key, value in _DEEPSEEK.items() if key != "head_dim"}
+_DEEPSEEK_2 = _DEEPSEEK | {"model_type": "deepseek_v2", "n_shared_experts": 2, "first_k_dense_replace": 1}
+_DEEPSEEK_3 = _DEEPSEEK | {"model_type": "deepseek_v3", "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
 # The text of 11 tokens is longer than those trained on (8), and waves fall into all three branches.
 _LLAMA_3_ROPE = {
     "rope_type": "llama3",
@@ -219,6 +234,43 @@ CASES: dict[str, dict[str, Any]] = {
     "glm": _GLM | {"model_type": "glm", "attention_bias": False, "tie_word_embeddings": True},
     "cohere": _COHERE | {"logit_scale": 0.5},
     "cohere_bias": _COHERE | {"attention_bias": True, "tie_word_embeddings": False},
+}
+CASES |= {
+    "deepseek_v2": _DEEPSEEK_2 | _rope(**_YARN, mscale=0.7, mscale_all_dim=0.7) | {"topk_method": "greedy"},
+    "deepseek_v2_groups": _DEEPSEEK_2
+    | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "q_lora_rank": None},
+    "deepseek_v3": _DEEPSEEK_3 | _rope(**_YARN, mscale=1.0, mscale_all_dim=0.5),
+    "deepseek_v3_halves": _DEEPSEEK_3
+    | {"rope_interleave": False, "norm_topk_prob": False, "attention_bias": True, "v_head_dim": 32}
+    | {"first_k_dense_replace": 0, "n_shared_experts": 2},
+}
+_QWEN_NEXT = _BASE | {
+    "model_type": "qwen3_next",
+    "num_hidden_layers": 4,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "rope_theta": 1e4,
+    "rms_norm_eps": 1e-2,  # or the norm behind the delta rule magnifies the roundings of first tokens
+}
+CASES |= {
+    "qwen3_next": _QWEN_NEXT,
+    "qwen3_next_other": _QWEN_NEXT
+    | {"attention_bias": True, "linear_num_value_heads": 2, "linear_conv_kernel_dim": 3, "norm_topk_prob": False}
+    | {"num_hidden_layers": 3, "layer_types": ["full_attention", "linear_attention", "full_attention"]},
+}
+_BERT = {key: value for key, value in _WIDE.items() if key != "num_key_value_heads"}
+_BERT |= {"model_type": "modernbert", "num_hidden_layers": 5, "local_attention": 6, "pad_token_id": None}
+ENCODERS: dict[str, dict[str, Any]] = {  # which read, and make no logits
+    "modernbert": _BERT,
+    "modernbert_biases": _BERT
+    | {"norm_bias": True, "attention_bias": True, "mlp_bias": True, "local_attention": 3}
+    | {"layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"]},
 }
 # A part that several share is each one's own: transformers writes into what it is given.
 CASES = {name: copy.deepcopy(case) for name, case in CASES.items()}

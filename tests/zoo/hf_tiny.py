@@ -1,12 +1,13 @@
 """Tiny models as Hugging Face folders, with every convention visible: random norms, odd sizes, small caps and windows.
 
 Weights come from numpy and the tensor's name, so that `golden.json` (what transformers computes) can be checked without
-transformers. `python -m tests.zoo.hf_tiny` writes it anew.
+transformers. `python -m tests.zoo.hf_tiny` writes it anew, `... CASE CASE` these cases.
 """
 
 import functools
 import json
 import math
+import sys
 import tempfile
 import zlib
 from pathlib import Path
@@ -19,7 +20,7 @@ import optax
 from safetensors.numpy import save_file
 
 from tests.quick import QUICK
-from tests.zoo.hf_cases import CASES
+from tests.zoo.hf_cases import CASES, ENCODERS
 from zoo import load
 from zoo.config import rows
 from zoo.huggingface.config import from_hf
@@ -34,6 +35,11 @@ def tokens() -> np.ndarray:
     return ids
 
 
+def weights() -> np.ndarray:
+    """What hidden states of an encoder are weighed by, for one number to take gradients of."""
+    return np.random.default_rng(0).normal(size=(2, 11, 48)).astype(np.float32)
+
+
 def tensor(name: str, shape: tuple[int, ...], norm: float = 0.0) -> np.ndarray:
     """The weights of a tensor: norms far from `norm`, matrices that keep activations near one."""
     noise = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape)
@@ -43,13 +49,14 @@ def tensor(name: str, shape: tuple[int, ...], norm: float = 0.0) -> np.ndarray:
 
 def write(case: str, folder: Path, dtype=np.float32) -> Path:
     """Write a case as a folder, in the dialect of transformers 4."""
-    config = from_hf(CASES[case])
+    raw = (CASES | ENCODERS)[case]
+    config = from_hf(raw)
     shapes = {name: row.disk_shape(config.dims) for row in rows(config) for name, _ in row.places(config.dims)}
     folder.mkdir(parents=True, exist_ok=True)
-    norm = 0.0 if "gemma" in CASES[case]["model_type"] else 1.0  # Gemma stores norms less one
+    norm = 0.0 if config.norm_offset else 1.0  # Gemma stores norms less one
     arrays = {name: tensor(name, shape, norm).astype(dtype) for name, shape in shapes.items()}
     save_file(arrays, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(CASES[case]))
+    (folder / "config.json").write_text(json.dumps(raw))
     return folder
 
 
@@ -59,8 +66,14 @@ jit: Any = functools.partial(eqx.filter_jit, **FAST)
 
 
 def loss_fn(model, ids=None, **how):
-    """Return (loss, logits) of next-token prediction; `how` is passed to `hidden`."""
+    """Return (loss, logits) of next-token prediction; `how` is passed to `hidden`.
+
+    Of an encoder, hidden states, and their sum weighed by `weights()`.
+    """
     ids = jnp.asarray(tokens(), jnp.int32) if ids is None else ids
+    if model.config.bidirectional:
+        hidden = model.hidden(ids, **how)
+        return (hidden * weights()).sum(), hidden
     logits = model.logits(model.hidden(ids, **how))
     return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], ids[:, 1:]).mean(), logits
 
@@ -92,11 +105,12 @@ def reference(case: str, dtype: str = "float32"):
     transformers.logging.set_verbosity_error()
     with tempfile.TemporaryDirectory() as folder:
         write(case, Path(folder))
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        made = transformers.AutoModel if case in ENCODERS else transformers.AutoModelForCausalLM
+        model: Any = made.from_pretrained(
             folder,
             dtype=dtype,
             attn_implementation="eager",  # the only one that soft-caps on the CPU
-            experts_implementation="eager",
+            **({} if case in ENCODERS else {"experts_implementation": "eager"}),
         )
         return model.eval()
 
@@ -106,11 +120,19 @@ def run(model) -> dict:
     import torch
 
     ids = torch.from_numpy(tokens())
+    if model.config.model_type in {raw["model_type"] for raw in ENCODERS.values()}:
+        hidden = model(input_ids=ids).last_hidden_state
+        (hidden * torch.from_numpy(weights())).sum().backward()
+        grads = {f"model.{name}": parameter.grad.numpy() for name, parameter in model.named_parameters()}
+        return {"logits": hidden.detach().numpy(), "grads": grads}
     out = model(input_ids=ids, labels=ids, output_hidden_states=True, use_cache=False)
     out.loss.backward()
     grads = {}
     for name, parameter in model.named_parameters():
         grads |= _on_disk(name, parameter.grad.float().numpy(), model.config.model_type)
+    for name, buffer in model.named_buffers():  # which is no parameter there, and has no gradient here
+        if name.endswith("e_score_correction_bias"):
+            grads[name] = np.zeros(buffer.shape, np.float32)
     return {
         "logits": out.logits.detach().float().numpy(),
         "loss": float(out.loss.detach()),
@@ -149,5 +171,7 @@ def summary(result: dict) -> dict:
     }
 
 
-if __name__ == "__main__":
-    GOLDEN.write_text(json.dumps({case: summary(run(reference(case))) for case in CASES}, indent=1) + "\n")
+if __name__ == "__main__":  # with names of cases, those alone
+    known, asked = json.loads(GOLDEN.read_text()), set(sys.argv[1:]) or set(CASES)
+    golden = {case: summary(run(reference(case))) if case in asked else known[case] for case in CASES}
+    GOLDEN.write_text(json.dumps(golden, indent=1) + "\n")

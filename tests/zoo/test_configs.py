@@ -90,6 +90,12 @@ PUBLISHED = {
     "olmoe_1b_7b": 6_919_161_856,
     "qwen1_5_moe_a2_7b": 14_315_784_192,
     "gpt_oss_20b": 20_914_757_184,
+    "deepseek_v2_lite": 15_706_484_224,
+    "deepseek_v3": 671_026_419_200,
+    "kimi_k2": 1_026_408_232_448,
+    "qwen3_next_80b_a3b": 79_674_391_296,
+    "modernbert_base": 149_014_272,
+    "modernbert_large": 394_781_696,
     "gpt_oss_120b": 116_829_156_672,
 }
 
@@ -178,6 +184,7 @@ def test_unknown_names_of_the_package_are_refused_with_the_known_ones():
     import zoo
 
     with pytest.raises(
-        AttributeError, match=r"no attribute `Gemini`; it has CohereConfig, .* GPT2Config, Gemma, Gemma3Config"
+        AttributeError,
+        match=r"no attribute `Gemini`; it has AbstractMixture, CohereConfig, .* GPT2Config, Gemma, Gemma3Config",
     ):
         zoo.Gemini  # noqa: B018

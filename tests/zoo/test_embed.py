@@ -1,7 +1,9 @@
 """Embedders: folders as sentence-transformers has them, against the same steps in torch on transformers' models."""
 
+import dataclasses
 import json
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,6 +47,8 @@ def folder(path, case, pooling, dense=0, normalise=True, **changed):
 
 CASES = {
     "gemma, both ways": ("gemma3", "mean_tokens", 2, BIDIRECTIONAL),
+    "modernbert": ("modernbert", "cls_token", 0, {}),
+    "modernbert, mean": ("modernbert_biases", "mean_tokens", 1, {}),
     "qwen 3": ("qwen3", "lasttoken", 0, {"tie_word_embeddings": True}),
 }
 
@@ -58,7 +62,7 @@ def test_vectors_are_those_of_transformers(name, tmp_path):
     theirs, expected = transformers.AutoModel.from_pretrained(path, dtype=torch.float32).eval(), []
     for text in TEXTS:
         hidden = theirs(torch.tensor([text])).last_hidden_state[0].detach()
-        vector = hidden.mean(0) if pooling == "mean_tokens" else hidden[-1]
+        vector = {"mean_tokens": hidden.mean(0), "lasttoken": hidden[-1], "cls_token": hidden[0]}[pooling]
         for i in range(dense):
             vector = torch.tensor(load_file(path / f"{i + 2}_Dense" / "model.safetensors")["linear.weight"]) @ vector
         expected.append(torch.nn.functional.normalize(vector, dim=0).numpy())
@@ -97,3 +101,49 @@ def test_what_is_not_known_is_refused(change, words, tmp_path):
     change(path)
     with pytest.raises(ValueError, match=words):
         zoo.Embedder.load(path)
+
+
+@pytest.mark.parametrize("case", hf_tiny.ENCODERS)
+def test_encoders_and_their_gradients_are_those_of_transformers(case, tmp_path):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    model = zoo.load(hf_tiny.write(case, tmp_path / case))
+    theirs = transformers.AutoModel.from_pretrained(tmp_path / case, dtype=torch.float32, attn_implementation="eager")
+    ids = hf_tiny.tokens()
+    weights = np.random.default_rng(0).normal(size=(*ids.shape, 48)).astype(np.float32)
+    hidden = theirs.eval()(torch.from_numpy(ids)).last_hidden_state
+    (hidden * torch.from_numpy(weights)).sum().backward()
+
+    def weighed(model, ids):
+        return (model.hidden(ids) * weights).sum()
+
+    np.testing.assert_allclose(model.hidden(jnp.asarray(ids)), hidden.detach().numpy(), atol=2e-5)
+    gradients = hf_tiny.jit(eqx.filter_grad(weighed))(model, jnp.asarray(ids))
+    zoo.save(gradients, tmp_path / "gradients")
+    expected = dict(theirs.named_parameters())
+    for name, array in load_file(tmp_path / "gradients" / "model.safetensors").items():
+        of_theirs = expected[name.removeprefix("model.")].grad.numpy()
+        np.testing.assert_allclose(array, of_theirs, atol=1e-5 * np.abs(of_theirs).max(), err_msg=name)
+    zoo.save(model, tmp_path / "saved")
+    again = transformers.AutoModel.from_pretrained(tmp_path / "saved", dtype=torch.float32, attn_implementation="eager")
+    assert float((again.eval()(torch.from_numpy(ids)).last_hidden_state - hidden).detach().abs().max()) == 0
+    with pytest.raises(ValueError, match="a ModernBertConfig reads texts and has no head"):
+        model(jnp.asarray(ids))
+
+
+ENCODER_MUTANTS = {
+    "a window too long": {"window": 9},
+    "a window too short": {"window": 4},
+    "windows elsewhere": {"attention_pattern": "LGL"},
+    "bases swapped": {"rope_theta": 1e4, "local_rope_theta": 16e4},
+    "gelu of the tanh form": {"activation": "gelu_tanh"},
+}
+
+
+@pytest.mark.parametrize("name", ENCODER_MUTANTS)
+def test_a_flipped_convention_of_an_encoder_is_seen(name, tmp_path):
+    model = zoo.load(hf_tiny.write("modernbert", tmp_path))
+    fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
+    changed = dataclasses.replace(model.config, **ENCODER_MUTANTS[name])
+    mutant = type(model)(**fields | {"config": changed})
+    ids = jnp.asarray(hf_tiny.tokens())
+    assert float(jnp.abs(model.hidden(ids) - mutant.hidden(ids)).max()) > 1e-4

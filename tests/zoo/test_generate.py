@@ -28,7 +28,9 @@ QUICK = (
     "qwen3_moe_mixed",
     "gpt2",
     "gpt_oss",
+    "deepseek_v3",
 )
+WRITERS = [case for case, raw in CASES.items() if raw["model_type"] != "qwen3_next"]
 MODEL = "gemma2_gqa"
 
 
@@ -55,7 +57,7 @@ def theirs(case=MODEL, prompts=PROMPTS, **how):
 
 
 @pytest.mark.parametrize(
-    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.heavy) for case in CASES]
+    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.heavy) for case in WRITERS]
 )
 def test_greedy_tokens_are_those_of_transformers(case):
     """A ragged batch, whose texts grow across the windows. There frequencies that grow are of the longest text."""
@@ -86,9 +88,21 @@ def test_a_text_ends_with_its_stop():
     assert steps == [[row[0] for row in free]]
 
 
+@pytest.mark.parametrize("case", [MODEL, "deepseek_v2"])
 @pytest.mark.parametrize("chunk", [6, 1024])
-def test_prompts_read_in_chunks_give_the_same(chunk):
-    assert ours(chunk=chunk) == ours()
+def test_prompts_read_in_chunks_give_the_same(case, chunk):
+    assert ours(case, chunk=chunk) == ours(case)
+
+
+def test_pages_of_latents_hold_one_for_all_heads():
+    """A latent of 20 and 8 dimensions of keys that turn, of 3 layers; four heads' keys and values would be 136."""
+    engine = Engine(loaded("deepseek_v3"), Settings(length=32, rows=2))
+    assert {pool.shape[-1] for pool in engine._state.pool} == {28}
+
+
+def test_layers_that_hand_on_a_state_are_refused():
+    with pytest.raises(ValueError, match="layers of this Qwen3NextConfig hand on a state, and the engine keeps keys"):
+        generate(loaded("qwen3_next"), [[3, 4]], 2)
 
 
 @pytest.mark.parametrize("chunk", [6, 1024])

@@ -16,9 +16,18 @@ from transforms.step import State, make_train_step
 from zoo import adapters
 from zoo.adapters import lora
 
-CASES = ["gemma_mqa", "gemma2_gqa", "llama_bias", "mixtral", "qwen3_moe_mixed", "smollm3", "olmo2"]
+CASES = [
+    "gemma_mqa",
+    "gemma2_gqa",
+    "llama_bias",
+    "mixtral",
+    "qwen3_moe_mixed",
+    "smollm3",
+    "olmo2",
+    "deepseek_v3_halves",
+]
 FUSED = ["gpt2", "neox", "phi3_long"]  # whose folders hold several matrices in one tensor
-OTHERS = [*FUSED, "opt", "granite", "olmoe", "qwen2_moe", "gpt_oss"]
+OTHERS = [*FUSED, "opt", "granite", "olmoe", "qwen2_moe", "gpt_oss", "deepseek_v3", "qwen3_next"]
 ALL = ("q", "k", "v", "o", "gate", "up", "down")
 
 

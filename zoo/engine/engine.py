@@ -33,7 +33,7 @@ from zoo.engine.step import program
 from zoo.engine.work import Writer, unasked
 from zoo.models.decoder import widened
 from zoo.models.layers import check_tokens
-from zoo.models.mixture import Mixture
+from zoo.models.mixture import AbstractMixture
 
 __all__ = ["Answer", "Engine", "Scores", "Settings", "Token"]
 
@@ -72,7 +72,7 @@ class Engine:
         self.settings = settings = settings or Settings()
         model.check_length(settings.length - 1)  # the last token is not read
         plan = Plan.of(model, settings, dtype)
-        if settings.exact and plan.platform != "cpu" and isinstance(model, Mixture):
+        if settings.exact and plan.platform != "cpu" and isinstance(model, AbstractMixture):
             raise ValueError(
                 f"cannot serve this mixture exactly on a {plan.platform}: its ragged products may round a token by how "
                 "many others go to the same expert. Pass exact=False."

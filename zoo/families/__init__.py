@@ -8,7 +8,9 @@ import importlib
 from typing import Any
 
 from zoo.config import Config
+from zoo.families.bert import ModernBertConfig
 from zoo.families.cohere import CohereConfig
+from zoo.families.deepseek import DeepSeekV2Config, DeepSeekV3Config
 from zoo.families.gemma import Gemma3Config, GemmaConfig
 from zoo.families.glm import GLMConfig
 from zoo.families.gpt import GPT2Config
@@ -21,6 +23,7 @@ from zoo.families.olmo import Olmo2Config, OlmoeConfig
 from zoo.families.opt import OPTConfig
 from zoo.families.phi import Phi3Config
 from zoo.families.qwen import Qwen2Config, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
+from zoo.families.qwen_next import Qwen3NextConfig
 from zoo.families.seed import SeedConfig
 from zoo.families.smollm import SmolLM3Config
 
@@ -46,6 +49,10 @@ FAMILIES: dict[str, type[Config]] = {
     "seed_oss": SeedConfig,
     "glm4": GLMConfig,
     "cohere": CohereConfig,
+    "modernbert": ModernBertConfig,
+    "qwen3_next": Qwen3NextConfig,
+    "deepseek_v2": DeepSeekV2Config,
+    "deepseek_v3": DeepSeekV3Config,
 }
 
 

@@ -56,10 +56,12 @@ class LlamaLike(Config):
         return (*ATTENTION, MLP_NORM, *norms, *(BIASES[projection] for projection in self.biases))
 
     def with_ends(self, layers: tuple[Row, ...]) -> tuple[Row, ...]:
-        """Add embedding, norm and head; norms start at one, because they multiply by the weight itself."""
+        """Add embedding, norm and head; norms start where they multiply by one."""
         embed, norm = ENDS  # not scaled up where it is looked up, so its rows must stand well above the norm's epsilon
         ends = (replace(embed, gain=0.3), norm) if self.tied else (replace(embed, gain=1.0), norm, HEAD)
-        return tuple(replace(row, start=1.0) if row.leaf.endswith("norm") else row for row in ends + layers)
+        return tuple(
+            replace(row, start=1.0 - self.norm_offset) if row.leaf.endswith("norm") else row for row in ends + layers
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,12 @@ EXPERTS = (
     Row("layers.up", LAYER + "mlp.experts.{}.up_proj.weight", "F D -> D F", "D"),
     Row("layers.down", LAYER + "mlp.experts.{}.down_proj.weight", "D F -> F D", "F"),
 )
+SHARED = (  # an expert that every token meets, and its gate
+    Row("layers.shared_router", LAYER + "mlp.shared_expert_gate.weight", "G D -> D G", "D"),
+    Row("layers.shared_gate", LAYER + "mlp.shared_expert.gate_proj.weight", "U D -> D U", "D"),
+    Row("layers.shared_up", LAYER + "mlp.shared_expert.up_proj.weight", "U D -> D U", "D"),
+    Row("layers.shared_down", LAYER + "mlp.shared_expert.down_proj.weight", "D U -> U D", "U"),
+)
 BALANCE: dict[str, tuple[str, float | None]] = {"router_aux_loss_coef": ("balance_weight", 0.001)}
 
 
@@ -66,3 +72,9 @@ class MixtureLike:
     def dense_layers(self) -> tuple[int, ...]:
         """The layers that have one MLP and no router."""
         return ()
+
+    @property
+    def layer_stacks(self) -> tuple[str, ...]:
+        """Which of the model's stacks of blocks each layer is in."""
+        count = getattr(self, "num_layers")  # noqa: B009 (a field of what this is inherited beside)
+        return tuple("dense" if layer in self.dense_layers else "layers" for layer in range(count))

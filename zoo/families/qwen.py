@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 from zoo.config import not_positive, window_problems
 from zoo.dialect import BIAS, SILU, TIED, Dialect, eps, sizes
 from zoo.families.llama import LlamaLike
-from zoo.families.mixture import BALANCE, EXPERTS, MixtureLike
-from zoo.parameters import LAYER, MLP, Row
+from zoo.families.mixture import BALANCE, EXPERTS, SHARED, MixtureLike
+from zoo.parameters import MLP, Row
 
 _NORMS = {"use_qk_norm": (True, None)}
 
@@ -98,12 +98,6 @@ _SPARSE = {
     "num_experts": ("num_experts", 128),
     "num_experts_per_tok": ("experts_per_token", 8),
 }
-_SHARED = (
-    Row("layers.shared_router", LAYER + "mlp.shared_expert_gate.weight", "G D -> D G", "D"),
-    Row("layers.shared_gate", LAYER + "mlp.shared_expert.gate_proj.weight", "U D -> D U", "D"),
-    Row("layers.shared_up", LAYER + "mlp.shared_expert.up_proj.weight", "U D -> D U", "D"),
-    Row("layers.shared_down", LAYER + "mlp.shared_expert.down_proj.weight", "D U -> U D", "U"),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +137,7 @@ class QwenMixtureLike(MixtureLike, Qwen2Config):
 
     def rows(self) -> tuple[Row, ...]:
         """Return the rows of every parameter that the model has."""
-        dense = tuple(_dense(row, self.dense_layers) for row in self.attention_rows() + MLP)
+        dense = tuple(dense_row(row, self.dense_layers) for row in self.attention_rows() + MLP)
         sparse = tuple(i for i in range(self.num_layers) if i not in self.dense_layers)
         layers = tuple(replace(row, layers=sparse) for row in self.attention_rows() + self.expert_rows())
         return self.with_ends(layers + (dense if self.dense_layers else ()))
@@ -220,11 +214,11 @@ class Qwen2MoeConfig(QwenMixtureLike):
 
     def expert_rows(self) -> tuple[Row, ...]:
         """Return the rows of what layers with experts have in place of an MLP."""
-        return EXPERTS + _SHARED
+        return EXPERTS + SHARED
 
 
-def _dense(row: Row, layers: tuple[int, ...]) -> Row:
-    """A row of the layers without experts, whose MLP has a width `P` of its own."""
+def dense_row(row: Row, layers: tuple[int, ...]) -> Row:
+    """Return a row of the layers without experts, whose MLP has a width `P` of its own."""
     leaf = row.leaf.replace("layers.", "dense.")
     return replace(
         row, leaf=leaf, pattern=row.pattern.replace("F", "P"), fan_in=row.fan_in.replace("F", "P"), layers=layers

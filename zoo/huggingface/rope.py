@@ -23,6 +23,7 @@ _FIELDS: dict[RopeKind, dict[str, str]] = {
         "beta_fast": "beta_fast",
         "beta_slow": "beta_slow",
         "attention_factor": "attention_factor",
+        "mscale_all_dim": "mscale_all",
         "truncate": "truncate",
         **_LENGTH,
     },
@@ -152,7 +153,9 @@ def _stretch(
             fields[field] = value if type(value) is int else length
             if value is not None and type(value) is not int:
                 problems.append(f"`{name}.{key}`={value!r} is not an integer")
-        elif value is not None and not (key.startswith("beta") and value == 0):  # there, zero means the default
+        elif value is not None and not (
+            key.startswith(("beta", "mscale")) and value == 0
+        ):  # there, zero means the default
             fields[field] = _number(value, problems, f"{name}.{key}")
     scale, scale_all = (_number(rope.get(key, 0.0), problems, f"{name}.{key}") for key in ("mscale", "mscale_all_dim"))
     if len(problems) > before:

@@ -149,6 +149,8 @@ def _opened(path: str | os.PathLike) -> tuple[Path, Config, dict[str, Tensor]]:
 
 def _kind(row: Row, config: Config, tensors: dict[str, Tensor], dtype: DTypeLike | None) -> jnp.dtype:
     """Return what to store a parameter in."""
+    if row.wide:
+        return jnp.dtype(jnp.float32)
     on_disk = {_DTYPES[tensors[name].dtype] for name, _ in row.places(config.dims)}
     return jnp.result_type(*on_disk) if dtype is None else jnp.dtype(dtype)
 

@@ -4,7 +4,9 @@ Dimensions: `B` batch `S` sequence `D` embed `V` vocab `L` layers.
 """
 
 import abc
+import collections
 import dataclasses
+import itertools
 import operator
 from typing import Any, ClassVar, TypeVar
 
@@ -54,9 +56,18 @@ class Decoder(eqx.Module):
             fields[stack] = block(**{path.partition(".")[2]: own[path] for path in own}) if own else None
         return cls(**{field.name: fields.get(field.name, leaves.get(field.name)) for field in dataclasses.fields(cls)})
 
-    @abc.abstractmethod
     def runs(self, per_layer: PerLayer) -> list[tuple[Any, PerLayer]]:
-        """Return the layers in order, as runs of one kind of block, each with its part of what differs."""
+        """Return the layers in order, as runs of neighbours in one stack, each with its part of what differs."""
+        stacks = self.config.layer_stacks
+        if len(set(stacks)) == 1:
+            return [(getattr(self, stacks[0]), per_layer)]
+        taken, runs, start = collections.Counter(), [], 0
+        for stack, run in itertools.groupby(stacks):
+            count = len(list(run))
+            cut = lambda tree, first, count=count: jax.tree.map(lambda leaf: leaf[first : first + count], tree)
+            runs.append((cut(getattr(self, stack), taken[stack]), cut(per_layer, start)))
+            taken[stack], start = taken[stack] + count, start + count
+        return runs
 
     def balance(self, routed: list[Float[Array, "2 E"]], tokens: int) -> Float[Array, ""] | None:
         """Return the balance loss of a mixture, given how each run's blocks routed so many tokens."""

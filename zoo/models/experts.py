@@ -17,7 +17,10 @@ from zoo.models.layers import Widened, linear
 from zoo.quantised import AbstractMatrix, Quantised, whole
 
 Matrix = Float[Array, "..."] | AbstractMatrix
-Biases = tuple[Float[Array, " E"], Float[Array, "E F"], Float[Array, "E F"], Float[Array, "E D"]]
+Biases = tuple[
+    Float[Array, " E"] | None, Float[Array, "E F"] | None, Float[Array, "E F"] | None, Float[Array, "E D"] | None
+]
+Select = Callable[..., tuple[Float[Array, "T C"], Int[Array, "T C"], Float[Array, "T E"]]]
 
 
 def experts(
@@ -31,6 +34,7 @@ def experts(
     normalise: bool,
     biases: Biases | None = None,
     combine: Callable | None = None,
+    select: Select | None = None,
 ) -> tuple[Float[Array, "B S D"], Float[Array, "2 E"]]:
     """Return what each token's experts make of it; and each expert's number of tokens and sum of probabilities.
 
@@ -45,10 +49,12 @@ def experts(
         down: leads back.
         chosen: how many experts `C` a token goes to.
         normalise: whether a token's weights sum to one.
-        biases: of the router `[E]`, and every expert's of gate and up `[E, F]` and of down `[E, D]`.
+        biases: of the router `[E]`, and every expert's of gate and up `[E, F]` and of down `[E, D]`; None where there
+            is none.
         combine: returns the hidden values of gates and what they multiply; None is `silu(gate) * up`.
+        select: returns what `route` does, given all scores and the router's bias; None takes the most probable.
     """
-    how = {"chosen": chosen, "normalise": normalise, "combine": combine}
+    how = {"chosen": chosen, "normalise": normalise, "combine": combine, "select": select}
     return _experts(_local, x, router, gate, up, down, biases, **how)
 
 
@@ -65,7 +71,7 @@ def _experts(local, x, router, gate, up, down, biases, **options):
         return local(x, router, gate, up, down, biases)
     whole = lambda weight, *dims: jax.tree.map(lambda part: uncut(part, *dims), weight)
     weights = whole(router, 0, 1), whole(gate, 1), whole(up, 1), whole(down, 2)
-    if biases is not None:
+    if biases is not None:  # jax.tree.map leaves None as it is
         biases = whole(biases[0], 0), biases[1], biases[2], whole(biases[3], 1)
     weights = (*weights, biases)
     cut_E, _, cut_F = partitions(gate)
@@ -86,19 +92,20 @@ def experts_by_sequence(
     normalise: bool,
     biases: Biases | None = None,
     combine: Callable | None = None,
+    select: Select | None = None,
 ) -> tuple[Float[Array, "B S D"], Float[Array, "2 E"]]:
     """Return `experts` of the same arguments, each sequence's tokens sorted on their own: `tile` can cut the batch.
 
     On an explicit mesh, the part of each sequence that a device has.
     """
-    how = {"chosen": chosen, "normalise": normalise, "combine": combine}
+    how = {"chosen": chosen, "normalise": normalise, "combine": combine, "select": select}
     return _experts(_local_rows, x, router, gate, up, down, biases, **how)
 
 
-def _local(x, router, gate, up, down, biases, *, chosen, normalise, combine, tokens=(), over_E=(), over_F=()):
+def _local(x, router, gate, up, down, biases, *, chosen, normalise, combine, select, tokens=(), over_E=(), over_F=()):
     """Compute `experts` of one device's tokens, given the mesh axes that cut tokens, experts and their hidden width."""
     flat = x.reshape(-1, x.shape[-1])
-    how = {} if biases is None else {"bias": biases[0]}
+    how = ({} if biases is None else {"bias": biases[0]}) | ({} if select is None else {"select": select})
     weights_TC, experts_TC, probs_TE = route(flat, router, chosen, normalise=normalise, **how)
     shared = tuple(axis for axis in over_E if axis in tokens)
     routing = flat, weights_TC, experts_TC
@@ -106,7 +113,9 @@ def _local(x, router, gate, up, down, biases, *, chosen, normalise, combine, tok
         routing = tuple(jax.lax.all_gather(value, axis, tiled=True) for value in routing)
     first = jax.lax.axis_index(over_E) * gate.shape[0] if over_E else None
     own = None
-    if biases is not None:  # what is summed over the parts of the hidden width has the last bias once
+    if (
+        biases is not None and biases[3] is not None
+    ):  # what is summed over the parts of the hidden width has the last bias once
         of_down = biases[3] * (jax.lax.axis_index(over_F) == 0).astype(x.dtype) if over_F else biases[3]
         own = biases[1], biases[2], of_down
     out = expert_mlp(*routing, gate, up, down, first=first, biases=own, combine=combine)
@@ -139,7 +148,13 @@ def ragged_linear(
 
 
 def route(
-    x: Float[Array, "T D"], router: Matrix, chosen: int, *, normalise: bool, bias: Float[Array, " E"] | None = None
+    x: Float[Array, "T D"],
+    router: Matrix,
+    chosen: int,
+    *,
+    normalise: bool,
+    bias: Float[Array, " E"] | None = None,
+    select: Select | None = None,
 ) -> tuple[Float[Array, "T C"], Int[Array, "T C"], Float[Array, "T E"]]:
     """Return the weights of each token's experts, which they are, and the probabilities of all; float32 or wider.
 
@@ -149,11 +164,55 @@ def route(
         chosen: how many experts `C` a token goes to: the most probable ones.
         normalise: whether a token's weights sum to one.
         bias: of each expert's score.
+        select: returns all three, given all scores and the bias, in place of the most probable experts.
     """
     scores_TE = linear("td,de->te", x, router, wide=True)
-    probs_TE = jax.nn.softmax(scores_TE if bias is None else scores_TE + bias, axis=-1)
+    if select is not None:
+        return select(scores_TE, bias, chosen=chosen, normalise=normalise)
+    probs_TE = jax.nn.softmax(scores_TE if bias is None else scores_TE + bias.astype(scores_TE.dtype), axis=-1)
     weights_TC, experts_TC = jax.lax.top_k(probs_TE, chosen)
     return weights_TC / (weights_TC.sum(-1, keepdims=True) if normalise else 1.0), experts_TC, probs_TE
+
+
+def group_limited(
+    scores: Float[Array, "T E"],
+    bias: Float[Array, " E"] | None,
+    *,
+    chosen: int,
+    normalise: bool,
+    groups: int,
+    kept: int,
+    best: int,
+    probability: Callable,
+    scale: float,
+) -> tuple[Float[Array, "T C"], Int[Array, "T C"], Float[Array, "T E"]]:
+    """Return what `route` does, of experts in the best groups alone (https://arxiv.org/abs/2405.04434, section 2.2).
+
+    Args:
+        scores: of every expert.
+        bias: added to the probabilities where experts are chosen, and not where they are weighed
+            (https://arxiv.org/abs/2408.15664).
+        chosen: how many experts `C` a token goes to.
+        normalise: whether a token's weights sum to one, before they are scaled.
+        groups: into how many groups of neighbours experts are divided.
+        kept: from how many of them a token's experts may be.
+        best: how many of a group's experts, the best ones, are summed to compare groups.
+        probability: makes probabilities of scores.
+        scale: multiplies the weights.
+    """
+    probs_TE = probability(scores)
+    rivals_TE = probs_TE if bias is None else probs_TE + bias
+    if kept < groups:
+        grouped = rivals_TE.reshape(len(scores), groups, -1)
+        _, stay = jax.lax.top_k(jax.lax.top_k(grouped, best)[0].sum(-1), kept)
+        inside = jax.nn.one_hot(stay, groups, dtype=bool).any(1)
+        rivals_TE = jnp.where(inside[..., None], grouped, 0 if bias is None else -jnp.inf).reshape(scores.shape)
+    _, experts_TC = jax.lax.top_k(rivals_TE, chosen)
+    held_TE = probs_TE if bias is not None else rivals_TE
+    weights_TC = jnp.take_along_axis(held_TE, experts_TC, axis=1)
+    if normalise:
+        weights_TC = weights_TC / (weights_TC.sum(-1, keepdims=True) + 1e-20)
+    return weights_TC * scale, experts_TC, probs_TE
 
 
 def expert_mlp(

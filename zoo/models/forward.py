@@ -90,13 +90,20 @@ class LayerPass:
         self,
         q: Float[Array, "B S N H"],
         k: Float[Array, "B S K H"],
-        v: Float[Array, "B S K H"],
+        v: Float[Array, "B S K W"],
         *,
         scale: float,
         cap: float | None = None,
         sinks: Float[Array, " N"] | None = None,
-    ) -> tuple[Float[Array, "B S N H"], Any]:
-        """Return what queries attend to, among these keys and those that were read before; and the pool."""
+    ) -> tuple[Float[Array, "B S N W"], Any]:
+        """Return what queries attend to, among these keys and those that were read before; and the pool.
+
+        Values that are narrower than keys, or wider, are padded to one size: kernels know no other.
+        """
+        if (width := v.shape[-1]) != q.shape[-1]:
+            q, k, v = (_padded(x, max(width, q.shape[-1])) for x in (q, k, v))
+            seen, pool = self.attention(q, k, v, scale=scale, cap=cap, sinks=sinks)
+            return seen[..., :width], pool
         if self.ops.ulysses:
             whole = replace(self, ops=replace(self.ops, ulysses=False))
             one = lambda q, k, v, sinks: whole.attention(q, k, v, scale=scale, cap=cap, sinks=sinks)[0]
@@ -112,6 +119,15 @@ class LayerPass:
             return self.ops.attention(q, k, v, **how), None
         return self.past.attention(self.ops.attention, self.place, self.pool, q, k, v, **how)
 
+    def latent_attention(
+        self, q: Float[Array, "B S N H"], latents: Float[Array, "B S 1 H"], *, scale: float
+    ) -> tuple[Float[Array, "B S N H"], Any]:
+        """Return what queries make of latents, those of texts that were read before among them; and the pool.
+
+        All heads share them, as keys and as values: pages hold them once.
+        """
+        return self.past.attention(self.ops.attention, self.place, self.pool, q, latents, None, scale=scale)
+
     def attend(
         self,
         project: groups.Project,
@@ -122,7 +138,7 @@ class LayerPass:
         cap: float | None = None,
         sinks: Float[Array, " N"] | None = None,
         apart: bool = True,
-    ) -> tuple[Float[Array, "B S N H"], "Aux"]:
+    ) -> tuple[Float[Array, "B S N W"], "Aux"]:
         """Return what the queries that `project` makes attend to, and what the block returns beside its output.
 
         Its arguments are those of `zoo.models.groups.attend`, by which it goes where a caller wants heads by turns.
@@ -134,6 +150,11 @@ class LayerPass:
             return seen, Aux(pool)
         one = lambda q, k, v, sinks=None: self.attention(q, k, v, sinks=sinks, **how)[0]
         return groups.attend(self.ops, project, one, x, weights, sinks, apart=apart), Aux()
+
+
+def _padded(x, size):
+    more = size - x.shape[-1]
+    return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, more),)) if more else x
 
 
 class Aux(eqx.Module):
@@ -178,6 +199,11 @@ def layer_passes(config: Config, asked: ForwardPass, seq: int) -> tuple[PerLayer
         raise ValueError(
             f"cannot go on with a text: every token of this {type(config).__name__} sees those behind it "
             "(bidirectional=True), so it only reads whole texts. Use zoo.Embedder, or a model that writes."
+        )
+    if past is not None and config.recurrent:
+        raise ValueError(
+            f"cannot go on with a text: layers of this {type(config).__name__} hand on a state, and the engine keeps "
+            "keys and values alone. Such a model is trained and scored here; generate with transformers."
         )
     length, places = (seq, None) if past is None else (past.length, past.places)
     if asked.segments is not None and positions is not None:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from zoo.families.gemma import Gemma3Config, GemmaConfig
 from zoo.models.decoder import Decoder
-from zoo.models.forward import Aux, LayerPass, PerLayer
+from zoo.models.forward import Aux, LayerPass
 from zoo.models.head import Head
 from zoo.models.layers import gelu, linear, rms_norm
 from zoo.quantised import AbstractMatrix
@@ -77,7 +77,3 @@ class Gemma(Decoder):
     def output(self) -> Head:
         """Return what makes logits: the table again, and the soft cap."""
         return Head(self.embed, self.config.final_softcap)
-
-    def runs(self, per_layer: PerLayer) -> list[tuple[Block, PerLayer]]:
-        """Return the layers, all of one kind."""
-        return [(self.layers, per_layer)]

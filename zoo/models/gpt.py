@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Integer
 
 from zoo.families.gpt import GPTLike
 from zoo.models.decoder import Decoder
-from zoo.models.forward import Aux, LayerPass, PerLayer
+from zoo.models.forward import Aux, LayerPass
 from zoo.models.head import Head
 from zoo.models.layers import ACTIVATIONS, layer_norm, lookup
 from zoo.models.llama import attention, attention_out
@@ -29,7 +29,6 @@ class Block(eqx.Module):
     lacks is None.
     """
 
-    attn_norm: Float[Array, "*L D"]
     q: Float[Array, "*L D N H"] | AbstractMatrix
     k: Float[Array, "*L D K H"] | AbstractMatrix
     v: Float[Array, "*L D K H"] | AbstractMatrix
@@ -37,6 +36,7 @@ class Block(eqx.Module):
     up: Float[Array, "*L D F"] | AbstractMatrix
     down: Float[Array, "*L F D"] | AbstractMatrix
     gate: Float[Array, "*L D F"] | AbstractMatrix | None = None
+    attn_norm: Float[Array, "*L D"] | None = None
     mlp_norm: Float[Array, "*L D"] | None = None
     attn_norm_bias: Float[Array, "*L D"] | None = None
     mlp_norm_bias: Float[Array, "*L D"] | None = None
@@ -44,6 +44,7 @@ class Block(eqx.Module):
     k_bias: Float[Array, "*L K H"] | None = None
     v_bias: Float[Array, "*L K H"] | None = None
     o_bias: Float[Array, "*L D"] | None = None
+    gate_bias: Float[Array, "*L F"] | None = None
     up_bias: Float[Array, "*L F"] | None = None
     down_bias: Float[Array, "*L D"] | None = None
     q_norm: None = None
@@ -52,9 +53,12 @@ class Block(eqx.Module):
     def __call__(self, x: Float[Array, "B S D"], config: GPTLike, told: LayerPass) -> tuple[Float[Array, "B S D"], Aux]:
         """Return what one layer makes of `x`, in the dtype of `x`; weights are cast here, and only here."""
         cast: Any = lambda weight: None if weight is None else weight.astype(x.dtype)
-        first = lambda x: layer_norm(x, self.attn_norm, self.attn_norm_bias, config.norm_eps)
+
+        def first(x):
+            return x if self.attn_norm is None else layer_norm(x, self.attn_norm, self.attn_norm_bias, config.norm_eps)
+
         seen, aux = attention(self, first, x, config, told)
-        biases = None if self.up_bias is None else (None, cast(self.up_bias), cast(self.down_bias))
+        biases = None if self.up_bias is None else tuple(map(cast, (self.gate_bias, self.up_bias, self.down_bias)))
         how = {"activation": ACTIVATIONS[config.activation]} | ({} if biases is None else {"biases": biases})
 
         def rest(x, seen):
@@ -110,7 +114,3 @@ class GPT(Decoder):
     def output(self) -> Head:
         """Return what makes logits: a matrix of its own, or the table again."""
         return Head(self.embed if self.head is None else self.head, scale=self.config.logit_scale)
-
-    def runs(self, per_layer: PerLayer) -> list[tuple[Block, PerLayer]]:
-        """Return the layers, all of one kind."""
-        return [(self.layers, per_layer)]

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from zoo.config import Config
 from zoo.families.llama import LlamaLike
 from zoo.models.decoder import Decoder
-from zoo.models.forward import Aux, LayerPass, PerLayer
+from zoo.models.forward import Aux, LayerPass
 from zoo.models.head import Head
 from zoo.models.layers import ACTIVATIONS, linear, rms_norm
 from zoo.quantised import AbstractMatrix
@@ -74,7 +74,7 @@ class Block(eqx.Module):
 
 def normalised(x: Float[Array, "B S D"], weight: Float[Array, " D"] | None, config: Config) -> Float[Array, "B S D"]:
     """Return `x` over its root mean square, times a weight; as it is where there is none."""
-    return x if weight is None else rms_norm(x, weight, config.norm_eps, offset=0.0)
+    return x if weight is None else rms_norm(x, weight, config.norm_eps, offset=config.norm_offset)
 
 
 def attention(
@@ -124,8 +124,8 @@ def attention_out(block: Any, seen: Float[Array, "B S N H"]) -> Float[Array, "B 
 def _heads_normalised(x, weight, config):
     """Normalise each head, or all of them together where each has weights of its own."""
     if weight.ndim == 1:
-        return rms_norm(x, weight, config.norm_eps, offset=0.0)
-    flat = rms_norm(x.reshape(*x.shape[:2], -1), weight.reshape(-1), config.norm_eps, offset=0.0)
+        return rms_norm(x, weight, config.norm_eps, offset=config.norm_offset)
+    flat = rms_norm(x.reshape(*x.shape[:2], -1), weight.reshape(-1), config.norm_eps, offset=config.norm_offset)
     return flat.reshape(x.shape)
 
 
@@ -142,7 +142,3 @@ class Llama(Decoder):
     def output(self) -> Head:
         """Return what makes logits: a matrix of its own, or the table again."""
         return Head(self.embed if self.head is None else self.head, scale=self.config.logit_scale)
-
-    def runs(self, per_layer: PerLayer) -> list[tuple[Block, PerLayer]]:
-        """Return the layers, all of one kind."""
-        return [(self.layers, per_layer)]

@@ -7,7 +7,6 @@ expert `G` its gate.
 """
 
 import functools
-import itertools
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -24,9 +23,9 @@ from zoo.families.qwen import Qwen2MoeConfig, Qwen3MoeConfig
 from zoo.models import llama
 from zoo.models.decoder import Decoder
 from zoo.models.experts import clamped, experts
-from zoo.models.forward import Aux, LayerPass, PerLayer
+from zoo.models.forward import Aux, LayerPass
 from zoo.models.head import Head
-from zoo.models.layers import linear
+from zoo.models.layers import linear, rms_norm
 from zoo.quantised import AbstractMatrix
 
 AnyMixture = MixtralConfig | Qwen2MoeConfig | Qwen3MoeConfig | OlmoeConfig | GptOssConfig
@@ -65,46 +64,63 @@ class Block(eqx.Module):
         self, x: Float[Array, "B S D"], config: AnyMixture, told: LayerPass
     ) -> tuple[Float[Array, "B S D"], Aux]:
         """Return what one layer makes of `x`, in the dtype of `x`; weights are cast here, and only here."""
-        cast: Any = lambda weight: weight.astype(x.dtype)
         seen, aux = llama.attention(self, lambda x: llama.normalised(x, self.attn_norm, config), x, config, told)
-
-        def between(x, seen):
-            x = x + checkpoint_name(llama.attention_out(self, seen), "attn_out")
-            return x, llama.normalised(x, self.mlp_norm, config)
-
-        x, h = told.ops.tokens(between, (1, 1))(x, seen)
-        weights = map(cast, (self.router, self.gate, self.up, self.down))
-        run = experts if told.ops.experts is None else told.ops.experts
-        how: dict[str, Any] = {"normalise": config.normalise_weights}
-        if self.router_bias is not None:
-            how["biases"] = tuple(map(cast, (self.router_bias, self.gate_bias, self.up_bias, self.down_bias)))
+        how: dict[str, Any] = {}
         if config.gate_limit is not None:
             how["combine"] = functools.partial(clamped, slope=config.gate_slope, limit=config.gate_limit)
-        out, routed = run(h, *weights, config.experts_per_token, **how)
-        if self.shared_router is not None:  # which has all four
-
-            def beside(h):
-                share = jax.nn.sigmoid(linear("bsd,dg->bsg", h, cast(self.shared_router)))
-                shared = map(cast, (self.shared_gate, self.shared_up, self.shared_down))
-                return share * told.ops.mlp(h, *shared, activation=jax.nn.silu)
-
-            out = out + told.ops.tokens(beside, (1,))(h)
-        return x + checkpoint_name(out, "mlp_out"), replace(aux, routed=routed)
+        return feed_forward(self, x, seen, config, told, aux, **how)
 
 
-class Mixture(Decoder):
-    """A mixture of experts. Routing drops no token.
+def feed_forward(
+    block: Any,
+    x: Float[Array, "B S D"],
+    seen: Float[Array, "B S N H"],
+    config: Any,
+    told: LayerPass,
+    aux: Aux,
+    **how: Any,
+) -> tuple[Float[Array, "B S D"], Aux]:
+    """Return what a layer of experts makes of what its attention has seen; a shared expert has a gate or has none.
 
-    Layers with one MLP in place of experts are `dense`: Llama's blocks, stacked apart; most models have none.
+    Args:
+        block: of which the parameters behind attention are read; other families' have the same.
+        x: the residual stream.
+        seen: what heads have seen.
+        config: the model's.
+        told: how the layer runs.
+        aux: what attention returned beside.
+        how: what else `zoo.models.experts.experts` is told.
     """
+    cast: Any = lambda weight: None if weight is None else weight.astype(x.dtype)
 
-    blocks: ClassVar = {"layers": Block, "dense": llama.Block}
-    embed: Float[Array, "V D"]
-    layers: Block
-    dense: llama.Block | None
-    final_norm: Float[Array, " D"]
-    head: Float[Array, "V D"] | AbstractMatrix | None
-    config: AnyMixture = eqx.field(static=True)
+    def between(x, seen):
+        x = x + checkpoint_name(llama.attention_out(block, seen), "attn_out")
+        return x, rms_norm(x, block.mlp_norm, config.norm_eps, offset=config.norm_offset)
+
+    x, h = told.ops.tokens(between, (1, 1))(x, seen)
+    weights = map(cast, (block.router, block.gate, block.up, block.down))
+    run = experts if told.ops.experts is None else told.ops.experts
+    if block.router_bias is not None:  # which stays as wide as it is
+        how["biases"] = (block.router_bias, *map(cast, (block.gate_bias, block.up_bias, block.down_bias)))
+    out, routed = run(h, *weights, config.experts_per_token, normalise=config.normalise_weights, **how)
+    if block.shared_gate is not None:
+
+        def beside(h):
+            shared = map(cast, (block.shared_gate, block.shared_up, block.shared_down))
+            made = told.ops.mlp(h, *shared, activation=jax.nn.silu)
+            if block.shared_router is None:
+                return made
+            return jax.nn.sigmoid(linear("bsd,dg->bsg", h, cast(block.shared_router))) * made
+
+        out = out + told.ops.tokens(beside, (1,))(h)
+    return x + checkpoint_name(out, "mlp_out"), replace(aux, routed=routed)
+
+
+class AbstractMixture(Decoder):
+    """What mixtures of experts have in common. Routing drops no token."""
+
+    layers: eqx.AbstractVar[Any]
+    head: eqx.AbstractVar[Float[Array, "V D"] | AbstractMatrix | None]
 
     def output(self) -> Head:
         """Return what makes logits: a matrix of its own, or the table again."""
@@ -119,15 +135,17 @@ class Mixture(Decoder):
         counts_E, probs_E = sum(routed[1:], routed[0]) / (tokens * self.layers.router.shape[0])
         return self.config.num_experts * jnp.sum(jax.lax.stop_gradient(counts_E) * probs_E)
 
-    def runs(self, per_layer: PerLayer) -> list[tuple[Any, PerLayer]]:
-        """Return the layers in order, as runs of one kind, each with its part of what differs between layers."""
-        if self.dense is None:
-            return [(self.layers, per_layer)]
-        is_dense = [layer in self.config.dense_layers for layer in range(self.config.num_layers)]
-        taken, runs, start = {True: 0, False: 0}, [], 0
-        for kind, run in itertools.groupby(is_dense):
-            count = len(list(run))
-            cut = lambda tree, first, count=count: jax.tree.map(lambda leaf: leaf[first : first + count], tree)
-            runs.append((cut(self.dense if kind else self.layers, taken[kind]), cut(per_layer, start)))
-            taken[kind], start = taken[kind] + count, start + count
-        return runs
+
+class Mixture(AbstractMixture):
+    """A mixture of experts.
+
+    Layers with one MLP in place of experts are `dense`: Llama's blocks, stacked apart; most models have none.
+    """
+
+    blocks: ClassVar = {"layers": Block, "dense": llama.Block}
+    embed: Float[Array, "V D"]
+    layers: Block
+    dense: llama.Block | None
+    final_norm: Float[Array, " D"]
+    head: Float[Array, "V D"] | AbstractMatrix | None
+    config: AnyMixture = eqx.field(static=True)

@@ -1,0 +1,301 @@
+"""DeepSeek V2 (https://arxiv.org/abs/2405.04434), V3 and R1 (https://arxiv.org/abs/2412.19437), and Kimi K2, whose
+files say they are V3: keys and values are made of a latent that all heads share, experts are chosen in groups. Free of
+JAX."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from zoo.config import not_positive
+from zoo.dialect import BIAS, HEADS, REQUIRED, SILU, SIZES, TIED, Dialect
+from zoo.families.llama import LlamaLike
+from zoo.families.mixture import EXPERTS, MixtureLike
+from zoo.families.qwen import dense_row
+from zoo.parameters import ATTENTION, BIASES, LAYER, MLP, MLP_NORM, Row
+
+_ATTN = LAYER + "self_attn."
+_DOWN_Q = (
+    Row("layers.q_down", _ATTN + "q_a_proj.weight", "A D -> D A", "D"),
+    Row("layers.q_norm", _ATTN + "q_a_layernorm.weight", "A -> A"),
+    Row("layers.q", _ATTN + "q_b_proj.weight", "(N H) A -> A N H", "A"),
+)
+_LATENT = (
+    Row("layers.kv_down", _ATTN + "kv_a_proj_with_mqa.weight", "J D -> D J", "D"),
+    Row("layers.kv_norm", _ATTN + "kv_a_layernorm.weight", "C -> C"),
+    Row("layers.kv", _ATTN + "kv_b_proj.weight", "(N X) C -> C N X", "C"),
+    Row("layers.o", _ATTN + "o_proj.weight", "D (N W) -> N W D", "NW"),
+)
+_BIASES = (
+    Row("layers.q_down_bias", _ATTN + "q_a_proj.bias", "A -> A"),
+    Row("layers.kv_down_bias", _ATTN + "kv_a_proj_with_mqa.bias", "J -> J"),
+)
+_CHOICE = Row("layers.router_bias", LAYER + "mlp.gate.e_score_correction_bias", "E -> E", wide=True)
+_SHARED = (
+    Row("layers.shared_gate", LAYER + "mlp.shared_experts.gate_proj.weight", "U D -> D U", "D"),
+    Row("layers.shared_up", LAYER + "mlp.shared_experts.up_proj.weight", "U D -> D U", "D"),
+    Row("layers.shared_down", LAYER + "mlp.shared_experts.down_proj.weight", "D U -> U D", "U"),
+)
+
+
+def _read(read: Any, num_layers: int) -> dict[str, Any]:
+    """Return the width of the latent of queries, which may be null."""
+    del num_layers
+    return {"q_rank": None if read.raw.get("q_lora_rank", 1536) is None else read.size("q_lora_rank", 1536, {})}
+
+
+def _write(config: Any) -> dict[str, Any]:
+    return {"q_lora_rank": config.q_rank}
+
+
+def _derived(fields: dict[str, Any]) -> dict[str, Any]:
+    return {"head_dim": fields["nope_head_dim"] + fields["rope_head_dim"]}
+
+
+def _sizes(context: int, dense: int, expert: int, **own: tuple[str, Any]) -> dict[str, tuple[str, Any]]:
+    """Return the sizes that both versions have, given the default context and hidden widths."""
+    usual = {key: SIZES[key] for key in ("vocab_size", "num_hidden_layers", "hidden_size", "num_attention_heads")}
+    return usual | {
+        "num_key_value_heads": ("num_kv_heads", HEADS),
+        "max_position_embeddings": ("context_length", context),
+        "intermediate_size": ("dense_mlp_dim", dense),
+        "moe_intermediate_size": ("mlp_dim", expert),
+        "kv_lora_rank": ("kv_rank", 512),
+        "qk_nope_head_dim": ("nope_head_dim", 128),
+        "qk_rope_head_dim": ("rope_head_dim", 64),
+        "v_head_dim": ("v_head_dim", 128),
+    } | own  # fmt: skip
+
+
+_KEYS: dict[str, Any] = {
+    "keys": ("q_lora_rank",),
+    "read": _read,
+    "write": _write,
+    "derived": _derived,
+    # What other programs read, what is for training, and `head_dim`, which newer files have, of the part that turns.
+    "ignored": (
+        *("head_dim", "qk_head_dim", "ep_size", "aux_loss_alpha", "seq_aux", "num_nextn_predict_layers"),
+        "num_mtp_layers",
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSeekLike(MixtureLike, LlamaLike):
+    """What DeepSeek V2 and V3 share.
+
+    Attributes:
+        mlp_dim: hidden width of one expert.
+        head_dim: width of a head's queries and keys: a part that does not turn by its position, and one that does.
+        nope_head_dim: of the first part.
+        rope_head_dim: of the second, whose keys all heads share.
+        v_head_dim: width of a head's values.
+        kv_rank: width of the latent that keys and values are made of.
+        q_rank: width of the latent that queries are made of; None makes them of the residual stream.
+        attention_bias: biases after the projections to latents and after attention.
+        first_dense: how many layers have one MLP and no router: the first ones.
+        dense_mlp_dim: hidden width of those.
+        shared_experts: experts that every token meets, as one MLP so many times as wide.
+        router_groups: into how many groups experts are divided.
+        groups_per_token: from how many of them a token's experts may be.
+        weight_scale: multiplies the weights of experts.
+    """
+
+    model: ClassVar[str] = "zoo.models.deepseek.DeepSeek"
+
+    norm_eps: float = 1e-6
+    balance_weight: float = 0.0
+    nope_head_dim: int = 128
+    rope_head_dim: int = 64
+    v_head_dim: int = 128
+    kv_rank: int = 512
+    q_rank: int | None = 1536
+    attention_bias: bool = False
+    first_dense: int = 0
+    dense_mlp_dim: int = 18_432
+    shared_experts: int = 1
+    router_groups: int = 1
+    groups_per_token: int = 1
+    weight_scale: float = 1.0
+
+    def problems(self) -> list[str]:
+        """Say what is wrong with the family's own fields."""
+        names = ("nope_head_dim", "rope_head_dim", "v_head_dim", "kv_rank", "q_rank", "dense_mlp_dim")
+        problems = super().problems() + self.router_problems()
+        problems += not_positive(self, (*names, "shared_experts", "weight_scale"))
+        if self.nope_head_dim + self.rope_head_dim != self.head_dim or self.rope_head_dim % 2:
+            problems.append(
+                f"head_dim={self.head_dim} must be nope_head_dim={self.nope_head_dim} and an even "
+                f"rope_head_dim={self.rope_head_dim} together"
+            )
+        if self.num_kv_heads != self.num_heads:
+            problems.append(f"num_kv_heads={self.num_kv_heads} must be num_heads={self.num_heads}")
+        if not 0 <= self.first_dense < self.num_layers:
+            problems.append(f"first_dense={self.first_dense} must be from 0 to {self.num_layers - 1}")
+        if not 1 <= self.groups_per_token <= self.router_groups or self.num_experts % max(1, self.router_groups):
+            problems.append(
+                f"router_groups={self.router_groups} must divide num_experts={self.num_experts}, and "
+                f"groups_per_token={self.groups_per_token} be from 1 to it"
+            )
+        return problems
+
+    @property
+    def sigmoid_router(self) -> bool:
+        """Whether each expert's probability is its own, and a bias takes part in choosing."""
+        return False
+
+    @property
+    def dense_layers(self) -> tuple[int, ...]:
+        """The layers that have one MLP and no router."""
+        return tuple(range(self.first_dense))
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """The size of each dimension letter that a parameter can have."""
+        own = {"E": self.num_experts, "P": self.dense_mlp_dim, "U": self.shared_experts * self.mlp_dim}
+        own |= {"C": self.kv_rank, "J": self.kv_rank + self.rope_head_dim, "W": self.v_head_dim}
+        own |= {"A": self.q_rank or 1, "X": self.nope_head_dim + self.v_head_dim}
+        return super().dims | own
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """The beginnings of the names of a model that guesses several tokens at once, behind the last layer."""
+        return tuple(f"model.layers.{self.num_layers + extra}." for extra in range(8))
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many dimensions of a head turn by its position."""
+        return self.rope_head_dim
+
+    @property
+    def value_dim(self) -> int:
+        """The width of a head's values."""
+        return self.v_head_dim
+
+    @property
+    def cached_dim(self) -> int:
+        """How many numbers a layer keeps of a token that was read: the latent, and the part of keys that turns."""
+        return self.kv_rank + self.rope_head_dim
+
+    @property
+    def query_scale(self) -> float:
+        """What attention scores are multiplied by; what the part that turns has more, rotation multiplies by."""
+        scaling = self.rope_scaling
+        if scaling is None or scaling.mscale_all is None or scaling.factor <= 1:
+            return self.head_dim**-0.5
+        return self.head_dim**-0.5 * (0.1 * scaling.mscale_all * math.log(scaling.factor) + 1) ** 2
+
+    @property
+    def rope_temperature(self) -> float | None:
+        """None: rotation multiplies the part that turns."""
+        return 1.0 if self.rope_scaling is None else None
+
+    def rows(self) -> tuple[Row, ...]:
+        """Return the rows of every parameter that the model has."""
+        queries = (ATTENTION[1],) if self.q_rank is None else _DOWN_Q
+        biases = (*_BIASES[self.q_rank is None :], BIASES["o"]) if self.attention_bias else ()
+        attention = (ATTENTION[0], *queries, *_LATENT, MLP_NORM, *biases)
+        choice = (_CHOICE,) if self.sigmoid_router else ()
+        sparse = tuple(range(self.first_dense, self.num_layers))
+        layers = tuple(replace(row, layers=sparse) for row in (*attention, *EXPERTS, *choice, *_SHARED))
+        dense = tuple(dense_row(row, self.dense_layers) for row in (*attention, *MLP)) if self.dense_layers else ()
+        return self.with_ends(layers + dense)
+
+
+_V2_GROUPS = {"n_group": ("router_groups", 1), "topk_group": ("groups_per_token", 1)}
+
+
+def _read_v2(read: Any, num_layers: int) -> dict[str, Any]:
+    """Return what V2 says otherwise: groups only where the method of choosing has them."""
+    method = read.raw.get("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        read.problems.append(f"`topk_method`={method!r} is not supported, only 'greedy' or 'group_limited_greedy'")
+    grouped = method != "greedy"
+    sizes = {field: read.size(key, 1, {}) if grouped else 1 for key, (field, _) in _V2_GROUPS.items()}
+    return _read(read, num_layers) | sizes
+
+
+def _write_v2(config: Any) -> dict[str, Any]:
+    method = "group_limited_greedy" if config.router_groups > 1 else "greedy"
+    groups = {key: getattr(config, field) for key, (field, _) in _V2_GROUPS.items()}
+    return _write(config) | {"topk_method": method} | groups
+
+
+_V2_KEYS: dict[str, Any] = _KEYS | {
+    "keys": (*_KEYS["keys"], "topk_method", *_V2_GROUPS),
+    "read": _read_v2,
+    "write": _write_v2,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSeekV2Config(DeepSeekLike):
+    """DeepSeek V2, V2 Lite and V2.5: probabilities of all experts together, of which the chosen are not normalised."""
+
+    dialects: ClassVar = {
+        "deepseek_v2": Dialect(
+            architecture="DeepseekV2ForCausalLM",
+            sizes=_sizes(
+                *(2048, 11_008, 1407),
+                n_routed_experts=("num_experts", 64),
+                num_experts_per_tok=("experts_per_token", REQUIRED),
+                n_shared_experts=("shared_experts", 2),
+                first_k_dense_replace=("first_dense", 0),
+            ),
+            numbers={"rms_norm_eps": ("norm_eps", 1e-6), "routed_scaling_factor": ("weight_scale", 1.0)},
+            flags=TIED | BIAS,
+            only=SILU | {"norm_topk_prob": (False, None), "moe_layer_freq": (1, None), "mlp_bias": (False, None)},
+            harmless={"scoring_func": ("softmax", None)},
+            **_V2_KEYS,
+        )
+    }
+
+    @property
+    def normalise_weights(self) -> bool:
+        """Whether the weights of the chosen experts sum to one."""
+        return False
+
+    @property
+    def rotary_pairs(self) -> bool:
+        """Whether neighbouring dimensions of a head turn together."""
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSeekV3Config(DeepSeekLike):
+    """DeepSeek V3 and R1, Kimi K2: each expert's probability is its own, and a bias takes part in choosing.
+
+    Attributes:
+        normalise_weights: the weights of the chosen experts sum to one before they are scaled.
+        rotary_pairs: neighbouring dimensions of a head turn together, in place of those of its halves.
+    """
+
+    dialects: ClassVar = {
+        name: Dialect(
+            architecture="DeepseekV3ForCausalLM",
+            sizes=_sizes(
+                *(4096, 18_432, 2048),
+                n_routed_experts=("num_experts", 256),
+                num_experts_per_tok=("experts_per_token", 8),
+                n_shared_experts=("shared_experts", 1),
+                first_k_dense_replace=("first_dense", 3),
+                n_group=("router_groups", 8),
+                topk_group=("groups_per_token", 4),
+            ),
+            numbers={"rms_norm_eps": ("norm_eps", 1e-6), "routed_scaling_factor": ("weight_scale", 2.5)},
+            flags=TIED
+            | BIAS
+            | {"norm_topk_prob": ("normalise_weights", True), "rope_interleave": ("rotary_pairs", True)},
+            only=SILU | {"moe_layer_freq": (1, None)},
+            harmless={"scoring_func": ("sigmoid", None), "topk_method": ("noaux_tc", None)},
+            **_KEYS,
+        )
+        for name in ("deepseek_v3", "kimi_k2")
+    }
+
+    normalise_weights: bool = True
+    rotary_pairs: bool = True
+
+    @property
+    def sigmoid_router(self) -> bool:
+        """Whether each expert's probability is its own."""
+        return True

@@ -1,0 +1,209 @@
+"""Qwen 3 Next (https://qwenlm.github.io/blog/qwen3_next): the gated delta rule (https://arxiv.org/abs/2412.06464), and
+attention with a gate behind it, in a mixture of experts.
+
+A head's state is a matrix that keys look values up in. Each token lets it decay, and corrects what is found under its
+key by a part of what is missing there. Chunks of tokens are made of matrix products, and hand on the state.
+
+Dimensions: `B` batch `S` sequence `D` embed `V` vocab `N` query heads `K` kv heads `H` head size `Q` key heads of the
+rule `M` value heads `W` their size `Y` and `Z` what a key head's projections make `C` channels of the convolution `I`
+its taps `G` one `F` mlp hidden of an expert `E` experts `U` hidden of the shared expert.
+"""
+
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Integer
+
+from zoo.families.qwen_next import Qwen3NextConfig
+from zoo.models import llama, mixture
+from zoo.models.forward import Aux, LayerPass
+from zoo.models.layers import accumulator, linear, rms_norm
+from zoo.quantised import AbstractMatrix
+
+CHUNK = 64  # tokens between which the state is handed on
+_EPS = 1e-6  # of the lengths of queries and keys
+
+
+class Experts(eqx.Module):
+    """What both kinds of layers have, stacked over a leading `L`; inside the scan, one layer's."""
+
+    attn_norm: Float[Array, "*L D"]
+    mlp_norm: Float[Array, "*L D"]
+    router: Float[Array, "*L D E"] | AbstractMatrix
+    gate: Float[Array, "*L E D F"] | AbstractMatrix
+    up: Float[Array, "*L E D F"] | AbstractMatrix
+    down: Float[Array, "*L E F D"] | AbstractMatrix
+    shared_router: Float[Array, "*L D G"] | AbstractMatrix
+    shared_gate: Float[Array, "*L D U"] | AbstractMatrix
+    shared_up: Float[Array, "*L D U"] | AbstractMatrix
+    shared_down: Float[Array, "*L U D"] | AbstractMatrix
+
+
+class Gated(Experts):
+    """Layers of attention, whose heads have a gate."""
+
+    q: Float[Array, "*L D N H"] | AbstractMatrix
+    q_gate: Float[Array, "*L D N H"] | AbstractMatrix
+    k: Float[Array, "*L D K H"] | AbstractMatrix
+    v: Float[Array, "*L D K H"] | AbstractMatrix
+    o: Float[Array, "*L N H D"] | AbstractMatrix
+    q_norm: Float[Array, "*L H"]
+    k_norm: Float[Array, "*L H"]
+    q_bias: Float[Array, "*L N H"] | None = None
+    q_gate_bias: Float[Array, "*L N H"] | None = None
+    k_bias: Float[Array, "*L K H"] | None = None
+    v_bias: Float[Array, "*L K H"] | None = None
+    o_bias: Float[Array, "*L D"] | None = None
+    router_bias: None = None
+
+    def __call__(
+        self, x: Float[Array, "B S D"], config: Qwen3NextConfig, told: LayerPass
+    ) -> tuple[Float[Array, "B S D"], Aux]:
+        """Return what one layer makes of `x`, in the dtype of `x`; weights are cast here, and only here."""
+        first = lambda x: llama.normalised(x, self.attn_norm, config)
+        seen, aux = llama.attention(self, first, x, config, told)
+
+        def gated(x, seen):
+            gate = linear("bsd,dnh->bsnh", first(x), self.q_gate.astype(x.dtype))
+            gate = gate if self.q_gate_bias is None else gate + self.q_gate_bias.astype(x.dtype)
+            return seen * jax.nn.sigmoid(gate)
+
+        seen = told.ops.tokens(gated, (1, 1))(x, seen)
+        return mixture.feed_forward(self, x, seen, config, told, aux)
+
+
+class Delta(Experts):
+    """Layers of the delta rule."""
+
+    qkvz: Float[Array, "*L D Q Y"] | AbstractMatrix
+    ba: Float[Array, "*L D Q Z"] | AbstractMatrix
+    conv: Float[Array, "*L C G I"]
+    decay: Float[Array, "*L M"]
+    step: Float[Array, "*L M"]
+    scale: Float[Array, "*L W"]
+    o: Float[Array, "*L M W D"] | AbstractMatrix
+    o_bias: None = None
+    router_bias: None = None
+
+    def __call__(
+        self, x: Float[Array, "B S D"], config: Qwen3NextConfig, told: LayerPass
+    ) -> tuple[Float[Array, "B S D"], Aux]:
+        """Return what one layer makes of `x`, in the dtype of `x`; weights are cast here, and only here."""
+        cast: Any = lambda weight: weight.astype(x.dtype)
+        batch, seq, _ = x.shape
+        heads, size, width = config.delta_key_heads, config.delta_key_dim, config.delta_value_dim
+        shared = config.delta_value_heads // heads * width
+
+        def project(x):
+            h = llama.normalised(x, self.attn_norm, config)
+            return linear("bsd,dqy->bsqy", h, cast(self.qkvz)), linear("bsd,dqz->bsqz", h, cast(self.ba))
+
+        qkvz, ba = told.ops.tokens(project, (1,))(x)
+        *qkv, z = jnp.split(qkvz, [size, 2 * size, 2 * size + shared], -1)
+        b, a = (part.reshape(batch, seq, -1) for part in jnp.split(ba, 2, -1))
+        mixed = jnp.concatenate([part.reshape(batch, seq, -1) for part in qkv], -1)
+        mixed = jax.nn.silu(convolved(mixed, cast(self.conv)[:, 0], told.positions))
+        q, k, v = jnp.split(mixed, [heads * size, 2 * heads * size], -1)
+        q, k = (part.reshape(batch, seq, heads, size) for part in (q, k))
+        wide = accumulator(x.dtype)
+        log_decay = -jnp.exp(self.decay.astype(wide)) * jax.nn.softplus(a.astype(wide) + self.step.astype(wide))
+        begins = None if told.positions is None else jnp.broadcast_to(told.positions == 0, (batch, seq))
+        seen = delta_rule(q, k, v.reshape(batch, seq, -1, width), log_decay, jax.nn.sigmoid(b), begins)
+        seen = rms_norm(seen.astype(x.dtype), self.scale, config.norm_eps, offset=0.0)
+        gate = jax.nn.silu(z.reshape(seen.shape).astype(wide))
+        return mixture.feed_forward(self, x, (seen * gate).astype(x.dtype), config, told, Aux())
+
+
+def convolved(
+    x: Float[Array, "B S C"], taps: Float[Array, "C I"], positions: Integer[Array, "#B S"] | None
+) -> Float[Array, "B S C"]:
+    """Return each channel's sum of its last tokens, times its taps, of which the last is this token's.
+
+    Args:
+        x: channels.
+        taps: of each.
+        positions: where each token stands in its text: none sees those of another; None is one text.
+    """
+    out = x * taps[:, -1]
+    for back in range(1, min(taps.shape[1], x.shape[1])):
+        before = jnp.pad(x[:, :-back], ((0, 0), (back, 0), (0, 0)))
+        before = before if positions is None else jnp.where(positions[..., None] >= back, before, 0)
+        out = out + before * taps[:, -1 - back]
+    return out
+
+
+def delta_rule(
+    q: Float[Array, "B S Q H"],
+    k: Float[Array, "B S Q H"],
+    v: Float[Array, "B S M W"],
+    log_decay: Float[Array, "B S M"],
+    rate: Float[Array, "B S M"],
+    begins: Bool[Array, "B S"] | None = None,
+) -> Float[Array, "B S M W"]:
+    """Return what queries find, in float32 or wider.
+
+    A state, zeros at first, becomes `decay * state + rate * k (v - k decay * state)`; then `q state` is found. Queries
+    and keys are brought to length one, and queries over the root of their size. 6 S M H W FLOPs and more in a chunk.
+
+    Args:
+        q: queries; each head is that of so many neighbouring heads of values.
+        k: keys, likewise.
+        v: values.
+        log_decay: of each head's state, at most 0.
+        rate: how much of what is missing is learned, from 0 to 1.
+        begins: where another text begins, with a state of zeros; None is one text.
+    """
+    batch, seq, _, size = q.shape
+    heads, wide = v.shape[2], accumulator(v.dtype)
+    length = lambda x: x * jax.lax.rsqrt((x * x).sum(-1, keepdims=True) + _EPS)
+    q, k = (jnp.repeat(length(part.astype(wide)), heads // part.shape[2], axis=2) for part in (q, k))
+    begins = jnp.zeros((batch, seq), bool) if begins is None else begins
+    chunk = min(CHUNK, seq)
+    parts = (q * size**-0.5, k, v.astype(wide), log_decay.astype(wide), rate.astype(wide), begins)
+    chunked = [_chunks(part, chunk) for part in parts]
+    state = jnp.zeros((batch, heads, size, v.shape[-1]), wide)
+    _, found = jax.lax.scan(jax.checkpoint(_chunk, prevent_cse=False), state, tuple(chunked))
+    return jnp.moveaxis(found, 0, 1).reshape(batch, -1, *v.shape[2:])[:, :seq]
+
+
+def _chunks(x, size):
+    """Return `[chunks, B, size, ...]`, the last filled up: keys of zero change no state."""
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size), *((0, 0),) * (x.ndim - 2)))
+    return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
+
+
+def _chunk(state, parts):
+    """Return the state after a chunk, and what its queries find `[B, T, M, W]`.
+
+    What each token corrects depends on what those before it in the chunk did: a triangular system of equations.
+    """
+    q, k, v, log_decay, rate, begins = parts
+    text = jnp.cumsum(begins, 1)  # of each token, how many have begun in this chunk
+    one = (text[:, :, None] == text[:, None, :])[:, None]
+    since = jnp.cumsum(log_decay, 1).transpose(0, 2, 1)  # [B, M, T]
+    behind = jnp.tril(jnp.ones((q.shape[1],) * 2, bool))
+    pair = jnp.exp(jnp.where(behind & one, since[..., :, None] - since[..., None, :], -jnp.inf))
+    first = jnp.where((text == 0)[:, None], jnp.exp(since), 0)  # what is left of the state before the chunk
+    last = jnp.where((text == text[:, -1:])[:, None], jnp.exp(since[..., -1:] - since), 0)
+    overlap = jnp.einsum("btmh,bumh->bmtu", k, k) * pair * rate.transpose(0, 2, 1)[..., None]
+    expected = jnp.einsum("btmh,bmhw->bmtw", k, state) * first[..., None]
+    wanted = (v.transpose(0, 2, 1, 3) - expected) * rate.transpose(0, 2, 1)[..., None]
+    made = jax.lax.linalg.triangular_solve(overlap, wanted, left_side=True, lower=True, unit_diagonal=True)
+    found = jnp.einsum("btmh,bmhw->bmtw", q, state) * first[..., None]
+    found = found + jnp.einsum("bmtu,bmuw->bmtw", jnp.einsum("btmh,bumh->bmtu", q, k) * pair, made)
+    state = state * first[..., -1:, None] + jnp.einsum("bumh,bmu,bmuw->bmhw", k, last, made)
+    return state, found.transpose(0, 2, 1, 3)
+
+
+class Qwen3Next(mixture.AbstractMixture):
+    """A Qwen 3 Next: layers of attention, and those of the delta rule. Routing drops no token."""
+
+    blocks: ClassVar = {"layers": Gated, "delta": Delta}
+    embed: Float[Array, "V D"]
+    layers: Gated
+    delta: Delta
+    final_norm: Float[Array, " D"]
+    head: Float[Array, "V D"] | AbstractMatrix | None
+    config: Qwen3NextConfig = eqx.field(static=True)
