@@ -67,13 +67,13 @@ def counting(monkeypatch):
     """The class that counts in `read`."""
     _Counting.read = 0
     monkeypatch.setattr(tensors, "safe_open", _Counting)
-    take = tensors.Scratch.take
+    mapped = tensors.mapped
 
-    def taken(scratch, count):
-        _Counting.read += count
-        return take(scratch, count)
+    def counted(file, start, size):
+        _Counting.read += size
+        return mapped(file, start, size)
 
-    monkeypatch.setattr(tensors.Scratch, "take", taken)
+    monkeypatch.setattr(tensors, "mapped", counted)
     return _Counting
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,17 +25,17 @@ class DamagedError(ValueError):
     """A file is not what it was when it was saved."""
 
 
-class Scratch:
-    """Memory that tensors are read into, one after another: the system takes longer to give it than a disk to fill."""
+def mapped(file: Path, start: int, size: int) -> mmap.mmap:
+    """Return some bytes of a file as memory that is read when it is looked at, and nobody copies: with what is before
+    them on their page.
 
-    def __init__(self):
-        self._memory = np.empty(0, np.uint8)
-
-    def take(self, count: int) -> np.ndarray:
-        """Return so many bytes, which hold something; those taken before are overwritten."""
-        if count > len(self._memory):
-            self._memory = np.empty(count, np.uint8)
-        return self._memory[:count]
+    Raises:
+        ValueError: the file is shorter.
+    """
+    how = {"flags": mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0), "prot": mmap.PROT_READ}
+    begin = start - start % mmap.ALLOCATIONGRANULARITY
+    with file.open("rb") as opened:
+        return mmap.mmap(opened.fileno(), start + size - begin, offset=begin, **how)
 
 
 @dataclass(frozen=True)
@@ -57,29 +58,30 @@ class Tensor:
     digest: str | None
     start: int
 
-    def pieces(self, whole: bool = False, scratch: "Scratch | None" = None) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield `(first row, rows)` in order; the rows of each are gone when the next are asked for.
+    def pieces(self, whole: bool = False) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield `(first row, rows)` in order; nothing may be written to them.
 
         Args:
             whole: all rows at once.
-            scratch: memory to read into; None is some of its own.
 
         Raises:
             DamagedError: the bytes are not those that the file's own digest was made of.
         """
-        count, digest, scratch = self.shape[0], hashlib.sha256(), Scratch() if scratch is None else scratch
-        step, kind = count if whole else max(1, _CHUNK // math.prod(self.shape[1:])), _KINDS[self.dtype]
-        row = math.prod(self.shape[1:]) * kind.itemsize
-        with self.file.open("rb", buffering=0) as file:
-            file.seek(self.start)
-            for start in range(0, count, step):
-                rows = min(step, count - start)
-                memory = scratch.take(rows * row)
-                if file.readinto(memory.data) != rows * row:
-                    raise DamagedError(f"{self.file.name}: `{self.name}` ends before its last row")
-                if self.digest is not None:
-                    digest.update(memory.data)
-                yield start, memory.view(kind).reshape(rows, *self.shape[1:])
+        count, digest, kind = self.shape[0], hashlib.sha256(), _KINDS[self.dtype]
+        row = math.prod(self.shape[1:])
+        step = count if whole else max(1, _CHUNK // row)
+        for start in range(0, count, step):
+            rows = min(step, count - start)
+            offset, size = self.start + start * row * kind.itemsize, rows * row * kind.itemsize
+            try:
+                memory = mapped(self.file, offset, size)
+            except ValueError:
+                raise DamagedError(f"{self.file.name}: `{self.name}` ends before its last row") from None
+            piece = np.frombuffer(memory, kind, rows * row, len(memory) - size).reshape(rows, *self.shape[1:])
+            if self.digest is not None:
+                digest.update(as_bytes(piece))
+            yield start, piece
+            memory.madvise(mmap.MADV_DONTNEED)  # or it would count as this process's until it is unmapped
         if self.digest is not None and digest.hexdigest() != self.digest:
             raise DamagedError(f"{self.file.name}: `{self.name}` is not what was saved: its SHA-256 differs")
 

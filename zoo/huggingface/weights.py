@@ -44,7 +44,7 @@ from zoo.huggingface.folder import (
 from zoo.huggingface.kept import as_quantised, kept_rows, kept_together, load_kept, quantisation
 from zoo.huggingface.quantised import decoded, written
 from zoo.huggingface.sharded import load_leaf
-from zoo.huggingface.tensors import DamagedError, Scratch, Tensor, as_bytes
+from zoo.huggingface.tensors import DamagedError, Tensor, as_bytes
 from zoo.parameters import Row
 from zoo.quantised import quantise as quantised
 from zoo.quantised import whole
@@ -93,14 +93,14 @@ def load(
     """
     folder, config, tensors = _opened(path)
     kept = kept_rows(folder, config, tensors) if quantise == AS_STORED else ()
-    leaves, damaged, scratch = {}, [], Scratch()
+    leaves, damaged = {}, []
     for row in rows(config):
         kind = _kind(row, config, tensors, dtype)
         try:
             if row in kept:
                 leaves[row.leaf] = load_kept(row, config.dims, tensors, kind, mesh)
             elif mesh is None:
-                leaves[row.leaf] = _load_leaf(row, config.dims, tensors, kind, scratch)
+                leaves[row.leaf] = _load_leaf(row, config.dims, tensors, kind)
             else:
                 leaves[row.leaf] = load_leaf(row, config.dims, tensors, kind, mesh, axes)
         except DamagedError as error:
@@ -238,20 +238,21 @@ def _leaf(model: Any, row: Row) -> Any:
     return operator.attrgetter(row.leaf)(model)
 
 
-def _load_leaf(
-    row: Row, dims: dict[str, int], tensors: dict[str, Tensor], dtype: jnp.dtype, scratch: Scratch
-) -> jax.Array:
+def _load_leaf(row: Row, dims: dict[str, int], tensors: dict[str, Tensor], dtype: jnp.dtype) -> jax.Array:
     """Fill one leaf in place, a tensor (or, for an unstacked one, a run of rows) at a time."""
-    leaf, sizes = jnp.zeros(row.shape(dims), dtype), tuple(dims.items())
-    if next(iter(leaf.devices())).platform == "cpu":
+    sizes = tuple(dims.items())
+    if next(iter(jnp.zeros(0).devices())).platform == "cpu":
+        # Copied, and so JAX's own; a program that makes zeros would be compiled for each shape.
+        leaf = jax.device_put(np.zeros(row.shape(dims), dtype), may_alias=False)
         memory = _memory(leaf.block_until_ready())
         for name, place in row.places(dims):
-            for start, piece in tensors[name].pieces(bool(row.stack), scratch):
+            for start, piece in tensors[name].pieces(bool(row.stack)):
                 into = memory[place] if row.stack else memory[start : start + len(piece)]
                 _copy(into, row.turned(piece, dims) if row.stack else piece)
         return leaf
+    leaf = jnp.zeros(row.shape(dims), dtype)
     for name, place in row.places(dims):
-        for start, piece in tensors[name].pieces(bool(row.stack), scratch):
+        for start, piece in tensors[name].pieces(bool(row.stack)):
             turned = _turn(piece, row=row, sizes=sizes, dtype=dtype)
             # One piece at a time: those that wait for their turn would be in memory beside the leaf.
             leaf = _put(leaf, turned, place or (start,)).block_until_ready()

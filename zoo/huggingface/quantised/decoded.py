@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from zoo.huggingface.tensors import Scratch, Tensor
+from zoo.huggingface.tensors import Tensor
 
 
 @dataclass(frozen=True)
@@ -15,17 +15,19 @@ class Kept:
     """How a matrix `[out, in]` can stay in fewer bits, as `zoo.quantised` has it.
 
     Attributes:
-        kind: what its integers stand for: `int8`, `int4` or `nf4`.
+        kind: what they stand for: `int8`, `int4`, `nf4` or `fp8`.
         groups: how many scales an output has.
         scale: the type of scales.
         read: returns integers `[out, in]`, of four bits two in a byte with the first in its lower half, and scales
-            `[out, groups]`, given the parts of the tensor.
+            `[out, groups]`, given the parts of the tensor; and zeros, less 8, where groups have them.
+        zeros: whether they have.
     """
 
     kind: str
     groups: int
     scale: np.dtype
-    read: Callable[..., tuple[np.ndarray, np.ndarray]]
+    read: Callable[..., tuple[np.ndarray, ...]]
+    zeros: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Decoded(Tensor):
         """Return the whole tensor."""
         return self.decode(*(part.array() for part in self.parts)).astype(np.float32).reshape(self.shape)
 
-    def pieces(self, whole: bool = False, scratch: Scratch | None = None) -> Iterator[tuple[int, np.ndarray]]:
+    def pieces(self, whole: bool = False) -> Iterator[tuple[int, np.ndarray]]:
         """Yield all rows at once."""
         yield 0, self.array()
 
