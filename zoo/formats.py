@@ -11,16 +11,17 @@ class Kind(StrEnum):
     int8 = "int8"
     int4 = "int4"
     nf4 = "nf4"
+    fp8 = "fp8"  # of four bits of exponent and three of mantissa: read and kept, not made
 
     @property
     def bits(self) -> int:
         """Bits of a number, its share of a scale aside."""
-        return 8 if self is Kind.int8 else 4
+        return 8 if self in (Kind.int8, Kind.fp8) else 4
 
     @property
     def group(self) -> int | None:
         """How many inputs share a scale where nothing else is said; None is all of them."""
-        return {Kind.int8: None, Kind.int4: 128, Kind.nf4: 64}[self]
+        return {Kind.int4: 128, Kind.nf4: 64}.get(self)
 
 
 # The quantiles of a normal distribution that four bits stand for, as bitsandbytes has them (appendix E of the paper).

@@ -1,7 +1,7 @@
 """Matrices that are more than an array: what they have in common, and those kept in fewer bits.
 
-`Quantised` holds integers of 8 or 4 bits with scales, and stands where a model has a matrix. It is frozen: gradients
-go through it to its input, and none to itself, so that what learns is a `LowRank` over it (QLoRA,
+`Quantised` holds integers of 8 or 4 bits, or floats of 8, with scales, and stands where a model has a matrix. It is
+frozen: gradients go through it to its input, and none to itself, so that what learns is a `LowRank` over it (QLoRA,
 https://arxiv.org/abs/2305.14314). `quantise` makes them of a model's matrices; `zoo.load(..., quantise="as_stored")`
 keeps those that a folder has.
 
@@ -20,7 +20,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int8, PyTree, UInt8
+from jaxtyping import Array, Float, Float8e4m3fn, Int8, PyTree, UInt8
 
 from transforms.sharding import einsum
 from zoo.config import rows
@@ -64,22 +64,24 @@ class Quantised(AbstractMatrix):
     each output there is none where the compiler converts as it multiplies. On a mesh it lies whole on every device.
 
     Attributes:
-        values: integers; of four bits two in a byte, the first in its lower half.
+        values: integers or floats; of four bits two in a byte, the first in its lower half.
         scale: of each output's groups of inputs.
         kind: what the integers stand for.
         letters: the matrix's dimensions without those that tell matrices apart, such as `DNH`.
         sizes: of these dimensions.
         inputs: those that products sum over.
         dtype: what the matrix counts as.
+        zero: of each output's groups, the integer that stands for zero; None is 0.
     """
 
-    values: Int8[Array, "*lead O I"] | UInt8[Array, "*lead O half"]
+    values: Int8[Array, "*lead O I"] | Float8e4m3fn[Array, "*lead O I"] | UInt8[Array, "*lead O half"]
     scale: Float[Array, "*lead O G"]
     kind: Kind = eqx.field(static=True)
     letters: str = eqx.field(static=True)
     sizes: tuple[int, ...] = eqx.field(static=True)
     inputs: str = eqx.field(static=True)
     dtype: jnp.dtype = eqx.field(static=True)
+    zero: Int8[Array, "*lead O G"] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -104,7 +106,8 @@ class Quantised(AbstractMatrix):
         """Return the matrix as an array: computed in float32, and rounded once."""
         numbers = self._numbers(jnp.float32)
         scale = jax.lax.stop_gradient(self.scale).astype(jnp.float32)
-        grouped = numbers.reshape(*scale.shape, self.group) * scale[..., None]
+        grouped = numbers.reshape(*scale.shape, self.group)
+        grouped = (grouped if self.zero is None else grouped - self.zero[..., None]) * scale[..., None]
         return self._turned(grouped.reshape(numbers.shape).astype(self.dtype))
 
     def einsum(self, pattern: str, x: Float[Array, "..."], kind: DTypeLike | None = None) -> Float[Array, "..."]:
@@ -117,7 +120,7 @@ class Quantised(AbstractMatrix):
     def _einsum(self, pattern, x, kind):
         output, right = pattern.split("->")[1], pattern.split("->")[0].split(",")[1]
         outputs = "".join(letter for letter in right if letter in output)
-        if self.scale.shape[-1] > 1 or not output.endswith(outputs) or self.values.ndim > 2:
+        if self.scale.shape[-1] > 1 or self.zero is not None or not output.endswith(outputs) or self.values.ndim > 2:
             return einsum(pattern, x, self.dequantised(), kind)
         numbers = self._turned(self._numbers(x.dtype))
         total = einsum(pattern, x, numbers, jnp.promote_types(x.dtype, jnp.float32))
@@ -126,8 +129,8 @@ class Quantised(AbstractMatrix):
 
     def _numbers(self, dtype):
         """Return what the integers stand for, before they are scaled `[*lead, O, I]`."""
-        if self.kind is Kind.int8:
-            return self.values.astype(dtype)
+        if self.kind.bits == 8:
+            return jax.lax.stop_gradient(self.values).astype(dtype)
         halves = (self.values[..., None] >> jnp.array([0, 4], jnp.uint8)) & jnp.uint8(15)
         codes = halves.reshape(*self.values.shape[:-1], -1)
         return codes.astype(dtype) - 8 if self.kind is Kind.int4 else _looked_up(codes).astype(dtype)
@@ -216,6 +219,8 @@ def quantise(model: PyTree, kind: Kind | str, *, group: int | None = None) -> Py
         ValueError: the group does not divide the inputs of a matrix, or the model has no matrix for it.
     """
     kind, dims = Kind(kind), model.config.dims
+    if kind is Kind.fp8:
+        raise ValueError("cannot quantise to fp8: such matrices are kept where a folder has them, and not made.")
     group = kind.group if group is None else group
     found = [row for row in rows(model.config) if quantisable(row)]
     if not found:

@@ -68,10 +68,14 @@ def packed(name, out, into):
     return held, _matrix(out, into, lambda i, j: (values[i, j] - 8) * np.float32(scale[i, j // 16]))
 
 
-def gptq(name, out, into):
+def gptq_in_order(name, out, into):
+    return gptq(name, out, into, order=lambda index: index)
+
+
+def gptq(name, out, into, order=NOISE.permutation):
     values, zeros = NOISE.integers(0, 16, (into, out)), NOISE.integers(0, 15, (into // 16, out))
     scale = NOISE.uniform(0.01, 0.1, (into // 16, out)).astype(np.float16)
-    index = NOISE.permutation(np.repeat(np.arange(into // 16), 16)).astype(np.int32)
+    index = order(np.repeat(np.arange(into // 16), 16)).astype(np.int32)
     held = {
         f"{name}.qweight": np.ascontiguousarray(_words(np.ascontiguousarray(values.T)).T),
         f"{name}.qzeros": _words(zeros),
@@ -144,6 +148,8 @@ FORMATS = {
         },
     ),
     "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": True}),
+    "gptq in order": (gptq_in_order, {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False}),
+    "gptq, which says otherwise": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 16}),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm"}),
     "bitsandbytes int8": (int8_bitsandbytes, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
     "nf4": (nf4, {"quant_method": "bitsandbytes", "load_in_4bit": True}),
@@ -288,7 +294,10 @@ def test_what_is_written_in_fewer_bits_is_read_so(kind, family, tmp_path):
     _same(load(tmp_path / "again", quantise="as_stored"), model)
 
 
-@pytest.mark.parametrize("kind", ["int8 by rows", "packed", "bitsandbytes int8", "nf4"])
+@pytest.mark.parametrize(
+    "kind",
+    ["fp8 by blocks", "fp8 by rows", "gptq in order", "awq", "int8 by rows", "packed", "bitsandbytes int8", "nf4"],
+)
 def test_folders_of_others_stay_in_fewer_bits(kind, tmp_path):
     """In what is kept stands what is read, for matrices apart (Llama) and several in one tensor (Phi 3)."""
     encode, settings = FORMATS[kind]
@@ -302,13 +311,19 @@ def test_folders_of_others_stay_in_fewer_bits(kind, tmp_path):
         assert isinstance(kept.layers.q, Quantised) and not isinstance(kept.embed, Quantised)
         for one, other in zip(jax.tree.leaves(_plain(kept)), jax.tree.leaves(load(folder)), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
+        if kind.startswith("fp8"):
+            assert kept.layers.q.values.dtype == jnp.float8_e4m3fn
+            with pytest.raises(ValueError, match="matrices are kept as floats of 8 bits, or with zeros"):
+                zoo.save(kept, tmp_path / "again")
 
 
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("fp8 by rows", "layers.q, layers.k.* cannot stay in fewer bits: only integers of 8 or 4 bits and nf4 can"),
-        ("gptq", "cannot stay in fewer bits"),
+        (
+            "gptq",
+            "layers.q, layers.k.* cannot stay in fewer bits: only floats of 8 bits, integers of 8 or 4 and nf4 can",
+        ),
         (None, "its weights are not in fewer bits"),
     ],
 )

@@ -41,14 +41,15 @@ def kept_rows(folder: Path, config: Config, tensors: dict[str, Tensor]) -> list[
 
     def stays(row):
         kept = _kept_of(row, config.dims, tensors)
-        alike = {None if one is None else (one.kind, one.groups, one.scale) for one in kept}
+        alike = {None if one is None else (one.kind, one.groups, one.scale, one.zeros) for one in kept}
         return len(alike) == 1 and None not in alike and outputs_by_inputs(row)
 
     if wrong := [row.leaf for row in found if not stays(row)]:
         raise refusal(
             folder,
-            f"{', '.join(wrong)} cannot stay in fewer bits: only integers of 8 or 4 bits and nf4 can, symmetric, in "
-            "equal groups of inputs, all layers alike. Leave quantise=as_stored out to read what they stand for.",
+            f"{', '.join(wrong)} cannot stay in fewer bits: only floats of 8 bits, integers of 8 or 4 and nf4 can, in "
+            "equal groups of neighbouring inputs, all layers alike. Leave quantise=as_stored out to read what they "
+            "stand for.",
         )
     return found
 
@@ -60,8 +61,11 @@ def as_quantised(row: Row, dims: dict[str, int], tensors: dict[str, Tensor], dty
     kind, shape = Kind(kept.kind), row.shape(dims)
     inputs = math.prod(dims[letter] for letter in row.fan_in)
     lead = *shape[: len(row.lead)], math.prod(shape[len(row.lead) :]) // inputs
-    values = zeros((*lead, inputs * kind.bits // 8), jnp.int8 if kind is Kind.int8 else jnp.uint8)
-    return Quantised(values, zeros((*lead, kept.groups), kept.scale), **layout(row, dims, kind, dtype))
+    stored = {Kind.int8: jnp.int8, Kind.fp8: jnp.float8_e4m3fn}.get(kind, jnp.uint8)
+    values = zeros((*lead, inputs * kind.bits // 8), stored)
+    scale = zeros((*lead, kept.groups), kept.scale)
+    zero = zeros((*lead, kept.groups), jnp.int8) if kept.zeros else None
+    return Quantised(values, scale, zero=zero, **layout(row, dims, kind, dtype))
 
 
 def load_kept(
@@ -81,15 +85,16 @@ def load_kept(
         parts = jax.device_put(parts, NamedSharding(mesh, PartitionSpec()))
     kept = _kept_of(row, dims, tensors)[0]
     assert kept is not None
-    values, scale = map(jnp.asarray, parts)
-    return Quantised(values, scale, **layout(row, dims, Kind(kept.kind), dtype))
+    values, scale, *zero = map(jnp.asarray, parts)
+    how = layout(row, dims, Kind(kept.kind), dtype)
+    return Quantised(values, scale, zero=zero[0] if zero else None, **how)
 
 
 def _own_outputs(row: Row, dims: dict[str, int], array: np.ndarray) -> np.ndarray:
     """Return the rows of a matrix on disk that are one parameter's, where it holds several."""
-    letter = row.disk[0][0]
-    split = array.reshape(row.disk_dims(dims)[letter], -1, array.shape[1])
-    return split[row.places_on_disk(letter, 0, dims[letter], dims)].reshape(-1, array.shape[1])
+    letters, every = row.disk[0], row.disk_dims(dims)
+    own = tuple(row.places_on_disk(letter, 0, dims[letter], dims) for letter in letters)
+    return array.reshape(*(every[letter] for letter in letters), -1)[own].reshape(-1, array.shape[1])
 
 
 def kept_together(leaves: list[Any]) -> bool:
@@ -111,6 +116,11 @@ def quantisation(tensors: Mapping[str, list[tuple[Row, Any]]], dtype: str) -> di
     kept = {name: parts[0][1] for name, parts in tensors.items() if kept_together([leaf for _, leaf in parts])}
     if not kept:
         return {}
+    if any(leaf.kind is Kind.fp8 or leaf.zero is not None for leaf in kept.values()):
+        raise ValueError(
+            "cannot save a model whose matrices are kept as floats of 8 bits, or with zeros of their own: load it "
+            "without quantise=as_stored, and save that; adapters over it are saved by themselves."
+        )
     whole = all(leaf.scale.shape[-1] == 1 for leaf in kept.values())
     alike = {(leaf.kind, None if whole else leaf.group) for leaf in kept.values()}
     if len(alike) > 1:

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from zoo.huggingface.quantised import fp8
 from zoo.huggingface.quantised.decoded import Kept, ends, made, nibbles
-from zoo.huggingface.quantised.fp8 import scaled
 from zoo.huggingface.tensors import DTYPES, Tensor
 
 _FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
@@ -35,6 +35,8 @@ def read(settings: dict[str, Any], tensors: Mapping[str, Tensor], label: str) ->
             parts = tensors[name], scale
             decode = functools.partial(_scaled, block=blocks[0] if blocks else None)
             kept = _kept(parts[0].shape, scale, 8) if parts[0].dtype == "I8" and not blocks else None
+            if kept is None and (len(scale.shape) < 2 or scale.shape[1] == 1 or blocks):  # not groups of a row's inputs
+                kept = fp8.kept(*parts, blocks[0] if blocks else None)
             found[name] = made(name, parts[0].shape, label, parts, decode, kept)
             continue
         if len(bits) > 1 or not bits <= {4, 8}:
@@ -68,7 +70,7 @@ def _scaled(weight, scale, block):
         return weight.astype(np.float32) * np.repeat(
             scale.astype(np.float32), weight.shape[1] // scale.shape[1], axis=1
         )
-    return scaled(weight, scale, block)
+    return fp8.scaled(weight, scale, block)
 
 
 def _unpacked(words, scale, shape, *, bits):

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from zoo.huggingface.quantised.decoded import ends, made
+from zoo.huggingface.quantised.decoded import Kept, ends, made
 from zoo.huggingface.tensors import Tensor
 
 
@@ -16,8 +16,25 @@ def read(settings: dict[str, Any], tensors: Mapping[str, Tensor], label: str) ->
     for suffix in (".weight_scale_inv", ".weight_scale"):
         for module in ends(tensors, suffix):
             name, parts = f"{module}.weight", (tensors[f"{module}.weight"], tensors[f"{module}{suffix}"])
-            found[name] = made(name, parts[0].shape, label, parts, lambda weight, scale: scaled(weight, scale, block))
+            decode = lambda weight, scale: scaled(weight, scale, block)
+            found[name] = made(name, parts[0].shape, label, parts, decode, kept(*parts, block))
     return found
+
+
+def kept(weight: Tensor, scale: Tensor, block: list[int] | None) -> Kept | None:
+    """Say how a matrix of floats of 8 bits stays: each row has the scales of its blocks, a few for some hundred."""
+    whole = block is None or len(scale.shape) < 2 or scale.shape[1] == 1
+    rows, columns = (1, weight.shape[1]) if whole else block
+    if weight.dtype != "F8_E4M3" or weight.shape[1] % columns:
+        return None
+    groups = weight.shape[1] // columns
+
+    def read(weight, scale):
+        every = np.broadcast_to(scale.reshape(-1, groups), (len(weight), groups)) if scale.size == 1 or whole else scale
+        every = every if len(every) == len(weight) else np.repeat(every, rows, axis=0)[: len(weight)]
+        return weight, every.astype(np.float32)
+
+    return Kept("fp8", groups, np.dtype("f4"), read)
 
 
 def scaled(weight: np.ndarray, scale: np.ndarray, block: list[int] | None) -> np.ndarray:

@@ -2,13 +2,13 @@
 (https://arxiv.org/abs/2210.17323) and AWQ (https://arxiv.org/abs/2306.00978)."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from zoo.huggingface.quantised.decoded import ends, made, nibbles
-from zoo.huggingface.tensors import Tensor
+from zoo.huggingface.quantised.decoded import Kept, ends, made, nibbles
+from zoo.huggingface.tensors import DTYPES, Tensor
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word of 32 bits each of eight neighbours is
 
@@ -28,17 +28,44 @@ def read_gptq(settings: dict[str, Any], tensors: Mapping[str, Tensor], label: st
         index = tensors.get(f"{module}.g_idx")
         shape = parts[0].shape[1], parts[0].shape[0] * 32 // bits
         name = f"{module}.weight"
-        found[name] = made(name, shape, label, parts if index is None else (*parts, index), decode)
+        plain = bits == 4 and not settings.get("desc_act")  # or inputs of a group stand apart
+        kept = _kept(parts[2], shape, functools.partial(_gptq_numbers, bits=bits, offset=offset)) if plain else None
+        found[name] = made(name, shape, label, parts if index is None else (*parts, index), decode, kept)
     return found
 
 
-def _gptq(words, zeros, scales, index=None, *, bits, offset, group):
-    """Return `[out, in]` of words `[in / per word, out]`."""
+def _gptq_numbers(words, zeros, *, bits, offset):
+    """Return the integers `[in, out]` of words `[in / per word, out]`, and the zeros of their groups."""
     values = nibbles(words, bits).transpose(0, 2, 1).reshape(-1, words.shape[1]).astype(np.int32)
-    starts = nibbles(zeros, bits).reshape(zeros.shape[0], -1).astype(np.int32) + offset
+    return values, nibbles(zeros, bits).reshape(zeros.shape[0], -1).astype(np.int32) + offset
+
+
+def _gptq(words, zeros, scales, index=None, *, bits, offset, group):
+    """Return `[out, in]`."""
+    values, starts = _gptq_numbers(words, zeros, bits=bits, offset=offset)
     if index is None:
         index = np.arange(len(values)) // (len(values) if group < 1 else group)
     return ((values - starts[index]) * scales.astype(np.float32)[index]).T
+
+
+def _kept(scales: Tensor, shape: tuple[int, ...], numbers: Callable[..., Any]) -> Kept | None:
+    """Say how a matrix `[out, in]` stays, whose groups have zeros of their own."""
+    groups = scales.shape[0]
+    if shape[1] % groups or shape[1] % 2 or scales.dtype not in DTYPES:
+        return None
+
+    def read(words, zeros, scales, index=None):
+        values, starts = numbers(words, zeros)
+        usual = np.arange(len(values)) // (len(values) // groups)
+        if index is not None and not np.array_equal(index, usual):
+            raise ValueError(
+                "inputs of a group stand apart (g_idx), though desc_act says that they do not: such matrices cannot "
+                "stay in fewer bits. Leave quantise=as_stored out."
+            )
+        codes = values.T.astype(np.uint8)
+        return codes[:, ::2] | (codes[:, 1::2] << np.uint8(4)), scales.T, (starts.T - 8).astype(np.int8)
+
+    return Kept("int4", groups, DTYPES[scales.dtype], read, zeros=True)
 
 
 def read_awq(settings: dict[str, Any], tensors: Mapping[str, Tensor], label: str) -> dict[str, Tensor]:
@@ -54,14 +81,20 @@ def read_awq(settings: dict[str, Any], tensors: Mapping[str, Tensor], label: str
     for module in ends(tensors, ".qweight"):
         parts = tuple(tensors[f"{module}.{part}"] for part in ("qweight", "qzeros", "scales"))
         name, shape = f"{module}.weight", (parts[0].shape[1] * 32 // bits, parts[0].shape[0])
-        found[name] = made(name, shape, label, parts, _awq)
+        found[name] = made(name, shape, label, parts, _awq, _kept(parts[2], shape, _awq_numbers))
     return found
 
 
+def _awq_numbers(words, zeros):
+    """Return the integers `[in, out]` of words `[in, out / 8]`, and the zeros of their groups."""
+    return tuple(
+        nibbles(array, 4)[..., _AWQ_ORDER].reshape(len(array), -1).astype(np.int32) for array in (words, zeros)
+    )
+
+
 def _awq(words, zeros, scales):
-    """Return `[out, in]` of words `[in, out / 8]`."""
-    ordered = lambda array: nibbles(array, 4)[..., _AWQ_ORDER].reshape(len(array), -1).astype(np.int32)
-    values, starts = ordered(words), ordered(zeros)
+    """Return `[out, in]`."""
+    values, starts = _awq_numbers(words, zeros)
     index = np.arange(len(values)) // (len(values) // len(starts))
     return ((values - starts[index]) * scales.astype(np.float32)[index]).T
 
