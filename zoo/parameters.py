@@ -4,7 +4,8 @@ Everything that must agree about parameters reads these rows: initialisation, lo
 Here are those that several families have; a family's file puts its own together. Free of JAX.
 
 Dimensions: `V` vocab `D` embed `F` mlp hidden `N` query heads `K` kv heads `H` head size `L` layers `E` experts `P` mlp
-hidden of the layers without experts `U` hidden of a shared expert `G` its gate `M` learned positions.
+hidden of the layers without experts `U` hidden of a shared expert `G` its gate `M` learned positions; further
+letters are a family's own.
 """
 
 import itertools

@@ -262,7 +262,7 @@ CASES |= {
     "qwen3_next": _QWEN_NEXT,
     "qwen3_next_other": _QWEN_NEXT
     | {"attention_bias": True, "linear_num_value_heads": 2, "linear_conv_kernel_dim": 3, "norm_topk_prob": False}
-    | {"num_hidden_layers": 3, "layer_types": ["full_attention", "linear_attention", "full_attention"]},
+    | {"layer_types": ["full_attention", "linear_attention"] * 2},
 }
 _BERT = {key: value for key, value in _WIDE.items() if key != "num_key_value_heads"}
 _BERT |= {"model_type": "modernbert", "num_hidden_layers": 5, "local_attention": 6, "pad_token_id": None}

@@ -16,16 +16,7 @@ from transforms.step import State, make_train_step
 from zoo import adapters
 from zoo.adapters import lora
 
-CASES = [
-    "gemma_mqa",
-    "gemma2_gqa",
-    "llama_bias",
-    "mixtral",
-    "qwen3_moe_mixed",
-    "smollm3",
-    "olmo2",
-    "deepseek_v3_halves",
-]
+CASES = ["gemma_mqa", "gemma2_gqa", "llama_bias", "mixtral", "qwen3_moe_mixed", "smollm3", "olmo2"]
 FUSED = ["gpt2", "neox", "phi3_long"]  # whose folders hold several matrices in one tensor
 OTHERS = [*FUSED, "opt", "granite", "olmoe", "qwen2_moe", "gpt_oss", "deepseek_v3", "qwen3_next"]
 ALL = ("q", "k", "v", "o", "gate", "up", "down")
@@ -161,6 +152,21 @@ def test_folders_keep_adapters_of_several_matrices_in_one_tensor(case, shared, t
     assert (heads, 3 if shared else 6) in held.values()
     again = adapters.load(tmp_path, loaded(case))
     assert isinstance(again.layers.k, lora.LowRank)  # of a part that had none, an addition of zeros
+    np.testing.assert_allclose(jit(loss_fn)(again)[1], jit(loss_fn)(model)[1], atol=1e-5)
+
+
+OWN = {
+    "deepseek_v3": ["q", "q_down", "kv", "kv_down", "o", "gate", "shared_up"],
+    "qwen3_next": ["q", "q_gate", "k", "o", "qkvz", "ba", "down"],
+}
+
+
+@pytest.mark.parametrize("case", OWN)
+def test_folders_keep_adapters_of_matrices_that_one_family_has(case, tmp_path):
+    """Of latents; of projections that hold several parts of each head side by side."""
+    model = attached(case, OWN[case])
+    adapters.save(model, tmp_path)
+    again = adapters.load(tmp_path, loaded(case))
     np.testing.assert_allclose(jit(loss_fn)(again)[1], jit(loss_fn)(model)[1], atol=1e-5)
 
 

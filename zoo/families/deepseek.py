@@ -43,14 +43,6 @@ def _read(read: Any, num_layers: int) -> dict[str, Any]:
     return {"q_rank": None if read.raw.get("q_lora_rank", 1536) is None else read.size("q_lora_rank", 1536, {})}
 
 
-def _write(config: Any) -> dict[str, Any]:
-    return {"q_lora_rank": config.q_rank}
-
-
-def _derived(fields: dict[str, Any]) -> dict[str, Any]:
-    return {"head_dim": fields["nope_head_dim"] + fields["rope_head_dim"]}
-
-
 def _sizes(context: int, dense: int, expert: int, **own: tuple[str, Any]) -> dict[str, tuple[str, Any]]:
     """Return the sizes that both versions have, given the default context and hidden widths."""
     usual = {key: SIZES[key] for key in ("vocab_size", "num_hidden_layers", "hidden_size", "num_attention_heads")}
@@ -69,8 +61,8 @@ def _sizes(context: int, dense: int, expert: int, **own: tuple[str, Any]) -> dic
 _KEYS: dict[str, Any] = {
     "keys": ("q_lora_rank",),
     "read": _read,
-    "write": _write,
-    "derived": _derived,
+    "write": lambda config: {"q_lora_rank": config.q_rank},
+    "derived": lambda fields: {"head_dim": fields["nope_head_dim"] + fields["rope_head_dim"]},
     # What other programs read, what is for training, and `head_dim`, which newer files have, of the part that turns.
     "ignored": (
         *("head_dim", "qk_head_dim", "ep_size", "aux_loss_alpha", "seq_aux", "num_nextn_predict_layers"),
@@ -217,7 +209,7 @@ def _read_v2(read: Any, num_layers: int) -> dict[str, Any]:
 def _write_v2(config: Any) -> dict[str, Any]:
     method = "group_limited_greedy" if config.router_groups > 1 else "greedy"
     groups = {key: getattr(config, field) for key, (field, _) in _V2_GROUPS.items()}
-    return _write(config) | {"topk_method": method} | groups
+    return {"q_lora_rank": config.q_rank, "topk_method": method} | groups
 
 
 _V2_KEYS: dict[str, Any] = _KEYS | {

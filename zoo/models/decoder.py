@@ -6,6 +6,7 @@ Dimensions: `B` batch `S` sequence `D` embed `V` vocab `L` layers.
 import abc
 import collections
 import dataclasses
+import functools
 import itertools
 import operator
 from typing import Any, ClassVar, TypeVar
@@ -56,17 +57,28 @@ class Decoder(eqx.Module):
             fields[stack] = block(**{path.partition(".")[2]: own[path] for path in own}) if own else None
         return cls(**{field.name: fields.get(field.name, leaves.get(field.name)) for field in dataclasses.fields(cls)})
 
-    def runs(self, per_layer: PerLayer) -> list[tuple[Any, PerLayer]]:
-        """Return the layers in order, as runs of neighbours in one stack, each with its part of what differs."""
+    def runs(self, per_layer: PerLayer) -> list[tuple[tuple[str, ...], tuple[dict[str, Any], PerLayer]]]:
+        """Return the layers in order, as runs to scan over: which stacks a turn's layers are in, and their parts.
+
+        Where stacks take turns all the way, there is one run, of turns of several layers, and no weight is copied.
+        Otherwise neighbours in one stack are a run.
+        """
         stacks = self.config.layer_stacks
-        if len(set(stacks)) == 1:
-            return [(getattr(self, stacks[0]), per_layer)]
+        count = len(stacks)
+        period = next(size for size in range(1, count + 1) if stacks[:size] * (count // size) == stacks)
+        if 1 < period < count:
+            turns = count // period
+            divided = lambda leaf: leaf.reshape(turns, leaf.shape[0] // turns, *leaf.shape[1:])
+            parts = {stack: getattr(self, stack) for stack in dict.fromkeys(stacks)}
+            return [(stacks[:period], jax.tree.map(divided, (parts, per_layer)))]
+        if period == 1:
+            return [(stacks[:1], ({stacks[0]: getattr(self, stacks[0])}, per_layer))]
         taken, runs, start = collections.Counter(), [], 0
         for stack, run in itertools.groupby(stacks):
-            count = len(list(run))
-            cut = lambda tree, first, count=count: jax.tree.map(lambda leaf: leaf[first : first + count], tree)
-            runs.append((cut(getattr(self, stack), taken[stack]), cut(per_layer, start)))
-            taken[stack], start = taken[stack] + count, start + count
+            size = len(list(run))
+            cut = lambda tree, first, size=size: jax.tree.map(lambda leaf: leaf[first : first + size], tree)
+            runs.append(((stack,), ({stack: cut(getattr(self, stack), taken[stack])}, cut(per_layer, start))))
+            taken[stack], start = taken[stack] + size, start + size
         return runs
 
     def balance(self, routed: list[Float[Array, "2 E"]], tokens: int) -> Float[Array, ""] | None:
@@ -94,15 +106,21 @@ class Decoder(eqx.Module):
 
         pool = None if asked.past is None else asked.past.pool  # carried from layer to layer, and never copied
 
-        def body(carry, scanned):
-            (x, pool), (block, own) = carry, scanned
-            x, aux = block(x, config, told(own, pool))
-            return (x, aux.pool), aux.routed
+        def body(stacks, carry, scanned):
+            (x, pool), (parts, own) = carry, scanned
+            taken, routed = collections.Counter(), []
+            of = lambda tree, at: tree if len(stacks) == 1 else jax.tree.map(lambda leaf: leaf[at], tree)
+            for turn, stack in enumerate(stacks):
+                x, aux = of(parts[stack], taken[stack])(x, config, told(of(own, turn), pool))
+                pool, taken[stack] = aux.pool, taken[stack] + 1
+                routed += [] if aux.routed is None else [aux.routed]
+            return (x, pool), sum(routed[1:], routed[0]) if routed else None
 
         routed, first = [], 0
-        for run in self.runs(per_layer):
-            (x, pool), of_layers = scan_layers(body, (x, pool), run, asked.remat, first, unroll=asked.unroll)
-            first += jax.tree.leaves(run[0])[0].shape[0]
+        for stacks, run in self.runs(per_layer):
+            step = functools.partial(body, stacks)
+            (x, pool), of_layers = scan_layers(step, (x, pool), run, asked.remat, first, unroll=asked.unroll)
+            first += jax.tree.leaves(run)[0].shape[0] * len(stacks)
             routed += [] if of_layers is None else [of_layers.sum(0)]
         normalised = (asked.ops or PLAIN).tokens(self.normalised, (1,))
         return Output(normalised(x), self.balance(routed, tokens.size), pool)

@@ -126,12 +126,13 @@ def convolved(
         taps: of each.
         positions: where each token stands in its text: none sees those of another; None is one text.
     """
-    out = x * taps[:, -1]
+    wide, taps = x.astype(accumulator(x.dtype)), taps.astype(accumulator(x.dtype))
+    out = wide * taps[:, -1]
     for back in range(1, min(taps.shape[1], x.shape[1])):
-        before = jnp.pad(x[:, :-back], ((0, 0), (back, 0), (0, 0)))
+        before = jnp.pad(wide[:, :-back], ((0, 0), (back, 0), (0, 0)))
         before = before if positions is None else jnp.where(positions[..., None] >= back, before, 0)
         out = out + before * taps[:, -1 - back]
-    return out
+    return out.astype(x.dtype)
 
 
 def delta_rule(
