@@ -45,7 +45,7 @@ class RopeScaling:
         truncate: yarn: the two dimensions are rounded outwards.
         attention_factor: yarn, longrope: multiplies queries and keys; None is `1 + ln(factor) / 10`, of longrope
             `sqrt(1 + ln(factor) / ln(original_length))`.
-        mscale_all: yarn, of DeepSeek: how much of `0.1 ln(factor)` queries and keys have in whole heads, turned or not.
+        mscale: yarn, of DeepSeek: how much of `0.1 ln(factor)` queries and keys have in whole heads, turned or not.
         short_factors: longrope: what each pair's frequency is divided by, in texts up to the original length.
         long_factors: longrope: likewise in longer ones.
     """
@@ -59,7 +59,7 @@ class RopeScaling:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float | None = None
-    mscale_all: float | None = None
+    mscale: float | None = None
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
 
@@ -74,7 +74,7 @@ class RopeScaling:
             "beta_fast",
             "beta_slow",
             "attention_factor",
-            "mscale_all",
+            "mscale",
         )
         problems = not_positive(self, names)
         if self.kind is RopeKind.llama3 and not self.high_freq > self.low_freq:

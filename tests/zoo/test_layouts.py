@@ -81,6 +81,26 @@ OTHERS = {
 }
 
 
+STATES = {
+    "deepseek_v3": zoo.DeepSeekV3Config(
+        **SIZES | {"head_dim": 6}, num_kv_heads=8, nope_head_dim=4, rope_head_dim=2, v_head_dim=4, kv_rank=8, q_rank=8,
+        num_experts=4, experts_per_token=2, first_dense=1, dense_mlp_dim=32,
+    ),
+    "qwen3_next": zoo.Qwen3NextConfig(
+        **SIZES, num_kv_heads=2, num_experts=4, experts_per_token=2, shared_mlp_dim=32, layer_pattern="DA",
+        delta_key_heads=2, delta_value_heads=4, delta_key_dim=4, delta_value_dim=4, rotary_fraction=0.5,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STATES)
+@pytest.mark.parametrize("layout", ["all", pytest.param("fsdp", marks=pytest.mark.heavy)])
+def test_latents_and_states_are_the_same_on_a_mesh(name, layout):
+    """To what their norms leave of the roundings."""
+    model = zoo.model_class(STATES[name]).init(STATES[name], key=jax.random.key(0))
+    _same_on_mesh(model, *LAYOUTS[layout], atol=2e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize(("name", "layout"), [("gpt2", "all"), ("gpt_oss", (2, 2, 1, 2))])
 def test_learned_positions_and_biased_experts_are_the_same_on_a_mesh(name, layout):
     """Biases and positions begin at zero, which would hide what happens to them."""

@@ -407,7 +407,7 @@ MUTANTS = {
     "deepseek 3: weights not scaled": ("deepseek_v3", _flip(weight_scale=1.0)),
     "deepseek 3: no shared expert": ("deepseek_v3", _without("shared_gate", "shared_up", "shared_down")),
     "deepseek 3: halves turn together": ("deepseek_v3", _flip(rotary_pairs=False)),
-    "deepseek 3: no temperature of whole heads": ("deepseek_v3", _stretch(mscale_all=None)),
+    "deepseek 3: no temperature of whole heads": ("deepseek_v3", _stretch(mscale=None)),
     "deepseek 3: no temperature where heads turn": ("deepseek_v3", _stretch(attention_factor=1.0)),
     "deepseek 3: no biases of latents": ("deepseek_v3_halves", _without("q_down_bias", "kv_down_bias")),
     "qwen 3 next: no gates behind attention": ("qwen3_next", _patch("zoo.models.delta.jax.nn.sigmoid", jnp.ones_like)),

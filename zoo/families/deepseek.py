@@ -172,9 +172,9 @@ class DeepSeekLike(MixtureLike, LlamaLike):
     def query_scale(self) -> float:
         """What attention scores are multiplied by; what the part that turns has more, rotation multiplies by."""
         scaling = self.rope_scaling
-        if scaling is None or scaling.mscale_all is None or scaling.factor <= 1:
+        if scaling is None or scaling.mscale is None or scaling.factor <= 1:
             return self.head_dim**-0.5
-        return self.head_dim**-0.5 * (0.1 * scaling.mscale_all * math.log(scaling.factor) + 1) ** 2
+        return self.head_dim**-0.5 * (0.1 * scaling.mscale * math.log(scaling.factor) + 1) ** 2
 
     @property
     def rope_temperature(self) -> float | None:

@@ -23,7 +23,7 @@ _FIELDS: dict[RopeKind, dict[str, str]] = {
         "beta_fast": "beta_fast",
         "beta_slow": "beta_slow",
         "attention_factor": "attention_factor",
-        "mscale_all_dim": "mscale_all",
+        "mscale_all_dim": "mscale",
         "truncate": "truncate",
         **_LENGTH,
     },

@@ -14,8 +14,10 @@ from typing import Any, ClassVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Integer
 
+from transforms.sharding import explicit, partitions, place, uncut
 from zoo.families.qwen_next import Qwen3NextConfig
 from zoo.models import llama, mixture
 from zoo.models.forward import Aux, LayerPass
@@ -100,7 +102,7 @@ class Delta(Experts):
             h = llama.normalised(x, self.attn_norm, config)
             return linear("bsd,dqy->bsqy", h, cast(self.qkvz)), linear("bsd,dqz->bsqz", h, cast(self.ba))
 
-        qkvz, ba = told.ops.tokens(project, (1,))(x)
+        qkvz, ba = (uncut(part, 1) for part in told.ops.tokens(project, (1,))(x))  # a state goes through all tokens
         *qkv, z = jnp.split(qkvz, [size, 2 * size, 2 * size + shared], -1)
         b, a = (part.reshape(batch, seq, -1) for part in jnp.split(ba, 2, -1))
         mixed = jnp.concatenate([part.reshape(batch, seq, -1) for part in qkv], -1)
@@ -110,10 +112,16 @@ class Delta(Experts):
         wide = accumulator(x.dtype)
         log_decay = -jnp.exp(self.decay.astype(wide)) * jax.nn.softplus(a.astype(wide) + self.step.astype(wide))
         begins = None if told.positions is None else jnp.broadcast_to(told.positions == 0, (batch, seq))
-        seen = delta_rule(q, k, v.reshape(batch, seq, -1, width), log_decay, jax.nn.sigmoid(b), begins)
+        v = v.reshape(batch, seq, -1, width)
+        rule = delta_rule
+        if explicit():  # where gradients of triangular systems are not traced
+            rule = jax.sharding.auto_axes(delta_rule, out_sharding=PartitionSpec(*partitions(v)))
+        seen = rule(q, k, v, log_decay, jax.nn.sigmoid(b), begins)
         seen = rms_norm(seen.astype(x.dtype), self.scale, config.norm_eps, offset=0.0)
-        gate = jax.nn.silu(z.reshape(seen.shape).astype(wide))
-        return mixture.feed_forward(self, x, (seen * gate).astype(x.dtype), config, told, Aux())
+        z = z.reshape(batch, seq, -1).reshape(seen.shape)  # both at once no mesh can follow
+        seen = (seen * jax.nn.silu(z.astype(wide))).astype(x.dtype)
+        seen = place(seen, PartitionSpec(*partitions(x)[:2]))
+        return mixture.feed_forward(self, x, seen, config, told, Aux())
 
 
 def convolved(
