@@ -48,6 +48,7 @@ class Qwen3NextConfig(MixtureLike, LlamaLike):
     Attributes:
         mlp_dim: hidden width of one expert.
         shared_mlp_dim: hidden width of the expert that all tokens meet, which has a gate of its own.
+        dense_mlp_dim: hidden width of layers without experts; there are none, and it is read and written.
         normalise_weights: the weights of the chosen experts sum to one.
         attention_bias: biases after the four projections of attention.
         rotary_fraction: the share of each head that turns by its position.
