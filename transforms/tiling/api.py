@@ -27,7 +27,7 @@ from jaxtyping import DTypeLike
 
 from transforms.tiling.analysis.propagate import analyse
 from transforms.tiling.autodiff.derive import call
-from transforms.tiling.autodiff.program import Options, Program, looked_into
+from transforms.tiling.autodiff.program import Options, Program, collections_paused, looked_into
 from transforms.tiling.inputs import meshes
 from transforms.tiling.inputs.axes import is_array, place, rows
 from transforms.tiling.ir.errors import explained, tracing
@@ -63,12 +63,12 @@ class TiledFunction(Generic[P, R]):
         self._tracer = tracer
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        with tracing(self.__wrapped__):
+        with tracing(self.__wrapped__), collections_paused():
             return meshes.call(self._tracer.run, self._tracer.in_sharding, args, kwargs)
 
     def plan(self, *args: Any, **kwargs: Any) -> TilePlan:
         """Tell how the call with these arguments (arrays or `jax.ShapeDtypeStruct`s) is tiled, without running it."""
-        with tracing(self.__wrapped__):
+        with tracing(self.__wrapped__), collections_paused():
             return explain(self._tracer.trace(args, kwargs).program)
 
     def __reduce__(self) -> Any:
@@ -105,12 +105,12 @@ class TiledMethod(eqx.Module, Generic[Q, R]):
         tracer = self._function._tracer
         run = functools.partial(tracer.run, whole=1)
         specs = None if tracer.in_sharding is None else (None, *meshes.entries(tracer.in_sharding, args))
-        with tracing(self._function.__wrapped__):
+        with tracing(self._function.__wrapped__), collections_paused():
             return meshes.call(run, specs, (self.__self__, *args), kwargs)
 
     def plan(self, *args: Any, **kwargs: Any) -> TilePlan:
         """Tell how the call with these arguments is tiled, without running it."""
-        with tracing(self._function.__wrapped__):
+        with tracing(self._function.__wrapped__), collections_paused():
             return explain(self._function._tracer.trace((self.__self__, *args), kwargs, whole=1).program)
 
     @property

@@ -387,6 +387,9 @@ def runs_once(analysis: Analysis, node: Node) -> bool:
 
 def widen(loop: Loop) -> None:
     """Have each step of a loop compute as many rows beside the tile as its readers take."""
+    terms = [t for u in loop.updates for t in u.terms if isinstance(t, Step)]
+    if not any(step.move.reach for step in (*loop.steps, *terms)):
+        return
     asked: dict[tuple[Value, Placement], Reach] = {}
 
     def reading(ref: Ref, halo: Reach) -> Ref:

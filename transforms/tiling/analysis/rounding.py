@@ -150,7 +150,6 @@ class Walk:
 
     def __init__(self, found: Analysis):
         self.found = found
-        self.order = {v: i for i, v in enumerate(v for n in found.graph.nodes for v in n.outputs)}
         self.copied: dict[Node, frozenset[Value]] = {}
         for node in found.graph.nodes:
             if copies := frozenset(self._copies(node)):
@@ -203,7 +202,8 @@ class Walk:
             known[value] = Origin(computed | own, copies, roundings)
         met = frozenset().union(*(r.computed for r in reads)) & frozenset().union(*(r.copies for r in reads))
         if met and any(isinstance(p, Tiled) for p in (*outs, *self.found.moves[node].ins)) and _jumps(node):
-            return Meeting(node, max(met, key=lambda v: self.order.get(v, -1)))
+            made = (v for n in reversed(self.found.graph.nodes) for v in reversed(n.outputs))
+            return Meeting(node, next((v for v in made if v in met), None) or next(iter(met)))
         return None
 
     def _copies(self, node: Node) -> Iterator[Value]:

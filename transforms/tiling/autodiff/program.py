@@ -17,8 +17,9 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from transforms.tiling.analysis.limits import Limits, looked_up
 from transforms.tiling.autodiff.chain_split import Separation, has_custom_vjp, narrow, scales, separate
 from transforms.tiling.autodiff.policy import Keeping, Policy, keeping
-from transforms.tiling.autodiff.residuals import Ends, ends, every
+from transforms.tiling.autodiff.residuals import Ends, ends
 from transforms.tiling.ir.dump import dump
+from transforms.tiling.ir.edit import copied
 from transforms.tiling.ir.effects import silence, silence_recomputed
 from transforms.tiling.ir.errors import TileError, explained
 from transforms.tiling.ir.flatten import flatten
@@ -39,8 +40,8 @@ NO_REVERSE = "Reverse-mode differentiation does not work"  # what JAX says of a 
 def collections_paused() -> Generator[None]:
     """Have Python look for no garbage meanwhile.
 
-    A plan is made of many small objects that live as long as it does. Each search goes through all of them again, a
-    third of the time of planning a deep model.
+    A trace and a plan are made of many small objects that live as long as they do. Each search goes through all of them
+    again, half of the time that it takes to plan a deep model.
     """
     paused = gc.isenabled()
     gc.disable()
@@ -103,6 +104,11 @@ class Program:
         """The program, flat."""
         return flatten(self.closed, together=self.options.sync == "tile")
 
+    @functools.cached_property
+    def folded(self) -> Graph:
+        """The same, but that calls with a derivative rule stay closed: their bodies may go through integers."""
+        return flatten(self.closed, custom=False)
+
     @property
     def is_one_tile(self) -> bool:
         """Whether there is nothing to cut: the program runs as it is."""
@@ -134,13 +140,9 @@ class Program:
         return self._attempt
 
     @functools.cached_property
+    @collections_paused()
     def _attempt(self) -> tuple[Schedule, Ends] | Refusal:
-        with collections_paused():
-            return self._plan()
-
-    def _plan(self) -> tuple[Schedule, Ends] | Refusal:
-        graph = flatten(self.closed, together=self.options.sync == "tile")  # planning changes it
-        twins = dict(zip(every(graph), every(self.graph), strict=True))
+        graph, twins = copied(self.graph)  # planning changes it
         if self.also is not None:
             graph.outputs += self.also.among(graph)
         if self.given is not None:
@@ -152,7 +154,7 @@ class Program:
         dump(plan)
         return plan, ends(self.graph, [twins[v] for v in found if v in twins], self.limits.largest)
 
-    @property
+    @functools.cached_property
     def limits(self) -> Limits:
         """What may be completed: arrays no larger than the largest input or output, labels counting as their rows."""
         avals = [*self.closed.in_avals, *self.closed.out_avals]
@@ -172,6 +174,7 @@ class Program:
 
     @functools.cached_property
     def _runs(self) -> tuple[Callable[..., list[Any]], Callable[..., list[Any]]]:
+        @collections_paused()
         def run(*args: Any, reuse: Mapping[int, Sequence[int]]) -> list[Any]:
             return scan.run(self.plan, args, self.options, self.wide, reuse=reuse)
 
@@ -184,6 +187,7 @@ class Program:
         facts = [self.plan.analysis.fact(v).placement for v in self.plan.analysis.graph.outputs]
         return tuple(p if isinstance(p, Tiled) else WHOLE for p in facts)
 
+    @collections_paused()
     def derive(self, fn: Any, extra: Sequence[tuple[Any, Placement]], wide: Sequence[int] = ()) -> Program:
         """The tiled program of `fn(*inputs, *extra)`, a function derived from this one."""
         avals = [*self.closed.in_avals, *(aval for aval, _ in extra)]
@@ -196,8 +200,7 @@ class Program:
 
     def differentiable(self, active: Sequence[int]) -> tuple[list[int], list[int]]:
         """The outputs that depend differentiably on the inputs `active`, and those of `active` that matter to them."""
-        # A call with a derivative rule stays closed: its body may pass through integers or stopped gradients.
-        graph = flatten(self.closed, custom=False)
+        graph = self.folded
         reached = depends(graph, {graph.inputs[i] for i in active}, differentiably=True)
         outs = [i for i, v in enumerate(graph.outputs) if v in reached and jnp.issubdtype(v.dtype, jnp.inexact)]
         used = ancestors(graph, [graph.outputs[i] for i in outs])

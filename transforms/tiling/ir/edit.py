@@ -15,6 +15,27 @@ from transforms.tiling.ir.graph import Graph, Node, Value, body
 from transforms.tiling.mesh.layout import like, varying
 
 
+def copied(graph: Graph) -> tuple[Graph, dict[Value, Value]]:
+    """A graph to be changed in the place of another, and the values of that which its own are made after."""
+    same: dict[Value, Value] = {}
+
+    def again(value: Value) -> Value:
+        if value.const is not None or value in same:
+            return same.get(value, value)
+        same[value] = made = Value(value.aval)
+        return made
+
+    copy = Graph([again(v) for v in graph.inputs], [], [])
+    for node in graph.nodes:
+        made = dataclasses.replace(node, inputs=[again(v) for v in node.inputs], outputs=[], bodies={})
+        for value in node.outputs:
+            same[value] = Value(value.aval, made, value.index)
+            made.outputs.append(same[value])
+        copy.nodes.append(made)
+    copy.outputs[:] = [again(v) for v in graph.outputs]
+    return copy, {new: old for old, new in same.items()}
+
+
 def add(nodes: list[Node], like: Node, primitive: Primitive, inputs: Sequence[Value], avals: Any, **params: Any) -> Any:
     """Append a node; return its results. It has the side effects of the one that it is a part `of`, if of any."""
     effects = like.effects if "of" in params else ()

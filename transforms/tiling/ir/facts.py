@@ -36,6 +36,9 @@ class Fact(NamedTuple):
     moving: bool = False
 
 
+OUTSIDE = Fact(WHOLE)  # what is known of constants
+
+
 @dataclasses.dataclass(frozen=True)
 class Completion:
     """`value` is stored whole for `node`: `reason` reads after the primitive's name."""
@@ -98,7 +101,7 @@ class Analysis:
     grain: int = 1  # tiles hold a multiple of so many rows
 
     def fact(self, value: Value) -> Fact:
-        return self.facts.get(value, Fact(WHOLE))
+        return self.facts.get(value, OUTSIDE)
 
     @functools.cached_property
     def added(self) -> dict[Value, list[Value]]:

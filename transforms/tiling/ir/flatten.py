@@ -24,6 +24,7 @@ from transforms.tiling.ir.graph import (
     Graph,
     Node,
     Value,
+    bodies,
     body,
     prune,
     read,
@@ -105,14 +106,14 @@ def reductions(node: Node) -> list[Node]:
 
 def plain(param: Any) -> Any:
     """A parameter with Python's numbers where JAX, under `vmap`, leaves NumPy's."""
+    if not isinstance(param, (dict, tuple, np.integer, np.bool_)):
+        return param
     if isinstance(param, (np.integer, np.bool_)):
         return param.item()
     if isinstance(param, dict):
         return {k: plain(v) for k, v in param.items()}
-    if isinstance(param, tuple):
-        items = [plain(v) for v in param]
-        return type(param)(*items) if hasattr(param, "_fields") else tuple(items)
-    return param
+    items = map(plain, param)
+    return type(param)(*items) if hasattr(param, "_fields") else tuple(items)
 
 
 def as_array(const: Any, aval: Any) -> Any:
@@ -166,9 +167,9 @@ def evaluate(env: dict[Value, Any], wanted: Sequence[Value], effects: Collection
 
 def scan_counts(node: Node) -> tuple[int, int]:
     """How many operands of a scan are constants, and how many are carried (JAX's versions write this differently)."""
-    graph = body_graph(node, "jaxpr")
-    carried = sum(len(v.shape) == len(o.shape) for v, o in zip(graph.outputs, node.outputs, strict=True))
-    stacked = sum(len(v.shape) != len(o.shape) for v, o in zip(graph.inputs, node.inputs, strict=True))
+    (jaxpr,) = bodies({"jaxpr": node.params["jaxpr"]})
+    carried = sum(len(v.aval.shape) == len(o.shape) for v, o in zip(jaxpr.outvars, node.outputs, strict=True))
+    stacked = sum(len(v.aval.shape) != len(o.shape) for v, o in zip(jaxpr.invars, node.inputs, strict=True))
     return len(node.inputs) - carried - stacked, carried
 
 
