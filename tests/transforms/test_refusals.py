@@ -155,7 +155,7 @@ def reasons():
     for path in pathlib.Path(rules.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             name = getattr(node.func, "id", "") if isinstance(node, ast.Call) else getattr(node, "name", "")
-            if name in ("Complete", "refuse_partial"):
+            if name in ("Complete", "refuse_partial", "Factors"):
                 texts = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
                 yield from (t for t in texts if " " in t and not t.rstrip().endswith("."))
     yield from (gather.ARBITRARY, ONE_STREAM)

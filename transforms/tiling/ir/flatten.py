@@ -168,8 +168,9 @@ def evaluate(env: dict[Value, Any], wanted: Sequence[Value], effects: Collection
 def scan_counts(node: Node) -> tuple[int, int]:
     """How many operands of a scan are constants, and how many are carried (JAX's versions write this differently)."""
     (jaxpr,) = bodies({"jaxpr": node.params["jaxpr"]})
-    carried = sum(len(v.aval.shape) == len(o.shape) for v, o in zip(jaxpr.outvars, node.outputs, strict=True))
-    stacked = sum(len(v.aval.shape) != len(o.shape) for v, o in zip(jaxpr.invars, node.inputs, strict=True))
+    rank = lambda atom: len(atom.aval.shape)
+    carried = sum(rank(v) == len(o.shape) for v, o in zip(jaxpr.outvars, node.outputs, strict=True))
+    stacked = sum(rank(v) != len(o.shape) for v, o in zip(jaxpr.invars, node.inputs, strict=True))
     return len(node.inputs) - carried - stacked, carried
 
 

@@ -70,30 +70,6 @@ class Early:
         return dataclasses.replace(self, **found)
 
 
-def peel(value: Value, rank: int) -> tuple[Value, Dims]:
-    """The array that `value` repeats, and which of its dimensions varies along each of the `rank` dimensions."""
-    if not value.shape:
-        return value, (None,) * rank
-    dims: list[int | None] = list(range(len(value.shape)))
-    while (node := value.producer) is not None and node.inputs:
-        source = node.inputs[0]
-        if node.name == "broadcast_in_dim":
-            back = {int(out): i for i, out in enumerate(node.params["broadcast_dimensions"])}
-        elif node.name == "transpose":
-            back = dict(enumerate(node.params["permutation"]))
-        elif node.name in ("reshape", "squeeze", "expand_dims"):
-            real, came = ([d for d, n in enumerate(v.shape) if n != 1] for v in (value, source))
-            if [value.shape[d] for d in real] != [source.shape[d] for d in came]:
-                break
-            back = dict(zip(real, came, strict=True))
-        else:
-            break
-        along = {d: e for d, e in back.items() if source.shape[e] == value.shape[d]}
-        dims = [None if d is None else along.get(d) for d in dims]
-        value = source
-    return value, tuple(None if d is None or value.shape[d] == 1 else d for d in dims)
-
-
 def along(dims: Dims, inner: Dims) -> Dims:
     """What varies along each dimension, where `inner` says so of the dimensions that `dims` names."""
     return tuple(None if d is None else inner[d] for d in dims)

@@ -22,10 +22,10 @@ from transforms.tiling.ir.facts import Analysis, Local
 from transforms.tiling.ir.graph import Graph, Node, Value, ancestors, constant, prune
 from transforms.tiling.ir.obstacles import Complete, Disagreement
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled
-from transforms.tiling.ir.terms import peel
 from transforms.tiling.mesh.layout import named
 from transforms.tiling.passes.loop_state import begin, leave
 from transforms.tiling.rules import Move, refuse_partial, register
+from transforms.tiling.rules.factors import peel
 
 stored_p = Primitive("stored")  # a cut value as the loop left it that computed it first
 witness_p = Primitive("witness")  # the extremum so far, its place, and how many elements equal it

@@ -17,7 +17,9 @@ from jax.core import ShapedArray
 from transforms.tiling.ir.edit import replace, sort, traced
 from transforms.tiling.ir.graph import Graph, Node, Value, prune
 from transforms.tiling.ir.numbering import constant_key
-from transforms.tiling.ir.terms import align, peel
+from transforms.tiling.ir.terms import align
+from transforms.tiling.rules.dot import factors as factors_of_dot
+from transforms.tiling.rules.factors import peel
 
 Labels = tuple[Any, ...]  # what each dimension of an array runs over; None: it is repeated, or has one element
 Identify = Callable[[Value], Any]
@@ -94,18 +96,10 @@ def _floats(value: Value) -> bool:
 
 def operands(node: Node, out: Labels, fresh: Iterator[Any]) -> tuple[Labels, Labels]:
     """What the operands' dimensions run over, in a matrix product whose result's dimensions run over `out`."""
-    (contract, batch) = node.params["dimension_numbers"]
-    sides: list[list[Any]] = [[None] * len(v.shape) for v in node.inputs]
-    given = iter(out)
-    for a, b in zip(*batch, strict=True):
-        sides[0][a] = sides[1][b] = next(given)
-    for a, b in zip(*contract, strict=True):
-        sides[0][a] = sides[1][b] = next(fresh)
-    for side, value in enumerate(node.inputs):
-        for d in range(len(value.shape)):
-            if d not in batch[side] and d not in contract[side]:
-                sides[side][d] = next(given)
-    return tuple(sides[0]), tuple(sides[1])
+    stated = factors_of_dot(node)
+    names = dict(zip(stated.outs[0], out, strict=True)) | {name: next(fresh) for name in stated.reduced}
+    left, right = (tuple(names[name] for name in dims) for dims in stated.ins)
+    return left, right
 
 
 def _matches(node: Node, product: Product, identify: Identify) -> Iterator[tuple[list[Factor], set[Any]]]:

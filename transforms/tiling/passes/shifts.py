@@ -18,7 +18,7 @@ from transforms.tiling.ir.graph import Graph, Node, Value, constant, prune
 from transforms.tiling.ir.placement import identity
 from transforms.tiling.passes.across import cropped, padded
 from transforms.tiling.rules import RULES
-from transforms.tiling.rules.elementwise import pull
+from transforms.tiling.rules.factors import elementwise
 from transforms.tiling.rules.window import slide
 
 
@@ -164,7 +164,7 @@ def _sink(node: Node, dim: int, total: int) -> Made:
     if made is None or source.shape[dim] == total or not (size == total or (few and size < total)):
         return None
     rule = RULES.get(made.name)
-    alike = rule is not None and rule.pull is pull and all(v.shape in ((), source.shape) for v in made.inputs)
+    alike = rule is not None and rule.factors is elementwise and all(v.shape in ((), source.shape) for v in made.inputs)
     if made.effects or len(made.outputs) > 1 or not alike:
         return None
     if part is not None:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from transforms.tiling.ir.graph import Node, Value, constant
+from transforms.tiling.rules.factors import origins
 
 
 def is_position(value: Value, dim: int, column: int | None = None) -> bool:
@@ -54,15 +55,8 @@ def _is_arange(array: Any, dim: int, column: int | None) -> bool:
 
 def _through_reshape(node: Node, value: Value, source: Value, dim: int, column: int | None) -> bool:
     """Follow a dimension, and the column of the last one, back through changes of rank."""
-    if node.name == "broadcast_in_dim":
-        back = {int(out): i for i, out in enumerate(node.params["broadcast_dimensions"])}
-    else:
-        real = [d for d, size in enumerate(value.shape) if size != 1]
-        came = [d for d, size in enumerate(source.shape) if size != 1]
-        if [value.shape[d] for d in real] != [source.shape[d] for d in came]:
-            return False
-        back = dict(zip(real, came, strict=True))
-    if dim not in back or source.shape[back[dim]] != value.shape[dim]:
+    back = origins(node)
+    if back is None or dim not in back:
         return False
     last = back.get(len(value.shape) - 1) if column is not None else None
     if last is None or source.shape[last] == 1:

@@ -10,7 +10,7 @@ from transforms.tiling.ir.graph import Node
 from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import Partial, Placement, Span, Tiled, Whole
 from transforms.tiling.rules import Move, by_cut, complete, register, shrinks, summed
-from transforms.tiling.rules.elementwise import pull as pull_elementwise
+from transforms.tiling.rules.factors import elementwise, register_factors
 
 # Element by element over the devices, and the reduction over the tiles that each commutes with.
 OVER_DEVICES = {
@@ -108,5 +108,5 @@ register(
 )
 complete("pbroadcast_dynamic", "ragged_all_to_all", reason="sends each device what it asks for")
 register("device_put", push=push_put)
-register("reshard", "mesh_cast", push=push_reshard, pull=pull_elementwise)
-register("sharding_constraint", push=push_constraint, localise=localise_constraint, pull=pull_elementwise)
+register_factors("reshard", "mesh_cast", factors=elementwise, push=push_reshard)
+register_factors("sharding_constraint", factors=elementwise, push=push_constraint, localise=localise_constraint)

@@ -9,59 +9,31 @@ from jax import lax
 
 from transforms.tiling.ir.graph import Node, elements
 from transforms.tiling.ir.obstacles import Complete, Obstacle
-from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled, Whole
-from transforms.tiling.rules import Move, partial, register, shrinks, smaller, tiled
+from transforms.tiling.ir.placement import Partial, Placement, Span, Whole
+from transforms.tiling.rules import Move, partial, shrinks, tiled
+from transforms.tiling.rules.factors import Factors, register_factors
 
-Dims = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
 
-
-def free_dims(node: Node, side: int) -> list[int]:
-    """The dimensions of an operand that are neither contracted nor batched."""
+def factors(node: Node) -> Factors:
+    """`([b m k], [b k n]) -> [b m n]`."""
     contract, batch = node.params["dimension_numbers"]
-    return [d for d in range(len(node.inputs[side].shape)) if d not in contract[side] and d not in batch[side]]
+    left, right = ([(side, d) for d in range(len(v.shape))] for side, v in enumerate(node.inputs))
+    for mine, its in (*zip(*contract, strict=True), *zip(*batch, strict=True)):
+        right[its] = left[mine]
+    summed, batched = ([left[d] for d in dims] for dims in (contract[0], batch[0]))
+    free = [name for name in dict.fromkeys([*left, *right]) if name not in (*summed, *batched)]
+    return Factors([left, right], [[*batched, *free]], reduced=dict.fromkeys(summed, "sum"))
 
 
-def out_dim(node: Node, side: int, dim: int) -> int:
-    """Where a free or batch dimension of an operand stands in the result."""
-    _, batch = node.params["dimension_numbers"]
-    if dim in batch[side]:
-        return batch[side].index(dim)
-    before = len(batch[0]) + (len(free_dims(node, 0)) if side == 1 else 0)
-    return before + free_dims(node, side).index(dim)
-
-
-def push(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
-    parts, cuts = partial(placements), tiled(placements)
-    if parts:
-        linear = len(parts) == 1 and not cuts and placements[parts[0]] == Partial("sum")
-        if linear and shrinks(node, parts[0]):
-            return Move((Partial("sum"),), placements)
-        return Complete(parts, "would not keep a partial sum small" if linear else "is not linear in it")
-    contract, batch = (tuple(tuple(map(int, d)) for d in pair) for pair in node.params["dimension_numbers"])
-    side = cuts[0]
-    cut = placements[side]
-    assert isinstance(cut, Tiled)
-    for pairs, contracted in ((contract, True), (batch, False)):
-        if cut.dim in pairs[side]:
-            partner = cut.at(pairs[1 - side][pairs[side].index(cut.dim)])
-            if len(cuts) == 2 and placements[1] != partner:
-                return Complete(smaller(node, cuts), "has operands that are cut along different dimensions")
-            ins = (cut, partner) if side == 0 else (partner, cut)
-            return Move((Partial("sum") if contracted else cut.at(out_dim(node, side, cut.dim)),), ins)
-    if len(cuts) == 2:
-        return Complete(smaller(node, cuts), "has operands that are cut along different dimensions")
-    return Move((cut.at(out_dim(node, side, cut.dim)),), placements)
-
-
-def pull(node: Node, want: Tiled) -> tuple[Placement, ...]:
-    """One tile of a product of whole operands, from one tile of those that have the dimension."""
-    _, batch = node.params["dimension_numbers"]
-    if want.dim < len(batch[0]):
-        return want.at(int(batch[0][want.dim])), want.at(int(batch[1][want.dim]))
-    left, dim = free_dims(node, 0), want.dim - len(batch[0])
-    if dim < len(left):
-        return want.at(left[dim]), WHOLE
-    return WHOLE, want.at(free_dims(node, 1)[dim - len(left)])
+def linear(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle | None:
+    """A partial sum times something Whole."""
+    parts = partial(placements)
+    if not parts:
+        return None
+    one = len(parts) == 1 and not tiled(placements) and placements[parts[0]] == Partial("sum")
+    if one and shrinks(node, parts[0]):
+        return Move((Partial("sum"),), placements)
+    return Complete(parts, "would not keep a partial sum small" if one else "is not linear in it")
 
 
 def dot(node: Node, lhs: Any, rhs: Any, dtype: Any) -> Any:
@@ -90,9 +62,16 @@ def emit(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
 SMALL = 4 << 20
 
 
+def free(node: Node, side: int) -> dict[int, int]:
+    """The dimensions that only one operand and the result have, and where in the result they stand."""
+    stated = factors(node)
+    other = stated.origins(1 - side)
+    return {own: d for d, own in stated.origins(side).items() if d not in other}
+
+
 def chunked_dim(node: Node) -> tuple[int, int] | None:
     """The operand and its largest free dimension: along it a dot can be added to an accumulator chunk by chunk."""
-    candidates = [(node.inputs[side].shape[d], side, d) for side in (0, 1) for d in free_dims(node, side)]
+    candidates = [(v.shape[d], side, d) for side, v in enumerate(node.inputs) for d in free(node, side)]
     known = [c for c in candidates if isinstance(c[0], int)]
     return max(known)[1:] if known else None
 
@@ -117,7 +96,7 @@ def accumulate(node: Node, values: list[Any], total: Any, span: Span) -> Any:
 
 def chunked(node: Node, operands: list[Any], total: Any, side: int, dim: int) -> Any:
     """Add the dot to `total` in chunks of dimension `dim` of operand `side`, in place."""
-    size, target = operands[side].shape[dim], out_dim(node, side, dim)
+    size, target = operands[side].shape[dim], free(node, side)[dim]
     bytes_total = elements(total.shape) * total.dtype.itemsize
     chunk = -(-size // max(1, min(size, -(-bytes_total // max(CHUNK, bytes_total // CHUNKS)))))
     params = dict(node.params, preferred_element_type=total.dtype)
@@ -137,4 +116,4 @@ def chunked(node: Node, operands: list[Any], total: Any, side: int, dim: int) ->
 CHUNK, CHUNKS = 8 << 20, 32  # at least so many bytes, and no more than so many chunks
 
 
-register("dot_general", push=push, pull=pull, heavy=True, emit=emit, accumulate=accumulate)
+register_factors("dot_general", factors=factors, sums=linear, heavy=True, emit=emit, accumulate=accumulate)

@@ -6,12 +6,10 @@ import jax.numpy as jnp
 
 from transforms.tiling.ir.graph import Node
 from transforms.tiling.ir.obstacles import Complete, Obstacle
-from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Tiled, Whole
+from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Whole
 from transforms.tiling.primitives import having
 from transforms.tiling.rules import (
     Move,
-    aligned,
-    by_cut,
     count_once,
     only_sums,
     partial,
@@ -20,29 +18,18 @@ from transforms.tiling.rules import (
     shrinks,
     tiled,
 )
+from transforms.tiling.rules.factors import Factors, elementwise, register_factors
 
 
-@by_cut()
-def push(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
-    size = node.outputs[0].shape[cut.dim]
-    ins = tuple(aligned(v, cut, size) for v in node.inputs)
-    return Move((cut,) * len(node.outputs), ins)
-
-
-def pull(node: Node, want: Tiled) -> tuple[Placement, ...]:
-    size = node.outputs[0].shape[want.dim]
-    return tuple(aligned(v, want, size) for v in node.inputs)
-
-
-def push_linear(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
+def linear(node: Node, placements: tuple[Placement, ...]) -> Move | None:
     """Operations of one operand that commute with a sum; a running maximum or minimum passes those that copy."""
     (placement,) = placements
     if isinstance(placement, Partial) and (placement.op == "sum" or node.name in COPIES):
         return Move((placement,), placements)
-    return push(node, placements)
+    return None
 
 
-def push_convert(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
+def converted(node: Node, placements: tuple[Placement, ...]) -> Move | None:
     """Between floats, and to narrower integers, a conversion commutes with a sum."""
     source, target = node.inputs[0].dtype, node.outputs[0].dtype
     if jnp.issubdtype(source, jnp.inexact):
@@ -52,56 +39,50 @@ def push_convert(node: Node, placements: tuple[Placement, ...]) -> Move | Obstac
         linear = narrows or (jnp.issubdtype(target, jnp.inexact) and source in (jnp.int32, jnp.int64))
     if isinstance(placements[0], Partial) and placements[0].op == "sum" and linear:
         return Move(placements, placements)
-    return push(node, placements)
+    return None
 
 
-def push_add(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
+def added(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle | None:
     """A partial sum plus another, or plus something Whole that is counted once."""
     parts = partial(placements)
     if only_sums(placements):
         if all(shrinks(node, i) for i in parts):
             return Move((Partial("sum"),), tuple(count_once(p) for p in placements))
         return Complete(parts, "would make it larger")
-    return push(node, placements)
+    return None
 
 
-def push_multiply(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
+def scaled(node: Node, placements: tuple[Placement, ...]) -> Move | None:
     """A partial sum times, or divided by, something Whole."""
     parts = partial(placements)
-    scaled = parts == [0] or (parts == [1] and node.name == "mul")
-    if scaled and isinstance(placements[1 - parts[0]], Whole) and placements[parts[0]] == Partial("sum"):
+    one = parts == [0] or (parts == [1] and node.name == "mul")
+    if one and isinstance(placements[1 - parts[0]], Whole) and placements[parts[0]] == Partial("sum"):
         integer_division = node.name == "div" and jnp.issubdtype(node.outputs[0].dtype, jnp.integer)
         if shrinks(node, parts[0]) and not integer_division:
             return Move((Partial("sum"),), placements)
-    return push(node, placements)
+    return None
 
 
-def push_extremum(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
+def extremum(node: Node, placements: tuple[Placement, ...]) -> Move | None:
     """max(running maximum, x): x Whole or another running maximum; likewise min."""
     parts = partial(placements)
     running = parts and not tiled(placements) and {placements[i] for i in parts} == {Partial(node.name)}
     if running and all(shrinks(node, i) for i in parts):
         return Move((Partial(node.name),), placements)
-    return push(node, placements)
+    return None
 
 
-def push_select(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
+def selected(node: Node, placements: tuple[Placement, ...]) -> Move | None:
     """Partial sums are chosen between by something Whole."""
     if isinstance(placements[0], Whole) and only_sums(placements):
         return Move((Partial("sum"),), (WHOLE, *map(count_once, placements[1:])))
-    return push(node, placements)
+    return None
 
 
-@by_cut()
-def push_bitcast(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
+def bits(node: Node) -> Factors:
     """Bits in another type: a last dimension comes or goes where the widths differ."""
-    if cut.dim >= len(node.outputs[0].shape):
-        return Complete([0], "takes the cut axis apart")
-    return Move((cut,), placements)
-
-
-def pull_bitcast(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
-    return (want,) if want.dim < len(node.inputs[0].shape) else None
+    ins, outs = (range(len(v.shape)) for v in (node.inputs[0], node.outputs[0]))
+    return Factors([ins], [outs], blocked=dict.fromkeys({*ins} ^ {*outs}, "takes the cut axis apart"))
 
 
 def push_sink(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
@@ -116,15 +97,16 @@ def push_each(node: Node, placements: tuple[Placement, ...]) -> Move:
 
 COPIES = having("alias")
 
-register(*having("elementwise"), "threefry2x32", "complex", "real", "imag", push=push, pull=pull)
-register("neg", *COPIES, push=push_linear, pull=pull)
-register("nonbatchable", "nondifferentiable_backward", "nontraceable", push=push_linear, pull=pull)  # Equinox's
-register("select_if_vmap", push=push, pull=pull)
-register("convert_element_type", push=push_convert, pull=pull)
-register("add", "add_any", "sub", push=push_add, pull=pull)
-register("mul", "div", push=push_multiply, pull=pull)
-register("max", "min", push=push_extremum, pull=pull)
-register("select_n", push=push_select, pull=pull)
-register("bitcast_convert_type", push=push_bitcast, pull=pull_bitcast)
+register_factors(*having("elementwise"), "threefry2x32", "complex", "real", "imag", factors=elementwise)
+register_factors("neg", *COPIES, factors=elementwise, sums=linear)
+EQUINOX = ("nonbatchable", "nondifferentiable_backward", "nontraceable")
+register_factors(*EQUINOX, factors=elementwise, sums=linear)
+register_factors("select_if_vmap", factors=elementwise)
+register_factors("convert_element_type", factors=elementwise, sums=converted)
+register_factors("add", "add_any", "sub", factors=elementwise, sums=added)
+register_factors("mul", "div", factors=elementwise, sums=scaled)
+register_factors("max", "min", factors=elementwise, sums=extremum)
+register_factors("select_n", factors=elementwise, sums=selected)
+register_factors("bitcast_convert_type", factors=bits)
 register("optimization_barrier", push=push_each)
 register("dce_sink", push=push_sink)

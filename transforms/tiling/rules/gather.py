@@ -14,6 +14,7 @@ from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled, Whole, identity
 from transforms.tiling.rules import Move, refuse_partial, register, shrinks
 from transforms.tiling.rules.affine_index import find_position
+from transforms.tiling.rules.factors import Factors
 
 ARBITRARY = "looks up arbitrary places along the cut axis"
 
@@ -43,8 +44,8 @@ def batch_dims(rank: int, window: tuple[int, ...]) -> list[int]:
     return [d for d in range(rank) if d not in window]
 
 
-def origins(node: Node) -> dict[int, int]:
-    """For dimensions of a gather's result, those of its operand that they run along."""
+def factors(node: Node) -> Factors:
+    """Of the operand and the result: which of the dimensions that one has the other runs along."""
     numbers, sizes, source = node.params["dimension_numbers"], node.params["slice_sizes"], node.inputs[0]
     outer = batch_dims(len(node.outputs[0].shape), numbers.offset_dims)
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
@@ -56,7 +57,7 @@ def origins(node: Node) -> dict[int, int]:
         if dim in numbers.collapsed_slice_dims:
             at = find_position(node.inputs[1], column, source.shape[dim], numbers.start_indices_batching_dims)
             found |= {} if at is None else {outer[at]: dim}
-    return found
+    return Factors([range(len(source.shape))], [[found.get(d) for d in range(len(node.outputs[0].shape))]])
 
 
 def fills_alike(node: Node, operand: Partial) -> bool:
@@ -164,4 +165,4 @@ def emit_gather(node: Node, values: list[Any], move: Move, span: Span) -> list[A
     return node.bind([operand, indices], node.params | {"slice_sizes": sizes})
 
 
-register("gather", push=push_gather, pull=pull_gather, emit=emit_gather)
+register("gather", push=push_gather, pull=pull_gather, emit=emit_gather, factors=factors)

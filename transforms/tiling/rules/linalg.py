@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from transforms.tiling.analysis.propagate import analyse
 from transforms.tiling.ir.flatten import flatten, solver
 from transforms.tiling.ir.graph import SOLVE, Node
-from transforms.tiling.ir.obstacles import Complete, Obstacle
-from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Tiled, Whole
-from transforms.tiling.rules import Move, by_cut, register, tiled
+from transforms.tiling.ir.obstacles import Obstacle
+from transforms.tiling.ir.placement import Partial, Placement, Whole
+from transforms.tiling.rules import Move, register
+from transforms.tiling.rules.factors import Factors, register_factors
 
 # How many of each operand's last dimensions one matrix or vector takes.
 CORE = {
@@ -32,41 +35,26 @@ CORE = {
 }
 
 
-@by_cut()
-def push(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
-    if any(cut.dim >= len(v.shape) - core for v, core in zip(node.inputs, CORE[node.name], strict=True)):
-        return Complete(tiled(placements), "takes whole matrices along the cut axis")
-    return Move((cut,) * len(node.outputs), (cut,) * len(node.inputs))
+def factors(node: Node) -> Factors:
+    """`([b i j], [b i k]) -> [b i k]`: matrices are whole, and `b` counts them."""
+    count = min(len(v.shape) - core for v, core in zip(node.inputs, CORE[node.name], strict=True))
+    ins = [range(len(v.shape)) for v in node.inputs]
+    core, outs = range(count, max(map(len, ins))), [range(count)] * len(node.outputs)
+    return Factors(ins, outs, blocked=dict.fromkeys(core, "takes whole matrices along the cut axis"))
 
 
-def push_triangular(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
-    """The columns of the right-hand sides (rows, where the matrix stands to their right) are solved one by one."""
+def solved(node: Node) -> Factors:
+    """The same, but the last operand's columns (rows, if the matrix is to their right) may be cut: right-hand sides."""
+    found, sides = factors(node), len(node.inputs[-1].shape)
+    column = sides - (1 if node.params.get("left_side", True) else 2)
+    dims = ["side" if d == column else d for d in range(sides)]
+    return dataclasses.replace(found, ins=[*found.ins[:-1], dims], outs=[dims])
+
+
+def linear(node: Node, placements: tuple[Placement, ...]) -> Move | None:
+    """A triangular solve of a partial sum is one."""
     matrix, sides = placements
-    if isinstance(matrix, Whole) and isinstance(sides, Tiled) and sides.dim == columns(node):
-        return Move((sides,), placements)
-    linear = isinstance(matrix, Whole) and sides == Partial("sum")
-    return Move((sides,), placements) if linear else push(node, placements)
-
-
-def pull_triangular(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
-    rank = len(node.outputs[0].shape)
-    if want.dim < rank - 2:
-        return (want, want)
-    return (WHOLE, want) if want.dim == columns(node) else None
-
-
-def columns(node: Node) -> int:
-    """The dimension of a triangular solve's right-hand sides that counts them."""
-    return len(node.inputs[1].shape) - (1 if node.params["left_side"] else 2)
-
-
-def push_tridiagonal(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
-    """The last operand holds right-hand sides as columns."""
-    *diagonals, sides = placements
-    one = all(isinstance(p, Whole) for p in diagonals) and isinstance(sides, Tiled)
-    if one and sides.dim == len(node.inputs[3].shape) - 1:
-        return Move((sides,), placements)
-    return push(node, placements)
+    return Move((sides,), placements) if isinstance(matrix, Whole) and sides == Partial("sum") else None
 
 
 def push_solve(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
@@ -79,8 +67,8 @@ def push_solve(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle
     return Move(tuple(found.fact(v).placement for v in graph.outputs), placements)
 
 
-COLUMNS = ("triangular_solve", "tridiagonal_solve")
-register(*(name for name in CORE if name not in COLUMNS), push=push)
-register("triangular_solve", push=push_triangular, pull=pull_triangular, heavy=True)
-register("tridiagonal_solve", push=push_tridiagonal)
+SOLVED = ("triangular_solve", "tridiagonal_solve")
+register_factors(*(name for name in CORE if name not in SOLVED), factors=factors, pulled=False)
+register_factors("triangular_solve", factors=solved, sums=linear, heavy=True)
+register_factors("tridiagonal_solve", factors=solved, pulled=False)
 register(SOLVE, push=push_solve)

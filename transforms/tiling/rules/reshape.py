@@ -22,6 +22,7 @@ from transforms.tiling.rules import (
     summed,
     tiled,
 )
+from transforms.tiling.rules.factors import Factors, register_factors, squeezed, units
 
 # ------------------------------------------------------------------------------------ broadcast, transpose, squeeze
 
@@ -33,40 +34,20 @@ def push_broadcast(node: Node, placements: tuple[Placement, ...], cut: Tiled) ->
     return Move((dataclasses.replace(cut, dim=dim, major=cut.major * copies),), placements)
 
 
-def pull_broadcast(node: Node, want: Tiled) -> tuple[Placement, ...]:
-    dims = [int(d) for d in node.params["broadcast_dimensions"]]
-    source: Placement = WHOLE
-    if want.dim in dims:
-        dim = dims.index(want.dim)
-        source = want.at(dim) if node.inputs[0].shape[dim] == node.outputs[0].shape[want.dim] else WHOLE
-    return (source,) + (WHOLE,) * (len(node.inputs) - 1)
+def broadcast(node: Node) -> Factors:
+    """`([j 1]) -> [i j k]`."""
+    dims, shape = node.params["broadcast_dimensions"], node.outputs[0].shape
+    own = [int(d) if n == shape[d] else None for d, n in zip(dims, node.inputs[0].shape, strict=True)]
+    return Factors([own, *([] for _ in node.inputs[1:])], [range(len(shape))])
 
 
 def localise_shape(node: Node, move: Move, span: Span) -> dict[str, Any]:
     return node.params | {"shape": span.local_shape(node.params["shape"], move.outs[0])}
 
 
-@by_cut(passed)
-def push_transpose(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move:
-    return Move((cut.at(node.params["permutation"].index(cut.dim)),), placements)
-
-
-def pull_transpose(node: Node, want: Tiled) -> tuple[Placement, ...]:
-    return (want.at(node.params["permutation"][want.dim]),)
-
-
-@by_cut(passed)
-def push_squeeze(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
-    if cut.dim in node.params["dimensions"]:
-        return Complete([0], "removes the cut axis, whose length is 1")
-    return Move((cut.at(cut.dim - sum(d < cut.dim for d in node.params["dimensions"])),), placements)
-
-
-def pull_squeeze(node: Node, want: Tiled) -> tuple[Placement, ...]:
-    dim = want.dim
-    for removed in sorted(node.params["dimensions"]):
-        dim += removed <= dim
-    return (want.at(dim),)
+def transposed(node: Node) -> Factors:
+    """`([i j]) -> [j i]`."""
+    return Factors([range(len(node.inputs[0].shape))], [node.params["permutation"]])
 
 
 # ----------------------------------------------------------------------------------------------------------- reshape
@@ -158,21 +139,18 @@ def localise_split(node: Node, move: Move, span: Span) -> dict[str, Any]:
     return node.params | {"sizes": tuple(local)}
 
 
-@by_cut(joined)
-def push_stack(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move:
-    return Move((cut.at(cut.dim + (node.params["axis"] <= cut.dim)),), (cut,) * len(node.inputs))
+def stacked(node: Node) -> Factors:
+    """`([i j], [i j]) -> [i k j]`."""
+    axis, dims = node.params["axis"], range(len(node.outputs[0].shape))
+    ins = [[d for d in dims if d != axis]] * len(node.inputs)
+    return Factors(ins, [dims], blocked={axis: "takes the cut axis apart"})
 
 
-def pull_stack(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
-    axis = node.params["axis"]
-    return None if axis == want.dim else (want.at(want.dim - (axis < want.dim)),) * len(node.inputs)
-
-
-@by_cut(summed)
-def push_unstack(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
-    if node.params["axis"] == cut.dim:
-        return Complete([0], "takes the cut axis apart")
-    return Move((cut.at(cut.dim - (node.params["axis"] < cut.dim)),) * len(node.outputs), placements)
+def unstacked(node: Node) -> Factors:
+    """`([i k j]) -> [i j], [i j]`."""
+    axis, dims = node.params["axis"], range(len(node.inputs[0].shape))
+    outs = [[d for d in dims if d != axis]] * len(node.outputs)
+    return Factors([dims], outs, blocked={axis: "takes the cut axis apart"})
 
 
 @by_cut()
@@ -207,17 +185,17 @@ def emit_iota(node: Node, values: list[Any], move: Move, span: Span) -> list[Any
     return [lax.broadcast_in_dim(span.positions(cut, exact).astype(dtype), local, (dim,))]
 
 
-register("broadcast_in_dim", push=push_broadcast, pull=pull_broadcast, localise=localise_shape)
-register("transpose", push=push_transpose, pull=pull_transpose)
-register("squeeze", push=push_squeeze, pull=pull_squeeze)
-register("reshape", push=push_reshape, pull=pull_reshape, localise=localise_reshape)
+register_factors("broadcast_in_dim", factors=broadcast, push=push_broadcast, localise=localise_shape)
+register_factors("transpose", factors=transposed, sums=passed)
+register_factors("squeeze", factors=squeezed, sums=passed)
+register("reshape", push=push_reshape, pull=pull_reshape, localise=localise_reshape, factors=units)
 register("concatenate", push=push_concatenate, pull=pull_concatenate)
 
 
 register("split", push=push_split, localise=localise_split)
 register("tile", push=push_tile, pull=pull_tile)
-register("stack", push=push_stack, pull=pull_stack)
-register("unstack", push=push_unstack)
+register_factors("stack", factors=stacked, sums=joined)
+register_factors("unstack", factors=unstacked, sums=summed, pulled=False)
 
 
 register("iota", push=push_iota, pull=pull_iota, emit=emit_iota)

@@ -26,10 +26,10 @@ from transforms.tiling.ir.facts import Analysis
 from transforms.tiling.ir.graph import Node, Value, constant
 from transforms.tiling.ir.numbering import Numbering, Numbers
 from transforms.tiling.ir.placement import Partial, Tiled, Whole
-from transforms.tiling.ir.terms import Dims, Early, Term, along, merge, peel, weigh
+from transforms.tiling.ir.terms import Dims, Early, Term, along, merge, weigh
 from transforms.tiling.mesh.layout import named
 from transforms.tiling.rules import Move
-from transforms.tiling.rules.gather import origins
+from transforms.tiling.rules.factors import origins, peel
 
 
 @runtime_checkable
@@ -169,21 +169,9 @@ def follow_select(self: Known, node: Node, move: Move, late: int | None) -> Earl
 
 
 def follow_moved(self: Known, node: Node, move: Move, late: int | None) -> Early | None:
-    source, rank = node.inputs[0], len(node.outputs[0].shape)
-    match node.name:
-        case "broadcast_in_dim":
-            places = {int(out): i for i, out in enumerate(node.params["broadcast_dimensions"])}
-        case "transpose":
-            places = dict(enumerate(node.params["permutation"]))
-        case "reduce_sum":
-            places = dict(enumerate(d for d in range(len(source.shape)) if d not in node.params["axes"]))
-        case _:
-            real, came = ([d for d, n in enumerate(v.shape) if n != 1] for v in (node.outputs[0], source))
-            if [node.outputs[0].shape[d] for d in real] != [source.shape[d] for d in came]:
-                return None
-            places = dict(zip(real, came, strict=True))
-
-    moved = self.operand(source).moved(_carried(places, rank))
+    if (places := origins(node)) is None:
+        return None
+    moved = self.operand(node.inputs[0]).moved(_carried(places, len(node.outputs[0].shape)))
     if node.name != "reduce_sum" or moved is None or moved.plain or moved.scaled:
         return moved
     # Relative to nothing, what remains may be much larger than the value itself: its sum would cancel.
@@ -207,7 +195,7 @@ def follow_gather(self: Known, node: Node, move: Move, late: int | None) -> Earl
     other = fill is not None and fill != 0 and not np.isnan(fill)  # a number that no term is to change
     if late is not None or not self.operand(indices).plain or other:
         return None
-    moved = early.moved(_carried(origins(node), len(node.outputs[0].shape)))
+    moved = early.moved(_carried(origins(node) or {}, len(node.outputs[0].shape)))
     if moved is None:
         return None
     stage = max(early.stage, self.operand(indices).stage)
@@ -217,23 +205,13 @@ def follow_gather(self: Known, node: Node, move: Move, late: int | None) -> Earl
 def follow_dot(self: Known, node: Node, move: Move, late: int | None) -> Early | None:
     if late is not None:
         return None
-    contract, batch = node.params["dimension_numbers"]
-    parts: list[Early] = []
-    inner = True  # no product of matrices, but one of vectors
-    for side, value in enumerate(node.inputs):
-        early = self.operand(value)
-        free = [d for d in range(len(value.shape)) if d not in contract[side] and d not in batch[side]]
-        before = len(batch[0])
-        if side == 1:
-            before += len(node.inputs[0].shape) - len(contract[0]) - len(batch[0])
-        places = dict(enumerate(batch[side])) | {before + i: d for i, d in enumerate(free)}
-        moved = early.moved(_carried(places, len(node.outputs[0].shape)))
-        if moved is None:
-            return None
-        inner = inner and not free
-        parts.append(moved)
-    a, b = parts
-    if not all(e.plain or e.scaled for e in parts):
+    places = [origins(node, side) or {} for side in (0, 1)]
+    moved = zip(node.inputs, places, strict=True)
+    a, b = [self.operand(v).moved(_carried(p, len(node.outputs[0].shape))) for v, p in moved]
+    if a is None or b is None:
+        return None
+    inner = places[0].keys() == places[1].keys()  # no product of matrices, but one of vectors
+    if not all(e.plain or e.scaled for e in (a, b)):
         both = dataclasses.replace(b if a.plain else a, stage=max(a.stage, b.stage), weighted=True)
         return both if inner and (a.plain or b.plain) and both.anchored else None
     return _multiplied(a, b) if a.factorable and b.factorable else None

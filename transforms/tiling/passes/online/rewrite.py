@@ -26,12 +26,13 @@ from transforms.tiling.ir.facts import Analysis, Fact
 from transforms.tiling.ir.graph import Node, Value
 from transforms.tiling.ir.loops import Online
 from transforms.tiling.ir.placement import COMBINE, WHOLE, Partial, Placement, Span, Whole
-from transforms.tiling.ir.terms import Early, Term, align, peel
+from transforms.tiling.ir.terms import Early, Term, align
 from transforms.tiling.mesh.layout import named
 from transforms.tiling.mesh.sums import contracted
 from transforms.tiling.passes.online.deferral import Finder
 from transforms.tiling.passes.reassociate import Product, identity, reassociate
 from transforms.tiling.rules import Move, register
+from transforms.tiling.rules.factors import peel
 
 running_p = Primitive("running")  # a maximum or minimum over the tiles so far
 anchor_p = Primitive("anchor")  # one that linear terms are relative to: 0 while all of them are masked

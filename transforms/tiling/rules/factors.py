@@ -1,0 +1,172 @@
+"""Factors: which dimensions of an equation's operands and results are one, as in Shardy's sharding rules.
+
+    transpose      ([i j]) -> [j i]
+    reduce_max     ([i j]) -> [i]                  `j` is reduced: cut, it leaves a partial maximum
+    dot_general    ([b m k], [b k n]) -> [b m n]   `k` is reduced, by a sum
+    cumsum         ([i j]) -> [i j]                `j` is blocked: the equation runs along it
+
+A rule that says so (`register_factors`) has its `push` and its `pull` from that. So have walks along a dimension, which
+ask where one comes from: `origins`, and `peel` for an array that another repeats.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from transforms.tiling.ir.graph import Node, Value
+from transforms.tiling.ir.obstacles import Complete, Obstacle
+from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Tiled
+from transforms.tiling.ir.terms import Dims
+from transforms.tiling.rules import RULES, Move, Pull, Push, Sums, refuse_partial, register, smaller, tiled
+
+ALONG = "runs along the cut axis"
+Names = Sequence[Any]  # of the factors of an array's dimensions; None for a dimension that no other array has
+
+
+@dataclasses.dataclass(frozen=True)
+class Factors:
+    """The factors of each operand's dimensions and of each result's.
+
+    `reduced`: those that results do not have, and the operation. `blocked`: those that may not be cut, and why.
+    """
+
+    ins: Sequence[Names]
+    outs: Sequence[Names]
+    reduced: Mapping[Any, str] = dataclasses.field(default_factory=dict)
+    blocked: Mapping[Any, str] = dataclasses.field(default_factory=dict)
+
+    def origins(self, operand: int = 0) -> dict[int, int]:
+        """Of the dimensions of the result that an operand has too, which of its own each is."""
+        own = {name: d for d, name in enumerate(self.ins[operand]) if name is not None}
+        return {d: own[name] for d, name in enumerate(self.outs[0]) if name in own}
+
+
+Stated = Callable[[Node], Factors]
+Along = Callable[[Node, Tiled], bool]
+
+
+def register_factors(
+    *names: str,
+    factors: Stated,
+    sums: Sums = refuse_partial,
+    along: Along = lambda node, cut: False,
+    pulled: bool = True,
+    **parts: Any,
+) -> None:
+    """Give primitives the rule that follows from their factors.
+
+    Args:
+        names: of the primitives.
+        factors: those of an equation.
+        sums: where its results stand if partial results are among its operands; None if it takes none.
+        along: whether a state can go from tile to tile where it runs along a cut.
+        pulled: whether a tile of the result may be made of whole operands.
+        parts: further parts of the rule.
+    """
+    pull = pull_factor(factors) if pulled else None
+    push = parts.pop("push", None) or push_factor(factors, sums, along)
+    register(*names, push=push, pull=pull, factors=factors, **parts)
+
+
+def push_factor(factors: Stated, sums: Sums, along: Along) -> Push:
+    """The cut follows its factor: into all operands and results that have it."""
+
+    def push(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
+        if (found := sums(node, placements) or refuse_partial(node, placements)) is not None:
+            return found
+        stated, cuts = factors(node), tiled(placements)
+        cut = placements[cuts[0]]
+        assert isinstance(cut, Tiled)
+        name = stated.ins[cuts[0]][cut.dim]
+        wanted = tuple(_stands(dims, name, cut) for dims in stated.ins)
+        if any(placements[i] != wanted[i] for i in cuts):
+            return Complete(smaller(node, cuts), "has operands that are cut along different dimensions")
+        if name in stated.blocked:
+            return Complete(cuts, stated.blocked[name], along=along(node, cut))
+        if name in stated.reduced:
+            return Move((Partial(stated.reduced[name]),) * len(stated.outs), wanted)
+        return Move(tuple(_stands(dims, name, cut) for dims in stated.outs), wanted)
+
+    return push
+
+
+def pull_factor(factors: Stated) -> Pull:
+    """A tile of the result is made from a tile of those operands that have its factor, and all of the others."""
+
+    def pull(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
+        stated = factors(node)
+        name = stated.outs[0][want.dim]
+        return None if name in stated.blocked else tuple(_stands(dims, name, want) for dims in stated.ins)
+
+    return pull
+
+
+def _stands(dims: Names, name: Any, cut: Tiled) -> Placement:
+    for dim, own in enumerate(dims):
+        if own == name and own is not None:
+            return cut if dim == cut.dim else cut.at(dim)
+    return WHOLE
+
+
+# ------------------------------------------------------------------------------------------------ of many primitives
+
+
+def elementwise(node: Node) -> Factors:
+    """`([i j], [i j]) -> [i j]`; a dimension of length 1 is not that of the result."""
+    shape = node.outputs[0].shape
+    ins = [[d if n == shape[d] else None for d, n in enumerate(v.shape)] for v in node.inputs]
+    return Factors(ins, [range(len(shape))] * len(node.outputs))
+
+
+def keeping(axis: Callable[[Node], int]) -> Stated:
+    """`([i j], [i j]) -> [i j], [i j]`, running along one dimension."""
+
+    def factors(node: Node) -> Factors:
+        dims = range(len(node.inputs[0].shape))
+        return Factors([dims] * len(node.inputs), [dims] * len(node.outputs), blocked={axis(node): ALONG})
+
+    return factors
+
+
+def squeezed(node: Node) -> Factors:
+    """`([i 1 j]) -> [i j]`."""
+    dims, gone = range(len(node.inputs[0].shape)), node.params["dimensions"]
+    kept = [d for d in dims if d not in gone]
+    return Factors([dims], [kept], blocked=dict.fromkeys(gone, "removes the cut axis, whose length is 1"))
+
+
+def units(node: Node) -> Factors | None:
+    """`([1 i j]) -> [i 1 j]`: a reshape in which dimensions of length 1 come and go, and no others."""
+    (source, *_), (result,) = node.inputs, node.outputs
+    came, real = ([d for d, n in enumerate(v.shape) if n != 1] for v in (source, result))
+    if [source.shape[d] for d in came] != [result.shape[d] for d in real]:
+        return None
+    ins, outs = ({d: i for i, d in enumerate(dims)} for dims in (came, real))
+    return Factors([[*map(ins.get, range(len(source.shape)))]], [[*map(outs.get, range(len(result.shape)))]])
+
+
+# --------------------------------------------------------------------------------------- walks that follow a dimension
+
+REPEATS = ("broadcast_in_dim", "transpose", "reshape", "squeeze")
+
+
+def origins(node: Node, operand: int = 0) -> dict[int, int] | None:
+    """Of the dimensions of a node's result that an operand has too, which of its own each is; None if nobody says."""
+    factors = RULES[node.name].factors
+    stated = None if factors is None else factors(node)
+    return None if stated is None else stated.origins(operand)
+
+
+def peel(value: Value, rank: int) -> tuple[Value, Dims]:
+    """The array that `value` repeats, and which of its dimensions varies along each of the `rank` dimensions."""
+    if not value.shape:
+        return value, (None,) * rank
+    dims: list[int | None] = list(range(len(value.shape)))
+    while (node := value.producer) is not None and node.inputs and node.name in REPEATS:
+        if (back := origins(node)) is None:
+            break
+        dims = [None if d is None else back.get(d) for d in dims]
+        value = node.inputs[0]
+    return value, tuple(None if d is None or value.shape[d] == 1 else d for d in dims)
