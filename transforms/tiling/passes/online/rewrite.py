@@ -264,23 +264,6 @@ def _finish(early: Early, total: Any, *values: Any) -> Any:
     return jnp.where(total == 0, 0, result) if early.masked else result
 
 
-def rescale(
-    total: Any, anchors: Sequence[Term], old: Mapping[Value, Any], new: Mapping[Value, Any], weight: Any = None
-) -> Any:
-    """What was summed up to the last tile, relative to the anchors of this one."""
-    for term in anchors:
-        before, now = (x[term.value].astype(total.dtype) for x in (old, new))
-        if weight is not None:
-            moved = align((now - before) * term.weight, term.dims, total.shape)
-            total = total + jnp.where(weight == 0, 0, moved * weight)
-            continue
-        # Before the first term that is not masked, all were inf - inf, as they remain if there is none. Against any
-        # other, they are 0.
-        moved = align(jnp.where(before == now, 0, (now - before) * term.weight), term.dims, total.shape)
-        total = jnp.where(moved == -jnp.inf, 0, jnp.where(total == 0, total, total * jnp.exp(moved)))
-    return total
-
-
 def push_running(node: Node, placements: tuple[Placement, ...]) -> Move:
     return Move((WHOLE,), placements)
 

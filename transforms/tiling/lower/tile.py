@@ -1,0 +1,156 @@
+"""One tile of a loop: its steps run in order, on whole values, slices of them, and what steps before have made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from contextlib import nullcontext
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from transforms.tiling.ir.facts import Analysis
+from transforms.tiling.ir.flatten import evaluate
+from transforms.tiling.ir.graph import Node, Value, constant, read
+from transforms.tiling.ir.loops import Loop, Ref, Step
+from transforms.tiling.ir.placement import ALONE, Partial, Placement, Span, Tiled, Whole, identity
+from transforms.tiling.lower.epilogue import Env, combine_partials, narrow
+from transforms.tiling.mesh import layout, weight_gather
+from transforms.tiling.mesh.sums import fit
+from transforms.tiling.primitives import having
+from transforms.tiling.rules import RULES, run
+from transforms.tiling.rules.bodies import LOWERING, Body
+from transforms.tiling.rules.dot import dot
+from transforms.tiling.schedule import region
+
+REARRANGE = having("rearranges")
+
+
+class Tile:
+    """What is computed of the tile `span`, from the whole values in `env`.
+
+    Args:
+        span: the tile.
+        env: whole values.
+        known: tiles that are there already: those of a body's inputs.
+        before: what the tiles before this one accumulated; empty on the first.
+        held: sums that devices hold parts of.
+        broad: values of which the tile is kept unrounded, too.
+    """
+
+    def __init__(
+        self,
+        span: Span,
+        env: Env,
+        known: Mapping[Any, Any] | None = None,
+        before: Mapping[Value, Any] | None = None,
+        held: layout.Held | None = None,
+        broad: Set[Value] = frozenset(),
+    ):
+        self.span, self.env, self.broad = span, env, broad
+        self.before = before or {}
+        self.held = layout.Held() if held is None else held
+        self.made: dict[tuple[Value, Placement], Any] = dict(known or {})
+        self.longer: dict[tuple[Value, Placement], tuple[Any, Span]] = {}  # of what has a halo, all of it
+        self.unrounded: dict[Value, Any] = {}
+
+    def run(self, loop: Loop) -> Tile:
+        for step in loop.steps:
+            self.step(step)
+        return self
+
+    def step(self, step: Step) -> None:
+        rule = RULES.get(step.node.name)
+        if rule is not None and rule.resume is not None:  # a loop's state, as the tiles before left it
+            (ref,) = step.refs
+            self.made[step.keys[0]] = rule.resume(step.node, ref.value, self.fetch(ref), self.before, self.span)
+            return
+        how = self.held[step.node.outputs[0]] if step.node.outputs else layout.TOGETHER
+        node, values = fit(step.node, self.operands(step), how)
+        if step.node.effects and all(isinstance(p, Whole) for p in step.move.ins):  # in a region, the same every time
+            if self.span.effects:
+                _on_first_tile(node, values, self.span)
+            return
+        if step.halo == ALONE and (wide := self.wide(step, node, values)) is not None:
+            value, _ = step.keys[0]
+            self.unrounded[value] = wide = layout.conform(wide, value.aval, how)
+            self.made[step.keys[0]] = wide.astype(value.dtype)
+            return
+        there = self.span.beside(step.halo)._replace(effects=self.span.effects and not step.silent)
+        sums = Partial("sum") in step.move.outs and Partial("sum") in step.move.ins
+        if sums and rule is not None and rule.emit is None:
+            results = combine_partials(node, values, self.span)
+        else:
+            results = run(node, values, step.move, there)
+        made = zip(step.node.outputs, results, strict=True)
+        by_value = {v: x if x is None else layout.conform(x, v.aval, self.held[v]) for v, x in made}
+        for key in step.keys:
+            (value, want), array = key, by_value[key[0]]
+            if step.halo != ALONE and isinstance(want, Tiled):
+                self.longer[key] = array, there
+                array = there.narrow(array, want, self.span.halo)
+            self.made[key] = array
+
+    def operands(self, step: Step) -> list[Any]:
+        """The operands of a step; those that were gathered for it, as they were."""
+        ready = [weight_gather.find(self.env, step.node, i, ref) for i, ref in enumerate(step.refs)]
+        return [self.fetch(r) if x is None else x for r, x in zip(step.refs, ready, strict=True)]
+
+    def fetch(self, ref: Ref) -> Any:
+        """An operand as a loop reads it."""
+        value, want = ref.value, ref.want
+        if ref.how == "tile" and ref.halo == ALONE:
+            return self.made[value, want]
+        if ref.how == "tile":
+            assert isinstance(want, Tiled), ref
+            array, there = self.longer[value, want]
+            return there.narrow(array, want, ref.halo)
+        if ref.how == "once":
+            if constant(value) == 0 and want == Partial("sum"):
+                with value.producer.context.manager if value.producer else nullcontext():
+                    return jnp.zeros(value.shape, value.dtype)
+            whole = jnp.asarray(read(self.env, value))
+            op = want.op if isinstance(want, Partial) else "sum"
+            return jnp.where(self.span.start == 0, whole, jnp.full_like(whole, identity(op, whole.dtype)))
+        whole = narrow(self.env, value)
+        sliced = isinstance(want, Tiled) and ref.how == "slice"
+        return self.span.beside(ref.halo).take(jnp.asarray(whole), want) if sliced else whole
+
+    def wide(self, step: Step, node: Node, values: list[Any]) -> Any | None:
+        """One step on the way from a dot to a value in `broad`, without rounding in between."""
+        if not step.keys or step.keys[0][0] not in self.broad or not isinstance(step.move.outs[0], Tiled):
+            return None
+        if node.name == "dot_general":
+            return dot(node, *values, self.span.wide(node.outputs[0].dtype))
+        source = self.unrounded.get(node.inputs[0]) if node.name in REARRANGE else None
+        if source is None:
+            return None
+        return source if node.name == "convert_element_type" else run(node, [source], step.move, self.span)[0]
+
+
+def _on_first_tile(node: Node, values: list[Any], span: Span) -> None:
+    """Have the side effects of a node once in all."""
+
+    def effects(*values: Any) -> tuple[()]:
+        node.bind(values)
+        return ()
+
+    lax.cond(span.start == 0, effects, lambda *_: (), *values)
+
+
+def body(found: Analysis, ins: Sequence[Placement], outs: Sequence[Placement | None], span: Span) -> Body:
+    """A region's body at tile size, as `rules.bodies.at_tile` describes it."""
+    loop, refs = region(found, outs, span.effects)
+
+    def run(values: Sequence[Any]) -> list[Any]:
+        both = list(zip(found.graph.inputs, values, ins, strict=True))
+        env = {v: x for v, x, p in both if isinstance(p, Whole)}
+        evaluate(env, list(loop.reads))
+        known = {(v, p): x for v, x, p in both if not isinstance(p, Whole)}
+        tile = Tile(span, env, known, held=found.apart).run(loop)
+        return [None if ref is None else tile.fetch(ref) for ref in refs]
+
+    return run
+
+
+LOWERING[:] = [body]
