@@ -19,7 +19,7 @@ from transforms.tiling.ir.graph import Node, Value, flops
 from transforms.tiling.ir.loops import Loop, Online, Ref, Schedule, Step, Update
 from transforms.tiling.ir.obstacles import Obstacle, Refusal
 from transforms.tiling.ir.placement import ALONE, WHOLE, Partial, Placement, Reach, Stacked, Tiled, Whole
-from transforms.tiling.mesh.layout import named
+from transforms.tiling.mesh.sums import ADDS, leaves_auto
 from transforms.tiling.rules import RULES, Move, resumes
 
 ROUNDS = 20  # in which a schedule may forget what it meant to store
@@ -213,8 +213,8 @@ class Planner:
             return False
         if not isinstance(self.analysis.moves[node].outs[0], Partial):
             return False
-        if node.name == "reshard" and named(parts[0].aval) is None:
-            return False  # from a mesh made Auto: parts leave it as such
+        if leaves_auto(node):
+            return False  # parts leave it as such
         return parts[0].aval.size == value.aval.size
 
     # ------------------------------------------------------------------------------------------------ steps of a loop
@@ -233,7 +233,7 @@ class Planner:
             summed = move.outs[0] == Partial("sum") and alone
             from_tiles = any(isinstance(p, Tiled) for p in move.ins)
             computed = summed and self.computes(part, d)
-            if computed and node.name in ("add", "add_any") and self.all_parts(node):
+            if computed and node.name in ADDS and self.all_parts(node):
                 stack.extend(reversed(node.inputs))
                 continue
             if computed and from_tiles and RULES[node.name].accumulate:

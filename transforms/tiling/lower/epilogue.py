@@ -11,6 +11,7 @@ from transforms.tiling.ir.facts import Local
 from transforms.tiling.ir.graph import Node, Value, read
 from transforms.tiling.ir.loops import Schedule
 from transforms.tiling.ir.placement import Span
+from transforms.tiling.rules import RULES
 
 Env = dict[Value, Any]
 
@@ -54,8 +55,5 @@ def combine_partials(node: Node, values: list[Any], span: Span) -> list[Any]:
         return node.bind(values)
     dtype = span.wide(node.outputs[0].dtype)
     values = [v.astype(dtype) if jnp.issubdtype(v.dtype, jnp.inexact) else v for v in map(jnp.asarray, values)]
-    if node.name == "convert_element_type":
-        return [values[0].astype(dtype)]
-    if node.name == "dot_general":
-        return node.bind(values, node.params | {"preferred_element_type": dtype})
-    return node.bind(values)
+    rule = RULES[node.name]
+    return node.bind(values) if rule.wide is None else [rule.wide(node, values, dtype)]

@@ -15,6 +15,7 @@ from transforms.tiling.lower.accumulators import accumulators
 from transforms.tiling.lower.epilogue import Env, finish, narrow
 from transforms.tiling.lower.tile import REARRANGE, Tile
 from transforms.tiling.mesh import weight_gather
+from transforms.tiling.rules import RULES
 from transforms.tiling.schedule import runs_once
 
 
@@ -118,15 +119,17 @@ def _over_tiles(body: Any, results: Any, count: int, size: int, rest: int, rever
 
 
 def wide_chain(plan: Schedule, outputs: set[Value]) -> set[Value]:
-    """`outputs`, and what they are rearranged from: cut results of a dot that keep the dtype it is formed in."""
+    """`outputs`, and what they are rearranged from: cut results of a product that keep the dtype it is formed in."""
     chain = set(outputs)
     for output in outputs:
         path, value = [], output
         while isinstance(plan.analysis.fact(value).placement, Tiled) and value.producer is not None:
             path.append(value)
-            if value.producer.name == "dot_general":
+            name = value.producer.name
+            if name in REARRANGE:
+                value = value.producer.inputs[0]
+                continue
+            if RULES[name].wide is not None:
                 chain.update(path)
-            if value.producer.name not in REARRANGE:
-                break
-            value = value.producer.inputs[0]
+            break
     return chain

@@ -20,7 +20,6 @@ from transforms.tiling.mesh.sums import fit
 from transforms.tiling.primitives import having
 from transforms.tiling.rules import RULES, run
 from transforms.tiling.rules.bodies import LOWERING, Body
-from transforms.tiling.rules.dot import dot
 from transforms.tiling.schedule import region
 
 REARRANGE = having("rearranges")
@@ -117,15 +116,17 @@ class Tile:
         return self.span.beside(ref.halo).take(jnp.asarray(whole), want) if sliced else whole
 
     def wide(self, step: Step, node: Node, values: list[Any]) -> Any | None:
-        """One step on the way from a dot to a value in `broad`, without rounding in between."""
+        """One step on the way from a product to a value in `broad`, without rounding in between."""
         if not step.keys or step.keys[0][0] not in self.broad or not isinstance(step.move.outs[0], Tiled):
             return None
-        if node.name == "dot_general":
-            return dot(node, *values, self.span.wide(node.outputs[0].dtype))
-        source = self.unrounded.get(node.inputs[0]) if node.name in REARRANGE else None
-        if source is None:
+        rule = RULES[node.name]
+        if node.name not in REARRANGE:
+            return rule.wide and rule.wide(node, values, self.span.wide(node.outputs[0].dtype))
+        if (source := self.unrounded.get(node.inputs[0])) is None:
             return None
-        return source if node.name == "convert_element_type" else run(node, [source], step.move, self.span)[0]
+        if rule.wide is not None:
+            return rule.wide(node, [source], source.dtype)
+        return run(node, [source], step.move, self.span)[0]
 
 
 def _on_first_tile(node: Node, values: list[Any], span: Span) -> None:

@@ -46,6 +46,11 @@ def origin(value: Any, dim: int) -> tuple[str, ...]:
     return next((found for v in alike if (found := origin(v, dim))), ())
 
 
+def leaves_auto(node: Any) -> bool:
+    """Whether a value leaves a mesh made Auto, where no type says how it is spread."""
+    return node.name == "reshard" and named(node.inputs[0].aval) is None
+
+
 def summed(node: Any, before: Held, partial: Sequence[bool], joined: bool = False) -> Apart:
     """How the devices hold the partial sum that a node makes, or passes on from those that it reads.
 
@@ -59,7 +64,7 @@ def summed(node: Any, before: Held, partial: Sequence[bool], joined: bool = Fals
         over |= left | right
     elif node.name == "reduce_sum":
         over |= contracted(node)[0]
-    if node.name == "reshard" and named(node.inputs[0].aval) is None and not joined:
+    if leaves_auto(node) and not joined:
         # The gradient of a lookup, leaving a mesh made Auto: where the table's rows are spread over all devices that
         # hold the tokens, they are sent what they gain, which is less than all of the table. It cannot leave spread
         # over some of these axes and apart over others.

@@ -1,6 +1,6 @@
 """What each jax primitive does to a placement: one small rule per kind of primitive.
 
-A rule has up to ten parts. Most primitives need one alone, `factors`, and what they do to sums.
+A rule has up to eleven parts. Most primitives need one alone, `factors`, and what they do to sums.
 
     push(node, placements) -> Move    where the results stand, and where each operand must stand for that; or an
                                       obstacle: `Complete`, these operands must be whole first, and why
@@ -13,6 +13,7 @@ A rule has up to ten parts. Most primitives need one alone, `factors`, and what 
     resume(node, source, given, before, span)   (of what goes from tile to tile) its result, from its operand `source`,
                                       whose tile is `given`, and from what the tiles before this one accumulated
     unfit(node, move, span)           why tiles of this length do not suit it, though others would; None if they do
+    wide(node, values, dtype)         the result unrounded, in a wider dtype: of a product, and what passes it on
     factors(node)                     which dimensions of operands and results are one: `push` and `pull` follow from
                                       that (`rules.factors`), and walks that ask where a dimension comes from
 
@@ -64,6 +65,7 @@ class Rule:
     local: Local | None = None
     resume: Resume | None = None
     unfit: Callable[[Node, Move, Span], str | None] | None = None
+    wide: Callable[[Node, list[Any], Any], Any] | None = None
     factors: Callable[[Node], Any] | None = None
     heavy: bool = False  # pulled only where the whole result would be too large
 

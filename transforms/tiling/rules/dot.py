@@ -50,6 +50,10 @@ def dot(node: Node, lhs: Any, rhs: Any, dtype: Any) -> Any:
     return lax.platform_dependent(lhs, rhs, cpu=upcast, default=lambda lhs, rhs: node.bind([lhs, rhs], params)[0])
 
 
+def wide(node: Node, values: list[Any], dtype: Any) -> Any:
+    return dot(node, *values, dtype)
+
+
 def emit(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
     if isinstance(move.outs[0], Whole):
         return node.bind(values)
@@ -116,4 +120,4 @@ def chunked(node: Node, operands: list[Any], total: Any, side: int, dim: int) ->
 CHUNK, CHUNKS = 8 << 20, 32  # at least so many bytes, and no more than so many chunks
 
 
-register_factors("dot_general", factors=factors, sums=linear, heavy=True, emit=emit, accumulate=accumulate)
+register_factors("dot_general", factors=factors, sums=linear, heavy=True, emit=emit, accumulate=accumulate, wide=wide)

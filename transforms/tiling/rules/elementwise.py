@@ -102,7 +102,12 @@ register_factors("neg", *COPIES, factors=elementwise, sums=linear)
 EQUINOX = ("nonbatchable", "nondifferentiable_backward", "nontraceable")
 register_factors(*EQUINOX, factors=elementwise, sums=linear)
 register_factors("select_if_vmap", factors=elementwise)
-register_factors("convert_element_type", factors=elementwise, sums=converted)
+register_factors(
+    "convert_element_type",
+    factors=elementwise,
+    sums=converted,
+    wide=lambda node, values, dtype: values[0].astype(dtype),
+)
 register_factors("add", "add_any", "sub", factors=elementwise, sums=added)
 register_factors("mul", "div", factors=elementwise, sums=scaled)
 register_factors("max", "min", factors=elementwise, sums=extremum)
