@@ -1,1 +1,1 @@
-"""Loops in, traced `lax.scan`s out, and the epilogue that runs on whole values between and after them."""
+"""Loops in, traced `lax.scan`s out: steps of a tile, what tiles add up to, and the epilogue on whole values after."""

@@ -8,15 +8,18 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from transforms.tiling.ir.facts import Analysis
+from transforms.tiling.ir.flatten import evaluate
 from transforms.tiling.ir.graph import Value, read
 from transforms.tiling.ir.loops import Loop, Schedule
-from transforms.tiling.ir.placement import ALONE, Span, Tiled, Whole
+from transforms.tiling.ir.placement import ALONE, Placement, Span, Tiled, Whole
 from transforms.tiling.lower.accumulators import accumulators
 from transforms.tiling.lower.epilogue import Env, finish, narrow
 from transforms.tiling.lower.tile import REARRANGE, Tile
 from transforms.tiling.mesh import weight_gather
 from transforms.tiling.rules import RULES
-from transforms.tiling.schedule import runs_once
+from transforms.tiling.rules.bodies import LOWERING, Body
+from transforms.tiling.schedule import region, runs_once
 
 
 def run(
@@ -133,3 +136,21 @@ def wide_chain(plan: Schedule, outputs: set[Value]) -> set[Value]:
                 chain.update(path)
             break
     return chain
+
+
+def body(found: Analysis, ins: Sequence[Placement], outs: Sequence[Placement | None], span: Span) -> Body:
+    """A region's body at tile size, as `rules.bodies.at_tile` describes it."""
+    loop, refs = region(found, outs, span.effects)
+
+    def run(values: Sequence[Any]) -> list[Any]:
+        both = list(zip(found.graph.inputs, values, ins, strict=True))
+        env = {v: x for v, x, p in both if isinstance(p, Whole)}
+        evaluate(env, list(loop.reads))
+        known = {(v, p): x for v, x, p in both if not isinstance(p, Whole)}
+        tile = Tile(span, env, known, held=found.apart).run(loop)
+        return [None if ref is None else tile.fetch(ref) for ref in refs]
+
+    return run
+
+
+LOWERING[:] = [body]

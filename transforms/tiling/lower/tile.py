@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from contextlib import nullcontext
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
-from transforms.tiling.ir.facts import Analysis
-from transforms.tiling.ir.flatten import evaluate
 from transforms.tiling.ir.graph import Node, Value, constant, read
 from transforms.tiling.ir.loops import Loop, Ref, Step
 from transforms.tiling.ir.placement import ALONE, Partial, Placement, Span, Tiled, Whole, identity
@@ -19,8 +17,6 @@ from transforms.tiling.mesh import layout, weight_gather
 from transforms.tiling.mesh.sums import fit
 from transforms.tiling.primitives import having
 from transforms.tiling.rules import RULES, run
-from transforms.tiling.rules.bodies import LOWERING, Body
-from transforms.tiling.schedule import region
 
 REARRANGE = having("rearranges")
 
@@ -137,21 +133,3 @@ def _on_first_tile(node: Node, values: list[Any], span: Span) -> None:
         return ()
 
     lax.cond(span.start == 0, effects, lambda *_: (), *values)
-
-
-def body(found: Analysis, ins: Sequence[Placement], outs: Sequence[Placement | None], span: Span) -> Body:
-    """A region's body at tile size, as `rules.bodies.at_tile` describes it."""
-    loop, refs = region(found, outs, span.effects)
-
-    def run(values: Sequence[Any]) -> list[Any]:
-        both = list(zip(found.graph.inputs, values, ins, strict=True))
-        env = {v: x for v, x, p in both if isinstance(p, Whole)}
-        evaluate(env, list(loop.reads))
-        known = {(v, p): x for v, x, p in both if not isinstance(p, Whole)}
-        tile = Tile(span, env, known, held=found.apart).run(loop)
-        return [None if ref is None else tile.fetch(ref) for ref in refs]
-
-    return run
-
-
-LOWERING[:] = [body]

@@ -99,8 +99,7 @@ COPIES = having("alias")
 
 register_factors(*having("elementwise"), "threefry2x32", "complex", "real", "imag", factors=elementwise)
 register_factors("neg", *COPIES, factors=elementwise, sums=linear)
-EQUINOX = ("nonbatchable", "nondifferentiable_backward", "nontraceable")
-register_factors(*EQUINOX, factors=elementwise, sums=linear)
+register_factors("nonbatchable", "nondifferentiable_backward", "nontraceable", factors=elementwise, sums=linear)
 register_factors("select_if_vmap", factors=elementwise)
 register_factors(
     "convert_element_type",
