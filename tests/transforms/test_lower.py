@@ -177,6 +177,24 @@ def test_chunked_gradient_equals_plain(size, chunks):
     assert calls
 
 
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_large_narrow_operand_is_not_made_wide_as_a_whole(batched, chunks):
+    """Neither in value nor in memory: XLA:CPU would upcast all of `w` before the loop."""
+    rng = np.random.default_rng(0)
+    w, x = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((64, 4096), (128, 64)))
+    w = w[None] if batched else w
+    loss = lambda w, x: jax.nn.logsumexp(jnp.dot(x, w, preferred_element_type=jnp.float32), -1).mean()
+    temporaries, found = [], []
+    for size in (1 << 30, 1 << 16):
+        chunks(size)
+        grad = jax.grad(tile(loss, (None, 0), 16))
+        compiled = jax.jit(jax.vmap(grad, (0, None)) if batched else grad).lower(w, x).compile()
+        temporaries.append(compiled.memory_analysis().temp_size_in_bytes)
+        found.append(np.asarray(compiled(w, x), np.float32))
+    np.testing.assert_allclose(*found, rtol=1e-2, atol=1e-6)
+    assert temporaries[1] < temporaries[0] - 0.8 * 4 * w.size
+
+
 def test_product_without_free_dimensions_is_added_plainly(chunks):
     calls = chunks(1)
     x = jnp.arange(10.0)

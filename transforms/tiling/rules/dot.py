@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
-from transforms.tiling.ir.graph import Node, elements
+from transforms.tiling.ir.graph import Node
 from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import Partial, Placement, Span, Whole
+from transforms.tiling.mesh import layout
 from transforms.tiling.rules import Move, partial, shrinks, tiled
 from transforms.tiling.rules.factors import Factors, register_factors
 
@@ -43,9 +46,17 @@ def dot(node: Node, lhs: Any, rhs: Any, dtype: Any) -> Any:
     if not narrow:
         return node.bind([lhs, rhs], params)[0]
 
-    def upcast(lhs: Any, rhs: Any) -> Any:
-        # XLA:CPU has no kernel for some narrow x narrow -> wide dots, and upcasts inside the others.
-        return node.bind([lhs.astype(dtype), rhs.astype(dtype)], params)[0]
+    def upcast(*operands: Any) -> Any:
+        """XLA:CPU has no kernel for some narrow x narrow -> wide dots, and upcasts inside the others.
+
+        A large operand is upcast chunk by chunk of a summed factor, for XLA would make a wide copy of all of it.
+        """
+        large = max((op for op in operands if op.dtype != dtype), key=lambda op: op.size)
+        out = jax.eval_shape(lambda *ops: node.bind(list(ops), params)[0], *operands)
+        summed = longest(node, factors(node).reduced)
+        if summed is None or large.size <= max(out.size, CHUNK // dtype.itemsize) or layout.named(node.outputs[0].aval):
+            return node.bind([op.astype(dtype) for op in operands], params)[0]
+        return chunked(node, operands, jnp.zeros(out.shape, dtype), summed, large.size * dtype.itemsize)
 
     return lax.platform_dependent(lhs, rhs, cpu=upcast, default=lambda lhs, rhs: node.bind([lhs, rhs], params)[0])
 
@@ -66,18 +77,20 @@ def emit(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
 SMALL = 4 << 20
 
 
-def free(node: Node, side: int) -> dict[int, int]:
-    """The dimensions that only one operand and the result have, and where in the result they stand."""
+def longest(node: Node, names: Iterable[Any]) -> Any | None:
+    """Of some factors that of the most elements; of those alone whose length is the same in every tile."""
     stated = factors(node)
-    other = stated.origins(1 - side)
-    return {own: d for d, own in stated.origins(side).items() if d not in other}
+    sizes = {
+        name: n for v, own in zip(node.inputs, stated.ins, strict=True) for name, n in zip(own, v.shape, strict=True)
+    }
+    known = [name for name in names if isinstance(sizes[name], int)]
+    return max(known, key=sizes.__getitem__, default=None)
 
 
-def chunked_dim(node: Node) -> tuple[int, int] | None:
-    """The operand and its largest free dimension: along it a dot can be added to an accumulator chunk by chunk."""
-    candidates = [(v.shape[d], side, d) for side, v in enumerate(node.inputs) for d in free(node, side)]
-    known = [c for c in candidates if isinstance(c[0], int)]
-    return max(known)[1:] if known else None
+def free(node: Node) -> list[Any]:
+    """The factors that only one operand and the result have."""
+    left, right = factors(node).ins
+    return [name for name in (*left, *right) if (name in left) != (name in right)]
 
 
 def accumulate(node: Node, values: list[Any], total: Any, span: Span) -> Any:
@@ -90,33 +103,42 @@ def accumulate(node: Node, values: list[Any], total: Any, span: Span) -> Any:
     def plain(total: Any, lhs: Any, rhs: Any) -> Any:
         return total + dot(node, lhs, rhs, total.dtype)
 
-    where = chunked_dim(node)
-    if where is None or not span.chunks or elements(total.shape) * total.dtype.itemsize < SMALL:
+    where, size = longest(node, free(node)), total.size * total.dtype.itemsize
+    if where is None or not span.chunks or size < SMALL:
         return plain(total, *values)
     return lax.platform_dependent(
-        total, *values, cpu=lambda total, *ops: chunked(node, list(ops), total, *where), default=plain
+        total, *values, cpu=lambda total, *ops: chunked(node, ops, total, where, size), default=plain
     )
 
 
-def chunked(node: Node, operands: list[Any], total: Any, side: int, dim: int) -> Any:
-    """Add the dot to `total` in chunks of dimension `dim` of operand `side`, in place."""
-    size, target = operands[side].shape[dim], free(node, side)[dim]
-    bytes_total = elements(total.shape) * total.dtype.itemsize
-    chunk = -(-size // max(1, min(size, -(-bytes_total // max(CHUNK, bytes_total // CHUNKS)))))
+def chunked(node: Node, operands: Sequence[Any], total: Any, name: Any, size: int) -> Any:
+    """Add the dot to `total` a chunk of a factor at a time, so that of `size` bytes that have it few are there at once.
+
+    A free factor's chunks are added in place, each to its part of `total`, a summed one's to all of it.
+    """
+    stated = factors(node)
+    cut = {i: names.index(name) for i, names in enumerate(stated.ins) if name in names}
+    (length, *_) = (operands[i].shape[dim] for i, dim in cut.items())
+    chunk = -(-length // max(1, min(length, -(-size // max(CHUNK, size // CHUNKS)))))
     params = dict(node.params, preferred_element_type=total.dtype)
 
     def add(total: Any, start: Any, length: int) -> Any:
-        ops = list(operands)
-        ops[side] = lax.dynamic_slice_in_dim(ops[side], start, length, dim)
+        # Without the barrier XLA:CPU upcasts before it slices, and all of it before the loop.
+        ops, start = lax.optimization_barrier((list(operands), start))
+        for i, dim in cut.items():
+            ops[i] = lax.dynamic_slice_in_dim(ops[i], start, length, dim)
         part = node.bind([op.astype(total.dtype) for op in ops], params)[0]
-        old = lax.dynamic_slice_in_dim(total, start, length, target)
-        return lax.dynamic_update_slice_in_dim(total, old + part, start, target)
+        if name not in stated.outs[0]:
+            return total + part
+        dim = stated.outs[0].index(name)
+        old = lax.dynamic_slice_in_dim(total, start, length, dim)
+        return lax.dynamic_update_slice_in_dim(total, old + part, start, dim)
 
-    total = lax.fori_loop(0, size // chunk, lambda i, total: add(total, i * chunk, chunk), total)
-    return add(total, size // chunk * chunk, size % chunk) if size % chunk else total
+    total = lax.fori_loop(0, length // chunk, lambda i, total: add(total, i * chunk, chunk), total)
+    return add(total, length // chunk * chunk, length % chunk) if length % chunk else total
 
 
-# Bytes of the accumulator that one chunk covers: large enough for the matmul's own blocking, small beside the rest.
+# Bytes that one chunk covers: large enough for the matmul's own blocking, small beside the rest.
 CHUNK, CHUNKS = 8 << 20, 32  # at least so many bytes, and no more than so many chunks
 
 
