@@ -194,9 +194,9 @@ class Config:
         return self.head_dim
 
     @property
-    def cached_dim(self) -> int:
-        """How many numbers a layer keeps of a token that was read: its keys and values."""
-        return self.num_kv_heads * (self.head_dim + self.value_dim)
+    def cached(self) -> tuple[int, int, int]:
+        """What a layer keeps of a token that was read: heads, of each a key and a value, and their width."""
+        return self.num_kv_heads, 2, max(self.head_dim, self.value_dim)
 
     @property
     def query_scale(self) -> float:

@@ -116,7 +116,8 @@ def kept_heads(config: Any, devices: int) -> int:
 
     Where there are fewer kv heads than devices, each is there once for every device whose queries read it.
     """
-    return config.num_kv_heads if config.num_heads % devices else math.lcm(config.num_kv_heads, devices)
+    kept = config.cached[0]
+    return kept if config.num_heads % devices else math.lcm(kept, devices)
 
 
 class Paged(eqx.Module):

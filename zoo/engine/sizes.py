@@ -126,10 +126,11 @@ class Plan:
         kept = jnp.uint16 if narrow else dtype
 
         def store(layers: int, count: int) -> Store:
-            values = lambda kind: jnp.zeros((layers, count + 1, settings.page, heads * 2 * config.head_dim), kind)
+            _, parts, width = config.cached
+            values = lambda kind: jnp.zeros((layers, count + 1, settings.page, heads * parts * width), kind)
             if settings.kv_dtype is None:
                 return Store(values(kept))
-            return Store(values(jnp.int8), jnp.zeros((layers, count + 1, heads * settings.page * 2)))
+            return Store(values(jnp.int8), jnp.zeros((layers, count + 1, heads * settings.page * parts)))
 
         def state() -> State:
             pool = tuple(store(*each) for each in zip(kinds.counts(), pages, strict=True))

@@ -164,9 +164,9 @@ class DeepSeekLike(MixtureLike, LlamaLike):
         return self.v_head_dim
 
     @property
-    def cached_dim(self) -> int:
-        """How many numbers a layer keeps of a token that was read: the latent, and the part of keys that turns."""
-        return self.kv_rank + self.rope_head_dim
+    def cached(self) -> tuple[int, int, int]:
+        """What a layer keeps of a token that was read, once for all heads: the latent, and the part that turns."""
+        return 1, 1, self.kv_rank + self.rope_head_dim
 
     @property
     def query_scale(self) -> float:
