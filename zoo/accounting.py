@@ -2,7 +2,7 @@
 
 FLOPs are those of the mathematics, as in model-FLOP utilisation: two per multiply-add of every matrix product, the head
 once (tied or not), the embedding lookup not at all, attention only over keys that a query sees, of experts only those
-that a token goes to, no recomputation.
+that a token goes to, no recomputation; of layers that hand on a state their matrices alone.
 """
 
 import math
@@ -30,16 +30,13 @@ def head_flops(config: Config, batch: int, seq: int) -> int:
 def forward_flops(config: Config, batch: int, seq: int) -> int:
     """Return the FLOPs of one forward pass, hidden states and logits."""
     matrices = sum(_active(row, config) for row in rows(config) if row.stack and row.fan_in)
-    seen = zip(config.layer_stacks, config.layer_windows, strict=True)
-    pairs = sum(visible_pairs(seq, window) for stack, window in seen if stack != "delta")
-    attention = 2 * batch * pairs * config.num_heads * (config.head_dim + config.value_dim)
+    attention = 2 * batch * _pairs(config, seq) * config.num_heads * (config.head_dim + config.value_dim)
     return 2 * batch * seq * matrices + attention + head_flops(config, batch, seq)
 
 
 def recomputed_flops(config: Config, batch: int, seq: int) -> int:
     """Return the FLOPs of two forward passes and a backward pass: of attention the latter has five products for two."""
-    pairs = sum(visible_pairs(seq, window) for window in config.layer_windows)
-    return 4 * forward_flops(config, batch, seq) + 2 * batch * pairs * config.num_heads * config.head_dim
+    return 4 * forward_flops(config, batch, seq) + 2 * batch * _pairs(config, seq) * config.num_heads * config.head_dim
 
 
 def train_flops(config: Config, batch: int, seq: int) -> int:
@@ -53,6 +50,12 @@ def _active(row: Row, config: Config) -> int:
     if "E" in row.lead and isinstance(config, MixtureLike):
         return count // config.num_experts * config.experts_per_token
     return count
+
+
+def _pairs(config: Config, seq: int) -> int:
+    """Return the (query, key) pairs of all layers that attend."""
+    layers = zip(config.layer_stacks, config.layer_windows, strict=True)
+    return sum(visible_pairs(seq, window) for stack, window in layers if stack != "delta")
 
 
 def visible_pairs(seq: int, window: int | None) -> int:

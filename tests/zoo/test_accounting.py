@@ -46,14 +46,20 @@ def test_flops_are_those_of_the_traced_dots_less_what_the_mask_hides(config, bat
     model = eqx.filter_eval_shape(model_class(config).init, config, key=jax.random.key(0))
     tokens = jax.ShapeDtypeStruct((batch, seq), jnp.int32)
     traced = _dot_flops(jax.make_jaxpr(lambda model, tokens: model(tokens))(model, tokens).jaxpr)
+    windows = [w for stack, w in zip(config.layer_stacks, config.layer_windows, strict=True) if stack != "delta"]
     seen = sum(
         query - key < (window or seq)
-        for window in config.layer_windows
+        for window in windows
         for query, key in itertools.product(range(seq), repeat=2)
         if key <= query
     )
-    hidden = config.num_layers * seq**2 - seen
-    assert forward_flops(config, batch, seq) == traced - 4 * batch * hidden * config.num_heads * config.head_dim
+    made = 2 * len(windows) * seq**2 * max(config.head_dim, config.value_dim)  # the narrower are padded
+    used = seen * (config.head_dim + config.value_dim)
+    found, expected = forward_flops(config, batch, seq), traced - 2 * batch * config.num_heads * (made - used)
+    if config.recurrent:  # how many products a state's recurrence has depends on its chunks: they are not counted
+        assert 0.9 * expected < found < expected
+    else:
+        assert found == expected
 
 
 def test_a_token_meets_only_the_experts_that_it_goes_to():
