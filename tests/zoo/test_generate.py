@@ -97,7 +97,7 @@ def test_prompts_read_in_chunks_give_the_same(case, chunk):
 def test_pages_of_latents_hold_one_for_all_heads():
     """A latent of 20 and 8 dimensions of keys that turn, of 3 layers; four heads' keys and values would be 136."""
     engine = Engine(loaded("deepseek_v3"), Settings(length=32, rows=2))
-    assert {pool.shape[-1] for pool in engine._state.pool} == {28}
+    assert {pool.values.shape[-1] for pool in engine._state.pool} == {28}
 
 
 def test_layers_that_hand_on_a_state_are_refused():
