@@ -200,3 +200,47 @@ def test_product_without_free_dimensions_is_added_plainly(chunks):
     x = jnp.arange(10.0)
     np.testing.assert_allclose(tile(lambda x: jnp.sin(x) @ x, 0, 3)(x), jnp.sin(x) @ x, rtol=1e-5)
     assert not calls
+
+
+def test_a_large_narrow_operand_in_chunks_inside_shard_map(chunks):
+    calls = chunks(1 << 8)
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((64, 16), (16, 64)))
+    fn = lambda x, w: jnp.einsum("td,tv->dv", x[:, :2], jnp.tanh(x @ w), preferred_element_type=jnp.float32)
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def summed(fn):
+        local = lambda x, w: jax.lax.psum(fn(x, w), "d")
+        return quick.jit(jax.shard_map(local, mesh=mesh, in_specs=(jax.P("d"), jax.P()), out_specs=jax.P()))(x, w)
+
+    np.testing.assert_allclose(summed(tile(fn, (0, None), 2)), summed(fn), atol=0.1)
+    assert calls
+
+
+# --------------------------------------------------------------------------------------------- dtypes of several kinds
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.complex64, jnp.int32])
+def test_what_goes_through_beside_a_sum_keeps_its_dtype(dtype):
+    def fn(x, z):
+        total, z = jax.lax.optimization_barrier((x.sum(0), z))
+        return total, z, z + z
+
+    x, z = jnp.arange(16.0).reshape(8, 2), jnp.asarray(np.arange(8), dtype)
+    z = z * (1 + 0.5j) if dtype == jnp.complex64 else z
+    for got, want in zip(tile(fn, 0, 2)(x, z), fn(x, z), strict=True):
+        assert got.dtype == want.dtype
+        np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_floats_of_eight_bits(dtype):
+    """As a weight that no tile cuts, summed, and compared: some of these dtypes have no infinity."""
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.normal(size=s), dtype) for s in ((8, 4), (4, 3)))
+    x = x.at[:, 0].set(jnp.asarray(-100, dtype))
+    wide = lambda x: x.astype(jnp.float32)
+    fn = lambda x, w: (wide(x) @ wide(w), x.max(0), (-x).min(0), jnp.einsum("td,tk->dk", x, x))
+    for got, want in zip(tile(fn, (0, None), 4)(x, w), fn(x, w), strict=True):
+        assert got.dtype == want.dtype
+        np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(want, np.float32), rtol=1e-6)

@@ -186,3 +186,20 @@ def test_products_of_all_devices_are_counted():
     fn = on_devices(lambda x, w: x @ w, (P("d"), P()), P("d"), mesh=MESH)
     (node,) = flatten(jax.make_jaxpr(fn)(*arguments())).nodes
     assert flops(node) == 2 * T * D * D
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_each_device_of_a_shard_map_has_a_scalar_of_its_own(check):
+    """A weight that all devices share gathers what each is asked for: cotangents differ from device to device."""
+
+    def scaled(fn):
+        def local(x, w):
+            scale = 1.0 + lax.axis_index("d")
+            value, (of_x, of_w) = jax.value_and_grad(lambda x, w: scale * fn(x, w), (0, 1))(x, w)
+            return value[None], of_x, of_w if check else lax.psum(of_w, "d")
+
+        return on_devices(local, (P("d"), P()), (P("d"), P("d"), P()), mesh=MESH, check_vma=check)
+
+    fn = lambda x, w: jnp.log(jnp.exp(jnp.sin(x @ w)).sum())
+    args = [jnp.asarray(a) for a in arguments()]
+    assert_same(quick.jit(scaled(tile(fn, (0, None), 2)))(*args), quick.jit(scaled(fn))(*args), FLOAT32)

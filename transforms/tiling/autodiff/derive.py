@@ -130,7 +130,7 @@ def _scalar(program: Program, out: int, active: tuple[int, ...], primals: Any, g
         return [(scale.astype(g.dtype) * g).astype(d) for g, d in zip(gradients, dtypes, strict=True)]
 
     with jax.numpy_dtype_promotion("standard"):  # these sums are ours
-        aval = ShapedArray((), jnp.result_type(*found, outs[out]))
+        aval = program.closed.out_avals[out].update(dtype=jnp.result_type(*found, outs[out]))
     return outs, linear(found, [given[i] for i in active], forward, transpose, [aval])
 
 

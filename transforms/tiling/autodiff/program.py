@@ -28,7 +28,7 @@ from transforms.tiling.ir.loops import Schedule
 from transforms.tiling.ir.obstacles import Refusal
 from transforms.tiling.ir.placement import WHOLE, Placement, Tiled, Whole, wide
 from transforms.tiling.lower import scan
-from transforms.tiling.mesh.layout import like
+from transforms.tiling.mesh.layout import like, varying
 from transforms.tiling.passes.driver import planned
 
 SMALLEST = 512  # of the second cut's tiles: smaller matrix products run slower
@@ -210,9 +210,13 @@ class Program:
         """Whether the outputs `outs` are one scalar whose gradients the forward loops can form, to be scaled later.
 
         Not where an array of them has a narrower exponent than float32: it would overflow, or vanish, before the
-        caller's loss scale reaches it.
+        caller's loss scale reaches it. Nor where each device of a `jax.shard_map` has its own scalar of an input that
+        all share: that gradient is summed over the devices, whose cotangents may differ.
         """
         if not self.is_scalar(outs, active):
+            return False
+        own = varying(self.closed.out_avals[outs[0]])
+        if any(own - varying(self.closed.in_avals[i]) for i in active):
             return False
         key = ("scales", tuple(active), tuple(outs))
         if key not in self._derived:

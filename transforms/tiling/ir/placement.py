@@ -94,6 +94,8 @@ def wide(dtype: Any, accumulate: Any) -> Any:
     """The dtype in which a sum of `dtype` is formed, no narrower than `accumulate`."""
     if not jnp.issubdtype(dtype, jnp.inexact):
         return dtype
+    if jnp.finfo(dtype).bits < 16:  # JAX promotes these to nothing by itself
+        return jnp.dtype(accumulate)
     with jax.numpy_dtype_promotion("standard"):  # the user's own code may run under "strict"
         return jnp.promote_types(dtype, accumulate)
 
@@ -232,7 +234,8 @@ def identity(op: str, dtype: Any) -> Any:
         return np.asarray(op == "min", dtype)
     if jnp.issubdtype(dtype, jnp.integer):
         return np.asarray(jnp.iinfo(dtype).min if op == "max" else jnp.iinfo(dtype).max, dtype)
-    return np.asarray(sign * np.inf, dtype)
+    infinite = np.asarray(sign * np.inf, dtype)
+    return infinite if np.isinf(infinite) else np.asarray(sign * float(jnp.finfo(dtype).max), dtype)  # some have none
 
 
 COMBINE = {

@@ -115,6 +115,11 @@ def complete(*names: str, reason: str) -> None:
         COMPLETED[name] = reason
 
 
+def each(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
+    """Operands go through one by one: sums in the dtype that they are formed in, others in their own."""
+    return node.bind(values)
+
+
 def resumes(node: Node) -> bool:
     """Whether a node's result comes from the tiles before, too."""
     return node.name in RULES and RULES[node.name].resume is not None

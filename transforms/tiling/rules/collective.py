@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from transforms.tiling.ir.graph import Node
 from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import Partial, Placement, Span, Tiled, Whole
-from transforms.tiling.rules import Move, by_cut, complete, register, shrinks, summed
+from transforms.tiling.rules import Move, by_cut, complete, each, register, shrinks, summed
 from transforms.tiling.rules.factors import elementwise, register_factors
 
 # Element by element over the devices, and the reduction over the tiles that each commutes with.
@@ -101,7 +101,7 @@ def localise_constraint(node: Node, move: Move, span: Span) -> dict[str, Any]:
     return node.params | {"sharding": sharding, "unconstrained_dims": node.params["unconstrained_dims"] | {cut.dim}}
 
 
-register(*OVER_DEVICES, push=push)
+register(*OVER_DEVICES, push=push, emit=each)
 register(
     *"all_gather all_gather_invariant all_gather_reduced all_to_all reduce_scatter unreduced_reduce_scatter".split(),
     push=push_gather,

@@ -56,7 +56,7 @@ def dot(node: Node, lhs: Any, rhs: Any, dtype: Any) -> Any:
         summed = longest(node, factors(node).reduced)
         if summed is None or large.size <= max(out.size, CHUNK // dtype.itemsize) or layout.named(node.outputs[0].aval):
             return node.bind([op.astype(dtype) for op in operands], params)[0]
-        return chunked(node, operands, jnp.zeros(out.shape, dtype), summed, large.size * dtype.itemsize)
+        return chunked(node, operands, layout.full(out, 0, dtype, layout.TOGETHER), summed, large.size * dtype.itemsize)
 
     return lax.platform_dependent(lhs, rhs, cpu=upcast, default=lambda lhs, rhs: node.bind([lhs, rhs], params)[0])
 

@@ -11,6 +11,7 @@ from transforms.tiling.primitives import having
 from transforms.tiling.rules import (
     Move,
     count_once,
+    each,
     only_sums,
     partial,
     refuse_partial,
@@ -112,5 +113,5 @@ register_factors("mul", "div", factors=elementwise, sums=scaled)
 register_factors("max", "min", factors=elementwise, sums=extremum)
 register_factors("select_n", factors=elementwise, sums=selected)
 register_factors("bitcast_convert_type", factors=bits)
-register("optimization_barrier", push=push_each)
+register("optimization_barrier", push=push_each, emit=each)
 register("dce_sink", push=push_sink)
