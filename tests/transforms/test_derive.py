@@ -130,3 +130,13 @@ def test_forward_mode_of_a_scalar_with_a_loop_of_unknown_length():
     assert jax.jvp(tile(fn, 0, 2), (jnp.ones(8),), (jnp.ones(8),)) == jax.jvp(fn, (jnp.ones(8),), (jnp.ones(8),))
     with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
         jax.grad(tile(fn, 0, 2))(jnp.ones(8))
+
+
+@pytest.mark.parametrize("rule", [lambda g: g + 0.5, lambda g: jnp.where(jnp.arange(8) > 3, g, 0.5), jnp.negative])
+def test_a_cotangent_to_which_a_rule_adds_is_not_scaled_afterwards(rule):
+    """What a `jax.custom_vjp` adds of its own is no multiple of the cotangent."""
+    own = jax.custom_vjp(jnp.sin)
+    own.defvjp(lambda x: (jnp.sin(x), None), lambda _, g: (rule(g),))
+    fn, x = lambda x: own(x).sum(), jnp.ones((6, 8))
+    scaled = lambda fn: jax.grad(lambda x: 3 * fn(x))(x)
+    assert jnp.allclose(scaled(tile(fn, 0, 2)), scaled(fn))

@@ -17,7 +17,7 @@ from jax.extend.core import Literal
 from transforms.tiling.analysis.limits import Limits
 from transforms.tiling.analysis.propagate import analyse
 from transforms.tiling.ir.flatten import evaluate, flatten
-from transforms.tiling.ir.graph import Graph, Value, bodies, depends
+from transforms.tiling.ir.graph import Graph, Value, bodies, constant, depends
 from transforms.tiling.ir.obstacles import Obstacle
 from transforms.tiling.ir.placement import Partial, Whole
 from transforms.tiling.mesh.layout import like
@@ -123,20 +123,23 @@ def _nonlinear(graph: Graph, out: int, inner: Sequence[Value], others: Sequence[
     return not depends(traced, set(traced.inputs[:count])).isdisjoint(traced.outputs)
 
 
-# Linear in each operand that is listed (None: in all of them together).
-LINEAR: dict[str, tuple[int, ...] | None] = {
-    **dict.fromkeys(
-        """neg convert_element_type copy copy_p reshape transpose broadcast_in_dim squeeze reduce_sum slice rev cumsum
-        real imag conj stop_gradient name add sub add_any concatenate pad split stack unstack""".split()
-    ),
+# Linear in each operand that is listed by itself, ...
+PRODUCTS: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(["mul", "dot_general", "conv_general_dilated"], (0, 1)),
     **dict.fromkeys(["div", "dynamic_slice", "gather"], (0,)),
-    **dict.fromkeys(["select_n"], tuple(range(1, 100))),
-    "dynamic_update_slice": (0, 1),
-    "scatter-add": (0, 2),
     **dict.fromkeys(["dot_product_attention_bwd", "dot_product_attention_bwd_wrapper"], (12,)),
 }
-TOGETHER = ("select_n", "dynamic_update_slice", "scatter-add")
+# ... and in these together: those that do not depend on a cotangent are 0.
+SUMS: dict[str, slice] = {
+    **dict.fromkeys(
+        """neg convert_element_type copy copy_p reshape transpose broadcast_in_dim squeeze reduce_sum slice rev cumsum
+        real imag conj stop_gradient name add sub add_any concatenate pad split stack unstack""".split(),
+        slice(None),
+    ),
+    "select_n": slice(1, None),
+    "dynamic_update_slice": slice(0, 2),
+    "scatter-add": slice(0, None, 2),
+}
 
 
 def scales(jaxpr: Any) -> bool:
@@ -172,13 +175,15 @@ def _linear(found: tuple[Graph, int]) -> bool:
     graph, count = found
     reached = set(graph.inputs[len(graph.inputs) - count :])
     for node in graph.nodes:
-        cut = [i for i, v in enumerate(node.inputs) if v in reached]
+        cut = {i for i, v in enumerate(node.inputs) if v in reached}
         if not cut:
             continue
-        if node.name not in LINEAR:
-            return False
-        allowed = LINEAR[node.name]
-        if allowed is not None and (not set(cut) <= set(allowed) or (len(cut) > 1 and node.name not in TOGETHER)):
+        if node.name in SUMS:
+            summed = {*range(len(node.inputs))[SUMS[node.name]]}
+            linear = cut <= summed and all(constant(node.inputs[i]) == 0 for i in summed - cut)
+        else:
+            linear = len(cut) == 1 and cut <= {*PRODUCTS.get(node.name, ())}
+        if not linear:
             return False
         reached.update(node.outputs)
     return True
