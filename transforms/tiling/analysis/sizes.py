@@ -62,8 +62,7 @@ def check_whole(
 
 def _check_sums(analysis: Analysis, loop: Loop, limits: Limits) -> Refusal | None:
     """Refuse to add up to an array that is larger than inputs, outputs and all that a tile of the loop holds."""
-    options = limits.options
-    span = Span(0, options.size, options.total)
+    span = limits.options.span
     made = [(v, p) for step in loop.steps for v, p in step.keys] + [(r.value, r.want) for r in loop.refs]
     # What a step adds straight to its accumulator is no array of the tile.
     tile = max((_local(span, v, p) for v, p in made if isinstance(p, Tiled)), default=0)

@@ -26,7 +26,7 @@ from transforms.tiling.ir.flatten import flatten
 from transforms.tiling.ir.graph import Graph, ancestors, depends, describe, elements, nbytes
 from transforms.tiling.ir.loops import Schedule
 from transforms.tiling.ir.obstacles import Refusal
-from transforms.tiling.ir.placement import WHOLE, Placement, Tiled, Whole, wide
+from transforms.tiling.ir.placement import WHOLE, Placement, Span, Tiled, Whole, wide
 from transforms.tiling.lower import scan
 from transforms.tiling.mesh.layout import like, varying
 from transforms.tiling.passes.driver import planned
@@ -70,6 +70,11 @@ class Options:
     shares: int = 1  # over how many devices the cut axis is spread: each walks its own share
     floor: int = 0  # bytes of an array that may be completed whatever the sizes of inputs and outputs
 
+    @property
+    def span(self) -> Span:
+        """The first tile."""
+        return Span(0, self.size, self.total, self.accumulate)
+
 
 _LOOKED_INTO = contextvars.ContextVar("looked_into", default=False)
 
@@ -82,6 +87,19 @@ def looked_into() -> Generator[None]:
         yield
     finally:
         _LOOKED_INTO.reset(before)
+
+
+def remembered(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of a program that computes what it returns once for the same arguments."""
+
+    @functools.wraps(method)
+    def known(self: Program, *args: Any) -> Any:
+        key = (method, *(tuple(a) if isinstance(a, list) else a for a in args))
+        if key not in self._derived:
+            self._derived[key] = method(self, *args)
+        return self._derived[key]
+
+    return known
 
 
 @dataclasses.dataclass(eq=False)
@@ -206,6 +224,7 @@ class Program:
         used = ancestors(graph, [graph.outputs[i] for i in outs])
         return outs, [i for i in active if graph.inputs[i] in used]
 
+    @remembered
     def in_one_pass(self, outs: Sequence[int], active: Sequence[int]) -> bool:
         """Whether the outputs `outs` are one scalar whose gradients the forward loops can form, to be scaled later.
 
@@ -218,11 +237,8 @@ class Program:
         own = varying(self.closed.out_avals[outs[0]])
         if any(own - varying(self.closed.in_avals[i]) for i in active):
             return False
-        key = ("scales", tuple(active), tuple(outs))
-        if key not in self._derived:
-            joint = self._joint(tuple(active), outs[0])
-            self._derived[key] = joint is not None and scales(self.closed.jaxpr) and not narrow(joint.closed.jaxpr)
-        return self._derived[key]
+        joint = self._joint(tuple(active), outs[0])
+        return joint is not None and scales(self.closed.jaxpr) and not narrow(joint.closed.jaxpr)
 
     def is_scalar(self, outs: Sequence[int], active: Sequence[int]) -> bool:
         """Whether the outputs `outs` are one real scalar."""
@@ -234,27 +250,18 @@ class Program:
     def _derived(self) -> dict[Any, Any]:
         return {}
 
-    def gradient(self, active: tuple[int, ...], out: int) -> Gradient:
-        """All outputs, and the gradients of the scalar output `out`, in one pass if there is a way."""
-        key = ("gradient", active, out)
-        if key not in self._derived:
-            self._derived[key] = self._gradient(active, out)
-        return self._derived[key]
-
+    @remembered
     def _joint(self, active: tuple[int, ...], out: int) -> Program | None:
         """The outputs and the gradients of one; None where JAX has no reverse mode (a loop of unknown length)."""
-        key = ("joint", active, out)
-        if key not in self._derived:
-            try:
-                count = len(self.closed.out_avals)
-                wide = range(count, count + len(active))
-                made = self.derive(functools.partial(self._values_and_gradients, active, out), (), wide)
-                self._derived[key] = dataclasses.replace(made, closed=silence_recomputed(made.closed))
-            except ValueError as error:
-                if NO_REVERSE not in str(error):
-                    raise
-                self._derived[key] = None
-        return self._derived[key]
+        count = len(self.closed.out_avals)
+        wide = range(count, count + len(active))
+        try:
+            made = self.derive(functools.partial(self._values_and_gradients, active, out), (), wide)
+        except ValueError as error:
+            if NO_REVERSE not in str(error):
+                raise
+            return None
+        return dataclasses.replace(made, closed=silence_recomputed(made.closed))
 
     def _values_and_gradients(self, active: tuple[int, ...], out: int, *args: Any) -> tuple[Any, ...]:
         fn = jaxpr_as_fun(self.closed)
@@ -266,7 +273,9 @@ class Program:
         value, vjp, outs = jax.vjp(primal, *(args[i] for i in active), has_aux=True)
         return (*outs, *vjp(jnp.ones_like(value)))
 
-    def _gradient(self, active: tuple[int, ...], out: int) -> Gradient:
+    @remembered
+    def gradient(self, active: tuple[int, ...], out: int) -> Gradient:
+        """All outputs, and the gradients of the scalar output `out`, in one pass if there is a way."""
         joint, count = self._joint(active, out), len(self.closed.out_avals)
         assert joint is not None, "asked for after `in_one_pass`"
         straight = Gradient(self.again(joint, active), count)
@@ -286,6 +295,7 @@ class Program:
             return program
         return cut_again(program, active)
 
+    @remembered
     def tangent(self, active: tuple[int, ...], outs: tuple[int, ...]) -> Program:
         """The tangents of outputs `outs`, from the inputs and the tangents of those in `active`."""
         if has_custom_vjp(self.closed.jaxpr):
@@ -305,7 +315,8 @@ class Program:
             return jax.jvp(primal, tuple(args[i] for i in active), tangents)[1]
 
         extra = [(self.closed.in_avals[i], self.placements[i]) for i in active]
-        return self._remember(("tangent", active, outs), forward, extra)
+        made = self.derive(forward, extra)
+        return dataclasses.replace(made, closed=silence(made.closed, len(active)), unseen=True)
 
     @functools.cached_property
     def keeping(self) -> Keeping | None:
@@ -326,6 +337,7 @@ class Program:
         both = zip(avals, self.forward.output_placements, strict=True)
         return list(both)[len(self.closed.out_avals) :]
 
+    @remembered
     def cotangent(self, active: tuple[int, ...], outs: tuple[int, ...]) -> Program:
         """The cotangents of inputs `active`, from the inputs, what was kept, and the cotangents of outputs `outs`."""
         count, keeping = len(self.closed.in_avals), self.keeping
@@ -343,19 +355,12 @@ class Program:
 
         extra = [*self.kept, *((self.closed.out_avals[i], self.output_placements[i]) for i in outs)]
         given = (self.forward.also, count) if self.forward.also is not None else None
-        return self._remember(("cotangent", active, outs), backward, extra, given)
-
-    def _remember(self, key: Any, fn: Any, extra: Sequence[tuple[Any, Placement]], given: Any = None) -> Program:
-        if key not in self._derived:
-            kind, active, outs = key
-            made = self.derive(fn, extra)
-            closed = silence(made.closed, len(outs if kind == "cotangent" else active))
-            # A gradient takes the place of a cotangent that was read, or of the input whose gradient it is.
-            last = range(len(made.closed.in_avals) - len(outs), len(made.closed.in_avals))
-            reuse = {i: [*last, number] for i, number in enumerate(active)} if kind == "cotangent" else {}
-            derived = dataclasses.replace(made, closed=closed, given=given, reuse=reuse, unseen=True)
-            self._derived[key] = self.again(derived, active) if kind == "cotangent" else derived
-        return self._derived[key]
+        made = self.derive(backward, extra)
+        # A gradient takes the place of a cotangent that was read, or of the input whose gradient it is.
+        last = range(len(made.closed.in_avals) - len(outs), len(made.closed.in_avals))
+        reuse = {i: [*last, number] for i, number in enumerate(active)}
+        closed = silence(made.closed, len(outs))
+        return self.again(dataclasses.replace(made, closed=closed, given=given, reuse=reuse, unseen=True), active)
 
 
 @dataclasses.dataclass(frozen=True)

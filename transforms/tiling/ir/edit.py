@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,10 +26,8 @@ def copied(graph: Graph) -> tuple[Graph, dict[Value, Value]]:
 
     copy = Graph([again(v) for v in graph.inputs], [], [])
     for node in graph.nodes:
-        made = dataclasses.replace(node, inputs=[again(v) for v in node.inputs], outputs=[], bodies={})
-        for value in node.outputs:
-            same[value] = Value(value.aval, made, value.index)
-            made.outputs.append(same[value])
+        made = node.like([again(v) for v in node.inputs], [v.aval for v in node.outputs])
+        same.update(zip(node.outputs, made.outputs, strict=True))
         copy.nodes.append(made)
     copy.outputs[:] = [again(v) for v in graph.outputs]
     return copy, {new: old for old, new in same.items()}
@@ -39,17 +36,7 @@ def copied(graph: Graph) -> tuple[Graph, dict[Value, Value]]:
 def add(nodes: list[Node], like: Node, primitive: Primitive, inputs: Sequence[Value], avals: Any, **params: Any) -> Any:
     """Append a node; return its results. It has the side effects of the one that it is a part `of`, if of any."""
     effects = like.effects if "of" in params else ()
-    node = dataclasses.replace(
-        like,
-        primitive=primitive,
-        params=params,
-        inputs=list(inputs),
-        outputs=[],
-        bodies={},
-        effects=effects,
-        state=None,
-    )
-    node.outputs.extend(Value(aval, node, i) for i, aval in enumerate(avals))
+    node = like.like(inputs, avals, primitive=primitive, params=params, effects=effects, state=None)
     nodes.append(node)
     return node.outputs
 
@@ -66,11 +53,17 @@ def replace(graph: Graph, node: Node, nodes: Sequence[Node], values: dict[Value,
 def traced(fn: Callable[..., Any], inputs: Sequence[Value], node: Node) -> tuple[list[Node], list[Value]]:
     """The equations of a function of some values, which stand for `node` in messages; and its results."""
     made = flatten(_there(node, lambda: jax.make_jaxpr(fn)(*(like(v.aval) for v in inputs))), together=node.together)
+    for other in made.nodes:
+        other.source, other.caller = node.source, node.caller
+    return made.nodes, called(made, inputs)
+
+
+def called(made: Graph, inputs: Sequence[Value]) -> list[Value]:
+    """The results of a graph whose nodes, from now on, read `inputs`."""
     given = dict(zip(made.inputs, inputs, strict=True))
     for other in made.nodes:
         other.inputs = [given.get(v, v) for v in other.inputs]
-        other.source, other.caller = node.source, node.caller
-    return made.nodes, [given.get(v, v) for v in made.outputs]
+    return [given.get(v, v) for v in made.outputs]
 
 
 def _there(node: Node, trace: Callable[[], ClosedJaxpr]) -> ClosedJaxpr:
@@ -93,15 +86,19 @@ def _there(node: Node, trace: Callable[[], ClosedJaxpr]) -> ClosedJaxpr:
 
 def inline(graph: Graph, node: Node) -> None:
     """Put the body of a `jax.checkpoint`, or that of `lax.platform_dependent` for any platform, in its place."""
+    nodes, outs = inlined(node)
+    replace(graph, node, nodes, dict(zip(node.outputs, outs, strict=True)))
+
+
+def inlined(node: Node) -> tuple[list[Node], list[Value]]:
+    """The equations of such a body, of the node's own operands, and its results."""
     number = any_platform(node)
     closed = body(node.params, "jaxpr") if number is None else node.params["branches"][number]
     inner = flatten(closed, together=node.together)
-    given = dict(zip(inner.inputs, node.inputs[number is not None :], strict=True))
+    outs = called(inner, node.inputs[number is not None :])
     for other in inner.nodes:
-        other.inputs = [given.get(v, v) for v in other.inputs]
         other.caller = other.caller or node.source
-    outs = [given.get(v, v) for v in inner.outputs]
-    replace(graph, node, inner.nodes, dict(zip(node.outputs, outs, strict=True)))
+    return inner.nodes, outs
 
 
 def any_platform(node: Node) -> int | None:

@@ -12,7 +12,7 @@ import jax
 
 from transforms.tiling.analysis.limits import Limits
 from transforms.tiling.ir.graph import Graph, Node, Value
-from transforms.tiling.ir.placement import ALONE, WHOLE, Placement, Reach, Span, Tiled, Whole
+from transforms.tiling.ir.placement import ALONE, WHOLE, Placement, Reach, Tiled, Whole
 from transforms.tiling.mesh.layout import Apart, Held, like, named
 from transforms.tiling.mesh.sums import ADDS, ALWAYS_TYPED
 from transforms.tiling.rules import RULES, Move, run
@@ -47,9 +47,6 @@ class Completion:
     node: Node
     reason: str
     placement: Placement
-
-    def __str__(self) -> str:
-        return f"{self.value} {self.placement} for `{self.node.name}` at {self.node.where}: it {self.reason}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +119,11 @@ class Analysis:
         """Why an equation cannot run, or be spread over devices, on a tile of its operands, though it can on all."""
         rule = RULES.get(node.name)
         if rule is not None and rule.unfit is not None and not all(isinstance(p, Whole) for p in move.ins):
-            return rule.unfit(node, move, self._span) if self.limits is not None and self.limits.options else None
+            return (
+                rule.unfit(node, move, self.limits.options.span)
+                if self.limits is not None and self.limits.options
+                else None
+            )
         known = node.name in ALWAYS_TYPED or isinstance(move, (Region, Local)) or self.limits is None
         if known or not any(isinstance(p, Tiled) for p in (*move.ins, *move.outs)):
             return None
@@ -133,14 +134,9 @@ class Analysis:
             self.typed[key] = self._untyped(node, move)
         return self.typed[key]
 
-    @property
-    def _span(self) -> Span:
-        assert self.limits is not None
-        o = self.limits.options
-        return Span(0, o.size, o.total, o.accumulate)
-
     def _untyped(self, node: Node, move: Move) -> str | None:
-        span = self._span
+        assert self.limits is not None
+        span = self.limits.options.span
         spans = [span.beside(move.reach.get(i, ALONE)) for i in range(len(move.ins))]
         both = zip(node.inputs, move.ins, spans, strict=True)
         tiles = [like(v.aval, s.local_shape(v.shape, p)) for v, p, s in both]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -92,9 +92,7 @@ def reductions(node: Node) -> list[Node]:
     parts = []
     for value, out in zip(node.inputs, node.outputs, strict=True):
         params = {"axes": dims, "out_sharding": None}
-        part = dataclasses.replace(node, primitive=REDUCES[node.name], params=params, inputs=[value], outputs=[])
-        part.outputs.append(Value(out.aval, part))
-        parts.append(part)
+        parts.append(node.like([value], [out.aval], primitive=REDUCES[node.name], params=params))
     if len(dims) == len(axes):
         for out, part in zip(node.outputs, parts, strict=True):
             out.producer, out.index, part.outputs = part, 0, [out]
@@ -146,7 +144,26 @@ def evaluate(env: dict[Value, Any], wanted: Sequence[Value], effects: Collection
 
     Of the side effects run those of the nodes `effects`; what else has any is run without them.
     """
-    stack = [*wanted, *(v for node in effects for v in (node.outputs[:1] or node.inputs))]
+
+    def run(node: Node) -> list[Any]:
+        silent = node.effects and node not in effects
+        params = silenced(node.name, node.where, node.params) if silent else None
+        return node.bind([read(env, v) for v in node.inputs], params)
+
+    compute(env, [*wanted, *(v for node in effects for v in (node.outputs[:1] or node.inputs))], run)
+    for node in (n for n in effects if not n.outputs):
+        node.bind([read(env, v) for v in node.inputs])
+    return [read(env, v) for v in wanted]
+
+
+def compute(
+    env: dict[Value, Any],
+    wanted: Iterable[Value],
+    run: Callable[[Node], Sequence[Any]],
+    needs: Callable[[Node], Sequence[Value]] = lambda node: node.inputs,
+) -> None:
+    """Put `wanted` into `env`, and what they are computed from: by `run`, once what a node `needs` is there."""
+    stack = [*wanted]
     while stack:
         value = stack[-1]
         node = value.producer
@@ -154,15 +171,10 @@ def evaluate(env: dict[Value, Any], wanted: Sequence[Value], effects: Collection
             stack.pop()
             continue
         assert node is not None, f"{value} is neither known nor computed"
-        if missing := [v for v in node.inputs if v not in env and v.const is None]:
+        if missing := [v for v in needs(node) if v not in env and v.const is None]:
             stack.extend(missing)
             continue
-        silent = node.effects and node not in effects
-        params = silenced(node.name, node.where, node.params) if silent else None
-        env.update(zip(node.outputs, node.bind([read(env, v) for v in node.inputs], params), strict=True))
-    for node in (n for n in effects if not n.outputs):
-        node.bind([read(env, v) for v in node.inputs])
-    return [read(env, v) for v in wanted]
+        env.update(zip(node.outputs, run(node), strict=True))
 
 
 def scan_counts(node: Node) -> tuple[int, int]:
@@ -219,12 +231,11 @@ def part_turns(graph: Any) -> Any:
     for node in graph.nodes:
         if node.name == "reshape" and node.params["dimensions"] is not None:
             (value,), order = node.inputs, node.params["dimensions"]
-            turn = dataclasses.replace(node, primitive=lax.transpose_p, params={"permutation": order}, outputs=[])
             aval = value.aval.update(shape=tuple(value.shape[d] for d in order))
             if (sharding := named(value.aval)) is not None:
                 spec = layout([axes(value.aval, d) for d in order])
                 aval = aval.update(sharding=NamedSharding(sharding.mesh, spec))
-            turn.outputs.append(type(value)(aval, turn))
+            turn = node.like([value], [aval], primitive=lax.transpose_p, params={"permutation": order})
             node.inputs, node.params = turn.outputs[:], node.params | {"dimensions": None}
             nodes.append(turn)
         nodes.append(node)
@@ -300,9 +311,8 @@ def _turn_result(graph: Any, node: Any, order: Sequence[int]) -> None:
 
 def _turned(graph: Any, node: Any, value: Any, order: Sequence[int]) -> Any:
     """`value` transposed, by an equation before `node`."""
-    made = dataclasses.replace(node, primitive=lax.transpose_p, params={"permutation": tuple(order)}, outputs=[])
-    made.inputs = [value]
-    made.outputs.append(type(value)(value.aval.update(shape=tuple(value.shape[d] for d in order)), made))
+    aval = value.aval.update(shape=tuple(value.shape[d] for d in order))
+    made = node.like([value], [aval], primitive=lax.transpose_p, params={"permutation": tuple(order)})
     graph.nodes.insert(graph.nodes.index(node), made)
     return made.outputs[0]
 

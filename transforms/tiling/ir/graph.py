@@ -105,6 +105,12 @@ class Node:
         own = source_info_util.summarize(self.source)
         return own if ":" in own or self.caller is None else source_info_util.summarize(self.caller)
 
+    def like(self, inputs: Sequence[Value], avals: Sequence[Any], **changes: Any) -> Node:
+        """A node like this one, of other operands and with results of types `avals`, but for `changes`."""
+        made = dataclasses.replace(self, inputs=list(inputs), outputs=[], bodies={}, **changes)
+        made.outputs = [Value(aval, made, i) for i, aval in enumerate(avals)]
+        return made
+
     def bind(self, values: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
         """Apply the primitive to `values`; one list of results whatever the primitive returns."""
         params = self.primitive.get_bind_params(self.params if params is None else params)

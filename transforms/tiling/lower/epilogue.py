@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from transforms.tiling.ir.facts import Local
+from transforms.tiling.ir.flatten import compute
 from transforms.tiling.ir.graph import Node, Value, read
 from transforms.tiling.ir.loops import Schedule
 from transforms.tiling.ir.placement import Span
@@ -22,24 +23,16 @@ def finish(plan: Schedule, env: Env, wanted: Sequence[Value], span: Span, effect
         if not node.outputs:
             finish(plan, env, node.inputs, span)
             node.bind([narrow(env, v) for v in node.inputs])
-    stack = [v for v in (*wanted, *(v for n in effects for v in n.outputs[:1])) if v not in env and v.const is None]
-    while stack:
-        value = stack[-1]
-        node = value.producer
-        if value in env:
-            stack.pop()
-            continue
-        assert node is not None
-        if missing := [v for v in plan.analysis.needs(node) if v not in env and v.const is None]:
-            stack.extend(missing)
-            continue
-        if isinstance(move := plan.analysis.moves[node], Local):
-            results = move.run([narrow(env, v) if i in move.reads else None for i, v in enumerate(node.inputs)])
-            env.update(zip(node.outputs, results, strict=True))
-        elif value in plan.late:
-            env[value] = combine_partials(node, [read(env, v) for v in node.inputs], span)[0]
-        else:
-            env.update(zip(node.outputs, node.bind([narrow(env, v) for v in node.inputs]), strict=True))
+
+    def run(node: Node) -> list[Any]:
+        move = plan.analysis.moves[node]
+        if isinstance(move, Local):
+            return move.run([narrow(env, v) if i in move.reads else None for i, v in enumerate(node.inputs)])
+        if plan.late.isdisjoint(node.outputs):
+            return node.bind([narrow(env, v) for v in node.inputs])
+        return combine_partials(node, [read(env, v) for v in node.inputs], span)
+
+    compute(env, [*wanted, *(v for n in effects for v in n.outputs[:1])], run, plan.analysis.needs)
 
 
 def narrow(env: Env, value: Value) -> Any:

@@ -44,7 +44,7 @@ def run(
     """
     graph = plan.analysis.graph
     env: Env = dict(zip(graph.inputs, inputs, strict=True))
-    span = Span(0, options.total, options.total, options.accumulate, chunks)
+    span = options.span._replace(length=options.total, chunks=chunks)
     broad = wide_chain(plan, {graph.outputs[i] for i in wide})
     # What the devices hold parts of is stored as it is sent.
     sent = {v for v in plan.analysis.apart if isinstance(plan.analysis.fact(v).placement, Tiled)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from jax import lax
 from transforms.tiling.ir.flatten import body_graph, scan_counts
 from transforms.tiling.ir.graph import Node
 from transforms.tiling.ir.placement import Tiled
+from transforms.tiling.passes.argmax import best
 from transforms.tiling.passes.pieces import Piece
 from transforms.tiling.rules.bodies import added, run_scan, whole_body
 
@@ -36,11 +36,16 @@ def cropped(node: Node, dim: int) -> tuple[int, int] | None:
 
 def padded(node: Node, dim: int) -> tuple[int, int] | None:
     """How much a node puts before and after its operand in dimension `dim`, if that is all that it does."""
-    if node.name != "pad":
+    if node.name != "pad" or not pads(node, dim):
         return None
-    low, high, gap = node.params["padding_config"][dim]
-    others = all(tuple(c) == (0, 0, 0) for d, c in enumerate(node.params["padding_config"]) if d != dim)
-    return (low, high) if others and gap == 0 and low >= 0 and high >= 0 else None
+    low, high, _ = node.params["padding_config"][dim]
+    return (low, high) if low >= 0 and high >= 0 else None
+
+
+def pads(node: Node, dim: int) -> bool:
+    """Whether a `pad` adds (or cuts off) along one dimension alone, without gaps."""
+    config = node.params["padding_config"]
+    return config[dim][2] == 0 and all(tuple(c) == (0, 0, 0) for d, c in enumerate(config) if d != dim)
 
 
 def crop(node: Node, cut: Tiled, spans: Sequence[Piece]) -> Found:
@@ -72,23 +77,18 @@ def split(node: Node, cut: Tiled, spans: Sequence[Piece]) -> Found:
 
 
 def choose(node: Node, cut: Tiled, spans: Sequence[Piece]) -> Found:
-    """`argmax` and `argmin`: the first of the best; nan counts as better than anything."""
+    """`argmax` and `argmin`: the first of the best."""
     if tuple(node.params["axes"]) != (cut.dim,) or spans[0].beyond:
         return None
-    largest = node.name == "argmax"
+    (out,) = node.outputs
 
-    def best(piece: Any, span: Piece) -> tuple[Any, Any]:
-        (found,) = node.bind([piece])
-        return (jnp.max if largest else jnp.min)(piece, cut.dim), found + jnp.asarray(span.start, found.dtype)
+    def run(*pieces: Any) -> list[Any]:
+        found = [jnp.zeros(out.shape, pieces[0].dtype), jnp.zeros(out.shape, out.dtype)]
+        for piece, span in zip(pieces, spans, strict=True):
+            found = best(node, [piece, *found], cut, span)
+        return found[1:]
 
-    def better(first: tuple[Any, Any], second: tuple[Any, Any]) -> tuple[Any, Any]:
-        (old, _), (new, _) = first, second
-        wins = new > old if largest else new < old
-        if jnp.issubdtype(new.dtype, jnp.inexact):
-            wins |= jnp.isnan(new) & ~jnp.isnan(old)
-        return jnp.where(wins, new, old), jnp.where(wins, second[1], first[1])
-
-    return lambda *pieces: [functools.reduce(better, map(best, pieces, spans))[1]]
+    return run
 
 
 def rejoin(node: Node, number: int, cut: Tiled, spans: Sequence[Piece]) -> Found:

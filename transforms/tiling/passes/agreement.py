@@ -6,7 +6,6 @@ again is told what is known of it, where that stands (a *witness*).
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
 from typing import Any
 
@@ -99,8 +98,7 @@ def _read(met: Disagreement, known: Value, nodes: list[Node]) -> None:
     for node in graph.nodes[: graph.nodes.index(met.node)]:
         cut = [v for v in node.outputs if v in seen and isinstance(found.fact(v).placement, Tiled)]
         if cut and not now.keys().isdisjoint(node.inputs):
-            made = dataclasses.replace(node, inputs=[now.get(v, v) for v in node.inputs], outputs=[], bodies={})
-            made.outputs = [Value(v.aval, made, i) for i, v in enumerate(node.outputs)]
+            made = node.like([now.get(v, v) for v in node.inputs], [v.aval for v in node.outputs])
             nodes.append(made)
             now.update(zip(node.outputs, made.outputs, strict=True))
     met.node.inputs = [now.get(v, v) for v in met.node.inputs]

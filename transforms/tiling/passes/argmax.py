@@ -42,24 +42,24 @@ def push(node: Node, placements: tuple[Placement, ...]) -> Move:
 def emit(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
     cut, of = move.ins[0], node.params["of"]
     assert isinstance(cut, Tiled)
-    choose = _best_few if len(of.outputs) == 2 else _best
+    choose = best_few if len(of.outputs) == 2 else best
     return choose(of, values, cut, span)
 
 
-def _best(node: Node, values: list[Any], cut: Tiled, span: Span) -> list[Any]:
+def best(node: Node, values: list[Any], cut: Tiled, span: Span) -> list[Any]:
     """The first of the best: nan counts as better than anything, and an earlier tile's as better than the same."""
-    array, best, place = values
+    array, before, place = values
     (local,) = node.bind([array])
     found = jnp.take_along_axis(array, jnp.expand_dims(local, cut.dim), cut.dim).squeeze(cut.dim)
-    better = found > best if node.name == "argmax" else found < best
+    better = found > before if node.name == "argmax" else found < before
     if jnp.issubdtype(found.dtype, jnp.inexact):
-        better |= jnp.isnan(found) & ~jnp.isnan(best)
+        better |= jnp.isnan(found) & ~jnp.isnan(before)
     better |= jnp.equal(span.start, 0)
     here = local + jnp.asarray(cut.steps(span.start), local.dtype)
-    return [jnp.where(better, found, best), jnp.where(better, here, place)]
+    return [jnp.where(better, found, before), jnp.where(better, here, place)]
 
 
-def _best_few(node: Node, values: list[Any], cut: Tiled, span: Span) -> list[Any]:
+def best_few(node: Node, values: list[Any], cut: Tiled, span: Span) -> list[Any]:
     """The best of the tile's and those before: the larger first, of equal ones the earlier."""
     array, best, places = values
     count = best.shape[cut.dim]

@@ -26,7 +26,7 @@ from transforms.tiling.ir.graph import Graph, Node, Value
 from transforms.tiling.ir.loops import Schedule
 from transforms.tiling.ir.numbering import merge
 from transforms.tiling.ir.obstacles import Along, Disagreement, Groups, Inline, Obstacle, Promote, Refusal, Sink
-from transforms.tiling.ir.placement import Placement, Span, Tiled
+from transforms.tiling.ir.placement import Placement, Tiled
 from transforms.tiling.passes import agreement
 from transforms.tiling.passes.cumulative import carry
 from transforms.tiling.passes.index_split import divide
@@ -70,11 +70,6 @@ class Work:
     refusal: Refusal | None = None  # the first of those that are unanswered: it says more than what follows from it
     passes: list[str] = dataclasses.field(default_factory=list)  # the names of those that changed something, in order
 
-    @property
-    def span(self) -> Span:
-        options = self.limits.options
-        return Span(0, options.size, options.total, options.accumulate)
-
 
 class Pass(NamedTuple):
     """A rewrite: `run` changes the graph or its limits and returns whether it did."""
@@ -89,7 +84,7 @@ class Pass(NamedTuple):
 
 
 def online_reductions(work: Work, found: Analysis) -> bool:
-    return rewrite(found, work.online, work.span)
+    return rewrite(found, work.online, work.limits.options.span)
 
 
 def unrounded_results(work: Work, _: Analysis) -> bool:
@@ -126,7 +121,7 @@ def whole_groups(work: Work, groups: Groups) -> bool:
 
 def agree(work: Work, met: Disagreement) -> bool:
     if not work.limits.allow(met.value):
-        return not met.stored and agreement.agree(met, work.span)
+        return not met.stored and agreement.agree(met, work.limits.options.span)
     agreement.store(work.graph, met.value)
     return True
 
@@ -148,7 +143,7 @@ def sink_constants(work: Work, read: Sink) -> bool:
 
 
 def carry_state(work: Work, along: Along) -> bool:
-    carry(work.graph, along.node, work.span)
+    carry(work.graph, along.node, work.limits.options.span)
     work.refusal = None
     return True
 

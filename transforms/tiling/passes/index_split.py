@@ -20,10 +20,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from transforms.tiling.ir.edit import sort, traced
+from transforms.tiling.ir.edit import inlined, sort, traced
 from transforms.tiling.ir.facts import Region, grain
-from transforms.tiling.ir.flatten import flatten, scan_counts
-from transforms.tiling.ir.graph import REMAT, Graph, Node, Value, body, prune
+from transforms.tiling.ir.flatten import scan_counts
+from transforms.tiling.ir.graph import REMAT, Graph, Node, Value, prune
 from transforms.tiling.ir.obstacles import Complete
 from transforms.tiling.ir.placement import COMBINE, WHOLE, Partial, Placement, Tiled
 from transforms.tiling.passes.across import ACROSS, cropped, padded, rejoin, scanned
@@ -96,11 +96,6 @@ class _Writer:
         self.gone.add(node)
         return True
 
-    @property
-    def longer(self) -> bool:
-        """Whether the one piece has more than the axis."""
-        return self.spans[0].beyond
-
     def end(self, first: Node) -> None:
         """Write what was found into the graph."""
         kept = [n for n in self.graph.nodes if n not in self.gone]
@@ -148,15 +143,12 @@ class _Writer:
 
     def enter(self, node: Node) -> None:
         """Put the body of a `jax.checkpoint` in its place."""
-        inner = flatten(body(node.params, "jaxpr"), together=node.together)
-        given = dict(zip(inner.inputs, node.inputs, strict=True))
-        for other in inner.nodes:
-            other.inputs = [given.get(v, v) for v in other.inputs]
-            other.caller = other.caller or node.source
+        nodes, outs = inlined(node)
+        for other in nodes:
             self.visit(other)
             if other not in self.gone:
                 self.nodes.append(other)
-        self.same.update(zip(node.outputs, (given.get(v, v) for v in inner.outputs), strict=True))
+        self.same.update(zip(node.outputs, outs, strict=True))
         self.gone.add(node)
 
     def scan(self, node: Node) -> bool:
@@ -164,7 +156,7 @@ class _Writer:
         constants, carried = scan_counts(node)
         xs = [self.find(v) for v in node.inputs[constants + carried :]]
         cuts = [self.cuts[v] for v in xs if v in self.cuts]
-        if not self.longer or not cuts or any(c.placement != Tiled(0) for c in cuts) or node.effects:
+        if not self.spans[0].beyond or not cuts or any(c.placement != Tiled(0) for c in cuts) or node.effects:
             return False
         ins = [self.plain(v, node) for v in node.inputs[: constants + carried]]
         ins += [self.operand(v, Tiled(0), 0, node) for v in xs]
@@ -178,9 +170,9 @@ class _Writer:
         """The results of an operation along the axis that an operand is in pieces of."""
         for i, value in enumerate(node.inputs):
             cut, fn = self.cuts.get(self.find(value)), None
-            if cut is not None and cut.simple and node.name == "concatenate":
+            if cut is not None and cut.placement.plain and node.name == "concatenate":
                 fn = rejoin(node, i, cut.placement, self.spans)
-            elif cut is not None and cut.simple and node.name in ACROSS and i == 0:
+            elif cut is not None and cut.placement.plain and node.name in ACROSS and i == 0:
                 fn = ACROSS[node.name](node, cut.placement, self.spans)
             if cut is not None and fn is not None:
                 others = [self.plain(v, node) for j, v in enumerate(node.inputs) if j != i]
@@ -191,17 +183,18 @@ class _Writer:
         """Whether results of pieces can be put together."""
         if grain(move) > 1:
             return False
+        longer = self.spans[0].beyond
         for out, placement in zip(node.outputs, move.outs, strict=True):
             if isinstance(placement, Partial):
                 known = placement.op == "sum" if node.name not in OPS else placement.op in COMBINE
-                if not known or (self.longer and node.name not in (*OPS, "dot_general", "scatter-add", "gather")):
+                if not known or (longer and node.name not in (*OPS, "dot_general", "scatter-add", "gather")):
                     return False
             if jax.dtypes.issubdtype(out.dtype, jax.dtypes.extended):
                 return False
         if node.name == "gather" and self.spans[0].start and isinstance(move.outs[0], Partial):
             return False  # places out of bounds are filled in on the tile that begins at 0
         overwrites = node.name.startswith("scatter") and node.name != "scatter-add" and isinstance(move.ins[2], Tiled)
-        return not (node.effects or isinstance(move, Region) or (self.longer and overwrites))
+        return not (node.effects or isinstance(move, Region) or (longer and overwrites))
 
     def write(self, node: Node, move: Move) -> None:
         """Compute the results of a node piece by piece."""

@@ -56,11 +56,6 @@ class Cut:
     placement: Tiled
     pieces: tuple[Value, ...]
 
-    @property
-    def simple(self) -> bool:
-        """Whether the axis is a dimension of its own."""
-        return self.placement.plain
-
 
 def compute(node: Node, move: Move, span: Piece, number: int, *values: Any) -> list[Any]:
     """The results of a node for piece `number`."""

@@ -16,7 +16,7 @@ from jax import lax
 from transforms.tiling.ir.edit import replace, traced
 from transforms.tiling.ir.graph import Graph, Node, Value, constant, prune
 from transforms.tiling.ir.placement import identity
-from transforms.tiling.passes.across import cropped, padded
+from transforms.tiling.passes.across import cropped, padded, pads
 from transforms.tiling.rules import RULES
 from transforms.tiling.rules.factors import elementwise
 from transforms.tiling.rules.window import slide
@@ -101,7 +101,7 @@ def _segments(value: Value, dim: int, low: int, high: int, shift: int) -> Iterat
             end = shift + source.shape[dim]
             yield from _segments(source, dim, max(low, shift), min(high, end), shift)
             shift = end
-    elif node is not None and node.name == "pad" and _pads(node, dim):
+    elif node is not None and node.name == "pad" and pads(node, dim):
         source, fill = node.inputs
         start = shift + node.params["padding_config"][dim][0]
         end = start + source.shape[dim]
@@ -111,12 +111,6 @@ def _segments(value: Value, dim: int, low: int, high: int, shift: int) -> Iterat
         yield from [Segment(max(low, end), high, fill, None)] if end < high else []
     else:
         yield Segment(low, high, value, shift)
-
-
-def _pads(node: Node, dim: int) -> bool:
-    """Whether a node pads (or cuts off) along one dimension alone, without gaps."""
-    config = node.params["padding_config"]
-    return config[dim][2] == 0 and all(tuple(c) == (0, 0, 0) for d, c in enumerate(config) if d != dim)
 
 
 def _joined(found: list[Segment], values: tuple[Any, ...], dim: int, total: int) -> Any:
@@ -157,7 +151,7 @@ def _sink(node: Node, dim: int, total: int) -> Made:
     """
     if node.name not in ("slice", "pad"):
         return None
-    config = node.params["padding_config"][dim] if node.name == "pad" and _pads(node, dim) else None
+    config = node.params["padding_config"][dim] if node.name == "pad" and pads(node, dim) else None
     part, source = cropped(node, dim), node.inputs[0]
     made = source.producer
     size, few = node.outputs[0].shape[dim], part is not None and source.shape[dim] > total
@@ -188,7 +182,7 @@ def _rearranged(value: Value, dim: int) -> bool:
         return False
     if node.name in SUMS:
         return all(_rearranged(v, dim) for v in node.inputs)
-    return node.name == "slice" or (node.name == "pad" and _pads(node, dim))
+    return node.name == "slice" or (node.name == "pad" and pads(node, dim))
 
 
 # ------------------------------------------------------------------------------------------------------------- windows

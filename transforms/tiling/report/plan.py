@@ -247,7 +247,7 @@ def _key(node: Node) -> tuple[str, str, str]:
 def _loop(program: Program, loop: Loop, again: Iterable[Node]) -> LoopPlan:
     """Describe one loop, `again` being those of its nodes that earlier ones run too."""
     options, analysis = program.options, program.plan.analysis
-    span = Span(0, program.plan.size, options.total, options.accumulate)
+    span = options.span._replace(length=program.plan.size)
     if loop.light(analysis):
         span = span._replace(length=span.total)
     sizes = [_bytes(span.local_shape(v.shape, p), v) for s in loop.steps for v, p in s.keys]
@@ -341,23 +341,11 @@ def gradient_run(program: Program) -> Run | None:
     Those of one scalar; otherwise the cotangents of the results that have any are further arguments.
     """
     try:
-        return _untiled(program) if program.is_one_tile else _gradient(program)
+        return _gradient(program)
     except ValueError as error:
         if NO_REVERSE in str(error):
             return None
         raise
-
-
-def _untiled(program: Program) -> Run | None:
-    """One tile: the function's own gradients."""
-    avals = program.closed.in_avals
-    outs, active = program.differentiable([i for i, a in enumerate(avals) if jnp.issubdtype(a.dtype, jnp.inexact)])
-    if not active:
-        return None
-    plain = _plain(program, active, outs)
-    cotangents = [] if program.is_scalar(outs, active) else [program.closed.out_avals[i] for i in outs]
-    found = Run((), plain, plain, [*avals, *cotangents])
-    return found if found.untiled else None
 
 
 def _gradient(program: Program) -> Run | None:
@@ -365,22 +353,23 @@ def _gradient(program: Program) -> Run | None:
     outs, active = program.differentiable([i for i, a in enumerate(avals) if jnp.issubdtype(a.dtype, jnp.inexact)])
     if not active:
         return None
-    if not program.is_scalar(outs, active):
-        back = program.cotangent(tuple(active), tuple(outs))
-        cotangents = [program.closed.out_avals[i] for i in outs]
-        return Run((program.forward, back), _both(program, back), _plain(program, active, outs), [*avals, *cotangents])
+    plain, scalar = _plain(program, active, outs), program.is_scalar(outs, active)
+    cotangents = [] if scalar else [program.closed.out_avals[i] for i in outs]
+    if program.is_one_tile:
+        found = Run((), plain, plain, [*avals, *cotangents])
+        return found if found.untiled else None
     if not program.in_one_pass(outs, active):
         back = program.cotangent(tuple(active), tuple(outs))
-        unit = jnp.ones((), program.closed.out_avals[outs[0]].dtype)
-        both = lambda *args: _both(program, back)(*args, unit)
-        return Run((program.forward, back), both, _plain(program, active, outs), avals)
+        unit = [jnp.ones((), program.closed.out_avals[outs[0]].dtype)] if scalar else []
+        both = lambda *args: _both(program, back)(*args, *unit)
+        return Run((program.forward, back), both, plain, [*avals, *cotangents])
     joint = program.gradient(tuple(active), outs[0])
 
     def run(*args: Any) -> Any:
         results, found = joint.combine(joint.program.run(*args))
         return results, [g.astype(avals[i].dtype) for i, g in zip(active, found, strict=True)]
 
-    return Run((joint.program,), run, _plain(program, active, outs), avals)
+    return Run((joint.program,), run, plain, avals)
 
 
 def _both(program: Program, back: Program) -> Callable[..., Any]:

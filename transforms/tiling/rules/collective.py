@@ -76,12 +76,6 @@ def push_put(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     return Move(placements, placements)
 
 
-@by_cut(summed)
-def push_reshard(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move:
-    """Spread otherwise over the devices: a tile holds a share of each, in the order of the whole, so it moves alike."""
-    return Move((cut,), placements)
-
-
 @by_cut()
 def push_constraint(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
     if not isinstance(node.params["sharding"], NamedSharding) and spread(node.params["sharding"], cut.dim):
@@ -108,5 +102,6 @@ register(
 )
 complete("pbroadcast_dynamic", "ragged_all_to_all", reason="sends each device what it asks for")
 register("device_put", push=push_put)
-register_factors("reshard", "mesh_cast", factors=elementwise, push=push_reshard)
+# Spread otherwise over the devices: a tile holds a share of each, in the order of the whole, so it moves alike.
+register_factors("reshard", "mesh_cast", factors=elementwise, sums=summed)
 register_factors("sharding_constraint", factors=elementwise, push=push_constraint, localise=localise_constraint)

@@ -19,7 +19,7 @@ from transforms.tiling.rules import (
     shrinks,
     tiled,
 )
-from transforms.tiling.rules.factors import Factors, elementwise, register_factors
+from transforms.tiling.rules.factors import elementwise, leading, register_factors
 
 
 def linear(node: Node, placements: tuple[Placement, ...]) -> Move | None:
@@ -80,12 +80,6 @@ def selected(node: Node, placements: tuple[Placement, ...]) -> Move | None:
     return None
 
 
-def bits(node: Node) -> Factors:
-    """Bits in another type: a last dimension comes or goes where the widths differ."""
-    ins, outs = (range(len(v.shape)) for v in (node.inputs[0], node.outputs[0]))
-    return Factors([ins], [outs], blocked=dict.fromkeys({*ins} ^ {*outs}, "takes the cut axis apart"))
-
-
 def push_sink(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     """Keeps what it is given from being removed as dead code, and that is all."""
     return refuse_partial(node, placements, "keeps it") or Move((), placements)
@@ -112,6 +106,6 @@ register_factors("add", "add_any", "sub", factors=elementwise, sums=added)
 register_factors("mul", "div", factors=elementwise, sums=scaled)
 register_factors("max", "min", factors=elementwise, sums=extremum)
 register_factors("select_n", factors=elementwise, sums=selected)
-register_factors("bitcast_convert_type", factors=bits)
+register_factors("bitcast_convert_type", factors=leading)
 register("optimization_barrier", push=push_each, emit=each)
 register("dce_sink", push=push_sink)

@@ -65,7 +65,7 @@ def register_factors(
         pulled: whether a tile of the result may be made of whole operands.
         parts: further parts of the rule.
     """
-    pull = pull_factor(factors) if pulled else None
+    pull = parts.pop("pull", None) or (pull_factor(factors) if pulled else None)
     push = parts.pop("push", None) or push_factor(factors, sums, along)
     register(*names, push=push, pull=pull, factors=factors, **parts)
 
@@ -118,6 +118,13 @@ def elementwise(node: Node) -> Factors:
     shape = node.outputs[0].shape
     ins = [[d if n == shape[d] else None for d, n in enumerate(v.shape)] for v in node.inputs]
     return Factors(ins, [range(len(shape))] * len(node.outputs))
+
+
+def leading(node: Node) -> Factors:
+    """`([i]) -> [i j]`, or `([i j]) -> [i]`: a last dimension comes or goes (bits in another type, random keys)."""
+    ins, outs = (range(len(v.shape)) for v in (node.inputs[0], node.outputs[0]))
+    gone = dict.fromkeys({*ins} ^ {*outs}, "takes the cut axis apart")
+    return Factors([ins], [outs] * len(node.outputs), blocked=gone)
 
 
 def keeping(axis: Callable[[Node], int]) -> Stated:

@@ -6,6 +6,7 @@ made from the positions of the tile. Other generators run through the whole arra
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -18,7 +19,8 @@ from jax.extend.random import threefry2x32_p
 from transforms.tiling.ir.graph import Node
 from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import Placement, Span, Tiled, Whole
-from transforms.tiling.rules import Move, aligned, by_cut, complete, partial, refuse_partial, register, tiled
+from transforms.tiling.rules import Move, by_cut, complete, register, tiled
+from transforms.tiling.rules.factors import Factors, Stated, elementwise, leading, pull_factor, register_factors
 
 THREEFRY = "threefry2x32"
 ONE_STREAM = "draws from one stream for the whole array"
@@ -34,47 +36,23 @@ def counts(node: Node) -> bool:
     return any(v.dtype == _threefry() for v in (*node.inputs, *node.outputs))
 
 
-@by_cut()
-def push_leading(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
-    """The result has the operand's dimensions first, then its own."""
-    if cut.dim >= len(node.outputs[0].shape):
-        return Complete([0], "takes the cut axis apart")
-    return Move((cut,) * len(node.outputs), placements)
+def counted(stated: Stated) -> Stated:
+    """The factors of an equation whose generator counts positions; along others nothing may be cut."""
 
+    def factors(node: Node) -> Factors:
+        found = stated(node)
+        names = {name for dims in (*found.ins, *found.outs) for name in dims}
+        return found if counts(node) else dataclasses.replace(found, blocked=dict.fromkeys(names, ONE_STREAM))
 
-def pull_leading(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
-    return (want,) if want.dim < len(node.inputs[0].shape) else None
-
-
-def push_generator(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
-    """Keys that are cut make what they are leading dimensions of."""
-    if not counts(node):
-        return refuse_partial(node, placements) or Complete(tiled(placements), ONE_STREAM)
-    return push_leading(node, placements)
+    return factors
 
 
 def pull_generator(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
     """One tile of the bits, or keys, of a whole key."""
-    if not counts(node):
-        return None
-    if want.dim < len(node.inputs[0].shape):
-        return (want,)
+    if not counts(node) or want.dim < len(node.inputs[0].shape):
+        return pull_factor(counted(leading))(node, want)
     by_position = jax.config.jax_threefry_partitionable  # ty: ignore[missing-attribute]
     return (Whole(),) if by_position else None
-
-
-def one_stream(node: Node, placements: tuple[Placement, ...]) -> Complete | None:
-    return None if counts(node) else Complete([*tiled(placements), *partial(placements)], ONE_STREAM)
-
-
-@by_cut(one_stream)
-def push_fold(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move:
-    return Move((cut,), tuple(aligned(v, cut, node.outputs[0].shape[cut.dim]) for v in node.inputs))
-
-
-def pull_fold(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
-    size = node.outputs[0].shape[want.dim]
-    return tuple(aligned(v, want, size) for v in node.inputs) if counts(node) else None
 
 
 def made_by_counting(move: Move) -> bool:
@@ -138,11 +116,9 @@ def push_gamma(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Mov
     return Move((cut,), (cut, cut))
 
 
-register("random_wrap", "random_unwrap", push=push_leading, pull=pull_leading)
-register("random_bits", push=push_generator, pull=pull_generator, emit=emit_bits)
-register("random_split", push=push_generator, pull=pull_generator, emit=emit_split)
-register("random_fold_in", push=push_fold, pull=pull_fold)
-register("random_seed", push=push_fold, pull=pull_fold)
-register("random_clone", push=push_leading, pull=pull_leading)
+register_factors("random_wrap", "random_unwrap", "random_clone", factors=leading)
+register_factors("random_bits", factors=counted(leading), pull=pull_generator, emit=emit_bits)
+register_factors("random_split", factors=counted(leading), pull=pull_generator, emit=emit_split)
+register_factors("random_fold_in", "random_seed", factors=counted(elementwise))
 register("random_gamma", push=push_gamma)
 complete("rng_bit_generator", "rng_uniform", reason=ONE_STREAM)

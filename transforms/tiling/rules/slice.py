@@ -23,6 +23,7 @@ from transforms.tiling.rules import (
     shrinks,
     tiled,
 )
+from transforms.tiling.rules.factors import Factors, register_factors
 from transforms.tiling.rules.gather import one_of_each, picks_few
 
 
@@ -106,15 +107,10 @@ def _at(items: tuple[Any, ...], i: int, new: Any) -> tuple[Any, ...]:
     return (*items[:i], new, *items[i + 1 :])
 
 
-@by_cut(passed)
-def push_rev(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
-    if cut.dim in node.params["dimensions"]:
-        return Complete([0], "reverses the cut axis")
-    return Move((cut,), placements)
-
-
-def pull_rev(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
-    return None if want.dim in node.params["dimensions"] else (want,)
+def turned(node: Node) -> Factors:
+    """`([i j]) -> [i j]`, the other way round along some."""
+    dims, turns = range(len(node.inputs[0].shape)), node.params["dimensions"]
+    return Factors([dims], [dims], blocked=dict.fromkeys(turns, "reverses the cut axis"))
 
 
 # ---------------------------------------------------------------------------------------------------------------- pad
@@ -271,7 +267,7 @@ def emit_dynamic_update_slice(node: Node, values: list[Any], move: Move, span: S
 
 
 register("slice", push=push_slice, pull=pull_slice, emit=emit_slice)
-register("rev", push=push_rev, pull=pull_rev)
+register_factors("rev", factors=turned, sums=passed)
 register("pad", push=push_pad, pull=pull_pad, emit=emit_pad)
 register("dynamic_slice", push=push_dynamic_slice, pull=pull_dynamic_slice, emit=emit_dynamic_slice)
 register(

@@ -16,6 +16,7 @@ from transforms.tiling.ir.graph import Node
 from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Reach, Span, Tiled, identity
 from transforms.tiling.rules import Move, aligned, by_cut, partial, register, tiled
+from transforms.tiling.rules.factors import Factors, register_factors
 
 
 def stays(node: Node, dim: int) -> bool:
@@ -258,30 +259,23 @@ def emit_convolution(node: Node, values: list[Any], move: Move, span: Span) -> l
     return node.bind([v.astype(dtype) for v in values], params | {"preferred_element_type": dtype})
 
 
-@by_cut()
-def push_fft(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
-    if cut.dim >= len(node.inputs[0].shape) - len(node.params["fft_lengths"]):
-        return Complete([0], "transforms the cut axis")
-    return Move((cut,), placements)
+def transformed(node: Node) -> Factors:
+    """`([i j]) -> [i j]`, with transforms along the last dimensions."""
+    dims = range(len(node.inputs[0].shape))
+    last = dims[len(dims) - len(node.params["fft_lengths"]) :]
+    return Factors([dims], [dims], blocked=dict.fromkeys(last, "transforms the cut axis"))
 
 
-def pull_fft(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
-    return (want,) if want.dim < len(node.inputs[0].shape) - len(node.params["fft_lengths"]) else None
-
-
-@by_cut()
-def push_reduce(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
-    """`jax.lax.reduce` with a function of the user's own."""
-    count, axes = len(node.outputs), node.params["dimensions"]
-    if cut.dim in axes:
-        return Complete(tiled(placements), "combines the cut axis by a function of its own")
-    kept = cut.at(cut.dim - sum(a < cut.dim for a in axes))
-    return Move((kept,) * count, (cut,) * count + (WHOLE,) * (len(node.inputs) - count))
+def combined(node: Node) -> Factors:
+    """`([i j], [i j], [], []) -> [i], [i]`: a function of the user's own combines `j`."""
+    count, dims, axes = len(node.outputs), range(len(node.inputs[0].shape)), node.params["dimensions"]
+    ins, outs = [dims] * count + [[]] * (len(node.inputs) - count), [[d for d in dims if d not in axes]] * count
+    return Factors(ins, outs, blocked=dict.fromkeys(axes, "combines the cut axis by a function of its own"))
 
 
 register(*WINDOWS, push=push_window, pull=pull_window, emit=emit_window)
 CHOICES = ("select_and_gather_add", "select_and_scatter", "select_and_scatter_add")
 register(*CHOICES, push=push_choices, pull=pull_window)
 register("conv_general_dilated", push=push_convolution, emit=emit_convolution)
-register("fft", push=push_fft, pull=pull_fft)
-register("reduce", push=push_reduce)
+register_factors("fft", factors=transformed)
+register_factors("reduce", factors=combined, pulled=False)

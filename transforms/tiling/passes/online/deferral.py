@@ -15,8 +15,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -31,24 +31,13 @@ from transforms.tiling.mesh.layout import named
 from transforms.tiling.rules import Move
 from transforms.tiling.rules.factors import origins, peel
 
-
-@runtime_checkable
-class Known(Protocol):
-    """What the rules ask: what is known of an operand; whether it is cut; what it is as a term, if it is late."""
-
-    def operand(self, value: Value) -> Early: ...
-    def is_cut(self, value: Value) -> bool: ...
-    def term(self, value: Value, node: Node, move: Move, weight: float) -> Term | None: ...
-    def terms(self, late: int, node: Node, move: Move, weight: float, sign: float) -> Sequence[Any] | None: ...
-
-
-Follow = Callable[[Known, Node, Move, int | None], Early | None]  # the last: the number of the late operand
+Follow = Callable[["Finder", Node, Move, int | None], Early | None]  # the last: the number of the late operand
 
 
 # ---------------------------------------------------------------------------------------- through each kind of equation
 
 
-def follow_add(self: Known, node: Node, move: Move, late: int | None) -> Early | None:
+def follow_add(self: Finder, node: Node, move: Move, late: int | None) -> Early | None:
     """Adding to what is to be exponentiated; or adding two things that are scaled alike."""
     signs = (1.0, -1.0 if node.name == "sub" else 1.0)
     if late is not None:
@@ -95,7 +84,7 @@ def _added(a: Early, b: Early) -> Early | None:
     return dataclasses.replace(a, stage=max(a.stage, b.stage), masked=a.masked or b.masked, weighted=True)
 
 
-def follow_multiply(self: Known, node: Node, move: Move, late: int | None) -> Early | None:
+def follow_multiply(self: Finder, node: Node, move: Move, late: int | None) -> Early | None:
     exponents = (1.0, -1.0 if node.name == "div" else 1.0)
     if late is not None:
         other = 1 - late
@@ -128,24 +117,24 @@ def _multiplied(a: Early, b: Early) -> Early:
     return Early(max(a.stage, b.stage), *terms, scaled=True, masked=a.masked or b.masked, bounded=bounded)
 
 
-def follow_exp(self: Known, node: Node, move: Move, late: int | None) -> Early | None:
+def follow_exp(self: Finder, node: Node, move: Move, late: int | None) -> Early | None:
     early = self.operand(node.inputs[0])
     if early.scaled or early.factors or early.weighted or not (early.plain or early.bounded):
         return None
     return dataclasses.replace(weigh(early, math.log(2) if node.name == "exp2" else 1.0), scaled=True)
 
 
-def follow_neg(self: Known, node: Node, move: Move, late: int | None) -> Early | None:
+def follow_neg(self: Finder, node: Node, move: Move, late: int | None) -> Early | None:
     early = self.operand(node.inputs[0])
     return early if early.scaled or early.factors or early.weighted else weigh(early, -1.0)
 
 
-def follow_same(self: Known, node: Node, move: Move, late: int | None) -> Early | None:
+def follow_same(self: Finder, node: Node, move: Move, late: int | None) -> Early | None:
     both = (node.inputs[0].dtype, node.outputs[0].dtype)
     return self.operand(node.inputs[0]) if all(jnp.issubdtype(d, jnp.floating) for d in both) else None
 
 
-def follow_select(self: Known, node: Node, move: Move, late: int | None) -> Early | None:
+def follow_select(self: Finder, node: Node, move: Move, late: int | None) -> Early | None:
     """A mask: 0 after an exponential, minus infinity before it, or 0 for a sum; elsewhere values of the same terms."""
     which, *cases = node.inputs
     if late is not None or not self.operand(which).plain:
@@ -168,7 +157,7 @@ def follow_select(self: Known, node: Node, move: Move, late: int | None) -> Earl
     return dataclasses.replace(found[0], stage=stage)
 
 
-def follow_moved(self: Known, node: Node, move: Move, late: int | None) -> Early | None:
+def follow_moved(self: Finder, node: Node, move: Move, late: int | None) -> Early | None:
     if (places := origins(node)) is None:
         return None
     moved = self.operand(node.inputs[0]).moved(_carried(places, len(node.outputs[0].shape)))
@@ -188,7 +177,7 @@ def _carried(places: dict[int, int], rank: int) -> Callable[[Dims], Dims | None]
     return dims
 
 
-def follow_gather(self: Known, node: Node, move: Move, late: int | None) -> Early | None:
+def follow_gather(self: Finder, node: Node, move: Move, late: int | None) -> Early | None:
     """Looked up along the cut axis, a value is what it is there, whatever the others are."""
     source, indices = node.inputs
     early, fill = self.operand(source), node.params["fill_value"]
@@ -202,7 +191,7 @@ def follow_gather(self: Known, node: Node, move: Move, late: int | None) -> Earl
     return dataclasses.replace(moved, stage=stage, weighted=not early.plain and not early.scaled)
 
 
-def follow_dot(self: Known, node: Node, move: Move, late: int | None) -> Early | None:
+def follow_dot(self: Finder, node: Node, move: Move, late: int | None) -> Early | None:
     if late is not None:
         return None
     places = [origins(node, side) or {} for side in (0, 1)]
@@ -288,8 +277,7 @@ class Finder:
         if not isinstance(cut, Tiled) or len(axes) < 2 or self.operand(source).plain or named(source.aval) is not None:
             return
         shape = tuple(n for d, n in enumerate(source.shape) if d != cut.dim)
-        inner = dataclasses.replace(node, params=node.params | {"axes": (cut.dim,)}, outputs=[], bodies={})
-        inner.outputs.append(Value(ShapedArray(shape, source.dtype), inner))
+        inner = node.like([source], [ShapedArray(shape, source.dtype)], params=node.params | {"axes": (cut.dim,)})
         early = self.follow(inner, Move((Partial("sum"),), move.ins))
         if early is not None and early.stage < self.found.fact(node.outputs[0]).stage:
             self.sums[node.outputs[0]], self.parts[node.outputs[0]] = early, inner

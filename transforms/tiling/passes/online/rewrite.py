@@ -209,8 +209,7 @@ class _Writer:
 
     def add(self, node: Node, inputs: Sequence[Value]) -> Value:
         """A node like another one, of other operands."""
-        made = dataclasses.replace(node, inputs=list(inputs), outputs=[], bodies={})
-        made.outputs.append(Value(node.outputs[0].aval, made))
+        made = node.like(inputs, [node.outputs[0].aval])
         self.nodes.append(made)
         return made.outputs[0]
 
@@ -314,8 +313,7 @@ class Weights:
                 inputs.append(self._trace(lambda x: jnp.zeros_like(x), [v], node))
             else:
                 inputs.append(self.copy(v))
-        made = dataclasses.replace(node, inputs=inputs, outputs=[], bodies={})
-        made.outputs.append(Value(node.outputs[0].aval, made))
+        made = node.like(inputs, [node.outputs[0].aval])
         self.nodes.append(made)
         return made.outputs[0]
 
