@@ -160,7 +160,7 @@ class Planner:
             for node in (n for n in effects if self.heard[n] == d):
                 self.emit(self.effect(node), d, loops[d])
             loops[d].trim()
-            widen(loops[d])
+            with_halos(loops[d])
         return loops
 
     def first(self, node: Node) -> int:
@@ -385,7 +385,7 @@ def runs_once(analysis: Analysis, node: Node) -> bool:
     return all(isinstance(p, Whole) for p in analysis.moves[node].ins)
 
 
-def widen(loop: Loop) -> None:
+def with_halos(loop: Loop) -> None:
     """Have each step of a loop compute as many rows beside the tile as its readers take."""
     terms = [t for u in loop.updates for t in u.terms if isinstance(t, Step)]
     if not any(step.move.reach for step in (*loop.steps, *terms)):

@@ -42,7 +42,7 @@ def place(
     lengths = {leaf.shape[dim] for _, leaf, dim in cut}
     if len(lengths) > 1:
         found = "\n".join(
-            f"  {name}: dimension {dim} of {_type(leaf)} has {leaf.shape[dim]}" for name, leaf, dim in cut
+            f"  {name}: dimension {dim} of {describe(leaf)} has {leaf.shape[dim]}" for name, leaf, dim in cut
         )
         remedy = "Give `axis` one entry for each argument, None for those that every tile sees whole."
         if isinstance(axis, str):
@@ -52,7 +52,7 @@ def place(
     if not isinstance(total, int):
         name, leaf, dim = cut[0]
         raise ValueError(
-            f"tile: the axis to cut is dimension {dim} of `{name}`, {_type(leaf)}, whose length is left open "
+            f"tile: the axis to cut is dimension {dim} of `{name}`, {describe(leaf)}, whose length is left open "
             f"({total}), and tiles need to know it. Export one function for each length, or cut an axis that is known."
         )
     return [WHOLE if dim is None else Tiled(dim) for _, _, dim in leaves], total
@@ -79,7 +79,7 @@ def _leaves(
     """Every leaf with the dimension that `axis`, read like `in_axes`, gives it."""
     for name, arg, prefix, lenient in _entries(fn, axis, args, kwargs, whole):
         leaves = jax.tree_util.tree_leaves_with_path(arg)
-        for (path, leaf), dim in zip(leaves, _spread(name, prefix, arg, len(leaves)), strict=True):
+        for (path, leaf), dim in zip(leaves, _broadcast(name, prefix, arg, len(leaves)), strict=True):
             label = f"{name}{jax.tree_util.keystr(path)}"
             yield label, leaf, _dim(label, leaf, dim, lenient) if is_array(leaf) else None
 
@@ -126,7 +126,7 @@ def _names(fn: Callable[..., Any], count: int) -> list[str]:
     return [names[i] if i < len(names) else f"args[{i}]" for i in range(count)]
 
 
-def _spread(name: str, prefix: Any, arg: Any, count: int) -> list[Any]:
+def _broadcast(name: str, prefix: Any, arg: Any, count: int) -> list[Any]:
     """One entry of `axis` for each leaf of an argument."""
     if prefix is None or isinstance(prefix, (int, np.integer)):
         module = [isinstance(arg, eqx.Module)] * count
@@ -162,11 +162,7 @@ def _dim(name: str, leaf: Any, entry: tuple[Any, bool], lenient: bool) -> int | 
         if lenient:
             return None
         raise ValueError(
-            f"tile: axis {dim} is out of range for `{name}`, {_type(leaf)}, which has {leaf.ndim} dimensions. "
+            f"tile: axis {dim} is out of range for `{name}`, {describe(leaf)}, which has {leaf.ndim} dimensions. "
             "Use None for arrays that every tile sees whole."
         )
     return int(dim) % leaf.ndim
-
-
-def _type(leaf: Any) -> str:
-    return describe(leaf)

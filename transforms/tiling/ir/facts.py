@@ -119,11 +119,8 @@ class Analysis:
         """Why an equation cannot run, or be spread over devices, on a tile of its operands, though it can on all."""
         rule = RULES.get(node.name)
         if rule is not None and rule.unfit is not None and not all(isinstance(p, Whole) for p in move.ins):
-            return (
-                rule.unfit(node, move, self.limits.options.span)
-                if self.limits is not None and self.limits.options
-                else None
-            )
+            options = None if self.limits is None else self.limits.options
+            return rule.unfit(node, move, options.span) if options else None
         known = node.name in ALWAYS_TYPED or isinstance(move, (Region, Local)) or self.limits is None
         if known or not any(isinstance(p, Tiled) for p in (*move.ins, *move.outs)):
             return None

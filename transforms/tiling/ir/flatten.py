@@ -24,7 +24,6 @@ from transforms.tiling.ir.graph import (
     Graph,
     Node,
     Value,
-    bodies,
     body,
     prune,
     read,
@@ -175,15 +174,6 @@ def compute(
             stack.extend(missing)
             continue
         env.update(zip(node.outputs, run(node), strict=True))
-
-
-def scan_counts(node: Node) -> tuple[int, int]:
-    """How many operands of a scan are constants, and how many are carried (JAX's versions write this differently)."""
-    (jaxpr,) = bodies({"jaxpr": node.params["jaxpr"]})
-    rank = lambda atom: len(atom.aval.shape)
-    carried = sum(rank(v) == len(o.shape) for v, o in zip(jaxpr.outvars, node.outputs, strict=True))
-    stacked = sum(rank(v) != len(o.shape) for v, o in zip(jaxpr.invars, node.inputs, strict=True))
-    return len(node.inputs) - carried - stacked, carried
 
 
 # ------------------------------------------------------------------------------ products and the transposes around them

@@ -209,6 +209,15 @@ def bodies(params: dict[str, Any]) -> list[Jaxpr]:
     return [getattr(b, "jaxpr", b) for b in found if isinstance(b, (Jaxpr, ClosedJaxpr))]
 
 
+def scan_counts(node: Node) -> tuple[int, int]:
+    """How many operands of a scan are constants, and how many are carried (JAX's versions write this differently)."""
+    (jaxpr,) = bodies({"jaxpr": node.params["jaxpr"]})
+    rank = lambda atom: len(atom.aval.shape)
+    carried = sum(rank(v) == len(o.shape) for v, o in zip(jaxpr.outvars, node.outputs, strict=True))
+    stacked = sum(rank(v) != len(o.shape) for v, o in zip(jaxpr.invars, node.inputs, strict=True))
+    return len(node.inputs) - carried - stacked, carried
+
+
 def _body_flops(jaxpr: Jaxpr) -> int:
     avals = lambda atoms: [a.aval for a in atoms]
     return sum(_flops(e.primitive.name, e.params, avals(e.invars), avals(e.outvars)) for e in jaxpr.eqns)

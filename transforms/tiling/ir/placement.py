@@ -140,41 +140,32 @@ class Span(NamedTuple):
 
     def take(self, array: Any, placement: Tiled) -> Any:
         """This tile of a whole array."""
-        dim, major, steps = placement.dim, placement.major, placement.steps
         if self.halo != ALONE:
             return self._take_beside(array, placement)
         if self.length == self.total:
             return array
-        if major == 1:
-            return lax.dynamic_slice_in_dim(array, steps(self.start), steps(self.length), dim)
-        split = layout.split(array, dim, major)
-        part = lax.dynamic_slice_in_dim(split, steps(self.start), steps(self.length), dim + 1)
-        return layout.merge(part, dim)
+        array, dim = _apart(array, placement)
+        start, length = placement.steps(self.start), placement.steps(self.length)
+        return _together(lax.dynamic_slice_in_dim(array, start, length, dim), placement)
 
     def _take_beside(self, array: Any, placement: Tiled) -> Any:
         """The tile and its neighbours; outside of the axis stand other rows of it, whichever."""
-        dim, major, steps = placement.dim, placement.major, placement.steps
-        if major > 1:
-            array, dim = layout.split(array, dim, major), dim + 1
+        (array, dim), steps = _apart(array, placement), placement.steps
         size, (before, after) = min(self.length, self.total), self.halo
         first = jnp.clip(self.start, 0, self.total - size).astype(jnp.int32)
         rows = lax.dynamic_slice_in_dim(array, steps(first), steps(size), dim)
         ends = lax.slice_in_dim(rows, steps(size - before), None, axis=dim), rows
         rows = lax.concatenate([*ends, lax.slice_in_dim(rows, 0, steps(after), axis=dim)], dim)
         offset = jnp.asarray(self.start, jnp.int32) - first + before
-        found = lax.dynamic_slice_in_dim(rows, steps(offset), steps(self.length), dim)
-        return found if major == 1 else layout.merge(found, placement.dim)
+        return _together(lax.dynamic_slice_in_dim(rows, steps(offset), steps(self.length), dim), placement)
 
     def narrow(self, array: Any, placement: Tiled, halo: Reach) -> Any:
         """Of an array of this tile with its neighbours, the tile with as many as `halo`."""
         if halo == self.halo:
             return array
-        dim, major, steps = placement.dim, placement.major, placement.steps
-        if major > 1:
-            array, dim = layout.split(array, dim, major), dim + 1
+        (array, dim), steps = _apart(array, placement), placement.steps
         low, high = (have - want for have, want in zip(self.halo, halo, strict=True))
-        found = lax.slice_in_dim(array, steps(low), steps(self.length - high), axis=dim)
-        return found if major == 1 else layout.merge(found, placement.dim)
+        return _together(lax.slice_in_dim(array, steps(low), steps(self.length - high), axis=dim), placement)
 
     def within(self, placement: Tiled) -> Any:
         """Which elements along this tile's dimension the axis has."""
@@ -186,13 +177,10 @@ class Span(NamedTuple):
         """The whole array with this tile overwritten."""
         if isinstance(placement, Stacked):
             return lax.dynamic_update_slice_in_dim(array, part, self.start // placement.size, 0)
-        dim, major, steps = placement.dim, placement.major, placement.steps
         if self.length == self.total:
             return part
-        if major == 1:
-            return lax.dynamic_update_slice_in_dim(array, part, steps(self.start), dim)
-        whole, part = layout.split(array, dim, major), layout.split(part, dim, major)
-        return layout.merge(lax.dynamic_update_slice_in_dim(whole, part, steps(self.start), dim + 1), dim)
+        (whole, dim), (part, _) = _apart(array, placement), _apart(part, placement)
+        return _together(lax.dynamic_update_slice_in_dim(whole, part, placement.steps(self.start), dim), placement)
 
     def positions(self, placement: Tiled, dtype: Any) -> Any:
         """The index in the whole array of each element along this tile's dimension."""
@@ -218,6 +206,18 @@ class Span(NamedTuple):
         inside = (positions >= 0) & (positions < placement.major * placement.steps(self.total))
         here = inside & (steps >= start) & (steps < start + self.length)
         return here, jnp.where(here, self.localise(positions, placement), 0)
+
+
+def _apart(array: Any, placement: Tiled) -> tuple[Any, int]:
+    """An array of which the axis is a dimension that begins with it, and which dimension that is."""
+    if placement.major == 1:
+        return array, placement.dim
+    return layout.split(array, placement.dim, placement.major), placement.dim + 1
+
+
+def _together(array: Any, placement: Tiled) -> Any:
+    """The inverse."""
+    return array if placement.major == 1 else layout.merge(array, placement.dim)
 
 
 def identity(op: str, dtype: Any) -> Any:

@@ -75,7 +75,7 @@ def along(dims: Dims, inner: Dims) -> Dims:
     return tuple(None if d is None else inner[d] for d in dims)
 
 
-def align(array: Any, dims: Dims, shape: Sequence[Any]) -> Any:
+def broadcast_by(array: Any, dims: Dims, shape: Sequence[Any]) -> Any:
     """An array as one that broadcasts to `shape`, its dimension `dims[i]` along dimension `i`."""
     varying = [i for i, d in enumerate(dims) if d is not None]
     order = [d for d in dims if d is not None]

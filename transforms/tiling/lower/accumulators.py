@@ -25,7 +25,7 @@ from jax import lax
 from transforms.tiling.ir.graph import Value
 from transforms.tiling.ir.loops import Loop, Schedule, Step, Update
 from transforms.tiling.ir.placement import COMBINE, WHOLE, Partial, Placement, Span, Whole, identity
-from transforms.tiling.ir.terms import Term, align
+from transforms.tiling.ir.terms import Term, broadcast_by
 from transforms.tiling.mesh import layout
 from transforms.tiling.mesh.sums import fit
 from transforms.tiling.rules import RULES, run
@@ -103,11 +103,11 @@ class Accumulator:
 def _moved(total: Any, term: Term, old: Any, new: Any, weight: Any | None) -> Any:
     """A sum relative to one anchor, which has moved; if it is linear in that, `weight` says how often it is in it."""
     if weight is not None:
-        moved = align((new - old) * term.weight, term.dims, total.shape)
+        moved = broadcast_by((new - old) * term.weight, term.dims, total.shape)
         return total + jnp.where(weight == 0, 0, moved * weight)
     # Before the first term that is not masked, all were inf - inf, as they remain if there is none. Against any
     # other, they are 0.
-    moved = align(jnp.where(old == new, 0, (new - old) * term.weight), term.dims, total.shape)
+    moved = broadcast_by(jnp.where(old == new, 0, (new - old) * term.weight), term.dims, total.shape)
     return jnp.where(moved == -jnp.inf, 0, jnp.where(total == 0, total, total * jnp.exp(moved)))
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from transforms.tiling.ir.flatten import body_graph, scan_counts
-from transforms.tiling.ir.graph import REMAT, Graph, Node, Value
+from transforms.tiling.ir.flatten import body_graph
+from transforms.tiling.ir.graph import REMAT, Graph, Node, Value, scan_counts
 from transforms.tiling.ir.loops import Loop, Ref, Step
 from transforms.tiling.mesh.layout import entries_of, layout, move, named, spec
 from transforms.tiling.mesh.sums import demand

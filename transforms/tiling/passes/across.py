@@ -8,12 +8,12 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from transforms.tiling.ir.flatten import body_graph, scan_counts
-from transforms.tiling.ir.graph import Node
+from transforms.tiling.ir.flatten import body_graph
+from transforms.tiling.ir.graph import Node, scan_counts
 from transforms.tiling.ir.placement import Tiled
-from transforms.tiling.passes.argmax import best
 from transforms.tiling.passes.pieces import Piece
 from transforms.tiling.rules.bodies import added, run_scan, whole_body
+from transforms.tiling.rules.reduction import first_best
 
 Found = Callable[..., list[Any]] | None
 
@@ -85,7 +85,7 @@ def choose(node: Node, cut: Tiled, spans: Sequence[Piece]) -> Found:
     def run(*pieces: Any) -> list[Any]:
         found = [jnp.zeros(out.shape, pieces[0].dtype), jnp.zeros(out.shape, out.dtype)]
         for piece, span in zip(pieces, spans, strict=True):
-            found = best(node, [piece, *found], cut, span)
+            found = first_best(node, [piece, *found], cut, span)
         return found[1:]
 
     return run

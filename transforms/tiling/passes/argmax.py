@@ -15,6 +15,7 @@ from transforms.tiling.ir.graph import Node, Value
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled
 from transforms.tiling.passes.loop_state import begin, leave
 from transforms.tiling.rules import Move, register
+from transforms.tiling.rules.reduction import first_best
 
 chosen_p = Primitive("chosen")
 
@@ -42,30 +43,17 @@ def push(node: Node, placements: tuple[Placement, ...]) -> Move:
 def emit(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
     cut, of = move.ins[0], node.params["of"]
     assert isinstance(cut, Tiled)
-    choose = best_few if len(of.outputs) == 2 else best
+    choose = best_few if len(of.outputs) == 2 else first_best
     return choose(of, values, cut, span)
-
-
-def best(node: Node, values: list[Any], cut: Tiled, span: Span) -> list[Any]:
-    """The first of the best: nan counts as better than anything, and an earlier tile's as better than the same."""
-    array, before, place = values
-    (local,) = node.bind([array])
-    found = jnp.take_along_axis(array, jnp.expand_dims(local, cut.dim), cut.dim).squeeze(cut.dim)
-    better = found > before if node.name == "argmax" else found < before
-    if jnp.issubdtype(found.dtype, jnp.inexact):
-        better |= jnp.isnan(found) & ~jnp.isnan(before)
-    better |= jnp.equal(span.start, 0)
-    here = local + jnp.asarray(cut.steps(span.start), local.dtype)
-    return [jnp.where(better, found, before), jnp.where(better, here, place)]
 
 
 def best_few(node: Node, values: list[Any], cut: Tiled, span: Span) -> list[Any]:
     """The best of the tile's and those before: the larger first, of equal ones the earlier."""
-    array, best, places = values
-    count = best.shape[cut.dim]
+    array, before, places = values
+    count = before.shape[cut.dim]
     found, local = node.bind([array], node.params | {"k": min(count, array.shape[cut.dim])})
     here = local + jnp.asarray(cut.steps(span.start), local.dtype)
-    all_values = jnp.concatenate([best, found], cut.dim)
+    all_values = jnp.concatenate([before, found], cut.dim)
     all_places = jnp.concatenate([places, here], cut.dim)
     taken = (all_places != NOBODY).astype(jnp.int32)
     keys = (taken, _totally_ordered(all_values), -all_places)

@@ -15,8 +15,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 
 from transforms.tiling.ir.edit import add, replace
-from transforms.tiling.ir.flatten import scan_counts
-from transforms.tiling.ir.graph import Graph, Node, Value
+from transforms.tiling.ir.graph import Graph, Node, Value, scan_counts
 from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import COMBINE, WHOLE, Partial, Placement, Span, Whole, identity
 from transforms.tiling.passes.argmax import write_choice

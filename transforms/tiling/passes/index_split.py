@@ -22,8 +22,7 @@ from jax import lax
 
 from transforms.tiling.ir.edit import inlined, sort, traced
 from transforms.tiling.ir.facts import Region, grain
-from transforms.tiling.ir.flatten import scan_counts
-from transforms.tiling.ir.graph import REMAT, Graph, Node, Value, prune
+from transforms.tiling.ir.graph import REMAT, Graph, Node, Value, prune, scan_counts
 from transforms.tiling.ir.obstacles import Complete
 from transforms.tiling.ir.placement import COMBINE, WHOLE, Partial, Placement, Tiled
 from transforms.tiling.passes.across import ACROSS, cropped, padded, rejoin, scanned

@@ -81,18 +81,14 @@ def combine(op: str, dtype: Any, *parts: Any) -> list[Any]:
 def join(shape: tuple[int, ...], cut: Tiled, spans: Sequence[Piece], *pieces: Any) -> list[Any]:
     """The array that pieces are of."""
     dim, major, minor = cut.dim, cut.major, cut.minor
-    if major == 1 and len(pieces) == 1:
-        start = -spans[0].start * minor
-        return [lax.slice_in_dim(pieces[0], start, start + spans[0].total * minor, axis=dim)]
-    if major == 1:
-        return [lax.concatenate(pieces, dim)]
-    apart = [
-        p.reshape(*shape[:dim], major, s.length * minor, *shape[dim + 1 :]) for p, s in zip(pieces, spans, strict=True)
-    ]
-    if len(apart) == 1:
-        start = -spans[0].start * minor
-        return [lax.slice_in_dim(apart[0], start, start + spans[0].total * minor, axis=dim + 1).reshape(shape)]
-    return [lax.concatenate(apart, dim + 1).reshape(shape)]
+    if major > 1:
+        both = zip(pieces, spans, strict=True)
+        pieces = tuple(p.reshape(*shape[:dim], major, s.length * minor, *shape[dim + 1 :]) for p, s in both)
+        dim += 1
+    if len(pieces) > 1:
+        return [lax.concatenate(pieces, dim).reshape(shape)]
+    start = -spans[0].start * minor
+    return [lax.slice_in_dim(pieces[0], start, start + spans[0].total * minor, axis=dim).reshape(shape)]
 
 
 def places(lengths: Sequence[int]) -> list[tuple[int, int]]:

@@ -17,7 +17,7 @@ from jax.core import ShapedArray
 from transforms.tiling.ir.edit import replace, sort, traced
 from transforms.tiling.ir.graph import Graph, Node, Value, prune
 from transforms.tiling.ir.numbering import constant_key
-from transforms.tiling.ir.terms import align
+from transforms.tiling.ir.terms import broadcast_by
 from transforms.tiling.rules.dot import factors as factors_of_dot
 from transforms.tiling.rules.factors import peel
 
@@ -185,7 +185,7 @@ def _write(graph: Graph, node: Node, found: list[Factor], gone: set[Any]) -> Non
         total = jnp.ones((), result.dtype)
         for factor, array in zip(factors, arrays, strict=True):
             dims = tuple(factor.labels.index(x) if x in factor.labels else None for x in labels)
-            aligned = align(array.astype(result.dtype), dims, [sizes[x] for x in labels])
+            aligned = broadcast_by(array.astype(result.dtype), dims, [sizes[x] for x in labels])
             total = total * (aligned if factor.power == 1 else aligned**factor.power)
         return jnp.broadcast_to(total, [sizes[x] for x in labels])
 

@@ -191,7 +191,7 @@ def _rearranged(value: Value, dim: int) -> bool:
 def _window(node: Node, dim: int, total: int) -> Made:
     """A window that slides along the axis: it takes padding into itself, and makes as many rows as there are."""
     along = slide(node, dim)
-    if along is None or node.name == "reduce_window" or 2 * along.wide >= total:
+    if along is None or node.name == "reduce_window" or 2 * along.extent >= total:
         return None
     if (outside := _padded_later(node)) is not None:
         return outside
@@ -208,9 +208,9 @@ def _window(node: Node, dim: int, total: int) -> Made:
         params = along.params(node, before, after - (total - length))
         longer = lambda x: _moved(x, inner, 0, total - length, empty)
         return traced(lambda x, *rest: node.bind([longer(x), *rest], params), node.inputs, node)
-    if length != total or not 0 <= before <= along.wide or not 0 < size < total:
+    if length != total or not 0 <= before <= along.extent or not 0 < size < total:
         return None
-    params = along.params(node, before, along.wide - before)
+    params = along.params(node, before, along.extent - before)
     return traced(lambda *v: [lax.slice_in_dim(node.bind(list(v), params)[0], 0, size, axis=dim)], node.inputs, node)
 
 

@@ -22,8 +22,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr
 
-from transforms.tiling.ir.flatten import flatten, scan_counts
-from transforms.tiling.ir.graph import REMAT, Graph, Node, Value, body
+from transforms.tiling.ir.flatten import flatten
+from transforms.tiling.ir.graph import REMAT, Graph, Node, Value, body, scan_counts
 from transforms.tiling.primitives import having
 
 VIEWS, FUSED = having("view", "alias"), having("elementwise", "fused")

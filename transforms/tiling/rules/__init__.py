@@ -115,6 +115,10 @@ def complete(*names: str, reason: str) -> None:
         COMPLETED[name] = reason
 
 
+def of_nothing(node: Node, placements: tuple[Placement, ...]) -> Move:
+    raise AssertionError(f"`{node.name}` has no operands that could be cut")
+
+
 def each(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
     """Operands go through one by one: sums in the dtype that they are formed in, others in their own."""
     return node.bind(values)

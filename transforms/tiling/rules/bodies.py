@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from transforms.tiling.ir.facts import Analysis
-from transforms.tiling.ir.flatten import body_graph, evaluate, scan_counts
-from transforms.tiling.ir.graph import Graph, Node, Value, ancestors
+from transforms.tiling.ir.flatten import body_graph, evaluate
+from transforms.tiling.ir.graph import Graph, Node, Value, ancestors, scan_counts
 from transforms.tiling.ir.obstacles import Complete
 from transforms.tiling.ir.placement import Partial, Placement, Span, Whole
 from transforms.tiling.mesh.layout import Apart, move, named, spec
@@ -91,7 +91,7 @@ def whole_body(graph: Graph, wanted: Sequence[int], effects: bool = False) -> Bo
     return run
 
 
-def spread(inputs: Sequence[int], values: Sequence[Any], count: int) -> list[Any]:
+def with_gaps(inputs: Sequence[int], values: Sequence[Any], count: int) -> list[Any]:
     """`values` at their places among `count` operands, None elsewhere."""
     known = dict(zip(inputs, values, strict=True))
     return [known.get(i) for i in range(count)]

@@ -57,7 +57,7 @@ def push_gather(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Mo
 # ------------------------------------------------------------------------------------------------ where arrays live
 
 
-def spread(sharding: Any, dim: int) -> bool:
+def is_spread(sharding: Any, dim: int) -> bool:
     """Whether a sharding spreads a dimension over devices, or might."""
     if isinstance(sharding, NamedSharding):
         return dim < len(sharding.spec) and sharding.spec[dim] not in (None, PartitionSpec.UNCONSTRAINED)
@@ -69,7 +69,7 @@ def push_put(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     targets = node.params["devices"] if "devices" in node.params else [node.params["dst_sharding"]]
     sources = [getattr(v.aval, "sharding", None) for v in node.inputs] if "dst_sharding" in node.params else targets
     for i, (p, target, source) in enumerate(zip(placements, targets, sources, strict=True)):
-        if isinstance(p, Tiled) and (spread(target, p.dim) or spread(source, p.dim)):
+        if isinstance(p, Tiled) and (is_spread(target, p.dim) or is_spread(source, p.dim)):
             return Complete([i], "spreads the cut axis over devices")
         if isinstance(p, Partial):
             return Complete([i], "puts it somewhere")
@@ -78,7 +78,7 @@ def push_put(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
 
 @by_cut()
 def push_constraint(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
-    if not isinstance(node.params["sharding"], NamedSharding) and spread(node.params["sharding"], cut.dim):
+    if not isinstance(node.params["sharding"], NamedSharding) and is_spread(node.params["sharding"], cut.dim):
         return Complete([0], "spreads the cut axis over devices")
     return Move((cut,), placements)
 
@@ -87,7 +87,7 @@ def localise_constraint(node: Node, move: Move, span: Span) -> dict[str, Any]:
     """A tile's own length need not divide by the devices: along the cut axis it is left to the compiler."""
     (cut,) = move.outs
     sharding = node.params["sharding"]
-    if not isinstance(cut, Tiled) or not spread(sharding, cut.dim):
+    if not isinstance(cut, Tiled) or not is_spread(sharding, cut.dim):
         return node.params
     free = PartitionSpec.UNCONSTRAINED
     spec = [free if dim == cut.dim else entry for dim, entry in enumerate(sharding.spec)]

@@ -11,8 +11,8 @@ from jax import lax
 from transforms.tiling.analysis.propagate import analyse, analyse_body, body_of
 from transforms.tiling.ir.edit import any_platform
 from transforms.tiling.ir.facts import Analysis, Region
-from transforms.tiling.ir.flatten import body_graph, evaluate
-from transforms.tiling.ir.graph import CUSTOM_CALLS, REMAT, Graph, Node, ancestors
+from transforms.tiling.ir.flatten import body_graph, evaluate, flatten, solver
+from transforms.tiling.ir.graph import CUSTOM_CALLS, REMAT, SOLVE, Graph, Node, ancestors
 from transforms.tiling.ir.obstacles import Complete, Inline, Obstacle
 from transforms.tiling.ir.placement import WHOLE, Placement, Span, Whole
 from transforms.tiling.rules import Move, refuse_partial, register, tiled
@@ -25,10 +25,10 @@ from transforms.tiling.rules.bodies import (
     held,
     join,
     kept,
-    spread,
     wait,
     whole_body,
     widen,
+    with_gaps,
 )
 
 # -------------------------------------------------------------------------------------------------- jax.checkpoint
@@ -54,8 +54,7 @@ def emit_remat(node: Node, values: list[Any], move: Move, span: Span) -> list[An
     closed = jax.make_jaxpr(run)(span.start, *values)
     jaxpr = closed.jaxpr.replace(constvars=[], invars=[*closed.jaxpr.constvars, *closed.jaxpr.invars])
     made = node.bind([*closed.consts, span.start, *values], node.params | {"jaxpr": jaxpr})
-    results = dict(zip(wanted, made, strict=True))
-    return [results.get(i) for i in range(len(node.outputs))]
+    return with_gaps(wanted, made, len(node.outputs))
 
 
 def part_remat(node: Node, wanted: Sequence[int]) -> tuple[list[int], Callable[..., Any]]:
@@ -108,7 +107,7 @@ def run_while(node: Node, values: Sequence[Any], carries: Sequence[int], test: B
     count = len(node.outputs)
 
     def full(state: list[Any]) -> list[Any]:
-        return spread(carries, state, count)
+        return with_gaps(carries, state, count)
 
     def go_on(state: list[Any]) -> Any:
         return test([*values[:tests], *full(state)])[0]
@@ -154,7 +153,7 @@ def part_while(node: Node, wanted: Sequence[int]) -> tuple[list[int], Callable[.
     inputs = sorted(read)
 
     def run(*values: Any) -> list[Any]:
-        given = spread(inputs, values, len(node.inputs))
+        given = with_gaps(inputs, values, len(node.inputs))
         results = run_while(node, given, carries, whole_body(test, [0]), whole_body(graph, carries))
         return [results[i] for i in wanted]
 
@@ -213,7 +212,7 @@ def emit_cond(node: Node, values: list[Any], move: Move, span: Span) -> list[Any
         return run
 
     made = choose(node, values[0], [branch(b) for b in move.bodies], values[1:])
-    return spread(wanted, made, len(node.outputs))
+    return with_gaps(wanted, made, len(node.outputs))
 
 
 def part_cond(node: Node, wanted: Sequence[int]) -> tuple[list[int], Callable[..., Any]]:
@@ -224,7 +223,7 @@ def part_cond(node: Node, wanted: Sequence[int]) -> tuple[list[int], Callable[..
     def run(index: Any, *values: Any) -> list[Any]:
         def branch(graph: Graph) -> Callable[..., Any]:
             body = whole_body(graph, wanted)
-            return lambda *values: [body(spread(operands, values, len(graph.inputs)))[i] for i in wanted]
+            return lambda *values: [body(with_gaps(operands, values, len(graph.inputs)))[i] for i in wanted]
 
         return choose(node, index, [branch(g) for g in graphs], values)
 
@@ -235,9 +234,10 @@ def part_cond(node: Node, wanted: Sequence[int]) -> tuple[list[int], Callable[..
 
 
 def push_custom(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
-    """A function with its own derivative rule, in a graph that is yet to be differentiated: placed, never run."""
-    graph = body_graph(node, CUSTOM_CALLS[node.name])
-    found = analyse(graph, placements, None)
+    """A function, or a solve, with its own derivative rule, in a graph yet to be differentiated: placed, never run."""
+    closed, taken = solver(node.params, placements) if node.name == SOLVE else (None, placements)
+    graph = body_graph(node, CUSTOM_CALLS[node.name]) if closed is None else flatten(closed)
+    found = analyse(graph, taken, None)
     if isinstance(found, Obstacle):
         return found
     return Move(tuple(found.fact(v).placement for v in graph.outputs), placements)
@@ -253,7 +253,7 @@ def push_callback(node: Node, placements: tuple[Placement, ...]) -> Move | Obsta
 
 
 register("debug_callback", "debug_print", "io_callback", push=push_callback)
-register(*CUSTOM_CALLS, push=push_custom)
+register(*CUSTOM_CALLS, SOLVE, push=push_custom)
 register(*REMAT, push=push_remat, emit=emit_remat, part=part_remat)
 register("while", push=push_while, emit=emit_while, part=part_while)
 register("cond", push=push_cond, emit=emit_cond, part=part_cond)

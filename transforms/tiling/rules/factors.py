@@ -47,11 +47,15 @@ Stated = Callable[[Node], Factors]
 Along = Callable[[Node, Tiled], bool]
 
 
+def never(node: Node, cut: Tiled) -> bool:
+    return False
+
+
 def register_factors(
     *names: str,
     factors: Stated,
     sums: Sums = refuse_partial,
-    along: Along = lambda node, cut: False,
+    along: Along = never,
     pulled: bool = True,
     **parts: Any,
 ) -> None:
@@ -70,7 +74,7 @@ def register_factors(
     register(*names, push=push, pull=pull, factors=factors, **parts)
 
 
-def push_factor(factors: Stated, sums: Sums, along: Along) -> Push:
+def push_factor(factors: Stated, sums: Sums, along: Along = never) -> Push:
     """The cut follows its factor: into all operands and results that have it."""
 
     def push(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:

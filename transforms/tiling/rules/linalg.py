@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from transforms.tiling.analysis.propagate import analyse
-from transforms.tiling.ir.flatten import flatten, solver
-from transforms.tiling.ir.graph import SOLVE, Node
-from transforms.tiling.ir.obstacles import Obstacle
+from transforms.tiling.ir.graph import Node
 from transforms.tiling.ir.placement import Partial, Placement, Whole
-from transforms.tiling.rules import Move, register
+from transforms.tiling.rules import Move
 from transforms.tiling.rules.factors import Factors, register_factors
 
 # How many of each operand's last dimensions one matrix or vector takes.
@@ -57,18 +54,7 @@ def linear(node: Node, placements: tuple[Placement, ...]) -> Move | None:
     return Move((sides,), placements) if isinstance(matrix, Whole) and sides == Partial("sum") else None
 
 
-def push_solve(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
-    """A solve with a derivative rule of its own, in a graph that is yet to be differentiated: placed, never run."""
-    closed, taken = solver(node.params, placements)
-    graph = flatten(closed)
-    found = analyse(graph, taken, None)
-    if isinstance(found, Obstacle):
-        return found
-    return Move(tuple(found.fact(v).placement for v in graph.outputs), placements)
-
-
 SOLVED = ("triangular_solve", "tridiagonal_solve")
 register_factors(*(name for name in CORE if name not in SOLVED), factors=factors, pulled=False)
 register_factors("triangular_solve", factors=solved, sums=linear, heavy=True)
 register_factors("tridiagonal_solve", factors=solved, pulled=False)
-register(SOLVE, push=push_solve)

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 
 from transforms.tiling.ir.graph import Node
 from transforms.tiling.ir.obstacles import Complete, Obstacle
-from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled
-from transforms.tiling.rules import Move, partial, refuse_partial, register, smaller, tiled
+from transforms.tiling.ir.placement import WHOLE, Placement, Span, Tiled
+from transforms.tiling.rules import Move, partial, refuse_partial, register, tiled
+from transforms.tiling.rules.factors import Factors, push_factor
 
 
 def dims(node: Node) -> tuple[Any, Any, Any, Any]:
@@ -20,40 +21,38 @@ def dims(node: Node) -> tuple[Any, Any, Any, Any]:
     return pairs[0], pairs[1], int(numbers.lhs_ragged_dimensions[0]), tuple(map(int, numbers.rhs_group_dimensions))
 
 
-def out_dim(node: Node, side: int, dim: int) -> int:
-    """Where a free or batch dimension of an operand stands in the result."""
+def factors(node: Node) -> Factors:
+    """`([m k], [g k n], [g]) -> [m n]`; where `m` is summed over, `([k m], [m n], [g]) -> [g k n]`."""
     contract, batch, ragged, group = dims(node)
-    first = int(ragged in contract[0])  # the groups come first where the rows are summed over
-    if dim in batch[side]:
-        return first + batch[side].index(dim)
-    dropped = (set(contract[0]) | set(batch[0]), set(contract[1]) | set(batch[1]) | set(group))
-    free = [[d for d in range(len(node.inputs[s].shape)) if d not in dropped[s]] for s in (0, 1)]
-    return first + len(batch[0]) + (len(free[0]) if side == 1 else 0) + free[side].index(dim)
+    left, right = ([(side, d) for d in range(len(v.shape))] for side, v in enumerate(node.inputs[:2]))
+    for mine, its in (*zip(*contract, strict=True), *zip(*batch, strict=True)):
+        right[its] = left[mine]
+    groups = [right[d] for d in group]
+    summed, batched = ([left[d] for d in dims] for dims in (contract[0], batch[0]))
+    free = [name for name in dict.fromkeys([*left, *right]) if name not in (*summed, *batched, *groups)]
+    first = ["group"] if ragged in contract[0] else []
+    blocked = dict.fromkeys([*groups, *([left[ragged]] if ragged in batch[0] else ())], "groups the cut axis")
+    outs = [[*first, *batched, *free]]
+    return Factors([left, right, ["group"]], outs, reduced=dict.fromkeys(summed, "sum"), blocked=blocked)
+
+
+def kept_whole(node: Node, placements: tuple[Placement, ...]) -> Complete | None:
+    return refuse_partial(node, placements, "is not run on partial sums")
+
+
+by_factors = push_factor(factors, kept_whole)
 
 
 def push(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
-    if (parts := refuse_partial(node, placements, "is not run on partial sums")) is not None:
-        return parts
-    contract, batch, ragged, group = dims(node)
-    cuts = [i for i in tiled(placements) if i < 2]
-    if len(cuts) < len(tiled(placements)) or len(node.inputs[2].shape) != 1 or node.params["group_offset"] is not None:
-        return Complete(tiled(placements), "needs the sizes of all groups")
-    side = cuts[0]
-    cut = placements[side]
-    assert isinstance(cut, Tiled)
-    partner: Placement = WHOLE
-    for pairs in (contract, batch):
-        if cut.dim in pairs[side]:
-            partner = cut.at(pairs[1 - side][pairs[side].index(cut.dim)])
-    if len(cuts) == 2 and placements[1] != partner:
-        return Complete(smaller(node, cuts), "has operands that are cut along different dimensions")
-    rows = (side == 0 and cut.dim == ragged) or (isinstance(partner, Tiled) and side == 1 and partner.dim == ragged)
-    if (side == 1 and cut.dim in group) or (rows and (ragged in batch[0] or not cut.plain)):
+    """As factors say, where each tile of the rows can tell which groups they are of: not from a part of the groups."""
+    cuts, ragged = tiled(placements), dims(node)[2]
+    if 2 in cuts or len(node.inputs[2].shape) != 1 or node.params["group_offset"] is not None:
+        return refuse_partial(node, placements) or Complete(cuts, "needs the sizes of all groups")
+    move = by_factors(node, placements)
+    rows = move.ins[0] if isinstance(move, Move) else WHOLE
+    if isinstance(rows, Tiled) and rows.dim == ragged and not rows.plain:
         return Complete(cuts, "groups the cut axis")
-    ins = (cut, partner, WHOLE) if side == 0 else (partner, cut, WHOLE)
-    if cut.dim in contract[side]:
-        return Move((Partial("sum"),), ins)
-    return Move((cut.at(out_dim(node, side, cut.dim)),), ins)
+    return move
 
 
 def emit(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:

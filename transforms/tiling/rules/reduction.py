@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
+
 from transforms.tiling.ir.graph import Node
 from transforms.tiling.ir.obstacles import Obstacle
 from transforms.tiling.ir.placement import Partial, Placement, Span, Tiled
@@ -53,6 +55,22 @@ UNVMAP = {"unvmap_all": "and", "unvmap_any": "or", "unvmap_max": "max"}
 def picks(node: Node, cut: Tiled) -> bool:
     """Whether the best so far can go from tile to tile; what is whole to begin with needs no loop."""
     return node.name in ("argmax", "argmin", "top_k") and cut.major == 1 and node.inputs[0].producer is not None
+
+
+def first_best(node: Node, values: list[Any], cut: Tiled, span: Span) -> list[Any]:
+    """The best up to and with a tile and its place, by `argmax` or `argmin`, from the tile and what was best before.
+
+    The first of the best: nan counts as better than anything, and an earlier tile's as better than the same.
+    """
+    array, before, place = values
+    (local,) = node.bind([array])
+    found = jnp.take_along_axis(array, jnp.expand_dims(local, cut.dim), cut.dim).squeeze(cut.dim)
+    better = found > before if node.name == "argmax" else found < before
+    if jnp.issubdtype(found.dtype, jnp.inexact):
+        better |= jnp.isnan(found) & ~jnp.isnan(before)
+    better |= jnp.equal(span.start, 0)
+    here = local + jnp.asarray(cut.steps(span.start), local.dtype)
+    return [jnp.where(better, found, before), jnp.where(better, here, place)]
 
 
 def cumulative(node: Node, placements: tuple[Placement, ...]) -> Move | None:

@@ -16,6 +16,7 @@ from transforms.tiling.rules import (
     Move,
     by_cut,
     joined,
+    of_nothing,
     passed,
     refuse_partial,
     register,
@@ -53,7 +54,7 @@ def transposed(node: Node) -> Factors:
 # ----------------------------------------------------------------------------------------------------------- reshape
 
 
-def carry(cut: Tiled, old: tuple[Any, ...], new: tuple[Any, ...]) -> Tiled | None:
+def landing(cut: Tiled, old: tuple[Any, ...], new: tuple[Any, ...]) -> Tiled | None:
     """Where the factor `L` of `old[cut.dim] = major * L / group * minor` stands in `new`, in the smallest groups."""
     if 0 in old:
         return None
@@ -74,14 +75,14 @@ def carry(cut: Tiled, old: tuple[Any, ...], new: tuple[Any, ...]) -> Tiled | Non
 
 @by_cut(passed)
 def push_reshape(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
-    landed = carry(cut, node.inputs[0].shape, node.params["new_sizes"])
+    landed = landing(cut, node.inputs[0].shape, node.params["new_sizes"])
     if landed is None:
         return Complete([0], "splits the cut axis over several dimensions")
     return Move((landed,), placements)
 
 
 def pull_reshape(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
-    source = carry(want, node.params["new_sizes"], node.inputs[0].shape)
+    source = landing(want, node.params["new_sizes"], node.inputs[0].shape)
     return None if source is None else (source,)
 
 
@@ -166,10 +167,6 @@ def pull_tile(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
 # ---------------------------------------------------------------------------------------------------------------- iota
 
 
-def push_iota(node: Node, placements: tuple[Placement, ...]) -> Move:
-    raise AssertionError("iota has no operands that could be cut")
-
-
 def pull_iota(node: Node, want: Tiled) -> tuple[Placement, ...]:
     return (WHOLE,) * len(node.inputs)
 
@@ -198,4 +195,4 @@ register_factors("stack", factors=stacked, sums=joined)
 register_factors("unstack", factors=unstacked, sums=summed, pulled=False)
 
 
-register("iota", push=push_iota, pull=pull_iota, emit=emit_iota)
+register("iota", push=of_nothing, pull=pull_iota, emit=emit_iota)

@@ -18,8 +18,8 @@ from transforms.tiling.analysis.limits import human
 from transforms.tiling.analysis.propagate import body_of
 from transforms.tiling.ir.edit import replace, traced
 from transforms.tiling.ir.facts import Local, Region
-from transforms.tiling.ir.flatten import body_graph, evaluate, scan_counts
-from transforms.tiling.ir.graph import Graph, Node, Value, ancestors, describe, prune
+from transforms.tiling.ir.flatten import body_graph, evaluate
+from transforms.tiling.ir.graph import Graph, Node, Value, ancestors, describe, prune, scan_counts
 from transforms.tiling.ir.obstacles import Complete, Obstacle, Refusal
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled, Whole
 from transforms.tiling.mesh.layout import Held, conform, like
@@ -35,12 +35,21 @@ from transforms.tiling.rules.bodies import (
     kept,
     run_part,
     run_scan,
-    spread,
     summed,
     wait,
     whole_body,
     widen,
+    with_gaps,
 )
+
+
+def of_a_step(placement: Placement) -> Placement:
+    """Where one step's entry stands of what is scanned over, or stacked."""
+    return placement.at(placement.dim - 1) if isinstance(placement, Tiled) else placement
+
+
+def of_all_steps(placement: Placement) -> Placement:
+    return placement.at(placement.dim + 1) if isinstance(placement, Tiled) else placement
 
 
 def push_scan(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
@@ -52,7 +61,7 @@ def push_scan(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
         if (move := push_sums(node, placements)) is not None:
             return move
         return Complete(along, "runs along the cut axis", along=_alone(placements, along))
-    stacked = [p.at(p.dim - 1) if isinstance(p, Tiled) else p for p in placements[constants + carried :]]
+    stacked = [*map(of_a_step, placements[constants + carried :])]
     state: tuple[Placement, ...] = placements[constants : constants + carried]
     passing = passable(graph)
     apart = Held()
@@ -70,7 +79,7 @@ def push_scan(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
         if joined == state and kept_apart == apart:
             break
         state, apart = joined, kept_apart  # ty: ignore[invalid-assignment]
-    results = [p.at(p.dim + 1) if isinstance(p, Tiled) else p for p in outs[carried:]]
+    results = map(of_all_steps, outs[carried:])
     moved = (*placements[:constants], *state, *placements[constants + carried :])
     carries = [apart[v] for v in graph.inputs[constants : constants + carried]]
     return Region((*state, *results), moved, (found,), (*carries, *held(found)[carried:]))
@@ -106,12 +115,10 @@ def emit_scan(node: Node, values: list[Any], move: Move, span: Span) -> list[Any
     if not isinstance(move, Region):
         return emit_sums(node, values, move, span)
     wanted = [i for i, p in enumerate(move.outs) if not isinstance(p, Whole)]
-    stacked = [p.at(p.dim - 1) if isinstance(p, Tiled) else p for p in move.ins[constants + carried :]]
-    ins = (*move.ins[: constants + carried], *stacked)
+    ins = (*move.ins[: constants + carried], *map(of_a_step, move.ins[constants + carried :]))
     carries = carries_for(body_graph(node, "jaxpr"), constants, carried, wanted, span.effects)
     outs = [move.outs[i] if i in carries else None for i in range(carried)]
-    for placement in kept(move)[carried:]:
-        outs.append(placement.at(placement.dim - 1) if isinstance(placement, Tiled) else placement)
+    outs += [None if p is None else of_a_step(p) for p in kept(move)[carried:]]
     values = [widen(v, p, span) for v, p in zip(values, ins, strict=True)]
     for i in range(constants, constants + carried):
         if values[i] is not None:
@@ -134,7 +141,7 @@ def part_scan(node: Node, wanted: Sequence[int]) -> tuple[list[int], Callable[..
     inputs = [i for i, v in enumerate(graph.inputs) if v in used or i in carries]
 
     def run(*values: Any) -> list[Any]:
-        results = run_scan(node, spread(inputs, values, len(node.inputs)), wanted, whole_body(graph, needed))
+        results = run_scan(node, with_gaps(inputs, values, len(node.inputs)), wanted, whole_body(graph, needed))
         return [results[i] for i in wanted]
 
     return inputs, run
@@ -154,7 +161,7 @@ def local_scan(node: Node, placements: tuple[Placement, ...], limits: Any) -> Mo
     reuse = {i: [kept.index(constants + i)] for i in range(carried)}
     state: tuple[Placement, ...] = placements[constants : constants + carried]
     while True:
-        ins = (*placements[:constants], *state, *(p.at(p.dim - 1) if isinstance(p, Tiled) else p for p in stacked))
+        ins = (*placements[:constants], *state, *map(of_a_step, stacked))
         program = limits.nested(closed, tuple(ins[i] for i in kept), options, reuse=reuse)
         if program.refusal is not None:
             return Refusal(program.refusal.message)  # its origins are no equations of this graph
@@ -172,7 +179,7 @@ def local_scan(node: Node, placements: tuple[Placement, ...], limits: Any) -> Mo
         body = lambda inner: program.run(*(jnp.asarray(inner[i]) for i in kept))
         return run_scan(node, values, range(len(node.outputs)), body)
 
-    results = [p.at(p.dim + 1) if isinstance(p, Tiled) else p for p in outs[carried:]]
+    results = map(of_all_steps, outs[carried:])
     constant = tuple(i for i in kept if i < constants)
     return Local((*state, *results), (WHOLE,) * len(placements), (program,), tuple(kept), run, constant)
 
@@ -209,7 +216,7 @@ def sink(graph: Graph, node: Node, operands: Sequence[int], sources: Sequence[Va
             made = dict(zip(operands, evaluate(env, [node.inputs[i] for i in operands]), strict=True))
             return whole([made.get(i, x) for i, x in enumerate(inner)])
 
-        return run_scan(node, spread(kept, values[: len(kept)], len(node.inputs)), every, body)
+        return run_scan(node, with_gaps(kept, values[: len(kept)], len(node.inputs)), every, body)
 
     nodes, outs = traced(run, [*(node.inputs[i] for i in kept), *sources], node)
     replace(graph, node, nodes, dict(zip(node.outputs, outs, strict=True)))

@@ -24,7 +24,7 @@ from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import Placement, Span, Tiled
 from transforms.tiling.mesh.layout import entries_of
 from transforms.tiling.rules import Move, register
-from transforms.tiling.rules.bodies import at_tile, held, kept, spread, whole_body, widen
+from transforms.tiling.rules.bodies import at_tile, held, kept, whole_body, widen, with_gaps
 
 
 def share(node: Node, spec: PartitionSpec, dim: int) -> int:
@@ -90,7 +90,7 @@ def emit(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
 
     specs = (PartitionSpec(), *node.params["in_specs"])
     made = over_devices(node, run, specs, wanted)(jnp.asarray(span.start), *values)
-    return spread(wanted, made, len(node.outputs))
+    return with_gaps(wanted, made, len(node.outputs))
 
 
 def part(node: Node, wanted: Sequence[int]) -> tuple[list[int], Callable[..., Any]]:
@@ -100,7 +100,7 @@ def part(node: Node, wanted: Sequence[int]) -> tuple[list[int], Callable[..., An
     body = whole_body(graph, wanted)
 
     def run(*values: Any) -> list[Any]:
-        results = body(spread(inputs, values, len(graph.inputs)))
+        results = body(with_gaps(inputs, values, len(graph.inputs)))
         return [results[i] for i in wanted]
 
     return inputs, over_devices(node, run, [node.params["in_specs"][i] for i in inputs], wanted)

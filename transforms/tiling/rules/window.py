@@ -37,7 +37,7 @@ class Slide(NamedTuple):
 
     dim: int
     number: int
-    wide: int
+    extent: int
     before: int
     after: int
     stride: int = 1
@@ -57,14 +57,14 @@ class Slide(NamedTuple):
 
     def reach(self, cut: Tiled) -> Reach:
         """How many rows before and after a tile its windows read."""
-        before, after = self.before // self.gap, (self.wide - self.before - self.stride) // self.gap + 1
+        before, after = self.before // self.gap, (self.extent - self.before - self.stride) // self.gap + 1
         rows = lambda steps: -(-max(steps, 0) // cut.minor) * cut.group
         return rows(before), rows(after)
 
     def padding(self, reach: Reach, cut: Tiled, steps: int, made: int) -> tuple[int, int]:
         """How much is to be put before and after a tile of `steps` elements, its reach included, for `made` windows."""
         low = self.before - cut.steps(reach[0]) * self.gap
-        return low, (made - 1) * self.stride + self.wide - low - (steps - 1) * self.gap
+        return low, (made - 1) * self.stride + self.extent - low - (steps - 1) * self.gap
 
 
 def sliding(node: Node, dim: int) -> Slide | None:
@@ -234,9 +234,11 @@ def kernel_of(node: Node, number: int) -> Slide:
     p = node.params
     source, _, out = p["dimension_numbers"]
     apart = p["window_strides"][number]
-    wide = (node.outputs[0].shape[out[2 + number]] - 1) * apart
+    extent = (node.outputs[0].shape[out[2 + number]] - 1) * apart
     before, after = p["padding"][number]
-    return Slide(source[2 + number], number, wide, before, after, p["rhs_dilation"][number], p["lhs_dilation"][number])
+    return Slide(
+        source[2 + number], number, extent, before, after, p["rhs_dilation"][number], p["lhs_dilation"][number]
+    )
 
 
 def emit_convolution(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:

@@ -26,7 +26,7 @@ from transforms.tiling.ir.facts import Analysis, Fact
 from transforms.tiling.ir.graph import Node, Value
 from transforms.tiling.ir.loops import Online
 from transforms.tiling.ir.placement import COMBINE, WHOLE, Partial, Placement, Span, Whole
-from transforms.tiling.ir.terms import Early, Term, align
+from transforms.tiling.ir.terms import Early, Term, broadcast_by
 from transforms.tiling.mesh.layout import named
 from transforms.tiling.mesh.sums import contracted
 from transforms.tiling.passes.online.deferral import Finder
@@ -200,7 +200,8 @@ class _Writer:
         """The running forms of terms, each as it lies in `value`, an operand of the node."""
 
         def total(*anchors: Any) -> Any:
-            found = [t.weight * sign * align(a, t.dims, value.shape) for a, t in zip(anchors, terms, strict=True)]
+            laid = [broadcast_by(a, t.dims, value.shape) for a, t in zip(anchors, terms, strict=True)]
+            found = [t.weight * sign * array for array, t in zip(laid, terms, strict=True)]
             return jnp.broadcast_to(sum(found), value.shape).astype(value.dtype)
 
         nodes, (result,) = traced(total, [self.anchor(t.value, t.weight) for t in terms], node)
@@ -252,7 +253,7 @@ class _Writer:
 def _finish(early: Early, total: Any, *values: Any) -> Any:
     """Apply to a sum what its terms left out."""
     result = total
-    found = [align(v, t.dims, total.shape) for v, t in zip(values, early.terms, strict=True)]
+    found = [broadcast_by(v, t.dims, total.shape) for v, t in zip(values, early.terms, strict=True)]
     anchors, offsets = len(early.anchors), len(early.anchors) + len(early.offsets)
     for array, term in zip(found[anchors:offsets], early.offsets, strict=True):
         result = result * jnp.exp(term.weight * array)
@@ -329,7 +330,7 @@ class Weights:
 def shifted(early: Early, total: Any, weight: Any, *values: Any) -> Any:
     """Add to a sum what its terms left out, as often as they are in it."""
     anchors, result = len(early.anchors), total
-    found = [align(v, t.dims, total.shape) for v, t in zip(values, early.terms, strict=True)]
+    found = [broadcast_by(v, t.dims, total.shape) for v, t in zip(values, early.terms, strict=True)]
     for array, term in zip(found[anchors:], early.offsets, strict=True):
         added = term.weight * array * weight
         result = result + (jnp.where(weight == 0, 0, added) if early.masked else added)
