@@ -24,7 +24,8 @@ from zoo.models.layers import accumulator, attention, beside
 
 LANES = 128  # of a TPU's vector registers: blocks and head sizes are multiples of them
 BLOCKS = (512, 256, LANES)  # tokens of a block of splash attention: the longest that divides a sequence
-Attention = Callable[..., Float[Array, "B S N H"]]
+Kept = tuple[Float[Array, "B N S"], Float[Array, "B N S"]]  # the logarithms of sums, and `own` (`Ops.keeps`)
+Attention = Callable[..., Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +88,7 @@ class Kernel:
         spreads: whether a sequence may be over several devices.
         step: sequences are multiples of it.
         static: whether windows must be numbers (`Ops.static_windows`).
+        keeps: whether it is told in the backward pass what its forward pass has found (`Ops.keeps`).
         library: says why it does not run after all; None if nothing is in the way.
     """
 
@@ -101,6 +103,7 @@ class Kernel:
     spreads: bool = True
     step: int = 1
     static: bool = False
+    keeps: bool = False
     library: Callable[[Asked], str | None] = lambda asked: None
 
     def refusal(self, asked: Asked) -> str | None:
@@ -125,7 +128,7 @@ class Kernel:
 
     def ops(self, tiles: int | None = None) -> dict[str, Any]:
         """Return the fields of `Ops` that make layers run so."""
-        return {"attention": self.make(tiles), "static_windows": self.static}
+        return {"attention": self.make(tiles), "static_windows": self.static, "keeps": self.keeps}
 
 
 def choose(asked: Asked) -> tuple[str, str]:
@@ -149,16 +152,31 @@ def tiled(n: int) -> Attention:
     whole; memory is O(B N S T / n).
     """
 
-    def run(q, k, v, *, scale, cap=None, window=None, q_segments=None, k_segments=None, sinks=None, causal=True):
+    def run(
+        q,
+        k,
+        v,
+        *,
+        scale,
+        cap=None,
+        window=None,
+        q_segments=None,
+        k_segments=None,
+        sinks=None,
+        causal=True,
+        keep=False,
+        kept=None,
+    ):
         how: dict[str, Any] = {"scale": scale, "cap": cap, "causal": causal}
         if partitions(q)[1] is None:
             number, traced = (window, None) if isinstance(window, int) else (None, window)
 
-            def whole(q, k, v, segments, sinks, traced):
+            def whole(q, k, v, segments, sinks, traced, kept):
                 reach = number if traced is None else traced
-                return blockwise_attention(q, k, v, n=n, window=reach, segments=segments, sinks=sinks, **how)
+                more = {"segments": segments, "sinks": sinks, "keep": keep, "kept": kept}
+                return blockwise_attention(q, k, v, n=n, window=reach, **more, **how)
 
-            return _on_each_device(whole, q, beside(q, k), beside(q, v), q_segments, sinks, traced)
+            return _on_each_device(whole, q, beside(q, k), beside(q, v), q_segments, sinks, traced, kept, keep=keep)
 
         def rows(q, q_segments, k, v, window, k_segments, sinks):
             segments = {"q_segments": q_segments, "k_segments": k_segments}
@@ -183,11 +201,14 @@ def cudnn_attention(
     k_segments: Integer[Array, "B S"] | None = None,
     sinks: Float[Array, " N"] | None = None,
     causal: bool = True,
+    keep: bool = False,
+    kept: Kept | None = None,
     implementation: Literal["cudnn", "xla"] = "cudnn",
-) -> Float[Array, "B S N H"]:
+) -> Float[Array, "B S N H"] | tuple[Float[Array, "B S N H"], Float[Array, "B N S"]]:
     """Return `attention` by cuDNN's flash attention, on the share of batch and heads that each device has.
 
-    Memory beside the result is O(B S N H); the arguments are those of `attention`, the window a number.
+    Memory beside the result is O(B S N H); the arguments are those of `attention`, the window a number, and those of
+    `Ops.keeps`.
 
     Args:
         implementation: xla computes the same without a GPU, in plain attention's memory.
@@ -196,14 +217,17 @@ def cudnn_attention(
         ValueError: the kernel does not do what is asked.
     """
     window = _checked("cudnn", q, window, q_positions, k_positions, cap=cap, q_segments=q_segments, sinks=sinks)
-    kept = None if window is None else _reach(window, causal)
+    reach = None if window is None else _reach(window, causal)
 
     def run(q, k, v):
         return jax.nn.dot_product_attention(
-            q, k, v, scale=scale, is_causal=causal, local_window_size=kept, implementation=implementation
+            q, k, v, scale=scale, is_causal=causal, local_window_size=reach, implementation=implementation
         )
 
-    return _on_each_device(run, q, beside(q, k), beside(q, v))
+    if kept is not None:
+        of_heads = lambda q, k, v, logs, own: _with_gradients_of(run)(q, k, v, logs, jnp.swapaxes(own, 1, 2))
+        return _on_each_device(of_heads, q, beside(q, k), beside(q, v), *kept)
+    return _on_each_device(_keeping(run) if keep else run, q, beside(q, k), beside(q, v), keep=keep)
 
 
 def splash_attention(
@@ -220,14 +244,16 @@ def splash_attention(
     k_segments: Integer[Array, "B S"] | None = None,
     sinks: Float[Array, " N"] | None = None,
     causal: bool = True,
+    keep: bool = False,
+    kept: Kept | None = None,
     interpret: bool = False,
-) -> Float[Array, "B S N H"]:
+) -> Float[Array, "B S N H"] | tuple[Float[Array, "B S N H"], Float[Array, "B N S"]]:
     """Return `attention` by the splash attention kernel of TPUs, on the share of batch and heads that each device has.
 
-    Memory beside the result is O(B S N H); the arguments are those of `attention`, the window a number. The kernel
-    has no scale, so queries are multiplied by it and rounded to their dtype; heads are filled up with zeros to a
-    multiple of 128. Each kv head (where there is one, each query head) is an index of the grid that the kernel does not
-    know of, so that `tile` may cut heads and batch.
+    Memory beside the result is O(B S N H); the arguments are those of `attention`, the window a number, and those of
+    `Ops.keeps`. The kernel has no scale, so queries are multiplied by it and rounded to their dtype; heads are filled
+    up with zeros to a multiple of 128. Each kv head (where there is one, each query head) is an index of the grid that
+    the kernel does not know of, so that `tile` may cut heads and batch.
 
     Args:
         interpret: whether the kernel is computed without a TPU, slowly.
@@ -257,18 +283,19 @@ def splash_attention(
         block_kv_dq=block,
     )
 
-    def run(q, k, v, segments, sinks):
+    def run(q, k, v, segments, sinks, kept):
         batch, _, heads, _ = q.shape
         kv_heads = k.shape[2]
         calls = kv_heads if kv_heads > 1 else heads  # in the grid; those that share the one kv head are apart, too
-        kernel = splash.make_splash_mqa(
-            splash.MultiHeadMask([mask] * (heads // calls)),
-            block_sizes=blocks,
-            attn_logits_soft_cap=cap,
-            head_shards=1,
-            q_seq_shards=1,
-            interpret=interpret,
-        )
+        with jax.ensure_compile_time_eval():  # which tiles there are is known
+            kernel = splash.make_splash_mqa(
+                splash.MultiHeadMask([mask] * (heads // calls)),
+                block_sizes=blocks,
+                attn_logits_soft_cap=cap,
+                head_shards=1,
+                q_seq_shards=1,
+                interpret=interpret,
+            )
         wide = lambda x: jnp.pad(x, ((0, 0),) * 3 + ((0, -size % LANES),))
         q = (q.astype(accumulator(q.dtype)) * scale).astype(q.dtype)
         q_BKGSH = wide(q).reshape(batch, length, calls, heads // calls, -1).transpose(0, 2, 3, 1, 4)
@@ -277,13 +304,75 @@ def splash_attention(
             k_BKSH, v_BKSH = k_BKSH[:, 0], v_BKSH[:, 0]
         sinks_KG = None if sinks is None else sinks.reshape(calls, -1)
         ids = None if segments is None else splash.SegmentIds(segments, segments)
-        of_head = lambda q, k, v, ids, sinks: kernel(q, k, v, segment_ids=ids, sinks=sinks)
         own = 0 if kv_heads > 1 else None
-        of_row = jax.vmap(of_head, (0, own, own, None, 0))
-        out_BKGSH = jax.vmap(of_row, (0, 0, 0, 0, None))(q_BKGSH, k_BKSH, v_BKSH, ids, sinks_KG)
-        return out_BKGSH.transpose(0, 3, 1, 2, 4).reshape(*q.shape[:3], -1)[..., :size]
+        of_head = lambda q, k, v, ids, sinks: kernel(q, k, v, segment_ids=ids, sinks=sinks)
+        see = jax.vmap(jax.vmap(of_head, (0, own, own, None, 0)), (0, 0, 0, 0, None))
+        args = q_BKGSH, k_BKSH, v_BKSH, ids, sinks_KG
+        out_BKGSH, *logs = _keeping(see)(*args) if keep else (see(*args),)
+        if kept is not None:
+            out_BKGSH = _with_gradients_of(see)(*args, *(x.reshape(q_BKGSH.shape[:-1]) for x in kept))
+        seen = out_BKGSH.transpose(0, 3, 1, 2, 4).reshape(*q.shape[:3], -1)[..., :size]
+        return (seen, logs[0].reshape(batch, heads, length)) if keep else seen
 
-    return _on_each_device(run, q, beside(q, k), beside(q, v), q_segments, sinks)
+    return _on_each_device(run, q, beside(q, k), beside(q, v), q_segments, sinks, kept, keep=keep)
+
+
+# ------------------------------------------------------- what a forward pass has found, told to the backward pass
+
+
+def _keeping(see):
+    """Return `see`, a fused kernel, that also returns the logarithms of its sums."""
+
+    def run(*args):
+        seen, pull = jax.vjp(see, *args)
+        return seen, jax.tree.leaves(pull)[_residuals(see, *args)[1]]
+
+    return run
+
+
+def _with_gradients_of(see):
+    """Return the queries with the gradients of `see`, which is not computed: given logarithms and `own` of `Ops.keeps`.
+
+    Kernels ask for what was seen, and use no more of it than its product with the gradient, a number of each query: a
+    multiple of the gradient that has the same product with it, and is no longer than what was seen, does as well.
+    """
+
+    @jax.custom_vjp
+    def run(q, *rest):
+        return q
+
+    def backward(args, given):
+        *args, logs, own = args
+        leaves, form = jax.tree.flatten(jax.vjp(see, *args)[1])
+        of_seen, of_logs = _residuals(see, *args)
+        leaves[of_seen], leaves[of_logs] = _pointing(own, given), logs
+        return *jax.tree.unflatten(form, leaves)(given), None, None
+
+    run.defvjp(lambda *args: (run(*args), args), backward)
+    return run
+
+
+def _pointing(own, given):
+    """Return the multiple of `given`, whose product with it is `own`; zeros where that is zeros."""
+    wide = given.astype(own.dtype)
+    most = jnp.abs(wide).max(-1, keepdims=True)
+    unit = wide / jnp.where(most > 0, most, 1)
+    length = jnp.square(unit).sum(-1, keepdims=True) * most
+    return (unit * own[..., None] / jnp.where(most > 0, length, 1)).astype(given.dtype)
+
+
+def _residuals(see, *args):
+    """Return where among the leaves of the backward pass of `see` is what is seen, and where the logarithms are."""
+
+    def traced(*args):
+        seen, pull = jax.vjp(see, *args)
+        return seen, jax.tree.leaves(pull)
+
+    jaxpr = jax.make_jaxpr(traced)(*args).jaxpr
+    seen, *leaves = jaxpr.outvars
+    made = [at for at, leaf in enumerate(leaves) if leaf not in jaxpr.invars and leaf.aval.size]
+    (of_logs,) = (at for at in made if leaves[at] is not seen and leaves[at].aval.dtype == jnp.float32)
+    return next(at for at in made if leaves[at] is seen), of_logs
 
 
 def _checked(name, q, window, q_positions, k_positions, **missing) -> int | None:
@@ -306,20 +395,22 @@ def _reach(window: int, causal: bool) -> tuple[int, int]:
     return window - 1, 0 if causal else window - 1
 
 
-def _on_each_device(run, q, *rest):
-    """Return `run` of each device's share of the batch and of the heads; nothing travels."""
+def _on_each_device(run, q, *rest, keep=False):
+    """Return `run` of each device's share of the batch and of the heads, with what it keeps; nothing travels."""
     if not explicit():
         return run(q, *rest)
     batch, _, heads, _ = partitions(q)
     by_rank = {
         4: PartitionSpec(batch, None, heads, None),
+        3: PartitionSpec(batch, heads, None),
         2: PartitionSpec(batch, None),
         1: PartitionSpec(heads),
         0: PartitionSpec(),
     }
-    specs = tuple(None if x is None else by_rank[x.ndim] for x in (q, *rest))
+    specs = jax.tree.map(lambda x: by_rank[x.ndim], (q, *rest))
+    outs = (by_rank[4], by_rank[3]) if keep else by_rank[4]
     # Kernels do not say over which axes their results vary (https://github.com/jax-ml/jax/issues/36008).
-    return jax.shard_map(run, in_specs=specs, out_specs=by_rank[4], check_vma=False)(q, *rest)
+    return jax.shard_map(run, in_specs=specs, out_specs=outs, check_vma=False)(q, *rest)
 
 
 def _cudnn_says(asked: Asked) -> str | None:
@@ -336,7 +427,7 @@ KERNELS = {
     kernel.name: kernel
     for kernel in (
         Kernel(name="plain", make=lambda tiles: attention),
-        Kernel(name="tiled", make=lambda tiles: tiled(tiles or 16), static=True),
+        Kernel(name="tiled", make=lambda tiles: tiled(tiles or 16), static=True, keeps=True),
         Kernel(
             name="cudnn",
             make=lambda tiles: cudnn_attention,
@@ -347,6 +438,7 @@ KERNELS = {
             sinks=False,
             spreads=False,
             static=True,
+            keeps=True,
             library=_cudnn_says,
         ),
         Kernel(
@@ -357,6 +449,7 @@ KERNELS = {
             spreads=False,
             step=LANES,
             static=True,
+            keeps=True,
         ),
     )
 }

@@ -10,13 +10,15 @@ import pytest
 
 import zoo
 from experiments import configs
+from experiments.planning.hlo import dot_flops
 from experiments.step import tiling
 from tests.experiments.test_tiled import check, resolved
 from tests.zoo.hf_cases import CASES
 from tests.zoo.hf_tiny import FAST, loaded
 from transforms.remat import remat
+from zoo.accounting import recomputed_flops
 from zoo.adapters import lora
-from zoo.kernels import tiled
+from zoo.kernels import KERNELS
 from zoo.models.layers import Ops
 
 pytestmark = pytest.mark.optimised
@@ -40,7 +42,7 @@ def gradients(model, how, segments=None, kept=None):
 
 def cut(tilings, config, attention=None):
     pieces = tiling.slices(tilings, config)
-    return Ops(**pieces) if attention is None else Ops(**pieces, attention=tiled(attention))
+    return Ops(**pieces) if attention is None else Ops(**pieces, **KERNELS["tiled"].ops(attention))
 
 
 def close(model, tilings=LONG, attention=None, **how):
@@ -103,14 +105,24 @@ def test_a_mixture_by_tokens():
     check(resolved("tiny_mixtral", "tiling=long", "tiling.tokens=24", "tiling.n=3"), "tiny_mixtral")
 
 
-def temporary(seq, tilings=None, attention=None, layers=2):
+def compiled(seq, tilings=None, attention=None, layers=2):
     sizes = {"vocab_size": 64, "embed_dim": 32, "mlp_dim": 128, "num_heads": 8, "num_kv_heads": 4, "head_dim": 8}
     config = zoo.LlamaConfig(num_layers=layers, **sizes)
     model = jax.eval_shape(lambda: zoo.Llama.init(config, key=jax.random.key(0)))
     ids = jax.ShapeDtypeStruct((1, seq), jnp.int32)
     how = None if tilings is None else cut(tilings, config, attention)
     loss = lambda model, ids: model.hidden(ids, ops=how, remat=remat("full")).astype(jnp.float32).sum()
-    return jax.jit(jax.grad(loss)).lower(model, ids).compile().memory_analysis().temp_size_in_bytes
+    return config, jax.jit(jax.grad(loss)).lower(model, ids).compile()
+
+
+def temporary(*args, **how):
+    return compiled(*args, **how)[1].memory_analysis().temp_size_in_bytes
+
+
+def test_products_are_those_of_two_forward_passes_and_a_backward_pass():
+    """What attention has found is told to the backward pass: otherwise its forward pass would be there a third time."""
+    config, step = compiled(2**13, configs.Tiling(n="none", heads=True, tokens=1024), 32)
+    assert dot_flops(step.as_text()) < 1.07 * recomputed_flops(config, 1, 2**13)
 
 
 def test_65536_tokens_take_a_fiftieth_of_the_memory_and_twice_as_many_twice():

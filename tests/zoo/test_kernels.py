@@ -79,6 +79,28 @@ def test_kernels_are_plain_attention(kernel, case):
         np.testing.assert_allclose(one, other, atol=5e-6 * float(jnp.abs(other).max()))
 
 
+KEEPING = [
+    pytest.param(kernel, case, marks=[] if (kernel, case) in light else [pytest.mark.heavy])
+    for light in [{("splash", "sinks"), ("tiled", "window, cap, documents")}]
+    for kernel in ("splash", "tiled")
+    for case in CASES
+]
+
+
+@pytest.mark.parametrize(("kernel", "case"), KEEPING)
+def test_gradients_follow_from_what_a_kernel_keeps(kernel, case):
+    """Of rows without a gradient too, to which no multiple of it points."""
+    *args, out = drawn((B, S, N, H), (B, S, K, H), (B, S, K, H), (B, S, N, H))
+    out, how = out.at[:, 3].set(0), CASES[case]
+    seen, logs = ADAPTERS[kernel](*args, scale=0.125, **how, keep=True)
+    assert logs.shape == (B, N, S)
+    own = jnp.moveaxis((out * seen).sum(-1), 1, -1)
+    again = functools.partial(ADAPTERS[kernel], kept=(logs, own))
+    value, *wanted = pulled(attention, how, *args, out)
+    for one, other in zip((seen, *pulled(again, how, *args, out)[1:]), (value, *wanted), strict=True):
+        np.testing.assert_allclose(one, other, atol=5e-6 * float(jnp.abs(other).max()))
+
+
 @pytest.mark.parametrize("kernel", ["splash", "cudnn"])
 def test_on_a_mesh_each_device_runs_its_own_heads_and_rows(kernel):
     q, k, v = drawn((4, 128, N, H), (4, 128, K, H), (4, 128, K, H))

@@ -47,7 +47,8 @@ def ops(how):
     if "by turns" not in how:
         return {}
     heads = lambda part, axes, groups: tile(part, axis=axes, n=groups)
-    return {"heads": heads, "tokens": lambda part, axes: tile(part, axis=axes, size=16), "attention": ADAPTERS["tiled"]}
+    tokens = lambda part, axes: tile(part, axis=axes, size=16)
+    return {"heads": heads, "tokens": tokens, "attention": ADAPTERS["tiled"], "keeps": True}
 
 
 def gradients(model, ids, segments, how):

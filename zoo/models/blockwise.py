@@ -129,8 +129,8 @@ class _Blockwise:
         *_, out, logs = _loop(loops, step, (lowest, nothing, seen, jnp.zeros_like(q), logs))
         return out, logs
 
-    def backward(self, q, k, v, masks, out, logs, given):
-        """Return the gradients of queries, keys and values, given that of what is seen.
+    def backward(self, q, k, v, masks, logs, own, given):
+        """Return the gradients of queries, keys and values, given that of what is seen and how it points to that.
 
         Tiles are walked column by column, which is the same walk from the other end.
         """
@@ -148,9 +148,8 @@ class _Blockwise:
             capped = self.capped(queries, keys)
             seen = jnp.where(self.visible(row, column, there, masks), capped, jnp.finfo(wide).min)
             weights = jnp.exp(seen - self.part(logs, row, 3)[..., None])
-            own = (pulled.astype(wide) * self.part(out, row)).sum(-1)  # what each query's weights are pulled down by
             of_weights = jnp.einsum("bskgh,btkh->bkgst", pulled, values, preferred_element_type=wide)
-            of_scores = weights * (of_weights - jnp.moveaxis(own, 1, 3)[..., None]) * self.scale
+            of_scores = weights * (of_weights - self.part(own, row, 3)[..., None]) * self.scale
             if self.cap is not None:
                 of_scores *= 1 - jnp.square(capped / self.cap)
             of_scores, weights = of_scores.astype(q.dtype), weights.astype(v.dtype)
@@ -185,12 +184,14 @@ def blockwise_attention(
     segments: Integer[Array, "B S"] | None = None,
     sinks: Float[Array, " N"] | None = None,
     causal: bool = True,
-) -> Float[Array, "B S N H"]:
+    keep: bool = False,
+    kept: tuple[Float[Array, "B N S"], Float[Array, "B N S"]] | None = None,
+) -> Float[Array, "B S N H"] | tuple[Float[Array, "B S N H"], Float[Array, "B N S"]]:
     """Return `zoo.models.layers.attention` of whole sequences in `n` times `n` tiles; of causal ones, half as many.
 
     `n` is rounded up to an even number. Products are `1 + 1 / n` times those of the visible half; of windows that are
     numbers, those of the tiles that they reach. Tokens of other `segments` are not seen. It has gradients, and no
-    tangents.
+    tangents. `keep` and `kept` are as in `zoo.models.layers.Ops`.
     """
     batch, length, heads, width = q.shape
     tiles = 2 * -(-min(n, length) // 2)
@@ -198,26 +199,41 @@ def blockwise_attention(
     reach = min(tiles - 1, (window + size - 2) // size) if isinstance(window, int) else tiles - 1
     made = _Blockwise(scale, cap, causal, length, tiles, size, reach)
 
-    @jax.custom_vjp
-    def run(q, k, v, masks, sinks):
-        return made.forward(q, k, v, masks, sinks)[0]
-
-    def forward(q, k, v, masks, sinks):
-        out, logs = made.forward(q, k, v, masks, sinks)
-        return out, (q, k, v, masks, sinks, out, logs)
-
-    def backward(kept, given):
-        q, k, v, masks, sinks, out, logs = kept
+    def backward(q, k, v, masks, sinks, logs, own, given):
         of_sinks = None
         if sinks is not None:
-            own = jnp.moveaxis((given.astype(logs.dtype) * out).sum(-1), 1, 3)
             of_sinks = -(jnp.exp(sinks[:, :, None] - logs) * own).sum((0, 3)).astype(sinks.dtype)
-        return *made.backward(q, k, v, masks, out, logs, given), (None, None), of_sinks
+        return *made.backward(q, k, v, masks, logs, own, given), (None, None), of_sinks
 
-    run.defvjp(forward, backward)
+    @jax.custom_vjp
+    def run(*args):
+        return made.forward(*args)[0]
+
+    def forward(*args):
+        out, logs = made.forward(*args)
+        return out, (args, out, logs)
+
+    def pull(kept, given):
+        args, out, logs = kept
+        return backward(*args, logs, jnp.moveaxis((given.astype(logs.dtype) * out).sum(-1), 1, 3), given)
+
+    run.defvjp(forward, pull)
+
+    @jax.custom_vjp
+    def again(q, k, v, masks, sinks, logs, own):
+        return q
+
+    again.defvjp(lambda *args: (again(*args), args), lambda args, given: (*backward(*args, given), None, None))
     filled = lambda x: jnp.pad(x, ((0, 0), (0, tiles * size - length), *((0, 0),) * (x.ndim - 2)))
     q, k, v = filled(q), filled(k), filled(v)
     q = q.reshape(*q.shape[:2], k.shape[2], -1, width)
     sinks = None if sinks is None else sinks.astype(accumulator(q.dtype)).reshape(q.shape[2:4])
-    seen = run(q, k, v, (None if segments is None else filled(segments), window), sinks)
-    return seen.reshape(batch, -1, heads, width)[:, :length]
+    args = q, k, v, (None if segments is None else filled(segments), window), sinks
+    restored = lambda seen: seen.reshape(batch, -1, heads, width)[:, :length]
+    if keep:
+        seen, logs = made.forward(*args)
+        return restored(seen), logs.reshape(batch, heads, -1)[..., :length]
+    if kept is not None:
+        own = [jnp.pad(x, ((0, 0), (0, 0), (0, tiles * size - length))) for x in kept]
+        return restored(again(*args, *(x.reshape(batch, *q.shape[2:4], -1) for x in own)))
+    return restored(run(*args))

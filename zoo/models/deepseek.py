@@ -20,6 +20,7 @@ from zoo.families.deepseek import DeepSeekLike
 from zoo.models import mixture
 from zoo.models.experts import group_limited
 from zoo.models.forward import Aux, LayerPass
+from zoo.models.groups import Seen
 from zoo.models.layers import Widened, linear, rms_norm
 from zoo.models.llama import attention_out, normalised
 from zoo.quantised import AbstractMatrix, whole
@@ -58,7 +59,7 @@ class Dense(eqx.Module):
             h = told.ops.mlp(normalised(x, self.mlp_norm, config), *weights, activation=jax.nn.silu)
             return x + checkpoint_name(h, "mlp_out")
 
-        return told.ops.tokens(rest, (1, 1))(x, seen), aux
+        return told.behind(rest, x, seen), aux
 
 
 class Sparse(eqx.Module):
@@ -107,7 +108,7 @@ class Sparse(eqx.Module):
 
 def latent_attention(
     block: Dense | Sparse, x: Float[Array, "B S D"], config: DeepSeekLike, told: LayerPass
-) -> tuple[Float[Array, "B S N W"], Aux]:
+) -> tuple[Float[Array, "B S N W"] | Seen, Aux]:
     """Return what heads see, and what the block returns beside its output.
 
     Whole texts have keys and values of every head. Of what was read before there are latents alone: their way to keys

@@ -72,7 +72,7 @@ class Gated(Experts):
             gate = gate if self.q_gate_bias is None else gate + self.q_gate_bias.astype(x.dtype)
             return seen * jax.nn.sigmoid(gate)
 
-        seen = told.ops.tokens(gated, (1, 1))(x, seen)
+        seen = told.behind(gated, x, seen)
         return mixture.feed_forward(self, x, seen, config, told, aux)
 
 

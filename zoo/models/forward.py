@@ -95,20 +95,27 @@ class LayerPass:
         scale: float,
         cap: float | None = None,
         sinks: Float[Array, " N"] | None = None,
-    ) -> tuple[Float[Array, "B S N W"], Any]:
+        keep: bool = False,
+        kept: tuple[Float[Array, "B N S"], Float[Array, "B N S"]] | None = None,
+    ) -> tuple[Any, Any]:
         """Return what queries attend to, among these keys and those that were read before; and the pool.
 
-        Values that are narrower than keys, or wider, are padded to one size: kernels know no other.
+        Values that are narrower than keys, or wider, are padded to one size: kernels know no other. `keep` and
+        `kept` are what attention takes that can keep (`Ops.keeps`).
         """
+        how: dict[str, Any] = {"scale": scale, "cap": cap}
         if (width := v.shape[-1]) != q.shape[-1]:
             q, k, v = (_padded(x, max(width, q.shape[-1])) for x in (q, k, v))
-            seen, pool = self.attention(q, k, v, scale=scale, cap=cap, sinks=sinks)
-            return seen[..., :width], pool
+            seen, pool = self.attention(q, k, v, sinks=sinks, keep=keep, kept=kept, **how)
+            return jax.tree.map(lambda x: x[..., :width] if x.ndim == 4 else x, seen), pool
         if self.ops.ulysses:
             whole = replace(self, ops=replace(self.ops, ulysses=False))
-            one = lambda q, k, v, sinks: whole.attention(q, k, v, scale=scale, cap=cap, sinks=sinks)[0]
-            return ulysses.attend(one, q, k, v, sinks), None
-        how: dict[str, Any] = {"scale": scale, "cap": cap}
+
+            def one(q, k, v, sinks, kept):
+                return whole.attention(q, k, v, sinks=sinks, keep=keep, kept=kept, **how)[0]
+
+            return ulysses.attend(one, q, k, v, sinks, kept), None
+        how |= {"keep": True} if keep else {} if kept is None else {"kept": kept}
         how |= {} if sinks is None else {"sinks": sinks}
         how |= {} if self.causal else {"causal": False}
         if self.few:
@@ -138,7 +145,7 @@ class LayerPass:
         cap: float | None = None,
         sinks: Float[Array, " N"] | None = None,
         apart: bool = True,
-    ) -> tuple[Float[Array, "B S N W"], "Aux"]:
+    ) -> tuple[Float[Array, "B S N W"] | groups.Seen, "Aux"]:
         """Return what the queries that `project` makes attend to, and what the block returns beside its output.
 
         Its arguments are those of `zoo.models.groups.attend`, by which it goes where a caller wants heads by turns.
@@ -148,8 +155,17 @@ class LayerPass:
             q, k, v = project(x, weights)
             seen, pool = self.attention(q, k, v, sinks=sinks, **how)
             return seen, Aux(pool)
-        one = lambda q, k, v, sinks=None: self.attention(q, k, v, sinks=sinks, **how)[0]
+        one = lambda q, k, v, **more: self.attention(q, k, v, **more, **how)[0]
         return groups.attend(self.ops, project, one, x, weights, sinks, apart=apart), Aux()
+
+    def behind(
+        self, part: Callable[..., Any], x: Float[Array, "B S D"], seen: Float[Array, "B S N W"] | groups.Seen
+    ) -> Any:
+        """Return `part(x, seen)`, a function of tokens, of what `attend` returned."""
+        if isinstance(seen, groups.Seen):
+            read = lambda x, *seen: part(x, groups.Seen(*seen).read())
+            return self.ops.tokens(read, (1, 1, 1))(x, *seen)
+        return self.ops.tokens(part, (1, 1))(x, seen)
 
 
 def _padded(x, size):

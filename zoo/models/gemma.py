@@ -62,7 +62,7 @@ class Block(eqx.Module):
             return x + checkpoint_name(norm(h, self.post_mlp_norm), "mlp_out")
 
         seen, aux = told.attend(project, x, weights, scale=config.query_scale, cap=config.attn_softcap)
-        return told.ops.tokens(rest, (1, 1))(x, seen), aux
+        return told.behind(rest, x, seen), aux
 
 
 class Gemma(Decoder):

@@ -71,7 +71,7 @@ class Block(eqx.Module):
             h = told.ops.mlp(read, cast(self.gate), cast(self.up), cast(self.down), **how)
             return added + checkpoint_name(h, "mlp_out")
 
-        return told.ops.tokens(rest, (1, 1))(x, seen), aux
+        return told.behind(rest, x, seen), aux
 
 
 class GPT(Decoder):

@@ -270,6 +270,9 @@ class Ops:
         experts: like `zoo.models.experts.experts`, which None stands for.
         static_windows: whether attention takes windows as numbers alone. Layers then run the one of the few calls that
             is theirs (`jax.lax.switch`); otherwise a window is scanned over with the layer's weights.
+        keeps: whether attention takes `keep=True`, for which it returns the logarithms of its sums `[B N S]` too, and
+            has no gradients; and `kept=(logs, own)`, for which it returns the queries, with the gradients of what they
+            see: made with these and with how the gradient of what is seen points to what is seen, `own` `[B N S]`.
         heads: makes of a function of some heads one of all, a group of them at a time: called as
             `heads(part, axes, groups)`, where `axes` reads like `jax.vmap`'s `in_axes`; see `zoo.models.groups`. None
             takes all heads at once.
@@ -283,6 +286,7 @@ class Ops:
     mlp: Callable = gated_mlp
     experts: Callable | None = None
     static_windows: bool = False
+    keeps: bool = False
     heads: Callable | None = None
     tokens: Callable = lambda part, axes: part
     ulysses: bool = False

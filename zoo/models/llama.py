@@ -18,6 +18,7 @@ from zoo.config import Config
 from zoo.families.llama import LlamaLike
 from zoo.models.decoder import Decoder
 from zoo.models.forward import Aux, LayerPass
+from zoo.models.groups import Seen
 from zoo.models.head import Head
 from zoo.models.layers import ACTIVATIONS, linear, rms_norm
 from zoo.quantised import AbstractMatrix
@@ -69,7 +70,7 @@ class Block(eqx.Module):
             h = told.ops.mlp(h, cast(self.gate), cast(self.up), cast(self.down), **how)
             return x + checkpoint_name(scaled(normalised(h, self.post_mlp_norm, config)), "mlp_out")
 
-        return told.ops.tokens(rest, (1, 1))(x, seen), aux
+        return told.behind(rest, x, seen), aux
 
 
 def normalised(x: Float[Array, "B S D"], weight: Float[Array, " D"] | None, config: Config) -> Float[Array, "B S D"]:
@@ -79,7 +80,7 @@ def normalised(x: Float[Array, "B S D"], weight: Float[Array, " D"] | None, conf
 
 def attention(
     block: Any, normed: Callable[..., Any], x: Float[Array, "B S D"], config: Config, told: LayerPass
-) -> tuple[Float[Array, "B S N H"], Aux]:
+) -> tuple[Float[Array, "B S N H"] | Seen, Aux]:
     """Return what heads see, and what the block returns beside its output.
 
     Args:

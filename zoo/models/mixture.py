@@ -24,6 +24,7 @@ from zoo.models import llama
 from zoo.models.decoder import Decoder
 from zoo.models.experts import clamped, experts
 from zoo.models.forward import Aux, LayerPass
+from zoo.models.groups import Seen
 from zoo.models.head import Head
 from zoo.models.layers import linear, rms_norm
 from zoo.quantised import AbstractMatrix
@@ -74,7 +75,7 @@ class Block(eqx.Module):
 def feed_forward(
     block: Any,
     x: Float[Array, "B S D"],
-    seen: Float[Array, "B S N H"],
+    seen: Float[Array, "B S N H"] | Seen,
     config: Any,
     told: LayerPass,
     aux: Aux,
@@ -97,7 +98,7 @@ def feed_forward(
         x = x + checkpoint_name(llama.attention_out(block, seen), "attn_out")
         return x, rms_norm(x, block.mlp_norm, config.norm_eps, offset=config.norm_offset)
 
-    x, h = told.ops.tokens(between, (1, 1))(x, seen)
+    x, h = told.behind(between, x, seen)
     weights = map(cast, (block.router, block.gate, block.up, block.down))
     run = experts if told.ops.experts is None else told.ops.experts
     if block.router_bias is not None:  # which stays as wide as it is

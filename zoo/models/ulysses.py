@@ -7,6 +7,7 @@ Dimensions: `B` batch `S` sequence `N` query heads `K` kv heads `H` head size.
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,19 +45,24 @@ def attend(
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K H"],
     sinks: Float[Array, " N"] | None = None,
-) -> Float[Array, "B S N H"]:
-    """Return `attention(q, k, v, sinks)` of whole sequences of the heads that each device gets.
+    kept: Any = None,
+) -> Any:
+    """Return `attention(q, k, v, sinks, kept)` of whole sequences of the heads that each device gets.
+
+    What else attention returns, and what is `kept` (`Ops.keeps`), are numbers of each query `[B N S]`.
 
     Each device sends `(devices - 1) / devices` of its share of queries and of the result, `B S N H / devices` elements
     each, and of keys and values, `B S K H / devices` elements each, times `repeats`.
     """
     batch, sequence, of_model, _ = partitions(q)
     if sequence is None:
-        return attention(q, k, v, sinks)
+        return attention(q, k, v, sinks, kept)
     heads = axes_of([of_model, sequence])
     times = repeats(q.shape[2], k.shape[2], devices(q))
     lies = jax.NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec(*partitions(k)))
     k, v = (jnp.repeat(x, times, axis=2, out_sharding=lies) if times > 1 else x for x in (k, v))
     q, k, v = (place(x, PartitionSpec(batch, None, heads, None)) for x in (q, k, v))
-    seen = attention(q, k, v, None if sinks is None else place(sinks, PartitionSpec(heads)))
-    return place(seen, PartitionSpec(batch, sequence, of_model, None))
+    sinks = None if sinks is None else place(sinks, PartitionSpec(heads))
+    seen = attention(q, k, v, sinks, jax.tree.map(lambda x: place(x, PartitionSpec(batch, heads, None)), kept))
+    home = {3: PartitionSpec(batch, of_model, sequence), 4: PartitionSpec(batch, sequence, of_model, None)}
+    return jax.tree.map(lambda x: place(x, home[x.ndim]), seen)
