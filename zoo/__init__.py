@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 _HOME = {
     "AbstractMixture": "zoo.models.mixture",
+    "Cohere2Config": "zoo.families.cohere",
     "CohereConfig": "zoo.families.cohere",
     "DeepSeekV2Config": "zoo.families.deepseek",
     "DeepSeekV3Config": "zoo.families.deepseek",
@@ -17,6 +18,7 @@ _HOME = {
     "Gemma3Config": "zoo.families.gemma",
     "GemmaConfig": "zoo.families.gemma",
     "GptOssConfig": "zoo.families.gptoss",
+    "Granite4Config": "zoo.families.granite",
     "GraniteConfig": "zoo.families.granite",
     "Head": "zoo.models.head",
     "Llama": "zoo.models.llama",
@@ -28,6 +30,7 @@ _HOME = {
     "NeoXConfig": "zoo.families.neox",
     "OPTConfig": "zoo.families.opt",
     "Olmo2Config": "zoo.families.olmo",
+    "Olmo3Config": "zoo.families.olmo",
     "OlmoeConfig": "zoo.families.olmo",
     "Ops": "zoo.models.layers",
     "Phi3Config": "zoo.families.phi",
@@ -55,6 +58,7 @@ if TYPE_CHECKING:  # the same for type checkers, which a test compares
     from zoo.config import RopeScaling as RopeScaling
     from zoo.families import model_class as model_class
     from zoo.families.bert import ModernBertConfig as ModernBertConfig
+    from zoo.families.cohere import Cohere2Config as Cohere2Config
     from zoo.families.cohere import CohereConfig as CohereConfig
     from zoo.families.deepseek import DeepSeekV2Config as DeepSeekV2Config
     from zoo.families.deepseek import DeepSeekV3Config as DeepSeekV3Config
@@ -63,12 +67,14 @@ if TYPE_CHECKING:  # the same for type checkers, which a test compares
     from zoo.families.glm import GLMConfig as GLMConfig
     from zoo.families.gpt import GPT2Config as GPT2Config
     from zoo.families.gptoss import GptOssConfig as GptOssConfig
+    from zoo.families.granite import Granite4Config as Granite4Config
     from zoo.families.granite import GraniteConfig as GraniteConfig
     from zoo.families.llama import LlamaConfig as LlamaConfig
     from zoo.families.mistral import MistralConfig as MistralConfig
     from zoo.families.mistral import MixtralConfig as MixtralConfig
     from zoo.families.neox import NeoXConfig as NeoXConfig
     from zoo.families.olmo import Olmo2Config as Olmo2Config
+    from zoo.families.olmo import Olmo3Config as Olmo3Config
     from zoo.families.olmo import OlmoeConfig as OlmoeConfig
     from zoo.families.opt import OPTConfig as OPTConfig
     from zoo.families.phi import Phi3Config as Phi3Config

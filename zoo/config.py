@@ -324,6 +324,13 @@ def windows(num_layers: int, window: int | None, pattern: str) -> tuple[int | No
     return tuple(window if pattern[layer % len(pattern)] == LOCAL else None for layer in range(num_layers))
 
 
+def ropes_by_type(config: Any) -> tuple[Rope | None, ...]:
+    """Return how each layer's positions turn where local layers have a base of their own, and are not stretched."""
+    kinds = windows(config.num_layers, 1, config.attention_pattern)
+    local, whole = (config.local_rope_theta, None), (config.rope_theta, config.rope_scaling)
+    return tuple(whole if window is None else local for window in kinds)
+
+
 def rotary_problems(config: Any) -> list[str]:
     """Say why a share of each head cannot turn."""
     if not 0 < config.rotary_fraction <= 1 or config.rotary_dim < 2 or config.rotary_dim % 2:

@@ -33,11 +33,13 @@ class Dialect:
         every: of `types` where layers are not listed, the key (or None) and the default of how many layers have one
             that is global.
         rope: which layers' rotary frequencies may be stretched: `none`, `all`, or the `global` ones, the local ones
-            having frequencies of their own; `absent` where nothing turns.
+            having frequencies of their own, or the `local` ones, the others not turning; `absent` where nothing turns.
         theta: the default base of rotary embedding.
         theta_key: what it is called outside of `rope_parameters`.
+        local_theta: of `global` ones, the default base of the local layers.
         rope_names: other names of ways to stretch.
         rope_default: how they are stretched where the file does not say.
+        original: the default length of texts first trained on, of families that tell it beside the stretch.
         partial: the key, and its default, of the share of a head that turns (`rotary_fraction`); None is all of it.
         only: keys that may hold nothing but these values; the first is what is written.
         harmless: keys of some checkpoints that mean nothing at these values, and are not written; see `HARMLESS`.
@@ -48,6 +50,7 @@ class Dialect:
         read: returns further fields, given a reader of values (`zoo.huggingface.reader`) and the number of layers.
         write: returns what those fields are in the file.
         refuse: says why a config cannot be described so.
+        outer: the `model_type` of files that hold a vision model too, of which this is the text part.
     """
 
     architecture: str
@@ -63,8 +66,10 @@ class Dialect:
     rope: str = "all"
     theta: float = 10000.0
     theta_key: str = "rope_theta"
+    local_theta: float = 10000.0
     rope_names: Mapping[str, str] = field(default_factory=dict)
     rope_default: Mapping[str, Any] = field(default_factory=dict)
+    original: int | None = None
     partial: tuple[str, float] | None = None
     only: Mapping[str, tuple] = field(default_factory=dict)
     harmless: Mapping[str, tuple] = field(default_factory=dict)
@@ -75,6 +80,7 @@ class Dialect:
     read: Callable[[Any, int], dict[str, Any]] | None = None
     write: Callable[[Any], dict[str, Any]] | None = None
     refuse: Callable[[Any], str | None] | None = None
+    outer: str | None = None
 
 
 SIZES = {

@@ -106,6 +106,17 @@ _GPT_OSS = _BASE | {
 }
 _GLM = _BASE | {"model_type": "glm4", "pad_token_id": None, "rope_theta": 1e4, "rms_norm_eps": 1.5625e-7}
 _COHERE = _WIDE | {"model_type": "cohere", "num_key_value_heads": 2, "pad_token_id": None, "rope_theta": 1e4}
+_OLMO_3 = _OLMO_2 | {"model_type": "olmo3", "num_hidden_layers": 4, "sliding_window": 4}
+_COHERE_2 = _COHERE | {"model_type": "cohere2", "num_hidden_layers": 4, "sliding_window": 4}
+_GRANITE_4 = {key: value for key, value in _GRANITE.items() if key != "intermediate_size"}
+_GRANITE_4 |= {
+    "model_type": "granitemoehybrid",
+    "shared_intermediate_size": 40,
+    "num_local_experts": 0,
+    "layer_types": ["attention"] * 3,
+    "position_embedding_type": "rope",
+    "mamba_n_heads": 4,
+}
 _DEEPSEEK = _BASE | {
     "moe_intermediate_size": 24,
     "num_key_value_heads": 4,
@@ -234,6 +245,22 @@ CASES: dict[str, dict[str, Any]] = {
     "glm": _GLM | {"model_type": "glm", "attention_bias": False, "tie_word_embeddings": True},
     "cohere": _COHERE | {"logit_scale": 0.5},
     "cohere_bias": _COHERE | {"attention_bias": True, "tie_word_embeddings": False},
+}
+CASES |= {
+    "olmo3": _OLMO_3 | {"rope_scaling": _YARN | {"attention_factor": 1.3}},
+    "olmo3_other": _OLMO_3
+    | {"layer_types": ["full_attention", "sliding_attention"] * 2, "tie_word_embeddings": True}
+    | {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+        }
+    },
+    "cohere2": _COHERE_2 | {"logit_scale": 0.5},
+    "cohere2_yarn": _COHERE_2 | {"sliding_window_pattern": 3, "tie_word_embeddings": False, "rope_scaling": _YARN},
+    "granite4": _GRANITE_4
+    | {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 2.0},
+    "granite4_unrotated": _GRANITE_4 | {"position_embedding_type": "nope", "tie_word_embeddings": True},
 }
 CASES |= {
     "deepseek_v2": _DEEPSEEK_2 | _rope(**_YARN, mscale=0.7, mscale_all_dim=0.7) | {"topk_method": "greedy"},

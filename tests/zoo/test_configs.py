@@ -76,6 +76,9 @@ PUBLISHED = {
     "olmo2_7b": 7_298_617_344,
     "olmo2_13b": 13_716_198_400,
     "olmo2_32b": 32_234_279_936,
+    "olmo3_7b": 7_298_011_136,
+    "command_r7b": 8_028_033_024,
+    "granite4_micro": 3_402_836_480,
     "gpt2": 124_439_808,
     "gpt2_xl": 1_557_611_200,
     "pythia_160m": 162_322_944,
@@ -185,6 +188,6 @@ def test_unknown_names_of_the_package_are_refused_with_the_known_ones():
 
     with pytest.raises(
         AttributeError,
-        match=r"no attribute `Gemini`; it has AbstractMixture, CohereConfig, .* GPT2Config, Gemma, Gemma3Config",
+        match=r"no attribute `Gemini`; it has AbstractMixture, Cohere2Config, .* GPT2Config, Gemma, Gemma3Config",
     ):
         zoo.Gemini  # noqa: B018

@@ -78,26 +78,41 @@ def test_save_carries_the_sources_tokenizer_and_token_ids(folder, tmp_path):
 PREFIXES = {"hub": "language_model.", "new": "model.language_model.", "plain": ""}
 
 
-def _as_multimodal(folder: Path, prefix: str) -> None:
+def _as_multimodal(folder: Path, prefix: str, kind: str = "gemma3") -> None:
     tensors = load_file(folder / "model.safetensors")
     strip = "model." if prefix == "model.language_model." else ""
-    renamed = {prefix + name.removeprefix(strip): array for name, array in tensors.items()}
+    own = lambda name: "" if strip and name.startswith("lm_head") else prefix  # where the head is beside the rest
+    renamed = {own(name) + name.removeprefix(strip): array for name, array in tensors.items()}
     others = ("vision_tower.x", "multi_modal_projector.y", "model.vision_tower.z")
     renamed |= {name: np.zeros((2, 3), np.int64) for name in others}
     save_file(renamed, folder / "model.safetensors")
     text = json.loads((folder / "config.json").read_text())
-    raw = {"model_type": "gemma3", "text_config": text, "vision_config": {"x": 1}, "mm_tokens_per_image": 256}
+    raw = {"model_type": kind, "text_config": text, "vision_config": {"x": 1}}
+    raw |= {"mm_tokens_per_image": 256} if kind == "gemma3" else {"spatial_merge_size": 2, "tie_word_embeddings": False}
     (folder / "config.json").write_text(json.dumps(raw))
 
 
+@pytest.mark.parametrize("kind", ["gemma3", "mistral3"])
 @pytest.mark.parametrize("prefix", PREFIXES.values(), ids=PREFIXES)
-def test_the_text_part_of_a_multimodal_gemma_3_is_read(prefix, tmp_path):
-    folder = hf_tiny.write("gemma3_stretched", tmp_path)
+def test_the_text_part_of_a_multimodal_folder_is_read(prefix, kind, tmp_path):
+    folder = hf_tiny.write({"gemma3": "gemma3_stretched", "mistral3": "mistral"}[kind], tmp_path)
     whole = load(folder)
-    _as_multimodal(folder, prefix)
+    _as_multimodal(folder, prefix, kind)
     again = load(folder)
     assert again.config == whole.config
     assert eqx.tree_equal(eqx.filter(again, eqx.is_array), eqx.filter(whole, eqx.is_array))
+
+
+def test_a_multimodal_folder_is_tied_as_its_outer_part_says(tmp_path):
+    """Whatever its text part says; and untied where it has a head that is another matrix."""
+    folder = hf_tiny.write("mistral", tmp_path)
+    _as_multimodal(folder, "language_model.", "mistral3")
+    raw = json.loads((folder / "config.json").read_text())
+    del raw["tie_word_embeddings"]
+    (folder / "config.json").write_text(json.dumps(raw))
+    assert not load(folder).config.tied
+    rewrite(folder, lambda tensors: tensors.pop("language_model.lm_head.weight"))
+    assert load(folder).config.tied
 
 
 def test_other_tensors_of_a_multimodal_folder_are_still_refused(tmp_path):

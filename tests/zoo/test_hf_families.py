@@ -311,7 +311,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "jitter": (MIXTRAL_8X7B, {"router_jitter_noise": 0.1}, "`router_jitter_noise`=0.1 is not supported"),
     "too many chosen": (MIXTRAL_8X7B, {"num_experts_per_tok": 9}, "experts_per_token=9 must be from 1 to 8"),
     "layers that are none": (QWEN_3_30B, {"mlp_only_layers": [48]}, "`mlp_only_layers`=[48] is not a list of layers"),
-    "no text part": (GEMMA_3_4B, {"text_config": None}, "`text_config` is not the object that describes a Gemma 3"),
+    "no text part": (GEMMA_3_4B, {"text_config": None}, "`text_config` must be an object of model_type='gemma3_text'"),
     "an unknown outer key": (GEMMA_3_4B, {"audio_config": {}}, "`audio_config` is not known"),
     "a list for a type": (LLAMA_3_2_1B, {"model_type": ["llama"]}, "model_type=['llama'], and this zoo loads"),
 }

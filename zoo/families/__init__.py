@@ -9,17 +9,17 @@ from typing import Any
 
 from zoo.config import Config
 from zoo.families.bert import ModernBertConfig
-from zoo.families.cohere import CohereConfig
+from zoo.families.cohere import Cohere2Config, CohereConfig
 from zoo.families.deepseek import DeepSeekV2Config, DeepSeekV3Config
 from zoo.families.gemma import Gemma3Config, GemmaConfig
 from zoo.families.glm import GLMConfig
 from zoo.families.gpt import GPT2Config
 from zoo.families.gptoss import GptOssConfig
-from zoo.families.granite import GraniteConfig
+from zoo.families.granite import Granite4Config, GraniteConfig
 from zoo.families.llama import LlamaConfig
 from zoo.families.mistral import MistralConfig, MixtralConfig
 from zoo.families.neox import NeoXConfig
-from zoo.families.olmo import Olmo2Config, OlmoeConfig
+from zoo.families.olmo import Olmo2Config, Olmo3Config, OlmoeConfig
 from zoo.families.opt import OPTConfig
 from zoo.families.phi import Phi3Config
 from zoo.families.qwen import Qwen2Config, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
@@ -38,10 +38,12 @@ FAMILIES: dict[str, type[Config]] = {
     "qwen3_moe": Qwen3MoeConfig,
     "smollm3": SmolLM3Config,
     "olmo2": Olmo2Config,
+    "olmo3": Olmo3Config,
     "olmoe": OlmoeConfig,
     "qwen2_moe": Qwen2MoeConfig,
     "phi3": Phi3Config,
     "granite": GraniteConfig,
+    "granite4": Granite4Config,
     "gpt2": GPT2Config,
     "gpt_neox": NeoXConfig,
     "opt": OPTConfig,
@@ -49,6 +51,7 @@ FAMILIES: dict[str, type[Config]] = {
     "seed_oss": SeedConfig,
     "glm4": GLMConfig,
     "cohere": CohereConfig,
+    "cohere2": Cohere2Config,
     "modernbert": ModernBertConfig,
     "qwen3_next": Qwen3NextConfig,
     "deepseek_v2": DeepSeekV2Config,

@@ -57,7 +57,10 @@ def _read(read: Any, num_layers: int) -> dict[str, Any]:
     if not isinstance(listed, list) or len(listed) != num_layers or not set(map(str, listed)) <= set(letters):
         read.problems.append(f"`layer_types`={listed!r} is not supported, only {num_layers} of {' and '.join(letters)}")
         return {}
-    fields = {"window": read.size("local_attention", 128, {})}
+    half = read.raw.get("sliding_window")  # which counts first, where transformers 5 has written it
+    fields = {
+        "window": read.size("local_attention", 128, {}) if half is None else 2 * read.size("sliding_window", 0, {})
+    }
     fields |= {"attention_pattern": pattern_of("".join(letters[name] for name in listed), USUAL)}
     ropes = read.raw.get("rope_parameters") or {}
     for name, field, key, default in (
@@ -114,14 +117,14 @@ class ModernBertConfig(GPTLike):
             rope="absent",
             only={"rope_scaling": (None,), "position_embedding_type": ("absolute", None)},
             keys=(
-                *("layer_types", "global_attn_every_n_layers", "local_attention"),
+                *("layer_types", "global_attn_every_n_layers", "local_attention", "sliding_window"),
                 *("rope_parameters", "global_rope_theta", "local_rope_theta"),
             ),
             ignored=(
                 *("classifier_activation", "classifier_bias", "classifier_dropout", "classifier_pooling"),
                 *("cls_token_id", "decoder_bias", "deterministic_flash_attn", "embedding_dropout", "mlp_dropout"),
                 *("initializer_cutoff_factor", "layer_norm_eps", "reference_compile", "repad_logits_with_grad"),
-                *("sparse_pred_ignore_index", "sparse_prediction", "tie_word_embeddings", "sliding_window"),
+                *("sparse_pred_ignore_index", "sparse_prediction", "tie_word_embeddings"),
             ),
             read=_read,
             write=_write,

@@ -11,6 +11,7 @@ from zoo.config import (
     Rope,
     RopeScaling,
     not_positive,
+    ropes_by_type,
     scaling_problems,
     window_problems,
     windows,
@@ -172,6 +173,7 @@ class Gemma3Config(GemmaLike):
     dialects: ClassVar = {
         "gemma3_text": Dialect(
             architecture="Gemma3ForCausalLM",
+            outer="gemma3",
             sizes=_GEMMA_3_SIZES,
             numbers={**eps(1e-6), **_QUERY, "final_logit_softcapping": ("final_softcap", None)},
             windows="types",
@@ -215,9 +217,7 @@ class Gemma3Config(GemmaLike):
     @property
     def layer_ropes(self) -> tuple[Rope | None, ...]:
         """The base of each layer's rotary frequencies, and how they are stretched."""
-        local, whole = (self.local_rope_theta, None), (self.rope_theta, self.rope_scaling)
-        kinds = windows(self.num_layers, 1, self.attention_pattern)
-        return tuple(whole if window is None else local for window in kinds)
+        return ropes_by_type(self)
 
     def rows(self) -> tuple[Row, ...]:
         """Return the rows of every parameter that the model has."""

@@ -27,7 +27,12 @@ class MistralConfig(LlamaLike):
 
     dialects: ClassVar = {
         "mistral": Dialect(
-            architecture="MistralForCausalLM", sizes=sizes(131_072, 8), flags=TIED, windows="all", only=SILU
+            architecture="MistralForCausalLM",
+            outer="mistral3",
+            sizes=sizes(131_072, 8),
+            flags=TIED,
+            windows="all",
+            only=SILU,
         )
     }
 

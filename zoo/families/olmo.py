@@ -1,11 +1,12 @@
 """OLMo 2 (https://arxiv.org/abs/2501.00656): Llama with norms behind attention and MLP in place of before them,
-and with queries and keys normalised over all heads at once; OLMoE (https://arxiv.org/abs/2409.02060), a mixture of
-experts with the norms where Llama has them. Free of JAX."""
+and with queries and keys normalised over all heads at once; OLMo 3 (https://arxiv.org/abs/2512.13961), of whose layers
+most are local; OLMoE (https://arxiv.org/abs/2409.02060), a mixture of experts with the norms where Llama has them. Free
+of JAX."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from zoo.config import not_positive
+from zoo.config import LOCAL, Rope, not_positive, ropes_by_type, window_problems
 from zoo.dialect import BIAS, SILU, TIED, Dialect, eps, sizes
 from zoo.families.llama import LlamaLike
 from zoo.families.mixture import EXPERTS, MixtureLike
@@ -52,6 +53,49 @@ class Olmo2Config(LlamaLike):
     def attention_rows(self) -> tuple[Row, ...]:
         """Return the rows of attention and of the norms."""
         return (*ATTENTION[1:], *_BEHIND, *_NORMS, *(BIASES[projection] for projection in self.biases))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Olmo3Config(Olmo2Config):
+    """OLMo 3: three layers of four are local.
+
+    Attributes:
+        window: on local layers a query sees this many keys, itself included; None lets every layer see all.
+        attention_pattern: local (L) and global (G) layers, repeated over the depth.
+        local_rope_theta: base of the rotary frequencies of local layers, which nothing stretches.
+    """
+
+    dialects: ClassVar = {
+        "olmo3": Dialect(
+            architecture="Olmo3ForCausalLM",
+            sizes=sizes(2048),
+            numbers=eps(1e-5),
+            flags=TIED | BIAS,
+            windows="types",
+            every=(None, 4),
+            rope="global",
+            theta=500_000.0,
+            local_theta=500_000.0,
+            only=SILU,
+            written={"pad_token_id": None},
+        )
+    }
+
+    window: int | None = 4096
+    attention_pattern: str = "LLLG"
+    local_rope_theta: float = 500_000.0
+
+    def problems(self) -> list[str]:
+        """Say what is wrong with the family's own fields."""
+        own = not_positive(self, ("local_rope_theta",)) + window_problems(self.window, self.attention_pattern)
+        if self.window is None and LOCAL in self.attention_pattern:
+            own.append("window=None leaves local layers without one")
+        return super().problems() + own
+
+    @property
+    def layer_ropes(self) -> tuple[Rope | None, ...]:
+        """The base of each layer's rotary frequencies, and how they are stretched."""
+        return ropes_by_type(self)
 
 
 @dataclass(frozen=True, kw_only=True)

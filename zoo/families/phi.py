@@ -36,6 +36,7 @@ class Phi3Config(LlamaLike):
             windows="all",
             window=None,
             partial=("partial_rotary_factor", 1.0),
+            original=4096,
             rope_names={"su": "longrope", "yarn": "longrope"},
             only=SILU,
             harmless={"full_attn_mod": (1, None), "interpolate_factor": (1, None)},

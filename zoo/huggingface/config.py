@@ -12,14 +12,16 @@ from zoo.dialect import HARMLESS, IGNORED, ONLY_ALL, Dialect
 from zoo.families import FAMILIES
 from zoo.huggingface import quantised, rope
 from zoo.huggingface.reader import Reader
-from zoo.huggingface.windows import read_windows, window_keys, written_windows
+from zoo.huggingface.windows import all_local, read_windows, window_keys, written_windows
 
 ARCHITECTURES = {name: (config, one) for config in FAMILIES.values() for name, one in config.dialects.items()}
-# A file that holds a vision model too, whose text part is read; `zoo.huggingface.folder` knows the prefixes.
+# Files that hold a vision model too, whose text part is read; `zoo.huggingface.folder` knows the prefixes.
+_TEXT_PARTS = {one.outer: name for name, (_, one) in ARCHITECTURES.items() if one.outer is not None}
 _OUTER = frozenset(
     """
     text_config vision_config mm_tokens_per_image boi_token_index eoi_token_index image_token_index boi_token_id
     eoi_token_id image_token_id tie_word_embeddings quantization_config
+    multimodal_projector_bias projector_hidden_act spatial_merge_size vision_feature_layer
     """.split()
 )
 
@@ -27,14 +29,15 @@ _OUTER = frozenset(
 def from_hf(raw: dict[str, Any]) -> Config:
     """Return the config that a `config.json` describes; dropped are only keys that change no logit.
 
-    Of a multimodal Gemma 3, the text part.
+    Of a multimodal Gemma 3 or Mistral 3, the text part.
 
     Raises:
         ValueError: listing every unknown key (with the closest known one), missing key and unsupported value at once.
     """
     name, problems = raw.get("model_type"), []
-    if name == "gemma3":
-        raw, name = _text_part(raw, problems), "gemma3_text"
+    if isinstance(name, str) and name in _TEXT_PARTS:
+        name = _TEXT_PARTS[name]
+        raw = _text_part(raw, name, problems)
     if not isinstance(name, str) or name not in ARCHITECTURES:
         known = ", ".join(map(repr, ARCHITECTURES))
         raise ValueError(f"config.json says model_type={name!r}, and this zoo loads {known}.")
@@ -62,16 +65,16 @@ def from_hf(raw: dict[str, Any]) -> Config:
     return config(**fields)
 
 
-def _text_part(raw: dict[str, Any], problems: list[str]) -> dict[str, Any]:
+def _text_part(raw: dict[str, Any], name: str, problems: list[str]) -> dict[str, Any]:
+    """Return what a file of several parts says of its text part, which is of one architecture."""
     problems += [_unknown(key, _OUTER | IGNORED) for key in raw if key not in _OUTER | IGNORED]
-    for key, value in (("tie_word_embeddings", True), ("quantization_config", None)):
-        if raw.get(key, value) != value:
-            problems.append(f"`{key}`={raw[key]!r} is not supported, only {value!r}")
     text = raw.get("text_config")
-    if isinstance(text, dict) and text.get("model_type", "gemma3_text") == "gemma3_text":
-        return text
-    problems.append("`text_config` is not the object that describes a Gemma 3")
-    return {}
+    if not isinstance(text, dict) or text.get("model_type", name) != name:
+        kind = text.get("model_type") if isinstance(text, dict) else text
+        problems.append(f"`text_config` must be an object of model_type={name!r}, and is {kind!r}")
+        return {}
+    outer = {key: raw[key] for key in ("tie_word_embeddings", "quantization_config") if key in raw}
+    return text | {"tie_word_embeddings": True} | outer  # tied unless the folder has a head (`folder.as_stored`)
 
 
 def _check_keys(raw: dict[str, Any], dialect: Dialect, problems: list[str]) -> None:
@@ -81,9 +84,10 @@ def _check_keys(raw: dict[str, Any], dialect: Dialect, problems: list[str]) -> N
     read |= {*IGNORED, *dialect.ignored, *rope.keys(dialect), *window_keys(dialect)}
     only = {key: values for key, values in HARMLESS.items() if key not in read}
     only |= {**dialect.harmless, **_only_all(dialect), **dialect.only}
-    if "layer_types" not in read and (dialect.windows == "none" or raw.get("sliding_window") is None):
+    if "layer_types" not in read:  # all layers are alike, which a list may say too
         listed = raw.get("layer_types")
-        only["layer_types"] = (["full_attention"] * (len(listed) if isinstance(listed, list) else 1), None)
+        kind = "sliding_attention" if all_local(raw, dialect) else "full_attention"
+        only["layer_types"] = ([kind] * (len(listed) if isinstance(listed, list) else 1), None)
     known = read | set(only)
     problems += [_unknown(key, known) for key in raw if key not in known]
     problems += [

@@ -10,13 +10,12 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from zoo.config import Config, rows
-from zoo.families.gemma import Gemma3Config
 from zoo.huggingface.tensors import DTYPES, Tensor
 
 INDEX = "model.safetensors.index.json"
 DIGESTS = "sha256"  # in a file's metadata: the digest of each of its tensors, as JSON
 _HEADS = ("lm_head.weight", "embed_out.weight")  # some tools write a tied head a second time
-# A multimodal Gemma 3 holds its text part under one of these, and the rest under the others.
+# A multimodal folder holds its text part under one of these, and the rest under the others.
 _TEXT = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."}
 _OTHER = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
 
@@ -107,7 +106,7 @@ def _read_header(file: Path) -> list[Tensor]:
 
 
 def text_part(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of a multimodal Gemma 3's text part, under the names that they have without the rest."""
+    """Return the tensors of a multimodal folder's text part, under the names that they have without the rest."""
     renamed: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         prefix = next((prefix for prefix in _TEXT if name.startswith(prefix)), "")
@@ -123,7 +122,8 @@ def as_stored(config: Config, tensors: dict[str, Tensor]) -> tuple[Config, dict[
     A multimodal folder is read for its text; names of a bare model, without a head, get the `model.` that a whole one
     has. Where the config ties the head to the embedding, one of the two is enough, and two that differ untie it.
     """
-    tensors = text_part(tensors) if isinstance(config, Gemma3Config) else tensors
+    if any(dialect.outer for dialect in config.dialects.values()):
+        tensors = text_part(tensors)
     prefix, embed = config.prefix, _embed(config)
     bare = embed.removeprefix(prefix)
     if bare in tensors and not any(name.startswith(prefix) for name in tensors):

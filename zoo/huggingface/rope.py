@@ -13,7 +13,8 @@ _PARTIAL = "partial_rotary_factor"
 _LOCAL = "rope_local_base_freq"
 _TYPES = ("full_attention", "sliding_attention")
 # kind: its keys in the file, and our fields
-_LENGTH = {"original_max_position_embeddings": "original_length"}
+_ORIGINAL = "original_max_position_embeddings"
+_LENGTH = {_ORIGINAL: "original_length"}
 _FIELDS: dict[RopeKind, dict[str, str]] = {
     RopeKind.linear: {"factor": "factor"},
     RopeKind.dynamic: {"factor": "factor"},
@@ -63,22 +64,22 @@ def read(raw: dict[str, Any], dialect: Dialect, length: int, problems: list[str]
             problems.append(f"`{key}`={raw[key]!r} is not an object")
             return {}
     if dialect.rope == "global":
-        return _read_by_type(raw, dialect.theta, length, problems)
+        return _read_by_type(raw, dialect, length, problems)
     key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     rope = raw.get(key) or dict(dialect.rope_default)
     theta = rope.get("rope_theta", raw.get(dialect.theta_key, dialect.theta))
     fields: dict[str, Any] = {"rope_theta": _number(theta, problems)}
     if dialect.partial is not None:
         name, default = dialect.partial
-        share = rope.get(_PARTIAL, raw.get(_PARTIAL, raw.get(name, default)))
+        share = rope.get(_PARTIAL, raw.get(name, default))
         fields["rotary_fraction"] = _number(share, problems, name)
         rope = {key: value for key, value in rope.items() if key != _PARTIAL}
-    lengths = length, raw.get("original_max_position_embeddings")
+    lengths = length, raw.get(_ORIGINAL, dialect.original)
     scaling = _scaling(rope, key, lengths, problems, plain=dialect.rope == "none", renamed=dialect.rope_names)
     return fields if dialect.rope == "none" else fields | {"rope_scaling": scaling}
 
 
-def _read_by_type(raw: dict[str, Any], theta: float, length: int, problems: list[str]) -> dict[str, Any]:
+def _read_by_type(raw: dict[str, Any], dialect: Dialect, length: int, problems: list[str]) -> dict[str, Any]:
     """Read the frequencies of global layers, and those of local ones."""
     nested = raw.get("rope_parameters") or {}
     for name, value in nested.items():
@@ -91,8 +92,8 @@ def _read_by_type(raw: dict[str, Any], theta: float, length: int, problems: list
     local = nested.get(_TYPES[1]) or {}
     _scaling(local, "rope_parameters.sliding_attention", (length, None), problems, plain=True)
     return {
-        "rope_theta": _number(whole.get("rope_theta", raw.get("rope_theta", theta)), problems),
-        "local_rope_theta": _number(local.get("rope_theta", raw.get(_LOCAL, 1e4)), problems),
+        "rope_theta": _number(whole.get("rope_theta", raw.get("rope_theta", dialect.theta)), problems),
+        "local_rope_theta": _number(local.get("rope_theta", raw.get(_LOCAL, dialect.local_theta)), problems),
         "rope_scaling": _scaling(whole, "rope_scaling", (length, None), problems),
     }
 
@@ -135,8 +136,9 @@ def _stretch(
     before, longest = len(problems), lengths[0]
     length = longest
     if kind is RopeKind.longrope:
-        length = lengths[1] if type(lengths[1]) is int else longest
-        original = rope.get("original_max_position_embeddings", length)
+        if lengths[1] is not None:  # what is told beside counts first
+            rope = rope | {_ORIGINAL: lengths[1]}
+        original = rope.get(_ORIGINAL, length)
         rope = {"factor": longest / original if type(original) is int and original > 0 else 1.0} | rope
     fields: dict[str, Any] = {"kind": kind} if kind is RopeKind.linear else {"kind": kind, "original_length": length}
     for key, field in _FIELDS[kind].items():
@@ -197,6 +199,10 @@ def write(config: Any, dialect: Dialect) -> dict[str, Any]:
         raw[dialect.partial[0]] = config.rotary_fraction
     if dialect.rope == "global":
         raw[_LOCAL] = config.local_rope_theta
+    if dialect.rope == "global":  # transformers 5 reads some families' from here alone
+        whole = {"rope_theta": config.rope_theta} | (_written(config.rope_scaling) or {"rope_type": "default"})
+        local = {"rope_theta": config.local_rope_theta, "rope_type": "default"}
+        raw["rope_parameters"] = dict(zip(_TYPES, (whole, local), strict=True))
     if dialect.rope != "none":
         plain = {"rope_type": "default"} if dialect.rope_default else None
         rope = raw["rope_scaling"] = _written(config.rope_scaling) or plain
@@ -219,6 +225,6 @@ def _shortened(rope: dict[str, Any], config: Any, dialect: Dialect) -> None:
     """Leave out what the file says elsewhere: Phi 3's first readers allow no more than the type and two lists."""
     if rope["factor"] == config.context_length / rope["original_max_position_embeddings"]:
         del rope["factor"]
-    if "original_max_position_embeddings" in dialect.keys:
+    if dialect.original is not None:
         rope["type"] = rope.pop("rope_type")
-        del rope["original_max_position_embeddings"]
+        del rope[_ORIGINAL]

@@ -7,6 +7,7 @@ from zoo.dialect import Dialect
 from zoo.huggingface.reader import Reader
 
 _TYPES = {LOCAL: "sliding_attention", GLOBAL: "full_attention"}
+_TURNS = ("global", "local")  # where local layers turn otherwise than global ones, whatever they see
 _KEYS = {
     "none": (),
     "all": ("sliding_window",),
@@ -22,6 +23,12 @@ def window_keys(dialect: Dialect) -> set[str]:
     return {*_KEYS[dialect.windows]} | (set() if own is None else {own})
 
 
+def all_local(raw: dict[str, Any], dialect: Dialect) -> bool:
+    """Return whether a file gives every layer a window, where all layers are alike."""
+    on = {"all": True, "flag": raw.get("use_sliding_window", False)}.get(dialect.windows, False)
+    return bool(on) and raw.get("sliding_window", dialect.window) is not None
+
+
 def read_windows(read: Reader, config: type[Config], dialect: Dialect, num_layers: int) -> dict[str, Any]:
     """Return the fields that say which layers see how far."""
     if dialect.windows == "none":
@@ -35,8 +42,8 @@ def read_windows(read: Reader, config: type[Config], dialect: Dialect, num_layer
     if dialect.windows in ("all", "flag"):
         return {"window": window}
     types = _layer_types(read, dialect, window, num_layers)
-    if dialect.rope != "global" and (window is None or LOCAL not in types):
-        return {"window": None}  # on Gemma 3's local layers, frequencies differ too
+    if dialect.rope not in _TURNS and (window is None or LOCAL not in types):
+        return {"window": None}
     usual = config.__dataclass_fields__["attention_pattern"].default
     return {"window": window, "attention_pattern": pattern_of(types, str(usual))}
 
@@ -77,7 +84,7 @@ def written_windows(config: Any, dialect: Dialect) -> dict[str, Any]:
     if dialect.windows == "flag":
         raw |= {"use_sliding_window": config.window is not None}
     if dialect.windows in ("types", "switch"):
-        pattern = config.attention_pattern if config.window is not None or dialect.rope == "global" else GLOBAL
+        pattern = config.attention_pattern if config.window is not None or dialect.rope in _TURNS else GLOBAL
         types = [_TYPES[pattern[layer % len(pattern)]] for layer in range(config.num_layers)]
         raw["layer_types"] = types
     if dialect.windows == "switch":
