@@ -1,7 +1,8 @@
 """LoRA adapters as folders of PEFT's format: `adapter_config.json` and `adapter_model.safetensors`.
 
 On disk a matrix of `out, in` has `lora_A [R, in]` and `lora_B [out, R]`, under its Hugging Face name; with DoRA also a
-`lora_magnitude_vector [out]`. What the settings mean is in `zoo.adapters.settings`.
+`lora_magnitude_vector [out]`. What the settings mean is in `zoo.adapters.settings`, how experts lie in
+`zoo.adapters.experts`.
 """
 
 import json
@@ -19,6 +20,7 @@ from jaxtyping import PyTree
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from zoo.adapters import experts
 from zoo.adapters.lora import LowRank, adapted, letters_of, matrices, put
 from zoo.adapters.settings import CONFIG, Settings, read
 from zoo.parameters import Row
@@ -40,18 +42,13 @@ def save(model: PyTree, path: str | os.PathLike) -> None:
         raise ValueError(f"cannot save an adapter at `{path}`: {what}.")
     groups: dict[Any, list[tuple[Row, LowRank]]] = {}
     for row, part in parts:
+        row = experts.as_parameter(row)
         groups.setdefault((row.tensor, row.layers), []).append((row, part))
-    if stacked := sorted(
-        tensor for (tensor, _), members in groups.items() if members[0][0].stack != members[0][0].lead
-    ):
-        raise ValueError(
-            f"cannot save an adapter at `{path}`: {', '.join(stacked)} holds several experts, for which a folder of "
-            "this format has no place. Leave them out, or merge the adapter (`lora.merge`)."
-        )
     modules = [_Module.of(members) for members in groups.values()]
     rank, scale = modules[0].rank, modules[0].scale
     others = {_pattern(one.row): one for one in modules if (one.rank, one.scale) != (rank, scale)}
-    arrays = {name: array for one in modules for name, array in one.tensors(model.config.dims)}
+    arrays = experts.together({name: array for one in modules for name, array in one.tensors(model.config.dims)})
+    parameters = {one.row.tensor: experts.parameter(one.row) for one in modules}
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -65,7 +62,10 @@ def save(model: PyTree, path: str | os.PathLike) -> None:
         "alpha_pattern": {pattern: one.scale * one.rank for pattern, one in others.items()},
         "inference_mode": True,
         "base_model_name_or_path": None,
-        "target_modules": sorted({_module(row.tensor).rpartition(".")[2] for row, _ in parts}),
+        "target_modules": sorted(
+            {_module(tensor).rpartition(".")[2] for tensor in parameters if not parameters[tensor]}
+        ),
+        "target_parameters": sorted(filter(None, parameters.values())) or None,
     }
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
@@ -85,12 +85,14 @@ def load(path: str | os.PathLike, model: PyTree) -> PyTree:
     """
     folder = Path(path).expanduser()
     settings = read(folder)
-    tensors = _read(folder)
+    dims = model.config.dims
+    tensors = experts.apart(_read(folder), settings, dims.get("E", 1))
     found, parts, problems, used = [], [], [], set()
     for row, whole in matrices(model):
-        if row.stack != row.lead:
+        held = experts.as_parameter(row) if settings.parameters else row
+        if held.stack != held.lead:
             continue
-        part = _part(row, whole, settings, tensors, used, model.config.dims, problems)
+        part = _part(held, whole, settings, tensors, used, dims, problems)
         if part is not None:
             found.append(row)
             parts.append(part)
@@ -115,13 +117,13 @@ def _part(
     if not sides:
         return None
     out, into = _out_in(row, dims)
-    scales = {settings.scale_of(module) for module, _, taken, _ in sides if taken}
+    scales = {settings.scale_of(target) for target, _, taken in sides if taken}
     scale = scales.pop() if len(scales) == 1 else 1.0
     pairs = []
-    for module, place, taken, _ in sides:
+    for target, place, taken in sides:
         a, b = taken.get("A", np.zeros((0, into), np.float32)), taken.get("B", np.zeros((out, 0), np.float32))
         b = _own(row, b, dims)
-        own = settings.scale_of(module)
+        own = settings.scale_of(target)
         if "base" in taken:
             whole = whole.at[place].set(jnp.asarray(_turned(row, taken["base"], dims), whole.dtype))
         if taken and settings.begin is not None:
@@ -133,10 +135,10 @@ def _part(
     every_b = np.stack([np.pad(b.astype(np.float32), ((0, 0), (0, most - b.shape[1]))).T for _, b in pairs])
     sizes = zip((every_a, every_b), letters_of(row), strict=True)
     a, b = (_stacked(row, dims, every, letters) for every, letters in sizes)
-    dtype = np.result_type(*(tensor.dtype for _, _, taken, _ in sides for tensor in taken.values()))
+    dtype = np.result_type(*(tensor.dtype for _, _, taken in sides for tensor in taken.values()))
     magnitude = None
     if settings.dora:
-        lengths = np.stack([_own(row, taken["magnitude"], dims) for _, _, taken, _ in sides])
+        lengths = np.stack([_own(row, taken["magnitude"], dims) for _, _, taken in sides])
         magnitude = _stacked(row, dims, lengths, letters_of(row)[1].replace("R", ""))
     return LowRank(whole, a.astype(dtype), b.astype(dtype), scale, magnitude)
 
@@ -148,32 +150,29 @@ def _sides(
     used: set[str],
     dims: dict[str, int],
     problems: list[str],
-) -> list[tuple[str, tuple[int, ...], dict[str, np.ndarray], list[str]]]:
-    """Return each layer's module, its index, its tensors and the names of those it lacks; none, and why, if wrong."""
+) -> list[tuple[str, tuple[int, ...], dict[str, np.ndarray]]]:
+    """Return what settings call each layer's module, its index and its tensors; none, and why, if they are wrong."""
     out, into = _out_in(row, dims)
-    sides, before = [], len(problems)
+    sides, missing, before = [], [], len(problems)
     for name, place in row.places(dims):
         module = _module(name)
-        taken = {kind: tensors[one] for kind, one in _names(module) if one in tensors}
-        used.update(one for _, one in _names(module))
-        rank = settings.rank_of(module)
+        names, target = dict(_names(module)), experts.target(module)
+        taken = {kind: tensors[one] for kind, one in names.items() if one in tensors}
+        used.update(names.values())
+        rank = settings.rank_of(target)
         shapes = {"A": (rank, into), "B": (out, rank), "magnitude": (out,), "base": (out, into)}
         problems += [
             f"wrong shape: {_PREFIX}{module} has {kind} {list(tensor.shape)}, must be {list(shapes[kind])}"
             for kind, tensor in taken.items()
             if tensor.shape != shapes[kind]
         ]
-        needed = ("A", "B", "magnitude") if settings.dora else ("A", "B")
-        sides.append((module, place, taken, [kind for kind in needed if kind not in taken]))
-    if not any(taken for _, _, taken, _ in sides):
+        sides.append((target, place, taken))
+        if taken or settings.adapts(target):
+            missing += [names[kind] for kind in ("A", "B", "magnitude")[: 2 + settings.dora] if kind not in taken]
+    if not any(taken for _, _, taken in sides):
         return []
-    problems += [
-        f"missing: {dict(_names(module))[kind]}"
-        for module, _, taken, missing in sides
-        for kind in missing
-        if taken or settings.adapts(module)
-    ]
-    if settings.dora and (any(not taken for _, _, taken, _ in sides) or "E" in row.stack):
+    problems += [f"missing: {name}" for name in missing]
+    if settings.dora and (any(not taken for _, _, taken in sides) or "E" in row.stack):
         problems.append(f"`use_dora` of some layers or of experts is not supported: {row.leaf}")
     if row.fused and settings.begin is not None:
         problems.append(f"`init_lora_weights`={settings.begin!r} of a tensor that holds several is not supported")
@@ -231,7 +230,8 @@ def _module(tensor: str) -> str:
 
 def _pattern(row: Row) -> str:
     """Return the regular expression of a row's modules."""
-    return r"\d+".join(map(re.escape, _module(row.tensor).split("{}")))
+    name = _module(row.tensor).removesuffix(".{}")  # of experts, the parameter
+    return r"\d+".join(map(re.escape, name.split("{}")))
 
 
 def _names(module: str) -> tuple[tuple[str, str], ...]:

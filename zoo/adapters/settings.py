@@ -23,7 +23,7 @@ _ONLY: dict[str, tuple] = {
     "trainable_token_indices": ([], {}, None),
 }
 _READ = {"r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "init_lora_weights"}
-_READ |= {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
+_READ |= {"target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern"}
 _IGNORED = frozenset(
     """
     task_type auto_mapping fan_in_fan_out peft_version base_model_name_or_path revision inference_mode lora_dropout
@@ -48,6 +48,7 @@ class Settings:
         ranks: ranks by pattern; the first that matches counts.
         alphas: alphas by pattern.
         targets: patterns of adapted modules: a regular expression, ends of names, or None where the file does not say.
+        parameters: ends of the names of parameters that are adapted by themselves: those of experts.
         excluded: likewise of modules that are not.
         layers: the only layers that are adapted; None is all.
         layers_pattern: what comes before a layer's number.
@@ -61,6 +62,7 @@ class Settings:
     ranks: dict[str, int]
     alphas: dict[str, float]
     targets: str | list[str] | None
+    parameters: list[str]
     excluded: str | list[str] | None
     layers: list[int] | None
     layers_pattern: list[str]
@@ -75,7 +77,9 @@ class Settings:
         return _by_pattern(self.alphas, module, self.alpha) / (math.sqrt(rank) if self.rooted else rank)
 
     def adapts(self, module: str) -> bool:
-        """Return whether the settings say that a module is adapted."""
+        """Return whether the settings say that a module, or a parameter, is adapted."""
+        if self.by_itself(module) or self.by_itself(f"{module}.weight"):
+            return True
         if self.targets is None or self.targets == "all-linear":
             return True
         if self.excluded and _named(self.excluded, module):
@@ -87,6 +91,10 @@ class Settings:
         patterns = [rf"(?:^|.*?\.){one}\.(\d+)\." for one in self.layers_pattern] or [r".*?\.[^.]*\.(\d+)\."]
         found = next((match for one in patterns if (match := re.match(one, module))), None)
         return found is not None and int(found.group(1)) in self.layers
+
+    def by_itself(self, parameter: str) -> bool:
+        """Return whether the settings name a parameter."""
+        return _named(self.parameters, parameter)
 
 
 def _named(patterns: str | list[str], module: str) -> bool:
@@ -129,6 +137,7 @@ def read(folder: Path) -> Settings:
             ranks=ranks,
             alphas={key: float(value) for key, value in alphas.items()},
             targets=raw.get("target_modules"),
+            parameters=list(raw.get("target_parameters") or []),
             excluded=raw.get("exclude_modules"),
             layers=[layers] if isinstance(layers, int) else layers or None,
             layers_pattern=[pattern] if isinstance(pattern, str) else pattern,
