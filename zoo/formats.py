@@ -12,11 +12,17 @@ class Kind(StrEnum):
     int4 = "int4"
     nf4 = "nf4"
     fp8 = "fp8"  # of four bits of exponent and three of mantissa: read and kept, not made
+    mxfp4 = "mxfp4"  # of two bits of exponent and one of mantissa, likewise
 
     @property
     def bits(self) -> int:
         """Bits of a number, its share of a scale aside."""
         return 8 if self in (Kind.int8, Kind.fp8) else 4
+
+    @property
+    def made(self) -> bool:
+        """Whether matrices are made so, and not kept alone."""
+        return self not in (Kind.fp8, Kind.mxfp4)
 
     @property
     def group(self) -> int | None:
@@ -43,3 +49,5 @@ NF4 = (
     0.7229568362236023,
     1.0,
 )
+# Those of MXFP4: two bits of exponent and one of mantissa behind a sign (https://arxiv.org/abs/2310.10537).
+MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)

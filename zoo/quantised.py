@@ -1,6 +1,6 @@
 """Matrices that are more than an array: what they have in common, and those kept in fewer bits.
 
-`Quantised` holds integers of 8 or 4 bits, or floats of 8, with scales, and stands where a model has a matrix. It is
+`Quantised` holds integers or floats of 8 or 4 bits with scales, and stands where a model has a matrix. It is
 frozen: gradients go through it to its input, and none to itself, so that what learns is a `LowRank` over it (QLoRA,
 https://arxiv.org/abs/2305.14314). `quantise` makes them of a model's matrices; `zoo.load(..., quantise="as_stored")`
 keeps those that a folder has.
@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Float8e4m3fn, Int8, PyTree, UInt8
 
 from transforms.sharding import einsum
 from zoo.config import rows
-from zoo.formats import NF4, Kind
+from zoo.formats import MXFP4, NF4, Kind
 from zoo.parameters import Row
 
 
@@ -133,7 +133,9 @@ class Quantised(AbstractMatrix):
             return jax.lax.stop_gradient(self.values).astype(dtype)
         halves = (self.values[..., None] >> jnp.array([0, 4], jnp.uint8)) & jnp.uint8(15)
         codes = halves.reshape(*self.values.shape[:-1], -1)
-        return codes.astype(dtype) - 8 if self.kind is Kind.int4 else _looked_up(codes).astype(dtype)
+        if self.kind is Kind.int4:
+            return codes.astype(dtype) - 8
+        return _looked_up(codes, NF4 if self.kind is Kind.nf4 else MXFP4).astype(dtype)
 
     def _turned(self, flat):
         """Return an array `[*lead, O, I]` as the model has it."""
@@ -150,9 +152,9 @@ class Quantised(AbstractMatrix):
         return math.prod(map(self._of, letters))
 
 
-def _looked_up(codes):
-    """Return the numbers of the table by selections, which fuse with what reads them: TPUs look up slowly."""
-    found: list[Any] = [jnp.float32(value) for value in NF4]
+def _looked_up(codes, table):
+    """Return the numbers of a table by selections, which fuse with what reads them: TPUs look up slowly."""
+    found: list[Any] = [jnp.float32(value) for value in table]
     for bit in (1, 2, 4, 8):
         high = (codes & jnp.uint8(bit)) != 0
         found = [jnp.where(high, two, one) for one, two in zip(found[::2], found[1::2], strict=True)]
@@ -219,8 +221,8 @@ def quantise(model: PyTree, kind: Kind | str, *, group: int | None = None) -> Py
         ValueError: the group does not divide the inputs of a matrix, or the model has no matrix for it.
     """
     kind, dims = Kind(kind), model.config.dims
-    if kind is Kind.fp8:
-        raise ValueError("cannot quantise to fp8: such matrices are kept where a folder has them, and not made.")
+    if not kind.made:
+        raise ValueError(f"cannot quantise to {kind}: such matrices are kept where a folder has them, and not made.")
     group = kind.group if group is None else group
     found = [row for row in rows(model.config) if quantisable(row)]
     if not found:

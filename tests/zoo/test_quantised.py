@@ -221,6 +221,18 @@ def test_gpt_oss_is_read_in_four_bits(tmp_path):
     _rewrite(plain, lambda _: values, None, **sizes)
     _rewrite(quantised, lambda _: held, {"quant_method": "mxfp4"}, **sizes)
     assert eqx.tree_equal(load(quantised), load(plain))
+    kept = load(quantised, quantise="as_stored")
+    assert kept.layers.gate.values.dtype == jnp.uint8 and not isinstance(kept.layers.q, Quantised)
+    assert kept.layers.gate.shape == load(plain).layers.gate.shape
+    assert eqx.tree_equal(_plain(kept), load(plain))
+    ids = jnp.asarray(hf_tiny.tokens(), jnp.int32)
+    np.testing.assert_allclose(hf_tiny.jit(kept)(ids), hf_tiny.jit(load(plain))(ids), atol=2e-5)
+    for abstract, made in zip(
+        *(jax.tree.leaves(one) for one in (shapes(quantised, quantise="as_stored"), kept)), strict=True
+    ):
+        assert (abstract.shape, abstract.dtype) == (made.shape, made.dtype)
+    with pytest.raises(ValueError, match="matrices are kept as floats of 8 or 4 bits"):
+        zoo.save(kept, tmp_path / "again")
 
 
 def test_what_is_decoded_counts_as_the_type_that_the_file_names(tmp_path):
@@ -313,7 +325,7 @@ def test_folders_of_others_stay_in_fewer_bits(kind, tmp_path):
             np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
         if kind.startswith("fp8"):
             assert kept.layers.q.values.dtype == jnp.float8_e4m3fn
-            with pytest.raises(ValueError, match="matrices are kept as floats of 8 bits, or with zeros"):
+            with pytest.raises(ValueError, match="matrices are kept as floats of 8 or 4 bits, or with zeros"):
                 zoo.save(kept, tmp_path / "again")
 
 
@@ -322,7 +334,7 @@ def test_folders_of_others_stay_in_fewer_bits(kind, tmp_path):
     [
         (
             "gptq",
-            "layers.q, layers.k.* cannot stay in fewer bits: only floats of 8 bits, integers of 8 or 4 and nf4 can",
+            "layers.q, layers.k.* cannot stay in fewer bits: only floats of 8 bits, integers of 8 or 4, nf4",
         ),
         (None, "its weights are not in fewer bits"),
     ],

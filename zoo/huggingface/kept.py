@@ -42,14 +42,15 @@ def kept_rows(folder: Path, config: Config, tensors: dict[str, Tensor]) -> list[
     def stays(row):
         kept = _kept_of(row, config.dims, tensors)
         alike = {None if one is None else (one.kind, one.groups, one.scale, one.zeros) for one in kept}
-        return len(alike) == 1 and None not in alike and outputs_by_inputs(row)
+        lies = outputs_by_inputs(row) or all(one is not None and one.turned for one in kept)
+        return len(alike) == 1 and None not in alike and lies
 
     if wrong := [row.leaf for row in found if not stays(row)]:
         raise refusal(
             folder,
-            f"{', '.join(wrong)} cannot stay in fewer bits: only floats of 8 bits, integers of 8 or 4 and nf4 can, in "
-            "equal groups of neighbouring inputs, all layers alike. Leave quantise=as_stored out to read what they "
-            "stand for.",
+            f"{', '.join(wrong)} cannot stay in fewer bits: only floats of 8 bits, integers of 8 or 4, nf4 and mxfp4 "
+            "can, in equal groups of neighbouring inputs, all layers alike. Leave quantise=as_stored out to read what "
+            "they stand for.",
         )
     return found
 
@@ -91,10 +92,11 @@ def load_kept(
 
 
 def _own_outputs(row: Row, dims: dict[str, int], array: np.ndarray) -> np.ndarray:
-    """Return the rows of a matrix on disk that are one parameter's, where it holds several."""
-    letters, every = row.disk[0], row.disk_dims(dims)
+    """Return the rows of a matrix `[*lead, out, ...]` on disk that are one parameter's, where it holds several."""
+    letters = [letter for letter in "".join(row.disk) if letter not in row.fan_in]  # of experts, these too
+    every, lead, last = row.disk_dims(dims), array.shape[:-2], array.shape[-1]
     own = tuple(row.places_on_disk(letter, 0, dims[letter], dims) for letter in letters)
-    return array.reshape(*(every[letter] for letter in letters), -1)[own].reshape(-1, array.shape[1])
+    return array.reshape(*(every[letter] for letter in letters), last)[own].reshape(*lead, -1, last)
 
 
 def kept_together(leaves: list[Any]) -> bool:
@@ -116,10 +118,10 @@ def quantisation(tensors: Mapping[str, list[tuple[Row, Any]]], dtype: str) -> di
     kept = {name: parts[0][1] for name, parts in tensors.items() if kept_together([leaf for _, leaf in parts])}
     if not kept:
         return {}
-    if any(leaf.kind is Kind.fp8 or leaf.zero is not None for leaf in kept.values()):
+    if any(not leaf.kind.made or leaf.zero is not None for leaf in kept.values()):
         raise ValueError(
-            "cannot save a model whose matrices are kept as floats of 8 bits, or with zeros of their own: load it "
-            "without quantise=as_stored, and save that; adapters over it are saved by themselves."
+            "cannot save a model whose matrices are kept as floats of 8 or 4 bits, or with zeros of their own: load "
+            "it without quantise=as_stored, and save that; adapters over it are saved by themselves."
         )
     whole = all(leaf.scale.shape[-1] == 1 for leaf in kept.values())
     alike = {(leaf.kind, None if whole else leaf.group) for leaf in kept.values()}

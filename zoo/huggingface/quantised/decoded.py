@@ -15,12 +15,13 @@ class Kept:
     """How a matrix `[out, in]` can stay in fewer bits, as `zoo.quantised` has it.
 
     Attributes:
-        kind: what they stand for: `int8`, `int4`, `nf4` or `fp8`.
+        kind: what they stand for: one of `zoo.formats.Kind`.
         groups: how many scales an output has.
         scale: the type of scales.
         read: returns integers `[out, in]`, of four bits two in a byte with the first in its lower half, and scales
             `[out, groups]`, given the parts of the tensor; and zeros, less 8, where groups have them.
         zeros: whether they have.
+        turned: they lie as `[E, out, in]` where the tensor is `[E, in, out]`, of all experts.
     """
 
     kind: str
@@ -28,6 +29,7 @@ class Kept:
     scale: np.dtype
     read: Callable[..., tuple[np.ndarray, ...]]
     zeros: bool = False
+    turned: bool = False
 
 
 @dataclass(frozen=True)
