@@ -306,10 +306,13 @@ def refuse(config: Any, problems: list[str]) -> None:
         raise ValueError(f"{type(config).__name__} cannot be made: " + "; ".join(problems) + ".")
 
 
-def window_problems(window: int | None, pattern: str) -> list[str]:
+def window_problems(window: int | None, pattern: str, needed: bool = False) -> list[str]:
+    """Say what is wrong with windows; they are `needed` where local layers turn otherwise than global ones."""
     problems = [] if window is None or window > 0 else [f"window={window} must be positive"]
     if not pattern or set(pattern) - {LOCAL, GLOBAL}:
         problems.append(f"attention_pattern={pattern!r} must be made of L (local) and G (global)")
+    if needed and window is None and LOCAL in pattern:
+        problems.append("window=None leaves local layers without one")
     return problems
 
 

@@ -122,6 +122,15 @@ def test_other_tensors_of_a_multimodal_folder_are_still_refused(tmp_path):
     assert "unexpected: audio_tower.x [2]" in failure(folder)
 
 
+def test_layers_behind_the_last_are_another_model_where_there_is_one(tmp_path):
+    """DeepSeek V3's files have one that guesses several tokens; V2's have none."""
+    behind = {"model.layers.3.eh_proj.weight": np.zeros((2, 3), np.float32)}
+    for case in ("deepseek_v3", "deepseek_v2"):
+        rewrite(hf_tiny.write(case, tmp_path / case), lambda tensors: tensors.update(behind))
+    load(tmp_path / "deepseek_v3")
+    assert "unexpected: model.layers.3.eh_proj.weight [2, 3]" in failure(tmp_path / "deepseek_v2")
+
+
 INDICES = {
     "not a map": ({"weight_map": [1]}, "has no weight_map"),
     "nothing": ({}, "has no weight_map"),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.zoo.hf_cases import CASES
+from tests.zoo.hf_cases import CASES, ENCODERS
 from tests.zoo.test_configs import read
 from zoo.config import RopeKind, RopeScaling
 from zoo.families import Gemma3Config
@@ -185,6 +185,26 @@ def test_what_transformers_makes_of_a_file_and_writes_again_is_read_alike(case):
     for raw in (theirs.to_dict(), json.loads(theirs.to_json_string())):
         assert raw["model_type"] == kind
         assert from_hf(raw) == from_hf(CASES[case])
+
+
+def test_of_two_keys_that_say_one_thing_the_one_counts_that_transformers_hears():
+    neox = from_hf(CASES["neox"] | {"rotary_pct": 0.5, "partial_rotary_factor": 1.0, "rope_theta": 300.0})
+    assert (neox.rotary_fraction, neox.rope_theta) == (0.5, 10_000.0)
+    bert = ENCODERS["modernbert"] | {"local_attention": 128}
+    assert (from_hf(bert).window, from_hf(bert | {"sliding_window": 3}).window) == (128, 6)
+    long = CASES["phi3_long"]
+    inside = long | {"rope_scaling": long["rope_scaling"] | {"original_max_position_embeddings": 32}}
+    assert from_hf(inside).rope_scaling.original_length == 8
+    del inside["original_max_position_embeddings"]
+    assert from_hf(inside).rope_scaling.original_length == 4096
+
+
+def test_a_list_of_layers_that_are_all_alike_may_say_so():
+    raw = CASES["mistral"] | {"layer_types": ["sliding_attention"] * 3}
+    assert from_hf(raw) == from_hf(CASES["mistral"])
+    with pytest.raises(ValueError, match=r"`layer_types`=.* is not supported, only \['sliding_attention'"):
+        from_hf(raw | {"layer_types": ["full_attention"] * 3})
+    assert from_hf(raw | {"sliding_window": None, "layer_types": ["full_attention"] * 3}).window is None
 
 
 def test_gpt_oss_is_stretched_where_its_file_does_not_say():

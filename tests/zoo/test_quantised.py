@@ -16,6 +16,8 @@ from zoo import load
 from zoo.config import rows
 from zoo.formats import NF4
 from zoo.huggingface.config import from_hf
+from zoo.huggingface.quantised import fp8
+from zoo.huggingface.tensors import Tensor
 from zoo.huggingface.weights import shapes
 from zoo.quantised import Quantised, quantise, whole
 
@@ -304,6 +306,20 @@ def test_what_is_written_in_fewer_bits_is_read_so(kind, family, tmp_path):
     _same(load(tmp_path), _plain(model))
     zoo.save(kept, tmp_path / "again")
     _same(load(tmp_path / "again", quantise="as_stored"), model)
+
+
+def test_blocks_of_a_matrix_that_is_narrower_are_blocks(tmp_path):
+    """One column of scales, and fewer than rows."""
+    weight, scale = NOISE.normal(size=(70, 10)).astype(ml_dtypes.float8_e4m3fn), np.float32([[2.0], [0.5], [4.0]])
+    held = {"weight": weight, "scale": scale, "rows": np.ones((70, 1), np.float32)}
+    expected = weight.astype(np.float32) * np.repeat(scale, 32, axis=0)[:70]
+    np.testing.assert_array_equal(fp8.scaled(weight, scale, [32, 16]), expected)
+    np.testing.assert_array_equal(fp8.scaled(weight, held["rows"], [32, 16]), weight.astype(np.float32))
+    tensor = lambda name, kind: Tensor(tmp_path, name, held[name].shape, kind, None, 0)
+    kept = fp8.kept(tensor("weight", "F8_E4M3"), tensor("scale", "F32"), [32, 16])
+    assert kept is not None and kept.groups == 1
+    values, scales = kept.read(weight, scale)
+    np.testing.assert_array_equal(values.astype(np.float32) * scales, expected)
 
 
 @pytest.mark.parametrize(

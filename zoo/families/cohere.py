@@ -5,7 +5,7 @@ layers do not turn. Free of JAX."""
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from zoo.config import LOCAL, Rope, RopeScaling, not_positive, scaling_problems, window_problems, windows
+from zoo.config import Rope, RopeScaling, not_positive, scaling_problems, window_problems, windows
 from zoo.dialect import ACTIVATION, BIAS, Dialect, activation_problems, sizes
 from zoo.families.gpt import GPTLike
 from zoo.parameters import ATTENTION, BIASES, ENDS, HEAD, MLP, Row
@@ -108,13 +108,11 @@ class Cohere2Config(CohereConfig):
 
     def problems(self) -> list[str]:
         """Say what is wrong with the family's own fields."""
-        own = window_problems(self.window, self.attention_pattern)
+        own = window_problems(self.window, self.attention_pattern, needed=True)
         if self.num_heads * self.head_dim != self.embed_dim:
             own.append(
                 f"num_heads={self.num_heads} of head_dim={self.head_dim} must be embed_dim={self.embed_dim} together"
             )
-        if self.window is None and LOCAL in self.attention_pattern:
-            own.append("window=None leaves local layers without one")
         return super().problems() + own
 
     @property

@@ -149,11 +149,6 @@ class DeepSeekLike(MixtureLike, LlamaLike):
         return super().dims | own
 
     @property
-    def beside(self) -> tuple[str, ...]:
-        """The beginnings of the names of a model that guesses several tokens at once, behind the last layer."""
-        return tuple(f"model.layers.{self.num_layers + extra}." for extra in range(8))
-
-    @property
     def rotary_dim(self) -> int:
         """How many dimensions of a head turn by its position."""
         return self.rope_head_dim
@@ -291,3 +286,8 @@ class DeepSeekV3Config(DeepSeekLike):
     def sigmoid_router(self) -> bool:
         """Whether each expert's probability is its own."""
         return True
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """The beginnings of the names of a model that guesses several tokens at once, behind the last layer."""
+        return tuple(f"model.layers.{self.num_layers + extra}." for extra in range(8))

@@ -6,7 +6,7 @@ of JAX."""
 from dataclasses import dataclass
 from typing import ClassVar
 
-from zoo.config import LOCAL, Rope, not_positive, ropes_by_type, window_problems
+from zoo.config import Rope, not_positive, ropes_by_type, window_problems
 from zoo.dialect import BIAS, SILU, TIED, Dialect, eps, sizes
 from zoo.families.llama import LlamaLike
 from zoo.families.mixture import EXPERTS, MixtureLike
@@ -87,10 +87,8 @@ class Olmo3Config(Olmo2Config):
 
     def problems(self) -> list[str]:
         """Say what is wrong with the family's own fields."""
-        own = not_positive(self, ("local_rope_theta",)) + window_problems(self.window, self.attention_pattern)
-        if self.window is None and LOCAL in self.attention_pattern:
-            own.append("window=None leaves local layers without one")
-        return super().problems() + own
+        own = window_problems(self.window, self.attention_pattern, needed=True)
+        return super().problems() + own + not_positive(self, ("local_rope_theta",))
 
     @property
     def layer_ropes(self) -> tuple[Rope | None, ...]:

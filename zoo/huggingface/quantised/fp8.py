@@ -23,8 +23,8 @@ def read(settings: dict[str, Any], tensors: Mapping[str, Tensor], label: str) ->
 
 def kept(weight: Tensor, scale: Tensor, block: list[int] | None) -> Kept | None:
     """Say how a matrix of floats of 8 bits stays: each row has the scales of its blocks, a few for some hundred."""
-    whole = block is None or len(scale.shape) < 2 or scale.shape[1] == 1
-    rows, columns = (1, weight.shape[1]) if whole else block
+    whole = _by_rows(weight.shape, scale.shape, block)
+    rows, columns = (1, weight.shape[1]) if whole or block is None else (block[0], min(block[1], weight.shape[1]))
     if weight.dtype != "F8_E4M3" or weight.shape[1] % columns:
         return None
     groups = weight.shape[1] // columns
@@ -42,8 +42,13 @@ def scaled(weight: np.ndarray, scale: np.ndarray, block: list[int] | None) -> np
     wide, scale = weight.astype(np.float32), scale.astype(np.float32)
     if scale.size == 1:
         return wide * scale.reshape(())
-    if block is None or scale.ndim < 2 or scale.shape[1] == 1:
+    if block is None or _by_rows(weight.shape, scale.shape, block):
         return wide * scale.reshape(-1, 1)
     rows, columns = block
     spread = np.repeat(np.repeat(scale, rows, axis=0), columns, axis=1)
     return wide * spread[: wide.shape[0], : wide.shape[1]]
+
+
+def _by_rows(weight: tuple[int, ...], scale: tuple[int, ...], block: list[int] | None) -> bool:
+    """Return whether each row has one scale: blocks of a narrow matrix have one column of scales too, but fewer."""
+    return block is None or len(scale) < 2 or (scale[1] == 1 and scale[0] in (1, weight[0]))
