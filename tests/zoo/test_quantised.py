@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 import zoo
 from tests.zoo import hf_tiny
 from zoo import load
+from zoo.adapters import lora
 from zoo.config import rows
 from zoo.formats import NF4
 from zoo.huggingface.config import from_hf
@@ -235,6 +236,15 @@ def test_gpt_oss_is_read_in_four_bits(tmp_path):
         assert (abstract.shape, abstract.dtype) == (made.shape, made.dtype)
     with pytest.raises(ValueError, match="matrices are kept as floats of 8 or 4 bits"):
         zoo.save(kept, tmp_path / "again")
+    learned = []
+    for model in (kept, load(plain)):
+        model = lora.attach(model, ["gate", "down"], rank=2, alpha=4.0, key=jax.random.key(0))
+        adapter, frozen = eqx.partition(model, lora.trainable(model))
+        loss = lambda adapter, frozen=frozen: hf_tiny.loss_fn(eqx.combine(adapter, frozen))[0]
+        learned.append(hf_tiny.jit(jax.grad(loss))(adapter))
+    for one, other in zip(*map(jax.tree.leaves, learned), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5)
+    assert float(jnp.abs(learned[0].layers.gate.b).max()) > 1e-4
 
 
 def test_what_is_decoded_counts_as_the_type_that_the_file_names(tmp_path):
