@@ -25,6 +25,7 @@ QUICK = {  # case -> dtype and width of rows
     "smollm3": ("bfloat16", 1),
     "gpt2": ("float32", 2),
     "gpt_oss": ("bfloat16", 1),
+    "deepseek_v2": ("float32", 2),
 }
 
 

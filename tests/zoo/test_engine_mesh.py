@@ -28,6 +28,7 @@ CASES = {  # case -> devices, dtype: kv heads are cut, or repeated where they ar
     "gemma2_gqa": (4, "float32"),
     "mixtral": (2, "float32"),
     "gpt_oss": (4, "float32"),
+    "deepseek_v3": (2, "float32"),
 }
 
 
@@ -59,7 +60,9 @@ def answered(engine, chance=None):
     return [found[number] for number in sorted(found)], score
 
 
-@pytest.mark.parametrize(("case", "kv_dtype"), [*((case, None) for case in CASES), ("gemma2_gqa", "int8")])
+@pytest.mark.parametrize(
+    ("case", "kv_dtype"), [*((case, None) for case in CASES), ("gemma2_gqa", "int8"), ("deepseek_v3", "int8")]
+)
 def test_ids_on_a_mesh_are_those_of_one_device(case, kv_dtype):
     devices, dtype = CASES[case]
     (alone, scored), (together, also) = (
@@ -123,21 +126,22 @@ def test_other_axes_are_refused():
         Engine(model, SIZES)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_keys_and_values_of_eight_bits_are_near(dtype):
+@pytest.mark.parametrize(
+    ("case", "dtype"), [("qwen3_tied", "float32"), ("qwen3_tied", "bfloat16"), ("deepseek_v2", "float32")]
+)
+def test_keys_and_values_of_eight_bits_are_near(case, dtype):
     """Log-probabilities differ by hundredths, of models with random weights, and pages take half or less."""
     size = {}
     scores = {}
     for kind in (None, "int8"):
-        engine = engine_of("qwen3_tied", dtype, 1, kv_dtype=kind)
+        engine = engine_of(case, dtype, 1, kv_dtype=kind)
         size[kind] = sum(leaf.nbytes for leaf in jax.tree.leaves(engine._state.pool))
         answer = engine.score(requests(1)[1])
         engine.run()
         scores[kind] = answer.scores.logprobs
-    per_token = 2 * (
-        1 + 4 / model_of("qwen3_tied", dtype).config.head_dim
-    )  # of a number: its byte, its share of a scale
-    assert size["int8"] * 2 * jnp.dtype(dtype).itemsize == pytest.approx(size[None] * per_token)
+    width = model_of(case, dtype).config.cached[2]
+    share = (1 + 4 / width) / jnp.dtype(dtype).itemsize  # of a number: its byte, and its part of a scale
+    assert size["int8"] == pytest.approx(size[None] * share)
     difference = np.abs(scores["int8"] - scores[None])
     assert 0 < difference.max() < 0.05
 

@@ -175,19 +175,24 @@ def test_drafts_save_steps_and_change_nothing():
     assert guess([1, 2], 4) == []
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.3])
-def test_a_drafter_saves_steps_and_changes_nothing(temperature):
-    """Guesses of another model, right and wrong: the same bits, and so the same distribution, in fewer steps."""
+@pytest.mark.parametrize(
+    "how", [{"temperature": 0.0}, {"temperature": 1.3}, {"temperature": 0.0, "frequency_penalty": 0.4}], ids=str
+)
+def test_a_drafter_saves_steps_and_changes_nothing(how):
+    """Guesses of another model, right and wrong: the same bits, and so the same distribution, in fewer steps.
+
+    Penalties count the drafts before a place, in whatever row they stand.
+    """
     model = loaded("gemma2_gqa")
     noise = jax.random.normal(jax.random.key(1), model.layers.down.shape) * 0.02
     near = dataclasses.replace(model, layers=dataclasses.replace(model.layers, down=model.layers.down + noise))
     drafter = Engine(near, dataclasses.replace(SIZES, tokens=200), **FAST)
-    asked = [([5, 6, 7], Sampling(temperature=temperature, seed=seed, top_k=20)) for seed in range(4)]
+    asked = [([5, 6, 7], Sampling(seed=seed, top_k=20, **how)) for seed in range(4)]
     found = []
-    for how in ({}, {"drafter": drafter}):
-        engine = Engine(model, dataclasses.replace(SIZES, rows=16, flights=1, tokens=200), **FAST, **how)
+    for guesser in ({}, {"drafter": drafter}):
+        engine = Engine(model, dataclasses.replace(SIZES, rows=16, flights=1, tokens=200), **FAST, **guesser)
         answers = [
-            engine.submit(ids, max_tokens=30, sampling=sampling, drafts=3 * len(how))[0] for ids, sampling in asked
+            engine.submit(ids, max_tokens=30, sampling=sampling, drafts=3 * len(guesser))[0] for ids, sampling in asked
         ]
         engine.run()
         found.append(([bits(answer) for answer in answers], engine.steps))
@@ -246,13 +251,67 @@ def test_an_answer_ends_with_its_stop_and_a_cancelled_one_where_it_is():
         (lambda engine: engine.submit([500], max_tokens=1), r"token id 500 at \[0\] is outside the vocabulary of 97"),
         (lambda engine: engine.submit([5], max_tokens=100), "texts here have 1 to 40 tokens"),
         (lambda engine: engine.score([5]), "cannot score a text of 1 ids"),
+        (lambda engine: engine.submit([2**70], max_tokens=1), "is outside the vocabulary of 97"),
+        (
+            lambda engine: engine.submit([5], max_tokens=1, sampling=Sampling(logit_bias=((-1, 1.0),))),
+            "token id -1 at",
+        ),
         (lambda engine: Sampling(temperature=-1), "cannot sample with temperature=-1"),
+        (lambda engine: Sampling(temperature=1e300), "Beyond 1e.30 and below its inverse nothing is but 0"),
+        (lambda engine: Sampling(presence_penalty=-1e31), "cannot sample with presence_penalty=-1e.31"),
         (lambda engine: Settings(rows=0), "an engine cannot have rows=0"),
     ],
 )
 def test_what_cannot_be_is_refused(ask, message):
     with pytest.raises(ValueError, match=message):
         ask(engine_of("gemma2_gqa"))
+
+
+@pytest.mark.parametrize("how", [{"temperature": 1e-30}, {"top_p": 1e-60}, {"top_k": 1}], ids=str)
+def test_the_coldest_sampling_is_greedy(how):
+    engine = engine_of("gemma2_gqa")
+    sampled = [engine.submit([5, 6, 7], max_tokens=9, sampling=Sampling(seed=seed, **how))[0] for seed in range(2)]
+    [free] = engine.submit([5, 6, 7], max_tokens=9, sampling=Sampling(top_k=2**40, seed=4))
+    [plain] = engine.submit([5, 6, 7], max_tokens=9, sampling=Sampling(seed=4))
+    [greedy] = engine.submit([5, 6, 7], max_tokens=9)
+    engine.run()
+    assert {tuple(token.id for token in answer.tokens) for answer in (*sampled, greedy)} == {
+        tuple(token.id for token in greedy.tokens)
+    }
+    assert bits(free) == bits(plain)
+
+
+def test_a_text_whose_time_is_over_before_it_runs_is_something_that_happens():
+    """Whoever drives an engine is told, even if no step was run for it."""
+    engine = engine_of("gemma2_gqa")
+    [answer] = engine.submit([5, 6, 7], max_tokens=9, seconds=0.0)
+    assert engine.step()
+    assert (answer.finish, engine.busy, engine.step()) == ("time", False, False)
+
+
+def test_who_fails_to_watch_or_to_guide_fails_alone():
+    def broken(token):
+        raise RuntimeError(f"cannot read {token}")
+
+    class Broken(Even):
+        take = staticmethod(broken)
+
+    engine = engine_of("gemma2_gqa")
+    [watched] = engine.submit([5, 6, 7], max_tokens=9, watch=[broken])
+    [guided] = engine.submit([5, 6, 7], max_tokens=9, guides=[Broken()])
+    [other] = engine.submit([5, 6, 7], max_tokens=9)
+    engine.run()
+    assert [(one.finish, str(one.error)[:11]) for one in (watched, guided)] == [("error", "cannot read")] * 2
+    assert (other.finish, other.error, len(other.tokens)) == ("length", None, 9)
+    assert not engine.scheduler.running
+
+
+@pytest.mark.parametrize(
+    ("case", "message"), [("qwen3_next", "hand on a state.*transformers"), ("modernbert", "Use zoo.Embedder")]
+)
+def test_models_that_do_not_write_are_refused_at_once(case, message):
+    with pytest.raises(ValueError, match=message):
+        Engine(loaded(case), SIZES)
 
 
 class Even:

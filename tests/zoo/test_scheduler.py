@@ -208,6 +208,32 @@ def test_the_least_urgent_text_gives_up_its_pages_and_is_read_again():
     assert [len(text.ids) for text in texts] == [22, 22]
 
 
+def test_a_long_text_is_not_overtaken_for_ever():
+    scheduler = Scheduler(limits(rows=4, width=4, pages=(16,), share=False, queue=100))
+    short = lambda: Text(ids=[1, 2], limit=12)
+    long = Text(ids=[1] * 20, limit=24)
+    for step in range(60):
+        scheduler.submit(long if step == 3 else short())
+        for span in scheduler.plan():
+            scheduler.commit(span, [7] * span.picks)
+            if span.text.over is None and scheduler.finished(span.text):
+                scheduler.end(span.text, "length")
+    assert long.over == "length"
+
+
+def test_a_text_that_was_preempted_goes_on_from_what_it_has_written():
+    scheduler = Scheduler(limits(pages=(40,)))
+    text = Text(ids=[1, 2, 3], limit=20)
+    scheduler.submit(text)
+    for _ in range(8):
+        [span] = scheduler.plan()
+        scheduler.commit(span, [4])
+    scheduler._stop(text)
+    scheduler._wait(text)
+    [span] = scheduler.plan()
+    assert (len(text.ids), span.start, span.count) == (11, 10, 1)
+
+
 def test_least_recently_used_leaves_go_first():
     pool = Pool(4, None)
     tree = PrefixCache([pool], 1)

@@ -47,6 +47,7 @@ class Answer:
         guide: what allows its ids.
         tokens: what followed so far, a stop that ends it included.
         finish: why it has ended: `stop`, `length`, `time`, `cancelled` or `error`; None while it has not.
+        error: what went wrong.
         scores: of a text that is scored.
         vector: of a text that is embedded, the sum of its hidden states, or the last one.
     """
@@ -60,6 +61,7 @@ class Answer:
     guide: Guide | None = None
     tokens: list[Token] = field(default_factory=list)
     finish: str | None = None
+    error: str | None = None
     scores: Scores | None = None
     vector: np.ndarray | None = None
     pooling: str = "mean"

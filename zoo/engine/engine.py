@@ -32,10 +32,13 @@ from zoo.engine.sizes import Plan, Settings
 from zoo.engine.step import program
 from zoo.engine.work import Writer, unasked
 from zoo.models.decoder import widened
+from zoo.models.forward import check_past
 from zoo.models.layers import check_tokens
 from zoo.models.mixture import AbstractMixture
 
 __all__ = ["Answer", "Engine", "Scores", "Settings", "Token"]
+
+_NANS = "the model's logits are NaN: its weights are damaged or untrained, or overflow in this dtype"
 
 
 class Engine:
@@ -54,8 +57,8 @@ class Engine:
             on where `drafts` are asked for; None looks into the text itself.
 
     Raises:
-        ValueError: the model cannot read texts of `length`; or the answers of such a model would depend on others, and
-            `exact` is asked for; or the drafter has other ids, or less room.
+        ValueError: the model does not write, or cannot read texts of `length`; or the answers of such a model would
+            depend on others, and `exact` is asked for; or the drafter has other ids, or less room.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class Engine:
         drafter: "Engine | None" = None,
     ):
         self.settings = settings = settings or Settings()
+        check_past(model.config)
         model.check_length(settings.length - 1)  # the last token is not read
         plan = Plan.of(model, settings, dtype)
         if settings.exact and plan.platform != "cpu" and isinstance(model, AbstractMixture):
@@ -132,6 +136,7 @@ class Engine:
             )
         if self.scheduler.limits.queue - len(self.scheduler.waiting) < n:
             self.scheduler.refuse()
+        check_tokens([token for token, _ in sampling.logit_bias], self.model.config.vocab_size)
         answers: list[Answer] = []
         blind = sampling.adjusts and self.settings.flights > 2  # penalties need all ids but the newest, which is there
         drafts, patient = 0 if guides else drafts, drafts > 0 or blind or bool(guides)
@@ -145,7 +150,7 @@ class Engine:
 
     def _text(self, ids: Sequence[int], limit: int, priority: int, seconds: float, **more: Any) -> Text:
         """Return a text, whose ids are of the vocabulary."""
-        check_tokens(np.asarray(ids, np.int64), self.model.config.vocab_size)
+        check_tokens(ids, self.model.config.vocab_size)
         return Text(list(map(int, ids)), limit, priority, self._clock() + seconds, **more)
 
     def _wait(self, answer: Answer) -> Answer:
@@ -195,7 +200,7 @@ class Engine:
         self._end(answer)
 
     def step(self) -> bool:
-        """Hand a step to the device, and take the results of one before; return whether there was anything to do."""
+        """Hand a step to the device, and take the results of one before; return whether anything has happened."""
         self._draft()
         spans = self.scheduler.plan(self._clock())
         if spans:
@@ -205,9 +210,10 @@ class Engine:
         while len(self._flying) > (self.settings.flights - 1 if spans else 0):
             self._land(*self._flying.popleft())
             landed = True
-        for answer in [answer for text, answer in self._answers.items() if text.over is not None]:
+        over = [answer for text, answer in self._answers.items() if text.over is not None]
+        for answer in over:
             self._end(answer)
-        return bool(spans) or landed
+        return bool(spans or over) or landed
 
     def _draft(self) -> None:
         """Guess how the texts go on that ask for it and are about to be written.
@@ -259,7 +265,7 @@ class Engine:
 
     def _land(self, spans: list[Span], begins: list[int], picked: Picked, hidden: Any) -> None:
         """Take the results of a step."""
-        told: Picked = jax.tree.map(np.asarray, picked)
+        told: Picked = jax.device_get(picked)
         for span, begin in zip(spans, begins, strict=True):
             answer, end = self._answers.get(span.text), begin + span.count
             first = end - span.picks
@@ -272,8 +278,8 @@ class Engine:
             if answer.scores is not None:
                 _score(answer, span, jax.tree.map(lambda each, own=slice(begin, end): each[own], told))
             for place, token in enumerate(new, first):
-                likeliest = zip(*(each[place, : answer.top].tolist() for each in told.top), strict=True)
-                self._take(answer, Token(token, float(told.full[place]), float(told.drawn[place]), tuple(likeliest)))
+                likeliest = tuple(zip(*(each[place, : answer.top].tolist() for each in told.top), strict=True))
+                self._take(answer, Token(token, float(told.full[place]), float(told.drawn[place]), likeliest))
                 if answer.text.over is not None:
                     break
             if answer.text.over is None and self.scheduler.finished(answer.text):
@@ -288,14 +294,23 @@ class Engine:
             self.scheduler.end(answer.text, "length")
 
     def _take(self, answer: Answer, token: Token) -> None:
+        """Go on with an id that was picked; who watches or guides a text and fails ends that text alone."""
         if token.id < 0:
-            self.scheduler.end(answer.text, "error")
+            self._fail(answer, _NANS)
             return
         answer.tokens.append(token)
-        heard = answer.watch is not None and answer.watch(token.id)
-        complete = answer.guide is not None and answer.guide.take(token.id)
-        if token.id in answer.stop or heard or complete:
-            self.scheduler.end(answer.text, "stop")
+        try:
+            heard = answer.watch is not None and answer.watch(token.id)
+            complete = answer.guide is not None and answer.guide.take(token.id)
+        except Exception as error:
+            self._fail(answer, str(error))
+        else:
+            if token.id in answer.stop or heard or complete:
+                self.scheduler.end(answer.text, "stop")
+
+    def _fail(self, answer: Answer, error: str) -> None:
+        answer.error = error
+        self.scheduler.end(answer.text, "error")
 
     def _end(self, answer: Answer) -> None:
         answer.finish = answer.finish or answer.text.over

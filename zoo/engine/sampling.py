@@ -6,10 +6,9 @@ id that would have been picked: so drafted text is the same text, at random too.
 Dimensions: `T` places `V` vocab `M` biases of a text.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
@@ -20,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 Either = Array | np.ndarray
 _NONE = 2**30  # an id, or a number of ids, beyond every vocabulary
 BIASES = 32  # ids that a request may have a bias for
+_MOST = 1e30  # of numbers that logits are changed by, far within what 32 bits hold
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +49,13 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self):
-        biases = [bias for _, bias in self.logit_bias]
+        small = lambda *numbers: all(abs(number) <= _MOST for number in numbers)
         rules = {
-            "logit_bias": len(biases) <= BIASES and all(map(math.isfinite, biases)),
-            "repetition_penalty": 0 < self.repetition_penalty < math.inf,
-            "presence_penalty": math.isfinite(self.presence_penalty),
-            "frequency_penalty": math.isfinite(self.frequency_penalty),
-            "temperature": 0 <= self.temperature < math.inf,
+            "logit_bias": len(self.logit_bias) <= BIASES and small(*(bias for _, bias in self.logit_bias)),
+            "repetition_penalty": 1 / _MOST <= self.repetition_penalty <= _MOST,
+            "presence_penalty": small(self.presence_penalty),
+            "frequency_penalty": small(self.frequency_penalty),
+            "temperature": self.temperature == 0 or 1 / _MOST <= self.temperature <= _MOST,
             "top_k": self.top_k is None or self.top_k >= 1,
             "top_p": self.top_p is None or 0 < self.top_p <= 1,
             "min_p": self.min_p is None or 0 <= self.min_p <= 1,
@@ -64,7 +64,7 @@ class Sampling:
             raise ValueError(
                 f"cannot sample with {', '.join(wrong)}: the penalty must be above 0, the temperature at least 0, "
                 "top_k at least 1, top_p above 0 and at most 1, min_p between 0 and 1; other penalties and biases are "
-                f"finite, and of at most {BIASES} ids."
+                f"finite, of at most {BIASES} ids. Beyond {_MOST:g} and below its inverse nothing is but 0."
             )
 
     @property
@@ -127,13 +127,12 @@ class Rules(eqx.Module):
     @classmethod
     def neutral(cls, rows: int, length: int, words: int) -> "Rules":
         """Return the rules of rows that ask for nothing, as numpy arrays, with room for histories and allowed ids."""
-        each = lambda value, kind=np.float32: np.full(rows, value, kind)
-        biases = np.full((rows, BIASES), _NONE, np.int32), np.zeros((rows, BIASES), np.float32)
-        plain = each(0), each(_NONE, np.int32), each(1), each(0), each(1), each(0), each(0)
-        rest = each(0, np.uint32), each(0, np.int32), each(False, bool), each(False, bool)
-        allowed = np.zeros((rows, words), np.uint32)
-        history = np.full((rows, length), -1, np.int32)
-        return cls(*plain, *rest, allowed, *biases, history, scores=np.zeros((), bool), lists=np.zeros((), bool))
+        plain = {name: np.full(rows, number) for name, number in _numbers(GREEDY, 0).items()}
+        return cls(
+            **plain, bias_ids=np.full((rows, BIASES), _NONE, np.int32), bias=np.zeros((rows, BIASES), np.float32),
+            bound=np.zeros(rows, bool), allowed=np.zeros((rows, words), np.uint32),
+            history=np.full((rows, length), -1, np.int32), scores=np.zeros((), bool), lists=np.zeros((), bool),
+        )  # fmt: skip
 
     def of(self, rows: Int[Array, " T"]) -> "Rules":
         """Return the rules of places in these rows."""
@@ -141,24 +140,28 @@ class Rules(eqx.Module):
 
     def put(self, row: int, sampling: Sampling, ids: Sequence[int], given: int) -> None:
         """Write a text's rules into a row; the arrays are numpy's."""
-        told: dict[str, Any] = {
-            "temperature": sampling.temperature,
-            "top_k": sampling.top_k or _NONE,
-            "top_p": 1.0 if sampling.top_p is None else sampling.top_p,
-            "min_p": sampling.min_p or 0.0,
-            "repetition": sampling.repetition_penalty,
-            "presence": sampling.presence_penalty,
-            "frequency": sampling.frequency_penalty,
-            "seed": sampling.seed & 0xFFFFFFFF,
-            "adjusts": sampling.adjusts,
-            "given": given,
-        }
-        for name, value in told.items():
-            getattr(self, name)[row] = value
+        for name, number in _numbers(sampling, given).items():
+            getattr(self, name)[row] = number
         for i, (token, bias) in enumerate(sampling.logit_bias):
             self.bias_ids[row, i], self.bias[row, i] = token, bias
         if sampling.adjusts:
             self.history[row, : len(ids)] = ids
+
+
+def _numbers(sampling: Sampling, given: int) -> dict[str, np.generic]:
+    """Return what a row is told of how it picks, but for its lists."""
+    return {
+        "temperature": np.float32(sampling.temperature),
+        "top_k": np.int32(min(sampling.top_k or _NONE, _NONE)),
+        "top_p": np.float32(1 if sampling.top_p is None else max(sampling.top_p, 1 / _MOST)),
+        "min_p": np.float32(sampling.min_p or 0),
+        "repetition": np.float32(sampling.repetition_penalty),
+        "presence": np.float32(sampling.presence_penalty),
+        "frequency": np.float32(sampling.frequency_penalty),
+        "seed": np.uint32(sampling.seed & 0xFFFFFFFF),
+        "given": np.int32(given),
+        "adjusts": np.bool_(sampling.adjusts),
+    }
 
 
 class Picked(eqx.Module):
@@ -230,7 +233,12 @@ def pick(
 
 def _scored(logits, norm, target, asked):
     """Return the entropy of each row, and how many ids are likelier than its target, if that is asked for."""
-    found = lambda: (_entropy(logits, norm), (logits > target[:, None]).sum(-1, dtype=jnp.int32))
+
+    def found():
+        logs = logits - norm[:, None]
+        entropy = -jnp.where(logs > -jnp.inf, jnp.exp(logs) * logs, 0).sum(-1)
+        return entropy, (logits > target[:, None]).sum(-1, dtype=jnp.int32)
+
     return jax.lax.cond(asked, found, lambda: (jnp.zeros(len(logits)), jnp.zeros(len(logits), jnp.int32)))
 
 
@@ -253,14 +261,15 @@ def _asked(logits_V, own, positions_W, tokens_W, place):
         own.adjusts[0], lambda: _adjusted(logits_V, own, positions_W, tokens_W, place), lambda: logits_V
     )
     adjusted = jax.lax.cond(own.bound[0], lambda: _bound(adjusted, own.allowed[0]), lambda: adjusted)
+    scaled = lambda: (adjusted - adjusted.max()) / own.temperature  # the largest is 0, however cold
     least = jax.lax.cond(
         cut,
-        lambda: threshold((adjusted / own.temperature)[None], own.top_k, own.top_p, own.min_p)[0],
+        lambda: threshold(scaled()[None], own.top_k, own.top_p, own.min_p)[0],
         lambda: jnp.float32(-jnp.inf),
     )
     return jax.lax.cond(
         hot,
-        lambda: _drawn(adjusted / own.temperature, least, own.seed[0], place),
+        lambda: _drawn(scaled(), least, own.seed[0], place),
         lambda: (jnp.argmax(adjusted), jnp.float32(0)),
     )
 
@@ -313,8 +322,3 @@ def threshold(
     stays = (before < top_p[:, None]) | (top_p >= 1)[:, None]
     least = jnp.maximum(least[:, 0], jnp.where(stays, falling, jnp.inf).min(-1))
     return jnp.maximum(least, falling[:, 0] + jnp.log(min_p))
-
-
-def _entropy(logits, norm):
-    logs = logits - norm[:, None]
-    return -jnp.where(logs > -jnp.inf, jnp.exp(logs) * logs, 0).sum(-1)

@@ -2,7 +2,8 @@
 
 A step has a fixed number of rows of a fixed number of places. A row holds consecutive tokens of one text; a `Span` is
 what a text gets of a step, as many rows as it takes. Texts that write come first, one token each and their drafts; what
-is left goes to prompts, in chunks. Texts are served by urgency: smaller `priority` first, then who came first.
+is left goes to prompts, in chunks. Texts are served by urgency: smaller `priority` first, then who came first; nobody
+overtakes a text that waits for pages, or a long one would wait for ever.
 
 Nothing here changes an answer: the step computes a token's bits from its text alone (`zoo.engine.step`), and random
 numbers belong to (seed, position). So a text that was preempted is read again, and one that begins as another did uses
@@ -60,7 +61,7 @@ class Text:
         limit: tokens in all at which it is over; that of a text that is only read is its length.
         priority: smaller is more urgent.
         deadline: when it is over at the latest, in the clock of `plan`.
-        fresh: positions from here on have to be computed, not taken from the prefix cache.
+        fresh: positions from here on have to be computed, not taken from the prefix cache; None is none of them.
         leader: a text with the same beginning, for whose pages this one waits.
         drafts: ids that may follow, to be checked in the same step.
         patient: it runs only when all that it picked is known, so that drafts can be made of it.
@@ -96,6 +97,11 @@ class Text:
     def urgency(self) -> tuple[int, int]:
         """What texts are sorted by."""
         return self.priority, self.number
+
+    @property
+    def known(self) -> list[int]:
+        """The ids, and the drafts that fly behind them."""
+        return self.ids + self.drafts if self.unsure else self.ids
 
     @property
     def todo(self) -> int:
@@ -159,7 +165,6 @@ class Scheduler:
         if len(self.waiting) >= self.limits.queue:
             self.refuse()
         text.given, text.number = len(text.ids), next(self._numbers)
-        text.fresh = text.given - 1 if text.fresh is None else text.fresh
         self._wait(text)
 
     def refuse(self) -> NoReturn:
@@ -187,10 +192,11 @@ class Scheduler:
             if rows and text.slot is not None and not waits and text.todo > 0:
                 rows -= self._run(text, rows, spans)
         for text in list(self.waiting):
-            if not (rows and self._slots):
+            if self._follows(text):
+                continue
+            if not (rows and self._slots and self._admit(text)):
                 break
-            if text.over is None and text.slot is None and self._admit(text):
-                rows -= self._run(text, rows, spans)
+            rows -= self._run(text, rows, spans)
         return spans
 
     def commit(self, span: Span, picked: Sequence[int]) -> list[int]:
@@ -229,9 +235,8 @@ class Scheduler:
         if not count or text.slot is None:
             return 0
         start, text.done = text.done, text.done + count
-        text.drafts = drafts = drafts[: max(0, count - 1)] if writes else text.drafts
-        ends = text.done - (len(drafts) if writes else 0) == len(text.ids) + text.pending
-        picks = (1 + (len(drafts) if writes else 0)) if ends else 0
+        text.drafts = drafts = drafts[: count - 1]
+        picks = 1 + len(drafts) if text.done - len(drafts) == len(text.ids) + text.pending else 0
         text.unsure = picks > 1
         text.pending += picks == 1
         text.flying += 1
@@ -240,14 +245,16 @@ class Scheduler:
             self._note(text)
         return math.ceil(count / self.limits.width)
 
-    def _admit(self, text: Text) -> bool:
-        """Let a waiting text run, with the pages of the longest beginning that is known."""
+    def _follows(self, text: Text) -> bool:
+        """Whether a text cannot run yet: what it was computing is on its way, or its leader's pages are."""
         leader, size = text.leader, self.limits.page
-        if text.flying or (
-            leader is not None and leader.over is None and leader.done < (text.given - 1) // size * size
-        ):
-            return False
-        most = min(len(text.ids) - 1, len(text.ids) if text.fresh is None else text.fresh)
+        behind_leader = leader is not None and leader.over is None and leader.done < (text.given - 1) // size * size
+        return text.flying > 0 or behind_leader
+
+    def _admit(self, text: Text) -> bool:
+        """Let a waiting text run if there is room, with the pages of the longest beginning that is known."""
+        size, most = self.limits.page, len(text.ids) - 1
+        most = most if text.fresh is None else min(most, text.fresh)
         nodes = self.prefixes.match(text.ids, most) if self.limits.share else []
         start = len(nodes) * size
         text.pages = [

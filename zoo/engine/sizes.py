@@ -54,9 +54,7 @@ class Settings:
     exact: bool = True
 
     def __post_init__(self):
-        names = ("length", "rows", "width", "page", "tokens", "queue", "flights", "logits")
-        values = {name: getattr(self, name) for name in names}
-        if wrong := [f"{name}={value}" for name, value in values.items() if value is not None and value < 1]:
+        if wrong := [f"{name}={value}" for name, value in vars(self).items() if type(value) is int and value < 1]:
             raise ValueError(f"an engine cannot have {', '.join(wrong)}: each must be at least 1.")
         if self.kv_dtype not in (None, "int8"):
             raise ValueError(f"an engine cannot keep keys and values in kv_dtype={self.kv_dtype}: give int8, or None.")

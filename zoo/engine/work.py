@@ -72,8 +72,8 @@ class Writer:
         """Write a span's tokens, their positions, and what follows each of them as far as that is known."""
         text, count = span.text, span.count
         flat = lambda array: np.asarray(array).reshape(-1)[begin : begin + count]
-        ids = text.ids + text.drafts if text.unsure else text.ids
-        own, following = ids[span.start : span.start + count], ids[span.start + 1 : span.start + count + 1]
+        following = text.known[span.start : span.start + count + 1]
+        own, following = following[:count], following[1:]
         flat(work.tokens)[:] = [*own, *([-1] * (count - len(own)))]
         flat(work.targets)[: len(following)] = following
         flat(work.positions)[:] = np.arange(span.start, span.start + count)
@@ -89,7 +89,7 @@ class Writer:
     def _put_rules(rules: Rules, answer: Answer, rows: range) -> None:
         """Write how the rows of a span pick; only the last of them does so by a guide."""
         for row in rows:
-            rules.put(row, answer.sampling, answer.text.ids, answer.text.given)
+            rules.put(row, answer.sampling, answer.text.known, answer.text.given)
         if answer.guide is not None:
             words = answer.guide.allowed()[: rules.allowed.shape[1]]
             rules.bound[rows[-1]], rules.allowed[rows[-1], : len(words)] = True, words

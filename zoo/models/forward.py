@@ -211,16 +211,8 @@ class PerLayer(eqx.Module):
 def layer_passes(config: Config, asked: ForwardPass, seq: int) -> tuple[PerLayer, Callable[..., LayerPass]]:
     """Return what differs between layers, and what makes of one layer's part of it what its block is told."""
     ops, past, positions = asked.ops or PLAIN, asked.past, positions_of(asked)
-    if past is not None and config.bidirectional:
-        raise ValueError(
-            f"cannot go on with a text: every token of this {type(config).__name__} sees those behind it "
-            "(bidirectional=True), so it only reads whole texts. Use zoo.Embedder, or a model that writes."
-        )
-    if past is not None and config.recurrent:
-        raise ValueError(
-            f"cannot go on with a text: layers of this {type(config).__name__} hand on a state, and the engine keeps "
-            "keys and values alone. Such a model is trained and scored here; generate with transformers."
-        )
+    if past is not None:
+        check_past(config)
     length, places = (seq, None) if past is None else (past.length, past.places)
     if asked.segments is not None and positions is not None:
         segments = uncut(asked.segments, 1) if ops.ulysses else asked.segments
@@ -247,6 +239,20 @@ def layer_passes(config: Config, asked: ForwardPass, seq: int) -> tuple[PerLayer
         return replace(common, frequency=frequency, pool=pool, **own)
 
     return per_layer, told
+
+
+def check_past(config: Config) -> None:
+    """Raise ValueError if a model cannot go on with a text that was read before."""
+    if config.bidirectional:
+        raise ValueError(
+            f"cannot go on with a text: every token of this {type(config).__name__} sees those behind it "
+            "(bidirectional=True), so it only reads whole texts. Use zoo.Embedder, or a model that writes."
+        )
+    if config.recurrent:
+        raise ValueError(
+            f"cannot go on with a text: layers of this {type(config).__name__} hand on a state, and the engine keeps "
+            "keys and values alone. Such a model is trained here; generate and score with transformers."
+        )
 
 
 def positions_of(asked: ForwardPass) -> Integer[Array, "#B S"] | None:
