@@ -3,12 +3,13 @@
 import asyncio
 import base64
 import contextlib
+import dataclasses
 import functools
 import hmac
 import json
 import math
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from experiments.data.corpus import DataError
 from experiments.serving import protocol
@@ -52,6 +54,26 @@ class Serving:
     most_bytes: int = 8 * 2**20
     seconds: float = math.inf
     drafts: int = 0
+
+
+class Events(StreamingResponse):
+    """Server-sent events; whoever stops reading them, or was gone before they began, frees the pages.
+
+    Args:
+        events: as they are sent.
+        free: called once nobody reads any more.
+    """
+
+    def __init__(self, events: AsyncIterator[str], free: Callable[[], None]):
+        super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        self._free = free
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send what comes; see starlette."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._free()
 
 
 class Gone(Exception):
@@ -190,31 +212,24 @@ class Server:
         guides = await self._guides(asked, len(prompts) * asked.n)
         listeners = [Listener(self.told.tokenizer, asked.stop, self._ends) for _ in prompts for _ in range(asked.n)]
 
-        def make(engine: Engine) -> list[Answer]:
-            found: list[Answer] = []
-            try:
-                for i, (ids, room) in enumerate(zip(prompts, rooms, strict=True)):
-                    found += engine.submit(
-                        ids, max_tokens=asked.max_tokens or room, sampling=asked.sampling, n=asked.n, stop=self._ends,
-                        watch=listeners[i * asked.n : (i + 1) * asked.n], top=asked.top or 0, drafts=self.told.drafts,
-                        guides=guides[i * asked.n : (i + 1) * asked.n],
-                        priority=asked.priority, seconds=self.told.seconds,
-                    )  # fmt: skip
-            except Exception:
-                for answer in found:
-                    engine.cancel(answer)
-                raise
-            return found
+        def answers(engine: Engine) -> Iterator[Answer]:
+            for i, (ids, room) in enumerate(zip(prompts, rooms, strict=True)):
+                own, seed = slice(i * asked.n, (i + 1) * asked.n), asked.sampling.seed + (0 if asked.seeded else i)
+                yield from engine.submit(
+                    ids, max_tokens=asked.max_tokens or room, sampling=dataclasses.replace(asked.sampling, seed=seed),
+                    n=asked.n, stop=self._ends, watch=listeners[own], top=asked.top or 0, drafts=self.told.drafts,
+                    guides=guides[own], priority=asked.priority, seconds=self.told.seconds,
+                )  # fmt: skip
 
-        feed = await self.worker.submit(make, listeners)
+        feed = await self.worker.submit(answers, listeners)
         reply, read = Reply(asked, self.told.name, self.told.tokenizer.decode), sum(map(len, prompts))
         if asked.stream:
             events = self._events(feed, reply, read)
-            return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+            return Events(events, lambda: self.worker.cancel(feed))
         texts, ends = [""] * len(feed.answers), [""] * len(feed.answers)
         async for event in self._while_there(request, feed):
             texts[event.index] += event.text
-            ends[event.index] = _end(event.finish) if event.finish else ends[event.index]
+            ends[event.index] = _end(feed.answers[event.index]) if event.finish else ends[event.index]
         return JSONResponse(reply.whole(texts, [answer.tokens for answer in feed.answers], ends, read))
 
     async def _guides(self, asked: Asked, count: int) -> list[Any]:
@@ -230,12 +245,12 @@ class Server:
             raise BadRequest(str(error), "response_format") from None
 
     async def _events(self, feed: Feed, reply: Reply, read: int) -> AsyncIterator[str]:
-        """Yield a stream's server-sent events; whoever stops reading frees the pages."""
+        """Yield a stream's server-sent events."""
         begun: set[int] = set()
         held = [""] * len(feed.answers)  # where tools may be called, until it is known whether one is
         try:
             async for event in feed.events():
-                end = _end(event.finish) if event.finish else None
+                end = _end(feed.answers[event.index]) if event.finish else None
                 first = event.index not in begun
                 begun.add(event.index)
                 text = held[event.index] + event.text
@@ -247,8 +262,6 @@ class Server:
             yield "data: [DONE]\n\n"
         except (Unavailable, HTTPException) as error:
             yield _sent(protocol.error(str(getattr(error, "detail", error)), "service_unavailable"))
-        finally:
-            self.worker.cancel(feed)
 
     async def _while_there(self, request: Request, feed: Feed) -> AsyncIterator[Any]:
         """Yield a feed's events.
@@ -310,18 +323,7 @@ class Server:
     async def _read(self, request: Request, texts: list[Any], ask: Callable[[Engine, Any], Answer]) -> Feed:
         """Have texts read that are not written on, and wait for all of them."""
 
-        def make(engine: Engine) -> list[Answer]:
-            found: list[Answer] = []
-            try:
-                for one in texts:
-                    found.append(ask(engine, one))
-            except Exception:
-                for answer in found:
-                    engine.cancel(answer)
-                raise
-            return found
-
-        feed = await self.worker.submit(make, [])
+        feed = await self.worker.submit(lambda engine: (ask(engine, one) for one in texts), [])
         async for event in self._while_there(request, feed):
             if event.finish == "time":
                 raise Unavailable("the time was over")
@@ -406,9 +408,10 @@ def _sent(value: Any) -> str:
     return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
 
 
-def _end(finish: str) -> str:
+def _end(answer: Answer) -> str:
+    finish = str(answer.finish)
     if finish == "error":
-        raise HTTPException(500, "the model's logits are NaN: its weights are damaged, or overflow in this dtype")
+        raise HTTPException(500, str(answer.error))
     return _ENDS.get(finish, finish)
 
 

@@ -31,8 +31,13 @@ class Matched:
         return np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
 
     def take(self, token: int) -> bool:
-        """Take an id; return whether nothing can follow."""
-        self._matcher.consume_token(token)
+        """Take an id; return whether nothing can follow.
+
+        Raises:
+            FormError: the form cannot be followed any further.
+        """
+        if not self._matcher.consume_token(token):
+            raise FormError(f"the form cannot be followed: {self._matcher.get_error().splitlines()[0]}")
         return self._matcher.is_stopped()
 
 

@@ -4,11 +4,13 @@ What is not known is refused by its name, and so is what would have to be passed
 """
 
 import difflib
+import itertools
 import json
 import math
 import re
 import time
 import uuid
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +37,7 @@ class Asked:
         prompts: each as a text, or as ids.
         messages: of a chat, in place of prompts.
         sampling: how ids are picked.
+        seeded: whether the seed was asked for: then each prompt has it, and elsewhere one of its own.
         max_tokens: most tokens of an answer; None is what there is room for.
         n: answers of each prompt.
         stop: strings that end an answer.
@@ -50,6 +53,7 @@ class Asked:
     prompts: tuple[str | tuple[int, ...], ...] = ()
     messages: tuple[Mapping[str, Any], ...] = ()
     sampling: Sampling = field(default_factory=Sampling)
+    seeded: bool = False
     max_tokens: int | None = None
     n: int = 1
     stop: tuple[str, ...] = ()
@@ -223,6 +227,7 @@ def _common(read: _Body) -> dict[str, Any]:
     options = read.get("stream_options", "an object", {})
     return {
         "sampling": _sampling(read),
+        "seeded": "seed" in read.values,
         "n": read.get("n", "a whole number", 1, 1, MOST_ANSWERS),
         "stop": tuple(stop),
         "stream": read.get("stream", "true or false", False),
@@ -333,6 +338,7 @@ class Reply:
         self._id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._common = {"created": int(time.time()), "model": model}
         self._kind = kind
+        self._lengths: Counter[int] = Counter()  # of each answer's text so far
 
     def whole(self, texts: Sequence[str], tokens: Sequence[Sequence[Token]], ends: Sequence[str], read: int) -> dict:
         """Return the body of a whole reply."""
@@ -384,7 +390,7 @@ class Reply:
         return {"content": None, "tool_calls": told}, "tool_calls"
 
     def _choice(self, index: int, content: dict, tokens: Sequence[Token], end: str | None) -> dict:
-        told = None if self.asked.top is None else (self._told(tokens) if self.chat else self._listed(tokens))
+        told = None if self.asked.top is None else (self._told(tokens) if self.chat else self._listed(index, tokens))
         return {"index": index, **content, "logprobs": told, "finish_reason": end}
 
     def _told(self, tokens: Sequence[Token]) -> dict:
@@ -395,11 +401,12 @@ class Reply:
         top = lambda token: [one(i, logprob) for i, logprob in token.top]
         return {"content": [{**one(token.id, token.logprob), "top_logprobs": top(token)} for token in tokens]}
 
-    def _listed(self, tokens: Sequence[Token]) -> dict:
+    def _listed(self, index: int, tokens: Sequence[Token]) -> dict:
         texts = [self._decode([token.id]) for token in tokens]
+        *offsets, self._lengths[index] = itertools.accumulate(map(len, texts), initial=self._lengths[index])
         return {
             "tokens": texts,
             "token_logprobs": [token.logprob for token in tokens],
             "top_logprobs": [{self._decode([i]): logprob for i, logprob in token.top} for token in tokens],
-            "text_offset": [sum(map(len, texts[:i])) for i in range(len(texts))],
+            "text_offset": offsets,
         }

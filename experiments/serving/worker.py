@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,8 +144,8 @@ class Worker:
         self.closing = True
         self._inbox.put(self._turn_away)
 
-    async def submit(self, make: Callable[[Engine], list[Answer]], listeners: list[Listener]) -> Feed:
-        """Return the feed of the answers that `make` asks the engine for; it is called in the engine's thread.
+    async def submit(self, ask: Callable[[Engine], Iterable[Answer]], listeners: list[Listener]) -> Feed:
+        """Return the feed of the answers that `ask` asks the engine for, in the engine's thread: all of them or none.
 
         Raises:
             Unavailable: nothing is taken any more.
@@ -167,15 +167,20 @@ class Worker:
                 future.set_exception(found)
 
         def begin() -> None:
+            answers: list[Answer] = []
             try:
                 if self.closing:
                     raise Unavailable("the server is going down")
-                feed: Feed | Exception = Feed(loop, make(self.engine), listeners)
+                for answer in ask(self.engine):
+                    answers.append(answer)
+                feed: Feed | Exception = Feed(loop, answers, listeners)
             except Exception as error:
+                for answer in answers:
+                    self.engine.cancel(answer)
                 feed = error
             else:
                 self._feeds[feed] = None
-                self.read += len(feed.answers[0].text.ids)
+                self.read += sum(answer.text.given for answer in feed.answers if answer.text.leader is None)
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(settle, feed)
 

@@ -177,6 +177,9 @@ BAD = {
     "ids": (b'{"prompt": [1, 999]}', 400, "token id 999"),
     "temperature": (b'{"prompt": "x", "temperature": -1}', 400, "the temperature at least 0"),
     "type": (b'{"prompt": "x", "n": true}', 400, "`n` must be a whole number between 1 and 64, not True"),
+    "huge id": (b'{"prompt": [1, 99999999999999999999999]}', 400, "token id 99999999999999999999999"),
+    "bias": (b'{"prompt": "x", "logit_bias": {"1000": 1}}', 400, "token id 1000"),
+    "bias of nothing": (b'{"prompt": "x", "logit_bias": {"5": 1e99}}', 400, "cannot sample with logit_bias"),
     "too long": (b'{"prompt": "x", "max_tokens": 95}', 400, "do not fit: a text has 1 to 96 tokens here"),
     "too large": (b" " * 10_001, 413, "a body may have 10000 bytes here"),
     "echo": (b'{"prompt": "x", "echo": true}', 400, "`echo` is not served here"),
@@ -208,6 +211,56 @@ def test_what_cannot_be_is_refused_in_openais_words(client, case):
 def test_chats_that_cannot_be_are_refused(body, message):
     with pytest.raises(protocol.BadRequest, match=message):
         protocol.chat(body)
+
+
+def test_prompts_of_a_request_have_seeds_of_their_own_unless_one_is_asked_for(client):
+    alike = complete(client, prompt=["hello"] * 3, temperature=1.5, seed=1)["choices"]
+    apart = complete(client, prompt=["hello"] * 3, temperature=1.5, top_k=2**31)["choices"]
+    assert [len({one["text"] for one in found}) for found in (alike, apart)] == [1, 3]
+
+
+def test_tokens_of_a_stream_are_where_those_of_a_whole_reply_are(client):
+    body = {"prompt": "hello", "max_tokens": 8, "temperature": 0, "logprobs": 2}
+    whole = complete(client, logprobs=2)["choices"][0]["logprobs"]
+    with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+        pieces = [one["choices"][0]["logprobs"] for one in events(response)]
+    assert len(pieces) > 1
+    assert [at for piece in pieces for at in piece["text_offset"]] == whole["text_offset"]
+    assert whole["text_offset"][:2] == [0, len(whole["tokens"][0])]
+
+
+def test_what_was_read_is_counted_once_for_each_prompt(served):
+    server, client = served
+    before = server.worker.read
+    complete(client, prompt=["abc", "defg"], n=2, max_tokens=1)
+    assert server.worker.read - before == 4 + 5
+
+
+def test_a_request_whose_time_is_over_at_once_is_answered(model):
+    with serving(model, seconds=0.0) as (_, client):
+        assert complete(client)["choices"][0]["finish_reason"] == "length"
+
+
+def test_who_is_gone_before_a_stream_begins_frees_his_pages(served):
+    import asyncio
+
+    server, _ = served
+    scheduler, body = server.worker.engine.scheduler, json.dumps({"prompt": "a", "max_tokens": 90, "stream": True})
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
+    messages = [{"type": "http.request", "body": body.encode()}]
+
+    async def receive():
+        return messages.pop() if messages else {"type": "http.disconnect"}
+
+    async def send(message):
+        await asyncio.sleep(0)
+
+    before = server.worker.picked
+    asyncio.run(server.app()(scope, receive, send))
+    until = time.monotonic() + 30
+    while (scheduler.running or scheduler.waiting) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert server.worker.picked - before < 80
 
 
 def test_who_goes_away_frees_his_pages(served):
@@ -414,6 +467,17 @@ def test_tools_are_called_as_openais_clients_expect(model):
     with serving(model) as (_, client):
         response = client.post("/v1/chat/completions", json=body)
         assert "knows of no tools" in response.json()["error"]["message"]
+
+
+def test_a_form_that_cannot_be_followed_is_an_error():
+    llguidance = pytest.importorskip("llguidance")
+    del llguidance
+    from experiments.serving.grammar import FormError, Grammars
+
+    [guide] = Grammars(Bytes()).guides("regex", "ab", 1)
+    assert not guide.take(ord("a"))
+    with pytest.raises(FormError, match=r"the form cannot be followed: .*doesn't satisfy"):
+        guide.take(ord("a"))
 
 
 @pytest.mark.parametrize(
