@@ -234,6 +234,29 @@ def test_a_text_that_was_preempted_goes_on_from_what_it_has_written():
     assert (len(text.ids), span.start, span.count) == (11, 10, 1)
 
 
+@pytest.mark.parametrize(
+    ("rows", "width", "prompt", "steps"),
+    [(16, 1, 1, 1), (16, 8, 16, 2), (32, 1, 34, 2), (64, 1, 98, 2), (32, 8, 256, 2), (32, 1, 35, 3)],
+)
+def test_a_prompt_is_read_in_few_steps_while_fifteen_texts_are_written(rows, width, prompt, steps):
+    """What they leave of each step is all its own: a token of the answer is there a step later."""
+    sizes = dict(rows=rows, width=width, page=16, length=512, queue=100, windows=(None,), pages=(600,))
+    scheduler = Scheduler(Limits(**sizes))
+    for number in range(15):
+        scheduler.submit(Text(ids=[number + 1] * 4, limit=400))
+    for _ in range(10):
+        for span in scheduler.plan():
+            scheduler.commit(span, [7] * span.picks)
+    text, taken = Text(ids=list(range(prompt)), limit=prompt + 9), 0
+    scheduler.submit(text)
+    while len(text.ids) == prompt:
+        spans, taken = scheduler.plan(), taken + 1
+        assert sum(span.picks for span in spans if span.text is not text) == 15
+        for span in spans:
+            scheduler.commit(span, [7] * span.picks)
+    assert taken == steps
+
+
 def test_least_recently_used_leaves_go_first():
     pool = Pool(4, None)
     tree = PrefixCache([pool], 1)
