@@ -136,6 +136,17 @@ def test_stop_strings_end_an_answer_wherever_tokens_end(client, model):
     assert found == {**found, "text": text[: text.index(stop)], "finish_reason": "stop"}
 
 
+def test_a_drafted_answer_ends_where_an_undrafted_one_does(client, model):
+    """A stop string may end among ids that were all guessed right; what was guessed behind it is forgotten."""
+    text = text_of(model, "hello", 60)
+    stops = [text[i : i + 3] for i in (20, 33, 46)]
+    with serving(model, {"rows": 8}, drafts=5) as (server, drafted):
+        for stop in stops:
+            plain, found = (complete(one, max_tokens=60, stop=[stop], logprobs=0) for one in (client, drafted))
+            assert (found["choices"], found["usage"]) == (plain["choices"], plain["usage"])
+        assert server.worker.engine.steps < server.worker.picked
+
+
 def test_scores_are_the_models_own(client, model):
     found = client.post("/score", json={"text": ["abc", "de"], "prompt": "say ", "top_logprobs": 2}).json()["data"]
     for one, text in zip(found, ("abc", "de"), strict=True):
