@@ -182,6 +182,47 @@ class Mesh:
         """Among how many devices the tokens of a step are shared, once every size is known."""
         return self.devices // self.model
 
+    @property
+    def exchanges(self) -> bool:
+        """Whether devices exchange heads for positions around attention, which then has whole sequences."""
+        return self.context > 1 and self.context_by == "ulysses"
+
+    @property
+    def words(self) -> str:
+        """The sizes in words, and how parameters are sharded over the data axis."""
+        sizes = " x ".join(f"{name}={size}" for name, size in self.sizes.items() if size != 1)
+        if self.data == 1:
+            return sizes
+        return f"{sizes}, parameters copied" if self.fsdp == "none" else f"{sizes}, parameters cut over {self.fsdp}"
+
+    def problem(self, batch_size: int, seq_len: int, heads: int, experts: int) -> str | None:
+        """Return why batches and a model of these sizes cannot be sharded so; None where they can."""
+        if batch_size % self.rows:
+            over = f"mesh.data={self.data}" + (f" x mesh.expert={self.expert}" if self.expert > 1 else "")
+            more, fewer = -(-batch_size // self.rows) * self.rows, math.gcd(batch_size, self.rows)
+            return (
+                f"cannot cut batch_size={batch_size} over {over}: every device takes as many sequences. "
+                f"Use batch_size={more}, or {fewer} devices for the batch."
+            )
+        if seq_len % self.context:
+            more = -(-seq_len // self.context) * self.context
+            return (
+                f"cannot cut seq_len={seq_len} over mesh.context={self.context}: every device takes as many tokens. "
+                f"Use seq_len={more}, or mesh.context={math.gcd(seq_len, self.context)}."
+            )
+        if self.context_by == "ulysses" and heads % (self.context * self.model):
+            among = f"mesh.context={self.context}" + (f" x mesh.model={self.model}" if self.model > 1 else "")
+            return (
+                f"cannot share {heads} query heads among {among} devices: under mesh.context_by=ulysses each "
+                f"takes as many. Use mesh.context={math.gcd(heads // self.model, self.context)}, or "
+                "mesh.context_by=gather."
+            )
+        if experts % self.expert:
+            what = f"this model has {experts} experts" if experts > 1 else "this model has no experts"
+            size = math.gcd(experts, self.expert)
+            return f"cannot cut experts over mesh.expert={self.expert}: {what}. Use mesh.expert={size}."
+        return None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Distributed:

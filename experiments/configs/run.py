@@ -13,8 +13,9 @@ from experiments.configs.compute import ATTENTION, Distributed, Hardware, Mesh, 
 from experiments.configs.data import Chat, Data, Preference
 from experiments.configs.fields import OnNan, Quantise, not_negative, option, part, positive, refuse
 from experiments.configs.objective import Objective, Paired, Sft
-from experiments.configs.optimizer import Adapter, Optimizer
+from experiments.configs.optimizer import Adapter, Lora, Optimizer
 from experiments.configs.results import Checkpoint, Evaluation, Profile, Save
+from zoo.families.mixture import MixtureLike
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +88,16 @@ class Run:
             raise refuse("attention", self.attention, f"{why}, or leave one of the two out")
         if self.run is not None and (not self.run or "/" in self.run or self.run.startswith(".")):
             raise refuse("run", self.run, "it names one directory, without `/` and not starting with `.`")
+
+    @functools.cached_property
+    def params(self) -> int:
+        """How many parameters the model has."""
+        return zoo.accounting.count_params(self.model.config)
+
+    @property
+    def adapted(self) -> bool:
+        """Whether an adapter learns, and the model stays as it is."""
+        return isinstance(self.adapter, Lora)
 
 
 @dataclass(frozen=True)
@@ -163,15 +174,37 @@ class Resolved(Run):
     chosen: Mapping[str, Choice] = dataclasses.field(default_factory=dict, metadata={"beside": True}, compare=False)
     reference: Reference | None = dataclasses.field(default=None, metadata={"beside": True})
 
-    @functools.cached_property
-    def params(self) -> int:
-        """How many parameters the model has."""
-        return zoo.accounting.count_params(self.model.config)
+    @property
+    def problem(self) -> str | None:
+        """Why this cannot be carried out as it is asked for, as far as sizes tell; None where they do not."""
+        model = self.model.config
+        if found := self.mesh.problem(self.batch_size, self.seq_len, model.num_heads, model.dims.get("E", 1)):
+            return found
+        if self.paired and self.batch_size % 2:
+            return f"cannot make pairs of batch_size={self.batch_size} sequences: give an even number."
+        if self.tiling.mlp is not None and isinstance(model, MixtureLike) and not model.dense_layers:
+            return (
+                f"cannot cut MLPs into tiling.mlp={self.tiling.mlp} tiles: all {model.num_layers} layers of this "
+                "mixture have experts in their place. Leave tiling.mlp out; tiling.attention and tiling.n can be set."
+            )
+        if self.profile.span is not None and self.profile.span[1] > self.steps:
+            return f"bad value profile.steps={self.profile.steps}: the run has {self.steps} steps"
+        if self.model.quantise is not None and not self.adapted:
+            kept = self.model.quantise
+            return (
+                f"bad value model.quantise={kept}: matrices in fewer bits do not move. Train an adapter: adapter=lora"
+            )
+        return None
 
     @property
     def paired(self) -> bool:
         """Whether a batch is made of pairs of sequences."""
         return isinstance(self.objective, Paired)
+
+    @property
+    def beside_its_base(self) -> bool:
+        """Whether the frozen model is the one that learns, without its adapter."""
+        return self.reference is not None and self.reference.origin is Origin.base
 
     @property
     def tokens_per_step(self) -> int:

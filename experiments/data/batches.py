@@ -6,9 +6,10 @@ read only its own rows of a batch.
 """
 
 import dataclasses
+import functools
 import hashlib
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
@@ -34,6 +35,16 @@ class Source:
     seed: int
     bytes_per_token: float | None
     text: str | None = None  # what its ids stand for, in words; None where nobody knows
+
+    @functools.cached_property
+    def fingerprint(self) -> str | None:
+        """A hash of what is read, of long arrays of a part of it."""
+        found = hashlib.sha256()
+        for rows in (self.train, self.held_out):
+            for array in rows.arrays:
+                found.update(f"{array.dtype}{array.shape}".encode())
+                found.update(array[:: len(array) // LOOKED_AT + 1].tobytes())
+        return found.hexdigest()[:16]
 
     def batch(self, step: int, rows: slice = slice(None)) -> Batch:
         """Return the training batch of a step, or some of its rows; the same for the same seed and step, always."""
@@ -67,6 +78,7 @@ class Repeats:
     seed: int
     bytes_per_token: float | None = None
     text: None = None
+    fingerprint: None = None
 
     def batch(self, step: int, rows: slice = slice(None)) -> Batch:
         """Return the training batch of a step, or some of its rows."""
@@ -121,33 +133,21 @@ def _open(config: configs.Resolved) -> Source | Repeats:
         if isinstance(made[0], Mapping):
             parts = parted(made, data, seq_len, vocab_size, f"data.fn={data.fn}")
             return Source(*parts, config.batch_size, config.seed, None)
-    return _windows(config, corpus.ids(data, encoder, vocab_size, made))
+    ids = corpus.ids(data, encoder, vocab_size, made)
+    how = seq_len, ids.boundary, data.packed
+    train, held_out = _windows("training", ids.train, *how), _windows("held-out", ids.held_out, *how)
+    return Source(train, held_out, config.batch_size, config.seed, ids.bytes_per_token, ids.text)
 
 
-def fingerprint(source: Source | Repeats) -> str | None:
-    """Return a hash of what a run reads, of long arrays of a part of it; None where it cannot be known."""
-    if isinstance(source, Repeats):
-        return None
-    found = hashlib.sha256()
-    for rows in (source.train, source.held_out):
-        for array in rows.arrays:
-            found.update(f"{array.dtype}{array.shape}".encode())
-            found.update(array[:: len(array) // LOOKED_AT + 1].tobytes())
-    return found.hexdigest()[:16]
-
-
-def _windows(config: configs.Resolved, ids: corpus.Ids) -> Source:
-    """Return windows of what is there to train on and what is held out."""
-    found = []
-    for name, arrays in (("training", ids.train), ("held-out", ids.held_out)):
-        windows = Windows(arrays, config.seq_len, ids.boundary, config.data.packed)
-        if not len(windows):
-            raise DataError(
-                f"too little text for seq_len={config.seq_len}: the {name} part has {sum(map(len, arrays))} tokens. "
-                f"Use a shorter seq_len or more text."
-            )
-        found.append(windows)
-    return Source(found[0], found[1], config.batch_size, config.seed, ids.bytes_per_token, ids.text)
+def _windows(name: str, arrays: Sequence[np.ndarray], seq_len: int, boundary: int | None, packed: bool) -> Windows:
+    """Return windows of a part of the text."""
+    windows = Windows(arrays, seq_len, boundary, packed)
+    if not len(windows):
+        raise DataError(
+            f"too little text for seq_len={seq_len}: the {name} part has {sum(map(len, arrays))} tokens. "
+            f"Use a shorter seq_len or more text."
+        )
+    return windows
 
 
 def permute(indices: np.ndarray, count: int, key: tuple[int, ...]) -> np.ndarray:

@@ -19,7 +19,7 @@ from experiments.data.corpus import DataError
 from experiments.data.rows import Conversations, Examples, Pairs, Rows
 
 SHIPPED = Path(__file__).parent / "examples"
-NAMES = {"ids": None, "counted": "uint8", "ends": "int64"}  # a cache's files, and their types; ids by the vocabulary
+PARTS = ("train", "held_out")
 Encoded = tuple[np.ndarray, np.ndarray]
 
 
@@ -61,15 +61,17 @@ def example_files(config: configs.Chat | configs.Preference, encoder: Any) -> tu
     chat = encoder.chat or Plain()
     how = f"{type(config).__name__} 1 {getattr(config, 'field', '')}"
     beside = [text.encode() for text in (encoder.identity, chat.identity, str(config.val_fraction))]
-    folder = corpus.cache_folder(config, how, [*beside, *lines])
-    types = {name: dtype or corpus.id_type(encoder.vocab_size) for name, dtype in NAMES.items()}
-    if not (folder / "held_out.ends.bin").exists():
-        for name, part in zip(("train", "held_out"), corpus.split(list(lines), config.val_fraction), strict=True):
+    fields = {"ids": corpus.id_type(encoder.vocab_size), "counted": "uint8", "ends": "int64"}
+    types = {f"{name}.{field}": dtype for name in PARTS for field, dtype in fields.items()}
+
+    def make():
+        for name, part in zip(PARTS, corpus.split(list(lines), config.val_fraction), strict=True):
             made = _encode(config, part, lines, encoder, chat)
-            for field, dtype in types.items():
-                corpus.write_whole(folder / f"{name}.{field}.bin", getattr(made, field).astype(dtype))
-    read = lambda name: {field: corpus.mapped(folder / f"{name}.{field}.bin", dtype) for field, dtype in types.items()}
-    return Examples(**read("train")), Examples(**read("held_out"))
+            yield from ((f"{name}.{field}", getattr(made, field)) for field in fields)
+
+    found = corpus.cached(config, how, [*beside, *lines], types, make)
+    train, held_out = (Examples(**{field: found[f"{name}.{field}"] for field in fields}) for name in PARTS)
+    return train, held_out
 
 
 def _lines(config: configs.Chat | configs.Preference) -> dict[bytes, str]:

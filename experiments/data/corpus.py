@@ -10,7 +10,7 @@ import os
 import re
 import sysconfig
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -32,7 +32,11 @@ class DataError(ValueError):
 
 
 def documents(config: configs.Data) -> Iterator[bytes]:
-    """Yield the documents that a configuration names, in an order that does not depend on the file system."""
+    """Yield the documents that a configuration names, in an order that does not depend on the file system.
+
+    Raises:
+        DataError: it names none, or they cannot be read.
+    """
     if isinstance(config, configs.Stdlib):
         root = Path(sysconfig.get_paths()["stdlib"])
         for path in sorted(root.rglob("*.py")):
@@ -46,7 +50,20 @@ def documents(config: configs.Data) -> Iterator[bytes]:
     elif isinstance(config, configs.Text):
         yield from _text(Path(config.path).expanduser(), config)
     else:
-        raise TypeError(f"{type(config).__name__} has no documents")
+        raise DataError("this needs text: give data=text data.path=FILE, data=pydoc or data=stdlib")
+
+
+def texts_of(config: configs.Data, made: Iterable[bytes] | None = None) -> list[bytes]:
+    """Return the documents that a configuration names, or those that a user's function made, but for empty ones.
+
+    Raises:
+        DataError: there are none.
+    """
+    found = [text for text in (documents(config) if made is None else made) if text]
+    if not found:
+        where = next((f"data.{key}={getattr(config, key)}" for key in ("path", "fn") if hasattr(config, key)), "data")
+        raise DataError(f"no text at {where}: every document is empty")
+    return found
 
 
 def _text(path: Path, config: configs.Text) -> Iterator[bytes]:
@@ -152,30 +169,46 @@ def token_files(
 
     They are those of `texts`, or else of the documents that the configuration names.
     """
-    texts = [text for text in (documents(config) if texts is None else texts) if text]
-    where = next((f"data.{name}={getattr(config, name)}" for name in ("path", "fn") if hasattr(config, name)), "data")
-    if not texts:
-        raise DataError(f"no text at {where}: every document is empty")
-    folder = cache_folder(config, f"{encoder.identity} {config.val_fraction}", texts)
-    if not (folder / "held_out.bin").exists():
-        train, held_out = split(texts, config.val_fraction)
-        write_whole(folder / "train.bin", tokenize(train, encoder))
-        write_whole(folder / "held_out.bin", tokenize(held_out, encoder))
-    train, held_out = (mapped(folder / f"{name}.bin", id_type(encoder.vocab_size)) for name in ("train", "held_out"))
+    texts = texts_of(config, texts)
+
+    def make():
+        for name, part in zip(types, split(texts, config.val_fraction), strict=True):
+            yield name, tokenize(part, encoder)
+
+    types = dict.fromkeys(("train", "held_out"), id_type(encoder.vocab_size))
+    train, held_out = cached(config, f"{encoder.identity} {config.val_fraction}", texts, types, make).values()
     counted = sum(np.count_nonzero(part != encoder.separator) for part in (train, held_out))
     return train, held_out, sum(map(len, texts)) / max(1, counted)
 
 
-def cache_folder(config: configs.Data, how: str, texts: Iterable[bytes]) -> Path:
-    """Return where the ids of texts are kept: under a hash of them, and of `how` they are made."""
+def cached(
+    config: configs.Data,
+    how: str,
+    texts: Iterable[bytes],
+    types: Mapping[str, str],
+    make: Callable[[], Iterable[tuple[str, np.ndarray]]],
+) -> dict[str, np.ndarray]:
+    """Return arrays that are made of texts, memory-mapped: under a hash of these, and of `how`, they are kept.
+
+    Args:
+        config: says where.
+        how: changes when what is made of the same texts does.
+        texts: what they are made of.
+        types: of the arrays, by name.
+        make: yields each with its name, in this order, where they are not there yet.
+    """
     digest = hashlib.sha256(how.encode())
     for text in texts:
         digest.update(len(text).to_bytes(8, "big") + text)
     folder = Path(config.cache).expanduser() if config.cache else user_cache() / "tokens"
-    return folder / digest.hexdigest()[:24]
+    files = {name: folder / digest.hexdigest()[:24] / f"{name}.bin" for name in types}
+    if not list(files.values())[-1].exists():
+        for name, array in make():
+            _write_whole(files[name], array.astype(types[name], copy=False))
+    return {name: _mapped(files[name], types[name]) for name in types}
 
 
-def write_whole(path: Path, tokens: np.ndarray) -> None:
+def _write_whole(path: Path, tokens: np.ndarray) -> None:
     """Write whole or not at all: another process may be doing the same."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
@@ -183,7 +216,7 @@ def write_whole(path: Path, tokens: np.ndarray) -> None:
     os.replace(file.name, path)
 
 
-def mapped(path: Path, dtype: str = "uint16") -> np.ndarray:
+def _mapped(path: Path, dtype: str) -> np.ndarray:
     return np.memmap(path, dtype, "r")
 
 
@@ -198,7 +231,7 @@ def mapped_blocks(config: configs.Tokens) -> tuple[list[np.ndarray], list[np.nda
     if bad := [file for file in files if file.stat().st_size % np.dtype(config.dtype).itemsize]:
         why = "its size is no multiple of the type's"
         raise DataError(f"cannot read data.path={bad[0]} as data.dtype={config.dtype}: {why}")
-    arrays = [mapped(file, config.dtype) for file in files]
+    arrays = [_mapped(file, config.dtype) for file in files]
     if len(arrays) == 1:
         length = max(1, min(2**20, len(arrays[0]) // 32))
         arrays = [arrays[0][start : start + length] for start in range(0, len(arrays[0]), length)]

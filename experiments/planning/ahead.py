@@ -77,7 +77,7 @@ def _table(name: str, config: configs.Resolved, traffic: cost.Traffic, device: D
     state = [f"{config.hardware.param_dtype}, computed in {config.hardware.compute_dtype}"]
     lines = [
         f"── {name} for {device.name} ".ljust(report.WIDTH, "─"),
-        f"  {'mesh':<18} {f'{config.mesh.devices} devices':>14}   {meshes.describe(config.mesh)}",
+        f"  {'mesh':<18} {f'{config.mesh.devices} devices':>14}   {config.mesh.words}",
         f"  {'parameters':<18} {config.params:>14,}   {state[0]}",
         f"  {'tokens per step':<18} {config.tokens_per_step:>14,}   {config.batch_size} x {config.seq_len:,}, "
         f"{config.tokens_per_step // config.mesh.devices:,} of each device",

@@ -114,9 +114,9 @@ def flops(programs: Programs) -> int:
     config, other = programs.config, programs.config.reference
     size = config.batch_size, config.seq_len
     frozen = 0 if other is None else zoo.accounting.forward_flops(other.config, *size)
-    if not isinstance(config.adapter, configs.Lora):
+    if not config.adapted:
         return frozen + zoo.accounting.train_flops(config.model.config, *size)
-    adapters = sum(leaf.size for leaf in jax.tree.leaves(programs.kept(programs.state).model))
+    adapters = sum(leaf.size for leaf in jax.tree.leaves(programs.kept_state.model))
     passed = 2 * zoo.accounting.forward_flops(config.model.config, *size)
     return frozen + passed + 6 * config.tokens_per_step * adapters
 

@@ -123,7 +123,7 @@ def bytes_read(text: str, trips: Mapping[str, int] | None = None, least: int = 0
 
 
 _FREE = {"parameter", "tuple", "get-tuple-element", "bitcast", "constant", "after-all", "iota", "partition-id"}
-_FREE |= {f"{kind}-done" for kind in ("copy", "slice", "dynamic-slice", "all-reduce", "all-gather", "async")}
+_FREE |= {f"{op}-done" for op in ("copy", "slice", "dynamic-slice", "all-reduce", "all-gather", "async")}
 _ROW = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*)")
 
 
@@ -136,8 +136,8 @@ class _Body:
         self.parameters: dict[int, str] = {}
         for line in lines:
             if found := _ROW.match(line):
-                name, kind, op, rest = found.groups()
-                self.types[name] = kind
+                name, shape, op, rest = found.groups()
+                self.types[name] = shape
                 self.rows.append((name, op, re.findall(r"%([\w.\-]+)", rest.partition(")")[0]), line))
                 if op == "parameter":
                     self.parameters[int(rest.partition(")")[0])] = name
@@ -152,8 +152,8 @@ class _Body:
 
     def size(self, value: str) -> int:
         """Bytes of a value; of several, those of the last one: what an asynchronous operation brings."""
-        *_, (kind, dims) = _ARRAY.findall(self.types[value]) or [("token", "")]
-        return BYTES.get(kind, 1) * math.prod(int(each) for each in dims.split(",") if each)
+        *_, (dtype, dims) = _ARRAY.findall(self.types[value]) or [("token", "")]
+        return BYTES.get(dtype, 1) * math.prod(int(each) for each in dims.split(",") if each)
 
 
 def _fused(line: str) -> str:
@@ -230,7 +230,7 @@ def collectives(text: str, devices: int, trips: Mapping[str, int] | None = None)
 
 def _sent(kind: str, shapes: str, line: str, devices: int, computation: str) -> float:
     """Return the bytes that each device sends, from what the collective returns."""
-    sizes = [BYTES[kind_] * math.prod(int(d) for d in dims.split(",") if d) for kind_, dims in _ARRAY.findall(shapes)]
+    sizes = [BYTES[dtype] * math.prod(int(d) for d in dims.split(",") if d) for dtype, dims in _ARRAY.findall(shapes)]
     if "-start(" in line and kind != "all-reduce" and len(sizes) > 1:  # operands come first
         sizes = sizes[:1] if kind == "collective-permute" else sizes[len(sizes) // 2 :]
     group, total = _group(line, devices), sum(sizes)

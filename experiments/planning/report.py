@@ -103,7 +103,7 @@ def render(name: str, config: configs.Resolved, plan: Plan, device: Device) -> s
         ),
     ]
     if config.mesh.devices > 1:
-        rows.append(("mesh", f"{config.mesh.devices} devices", meshes.describe(config.mesh)))
+        rows.append(("mesh", f"{config.mesh.devices} devices", config.mesh.words))
     lines = [_rule(f"{name} on {device.name}")]
     rows += [("tiled" * (i == 0), part, how) for i, (part, how) in enumerate(plan.cuts)]
     for label, value, note in rows:

@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import zoo.accounting
 from experiments import configs
 from experiments.commandline.console import GIB, CommandError, size
 from experiments.configs import DType, Platform
@@ -17,7 +16,7 @@ from experiments.step import folders
 from experiments.step import tiling as cuts
 from experiments.step.build import Programs
 from zoo.adapters import lora
-from zoo.kernels import choose
+from zoo.kernels import KERNELS, choose
 
 T = TypeVar("T")
 
@@ -56,13 +55,13 @@ FEW_TILES = 16  # of attention: products are a sixteenth more than those of what
 
 
 def resolve(config: configs.Run, device: Device) -> configs.Resolved:
-    """Return the run with every open value chosen, and why.
+    """Return the run with every open value chosen for a device, and why.
 
     Raises:
         HardwareError: there is no such mesh of this many devices, or no number of tiles keeps within the budget.
         CommandError: the frozen model that its objective compares with is not there, or has another vocabulary.
     """
-    params, choices = zoo.accounting.count_params(config.model.config), Choices()
+    params, choices = config.params, Choices()
     scale = next(scale for scale in SCALES[device.platform] if params <= scale.params)
     sized = f"{params:,} parameters on a {device.platform}: minutes altogether"
     mesh = _mesh(config, device, choices)
@@ -74,17 +73,19 @@ def resolve(config: configs.Run, device: Device) -> configs.Resolved:
     config = choices.fill(config, "", sized, steps=steps, batch_size=batch_size, seq_len=scale.seq_len)
     config = choices.fill(config, "", "twenty lines a run", log_every=max(1, steps // 20))
     hardware = _hardware(config.hardware, device, size(kept), roomy, choices)
-    optimizer = _optimizer(config, params, hardware.param_dtype is DType.float32 and roomy, choices)
+    optimizer = _optimizer(
+        config.optimizer, config.adapted, params, hardware.param_dtype is DType.float32 and roomy, choices
+    )
     parts: dict[str, Any] = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     parts.update(mesh=mesh, hardware=hardware, optimizer=optimizer, reference=folders.reference(config))
     resolved = _attention(_head(configs.Resolved(**parts), choices), choices)
 
-    remat = _remat(resolved, params > REMAT_ABOVE, device.platform, choices)
+    remat = _remat(config.remat, resolved.tiling, params > REMAT_ABOVE, device.platform, choices)
     often = max(10, steps // EVALUATIONS) if scale.eval_batches > 1 else 0
     why = f"{EVALUATIONS} in a run" if often else "evaluating costs as much as a step"
     evaluation = choices.fill(config.eval, "eval.", why, every=often)
     evaluation = choices.fill(evaluation, "eval.", sized, batches=scale.eval_batches)
-    small = 12 * params <= GIB or isinstance(config.adapter, configs.Lora)  # float32 parameters and two moments
+    small = 12 * params <= GIB or config.adapted  # float32 parameters and two moments
     why = f"it takes {'less' if small else 'more'} than 1 GiB"
     checkpoint = choices.fill(config.checkpoint, "checkpoint.", why, last=small)
     return dataclasses.replace(resolved, remat=remat, eval=evaluation, checkpoint=checkpoint, chosen=choices.made)
@@ -130,9 +131,10 @@ def _hardware(hardware: configs.Hardware, device: Device, kept: str, roomy: bool
     return dataclasses.replace(hardware, compiler_options=options)
 
 
-def _optimizer(config: configs.Run, params: int, roomy: bool, choices: Choices) -> configs.Optimizer:
+def _optimizer(
+    asked: configs.Optimizer, adapted: bool, params: int, roomy: bool, choices: Choices
+) -> configs.Optimizer:
     """Return the optimizer that was asked for, or the one whose state fits (`roomy` if AdamW's does), with its rate."""
-    asked, adapted = config.optimizer, isinstance(config.adapter, configs.Lora)
     if type(asked) is configs.Optimizer:
         cls = configs.AdamW if roomy or adapted else configs.AdafactorLayerwise
         asked = cls(**{field.name: getattr(asked, field.name) for field in dataclasses.fields(asked)})
@@ -154,7 +156,7 @@ def _mesh(config: configs.Run, device: Device, choices: Choices) -> configs.Mesh
         HardwareError: there is no such mesh of this many devices.
     """
     try:
-        mesh = meshes.choose(config, device.count, device.platform)
+        mesh = meshes.choose(config.mesh, config.batch_size, config.tiling.heads, device.count, device.platform)
     except ValueError as error:
         raise HardwareError(str(error)) from None
     if device.count > 1 and config.mesh.data is None:
@@ -214,25 +216,22 @@ def _attention(config: configs.Resolved, choices: Choices) -> configs.Resolved:
     return dataclasses.replace(config, tiling=tiling)
 
 
-def _remat(config: configs.Resolved, large: bool, platform: str, choices: Choices) -> configs.Remat:
+def _remat(remat: configs.Remat, tiling: configs.Tiling, large: bool, platform: str, choices: Choices) -> configs.Remat:
     """Return what the backward pass keeps: all of a small model, of a large one or of long texts next to nothing."""
     why = f"{'more' if large else 'no more'} than {REMAT_ABOVE:,.0f} parameters"
     policy = "full" if large else "none"
-    if config.tiling.heads or config.tiling.tokens:
+    if tiling.heads or tiling.tokens:
         why = "what a layer makes of long texts is made again; only what it was given is kept"
         policy = "full" if platform == "cpu" else "offload"
-    return choices.fill(config.remat, "remat.", why, policy=policy)
+    return choices.fill(remat, "remat.", why, policy=policy)
 
 
 def problem(config: configs.Resolved) -> str | None:
     """Return why a run cannot be carried out as it is asked for, before anything is compiled; None where it can."""
-    if found := meshes.problem(config) or cuts.problem(config):
-        return found
-    if config.profile.span is not None and config.profile.span[1] > config.steps:
-        return f"bad value profile.steps={config.profile.steps}: the run has {config.steps} steps"
-    if config.model.quantise is not None and not isinstance(config.adapter, configs.Lora):
-        kept = config.model.quantise
-        return f"bad value model.quantise={kept}: matrices in fewer bits do not move. Train an adapter: adapter=lora"
+    if (why := config.problem) is not None:
+        return why
+    if (why := KERNELS[config.attention].refusal(cuts.asked(config, config.model.config))) is not None:
+        return f"cannot run with attention={config.attention}: {config.attention} {why}; or use attention=auto."
     if isinstance(config.adapter, configs.Lora):
         try:
             lora.match(config.model.config, config.adapter.patterns)

@@ -77,8 +77,8 @@ device_description_str: "{self.name}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
-    """A kind of accelerator.
+class Accelerator:
+    """What devices are.
 
     Attributes:
         platform: tpu or gpu.
@@ -113,17 +113,17 @@ _B200 = Gpu(
 )
 _L4 = Gpu(name="NVIDIA L4", cores=58, clock=2.04, bandwidth=300000000000, cache=50331648, **_ADA)
 _4090 = Gpu(name="NVIDIA GeForce RTX 4090", cores=128, clock=2.52, bandwidth=1008000000000, cache=75497472, **_ADA)
-KINDS = {
-    "v4": Kind(platform="tpu", memory=15.25, shapes=CUBES, cores=2),  # each core is a device to the compiler
-    "v5e": Kind(platform="tpu", memory=15.75, shapes=FLAT),
-    "v5p": Kind(platform="tpu", memory=95.74, shapes=CUBES, cores=2),
-    "v6e": Kind(platform="tpu", memory=31.25, shapes=FLAT),
-    "v7x": Kind(platform="tpu", memory=94.75, shapes=CUBES, cores=2, topology="tpu7x"),
-    "h100": Kind(platform="gpu", memory=79.1, gpu=_H100),
-    "h200": Kind(platform="gpu", memory=139.0, gpu=_H200),
-    "b200": Kind(platform="gpu", memory=178.3, gpu=_B200),
-    "l4": Kind(platform="gpu", memory=22.0, gpu=_L4),
-    "rtx4090": Kind(platform="gpu", memory=23.6, gpu=_4090),
+ACCELERATORS = {
+    "v4": Accelerator(platform="tpu", memory=15.25, shapes=CUBES, cores=2),  # each core is a device to the compiler
+    "v5e": Accelerator(platform="tpu", memory=15.75, shapes=FLAT),
+    "v5p": Accelerator(platform="tpu", memory=95.74, shapes=CUBES, cores=2),
+    "v6e": Accelerator(platform="tpu", memory=31.25, shapes=FLAT),
+    "v7x": Accelerator(platform="tpu", memory=94.75, shapes=CUBES, cores=2, topology="tpu7x"),
+    "h100": Accelerator(platform="gpu", memory=79.1, gpu=_H100),
+    "h200": Accelerator(platform="gpu", memory=139.0, gpu=_H200),
+    "b200": Accelerator(platform="gpu", memory=178.3, gpu=_B200),
+    "l4": Accelerator(platform="gpu", memory=22.0, gpu=_L4),
+    "rtx4090": Accelerator(platform="gpu", memory=23.6, gpu=_4090),
 }
 
 
@@ -137,12 +137,12 @@ class Target:
 
     Attributes:
         name: as the user wrote it.
-        kind: of its devices.
+        accelerator: what its devices are.
         devices: JAX's descriptions of them; they hold nothing and run nothing.
     """
 
     name: str
-    kind: Kind
+    accelerator: Accelerator
     devices: Sequence[Any]
 
     @property
@@ -150,7 +150,7 @@ class Target:
         """What a run is planned with."""
         count = len(self.devices)
         name = f"{self.name}, {count} x {self.devices[0].device_kind}"
-        return Device(self.kind.platform, name, int(self.kind.memory * GIB), count, self.devices)
+        return Device(self.accelerator.platform, name, int(self.accelerator.memory * GIB), count, self.devices)
 
 
 def find(name: str) -> Target:
@@ -160,23 +160,25 @@ def find(name: str) -> Target:
         TargetError: there is none, or its compiler is not installed.
     """
     found = re.fullmatch(r"([a-z]+\d+[a-z]*)-(\d+)", name)
-    kind = KINDS.get(found.group(1)) if found else None
-    if found is None or kind is None:
+    accelerator = ACCELERATORS.get(found.group(1)) if found else None
+    if found is None or accelerator is None:
         raise TargetError(f"cannot compile_for={name}: there is no such hardware. {_known()}")
     number = int(found.group(2))
-    if kind.shapes is None:
+    if accelerator.shapes is None:
         if number < 1 or (number > 8 and number % 8):
             raise TargetError(f"cannot compile_for={name}: hosts have 8 devices. Use up to 8, or a multiple of 8.")
-        return Target(name, kind, _gpus(name, kind, number))
-    shape = kind.shapes.get(number // kind.cores) if number % kind.cores == 0 else None
+        return Target(name, accelerator, _gpus(name, accelerator, number))
+    shape = accelerator.shapes.get(number // accelerator.cores) if number % accelerator.cores == 0 else None
     if shape is None:
-        sizes = ", ".join(f"{found.group(1)}-{chips * kind.cores}" for chips in kind.shapes)
+        sizes = ", ".join(f"{found.group(1)}-{chips * accelerator.cores}" for chips in accelerator.shapes)
         raise TargetError(f"cannot compile_for={name}: there is no slice of that size. There are {sizes}.")
-    return Target(name, kind, _tpus(name, f"{kind.topology or found.group(1)}:{shape}", number == kind.cores))
+    return Target(
+        name, accelerator, _tpus(name, f"{accelerator.topology or found.group(1)}:{shape}", number == accelerator.cores)
+    )
 
 
 def _known() -> str:
-    names = [f"{name}-{8 * kind.cores}" for name, kind in KINDS.items()]
+    names = [f"{name}-{8 * accelerator.cores}" for name, accelerator in ACCELERATORS.items()]
     return f"Known are {', '.join(names)}, and other sizes of them."
 
 
@@ -191,9 +193,9 @@ def _tpus(name: str, topology: str, one: bool) -> Sequence[Any]:
     return _described(name, INSTALL["tpu"], topology_name=topology, platform="tpu", **hosts)
 
 
-def _gpus(name: str, kind: Kind, count: int) -> Sequence[Any]:
-    assert kind.gpu is not None
-    shape, told = f"1x{max(1, count // 8)}x{min(count, 8)}", kind.gpu.described(kind.memory)
+def _gpus(name: str, accelerator: Accelerator, count: int) -> Sequence[Any]:
+    assert accelerator.gpu is not None
+    shape, told = f"1x{max(1, count // 8)}x{min(count, 8)}", accelerator.gpu.described(accelerator.memory)
     return _described(name, INSTALL["gpu"], topology_name="", platform="cuda", target_config=told, topology=shape)
 
 

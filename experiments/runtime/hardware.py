@@ -143,11 +143,11 @@ def used_memory() -> tuple[int, int]:
         return peak, peak
 
 
-def peak_flops(config: configs.Hardware) -> float | None:
-    """Return the FLOPs per second that all devices can do at most; None where nobody knows, as on CPUs."""
+def peak_flops(tflops: float | None) -> float | None:
+    """Return the FLOPs per second that all devices can do at most, told that of one or looking it up; None: unknown."""
     import jax
 
     kind = jax.devices()[0].device_kind
     known = next((peak for name, peak in PEAKS.items() if name in kind), None)
-    peak = known if config.peak_tflops is None else config.peak_tflops
+    peak = known if tflops is None else tflops
     return None if peak is None else peak * 1e12 * jax.device_count()

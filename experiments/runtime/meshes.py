@@ -23,25 +23,25 @@ from zoo.config import rows
 from zoo.quantised import Quantised
 
 
-def choose(config: configs.Run, count: int, platform: str) -> configs.Mesh:
-    """Return the mesh with every size known, for a number of devices.
+def choose(mesh: configs.Mesh, batch_size: int | None, long: bool, count: int, platform: str) -> configs.Mesh:
+    """Return the mesh with every size known, for `count` devices.
 
     Where `mesh.data` is left open, accelerators share the batch as far as it divides, and sequences beyond that; the
-    devices of a CPU share its cores, so one is used, unless several processes bring theirs. Long texts (`tiling.heads`)
-    are then read by Ulysses.
+    devices of a CPU share its cores, so one is used, unless several processes bring theirs. `long` texts
+    (`tiling.heads`) are then read by Ulysses.
 
     Raises:
         ValueError: the sizes do not multiply to the number of devices.
     """
-    mesh, sizes, context_by = config.mesh, dict[str, Any](config.mesh.sizes), config.mesh.context_by
+    sizes, context_by = dict[str, Any](mesh.sizes), mesh.context_by
     if sizes["data"] is None:
         others = {name: size for name, size in sizes.items() if name != "data"}
         alone = platform == Platform.cpu and mesh.devices == 1 and not distributed.several()
         sizes["data"] = 1 if -1 in others.values() or alone else -1
-        if sizes["data"] == -1 and mesh.devices == 1 and config.batch_size is not None:
-            sizes["data"] = math.gcd(config.batch_size, count)
+        if sizes["data"] == -1 and mesh.devices == 1 and batch_size is not None:
+            sizes["data"] = math.gcd(batch_size, count)
             sizes["context"] = count // sizes["data"]
-            context_by = "ulysses" if config.tiling.heads and sizes["context"] > 1 else context_by
+            context_by = "ulysses" if long and sizes["context"] > 1 else context_by
     if set(sizes.values()) != {1} or distributed.several():
         try:
             sizes.update(fill({name: size or 1 for name, size in sizes.items()}, count))
@@ -64,51 +64,12 @@ def _sizes(sizes: dict[str, int | None], count: int) -> str:
     )
 
 
-def problem(config: configs.Resolved) -> str | None:
-    """Return why a run cannot be spread over its mesh, before anything is compiled; None where it can."""
-    mesh, model = config.mesh, config.model.config
-    if config.batch_size % mesh.rows:
-        over = f"mesh.data={mesh.data}" + (f" x mesh.expert={mesh.expert}" if mesh.expert > 1 else "")
-        more, fewer = -(-config.batch_size // mesh.rows) * mesh.rows, math.gcd(config.batch_size, mesh.rows)
-        return (
-            f"cannot cut batch_size={config.batch_size} over {over}: every device takes as many sequences. "
-            f"Use batch_size={more}, or {fewer} devices for the batch."
-        )
-    if config.seq_len % mesh.context:
-        more = -(-config.seq_len // mesh.context) * mesh.context
-        return (
-            f"cannot cut seq_len={config.seq_len} over mesh.context={mesh.context}: every device takes as many tokens. "
-            f"Use seq_len={more}, or mesh.context={math.gcd(config.seq_len, mesh.context)}."
-        )
-    if mesh.context_by == "ulysses" and model.num_heads % (mesh.context * mesh.model):
-        among = f"mesh.context={mesh.context}" + (f" x mesh.model={mesh.model}" if mesh.model > 1 else "")
-        return (
-            f"cannot share {model.num_heads} query heads among {among} devices: under mesh.context_by=ulysses each "
-            f"takes as many. Use mesh.context={math.gcd(model.num_heads // mesh.model, mesh.context)}, or "
-            "mesh.context_by=gather."
-        )
-    experts = model.dims.get("E", 1)
-    if experts % mesh.expert:
-        what = f"this model has {experts} experts" if experts > 1 else "this model has no experts"
-        size = math.gcd(experts, mesh.expert)
-        return f"cannot cut experts over mesh.expert={mesh.expert}: {what}. Use mesh.expert={size}."
-    return None
-
-
 def axes(mesh: configs.Mesh) -> Axes:
     """Return which mesh axes cut which letter, of everything in a run."""
     if mesh.fsdp == "none":
         return {letter: named for letter, named in AXES.items() if letter != "D"}
     shared = ("data", "context") if mesh.context_by == "ulysses" else ("data",)
     return {**AXES, "D": shared} | ({"V": ("model", *shared)} if mesh.fsdp == "V" else {})
-
-
-def describe(mesh: configs.Mesh) -> str:
-    """Return the sizes of a mesh in words, and how parameters lie on its data axis."""
-    sizes = " x ".join(f"{name}={size}" for name, size in mesh.sizes.items() if size != 1)
-    if mesh.data == 1:
-        return sizes
-    return f"{sizes}, parameters copied" if mesh.fsdp == "none" else f"{sizes}, parameters cut over {mesh.fsdp}"
 
 
 def notes(mesh: configs.Mesh, dims: dict[str, int]) -> list[str]:

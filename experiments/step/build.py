@@ -12,6 +12,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import zoo
@@ -48,7 +49,7 @@ class Programs:
         self.dtype, self.compute_dtype = _dtype(config.hardware.param_dtype), _dtype(config.hardware.compute_dtype)
         wanted = config.hardware.grad_dtype
         self.grad_dtype = None if wanted in (None, config.hardware.param_dtype) else _dtype(wanted)
-        self.trainable = lora.trainable if isinstance(config.adapter, configs.Lora) else all_parameters
+        self.trainable = lora.trainable if config.adapted else all_parameters
 
     @functools.cached_property
     def train(self) -> Any:
@@ -126,15 +127,11 @@ class Programs:
         def loss(model, batch):
             tokens, targets, mask, segments, other = (*batch, None, None)[:5]
             others = () if other is None else (other,)
-            if self._learns_beside_its_base:
+            if self.config.beside_its_base:
                 others = (lora.detach(model),)
             return cut(model, others, (tokens, targets, mask, segments))
 
         return loss
-
-    @property
-    def _learns_beside_its_base(self) -> bool:
-        return self.config.reference is not None and self.config.reference.origin is configs.Origin.base
 
     @functools.cached_property
     def optimizer(self) -> optax.GradientTransformationExtraArgs:
@@ -142,6 +139,12 @@ class Programs:
         config, model = self.config, self.config.model.config
         built = optimizer.build(config.optimizer, config.steps, config.seed, model=model, dtype=self.grad_dtype)
         return optimizer.finite_alone(built) if config.on_nan is configs.OnNan.skip else built
+
+    @functools.cached_property
+    def rates(self) -> np.ndarray:
+        """The learning rate of each update."""
+        rate = optimizer.schedule(self.config.optimizer, self.config.steps)
+        return np.asarray(jax.vmap(lambda step: jnp.asarray(rate(step)))(jnp.arange(self.config.steps)))
 
     @functools.cached_property
     def model(self) -> Any:
@@ -157,7 +160,7 @@ class Programs:
     @functools.cached_property
     def frozen(self) -> Any:
         """The shapes and types of the frozen model, where there is one with weights of its own."""
-        if self.config.reference is None or self._learns_beside_its_base:
+        if self.config.reference is None or self.config.beside_its_base:
             return None
         found = self.config.reference.config
         return meshes.abstract(eqx.filter_eval_shape(lambda: self._shape(found)), self.axes)
@@ -224,7 +227,7 @@ class Programs:
         Raises:
             ValueError: the weights do not make the model that their folder describes.
         """
-        if self.config.reference is None or self._learns_beside_its_base:
+        if self.config.reference is None or self.config.beside_its_base:
             return None
         if self.config.reference.path is None:
             return self.init()
@@ -232,13 +235,18 @@ class Programs:
 
     def kept(self, state: State) -> State:
         """Return what of a state, abstract or not, a checkpoint holds: with an adapter, not what never moves."""
-        if not isinstance(self.config.adapter, configs.Lora):
+        if not self.config.adapted:
             return state
         return eqx.tree_at(lambda s: s.model, state, eqx.filter(state.model, self.trainable(state.model)))
 
+    @functools.cached_property
+    def kept_state(self) -> State:
+        """The shapes and types of what a checkpoint holds."""
+        return self.kept(self.state)
+
     def completed(self, state: State) -> State:
         """Return a whole state from what `kept` left of it."""
-        if not isinstance(self.config.adapter, configs.Lora):
+        if not self.config.adapted:
             return state
         return eqx.tree_at(lambda s: s.model, state, eqx.combine(state.model, self.init()))
 
@@ -271,7 +279,7 @@ class Programs:
     def head_args(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """The shapes of what the head is given at a time: its models, the first learns; hiddens, targets and mask."""
         config, how = self.config, self.config.head
-        other = lora.detach(self.model) if self._learns_beside_its_base else self.frozen
+        other = lora.detach(self.model) if self.config.beside_its_base else self.frozen
         models = (self.model,) if other is None else (self.model, other)
         if how.flat:
             letters, shape = "T", (config.tokens_per_step,)

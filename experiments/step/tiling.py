@@ -80,7 +80,7 @@ def ops(config: configs.Resolved, model: Any) -> Ops | None:
     learns has plain attention where its own cannot be what the run's is.
     """
     kernel, pieces = KERNELS[config.attention], slices(config.tiling, model)
-    if exchanges(config.mesh):
+    if config.mesh.exchanges:
         pieces["ulysses"] = True
     if kernel.name != "plain" and kernel.refusal(asked(config, model)) is None:
         pieces |= kernel.ops(config.tiling.attention)
@@ -101,15 +101,10 @@ def slices(tiling: configs.Tiling, model: Any) -> dict[str, Any]:
     return pieces
 
 
-def exchanges(mesh: configs.Mesh) -> bool:
-    """Whether devices exchange heads for positions around attention, which then has whole sequences."""
-    return mesh.context > 1 and mesh.context_by == "ulysses"
-
-
 def turns(config: configs.Run) -> int:
     """Return in how many turns `tiling.heads` takes a model's heads."""
     model, mesh = config.model.config, config.mesh
-    return groups.turns(model.num_heads, model.num_kv_heads, mesh.context * mesh.model if exchanges(mesh) else 1)[0]
+    return groups.turns(model.num_heads, model.num_kv_heads, mesh.context * mesh.model if mesh.exchanges else 1)[0]
 
 
 def asked(config: configs.Run, model: Any) -> Asked:
@@ -120,7 +115,7 @@ def asked(config: configs.Run, model: Any) -> Asked:
         dtype=configs.chosen(config.hardware.compute_dtype).value,
         length=configs.chosen(config.seq_len),
         packed=config.data.packed,
-        spread=1 if exchanges(config.mesh) else config.mesh.context,
+        spread=1 if config.mesh.exchanges else config.mesh.context,
     )
 
 
@@ -174,26 +169,6 @@ def batch(loss: Callable[..., Any], tiling: configs.Tiling) -> Callable[..., Any
     return loss if n is None else tile(loss, axis=(None, None, 0), n=n, sync=sync, has_aux=True)
 
 
-def problem(config: configs.Resolved) -> str | None:
-    """Return why a run cannot be cut as it is asked to be, before anything is compiled; None where it can."""
-    if config.paired and config.batch_size % 2:
-        return f"cannot make pairs of batch_size={config.batch_size} sequences: give an even number."
-    if (why := KERNELS[config.attention].refusal(asked(config, config.model.config))) is not None:
-        return f"cannot run with attention={config.attention}: {config.attention} {why}; or use attention=auto."
-    return _experts(config) if isinstance(config.model.config, MixtureLike) else None
-
-
-def _experts(config: configs.Resolved) -> str | None:
-    """Return why a mixture cannot be cut so."""
-    tiling, dense = config.tiling, config.model.config.dense_layers
-    if tiling.mlp is not None and not dense:
-        return (
-            f"cannot cut MLPs into tiling.mlp={tiling.mlp} tiles: all {config.model.config.num_layers} layers of this "
-            "mixture have experts in their place. Leave tiling.mlp out; tiling.attention and tiling.n can be set."
-        )
-    return None
-
-
 def describe(config: configs.Resolved) -> list[tuple[str, str]]:
     """Return (part, how it is cut) for each part that is, in words; more tiles than there are steps are as many."""
     tiling, how, seq = config.tiling, config.head, config.seq_len
@@ -218,7 +193,7 @@ def describe(config: configs.Resolved) -> list[tuple[str, str]]:
             ("each MLP", f"{-(-seq // length)} tiles of {how.rows} x {length:,} tokens{asked(tiling.mlp, seq)}")
         )
     if tiling.attention is not None:
-        whole = config.mesh.context == 1 or exchanges(config.mesh)  # then keys are cut, and tiles are even
+        whole = config.mesh.context == 1 or config.mesh.exchanges  # then keys are cut, and tiles are even
         length = -(-seq // (tiling.attention + tiling.attention % 2 if whole else tiling.attention))
         what = f"queries{', and of keys' if whole else ''}{asked(tiling.attention, seq)}"
         parts.append(("attention", f"{-(-seq // length)} tiles of {how.rows} x {length:,} {what}"))

@@ -27,7 +27,7 @@ import orbax.checkpoint as ocp
 
 from experiments import configs
 from experiments.commandline.console import CommandError, size
-from experiments.runtime import distributed, hardware, manifest
+from experiments.runtime import distributed, manifest
 
 RUN = "run.json"
 STREAM_GB = 1
@@ -291,7 +291,8 @@ class Saver:
     """Writes a run's checkpoints when they are due.
 
     Args:
-        config: the run.
+        how: when.
+        steps: of the run.
         kept: returns what of its state has to be kept.
         checkpoints: where they go; None where there are none.
 
@@ -299,8 +300,10 @@ class Saver:
         seconds: how long training waited for the last one, until it is asked for.
     """
 
-    def __init__(self, config: configs.Resolved, kept: Callable[[Any], Any], checkpoints: Checkpoints | None):
-        self._how, self._steps, self._kept = config.checkpoint, config.steps, kept
+    def __init__(
+        self, how: configs.Checkpoint, steps: int, kept: Callable[[Any], Any], checkpoints: Checkpoints | None
+    ):
+        self._how, self._steps, self._kept = how, steps, kept
         self._checkpoints, self._every, self.seconds = checkpoints, None, 0.0
 
     def start(self, first: int) -> None:
@@ -365,10 +368,11 @@ def restore(
 
 def open_checkpoints(
     path: Path,
-    config: configs.Resolved,
+    how: configs.Checkpoint,
+    steps: int,
     template: Any,
     about: dict[str, Any],
-    left: int,
+    free: int,
     say: Callable[[str], None],
     written: Callable[[], None] = lambda: None,
 ) -> Checkpoints:
@@ -376,20 +380,20 @@ def open_checkpoints(
 
     Args:
         path: the run's directory.
-        config: the run.
+        how: how many are kept, and how they are written.
+        steps: of the run.
         template: what of its state is kept, abstract or not.
         about: goes into each one, as JSON.
-        left: bytes of the device that the run leaves free.
+        free: bytes in which a copy of the state may be while it is written.
         say: is told about each one that cannot be used.
         written: is called after each.
 
     Raises:
         CommandError: there is no room on the disk for one.
     """
-    how = config.checkpoint
     need = sum(leaf.size * leaf.dtype.itemsize for leaf in named(template).values())  # of what devices share, the whole
     there = sum(name.name.isdecimal() for name in (path / "checkpoints").glob("*"))
-    more = max(1, min(how.keep + 1, config.steps) - there)  # the one that is written stands beside those kept
+    more = max(1, min(how.keep + 1, steps) - there)  # the one that is written stands beside those kept
     room = shutil.disk_usage(next(folder for folder in (path, *path.absolute().parents) if folder.exists())).free
     if how.wanted and room < more * need:
         kept = f"checkpoint.keep={how.keep}, and one more while it is written"
@@ -398,8 +402,6 @@ def open_checkpoints(
             f"a checkpoint takes {size(need)}{several}, and there is room for {size(room)} at {path}: "
             f"free some, keep fewer, give out=FOLDER on another disk, or checkpoint=none."
         )
-    on_host = config.hardware.platform is configs.Platform.cpu
-    free = left if on_host else hardware.host_memory() // 2
     return Checkpoints(
         path / "checkpoints",
         about,

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from experiments import configs
@@ -18,7 +17,6 @@ from experiments.data.rows import Batch
 from experiments.results.metrics import Progress, Record, Recorder, bits_per_byte, describe
 from experiments.runtime import hardware, meshes
 from experiments.runtime.signals import Stop, Stopped
-from experiments.step import optimizer
 from experiments.step.build import Programs, inputs
 from experiments.training.checkpoints import Saver
 from transforms.step import State
@@ -57,7 +55,7 @@ def train(programs: Programs, source: Source | Repeats, session: Session, stop: 
     steps, saver = programs.config.steps, session.saver
     put = meshes.feeder(source.batch_size)  # the mesh is set in this thread alone
     tracer = Tracer(programs.config.profile, session.path, session.progress.say)
-    held_out, meter = HeldOut(programs, source, put), Meter(programs.config, source, session)
+    held_out, meter = HeldOut(programs, source, put), Meter(programs, source, session)
     stop.ask()
     frozen = programs.init_frozen()
     stop.ask()
@@ -207,18 +205,17 @@ class Meter:
     """Makes a record of what each step returned, and finds out that a run has diverged.
 
     Args:
-        config: the run.
+        programs: the run's.
         source: its data.
         session: takes the records and shows them, and where the batch of a step without a loss is kept.
     """
 
-    def __init__(self, config: configs.Resolved, source: Source | Repeats, session: Session):
-        self._config, self._flops, self._source = config, session.known["flops"], source
+    def __init__(self, programs: Programs, source: Source | Repeats, session: Session):
+        self._config, self._flops, self._source = programs.config, session.known["flops"], source
         self._recorder, self._progress, self._directory = session.recorder, session.progress, session.path
-        self._peak, self._skipped = hardware.peak_flops(config.hardware), 0
+        self._peak, self._skipped = hardware.peak_flops(programs.config.hardware.peak_tflops), 0
         self._left_out = sum(not _finite(record) for record in session.recorder.records if record.step)
-        rate = optimizer.schedule(config.optimizer, config.steps)
-        self._rates = np.asarray(jax.vmap(lambda step: jnp.asarray(rate(step)))(jnp.arange(config.steps)))
+        self._rates = programs.rates
         self.start()
 
     def start(self) -> None:

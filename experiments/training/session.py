@@ -14,7 +14,6 @@ import jax
 from experiments import configs
 from experiments.commandline import overrides
 from experiments.commandline.console import CommandError, size
-from experiments.data import batches
 from experiments.data.corpus import DataError
 from experiments.planning import report
 from experiments.planning.cost import Plan
@@ -60,18 +59,20 @@ def opened(
     """
     config = programs.config
     progress = Progress(config.steps, config.log_every)
-    hashes = {"data": batches.fingerprint(source), "sources": own.sources(config)}
+    hashes = {"data": source.fingerprint, "sources": own.sources(config)}
     about = {"overrides": overrides.pinned(argv, chosen), "config": overrides.plain(config), **hashes}
-    said, kept = overrides.dump(config, argv), programs.kept(programs.state)
-    into, restored = (config, kept, about, plan.left, progress.say), None
+    free = plan.left if config.hardware.platform is configs.Platform.cpu else hardware.host_memory() // 2
+    said = overrides.dump(config, argv)
+    into = config.checkpoint, config.steps, programs.kept_state, about, free, progress.say
+    restored = None
     if directory.path is not None and directory.before is not None:
         for change in overrides.changed(directory.before, about):
             progress.say(f"  changed  {change}")
         there = open_checkpoints(directory.path, *into)
-        restored = restore(directory.path, there, kept, config.steps, progress.say)
+        restored = restore(directory.path, there, programs.kept_state, config.steps, progress.say)
     path = directory.open(about, said)
     checkpoints = open_checkpoints(path, *into, directory.written) if config.checkpoint.wanted else None
-    saver = Saver(config, programs.kept, checkpoints)
+    saver = Saver(config.checkpoint, config.steps, programs.kept, checkpoints)
     known, recorder = report.facts(plan, config), Recorder(None)
     if distributed.first():
         plots.remember(path, known)
@@ -113,8 +114,7 @@ def save_weights(model: Any, config: configs.Resolved, directory: Path) -> list[
     """Write the trained weights where they are wanted, any adapter merged and also by itself; return the folders."""
     if not config.save.final:
         return []
-    adapted = isinstance(config.adapter, configs.Lora)
-    folders = ["weights/", "adapter/"] if adapted else ["weights/"]
+    folders = ["weights/", "adapter/"] if config.adapted else ["weights/"]
     model = distributed.gathered(model)
     if not distributed.first():
         return folders
@@ -122,7 +122,7 @@ def save_weights(model: Any, config: configs.Resolved, directory: Path) -> list[
     from experiments.data.tokenizer import copy_tokenizer
     from zoo import adapters
 
-    if adapted:
+    if config.adapted:
         adapters.save(model, directory / "adapter")
         model = lora.merge(model)
     zoo.save(model, directory / "weights", source=config.model.weights)

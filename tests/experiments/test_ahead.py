@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from experiments.commandline import schema
 from experiments.planning import ahead, cost, hlo, targets
-from experiments.planning.targets import Kind, Target, TargetError
+from experiments.planning.targets import Accelerator, Target, TargetError
 from experiments.runtime.hardware import Device
 from transforms.sharding import make_mesh, place
 
@@ -27,7 +27,7 @@ def compile_for(monkeypatch, tmp_path):
     before = jax.config.jax_compilation_cache_dir
 
     def run(*words, memory=16.0):
-        target = Target("v5e-8", Kind(platform="gpu", memory=memory), jax.devices())
+        target = Target("v5e-8", Accelerator(platform="gpu", memory=memory), jax.devices())
         monkeypatch.setattr(targets, "find", lambda name: target)
         words = [*WORDS, *words]
         return ahead.start(*schema.compose(words), words)
@@ -102,7 +102,9 @@ def test_other_hardware_is_refused(name, message):
     ],
 )
 def test_a_product_is_compiled_for_every_kind(name, count, kind):
-    if not importlib.util.find_spec("libtpu" if targets.KINDS[name.split("-")[0]].shapes else "jax_cuda12_plugin"):
+    if not importlib.util.find_spec(
+        "libtpu" if targets.ACCELERATORS[name.split("-")[0]].shapes else "jax_cuda12_plugin"
+    ):
         pytest.skip("its compiler is not installed")
     target = targets.find(name)
     assert (len(target.devices), target.devices[0].device_kind) == (count, kind)

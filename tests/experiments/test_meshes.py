@@ -40,7 +40,7 @@ def quickly(config):
 def losses(*words):
     """The loss of every step of a run."""
     config = quickly(resolved(*words))
-    assert meshes.problem(config) is None
+    assert config.problem is None
     source = batches.open_source(config)
     with meshes.spread(config.mesh):
         abstract = Programs(config).state
@@ -158,7 +158,7 @@ def test_the_mesh_suits_the_devices(words, count, platform, sizes):
     config = resolved(*words, count=count, platform=platform)
     chosen = config.chosen
     assert {name: size for name, size in config.mesh.sizes.items() if size != 1} == sizes
-    assert meshes.problem(config) is None
+    assert config.problem is None
     if platform != "cpu" and not any(word.startswith("mesh") for word in words) and count > 1:
         assert chosen["mesh.data"].value == sizes["data"]
 
@@ -203,7 +203,7 @@ def test_sizes_that_do_not_make_the_devices_are_refused(words, message):
     ],
 )
 def test_what_cannot_be_cut_over_the_mesh_is_refused(words, message):
-    problem = meshes.problem(resolved(*words))
+    problem = resolved(*words).problem
     assert problem is not None
     with pytest.raises(AssertionError, match=message):
         raise AssertionError(problem)
@@ -225,8 +225,8 @@ def test_bad_sizes_are_refused(words, message):
 def test_dimensions_that_stay_whole_are_told():
     config = resolved("mesh=tp", *LLAMA)
     assert meshes.notes(config.mesh, config.model.config.dims) == ["K=2 stays whole: mesh.model=8 does not divide it"]
-    assert meshes.describe(config.mesh) == "model=8"
-    assert meshes.describe(configs.Mesh(data=4, fsdp="none")) == "data=4, parameters copied"
+    assert config.mesh.words == "model=8"
+    assert configs.Mesh(data=4, fsdp="none").words == "data=4, parameters copied"
 
 
 def test_other_threads_put_batches_where_they_belong():

@@ -13,7 +13,7 @@ from experiments import configs
 from experiments.commandline import schema
 from experiments.commandline.console import CommandError
 from experiments.commandline.overrides import with_overrides
-from experiments.planning.resolve import resolve
+from experiments.planning.resolve import problem, resolve
 from experiments.runtime import hardware
 from experiments.step import objectives, tiling
 from experiments.step.build import Programs, inputs
@@ -102,7 +102,7 @@ def test_values_and_gradients_equal_uncut_ones(words, cut, teacher):
     words = [word.format(teacher) for word in words]
     batch = arrays(resolved(*words))
     expected, actual = gradients(resolved(*words), batch), gradients(resolved(*words, *cut), batch)
-    assert tiling.problem(resolved(*words, *cut)) is None
+    assert problem(resolved(*words, *cut)) is None
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * max(1.0, float(abs(b).max())))
     jax.tree.map(close, actual, expected)
 
@@ -243,7 +243,7 @@ def test_a_teacher_must_be_there_and_speak_the_same_language(teacher):
 
 def test_pairs_are_cut_as_pairs():
     words = ["objective=simpo", "data=preference"]
-    assert "batch_size=7 sequences: give an even number" in str(tiling.problem(resolved(*words, "batch_size=7")))
+    assert "batch_size=7 sequences: give an even number" in str(problem(resolved(*words, "batch_size=7")))
     cut = lambda *tilings: dict(tiling.describe(resolved(*words, *tilings)))
     assert cut("tiling.batch=5", "tiling.n=auto")["batch"].startswith("4 micro-batches of 2 x")
     assert cut("tiling.n=17")["head"].endswith("not 17: there is no more to cut")

@@ -12,7 +12,7 @@ from experiments import configs
 from experiments.commandline import schema
 from experiments.commandline.overrides import with_overrides
 from experiments.planning import cost, report
-from experiments.planning.resolve import resolve
+from experiments.planning.resolve import problem, resolve
 from experiments.runtime import hardware
 from experiments.runtime.hardware import Device
 from experiments.step import tiling
@@ -116,17 +116,17 @@ MORE = {
 @pytest.mark.parametrize(("words", "text"), MORE.values(), ids=MORE)
 def test_more_tiles_than_there_is_to_cut_are_as_many_as_there_is(words, text):
     config = resolved("tiny", *tilings(*words))
-    assert tiling.problem(config) is None
+    assert problem(config) is None
     assert text in dict(tiling.describe(config)).values()
 
 
 def test_what_can_be_cut_is_no_problem():
     for words in TILINGS.values():
-        assert tiling.problem(resolved("tiny", *tilings(*words))) is None
+        assert problem(resolved("tiny", *tilings(*words))) is None
 
 
 def test_experts_are_not_cut():
-    found = [tiling.problem(resolved("tiny_mixtral", *tilings(word))) for word in ("batch=2", "mlp=2", "attention=2")]
+    found = [problem(resolved("tiny_mixtral", *tilings(word))) for word in ("batch=2", "mlp=2", "attention=2")]
     assert found[0] is None and found[2] is None
     assert (
         "cannot cut MLPs into tiling.mlp=2 tiles: all 2 layers of this mixture have experts in their place" in found[1]
