@@ -14,6 +14,7 @@ from typing import Any
 from experiments.commandline import schema, usage
 from experiments.commandline.console import CONSOLE, CommandError
 from experiments.data.corpus import DataError
+from experiments.runtime.manifest import reason
 from experiments.runtime.remote import fetched
 
 COMMANDS = {  # word -> (module, what it does)
@@ -69,6 +70,11 @@ def carry_out(name: str, action: Callable[[Any, list[str]], None], argv: list[st
         return 2
     except CommandError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # what is read or written meanwhile
+        print(f"error: cannot go on: {reason(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -12,6 +12,7 @@ from experiments.command import ended  # noqa: E402
 from experiments.commandline import console  # noqa: E402
 from experiments.results.metrics import read  # noqa: E402
 from experiments.results.plots import FACTS, draw  # noqa: E402
+from experiments.runtime.manifest import reason  # noqa: E402
 
 
 def main(argv: list[str]) -> int:
@@ -27,7 +28,7 @@ def main(argv: list[str]) -> int:
             print(f"error: there is no run at {directory}: it has no {Path(error.filename).name}", file=sys.stderr)
             return 1
         except (OSError, ValueError, KeyError) as error:
-            print(f"error: cannot draw the run at {directory}: {error}", file=sys.stderr)
+            print(f"error: cannot draw the run at {directory}: {reason(error)}", file=sys.stderr)
             return 1
         print(f"{directory}/: {', '.join(drawn) or 'no step has been measured yet'}")
     return 0

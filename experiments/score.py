@@ -23,7 +23,6 @@ ROOT = Path(__file__).resolve().parent.parent
 if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder first
     sys.path.insert(0, str(ROOT))
 
-from experiments import configs  # noqa: E402
 from experiments.command import carry_out, ended  # noqa: E402
 from experiments.commandline import console  # noqa: E402
 from experiments.commandline.console import CommandError  # noqa: E402
@@ -139,11 +138,7 @@ def read_documents(config: Score, tokenizer: Any, vocab_size: int) -> list[Docum
     """
     from experiments.data import corpus
 
-    if not isinstance(config.data, configs.Text | configs.Pydoc | configs.Stdlib):
-        raise corpus.DataError("scoring needs text: data=text data.path=FILE, data=pydoc or data=stdlib")
-    texts = list(islice((text for text in corpus.documents(config.data) if text), config.limit))
-    if not texts:
-        raise corpus.DataError("there is no text to score: every document is empty")
+    texts = corpus.texts_of(config.data)[: config.limit]
     found = []
     for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
         size = len(text)

@@ -12,9 +12,11 @@ if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder 
 
 from experiments.command import carry_out, ended  # noqa: E402
 from experiments.commandline import schema  # noqa: E402
+from experiments.commandline.console import CommandError  # noqa: E402
 from experiments.configs.commands import Tokenizer  # noqa: E402
-from experiments.data.corpus import documents  # noqa: E402
+from experiments.data.corpus import texts_of  # noqa: E402
 from experiments.data.tokenizer import FILE, train_bpe  # noqa: E402
+from experiments.runtime.manifest import reason  # noqa: E402
 
 
 def main(argv: list[str]) -> int:
@@ -28,7 +30,11 @@ def _train(config: Tokenizer, argv: list[str]) -> None:
         raise schema.ConfigError(
             f"there already is a tokenizer at {out}: choose another out=FOLDER, or remove it first"
         )
-    texts = [text for text in documents(config.data) if text]
+    texts = texts_of(config.data)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CommandError(f"cannot write out={out}: {reason(error)}. Give another FOLDER") from None
     made = train_bpe(texts, config.vocab_size, out)
     sample = texts[:: max(1, len(texts) // 100)]
     ratio = sum(map(len, sample)) / max(1, sum(map(len, made.encode_batch(sample))))

@@ -76,15 +76,22 @@ def read(folder: Path) -> dict[str, Any] | None:
     Raises:
         ConfigError: it cannot be read.
     """
-    saved = (path for path in folder.glob(f"checkpoints/*/{RUN}") if path.parent.name.isdecimal())
+    try:
+        saved = [path for path in folder.glob(f"checkpoints/*/{RUN}") if path.parent.name.isdecimal()]
+    except OSError as error:
+        raise schema.ConfigError(f"cannot look for a run at {folder}: {error.strerror}") from None
     files = [folder / RUN, *sorted(saved, key=lambda path: -int(path.parent.name))]
     problems = []
-    for file in filter(Path.exists, files):
+    for file in files:
         try:
             found = json.loads(file.read_text())
-            later = {"data": found.get("data"), "sources": found.get("sources", {})}
-            return {"overrides": found["overrides"], "config": found["config"], **later}
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            words, config, sources = found["overrides"], found["config"], found.get("sources", {})
+            if isinstance(words, list) and all(isinstance(word, str) for word in words) and isinstance(config, dict):
+                return {"overrides": words, "config": config, "data": found.get("data"), "sources": sources}
+            problems.append(f"{file} is no record of a run")
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             problems.append(f"{file} cannot be read ({error})")
     if problems:
         raise schema.ConfigError(f"cannot go on with the run at {folder}: {'; '.join(problems[:2])}")

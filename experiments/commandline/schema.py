@@ -33,6 +33,7 @@ SAME = {  # what other programs call it
     "lora": "adapter=lora",
     "dtype": "hardware.param_dtype",
     "weights": "model.weights",
+    "model.weights": "source",  # of `convert.py`
     "name": "run",
     "output_dir": "out",
     "loss": "objective",
@@ -50,8 +51,11 @@ def build_model(
     """Return the model part of a run: the family's own frozen config, where the weights are, and how they are kept."""
     if family not in zoo.families.FAMILIES:
         raise configs.refuse("model.family", family, f"choose {', '.join(zoo.families.FAMILIES)}")
+    cls = zoo.families.FAMILIES[family]
+    if other := sorted(fields.keys() - {field.name for field in dataclasses.fields(cls)}):
+        raise configs.refuse("model.family", family, f"it has no {', '.join(other)}; choose another model=")
     fields = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
-    return configs.Model(config=zoo.families.FAMILIES[family](**fields), weights=weights, quantise=quantise)
+    return configs.Model(config=cls(**fields), weights=weights, quantise=quantise)
 
 
 def schema_of(cls: Any, target: str | None = None, **extra: tuple[Any, Any]) -> type:
@@ -124,6 +128,8 @@ def compose(overrides: Sequence[str], name: str = "config") -> tuple[Any, dict[s
             extra += [
                 override for override in overrides if override.startswith(FREE) and not _takes(composed, override)
             ]
+            pairs = (override.partition("=")[::2] for override in overrides)
+            extra += [f"{key}={value}" for key, value in pairs if key in groups and value not in options(key)]
             if extra:
                 raise HydraException(f"`{extra[0]}` would add or remove a key")
         except (HydraException, OmegaConfBaseException, *RAISED) as error:
@@ -232,6 +238,8 @@ def _explain(error: Exception, name: str, overrides: Sequence[str], known: Any, 
         if override.startswith("+"):
             return f"cannot apply `{override}`: `{key}` is there already; write {key}={value}"
         if why := spelling.unreadable(spelling.spelled(override, by_key(name))):
+            if wanted := _wanted(name, override):
+                return f"bad override `{override}`: {wanted}"
             return f"cannot read `{override}`: {why}"
         if "," in value and spelling.is_sweep(override) and key in by_key(name) and not _is_text(name, key):
             return f"bad override `{override}`: it has several values; -m sweeps over them, one run after another"
@@ -249,12 +257,17 @@ def _is_text(name: str, key: str) -> bool:
 
 def _wanted(name: str, override: str) -> str | None:
     """Return what belongs in the place of a value of the wrong type, in words; None where its types have none."""
-    options = by_key(name).get(override.partition("=")[0], ())
+    key = override.partition("=")[0]
+    options = by_key(name).get(key, ())
+    if not options and any(one.startswith(f"{key}.") for one in by_key(name)):
+        return "it is made of parts: write an option that has them, in conf/"
     arms = dict.fromkeys(arm for option in options for arm in option.arms)
     if list(arms) == [list[int]]:
         return "give a list of whole numbers, such as [1,2]"
     if list(arms) == [float] or list(arms) == [int] or list(arms) == [bool]:
         return f"give {WANTED[next(iter(arms))]}{', or null' if all(one.optional for one in options) else ''}"
+    if any(get_origin(arm) is dict for arm in arms):
+        return f"it holds names and values: give {key}.NAME=VALUE for each"
     return None
 
 

@@ -9,6 +9,7 @@ import decimal
 import os
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from experiments.commandline.options import Option
 
@@ -36,16 +37,39 @@ def spelled(word: str, known: dict[str, tuple[Option, ...]]) -> str:
 
 
 def named(words: Sequence[str]) -> list[str]:
-    """Return overrides in which `objective=MODULE:FUNCTION` is written out, as is `objective.fn=` by itself."""
+    """Return overrides written out: `objective=MODULE:FUNCTION`, `objective.fn=` by itself, the user's own keys in one.
+
+    Those are `hardware.compiler_options={a:1,b:2}`, which is `hardware.compiler_options.a=1` and so on.
+    """
     groups, found = {word.partition("=")[0] for word in words}, []
     for word in words:
         key, _, value = word.partition("=")
         group = key.removesuffix(".fn")
+        if f"{key}." in FREE and value.startswith("{") and readable(word):
+            found += _one_by_one(word)
+            continue
         if key in OWN and ":" in value:
             found += [f"{key}=custom", f"{key}.fn={value}"]
         else:
             found += [f"{group}=custom", word] if key != group and group in OWN and group not in groups else [word]
     return found
+
+
+def _one_by_one(word: str) -> list[str]:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    def said(value: Any) -> str:
+        if isinstance(value, dict):
+            return f"{{{','.join(f'{key}:{said(one)}' for key, one in value.items())}}}"
+        if isinstance(value, list):
+            return f"[{','.join(map(said, value))}]"
+        if isinstance(value, str):
+            return quoted(value)
+        return NULL if value is None else str(value).lower()
+
+    override = OverridesParser.create().parse_override(word)
+    values: Any = override.value()
+    return [f"{override.key_or_group}.{key}={said(value)}" for key, value in values.items()]
 
 
 def is_text(options: Sequence[Option]) -> bool:

@@ -21,3 +21,17 @@ def test_what_a_run_wrote_about_itself_is_also_in_its_checkpoints(tmp_path):
         file.write_text("{")
     with pytest.raises(schema.ConfigError, match=r"cannot go on with the run at .*x: .*run.json cannot be read"):
         resumed()
+
+
+@pytest.mark.parametrize(
+    "text", ['{"overrides": "abc", "config": {}}', '{"overrides": [3], "config": {}}', '{"overrides": [], "config": 3}']
+)
+def test_a_file_that_is_no_record_of_a_run_is_refused(tmp_path, text):
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(schema.ConfigError, match=r"run.json is no record of a run"):
+        overrides.read(tmp_path)
+
+
+def test_a_name_that_no_folder_can_have_is_refused_in_a_sentence():
+    with pytest.raises(schema.ConfigError, match=r"cannot look for a run at runs/aaa.*: File name too long"):
+        overrides.resumed([f"run={'a' * 300}"], "runs")

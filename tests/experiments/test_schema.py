@@ -60,6 +60,11 @@ WRONG = {
     "not a policy": (["remat.policy=some"], r"bad value remat.policy=some: choose auto"),
     "missing path": (["data=text"], r"data.path=... must be given"),
     "run in another folder": (["run=../x"], r"bad value run=../x"),
+    "two signs": (["steps==3"], r"bad override `steps==3`: give a whole number"),
+    "several options": (["tiling=[none,all]"], r"unknown option `tiling=\[none,all\]`: Did you mean tiling=none"),
+    "no names and values": (["hardware.compiler_options=fast"], r"give hardware.compiler_options.NAME=VALUE for each"),
+    "one value for parts": (["model=tiny_llama", "model.rope_scaling=3"], r"it is made of parts: write an option"),
+    "another family": (["model=tiny", "model.family=llama"], r"model.family=llama: it has no attention_pattern, .*;"),
     "impossible model": (["model.num_heads=3", "model.num_kv_heads=2"], r"num_heads=3 must be a multiple"),
 }
 
@@ -83,6 +88,15 @@ def test_lists_of_names_need_no_quotes():
 def test_compiler_options_are_free():
     config, _ = schema.compose(["hardware.compiler_options.xla_dump_to=/tmp/x"])
     assert config.hardware.compiler_options == {"xla_dump_to": "/tmp/x"}
+
+
+def test_names_and_values_of_ones_own_can_be_given_at_once():
+    options = 'hardware.compiler_options={a:true,b:1e-3,c:"x y",d:passes,e:[1,2]}'
+    config, _ = schema.compose([options, "objective=losses:focal", "objective.kwargs={gamma:2}"])
+    assert config.hardware.compiler_options == {"a": True, "b": 1e-3, "c": "x y", "d": "passes", "e": [1, 2]}
+    assert config.objective.kwargs == {"gamma": 2}
+    with pytest.raises(schema.ConfigError, match=r"there is no `objective.kwargs.gamma`"):
+        schema.compose(["objective.kwargs={gamma:2}"])
 
 
 def test_schema_keeps_types_and_defaults():

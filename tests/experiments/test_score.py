@@ -164,7 +164,7 @@ def test_the_command_scores_text_with_weights(tmp_path, capsys, monkeypatch):
         ("model.num_layers=3", 1, "holds another model than the one asked for"),
         ("stride=4096", 2, "bad value stride=4096"),
         ("lora=/nothing", 1, "cannot load an adapter from `/nothing`"),
-        ("data=synthetic", 2, "scoring needs text"),
+        ("data=synthetic", 2, "this needs text: give data=text"),
         ("optimizer=sgd", 2, "there is no `optimizer`"),
     ):
         only = [word for word in words if not (change.startswith("data=") and word.startswith("data"))]

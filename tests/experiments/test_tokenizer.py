@@ -234,3 +234,18 @@ def test_the_command_trains_once(tmp_path, capsys):
     assert "Did you mean `vocab_size`?" in capsys.readouterr().err
     assert command.main(["--help"]) == 0
     assert "vocab_size" in capsys.readouterr().out
+
+
+def test_the_command_says_what_it_cannot_read_or_write(tmp_path, capsys):
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "some.txt").write_text("some words")
+    out = f"out={tmp_path / 'made'}"
+    for words, status, message in (
+        (["data=synthetic", out], 2, "this needs text: give data=text"),
+        (["data=chat", out], 2, "this needs text: give data=text"),
+        (["data=text", f"data.path={tmp_path / 'empty.txt'}", out], 2, "every document is empty"),
+        (["data=text", f"data.path={tmp_path / 'some.txt'}", f"out={tmp_path / 'some.txt'}"], 1, "File exists"),
+    ):
+        assert command.main([*words, "vocab_size=300"]) == status
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "made").exists()
