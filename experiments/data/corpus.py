@@ -61,9 +61,12 @@ def texts_of(config: configs.Data, made: Iterable[bytes] | None = None) -> list[
     """
     found = [text for text in (documents(config) if made is None else made) if text]
     if not found:
-        where = next((f"data.{key}={getattr(config, key)}" for key in ("path", "fn") if hasattr(config, key)), "data")
-        raise DataError(f"no text at {where}: every document is empty")
+        raise DataError(f"no text at {_where(config)}: every document is empty")
     return found
+
+
+def _where(config: configs.Data) -> str:
+    return next((f"data.{key}={getattr(config, key)}" for key in ("path", "fn") if hasattr(config, key)), "data")
 
 
 def _text(path: Path, config: configs.Text) -> Iterator[bytes]:
@@ -140,7 +143,7 @@ def progress(items: Sequence[T], what: str) -> Iterable[T]:
     return tqdm(items, desc=f"  {what}", delay=1.0, leave=False, disable=None)
 
 
-def split(texts: list[bytes], val_fraction: float) -> tuple[list[bytes], list[bytes]]:
+def split(texts: list[bytes], val_fraction: float, where: str = "data") -> tuple[list[bytes], list[bytes]]:
     """Return (training, held-out) documents, chosen by the hash of each document's content and by nothing else.
 
     Equal documents fall on one side. At least one document lands on each side.
@@ -149,7 +152,8 @@ def split(texts: list[bytes], val_fraction: float) -> tuple[list[bytes], list[by
         texts = [piece for piece in re.findall(rb"(?s).{%d}[^\n]*\n?|.+" % PIECE, texts[0]) if piece]
     if len(set(texts)) < 2:
         raise DataError(
-            "too little text: data.path=... must give at least two different documents, to train on and to hold out"
+            f"too little text at {where}: it takes at least two different documents, to train on and to hold out; a "
+            f"single one is cut at line ends into pieces of {PIECE // 1024} KiB"
         )
     draw = {text: _draw(text) for text in texts}
     bound = max(val_fraction, min(draw.values()))
@@ -172,7 +176,7 @@ def token_files(
     texts = texts_of(config, texts)
 
     def make():
-        for name, part in zip(types, split(texts, config.val_fraction), strict=True):
+        for name, part in zip(types, split(texts, config.val_fraction, _where(config)), strict=True):
             yield name, tokenize(part, encoder)
 
     types = dict.fromkeys(("train", "held_out"), id_type(encoder.vocab_size))

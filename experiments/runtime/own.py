@@ -7,6 +7,7 @@ given what its arguments ask for; its further arguments are options, `GROUP.kwar
 `B` batch `S` sequence `T` tokens `D` embed `V` vocab.
 """
 
+import contextlib
 import difflib
 import hashlib
 import importlib
@@ -14,7 +15,8 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,15 +27,37 @@ import numpy as np
 import optax
 
 from experiments import configs
+from transforms import TileError
 from zoo.models.head import head
 
 LOSS = ("logits", "hidden", "head", "labels", "mask")
 OPTIMIZER = ("learning_rate",)
 DATA = ("tokenizer", "vocab_size", "seq_len", "seed")
+NOT_THEIRS = ("<", sys.prefix, sys.base_prefix, __file__)
+TRACED = (
+    "It is traced once, as jax.jit does, and the values of arrays are not known then: write jnp.where or jax.lax.cond "
+    "for an `if`, jnp for numpy, and leave out float(), int() and bool()."
+)
 
 
 class OwnError(ValueError):
     """Something that a user wrote cannot be found, or is not what it should be."""
+
+
+@contextlib.contextmanager
+def _in_words(failed: str) -> Generator[None, None, None]:
+    """Say in a sentence what a user's code raises, and at which of its lines."""
+    try:
+        yield
+    except (OwnError, TileError):
+        raise
+    except Exception as error:  # it may raise anything
+        frames = reversed(traceback.extract_tb(error.__traceback__))
+        found = next((frame for frame in frames if not frame.filename.startswith(NOT_THEIRS)), None)
+        where = f" at {found.filename}:{found.lineno}" if found else ""
+        said = next(iter(str(error).strip().splitlines()), "")
+        traced = isinstance(error, jax.errors.ConcretizationTypeError | jax.errors.TracerArrayConversionError)
+        raise OwnError(f"{failed}{where}: {type(error).__name__}: {said}{f' {TRACED}' * traced}") from error
 
 
 def find(name: str, key: str) -> Callable[..., Any]:
@@ -45,12 +69,13 @@ def find(name: str, key: str) -> Callable[..., Any]:
     where, _, inside = name.rpartition(":")
     if not where or not inside:
         raise OwnError(f"bad value {key}={name}: give MODULE:FUNCTION or FILE.py:FUNCTION")
-    found: Any = _file(where, f"{key}={name}") if where.endswith(".py") else _module(where, f"{key}={name}")
+    with _in_words(f"cannot import {key}={name}"):
+        found: Any = _file(where, f"{key}={name}") if where.endswith(".py") else _module(where, f"{key}={name}")
     for part in inside.split("."):
         if not hasattr(found, part):
             known = [one for one in vars(found) if callable(getattr(found, one)) and not one.startswith("_")]
             close = difflib.get_close_matches(part, known, n=1)
-            hint = f"Did you mean `{close[0]}`?" if close else f"It has: {', '.join(known) or 'none'}."
+            hint = f"Did you mean `{close[0]}`?" if close else f"It has: {', '.join(known[:12]) or 'none'}."
             raise OwnError(f"cannot find {key}={name}: {where} has no function `{part}`. {hint}")
         found = getattr(found, part)
     if not callable(found):
@@ -144,10 +169,16 @@ def objective(config: configs.Custom) -> Callable[..., Any]:
             "labels": lambda: targets,
             "mask": lambda: mask,
         }
-        made = fn(**{name: make[name]() for name in asked}, **config.kwargs)
+        given = {name: make[name]() for name in asked}
+        with _in_words(f"objective.fn={config.fn} failed"):
+            made = fn(**given, **config.kwargs)
         pair = isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Mapping)
         value, beside = (made[0], dict(made[1])) if pair else (made, {})
         value = _number(value, config.fn, "loss", targets, mask)
+        if not jnp.issubdtype(value.dtype, jnp.floating):
+            raise OwnError(
+                f"cannot learn from objective.fn={config.fn}: its loss is of type {value.dtype}, which has no gradient"
+            )
         return value, {name: _number(one, config.fn, name, targets, mask) for name, one in beside.items()}
 
     return loss
@@ -191,10 +222,8 @@ def optimizer(config: configs.CustomOptimizer, rate: Any) -> optax.GradientTrans
     fn = find(config.fn, "optimizer.fn")
     if not wanted(fn, OPTIMIZER, "optimizer", config.kwargs):
         raise OwnError(f"cannot use optimizer.fn={config.fn}: it must take a `learning_rate`, which is a schedule")
-    try:
+    with _in_words(f"optimizer.fn={config.fn} failed"):
         made = fn(learning_rate=rate, **config.kwargs)
-    except (TypeError, ValueError) as error:
-        raise OwnError(f"cannot use optimizer.fn={config.fn}: {error}") from error
     if not isinstance(made, optax.GradientTransformation):
         raise OwnError(
             f"cannot use optimizer.fn={config.fn}: it must return an optax.GradientTransformation, not "
@@ -207,13 +236,14 @@ def documents(config: configs.CustomData, **given: Any) -> Any:
     """Return what a user's function returns: documents of text or of ids, or rows `{"tokens": ids}`."""
     fn = find(config.fn, "data.fn")
     asked = wanted(fn, DATA, "data", config.kwargs)
-    made = fn(**{name: given[name] for name in asked}, **config.kwargs)
-    if isinstance(made, str | bytes | Mapping) or not (hasattr(made, "__len__") or hasattr(made, "__iter__")):
+    with _in_words(f"data.fn={config.fn} failed"):
+        made = fn(**{name: given[name] for name in asked}, **config.kwargs)
+        made = made if hasattr(made, "__len__") or not hasattr(made, "__iter__") else list(made)
+    if isinstance(made, str | bytes | Mapping) or not hasattr(made, "__len__"):
         raise OwnError(
             f"cannot use data.fn={config.fn}: it must return documents (text or ids, in a list or one after another) "
             f"or rows {{'tokens': ids}}, not {type(made).__name__}"
         )
-    made = made if hasattr(made, "__len__") else list(made)
     if not len(made):
         raise OwnError(f"nothing in data.fn={config.fn}: what it returned is empty")
     return made

@@ -165,7 +165,7 @@ def test_nothing_to_read(make, tmp_path):
         "data=text data.path={}/missing": "no such file or folder",
         "data=text data.path={}/empty": "no file that matches",
         "data=text data.path={}/empty.txt": "every document is empty",
-        "data=text data.path={}/short.txt": "too little text",
+        "data=text data.path={}/short.txt": "too little text at data.path=.*short.txt: it takes at least two",
         "data=tokens data.path={}/empty.bin": "no such file, or only empty ones",
         "data=tokens data.path={}/missing.bin": "no such file, or only empty ones",
         "data=tokens data.path={}/odd.bin": "no multiple",

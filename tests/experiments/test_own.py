@@ -138,6 +138,23 @@ def test_gradients_equal_those_of_the_uncut_loss(written, name, cut):
         np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-6)
 
 
+FAILS = """
+def whole(logits):
+    return (logits.sum() > 0).astype(int)
+
+
+def raises(logits=None, learning_rate=None):
+    return 1 / 0
+
+
+def branches(logits):
+    return logits.mean() if logits.mean() > 0 else -logits.mean()
+
+
+def stops():
+    yield "a document"
+    raise OSError("no disk")
+"""
 WRONG = {
     "nowhere:focal": "there is no module `nowhere`, it is neither installed nor in",
     "nowhere.py:focal": "there is no file .*nowhere.py",
@@ -165,6 +182,29 @@ def test_what_a_loss_returns_is_checked(written, name, why):
     model = zoo.Gemma.init(zoo.GemmaConfig(**SIZES), key=jax.random.key(0))
     with pytest.raises(own.OwnError, match=why):
         loss((model,), (jnp.ones((6, 8)),), jnp.zeros(6, int), jnp.ones(6))
+
+
+RAISE = {
+    "objective={}:whole": "cannot learn from objective.fn=.*whole: its loss is of type int32, which has no gradient",
+    "objective={}:raises": r"objective.fn=.*raises failed at .*own.py:\d+: ZeroDivisionError: division by zero",
+    "objective={}:branches": r"objective.fn=.*failed at .*own.py:\d+: TracerBool.* write jnp.where or jax.lax.cond for",
+    "optimizer={}:raises optimizer.learning_rate=1": r"optimizer.fn=.*raises failed at .*own.py:\d+: ZeroDivision",
+    "data={}:raises": r"data.fn=.*raises failed at .*own.py:\d+: ZeroDivisionError",
+    "data={}:stops": r"data.fn=.*stops failed at .*own.py:\d+: OSError: no disk",
+    "objective={}broken.py:focal": r"cannot import objective.fn=.*: SyntaxError: .*broken.py, line 1",
+}
+
+
+@pytest.mark.parametrize("said", RAISE)
+def test_what_ones_own_code_raises_is_said_with_its_line(tmp_path, said, start, capsys):
+    file = tmp_path / "own.py"
+    file.write_text(FAILS)
+    (tmp_path / "broken.py").write_text("def focal(:")
+    where = f"{tmp_path}/" if "broken" in said else file
+    assert start(*(word.format(where) for word in said.split())) in (1, 2)
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("error: ") and "\n" not in error
+    assert re.search(RAISE[said], error), error
 
 
 def test_an_objective_needs_no_word_custom(written):
