@@ -13,6 +13,7 @@ if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder 
     sys.path.insert(0, str(ROOT))
 
 from experiments.command import carry_out, ended  # noqa: E402
+from experiments.commandline import console  # noqa: E402
 from experiments.commandline.console import CommandError  # noqa: E402
 from experiments.configs.commands import Convert  # noqa: E402
 from experiments.configs.fields import Quantise  # noqa: E402
@@ -53,7 +54,7 @@ def convert(config: Convert, argv: list[str]) -> None:
     except ValueError as error:
         raise CommandError(str(error)) from None
     files = sorted(file.name for file in out.iterdir() if file.suffix == ".safetensors")
-    print(f"{zoo.count_params(model.config):,} parameters in {len(files)} files, in {out}/")
+    print(f"{zoo.count_params(model.config):,} parameters in {console.counted(len(files), 'file')}, in {out}/")
 
 
 if __name__ == "__main__":

@@ -185,7 +185,7 @@ def _score_into(file: TextIO | None, config: Score, opened: Any) -> None:
     seconds = time.perf_counter() - began
     total = report(documents)
     print(
-        f"{len(documents)} documents, {total['tokens']} tokens, {total['bytes']} bytes: "
+        f"{console.counted(len(documents), 'document')}, {total['tokens']} tokens, {total['bytes']} bytes: "
         f"{total['nats_per_token']:.4f} nats per token, perplexity {total['perplexity']:.4g}, "
         f"{total['bits_per_byte']:.4f} bits per byte ({read / seconds:.0f} tokens/s)"
     )

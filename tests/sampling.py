@@ -34,7 +34,7 @@ def pytest_configure(config):
     if hasattr(config, "workerinput"):
         option.deadline = config.workerinput["deadline"]  # of all processes alike
     config.left_out = None
-    config.late = 0
+    config.late = config.heavy = 0
 
 
 def named_nothing(config) -> bool:
@@ -88,6 +88,13 @@ def pytest_collection_modifyitems(config, items):
         items[:] = kept
 
 
+def pytest_deselected(items):
+    """Count the heavy cases that somebody names, and `-m "not heavy"` leaves out."""
+    config = items[0].config if items else None
+    if config is not None and config.option.markexpr == LIGHT and not named_nothing(config):
+        config.heavy += sum(item.get_closest_marker("heavy") is not None for item in items)
+
+
 def pytest_runtest_setup(item):
     deadline = item.config.option.deadline
     if deadline is not None and time.time() > deadline:
@@ -117,6 +124,8 @@ def pytest_testnodedown(node):
 def pytest_terminal_summary(terminalreporter, config):
     if config.left_out and not config.option.collectonly:
         terminalreporter.write_line(summary(**config.left_out, late=config.late, option=config.option))
+    if config.heavy:
+        terminalreporter.write_line(f"{config.heavy} of the cases that are named are heavy: -m heavy runs them")
 
 
 def summary(cases: int, run: int, rows: int, late: int, option) -> str:

@@ -90,6 +90,13 @@ def test_heavy_cases_all_run(run):
     assert len(run("-m", "heavy")[0]) == 3
 
 
+def test_heavy_cases_that_are_named_are_told(run):
+    names, out = run("-k", "heavy or pairs")
+    assert len(names) == 3
+    out.fnmatch_lines(["3 of the cases that are named are heavy: -m heavy runs them"])
+    assert "are heavy" not in run()[1].str()
+
+
 def test_a_share_is_chosen_by_the_case_and_what_it_leaves_out_is_told(run):
     names, out = run("--all", "--share", "0.5")
     more, _ = run("--all", "--share", "0.8")

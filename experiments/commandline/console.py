@@ -57,6 +57,11 @@ def quantity(value: float, unit: str = "") -> str:
     return f"{digits(value / scale)}{' ' if unit else ''}{prefix}{unit}"
 
 
+def counted(count: int, what: str) -> str:
+    """Return how many of something there are: `1 file`, `2 files`."""
+    return f"{count:,} {what}{'s' * (count != 1)}"
+
+
 def digits(value: float) -> str:
     """Return a number to three significant digits, trailing zeros kept so that columns stay in line."""
     return f"{value:#.3g}".rstrip(".")

@@ -116,9 +116,10 @@ def _loss(plt: Any, records: list[Record], known: dict[str, Any], name: str) -> 
         axes.plot(*held_out, color=ORANGE, lw=1.2, ls=line, marker="o", ms=6, label=f"held-out {text}")
         steps, values = held_out
         words = {"textcoords": "offset points", "color": ORANGE, "weight": "bold"}
-        axes.annotate(f"{values[0]:.2f}", (steps[0], values[0]), (8, -3), ha="left", **words)
-        if len(steps) > 1:
-            axes.annotate(f"{values[-1]:.2f}", (steps[-1], values[-1]), (0, 9), ha="center", **words)
+        for end in (0, -1)[: len(steps)]:  # on the side where the other line is not
+            over = not len(train[0]) or values[end] >= train[1][end]
+            along = {"xytext": (-6 if end == 0 else 6, 9 if over else -17), "ha": "left" if end == 0 else "right"}
+            axes.annotate(f"{values[end]:.2f}", (steps[end], values[end]), **along, **words)
     _whole_steps(axes, records)
     axes.margins(y=0.12)
     axes.set(title=name, xlabel="step", ylabel=unit)

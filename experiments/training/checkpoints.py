@@ -137,7 +137,10 @@ class Checkpoints:
         path = self._folder / str(step)
         there = json.loads((path / RUN).read_text())["arrays"]
         if problem := _compare(describe(template), there):
-            raise CheckpointError(f"the checkpoint at {path} has other arrays than this run: {problem}")
+            raise CheckpointError(
+                f"the checkpoint at {path} has other arrays than this run: {problem}. Leave out what changes them, or "
+                f"give another run=NAME"
+            )
         wanted = {name: _plain(leaf) for name, leaf in named(template).items()}
         args = {name: _restore_args(leaf) for name, leaf in wanted.items()}
         read = self._orbax.restore(path / "state", args=ocp.args.PyTreeRestore(item=wanted, restore_args=args))
