@@ -71,7 +71,7 @@ def test_errors_are_in_words_and_nothing_is_overwritten(folder, tmp_path, capsys
         ([f"source={folder}", f"out={folder}"], 1, "there already is a model at"),
         (["source=/nothing", f"out={tmp_path / 'out'}"], 1, "cannot load weights from `/nothing`"),
         ([f"source={folder}", f"out={tmp_path / 'out'}", "lora=/nothing"], 1, "cannot load an adapter from `/nothing`"),
-        ([f"source={folder}", f"out={folder / 'config.json' / 'x'}"], 1, "cannot go on: Not a directory"),
+        ([f"source={folder}", f"out={folder / 'config.json' / 'x'}"], 1, "cannot go on: File exists"),
         ([f"source={folder}"], 2, "missing value: out=... must be given"),
         (
             [f"source={folder}", f"out={tmp_path / 'out'}", "quantise=nf4"],
