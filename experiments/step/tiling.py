@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from experiments import configs
 from transforms import tile
-from transforms.sharding import explicit, partitions, shares
+from transforms.sharding import axes_of, explicit, partitions, shares
 from transforms.tiling.report.plan import TilePlan
 from zoo.families.mixture import MixtureLike
 from zoo.kernels import KERNELS, Asked
@@ -148,12 +148,24 @@ def _in_order(x):
 
 def _tiled_experts(tiling, x, *weights, **how):
     """Compute a mixture's experts some tokens at a time, which are sorted by expert on their own."""
-    rows, length = x.shape[:2]
-    fewest = -(-length // _tokens_of_a_row(tiling, x))
+    own = shares(jax.typeof(x), 1)
+    length = x.shape[1] // own  # of each sequence, on a device: no piece is on two
+    fewest = -(-length // max(1, _tokens_of_a_row(tiling, x) // own))
     pieces = next((n for n in range(fewest, 2 * fewest) if length % n == 0), 1)
     run = lambda x, weights: experts_by_sequence(x, *weights, **how)
-    out, routed = tile(run, axis=(0, None), size=1)(x.reshape(rows * pieces, -1, x.shape[-1]), weights)
-    return out.reshape(x.shape), routed
+    batch, sequence, width = partitions(x)
+    apart = PartitionSpec(axes_of([batch, sequence]) or None, None, width)
+    parts = _of_each_device(lambda x: x.reshape(-1, length // pieces, x.shape[-1]), x, apart)
+    at_once = shares(jax.typeof(parts), 0)  # a piece of each device
+    out, routed = tile(run, axis=(0, None), size=at_once)(parts, weights)
+    return _of_each_device(
+        lambda out: out.reshape(-1, length, out.shape[-1]), out, PartitionSpec(*partitions(x))
+    ), routed
+
+
+def _of_each_device(part, x, lies):
+    """Return what `part` makes of what each device has of `x`; it is to lie so, and nothing travels."""
+    return jax.shard_map(part, in_specs=PartitionSpec(*partitions(x)), out_specs=lies)(x) if explicit() else part(x)
 
 
 def _tiled_mlp(n, x, gate, up, down, *, activation, biases=None):

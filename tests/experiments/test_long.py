@@ -13,9 +13,12 @@ from experiments import configs
 from experiments.planning.hlo import dot_flops
 from experiments.step import tiling
 from tests.experiments.test_tiled import check, resolved
+from tests.tiny import on_mesh
+from tests.zoo import test_ulysses as ulysses
 from tests.zoo.hf_cases import CASES
 from tests.zoo.hf_tiny import FAST, loaded
 from transforms.remat import remat
+from transforms.sharding import make_mesh, sharding_of
 from zoo.accounting import recomputed_flops
 from zoo.adapters import lora
 from zoo.kernels import KERNELS
@@ -103,6 +106,22 @@ def test_a_run_as_tiling_long_makes_it(kept):
 
 def test_a_mixture_by_tokens():
     check(resolved("tiny_mixtral", "tiling=long", "tiling.tokens=24", "tiling.n=3"), "tiny_mixtral")
+
+
+@pytest.mark.parametrize("mesh", ["context", pytest.param("all", marks=pytest.mark.heavy)])
+def test_a_mixture_by_tokens_on_devices_that_share_sequences(mesh):
+    """Also where a device has fewer tokens than are to be computed at a time."""
+    config = ulysses.CONFIGS["sinks"]
+    model = zoo.model_class(config).init(config, key=jax.random.key(0))
+    ids = np.random.default_rng(2).integers(3, 60, (2, 32), dtype=np.int32)
+    wanted = ulysses.gradients(model, ids, None, None)
+    made = make_mesh(*ulysses.MESHES[mesh])
+    how = Ops(**tiling.slices(configs.Tiling(n="none", heads=True, tokens=6), config), ulysses=True)
+    with jax.set_mesh(made):
+        put = jax.device_put(ids, sharding_of(made, "B S", ids.shape))
+        found = ulysses.gradients(on_mesh(model, made, ulysses.SHARED), put, None, how)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5 * float(jnp.abs(other).max() + 1))
 
 
 def compiled(seq, tilings=None, attention=None, layers=2):
