@@ -31,7 +31,7 @@ from zoo.engine.scheduler import Limits, Scheduler, Span, Text
 from zoo.engine.sizes import Plan, Settings
 from zoo.engine.step import program
 from zoo.engine.work import Writer, unasked
-from zoo.models.decoder import widened
+from zoo.models.decoder import apart, widened
 from zoo.models.forward import check_past
 from zoo.models.layers import check_tokens
 from zoo.models.mixture import AbstractMixture
@@ -84,7 +84,7 @@ class Engine:
         if drafter is not None:
             _check_drafter(drafter, model.config.vocab_size, settings)
         self.drafter = drafter
-        self.model = widened(model) if widen else model
+        self.model = _laid_out(widened(model) if widen else model, plan)
         self.scheduler = Scheduler(_limits(model.config, settings, plan))
         self.program = _program(plan, settings, compiler_options)
         self.steps = 0
@@ -328,6 +328,11 @@ def _limits(config: Any, settings: Settings, plan: Plan) -> Limits:
     )  # fmt: skip
 
 
+def _laid_out(model: Any, plan: Plan) -> Any:
+    """Return a model whose layers are where the program reads them without a copy."""
+    return apart(model) if plan.unroll and plan.platform == "cpu" else model
+
+
 def _program(plan: Plan, settings: Settings, options: Mapping[str, Any] | None) -> Any:
     told = tuple(sorted((options or {}).items()))
     return program(plan.kinds, plan.dtype, plan.heads, settings.likeliest, plan.unroll, told)
@@ -359,7 +364,7 @@ def lowered(
     work, _ = Writer(settings, plan).work([], [])
     run = _program(plan, settings, compiler_options)
     with contextlib.nullcontext() if plan.mesh is None else jax.set_mesh(plan.mesh):
-        return run.lower(model, plan.state, work)
+        return run.lower(_laid_out(model, plan), plan.state, work)
 
 
 def _check_drafter(drafter: Engine, vocab_size: int, settings: Settings) -> None:

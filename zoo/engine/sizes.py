@@ -1,5 +1,6 @@
 """The sizes of an engine: what it is told, and what follows of that for a model and where the model lies."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -82,9 +83,10 @@ class Plan:
         dtype: what is computed in.
         platform: of the devices.
         mesh: that the model lies on, if there are several.
-        unroll: whether the program has each layer apart. On GPUs XLA copies what a loop takes out of a stack of layers,
-            and reads all weights three times; parts of a stack that are known beforehand its products read where they
-            are. Of integers it would make numbers of the whole stack: these it is left to copy.
+        unroll: whether the program has each layer apart. XLA copies what a loop takes out of a stack of layers, and
+            reads all weights three times. Parts of a stack that are known beforehand its products read where they are
+            on GPUs, and on one CPU arrays that are apart themselves (`zoo.models.decoder.apart`). Of integers it would
+            make numbers of the whole stack: these it is left to copy.
         state: the shapes of what stays on the devices, and where they lie.
     """
 
@@ -117,7 +119,8 @@ class Plan:
         kinds = Kinds.of(config.layer_windows, settings.length)
         platform = next(iter(lies.device_set)).platform
         integers = any(jnp.issubdtype(leaf.dtype, jnp.integer) for leaf in jax.tree.leaves(model))
-        unroll = platform in ("gpu", "cuda", "rocm") and not integers
+        alone = platform == "cpu" and mesh is None and _adjacent(config.layer_stacks)
+        unroll = (platform in ("gpu", "cuda", "rocm") or alone) and not integers
         dtype = jnp.dtype(model.embed.dtype if dtype is None else dtype)
         heads, pages = kept_heads(config, 1 if mesh is None else mesh.size), settings.pages(kinds.windows)
         narrow = dtype == jnp.bfloat16 and platform == "cpu"  # by its bits (`transforms.bits`)
@@ -156,3 +159,8 @@ class Plan:
     def empty(self) -> State:
         """Return what stays on the devices, before anything was read."""
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), self.state)
+
+
+def _adjacent(stacks: Sequence[str]) -> bool:
+    """Return whether the layers of each stack are neighbours."""
+    return len(list(itertools.groupby(stacks))) == len(set(stacks))

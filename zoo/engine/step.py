@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Int
 from transforms.sharding import uncut
 from zoo.engine.attention import Kinds, Paged, Pool
 from zoo.engine.sampling import Either, Picked, Rules, pick
+from zoo.models.decoder import together
 from zoo.models.forward import ForwardPass
 
 
@@ -64,7 +65,7 @@ def advance(
     Logits exist for one block of these places at a time, and for none where nothing is asked.
 
     Args:
-        model: any of the zoo.
+        model: any of the zoo, its layers `apart` or not.
         state: donate it.
         work: what to compute.
         kinds: which pages each layer's keys are on.
@@ -75,6 +76,7 @@ def advance(
     """
     tokens = jnp.where(work.tokens < 0, state.last[work.slots][:, None], work.tokens)
     past = Paged(state.pool, work.positions, work.tables, work.lengths, kinds, dtype, heads)
+    model = together(model)
     out = model.forward(tokens, ForwardPass(dtype=dtype, past=past, unroll=unroll))
     rows, width = tokens.shape
     newest = jnp.arange(rows) * width + jnp.argmax(work.positions, axis=1)

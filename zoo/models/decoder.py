@@ -9,11 +9,13 @@ import dataclasses
 import functools
 import itertools
 import operator
+from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
@@ -184,6 +186,42 @@ def widened(model: Decoder) -> Decoder:
         return model
     where = lambda model: [operator.attrgetter(row.leaf)(model) for row in narrow]
     return eqx.tree_at(where, model, [Widened(leaf.astype(jnp.float32), leaf.dtype) for leaf in where(model)])
+
+
+class Apart(eqx.Module):
+    """A stack of layers' arrays, each an array of its own, or its shape."""
+
+    layers: tuple[Any, ...]
+
+
+def apart(model: Decoder) -> Decoder:
+    """Return a model each of whose stacked arrays is `Apart`, in the same memory; `together` is its inverse.
+
+    Out of a stack XLA's CPU compiler copies a layer's weights before it multiplies by them. Given apart, and stacked
+    inside a program that has each layer apart too, they are read where they are.
+
+    Args:
+        model: on one CPU, or of shapes.
+    """
+
+    def divided(stack: Any) -> Apart:
+        if isinstance(stack, jax.ShapeDtypeStruct):
+            return Apart((stack.update(shape=stack.shape[1:]),) * stack.shape[0])
+        return Apart(tuple(jax.device_put(layer, may_alias=True) for layer in np.asarray(stack)))
+
+    return _of_stacks(model, divided)
+
+
+def together(model: Decoder) -> Decoder:
+    """Return a model whose stacks are arrays, whether they are apart or not."""
+    whole = lambda part: jnp.stack(part.layers) if isinstance(part, Apart) else part
+    return _of_stacks(model, whole, is_leaf=lambda part: isinstance(part, Apart))
+
+
+def _of_stacks(model: Decoder, change: Callable[[Any], Any], **how: Any) -> Decoder:
+    stacks = [stack for stack in model.blocks if getattr(model, stack) is not None]
+    where = lambda model: [getattr(model, stack) for stack in stacks]
+    return eqx.tree_at(where, model, [jax.tree.map(change, stack, **how) for stack in where(model)])
 
 
 def _converts(leaf: Any) -> bool:

@@ -55,7 +55,8 @@ class Block(eqx.Module):
             return told.rotate(norm(q, self.q_norm)), told.rotate(norm(k, self.k_norm)), v
 
         def rest(x, seen):
-            h = norm(linear("bsnh,nhd->bsd", seen, cast(self.o)), self.post_attn_norm)
+            # Letters as in `llama.attention_out`, for einsum to transpose no weights.
+            h = norm(linear("bsnw,nwd->bsd", seen, cast(self.o)), self.post_attn_norm)
             x = x + checkpoint_name(h, "attn_out")
             h = norm(x, self.mlp_norm)
             h = told.ops.mlp(h, cast(self.gate), cast(self.up), cast(self.down), activation=gelu)

@@ -118,7 +118,8 @@ def attention(
 
 def attention_out(block: Any, seen: Float[Array, "B S N H"]) -> Float[Array, "B S D"]:
     """Return what attention adds to the residual stream, of what heads have seen."""
-    out = linear("bsnh,nhd->bsd", seen, block.o.astype(seen.dtype))
+    # Einsum sums over letters in the alphabet's order: in another than the weights' it would transpose these first.
+    out = linear("bsnw,nwd->bsd", seen, block.o.astype(seen.dtype))
     return out if block.o_bias is None else out + block.o_bias.astype(seen.dtype)
 
 

@@ -1,0 +1,43 @@
+"""Layers of which each is apart: in the same memory, and read where they are."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zoo
+from tests.zoo.hf_tiny import loaded
+from zoo.engine.engine import lowered
+from zoo.engine.sizes import Settings
+from zoo.models.decoder import Apart, apart, together
+
+pytestmark = pytest.mark.optimised
+SIZES = dict(vocab_size=64, num_layers=3, embed_dim=256, mlp_dim=512, num_heads=4, num_kv_heads=2, head_dim=64)
+
+
+def test_layers_apart_are_in_the_memory_of_their_stack():
+    model = zoo.Llama.init(zoo.LlamaConfig(**SIZES), key=jax.random.key(0), dtype=jnp.bfloat16)
+    divided = apart(model).layers.down
+    where = [layer.unsafe_buffer_pointer() - model.layers.down.unsafe_buffer_pointer() for layer in divided.layers]
+    assert where == [0, 512 * 256 * 2, 2 * 512 * 256 * 2]
+
+
+@pytest.mark.parametrize("case", ["gemma2_gqa", "deepseek_v3", "mixtral"])
+def test_layers_together_are_the_model_that_was_apart(case):
+    model = loaded(case)
+    divided = apart(model)
+    assert any(
+        isinstance(leaf, Apart) for leaf in jax.tree.leaves(divided, is_leaf=lambda leaf: isinstance(leaf, Apart))
+    )
+    jax.tree.map(np.testing.assert_array_equal, together(divided), model)
+    jax.tree.map(np.testing.assert_array_equal, together(model), model)
+
+
+@pytest.mark.parametrize(("model", "config"), [(zoo.Llama, zoo.LlamaConfig), (zoo.Gemma, zoo.GemmaConfig)])
+def test_a_step_of_the_engine_copies_no_weights(model, config):
+    """Beside pages and weights it takes less than the smallest of the attention's matrices."""
+    made = jax.eval_shape(lambda key: model.init(config(**SIZES), key=key), jax.random.key(0))
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    made = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), made)
+    program = lowered(made, Settings(length=64, rows=4)).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 256 * 256 * 4
