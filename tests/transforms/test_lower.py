@@ -195,6 +195,17 @@ def test_a_large_narrow_operand_is_not_made_wide_as_a_whole(batched, chunks):
     assert temporaries[1] < temporaries[0] - 0.8 * 4 * w.size
 
 
+def test_a_large_narrow_operand_of_a_program_that_is_cut_again_is_upcast_as_a_whole(chunks):
+    chunks(1 << 9)
+    rng = np.random.default_rng(0)
+    h, w = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((64, 8), (8, 32)))
+    loss = lambda h, w: jax.nn.logsumexp((h @ w).astype(jnp.float32), -1).sum()
+    tiled = tile(loss, (0, None), 4, lowmem=True)
+    found, wanted = (quick.jit(jax.grad(fn, (0, 1)))(h, w) for fn in (tiled, loss))
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(np.asarray(one, np.float32), np.asarray(other, np.float32), atol=0.05, rtol=0.02)
+
+
 def test_product_without_free_dimensions_is_added_plainly(chunks):
     calls = chunks(1)
     x = jnp.arange(10.0)

@@ -43,6 +43,19 @@ def test_tiles_are_the_whole(n, how, traced):
         np.testing.assert_allclose(one, other, atol=5e-6)
 
 
+def test_a_sink_above_all_scores_has_a_gradient_where_the_last_tile_is_filled_up():
+    """Given what a forward pass has kept, of which queries that are not there have none."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    q, k, v, weights = (jax.random.normal(key, (1, 9, n, 8)) for key, n in zip(keys, (2, 2, 2, 2), strict=True))
+    sinks = jnp.array([95.0, 1.0])
+    run = lambda sinks, **more: blockwise_attention(q, k, v, n=4, scale=0.3, sinks=sinks, **more)
+    seen, logs = run(sinks, keep=True)
+    kept = logs, jnp.moveaxis((weights * seen).sum(-1), 1, -1)
+    found = jax.grad(lambda sinks: (run(sinks, kept=kept) * weights).sum())(sinks)
+    wanted = jax.grad(lambda sinks: (attention(q, k, v, scale=0.3, sinks=sinks) * weights).sum())(sinks)
+    np.testing.assert_allclose(found, wanted, atol=5e-6)
+
+
 @pytest.mark.parametrize(("before", "behind"), [(7, 0), (5, 0), (2, 0), (0, 0), (1, 1), (7, 7)])
 def test_every_tile_is_met_once_and_rows_from_their_beginning(before, behind):
     found = walk(8, before, behind)

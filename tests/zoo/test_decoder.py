@@ -33,6 +33,17 @@ def test_layers_together_are_the_model_that_was_apart(case):
     jax.tree.map(np.testing.assert_array_equal, together(model), model)
 
 
+def test_layers_apart_are_where_their_stack_is():
+    here = jax.devices()[1]
+    model = jax.device_put(zoo.Llama.init(zoo.LlamaConfig(**SIZES), key=jax.random.key(0)), here)
+    assert {device for leaf in jax.tree.leaves(apart(model)) for device in leaf.devices()} == {here}
+    on_a_mesh = lambda leaf: jax.NamedSharding(
+        jax.make_mesh((1,), ("model",)), jax.P(*(None,) * (leaf.ndim - 1), "model")
+    )
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_a_mesh(leaf)), model)
+    assert apart(shapes).layers.down.layers[0].shape == (512, 256)
+
+
 @pytest.mark.parametrize(("model", "config"), [(zoo.Llama, zoo.LlamaConfig), (zoo.Gemma, zoo.GemmaConfig)])
 def test_a_step_of_the_engine_copies_no_weights(model, config):
     """Beside pages and weights it takes less than the smallest of the attention's matrices."""

@@ -296,12 +296,18 @@ def test_who_fails_to_watch_or_to_guide_fails_alone():
     class Broken(Even):
         take = staticmethod(broken)
 
+    class Mute(Even):
+        def allowed(self):
+            raise KeyError
+
     engine = engine_of("gemma2_gqa")
+    [mute] = engine.submit([5, 6, 7], max_tokens=9, guides=[Mute()])
     [watched] = engine.submit([5, 6, 7], max_tokens=9, watch=[broken])
     [guided] = engine.submit([5, 6, 7], max_tokens=9, guides=[Broken()])
     [other] = engine.submit([5, 6, 7], max_tokens=9)
     engine.run()
     assert [(one.finish, str(one.error)[:11]) for one in (watched, guided)] == [("error", "cannot read")] * 2
+    assert (mute.finish, mute.error, mute.tokens) == ("error", "KeyError", [])
     assert (other.finish, other.error, len(other.tokens)) == ("length", None, 9)
     assert not engine.scheduler.running
 

@@ -30,7 +30,7 @@ from zoo.engine.sampling import GREEDY, Guide, Picked, Sampling
 from zoo.engine.scheduler import Limits, Scheduler, Span, Text
 from zoo.engine.sizes import Plan, Settings
 from zoo.engine.step import program
-from zoo.engine.work import Writer, unasked
+from zoo.engine.work import Writer, reason, unasked
 from zoo.models.decoder import apart, widened
 from zoo.models.forward import check_past
 from zoo.models.layers import check_tokens
@@ -295,15 +295,15 @@ class Engine:
 
     def _take(self, answer: Answer, token: Token) -> None:
         """Go on with an id that was picked; who watches or guides a text and fails ends that text alone."""
-        if token.id < 0:
-            self._fail(answer, _NANS)
+        if token.id < 0 or answer.error is not None:
+            self._fail(answer, answer.error or _NANS)
             return
         answer.tokens.append(token)
         try:
             heard = answer.watch is not None and answer.watch(token.id)
             complete = answer.guide is not None and answer.guide.take(token.id)
         except Exception as error:
-            self._fail(answer, str(error))
+            self._fail(answer, reason(error))
         else:
             if token.id in answer.stop or heard or complete:
                 self.scheduler.end(answer.text, "stop")

@@ -55,7 +55,10 @@ class Settings:
     exact: bool = True
 
     def __post_init__(self):
-        if wrong := [f"{name}={value}" for name, value in vars(self).items() if type(value) is int and value < 1]:
+        sizes = {
+            name: value for name, value in vars(self).items() if name not in ("share", "likeliest", "kv_dtype", "exact")
+        }
+        if wrong := [f"{name}={value}" for name, value in sizes.items() if value is not None and value < 1]:
             raise ValueError(f"an engine cannot have {', '.join(wrong)}: each must be at least 1.")
         if self.kv_dtype not in (None, "int8"):
             raise ValueError(f"an engine cannot keep keys and values in kv_dtype={self.kv_dtype}: give int8, or None.")

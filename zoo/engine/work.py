@@ -90,9 +90,19 @@ class Writer:
         """Write how the rows of a span pick; only the last of them does so by a guide."""
         for row in rows:
             rules.put(row, answer.sampling, answer.text.known, answer.text.given)
-        if answer.guide is not None:
+        if answer.guide is None:
+            return
+        try:
             words = answer.guide.allowed()[: rules.allowed.shape[1]]
-            rules.bound[rows[-1]], rules.allowed[rows[-1], : len(words)] = True, words
+        except Exception as error:  # this text ends where the step's results are taken, and no other
+            answer.error = reason(error)
+            return
+        rules.bound[rows[-1]], rules.allowed[rows[-1], : len(words)] = True, words
+
+
+def reason(error: Exception) -> str:
+    """Return why a text ends of which who watches or guides it has failed."""
+    return str(error) or type(error).__name__
 
 
 def unasked(answer: Answer, span: Span) -> int:

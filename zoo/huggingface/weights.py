@@ -243,7 +243,7 @@ def _load_leaf(row: Row, dims: dict[str, int], tensors: dict[str, Tensor], dtype
     sizes = tuple(dims.items())
     if next(iter(jnp.zeros(0).devices())).platform == "cpu":
         # Copied, and so JAX's own; a program that makes zeros would be compiled for each shape.
-        leaf = jax.device_put(np.zeros(row.shape(dims), dtype), may_alias=False)
+        leaf = jax.device_put(_unaligned(row.shape(dims), dtype), may_alias=False)
         memory = _memory(leaf.block_until_ready())
         for name, place in row.places(dims):
             for start, piece in tensors[name].pieces(bool(row.stack)):
@@ -257,6 +257,12 @@ def _load_leaf(row: Row, dims: dict[str, int], tensors: dict[str, Tensor], dtype
             # One piece at a time: those that wait for their turn would be in memory beside the leaf.
             leaf = _put(leaf, turned, place or (start,)).block_until_ready()
     return leaf
+
+
+def _unaligned(shape: tuple[int, ...], dtype: jnp.dtype) -> np.ndarray:
+    """Return zeros that JAX copies: memory that begins with a cache line it would share, whatever it is asked."""
+    flat = np.zeros(math.prod(shape) + 1, dtype)
+    return (flat[:-1] if flat.ctypes.data % 64 else flat[1:]).reshape(shape)
 
 
 def _memory(leaf: jax.Array) -> np.ndarray:

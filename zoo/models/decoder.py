@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import SingleDeviceSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
@@ -200,14 +201,18 @@ def apart(model: Decoder) -> Decoder:
     Out of a stack XLA's CPU compiler copies a layer's weights before it multiplies by them. Given apart, and stacked
     inside a program that has each layer apart too, they are read where they are.
 
+    Who donates the model's arrays drops this first: what is shared is not reused.
+
     Args:
         model: on one CPU, or of shapes.
     """
 
     def divided(stack: Any) -> Apart:
+        (device,) = stack.sharding.device_set
         if isinstance(stack, jax.ShapeDtypeStruct):
-            return Apart((stack.update(shape=stack.shape[1:]),) * stack.shape[0])
-        return Apart(tuple(jax.device_put(layer, may_alias=True) for layer in np.asarray(stack)))
+            where = SingleDeviceSharding(device)
+            return Apart((stack.update(shape=stack.shape[1:], sharding=where),) * stack.shape[0])
+        return Apart(tuple(jax.device_put(layer, device, may_alias=True) for layer in np.asarray(stack)))
 
     return _of_stacks(model, divided)
 

@@ -48,6 +48,9 @@ class Completion:
     reason: str
     placement: Placement
 
+    def __str__(self) -> str:
+        return f"{self.value} {self.placement} for `{self.node.name}` at {self.node.where}: it {self.reason}"
+
 
 @dataclasses.dataclass(frozen=True)
 class Region(Move):

@@ -49,4 +49,4 @@ def combine_partials(node: Node, values: list[Any], span: Span) -> list[Any]:
     dtype = span.wide(node.outputs[0].dtype)
     values = [v.astype(dtype) if jnp.issubdtype(v.dtype, jnp.inexact) else v for v in map(jnp.asarray, values)]
     rule = RULES[node.name]
-    return node.bind(values) if rule.wide is None else [rule.wide(node, values, dtype)]
+    return node.bind(values) if rule.wide is None else [rule.wide(node, values, dtype, span)]

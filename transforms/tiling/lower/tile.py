@@ -117,11 +117,11 @@ class Tile:
             return None
         rule = RULES[node.name]
         if node.name not in REARRANGE:
-            return rule.wide and rule.wide(node, values, self.span.wide(node.outputs[0].dtype))
+            return rule.wide and rule.wide(node, values, self.span.wide(node.outputs[0].dtype), self.span)
         if (source := self.unrounded.get(node.inputs[0])) is None:
             return None
         if rule.wide is not None:
-            return rule.wide(node, [source], source.dtype)
+            return rule.wide(node, [source], source.dtype, self.span)
         return run(node, [source], step.move, self.span)[0]
 
 

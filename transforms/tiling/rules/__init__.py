@@ -13,7 +13,7 @@ A rule has up to eleven parts. Most primitives need one alone, `factors`, and wh
     resume(node, source, given, before, span)   (of what goes from tile to tile) its result, from its operand `source`,
                                       whose tile is `given`, and from what the tiles before this one accumulated
     unfit(node, move, span)           why tiles of this length do not suit it, though others would; None if they do
-    wide(node, values, dtype)         the result unrounded, in a wider dtype: of a product, and what passes it on
+    wide(node, values, dtype, span)   the result unrounded, in a wider dtype: of a product, and what passes it on
     factors(node)                     which dimensions of operands and results are one: `push` and `pull` follow from
                                       that (`rules.factors`), and walks that ask where a dimension comes from
 
@@ -65,7 +65,7 @@ class Rule:
     local: Local | None = None
     resume: Resume | None = None
     unfit: Callable[[Node, Move, Span], str | None] | None = None
-    wide: Callable[[Node, list[Any], Any], Any] | None = None
+    wide: Callable[[Node, list[Any], Any, Span], Any] | None = None
     factors: Callable[[Node], Any] | None = None
     heavy: bool = False  # pulled only where the whole result would be too large
 

@@ -39,7 +39,7 @@ def linear(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle | N
     return Complete(parts, "would not keep a partial sum small" if one else "is not linear in it")
 
 
-def dot(node: Node, lhs: Any, rhs: Any, dtype: Any) -> Any:
+def dot(node: Node, lhs: Any, rhs: Any, dtype: Any, span: Span) -> Any:
     """The node's dot_general with a result of `dtype`, wider than its operands if need be."""
     params = dict(node.params, preferred_element_type=dtype)
     narrow = jnp.issubdtype(dtype, jnp.floating) and (lhs.dtype != dtype or rhs.dtype != dtype)
@@ -49,27 +49,29 @@ def dot(node: Node, lhs: Any, rhs: Any, dtype: Any) -> Any:
     def upcast(*operands: Any) -> Any:
         """XLA:CPU has no kernel for some narrow x narrow -> wide dots, and upcasts inside the others.
 
-        A large operand is upcast chunk by chunk of a summed factor, for XLA would make a wide copy of all of it.
+        A large operand is upcast chunk by chunk of a summed factor, for XLA would make a wide copy of all of it; but
+        for a program that is cut again, where loops may run over what is cut.
         """
         large = max((op for op in operands if op.dtype != dtype), key=lambda op: op.size)
         out = jax.eval_shape(lambda *ops: node.bind(list(ops), params)[0], *operands)
         summed = longest(node, factors(node).reduced)
-        if summed is None or large.size <= max(out.size, CHUNK // dtype.itemsize) or layout.named(node.outputs[0].aval):
+        small = large.size <= max(out.size, CHUNK // dtype.itemsize)
+        if summed is None or not span.chunks or small or layout.named(node.outputs[0].aval):
             return node.bind([op.astype(dtype) for op in operands], params)[0]
         return chunked(node, operands, layout.full(out, 0, dtype, layout.TOGETHER), summed, large.size * dtype.itemsize)
 
     return lax.platform_dependent(lhs, rhs, cpu=upcast, default=lambda lhs, rhs: node.bind([lhs, rhs], params)[0])
 
 
-def wide(node: Node, values: list[Any], dtype: Any) -> Any:
-    return dot(node, *values, dtype)
+def wide(node: Node, values: list[Any], dtype: Any, span: Span) -> Any:
+    return dot(node, *values, dtype, span)
 
 
 def emit(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
     if isinstance(move.outs[0], Whole):
         return node.bind(values)
     if isinstance(move.outs[0], Partial):
-        return [dot(node, *values, span.wide(node.outputs[0].dtype))]
+        return [dot(node, *values, span.wide(node.outputs[0].dtype), span)]
     return node.bind(values)
 
 
@@ -101,7 +103,7 @@ def accumulate(node: Node, values: list[Any], total: Any, span: Span) -> Any:
     """
 
     def plain(total: Any, lhs: Any, rhs: Any) -> Any:
-        return total + dot(node, lhs, rhs, total.dtype)
+        return total + dot(node, lhs, rhs, total.dtype, span)
 
     where, size = longest(node, free(node)), total.size * total.dtype.itemsize
     if where is None or not span.chunks or size < SMALL:

@@ -100,7 +100,7 @@ register_factors(
     "convert_element_type",
     factors=elementwise,
     sums=converted,
-    wide=lambda node, values, dtype: values[0].astype(dtype),
+    wide=lambda node, values, dtype, span: values[0].astype(dtype),
 )
 register_factors("add", "add_any", "sub", factors=elementwise, sums=added)
 register_factors("mul", "div", factors=elementwise, sums=scaled)
