@@ -12,7 +12,7 @@ floor       Gemma-2 2B's head, compiled for a TPU or run on a GPU
 slice       training steps of Gemma-2 2B compiled for a slice of a pod
 decode      a step of the engine, compiled for devices that are not here: memory, products, bytes read and sent
 serve       tokens a second of the engine beside transformers, one by one, and over HTTP
-context     the longest sequence that Llama-3.1-8B can be trained on, compiled for one GPU
+context     the longest sequence that Llama-3.1-8B can be trained on, compiled for GPUs that are not here
 """
 
 import runpy

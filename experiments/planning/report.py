@@ -41,7 +41,8 @@ def report(programs: Programs, model: str, asked: Asked, device: Device, ask: Ca
     config = programs.config
     began = time.perf_counter()
     itemsize = 2 if config.hardware.param_dtype is configs.DType.bfloat16 else 4
-    least, free = 2 * config.params * itemsize // config.mesh.devices, cost.available(config, device)
+    weights = 0 if config.adapted else config.params * itemsize  # beside an adapter they have no gradients
+    least, free = 2 * weights // config.mesh.devices, cost.available(config, device)
     if least > 4 * free:  # compiling would only waste time
         need = f"its weights and gradients alone take {size(least)}.\n"
     else:

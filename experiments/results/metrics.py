@@ -136,12 +136,13 @@ def _keep_lines(path: Path, lines: list[str]) -> None:
 
 
 def _row(record: Record) -> dict[str, Any]:
-    return {key: _finite(value) for key, value in asdict(record).items()}
+    return {key: finite(value) for key, value in asdict(record).items()}
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Return a value, or what is in a table, as JSON has it: what is no number is null there."""
     if isinstance(value, dict):
-        return {key: _finite(one) for key, one in value.items()}
+        return {key: finite(one) for key, one in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -20,7 +20,7 @@ from experiments.planning.cost import Plan
 from experiments.planning.report import DoesNotFitError
 from experiments.results import plots
 from experiments.results.directory import Directory, DirectoryError
-from experiments.results.metrics import Progress, Recorder, describe, open_loggers
+from experiments.results.metrics import Progress, Recorder, describe, finite, open_loggers
 from experiments.runtime import distributed, hardware, manifest, own
 from experiments.runtime.distributed import DistributedError
 from experiments.runtime.hardware import HardwareError
@@ -165,7 +165,7 @@ def _summarise(directory: Path, recorder: Recorder, known: dict[str, Any], secon
         "held_out_bits_per_byte_after": held_out[-1].held_out_bits_per_byte if held_out else None,
         "tokens_per_second": speeds[len(speeds) // 2] if speeds else None,
     }
-    (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    (directory / "summary.json").write_text(json.dumps(finite(summary), indent=2) + "\n")
 
 
 def words(directory: Path, recorder: Recorder, known: dict[str, Any], saved: list[str], seconds: float) -> str:

@@ -31,6 +31,7 @@ def test_a_diverged_run_stops_after_writing_what_it_had(start, tmp_path, capsys)
     error = capsys.readouterr().err
     assert status == 1
     assert "training has diverged and stops here. Lower optimizer.learning_rate (now 1e+30)" in error
+    assert "NaN" not in (tmp_path / "bad" / "summary.json").read_text()
     rows = [json.loads(line) for line in (tmp_path / "bad" / "metrics.jsonl").read_text().splitlines()]
     assert 1 < len(rows) < 5
     assert None in (rows[-1]["loss"], rows[-1]["grad_norm"])
