@@ -152,22 +152,7 @@ def tiled(n: int) -> Attention:
     whole; memory is O(B N S T / n).
     """
 
-    def run(
-        q,
-        k,
-        v,
-        *,
-        scale,
-        cap=None,
-        window=None,
-        q_segments=None,
-        k_segments=None,
-        sinks=None,
-        causal=True,
-        keep=False,
-        kept=None,
-    ):
-        how: dict[str, Any] = {"scale": scale, "cap": cap, "causal": causal}
+    def run(q, k, v, *, window=None, q_segments=None, k_segments=None, sinks=None, keep=False, kept=None, **how):
         if partitions(q)[1] is None:
             number, traced = (window, None) if isinstance(window, int) else (None, window)
 
@@ -265,37 +250,14 @@ def splash_attention(
 
     window = _checked("splash", q, window, q_positions, k_positions)
     length, size = q.shape[1], q.shape[3]
-    block = next((block for block in BLOCKS if length % block == 0), None)
-    if block is None:
+    if length % LANES:
         raise ValueError(f"splash attention takes sequences of a multiple of {LANES} tokens, and these have {length}.")
-    shape = (length, length)
-    if window is None:
-        mask = splash.CausalMask(shape) if causal else splash.FullMask(shape)
-    else:
-        mask = splash.LocalMask(shape, _reach(window, causal), 0)
-    blocks = splash.splash_attention_kernel.BlockSizes(
-        block_q=block,
-        block_kv=block,
-        block_q_dkv=block,
-        block_kv_dkv=block,
-        block_kv_dkv_compute=block,
-        block_q_dq=block,
-        block_kv_dq=block,
-    )
 
     def run(q, k, v, segments, sinks, kept):
         batch, _, heads, _ = q.shape
         kv_heads = k.shape[2]
         calls = kv_heads if kv_heads > 1 else heads  # in the grid; those that share the one kv head are apart, too
-        with jax.ensure_compile_time_eval():  # which tiles there are is known
-            kernel = splash.make_splash_mqa(
-                splash.MultiHeadMask([mask] * (heads // calls)),
-                block_sizes=blocks,
-                attn_logits_soft_cap=cap,
-                head_shards=1,
-                q_seq_shards=1,
-                interpret=interpret,
-            )
+        kernel = _splash_kernel(splash, length, heads // calls, window, causal, cap, interpret)
         wide = lambda x: jnp.pad(x, ((0, 0),) * 3 + ((0, -size % LANES),))
         q = (q.astype(accumulator(q.dtype)) * scale).astype(q.dtype)
         q_BKGSH = wide(q).reshape(batch, length, calls, heads // calls, -1).transpose(0, 2, 3, 1, 4)
@@ -315,6 +277,26 @@ def splash_attention(
         return (seen, logs[0].reshape(batch, heads, length)) if keep else seen
 
     return _on_each_device(run, q, beside(q, k), beside(q, v), q_segments, sinks, kept, keep=keep)
+
+
+def _splash_kernel(splash, length, heads, window, causal, cap, interpret):
+    """Return the kernel of some query heads that share keys and values."""
+    shape = (length, length)
+    if window is None:
+        mask = splash.CausalMask(shape) if causal else splash.FullMask(shape)
+    else:
+        mask = splash.LocalMask(shape, _reach(window, causal), 0)
+    block = next(block for block in BLOCKS if length % block == 0)
+    sizes = ("q", "kv", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
+    with jax.ensure_compile_time_eval():  # which tiles there are is known
+        return splash.make_splash_mqa(
+            splash.MultiHeadMask([mask] * heads),
+            block_sizes=splash.splash_attention_kernel.BlockSizes(**{f"block_{size}": block for size in sizes}),
+            attn_logits_soft_cap=cap,
+            head_shards=1,
+            q_seq_shards=1,
+            interpret=interpret,
+        )
 
 
 # ------------------------------------------------------- what a forward pass has found, told to the backward pass

@@ -28,8 +28,8 @@ from zoo.quantised import AbstractMatrix, whole
 _EPS = 1e-6  # of the norms of latents, whatever the config says
 
 
-class Dense(eqx.Module):
-    """Weights of the first layers, which have one MLP, stacked over a leading `L`; inside the scan, one layer's."""
+class Latent(eqx.Module):
+    """Weights of attention to latents, stacked over a leading `L`; inside the scan, one layer's."""
 
     attn_norm: Float[Array, "*L D"]
     q: Float[Array, "*L A N H"] | Float[Array, "*L D N H"] | AbstractMatrix
@@ -38,14 +38,19 @@ class Dense(eqx.Module):
     kv: Float[Array, "*L C N X"] | AbstractMatrix
     o: Float[Array, "*L N W D"] | AbstractMatrix
     mlp_norm: Float[Array, "*L D"]
+    q_down: Float[Array, "*L D A"] | AbstractMatrix | None = eqx.field(default=None, kw_only=True)
+    q_norm: Float[Array, "*L A"] | None = eqx.field(default=None, kw_only=True)
+    q_down_bias: Float[Array, "*L A"] | None = eqx.field(default=None, kw_only=True)
+    kv_down_bias: Float[Array, "*L J"] | None = eqx.field(default=None, kw_only=True)
+    o_bias: Float[Array, "*L D"] | None = eqx.field(default=None, kw_only=True)
+
+
+class Dense(Latent):
+    """Weights of the first layers, which have one MLP."""
+
     gate: Float[Array, "*L D F"] | AbstractMatrix
     up: Float[Array, "*L D F"] | AbstractMatrix
     down: Float[Array, "*L F D"] | AbstractMatrix
-    q_down: Float[Array, "*L D A"] | AbstractMatrix | None = None
-    q_norm: Float[Array, "*L A"] | None = None
-    q_down_bias: Float[Array, "*L A"] | None = None
-    kv_down_bias: Float[Array, "*L J"] | None = None
-    o_bias: Float[Array, "*L D"] | None = None
 
     def __call__(
         self, x: Float[Array, "B S D"], config: DeepSeekLike, told: LayerPass
@@ -62,16 +67,9 @@ class Dense(eqx.Module):
         return told.behind(rest, x, seen), aux
 
 
-class Sparse(eqx.Module):
-    """Weights of the layers with experts, likewise."""
+class Sparse(Latent):
+    """Weights of the layers with experts."""
 
-    attn_norm: Float[Array, "*L D"]
-    q: Float[Array, "*L A N H"] | Float[Array, "*L D N H"] | AbstractMatrix
-    kv_down: Float[Array, "*L D J"] | AbstractMatrix
-    kv_norm: Float[Array, "*L C"]
-    kv: Float[Array, "*L C N X"] | AbstractMatrix
-    o: Float[Array, "*L N W D"] | AbstractMatrix
-    mlp_norm: Float[Array, "*L D"]
     router: Float[Array, "*L D E"] | AbstractMatrix
     gate: Float[Array, "*L E D F"] | AbstractMatrix
     up: Float[Array, "*L E D F"] | AbstractMatrix
@@ -80,11 +78,6 @@ class Sparse(eqx.Module):
     shared_up: Float[Array, "*L D U"] | AbstractMatrix
     shared_down: Float[Array, "*L U D"] | AbstractMatrix
     router_bias: Float[Array, "*L E"] | None = None
-    q_down: Float[Array, "*L D A"] | AbstractMatrix | None = None
-    q_norm: Float[Array, "*L A"] | None = None
-    q_down_bias: Float[Array, "*L A"] | None = None
-    kv_down_bias: Float[Array, "*L J"] | None = None
-    o_bias: Float[Array, "*L D"] | None = None
     shared_router: None = None
     gate_bias: None = None
     up_bias: None = None
@@ -107,7 +100,7 @@ class Sparse(eqx.Module):
 
 
 def latent_attention(
-    block: Dense | Sparse, x: Float[Array, "B S D"], config: DeepSeekLike, told: LayerPass
+    block: Latent, x: Float[Array, "B S D"], config: DeepSeekLike, told: LayerPass
 ) -> tuple[Float[Array, "B S N W"] | Seen, Aux]:
     """Return what heads see, and what the block returns beside its output.
 
