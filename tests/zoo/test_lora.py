@@ -26,11 +26,9 @@ def attached(case: str, targets=ALL, seed: int = 0, **how):
     """The model of a case with an adapter whose B is not zero."""
     model = lora.attach(loaded(case), targets, rank=3, alpha=6.0, key=jax.random.key(seed), **how)
     found = list(lora.adapted(model))
-    keys = jax.random.split(jax.random.key(seed + 1), len(found))
-    filled = [
-        eqx.tree_at(lambda p: p.b, part, jax.random.normal(key, part.b.shape, part.b.dtype) / 10)
-        for (_, part), key in zip(found, keys, strict=True)
-    ]
+    rng = np.random.default_rng(seed + 1)
+    draw = lambda like: jnp.asarray(rng.normal(size=like.shape) / 10, like.dtype)
+    filled = [eqx.tree_at(lambda p: p.b, part, draw(part.b)) for _, part in found]
     return lora.put(model, [row for row, _ in found], filled)
 
 
