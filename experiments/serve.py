@@ -73,8 +73,8 @@ def build(config: Serve, argv: list[str]) -> Any:
     length = config.length or min(opened.model.config.context_length, 4096)
     try:
         settings = Settings(
-            length=length, rows=config.rows, width=config.width, page=config.page, tokens=config.tokens,
-            queue=config.queue, kv_dtype=config.kv_dtype, exact=config.exact,
+            length=length, rows=config.rows, width=config.width, budget=config.budget, page=config.page,
+            tokens=config.tokens, queue=config.queue, kv_dtype=config.kv_dtype, exact=config.exact,
         )  # fmt: skip
         how: dict[str, Any] = {"dtype": opened.dtype, "widen": opened.widen, "compiler_options": opened.options}
         drafter = None

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float8e4m3fn, Int8, PyTree, UInt8
 
+from transforms.bits import numbers
 from transforms.sharding import einsum
 from zoo.config import rows
 from zoo.formats import MXFP4, NF4, Kind
@@ -129,6 +130,8 @@ class Quantised(AbstractMatrix):
 
     def _numbers(self, dtype):
         """Return what the integers stand for, before they are scaled `[*lead, O, I]`."""
+        if self.kind is Kind.fp8:
+            return numbers(jax.lax.stop_gradient(self.values), jnp.float8_e4m3fn).astype(dtype)
         if self.kind.bits == 8:
             return jax.lax.stop_gradient(self.values).astype(dtype)
         halves = (self.values[..., None] >> jnp.array([0, 4], jnp.uint8)) & jnp.uint8(15)

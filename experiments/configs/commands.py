@@ -116,8 +116,9 @@ class Serve:
     port: int = option(8000, "port to listen at")
     api_key: str | None = option(None, "clients must show it (default: none)")
     length: int | None = option(None, "tokens of the longest text (default: the model's, at most 4096)")
-    rows: int = option(16, "texts that run at once; a step costs rows * width tokens, idle or busy")
+    rows: int = option(16, "texts that run at once; a pass costs rows * width tokens, idle or busy")
     width: int = option(1, "tokens of one text in a row of a step: 1 on CPUs, 8 on accelerators")
+    budget: int = option(256, "tokens of prompts that are read, pass after pass, while texts wait for their next token")
     page: int = option(16, "tokens on a page of keys and values")
     tokens: int | None = option(None, "tokens whose keys and values are kept (default: half of rows * length)")
     kv_dtype: str | None = option(
@@ -136,7 +137,9 @@ class Serve:
 
     def __post_init__(self):
         engine(self)
-        positive(self, "", "length", "rows", "width", "page", "tokens", "queue", "seconds", "max_mib", "grace")
+        positive(
+            self, "", "length", "rows", "width", "budget", "page", "tokens", "queue", "seconds", "max_mib", "grace"
+        )
         if not 0 <= self.port < 65536:
             raise refuse("port", self.port, "give a number from 0 to 65535")
 

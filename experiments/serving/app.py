@@ -222,7 +222,7 @@ class Server:
                 )  # fmt: skip
 
         feed = await self.worker.submit(answers, listeners)
-        reply, read = Reply(asked, self.told.name, self.told.tokenizer.decode), sum(map(len, prompts))
+        reply, read = Reply(asked, self.told.name, self.told.tokenizer), sum(map(len, prompts))
         if asked.stream:
             events = self._events(feed, reply, read)
             return Events(events, lambda: self.worker.cancel(feed))

@@ -4,14 +4,13 @@ What is not known is refused by its name, and so is what would have to be passed
 """
 
 import difflib
-import itertools
 import json
 import math
 import re
 import time
 import uuid
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -322,23 +321,40 @@ def error(message: str, kind: str, param: str | None = None, code: str | None = 
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
+class _Offsets:
+    """Where in an answer's text its ids stand; those of one letter where it does.
+
+    Args:
+        step: takes one id after another, and returns the text that is now complete.
+    """
+
+    def __init__(self, step: Callable[[int], str]):
+        self._step, self._length = step, 0
+
+    def of(self, token: int) -> int:
+        """Return the offset of the next id, in characters."""
+        begin = self._length
+        self._length += len(self._step(token))
+        return begin
+
+
 class Reply:
     """Builds what is sent back for one request.
 
     Args:
         asked: the request.
         model: the name of the model.
-        decode: makes text of ids.
+        tokenizer: makes text of ids.
     """
 
-    def __init__(self, asked: Asked, model: str, decode: Any):
-        self.asked, self._decode = asked, decode
+    def __init__(self, asked: Asked, model: str, tokenizer: Any):
+        self.asked, self._tokenizer, self._decode = asked, tokenizer, tokenizer.decode
         self.chat = bool(asked.messages)
         kind = "chat.completion" if self.chat else "text_completion"
         self._id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._common = {"created": int(time.time()), "model": model}
         self._kind = kind
-        self._lengths: Counter[int] = Counter()  # of each answer's text so far
+        self._offsets: defaultdict[int, _Offsets] = defaultdict(lambda: _Offsets(tokenizer.stream()))
 
     def whole(self, texts: Sequence[str], tokens: Sequence[Sequence[Token]], ends: Sequence[str], read: int) -> dict:
         """Return the body of a whole reply."""
@@ -402,11 +418,9 @@ class Reply:
         return {"content": [{**one(token.id, token.logprob), "top_logprobs": top(token)} for token in tokens]}
 
     def _listed(self, index: int, tokens: Sequence[Token]) -> dict:
-        texts = [self._decode([token.id]) for token in tokens]
-        *offsets, self._lengths[index] = itertools.accumulate(map(len, texts), initial=self._lengths[index])
         return {
-            "tokens": texts,
+            "tokens": [self._decode([token.id]) for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
             "top_logprobs": [{self._decode([i]): logprob for i, logprob in token.top} for token in tokens],
-            "text_offset": offsets,
+            "text_offset": [self._offsets[index].of(token.id) for token in tokens],
         }

@@ -35,7 +35,7 @@ from experiments.serving import connection, protocol
 from experiments.serving.app import Server, Serving
 from experiments.serving.connection import Connection
 from experiments.serving.worker import Worker
-from zoo.engine.engine import Engine, Settings
+from zoo.engine.engine import Engine, Settings, Token
 from zoo.inference.generate import generate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -237,7 +237,17 @@ def test_tokens_of_a_stream_are_where_those_of_a_whole_reply_are(client):
         pieces = [one["choices"][0]["logprobs"] for one in events(response)]
     assert len(pieces) > 1
     assert [at for piece in pieces for at in piece["text_offset"]] == whole["text_offset"]
-    assert whole["text_offset"][:2] == [0, len(whole["tokens"][0])]
+    assert whole["text_offset"][0] == 0
+
+
+def test_ids_of_one_letter_stand_where_it_does():
+    asked, ids = protocol.completion({"prompt": "x", "logprobs": 1, "n": 2}), "né€!".encode()
+    tokens = [Token(i, -1.0, -1.0) for i in ids]
+    pieces, other = protocol.Reply(asked, "tiny", Bytes()), protocol.Reply(asked, "tiny", Bytes())
+    at = [pieces.piece(0, "", [token], None, first=False)["choices"][0]["logprobs"]["text_offset"] for token in tokens]
+    assert [offset for [offset] in at] == [0, 1, 1, 2, 2, 2, 3]
+    whole = other.whole(["né€!"] * 2, [tokens] * 2, ["stop"] * 2, 1)
+    assert [choice["logprobs"]["text_offset"] for choice in whole["choices"]] == [[0, 1, 1, 2, 2, 2, 3]] * 2
 
 
 def test_what_was_read_is_counted_once_for_each_prompt(served):

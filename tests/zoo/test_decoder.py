@@ -1,5 +1,7 @@
 """Layers of which each is apart: in the same memory, and read where they are."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,9 +9,11 @@ import pytest
 
 import zoo
 from tests.zoo.hf_tiny import loaded
-from zoo.engine.engine import lowered
+from zoo.engine.engine import Engine, lowered
 from zoo.engine.sizes import Settings
+from zoo.formats import Kind
 from zoo.models.decoder import Apart, apart, together
+from zoo.quantised import Quantised, quantise
 
 pytestmark = pytest.mark.optimised
 SIZES = dict(vocab_size=64, num_layers=3, embed_dim=256, mlp_dim=512, num_heads=4, num_kv_heads=2, head_dim=64)
@@ -52,3 +56,37 @@ def test_a_step_of_the_engine_copies_no_weights(model, config):
     made = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), made)
     program = lowered(made, Settings(length=64, rows=4)).compile()
     assert program.memory_analysis().temp_size_in_bytes < 256 * 256 * 4
+
+
+def test_floats_of_8_bits_are_read_a_layer_at_a_time():
+    """What a step takes beside pages and weights does not grow with the layers."""
+    taken = []
+    for layers in (2, 4):
+        config = zoo.LlamaConfig(**{**SIZES, "num_layers": layers})
+        model = jax.tree.map(_in_fp8, quantise(zoo.Llama.init(config, key=jax.random.key(0)), "int8"), is_leaf=_kept)
+        program = lowered(model, Settings(length=64, rows=4)).compile()
+        taken.append(program.memory_analysis().temp_size_in_bytes)
+    assert taken[0] == taken[1]
+    engine = Engine(model, Settings(length=64, rows=4))
+    [answer] = engine.submit([1, 2, 3], max_tokens=4)
+    engine.run()
+    logits = model(jnp.array([[1, 2, 3, *(token.id for token in answer.tokens)]]))[0, 2:-1]
+    assert [token.id for token in answer.tokens] == logits.argmax(-1).tolist()
+
+
+def _kept(part):
+    return isinstance(part, Quantised)
+
+
+def _in_fp8(part):
+    if not _kept(part):
+        return part
+    values = (part.values.astype(jnp.float32) / 4).astype(jnp.float8_e4m3fn)
+    return dataclasses.replace(part, values=values, kind=Kind.fp8)
+
+
+def test_an_engine_whose_model_was_donated_says_so():
+    engine = Engine(model := zoo.Llama.init(zoo.LlamaConfig(**SIZES), key=jax.random.key(0)), Settings(length=64))
+    jax.jit(lambda model: jax.tree.map(jnp.square, model), donate_argnums=0)(model)
+    with pytest.raises(ValueError, match=r"whose arrays were donated or deleted.*Drop the engine before"):
+        engine.submit([1, 2], max_tokens=1)

@@ -92,7 +92,9 @@ def alone(case, dtype, width, seed):
 def weather(case, dtype, width, seed, schedule):
     """Answer the same requests in a schedule of its own; return how many bits differ, and what happened."""
     chance = random.Random(schedule)
-    engine = engine_of(case, dtype, width=width, flights=chance.choice([1, 2, 3]), share=chance.random() < 0.8)
+    budget = SIZES.rows * width * chance.choice([1, 1, 2, 4])
+    sizes = {"budget": budget, "flights": chance.choice([1, 2, 3]), "share": chance.random() < 0.8}
+    engine = engine_of(case, dtype, width=width, **sizes)
     scheduler = engine.scheduler
     chance.shuffle(scheduler._slots)
     for pool in scheduler.pools:

@@ -68,16 +68,21 @@ class Weather(RuleBasedStateMachine):
         except Overload:
             assert len(self.scheduler.waiting) == 6
 
-    @rule(drafts=st.lists(st.integers(0, 1), max_size=3))
-    def step(self, drafts):
+    @rule(drafts=st.lists(st.integers(0, 1), max_size=3), passes=st.integers(1, 3))
+    def step(self, drafts, passes):
         self.now += 1.0
         for text in self.scheduler.running:
             if not text.flying:
                 text.drafts = list(drafts)
-        spans = self.scheduler.plan(self.now)
-        rows = sum(math.ceil(span.count / self.scheduler.limits.width) for span in spans)
-        assert rows <= self.scheduler.limits.rows
-        assert len({span.slot for span in spans}) == len(spans)
+        spans = []
+        for _ in range(passes):
+            new = self.scheduler.plan(self.now, spans)
+            rows = sum(math.ceil(span.count / self.scheduler.limits.width) for span in new)
+            assert rows <= self.scheduler.limits.rows
+            assert len({span.slot for span in new}) == len(new)
+            spans += new
+        picking = [span.text for span in spans if span.picks]
+        assert len(set(picking)) == len(picking)  # a token of each in a step
         for span in spans:
             text, size = span.text, self.scheduler.limits.page
             assert span.count > 0 and span.start + span.count < text.limit
@@ -235,10 +240,13 @@ def test_a_text_that_was_preempted_goes_on_from_what_it_has_written():
 
 
 @pytest.mark.parametrize(
-    ("rows", "width", "prompt", "steps"),
-    [(16, 1, 1, 1), (16, 8, 16, 2), (32, 1, 34, 2), (64, 1, 98, 2), (32, 8, 256, 2), (32, 1, 35, 3)],
-)
-def test_a_prompt_is_read_in_few_steps_while_fifteen_texts_are_written(rows, width, prompt, steps):
+    ("rows", "width", "passes", "prompt", "steps"),
+    [
+        (16, 1, 1, 1, 1), (16, 8, 1, 16, 2), (32, 1, 1, 34, 2), (64, 1, 1, 98, 2), (32, 8, 1, 256, 2),
+        (32, 1, 1, 35, 3), (16, 1, 16, 241, 1), (16, 1, 16, 482, 2), (16, 1, 16, 483, 3), (16, 8, 2, 272, 2),
+    ],
+)  # fmt: skip
+def test_a_prompt_is_read_in_few_steps_while_fifteen_texts_are_written(rows, width, passes, prompt, steps):
     """What they leave of each step is all its own: a token of the answer is there a step later."""
     sizes = dict(rows=rows, width=width, page=16, length=512, queue=100, windows=(None,), pages=(600,))
     scheduler = Scheduler(Limits(**sizes))
@@ -250,7 +258,9 @@ def test_a_prompt_is_read_in_few_steps_while_fifteen_texts_are_written(rows, wid
     text, taken = Text(ids=list(range(prompt)), limit=prompt + 9), 0
     scheduler.submit(text)
     while len(text.ids) == prompt:
-        spans, taken = scheduler.plan(), taken + 1
+        spans, taken = [], taken + 1
+        for _ in range(passes):
+            spans += scheduler.plan(0.0, spans)
         assert sum(span.picks for span in spans if span.text is not text) == 15
         for span in spans:
             scheduler.commit(span, [7] * span.picks)

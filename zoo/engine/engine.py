@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
@@ -38,6 +39,7 @@ from zoo.models.mixture import AbstractMixture
 
 __all__ = ["Answer", "Engine", "Scores", "Settings", "Token"]
 
+_Pass = tuple[list[Span], list[int], Any, Any]  # spans, where each begins, what is picked, hidden states
 _NANS = "the model's logits are NaN: its weights are damaged or untrained, or overflow in this dtype"
 
 
@@ -46,7 +48,8 @@ class Engine:
 
     Args:
         model: any of the zoo, on one device or cut over the axis `model` of an explicit mesh: heads and MLPs, and pages
-            over kv heads.
+            over kv heads. Its arrays are the engine's too: who donates them ends it, and those of layers that are
+            apart stay in memory while it lives.
         settings: sizes.
         dtype: what to compute and to keep keys and values in; None is the parameters' own.
         widen: whether 16-bit weights are converted once where the device would convert them at every step
@@ -91,7 +94,7 @@ class Engine:
         self._mesh, self._state = plan.mesh, plan.empty()
         self._writer = Writer(settings, plan)
         self._answers: dict[Text, Answer] = {}
-        self._flying: deque[tuple[list[Span], list[int], Any, Any]] = deque()
+        self._flying: deque[list[_Pass]] = deque()
         self._clock = clock
 
     def submit(
@@ -150,6 +153,11 @@ class Engine:
 
     def _text(self, ids: Sequence[int], limit: int, priority: int, seconds: float, **more: Any) -> Text:
         """Return a text, whose ids are of the vocabulary."""
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.model)):
+            raise ValueError(
+                "cannot go on with a model whose arrays were donated or deleted: they are the engine's too. Drop the "
+                "engine before, and make one of the new model."
+            )
         check_tokens(ids, self.model.config.vocab_size)
         return Text(list(map(int, ids)), limit, priority, self._clock() + seconds, **more)
 
@@ -200,20 +208,32 @@ class Engine:
         self._end(answer)
 
     def step(self) -> bool:
-        """Hand a step to the device, and take the results of one before; return whether anything has happened."""
+        """Hand a step to the device, and take the results of one before; return whether anything has happened.
+
+        A step is one token for every text that is written, and a `budget` of tokens of prompts.
+        """
         self._draft()
-        spans = self.scheduler.plan(self._clock())
-        if spans:
-            self._flying.append(self._hand(spans))
+        if passes := self._passes():
+            self._flying.append(passes)
             self.steps += 1
         landed = False
-        while len(self._flying) > (self.settings.flights - 1 if spans else 0):
-            self._land(*self._flying.popleft())
+        while len(self._flying) > (self.settings.flights - 1 if passes else 0):
+            for each in self._flying.popleft():
+                self._land(*each)
             landed = True
         over = [answer for text, answer in self._answers.items() if text.over is not None]
         for answer in over:
             self._end(answer)
-        return bool(spans or over) or landed
+        return bool(passes or over) or landed
+
+    def _passes(self) -> list[_Pass]:
+        """Hand the passes of a step to the device; return what is needed to take their results."""
+        handed: list[_Pass] = []
+        planned: list[Span] = []
+        while len(handed) < self.settings.passes and (spans := self.scheduler.plan(self._clock(), planned)):
+            handed.append(self._hand(spans))
+            planned += spans
+        return handed
 
     def _draft(self) -> None:
         """Guess how the texts go on that ask for it and are about to be written.
@@ -256,15 +276,15 @@ class Engine:
         """Whether any text waits or runs."""
         return bool(self._answers or self._flying)
 
-    def _hand(self, spans: list[Span]) -> tuple[list[Span], list[int], Any, Any]:
-        """Hand a step to the device; return what is needed to take its results."""
+    def _hand(self, spans: list[Span]) -> _Pass:
+        """Hand a pass to the device; return what is needed to take its results."""
         work, begins = self._writer.work(spans, [self._answers.get(span.text) for span in spans])
         with contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh):
             self._state, picked, hidden = self.program(self.model, self._state, work)
         return spans, begins, picked, hidden
 
     def _land(self, spans: list[Span], begins: list[int], picked: Picked, hidden: Any) -> None:
-        """Take the results of a step."""
+        """Take the results of a pass."""
         told: Picked = jax.device_get(picked)
         for span, begin in zip(spans, begins, strict=True):
             answer, end = self._answers.get(span.text), begin + span.count
@@ -330,7 +350,18 @@ def _limits(config: Any, settings: Settings, plan: Plan) -> Limits:
 
 def _laid_out(model: Any, plan: Plan) -> Any:
     """Return a model whose layers are where the program reads them without a copy."""
-    return apart(model) if plan.unroll and plan.platform == "cpu" else model
+    if plan.platform != "cpu" or plan.mesh is not None:
+        return model
+    return apart(model) if plan.unroll else jax.tree.map(_by_bits, model)
+
+
+def _by_bits(leaf: Any) -> Any:
+    """Return floats of 8 bits as integers, in the same memory: of all layers' CPUs would make wider floats at once."""
+    if leaf.dtype != jnp.float8_e4m3fn:
+        return leaf
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.update(dtype=jnp.uint8)
+    return jax.device_put(np.asarray(leaf).view(np.uint8), leaf.sharding, may_alias=True)
 
 
 def _program(plan: Plan, settings: Settings, options: Mapping[str, Any] | None) -> Any:

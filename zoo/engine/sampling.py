@@ -219,7 +219,9 @@ def pick(
         new = _asked(logits[row], rules.of(row[None]), positions[row], tokens[row], places[row])
         return jax.tree.map(lambda all, mine: all.at[row].set(mine.astype(all.dtype)), found, new)
 
-    likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32), jnp.zeros(len(logits))
+    # The first of the largest: `argmax`, of which XLA makes no vector instructions on CPUs.
+    largest = jnp.where(logits == logits.max(-1, keepdims=True), jnp.arange(logits.shape[1]), _NONE).min(-1)
+    likeliest = largest.astype(jnp.int32), jnp.zeros(len(logits))
     with jax.named_scope("rows"):  # one at a time: so little memory is enough
         ids, drawn = jax.lax.fori_loop(0, special.sum(), one, likeliest)
     target = _of(logits, targets)

@@ -1,16 +1,16 @@
 """Which tokens of which texts run in the next step, and on which pages they are kept. Plain Python, free of JAX.
 
-A step has a fixed number of rows of a fixed number of places. A row holds consecutive tokens of one text; a `Span` is
-what a text gets of a step, as many rows as it takes. Texts that write come first, one token each and their drafts; what
-is left goes to prompts, in chunks. Texts are served by urgency: smaller `priority` first, then who came first; nobody
-overtakes a text that waits for pages, or a long one would wait for ever.
+A pass has a fixed number of rows of a fixed number of places. A row holds consecutive tokens of one text; a `Span` is
+what a text gets of a pass, as many rows as it takes. Texts that write come first, one token each and their drafts; what
+is left goes to prompts, in chunks, and so do further passes of the same step. Texts are served by urgency: smaller
+`priority` first, then who came first; nobody overtakes a text that waits for pages, or a long one would wait for ever.
 
 Nothing here changes an answer: the step computes a token's bits from its text alone (`zoo.engine.step`), and random
 numbers belong to (seed, position). So a text that was preempted is read again, and one that begins as another did uses
 its pages.
 
 Invariants, which the tests' state machine holds it to: the holders of pages are texts and the prefix cache and nobody
-else; a position is written on pages that its text holds alone; no step has more rows than there are.
+else; a position is written on pages that its text holds alone; no pass has more rows than there are.
 """
 
 import bisect
@@ -32,7 +32,7 @@ class Limits:
     """The sizes that a scheduler keeps to.
 
     Attributes:
-        rows: rows of a step.
+        rows: rows of a pass.
         width: places of a row.
         page: tokens on a page.
         length: tokens of the longest text.
@@ -111,11 +111,11 @@ class Text:
 
 @dataclass(frozen=True)
 class Span:
-    """Positions `start` to `start + count` of a text, in one step.
+    """Positions `start` to `start + count` of a text, in one pass.
 
     Attributes:
         text: whose.
-        slot: the text's, in this step.
+        slot: the text's, in this pass.
         start: the first position.
         count: how many.
         picks: how many ids they pick: none, the next one, or one after the next id and each draft.
@@ -180,15 +180,20 @@ class Scheduler:
             else:
                 self._stop(text)
 
-    def plan(self, now: float = 0.0) -> list[Span]:
-        """Return what the next step computes; it counts as handed to the device from here on."""
+    def plan(self, now: float = 0.0, before: Sequence[Span] = ()) -> list[Span]:
+        """Return what the next pass computes; it counts as handed to the device from here on.
+
+        Args:
+            now: the time.
+            before: what the passes before it in the same step compute: who picks there does so once a step.
+        """
         for text in [*self.waiting, *self.running]:
             if text.deadline <= now:
                 self.end(text, "time")
-        spans: list[Span] = []
-        rows = self.limits.rows
+        spans, rows = list(before), self.limits.rows
+        picked = {span.text for span in before if span.picks}
         for text in sorted(self.running, key=lambda text: (text.todo > 1, *text.urgency)):
-            waits = text.unsure or (text.patient and text.pending > 0)
+            waits = text.unsure or (text.patient and text.pending > 0) or text in picked
             if rows and text.slot is not None and not waits and text.todo > 0:
                 rows -= self._run(text, rows, spans)
         for text in list(self.waiting):
@@ -197,7 +202,7 @@ class Scheduler:
             if not (rows and self._slots and self._admit(text)):
                 break
             rows -= self._run(text, rows, spans)
-        return spans
+        return spans[len(before) :]
 
     def commit(self, span: Span, picked: Sequence[int]) -> list[int]:
         """Take the ids that a span picked; return those that the text goes on with."""
@@ -226,7 +231,7 @@ class Scheduler:
         return read and len(text.ids) >= text.limit and not text.flying
 
     def _run(self, text: Text, rows: int, spans: list[Span]) -> int:
-        """Give a text its span of the step, if it gets pages; return how many rows that takes."""
+        """Give a text its span of the pass, if it gets pages; return how many rows that takes."""
         writes = text.todo == 1 and text.done >= len(text.ids) + text.pending - 1
         drafts = text.drafts[: max(0, text.limit - len(text.ids) - 1)] if writes and not text.flying else []
         want = min(rows * self.limits.width, text.todo + len(drafts))

@@ -24,8 +24,10 @@ class Settings:
 
     Attributes:
         length: tokens of the longest text, what is generated included.
-        rows: texts that run at once, a row of a step for each; a step costs `rows * width` tokens, idle or busy.
+        rows: texts that run at once, a row of a pass for each; a pass costs `rows * width` tokens, idle or busy.
         width: tokens of one text in a row; 1 fits CPUs, 8 accelerators, which read weights for that many anyway.
+        budget: tokens of a step. Its first pass writes a token of every text; while prompts wait to be read, further
+            passes read them and nothing else, up to so many tokens in all.
         page: tokens on a page.
         tokens: tokens that are kept, of texts that run and of those that may come again; None is twice what `rows`
             texts of a quarter of `length` have, and at least one text.
@@ -33,17 +35,18 @@ class Settings:
         flights: steps that are handed to the device before the first one's results are read.
         share: whether texts that begin alike share their beginning.
         likeliest: how many of the likeliest ids can be asked for.
-        logits: places of a step whose logits exist at a time, for each of which the head is read once; None is one of
+        logits: places of a pass whose logits exist at a time, for each of which the head is read once; None is one of
             each row, or as many as take a hundredth of the pages' memory, and 24 MiB of any.
         kv_dtype: what keys and values are kept in; None is what is computed in, `int8` rounds them to 8 bits, with a
             scale for each token and head.
-        exact: refuse what could make a text's bits depend on others; otherwise a step in which no text has more than a
+        exact: refuse what could make a text's bits depend on others; otherwise a pass in which no text has more than a
             token runs in rows of one place.
     """
 
     length: int = 2048
     rows: int = 16
     width: int = 1
+    budget: int = 256
     page: int = 16
     tokens: int | None = None
     queue: int = 1024
@@ -62,6 +65,11 @@ class Settings:
             raise ValueError(f"an engine cannot have {', '.join(wrong)}: each must be at least 1.")
         if self.kv_dtype not in (None, "int8"):
             raise ValueError(f"an engine cannot keep keys and values in kv_dtype={self.kv_dtype}: give int8, or None.")
+
+    @property
+    def passes(self) -> int:
+        """How many times a step may run the program."""
+        return max(1, self.budget // (self.rows * self.width))
 
     def pages(self, windows: Sequence[int | None]) -> tuple[int, ...]:
         """Return how many pages each window kind has: behind a window fewer are needed."""
@@ -88,8 +96,8 @@ class Plan:
         mesh: that the model lies on, if there are several.
         unroll: whether the program has each layer apart. XLA copies what a loop takes out of a stack of layers, and
             reads all weights three times. Parts of a stack that are known beforehand its products read where they are
-            on GPUs, and on one CPU arrays that are apart themselves (`zoo.models.decoder.apart`). Of integers it would
-            make numbers of the whole stack: these it is left to copy.
+            on GPUs, and on one CPU arrays that are apart themselves (`zoo.models.decoder.apart`). Of what has 8 bits or
+            fewer it would make numbers of all layers at once: these it is left to copy.
         state: the shapes of what stays on the devices, and where they lie.
     """
 
@@ -121,13 +129,13 @@ class Plan:
             )
         kinds = Kinds.of(config.layer_windows, settings.length)
         platform = next(iter(lies.device_set)).platform
-        integers = any(jnp.issubdtype(leaf.dtype, jnp.integer) for leaf in jax.tree.leaves(model))
+        narrow = any(leaf.dtype.itemsize == 1 for leaf in jax.tree.leaves(model))
         alone = platform == "cpu" and mesh is None and _adjacent(config.layer_stacks)
-        unroll = (platform in ("gpu", "cuda", "rocm") or alone) and not integers
+        unroll = (platform in ("gpu", "cuda", "rocm") or alone) and not narrow
         dtype = jnp.dtype(model.embed.dtype if dtype is None else dtype)
         heads, pages = kept_heads(config, 1 if mesh is None else mesh.size), settings.pages(kinds.windows)
-        narrow = dtype == jnp.bfloat16 and platform == "cpu"  # by its bits (`transforms.bits`)
-        kept = jnp.uint16 if narrow else dtype
+        # bfloat16 by its bits (`transforms.bits`)
+        kept = jnp.uint16 if dtype == jnp.bfloat16 and platform == "cpu" else dtype
 
         def store(layers: int, count: int) -> Store:
             _, parts, width = config.cached
