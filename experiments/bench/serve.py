@@ -1,6 +1,6 @@
 """Tokens a second of the engine for many at once: beside transformers, beside one by one, and over HTTP.
 
-    python -m experiments.bench serve                # 5 rounds; prints the table and writes serve.json beside this file
+    python -m experiments.bench serve                # 3 rounds; prints the table and writes serve.json beside this file
     python -m experiments.bench serve --rounds 1 --tokens 16 --small     # a look; writes nothing
 
 A Llama of 120 million parameters with random weights, float32, answers 16 requests of 32 to 96 ids with 64 more each,
@@ -184,6 +184,7 @@ def measure(rounds: int, tokens: int, sizes: dict[str, Any]) -> dict[str, Any]:
         "parameters": zoo.count_params(config),
         "tokens": tokens,
         "ratios": {told: {"median": statistics.median(each), "rounds": each} for told, each in ratios.items()},
+        "tokens per second": {name: round(statistics.median(each[name] for each in taken), 1) for name in actions},
         "same text": same,
         "steps to the first token": {size: first_token(engine, prompts[1:], tokens, [7] * size) for size in WAITING},
     }
@@ -192,7 +193,7 @@ def measure(rounds: int, tokens: int, sizes: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
@@ -203,8 +204,9 @@ def main() -> None:
     print("| tokens per second | median | rounds |\n|---|---|---|")
     for told, each in found["ratios"].items():
         print(f"| {told} | {each['median']} | {', '.join(map(str, each['rounds']))} |")
-    print(f"\nsame text: {found['same text']}; steps to the first token: {found['steps to the first token']}")
-    if not args.small and (args.rounds, args.tokens) == (5, 64):
+    print(f"\ntokens per second: {found['tokens per second']}")
+    print(f"same text: {found['same text']}; steps to the first token: {found['steps to the first token']}")
+    if not args.small and (args.rounds, args.tokens) == (3, 64):
         made = {**made_with(), "transformers": transformers.__version__}
         figures = {"command": "python -m experiments.bench serve", "made": made, **found}
         FIGURES.write_text(json.dumps(figures, indent=1) + "\n")
