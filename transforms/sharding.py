@@ -33,6 +33,7 @@ AXES: Axes = {
     "N": ("model",),
     "K": ("model",),
     "D": ("data",),
+    "Y": ("data",),
 }
 NAMES = ("data", "expert", "context", "model")  # the model axis speaks most, so its devices are neighbours
 _TOKENS, _STACKED = set("BST"), set("LE")

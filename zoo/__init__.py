@@ -16,6 +16,7 @@ _HOME = {
     "GPT2Config": "zoo.families.gpt",
     "Gemma": "zoo.models.gemma",
     "Gemma3Config": "zoo.families.gemma",
+    "Gemma3nConfig": "zoo.families.gemma3n",
     "GemmaConfig": "zoo.families.gemma",
     "GptOssConfig": "zoo.families.gptoss",
     "Granite4Config": "zoo.families.granite",
@@ -23,6 +24,7 @@ _HOME = {
     "Head": "zoo.models.head",
     "Llama": "zoo.models.llama",
     "LlamaConfig": "zoo.families.llama",
+    "Ministral3Config": "zoo.families.mistral",
     "MistralConfig": "zoo.families.mistral",
     "MixtralConfig": "zoo.families.mistral",
     "Mixture": "zoo.models.mixture",
@@ -64,12 +66,14 @@ if TYPE_CHECKING:  # the same for type checkers, which a test compares
     from zoo.families.deepseek import DeepSeekV3Config as DeepSeekV3Config
     from zoo.families.gemma import Gemma3Config as Gemma3Config
     from zoo.families.gemma import GemmaConfig as GemmaConfig
+    from zoo.families.gemma3n import Gemma3nConfig as Gemma3nConfig
     from zoo.families.glm import GLMConfig as GLMConfig
     from zoo.families.gpt import GPT2Config as GPT2Config
     from zoo.families.gptoss import GptOssConfig as GptOssConfig
     from zoo.families.granite import Granite4Config as Granite4Config
     from zoo.families.granite import GraniteConfig as GraniteConfig
     from zoo.families.llama import LlamaConfig as LlamaConfig
+    from zoo.families.mistral import Ministral3Config as Ministral3Config
     from zoo.families.mistral import MistralConfig as MistralConfig
     from zoo.families.mistral import MixtralConfig as MixtralConfig
     from zoo.families.neox import NeoXConfig as NeoXConfig

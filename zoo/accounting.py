@@ -29,7 +29,8 @@ def head_flops(config: Config, batch: int, seq: int) -> int:
 
 def forward_flops(config: Config, batch: int, seq: int) -> int:
     """Return the FLOPs of one forward pass, hidden states and logits."""
-    matrices = sum(_active(row, config) for row in rows(config) if row.stack and row.fan_in)
+    multiply = [row for row in rows(config) if row.fan_in and not row.looked_up and row.leaf != "head"]
+    matrices = sum(row.times * _active(row, config) for row in multiply)
     attention = 2 * batch * _pairs(config, seq) * config.num_heads * (config.head_dim + config.value_dim)
     return 2 * batch * seq * matrices + attention + head_flops(config, batch, seq)
 

@@ -46,6 +46,8 @@ class RopeScaling:
         attention_factor: yarn, longrope: multiplies queries and keys; None is `1 + ln(factor) / 10`, of longrope
             `sqrt(1 + ln(factor) / ln(original_length))`.
         mscale: yarn, of DeepSeek: how much of `0.1 ln(factor)` queries and keys have in whole heads, turned or not.
+        query_growth: yarn, of Ministral 3: queries grow by this share of the logarithm of how many original lengths
+            they are behind.
         short_factors: longrope: what each pair's frequency is divided by, in texts up to the original length.
         long_factors: longrope: likewise in longer ones.
     """
@@ -60,6 +62,7 @@ class RopeScaling:
     truncate: bool = True
     attention_factor: float | None = None
     mscale: float | None = None
+    query_growth: float | None = None
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
 
@@ -189,6 +192,11 @@ class Config:
         return ("layers",) * self.num_layers
 
     @property
+    def layer_sources(self) -> tuple[int, ...]:
+        """Whose keys and values each layer attends to: its own, by its number, or another layer's before it."""
+        return tuple(range(self.num_layers))
+
+    @property
     def value_dim(self) -> int:
         """The width of a head's values: most families' is that of its queries and keys."""
         return self.head_dim
@@ -202,6 +210,11 @@ class Config:
     def query_scale(self) -> float:
         """What attention scores are multiplied by, the temperature of rotary embedding included where all have one."""
         return self.head_dim**-0.5 * (self.rope_temperature or 1.0) ** 2
+
+    @property
+    def query_growth(self) -> tuple[float, int] | None:
+        """How much queries grow with the logarithm of how many times so many tokens they are behind; None is not."""
+        return None
 
     @property
     def embed_scale(self) -> float | None:

@@ -51,6 +51,7 @@ class Dialect:
         write: returns what those fields are in the file.
         refuse: says why a config cannot be described so.
         outer: the `model_type` of files that hold a vision model too, of which this is the text part.
+        outer_keys: what such files hold of their other parts, beside what is known of all.
     """
 
     architecture: str
@@ -81,6 +82,7 @@ class Dialect:
     write: Callable[[Any], dict[str, Any]] | None = None
     refuse: Callable[[Any], str | None] | None = None
     outer: str | None = None
+    outer_keys: tuple[str, ...] = ()
 
 
 SIZES = {

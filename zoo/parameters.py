@@ -32,6 +32,7 @@ class Row:
         part: which of those this is.
         alternate: the parts take turns, place by place.
         wide: it stays in float32, whatever the others are in.
+        times: how often a token is multiplied by it.
     """
 
     leaf: str
@@ -45,11 +46,17 @@ class Row:
     part: int = 0
     alternate: bool = False
     wide: bool = False
+    times: int = 1
 
     @property
     def stack(self) -> tuple[str, ...]:
         """The leading dimensions in the model, each tensor on disk being one place of them: `()`, `L` or `L E`."""
         return ("L", "E")[: self.tensor.count("{}")]
+
+    @property
+    def looked_up(self) -> bool:
+        """Whether it is a table, of which tokens take rows; other matrices multiply."""
+        return self.leaf in ("embed", "positions", "inputs")
 
     @property
     def disk(self) -> tuple[str, ...]:

@@ -201,8 +201,8 @@ def outputs_by_inputs(row: Row) -> bool:
 
 def quantisable(row: Row) -> bool:
     """Return whether a parameter is one of those that `quantise` changes: not embeddings, heads and routers."""
-    last = row.leaf.rpartition(".")[2]
-    return outputs_by_inputs(row) and last not in ("embed", "positions", "head") and not last.endswith("router")
+    other = row.looked_up or row.leaf == "head" or row.leaf.endswith("router")
+    return outputs_by_inputs(row) and not other
 
 
 def layout(row: Row, dims: dict[str, int], kind: Kind, dtype: DTypeLike) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The models that `model=` can name: `python experiments/run.py --models`. The README's table is made here. No JAX."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import zoo.families
 from experiments.commandline import options
@@ -37,6 +38,7 @@ def models() -> list[Listed]:
 def read(name: str) -> Listed:
     """Return a model by the name of its file, without Hydra."""
     family, fields, about = options.named("model", name)
+    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
     if scaling := fields.pop("rope_scaling", None):
         fields["rope_scaling"] = RopeScaling(**scaling | {"kind": RopeKind(scaling["kind"])})
     return Listed(name, family, about.rpartition(":")[0].removeprefix(_HUB), zoo.families.FAMILIES[family](**fields))

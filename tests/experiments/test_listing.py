@@ -20,7 +20,7 @@ def test_every_file_is_listed_once():
 
 
 def test_a_file_read_without_hydra_is_what_hydra_makes_of_it():
-    for name in ("llama3_2_1b", "gemma3_27b", "qwen3_30b_a3b", "tiny"):
+    for name in ("llama3_2_1b", "gemma3_27b", "qwen3_30b_a3b", "tiny", "gemma3n_e2b"):
         assert listing.read(name).config == schema.compose([f"model={name}"])[0].model.config
 
 

@@ -291,6 +291,36 @@ CASES |= {
     | {"attention_bias": True, "linear_num_value_heads": 2, "linear_conv_kernel_dim": 3, "norm_topk_prob": False}
     | {"layer_types": ["full_attention", "linear_attention"] * 2},
 }
+_GEMMA_3N = _BASE | {
+    "model_type": "gemma3n_text",
+    "num_hidden_layers": 6,
+    "sliding_window": 4,
+    "layer_types": [*["sliding_attention"] * 2, "full_attention"] * 2,
+    "vocab_size_per_layer_input": 97,
+    "hidden_size_per_layer_input": 12,
+    "altup_num_inputs": 3,
+    "num_kv_shared_layers": 3,
+    "laurel_rank": 5,
+    "activation_sparsity_pattern": [0.9, 0.5, 0.0, 0.0, 0.7, 0.0],
+}
+CASES |= {
+    "gemma3n": _GEMMA_3N,
+    "gemma3n_other": _GEMMA_3N
+    | {"altup_active_idx": 1, "altup_num_inputs": 4, "num_kv_shared_layers": 0, "final_logit_softcapping": 5.0}
+    | {"vocab_size_per_layer_input": 50, "pad_token_id": None, "activation_sparsity_pattern": [0.0] * 4}
+    | {"num_hidden_layers": 4, "layer_types": ["full_attention", "sliding_attention"] * 2}
+    | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "num_key_value_heads": 1},
+}
+_MINISTRAL_3 = _BASE | {
+    "model_type": "ministral3",
+    "pad_token_id": None,
+    "rope_parameters": {"rope_theta": 1e4, **_YARN, "original_max_position_embeddings": 4, "mscale": 1.0}
+    | {"mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4, "type": "yarn", "max_position_embeddings": 64},
+}
+CASES |= {
+    "ministral3": _MINISTRAL_3,
+    "ministral3_tied": _MINISTRAL_3 | {"sliding_window": 4, "tie_word_embeddings": True, "num_key_value_heads": 1},
+}
 _BERT = {key: value for key, value in _WIDE.items() if key != "num_key_value_heads"}
 _BERT |= {"model_type": "modernbert", "num_hidden_layers": 5, "local_attention": 6, "pad_token_id": None}
 ENCODERS: dict[str, dict[str, Any]] = {  # which read, and make no logits

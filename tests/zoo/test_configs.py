@@ -36,6 +36,9 @@ PUBLISHED = {
     "gemma3_4b": 3_880_263_168,
     "gemma3_12b": 11_766_034_176,
     "gemma3_27b": 27_009_346_304,
+    "gemma3n_e2b": 4_435_182_688,
+    "gemma3n_e4b": 6_835_235_568,
+    "ministral3_8b": 8_489_553_920,
     "llama2_7b": 6_738_415_616,
     "llama2_13b": 13_015_864_320,
     "llama2_70b": 68_976_648_192,
@@ -109,6 +112,7 @@ def read(name: str) -> tuple[Any, str]:
     fields = yaml.safe_load(text)
     family, own = fields.pop("defaults")
     assert family.startswith("schema/") and own == "_self_"
+    fields = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
     if scaling := fields.pop("rope_scaling", None):
         fields["rope_scaling"] = RopeScaling(**scaling | {"kind": RopeKind(scaling["kind"])})
     return FAMILIES[family.removeprefix("schema/")](**fields), text.splitlines()[0]

@@ -88,19 +88,39 @@ def _as_multimodal(folder: Path, prefix: str, kind: str = "gemma3") -> None:
     save_file(renamed, folder / "model.safetensors")
     text = json.loads((folder / "config.json").read_text())
     raw = {"model_type": kind, "text_config": text, "vision_config": {"x": 1}}
-    raw |= {"mm_tokens_per_image": 256} if kind == "gemma3" else {"spatial_merge_size": 2, "tie_word_embeddings": False}
+    own = {
+        "gemma3": {"mm_tokens_per_image": 256},
+        "gemma3n": {"audio_config": {}, "vision_soft_tokens_per_image": 256},
+        "mistral3": {"spatial_merge_size": 2, "tie_word_embeddings": False},
+    }
+    raw |= own[kind]
     (folder / "config.json").write_text(json.dumps(raw))
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "mistral3"])
+PARTS = {"gemma3_stretched": "gemma3", "mistral": "mistral3", "ministral3": "mistral3", "gemma3n": "gemma3n"}
+
+
+@pytest.mark.parametrize("case", PARTS)
 @pytest.mark.parametrize("prefix", PREFIXES.values(), ids=PREFIXES)
-def test_the_text_part_of_a_multimodal_folder_is_read(prefix, kind, tmp_path):
-    folder = hf_tiny.write({"gemma3": "gemma3_stretched", "mistral3": "mistral"}[kind], tmp_path)
+def test_the_text_part_of_a_multimodal_folder_is_read(prefix, case, tmp_path):
+    folder = hf_tiny.write(case, tmp_path)
     whole = load(folder)
-    _as_multimodal(folder, prefix, kind)
+    _as_multimodal(folder, prefix, PARTS[case])
     again = load(folder)
     assert again.config == whole.config
     assert eqx.tree_equal(eqx.filter(again, eqx.is_array), eqx.filter(whole, eqx.is_array))
+
+
+def test_what_gemma_3n_hears_and_keys_that_nothing_reads_are_left(tmp_path):
+    """The published folders hold keys and values of the layers that share those of others."""
+    folder = hf_tiny.write("gemma3n", tmp_path)
+    whole, some = load(folder), np.zeros((2, 3), np.float32)
+    names = ("k_proj", "v_proj", "k_norm")
+    unread = {f"model.layers.4.self_attn.{name}.weight": some for name in names} | {"model.embed_audio.x": some}
+    rewrite(folder, lambda tensors: tensors.update(unread))
+    assert eqx.tree_equal(load(folder), whole)
+    rewrite(folder, lambda tensors: tensors.update({"model.layers.4.self_attn.x_proj.weight": some}))
+    assert "unexpected: model.layers.4.self_attn.x_proj.weight" in failure(folder)
 
 
 def test_a_multimodal_folder_is_tied_as_its_outer_part_says(tmp_path):

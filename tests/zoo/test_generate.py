@@ -29,6 +29,7 @@ QUICK = (
     "gpt2",
     "gpt_oss",
     "deepseek_v3",
+    "gemma3n",
 )
 WRITERS = [case for case, raw in CASES.items() if raw["model_type"] != "qwen3_next"]
 MODEL = "gemma2_gqa"
@@ -98,6 +99,12 @@ def test_pages_of_latents_hold_one_for_all_heads():
     """A latent of 20 and 8 dimensions of keys that turn, of 3 layers; four heads' keys and values would be 136."""
     engine = Engine(loaded("deepseek_v3"), Settings(length=32, rows=2))
     assert {pool.values.shape[-1] for pool in engine._state.pool} == {28}
+
+
+def test_layers_that_share_keys_and_values_share_pages():
+    """Three of six layers have some: two local ones, and one global."""
+    engine = Engine(loaded("gemma3n"), Settings(length=32, rows=2))
+    assert [pool.values.shape[0] for pool in engine._state.pool] == [2, 1]
 
 
 def test_layers_that_hand_on_a_state_are_refused():

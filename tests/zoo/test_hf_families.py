@@ -289,6 +289,7 @@ def test_experts_are_counted_under_either_name():
     assert from_hf(raw | {"num_local_experts": 128}) == from_hf(QWEN_3_30B)
 
 
+_GRANITE_4 = {key: value for key, value in CASES["granite4"].items() if key != "num_local_experts"}
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "biases of the mlp": (LLAMA_3_2_1B, {"mlp_bias": "all"}, "`mlp_bias`='all' is neither true nor false"),
     "another activation": (
@@ -332,6 +333,39 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "too many chosen": (MIXTRAL_8X7B, {"num_experts_per_tok": 9}, "experts_per_token=9 must be from 1 to 8"),
     "layers that are none": (QWEN_3_30B, {"mlp_only_layers": [48]}, "`mlp_only_layers`=[48] is not a list of layers"),
     "no text part": (GEMMA_3_4B, {"text_config": None}, "`text_config` must be an object of model_type='gemma3_text'"),
+    "experts that are not told": (_GRANITE_4, {}, "`num_local_experts` is missing, which stands for 8"),
+    "MLPs of several widths": (
+        CASES["gemma3n"],
+        {"intermediate_size": [80] * 5 + [40]},
+        "`intermediate_size`=[80, 80, 80, 80, 80, 40] is not supported, only one integer for all layers",
+    ),
+    "a share for too few layers": (
+        CASES["gemma3n"],
+        {"activation_sparsity_pattern": [0.5]},
+        "sparsity=(0.5,) must be 6 numbers, from 0 to less than 1",
+    ),
+    "a share that is a word": (
+        CASES["gemma3n"],
+        {"activation_sparsity_pattern": ["all"] * 6},
+        "is not a list of numbers, one for each layer",
+    ),
+    "no global layer to share": (
+        CASES["gemma3n"],
+        {"num_kv_shared_layers": 4},
+        "sharing_layers=4 leaves no global layer whose keys the others could share",
+    ),
+    "no layer to share": (CASES["gemma3n"], {"num_kv_shared_layers": 6}, "sharing_layers=6 must be from 0 to 5"),
+    "no such stream": (CASES["gemma3n"], {"altup_active_idx": 3}, "active_stream=3 must be from 0 to 2"),
+    "a Ministral 3 without yarn": (
+        CASES["ministral3"],
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        "rope_scaling.kind=None must be yarn",
+    ),
+    "another part of Mistral 3": (
+        {"model_type": "mistral3", "text_config": {"model_type": "llama"}},
+        {},
+        "`text_config` must be an object of model_type='mistral' or 'ministral3', and is 'llama'",
+    ),
     "an unknown outer key": (GEMMA_3_4B, {"audio_config": {}}, "`audio_config` is not known"),
     "a list for a type": (LLAMA_3_2_1B, {"model_type": ["llama"]}, "model_type=['llama'], and this zoo loads"),
 }

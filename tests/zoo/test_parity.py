@@ -61,30 +61,36 @@ def _layers(model):
     """Yield each layer's weights, and window, frequencies and temperature, in order."""
     config, taken = model.config, collections.Counter()
     per_layer, told = layer_passes(config, ForwardPass(), TOKENS.shape[1])
+    own, _ = model.beside(TOKENS, model.embedded(TOKENS, jnp.float32))
+    per_layer = dataclasses.replace(per_layer, own=own)
     model = jax.tree.map(np.asarray, eqx.filter(model, eqx.is_array))
     for i, name in enumerate(config.layer_stacks):
         place, stack = taken[name], getattr(model, name)
         taken[name] += 1
         own = told(jax.tree.map(lambda leaf, i=i: leaf[i], per_layer))
-        yield jax.tree.map(lambda leaf, place=place: leaf[place], stack), (own.window, own.frequency, own.temperature)
+        told_of = own.window, own.frequency, own.temperature, own.own
+        yield jax.tree.map(lambda leaf, place=place: leaf[place], stack), told_of
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_hidden_states_of_every_layer_are_those_of_transformers(case, reference):
     model, expected = loaded(case), reference["hidden"]
     x = jit(lambda model: model.embedded(TOKENS, jnp.float32))(model)
-    np.testing.assert_allclose(x, expected[0], atol=2e-5)
+    _, handed = jit(lambda model, x: model.beside(TOKENS, x))(model, x)
+    streams = lambda x: np.moveaxis(x, 2, 0) if x.ndim == 4 else x  # there, those of Gemma 3n come first
+    np.testing.assert_allclose(streams(x), expected[0], atol=2e-5)
 
     @jit
-    def run(layer, x, window, frequency, temperature):
-        how = {"frequency": frequency, "temperature": temperature, "window": window}
-        return layer(x, model.config, LayerPass(pairs=model.config.rotary_pairs, **how))[0]
+    def run(layer, x, window, frequency, temperature, own, handed):
+        how = {"frequency": frequency, "temperature": temperature, "window": window, "own": own, "handed": handed}
+        out, aux = layer(x, model.config, LayerPass(pairs=model.config.rotary_pairs, **how))
+        return out, aux.handed
 
-    for i, (layer, (window, *turned)) in enumerate(_layers(model)):
-        x = run(layer, x, np.asarray(99 if window is None else window), *turned)
-        last = i == model.config.num_layers - 1
-        out = jit(lambda model, x: model.normalised(x))(model, x) if last else x
-        np.testing.assert_allclose(out, expected[i + 1], atol=2e-5, err_msg=f"layer {i}")
+    for i, (layer, (window, *told)) in enumerate(_layers(model)):
+        x, handed = run(layer, x, np.asarray(99 if window is None else window), *told, handed)
+        last = i == model.config.num_layers - 1 and x.ndim == 3  # of streams, the last are told as they are
+        found = jit(lambda model, x: model.normalised(x))(model, x) if last else streams(x)
+        np.testing.assert_allclose(found, expected[i + 1], atol=2e-5, err_msg=f"layer {i}")
 
 
 @pytest.mark.parametrize(
@@ -117,6 +123,8 @@ def test_hidden_states_of_every_layer_are_those_of_transformers(case, reference)
         "deepseek_v2",
         "deepseek_v3",
         "qwen3_next",
+        "gemma3n",
+        "ministral3",
     ],
 )
 def test_bfloat16_agrees_to_its_precision(case, tmp_path, reference):
@@ -456,6 +464,36 @@ MUTANTS = {
         _patch("zoo.models.delta.convolved", lambda x, taps, positions: convolved(x, taps[:, ::-1], positions)),
     ),
     "qwen 3 next: weights as they are": ("qwen3_next", _flip(normalise_weights=False)),
+    "ministral 3: queries do not grow": ("ministral3", _stretch(query_growth=None)),
+    "ministral 3: queries grow faster": ("ministral3", _stretch(query_growth=0.5)),
+    "gemma 3n: another stream is computed": ("gemma3n_other", _flip(active_stream=0)),
+    "gemma 3n: the correction is not scaled": ("gemma3n", _flip(scaled_correction=False)),
+    "gemma 3n: gates are not cut off": ("gemma3n", _flip(sparsity=())),
+    "gemma 3n: another share is cut off": ("gemma3n", _flip(sparsity=(0.9, 0.6, 0.0, 0.0, 0.7, 0.0))),
+    "gemma 3n: later ids have inputs of their own": ("gemma3n", _flip(inputs_vocab_size=50)),
+    "gemma 3n: later ids have the last row": ("gemma3n_other", _flip(inputs_vocab_size=97)),
+    "gemma 3n: one base": ("gemma3n", _flip(local_rope_theta=1e6)),
+    "gemma 3n: global layers not stretched": ("gemma3n_other", _flip(rope_scaling=None)),
+    "gemma 3n: other layers are local": ("gemma3n", _flip(attention_pattern="LGL")),
+    "gemma 3n: scores over the root of the head": (
+        "gemma3n",
+        _patch("zoo.families.gemma3n.Gemma3nConfig.query_scale", 0.25),
+    ),
+    "gemma 3n: keys and values are the first ones": (
+        "gemma3n",
+        _patch("zoo.models.gemma3n.Handed.of", lambda handed, is_local: handed.whole),
+    ),
+    "gemma 3n: streams as they are": ("gemma3n", _patch("zoo.models.gemma3n._as_large", lambda x, model: x)),
+    "gemma 3n: matrices of streams swapped": (
+        "gemma3n",
+        lambda model, _: eqx.tree_at(
+            lambda m: (m.streams.into, m.streams.out), model, (model.streams.out, model.streams.into)
+        ),
+    ),
+    "gemma 3n: no path around attention": (
+        "gemma3n",
+        lambda model, _: eqx.tree_at(lambda m: m.layers.laurel_norm, model, 0 * model.layers.laurel_norm),
+    ),
     "qwen 3 moe: another dense layer": ("qwen3_moe_mixed", _flip(dense_layers=(2,))),
 }
 

@@ -128,7 +128,7 @@ def test_transformers_loads_what_save_writes_without_difference(case, shard_byte
     "case",
     [
         *("gemma_mqa", "gemma3", "llama32", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe_mixed", "gpt2", "neox"),
-        *("opt", "phi3_long", "olmoe", "qwen2_moe", "gpt_oss"),
+        *("opt", "phi3_long", "olmoe", "qwen2_moe", "gpt_oss", "gemma3n", "ministral3"),
     ],
 )
 def test_load_reads_what_transformers_saves(case, tmp_path):

@@ -195,7 +195,7 @@ def match(config: Config, targets: Sequence[str]) -> list[Row]:
 
 
 def _matrices(config: Config) -> list[Row]:
-    return [row for row in rows(config) if row.fan_in and row.leaf not in ("embed", "positions")]
+    return [row for row in rows(config) if row.fan_in and not row.looked_up]
 
 
 def _names(row: Row) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ size `L` layers of a kind `C` most pages of a text.
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -99,16 +99,21 @@ class Kinds:
     layers: tuple[tuple[int, int], ...]
 
     @classmethod
-    def of(cls, windows: tuple[int | None, ...], length: int) -> "Kinds":
-        """Return the kinds of layers with these windows, for texts of up to `length` tokens."""
+    def of(cls, windows: tuple[int | None, ...], length: int, sources: Sequence[int] | None = None) -> "Kinds":
+        """Return the kinds of layers with these windows, for texts of up to `length` tokens.
+
+        Layers that share another's keys and values have its pages: `sources` are the layers whose each has.
+        """
         seen = [None if window is None or window >= length else window for window in windows]
         kinds = list(dict.fromkeys(seen))
-        layers = tuple((kinds.index(window), seen[:i].count(window)) for i, window in enumerate(seen))
-        return cls(tuple(kinds), layers)
+        sources = range(len(seen)) if sources is None else sources
+        owners = [[i for i in dict.fromkeys(sources) if seen[i] == window] for window in kinds]
+        where = [(kinds.index(window), source) for window, source in zip(seen, sources, strict=True)]
+        return cls(tuple(kinds), tuple((kind, owners[kind].index(source)) for kind, source in where))
 
     def counts(self) -> list[int]:
         """How many layers each kind has."""
-        return [sum(kind == each for kind, _ in self.layers) for each in range(len(self.windows))]
+        return [len({place for place in self.layers if place[0] == kind}) for kind in range(len(self.windows))]
 
 
 def kept_heads(config: Any, devices: int) -> int:

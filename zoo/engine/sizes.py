@@ -127,7 +127,7 @@ class Plan:
                 f"cannot serve a model that lies over {', '.join(other)}: texts share a step, which all devices "
                 "compute. Cut heads and MLPs alone: make_mesh(data=1, model=-1)."
             )
-        kinds = Kinds.of(config.layer_windows, settings.length)
+        kinds = Kinds.of(config.layer_windows, settings.length, config.layer_sources)
         platform = next(iter(lies.device_set)).platform
         narrow = any(leaf.dtype.itemsize == 1 for leaf in jax.tree.leaves(model))
         alone = platform == "cpu" and mesh is None and _adjacent(config.layer_stacks)

@@ -12,12 +12,13 @@ from zoo.families.bert import ModernBertConfig
 from zoo.families.cohere import Cohere2Config, CohereConfig
 from zoo.families.deepseek import DeepSeekV2Config, DeepSeekV3Config
 from zoo.families.gemma import Gemma3Config, GemmaConfig
+from zoo.families.gemma3n import Gemma3nConfig
 from zoo.families.glm import GLMConfig
 from zoo.families.gpt import GPT2Config
 from zoo.families.gptoss import GptOssConfig
 from zoo.families.granite import Granite4Config, GraniteConfig
 from zoo.families.llama import LlamaConfig
-from zoo.families.mistral import MistralConfig, MixtralConfig
+from zoo.families.mistral import Ministral3Config, MistralConfig, MixtralConfig
 from zoo.families.neox import NeoXConfig
 from zoo.families.olmo import Olmo2Config, Olmo3Config, OlmoeConfig
 from zoo.families.opt import OPTConfig
@@ -30,8 +31,10 @@ from zoo.families.smollm import SmolLM3Config
 FAMILIES: dict[str, type[Config]] = {
     "gemma": GemmaConfig,
     "gemma3": Gemma3Config,
+    "gemma3n": Gemma3nConfig,
     "llama": LlamaConfig,
     "mistral": MistralConfig,
+    "ministral3": Ministral3Config,
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
     "mixtral": MixtralConfig,

@@ -19,17 +19,17 @@ from zoo.config import (
 from zoo.dialect import SIZES, Dialect, eps
 from zoo.parameters import ATTENTION, ENDS, LAYER, MLP, MLP_NORM, QK_NORMS, Row
 
-_POST_NORMS = (
+POST_NORMS = (
     Row("layers.post_attn_norm", LAYER + "post_attention_layernorm.weight", "D -> D"),
     Row("layers.mlp_norm", LAYER + "pre_feedforward_layernorm.weight", "D -> D"),
     Row("layers.post_mlp_norm", LAYER + "post_feedforward_layernorm.weight", "D -> D"),
 )
 _QUERY: dict[str, tuple[str, float | None]] = {"query_pre_attn_scalar": ("query_scalar", 256.0)}
 # Gemma 1's "gelu" has always meant the tanh form; the `hidden_act` of 2 and 3 is not read by anything.
-_TANH = ("gelu_pytorch_tanh",)
+TANH = ("gelu_pytorch_tanh",)
 _ONLY = {
-    "hidden_activation": _TANH,
-    "hidden_act": (*_TANH, "gelu", None),
+    "hidden_activation": TANH,
+    "hidden_act": (*TANH, "gelu", None),
     "attention_bias": (False, None),
     "tie_word_embeddings": (True,),
 }
@@ -117,7 +117,7 @@ class GemmaConfig(GemmaLike):
             architecture="GemmaForCausalLM",
             sizes=SIZES,
             rope="none",
-            only=_ONLY | _WRITES | {"hidden_activation": (*_TANH, None)},
+            only=_ONLY | _WRITES | {"hidden_activation": (*TANH, None)},
             fixed={"post_norms": False},
             written=_IDS,
             refuse=_not_gemma_1,
@@ -145,7 +145,7 @@ class GemmaConfig(GemmaLike):
 
     def rows(self) -> tuple[Row, ...]:
         """Return the rows of every parameter that the model has."""
-        return (*ENDS, *ATTENTION, *MLP, *(_POST_NORMS if self.post_norms else (MLP_NORM,)))
+        return (*ENDS, *ATTENTION, *MLP, *(POST_NORMS if self.post_norms else (MLP_NORM,)))
 
     def problems(self) -> list[str]:
         """Say what is wrong with the family's own fields."""
@@ -221,4 +221,4 @@ class Gemma3Config(GemmaLike):
 
     def rows(self) -> tuple[Row, ...]:
         """Return the rows of every parameter that the model has."""
-        return (*ENDS, *ATTENTION, *MLP, *_POST_NORMS, *QK_NORMS)
+        return (*ENDS, *ATTENTION, *MLP, *POST_NORMS, *QK_NORMS)

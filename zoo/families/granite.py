@@ -76,6 +76,8 @@ def _read(read: Any, num_layers: int) -> dict[str, Any]:
     known = {"attention", "full_attention"}
     if not isinstance(listed, list) or len(listed) != num_layers or not set(map(str, listed)) <= known:
         read.problems.append(f"`layer_types`={listed!r} is not supported, only {num_layers} times 'attention'")
+    if "num_local_experts" not in read.raw:
+        read.problems.append("`num_local_experts` is missing, which stands for 8, and is not supported, only 0")
     kind = read.raw.get("position_embedding_type")
     if kind not in ("rope", "nope", None):
         read.problems.append(f"`position_embedding_type`={kind!r} is not supported, only 'rope', 'nope' or null")

@@ -1,9 +1,10 @@
-"""Mistral (https://arxiv.org/abs/2310.06825) and Mixtral (https://arxiv.org/abs/2401.04088). Free of JAX."""
+"""Mistral (https://arxiv.org/abs/2310.06825), Ministral 3 (https://mistral.ai/news/mistral-3) and Mixtral
+(https://arxiv.org/abs/2401.04088). Free of JAX."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from zoo.config import window_problems
+from zoo.config import RopeKind, window_problems
 from zoo.dialect import SILU, TIED, Dialect, eps, sizes
 from zoo.families.llama import LlamaLike
 from zoo.families.mixture import BALANCE, MixtureLike
@@ -15,6 +16,14 @@ _EXPERTS = (
     Row("layers.up", LAYER + "block_sparse_moe.experts.{}.w3.weight", "F D -> D F", "D"),
     Row("layers.down", LAYER + "block_sparse_moe.experts.{}.w2.weight", "D F -> F D", "F"),
 )
+_STRETCH = {  # of files that do not say
+    "rope_type": "yarn",
+    "factor": 16.0,
+    "original_max_position_embeddings": 16_384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +50,40 @@ class MistralConfig(LlamaLike):
     def problems(self) -> list[str]:
         """Say what is wrong with the family's own fields."""
         return super().problems() + window_problems(self.window, self.attention_pattern)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ministral3Config(MistralConfig):
+    """Ministral 3 and Devstral 2: a Mistral stretched by yarn, whose queries grow behind the original length."""
+
+    dialects: ClassVar = {
+        "ministral3": Dialect(
+            architecture="Ministral3ForCausalLM",
+            outer="mistral3",
+            sizes=sizes(262_144, 8, 128),
+            numbers=eps(1e-5),
+            flags=TIED,
+            windows="all",
+            window=None,
+            rope_default=_STRETCH,
+            theta=1_000_000.0,
+            only=SILU,
+        )
+    }
+
+    rope_theta: float = 1_000_000.0
+
+    def problems(self) -> list[str]:
+        """Say what is wrong with the family's own fields."""
+        kind = None if self.rope_scaling is None else self.rope_scaling.kind
+        own = [] if kind is RopeKind.yarn else [f"rope_scaling.kind={kind} must be yarn"]
+        return super().problems() + own
+
+    @property
+    def query_growth(self) -> tuple[float, int] | None:
+        """How much queries grow with the logarithm of how many times so many tokens they are behind."""
+        rope = self.rope_scaling
+        return None if rope is None or rope.query_growth is None else (rope.query_growth, rope.original_length)
 
 
 @dataclass(frozen=True, kw_only=True)

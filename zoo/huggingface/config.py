@@ -16,7 +16,7 @@ from zoo.huggingface.windows import all_local, read_windows, window_keys, writte
 
 ARCHITECTURES = {name: (config, one) for config in FAMILIES.values() for name, one in config.dialects.items()}
 # Files that hold a vision model too, whose text part is read; `zoo.huggingface.folder` knows the prefixes.
-_TEXT_PARTS = {one.outer: name for name, (_, one) in ARCHITECTURES.items() if one.outer is not None}
+_OUTERS = {one.outer for _, one in ARCHITECTURES.values()} - {None}
 _OUTER = frozenset(
     """
     text_config vision_config mm_tokens_per_image boi_token_index eoi_token_index image_token_index boi_token_id
@@ -29,15 +29,14 @@ _OUTER = frozenset(
 def from_hf(raw: dict[str, Any]) -> Config:
     """Return the config that a `config.json` describes; dropped are only keys that change no logit.
 
-    Of a multimodal Gemma 3 or Mistral 3, the text part.
+    Of a multimodal Gemma 3 or 3n, or Mistral 3, the text part.
 
     Raises:
         ValueError: listing every unknown key (with the closest known one), missing key and unsupported value at once.
     """
     name, problems = raw.get("model_type"), []
-    if isinstance(name, str) and name in _TEXT_PARTS:
-        name = _TEXT_PARTS[name]
-        raw = _text_part(raw, name, problems)
+    if isinstance(name, str) and name in _OUTERS:
+        name, raw = _text_part(raw, name, problems)
     if not isinstance(name, str) or name not in ARCHITECTURES:
         known = ", ".join(map(repr, ARCHITECTURES))
         raise ValueError(f"config.json says model_type={name!r}, and this zoo loads {known}.")
@@ -65,16 +64,20 @@ def from_hf(raw: dict[str, Any]) -> Config:
     return config(**fields)
 
 
-def _text_part(raw: dict[str, Any], name: str, problems: list[str]) -> dict[str, Any]:
-    """Return what a file of several parts says of its text part, which is of one architecture."""
-    problems += [_unknown(key, _OUTER | IGNORED) for key in raw if key not in _OUTER | IGNORED]
+def _text_part(raw: dict[str, Any], outer: str, problems: list[str]) -> tuple[str, dict[str, Any]]:
+    """Return what a file of several parts says of its text part: which architecture it is of, and its keys."""
+    kinds = [name for name, (_, one) in ARCHITECTURES.items() if one.outer == outer]
     text = raw.get("text_config")
-    if not isinstance(text, dict) or text.get("model_type", name) != name:
-        kind = text.get("model_type") if isinstance(text, dict) else text
-        problems.append(f"`text_config` must be an object of model_type={name!r}, and is {kind!r}")
-        return {}
-    outer = {key: raw[key] for key in ("tie_word_embeddings", "quantization_config") if key in raw}
-    return text | {"tie_word_embeddings": True} | outer  # tied unless the folder has a head (`folder.as_stored`)
+    kind = text.get("model_type", kinds[0]) if isinstance(text, dict) else text
+    name = kind if kind in kinds else kinds[0]
+    known = _OUTER | IGNORED | {*ARCHITECTURES[name][1].outer_keys}
+    problems += [_unknown(key, known) for key in raw if key not in known]
+    if not isinstance(text, dict) or kind != name:
+        known = " or ".join(map(repr, kinds))
+        problems.append(f"`text_config` must be an object of model_type={known}, and is {kind!r}")
+        return name, {}
+    told = {key: raw[key] for key in ("tie_word_embeddings", "quantization_config") if key in raw}
+    return name, text | {"tie_word_embeddings": True} | told  # tied unless the folder has a head (`folder.as_stored`)
 
 
 def _check_keys(raw: dict[str, Any], dialect: Dialect, problems: list[str]) -> None:

@@ -35,7 +35,7 @@ def kept_rows(folder: Path, config: Config, tensors: dict[str, Tensor]) -> list[
         ValueError: there are none, or some of those in fewer bits cannot: all of them in one message.
     """
     made = lambda row: any(isinstance(tensors[name], Decoded) for name, _ in row.places(config.dims))
-    found = [row for row in rows(config) if row.leaf not in ("embed", "positions") and row.fan_in and made(row)]
+    found = [row for row in rows(config) if not row.looked_up and row.fan_in and made(row)]
     if not found:
         raise refusal(folder, "its weights are not in fewer bits, so quantise=as_stored has nothing to keep. Leave it.")
 
@@ -129,6 +129,6 @@ def quantisation(tensors: Mapping[str, list[tuple[Row, Any]]], dtype: str) -> di
         said = ", ".join(sorted(f"{kind} in groups of {group}" for kind, group in alike))
         raise ValueError(f"cannot save a model whose matrices are {said}: a folder has one kind. Quantise all alike.")
     ((kind, group),) = alike
-    linear = {name for name, parts in tensors.items() if parts[0][0].fan_in and not parts[0][0].leaf.endswith("embed")}
+    linear = {name for name, parts in tensors.items() if parts[0][0].fan_in and not parts[0][0].looked_up}
     skipped = sorted({name.removesuffix(".weight") for name in linear - set(kept)} | {"lm_head"})
     return {"quantization_config": described(kind, group, skipped, dtype)}

@@ -25,6 +25,7 @@ _FIELDS: dict[RopeKind, dict[str, str]] = {
         "beta_slow": "beta_slow",
         "attention_factor": "attention_factor",
         "mscale_all_dim": "mscale",
+        "llama_4_scaling_beta": "query_growth",
         "truncate": "truncate",
         **_LENGTH,
     },
@@ -117,7 +118,7 @@ def _scaling(
         )
         return None
     keys = {} if kind == "default" else _FIELDS[RopeKind(kind)]
-    scales = {"mscale", "mscale_all_dim"} if kind == "yarn" else set()
+    scales = {"mscale", "mscale_all_dim", "max_position_embeddings"} if kind == "yarn" else set()
     # transformers writes the length whatever the kind
     extra = set(rope) - set(keys) - {"rope_theta", "rope_type", "type", "partial_rotary_factor", *_LENGTH} - scales
     if extra or rope.get("partial_rotary_factor", 1.0) != 1.0 or (plain and set(rope) & set(_LENGTH)):
@@ -156,7 +157,7 @@ def _stretch(
             if value is not None and type(value) is not int:
                 problems.append(f"`{name}.{key}`={value!r} is not an integer")
         elif value is not None and not (
-            key.startswith(("beta", "mscale")) and value == 0
+            key.startswith(("beta", "mscale", "llama_4")) and value == 0
         ):  # there, zero means the default
             fields[field] = _number(value, problems, f"{name}.{key}")
     scale, scale_all = (_number(rope.get(key, 0.0), problems, f"{name}.{key}") for key in ("mscale", "mscale_all_dim"))

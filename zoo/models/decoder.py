@@ -106,23 +106,26 @@ class Decoder(eqx.Module):
         dtype = self.embed.dtype if asked.dtype is None else jnp.dtype(asked.dtype)
         x = self.embedded(tokens, dtype, positions_of(asked))
         per_layer, told = layer_passes(config, asked, tokens.shape[1])
-
+        own, handed = self.beside(tokens, x)
+        per_layer = dataclasses.replace(per_layer, own=own)
         pool = None if asked.past is None else asked.past.pool  # carried from layer to layer, and never copied
 
         def body(stacks, carry, scanned):
-            (x, pool), (parts, own) = carry, scanned
+            (x, pool, handed), (parts, own) = carry, scanned
             taken, routed = collections.Counter(), []
             of = lambda tree, at: tree if len(stacks) == 1 else jax.tree.map(lambda leaf: leaf[at], tree)
             for turn, stack in enumerate(stacks):
-                x, aux = of(parts[stack], taken[stack])(x, config, told(of(own, turn), pool))
-                pool, taken[stack] = aux.pool, taken[stack] + 1
+                x, aux = of(parts[stack], taken[stack])(x, config, told(of(own, turn), pool, handed))
+                pool, handed, taken[stack] = aux.pool, aux.handed, taken[stack] + 1
                 routed += [] if aux.routed is None else [aux.routed]
-            return (x, pool), sum(routed[1:], routed[0]) if routed else None
+            return (x, pool, handed), sum(routed[1:], routed[0]) if routed else None
 
         routed, first = [], 0
         for stacks, run in self.runs(per_layer):
             step = functools.partial(body, stacks)
-            (x, pool), of_layers = scan_layers(step, (x, pool), run, asked.remat, first, unroll=asked.unroll)
+            (x, pool, handed), of_layers = scan_layers(
+                step, (x, pool, handed), run, asked.remat, first, unroll=asked.unroll
+            )
             first += jax.tree.leaves(run)[0].shape[0] * len(stacks)
             routed += [] if of_layers is None else [of_layers.sum(0)]
         normalised = (asked.ops or PLAIN).tokens(self.normalised, (1,))
@@ -146,6 +149,14 @@ class Decoder(eqx.Module):
         if self.config.embed_scale is None:
             return x
         return x * jnp.asarray(self.config.embed_scale, dtype)  # rounded: sqrt(3072) is 55.5 in bfloat16
+
+    def beside(self, tokens: Integer[Array, "B S"], x: Float[Array, "B S ..."]) -> tuple[Any, Any]:
+        """Return what each layer has of its own, stacked over them, and what the first is handed beside its input.
+
+        Most families' layers have and hand on nothing: None.
+        """
+        del tokens, x
+        return None, None
 
     def normalised(self, x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
         """Return what the head reads of what the last layer made."""

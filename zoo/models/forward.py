@@ -61,6 +61,8 @@ class LayerPass:
         past: what was read before, and `place` where in it this layer stands.
         place: the layer's of `past.places`.
         pool: what all layers' keys and values are kept in, where the scan over layers carries it.
+        own: what the layer has of what differs between those of its family (`Decoder.beside`).
+        handed: what the layer before has handed on beside its output.
     """
 
     frequency: Float[Array, " half"] | Float[np.ndarray, " half"] | Float[Array, "B S half"]
@@ -74,6 +76,8 @@ class LayerPass:
     past: Any = None
     place: Any = None
     pool: Any = None
+    own: Any = None
+    handed: Any = None
 
     def rotate(self, x: Float[Array, "B S heads H"]) -> Float[Array, "B S heads H"]:
         """Return queries or keys, turned by their positions.
@@ -85,6 +89,12 @@ class LayerPass:
             turned = 2 * self.frequency.shape[-1]
             x = jnp.concatenate([x[..., :turned:2], x[..., 1:turned:2], x[..., turned:]], axis=-1)
         return rope(x, self.frequency, self.positions, self.temperature)
+
+    def grown(self, q: Float[Array, "B S N H"], share: float, length: int) -> Float[Array, "B S N H"]:
+        """Return queries that grow with a share of the logarithm of how many times `length` tokens they are behind."""
+        steps = jnp.arange(q.shape[1])[None] if self.positions is None else self.positions
+        growth = 1 + share * jnp.log1p((steps // length).astype(jnp.float32))
+        return q * growth[..., None, None].astype(q.dtype)
 
     def attention(
         self,
@@ -179,10 +189,12 @@ class Aux(eqx.Module):
     Attributes:
         pool: what all layers' keys and values are kept in, with its own.
         routed: of a mixture, each expert's number of tokens and sum of probabilities.
+        handed: what the next layer is handed (`LayerPass.handed`).
     """
 
     pool: Any = None
     routed: Float[Array, "2 E"] | None = None
+    handed: Any = None
 
 
 class Output(eqx.Module):
@@ -206,6 +218,7 @@ class PerLayer(eqx.Module):
     frequency: Float[Array, "L *b half"] | None
     temperature: Float[Array, " L"] | None
     place: tuple[Int[Array, " L"], Int[Array, " L"]] | None
+    own: Any = None
 
 
 def layer_passes(config: Config, asked: ForwardPass, seq: int) -> tuple[PerLayer, Callable[..., LayerPass]]:
@@ -233,10 +246,10 @@ def layer_passes(config: Config, asked: ForwardPass, seq: int) -> tuple[PerLayer
     how: dict[str, Any] = {"pairs": config.rotary_pairs, "causal": not config.bidirectional}
     common = LayerPass(frequency=frequency, few=few, ops=ops, positions=positions, past=past, **how)
 
-    def told(layer: PerLayer, pool: Any = None) -> LayerPass:
+    def told(layer: PerLayer, pool: Any = None, handed: Any = None) -> LayerPass:
         frequency = common.frequency if layer.frequency is None else layer.frequency
-        own = {"window": layer.window, "temperature": layer.temperature, "place": layer.place}
-        return replace(common, frequency=frequency, pool=pool, **own)
+        own = {"window": layer.window, "temperature": layer.temperature, "place": layer.place, "own": layer.own}
+        return replace(common, frequency=frequency, pool=pool, handed=handed, **own)
 
     return per_layer, told
 

@@ -110,6 +110,8 @@ def attention(
             q, k, v = (jnp.clip(part, -config.clip, config.clip) for part in (q, k, v))
         if any(rope is not None for rope in config.layer_ropes):
             q, k = told.rotate(q), told.rotate(k)
+        if config.query_growth is not None:
+            q = told.grown(q, *config.query_growth)
         return q, k, v
 
     sinks = getattr(block, "sinks", None)
