@@ -103,8 +103,7 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str], sto
         stop.ask()
         source = open_source(run)
         stop.ask()
-        directory.hold()
-        held.callback(directory.release)
+        held.enter_context(directory)
         errors.begun = True
         # What it costs: refused here, or trained.
         say(source.text, chosen)

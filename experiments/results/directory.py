@@ -6,6 +6,7 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from experiments.commandline import overrides
@@ -104,7 +105,7 @@ class Directory:
         return path
 
     def hold(self) -> None:
-        """Keep other runs out of the directory, if it is there, until `release` or the end of this process.
+        """Keep other runs out of the directory, if it is there, until it is left or this process ends.
 
         Raises:
             DirectoryError: another run is in it.
@@ -124,18 +125,34 @@ class Directory:
             pass
         self._held = handle
 
-    def release(self) -> None:
+    def __enter__(self) -> "Directory":
+        """Keep other runs out until the end; a directory that is not there yet, from `open` on.
+
+        Raises:
+            DirectoryError: another run is in it.
+        """
+        self.hold()
+        return self
+
+    def __exit__(self, _: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Let others in again, and leave all where it is to be.
 
         Raises:
-            RemoteError: it could not be copied there.
+            RemoteError: it could not be copied there; where another error ends the run, that is raised and this said.
         """
-        if self.mirror is not None and self._held is not None:
-            self.mirror.push()
-            print(f"  copied to {self.mirror.url}")
-        if self._held is not None:
+        if self._held is None:
+            return
+        try:
+            if self.mirror is not None:
+                self.mirror.push()
+                print(f"  copied to {self.mirror.url}")
+        except RemoteError as late:
+            if error is None:
+                raise
+            print(f"  warning: {late}", file=sys.stderr)
+        finally:
             os.close(self._held)
-        self._held = None
+            self._held = None
 
     def _make(self) -> Path:
         if self.path is not None:

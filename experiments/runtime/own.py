@@ -15,6 +15,7 @@ import importlib.util
 import inspect
 import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
@@ -33,7 +34,8 @@ from zoo.models.head import head
 LOSS = ("logits", "hidden", "head", "labels", "mask")
 OPTIMIZER = ("learning_rate",)
 DATA = ("tokenizer", "vocab_size", "seq_len", "seed")
-NOT_THEIRS = ("<", sys.prefix, sys.base_prefix, __file__)
+INSTALLED = {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+NOT_THEIRS = ("<", __file__, *INSTALLED)
 TRACED = (
     "It is traced once, as jax.jit does, and the values of arrays are not known then: write jnp.where or jax.lax.cond "
     "for an `if`, jnp for numpy, and leave out float(), int() and bool()."

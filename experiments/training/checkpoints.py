@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import jax
@@ -29,6 +30,7 @@ from experiments import configs
 from experiments.commandline.console import CommandError, size
 from experiments.runtime import distributed, manifest
 
+FOLDER = "checkpoints"  # in a run's directory
 RUN = "run.json"
 STREAM_GB = 1
 logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax tells all of its work, and every error that it raises
@@ -114,10 +116,21 @@ class Checkpoints:
         if pending is not None:
             pending.result()
 
-    def close(self) -> None:
-        """Finish the last checkpoint."""
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, _: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Finish the last checkpoint.
+
+        Raises:
+            CheckpointError: it could not be written; where another error ends the run, that is raised, this said.
+        """
         try:
             self.wait()
+        except CheckpointError as late:
+            if error is None:
+                raise
+            self._warn(str(late))
         finally:
             self._thread.shutdown()
             self._orbax.close()
@@ -349,17 +362,16 @@ class Saver:
 
 
 def restore(
-    path: Path, checkpoints: Checkpoints, template: Any, steps: int, say: Callable[[str], None]
+    path: Path, how: configs.Checkpoint, template: Any, steps: int, say: Callable[[str], None]
 ) -> tuple[int, Any] | None:
     """Return the step and the state that a run of `steps` at `path` goes on from, and say so; None: its beginning.
 
     Raises:
         CheckpointError: every checkpoint is damaged, or the newest has other arrays than the template.
     """
-    try:
+    warn = lambda text: say(f"  warning: {text}")
+    with Checkpoints(path / FOLDER, {}, verify=how.verify, warn=warn) as checkpoints:
         found = checkpoints.restore(template)
-    finally:
-        checkpoints.close()
     if found is None:
         say(f"  {path} has no checkpoint yet: from the beginning")
     elif found[0] >= steps:
@@ -377,7 +389,7 @@ def open_checkpoints(
     about: dict[str, Any],
     free: int,
     say: Callable[[str], None],
-    written: Callable[[], None] = lambda: None,
+    written: Callable[[], None],
 ) -> Checkpoints:
     """Return what writes a run's checkpoints: in the background where that fits.
 
@@ -395,10 +407,10 @@ def open_checkpoints(
         CommandError: there is no room on the disk for one.
     """
     need = sum(leaf.size * leaf.dtype.itemsize for leaf in named(template).values())  # of what devices share, the whole
-    there = sum(name.name.isdecimal() for name in (path / "checkpoints").glob("*"))
+    there = sum(name.name.isdecimal() for name in (path / FOLDER).glob("*"))
     more = max(1, min(how.keep + 1, steps) - there)  # the one that is written stands beside those kept
     room = shutil.disk_usage(next(folder for folder in (path, *path.absolute().parents) if folder.exists())).free
-    if how.wanted and room < more * need:
+    if room < more * need:
         kept = f"checkpoint.keep={how.keep}, and one more while it is written"
         several = "" if more == 1 else f", {more} of them {size(more * need)} ({kept})"
         raise CommandError(
@@ -406,7 +418,7 @@ def open_checkpoints(
             f"free some, keep fewer, give out=FOLDER on another disk, or checkpoint=none."
         )
     return Checkpoints(
-        path / "checkpoints",
+        path / FOLDER,
         about,
         keep=how.keep,
         keep_every=how.keep_every,

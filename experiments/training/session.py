@@ -4,7 +4,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -57,37 +57,51 @@ def opened(
     Raises:
         CommandError: what went wrong within, in words for the user.
     """
-    config = programs.config
-    progress = Progress(config.steps, config.log_every)
+    config, progress = programs.config, Progress(programs.config.steps, programs.config.log_every)
     hashes = {"data": source.fingerprint, "sources": own.sources(config)}
     about = {"overrides": overrides.pinned(argv, chosen), "config": overrides.plain(config), **hashes}
-    free = plan.left if config.hardware.platform is configs.Platform.cpu else hardware.host_memory() // 2
-    said = overrides.dump(config, argv)
-    into = config.checkpoint, config.steps, programs.kept_state, about, free, progress.say
     restored = None
     if directory.path is not None and directory.before is not None:
         for change in overrides.changed(directory.before, about):
             progress.say(f"  changed  {change}")
-        there = open_checkpoints(directory.path, *into)
-        restored = restore(directory.path, there, programs.kept_state, config.steps, progress.say)
-    path = directory.open(about, said)
-    checkpoints = open_checkpoints(path, *into, directory.written) if config.checkpoint.wanted else None
+        restored = restore(directory.path, config.checkpoint, programs.kept_state, config.steps, progress.say)
+    done = None if restored is None else restored[0]
+    path = directory.open(about, overrides.dump(config, argv))
+    checkpoints = None
+    if config.checkpoint.wanted and (done or 0) < config.steps:
+        free = plan.left if config.hardware.platform is configs.Platform.cpu else hardware.host_memory() // 2
+        into = config.checkpoint, config.steps, programs.kept_state, about, free
+        checkpoints = open_checkpoints(path, *into, progress.say, directory.written)
     saver = Saver(config.checkpoint, config.steps, programs.kept, checkpoints)
-    known, recorder = report.facts(plan, config), Recorder(None)
-    if distributed.first():
-        plots.remember(path, known)
-        done = None if restored is None else restored[0]
-        recorder = Recorder(path, open_loggers(path, config.save, about["config"], done), done)
-        if done is not None and (few := len(recorder.records)) <= done:
-            progress.say(f"  warning: metrics.jsonl has {few} of the {done + 1} records up to step {done}")
-    try:
-        with _in_words(plan, path.name):
-            yield Session(path, known, progress, recorder, saver, restored)
-    finally:
-        progress.close()
-        leave(path, recorder, known, time.perf_counter() - began)
-        if checkpoints is not None:
-            checkpoints.close()
+    known = report.facts(plan, config)
+    recorder = _recorder(path, config, known, about["config"], done, progress.say)
+    session = Session(path, known, progress, recorder, saver, restored)
+    del restored  # the loop takes it from the session, whose memory it then is
+    with checkpoints or contextlib.nullcontext():
+        try:
+            with _in_words(plan, path.name):
+                yield session
+        finally:
+            progress.close()
+            leave(path, recorder, known, time.perf_counter() - began)
+
+
+def _recorder(
+    path: Path,
+    config: configs.Resolved,
+    known: dict[str, Any],
+    about: dict[str, Any],
+    done: int | None,
+    say: Callable[[str], None],
+) -> Recorder:
+    """Return what takes the records after step `done` in the one process that writes; elsewhere it keeps none."""
+    if not distributed.first():
+        return Recorder(None)
+    plots.remember(path, known)
+    recorder = Recorder(path, open_loggers(path, config.save, about, done), done)
+    if done is not None and (few := len(recorder.records)) <= done:
+        say(f"  warning: metrics.jsonl has {few} of the {done + 1} records up to step {done}")
+    return recorder
 
 
 @contextlib.contextmanager

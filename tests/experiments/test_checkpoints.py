@@ -1,5 +1,6 @@
 """Checkpoints: every byte back, onto any number of devices; each kind of damage found; nothing lost when one fails."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -38,16 +39,14 @@ def same(a, b):
 
 @pytest.fixture
 def opened(tmp_path):
-    made = []
+    with contextlib.ExitStack() as made:
 
-    def make(**how):
-        warnings = []
-        made.append(Checkpoints(tmp_path / "checkpoints", {"overrides": []}, warn=warnings.append, **how))
-        return made[-1], warnings
+        def make(**how):
+            warnings = []
+            store = Checkpoints(tmp_path / "checkpoints", {"overrides": []}, warn=warnings.append, **how)
+            return made.enter_context(store), warnings
 
-    yield make
-    for each in made:
-        each.close()
+        yield make
 
 
 @pytest.mark.parametrize("background", [True, False])

@@ -184,6 +184,14 @@ def test_what_a_loss_returns_is_checked(written, name, why):
         loss((model,), (jnp.ones((6, 8)),), jnp.zeros(6, int), jnp.ones(6))
 
 
+@pytest.mark.parametrize("line", ["1 / 0", "json.loads('{')"])
+def test_files_beside_the_installation_are_the_users(line):
+    file = f"{sys.base_prefix}/home/losses.py"  # as where Python is installed in /usr
+    exec(compile(f"import json\ndef loss():\n    return {line}", file, "exec"), names := {})
+    with pytest.raises(own.OwnError, match=rf"failed at {file}:3: \w+"), own._in_words("failed"):
+        names["loss"]()
+
+
 RAISE = {
     "objective={}:whole": "cannot learn from objective.fn=.*whole: its loss is of type int32, which has no gradient",
     "objective={}:raises": r"objective.fn=.*raises failed at .*own.py:\d+: ZeroDivisionError: division by zero",

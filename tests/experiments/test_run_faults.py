@@ -1,12 +1,16 @@
 """How whole runs of a micro model fail: what they were asked, losses that are no numbers, interruptions, other runs."""
 
 import dataclasses
+import errno
 import functools
+import gc
 import json
 import math
 import os
 import shutil
 import signal
+import time
+import weakref
 
 import jax
 import numpy as np
@@ -15,7 +19,7 @@ import pytest
 from experiments.data import batches
 from experiments.planning import cost
 from experiments.results import directory
-from experiments.runtime import hardware
+from experiments.runtime import hardware, manifest
 from experiments.step.build import Programs
 from experiments.training import loop
 from tests.experiments.runs import FILES, rows
@@ -85,11 +89,9 @@ def test_a_run_that_met_a_bad_step_goes_on_as_its_error_says(start, tmp_path, ca
 
 def test_a_directory_has_one_run_at_a_time(start, tmp_path, capsys):
     (tmp_path / "held").mkdir()
-    other = directory.Directory(tmp_path, tmp_path / "held")
-    other.hold()
-    assert start("run=held") == 2
+    with directory.Directory(tmp_path, tmp_path / "held"):
+        assert start("run=held") == 2
     assert f"another process is carrying out the run at {tmp_path / 'held'}: wait" in capsys.readouterr().err
-    other.release()
     assert start("run=held", "steps=1") == 0
 
 
@@ -99,7 +101,37 @@ def test_there_is_room_for_a_checkpoint_more_than_are_kept(start, monkeypatch, c
     assert start("checkpoint.every=1") == 1
     error = capsys.readouterr().err
     assert ", 3 of them" in error and "(checkpoint.keep=2, and one more while it is written)" in error
-    assert start("checkpoint.every=1", "checkpoint.keep=1") == 0
+    assert start("run=full", "checkpoint.every=1", "checkpoint.keep=1") == 0
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: room._replace(free=0))
+    assert start("run=full") == 0  # it has all its steps, and writes none
+    assert start("run=full", "steps=5") == 1
+
+
+def test_a_checkpoint_that_fails_does_not_hide_what_ended_the_run(start, monkeypatch, capsys, poison):
+    def fails(*_):
+        time.sleep(1)  # when the run has ended
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(manifest, "write", fails)
+    assert start("checkpoint.every=2") == 1
+    said = capsys.readouterr()
+    assert "error: the loss is nan at step 3: training has diverged" in said.err
+    assert "warning: cannot save the checkpoint of step 2" in said.out
+
+
+def test_the_state_that_a_run_goes_on_from_is_the_loops_alone(start, monkeypatch):
+    assert start("run=on", "checkpoint.every=2") == 0
+    found = []
+
+    def train(programs, source, session, stop):
+        found.append(weakref.ref(session.restored[1].step))
+        session.restored = None
+        gc.collect()
+        raise loop.DivergedError("as far as this test goes")
+
+    monkeypatch.setattr(loop, "train", train)
+    assert start("run=on", "steps=6") == 1
+    assert found[0]() is None
 
 
 def test_a_step_without_a_loss_can_be_raised(start, tmp_path, poison):

@@ -6,6 +6,8 @@ import sys
 import threading
 import time
 
+import pytest
+
 from experiments import sweep
 
 JOB = """
@@ -20,6 +22,15 @@ time.sleep(60)
 """
 
 
+@pytest.fixture
+def hears_ctrl_c():
+    """A shell's background jobs ignore it, and so would these tests."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("hears_ctrl_c")
 def test_a_sweep_that_is_interrupted_lets_its_job_save(tmp_path):
     def interrupt():
         while not (tmp_path / "ready").exists():
