@@ -226,7 +226,7 @@ def _explain(error: Exception, name: str, overrides: Sequence[str], known: Any, 
         key, equals, value = override.lstrip("+~").partition("=")
         if key.split("/")[0].split(".")[0] == "hydra":
             return f"unknown override `{override}`: no part of Hydra runs here; experiments/sweep.py has its launchers"
-        if not equals and not override.startswith("~"):
+        if not key or not (equals or override.startswith("~")):
             return f"cannot read `{override}`: overrides look like key=value, for example tiling.n=8"
         if override.startswith("~"):
             return f"cannot apply `{override}`: keys can be changed, not removed"
@@ -247,7 +247,8 @@ def _explain(error: Exception, name: str, overrides: Sequence[str], known: Any, 
         parts = [override.partition("=")[0] for override in overrides if "{" in override or override.count(".") > 1]
         return f"cannot set {', '.join(parts)}: it is null in this option; write an option that has it, in conf/"
     reason = str(error.__cause__ or error).strip().splitlines()[0]
-    culprit = next((o for o in overrides if str(getattr(error.__cause__, "full_key", None)) == o.split("=")[0]), None)
+    given = [o for o in overrides if str(getattr(error.__cause__, "full_key", None)) == o.split("=")[0]]
+    culprit = next((o for o in given if f"'{o.partition('=')[2]}'" in reason), given[-1] if given else None)
     return f"bad override `{culprit}`: {_wanted(name, culprit) or reason}" if culprit else reason
 
 

@@ -89,7 +89,7 @@ def files_at(path: Path, pattern: str) -> list[Path]:
     Raises:
         DataError: there is none.
     """
-    if not path.exists():
+    if not (path.is_file() or path.is_dir()):
         raise DataError(f"cannot read data.path={path}: there is no such file or folder")
     patterns = [pattern.strip() for pattern in pattern.split(",")]
     files = [path] if path.is_file() else sorted({f for p in patterns for f in path.rglob(p) if f.is_file()})

@@ -77,49 +77,55 @@ def bytes_read(text: str, trips: Mapping[str, int] | None = None, least: int = 0
         least: bytes of the values, whole, that count: of more than all temporaries, those of arguments.
     """
     bodies, entry = _computations(text)
-    parsed = {name: _Body(lines) for name, lines in bodies.items()}
+    return _Reads(bodies, trips, least).of_run(entry)
 
-    def of(name: str, operand: int) -> int:
-        """Bytes of a fused computation's parameter that it reads."""
-        return _of_value(name, parsed[name].parameters[operand])
 
-    def _of_value(name: str, value: str) -> int:
-        body, total = parsed[name], 0
-        if not (users := body.users(value)):
-            return body.size(value)  # handed on as it is
-        for user, op, operands, line in users:
-            if op in ("bitcast", "reshape") or "output_to_operand_aliasing" in line:  # the same bytes
-                total += _of_value(name, user)
-            elif op in ("dynamic-slice", "gather", "slice"):
-                total += body.size(user) if operands[0] == value else 0
-            elif op in ("dynamic-update-slice", "scatter") and operands[0] == value:
-                continue
-            elif op == "fusion":
-                called = _fused(line)
-                total += sum(of(called, i) for i, operand in enumerate(operands) if operand == value)
-            else:
-                return body.size(value)
-        return min(total, body.size(value))
+class _Reads:
+    """What the computations of a program read of main memory."""
 
-    def count(name: str) -> int:
-        total, body = 0, parsed[name]
-        counts = lambda value: body.far(value) and body.size(value) >= least
+    def __init__(self, bodies: dict[str, list[str]], trips: Mapping[str, int] | None, least: int):
+        self._lines, self._trips, self._least = bodies, trips, least
+        self._bodies = {name: _Body(lines) for name, lines in bodies.items()}
+
+    def of_run(self, name: str) -> int:
+        """Return the bytes that a run of a computation reads."""
+        total, body = 0, self._bodies[name]
+        counts = lambda value: body.far(value) and body.size(value) >= self._least
         for value, op, operands, line in body.rows:
             if op == "while":
                 inner = re.search(r"body=%?([\w.\-]+)", line)
-                total += _trips(line, bodies, trips) * count(inner.group(1)) if inner else 0
+                total += _trips(line, self._lines, self._trips) * self.of_run(inner.group(1)) if inner else 0
             elif op in ("call", "conditional"):
-                total += count(_first_branch(line))
+                total += self.of_run(_first_branch(line))
             elif op == "fusion":
-                called = _fused(line)
-                total += sum(of(called, i) for i, one in enumerate(operands) if counts(one))
+                total += sum(self._of_operand(line, i) for i, one in enumerate(operands) if counts(one))
             elif op in ("dynamic-slice", "gather", "slice", "dynamic-slice-start", "slice-start"):
                 total += body.size(value) if counts(operands[0]) else 0
             elif op not in _FREE:
                 total += sum(body.size(one) for one in operands if counts(one))
         return total
 
-    return count(entry)
+    def _of_operand(self, line: str, operand: int) -> int:
+        """Return the bytes of its operand that a fusion reads."""
+        called = _fused(line)
+        return self._of_value(called, self._bodies[called].parameters[operand])
+
+    def _of_value(self, name: str, value: str) -> int:
+        body, total = self._bodies[name], 0
+        if not (users := body.users(value)):
+            return body.size(value)  # handed on as it is
+        for user, op, operands, line in users:
+            if op in ("bitcast", "reshape") or "output_to_operand_aliasing" in line:  # the same bytes
+                total += self._of_value(name, user)
+            elif op in ("dynamic-slice", "gather", "slice"):
+                total += body.size(user) if operands[0] == value else 0
+            elif op in ("dynamic-update-slice", "scatter") and operands[0] == value:
+                continue
+            elif op == "fusion":
+                total += sum(self._of_operand(line, i) for i, operand in enumerate(operands) if operand == value)
+            else:
+                return body.size(value)
+        return min(total, body.size(value))
 
 
 _FREE = {"parameter", "tuple", "get-tuple-element", "bitcast", "constant", "after-all", "iota", "partition-id"}

@@ -298,6 +298,7 @@ def open_loggers(directory: Path, save: configs.Save, about: dict[str, Any], aft
 
 
 def _measured(record: Record) -> dict[str, Any]:
-    found = asdict(record)
-    found |= found.pop("extra") or {}
-    return {name: value for name, value in found.items() if value is not None and name != "step"}
+    found = {
+        name: value for name, value in asdict(record).items() if value is not None and name not in ("step", "extra")
+    }
+    return (record.extra or {}) | found

@@ -33,6 +33,7 @@ from zoo.models.head import head
 
 LOSS = ("logits", "hidden", "head", "labels", "mask")
 OPTIMIZER = ("learning_rate",)
+RECORDED = ("loss", "grad_norm")  # of each step, beside what a loss returns
 DATA = ("tokenizer", "vocab_size", "seq_len", "seed")
 INSTALLED = {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 NOT_THEIRS = ("<", __file__, *INSTALLED)
@@ -53,11 +54,11 @@ def _in_words(failed: str) -> Generator[None, None, None]:
         yield
     except (OwnError, TileError):
         raise
-    except Exception as error:  # it may raise anything
+    except (Exception, SystemExit) as error:  # it may raise anything
         frames = reversed(traceback.extract_tb(error.__traceback__))
         found = next((frame for frame in frames if not frame.filename.startswith(NOT_THEIRS)), None)
         where = f" at {found.filename}:{found.lineno}" if found else ""
-        said = next(iter(str(error).strip().splitlines()), "")
+        said = next(iter(str(error).strip().splitlines()), found.line if found else None) or "it says no more"
         traced = isinstance(error, jax.errors.ConcretizationTypeError | jax.errors.TracerArrayConversionError)
         raise OwnError(f"{failed}{where}: {type(error).__name__}: {said}{f' {TRACED}' * traced}") from error
 
@@ -176,6 +177,11 @@ def objective(config: configs.Custom) -> Callable[..., Any]:
             made = fn(**given, **config.kwargs)
         pair = isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Mapping)
         value, beside = (made[0], dict(made[1])) if pair else (made, {})
+        if wrong := [name for name in beside if not isinstance(name, str) or name in RECORDED]:
+            raise OwnError(
+                f"cannot use objective.fn={config.fn}: it calls a number {wrong[0]!r}; give each a name in text, and "
+                f"none of {', '.join(RECORDED)}, which are the run's"
+            )
         value = _number(value, config.fn, "loss", targets, mask)
         if not jnp.issubdtype(value.dtype, jnp.floating):
             raise OwnError(
@@ -221,17 +227,18 @@ def _number(value: Any, name: str, what: str, targets: Any, mask: Any) -> jax.Ar
 
 def optimizer(config: configs.CustomOptimizer, rate: Any) -> optax.GradientTransformation:
     """Return what a user's function makes of a schedule of the learning rate."""
-    fn = find(config.fn, "optimizer.fn")
+    fn, failed = find(config.fn, "optimizer.fn"), f"optimizer.fn={config.fn} failed"
     if not wanted(fn, OPTIMIZER, "optimizer", config.kwargs):
         raise OwnError(f"cannot use optimizer.fn={config.fn}: it must take a `learning_rate`, which is a schedule")
-    with _in_words(f"optimizer.fn={config.fn} failed"):
+    with _in_words(failed):
         made = fn(learning_rate=rate, **config.kwargs)
     if not isinstance(made, optax.GradientTransformation):
         raise OwnError(
             f"cannot use optimizer.fn={config.fn}: it must return an optax.GradientTransformation, not "
             f"{type(made).__name__}"
         )
-    return made
+    told = _in_words(failed)
+    return made._replace(init=told(made.init), update=told(made.update))
 
 
 def documents(config: configs.CustomData, **given: Any) -> Any:

@@ -45,7 +45,8 @@ def fewest(loss: Callable[..., Any], tiling: configs.Tiling, models: tuple, args
     Raises:
         ValueError: no number does, or the budget is no number of bytes.
     """
-    cut = _cut(loss, tiling, args[1].ndim - 1, n="auto", budget=tiling.budget)
+    budget = configs.chosen(tiling.budget)
+    cut = _cut(loss, tiling, args[1].ndim - 1, n="auto", budget=int(budget) if budget.isdecimal() else budget)
     return cut.plan(tuple(map(_read_by_head, models)), *args).tiles
 
 

@@ -59,11 +59,7 @@ def train(programs: Programs, source: Source | Repeats, session: Session, stop: 
     stop.ask()
     frozen = programs.init_frozen()
     stop.ask()
-    if session.restored is None:
-        first, state = 0, _begun(programs, session, held_out, frozen, stop)
-    else:
-        first, state = session.restored[0], programs.completed(session.restored[1])
-        session.restored = None  # its memory is about to be reused
+    first, state = _begun(programs, session, held_out, frozen, stop)
     session.progress.start(first)
     feed = Prefetch(lambda step: put(lambda rows: source.batch(step, rows).arrays), first, steps)
     evaluate = lambda record: held_out.measure(programs.measured(state), frozen, record)
@@ -100,8 +96,11 @@ def train(programs: Programs, source: Source | Repeats, session: Session, stop: 
         feed.close()
 
 
-def _begun(programs: Programs, session: Session, held_out: "HeldOut", frozen: Any, stop: Stop) -> State:
-    """Return the state before training, whose held-out loss is the first record."""
+def _begun(programs: Programs, session: Session, held_out: "HeldOut", frozen: Any, stop: Stop) -> tuple[int, State]:
+    """Return the step and the state that training goes on from; of one that begins, its held-out loss is recorded."""
+    if session.restored is not None:
+        (first, kept), session.restored = session.restored, None  # its memory is about to be reused
+        return first, programs.completed(kept)
     began, weights = time.perf_counter(), programs.config.model.weights
     model = jax.block_until_ready(programs.init())
     origin = "drawn" if weights is None else f"read from {weights}"
@@ -111,7 +110,7 @@ def _begun(programs: Programs, session: Session, held_out: "HeldOut", frozen: An
     session.recorder.add(before)
     what = "pairs" if programs.config.paired else "text"
     session.progress.say(f"  held-out {what} before training: {describe(before)}")
-    return programs.init_state(model)
+    return 0, programs.init_state(model)
 
 
 class Tracer:

@@ -139,6 +139,9 @@ def test_gradients_equal_those_of_the_uncut_loss(written, name, cut):
 
 
 FAILS = """
+import optax
+
+
 def whole(logits):
     return (logits.sum() > 0).astype(int)
 
@@ -149,6 +152,26 @@ def raises(logits=None, learning_rate=None):
 
 def branches(logits):
     return logits.mean() if logits.mean() > 0 else -logits.mean()
+
+
+def exits(logits):
+    raise SystemExit(3)
+
+
+def asserts(logits):
+    assert logits.ndim == 7
+
+
+def numbers(logits):
+    return logits.mean(), {5: 1.0}
+
+
+def takes(logits):
+    return logits.mean(), {"grad_norm": 1.0}
+
+
+def in_update(learning_rate):
+    return optax.GradientTransformation(lambda params: (), lambda *_: 1 / 0)
 
 
 def stops():
@@ -196,6 +219,12 @@ RAISE = {
     "objective={}:whole": "cannot learn from objective.fn=.*whole: its loss is of type int32, which has no gradient",
     "objective={}:raises": r"objective.fn=.*raises failed at .*own.py:\d+: ZeroDivisionError: division by zero",
     "objective={}:branches": r"objective.fn=.*failed at .*own.py:\d+: TracerBool.* write jnp.where or jax.lax.cond for",
+    "objective={}:exits": r"objective.fn=.*exits failed at .*own.py:\d+: SystemExit: 3",
+    "objective={}:asserts": r"objective.fn=.*asserts failed at .*own.py:\d+: AssertionError: assert logits.ndim == 7",
+    "objective={}:numbers": "it calls a number 5; give each a name in text",
+    "objective={}:takes": "it calls a number 'grad_norm'; .* none of loss, grad_norm, which are the run's",
+    "optimizer={}:in_update": r"optimizer.fn=.*in_update failed at .*own.py:\d+: ZeroDivisionError",
+    "optimizer=optax:sgd optimizer.kwargs.momentum=abc": "optimizer.fn=optax:sgd failed: TypeError: ",
     "optimizer={}:raises optimizer.learning_rate=1": r"optimizer.fn=.*raises failed at .*own.py:\d+: ZeroDivision",
     "data={}:raises": r"data.fn=.*raises failed at .*own.py:\d+: ZeroDivisionError",
     "data={}:stops": r"data.fn=.*stops failed at .*own.py:\d+: OSError: no disk",

@@ -121,17 +121,18 @@ def test_a_checkpoint_that_fails_does_not_hide_what_ended_the_run(start, monkeyp
 
 def test_the_state_that_a_run_goes_on_from_is_the_loops_alone(start, monkeypatch):
     assert start("run=on", "checkpoint.every=2") == 0
-    found = []
+    freed = []
 
     def train(programs, source, session, stop):
-        found.append(weakref.ref(session.restored[1].step))
+        held = weakref.ref(session.restored[1].step)
         session.restored = None
         gc.collect()
+        freed.append(held() is None)
         raise loop.DivergedError("as far as this test goes")
 
     monkeypatch.setattr(loop, "train", train)
     assert start("run=on", "steps=6") == 1
-    assert found[0]() is None
+    assert freed == [True]
 
 
 def test_a_step_without_a_loss_can_be_raised(start, tmp_path, poison):

@@ -60,6 +60,7 @@ WRONG = {
     "not a policy": (["remat.policy=some"], r"bad value remat.policy=some: choose auto"),
     "missing path": (["data=text"], r"data.path=... must be given"),
     "run in another folder": (["run=../x"], r"bad value run=../x"),
+    "one of two": (["steps=2", "steps=2.5"], r"bad override `steps=2.5`: give a whole number"),
     "two signs": (["steps==3"], r"bad override `steps==3`: give a whole number"),
     "several options": (["tiling=[none,all]"], r"unknown option `tiling=\[none,all\]`: Did you mean tiling=none"),
     "no names and values": (["hardware.compiler_options=fast"], r"give hardware.compiler_options.NAME=VALUE for each"),

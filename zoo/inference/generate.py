@@ -9,6 +9,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
 
+from zoo.engine.answers import Answer
 from zoo.engine.engine import Engine, Settings
 from zoo.engine.sampling import GREEDY, Sampling
 from zoo.models.layers import check_tokens
@@ -71,18 +72,36 @@ def stream(
             another vocabulary; or the model's logits are no numbers.
     """
     _check(model, prompts, max_tokens, sampling, key)
-    settings = _sizes(prompts, max_tokens, chunk, drafts)
     how: dict[str, Any] = {"dtype": dtype, "widen": widen, "compiler_options": compiler_options}
+    engine = _engine(model, _sizes(prompts, max_tokens, chunk, drafts), drafter, kv_dtype, **how)
+    stops, own = frozenset(stop), _seeded(sampling, key, len(prompts))
+    answers = [
+        engine.submit(prompt, max_tokens=max_tokens, sampling=picks, stop=stops, drafts=drafts)[0]
+        for prompt, picks in zip(prompts, own, strict=True)
+    ]
+    yield from _steps(engine, answers, max_tokens)
+
+
+def _engine(model: Any, settings: Settings, drafter: Any, kv_dtype: str | None, **how: Any) -> Engine:
+    """Return an engine, which a smaller model's guesses for where there is one."""
     small = dataclasses.replace(settings, page=4, share=True)  # what was read of a text is not read again
     guesser = None if drafter is None else Engine(drafter, small, **how)
-    engine = Engine(model, dataclasses.replace(settings, kv_dtype=kv_dtype), **how, drafter=guesser)
-    seeds = jax.random.bits(jax.random.key(0) if key is None else key, (len(prompts),)).tolist()
-    stops = frozenset(stop)
-    answers = [
-        engine.submit(prompt, max_tokens=max_tokens, sampling=own, stop=stops, drafts=drafts)[0]
-        for prompt, own in zip(prompts, (dataclasses.replace(sampling, seed=seed) for seed in seeds), strict=True)
-    ]
-    for step in range(max_tokens):
+    return Engine(model, dataclasses.replace(settings, kv_dtype=kv_dtype), **how, drafter=guesser)
+
+
+def _seeded(sampling: Sampling, key: PRNGKeyArray | None, count: int) -> list[Sampling]:
+    """Return how the ids of each text are picked, with random numbers of its own."""
+    seeds = jax.random.bits(jax.random.key(0) if key is None else key, (count,)).tolist()
+    return [dataclasses.replace(sampling, seed=seed) for seed in seeds]
+
+
+def _steps(engine: Engine, answers: Sequence[Answer], most: int) -> Iterator[np.ndarray]:
+    """Yield the ids that an engine gives its texts, step by step.
+
+    Raises:
+        ValueError: the logits of one are no numbers.
+    """
+    for step in range(most):
         while any(len(answer.tokens) <= step and answer.finish is None for answer in answers):
             engine.step()
         if lost := [row for row, answer in enumerate(answers) if answer.finish == "error"]:

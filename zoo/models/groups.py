@@ -58,26 +58,9 @@ def attend(
     times = ulysses.repeats(q.shape[2], k.shape[2], devices)
     groups, (count, by_kv) = k.shape[2] * times, turns(q.shape[2], k.shape[2], devices)
     of_q, of_kv = (0, 0) if by_kv else (1, None)  # which of [groups, each] is cut, and of [groups]
-    paths, form = jax.tree.flatten_with_path(jax.lax.stop_gradient(weights) if apart else {})
-    dims = {path: _heads(path, leaf) for path, leaf in paths}
-    is_q = {path: path[0].key[0] == "q" for path, _ in paths}
-
-    def made(x, q, k, v, leaves):
-        """Return the queries, keys and values of a turn."""
-        if not apart:
-            return _joined(q, 2), k, v
-        whole = [
-            _joined(leaf, dims[path]) if is_q[path] and dims[path] is not None else leaf
-            for (path, _), leaf in zip(paths, leaves, strict=True)
-        ]
-        return project(x, jax.tree.unflatten(form, whole))
-
-    leaves, axes = [], []
-    for path, leaf in paths:
-        dim = dims[path]
-        leaves.append(_divided(leaf, dim, groups) if is_q[path] and dim is not None else leaf)
-        cut = of_q if is_q[path] else of_kv
-        axes.append(None if dim is None or cut is None else dim + cut)
+    of_heads = _OfHeads(jax.lax.stop_gradient(weights) if apart else {})
+    made = lambda x, q, k, v, own: project(x, of_heads.joined(own)) if apart else (_joined(q, 2), k, v)
+    leaves, axes = of_heads.divided(groups, of_q, of_kv)
     kv = None if of_kv is None else 2
     cuts = None, 2 + of_q, kv, kv, axes, None if sinks is None else of_q
     by_turns = lambda part, *more: part if ops.heads is None else ops.heads(part, (*cuts, *more), count)
@@ -88,6 +71,31 @@ def attend(
         return Seen(*(_joined(value, 2) for value in _once(turn, by_turns, of_q, args)))
     x, *rest = args
     return _joined(by_turns(turn.seen)(jax.lax.stop_gradient(x), *rest), 2)
+
+
+class _OfHeads:
+    """Weights of heads, which those of queries have by groups while they are cut."""
+
+    def __init__(self, weights: dict[str, Any]):
+        paths, self._form = jax.tree.flatten_with_path(weights)
+        self._leaves = [leaf for _, leaf in paths]
+        self._is_q = [path[0].key[0] == "q" for path, _ in paths]
+        low = [getattr(path[-1], "name", None) == "a" for path, _ in paths]  # it has no heads
+        self._dims = [None if a else leaf.ndim - 2 for leaf, a in zip(self._leaves, low, strict=True)]
+
+    def divided(self, groups: int, of_q: int, of_kv: int | None) -> tuple[list[Array], list[int | None]]:
+        """Return the arrays, and which dimension of each is cut where `of_q` or `of_kv` of its heads' is."""
+        cuts = [of_q if is_q else of_kv for is_q in self._is_q]
+        axes = [None if dim is None or cut is None else dim + cut for dim, cut in zip(self._dims, cuts, strict=True)]
+        return self._of_queries(lambda leaf, dim: _divided(leaf, dim, groups), self._leaves), axes
+
+    def joined(self, leaves: list[Array]) -> dict[str, Any]:
+        """Return the weights of some groups' heads from their arrays."""
+        return jax.tree.unflatten(self._form, self._of_queries(_joined, leaves))
+
+    def _of_queries(self, change: Callable[[Array, int], Array], leaves: list[Array]) -> list[Array]:
+        every = zip(leaves, self._dims, self._is_q, strict=True)
+        return [change(leaf, dim) if is_q and dim is not None else leaf for leaf, dim, is_q in every]
 
 
 class _Turn(NamedTuple):
@@ -182,11 +190,6 @@ def turns(heads: int, kv_heads: int, devices: int = 1) -> tuple[int, bool]:
     groups = kv_heads * ulysses.repeats(heads, kv_heads, devices)
     by_kv = devices < groups == kv_heads
     return (groups // devices if by_kv else heads // groups), by_kv
-
-
-def _heads(path: tuple[Any, ...], leaf: Array) -> int | None:
-    """Return which dimension of a weight has heads; None is none."""
-    return None if getattr(path[-1], "name", None) == "a" else leaf.ndim - 2
 
 
 def _with(sinks):
