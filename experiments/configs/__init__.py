@@ -18,7 +18,6 @@ from experiments.configs.fields import (
     chosen,
     option,
     part,
-    positive,
     refuse,
 )
 from experiments.configs.objective import (

@@ -7,7 +7,7 @@ from typing import Any
 
 from experiments.configs.compute import Hardware, Mesh
 from experiments.configs.data import Data
-from experiments.configs.fields import DType, Quantise, option, positive, refuse
+from experiments.configs.fields import POSITIVE, DType, Quantise, option, refuse
 from experiments.configs.run import Model
 
 
@@ -16,11 +16,8 @@ class Tokenizer:
     """Train a byte-level BPE on local text."""
 
     data: Data
-    vocab_size: int = option(8192, "how many tokens, the 256 bytes and 2 special ones included")
+    vocab_size: int = option(8192, "how many tokens, the 256 bytes and 2 special ones included", POSITIVE)
     out: str = option("runs/tokenizer", "folder to write; data.tokenizer=FOLDER then uses it", path=True)
-
-    def __post_init__(self):
-        positive(self, "", "vocab_size")
 
 
 def engine(config: Any) -> None:
@@ -45,14 +42,16 @@ class Score:
     hardware: Hardware
     mesh: Mesh
     lora: str | None = option(None, "folder of a LoRA adapter to apply", path=True)
-    seq_len: int = option(2048, "tokens in a window")
-    stride: int | None = option(None, "tokens scored per window, the rest being context (default: half a window)")
-    batch_size: int = option(1, "windows at a time")
-    tile: int = option(256, "tokens whose logits exist at a time")
+    seq_len: int = option(2048, "tokens in a window", POSITIVE)
+    stride: int | None = option(
+        None, "tokens scored per window, the rest being context (default: half a window)", POSITIVE
+    )
+    batch_size: int = option(1, "windows at a time", POSITIVE)
+    tile: int = option(256, "tokens whose logits exist at a time", POSITIVE)
     kv_dtype: str | None = option(
         None, "keys and values in 8 bits, int8, of which twice as many fit (default: as computed)"
     )
-    limit: int | None = option(None, "only so many documents")
+    limit: int | None = option(None, "only so many documents", POSITIVE)
     out: str | None = option(
         None, "file of JSON lines: a document's ids, log-probabilities and sums on each", path=True
     )
@@ -60,7 +59,6 @@ class Score:
 
     def __post_init__(self):
         engine(self)
-        positive(self, "", "seq_len", "stride", "batch_size", "tile", "limit")
         if self.stride is not None and self.stride > self.seq_len:
             raise refuse("stride", self.stride, f"tokens would be left out beyond seq_len={self.seq_len}")
 
@@ -79,7 +77,7 @@ class Generate:
         None, "folder of a tokenizer (default: the one of model.weights, else bytes)", path=True
     )
     lora: str | None = option(None, "folder of a LoRA adapter to apply", path=True)
-    max_tokens: int = option(128, "most tokens to generate")
+    max_tokens: int = option(128, "most tokens to generate", POSITIVE)
     kv_dtype: str | None = option(
         None, "keys and values in 8 bits, int8, of which twice as many fit (default: as computed)"
     )
@@ -97,7 +95,6 @@ class Generate:
 
     def __post_init__(self):
         engine(self)
-        positive(self, "", "max_tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,31 +112,32 @@ class Serve:
     host: str = option("127.0.0.1", "address to listen at; 0.0.0.0 is every one of this machine")
     port: int = option(8000, "port to listen at")
     api_key: str | None = option(None, "clients must show it (default: none)")
-    length: int | None = option(None, "tokens of the longest text (default: the model's, at most 4096)")
-    rows: int = option(16, "texts that run at once; a pass costs rows * width tokens, idle or busy")
-    width: int = option(1, "tokens of one text in a row of a step: 1 on CPUs, 8 on accelerators")
-    budget: int = option(256, "tokens of prompts that are read, pass after pass, while texts wait for their next token")
-    page: int = option(16, "tokens on a page of keys and values")
-    tokens: int | None = option(None, "tokens whose keys and values are kept (default: half of rows * length)")
+    length: int | None = option(None, "tokens of the longest text (default: the model's, at most 4096)", POSITIVE)
+    rows: int = option(16, "texts that run at once; a pass costs rows * width tokens, idle or busy", POSITIVE)
+    width: int = option(1, "tokens of one text in a row of a step: 1 on CPUs, 8 on accelerators", POSITIVE)
+    budget: int = option(
+        256, "tokens of prompts that are read, pass after pass, while texts wait for their next token", POSITIVE
+    )
+    page: int = option(16, "tokens on a page of keys and values", POSITIVE)
+    tokens: int | None = option(
+        None, "tokens whose keys and values are kept (default: half of rows * length)", POSITIVE
+    )
     kv_dtype: str | None = option(
         None, "keys and values in 8 bits, int8, of which twice as many fit (default: as computed)"
     )
-    queue: int = option(1024, "texts that may wait; others are told to come again")
-    seconds: float = option(600.0, "after which an answer ends where it is")
+    queue: int = option(1024, "texts that may wait; others are told to come again", POSITIVE)
+    seconds: float = option(600.0, "after which an answer ends where it is", POSITIVE)
     drafts: int = option(0, "tokens guessed from the text itself and checked at once; answers are the same")
     drafter: str | None = option(
         None, "folder of a smaller model of the same vocabulary that guesses instead, 4 tokens or `drafts`", path=True
     )
     exact: bool = option(True, "refuse a model whose answers could depend on who else asks")
-    max_mib: float = option(8.0, "largest body of a request")
-    grace: int = option(30, "seconds to finish answers in when told to stop")
+    max_mib: float = option(8.0, "largest body of a request", POSITIVE)
+    grace: int = option(30, "seconds to finish answers in when told to stop", POSITIVE)
     seed: int = option(0, "of random weights, where model.weights is not given")
 
     def __post_init__(self):
         engine(self)
-        positive(
-            self, "", "length", "rows", "width", "budget", "page", "tokens", "queue", "seconds", "max_mib", "grace"
-        )
         if not 0 <= self.port < 65536:
             raise refuse("port", self.port, "give a number from 0 to 65535")
 
@@ -155,11 +153,12 @@ class Convert:
     quantise: Quantise | None = option(
         None, "keep matrices in fewer bits: int8, int4 or nf4, or as_stored in the source"
     )
-    group: int | None = option(None, "inputs that share a scale (default: all in int8, 128 in int4, 64 in nf4)")
-    shard_gib: float = option(1.0, "largest file")
+    group: int | None = option(
+        None, "inputs that share a scale (default: all in int8, 128 in int4, 64 in nf4)", POSITIVE
+    )
+    shard_gib: float = option(1.0, "largest file", POSITIVE)
 
     def __post_init__(self):
-        positive(self, "", "shard_gib", "group")
         if self.quantise is Quantise.as_stored and (self.lora is not None or self.group is not None):
             name, value = ("lora", self.lora) if self.lora is not None else ("group", self.group)
             raise refuse(name, value, "quantise=as_stored changes no matrix; say int8, int4 or nf4")

@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.configs.fields import DType, Platform, choice, not_negative, option, positive, refuse
+from experiments.configs.fields import NOT_NEGATIVE, POSITIVE, DType, Platform, choice, option, refuse
 
 REMAT = {  # those of `transforms.remat`
     "none": "Keep every activation: fastest, most memory.",
@@ -35,17 +35,20 @@ class Tiling:
     """What is cut into tiles: the head and its loss over tokens, and other parts where that is asked for."""
 
     n: int | str = option("auto", "number of tiles of the head and loss; none: untiled; auto: by size")
-    size: int | None = option(None, "tokens in a tile of the head, instead of their number")
+    size: int | None = option(None, "tokens in a tile of the head, instead of their number", POSITIVE)
     budget: str | None = option(None, "n=auto: temporary memory that the head may take, such as 2GiB")
     lowmem: bool = option(False, "cut the head over the vocabulary too: less memory, one more product")
-    mlp: int | None = option(None, "number of tiles of each MLP, over a sequence's tokens")
+    mlp: int | None = option(None, "number of tiles of each MLP, over a sequence's tokens", POSITIVE)
     attention: int | None = option(
         None,
         "number of tiles of attention, over queries and over keys (of sequences that devices share, queries alone)",
+        POSITIVE,
     )
     heads: bool = option(False, "attention of one kv head's group at a time, its queries, keys and values with it")
-    tokens: int | None = option(None, "tokens of each device at a time of all else in a layer: norms, projections, MLP")
-    batch: int | None = option(None, "number of micro-batches (gradient accumulation)")
+    tokens: int | None = option(
+        None, "tokens of each device at a time of all else in a layer: norms, projections, MLP", POSITIVE
+    )
+    batch: int | None = option(None, "number of micro-batches (gradient accumulation)", POSITIVE)
     sync: str = option(
         "once", "on a mesh, weights and their gradients travel once a step, or with every tile: less memory"
     )
@@ -54,7 +57,6 @@ class Tiling:
         named = self.n in ("auto", "none")
         if not named and (isinstance(self.n, str) or self.n < 1):
             raise refuse("tiling.n", self.n, "give a whole number of tiles (1 or more), none or auto")
-        positive(self, "tiling.", "size", "mlp", "attention", "tokens", "batch")
         if self.sync not in ("once", "tile"):
             raise refuse("tiling.sync", self.sync, "give once or tile")
         if self.size is not None and self.n != "auto":
@@ -81,14 +83,16 @@ class Hardware:
     param_dtype: DType | None = option(None, "how parameters are stored", auto=True)
     compute_dtype: DType | None = option(None, "what the layers compute in", auto=True)
     grad_dtype: DType | None = option(None, "what gradients and optimizer compute in (default: param_dtype)")
-    memory_gib: float | None = option(None, "memory the run may plan with (default: what the device has free)")
-    headroom_gib: float | None = option(None, "kept free beside the compiled step's own memory", auto=True)
-    peak_tflops: float | None = option(None, "what one device can do, for MFU (default: its bfloat16 peak, if known)")
+    memory_gib: float | None = option(
+        None, "memory the run may plan with (default: what the device has free)", POSITIVE
+    )
+    headroom_gib: float | None = option(
+        None, "kept free beside the compiled step's own memory", NOT_NEGATIVE, auto=True
+    )
+    peak_tflops: float | None = option(
+        None, "what one device can do, for MFU (default: its bfloat16 peak, if known)", POSITIVE
+    )
     compiler_options: dict[str, Any] = option({}, "XLA options for the run's programs, on top of the usual ones")
-
-    def __post_init__(self):
-        positive(self, "hardware.", "memory_gib", "peak_tflops")
-        not_negative(self, "hardware.", "headroom_gib")
 
 
 @choice("remat", "auto", "Keep everything in small models, nothing in large ones.")
@@ -230,12 +234,11 @@ class Distributed:
 
     auto: bool = option(False, "join the processes that SLURM, Open MPI, a TPU pod or GKE has started")
     coordinator: str | None = option(None, "HOST:PORT of process 0, where nothing of that kind is there")
-    processes: int | None = option(None, "how many processes there are (with distributed.coordinator)")
+    processes: int | None = option(None, "how many processes there are (with distributed.coordinator)", POSITIVE)
     process: int | None = option(None, "which of them this is, from 0 (with distributed.coordinator)")
-    timeout: int = option(15, "seconds after which a process that is not heard of counts as dead")
+    timeout: int = option(15, "seconds after which a process that is not heard of counts as dead", POSITIVE)
 
     def __post_init__(self):
-        positive(self, "distributed.", "processes", "timeout")
         given = {"coordinator": self.coordinator, "processes": self.processes, "process": self.process}
         missing = [f"distributed.{name}=..." for name, value in given.items() if value is None]
         if 0 < len(missing) < 3:

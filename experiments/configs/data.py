@@ -5,23 +5,21 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.configs.fields import choice, not_negative, option, positive, refuse
+from experiments.configs.fields import NOT_NEGATIVE, POSITIVE, Bound, choice, option, refuse
+
+PART = Bound(lambda value: 0 < value < 1, "it must lie between 0 and 1")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
     """What every kind of text has in common."""
 
-    val_fraction: float = option(0.03, "share of the documents held out, chosen by the hash of their content")
+    val_fraction: float = option(0.03, "share of the documents held out, chosen by the hash of their content", PART)
     cache: str | None = option(None, "folder of the tokenized copy (default: your user cache)", path=True)
     tokenizer: str | None = option(
         None, "folder with a tokenizer.json (default: that of model.weights, else bytes)", path=True
     )
     packed: bool = option(False, "keep the documents that share a row apart: none sees another")
-
-    def __post_init__(self):
-        if not 0 < self.val_fraction < 1:
-            raise refuse("data.val_fraction", self.val_fraction, "it must lie between 0 and 1")
 
 
 @choice("data", "stdlib")
@@ -53,15 +51,14 @@ class Tokens(Data):
 
     path: str = option(dataclasses.MISSING, "file, folder or glob of *.bin", path=True)
     dtype: str = option("uint16", "integer type of the ids: uint16, uint32 or int32")
-    bytes_per_token: float | None = option(None, "average bytes of text per token (to report bits per byte)")
-    separator: int | None = option(None, "the id that starts each document, whose prediction does not count")
+    bytes_per_token: float | None = option(None, "average bytes of text per token (to report bits per byte)", POSITIVE)
+    separator: int | None = option(
+        None, "the id that starts each document, whose prediction does not count", NOT_NEGATIVE
+    )
 
     def __post_init__(self):
-        super().__post_init__()
         if self.dtype not in ("uint16", "uint32", "int32"):
             raise refuse("data.dtype", self.dtype, "choose uint16, uint32 or int32")
-        positive(self, "data.", "bytes_per_token")
-        not_negative(self, "data.", "separator")
         if self.packed and self.separator is None:
             raise refuse("data.packed", "true", "data=tokens needs data.separator=ID to tell documents apart")
 
@@ -74,7 +71,7 @@ class Chat(Data):
     path: str | None = option(None, "file or folder of .jsonl (default: a few short ones that come along)", path=True)
     pattern: str = option("*.jsonl", "which files of a folder", names=True)
     field: str = option("messages", "what holds the messages in a line: each has a `role` and its `content`")
-    val_fraction: float = option(0.1, "share of the conversations held out, chosen by the hash of their content")
+    val_fraction: float = option(0.1, "share of the conversations held out, chosen by the hash of their content", PART)
     packed: bool = option(True, "put several conversations into a row; none sees another")
 
 
@@ -85,10 +82,9 @@ class Preference(Data):
 
     path: str | None = option(None, "file or folder of .jsonl (default: a few short ones that come along)", path=True)
     pattern: str = option("*.jsonl", "which files of a folder", names=True)
-    val_fraction: float = option(0.1, "share of the pairs held out, chosen by the hash of their content")
+    val_fraction: float = option(0.1, "share of the pairs held out, chosen by the hash of their content", PART)
 
     def __post_init__(self):
-        super().__post_init__()
         if self.packed:
             raise refuse("data.packed", "true", "the two answers of a pair have rows of their own")
 
@@ -106,11 +102,9 @@ class Grain(Data):
 class Synthetic(Data):
     """Random ids repeated once: the best possible loss is known."""
 
-    vocab: int = option(64, "how many different ids")
+    vocab: int = option(64, "how many different ids", POSITIVE)
 
     def __post_init__(self):
-        super().__post_init__()
-        positive(self, "data.", "vocab")
         if self.packed:
             raise refuse("data.packed", "true", "random ids have no documents")
 

@@ -18,20 +18,41 @@ C = TypeVar("C", bound=type)
 LARGEST = 2**31 - 1  # what counts steps, tokens and ids
 
 
+@dataclass(frozen=True)
+class Bound:
+    """What a number must be: whether it is, and what an error says where it is not."""
+
+    allows: Callable[[Any], bool]
+    why: str
+
+
+POSITIVE = Bound(lambda value: value > 0, "it must be greater than zero")
+NOT_NEGATIVE = Bound(lambda value: value >= 0, "it must be zero or more")
+SHARE = Bound(lambda value: 0 <= value < 1, "it must lie between 0 and below 1")
+
+
 def option(
-    default: Any, help: str, *, empty: bool = False, auto: bool = False, path: bool = False, names: bool = False
+    default: Any,
+    help: str,
+    bound: Bound | None = None,
+    *,
+    empty: bool = False,
+    auto: bool = False,
+    path: bool = False,
+    names: bool = False,
 ) -> Any:
     """Return a dataclass field with a default and the line that `--help` shows.
 
     Args:
         default: its value where nothing is said.
         help: the line.
+        bound: what its value must be, unless it is None.
         empty: its text may be empty.
         auto: None is chosen for the device and the model's size.
         path: its text is a place among the files, which may begin with `~`.
         names: commas in its text separate names, and no values of a sweep.
     """
-    metadata = {"help": help, "empty": empty, "auto": auto, "path": path, "names": names}
+    metadata = {"help": help, "bound": bound, "empty": empty, "auto": auto, "path": path, "names": names}
     if isinstance(default, dict):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -47,43 +68,22 @@ def refuse(name: str, value: object, why: str) -> ValueError:
     return ValueError(f"bad value {name}={value}: {why}")
 
 
-def positive(config: object, group: str, *names: str) -> None:
-    """Raise unless each named field of a config is None or greater than zero."""
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and not value > 0:
-            raise refuse(f"{group}{name}", value, "it must be greater than zero")
-
-
-def share(config: object, group: str, *names: str) -> None:
-    """Raise unless each named field of a config is None or lies between 0 and 1, 1 itself left out."""
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and not 0 <= value < 1:
-            raise refuse(f"{group}{name}", value, "it must lie between 0 and below 1")
-
-
-def not_negative(config: object, group: str, *names: str) -> None:
-    """Raise unless each named field of a config is None, zero or more."""
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and not value >= 0:
-            raise refuse(f"{group}{name}", value, "it must be zero or more")
-
-
 def check(config: Any, prefix: str = "") -> None:
     """Raise unless every part of a config is what its field says, and every value one that can be meant.
 
-    Numbers are finite, whole ones of a size that counts something, text is not empty.
+    Numbers are within their bounds and finite, whole ones of a size that counts something, text is not empty.
     """
     hints = get_type_hints(type(config))
     for field in dataclasses.fields(config):
         value, hint, name = getattr(config, field.name), hints[field.name], f"{prefix}{field.name}"
+        bound = field.metadata.get("bound")
         if dataclasses.is_dataclass(hint) and not isinstance(value, hint):
             inside = ", ".join(f"{name}.{part.name}" for part in dataclasses.fields(hint))
             raise refuse(name, value, f"it is made of parts: give {inside}")
         if dataclasses.is_dataclass(value):
             check(value, "model." if name == "model.config" else f"{name}.")
+        elif bound is not None and value is not None and not bound.allows(value):
+            raise refuse(name, value, bound.why)
         elif isinstance(value, float) and not math.isfinite(value):
             raise refuse(name, value, "give a finite number")
         elif isinstance(value, int) and abs(value) > LARGEST:

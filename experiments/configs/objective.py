@@ -5,7 +5,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.configs.fields import choice, not_negative, option, positive, refuse
+from experiments.configs.fields import NOT_NEGATIVE, POSITIVE, SHARE, choice, option, refuse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,13 +19,9 @@ class Pretrain(Objective):
     """Cross-entropy of every token, with a z-loss and label smoothing where these are given."""
 
     z_loss: float = option(
-        0.0, "weight of the squared log of the softmax's denominator (https://arxiv.org/abs/2204.02311)"
+        0.0, "weight of the squared log of the softmax's denominator (https://arxiv.org/abs/2204.02311)", NOT_NEGATIVE
     )
-    label_smoothing: float = option(0.0, "share of the target that is spread over the vocabulary")
-
-    def __post_init__(self):
-        not_negative(self, "objective.", "z_loss")
-        smoothing(self)
+    label_smoothing: float = option(0.0, "share of the target that is spread over the vocabulary", SHARE)
 
 
 @choice("objective", "sft")
@@ -43,11 +39,8 @@ class Paired(Objective):
 class Referenced(Paired):
     """What also compares the model with a frozen one: that at `reference`, else what the run starts from."""
 
-    beta: float = option(0.1, "how much an answer's log-probability counts against the reference's")
+    beta: float = option(0.1, "how much an answer's log-probability counts against the reference's", POSITIVE)
     reference: str | None = option(None, "folder of the frozen model (default: what the run starts from)", path=True)
-
-    def __post_init__(self):
-        positive(self, "objective.", "beta")
 
 
 @choice("objective", "dpo")
@@ -58,11 +51,7 @@ class Dpo(Referenced):
     https://arxiv.org/abs/2305.18290
     """
 
-    label_smoothing: float = option(0.0, "share of the preferences that are taken to be the wrong way round")
-
-    def __post_init__(self):
-        super().__post_init__()
-        smoothing(self)
+    label_smoothing: float = option(0.0, "share of the preferences that are taken to be the wrong way round", SHARE)
 
 
 @choice("objective", "ipo")
@@ -82,11 +71,8 @@ class Simpo(Paired):
     https://arxiv.org/abs/2405.14734
     """
 
-    beta: float = option(2.0, "scales the mean log-probabilities")
+    beta: float = option(2.0, "scales the mean log-probabilities", POSITIVE)
     margin: float = option(1.0, "by how much the chosen answer is to win")
-
-    def __post_init__(self):
-        positive(self, "objective.", "beta")
 
 
 @choice("objective", "orpo")
@@ -97,10 +83,7 @@ class Orpo(Paired):
     https://arxiv.org/abs/2403.07691
     """
 
-    beta: float = option(0.1, "weight of the odds")
-
-    def __post_init__(self):
-        positive(self, "objective.", "beta")
+    beta: float = option(0.1, "weight of the odds", POSITIVE)
 
 
 @choice("objective", "distill")
@@ -110,11 +93,10 @@ class Distill(Objective):
 
     teacher: str = option(dataclasses.MISSING, "folder of the teacher, of the same vocabulary", path=True)
     direction: str = option("forward", "forward: KL(teacher, student); reverse: KL(student, teacher)")
-    temperature: float = option(1.0, "divides both models' logits")
+    temperature: float = option(1.0, "divides both models' logits", POSITIVE)
     weight: float = option(1.0, "share of the distance; the rest is cross-entropy")
 
     def __post_init__(self):
-        positive(self, "objective.", "temperature")
         if self.direction not in ("forward", "reverse"):
             raise refuse("objective.direction", self.direction, "choose forward or reverse")
         if not 0 <= self.weight <= 1:
@@ -128,9 +110,3 @@ class Custom(Objective):
 
     fn: str = option(dataclasses.MISSING, "MODULE:FUNCTION or FILE.py:FUNCTION of logits (or hidden, head) and labels")
     kwargs: dict[str, Any] = option({}, "its own arguments: objective.kwargs.NAME=VALUE")
-
-
-def smoothing(config: Pretrain | Dpo) -> None:
-    """Raise unless the smoothing is a share."""
-    if not 0 <= config.label_smoothing < 1:
-        raise refuse("objective.label_smoothing", config.label_smoothing, "it is a share, from 0 to below 1")

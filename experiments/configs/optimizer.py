@@ -4,7 +4,10 @@
 from dataclasses import MISSING, dataclass
 from typing import Any, ClassVar
 
-from experiments.configs.fields import Schedule, choice, not_negative, option, positive, refuse, share
+from experiments.configs.fields import NOT_NEGATIVE, POSITIVE, SHARE, Bound, Schedule, choice, option, refuse
+
+OF_STEPS = Bound(lambda value: 0 <= value < 1, "it is a share of the steps, from 0 to below 1")
+OF_PEAK = Bound(lambda value: 0 <= value <= 1, "it is a share of the peak")
 
 
 @choice("adapter", "none", "Train every parameter.")
@@ -21,12 +24,9 @@ class Lora(Adapter):
     https://arxiv.org/abs/2106.09685
     """
 
-    rank: int = option(8, "rank of each addition")
-    alpha: float = option(16.0, "additions are scaled by alpha / rank")
+    rank: int = option(8, "rank of each addition", POSITIVE)
+    alpha: float = option(16.0, "additions are scaled by alpha / rank", POSITIVE)
     targets: str = option("q,k,v,o,gate,up,down", "which matrices, by name or pattern: `q,v`, `layers.*`", names=True)
-
-    def __post_init__(self):
-        positive(self, "adapter.", "rank", "alpha")
 
     @property
     def patterns(self) -> list[str]:
@@ -41,25 +41,21 @@ class Optimizer:
 
     peak: ClassVar[float] = 1e-3  # the learning rate that suits it, for a model of 3 million parameters
     scales: ClassVar[bool] = False  # whether that falls with the root of the model's size
-    learning_rate: float | None = option(None, "peak learning rate", auto=True)
+    learning_rate: float | None = option(None, "peak learning rate", POSITIVE, auto=True)
     schedule: Schedule = option(
         Schedule.cosine, "after the warm-up: constant, cosine, linear, or wsd (constant, then a linear cool-down)"
     )
-    warmup: float = option(0.05, "share of the steps over which the learning rate rises")
-    cooldown: float = option(0.2, "share of the steps over which it falls at the end (wsd)")
-    final: float = option(0.1, "share of the peak that is left at the end (cosine, linear, wsd)")
-    clip_norm: float | None = option(None, "largest global gradient norm (default: not clipped)")
-    ema: float | None = option(None, "keep a mean of the weights that decays so each step; it is measured and saved")
+    warmup: float = option(0.05, "share of the steps over which the learning rate rises", OF_STEPS)
+    cooldown: float = option(0.2, "share of the steps over which it falls at the end (wsd)", OF_STEPS)
+    final: float = option(0.1, "share of the peak that is left at the end (cosine, linear, wsd)", OF_PEAK)
+    clip_norm: float | None = option(None, "largest global gradient norm (default: not clipped)", POSITIVE)
+    ema: float | None = option(
+        None, "keep a mean of the weights that decays so each step; it is measured and saved", POSITIVE
+    )
 
     def __post_init__(self):
-        positive(self, "optimizer.", "learning_rate", "clip_norm", "ema")
-        for name in ("warmup", "cooldown"):
-            if not 0 <= getattr(self, name) < 1:
-                raise refuse(f"optimizer.{name}", getattr(self, name), "it is a share of the steps, from 0 to below 1")
         if self.schedule is Schedule.wsd and self.warmup + self.cooldown > 1:
             raise refuse("optimizer.cooldown", self.cooldown, f"with warmup={self.warmup} it takes more than all steps")
-        if not 0 <= self.final <= 1:
-            raise refuse("optimizer.final", self.final, "it is a share of the peak")
         if self.ema is not None and not self.ema < 1:
             raise refuse("optimizer.ema", self.ema, "the weights of old steps must decay: give less than 1")
 
@@ -68,17 +64,13 @@ class Optimizer:
 class Decayed(Optimizer):
     """What an optimizer with weight decay has."""
 
-    weight_decay: float = option(0.1, "decoupled weight decay")
+    weight_decay: float = option(0.1, "decoupled weight decay", NOT_NEGATIVE)
     no_decay: str | None = option(
         None,
         "parameters without it, by name or pattern: `embed,*norm` (default: norms and biases)",
         empty=True,
         names=True,
     )
-
-    def __post_init__(self):
-        super().__post_init__()
-        not_negative(self, "optimizer.", "weight_decay")
 
     @property
     def exempt(self) -> list[str] | None:
@@ -92,14 +84,9 @@ class AdamW(Decayed):
     """optax.adamw: 8 bytes of state per parameter in float32."""
 
     peak, scales = 3e-3, True
-    b1: float = option(0.9, "decay of the first moment")
-    b2: float = option(0.95, "decay of the second moment")
-    eps: float = option(1e-8, "added to the root of the second moment")
-
-    def __post_init__(self):
-        super().__post_init__()
-        share(self, "optimizer.", "b1", "b2")
-        positive(self, "optimizer.", "eps")
+    b1: float = option(0.9, "decay of the first moment", SHARE)
+    b2: float = option(0.95, "decay of the second moment", SHARE)
+    eps: float = option(1e-8, "added to the root of the second moment", POSITIVE)
 
 
 @choice("optimizer", "muon")
@@ -108,14 +95,11 @@ class Muon(Decayed):
     """Orthogonal steps for matrices, Adam for the rest."""
 
     peak, scales = 3e-3, True
-    beta: float = option(0.95, "decay of the momentum")
-    steps: int = option(5, "Newton-Schulz iterations that make a step orthogonal")
-    consistent_rms: float | None = option(0.2, "root mean square of a step, as AdamW's (None: by the matrix's shape)")
-
-    def __post_init__(self):
-        super().__post_init__()
-        share(self, "optimizer.", "beta")
-        positive(self, "optimizer.", "steps", "consistent_rms")
+    beta: float = option(0.95, "decay of the momentum", SHARE)
+    steps: int = option(5, "Newton-Schulz iterations that make a step orthogonal", POSITIVE)
+    consistent_rms: float | None = option(
+        0.2, "root mean square of a step, as AdamW's (None: by the matrix's shape)", POSITIVE
+    )
 
 
 @choice("optimizer", "adafactor")
@@ -124,12 +108,8 @@ class Adafactor(Optimizer):
     """optax.adafactor: factored second moments, no momentum."""
 
     peak = 2e-2
-    clip_rms: float = option(1.0, "largest root mean square of an update")
-    decay: float = option(0.8, "second moments decay by 1 - step**-decay")
-
-    def __post_init__(self):
-        super().__post_init__()
-        positive(self, "optimizer.", "clip_rms", "decay")
+    clip_rms: float = option(1.0, "largest root mean square of an update", POSITIVE)
+    decay: float = option(0.8, "second moments decay by 1 - step**-decay", POSITIVE)
 
 
 @choice("optimizer", "adafactor_layerwise")
@@ -147,11 +127,7 @@ class Sgd(Decayed):
 
     peak = 1e-1
     weight_decay: float = option(0.0, "weight decay")
-    momentum: float | None = option(None, "momentum (default: no state at all)")
-
-    def __post_init__(self):
-        super().__post_init__()
-        share(self, "optimizer.", "momentum")
+    momentum: float | None = option(None, "momentum (default: no state at all)", SHARE)
 
 
 @choice("optimizer", "custom")

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from experiments.configs.fields import choice, option, positive, refuse
+from experiments.configs.fields import POSITIVE, choice, option, refuse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -10,10 +10,9 @@ class Evaluation:
     """How the held-out documents are used; they are always measured before the first and after the last step."""
 
     every: int | None = option(None, "also every so many steps (0: never)", auto=True)
-    batches: int | None = option(None, "batches per evaluation", auto=True)
+    batches: int | None = option(None, "batches per evaluation", POSITIVE, auto=True)
 
     def __post_init__(self):
-        positive(self, "eval.", "batches")
         if self.every is not None and self.every < 0:
             raise refuse("eval.every", self.every, "give a number of steps, or 0 for never")
 
@@ -36,16 +35,13 @@ class Save:
 class Checkpoint:
     """When everything that a step changes is written to the run's directory, and how much of it stays there."""
 
-    every: int | None = option(None, "steps between checkpoints (default: by the clock)")
-    minutes: float | None = option(10.0, "minutes between checkpoints, where `every` is not given")
+    every: int | None = option(None, "steps between checkpoints (default: by the clock)", POSITIVE)
+    minutes: float | None = option(10.0, "minutes between checkpoints, where `every` is not given", POSITIVE)
     last: bool | None = option(None, "also after the last step (default: where it takes less than 1 GiB)", auto=True)
-    keep: int = option(2, "how many of the newest stay")
-    keep_every: int | None = option(None, "those of every so many steps stay as well")
+    keep: int = option(2, "how many of the newest stay", POSITIVE)
+    keep_every: int | None = option(None, "those of every so many steps stay as well", POSITIVE)
     verify: bool = option(True, "hash every file, and check all before a run goes on: one more reading of each")
     background: bool | None = option(None, "train on while one is written (default: where memory allows)")
-
-    def __post_init__(self):
-        positive(self, "checkpoint.", "every", "minutes", "keep", "keep_every")
 
     @property
     def wanted(self) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import zoo.accounting
 from experiments.configs.compute import ATTENTION, Distributed, Hardware, Mesh, Remat, Tiling
 from experiments.configs.data import Chat, Data, Preference
-from experiments.configs.fields import OnNan, Quantise, not_negative, option, part, positive, refuse
+from experiments.configs.fields import NOT_NEGATIVE, POSITIVE, OnNan, Quantise, option, part, refuse
 from experiments.configs.objective import Objective, Paired, Sft
 from experiments.configs.optimizer import Adapter, Lora, Optimizer
 from experiments.configs.results import Checkpoint, Evaluation, Profile, Save
@@ -53,10 +53,10 @@ class Run:
     distributed: Distributed
     run: str | None = option(None, "name of the run and of its directory: a new one, or one to go on with")
     out: str = option("runs", "where run directories go", path=True)
-    seed: int = option(0, "of the initial weights and the order of the data")
-    steps: int | None = option(None, "training steps", auto=True)
-    batch_size: int | None = option(None, "sequences per step; a pair of answers is two", auto=True)
-    seq_len: int | None = option(None, "tokens per sequence", auto=True)
+    seed: int = option(0, "of the initial weights and the order of the data", NOT_NEGATIVE)
+    steps: int | None = option(None, "training steps", POSITIVE, auto=True)
+    batch_size: int | None = option(None, "sequences per step; a pair of answers is two", POSITIVE, auto=True)
+    seq_len: int | None = option(None, "tokens per sequence", POSITIVE, auto=True)
     attention: str = option("auto", "auto: the device's kernel, where it can; plain, tiled, cudnn (GPU), splash (TPU)")
     on_nan: OnNan = option(OnNan.stop, "at a loss that is no number: stop, skip that step's update, or raise")
     compare: bool = option(
@@ -66,11 +66,9 @@ class Run:
     compile_for: str | None = option(
         None, "only compile, for hardware that is not here: v5e-8, v7x-8, h100-8, l4-1, ..."
     )
-    log_every: int | None = option(None, "steps between lines when the output is not a terminal", auto=True)
+    log_every: int | None = option(None, "steps between lines when the output is not a terminal", POSITIVE, auto=True)
 
     def __post_init__(self):
-        positive(self, "", "steps", "batch_size", "seq_len", "log_every")
-        not_negative(self, "", "seed")
         pairs, answers = isinstance(self.objective, Paired), isinstance(self.data, Preference)
         if pairs != answers:
             why, need = (

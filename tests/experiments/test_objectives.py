@@ -220,7 +220,7 @@ REFUSED = {
         "choose forward or reverse",
     ),
     "beta": (["objective=dpo", "data=preference", "objective.beta=0"], "objective.beta=0.0: it must be greater than"),
-    "smoothing": (["objective.label_smoothing=1"], "objective.label_smoothing=1.0: it is a share"),
+    "smoothing": (["objective.label_smoothing=1"], "objective.label_smoothing=1.0: it must lie between 0 and below 1"),
     "teacher": (["objective=distill"], "missing value: objective.teacher=... must be given"),
 }
 

@@ -73,7 +73,7 @@ def test_schedules_warm_up_and_decay():
 )
 def test_impossible_values_are_refused(values, message):
     with pytest.raises(ValueError, match=message):
-        configs.AdamW(**values)
+        configs.check(configs.AdamW(**values), "optimizer.")
 
 
 CONFIG = Qwen3MoeConfig(
