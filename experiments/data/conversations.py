@@ -6,7 +6,7 @@ a prompt, what the two lists begin with alike is it.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ def example_files(config: configs.Chat | configs.Preference, encoder: Any) -> tu
 
     def make():
         for name, part in zip(PARTS, corpus.split(list(lines), config.val_fraction), strict=True):
-            made = _encode(config, part, lines, encoder, chat)
+            made = _encode(config, corpus.progress(part, "tokenizing"), lines, encoder, chat)
             yield from ((f"{name}.{field}", getattr(made, field)) for field in fields)
 
     found = corpus.cached(config, how, [*beside, *lines], types, make)
@@ -85,9 +85,9 @@ def _lines(config: configs.Chat | configs.Preference) -> dict[bytes, str]:
     return found
 
 
-def _encode(config: Any, part: Sequence[bytes], where: dict[bytes, str], encoder: Any, chat: Any) -> Examples:
+def _encode(config: Any, part: Iterable[bytes], where: dict[bytes, str], encoder: Any, chat: Any) -> Examples:
     parts: list[Encoded] = []
-    for line in corpus.progress(part, "tokenizing"):
+    for line in part:
         try:
             if isinstance(config, configs.Chat):
                 parts.append(_conversation(line, config.field, encoder, chat))

@@ -239,7 +239,7 @@ def mapped_blocks(config: configs.Tokens) -> tuple[list[np.ndarray], list[np.nda
     if len(arrays) == 1:
         length = max(1, min(2**20, len(arrays[0]) // 32))
         arrays = [arrays[0][start : start + length] for start in range(0, len(arrays[0]), length)]
-    # By place as well as content, so that repetitive tokens can be split too.
+    # By position as well as content, so that repetitive tokens can be split too.
     keys = [str(i).encode() + array[:65536].tobytes() for i, array in enumerate(arrays)]
     draws = [_draw(key) for key in keys]
     bound = max(config.val_fraction, min(draws))

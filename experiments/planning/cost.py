@@ -19,7 +19,6 @@ from experiments.planning import hlo
 from experiments.runtime.hardware import Device
 from experiments.step import tiling
 from experiments.step.build import OutOfMemoryError, Programs
-from transforms import TileError
 
 AT_SCALE = 8192  # tokens: where tiling the head of a large vocabulary pays
 SHORT_TILE = 64  # tokens: below, a tile's matrix products run at half their speed or less
@@ -85,14 +84,15 @@ def plan(programs: Programs, device: Device) -> Plan:
         OutOfMemoryError: the compiler finds that the step does not fit the device.
     """
     config = programs.config
-    tiled, whole = head_bytes(programs)
+    cuts = tiling.describe(config)
+    tiled, whole = tiling.head_bytes(programs.objective, config, *programs.head_args)
     made = Plan(
         params=config.params,
         flops=flops(programs),
         memory=measure(programs, device, compiled_head_bytes(programs) if config.compare else tiled),
         available=available(config, device),
         headroom=headroom(config),
-        cuts=tiling.describe(config),
+        cuts=cuts,
         head_untiled=whole if config.tiling.n != "none" and whole else None,
     )
     if config.tiling.cuts and config.compare:
@@ -104,7 +104,8 @@ def plan(programs: Programs, device: Device) -> Plan:
             made = replace(made, refused=str(error).strip())
     few = config.tokens_per_step < AT_SCALE and made.saved is not None
     if few and made.saved <= 0.02 * made.memory.total:
-        tiled, whole = head_bytes(Programs(replace(config, batch_size=1, seq_len=AT_SCALE)))
+        longer = Programs(replace(config, batch_size=1, seq_len=AT_SCALE))
+        tiled, whole = tiling.head_bytes(longer.objective, longer.config, *longer.head_args)
         made = replace(made, at_scale=(tiled, whole) if tiled < whole else None)
     return made
 
@@ -202,19 +203,6 @@ def traffic(programs: Programs, device: Device) -> Traffic:
         return Traffic(arguments, peak, host, hlo.collectives(text, programs.config.mesh.devices), hlo.dot_flops(text))
     except ValueError:
         return Traffic(arguments, peak, host, None, None)
-
-
-def head_bytes(programs: Programs) -> tuple[int, int]:
-    """Return the temporary memory that the head's loss and gradients take at most, and untiled: `tile`'s estimates.
-
-    Zero where the objective cannot be cut, and so cannot be told apart from the rest.
-    """
-    config = programs.config
-    try:
-        found = tiling.plan(programs.objective, config.tiling, config.head, *programs.head_args)
-    except TileError:
-        return 0, 0
-    return (0, 0) if found.gradient is None else (found.gradient.temp, found.gradient.untiled_temp)
 
 
 def compiled_head_bytes(programs: Programs) -> int:

@@ -11,7 +11,7 @@ import json
 import math
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -287,14 +287,27 @@ def check_loggers(save: configs.Save) -> None:
             raise console.CommandError(f"save.{option}=true needs the package {package}: {console.install(extra)}")
 
 
-def open_loggers(directory: Path, save: configs.Save, about: dict[str, Any], after: int | None = None) -> list[Logger]:
-    """Return the loggers that are asked for, ready to take the records after a step; `about` is the run in words."""
+def open_recorder(
+    directory: Path, save: configs.Save, about: dict[str, Any], after: int | None, say: Callable[[str], None]
+) -> Recorder:
+    """Return what takes the records after a step, with the loggers that are asked for.
+
+    Args:
+        directory: the run's.
+        save: which loggers.
+        about: the run in words, for them.
+        after: the step that the run goes on from; None if it begins.
+        say: is told of records that are not there any more.
+    """
     found: list[Logger] = []
     if save.tensorboard:
         found.append(TensorBoard(directory, after))
     if save.wandb:
         found.append(Wandb(directory, about))
-    return found
+    recorder = Recorder(directory, found, after)
+    if after is not None and (few := len(recorder.records)) <= after:
+        say(f"  warning: metrics.jsonl has {few} of the {after + 1} records up to step {after}")
+    return recorder
 
 
 def _measured(record: Record) -> dict[str, Any]:

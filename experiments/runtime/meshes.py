@@ -74,9 +74,8 @@ def axes(mesh: configs.Mesh) -> Axes:
 
 def notes(mesh: configs.Mesh, dims: dict[str, int]) -> list[str]:
     """Say which dimensions of parameters stay replicated although the mesh has an axis for them."""
-    sizes = {name: size or 1 for name, size in mesh.sizes.items()}
-    found = uneven(dims, sizes, axes(mesh))
-    return [note.replace(": ", ": mesh.", 1) for note in found]
+    sizes, named = {name: size or 1 for name, size in mesh.sizes.items()}, axes(mesh)
+    return [note.replace(": ", ": mesh.", 1) for note in uneven(dims, sizes, named)]
 
 
 def spread(mesh: configs.Mesh, devices: Sequence[Any] | None = None) -> contextlib.AbstractContextManager:

@@ -14,9 +14,8 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
 
 from experiments import configs
-from transforms import tile
+from transforms import TileError, tile
 from transforms.sharding import axes_of, explicit, partitions, shares
-from transforms.tiling.report.plan import TilePlan
 from zoo.families.mixture import MixtureLike
 from zoo.kernels import KERNELS, Asked
 from zoo.models import groups
@@ -50,16 +49,20 @@ def fewest(loss: Callable[..., Any], tiling: configs.Tiling, models: tuple, args
     return cut.plan(tuple(map(_read_by_head, models)), *args).tiles
 
 
-def plan(
-    loss: Callable[..., Any], tiling: configs.Tiling, how: configs.HeadTiling, models: tuple, args: tuple[Any, ...]
-) -> TilePlan:
-    """Return how the head is cut and what it takes, tiled and untiled; `args` may be abstract. Nothing is compiled.
+def head_bytes(
+    loss: Callable[..., Any], config: configs.Resolved, models: tuple, args: tuple[Any, ...]
+) -> tuple[int, int]:
+    """Return the temporary memory that the head's loss and gradients take at most, and untiled: `tile`'s estimates.
 
-    Raises:
-        TileError: the loss cannot be cut.
+    `args` may be abstract, and nothing is compiled. Zero where the objective cannot be cut, and so cannot be told apart
+    from the rest.
     """
-    cut = _cut(loss, tiling, args[1].ndim - 1, size=how.size)
-    return cut.plan(tuple(map(_read_by_head, models)), *args)
+    cut = _cut(loss, config.tiling, args[1].ndim - 1, size=config.head.size)
+    try:
+        found = cut.plan(tuple(map(_read_by_head, models)), *args).gradient
+    except TileError:
+        return 0, 0
+    return (0, 0) if found is None else (found.temp, found.untiled_temp)
 
 
 def _cut(loss: Callable[..., Any], tiling: configs.Tiling, axis: int, **how: Any) -> Any:

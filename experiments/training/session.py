@@ -4,7 +4,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,7 +20,7 @@ from experiments.planning.cost import Plan
 from experiments.planning.report import DoesNotFitError
 from experiments.results import plots
 from experiments.results.directory import Directory, DirectoryError
-from experiments.results.metrics import Progress, Recorder, describe, finite, open_loggers
+from experiments.results.metrics import Progress, Recorder, describe, finite, open_recorder
 from experiments.runtime import distributed, hardware, manifest, own
 from experiments.runtime.distributed import DistributedError
 from experiments.runtime.hardware import HardwareError
@@ -73,8 +73,10 @@ def opened(
         into = config.checkpoint, config.steps, programs.kept_state, about, free
         checkpoints = open_checkpoints(path, *into, progress.say, directory.written)
     saver = Saver(config.checkpoint, config.steps, programs.kept, checkpoints)
-    known = report.facts(plan, config)
-    recorder = _recorder(path, config, known, about["config"], done, progress.say)
+    known, recorder = report.facts(plan, config), Recorder(None)
+    if distributed.first():
+        plots.remember(path, known)
+        recorder = open_recorder(path, config.save, about["config"], done, progress.say)
     session = Session(path, known, progress, recorder, saver, restored)
     del restored  # the loop takes it from the session, whose memory it then is
     with checkpoints or contextlib.nullcontext():
@@ -84,24 +86,6 @@ def opened(
         finally:
             progress.close()
             leave(path, recorder, known, time.perf_counter() - began)
-
-
-def _recorder(
-    path: Path,
-    config: configs.Resolved,
-    known: dict[str, Any],
-    about: dict[str, Any],
-    done: int | None,
-    say: Callable[[str], None],
-) -> Recorder:
-    """Return what takes the records after step `done` in the one process that writes; elsewhere it keeps none."""
-    if not distributed.first():
-        return Recorder(None)
-    plots.remember(path, known)
-    recorder = Recorder(path, open_loggers(path, config.save, about, done), done)
-    if done is not None and (few := len(recorder.records)) <= done:
-        say(f"  warning: metrics.jsonl has {few} of the {done + 1} records up to step {done}")
-    return recorder
 
 
 @contextlib.contextmanager
@@ -146,13 +130,13 @@ def save_weights(model: Any, config: configs.Resolved, directory: Path) -> list[
 
 
 def leave(directory: Path, recorder: Recorder, known: dict[str, Any], seconds: float) -> None:
-    """Close the records, and of a run that has trained draw the pictures and write the summary, however it ended."""
+    """Close the records, and of a run that has trained write the summary and draw the pictures, however it ended."""
     if not distributed.first():
         return
     actions = [recorder.close]
     if any(record.loss is not None for record in recorder.records):
-        actions.append(lambda: plots.draw(directory, recorder.records, known))
         actions.append(lambda: _summarise(directory, recorder, known, seconds))
+        actions.append(lambda: plots.draw(directory, recorder.records, known))
     for action in actions:
         try:
             action()
