@@ -37,12 +37,12 @@ def attached(case: str, targets=ALL, seed: int = 0, **how):
 def test_adapted_equals_merged(case):
     """On every matrix there is: experts, their routers and an untied head too."""
     model = attached(case, ["*"])
-    (loss, logits), (merged_loss, merged_logits), (plain_loss, _) = (
+    (loss, logits), (merged_loss, merged_logits), (_, plain_logits) = (
         jit(loss_fn)(m) for m in (model, lora.merge(model), loaded(case))
     )
     np.testing.assert_allclose(logits, merged_logits, atol=2e-5)
     assert abs(float(loss) - float(merged_loss)) < 1e-5
-    assert abs(float(loss) - float(plain_loss)) > 1e-3
+    assert np.abs(np.subtract(logits, plain_logits)).max() > 1e-2
 
 
 def test_a_fresh_adapter_changes_nothing():
