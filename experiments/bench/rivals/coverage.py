@@ -90,7 +90,11 @@ def main() -> None:
     able = [name for name, system in SYSTEMS.items() if system.any_loss and system.tiles]
     parser.add_argument("--only", nargs="+", choices=able, metavar="SYSTEM", help=f"of {', '.join(able)}")
     parser.add_argument("--losses", nargs="+", choices=LOSSES, metavar="LOSS", default=list(LOSSES))
-    parser.add_argument("--write", action="store_true", help="write results/losses.json beside this file")
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help="write results/losses.json beside this file; with --only, those systems in it",
+    )
     args = parser.parse_args()
     figures = measure(args.only or able, args.losses)
     print(table(figures))
@@ -99,8 +103,12 @@ def main() -> None:
             if result != "right":
                 print(f"  {name}, {loss}: {result}")
     if args.write:
+        path = RESULTS / "losses.json"
+        if args.only:  # the other systems' results stay
+            known = json.loads(path.read_text())
+            figures |= {part: known[part] | figures[part] for part in ("versions", "losses", "missing")}
         figures = {"command": "python -m experiments.bench losses", **figures}
-        (RESULTS / "losses.json").write_text(json.dumps(figures, indent=1) + "\n")
+        path.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -72,12 +72,13 @@ SYSTEMS = {
         any_loss=True,
     ),
     "TRL": System("trl", "with_torch", "trl", (*TORCH, "trl==1.16.0", "transformers")),
-    "DeepSpeed, fused": System(
+    "DeepSpeed": System(
         "deepspeed",
         "with_torch",
         "deepspeed_fused",
         (*TORCH, "hjson", "ninja", "py-cpuinfo", "einops", "msgpack", "pydantic", "psutil", "packaging", "tqdm"),
         ("deepspeed==0.19.8",),
+        any_loss=True,
     ),
     "Liger": System("liger", "with_torch", "liger", (*TORCH, "transformers"), ("liger-kernel==0.8.5",)),
 }

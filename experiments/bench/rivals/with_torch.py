@@ -207,3 +207,14 @@ class Runner:
         chunked.set_lm_head(_Head(w))
         out = chunked(h[None], torch.arange(h.shape[0])[None], torch.tensor(float(h.shape[0])))
         return (out[0] if isinstance(out, tuple) else out), True
+
+    def _loss_of_deepspeed_fused(self, fn: Any, h: Tensor, w: Tensor, batch: dict) -> tuple[Tensor, bool]:
+        """By its general interface, which runs every slice again once the cotangent is known; else as torchtitan."""
+        tiled = importlib.import_module("deepspeed.runtime.sequence_parallel.ulysses_sp").SequenceTiledCompute
+
+        def of_slice(h: Tensor, at: Tensor) -> Tensor:
+            return fn(F.linear(h[0], w), {k: v[at[0]] for k, v in batch.items()}) * (at.shape[1] / tokens)
+
+        tokens, cut = h.shape[0], ["h", "at"]
+        given = h[None], torch.arange(tokens)[None]
+        return tiled.apply(of_slice, tokens, 4, cut, [], "h", [w], 0, "sum", *given), True
