@@ -138,7 +138,9 @@ def test_bfloat16_agrees_to_its_precision(case, tmp_path, reference):
     # Rounding alone, in the weights too, moves the logits (about 1 in size) by some 2 ** -7. It also sends a token of a
     # mixture that stands between two experts to the other one.
     typical = (lambda logits: np.median(errors(logits))) if isinstance(model, AbstractMixture) else whole
-    if case == "qwen3_next":  # of which one token here does, and the norm behind the delta rule magnifies what is small
+    # Of Qwen 3 Next one token here does, and the norm behind the delta rule magnifies what is small; so do the bounds
+    # at which Gemma 3n cuts gates off.
+    if case in ("qwen3_next", "gemma3n"):
         assert typical(logits) < min(0.03, 1.3 * typical(theirs))
     else:
         assert typical(logits) < 0.02
