@@ -135,7 +135,7 @@ def test_scores_are_those_of_the_logits():
 def test_an_embedding_that_was_interrupted_is_the_same(pooling):
     """Its pages are taken, and what it had read is read again."""
     ids = np.random.default_rng(5).integers(3, 97, 38).tolist()
-    engine = engine_of("gemma2_gqa", share=False)
+    engine = engine_of("gemma2_gqa", share=False, budget=5)
     alone = engine.embed(ids, pooling=pooling)
     engine.run()
     late = engine.embed(ids, pooling=pooling)

@@ -219,9 +219,7 @@ def pick(
         new = _asked(logits[row], rules.of(row[None]), positions[row], tokens[row], places[row])
         return jax.tree.map(lambda all, mine: all.at[row].set(mine.astype(all.dtype)), found, new)
 
-    # The first of the largest: `argmax`, of which XLA makes no vector instructions on CPUs.
-    largest = jnp.where(logits == logits.max(-1, keepdims=True), jnp.arange(logits.shape[1]), _NONE).min(-1)
-    likeliest = largest.astype(jnp.int32), jnp.zeros(len(logits))
+    likeliest = jax.lax.platform_dependent(logits, cpu=_first_of_largest, default=_largest), jnp.zeros(len(logits))
     with jax.named_scope("rows"):  # one at a time: so little memory is enough
         ids, drawn = jax.lax.fori_loop(0, special.sum(), one, likeliest)
     target = _of(logits, targets)
@@ -231,6 +229,16 @@ def pick(
         ids=jnp.where(jnp.isnan(norm), -1, ids).astype(jnp.int32), full=_of(logits, ids) - norm, drawn=drawn,
         target=target - norm, entropy=entropy, rank=rank, top=(top, values - norm[:, None]),
     )  # fmt: skip
+
+
+def _largest(logits):
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+def _first_of_largest(logits):
+    """Return `_largest` in two passes, of which XLA makes vector instructions on CPUs."""
+    ids = jnp.arange(logits.shape[1], dtype=jnp.int32)
+    return jnp.where(logits == logits.max(-1, keepdims=True), ids, _NONE).min(-1)
 
 
 def _scored(logits, norm, target, asked):
