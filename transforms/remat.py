@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
+from transforms.offload import fetching, in_host
+
 _policies = jax.checkpoint_policies
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -120,11 +122,14 @@ def scan_layers(
     Args:
         body: of one layer.
         carry: what goes from layer to layer.
-        stacked: the layers' weights and whatever else differs between them.
+        stacked: the layers' weights and whatever else differs between them; each layer's of what is in the memory of
+            the host is fetched where it runs.
         remat: a wrapper of the body, a cycle of them, one for groups of layers, or None.
         first: the number of the first of these layers, where they are not all.
         unroll: whether the program has each layer apart, where nothing is kept for a backward pass.
     """
+    if any(map(in_host, jax.tree.leaves(stacked))):
+        body = fetching(body)
     if unroll and remat is None:
         return jax.lax.scan(body, carry, stacked, unroll=True)
     if isinstance(remat, Nested):

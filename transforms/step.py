@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
+from transforms.offload import by_layers, fetch, in_host
 from transforms.sharding import explicit, partitions
 
 Loss = Callable[..., tuple[Float[Array, ""], dict[str, Any]]]
@@ -49,6 +50,7 @@ def make_train_step(
     optimizer: optax.GradientTransformation,
     trainable: Callable[[PyTree], PyTree] = all_parameters,
     grad_dtype: DTypeLike | None = None,
+    stacks: Callable[[PyTree], PyTree] | None = None,
 ) -> Callable[..., Any]:
     """Return the jitted step `(batch, state) -> (state, metrics)`; the state's memory is reused for the new state.
 
@@ -58,6 +60,8 @@ def make_train_step(
         trainable: which leaves of a model are trained, as a tree of bools; the others have no gradient and no state.
         grad_dtype: what the optimizer is given gradients in; None is the parameters' own. Wider ones than these take
             the memory of a wide copy of the parameters.
+        stacks: which of the parameters are stacks of layers, as a tree of bools, where the optimizer is to move one
+            layer after the other (`transforms.offload`): it is told `layer`, and `grad_norm` of all gradients.
 
     Returns:
         A function whose metrics are the loss's own with `loss` and `grad_norm` added.
@@ -71,20 +75,29 @@ def make_train_step(
         wide = params if grad_dtype is None else jax.tree.map(lambda p: p.astype(_wider(p, grad_dtype)), params)
         (value, aux), grads = eqx.filter_value_and_grad(objective, has_aux=True)(wide)
         grads = grads if grad_dtype is None else jax.tree.map(lambda grad: grad.astype(grad_dtype), grads)
-        metrics = {**aux, "loss": value, "grad_norm": norm(grads)}
-        updates, opt_state = _update(transformation, grads, state.opt_state, params, value)
-        return State(eqx.apply_updates(state.model, updates), opt_state, state.step + 1), metrics
+        metrics = {**aux, "loss": value, "grad_norm": norm(grads, None if stacks is None else stacks(params))}
+        if stacks is None:
+            updates, opt_state = _update(transformation, grads, state.opt_state, params, value=value)
+            return State(eqx.apply_updates(state.model, updates), opt_state, state.step + 1), metrics
+
+        def update(layer, grads, opt_state, params):
+            extra = {"value": value, "layer": layer, "grad_norm": metrics["grad_norm"]}
+            updates, opt_state = _update(transformation, grads, opt_state, params, **extra)
+            return eqx.apply_updates(params, updates), opt_state
+
+        params, opt_state = by_layers(update, transformation.init, grads, state.opt_state, params, stacks(params))
+        return State(eqx.combine(params, frozen), opt_state, state.step + 1), metrics
 
     return train_step
 
 
-def _update(transformation, grads, opt_state, params, value):
+def _update(transformation, grads, opt_state, params, **extra):
     """Return (updates, state). On an explicit mesh the compiler places what an optimizer computes in between."""
-    update = lambda grads, opt_state, params, value: transformation.update(grads, opt_state, params, value=value)
+    update = lambda grads, opt_state, params, extra: transformation.update(grads, opt_state, params, **extra)
     if explicit():
         lies = lambda tree: jax.tree.map(lambda leaf: PartitionSpec(*partitions(leaf)), tree)
         update = jax.sharding.auto_axes(update, out_sharding=(lies(params), lies(opt_state)))
-    return update(grads, opt_state, params, value)
+    return update(grads, opt_state, params, extra)
 
 
 def _wider(leaf, dtype):
@@ -141,7 +154,12 @@ def compile_step(step: Any, *args: PyTree, compiler_options: dict[str, Any] | No
     return Executable(lowered.compile(compiler_options=compiler_options or None), returned[0])
 
 
-def norm(grads: PyTree) -> Float[Array, ""]:
-    """Global norm in float32, without a float32 copy of any gradient."""
-    squares = [jnp.sum(jnp.square(leaf.astype(jnp.float32))) for leaf in jax.tree.leaves(grads)]
+def norm(grads: PyTree, stacked: PyTree | None = None) -> Float[Array, ""]:
+    """Global norm in float32, without a float32 copy of any gradient; of the stacks in host memory, layer by layer."""
+    leaves, square = jax.tree.leaves(grads), lambda leaf: jnp.sum(jnp.square(fetch(leaf).astype(jnp.float32)))
+    stacks = [False] * len(leaves) if stacked is None else jax.tree.leaves(stacked)
+    by_layer = lambda leaf: jax.lax.map(square, leaf).sum()
+    squares = [
+        (by_layer if stack and in_host(leaf) else square)(leaf) for leaf, stack in zip(leaves, stacks, strict=True)
+    ]
     return jnp.sqrt(jnp.sum(jnp.stack(squares)))

@@ -27,6 +27,8 @@ def engine(config: Any) -> None:
         raise refuse(
             wrong[0], sizes[wrong[0]], "texts share a step, which all devices compute: use mesh=tp, mesh.model"
         )
+    if config.hardware.offload != "none":
+        raise refuse("hardware.offload", config.hardware.offload, "it is of training: leave it out")
     if config.kv_dtype not in (None, "int8"):
         raise refuse("kv_dtype", config.kv_dtype, "give int8, or nothing")
     if getattr(config, "drafts", 0) < 0:

@@ -25,6 +25,7 @@ ATTENTION = {  # those of `zoo.kernels`
     "cudnn": "cuDNN's flash attention, on GPUs",
     "splash": "the splash attention kernel, on TPUs",
 }
+OFFLOADED = ("params", "optimizer")  # what may stay in host memory
 NESTED = ("full", "block", "offload")  # those that can be for every so many layers: full/4
 MOST_LAYERS = 10_000  # more than any model has
 
@@ -92,7 +93,22 @@ class Hardware:
     peak_tflops: float | None = option(
         None, "what one device can do, for MFU (default: its bfloat16 peak, if known)", POSITIVE
     )
+    offload: str = option(
+        "none",
+        "what stays in host memory, on one device: params (each layer's are fetched where it runs), optimizer (its "
+        "state), or params,optimizer",
+        names=True,
+    )
     compiler_options: dict[str, Any] = option({}, "XLA options for the run's programs, on top of the usual ones")
+
+    def __post_init__(self):
+        if self.offload != "none" and not set(self.offload.split(",")) <= set(OFFLOADED):
+            raise refuse("hardware.offload", self.offload, f"choose none, {', '.join(OFFLOADED)}, or both with a comma")
+
+    @property
+    def offloaded(self) -> tuple[str, ...]:
+        """What stays in host memory."""
+        return () if self.offload == "none" else tuple(self.offload.split(","))
 
 
 @choice("remat", "auto", "Keep everything in small models, nothing in large ones.")

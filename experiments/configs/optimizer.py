@@ -40,6 +40,7 @@ class Optimizer:
     """What every optimizer has; alone, it stands for the one that suits the device and the model's size."""
 
     peak: ClassVar[float] = 1e-3  # the learning rate that suits it, for a model of 3 million parameters
+    layerwise: ClassVar[bool] = False  # whether it moves each layer of a stack alike and on its own
     scales: ClassVar[bool] = False  # whether that falls with the root of the model's size
     learning_rate: float | None = option(None, "peak learning rate", POSITIVE, auto=True)
     schedule: Schedule = option(
@@ -83,7 +84,7 @@ class Decayed(Optimizer):
 class AdamW(Decayed):
     """optax.adamw: 8 bytes of state per parameter in float32."""
 
-    peak, scales = 3e-3, True
+    peak, scales, layerwise = 3e-3, True, True
     b1: float = option(0.9, "decay of the first moment", SHARE)
     b2: float = option(0.95, "decay of the second moment", SHARE)
     eps: float = option(1e-8, "added to the root of the second moment", POSITIVE)
@@ -117,6 +118,7 @@ class Adafactor(Optimizer):
 class AdafactorLayerwise(Adafactor):
     """Adafactor a layer at a time, with stochastic rounding, for models that barely fit."""
 
+    layerwise = True
     stochastic_rounding: bool = option(True, "round updated bfloat16 parameters up or down at random, without bias")
 
 
@@ -125,7 +127,7 @@ class AdafactorLayerwise(Adafactor):
 class Sgd(Decayed):
     """optax.sgd."""
 
-    peak = 1e-1
+    peak, layerwise = 1e-1, True
     weight_decay: float = option(0.0, "weight decay")
     momentum: float | None = option(None, "momentum (default: no state at all)", SHARE)
 

@@ -185,6 +185,8 @@ class Resolved(Run):
                 f"cannot cut MLPs into tiling.mlp={self.tiling.mlp} tiles: all {model.num_layers} layers of this "
                 "mixture have experts in their place. Leave tiling.mlp out; tiling.attention and tiling.n can be set."
             )
+        if (why := self.offload_problem) is not None:
+            return f"cannot use hardware.offload={self.hardware.offload}: {why}."
         if self.profile.span is not None and self.profile.span[1] > self.steps:
             return f"bad value profile.steps={self.profile.steps}: the run has {self.steps} steps"
         if self.model.quantise is not None and not self.adapted:
@@ -192,6 +194,28 @@ class Resolved(Run):
             return (
                 f"bad value model.quantise={kept}: matrices in fewer bits do not move. Train an adapter: adapter=lora"
             )
+        return None
+
+    @property
+    def offload_problem(self) -> str | None:
+        """Why nothing can stay in host memory as this is asked for; None where it can, or is not to."""
+        offloaded, remat = self.hardware.offloaded, self.remat.policy
+        if not offloaded:
+            return None
+        if self.mesh.devices > 1:
+            return f"it is for one device, and {self.mesh.devices} share the parameters: use mesh=one, or mesh=fsdp"
+        if len(set(self.model.config.layer_stacks)) > 1:
+            return "this model's layers are of several kinds, in several stacks; layers of one stack are fetched"
+        if not self.optimizer.layerwise:
+            return "this optimizer reads several layers at once: use adamw, sgd or adafactor_layerwise"
+        if self.hardware.grad_dtype not in (None, self.hardware.param_dtype):
+            return f"hardware.grad_dtype={self.hardware.grad_dtype} takes a copy of all parameters: leave it out"
+        if "params" not in offloaded:
+            return None
+        if self.tiling.batch is not None:
+            return f"tiling.batch={self.tiling.batch} adds up the gradients of all layers: leave it out"
+        if remat == "sqrt" or any(sign in remat for sign in "/,*"):
+            return f"remat.policy={remat} takes stacks of layers apart: use one policy, such as remat=offload"
         return None
 
     @property

@@ -19,6 +19,7 @@ from experiments.planning import hlo
 from experiments.runtime.hardware import Device
 from experiments.step import tiling
 from experiments.step.build import OutOfMemoryError, Programs
+from transforms.offload import in_host
 
 AT_SCALE = 8192  # tokens: where tiling the head of a large vocabulary pays
 SHORT_TILE = 64  # tokens: below, a tile's matrix products run at half their speed or less
@@ -53,6 +54,7 @@ class Plan:
     memory: Memory
     available: int
     headroom: int
+    host: int = 0  # bytes of the host's memory that the step holds, which are no device's
     cuts: Sequence[tuple[str, str]] = ()  # each part that is cut, and how
     head_untiled: int | None = None  # bytes of the untiled head, estimated; None where the run's own head is not cut
     untiled: Memory | None = None  # of the untiled step, where a tiled run compares
@@ -92,6 +94,7 @@ def plan(programs: Programs, device: Device) -> Plan:
         memory=measure(programs, device, compiled_head_bytes(programs) if config.compare else tiled),
         available=available(config, device),
         headroom=headroom(config),
+        host=host_bytes(programs.train),
         cuts=cuts,
         head_untiled=whole if config.tiling.n != "none" and whole else None,
     )
@@ -144,11 +147,12 @@ def measure(programs: Programs, device: Device, head: int) -> Memory:
     state = programs.state
     temp = programs.train.compiled.memory_analysis().temp_size_in_bytes
     trained = eqx.filter_eval_shape(lambda model: eqx.filter(model, programs.trainable(model)), state.model)
-    gradients = min(device_bytes(trained), temp)
+    gradients = min(device_bytes(trained, device), temp)
     head = min(head, temp - gradients)
-    weights = device_bytes(state.model) + device_bytes(programs.frozen)
+    weights = device_bytes(state.model, device) + device_bytes(programs.frozen, device)
     rest = temp - gradients - head
-    return Memory(weights, device_bytes(state.opt_state), gradients, head, rest, total_bytes(programs.train, device))
+    moments = device_bytes(state.opt_state, device)
+    return Memory(weights, moments, gradients, head, rest, total_bytes(programs.train, device))
 
 
 def total_bytes(compiled: Any, device: Device) -> int:
@@ -221,7 +225,11 @@ def compiled_head_bytes(programs: Programs) -> int:
     return programs.compiled(head, models, *args).compiled.memory_analysis().temp_size_in_bytes
 
 
-def device_bytes(tree: Any) -> int:
-    """Return the bytes that a device holds of every array, abstract ones included, in a tree."""
+def device_bytes(tree: Any, device: Device) -> int:
+    """Return the bytes that a device holds of every array, abstract ones included, in a tree.
+
+    What is in host memory is no device's but a processor's.
+    """
+    held = lambda leaf: hasattr(leaf, "dtype") and (device.platform == "cpu" or not in_host(leaf))
     shape = lambda leaf: leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
-    return sum(math.prod(shape(leaf)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype"))
+    return sum(math.prod(shape(leaf)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree) if held(leaf))

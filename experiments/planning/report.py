@@ -123,6 +123,8 @@ def _memory(config: configs.Resolved, plan: Plan) -> list[str]:
         cells = "".join(f"{size(getattr(column, part)):>{cell}}" for column in columns)
         lines += _row(f"    {part:<14} {cells}", notes.get(part, ""))
     lines.append(f"    {'compiled step':<14} " + "".join(f"{size(column.total):>{cell}}" for column in columns))
+    if plan.host:
+        lines.append(f"    {'in host memory':<14} {size(plan.host):>{cell}}")
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     lines += _row(
         f"    {'available':<14} {size(plan.available):>{cell}}", f"{verdict}, {size(plan.headroom)} kept free"

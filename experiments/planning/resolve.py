@@ -10,7 +10,7 @@ from experiments import configs
 from experiments.commandline.console import GIB, CommandError, size
 from experiments.configs import DType, Platform
 from experiments.configs.fields import name_of
-from experiments.runtime import meshes
+from experiments.runtime import memories, meshes
 from experiments.runtime.hardware import KEEP_CASTS_IN_LOOPS, Device, HardwareError
 from experiments.step import folders
 from experiments.step import tiling as cuts
@@ -232,6 +232,8 @@ def problem(config: configs.Resolved) -> str | None:
         return why
     if (why := KERNELS[config.attention].refusal(cuts.asked(config, config.model.config))) is not None:
         return f"cannot run with attention={config.attention}: {config.attention} {why}; or use attention=auto."
+    if config.hardware.offloaded and (why := memories.refusal()) is not None:
+        return f"cannot use hardware.offload={config.hardware.offload}: {why}."
     if isinstance(config.adapter, configs.Lora):
         try:
             lora.match(config.model.config, config.adapter.patterns)

@@ -98,7 +98,7 @@ def _least(config: configs.Resolved, device: Device) -> int:
     """Return the bytes that a step takes at the very least: weights, gradients and the optimizer's state."""
     with meshes.spread(config.mesh, device.described):
         state = Programs(config).state
-        return 2 * cost.device_bytes(state.model) + cost.device_bytes(state.opt_state)
+        return 2 * cost.device_bytes(state.model, device) + cost.device_bytes(state.opt_state, device)
 
 
 def _bytes(config: configs.Resolved, device: Device) -> int | None:

@@ -75,6 +75,7 @@ def adafactor_layerwise(
         if params is None:
             raise ValueError("adafactor_layerwise needs the parameters: call update(grads, state, params).")
         count = state.count + 1
+        first = jnp.uint32(extra.get("layer", 0))  # of the layers that this call is given
         beta = 1.0 - count.astype(jnp.float32) ** -decay
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
         grads, treedef = jax.tree.flatten(updates)
@@ -84,7 +85,7 @@ def adafactor_layerwise(
             zip(grads, jax.tree.leaves(params), state.moments, stacks, strict=True)
         ):
             salt = _mix(jnp.uint32(seed * 7919 + i) ^ _mix(count.astype(jnp.uint32)))
-            leaf = _Leaf(beta, rate, clip_rms, salt, bool(stochastic_rounding and param.dtype == jnp.bfloat16))
+            leaf = _Leaf(beta, rate, clip_rms, salt, first, bool(stochastic_rounding and param.dtype == jnp.bfloat16))
             result, moment = leaf.each_layer(param, grad, moment) if stack else leaf.whole(param, grad, moment)
             results.append(result)
             moments.append(moment)
@@ -114,6 +115,7 @@ class _Leaf(NamedTuple):
     rate: Any
     clip_rms: float
     salt: jax.Array
+    first: jax.Array
     rounding: bool
 
     def each_layer(self, param, grad, moment):
@@ -123,7 +125,7 @@ class _Leaf(NamedTuple):
             grad, moment = carry
             take = lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
             put = lambda x, new: jax.lax.dynamic_update_index_in_dim(x, new, i, 0)
-            layer = self._replace(salt=_mix(self.salt + i.astype(jnp.uint32)))
+            layer = self._replace(salt=_mix(self.salt + self.first + i.astype(jnp.uint32)))
             update, new = layer.whole(take(param), take(grad), jax.tree.map(take, moment))
             return put(grad, update), jax.tree.map(put, moment, new)
 

@@ -17,8 +17,9 @@ import optax
 
 import zoo
 from experiments import configs
-from experiments.runtime import meshes
+from experiments.runtime import memories, meshes
 from experiments.step import objectives, optimizer, tiling
+from transforms.offload import fetch
 from transforms.remat import remat
 from transforms.sharding import explicit
 from transforms.step import State, all_parameters, compile_step, make_eval_step, make_train_step
@@ -50,6 +51,7 @@ class Programs:
         wanted = config.hardware.grad_dtype
         self.grad_dtype = None if wanted in (None, config.hardware.param_dtype) else _dtype(wanted)
         self.trainable = lora.trainable if config.adapted else all_parameters
+        self.offloaded = config.hardware.offloaded
 
     @functools.cached_property
     def train(self) -> Any:
@@ -58,8 +60,13 @@ class Programs:
         Raises:
             OutOfMemoryError: the compiler finds that it does not fit the device.
         """
-        step = make_train_step(self.loss, self.optimizer, self.trainable, grad_dtype=self.grad_dtype)
-        return self.compiled(step, self.batch, self.state)
+        return self.compiled(self.step, self.batch, self.state)
+
+    @functools.cached_property
+    def step(self) -> Any:
+        """The function `(batch, state) -> (state, metrics)`."""
+        stacks = _stacks if self.offloaded else None
+        return make_train_step(self.loss, self.optimizer, self.trainable, self.grad_dtype, stacks)
 
     @functools.cached_property
     def evaluate(self) -> Any:
@@ -103,6 +110,8 @@ class Programs:
 
         def mean(model, others, arrays):
             tokens, targets, mask, segments = arrays
+            if "params" in self.offloaded:
+                model, *others = map(_fetched, (model, *others))
             reader, ids, model = _share_table(model, tokens) if whole else (model, tokens, model)
             rows = lambda x: None if x is None else x.reshape(-1, x.shape[-1])
             lead = (-1,) if flat else tokens.shape
@@ -149,13 +158,20 @@ class Programs:
     @functools.cached_property
     def model(self) -> Any:
         """The shapes and types of the model that learns, with its adapter."""
+        return memories.stowed(self._on_device) if "params" in self.offloaded else self._on_device
+
+    @functools.cached_property
+    def _on_device(self) -> Any:
+        """The model as it is where it is computed with."""
         model = eqx.filter_eval_shape(lambda: self._adapt(self._learns_from(self.config.model)))
         return meshes.abstract(model, self.axes)
 
     @functools.cached_property
     def state(self) -> State:
         """The shapes and types of everything that a step changes."""
-        return meshes.everywhere(eqx.filter_eval_shape(State.init, self.model, self.optimizer, self.trainable))
+        state = meshes.everywhere(eqx.filter_eval_shape(State.init, self.model, self.optimizer, self.trainable))
+        moments = memories.stowed(state.opt_state) if "optimizer" in self.offloaded else state.opt_state
+        return jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves((self.model, moments, state.step)))
 
     @functools.cached_property
     def frozen(self) -> Any:
@@ -205,6 +221,10 @@ class Programs:
             ValueError: the weights do not make the model that their folder describes, or it has no such matrices.
         """
         config, options = self.config, self.config.hardware.compiler_options
+        if "params" in self.offloaded:
+            with memories.by_host():
+                own = options if config.hardware.platform is configs.Platform.cpu else None
+                return memories.stowed(self._adapt(load_or_draw(config.model, config.seed, self.dtype, own)))
         made = load_or_draw(config.model, config.seed, self.dtype, options, **meshes.where(self.axes))
         adapted = self._adapt(made)
         return meshes.placed(adapted, self.axes)
@@ -219,7 +239,12 @@ class Programs:
     def init_state(self, model: Any) -> State:
         """Return the state before the first step of a model that is in memory."""
         init = eqx.filter_jit(lambda model: self.optimizer.init(eqx.filter(model, self.trainable(model))))
-        return State(model, init(model), jnp.zeros((), jnp.int32))
+        if not self.offloaded:
+            return State(model, init(model), jnp.zeros((), jnp.int32))
+        with memories.by_host() as brought:
+            made = init(brought(model))
+        lie = memories.stowed if "optimizer" in self.offloaded else memories.on_device
+        return State(model, lie(made), jnp.zeros((), jnp.int32))
 
     def init_frozen(self) -> Any:
         """Return the run's frozen model, a reference or a teacher, or None.
@@ -279,8 +304,9 @@ class Programs:
     def head_args(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """The shapes of what the head is given at a time: its models, the first learns; hiddens, targets and mask."""
         config, how = self.config, self.config.head
-        other = lora.detach(self.model) if self.config.beside_its_base else self.frozen
-        models = (self.model,) if other is None else (self.model, other)
+        model = self._on_device
+        other = lora.detach(model) if self.config.beside_its_base else self.frozen
+        models = (model,) if other is None else (model, other)
         if how.flat:
             letters, shape = "T", (config.tokens_per_step,)
         elif config.paired:
@@ -290,6 +316,19 @@ class Programs:
         one, widths = meshes.abstract_activation, [model.config.embed_dim for model in models]
         hiddens = tuple(one(f"{letters} D", (*shape, width), self.compute_dtype) for width in widths)
         return models, (hiddens, one(letters, shape, jnp.int32), one(letters, shape, jnp.float32))
+
+
+def _stacks(model: Any) -> Any:
+    """Return which leaves of a model, or of a part of it, are stacks of layers."""
+    stacks = lambda model: [getattr(model, name) for name in model.blocks if getattr(model, name) is not None]
+    whole = jax.tree.map(lambda _: False, model)
+    return eqx.tree_at(stacks, whole, replace_fn=lambda stack: jax.tree.map(lambda _: True, stack))
+
+
+def _fetched(model: Any) -> Any:
+    """Return a model in host memory with all on the device but its layers, which their scan fetches one by one."""
+    stacks, rest = eqx.partition(model, _stacks(model))
+    return eqx.combine(stacks, fetch(rest))
 
 
 def inputs(arrays: tuple[Any, ...], other: Any) -> tuple[Any, ...]:

@@ -162,12 +162,18 @@ def _dimensions(row: Row, letters: str, summed: str) -> MuonDimensionNumbers:
 def clipped(inner: optax.GradientTransformation, most: float) -> optax.GradientTransformationExtraArgs:
     """Return a transformation of gradients whose global norm is limited; its state is `inner`'s own.
 
-    So a run may go on with another limit than it began with, or with none.
+    So a run may go on with another limit than it began with, or with none. Who has the norm already, as one who is
+    given one layer at a time, says so: `grad_norm`.
     """
     inner, clip = optax.with_extra_args_support(inner), optax.clip_by_global_norm(most)
 
     def update(updates, state, params=None, **extra):
-        return inner.update(clip.update(updates, optax.EmptyState(), params)[0], state, params, **extra)
+        if (known := extra.get("grad_norm")) is None:
+            within = clip.update(updates, optax.EmptyState(), params)[0]
+        else:
+            factor = most / jnp.maximum(known, most)
+            within = jax.tree.map(lambda update: (update * factor).astype(update.dtype), updates)
+        return inner.update(within, state, params, **extra)
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
@@ -182,7 +188,8 @@ def finite_alone(inner: optax.GradientTransformation) -> optax.GradientTransform
     def update(updates, state, params=None, **extra):
         made = lambda: inner.update(updates, state, params, **extra)
         zeros = lambda: jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), jax.eval_shape(made)[0])
-        finite = jnp.isfinite(extra["value"]) & jnp.isfinite(norm(updates))
+        known = extra.get("grad_norm")
+        finite = jnp.isfinite(extra["value"]) & jnp.isfinite(norm(updates) if known is None else known)
         return jax.lax.cond(finite, made, lambda: (zeros(), state))
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
