@@ -344,7 +344,13 @@ def _pointing(own, given):
 
 
 def _residuals(see, *args):
-    """Return where among the leaves of the backward pass of `see` is what is seen, and where the logarithms are."""
+    """Return where among the leaves of the backward pass of `see` is what is seen, and where the logarithms are.
+
+    Kernels do not name what they keep: logarithms are the one array of float32 that has a number for each query.
+
+    Raises:
+        RuntimeError: there are no such two, as another JAX may keep other things.
+    """
 
     def traced(*args):
         seen, pull = jax.vjp(see, *args)
@@ -353,8 +359,17 @@ def _residuals(see, *args):
     jaxpr = jax.make_jaxpr(traced)(*args).jaxpr
     seen, *leaves = jaxpr.outvars
     made = [at for at, leaf in enumerate(leaves) if leaf not in jaxpr.invars and leaf.aval.size]
-    (of_logs,) = (at for at in made if leaves[at] is not seen and leaves[at].aval.dtype == jnp.float32)
-    return next(at for at in made if leaves[at] is seen), of_logs
+    queries = seen.aval.size // seen.aval.shape[-1]
+    of_seen = [at for at in made if leaves[at] is seen]
+    others = [at for at in made if leaves[at] is not seen]
+    of_logs = [at for at in others if leaves[at].aval.dtype == jnp.float32 and leaves[at].aval.size == queries]
+    if not of_seen or len(of_logs) != 1:
+        kept = ", ".join(leaves[at].aval.str_short() for at in made)
+        raise RuntimeError(
+            f"cannot tell what the backward pass of attention needs: JAX {jax.__version__} keeps {kept} for it, and "
+            f"one float32 array of {queries} logarithms, beside what was seen, was expected. Use attention=tiled."
+        )
+    return of_seen[0], of_logs[0]
 
 
 def _checked(name, q, window, q_positions, k_positions, **missing) -> int | None:

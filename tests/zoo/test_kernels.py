@@ -101,6 +101,14 @@ def test_gradients_follow_from_what_a_kernel_keeps(kernel, case):
         np.testing.assert_allclose(one, other, atol=5e-6 * float(jnp.abs(other).max()))
 
 
+def test_a_backward_pass_that_keeps_other_things_is_refused_by_what_it_keeps():
+    """As that of attention without a kernel: its sums are no logarithms."""
+    args = drawn((B, S, N, H), (B, S, K, H), (B, S, K, H))
+    plain = functools.partial(ADAPTERS["cudnn"], scale=0.125)
+    with pytest.raises(RuntimeError, match=rf"JAX {jax.__version__} keeps .* one float32 array of {B * S * N} log"):
+        plain(*args, keep=True)
+
+
 @pytest.mark.parametrize("kernel", ["splash", "cudnn"])
 def test_on_a_mesh_each_device_runs_its_own_heads_and_rows(kernel):
     q, k, v = drawn((4, 128, N, H), (4, 128, K, H), (4, 128, K, H))
