@@ -40,6 +40,7 @@ ROWS: dict[str, tuple[str, list[str], int]] = {  # what it is, with which words,
     "h100-8-half": ("eight H100, every second layer's input", ["remat.policy=offload/2"], 80),
     "h100-1-lora": ("one H100, LoRA", ["adapter=lora"], 15),
     "h100-1-sqrt": ("one H100, nothing in host memory", ["remat=sqrt"], 3),
+    "h100-1-host": ("one H100, parameters in host memory", ["hardware.offload=params"], 18),
 }
 STATED = {  # by their authors, of Llama-8B, full fine-tuning, exact attention
     "one H100, 80 GB": "ALST 0.5M (https://arxiv.org/abs/2506.13996), parameters and optimizer in host memory too",
