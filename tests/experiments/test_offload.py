@@ -1,6 +1,7 @@
 """State that stays in host memory: the same training to the bit, and no stack of layers on the device."""
 
 import dataclasses
+import importlib.util
 from types import SimpleNamespace
 
 import equinox as eqx
@@ -13,8 +14,9 @@ from safetensors.numpy import load_file
 from experiments import configs
 from experiments.commandline import schema
 from experiments.commandline.overrides import with_overrides
-from experiments.planning.resolve import problem
-from experiments.runtime import memories
+from experiments.planning import cost, targets
+from experiments.planning.resolve import problem, resolve
+from experiments.runtime import memories, meshes
 from experiments.step.build import Programs
 from tests.experiments.test_tiled import resolved
 from transforms.offload import by_layers, in_host
@@ -134,3 +136,22 @@ def test_a_run_goes_on_in_the_other_memory(start, tmp_path):
     stays, moves = (load_file(tmp_path / run / "weights" / "model.safetensors") for run in ("stays", "moves"))
     for name, weight in stays.items():
         np.testing.assert_allclose(weight, moves[name], rtol=0, atol=2e-6)
+
+
+def test_a_device_that_is_not_here_holds_none_of_it():
+    """State that is in place: beside it the host has no more than the gradients."""
+    if not importlib.util.find_spec("jax_cuda12_plugin"):
+        pytest.skip("its compiler is not installed")
+    device = targets.find("l4-1").device
+    sizes = {"num_layers": 8, "embed_dim": 1024, "mlp_dim": 4096, "num_heads": 8, "head_dim": 128, "vocab_size": 1024}
+    words = ["model=tiny_llama", *(f"model.{size}={value}" for size, value in sizes.items()), "batch_size=1"]
+    words += ["seq_len=256", "optimizer=adamw", "remat=full", "hardware.param_dtype=float32"]
+    found = []
+    for more in ([], [BOTH]):
+        config = resolve(schema.compose(with_overrides([*words, *more], []))[0], device)
+        with meshes.spread(config.mesh, device.described):
+            found.append((cost.traffic(programs := Programs(config), device), programs))
+    (here, _), (there, programs) = found
+    assert here.host == 0 and there.peak < here.peak / 4
+    state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((programs.model, programs.state.opt_state)))
+    assert state < there.host < 1.35 * state
