@@ -8,6 +8,7 @@ Dimensions: `B` batch `S` sequence `N` query heads `K` kv heads `G` query heads 
 
 import functools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -288,15 +289,19 @@ def _splash_kernel(splash, length, heads, window, causal, cap, interpret):
         mask = splash.LocalMask(shape, _reach(window, causal), 0)
     block = next(block for block in BLOCKS if length % block == 0)
     sizes = ("q", "kv", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
-    with jax.ensure_compile_time_eval():  # which tiles there are is known
-        return splash.make_splash_mqa(
-            splash.MultiHeadMask([mask] * heads),
-            block_sizes=splash.splash_attention_kernel.BlockSizes(**{f"block_{size}": block for size in sizes}),
-            attn_logits_soft_cap=cap,
-            head_shards=1,
-            q_seq_shards=1,
-            interpret=interpret,
-        )
+    make = functools.partial(
+        splash.make_splash_mqa,
+        splash.MultiHeadMask([mask] * heads),
+        block_sizes=splash.splash_attention_kernel.BlockSizes(**{f"block_{size}": block for size in sizes}),
+        attn_logits_soft_cap=cap,
+        head_shards=1,
+        q_seq_shards=1,
+        interpret=interpret,
+    )
+    # Which tiles there are is known, and is computed now: in a thread of its own, where nothing is traced and no mesh
+    # is set, whose devices may be described and compute nothing.
+    with ThreadPoolExecutor(1) as apart:
+        return apart.submit(make).result()
 
 
 # ------------------------------------------------------- what a forward pass has found, told to the backward pass

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 import zoo
 from experiments.configs.compute import ATTENTION
+from experiments.planning import targets
 from tests.helpers import equations
 from transforms import tile
 from transforms.remat import remat
@@ -107,6 +108,15 @@ def test_a_backward_pass_that_keeps_other_things_is_refused_by_what_it_keeps():
     plain = functools.partial(ADAPTERS["cudnn"], scale=0.125)
     with pytest.raises(RuntimeError, match=rf"JAX {jax.__version__} keeps .* one float32 array of {B * S * N} log"):
         plain(*args, keep=True)
+
+
+def test_splash_is_traced_for_devices_that_compute_nothing():
+    if not importlib.util.find_spec("libtpu"):
+        pytest.skip("the compiler for TPUs is not installed")
+    x = jax.ShapeDtypeStruct((B, 256, N, H), jnp.bfloat16)
+    with jax.set_mesh(make_mesh(1, devices=targets.find("v5e-1").devices)):
+        traced = jax.jit(functools.partial(ADAPTERS["splash"], scale=0.125)).trace(x, x, x)
+    assert traced.out_info.shape == x.shape
 
 
 @pytest.mark.parametrize("kernel", ["splash", "cudnn"])
