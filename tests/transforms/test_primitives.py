@@ -1,9 +1,11 @@
 """Every primitive that there is has a decision: a rule, a body in its place, or a refusal with its reason."""
 
+import ast
 import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +15,10 @@ from jax.extend.core import Primitive
 from tests.helpers import equations
 from transforms import TileError, tile
 from transforms.tiling import primitives
-from transforms.tiling.ir.graph import CALLS, CUSTOM_CALLS, REMAT, SOLVE, Node, Value
+from transforms.tiling.ir.graph import Node, Value
 from transforms.tiling.ir.obstacles import Complete, Refusal
 from transforms.tiling.ir.placement import Partial, Tiled
+from transforms.tiling.primitives import CALLS, CUSTOM_CALLS, REMAT, SOLVE
 from transforms.tiling.rules import COMPLETED, REFUSED, RULES
 
 # Modules that define primitives which no function of `jax.lax` uses, and the harvest, in a fresh process: primitives
@@ -55,9 +58,26 @@ def test_the_table_has_each_primitive_once_and_its_words_are_explained(harvest):
     names = [name for line in primitives.TABLE.splitlines() for name in line.partition("|")[0].split()]
     assert sorted(names) == sorted(set(names)) == sorted(primitives.PROPERTIES)
     assert {word for words in primitives.PROPERTIES.values() for word in words} == WORDS
-    own = {"chosen", "scan_part", "stored"}  # the graph's, of no primitive of JAX
+    own = {"agreed", "chosen", "cumulative_joined", "scan_part", "stored"}  # the graph's, of no primitive of JAX
     unknown = set(names) - own - {*harvest[0], *harvest[1]} - decided()
     assert unknown <= OF_OTHER_VERSIONS
+
+
+HOMONYMS = set("and complex copy gather max min name or slice stored tile tiled transpose agreed running".split())
+TABLES = ("primitives.py", "rules", "passes")
+
+
+def test_no_primitive_is_named_outside_of_rules_and_passes():
+    folder, named = Path(primitives.__file__).parent, {}
+    known = {*primitives.PROPERTIES, *decided()}
+    for path in folder.rglob("*.py"):
+        if path.relative_to(folder).parts[0] in TABLES:
+            continue
+        texts = [n.value for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)]
+        lists = [set(text.split()) for text in texts if isinstance(text, str)]
+        named[path.name] = {word for words in lists if words <= known for word in words} - HOMONYMS
+    assert len(named) > 30
+    assert {k: v for k, v in named.items() if v} == {"errors.py": {"dot_general"}}  # a part of JAX's own message
 
 
 @pytest.fixture(scope="module")

@@ -36,12 +36,14 @@ from transforms.tiling.ir.graph import Node
 from transforms.tiling.ir.obstacles import Obstacle
 from transforms.tiling.ir.placement import WHOLE, Placement, Tiled
 from transforms.tiling.mesh.layout import shares
+from transforms.tiling.primitives import has, having
 from transforms.tiling.report.plan import TilePlan, explain, fewest, read_budget
 from transforms.tiling.rules import shard_map
 
 GATHER = ("small", "any", "none")
 REQUIRED: Any = type("Required", (), {"__repr__": lambda self: "REQUIRED"})()  # `fn` may be left out, `axis` not
 SYNC = ("once", "tile")
+MOVES = having("respreads", "devices")
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
@@ -536,7 +538,7 @@ def spread_over(closed: ClosedJaxpr, placements: Sequence[Placement], options: O
         before = known
         anyhow = dataclasses.replace(options, total=options.total // known, gather="any")
         program = Program(closed, split(placements, known), anyhow)
-        if not any(node.name in ("reshard", "shard_map") for node in program.graph.nodes):
+        if not any(node.name in MOVES for node in program.graph.nodes):
             break
         found = analyse(program.graph, program.placements, program.limits)
         if isinstance(found, Obstacle):
@@ -549,7 +551,7 @@ def spread_over(closed: ClosedJaxpr, placements: Sequence[Placement], options: O
 
 def _shared(node: Node, found: Analysis) -> list[int]:
     """Over how many devices a `shard_map` spreads the cut dimensions of its operands that are not known to be."""
-    if node.name != "shard_map":
+    if not has(node.name, "devices"):
         return []
     places = [(i, found.fact(v).placement) for i, v in enumerate(node.inputs)]
     counts = [(p, shard_map.share(node, node.params["in_specs"][i], p.dim)) for i, p in places if isinstance(p, Tiled)]

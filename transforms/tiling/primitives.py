@@ -1,7 +1,7 @@
 """What is true of each primitive, wherever it runs: a line of words for all that are alike in everything.
 
-A rule (`tiling.rules`) says what a primitive does to a cut; this says what analyses, meshes and reports ask beside. A
-primitive that is not here has none of these properties.
+A rule (`tiling.rules`) says what a primitive does to a cut; this says what graphs, analyses, meshes and reports ask
+beside: outside of rules and passes no primitive is asked for by name. One that is not here has no such property.
 
     elementwise    its rule is that of all functions of single elements
     fused          compilers make it element by element, or pick it, where its result is read; so are elementwise ones
@@ -13,10 +13,29 @@ primitive that is not here has none of these properties.
     heavy          copies what it reads, whatever the size of the tile
     nested         has bodies that run as they stand
     picks          takes rows of its first operand
+    looks_up       likewise, at places that its second operand holds
+    casts          the same numbers in another dtype
+    level          of an array of one number everywhere, one of that number
+    stops          passes no derivative on
+
+    what runs:
+    product        a matrix product
+    contracts      sums over dimensions of its operands that its result has not
+    lands          likewise, adding rows to an array at places
+    steps          a loop of so many steps: constants, what is carried, what is scanned over
+    tested         a loop that a test ends
+    branches       one of several bodies, chosen by the first operand
+    platform       the number of the platform that the program is compiled for
+    devices        its body runs on each device's share
 
     linear, of values that devices hold parts of (`tiling.mesh`):
     flows          JAX types it on parts
     adding         a sum of its operands
+    subtracts      the first less the second
+    multiplies     a product, element by element
+    divides        a quotient
+    respreads      spreads its operand over the devices in another way
+    equates        asks whether two are equal
     rescales       makes no other spread of the devices than its operand's
     typed          keeps each dimension as it is spread, or sums over it: runs on a tile wherever it runs on the whole.
                    So do those that flow
@@ -28,7 +47,12 @@ primitive that is not here has none of these properties.
     one_sided      with a constant 0 as the other operand: not smooth there
     through_zero   0 where an operand is
     copying        the result holds copies of the operand's elements
-    moving         the same elements in another order, place or number; `neg` up to the sign
+    moving         the same elements in another order, place or number, up to the sign
+    negates        with the other sign
+    masks          an operand where a condition says so, 0 or another elsewhere
+    agreed         its first operand as the second has it, which nobody computes again
+    stored         its operand as an earlier loop left it
+    running        a cumulative sum, or the like
     choosing       each element of the result is one of some operand's
     exact          no rounding enters; nor does it if the primitive moves, copies or is discontinuous
     summing        each element of the result depends on many of the operands'
@@ -38,66 +62,81 @@ primitive that is not here has none of these properties.
 from __future__ import annotations
 
 TABLE = """
-dynamic_update_slice                                               | choosing exact in_place
-layout_constraint relayout xla_metadata_value                      | alias
-copy                                                               | alias moving rescales typed rearranges
-name stop_gradient                                                 | alias moving typed
-copy_p                                                             | alias moving typed rearranges
-chosen cummax cummin scan_part scatter-max scatter-min scatter_max
-scatter_min                                                        | copying
-reduce_max reduce_min                                              | copying typed reducing
-approx_top_k top_k                                                 | discontinuous copying
-sort                                                               | discontinuous copying in_place
-argmax argmin                                                      | discontinuous reducing
-bitcast_convert_type                                               | discontinuous view
-asinh atan atan2 bessel_i0e bessel_i1e clz cosh digamma erfc
-igamma igamma_grad_a igammac lgamma mulhi nan_to_num philox2x32
-philox4x32 polygamma polynomial reduce_precision
-regularized_incomplete_beta sinh tan threefry4x32 zeta             | elementwise
-acos acosh asin atanh erf_inv                                      | elementwise at_one
-cbrt log2                                                          | elementwise at_zero
-log pow rsqrt sqrt                                                 | elementwise at_zero typed
-ceil eq_to floor le_to lt_to nextafter population_count rem round  | elementwise discontinuous
-eq ge gt le lt ne sign                                             | elementwise discontinuous typed
-conj shift_left shift_right_arithmetic shift_right_logical xor     | elementwise exact
-and is_finite not or                                               | elementwise exact typed
-clamp                                                              | elementwise one_sided choosing exact
-abs                                                                | elementwise through_zero exact typed
-integer_pow square                                                 | elementwise through_zero typed
-cos erf exp exp2 expm1 log1p logistic one_minus_square sin tanh    | elementwise typed
-optimization_barrier random_bits random_fold_in random_split
-random_unwrap random_wrap reduce_window_max reduce_window_min
-stored threefry2x32                                                | exact
-reduce_and reduce_or                                               | exact reducing
-reshard                                                            | flows rescales
-add add_any                                                        | fused adding flows
-div                                                                | fused at_zero through_zero rescales typed
-concatenate pad                                                    | fused choosing exact
-split                                                              | fused copying
-rev                                                                | fused copying moving
-dynamic_slice gather slice                                         | fused copying picks
-complex imag real                                                  | fused exact
-iota                                                               | fused exact cheap
-broadcast_in_dim                                                   | fused moving flows cheap
-transpose                                                          | fused moving flows rescales rearranges
-max min                                                            | fused one_sided through_zero choosing exact typed
-select_n                                                           | fused through_zero choosing exact rescales typed
-convert_element_type                                               | fused through_zero flows rescales cheap rearranges
-neg                                                                | fused through_zero moving rescales typed
-mul                                                                | fused through_zero rescales typed
-sub                                                                | fused typed
-triangular_solve tridiagonal_solve                                 | heavy
-scatter                                                            | in_place
-reshape squeeze                                                    | moving flows rescales view rearranges
-expand_dims                                                        | moving view
-cond scan shard_map while                                          | nested
-cumsum ragged_dot_general                                          | summing
-reduce_sum                                                         | summing flows reducing
-conv_general_dilated                                               | summing heavy
-scatter-add                                                        | summing in_place
-reduce_prod                                                        | summing reducing
-dot_general                                                        | summing typed
-custom_jvp_call custom_vjp_call mesh_cast                          | typed
+dynamic_update_slice                                    | choosing exact in_place
+layout_constraint relayout xla_metadata_value           | alias
+agreed                                                  | agreed
+cumulative_joined                                       | running
+copy                                                    | alias moving rescales typed rearranges level
+name                                                    | alias moving typed
+stop_gradient                                           | alias moving typed stops
+copy_p                                                  | alias moving typed rearranges level
+chosen cummax cummin scan_part scatter-max scatter-min
+scatter_max scatter_min                                 | copying
+reduce_max reduce_min                                   | copying typed reducing
+approx_top_k top_k                                      | discontinuous copying
+sort                                                    | discontinuous copying in_place
+argmax argmin                                           | discontinuous reducing
+bitcast_convert_type                                    | discontinuous view
+asinh atan atan2 bessel_i0e bessel_i1e clz cosh digamma
+erfc igamma igamma_grad_a igammac lgamma mulhi
+nan_to_num philox2x32 philox4x32 polygamma polynomial
+reduce_precision regularized_incomplete_beta sinh tan
+threefry4x32 zeta                                       | elementwise
+acos acosh asin atanh erf_inv                           | elementwise at_one
+cbrt log2                                               | elementwise at_zero
+log pow rsqrt sqrt                                      | elementwise at_zero typed
+ceil eq_to floor le_to lt_to nextafter population_count
+rem round                                               | elementwise discontinuous
+ge gt le lt ne sign                                     | elementwise discontinuous typed
+eq                                                      | elementwise discontinuous typed equates
+conj shift_left shift_right_arithmetic
+shift_right_logical xor                                 | elementwise exact
+and is_finite not or                                    | elementwise exact typed
+clamp                                                   | elementwise one_sided choosing exact
+abs                                                     | elementwise through_zero exact typed
+integer_pow square                                      | elementwise through_zero typed
+cos erf exp exp2 expm1 log1p logistic one_minus_square
+sin tanh                                                | elementwise typed
+optimization_barrier random_bits random_fold_in
+random_split random_unwrap random_wrap reduce_window_max
+reduce_window_min threefry2x32                          | exact
+stored                                                  | exact stored
+reduce_and reduce_or                                    | exact reducing
+reshard                                                 | flows rescales respreads
+add add_any                                             | fused adding flows
+div                                                     | fused at_zero through_zero rescales typed divides
+concatenate pad                                         | fused choosing exact
+split                                                   | fused copying
+rev                                                     | fused copying moving
+dynamic_slice slice                                     | fused copying picks
+gather                                                  | fused copying picks looks_up
+complex imag real                                       | fused exact
+iota                                                    | fused exact cheap
+broadcast_in_dim                                        | fused moving flows cheap level
+transpose                                               | fused moving flows rescales rearranges
+max min                                                 | fused one_sided through_zero choosing exact typed
+select_n                                                | fused through_zero choosing exact rescales typed masks
+convert_element_type                                    | fused through_zero flows rescales cheap rearranges casts level
+neg                                                     | fused through_zero moving rescales typed negates
+mul                                                     | fused through_zero rescales typed multiplies
+sub                                                     | fused typed subtracts
+triangular_solve tridiagonal_solve                      | heavy
+scatter                                                 | in_place
+reshape                                                 | moving flows rescales view rearranges level
+squeeze                                                 | moving flows rescales view rearranges
+expand_dims                                             | moving view
+cond                                                    | nested branches
+scan                                                    | nested steps
+shard_map                                               | nested devices
+while                                                   | nested tested
+platform_index                                          | platform
+cumsum ragged_dot_general                               | summing
+reduce_sum                                              | summing flows reducing contracts
+conv_general_dilated                                    | summing heavy
+scatter-add                                             | summing in_place lands
+reduce_prod                                             | summing reducing
+dot_general                                             | summing typed product contracts
+custom_jvp_call custom_vjp_call mesh_cast               | typed
 """
 
 
@@ -119,3 +158,57 @@ PROPERTIES = _read(TABLE)
 def having(*words: str) -> frozenset[str]:
     """The primitives that have one of these properties."""
     return frozenset(name for name, known in PROPERTIES.items() if known.intersection(words))
+
+
+NOTHING: frozenset[str] = frozenset()
+
+
+def has(name: str, word: str) -> bool:
+    """Whether a primitive has a property."""
+    return word in PROPERTIES.get(name, NOTHING)
+
+
+# ------------------------------------------------------------------------------------------- calls, and linear operands
+
+# Call-like primitives whose body may stand in their place: the parameter that holds the body.
+CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "call": "call_jaxpr",
+    "composite": "jaxpr",
+    "eval_jaxpr": "jaxpr",
+    "xla_metadata_call": "jaxpr",
+    "tiled": "call_jaxpr",  # lower.atomic
+}
+# The same, but with a derivative rule of their own: inlined once no derivative is to be taken any more.
+CUSTOM_CALLS = {
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+    "custom_vmap_call": "call",
+    "linear_call": "callee",
+    "remat_opt": "fwd_jaxpr",
+}
+SOLVE = "custom_linear_solve"  # the same, with several bodies
+# jax.checkpoint's names in the versions of JAX.
+REMAT = ("remat2", "checkpoint", "remat")
+
+# Linear in each operand that is listed by itself, ...
+PRODUCTS: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(["mul", "dot_general", "conv_general_dilated"], (0, 1)),
+    **dict.fromkeys(["div", "dynamic_slice", "gather"], (0,)),
+    **dict.fromkeys(["dot_product_attention_bwd", "dot_product_attention_bwd_wrapper"], (12,)),
+}
+# ... and in these together: those that do not depend on a cotangent are 0.
+SUMS: dict[str, slice] = {
+    **dict.fromkeys(
+        """neg convert_element_type copy copy_p reshape transpose broadcast_in_dim squeeze reduce_sum slice rev cumsum
+        real imag conj stop_gradient name add sub add_any concatenate pad split stack unstack""".split(),
+        slice(None),
+    ),
+    "select_n": slice(1, None),
+    "dynamic_update_slice": slice(0, 2),
+    "scatter-add": slice(0, None, 2),
+}

@@ -13,14 +13,13 @@ from collections.abc import Iterable
 
 from transforms.tiling.analysis.limits import Limits
 from transforms.tiling.ir.facts import Analysis, Region, grain
-from transforms.tiling.ir.graph import REMAT, Node
+from transforms.tiling.ir.graph import Node
 from transforms.tiling.ir.obstacles import Complete, Inline, Obstacle
 from transforms.tiling.ir.placement import ALONE, Partial, Reach, Tiled
-from transforms.tiling.rules import Move, attention
+from transforms.tiling.primitives import REMAT
+from transforms.tiling.rules import RULES, Move
 
 FEW = 16  # rows that may be computed again even with shorter tiles
-# Run on the tile's own rows alone.
-EXACT = ("cumulative_part", "ragged_dot_general", "pallas_call", "shard_map", *attention.NAMES)
 
 
 def check(found: Analysis, node: Node, move: Move, limits: Limits | None) -> Obstacle | None:
@@ -65,7 +64,8 @@ def _reach(found: Analysis, node: Node, move: Move) -> Reach:
 
 def _exact(node: Node, move: Move) -> bool:
     inside = [(n, b.moves[n]) for b in move.bodies for n in b.graph.nodes] if isinstance(move, Region) else []
-    return node.name in EXACT or any(_exact(n, m) for n, m in inside)
+    rule = RULES.get(node.name)
+    return (rule is not None and rule.alone) or any(_exact(n, m) for n, m in inside)
 
 
 def even(reach: Reach, rows: int) -> Reach:

@@ -9,6 +9,7 @@ from typing import Any
 from transforms.tiling.ir.graph import Graph, Node, Value, depends, describe
 from transforms.tiling.ir.obstacles import Refusal
 from transforms.tiling.ir.placement import Placement, Tiled
+from transforms.tiling.primitives import has
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,9 +58,9 @@ def looked_up(graph: Graph, placements: Sequence[Placement]) -> list[int]:
     whole = {v for v in graph.inputs if v not in cut}
     found = []
     for node in graph.nodes:
-        if node.name in ("convert_element_type", "copy", "copy_p") and node.inputs[0] in whole:
+        if has(node.name, "rearranges") and node.inputs[0] in whole:
             whole.update(node.outputs)
-        elif node.name == "gather" and node.inputs[0] in whole and node.inputs[1] in places:
+        elif has(node.name, "looks_up") and node.inputs[0] in whole and node.inputs[1] in places:
             found.append(node.outputs[0].nbytes)
     return found
 

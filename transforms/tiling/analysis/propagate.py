@@ -18,7 +18,7 @@ from transforms.tiling.analysis import halo
 from transforms.tiling.analysis.limits import Limits, check_size
 from transforms.tiling.ir.edit import any_platform, inline, split
 from transforms.tiling.ir.facts import Analysis, Completion, Fact, Local, Region, grain
-from transforms.tiling.ir.graph import REMAT, Graph, Node, Value
+from transforms.tiling.ir.graph import Graph, Node, Value
 from transforms.tiling.ir.obstacles import Along, Complete, Inline, Obstacle, Promote, Refusal, Sink, Split
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Tiled, Whole
 from transforms.tiling.mesh.layout import Apart
@@ -26,7 +26,7 @@ from transforms.tiling.mesh.sums import FLOWS, passable
 from transforms.tiling.mesh.unreduced import keep_apart, postpone
 from transforms.tiling.passes.loop_state import place
 from transforms.tiling.passes.recut import recut
-from transforms.tiling.primitives import having
+from transforms.tiling.primitives import REMAT, having
 from transforms.tiling.rules import RULES, Move, partial, resumes, tiled
 from transforms.tiling.rules.bodies import wait
 

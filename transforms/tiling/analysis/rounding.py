@@ -36,14 +36,15 @@ from transforms.tiling.ir.graph import Graph, Node, Value, bodies, constant
 from transforms.tiling.ir.loops import Loop, Schedule
 from transforms.tiling.ir.obstacles import Disagreement, Refusal
 from transforms.tiling.ir.placement import Placement, Tiled
-from transforms.tiling.primitives import having
+from transforms.tiling.primitives import has, having
 
 DISCONTINUOUS = having("discontinuous")  # conversions to integers, too: see `_jumps`
 AT_ZERO, AT_ONE, ONE_SIDED = having("at_zero"), having("at_one"), having("one_sided")
 THROUGH_ZERO, COPYING, MOVING, CHOOSING = (having(word) for word in ("through_zero", "copying", "moving", "choosing"))
 EXACT = MOVING | COPYING | DISCONTINUOUS | having("exact")
 SUMMING, ADDING = having("summing"), having("adding")
-ONCE = ADDING | {"sub"}  # one of these rounds always alike: there is no product to be fused with
+ONCE = ADDING | having("subtracts")  # one of these rounds always alike: there is no product to be fused with
+KEPT = SUMMING | COPYING | having("stored")  # what comes of these is not computed again element by element
 
 
 class Origin(NamedTuple):
@@ -84,7 +85,7 @@ def running(plan: Schedule) -> Disagreement | None:
     its distance to another's, does not matter to any result as long as all loops say the same.
     """
     graph = plan.analysis.graph
-    sums = {n.outputs[0] for n in graph.nodes if n.name == "cumulative_joined" and n.params["op"] == "sum"}
+    sums = {n.outputs[0] for n in graph.nodes if has(n.name, "running") and n.params["op"] == "sum"}
     reached = _elementwise(graph, {v for v in sums if _inexact(v)})
     for node in graph.nodes:
         operands = [v for v in node.inputs if v in reached]
@@ -118,7 +119,7 @@ def _elementwise(graph: Graph, sources: set[Value]) -> set[Value]:
     """What is computed from values element by element, and computed again by each loop that reads it."""
     found = set(sources)
     for node in graph.nodes:
-        if node.name not in SUMMING | COPYING | {"stored"} and not found.isdisjoint(node.inputs):
+        if node.name not in KEPT and not found.isdisjoint(node.inputs):
             found.update(node.outputs)
     return found
 
@@ -195,7 +196,7 @@ class Walk:
             roundings = 1
         elif node.name not in EXACT and not _exact_conversion(node):
             roundings = 2
-        if node.name == "agreed":
+        if has(node.name, "agreed"):
             computed -= {node.inputs[0]}
         for value in node.outputs:
             own = {value} & self.roots if roundings > 1 else frozenset()
@@ -216,7 +217,7 @@ class Walk:
             yield from (w for _, v in cut for w in _sources(v))
         elif node.name in MOVING:
             yield from (root(v) for i, v in cut if (node, i) in self.found.completed)
-        elif node.name in ("reduce_sum", "dot_general"):
+        elif has(node.name, "contracts"):
             masks = [is_mask(v) for v in node.inputs]
             for i, v in cut:
                 masked = any(masks[:i] + masks[i + 1 :])
@@ -239,9 +240,9 @@ def is_mask(value: Value) -> bool:
 def _unmasked(value: Value) -> list[Value]:
     """What is in a value where a mask lets it through."""
     node = root(value).producer
-    if node is not None and node.name == "select_n":
+    if node is not None and has(node.name, "masks"):
         return [v for v in node.inputs[1:] if constant(v) is None]
-    if node is not None and node.name == "mul" and any(map(is_mask, node.inputs)):
+    if node is not None and has(node.name, "multiplies") and any(map(is_mask, node.inputs)):
         return [v for v in node.inputs if not is_mask(v)]
     return []
 
@@ -270,7 +271,7 @@ def _narrow(value: Value) -> bool:
 
 def _exact_conversion(node: Node) -> bool:
     """Whether a conversion leaves numbers as they are: to a wider float, or from what is no float."""
-    if node.name != "convert_element_type":
+    if not has(node.name, "casts"):
         return False
     (source,), (target,) = node.inputs, node.outputs
     return not _inexact(source) or (_inexact(target) and source.dtype.itemsize <= target.dtype.itemsize)
@@ -281,7 +282,7 @@ def _jumps(node: Node) -> bool:
     if len(node.inputs) == 2 and node.inputs[0] is node.inputs[1]:
         return False  # x == x asks for nan
     if node.name in AT_ZERO:
-        return _cancels(node.inputs[node.name == "div"])
+        return _cancels(node.inputs[has(node.name, "divides")])
     if node.name in ONE_SIDED and any(map(_zero, node.inputs)):
         return any(map(_cancels, node.inputs))
     return (
@@ -299,7 +300,7 @@ def _cancels(value: Value) -> bool:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if node.name == "sub" or (node.name in ADDING and any(map(_negated, node.inputs))):
+        if has(node.name, "subtracts") or (node.name in ADDING and any(map(_negated, node.inputs))):
             return True
         if node.name in THROUGH_ZERO or (node.name in ADDING and any(map(_zero, node.inputs))):
             stack += node.inputs
@@ -309,10 +310,10 @@ def _cancels(value: Value) -> bool:
 def _negated(value: Value) -> bool:
     """Whether a value is written as less than nothing: `-m + h` is a difference too."""
     while (node := value.producer) is not None and (node.name in MOVING or _exact_conversion(node)):
-        if node.name == "neg":
+        if has(node.name, "negates"):
             return True
         value = node.inputs[0]
-    factors = () if node is None or node.name != "mul" else map(constant, node.inputs)
+    factors = () if node is None or not has(node.name, "multiplies") else map(constant, node.inputs)
     return any(factor is not None and np.real(factor) < 0 for factor in factors)
 
 
@@ -323,7 +324,7 @@ def _zero(value: Value) -> bool:
 
 def _discontinuous(name: str, ins: Iterable[Any], outs: Iterable[Any]) -> bool:
     inexact = [jax.dtypes.issubdtype(v.dtype, np.inexact) for v in ins]
-    if name == "convert_element_type":
+    if has(name, "casts"):
         return any(inexact) and not any(jax.dtypes.issubdtype(v.dtype, np.inexact) for v in outs)
     return name in DISCONTINUOUS and any(inexact)
 

@@ -13,6 +13,7 @@ from transforms.tiling.ir.graph import Node, Value, ancestors, bodies, depends, 
 from transforms.tiling.ir.loops import Loop
 from transforms.tiling.ir.obstacles import Obstacle, Promote, Refusal
 from transforms.tiling.ir.placement import WHOLE, Partial, Span, Tiled, Whole
+from transforms.tiling.primitives import has
 from transforms.tiling.rules import RULES
 
 
@@ -100,7 +101,7 @@ def _finished(analysis: Analysis, sums: Iterable[Value]) -> set[Value]:
 def _is_filled(value: Value) -> bool:
     """Whether a value is one number, which takes no memory unless a loop reads it slice by slice."""
     node = value.producer
-    return node is not None and node.name == "broadcast_in_dim" and elements(node.inputs[0].shape) == 1
+    return node is not None and has(node.name, "moving") and elements(node.inputs[0].shape) == 1
 
 
 def _origins(analysis: Analysis, value: Value) -> list[tuple[Node, int]]:

@@ -21,6 +21,7 @@ from transforms.tiling.ir.graph import Graph, Value, bodies, constant, depends
 from transforms.tiling.ir.obstacles import Obstacle
 from transforms.tiling.ir.placement import Partial, Whole
 from transforms.tiling.mesh.layout import like
+from transforms.tiling.primitives import PRODUCTS, SUMS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,25 +122,6 @@ def _nonlinear(graph: Graph, out: int, inner: Sequence[Value], others: Sequence[
 
     traced = flatten(jax.make_jaxpr(slopes)(*(like(v.aval) for v in leaves)))
     return not depends(traced, set(traced.inputs[:count])).isdisjoint(traced.outputs)
-
-
-# Linear in each operand that is listed by itself, ...
-PRODUCTS: dict[str, tuple[int, ...]] = {
-    **dict.fromkeys(["mul", "dot_general", "conv_general_dilated"], (0, 1)),
-    **dict.fromkeys(["div", "dynamic_slice", "gather"], (0,)),
-    **dict.fromkeys(["dot_product_attention_bwd", "dot_product_attention_bwd_wrapper"], (12,)),
-}
-# ... and in these together: those that do not depend on a cotangent are 0.
-SUMS: dict[str, slice] = {
-    **dict.fromkeys(
-        """neg convert_element_type copy copy_p reshape transpose broadcast_in_dim squeeze reduce_sum slice rev cumsum
-        real imag conj stop_gradient name add sub add_any concatenate pad split stack unstack""".split(),
-        slice(None),
-    ),
-    "select_n": slice(1, None),
-    "dynamic_update_slice": slice(0, 2),
-    "scatter-add": slice(0, None, 2),
-}
 
 
 def scales(jaxpr: Any) -> bool:

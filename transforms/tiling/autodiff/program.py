@@ -267,7 +267,7 @@ class Program:
         fn = jaxpr_as_fun(self.closed)
 
         def primal(*chosen: Any) -> tuple[Any, list[Any]]:
-            outs = fn(*_replace(args, active, chosen))
+            outs = fn(*replaced(args, active, chosen))
             return outs[out], outs
 
         value, vjp, outs = jax.vjp(primal, *(args[i] for i in active), has_aux=True)
@@ -309,7 +309,7 @@ class Program:
             args, tangents = both[: -len(active)], both[-len(active) :]
 
             def primal(*chosen: Any) -> list[Any]:
-                results = fn(*_replace(args, active, chosen))
+                results = fn(*replaced(args, active, chosen))
                 return [results[i] for i in outs]
 
             return jax.jvp(primal, tuple(args[i] for i in active), tangents)[1]
@@ -347,7 +347,7 @@ class Program:
             args, kept, cotangents = both[:count], both[count : -len(outs)], both[-len(outs) :]
 
             def primal(*chosen: Any) -> list[Any]:
-                full = _replace(args, active, chosen)
+                full = replaced(args, active, chosen)
                 results = fn(*full) if keeping is None else keeping.outputs(full, kept)
                 return [results[i] for i in outs]
 
@@ -379,7 +379,8 @@ class Gradient:
         return list(results[: self.count]), list(results[self.count :])
 
 
-def _replace(args: Sequence[Any], where: Sequence[int], chosen: Sequence[Any]) -> list[Any]:
+def replaced(args: Sequence[Any], where: Sequence[int], chosen: Sequence[Any]) -> list[Any]:
+    """Arguments, with others in the place of some."""
     full = list(args)
     for i, value in zip(where, chosen, strict=True):
         full[i] = value

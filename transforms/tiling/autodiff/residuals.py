@@ -16,6 +16,7 @@ from transforms.tiling.ir.graph import Graph, Value, prune
 from transforms.tiling.ir.numbering import Numbering
 from transforms.tiling.mesh.layout import named
 from transforms.tiling.passes.reassociate import Product, reassociate
+from transforms.tiling.primitives import has
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -36,7 +37,7 @@ class Ends:
         theirs, ours = numbering(self.graph), numbering(graph)
         given = dict(zip(self.values, graph.inputs[first:], strict=False))
         for value, known in given.items():
-            if value.producer is not None and value.producer.name == "dot_general":
+            if value.producer is not None and has(value.producer.name, "product"):
                 product = Product(value.producer, known, lambda v: theirs.get(v, v))
                 reassociate(graph, product, lambda v: ours.get(v, v))
         inputs = {theirs[v]: known for v, known in given.items()}

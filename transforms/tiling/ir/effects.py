@@ -14,6 +14,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from transforms.tiling.ir.errors import TileError
 from transforms.tiling.lower.atomic import depend
+from transforms.tiling.primitives import has
 
 
 def check_pure(eqn: Any) -> None:
@@ -111,7 +112,7 @@ def _bodies(eqn: Any, given: Sequence[bool]) -> dict[str, Any]:
         return params | {"cond_jaxpr": test, "body_jaxpr": _part(params["body_jaxpr"], body)}
     for key, body in params.items():
         if isinstance(body, (Jaxpr, ClosedJaxpr)) and len(getattr(body, "jaxpr", body).invars) == len(given):
-            if eqn.primitive.name == "scan":
+            if has(eqn.primitive.name, "steps"):
                 jaxpr = getattr(body, "jaxpr", body)
                 stacked = sum(v.aval.ndim != w.aval.ndim for v, w in zip(jaxpr.invars, eqn.invars, strict=True))
                 carried = sum(v.aval.ndim == w.aval.ndim for v, w in zip(jaxpr.outvars, eqn.outvars, strict=True))

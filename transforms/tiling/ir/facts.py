@@ -14,8 +14,10 @@ from transforms.tiling.analysis.limits import Limits
 from transforms.tiling.ir.graph import Graph, Node, Value
 from transforms.tiling.ir.placement import ALONE, WHOLE, Placement, Reach, Tiled, Whole
 from transforms.tiling.mesh.layout import Apart, Held, like, named
-from transforms.tiling.mesh.sums import ADDS, ALWAYS_TYPED
+from transforms.tiling.primitives import having
 from transforms.tiling.rules import RULES, Move, run
+
+ADDS, TYPED = having("adding"), having("flows", "typed")
 
 
 class Fact(NamedTuple):
@@ -124,7 +126,7 @@ class Analysis:
         if rule is not None and rule.unfit is not None and not all(isinstance(p, Whole) for p in move.ins):
             options = None if self.limits is None else self.limits.options
             return rule.unfit(node, move, options.span) if options else None
-        known = node.name in ALWAYS_TYPED or isinstance(move, (Region, Local)) or self.limits is None
+        known = node.name in TYPED or isinstance(move, (Region, Local)) or self.limits is None
         if known or not any(isinstance(p, Tiled) for p in (*move.ins, *move.outs)):
             return None
         if all(named(v.aval) is None for v in (*node.inputs, *node.outputs)):

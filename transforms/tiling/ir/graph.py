@@ -14,32 +14,9 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
 
 from transforms.tiling.mesh.layout import devices
+from transforms.tiling.primitives import has
 
-# Call-like primitives whose body may stand in their place: the parameter that holds the body.
-CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "call": "call_jaxpr",
-    "composite": "jaxpr",
-    "eval_jaxpr": "jaxpr",
-    "xla_metadata_call": "jaxpr",
-    "tiled": "call_jaxpr",  # lower.atomic
-}
-# The same, but with a derivative rule of their own: inlined once no derivative is to be taken any more.
-CUSTOM_CALLS = {
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_vjp_call_jaxpr": "fun_jaxpr",
-    "custom_vmap_call": "call",
-    "linear_call": "callee",
-    "remat_opt": "fwd_jaxpr",
-}
-SOLVE = "custom_linear_solve"  # the same, with several bodies
 SYMBOLIC = 1024
-# jax.checkpoint's names in the versions of JAX.
-REMAT = ("remat2", "checkpoint", "remat")
 
 
 class Value:
@@ -166,7 +143,7 @@ def depends(graph: Graph, sources: set[Value], *, differentiably: bool = False) 
     """The values of `graph` that depend on `sources`; `differentiably` leaves out integers and stopped gradients."""
     reached = set(sources)
     for node in graph.nodes:
-        if node.name == "stop_gradient" and differentiably:
+        if differentiably and has(node.name, "stops"):
             continue
         if any(v in reached for v in node.inputs):
             reached.update(v for v in node.outputs if not differentiably or jax.dtypes.issubdtype(v.dtype, np.inexact))
@@ -176,7 +153,7 @@ def depends(graph: Graph, sources: set[Value], *, differentiably: bool = False) 
 def constant(value: Value) -> Any | None:
     """The one number that fills `value`, if that is known at trace time."""
     while value.const is None and value.producer is not None:
-        if value.producer.name not in ("broadcast_in_dim", "convert_element_type", "reshape", "copy", "copy_p"):
+        if not has(value.producer.name, "level"):
             return None
         value = value.producer.inputs[0]
     if value.const is None or isinstance(value.const, Tracer):
@@ -193,14 +170,14 @@ def flops(node: Node) -> int:
 
 
 def _flops(name: str, params: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any]) -> int:
-    if name == "dot_general":
+    if has(name, "product"):
         contract, _ = params["dimension_numbers"]
         return 2 * elements(ins[0].shape[d] for d in contract[0]) * elements(outs[0].shape)
     found = [_body_flops(b) for b in bodies(params)]
-    if name == "cond":  # one of them runs
+    if has(name, "branches"):  # one of them runs
         return max(found, default=0)
-    times = math.prod(params["mesh"].shape[a] for a in params["newly_manual_axes"]) if name == "shard_map" else 1
-    return sum(found) * (params["length"] if name == "scan" else times)
+    times = math.prod(params["mesh"].shape[a] for a in params["newly_manual_axes"]) if has(name, "devices") else 1
+    return sum(found) * (params["length"] if has(name, "steps") else times)
 
 
 def bodies(params: dict[str, Any]) -> list[Jaxpr]:

@@ -10,7 +10,7 @@ from transforms.tiling.ir.graph import Node, Value, flops
 from transforms.tiling.ir.placement import ALONE, WHOLE, Partial, Placement, Reach
 from transforms.tiling.ir.terms import Term
 from transforms.tiling.primitives import having
-from transforms.tiling.rules import Move
+from transforms.tiling.rules import RULES, Move
 
 
 class Ref(NamedTuple):
@@ -84,10 +84,10 @@ class Loop:
         return [*(r for s in steps for r in s.refs), *(t for t in terms if isinstance(t, Ref))]
 
     def trim(self) -> None:
-        """Leave out those results of a scan over the tile that nobody reads."""
+        """Leave out those results of a step that nobody reads, where its rule can."""
         read = {(ref.value, ref.want) for ref in self.refs}
         for i, step in enumerate(self.steps):
-            if step.node.name == "scan_part":
+            if (rule := RULES.get(step.node.name)) is not None and rule.trims:
                 outs = tuple(
                     p if (v, p) in read else WHOLE for v, p in zip(step.node.outputs, step.move.outs, strict=True)
                 )

@@ -13,26 +13,30 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from transforms.tiling.mesh.layout import TOGETHER, Apart, Held, axes, layout, move, named, spec
-from transforms.tiling.primitives import having
+from transforms.tiling.primitives import has, having
+from transforms.tiling.rules import RULES
 
 FLOWS, ADDS, RESCALES = having("flows"), having("adding"), having("rescales")
-ALWAYS_TYPED = having("flows", "typed")
 
 
 def contracted(node: Any) -> tuple[frozenset[str], frozenset[str]]:
     """The mesh axes that an equation sums over, as its first and as its last operand is spread."""
-    if node.name == "dot_general":
-        sides = node.params["dimension_numbers"][0]
-    elif node.name == "reduce_sum":
-        sides = (node.params["axes"],)
-    elif node.name == "scatter-add":
+    if has(node.name, "lands"):
         updates, window = node.inputs[2], node.params["dimension_numbers"].update_window_dims
-        found = {a for d in range(len(updates.shape)) if d not in window for a in origin(updates, d)}
-        return frozenset(found), frozenset(found)
-    else:
+        found = frozenset(a for d in range(len(updates.shape)) if d not in window for a in origin(updates, d))
+        return found, found
+    if not has(node.name, "contracts"):
         return frozenset(), frozenset()
-    found = [frozenset(a for d in s for a in axes(v.aval, d)) for s, v in zip(sides, node.inputs, strict=True)]
+    stated, found = _factors(node), []
+    for names, value in zip(stated.ins, node.inputs, strict=True):
+        found.append(frozenset(a for d, n in enumerate(names) if n in stated.reduced for a in axes(value.aval, d)))
     return found[0], found[-1]
+
+
+def _factors(node: Any) -> Any:
+    stated = RULES[node.name].factors
+    assert stated is not None
+    return stated(node)
 
 
 def origin(value: Any, dim: int) -> tuple[str, ...]:
@@ -40,7 +44,7 @@ def origin(value: Any, dim: int) -> tuple[str, ...]:
     node = value.producer
     if named(value.aval) is not None or node is None:
         return axes(value.aval, dim)
-    if node.name == "reshard":
+    if has(node.name, "respreads"):
         return axes(node.inputs[0].aval, dim)
     alike = (v for v in node.inputs if v.shape == value.shape)
     return next((found for v in alike if (found := origin(v, dim))), ())
@@ -48,7 +52,7 @@ def origin(value: Any, dim: int) -> tuple[str, ...]:
 
 def leaves_auto(node: Any) -> bool:
     """Whether a value leaves a mesh made Auto, where no type says how it is spread."""
-    return node.name == "reshard" and named(node.inputs[0].aval) is None
+    return has(node.name, "respreads") and named(node.inputs[0].aval) is None
 
 
 def summed(node: Any, before: Held, partial: Sequence[bool], joined: bool = False) -> Apart:
@@ -62,7 +66,7 @@ def summed(node: Any, before: Held, partial: Sequence[bool], joined: bool = Fals
     if not all(partial):
         left, right = contracted(node)
         over |= left | right
-    elif node.name == "reduce_sum":
+    elif has(node.name, "contracts"):
         over |= contracted(node)[0]
     if leaves_auto(node) and not joined:
         # The gradient of a lookup, leaving a mesh made Auto: where the table's rows are spread over all devices that
@@ -81,7 +85,9 @@ def narrowest(value: Any, apart: Apart, graph: Any) -> Apart:
     """The same sum, made in the narrowest dtype that its only reader, and that one's, turn it into by and by."""
     dtype = jnp.dtype(apart.dtype)
     while value not in graph.outputs:
-        readers = [n for n in graph.nodes if value in n.inputs and n.name != "eq"]  # asks only whether it is zero
+        readers = [
+            n for n in graph.nodes if value in n.inputs and not has(n.name, "equates")
+        ]  # asks only whether it is zero
         if len(readers) != 1 or readers[0].name not in RESCALES or readers[0].outputs[0].aval.size != value.aval.size:
             break
         (value,) = readers[0].outputs
@@ -117,10 +123,10 @@ def fit(node: Any, values: list[Any], apart: Apart) -> tuple[Any, list[Any]]:
         return node, [move(v, spec(out, apart)) if jnp.shape(v) == out.shape else v for v in map(jnp.asarray, values)]
     if not apart.axes:
         return node, values
-    if node.name == "dot_general":
+    if has(node.name, "product"):
         values = [move(v, demand(node, i, apart)) for i, v in enumerate(values)]
     key = next((k for k in ("sharding", "out_sharding", "dst_sharding") if k in node.params), "")
-    if key and (node.params[key] is not None or node.name in ("dot_general", "reduce_sum")):
+    if key and (node.params[key] is not None or has(node.name, "contracts")):
         node = dataclasses.replace(node, params=node.params | {key: NamedSharding(sharding.mesh, spec(out, apart))})
     return node, values
 
@@ -131,20 +137,15 @@ def demand(node: Any, operand: int, apart: Apart | None = None) -> PartitionSpec
     Where the result is `apart`, a contracted dimension in which only this operand is spread stays so. A mesh axis that
     the result takes cuts no contracted dimension: there the other operand is gathered.
     """
-    contract, batch = node.params["dimension_numbers"]
+    stated = _factors(node)
+    own, others, (made,) = stated.ins[operand], stated.ins[1 - operand], stated.outs
     me, other, out = node.inputs[operand].aval, node.inputs[1 - operand].aval, node.outputs[0].aval
-    entries: dict[int, tuple[str, ...]] = {}
-    for pairs in (contract, batch):
-        for mine, its in zip(pairs[operand], pairs[1 - operand], strict=True):
-            entries[int(mine)] = axes(other, int(its)) or (axes(me, int(mine)) if apart else ())
-    free = [d for d in range(len(me.shape)) if d not in entries]
-    first = len(batch[0])
-    if operand:
-        first += len(other.shape) - len(contract[0]) - len(batch[0])
-    gone = apart.axes if apart else ()
-    kept = {d: tuple(a for a in axes(out, first + i) if a not in gone) for i, d in enumerate(free)}
-    taken = {a for entry in kept.values() for a in entry}.union(*(entries[int(d)] for d in batch[operand]))
-    for d in map(int, contract[operand]):
-        entries[d] = tuple(a for a in entries[d] if a not in taken)
-    entries |= kept
-    return layout([entries[d] for d in range(len(me.shape))])
+
+    def entry(dim: int, name: Any) -> tuple[str, ...]:
+        if name in others:
+            return axes(other, others.index(name)) or (axes(me, dim) if apart else ())
+        return tuple(a for a in axes(out, made.index(name)) if apart is None or a not in apart.axes)
+
+    entries = {name: entry(dim, name) for dim, name in enumerate(own)}
+    taken = {a for name in own if name in made for a in entries[name]}
+    return layout([[a for a in entries[n] if n not in stated.reduced or a not in taken] for n in own])

@@ -8,6 +8,7 @@ from transforms.tiling.ir.graph import Node, Value
 from transforms.tiling.ir.placement import Partial, Tiled
 from transforms.tiling.mesh.layout import TOGETHER, named
 from transforms.tiling.mesh.sums import contracted, narrowest, passable, summed
+from transforms.tiling.primitives import has
 
 
 def keep_apart(found: Any, node: Node, move: Any, moving: bool) -> None:
@@ -51,9 +52,9 @@ def postpone(found: Any) -> None:
         ):
             continue
         source = node.inputs[0] if node.inputs else None
-        if isinstance(found.moves[node].outs[0], Tiled) and (node.name == "dot_general" or source in found.apart):
+        if isinstance(found.moves[node].outs[0], Tiled) and (has(node.name, "product") or source in found.apart):
             made = summed(node, found.apart, [v in found.apart for v in node.inputs])
             left, right = contracted(node)
-            if made.axes and (node.name != "dot_general" or left == right):
+            if made.axes and (not has(node.name, "product") or left == right):
                 found.apart[value] = made
     found.apart.update({v: narrowest(v, apart, found.graph) for v, apart in found.apart.items()})

@@ -8,10 +8,11 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from transforms.tiling.ir.flatten import body_graph
-from transforms.tiling.ir.graph import REMAT, Graph, Node, Value, scan_counts
+from transforms.tiling.ir.graph import Graph, Node, Value, scan_counts
 from transforms.tiling.ir.loops import Loop, Ref, Step
 from transforms.tiling.mesh.layout import entries_of, layout, move, named, spec
 from transforms.tiling.mesh.sums import demand
+from transforms.tiling.primitives import REMAT, has
 
 Wanted = tuple[PartitionSpec, Any]
 
@@ -48,11 +49,11 @@ def _key(node: Node, operand: int, ref: Ref) -> tuple[Value, PartitionSpec, Any]
 
 def wanted(node: Node, operand: int) -> Wanted | None:
     """How the products that read an operand need it spread, and in which dtype; None if not only such alike do."""
-    if node.name == "dot_general":
+    if has(node.name, "product"):
         return demand(node, operand), node.inputs[operand].dtype
     if node.name in REMAT:
         return _inside(body_graph(node, "jaxpr"), operand)
-    if node.name != "scan":
+    if not has(node.name, "steps"):
         return None
     constants, carried = scan_counts(node)
     if constants <= operand < constants + carried:
@@ -75,7 +76,7 @@ def _inside(graph: Graph, number: int) -> Wanted | None:
             for i, read in enumerate(node.inputs):
                 if read is not value:
                     continue
-                if node.name == "convert_element_type":
+                if has(node.name, "casts"):
                     stack.append(node.outputs[0])
                 elif (inner := wanted(node, i)) is not None:
                     found.add(inner)

@@ -125,7 +125,7 @@ def emit_scan_part(node: Node, values: list[Any], move: Move, span: Span) -> lis
     return run_part(node.params["of"], values, move, span, wanted, values[constants + count].shape[0])
 
 
-register("cumulative_part", push=push_part, emit=emit_part)
+register("cumulative_part", push=push_part, emit=emit_part, alone=True)
 register("cumulative_total", push=push_total, emit=emit_total)
 register("cumulative_joined", push=push_joined, emit=emit_joined)
-register("scan_part", push=push_scan_part, emit=emit_scan_part)
+register("scan_part", push=push_scan_part, emit=emit_scan_part, trims=True)

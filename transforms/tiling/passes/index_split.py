@@ -22,11 +22,12 @@ from jax import lax
 
 from transforms.tiling.ir.edit import inlined, sort, traced
 from transforms.tiling.ir.facts import Region, grain
-from transforms.tiling.ir.graph import REMAT, Graph, Node, Value, prune, scan_counts
+from transforms.tiling.ir.graph import Graph, Node, Value, prune, scan_counts
 from transforms.tiling.ir.obstacles import Complete
 from transforms.tiling.ir.placement import COMBINE, WHOLE, Partial, Placement, Tiled
 from transforms.tiling.passes.across import ACROSS, cropped, padded, rejoin, scanned
 from transforms.tiling.passes.pieces import Cut, Piece, combine, compute, join, places
+from transforms.tiling.primitives import REMAT
 from transforms.tiling.rules import RULES, Move
 from transforms.tiling.rules.reduction import OPS
 

@@ -23,8 +23,8 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr
 
 from transforms.tiling.ir.flatten import flatten
-from transforms.tiling.ir.graph import REMAT, Graph, Node, Value, body, scan_counts
-from transforms.tiling.primitives import having
+from transforms.tiling.ir.graph import Graph, Node, Value, body, scan_counts
+from transforms.tiling.primitives import REMAT, has, having
 
 VIEWS, FUSED = having("view", "alias"), having("elementwise", "fused")
 REDUCES, CHEAP, IN_PLACE, NESTED = (having(word) for word in ("reducing", "cheap", "in_place", "nested"))
@@ -76,7 +76,7 @@ def _peak(graph: Graph, loop: bool) -> int:
                 place = value
             owner[value], begins[value] = owner.get(place, place), t
             ends[owner[value]] = max(t, last.get(value, t))
-        if node.name == "dot_general":
+        if has(node.name, "product"):
             spans += [(begins.get(v := find(operand), 0), t, _copied(node, v)) for operand in node.inputs]
             spans += [(t, ends[v], _widened(v)) for v in node.outputs]
     provided = given if loop else given | {o for v, o in owner.items() if v in outputs}
@@ -122,15 +122,15 @@ def _expanded(graph: Graph, same: dict[Value, Value]) -> Iterator[Node]:
             same.update(zip(node.outputs, inner.outputs, strict=True))
         elif node.name in VIEWS:
             same[node.outputs[0]] = node.inputs[0]
-        elif node.name != "platform_index":
+        elif not has(node.name, "platform"):
             yield node
 
 
 def _body_in_place(node: Node) -> Graph | None:
     if node.name in REMAT:
         return flatten(body(node.params, "jaxpr"))
-    index = node.inputs[0].producer if node.name == "cond" else None
-    if index is None or index.name != "platform_index":
+    index = node.inputs[0].producer if has(node.name, "branches") else None
+    if index is None or not has(index.name, "platform"):
         return None
     ours = jax.default_backend()
     chosen = (i for i, known in enumerate(index.params["platforms"]) if known is None or ours in known)
@@ -146,10 +146,10 @@ def _is_inside(node: Node, readers: Sequence[Node], outputs: set[Value]) -> bool
 
 def _overwritten(node: Node, result: int) -> Value | None:
     """The operand in whose memory a result is written, if nothing reads that any more."""
-    if node.name == "scan":
+    if has(node.name, "steps"):
         constants, carried = scan_counts(node)
         return node.inputs[constants + result] if result < carried else None
-    if node.name == "while":
+    if has(node.name, "tested"):
         return node.inputs[node.params["cond_nconsts"] + node.params["body_nconsts"] + result]
     return node.inputs[result] if node.name in IN_PLACE else None
 
@@ -158,9 +158,9 @@ def _within(node: Node) -> int:
     """Bytes that a node takes while it runs: the most of its bodies."""
     if node.name not in NESTED:
         return 0
-    key = "body_jaxpr" if node.name == "while" else "jaxpr"
-    bodies = node.params["branches"] if node.name == "cond" else [body(node.params, key)]
-    return max(_peak(_sliced(node, inner), node.name != "shard_map") for inner in bodies)
+    key = "body_jaxpr" if has(node.name, "tested") else "jaxpr"
+    bodies = node.params["branches"] if has(node.name, "branches") else [body(node.params, key)]
+    return max(_peak(_sliced(node, inner), not has(node.name, "devices")) for inner in bodies)
 
 
 def _copied(node: Node, operand: Value) -> int:
@@ -178,7 +178,7 @@ def _widened(value: Value) -> int:
 def _sliced(node: Node, inner: ClosedJaxpr) -> Graph:
     """A body as a graph. That of a scan takes slices of what it scans over, and puts what it stacks into place."""
     graph = flatten(inner)
-    if node.name != "scan":
+    if not has(node.name, "steps"):
         return graph
     for i, whole in enumerate(node.inputs):
         if (part := graph.inputs[i]).shape != whole.shape:

@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
 from transforms.tiling.analysis.limits import human
-from transforms.tiling.autodiff.program import NO_REVERSE, Program
+from transforms.tiling.autodiff.program import NO_REVERSE, Program, replaced
 from transforms.tiling.ir.effects import sources
 from transforms.tiling.ir.facts import Analysis, Local
 from transforms.tiling.ir.flatten import flatten
@@ -389,10 +389,7 @@ def _plain(program: Program, active: Sequence[int], outs: Sequence[int]) -> Call
 
     def run(*args: Any) -> Any:
         def primal(*chosen: Any) -> tuple[list[Any], list[Any]]:
-            full = list(args[:count])
-            for i, x in zip(active, chosen, strict=True):
-                full[i] = x
-            results = fn(*full)
+            results = fn(*replaced(args[:count], active, chosen))
             return [results[i] for i in outs], results
 
         chosen, vjp, results = jax.vjp(primal, *(args[i] for i in active), has_aux=True)

@@ -1,6 +1,8 @@
 """What each jax primitive does to a placement: one small rule per kind of primitive.
 
-A rule has up to eleven parts. Most primitives need one alone, `factors`, and what they do to sums.
+A rule has up to eleven parts, and flags. Most primitives need one part, `factors`, and what they do to sums. What is
+true of a primitive wherever it runs (a product, an alias, a comparison) is a word in `tiling.primitives`; nothing
+outside of rules and passes asks for a name.
 
     push(node, placements) -> Move    where the results stand, and where each operand must stand for that; or an
                                       obstacle: `Complete`, these operands must be whole first, and why
@@ -68,6 +70,8 @@ class Rule:
     wide: Callable[[Node, list[Any], Any, Span], Any] | None = None
     factors: Callable[[Node], Any] | None = None
     heavy: bool = False  # pulled only where the whole result would be too large
+    alone: bool = False  # runs on the tile's own rows, with none beside it
+    trims: bool = False  # leaves out the results that stand nowhere
 
 
 RULES: dict[str, Rule] = {}

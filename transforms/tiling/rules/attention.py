@@ -69,4 +69,4 @@ def push(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
 
 
 NAMES = [f"dot_product_attention_{way}{wrapper}" for way in ("fwd", "bwd") for wrapper in ("", "_wrapper")]
-register(*NAMES, push=push)
+register(*NAMES, push=push, alone=True)

@@ -12,9 +12,10 @@ from transforms.tiling.analysis.propagate import analyse, analyse_body, body_of
 from transforms.tiling.ir.edit import any_platform
 from transforms.tiling.ir.facts import Analysis, Region
 from transforms.tiling.ir.flatten import body_graph, evaluate, flatten, solver
-from transforms.tiling.ir.graph import CUSTOM_CALLS, REMAT, SOLVE, Graph, Node, ancestors
+from transforms.tiling.ir.graph import Graph, Node, ancestors
 from transforms.tiling.ir.obstacles import Complete, Inline, Obstacle
 from transforms.tiling.ir.placement import WHOLE, Placement, Span, Whole
+from transforms.tiling.primitives import CUSTOM_CALLS, REMAT, SOLVE
 from transforms.tiling.rules import Move, refuse_partial, register, tiled
 from transforms.tiling.rules.bodies import (
     Body,

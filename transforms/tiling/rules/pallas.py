@@ -170,4 +170,4 @@ def localise(node: Node, move: Move, span: Span) -> dict[str, Any]:
     return node.params | {"grid_mapping": mapping, "out_avals": tuple(outs), "cost_estimate": None}
 
 
-register("pallas_call", push=push, localise=localise, unfit=unfit)
+register("pallas_call", push=push, localise=localise, unfit=unfit, alone=True)

@@ -69,4 +69,4 @@ def emit(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
     return node.bind([lhs.astype(dtype), rhs.astype(dtype), sizes], node.params | {"preferred_element_type": dtype})
 
 
-register("ragged_dot_general", push=push, emit=emit)
+register("ragged_dot_general", push=push, emit=emit, alone=True)

@@ -106,4 +106,4 @@ def part(node: Node, wanted: Sequence[int]) -> tuple[list[int], Callable[..., An
     return inputs, over_devices(node, run, [node.params["in_specs"][i] for i in inputs], wanted)
 
 
-register("shard_map", push=push, emit=emit, part=part)
+register("shard_map", push=push, emit=emit, part=part, alone=True)

@@ -1,0 +1,217 @@
+"""Canonical forms: what JAX writes in several ways, as rules expect it.
+
+Collectives over dimensions are reductions, joins have no empty operands, products absorb the transposes around them.
+These are changes to a graph that is being made, before anybody has read it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from jax import lax
+from jax.sharding import NamedSharding
+
+from transforms.tiling.mesh.layout import axes, layout, named
+
+Graph = Node = Value = Any  # of `ir.graph`, as it is made by `ir.flatten`, which stands above
+
+# Collectives. `jax.vmap` turns its name into a dimension, a number, and over dimensions they are these reductions.
+REDUCES = {"psum": lax.reduce_sum_p, "pmax": lax.reduce_max_p, "pmin": lax.reduce_min_p}
+
+
+def canonical(graph: Graph) -> Graph:
+    """The same graph, its joins, products and the transposes around these in one form."""
+    return spread_dots(turn_dots(part_turns(drop_empty(graph))))
+
+
+def drop_empty(graph: Graph) -> Graph:
+    """Let a join read what its result holds anything of, and be that if it is one: a padding by nothing is one, too."""
+    same: dict[Value, Value] = {}
+    for node in graph.nodes:
+        node.inputs = [same.get(v, v) for v in node.inputs]
+        if node.name == "concatenate":
+            node.inputs = [v for v in node.inputs if v.shape[node.params["dimension"]]] or node.inputs[:1]
+            if len(node.inputs) == 1:
+                same[node.outputs[0]] = node.inputs[0]
+    graph.outputs[:] = [same.get(v, v) for v in graph.outputs]
+    return graph
+
+
+def reductions(node: Node) -> list[Node]:
+    """A collective over dimensions as the reductions that it is, then itself if there are names among its axes."""
+    axes = node.params.get("axes", ()) if node.name in REDUCES else ()
+    dims = tuple(a for a in axes if isinstance(a, int))
+    if not dims:
+        return [node]
+    parts = []
+    for value, out in zip(node.inputs, node.outputs, strict=True):
+        params = {"axes": dims, "out_sharding": None}
+        parts.append(node.like([value], [out.aval], primitive=REDUCES[node.name], params=params))
+    if len(dims) == len(axes):
+        for out, part in zip(node.outputs, parts, strict=True):
+            out.producer, out.index, part.outputs = part, 0, [out]
+        return parts
+    node.params = node.params | {"axes": tuple(a for a in axes if a not in dims)}
+    node.inputs = [v for part in parts for v in part.outputs]
+    return [*parts, node]
+
+
+# ------------------------------------------------------------------------------ products and the transposes around them
+
+
+def turn_dots(graph: Graph) -> Graph:
+    """Let `transpose(dot(a, b))`, which is how JAX writes the gradient of a matrix, be `dot(b, a)`.
+
+    So the gradient of `[D, V]` is accumulated as `[D, V]`, and not copied once more in the end. And let dots read what
+    is turned for them as it lies.
+    """
+    for node in graph.nodes[:]:
+        if node.name == "dot_general":
+            for side in (0, 1):
+                _absorb(graph, node, side)
+    readers = Counter(v for node in graph.nodes for v in node.inputs)
+    for node in graph.nodes[:]:
+        dot = node.inputs[0].producer if node.name == "transpose" else None
+        if dot is None or dot.name != "dot_general" or readers[dot.outputs[0]] > 1:
+            continue
+        if dot.outputs[0] in graph.outputs:
+            continue
+        contract, batch = dot.params["dimension_numbers"]
+        left, right = (len(v.shape) - len(c) - len(batch[0]) for v, c in zip(dot.inputs, contract, strict=True))
+        first = len(batch[0])
+        turned = (*range(first), *range(first + left, first + left + right), *range(first, first + left))
+        if _turn_operands(graph, node, dot, left):
+            continue
+        if tuple(node.params["permutation"]) != turned:
+            continue
+        node.primitive, node.context = dot.primitive, dot.context
+        node.params = dot.params | {"dimension_numbers": (contract[::-1], batch[::-1])}
+        if dot.params.get("out_sharding") is not None:
+            node.params["out_sharding"] = named(node.outputs[0].aval)
+        precision = dot.params["precision"]
+        if isinstance(precision, tuple):
+            node.params["precision"] = precision[::-1]
+        node.inputs, node.source = dot.inputs[::-1], dot.source
+    return graph
+
+
+def part_turns(graph: Graph) -> Graph:
+    """Let a reshape that turns its operand first, as in the gradient of a product, be a transpose and a reshape."""
+    nodes = []
+    for node in graph.nodes:
+        if node.name == "reshape" and node.params["dimensions"] is not None:
+            (value,), order = node.inputs, node.params["dimensions"]
+            aval = value.aval.update(shape=tuple(value.shape[d] for d in order))
+            if (sharding := named(value.aval)) is not None:
+                spec = layout([axes(value.aval, d) for d in order])
+                aval = aval.update(sharding=NamedSharding(sharding.mesh, spec))
+            turn = node.like([value], [aval], primitive=lax.transpose_p, params={"permutation": order})
+            node.inputs, node.params = turn.outputs[:], node.params | {"dimensions": None}
+            nodes.append(turn)
+        nodes.append(node)
+    graph.nodes[:] = nodes
+    return graph
+
+
+def spread_dots(graph: Graph) -> Graph:
+    """Let `reshard(dot(a, b))` be a dot whose result is spread so: what devices sum is then scattered, not copied."""
+    readers = Counter(v for node in graph.nodes for v in {*node.inputs})
+    for node in graph.nodes:
+        sharding = named(node.outputs[0].aval) if node.name == "reshard" else None
+        if sharding is None:
+            continue
+        path, value, order = [], node.inputs[0], list(range(len(node.inputs[0].shape)))
+        while readers[value] == 1 and value not in graph.outputs and value.producer is not None:
+            path.append((value, tuple(order)))
+            if value.producer.name not in ("convert_element_type", "transpose"):
+                break
+            if value.producer.name == "transpose":
+                order = [order[value.producer.params["permutation"].index(d)] for d in range(len(order))]
+            value = value.producer.inputs[0]
+        dot = path[-1][0].producer if path else None
+        if dot is None or dot.name != "dot_general":
+            continue
+        for value, order in path:
+            entries = [axes(node.outputs[0].aval, d) for d in order]
+            value.aval = value.aval.update(sharding=NamedSharding(sharding.mesh, layout(entries)))
+        dot.params = dot.params | {"out_sharding": named(dot.outputs[0].aval)}
+    return graph
+
+
+def _turn_operands(graph: Graph, node: Node, dot: Node, left: int) -> bool:
+    """Let `transpose(dot(a, b))` be `dot(transpose(a), b)` where only the dimensions of `a` change places, or of `b`.
+
+    Scores of attention whose heads and queries change places are a copy for each head; queries are small.
+    """
+    (contract, batch), order = dot.params["dimension_numbers"], tuple(node.params["permutation"])
+    first, count = len(batch[0]), len(order)
+    if any(named(v.aval) is not None for v in (*dot.inputs, *dot.outputs)) or order[:first] != tuple(range(first)):
+        return False
+    blocks = [(first, first + left), (first + left, count)]
+    if any(sorted(order[a:b]) != list(range(a, b)) for a, b in blocks) or order == tuple(range(count)):
+        return False
+    operands = list(dot.inputs)
+    for side, (start, stop) in enumerate(blocks):
+        value, moved = operands[side], [d - start for d in order[start:stop]]
+        if moved == sorted(moved):
+            continue
+        if 2 * math.prod(value.shape) > math.prod(node.outputs[0].shape):
+            return False
+        free = [d for d in range(len(value.shape)) if d not in contract[side] and d not in batch[side]]
+        turn = list(range(len(value.shape)))
+        for place, k in zip(free, moved, strict=True):
+            turn[place] = free[k]
+        operands[side] = _turned(graph, node, value, turn)
+    node.primitive, node.context, node.params, node.source = dot.primitive, dot.context, dot.params, dot.source
+    node.inputs = operands
+    return True
+
+
+def _turn_result(graph: Graph, node: Node, order: Sequence[int]) -> None:
+    """Have a node make its result in another order of dimensions, which an equation after it puts in `order`."""
+    (out,) = node.outputs
+    shape = [0] * len(order)
+    for place, d in enumerate(order):
+        shape[d] = out.shape[place]
+    made = type(out)(out.aval.update(shape=tuple(shape)), node)
+    back = dataclasses.replace(node, primitive=lax.transpose_p, params={"permutation": tuple(order)}, inputs=[made])
+    back.outputs, node.outputs, out.producer = [out], [made], back
+    graph.nodes.insert(graph.nodes.index(node) + 1, back)
+
+
+def _turned(graph: Graph, node: Node, value: Value, order: Sequence[int]) -> Value:
+    """`value` transposed, by an equation before `node`."""
+    aval = value.aval.update(shape=tuple(value.shape[d] for d in order))
+    made = node.like([value], [aval], primitive=lax.transpose_p, params={"permutation": tuple(order)})
+    graph.nodes.insert(graph.nodes.index(node), made)
+    return made.outputs[0]
+
+
+def _absorb(graph: Graph, node: Node, side: int) -> None:
+    """Let `dot(a, transpose(b))` read `b`: what is not contracted keeps its order, or is turned in a smaller result."""
+    turn = node.inputs[side].producer
+    if turn is None or turn.name != "transpose":
+        return
+    order = turn.params["permutation"]
+    contract, batch = node.params["dimension_numbers"]
+    free = [order[d] for d in range(len(order)) if d not in contract[side] and d not in batch[side]]
+    if free != sorted(free):
+        (out,) = node.outputs
+        small = 2 * math.prod(out.shape) <= math.prod(turn.outputs[0].shape)
+        if not small or any(named(v.aval) is not None for v in (*node.inputs, out)):
+            return
+        start = len(batch[0]) + (len(out.shape) - len(batch[0]) - len(free)) * side
+        back = list(range(len(out.shape)))
+        for i, d in enumerate(free):
+            back[start + i] = start + sorted(free).index(d)
+        _turn_result(graph, node, back)
+    moved = [
+        tuple(tuple(order[d] for d in dims) if s == side else dims for s, dims in enumerate(pair))
+        for pair in (contract, batch)
+    ]
+    node.params = node.params | {"dimension_numbers": tuple(moved)}
+    node.inputs[side] = turn.inputs[0]
