@@ -261,6 +261,14 @@ def wide(x):
     return (x[..., None] + jnp.zeros(7, x.dtype)).max(-1)
 
 
+def narrow(x):
+    return x[50, 0].astype(jnp.uint8)
+
+
+def picked(x, place):
+    return lax.dynamic_slice_in_dim(x, place, 2)
+
+
 ONCE_WRONG = {
     "an axis of length 1 is broadcast": (lambda x: jnp.broadcast_to(jnp.sin(x), (5, D)), np.ones((1, D))),
     "a sum is written into a maximum": (
@@ -289,6 +297,14 @@ ONCE_WRONG = {
     ),
     "positions in a narrow float": (lambda x: x * jnp.arange(1000, dtype=jnp.bfloat16), np.ones(1000)),
     "the real part of a complex sum": (lambda x: (wide(x) + 0j).sum(0).real, np.ones((L, D))),
+    "the sign of a zero that is picked": (
+        lambda x: [1 / rows for rows in ((-wide(x))[3:4], (-wide(x))[jnp.array([3, 1])], picked(-wide(x), 3))],
+        np.where(np.arange(L)[:, None] == 3, 0.0, np.ones((L, D))),
+    ),
+    "a narrow place in a long axis": (  # a constant one, or outside of `jax.jit`, XLA itself clamps to its own dtype
+        jax.jit(lambda x: [picked(wide(x), narrow(x)), lax.dynamic_update_slice_in_dim(wide(x), x[:2], narrow(x), 0)]),
+        np.arange(1200.0).reshape(600, 2),
+    ),
     "an empty array is reshaped": (lambda x: 2 * x.T.reshape(10, 0), np.ones((L, 0))),
 }
 

@@ -29,14 +29,25 @@ def picks_few(node: Node) -> bool:
 
 
 def one_of_each(node: Node) -> Partial:
-    """Every element of the result comes from one tile, the others have zeros in its place."""
+    """Every element of the result comes from one tile, the others have nothing (`absent`) in its place."""
     return Partial("or" if node.outputs[0].dtype == bool else "sum")
+
+
+def absent(array: Any) -> Any:
+    """What other tiles have in the place of elements: minus zero, which added to anything leaves its sign as it is."""
+    return -jnp.zeros_like(array) if jnp.issubdtype(array.dtype, jnp.inexact) else jnp.zeros_like(array)
 
 
 def widened(indices: Any) -> Any:
     """Indices in a signed dtype that holds any of them."""
     narrow = jnp.dtype(indices.dtype).itemsize < 4 or indices.dtype == jnp.uint32
     return indices.astype(jnp.int32) if narrow else indices
+
+
+def clamped(places: Any, last: Any) -> Any:
+    """Places no larger than `last`, as JAX clamps them, in such a dtype: their own may not hold `last`."""
+    most = np.minimum(last, jnp.iinfo(places.dtype).max).astype(places.dtype)
+    return widened(jnp.clip(places, 0, most))
 
 
 def batch_dims(rank: int, window: tuple[int, ...]) -> list[int]:
@@ -132,18 +143,17 @@ def with_column(indices: Any, column: int, places: Any) -> Any:
 
 
 def look_up(node: Node, operand: Any, indices: Any, cut: Tiled, span: Span) -> Any:
-    """What falls into the tile, and zeros; places out of bounds are filled in on the first tile."""
+    """What falls into the tile, and nothing elsewhere; places out of bounds are filled in on the first tile."""
     numbers, fills = node.params["dimension_numbers"], node.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
     column, size = numbers.start_index_map.index(cut.dim), node.inputs[0].shape[cut.dim]
-    places = indices[..., column] if fills else jnp.clip(indices[..., column], 0, size - 1)
-    places = widened(places)
+    places = widened(indices[..., column]) if fills else clamped(indices[..., column], size - 1)
     here, local = span.find(places, cut)
     outside = (places < 0) | (places >= size)
     local = jnp.where(outside, operand.shape[cut.dim], local)
     (found,) = node.bind([operand, with_column(widened(indices), column, local)])
     keep = here | (outside & (jnp.asarray(span.start) == 0))
     outer = batch_dims(len(found.shape), numbers.offset_dims)
-    return jnp.where(lax.broadcast_in_dim(keep, found.shape, outer), found, jnp.zeros_like(found))
+    return jnp.where(lax.broadcast_in_dim(keep, found.shape, outer), found, absent(found))
 
 
 def localise_column(indices: Any, column: int, cut: Tiled, span: Span) -> Any:

@@ -13,7 +13,7 @@ from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled, Whole
 from transforms.tiling.rules import Move, count_once, partial, register, shrinks, tiled
 from transforms.tiling.rules.affine_index import find_position
-from transforms.tiling.rules.gather import ARBITRARY, batch_dims, localise_column, widened, with_column
+from transforms.tiling.rules.gather import ARBITRARY, batch_dims, clamped, localise_column, widened, with_column
 
 ADDS = ("scatter-add", "scatter-sub")
 EXTREMA = {"scatter-max": "max", "scatter_max": "max", "scatter-min": "min", "scatter_min": "min"}
@@ -107,13 +107,13 @@ def emit_scatter(node: Node, values: list[Any], move: Move, span: Span) -> list[
 def write(node: Node, operand: Any, indices: Any, updates: Any, cut: Tiled, span: Span) -> Any:
     """Scatter to whole places: those outside the tile are dropped."""
     numbers, size = node.params["dimension_numbers"], node.inputs[0].shape
-    indices = widened(indices)
     if node.params["mode"] == lax.GatherScatterMode.CLIP:
         window = iter(numbers.update_window_dims)
         fixed = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
         lengths = [1 if d in fixed else updates.shape[next(window)] for d in range(len(size))]
         last = [size[d] - lengths[d] for d in numbers.scatter_dims_to_operand_dims]
-        indices = jnp.clip(indices, 0, jnp.asarray(last, indices.dtype))
+        indices = clamped(indices, last)
+    indices = widened(indices)
     column = numbers.scatter_dims_to_operand_dims.index(cut.dim)
     here, local = span.find(indices[..., column], cut)
     length = operand.shape[cut.dim]

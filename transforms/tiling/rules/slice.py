@@ -24,17 +24,17 @@ from transforms.tiling.rules import (
     tiled,
 )
 from transforms.tiling.rules.factors import Factors, register_factors
-from transforms.tiling.rules.gather import one_of_each, picks_few
+from transforms.tiling.rules.gather import absent, clamped, one_of_each, picks_few
 
 
 def take(array: Any, places: Any, keep: Any, dim: int) -> Any:
-    """`array` at `places` of dimension `dim`, and zeros where `keep` is false."""
+    """`array` at `places` of dimension `dim`, and nothing where `keep` is false."""
     found = jnp.take(array, places, axis=dim, mode="clip")
-    return jnp.where(lax.broadcast_in_dim(keep, found.shape, (dim,)), found, jnp.zeros_like(found))
+    return jnp.where(lax.broadcast_in_dim(keep, found.shape, (dim,)), found, absent(found))
 
 
 def push_part(node: Node, cut: Tiled, placements: tuple[Placement, ...]) -> Move | Obstacle:
-    """A small part of the cut axis: each tile has some of it, and zeros in place of the rest."""
+    """A small part of the cut axis: each tile has some of it, and nothing in place of the rest."""
     if not picks_few(node) or jax.dtypes.issubdtype(node.outputs[0].dtype, jax.dtypes.extended):
         return Complete([0], "takes a part of the cut axis")
     return Move((one_of_each(node),), placements)
@@ -224,7 +224,7 @@ def emit_dynamic_slice(node: Node, values: list[Any], move: Move, span: Span) ->
         return node.bind(values, localise_dynamic_slice(node, move, span))
     operand, *starts = values
     dim, count = cut.dim, node.params["slice_sizes"][cut.dim]
-    places = _clamped(starts[dim], node.inputs[0].shape[dim] - count) + jnp.arange(count, dtype=jnp.int32)
+    places = _start(starts[dim], node.inputs[0].shape[dim] - count) + jnp.arange(count, dtype=jnp.int32)
     starts[dim] = jnp.zeros_like(starts[dim])
     sizes = _at(node.params["slice_sizes"], dim, operand.shape[dim])
     (rows,) = node.bind([operand, *starts], node.params | {"slice_sizes": sizes})
@@ -232,9 +232,9 @@ def emit_dynamic_slice(node: Node, values: list[Any], move: Move, span: Span) ->
     return [take(rows, local, here, dim)]
 
 
-def _clamped(start: Any, last: int) -> Any:
+def _start(start: Any, last: int) -> Any:
     """Where a dynamic slice starts."""
-    return jnp.clip(jnp.asarray(start), 0, last).astype(jnp.int32)
+    return clamped(jnp.asarray(start), last).astype(jnp.int32)
 
 
 def pull_dynamic_slice(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
@@ -258,7 +258,7 @@ def emit_dynamic_update_slice(node: Node, values: list[Any], move: Move, span: S
         return node.bind(values)
     operand, update, *starts = values
     dim, count = cut.dim, node.inputs[1].shape[cut.dim]
-    offset = span.positions(cut, jnp.int32) - _clamped(starts[dim], node.inputs[0].shape[dim] - count)
+    offset = span.positions(cut, jnp.int32) - _start(starts[dim], node.inputs[0].shape[dim] - count)
     starts[dim] = jnp.zeros_like(starts[dim])
     new = jnp.take(update, offset, axis=dim, mode="clip")
     old = lax.dynamic_slice(operand, starts, new.shape)
