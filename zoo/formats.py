@@ -5,7 +5,7 @@ from enum import StrEnum
 AS_STORED = "as_stored"  # as a folder has them
 
 
-class Kind(StrEnum):
+class Format(StrEnum):
     """How a matrix is kept in fewer bits."""
 
     int8 = "int8"
@@ -17,17 +17,17 @@ class Kind(StrEnum):
     @property
     def bits(self) -> int:
         """Bits of a number, its share of a scale aside."""
-        return 8 if self in (Kind.int8, Kind.fp8) else 4
+        return 8 if self in (Format.int8, Format.fp8) else 4
 
     @property
     def made(self) -> bool:
         """Whether matrices are made so, and not kept alone."""
-        return self not in (Kind.fp8, Kind.mxfp4)
+        return self not in (Format.fp8, Format.mxfp4)
 
     @property
     def group(self) -> int | None:
         """How many inputs share a scale where nothing else is said; None is all of them."""
-        return {Kind.int4: 128, Kind.nf4: 64}.get(self)
+        return {Format.int4: 128, Format.nf4: 64}.get(self)
 
 
 # The quantiles of a normal distribution that four bits stand for, as bitsandbytes has them (appendix E of the paper).

@@ -28,9 +28,9 @@ class Row:
         start: what every element starts at where there is no fan-in.
         layers: the layers that have it; None is all of them.
         fused: where one tensor holds several parameters side by side, the letters of that dimension, one for each of
-            them: of `NKK` the first part has `N` places and the others `K` each.
+            them: of `NKK` the first part is the first `N` of them and the others `K` each.
         part: which of those this is.
-        alternate: the parts take turns, place by place.
+        alternate: the parts take turns, one by one.
         wide: it stays in float32, whatever the others are in.
         times: how often a token is multiplied by it.
     """
@@ -50,7 +50,7 @@ class Row:
 
     @property
     def stack(self) -> tuple[str, ...]:
-        """The leading dimensions in the model, each tensor on disk being one place of them: `()`, `L` or `L E`."""
+        """The leading dimensions in the model, each tensor on disk being at one index of them: `()`, `L` or `L E`."""
         return ("L", "E")[: self.tensor.count("{}")]
 
     @property
@@ -103,8 +103,8 @@ class Row:
             return dims
         return dims | {self.fused[self.part]: sum(dims[letter] for letter in self.fused)}
 
-    def places_on_disk(self, letter: str, start: int, stop: int, dims: dict[str, int]) -> slice:
-        """Where some places of a dimension lie on disk, where one holds several parameters."""
+    def slice_on_disk(self, letter: str, start: int, stop: int, dims: dict[str, int]) -> slice:
+        """Where a slice of a dimension lies on disk, where one holds several parameters."""
         if not self.fused or letter != self.fused[self.part]:
             return slice(start, stop)
         if self.alternate:
@@ -116,7 +116,7 @@ class Row:
     def split(self, tensor: Any, dims: dict[str, int]) -> Any:
         """Return a tensor from disk, of NumPy's or JAX's, with a dimension per letter; of several parameters this."""
         letters, whole = "".join(self.disk), self.disk_dims(dims)
-        own = tuple(self.places_on_disk(letter, 0, dims[letter], dims) for letter in letters)
+        own = tuple(self.slice_on_disk(letter, 0, dims[letter], dims) for letter in letters)
         return tensor.reshape([whole[letter] for letter in letters])[own if self.fused else ()]
 
     def turned(self, tensor: Any, dims: dict[str, int]) -> Any:
@@ -132,12 +132,12 @@ class Row:
         """The standard deviation that the leaf starts with."""
         return self.gain / math.sqrt(math.prod(dims[letter] for letter in self.fan_in)) if self.fan_in else 0.0
 
-    def places(self, dims: dict[str, int]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    def tensors(self, dims: dict[str, int]) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield every tensor that the leaf is made of, in order, and where in the leaf's stack it stands."""
         layers = range(dims["L"]) if self.layers is None else self.layers
         spots = [enumerate(layers), enumerate(range(dims.get("E", 1)))][: len(self.stack)]
         for spot in itertools.product(*spots):
-            yield self.tensor.format(*(number for _, number in spot)), tuple(place for place, _ in spot)
+            yield self.tensor.format(*(number for _, number in spot)), tuple(index for index, _ in spot)
 
 
 LAYER = "model.layers.{}."

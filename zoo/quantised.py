@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Float8e4m3fn, Int8, PyTree, UInt8
 from transforms.bits import numbers
 from transforms.sharding import einsum
 from zoo.config import rows
-from zoo.formats import MXFP4, NF4, Kind
+from zoo.formats import MXFP4, NF4, Format
 from zoo.parameters import Row
 
 
@@ -42,15 +42,15 @@ class AbstractMatrix(eqx.Module):
         """Return the matrix as one that counts as another dtype."""
 
     @abc.abstractmethod
-    def einsum(self, pattern: str, x: Float[Array, "..."], kind: DTypeLike | None = None) -> Float[Array, "..."]:
+    def einsum(self, pattern: str, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
         """Return `jnp.einsum(pattern, x, matrix)` in a dtype; None is that of the operands."""
 
 
 def product(
-    pattern: str, x: Float[Array, "..."], weight: Float[Array, "..."] | AbstractMatrix, kind: DTypeLike | None = None
+    pattern: str, x: Float[Array, "..."], weight: Float[Array, "..."] | AbstractMatrix, dtype: DTypeLike | None = None
 ) -> Float[Array, "..."]:
     """Return `jnp.einsum(pattern, x, weight)` in a dtype, whatever the weight is."""
-    return weight.einsum(pattern, x, kind) if isinstance(weight, AbstractMatrix) else einsum(pattern, x, weight, kind)
+    return weight.einsum(pattern, x, dtype) if isinstance(weight, AbstractMatrix) else einsum(pattern, x, weight, dtype)
 
 
 def whole(weight: "Float[Array, '...'] | Quantised") -> Float[Array, "..."]:
@@ -67,7 +67,7 @@ class Quantised(AbstractMatrix):
     Attributes:
         values: integers or floats; of four bits two in a byte, the first in its lower half.
         scale: of each output's groups of inputs.
-        kind: what the integers stand for.
+        format: what the integers stand for.
         letters: the matrix's dimensions without those that tell matrices apart, such as `DNH`.
         sizes: of these dimensions.
         inputs: those that products sum over.
@@ -77,7 +77,7 @@ class Quantised(AbstractMatrix):
 
     values: Int8[Array, "*lead O I"] | Float8e4m3fn[Array, "*lead O I"] | UInt8[Array, "*lead O half"]
     scale: Float[Array, "*lead O G"]
-    kind: Kind = eqx.field(static=True)
+    format: Format = eqx.field(static=True)
     letters: str = eqx.field(static=True)
     sizes: tuple[int, ...] = eqx.field(static=True)
     inputs: str = eqx.field(static=True)
@@ -111,34 +111,34 @@ class Quantised(AbstractMatrix):
         grouped = (grouped if self.zero is None else grouped - self.zero[..., None]) * scale[..., None]
         return self._turned(grouped.reshape(numbers.shape).astype(self.dtype))
 
-    def einsum(self, pattern: str, x: Float[Array, "..."], kind: DTypeLike | None = None) -> Float[Array, "..."]:
+    def einsum(self, pattern: str, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
         """Return `jnp.einsum(pattern, x, matrix)` in a dtype; None is that of `x`.
 
         The backward pass makes the matrix again, or the copies of all layers would wait for it.
         """
-        return jax.checkpoint(lambda x, weight: weight._einsum(pattern, x, kind), prevent_cse=False)(x, self)
+        return jax.checkpoint(lambda x, weight: weight._einsum(pattern, x, dtype), prevent_cse=False)(x, self)
 
-    def _einsum(self, pattern, x, kind):
+    def _einsum(self, pattern, x, dtype):
         output, right = pattern.split("->")[1], pattern.split("->")[0].split(",")[1]
         outputs = "".join(letter for letter in right if letter in output)
         if self.scale.shape[-1] > 1 or self.zero is not None or not output.endswith(outputs) or self.values.ndim > 2:
-            return einsum(pattern, x, self.dequantised(), kind)
+            return einsum(pattern, x, self.dequantised(), dtype)
         numbers = self._turned(self._numbers(x.dtype))
         total = einsum(pattern, x, numbers, jnp.promote_types(x.dtype, jnp.float32))
         scale = jax.lax.stop_gradient(self.scale).astype(total.dtype)
-        return (total * scale.reshape(total.shape[-len(outputs) :])).astype(x.dtype if kind is None else kind)
+        return (total * scale.reshape(total.shape[-len(outputs) :])).astype(x.dtype if dtype is None else dtype)
 
     def _numbers(self, dtype):
         """Return what the integers stand for, before they are scaled `[*lead, O, I]`."""
-        if self.kind is Kind.fp8:
+        if self.format is Format.fp8:
             return numbers(jax.lax.stop_gradient(self.values), jnp.float8_e4m3fn).astype(dtype)
-        if self.kind.bits == 8:
+        if self.format.bits == 8:
             return jax.lax.stop_gradient(self.values).astype(dtype)
         halves = (self.values[..., None] >> jnp.array([0, 4], jnp.uint8)) & jnp.uint8(15)
         codes = halves.reshape(*self.values.shape[:-1], -1)
-        if self.kind is Kind.int4:
+        if self.format is Format.int4:
             return codes.astype(dtype) - 8
-        return _looked_up(codes, NF4 if self.kind is Kind.nf4 else MXFP4).astype(dtype)
+        return _looked_up(codes, NF4 if self.format is Format.nf4 else MXFP4).astype(dtype)
 
     def _turned(self, flat):
         """Return an array `[*lead, O, I]` as the model has it."""
@@ -165,7 +165,7 @@ def _looked_up(codes, table):
 
 
 def encode(
-    matrix: Float[Array, "*lead O I"], kind: Kind, group: int | None, dtype: DTypeLike
+    matrix: Float[Array, "*lead O I"], format: Format, group: int | None, dtype: DTypeLike
 ) -> tuple[Array, Float[Array, "*lead O G"]]:
     """Return the integers that are nearest to a matrix, and their scales in a dtype.
 
@@ -174,19 +174,19 @@ def encode(
 
     Args:
         matrix: outputs by inputs.
-        kind: what integers stand for.
+        format: what integers stand for.
         group: how many inputs share a scale, which it divides; None is all of them.
         dtype: of scales; those of nf4 are float32.
     """
     wide = matrix.astype(jnp.float32)
     grouped = wide.reshape(*wide.shape[:-1], -1, wide.shape[-1] if group is None else group)
     most = jnp.abs(grouped).max(-1)
-    scale = most / {Kind.int8: 127.0, Kind.int4: 7.5, Kind.nf4: 1.0}[kind]
-    scale = jnp.where(scale == 0, 1.0, scale).astype(jnp.float32 if kind is Kind.nf4 else dtype)
+    scale = most / {Format.int8: 127.0, Format.int4: 7.5, Format.nf4: 1.0}[format]
+    scale = jnp.where(scale == 0, 1.0, scale).astype(jnp.float32 if format is Format.nf4 else dtype)
     ratio = (grouped / scale[..., None].astype(jnp.float32)).reshape(wide.shape)
-    if kind is Kind.int8:
+    if format is Format.int8:
         return jnp.clip(jnp.round(ratio), -127, 127).astype(jnp.int8), scale
-    if kind is Kind.int4:
+    if format is Format.int4:
         codes = (jnp.clip(jnp.round(ratio), -8, 7) + 8).astype(jnp.uint8)
     else:
         above = ((ratio > (low + high) / 2).astype(jnp.uint8) for low, high in itertools.pairwise(NF4))
@@ -205,46 +205,46 @@ def quantisable(row: Row) -> bool:
     return outputs_by_inputs(row) and not other
 
 
-def layout(row: Row, dims: dict[str, int], kind: Kind, dtype: DTypeLike) -> dict[str, Any]:
+def layout(row: Row, dims: dict[str, int], format: Format, dtype: DTypeLike) -> dict[str, Any]:
     """Return what a `Quantised` of a row has beside its arrays."""
     letters = "".join(row.letters[len(row.lead) :])
     sizes = tuple(dims[letter] for letter in letters)
-    return {"kind": kind, "letters": letters, "sizes": sizes, "inputs": row.fan_in, "dtype": jnp.dtype(dtype)}
+    return {"format": format, "letters": letters, "sizes": sizes, "inputs": row.fan_in, "dtype": jnp.dtype(dtype)}
 
 
-def quantise(model: PyTree, kind: Kind | str, *, group: int | None = None) -> PyTree:
+def quantise(model: PyTree, format: Format | str, *, group: int | None = None) -> PyTree:
     """Return the model with its matrices in fewer bits: all but embedding, head and routers.
 
     Args:
         model: any model of the zoo whose matrices are arrays.
-        kind: `int8`, `int4` or `nf4`.
+        format: `int8`, `int4` or `nf4`.
         group: how many inputs share a scale; None is what is usual: all of them in int8, 128 in int4, 64 in nf4.
 
     Raises:
         ValueError: the group does not divide the inputs of a matrix, or the model has no matrix for it.
     """
-    kind, dims = Kind(kind), model.config.dims
-    if not kind.made:
-        raise ValueError(f"cannot quantise to {kind}: such matrices are kept where a folder has them, and not made.")
-    group = kind.group if group is None else group
+    format, dims = Format(format), model.config.dims
+    if not format.made:
+        raise ValueError(f"cannot quantise to {format}: such matrices are kept where a folder has them, and not made.")
+    group = format.group if group is None else group
     found = [row for row in rows(model.config) if quantisable(row)]
     if not found:
         raise ValueError(f"cannot quantise a {type(model.config).__name__}: none of its matrices is outputs by inputs.")
     inputs = {row.leaf: math.prod(dims[letter] for letter in row.fan_in) for row in found}
     if wrong := [
-        f"{leaf} has {size}" for leaf, size in inputs.items() if size % (group or 1) or size % (8 // kind.bits)
+        f"{leaf} has {size}" for leaf, size in inputs.items() if size % (group or 1) or size % (8 // format.bits)
     ]:
         raise ValueError(
-            f"cannot quantise to {kind} in groups of {group} inputs, which must divide those of every matrix: "
+            f"cannot quantise to {format} in groups of {group} inputs, which must divide those of every matrix: "
             f"{', '.join(wrong)}. Pass a group that does."
         )
     leaves = [operator.attrgetter(row.leaf)(model) for row in found]
-    parts = [_quantised(leaf, row, tuple(dims.items()), kind, group) for leaf, row in zip(leaves, found, strict=True)]
+    parts = [_quantised(leaf, row, tuple(dims.items()), format, group) for leaf, row in zip(leaves, found, strict=True)]
     return eqx.tree_at(lambda m: [operator.attrgetter(row.leaf)(m) for row in found], model, parts)
 
 
 @eqx.filter_jit
-def _quantised(leaf, row, dims, kind, group):
+def _quantised(leaf, row, dims, format, group):
     """Return one leaf in fewer bits, a layer of its stack at a time."""
     sizes = dict(dims)
     outputs = [letter for letter in row.inner if letter not in row.fan_in]
@@ -254,7 +254,7 @@ def _quantised(leaf, row, dims, kind, group):
     def one(matrix):
         lead = matrix.ndim - len(order)
         turned = matrix.transpose(*range(lead), *(lead + dim for dim in order))
-        return encode(turned.reshape(*matrix.shape[:lead], *flat), kind, group, leaf.dtype)
+        return encode(turned.reshape(*matrix.shape[:lead], *flat), format, group, leaf.dtype)
 
     values, scale = jax.lax.map(one, leaf) if row.stack else one(leaf)
-    return Quantised(values, scale, **layout(row, sizes, kind, leaf.dtype))
+    return Quantised(values, scale, **layout(row, sizes, format, leaf.dtype))

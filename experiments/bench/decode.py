@@ -67,7 +67,7 @@ class Step:
         read: bytes of arguments that are read, over those of weights and live pages.
         read_mib: what that is of each device.
         again_mib: what is read of temporaries, as far as they are in main memory: those of GPUs fit their caches.
-        sent: what devices exchange: kind, bytes, times.
+        sent: what devices exchange: operation, bytes, times.
     """
 
     pool: float
@@ -111,11 +111,11 @@ def measure(target: str, name: str, kind: str, mib: int, width: int = 1) -> Step
     compiled = lowered(model, settings, dtype=jnp.bfloat16).compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()
     assert text is not None and memory is not None
-    places = ROWS * width
-    turns = {"pages": LIVE // PAGE, "blocks": math.ceil(places / plan.block), "rows": 0}
+    slots = ROWS * width
+    turns = {"pages": LIVE // PAGE, "blocks": math.ceil(slots / plan.block), "rows": 0}
     # One token sees one key, itself: in its place come all that are live.
-    products = accounting.forward_flops(config, places, 1)
-    products += 4 * places * (LIVE - 1) * config.num_layers * config.num_heads * config.head_dim
+    products = accounting.forward_flops(config, slots, 1)
+    products += 4 * slots * (LIVE - 1) * config.num_layers * config.num_heads * config.head_dim
     pool = _bytes(plan.state.pool)
     live = pool * ROWS * LIVE // (tokens + PAGE)
     needed = _bytes(model) - (0 if model.head is None else _bytes(model.embed)) + live
@@ -128,7 +128,7 @@ def measure(target: str, name: str, kind: str, mib: int, width: int = 1) -> Step
         read=round(read / needed, 3),
         read_mib=round(read / MIB, 1),
         again_mib=round((hlo.bytes_read(text, turns) - read) / MIB, 1),
-        sent=[(one.kind, round(one.bytes), one.times) for one in sent],
+        sent=[(one.op, round(one.bytes), one.times) for one in sent],
     )
 
 

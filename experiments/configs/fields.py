@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeVar, get_type_hints
 
-from zoo.formats import AS_STORED, Kind
+from zoo.formats import AS_STORED, Format
 
 T = TypeVar("T")
 C = TypeVar("C", bound=type)
@@ -110,9 +110,9 @@ class Quantise(StrEnum):
     """How frozen matrices are kept in fewer bits."""
 
     as_stored = AS_STORED
-    int8 = Kind.int8
-    int4 = Kind.int4
-    nf4 = Kind.nf4
+    int8 = Format.int8
+    int4 = Format.int4
+    nf4 = Format.nf4
 
 
 class Platform(StrEnum):

@@ -110,10 +110,10 @@ def _work(config: configs.Resolved, traffic: cost.Traffic) -> list[str]:
     if traffic.collectives is None:
         return [*lines, "    what devices exchange cannot be told: a loop has no known number of turns"]
     lines += ["", f"  {'each device sends':<18} {'bytes':>14}   {'times':>7}   {'in loops':>12}"]
-    for kind in sorted({one.kind for one in traffic.collectives}):
-        found = [one for one in traffic.collectives if one.kind == kind]
+    for op in sorted({one.op for one in traffic.collectives}):
+        found = [one for one in traffic.collectives if one.op == op]
         total = sum(one.bytes * one.times for one in found)
         looped = sum(one.bytes * one.times for one in found if one.looped)
         times = sum(one.times for one in found)
-        lines.append(f"    {kind:<16} {size(total):>14}   {times:>7,}   {size(looped):>12}")
+        lines.append(f"    {op:<16} {size(total):>14}   {times:>7,}   {size(looped):>12}")
     return lines if traffic.collectives else [*lines, f"    {'nothing':<16}"]

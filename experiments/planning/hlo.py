@@ -14,8 +14,8 @@ _SHAPE = r"\w+\[([\d,]*)\](?:\{[^}]*\})?"
 _RESULT = re.compile(rf"^\s*(?:ROOT )?%?([\w.\-]+) = {_SHAPE} (\w[\w\-]*)\((.*)")
 _CALLED = re.compile(r"(?:to_apply|body|calls|called_computations|branch_computations)=\{?((?:%?[\w.\-]+(?:, )?)+)\}?")
 _ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
-_KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
-_EXCHANGE = re.compile(rf"^\s*(?:ROOT )?%?[\w.\-]+ = (.+?) ({_KINDS})(?:-start)?\(")
+_COLLECTIVES = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+_EXCHANGE = re.compile(rf"^\s*(?:ROOT )?%?[\w.\-]+ = (.+?) ({_COLLECTIVES})(?:-start)?\(")
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "s32": 4, "u32": 4, "s64": 8, "u64": 8}
 BYTES |= {"bf16": 2, "f16": 2, "f32": 4, "f64": 8, "token": 0}
 _COUNTER = re.compile(r"= [su]32\[\]\S* get-tuple-element\(.*index=(\d+)")
@@ -176,16 +176,16 @@ def _first_branch(line: str) -> str:
 
 @dataclass(frozen=True)
 class Collective:
-    """What devices exchange at one place of a program.
+    """What devices exchange at one point of a program.
 
     Attributes:
-        kind: all-gather, all-reduce, reduce-scatter, all-to-all or collective-permute.
+        op: all-gather, all-reduce, reduce-scatter, all-to-all or collective-permute.
         bytes: what each device sends, once, around a ring.
         times: how often a run of the program does it.
         looped: whether it stands in a loop.
     """
 
-    kind: str
+    op: str
     bytes: float
     times: int
     looped: bool
@@ -219,8 +219,8 @@ def collectives(text: str, devices: int, trips: Mapping[str, int] | None = None)
         for line in bodies[name]:
             if match := _EXCHANGE.match(line):
                 # TPUs write a reduce-scatter as a fusion around an all-reduce.
-                kind = "reduce-scatter" if "all-reduce-scatter" in name else match.group(2)
-                one = Collective(kind, _sent(kind, match.group(1), line, devices, name), times, looped)
+                op = "reduce-scatter" if "all-reduce-scatter" in name else match.group(2)
+                one = Collective(op, _sent(op, match.group(1), line, devices, name), times, looped)
                 # The start, the steps and the end of an asynchronous one all name it, steps also in loops beside it.
                 channel = re.search(r"channel_id=(\d+)", line)
                 key = channel.group(1) if channel else f"{name} {line}"
@@ -234,17 +234,17 @@ def collectives(text: str, devices: int, trips: Mapping[str, int] | None = None)
     return list(found.values())
 
 
-def _sent(kind: str, shapes: str, line: str, devices: int, computation: str) -> float:
+def _sent(op: str, shapes: str, line: str, devices: int, computation: str) -> float:
     """Return the bytes that each device sends, from what the collective returns."""
     sizes = [BYTES[dtype] * math.prod(int(d) for d in dims.split(",") if d) for dtype, dims in _ARRAY.findall(shapes)]
-    if "-start(" in line and kind != "all-reduce" and len(sizes) > 1:  # operands come first
-        sizes = sizes[:1] if kind == "collective-permute" else sizes[len(sizes) // 2 :]
+    if "-start(" in line and op != "all-reduce" and len(sizes) > 1:  # operands come first
+        sizes = sizes[:1] if op == "collective-permute" else sizes[len(sizes) // 2 :]
     group, total = _group(line, devices), sum(sizes)
-    if kind == "all-reduce":
+    if op == "all-reduce":
         return 2 * (group - 1) / group * total
-    if kind == "reduce-scatter" and "all-reduce-scatter" not in computation:
+    if op == "reduce-scatter" and "all-reduce-scatter" not in computation:
         return (group - 1) * total
-    return total if kind == "collective-permute" else (group - 1) / group * total
+    return total if op == "collective-permute" else (group - 1) / group * total
 
 
 def _group(line: str, devices: int) -> int:
@@ -353,9 +353,9 @@ def _dots(lines: list[str]) -> Iterator[int]:
 
 
 def _window(attributes: str) -> int:
-    """Return how many places of a convolution's window are summed for each result.
+    """Return how many positions of a convolution's window are summed for each result.
 
-    Batch and free dimensions in disguise are dilated, or padded so far that each result meets one place.
+    Batch and free dimensions in disguise are dilated, or padded so far that each result meets one position.
     """
     window = re.search(r"window=\{size=([\dx]+)([^}]*)\}", attributes)
     if window is None or "dilate" in window.group(2):

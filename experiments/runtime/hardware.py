@@ -147,7 +147,7 @@ def peak_flops(tflops: float | None) -> float | None:
     """Return the FLOPs per second that all devices can do at most, told that of one or looking it up; None: unknown."""
     import jax
 
-    kind = jax.devices()[0].device_kind
-    known = next((peak for name, peak in PEAKS.items() if name in kind), None)
+    name = jax.devices()[0].device_kind
+    known = next((peak for part, peak in PEAKS.items() if part in name), None)
     peak = known if tflops is None else tflops
     return None if peak is None else peak * 1e12 * jax.device_count()

@@ -381,7 +381,7 @@ class Server:
             "texts_waiting": ("gauge", len(scheduler.waiting)),
             "pages_cached": ("gauge", len(scheduler.prefixes)),
         }
-        lines = [f"# TYPE zoo_{name} {kind}\nzoo_{name} {value}" for name, (kind, value) in values.items()]
+        lines = [f"# TYPE zoo_{name} {type}\nzoo_{name} {value}" for name, (type, value) in values.items()]
         lines += ["# TYPE zoo_pages gauge", "# TYPE zoo_pages_free gauge"]
         for pool in scheduler.pools:
             seen = "all" if pool.window is None else pool.window
@@ -398,10 +398,10 @@ class Server:
 
 
 def _error(
-    status: int, message: str, kind: str, param: str | None = None, code: str | None = None, again: bool = False
+    status: int, message: str, type: str, param: str | None = None, code: str | None = None, again: bool = False
 ):
     headers = {"retry-after": AGAIN} if again else {}
-    return JSONResponse(protocol.error(message, kind, param, code), status_code=status, headers=headers)
+    return JSONResponse(protocol.error(message, type, param, code), status_code=status, headers=headers)
 
 
 def _sent(value: Any) -> str:

@@ -51,11 +51,11 @@ class Grammars:
     def __init__(self, tokenizer: Any):
         self._tokenizer, self._vocabulary = tokenizer, None
 
-    def guides(self, kind: str, source: str, count: int) -> list[Guide]:
+    def guides(self, form: str, source: str, count: int) -> list[Guide]:
         """Return guides of so many texts through one form.
 
         Args:
-            kind: `json` for a JSON schema, `regex`, or `grammar` in Lark's notation.
+            form: `json` for a JSON schema, `regex`, or `grammar` in Lark's notation.
             source: the form.
             count: how many texts.
 
@@ -74,11 +74,11 @@ class Grammars:
         if self._vocabulary is None:
             self._vocabulary = _vocabulary(self._tokenizer)
         try:
-            matcher = LLMatcher(self._vocabulary, make[kind](source))
+            matcher = LLMatcher(self._vocabulary, make[form](source))
         except ValueError as error:
-            raise FormError(f"the {kind} cannot be followed: {error}") from None
+            raise FormError(f"the {form} cannot be followed: {error}") from None
         if matcher.is_error():
-            raise FormError(f"the {kind} cannot be followed: {matcher.get_error().splitlines()[0]}")
+            raise FormError(f"the {form} cannot be followed: {matcher.get_error().splitlines()[0]}")
         return [Matched(matcher.deep_copy()) for _ in range(count)]
 
 

@@ -44,7 +44,7 @@ class Asked:
         usage: whether a stream ends with counts.
         top: how many of the likeliest ids are told with each; None tells no log-probabilities.
         priority: smaller is served first.
-        form: what answers keep to, a kind and its source (`experiments.serving.grammar`).
+        form: what answers keep to, its name and its source (`experiments.serving.grammar`).
         tools: functions that may be called, as they came.
         calls: whether a tool has to be called.
     """
@@ -78,7 +78,7 @@ _CHAT = _COMMON | {
     "messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "tools", "tool_choice",
     "parallel_tool_calls", "modalities", "reasoning_effort",
 }  # fmt: skip
-_KINDS = {"a whole number": int, "a number": (int, float), "true or false": bool, "a string": str, "an object": dict}
+_TYPES = {"a whole number": int, "a number": (int, float), "true or false": bool, "a string": str, "an object": dict}
 
 
 class _Body:
@@ -94,14 +94,14 @@ class _Body:
                 raise BadRequest(f"`{name}` is not known here{hint}", name)
         self.values = {name: value for name, value in body.items() if value is not None}
 
-    def get(self, name: str, kind: str, default: Any = None, low: float = -math.inf, high: float = math.inf) -> Any:
+    def get(self, name: str, wanted: str, default: Any = None, low: float = -math.inf, high: float = math.inf) -> Any:
         value = self.values.get(name, _NOTHING)
         if value is _NOTHING:
             return default
-        right = isinstance(value, _KINDS[kind]) and (kind == "true or false" or not isinstance(value, bool))
-        if not right or (kind.endswith("number") and not low <= value <= high):
-            between = f" between {low:g} and {high:g}" if kind.endswith("number") and math.isfinite(low) else ""
-            raise BadRequest(f"`{name}` must be {kind}{between}, not {_short(value)}", name)
+        right = isinstance(value, _TYPES[wanted]) and (wanted == "true or false" or not isinstance(value, bool))
+        if not right or (wanted.endswith("number") and not low <= value <= high):
+            between = f" between {low:g} and {high:g}" if wanted.endswith("number") and math.isfinite(low) else ""
+            raise BadRequest(f"`{name}` must be {wanted}{between}, not {_short(value)}", name)
         return value
 
     def refuse(self, name: str, plain: Sequence[Any], why: str) -> None:
@@ -237,17 +237,17 @@ def _common(read: _Body) -> dict[str, Any]:
 
 
 def _form(asked: Mapping[str, Any]) -> tuple[str, str] | None:
-    kind = asked.get("type")
+    form = asked.get("type")
     inner = asked.get("json_schema")
     schema = inner.get("schema") if isinstance(inner, dict) else None
-    if kind == "text":
+    if form == "text":
         return None
-    if kind == "json_object":
+    if form == "json_object":
         return "json", '{"type": "object"}'
-    if kind == "json_schema" and isinstance(schema, dict):
+    if form == "json_schema" and isinstance(schema, dict):
         return "json", json.dumps(schema)
-    if kind in ("regex", "grammar") and isinstance(asked.get(kind), str):
-        return kind, asked[kind]
+    if form in ("regex", "grammar") and isinstance(asked.get(form), str):
+        return form, asked[form]
     raise BadRequest(
         "`response_format` must be of type text, json_object, json_schema with a json_schema.schema, or regex or "
         "grammar with a string of that name",
@@ -316,9 +316,9 @@ def _short(value: Any) -> str:
     return text if len(text) < 60 else f"{text[:60]}..."
 
 
-def error(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+def error(message: str, type: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """Return the body of an error."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return {"error": {"message": message, "type": type, "param": param, "code": code}}
 
 
 class _Offsets:
@@ -350,10 +350,9 @@ class Reply:
     def __init__(self, asked: Asked, model: str, tokenizer: Any):
         self.asked, self._tokenizer, self._decode = asked, tokenizer, tokenizer.decode
         self.chat = bool(asked.messages)
-        kind = "chat.completion" if self.chat else "text_completion"
+        self._object = "chat.completion" if self.chat else "text_completion"
         self._id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._common = {"created": int(time.time()), "model": model}
-        self._kind = kind
         self._offsets: defaultdict[int, _Offsets] = defaultdict(lambda: _Offsets(tokenizer.stream()))
 
     def whole(self, texts: Sequence[str], tokens: Sequence[Sequence[Token]], ends: Sequence[str], read: int) -> dict:
@@ -367,7 +366,7 @@ class Reply:
                 )
             )
         usage = self.usage(read, sum(map(len, tokens)))
-        return {"id": self._id, "object": self._kind, **self._common, "choices": choices, "usage": usage}
+        return {"id": self._id, "object": self._object, **self._common, "choices": choices, "usage": usage}
 
     def piece(self, index: int, text: str, tokens: Sequence[Token], end: str | None, *, first: bool) -> dict:
         """Return a chunk of a stream."""
@@ -381,8 +380,8 @@ class Reply:
         return {**self._chunk([]), "usage": self.usage(read, picked)}
 
     def _chunk(self, choices: list[dict]) -> dict:
-        kind = "chat.completion.chunk" if self.chat else self._kind
-        return {"id": self._id, "object": kind, **self._common, "choices": choices}
+        made = "chat.completion.chunk" if self.chat else self._object
+        return {"id": self._id, "object": made, **self._common, "choices": choices}
 
     @staticmethod
     def usage(read: int, picked: int) -> dict[str, int]:

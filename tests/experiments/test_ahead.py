@@ -152,7 +152,7 @@ def test_collectives_are_counted_with_the_turns_of_their_loops():
 
         run = jax.jit(lambda: jax.lax.scan(body, jnp.zeros((32, 32)), length=5)[0])
         (found,) = hlo.collectives(run.lower().compile().as_text(), 8)
-    assert (found.kind, found.times, found.looped) == ("all-reduce", 5, True)
+    assert (found.op, found.times, found.looped) == ("all-reduce", 5, True)
     assert found.bytes == 2 * 7 / 8 * 32 * 32 * 4
 
 
@@ -203,10 +203,10 @@ ENTRY %main (p: f32[8,8]) -> f32[8,8] {
 
 def test_the_text_of_a_tpu_program_is_read():
     gather, permute, scatter = hlo.collectives(TPU, 8)
-    assert (gather.kind, gather.times, gather.looped, gather.bytes) == ("all-gather", 3, True, 3 / 4 * 256)
+    assert (gather.op, gather.times, gather.looped, gather.bytes) == ("all-gather", 3, True, 3 / 4 * 256)
     # Four turns, of which the compiler joined pairs; a start names what is read before what is made.
-    assert (permute.kind, permute.times, permute.looped, permute.bytes) == ("collective-permute", 2, True, 32)
-    assert (scatter.kind, scatter.times, scatter.looped, scatter.bytes) == ("reduce-scatter", 1, False, 7 / 8 * 256)
+    assert (permute.op, permute.times, permute.looped, permute.bytes) == ("collective-permute", 2, True, 32)
+    assert (scatter.op, scatter.times, scatter.looped, scatter.bytes) == ("reduce-scatter", 1, False, 7 / 8 * 256)
 
 
 @pytest.mark.parametrize(

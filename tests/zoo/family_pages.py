@@ -38,7 +38,7 @@ def measure(case: str) -> dict[str, float]:
         leaf: Any = gradients
         for name in row.leaf.split("."):
             leaf = getattr(leaf, name)
-        for name, place in row.places(dims):
+        for name, place in row.tensors(dims):
             theirs = row.turned(expected["grads"][name], dims)
             most = max(float(np.abs(theirs).max()), least)
             worst = max(worst, float(np.abs(np.asarray(leaf)[place] - theirs).max()) / most)

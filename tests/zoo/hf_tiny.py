@@ -51,7 +51,7 @@ def write(case: str, folder: Path, dtype=np.float32) -> Path:
     """Write a case as a folder, in the dialect of transformers 4."""
     raw = (CASES | ENCODERS)[case]
     config = from_hf(raw)
-    shapes = {name: row.disk_shape(config.dims) for row in rows(config) for name, _ in row.places(config.dims)}
+    shapes = {name: row.disk_shape(config.dims) for row in rows(config) for name, _ in row.tensors(config.dims)}
     folder.mkdir(parents=True, exist_ok=True)
     norm = 0.0 if config.norm_offset else 1.0  # Gemma stores norms less one
     arrays = {name: tensor(name, shape, norm).astype(dtype) for name, shape in shapes.items()}

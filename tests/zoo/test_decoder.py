@@ -11,7 +11,7 @@ import zoo
 from tests.zoo.hf_tiny import loaded
 from zoo.engine.engine import Engine, lowered
 from zoo.engine.sizes import Settings
-from zoo.formats import Kind
+from zoo.formats import Format
 from zoo.models.decoder import Apart, apart, together
 from zoo.quantised import Quantised, quantise
 
@@ -82,7 +82,7 @@ def _in_fp8(part):
     if not _kept(part):
         return part
     values = (part.values.astype(jnp.float32) / 4).astype(jnp.float8_e4m3fn)
-    return dataclasses.replace(part, values=values, kind=Kind.fp8)
+    return dataclasses.replace(part, values=values, format=Format.fp8)
 
 
 def test_an_engine_whose_model_was_donated_says_so():

@@ -78,7 +78,7 @@ def write(path, name, model, kind):
         for part in row.leaf.split("."):
             leaf = getattr(leaf, part)
         made = np.zeros(leaf.shape, np.float32)
-        for theirs, place in row.places(dims):
+        for theirs, place in row.tensors(dims):
             array = np.zeros(row.disk_shape(dims), np.float32)
             row.write(np.asarray(leaf[place]), array, dims)
             base, _, end = theirs.rpartition(".")

@@ -52,7 +52,7 @@ def test_logits_loss_and_gradients_are_those_of_transformers(case, reference):
     assert norm(grads) == pytest.approx(expected["grad_norm"], rel=5e-6)
     for row in rows(model.config):
         leaf = np.asarray(functools.reduce(getattr, row.leaf.split("."), grads))
-        for name, place in row.places(model.config.dims):
+        for name, place in row.tensors(model.config.dims):
             theirs = row.turned(expected["grads"][name], model.config.dims)
             np.testing.assert_allclose(leaf[place], theirs, atol=2e-5, rtol=0, err_msg=name)
 

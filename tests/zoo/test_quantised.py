@@ -200,7 +200,7 @@ def test_gpt_oss_is_read_in_four_bits(tmp_path):
     tensors = {
         name: hf_tiny.tensor(name, row.disk_shape(config.dims))
         for row in rows(config)
-        for name, _ in row.places(config.dims)
+        for name, _ in row.tensors(config.dims)
     }
     held, values = dict(tensors), dict(tensors)
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:

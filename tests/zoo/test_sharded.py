@@ -124,7 +124,7 @@ def test_a_process_reads_its_own_slices_alone(tmp_path, counting, name):
     mine = mesh.devices.reshape(-1)[:4]  # the first half of the data axis, as one of two processes would have it
     bytes_held = 0
     for row in rows(config):
-        shape, names = row.shape(config.dims), list(row.places(config.dims))
+        shape, names = row.shape(config.dims), list(row.tensors(config.dims))
         index = sharding_of(mesh, row.letters, shape).devices_indices_map(shape)
         held = {tuple(c.indices(s)[:2] for c, s in zip(index[d], shape, strict=True)) for d in mine}
         bytes_held += 4 * sum(np.prod([stop - start for start, stop in bounds]) for bounds in held)

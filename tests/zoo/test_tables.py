@@ -51,7 +51,7 @@ def test_a_pattern_holds_the_same_letters_on_both_sides(config, row):
 def test_no_leaf_and_no_tensor_has_two_rows(config):
     table = rows(config)
     assert len({row.leaf for row in table}) == len(table)
-    names = [(name, row.part) for row in table for name, _ in row.places(config.dims)]
+    names = [(name, row.part) for row in table for name, _ in row.tensors(config.dims)]
     assert len(set(names)) == len(names)
 
 
@@ -60,7 +60,7 @@ def test_parts_fill_their_tensor(config):
     """Each place of a tensor that holds several parameters belongs to one of them."""
     held: dict[str, np.ndarray] = {}
     for row in rows(config):
-        for name, place in row.places(config.dims):
+        for name, place in row.tensors(config.dims):
             tensor = held.setdefault(name, np.zeros(row.disk_shape(config.dims)))
             piece = np.ones([config.dims[letter] for letter in row.inner])
             assert row.turned(tensor, config.dims).shape == piece.shape, place
@@ -73,14 +73,14 @@ def test_places_fill_a_leaf_without_gaps(case):
     config = CONFIGS[case]
     for row in rows(config):
         shape = row.shape(config.dims)
-        spots = [place for _, place in row.places(config.dims)]
+        spots = [place for _, place in row.tensors(config.dims)]
         assert spots == sorted(set(spots))
         assert spots[-1] == tuple(size - 1 for size in shape[: len(row.stack)])
 
 
 def test_layers_without_experts_have_rows_of_their_own():
     config = CONFIGS["qwen3_moe_mixed"]
-    tensors = {row.leaf: [name for name, _ in row.places(config.dims)] for row in rows(config)}
+    tensors = {row.leaf: [name for name, _ in row.tensors(config.dims)] for row in rows(config)}
     assert tensors["dense.gate"] == ["model.layers.1.mlp.gate_proj.weight"]
     assert tensors["layers.router"] == [f"model.layers.{layer}.mlp.gate.weight" for layer in (0, 2, 3)]
     assert tensors["layers.down"][6] == "model.layers.2.mlp.experts.1.down_proj.weight"

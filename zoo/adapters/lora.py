@@ -59,7 +59,7 @@ class LowRank(AbstractMatrix):
         cast = lambda part: part.astype(dtype)
         return jax.tree.map(cast, self, is_leaf=lambda part: isinstance(part, Quantised))
 
-    def einsum(self, pattern: str, x: Float[Array, "..."], kind: DTypeLike | None = None) -> Float[Array, "..."]:
+    def einsum(self, pattern: str, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
         """Return `jnp.einsum(pattern, x, W)` with the addition, in a dtype; W itself is not formed (but see above)."""
         inputs, output = pattern.split("->")
         left, right = inputs.split(",")
@@ -68,8 +68,8 @@ class LowRank(AbstractMatrix):
         made = "".join(letter for letter in right if letter not in left)
         middle = output.translate({ord(letter): None for letter in made}) + "R"
         low = einsum(f"{left},{lead}{summed}R->{middle}", x, self.a)
-        added = einsum(f"{middle},{lead}R{made}->{output}", low, self.b, kind)
-        total = product(pattern, x, self.base, kind) + added * self.scale
+        added = einsum(f"{middle},{lead}R{made}->{output}", low, self.b, dtype)
+        total = product(pattern, x, self.base, dtype) + added * self.scale
         if self.magnitude is None:
             return total
         summed_up = whole(self.base) + einsum(f"{lead}{summed}R,{lead}R{made}->{right}", self.a, self.b) * self.scale

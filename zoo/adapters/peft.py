@@ -36,9 +36,9 @@ def save(model: PyTree, path: str | os.PathLike) -> None:
         ValueError: the model has no adapter, or one of which only some parts are DoRA.
     """
     parts = list(adapted(model))
-    kinds = {part.magnitude is not None for _, part in parts}
-    if len(kinds) != 1:
-        what = "it has none" if not kinds else "some of its parts are DoRA and some are not, and a folder holds one"
+    dora = {part.magnitude is not None for _, part in parts}
+    if len(dora) != 1:
+        what = "it has none" if not dora else "some of its parts are DoRA and some are not, and a folder holds one"
         raise ValueError(f"cannot save an adapter at `{path}`: {what}.")
     groups: dict[Any, list[tuple[Row, LowRank]]] = {}
     for row, part in parts:
@@ -57,7 +57,7 @@ def save(model: PyTree, path: str | os.PathLike) -> None:
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
-        "use_dora": kinds.pop(),
+        "use_dora": dora.pop(),
         "rank_pattern": {pattern: one.rank for pattern, one in others.items()},
         "alpha_pattern": {pattern: one.scale * one.rank for pattern, one in others.items()},
         "inference_mode": True,
@@ -81,7 +81,7 @@ def load(path: str | os.PathLike, model: PyTree) -> PyTree:
     OLoRA) has twice its rank: what it learned, less what it began as.
 
     Raises:
-        ValueError: the path holds no adapter, or one of another model or of a kind that is refused by name.
+        ValueError: the path holds no adapter, one of another model, or one that is refused by name.
     """
     folder = Path(path).expanduser()
     settings = read(folder)
@@ -120,14 +120,14 @@ def _part(
     scales = {settings.scale_of(target) for target, _, taken in sides if taken}
     scale = scales.pop() if len(scales) == 1 else 1.0
     pairs = []
-    for target, place, taken in sides:
+    for target, index, taken in sides:
         a, b = taken.get("A", np.zeros((0, into), np.float32)), taken.get("B", np.zeros((out, 0), np.float32))
         b = _own(row, b, dims)
         own = settings.scale_of(target)
         if "base" in taken:
-            whole = whole.at[place].set(jnp.asarray(_turned(row, taken["base"], dims), whole.dtype))
+            whole = whole.at[index].set(jnp.asarray(_turned(row, taken["base"], dims), whole.dtype))
         if taken and settings.begin is not None:
-            first_a, first_b = _first(_on_disk(row, np.asarray(whole[place]), dims), settings.begin, a.shape[0], own)
+            first_a, first_b = _first(_on_disk(row, np.asarray(whole[index]), dims), settings.begin, a.shape[0], own)
             a, b = np.concatenate([a, first_a]), np.concatenate([b, -first_b], axis=1)
         pairs.append((a, b if own == scale else b * (own / scale)))
     most = max(len(a) for a, _ in pairs)
@@ -154,21 +154,21 @@ def _sides(
     """Return what settings call each layer's module, its index and its tensors; none, and why, if they are wrong."""
     out, into = _out_in(row, dims)
     sides, missing, before = [], [], len(problems)
-    for name, place in row.places(dims):
+    for name, index in row.tensors(dims):
         module = _module(name)
         names, target = dict(_names(module)), experts.target(module)
-        taken = {kind: tensors[one] for kind, one in names.items() if one in tensors}
+        taken = {part: tensors[one] for part, one in names.items() if one in tensors}
         used.update(names.values())
         rank = settings.rank_of(target)
         shapes = {"A": (rank, into), "B": (out, rank), "magnitude": (out,), "base": (out, into)}
         problems += [
-            f"wrong shape: {_PREFIX}{module} has {kind} {list(tensor.shape)}, must be {list(shapes[kind])}"
-            for kind, tensor in taken.items()
-            if tensor.shape != shapes[kind]
+            f"wrong shape: {_PREFIX}{module} has {part} {list(tensor.shape)}, must be {list(shapes[part])}"
+            for part, tensor in taken.items()
+            if tensor.shape != shapes[part]
         ]
-        sides.append((target, place, taken))
+        sides.append((target, index, taken))
         if taken or settings.adapts(target):
-            missing += [names[kind] for kind in ("A", "B", "magnitude")[: 2 + settings.dora] if kind not in taken]
+            missing += [names[part] for part in ("A", "B", "magnitude")[: 2 + settings.dora] if part not in taken]
     if not any(taken for _, _, taken in sides):
         return []
     problems += [f"missing: {name}" for name in missing]
@@ -195,7 +195,7 @@ def _first(whole: np.ndarray, begin: str, rank: int, scale: float) -> tuple[np.n
 def _made(row: Row, dims: dict[str, int]) -> tuple[list[int], list[int], tuple[slice, ...]]:
     """Return the sizes of a matrix's outputs, those of all that its tensor holds, and where among these its own are."""
     letters, whole = [letter for letter in row.inner if letter not in row.fan_in], row.disk_dims(dims)
-    own = tuple(row.places_on_disk(letter, 0, dims[letter], dims) for letter in letters)
+    own = tuple(row.slice_on_disk(letter, 0, dims[letter], dims) for letter in letters)
     return [dims[letter] for letter in letters], [whole[letter] for letter in letters], own
 
 
@@ -270,20 +270,20 @@ class _Module:
             (own, np.asarray(part.a), np.asarray(part.b), part.scale / self.scale, part.magnitude)
             for own, part in self.members
         ]
-        kind = arrays[0][2].dtype
-        for name, place in self.row.places(dims):
+        dtype = arrays[0][2].dtype
+        for name, index in self.row.tensors(dims):
             names = dict(_names(_module(name)))
-            sides = [a[place].reshape(-1, a.shape[-1]).T for _, a, *_ in arrays]
-            whole, first = np.zeros((*every, self.rank), kind), 0
-            lengths = np.ones(every, kind)
+            sides = [a[index].reshape(-1, a.shape[-1]).T for _, a, *_ in arrays]
+            whole, first = np.zeros((*every, self.rank), dtype), 0
+            lengths = np.ones(every, dtype)
             for own, a, b, share, magnitude in arrays:
-                sizes, _, places = _made(own, dims)
+                sizes, _, within = _made(own, dims)
                 rank = a.shape[-1]
-                side = np.moveaxis(b[place].reshape(rank, *sizes), 0, -1)
-                whole[(*places, slice(first, first + rank))] = side if share == 1 else side * share
+                side = np.moveaxis(b[index].reshape(rank, *sizes), 0, -1)
+                whole[(*within, slice(first, first + rank))] = side if share == 1 else side * share
                 first += 0 if self.shared else rank
                 if magnitude is not None:
-                    lengths[places] = np.asarray(magnitude)[place].reshape(sizes)
+                    lengths[within] = np.asarray(magnitude)[index].reshape(sizes)
             yield names["A"], np.ascontiguousarray(sides[0] if self.shared else np.concatenate(sides))
             yield names["B"], whole.reshape(-1, self.rank)
             if arrays[0][4] is not None:

@@ -143,8 +143,8 @@ def read(folder: Path) -> Settings:
             layers_pattern=[pattern] if isinstance(pattern, str) else pattern,
         )
     except ValueError as error:
-        kind = f"{CONFIG}: {type(error).__name__} " if isinstance(error, json.JSONDecodeError) else ""
-        raise ValueError(f"cannot load an adapter from `{folder}`: {kind}{error}.") from None
+        what = f"{CONFIG}: {type(error).__name__} " if isinstance(error, json.JSONDecodeError) else ""
+        raise ValueError(f"cannot load an adapter from `{folder}`: {what}{error}.") from None
     except (OSError, KeyError, AttributeError, TypeError, re.error) as error:
         raise ValueError(f"cannot load an adapter from `{folder}`: {CONFIG}: {type(error).__name__} {error}.") from None
 

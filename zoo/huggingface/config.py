@@ -66,15 +66,15 @@ def from_hf(raw: dict[str, Any]) -> Config:
 
 def _text_part(raw: dict[str, Any], outer: str, problems: list[str]) -> tuple[str, dict[str, Any]]:
     """Return what a file of several parts says of its text part: which architecture it is of, and its keys."""
-    kinds = [name for name, (_, one) in ARCHITECTURES.items() if one.outer == outer]
+    inner = [name for name, (_, one) in ARCHITECTURES.items() if one.outer == outer]
     text = raw.get("text_config")
-    kind = text.get("model_type", kinds[0]) if isinstance(text, dict) else text
-    name = kind if kind in kinds else kinds[0]
+    found = text.get("model_type", inner[0]) if isinstance(text, dict) else text
+    name = found if found in inner else inner[0]
     known = _OUTER | IGNORED | {*ARCHITECTURES[name][1].outer_keys}
     problems += [_unknown(key, known) for key in raw if key not in known]
-    if not isinstance(text, dict) or kind != name:
-        known = " or ".join(map(repr, kinds))
-        problems.append(f"`text_config` must be an object of model_type={known}, and is {kind!r}")
+    if not isinstance(text, dict) or found != name:
+        known = " or ".join(map(repr, inner))
+        problems.append(f"`text_config` must be an object of model_type={known}, and is {found!r}")
         return name, {}
     told = {key: raw[key] for key in ("tie_word_embeddings", "quantization_config") if key in raw}
     return name, text | {"tie_word_embeddings": True} | told  # tied unless the folder has a head (`folder.as_stored`)
@@ -89,8 +89,8 @@ def _check_keys(raw: dict[str, Any], dialect: Dialect, problems: list[str]) -> N
     only |= {**dialect.harmless, **_only_all(dialect), **dialect.only}
     if "layer_types" not in read:  # all layers are alike, which a list may say too
         listed = raw.get("layer_types")
-        kind = "sliding_attention" if all_local(raw, dialect) else "full_attention"
-        only["layer_types"] = ([kind] * (len(listed) if isinstance(listed, list) else 1), None)
+        layer = "sliding_attention" if all_local(raw, dialect) else "full_attention"
+        only["layer_types"] = ([layer] * (len(listed) if isinstance(listed, list) else 1), None)
     known = read | set(only)
     problems += [_unknown(key, known) for key in raw if key not in known]
     problems += [

@@ -155,7 +155,7 @@ def expected(folder: Path, config: Config, tensors: dict[str, Tensor]) -> dict[s
     needed = sum(math.prod(row.shape(dims)[: len(row.stack)]) for row in table)
     if needed > len(tensors) + 10_000:  # listing them could take more memory than the files
         raise refusal(folder, f"its config.json describes {needed} tensors, and its files hold {len(tensors)}.")
-    shapes = {name: row.disk_shape(dims) for row in table for name, _ in row.places(dims)}
+    shapes = {name: row.disk_shape(dims) for row in table for name, _ in row.tensors(dims)}
     problems = [f"missing: {name} {list(shape)}" for name, shape in shapes.items() if name not in tensors]
     for name, tensor in tensors.items():
         if name in shapes or name.endswith(config.unread) or name.startswith(config.beside):

@@ -120,54 +120,54 @@ def _scaling(told, freqs, theta, head_dim):
                 known = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
                 return {"rope_type": "llama3", "factor": factor, **known}
         return {"rope_type": "unknown factors of rope_freqs.weight"}
-    kind = told.get("rope.scaling.type", "none")
-    if kind == "none":
+    stretch = told.get("rope.scaling.type", "none")
+    if stretch == "none":
         return None
-    scaling = {"rope_type": kind, "factor": float(told.get("rope.scaling.factor", 1.0))}
-    if "rope.scaling.original_context_length" in told and kind != "linear":
+    scaling = {"rope_type": stretch, "factor": float(told.get("rope.scaling.factor", 1.0))}
+    if "rope.scaling.original_context_length" in told and stretch != "linear":
         scaling["original_max_position_embeddings"] = told["rope.scaling.original_context_length"]
     return scaling
 
 
 def _tensor(file, name, index, held) -> Decoded:
-    kind, shape = held.tensor_type, tuple(int(size) for size in reversed(held.shape))
+    block, shape = held.tensor_type, tuple(int(size) for size in reversed(held.shape))
     data = _Bytes(file, name, tuple(held.data.shape), "U8", None, index)
-    label = _LABELS.get(kind.name, "F32")
-    return made(name, shape, label, (data,), functools.partial(_decode, kind=kind), _kept(kind.name, shape))
+    label = _LABELS.get(block.name, "F32")
+    return made(name, shape, label, (data,), functools.partial(_decode, block=block), _kept(block.name, shape))
 
 
-def _decode(data, *, kind):
+def _decode(data, *, block):
     from gguf.quants import dequantize
 
-    return dequantize(data, kind)
+    return dequantize(data, block)
 
 
-def _kept(kind, shape):
+def _kept(block, shape):
     """Say how blocks of 32 integers with a scale before them stay; others, of several scales, cannot."""
-    if kind not in ("Q8_0", "Q4_0") or len(shape) != 2:
+    if block not in ("Q8_0", "Q4_0") or len(shape) != 2:
         return None
 
     def split(data):
         blocks = data.reshape(shape[0], shape[1] // 32, -1)
         scale = np.ascontiguousarray(blocks[..., :2]).view(np.float16)[..., 0]
-        if kind == "Q8_0":
+        if block == "Q8_0":
             return np.ascontiguousarray(blocks[..., 2:]).view(np.int8).reshape(shape), scale
         codes = np.concatenate([blocks[..., 2:] & 15, blocks[..., 2:] >> 4], axis=-1).reshape(shape)
         return codes[:, ::2] | (codes[:, 1::2] << 4), scale
 
-    return Kept("int8" if kind == "Q8_0" else "int4", shape[1] // 32, np.dtype("f2"), split)
+    return Kept("int8" if block == "Q8_0" else "int4", shape[1] // 32, np.dtype("f2"), split)
 
 
 def named(raw: Mapping[str, Any], config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a file's tensors by Hugging Face's names, as they are there."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
-    name = next(name for name, kind in _MODELS.items() if kind == raw["model_type"])
+    name = next(name for name, theirs in _MODELS.items() if theirs == raw["model_type"])
     arch = next(arch for arch, called in MODEL_ARCH_NAMES.items() if called == name)
     table, found = get_tensor_name_map(arch, config.num_layers), {}
     left = {one: tensor for one, tensor in tensors.items() if one not in _UNREAD}
     for row in rows(config):
-        for theirs, _ in row.places(config.dims):
+        for theirs, _ in row.tensors(config.dims):
             base, _, end = theirs.rpartition(".")
             held = left.pop(f"{table.get_name(base)}.{end}", None)
             if held is not None:
@@ -191,6 +191,6 @@ def _undone(held, theirs, name, config):
     order = np.arange(held.shape[0]).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
     kept = held.kept
     if kept is not None:
-        kept = Kept(kept.kind, kept.groups, kept.scale, functools.partial(_in_order, kept.read, order))
+        kept = Kept(kept.format, kept.groups, kept.scale, functools.partial(_in_order, kept.read, order))
     decode = lambda data: held.decode(data).reshape(held.shape)[order]
     return made(theirs, held.shape, held.dtype, held.parts, decode, kept)

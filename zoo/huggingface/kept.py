@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zoo.config import Config, rows
-from zoo.formats import Kind
+from zoo.formats import Format
 from zoo.huggingface.folder import refusal
 from zoo.huggingface.quantised import Decoded, Kept, described
 from zoo.huggingface.tensors import Tensor
@@ -24,7 +24,7 @@ from zoo.quantised import Quantised, layout, outputs_by_inputs
 
 def _kept_of(row: Row, dims: dict[str, int], tensors: dict[str, Tensor]) -> list[Kept | None]:
     """Return how each tensor of a parameter stays in fewer bits; None for those that are not."""
-    found = [tensors[name] for name, _ in row.places(dims)]
+    found = [tensors[name] for name, _ in row.tensors(dims)]
     return [one.kept if isinstance(one, Decoded) else None for one in found]
 
 
@@ -34,14 +34,14 @@ def kept_rows(folder: Path, config: Config, tensors: dict[str, Tensor]) -> list[
     Raises:
         ValueError: there are none, or some of those in fewer bits cannot: all of them in one message.
     """
-    made = lambda row: any(isinstance(tensors[name], Decoded) for name, _ in row.places(config.dims))
+    made = lambda row: any(isinstance(tensors[name], Decoded) for name, _ in row.tensors(config.dims))
     found = [row for row in rows(config) if not row.looked_up and row.fan_in and made(row)]
     if not found:
         raise refusal(folder, "its weights are not in fewer bits, so quantise=as_stored has nothing to keep. Leave it.")
 
     def stays(row):
         kept = _kept_of(row, config.dims, tensors)
-        alike = {None if one is None else (one.kind, one.groups, one.scale, one.zeros) for one in kept}
+        alike = {None if one is None else (one.format, one.groups, one.scale, one.zeros) for one in kept}
         lies = outputs_by_inputs(row) or all(one is not None and one.turned for one in kept)
         return len(alike) == 1 and None not in alike and lies
 
@@ -59,14 +59,14 @@ def as_quantised(row: Row, dims: dict[str, int], tensors: dict[str, Tensor], dty
     """Return a parameter in fewer bits as its files have it, of zeros yet."""
     kept = _kept_of(row, dims, tensors)[0]
     assert kept is not None
-    kind, shape = Kind(kept.kind), row.shape(dims)
+    format, shape = Format(kept.format), row.shape(dims)
     inputs = math.prod(dims[letter] for letter in row.fan_in)
     lead = *shape[: len(row.lead)], math.prod(shape[len(row.lead) :]) // inputs
-    stored = {Kind.int8: jnp.int8, Kind.fp8: jnp.float8_e4m3fn}.get(kind, jnp.uint8)
-    values = zeros((*lead, inputs * kind.bits // 8), stored)
+    stored = {Format.int8: jnp.int8, Format.fp8: jnp.float8_e4m3fn}.get(format, jnp.uint8)
+    values = zeros((*lead, inputs * format.bits // 8), stored)
     scale = zeros((*lead, kept.groups), kept.scale)
     zero = zeros((*lead, kept.groups), jnp.int8) if kept.zeros else None
-    return Quantised(values, scale, zero=zero, **layout(row, dims, kind, dtype))
+    return Quantised(values, scale, zero=zero, **layout(row, dims, format, dtype))
 
 
 def load_kept(
@@ -74,20 +74,20 @@ def load_kept(
 ) -> Quantised:
     """Return a parameter that stays in fewer bits, read a tensor at a time; on a mesh it is whole on every device."""
     parts: tuple[np.ndarray, ...] = ()
-    for name, place in row.places(dims):
+    for name, index in row.tensors(dims):
         tensor = tensors[name]
         assert isinstance(tensor, Decoded) and tensor.kept is not None
         read = tensor.kept.read(*(one.array() for one in tensor.parts))
         own = [_own_outputs(row, dims, array) for array in read]
         parts = parts or tuple(np.empty((*row.shape(dims)[: len(row.stack)], *one.shape), one.dtype) for one in own)
         for part, one in zip(parts, own, strict=True):
-            part[place] = one
+            part[index] = one
     if mesh is not None:
         parts = jax.device_put(parts, NamedSharding(mesh, PartitionSpec()))
     kept = _kept_of(row, dims, tensors)[0]
     assert kept is not None
     values, scale, *zero = map(jnp.asarray, parts)
-    how = layout(row, dims, Kind(kept.kind), dtype)
+    how = layout(row, dims, Format(kept.format), dtype)
     return Quantised(values, scale, zero=zero[0] if zero else None, **how)
 
 
@@ -95,13 +95,13 @@ def _own_outputs(row: Row, dims: dict[str, int], array: np.ndarray) -> np.ndarra
     """Return the rows of a matrix `[*lead, out, ...]` on disk that are one parameter's, where it holds several."""
     letters = [letter for letter in "".join(row.disk) if letter not in row.fan_in]  # of experts, these too
     every, lead, last = row.disk_dims(dims), array.shape[:-2], array.shape[-1]
-    own = tuple(row.places_on_disk(letter, 0, dims[letter], dims) for letter in letters)
+    own = tuple(row.slice_on_disk(letter, 0, dims[letter], dims) for letter in letters)
     return array.reshape(*(every[letter] for letter in letters), last)[own].reshape(*lead, -1, last)
 
 
 def kept_together(leaves: list[Any]) -> bool:
     """Return whether all that a tensor on disk holds is in fewer bits, and may be written so."""
-    alike = {(leaf.kind, leaf.group) if isinstance(leaf, Quantised) else None for leaf in leaves}
+    alike = {(leaf.format, leaf.group) if isinstance(leaf, Quantised) else None for leaf in leaves}
     return len(alike) == 1 and None not in alike
 
 
@@ -118,17 +118,17 @@ def quantisation(tensors: Mapping[str, list[tuple[Row, Any]]], dtype: str) -> di
     kept = {name: parts[0][1] for name, parts in tensors.items() if kept_together([leaf for _, leaf in parts])}
     if not kept:
         return {}
-    if any(not leaf.kind.made or leaf.zero is not None for leaf in kept.values()):
+    if any(not leaf.format.made or leaf.zero is not None for leaf in kept.values()):
         raise ValueError(
             "cannot save a model whose matrices are kept as floats of 8 or 4 bits, or with zeros of their own: load "
             "it without quantise=as_stored, and save that; adapters over it are saved by themselves."
         )
     whole = all(leaf.scale.shape[-1] == 1 for leaf in kept.values())
-    alike = {(leaf.kind, None if whole else leaf.group) for leaf in kept.values()}
+    alike = {(leaf.format, None if whole else leaf.group) for leaf in kept.values()}
     if len(alike) > 1:
-        said = ", ".join(sorted(f"{kind} in groups of {group}" for kind, group in alike))
+        said = ", ".join(sorted(f"{format} in groups of {group}" for format, group in alike))
         raise ValueError(f"cannot save a model whose matrices are {said}: a folder has one kind. Quantise all alike.")
-    ((kind, group),) = alike
+    ((format, group),) = alike
     linear = {name for name, parts in tensors.items() if parts[0][0].fan_in and not parts[0][0].looked_up}
     skipped = sorted({name.removesuffix(".weight") for name in linear - set(kept)} | {"lm_head"})
-    return {"quantization_config": described(kind, group, skipped, dtype)}
+    return {"quantization_config": described(format, group, skipped, dtype)}

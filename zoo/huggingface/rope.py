@@ -12,7 +12,7 @@ _KEYS = {"rope_theta", "rope_scaling", "rope_parameters"}
 _PARTIAL = "partial_rotary_factor"
 _LOCAL = "rope_local_base_freq"
 _TYPES = ("full_attention", "sliding_attention")
-# kind: its keys in the file, and our fields
+# rope_type: its keys in the file, and our fields
 _ORIGINAL = "original_max_position_embeddings"
 _LENGTH = {_ORIGINAL: "original_length"}
 _FIELDS: dict[RopeKind, dict[str, str]] = {
@@ -109,40 +109,41 @@ def _scaling(
 ) -> RopeScaling | None:
     """Read a stretch; `plain` allows none, and `lengths` are of the longest text and of those trained on."""
     rope = {key: value for key, value in rope.items() if value is not None or key == "truncate"}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    kind = renamed.get(kind, kind) if isinstance(kind, str) else kind
-    kinds = ("default",) if plain else ("default", *RopeKind)
-    if kind not in kinds:
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    rope_type = renamed.get(rope_type, rope_type) if isinstance(rope_type, str) else rope_type
+    known = ("default",) if plain else ("default", *RopeKind)
+    if rope_type not in known:
         problems.append(
-            f"`{name}`={rope!r} is not supported, only rope_type {' or '.join(repr(str(k)) for k in kinds)}"
+            f"`{name}`={rope!r} is not supported, only rope_type {' or '.join(repr(str(k)) for k in known)}"
         )
         return None
-    keys = {} if kind == "default" else _FIELDS[RopeKind(kind)]
-    scales = {"mscale", "mscale_all_dim", "max_position_embeddings"} if kind == "yarn" else set()
-    # transformers writes the length whatever the kind
+    keys = {} if rope_type == "default" else _FIELDS[RopeKind(rope_type)]
+    scales = {"mscale", "mscale_all_dim", "max_position_embeddings"} if rope_type == "yarn" else set()
+    # transformers writes the length whatever the type
     extra = set(rope) - set(keys) - {"rope_theta", "rope_type", "type", "partial_rotary_factor", *_LENGTH} - scales
     if extra or rope.get("partial_rotary_factor", 1.0) != 1.0 or (plain and set(rope) & set(_LENGTH)):
         problems.append(
-            f"`{name}`={rope!r} is not supported, only rope_type {kind!r} with {', '.join(keys) or 'no more'}"
+            f"`{name}`={rope!r} is not supported, only rope_type {rope_type!r} with {', '.join(keys) or 'no more'}"
         )
         return None
-    if kind == "default":
+    if rope_type == "default":
         return None
-    return _stretch(RopeKind(kind), rope, name, lengths, problems)
+    return _stretch(RopeKind(rope_type), rope, name, lengths, problems)
 
 
 def _stretch(
-    kind: RopeKind, rope: dict[str, Any], name: str, lengths: tuple[int, Any], problems: list[str]
+    rope_type: RopeKind, rope: dict[str, Any], name: str, lengths: tuple[int, Any], problems: list[str]
 ) -> RopeScaling | None:
     before, longest = len(problems), lengths[0]
     length = longest
-    if kind is RopeKind.longrope:
+    if rope_type is RopeKind.longrope:
         if lengths[1] is not None:  # what is told beside counts first
             rope = rope | {_ORIGINAL: lengths[1]}
         original = rope.get(_ORIGINAL, length)
         rope = {"factor": longest / original if type(original) is int and original > 0 else 1.0} | rope
-    fields: dict[str, Any] = {"kind": kind} if kind is RopeKind.linear else {"kind": kind, "original_length": length}
-    for key, field in _FIELDS[kind].items():
+    fields: dict[str, Any] = {"kind": rope_type}
+    fields |= {} if rope_type is RopeKind.linear else {"original_length": length}
+    for key, field in _FIELDS[rope_type].items():
         value = rope.get(key)
         if key == "truncate":
             fields[field] = rope.get(key, True)
@@ -151,7 +152,7 @@ def _stretch(
         elif key in _LISTS:
             fields[field] = _numbers(value, problems, f"{name}.{key}")
         elif value is None and key in _NEEDED:
-            problems.append(f"`{name}` has no `{key}`, which rope_type {str(kind)!r} needs")
+            problems.append(f"`{name}` has no `{key}`, which rope_type {str(rope_type)!r} needs")
         elif field == "original_length":
             fields[field] = value if type(value) is int else length
             if value is not None and type(value) is not int:

@@ -31,16 +31,16 @@ def load_leaf(
         DamagedError: a tensor is not what its file's digest says. A process that needs a part of a tensor alone reads
             only that, and cannot check it.
     """
-    shape, places = row.shape(dims), row.places(dims)
+    shape, parts = row.shape(dims), row.tensors(dims)
     sharding = sharding_of(mesh, row.letters, shape, axes)
     if not row.stack:
-        ((name, _),) = places
+        ((name, _),) = parts
         return _on_devices(shape, sharding, lambda wanted: read_parts(row, dims, {(): tensors[name]}, dtype, wanted))
     leaf = jax.jit(functools.partial(jnp.zeros, shape, dtype), out_shardings=sharding)()
     put = jax.jit(_put, donate_argnums=0, out_shardings=sharding)
     layer_sharding = NamedSharding(mesh, PartitionSpec(*sharding.spec[1:]))
-    for layer, group in itertools.groupby(places, lambda place: place[1][0]):
-        members = {place[1:]: tensors[name] for name, place in group}
+    for layer, group in itertools.groupby(parts, lambda part: part[1][0]):
+        members = {index[1:]: tensors[name] for name, index in group}
         read = functools.partial(read_parts, row, dims, members, dtype)
         piece = _on_devices(shape[1:], layer_sharding, read)
         leaf = put(leaf, piece, layer).block_until_ready()  # or layers would wait for their turn in memory
@@ -85,11 +85,11 @@ def read_parts(
     """
     depth = max(0, len(row.stack) - 1)
     parts = {bounds: np.empty([stop - start for start, stop in bounds], dtype) for bounds in wanted}
-    for place, tensor in members.items():
+    for index, tensor in members.items():
         views = {}
         for bounds, part in parts.items():
-            lead = tuple(at - start for at, (start, _) in zip(place, bounds, strict=False))
-            if all(start <= at < stop for at, (start, stop) in zip(place, bounds, strict=False)):
+            lead = tuple(at - start for at, (start, _) in zip(index, bounds, strict=False))
+            if all(start <= at < stop for at, (start, stop) in zip(index, bounds, strict=False)):
                 views[bounds[depth:]] = part[lead]
         boxes = {bounds: _on_disk(row, dims, bounds) for bounds in views}
         read = _read(tensor, set(boxes.values()))
@@ -105,7 +105,7 @@ def _on_disk(row: Row, dims: dict[str, int], bounds: Bounds) -> Bounds:
     for group in row.disk:
         rest = math.prod(sizes[letter] for letter in group[1:])
         whole = all(of[letter] == (0, sizes[letter]) for letter in group[1:])
-        cut = row.places_on_disk(group[0], *of[group[0]], dims)
+        cut = row.slice_on_disk(group[0], *of[group[0]], dims)
         start, stop = (cut.start, cut.stop) if whole and cut.step in (None, 1) else (0, sizes[group[0]])
         box.append((start * rest, stop * rest))
     return tuple(box)
@@ -121,7 +121,7 @@ def _turned(read, row, dims, bounds):
         shape += [size // math.prod(rest), *rest]
     split = read.reshape(shape).transpose([left.index(letter) for letter in right])
     cut = [
-        row.places_on_disk(letter, *of[letter], dims) if size != stop - start else slice(None)
+        row.slice_on_disk(letter, *of[letter], dims) if size != stop - start else slice(None)
         for letter, size, (start, stop) in zip(right, split.shape, bounds, strict=True)
     ]
     return split[tuple(cut)]

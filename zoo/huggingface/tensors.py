@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 # What parameters may be; the rest stand for some (`zoo.huggingface.quantised`).
 DTYPES = {"F32": np.dtype("f4"), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype("f2"), "F64": np.dtype("f8")}
-_KINDS = DTYPES | {
+_NUMPY = DTYPES | {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
     **{f"{letter}{bits}": np.dtype(f"{letter.lower()}{bits // 8}") for letter in "IU" for bits in (8, 16, 32, 64)},
@@ -67,17 +67,17 @@ class Tensor:
         Raises:
             DamagedError: the bytes are not those that the file's own digest was made of.
         """
-        count, digest, kind = self.shape[0], hashlib.sha256(), _KINDS[self.dtype]
+        count, digest, dtype = self.shape[0], hashlib.sha256(), _NUMPY[self.dtype]
         row = math.prod(self.shape[1:])
         step = count if whole else max(1, _CHUNK // row)
         for start in range(0, count, step):
             rows = min(step, count - start)
-            offset, size = self.start + start * row * kind.itemsize, rows * row * kind.itemsize
+            offset, size = self.start + start * row * dtype.itemsize, rows * row * dtype.itemsize
             try:
                 memory = mapped(self.file, offset, size)
             except ValueError:
                 raise DamagedError(f"{self.file.name}: `{self.name}` ends before its last row") from None
-            piece = np.frombuffer(memory, kind, rows * row, len(memory) - size).reshape(rows, *self.shape[1:])
+            piece = np.frombuffer(memory, dtype, rows * row, len(memory) - size).reshape(rows, *self.shape[1:])
             if self.digest is not None:
                 digest.update(as_bytes(piece))
             yield start, piece
@@ -88,7 +88,7 @@ class Tensor:
     def array(self) -> np.ndarray:
         """Return the whole tensor, of whatever type it is."""
         if not self.shape:
-            return np.fromfile(self.file, _KINDS[self.dtype], 1, offset=self.start).reshape(())
+            return np.fromfile(self.file, _NUMPY[self.dtype], 1, offset=self.start).reshape(())
         return next(piece.copy() for _, piece in self.pieces(whole=True))
 
     def part(self, index: tuple[slice, ...]) -> np.ndarray:

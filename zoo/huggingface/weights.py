@@ -95,14 +95,14 @@ def load(
     kept = kept_rows(folder, config, tensors) if quantise == AS_STORED else ()
     leaves, damaged = {}, []
     for row in rows(config):
-        kind = _kind(row, config, tensors, dtype)
+        own = _dtype_of(row, config, tensors, dtype)
         try:
             if row in kept:
-                leaves[row.leaf] = load_kept(row, config.dims, tensors, kind, mesh)
+                leaves[row.leaf] = load_kept(row, config.dims, tensors, own, mesh)
             elif mesh is None:
-                leaves[row.leaf] = _load_leaf(row, config.dims, tensors, kind)
+                leaves[row.leaf] = _load_leaf(row, config.dims, tensors, own)
             else:
-                leaves[row.leaf] = load_leaf(row, config.dims, tensors, kind, mesh, axes)
+                leaves[row.leaf] = load_leaf(row, config.dims, tensors, own, mesh, axes)
         except DamagedError as error:
             damaged.append(str(error))
     if damaged:
@@ -124,11 +124,11 @@ def shapes(path: str | os.PathLike, *, dtype: DTypeLike | None = None, quantise:
     def build():
         leaves = {}
         for row in rows(config):
-            kind = _kind(row, config, tensors, dtype)
+            own = _dtype_of(row, config, tensors, dtype)
             if row in kept:
-                leaves[row.leaf] = as_quantised(row, config.dims, tensors, kind, jnp.zeros)
+                leaves[row.leaf] = as_quantised(row, config.dims, tensors, own, jnp.zeros)
             else:
-                leaves[row.leaf] = jnp.zeros(row.shape(config.dims), kind)
+                leaves[row.leaf] = jnp.zeros(row.shape(config.dims), own)
         model = model_class(config).build(config, leaves)
         return model if quantise in (None, AS_STORED) else quantised(model, quantise)
 
@@ -147,11 +147,11 @@ def _opened(path: str | os.PathLike) -> tuple[Path, Config, dict[str, Tensor]]:
     return folder, config, expected(folder, config, tensors)
 
 
-def _kind(row: Row, config: Config, tensors: dict[str, Tensor], dtype: DTypeLike | None) -> jnp.dtype:
+def _dtype_of(row: Row, config: Config, tensors: dict[str, Tensor], dtype: DTypeLike | None) -> jnp.dtype:
     """Return what to store a parameter in."""
     if row.wide:
         return jnp.dtype(jnp.float32)
-    on_disk = {_DTYPES[tensors[name].dtype] for name, _ in row.places(config.dims)}
+    on_disk = {_DTYPES[tensors[name].dtype] for name, _ in row.tensors(config.dims)}
     return jnp.result_type(*on_disk) if dtype is None else jnp.dtype(dtype)
 
 
@@ -245,17 +245,17 @@ def _load_leaf(row: Row, dims: dict[str, int], tensors: dict[str, Tensor], dtype
         # Copied, and so JAX's own; a program that makes zeros would be compiled for each shape.
         leaf = jax.device_put(_unaligned(row.shape(dims), dtype), may_alias=False)
         memory = _memory(leaf.block_until_ready())
-        for name, place in row.places(dims):
+        for name, index in row.tensors(dims):
             for start, piece in tensors[name].pieces(bool(row.stack)):
-                into = memory[place] if row.stack else memory[start : start + len(piece)]
+                into = memory[index] if row.stack else memory[start : start + len(piece)]
                 _copy(into, row.turned(piece, dims) if row.stack else piece)
         return leaf
     leaf = jnp.zeros(row.shape(dims), dtype)
-    for name, place in row.places(dims):
+    for name, index in row.tensors(dims):
         for start, piece in tensors[name].pieces(bool(row.stack)):
             turned = _turn(piece, row=row, sizes=sizes, dtype=dtype)
             # One piece at a time: those that wait for their turn would be in memory beside the leaf.
-            leaf = _put(leaf, turned, place or (start,)).block_until_ready()
+            leaf = _put(leaf, turned, index or (start,)).block_until_ready()
     return leaf
 
 
@@ -307,48 +307,48 @@ def _turn(piece, *, row, sizes, dtype):
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _put(leaf, turned, starts):
-    """Write a tensor into its place in a leaf."""
+    """Write a tensor into a leaf, at its index."""
     starts = tuple(starts) + (0,) * (leaf.ndim - len(starts))
     return jax.lax.dynamic_update_slice(leaf, turned.reshape((1,) * (leaf.ndim - turned.ndim) + turned.shape), starts)
 
 
 def _take(model: Any, name: str, parts: list[Part]) -> dict[str, np.ndarray]:
     """Return one tensor as it is on disk, with all that it holds; of one in fewer bits, the tensors that it is."""
-    (row, place), dims = parts[0], model.config.dims
+    (row, index), dims = parts[0], model.config.dims
     leaves: list[Any] = [_leaf(model, row) for row, _ in parts]
     if kept_together(leaves):
         own = [(_at(leaf.values, at), _at(leaf.scale, at)) for leaf, (_, at) in zip(leaves, parts, strict=True)]
         values, scale = (np.concatenate(arrays) for arrays in zip(*own, strict=True))
-        return written(leaves[0].kind, name, values, scale, leaves[0].dtype.name)
+        return written(leaves[0].format, name, values, scale, leaves[0].dtype.name)
     if not row.stack:
         leaf = whole(leaves[0])
         return {name: np.ascontiguousarray(leaf if leaf.is_fully_addressable else _gathered(leaf, (...,)))}
     tensor = np.empty(row.disk_shape(dims), leaves[0].dtype)
-    for row, place in parts:
+    for row, index in parts:
         leaf = _leaf(model, row)
-        part = jax.tree.map(lambda array, place=place: _at(array, place), leaf)
+        part = jax.tree.map(lambda array, index=index: _at(array, index), leaf)
         row.write(np.asarray(whole(jax.tree.map(jnp.asarray, part))), tensor, dims)
     return {name: tensor}
 
 
-def _at(array: jax.Array, place: tuple[int, ...]) -> np.ndarray:
+def _at(array: jax.Array, index: tuple[int, ...]) -> np.ndarray:
     """Return one tensor of a stack, on the host."""
     on_mesh = isinstance(array.sharding, NamedSharding)
-    return np.asarray(_gathered(array, place or (...,)) if on_mesh else array[place])
+    return np.asarray(_gathered(array, index or (...,)) if on_mesh else array[index])
 
 
-def _gathered(leaf: jax.Array, place: tuple[Any, ...]) -> jax.Array:
+def _gathered(leaf: jax.Array, index: tuple[Any, ...]) -> jax.Array:
     """Return one tensor of a leaf that lies on a mesh, whole on every device: any process may then write it."""
     assert isinstance(leaf.sharding, NamedSharding)
-    return leaf.at[place].get(out_sharding=NamedSharding(leaf.sharding.mesh, PartitionSpec()))
+    return leaf.at[index].get(out_sharding=NamedSharding(leaf.sharding.mesh, PartitionSpec()))
 
 
 def _tensors(model: Any) -> dict[str, list[Part]]:
     """Return every tensor on disk, and what it holds."""
     tensors: dict[str, list[Part]] = {}
     for row in rows(model.config):
-        for name, place in row.places(model.config.dims):
-            tensors.setdefault(name, []).append((row, place))
+        for name, index in row.tensors(model.config.dims):
+            tensors.setdefault(name, []).append((row, index))
     return tensors
 
 

@@ -209,9 +209,9 @@ class Widened(AbstractMatrix):
         """Return the matrix as one of another dtype."""
         return Widened(self.array, jnp.dtype(dtype))
 
-    def einsum(self, pattern: str, x: Float[Array, "..."], kind: DTypeLike | None = None) -> Float[Array, "..."]:
+    def einsum(self, pattern: str, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
         """Return `jnp.einsum(pattern, x, matrix)` in a dtype; None is that of `x`."""
-        return einsum(pattern, x.astype(self.array.dtype), self.array).astype(x.dtype if kind is None else kind)
+        return einsum(pattern, x.astype(self.array.dtype), self.array).astype(x.dtype if dtype is None else dtype)
 
 
 def linear(

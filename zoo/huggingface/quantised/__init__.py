@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from zoo.formats import Kind
+from zoo.formats import Format
 from zoo.huggingface.quantised import bitsandbytes, compressed, fp8, mxfp4, packed
 from zoo.huggingface.quantised.decoded import Decoded as Decoded
 from zoo.huggingface.quantised.decoded import Kept as Kept
@@ -57,25 +57,25 @@ def decoded(raw: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor
     return rest | found
 
 
-def written(kind: Kind, name: str, values: np.ndarray, scale: np.ndarray, dtype: str) -> dict[str, np.ndarray]:
+def written(format: Format, name: str, values: np.ndarray, scale: np.ndarray, dtype: str) -> dict[str, np.ndarray]:
     """Return the tensors that a matrix `[out, in]` in fewer bits is on disk, given as `Kept.read` returns it.
 
     Integers are written in compressed-tensors' format, nf4 in that of bitsandbytes.
 
     Args:
-        kind: what the integers stand for.
+        format: what the integers stand for.
         name: of the tensor that it stands for.
         values: integers.
         scale: of each output's groups.
         dtype: what the matrix counts as.
     """
-    if kind is Kind.nf4:
+    if format is Format.nf4:
         return bitsandbytes.write(name, values, scale, dtype)
-    return compressed.write(name, values, scale, kind.bits)
+    return compressed.write(name, values, scale, format.bits)
 
 
-def described(kind: Kind, group: int | None, skipped: list[str], dtype: str) -> dict[str, Any]:
+def described(format: Format, group: int | None, skipped: list[str], dtype: str) -> dict[str, Any]:
     """Return the `quantization_config` of a folder of which all linear modules but some are kept so."""
-    if kind is Kind.nf4:
+    if format is Format.nf4:
         return bitsandbytes.settings(skipped, dtype)
-    return compressed.settings(skipped, kind.bits, group)
+    return compressed.settings(skipped, format.bits, group)

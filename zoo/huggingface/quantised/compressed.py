@@ -20,9 +20,9 @@ def read(settings: dict[str, Any], tensors: Mapping[str, Tensor], label: str) ->
     Raises:
         ValueError: the format is another, or its integers have zeros of their own.
     """
-    kind = settings.get("format")
-    if kind not in _FORMATS:
-        raise ValueError(f"`quantization_config`'s format={kind!r} is not supported, only {', '.join(_FORMATS)}.")
+    format = settings.get("format")
+    if format not in _FORMATS:
+        raise ValueError(f"`quantization_config`'s format={format!r} is not supported, only {', '.join(_FORMATS)}.")
     if zeros := ends(tensors, ".weight_zero_point"):
         raise ValueError(f"`{zeros[0]}.weight_zero_point` is not supported: only symmetric integers are.")
     weights = [group.get("weights") or {} for group in (settings.get("config_groups") or {}).values()]

@@ -15,7 +15,7 @@ class Kept:
     """How a matrix `[out, in]` can stay in fewer bits, as `zoo.quantised` has it.
 
     Attributes:
-        kind: what they stand for: one of `zoo.formats.Kind`.
+        format: what they stand for: one of `zoo.formats.Format`.
         groups: how many scales an output has.
         scale: the type of scales.
         read: returns integers `[out, in]`, of four bits two in a byte with the first in its lower half, and scales
@@ -24,7 +24,7 @@ class Kept:
         turned: they lie as `[E, out, in]` where the tensor is `[E, in, out]`, of all experts.
     """
 
-    kind: str
+    format: str
     groups: int
     scale: np.dtype
     read: Callable[..., tuple[np.ndarray, ...]]
