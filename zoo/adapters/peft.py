@@ -10,7 +10,7 @@ import math
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -86,34 +86,38 @@ def load(path: str | os.PathLike, model: PyTree) -> PyTree:
     folder = Path(path).expanduser()
     settings = read(folder)
     dims = model.config.dims
-    tensors = experts.apart(_read(folder), settings, dims.get("E", 1))
-    found, parts, problems, used = [], [], [], set()
+    opened = _Opened(settings, experts.apart(_read(folder), settings, dims.get("E", 1)), dims)
+    found, parts = [], []
     for row, whole in matrices(model):
         held = experts.as_parameter(row) if settings.parameters else row
         if held.stack != held.lead:
             continue
-        part = _part(held, whole, settings, tensors, used, dims, problems)
+        part = _part(held, whole, opened)
         if part is not None:
             found.append(row)
             parts.append(part)
-    problems += [f"unexpected: {name} {list(tensor.shape)}" for name, tensor in tensors.items() if name not in used]
+    left = {name: tensor for name, tensor in opened.tensors.items() if name not in opened.used}
+    problems = opened.problems + [f"unexpected: {name} {list(tensor.shape)}" for name, tensor in left.items()]
     if problems or not found:
         lines = "\n".join(f"  {problem}" for problem in problems) or "  it has no tensors"
         raise ValueError(f"the adapter in `{folder}` does not belong to this model:\n{lines}")
     return put(model, found, parts)
 
 
-def _part(
-    row: Row,
-    whole: Any,
-    settings: Settings,
-    tensors: dict[str, np.ndarray],
-    used: set[str],
-    dims: dict[str, int],
-    problems: list[str],
-) -> LowRank | None:
+@dataclass(frozen=True)
+class _Opened:
+    """An adapter's settings and tensors, those of them that have been used, and what is wrong with them."""
+
+    settings: Settings
+    tensors: dict[str, np.ndarray]
+    dims: dict[str, int]
+    used: set[str] = field(default_factory=set)
+    problems: list[str] = field(default_factory=list)
+
+
+def _part(row: Row, whole: Any, opened: _Opened) -> LowRank | None:
     """Return a matrix with what is added to it, having noted its tensors as used; None where there is nothing."""
-    sides = _sides(row, settings, tensors, used, dims, problems)
+    sides, settings, dims = _sides(row, opened), opened.settings, opened.dims
     if not sides:
         return None
     out, into = _out_in(row, dims)
@@ -143,22 +147,16 @@ def _part(
     return LowRank(whole, a.astype(dtype), b.astype(dtype), scale, magnitude)
 
 
-def _sides(
-    row: Row,
-    settings: Settings,
-    tensors: dict[str, np.ndarray],
-    used: set[str],
-    dims: dict[str, int],
-    problems: list[str],
-) -> list[tuple[str, tuple[int, ...], dict[str, np.ndarray]]]:
+def _sides(row: Row, opened: _Opened) -> list[tuple[str, tuple[int, ...], dict[str, np.ndarray]]]:
     """Return what settings call each layer's module, its index and its tensors; none, and why, if they are wrong."""
-    out, into = _out_in(row, dims)
+    settings, tensors, problems = opened.settings, opened.tensors, opened.problems
+    out, into = _out_in(row, opened.dims)
     sides, missing, before = [], [], len(problems)
-    for name, index in row.tensors(dims):
+    for name, index in row.tensors(opened.dims):
         module = _module(name)
         names, target = dict(_names(module)), experts.target(module)
         taken = {part: tensors[one] for part, one in names.items() if one in tensors}
-        used.update(names.values())
+        opened.used.update(names.values())
         rank = settings.rank_of(target)
         shapes = {"A": (rank, into), "B": (out, rank), "magnitude": (out,), "base": (out, into)}
         problems += [
