@@ -9,7 +9,7 @@ A directory named by a step is complete: it is written under another name, and r
 Memory: arrays are written from where they are, uncompressed, so that saving itself copies nothing. Written in the
 background on a CPU, the saved arrays stay until they are on the disk beside those of the next steps: one more copy of
 the state; on other devices that copy is in the host's memory. Otherwise at most `STREAM_GB` leave a device at a time.
-`Saver` says when one is due, `open_checkpoints` what of a run goes into it.
+`Saver` says when one is due.
 """
 
 import json
@@ -381,32 +381,15 @@ def restore(
     return found
 
 
-def open_checkpoints(
-    path: Path,
-    how: configs.Checkpoint,
-    steps: int,
-    template: Any,
-    about: dict[str, Any],
-    free: int,
-    say: Callable[[str], None],
-    written: Callable[[], None],
-) -> Checkpoints:
-    """Return what writes a run's checkpoints: in the background where that fits.
+def check_room(path: Path, how: configs.Checkpoint, steps: int, need: int) -> None:
+    """Raise a CommandError unless there is room at a run's directory for the checkpoints that it will have at a time.
 
     Args:
-        path: the run's directory.
-        how: how many are kept, and how they are written.
+        path: the directory, or where it will be.
+        how: how many are kept.
         steps: of the run.
-        template: what of its state is kept, abstract or not.
-        about: goes into each one, as JSON.
-        free: bytes in which a copy of the state may be while it is written.
-        say: is told about each one that cannot be used.
-        written: is called after each.
-
-    Raises:
-        CommandError: there is no room on the disk for one.
+        need: bytes of each.
     """
-    need = sum(leaf.size * leaf.dtype.itemsize for leaf in named(template).values())  # of what devices share, the whole
     there = sum(name.name.isdecimal() for name in (path / FOLDER).glob("*"))
     more = max(1, min(how.keep + 1, steps) - there)  # the one that is written stands beside those kept
     room = shutil.disk_usage(next(folder for folder in (path, *path.absolute().parents) if folder.exists())).free
@@ -417,13 +400,38 @@ def open_checkpoints(
             f"a checkpoint takes {size(need)}{several}, and there is room for {size(room)} at {path}: "
             f"free some, keep fewer, give out=FOLDER on another disk, or checkpoint=none."
         )
+
+
+def total_bytes(template: Any) -> int:
+    """Return the bytes of a tree's arrays, abstract ones included; of what devices share, the whole."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in named(template).values())
+
+
+def open_checkpoints(
+    path: Path,
+    how: configs.Checkpoint,
+    about: dict[str, Any],
+    fits: bool,
+    say: Callable[[str], None],
+    written: Callable[[], None],
+) -> Checkpoints:
+    """Return what writes a run's checkpoints.
+
+    Args:
+        path: the run's directory.
+        how: how many are kept, and how they are written.
+        about: goes into each one, as JSON.
+        fits: whether a copy of the state may be in memory while it is written: then that is done in the background.
+        say: is told about each one that cannot be used.
+        written: is called after each.
+    """
     return Checkpoints(
         path / FOLDER,
         about,
         keep=how.keep,
         keep_every=how.keep_every,
         verify=how.verify,
-        background=need <= free if how.background is None else how.background,
+        background=fits if how.background is None else how.background,
         warn=lambda text: say(f"  warning: {text}"),
         written=written,
     )

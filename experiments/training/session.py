@@ -4,7 +4,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,7 +27,7 @@ from experiments.runtime.hardware import HardwareError
 from experiments.runtime.own import OwnError
 from experiments.runtime.signals import Stopped
 from experiments.step.build import OutOfMemoryError, Programs, out_of_memory
-from experiments.training.checkpoints import CheckpointError, Saver, open_checkpoints, restore
+from experiments.training.checkpoints import CheckpointError, Saver, check_room, open_checkpoints, restore, total_bytes
 from experiments.training.loop import DivergedError, Session
 from transforms import TileError
 from zoo.adapters import lora
@@ -57,22 +57,20 @@ def opened(
     Raises:
         CommandError: what went wrong within, in words for the user.
     """
-    config, progress = programs.config, Progress(programs.config.steps, programs.config.log_every)
+    config, how = programs.config, programs.config.checkpoint
+    progress = Progress(config.steps, config.log_every)
     hashes = {"data": source.fingerprint, "sources": own.sources(config)}
     about = {"overrides": overrides.pinned(argv, chosen), "config": overrides.plain(config), **hashes}
-    restored = None
-    if directory.path is not None and directory.before is not None:
-        for change in overrides.changed(directory.before, about):
-            progress.say(f"  changed  {change}")
-        restored = restore(directory.path, config.checkpoint, programs.kept_state, config.steps, progress.say)
+    restored = _restored(directory, about, programs, progress.say)
     done = None if restored is None else restored[0]
+    need, saves = total_bytes(programs.kept_state), how.wanted and (done or 0) < config.steps
+    if saves:
+        check_room(directory.path or directory.base.parent, how, config.steps, need)
     path = directory.open(about, overrides.dump(config, argv))
-    checkpoints = None
-    if config.checkpoint.wanted and (done or 0) < config.steps:
-        free = plan.left if config.hardware.platform is configs.Platform.cpu else hardware.host_memory() // 2
-        into = config.checkpoint, config.steps, programs.kept_state, about, free
-        checkpoints = open_checkpoints(path, *into, progress.say, directory.written)
-    saver = Saver(config.checkpoint, config.steps, programs.kept, checkpoints)
+    free = plan.left if config.hardware.platform is configs.Platform.cpu else hardware.host_memory() // 2
+    into = path, how, about, need <= free, progress.say, directory.written
+    checkpoints = open_checkpoints(*into) if saves else None
+    saver = Saver(how, config.steps, programs.kept, checkpoints)
     known, recorder = report.facts(plan, config), Recorder(None)
     if distributed.first():
         plots.remember(path, known)
@@ -86,6 +84,18 @@ def opened(
         finally:
             progress.close()
             leave(path, recorder, known, time.perf_counter() - began)
+
+
+def _restored(
+    directory: Directory, about: dict[str, Any], programs: Programs, say: Callable[[str], None]
+) -> tuple[int, Any] | None:
+    """Return the step and the state that a run goes on from, having said what it is told anew; None if it begins."""
+    if directory.path is None or directory.before is None:
+        return None
+    for change in overrides.changed(directory.before, about):
+        say(f"  changed  {change}")
+    config = programs.config
+    return restore(directory.path, config.checkpoint, programs.kept_state, config.steps, say)
 
 
 @contextlib.contextmanager

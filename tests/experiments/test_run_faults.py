@@ -95,10 +95,11 @@ def test_a_directory_has_one_run_at_a_time(start, tmp_path, capsys):
     assert start("run=held", "steps=1") == 0
 
 
-def test_there_is_room_for_a_checkpoint_more_than_are_kept(start, monkeypatch, capsys):
+def test_there_is_room_for_a_checkpoint_more_than_are_kept(start, tmp_path, monkeypatch, capsys):
     room = shutil.disk_usage("/")._replace(free=500_000)  # one takes 0.23 MB
     monkeypatch.setattr(shutil, "disk_usage", lambda _: room)
     assert start("checkpoint.every=1") == 1
+    assert not list(tmp_path.iterdir())
     error = capsys.readouterr().err
     assert ", 3 of them" in error and "(checkpoint.keep=2, and one more while it is written)" in error
     assert start("run=full", "checkpoint.every=1", "checkpoint.keep=1") == 0
