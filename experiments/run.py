@@ -67,18 +67,16 @@ def _run(argv: list[str], stop: Stop) -> int:
 def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str], stop: Stop | None = None) -> int:
     """Carry out a run and return its exit status, every expected error in one message. JAX is imported from here on.
 
-    `choices` are the options of each group, `argv` the overrides that say so; `stop`, entered already, hears that the
-    run is to end.
+    `choices` are each group's options, `argv` the overrides that say so; `stop`, entered already, hears of an end.
     """
     from experiments.data.batches import open_source
     from experiments.planning.report import report, say
     from experiments.planning.resolve import checked, resolve
     from experiments.results import metrics
     from experiments.results.directory import Directory
-    from experiments.runtime import distributed, hardware, meshes
+    from experiments.runtime import distributed, hardware, meshes, own
     from experiments.step.folders import with_weights
-    from experiments.training import session
-    from experiments.training.loop import train
+    from experiments.training import loop, session
 
     began, name = time.perf_counter(), choices["model"]
     with contextlib.ExitStack() as held:
@@ -110,8 +108,9 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str], sto
         plan = report(programs, name, overrides.variations(argv), device, stop.ask)
         stop.ask()
         if not run.plan:
-            with session.opened(directory, programs, plan, source, argv, chosen, began) as opened:
-                model = train(programs, source, opened, stop)
+            about = overrides.about(run, argv, chosen, data=source.fingerprint, sources=own.sources(run))
+            with session.opened(directory, programs, plan, about, began) as opened:
+                model = loop.train(programs, source, opened, stop)
             saved = session.save_weights(model, run, opened.path)
             print(session.words(opened.path, opened.recorder, opened.known, saved, time.perf_counter() - began))
     return errors.status

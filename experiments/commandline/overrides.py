@@ -98,6 +98,25 @@ def read(folder: Path) -> dict[str, Any] | None:
     return None
 
 
+@dataclasses.dataclass(frozen=True)
+class About:
+    """What a run writes about itself.
+
+    Attributes:
+        told: the overrides that describe it in full, its configuration and hashes, as JSON holds them.
+        text: the same for people, as YAML.
+    """
+
+    told: dict[str, Any]
+    text: str
+
+
+def about(config: configs.Run, argv: Sequence[str], chosen: Mapping[str, configs.Choice], **hashes: Any) -> About:
+    """Return what a run writes about itself: of `data` that it reads, and of the user's own `sources`, the hashes."""
+    told = {"overrides": pinned(argv, chosen), "config": plain(config), **hashes}
+    return About(told, dump(config, argv))
+
+
 def changed(before: dict[str, Any], about: dict[str, Any]) -> list[str]:
     """Return what differs from before: the configuration, hashes of what is read and of the user's own files.
 

@@ -4,7 +4,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,6 +14,7 @@ import jax
 from experiments import configs
 from experiments.commandline import overrides
 from experiments.commandline.console import CommandError, size
+from experiments.commandline.overrides import About
 from experiments.data.corpus import DataError
 from experiments.planning import report
 from experiments.planning.cost import Plan
@@ -21,7 +22,7 @@ from experiments.planning.report import DoesNotFitError
 from experiments.results import plots
 from experiments.results.directory import Directory, DirectoryError
 from experiments.results.metrics import Progress, Recorder, describe, finite, open_recorder
-from experiments.runtime import distributed, hardware, manifest, own
+from experiments.runtime import distributed, hardware, manifest
 from experiments.runtime.distributed import DistributedError
 from experiments.runtime.hardware import HardwareError
 from experiments.runtime.own import OwnError
@@ -35,13 +36,7 @@ from zoo.adapters import lora
 
 @contextlib.contextmanager
 def opened(
-    directory: Directory,
-    programs: Programs,
-    plan: Plan,
-    source: Any,
-    argv: Sequence[str],
-    chosen: Mapping[str, configs.Choice],
-    began: float,
+    directory: Directory, programs: Programs, plan: Plan, about: About, began: float
 ) -> Generator[Session, None, None]:
     """Open a run's directory for as long as it is carried out; at its end, however that comes, write what it was.
 
@@ -49,9 +44,7 @@ def opened(
         directory: the run's, or where it gets one.
         programs: the run's.
         plan: what it costs.
-        source: what it reads.
-        argv: the overrides that the user gave.
-        chosen: what was chosen beside them.
+        about: what it writes about itself.
         began: the time at which the run did.
 
     Raises:
@@ -59,22 +52,24 @@ def opened(
     """
     config, how = programs.config, programs.config.checkpoint
     progress = Progress(config.steps, config.log_every)
-    hashes = {"data": source.fingerprint, "sources": own.sources(config)}
-    about = {"overrides": overrides.pinned(argv, chosen), "config": overrides.plain(config), **hashes}
-    restored = _restored(directory, about, programs, progress.say)
+    restored = None
+    if directory.path is not None and directory.before is not None:
+        for change in overrides.changed(directory.before, about.told):
+            progress.say(f"  changed  {change}")
+        restored = restore(directory.path, how, programs.kept_state, config.steps, progress.say)
     done = None if restored is None else restored[0]
     need, saves = total_bytes(programs.kept_state), how.wanted and (done or 0) < config.steps
     if saves:
         check_room(directory.path or directory.base.parent, how, config.steps, need)
-    path = directory.open(about, overrides.dump(config, argv))
+    path = directory.open(about.told, about.text)
     free = plan.left if config.hardware.platform is configs.Platform.cpu else hardware.host_memory() // 2
-    into = path, how, about, need <= free, progress.say, directory.written
+    into = path, how, about.told, need <= free, progress.say, directory.written
     checkpoints = open_checkpoints(*into) if saves else None
     saver = Saver(how, config.steps, programs.kept, checkpoints)
     known, recorder = report.facts(plan, config), Recorder(None)
     if distributed.first():
         plots.remember(path, known)
-        recorder = open_recorder(path, config.save, about["config"], done, progress.say)
+        recorder = open_recorder(path, config.save, about.told["config"], done, progress.say)
     session = Session(path, known, progress, recorder, saver, restored)
     del restored  # the loop takes it from the session, whose memory it then is
     with checkpoints or contextlib.nullcontext():
@@ -84,18 +79,6 @@ def opened(
         finally:
             progress.close()
             leave(path, recorder, known, time.perf_counter() - began)
-
-
-def _restored(
-    directory: Directory, about: dict[str, Any], programs: Programs, say: Callable[[str], None]
-) -> tuple[int, Any] | None:
-    """Return the step and the state that a run goes on from, having said what it is told anew; None if it begins."""
-    if directory.path is None or directory.before is None:
-        return None
-    for change in overrides.changed(directory.before, about):
-        say(f"  changed  {change}")
-    config = programs.config
-    return restore(directory.path, config.checkpoint, programs.kept_state, config.steps, say)
 
 
 @contextlib.contextmanager
