@@ -87,7 +87,7 @@ def plan(programs: Programs, device: Device) -> Plan:
     """
     config = programs.config
     cuts = tiling.describe(config)
-    tiled, whole = tiling.head_bytes(programs.objective, config, *programs.head_args)
+    tiled, whole = tiling.head_bytes(programs.objective, config.tiling, config.head, *programs.head_args)
     made = Plan(
         params=config.params,
         flops=flops(programs),
@@ -107,8 +107,9 @@ def plan(programs: Programs, device: Device) -> Plan:
             made = replace(made, refused=str(error).strip())
     few = config.tokens_per_step < AT_SCALE and made.saved is not None
     if few and made.saved <= 0.02 * made.memory.total:
-        longer = Programs(replace(config, batch_size=1, seq_len=AT_SCALE))
-        tiled, whole = tiling.head_bytes(longer.objective, longer.config, *longer.head_args)
+        longer = replace(config, batch_size=1, seq_len=AT_SCALE)
+        args = Programs(longer).head_args
+        tiled, whole = tiling.head_bytes(programs.objective, longer.tiling, longer.head, *args)
         made = replace(made, at_scale=(tiled, whole) if tiled < whole else None)
     return made
 

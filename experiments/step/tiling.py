@@ -50,14 +50,14 @@ def fewest(loss: Callable[..., Any], tiling: configs.Tiling, models: tuple, args
 
 
 def head_bytes(
-    loss: Callable[..., Any], config: configs.Resolved, models: tuple, args: tuple[Any, ...]
+    loss: Callable[..., Any], tiling: configs.Tiling, how: configs.HeadTiling, models: tuple, args: tuple[Any, ...]
 ) -> tuple[int, int]:
     """Return the temporary memory that the head's loss and gradients take at most, and untiled: `tile`'s estimates.
 
     `args` may be abstract, and nothing is compiled. Zero where the objective cannot be cut, and so cannot be told apart
     from the rest.
     """
-    cut = _cut(loss, config.tiling, args[1].ndim - 1, size=config.head.size)
+    cut = _cut(loss, tiling, args[1].ndim - 1, size=how.size)
     try:
         found = cut.plan(tuple(map(_read_by_head, models)), *args).gradient
     except TileError:

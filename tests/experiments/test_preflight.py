@@ -226,7 +226,7 @@ def test_the_head_of_a_large_model_can_be_cut(words):
     config = resolve(config, Device("cpu", "a test", 23 * 2**30))
     assert config.hardware.param_dtype == "bfloat16"
     programs = Programs(config)
-    assert tiling.head_bytes(programs.objective, config, *programs.head_args) != (0, 0)
+    assert tiling.head_bytes(programs.objective, config.tiling, config.head, *programs.head_args) != (0, 0)
 
 
 def test_what_the_user_chose_is_left_alone():
