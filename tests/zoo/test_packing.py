@@ -82,4 +82,4 @@ def test_tiled_attention_keeps_to_documents():
 
 def test_positions_start_anew_in_each_document():
     segments = jnp.array([[1, 1, 1, 2, 2, 0], [4, 5, 5, 5, 5, 5]])
-    np.testing.assert_array_equal(packing.places(segments), [[0, 1, 2, 0, 1, 0], [0, 0, 1, 2, 3, 4]])
+    np.testing.assert_array_equal(packing.positions(segments), [[0, 1, 2, 0, 1, 0], [0, 0, 1, 2, 3, 4]])

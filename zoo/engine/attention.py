@@ -6,7 +6,7 @@ chunks. The pool is carried by the scan over layers and written in place; as its
 
 On a mesh, kv heads lie where the queries that read them are, and nothing of a page ever leaves its device.
 
-Dimensions: `R` rows `W` places of a row `P` pages `K` kv heads `G` query heads per kv head `N` query heads `H` head
+Dimensions: `R` rows `W` slots of a row `P` pages `K` kv heads `G` query heads per kv head `N` query heads `H` head
 size `L` layers of a kind `C` most pages of a text.
 """
 
@@ -113,7 +113,7 @@ class Kinds:
 
     def counts(self) -> list[int]:
         """How many layers each kind has."""
-        return [len({place for place in self.layers if place[0] == kind}) for kind in range(len(self.windows))]
+        return [len({one for one in self.layers if one[0] == kind}) for kind in range(len(self.windows))]
 
 
 def kept_heads(config: Any, devices: int) -> int:
@@ -126,7 +126,7 @@ def kept_heads(config: Any, devices: int) -> int:
 
 
 class Paged(eqx.Module):
-    """The past as the places of a step see it (`ForwardPass.past`)."""
+    """The past as the slots of a step see it (`ForwardPass.past`)."""
 
     pool: Pool
     positions: Int[Either, "R W"]
@@ -142,7 +142,7 @@ class Paged(eqx.Module):
         return jnp.maximum(self.lengths[:, None], self.positions + 1)
 
     @property
-    def places(self) -> tuple[Int[Array, " layers"], Int[Array, " layers"]]:
+    def pool_indices(self) -> tuple[Int[Array, " layers"], Int[Array, " layers"]]:
         """Each layer's kind, and its index there; the model scans them beside its layers."""
         kinds, indices = zip(*self.kinds.layers, strict=True)
         return jnp.array(kinds), jnp.array(indices)
@@ -150,7 +150,7 @@ class Paged(eqx.Module):
     def attention(
         self,
         attend: Callable,
-        place: tuple,
+        pool_index: tuple,
         pool: Pool,
         q: Float[Array, "R W N H"],
         k: Float[Array, "R W K H"],
@@ -166,7 +166,7 @@ class Paged(eqx.Module):
         Without values, keys are values too, and are kept once. On a mesh each device deals with its own heads.
         """
         local = lambda past, *arrays: past._attention(*arrays, scale=scale, cap=cap)
-        told = dataclasses.replace(self, pool=()), place, pool
+        told = dataclasses.replace(self, pool=()), pool_index, pool
         if partitions(pool[0].values)[3] is None:
             return local(*told, q, k, v, sinks)
         apart = partitions(q)[2] is not None  # what a matrix in fewer bits makes is whole on every device
@@ -183,12 +183,12 @@ class Paged(eqx.Module):
         copies = self.heads // kv.shape[2]
         return _place(kv if copies == 1 else jnp.repeat(uncut(kv, 2), copies, axis=2), HEADS)
 
-    def _attention(self, place, pool, q, k, v, sinks, *, scale, cap):
+    def _attention(self, pool_index, pool, q, k, v, sinks, *, scale, cap):
         """Return `attention` of one device's heads.
 
         All kinds' pages are written, but those of other layers on the last page; all are walked, but theirs in no step.
         """
-        kind, index = place
+        kind, index = pool_index
         alone = len(pool) == 1
         rows, width, heads, size = q.shape
         wide, groups = accumulator(q.dtype), heads // k.shape[2]

@@ -297,9 +297,9 @@ class Engine:
                 continue
             if answer.scores is not None:
                 _score(answer, span, jax.tree.map(lambda each, own=slice(begin, end): each[own], told))
-            for place, token in enumerate(new, first):
-                likeliest = tuple(zip(*(each[place, : answer.top].tolist() for each in told.top), strict=True))
-                self._take(answer, Token(token, float(told.full[place]), float(told.drawn[place]), likeliest))
+            for at, token in enumerate(new, first):
+                likeliest = tuple(zip(*(each[at, : answer.top].tolist() for each in told.top), strict=True))
+                self._take(answer, Token(token, float(told.full[at]), float(told.drawn[at]), likeliest))
                 if answer.text.over is not None:
                     break
             if answer.text.over is None and self.scheduler.finished(answer.text):

@@ -1,4 +1,4 @@
-"""Pages: the places where keys and values of a text are kept, a fixed number of tokens on each. Free of JAX.
+"""Pages: where keys and values of a text are kept, a fixed number of tokens on each. Free of JAX.
 
 There is a `Pool` for each window kind, that is, for the layers that see the same number of keys. A page may belong to
 several texts and to the prefix cache at once; it is free again when nobody holds it. Full pages of known ids are

@@ -1,9 +1,9 @@
 """How the next id is picked of logits: penalties and biases, temperature, what is left out, and a random number.
 
-The random numbers of an id belong to (seed, position) alone, never to a place in a batch. A draft is right if it is the
+The random numbers of an id belong to (seed, position) alone, never to a row of a batch. A draft is right if it is the
 id that would have been picked: so drafted text is the same text, at random too.
 
-Dimensions: `T` places `V` vocab `M` biases of a text.
+Dimensions: `T` slots `V` vocab `M` biases of a text.
 """
 
 from collections.abc import Sequence
@@ -91,7 +91,7 @@ class Guide(Protocol):
 
 
 class Rules(eqx.Module):
-    """How each place of a step picks: the numbers of `Sampling`, neutral where nothing is asked for.
+    """How each slot of a step picks: the numbers of `Sampling`, neutral where nothing is asked for.
 
     Attributes:
         temperature: and the others as there.
@@ -135,7 +135,7 @@ class Rules(eqx.Module):
         )  # fmt: skip
 
     def of(self, rows: Int[Array, " T"]) -> "Rules":
-        """Return the rules of places in these rows."""
+        """Return the rules of slots in these rows."""
         return jax.tree.map(lambda leaf: jnp.asarray(leaf)[rows] if leaf.ndim else leaf, self)
 
     def put(self, row: int, sampling: Sampling, ids: Sequence[int], given: int) -> None:
@@ -165,14 +165,14 @@ def _numbers(sampling: Sampling, given: int) -> dict[str, np.generic]:
 
 
 class Picked(eqx.Module):
-    """What each place of a step says.
+    """What each slot of a step says.
 
     Attributes:
         ids: what follows; -1 where logits are NaN.
         full: its log-probability under the model's own distribution.
         drawn: its log-probability under the one that it was drawn from, after penalties, temperature and what they
             left out; 0 where the most likely id is taken.
-        target: the log-probability of the place's target, under the model's own distribution.
+        target: the log-probability of the slot's target, under the model's own distribution.
         entropy: of that distribution, in nats, where scores are asked for.
         rank: how many ids are likelier than the target, where scores are asked for.
         top: the likeliest ids and their log-probabilities, where lists are asked for.
@@ -196,27 +196,27 @@ def pick(
     targets: Int[Either, " R"],
     most: int,
 ) -> Picked:
-    """Return what a place of each row picks. What costs passes over the vocabulary runs only where some row asks.
+    """Return what a slot of each row picks. What costs passes over the vocabulary runs only where some row asks.
 
     A row's bits do not depend on whether others ask: what they add leaves it out, or is exact.
 
     Args:
-        logits: after the token of each row's place.
+        logits: after the token of each row's slot.
         rules: of each row.
         positions: of each token of the rows in its text.
         tokens: the ids of the rows.
-        at: which place of each row.
+        at: which slot of each row.
         targets: whose probabilities are told.
         most: how many of the likeliest ids are told.
     """
-    places = jnp.take_along_axis(jnp.asarray(positions), at[:, None], axis=1)[:, 0]
+    reached = jnp.take_along_axis(jnp.asarray(positions), at[:, None], axis=1)[:, 0]
     norm = jax.nn.logsumexp(logits, axis=-1)
     special = (rules.temperature > 0) | rules.adjusts | rules.bound
     last = jnp.argsort(special)  # those that need more than the likeliest id come last
 
     def one(i, found):
         row = last[len(last) - 1 - i]
-        new = _asked(logits[row], rules.of(row[None]), positions[row], tokens[row], places[row])
+        new = _asked(logits[row], rules.of(row[None]), positions[row], tokens[row], reached[row])
         return jax.tree.map(lambda all, mine: all.at[row].set(mine.astype(all.dtype)), found, new)
 
     likeliest = jax.lax.platform_dependent(logits, cpu=_first_of_largest, default=_largest), jnp.zeros(len(logits))
@@ -263,12 +263,12 @@ def _of(values, index):
     return jnp.take_along_axis(values, index[:, None], axis=1)[:, 0]
 
 
-def _asked(logits_V, own, positions_W, tokens_W, place):
+def _asked(logits_V, own, positions_W, tokens_W, position):
     """Return the id that a row picks by its own rules, and its log-probability among what they leave."""
     hot = own.temperature[0] > 0
     cut = hot & ((own.top_k[0] < len(logits_V)) | (own.top_p[0] < 1) | (own.min_p[0] > 0))
     adjusted = jax.lax.cond(
-        own.adjusts[0], lambda: _adjusted(logits_V, own, positions_W, tokens_W, place), lambda: logits_V
+        own.adjusts[0], lambda: _adjusted(logits_V, own, positions_W, tokens_W, position), lambda: logits_V
     )
     adjusted = jax.lax.cond(own.bound[0], lambda: _bound(adjusted, own.allowed[0]), lambda: adjusted)
     scaled = lambda: (adjusted - adjusted.max()) / own.temperature  # the largest is 0, however cold
@@ -279,26 +279,26 @@ def _asked(logits_V, own, positions_W, tokens_W, place):
     )
     return jax.lax.cond(
         hot,
-        lambda: _drawn(scaled(), least, own.seed[0], place),
+        lambda: _drawn(scaled(), least, own.seed[0], position),
         lambda: (jnp.argmax(adjusted), jnp.float32(0)),
     )
 
 
-def _drawn(logits_V, least, seed, place):
+def _drawn(logits_V, least, seed, position):
     """Return the id that a row picks at random, and its log-probability among those that are not below `least`."""
     kept = jnp.where(logits_V < least, -jnp.inf, logits_V)
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), seed), place)
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), seed), position)
     token = jax.random.categorical(key, kept)
     return token, kept[token] - jax.nn.logsumexp(kept)
 
 
-def _adjusted(logits_V, rules, positions_W, tokens_W, place):
+def _adjusted(logits_V, rules, positions_W, tokens_W, position):
     """Return logits with the biases and penalties of their row, of which `rules` are."""
     (length,), (vocab,) = rules.history[0].shape, logits_V.shape
     at, where = jnp.maximum(positions_W, 0), jnp.arange(length)
     # The row's own tokens stand in the history where the host could not know them yet.
     ids = rules.history[0].at[jnp.where(positions_W >= 0, at, length)].set(tokens_W, mode="drop")
-    there = (ids >= 0) & (where <= place)
+    there = (ids >= 0) & (where <= position)
     slot = lambda chosen: jnp.where(chosen, ids, vocab)
     seen = jnp.zeros(vocab, bool).at[slot(there)].set(True, mode="drop")
     count = jnp.zeros(vocab).at[slot(there & (where >= rules.given[0]))].add(1.0, mode="drop")

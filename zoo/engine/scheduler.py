@@ -1,6 +1,6 @@
 """Which tokens of which texts run in the next step, and on which pages they are kept. Plain Python, free of JAX.
 
-A pass has a fixed number of rows of a fixed number of places. A row holds consecutive tokens of one text; a `Span` is
+A pass has a fixed number of rows of a fixed number of slots. A row holds consecutive tokens of one text; a `Span` is
 what a text gets of a pass, as many rows as it takes. Texts that write come first, one token each and their drafts; what
 is left goes to prompts, in chunks, and so do further passes of the same step. Texts are served by urgency: smaller
 `priority` first, then who came first; nobody overtakes a text that waits for pages, or a long one would wait for ever.
@@ -33,7 +33,7 @@ class Limits:
 
     Attributes:
         rows: rows of a pass.
-        width: places of a row.
+        width: slots of a row.
         page: tokens on a page.
         length: tokens of the longest text.
         queue: how many texts may wait.

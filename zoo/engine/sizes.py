@@ -35,12 +35,12 @@ class Settings:
         flights: steps that are handed to the device before the first one's results are read.
         share: whether texts that begin alike share their beginning.
         likeliest: how many of the likeliest ids can be asked for.
-        logits: places of a pass whose logits exist at a time, for each of which the head is read once; None is one of
+        logits: slots of a pass whose logits exist at a time, for each of which the head is read once; None is one of
             each row, or as many as take a hundredth of the pages' memory, and 24 MiB of any.
         kv_dtype: what keys and values are kept in; None is what is computed in, `int8` rounds them to 8 bits, with a
             scale for each token and head.
         exact: refuse what could make a text's bits depend on others; otherwise a pass in which no text has more than a
-            token runs in rows of one place.
+            token runs in rows of one slot.
     """
 
     length: int = 2048
@@ -88,7 +88,7 @@ class Plan:
         kinds: which pages each layer's keys are on.
         pages: how many pages each window kind has.
         heads: how many kv heads a page holds.
-        block: places whose logits exist at a time.
+        block: slots whose logits exist at a time.
         words: of 32 bits, that have one for every id.
         most: pages of the longest text.
         dtype: what is computed in.

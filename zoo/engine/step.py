@@ -1,12 +1,12 @@
-"""One step of the engine: a fixed number of token places through the model, whatever they belong to.
+"""One step of the engine: a fixed number of token slots through the model, whatever they belong to.
 
-The places stand in rows, and a row holds consecutive tokens of one text: a chunk of a prompt, a token that is written
+The slots stand in rows, and a row holds consecutive tokens of one text: a chunk of a prompt, a token that is written
 and its drafts, a text that is scored. They are one batch `[rows, width]` to the model. There is one program, compiled
 once, and in a program of fixed shape the bits of a row of a product depend on that row alone; attention walks a text's
 pages in order of position (`zoo.engine.attention`). So a token's bits depend on its text and nothing else: not on
-company, place, chunks, pages, nor on who computed the beginning.
+company, row, chunks, pages, nor on who computed the beginning.
 
-Dimensions: `R` rows `W` places of a row `D` embed `V` vocab `C` most pages of a text.
+Dimensions: `R` rows `W` slots of a row `D` embed `V` vocab `C` most pages of a text.
 """
 
 import functools
@@ -35,7 +35,7 @@ class Work(eqx.Module):
         tables: the pages of each row's text, of each window kind; those that it has no more are the last page.
         lengths: how many tokens of each row's text were given: rotary frequencies that grow with a text are of these.
         keeps: whether a row's last token picks what its slot goes on with.
-        asked: the places that pick or are scored, `row * W + place`, so many at a time; `R * W` stands for none.
+        asked: the slots that pick or are scored, `row * W + slot`, so many at a time; `R * W` stands for none.
         rules: how ids are picked.
     """
 
@@ -60,9 +60,9 @@ class State(eqx.Module):
 def advance(
     model: Any, state: State, work: Work, *, kinds: Kinds, dtype: Any, heads: int, most: int, unroll: bool
 ) -> tuple[State, Picked, Array]:
-    """Run a step; return the state after it, what each place that is asked picked, and all hidden states `[R W, D]`.
+    """Run a step; return the state after it, what each slot that is asked picked, and all hidden states `[R W, D]`.
 
-    Logits exist for one block of these places at a time, and for none where nothing is asked.
+    Logits exist for one block of these slots at a time, and for none where nothing is asked.
 
     Args:
         model: any of the zoo, its layers `apart` or not.
@@ -82,8 +82,8 @@ def advance(
     newest = jnp.arange(rows) * width + jnp.argmax(work.positions, axis=1)
     positions, targets, asked = map(jnp.asarray, (work.positions, work.targets, work.asked))
 
-    def picked(places: Int[Array, " block"]) -> Picked:
-        row, at = jnp.minimum(places // width, rows - 1), places % width
+    def picked(slots: Int[Array, " block"]) -> Picked:
+        row, at = jnp.minimum(slots // width, rows - 1), slots % width
         rules, target = work.rules.of(row), targets[row, at]
         logits = uncut(model.logits(out.hidden[row, at]), 1)
         return pick(logits, rules, positions[row], tokens[row], at, target, most)

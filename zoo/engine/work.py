@@ -106,7 +106,7 @@ def reason(error: Exception) -> str:
 
 
 def unasked(answer: Answer, span: Span) -> int:
-    """Return how many of a span's places neither pick nor are scored."""
+    """Return how many of a span's slots neither pick nor are scored."""
     if answer.vector is not None:
         return span.count
     if answer.scores is None:

@@ -175,10 +175,10 @@ class Qwen3NextConfig(MixtureLike, LlamaLike):
         rest = (*ATTENTION[2:], *QK_NORMS, *(BIASES[one] for one in self.biases[1:]))
         behind = (*norms, *EXPERTS, *SHARED)
         own = {"layers": (*behind, *gated, *rest), "delta": (*_DELTA, *behind)}
-        places = {stack: tuple(i for i, one in enumerate(self.layer_stacks) if one == stack) for stack in own}
+        layers = {stack: tuple(i for i, one in enumerate(self.layer_stacks) if one == stack) for stack in own}
         return self.with_ends(
             tuple(
-                replace(row, leaf=f"{stack}.{row.leaf.partition('.')[2]}", layers=places[stack])
+                replace(row, leaf=f"{stack}.{row.leaf.partition('.')[2]}", layers=layers[stack])
                 for stack, table in own.items()
                 for row in table
             )

@@ -75,19 +75,19 @@ class Embedder(eqx.Module):
         if not (folder / "modules.json").is_file():
             raise refusal(folder, "it has no modules.json, which says how hidden states are pooled. Use zoo.load.")
         modules = read_modules(folder)
-        for kind, place in modules:
-            if kind == "Pooling":
-                found["pooling"] = _pooling(folder, read_json(place, "config.json"))
-            elif kind == "Dense":
-                found["dense"] += (_dense(folder, place),)
-            elif kind == "Normalize":
+        for module, inside in modules:
+            if module == "Pooling":
+                found["pooling"] = _pooling(folder, read_json(inside, "config.json"))
+            elif module == "Dense":
+                found["dense"] += (_dense(folder, inside),)
+            elif module == "Normalize":
                 found["normalise"] = True
-            elif kind != "Transformer":
+            elif module != "Transformer":
                 known = "Transformer, Pooling, Dense and Normalize"
-                raise refusal(folder, f"modules.json names {kind!r}, and only {known} are known.")
-        if found["pooling"] is None or [kind for kind, _ in modules][:2] != ["Transformer", "Pooling"]:
+                raise refusal(folder, f"modules.json names {module!r}, and only {known} are known.")
+        if found["pooling"] is None or [module for module, _ in modules][:2] != ["Transformer", "Pooling"]:
             raise refusal(folder, "modules.json must begin with a Transformer and a Pooling.")
-        of_model = next(place for kind, place in modules if kind == "Transformer")
+        of_model = next(inside for module, inside in modules if module == "Transformer")
         return cls(load(of_model, **how), **found)
 
     def __call__(
@@ -106,8 +106,8 @@ class Embedder(eqx.Module):
         if self.pooling == "mean":
             vectors = jnp.where(inside[..., None], wide, 0).sum(1) / lengths[:, None]
         else:
-            place = jnp.zeros_like(lengths) if self.pooling == "cls" else lengths - 1
-            vectors = jnp.take_along_axis(wide, place[:, None, None], axis=1)[:, 0]
+            last = jnp.zeros_like(lengths) if self.pooling == "cls" else lengths - 1
+            vectors = jnp.take_along_axis(wide, last[:, None, None], axis=1)[:, 0]
         for dense in self.dense:
             vectors = dense(vectors)
         if not self.normalise:
@@ -130,7 +130,7 @@ class Embedder(eqx.Module):
 
 
 def read_modules(folder: Path) -> list[tuple[str, Path]]:
-    """Return the kind and the place of each module, in order."""
+    """Return the class and the folder of each module, in order."""
     try:
         listed = json.loads((folder / "modules.json").read_text("utf-8"))
         return [(one["type"].rpartition(".")[2], folder / one["path"]) for one in listed]
@@ -151,12 +151,12 @@ def _pooling(folder: Path, settings: dict[str, Any]) -> str:
     return known[0]
 
 
-def _dense(folder: Path, place: Path) -> Dense:
-    settings = read_json(place, "config.json")
+def _dense(folder: Path, inside: Path) -> Dense:
+    settings = read_json(inside, "config.json")
     activation = str(settings.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(".")[2]
     if activation not in _ACTIVATIONS:
         known = ", ".join(_ACTIVATIONS)
-        raise refusal(folder, f"{place.name}'s activation_function is {activation}, and only {known} are known.")
-    held = load_file(place / "model.safetensors")
+        raise refusal(folder, f"{inside.name}'s activation_function is {activation}, and only {known} are known.")
+    held = load_file(inside / "model.safetensors")
     bias = jnp.asarray(held["linear.bias"]) if settings.get("bias", True) else None
     return Dense(jnp.asarray(held["linear.weight"]), bias, activation)

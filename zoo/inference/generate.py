@@ -48,7 +48,7 @@ def stream(
     """Yield the next id of every text, step by step, until all have stopped; -1 for those that had before.
 
     An engine of the prompts' size answers them (`zoo.engine`), at once and in narrow steps where nothing is left to
-    read. Each text has random numbers of its own, by its place in the batch. While an id is looked at, the next is
+    read. Each text has random numbers of its own, by its row in the batch. While an id is looked at, the next is
     computed.
 
     Args:

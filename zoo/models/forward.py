@@ -58,8 +58,8 @@ class LayerPass:
         causal: whether no token sees those behind it.
         ops: how attention, MLP and experts run.
         positions: of every token; None counts from 0.
-        past: what was read before, and `place` where in it this layer stands.
-        place: the layer's of `past.places`.
+        past: what was read before, and `pool_index` where in it this layer stands.
+        pool_index: the layer's of `past.pool_indices`.
         pool: what all layers' keys and values are kept in, where the scan over layers carries it.
         own: what the layer has of what differs between those of its family (`Decoder.beside`).
         handed: what the layer before has handed on beside its output.
@@ -74,7 +74,7 @@ class LayerPass:
     ops: Ops = PLAIN
     positions: Integer[Array, "#B S"] | None = None
     past: Any = None
-    place: Any = None
+    pool_index: Any = None
     pool: Any = None
     own: Any = None
     handed: Any = None
@@ -134,7 +134,7 @@ class LayerPass:
         how["window"] = self.window
         if self.past is None:
             return self.ops.attention(q, k, v, **how), None
-        return self.past.attention(self.ops.attention, self.place, self.pool, q, k, v, **how)
+        return self.past.attention(self.ops.attention, self.pool_index, self.pool, q, k, v, **how)
 
     def latent_attention(
         self, q: Float[Array, "B S N H"], latents: Float[Array, "B S 1 H"], *, scale: float
@@ -143,7 +143,7 @@ class LayerPass:
 
         All heads share them, as keys and as values: pages hold them once.
         """
-        return self.past.attention(self.ops.attention, self.place, self.pool, q, latents, None, scale=scale)
+        return self.past.attention(self.ops.attention, self.pool_index, self.pool, q, latents, None, scale=scale)
 
     def attend(
         self,
@@ -217,7 +217,7 @@ class PerLayer(eqx.Module):
     window: Int[Array, " L"] | None
     frequency: Float[Array, "L *b half"] | None
     temperature: Float[Array, " L"] | None
-    place: tuple[Int[Array, " L"], Int[Array, " L"]] | None
+    pool_index: tuple[Int[Array, " L"], Int[Array, " L"]] | None
     own: Any = None
 
 
@@ -226,7 +226,7 @@ def layer_passes(config: Config, asked: ForwardPass, seq: int) -> tuple[PerLayer
     ops, past, positions = asked.ops or PLAIN, asked.past, positions_of(asked)
     if past is not None:
         check_past(config)
-    length, places = (seq, None) if past is None else (past.length, past.places)
+    length, pool_indices = (seq, None) if past is None else (past.length, past.pool_indices)
     if asked.segments is not None and positions is not None:
         segments = uncut(asked.segments, 1) if ops.ulysses else asked.segments
         ops, length = packing.within(ops, segments), positions.max() + 1
@@ -240,7 +240,7 @@ def layer_passes(config: Config, asked: ForwardPass, seq: int) -> tuple[PerLayer
         window=window,
         frequency=_stacked([waves[rope] for rope in config.layer_ropes]) if len(waves) > 1 else None,
         temperature=None if temperatures is None else jnp.asarray(temperatures, jnp.float32),
-        place=places,
+        pool_index=pool_indices,
     )
     frequency = waves[config.layer_ropes[0]]
     how: dict[str, Any] = {"pairs": config.rotary_pairs, "causal": not config.bidirectional}
@@ -248,7 +248,12 @@ def layer_passes(config: Config, asked: ForwardPass, seq: int) -> tuple[PerLayer
 
     def told(layer: PerLayer, pool: Any = None, handed: Any = None) -> LayerPass:
         frequency = common.frequency if layer.frequency is None else layer.frequency
-        own = {"window": layer.window, "temperature": layer.temperature, "place": layer.place, "own": layer.own}
+        own = {
+            "window": layer.window,
+            "temperature": layer.temperature,
+            "pool_index": layer.pool_index,
+            "own": layer.own,
+        }
         return replace(common, frequency=frequency, pool=pool, handed=handed, **own)
 
     return per_layer, told
@@ -271,7 +276,7 @@ def check_past(config: Config) -> None:
 def positions_of(asked: ForwardPass) -> Integer[Array, "#B S"] | None:
     """Return where each token of a pass stands in its text; None counts from 0."""
     if asked.segments is not None:
-        return packing.places(asked.segments)
+        return packing.positions(asked.segments)
     return None if asked.past is None else asked.past.positions
 
 

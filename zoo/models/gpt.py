@@ -103,9 +103,9 @@ class GPT(Decoder):
             return x
         if positions is None:
             self.check_length(tokens.shape[1])
-        places = jnp.arange(tokens.shape[1], dtype=tokens.dtype) if positions is None else positions
-        places = jnp.zeros_like(tokens) + places + self.config.position_offset
-        return x + lookup(self.positions, places, dtype)
+        at = jnp.arange(tokens.shape[1], dtype=tokens.dtype) if positions is None else positions
+        at = jnp.zeros_like(tokens) + at + self.config.position_offset
+        return x + lookup(self.positions, at, dtype)
 
     def normalised(self, x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
         """Return what the head reads of what the last layer made."""

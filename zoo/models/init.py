@@ -47,8 +47,8 @@ def draw(
     for row, leaf_key in zip(table, jax.random.split(key, len(table)), strict=True):
         shape, std = row.shape(config.dims), row.std(config.dims)
         where = None if mesh is None else sharding_of(mesh, row.letters, shape, axes)
-        kind = jnp.dtype(jnp.float32 if row.wide else dtype)
-        leaves[row.leaf] = _program(_normal if std else _full, shape, kind, where, options)(leaf_key, std or row.start)
+        own = jnp.dtype(jnp.float32 if row.wide else dtype)
+        leaves[row.leaf] = _program(_normal if std else _full, shape, own, where, options)(leaf_key, std or row.start)
     return leaves
 
 

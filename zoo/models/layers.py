@@ -123,7 +123,7 @@ def attention(
         window: how many keys a query sees, itself included. May be traced. None is all.
         q_positions: where each query stands; None counts from 0.
         k_positions: where each key stands; None counts from 0. A key that stands after every query is never seen, so
-            a cache marks its empty places by a large position.
+            a cache marks its empty slots by a large position.
         q_segments: the number of each query's document, where rows hold several; it sees the keys of its own alone.
         k_segments: the number of each key's document.
         sinks: a score for each head of what is no key, and takes its share of the softmax

@@ -17,7 +17,7 @@ from transforms.sharding import partitions, place, uncut
 from zoo.models.layers import Ops
 
 
-def places(segments: Integer[Array, "B S"]) -> Integer[Array, "B S"]:
+def positions(segments: Integer[Array, "B S"]) -> Integer[Array, "B S"]:
     """Return where each token stands in its own document, from 0."""
     lies, segments = PartitionSpec(*partitions(segments)), uncut(segments, 1)
     index = jnp.arange(segments.shape[1], dtype=jnp.int32)
