@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import zoo
-from experiments.bench import check, context
+from experiments.bench import check, context, serve
 from experiments.bench.rivals import compare, coverage, figures, step_jax, steps
 from experiments.bench.rivals.losses import KIND, LOSSES
 from experiments.bench.rivals.table import SYSTEMS
@@ -49,6 +49,14 @@ def test_lengths_of_the_readme_are_those_that_are_committed():
     assert (
         f"{figures['rows']['h100-8']['tokens']:,} by Ulysses" in (compare.FOLDER.parents[2] / "README.md").read_text()
     )
+
+
+def test_rates_of_the_readme_are_those_that_are_committed():
+    figures = json.loads(serve.FIGURES.read_text())
+    assert serve.table(figures) in README.read_text()
+    assert all(figures["same text"].values())
+    steps = set(figures["steps to the first token"].values())
+    assert steps == {2} and "has its first token in two steps" in README.read_text()
 
 
 @pytest.mark.parametrize("guess", [1, 3, 11, 12, 40])
