@@ -8,8 +8,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from experiments.runtime import meshes
-
 HOST = "pinned_host"
 
 
@@ -26,8 +24,8 @@ def host(ndim: int) -> NamedSharding:
 
     With a mesh, that is its one device; only a sharding of a mesh tells a program's types where its arrays live.
     """
-    mesh, spec = meshes.current(), PartitionSpec(*(None,) * ndim)
-    if mesh is None:
+    mesh, spec = jax.sharding.get_mesh(), PartitionSpec(*(None,) * ndim)
+    if mesh.empty:
         mesh = Mesh(np.asarray(jax.local_devices()[:1]), ("data",))
     made = NamedSharding(mesh, spec, memory_kind=HOST)
     return made if made.memory_kind == HOST else _OfDescribed(mesh, spec)
@@ -64,9 +62,9 @@ def stowed(tree: Any) -> Any:
 
 def refusal() -> str | None:
     """Return why nothing can be in host memory beside the device that is used; None where it can."""
-    mesh = meshes.current()
-    device = jax.local_devices()[0] if mesh is None else mesh.devices.flat[0]
+    mesh = jax.sharding.get_mesh()
+    device = jax.local_devices()[0] if mesh.empty else mesh.devices.flat[0]
     kinds = [memory.kind for memory in device.addressable_memories()]
-    if HOST in kinds or mesh is not None:  # described devices may not say
+    if HOST in kinds or not mesh.empty:  # described devices may not say
         return None
     return f"JAX {jax.__version__} knows no memory called {HOST} of a {device.device_kind}, but {', '.join(kinds)}"
