@@ -5,10 +5,10 @@
 
 A Llama of 120 million parameters with random weights, float32, answers 16 requests of 32 to 96 ids with 64 more each,
 greedily, on a CPU. In one process, in turn: the engine, all at once and one by one; `generate_batch` (continuous
-batching) and `generate` of transformers; 16 clients of the server over HTTP and one client. What goes one by one has
-every fourth of these requests. Told is each round's ratio of tokens per second, of those that came, and the median.
-Last, with 15 texts being written, how many steps a 16th waits for its first token, by the length of its prompt. Needs
-`.[serve,parity,test]`.
+batching) and `generate` of transformers; 16 clients of the server over HTTP and one client; llama.cpp, in a process and
+an environment of its own, where that can be made. What goes one by one has every fourth of these requests. Told is each
+round's ratio of tokens per second, of those that came, and the median. Last, with 15 texts being written, how many
+steps a 16th waits for its first token, by the length of its prompt. Needs `.[serve,parity,test]`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ import jax
 import numpy as np
 
 import zoo
+from experiments.bench import llama
 from experiments.bench.made import made_with
+from experiments.bench.rivals.environments import Missing
 from experiments.data.tokenizer import Bytes
 from zoo.engine.engine import Engine, Settings
 
@@ -51,13 +53,15 @@ SMALL: dict[str, Any] = {
     "head_dim": 32,
 }
 REQUESTS = 16
-TOGETHER = ("engine", "continuous batching", "16 clients")  # what has all requests at once
+TOGETHER = ("engine", "continuous batching", "16 clients", "llama.cpp")  # what has all requests at once
 WAITING = (1, 64, 192)  # ids of a prompt that comes while others are written
 RATIOS = {  # what is told -> whose tokens a second over whose
     "over transformers' continuous batching": ("engine", "continuous batching"),
     "over transformers one by one": ("engine", "transformers one by one"),
     "over the engine one by one": ("engine", "engine one by one"),
     "16 clients over HTTP over one": ("16 clients", "1 client"),
+    "over llama.cpp": ("engine", "llama.cpp"),
+    "one by one, over llama.cpp one by one": ("engine one by one", "llama.cpp one by one"),
 }
 
 
@@ -165,7 +169,9 @@ def measure(rounds: int, tokens: int, sizes: dict[str, Any]) -> dict[str, Any]:
     settings = Settings(length=256, rows=REQUESTS, tokens=REQUESTS * 256, share=False)
     prompts, few = requests(257), requests(257)[::4]
     engine, over_http = Engine(model, settings), Engine(model, settings)
-    with tempfile.TemporaryDirectory() as folder, served(over_http) as ask:
+    missing: dict[str, str] = {}
+    with contextlib.ExitStack() as stack:
+        folder, ask = stack.enter_context(tempfile.TemporaryDirectory()), stack.enter_context(served(over_http))
         zoo.save(model, folder)
         actions: dict[str, Callable[[list[list[int]]], Any]] = {
             "engine": lambda asked: with_engine(engine, asked, tokens, alone=False),
@@ -174,10 +180,18 @@ def measure(rounds: int, tokens: int, sizes: dict[str, Any]) -> dict[str, Any]:
             "1 client": lambda asked: ask(1, asked, tokens),
             **with_transformers(Path(folder), tokens),
         }
+        try:
+            actions |= stack.enter_context(llama.running(model, REQUESTS, settings.length, tokens))
+        except Missing as why:
+            missing["llama.cpp"] = str(why)
         of = {name: prompts if name in TOGETHER else few for name in actions}
         texts = {name: act(of[name]) for name, act in actions.items()}  # and everything is compiled
         taken = [{name: rate(act, of[name]) for name, act in actions.items()} for _ in range(rounds)]
-    ratios = {told: [round(one[fast] / one[slow], 2) for one in taken] for told, (fast, slow) in RATIOS.items()}
+    ratios = {
+        told: [round(one[fast] / one[slow], 2) for one in taken]
+        for told, (fast, slow) in RATIOS.items()
+        if slow in actions
+    }
     expected = {len(prompts): texts["engine"], len(few): texts["engine"][::4]}
     same = {name: text == expected[len(text)] for name, text in texts.items() if isinstance(text[0], list)}
     return {
@@ -186,6 +200,7 @@ def measure(rounds: int, tokens: int, sizes: dict[str, Any]) -> dict[str, Any]:
         "ratios": {told: {"median": statistics.median(each), "rounds": each} for told, each in ratios.items()},
         "tokens per second": {name: round(statistics.median(each[name] for each in taken), 1) for name in actions},
         "same text": same,
+        "missing": missing,
         "steps to the first token": {size: first_token(engine, prompts[1:], tokens, [7] * size) for size in WAITING},
     }
 
@@ -195,6 +210,7 @@ def table(found: dict[str, Any]) -> str:
     lines = ["| tokens per second, 16 requests at once | median | rounds |", "|---|---|---|"]
     for told, each in found["ratios"].items():
         lines.append(f"| {told} | {each['median']} | {', '.join(map(str, each['rounds']))} |")
+    lines += [f"\nNot measured: {name}: {why}" for name, why in found["missing"].items()]
     return "\n".join(lines)
 
 
