@@ -14,7 +14,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxtyping import install_import_hook
 
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # in processes that tests start; here `quickly` decides
-gc.set_threshold(100_000, 50, 1000)  # tracing makes many small objects beside the hundreds of thousands that stay
+gc.set_threshold(100_000, 20, 20)  # tracing makes many small objects beside the hundreds of thousands that stay
 pytest_plugins = ["tests.sampling"]
 
 
