@@ -305,6 +305,14 @@ ONCE_WRONG = {
         jax.jit(lambda x: [picked(wide(x), narrow(x)), lax.dynamic_update_slice_in_dim(wide(x), x[:2], narrow(x), 0)]),
         np.arange(1200.0).reshape(600, 2),
     ),
+    "a part of a sum is 0 where a product of the sum is infinite": (
+        lambda x: [x.sum(0) @ np.full((D, 2), np.inf, np.float32), (x.T @ x) @ np.full((D, 1), np.inf, np.float32)],
+        np.where(np.arange(L)[:, None] < L // 2, 0.0, np.ones((L, D))),
+    ),
+    "rows are added to minus zero": (
+        lambda x: 1 / jnp.full(4, -0.0).at[jnp.arange(len(x)) % 2].add(x[:, 0]),
+        np.ones((L, D)),
+    ),
     "an empty array is reshaped": (lambda x: 2 * x.T.reshape(10, 0), np.ones((L, 0))),
 }
 

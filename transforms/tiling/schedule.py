@@ -20,6 +20,7 @@ from transforms.tiling.ir.loops import Loop, Online, Ref, Schedule, Step, Update
 from transforms.tiling.ir.obstacles import Obstacle, Refusal
 from transforms.tiling.ir.placement import ALONE, WHOLE, Partial, Placement, Reach, Stacked, Tiled, Whole
 from transforms.tiling.mesh.sums import ADDS, leaves_auto
+from transforms.tiling.primitives import has
 from transforms.tiling.rules import RULES, Move, resumes
 
 ROUNDS = 20  # in which a schedule may forget what it meant to store
@@ -204,7 +205,11 @@ class Planner:
         return d if way is None else max(k for k in range(d + 1) if self.analysis.backward.get(k, False) == way)
 
     def sinks(self, value: Value) -> bool:
-        """Whether a partial result is better computed, after the loop, from the one that it is made of."""
+        """Whether a partial result is better computed, after the loop, from the one that it is made of.
+
+        Where that is no smaller; and of a product wherever the whole sum may be held: a tile's part may be 0 where the
+        sum is not, and 0 times infinity is no number.
+        """
         node = value.producer
         assert node is not None
         placements = [self.analysis.fact(v).placement for v in node.inputs]
@@ -215,7 +220,9 @@ class Planner:
             return False
         if leaves_auto(node):
             return False  # parts leave it as such
-        return parts[0].aval.size == value.aval.size
+        limits = self.analysis.limits
+        held = has(node.name, "product") and limits is not None and limits.accumulate(parts[0], 0)
+        return held or parts[0].aval.size == value.aval.size
 
     # ------------------------------------------------------------------------------------------------ steps of a loop
 

@@ -238,6 +238,12 @@ def identity(op: str, dtype: Any) -> Any:
     return infinite if np.isinf(infinite) else np.asarray(sign * float(jnp.finfo(dtype).max), dtype)  # some have none
 
 
+def neutral(op: str, dtype: Any) -> Any:
+    """What a reduction may be combined with and stays as it is: of sums minus zero, for they may be minus zero."""
+    value = identity(op, dtype)
+    return -value if op == "sum" and jnp.issubdtype(dtype, jnp.inexact) else value
+
+
 COMBINE = {
     "sum": lax.add,
     "prod": lax.mul,

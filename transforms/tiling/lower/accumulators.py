@@ -24,11 +24,10 @@ from jax import lax
 
 from transforms.tiling.ir.graph import Value
 from transforms.tiling.ir.loops import Loop, Schedule, Step, Update
-from transforms.tiling.ir.placement import COMBINE, WHOLE, Partial, Placement, Span, Whole, identity
+from transforms.tiling.ir.placement import COMBINE, WHOLE, Partial, Placement, Span, Whole, neutral
 from transforms.tiling.ir.terms import Term, broadcast_by
 from transforms.tiling.mesh import layout
 from transforms.tiling.mesh.sums import fit
-from transforms.tiling.primitives import has
 from transforms.tiling.rules import RULES, run
 
 Tile = Any  # of `lower.tile`: what is computed of one
@@ -54,16 +53,7 @@ class Accumulator:
         dtype = span.wide(self.value.dtype) if wide else self.value.dtype
         if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
             return lax.full(self.value.shape, 0, dtype)
-        fill = identity(op, dtype)
-        if self.picked and jnp.issubdtype(dtype, jnp.inexact):
-            fill = -fill  # added to minus zero, that keeps its sign
-        return layout.full(self.value.aval, fill, dtype, self.apart)
-
-    @property
-    def picked(self) -> bool:
-        """Whether it is a sum of rows that one tile has, and the others nothing."""
-        nodes = (term.node if isinstance(term, Step) else term.value.producer for term in self.update.terms)
-        return self.placement == Partial("sum") and all(node is not None and has(node.name, "picks") for node in nodes)
+        return layout.full(self.value.aval, neutral(op, dtype), dtype, self.apart)
 
     def add(self, total: Any | None, tile: Tile) -> Any:
         """What it holds with one more tile; with no total yet, the tile is all there is."""

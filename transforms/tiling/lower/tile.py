@@ -7,11 +7,12 @@ from contextlib import nullcontext
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from transforms.tiling.ir.graph import Node, Value, constant, read
 from transforms.tiling.ir.loops import Loop, Ref, Step
-from transforms.tiling.ir.placement import ALONE, Partial, Placement, Span, Tiled, Whole, identity
+from transforms.tiling.ir.placement import ALONE, Partial, Placement, Span, Tiled, Whole, neutral
 from transforms.tiling.lower.epilogue import Env, combine_partials, narrow
 from transforms.tiling.mesh import layout, weight_gather
 from transforms.tiling.mesh.sums import fit
@@ -101,12 +102,12 @@ class Tile:
             array, there = self.longer[value, want]
             return there.narrow(array, want, ref.halo)
         if ref.how == "once":
-            if constant(value) == 0 and want == Partial("sum"):
+            if want == Partial("sum") and (known := constant(value)) == 0 and not np.signbit(np.real(known)):
                 with value.producer.context.manager if value.producer else nullcontext():
                     return jnp.zeros(value.shape, value.dtype)
             whole = jnp.asarray(read(self.env, value))
             op = want.op if isinstance(want, Partial) else "sum"
-            return jnp.where(self.span.start == 0, whole, jnp.full_like(whole, identity(op, whole.dtype)))
+            return jnp.where(self.span.start == 0, whole, jnp.full_like(whole, neutral(op, whole.dtype)))
         whole = narrow(self.env, value)
         sliced = isinstance(want, Tiled) and ref.how == "slice"
         return self.span.beside(ref.halo).take(jnp.asarray(whole), want) if sliced else whole
