@@ -1,6 +1,8 @@
 """`tile` leaves every function of the table in `cases` unchanged, in value, aux, gradients and the other modes."""
 
+import itertools
 import math
+import zlib
 from functools import partial
 from typing import Any
 
@@ -11,11 +13,13 @@ import numpy as np
 import pytest
 from jax import tree_util as jtu
 
+from tests import quick
 from tests.helpers import (
     FLOAT32,
     Call,
     as_jax,
     assert_no_large,
+    assert_same,
     assert_tiles,
     equations,
     evaluate,
@@ -47,6 +51,27 @@ def check(case: Case, n: int | tuple[int, ...], **options: Any) -> bool:
     return call(case.fn, case.axis, n, args, case.has_aux, **options)
 
 
+SPECIAL = (np.inf, -np.inf, np.nan, 0.0, -0.0)
+
+
+def check_special(case: Case) -> None:
+    """What is infinite or NaN is so tiled and untiled, and all else agrees, wherever such numbers stand."""
+    call = call_of(case, jnp.float32)
+    untiled, arrays = probe(call, call.fn)
+    other, _ = probe(call, tiled(case.fn, case.axis, 4, case.has_aux, case.closed))
+    untiled, other = quick.jit(untiled), quick.jit(other)
+    leaves, treedef = jtu.tree_flatten(arrays)
+    floats = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(jnp.result_type(leaf), jnp.floating) and leaf.size]
+    rng = np.random.default_rng(zlib.crc32(case.name.encode()))
+    for number, (where, share) in itertools.product(SPECIAL, itertools.product(floats, (0.0, 0.3))):
+        array = np.array(leaves[where])
+        array.flat[rng.integers(array.size)] = number
+        array[rng.random(array.shape) < share] = number
+        arrays = jtu.tree_unflatten(treedef, [*leaves[:where], jnp.asarray(array), *leaves[where + 1 :]])
+        tolerance = max(case.tolerance, 1e-4)
+        assert_same(other(*arrays), untiled(*arrays), tolerance, f"{number} in {where}: ", floor=1e-3)
+
+
 def call_of(case: Case, dtype: Any) -> Call:
     args, kwargs = as_jax(case.draw(), dtype)
     return Call(fn=case.fn, args=args, kwargs=kwargs, has_aux=case.has_aux)
@@ -66,6 +91,8 @@ def test_equals_untiled(case, how):
     elif how == "float64":
         with jax.enable_x64(True):
             check(case, 4, dtype=jnp.float64, fast=True)
+    elif how == "special":
+        check_special(case)
     elif how == "jvp" and not case.forward_mode:
         with pytest.raises(TypeError, match="forward-mode"):
             check(case, 4, modes=(how,))

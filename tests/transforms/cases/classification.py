@@ -105,7 +105,7 @@ def unlikelihood(w, h, y):
     return -jnp.log1p(-jnp.clip(p, 0, 1 - 1e-6)).mean()
 
 
-@case(**TOKENS, head=True)
+@case(**TOKENS, head=True, special=False)
 def perplexity(w, h, y):
     return jnp.exp(optax.softmax_cross_entropy_with_integer_labels(h @ w, y).mean())
 
@@ -121,7 +121,7 @@ def weighted_mean(w, h, y, weight):
     return jnp.average(optax.softmax_cross_entropy_with_integer_labels(h @ w, y), weights=weight)
 
 
-@case(args=lambda d: (d(D, V), d(N, D), d.ids(V, N), d.uniform(V)), axis=(None, 0, 0, None), head=True)
+@case(args=lambda d: (d(D, V), d(N, D), d.ids(V, N), d.uniform(V)), axis=(None, 0, 0, None), head=True, special=False)
 def class_weights(w, h, y, class_weight):
     nll = -jax.nn.log_softmax(h @ w)[jnp.arange(len(y)), y]
     weight = class_weight[y]

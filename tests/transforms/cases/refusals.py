@@ -193,7 +193,7 @@ def singular_values(w, h):
     return jnp.linalg.svd(h @ w, compute_uv=False)
 
 
-@case(args=lambda d: (d(N, 5), d(2)), axis=(0, None))
+@case(args=lambda d: (d(N, 5), d(2)), axis=(0, None), special=False)
 def convolution_along_tokens(h, kernel):
     return jnp.convolve(h.sum(1), kernel, mode="same")
 

@@ -171,7 +171,7 @@ def pearson_correlation(w, h, target):
     return 1 - (p * t).sum() / jnp.sqrt((p**2).sum() * (t**2).sum())
 
 
-@case(args=lambda d: (d(D), d(N, D), d(N)), axis=(None, 0, 0))
+@case(args=lambda d: (d(D), d(N, D), d(N)), axis=(None, 0, 0), special=False)
 def r_squared(w, h, target):
     p = h @ w
     return 1 - jnp.sum((target - p) ** 2) / jnp.sum((target - target.mean()) ** 2)

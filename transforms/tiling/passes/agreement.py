@@ -250,7 +250,8 @@ def emit_snapped(node: Node, values: list[Any], move: Move, span: Span) -> list[
     cut, axes = move.ins[0], node.params["axes"]
     assert isinstance(cut, Tiled)
     best = jnp.expand_dims(best, axes)
-    near = jnp.abs(array - best) <= (4 * jnp.finfo(array.dtype).eps if array.dtype.itemsize > 2 else 0) * jnp.abs(best)
+    close = (4 * jnp.finfo(array.dtype).eps if array.dtype.itemsize > 2 else 0) * jnp.abs(best)
+    near = (jnp.abs(array - best) <= close) & jnp.isfinite(best)  # to infinity all is equally near
     if node.params["op"] == "sum":  # of a mask that lets one element through
         return [jnp.where(near & (places[0] != 0), best, array)]
     row, column, count = (jnp.expand_dims(x, axes) for x in places)
