@@ -171,7 +171,7 @@ def test_contradictions_are_refused(values, message):
 def test_the_table_says_what_is_cut():
     config = resolved("tiny", *tilings("n=5", "lowmem=true", "mlp=4", "attention=2", "batch=4"))
     memory = cost.Memory(*[2**20] * 6)
-    plan = cost.Plan(10, 10, memory, 2**30, 0, tiling.describe(config), untiled=memory)
+    plan = cost.Plan(10, 10, memory, 2**30, 0, cuts=tiling.describe(config), untiled=memory)
     text = report.render("tiny", config, plan, DEVICE)
     lines = ["3 micro-batches of 2 x 16 tokens", "4 tiles of 8 tokens; also vocabulary"]
     lines += ["4 tiles of 2 x 4 tokens", "2 tiles of 2 x 8 queries, and of keys"]

@@ -88,7 +88,7 @@ def sent(config, turns):
         text = run.lower(jax.tree.map(typed, model), ids).compile().as_text()
     counted = {}
     for one in collectives(text, 8):
-        counted[one.kind] = counted.get(one.kind, 0) + one.bytes * one.times / 4
+        counted[one.op] = counted.get(one.op, 0) + one.bytes * one.times / 4
     return counted
 
 
