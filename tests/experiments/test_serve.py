@@ -537,6 +537,24 @@ def test_a_thousand_clients_are_all_answered(model):
         assert not server.worker._feeds
 
 
+def test_a_connection_goes_on_behind_a_body_that_is_too_large(model):
+    with serving(model) as (_, client):
+        host = f"{client.base_url.host}:{client.base_url.port}"
+        large = b" " * 100_000_000
+        with contextlib.closing(http.client.HTTPConnection(host, timeout=60)) as connection:
+            for body, status in ((large, 413), (b'{"prompt": "x", "max_tokens": 2}', 200)):
+                connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+                socket_then = connection.sock
+                with connection.getresponse() as response:
+                    response.read()
+                    assert (response.status, connection.sock) == (status, socket_then)
+        with contextlib.closing(http.client.HTTPConnection(host, timeout=10)) as connection:
+            connection.request(
+                "POST", "/v1/completions", headers={"Content-Length": "9" * 12, "Expect": "100-continue"}
+            )
+            assert connection.getresponse().status == 413  # before any of it is sent
+
+
 @pytest.mark.heavy
 def test_sigterm_answers_who_is_being_answered(tmp_path):
     words = ["model=tiny", "port=0", "length=512", "rows=2", "grace=60"]
