@@ -22,6 +22,7 @@ QUICK = {  # case -> dtype and width of rows
     "mistral": ("bfloat16", 1),
     "qwen3_tied": ("float32", 2),
     "qwen3_moe_mixed": ("float32", 1),
+    "qwen2_moe": ("float32", 3),
     "smollm3": ("bfloat16", 1),
     "gpt2": ("float32", 2),
     "gpt_oss": ("bfloat16", 1),

@@ -15,15 +15,14 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from zoo.adapters.lora import LowRank
 from zoo.families.deepseek import DeepSeekLike
 from zoo.models import mixture
-from zoo.models.experts import group_limited
+from zoo.models.experts import formed, group_limited
 from zoo.models.forward import Aux, LayerPass
 from zoo.models.groups import Seen
-from zoo.models.layers import Widened, linear, rms_norm
+from zoo.models.layers import linear, rms_norm
 from zoo.models.llama import attention_out, normalised
-from zoo.quantised import AbstractMatrix, whole
+from zoo.quantised import AbstractMatrix
 
 _EPS = 1e-6  # of the norms of latents, whatever the config says
 
@@ -144,20 +143,13 @@ def latent_attention(
     if told.past is None:
         return told.attend(project, latents, weights, scale=config.query_scale)
     q, latent, key = split(latents)
-    into_CNX = _formed(cast(block.kv), config.kv_rank)
+    into_CNX = formed(cast(block.kv), config.kv_rank)
     q_plain, q_turned = queries(q, block.q)
     q_latent = jnp.einsum("bsnh,cnh->bsnc", q_plain, into_CNX[..., :plain]).astype(x.dtype)
     kept = jnp.concatenate([latent, key], -1)[:, :, None]
     seen, pool = told.latent_attention(jnp.concatenate([q_latent, q_turned], -1), kept, scale=config.query_scale)
     seen = jnp.einsum("bsnc,cnw->bsnw", seen[..., : config.kv_rank], into_CNX[..., plain:])
     return seen.astype(x.dtype), Aux(pool)
-
-
-def _formed(weight: Any, inputs: int) -> Float[Array, "C N X"]:
-    """Return a matrix of whatever kind as an array."""
-    if isinstance(weight, LowRank):
-        return linear("ic,cnx->inx", jnp.eye(inputs, dtype=weight.dtype), weight)
-    return weight.array if isinstance(weight, Widened) else whole(weight)
 
 
 class DeepSeek(mixture.AbstractMixture):

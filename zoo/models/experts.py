@@ -5,6 +5,7 @@ Dimensions: `B` batch `S` sequence `T` tokens `D` embed `F` mlp hidden `E` exper
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -145,6 +146,14 @@ def ragged_linear(
         return ragged_linear(x, weight.base, counts) + added * weight.scale
     multiply = lambda x, weight: jax.lax.ragged_dot(x, whole(weight), counts)
     return (jax.checkpoint(multiply, prevent_cse=False) if isinstance(weight, Quantised) else multiply)(x, weight)
+
+
+def formed(weight: Any, inputs: int) -> Float[Array, "..."]:
+    """Return a matrix of whatever kind, whose first dimension are so many inputs, as an array."""
+    if isinstance(weight, LowRank):
+        made = "xyz"[: weight.ndim - 1]
+        return linear(f"ic,c{made}->i{made}", jnp.eye(inputs, dtype=weight.dtype), weight)
+    return weight.array if isinstance(weight, Widened) else whole(weight)
 
 
 def route(

@@ -22,11 +22,11 @@ from zoo.families.olmo import OlmoeConfig
 from zoo.families.qwen import Qwen2MoeConfig, Qwen3MoeConfig
 from zoo.models import llama
 from zoo.models.decoder import Decoder
-from zoo.models.experts import clamped, experts
+from zoo.models.experts import clamped, experts, formed
 from zoo.models.forward import Aux, LayerPass
 from zoo.models.groups import Seen
 from zoo.models.head import Head
-from zoo.models.layers import linear, rms_norm
+from zoo.models.layers import accumulator, linear, rms_norm
 from zoo.quantised import AbstractMatrix
 
 AnyMixture = MixtralConfig | Qwen2MoeConfig | Qwen3MoeConfig | OlmoeConfig | GptOssConfig
@@ -111,10 +111,22 @@ def feed_forward(
             made = told.ops.mlp(h, *shared, activation=jax.nn.silu)
             if block.shared_router is None:
                 return made
-            return jax.nn.sigmoid(linear("bsd,dg->bsg", h, cast(block.shared_router))) * made
+            return jax.nn.sigmoid(_share(h, cast(block.shared_router), told)) * made
 
         out = out + told.ops.tokens(beside, (1,))(h)
     return x + checkpoint_name(out, "mlp_out"), replace(aux, routed=routed)
+
+
+def _share(h: Float[Array, "B S D"], weight: Any, told: LayerPass) -> Float[Array, "B S 1"]:
+    """Return the product with a matrix of one column; where texts go on, as the sum of each token on its own.
+
+    A product with a vector CPUs compute several rows at a time, and round the last ones otherwise: a token's bits would
+    depend on its row.
+    """
+    if told.past is None:
+        return linear("bsd,dg->bsg", h, weight)
+    column = formed(weight, h.shape[-1])[:, 0]
+    return (h.astype(accumulator(h.dtype)) * column).sum(-1, keepdims=True).astype(h.dtype)
 
 
 class AbstractMixture(Decoder):
