@@ -242,9 +242,14 @@ class Config:
         return False
 
     @property
-    def recurrent(self) -> bool:
-        """Whether layers hand on a state from token to token, which pages of keys and values do not hold."""
-        return False
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """The layers that hand on a state from token to token, and keep no keys and values."""
+        return ()
+
+    @property
+    def recurrent_state(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of what each of them hands on, by name."""
+        return {}
 
     @property
     def residual_scale(self) -> float:

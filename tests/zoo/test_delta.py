@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from transforms import tile
-from zoo.models.delta import convolved, delta_rule
+from zoo.models.delta import convolved, corrected, delta_rule
 
 BATCH, KEYS, VALUES, SIZE, WIDTH = 2, 2, 4, 6, 5
 
@@ -37,6 +37,15 @@ def test_chunks_are_the_recurrence(seq):
     parts = operands(seq)
     expected = by_definition(*parts, np.zeros((BATCH, seq), bool))
     np.testing.assert_allclose(delta_rule(*parts), expected, atol=2e-5)
+
+
+def test_one_token_after_the_other_is_the_recurrence():
+    parts = operands(9)
+    one = jax.vmap(corrected)
+    tokens = jax.tree.map(lambda part: jnp.moveaxis(part, 1, 0), parts)
+    _, found = jax.lax.scan(lambda state, own: one(state, *own), jnp.zeros((BATCH, VALUES, SIZE, WIDTH)), tokens)
+    expected = by_definition(*parts, np.zeros((BATCH, 9), bool))
+    np.testing.assert_allclose(jnp.moveaxis(found, 0, 1), expected, atol=2e-5)
 
 
 def test_a_text_begins_without_a_state():

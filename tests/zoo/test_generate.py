@@ -30,8 +30,8 @@ QUICK = (
     "gpt_oss",
     "deepseek_v3",
     "gemma3n",
+    "qwen3_next",
 )
-WRITERS = [case for case, raw in CASES.items() if raw["model_type"] != "qwen3_next"]
 MODEL = "gemma2_gqa"
 
 
@@ -58,7 +58,7 @@ def theirs(case=MODEL, prompts=PROMPTS, **how):
 
 
 @pytest.mark.parametrize(
-    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.heavy) for case in WRITERS]
+    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.heavy) for case in CASES]
 )
 def test_greedy_tokens_are_those_of_transformers(case):
     """A ragged batch, whose texts grow across the windows. There frequencies that grow are of the longest text."""
@@ -89,7 +89,7 @@ def test_a_text_ends_with_its_stop():
     assert steps == [[row[0] for row in free]]
 
 
-@pytest.mark.parametrize("case", [MODEL, "deepseek_v2"])
+@pytest.mark.parametrize("case", [MODEL, "deepseek_v2", "qwen3_next_other"])
 @pytest.mark.parametrize("chunk", [6, 1024])
 def test_prompts_read_in_chunks_give_the_same(case, chunk):
     assert ours(case, chunk=chunk) == ours(case)
@@ -107,9 +107,14 @@ def test_layers_that_share_keys_and_values_share_pages():
     assert [pool.values.shape[0] for pool in engine._state.pool] == [2, 1]
 
 
-def test_layers_that_hand_on_a_state_are_refused():
-    with pytest.raises(ValueError, match="layers of this Qwen3NextConfig hand on a state, and the engine keeps keys"):
-        generate(loaded("qwen3_next"), [[3, 4]], 2)
+def test_layers_that_hand_on_a_state_have_no_pages():
+    """One layer of four has keys and values; of the others there are states of every text, and one more of drafts."""
+    pages, states = Engine(loaded("qwen3_next"), Settings(length=32, rows=2))._state.pool
+    assert pages.values.shape[0] == 1
+    assert {name: leaf.shape for name, leaf in states.items()} == {
+        "inputs": (3, 3, 3, 2 * 2 * 8 + 4 * 12),
+        "matrices": (3, 3, 4, 8, 12),
+    }
 
 
 @pytest.mark.parametrize("chunk", [6, 1024])

@@ -42,10 +42,13 @@ class Weather(RuleBasedStateMachine):
         pages=st.integers(10, 20),
         width=st.integers(1, 3),
         share=st.booleans(),
+        again=st.booleans(),
     )
-    def begin(self, windows, pages, width, share):
+    def begin(self, windows, pages, width, share, again):
         sizes = tuple(pages if window is None else max(6, pages // 2) for window in windows)
-        self.scheduler = Scheduler(limits(windows=windows, pages=sizes, width=width, length=20, share=share))
+        self.scheduler = Scheduler(
+            limits(windows=windows, pages=sizes, width=width, length=20, share=share, again=again)
+        )
         self.flying, self.texts, self.now = deque(), [], 0.0
 
     @rule(
@@ -297,6 +300,24 @@ def test_drafts_that_are_right_are_kept_and_wrong_ones_forgotten():
     assert scheduler.plan() == []  # how long the text is, nobody knows
     assert scheduler.commit(span, [5, 6, 7, 8]) == [5, 6, 7]
     assert (text.ids, text.done) == ([1, 2, 3, 4, 5, 6, 7], 6)
+
+
+def test_drafts_that_are_right_are_read_again_where_layers_hand_on_a_state():
+    """Of them nothing was kept: the next step begins behind what was sure, and makes up for it beside new drafts."""
+    scheduler = Scheduler(limits(pages=(40,), share=False, again=True))
+    text = Text(ids=[1, 2, 3], limit=20)
+    scheduler.submit(text)
+    [span] = scheduler.plan()
+    scheduler.commit(span, [4])
+    text.drafts = [5, 6, 9]
+    [span] = scheduler.plan()
+    assert scheduler.commit(span, [5, 6, 7, 8]) == [5, 6, 7]
+    assert (text.ids, text.done, text.todo) == ([1, 2, 3, 4, 5, 6, 7], 4, 3)
+    text.drafts = [8, 9]
+    [span] = scheduler.plan()
+    assert (span.start, span.count, span.picks) == (4, 5, 3)
+    assert scheduler.commit(span, [8, 1, 2]) == [8, 1]
+    assert text.done == 7
 
 
 def test_time_runs_out_for_who_waits_and_who_runs():

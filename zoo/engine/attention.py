@@ -12,7 +12,7 @@ size `L` layers of a kind `C` most pages of a text.
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -26,6 +26,7 @@ from transforms.bits import bits, numbers
 from transforms.sharding import einsum, partitions, uncut
 from transforms.sharding import place as _place
 from zoo.engine.sampling import Either
+from zoo.engine.states import recurrence
 from zoo.models.layers import accumulator, softcap
 
 _NEVER = -1e30  # a score that is not: finite, so that a text without any is no NaN
@@ -83,33 +84,37 @@ class Store(eqx.Module):
         return values, self.scale[layer, table].reshape(len(table), heads, self.page, -1).swapaxes(1, 2)
 
 
-Pool = tuple[Store, ...]  # of each window kind
+Pool = tuple[Any, ...]  # a `Store` of each window kind; then, where layers hand on some, `States`
 
 
 @dataclasses.dataclass(frozen=True)
 class Kinds:
-    """The layers that see the same number of keys, of each number there is.
+    """The layers that see the same number of keys, of each number there is; behind them, those that hand on a state.
 
     Attributes:
         windows: how many keys the layers of each kind see; None is all.
-        layers: the kind of each layer, and its index there.
+        layers: the kind of each layer, and its index there; of those that hand on a state the kind is the last.
     """
 
     windows: tuple[int | None, ...]
     layers: tuple[tuple[int, int], ...]
 
     @classmethod
-    def of(cls, windows: tuple[int | None, ...], length: int, sources: Sequence[int] | None = None) -> "Kinds":
-        """Return the kinds of layers with these windows, for texts of up to `length` tokens.
+    def of(cls, config: Any, length: int) -> "Kinds":
+        """Return the kinds of a model's layers, for texts of up to `length` tokens.
 
-        Layers that share another's keys and values have its pages: `sources` are the layers whose each has.
+        Layers that share another's keys and values have its pages (`Config.layer_sources`).
         """
-        seen = [None if window is None or window >= length else window for window in windows]
-        kinds = list(dict.fromkeys(seen))
-        sources = range(len(seen)) if sources is None else sources
-        owners = [[i for i in dict.fromkeys(sources) if seen[i] == window] for window in kinds]
-        where = [(kinds.index(window), source) for window, source in zip(seen, sources, strict=True)]
-        return cls(tuple(kinds), tuple((kind, owners[kind].index(source)) for kind, source in where))
+        seen = [None if window is None or window >= length else window for window in config.layer_windows]
+        paged = [i for i in range(len(seen)) if i not in config.recurrent_layers]
+        kinds = list(dict.fromkeys(seen[i] for i in paged))
+        sources = dict.fromkeys(config.layer_sources[i] for i in paged)
+        owners = [[i for i in sources if seen[i] == window] for window in kinds]
+        owners.append(list(config.recurrent_layers))
+        kind = [kinds.index(window) if i in paged else len(kinds) for i, window in enumerate(seen)]
+        return cls(
+            tuple(kinds), tuple((kind[i], owners[kind[i]].index(config.layer_sources[i])) for i in range(len(seen)))
+        )
 
     def counts(self) -> list[int]:
         """How many layers each kind has."""
@@ -126,12 +131,14 @@ def kept_heads(config: Any, devices: int) -> int:
 
 
 class Paged(eqx.Module):
-    """The past as the slots of a step see it (`ForwardPass.past`)."""
+    """The past as the slots of a step see it (`ForwardPass.past`), of which layers have pages or states."""
 
     pool: Pool
     positions: Int[Either, "R W"]
     tables: tuple[Int[Either, "R C"], ...]
     lengths: Int[Either, " R"]
+    slots: Int[Either, " R"]
+    drafted: Bool[Either, "R W"]
     kinds: Kinds = eqx.field(static=True)
     dtype: Any = eqx.field(static=True)
     heads: int = eqx.field(static=True)
@@ -166,9 +173,11 @@ class Paged(eqx.Module):
         Without values, keys are values too, and are kept once. On a mesh each device deals with its own heads.
         """
         local = lambda past, *arrays: past._attention(*arrays, scale=scale, cap=cap)
+        pool, states = pool[: len(self.kinds.windows)], pool[len(self.kinds.windows) :]
         told = dataclasses.replace(self, pool=()), pool_index, pool
         if partitions(pool[0].values)[3] is None:
-            return local(*told, q, k, v, sinks)
+            seen, pool = local(*told, q, k, v, sinks)
+            return seen, (*pool, *states)
         apart = partitions(q)[2] is not None  # what a matrix in fewer bits makes is whole on every device
         q, (k, v) = _place(q, HEADS), jax.tree.map(self._beside_queries, (k, v))
         whole, pages = PartitionSpec(), PartitionSpec(None, None, None, "model")
@@ -176,7 +185,16 @@ class Paged(eqx.Module):
         specs = whole, whole, of_pool, HEADS, HEADS, HEADS, PartitionSpec("model")
         own = jax.shard_map(local, in_specs=specs, out_specs=(HEADS, of_pool), check_vma=False)
         seen, pool = own(*told, q, k, v, sinks)
-        return seen if apart else uncut(seen, 2), pool
+        return seen if apart else uncut(seen, 2), (*pool, *states)
+
+    def recurrence(
+        self, step: Callable[[Any, Any], tuple[Any, Any]], pool_index: tuple, pool: Pool, parts: Any
+    ) -> tuple[Any, Pool]:
+        """Return what a recurrence finds at each token, and the pool with the states behind them."""
+        (_, layer), (*pages, states) = pool_index, pool
+        told = {"positions": self.positions, "slots": self.slots, "drafted": self.drafted}
+        found, states = recurrence(states, layer, step, parts, **told)
+        return found, (*pages, states)
 
     def _beside_queries(self, kv: Float[Array, "R W K H"]) -> Float[Array, "R W heads H"]:
         """Return keys or values of the heads that pages hold, where the queries are that read them."""

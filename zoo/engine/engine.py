@@ -6,8 +6,8 @@
 
 Read on in `zoo.engine.scheduler` (what a step does, and for whom), `zoo.engine.pages` (where keys and values are),
 `zoo.engine.work` (how the device is told), `zoo.engine.step` (the one program), `zoo.engine.attention` (its keys and
-values), `zoo.engine.sampling` (how ids are picked). `zoo.engine.sizes` and `zoo.engine.answers` are what goes in and
-comes out.
+values), `zoo.engine.states` (what layers hand on in place of them), `zoo.engine.sampling` (how ids are picked).
+`zoo.engine.sizes` and `zoo.engine.answers` are what goes in and comes out.
 
 One thread drives an engine: `step()` hands a step to the device and takes the results of the one before, so that the
 device computes while the host plans. Ids that were picked stay on the device, where the next step finds them.
@@ -245,7 +245,7 @@ class Engine:
         for text in self.scheduler.running:
             answer = self._answers[text]
             most = min(answer.drafts, text.limit - len(text.ids) - 1)
-            if most > 0 and not text.flying and text.todo == 1:
+            if most > 0 and not text.flying and text.todo <= 1 + answer.drafts:
                 waiting.append((text, answer, most))
         if self.drafter is None:
             for text, _, most in waiting:
@@ -344,7 +344,8 @@ def _limits(config: Any, settings: Settings, plan: Plan) -> Limits:
     return Limits(
         rows=settings.rows, width=settings.width, page=settings.page, length=settings.length, queue=settings.queue,
         windows=plan.kinds.windows, pages=plan.pages,
-        share=settings.share and not grows,  # frequencies that grow with the text: no beginning is another's
+        # Frequencies that grow with the text make no beginning another's, and of a state pages hold nothing.
+        share=settings.share and not grows and not config.recurrent_layers, again=bool(config.recurrent_layers),
     )  # fmt: skip
 
 

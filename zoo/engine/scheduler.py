@@ -40,6 +40,7 @@ class Limits:
         windows: how many keys the layers of each window kind see; None is all.
         pages: how many pages each window kind has.
         share: whether beginnings are shared.
+        again: whether drafts that were right are read again: what layers hand on was kept from before them.
     """
 
     rows: int
@@ -50,6 +51,7 @@ class Limits:
     windows: tuple[int | None, ...]
     pages: tuple[int, ...]
     share: bool = True
+    again: bool = False
 
 
 @dataclass(eq=False)
@@ -220,7 +222,8 @@ class Scheduler:
             text.ids += new
             if text.unsure:
                 text.unsure, text.drafts = False, []
-                text.done = span.start + len(new) if text.slot is not None else text.done
+                sure = span.count - len(drafts) + (0 if self.limits.again else len(new) - 1)
+                text.done = span.start + sure if text.slot is not None else text.done
         if text.slot is not None:
             self._note(text)
         return new
@@ -232,15 +235,14 @@ class Scheduler:
 
     def _run(self, text: Text, rows: int, spans: list[Span]) -> int:
         """Give a text its span of the pass, if it gets pages; return how many rows that takes."""
-        writes = text.todo == 1 and text.done >= len(text.ids) + text.pending - 1
-        drafts = text.drafts[: max(0, text.limit - len(text.ids) - 1)] if writes and not text.flying else []
-        want = min(rows * self.limits.width, text.todo + len(drafts))
+        todo, drafts = text.todo, text.drafts[: max(0, text.limit - len(text.ids) - 1)] if not text.flying else []
+        want = min(rows * self.limits.width, todo + len(drafts))
         self._trim(text)
         count = self._extend(text, want, spans)
         if not count or text.slot is None:
             return 0
         start, text.done = text.done, text.done + count
-        text.drafts = drafts = drafts[: count - 1]
+        text.drafts = drafts = drafts[: max(0, count - todo)]
         picks = 1 + len(drafts) if text.done - len(drafts) == len(text.ids) + text.pending else 0
         text.unsure = picks > 1
         text.pending += picks == 1
@@ -252,7 +254,7 @@ class Scheduler:
 
     def _follows(self, text: Text) -> bool:
         """Whether a text cannot run yet: what it was computing is on its way, or its leader's pages are."""
-        leader, size = text.leader, self.limits.page
+        leader, size = text.leader if self.limits.share else None, self.limits.page
         behind_leader = leader is not None and leader.over is None and leader.done < (text.given - 1) // size * size
         return text.flying > 0 or behind_leader
 

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from zoo.engine.attention import Kinds, Store, kept_heads
+from zoo.engine.states import empty
 from zoo.engine.step import State
 
 _WHOLE = 3  # arrays as large as the logits: one more than picking has at once, for what else a step needs
@@ -33,7 +34,7 @@ class Settings:
             texts of a quarter of `length` have, and at least one text.
         queue: texts that may wait.
         flights: steps that are handed to the device before the first one's results are read.
-        share: whether texts that begin alike share their beginning.
+        share: whether texts that begin alike share their beginning; never where layers hand on a state.
         likeliest: how many of the likeliest ids can be asked for.
         logits: slots of a pass whose logits exist at a time, for each of which the head is read once; None is one of
             each row, or as many as take a hundredth of the pages' memory, and 24 MiB of any.
@@ -127,7 +128,7 @@ class Plan:
                 f"cannot serve a model that lies over {', '.join(other)}: texts share a step, which all devices "
                 "compute. Cut heads and MLPs alone: make_mesh(data=1, model=-1)."
             )
-        kinds = Kinds.of(config.layer_windows, settings.length, config.layer_sources)
+        kinds = Kinds.of(config, settings.length)
         platform = next(iter(lies.device_set)).platform
         narrow = any(leaf.dtype.itemsize == 1 for leaf in jax.tree.leaves(model))
         alone = platform == "cpu" and mesh is None and _adjacent(config.layer_stacks)
@@ -146,16 +147,22 @@ class Plan:
 
         def state() -> State:
             pool = tuple(store(*each) for each in zip(kinds.counts(), pages, strict=True))
-            return State(pool, jnp.zeros(settings.rows, jnp.int32))
+            states = empty(config, settings.rows, dtype)
+            return State((*pool, states) if states else pool, jnp.zeros(settings.rows, jnp.int32))
 
         cut = mesh is not None and config.num_heads % mesh.size == 0
 
-        def placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            spec = PartitionSpec(*(None,) * (leaf.ndim - 1), "model") if cut and leaf.ndim > 1 else PartitionSpec()
-            where = lies if mesh is None else NamedSharding(mesh, spec)
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+        def placed(part: Any) -> Any:
+            heads = cut and isinstance(part, Store)  # those of pages lie apart; whatever else there is on every device
 
-        shapes = jax.tree.map(placed, jax.eval_shape(state))
+            def lying(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+                spec = PartitionSpec(*(None,) * (leaf.ndim - 1), "model") if heads else PartitionSpec()
+                where = lies if mesh is None else NamedSharding(mesh, spec)
+                return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+            return jax.tree.map(lying, part)
+
+        shapes = jax.tree.map(placed, jax.eval_shape(state), is_leaf=lambda part: isinstance(part, Store))
         size = sum(
             math.prod(each.sharding.shard_shape(each.shape)) * each.dtype.itemsize
             for each in jax.tree.leaves(shapes.pool)

@@ -31,6 +31,7 @@ class Work(eqx.Module):
         tokens: ids, -1 for the one that the text's slot picked last. What is padding has position -1.
         positions: of every token in its text.
         targets: ids whose probabilities after each token are asked for, or 0.
+        drafted: which of them are drafts.
         slots: of each row.
         tables: the pages of each row's text, of each window kind; those that it has no more are the last page.
         lengths: how many tokens of each row's text were given: rotary frequencies that grow with a text are of these.
@@ -42,6 +43,7 @@ class Work(eqx.Module):
     tokens: Int[Either, "R W"]
     positions: Int[Either, "R W"]
     targets: Int[Either, "R W"]
+    drafted: Bool[Either, "R W"]
     slots: Int[Either, " R"]
     tables: tuple[Int[Either, "R C"], ...]
     lengths: Int[Either, " R"]
@@ -51,7 +53,7 @@ class Work(eqx.Module):
 
 
 class State(eqx.Module):
-    """What stays on the device from step to step: the pages, and the id that each slot picked last."""
+    """What stays on the device from step to step: pages and states, and the id that each slot picked last."""
 
     pool: Pool
     last: Int[Array, " slots"]
@@ -75,7 +77,7 @@ def advance(
         unroll: whether each layer is apart in the program.
     """
     tokens = jnp.where(work.tokens < 0, state.last[work.slots][:, None], work.tokens)
-    past = Paged(state.pool, work.positions, work.tables, work.lengths, kinds, dtype, heads)
+    past = Paged(state.pool, work.positions, work.tables, work.lengths, work.slots, work.drafted, kinds, dtype, heads)
     model = together(model)
     out = model.forward(tokens, ForwardPass(dtype=dtype, past=past, unroll=unroll))
     rows, width = tokens.shape

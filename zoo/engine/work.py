@@ -63,7 +63,8 @@ class Writer:
         slots, lengths = np.zeros((2, rows), np.int32)
         blocks = math.ceil(rows * width / block)
         return Work(
-            tokens=tokens, positions=np.full((rows, width), -1, np.int32), targets=targets, slots=slots,
+            tokens=tokens, positions=np.full((rows, width), -1, np.int32), targets=targets,
+            drafted=np.zeros((rows, width), bool), slots=slots,
             tables=tuple(np.full((rows, most), pages, np.int32) for pages in self.plan.pages), lengths=lengths,
             keeps=np.zeros(rows, bool), asked=np.full((blocks, block), rows * width, np.int32), rules=rules,
         )  # fmt: skip
@@ -77,6 +78,7 @@ class Writer:
         flat(work.tokens)[:] = [*own, *([-1] * (count - len(own)))]
         flat(work.targets)[: len(following)] = following
         flat(work.positions)[:] = np.arange(span.start, span.start + count)
+        flat(work.drafted)[count - max(0, span.picks - 1) :] = True
 
     def _put_text(self, work: Work, span: Span, rows: slice) -> None:
         """Write which text the rows of a span are of, and its pages."""

@@ -132,9 +132,15 @@ class Qwen3NextConfig(MixtureLike, LlamaLike):
         return tuple("delta" if letter == DELTA else "layers" for letter in letters)
 
     @property
-    def recurrent(self) -> bool:
-        """Whether layers hand on a state from token to token, which pages of keys and values do not hold."""
-        return True
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """The layers that hand on a state from token to token: those of the delta rule."""
+        return tuple(i for i, stack in enumerate(self.layer_stacks) if stack == "delta")
+
+    @property
+    def recurrent_state(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of what each of them hands on: what the convolution sees of the last tokens, and the matrices."""
+        matrices = self.delta_value_heads, self.delta_key_dim, self.delta_value_dim
+        return {"inputs": (self.conv_taps - 1, self.dims["C"]), "matrices": matrices}
 
     @property
     def norm_offset(self) -> float:

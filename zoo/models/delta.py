@@ -93,35 +93,63 @@ class Delta(Experts):
         self, x: Float[Array, "B S D"], config: Qwen3NextConfig, told: LayerPass
     ) -> tuple[Float[Array, "B S D"], Aux]:
         """Return what one layer makes of `x`, in the dtype of `x`; weights are cast here, and only here."""
-        cast: Any = lambda weight: weight.astype(x.dtype)
         batch, seq, _ = x.shape
-        heads, size, width = config.delta_key_heads, config.delta_key_dim, config.delta_value_dim
-        shared = config.delta_value_heads // heads * width
+        *qkv, z, b, a = self._projected(x, config, told)
+        channels = jnp.concatenate([part.reshape(batch, seq, -1) for part in qkv], -1)
+        wide = accumulator(x.dtype)
+        log_decay = -jnp.exp(self.decay.astype(wide)) * jax.nn.softplus(a.astype(wide) + self.step.astype(wide))
+        read = self._whole if told.past is None else self._further
+        seen, pool = read(channels, log_decay, jax.nn.sigmoid(b), config, told)
+        seen = rms_norm(seen.astype(x.dtype), self.scale, config.norm_eps, offset=0.0)
+        z = z.reshape(batch, seq, -1).reshape(seen.shape)  # both at once no mesh can follow
+        seen = (seen * jax.nn.silu(z.astype(wide))).astype(x.dtype)
+        seen = place(seen, PartitionSpec(*partitions(x)[:2]))
+        return mixture.feed_forward(self, x, seen, config, told, Aux(pool))
+
+    def _projected(self, x, config, told):
+        """Return queries, keys, values and what gates them `[B S Q ...]`, and rates and decays `[B S M]`."""
+        cast: Any = lambda weight: weight.astype(x.dtype)
+        size, width = config.delta_key_dim, config.delta_value_dim
+        shared = config.delta_value_heads // config.delta_key_heads * width
 
         def project(x):
             h = llama.normalised(x, self.attn_norm, config)
             return linear("bsd,dqy->bsqy", h, cast(self.qkvz)), linear("bsd,dqz->bsqz", h, cast(self.ba))
 
         qkvz, ba = (uncut(part, 1) for part in told.ops.tokens(project, (1,))(x))  # a state goes through all tokens
-        *qkv, z = jnp.split(qkvz, [size, 2 * size, 2 * size + shared], -1)
-        b, a = (part.reshape(batch, seq, -1) for part in jnp.split(ba, 2, -1))
-        mixed = jnp.concatenate([part.reshape(batch, seq, -1) for part in qkv], -1)
-        mixed = jax.nn.silu(convolved(mixed, cast(self.conv)[:, 0], told.positions))
-        q, k, v = jnp.split(mixed, [heads * size, 2 * heads * size], -1)
-        q, k = (part.reshape(batch, seq, heads, size) for part in (q, k))
-        wide = accumulator(x.dtype)
-        log_decay = -jnp.exp(self.decay.astype(wide)) * jax.nn.softplus(a.astype(wide) + self.step.astype(wide))
-        begins = None if told.positions is None else jnp.broadcast_to(told.positions == 0, (batch, seq))
-        v = v.reshape(batch, seq, -1, width)
+        rates = (part.reshape(*x.shape[:2], -1) for part in jnp.split(ba, 2, -1))
+        return *jnp.split(qkvz, [size, 2 * size, 2 * size + shared], -1), *rates
+
+    def _whole(self, channels, log_decay, rate, config, told):
+        """Return what the rule finds in whole texts, and no pool."""
+        mixed = jax.nn.silu(convolved(channels, self.conv[:, 0].astype(channels.dtype), told.positions))
+        q, k, v = _heads(mixed, config)
+        begins = None if told.positions is None else jnp.broadcast_to(told.positions == 0, rate.shape[:2])
         rule = delta_rule
         if explicit():  # where gradients of triangular systems are not traced
             rule = jax.sharding.auto_axes(delta_rule, out_sharding=PartitionSpec(*partitions(v)))
-        seen = rule(q, k, v, log_decay, jax.nn.sigmoid(b), begins)
-        seen = rms_norm(seen.astype(x.dtype), self.scale, config.norm_eps, offset=0.0)
-        z = z.reshape(batch, seq, -1).reshape(seen.shape)  # both at once no mesh can follow
-        seen = (seen * jax.nn.silu(z.astype(wide))).astype(x.dtype)
-        seen = place(seen, PartitionSpec(*partitions(x)[:2]))
-        return mixture.feed_forward(self, x, seen, config, told, Aux())
+        return rule(q, k, v, log_decay, rate, begins), None
+
+    def _further(self, channels, log_decay, rate, config, told):
+        """Return what the rule finds in texts that were read before, and the pool."""
+        dtype = channels.dtype
+        taps = self.conv[:, 0].astype(dtype).T
+
+        def token(state, own):
+            channels_C, *rates = own
+            inputs = jnp.concatenate([state["inputs"], channels_C[None].astype(state["inputs"].dtype)])
+            mixed_C = jax.nn.silu((inputs * taps).sum(0).astype(dtype))
+            matrices, found = corrected(state["matrices"], *_heads(mixed_C, config), *rates)
+            return {"inputs": inputs[1:], "matrices": matrices}, found
+
+        return told.recurrence(token, (channels, log_decay, rate))
+
+
+def _heads(mixed, config):
+    """Return queries, keys and values of channels."""
+    keys, size, width = config.delta_key_heads, config.delta_key_dim, config.delta_value_dim
+    parts = jnp.split(mixed, [keys * size, 2 * keys * size], -1)
+    return [part.reshape(*mixed.shape[:-1], -1, last) for part, last in zip(parts, (size, size, width), strict=True)]
 
 
 def convolved(
@@ -166,8 +194,7 @@ def delta_rule(
     """
     batch, seq, _, size = q.shape
     heads, wide = v.shape[2], accumulator(v.dtype)
-    length = lambda x: x * jax.lax.rsqrt((x * x).sum(-1, keepdims=True) + _EPS)
-    q, k = (jnp.repeat(length(part.astype(wide)), heads // part.shape[2], axis=2) for part in (q, k))
+    q, k = _unit(q, heads), _unit(k, heads)
     begins = jnp.zeros((batch, seq), bool) if begins is None else begins
     chunk = min(CHUNK, seq)
     parts = (q * size**-0.5, k, v.astype(wide), log_decay.astype(wide), rate.astype(wide), begins)
@@ -175,6 +202,31 @@ def delta_rule(
     state = jnp.zeros((batch, heads, size, v.shape[-1]), wide)
     _, found = jax.lax.scan(jax.checkpoint(_chunk, prevent_cse=False), state, tuple(chunked))
     return jnp.moveaxis(found, 0, 1).reshape(batch, -1, *v.shape[2:])[:, :seq]
+
+
+def corrected(
+    state: Float[Array, "M H W"],
+    q: Float[Array, "Q H"],
+    k: Float[Array, "Q H"],
+    v: Float[Array, "M W"],
+    log_decay: Float[Array, " M"],
+    rate: Float[Array, " M"],
+) -> tuple[Float[Array, "M H W"], Float[Array, "M W"]]:
+    """Return the state behind one token, and what its queries find there: `delta_rule` by its definition."""
+    heads, size, _ = state.shape
+    wide = state.dtype
+    q, k = _unit(q, heads)[..., None], _unit(k, heads)[..., None]
+    state = state * jnp.exp(log_decay.astype(wide))[:, None, None]
+    missing = (v.astype(wide) - (k * state).sum(1)) * rate.astype(wide)[:, None]
+    state = state + k * missing[:, None]
+    return state, (q * size**-0.5 * state).sum(1)
+
+
+def _unit(x: Float[Array, "*b Q H"], heads: int) -> Float[Array, "*b M H"]:
+    """Return queries or keys of length one, for so many heads of values."""
+    x = x.astype(accumulator(x.dtype))
+    x = x * jax.lax.rsqrt((x * x).sum(-1, keepdims=True) + _EPS)
+    return jnp.repeat(x, heads // x.shape[-2], axis=-2)
 
 
 def _chunks(x, size):

@@ -145,6 +145,17 @@ class LayerPass:
         """
         return self.past.attention(self.ops.attention, self.pool_index, self.pool, q, latents, None, scale=scale)
 
+    def recurrence(self, step: Callable[[Any, Any], tuple[Any, Any]], parts: Any) -> tuple[Any, Any]:
+        """Return what a recurrence finds at each token, with what it was handed by those before; and the pool.
+
+        Of texts that were read before: a layer that reads whole ones has faster ways.
+
+        Args:
+            step: of a state (`Config.recurrent_state`) and one token's parts, the state behind it and what is found.
+            parts: what the layer made of each token, arrays `[B S ...]`.
+        """
+        return self.past.recurrence(step, self.pool_index, self.pool, parts)
+
     def attend(
         self,
         project: groups.Project,
@@ -265,11 +276,6 @@ def check_past(config: Config) -> None:
         raise ValueError(
             f"cannot go on with a text: every token of this {type(config).__name__} sees those behind it "
             "(bidirectional=True), so it only reads whole texts. Use zoo.Embedder, or a model that writes."
-        )
-    if config.recurrent:
-        raise ValueError(
-            f"cannot go on with a text: layers of this {type(config).__name__} hand on a state, and the engine keeps "
-            "keys and values alone. Such a model is trained here; generate and score with transformers."
         )
 
 
