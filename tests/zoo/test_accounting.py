@@ -56,9 +56,7 @@ def test_flops_are_those_of_the_traced_dots_less_what_the_mask_hides(config, bat
     made = 2 * len(windows) * seq**2 * max(config.head_dim, config.value_dim)  # the narrower are padded
     used = seen * (config.head_dim + config.value_dim)
     found, expected = forward_flops(config, batch, seq), traced - 2 * batch * config.num_heads * (made - used)
-    if (
-        config.recurrent_layers
-    ):  # how many products a state's recurrence has depends on its chunks: they are not counted
+    if config.recurrent_layers:  # a recurrence's products depend on its chunks: they are not counted
         assert 0.9 * expected < found < expected
     else:
         assert found == expected

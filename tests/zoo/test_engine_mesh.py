@@ -29,6 +29,7 @@ CASES = {  # case -> devices, dtype: kv heads are cut, or repeated where they ar
     "mixtral": (2, "float32"),
     "gpt_oss": (4, "float32"),
     "deepseek_v3": (2, "float32"),
+    "qwen3_next": (2, "float32"),
 }
 
 

@@ -106,15 +106,11 @@ class Kinds:
         Layers that share another's keys and values have its pages (`Config.layer_sources`).
         """
         seen = [None if window is None or window >= length else window for window in config.layer_windows]
-        paged = [i for i in range(len(seen)) if i not in config.recurrent_layers]
-        kinds = list(dict.fromkeys(seen[i] for i in paged))
-        sources = dict.fromkeys(config.layer_sources[i] for i in paged)
-        owners = [[i for i in sources if seen[i] == window] for window in kinds]
-        owners.append(list(config.recurrent_layers))
-        kind = [kinds.index(window) if i in paged else len(kinds) for i, window in enumerate(seen)]
-        return cls(
-            tuple(kinds), tuple((kind[i], owners[kind[i]].index(config.layer_sources[i])) for i in range(len(seen)))
-        )
+        states, sources = config.recurrent_layers, config.layer_sources
+        kinds = tuple(dict.fromkeys(window for i, window in enumerate(seen) if i not in states))
+        kind = [len(kinds) if i in states else kinds.index(window) for i, window in enumerate(seen)]
+        owners = [[i for i in dict.fromkeys(sources) if kind[i] == one] for one in range(len(kinds) + 1)]
+        return cls(kinds, tuple((own, owners[own].index(source)) for own, source in zip(kind, sources, strict=True)))
 
     def counts(self) -> list[int]:
         """How many layers each kind has."""
