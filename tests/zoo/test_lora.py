@@ -15,6 +15,7 @@ from tests.zoo.hf_tiny import jit, loaded, loss_fn
 from transforms.step import State, make_train_step
 from zoo import adapters
 from zoo.adapters import lora
+from zoo.models.layers import linear
 
 CASES = ["gemma_mqa", "gemma2_gqa", "llama_bias", "mixtral", "qwen3_moe_mixed", "smollm3", "olmo2"]
 FUSED = ["gpt2", "neox", "phi3_long"]  # whose folders hold several matrices in one tensor
@@ -411,3 +412,12 @@ def test_adapters_that_do_not_belong(tmp_path):
         adapters.load(tmp_path / "nothing", model)
     with pytest.raises(ValueError, match=r"cannot save an adapter at .* it has none"):
         adapters.save(loaded("gemma_mqa"), tmp_path)
+
+
+def test_a_rows_bits_do_not_depend_on_its_place():
+    """Of rank 1 too: a product with a vector rounds the last rows otherwise."""
+    rng = np.random.default_rng(0)
+    x, base, a, b = (jnp.asarray(rng.normal(size=size), "float32") for size in ((15, 48), (48, 32), (48, 1), (1, 32)))
+    run = jax.jit(lambda x: linear("td,df->tf", x, lora.LowRank(base, a, b, 1.0)))
+    for turn in range(15):
+        np.testing.assert_array_equal(jnp.roll(run(jnp.roll(x, turn, 0)), -turn, 0), run(x))

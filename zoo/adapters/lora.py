@@ -67,8 +67,12 @@ class LowRank(AbstractMatrix):
         lead = "".join(letter for letter in right if letter in left and letter in output)
         made = "".join(letter for letter in right if letter not in left)
         middle = output.translate({ord(letter): None for letter in made}) + "R"
-        low = einsum(f"{left},{lead}{summed}R->{middle}", x, self.a)
-        added = einsum(f"{middle},{lead}R{made}->{output}", low, self.b, dtype)
+        a, b = self.a, self.b
+        if a.shape[-1] == 1:  # CPUs round the last rows of a product with a vector otherwise: a row's bits are its own
+            a = jnp.pad(a, ((0, 0),) * (a.ndim - 1) + ((0, 1),))
+            b = jnp.pad(b, ((0, 0),) * len(lead) + ((0, 1),) + ((0, 0),) * len(made))
+        low = einsum(f"{left},{lead}{summed}R->{middle}", x, a)
+        added = einsum(f"{middle},{lead}R{made}->{output}", low, b, dtype)
         total = product(pattern, x, self.base, dtype) + added * self.scale
         if self.magnitude is None:
             return total
