@@ -1,5 +1,6 @@
 """Eight CPU devices, and shape and type checks of every annotated function of `zoo` and `transforms`."""
 
+import contextlib
 import gc
 import os
 from pathlib import Path
@@ -13,7 +14,8 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from jaxtyping import install_import_hook
 
-os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # in processes that tests start; here `quickly` decides
+from tests import quick
+
 gc.set_threshold(100_000, 20, 20)  # tracing makes many small objects beside the hundreds of thousands that stay
 pytest_plugins = ["tests.sampling"]
 
@@ -27,6 +29,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "optimised: what is judged as XLA makes it fast, or for other devices")
+    config.addinivalue_line("markers", "symbolic: what is equal in symbols, whichever way XLA computes it")
     # Inside the compiler, `transforms.tiling`, checks would take longer than what they check; types are read there too.
     transforms = (
         ["transforms"] if config.option.types else ["transforms.tiling.api", "transforms.sharding", "transforms.step"]
@@ -46,6 +49,15 @@ def reuse(folder: Path | str | None) -> str | None:
     return before
 
 
+@pytest.fixture(autouse=True, scope="session")
+def children():
+    """Processes that tests start compile quickly, all of them; here the next fixtures decide."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_FLAGS", f"{os.environ['XLA_FLAGS']} {quick.FLAGS}")  # this process has read its own
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # for those whose JAX may know other flags
+        yield
+
+
 @pytest.fixture(autouse=True, scope="module")
 def forget():
     """Traced and compiled programs of one module are of no use to the next, and fill the memory."""
@@ -55,11 +67,18 @@ def forget():
 
 @pytest.fixture(autouse=True, scope="module")
 def quickly(request):
-    """Compile what runs and models compute in half the time; not `transforms`, where the last bits are judged."""
-    folder, marked = request.path.parent.name, request.node.get_closest_marker("optimised")
-    jax.config.update("jax_disable_most_optimizations", folder in ("experiments", "zoo") and not marked)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    """Compile in a fifth of the time; in `transforms`, where the last bits are judged, modules that are marked."""
+    node = request.node
+    chosen = request.path.parent.name in ("experiments", "zoo") or node.get_closest_marker("symbolic")
+    with quick.by_default() if chosen and not node.get_closest_marker("optimised") else contextlib.nullcontext():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def optimised(request):
+    """A test may be marked in a module that is not."""
+    with quick.by_default({}) if request.node.get_closest_marker("optimised") else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture(scope="module")

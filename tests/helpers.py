@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import tree_util as jtu
 
-from tests.quick import QUICK
+from tests.quick import OPTIMISED, QUICK
 from transforms import TileError, tile
 
 FLOAT32, FLOAT64 = 3e-5, 1e-9  # relative to the largest magnitude of each leaf
@@ -128,7 +128,7 @@ def _without_float0(leaf: Any) -> Any:
 def evaluate(call: Call, fn: Callable, mode: str = "grad", fast: bool = False) -> Any:
     """Run `probe` under jit; `fast` leaves out the optimisation of machine code, most of the time of small tests."""
     function, arrays = probe(call, fn, mode)
-    return jax.jit(function, **(QUICK if fast else {}))(*arrays)
+    return jax.jit(function, **(QUICK if fast else {"compiler_options": OPTIMISED}))(*arrays)
 
 
 def assert_same(got: Any, want: Any, tolerance: float, where: str = "", floor: float = 0.0) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from experiments import configs, launch
 from experiments.commandline import overrides, schema
+from tests.quick import FLAGS
 from tests.tiny import MODEL
 
 MICRO = [
@@ -34,7 +35,7 @@ EXPERIMENTS = schema.CONF.parent / "experiments"
 
 def begin(folder, script, *words, devices):
     environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache")}
-    environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+    environment["XLA_FLAGS"] = f"{FLAGS} --xla_force_host_platform_device_count={devices}"
     command = [sys.executable, str(EXPERIMENTS / script), *words, *MICRO, f"out={folder}"]
     return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 

@@ -11,6 +11,7 @@ import time
 import pytest
 
 from experiments.commandline import schema
+from tests.quick import FLAGS
 from tests.tiny import MODEL
 
 MICRO = [
@@ -34,7 +35,7 @@ def folder(tmp_path_factory):
 
 def launch(folder, *words):
     command = [sys.executable, str(schema.CONF.parent / "experiments" / "run.py")]
-    environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "XLA_FLAGS": ""}
+    environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), "XLA_FLAGS": FLAGS}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen([*command, *words, f"out={folder}"], env=environment, **pipes)
 

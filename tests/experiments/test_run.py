@@ -18,6 +18,7 @@ import zoo
 from experiments import run, sweep
 from experiments.commandline import schema
 from tests.experiments.runs import FILES, MICRO, rows
+from tests.quick import FLAGS
 from zoo import adapters
 from zoo.adapters import lora
 from zoo.quantised import quantise
@@ -27,7 +28,7 @@ def test_the_command_trains_and_leaves_everything(tmp_path, cache):
     """The command itself, in its own process: tiled, saved, quiet on stderr."""
     words = [*MICRO, "steps=12", "tiling.n=4", "run=one", f"out={tmp_path}", "save.final=true", "hardware=cpu"]
     command = [sys.executable, str(schema.CONF.parent / "experiments" / "run.py"), *words]
-    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "XLA_FLAGS": "", "COLUMNS": "80"}
+    environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "XLA_FLAGS": FLAGS, "COLUMNS": "80"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""

@@ -9,6 +9,8 @@ from jax import lax
 from tests import quick
 from transforms import tile
 
+pytestmark = pytest.mark.symbolic
+
 
 @pytest.fixture(autouse=True)
 def float64():

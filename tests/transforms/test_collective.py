@@ -17,6 +17,8 @@ from transforms.tiling.ir.graph import Value
 from transforms.tiling.ir.placement import Partial, Tiled
 from transforms.tiling.rules import RULES
 
+pytestmark = pytest.mark.symbolic
+
 L, D = 10, 4
 MESH = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
 SPEC = PartitionSpec(None, "d")

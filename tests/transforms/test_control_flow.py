@@ -14,6 +14,8 @@ from tests.transforms.regions import ARGS, BATCH, FUNCTIONS, D, L, draw
 from tests.transforms.transformer import draw_tokens, parameters, training_loss
 from transforms import tile
 
+pytestmark = pytest.mark.symbolic
+
 
 def exact(fn, axis=BATCH, args=ARGS, n=4, **options):
     with jax.enable_x64(True):
@@ -123,6 +125,7 @@ def test_prints_inside_a_scan_are_made_once_for_each_tile(capfd):
 # ------------------------------------------------------------------------------------------------ a whole training loss
 
 
+@pytest.mark.optimised
 def test_tiling_the_batch_of_a_training_loss_is_gradient_accumulation():
     kept = np.array([16, 16, 1, 2, 1, 1, 4, 3])
     mask = jnp.asarray(np.arange(16) < kept[:, None], jnp.float32)

@@ -10,6 +10,8 @@ from tests import quick
 from tests.helpers import equations
 from transforms import tile
 
+pytestmark = pytest.mark.symbolic
+
 RNG = np.random.default_rng(1)
 H, W, Y = RNG.normal(size=(10, 3)), RNG.normal(size=(3, 5)), RNG.integers(0, 5, 10)
 

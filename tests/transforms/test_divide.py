@@ -10,6 +10,8 @@ from jax import lax
 from tests import quick
 from transforms import TileError, tile
 
+pytestmark = pytest.mark.symbolic
+
 B, S, D, V, N = 3, 11, 5, 24, 30  # batch, sequence, embed, vocab, tokens
 
 

@@ -13,6 +13,8 @@ from jax.experimental import checkify, io_callback
 from tests.helpers import assert_same
 from transforms import TileError, tile
 
+pytestmark = pytest.mark.symbolic
+
 RNG = np.random.default_rng(3)
 X, W = (jnp.asarray(RNG.normal(size=s), jnp.float32) for s in ((12, 4), (4, 4)))
 WS = jnp.stack([W, W / 2, W.T])

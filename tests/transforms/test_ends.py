@@ -15,6 +15,8 @@ from transforms.tiling.ir.numbering import Numbering
 from transforms.tiling.ir.placement import WHOLE, Tiled
 from transforms.tiling.passes.reassociate import Product, identity, reassociate
 
+pytestmark = pytest.mark.symbolic
+
 KEYS = (None, 0, 0)
 Q, K, D, E = 6, 11, 4, 3
 

@@ -10,6 +10,8 @@ from tests import quick
 from tests.helpers import FLOAT32, assert_same, assert_tiles, equations
 from transforms import TileError, tile
 
+pytestmark = pytest.mark.symbolic
+
 T, D, B = 24, 16, 4
 X, W = np.random.default_rng(0).normal(size=(T, D)).astype(np.float32), np.eye(D, dtype=np.float32) + 0.1
 

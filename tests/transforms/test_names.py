@@ -16,6 +16,8 @@ from transforms import tile
 from transforms.tiling.inputs.axes import place
 from transforms.tiling.ir.placement import WHOLE, Tiled
 
+pytestmark = pytest.mark.symbolic
+
 H, W, Y = jnp.ones((24, 5)), jnp.ones((5, 7)), jnp.zeros(24, int)
 Hidden = Float[Array, "tokens embed"]
 Labels = Int[Array, "tokens"]

@@ -10,6 +10,8 @@ from jax import lax
 
 from transforms.tiling.ir.placement import COMBINE, WHOLE, Partial, Span, Tiled, identity
 
+pytestmark = pytest.mark.symbolic
+
 PROFILE = settings(max_examples=25, deadline=None, derandomize=True, database=None)
 
 

@@ -9,6 +9,8 @@ from jax import nn
 from tests.helpers import assert_no_large, assert_tiles
 from transforms import tile
 
+pytestmark = pytest.mark.symbolic
+
 S, D = 48, 6  # rows, features
 
 

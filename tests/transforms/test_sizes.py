@@ -9,6 +9,8 @@ from jax import lax, nn
 from tests.helpers import assert_no_large, assert_tiles
 from transforms import TileError, tile
 
+pytestmark = pytest.mark.symbolic
+
 L, D, F = 48, 4, 40  # rows, features, hidden
 
 

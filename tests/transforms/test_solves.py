@@ -9,6 +9,8 @@ from jax.scipy.linalg import cho_solve, solve_triangular
 from tests.helpers import assert_no_large, assert_tiles
 from transforms import tile
 
+pytestmark = pytest.mark.symbolic
+
 SOLVES = {
     "whitened": lambda a, x: (solve_triangular(a, jnp.tanh(x).T, lower=True) ** 2).sum(0),
     "transposed": lambda a, x: solve_triangular(a, x.T, lower=True, trans=1).T,

@@ -15,6 +15,8 @@ from experiments.planning.hlo import collectives, dot_flops
 from tests import quick
 from transforms import TileError, tile
 
+pytestmark = pytest.mark.symbolic
+
 # The mesh, and how hidden states [B, S, D] and weights [D, V] lie on it.
 LAYOUTS = {
     "dp": ({"d": 8}, P("d", None, None), P(None, None)),

@@ -16,6 +16,8 @@ from jaxtyping import Array, Float
 
 from transforms import tile
 
+pytestmark = pytest.mark.symbolic
+
 H, W = jnp.arange(120.0).reshape(24, 5) / 100, jnp.ones((5, 7))
 
 

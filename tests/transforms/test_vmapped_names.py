@@ -9,6 +9,8 @@ from jax import lax
 
 from transforms import tile
 
+pytestmark = pytest.mark.symbolic
+
 X = np.random.default_rng(0).normal(size=(21, 4)).astype(np.float32)
 over = lambda fn, **options: lambda x: jax.vmap(fn, axis_name="b", **options)(x)
 

@@ -15,7 +15,6 @@ from zoo.formats import Format
 from zoo.models.decoder import Apart, apart, together
 from zoo.quantised import Quantised, quantise
 
-pytestmark = pytest.mark.optimised
 SIZES = dict(vocab_size=64, num_layers=3, embed_dim=256, mlp_dim=512, num_heads=4, num_kv_heads=2, head_dim=64)
 
 
@@ -48,6 +47,7 @@ def test_layers_apart_are_where_their_stack_is():
     assert apart(shapes).layers.down.layers[0].shape == (512, 256)
 
 
+@pytest.mark.optimised
 @pytest.mark.parametrize(("model", "config"), [(zoo.Llama, zoo.LlamaConfig), (zoo.Gemma, zoo.GemmaConfig)])
 def test_a_step_of_the_engine_copies_no_weights(model, config):
     """Beside pages and weights it takes less than the smallest of the attention's matrices."""
@@ -58,6 +58,7 @@ def test_a_step_of_the_engine_copies_no_weights(model, config):
     assert program.memory_analysis().temp_size_in_bytes < 256 * 256 * 4
 
 
+@pytest.mark.optimised
 def test_floats_of_8_bits_are_read_a_layer_at_a_time():
     """What a step takes beside pages and weights does not grow with the layers."""
     taken = []
