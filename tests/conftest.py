@@ -40,6 +40,15 @@ def pytest_configure(config):
         reuse(config.rootpath / ".pytest_cache" / "compiled" / worker)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """What modules draw while they are read is compiled quickly, and by no test taken for what it compiles itself."""
+    with quick.by_default():
+        found = yield
+    jax.clear_caches()
+    return found
+
+
 def reuse(folder: Path | str | None) -> str | None:
     """Read programs compiled before from `folder`, and write those that are not there; return the former folder."""
     before = jax.config.jax_compilation_cache_dir

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from tests import quick
 from tests.helpers import Call, as_jax, probe
 from tests.transforms import (
     regions,
@@ -93,7 +94,7 @@ class Row:
         """The plan; `stopped` for that of the value alone, where the gradient's is refused."""
 
         found = []
-        with self.around():
+        with self.around(), quick.by_default():
             args, kwargs = self.draw()
             closed, rest = args[: self.closed], args[self.closed :]
             tiled = self.tiled(count, frozen(self.fn) if stopped else self.fn, closed)
