@@ -101,6 +101,7 @@ def test_an_adapter_over_few_bits_learns_alone(kind):
     assert isinstance(merged.layers.up, Quantised) and isinstance(lora.detach(adapted).layers.q, Quantised)
 
 
+@pytest.mark.optimised
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 def test_the_backward_pass_keeps_no_copy_of_the_layers(kind):
     """Dequantised matrices of all layers would be the largest thing that waits for the backward pass."""
