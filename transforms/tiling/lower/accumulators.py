@@ -24,10 +24,11 @@ from jax import lax
 
 from transforms.tiling.ir.graph import Value
 from transforms.tiling.ir.loops import Loop, Schedule, Step, Update
-from transforms.tiling.ir.placement import COMBINE, WHOLE, Partial, Placement, Span, Whole, neutral
+from transforms.tiling.ir.placement import COMBINE, WHOLE, Partial, Placement, Span, Whole, identity, neutral
 from transforms.tiling.ir.terms import Term, broadcast_by
 from transforms.tiling.mesh import layout
 from transforms.tiling.mesh.sums import fit
+from transforms.tiling.primitives import has
 from transforms.tiling.rules import RULES, run
 
 Tile = Any  # of `lower.tile`: what is computed of one
@@ -53,7 +54,14 @@ class Accumulator:
         dtype = span.wide(self.value.dtype) if wide else self.value.dtype
         if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
             return lax.full(self.value.shape, 0, dtype)
-        return layout.full(self.value.aval, neutral(op, dtype), dtype, self.apart)
+        fill = neutral(op, dtype) if self.rows else identity(op, dtype)
+        return layout.full(self.value.aval, fill, dtype, self.apart)
+
+    @property
+    def rows(self) -> bool:
+        """Whether it is a sum of rows that one tile has, and the others nothing: minus zeros stay as they are."""
+        nodes = (term.node if isinstance(term, Step) else term.value.producer for term in self.update.terms)
+        return all(node is not None and (has(node.name, "picks") or has(node.name, "lands")) for node in nodes)
 
     def add(self, total: Any | None, tile: Tile) -> Any:
         """What it holds with one more tile; with no total yet, the tile is all there is."""
