@@ -10,7 +10,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 from experiments import configs
 from experiments.configs.compute import REMAT
-from tests import quick
 from transforms.remat import CHOICES, POLICIES, remat, scan_layers
 
 
@@ -42,7 +41,7 @@ def expected(arrays):
 
 
 def gradient(wrap, weights, x):
-    return quick.jit(jax.grad(lambda w: loss(wrap, w, x)))(weights)
+    return jax.grad(lambda w: loss(wrap, w, x))(weights)
 
 
 CYCLES = ["full,none", "full*2,dots,names", "none*5,full*3", "full*3,none*9"]
@@ -51,7 +50,7 @@ NESTED = ["sqrt", "full/1", "full/3", "block/8", "full/20", "offload", "offload/
 
 @pytest.mark.parametrize("name", [*(name for name in POLICIES if name != "offload_dots"), "names", *CYCLES, *NESTED])
 def test_gradients_do_not_depend_on_the_policy(name, arrays, expected):
-    np.testing.assert_allclose(gradient(remat(name, ["inner"]), *arrays), expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(gradient(remat(name, ["inner"]), *arrays), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_policies_keep_what_they_say(arrays):
