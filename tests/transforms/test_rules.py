@@ -310,7 +310,7 @@ ONCE_WRONG = {
         np.where(np.arange(L)[:, None] < L // 2, 0.0, np.ones((L, D))),
     ),
     "rows are added to minus zero": (
-        lambda x: 1 / jnp.full(4, -0.0).at[jnp.arange(len(x)) % 2].add(x[:, 0]),
+        lambda x: 1 / jnp.full(4, -0.0).at[jnp.arange(len(x)) % 2].add(wide(x)[:, 0]),
         np.ones((L, D)),
     ),
     "an empty array is reshaped": (lambda x: 2 * x.T.reshape(10, 0), np.ones((L, 0))),
