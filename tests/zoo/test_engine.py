@@ -14,7 +14,7 @@ from zoo.engine.engine import Engine, Settings
 from zoo.engine.sampling import Sampling
 
 OPTIONS = FAST["compiler_options"]
-SIZES = Settings(length=40, rows=5, width=1, page=4, tokens=56, queue=40)
+SIZES = Settings(length=40, rows=5, width=1, page=4, tokens=48, queue=40)
 QUICK = {  # case -> dtype and width of rows
     "gemma2_gqa": ("float32", 1),
     "gemma3_stretched": ("bfloat16", 2),
@@ -137,10 +137,12 @@ def weather(case, dtype, width, seed, schedule):
     return wrong, scheduler.preemptions, scheduler.reused
 
 
+@pytest.mark.redundant("first")
+@pytest.mark.parametrize("first", [0, 9, 27])
 @pytest.mark.parametrize("case", QUICK)
-def test_bits_do_not_depend_on_the_schedule(case):
+def test_bits_do_not_depend_on_the_schedule(case, first):
     dtype, width = QUICK[case]
-    found = [weather(case, dtype, width, schedule % 3, schedule) for schedule in range(25)]
+    found = [weather(case, dtype, width, schedule % 3, schedule) for schedule in range(first, first + 9)]
     assert [wrong for wrong, *_ in found] == [0] * len(found)
     preempted, reused = (sum(each) for each in list(zip(*found, strict=True))[1:])
     assert preempted > 0 or case in (

@@ -1,9 +1,11 @@
 """What a step is told of its spans, as arrays of its fixed shape: written on the host, read by the device."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -24,6 +26,7 @@ class Writer:
         self.settings, self.plan = settings, plan
         self._history = jnp.full((settings.rows, plan.most * settings.page), -1, jnp.int32)
         self._allowed = jnp.zeros((settings.rows, plan.words), jnp.uint32)
+        self._blanks = functools.cache(self._blank)  # making the modules anew takes longer than copying their arrays
 
     def work(self, spans: Sequence[Span], answers: Sequence[Answer | None]) -> tuple[Work, list[int]]:
         """Return the work of a step, and where in it each span begins.
@@ -36,7 +39,9 @@ class Writer:
         width = 1 if narrow else self.settings.width
         picking = [one for span, one in zip(spans, answers, strict=True) if span.picks and one is not None]
         adjusts, bound = any(one.sampling.adjusts for one in picking), any(one.guide for one in picking)
-        work = self._blank(width, adjusts, bound)
+        work = jax.tree.map(
+            lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, self._blanks(width, adjusts, bound)
+        )
         begins, asked, row = [], [], 0
         for span, answer in zip(spans, answers, strict=True):
             begin, until = row * width, row + math.ceil(span.count / width)
