@@ -46,6 +46,8 @@ def pytest_collection():
     with quick.by_default():
         found = yield
     jax.clear_caches()
+    gc.collect()
+    gc.freeze()  # what was read and collected stays until the end
     return found
 
 

@@ -32,11 +32,12 @@ def added(make, key, shape):
     return lambda x: jnp.where(x > 0, make(key, shape), make(key, shape) + 1)
 
 
+@pytest.mark.redundant("shape", "cut")
+@pytest.mark.parametrize(("shape", "cut"), [((L, D), 0), ((D, L), 1), ((2, L, D), 1)])
 @pytest.mark.parametrize("name", MAKES)
-def test_tiles_have_the_same_values(name):
-    for shape, cut in (((L, D), 0), ((D, L), 1), ((2, L, D), 1)):
-        fn, x = added(MAKES[name], KEY, shape), jnp.ones(shape)
-        np.testing.assert_array_equal(tile(fn, cut, 4)(x), fn(x))
+def test_tiles_have_the_same_values(name, shape, cut):
+    fn, x = added(MAKES[name], KEY, shape), jnp.ones(shape)
+    np.testing.assert_array_equal(tile(fn, cut, 4)(x), fn(x))
 
 
 @pytest.mark.parametrize("width", [8, 16, 32, 64])
