@@ -47,7 +47,7 @@ def analyse(
         elif isinstance(found, Split):
             part = RULES[found.node.name].part
             assert part is not None
-            split(graph, found.node, found.wanted, *part(found.node, found.wanted))
+            split(graph, found.node, found.wanted, part)
         else:
             return found
 

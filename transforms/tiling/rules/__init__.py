@@ -10,7 +10,7 @@ outside of rules and passes asks for a name.
     localise(node, move, span)        the primitive's parameters at tile size
     emit(node, values, move, span)    the tile's results, where binding the primitive is not enough
     accumulate(node, values, total, span)   `total` plus the tile's part, where that is cheaper than making the part
-    part(node, wanted)                (of an equation with bodies) the operands and a function for some results alone
+    part(node, values, wanted)        (of an equation with bodies) some results alone, from whole operands
     local(node, placements, limits)   (likewise) how to run it on whole operands with its bodies tiled
     resume(node, source, given, before, span)   (of what goes from tile to tile) its result, from its operand `source`,
                                       whose tile is `given`, and from what the tiles before this one accumulated
@@ -53,7 +53,7 @@ Emit = Callable[[Node, list[Any], Move, Span], list[Any]]
 Accumulate = Callable[[Node, list[Any], Any, Span], Any]
 Local = Callable[[Node, tuple[Placement, ...], Any], "Move | Obstacle | None"]
 Resume = Callable[[Node, Value, Any, Mapping[Value, Any], Span], Any]
-Part = Callable[[Node, Sequence[int]], tuple[Sequence[int], Callable[..., Any]]]
+Part = Callable[[Node, Sequence[Any], Sequence[int]], list[Any]]
 
 
 @dataclasses.dataclass(frozen=True)

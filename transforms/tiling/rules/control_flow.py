@@ -58,12 +58,9 @@ def emit_remat(node: Node, values: list[Any], move: Move, span: Span) -> list[An
     return with_gaps(wanted, made, len(node.outputs))
 
 
-def part_remat(node: Node, wanted: Sequence[int]) -> tuple[list[int], Callable[..., Any]]:
+def part_remat(node: Node, values: Sequence[Any], wanted: Sequence[int]) -> list[Any]:
     graph = body_graph(node, "jaxpr")
-    outs = [graph.outputs[i] for i in wanted]
-    used = ancestors(graph, outs)
-    inputs = [i for i, v in enumerate(graph.inputs) if v in used]
-    return inputs, lambda *values: evaluate(dict(zip((graph.inputs[i] for i in inputs), values, strict=True)), outs)
+    return evaluate(dict(zip(graph.inputs, values, strict=True)), [graph.outputs[i] for i in wanted])
 
 
 # ------------------------------------------------------------------------------------------------------------ while
@@ -143,22 +140,11 @@ def emit_while(node: Node, values: list[Any], move: Move, span: Span) -> list[An
     return run_while(node, values, carries, test, body)
 
 
-def part_while(node: Node, wanted: Sequence[int]) -> tuple[list[int], Callable[..., Any]]:
-    tests, constants = node.params["cond_nconsts"], node.params["body_nconsts"]
-    test, graph = body_graph(node, "cond_jaxpr"), body_graph(node, "body_jaxpr")
+def part_while(node: Node, values: Sequence[Any], wanted: Sequence[int]) -> list[Any]:
     carries = while_carries(node, wanted)
-    used = [*ancestors(test, test.outputs), *ancestors(graph, [graph.outputs[i] for i in carries])]
-    places = [*range(tests), *range(tests + constants, len(node.inputs))]
-    read = {i for i, v in zip(places, test.inputs, strict=True) if v in used}
-    read |= {tests + i for i, v in enumerate(graph.inputs) if v in used} | {tests + constants + i for i in carries}
-    inputs = sorted(read)
-
-    def run(*values: Any) -> list[Any]:
-        given = with_gaps(inputs, values, len(node.inputs))
-        results = run_while(node, given, carries, whole_body(test, [0]), whole_body(graph, carries))
-        return [results[i] for i in wanted]
-
-    return inputs, run
+    test, body = body_graph(node, "cond_jaxpr"), body_graph(node, "body_jaxpr")
+    results = run_while(node, values, carries, whole_body(test, [0]), whole_body(body, carries))
+    return [results[i] for i in wanted]
 
 
 # ------------------------------------------------------------------------------------------------------------- cond
@@ -216,19 +202,12 @@ def emit_cond(node: Node, values: list[Any], move: Move, span: Span) -> list[Any
     return with_gaps(wanted, made, len(node.outputs))
 
 
-def part_cond(node: Node, wanted: Sequence[int]) -> tuple[list[int], Callable[..., Any]]:
-    graphs = [body_graph(node, "branches", i) for i in range(len(node.params["branches"]))]
-    used = {v for g in graphs for v in ancestors(g, [g.outputs[i] for i in wanted])}
-    operands = [i for i in range(len(node.inputs) - 1) if any(g.inputs[i] in used for g in graphs)]
+def part_cond(node: Node, values: Sequence[Any], wanted: Sequence[int]) -> list[Any]:
+    def branch(number: int) -> Callable[..., Any]:
+        body = whole_body(body_graph(node, "branches", number), wanted)
+        return lambda *values: [body(values)[i] for i in wanted]
 
-    def run(index: Any, *values: Any) -> list[Any]:
-        def branch(graph: Graph) -> Callable[..., Any]:
-            body = whole_body(graph, wanted)
-            return lambda *values: [body(with_gaps(operands, values, len(graph.inputs)))[i] for i in wanted]
-
-        return choose(node, index, [branch(g) for g in graphs], values)
-
-    return [0, *(i + 1 for i in operands)], run
+    return choose(node, values[0], [branch(i) for i in range(len(node.params["branches"]))], values[1:])
 
 
 # ------------------------------------------------------------------------------------- custom derivatives, callbacks

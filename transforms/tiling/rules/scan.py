@@ -7,7 +7,7 @@ body returns, until nothing changes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from transforms.tiling.analysis.propagate import body_of
 from transforms.tiling.ir.edit import replace, traced
 from transforms.tiling.ir.facts import Local, Region
 from transforms.tiling.ir.flatten import body_graph, evaluate
-from transforms.tiling.ir.graph import Graph, Node, Value, ancestors, describe, prune, scan_counts
+from transforms.tiling.ir.graph import Graph, Node, Value, describe, prune, scan_counts
 from transforms.tiling.ir.obstacles import Complete, Obstacle, Refusal
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled, Whole
 from transforms.tiling.mesh.layout import Held, conform, like
@@ -132,19 +132,11 @@ def emit_sums(node: Node, values: list[Any], move: Move, span: Span) -> list[Any
     return run_part(node, values, move, span, range(len(node.outputs)), values[constants + carried].shape[0])
 
 
-def part_scan(node: Node, wanted: Sequence[int]) -> tuple[list[int], Callable[..., Any]]:
+def part_scan(node: Node, values: Sequence[Any], wanted: Sequence[int]) -> list[Any]:
     graph = body_graph(node, "jaxpr")
-    constants, carried = scan_counts(node)
-    needed = sorted({*carries_for(graph, constants, carried, wanted), *wanted})
-    used = ancestors(graph, [graph.outputs[i] for i in needed])
-    carries = {constants + i for i in needed if i < carried}
-    inputs = [i for i, v in enumerate(graph.inputs) if v in used or i in carries]
-
-    def run(*values: Any) -> list[Any]:
-        results = run_scan(node, with_gaps(inputs, values, len(node.inputs)), wanted, whole_body(graph, needed))
-        return [results[i] for i in wanted]
-
-    return inputs, run
+    needed = sorted({*carries_for(graph, *scan_counts(node), wanted), *wanted})
+    results = run_scan(node, values, wanted, whole_body(graph, needed))
+    return [results[i] for i in wanted]
 
 
 # ------------------------------------------------------------------- a scan of whole operands whose body runs in tiles

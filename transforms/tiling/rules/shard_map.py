@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from transforms.tiling.analysis.propagate import body_of
 from transforms.tiling.ir.facts import Region
 from transforms.tiling.ir.flatten import body_graph
-from transforms.tiling.ir.graph import Node, ancestors
+from transforms.tiling.ir.graph import Node
 from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import Placement, Span, Tiled
 from transforms.tiling.mesh.layout import entries_of
@@ -93,17 +93,14 @@ def emit(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
     return with_gaps(wanted, made, len(node.outputs))
 
 
-def part(node: Node, wanted: Sequence[int]) -> tuple[list[int], Callable[..., Any]]:
-    graph = body_graph(node, "jaxpr")
-    used = ancestors(graph, [graph.outputs[i] for i in wanted])
-    inputs = [i for i, v in enumerate(graph.inputs) if v in used]
-    body = whole_body(graph, wanted)
+def part(node: Node, values: Sequence[Any], wanted: Sequence[int]) -> list[Any]:
+    body = whole_body(body_graph(node, "jaxpr"), wanted)
 
     def run(*values: Any) -> list[Any]:
-        results = body(with_gaps(inputs, values, len(graph.inputs)))
+        results = body(values)
         return [results[i] for i in wanted]
 
-    return inputs, over_devices(node, run, [node.params["in_specs"][i] for i in inputs], wanted)
+    return over_devices(node, run, node.params["in_specs"], wanted)(*values)
 
 
 register("shard_map", push=push, emit=emit, part=part, alone=True)
