@@ -264,14 +264,25 @@ class Program:
         return dataclasses.replace(made, closed=silence_recomputed(made.closed))
 
     def _values_and_gradients(self, active: tuple[int, ...], out: int, *args: Any) -> tuple[Any, ...]:
+        (value,), vjp, outs = jax.vjp(*self.chosen(args, active, [out]), has_aux=True)
+        return (*outs, *vjp([jnp.ones_like(value)]))
+
+    def chosen(
+        self, args: Sequence[Any], active: Sequence[int], outs: Sequence[int], kept: Sequence[Any] | None = None
+    ) -> tuple[Any, ...]:
+        """A function of the inputs `active`, and those: it returns the outputs `outs`, and beside them all outputs.
+
+        `kept`: what was kept of an evaluation, which is not computed again.
+        """
         fn = jaxpr_as_fun(self.closed)
 
-        def primal(*chosen: Any) -> tuple[Any, list[Any]]:
-            outs = fn(*replaced(args, active, chosen))
-            return outs[out], outs
+        def primal(*chosen: Any) -> tuple[list[Any], list[Any]]:
+            given = dict(enumerate(args)) | dict(zip(active, chosen, strict=True))
+            full = [given[i] for i in range(len(args))]
+            results = fn(*full) if kept is None or self.keeping is None else self.keeping.outputs(full, kept)
+            return [results[i] for i in outs], results
 
-        value, vjp, outs = jax.vjp(primal, *(args[i] for i in active), has_aux=True)
-        return (*outs, *vjp(jnp.ones_like(value)))
+        return (primal, *(args[i] for i in active))
 
     @remembered
     def gradient(self, active: tuple[int, ...], out: int) -> Gradient:
@@ -303,16 +314,10 @@ class Program:
                 "tile: cannot apply forward-mode autodiff (jvp) to a function that calls one with a `jax.custom_vjp` "
                 "rule: only its reverse mode is known. Give that function a `jax.custom_jvp` rule."
             )
-        fn = jaxpr_as_fun(self.closed)
 
         def forward(*both: Any) -> list[Any]:
-            args, tangents = both[: -len(active)], both[-len(active) :]
-
-            def primal(*chosen: Any) -> list[Any]:
-                results = fn(*replaced(args, active, chosen))
-                return [results[i] for i in outs]
-
-            return jax.jvp(primal, tuple(args[i] for i in active), tangents)[1]
+            primal, *primals = self.chosen(both[: -len(active)], active, outs)
+            return jax.jvp(primal, tuple(primals), both[-len(active) :], has_aux=True)[1]
 
         extra = [(self.closed.in_avals[i], self.placements[i]) for i in active]
         made = self.derive(forward, extra)
@@ -340,18 +345,12 @@ class Program:
     @remembered
     def cotangent(self, active: tuple[int, ...], outs: tuple[int, ...]) -> Program:
         """The cotangents of inputs `active`, from the inputs, what was kept, and the cotangents of outputs `outs`."""
-        count, keeping = len(self.closed.in_avals), self.keeping
-        fn = jaxpr_as_fun(self.closed)
+        count = len(self.closed.in_avals)
 
         def backward(*both: Any) -> tuple[Any, ...]:
             args, kept, cotangents = both[:count], both[count : -len(outs)], both[-len(outs) :]
-
-            def primal(*chosen: Any) -> list[Any]:
-                full = replaced(args, active, chosen)
-                results = fn(*full) if keeping is None else keeping.outputs(full, kept)
-                return [results[i] for i in outs]
-
-            return jax.vjp(primal, *(args[i] for i in active))[1](list(cotangents))
+            _, vjp, _ = jax.vjp(*self.chosen(args, active, outs, kept), has_aux=True)
+            return vjp(list(cotangents))
 
         extra = [*self.kept, *((self.closed.out_avals[i], self.output_placements[i]) for i in outs)]
         given = (self.forward.also, count) if self.forward.also is not None else None
@@ -377,14 +376,6 @@ class Gradient:
         if self.split is not None:
             return self.split.combine(results, self.active)
         return list(results[: self.count]), list(results[self.count :])
-
-
-def replaced(args: Sequence[Any], where: Sequence[int], chosen: Sequence[Any]) -> list[Any]:
-    """Arguments, with others in the place of some."""
-    full = list(args)
-    for i, value in zip(where, chosen, strict=True):
-        full[i] = value
-    return full
 
 
 # ------------------------------------------------------------------------------------------------ a second cut

@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
 from transforms.tiling.analysis.limits import human
-from transforms.tiling.autodiff.program import NO_REVERSE, Program, replaced
+from transforms.tiling.autodiff.program import NO_REVERSE, Program
 from transforms.tiling.ir.effects import sources
 from transforms.tiling.ir.facts import Analysis, Local
 from transforms.tiling.ir.flatten import flatten
@@ -353,7 +353,7 @@ def _gradient(program: Program) -> Run | None:
     outs, active = program.differentiable([i for i, a in enumerate(avals) if jnp.issubdtype(a.dtype, jnp.inexact)])
     if not active:
         return None
-    plain, scalar = _plain(program, active, outs), program.is_scalar(outs, active)
+    plain, scalar = functools.partial(_plain, program, active, outs), program.is_scalar(outs, active)
     cotangents = [] if scalar else [program.closed.out_avals[i] for i in outs]
     if program.is_one_tile:
         found = Run((), plain, plain, [*avals, *cotangents])
@@ -383,19 +383,11 @@ def _both(program: Program, back: Program) -> Callable[..., Any]:
     return run
 
 
-def _plain(program: Program, active: Sequence[int], outs: Sequence[int]) -> Callable[..., Any]:
-    """The untiled function with its gradients."""
-    fn, count = jaxpr_as_fun(program.closed), len(program.closed.in_avals)
-
-    def run(*args: Any) -> Any:
-        def primal(*chosen: Any) -> tuple[list[Any], list[Any]]:
-            results = fn(*replaced(args[:count], active, chosen))
-            return [results[i] for i in outs], results
-
-        chosen, vjp, results = jax.vjp(primal, *(args[i] for i in active), has_aux=True)
-        return results, vjp(list(args[count:]) or [jnp.ones_like(c) for c in chosen])
-
-    return run
+def _plain(program: Program, active: Sequence[int], outs: Sequence[int], *args: Any) -> Any:
+    """The results of the untiled function, and its gradients."""
+    count = len(program.closed.in_avals)
+    values, vjp, results = jax.vjp(*program.chosen(args[:count], active, outs), has_aux=True)
+    return results, vjp(list(args[count:]) or [jnp.ones_like(v) for v in values])
 
 
 # ----------------------------------------------------------------------------------- the fewest tiles that fit a budget
