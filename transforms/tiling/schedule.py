@@ -26,12 +26,14 @@ from transforms.tiling.rules import RULES, Move, resumes
 ROUNDS = 20  # in which a schedule may forget what it meant to store
 
 
-def schedule(analysis: Analysis, limits: Limits, total: int, online: Mapping[Value, Online]) -> Schedule | Obstacle:
-    """Plan the loops of an analysed graph, along an axis of length `total`; `online` sums are rescaled.
+def schedule(analysis: Analysis, online: Mapping[Value, Online]) -> Schedule | Obstacle:
+    """Plan the loops of an analysed graph; `online` sums are rescaled.
 
     Or say which array is too large that would have to be whole.
     """
-    policy = limits.options.policy if limits.options else None
+    limits = analysis.limits
+    assert limits is not None, "a body is not planned by itself"
+    policy = limits.options.policy
     planner, loops = _settle(analysis, online, policy, eager=False)
     if len(loops) > 1:
         # What an early loop computes anyway costs nothing there, and what it takes need not be computed again later.
@@ -39,7 +41,7 @@ def schedule(analysis: Analysis, limits: Limits, total: int, online: Mapping[Val
         if _cost(eager) < _cost((planner, loops)):
             planner, loops = eager
     obstacle = check_begun(analysis, loops, limits)
-    obstacle = obstacle or check_whole(analysis, loops, planner.requested, limits, total, online)
+    obstacle = obstacle or check_whole(analysis, loops, planner.requested, limits, online)
     return obstacle or Schedule(analysis, loops, planner.late, limits.options.size)
 
 

@@ -19,7 +19,8 @@ import jax
 from transforms.tiling.analysis import rounding
 from transforms.tiling.autodiff.policy import keeps
 from transforms.tiling.ir.facts import Analysis, Local, Region
-from transforms.tiling.ir.graph import Graph, Node, Value, bodies, describe
+from transforms.tiling.ir.graph import Graph, Node, Value, describe
+from transforms.tiling.ir.jaxprs import bodies
 from transforms.tiling.ir.loops import Loop, Ref, Schedule, Step, Update
 from transforms.tiling.ir.placement import ALONE, Partial, Placement, Reach, Span, Stacked, Tiled, Whole, wide
 from transforms.tiling.mesh.layout import like, named, varying

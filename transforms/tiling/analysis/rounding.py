@@ -28,11 +28,11 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from transforms.tiling.analysis.limits import human
 from transforms.tiling.ir.facts import Analysis, Local
-from transforms.tiling.ir.graph import Graph, Node, Value, bodies, constant
+from transforms.tiling.ir.graph import Graph, Node, Value, constant
+from transforms.tiling.ir.jaxprs import bodies, equations
 from transforms.tiling.ir.loops import Loop, Schedule
 from transforms.tiling.ir.obstacles import Disagreement, Refusal
 from transforms.tiling.ir.placement import Placement, Tiled
@@ -285,11 +285,8 @@ def _jumps(node: Node) -> bool:
         return _cancels(node.inputs[has(node.name, "divides")])
     if node.name in ONE_SIDED and any(map(_zero, node.inputs)):
         return any(map(_cancels, node.inputs))
-    return (
-        node.name in AT_ONE
-        or _discontinuous(node.name, node.inputs, node.outputs)
-        or any(map(_any_jumps, bodies(node.params)))
-    )
+    inside = [(e.primitive.name, e.invars, e.outvars) for body in bodies(node.params) for e in equations(body)]
+    return node.name in AT_ONE or any(_discontinuous(*e) for e in [(node.name, node.inputs, node.outputs), *inside])
 
 
 def _cancels(value: Value) -> bool:
@@ -323,15 +320,7 @@ def _zero(value: Value) -> bool:
 
 
 def _discontinuous(name: str, ins: Iterable[Any], outs: Iterable[Any]) -> bool:
-    inexact = [jax.dtypes.issubdtype(v.dtype, np.inexact) for v in ins]
+    inexact = [jax.dtypes.issubdtype(v.aval.dtype, np.inexact) for v in ins]
     if has(name, "casts"):
-        return any(inexact) and not any(jax.dtypes.issubdtype(v.dtype, np.inexact) for v in outs)
+        return any(inexact) and not any(jax.dtypes.issubdtype(v.aval.dtype, np.inexact) for v in outs)
     return name in DISCONTINUOUS and any(inexact)
-
-
-def _any_jumps(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
-    avals = lambda atoms: [a.aval for a in atoms]
-    return any(
-        _discontinuous(e.primitive.name, avals(e.invars), avals(e.outvars)) or any(map(_any_jumps, bodies(e.params)))
-        for e in getattr(jaxpr, "jaxpr", jaxpr).eqns
-    )

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from jax.extend.core import Jaxpr
-
 from transforms.tiling.analysis.limits import Limits, check_size, human
 from transforms.tiling.ir.facts import Analysis, Local
-from transforms.tiling.ir.graph import Node, Value, ancestors, bodies, depends, describe, elements, nbytes
+from transforms.tiling.ir.graph import Node, Value, ancestors, depends, describe, elements, nbytes
+from transforms.tiling.ir.jaxprs import bodies, equations
 from transforms.tiling.ir.loops import Loop
 from transforms.tiling.ir.obstacles import Obstacle, Promote, Refusal
 from transforms.tiling.ir.placement import WHOLE, Partial, Span, Tiled, Whole
@@ -22,7 +21,6 @@ def check_whole(
     loops: Sequence[Loop],
     requested: Iterable[Value],
     limits: Limits,
-    total: int,
     online: Iterable[Value] = (),
 ) -> Obstacle | None:
     """Find whole values that carry the cut axis, or that come from a completed one, and are too large.
@@ -52,8 +50,8 @@ def check_whole(
     finished = _finished(analysis, online)
     large = [v for v in large if v in found or v not in finished]
     large = [v for v in large if v in found or all(f.producer or f.const is not None for f in _forms([v]))]
-    shares = limits.options.shares
-    if promoted := {v: cut for v in large if (cut := _cut_of(v, total, shares)) is not None}:
+    options = limits.options
+    if promoted := {v: cut for v in large if (cut := _cut_of(v, options.total, options.shares)) is not None}:
         return Promote(promoted)
     for value, (node, reason) in found.items():
         if not limits.allow(value):
@@ -140,7 +138,8 @@ def _is_input(analysis: Analysis, node: Node, value: Value) -> bool:
 
 def _check_inside(analysis: Analysis, node: Node, limits: Limits) -> Refusal | None:
     """Refuse an equation with a body that runs on whole operands and makes something too large there."""
-    inside = max((_largest(b) for b in bodies(node.params)), default=0)
+    made = (v.aval for body in bodies(node.params) for eqn in equations(body) for v in eqn.outvars)
+    inside = max(map(nbytes, made), default=0)
     if limits.gather == "any" or inside <= limits.largest:
         return None
     why = next((reason for (n, _), reason in analysis.completed.items() if n is node), "needs a cut array whole")
@@ -149,11 +148,6 @@ def _check_inside(analysis: Analysis, node: Node, limits: Limits) -> Refusal | N
         f"{human(inside)} then; the largest input or output is {human(limits.largest)}.\n"
         '  To go on: cut another axis, or pass gather="any".'
     )
-
-
-def _largest(jaxpr: Jaxpr) -> int:
-    made = [nbytes(v.aval) for e in jaxpr.eqns for v in e.outvars]
-    return max([*made, *(_largest(b) for e in jaxpr.eqns for b in bodies(e.params))], default=0)
 
 
 def _cut_of(value: Value, total: int, shares: int) -> Tiled | None:

@@ -17,7 +17,8 @@ from jax.extend.core import Literal
 from transforms.tiling.analysis.limits import Limits
 from transforms.tiling.analysis.propagate import analyse
 from transforms.tiling.ir.flatten import evaluate, flatten
-from transforms.tiling.ir.graph import Graph, Value, bodies, constant, depends
+from transforms.tiling.ir.graph import Graph, Value, constant, depends
+from transforms.tiling.ir.jaxprs import bodies, equations
 from transforms.tiling.ir.obstacles import Obstacle
 from transforms.tiling.ir.placement import Partial, Whole
 from transforms.tiling.mesh.layout import like
@@ -188,9 +189,7 @@ def has_custom_vjp(jaxpr: Any) -> bool:
 
 def narrow(jaxpr: Any) -> bool:
     """Whether a program holds an array whose exponent has a narrower range than float32's."""
-    avals = [v.aval for v in (*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars))]
+    avals = [v.aval for v in (*jaxpr.invars, *(v for eqn in equations(jaxpr) for v in eqn.outvars))]
     dtypes = {v.dtype for v in avals if hasattr(v, "dtype") and jnp.issubdtype(v.dtype, jnp.floating)}
     range_ = jnp.finfo(jnp.float32)
-    if any(jnp.finfo(d).maxexp < range_.maxexp or jnp.finfo(d).minexp > range_.minexp for d in dtypes):
-        return True
-    return any(narrow(inner) for eqn in jaxpr.eqns for inner in bodies(eqn.params))
+    return any(jnp.finfo(d).maxexp < range_.maxexp or jnp.finfo(d).minexp > range_.minexp for d in dtypes)

@@ -11,7 +11,8 @@ from jax.interpreters import partial_eval as pe
 from jax.sharding import AxisType
 
 from transforms.tiling.ir.flatten import flatten
-from transforms.tiling.ir.graph import Graph, Node, Value, body
+from transforms.tiling.ir.graph import Graph, Node, Value
+from transforms.tiling.ir.jaxprs import body
 from transforms.tiling.mesh.layout import like, varying
 
 

@@ -88,19 +88,27 @@ class Analysis:
 
     graph: Graph
     facts: dict[Value, Fact]
-    moves: dict[Node, Move]
-    completions: list[Completion]
-    completed: dict[tuple[Node, int], str]  # operands (by number) that are read after they were completed, and why
-    inputs: frozenset[Value]
-    used: set[Value]  # values that an output or another node reads
+    limits: Limits | None
+    moves: dict[Node, Move] = dataclasses.field(default_factory=dict)
+    completions: list[Completion] = dataclasses.field(default_factory=list)
+    # Operands (by number) that are read after they were completed, and why.
+    completed: dict[tuple[Node, int], str] = dataclasses.field(default_factory=dict)
     stored: set[Value] = dataclasses.field(default_factory=set)  # cut values that are whole before the loops
     # Of the loops that have an order, whether they reverse it.
     backward: dict[int, bool] = dataclasses.field(default_factory=dict)
     apart: Held = dataclasses.field(default_factory=Held)  # sums that each device holds a part of
-    limits: Limits | None = None
     typed: dict[Any, str | None] = dataclasses.field(default_factory=dict)
     passing: set[Value] | None = None  # in a region: the values that may be apart
     grain: int = 1  # tiles hold a multiple of so many rows
+
+    @functools.cached_property
+    def inputs(self) -> frozenset[Value]:
+        return frozenset(self.graph.inputs)
+
+    @functools.cached_property
+    def used(self) -> set[Value]:
+        """The values that an output or another node reads."""
+        return {v for n in self.graph.nodes for v in n.inputs}.union(self.graph.outputs)
 
     def fact(self, value: Value) -> Fact:
         return self.facts.get(value, OUTSIDE)

@@ -22,7 +22,7 @@ from transforms.tiling.ir.graph import Graph, Node, Value, ancestors, constant, 
 from transforms.tiling.ir.obstacles import Complete, Disagreement
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled
 from transforms.tiling.mesh.layout import named
-from transforms.tiling.passes.loop_state import begin, leave
+from transforms.tiling.passes.loop_state import hand_on
 from transforms.tiling.rules import Move, refuse_partial, register
 from transforms.tiling.rules.factors import peel
 
@@ -170,10 +170,7 @@ def _witness(graph: Graph, reduction: Node, span: Span) -> list[Value]:
     outs = [ShapedArray(best.shape, best.dtype), places, places, places]
     nodes: list[Node] = []
     zeros = [Value(ShapedArray((), aval.dtype), const=np.zeros((), aval.dtype)) for aval in outs]
-    before = [begin(nodes, reduction, v, aval, span) for v, aval in zip(zeros, outs, strict=True)]
-    now = add(nodes, reduction, witness_p, [operand, *before], outs, axes=axes, op=reduction.name[-3:])
-    for state, left in zip(before, now, strict=True):
-        leave(state, left)
+    now = hand_on(nodes, reduction, witness_p, [operand, *zeros], outs, span, axes=axes, op=reduction.name[-3:])
     at = graph.nodes.index(reduction)
     graph.nodes[at:at] = nodes
     return list(now[1:])

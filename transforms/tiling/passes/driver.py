@@ -224,7 +224,7 @@ def _attempt(work: Work, placements: Sequence[Placement]) -> Schedule | Obstacle
         return met
     if _first(ALWAYS, work, found):
         return found
-    plan = schedule(found, work.limits, work.limits.options.total, work.online.sums)
+    plan = schedule(found, work.online.sums)
     return plan if isinstance(plan, Obstacle) else rounding.check(plan) or rounding.running(plan) or plan
 
 

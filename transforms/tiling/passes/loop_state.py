@@ -29,15 +29,30 @@ carried_p = Primitive("carried")  # what the tiles before this one left; its ope
 begun_p = Primitive("begun")  # the same, of all tiles
 
 
-def begin(nodes: list[Node], node: Node, init: Value, aval: Any, span: Span, reverse: bool = False) -> Value:
-    """Append the state that each tile begins with: `init` where the axis begins, or, in `reverse`, where it ends."""
+def begin(nodes: list[Node], node: Node, init: Value, aval: Any, span: Span) -> Value:
+    """Append the state that each tile begins with: `init` where the axis begins, or ends in `reverse`."""
     (state,) = add(nodes, node, carried_p, [init], [aval])
     sharding, shape = named(aval), (-(-span.total // span.length), *aval.shape)
     if sharding is not None:
         sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
     (begun,) = add([], node, begun_p, [state], [ShapedArray(shape, aval.dtype, sharding=sharding)], size=span.length)
-    producer(state).state = State(reverse, begun)
+    producer(state).state = State(node.params.get("reverse", False), begun)
     return state
+
+
+def hand_on(
+    nodes: list[Node], node: Node, primitive: Primitive, values: Any, outs: Any, span: Span, **params: Any
+) -> Any:
+    """Append an equation that reads the first of `values`, then what the tile before left; return its results.
+
+    The last of these, of types `outs`, it leaves in turn; the rest of `values` is what the first tile begins with.
+    """
+    operand, *first = values
+    states = [begin(nodes, node, v, aval, span) for v, aval in zip(first, outs[-len(first) :], strict=True)]
+    made = add(nodes, node, primitive, [operand, *states], outs, **params)
+    for state, left in zip(states, made[-len(first) :], strict=True):
+        leave(state, left)
+    return made
 
 
 def resize(graph: Graph, total: int, size: int) -> None:

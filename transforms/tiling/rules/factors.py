@@ -108,10 +108,8 @@ def pull_factor(factors: Stated) -> Pull:
 
 
 def _stands(dims: Names, name: Any, cut: Tiled) -> Placement:
-    for dim, own in enumerate(dims):
-        if own == name and own is not None:
-            return cut if dim == cut.dim else cut.at(dim)
-    return WHOLE
+    found = [dim for dim, own in enumerate(dims) if own == name and own is not None]
+    return cut if cut.dim in found else cut.at(found[0]) if found else WHOLE
 
 
 # ------------------------------------------------------------------------------------------------ of many primitives
