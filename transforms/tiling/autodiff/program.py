@@ -289,7 +289,7 @@ class Program:
         """All outputs, and the gradients of the scalar output `out`, in one pass if there is a way."""
         joint, count = self._joint(active, out), len(self.closed.out_avals)
         assert joint is not None, "asked for after `in_one_pass`"
-        straight = Gradient(self.again(joint, active), count)
+        straight = Gradient(cut_again(joint, active), count)
         split = separate(self.closed, self.placements, self.limits, active, out)
         if split is None:
             return straight
@@ -298,13 +298,7 @@ class Program:
         # More than one inner sum may mean more products than running the forward twice.
         if parted.plan.flops > joint.plan.flops:
             return straight
-        return Gradient(self.again(parted, active), count, split, active)
-
-    def again(self, program: Program, active: Sequence[int]) -> Program:
-        """A program of gradients, cut once more if that is asked for."""
-        if not self.options.lowmem:
-            return program
-        return cut_again(program, active)
+        return Gradient(cut_again(parted, active), count, split, active)
 
     @remembered
     def tangent(self, active: tuple[int, ...], outs: tuple[int, ...]) -> Program:
@@ -359,7 +353,7 @@ class Program:
         last = range(len(made.closed.in_avals) - len(outs), len(made.closed.in_avals))
         reuse = {i: [*last, number] for i, number in enumerate(active)}
         closed = silence(made.closed, len(outs))
-        return self.again(dataclasses.replace(made, closed=closed, given=given, reuse=reuse, unseen=True), active)
+        return cut_again(dataclasses.replace(made, closed=closed, given=given, reuse=reuse, unseen=True), active)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -382,7 +376,7 @@ class Gradient:
 
 
 def cut_again(program: Program, active: Sequence[int]) -> Program:
-    """A gradient program with its largest whole argument cut too, along its largest dimension (`lowmem=True`).
+    """A gradient program; with `lowmem=True`, its largest whole argument is cut too, along its largest dimension.
 
     Cut along the tokens, the gradient of a head `[D, V]` is a sum over the tiles: an accumulator of its size, in
     float32, beside the gradient itself. Cut along the vocabulary too, outermost, each piece of it is summed over all
@@ -397,8 +391,8 @@ def cut_again(program: Program, active: Sequence[int]) -> Program:
     """
     avals = program.closed.in_avals
     whole = [i for i in active if isinstance(program.placements[i], Whole) and avals[i].ndim]
-    if not whole:
-        return program  # no gradient is a sum over the tiles
+    if not program.options.lowmem or not whole:
+        return program  # or no gradient is a sum over the tiles
     largest = max(whole, key=lambda i: nbytes(avals[i]))
     shape = avals[largest].shape
     dim = max(range(len(shape)), key=lambda d: shape[d])

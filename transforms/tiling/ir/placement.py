@@ -13,6 +13,7 @@ element (chunks, patches, strides), it is `major * L / group * minor`, and tiles
 from __future__ import annotations
 
 import dataclasses
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax
@@ -57,6 +58,11 @@ class Tiled:
     def at(self, dim: int) -> Tiled:
         """The same cut, in another dimension."""
         return dataclasses.replace(self, dim=dim)
+
+    def scaled(self, times: Fraction | int) -> Tiled:
+        """The cut of a dimension in which each row of the axis has so many times as many elements."""
+        ratio = Fraction(self.minor, self.group) * times
+        return dataclasses.replace(self, minor=ratio.numerator, group=ratio.denominator)
 
     def block(self, shape: tuple[int, ...]) -> int:
         """How long one piece of the cut dimension of an array of `shape` is that holds all of the cut axis once."""

@@ -17,7 +17,7 @@ from jax.extend.core import Primitive
 from transforms.tiling.ir.edit import add, replace
 from transforms.tiling.ir.graph import Graph, Node, Value, scan_counts
 from transforms.tiling.ir.obstacles import Complete, Obstacle
-from transforms.tiling.ir.placement import COMBINE, WHOLE, Partial, Placement, Span, Whole, identity
+from transforms.tiling.ir.placement import COMBINE, WHOLE, Partial, Placement, Span, identity
 from transforms.tiling.passes.argmax import write_choice
 from transforms.tiling.passes.loop_state import begin, hand_on, leave
 from transforms.tiling.rules import Move, partial, register, tiled
@@ -93,9 +93,7 @@ def push_scan_part(node: Node, placements: tuple[Placement, ...]) -> Move | Obst
 
 
 def emit_scan_part(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
-    wanted = [i for i, p in enumerate(move.outs) if not isinstance(p, Whole)]
-    constants, count = scan_counts(node.params["of"])
-    return run_part(node.params["of"], values, move, span, wanted, values[constants + count].shape[0])
+    return run_part(node.params["of"], values, move, span)
 
 
 register("cumulative", push=push_cumulative, emit=emit_cumulative, alone=True, trims=True)

@@ -12,11 +12,14 @@ computed again), or grows a set that is bounded by the graph (`promoted`, `divid
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import pkgutil
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from transforms.tiling import rules
 from transforms.tiling.analysis import rounding
 from transforms.tiling.analysis.limits import Limits
 from transforms.tiling.analysis.propagate import analyse
@@ -33,28 +36,11 @@ from transforms.tiling.passes.index_split import divide
 from transforms.tiling.passes.loop_state import resize
 from transforms.tiling.passes.online.rewrite import Rewritten, rewrite
 from transforms.tiling.passes.shifts import align
-from transforms.tiling.rules import (  # noqa: F401  each registers its primitives
-    attention,
-    collective,
-    control_flow,
-    dot,
-    elementwise,
-    gather,
-    linalg,
-    pallas,
-    ragged_dot,
-    random,
-    reduction,
-    reshape,
-    scan,
-    scatter,
-    shard_map,
-    slice,
-    unsupported,
-    window,
-)
 from transforms.tiling.rules.scan import sink
 from transforms.tiling.schedule import schedule
+
+for module in pkgutil.iter_modules(rules.__path__):  # each registers its primitives
+    importlib.import_module(f"{rules.__name__}.{module.name}")
 
 
 @dataclasses.dataclass

@@ -28,8 +28,13 @@ def at_tile(found: Analysis, ins: Sequence[Placement], outs: Sequence[Placement 
     return LOWERING[0](found, ins, outs, span)
 
 
-def kept(move: Move) -> list[Placement | None]:
+def made(move: Move) -> list[int]:
     """The results that a region computes tile by tile; those that are Whole are computed apart."""
+    return [i for i, p in enumerate(move.outs) if not isinstance(p, Whole)]
+
+
+def kept(move: Move) -> list[Placement | None]:
+    """Where they stand, None for the others."""
     return [None if isinstance(p, Whole) else p for p in move.outs]
 
 
@@ -160,11 +165,9 @@ def run_scan(
     return [results.get(i) if i in wanted else None for i in range(len(node.outputs))]
 
 
-def run_part(
-    node: Node, values: Sequence[Any], move: Move, span: Span, wanted: Sequence[int], length: int
-) -> list[Any]:
-    """The results `wanted` of `length` steps of a scan; what only adds up is added up in the dtype of sums."""
-    graph = body_graph(node, "jaxpr")
+def run_part(node: Node, values: Sequence[Any], move: Move, span: Span) -> list[Any]:
+    """A scan over a tile's steps; what only adds up is added up in the dtype of sums."""
+    graph, wanted = body_graph(node, "jaxpr"), made(move)
     constants, carried = scan_counts(node)
     carries = carries_for(graph, constants, carried, wanted, span.effects)
     whole = whole_body(graph, sorted({*carries, *wanted}), span.effects)
@@ -180,4 +183,4 @@ def run_part(
         return outs
 
     widened = [widen(v, p, span) for v, p in zip(values, move.ins, strict=True)]
-    return run_scan(node, widened, wanted, body, length, span.effects)
+    return run_scan(node, widened, wanted, body, values[constants + carried].shape[0], span.effects)
