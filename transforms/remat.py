@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from transforms.offload import fetching, in_host
+from transforms.tiling.ir.jaxprs import equations
 
 _policies = jax.checkpoint_policies
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -211,7 +211,8 @@ def _with_names(wrapped, body, policy: str, names: tuple[str, ...]):
 
     @functools.wraps(body)
     def checked(*args):
-        found = sorted(set(_names_in(jax.make_jaxpr(body)(*args).jaxpr)))
+        every = equations(jax.make_jaxpr(body)(*args).jaxpr)
+        found = sorted({eqn.params["name"] for eqn in every if eqn.primitive.name == "name"})
         if missing := [name for name in names if name not in found]:
             raise ValueError(
                 f"cannot remat by {policy!r}: no value is named {', '.join(map(repr, missing))}. "
@@ -220,13 +221,3 @@ def _with_names(wrapped, body, policy: str, names: tuple[str, ...]):
         return wrapped(*args)
 
     return checked
-
-
-def _names_in(jaxpr: Jaxpr) -> Iterator[str]:
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "name":
-            yield equation.params["name"]
-        for value in equation.params.values():
-            for inner in value if isinstance(value, tuple | list) else (value,):
-                if isinstance(inner, ClosedJaxpr | Jaxpr):
-                    yield from _names_in(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner)

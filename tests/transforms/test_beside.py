@@ -227,5 +227,5 @@ def test_what_a_state_goes_through_is_not_made_beside_the_tile():
         total = jnp.cumsum(hidden(x, w), 0)
         return (total * previous(total)).sum()
 
-    with pytest.raises(TileError, match="reads rows beside the tile, which `cumulative_joined`"):
+    with pytest.raises(TileError, match="reads rows beside the tile, which `cumulative`"):
         tile(fn, (0, None), 4)(draw(S, D), draw(D, F))

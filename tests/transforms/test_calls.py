@@ -290,7 +290,7 @@ def test_analyses_and_steps_grow_with_the_program_alone(axis, monkeypatch):
 
         monkeypatch.setattr(module, name, run)
 
-    counted(propagate, "propagate", "analyses")
+    counted(propagate, "_walk", "analyses")
     counted(schedule.Planner, "expand", "operands")
     found = []
     for count in (2, 4, 8):

@@ -14,7 +14,7 @@ from jax.experimental import io_callback
 from transforms import TileError, tile
 from transforms.tiling import rules
 from transforms.tiling.analysis.limits import Limits
-from transforms.tiling.analysis.propagate import propagate
+from transforms.tiling.analysis.propagate import analyse
 from transforms.tiling.ir.flatten import flatten
 from transforms.tiling.ir.obstacles import Complete
 from transforms.tiling.ir.placement import WHOLE, Tiled
@@ -135,7 +135,7 @@ def test_refusal(reason, fn):
 @pytest.mark.parametrize("reason", COMPLETED)
 def test_part_of_a_sum_is_completed(reason):
     closed = jax.make_jaxpr(lambda x: COMPLETED[reason](jnp.sin(x)))(jnp.ones((L, D)))
-    found = propagate(flatten(closed), [Tiled(0)], Limits("none", 0))
+    found = analyse(flatten(closed), [Tiled(0)], Limits("none", 0))
     assert reason in [c.reason for c in found.completions]
 
 

@@ -167,7 +167,7 @@ def body_without_move(made):
 
 
 def stack_otherwise(made):
-    made.analysis.facts[find(made, "carried").state.stored] = Fact(Stacked(3))
+    made.analysis.facts[find(made, "carried").state.checkpoints] = Fact(Stacked(3))
 
 
 def ungroup(made):
@@ -191,7 +191,7 @@ def leave_no_state(made):
 
 
 def leave_no_anchor(made):
-    anchors = {a.value for u in made.loops[0].updates for a in u.anchors}
+    anchors = {a.value for u in made.loops[0].updates for a in u.online.anchors}
     assert anchors
     made.loops[0].updates = [u for u in made.loops[0].updates if u.value not in anchors]
 

@@ -55,6 +55,17 @@ class TiledFunction(Generic[P, R]):
     """A function as `tile` returns it: called like the one that it was made of, which is its `__wrapped__`.
 
     In a class it is a method: the object that it is called on is whole.
+
+    A function with one differentiated scalar output runs its forward and backward in one pass over the tiles and
+    recomputes nothing; other functions recompute each tile once in the backward. The gradient of a recurrence whose
+    states are too many to keep stores one for each tile and takes the tiles from the last to the first, recomputing
+    each. Evaluation without gradients pays the forward alone. Derivatives of both modes and of any order are tiled too;
+    `jax.jvp` of a scalar function costs its gradient.
+
+    Values are exact but for the order in which sums are formed. Two loops that compute a value need not agree on its
+    last bit, so a comparison with a copy of it (a maximum, a sorted or looked up element) reads what the first loop
+    stored, or is told where the copy came from, or is refused. Terms are pulled out of an exponential only relative to
+    the running maximum of its own exponent.
     """
 
     __wrapped__: Callable[P, R]
@@ -65,13 +76,22 @@ class TiledFunction(Generic[P, R]):
         self._tracer = tracer
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        with tracing(self.__wrapped__), collections_paused():
-            return meshes.call(self._tracer.run, self._tracer.in_sharding, args, kwargs)
+        return self._run(args, kwargs)
 
     def plan(self, *args: Any, **kwargs: Any) -> TilePlan:
         """Tell how the call with these arguments (arrays or `jax.ShapeDtypeStruct`s) is tiled, without running it."""
+        return self._plan(args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], whole: int = 0) -> Any:
+        """Run a call whose first `whole` arguments are not cut, whatever `axis` says, and have no specs."""
+        run, specs = functools.partial(self._tracer.run, whole=whole), self._tracer.in_sharding
+        specs = None if specs is None else (*(None,) * whole, *meshes.entries(specs, args[whole:]))
         with tracing(self.__wrapped__), collections_paused():
-            return explain(self._tracer.trace(args, kwargs).program)
+            return meshes.call(run, specs, args, kwargs)
+
+    def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], whole: int = 0) -> TilePlan:
+        with tracing(self.__wrapped__), collections_paused():
+            return explain(self._tracer.trace(args, kwargs, whole).program)
 
     def __reduce__(self) -> Any:
         """A decorated function is pickled by its name, as Python's functions are."""
@@ -104,16 +124,11 @@ class TiledMethod(eqx.Module, Generic[Q, R]):
         self._function, self.__self__ = function, instance
 
     def __call__(self, *args: Q.args, **kwargs: Q.kwargs) -> R:
-        tracer = self._function._tracer
-        run = functools.partial(tracer.run, whole=1)
-        specs = None if tracer.in_sharding is None else (None, *meshes.entries(tracer.in_sharding, args))
-        with tracing(self._function.__wrapped__), collections_paused():
-            return meshes.call(run, specs, (self.__self__, *args), kwargs)
+        return self._function._run((self.__self__, *args), kwargs, whole=1)
 
     def plan(self, *args: Any, **kwargs: Any) -> TilePlan:
         """Tell how the call with these arguments is tiled, without running it."""
-        with tracing(self._function.__wrapped__), collections_paused():
-            return explain(self._function._tracer.trace((self.__self__, *args), kwargs, whole=1).program)
+        return self._function._plan((self.__self__, *args), kwargs, whole=1)
 
     @property
     def __wrapped__(self) -> Callable[Q, R]:
@@ -125,7 +140,39 @@ class TiledMethod(eqx.Module, Generic[Q, R]):
 
 
 class Settings(TypedDict, total=False):
-    """What `tile` is told by name."""
+    """The arguments of `tile`; those from `size` on are given by name.
+
+    Args:
+        fn: any function of arrays, pytrees and `eqx.Module`s. Leaves that are not arrays are static; floats and complex
+            numbers only where `fn` needs their values. Left out, `tile` is a decorator, of methods too.
+        axis: reads like `jax.vmap`'s `in_axes`: an int, negative too, or a tuple with an entry for each positional
+            argument: an int, None for what every tile sees whole, or a pytree prefix of those. A bare int cuts every
+            positional array that has that dimension, but no `eqx.Module`, random key or keyword argument. A dict names
+            arguments, keyword ones too; those that it leaves out are whole. A string names a dimension of `fn`'s
+            jaxtyping annotations, those of fields inside the arguments too: each array is cut where it has that name.
+            A method's object is whole and has no entry.
+        n: number of tiles. A tile is `ceil(length / n)` long and the last may be shorter, so there may be fewer, and
+            no more than the axis is long. One tile, or an axis of length 0, is `fn` as it is, with JAX's derivatives.
+            "auto" takes the fewest that fit `budget`.
+        size: a tile's length, instead of `n`; a shorter axis is one tile.
+        budget: with `n="auto"`, the temporary memory that the function with its gradients may take, in bytes or as
+            text, "2GiB". It is estimated from what is alive at once, and a tile keeps at least 64 rows.
+        has_aux: `fn` returns `(out, aux)`, and `aux` is not differentiated.
+        gather: which cut arrays may be made whole where an operation needs that: "small" those no larger than the
+            largest input or output, or, where there is no other way, than all cut inputs together in the dtype of
+            sums; "any" all, "none" none.
+        policy: a `jax.checkpoint` policy: what the backward loops find stored by the forward ones, whole, instead of
+            computing it again (`jax.checkpoint_policies.save_only_these_names("hidden")`). By default, nothing.
+        lowmem: cut the largest whole argument that is differentiated too, along its largest dimension (the vocabulary
+            of a head), so that no accumulator is as large as its gradient. A cross-entropy pays 8NDV instead of 6NDV.
+        accumulate: sums across tiles are formed in this dtype, promoted with their own.
+        sync: on a mesh, when devices exchange: "once" gathers sharded weights before a loop and sums gradients over the
+            devices after it, which takes whole weights and gradients on every device; "tile" does both for each tile.
+        in_sharding: on a mesh whose axes are Auto, a `jax.sharding.PartitionSpec` for each positional argument (None:
+            whole on every device), or a pytree prefix of those. On a mesh with Explicit axes the types tell.
+        reduce_dtype: sums over devices are formed in this dtype, promoted with the gradient's own. By default, in the
+            gradient's own.
+    """
 
     size: int | None
     budget: int | str | None
@@ -163,19 +210,9 @@ def tile(
 ) -> Any:
     """Return `fn` with everything that it computes along `axis` computed one tile at a time.
 
-    The result has `fn`'s signature, value, dtypes, pytree structure and gradients, exactly: what would need an array
-    larger than `fn`'s inputs and outputs to be whole is refused. A function with one differentiated scalar output runs
-    its forward and backward in one pass over the tiles and recomputes nothing; other functions recompute each tile once
-    in the backward. The gradient of a recurrence whose states are too many to keep stores one for each tile and takes
-    the tiles from the last to the first, recomputing each. Evaluation without gradients pays the forward alone.
-    Derivatives of both modes and of any order are tiled too; `jax.jvp` of a scalar function costs its gradient.
-
-    Exactly means: but for the order in which sums are formed. Two loops that compute a value need not agree on its last
-    bit, so a comparison with a copy of it (a maximum, a sorted or looked up element) reads what the first loop stored,
-    or is told where the copy came from, or is refused. Terms are pulled out of an exponential only relative to the
-    running maximum of its own exponent.
-
-    Like `jax.jit`, and inside one, it traces `fn` once for each set of shapes: what `fn` closes over is read then.
+    The result has `fn`'s signature, value, dtypes, pytree structure and gradients, exactly (`TiledFunction` says what
+    that means, and what it costs). What would need an array larger than `fn`'s inputs and outputs to be whole is
+    refused. Like `jax.jit`, it traces `fn` once for each set of shapes: what `fn` closes over is read then.
 
         tiled = tile(loss, axis=(None, 0, 0), n=8)      # loss(weights, hidden, labels), cut along tokens
         jax.value_and_grad(tiled)(weights, hidden, labels)
@@ -183,36 +220,7 @@ def tile(
         @tile(axis="tokens", n="auto", budget="2GiB")   # where the annotations say "tokens"; as few tiles as fit
         def loss(weights: Float[Array, "embed vocab"], hidden: Float[Array, "tokens embed"]): ...
 
-    Args:
-        fn: any function of arrays, pytrees and `eqx.Module`s. Leaves that are not arrays are static; floats and complex
-            numbers only where `fn` needs their values. Left out, `tile` is a decorator, of methods too.
-        axis: reads like `jax.vmap`'s `in_axes`: an int, negative too, or a tuple with an entry for each positional
-            argument: an int, None for what every tile sees whole, or a pytree prefix of those. A bare int cuts every
-            positional array that has that dimension, but no `eqx.Module`, random key or keyword argument. A dict names
-            arguments, keyword ones too; those that it leaves out are whole. A string names a dimension of `fn`'s
-            jaxtyping annotations, those of fields inside the arguments too: each array is cut where it has that name.
-            A method's object is whole and has no entry.
-        n: number of tiles. A tile is `ceil(length / n)` long and the last may be shorter, so there may be fewer, and
-            no more than the axis is long. One tile, or an axis of length 0, is `fn` as it is, with JAX's derivatives.
-            "auto" takes the fewest that fit `budget`.
-        size: a tile's length, instead of `n`; a shorter axis is one tile.
-        budget: with `n="auto"`, the temporary memory that the function with its gradients may take, in bytes or as
-            text, "2GiB". It is estimated from what is alive at once, and a tile keeps at least 64 rows.
-        has_aux: `fn` returns `(out, aux)`, and `aux` is not differentiated.
-        gather: which cut arrays may be made whole where an operation needs that: "small" those no larger than the
-            largest input or output, or, where there is no other way, than all cut inputs together in the dtype of
-            sums; "any" all, "none" none.
-        policy: a `jax.checkpoint` policy: what the backward loops find stored by the forward ones, whole, instead of
-            computing it again (`jax.checkpoint_policies.save_only_these_names("hidden")`). By default, nothing.
-        lowmem: cut the largest whole argument that is differentiated too, along its largest dimension (the vocabulary
-            of a head), so that no accumulator is as large as its gradient. A cross-entropy pays 8NDV instead of 6NDV.
-        accumulate: sums across tiles are formed in this dtype, promoted with their own.
-        sync: on a mesh, when devices exchange: "once" gathers sharded weights before a loop and sums gradients over the
-            devices after it, which takes whole weights and gradients on every device; "tile" does both for each tile.
-        in_sharding: on a mesh whose axes are Auto, a `jax.sharding.PartitionSpec` for each positional argument (None:
-            whole on every device), or a pytree prefix of those. On a mesh with Explicit axes the types tell.
-        reduce_dtype: sums over devices are formed in this dtype, promoted with the gradient's own. By default, in the
-            gradient's own.
+    Its arguments are told in `Settings`, and at the end of what `help(tile)` shows.
 
     Returns:
         The tiled function. Its `plan(*args, **kwargs)` tells, without running anything, what happens.
@@ -250,6 +258,7 @@ def _needed(function: Callable[..., Any], *names: str) -> inspect.Signature:
     return found.replace(parameters=[bare(one) for one in found.parameters.values()])
 
 
+tile.__doc__ = f"{tile.__doc__}\n{Settings.__doc__}"
 setattr(tile, "__signature__", _needed(tile, "fn", "axis"))  # noqa: B010 (type checkers know no such attribute)
 
 

@@ -65,7 +65,7 @@ TABLE = """
 dynamic_update_slice                                    | choosing exact in_place
 layout_constraint relayout xla_metadata_value           | alias
 agreed                                                  | agreed
-cumulative_joined                                       | running
+cumulative                                              | running
 copy                                                    | alias moving rescales typed rearranges level
 name                                                    | alias moving typed
 stop_gradient                                           | alias moving typed stops

@@ -8,6 +8,7 @@ need, in order, so lowering is a walk down a list.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 
 from transforms.tiling.analysis.halo import even, plus, union
@@ -21,17 +22,19 @@ from transforms.tiling.ir.obstacles import Obstacle, Refusal
 from transforms.tiling.ir.placement import ALONE, WHOLE, Partial, Placement, Reach, Stacked, Tiled, Whole
 from transforms.tiling.mesh.sums import ADDS, leaves_auto
 from transforms.tiling.primitives import has
-from transforms.tiling.rules import RULES, Move, resumes
+from transforms.tiling.rules import RULES, Move, pulled, resumes
 
 ROUNDS = 20  # in which a schedule may forget what it meant to store
 
 
-def schedule(analysis: Analysis, limits: Limits, total: int, online: Mapping[Value, Online]) -> Schedule | Obstacle:
-    """Plan the loops of an analysed graph, along an axis of length `total`; `online` sums are rescaled.
+def schedule(analysis: Analysis, online: Mapping[Value, Online]) -> Schedule | Obstacle:
+    """Plan the loops of an analysed graph; `online` sums are rescaled.
 
     Or say which array is too large that would have to be whole.
     """
-    policy = limits.options.policy if limits.options else None
+    limits = analysis.limits
+    assert limits is not None, "a body is not planned by itself"
+    policy = limits.options.policy
     planner, loops = _settle(analysis, online, policy, eager=False)
     if len(loops) > 1:
         # What an early loop computes anyway costs nothing there, and what it takes need not be computed again later.
@@ -39,17 +42,16 @@ def schedule(analysis: Analysis, limits: Limits, total: int, online: Mapping[Val
         if _cost(eager) < _cost((planner, loops)):
             planner, loops = eager
     obstacle = check_begun(analysis, loops, limits)
-    obstacle = obstacle or check_whole(analysis, loops, planner.requested, limits, total, online)
-    return obstacle or Schedule(analysis, loops, planner.late, limits.options.size)
+    obstacle = obstacle or check_whole(analysis, loops, planner.requested, limits, online)
+    return obstacle or Schedule(analysis, loops, planner.late)
 
 
 def _cost(planned: tuple[Planner, list[Loop]]) -> tuple[int, int]:
     """Of the matrix products, and the bytes of states that are stored for loops that go the other way."""
     planner, loops = planned
-    stacked = (
-        u.value for loop in loops for u in loop.updates if isinstance(planner.analysis.fact(u.value).placement, Stacked)
-    )
-    return sum(flops(node) for loop in loops for node in loop.nodes), sum(v.nbytes for v in stacked)
+    made = (u.value for loop in loops for u in loop.updates)
+    stacked = sum(v.nbytes for v in made if isinstance(planner.analysis.fact(v).placement, Stacked))
+    return sum(flops(node) for loop in loops for node in loop.nodes), stacked
 
 
 def _settle(
@@ -82,7 +84,7 @@ def region(
         wants: where each output is to stand; None for those that are not wanted.
         effects: whether its side effects run.
     """
-    planner = Planner(analysis, {}, {}, eager=False, local=True)
+    planner = Planner(analysis, {}, {}, eager=False, inside=True)
     loop = Loop()
     refs: list[Ref | None] = []
     for value, want in zip(analysis.graph.outputs, wants, strict=True):
@@ -111,40 +113,45 @@ def check_begun(analysis: Analysis, loops: Iterable[Loop], limits: Limits) -> Re
     return None
 
 
+@dataclasses.dataclass(eq=False)
 class Planner:
-    """Plans all loops of an analysed graph once, given what earlier loops are known to store."""
+    """Plans all loops of an analysed graph once, given what earlier loops are known to store.
 
-    def __init__(
-        self,
-        analysis: Analysis,
-        stored: dict[Value, int],
-        online: Mapping[Value, Online],
-        eager: bool,
-        policy: Policy | None = None,
-        local: bool = False,
-    ):
-        self.analysis = analysis
-        self.policy = policy
-        self.eager = eager  # form each result in the first loop that can, not in the last that may
-        self.online = online
-        self.local = local  # a region: its inputs are tiles already
-        self.stored = stored  # what the previous pass stored, and in which loop
-        self.deadline: dict[Value, int] = {}
-        self.late: set[Value] = set()
-        self.requested: dict[Value, int] = {}
-        self.heard: dict[Node, int] = {}  # in which loop nodes have their side effects
-        self.readers: dict[Value, list[Node]] = {}
-        for node in analysis.graph.nodes:
+    Args:
+        analysis: the graph's.
+        stored: what the loops of the plan before stored, and in which loop.
+        online: sums that are rescaled.
+        eager: form each result in the first loop that can, not in the last that may.
+        policy: what is stored rather than computed again.
+        inside: a region: its inputs are tiles already.
+    """
+
+    analysis: Analysis
+    stored: dict[Value, int]
+    online: Mapping[Value, Online]
+    eager: bool
+    policy: Policy | None = None
+    inside: bool = False
+    deadline: dict[Value, int] = dataclasses.field(default_factory=dict)
+    late: set[Value] = dataclasses.field(default_factory=set)
+    requested: dict[Value, int] = dataclasses.field(default_factory=dict)
+    heard: dict[Node, int] = dataclasses.field(default_factory=dict)  # in which loop nodes have their side effects
+
+    @functools.cached_property
+    def readers(self) -> dict[Value, list[Node]]:
+        found: dict[Value, list[Node]] = {}
+        for node in self.analysis.graph.nodes:
             for i, value in enumerate(node.inputs):
-                if (node, i) not in analysis.completed:
-                    self.readers.setdefault(value, []).append(node)
+                if (node, i) not in self.analysis.completed:
+                    found.setdefault(value, []).append(node)
+        return found
 
     def plan(self) -> list[Loop]:
         effects = [n for n in self.analysis.graph.nodes if n.effects and not runs_once(self.analysis, n)]
         once = [n for n in self.analysis.graph.nodes if n.effects and runs_once(self.analysis, n)]
         outputs = [v for v in self.analysis.graph.outputs if v.const is None]
         outputs += [v for n in once for v in n.inputs if v.const is None]
-        ends = [self.analysis.end(v) for v in outputs]
+        ends = [self.analysis.last_loop(v) for v in outputs]
         self.heard = {n: self.first(n) for n in effects}
         last = max([*ends, *self.heard.values(), -1])
         for value in outputs:
@@ -168,7 +175,7 @@ class Planner:
         """The first loop that can run a node."""
         if node.outputs:
             return max(self.analysis.fact(v).stage for v in node.outputs)
-        whole = self.analysis.inputs | self.analysis.stored
+        whole = self.analysis.inputs | self.analysis.resident
         waits = [v not in whole and (node, i) in self.analysis.completed for i, v in enumerate(node.inputs)]
         return max(self.analysis.fact(v).stage + late for v, late in zip(node.inputs, waits, strict=True))
 
@@ -188,7 +195,7 @@ class Planner:
             if node is None or value in self.analysis.inputs or self.requested.get(value, d + 1) <= d:
                 continue
             self.requested[value] = d
-            if isinstance(self.analysis.fact(value).placement, Whole) or value in self.analysis.stored:
+            if isinstance(self.analysis.fact(value).placement, Whole) or value in self.analysis.resident:
                 stack.extend(self.analysis.needs(node))
             elif self.sinks(value):
                 self.late.add(value)
@@ -249,16 +256,14 @@ class Planner:
                 ref = self.resolve(part, self.analysis.fact(part).placement, d, loop)
                 self.emit(ref, d, loop)
                 terms.append(ref)
-        online = self.online.get(value)
-        if online is None:
-            return Update(value, tuple(terms))
+        online = self.online.get(value, Online())
         if online.weight is not None:
             self.deadline[online.weight] = d
-        return Update(value, tuple(terms), online.anchors, online.weight)
+        return Update(value, tuple(terms), online)
 
     def anchors(self, d: int, loop: Loop) -> list[Update]:
         """The anchors of a loop's sums: each tile leaves its own for the next."""
-        refs = {term.value: Ref(term.value, WHOLE, "tile") for update in loop.updates for term in update.anchors}
+        refs = {term.value: Ref(term.value, WHOLE, "tile") for update in loop.updates for term in update.online.anchors}
         for ref in refs.values():
             self.emit(ref, d, loop)
         return [Update(value, (ref,)) for value, ref in refs.items()]
@@ -288,14 +293,14 @@ class Planner:
         if self.analysis.fact(value).varies:
             tiled = isinstance(want, Tiled) and self.pulls(value, want) is not None
             return Ref(value, want if tiled else WHOLE, "tile")
-        local = not isinstance(placement, Whole) and not completed
-        if local and value in self.analysis.inputs:
-            return Ref(value, want, "tile" if self.local else "slice")
-        if local and value in self.analysis.stored:
+        own = not isinstance(placement, Whole) and not completed
+        if own and value in self.analysis.inputs:
+            return Ref(value, want, "tile" if self.inside else "slice")
+        if own and value in self.analysis.resident:
             loop.reads[value] = None
             self.request([value], d - 1)
             return Ref(value, want, "slice")
-        if local and self.computes(value, d):
+        if own and self.computes(value, d):
             if not self.kept(value, placement, d):
                 return Ref(value, placement, "tile")
             self.deadline[value] = self.analysis.fact(value).stage
@@ -310,19 +315,18 @@ class Planner:
     def kept(self, value: Value, placement: Placement, d: int) -> bool:
         """Whether the policy has an earlier loop store what loop `d` would compute again."""
         early = isinstance(placement, Tiled) and self.analysis.fact(value).stage < d and value.producer is not None
-        return early and not self.local and keeps(self.policy, value.producer)
+        return early and not self.inside and keeps(self.policy, value.producer)
 
-    def pulls(self, value: Value, want: Tiled) -> tuple[Placement, ...] | None:
-        """The operands' placements from which one tile of a whole value is made, without the rest of it."""
+    def pulls(self, value: Value, want: Tiled) -> Move | None:
+        """How one tile of a whole value is made, without the rest of it."""
         node = value.producer
-        if node is None or value in self.analysis.inputs or len(node.outputs) > 1 or node.name not in RULES:
-            return None
-        rule = RULES[node.name]
         # Within a region all of a whole value would be made for each tile.
-        ins = rule.pull(node, want) if rule.pull is not None and (self.local or not rule.heavy) else None
-        if ins is None or self.analysis.grain % grain(move := Move((want,), ins)) or self.analysis.untyped(node, move):
+        if node is None or value in self.analysis.inputs or (RULES[node.name].heavy and not self.inside):
             return None
-        return ins
+        move = pulled(node, want)
+        if move is None or self.analysis.grain % grain(move) or self.analysis.untyped(node, move):
+            return None
+        return move
 
     def emit(self, root: Ref, d: int, loop: Loop) -> None:
         """Append the steps that compute `root`, operands first."""
@@ -352,14 +356,14 @@ class Planner:
         if not whole or isinstance(ref.want, Whole):
             return node, self.analysis.moves[node]
         assert isinstance(ref.want, Tiled)
-        ins = self.pulls(ref.value, ref.want)
-        assert ins is not None
-        return node, Move((ref.want,), ins)
+        move = self.pulls(ref.value, ref.want)
+        assert move is not None
+        return node, move
 
     def operands(self, node: Node, move: Move, d: int, loop: Loop) -> tuple[Ref, ...]:
         if (state := node.state) is not None:
             if loop.reverse != state.reverse:
-                return self.before(state.stored, d, loop)
+                return self.before(state.checkpoints, d, loop)
             assert state.yielded is not None
             loop.states[state.yielded] = None
         elif resumes(node):
@@ -368,10 +372,8 @@ class Planner:
                 return self.before(value, d, loop)
             self.deadline[value] = min(self.deadline.get(value, d), d)
         pulled = move is not self.analysis.moves.get(node)  # then all its operands are whole, or were completed
-        return tuple(
-            self.resolve(v, p, d, loop, pulled or (node, i) in self.analysis.completed)
-            for i, (v, p) in enumerate(zip(node.inputs, move.ins, strict=True))
-        )
+        whole = [pulled or (node, i) in self.analysis.completed for i in range(len(node.inputs))]
+        return tuple(self.resolve(v, p, d, loop, w) for v, p, w in zip(node.inputs, move.ins, whole, strict=True))
 
     def before(self, value: Value, d: int, loop: Loop) -> tuple[Ref]:
         """Read a value whole, of an earlier loop."""
@@ -394,8 +396,7 @@ def runs_once(analysis: Analysis, node: Node) -> bool:
 
 def with_halos(loop: Loop) -> None:
     """Have each step of a loop compute as many rows beside the tile as its readers take."""
-    terms = [t for u in loop.updates for t in u.terms if isinstance(t, Step)]
-    if not any(step.move.reach for step in (*loop.steps, *terms)):
+    if not any(step.move.reach for step in loop.all_steps):
         return
     asked: dict[tuple[Value, Placement], Reach] = {}
 

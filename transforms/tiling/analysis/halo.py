@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from transforms.tiling.analysis.limits import Limits
 from transforms.tiling.ir.facts import Analysis, Region, grain
 from transforms.tiling.ir.graph import Node
 from transforms.tiling.ir.obstacles import Complete, Inline, Obstacle
@@ -22,14 +21,14 @@ from transforms.tiling.rules import RULES, Move
 FEW = 16  # rows that may be computed again even with shorter tiles
 
 
-def check(found: Analysis, node: Node, move: Move, limits: Limits | None) -> Obstacle | None:
+def check(found: Analysis, node: Node, move: Move) -> Obstacle | None:
     """Why a node that reads rows beside the tile cannot have them: its operands must be whole.
 
     Or the body of a `jax.checkpoint` that they come from must be part of the graph.
     """
     if not move.reach:
         return None
-    operands = [i for i in move.reach if isinstance(move.ins[i], Tiled)]
+    limits, operands = found.limits, [i for i in move.reach if isinstance(move.ins[i], Tiled)]
     if limits is None:
         return Complete(operands, "reads rows beside the tile")
     if limits.options.shares > 1:
@@ -64,8 +63,7 @@ def _reach(found: Analysis, node: Node, move: Move) -> Reach:
 
 def _exact(node: Node, move: Move) -> bool:
     inside = [(n, b.moves[n]) for b in move.bodies for n in b.graph.nodes] if isinstance(move, Region) else []
-    rule = RULES.get(node.name)
-    return (rule is not None and rule.alone) or any(_exact(n, m) for n, m in inside)
+    return RULES[node.name].alone or any(_exact(n, m) for n, m in inside)
 
 
 def even(reach: Reach, rows: int) -> Reach:

@@ -10,24 +10,23 @@ for the loops after it.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
 from transforms.tiling.analysis import halo
 from transforms.tiling.analysis.limits import Limits, check_size
 from transforms.tiling.ir.edit import any_platform, inline, split
-from transforms.tiling.ir.facts import Analysis, Completion, Fact, Local, Region, grain
-from transforms.tiling.ir.graph import Graph, Node, Value
+from transforms.tiling.ir.facts import Analysis, Completion, Fact, Outlined, Region, grain
+from transforms.tiling.ir.graph import Graph, Node, Value, closure, operands
 from transforms.tiling.ir.obstacles import Along, Complete, Inline, Obstacle, Promote, Refusal, Sink, Split
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Tiled, Whole
 from transforms.tiling.mesh.layout import Apart
-from transforms.tiling.mesh.sums import FLOWS, passable
+from transforms.tiling.mesh.sums import FLOWS, flowing
 from transforms.tiling.mesh.unreduced import keep_apart, postpone
 from transforms.tiling.passes.loop_state import place
 from transforms.tiling.passes.recut import recut
 from transforms.tiling.primitives import REMAT, having
-from transforms.tiling.rules import RULES, Move, partial, resumes, tiled
+from transforms.tiling.rules import RULES, Move, partial, pulled, resumes, tiled
 from transforms.tiling.rules.bodies import wait
 
 
@@ -38,28 +37,7 @@ def analyse(
     promoted: Mapping[Value, Tiled] | None = None,
     apart: Mapping[Value, Apart] | None = None,
 ) -> Analysis | Obstacle:
-    """`propagate`, with `graph` changed so that no region mixes what depends on the tile with what does not."""
-    known = dict(promoted or {})
-    while True:
-        found = propagate(graph, placements, limits, known, apart)
-        if isinstance(found, Promote):
-            known |= found.placements
-        elif isinstance(found, Split):
-            part = RULES[found.node.name].part
-            assert part is not None
-            split(graph, found.node, found.wanted, *part(found.node, found.wanted))
-        else:
-            return found
-
-
-def propagate(
-    graph: Graph,
-    placements: Sequence[Placement],
-    limits: Limits | None,
-    promoted: Mapping[Value, Tiled] | None = None,
-    apart: Mapping[Value, Apart] | None = None,
-) -> Analysis | Obstacle:
-    """Walk `graph` from the `placements` of its inputs.
+    """Walk `graph` from the `placements` of its inputs; it is changed so that no region mixes what depends on the tile.
 
     Args:
         graph: the program.
@@ -75,36 +53,50 @@ def propagate(
             Along: a node can hand a state from tile to tile.
             Inline: in a region, it needs a cut operand whole.
             Sink: a region can make what it reads, rather than to have that whole.
-            Split: a region has results that no tile changes.
-            Promote: values are cut along different dimensions, and one can be made along the other's.
     """
-    facts = {v: Fact(p) for v, p in zip(graph.inputs, placements, strict=True)}
-    used = {v for n in graph.nodes for v in n.inputs}.union(graph.outputs)
-    found = Analysis(graph, facts, {}, [], {}, frozenset(graph.inputs), used, limits=limits)
-    if limits is None:
-        found.passing = set() if apart is None else passable(graph)
-        found.apart.update(apart or {})
-    for node in graph.nodes:
+    known = dict(promoted or {})
+    while True:
+        facts = {v: Fact(p) for v, p in zip(graph.inputs, placements, strict=True)}
+        found = Analysis(graph, facts, limits)
+        if limits is None:
+            found.flowing = set() if apart is None else flowing(graph)
+            found.apart.update(apart or {})
+        obstacle = _walk(found, known)
+        if obstacle is None:
+            return found
+        if isinstance(obstacle, Promote):
+            known |= obstacle.placements
+        elif isinstance(obstacle, Split):
+            part = RULES[obstacle.node.name].part
+            assert part is not None
+            split(graph, obstacle.node, obstacle.wanted, part)
+        else:
+            return obstacle
+
+
+def _walk(found: Analysis, promoted: Mapping[Value, Tiled]) -> Obstacle | None:
+    for node in found.graph.nodes:
         if ordered := [e for e in node.effects if "Ordered" in type(e).__name__]:
             return Refusal(
                 f"cannot tile `{node.name}` at {node.where}: its side effect is ordered ({ordered[0]}), and tiles "
                 "have an order of their own. Pass ordered=False, or leave it out of the tiled function."
             )
-        if (obstacle := _place(found, node, limits, promoted or {})) is not None:
+        if (obstacle := _place(found, node, promoted)) is not None:
             return obstacle
     place(found)
-    if limits is not None:
+    if found.limits is not None:
         postpone(found)
-    return found
+    return None
 
 
-def _place(found: Analysis, node: Node, limits: Limits | None, promoted: Mapping[Value, Tiled]) -> Obstacle | None:
+def _place(found: Analysis, node: Node, promoted: Mapping[Value, Tiled]) -> Obstacle | None:
     """Find where the results of one node stand, completing operands until its rule is content."""
+    limits = found.limits
     want = next((promoted[v] for v in node.outputs if v in promoted), None)
     facts = [found.fact(v) for v in node.inputs]
     while True:
         stage = max((f.stage for f in facts), default=0)
-        move = _tried(found, node, facts, stage, limits, want)
+        move = _tried(found, node, facts, stage, want)
         if isinstance(move, Move):
             break
         if not isinstance(move, Complete):
@@ -113,23 +105,23 @@ def _place(found: Analysis, node: Node, limits: Limits | None, promoted: Mapping
             move = move.otherwise
             break
         placements = tuple(f.placement for f in facts)
-        if limits is not None and (other := recut(found, node, placements, move.operands, limits, promoted)):
+        if limits is not None and (other := recut(found, node, placements, move.operands, promoted)):
             return other
         for i in move.operands:
-            fact = _complete(found, node, i, move.reason, limits)
+            fact = _complete(found, node, i, move.reason)
             if isinstance(fact, Obstacle):
                 return fact
             facts[i] = fact
-    if isinstance(move, Local):
-        if (obstacle := _check_reads(found, node, move, limits)) is not None:
+    if isinstance(move, Outlined):
+        if (obstacle := _check_reads(found, node, move)) is not None:
             return obstacle
         stage = 0
         for i in move.reads:
-            fact = _store(found, node, i, move.reason, limits)
+            fact = _store(found, node, i, move.reason)
             if isinstance(fact, Obstacle):
                 return fact
             stage = max(stage, fact.stage)
-        found.stored.update(v for v, p in zip(node.outputs, move.outs, strict=True) if isinstance(p, Tiled))
+        found.resident.update(v for v, p in zip(node.outputs, move.outs, strict=True) if isinstance(p, Tiled))
     if isinstance(move, Region) and (mixed := _mixed(found, node, move)):
         return Split(node, mixed)
     found.moves[node] = move
@@ -156,14 +148,12 @@ def _note(found: Analysis, node: Node, move: Move, stage: int, moving: bool) -> 
             fact = fact._replace(varies=True, direction=way)
         elif placement == Partial("last"):
             fact = fact._replace(direction=last)
-        elif isinstance(placement, Tiled) and value not in found.stored:
+        elif isinstance(placement, Tiled) and value not in found.resident:
             fact = fact._replace(reach=reach, fixed=fixed)
         found.facts[value] = fact
 
 
-def _tried(
-    found: Analysis, node: Node, facts: Sequence[Fact], stage: int, limits: Limits | None, want: Tiled | None
-) -> Move | Obstacle:
+def _tried(found: Analysis, node: Node, facts: Sequence[Fact], stage: int, want: Tiled | None) -> Move | Obstacle:
     """How a node moves whose operands stand so."""
     placements = tuple(f.placement for f in facts)
     # A partial sum that meets something of a later loop is finished at once, not carried into that loop.
@@ -171,19 +161,19 @@ def _tried(
         return Complete(late, "meets a value that a later loop computes")
     if node.name not in FLOWS and (held := _held(found, node, placements)):
         return Complete(held, "needs what each device holds a part of")
-    move = _move(node, placements, limits) if want is None else _pulled(node, placements, want)
+    move = _move(node, placements, found.limits) if want is None else _pulled(node, placements, want)
     if isinstance(move, Obstacle):
         return move
-    if (obstacle := halo.check(found, node, move, limits)) is not None:
+    if (obstacle := halo.check(found, node, move)) is not None:
         return obstacle
     if (why := found.untyped(node, move)) is not None:
         return Complete(tiled(placements), why)
-    return _group(found, node, move, limits) or _check_picked(node, move, limits) or move
+    return _group(found, node, move) or _check_picked(node, move, found.limits) or move
 
 
-def _group(found: Analysis, node: Node, move: Move, limits: Limits | None) -> Obstacle | None:
+def _group(found: Analysis, node: Node, move: Move) -> Obstacle | None:
     """Note how many rows of the axis a node's operands and results keep together. They make no tile twice as long."""
-    together = math.lcm(found.grain, grain(move))
+    limits, together = found.limits, math.lcm(found.grain, grain(move))
     if limits is not None and together > found.grain:
         size = limits.options.size
         if -(-size // together) * together > (limits.longest or 2 * size):
@@ -212,28 +202,24 @@ def _check_picked(node: Node, move: Move, limits: Limits | None) -> Obstacle | N
 PICKS = having("picks")
 
 
-def _check_reads(found: Analysis, node: Node, move: Local, limits: Limits | None) -> Sink | None:
+def _check_reads(found: Analysis, node: Node, move: Outlined) -> Sink | None:
     """Have the body of a loop make for itself what it reads, if there is anything, rather than to have that whole."""
+    limits = found.limits
     if limits is None or limits.gather == "any":
         return None
     cut = [i for i in move.constants if isinstance(found.fact(node.inputs[i]).placement, Tiled)]
-    large = [i for i in cut if not (node.inputs[i] in (found.inputs | found.stored) or limits.allow(node.inputs[i]))]
-    sources: dict[Value, None] = {}
-    stack, seen = [node.inputs[i] for i in large], set()
-    while stack:
-        value = stack.pop()
-        if value in seen or value.const is not None:
-            continue
-        seen.add(value)
-        placement, made = found.fact(value).placement, value.producer
-        whole = made is None or not isinstance(placement, Tiled) or value in found.stored
-        if made is None or whole or (limits.allow(value) and value not in [node.inputs[i] for i in large]):
-            sources[value] = None
-        elif made.effects:
-            return None
-        else:
-            stack += made.inputs
-    return Sink(node, large, tuple(sources)) if large else None
+    large = [i for i in cut if not (node.inputs[i] in (found.inputs | found.resident) or limits.allow(node.inputs[i]))]
+    wanted = [node.inputs[i] for i in large]
+
+    def is_source(value: Value) -> bool:
+        cut = value.producer is not None and isinstance(found.fact(value).placement, Tiled)
+        return not cut or value in found.resident or (limits.allow(value) and value not in wanted)
+
+    made = closure(wanted, lambda value: () if is_source(value) else operands(value))
+    made = [v for v in made if v.const is None]
+    if any(v.producer is not None and v.producer.effects for v in made if not is_source(v)):
+        return None
+    return Sink(node, large, tuple(filter(is_source, made))) if large else None
 
 
 def _held(found: Analysis, node: Node, placements: Sequence[Placement]) -> list[int]:
@@ -245,63 +231,48 @@ def _mixed(found: Analysis, node: Node, move: Move) -> list[int]:
     return [i for i, v in enumerate(node.outputs) if v in found.used and isinstance(move.outs[i], Whole)]
 
 
-def _store(found: Analysis, node: Node, operand: int, reason: str, limits: Limits | None) -> Fact | Obstacle:
+def _store(found: Analysis, node: Node, operand: int, reason: str) -> Fact | Obstacle:
     """Have an operand whole before the loops, however large: the untiled program holds it too."""
-    value = node.inputs[operand]
-    fact = found.fact(value)
-    if isinstance(fact.placement, Whole) or limits is None:
+    fact = found.fact(node.inputs[operand])
+    if isinstance(fact.placement, Whole) or found.limits is None:
         return fact
-    allowed = dataclasses.replace(limits, gather="any") if limits.gather == "small" else limits
-    return _complete(found, node, operand, reason, allowed)
+    return _complete(found, node, operand, reason, any_size=found.limits.gather == "small")
 
 
 def _pulled(node: Node, placements: tuple[Placement, ...], want: Tiled) -> Move | Obstacle:
     """How a node makes the tile `want` of its result, whichever way its operands are cut."""
-    pull = RULES[node.name].pull
-    ins = pull(node, want) if pull is not None else None
-    assert ins is not None
-    if other := [i for i, (p, q) in enumerate(zip(placements, ins, strict=True)) if p not in (WHOLE, q)]:
+    move = pulled(node, want)
+    assert move is not None
+    if other := [i for i, (p, q) in enumerate(zip(placements, move.ins, strict=True)) if p not in (WHOLE, q)]:
         return Complete(other, "makes its result along another dimension than it is cut")
-    return Move((want,), ins)
+    return move
 
 
 def _move(node: Node, placements: tuple[Placement, ...], limits: Limits | None) -> Move | Obstacle:
     if all(isinstance(p, Whole) for p in placements):
         return Move((WHOLE,) * len(node.outputs), placements)
-    if node.name not in RULES:
-        if not any(isinstance(p, Tiled) for p in placements):
-            return Complete(partial(placements), "needs it whole")
-        return Refusal(
-            f"cannot tile `{node.name}` at {node.where}: there is no rule for this primitive yet.\n"
-            f"  operands: {_operands(node, placements)}.\n"
-            "  Compute it outside the tiled function, or cut an axis that does not reach it."
-        )
     rule = RULES[node.name]
-    local = limits is not None and rule.local is not None
+    outlines = limits is not None and rule.outline is not None
     parts = partial(placements)
-    if local and limits.options.local:
+    if outlines and limits.options.outline:
         if parts:
             return Complete(parts, "runs on whole operands")
-        if (move := rule.local(node, placements, limits)) is not None:
+        if (move := rule.outline(node, placements, limits)) is not None:
             return move
     move = rule.push(node, placements)
     if not isinstance(move, Complete):
         return move
     if move.along and limits is not None and (not node.params.get("reverse") or node in limits.backward):
         return Along(node)
-    return move if not local or parts else rule.local(node, placements, limits) or move
+    return move if not outlines or parts else rule.outline(node, placements, limits) or move
 
 
-def _operands(node: Node, placements: Sequence[Placement]) -> str:
-    return ", ".join(f"{v} {p}" for v, p in zip(node.inputs, placements, strict=True))
-
-
-def _complete(found: Analysis, node: Node, operand: int, reason: str, limits: Limits | None) -> Fact | Obstacle:
+def _complete(found: Analysis, node: Node, operand: int, reason: str, any_size: bool = False) -> Fact | Obstacle:
     """Make operand number `operand` of `node` whole, if it may be."""
-    value = node.inputs[operand]
+    value, limits = node.inputs[operand], found.limits
     fact = found.fact(value)
     assert not isinstance(fact.placement, Whole), (node, operand, reason)
-    if value in (found.inputs | found.stored) and isinstance(fact.placement, Tiled) and limits is not None:
+    if value in (found.inputs | found.resident) and isinstance(fact.placement, Tiled) and limits is not None:
         found.completed[node, operand] = reason
         return Fact(WHOLE, fact.stage)  # it is whole to begin with
     if limits is None:
@@ -309,7 +280,7 @@ def _complete(found: Analysis, node: Node, operand: int, reason: str, limits: Li
         if partials:
             return Complete(partials, f"needs it whole for its `{node.name}`")
         return Inline(node)
-    if isinstance(fact.placement, Tiled):
+    if isinstance(fact.placement, Tiled) and not any_size:
         refusal = check_size(value, fact.placement, node, reason, limits, [(node, fact.placement.dim)])
         if refusal is not None:
             return refusal

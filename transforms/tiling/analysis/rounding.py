@@ -28,11 +28,11 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from transforms.tiling.analysis.limits import human
-from transforms.tiling.ir.facts import Analysis, Local
-from transforms.tiling.ir.graph import Graph, Node, Value, bodies, constant
+from transforms.tiling.ir.facts import Analysis, Outlined
+from transforms.tiling.ir.graph import Graph, Node, Value, closure, constant, operands
+from transforms.tiling.ir.jaxprs import bodies, equations
 from transforms.tiling.ir.loops import Loop, Schedule
 from transforms.tiling.ir.obstacles import Disagreement, Refusal
 from transforms.tiling.ir.placement import Placement, Tiled
@@ -99,15 +99,9 @@ def decides(graph: Graph, value: Value) -> bool:
 
     It is a copy of what this program computes, and both meet in a comparison.
     """
-    stack, roots = [value], set()
-    while stack:
-        node = stack.pop().producer
-        if node is None or node.name in SUMMING:
-            continue
-        if node.name in COPYING:
-            roots.update(map(root, node.inputs))
-        else:
-            stack += node.inputs
+    name = lambda v: "" if v.producer is None else v.producer.name
+    made = closure([value], lambda v: () if name(v) in SUMMING | COPYING else operands(v))
+    roots = {root(source) for v in made if name(v) in COPYING for source in operands(v)}
     copies, computed = _elementwise(graph, {value}), _elementwise(graph, roots)
     for node in graph.nodes:
         if not copies.isdisjoint(node.inputs) and not computed.isdisjoint(node.inputs) and _jumps(node):
@@ -140,7 +134,7 @@ def disagreement(found: Analysis, met: Meeting, why: str = COPIES) -> Disagreeme
         f"  value: {value}, {human(value.nbytes)}, made by `{value.producer.name}` at {value.producer.where}{bound}.\n"
         '  To go on: cut another axis, or pass gather="any".'
     )
-    return Disagreement(message, analysis=found, node=node, value=value, stored=why is SUMS)
+    return Disagreement(message, analysis=found, node=node, value=value, must_store=why is SUMS)
 
 
 # ------------------------------------------------------------------------------------------------------ who sees what
@@ -180,7 +174,7 @@ class Walk:
     def _read(self, value: Value) -> Origin:
         """A value as a loop has it: it computes what is cut, and reads what is whole or stored."""
         known = self.known.get(value, Origin())
-        kept = value in (self.found.inputs | self.found.stored) or not self._cut(value)
+        kept = value in (self.found.inputs | self.found.resident) or not self._cut(value)
         return Origin(copies=known.copies) if kept else known
 
     def _cut(self, value: Value) -> bool:
@@ -210,7 +204,7 @@ class Walk:
     def _copies(self, node: Node) -> Iterator[Value]:
         """The values computed tile by tile copies of whose elements are known once a loop has ended."""
         move = self.found.moves[node]
-        if isinstance(move, Local) or (move.outs and all(isinstance(p, Tiled) for p in move.outs)):
+        if isinstance(move, Outlined) or (move.outs and all(isinstance(p, Tiled) for p in move.outs)):
             return
         cut = [(i, v) for i, v in enumerate(node.inputs) if self._cut(v) and _inexact(v)]
         if node.name in COPYING:
@@ -249,15 +243,16 @@ def _unmasked(value: Value) -> list[Value]:
 
 def _sources(value: Value) -> Iterator[Value]:
     """The values whose elements a value has."""
-    stack, seen = [root(value)], set()
-    while stack:
-        value = stack.pop()
-        if value in seen or not _inexact(value) or constant(value) is not None:
-            continue
-        seen.add(value)
-        yield value
-        if value.producer is not None and value.producer.name in CHOOSING:
-            stack += map(root, value.producer.inputs)
+
+    def chosen(value: Value) -> Iterable[Value]:
+        chooses = value.producer is not None and value.producer.name in CHOOSING
+        return [v for v in map(root, operands(value)) if _varies(v)] if chooses else ()
+
+    return closure(filter(_varies, [root(value)]), chosen)
+
+
+def _varies(value: Value) -> bool:
+    return _inexact(value) and constant(value) is None
 
 
 def _inexact(value: Value) -> bool:
@@ -285,26 +280,20 @@ def _jumps(node: Node) -> bool:
         return _cancels(node.inputs[has(node.name, "divides")])
     if node.name in ONE_SIDED and any(map(_zero, node.inputs)):
         return any(map(_cancels, node.inputs))
-    return (
-        node.name in AT_ONE
-        or _discontinuous(node.name, node.inputs, node.outputs)
-        or any(map(_any_jumps, bodies(node.params)))
-    )
+    inside = [(e.primitive.name, e.invars, e.outvars) for body in bodies(node.params) for e in equations(body)]
+    return node.name in AT_ONE or any(_discontinuous(*e) for e in [(node.name, node.inputs, node.outputs), *inside])
 
 
 def _cancels(value: Value) -> bool:
     """Whether a value is 0 where a difference is."""
-    stack, seen = [value], set()
-    while stack:
-        node = root(stack.pop()).producer
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if has(node.name, "subtracts") or (node.name in ADDING and any(map(_negated, node.inputs))):
-            return True
-        if node.name in THROUGH_ZERO or (node.name in ADDING and any(map(_zero, node.inputs))):
-            stack += node.inputs
-    return False
+
+    def through(value: Value) -> Iterable[Value]:
+        node = value.producer
+        zero = node is not None and node.name in ADDING and any(map(_zero, node.inputs))
+        return map(root, operands(value)) if zero or (node is not None and node.name in THROUGH_ZERO) else ()
+
+    nodes = (v.producer for v in closure([root(value)], through) if v.producer is not None)
+    return any(has(n.name, "subtracts") or (n.name in ADDING and any(map(_negated, n.inputs))) for n in nodes)
 
 
 def _negated(value: Value) -> bool:
@@ -323,15 +312,7 @@ def _zero(value: Value) -> bool:
 
 
 def _discontinuous(name: str, ins: Iterable[Any], outs: Iterable[Any]) -> bool:
-    inexact = [jax.dtypes.issubdtype(v.dtype, np.inexact) for v in ins]
+    inexact = [jax.dtypes.issubdtype(v.aval.dtype, np.inexact) for v in ins]
     if has(name, "casts"):
-        return any(inexact) and not any(jax.dtypes.issubdtype(v.dtype, np.inexact) for v in outs)
+        return any(inexact) and not any(jax.dtypes.issubdtype(v.aval.dtype, np.inexact) for v in outs)
     return name in DISCONTINUOUS and any(inexact)
-
-
-def _any_jumps(jaxpr: Jaxpr | ClosedJaxpr) -> bool:
-    avals = lambda atoms: [a.aval for a in atoms]
-    return any(
-        _discontinuous(e.primitive.name, avals(e.invars), avals(e.outvars)) or any(map(_any_jumps, bodies(e.params)))
-        for e in getattr(jaxpr, "jaxpr", jaxpr).eqns
-    )

@@ -5,25 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from jax.extend.core import Jaxpr
-
 from transforms.tiling.analysis.limits import Limits, check_size, human
-from transforms.tiling.ir.facts import Analysis, Local
-from transforms.tiling.ir.graph import Node, Value, ancestors, bodies, depends, describe, elements, nbytes
+from transforms.tiling.ir.facts import Analysis, Outlined
+from transforms.tiling.ir.graph import Node, Value, ancestors, closure, depends, describe, elements, nbytes, operands
+from transforms.tiling.ir.jaxprs import bodies, equations
 from transforms.tiling.ir.loops import Loop
 from transforms.tiling.ir.obstacles import Obstacle, Promote, Refusal
 from transforms.tiling.ir.placement import WHOLE, Partial, Span, Tiled, Whole
 from transforms.tiling.primitives import has
-from transforms.tiling.rules import RULES
+from transforms.tiling.rules import pulled
 
 
 def check_whole(
-    analysis: Analysis,
-    loops: Sequence[Loop],
-    requested: Iterable[Value],
-    limits: Limits,
-    total: int,
-    online: Iterable[Value] = (),
+    analysis: Analysis, loops: Sequence[Loop], requested: Iterable[Value], limits: Limits, online: Iterable[Value] = ()
 ) -> Obstacle | None:
     """Find whole values that carry the cut axis, or that come from a completed one, and are too large.
 
@@ -43,8 +37,8 @@ def check_whole(
     for value in requested:
         if value in grown and value.producer and isinstance(analysis.fact(value).placement, Whole):
             found.setdefault(value, (value.producer, "makes a whole value from one that had to be completed"))
-            local = isinstance(analysis.moves[value.producer], Local)
-            if not local and (refusal := _check_inside(analysis, value.producer, limits)) is not None:
+            outlined = isinstance(analysis.moves[value.producer], Outlined)
+            if not outlined and (refusal := _check_inside(analysis, value.producer, limits)) is not None:
                 return refusal
     whole = {v for v in (*found, *requested) if isinstance(analysis.fact(v).placement, Whole)}
     needed = _forms((ref.value for _, ref in reads if ref.how == "whole"), copies=True)  # cutting these is no help
@@ -52,8 +46,8 @@ def check_whole(
     finished = _finished(analysis, online)
     large = [v for v in large if v in found or v not in finished]
     large = [v for v in large if v in found or all(f.producer or f.const is not None for f in _forms([v]))]
-    shares = limits.options.shares
-    if promoted := {v: cut for v in large if (cut := _cut_of(v, total, shares)) is not None}:
+    options = limits.options
+    if promoted := {v: cut for v in large if (cut := _cut_of(v, options.total, options.shares)) is not None}:
         return Promote(promoted)
     for value, (node, reason) in found.items():
         if not limits.allow(value):
@@ -106,7 +100,7 @@ def _is_filled(value: Value) -> bool:
 
 def _origins(analysis: Analysis, value: Value) -> list[tuple[Node, int]]:
     """The equations that read cut operands whole on the way to `value`, and where those are cut, the largest first."""
-    before = ancestors(analysis.graph, [value])
+    before = ancestors([value])
     found = []
     for node, i in analysis.completed:
         placement = analysis.fact(node.inputs[i]).placement
@@ -120,27 +114,24 @@ def _forms(values: Iterable[Value], copies: bool = False) -> set[Value]:
 
     `copies`: or several times.
     """
-    found: set[Value] = set()
-    stack = list(values)
-    while stack:
-        value = stack.pop()
-        if value not in found:
-            found.add(value)
-            node = value.producer
-            alike = [v for v in node.inputs if elements(v.shape) <= elements(value.shape)] if node is not None else []
-            stack += alike if copies else [v for v in alike if elements(v.shape) == elements(value.shape)]
-    return found
+
+    def alike(value: Value) -> list[Value]:
+        smaller = [v for v in operands(value) if elements(v.shape) <= elements(value.shape)]
+        return smaller if copies else [v for v in smaller if elements(v.shape) == elements(value.shape)]
+
+    return set(closure(values, alike))
 
 
 def _is_input(analysis: Analysis, node: Node, value: Value) -> bool:
     """Whether a cut value that a node reads whole was whole all along."""
     cut = isinstance(analysis.fact(value).placement, Tiled)
-    return cut and value in (analysis.inputs | analysis.stored) and not isinstance(analysis.moves[node], Local)
+    return cut and value in (analysis.inputs | analysis.resident) and not isinstance(analysis.moves[node], Outlined)
 
 
 def _check_inside(analysis: Analysis, node: Node, limits: Limits) -> Refusal | None:
     """Refuse an equation with a body that runs on whole operands and makes something too large there."""
-    inside = max((_largest(b) for b in bodies(node.params)), default=0)
+    made = (v.aval for body in bodies(node.params) for eqn in equations(body) for v in eqn.outvars)
+    inside = max(map(nbytes, made), default=0)
     if limits.gather == "any" or inside <= limits.largest:
         return None
     why = next((reason for (n, _), reason in analysis.completed.items() if n is node), "needs a cut array whole")
@@ -151,19 +142,11 @@ def _check_inside(analysis: Analysis, node: Node, limits: Limits) -> Refusal | N
     )
 
 
-def _largest(jaxpr: Jaxpr) -> int:
-    made = [nbytes(v.aval) for e in jaxpr.eqns for v in e.outvars]
-    return max([*made, *(_largest(b) for e in jaxpr.eqns for b in bodies(e.params))], default=0)
-
-
 def _cut_of(value: Value, total: int, shares: int) -> Tiled | None:
     """A dimension of the cut axis' length along which a whole value can be made tile by tile, the first that can.
 
     The axis is spread over `shares` devices, with `total` on each.
     """
     node = value.producer
-    if node is None or len(node.outputs) > 1 or node.name not in RULES:
-        return None
-    pull = RULES[node.name].pull
     cuts = (Tiled(dim, shares) for dim, size in enumerate(value.shape) if size == total * shares)
-    return next((cut for cut in cuts if pull is not None and pull(node, cut) is not None), None)
+    return None if node is None else next((cut for cut in cuts if pulled(node, cut) is not None), None)

@@ -14,7 +14,8 @@ from jax.extend.core import ClosedJaxpr
 
 from transforms.tiling.ir.effects import loud
 from transforms.tiling.ir.flatten import evaluate, flatten
-from transforms.tiling.ir.graph import Graph, Node, Value, bodies
+from transforms.tiling.ir.graph import Graph, Node, Value
+from transforms.tiling.ir.jaxprs import bodies
 
 Policy = Callable[..., Any]
 

@@ -7,7 +7,7 @@ import contextvars
 import dataclasses
 import functools
 import gc
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from transforms.tiling.analysis.limits import Limits, looked_up
 from transforms.tiling.autodiff.chain_split import Separation, has_custom_vjp, narrow, scales, separate
 from transforms.tiling.autodiff.policy import Keeping, Policy, keeping
-from transforms.tiling.autodiff.residuals import Ends, ends
+from transforms.tiling.autodiff.residuals import Residuals, residuals_of
 from transforms.tiling.ir.dump import dump
 from transforms.tiling.ir.edit import copied
 from transforms.tiling.ir.effects import silence, silence_recomputed
@@ -62,9 +62,7 @@ class Options:
     accumulate: Any
     policy: Policy | None = None  # what is kept from one loop to another, rather than computed again
     lowmem: bool = False  # cut the gradients' programs along another axis too
-    local: bool = (
-        False  # run scans on whole operands, their bodies in tiles, whether they could run within a tile or not
-    )
+    outline: bool = False  # scans run on whole operands, their bodies in tiles, even where they could run within a tile
     sync: str = "once"  # gradients of weights are summed over the devices once, or with every tile
     reduce_dtype: Any = None  # in which that is done, if not in the gradient's own
     shares: int = 1  # over how many devices the cut axis is spread: each walks its own share
@@ -110,12 +108,10 @@ class Program:
     placements: tuple[Placement, ...]
     options: Options
     wide: frozenset[int] = frozenset()
-    reuse: Mapping[int, Sequence[int]] = dataclasses.field(
-        default_factory=dict
-    )  # outputs that may take inputs' buffers
-    unseen: bool = False  # they may where no program around looks into this one's loops
-    also: Ends | None = None  # what its loops end in, returned after the outputs
-    given: tuple[Ends, int] | None = None  # what another program's loops ended in, and the first input that holds it
+    reuse: scan.Reuse = dataclasses.field(default_factory=dict)  # outputs that may take inputs' buffers,
+    unseen: bool = False  # where no program around looks into this one's loops
+    also: Residuals | None = None  # what its loops end in, returned after the outputs
+    given: tuple[Residuals, int] | None = None  # those of another program, and the first input that holds them
 
     @functools.cached_property
     def graph(self) -> Graph:
@@ -142,7 +138,7 @@ class Program:
         return self._planned[0]
 
     @property
-    def ends(self) -> Ends:
+    def residuals(self) -> Residuals:
         """What the loops end in, apart from the outputs, that derivatives need too."""
         return self._planned[1]
 
@@ -152,14 +148,14 @@ class Program:
         return self._attempt if isinstance(self._attempt, Refusal) else None
 
     @property
-    def _planned(self) -> tuple[Schedule, Ends]:
+    def _planned(self) -> tuple[Schedule, Residuals]:
         if isinstance(self._attempt, Refusal):
             raise TileError(self._attempt.message)
         return self._attempt
 
     @functools.cached_property
     @collections_paused()
-    def _attempt(self) -> tuple[Schedule, Ends] | Refusal:
+    def _attempt(self) -> tuple[Schedule, Residuals] | Refusal:
         graph, twins = copied(self.graph)  # planning changes it
         if self.also is not None:
             graph.outputs += self.also.among(graph)
@@ -170,7 +166,7 @@ class Program:
             return made
         plan, found = made
         dump(plan)
-        return plan, ends(self.graph, [twins[v] for v in found if v in twins], self.limits.largest)
+        return plan, residuals_of(self.graph, [twins[v] for v in found if v in twins], self.limits.largest)
 
     @functools.cached_property
     def limits(self) -> Limits:
@@ -193,8 +189,8 @@ class Program:
     @functools.cached_property
     def _runs(self) -> tuple[Callable[..., list[Any]], Callable[..., list[Any]]]:
         @collections_paused()
-        def run(*args: Any, reuse: Mapping[int, Sequence[int]]) -> list[Any]:
-            return scan.run(self.plan, args, self.options, self.wide, reuse=reuse)
+        def run(*args: Any, reuse: scan.Reuse) -> list[Any]:
+            return scan.run(self.plan, args, self.wide, reuse=reuse)
 
         in_place, apart = (functools.partial(run, reuse=reuse) for reuse in (self.reuse, {}))
         return jax.jit(in_place), jax.jit(apart)
@@ -221,7 +217,7 @@ class Program:
         graph = self.folded
         reached = depends(graph, {graph.inputs[i] for i in active}, differentiably=True)
         outs = [i for i, v in enumerate(graph.outputs) if v in reached and jnp.issubdtype(v.dtype, jnp.inexact)]
-        used = ancestors(graph, [graph.outputs[i] for i in outs])
+        used = ancestors([graph.outputs[i] for i in outs])
         return outs, [i for i in active if graph.inputs[i] in used]
 
     @remembered
@@ -264,21 +260,32 @@ class Program:
         return dataclasses.replace(made, closed=silence_recomputed(made.closed))
 
     def _values_and_gradients(self, active: tuple[int, ...], out: int, *args: Any) -> tuple[Any, ...]:
+        (value,), vjp, outs = jax.vjp(*self.chosen(args, active, [out]), has_aux=True)
+        return (*outs, *vjp([jnp.ones_like(value)]))
+
+    def chosen(
+        self, args: Sequence[Any], active: Sequence[int], outs: Sequence[int], kept: Sequence[Any] | None = None
+    ) -> tuple[Any, ...]:
+        """A function of the inputs `active`, and those: it returns the outputs `outs`, and beside them all outputs.
+
+        `kept`: what was kept of an evaluation, which is not computed again.
+        """
         fn = jaxpr_as_fun(self.closed)
 
-        def primal(*chosen: Any) -> tuple[Any, list[Any]]:
-            outs = fn(*replaced(args, active, chosen))
-            return outs[out], outs
+        def primal(*chosen: Any) -> tuple[list[Any], list[Any]]:
+            given = dict(enumerate(args)) | dict(zip(active, chosen, strict=True))
+            full = [given[i] for i in range(len(args))]
+            results = fn(*full) if kept is None or self.keeping is None else self.keeping.outputs(full, kept)
+            return [results[i] for i in outs], results
 
-        value, vjp, outs = jax.vjp(primal, *(args[i] for i in active), has_aux=True)
-        return (*outs, *vjp(jnp.ones_like(value)))
+        return (primal, *(args[i] for i in active))
 
     @remembered
     def gradient(self, active: tuple[int, ...], out: int) -> Gradient:
         """All outputs, and the gradients of the scalar output `out`, in one pass if there is a way."""
         joint, count = self._joint(active, out), len(self.closed.out_avals)
         assert joint is not None, "asked for after `in_one_pass`"
-        straight = Gradient(self.again(joint, active), count)
+        straight = Gradient(cut_again(joint, active), count)
         split = separate(self.closed, self.placements, self.limits, active, out)
         if split is None:
             return straight
@@ -287,13 +294,7 @@ class Program:
         # More than one inner sum may mean more products than running the forward twice.
         if parted.plan.flops > joint.plan.flops:
             return straight
-        return Gradient(self.again(parted, active), count, split, active)
-
-    def again(self, program: Program, active: Sequence[int]) -> Program:
-        """A program of gradients, cut once more if that is asked for."""
-        if not self.options.lowmem:
-            return program
-        return cut_again(program, active)
+        return Gradient(cut_again(parted, active), count, split, active)
 
     @remembered
     def tangent(self, active: tuple[int, ...], outs: tuple[int, ...]) -> Program:
@@ -303,16 +304,10 @@ class Program:
                 "tile: cannot apply forward-mode autodiff (jvp) to a function that calls one with a `jax.custom_vjp` "
                 "rule: only its reverse mode is known. Give that function a `jax.custom_jvp` rule."
             )
-        fn = jaxpr_as_fun(self.closed)
 
         def forward(*both: Any) -> list[Any]:
-            args, tangents = both[: -len(active)], both[-len(active) :]
-
-            def primal(*chosen: Any) -> list[Any]:
-                results = fn(*replaced(args, active, chosen))
-                return [results[i] for i in outs]
-
-            return jax.jvp(primal, tuple(args[i] for i in active), tangents)[1]
+            primal, *primals = self.chosen(both[: -len(active)], active, outs)
+            return jax.jvp(primal, tuple(primals), both[-len(active) :], has_aux=True)[1]
 
         extra = [(self.closed.in_avals[i], self.placements[i]) for i in active]
         made = self.derive(forward, extra)
@@ -328,7 +323,7 @@ class Program:
         """The outputs, then what is kept for the backward pass."""
         if self.keeping is not None:
             return self.derive(self.keeping.forward, ())
-        return dataclasses.replace(self, also=self.ends) if self.ends.values and self.also is None else self
+        return dataclasses.replace(self, also=self.residuals) if self.residuals.values and self.also is None else self
 
     @property
     def kept(self) -> list[tuple[Any, Placement]]:
@@ -340,18 +335,12 @@ class Program:
     @remembered
     def cotangent(self, active: tuple[int, ...], outs: tuple[int, ...]) -> Program:
         """The cotangents of inputs `active`, from the inputs, what was kept, and the cotangents of outputs `outs`."""
-        count, keeping = len(self.closed.in_avals), self.keeping
-        fn = jaxpr_as_fun(self.closed)
+        count = len(self.closed.in_avals)
 
         def backward(*both: Any) -> tuple[Any, ...]:
             args, kept, cotangents = both[:count], both[count : -len(outs)], both[-len(outs) :]
-
-            def primal(*chosen: Any) -> list[Any]:
-                full = replaced(args, active, chosen)
-                results = fn(*full) if keeping is None else keeping.outputs(full, kept)
-                return [results[i] for i in outs]
-
-            return jax.vjp(primal, *(args[i] for i in active))[1](list(cotangents))
+            _, vjp, _ = jax.vjp(*self.chosen(args, active, outs, kept), has_aux=True)
+            return vjp(list(cotangents))
 
         extra = [*self.kept, *((self.closed.out_avals[i], self.output_placements[i]) for i in outs)]
         given = (self.forward.also, count) if self.forward.also is not None else None
@@ -360,7 +349,7 @@ class Program:
         last = range(len(made.closed.in_avals) - len(outs), len(made.closed.in_avals))
         reuse = {i: [*last, number] for i, number in enumerate(active)}
         closed = silence(made.closed, len(outs))
-        return self.again(dataclasses.replace(made, closed=closed, given=given, reuse=reuse, unseen=True), active)
+        return cut_again(dataclasses.replace(made, closed=closed, given=given, reuse=reuse, unseen=True), active)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -379,19 +368,11 @@ class Gradient:
         return list(results[: self.count]), list(results[self.count :])
 
 
-def replaced(args: Sequence[Any], where: Sequence[int], chosen: Sequence[Any]) -> list[Any]:
-    """Arguments, with others in the place of some."""
-    full = list(args)
-    for i, value in zip(where, chosen, strict=True):
-        full[i] = value
-    return full
-
-
 # ------------------------------------------------------------------------------------------------ a second cut
 
 
 def cut_again(program: Program, active: Sequence[int]) -> Program:
-    """A gradient program with its largest whole argument cut too, along its largest dimension (`lowmem=True`).
+    """A gradient program; with `lowmem=True`, its largest whole argument is cut too, along its largest dimension.
 
     Cut along the tokens, the gradient of a head `[D, V]` is a sum over the tiles: an accumulator of its size, in
     float32, beside the gradient itself. Cut along the vocabulary too, outermost, each piece of it is summed over all
@@ -406,8 +387,8 @@ def cut_again(program: Program, active: Sequence[int]) -> Program:
     """
     avals = program.closed.in_avals
     whole = [i for i in active if isinstance(program.placements[i], Whole) and avals[i].ndim]
-    if not whole:
-        return program  # no gradient is a sum over the tiles
+    if not program.options.lowmem or not whole:
+        return program  # or no gradient is a sum over the tiles
     largest = max(whole, key=lambda i: nbytes(avals[i]))
     shape = avals[largest].shape
     dim = max(range(len(shape)), key=lambda d: shape[d])
@@ -420,13 +401,12 @@ def cut_again(program: Program, active: Sequence[int]) -> Program:
     facts = [outer.plan.analysis.fact(v).placement for v in outer.plan.analysis.graph.outputs]
     # A piece is complete when it is written: it needs no more than its own dtype.
     outer = dataclasses.replace(outer, wide=frozenset(i for i in program.wide if not isinstance(facts[i], Tiled)))
-    o = outer.options
 
     def both(*args: Any) -> list[Any]:
-        return scan.run(outer.plan, args, o, outer.wide, chunks=False)
+        return scan.run(outer.plan, args, outer.wide, chunks=False)
 
     closed = jax.make_jaxpr(both)(*(like(a) for a in avals))
-    options = dataclasses.replace(program.options, local=True)
+    options = dataclasses.replace(program.options, outline=True)
     return Program(closed, program.placements, options, outer.wide)
 
 

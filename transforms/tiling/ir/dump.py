@@ -85,7 +85,7 @@ def known(analysis: Analysis | None, value: Value) -> str:
     words = [
         place(fact.placement),
         f"from loop {fact.stage + 1}" if fact.stage else "",
-        "stored" if value in analysis.stored else "",
+        "resident" if value in analysis.resident else "",
         "from tile to tile" if fact.varies else "",
         f"unreduced over {apart}" if apart else "",
     ]
@@ -126,7 +126,7 @@ def _operand(analysis: Analysis | None, node: Node, number: int, names: Names) -
 def _params(node: Node, names: Names) -> Iterator[str]:
     """The parameters that say something, no bodies, nothing that is not there; and what a state goes on with."""
     if node.state is not None and node.state.yielded is not None:
-        yield f"yielded={names(node.state.yielded)} stored={names(node.state.stored)} reverse={node.state.reverse}"
+        yield f"yielded={names(node.state.yielded)} stored={names(node.state.checkpoints)} reverse={node.state.reverse}"
     for key, param in sorted(node.params.items()):
         if not (param is None or param is False or param == () or _is_body(param) or isinstance(param, Node)):
             text = re.sub(r" at 0x[0-9a-f]+", "", " ".join(str(param).split()))
@@ -150,7 +150,7 @@ def loops_text(plan: Schedule) -> str:
 def _loop(plan: Schedule, number: int, loop: Loop, names: Names) -> Iterator[str]:
     options = plan.analysis.limits.options if plan.analysis.limits is not None else None
     length = "?" if options is None else options.total
-    tiles = "all at once" if loop.light(plan.analysis) else f"tiles of {plan.size}"
+    tiles = "all at once" if loop.light(plan.analysis) else f"tiles of {plan.options.size}"
     yield f"loop {number + 1} of {len(plan.loops)}: {tiles} of {length}{', backwards' if loop.reverse else ''}"
     if whole := [names(v) for v in loop.reads if v.const is None]:
         yield f"  reads {' '.join(whole)}"
@@ -187,9 +187,9 @@ def _update(plan: Schedule, update: Update, names: Names) -> str:
     terms = ", ".join(f"({_right(t, names)})" if isinstance(t, Step) else _ref(t, names) for t in update.terms)
     source = "" if terms == names(update.value) else f" from {terms}"
     how = "writes" if isinstance(placement, Tiled | Stacked) else "carries"
-    anchors = " ".join(names(a.value) for a in update.anchors)
+    anchors = " ".join(names(a.value) for a in update.online.anchors)
     relative = f" relative to {anchors}" if anchors else ""
-    weight = "" if update.weight is None else f" as often as {names(update.weight)}"
+    weight = "" if update.online.weight is None else f" as often as {names(update.online.weight)}"
     return f"{how} {names(update.value)}:{kind(update.value.aval)}{_braced(placement)}{source}{relative}{weight}"
 
 

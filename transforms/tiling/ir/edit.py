@@ -7,10 +7,12 @@ from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Primitive
+from jax.interpreters import partial_eval as pe
 from jax.sharding import AxisType
 
 from transforms.tiling.ir.flatten import flatten
-from transforms.tiling.ir.graph import Graph, Node, Value, body
+from transforms.tiling.ir.graph import Graph, Node, Value
+from transforms.tiling.ir.jaxprs import body
 from transforms.tiling.mesh.layout import like, varying
 
 
@@ -52,7 +54,9 @@ def replace(graph: Graph, node: Node, nodes: Sequence[Node], values: dict[Value,
 
 def traced(fn: Callable[..., Any], inputs: Sequence[Value], node: Node) -> tuple[list[Node], list[Value]]:
     """The equations of a function of some values, which stand for `node` in messages; and its results."""
-    made = flatten(_there(node, lambda: jax.make_jaxpr(fn)(*(like(v.aval) for v in inputs))), together=node.together)
+    closed = _there(node, lambda: jax.make_jaxpr(fn)(*(like(v.aval) for v in inputs)))
+    jaxpr, _ = pe.dce_jaxpr(closed.jaxpr, [True] * len(closed.out_avals), instantiate=True)  # in bodies, too
+    made = flatten(ClosedJaxpr(jaxpr, closed.consts), together=node.together)
     for other in made.nodes:
         other.source, other.caller = node.source, node.caller
     return made.nodes, called(made, inputs)
@@ -107,9 +111,9 @@ def any_platform(node: Node) -> int | None:
     return platforms.index(None) if None in platforms else None
 
 
-def split(graph: Graph, node: Node, wanted: Sequence[int], inputs: Sequence[int], fn: Callable[..., Any]) -> None:
-    """Compute the results `wanted` of a node apart from the others: by `fn`, from its operands `inputs`."""
-    nodes, outs = traced(fn, [node.inputs[i] for i in inputs], node)
+def split(graph: Graph, node: Node, wanted: Sequence[int], part: Callable[..., list[Any]]) -> None:
+    """Compute the results `wanted` of a node apart from the others: by `part(node, operands, wanted)`."""
+    nodes, outs = traced(lambda *values: [part(node, values, wanted)[i] for i in wanted], node.inputs, node)
     replace(graph, node, nodes, dict(zip([node.outputs[i] for i in wanted], outs, strict=True)), keep=True)
 
 

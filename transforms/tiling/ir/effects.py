@@ -13,7 +13,7 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from transforms.tiling.ir.errors import TileError
-from transforms.tiling.lower.atomic import depend
+from transforms.tiling.ir.jaxprs import bodies, counts, depend
 from transforms.tiling.primitives import has
 
 
@@ -35,10 +35,8 @@ def loud(effects: Any) -> set[Any]:
 def sources(name: str, where: str, params: dict[str, Any]) -> list[tuple[str, str]]:
     """The primitives with side effects in an equation that has some: themselves, not what holds them, and where."""
     found = []
-    for body in (b for p in params.values() for b in (p if isinstance(p, tuple) else (p,))):
-        if isinstance(body, (Jaxpr, ClosedJaxpr)):
-            for eqn in (e for e in getattr(body, "jaxpr", body).eqns if loud(e.effects)):
-                found += sources(eqn.primitive.name, source_info_util.summarize(eqn.source_info), eqn.params)
+    for eqn in (e for body in bodies(params) for e in body.eqns if loud(e.effects)):
+        found += sources(eqn.primitive.name, source_info_util.summarize(eqn.source_info), eqn.params)
     return list(dict.fromkeys(found)) or [(name, where)]
 
 
@@ -113,11 +111,8 @@ def _bodies(eqn: Any, given: Sequence[bool]) -> dict[str, Any]:
     for key, body in params.items():
         if isinstance(body, (Jaxpr, ClosedJaxpr)) and len(getattr(body, "jaxpr", body).invars) == len(given):
             if has(eqn.primitive.name, "steps"):
-                jaxpr = getattr(body, "jaxpr", body)
-                stacked = sum(v.aval.ndim != w.aval.ndim for v, w in zip(jaxpr.invars, eqn.invars, strict=True))
-                carried = sum(v.aval.ndim == w.aval.ndim for v, w in zip(jaxpr.outvars, eqn.outvars, strict=True))
-                last = len(given) - stacked
-                first = last - carried
+                first, carried = counts(eqn.params, eqn.invars, eqn.outvars)
+                last = first + carried
                 carry = _state(body, given[:first], given[first:last], given[last:])
                 given = [*given[:first], *carry, *given[last:]]
             params[key] = _part(body, given)
@@ -155,8 +150,7 @@ def _with(eqn: Any, params: dict[str, Any]) -> Any:
     """An equation with other bodies, and so with their side effects."""
     if params == eqn.params:
         return eqn
-    inner = [b for p in params.values() for b in (p if isinstance(p, tuple) else (p,))]
-    found = {e for b in inner if isinstance(b, (Jaxpr, ClosedJaxpr)) for e in loud(b.effects)}
+    found = {e for body in bodies(params) for e in loud(body.effects)}
     return eqn.replace(params=params, effects=set(eqn.effects) - loud(eqn.effects) | found)
 
 

@@ -63,7 +63,7 @@ class Region(Move):
 
 
 @dataclasses.dataclass(frozen=True)
-class Local(Move):
+class Outlined(Move):
     """An equation that runs on whole operands, outside the loops, its body a tiled program of its own.
 
     Its results are stored whole, but cut ones are still read slice by slice.
@@ -88,19 +88,27 @@ class Analysis:
 
     graph: Graph
     facts: dict[Value, Fact]
-    moves: dict[Node, Move]
-    completions: list[Completion]
-    completed: dict[tuple[Node, int], str]  # operands (by number) that are read after they were completed, and why
-    inputs: frozenset[Value]
-    used: set[Value]  # values that an output or another node reads
-    stored: set[Value] = dataclasses.field(default_factory=set)  # cut values that are whole before the loops
+    limits: Limits | None
+    moves: dict[Node, Move] = dataclasses.field(default_factory=dict)
+    completions: list[Completion] = dataclasses.field(default_factory=list)
+    # Operands (by number) that are read after they were completed, and why.
+    completed: dict[tuple[Node, int], str] = dataclasses.field(default_factory=dict)
+    resident: set[Value] = dataclasses.field(default_factory=set)  # cut values that are whole before the loops
     # Of the loops that have an order, whether they reverse it.
     backward: dict[int, bool] = dataclasses.field(default_factory=dict)
     apart: Held = dataclasses.field(default_factory=Held)  # sums that each device holds a part of
-    limits: Limits | None = None
     typed: dict[Any, str | None] = dataclasses.field(default_factory=dict)
-    passing: set[Value] | None = None  # in a region: the values that may be apart
+    flowing: set[Value] | None = None  # in a region: the values that may be apart
     grain: int = 1  # tiles hold a multiple of so many rows
+
+    @functools.cached_property
+    def inputs(self) -> frozenset[Value]:
+        return frozenset(self.graph.inputs)
+
+    @functools.cached_property
+    def used(self) -> set[Value]:
+        """The values that an output or another node reads."""
+        return {v for n in self.graph.nodes for v in n.inputs}.union(self.graph.outputs)
 
     def fact(self, value: Value) -> Fact:
         return self.facts.get(value, OUTSIDE)
@@ -122,11 +130,11 @@ class Analysis:
 
     def untyped(self, node: Node, move: Move) -> str | None:
         """Why an equation cannot run, or be spread over devices, on a tile of its operands, though it can on all."""
-        rule = RULES.get(node.name)
-        if rule is not None and rule.unfit is not None and not all(isinstance(p, Whole) for p in move.ins):
+        rule = RULES[node.name]
+        if rule.unfit is not None and not all(isinstance(p, Whole) for p in move.ins):
             options = None if self.limits is None else self.limits.options
             return rule.unfit(node, move, options.span) if options else None
-        known = node.name in TYPED or isinstance(move, (Region, Local)) or self.limits is None
+        known = node.name in TYPED or isinstance(move, (Region, Outlined)) or self.limits is None
         if known or not any(isinstance(p, Tiled) for p in (*move.ins, *move.outs)):
             return None
         if all(named(v.aval) is None for v in (*node.inputs, *node.outputs)):
@@ -151,9 +159,9 @@ class Analysis:
     def needs(self, node: Node) -> list[Value]:
         """The operands that a node, run on whole values, reads."""
         move = self.moves.get(node)
-        return [node.inputs[i] for i in move.reads] if isinstance(move, Local) else node.inputs
+        return [node.inputs[i] for i in move.reads] if isinstance(move, Outlined) else node.inputs
 
-    def end(self, value: Value) -> int:
+    def last_loop(self, value: Value) -> int:
         """The last loop that has to run for `value` to be whole."""
         fact = self.fact(value)
-        return fact.stage - (isinstance(fact.placement, Whole) or value in self.stored)
+        return fact.stage - (isinstance(fact.placement, Whole) or value in self.resident)

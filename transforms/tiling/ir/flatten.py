@@ -11,14 +11,8 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from transforms.tiling.ir.effects import check_pure, loud, silenced
-from transforms.tiling.ir.graph import (
-    Graph,
-    Node,
-    Value,
-    body,
-    prune,
-    read,
-)
+from transforms.tiling.ir.graph import Graph, Node, Value, prune, read
+from transforms.tiling.ir.jaxprs import body
 from transforms.tiling.primitives import CALLS, CUSTOM_CALLS, REMAT, SOLVE
 from transforms.tiling.rules.canonical import canonical, reductions
 

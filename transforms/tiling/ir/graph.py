@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.core import Tracer
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
+from jax.extend.core import Jaxpr, Primitive
 
+from transforms.tiling.ir.jaxprs import bodies, counts
 from transforms.tiling.mesh.layout import devices
 from transforms.tiling.primitives import has
 
@@ -48,11 +49,11 @@ class State:
     """What goes from tile to tile (an `iter_arg`, as loops of MLIR have): a node's result is what a tile begins with.
 
     The node's operand is what the first tile begins with, the last in `reverse`; what a tile leaves, `yielded`, the
-    next begins with. `stored` holds what each tile begins with, for loops that go the other way.
+    next begins with. `checkpoints` hold what each tile begins with, for loops that go the other way.
     """
 
     reverse: bool
-    stored: Value
+    checkpoints: Value
     yielded: Value | None = None
 
 
@@ -118,12 +119,6 @@ def describe(aval: Any) -> str:
     return f"{getattr(aval.dtype, 'name', aval.dtype)}[{','.join(map(str, aval.shape))}]"
 
 
-def body(node_params: dict[str, Any], key: str) -> ClosedJaxpr:
-    """The body of a call-like equation, closed whichever way its JAX version stores it."""
-    jaxpr = node_params[key] if key in node_params else node_params["call_jaxpr"]
-    return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
-
-
 def prune(graph: Graph) -> Graph:
     """Drop the nodes that no output and no side effect needs."""
     states = (s.yielded for node in graph.nodes if (s := node.state) is not None and s.yielded is not None)
@@ -180,19 +175,9 @@ def _flops(name: str, params: dict[str, Any], ins: Sequence[Any], outs: Sequence
     return sum(found) * (params["length"] if has(name, "steps") else times)
 
 
-def bodies(params: dict[str, Any]) -> list[Jaxpr]:
-    """All bodies among an equation's parameters."""
-    found = [b for p in params.values() for b in (p if isinstance(p, tuple) else (p,))]
-    return [getattr(b, "jaxpr", b) for b in found if isinstance(b, (Jaxpr, ClosedJaxpr))]
-
-
 def scan_counts(node: Node) -> tuple[int, int]:
-    """How many operands of a scan are constants, and how many are carried (JAX's versions write this differently)."""
-    (jaxpr,) = bodies({"jaxpr": node.params["jaxpr"]})
-    rank = lambda atom: len(atom.aval.shape)
-    carried = sum(rank(v) == len(o.shape) for v, o in zip(jaxpr.outvars, node.outputs, strict=True))
-    stacked = sum(rank(v) != len(o.shape) for v, o in zip(jaxpr.invars, node.inputs, strict=True))
-    return len(node.inputs) - carried - stacked, carried
+    """How many operands of a scan are constants, and how many are carried."""
+    return counts(node.params, node.inputs, node.outputs)
 
 
 def _body_flops(jaxpr: Jaxpr) -> int:
@@ -200,10 +185,22 @@ def _body_flops(jaxpr: Jaxpr) -> int:
     return sum(_flops(e.primitive.name, e.params, avals(e.invars), avals(e.outvars)) for e in jaxpr.eqns)
 
 
-def ancestors(graph: Graph, values: Iterable[Value]) -> set[Value]:
+def closure(values: Iterable[Value], further: Callable[[Value], Iterable[Value]]) -> Iterator[Value]:
+    """`values`, and what `further` returns of each, and of those, and so on: each once."""
+    stack, seen = list(values), set()
+    while stack:
+        value = stack.pop()
+        if value not in seen:
+            seen.add(value)
+            yield value
+            stack += further(value)
+
+
+def operands(value: Value) -> Sequence[Value]:
+    """What a value is computed from, if it is."""
+    return () if value.producer is None else value.producer.inputs
+
+
+def ancestors(values: Iterable[Value]) -> set[Value]:
     """`values` and all that they are computed from."""
-    found = set(values)
-    for node in reversed(graph.nodes):
-        if any(v in found for v in node.outputs):
-            found.update(node.inputs)
-    return found
+    return set(closure(values, operands))

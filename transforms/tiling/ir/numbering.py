@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from jax.core import Tracer
 
-from transforms.tiling.ir.graph import Graph, Node, Value, bodies, constant, prune
+from transforms.tiling.ir.graph import Graph, Node, Value, constant, prune
+from transforms.tiling.ir.jaxprs import bodies
 
 Numbers = dict[Value, int]
 

@@ -14,9 +14,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Literal, Primitive, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
+
+from transforms.tiling.ir.jaxprs import depend
 
 
 class Atomic(Primitive):
@@ -60,17 +62,6 @@ def _batch(axis: Any, args: Any, dims: Any, *, call_jaxpr: ClosedJaxpr) -> Any:
     axis = (axis.name, axis.size, axis.spmd_name)
     mapped = _mapped.trace(*args, call_jaxpr=call_jaxpr, dims=tuple(dims), outs=outs, axis=axis).jaxpr
     return _bind(mapped, args), outs
-
-
-def depend(program: Any, given: Sequence[bool], name: Any = None) -> list[bool]:
-    """Which results of a jaxpr depend on the inputs `given`, or on where along the axis `name` they are computed."""
-    jaxpr = getattr(program, "jaxpr", program)
-    found = {v for v, known in zip(jaxpr.invars, given, strict=True) if known}
-    for eqn in jaxpr.eqns:
-        along = name is not None and any(getattr(e, "name", None) == name for e in eqn.effects)
-        if along or any(v in found for v in eqn.invars if not isinstance(v, Literal)):
-            found.update(eqn.outvars)
-    return [not isinstance(v, Literal) and v in found for v in jaxpr.outvars]
 
 
 def _jvp(primals: Any, tangents: Any, *, call_jaxpr: ClosedJaxpr) -> Any:

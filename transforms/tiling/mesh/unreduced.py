@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from transforms.tiling.ir.graph import Node, Value
+from transforms.tiling.ir.graph import Node
 from transforms.tiling.ir.placement import Partial, Tiled
 from transforms.tiling.mesh.layout import TOGETHER, named
-from transforms.tiling.mesh.sums import contracted, narrowest, passable, summed
+from transforms.tiling.mesh.sums import contracted, flowing, narrowest, summed
 from transforms.tiling.primitives import has
 
 
@@ -19,20 +19,16 @@ def keep_apart(found: Any, node: Node, move: Any, moving: bool) -> None:
     if node.together:
         return
     for i, value in enumerate(node.outputs):
-        allowed = found.passing is None or value in found.passing
+        allowed = found.flowing is None or value in found.flowing
         if move.outs[i] != Partial("sum") or moving or not allowed:
             continue
-        if bodies := getattr(move, "bodies", ()):
-            made = move.apart[i] if move.apart and bodies else TOGETHER
+        if getattr(move, "bodies", ()):
+            made = move.apart[i] if move.apart else TOGETHER
         else:
-            made = summed(node, found.apart, [isinstance(p, Partial) for p in move.ins], _joined(found, value))
+            joined = any(v in found.apart for v in found.added.get(value, ()))  # the two gradients of a tied table
+            made = summed(node, found.apart, [isinstance(p, Partial) for p in move.ins], joined)
         if made.axes:
             found.apart[value] = made
-
-
-def _joined(found: Any, value: Value) -> bool:
-    """Whether a partial sum is added to one that is apart: the two gradients of a tied table."""
-    return any(v in found.apart for v in found.added.get(value, ()))
 
 
 def postpone(found: Any) -> None:
@@ -40,19 +36,14 @@ def postpone(found: Any) -> None:
 
     And find the dtype in which each sum is made.
     """
-    alone = passable(found.graph, found.completed)
+    alone = flowing(found.graph, found.completed)
     for node in found.graph.nodes:
         value = node.outputs[0] if len(node.outputs) == 1 else None
-        if (
-            value is None
-            or value not in alone
-            or found.fact(value).moving
-            or node.together
-            or named(value.aval) is None
-        ):
+        if value is None or value not in alone or found.fact(value).moving or node.together:
             continue
         source = node.inputs[0] if node.inputs else None
-        if isinstance(found.moves[node].outs[0], Tiled) and (has(node.name, "product") or source in found.apart):
+        spread = named(value.aval) is not None and isinstance(found.moves[node].outs[0], Tiled)
+        if spread and (has(node.name, "product") or source in found.apart):
             made = summed(node, found.apart, [v in found.apart for v in node.inputs])
             left, right = contracted(node)
             if made.axes and (not has(node.name, "product") or left == right):

@@ -17,12 +17,12 @@ from jax.extend.core import Primitive
 
 from transforms.tiling.analysis.rounding import Walk, is_mask
 from transforms.tiling.ir.edit import add, replace, sort, traced
-from transforms.tiling.ir.facts import Analysis, Local
+from transforms.tiling.ir.facts import Analysis, Outlined
 from transforms.tiling.ir.graph import Graph, Node, Value, ancestors, constant, prune
 from transforms.tiling.ir.obstacles import Complete, Disagreement
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled
 from transforms.tiling.mesh.layout import named
-from transforms.tiling.passes.loop_state import begin, leave
+from transforms.tiling.passes.loop_state import hand_on
 from transforms.tiling.rules import Move, refuse_partial, register
 from transforms.tiling.rules.factors import peel
 
@@ -49,7 +49,7 @@ def agree(met: Disagreement, span: Span) -> bool:
     """
     found, node, value = met.analysis, met.node, met.value
     graph = found.graph
-    seen = ancestors(graph, [node.outputs[0]] if node.outputs else node.inputs)
+    seen = ancestors([node.outputs[0]] if node.outputs else node.inputs)
     walk = Walk(found)
     copying = [n for n, copies in walk.copied.items() if value in copies and not seen.isdisjoint(n.outputs)]
     if not all(_has_place(found, n, value) for n in copying):
@@ -94,7 +94,7 @@ def _as(dtype: Any, array: Any) -> Any:
 def _read(met: Disagreement, known: Value, nodes: list[Node]) -> None:
     """Let an equation be computed from `known` in place of a value: what lies between them, once more."""
     found, graph = met.analysis, met.analysis.graph
-    seen, now = ancestors(graph, met.node.inputs), {met.value: known}
+    seen, now = ancestors(met.node.inputs), {met.value: known}
     for node in graph.nodes[: graph.nodes.index(met.node)]:
         cut = [v for v in node.outputs if v in seen and isinstance(found.fact(v).placement, Tiled)]
         if cut and not now.keys().isdisjoint(node.inputs):
@@ -170,10 +170,7 @@ def _witness(graph: Graph, reduction: Node, span: Span) -> list[Value]:
     outs = [ShapedArray(best.shape, best.dtype), places, places, places]
     nodes: list[Node] = []
     zeros = [Value(ShapedArray((), aval.dtype), const=np.zeros((), aval.dtype)) for aval in outs]
-    before = [begin(nodes, reduction, v, aval, span) for v, aval in zip(zeros, outs, strict=True)]
-    now = add(nodes, reduction, witness_p, [operand, *before], outs, axes=axes, op=reduction.name[-3:])
-    for state, left in zip(before, now, strict=True):
-        leave(state, left)
+    now = hand_on(nodes, reduction, witness_p, [operand, *zeros], outs, span, axes=axes, op=reduction.name[-3:])
     at = graph.nodes.index(reduction)
     graph.nodes[at:at] = nodes
     return list(now[1:])
@@ -282,10 +279,10 @@ def push_stored(node: Node, placements: tuple[Placement, ...]) -> Complete:
 
 def store_whole(node: Node, placements: tuple[Placement, ...], limits: Any) -> Move:
     """Cut as it was, but read slice by slice."""
-    return Local(placements, (WHOLE,), (), (0,), list, reason=KEPT)
+    return Outlined(placements, (WHOLE,), (), (0,), list, reason=KEPT)
 
 
 register("witness", push=push_witness, emit=emit_witness)
 register("snapped", push=push_snapped, emit=emit_snapped)
 register("agreed", push=push_agreed, emit=emit_agreed)
-register("stored", push=push_stored, local=store_whole)
+register("stored", push=push_stored, outline=store_whole)

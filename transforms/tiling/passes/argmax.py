@@ -10,10 +10,9 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 
-from transforms.tiling.ir.edit import add
 from transforms.tiling.ir.graph import Node, Value
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled
-from transforms.tiling.passes.loop_state import begin, leave
+from transforms.tiling.passes.loop_state import hand_on
 from transforms.tiling.rules import Move, register
 from transforms.tiling.rules.reduction import first_best
 
@@ -29,10 +28,7 @@ def write_choice(nodes: list[Node], node: Node, span: Span) -> list[Value]:
     values = ShapedArray(places.shape, operand.dtype)
     none = Value(ShapedArray((), values.dtype), const=np.zeros((), values.dtype))
     nobody = Value(ShapedArray((), places.dtype), const=np.full((), NOBODY).astype(places.dtype))
-    before = [begin(nodes, node, v, aval, span) for v, aval in ((none, values), (nobody, places))]
-    outs = add(nodes, node, chosen_p, [operand, *before], [values, places], of=node)
-    for state, left in zip(before, outs, strict=True):
-        leave(state, left)
+    outs = hand_on(nodes, node, chosen_p, [operand, none, nobody], [values, places], span, of=node)
     return outs[-len(node.outputs) :]
 
 

@@ -17,15 +17,13 @@ from jax.extend.core import Primitive
 from transforms.tiling.ir.edit import add, replace
 from transforms.tiling.ir.graph import Graph, Node, Value, scan_counts
 from transforms.tiling.ir.obstacles import Complete, Obstacle
-from transforms.tiling.ir.placement import COMBINE, WHOLE, Partial, Placement, Span, Whole, identity
+from transforms.tiling.ir.placement import COMBINE, WHOLE, Partial, Placement, Span, identity
 from transforms.tiling.passes.argmax import write_choice
-from transforms.tiling.passes.loop_state import begin, leave
+from transforms.tiling.passes.loop_state import begin, hand_on, leave
 from transforms.tiling.rules import Move, partial, register, tiled
 from transforms.tiling.rules.bodies import added, run_part
 
-part_p = Primitive("cumulative_part")  # a cumulative operation on one tile
-total_p = Primitive("cumulative_total")  # its last entry
-joined_p = Primitive("cumulative_joined")  # it, with what came before
+cumulative_p = Primitive("cumulative")  # a cumulative operation on one tile, with what came before; and its last entry
 scan_p = Primitive("scan_part")  # a scan over one tile
 
 OPS = {"cumsum": "sum", "cumprod": "prod", "cummax": "max", "cummin": "min", "cumlogsumexp": "logaddexp"}
@@ -44,26 +42,16 @@ def _write_cumulative(nodes: list[Node], node: Node, span: Span) -> list[Value]:
     aval = node.outputs[0].aval
     shape = (*aval.shape[:axis], *aval.shape[axis + 1 :])
     dtype = span.wide(aval.dtype) if op == "sum" else aval.dtype
-    (part,) = add(nodes, node, part_p, [operand], [aval], of=node)
-    reverse = node.params["reverse"]
-    (total,) = add(nodes, node, total_p, [part], [ShapedArray(shape, dtype)], axis=axis, op=op, reverse=reverse)
-    empty = Value(ShapedArray((), dtype), const=identity(op, dtype))
-    before = begin(nodes, node, empty, total.aval, span, reverse)
-    leave(before, total)
-    # The state is known before the tile's own total: it comes first.
-    nodes.insert(0, nodes.pop())
-    return list(add(nodes, node, joined_p, [before, part], [aval], axis=axis, op=op))
+    empty, total = Value(ShapedArray((), dtype), const=identity(op, dtype)), ShapedArray(shape, dtype)
+    return hand_on(nodes, node, cumulative_p, [operand, empty], [aval, total], span, of=node, op=op)[:1]
 
 
 def _write_scan(nodes: list[Node], node: Node, span: Span) -> list[Value]:
     constants, count = scan_counts(node)
-    consts, init, xs = (
-        node.inputs[:constants],
-        node.inputs[constants : constants + count],
-        node.inputs[constants + count :],
-    )
-    sums, reverse = added(node), node.params["reverse"]
-    before = [v if i in sums else begin(nodes, node, v, v.aval, span, reverse) for i, v in enumerate(init)]
+    first = constants + count
+    consts, init, xs = node.inputs[:constants], node.inputs[constants:first], node.inputs[first:]
+    sums = added(node)
+    before = [v if i in sums else begin(nodes, node, v, v.aval, span) for i, v in enumerate(init)]
     outs = add(nodes, node, scan_p, [*consts, *before, *xs], [v.aval for v in node.outputs], of=node)
     for i, (state, final) in enumerate(zip(before, outs[:count], strict=True)):
         if i not in sums:
@@ -74,31 +62,16 @@ def _write_scan(nodes: list[Node], node: Node, span: Span) -> list[Value]:
 # --------------------------------------------------------------------------------------------------------------- rules
 
 
-def push_part(node: Node, placements: tuple[Placement, ...]) -> Move:
-    return Move(placements, placements)
+def push_cumulative(node: Node, placements: tuple[Placement, ...]) -> Move:
+    return Move((placements[0], Partial("last")), (placements[0], WHOLE))
 
 
-def emit_part(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
-    return node.params["of"].bind(values)
-
-
-def push_total(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
-    return Move((Partial(node.params["op"]),), placements)
-
-
-def emit_total(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
-    end = 0 if node.params["reverse"] else -1
-    return [jnp.take(values[0], end, axis=node.params["axis"]).astype(node.outputs[0].dtype)]
-
-
-def push_joined(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
-    return Move(placements[1:], (WHOLE, placements[1]))
-
-
-def emit_joined(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
-    before, part = values
-    before = jnp.expand_dims(before, node.params["axis"])
-    return [COMBINE[node.params["op"]](*jnp.broadcast_arrays(before, part.astype(before.dtype))).astype(part.dtype)]
+def emit_cumulative(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
+    of, (array, before) = node.params["of"], values
+    (part,), axis, combine = of.bind([array]), of.params["axis"], COMBINE[node.params["op"]]
+    last = jnp.take(part, 0 if of.params["reverse"] else -1, axis=axis).astype(before.dtype)
+    both = jnp.broadcast_arrays(jnp.expand_dims(before, axis), part.astype(before.dtype))
+    return [combine(*both).astype(part.dtype), combine(before, last)]
 
 
 def push_scan_part(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
@@ -120,12 +93,8 @@ def push_scan_part(node: Node, placements: tuple[Placement, ...]) -> Move | Obst
 
 
 def emit_scan_part(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
-    wanted = [i for i, p in enumerate(move.outs) if not isinstance(p, Whole)]
-    constants, count = scan_counts(node.params["of"])
-    return run_part(node.params["of"], values, move, span, wanted, values[constants + count].shape[0])
+    return run_part(node.params["of"], values, move, span)
 
 
-register("cumulative_part", push=push_part, emit=emit_part, alone=True)
-register("cumulative_total", push=push_total, emit=emit_total)
-register("cumulative_joined", push=push_joined, emit=emit_joined)
+register("cumulative", push=push_cumulative, emit=emit_cumulative, alone=True, trims=True)
 register("scan_part", push=push_scan_part, emit=emit_scan_part, trims=True)

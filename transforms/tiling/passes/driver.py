@@ -12,11 +12,14 @@ computed again), or grows a set that is bounded by the graph (`promoted`, `divid
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import pkgutil
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from transforms.tiling import rules
 from transforms.tiling.analysis import rounding
 from transforms.tiling.analysis.limits import Limits
 from transforms.tiling.analysis.propagate import analyse
@@ -33,28 +36,11 @@ from transforms.tiling.passes.index_split import divide
 from transforms.tiling.passes.loop_state import resize
 from transforms.tiling.passes.online.rewrite import Rewritten, rewrite
 from transforms.tiling.passes.shifts import align
-from transforms.tiling.rules import (  # noqa: F401  each registers its primitives
-    attention,
-    collective,
-    control_flow,
-    dot,
-    elementwise,
-    gather,
-    linalg,
-    pallas,
-    ragged_dot,
-    random,
-    reduction,
-    reshape,
-    scan,
-    scatter,
-    shard_map,
-    slice,
-    unsupported,
-    window,
-)
 from transforms.tiling.rules.scan import sink
 from transforms.tiling.schedule import schedule
+
+for module in pkgutil.iter_modules(rules.__path__):  # each registers its primitives
+    importlib.import_module(f"{rules.__name__}.{module.name}")
 
 
 @dataclasses.dataclass
@@ -121,7 +107,7 @@ def whole_groups(work: Work, groups: Groups) -> bool:
 
 def agree(work: Work, met: Disagreement) -> bool:
     if not work.limits.allow(met.value):
-        return not met.stored and agreement.agree(met, work.limits.options.span)
+        return not met.must_store and agreement.agree(met, work.limits.options.span)
     agreement.store(work.graph, met.value)
     return True
 
@@ -205,7 +191,7 @@ def planned(
     while True:
         found = _attempt(work, placements)
         if isinstance(found, Schedule):
-            return dataclasses.replace(found, passes=tuple(work.passes)), list(work.online.ends)
+            return dataclasses.replace(found, passes=tuple(work.passes)), list(work.online.results)
         if isinstance(found, Analysis):
             continue  # of a graph that was rewritten since
         if not _first([p for p in ANSWERS if p.answers and isinstance(found, p.answers)], work, found):
@@ -224,7 +210,7 @@ def _attempt(work: Work, placements: Sequence[Placement]) -> Schedule | Obstacle
         return met
     if _first(ALWAYS, work, found):
         return found
-    plan = schedule(found, work.limits, work.limits.options.total, work.online.sums)
+    plan = schedule(found, work.online.sums)
     return plan if isinstance(plan, Obstacle) else rounding.check(plan) or rounding.running(plan) or plan
 
 

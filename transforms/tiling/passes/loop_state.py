@@ -23,26 +23,41 @@ from transforms.tiling.ir.graph import Graph, Node, State, Value
 from transforms.tiling.ir.obstacles import Complete
 from transforms.tiling.ir.placement import WHOLE, Placement, Span, Stacked
 from transforms.tiling.mesh.layout import named
-from transforms.tiling.rules import Move, register
+from transforms.tiling.rules import Move, of_nothing, register
 
 carried_p = Primitive("carried")  # what the tiles before this one left; its operand before the first
 begun_p = Primitive("begun")  # the same, of all tiles
 
 
-def begin(nodes: list[Node], node: Node, init: Value, aval: Any, span: Span, reverse: bool = False) -> Value:
-    """Append the state that each tile begins with: `init` where the axis begins, or, in `reverse`, where it ends."""
+def begin(nodes: list[Node], node: Node, init: Value, aval: Any, span: Span) -> Value:
+    """Append the state that each tile begins with: `init` where the axis begins, or ends in `reverse`."""
     (state,) = add(nodes, node, carried_p, [init], [aval])
     sharding, shape = named(aval), (-(-span.total // span.length), *aval.shape)
     if sharding is not None:
         sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
     (begun,) = add([], node, begun_p, [state], [ShapedArray(shape, aval.dtype, sharding=sharding)], size=span.length)
-    producer(state).state = State(reverse, begun)
+    producer(state).state = State(node.params.get("reverse", False), begun)
     return state
+
+
+def hand_on(
+    nodes: list[Node], node: Node, primitive: Primitive, values: Any, outs: Any, span: Span, **params: Any
+) -> Any:
+    """Append an equation that reads the first of `values`, then what the tile before left; return its results.
+
+    The last of these, of types `outs`, it leaves in turn; the rest of `values` is what the first tile begins with.
+    """
+    operand, *first = values
+    states = [begin(nodes, node, v, aval, span) for v, aval in zip(first, outs[-len(first) :], strict=True)]
+    made = add(nodes, node, primitive, [operand, *states], outs, **params)
+    for state, left in zip(states, made[-len(first) :], strict=True):
+        leave(state, left)
+    return made
 
 
 def resize(graph: Graph, total: int, size: int) -> None:
     """Have states for tiles of another length."""
-    for begun in (s.stored for n in graph.nodes if (s := n.state) is not None):
+    for begun in (s.checkpoints for n in graph.nodes if (s := n.state) is not None):
         producer(begun).params["size"] = size
         begun.aval = begun.aval.update(shape=(-(-total // size), *begun.shape[1:]))
 
@@ -65,16 +80,16 @@ def place(found: Analysis) -> None:
         if (state := node.state) is None or state.yielded is None:
             continue
         stage = max(found.fact(node.outputs[0]).stage, found.fact(state.yielded).stage)
-        placement = Stacked(producer(state.stored).params["size"])
-        found.facts[state.stored] = Fact(placement, found.turned(stage, state.reverse), direction=state.reverse)
-        found.moves[producer(state.stored)] = Move((placement,), (WHOLE,))
+        placement = Stacked(producer(state.checkpoints).params["size"])
+        found.facts[state.checkpoints] = Fact(placement, found.turned(stage, state.reverse), direction=state.reverse)
+        found.moves[producer(state.checkpoints)] = Move((placement,), (WHOLE,))
 
 
 def resume_state(node: Node, source: Value, given: Any, before: Mapping[Value, Any], span: Span) -> Any:
     """The state that a tile begins with: as an earlier loop stored it, or as the tile before left it."""
     state = node.state
     assert state is not None
-    if source is state.stored:
+    if source is state.checkpoints:
         number = span.start // producer(source).params["size"]
         return lax.dynamic_index_in_dim(given, number, 0, keepdims=False)
     init = jnp.broadcast_to(given, node.outputs[0].shape)
@@ -88,13 +103,9 @@ def push_carried(node: Node, placements: tuple[Placement, ...]) -> Complete:
     return Complete([0], "begins a loop along the cut axis with it")
 
 
-def push_begun(node: Node, placements: tuple[Placement, ...]) -> Move:
-    return Move((Stacked(node.params["size"]),), (WHOLE,))
-
-
 def emit_begun(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
     return [jnp.expand_dims(values[0], 0)]
 
 
 register("carried", push=push_carried, resume=resume_state)
-register("begun", push=push_begun, emit=emit_begun)
+register("begun", push=of_nothing, emit=emit_begun)

@@ -9,23 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from transforms.tiling.analysis.limits import Limits
 from transforms.tiling.ir.facts import Analysis
 from transforms.tiling.ir.graph import Node, Value
 from transforms.tiling.ir.obstacles import Complete, Obstacle, Promote
 from transforms.tiling.ir.placement import WHOLE, Placement, Tiled, Whole
-from transforms.tiling.rules import RULES, Move, partial, tiled
+from transforms.tiling.rules import RULES, Move, partial, pulled, tiled
 
 DEPTH = 50  # how far back a value's computation is followed
 
 
 def recut(
-    found: Analysis,
-    node: Node,
-    placements: tuple[Placement, ...],
-    operands: Sequence[int],
-    limits: Limits,
-    known: Mapping[Value, Tiled],
+    found: Analysis, node: Node, placements: Sequence[Placement], operands: Sequence[int], known: Mapping[Value, Tiled]
 ) -> Obstacle | None:
     """How else the operands of a node could be cut, rather than to have those numbered `operands` whole.
 
@@ -34,14 +28,13 @@ def recut(
         node: it has operands that are cut along different dimensions.
         placements: of its operands.
         operands: those that would have to be whole.
-        limits: what may be.
         known: what was cut another way before.
 
     Returns:
         Where values are to stand, or what is in the way of that; None if nothing that has to be whole is too large, or
         if there is no way.
     """
-    if partial(placements) or all(_may_be_whole(found, node.inputs[i], limits) for i in operands):
+    if partial(placements) or all(_may_be_whole(found, node.inputs[i]) for i in operands):
         return None
     found_ways = []
     for asked in (operands, [i for i in tiled(placements) if i not in operands]):
@@ -51,34 +44,32 @@ def recut(
             return move
         wanted = move.ins if isinstance(move, Move) else ()
         ways: dict[Value, Tiled] = {}
-        if wanted and all(_follow(found, node.inputs[i], wanted[i], limits, known, ways) for i in asked) and ways:
+        if wanted and all(_follow(found, node.inputs[i], wanted[i], known, ways) for i in asked) and ways:
             found_ways.append(ways)
     return Promote(min(found_ways, key=len)) if found_ways else None
 
 
-def _may_be_whole(found: Analysis, value: Value, limits: Limits) -> bool:
-    whole = isinstance(found.fact(value).placement, Whole) or value in (found.inputs | found.stored)
-    return whole or limits.allow(value)
+def _may_be_whole(found: Analysis, value: Value) -> bool:
+    whole = isinstance(found.fact(value).placement, Whole) or value in (found.inputs | found.resident)
+    return whole or found.limits is None or found.limits.allow(value)
 
 
 def _follow(
     found: Analysis,
     value: Value,
     want: Placement,
-    limits: Limits,
     known: Mapping[Value, Tiled],
     ways: dict[Value, Tiled],
     depth: int = 0,
 ) -> bool:
     """Whether a value can stand at `want`; `ways` takes what has to be cut another way for that."""
-    if found.fact(value).placement == want or ways.get(value) == want or _may_be_whole(found, value, limits):
+    if found.fact(value).placement == want or ways.get(value) == want or _may_be_whole(found, value):
         return True
     node = value.producer
     if node is None or not isinstance(want, Tiled) or value in ways or value in known or depth > DEPTH:
         return False
-    rule = RULES.get(node.name)
-    ins = rule.pull(node, want) if rule is not None and rule.pull is not None and len(node.outputs) == 1 else None
-    if ins is None or found.untyped(node, Move((want,), ins)):
+    move = pulled(node, want)
+    if move is None or found.untyped(node, move):
         return False
     ways[value] = want
-    return all(_follow(found, v, p, limits, known, ways, depth + 1) for v, p in zip(node.inputs, ins, strict=True))
+    return all(_follow(found, v, p, known, ways, depth + 1) for v, p in zip(node.inputs, move.ins, strict=True))

@@ -23,7 +23,8 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr
 
 from transforms.tiling.ir.flatten import flatten
-from transforms.tiling.ir.graph import Graph, Node, Value, body, scan_counts
+from transforms.tiling.ir.graph import Graph, Node, Value, scan_counts
+from transforms.tiling.ir.jaxprs import body
 from transforms.tiling.primitives import REMAT, has, having
 
 VIEWS, FUSED = having("view", "alias"), having("elementwise", "fused")

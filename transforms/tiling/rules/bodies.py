@@ -28,8 +28,13 @@ def at_tile(found: Analysis, ins: Sequence[Placement], outs: Sequence[Placement 
     return LOWERING[0](found, ins, outs, span)
 
 
-def kept(move: Move) -> list[Placement | None]:
+def made(move: Move) -> list[int]:
     """The results that a region computes tile by tile; those that are Whole are computed apart."""
+    return [i for i, p in enumerate(move.outs) if not isinstance(p, Whole)]
+
+
+def kept(move: Move) -> list[Placement | None]:
+    """Where they stand, None for the others."""
     return [None if isinstance(p, Whole) else p for p in move.outs]
 
 
@@ -50,7 +55,7 @@ def carries_for(graph: Graph, constants: int, carried: int, wanted: Sequence[int
     needed = set(wanted)
     heard = [v for node in aloud(graph, effects) for v in node.inputs]
     while True:
-        used = ancestors(graph, [*heard, *(graph.outputs[i] for i in needed)])
+        used = ancestors([*heard, *(graph.outputs[i] for i in needed)])
         more = {i for i in range(carried) if graph.inputs[constants + i] in used} - needed
         if not more:
             return sorted(i for i in needed if i < carried)
@@ -95,19 +100,6 @@ def with_gaps(inputs: Sequence[int], values: Sequence[Any], count: int) -> list[
     """`values` at their places among `count` operands, None elsewhere."""
     known = dict(zip(inputs, values, strict=True))
     return [known.get(i) for i in range(count)]
-
-
-def summed(node: Node) -> list[Placement] | None:
-    """How each carried value ends if the body only adds to it or leaves it as it is; None if it reads one otherwise."""
-    graph = body_graph(node, "jaxpr")
-    constants, carried = scan_counts(node)
-    kinds: list[Placement] = []
-    adds = added(node)
-    for i, (before, after) in enumerate(zip(graph.inputs[constants:], graph.outputs[:carried], strict=False)):
-        if after is not before and i not in adds:
-            return None
-        kinds.append(Partial("last" if after is before else "sum"))
-    return kinds
 
 
 def added(node: Node) -> list[int]:
@@ -160,11 +152,9 @@ def run_scan(
     return [results.get(i) if i in wanted else None for i in range(len(node.outputs))]
 
 
-def run_part(
-    node: Node, values: Sequence[Any], move: Move, span: Span, wanted: Sequence[int], length: int
-) -> list[Any]:
-    """The results `wanted` of `length` steps of a scan; what only adds up is added up in the dtype of sums."""
-    graph = body_graph(node, "jaxpr")
+def run_part(node: Node, values: Sequence[Any], move: Move, span: Span) -> list[Any]:
+    """A scan over a tile's steps; what only adds up is added up in the dtype of sums."""
+    graph, wanted = body_graph(node, "jaxpr"), made(move)
     constants, carried = scan_counts(node)
     carries = carries_for(graph, constants, carried, wanted, span.effects)
     whole = whole_body(graph, sorted({*carries, *wanted}), span.effects)
@@ -180,4 +170,4 @@ def run_part(
         return outs
 
     widened = [widen(v, p, span) for v, p in zip(values, move.ins, strict=True)]
-    return run_scan(node, widened, wanted, body, length, span.effects)
+    return run_scan(node, widened, wanted, body, values[constants + carried].shape[0], span.effects)

@@ -11,26 +11,13 @@ from jax import lax
 from transforms.tiling.analysis.propagate import analyse, analyse_body, body_of
 from transforms.tiling.ir.edit import any_platform
 from transforms.tiling.ir.facts import Analysis, Region
-from transforms.tiling.ir.flatten import body_graph, evaluate, flatten, solver
+from transforms.tiling.ir.flatten import body_graph, flatten, solver
 from transforms.tiling.ir.graph import Graph, Node, ancestors
 from transforms.tiling.ir.obstacles import Complete, Inline, Obstacle
 from transforms.tiling.ir.placement import WHOLE, Placement, Span, Whole
 from transforms.tiling.primitives import CUSTOM_CALLS, REMAT, SOLVE
-from transforms.tiling.rules import Move, refuse_partial, register, tiled
-from transforms.tiling.rules.bodies import (
-    Body,
-    aloud,
-    at_tile,
-    carries_for,
-    cast,
-    held,
-    join,
-    kept,
-    wait,
-    whole_body,
-    widen,
-    with_gaps,
-)
+from transforms.tiling.rules import Move, bodies, refuse_partial, register, tiled
+from transforms.tiling.rules.bodies import Body
 
 # -------------------------------------------------------------------------------------------------- jax.checkpoint
 
@@ -40,30 +27,26 @@ def push_remat(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle
     found = analyse_body(graph, placements, {})
     if isinstance(found, Obstacle):
         return Inline(node) if isinstance(found, Inline) else found  # it takes more than one loop
-    return Region(tuple(found.fact(v).placement for v in graph.outputs), placements, (found,), held(found))
+    return Region(tuple(found.fact(v).placement for v in graph.outputs), placements, (found,), bodies.held(found))
 
 
 def emit_remat(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
     """Bind the primitive, with its own parameters, around the body at tile size."""
     assert isinstance(move, Region)
-    wanted = [i for i, p in enumerate(kept(move)) if p is not None]
+    wanted = bodies.made(move)
 
     def run(start: Any, *values: Any) -> list[Any]:
-        results = at_tile(move.bodies[0], move.ins, kept(move), span._replace(start=start))(values)
+        results = bodies.at_tile(move.bodies[0], move.ins, bodies.kept(move), span._replace(start=start))(values)
         return [results[i] for i in wanted]
 
     closed = jax.make_jaxpr(run)(span.start, *values)
     jaxpr = closed.jaxpr.replace(constvars=[], invars=[*closed.jaxpr.constvars, *closed.jaxpr.invars])
-    made = node.bind([*closed.consts, span.start, *values], node.params | {"jaxpr": jaxpr})
-    return with_gaps(wanted, made, len(node.outputs))
+    results = node.bind([*closed.consts, span.start, *values], node.params | {"jaxpr": jaxpr})
+    return bodies.with_gaps(wanted, results, len(node.outputs))
 
 
-def part_remat(node: Node, wanted: Sequence[int]) -> tuple[list[int], Callable[..., Any]]:
-    graph = body_graph(node, "jaxpr")
-    outs = [graph.outputs[i] for i in wanted]
-    used = ancestors(graph, outs)
-    inputs = [i for i, v in enumerate(graph.inputs) if v in used]
-    return inputs, lambda *values: evaluate(dict(zip((graph.inputs[i] for i in inputs), values, strict=True)), outs)
+def part_remat(node: Node, values: Sequence[Any], wanted: Sequence[int]) -> list[Any]:
+    return bodies.whole_body(body_graph(node, "jaxpr"), wanted)(values)
 
 
 # ------------------------------------------------------------------------------------------------------------ while
@@ -79,9 +62,9 @@ def push_while(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle
         found = body_of(graph, given, placements, tests)
         if isinstance(found, Obstacle):
             return found
-        joined = tuple(join(a, found.fact(v).placement) for a, v in zip(state, graph.outputs, strict=True))
+        joined = tuple(bodies.join(a, found.fact(v).placement) for a, v in zip(state, graph.outputs, strict=True))
         if None in joined:
-            return wait(placements, "carries what is cut along different dimensions")
+            return bodies.wait(placements, "carries what is cut along different dimensions")
         if joined == state:
             break
         state = joined  # ty: ignore[invalid-assignment]
@@ -89,7 +72,7 @@ def push_while(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle
     if isinstance(ended, Obstacle):
         return ended
     if ended is None:
-        return wait(placements, "ends on what differs from tile to tile")
+        return bodies.wait(placements, "ends on what differs from tile to tile")
     return Region(state, (*placements[:first], *state), (ended, found))
 
 
@@ -108,14 +91,14 @@ def run_while(node: Node, values: Sequence[Any], carries: Sequence[int], test: B
     count = len(node.outputs)
 
     def full(state: list[Any]) -> list[Any]:
-        return with_gaps(carries, state, count)
+        return bodies.with_gaps(carries, state, count)
 
     def go_on(state: list[Any]) -> Any:
         return test([*values[:tests], *full(state)])[0]
 
     def step(state: list[Any]) -> list[Any]:
         outs = body([*values[tests:first], *full(state)])
-        return [cast(outs[i], s) for i, s in zip(carries, state, strict=True)]
+        return [bodies.cast(outs[i], s) for i, s in zip(carries, state, strict=True)]
 
     return full(lax.while_loop(go_on, step, [values[first + i] for i in carries]))
 
@@ -124,9 +107,9 @@ def while_carries(node: Node, wanted: Sequence[int], effects: bool = False) -> l
     """What a while loop carries for its results `wanted`: their own needs, those of the test and of side effects."""
     tests, constants = node.params["cond_nconsts"], node.params["body_nconsts"]
     test, graph = body_graph(node, "cond_jaxpr"), body_graph(node, "body_jaxpr")
-    used = ancestors(test, [*test.outputs, *(v for n in aloud(test, effects) for v in n.inputs)])
+    used = ancestors([*test.outputs, *(v for n in bodies.aloud(test, effects) for v in n.inputs)])
     read = [i for i, v in enumerate(test.inputs[tests:]) if v in used]
-    return carries_for(graph, constants, len(node.outputs), sorted({*wanted, *read}), effects)
+    return bodies.carries_for(graph, constants, len(node.outputs), sorted({*wanted, *read}), effects)
 
 
 def emit_while(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
@@ -134,31 +117,19 @@ def emit_while(node: Node, values: list[Any], move: Move, span: Span) -> list[An
     tests = node.params["cond_nconsts"]
     first = tests + node.params["body_nconsts"]
     ended, found = move.bodies
-    wanted = [i for i, p in enumerate(move.outs) if not isinstance(p, Whole)]
+    wanted = bodies.made(move)
     carries = while_carries(node, wanted, span.effects)
-    test = at_tile(ended, (*move.ins[:tests], *move.outs), [WHOLE], span)
+    test = bodies.at_tile(ended, (*move.ins[:tests], *move.outs), [WHOLE], span)
     outs = [p if i in carries else None for i, p in enumerate(move.outs)]
-    body = at_tile(found, (*move.ins[tests:first], *move.outs), outs, span)
-    values = [widen(v, p, span) for v, p in zip(values, move.ins, strict=True)]
+    body = bodies.at_tile(found, (*move.ins[tests:first], *move.outs), outs, span)
+    values = [bodies.widen(v, p, span) for v, p in zip(values, move.ins, strict=True)]
     return run_while(node, values, carries, test, body)
 
 
-def part_while(node: Node, wanted: Sequence[int]) -> tuple[list[int], Callable[..., Any]]:
-    tests, constants = node.params["cond_nconsts"], node.params["body_nconsts"]
-    test, graph = body_graph(node, "cond_jaxpr"), body_graph(node, "body_jaxpr")
+def part_while(node: Node, values: Sequence[Any], wanted: Sequence[int]) -> list[Any]:
     carries = while_carries(node, wanted)
-    used = [*ancestors(test, test.outputs), *ancestors(graph, [graph.outputs[i] for i in carries])]
-    places = [*range(tests), *range(tests + constants, len(node.inputs))]
-    read = {i for i, v in zip(places, test.inputs, strict=True) if v in used}
-    read |= {tests + i for i, v in enumerate(graph.inputs) if v in used} | {tests + constants + i for i in carries}
-    inputs = sorted(read)
-
-    def run(*values: Any) -> list[Any]:
-        given = with_gaps(inputs, values, len(node.inputs))
-        results = run_while(node, given, carries, whole_body(test, [0]), whole_body(graph, carries))
-        return [results[i] for i in wanted]
-
-    return inputs, run
+    test, body = body_graph(node, "cond_jaxpr"), body_graph(node, "body_jaxpr")
+    return run_while(node, values, carries, bodies.whole_body(test, [0]), bodies.whole_body(body, carries))
 
 
 # ------------------------------------------------------------------------------------------------------------- cond
@@ -184,9 +155,9 @@ def push_branches(node: Node, placements: tuple[Placement, ...]) -> Move | Obsta
         placement: Placement | None = WHOLE
         for graph, branch in zip(graphs, found, strict=True):
             if placement is not None:
-                placement = join(placement, branch.fact(graph.outputs[number]).placement)
+                placement = bodies.join(placement, branch.fact(graph.outputs[number]).placement)
         if placement is None:
-            return wait(placements, "has branches whose results are cut along different dimensions")
+            return bodies.wait(placements, "has branches whose results are cut along different dimensions")
         outs.append(placement)
     return Region(tuple(outs), placements, tuple(found))
 
@@ -201,34 +172,28 @@ def choose(node: Node, index: Any, branches: Sequence[Callable[..., Any]], value
 
 def emit_cond(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
     assert isinstance(move, Region)
-    wanted = [i for i, p in enumerate(move.outs) if not isinstance(p, Whole)]
+    wanted = bodies.made(move)
 
     def branch(found: Analysis) -> Callable[..., Any]:
-        body = at_tile(found, move.ins[1:], kept(move), span)
+        body = bodies.at_tile(found, move.ins[1:], bodies.kept(move), span)
 
         def run(*values: Any) -> list[Any]:
             results = body(values)
-            return [widen(results[i], move.outs[i], span) for i in wanted]
+            return [bodies.widen(results[i], move.outs[i], span) for i in wanted]
 
         return run
 
-    made = choose(node, values[0], [branch(b) for b in move.bodies], values[1:])
-    return with_gaps(wanted, made, len(node.outputs))
+    results = choose(node, values[0], [branch(b) for b in move.bodies], values[1:])
+    return bodies.with_gaps(wanted, results, len(node.outputs))
 
 
-def part_cond(node: Node, wanted: Sequence[int]) -> tuple[list[int], Callable[..., Any]]:
-    graphs = [body_graph(node, "branches", i) for i in range(len(node.params["branches"]))]
-    used = {v for g in graphs for v in ancestors(g, [g.outputs[i] for i in wanted])}
-    operands = [i for i in range(len(node.inputs) - 1) if any(g.inputs[i] in used for g in graphs)]
+def part_cond(node: Node, values: Sequence[Any], wanted: Sequence[int]) -> list[Any]:
+    def branch(number: int) -> Callable[..., Any]:
+        body = bodies.whole_body(body_graph(node, "branches", number), wanted)
+        return lambda *values: [body(values)[i] for i in wanted]
 
-    def run(index: Any, *values: Any) -> list[Any]:
-        def branch(graph: Graph) -> Callable[..., Any]:
-            body = whole_body(graph, wanted)
-            return lambda *values: [body(with_gaps(operands, values, len(graph.inputs)))[i] for i in wanted]
-
-        return choose(node, index, [branch(g) for g in graphs], values)
-
-    return [0, *(i + 1 for i in operands)], run
+    results = choose(node, values[0], [branch(i) for i in range(len(node.params["branches"]))], values[1:])
+    return bodies.with_gaps(wanted, results, len(node.outputs))
 
 
 # ------------------------------------------------------------------------------------- custom derivatives, callbacks

@@ -8,17 +8,7 @@ from transforms.tiling.ir.graph import Node
 from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Whole
 from transforms.tiling.primitives import having
-from transforms.tiling.rules import (
-    Move,
-    count_once,
-    each,
-    only_sums,
-    partial,
-    refuse_partial,
-    register,
-    shrinks,
-    tiled,
-)
+from transforms.tiling.rules import Move, count_once, each, only_sums, partial, refuse_partial, register, shrinks, tiled
 from transforms.tiling.rules.factors import elementwise, leading, register_factors
 
 

@@ -12,9 +12,9 @@ from jax import lax
 from transforms.tiling.ir.graph import Node, elements
 from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled, Whole, identity
-from transforms.tiling.rules import Move, refuse_partial, register, shrinks
+from transforms.tiling.rules import Move, partial, refuse_partial, register, shrinks
 from transforms.tiling.rules.affine_index import find_position
-from transforms.tiling.rules.factors import Factors
+from transforms.tiling.rules.factors import Factors, push_factor
 
 ARBITRARY = "looks up arbitrary places along the cut axis"
 
@@ -56,19 +56,20 @@ def batch_dims(rank: int, window: tuple[int, ...]) -> list[int]:
 
 
 def factors(node: Node) -> Factors:
-    """Of the operand and the result: which of the dimensions that one has the other runs along."""
-    numbers, sizes, source = node.params["dimension_numbers"], node.params["slice_sizes"], node.inputs[0]
-    outer = batch_dims(len(node.outputs[0].shape), numbers.offset_dims)
+    """`([v d], [n]) -> [n d]`; `v` is `n` where indices are positions along it, or it is a batch of both."""
+    numbers, sizes, (source, indices) = node.params["dimension_numbers"], node.params["slice_sizes"], node.inputs
+    dims = range(len(node.outputs[0].shape))
+    outer = batch_dims(len(dims), numbers.offset_dims)
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     kept = [d for d in range(len(source.shape)) if d not in gone]
-    found = {o: d for o, d in zip(numbers.offset_dims, kept, strict=True) if sizes[d] == source.shape[d]}
+    own = {d: o for o, d in zip(numbers.offset_dims, kept, strict=True) if sizes[d] == source.shape[d]}
     pairs = zip(numbers.start_indices_batching_dims, numbers.operand_batching_dims, strict=True)
-    found |= {outer[i]: d for i, d in pairs}
+    own |= {d: outer[i] for i, d in pairs}
     for column, dim in enumerate(numbers.start_index_map):
-        if dim in numbers.collapsed_slice_dims:
-            at = find_position(node.inputs[1], column, source.shape[dim], numbers.start_indices_batching_dims)
-            found |= {} if at is None else {outer[at]: dim}
-    return Factors([range(len(source.shape))], [[found.get(d) for d in range(len(node.outputs[0].shape))]])
+        if dim not in own and sizes[dim] == 1:
+            at = find_position(indices, column, source.shape[dim], numbers.start_indices_batching_dims)
+            own |= {} if at is None else {dim: outer[at]}
+    return Factors([[own.get(d) for d in range(len(source.shape))], [*outer, None]], [dims])
 
 
 def fills_alike(node: Node, operand: Partial) -> bool:
@@ -79,42 +80,27 @@ def fills_alike(node: Node, operand: Partial) -> bool:
     return not exact if fill is None else bool(np.isnan(fill) or fill == identity(operand.op, node.outputs[0].dtype))
 
 
-def push_gather(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
+def gathered_sum(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle | None:
     operand, indices = placements
-    if isinstance(operand, Partial) and isinstance(indices, Whole) and shrinks(node, 0):
-        if not fills_alike(node, operand):
-            return Complete([0], "fills in a value that each tile would add")
-        return Move((operand,), placements)
-    if (parts := refuse_partial(node, placements)) is not None:
-        return parts
-    numbers = node.params["dimension_numbers"]
-    outer = batch_dims(len(node.outputs[0].shape), numbers.offset_dims)
-    pairs = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
-    if isinstance(operand, Tiled):
-        dim = operand.dim
-        if dim in pairs:
-            other = pairs[dim]
-        elif dim in numbers.start_index_map and node.params["slice_sizes"][dim] == 1:
-            column, size = numbers.start_index_map.index(dim), node.inputs[0].shape[dim]
-            found = find_position(node.inputs[1], column, size, numbers.start_indices_batching_dims)
-            if found is None:
-                return push_lookup(node, placements)
-            other = found
-        elif node.params["slice_sizes"][dim] == node.inputs[0].shape[dim]:
-            if isinstance(indices, Tiled):
-                return Complete([1], "has operands that are cut along different dimensions")
-            kept = [d for d in range(len(node.inputs[0].shape)) if d not in numbers.collapsed_slice_dims]
-            kept = [d for d in kept if d not in numbers.operand_batching_dims]
-            return Move((operand.at(numbers.offset_dims[kept.index(dim)]),), placements)
-        else:
-            return Complete([0], "takes a part of the cut axis")
-        if isinstance(indices, Tiled) and indices != operand.at(other):
-            return Complete([1], "has operands that are cut along different dimensions")
-        return Move((operand.at(outer[other]),), (operand, operand.at(other)))
-    assert isinstance(indices, Tiled)
-    back = {i: o for o, i in pairs.items()}
-    source = indices.at(back[indices.dim]) if indices.dim in back else WHOLE
-    return Move((indices.at(outer[indices.dim]),), (source, indices))
+    if not isinstance(operand, Partial) or not isinstance(indices, Whole) or not shrinks(node, 0):
+        return refuse_partial(node, placements)
+    alike = fills_alike(node, operand)
+    return Move((operand,), placements) if alike else Complete([0], "fills in a value that each tile would add")
+
+
+by_factors = push_factor(factors, gathered_sum)
+
+
+def push_gather(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
+    (operand, indices), numbers = placements, node.params["dimension_numbers"]
+    if isinstance(operand, Whole) and isinstance(indices, Tiled):
+        want = indices.at(batch_dims(len(node.outputs[0].shape), numbers.offset_dims)[indices.dim])
+        return Move((want,), pull_gather(node, want) or ())
+    if not isinstance(operand, Tiled) or factors(node).ins[0][operand.dim] is not None or partial(placements):
+        return by_factors(node, placements)
+    if operand.dim not in numbers.start_index_map or node.params["slice_sizes"][operand.dim] != 1:
+        return Complete([0], "takes a part of the cut axis")
+    return push_lookup(node, placements)
 
 
 def push_lookup(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
@@ -128,6 +114,7 @@ def push_lookup(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacl
 
 
 def pull_gather(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
+    """Of a whole operand only batches are sliced: it is read where it lies."""
     numbers = node.params["dimension_numbers"]
     if want.dim in numbers.offset_dims:
         return None

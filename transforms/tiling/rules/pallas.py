@@ -7,13 +7,11 @@ and a kernel that does not ask for it. Other kernels run on whole operands.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from jax.extend.core import Literal
-
 from transforms.tiling.ir.errors import TileError
-from transforms.tiling.ir.graph import Node, bodies
+from transforms.tiling.ir.graph import Node
+from transforms.tiling.ir.jaxprs import depend, equations
 from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import WHOLE, Placement, Span, Tiled
 from transforms.tiling.rules import Move, refuse_partial, register, tiled
@@ -72,11 +70,8 @@ def walk(node: Node, operand: int, dim: int) -> Walk | str:
 def moving(mapping: Any, index: int) -> list[int]:
     """The dimensions in which a block's place depends on a grid index."""
     jaxpr = index_map(mapping)
-    reached = {jaxpr.invars[index]}
-    for eqn in jaxpr.eqns:
-        if any(v in reached for v in eqn.invars if not isinstance(v, Literal)):
-            reached.update(eqn.outvars)
-    return [dim for dim, v in enumerate(jaxpr.outvars) if not isinstance(v, Literal) and v in reached]
+    moved = depend(jaxpr, [i == index for i in range(len(jaxpr.invars))])
+    return [dim for dim, found in enumerate(moved) if found]
 
 
 def follows(mapping: Any, index: int, dim: int) -> bool:
@@ -89,21 +84,13 @@ def order(node: Node, index: int) -> str | None:
     """Why blocks along a grid index cannot be computed apart, if they cannot."""
     found = node.params["grid_mapping"]
     seen = [i for i in range(len(found.grid)) if i not in found.vmapped_dims]  # those that the kernel knows of
-    asked = {seen[axis] for axis in asks(node.params["jaxpr"])}
+    asks = (e for e in equations(node.params["jaxpr"]) if e.primitive.name in ("program_id", "num_programs"))
+    asked = {seen[e.params["axis"]] for e in asks}
     if index in asked:
         return "is a kernel that asks which block along the cut axis it is at"
     if found.scratch_avals and any(axis < index for axis in asked):
         return "is a kernel that may hand something from block to block along the cut axis"
     return None
-
-
-def asks(jaxpr: Any) -> Iterator[int]:
-    """The grid indices that a kernel asks for."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in ("program_id", "num_programs"):
-            yield eqn.params["axis"]
-        for inner in bodies(eqn.params):
-            yield from asks(inner)
 
 
 def push(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
@@ -154,11 +141,8 @@ def localise(node: Node, move: Move, span: Span) -> dict[str, Any]:
     places, first = (*move.ins, *move.outs), tiled(move.ins)[0]
     shapes = [span.local_shape(v.shape, p) for v, p in zip((*node.inputs, *node.outputs), places, strict=True)]
     maps = mappings(node)
-    made = [
-        dataclasses.replace(mapping, array_aval=mapping.array_aval.update(shape=shape))
-        for mapping, shape in zip(maps, shapes, strict=True)
-        if mapping is not None
-    ]
+    both = [(mapping, shape) for mapping, shape in zip(maps, shapes, strict=True) if mapping is not None]
+    made = [dataclasses.replace(m, array_aval=m.array_aval.update(shape=shape)) for m, shape in both]
     cut = places[first]
     assert isinstance(cut, Tiled)
     found = walk(node, first, cut.dim)

@@ -12,18 +12,8 @@ from jax import lax
 from transforms.tiling.ir.graph import Node
 from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import WHOLE, Placement, Span, Tiled
-from transforms.tiling.rules import (
-    Move,
-    by_cut,
-    joined,
-    of_nothing,
-    passed,
-    refuse_partial,
-    register,
-    summed,
-    tiled,
-)
-from transforms.tiling.rules.factors import Factors, register_factors, squeezed, units
+from transforms.tiling.rules import Move, by_cut, joined, of_nothing, passed, refuse_partial, register, summed, tiled
+from transforms.tiling.rules.factors import Factors, register_factors, resized, squeezed, units
 
 # ------------------------------------------------------------------------------------ broadcast, transpose, squeeze
 
@@ -40,10 +30,6 @@ def broadcast(node: Node) -> Factors:
     dims, shape = node.params["broadcast_dimensions"], node.outputs[0].shape
     own = [int(d) if n == shape[d] else None for d, n in zip(dims, node.inputs[0].shape, strict=True)]
     return Factors([own, *([] for _ in node.inputs[1:])], [range(len(shape))])
-
-
-def localise_shape(node: Node, move: Move, span: Span) -> dict[str, Any]:
-    return node.params | {"shape": span.local_shape(node.params["shape"], move.outs[0])}
 
 
 def transposed(node: Node) -> Factors:
@@ -86,10 +72,6 @@ def pull_reshape(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
     return None if source is None else (source,)
 
 
-def localise_reshape(node: Node, move: Move, span: Span) -> dict[str, Any]:
-    return node.params | {"new_sizes": span.local_shape(node.params["new_sizes"], move.outs[0])}
-
-
 # --------------------------------------------------------------------------------------- concatenate, split, stack
 
 
@@ -101,11 +83,7 @@ def push_concatenate(node: Node, placements: tuple[Placement, ...]) -> Move | Ob
         size = node.inputs[placements.index(cut)].shape
         whole = cut.repeated(size, node.outputs[0].shape[cut.dim])
         ins = pull_concatenate(node, whole) if whole is not None else None
-        if (
-            whole is None
-            or ins is None
-            or any(isinstance(p, Tiled) and p != q for p, q in zip(placements, ins, strict=True))
-        ):
+        if whole is None or ins is None or any(p not in (WHOLE, q) for p, q in zip(placements, ins, strict=True)):
             return Complete(tiled(placements), "joins along the cut axis")
         return Move((whole,), ins)
     return push_beside(node, placements)
@@ -182,10 +160,10 @@ def emit_iota(node: Node, values: list[Any], move: Move, span: Span) -> list[Any
     return [lax.broadcast_in_dim(span.positions(cut, exact).astype(dtype), local, (dim,))]
 
 
-register_factors("broadcast_in_dim", factors=broadcast, push=push_broadcast, localise=localise_shape)
+register_factors("broadcast_in_dim", factors=broadcast, push=push_broadcast, localise=resized("shape"))
 register_factors("transpose", factors=transposed, sums=passed)
 register_factors("squeeze", factors=squeezed, sums=passed)
-register("reshape", push=push_reshape, pull=pull_reshape, localise=localise_reshape, factors=units)
+register("reshape", push=push_reshape, pull=pull_reshape, localise=resized("new_sizes"), factors=units)
 register("concatenate", push=push_concatenate, pull=pull_concatenate)
 
 

@@ -7,7 +7,7 @@ body returns, until nothing changes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,30 +17,14 @@ from jax.extend.core import ClosedJaxpr
 from transforms.tiling.analysis.limits import human
 from transforms.tiling.analysis.propagate import body_of
 from transforms.tiling.ir.edit import replace, traced
-from transforms.tiling.ir.facts import Local, Region
+from transforms.tiling.ir.facts import Outlined, Region
 from transforms.tiling.ir.flatten import body_graph, evaluate
-from transforms.tiling.ir.graph import Graph, Node, Value, ancestors, describe, prune, scan_counts
+from transforms.tiling.ir.graph import Graph, Node, Value, closure, describe, operands, prune, scan_counts
 from transforms.tiling.ir.obstacles import Complete, Obstacle, Refusal
-from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled, Whole
+from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled
 from transforms.tiling.mesh.layout import Held, conform, like
-from transforms.tiling.mesh.sums import passable
-from transforms.tiling.rules import RULES, Move, register
-from transforms.tiling.rules.bodies import (
-    added,
-    aloud,
-    at_tile,
-    carries_for,
-    held,
-    join,
-    kept,
-    run_part,
-    run_scan,
-    summed,
-    wait,
-    whole_body,
-    widen,
-    with_gaps,
-)
+from transforms.tiling.mesh.sums import flowing
+from transforms.tiling.rules import RULES, Move, bodies, register
 
 
 def of_a_step(placement: Placement) -> Placement:
@@ -55,15 +39,14 @@ def of_all_steps(placement: Placement) -> Placement:
 def push_scan(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     graph = body_graph(node, "jaxpr")
     constants, carried = scan_counts(node)
-    if along := [
-        i for i, p in enumerate(placements) if i >= constants + carried and isinstance(p, Tiled) and not p.dim
-    ]:
+    first = constants + carried
+    if along := [i for i, p in enumerate(placements) if i >= first and isinstance(p, Tiled) and not p.dim]:
         if (move := push_sums(node, placements)) is not None:
             return move
         return Complete(along, "runs along the cut axis", along=_alone(placements, along))
     stacked = [*map(of_a_step, placements[constants + carried :])]
     state: tuple[Placement, ...] = placements[constants : constants + carried]
-    passing = passable(graph)
+    lazy = flowing(graph)
     apart = Held()
     while True:
         ins = (*placements[:constants], *state, *stacked)
@@ -71,18 +54,18 @@ def push_scan(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
         if isinstance(found, Obstacle):
             return found
         outs = [found.fact(v).placement for v in graph.outputs]
-        joined = tuple(join(a, b) for a, b in zip(state, outs[:carried], strict=True))
+        joined = tuple(bodies.join(a, b) for a, b in zip(state, outs[:carried], strict=True))
         if None in joined:
-            return wait(placements, "carries what is cut along different dimensions")
-        parts = zip(graph.inputs[constants:], held(found)[:carried], strict=False)
-        kept_apart = Held({v: a for v, a in parts if a.axes and v in passing})
+            return bodies.wait(placements, "carries what is cut along different dimensions")
+        parts = zip(graph.inputs[constants:], bodies.held(found)[:carried], strict=False)
+        kept_apart = Held({v: a for v, a in parts if a.axes and v in lazy})
         if joined == state and kept_apart == apart:
             break
         state, apart = joined, kept_apart  # ty: ignore[invalid-assignment]
     results = map(of_all_steps, outs[carried:])
     moved = (*placements[:constants], *state, *placements[constants + carried :])
     carries = [apart[v] for v in graph.inputs[constants : constants + carried]]
-    return Region((*state, *results), moved, (found,), (*carries, *held(found)[carried:]))
+    return Region((*state, *results), moved, (found,), (*carries, *bodies.held(found)[carried:]))
 
 
 def _alone(placements: tuple[Placement, ...], operands: Sequence[int]) -> bool:
@@ -97,66 +80,51 @@ def push_sums(node: Node, placements: tuple[Placement, ...]) -> Move | None:
     Such are `lax.map`, and its gradients. Tiles sum their own steps, in any order.
     """
     constants, carried = scan_counts(node)
-    kinds = summed(node)
-    first = constants + carried
+    first, adds, graph = constants + carried, bodies.added(node), body_graph(node, "jaxpr")
+    kept = [i for i in range(carried) if graph.outputs[i] is graph.inputs[constants + i]]
     cuts = {*placements[first:]} - {WHOLE}
-    if kinds is None or len(cuts) != 1:
+    if len(adds) + len(kept) < carried or len(cuts) != 1:
         return None
     (cut,) = cuts
-    ins = (*(WHOLE,) * constants, *(k if k == Partial("sum") else WHOLE for k in kinds))
+    ins = (*(WHOLE,) * constants, *(Partial("sum") if i in adds else WHOLE for i in range(carried)))
     if any(p not in (WHOLE, wanted) for p, wanted in zip(placements, ins, strict=False)):
         return None
-    outs = (*kinds, *(cut,) * (len(node.outputs) - carried))
+    outs = (*(Partial("sum" if i in adds else "last") for i in range(carried)), *(cut,) * (len(node.outputs) - carried))
     return Move(outs, (*ins, *(cut,) * (len(placements) - first)))
 
 
 def emit_scan(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
     constants, carried = scan_counts(node)
     if not isinstance(move, Region):
-        return emit_sums(node, values, move, span)
-    wanted = [i for i, p in enumerate(move.outs) if not isinstance(p, Whole)]
+        return bodies.run_part(node, values, move, span)  # each tile's sums
+    wanted = bodies.made(move)
     ins = (*move.ins[: constants + carried], *map(of_a_step, move.ins[constants + carried :]))
-    carries = carries_for(body_graph(node, "jaxpr"), constants, carried, wanted, span.effects)
+    carries = bodies.carries_for(body_graph(node, "jaxpr"), constants, carried, wanted, span.effects)
     outs = [move.outs[i] if i in carries else None for i in range(carried)]
-    outs += [None if p is None else of_a_step(p) for p in kept(move)[carried:]]
-    values = [widen(v, p, span) for v, p in zip(values, ins, strict=True)]
+    outs += [None if p is None else of_a_step(p) for p in bodies.kept(move)[carried:]]
+    values = [bodies.widen(v, p, span) for v, p in zip(values, ins, strict=True)]
     for i in range(constants, constants + carried):
         if values[i] is not None:
             values[i] = conform(values[i], node.inputs[i].aval, move.apart[i - constants])
-    return run_scan(node, values, wanted, at_tile(move.bodies[0], ins, outs, span), effects=span.effects)
+    return bodies.run_scan(node, values, wanted, bodies.at_tile(move.bodies[0], ins, outs, span), effects=span.effects)
 
 
-def emit_sums(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
-    """What a tile's steps add to the carried values, added up in the dtype of sums."""
-    constants, carried = scan_counts(node)
-    return run_part(node, values, move, span, range(len(node.outputs)), values[constants + carried].shape[0])
-
-
-def part_scan(node: Node, wanted: Sequence[int]) -> tuple[list[int], Callable[..., Any]]:
+def part_scan(node: Node, values: Sequence[Any], wanted: Sequence[int]) -> list[Any]:
     graph = body_graph(node, "jaxpr")
-    constants, carried = scan_counts(node)
-    needed = sorted({*carries_for(graph, constants, carried, wanted), *wanted})
-    used = ancestors(graph, [graph.outputs[i] for i in needed])
-    carries = {constants + i for i in needed if i < carried}
-    inputs = [i for i, v in enumerate(graph.inputs) if v in used or i in carries]
-
-    def run(*values: Any) -> list[Any]:
-        results = run_scan(node, with_gaps(inputs, values, len(node.inputs)), wanted, whole_body(graph, needed))
-        return [results[i] for i in wanted]
-
-    return inputs, run
+    needed = sorted({*bodies.carries_for(graph, *scan_counts(node), wanted), *wanted})
+    return bodies.run_scan(node, values, wanted, bodies.whole_body(graph, needed))
 
 
 # ------------------------------------------------------------------- a scan of whole operands whose body runs in tiles
 
 
-def local_scan(node: Node, placements: tuple[Placement, ...], limits: Any) -> Move | Obstacle | None:
+def outline_scan(node: Node, placements: tuple[Placement, ...], limits: Any) -> Move | Obstacle | None:
     """Layers that mix all places along the cut axis: the scan runs outside the loops, each layer is a tiled program."""
     constants, carried = scan_counts(node)
     stacked = placements[constants + carried :]
     if any(isinstance(p, Tiled) and p.dim == 0 for p in stacked):
         return None
-    options = dataclasses.replace(limits.options, floor=limits.largest, local=False)
+    options = dataclasses.replace(limits.options, floor=limits.largest, outline=False)
     closed, kept = sink_constants(node)
     reuse = {i: [kept.index(constants + i)] for i in range(carried)}
     state: tuple[Placement, ...] = placements[constants : constants + carried]
@@ -166,7 +134,7 @@ def local_scan(node: Node, placements: tuple[Placement, ...], limits: Any) -> Mo
         if program.refusal is not None:
             return Refusal(program.refusal.message)  # its origins are no equations of this graph
         outs = program.output_placements
-        joined = tuple(join(a, b) for a, b in zip(state, outs[:carried], strict=True))
+        joined = tuple(bodies.join(a, b) for a, b in zip(state, outs[:carried], strict=True))
         if None in joined:
             return None
         if joined == state:
@@ -177,17 +145,17 @@ def local_scan(node: Node, placements: tuple[Placement, ...], limits: Any) -> Mo
 
     def run(values: list[Any]) -> list[Any]:
         body = lambda inner: program.run(*(jnp.asarray(inner[i]) for i in kept))
-        return run_scan(node, values, range(len(node.outputs)), body)
+        return bodies.run_scan(node, values, range(len(node.outputs)), body)
 
     results = map(of_all_steps, outs[carried:])
     constant = tuple(i for i in kept if i < constants)
-    return Local((*state, *results), (WHOLE,) * len(placements), (program,), tuple(kept), run, constant)
+    return Outlined((*state, *results), (WHOLE,) * len(placements), (program,), tuple(kept), run, constant)
 
 
 def check_steps(node: Node, outs: Sequence[Placement], limits: Any) -> Refusal | None:
     """Refuse a scan that would keep more of each step than inputs, outputs, or the state that steps hand on."""
     _, carried = scan_counts(node)
-    adds = added(node)
+    adds = bodies.added(node)
     cut = [i for i, p in enumerate(outs) if isinstance(p, Tiled)]
     sizes = {i: node.outputs[i].nbytes // (1 if i < carried else max(1, node.params["length"])) for i in cut}
     state = max((sizes[i] for i in cut if i < carried and i not in adds), default=0)
@@ -208,7 +176,7 @@ def check_steps(node: Node, outs: Sequence[Placement], limits: Any) -> Refusal |
 def sink(graph: Graph, node: Node, operands: Sequence[int], sources: Sequence[Value]) -> None:
     """Have the body of a scan make the constants `operands` itself, from `sources`, in each of its steps."""
     kept, every = [i for i in range(len(node.inputs)) if i not in operands], range(len(node.outputs))
-    whole = whole_body(body_graph(node, "jaxpr"), every)
+    whole = bodies.whole_body(body_graph(node, "jaxpr"), every)
 
     def run(*values: Any) -> list[Any]:
         def body(inner: Sequence[Any]) -> list[Any]:
@@ -216,7 +184,7 @@ def sink(graph: Graph, node: Node, operands: Sequence[int], sources: Sequence[Va
             made = dict(zip(operands, evaluate(env, [node.inputs[i] for i in operands]), strict=True))
             return whole([made.get(i, x) for i, x in enumerate(inner)])
 
-        return run_scan(node, with_gaps(kept, values[: len(kept)], len(node.inputs)), every, body)
+        return bodies.run_scan(node, bodies.with_gaps(kept, values[: len(kept)], len(node.inputs)), every, body)
 
     nodes, outs = traced(run, [*(node.inputs[i] for i in kept), *sources], node)
     replace(graph, node, nodes, dict(zip(node.outputs, outs, strict=True)))
@@ -234,7 +202,7 @@ def sink_constants(node: Node) -> tuple[ClosedJaxpr, list[int]]:
         env: dict[Value, Any] = {graph.inputs[i]: x for i, x in zip(kept, values, strict=True)}
         for i in made:
             env[graph.inputs[i]] = evaluate({}, [node.inputs[i]])[0]
-        return evaluate(env, graph.outputs, aloud(graph, True))
+        return evaluate(env, graph.outputs, bodies.aloud(graph, True))
 
     avals = [like(graph.inputs[i].aval) for i in kept]
     return jax.make_jaxpr(body)(*avals), kept
@@ -242,18 +210,11 @@ def sink_constants(node: Node) -> tuple[ClosedJaxpr, list[int]]:
 
 def from_nothing(value: Value, steps: int = 64) -> bool:
     """Whether a value is made of constants in a few cheap steps."""
-    stack, seen = [value], set()
-    while stack:
-        value = stack.pop()
-        if value in seen or value.const is not None:
-            continue
-        seen.add(value)
-        node = value.producer
-        rule = RULES.get(node.name) if node is not None else None
-        if node is None or rule is None or rule.pull is None or rule.heavy or len(seen) > steps:
+    for count, v in enumerate(v for v in closure([value], operands) if v.const is None):
+        rule = None if v.producer is None else RULES[v.producer.name]
+        if rule is None or rule.pull is None or rule.heavy or count >= steps:
             return False
-        stack.extend(node.inputs)
     return True
 
 
-register("scan", push=push_scan, emit=emit_scan, part=part_scan, local=local_scan)
+register("scan", push=push_scan, emit=emit_scan, part=part_scan, outline=outline_scan)

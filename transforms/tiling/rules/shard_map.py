@@ -19,12 +19,12 @@ from jax.sharding import PartitionSpec
 from transforms.tiling.analysis.propagate import body_of
 from transforms.tiling.ir.facts import Region
 from transforms.tiling.ir.flatten import body_graph
-from transforms.tiling.ir.graph import Node, ancestors
+from transforms.tiling.ir.graph import Node
 from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import Placement, Span, Tiled
 from transforms.tiling.mesh.layout import entries_of
 from transforms.tiling.rules import Move, register
-from transforms.tiling.rules.bodies import at_tile, held, kept, whole_body, widen, with_gaps
+from transforms.tiling.rules.bodies import at_tile, held, made, whole_body, widen, with_gaps
 
 
 def share(node: Node, spec: PartitionSpec, dim: int) -> int:
@@ -37,11 +37,8 @@ def inside(node: Node, number: int, placement: Placement) -> Placement:
     """Where operand `number` stands in the body."""
     if not isinstance(placement, Tiled):
         return placement
-    return dataclasses.replace(placement, major=placement.major // share(node, _spec(node, number), placement.dim))
-
-
-def _spec(node: Node, number: int) -> PartitionSpec:
-    return node.params["in_specs"][number]
+    devices = share(node, node.params["in_specs"][number], placement.dim)
+    return dataclasses.replace(placement, major=placement.major // devices)
 
 
 def outside(node: Node, number: int, placement: Placement) -> Placement:
@@ -55,7 +52,7 @@ def outside(node: Node, number: int, placement: Placement) -> Placement:
 def push(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     graph = body_graph(node, "jaxpr")
     for i, p in enumerate(placements):
-        if isinstance(p, Tiled) and p.major % share(node, _spec(node, i), p.dim):
+        if isinstance(p, Tiled) and p.major % share(node, node.params["in_specs"][i], p.dim):
             return Complete([i], "spreads the cut axis over devices")
     ins = [inside(node, i, p) for i, p in enumerate(placements)]
     found = body_of(graph, ins, placements)
@@ -81,7 +78,7 @@ def emit(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
     assert isinstance(move, Region)
     (found,) = move.bodies
     ins = [inside(node, i, p) for i, p in enumerate(move.ins)]
-    wanted = [i for i, p in enumerate(kept(move)) if p is not None]
+    wanted = made(move)
     outs = [found.fact(v).placement if i in wanted else None for i, v in enumerate(found.graph.outputs)]
 
     def run(start: Any, *values: Any) -> list[Any]:
@@ -89,21 +86,18 @@ def emit(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
         return [widen(results[i], move.outs[i], span) for i in wanted]
 
     specs = (PartitionSpec(), *node.params["in_specs"])
-    made = over_devices(node, run, specs, wanted)(jnp.asarray(span.start), *values)
-    return with_gaps(wanted, made, len(node.outputs))
+    results = over_devices(node, run, specs, wanted)(jnp.asarray(span.start), *values)
+    return with_gaps(wanted, results, len(node.outputs))
 
 
-def part(node: Node, wanted: Sequence[int]) -> tuple[list[int], Callable[..., Any]]:
-    graph = body_graph(node, "jaxpr")
-    used = ancestors(graph, [graph.outputs[i] for i in wanted])
-    inputs = [i for i, v in enumerate(graph.inputs) if v in used]
-    body = whole_body(graph, wanted)
+def part(node: Node, values: Sequence[Any], wanted: Sequence[int]) -> list[Any]:
+    body = whole_body(body_graph(node, "jaxpr"), wanted)
 
     def run(*values: Any) -> list[Any]:
-        results = body(with_gaps(inputs, values, len(graph.inputs)))
+        results = body(values)
         return [results[i] for i in wanted]
 
-    return inputs, over_devices(node, run, [node.params["in_specs"][i] for i in inputs], wanted)
+    return with_gaps(wanted, over_devices(node, run, node.params["in_specs"], wanted)(*values), len(node.outputs))
 
 
 register("shard_map", push=push, emit=emit, part=part, alone=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -12,25 +12,16 @@ from jax import lax
 from transforms.tiling.ir.graph import Node
 from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled, Whole
-from transforms.tiling.rules import (
-    Move,
-    by_cut,
-    count_once,
-    only_sums,
-    partial,
-    passed,
-    register,
-    shrinks,
-    tiled,
-)
-from transforms.tiling.rules.factors import Factors, register_factors
+from transforms.tiling.rules import Move, by_cut, count_once, only_sums, partial, passed, register, shrinks, tiled
+from transforms.tiling.rules.factors import Factors, register_factors, resized
 from transforms.tiling.rules.gather import absent, clamped, one_of_each, picks_few
 
 
-def take(array: Any, places: Any, keep: Any, dim: int) -> Any:
-    """`array` at `places` of dimension `dim`, and nothing where `keep` is false."""
-    found = jnp.take(array, places, axis=dim, mode="clip")
-    return jnp.where(lax.broadcast_in_dim(keep, found.shape, (dim,)), found, absent(found))
+def pick(rows: Any, places: Any, cut: Tiled, span: Span) -> list[Any]:
+    """Of a tile, the rows at `places` along the whole axis, and nothing for those that are not in it."""
+    here, local = span.find(places, cut)
+    found = jnp.take(rows, local, axis=cut.dim, mode="clip")
+    return [jnp.where(lax.broadcast_in_dim(here, found.shape, (cut.dim,)), found, absent(found))]
 
 
 def push_part(node: Node, cut: Tiled, placements: tuple[Placement, ...]) -> Move | Obstacle:
@@ -61,7 +52,7 @@ def strided(node: Node, cut: Tiled) -> Tiled | None:
     stride = 1 if p["strides"] is None else p["strides"][dim]
     size, count = node.inputs[0].shape[dim], node.outputs[0].shape[dim]
     plain = (cut.major, cut.minor) == (1, 1) and stride > 1 and p["start_indices"][dim] < stride
-    return dataclasses.replace(cut, group=cut.group * stride) if plain and count * stride == size else None
+    return cut.scaled(Fraction(1, stride)) if plain and count * stride == size else None
 
 
 def pull_slice(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
@@ -99,8 +90,7 @@ def emit_slice(node: Node, values: list[Any], move: Move, span: Span) -> list[An
     strides = None if p["strides"] is None else _at(p["strides"], dim, 1)
     start, limit = _at(p["start_indices"], dim, 0), _at(p["limit_indices"], dim, values[0].shape[dim])
     (rows,) = node.bind(values, p | {"start_indices": start, "limit_indices": limit, "strides": strides})
-    here, local = span.find(places, cut)
-    return [take(rows, local, here, dim)]
+    return pick(rows, places, cut, span)
 
 
 def _at(items: tuple[Any, ...], i: int, new: Any) -> tuple[Any, ...]:
@@ -132,7 +122,7 @@ def push_pad(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move 
     if landed is None and gap == 0 and low == -high and (cut.major, cut.minor) == (1, 1):
         return Move((cut,), placements, reach={0: (max(low, 0) * cut.group, max(high, 0) * cut.group)})  # a shift
     if landed is None and gap > 0 and low + high == gap and low >= 0 <= high and spreads(cut, gap + 1):
-        return Move((dataclasses.replace(cut, group=cut.group // (gap + 1)),), placements)
+        return Move((cut.scaled(gap + 1),), placements)
     if landed is None:
         return Complete([0], "pads the cut axis")
     return Move((landed,), placements)
@@ -196,10 +186,6 @@ def push_dynamic_slice(node: Node, placements: tuple[Placement, ...], cut: Tiled
     return Move((cut,), placements)
 
 
-def localise_dynamic_slice(node: Node, move: Move, span: Span) -> dict[str, Any]:
-    return node.params | {"slice_sizes": span.local_shape(node.params["slice_sizes"], move.outs[0])}
-
-
 def updated_sum(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle | None:
     operand, update, *starts = placements
     if not only_sums(placements) or partial(starts):
@@ -221,15 +207,14 @@ def push_dynamic_update_slice(node: Node, placements: tuple[Placement, ...], cut
 def emit_dynamic_slice(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
     cut = cut_part(move)
     if cut is None:
-        return node.bind(values, localise_dynamic_slice(node, move, span))
+        return node.bind(values, resized("slice_sizes")(node, move, span))
     operand, *starts = values
     dim, count = cut.dim, node.params["slice_sizes"][cut.dim]
     places = _start(starts[dim], node.inputs[0].shape[dim] - count) + jnp.arange(count, dtype=jnp.int32)
     starts[dim] = jnp.zeros_like(starts[dim])
     sizes = _at(node.params["slice_sizes"], dim, operand.shape[dim])
     (rows,) = node.bind([operand, *starts], node.params | {"slice_sizes": sizes})
-    here, local = span.find(places, cut)
-    return [take(rows, local, here, dim)]
+    return pick(rows, places, cut, span)
 
 
 def _start(start: Any, last: int) -> Any:

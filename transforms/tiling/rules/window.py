@@ -5,7 +5,6 @@ Along the cut axis windows make as many elements as there are rows, or one of ev
 
 from __future__ import annotations
 
-import dataclasses
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -15,8 +14,8 @@ from jax import lax
 from transforms.tiling.ir.graph import Node
 from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Reach, Span, Tiled, identity
-from transforms.tiling.rules import Move, aligned, by_cut, partial, register, tiled
-from transforms.tiling.rules.factors import Factors, register_factors
+from transforms.tiling.rules import Move, aligned, by_cut, no_sums, partial, register, tiled
+from transforms.tiling.rules.factors import Factors, push_factor, register_factors
 
 
 def stays(node: Node, dim: int) -> bool:
@@ -50,10 +49,8 @@ class Slide(NamedTuple):
 
     def out(self, cut: Tiled, size: int, made: int) -> Tiled | None:
         """Where the axis stands in what windows make, `made` long of `size`: there are as many for every tile."""
-        ratio = Fraction(cut.minor * self.gap, cut.group * self.stride)
-        if cut.major != 1 or made * self.stride != size * self.gap:
-            return None
-        return dataclasses.replace(cut, minor=ratio.numerator, group=ratio.denominator)
+        alike = cut.major == 1 and made * self.stride == size * self.gap
+        return cut.scaled(Fraction(self.gap, self.stride)) if alike else None
 
     def reach(self, cut: Tiled) -> Reach:
         """How many rows before and after a tile its windows read."""
@@ -77,7 +74,7 @@ def sliding(node: Node, dim: int) -> Slide | None:
         number = out[2:].index(dim)
         size, inner = node.inputs[1].shape[kernel[2 + number]], source[2 + number]
         stride, gap, apart = (p[k][number] for k in ("window_strides", "lhs_dilation", "rhs_dilation"))
-    elif node.name in WINDOWS:
+    elif node.name in (*WINDOWS, *CHOICES):
         number, inner, places = dim, dim, p["padding"]
         size, stride, gap, apart = (1 if p.get(k) is None else p[k][dim] for k in STEPS)
     else:
@@ -98,6 +95,7 @@ def cleared(array: Any, placement: Tiled, span: Span, fill: Any) -> Any:
 
 
 WINDOWS = {"reduce_window_sum": "sum", "reduce_window_max": "max", "reduce_window_min": "min", "reduce_window": None}
+CHOICES = ("select_and_gather_add", "select_and_scatter", "select_and_scatter_add")
 
 
 @by_cut()
@@ -146,59 +144,51 @@ def emit_window(node: Node, values: list[Any], move: Move, span: Span) -> list[A
 def push_choices(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     """What belongs to the best element of each window, and back to it: of windows that lie side by side."""
     scatters = node.name.startswith("select_and_scatter")
-    few, many = (0, 1) if scatters else (None, 0)
-    places = [p if i != few or not isinstance(p, Tiled) else None for i, p in enumerate(placements)]
-    cut = next((p for p in places if isinstance(p, Tiled)), None)
-    first = placements[0]
+    first, all_ = placements[0], placements[1:] if scatters else placements
+    cut = next((p for p in all_ if isinstance(p, Tiled)), None)
     if cut is None:  # only what was chosen is cut
         assert isinstance(first, Tiled)
-        size = node.params["window_strides"][first.dim]
-        ratio = Fraction(first.minor * size, first.group)
-        cut = dataclasses.replace(first, minor=ratio.numerator, group=ratio.denominator)
+        cut = first.scaled(node.params["window_strides"][first.dim])
     if stays(node, cut.dim):
         return push_window(node, placements)
-    p, dim = node.params, cut.dim
-    size, ratio = p["window_dimensions"][dim], Fraction(cut.minor, cut.group * p["window_dimensions"][dim])
-    chosen = dataclasses.replace(cut, minor=ratio.numerator, group=ratio.denominator)
-    fewer = node.inputs[0].shape[dim] if scatters else node.outputs[0].shape[dim]
-    beside = size == p["window_strides"][dim] and tuple(p["padding"][dim]) == (0, 0)
-    apart = any(p.get(k) is not None and p[k][dim] != 1 for k in STEPS[2:])
-    ins = (chosen, cut) if scatters else (cut, cut)
-    ins += (WHOLE,) * (len(placements) - 2)
-    fits = all(p in (WHOLE, q) for p, q in zip(placements, ins, strict=True))
-    if not (fits and beside and not apart and fewer * size == node.inputs[many].shape[dim] and cut.major == 1):
-        return Complete(tiled(placements), "slides over the cut axis")
-    return Move((cut if scatters else chosen,), ins)
+    along, few, many = sliding(node, cut.dim), node.inputs[0], node.inputs[1]
+    if not scatters:
+        few, many = node.outputs[0], few
+    assert along is not None
+    chosen = along.out(cut, many.shape[cut.dim], few.shape[cut.dim])
+    beside = along.stride == along.extent + 1 and (along.before, along.after, along.gap) == (0, 0, 1)
+    if chosen is not None and beside:
+        ins = (chosen if scatters else cut, cut, *(WHOLE,) * (len(placements) - 2))
+        if all(p in (WHOLE, q) for p, q in zip(placements, ins, strict=True)):
+            return Move((cut if scatters else chosen,), ins)
+    return Complete(tiled(placements), "slides over the cut axis")
 
 
 # --------------------------------------------------------------------------------------------------------- convolutions
 
 
+def convolved(node: Node) -> Factors:
+    """`([b f _], [o f _]) -> [b o _]`; of the features of groups, neither `f` nor `o`, of batches in groups no `b`."""
+    numbers, batched = node.params["dimension_numbers"], node.params["batch_group_count"] == 1
+    single = batched and node.params["feature_group_count"] == 1
+    found: list[list[Any]] = []
+    for spec, first, second in zip(numbers, "bob", "ffo", strict=True):
+        names = [None] * len(spec)
+        names[spec[0]] = first if single or (batched and first == "b") else None
+        names[spec[1]] = second if single else None
+        found.append(names)
+    return Factors(found[:2], found[2:], reduced={"f": "sum"})
+
+
+by_factors = push_factor(convolved, no_sums)
+
+
 def push_convolution(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     """A cut batch stays cut; a cut feature dimension (the batch, in the gradient of a kernel) is summed over."""
-    if found := partial(placements):
-        return Complete(found, "is not run on partial sums")
-    numbers = node.params["dimension_numbers"]
-    single = node.params["feature_group_count"] == node.params["batch_group_count"] == 1
-    lhs, rhs = placements
-    contracted = (numbers.lhs_spec[1], numbers.rhs_spec[1])
-    for (value, dim), other in (((lhs, contracted[0]), 1), ((rhs, contracted[1]), 0)):
-        if single and isinstance(value, Tiled) and value.dim == dim:
-            ins = (value.at(contracted[0]), value.at(contracted[1]))
-            if placements[other] in (WHOLE, ins[other]):
-                return Move((Partial("sum"),), ins)
-    if (
-        isinstance(lhs, Tiled)
-        and lhs.dim == numbers.lhs_spec[0]
-        and rhs == WHOLE
-        and node.params["batch_group_count"] == 1
-    ):
-        return Move((lhs.at(numbers.out_spec[0]),), placements)
-    if isinstance(rhs, Tiled) and rhs.dim == numbers.rhs_spec[0] and lhs == WHOLE and single:
-        return Move((rhs.at(numbers.out_spec[1]),), placements)
-    if (found := push_along(node, placements)) is not None:
-        return found
-    return Complete(tiled(placements), "slides over the cut axis, or groups it")
+    names = [ins[p.dim] for p, ins in zip(placements, convolved(node).ins, strict=True) if isinstance(p, Tiled)]
+    if partial(placements) or None not in names:
+        return by_factors(node, placements)
+    return push_along(node, placements) or Complete(tiled(placements), "slides over the cut axis, or groups it")
 
 
 def push_along(node: Node, placements: tuple[Placement, ...]) -> Move | None:
@@ -217,8 +207,7 @@ def push_along(node: Node, placements: tuple[Placement, ...]) -> Move | None:
         if not isinstance(cut, Tiled):  # the left one is whole: cut like the right one
             right_cut = placements[1]
             assert isinstance(right_cut, Tiled)
-            ratio = Fraction(right_cut.minor * along.stride, right_cut.group * along.gap)
-            cut = dataclasses.replace(right_cut, dim=dims[0], minor=ratio.numerator, group=ratio.denominator)
+            cut = right_cut.scaled(Fraction(along.stride, along.gap)).at(dims[0])
         kernel = along.out(cut, size, other)
         if kernel is None or placements[1] not in (WHOLE, kernel.at(dims[1])):
             return None
@@ -236,9 +225,8 @@ def kernel_of(node: Node, number: int) -> Slide:
     apart = p["window_strides"][number]
     extent = (node.outputs[0].shape[out[2 + number]] - 1) * apart
     before, after = p["padding"][number]
-    return Slide(
-        source[2 + number], number, extent, before, after, p["rhs_dilation"][number], p["lhs_dilation"][number]
-    )
+    stride, gap = p["rhs_dilation"][number], p["lhs_dilation"][number]
+    return Slide(source[2 + number], number, extent, before, after, stride, gap)
 
 
 def emit_convolution(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
@@ -276,7 +264,6 @@ def combined(node: Node) -> Factors:
 
 
 register(*WINDOWS, push=push_window, pull=pull_window, emit=emit_window)
-CHOICES = ("select_and_gather_add", "select_and_scatter", "select_and_scatter_add")
 register(*CHOICES, push=push_choices, pull=pull_window)
 register("conv_general_dilated", push=push_convolution, emit=emit_convolution)
 register_factors("fft", factors=transformed)

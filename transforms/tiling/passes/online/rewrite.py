@@ -23,7 +23,7 @@ from jax.extend.core import Primitive
 
 from transforms.tiling.ir.edit import add, replace, sort, traced
 from transforms.tiling.ir.facts import Analysis, Fact
-from transforms.tiling.ir.graph import Node, Value
+from transforms.tiling.ir.graph import Node, Value, closure, operands
 from transforms.tiling.ir.loops import Online
 from transforms.tiling.ir.placement import COMBINE, WHOLE, Partial, Placement, Span, Whole
 from transforms.tiling.ir.terms import Early, Term, broadcast_by
@@ -44,7 +44,7 @@ class Rewritten:
 
     sums: dict[Value, Online] = dataclasses.field(default_factory=dict)
     copies: dict[Any, Value] = dataclasses.field(default_factory=dict)
-    ends: dict[Value, None] = dataclasses.field(default_factory=dict)  # the values that were rewritten, their anchors
+    results: dict[Value, None] = dataclasses.field(default_factory=dict)  # what was rewritten, and its anchors
 
 
 def rewrite(found: Analysis, done: Rewritten, span: Span) -> bool:
@@ -70,7 +70,7 @@ def rewrite(found: Analysis, done: Rewritten, span: Span) -> bool:
             continue
         if (inner := finder.parts.get(value)) is not None:
             return _divide(found, node, inner)
-        done.ends.update(dict.fromkeys([*(t.value for t in early.anchors), value]))
+        done.results.update(dict.fromkeys([*(t.value for t in early.anchors), value]))
         _Writer(finder, done, span).write(value, early)
         changed = True
     return changed
@@ -80,18 +80,12 @@ def _is_intact(finder: Finder, value: Value) -> bool:
     """Whether what the analysis says of a sum, and of all that it is copied from, still holds in a changed graph."""
     alive = {*finder.found.graph.nodes}
     same = lambda v: v.producer is None or (v.producer in alive and v in finder.found.facts)
-    stack, seen = [value], {value}
-    while stack:
-        current = stack.pop()
-        if not same(current):
-            return False
-        form = finder.early.get(current) or finder.sums.get(current)
-        if form is None or current.producer is None:
-            continue
-        fresh = [v for v in (*current.producer.inputs, *(t.value for t in form.terms)) if v not in seen]
-        seen.update(fresh)
-        stack += fresh
-    return True
+
+    def copied_from(value: Value) -> Sequence[Value]:
+        form = finder.early.get(value) or finder.sums.get(value)
+        return () if form is None else (*operands(value), *(t.value for t in form.terms))
+
+    return all(map(same, closure([value], copied_from)))
 
 
 def _divide(found: Analysis, node: Node, inner: Node) -> bool:
@@ -108,12 +102,11 @@ def _divide(found: Analysis, node: Node, inner: Node) -> bool:
 def _saves(found: Analysis, value: Value, able: Collection[Value]) -> bool:
     """Whether a loop waits for the sum; or all results that are formed as late come of sums that are `able` too."""
     stage = found.fact(value).stage
-    if any(
-        f.stage > stage and not isinstance(f.placement, Whole) for _, facts in _after(found, {value}) for f in facts
-    ):
+    later = (f for _, facts in _after(found, {value}) for f in facts if f.stage > stage)
+    if any(not isinstance(f.placement, Whole) for f in later):
         return True
     reached = {*able, *(v for node, _ in _after(found, set(able)) for v in node.outputs)}
-    ends = [found.end(v) for v in found.graph.outputs if v not in reached]
+    ends = [found.last_loop(v) for v in found.graph.outputs if v not in reached]
     return max(ends, default=-1) < stage
 
 
