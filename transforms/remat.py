@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from transforms.offload import fetching, in_host
+from transforms.sharding import partitions, shares
 from transforms.tiling.ir.jaxprs import equations
 
 _policies = jax.checkpoint_policies
@@ -38,6 +39,7 @@ BY_NAME: dict[str, Callable[[Sequence[str]], Any]] = {
     ),
 }
 OFFLOAD, SQRT = "offload", "sqrt"
+MOVED = 2**31  # bytes that are moved to and from the host at once: of 2**32 libtpu's compiler dies (0.0.42.1)
 CHOICES = ("none", *POLICIES, *BY_NAME, OFFLOAD, SQRT)
 
 
@@ -181,10 +183,24 @@ def _inputs(policy: str, name: str = "input of layer") -> Wrapper:
 
     def offloaded(body):
         # The name is inside: of what is named outside, a copy would be kept.
-        named = lambda carry, given: body(jax.tree.map(lambda leaf: checkpoint_name(leaf, name), carry), given)
+        named = lambda carry, given: body(jax.tree.map(lambda leaf: _in_parts(leaf, name), carry), given)
         return wrap(named, policy=BY_NAME["offload_names"]([name]))
 
     return offloaded
+
+
+def _in_parts(leaf, name: str):
+    """Return an array that is named, for a TPU in several parts where it is too large to be moved at once."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if (jax.default_backend() if device is None else device.platform) != "tpu" or not leaf.ndim:
+        return checkpoint_name(leaf, name)
+    own = leaf.size * leaf.dtype.itemsize // math.prod(shares(jax.typeof(leaf), dim) for dim in range(leaf.ndim))
+    dim = max(range(leaf.ndim), key=lambda dim: (partitions(leaf)[dim] is None, leaf.shape[dim]))
+    fewest = max(1, -(-own // MOVED))
+    parts = next((n for n in range(fewest, leaf.shape[dim]) if leaf.shape[dim] % n == 0), 1)
+    if parts == 1:
+        return checkpoint_name(leaf, name)
+    return jnp.concatenate([checkpoint_name(part, name) for part in jnp.split(leaf, parts, axis=dim)], axis=dim)
 
 
 def _split(part: str) -> tuple[str, str, str]:

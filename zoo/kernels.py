@@ -7,6 +7,7 @@ Dimensions: `B` batch `S` sequence `N` query heads `K` kv heads `G` query heads 
 """
 
 import functools
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,11 +21,14 @@ from jaxtyping import Array, Float, Integer
 from transforms import tile
 from transforms.sharding import explicit, partitions
 from zoo.config import Config
+from zoo.models import piecewise
 from zoo.models.blockwise import blockwise_attention
 from zoo.models.layers import accumulator, attention, beside
 
 LANES = 128  # of a TPU's vector registers: blocks and head sizes are multiples of them
 BLOCKS = (512, 256, LANES)  # tokens of a block of splash attention: the longest that divides a sequence
+WHOLE = 2**15  # tokens: splash attention of longer sequences goes by pieces
+PIECE = 2**13  # tokens of a piece at most
 Kept = tuple[Float[Array, "B N S"], Float[Array, "B N S"]]  # the logarithms of sums, and `own` (`Ops.keeps`)
 Attention = Callable[..., Any]
 
@@ -232,6 +236,7 @@ def splash_attention(
     causal: bool = True,
     keep: bool = False,
     kept: Kept | None = None,
+    piece: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B S N H"] | tuple[Float[Array, "B S N H"], Float[Array, "B N S"]]:
     """Return `attention` by the splash attention kernel of TPUs, on the share of batch and heads that each device has.
@@ -242,6 +247,7 @@ def splash_attention(
     the kernel does not know of, so that `tile` may cut heads and batch.
 
     Args:
+        piece: how many tokens are given to the kernel at a time, at most; None is all of sequences up to `WHOLE`.
         interpret: whether the kernel is computed without a TPU, slowly.
 
     Raises:
@@ -258,7 +264,7 @@ def splash_attention(
         batch, _, heads, _ = q.shape
         kv_heads = k.shape[2]
         calls = kv_heads if kv_heads > 1 else heads  # in the grid; those that share the one kv head are apart, too
-        kernel = _splash_kernel(splash, length, heads // calls, window, causal, cap, interpret)
+        own = 0 if kv_heads > 1 else None
         wide = lambda x: jnp.pad(x, ((0, 0),) * 3 + ((0, -size % LANES),))
         q = (q.astype(accumulator(q.dtype)) * scale).astype(q.dtype)
         q_BKGSH = wide(q).reshape(batch, length, calls, heads // calls, -1).transpose(0, 2, 3, 1, 4)
@@ -266,33 +272,57 @@ def splash_attention(
         if kv_heads == 1:
             k_BKSH, v_BKSH = k_BKSH[:, 0], v_BKSH[:, 0]
         sinks_KG = None if sinks is None else sinks.reshape(calls, -1)
-        ids = None if segments is None else splash.SegmentIds(segments, segments)
-        own = 0 if kv_heads > 1 else None
-        of_head = lambda q, k, v, ids, sinks: kernel(q, k, v, segment_ids=ids, sinks=sinks)
-        see = jax.vmap(jax.vmap(of_head, (0, own, own, None, 0)), (0, 0, 0, 0, None))
+
+        def see_of(size, offset=0, **how):
+            of_heads = window, causal, cap, interpret
+            kernel = _splash_kernel(splash, size, heads // calls, *of_heads, offset=offset, **how)
+            of_head = lambda q, k, v, ids, sinks: kernel(
+                q, k, v, segment_ids=None if ids is None else splash.SegmentIds(*ids), sinks=sinks
+            )
+            return jax.vmap(jax.vmap(of_head, (0, own, own, None, 0)), (0, 0, 0, 0, None))
+
+        ids = None if segments is None else (segments, segments)
         args = q_BKGSH, k_BKSH, v_BKSH, ids, sinks_KG
-        out_BKGSH, *logs = _keeping(see)(*args) if keep else (see(*args),)
-        if kept is not None:
-            out_BKGSH = _with_gradients_of(see)(*args, *(x.reshape(q_BKGSH.shape[:-1]) for x in kept))
+        of_queries = lambda x: x.reshape(q_BKGSH.shape[:-1])
+        if piece is not None or length > WHOLE:
+            made = functools.partial(_of_pieces, see_of)
+            before, behind = (math.inf, 0 if causal else math.inf) if window is None else _reach(window, causal)
+            pieces = piecewise.Piecewise(made, length, piece or PIECE, min(piece or PIECE, BLOCKS[0]), before, behind)
+            told = None if kept is None else tuple(map(of_queries, kept))
+            out_BKGSH, *logs = pieces(q_BKGSH, k_BKSH, v_BKSH, segments, sinks_KG, keep=keep, kept=told)
+        else:
+            see = see_of(length)
+            out_BKGSH, *logs = _keeping(see)(*args) if keep else (see(*args),)
+            if kept is not None:
+                out_BKGSH = _with_gradients_of(see)(*args, *map(of_queries, kept))
         seen = out_BKGSH.transpose(0, 3, 1, 2, 4).reshape(*q.shape[:3], -1)[..., :size]
         return (seen, logs[0].reshape(batch, heads, length)) if keep else seen
 
     return _on_each_device(run, q, beside(q, k), beside(q, v), q_segments, sinks, kept, keep=keep)
 
 
-def _splash_kernel(splash, length, heads, window, causal, cap, interpret):
-    """Return the kernel of some query heads that share keys and values."""
+def _splash_kernel(splash, length, heads, window, causal, cap, interpret, *, offset: int | None = 0, fused=False):
+    """Return the kernel of some query heads that share keys and values.
+
+    The first query stands `offset` tokens behind the first key; None is where every query sees every key. A fused
+    backward pass has five products in place of seven, and a gradient of the queries for each block of keys.
+    """
     shape = (length, length)
-    if window is None:
-        mask = splash.CausalMask(shape) if causal else splash.FullMask(shape)
+    if offset is None or (window is None and not causal):
+        mask = splash.FullMask(shape)
+    elif window is None:
+        mask = splash.CausalMask(shape, offset)
     else:
-        mask = splash.LocalMask(shape, _reach(window, causal), 0)
+        mask = splash.LocalMask(shape, _reach(window, causal), offset)
     block = next(block for block in BLOCKS if length % block == 0)
-    sizes = ("q", "kv", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
+    sizes = dict.fromkeys(("q", "kv", "q_dkv", "kv_dkv", "kv_dkv_compute"), block)
+    sizes |= {} if fused else {"q_dq": block, "kv_dq": block}
     make = functools.partial(
         splash.make_splash_mqa,
         splash.MultiHeadMask([mask] * heads),
-        block_sizes=splash.splash_attention_kernel.BlockSizes(**{f"block_{size}": block for size in sizes}),
+        block_sizes=splash.splash_attention_kernel.BlockSizes(
+            **{f"block_{name}": size for name, size in sizes.items()}, use_fused_bwd_kernel=fused
+        ),
         attn_logits_soft_cap=cap,
         head_shards=1,
         q_seq_shards=1,
@@ -302,6 +332,17 @@ def _splash_kernel(splash, length, heads, window, causal, cap, interpret):
     # is set, whose devices may be described and compute nothing.
     with ThreadPoolExecutor(1) as apart:
         return apart.submit(make).result()
+
+
+def _of_pieces(see_of, size, offset):
+    """Return splash attention of pieces, as `Piecewise` calls it."""
+    see = see_of(size, offset, fused=True)
+
+    def backward(q, k, v, ids, logs, own, given):
+        again = lambda q, k, v: _with_gradients_of(see)(q, k, v, ids, None, logs, own)
+        return jax.vjp(again, q, k, v)[1](given)
+
+    return piecewise.Kernel(lambda *args: _keeping(see)(*args), backward)
 
 
 # ------------------------------------------------------- what a forward pass has found, told to the backward pass

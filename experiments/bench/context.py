@@ -23,6 +23,7 @@ from experiments.commandline import schema
 from experiments.commandline.console import GIB
 from experiments.commandline.overrides import with_overrides
 from experiments.planning import ahead, targets
+from experiments.planning.cost import crowded
 from experiments.planning.resolve import checked, resolve
 from experiments.planning.targets import TargetError
 from experiments.runtime import meshes
@@ -31,7 +32,6 @@ from zoo.accounting import recomputed_flops
 
 FIGURES = Path(__file__).with_suffix(".json")
 STEP = 2**17  # tokens
-HOST = 2048  # GiB of the host's memory, for all of its devices
 SETTING = ["model=llama3_1_8b", "batch_size=1", "tiling=long", "optimizer=sgd", "hardware.param_dtype=bfloat16"]
 ROWS: dict[str, tuple[str, list[str], int]] = {  # what it is, with which words, and a guess in steps
     "h100-1": ("one H100, 80 GB", [], 12),
@@ -62,7 +62,7 @@ def measure(target: str, tokens: int, words: list[str]) -> dict[str, float | Non
     except ahead.OutOfMemoryError:
         return None
     devices = config.mesh.devices
-    if cost.host * devices > HOST * GIB:
+    if crowded(cost.host, config, device) is not None:
         return None
     least = recomputed_flops(config.model.config, config.batch_size, config.seq_len)
     products = None if cost.flops is None else round(cost.flops * devices / least, 2)

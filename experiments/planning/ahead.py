@@ -4,6 +4,7 @@ python experiments/run.py compile_for=v5e-8 model=gemma2_2b batch_size=16 seq_le
 """
 
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 
@@ -73,7 +74,9 @@ def measure(programs: Programs, device: Device) -> cost.Traffic:
 def _table(name: str, config: configs.Resolved, traffic: cost.Traffic, device: Device) -> str:
     """Return the whole table of a run on described devices as text."""
     cut = f"tiling.n={config.tiling.n}, remat {config.remat.policy}, attention {config.attention}"
-    notes = [f"  note: {note}." for note in meshes.notes(config.mesh, config.model.config.dims)]
+    notes = [f"note: {note}." for note in meshes.notes(config.mesh, config.model.config.dims)]
+    if (crowded := cost.crowded(traffic.host, config, device)) is not None:
+        notes.append(f"note: {crowded}")
     state = [f"{config.hardware.param_dtype}, computed in {config.hardware.compute_dtype}"]
     lines = [
         f"── {name} for {device.name} ".ljust(report.WIDTH, "─"),
@@ -94,7 +97,7 @@ def _table(name: str, config: configs.Resolved, traffic: cost.Traffic, device: D
         [
             *lines,
             *_work(config, traffic),
-            *notes,
+            *(line for note in notes for line in textwrap.wrap(note, report.WIDTH, **report.INDENT)),
             "─" * report.WIDTH,
         ]
     )

@@ -14,7 +14,7 @@ import jax
 
 import zoo.accounting
 from experiments import configs
-from experiments.commandline.console import GIB
+from experiments.commandline.console import GIB, size
 from experiments.planning import hlo
 from experiments.runtime.hardware import Device
 from experiments.step import tiling
@@ -173,6 +173,23 @@ def host_bytes(compiled: Any) -> int:
     stats = compiled.compiled.memory_analysis()
     outputs = stats.host_output_size_in_bytes - stats.host_alias_size_in_bytes
     return stats.host_argument_size_in_bytes + outputs + stats.host_temp_size_in_bytes
+
+
+def crowded(host: int, config: configs.Resolved, device: Device) -> str | None:
+    """Return why a machine's own memory does not hold what so many bytes for each of its devices are, and what to do.
+
+    None where it does, or where its size is not known; of a CPU, that is the device's memory.
+    """
+    if device.host is None or device.platform == "cpu" or host * device.on_host <= device.host:
+        return None
+    has = "a host has" if device.described is not None else "this machine has free"
+    ways = ["remat.policy=offload/2, which keeps the input of every second layer"] * (config.remat.policy == "offload")
+    ways += ["hardware.offload=none"] * bool(config.hardware.offloaded)
+    every = f" for its {device.on_host} devices" if device.on_host > 1 else ""
+    return (
+        f"its step holds {size(host * device.on_host)} in host memory{every}, and {has} {size(device.host)}. "
+        f"Use {', '.join([*ways, 'fewer tokens, or a machine with more'])}."
+    )
 
 
 @dataclass(frozen=True)

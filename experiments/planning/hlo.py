@@ -23,14 +23,18 @@ _FMHA = re.compile(r'custom_call_target="__cudnn\$fmha\w*?Softmax(Backward)?"')
 _SCORES = re.compile(r'"intermediate_tensor_shape": ?\{[^}]*?"dimensions": ?\[([^\]]*)\]')
 _HEAD = re.compile(r"operand_layout_constraints=\{\w+\[[\d,]*?(\d+)\]")
 _WINDOW = re.compile(r'"sliding_window_length": ?"?([1-9]\d*)')
+_BLOCKS = r"s\d+\[1,\d+,\d+\]\{[\d,]*\}, "
+_SPLASH = re.compile(
+    rf' = \((.*)\) custom-call\(.*"tpu_custom_call", operand_layout_constraints=\{{({_BLOCKS}{_BLOCKS}.*?\}})\}}'
+)
 _TRIPS = re.compile(r'known_trip_count"?:\s*\{\s*"?n"?:\s*"?(\d+)"?')
 
 
 def dot_flops(text: str, trips: Mapping[str, int] | None = None) -> int:
     """Return the multiplications and additions of all matrix products that a run of the program executes.
 
-    Those within kernels are not seen, but of cuDNN's attention: two products forward and five backward, of what is
-    visible.
+    Those within kernels are not seen, but of attention: of cuDNN's two products forward and five backward, of what is
+    visible; of splash attention's, those of the blocks that it computes.
 
     Args:
         text: `compiled.as_text()`.
@@ -45,7 +49,7 @@ def dot_flops(text: str, trips: Mapping[str, int] | None = None) -> int:
     def count(name: str) -> int:
         if name not in known:
             lines = bodies[name]
-            own = sum(_dots(lines)) + sum(map(_attention, lines))
+            own = sum(_dots(lines)) + sum(map(_attention, lines)) + sum(map(_splash, lines))
             known[name] = own + sum(times * count(inner) for inner, times in _calls(lines, bodies, told=trips))
         return known[name]
 
@@ -63,6 +67,32 @@ def _attention(line: str) -> int:
     window, causal = _WINDOW.search(line), '"mask_type": "CAUSAL"' in line
     pairs = visible_pairs(queries, int(window.group(1)) if window else None) if causal else queries * keys
     return 2 * (5 if kernel.group(1) else 2) * batch * heads * pairs * int(head.group(1))
+
+
+def _splash(line: str) -> int:
+    """Return the FLOPs of splash attention, of any other line none.
+
+    A kernel reads two arrays about its blocks `[1, rows, columns]`; then queries `[*q S H]`, keys and values
+    `[*k S H]`, and where it has a mask positions, in integers as documents are, of which queries and keys have some.
+    Without a mask it computes all of its blocks; with one those on and below the diagonal, or where no row has as many,
+    those that a row has at most. Forward it has two products, and backward three for the queries, or four for keys and
+    values, and one more where these make the queries' too.
+    """
+    kernel = _SPLASH.search(line)
+    if kernel is None:
+        return 0
+    made, read = (
+        [(dtype, [int(size) for size in dims.split(",") if size]) for dtype, dims in _ARRAY.findall(part)]
+        for part in kernel.groups()
+    )
+    (_, (_, rows, columns)), _, (_, q), (_, k), _, *others = read
+    backward, of_keys = any(dims == q for _, dims in others), sum(dims == k for _, dims in made) >= 2
+    block = k[-2] // columns if of_keys else q[-2] // rows
+    masked = sum(dtype == "s32" for dtype, _ in others) % 2
+    blocks = rows * (rows + 1) // 2 if masked and rows == columns else rows * columns
+    fused = any(len(dims) == len(q) + 1 and dims[-2:] == q[-2:] for _, dims in made)
+    products = 4 + fused if of_keys else 3 if backward else 2
+    return 2 * products * math.prod(q[:-2]) * blocks * block**2 * q[-1]
 
 
 def bytes_read(text: str, trips: Mapping[str, int] | None = None, least: int = 0) -> int:

@@ -54,8 +54,11 @@ def report(programs: Programs, model: str, asked: Asked, device: Device, ask: Ca
         else:
             print(render(model, config, plan, device))
             print(f"  compiled in {time.perf_counter() - began:.1f} s", flush=True)
-            if plan.fits:
+            crowded = cost.crowded(plan.host, config, device)
+            if plan.fits and crowded is None:
                 return plan
+            if plan.fits:
+                raise DoesNotFitError(f"{model} does not fit: {crowded}")
             total, free_too = size(plan.memory.total), size(plan.headroom)
             need = f"the compiled step takes {total} and {free_too} must stay free.\n"
     ask()

@@ -84,6 +84,8 @@ class Accelerator:
         platform: tpu or gpu.
         memory: GiB of one device that a program may use.
         shapes: the topology of a slice by its number of chips; of hosts, by nothing.
+        host: GiB of the memory of a host, as those that clouds lend have; None is not known.
+        chips: how many a host has.
         cores: how many of the number in its name make one chip.
         topology: what libtpu calls it, where that is not its name here.
         gpu: of a GPU, what it is.
@@ -91,6 +93,8 @@ class Accelerator:
 
     platform: str
     memory: float
+    host: float | None = None
+    chips: int = 8
     shapes: dict[int, str] | None = None
     cores: int = 1
     topology: str | None = None
@@ -113,16 +117,19 @@ _B200 = Gpu(
 )
 _L4 = Gpu(name="NVIDIA L4", cores=58, clock=2.04, bandwidth=300000000000, cache=50331648, **_ADA)
 _4090 = Gpu(name="NVIDIA GeForce RTX 4090", cores=128, clock=2.52, bandwidth=1008000000000, cache=75497472, **_ADA)
+_GB = 1e9 / GIB  # what clouds count hosts' memory in
 ACCELERATORS = {
-    "v4": Accelerator(platform="tpu", memory=15.25, shapes=CUBES, cores=2),  # each core is a device to the compiler
-    "v5e": Accelerator(platform="tpu", memory=15.75, shapes=FLAT),
-    "v5p": Accelerator(platform="tpu", memory=95.74, shapes=CUBES, cores=2),
-    "v6e": Accelerator(platform="tpu", memory=31.25, shapes=FLAT),
-    "v7x": Accelerator(platform="tpu", memory=94.75, shapes=CUBES, cores=2, topology="tpu7x"),
-    "h100": Accelerator(platform="gpu", memory=79.1, gpu=_H100),
-    "h200": Accelerator(platform="gpu", memory=139.0, gpu=_H200),
-    "b200": Accelerator(platform="gpu", memory=178.3, gpu=_B200),
-    "l4": Accelerator(platform="gpu", memory=22.0, gpu=_L4),
+    "v4": Accelerator(
+        platform="tpu", memory=15.25, host=407 * _GB, chips=4, shapes=CUBES, cores=2
+    ),  # cores are devices
+    "v5e": Accelerator(platform="tpu", memory=15.75, host=384 * _GB, shapes=FLAT),
+    "v5p": Accelerator(platform="tpu", memory=95.74, host=448 * _GB, chips=4, shapes=CUBES, cores=2),
+    "v6e": Accelerator(platform="tpu", memory=31.25, host=1440 * _GB, shapes=FLAT),
+    "v7x": Accelerator(platform="tpu", memory=94.75, host=960 * _GB, chips=4, shapes=CUBES, cores=2, topology="tpu7x"),
+    "h100": Accelerator(platform="gpu", memory=79.1, host=2048, gpu=_H100),
+    "h200": Accelerator(platform="gpu", memory=139.0, host=2048, gpu=_H200),
+    "b200": Accelerator(platform="gpu", memory=178.3, host=2048, gpu=_B200),
+    "l4": Accelerator(platform="gpu", memory=22.0, host=384 * _GB, gpu=_L4),
     "rtx4090": Accelerator(platform="gpu", memory=23.6, gpu=_4090),
 }
 
@@ -148,9 +155,18 @@ class Target:
     @property
     def device(self) -> Device:
         """What a run is planned with."""
-        count = len(self.devices)
+        count, found = len(self.devices), self.accelerator
         name = f"{self.name}, {count} x {self.devices[0].device_kind}"
-        return Device(self.accelerator.platform, name, int(self.accelerator.memory * GIB), count, self.devices)
+        host = None if found.host is None else int(found.host * GIB)
+        return Device(
+            found.platform, name, int(found.memory * GIB), count, self.devices, host, min(count, self._on_host)
+        )
+
+    @property
+    def _on_host(self) -> int:
+        """How many devices a host has: of chips whose cores are devices, those."""
+        number = int(self.name.rpartition("-")[2])
+        return self.accelerator.chips * max(1, len(self.devices) * self.accelerator.cores // number)
 
 
 def find(name: str) -> Target:

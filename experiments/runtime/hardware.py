@@ -27,6 +27,8 @@ class Device:
         memory: bytes that are free for this run, on each device.
         count: how many of them there are.
         described: JAX's descriptions of devices that are not here, which hold nothing and run nothing.
+        host: bytes of the memory of a machine that has such devices, free for this run; None where that is not known.
+        on_host: how many of them a machine has.
     """
 
     platform: str
@@ -34,6 +36,8 @@ class Device:
     memory: int
     count: int = 1
     described: Sequence[Any] | None = None
+    host: int | None = None
+    on_host: int = 1
 
 
 # Dense bfloat16 TFLOP/s of one device, by part of its name; the makers' data sheets.
@@ -85,7 +89,8 @@ def prepare(platform: Platform) -> Device:
             f"Install JAX for it (the extras cuda and tpu), or use hardware=auto."
         ) from None
     memory = distributed.least(free_memory(device))
-    return Device(device.platform, _name(device), memory, jax.device_count())
+    local = jax.local_device_count()
+    return Device(device.platform, _name(device), memory, jax.device_count(), host=host_memory(), on_host=local)
 
 
 def allow(config: configs.Hardware) -> None:

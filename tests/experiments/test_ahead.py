@@ -1,6 +1,7 @@
 """Compiling for hardware that is not here: names, errors, what is printed, and what would fit."""
 
 import importlib.util
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +27,8 @@ def compile_for(monkeypatch, tmp_path):
     monkeypatch.setattr(ahead, "user_cache", lambda: tmp_path)
     before = jax.config.jax_compilation_cache_dir
 
-    def run(*words, memory=16.0):
-        target = Target("v5e-8", Accelerator(platform="gpu", memory=memory), jax.devices())
+    def run(*words, memory=16.0, host=None):
+        target = Target("v5e-8", Accelerator(platform="gpu", memory=memory, host=host), jax.devices())
         monkeypatch.setattr(targets, "find", lambda name: target)
         words = [*WORDS, *words]
         return ahead.start(*schema.compose(words), words)
@@ -51,6 +52,27 @@ def test_a_step_that_does_not_fit_is_told_with_what_does(compile_for, capsys):
     assert "tiny does not fit v5e-8" in error
     assert "a device has 1.0 MiB" in error
     assert "This fits" in error
+
+
+def test_more_than_a_host_has_is_told(compile_for, capsys, monkeypatch):
+    monkeypatch.setattr(cost, "host_bytes", lambda compiled: 2**30)
+    for host, told in ((7.9, True), (8.0, False), (None, False)):
+        assert compile_for("mesh=fsdp", host=host) == 0
+        out = " ".join(capsys.readouterr().out.split())
+        note = "note: its step holds 8.00 GiB in host memory for its 8 devices, and a host has 7.90 GiB. Use fewer"
+        assert (note in out) == told
+        assert "8.00 GiB for all devices" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "cores", "count", "on_host"),
+    [("v5e-8", 1, 8, 8), ("v5p-2", 2, 1, 1), ("v5p-16", 2, 8, 4), ("v7x-16", 2, 16, 8), ("h100-16", 1, 16, 8)],
+)
+def test_a_host_has_so_many_devices(name, cores, count, on_host):
+    """Chips whose cores are devices have two of those."""
+    known = targets.ACCELERATORS[name.partition("-")[0]]
+    device = Target(name, known, [SimpleNamespace(device_kind="a test")] * count).device
+    assert (known.cores, device.on_host, device.host) == (cores, on_host, int(known.host * 2**30))
 
 
 def test_attention_that_a_device_cannot_have_is_refused_with_the_reason(compile_for, capsys):
@@ -154,6 +176,35 @@ def test_collectives_are_counted_with_the_turns_of_their_loops():
         (found,) = hlo.collectives(run.lower().compile().as_text(), 8)
     assert (found.op, found.times, found.looped) == ("all-reduce", 5, True)
     assert found.bytes == 2 * 7 / 8 * 32 * 32 * 4
+
+
+_BLOCKS = "s8[1,16,16]{2,1,0}, s8[1,16,16]{2,1,0}"
+_FEW = "s8[1,16,3]{2,1,0}, s8[1,16,3]{2,1,0}"
+_READ = "bf16[1,4,8192,128]{3,2,1,0}, bf16[1,8192,128]{2,1,0}, bf16[1,8192,128]{2,1,0}"
+_GIVEN = "f32[1,4,8,8192]{3,2,1,0}, bf16[1,4,8192,128]{3,2,1,0}, f32[1,4,8,8192]{3,2,1,0}"
+_SEEN = "f32[1,512,128]{2,1,0:T(8,128)}, bf16[1,4,8192,128]{3,2,1,0:T(8,128)(2,1)}, f32[1,4,8192,128]{3,2,1,0:T(8,128)}"
+_KEYS = "bf16[1,8192,128]{2,1,0:T(8,128)(2,1)}, bf16[1,8192,128]{2,1,0:T(8,128)(2,1)}"
+_FUSED = f"f32[1,512,128]{{2,1,0}}, bf16[1,16,4,8192,128]{{4,3,2,1,0:T(8,128)(2,1)}}, {_KEYS}"
+_PLACES, _DOCUMENTS = "s32[8192,128]{1,0}", "s32[8192,128]{1,0}, s32[8,8192]{1,0}"
+
+
+@pytest.mark.parametrize(
+    ("made", "read", "products", "blocks"),
+    [
+        (_SEEN, f"{_BLOCKS}, {_READ}", 2, 256),
+        (_SEEN, f"{_BLOCKS}, {_READ}, {_PLACES}", 2, 136),
+        (_SEEN, f"{_BLOCKS}, {_READ}, {_DOCUMENTS}", 2, 256),
+        (_SEEN, f"{_FEW}, {_READ}, {_DOCUMENTS}, {_PLACES}", 2, 48),
+        (_FUSED, f"{_BLOCKS}, {_READ}, {_GIVEN}, {_PLACES}", 5, 136),
+        (_FUSED.split(", bf16[1,16")[0] + f", {_KEYS}", f"{_BLOCKS}, {_READ}, {_GIVEN}", 4, 256),
+        ("f32[1,512,128]{2,1,0}, bf16[1,4,8192,128]{3,2,1,0}", f"{_BLOCKS}, {_READ}, {_GIVEN}", 3, 256),
+    ],
+)
+def test_splash_attention_has_the_products_of_its_blocks(made, read, products, blocks):
+    """As compilers for TPUs write it, who do not say what a kernel computes."""
+    call = f'custom_call_target="tpu_custom_call", operand_layout_constraints={{{read}}}, frontend_attributes={{k={{'
+    text = f"ENTRY %main (p: f32[8]) -> f32[8] {{\n  %k.1 = ({made}) custom-call(%c.1, %c.2), {call}\n}}"
+    assert hlo.dot_flops(text) == 2 * products * 4 * blocks * 512**2 * 128
 
 
 TPU = """

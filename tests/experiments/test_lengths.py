@@ -1,6 +1,7 @@
 """Nothing overflows where texts are millions of tokens: by shape at that size, and by value where that is cheap."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from experiments.step import objectives, tiling
 from tests.quick import QUICK
 from transforms import tile
 from transforms.remat import remat
+from transforms.sharding import make_mesh
 from zoo.kernels import tiled
 from zoo.models import layers
 from zoo.models.layers import Ops
@@ -120,6 +122,16 @@ def test_words_that_no_table_has_are_none_however_many_tokens_there_are(monkeypa
     np.testing.assert_array_equal(rows[known], np.asarray(table, np.float32)[np.asarray(ids)[known]])
     count = jax.grad(lambda table: jnp.where(known[..., None], layers.lookup(table, ids, jnp.float32), 0).sum())(table)
     np.testing.assert_array_equal(np.asarray(count, np.float32)[:, 0], [4, 0, 2, 2, 4])
+
+
+def test_a_device_that_is_a_mesh_sums_words_in_slices_too(monkeypatch):
+    monkeypatch.setattr(layers, "SPREAD_BYTES", 4096)
+    with jax.set_mesh(make_mesh(1, devices=jax.devices()[:1])):
+        table, ids = jnp.ones((5, 64), jnp.bfloat16), jnp.zeros((2, 9), jnp.int32)
+        loss = lambda table: layers.lookup(table, ids, jnp.bfloat16).sum()
+        found = re.findall(r"f32\[2,9,(\d+)", str(jax.make_jaxpr(jax.grad(loss))(table)))
+        assert set(found) == {"32"}
+        assert jax.jit(jax.grad(loss))(table)[:, 0].tolist() == [18, 0, 0, 0, 0]
 
 
 def test_every_token_of_a_long_text_may_be_the_same_word():

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import re
 
 import jax
 import pytest
@@ -184,6 +185,43 @@ def test_a_run_that_does_not_fit_stops_before_allocating(tmp_path, capsys, monke
     assert not (tmp_path / "runs").exists()
     config = resolve(schema.compose(with_overrides(overrides, remedy))[0], DEVICE)
     assert step_bytes(config) <= 0.03 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("words", "ways"),
+    [
+        (
+            ["remat.policy=offload", "hardware.offload=params"],
+            "remat.policy=offload/2, which .* hardware.offload=none, ",
+        ),
+        ([], ""),
+    ],
+)
+def test_more_than_the_machine_has_beside_its_device_is_refused(words, ways):
+    config = resolved(*words)
+    has = functools.partial(Device, "gpu", "a test", 2**34, count=8, host=2**30)
+    assert cost.crowded(2**28, config, has(on_host=4)) is None
+    told = cost.crowded(2**28 + 2**20, config, has(on_host=4))
+    assert re.match(
+        r"its step holds 1.00 GiB in host memory for its 4 devices, and this machine has free 1.00 GiB. "
+        rf"Use {ways}fewer tokens, or a machine with more.",
+        told,
+    )
+    assert cost.crowded(2**40, config, Device("cpu", "a test", 2**34, host=2**30)) is None
+    assert cost.crowded(2**40, config, Device("gpu", "a test", 2**34)) is None
+
+
+def test_a_run_that_does_not_fit_its_host_stops_before_allocating(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(hardware, "prepare", lambda platform: Device("gpu", "a test", 2**30, host=2**20, on_host=2))
+    monkeypatch.setattr(Programs, "init", None)  # would fail if it were reached
+    monkeypatch.setattr(cost, "host_bytes", lambda compiled: 2**20)
+    overrides = [*MICRO, "data=pydoc", f"data.cache={tmp_path}", f"out={tmp_path / 'runs'}", "attention=plain"]
+    overrides += ["hardware.compute_dtype=float32", "tiling.n=8", "mesh=one"]
+    assert run.start(*schema.compose(overrides), overrides) == 1
+    told = (
+        "tiny does not fit: its step holds 2.0 MiB in host memory for its 2 devices, and this machine has free 1.0 MiB."
+    )
+    assert told in capsys.readouterr().err
 
 
 def test_a_hopeless_model_names_one_that_fits(tmp_path, capsys, monkeypatch):

@@ -126,3 +126,9 @@ def test_what_stands_for_labels_out_of_range_is_left_as_it_is(fill):
     looked_up = lambda x, y: logs(x).at[jnp.arange(T), y].get(mode="fill", fill_value=fill)
     x, labels = jnp.asarray(np.random.default_rng(1).normal(size=(T, V))), np.asarray([V + 1, *LABELS[1:]], np.int32)
     np.testing.assert_allclose(tile(looked_up, CUT, 4)(x, labels), looked_up(x, labels), rtol=1e-5)
+
+
+def test_a_sum_in_sixteen_bits_is_cropped():
+    """It is wider than it will be, and so is what would fill it up."""
+    crop = lambda x: jax.lax.pad(x.sum(0), jnp.bfloat16(0), [(-1, 0, 0)])
+    np.testing.assert_array_equal(tile(crop, axis=0, n=4)(jnp.ones((8, 4), jnp.bfloat16)), np.full(3, 8))

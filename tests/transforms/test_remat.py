@@ -1,6 +1,7 @@
 """Every named policy gives the same gradients, and they keep as much as they say."""
 
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -77,6 +78,15 @@ def test_inputs_are_kept_of_so_many_layers_and_no_copy_stays_on_the_device(name,
     weights, x = arrays
     jaxpr = str(jax.make_jaxpr(jax.grad(lambda w: loss(remat(name), w, x)))(weights))
     assert set(re.findall(r"f32(?:<host>)?\[\d+,256,64\]", jaxpr)) == kept
+
+
+def test_inputs_that_a_tpu_cannot_move_at_once_are_moved_in_parts(arrays, monkeypatch):
+    monkeypatch.setattr(sys.modules["transforms.remat"], "MOVED", 256 * 64)
+    for platform, kept in (("tpu", {"64,64"}), ("gpu", {"256,64"})):
+        monkeypatch.setattr(jax, "default_backend", lambda platform=platform: platform)
+        weights, x = arrays
+        jaxpr = str(jax.make_jaxpr(jax.grad(lambda w, x=x: loss(remat("offload"), w, x)))(weights))
+        assert set(re.findall(r"f32<host>\[8,([\d,]+)\]", jaxpr)) == kept
 
 
 def test_groups_of_layers_keep_less_than_layers():

@@ -41,18 +41,21 @@ ROWS = [
             ("splash", "window, both ways"),
             ("splash", "window, cap, documents"),
             ("splash", "sinks"),
+            ("splash in pieces", "window, cap, documents"),
             ("cudnn", "window"),
             ("tiled", "all"),
         }
     ]
     for kernel, cases in {
         "splash": CASES,
+        "splash in pieces": CASES,
         "tiled": CASES,
         "cudnn": ("all", "window", "window of all", "one key", "both ways", "window, both ways"),
     }.items()
     for case in cases
 ]
-ADAPTERS = {"splash": SPLASH, "cudnn": CUDNN, "tiled": tiled(3)}
+PIECES = functools.partial(SPLASH, piece=128)  # four, of which the last is empty
+ADAPTERS = {"splash": SPLASH, "splash in pieces": PIECES, "cudnn": CUDNN, "tiled": tiled(3)}
 
 
 def drawn(*shapes, dtype=jnp.float32):
@@ -70,18 +73,23 @@ def pulled(run, how, q, k, v, out):
     return jax.tree.leaves((value, pull(out)))
 
 
+def close(found, wanted):
+    """To the largest of each; of what is zeros, where equal terms cancel, to the largest of all."""
+    most = max(np.abs(one).max() for one in wanted)
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, other, atol=5e-6 * (np.abs(other).max() or most))
+
+
 @pytest.mark.parametrize(("kernel", "case"), ROWS)
 def test_kernels_are_plain_attention(kernel, case):
     args = drawn((B, S, N, H), (B, S, K, H), (B, S, K, H), (B, S, N, H))
-    wanted = pulled(attention, CASES[case], *args)
-    for one, other in zip(pulled(ADAPTERS[kernel], CASES[case], *args), wanted, strict=True):
-        np.testing.assert_allclose(one, other, atol=5e-6 * np.abs(other).max())
+    close(pulled(ADAPTERS[kernel], CASES[case], *args), pulled(attention, CASES[case], *args))
 
 
 KEEPING = [
     pytest.param(kernel, case, marks=[] if (kernel, case) in light else [pytest.mark.heavy])
-    for light in [{("splash", "sinks"), ("tiled", "window, cap, documents")}]
-    for kernel in ("splash", "tiled")
+    for light in [{("splash", "sinks"), ("splash in pieces", "sinks"), ("tiled", "window, cap, documents")}]
+    for kernel in ("splash", "splash in pieces", "tiled")
     for case in CASES
 ]
 
@@ -96,8 +104,21 @@ def test_gradients_follow_from_what_a_kernel_keeps(kernel, case):
     own = jnp.moveaxis((out * seen).sum(-1), 1, -1)
     again = functools.partial(ADAPTERS[kernel], kept=(logs, own))
     value, *wanted = pulled(attention, how, *args, out)
-    for one, other in zip((seen, *pulled(again, how, *args, out)[1:]), (value, *wanted), strict=True):
-        np.testing.assert_allclose(one, other, atol=5e-6 * np.abs(other).max())
+    close((seen, *pulled(again, how, *args, out)[1:]), (value, *wanted))
+
+
+def test_the_program_of_a_long_text_is_that_of_a_longer_one():
+    """What a kernel knows of its blocks beforehand would be 64 times as much, and is made by the processor."""
+
+    def program(length):
+        x, kv = (jax.ShapeDtypeStruct((1, length, heads, 128), jnp.bfloat16) for heads in (4, 2))
+        loss = lambda *args: splash_attention(*args, scale=1.0, window=9000).astype(jnp.float32).sum()
+        found = list(equations(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(x, kv, kv)))
+        return len(found), [e.params["grid_mapping"].grid for e in found if e.primitive.name == "pallas_call"]
+
+    count, grids = program(2**17)
+    assert (count, grids) == program(2**20)
+    assert grids and all(np.prod(grid) <= 2 * 2 * 16 * 16 for grid in grids)
 
 
 def test_a_backward_pass_that_keeps_other_things_is_refused_by_what_it_keeps():

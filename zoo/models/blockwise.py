@@ -172,6 +172,40 @@ def _loop(loops: Walk, step: Callable[..., Any], carry: Any) -> Any:
     return jax.lax.scan(turn, carry, jnp.arange(loops.turns))[0]
 
 
+def with_backward(forward, backward, aligned=lambda own: own):
+    """Return what is seen as a function with gradients, and another that returns the queries with those.
+
+    Args:
+        forward: `(q, ...)`: what is seen, and the logarithms of its sums.
+        backward: `(q, ..., logs, own, given)`: the gradients of the arguments of `forward`; `own` is as in
+            `zoo.models.layers.Ops`.
+        aligned: returns `own`, which has the dimensions of what is seen but the last, as logarithms lie.
+
+    The second is called with `logs` and `own` behind the arguments of `forward`.
+    """
+
+    @jax.custom_vjp
+    def run(*args):
+        return forward(*args)[0]
+
+    def saved(*args):
+        out, logs = forward(*args)
+        return out, (args, out, logs)
+
+    def pull(kept, given):
+        args, out, logs = kept
+        return backward(*args, logs, aligned((given.astype(logs.dtype) * out).sum(-1)), given)
+
+    run.defvjp(saved, pull)
+
+    @jax.custom_vjp
+    def again(*args):
+        return args[0]
+
+    again.defvjp(lambda *args: (again(*args), args), lambda args, given: (*backward(*args, given), None, None))
+    return run, again
+
+
 def blockwise_attention(
     q: Float[Array, "B S N H"],
     k: Float[Array, "B S K H"],
@@ -205,25 +239,7 @@ def blockwise_attention(
             of_sinks = -(jnp.exp(sinks[:, :, None] - logs) * own).sum((0, 3)).astype(sinks.dtype)
         return *made.backward(q, k, v, masks, logs, own, given), (None, None), of_sinks
 
-    @jax.custom_vjp
-    def run(*args):
-        return made.forward(*args)[0]
-
-    def forward(*args):
-        out, logs = made.forward(*args)
-        return out, (args, out, logs)
-
-    def pull(kept, given):
-        args, out, logs = kept
-        return backward(*args, logs, jnp.moveaxis((given.astype(logs.dtype) * out).sum(-1), 1, 3), given)
-
-    run.defvjp(forward, pull)
-
-    @jax.custom_vjp
-    def again(q, k, v, masks, sinks, logs, own):
-        return q
-
-    again.defvjp(lambda *args: (again(*args), args), lambda args, given: (*backward(*args, given), None, None))
+    run, again = with_backward(made.forward, backward, lambda own: jnp.moveaxis(own, 1, 3))
     filled = lambda x: jnp.pad(x, ((0, 0), (0, tiles * size - length), *((0, 0),) * (x.ndim - 2)))
     q, k, v = filled(q), filled(k), filled(v)
     q = q.reshape(*q.shape[:2], k.shape[2], -1, width)

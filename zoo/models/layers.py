@@ -4,6 +4,7 @@ Dimensions: `B` batch `S` query position `T` key position `D` embed `V` vocab `F
 `K` kv heads `G` query heads per kv head `H` head size `E` experts `C` chosen experts of a token.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -307,11 +308,11 @@ def lookup(table: Float[Array, "V D"] | Widened, ids: Integer[Array, "B S"], dty
     """
     table = table.array if isinstance(table, Widened) else table
     if not explicit():
-        return constrain(_looked_up(table, ids).astype(dtype), "B S D")
+        return constrain(_looked_up(dtype, table, ids), "B S D")
     lies = PartitionSpec(*partitions(ids))
     where = PartitionSpec(*partitions(ids), None)
-    if partitions(ids)[1] is not None:
-        own = jax.shard_map(_looked_up, in_specs=(PartitionSpec(), lies), out_specs=where)
+    if partitions(ids)[1] is not None or jax.sharding.get_abstract_mesh().size == 1:
+        own = jax.shard_map(functools.partial(_looked_up, dtype), in_specs=(PartitionSpec(), lies), out_specs=where)
         rows = own(uncut(table, 0, 1), ids)
     elif accumulator(table.dtype) == table.dtype:
         rows = _rows(table, ids, where)
@@ -320,12 +321,13 @@ def lookup(table: Float[Array, "V D"] | Widened, ids: Integer[Array, "B S"], dty
     return constrain(rows.astype(dtype), "B S D")
 
 
-def _looked_up(table, ids):
-    """Return the rows of ids that are all here, of a table that is, too."""
+def _looked_up(dtype, table, ids):
+    """Return the rows of ids that are all here in a dtype, of a table that is, too."""
     if accumulator(table.dtype) == table.dtype:
-        return _rows(table, ids)
+        return _rows(table, ids).astype(dtype)
     slices = -(-4 * ids.size * table.shape[1] // SPREAD_BYTES)
-    return tile(_spread, axis=(1, None), n=min(slices, table.shape[1]))(table, ids)
+    spread = lambda table, ids: _spread(table, ids).astype(dtype)
+    return tile(spread, axis=(1, None), n=min(slices, table.shape[1]))(table, ids)
 
 
 def _rows(table, ids, where=None):

@@ -140,6 +140,7 @@ def pull_pad(node: Node, want: Tiled) -> tuple[Placement, ...]:
 
 def emit_pad(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
     cut = move.outs[0]
+    values = [values[0], values[1].astype(values[0].dtype)]  # sums are wider than they will be
     if not isinstance(cut, Tiled):
         return node.bind(values)
     if move.reach:
