@@ -54,6 +54,17 @@ def test_a_library_that_takes_the_wake_up_takes_no_signal():
         signal.set_wakeup_fd(taken)
 
 
+def test_an_interrupt_while_modules_are_read_leaves_no_traceback(tmp_path):
+    (tmp_path / "numpy.py").write_text("import time; print('reading', flush=True); time.sleep(60)")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*RUN, *WORDS], env=environment, **pipes) as process:
+        assert process.stdout.readline() == "reading\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=30) == ("", "")
+    assert process.returncode == -signal.SIGINT
+
+
 LATE = """
 import ctypes, sys
 from experiments.runtime.signals import Stop
