@@ -98,7 +98,7 @@ def load(
         own = _dtype_of(row, config, tensors, dtype)
         try:
             if row in kept:
-                leaves[row.leaf] = load_kept(row, config.dims, tensors, own, mesh)
+                leaves[row.leaf] = load_kept(row, config.dims, tensors, own, mesh, axes)
             elif mesh is None:
                 leaves[row.leaf] = _load_leaf(row, config.dims, tensors, own)
             else:
