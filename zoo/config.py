@@ -156,7 +156,7 @@ class Config:
         problems += not_positive(self, ("rope_theta", "norm_eps", "context_length"))
         if self.num_kv_heads > 0 and self.num_heads % self.num_kv_heads:
             problems.append(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
-        if self.head_dim % 2:
+        if self.head_dim % 2 and self.rotary_dim:
             problems.append(f"head_dim={self.head_dim} must be even, because rotary embedding turns pairs")
         refuse(self, problems + self.problems())
 
@@ -225,6 +225,11 @@ class Config:
     def norm_offset(self) -> float:
         """What is added to the weights of norms: 1 where they are stored less one."""
         return 0.0
+
+    @property
+    def centred_norms(self) -> bool:
+        """Whether norms take the mean away, those of queries and keys each head's own."""
+        return False
 
     @property
     def rotary_dim(self) -> int:

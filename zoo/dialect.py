@@ -32,7 +32,7 @@ class Dialect:
         window: the default of `sliding_window`.
         every: of `types` where layers are not listed, the key (or None) and the default of how many layers have one
             that is global.
-        rope: which layers' rotary frequencies may be stretched: `none`, `all`, or the `global` ones, the local ones
+        rope: which layers' rotary frequencies may be stretched: `all`, or the `global` ones, the local ones
             having frequencies of their own, or the `local` ones, the others not turning; `absent` where nothing turns.
         theta: the default base of rotary embedding.
         theta_key: what it is called outside of `rope_parameters`.
@@ -122,6 +122,19 @@ ACTIVATIONS = {
     "gelu_fast": "gelu_tanh",
     "relu": "relu",
     "relu2": "relu_squared",
+    "gelu_python": "gelu",
+    "gelu_python_tanh": "gelu_tanh",
+    "gelu_accurate": "gelu_tanh",
+    "gelu_10": "gelu_10",
+    "quick_gelu": "gelu_sigmoid",
+    "laplace": "laplace",
+    "leaky_relu": "leaky_relu",
+    "linear": "linear",
+    "mish": "mish",
+    "relu6": "relu6",
+    "hardswish": "hard_silu",
+    "sigmoid": "sigmoid",
+    "tanh": "tanh",
 }
 ACTIVATION = {"hidden_act": ("activation", ACTIVATIONS)}
 

@@ -14,19 +14,23 @@ import functools
 import itertools
 import math
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float8e4m3fn, Int8, PyTree, UInt8
 
 from transforms.bits import numbers
-from transforms.sharding import einsum
+from transforms.sharding import AXES, Axes, axes_of, einsum, partitions, sharding_of, uncut
 from zoo.config import rows
 from zoo.formats import MXFP4, NF4, Format
 from zoo.parameters import Row
+
+_LEAST = 16  # inputs: in smaller groups scales take more than the bits that they save
 
 
 class AbstractMatrix(eqx.Module):
@@ -62,14 +66,15 @@ class Quantised(AbstractMatrix):
     """A frozen matrix in fewer bits: integers, or what a table says of them, times the scale of their group.
 
     In memory there is one matrix more while it multiplies, in the dtype of its input; of eight bits with one scale for
-    each output there is none where the compiler converts as it multiplies. On a mesh it lies whole on every device.
+    each output there is none where the compiler converts as it multiplies. On a mesh it is cut as the matrix is
+    (`shardings`), and what is gathered to multiply is gathered in few bits.
 
     Attributes:
         values: integers or floats; of four bits two in a byte, the first in its lower half.
         scale: of each output's groups of inputs.
         format: what the integers stand for.
         letters: the matrix's dimensions without those that tell matrices apart, such as `DNH`.
-        sizes: of these dimensions.
+        sizes: of these dimensions; of the first outputs and the first inputs, the arrays tell.
         inputs: those that products sum over.
         dtype: what the matrix counts as.
         zero: of each output's groups, the integer that stands for zero; None is 0.
@@ -87,7 +92,7 @@ class Quantised(AbstractMatrix):
     @property
     def shape(self) -> tuple[int, ...]:
         """The matrix's shape."""
-        return (*self.values.shape[:-2], *self.sizes)
+        return (*self.values.shape[:-2], *map(self._of, self.letters))
 
     @property
     def ndim(self) -> int:
@@ -95,9 +100,14 @@ class Quantised(AbstractMatrix):
         return len(self.shape)
 
     @property
+    def outputs(self) -> str:
+        """The dimensions that products make."""
+        return "".join(letter for letter in self.letters if letter not in self.inputs)
+
+    @property
     def group(self) -> int:
         """How many inputs share a scale."""
-        return self._size(self.inputs) // self.scale.shape[-1]
+        return self.values.shape[-1] * 8 // self.format.bits // self.scale.shape[-1]
 
     def astype(self, dtype: DTypeLike) -> "Quantised":
         """Return the matrix as one that counts as another dtype; its integers and scales stay."""
@@ -107,16 +117,49 @@ class Quantised(AbstractMatrix):
         """Return the matrix as an array: computed in float32, and rounded once."""
         numbers = self._numbers(jnp.float32)
         scale = jax.lax.stop_gradient(self.scale).astype(jnp.float32)
-        grouped = numbers.reshape(*scale.shape, self.group)
+        *rest, cut = partitions(self.values)
+        cuts = (*rest, None, cut) if scale.shape[-1] == 1 else (*rest, cut, None)
+        grouped = _reshaped(numbers, (*scale.shape, self.group), cuts)
         grouped = (grouped if self.zero is None else grouped - self.zero[..., None]) * scale[..., None]
-        return self._turned(grouped.reshape(numbers.shape).astype(self.dtype))
+        return self._turned(_reshaped(grouped, numbers.shape, (*rest, cut)).astype(self.dtype))
 
     def einsum(self, pattern: str, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
         """Return `jnp.einsum(pattern, x, matrix)` in a dtype; None is that of `x`.
 
         The backward pass makes the matrix again, or the copies of all layers would wait for it.
         """
-        return jax.checkpoint(lambda x, weight: weight._einsum(pattern, x, dtype), prevent_cse=False)(x, self)
+        multiply = lambda x, weight: weight._beside(pattern, x)._einsum(pattern, x, dtype)
+        return jax.checkpoint(multiply, prevent_cse=False)(x, self)
+
+    def uncut(self, *dims: int) -> "Quantised":
+        """Return the matrix with some dimensions whole on every device: gathered, where the explicit mesh cuts them."""
+        lead = self.values.ndim - 2
+        named = {self.letters[dim - lead] for dim in dims if dim >= lead}
+        flat = [dim for dim in dims if dim < lead]
+        flat += [lead] * (self.outputs[0] in named) + [lead + 1] * (self.inputs[0] in named)
+        return jax.tree.map(lambda part: uncut(part, *flat), self)
+
+    @property
+    def partitions(self) -> tuple[Any, ...]:
+        """The axes that cut each dimension on the explicit mesh that is set."""
+        *lead, of_outputs, of_inputs = partitions(self.values)
+        of = {self.outputs[0]: of_outputs, self.inputs[0]: of_inputs}
+        return (*lead, *map(of.get, self.letters))
+
+    def _beside(self, pattern, x):
+        """Return the matrix with the dimensions gathered whose devices have another dimension of `x` apart."""
+        taken = set(axes_of(partitions(x)))
+        left, right = pattern.split("->")[0].split(",")
+        named = left.rpartition("...")[2]
+        of_x = dict(zip(named, partitions(x)[x.ndim - len(named) :], strict=True))
+        dims = range(len(right))
+        return self.uncut(
+            *(
+                dim
+                for dim in dims
+                if (cut := self.partitions[dim]) != of_x.get(right[dim]) and taken & {*axes_of([cut])}
+            )
+        )
 
     def _einsum(self, pattern, x, dtype):
         output, right = pattern.split("->")[1], pattern.split("->")[0].split(",")[1]
@@ -126,7 +169,9 @@ class Quantised(AbstractMatrix):
         numbers = self._turned(self._numbers(x.dtype))
         total = einsum(pattern, x, numbers, jnp.promote_types(x.dtype, jnp.float32))
         scale = jax.lax.stop_gradient(self.scale).astype(total.dtype)
-        return (total * scale.reshape(total.shape[-len(outputs) :])).astype(x.dtype if dtype is None else dtype)
+        cuts = partitions(numbers)[right.index(outputs[0])], *(None,) * (len(outputs) - 1)
+        scale = _reshaped(scale, total.shape[-len(outputs) :], cuts)
+        return (total * scale).astype(x.dtype if dtype is None else dtype)
 
     def _numbers(self, dtype):
         """Return what the integers stand for, before they are scaled `[*lead, O, I]`."""
@@ -135,24 +180,72 @@ class Quantised(AbstractMatrix):
         if self.format.bits == 8:
             return jax.lax.stop_gradient(self.values).astype(dtype)
         halves = (self.values[..., None] >> jnp.array([0, 4], jnp.uint8)) & jnp.uint8(15)
-        codes = halves.reshape(*self.values.shape[:-1], -1)
+        shape = *self.values.shape[:-1], 2 * self.values.shape[-1]
+        codes = _reshaped(halves, shape, partitions(self.values))
         if self.format is Format.int4:
             return codes.astype(dtype) - 8
         return _looked_up(codes, NF4 if self.format is Format.nf4 else MXFP4).astype(dtype)
 
     def _turned(self, flat):
         """Return an array `[*lead, O, I]` as the model has it."""
-        outputs = "".join(letter for letter in self.letters if letter not in self.inputs)
-        split = flat.reshape(*flat.shape[:-2], *(self._of(letter) for letter in outputs + self.inputs))
-        lead = len(flat.shape) - 2
-        order = [lead + (outputs + self.inputs).index(letter) for letter in self.letters]
-        return split.transpose(*range(lead), *order)
+        flatly, lead = self.outputs + self.inputs, flat.ndim - 2
+        *cuts, of_outputs, of_inputs = partitions(flat)
+        cuts += [{self.outputs[0]: of_outputs, self.inputs[0]: of_inputs}.get(letter) for letter in flatly]
+        split = _reshaped(flat, (*flat.shape[:-2], *map(self._of, flatly)), cuts)
+        return split.transpose(*range(lead), *(lead + flatly.index(letter) for letter in self.letters))
 
     def _of(self, letter):
-        return self.sizes[self.letters.index(letter)]
+        """Return the size of a dimension; of the first ones, that which the arrays have (a device may have a part)."""
+        sizes = dict(zip(self.letters, self.sizes, strict=True))
+        *_, outputs, inputs = self.values.shape
+        for letters, size in ((self.outputs, outputs), (self.inputs, inputs * 8 // self.format.bits)):
+            if letter == letters[0]:
+                return size // math.prod(sizes[other] for other in letters[1:])
+        return sizes[letter]
 
-    def _size(self, letters):
-        return math.prod(map(self._of, letters))
+
+def _reshaped(x, shape, cuts):
+    """Return `x` in another shape, which lies so on the explicit mesh that is set."""
+    return (
+        jax.lax.reshape(x, tuple(shape), out_sharding=PartitionSpec(*cuts)) if any(partitions(x)) else x.reshape(shape)
+    )
+
+
+def shardings(weight: "Quantised", letters: Sequence[str], mesh: Mesh, axes: Axes = AXES) -> "Quantised":
+    """Return where the arrays of a matrix in fewer bits lie on a mesh: cut as the matrix would be.
+
+    Its first outputs and its first inputs can be cut, inputs where groups are whole on every device; and what tells
+    matrices apart.
+
+    Args:
+        weight: the matrix; its arrays may be shapes.
+        letters: of its dimensions, those that tell matrices apart too.
+        mesh: the devices.
+        axes: which axes of the mesh cut each letter.
+    """
+    parts = sharding_of(mesh, letters, weight.shape, axes).spec
+    sizes = weight.values.shape[-1], weight.scale.shape[-1]
+    spec, of_groups = _cuts(parts, weight.letters, weight.inputs, sizes, mesh.shape)
+    return eqx.tree_at(
+        lambda m: [m.values, m.scale] + ([] if m.zero is None else [m.zero]),
+        weight,
+        [NamedSharding(mesh, spec)] + [NamedSharding(mesh, of_groups)] * (1 if weight.zero is None else 2),
+    )
+
+
+def _cuts(parts, letters, inputs, sizes, axes):
+    """Return how values and scales are cut, given the axes that cut each dimension of the matrix.
+
+    Sizes are of the last dimensions of both, and of the mesh's axes.
+    """
+    lead = parts[: len(parts) - len(letters)]
+    of, (last, groups) = dict(zip(letters, parts[len(lead) :], strict=True)), sizes
+    of_outputs, of_inputs = of[next(letter for letter in letters if letter not in inputs)], of[inputs[0]]
+    count = math.prod(axes[axis] for axis in axes_of([of_inputs]))
+    of_inputs = None if (last if groups == 1 else groups) % count else of_inputs
+    return PartitionSpec(*lead, of_outputs, of_inputs), PartitionSpec(
+        *lead, of_outputs, None if groups == 1 else of_inputs
+    )
 
 
 def _looked_up(codes, table):
@@ -218,7 +311,8 @@ def quantise(model: PyTree, format: Format | str, *, group: int | None = None) -
     Args:
         model: any model of the zoo whose matrices are arrays.
         format: `int8`, `int4` or `nf4`.
-        group: how many inputs share a scale; None is what is usual: all of them in int8, 128 in int4, 64 in nf4.
+        group: how many inputs share a scale; None is what is usual, all of them in int8, 128 in int4, 64 in nf4, or
+            where that does not divide those of every matrix, the largest part of it that does, at least 16.
 
     Raises:
         ValueError: the group does not divide the inputs of a matrix, or the model has no matrix for it.
@@ -226,11 +320,13 @@ def quantise(model: PyTree, format: Format | str, *, group: int | None = None) -
     format, dims = Format(format), model.config.dims
     if not format.made:
         raise ValueError(f"cannot quantise to {format}: such matrices are kept where a folder has them, and not made.")
-    group = format.group if group is None else group
     found = [row for row in rows(model.config) if quantisable(row)]
     if not found:
         raise ValueError(f"cannot quantise a {type(model.config).__name__}: none of its matrices is outputs by inputs.")
     inputs = {row.leaf: math.prod(dims[letter] for letter in row.fan_in) for row in found}
+    if group is None and (usual := format.group) is not None:
+        fits = math.gcd(usual, *inputs.values())  # one for all: a folder names one
+        group = fits if fits >= _LEAST else usual
     if wrong := [
         f"{leaf} has {size}" for leaf, size in inputs.items() if size % (group or 1) or size % (8 // format.bits)
     ]:
@@ -256,5 +352,11 @@ def _quantised(leaf, row, dims, format, group):
         turned = matrix.transpose(*range(lead), *(lead + dim for dim in order))
         return encode(turned.reshape(*matrix.shape[:lead], *flat), format, group, leaf.dtype)
 
-    values, scale = jax.lax.map(one, leaf) if row.stack else one(leaf)
+    encoded = lambda leaf: jax.lax.map(one, leaf) if row.stack else one(leaf)
+    if any(parts := partitions(leaf)):  # where several dimensions become one, no type follows
+        how = layout(row, sizes, format, leaf.dtype)
+        last = flat[1] * format.bits // 8, flat[1] // (group or flat[1])
+        cuts = _cuts(parts, how["letters"], how["inputs"], last, jax.sharding.get_abstract_mesh().shape)
+        encoded = jax.sharding.auto_axes(encoded, out_sharding=cuts)
+    values, scale = encoded(leaf)
     return Quantised(values, scale, **layout(row, sizes, format, leaf.dtype))

@@ -20,7 +20,7 @@ from experiments.runtime import distributed
 from transforms.sharding import AXES, Axes, fill, make_mesh, sharding_of, uneven
 from zoo.adapters import lora
 from zoo.config import rows
-from zoo.quantised import Quantised
+from zoo.quantised import Quantised, shardings
 
 
 def choose(mesh: configs.Mesh, batch_size: int | None, long: bool, count: int, platform: str) -> configs.Mesh:
@@ -99,11 +99,10 @@ def current() -> Mesh | None:
 
 def leaf_shardings(model: Any, mesh: Mesh, named: Axes) -> Any:
     """Return a tree like a model, of any shapes, that says where each leaf lies."""
-    whole = NamedSharding(mesh, PartitionSpec())
 
     def one(letters, leaf):
-        if isinstance(leaf, Quantised):  # integers of several dimensions in one, which no letter names
-            return jax.tree.map(lambda _: whole, leaf)
+        if isinstance(leaf, Quantised):
+            return shardings(leaf, letters, mesh, named)
         return sharding_of(mesh, letters, leaf.shape, named)
 
     for row in rows(model.config):

@@ -152,7 +152,9 @@ CASES: dict[str, dict[str, Any]] = {
     "gemma_mha": _GEMMA | {"num_key_value_heads": 4, "rope_theta": 500.0, "rms_norm_eps": 1e-3},
     "gemma2_gqa": _GEMMA_2,
     "gemma2_odd": _GEMMA_2 | {"num_hidden_layers": 3, "head_dim": 6, "vocab_size": 101},
-    "gemma2_full": _GEMMA_2 | {"sliding_window": 64, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    "gemma2_full": _GEMMA_2
+    | {"sliding_window": 64, "attn_logit_softcapping": None, "final_logit_softcapping": None}
+    | _rope(**_YARN),
     "gemma3": _GEMMA_3,
     "gemma3_stretched": _GEMMA_3
     | {
@@ -189,7 +191,8 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "qwen3_yarn": _QWEN_3 | {"rope_scaling": _YARN | {"attention_factor": 0.8}},
     "mixtral": _MIXTRAL,
-    "mixtral_windows": _MIXTRAL | {"sliding_window": 4, "num_local_experts": 6, "num_experts_per_tok": 3},
+    "mixtral_windows": _MIXTRAL
+    | {"sliding_window": 4, "num_local_experts": 6, "num_experts_per_tok": 3, "hidden_act": "gelu"},
     "qwen3_moe": _QWEN_MOE,
     "qwen3_moe_raw": _QWEN_MOE | {"norm_topk_prob": False, "tie_word_embeddings": True, "num_experts_per_tok": 1},
     "qwen3_moe_mixed": _QWEN_MOE
@@ -209,7 +212,7 @@ CASES: dict[str, dict[str, Any]] = {
     "olmo2_tied": _OLMO_2
     | {"tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": 4, "rope_scaling": _YARN},
     "gpt2": _GPT_2,
-    "gpt2_untied": _GPT_2 | {"n_inner": 80, "activation_function": "gelu", "tie_word_embeddings": False},
+    "gpt2_untied": _GPT_2 | {"n_inner": 80, "n_embd": 36, "activation_function": "gelu", "tie_word_embeddings": False},
     "neox": _NEOX,
     "neox_serial": _NEOX | {"use_parallel_residual": False, "rotary_pct": 1.0, "rotary_emb_base": 500},
     "opt": _OPT,
@@ -238,13 +241,18 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "olmoe": _OLMOE | {"clip_qkv": 0.8},
     "qwen2_moe": _QWEN_2_MOE | {"mlp_only_layers": [1]},
+    "qwen2_moe_other": _QWEN_2_MOE
+    | {"qkv_bias": False, "hidden_act": "relu", "use_sliding_window": True, "sliding_window": 4}
+    | {"max_window_layers": 2},
     "gpt_oss": _GPT_OSS,
     "seed": _SEED | {"residual_dropout": 0.1},
-    "seed_out": _SEED | {"attention_out_bias": True, "attention_bias": False, "tie_word_embeddings": True},
+    "seed_out": _SEED
+    | {"attention_out_bias": True, "attention_bias": False, "mlp_bias": True, "tie_word_embeddings": True},
     "glm4": _GLM,
     "glm": _GLM | {"model_type": "glm", "attention_bias": False, "tie_word_embeddings": True},
     "cohere": _COHERE | {"logit_scale": 0.5},
     "cohere_bias": _COHERE | {"attention_bias": True, "tie_word_embeddings": False},
+    "cohere_norms": _COHERE | {"use_qk_norm": True, "rope_scaling": _YARN},
 }
 CASES |= {
     "olmo3": _OLMO_3 | {"rope_scaling": _YARN | {"attention_factor": 1.3}},
@@ -265,7 +273,8 @@ CASES |= {
 CASES |= {
     "deepseek_v2": _DEEPSEEK_2 | _rope(**_YARN, mscale=0.7, mscale_all_dim=0.7) | {"topk_method": "greedy"},
     "deepseek_v2_groups": _DEEPSEEK_2
-    | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "q_lora_rank": None},
+    | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "q_lora_rank": None}
+    | {"hidden_act": "gelu"},
     "deepseek_v3": _DEEPSEEK_3 | _rope(**_YARN, mscale=1.0, mscale_all_dim=0.5),
     "deepseek_v3_halves": _DEEPSEEK_3
     | {"rope_interleave": False, "norm_topk_prob": False, "attention_bias": True, "v_head_dim": 32}

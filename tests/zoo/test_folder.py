@@ -205,3 +205,11 @@ def test_a_damaged_tensor_is_found_on_a_mesh_too(folder, tmp_path):
     mesh = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
     with pytest.raises(ValueError, match="its SHA-256 differs"):
         load(tmp_path / "out", mesh=mesh)
+
+
+def test_what_lies_beside_the_whole_model_is_not_read(folder):
+    expected = jax.tree.leaves(load(folder))
+    save_file({"layers.0.wq": np.zeros((2, 2), np.float32)}, folder / "consolidated.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {EMBED: "model-1.safetensors"}}))
+    for one, other in zip(jax.tree.leaves(load(folder)), expected, strict=True):
+        np.testing.assert_array_equal(one, other)

@@ -4,13 +4,17 @@ import json
 import re
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from tests.zoo.hf_cases import CASES, ENCODERS
 from tests.zoo.test_configs import read
+from zoo import dialect
 from zoo.config import RopeKind, RopeScaling
 from zoo.families import Gemma3Config
 from zoo.huggingface.config import from_hf, to_hf
+from zoo.models.layers import ACTIVATIONS
 
 # Written down from the hub, key by key.
 LLAMA_3_2_1B: dict[str, Any] = {
@@ -294,8 +298,8 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "biases of the mlp": (LLAMA_3_2_1B, {"mlp_bias": "all"}, "`mlp_bias`='all' is neither true nor false"),
     "another activation": (
         LLAMA_3_2_1B,
-        {"hidden_act": "mish"},
-        "`hidden_act`='mish' is not supported, only 'silu' or",
+        {"hidden_act": "prelu"},
+        "`hidden_act`='prelu' is not supported, only 'silu' or",
     ),
     "a window of Mistral's": (LLAMA_3_2_1B, {"sliding_window": 4}, "`sliding_window`=4 is not supported, only None"),
     "no factors": (
@@ -376,3 +380,18 @@ def test_what_is_not_understood_is_refused(name):
     raw, change, words = REFUSED[name]
     with pytest.raises(ValueError, match=re.escape(words)):
         from_hf(raw | change)
+
+
+@pytest.mark.parametrize("word", dialect.ACTIVATIONS)
+def test_activations_are_those_of_transformers(word):
+    torch, activations = pytest.importorskip("torch"), pytest.importorskip("transformers.activations")
+    x = np.linspace(-12, 12, 4801, dtype=np.float32)
+    expected = activations.ACT2FN[word](torch.from_numpy(x)).numpy()
+    np.testing.assert_allclose(ACTIVATIONS[dialect.ACTIVATIONS[word]](jnp.asarray(x)), expected, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("word", ["gelu_pytorch_tanh", "gelu_new", "gelu_fast"])
+def test_of_several_words_for_an_activation_that_of_the_source_is_kept(word):
+    config = from_hf(LLAMA_3_2_1B | {"hidden_act": word})
+    assert to_hf(config, "float32", {"hidden_act": word})["hidden_act"] == word
+    assert to_hf(config, "float32", {"hidden_act": "silu"})["hidden_act"] == "gelu_pytorch_tanh"

@@ -11,10 +11,11 @@ import pytest
 import zoo
 from tests.quick import QUICK
 from transforms import tile
+from transforms.sharding import make_mesh, sharding_of
 from zoo.adapters import lora
 from zoo.formats import NF4
 from zoo.models.layers import gated_mlp, linear
-from zoo.quantised import Quantised, quantise, whole
+from zoo.quantised import Quantised, quantise, shardings, whole
 
 SIZES = dict(vocab_size=64, num_layers=3, embed_dim=64, mlp_dim=128, num_heads=4, num_kv_heads=2, head_dim=32)
 GROUPS = {"int8": None, "int4": 32, "nf4": 64}  # of the kinds that are made; fp8 is read alone
@@ -148,3 +149,50 @@ def test_what_cannot_be_kept_in_fewer_bits_is_refused():
     sizes = dict(vocab_size=97, num_layers=2, embed_dim=64, mlp_dim=128, num_heads=4, num_kv_heads=4, head_dim=16)
     with pytest.raises(ValueError, match="cannot quantise a GPT2Config"):
         quantise(zoo.GPT.init(zoo.GPT2Config(**sizes), key=jax.random.key(0)), "int8")
+
+
+@pytest.mark.parametrize("sizes", [{"data": 4, "model": 2}, {"data": 8}], ids=str)
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_each_device_of_a_mesh_holds_its_part(kind, sizes, tmp_path):
+    zoo.save(quantise(llama(), kind, group={"int8": None, "int4": 8}[kind]), tmp_path)
+    mesh = make_mesh(**sizes)
+    adapted = lambda model: lora.attach(model, ["q", "down"], rank=2, alpha=4.0, key=jax.random.key(1))
+    moved = lambda model: eqx.tree_at(lambda m: m.layers.q.b, model, replace_fn=lambda b: b + 0.1)
+    alone, spread = (zoo.load(tmp_path, quantise="as_stored", mesh=where) for where in (None, mesh))
+    for leaf in (spread.layers.q, spread.layers.o, spread.layers.gate, spread.layers.down):
+        held = [{one.data.nbytes for one in part.addressable_shards} for part in (leaf.values, leaf.scale)]
+        # One scale for all inputs lies beside each part of them.
+        parts = 8 if kind == "int4" else mesh.shape[leaf.scale.sharding.spec[1]] if leaf.scale.sharding.spec[1] else 1
+        assert held == [{leaf.values.nbytes // 8}, {leaf.scale.nbytes // parts}]
+    loss = eqx.filter_jit(lambda model, ids: eqx.filter_value_and_grad(_score)(model, ids), **QUICK)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 64, (8, 9)), jnp.int32)
+    expected = loss(moved(adapted(alone)), tokens)
+    with jax.set_mesh(mesh):
+        found = loss(moved(adapted(spread)), jax.device_put(tokens, sharding_of(mesh, "B S", tokens.shape)))
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        if jnp.issubdtype(one.dtype, jnp.inexact):
+            np.testing.assert_allclose(np.asarray(one), np.asarray(other), atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+def test_what_is_made_on_a_mesh_is_what_is_made_on_one_device(kind, tmp_path):
+    mesh = make_mesh(data=4, model=2)
+    zoo.save(llama(), tmp_path)
+    alone = quantise(llama(), kind, group=GROUPS[kind])
+    with jax.set_mesh(mesh):
+        made = quantise(zoo.load(tmp_path, mesh=mesh), kind, group=GROUPS[kind])
+    for one, other in zip(jax.tree.leaves(made.layers), jax.tree.leaves(alone.layers), strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+    gate = made.layers.gate
+    assert {part.data.shape[-2] for part in gate.values.addressable_shards} == {SIZES["mlp_dim"] // 2}
+    assert gate.values.sharding == shardings(gate, ("L", "D", "F"), mesh).values
+
+
+def test_usual_groups_fit_all_matrices():
+    config = zoo.LlamaConfig(**SIZES | {"num_heads": 3, "num_kv_heads": 3})  # 96 inputs behind attention
+    model = zoo.Llama.init(config, key=jax.random.key(0))
+    assert {quantise(model, kind).layers.o.group for kind in ("int4", "nf4")} == {32}
+
+
+def _score(model, ids):
+    return jnp.square(model(ids)).mean()

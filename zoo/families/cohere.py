@@ -8,16 +8,22 @@ from typing import ClassVar
 from zoo.config import Rope, RopeScaling, not_positive, scaling_problems, window_problems, windows
 from zoo.dialect import ACTIVATION, BIAS, Dialect, activation_problems, sizes
 from zoo.families.gpt import GPTLike
-from zoo.parameters import ATTENTION, BIASES, ENDS, HEAD, MLP, Row
+from zoo.parameters import ATTENTION, BIASES, ENDS, HEAD, LAYER, MLP, Row
+
+_NORMS = (
+    Row("layers.q_norm", LAYER + "self_attn.q_norm.weight", "N H -> N H"),
+    Row("layers.k_norm", LAYER + "self_attn.k_norm.weight", "K H -> K H"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CohereConfig(GPTLike):
-    """Command R and Aya, but for those that normalise queries and keys.
+    """Command R, R+ and Aya.
 
     Attributes:
         logit_scaling: multiplies the logits.
         attention_bias: biases after the four projections of attention.
+        qk_norm: queries and keys are normalised, each head with weights of its own, as in Command R+.
         rope_scaling: how the rotary frequencies are stretched to longer texts.
     """
 
@@ -26,10 +32,10 @@ class CohereConfig(GPTLike):
             architecture="CohereForCausalLM",
             sizes=sizes(8192),
             numbers={"layer_norm_eps": ("norm_eps", 1e-5), "logit_scale": ("logit_scaling", 0.0625)},
-            flags=BIAS | {"tie_word_embeddings": ("tied", True)},
+            flags=BIAS | {"tie_word_embeddings": ("tied", True), "use_qk_norm": ("qk_norm", False)},
             choices=ACTIVATION,
             theta=500_000.0,
-            written={"pad_token_id": None, "use_qk_norm": False},
+            written={"pad_token_id": None},
         )
     }
 
@@ -37,6 +43,7 @@ class CohereConfig(GPTLike):
     rope_theta: float = 500_000.0
     logit_scaling: float = 0.0625
     attention_bias: bool = False
+    qk_norm: bool = False
     rope_scaling: RopeScaling | None = None
 
     def problems(self) -> list[str]:
@@ -61,7 +68,7 @@ class CohereConfig(GPTLike):
 
     def rows(self) -> tuple[Row, ...]:
         """Return the rows of every parameter that the model has."""
-        biases = tuple(BIASES.values()) if self.attention_bias else ()
+        biases = (tuple(BIASES.values()) if self.attention_bias else ()) + (_NORMS if self.qk_norm else ())
         ends = (replace(ENDS[0], gain=0.3), ENDS[1]) + (() if self.tied else (HEAD,))
         return self.started((*ends, *ATTENTION, *biases, *MLP))
 
@@ -113,6 +120,8 @@ class Cohere2Config(CohereConfig):
             own.append(
                 f"num_heads={self.num_heads} of head_dim={self.head_dim} must be embed_dim={self.embed_dim} together"
             )
+        if self.qk_norm:
+            own.append("qk_norm=True is Command R+'s, which has no local layers")
         return super().problems() + own
 
     @property

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from zoo.config import not_positive
-from zoo.dialect import BIAS, HEADS, REQUIRED, SILU, SIZES, TIED, Dialect
-from zoo.families.llama import LlamaLike
+from zoo.dialect import ACTIVATION, BIAS, HEADS, REQUIRED, SIZES, TIED, Dialect
+from zoo.families.llama import Activated
 from zoo.families.mixture import EXPERTS, MixtureLike
 from zoo.families.qwen import dense_row
 from zoo.parameters import ATTENTION, BIASES, LAYER, MLP, MLP_NORM, Row
@@ -72,7 +72,7 @@ _KEYS: dict[str, Any] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepSeekLike(MixtureLike, LlamaLike):
+class DeepSeekLike(MixtureLike, Activated):
     """What DeepSeek V2 and V3 share.
 
     Attributes:
@@ -230,7 +230,8 @@ class DeepSeekV2Config(DeepSeekLike):
             ),
             numbers={"rms_norm_eps": ("norm_eps", 1e-6), "routed_scaling_factor": ("weight_scale", 1.0)},
             flags=TIED | BIAS,
-            only=SILU | {"norm_topk_prob": (False, None), "moe_layer_freq": (1, None), "mlp_bias": (False, None)},
+            choices=ACTIVATION,
+            only={"norm_topk_prob": (False, None), "moe_layer_freq": (1, None), "mlp_bias": (False, None)},
             harmless={"scoring_func": ("softmax", None)},
             **_V2_KEYS,
         )
@@ -272,7 +273,8 @@ class DeepSeekV3Config(DeepSeekLike):
             flags=TIED
             | BIAS
             | {"norm_topk_prob": ("normalise_weights", True), "rope_interleave": ("rotary_pairs", True)},
-            only=SILU | {"moe_layer_freq": (1, None)},
+            choices=ACTIVATION,
+            only={"moe_layer_freq": (1, None)},
             harmless={"scoring_func": ("sigmoid", None), "topk_method": ("noaux_tc", None)},
             **_KEYS,
         )

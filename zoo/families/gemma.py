@@ -110,13 +110,13 @@ class GemmaConfig(GemmaLike):
     Attributes:
         attn_softcap: scores become `c * tanh(score / c)`; None leaves them alone.
         post_norms: normalise what attention and MLP put out before adding it (Gemma 2's sandwich).
+        rope_scaling: how the rotary frequencies are stretched to longer texts.
     """
 
     dialects: ClassVar = {
         "gemma": Dialect(
             architecture="GemmaForCausalLM",
             sizes=SIZES,
-            rope="none",
             only=_ONLY | _WRITES | {"hidden_activation": (*TANH, None)},
             fixed={"post_norms": False},
             written=_IDS,
@@ -132,7 +132,6 @@ class GemmaConfig(GemmaLike):
                 "final_logit_softcapping": ("final_softcap", 30.0),
             },
             windows="types",
-            rope="none",
             only=_ONLY | _WRITES,
             fixed={"post_norms": True},
             written=_IDS,
@@ -142,6 +141,7 @@ class GemmaConfig(GemmaLike):
 
     attn_softcap: float | None = None
     post_norms: bool = False
+    rope_scaling: RopeScaling | None = None
 
     def rows(self) -> tuple[Row, ...]:
         """Return the rows of every parameter that the model has."""
@@ -149,7 +149,7 @@ class GemmaConfig(GemmaLike):
 
     def problems(self) -> list[str]:
         """Say what is wrong with the family's own fields."""
-        return super().problems() + not_positive(self, ("attn_softcap",))
+        return super().problems() + not_positive(self, ("attn_softcap",)) + scaling_problems(self, self.rope_scaling)
 
 
 def _read_bidirectional(read: Any, num_layers: int) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from zoo.config import rotary_problems
-from zoo.dialect import SILU, TIED, Dialect, eps, sizes
-from zoo.families.llama import LlamaLike
+from zoo.dialect import ACTIVATION, TIED, Dialect, eps, sizes
+from zoo.families.llama import Activated
 from zoo.parameters import LAYER, MLP, Row
 
 _BEHIND = (
@@ -28,14 +28,14 @@ def _dialect(architecture: str, post_norms: bool) -> Dialect:
         numbers=eps(1.5625e-7),
         flags=TIED | {"attention_bias": ("attention_bias", True)},
         partial=("partial_rotary_factor", 0.5),
-        only=SILU,
+        choices=ACTIVATION,
         fixed={"post_norms": post_norms},
         written={"pad_token_id": None},  # or transformers takes one, which small vocabularies do not have
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class GLMConfig(LlamaLike):
+class GLMConfig(Activated):
     """GLM 4, as transformers has it.
 
     Attributes:

@@ -34,6 +34,11 @@ class GPTLike(Config):
         return False
 
     @property
+    def centred_norms(self) -> bool:
+        """Whether norms take the mean away, those of queries and keys each head's own."""
+        return True
+
+    @property
     def position_offset(self) -> int:
         """The row of the learned positions that is the first token's."""
         return 0
@@ -132,6 +137,11 @@ class GPT2Config(GPTLike):
     def layer_ropes(self) -> tuple[Rope | None, ...]:
         """How each layer's positions turn: they do not."""
         return (None,) * self.num_layers
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many dimensions of a head turn by its position: none."""
+        return 0
 
     def rows(self) -> tuple[Row, ...]:
         """Return the rows of every parameter that the model has."""

@@ -65,13 +65,28 @@ class LlamaLike(Config):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LlamaConfig(LlamaLike):
+class Activated(LlamaLike):
+    """Those of them whose files choose the activation.
+
+    Attributes:
+        activation: of the MLP's gate, or of every expert's: `silu`, `gelu`, `gelu_tanh`, `relu` or others
+            (`zoo.dialect.ACTIVATIONS`).
+    """
+
+    activation: str = "silu"
+
+    def problems(self) -> list[str]:
+        """Say what is wrong with the family's own fields."""
+        return super().problems() + activation_problems(self.activation)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaConfig(Activated):
     """Llama 2, 3, 3.1 and 3.2.
 
     Attributes:
         attention_bias: biases after the four projections of attention.
         mlp_bias: biases after the three projections of the MLP.
-        activation: of the MLP's gate: `silu`, `gelu`, `gelu_tanh`, `relu` or `relu_squared`.
     """
 
     dialects: ClassVar = {
@@ -85,11 +100,6 @@ class LlamaConfig(LlamaLike):
 
     attention_bias: bool = False
     mlp_bias: bool = False
-    activation: str = "silu"
-
-    def problems(self) -> list[str]:
-        """Say what is wrong with the family's own fields."""
-        return super().problems() + activation_problems(self.activation)
 
     def rows(self) -> tuple[Row, ...]:
         """Return the rows of every parameter that the model has."""

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from zoo.config import RopeKind, window_problems
-from zoo.dialect import SILU, TIED, Dialect, eps, sizes
-from zoo.families.llama import LlamaLike
+from zoo.dialect import ACTIVATION, TIED, Dialect, eps, sizes
+from zoo.families.llama import Activated
 from zoo.families.mixture import BALANCE, MixtureLike
 from zoo.parameters import LAYER, Row
 
@@ -27,7 +27,7 @@ _STRETCH = {  # of files that do not say
 
 
 @dataclass(frozen=True, kw_only=True)
-class MistralConfig(LlamaLike):
+class MistralConfig(Activated):
     """Mistral 7B and its like.
 
     Attributes:
@@ -41,7 +41,7 @@ class MistralConfig(LlamaLike):
             sizes=sizes(131_072, 8),
             flags=TIED,
             windows="all",
-            only=SILU,
+            choices=ACTIVATION,
         )
     }
 
@@ -67,7 +67,7 @@ class Ministral3Config(MistralConfig):
             window=None,
             rope_default=_STRETCH,
             theta=1_000_000.0,
-            only=SILU,
+            choices=ACTIVATION,
         )
     }
 
@@ -105,7 +105,8 @@ class MixtralConfig(MixtureLike, MistralConfig):
             windows="all",
             window=None,
             theta=1_000_000.0,
-            only=SILU | {"router_jitter_noise": (0.0,)},
+            choices=ACTIVATION,
+            only={"router_jitter_noise": (0.0,)},
         )
     }
 

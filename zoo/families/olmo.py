@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from zoo.config import Rope, not_positive, ropes_by_type, window_problems
-from zoo.dialect import BIAS, SILU, TIED, Dialect, eps, sizes
-from zoo.families.llama import LlamaLike
+from zoo.dialect import ACTIVATION, BIAS, TIED, Dialect, eps, sizes
+from zoo.families.llama import Activated
 from zoo.families.mixture import EXPERTS, MixtureLike
 from zoo.parameters import ATTENTION, BIASES, LAYER, Row
 
@@ -23,7 +23,7 @@ _NORMS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Olmo2Config(LlamaLike):
+class Olmo2Config(Activated):
     """OLMo 2: norms behind attention and MLP, and over all heads' queries and keys at once.
 
     Attributes:
@@ -36,7 +36,7 @@ class Olmo2Config(LlamaLike):
             sizes=sizes(2048),
             numbers=eps(1e-5),
             flags=TIED | BIAS,
-            only=SILU,
+            choices=ACTIVATION,
             written={"pad_token_id": None},  # or transformers takes one, of which gradients are left out
         )
     }
@@ -76,7 +76,7 @@ class Olmo3Config(Olmo2Config):
             rope="global",
             theta=500_000.0,
             local_theta=500_000.0,
-            only=SILU,
+            choices=ACTIVATION,
             written={"pad_token_id": None},
         )
     }
@@ -97,7 +97,7 @@ class Olmo3Config(Olmo2Config):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OlmoeConfig(MixtureLike, LlamaLike):
+class OlmoeConfig(MixtureLike, Activated):
     """OLMoE: a mixture whose queries and keys are normalised over all heads at once.
 
     Attributes:
@@ -114,7 +114,7 @@ class OlmoeConfig(MixtureLike, LlamaLike):
             aliases={"num_experts": "num_local_experts"},
             numbers=eps(1e-5) | {"clip_qkv": ("clip", None), "router_aux_loss_coef": ("balance_weight", 0.01)},
             flags=TIED | BIAS | {"norm_topk_prob": ("normalise_weights", False)},
-            only=SILU,
+            choices=ACTIVATION,
             written={"pad_token_id": None},
         )
     }

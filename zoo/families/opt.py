@@ -79,6 +79,11 @@ class OPTConfig(GPTLike):
         """How each layer's positions turn: they do not."""
         return (None,) * self.num_layers
 
+    @property
+    def rotary_dim(self) -> int:
+        """How many dimensions of a head turn by its position: none."""
+        return 0
+
     def rows(self) -> tuple[Row, ...]:
         """Return the rows of every parameter that the model has."""
         moved = lambda row: replace(row, tensor=row.tensor.replace(LAYER, _LAYER).replace("o_proj", "out_proj"))

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from zoo.config import rotary_problems, window_problems
-from zoo.dialect import SILU, TIED, Dialect, eps, sizes
-from zoo.families.llama import LlamaLike
+from zoo.dialect import ACTIVATION, TIED, Dialect, eps, sizes
+from zoo.families.llama import Activated
 from zoo.parameters import LAYER, Row
 
 _FUSED = {
@@ -19,7 +19,7 @@ _FUSED = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Phi3Config(LlamaLike):
+class Phi3Config(Activated):
     """Phi 3, 3.5 and 4, but for those with experts or images.
 
     Attributes:
@@ -38,7 +38,7 @@ class Phi3Config(LlamaLike):
             partial=("partial_rotary_factor", 1.0),
             original=4096,
             rope_names={"su": "longrope", "yarn": "longrope"},
-            only=SILU,
+            choices=ACTIVATION,
             harmless={"full_attn_mod": (1, None), "interpolate_factor": (1, None)},
             keys=("original_max_position_embeddings",),
             written={"pad_token_id": None},  # or transformers takes one, which small vocabularies do not have

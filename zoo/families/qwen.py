@@ -6,9 +6,9 @@ Free of JAX.
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from zoo.config import not_positive, window_problems
-from zoo.dialect import BIAS, SILU, TIED, Dialect, eps, sizes
-from zoo.families.llama import LlamaLike
+from zoo.config import LOCAL, not_positive, pattern_of, window_problems
+from zoo.dialect import ACTIVATION, BIAS, TIED, Dialect, eps, sizes
+from zoo.families.llama import Activated
 from zoo.families.mixture import BALANCE, EXPERTS, SHARED, MixtureLike
 from zoo.parameters import MLP, Row
 
@@ -16,7 +16,7 @@ _NORMS = {"use_qk_norm": (True, None)}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen2Config(LlamaLike):
+class Qwen2Config(Activated):
     """Qwen 2 and 2.5: biases after the projections of queries, keys and values.
 
     Attributes:
@@ -30,7 +30,7 @@ class Qwen2Config(LlamaLike):
             sizes=sizes(32_768, 32),
             flags=TIED,
             windows="switch",
-            only=SILU,
+            choices=ACTIVATION,
             harmless={"qkv_bias": (True, None)},
         )
     }
@@ -64,7 +64,7 @@ class Qwen3Config(Qwen2Config):
             sizes=sizes(32_768, 32, 128),
             flags=TIED | BIAS,
             windows="switch",
-            only=SILU,
+            choices=ACTIVATION,
             harmless=_NORMS,
         )
     }
@@ -155,13 +155,23 @@ class Qwen3MoeConfig(QwenMixtureLike, Qwen3Config):
             numbers=eps(1e-6) | BALANCE,
             flags=TIED | BIAS | {"norm_topk_prob": ("normalise_weights", False)},
             windows="flag",
-            only=SILU,
+            choices=ACTIVATION,
             harmless=_NORMS,
             keys=("mlp_only_layers", "decoder_sparse_step"),
             read=_read_dense_layers,
             write=_write_dense_layers,
         )
     }
+
+
+def _read_qwen2_moe(read: Any, num_layers: int) -> dict[str, Any]:
+    """Return which layers are dense, and which local where they are not listed: every other one of the first."""
+    fields, first = _read_dense_layers(read, num_layers), read.raw.get("max_window_layers", 28)
+    window = read.raw.get("sliding_window", 4096) if read.flag("use_sliding_window", False) else None
+    if window is None or read.raw.get("layer_types") is not None or type(first) is not int:
+        return fields
+    local = [layer % 2 == 0 and layer < first for layer in range(num_layers)]
+    return fields | {"window": window, "attention_pattern": pattern_of("".join("GL"[one] for one in local), LOCAL)}
 
 
 _QWEN_2_SIZES = {
@@ -179,6 +189,7 @@ class Qwen2MoeConfig(QwenMixtureLike):
 
     Attributes:
         shared_mlp_dim: hidden width of the shared expert, which has a gate of its own.
+        attention_bias: biases after the projections of queries, keys and values.
     """
 
     dialects: ClassVar = {
@@ -187,12 +198,12 @@ class Qwen2MoeConfig(QwenMixtureLike):
             sizes=sizes(32_768, 16, **_QWEN_2_SIZES),
             aliases={"num_experts": "num_local_experts"},
             numbers=eps(1e-6) | BALANCE,
-            flags=TIED | {"norm_topk_prob": ("normalise_weights", False)},
+            flags=TIED | {"norm_topk_prob": ("normalise_weights", False), "qkv_bias": ("attention_bias", True)},
+            windows="switch",
             theta=10_000.0,
-            only=SILU | {"use_sliding_window": (False, None), "qkv_bias": (True, None)},
-            ignored=("sliding_window",),  # off
+            choices=ACTIVATION,
             keys=("mlp_only_layers", "decoder_sparse_step"),
-            read=_read_dense_layers,
+            read=_read_qwen2_moe,
             write=_write_dense_layers,
         )
     }
@@ -202,6 +213,12 @@ class Qwen2MoeConfig(QwenMixtureLike):
     normalise_weights: bool = False
     dense_mlp_dim: int = 5632
     shared_mlp_dim: int = 5632
+    attention_bias: bool = True
+
+    @property
+    def biases(self) -> str:
+        """Which projections of attention have a bias, of `qkvo`."""
+        return "qkv" if self.attention_bias else ""
 
     def problems(self) -> list[str]:
         """Say what is wrong with the family's own fields."""

@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from zoo.dialect import SILU, TIED, Dialect, eps, sizes
-from zoo.families.llama import LlamaLike
+from zoo.dialect import ACTIVATION, TIED, Dialect, eps, sizes
+from zoo.families.llama import LlamaConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeedConfig(LlamaLike):
+class SeedConfig(LlamaConfig):
     """Seed-OSS: Llama with biases.
 
     Attributes:
@@ -25,9 +25,11 @@ class SeedConfig(LlamaLike):
             | {
                 "attention_bias": ("attention_bias", True),
                 "attention_out_bias": ("attention_out_bias", False),
+                "mlp_bias": ("mlp_bias", False),
             },
+            choices=ACTIVATION,
             # What is dropped in training there is dropped in no pass here.
-            only=SILU | {"attention_dropout": (0.0, 0.1, None), "mlp_bias": (False, None)},
+            only={"attention_dropout": (0.0, 0.1, None)},
             ignored=("residual_dropout",),
             written={"pad_token_id": None, "residual_dropout": 0.0},
         )

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from zoo.config import GLOBAL, LOCAL, Rope, pattern_of, window_problems
-from zoo.dialect import SILU, Dialect, eps, sizes
+from zoo.dialect import ACTIVATION, BIAS, Dialect, eps, sizes
 from zoo.families.llama import LlamaConfig
 
 ROTATED, UNROTATED = "RN"
@@ -47,9 +47,9 @@ class SmolLM3Config(LlamaConfig):
             architecture="SmolLM3ForCausalLM",
             sizes=sizes(32_768, 4),
             numbers=eps(1e-6),
-            flags={"tie_word_embeddings": ("tied", True), "attention_bias": ("attention_bias", False)},
+            flags=BIAS | {"tie_word_embeddings": ("tied", True), "mlp_bias": ("mlp_bias", False)},
             theta=2_000_000.0,
-            only=SILU | {"mlp_bias": (False, None)},
+            choices=ACTIVATION,
             windows="switch",
             window=None,
             keys=("no_rope_layers", "no_rope_layer_interval"),

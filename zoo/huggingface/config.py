@@ -5,6 +5,8 @@ windows in `zoo.huggingface.windows`.
 """
 
 import difflib
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from zoo.config import Config
@@ -110,8 +112,10 @@ def _unknown(key: str, known: set[str] | frozenset[str]) -> str:
     return f"`{key}` is not known" + (f"; did you mean `{close[0]}`?" if close else "")
 
 
-def to_hf(config: Config, dtype: str) -> dict[str, Any]:
+def to_hf(config: Config, dtype: str, told: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
     """Return a `config.json` that transformers 4 and 5 read, for weights stored in `dtype`.
+
+    Of several words for one thing it has that of the file `told`, if there is one, or the usual one.
 
     Raises:
         ValueError: the config mixes Gemma 1 and 2 in a way that no Hugging Face architecture has.
@@ -127,7 +131,8 @@ def to_hf(config: Config, dtype: str) -> dict[str, Any]:
     for key, (field, _) in (*dialect.sizes.items(), *dialect.numbers.items(), *dialect.flags.items()):
         raw[key] = getattr(config, field)
     for key, (field, words) in dialect.choices.items():
-        raw[key] = next(word for word, meaning in words.items() if meaning == getattr(config, field))
+        known = [word for word, meaning in words.items() if meaning == getattr(config, field)]
+        raw[key] = told[key] if told.get(key) in known else known[0]
     if "query_pre_attn_scalar" in dialect.numbers:
         scalar = config.head_dim if raw["query_pre_attn_scalar"] is None else raw["query_pre_attn_scalar"]
         raw["query_pre_attn_scalar"] = round(scalar) if abs(scalar - round(scalar)) < 1e-9 else scalar

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from zoo.config import Config, rows
 from zoo.huggingface.tensors import DTYPES, Tensor
 
+WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DIGESTS = "sha256"  # in a file's metadata: the digest of each of its tensors, as JSON
 _HEADS = ("lm_head.weight", "embed_out.weight")  # some tools write a tied head a second time
@@ -43,7 +44,9 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
 
 
 def read_headers(folder: Path) -> dict[str, Tensor]:
-    """Read what every safetensors file of the folder holds, without reading the tensors.
+    """Read what the model's safetensors files hold, without reading the tensors.
+
+    These are `model.safetensors`, else those of the index, else all there are.
 
     Raises:
         ValueError: there are none, they are damaged, or they are not what the index says: all of it in one message.
@@ -52,6 +55,8 @@ def read_headers(folder: Path) -> dict[str, Tensor]:
     if (folder / INDEX).is_file():
         placed = _read_index(folder)
         files = [folder / name for name in sorted(set(placed.values()))]
+    if (whole := folder / WHOLE).is_file() and (placed is None or WHOLE not in placed.values()):
+        files, placed = [whole], None  # which transformers reads, whatever lies beside it
     if not files:
         pickled = [file.name for suffix in ("*.bin", "*.pt", "*.pth") for file in sorted(folder.glob(suffix))]
         why = f"; {', '.join(pickled)} may be pickles, which are never opened. Convert them" if pickled else ""

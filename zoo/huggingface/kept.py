@@ -8,18 +8,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
+from transforms.sharding import Axes
 from zoo.config import Config, rows
 from zoo.formats import Format
 from zoo.huggingface.folder import refusal
 from zoo.huggingface.quantised import Decoded, Kept, described
 from zoo.huggingface.tensors import Tensor
 from zoo.parameters import Row
-from zoo.quantised import Quantised, layout, outputs_by_inputs
+from zoo.quantised import Quantised, layout, outputs_by_inputs, shardings
 
 
 def _kept_of(row: Row, dims: dict[str, int], tensors: dict[str, Tensor]) -> list[Kept | None]:
@@ -70,9 +72,9 @@ def as_quantised(row: Row, dims: dict[str, int], tensors: dict[str, Tensor], dty
 
 
 def load_kept(
-    row: Row, dims: dict[str, int], tensors: dict[str, Tensor], dtype: jnp.dtype, mesh: jax.sharding.Mesh | None
+    row: Row, dims: dict[str, int], tensors: dict[str, Tensor], dtype: jnp.dtype, mesh: Mesh | None, axes: Axes
 ) -> Quantised:
-    """Return a parameter that stays in fewer bits, read a tensor at a time; on a mesh it is whole on every device."""
+    """Return a parameter that stays in fewer bits, read a tensor at a time; on a mesh it lies as its letters say."""
     parts: tuple[np.ndarray, ...] = ()
     for name, index in row.tensors(dims):
         tensor = tensors[name]
@@ -82,13 +84,9 @@ def load_kept(
         parts = parts or tuple(np.empty((*row.shape(dims)[: len(row.stack)], *one.shape), one.dtype) for one in own)
         for part, one in zip(parts, own, strict=True):
             part[index] = one
-    if mesh is not None:
-        parts = jax.device_put(parts, NamedSharding(mesh, PartitionSpec()))
-    kept = _kept_of(row, dims, tensors)[0]
-    assert kept is not None
-    values, scale, *zero = map(jnp.asarray, parts)
-    how = layout(row, dims, Format(kept.format), dtype)
-    return Quantised(values, scale, zero=zero[0] if zero else None, **how)
+    like = eqx.filter_eval_shape(as_quantised, row, dims, tensors, dtype, jnp.zeros)
+    read = jax.tree.unflatten(jax.tree.structure(like), parts)
+    return jax.device_put(read, None if mesh is None else shardings(like, row.letters, mesh, axes))
 
 
 def _own_outputs(row: Row, dims: dict[str, int], array: np.ndarray) -> np.ndarray:

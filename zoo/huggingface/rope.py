@@ -76,8 +76,7 @@ def read(raw: dict[str, Any], dialect: Dialect, length: int, problems: list[str]
         fields["rotary_fraction"] = _number(share, problems, name)
         rope = {key: value for key, value in rope.items() if key != _PARTIAL}
     lengths = length, raw.get(_ORIGINAL, dialect.original)
-    scaling = _scaling(rope, key, lengths, problems, plain=dialect.rope == "none", renamed=dialect.rope_names)
-    return fields if dialect.rope == "none" else fields | {"rope_scaling": scaling}
+    return fields | {"rope_scaling": _scaling(rope, key, lengths, problems, renamed=dialect.rope_names)}
 
 
 def _read_by_type(raw: dict[str, Any], dialect: Dialect, length: int, problems: list[str]) -> dict[str, Any]:
@@ -205,13 +204,12 @@ def write(config: Any, dialect: Dialect) -> dict[str, Any]:
         whole = {"rope_theta": config.rope_theta} | (_written(config.rope_scaling) or {"rope_type": "default"})
         local = {"rope_theta": config.local_rope_theta, "rope_type": "default"}
         raw["rope_parameters"] = dict(zip(_TYPES, (whole, local), strict=True))
-    if dialect.rope != "none":
-        plain = {"rope_type": "default"} if dialect.rope_default else None
-        rope = raw["rope_scaling"] = _written(config.rope_scaling) or plain
-        if rope is not None and rope.get("rope_type") == RopeKind.longrope:
-            _shortened(rope, config, dialect)
-        if config.rope_scaling is not None and config.rope_scaling.kind is RopeKind.dynamic:
-            raw["max_position_embeddings"] = config.rope_scaling.original_length
+    plain = {"rope_type": "default"} if dialect.rope_default else None
+    rope = raw["rope_scaling"] = _written(config.rope_scaling) or plain
+    if rope is not None and rope.get("rope_type") == RopeKind.longrope:
+        _shortened(rope, config, dialect)
+    if config.rope_scaling is not None and config.rope_scaling.kind is RopeKind.dynamic:
+        raw["max_position_embeddings"] = config.rope_scaling.original_length
     return raw
 
 

@@ -98,7 +98,7 @@ def load(
         own = _dtype_of(row, config, tensors, dtype)
         try:
             if row in kept:
-                leaves[row.leaf] = load_kept(row, config.dims, tensors, own, mesh)
+                leaves[row.leaf] = load_kept(row, config.dims, tensors, own, mesh, axes)
             elif mesh is None:
                 leaves[row.leaf] = _load_leaf(row, config.dims, tensors, own)
             else:
@@ -167,14 +167,16 @@ def save(
         model: the model; parameters are written in their own dtypes.
         path: the folder, made if there is none.
         source: the folder that the model came from: its tokenizer, chat template and generation settings are copied,
-            and its special token ids kept.
+            and its special token ids kept, and its word for an activation that has several (transformers rounds each
+            otherwise).
         shard_bytes: files are at most this large, unless one tensor alone is larger.
     """
     folder, config = Path(path), model.config
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"cannot save a model at `{folder}`: it is a file. Pass a folder.")
     dtype = jnp.dtype(model.embed.dtype).name
-    raw = to_hf(config, dtype) | ({} if source is None else _ids(Path(source)))
+    told = {} if source is None else read_json(Path(source), "config.json")
+    raw = to_hf(config, dtype, told) | {key: told[key] for key in _IDS if key in told}
     held = {name: [(row, _leaf(model, row)) for row, _ in parts] for name, parts in _tensors(model).items()}
     raw |= quantisation(held, dtype)
     shards = _plan_shards(model, shard_bytes)
@@ -192,12 +194,6 @@ def save(
             stale.unlink()
         for file in scratch.iterdir():
             shutil.move(file, folder / file.name)
-
-
-def _ids(source: Path) -> dict[str, Any]:
-    """Return the special token ids that a folder's config.json names."""
-    raw = read_json(source, "config.json")
-    return {key: raw[key] for key in _IDS if key in raw}
 
 
 def _write_shards(model: Any, shards: list[dict[str, list[Part]]], folder: Path) -> None:

@@ -20,7 +20,7 @@ from zoo.models import mixture
 from zoo.models.experts import formed, group_limited
 from zoo.models.forward import Aux, LayerPass
 from zoo.models.groups import Seen
-from zoo.models.layers import linear, rms_norm
+from zoo.models.layers import ACTIVATIONS, linear, rms_norm
 from zoo.models.llama import attention_out, normalised
 from zoo.quantised import AbstractMatrix
 
@@ -57,10 +57,11 @@ class Dense(Latent):
         """Return what one layer makes of `x`, in the dtype of `x`; weights are cast here, and only here."""
         seen, aux = latent_attention(self, x, config, told)
         weights = [weight.astype(x.dtype) for weight in (self.gate, self.up, self.down)]
+        activation = ACTIVATIONS[config.activation]
 
         def rest(x, seen):
             x = x + checkpoint_name(attention_out(self, seen), "attn_out")
-            h = told.ops.mlp(normalised(x, self.mlp_norm, config), *weights, activation=jax.nn.silu)
+            h = told.ops.mlp(normalised(x, self.mlp_norm, config), *weights, activation=activation)
             return x + checkpoint_name(h, "mlp_out")
 
         return told.behind(rest, x, seen), aux

@@ -70,12 +70,15 @@ def _experts(local, x, router, gate, up, down, biases, **options):
     local = functools.partial(local, **options)
     if not explicit():
         return local(x, router, gate, up, down, biases)
-    whole = lambda weight, *dims: jax.tree.map(lambda part: uncut(part, *dims), weight)
+    packed = lambda part: isinstance(part, Quantised)
+    one = lambda part, dims: part.uncut(*dims) if packed(part) else uncut(part, *dims)
+    whole = lambda weight, *dims: jax.tree.map(lambda part: one(part, dims), weight, is_leaf=packed)
     weights = whole(router, 0, 1), whole(gate, 1), whole(up, 1), whole(down, 2)
     if biases is not None:  # jax.tree.map leaves None as it is
         biases = whole(biases[0], 0), biases[1], biases[2], whole(biases[3], 1)
     weights = (*weights, biases)
-    cut_E, _, cut_F = partitions(gate)
+    base = gate.base if isinstance(gate, LowRank) else gate
+    cut_E, _, cut_F = base.partitions if isinstance(base, Quantised) else partitions(base)
     tokens = PartitionSpec(*partitions(uncut(x, 2)))
     local = functools.partial(local, tokens=axes_of(tokens), over_E=axes_of([cut_E]), over_F=axes_of([cut_F]))
     specs = jax.tree.map(lambda part: PartitionSpec(*partitions(part)), weights)

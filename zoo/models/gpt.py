@@ -47,8 +47,8 @@ class Block(eqx.Module):
     gate_bias: Float[Array, "*L F"] | None = None
     up_bias: Float[Array, "*L F"] | None = None
     down_bias: Float[Array, "*L D"] | None = None
-    q_norm: None = None
-    k_norm: None = None
+    q_norm: Float[Array, "*L N H"] | None = None
+    k_norm: Float[Array, "*L K H"] | None = None
 
     def __call__(self, x: Float[Array, "B S D"], config: GPTLike, told: LayerPass) -> tuple[Float[Array, "B S D"], Aux]:
         """Return what one layer makes of `x`, in the dtype of `x`; weights are cast here, and only here."""

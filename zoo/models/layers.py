@@ -41,7 +41,7 @@ def rms_norm(
 
 
 def layer_norm(
-    x: Float[Array, "*b D"], weight: Float[Array, " D"], bias: Float[Array, " D"] | None, eps: float
+    x: Float[Array, "*b D"], weight: Float[Array, "*own D"], bias: Float[Array, " D"] | None, eps: float
 ) -> Float[Array, "*b D"]:
     """Return `(x - mean(x)) / std(x) * weight + bias` (https://arxiv.org/abs/1607.06450), computed in float32."""
     wide = x.astype(accumulator(x.dtype))
@@ -233,6 +233,16 @@ ACTIVATIONS: dict[str, Callable] = {
     "gelu_tanh": gelu,
     "relu": jax.nn.relu,
     "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),
+    "gelu_10": lambda x: jnp.clip(jax.nn.gelu(x, approximate=False), -10, 10),  # for 8 bits
+    "gelu_sigmoid": lambda x: x * jax.nn.sigmoid(1.702 * x),
+    "laplace": lambda x: 0.5 * (1 + jax.lax.erf((x - 0.707107) / (0.282095 * 2**0.5))),  # of MEGA
+    "leaky_relu": jax.nn.leaky_relu,
+    "linear": lambda x: x,
+    "mish": jax.nn.mish,
+    "relu6": jax.nn.relu6,
+    "hard_silu": jax.nn.hard_silu,
+    "sigmoid": jax.nn.sigmoid,
+    "tanh": jnp.tanh,
 }
 
 

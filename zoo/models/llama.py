@@ -20,7 +20,7 @@ from zoo.models.decoder import Decoder
 from zoo.models.forward import Aux, LayerPass
 from zoo.models.groups import Seen
 from zoo.models.head import Head
-from zoo.models.layers import ACTIVATIONS, linear, rms_norm
+from zoo.models.layers import ACTIVATIONS, layer_norm, linear, rms_norm
 from zoo.quantised import AbstractMatrix
 
 
@@ -92,8 +92,9 @@ def attention(
     """
     names = "q", "k", "v", "q_bias", "k_bias", "v_bias"
     weights = {name: getattr(block, name) for name in names} | {"q_norm": None, "k_norm": None}
-    together = block.q_norm is not None and block.q_norm.ndim > 1  # a norm over all heads
-    if together:
+    of_each = block.q_norm is not None and block.q_norm.ndim > 1  # each head has weights of its own
+    together = of_each and not config.centred_norms  # a norm over all heads
+    if of_each:
         weights |= {"q_norm": block.q_norm, "k_norm": block.k_norm}
 
     def project(x, weights):
@@ -104,8 +105,8 @@ def attention(
             for name, bias in (("q", weights["q_bias"]), ("k", weights["k_bias"]), ("v", weights["v_bias"]))
         )
         if block.q_norm is not None:
-            q = _heads_normalised(q, weights["q_norm"] if together else block.q_norm, config)
-            k = _heads_normalised(k, weights["k_norm"] if together else block.k_norm, config)
+            q = _heads_normalised(q, weights["q_norm"] if of_each else block.q_norm, config)
+            k = _heads_normalised(k, weights["k_norm"] if of_each else block.k_norm, config)
         if config.clip is not None:
             q, k, v = (jnp.clip(part, -config.clip, config.clip) for part in (q, k, v))
         if any(rope is not None for rope in config.layer_ropes):
@@ -126,7 +127,9 @@ def attention_out(block: Any, seen: Float[Array, "B S N H"]) -> Float[Array, "B 
 
 
 def _heads_normalised(x, weight, config):
-    """Normalise each head, or all of them together where each has weights of its own."""
+    """Normalise each head, or all of them together where each has weights of its own and the mean stays."""
+    if config.centred_norms:
+        return layer_norm(x, weight, None, config.norm_eps)
     if weight.ndim == 1:
         return rms_norm(x, weight, config.norm_eps, offset=config.norm_offset)
     flat = rms_norm(x.reshape(*x.shape[:2], -1), weight.reshape(-1), config.norm_eps, offset=config.norm_offset)

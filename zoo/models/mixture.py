@@ -26,7 +26,7 @@ from zoo.models.experts import clamped, experts, formed
 from zoo.models.forward import Aux, LayerPass
 from zoo.models.groups import Seen
 from zoo.models.head import Head
-from zoo.models.layers import accumulator, linear, rms_norm
+from zoo.models.layers import ACTIVATIONS, accumulator, linear, rms_norm
 from zoo.quantised import AbstractMatrix
 
 AnyMixture = MixtralConfig | Qwen2MoeConfig | Qwen3MoeConfig | OlmoeConfig | GptOssConfig
@@ -93,6 +93,8 @@ def feed_forward(
         how: what else `zoo.models.experts.experts` is told.
     """
     cast: Any = lambda weight: None if weight is None else weight.astype(x.dtype)
+    activation = ACTIVATIONS[config.activation]
+    how = {"combine": lambda gate, up: activation(gate) * up} | how
 
     def between(x, seen):
         x = x + checkpoint_name(llama.attention_out(block, seen), "attn_out")
@@ -108,7 +110,7 @@ def feed_forward(
 
         def beside(h):
             shared = map(cast, (block.shared_gate, block.shared_up, block.shared_down))
-            made = told.ops.mlp(h, *shared, activation=jax.nn.silu)
+            made = told.ops.mlp(h, *shared, activation=activation)
             if block.shared_router is None:
                 return made
             return jax.nn.sigmoid(_share(h, cast(block.shared_router), told)) * made

@@ -155,13 +155,8 @@ def _turn(graph: Graph, node: Node, dot: Node) -> None:
             params["precision"] = params["precision"][::-1]
         if params.get("out_sharding") is not None:
             params["out_sharding"] = named(node.outputs[0].aval)
-    node.primitive, node.context, node.source, node.params, node.inputs = (
-        dot.primitive,
-        dot.context,
-        dot.source,
-        params,
-        operands,
-    )
+    node.primitive, node.context, node.source = dot.primitive, dot.context, dot.source
+    node.params, node.inputs = params, operands
 
 
 def _turn_result(graph: Graph, node: Node, order: Sequence[int]) -> None:
