@@ -81,12 +81,13 @@ def _splash(line: str) -> int:
     kernel = _SPLASH.search(line)
     if kernel is None:
         return 0
-    made, read = (
-        [(dtype, [int(size) for size in dims.split(",") if size]) for dtype, dims in _ARRAY.findall(part)]
-        for part in kernel.groups()
+    made, (_, _, (_, q), (_, k), _, *others) = (
+        [(dtype, [int(size) for size in dims.split(",") if size not in ("", "1")]) for dtype, dims in found]
+        for found in map(_ARRAY.findall, kernel.groups())
     )
-    (_, (_, rows, columns)), _, (_, q), (_, k), _, *others = read
-    backward, of_keys = any(dims == q for _, dims in others), sum(dims == k for _, dims in made) >= 2
+    rows, columns = (int(size) for size in kernel.group(2).partition("]")[0].split(",")[1:])
+    backward = any(dims == q for _, dims in others)
+    of_keys = backward and sum(dims == k for _, dims in made) >= 2
     block = k[-2] // columns if of_keys else q[-2] // rows
     masked = sum(dtype == "s32" for dtype, _ in others) % 2
     blocks = rows * (rows + 1) // 2 if masked and rows == columns else rows * columns

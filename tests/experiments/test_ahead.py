@@ -185,12 +185,15 @@ _GIVEN = "f32[1,4,8,8192]{3,2,1,0}, bf16[1,4,8192,128]{3,2,1,0}, f32[1,4,8,8192]
 _SEEN = "f32[1,512,128]{2,1,0:T(8,128)}, bf16[1,4,8192,128]{3,2,1,0:T(8,128)(2,1)}, f32[1,4,8192,128]{3,2,1,0:T(8,128)}"
 _KEYS = "bf16[1,8192,128]{2,1,0:T(8,128)(2,1)}, bf16[1,8192,128]{2,1,0:T(8,128)(2,1)}"
 _FUSED = f"f32[1,512,128]{{2,1,0}}, bf16[1,16,4,8192,128]{{4,3,2,1,0:T(8,128)(2,1)}}, {_KEYS}"
+_ONE, _ONE_READ = (part.replace("1,4,8192", "1,1,8192") for part in (_SEEN, _READ.replace("16[1,8192", "16[8192")))
 _PLACES, _DOCUMENTS = "s32[8192,128]{1,0}", "s32[8192,128]{1,0}, s32[8,8192]{1,0}"
 
 
 @pytest.mark.parametrize(
     ("made", "read", "products", "blocks"),
     [
+        (_ONE, f"{_BLOCKS}, {_ONE_READ}", 0.5, 256),  # of four heads
+        (_FUSED.replace("16,4,", "16,1,"), f"{_BLOCKS}, {_ONE_READ}, {_GIVEN.replace('1,4,', '1,1,')}", 1.25, 256),
         (_SEEN, f"{_BLOCKS}, {_READ}", 2, 256),
         (_SEEN, f"{_BLOCKS}, {_READ}, {_PLACES}", 2, 136),
         (_SEEN, f"{_BLOCKS}, {_READ}, {_DOCUMENTS}", 2, 256),
