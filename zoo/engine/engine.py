@@ -340,7 +340,7 @@ class Engine:
 def _limits(config: Any, settings: Settings, plan: Plan) -> Limits:
     """Return what a scheduler keeps to."""
     ropes = [rope[1] for rope in config.layer_ropes if rope is not None and rope[1] is not None]
-    grows = any(rope.kind in ("dynamic", "longrope") for rope in ropes)
+    grows = any(rope.rope_type in ("dynamic", "longrope") for rope in ropes)
     return Limits(
         rows=settings.rows, width=settings.width, page=settings.page, length=settings.length, queue=settings.queue,
         windows=plan.kinds.windows, pages=plan.pages,
