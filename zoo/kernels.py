@@ -250,37 +250,41 @@ def splash_attention(
     from jax.experimental.pallas.ops.tpu import splash_attention as splash  # slow to import
 
     window = _checked("splash", q, window, q_positions, k_positions)
-    length, size = q.shape[1], q.shape[3]
+    length = q.shape[1]
     if length % LANES:
         raise ValueError(f"splash attention takes sequences of a multiple of {LANES} tokens, and these have {length}.")
 
-    def run(q, k, v, segments, sinks, kept):
-        batch, _, heads, _ = q.shape
-        kv_heads = k.shape[2]
-        calls = kv_heads if kv_heads > 1 else heads  # in the grid; those that share the one kv head are apart, too
-        kernel = _splash_kernel(splash, length, heads // calls, window, causal, cap, interpret)
-        wide = lambda x: jnp.pad(x, ((0, 0),) * 3 + ((0, -size % LANES),))
-        q = (q.astype(accumulator(q.dtype)) * scale).astype(q.dtype)
-        q_BKGSH = wide(q).reshape(batch, length, calls, heads // calls, -1).transpose(0, 2, 3, 1, 4)
-        k_BKSH, v_BKSH = wide(k).transpose(0, 2, 1, 3), wide(v).transpose(0, 2, 1, 3)
-        if kv_heads == 1:
-            k_BKSH, v_BKSH = k_BKSH[:, 0], v_BKSH[:, 0]
-        sinks_KG = None if sinks is None else sinks.reshape(calls, -1)
-        ids = None if segments is None else splash.SegmentIds(segments, segments)
-        own = 0 if kv_heads > 1 else None
-        of_head = lambda q, k, v, ids, sinks: kernel(q, k, v, segment_ids=ids, sinks=sinks)
-        see = jax.vmap(jax.vmap(of_head, (0, own, own, None, 0)), (0, 0, 0, 0, None))
-        args = q_BKGSH, k_BKSH, v_BKSH, ids, sinks_KG
-        out_BKGSH, *logs = _keeping(see)(*args) if keep else (see(*args),)
-        if kept is not None:
-            out_BKGSH = _with_gradients_of(see)(*args, *(x.reshape(q_BKGSH.shape[:-1]) for x in kept))
-        seen = out_BKGSH.transpose(0, 3, 1, 2, 4).reshape(*q.shape[:3], -1)[..., :size]
-        return (seen, logs[0].reshape(batch, heads, length)) if keep else seen
-
+    kernel = functools.partial(_splash_kernel, splash, length, window, causal, cap, interpret)
+    run = functools.partial(_splash, splash, kernel, scale, keep)
     return _on_each_device(run, q, beside(q, k), beside(q, v), q_segments, sinks, kept, keep=keep)
 
 
-def _splash_kernel(splash, length, heads, window, causal, cap, interpret):
+def _splash(splash, kernel, scale, keep, q, k, v, segments, sinks, kept):
+    """Return what a device's queries see, given `kernel(heads)` of query heads that share keys and values."""
+    batch, length, heads, size = q.shape
+    kv_heads = k.shape[2]
+    calls = kv_heads if kv_heads > 1 else heads  # in the grid; those that share the one kv head are apart, too
+    see_head = kernel(heads // calls)
+    wide = lambda x: jnp.pad(x, ((0, 0),) * 3 + ((0, -size % LANES),))
+    q = (q.astype(accumulator(q.dtype)) * scale).astype(q.dtype)
+    q_BKGSH = wide(q).reshape(batch, length, calls, heads // calls, -1).transpose(0, 2, 3, 1, 4)
+    k_BKSH, v_BKSH = wide(k).transpose(0, 2, 1, 3), wide(v).transpose(0, 2, 1, 3)
+    if kv_heads == 1:
+        k_BKSH, v_BKSH = k_BKSH[:, 0], v_BKSH[:, 0]
+    sinks_KG = None if sinks is None else sinks.reshape(calls, -1)
+    ids = None if segments is None else splash.SegmentIds(segments, segments)
+    own = 0 if kv_heads > 1 else None
+    of_head = lambda q, k, v, ids, sinks: see_head(q, k, v, segment_ids=ids, sinks=sinks)
+    see = jax.vmap(jax.vmap(of_head, (0, own, own, None, 0)), (0, 0, 0, 0, None))
+    args = q_BKGSH, k_BKSH, v_BKSH, ids, sinks_KG
+    out_BKGSH, *logs = _keeping(see)(*args) if keep else (see(*args),)
+    if kept is not None:
+        out_BKGSH = _with_gradients_of(see)(*args, *(x.reshape(q_BKGSH.shape[:-1]) for x in kept))
+    seen = out_BKGSH.transpose(0, 3, 1, 2, 4).reshape(*q.shape[:3], -1)[..., :size]
+    return (seen, logs[0].reshape(batch, heads, length)) if keep else seen
+
+
+def _splash_kernel(splash, length, window, causal, cap, interpret, heads):
     """Return the kernel of some query heads that share keys and values."""
     shape = (length, length)
     if window is None:

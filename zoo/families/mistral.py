@@ -117,11 +117,6 @@ class MixtralConfig(MixtureLike, MistralConfig):
         """Say what is wrong with the family's own fields."""
         return super().problems() + self.router_problems()
 
-    @property
-    def dims(self) -> dict[str, int]:
-        """The size of each dimension letter that a parameter can have."""
-        return super().dims | {"E": self.num_experts}
-
     def rows(self) -> tuple[Row, ...]:
         """Return the rows of every parameter that the model has."""
         return self.with_ends(self.attention_rows() + _EXPERTS)

@@ -164,6 +164,41 @@ class _Blockwise:
         *_, dq, dk, dv = _loop(loops, step, start)
         return dq.astype(q.dtype), dk, dv
 
+    def gradients(self, q, k, v, masks, sinks, logs, own, given):
+        """Return those of the first five, given that of what is seen and how it points to that."""
+        of_sinks = None
+        if sinks is not None:
+            of_sinks = -(jnp.exp(sinks[:, :, None] - logs) * own).sum((0, 3)).astype(sinks.dtype)
+        return *self.backward(q, k, v, masks, logs, own, given), (None, None), of_sinks
+
+    def differentiable(self) -> Callable[..., Array]:
+        """Return what makes of queries, keys, values, masks and sinks what queries see, with its gradients."""
+
+        @jax.custom_vjp
+        def run(*args):
+            return self.forward(*args)[0]
+
+        def forward(*args):
+            out, logs = self.forward(*args)
+            return out, (args, out, logs)
+
+        def pull(kept, given):
+            args, out, logs = kept
+            return self.gradients(*args, logs, jnp.moveaxis((given.astype(logs.dtype) * out).sum(-1), 1, 3), given)
+
+        run.defvjp(forward, pull)
+        return run
+
+    def told(self) -> Callable[..., Array]:
+        """Return what makes queries of the same and of what `Ops.keeps` tells, with the gradients of what they see."""
+
+        @jax.custom_vjp
+        def run(q, k, v, masks, sinks, logs, own):
+            return q
+
+        run.defvjp(lambda *args: (run(*args), args), lambda args, given: (*self.gradients(*args, given), None, None))
+        return run
+
 
 def _loop(loops: Walk, step: Callable[..., Any], carry: Any) -> Any:
     def turn(carry, number):
@@ -198,32 +233,6 @@ def blockwise_attention(
     size = -(-length // tiles)
     reach = min(tiles - 1, (window + size - 2) // size) if isinstance(window, int) else tiles - 1
     made = _Blockwise(scale, cap, causal, length, tiles, size, reach)
-
-    def backward(q, k, v, masks, sinks, logs, own, given):
-        of_sinks = None
-        if sinks is not None:
-            of_sinks = -(jnp.exp(sinks[:, :, None] - logs) * own).sum((0, 3)).astype(sinks.dtype)
-        return *made.backward(q, k, v, masks, logs, own, given), (None, None), of_sinks
-
-    @jax.custom_vjp
-    def run(*args):
-        return made.forward(*args)[0]
-
-    def forward(*args):
-        out, logs = made.forward(*args)
-        return out, (args, out, logs)
-
-    def pull(kept, given):
-        args, out, logs = kept
-        return backward(*args, logs, jnp.moveaxis((given.astype(logs.dtype) * out).sum(-1), 1, 3), given)
-
-    run.defvjp(forward, pull)
-
-    @jax.custom_vjp
-    def again(q, k, v, masks, sinks, logs, own):
-        return q
-
-    again.defvjp(lambda *args: (again(*args), args), lambda args, given: (*backward(*args, given), None, None))
     filled = lambda x: jnp.pad(x, ((0, 0), (0, tiles * size - length), *((0, 0),) * (x.ndim - 2)))
     q, k, v = filled(q), filled(k), filled(v)
     q = q.reshape(*q.shape[:2], k.shape[2], -1, width)
@@ -238,5 +247,5 @@ def blockwise_attention(
         empty = float(jnp.finfo(kept[0].dtype).max) / 2, 0.0
         more = ((0, 0), (0, 0), (0, tiles * size - length))
         padded = (jnp.pad(x, more, constant_values=fill) for x, fill in zip(kept, empty, strict=True))
-        return restored(again(*args, *(x.reshape(batch, *q.shape[2:4], -1) for x in padded)))
-    return restored(run(*args))
+        return restored(made.told()(*args, *(x.reshape(batch, *q.shape[2:4], -1) for x in padded)))
+    return restored(made.differentiable()(*args))
