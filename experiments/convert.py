@@ -8,15 +8,13 @@ zoo open. The tokenizer's files come along.
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder first
-    sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for a script Python puts its own folder first
 
-from experiments.command import carry_out, ended  # noqa: E402
-from experiments.commandline import console  # noqa: E402
-from experiments.commandline.console import CommandError  # noqa: E402
-from experiments.configs.commands import Convert  # noqa: E402
-from experiments.configs.fields import Quantise  # noqa: E402
+from experiments.command import carry_out, ended
+from experiments.commandline import console
+from experiments.commandline.console import CommandError
+from experiments.configs.commands import Convert
+from experiments.configs.fields import Quantise
 
 GIB = 2**30
 

@@ -8,15 +8,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder first
-    sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for a script Python puts its own folder first
 
-from experiments.command import carry_out, ended  # noqa: E402
-from experiments.commandline import console  # noqa: E402
-from experiments.commandline.console import CommandError  # noqa: E402
-from experiments.configs.commands import Generate  # noqa: E402
-from experiments.data.chat import Plain  # noqa: E402
+from experiments.command import carry_out, ended
+from experiments.commandline import console
+from experiments.commandline.console import CommandError
+from experiments.configs.commands import Generate
+from experiments.data.chat import Plain
 
 
 def main(argv: list[str]) -> int:

@@ -15,9 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
-ROOT = Path(__file__).resolve().parent.parent
-if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder first
-    sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for a script Python puts its own folder first
 
 GRACE = 8.0  # seconds that processes have to end by themselves once one of them is gone
 
@@ -52,7 +50,7 @@ class Processes:
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
         environment = {**os.environ, "XLA_FLAGS": flags.strip()}
         coordinator = f"distributed.coordinator=127.0.0.1:{_free_port()}"
-        command = [sys.executable, str(ROOT / "experiments" / "run.py"), *words, coordinator]
+        command = [sys.executable, str(Path(__file__).with_name("run.py")), *words, coordinator]
         self._processes = []
         for index in range(count):
             which = [f"distributed.processes={count}", f"distributed.process={index}"]

@@ -4,15 +4,13 @@ import json
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder first
-    sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for a script Python puts its own folder first
 
-from experiments.command import ended  # noqa: E402
-from experiments.commandline import console  # noqa: E402
-from experiments.results.metrics import read  # noqa: E402
-from experiments.results.plots import FACTS, draw  # noqa: E402
-from experiments.runtime.manifest import reason  # noqa: E402
+from experiments.command import ended
+from experiments.commandline import console
+from experiments.results.metrics import read
+from experiments.results.plots import FACTS, draw
+from experiments.runtime.manifest import reason
 
 
 def main(argv: list[str]) -> int:

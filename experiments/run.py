@@ -11,19 +11,17 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder first
-    sys.path.insert(0, str(ROOT))
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # while modules are read, Ctrl-C ends the process without a traceback
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for a script Python puts its own folder first
 
-from experiments import configs  # noqa: E402
-from experiments.command import ended  # noqa: E402
-from experiments.commandline import overrides, schema  # noqa: E402
-from experiments.commandline.console import CommandError  # noqa: E402
-from experiments.commandline.usage import tell  # noqa: E402
-from experiments.runtime import remote  # noqa: E402
-from experiments.runtime.signals import Stop, Stopped  # noqa: E402
+from experiments import configs
+from experiments.command import ended
+from experiments.commandline import overrides, schema
+from experiments.commandline.console import CommandError
+from experiments.commandline.usage import tell
+from experiments.runtime import remote
+from experiments.runtime.signals import Stop, Stopped
 
 
 def main(argv: list[str]) -> int:
@@ -74,11 +72,11 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str], sto
     """
     from experiments.data.batches import open_source
     from experiments.planning.report import report, say
-    from experiments.planning.resolve import checked, resolve
+    from experiments.planning.resolve import resolve
     from experiments.results import metrics
     from experiments.results.directory import Directory
     from experiments.runtime import distributed, hardware, meshes, own
-    from experiments.step.folders import with_weights
+    from experiments.step.build import checked
     from experiments.training import loop, session
 
     began, name = time.perf_counter(), choices["model"]
@@ -88,8 +86,7 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str], sto
         stop.ask()  # JAX has been imported meanwhile
         # What was asked for, and the machine.
         metrics.check_loggers(config.save)
-        here, exact, mirror = remote.here(config)
-        asked = with_weights(here, argv)
+        asked, exact, mirror = remote.here(config)
         errors.directory = directory = Directory.find(asked.out, asked.run, name, mirror)
         distributed.initialize(asked.distributed, stop)
         directory.check()
@@ -97,7 +94,7 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str], sto
         device = hardware.prepare(asked.hardware.platform)
         hardware.allow(asked.hardware)
         # Every open value, the programs, the data: whatever is wrong with what was asked for is found here.
-        run = resolve(asked, device)
+        run = resolve(asked, device, argv)
         errors.run, chosen = run, {**run.chosen, **exact}
         held.enter_context(meshes.spread(run.mesh))
         programs = checked(run)
@@ -111,7 +108,8 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str], sto
         plan = report(programs, name, overrides.variations(argv), device, stop.ask)
         stop.ask()
         if not run.plan:
-            about = overrides.about(run, argv, chosen, data=source.fingerprint, sources=own.sources(run))
+            hashes = {"data": source.fingerprint, "sources": own.sources(run)}
+            about = overrides.about(run, argv, chosen, directory.before, **hashes)
             with session.opened(directory, programs, plan, about, began) as opened:
                 model = loop.train(programs, source, opened, stop)
             saved = session.save_weights(model, run, opened.path)

@@ -19,14 +19,12 @@ from typing import Any, TextIO
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parent.parent
-if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder first
-    sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for a script Python puts its own folder first
 
-from experiments.command import carry_out, ended  # noqa: E402
-from experiments.commandline import console  # noqa: E402
-from experiments.commandline.console import CommandError  # noqa: E402
-from experiments.configs.commands import Score  # noqa: E402
+from experiments.command import carry_out, ended
+from experiments.commandline import console
+from experiments.commandline.console import CommandError
+from experiments.configs.commands import Score
 
 PAGE = 64  # tokens whose keys and values lie together
 WIDEST = 512  # tokens of a window that are read at a time

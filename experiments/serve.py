@@ -9,14 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder first
-    sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for a script Python puts its own folder first
 
-from experiments.command import carry_out, ended  # noqa: E402
-from experiments.commandline import console  # noqa: E402
-from experiments.commandline.console import CommandError  # noqa: E402
-from experiments.configs.commands import Serve  # noqa: E402
+from experiments.command import carry_out, ended
+from experiments.commandline import console
+from experiments.commandline.console import CommandError
+from experiments.configs.commands import Serve
 
 
 def main(argv: list[str]) -> int:

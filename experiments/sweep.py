@@ -14,12 +14,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder first
-    sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for a script Python puts its own folder first
 
-from experiments.command import ended  # noqa: E402
-from experiments.commandline import console, options, overrides, schema, spelling  # noqa: E402
+from experiments.command import ended
+from experiments.commandline import console, options, overrides, schema, spelling
 
 # What a sweep hears, and what it tells the job that is running.
 TOLD = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM}
@@ -36,7 +34,7 @@ def job(_: Any) -> int:
     hydra = HydraConfig.get()
     words = [spelling.typed(word, options.by_key()) for word in hydra.overrides.task]
     print(f"\n{' '.join(words)}", flush=True)
-    run = str(ROOT / "experiments" / "run.py")
+    run = str(Path(__file__).with_name("run.py"))
     code = _carried_out([sys.executable, run, *overrides.numbered(words, int(hydra.job.num))])
     if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
         raise SystemExit(code)

@@ -6,17 +6,15 @@ It writes a folder that `data.tokenizer=runs/bpe` and transformers read.
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-if sys.path[0] != str(ROOT):  # as a script, Python puts this file's own folder first
-    sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for a script Python puts its own folder first
 
-from experiments.command import carry_out, ended  # noqa: E402
-from experiments.commandline import schema  # noqa: E402
-from experiments.commandline.console import CommandError  # noqa: E402
-from experiments.configs.commands import Tokenizer  # noqa: E402
-from experiments.data.corpus import texts_of  # noqa: E402
-from experiments.data.tokenizer import FILE, train_bpe  # noqa: E402
-from experiments.runtime.manifest import reason  # noqa: E402
+from experiments.command import carry_out, ended
+from experiments.commandline import schema
+from experiments.commandline.console import CommandError
+from experiments.configs.commands import Tokenizer
+from experiments.data.corpus import texts_of
+from experiments.data.tokenizer import FILE, train_bpe
+from experiments.runtime.manifest import reason
 
 
 def main(argv: list[str]) -> int:

@@ -41,8 +41,8 @@ _HOME = {
     "Qwen3Config": "zoo.families.qwen",
     "Qwen3MoeConfig": "zoo.families.qwen",
     "Qwen3NextConfig": "zoo.families.qwen_next",
-    "RopeKind": "zoo.config",
     "RopeScaling": "zoo.config",
+    "RopeType": "zoo.config",
     "SeedConfig": "zoo.families.seed",
     "SmolLM3Config": "zoo.families.smollm",
     "check_tokens": "zoo.models.layers",
@@ -56,8 +56,8 @@ __all__ = sorted(_HOME)
 
 if TYPE_CHECKING:  # the same for type checkers, which a test compares
     from zoo.accounting import count_params as count_params
-    from zoo.config import RopeKind as RopeKind
     from zoo.config import RopeScaling as RopeScaling
+    from zoo.config import RopeType as RopeType
     from zoo.families import model_class as model_class
     from zoo.families.bert import ModernBertConfig as ModernBertConfig
     from zoo.families.cohere import Cohere2Config as Cohere2Config

@@ -20,7 +20,7 @@ _MOST = 2**31 - 1  # no dimension is larger: a config with a digit too many is r
 _MOST_LAYERS = 4096
 
 
-class RopeKind(StrEnum):
+class RopeType(StrEnum):
     """How rotary frequencies are stretched to longer texts."""
 
     linear = "linear"
@@ -35,9 +35,9 @@ class RopeScaling:
     """A stretch of the rotary frequencies.
 
     Attributes:
-        kind: which of the five (`zoo.models.rotary`).
+        rope_type: which of the five (`zoo.models.rotary`).
         factor: how many times longer texts become.
-        original_length: tokens of the texts trained on; the linear kind does not read it.
+        original_length: tokens of the texts trained on; linear does not read it.
         low_freq: llama3: waves with fewer turns in the original length are stretched in full.
         high_freq: llama3: waves with more turns are left alone.
         beta_fast: yarn: the same as `high_freq`, for the dimension that has this many turns.
@@ -52,7 +52,7 @@ class RopeScaling:
         long_factors: longrope: likewise in longer ones.
     """
 
-    kind: RopeKind
+    rope_type: RopeType
     factor: float
     original_length: int = 8192
     low_freq: float = 1.0
@@ -80,9 +80,9 @@ class RopeScaling:
             "mscale",
         )
         problems = not_positive(self, names)
-        if self.kind is RopeKind.llama3 and not self.high_freq > self.low_freq:
+        if self.rope_type is RopeType.llama3 and not self.high_freq > self.low_freq:
             problems.append(f"high_freq={self.high_freq} must be larger than low_freq={self.low_freq}")
-        if self.kind is RopeKind.longrope:
+        if self.rope_type is RopeType.longrope:
             problems += [
                 f"{name}={getattr(self, name)} must be positive numbers"
                 for name in ("short_factors", "long_factors")
@@ -93,11 +93,11 @@ class RopeScaling:
     @property
     def temperature(self) -> float:
         """What queries and keys are both multiplied by."""
-        if self.kind not in (RopeKind.yarn, RopeKind.longrope):
+        if self.rope_type not in (RopeType.yarn, RopeType.longrope):
             return 1.0
         if self.factor <= 1:
             automatic = 1.0
-        elif self.kind is RopeKind.yarn:
+        elif self.rope_type is RopeType.yarn:
             automatic = 0.1 * math.log(self.factor) + 1.0
         else:
             automatic = math.sqrt(1 + math.log(self.factor) / math.log(self.original_length))
@@ -371,11 +371,11 @@ def scaling_problems(config: Any, scaling: RopeScaling | None) -> list[str]:
     """Say why a model cannot have its rotary frequencies stretched so."""
     if scaling is None:
         return []
-    if scaling.kind is RopeKind.dynamic and config.head_dim <= 2:
-        return [f"head_dim={config.head_dim} must be larger than 2 for rope_scaling.kind=dynamic"]
-    if scaling.kind is RopeKind.yarn and not config.rope_theta > 1:
-        return [f"rope_theta={config.rope_theta} must be larger than 1 for rope_scaling.kind=yarn"]
-    if scaling.kind is RopeKind.longrope:
+    if scaling.rope_type is RopeType.dynamic and config.head_dim <= 2:
+        return [f"head_dim={config.head_dim} must be larger than 2 for rope_scaling.rope_type=dynamic"]
+    if scaling.rope_type is RopeType.yarn and not config.rope_theta > 1:
+        return [f"rope_theta={config.rope_theta} must be larger than 1 for rope_scaling.rope_type=yarn"]
+    if scaling.rope_type is RopeType.longrope:
         half = config.rotary_dim // 2
         return [
             f"rope_scaling.{name} has {len(getattr(scaling, name))} numbers, and must have {half}: one for each pair"

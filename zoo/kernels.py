@@ -256,52 +256,57 @@ def splash_attention(
     from jax.experimental.pallas.ops.tpu import splash_attention as splash  # slow to import
 
     window = _checked("splash", q, window, q_positions, k_positions)
-    length, size = q.shape[1], q.shape[3]
+    length = q.shape[1]
     if length % LANES:
         raise ValueError(f"splash attention takes sequences of a multiple of {LANES} tokens, and these have {length}.")
 
-    def run(q, k, v, segments, sinks, kept):
-        batch, _, heads, _ = q.shape
-        kv_heads = k.shape[2]
-        calls = kv_heads if kv_heads > 1 else heads  # in the grid; those that share the one kv head are apart, too
-        own = 0 if kv_heads > 1 else None
-        wide = lambda x: jnp.pad(x, ((0, 0),) * 3 + ((0, -size % LANES),))
-        q = (q.astype(accumulator(q.dtype)) * scale).astype(q.dtype)
-        q_BKGSH = wide(q).reshape(batch, length, calls, heads // calls, -1).transpose(0, 2, 3, 1, 4)
-        k_BKSH, v_BKSH = wide(k).transpose(0, 2, 1, 3), wide(v).transpose(0, 2, 1, 3)
-        if kv_heads == 1:
-            k_BKSH, v_BKSH = k_BKSH[:, 0], v_BKSH[:, 0]
-        sinks_KG = None if sinks is None else sinks.reshape(calls, -1)
-
-        def see_of(size, offset=0, **how):
-            of_heads = window, causal, cap, interpret
-            kernel = _splash_kernel(splash, size, heads // calls, *of_heads, offset=offset, **how)
-            of_head = lambda q, k, v, ids, sinks: kernel(
-                q, k, v, segment_ids=None if ids is None else splash.SegmentIds(*ids), sinks=sinks
-            )
-            return jax.vmap(jax.vmap(of_head, (0, own, own, None, 0)), (0, 0, 0, 0, None))
-
-        ids = None if segments is None else (segments, segments)
-        args = q_BKGSH, k_BKSH, v_BKSH, ids, sinks_KG
-        of_queries = lambda x: x.reshape(q_BKGSH.shape[:-1])
-        if piece is not None or length > WHOLE:
-            made = functools.partial(_of_pieces, see_of)
-            before, behind = (math.inf, 0 if causal else math.inf) if window is None else _reach(window, causal)
-            pieces = piecewise.Piecewise(made, length, piece or PIECE, min(piece or PIECE, BLOCKS[0]), before, behind)
-            told = None if kept is None else tuple(map(of_queries, kept))
-            out_BKGSH, *logs = pieces(q_BKGSH, k_BKSH, v_BKSH, segments, sinks_KG, keep=keep, kept=told)
-        else:
-            see = see_of(length)
-            out_BKGSH, *logs = _keeping(see)(*args) if keep else (see(*args),)
-            if kept is not None:
-                out_BKGSH = _with_gradients_of(see)(*args, *map(of_queries, kept))
-        seen = out_BKGSH.transpose(0, 3, 1, 2, 4).reshape(*q.shape[:3], -1)[..., :size]
-        return (seen, logs[0].reshape(batch, heads, length)) if keep else seen
-
+    kernel = functools.partial(_splash_kernel, splash, window=window, causal=causal, cap=cap, interpret=interpret)
+    reach = (math.inf, 0 if causal else math.inf) if window is None else _reach(window, causal)
+    pieces = functools.partial(_of_pieces, reach, piece or PIECE) if piece is not None or length > WHOLE else None
+    run = functools.partial(_splash, splash, kernel, pieces, scale, keep)
     return _on_each_device(run, q, beside(q, k), beside(q, v), q_segments, sinks, kept, keep=keep)
 
 
-def _splash_kernel(splash, length, heads, window, causal, cap, interpret, *, offset: int | None = 0, fused=False):
+def _splash(splash, kernel, pieces, scale, keep, q, k, v, segments, sinks, kept):
+    """Return what a device's queries see.
+
+    Args:
+        kernel: `(heads, length)`: that of query heads that share keys and values.
+        pieces: `(see_of, length)`: `Piecewise`, made of attention that is made for a length; None is in one piece.
+    """
+    batch, length, heads, size = q.shape
+    kv_heads = k.shape[2]
+    calls = kv_heads if kv_heads > 1 else heads  # in the grid; those that share the one kv head are apart, too
+    own = 0 if kv_heads > 1 else None
+    wide = lambda x: jnp.pad(x, ((0, 0),) * 3 + ((0, -size % LANES),))
+    q = (q.astype(accumulator(q.dtype)) * scale).astype(q.dtype)
+    q_BKGSH = wide(q).reshape(batch, length, calls, heads // calls, -1).transpose(0, 2, 3, 1, 4)
+    k_BKSH, v_BKSH = wide(k).transpose(0, 2, 1, 3), wide(v).transpose(0, 2, 1, 3)
+    if kv_heads == 1:
+        k_BKSH, v_BKSH = k_BKSH[:, 0], v_BKSH[:, 0]
+    sinks_KG = None if sinks is None else sinks.reshape(calls, -1)
+
+    def see_of(length, **how):
+        made = kernel(heads // calls, length, **how)
+        of_head = lambda q, k, v, ids, sinks: made(
+            q, k, v, segment_ids=None if ids is None else splash.SegmentIds(*ids), sinks=sinks
+        )
+        return jax.vmap(jax.vmap(of_head, (0, own, own, None, 0)), (0, 0, 0, 0, None))
+
+    told = None if kept is None else tuple(x.reshape(q_BKGSH.shape[:-1]) for x in kept)
+    if pieces is not None:
+        out_BKGSH, *logs = pieces(see_of, length)(q_BKGSH, k_BKSH, v_BKSH, segments, sinks_KG, keep=keep, kept=told)
+    else:
+        see, ids = see_of(length), None if segments is None else (segments, segments)
+        args = q_BKGSH, k_BKSH, v_BKSH, ids, sinks_KG
+        out_BKGSH, *logs = _keeping(see)(*args) if keep else (see(*args),)
+        if told is not None:
+            out_BKGSH = _with_gradients_of(see)(*args, *told)
+    seen = out_BKGSH.transpose(0, 3, 1, 2, 4).reshape(*q.shape[:3], -1)[..., :size]
+    return (seen, logs[0].reshape(batch, heads, length)) if keep else seen
+
+
+def _splash_kernel(splash, heads, length, *, window, causal, cap, interpret, offset: int | None = 0, fused=False):
     """Return the kernel of some query heads that share keys and values.
 
     The first query stands `offset` tokens behind the first key; None is where every query sees every key. A fused
@@ -334,15 +339,19 @@ def _splash_kernel(splash, length, heads, window, causal, cap, interpret, *, off
         return apart.submit(make).result()
 
 
-def _of_pieces(see_of, size, offset):
-    """Return splash attention of pieces, as `Piecewise` calls it."""
-    see = see_of(size, offset, fused=True)
+def _of_pieces(reach, piece, see_of, length):
+    """Return splash attention of a sequence in pieces."""
 
-    def backward(q, k, v, ids, logs, own, given):
-        again = lambda q, k, v: _with_gradients_of(see)(q, k, v, ids, None, logs, own)
-        return jax.vjp(again, q, k, v)[1](given)
+    def made(size, offset):
+        see = see_of(size, offset=offset, fused=True)
 
-    return piecewise.Kernel(lambda *args: _keeping(see)(*args), backward)
+        def backward(q, k, v, ids, logs, own, given):
+            again = lambda q, k, v: _with_gradients_of(see)(q, k, v, ids, None, logs, own)
+            return jax.vjp(again, q, k, v)[1](given)
+
+        return piecewise.Kernel(lambda *args: _keeping(see)(*args), backward)
+
+    return piecewise.Piecewise(made, length, piece, min(piece, BLOCKS[0]), *reach)
 
 
 # ------------------------------------------------------- what a forward pass has found, told to the backward pass

@@ -24,9 +24,10 @@ from experiments.commandline.console import GIB
 from experiments.commandline.overrides import with_overrides
 from experiments.planning import ahead, targets
 from experiments.planning.cost import crowded
-from experiments.planning.resolve import checked, resolve
+from experiments.planning.resolve import resolve
 from experiments.planning.targets import TargetError
 from experiments.runtime import meshes
+from experiments.step.build import checked
 from transforms import TileError
 from zoo.accounting import recomputed_flops
 

@@ -15,8 +15,9 @@ from experiments.commandline import schema
 from experiments.commandline.console import size
 from experiments.commandline.overrides import with_overrides
 from experiments.planning import ahead, targets
-from experiments.planning.resolve import checked, resolve
+from experiments.planning.resolve import resolve
 from experiments.runtime import meshes
+from experiments.step.build import checked
 from transforms import TileError
 
 SETTING = ["compile_for=v5e-8", "model=gemma2_2b", "mesh=fsdp", "batch_size=64", "seq_len=2048", "remat=full"]

@@ -6,7 +6,7 @@ from typing import Any
 import zoo.families
 from experiments.commandline import options
 from zoo.accounting import count_active, count_params
-from zoo.config import Config, RopeKind, RopeScaling
+from zoo.config import Config, RopeScaling, RopeType
 
 _HUB = "https://huggingface.co/"
 
@@ -40,7 +40,7 @@ def read(name: str) -> Listed:
     family, fields, about = options.named("model", name)
     fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
     if scaling := fields.pop("rope_scaling", None):
-        fields["rope_scaling"] = RopeScaling(**scaling | {"kind": RopeKind(scaling["kind"])})
+        fields["rope_scaling"] = RopeScaling(**scaling | {"rope_type": RopeType(scaling["rope_type"])})
     return Listed(name, family, about.rpartition(":")[0].removeprefix(_HUB), zoo.families.FAMILIES[family](**fields))
 
 

@@ -105,16 +105,27 @@ class About:
     Attributes:
         told: the overrides that describe it in full, its configuration and hashes, as JSON holds them.
         text: the same for people, as YAML.
+        changed: what differs from before, where it goes on.
     """
 
     told: dict[str, Any]
     text: str
+    changed: Sequence[str] = ()
 
 
-def about(config: configs.Run, argv: Sequence[str], chosen: Mapping[str, configs.Choice], **hashes: Any) -> About:
-    """Return what a run writes about itself: of `data` that it reads, and of the user's own `sources`, the hashes."""
+def about(
+    config: configs.Run,
+    argv: Sequence[str],
+    chosen: Mapping[str, configs.Choice],
+    before: dict[str, Any] | None = None,
+    **hashes: Any,
+) -> About:
+    """Return what a run writes about itself: of `data` that it reads, and of the user's own `sources`, the hashes.
+
+    `before` is what it wrote then (`read`), where it goes on.
+    """
     told = {"overrides": pinned(argv, chosen), "config": plain(config), **hashes}
-    return About(told, dump(config, argv))
+    return About(told, dump(config, argv), () if before is None else changed(before, told))
 
 
 def changed(before: dict[str, Any], about: dict[str, Any]) -> list[str]:

@@ -92,10 +92,8 @@ def register() -> None:
     store.store(group="schema", name="run", node=schema_of(configs.Run), package="_global_")
     for name, cls in CLASSES.items():
         store.store(group="schema", name=name, node=schema_of(cls), package="_global_")
-    store.store(group="schema", name="eval", node=schema_of(configs.Evaluation), package="eval")
-    store.store(group="schema", name="save", node=schema_of(configs.Save), package="save")
-    store.store(group="schema", name="distributed", node=schema_of(configs.Distributed), package="distributed")
-    store.store(group="schema", name="profile", node=schema_of(configs.Profile), package="profile")
+    for name in ("eval", "save", "distributed", "profile"):  # parts that are no groups
+        store.store(group="schema", name=name, node=schema_of(get_type_hints(configs.Run)[name]), package=name)
     for group, named in CHOICES.items():
         for name, one in named.items():
             store.store(group=group, name=name, node=schema_of(one.cls)(**one.values), package=group)
@@ -241,7 +239,8 @@ def _explain(error: Exception, name: str, overrides: Sequence[str], known: Any, 
             if wanted := _wanted(name, override):
                 return f"bad override `{override}`: {wanted}"
             return f"cannot read `{override}`: {why}"
-        if "," in value and spelling.is_sweep(override) and key in by_key(name) and not _is_text(name, key):
+        options_of_key = by_key(name).get(key)
+        if options_of_key and "," in value and spelling.is_sweep(override) and not spelling.is_text(options_of_key):
             return f"bad override `{override}`: it has several values; -m sweeps over them, one run after another"
     if isinstance(error, FILLS_NULL):
         parts = [override.partition("=")[0] for override in overrides if "{" in override or override.count(".") > 1]
@@ -250,10 +249,6 @@ def _explain(error: Exception, name: str, overrides: Sequence[str], known: Any, 
     given = [o for o in overrides if str(getattr(error.__cause__, "full_key", None)) == o.split("=")[0]]
     culprit = next((o for o in given if f"'{o.partition('=')[2]}'" in reason), given[-1] if given else None)
     return f"bad override `{culprit}`: {_wanted(name, culprit) or reason}" if culprit else reason
-
-
-def _is_text(name: str, key: str) -> bool:
-    return spelling.is_text(by_key(name)[key])
 
 
 def _wanted(name: str, override: str) -> str | None:

@@ -56,8 +56,6 @@ def named(words: Sequence[str]) -> list[str]:
 
 
 def _one_by_one(word: str) -> list[str]:
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
     def said(value: Any) -> str:
         if isinstance(value, dict):
             return f"{{{','.join(f'{key}:{said(one)}' for key, one in value.items())}}}"
@@ -67,9 +65,8 @@ def _one_by_one(word: str) -> list[str]:
             return quoted(value)
         return NULL if value is None else str(value).lower()
 
-    override = OverridesParser.create().parse_override(word)
-    values: Any = override.value()
-    return [f"{override.key_or_group}.{key}={said(value)}" for key, value in values.items()]
+    override = _parsed(word)
+    return [f"{override.key_or_group}.{key}={said(value)}" for key, value in override.value().items()]
 
 
 def is_text(options: Sequence[Option]) -> bool:
@@ -102,6 +99,12 @@ def _whole(value: str) -> str | None:
         return None
 
 
+def _parsed(word: str) -> Any:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    return OverridesParser.create().parse_override(word)
+
+
 def readable(word: str) -> bool:
     """Return whether Hydra can read an override."""
     return unreadable(word) is None
@@ -109,11 +112,10 @@ def readable(word: str) -> bool:
 
 def unreadable(word: str) -> str | None:
     """Return why Hydra cannot read an override; None if it can."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
     try:
-        OverridesParser.create().parse_override(word)
+        _parsed(word)
     except HydraException as error:
         return str(error).strip().splitlines()[0]
     return None
@@ -121,9 +123,7 @@ def unreadable(word: str) -> str | None:
 
 def is_sweep(word: str) -> bool:
     """Return whether Hydra reads several values in an override."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    return readable(word) and OverridesParser.create().parse_override(word).is_sweep_override()
+    return readable(word) and _parsed(word).is_sweep_override()
 
 
 def swept(word: str, known: dict[str, tuple[Option, ...]]) -> list[str]:
@@ -132,8 +132,6 @@ def swept(word: str, known: dict[str, tuple[Option, ...]]) -> list[str]:
     Values that are text are split at commas outside of quotes, and lose the quotes; names that commas separate are one
     value unless they are quoted. Of other values Hydra knows several: `1,2`, `range(0,3)`, `choice(1,2)`.
     """
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
     key, equals, value = word.partition("=")
     options = known.get(key, ())
     if not equals:
@@ -142,7 +140,7 @@ def swept(word: str, known: dict[str, tuple[Option, ...]]) -> list[str]:
         return [f"{key}={one}" for one in _pieces(value, _is(options, "names"))]
     if not readable(word):
         return [f"{key}={one}" for one in _pieces(value)]
-    override = OverridesParser.create().parse_override(word)
+    override = _parsed(word)
     return [f"{key}={one}" for one in override.sweep_string_iterator()] if override.is_sweep_override() else [word]
 
 
@@ -156,12 +154,10 @@ def swept_by_hydra(word: str, known: dict[str, tuple[Option, ...]]) -> str:
 
 def typed(word: str, known: dict[str, tuple[Option, ...]]) -> str:
     """Return an override of one of Hydra's jobs as somebody would type it."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
     key = word.partition("=")[0]
     if not is_text(known.get(key, ())):
         return word.removeprefix("+") if key.startswith(tuple(f"+{one}" for one in FREE)) else word
-    text = str(OverridesParser.create().parse_override(word).value())
+    text = str(_parsed(word).value())
     text = re.sub(r"(\\+)(?=\$\{)", lambda found: found[1][: len(found[1]) // 2], text)
     return f"{key}={text}"
 

@@ -10,6 +10,14 @@ from experiments.configs.data import Data
 from experiments.configs.fields import POSITIVE, DType, Quantise, option, refuse
 from experiments.configs.run import Model
 
+# What several of them can be told.
+TOKENIZER = option(None, "folder of a tokenizer (default: the one of model.weights, else bytes)", path=True)
+KV_DTYPE = option(None, "keys and values in 8 bits, int8, of which twice as many fit (default: as computed)")
+DRAFTER = option(
+    None, "folder of a smaller model of the same vocabulary that guesses instead, 4 tokens or `drafts`", path=True
+)
+LORA = option(None, "folder of a LoRA adapter to apply", path=True)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tokenizer:
@@ -43,16 +51,14 @@ class Score:
     data: Data
     hardware: Hardware
     mesh: Mesh
-    lora: str | None = option(None, "folder of a LoRA adapter to apply", path=True)
+    lora: str | None = LORA
     seq_len: int = option(2048, "tokens in a window", POSITIVE)
     stride: int | None = option(
         None, "tokens scored per window, the rest being context (default: half a window)", POSITIVE
     )
     batch_size: int = option(1, "windows at a time", POSITIVE)
     tile: int = option(256, "tokens whose logits exist at a time", POSITIVE)
-    kv_dtype: str | None = option(
-        None, "keys and values in 8 bits, int8, of which twice as many fit (default: as computed)"
-    )
+    kv_dtype: str | None = KV_DTYPE
     limit: int | None = option(None, "only so many documents", POSITIVE)
     out: str | None = option(
         None, "file of JSON lines: a document's ids, log-probabilities and sums on each", path=True
@@ -75,14 +81,10 @@ class Generate:
     prompt: Any = option(None, "text to continue; give it several times for a batch")
     system: Any = option(None, "instructions that come before the prompt (chat=true)")
     chat: bool = option(False, "the prompt is a user's message: apply the folder's chat template")
-    tokenizer: str | None = option(
-        None, "folder of a tokenizer (default: the one of model.weights, else bytes)", path=True
-    )
-    lora: str | None = option(None, "folder of a LoRA adapter to apply", path=True)
+    tokenizer: str | None = TOKENIZER
+    lora: str | None = LORA
     max_tokens: int = option(128, "most tokens to generate", POSITIVE)
-    kv_dtype: str | None = option(
-        None, "keys and values in 8 bits, int8, of which twice as many fit (default: as computed)"
-    )
+    kv_dtype: str | None = KV_DTYPE
     temperature: float = option(1.0, "divides the logits; 0: always the most likely token")
     top_k: int | None = option(None, "only the so many most likely tokens")
     top_p: float | None = option(None, "only the most likely tokens that together have this probability")
@@ -90,9 +92,7 @@ class Generate:
     repetition_penalty: float = option(1.0, "above 1: tokens that were there already become less likely")
     stop: list[int] | None = option(None, "ids that end the text (default: those that the tokenizer names)")
     drafts: int = option(0, "tokens guessed from the text itself and checked at once; the text is the same")
-    drafter: str | None = option(
-        None, "folder of a smaller model of the same vocabulary that guesses instead, 4 tokens or `drafts`", path=True
-    )
+    drafter: str | None = DRAFTER
     seed: int = option(0, "of the sampling, and of random weights")
 
     def __post_init__(self):
@@ -106,10 +106,8 @@ class Serve:
     model: Model
     hardware: Hardware
     mesh: Mesh
-    tokenizer: str | None = option(
-        None, "folder of a tokenizer (default: the one of model.weights, else bytes)", path=True
-    )
-    lora: str | None = option(None, "folder of a LoRA adapter to apply", path=True)
+    tokenizer: str | None = TOKENIZER
+    lora: str | None = LORA
     name: str | None = option(None, "what clients call the model (default: its folder's name)")
     host: str = option("127.0.0.1", "address to listen at; 0.0.0.0 is every one of this machine")
     port: int = option(8000, "port to listen at")
@@ -124,15 +122,11 @@ class Serve:
     tokens: int | None = option(
         None, "tokens whose keys and values are kept (default: half of rows * length)", POSITIVE
     )
-    kv_dtype: str | None = option(
-        None, "keys and values in 8 bits, int8, of which twice as many fit (default: as computed)"
-    )
+    kv_dtype: str | None = KV_DTYPE
     queue: int = option(1024, "texts that may wait; others are told to come again", POSITIVE)
     seconds: float = option(600.0, "after which an answer ends where it is", POSITIVE)
     drafts: int = option(0, "tokens guessed from the text itself and checked at once; answers are the same")
-    drafter: str | None = option(
-        None, "folder of a smaller model of the same vocabulary that guesses instead, 4 tokens or `drafts`", path=True
-    )
+    drafter: str | None = DRAFTER
     exact: bool = option(True, "refuse a model whose answers could depend on who else asks")
     max_mib: float = option(8.0, "largest body of a request", POSITIVE)
     grace: int = option(30, "seconds to finish answers in when told to stop", POSITIVE)

@@ -177,8 +177,3 @@ def choice(group: str, name: str, about: str = "", **values: Any) -> Callable[[C
 def classes(group: str) -> dict[str, type]:
     """Return the different classes of a group, each by the name that it has as it stands."""
     return {name: one.cls for name, one in CHOICES[group].items() if not one.values}
-
-
-def name_of(group: str, value: Any) -> str:
-    """Return the name of a group that stands for the class of a part."""
-    return next(name for name, cls in classes(group).items() if cls is type(value))

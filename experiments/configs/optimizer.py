@@ -4,7 +4,7 @@
 from dataclasses import MISSING, dataclass
 from typing import Any, ClassVar
 
-from experiments.configs.fields import NOT_NEGATIVE, POSITIVE, SHARE, Bound, Schedule, choice, option, refuse
+from experiments.configs.fields import NOT_NEGATIVE, POSITIVE, SHARE, Bound, Schedule, choice, classes, option, refuse
 
 OF_STEPS = Bound(lambda value: 0 <= value < 1, "it is a share of the steps, from 0 to below 1")
 OF_PEAK = Bound(lambda value: 0 <= value <= 1, "it is a share of the peak")
@@ -59,6 +59,11 @@ class Optimizer:
             raise refuse("optimizer.cooldown", self.cooldown, f"with warmup={self.warmup} it takes more than all steps")
         if self.ema is not None and not self.ema < 1:
             raise refuse("optimizer.ema", self.ema, "the weights of old steps must decay: give less than 1")
+
+    @property
+    def name(self) -> str:
+        """What `optimizer=` calls it."""
+        return next(name for name, cls in classes("optimizer").items() if cls is type(self))
 
 
 @dataclass(frozen=True, kw_only=True)

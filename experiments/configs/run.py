@@ -3,7 +3,7 @@
 # ruff: noqa: RUF009 (`option` makes a field, as `dataclasses.field` does)
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -163,6 +163,8 @@ class Resolved(Run):
     Attributes:
         chosen: every value that was left open, by its dotted name.
         reference: the frozen model that the objective compares with, if it does.
+        axes: which mesh axes cut which letter, of everything in the run.
+        whole: which dimensions of parameters every device has whole, although the mesh has an axis for them, in words.
     """
 
     steps: int
@@ -171,6 +173,8 @@ class Resolved(Run):
     log_every: int
     chosen: Mapping[str, Choice] = dataclasses.field(default_factory=dict, metadata={"beside": True}, compare=False)
     reference: Reference | None = dataclasses.field(default=None, metadata={"beside": True})
+    axes: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict, metadata={"beside": True})
+    whole: Sequence[str] = dataclasses.field(default=(), metadata={"beside": True})
 
     @property
     def problem(self) -> str | None:

@@ -18,7 +18,7 @@ import numpy as np
 from experiments import configs
 from experiments.data import conversations, corpus
 from experiments.data.corpus import DataError
-from experiments.data.rows import Batch, Rows, Windows, open_pipeline, parted
+from experiments.data.rows import Batch, Rows, Windows, parted
 from experiments.data.tokenizer import open_tokenizer
 from experiments.runtime import manifest, own
 
@@ -117,26 +117,28 @@ def open_source(config: configs.Resolved) -> Source | Repeats:
 
 
 def _open(config: configs.Resolved) -> Source | Repeats:
-    data, seq_len, vocab_size = config.data, config.seq_len, config.model.config.vocab_size
-    if isinstance(data, configs.Synthetic):
-        corpus.check_vocab(data.vocab - 1, 0, vocab_size, "data=synthetic")
-        return Repeats(data.vocab, config.batch_size, seq_len, config.seed)
+    data, seq_len, seed, vocab_size = config.data, config.seq_len, config.seed, config.model.config.vocab_size
+    encoder, made, rows, where = None, None, None, ""
+    if not isinstance(data, configs.Tokens | configs.Grain | configs.Synthetic):
+        encoder = open_tokenizer(data.tokenizer, config.model.weights)
     if isinstance(data, configs.Grain):
-        return Source(*open_pipeline(data, seq_len, vocab_size), config.batch_size, config.seed, None)
-    encoder = None if isinstance(data, configs.Tokens) else open_tokenizer(data.tokenizer, config.model.weights)
+        made = rows = own.pipeline(data.dataset)
+        where = f"data.dataset={data.dataset}"
+    elif isinstance(data, configs.CustomData):
+        made = own.documents(data, tokenizer=encoder, vocab_size=vocab_size, seq_len=seq_len, seed=seed)
+        rows, where = made if isinstance(made[0], Mapping) else None, f"data.fn={data.fn}"
+    if rows is not None:
+        return Source(*parted(rows, data, seq_len, vocab_size, where), config.batch_size, seed, None)
     if isinstance(data, configs.Chat | configs.Preference):
         train, held_out, text = conversations.open_rows(data, encoder, seq_len, vocab_size)
-        return Source(train, held_out, config.batch_size // (1 + config.paired), config.seed, None, text)
-    made = None
-    if isinstance(data, configs.CustomData):
-        made = own.documents(data, tokenizer=encoder, vocab_size=vocab_size, seq_len=seq_len, seed=config.seed)
-        if isinstance(made[0], Mapping):
-            parts = parted(made, data, seq_len, vocab_size, f"data.fn={data.fn}")
-            return Source(*parts, config.batch_size, config.seed, None)
+        return Source(train, held_out, config.batch_size // (1 + config.paired), seed, None, text)
+    if isinstance(data, configs.Synthetic):
+        corpus.check_vocab(data.vocab - 1, 0, vocab_size, "data=synthetic")
+        return Repeats(data.vocab, config.batch_size, seq_len, seed)
     ids = corpus.ids(data, encoder, vocab_size, made)
     how = seq_len, ids.boundary, data.packed
     train, held_out = _windows("training", ids.train, *how), _windows("held-out", ids.held_out, *how)
-    return Source(train, held_out, config.batch_size, config.seed, ids.bytes_per_token, ids.text)
+    return Source(train, held_out, config.batch_size, seed, ids.bytes_per_token, ids.text)
 
 
 def _windows(name: str, arrays: Sequence[np.ndarray], seq_len: int, boundary: int | None, packed: bool) -> Windows:

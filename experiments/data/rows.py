@@ -12,9 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from experiments import configs
-from experiments.commandline import console
 from experiments.data.corpus import DataError
-from experiments.runtime import own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,9 +226,6 @@ def best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
     return bins
 
 
-ENDLESS = 2**48  # elements: what repeats itself claims more
-
-
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
     """Elements of a random-access data set: each `{"tokens": [S + 1]}`, with `mask` and `segments` where it has them.
@@ -280,27 +275,6 @@ class Pipeline:
                     f"({self.seq_len + 1},), the last id being a target alone"
                 )
         return np.stack([np.asarray(element[name]) for element in elements])
-
-
-def open_pipeline(data: configs.Grain, seq_len: int, vocab_size: int) -> tuple[Pipeline, Pipeline]:
-    """Return the elements of a user's data set, to train on and (the last ones) held out.
-
-    Raises:
-        DataError: Grain is not there, or what the function returns is no finite random-access data set.
-        OwnError: there is no such function.
-    """
-    try:
-        import grain
-    except ImportError:
-        raise DataError(f"data=grain needs the extra: {console.install('grain')}") from None
-    dataset = own.find(data.dataset, "data.dataset")()
-    if not isinstance(dataset, grain.MapDataset) or len(dataset) > ENDLESS:
-        what = "one that repeats itself" if isinstance(dataset, grain.MapDataset) else type(dataset).__name__
-        raise DataError(
-            f"cannot use data.dataset={data.dataset}: it must be MODULE:FUNCTION, which returns a finite "
-            f"grain.MapDataset, not {what}. The run itself repeats and shuffles."
-        )
-    return parted(dataset, data, seq_len, vocab_size, f"data.dataset={data.dataset}")
 
 
 def parted(dataset: Any, data: configs.Data, seq_len: int, vocab_size: int, where: str) -> tuple[Pipeline, Pipeline]:

@@ -15,15 +15,14 @@ from experiments import configs
 from experiments.commandline.console import CommandError, quantity, size
 from experiments.commandline.overrides import variations
 from experiments.planning import cost, report, targets
-from experiments.planning.resolve import checked, resolve
+from experiments.planning.resolve import resolve
 from experiments.planning.suggest import suggest
 from experiments.planning.targets import TargetError
 from experiments.runtime import meshes
 from experiments.runtime.hardware import Device, HardwareError
 from experiments.runtime.manifest import user_cache
 from experiments.runtime.remote import fetched
-from experiments.step.build import OutOfMemoryError, Programs
-from experiments.step.folders import with_weights
+from experiments.step.build import OutOfMemoryError, Programs, checked
 from transforms import TileError
 
 
@@ -32,7 +31,7 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str]) -> 
     jax.config.update("jax_compilation_cache_dir", str(user_cache() / "xla"))
     try:
         device = targets.find(configs.chosen(config.compile_for)).device
-        resolved = resolve(with_weights(fetched(config)[0], argv), device)
+        resolved = resolve(fetched(config)[0], device, argv)
         with meshes.spread(resolved.mesh, device.described):
             programs = checked(resolved)
     except (CommandError, HardwareError, TargetError) as error:
@@ -74,7 +73,7 @@ def measure(programs: Programs, device: Device) -> cost.Traffic:
 def _table(name: str, config: configs.Resolved, traffic: cost.Traffic, device: Device) -> str:
     """Return the whole table of a run on described devices as text."""
     cut = f"tiling.n={config.tiling.n}, remat {config.remat.policy}, attention {config.attention}"
-    notes = [f"note: {note}." for note in meshes.notes(config.mesh, config.model.config.dims)]
+    notes = [f"note: {note}." for note in config.whole]
     if (crowded := cost.crowded(traffic.host, config, device)) is not None:
         notes.append(f"note: {crowded}")
     state = [f"{config.hardware.param_dtype}, computed in {config.hardware.compute_dtype}"]

@@ -12,16 +12,13 @@ from typing import Any
 import equinox as eqx
 import jax
 
-import zoo.accounting
 from experiments import configs
 from experiments.commandline.console import GIB, size
 from experiments.planning import hlo
 from experiments.runtime.hardware import Device
-from experiments.step import tiling
-from experiments.step.build import OutOfMemoryError, Programs
+from experiments.step.build import AT_SCALE, OutOfMemoryError, Programs
 from transforms.offload import in_host
 
-AT_SCALE = 8192  # tokens: where tiling the head of a large vocabulary pays
 SHORT_TILE = 64  # tokens: below, a tile's matrix products run at half their speed or less
 
 
@@ -60,6 +57,8 @@ class Plan:
     untiled: Memory | None = None  # of the untiled step, where a tiled run compares
     refused: str | None = None  # why that could not be compiled
     at_scale: tuple[int, int] | None = None  # bytes of the head at AT_SCALE, tiled and untiled, where few save none
+    process: bool = False  # whether the memory is that of the process, as on a CPU
+    paired: bool = False  # whether a batch is made of pairs of sequences
 
     @property
     def left(self) -> int:
@@ -78,6 +77,29 @@ class Plan:
             return self.untiled.total - self.memory.total
         return None if self.head_untiled is None else self.head_untiled - self.memory.head
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the pictures and the summary of a run need of its plan, as JSON holds it."""
+        said = "\n".join(f"{part}: {how}" for part, how in self.cuts) or "untiled"
+        bars, estimated = {f"this run, {said}": self.memory.parts}, []
+        if self.untiled is not None:
+            bars["untiled"] = self.untiled.parts
+        elif self.head_untiled is not None:
+            bars["untiled"] = {**self.memory.parts, "head": self.head_untiled}
+            estimated.append("untiled")
+        return {
+            "bars": bars,
+            "estimated": estimated,
+            "params": self.params,
+            "flops": self.flops,
+            "total": self.memory.total,
+            "total_untiled": self.untiled and self.untiled.total,
+            "available": self.available,
+            "process": self.process,
+            "weights": self.memory.weights,
+            "paired": self.paired,
+        }
+
 
 def plan(programs: Programs, device: Device) -> Plan:
     """Return what a run costs. Compiles its step, and the untiled one if it compares; allocates nothing.
@@ -86,44 +108,30 @@ def plan(programs: Programs, device: Device) -> Plan:
         OutOfMemoryError: the compiler finds that the step does not fit the device.
     """
     config = programs.config
-    cuts = tiling.describe(config)
-    tiled, whole = tiling.head_bytes(programs.objective, config.tiling, config.head, *programs.head_args)
+    tiled, whole = programs.head_bytes
     made = Plan(
         params=config.params,
-        flops=flops(programs),
-        memory=measure(programs, device, compiled_head_bytes(programs) if config.compare else tiled),
+        flops=programs.flops,
+        memory=measure(programs, device, temporary(programs.compiled_head) if config.compare else tiled),
         available=available(config, device),
         headroom=headroom(config),
         host=host_bytes(programs.train),
-        cuts=cuts,
+        cuts=programs.cuts,
         head_untiled=whole if config.tiling.n != "none" and whole else None,
+        process=config.hardware.platform is configs.Platform.cpu,
+        paired=config.paired,
     )
     if config.tiling.cuts and config.compare:
-        attention = "plain" if config.attention == "tiled" else config.attention
-        untiled = Programs(replace(config, tiling=configs.Tiling(n="none"), attention=attention))
+        untiled = programs.untiled
         try:
-            made = replace(made, untiled=measure(untiled, device, compiled_head_bytes(untiled)))
+            made = replace(made, untiled=measure(untiled, device, temporary(untiled.compiled_head)))
         except OutOfMemoryError as error:
             made = replace(made, refused=str(error).strip())
     few = config.tokens_per_step < AT_SCALE and made.saved is not None
     if few and made.saved <= 0.02 * made.memory.total:
-        longer = replace(config, batch_size=1, seq_len=AT_SCALE)
-        args = Programs(longer).head_args
-        tiled, whole = tiling.head_bytes(programs.objective, longer.tiling, longer.head, *args)
+        tiled, whole = programs.longer.head_bytes
         made = replace(made, at_scale=(tiled, whole) if tiled < whole else None)
     return made
-
-
-def flops(programs: Programs) -> int:
-    """Return the FLOPs of a step, as utilisation counts them: nothing for what is frozen but passing gradients on."""
-    config, other = programs.config, programs.config.reference
-    size = config.batch_size, config.seq_len
-    frozen = 0 if other is None else zoo.accounting.forward_flops(other.config, *size)
-    if not config.adapted:
-        return frozen + zoo.accounting.train_flops(config.model.config, *size)
-    adapters = sum(leaf.size for leaf in jax.tree.leaves(programs.kept_state.model))
-    passed = 2 * zoo.accounting.forward_flops(config.model.config, *size)
-    return frozen + passed + 6 * config.tokens_per_step * adapters
 
 
 def available(config: configs.Resolved, device: Device) -> int:
@@ -146,7 +154,7 @@ def room(config: configs.Resolved, device: Device) -> int:
 def measure(programs: Programs, device: Device, head: int) -> Memory:
     """Return the memory of a compiled step, told its head's. Weights, optimizer and gradients are exact."""
     state = programs.state
-    temp = programs.train.compiled.memory_analysis().temp_size_in_bytes
+    temp = temporary(programs.train)
     trained = eqx.filter_eval_shape(lambda model: eqx.filter(model, programs.trainable(model)), state.model)
     gradients = min(device_bytes(trained, device), temp)
     head = min(head, temp - gradients)
@@ -154,6 +162,11 @@ def measure(programs: Programs, device: Device, head: int) -> Memory:
     rest = temp - gradients - head
     moments = device_bytes(state.opt_state, device)
     return Memory(weights, moments, gradients, head, rest, total_bytes(programs.train, device))
+
+
+def temporary(compiled: Any) -> int:
+    """Return the bytes that a compiled program holds of a device while it runs, beside what it is given and returns."""
+    return compiled.compiled.memory_analysis().temp_size_in_bytes
 
 
 def total_bytes(compiled: Any, device: Device) -> int:
@@ -225,22 +238,6 @@ def traffic(programs: Programs, device: Device) -> Traffic:
         return Traffic(arguments, peak, host, hlo.collectives(text, programs.config.mesh.devices), hlo.dot_flops(text))
     except ValueError:
         return Traffic(arguments, peak, host, None, None)
-
-
-def compiled_head_bytes(programs: Programs) -> int:
-    """Return the temporary memory of the objective's value and gradients, compiled alone."""
-    loss = tiling.head(programs.objective, programs.config.tiling, programs.config.head)
-    models, args = programs.head_args
-
-    @eqx.filter_jit
-    def head(models, hiddens, *args):
-        # Only what the head reads is differentiated: gradients of the layers would be arrays of zeros.
-        read = eqx.tree_at(lambda m: m.layers, programs.trainable(models[0]), False)
-        used, rest = eqx.partition(models[0], read)
-        value = lambda x: loss((eqx.combine(x[0], rest), *models[1:]), (x[1], *hiddens[1:]), *args)
-        return eqx.filter_value_and_grad(value, has_aux=True)((used, hiddens[0]))
-
-    return programs.compiled(head, models, *args).compiled.memory_analysis().temp_size_in_bytes
 
 
 def device_bytes(tree: Any, device: Device) -> int:

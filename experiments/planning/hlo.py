@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -44,14 +45,12 @@ def dot_flops(text: str, trips: Mapping[str, int] | None = None) -> int:
         ValueError: a loop that holds products has no trip count that the compiler knows.
     """
     bodies, entry = _computations(text)
-    known: dict[str, int] = {}
 
+    @functools.cache
     def count(name: str) -> int:
-        if name not in known:
-            lines = bodies[name]
-            own = sum(_dots(lines)) + sum(map(_attention, lines)) + sum(map(_splash, lines))
-            known[name] = own + sum(times * count(inner) for inner, times in _calls(lines, bodies, told=trips))
-        return known[name]
+        lines = bodies[name]
+        own = sum(_dots(lines)) + sum(map(_attention, lines)) + sum(map(_splash, lines))
+        return own + sum(times * count(inner) for inner, times in _calls(lines, bodies, told=trips))
 
     return count(entry)
 
@@ -234,15 +233,11 @@ def collectives(text: str, devices: int, trips: Mapping[str, int] | None = None)
         ValueError: a loop that holds some has no trip count that the compiler knows.
     """
     bodies, entry = _computations(text)
-    holds: dict[str, bool] = {}
 
+    @functools.cache
     def any_in(name: str) -> bool:
-        if name not in holds:
-            lines = bodies[name]
-            holds[name] = any(map(_EXCHANGE.match, lines)) or any(
-                any_in(inner) for inner, _ in _calls(lines, bodies, 1)
-            )
-        return holds[name]
+        lines = bodies[name]
+        return any(map(_EXCHANGE.match, lines)) or any(any_in(inner) for inner, _ in _calls(lines, bodies, 1))
 
     found: dict[str, Collective] = {}
 

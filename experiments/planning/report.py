@@ -7,18 +7,16 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from experiments import configs
 from experiments.commandline.console import GIB, quantity, size
-from experiments.configs.fields import name_of
 from experiments.planning import cost
 from experiments.planning.cost import Memory, Plan
 from experiments.planning.suggest import Asked, largest_model, suggest
-from experiments.runtime import meshes
 from experiments.runtime.hardware import Device
-from experiments.step.build import OutOfMemoryError, Programs
+from experiments.step.build import AT_SCALE, OutOfMemoryError, Programs
 
 
 class DoesNotFitError(RuntimeError):
@@ -102,7 +100,7 @@ def render(name: str, config: configs.Resolved, plan: Plan, device: Device) -> s
         ("FLOPs per step", quantity(plan.flops, "FLOP"), f"times {config.steps:,} steps"),
         (
             "optimizer",
-            name_of("optimizer", config.optimizer),
+            config.optimizer.name,
             f"learning rate {config.optimizer.learning_rate:g}, {config.optimizer.schedule}",
         ),
     ]
@@ -142,10 +140,6 @@ def _row(values: str, note: str) -> list[str]:
     return [values.rstrip(), *textwrap.wrap(note, width(), initial_indent=" " * 6, subsequent_indent=" " * 6)]
 
 
-def _note(text: str) -> list[str]:
-    return textwrap.wrap(f"note: {text}", width(), **INDENT)
-
-
 def _name(config: configs.Resolved) -> str:
     """Return how the run is tiled, where one word says it."""
     if not config.tiling.cuts:
@@ -156,7 +150,7 @@ def _name(config: configs.Resolved) -> str:
 
 def _advice(config: configs.Resolved, plan: Plan) -> list[str]:
     """Return what a user of tiling should know: whether it helps at this size, and whether its tiles are too short."""
-    notes = [f"{note}." for note in meshes.notes(config.mesh, config.model.config.dims)]
+    notes = [f"{note}." for note in config.whole]
     tokens, longest = config.tokens_per_step, config.model.config.context_length
     if config.seq_len > longest:
         notes.append(f"seq_len={config.seq_len:,} is beyond the {longest:,} tokens that this model was made for.")
@@ -166,7 +160,7 @@ def _advice(config: configs.Resolved, plan: Plan) -> list[str]:
         small = f"at {tokens:,} tokens per step tiling saves nothing: what it cuts is small."
         if plan.at_scale is not None:
             tiled, untiled = (size(bytes, digits=1) for bytes in plan.at_scale)
-            small += f" At {cost.AT_SCALE:,} the head would take at most {tiled} tiled, {untiled} untiled."
+            small += f" At {AT_SCALE:,} the head would take at most {tiled} tiled, {untiled} untiled."
         notes.append(small)
     length, each = config.head.length, config.head.each
     if config.tiling.n != "none" and config.head.tokens < cost.SHORT_TILE <= length * each:
@@ -175,7 +169,7 @@ def _advice(config: configs.Resolved, plan: Plan) -> list[str]:
             f"tiles of {config.head.tokens} tokens make slow matrix products; "
             f"tiling.n={length // steps} has {steps * each} in each."
         )
-    return [line for note in notes for line in _note(note)]
+    return [line for note in notes for line in textwrap.wrap(f"note: {note}", width(), **INDENT)]
 
 
 def _head(config: configs.Resolved, plan: Plan) -> str:
@@ -208,30 +202,3 @@ def _plain(value: Any) -> str:
 
 def _rule(title: str = "") -> str:
     return (f"── {title} " if title else "").ljust(width(), "─")[: width()]
-
-
-def facts(plan: Plan, config: configs.Resolved) -> dict[str, Any]:
-    """Return what the pictures and the summary of a run need of its plan, as JSON holds it."""
-    bars, estimated = {_label(plan.cuts): plan.memory.parts}, []
-    if plan.untiled is not None:
-        bars["untiled"] = plan.untiled.parts
-    elif plan.head_untiled is not None:
-        bars["untiled"] = {**plan.memory.parts, "head": plan.head_untiled}
-        estimated.append("untiled")
-    return {
-        "bars": bars,
-        "estimated": estimated,
-        "params": plan.params,
-        "flops": plan.flops,
-        "total": plan.memory.total,
-        "total_untiled": plan.untiled and plan.untiled.total,
-        "available": plan.available,
-        "process": config.hardware.platform is configs.Platform.cpu,
-        "weights": plan.memory.weights,
-        "paired": config.paired,
-    }
-
-
-def _label(cuts: Sequence[tuple[str, str]]) -> str:
-    """Return what of the run is cut, in words."""
-    return "this run, " + ("\n".join(f"{part}: {how}" for part, how in cuts) or "untiled")

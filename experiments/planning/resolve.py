@@ -3,20 +3,20 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from experiments import configs
-from experiments.commandline.console import GIB, CommandError, size
+from experiments.commandline.console import GIB, size
 from experiments.configs import DType, Platform
-from experiments.configs.fields import name_of
-from experiments.runtime import memories, meshes
+from experiments.runtime import distributed
 from experiments.runtime.hardware import KEEP_CASTS_IN_LOOPS, Device, HardwareError
 from experiments.step import folders
 from experiments.step import tiling as cuts
 from experiments.step.build import Programs
-from zoo.adapters import lora
-from zoo.kernels import KERNELS, choose
+from transforms import sharding
+from zoo.kernels import choose
 
 T = TypeVar("T")
 
@@ -54,14 +54,21 @@ LEAST_TILE = 128  # tokens: shorter tiles make matrix products slow
 FEW_TILES = 16  # of attention: products are a sixteenth more than those of what is visible
 
 
-def resolve(config: configs.Run, device: Device) -> configs.Resolved:
-    """Return the run with every open value chosen for a device, and why.
+def resolve(config: configs.Run, device: Device, argv: Sequence[str] = ()) -> configs.Resolved:
+    """Return the run with every open value chosen for a device, and why; of weights, the model that their folder has.
+
+    Args:
+        config: the run, as it is asked for.
+        device: what it is for.
+        argv: the words that ask for it, which may name a model.
 
     Raises:
         HardwareError: there is no such mesh of this many devices, or no number of tiles keeps within the budget.
-        CommandError: the frozen model that its objective compares with is not there, or has another vocabulary.
+        CommandError: the weights, or the frozen model that the objective compares with, are not there, or not those of
+            such a model.
     """
-    params, choices = config.params, Choices()
+    config = folders.with_weights(config, argv)
+    reference, params, choices = folders.reference(config), config.params, Choices()
     scale = next(scale for scale in SCALES[device.platform] if params <= scale.params)
     sized = f"{params:,} parameters on a {device.platform}: minutes altogether"
     mesh = _mesh(config, device, choices)
@@ -70,29 +77,33 @@ def resolve(config: configs.Run, device: Device) -> configs.Resolved:
     roomy = kept < 0.8 * memory  # float32 parameters, gradients and two moments
 
     batch_size, steps = -(-scale.batch_size // mesh.rows) * mesh.rows, config.steps or scale.steps
-    config = choices.fill(config, "", sized, steps=steps, batch_size=batch_size, seq_len=scale.seq_len)
-    config = choices.fill(config, "", "twenty lines a run", log_every=max(1, steps // 20))
+    config = choices.settle(config, "", sized, steps=steps, batch_size=batch_size, seq_len=scale.seq_len)
+    config = choices.settle(config, "", "twenty lines a run", log_every=max(1, steps // 20))
     hardware = _hardware(config.hardware, device, size(kept), roomy, choices)
     optimizer = _optimizer(
         config.optimizer, config.adapted, params, hardware.param_dtype is DType.float32 and roomy, choices
     )
     parts: dict[str, Any] = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    parts.update(mesh=mesh, hardware=hardware, optimizer=optimizer, reference=folders.reference(config))
+    parts.update(mesh=mesh, hardware=hardware, optimizer=optimizer, reference=reference, axes=_axes(mesh))
     resolved = _attention(_head(configs.Resolved(**parts), choices), choices)
 
     remat = _remat(config.remat, resolved.tiling, params > REMAT_ABOVE, device.platform, choices)
     often = max(10, steps // EVALUATIONS) if scale.eval_batches > 1 else 0
     why = f"{EVALUATIONS} in a run" if often else "evaluating costs as much as a step"
-    evaluation = choices.fill(config.eval, "eval.", why, every=often)
-    evaluation = choices.fill(evaluation, "eval.", sized, batches=scale.eval_batches)
+    evaluation = choices.settle(config.eval, "eval.", why, every=often)
+    evaluation = choices.settle(evaluation, "eval.", sized, batches=scale.eval_batches)
     small = 12 * params <= GIB or config.adapted  # float32 parameters and two moments
     why = f"it takes {'less' if small else 'more'} than 1 GiB"
-    checkpoint = choices.fill(config.checkpoint, "checkpoint.", why, last=small)
-    return dataclasses.replace(resolved, remat=remat, eval=evaluation, checkpoint=checkpoint, chosen=choices.made)
+    checkpoint = choices.settle(config.checkpoint, "checkpoint.", why, last=small)
+    sizes = {name: size or 1 for name, size in mesh.sizes.items()}
+    notes = sharding.uneven(config.model.config.dims, sizes, resolved.axes)
+    whole = [note.replace(": ", ": mesh.", 1) for note in notes]
+    made = {"remat": remat, "eval": evaluation, "checkpoint": checkpoint, "chosen": choices.made, "whole": whole}
+    return dataclasses.replace(resolved, **made)
 
 
 class Choices:
-    """Fills what was left open, and remembers with what and why.
+    """Settles what was left open, and remembers with what and why.
 
     Attributes:
         made: the choices by their dotted names.
@@ -101,7 +112,7 @@ class Choices:
     def __init__(self):
         self.made: dict[str, configs.Choice] = {}
 
-    def fill(self, part: T, group: str, why: str, **values: Any) -> T:
+    def settle(self, part: T, group: str, why: str, **values: Any) -> T:
         """Return a part of a run with these values where it has none yet."""
         left = {name: value for name, value in values.items() if getattr(part, name) in (None, "auto")}
         self.add(why, **{f"{group}{name}": value for name, value in left.items()})
@@ -114,15 +125,15 @@ class Choices:
 
 def _hardware(hardware: configs.Hardware, device: Device, kept: str, roomy: bool, choices: Choices) -> configs.Hardware:
     """Return the number formats and the compiler's options that suit a device; `roomy` if float32 fits there."""
-    on_cpu, fill = device.platform == "cpu", functools.partial(choices.fill, group="hardware.")
-    hardware = fill(hardware, why="the best device that there is", platform=Platform(device.platform))
+    on_cpu, filled = device.platform == "cpu", functools.partial(choices.settle, group="hardware.")
+    hardware = filled(hardware, why="the best device that there is", platform=Platform(device.platform))
     dtype, fits = (DType.float32, "fit") if roomy else (DType.bfloat16, "do not fit")
     why = f"float32 parameters, gradients and two moments of {kept} {fits}"
-    hardware = fill(hardware, why=why, param_dtype=dtype)
+    hardware = filled(hardware, why=why, param_dtype=dtype)
     dtype = DType.float32 if on_cpu else DType.bfloat16
-    hardware = fill(hardware, why=f"what a {device.platform} multiplies fastest", compute_dtype=dtype)
+    hardware = filled(hardware, why=f"what a {device.platform} multiplies fastest", compute_dtype=dtype)
     why = "for Python and JAX itself" if on_cpu else "for the device's own use"
-    hardware = fill(hardware, why=why, headroom_gib=1.0 if on_cpu else 0.5)
+    hardware = filled(hardware, why=why, headroom_gib=1.0 if on_cpu else 0.5)
     if not on_cpu or hardware.param_dtype is not DType.bfloat16:
         return hardware
     options = {**KEEP_CASTS_IN_LOOPS, **hardware.compiler_options}
@@ -139,31 +150,68 @@ def _optimizer(
         cls = configs.AdamW if roomy or adapted else configs.AdafactorLayerwise
         asked = cls(**{field.name: getattr(asked, field.name) for field in dataclasses.fields(asked)})
         why = "its two moments fit" if roomy or adapted else "AdamW's two moments would not fit"
-        choices.add(why, optimizer=name_of("optimizer", asked))
+        choices.add(why, optimizer=asked.name)
     rate, why = asked.peak, "it is relative to the parameters already"
     if adapted and type(asked) is configs.AdamW:
         rate, why = LORA_RATE, "what suits adapters of models of any size"
     elif asked.scales:
         rate = float(f"{asked.peak * min(1.0, (3e6 / params) ** 0.5):.1g}")
         why = "the larger the model, the smaller: with the root of its size"
-    return choices.fill(asked, "optimizer.", why, learning_rate=rate)
+    return choices.settle(asked, "optimizer.", why, learning_rate=rate)
 
 
 def _mesh(config: configs.Run, device: Device, choices: Choices) -> configs.Mesh:
-    """Return the mesh.
+    """Return the mesh with every size known.
+
+    Where `mesh.data` is left open, accelerators share the batch as far as it divides, and sequences beyond that; the
+    devices of a CPU share its cores, so one is used, unless several processes bring theirs. Long texts (`tiling.heads`)
+    are then read by Ulysses.
 
     Raises:
-        HardwareError: there is no such mesh of this many devices.
+        HardwareError: the sizes do not multiply to the number of devices.
     """
-    try:
-        mesh = meshes.choose(config.mesh, config.batch_size, config.tiling.heads, device.count, device.platform)
-    except ValueError as error:
-        raise HardwareError(str(error)) from None
-    if device.count > 1 and config.mesh.data is None:
-        names = [name for name in ("data", "context") if name == "data" or mesh.context > 1]
-        why = f"there are {device.count} devices"
-        choices.add(why, **{f"mesh.{name}": mesh.sizes[name] for name in names})
-    return mesh
+    asked, count = config.mesh, device.count
+    sizes, context_by = dict[str, Any](asked.sizes), asked.context_by
+    if asked.data is None:
+        others = {name: size for name, size in sizes.items() if name != "data"}
+        alone = device.platform == Platform.cpu and asked.devices == 1 and not distributed.several()
+        sizes["data"] = 1 if -1 in others.values() or alone else -1
+        if sizes["data"] == -1 and asked.devices == 1 and config.batch_size is not None:
+            sizes["data"] = math.gcd(config.batch_size, count)
+            sizes["context"] = count // sizes["data"]
+            context_by = "ulysses" if config.tiling.heads and sizes["context"] > 1 else context_by
+    if set(sizes.values()) != {1} or distributed.several():
+        try:
+            sizes.update(sharding.fill({name: size or 1 for name, size in sizes.items()}, count))
+        except ValueError:
+            raise HardwareError(_sizes(sizes, count)) from None
+    if count > 1 and asked.data is None:
+        names = [name for name in ("data", "context") if name == "data" or sizes["context"] > 1]
+        choices.add(f"there are {count} devices", **{f"mesh.{name}": sizes[name] for name in names})
+    return configs.Mesh(**sizes, fsdp=asked.fsdp, context_by=context_by)
+
+
+def _sizes(sizes: dict[str, int | None], count: int) -> str:
+    """Return what is said of sizes that are no mesh of so many devices."""
+    said = " x ".join(f"mesh.{name}={size}" for name, size in sizes.items() if size != 1)
+    several = [name for name, size in sizes.items() if size == -1]
+    if len(several) > 1:
+        return f"cannot make a mesh of {said}: one axis can take the rest. Give mesh.{several[-1]} a size."
+    known = math.prod(size for size in sizes.values() if size and size > 0)
+    fits = next(n for n in range(min(known, count), 0, -1) if count % n == 0)
+    need = f"a multiple of {known} devices" if several else f"{known} devices"
+    return (
+        f"cannot make a mesh of {said}: it takes {need}, and there are {count}. The sizes must multiply to {count} "
+        f"(such as mesh.data={count // fits} with {fits} for the others), or mesh=one uses one device."
+    )
+
+
+def _axes(mesh: configs.Mesh) -> sharding.Axes:
+    """Return which mesh axes cut which letter, of everything in a run."""
+    if mesh.fsdp == "none":
+        return {letter: named for letter, named in sharding.AXES.items() if letter != "D"}
+    shared = ("data", "context") if mesh.context_by == "ulysses" else ("data",)
+    return {**sharding.AXES, "D": shared} | ({"V": ("model", *shared)} if mesh.fsdp == "V" else {})
 
 
 def _head(config: configs.Resolved, choices: Choices) -> configs.Resolved:
@@ -190,7 +238,7 @@ def _head(config: configs.Resolved, choices: Choices) -> configs.Resolved:
         whose = " of a device" if config.mesh.devices > 1 else ""
         why = f"all logits{whose} are {size(logits)}" + (f", a tile's at most {size(TILE_BYTES)}" if fewest > 1 else "")
     n = fewest if fewest > 1 or tiling.lowmem else "none"
-    tiling = choices.fill(dataclasses.replace(tiling, budget=None), "tiling.", why, n=n)
+    tiling = choices.settle(dataclasses.replace(tiling, budget=None), "tiling.", why, n=n)
     return dataclasses.replace(config, tiling=tiling)
 
 
@@ -198,12 +246,12 @@ def _attention(config: configs.Resolved, choices: Choices) -> configs.Resolved:
     """Return the run with its attention chosen, and into how many tiles it is cut where it is."""
     tiling, model = config.tiling, config.model.config
     if config.attention == "auto" and tiling.attention is not None:
-        return choices.fill(config, "", f"tiling.attention={tiling.attention} cuts it", attention="tiled")
+        return choices.settle(config, "", f"tiling.attention={tiling.attention} cuts it", attention="tiled")
     if config.attention == "auto":
         name, why = choose(cuts.asked(config, model))
         if name == "plain" and tiling.heads:
             name, why = "tiled", f"{why}, and tiling.heads is for long texts"
-        config = choices.fill(config, "", why, attention=name)
+        config = choices.settle(config, "", why, attention=name)
     if config.attention == "tiled":
         heads = model.num_heads // (cuts.turns(config) if tiling.heads else 1)
         scores = 4 * config.head.rows * heads * config.seq_len**2 // config.mesh.devices
@@ -212,7 +260,7 @@ def _attention(config: configs.Resolved, choices: Choices) -> configs.Resolved:
             tiles = max(FEW_TILES, math.isqrt(tiles - 1) + 1)
         tiles = max(2, min(tiles, config.seq_len // LEAST_TILE))
         why = f"all scores of a layer are {size(scores)}, a tile's are to be {size(TILE_BYTES)}"
-        tiling = choices.fill(tiling, "tiling.", why, attention=tiles)
+        tiling = choices.settle(tiling, "tiling.", why, attention=tiles)
     return dataclasses.replace(config, tiling=tiling)
 
 
@@ -223,37 +271,4 @@ def _remat(remat: configs.Remat, tiling: configs.Tiling, large: bool, platform: 
     if tiling.heads or tiling.tokens:
         why = "what a layer makes of long texts is made again; only what it was given is kept"
         policy = "full" if platform == "cpu" else "offload"
-    return choices.fill(remat, "remat.", why, policy=policy)
-
-
-def problem(config: configs.Resolved) -> str | None:
-    """Return why a run cannot be carried out as it is asked for, before anything is compiled; None where it can."""
-    if (why := config.problem) is not None:
-        return why
-    if (why := KERNELS[config.attention].refusal(cuts.asked(config, config.model.config))) is not None:
-        return f"cannot run with attention={config.attention}: {config.attention} {why}; or use attention=auto."
-    if config.hardware.offloaded and (why := memories.refusal()) is not None:
-        return f"cannot use hardware.offload={config.hardware.offload}: {why}."
-    if isinstance(config.adapter, configs.Lora):
-        try:
-            lora.match(config.model.config, config.adapter.patterns)
-        except ValueError as error:
-            said = str(error).replace(":\n  ", ": ").replace("\n  ", ", ")
-            return f"bad value adapter.targets={config.adapter.targets}: {said}"
-    return None
-
-
-def checked(config: configs.Resolved) -> Programs:
-    """Return the programs of a run that can be carried out as it is asked for; to be called on its mesh.
-
-    Raises:
-        CommandError: it cannot, or something that it names is not there.
-    """
-    if why := problem(config):
-        raise CommandError(why)
-    try:
-        programs = Programs(config)
-        programs.check()
-    except ValueError as error:
-        raise CommandError(str(error)) from None
-    return programs
+    return choices.settle(remat, "remat.", why, policy=policy)

@@ -8,10 +8,10 @@ import zoo.accounting
 from experiments import configs
 from experiments.commandline import listing
 from experiments.planning import cost
-from experiments.planning.resolve import LEAST_TILE, problem, resolve
+from experiments.planning.resolve import LEAST_TILE, resolve
 from experiments.runtime import meshes
 from experiments.runtime.hardware import Device, HardwareError
-from experiments.step.build import OutOfMemoryError, Programs
+from experiments.step.build import OutOfMemoryError, Programs, problem
 from transforms import TileError
 
 MOST_COMPILED = 16  # candidates that are compiled in search of one that fits

@@ -57,7 +57,7 @@ def draw(directory: Path, records: list[Record], known: dict[str, Any]) -> list[
     Args:
         directory: the run's, which names the pictures.
         records: what it measured; without a training step there is nothing to draw.
-        known: what `planning.report.facts` said of it.
+        known: what its plan says of it (`Plan.facts`).
     """
     if all(record.loss is None for record in records):
         return []

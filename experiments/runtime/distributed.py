@@ -4,11 +4,13 @@ Each drives its own devices, feeds them their part of every batch, and writes it
 one speaks and keeps the records.
 """
 
+import contextlib
 import os
 import signal
 import sys
+from collections.abc import Generator
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import numpy as np
@@ -96,19 +98,25 @@ def forward(number: int, _: FrameType | None) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def abandon(error: Exception, name: str) -> NoReturn:
-    """End this process at once, since another one does not answer, and would be waited for.
+@contextlib.contextmanager
+def answering(run: str) -> Generator[None, None, None]:
+    """End this process at once where another one of the run does not answer within, and would be waited for.
 
     JAX cannot tell one that has ended from one that is slow or cannot be reached.
     """
-    sys.stdout.flush()
-    print(
-        f"\nerror: another process of this run has ended or does not answer ({_line(error)}): process "
-        f"{jax.process_index()} of {jax.process_count()} ends too. run={name} goes on from the last checkpoint.",
-        file=sys.stderr,
-        flush=True,
-    )
-    os._exit(1)
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if not several():
+            raise
+        sys.stdout.flush()
+        print(
+            f"\nerror: another process of this run has ended or does not answer ({_line(error)}): process "
+            f"{jax.process_index()} of {jax.process_count()} ends too. run={run} goes on from the last checkpoint.",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)
 
 
 def _line(error: Exception) -> str:

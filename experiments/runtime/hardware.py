@@ -148,11 +148,9 @@ def used_memory() -> tuple[int, int]:
         return peak, peak
 
 
-def peak_flops(tflops: float | None) -> float | None:
-    """Return the FLOPs per second that all devices can do at most, told that of one or looking it up; None: unknown."""
+def peak_tflops() -> float | None:
+    """Return the TFLOPs per second that a device can do at most; None: unknown."""
     import jax
 
     name = jax.devices()[0].device_kind
-    known = next((peak for part, peak in PEAKS.items() if part in name), None)
-    peak = known if tflops is None else tflops
-    return None if peak is None else peak * 1e12 * jax.device_count()
+    return next((peak for part, peak in PEAKS.items() if part in name), None)

@@ -1,10 +1,9 @@
-"""How a run's mesh is chosen and checked, and where everything lies on it.
+"""Where everything in a run lies on its mesh.
 
 The mesh in use is the one that JAX has set (`jax.set_mesh`); with one device there is none, and nothing here acts.
 """
 
 import contextlib
-import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,67 +14,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from experiments import configs
-from experiments.configs import Platform
-from experiments.runtime import distributed
-from transforms.sharding import AXES, Axes, fill, make_mesh, sharding_of, uneven
+from transforms.sharding import Axes, make_mesh, sharding_of
 from zoo.adapters import lora
 from zoo.config import rows
 from zoo.quantised import Quantised, shardings
-
-
-def choose(mesh: configs.Mesh, batch_size: int | None, long: bool, count: int, platform: str) -> configs.Mesh:
-    """Return the mesh with every size known, for `count` devices.
-
-    Where `mesh.data` is left open, accelerators share the batch as far as it divides, and sequences beyond that; the
-    devices of a CPU share its cores, so one is used, unless several processes bring theirs. `long` texts
-    (`tiling.heads`) are then read by Ulysses.
-
-    Raises:
-        ValueError: the sizes do not multiply to the number of devices.
-    """
-    sizes, context_by = dict[str, Any](mesh.sizes), mesh.context_by
-    if sizes["data"] is None:
-        others = {name: size for name, size in sizes.items() if name != "data"}
-        alone = platform == Platform.cpu and mesh.devices == 1 and not distributed.several()
-        sizes["data"] = 1 if -1 in others.values() or alone else -1
-        if sizes["data"] == -1 and mesh.devices == 1 and batch_size is not None:
-            sizes["data"] = math.gcd(batch_size, count)
-            sizes["context"] = count // sizes["data"]
-            context_by = "ulysses" if long and sizes["context"] > 1 else context_by
-    if set(sizes.values()) != {1} or distributed.several():
-        try:
-            sizes.update(fill({name: size or 1 for name, size in sizes.items()}, count))
-        except ValueError:
-            raise ValueError(_sizes(sizes, count)) from None
-    return configs.Mesh(**sizes, fsdp=mesh.fsdp, context_by=context_by)
-
-
-def _sizes(sizes: dict[str, int | None], count: int) -> str:
-    said = " x ".join(f"mesh.{name}={size}" for name, size in sizes.items() if size != 1)
-    several = [name for name, size in sizes.items() if size == -1]
-    if len(several) > 1:
-        return f"cannot make a mesh of {said}: one axis can take the rest. Give mesh.{several[-1]} a size."
-    known = math.prod(size for size in sizes.values() if size and size > 0)
-    fits = next(n for n in range(min(known, count), 0, -1) if count % n == 0)
-    need = f"a multiple of {known} devices" if several else f"{known} devices"
-    return (
-        f"cannot make a mesh of {said}: it takes {need}, and there are {count}. The sizes must multiply to {count} "
-        f"(such as mesh.data={count // fits} with {fits} for the others), or mesh=one uses one device."
-    )
-
-
-def axes(mesh: configs.Mesh) -> Axes:
-    """Return which mesh axes cut which letter, of everything in a run."""
-    if mesh.fsdp == "none":
-        return {letter: named for letter, named in AXES.items() if letter != "D"}
-    shared = ("data", "context") if mesh.context_by == "ulysses" else ("data",)
-    return {**AXES, "D": shared} | ({"V": ("model", *shared)} if mesh.fsdp == "V" else {})
-
-
-def notes(mesh: configs.Mesh, dims: dict[str, int]) -> list[str]:
-    """Say which dimensions of parameters stay replicated although the mesh has an axis for them."""
-    sizes, named = {name: size or 1 for name, size in mesh.sizes.items()}, axes(mesh)
-    return [note.replace(": ", ": mesh.", 1) for note in uneven(dims, sizes, named)]
 
 
 def spread(mesh: configs.Mesh, devices: Sequence[Any] | None = None) -> contextlib.AbstractContextManager:

@@ -28,6 +28,7 @@ import numpy as np
 import optax
 
 from experiments import configs
+from experiments.commandline.console import install
 from transforms import TileError
 from zoo.models.head import head
 
@@ -35,6 +36,7 @@ LOSS = ("logits", "hidden", "head", "labels", "mask")
 OPTIMIZER = ("learning_rate",)
 RECORDED = ("loss", "grad_norm")  # of each step, beside what a loss returns
 DATA = ("tokenizer", "vocab_size", "seq_len", "seed")
+ENDLESS = 2**48  # elements: what repeats itself claims more
 INSTALLED = {sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 NOT_THEIRS = ("<", __file__, *INSTALLED)
 TRACED = (
@@ -239,6 +241,27 @@ def optimizer(config: configs.CustomOptimizer, rate: Any) -> optax.GradientTrans
         )
     told = _in_words(failed)
     return made._replace(init=told(made.init), update=told(made.update))
+
+
+def pipeline(name: str) -> Any:
+    """Return the data set that a user's function of a Grain pipeline (https://github.com/google/grain) returns.
+
+    Raises:
+        OwnError: Grain (the extra `.[grain]`) or the function is not there, or what it returns is no finite
+            random-access data set.
+    """
+    try:
+        import grain
+    except ImportError:
+        raise OwnError(f"data=grain needs the extra: {install('grain')}") from None
+    dataset = find(name, "data.dataset")()
+    if not isinstance(dataset, grain.MapDataset) or len(dataset) > ENDLESS:
+        what = "one that repeats itself" if isinstance(dataset, grain.MapDataset) else type(dataset).__name__
+        raise OwnError(
+            f"cannot use data.dataset={name}: it must be MODULE:FUNCTION, which returns a finite "
+            f"grain.MapDataset, not {what}. The run itself repeats and shuffles."
+        )
+    return dataset
 
 
 def documents(config: configs.CustomData, **given: Any) -> Any:

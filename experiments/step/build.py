@@ -4,9 +4,10 @@
 """
 
 import contextlib
+import dataclasses
 import functools
 import re
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import equinox as eqx
@@ -16,18 +17,21 @@ import numpy as np
 import optax
 
 import zoo
+import zoo.accounting
 from experiments import configs
+from experiments.commandline.console import CommandError
 from experiments.runtime import memories, meshes
 from experiments.step import objectives, optimizer, tiling
 from transforms.offload import fetch
-from transforms.remat import remat
+from transforms.remat import Remat, remat
 from transforms.sharding import explicit
 from transforms.step import State, all_parameters, compile_step, make_eval_step, make_train_step
 from zoo import AbstractMixture, ForwardPass, model_class
 from zoo.adapters import lora
 from zoo.huggingface.weights import shapes
-from zoo.models.init import draw
-from zoo.quantised import quantise
+from zoo.kernels import KERNELS
+
+AT_SCALE = 8192  # tokens: where tiling the head of a large vocabulary pays
 
 
 class OutOfMemoryError(RuntimeError):
@@ -46,7 +50,6 @@ class Programs:
 
     def __init__(self, config: configs.Resolved):
         self.config = config
-        self.axes = meshes.axes(config.mesh)
         self.dtype, self.compute_dtype = _dtype(config.hardware.param_dtype), _dtype(config.hardware.compute_dtype)
         wanted = config.hardware.grad_dtype
         self.grad_dtype = None if wanted in (None, config.hardware.param_dtype) else _dtype(wanted)
@@ -83,6 +86,64 @@ class Programs:
             return compile_step(step, *args, compiler_options=self.config.hardware.compiler_options)
 
     @functools.cached_property
+    def flops(self) -> int:
+        """The FLOPs of a step, as utilisation counts them: nothing for what is frozen but passing gradients on."""
+        config, other = self.config, self.config.reference
+        size = config.batch_size, config.seq_len
+        frozen = 0 if other is None else zoo.accounting.forward_flops(other.config, *size)
+        if not config.adapted:
+            return frozen + zoo.accounting.train_flops(config.model.config, *size)
+        adapters = sum(leaf.size for leaf in jax.tree.leaves(self.kept_state.model))
+        passed = 2 * zoo.accounting.forward_flops(config.model.config, *size)
+        return frozen + passed + 6 * config.tokens_per_step * adapters
+
+    @functools.cached_property
+    def cuts(self) -> list[tuple[str, str]]:
+        """Each part that is cut, and how, in words."""
+        return tiling.describe(self.config)
+
+    @functools.cached_property
+    def head_bytes(self) -> tuple[int, int]:
+        """The temporary memory that the head's loss and gradients take at most, and untiled, as `tile` estimates it."""
+        return tiling.head_bytes(self.objective, self.config.tiling, self.config.head, *self.head_args)
+
+    @property
+    def compiled_head(self) -> Any:
+        """The head alone, an executable of the objective's value and gradients.
+
+        Raises:
+            OutOfMemoryError: the compiler finds that it does not fit the device.
+        """
+        loss = tiling.head(self.objective, self.config.tiling, self.config.head)
+        models, args = self.head_args
+
+        @eqx.filter_jit
+        def head(models, hiddens, *args):
+            # Only what the head reads is differentiated: gradients of the layers would be arrays of zeros.
+            read = eqx.tree_at(lambda m: m.layers, self.trainable(models[0]), False)
+            used, rest = eqx.partition(models[0], read)
+            value = lambda x: loss((eqx.combine(x[0], rest), *models[1:]), (x[1], *hiddens[1:]), *args)
+            return eqx.filter_value_and_grad(value, has_aux=True)((used, hiddens[0]))
+
+        return self.compiled(head, models, *args)
+
+    @property
+    def untiled(self) -> "Programs":
+        """The programs of this run with nothing cut, made anew."""
+        attention = "plain" if self.config.attention == "tiled" else self.config.attention
+        return Programs(dataclasses.replace(self.config, tiling=configs.Tiling(n="none"), attention=attention))
+
+    @property
+    def longer(self) -> "Programs":
+        """The programs of one sequence of `AT_SCALE` tokens, made anew."""
+        return Programs(dataclasses.replace(self.config, batch_size=1, seq_len=AT_SCALE))
+
+    @functools.cached_property
+    def feeder(self) -> Callable[[Callable[[slice], tuple[np.ndarray, ...]]], tuple[jax.Array, ...]]:
+        """What puts the arrays of a batch where `batch` lies: `meshes.feeder`."""
+        return meshes.feeder(self._arrays[0].shape[0])
+
+    @functools.cached_property
     def loss(self) -> Any:
         """The loss that is learned from, `loss(model, batch) -> (scalar, dict of scalars)`, of batches like `batch`.
 
@@ -100,11 +161,16 @@ class Programs:
         """What is minimised, of hidden states, before anything cuts it."""
         return objectives.build(self.config.objective)
 
+    @functools.cached_property
+    def remat(self) -> Remat | None:
+        """What the backward pass keeps of each layer."""
+        return remat(self.config.remat.policy, self.config.remat.kept)
+
     def _loss(self, objective: objectives.Loss, *, balanced: bool) -> Any:
         config, asked = self.config, self.config.tiling
         how: Any = {"dtype": self.compute_dtype}
         ops = functools.partial(tiling.ops, config)
-        kept = remat(config.remat.policy, config.remat.kept)
+        kept = self.remat
         head = tiling.head(objective, asked, config.head)
         flat, whole = config.head.flat, asked.batch is None
 
@@ -164,7 +230,7 @@ class Programs:
     def _on_device(self) -> Any:
         """The model as it is where it is computed with."""
         model = eqx.filter_eval_shape(lambda: self._adapt(self._learns_from(self.config.model)))
-        return meshes.abstract(model, self.axes)
+        return meshes.abstract(model, self.config.axes)
 
     @functools.cached_property
     def state(self) -> State:
@@ -179,19 +245,17 @@ class Programs:
         if self.config.reference is None or self.config.beside_its_base:
             return None
         found = self.config.reference.config
-        return meshes.abstract(eqx.filter_eval_shape(lambda: self._shape(found)), self.axes)
+        return meshes.abstract(eqx.filter_eval_shape(lambda: self._shape(found)), self.config.axes)
 
     def _learns_from(self, model: configs.Model) -> Any:
         """Return zeros of the shapes and types of the model that `init` returns, before it gets an adapter."""
-        if model.quantise is None:
-            return self._shape(model.config)
-        if model.quantise is configs.Quantise.as_stored:
-            like = shapes(configs.chosen(model.weights), dtype=self.dtype, quantise=model.quantise)
-            return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
-        return quantise(self._shape(model.config), model.quantise)
+        if model.quantise is not configs.Quantise.as_stored:
+            return self._shape(model.config, quantise=model.quantise)
+        like = shapes(configs.chosen(model.weights), dtype=self.dtype, quantise=model.quantise)
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
 
-    def _shape(self, config: Any) -> Any:
-        return model_class(config).init(config, dtype=self.dtype, key=_key(self.config.seed))
+    def _shape(self, config: Any, **how: Any) -> Any:
+        return model_class(config).init(config, dtype=self.dtype, key=_key(self.config.seed), **how)
 
     @functools.cached_property
     def batch(self) -> tuple[Any, ...]:
@@ -221,13 +285,13 @@ class Programs:
             ValueError: the weights do not make the model that their folder describes, or it has no such matrices.
         """
         config, options = self.config, self.config.hardware.compiler_options
-        if "params" in self.offloaded:
-            with memories.by_host():
-                own = options if config.hardware.platform is configs.Platform.cpu else None
-                return memories.stowed(self._adapt(load_or_draw(config.model, config.seed, self.dtype, own)))
-        made = load_or_draw(config.model, config.seed, self.dtype, options, **meshes.where(self.axes))
-        adapted = self._adapt(made)
-        return meshes.placed(adapted, self.axes)
+        host = "params" in self.offloaded
+        if host and config.hardware.platform is not configs.Platform.cpu:
+            options = None  # of the device, which computes nothing here
+        with memories.by_host() if host else contextlib.nullcontext():
+            made = load_or_draw(config.model, config.seed, self.dtype, options, **meshes.where(config.axes))
+            made = self._adapt(made)
+            return memories.stowed(made) if host else meshes.placed(made, config.axes)
 
     def _adapt(self, model: Any) -> Any:
         adapter = self.config.adapter
@@ -256,7 +320,7 @@ class Programs:
             return None
         if self.config.reference.path is None:
             return self.init()
-        return zoo.load(self.config.reference.path, dtype=self.dtype, **meshes.where(self.axes))
+        return zoo.load(self.config.reference.path, dtype=self.dtype, **meshes.where(self.config.axes))
 
     def kept(self, state: State) -> State:
         """Return what of a state, abstract or not, a checkpoint holds: with an adapter, not what never moves."""
@@ -293,12 +357,11 @@ class Programs:
                 jax.jit(lambda: 0, compiler_options=options).lower().compile()
         except (jax.errors.JaxRuntimeError, TypeError, ValueError) as error:
             raise ValueError(f"cannot use hardware.compiler_options={options}: {str(error).splitlines()[0]}") from None
+        if "names" in config.remat.policy:
+            model = eqx.filter_eval_shape(lambda: self._shape(config.model.config))
+            eqx.filter_eval_shape(lambda model: model.hidden(jnp.zeros((1, 2), jnp.int32), remat=self.remat), model)
         if isinstance(config.optimizer, configs.Decayed) and config.optimizer.no_decay is not None:
             optimizer.decayed(config.optimizer, self.state.model)
-        if "names" in config.remat.policy:
-            wrapper = remat(config.remat.policy, config.remat.kept)
-            model = eqx.filter_eval_shape(lambda: self._shape(config.model.config))
-            eqx.filter_eval_shape(lambda model: model.hidden(jnp.zeros((1, 2), jnp.int32), remat=wrapper), model)
 
     @functools.cached_property
     def head_args(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -316,6 +379,39 @@ class Programs:
         one, widths = meshes.abstract_activation, [model.config.embed_dim for model in models]
         hiddens = tuple(one(f"{letters} D", (*shape, width), self.compute_dtype) for width in widths)
         return models, (hiddens, one(letters, shape, jnp.int32), one(letters, shape, jnp.float32))
+
+
+def problem(config: configs.Resolved) -> str | None:
+    """Return why a run cannot be carried out as it is asked for, before anything is compiled; None where it can."""
+    if (why := config.problem) is not None:
+        return why
+    if (why := KERNELS[config.attention].refusal(tiling.asked(config, config.model.config))) is not None:
+        return f"cannot run with attention={config.attention}: {config.attention} {why}; or use attention=auto."
+    if config.hardware.offloaded and (why := memories.refusal()) is not None:
+        return f"cannot use hardware.offload={config.hardware.offload}: {why}."
+    if isinstance(config.adapter, configs.Lora):
+        try:
+            lora.match(config.model.config, config.adapter.patterns)
+        except ValueError as error:
+            said = str(error).replace(":\n  ", ": ").replace("\n  ", ", ")
+            return f"bad value adapter.targets={config.adapter.targets}: {said}"
+    return None
+
+
+def checked(config: configs.Resolved) -> Programs:
+    """Return the programs of a run that can be carried out as it is asked for; to be called on its mesh.
+
+    Raises:
+        CommandError: it cannot, or something that it names is not there.
+    """
+    if why := problem(config):
+        raise CommandError(why)
+    try:
+        programs = Programs(config)
+        programs.check()
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+    return programs
 
 
 def _stacks(model: Any) -> Any:
@@ -398,9 +494,8 @@ def load_or_draw(
     """
     if model.weights is not None:
         return zoo.load(model.weights, dtype=dtype, quantise=model.quantise, **where)
-    leaves = draw(model.config, key=_key(seed), dtype=dtype, compiler_options=compiler_options, **where)
-    drawn = model_class(model.config).build(model.config, leaves)
-    return drawn if model.quantise is None else quantise(drawn, model.quantise)
+    how = {"dtype": dtype, "quantise": model.quantise, "compiler_options": compiler_options, **where}
+    return model_class(model.config).init(model.config, key=_key(seed), **how)
 
 
 def _key(seed: int) -> jax.Array:

@@ -256,7 +256,8 @@ def _plain(leaf: Any) -> Any:
     """Return a random key as the numbers it is made of, which is what a file can hold."""
     if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return leaf
-    return jax.eval_shape(jax.random.key_data, leaf) if _is_abstract(leaf) else jax.random.key_data(leaf)
+    abstract = isinstance(leaf, jax.ShapeDtypeStruct)
+    return jax.eval_shape(jax.random.key_data, leaf) if abstract else jax.random.key_data(leaf)
 
 
 def _generator(leaf: Any) -> Any:
@@ -264,10 +265,6 @@ def _generator(leaf: Any) -> Any:
     found = []
     jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), leaf)
     return found[0]
-
-
-def _is_abstract(leaf: Any) -> bool:
-    return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
 def _restore_args(leaf: Any) -> ocp.ArrayRestoreArgs:

@@ -15,7 +15,7 @@ from experiments import configs
 from experiments.data.batches import Prefetch, Repeats, Source
 from experiments.data.rows import Batch
 from experiments.results.metrics import Progress, Record, Recorder, bits_per_byte, describe
-from experiments.runtime import hardware, meshes
+from experiments.runtime import hardware
 from experiments.runtime.signals import Stop, Stopped
 from experiments.step.build import Programs, inputs
 from experiments.training.checkpoints import Saver
@@ -52,14 +52,11 @@ def train(programs: Programs, source: Source | Repeats, session: Session, stop: 
         OutOfMemoryError: the evaluation does not compile.
         CheckpointError: a checkpoint could not be written.
     """
-    steps, saver = programs.config.steps, session.saver
-    put = meshes.feeder(source.batch_size)  # the mesh is set in this thread alone
+    steps, saver, put = programs.config.steps, session.saver, programs.feeder
     tracer = Tracer(programs.config.profile, session.path, session.progress.say)
-    held_out, meter = HeldOut(programs, source, put), Meter(programs, source, session)
+    held_out, meter = HeldOut(programs, source), Meter(programs, source, session)
     stop.ask()
-    frozen = programs.init_frozen()
-    stop.ask()
-    first, state = _begun(programs, session, held_out, frozen, stop)
+    first, state, frozen = _begun(programs, session, held_out, stop)
     session.progress.start(first)
     feed = Prefetch(lambda step: put(lambda rows: source.batch(step, rows).arrays), first, steps)
     evaluate = lambda record: held_out.measure(programs.measured(state), frozen, record)
@@ -96,11 +93,16 @@ def train(programs: Programs, source: Source | Repeats, session: Session, stop: 
         feed.close()
 
 
-def _begun(programs: Programs, session: Session, held_out: "HeldOut", frozen: Any, stop: Stop) -> tuple[int, State]:
-    """Return the step and the state that training goes on from; of one that begins, its held-out loss is recorded."""
+def _begun(programs: Programs, session: Session, held_out: "HeldOut", stop: Stop) -> tuple[int, State, Any]:
+    """Return the step and the state that training goes on from, and the frozen model.
+
+    Of a run that begins, the held-out loss is recorded.
+    """
+    frozen = programs.init_frozen()
+    stop.ask()
     if session.restored is not None:
         (first, kept), session.restored = session.restored, None  # its memory is about to be reused
-        return first, programs.completed(kept)
+        return first, programs.completed(kept), frozen
     began, weights = time.perf_counter(), programs.config.model.weights
     model = jax.block_until_ready(programs.init())
     origin = "drawn" if weights is None else f"read from {weights}"
@@ -110,7 +112,7 @@ def _begun(programs: Programs, session: Session, held_out: "HeldOut", frozen: An
     session.recorder.add(before)
     what = "pairs" if programs.config.paired else "text"
     session.progress.say(f"  held-out {what} before training: {describe(before)}")
-    return 0, programs.init_state(model)
+    return 0, programs.init_state(model), frozen
 
 
 class Tracer:
@@ -164,11 +166,10 @@ class HeldOut:
     Args:
         programs: the run's, of which the evaluation is compiled.
         source: its data.
-        put: puts rows of a batch where they belong.
     """
 
-    def __init__(self, programs: Programs, source: Source | Repeats, put: Callable[..., Any]):
-        self._evaluate, self._source, self._put = programs.evaluate, source, put
+    def __init__(self, programs: Programs, source: Source | Repeats):
+        self._evaluate, self._source, self._put = programs.evaluate, source, programs.feeder
         self._every, self._steps = programs.config.eval.every, programs.config.steps
         self._batches = source.held_out_batches(configs.chosen(programs.config.eval.batches))
         self._paired, self._own = programs.config.paired, isinstance(programs.config.objective, configs.Custom)
@@ -212,7 +213,9 @@ class Meter:
     def __init__(self, programs: Programs, source: Source | Repeats, session: Session):
         self._config, self._flops, self._source = programs.config, session.known["flops"], source
         self._recorder, self._progress, self._directory = session.recorder, session.progress, session.path
-        self._peak, self._skipped = hardware.peak_flops(programs.config.hardware.peak_tflops), 0
+        tflops = programs.config.hardware.peak_tflops or hardware.peak_tflops()
+        self._peak = None if tflops is None else tflops * 1e12 * jax.device_count()
+        self._skipped = 0
         self._left_out = sum(not _finite(record) for record in session.recorder.records if record.step)
         self._rates = programs.rates
         self.start()

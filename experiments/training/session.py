@@ -1,6 +1,7 @@
 """What surrounds the loop: a run's results opened, what went wrong in words, what is left at the end."""
 
 import contextlib
+import functools
 import json
 import sys
 import time
@@ -9,14 +10,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import jax
-
 from experiments import configs
-from experiments.commandline import overrides
 from experiments.commandline.console import CommandError, size
 from experiments.commandline.overrides import About
 from experiments.data.corpus import DataError
-from experiments.planning import report
 from experiments.planning.cost import Plan
 from experiments.planning.report import DoesNotFitError
 from experiments.results import plots
@@ -51,30 +48,29 @@ def opened(
         CommandError: what went wrong within, in words for the user.
     """
     config, how = programs.config, programs.config.checkpoint
-    progress = Progress(config.steps, config.log_every)
-    restored = None
+    say, restored = functools.partial(print, flush=True), None
+    for change in about.changed:
+        say(f"  changed  {change}")
     if directory.path is not None and directory.before is not None:
-        for change in overrides.changed(directory.before, about.told):
-            progress.say(f"  changed  {change}")
-        restored = restore(directory.path, how, programs.kept_state, config.steps, progress.say)
+        restored = restore(directory.path, how, programs.kept_state, config.steps, say)
     done = None if restored is None else restored[0]
     need, saves = total_bytes(programs.kept_state), how.wanted and (done or 0) < config.steps
     if saves:
         check_room(directory.path or directory.base.parent, how, config.steps, need)
     path = directory.open(about.told, about.text)
     free = plan.left if config.hardware.platform is configs.Platform.cpu else hardware.host_memory() // 2
-    into = path, how, about.told, need <= free, progress.say, directory.written
-    checkpoints = open_checkpoints(*into) if saves else None
-    saver = Saver(how, config.steps, programs.kept, checkpoints)
-    known, recorder = report.facts(plan, config), Recorder(None)
+    progress, recorder, known = Progress(config.steps, config.log_every), Recorder(None), plan.facts
     if distributed.first():
         plots.remember(path, known)
         recorder = open_recorder(path, config.save, about.told["config"], done, progress.say)
+    into = path, how, about.told, need <= free, progress.say, directory.written
+    checkpoints = open_checkpoints(*into) if saves else None
+    saver = Saver(how, config.steps, programs.kept, checkpoints)
     session = Session(path, known, progress, recorder, saver, restored)
     del restored  # the loop takes it from the session, whose memory it then is
     with checkpoints or contextlib.nullcontext():
         try:
-            with _in_words(plan, path.name):
+            with distributed.answering(path.name), _in_words(plan):
                 yield session
         finally:
             progress.close()
@@ -82,7 +78,7 @@ def opened(
 
 
 @contextlib.contextmanager
-def _in_words(plan: Plan, run: str) -> Generator[None, None, None]:
+def _in_words(plan: Plan) -> Generator[None, None, None]:
     """Say what goes wrong within in words for the user, as a `CommandError`."""
     try:
         with out_of_memory():
@@ -95,10 +91,6 @@ def _in_words(plan: Plan, run: str) -> Generator[None, None, None]:
         ) from None
     except ValueError as error:
         raise CommandError(str(error)) from error
-    except jax.errors.JaxRuntimeError as error:
-        if distributed.several():
-            distributed.abandon(error, run)
-        raise
 
 
 def save_weights(model: Any, config: configs.Resolved, directory: Path) -> list[str]:
@@ -165,7 +157,7 @@ def words(directory: Path, recorder: Recorder, known: dict[str, Any], saved: lis
     Args:
         directory: the run's.
         recorder: has its records.
-        known: what `planning.report.facts` said of it.
+        known: what the plan says of it (`Plan.facts`).
         saved: the folders of weights.
         seconds: how long it took.
     """

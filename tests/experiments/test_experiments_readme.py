@@ -11,7 +11,7 @@ import pytest
 
 from experiments import configs
 from experiments.commandline import options, schema
-from experiments.configs.fields import CHOICES, choice, name_of
+from experiments.configs.fields import CHOICES, choice
 from experiments.planning.resolve import resolve
 from experiments.runtime.hardware import Device
 from experiments.step import optimizer
@@ -91,7 +91,7 @@ def test_a_choice_is_an_option_at_once(monkeypatch):
         assert "mine" in options.choices("optimizer")
         made, choices = schema.compose(["optimizer=mine"])
         assert (made.optimizer.momentum, choices["optimizer"]) == (0.5, "mine")
-        assert name_of("optimizer", made.optimizer) == "sgd"
+        assert made.optimizer.name == "sgd"
         with pytest.raises(AssertionError, match="registered twice"):
             choice("optimizer", "mine")(configs.Sgd)
     finally:

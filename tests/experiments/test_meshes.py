@@ -224,7 +224,7 @@ def test_bad_sizes_are_refused(words, message):
 
 def test_dimensions_that_stay_whole_are_told():
     config = resolved("mesh=tp", *LLAMA)
-    assert meshes.notes(config.mesh, config.model.config.dims) == ["K=2 stays whole: mesh.model=8 does not divide it"]
+    assert config.whole == ["K=2 stays whole: mesh.model=8 does not divide it"]
     assert config.mesh.words == "model=8"
     assert configs.Mesh(data=4, fsdp="none").words == "data=4, parameters copied"
 

@@ -144,7 +144,7 @@ def test_a_table_is_as_narrow_as_the_terminal(monkeypatch):
 def plan(untiled=True):
     small = cost.Memory(2**30, 2**28, 2**30, 2**27, 2**28, 3 * 2**30)
     large = cost.Memory(2**30, 2**28, 2**30, 2**30, 2**28, 4 * 2**30)
-    return cost.Plan(10**9, 10**12, small, 8 * 2**30, 2**30, untiled=large if untiled else None)
+    return cost.Plan(10**9, 10**12, small, 8 * 2**30, 2**30, untiled=large if untiled else None, process=True)
 
 
 def resolved(*overrides):
@@ -154,14 +154,14 @@ def resolved(*overrides):
 
 @pytest.mark.parametrize("made", [records(), records(3)], ids=["long", "short"])
 def test_pictures_are_drawn_of_what_was_measured(made, tmp_path):
-    assert plots.draw(tmp_path, made, report.facts(plan(untiled=len(made) > 3), resolved())) == list(PICTURES)
+    assert plots.draw(tmp_path, made, plan(untiled=len(made) > 3).facts) == list(PICTURES)
     for name in PICTURES:
         assert (tmp_path / name).read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 @pytest.mark.parametrize("made", [records()[:1], []], ids=["untrained", "none"])
 def test_no_picture_is_drawn_of_nothing(made, tmp_path):
-    assert plots.draw(tmp_path, made, report.facts(plan(), resolved())) == []
+    assert plots.draw(tmp_path, made, plan().facts) == []
     assert not [*tmp_path.iterdir()]
 
 
@@ -197,7 +197,7 @@ def drawn(draw, *args):
 )
 def test_the_picture_of_memory_says_what_is_cut_and_nothing_lies_over_another(overrides, untiled, says):
     config = resolved(*overrides)
-    known = report.facts(dataclasses.replace(plan(untiled), cuts=tiling.describe(config)), config)
+    known = dataclasses.replace(plan(untiled), cuts=tiling.describe(config)).facts
     words, outside, over = drawn(plots._memory, records(), known, "a-run-1")
     assert says in words and "sync" not in words
     assert ("less than untiled" in words) == untiled
@@ -205,8 +205,7 @@ def test_the_picture_of_memory_says_what_is_cut_and_nothing_lies_over_another(ov
 
 
 def test_the_picture_explains_what_is_beside_the_step():
-    config = resolved("tiling.n=8")
-    known = report.facts(dataclasses.replace(plan(False), head_untiled=2**30), config)
+    known = dataclasses.replace(plan(False), head_untiled=2**30).facts
     made = [dataclasses.replace(records()[0], memory_bytes=2**31), *records(9)[1:]]
     assert plots.beside(made, 2**30) == 2**30
     words, outside, over = drawn(plots._memory, made, known, "a-run-1")
@@ -216,7 +215,7 @@ def test_the_picture_explains_what_is_beside_the_step():
 
 
 def test_the_loss_of_pairs_is_not_of_text():
-    known = {**report.facts(plan(), resolved()), "paired": True}
+    known = {**plan().facts, "paired": True}
     made = [dataclasses.replace(record, bits_per_byte=None, held_out_bits_per_byte=None) for record in records()]
     words, outside, over = drawn(plots._loss, made, known, "dpo")
     assert "loss of a pair of answers" in words and "held-out pairs" in words and "nats" not in words
@@ -228,7 +227,7 @@ def test_a_loss_of_ones_own_is_drawn_beside_the_same_of_what_is_held_out():
         dataclasses.replace(record, bits_per_byte=None, held_out_objective=7.5 if record.held_out_loss else None)
         for record in records()
     ]
-    words, outside, over = drawn(plots._loss, made, report.facts(plan(), resolved()), "own")
+    words, outside, over = drawn(plots._loss, made, plan().facts, "own")
     assert "the objective" in words and "7.50" in words and "nats" not in words
     assert not outside and not over
     assert metrics.describe(made[0]) == "8.000 bits per byte, objective 7.5"
@@ -241,7 +240,7 @@ def test_pictures_are_drawn_again_from_what_the_run_left(tmp_path, capsys):
     for record in records(5):
         recorder.add(record)
     recorder.close()
-    plots.remember(tmp_path, report.facts(plan(), resolved()))
+    plots.remember(tmp_path, plan().facts)
     assert plots_command.main([str(tmp_path)]) == 0
     assert all((tmp_path / name).exists() for name in PICTURES)
 

@@ -13,10 +13,10 @@ from experiments import configs
 from experiments.commandline import schema
 from experiments.commandline.console import CommandError
 from experiments.commandline.overrides import with_overrides
-from experiments.planning.resolve import problem, resolve
+from experiments.planning.resolve import resolve
 from experiments.runtime import hardware
 from experiments.step import objectives, tiling
-from experiments.step.build import Programs, inputs
+from experiments.step.build import Programs, inputs, problem
 from tests.zoo.hf_tiny import FAST
 from zoo.adapters import lora
 

@@ -15,9 +15,9 @@ from experiments import configs
 from experiments.commandline import schema
 from experiments.commandline.overrides import with_overrides
 from experiments.planning import cost, targets
-from experiments.planning.resolve import problem, resolve
+from experiments.planning.resolve import resolve
 from experiments.runtime import memories, meshes
-from experiments.step.build import Programs
+from experiments.step.build import Programs, problem
 from tests.experiments.test_tiled import resolved
 from transforms.offload import by_layers, in_host
 

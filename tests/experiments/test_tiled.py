@@ -12,11 +12,11 @@ from experiments import configs
 from experiments.commandline import schema
 from experiments.commandline.overrides import with_overrides
 from experiments.planning import cost, report
-from experiments.planning.resolve import problem, resolve
+from experiments.planning.resolve import resolve
 from experiments.runtime import hardware
 from experiments.runtime.hardware import Device
 from experiments.step import tiling
-from experiments.step.build import Programs
+from experiments.step.build import Programs, problem
 from tests.zoo.hf_tiny import FAST
 
 MICRO = ["vocab_size=96", "num_layers=2", "embed_dim=32", "mlp_dim=48", "head_dim=16", "num_heads=2", "num_kv_heads=1"]

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -141,7 +142,9 @@ def test_it_fits_a_terminal():
 def test_nobody_reading_on_is_no_error(words):
     """As in `... --help | head -3`; with unbuffered output the second line already meets a closed pipe."""
     command = [sys.executable, "-u", f"experiments/{words[0]}", *words[1:]]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=run.ROOT, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=Path(run.__file__).parents[1], text=True
+    ) as process:
         process.stdout.close()
         assert process.stderr.read() == ""
     assert process.returncode == 141

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from zoo.accounting import count_params
-from zoo.config import RopeKind, RopeScaling
+from zoo.config import RopeScaling, RopeType
 from zoo.families import FAMILIES, GemmaConfig
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
@@ -114,7 +114,7 @@ def read(name: str) -> tuple[Any, str]:
     assert family.startswith("schema/") and own == "_self_"
     fields = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
     if scaling := fields.pop("rope_scaling", None):
-        fields["rope_scaling"] = RopeScaling(**scaling | {"kind": RopeKind(scaling["kind"])})
+        fields["rope_scaling"] = RopeScaling(**scaling | {"rope_type": RopeType(scaling["rope_type"])})
     return FAMILIES[family.removeprefix("schema/")](**fields), text.splitlines()[0]
 
 

@@ -184,7 +184,7 @@ def test_llama_3s_factors_are_known_again(tmp_path):
         patch.setattr(gguf.GGUFWriter, "write_header_to_file", with_factors)
         write(path, "llama", model, "F32")
     scaling = zoo.load(path).config.rope_scaling
-    assert (scaling.kind, scaling.factor, scaling.original_length) == ("llama3", 8.0, 8192)
+    assert (scaling.rope_type, scaling.factor, scaling.original_length) == ("llama3", 8.0, 8192)
 
 
 def test_other_files_are_refused(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 from tests.zoo.hf_cases import CASES, ENCODERS
 from tests.zoo.test_configs import read
 from zoo import dialect
-from zoo.config import RopeKind, RopeScaling
+from zoo.config import RopeScaling, RopeType
 from zoo.families import Gemma3Config
 from zoo.huggingface.config import from_hf, to_hf
 from zoo.models.layers import ACTIVATIONS
@@ -216,7 +216,11 @@ def test_gpt_oss_is_stretched_where_its_file_does_not_say():
     raw = {key: value for key, value in CASES["gpt_oss"].items() if key != "rope_scaling"}
     config = from_hf(raw)
     assert config == from_hf(raw | {"rope_scaling": None})
-    assert (config.rope_scaling.kind, config.rope_scaling.factor, config.rope_scaling.truncate) == ("yarn", 32, False)
+    assert (config.rope_scaling.rope_type, config.rope_scaling.factor, config.rope_scaling.truncate) == (
+        "yarn",
+        32,
+        False,
+    )
     plain = from_hf(raw | {"rope_scaling": {"rope_type": "default"}})
     assert plain.rope_scaling is None and from_hf(to_hf(plain, "float32")) == plain
     transformers = pytest.importorskip("transformers")
@@ -260,7 +264,7 @@ def test_a_head_is_a_share_of_the_width_where_nothing_is_said():
 def test_rope_scaling_is_heard_before_rope_parameters():
     rope = {"rope_type": "linear", "factor": 4.0, "rope_theta": 77.0}
     config = from_hf(LLAMA_3_2_1B | {"rope_scaling": None, "rope_parameters": rope})
-    assert (config.rope_theta, config.rope_scaling) == (77.0, RopeScaling(kind=RopeKind.linear, factor=4.0))
+    assert (config.rope_theta, config.rope_scaling) == (77.0, RopeScaling(rope_type=RopeType.linear, factor=4.0))
     assert from_hf(LLAMA_3_2_1B | {"rope_parameters": rope}) == from_hf(LLAMA_3_2_1B)
 
 
@@ -363,7 +367,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a Ministral 3 without yarn": (
         CASES["ministral3"],
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
-        "rope_scaling.kind=None must be yarn",
+        "rope_scaling.rope_type=None must be yarn",
     ),
     "another part of Mistral 3": (
         {"model_type": "mistral3", "text_config": {"model_type": "llama"}},

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zoo.config import RopeKind, RopeScaling
+from zoo.config import RopeScaling, RopeType
 from zoo.models.layers import rope
 from zoo.models.rotary import frequencies
 
-LLAMA_3 = RopeScaling(kind=RopeKind.llama3, factor=8.0, original_length=64)
-YARN = RopeScaling(kind=RopeKind.yarn, factor=4.0, original_length=64, beta_fast=8.0, beta_slow=1.0)
+LLAMA_3 = RopeScaling(rope_type=RopeType.llama3, factor=8.0, original_length=64)
+YARN = RopeScaling(rope_type=RopeType.yarn, factor=4.0, original_length=64, beta_fast=8.0, beta_slow=1.0)
 
 
 def test_plain_frequencies_are_powers_of_the_base():
@@ -20,7 +20,7 @@ def test_plain_frequencies_are_powers_of_the_base():
 
 
 def test_linear_stretching_divides_all_by_the_factor():
-    scaling = RopeScaling(kind=RopeKind.linear, factor=2.5)
+    scaling = RopeScaling(rope_type=RopeType.linear, factor=2.5)
     np.testing.assert_allclose(frequencies(16, 1e4, scaling), frequencies(16, 1e4) / 2.5, rtol=1e-6)
 
 
@@ -55,13 +55,13 @@ def test_yarn_keeps_fast_dimensions_and_stretches_slow_ones():
     ("factor", "given", "expected"), [(4.0, None, 1 + math.log(4) / 10), (0.5, None, 1.0), (4.0, 0.7, 0.7)]
 )
 def test_yarn_has_a_temperature_and_the_others_have_none(factor, given, expected):
-    scaling = RopeScaling(kind=RopeKind.yarn, factor=factor, attention_factor=given)
+    scaling = RopeScaling(rope_type=RopeType.yarn, factor=factor, attention_factor=given)
     assert scaling.temperature == pytest.approx(expected)
-    assert RopeScaling(kind=RopeKind.linear, factor=factor).temperature == 1.0
+    assert RopeScaling(rope_type=RopeType.linear, factor=factor).temperature == 1.0
 
 
 def test_dynamic_stretching_begins_beyond_the_original_length():
-    scaling = RopeScaling(kind=RopeKind.dynamic, factor=3.0, original_length=8)
+    scaling = RopeScaling(rope_type=RopeType.dynamic, factor=3.0, original_length=8)
     np.testing.assert_array_equal(frequencies(16, 1e4, scaling, 8), frequencies(16, 1e4))
     base = 1e4 * (3.0 * 11 / 8 - 2.0) ** (16 / 14)
     np.testing.assert_allclose(frequencies(16, 1e4, scaling, 11), frequencies(16, base), rtol=1e-6)
@@ -69,7 +69,7 @@ def test_dynamic_stretching_begins_beyond_the_original_length():
 
 @pytest.mark.parametrize("length", [5, 11])
 def test_a_traced_length_is_the_same_as_a_static_one(length):
-    scaling = RopeScaling(kind=RopeKind.dynamic, factor=3.0, original_length=8)
+    scaling = RopeScaling(rope_type=RopeType.dynamic, factor=3.0, original_length=8)
     traced = jax.jit(lambda length: frequencies(16, 1e4, scaling, length))(length)
     np.testing.assert_allclose(traced, frequencies(16, 1e4, scaling, length), rtol=2e-6)
 
@@ -88,7 +88,7 @@ def test_positions_given_are_those_counted_from_zero():
         ({"factor": 0.0}, "factor=0.0 must be positive"),
         ({"factor": math.inf}, "factor=inf must be positive"),
         (
-            {"kind": RopeKind.llama3, "low_freq": 4.0, "high_freq": 4.0},
+            {"rope_type": RopeType.llama3, "low_freq": 4.0, "high_freq": 4.0},
             "high_freq=4.0 must be larger than low_freq=4.0",
         ),
         ({"original_length": 0}, "original_length=0 must be positive"),
@@ -96,4 +96,4 @@ def test_positions_given_are_those_counted_from_zero():
 )
 def test_impossible_stretches_are_refused(fields, words):
     with pytest.raises(ValueError, match=words):
-        RopeScaling(**{"kind": RopeKind.linear, "factor": 2.0} | fields)
+        RopeScaling(**{"rope_type": RopeType.linear, "factor": 2.0} | fields)

@@ -288,14 +288,19 @@ def test_least_recently_used_leaves_go_first():
     assert len(pool.free) == 4
 
 
-def test_drafts_that_are_right_are_kept_and_wrong_ones_forgotten():
-    scheduler = Scheduler(limits(pages=(40,)))
-    text = Text(ids=[1, 2, 3], limit=20)
+def drafting(**how):
+    """A scheduler, its one text, and the span in which three drafts of it are read."""
+    scheduler, text = Scheduler(limits(pages=(40,), **how)), Text(ids=[1, 2, 3], limit=20)
     scheduler.submit(text)
     [span] = scheduler.plan()
     scheduler.commit(span, [4])
     text.drafts = [5, 6, 9]
     [span] = scheduler.plan()
+    return scheduler, text, span
+
+
+def test_drafts_that_are_right_are_kept_and_wrong_ones_forgotten():
+    scheduler, text, span = drafting()
     assert (span.start, span.count, span.picks) == (3, 4, 4)
     assert scheduler.plan() == []  # how long the text is, nobody knows
     assert scheduler.commit(span, [5, 6, 7, 8]) == [5, 6, 7]
@@ -304,13 +309,7 @@ def test_drafts_that_are_right_are_kept_and_wrong_ones_forgotten():
 
 def test_drafts_that_are_right_are_read_again_where_layers_hand_on_a_state():
     """Of them nothing was kept: the next step begins behind what was sure, and makes up for it beside new drafts."""
-    scheduler = Scheduler(limits(pages=(40,), share=False, again=True))
-    text = Text(ids=[1, 2, 3], limit=20)
-    scheduler.submit(text)
-    [span] = scheduler.plan()
-    scheduler.commit(span, [4])
-    text.drafts = [5, 6, 9]
-    [span] = scheduler.plan()
+    scheduler, text, span = drafting(share=False, again=True)
     assert scheduler.commit(span, [5, 6, 7, 8]) == [5, 6, 7]
     assert (text.ids, text.done, text.todo) == ([1, 2, 3, 4, 5, 6, 7], 4, 3)
     text.drafts = [8, 9]

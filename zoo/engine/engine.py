@@ -132,14 +132,7 @@ class Engine:
             Overload: too many texts wait.
             ValueError: an id is not in the vocabulary, or the text is too long.
         """
-        if n < 1 or max_tokens < 1 or not 0 <= top <= self.settings.likeliest:
-            raise ValueError(
-                f"cannot make n={n} answers of max_tokens={max_tokens} with top={top}: n and max_tokens must be at "
-                f"least 1, and top between 0 and {self.settings.likeliest}."
-            )
-        if self.scheduler.limits.queue - len(self.scheduler.waiting) < n:
-            self.scheduler.refuse()
-        check_tokens([token for token, _ in sampling.logit_bias], self.model.config.vocab_size)
+        self._check(n, max_tokens, top, sampling)
         answers: list[Answer] = []
         blind = sampling.adjusts and self.settings.flights > 2  # penalties need all ids but the newest, which is there
         drafts, patient = 0 if guides else drafts, drafts > 0 or blind or bool(guides)
@@ -150,6 +143,16 @@ class Engine:
             told = watch[i] if watch else None, top, drafts, guides[i] if guides else None
             answers.append(self._wait(Answer(text, own, frozenset(stop), *told)))
         return answers
+
+    def _check(self, n: int, max_tokens: int, top: int, sampling: Sampling) -> None:
+        if n < 1 or max_tokens < 1 or not 0 <= top <= self.settings.likeliest:
+            raise ValueError(
+                f"cannot make n={n} answers of max_tokens={max_tokens} with top={top}: n and max_tokens must be at "
+                f"least 1, and top between 0 and {self.settings.likeliest}."
+            )
+        if self.scheduler.limits.queue - len(self.scheduler.waiting) < n:
+            self.scheduler.refuse()
+        check_tokens([token for token, _ in sampling.logit_bias], self.model.config.vocab_size)
 
     def _text(self, ids: Sequence[int], limit: int, priority: int, seconds: float, **more: Any) -> Text:
         """Return a text, whose ids are of the vocabulary."""
@@ -340,7 +343,7 @@ class Engine:
 def _limits(config: Any, settings: Settings, plan: Plan) -> Limits:
     """Return what a scheduler keeps to."""
     ropes = [rope[1] for rope in config.layer_ropes if rope is not None and rope[1] is not None]
-    grows = any(rope.kind in ("dynamic", "longrope") for rope in ropes)
+    grows = any(rope.rope_type in ("dynamic", "longrope") for rope in ropes)
     return Limits(
         rows=settings.rows, width=settings.width, page=settings.page, length=settings.length, queue=settings.queue,
         windows=plan.kinds.windows, pages=plan.pages,

@@ -130,23 +130,15 @@ class Plan:
             )
         kinds = Kinds.of(config, settings.length)
         platform = next(iter(lies.device_set)).platform
-        narrow = any(leaf.dtype.itemsize == 1 for leaf in jax.tree.leaves(model))
-        alone = platform == "cpu" and mesh is None and _adjacent(config.layer_stacks)
-        unroll = (platform in ("gpu", "cuda", "rocm") or alone) and not narrow
+        unroll = _unrolls(model, platform, mesh is None)
         dtype = jnp.dtype(model.embed.dtype if dtype is None else dtype)
         heads, pages = kept_heads(config, 1 if mesh is None else mesh.size), settings.pages(kinds.windows)
         # bfloat16 by its bits (`transforms.bits`)
         kept = jnp.uint16 if dtype == jnp.bfloat16 and platform == "cpu" else dtype
 
-        def store(layers: int, count: int) -> Store:
-            _, parts, width = config.cached
-            values = lambda kind: jnp.zeros((layers, count + 1, settings.page, heads * parts * width), kind)
-            if settings.kv_dtype is None:
-                return Store(values(kept))
-            return Store(values(jnp.int8), jnp.zeros((layers, count + 1, heads * settings.page * parts)))
-
         def state() -> State:
-            pool = tuple(store(*each) for each in zip(kinds.counts(), pages, strict=True))
+            counts = zip(kinds.counts(), pages, strict=True)
+            pool = tuple(_store(config, settings, heads, layers, count, kept) for layers, count in counts)
             states = empty(config, settings.rows, dtype)
             return State((*pool, states) if states else pool, jnp.zeros(settings.rows, jnp.int32))
 
@@ -179,6 +171,18 @@ class Plan:
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), self.state)
 
 
-def _adjacent(stacks: Sequence[str]) -> bool:
-    """Return whether the layers of each stack are neighbours."""
-    return len(list(itertools.groupby(stacks))) == len(set(stacks))
+def _store(config: Any, settings: Settings, heads: int, layers: int, pages: int, dtype: DTypeLike) -> Store:
+    """Return the empty pages of a window kind, and one more."""
+    _, parts, width = config.cached
+    values = lambda kind: jnp.zeros((layers, pages + 1, settings.page, heads * parts * width), kind)
+    if settings.kv_dtype is None:
+        return Store(values(dtype))
+    return Store(values(jnp.int8), jnp.zeros((layers, pages + 1, heads * settings.page * parts)))
+
+
+def _unrolls(model: Any, platform: str, alone: bool) -> bool:
+    """Return whether the program is to have each layer apart (`Plan.unroll`)."""
+    stacks = model.config.layer_stacks
+    neighbours = len(list(itertools.groupby(stacks))) == len(set(stacks))
+    narrow = any(leaf.dtype.itemsize == 1 for leaf in jax.tree.leaves(model))
+    return (platform in ("gpu", "cuda", "rocm") or (platform == "cpu" and alone and neighbours)) and not narrow

@@ -77,16 +77,6 @@ class GptOssConfig(MixtureLike, LlamaLike):
         own = not_positive(self, ("gate_slope", "gate_limit")) + window_problems(self.window, self.attention_pattern)
         return super().problems() + self.router_problems() + own
 
-    @property
-    def biases(self) -> str:
-        """Which projections of attention have a bias, of `qkvo`."""
-        return "qkvo" if self.attention_bias else ""
-
-    @property
-    def dims(self) -> dict[str, int]:
-        """The size of each dimension letter that a parameter can have."""
-        return super().dims | {"E": self.num_experts}
-
     def rows(self) -> tuple[Row, ...]:
         """Return the rows of every parameter that the model has."""
         return self.with_ends(self.attention_rows() + _ROWS)

@@ -32,9 +32,14 @@ class LlamaLike(Config):
         return scaling_problems(self, self.rope_scaling)
 
     @property
+    def attention_bias(self) -> bool:  # a field of the families that have it
+        """Whether projections of attention have a bias."""
+        return False
+
+    @property
     def biases(self) -> str:
         """Which projections of attention have a bias, of `qkvo`."""
-        return ""
+        return "qkvo" if self.attention_bias else ""
 
     @property
     def activation(self) -> str:
@@ -104,8 +109,3 @@ class LlamaConfig(Activated):
     def rows(self) -> tuple[Row, ...]:
         """Return the rows of every parameter that the model has."""
         return self.with_ends(self.attention_rows() + MLP + (MLP_BIASES if self.mlp_bias else ()))
-
-    @property
-    def biases(self) -> str:
-        """Which projections of attention have a bias, of `qkvo`."""
-        return "qkvo" if self.attention_bias else ""

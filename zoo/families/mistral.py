@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from zoo.config import RopeKind, window_problems
+from zoo.config import RopeType, window_problems
 from zoo.dialect import ACTIVATION, TIED, Dialect, eps, sizes
 from zoo.families.llama import Activated
 from zoo.families.mixture import BALANCE, MixtureLike
@@ -75,8 +75,8 @@ class Ministral3Config(MistralConfig):
 
     def problems(self) -> list[str]:
         """Say what is wrong with the family's own fields."""
-        kind = None if self.rope_scaling is None else self.rope_scaling.kind
-        own = [] if kind is RopeKind.yarn else [f"rope_scaling.kind={kind} must be yarn"]
+        found = None if self.rope_scaling is None else self.rope_scaling.rope_type
+        own = [] if found is RopeType.yarn else [f"rope_scaling.rope_type={found} must be yarn"]
         return super().problems() + own
 
     @property
@@ -117,11 +117,6 @@ class MixtralConfig(MixtureLike, MistralConfig):
     def problems(self) -> list[str]:
         """Say what is wrong with the family's own fields."""
         return super().problems() + self.router_problems()
-
-    @property
-    def dims(self) -> dict[str, int]:
-        """The size of each dimension letter that a parameter can have."""
-        return super().dims | {"E": self.num_experts}
 
     def rows(self) -> tuple[Row, ...]:
         """Return the rows of every parameter that the model has."""

@@ -52,6 +52,11 @@ class MixtureLike:
             problems.append(f"balance_weight={self.balance_weight} must be zero or more")
         return problems
 
+    @property
+    def dims(self) -> dict[str, int]:
+        """The size of each dimension letter that a parameter can have."""
+        return getattr(super(), "dims") | {"E": self.num_experts}  # noqa: B009 (of what this is inherited beside)
+
     # These are fields of the families that have them.
     @property
     def normalise_weights(self) -> bool:

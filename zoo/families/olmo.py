@@ -45,11 +45,6 @@ class Olmo2Config(Activated):
     norm_eps: float = 1e-6
     attention_bias: bool = False
 
-    @property
-    def biases(self) -> str:
-        """Which projections of attention have a bias, of `qkvo`."""
-        return "qkvo" if self.attention_bias else ""
-
     def attention_rows(self) -> tuple[Row, ...]:
         """Return the rows of attention and of the norms."""
         return (*ATTENTION[1:], *_BEHIND, *_NORMS, *(BIASES[projection] for projection in self.biases))
@@ -129,16 +124,6 @@ class OlmoeConfig(MixtureLike, Activated):
     def problems(self) -> list[str]:
         """Say what is wrong with the family's own fields."""
         return super().problems() + self.router_problems() + not_positive(self, ("clip",))
-
-    @property
-    def biases(self) -> str:
-        """Which projections of attention have a bias, of `qkvo`."""
-        return "qkvo" if self.attention_bias else ""
-
-    @property
-    def dims(self) -> dict[str, int]:
-        """The size of each dimension letter that a parameter can have."""
-        return super().dims | {"E": self.num_experts}
 
     def rows(self) -> tuple[Row, ...]:
         """Return the rows of every parameter that the model has."""

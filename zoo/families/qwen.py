@@ -133,7 +133,7 @@ class QwenMixtureLike(MixtureLike, Qwen2Config):
     @property
     def dims(self) -> dict[str, int]:
         """The size of each dimension letter that a parameter can have."""
-        return super().dims | {"E": self.num_experts, "P": self.dense_mlp_dim}
+        return super().dims | {"P": self.dense_mlp_dim}
 
     def rows(self) -> tuple[Row, ...]:
         """Return the rows of every parameter that the model has."""

@@ -153,11 +153,6 @@ class Qwen3NextConfig(MixtureLike, LlamaLike):
         return True
 
     @property
-    def biases(self) -> str:
-        """Which projections of attention have a bias, of `qkvo`."""
-        return "qkvo" if self.attention_bias else ""
-
-    @property
     def rotary_dim(self) -> int:
         """How many dimensions of a head turn by its position: the first."""
         return int(self.head_dim * self.rotary_fraction)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from zoo.config import RopeKind, RopeScaling
+from zoo.config import RopeScaling, RopeType
 from zoo.dialect import Dialect
 
 _KEYS = {"rope_theta", "rope_scaling", "rope_parameters"}
@@ -15,11 +15,11 @@ _TYPES = ("full_attention", "sliding_attention")
 # rope_type: its keys in the file, and our fields
 _ORIGINAL = "original_max_position_embeddings"
 _LENGTH = {_ORIGINAL: "original_length"}
-_FIELDS: dict[RopeKind, dict[str, str]] = {
-    RopeKind.linear: {"factor": "factor"},
-    RopeKind.dynamic: {"factor": "factor"},
-    RopeKind.llama3: {"factor": "factor", "low_freq_factor": "low_freq", "high_freq_factor": "high_freq", **_LENGTH},
-    RopeKind.yarn: {
+_FIELDS: dict[RopeType, dict[str, str]] = {
+    RopeType.linear: {"factor": "factor"},
+    RopeType.dynamic: {"factor": "factor"},
+    RopeType.llama3: {"factor": "factor", "low_freq_factor": "low_freq", "high_freq_factor": "high_freq", **_LENGTH},
+    RopeType.yarn: {
         "factor": "factor",
         "beta_fast": "beta_fast",
         "beta_slow": "beta_slow",
@@ -29,7 +29,7 @@ _FIELDS: dict[RopeKind, dict[str, str]] = {
         "truncate": "truncate",
         **_LENGTH,
     },
-    RopeKind.longrope: {
+    RopeType.longrope: {
         "short_factor": "short_factors",
         "long_factor": "long_factors",
         "factor": "factor",
@@ -110,13 +110,13 @@ def _scaling(
     rope = {key: value for key, value in rope.items() if value is not None or key == "truncate"}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     rope_type = renamed.get(rope_type, rope_type) if isinstance(rope_type, str) else rope_type
-    known = ("default",) if plain else ("default", *RopeKind)
+    known = ("default",) if plain else ("default", *RopeType)
     if rope_type not in known:
         problems.append(
             f"`{name}`={rope!r} is not supported, only rope_type {' or '.join(repr(str(k)) for k in known)}"
         )
         return None
-    keys = {} if rope_type == "default" else _FIELDS[RopeKind(rope_type)]
+    keys = {} if rope_type == "default" else _FIELDS[RopeType(rope_type)]
     scales = {"mscale", "mscale_all_dim", "max_position_embeddings"} if rope_type == "yarn" else set()
     # transformers writes the length whatever the type
     extra = set(rope) - set(keys) - {"rope_theta", "rope_type", "type", "partial_rotary_factor", *_LENGTH} - scales
@@ -127,21 +127,21 @@ def _scaling(
         return None
     if rope_type == "default":
         return None
-    return _stretch(RopeKind(rope_type), rope, name, lengths, problems)
+    return _stretch(RopeType(rope_type), rope, name, lengths, problems)
 
 
 def _stretch(
-    rope_type: RopeKind, rope: dict[str, Any], name: str, lengths: tuple[int, Any], problems: list[str]
+    rope_type: RopeType, rope: dict[str, Any], name: str, lengths: tuple[int, Any], problems: list[str]
 ) -> RopeScaling | None:
     before, longest = len(problems), lengths[0]
     length = longest
-    if rope_type is RopeKind.longrope:
+    if rope_type is RopeType.longrope:
         if lengths[1] is not None:  # what is told beside counts first
             rope = rope | {_ORIGINAL: lengths[1]}
         original = rope.get(_ORIGINAL, length)
         rope = {"factor": longest / original if type(original) is int and original > 0 else 1.0} | rope
-    fields: dict[str, Any] = {"kind": rope_type}
-    fields |= {} if rope_type is RopeKind.linear else {"original_length": length}
+    fields: dict[str, Any] = {"rope_type": rope_type}
+    fields |= {} if rope_type is RopeType.linear else {"original_length": length}
     for key, field in _FIELDS[rope_type].items():
         value = rope.get(key)
         if key == "truncate":
@@ -206,9 +206,9 @@ def write(config: Any, dialect: Dialect) -> dict[str, Any]:
         raw["rope_parameters"] = dict(zip(_TYPES, (whole, local), strict=True))
     plain = {"rope_type": "default"} if dialect.rope_default else None
     rope = raw["rope_scaling"] = _written(config.rope_scaling) or plain
-    if rope is not None and rope.get("rope_type") == RopeKind.longrope:
+    if rope is not None and rope.get("rope_type") == RopeType.longrope:
         _shortened(rope, config, dialect)
-    if config.rope_scaling is not None and config.rope_scaling.kind is RopeKind.dynamic:
+    if config.rope_scaling is not None and config.rope_scaling.rope_type is RopeType.dynamic:
         raw["max_position_embeddings"] = config.rope_scaling.original_length
     return raw
 
@@ -216,9 +216,9 @@ def write(config: Any, dialect: Dialect) -> dict[str, Any]:
 def _written(scaling: RopeScaling | None) -> dict[str, Any] | None:
     if scaling is None:
         return None
-    values = {key: getattr(scaling, field) for key, field in _FIELDS[scaling.kind].items()}
+    values = {key: getattr(scaling, field) for key, field in _FIELDS[scaling.rope_type].items()}
     values = {key: list(value) if key in _LISTS else value for key, value in values.items() if value is not None}
-    return {"rope_type": str(scaling.kind), **values}
+    return {"rope_type": str(scaling.rope_type), **values}
 
 
 def _shortened(rope: dict[str, Any], config: Any, dialect: Dialect) -> None:

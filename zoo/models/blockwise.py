@@ -164,6 +164,13 @@ class _Blockwise:
         *_, dq, dk, dv = _loop(loops, step, start)
         return dq.astype(q.dtype), dk, dv
 
+    def gradients(self, q, k, v, masks, sinks, logs, own, given):
+        """Return those of the first five, given that of what is seen and how it points to that."""
+        of_sinks = None
+        if sinks is not None:
+            of_sinks = -(jnp.exp(sinks[:, :, None] - logs) * own).sum((0, 3)).astype(sinks.dtype)
+        return *self.backward(q, k, v, masks, logs, own, given), (None, None), of_sinks
+
 
 def _loop(loops: Walk, step: Callable[..., Any], carry: Any) -> Any:
     def turn(carry, number):
@@ -232,14 +239,7 @@ def blockwise_attention(
     size = -(-length // tiles)
     reach = min(tiles - 1, (window + size - 2) // size) if isinstance(window, int) else tiles - 1
     made = _Blockwise(scale, cap, causal, length, tiles, size, reach)
-
-    def backward(q, k, v, masks, sinks, logs, own, given):
-        of_sinks = None
-        if sinks is not None:
-            of_sinks = -(jnp.exp(sinks[:, :, None] - logs) * own).sum((0, 3)).astype(sinks.dtype)
-        return *made.backward(q, k, v, masks, logs, own, given), (None, None), of_sinks
-
-    run, again = with_backward(made.forward, backward, lambda own: jnp.moveaxis(own, 1, 3))
+    run, again = with_backward(made.forward, made.gradients, lambda own: jnp.moveaxis(own, 1, 3))
     filled = lambda x: jnp.pad(x, ((0, 0), (0, tiles * size - length), *((0, 0),) * (x.ndim - 2)))
     q, k, v = filled(q), filled(k), filled(v)
     q = q.reshape(*q.shape[:2], k.shape[2], -1, width)

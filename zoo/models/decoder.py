@@ -22,7 +22,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from transforms.remat import Remat, scan_layers
+from zoo import quantised
 from zoo.config import Config, rows
+from zoo.formats import Format
 from zoo.models.forward import ForwardPass, Output, PerLayer, layer_passes, positions_of
 from zoo.models.head import Head
 from zoo.models.init import draw
@@ -47,9 +49,26 @@ class Decoder(eqx.Module):
     config: eqx.AbstractVar[Any]
 
     @classmethod
-    def init(cls: type[_Model], config: Config, *, key: PRNGKeyArray, dtype: DTypeLike = jnp.float32) -> _Model:
-        """Return a model with random weights, normal with the standard deviations of `zoo.parameters`."""
-        return cls.build(config, draw(config, key=key, dtype=dtype))
+    def init(
+        cls: type[_Model],
+        config: Config,
+        *,
+        key: PRNGKeyArray,
+        dtype: DTypeLike = jnp.float32,
+        quantise: Format | None = None,
+        **how: Any,
+    ) -> _Model:
+        """Return a model with random weights, normal with the standard deviations of `zoo.parameters`.
+
+        Args:
+            config: the model's.
+            key: of all weights.
+            dtype: of parameters.
+            quantise: the fewer bits in which its matrices are kept, if they are.
+            how: `zoo.models.init.draw`'s: where parameters lie, and the options of the programs that draw them.
+        """
+        drawn = cls.build(config, draw(config, key=key, dtype=dtype, **how))
+        return drawn if quantise is None else quantised.quantise(drawn, quantise)
 
     @classmethod
     def build(cls: type[_Model], config: Config, leaves: dict) -> _Model:

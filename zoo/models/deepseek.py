@@ -134,10 +134,7 @@ def latent_attention(
     def project(latents, weights):
         q, latent, key = split(latents)
         kv = linear("bsc,cnx->bsnx", latent, cast(weights["kv"]))
-        k = [
-            kv[..., :plain],
-            key[:, :, None] + jnp.zeros_like(kv[..., :1]),
-        ]  # one for all heads, laid out as theirs are
+        k = kv[..., :plain], key[:, :, None] + jnp.zeros_like(kv[..., :1])  # one for all heads, laid out as theirs
         return jnp.concatenate(queries(q, weights["q"]), -1), jnp.concatenate(k, -1), kv[..., plain:]
 
     latents = told.ops.tokens(down, (1,))(x)

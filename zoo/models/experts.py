@@ -36,6 +36,7 @@ def experts(
     biases: Biases | None = None,
     combine: Callable | None = None,
     select: Select | None = None,
+    by_sequence: bool = False,
 ) -> tuple[Float[Array, "B S D"], Float[Array, "2 E"]]:
     """Return what each token's experts make of it; and each expert's number of tokens and sum of probabilities.
 
@@ -54,9 +55,14 @@ def experts(
             is none.
         combine: returns the hidden values of gates and what they multiply; None is `silu(gate) * up`.
         select: returns what `route` does, given all scores and the router's bias; None takes the most probable.
+        by_sequence: each sequence's tokens are sorted on their own, so that `tile` can cut the batch; on an explicit
+            mesh, those of the part of each sequence that a device has.
     """
     how = {"chosen": chosen, "normalise": normalise, "combine": combine, "select": select}
-    return _experts(_local, x, router, gate, up, down, biases, **how)
+    return _experts(_local_rows if by_sequence else _local, x, router, gate, up, down, biases, **how)
+
+
+experts_by_sequence = functools.partial(experts, by_sequence=True)
 
 
 def clamped(gate: Float[Array, "T F"], up: Float[Array, "T F"], *, slope: float, limit: float) -> Float[Array, "T F"]:
@@ -83,27 +89,6 @@ def _experts(local, x, router, gate, up, down, biases, **options):
     local = functools.partial(local, tokens=axes_of(tokens), over_E=axes_of([cut_E]), over_F=axes_of([cut_F]))
     specs = jax.tree.map(lambda part: PartitionSpec(*partitions(part)), weights)
     return jax.shard_map(local, in_specs=(tokens, *specs), out_specs=(tokens, PartitionSpec()))(x, *weights)
-
-
-def experts_by_sequence(
-    x: Float[Array, "B S D"],
-    router: Matrix,
-    gate: Matrix,
-    up: Matrix,
-    down: Matrix,
-    chosen: int,
-    *,
-    normalise: bool,
-    biases: Biases | None = None,
-    combine: Callable | None = None,
-    select: Select | None = None,
-) -> tuple[Float[Array, "B S D"], Float[Array, "2 E"]]:
-    """Return `experts` of the same arguments, each sequence's tokens sorted on their own: `tile` can cut the batch.
-
-    On an explicit mesh, the part of each sequence that a device has.
-    """
-    how = {"chosen": chosen, "normalise": normalise, "combine": combine, "select": select}
-    return _experts(_local_rows, x, router, gate, up, down, biases, **how)
 
 
 def _local(x, router, gate, up, down, biases, *, chosen, normalise, combine, select, tokens=(), over_E=(), over_F=()):

@@ -143,17 +143,17 @@ def attention(
         k_segments = uncut(k_segments, 1)
         visible = visible & (q_segments[:, None, None, :, None] == k_segments[:, None, None, None, :])
     scores_BKGST = jnp.where(visible, scores_BKGST, jnp.finfo(wide).min)
-    if sinks is None:
-        probs_BKGST = jax.nn.softmax(scores_BKGST, axis=-1)
-    else:
-        probs_BKGST = _softmax_beside(scores_BKGST, sinks.astype(wide).reshape(kv_heads, -1, 1, 1))
+    probs_BKGST = _softmax(scores_BKGST, sinks)
     return einsum("bkgst,btkh->bskgh", probs_BKGST.astype(v.dtype), v).reshape(q.shape)
 
 
-def _softmax_beside(scores, sink):
-    """Return the softmax of scores beside one more, whose own share is left out."""
-    most = jax.lax.stop_gradient(jnp.maximum(scores.max(axis=-1, keepdims=True), sink))
-    exps = jnp.exp(scores - most)
+def _softmax(scores_BKGST, sinks):
+    """Return the softmax of scores; where there are sinks beside one more, whose own share is left out."""
+    if sinks is None:
+        return jax.nn.softmax(scores_BKGST, axis=-1)
+    sink = sinks.astype(scores_BKGST.dtype).reshape(scores_BKGST.shape[1], -1, 1, 1)
+    most = jax.lax.stop_gradient(jnp.maximum(scores_BKGST.max(axis=-1, keepdims=True), sink))
+    exps = jnp.exp(scores_BKGST - most)
     return exps / (exps.sum(axis=-1, keepdims=True) + jnp.exp(sink - most))
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from zoo.config import RopeKind, RopeScaling
+from zoo.config import RopeScaling, RopeType
 
 
 def frequencies(
@@ -27,16 +27,16 @@ def frequencies(
     plain = _plain(size, theta)
     if scaling is None:
         return plain
-    match scaling.kind:
-        case RopeKind.linear:
+    match scaling.rope_type:
+        case RopeType.linear:
             return plain / np.float32(scaling.factor)
-        case RopeKind.dynamic:
+        case RopeType.dynamic:
             return _dynamic(size, theta, scaling, length)
-        case RopeKind.llama3:
+        case RopeType.llama3:
             return _llama3(plain, scaling)
-        case RopeKind.yarn:
+        case RopeType.yarn:
             return _yarn(plain, theta, scaling)
-        case RopeKind.longrope:
+        case RopeType.longrope:
             return _longrope(plain, scaling, length)
 
 

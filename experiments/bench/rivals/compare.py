@@ -18,7 +18,7 @@ import os
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -185,15 +185,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in (("tokens", 2048), ("embed", 512), ("vocab", 32768), ("slices", 8), ("rounds", 5)):
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--only", nargs="+", choices=SYSTEMS, metavar="SYSTEM", help=f"of {', '.join(SYSTEMS)}")
+
+    def asked(args):
+        sizes = (args.tokens, args.embed, args.vocab)
+        return measure(args.only or list(SYSTEMS), sizes, args.dtype, args.slices, args.rounds)
+
+    told(parser, asked, table, "rivals")
+
+
+def told(parser: argparse.ArgumentParser, measure: Callable[..., Any], table: Callable[..., str], word: str) -> None:
+    """Measure what a command line asks for, print it as a table, and write the figures where that is asked for."""
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--write", metavar="NAME", help="write results/NAME.json beside this file")
     args = parser.parse_args()
-    sizes = (args.tokens, args.embed, args.vocab)
-    figures = measure(args.only or list(SYSTEMS), sizes, args.dtype, args.slices, args.rounds)
+    figures = measure(args)
     print(table(figures))
     if args.write:
-        figures = {"command": f"python -m experiments.bench rivals --dtype {args.dtype}", **figures}
+        figures = {"command": f"python -m experiments.bench {word} --dtype {args.dtype}", **figures}
         (RESULTS / f"{args.write}.json").write_text(json.dumps(figures, indent=1) + "\n")
 
 

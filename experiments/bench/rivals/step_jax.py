@@ -28,8 +28,9 @@ def run(folder: str, ids: np.ndarray, dtype: str, tiling: str) -> tuple[Any, Any
     words = [f"model.weights={folder}", f"batch_size={ids.shape[0]}", f"seq_len={ids.shape[1]}", "steps=1000"]
     words += ["optimizer=adamw", "optimizer.schedule=constant", "optimizer.warmup=0.0", "remat=none", tiling]
     words += [f"hardware.compute_dtype={dtype}", *(f"optimizer.{name}={value}" for name, value in WORDS.items())]
-    asked = importlib.import_module("experiments.step.folders").with_weights(schema.compose(words)[0], words)
-    programs = importlib.import_module("experiments.step.build").Programs(resolve(asked, device))
+    programs = importlib.import_module("experiments.step.build").Programs(
+        resolve(schema.compose(words)[0], device, words)
+    )
     state = programs.init_state(programs.init())
     mask = np.ones(ids.shape, np.float32)
     mask[:, -1] = 0

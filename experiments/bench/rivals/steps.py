@@ -23,7 +23,7 @@ import numpy as np
 
 from experiments.bench.made import made_with
 from experiments.bench.rivals import environments
-from experiments.bench.rivals.compare import MIB, RESULTS, Worker
+from experiments.bench.rivals.compare import MIB, Worker, told
 from experiments.bench.rivals.table import SYSTEMS, System
 from experiments.planning.hlo import dot_flops
 
@@ -160,15 +160,8 @@ def table(figures: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--write", metavar="NAME", help="write results/NAME.json beside this file")
-    args = parser.parse_args()
-    figures = measure(args.dtype, args.rounds)
-    print(table(figures))
-    if args.write:
-        figures = {"command": f"python -m experiments.bench steps --dtype {args.dtype}", **figures}
-        (RESULTS / f"{args.write}.json").write_text(json.dumps(figures, indent=1) + "\n")
+    told(parser, lambda args: measure(args.dtype, args.rounds), table, "steps")
 
 
 if __name__ == "__main__":
