@@ -1,13 +1,13 @@
 """The longest sequence that a model can be trained on, on hardware that is not here: layers cut, kernels by config.
 
     python -m experiments.bench context             # compiles, prints the table, writes context.json beside this file
-    python -m experiments.bench context h100-1      # of some rows alone; writes nothing
-    python -m experiments.bench context h100-1 model=qwen3_8b    # with overrides of run.py
+    python -m experiments.bench context h100-1      # some rows anew, the others as they are there
+    python -m experiments.bench context h100-1 model=qwen3_8b    # with overrides of run.py; writes nothing
 
 Llama-3.1-8B, all of its parameters, one sequence, exact dense attention: the real step, compiled ahead of time. What
-counts is the compiler's own memory of each device, and that of the host apart, for all its devices and 2 TiB at most.
-Lengths are multiples of 131,072, of which one fits and the next does not. Products are those of the compiled step and
-its kernels, over those of two forward passes and a backward pass. A length takes a minute or two.
+counts is the compiler's own memory of each device, and that of the host apart, no more than hosts have, as far as
+`planning.targets` knows. Lengths are multiples of 131,072, of which one fits and the next does not. Products are those
+of the compiled step and its kernels, over those of two forward passes and a backward pass. A length takes some minutes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import jax
 
 from experiments.bench.made import made_with
 from experiments.commandline import schema
@@ -42,6 +44,8 @@ ROWS: dict[str, tuple[str, list[str], int]] = {  # what it is, with which words,
     "h100-1-lora": ("one H100, LoRA", ["adapter=lora"], 15),
     "h100-1-sqrt": ("one H100, nothing in host memory", ["remat=sqrt"], 3),
     "h100-1-host": ("one H100, parameters in host memory", ["hardware.offload=params"], 18),
+    "v5p-2": ("one TPU v5p", [], 4),
+    "v5e-8": ("eight TPU v5e", [], 3),
 }
 STATED = {  # by their authors, of Llama-8B, full fine-tuning, exact attention
     "one H100, 80 GB": "ALST 0.5M (https://arxiv.org/abs/2506.13996), parameters and optimizer in host memory too",
@@ -107,6 +111,9 @@ def main(words: list[str]) -> None:
     """Print each length as it is tried, then the table."""
     asked = [word for word in words if word in ROWS]
     overrides = [word for word in words if word not in ROWS]
+    others: dict[str, Any] = json.loads(FIGURES.read_text()) if asked and not overrides else {}
+    if others and others["made"]["jax"] != jax.__version__:
+        sys.exit(f"error: the other rows were made with JAX {others['made']['jax']}. Make all of them anew.")
     rows = {}
     for name in asked or ROWS:
         target, own = "-".join(name.split("-")[:2]), [*ROWS[name][1], *overrides]
@@ -125,8 +132,11 @@ def main(words: list[str]) -> None:
             rows[name] = {"tokens": tokens, **found}
     command = "python -m experiments.bench context"
     figures = {"command": command, "setting": SETTING, "made": made_with(), "rows": rows}
+    if others:
+        merged = others["rows"] | rows
+        figures = others | {"rows": {name: merged[name] for name in ROWS if name in merged}}
     print(table(figures))
-    if not words:
+    if not overrides:
         FIGURES.write_text(json.dumps(figures, indent=1) + "\n")
 
 

@@ -72,6 +72,25 @@ def test_the_longest_that_fits_is_found_from_any_guess(guess, most):
     assert len(tried) == len(set(tried)) <= 12
 
 
+def test_rows_are_measured_anew_beside_the_others(tmp_path, monkeypatch):
+    sizes = {"device": 1.0, "host": 3.0, "products": 1.0}
+    row = {"tokens": 9, **sizes}
+    known = {"made": {"jax": jax.__version__}, "rows": {"h100-1": row, "h200-1": row}}
+    monkeypatch.setattr(context, "FIGURES", tmp_path / "context.json")
+    monkeypatch.setattr(context, "measure", lambda target, tokens, words: None if tokens > 2**18 else sizes)
+    context.FIGURES.write_text(json.dumps(known))
+    context.main(["h200-1", "seq_len=7"])
+    assert json.loads(context.FIGURES.read_text()) == known
+    context.main(["h200-1"])
+    assert json.loads(context.FIGURES.read_text())["rows"] == {
+        "h100-1": row,
+        "h200-1": {"tokens": 2**18, **sizes},
+    }
+    context.FIGURES.write_text(json.dumps(known | {"made": {"jax": "0.1"}}))
+    with pytest.raises(SystemExit, match="the other rows were made with JAX 0"):
+        context.main(["h200-1"])
+
+
 def test_losses_of_the_readme_are_those_that_are_committed():
     figures = committed("losses")
     assert coverage.table(figures) in README.read_text()
