@@ -15,6 +15,7 @@ from tests.zoo.hf_tiny import jit, loaded, loss_fn
 from transforms.step import State, make_train_step
 from zoo import adapters
 from zoo.adapters import lora
+from zoo.models.experts import ragged_linear
 from zoo.models.layers import linear
 
 CASES = ["gemma_mqa", "gemma2_gqa", "llama_bias", "mixtral", "qwen3_moe_mixed", "smollm3", "olmo2"]
@@ -421,3 +422,16 @@ def test_a_rows_bits_do_not_depend_on_its_place():
     run = jax.jit(lambda x: linear("td,df->tf", x, lora.LowRank(base, a, b, 1.0)))
     for turn in range(15):
         np.testing.assert_array_equal(jnp.roll(run(jnp.roll(x, turn, 0)), -turn, 0), run(x))
+
+
+def test_a_rows_bits_do_not_depend_on_the_other_rows_of_its_expert():
+    rng = np.random.default_rng(0)
+    sizes = (8, 48), (5, 48, 24), (5, 48, 1), (5, 1, 24)
+    rows, base, a, b = (jnp.asarray(rng.normal(size=size), "float32") for size in sizes)
+    run = jax.jit(lambda x, counts: ragged_linear(x, lora.LowRank(base, a, b, 1.0), counts))
+    known: dict[tuple[int, int], bytes] = {}
+    for _ in range(20):
+        which, experts = rng.integers(0, 8, 30), np.sort(rng.integers(0, 5, 30))
+        out = np.asarray(run(rows[which], jnp.asarray(np.bincount(experts, minlength=5), jnp.int32)))
+        for row, expert, found in zip(which.tolist(), experts.tolist(), out, strict=True):
+            assert known.setdefault((row, expert), found.tobytes()) == found.tobytes()

@@ -67,10 +67,7 @@ class LowRank(AbstractMatrix):
         lead = "".join(letter for letter in right if letter in left and letter in output)
         made = "".join(letter for letter in right if letter not in left)
         middle = output.translate({ord(letter): None for letter in made}) + "R"
-        a, b = self.a, self.b
-        if a.shape[-1] == 1:  # CPUs round the last rows of a product with a vector otherwise: a row's bits are its own
-            a = jnp.pad(a, ((0, 0),) * (a.ndim - 1) + ((0, 1),))
-            b = jnp.pad(b, ((0, 0),) * len(lead) + ((0, 1),) + ((0, 0),) * len(made))
+        a, b = self.columns(len(lead))
         low = einsum(f"{left},{lead}{summed}R->{middle}", x, a)
         added = einsum(f"{middle},{lead}R{made}->{output}", low, b, dtype)
         total = product(pattern, x, self.base, dtype) + added * self.scale
@@ -79,6 +76,16 @@ class LowRank(AbstractMatrix):
         summed_up = whole(self.base) + einsum(f"{lead}{summed}R,{lead}R{made}->{right}", self.a, self.b) * self.scale
         length = jax.lax.stop_gradient(_length(summed_up, [right.index(letter) for letter in summed]))
         return total * (self.magnitude / length.reshape(self.magnitude.shape)).astype(total.dtype)
+
+    def columns(self, lead: int) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+        """Return A and B, of two columns at least, where so many dimensions tell matrices apart.
+
+        CPUs round the last rows of a product with a vector otherwise: a row's bits would depend on its place.
+        """
+        if self.a.shape[-1] > 1:
+            return self.a, self.b
+        pad = lambda x, dim: jnp.pad(x, [(0, int(i == dim)) for i in range(x.ndim)])
+        return pad(self.a, self.a.ndim - 1), pad(self.b, lead)
 
     def merged(self, row: Row) -> Float[Array, "..."]:
         """Return the one matrix that does the same, in its own dtype; the sum is formed in float32 or wider."""

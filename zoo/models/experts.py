@@ -130,7 +130,8 @@ def ragged_linear(
     if isinstance(weight, Widened):
         return jax.lax.ragged_dot(x.astype(weight.array.dtype), weight.array, counts).astype(x.dtype)
     if isinstance(weight, LowRank):
-        added = jax.lax.ragged_dot(jax.lax.ragged_dot(x, weight.a, counts), weight.b, counts)
+        a, b = weight.columns(1)
+        added = jax.lax.ragged_dot(jax.lax.ragged_dot(x, a, counts), b, counts)
         return ragged_linear(x, weight.base, counts) + added * weight.scale
     multiply = lambda x, weight: jax.lax.ragged_dot(x, whole(weight), counts)
     return (jax.checkpoint(multiply, prevent_cse=False) if isinstance(weight, Quantised) else multiply)(x, weight)
