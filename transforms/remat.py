@@ -197,7 +197,7 @@ def _in_parts(leaf, name: str):
     own = leaf.size * leaf.dtype.itemsize // math.prod(shares(jax.typeof(leaf), dim) for dim in range(leaf.ndim))
     dim = max(range(leaf.ndim), key=lambda dim: (partitions(leaf)[dim] is None, leaf.shape[dim]))
     fewest = max(1, -(-own // MOVED))
-    parts = next((n for n in range(fewest, leaf.shape[dim]) if leaf.shape[dim] % n == 0), 1)
+    parts = next((n for n in range(fewest, leaf.shape[dim] + 1) if leaf.shape[dim] % n == 0), 1)
     if parts == 1:
         return checkpoint_name(leaf, name)
     return jnp.concatenate([checkpoint_name(part, name) for part in jnp.split(leaf, parts, axis=dim)], axis=dim)

@@ -229,3 +229,13 @@ def test_what_a_state_goes_through_is_not_made_beside_the_tile():
 
     with pytest.raises(TileError, match="reads rows beside the tile, which `cumulative`"):
         tile(fn, (0, None), 4)(draw(S, D), draw(D, F))
+
+
+def test_what_selects_in_windows_is_not_moved_as_windows_are():
+    """Derivatives of maxima select rows of one array by those of another."""
+    maxima = lambda x: lax.reduce_window(x[1:], -jnp.inf, lax.max, (5, 1), (1, 1), ((1, 2), (0, 0)))
+    x, moved = draw(32, D), draw(32, D)
+    fn = lambda x: (maxima(x) @ jnp.ones((D, 2 * D)))[:28].sum(1)
+    np.testing.assert_allclose(*(jax.jvp(f, (x,), (moved,))[1] for f in (tile(fn, 0, 4), fn)), rtol=1e-6)
+    with pytest.raises(TileError, match="takes a part of the cut axis"):
+        jax.grad(tile(lambda x: jnp.tanh(maxima(x @ jnp.ones((D, 2 * D)))).sum(), 0, 4))(x)

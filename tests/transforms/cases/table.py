@@ -53,8 +53,8 @@ class Case:
       differentiable: whether some gradient is nonzero.
       bitwise: the gradient looks for a maximum among recomputed values; without XLA's optimisation a small product
         rounds differently in two loops, so every n is compiled in full.
-      special: it agrees where inputs are infinite, NaN or zero, too. Where not: a factor that is known late (the
-        loss is no number) meets zeros of what no row touches, or an infinite kernel meets padding.
+      special: it agrees where inputs are infinite, NaN or zero, too. Where not: a slope that is known late and is no
+        finite number meets zeros of what no row touches, or an infinite kernel meets padding.
     """
 
     name: str

@@ -28,12 +28,16 @@ def check(found: Analysis, node: Node, move: Move) -> Obstacle | None:
     """
     if not move.reach:
         return None
-    limits, operands = found.limits, [i for i in move.reach if isinstance(move.ins[i], Tiled)]
+    limits = found.limits
+    cut = [i for i, v in enumerate(node.inputs) if isinstance(found.fact(v).placement, Tiled)]
+    cut = [i for i in cut if (node, i) not in found.completed]
+    # Where what it reads so is whole already, sliced to go with another operand, that one must be whole too.
+    operands = [i for i in cut if i in move.reach] or cut
     if limits is None:
         return Complete(operands, "reads rows beside the tile")
     if limits.options.shares > 1:
         return Complete(operands, "reads rows that another device holds")
-    for i in operands:
+    for i in move.reach:
         if (fixed := found.fact(node.inputs[i]).fixed) is not None:
             if fixed.name in REMAT:
                 return Inline(fixed)

@@ -19,7 +19,7 @@ from transforms.tiling.ir.placement import identity
 from transforms.tiling.passes.across import cropped, padded, pads
 from transforms.tiling.rules import RULES
 from transforms.tiling.rules.factors import elementwise
-from transforms.tiling.rules.window import slide
+from transforms.tiling.rules.window import CHOICES, slide
 
 
 class Segment(NamedTuple):
@@ -190,7 +190,7 @@ def _rearranged(value: Value, dim: int) -> bool:
 def _window(node: Node, dim: int, total: int) -> Made:
     """A window that slides along the axis: it takes padding into itself, and makes as many rows as there are."""
     along = slide(node, dim)
-    if along is None or node.name == "reduce_window" or 2 * along.extent >= total:
+    if along is None or node.name in ("reduce_window", *CHOICES) or 2 * along.extent >= total:
         return None
     if (outside := _padded_later(node)) is not None:
         return outside

@@ -96,7 +96,12 @@ def push_gather(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacl
     if isinstance(operand, Whole) and isinstance(indices, Tiled):
         want = indices.at(batch_dims(len(node.outputs[0].shape), numbers.offset_dims)[indices.dim])
         return Move((want,), pull_gather(node, want) or ())
-    if not isinstance(operand, Tiled) or factors(node).ins[0][operand.dim] is not None or partial(placements):
+    if not isinstance(operand, Tiled) or partial(placements):
+        return by_factors(node, placements)
+    of_operand, of_indices = factors(node).ins
+    if (dim := of_operand[operand.dim]) is not None:
+        if isinstance(indices, Tiled) and of_indices[indices.dim] != dim:
+            return Complete([1], "has operands that are cut along different dimensions")
         return by_factors(node, placements)
     if operand.dim not in numbers.start_index_map or node.params["slice_sizes"][operand.dim] != 1:
         return Complete([0], "takes a part of the cut axis")
