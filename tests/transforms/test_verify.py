@@ -171,7 +171,8 @@ def stack_otherwise(made):
 
 
 def ungroup(made):
-    made.size = 7
+    limits = made.analysis.limits
+    made.analysis.limits = dataclasses.replace(limits, options=dataclasses.replace(limits.options, size=7))
 
 
 def reverse_steps(made):

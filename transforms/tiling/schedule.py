@@ -8,6 +8,7 @@ need, in order, so lowering is a walk down a list.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 
 from transforms.tiling.analysis.halo import even, plus, union
@@ -42,16 +43,15 @@ def schedule(analysis: Analysis, online: Mapping[Value, Online]) -> Schedule | O
             planner, loops = eager
     obstacle = check_begun(analysis, loops, limits)
     obstacle = obstacle or check_whole(analysis, loops, planner.requested, limits, online)
-    return obstacle or Schedule(analysis, loops, planner.late, limits.options.size)
+    return obstacle or Schedule(analysis, loops, planner.late)
 
 
 def _cost(planned: tuple[Planner, list[Loop]]) -> tuple[int, int]:
     """Of the matrix products, and the bytes of states that are stored for loops that go the other way."""
     planner, loops = planned
-    stacked = (
-        u.value for loop in loops for u in loop.updates if isinstance(planner.analysis.fact(u.value).placement, Stacked)
-    )
-    return sum(flops(node) for loop in loops for node in loop.nodes), sum(v.nbytes for v in stacked)
+    made = (u.value for loop in loops for u in loop.updates)
+    stacked = sum(v.nbytes for v in made if isinstance(planner.analysis.fact(v).placement, Stacked))
+    return sum(flops(node) for loop in loops for node in loop.nodes), stacked
 
 
 def _settle(
@@ -113,33 +113,38 @@ def check_begun(analysis: Analysis, loops: Iterable[Loop], limits: Limits) -> Re
     return None
 
 
+@dataclasses.dataclass(eq=False)
 class Planner:
-    """Plans all loops of an analysed graph once, given what earlier loops are known to store."""
+    """Plans all loops of an analysed graph once, given what earlier loops are known to store.
 
-    def __init__(
-        self,
-        analysis: Analysis,
-        stored: dict[Value, int],
-        online: Mapping[Value, Online],
-        eager: bool,
-        policy: Policy | None = None,
-        local: bool = False,
-    ):
-        self.analysis = analysis
-        self.policy = policy
-        self.eager = eager  # form each result in the first loop that can, not in the last that may
-        self.online = online
-        self.local = local  # a region: its inputs are tiles already
-        self.stored = stored  # what the previous pass stored, and in which loop
-        self.deadline: dict[Value, int] = {}
-        self.late: set[Value] = set()
-        self.requested: dict[Value, int] = {}
-        self.heard: dict[Node, int] = {}  # in which loop nodes have their side effects
-        self.readers: dict[Value, list[Node]] = {}
-        for node in analysis.graph.nodes:
+    Args:
+        analysis: the graph's.
+        stored: what the loops of the plan before stored, and in which loop.
+        online: sums that are rescaled.
+        eager: form each result in the first loop that can, not in the last that may.
+        policy: what is stored rather than computed again.
+        local: a region: its inputs are tiles already.
+    """
+
+    analysis: Analysis
+    stored: dict[Value, int]
+    online: Mapping[Value, Online]
+    eager: bool
+    policy: Policy | None = None
+    local: bool = False
+    deadline: dict[Value, int] = dataclasses.field(default_factory=dict)
+    late: set[Value] = dataclasses.field(default_factory=set)
+    requested: dict[Value, int] = dataclasses.field(default_factory=dict)
+    heard: dict[Node, int] = dataclasses.field(default_factory=dict)  # in which loop nodes have their side effects
+
+    @functools.cached_property
+    def readers(self) -> dict[Value, list[Node]]:
+        found: dict[Value, list[Node]] = {}
+        for node in self.analysis.graph.nodes:
             for i, value in enumerate(node.inputs):
-                if (node, i) not in analysis.completed:
-                    self.readers.setdefault(value, []).append(node)
+                if (node, i) not in self.analysis.completed:
+                    found.setdefault(value, []).append(node)
+        return found
 
     def plan(self) -> list[Loop]:
         effects = [n for n in self.analysis.graph.nodes if n.effects and not runs_once(self.analysis, n)]
@@ -370,10 +375,8 @@ class Planner:
                 return self.before(value, d, loop)
             self.deadline[value] = min(self.deadline.get(value, d), d)
         pulled = move is not self.analysis.moves.get(node)  # then all its operands are whole, or were completed
-        return tuple(
-            self.resolve(v, p, d, loop, pulled or (node, i) in self.analysis.completed)
-            for i, (v, p) in enumerate(zip(node.inputs, move.ins, strict=True))
-        )
+        whole = [pulled or (node, i) in self.analysis.completed for i in range(len(node.inputs))]
+        return tuple(self.resolve(v, p, d, loop, w) for v, p, w in zip(node.inputs, move.ins, whole, strict=True))
 
     def before(self, value: Value, d: int, loop: Loop) -> tuple[Ref]:
         """Read a value whole, of an earlier loop."""
@@ -396,8 +399,7 @@ def runs_once(analysis: Analysis, node: Node) -> bool:
 
 def with_halos(loop: Loop) -> None:
     """Have each step of a loop compute as many rows beside the tile as its readers take."""
-    terms = [t for u in loop.updates for t in u.terms if isinstance(t, Step)]
-    if not any(step.move.reach for step in (*loop.steps, *terms)):
+    if not any(step.move.reach for step in loop.all_steps):
         return
     asked: dict[tuple[Value, Placement], Reach] = {}
 

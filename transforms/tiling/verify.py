@@ -43,7 +43,7 @@ def faults(plan: Schedule) -> Iterator[str]:
     if found := list(graph_faults(analysis.graph)):
         yield from found
         return
-    if found := [*type_faults(analysis), *fact_faults(analysis, plan.size)]:
+    if found := [*type_faults(analysis), *fact_faults(analysis, plan.options.size)]:
         yield from found
         return
     yield from loop_faults(plan)
@@ -291,7 +291,7 @@ def footprint_faults(plan: Schedule) -> Iterator[str]:
     limits = analysis.limits
     assert limits is not None, "a body is not planned by itself"
     outputs = {*analysis.graph.outputs}
-    span = Span(0, plan.size, limits.options.total)
+    span = Span(0, plan.options.size, limits.options.total)
     for number, loop in enumerate(plan.loops, 1):
         tile = _tile_bytes(span, loop)
         for value in (u.value for u in loop.updates):

@@ -7,7 +7,7 @@ import contextvars
 import dataclasses
 import functools
 import gc
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import jax
@@ -62,9 +62,7 @@ class Options:
     accumulate: Any
     policy: Policy | None = None  # what is kept from one loop to another, rather than computed again
     lowmem: bool = False  # cut the gradients' programs along another axis too
-    local: bool = (
-        False  # run scans on whole operands, their bodies in tiles, whether they could run within a tile or not
-    )
+    local: bool = False  # scans run on whole operands, their bodies in tiles, even where they could run within a tile
     sync: str = "once"  # gradients of weights are summed over the devices once, or with every tile
     reduce_dtype: Any = None  # in which that is done, if not in the gradient's own
     shares: int = 1  # over how many devices the cut axis is spread: each walks its own share
@@ -110,10 +108,8 @@ class Program:
     placements: tuple[Placement, ...]
     options: Options
     wide: frozenset[int] = frozenset()
-    reuse: Mapping[int, Sequence[int]] = dataclasses.field(
-        default_factory=dict
-    )  # outputs that may take inputs' buffers
-    unseen: bool = False  # they may where no program around looks into this one's loops
+    reuse: scan.Reuse = dataclasses.field(default_factory=dict)  # outputs that may take inputs' buffers,
+    unseen: bool = False  # where no program around looks into this one's loops
     also: Ends | None = None  # what its loops end in, returned after the outputs
     given: tuple[Ends, int] | None = None  # what another program's loops ended in, and the first input that holds it
 
@@ -193,8 +189,8 @@ class Program:
     @functools.cached_property
     def _runs(self) -> tuple[Callable[..., list[Any]], Callable[..., list[Any]]]:
         @collections_paused()
-        def run(*args: Any, reuse: Mapping[int, Sequence[int]]) -> list[Any]:
-            return scan.run(self.plan, args, self.options, self.wide, reuse=reuse)
+        def run(*args: Any, reuse: scan.Reuse) -> list[Any]:
+            return scan.run(self.plan, args, self.wide, reuse=reuse)
 
         in_place, apart = (functools.partial(run, reuse=reuse) for reuse in (self.reuse, {}))
         return jax.jit(in_place), jax.jit(apart)
@@ -405,10 +401,9 @@ def cut_again(program: Program, active: Sequence[int]) -> Program:
     facts = [outer.plan.analysis.fact(v).placement for v in outer.plan.analysis.graph.outputs]
     # A piece is complete when it is written: it needs no more than its own dtype.
     outer = dataclasses.replace(outer, wide=frozenset(i for i in program.wide if not isinstance(facts[i], Tiled)))
-    o = outer.options
 
     def both(*args: Any) -> list[Any]:
-        return scan.run(outer.plan, args, o, outer.wide, chunks=False)
+        return scan.run(outer.plan, args, outer.wide, chunks=False)
 
     closed = jax.make_jaxpr(both)(*(like(a) for a in avals))
     options = dataclasses.replace(program.options, local=True)

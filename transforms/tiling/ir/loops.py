@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from transforms.tiling.ir.facts import Analysis
 from transforms.tiling.ir.graph import Node, Value, flops
@@ -77,36 +77,39 @@ class Loop:
     made: set[tuple[Value, Placement]] = dataclasses.field(default_factory=set)  # the keys of the steps
 
     @property
+    def all_steps(self) -> list[Step]:
+        """The steps, and those that are left to accumulators."""
+        return [*self.steps, *(t for u in self.updates for t in u.terms if isinstance(t, Step))]
+
+    @property
     def refs(self) -> list[Ref]:
         """All operands."""
-        terms = [t for u in self.updates for t in u.terms]
-        steps = [*self.steps, *(t for t in terms if isinstance(t, Step))]
-        return [*(r for s in steps for r in s.refs), *(t for t in terms if isinstance(t, Ref))]
+        return [r for s in self.all_steps for r in s.refs] + self.accumulated
+
+    @property
+    def accumulated(self) -> list[Ref]:
+        return [t for u in self.updates for t in u.terms if isinstance(t, Ref)]
 
     def trim(self) -> None:
         """Leave out those results of a step that nobody reads, where its rule can."""
         read = {(ref.value, ref.want) for ref in self.refs}
         for i, step in enumerate(self.steps):
             if (rule := RULES.get(step.node.name)) is not None and rule.trims:
-                outs = tuple(
-                    p if (v, p) in read else WHOLE for v, p in zip(step.node.outputs, step.move.outs, strict=True)
-                )
+                both = zip(step.node.outputs, step.move.outs, strict=True)
+                outs = tuple(p if (v, p) in read else WHOLE for v, p in both)
                 keys = tuple(key for key in step.keys if key in read)
                 self.steps[i] = dataclasses.replace(step, move=dataclasses.replace(step.move, outs=outs), keys=keys)
 
     @property
     def nodes(self) -> list[Node]:
-        terms = [t for u in self.updates for t in u.terms if isinstance(t, Step)]
-        return [s.node for s in (*self.steps, *terms)]
+        return [step.node for step in self.all_steps]
 
     def light(self, facts: Analysis) -> bool:
         """Whether one pass over whole arrays does as well as tiles: sums of what is no larger than the inputs read.
 
         Only sums: a maximum is compared, later, with values that must come out the same to the last bit.
         """
-        refs = [r for s in self.steps for r in s.refs] + [
-            r for u in self.updates for r in u.terms if isinstance(r, Ref)
-        ]
+        refs = [r for s in self.steps for r in s.refs] + self.accumulated
         read = max((r.value.nbytes for r in refs if r.how == "slice"), default=0)
         made = max((v.nbytes for s in self.steps for v in s.node.outputs), default=0)
         if any(n.effects or n.state is not None for n in self.nodes):
@@ -120,8 +123,13 @@ class Schedule:
     analysis: Analysis
     loops: list[Loop]
     late: set[Value]  # partial results that are computed from another one after the loop
-    size: int  # of a tile: what was asked for, or a little more where rows stay together
     passes: tuple[str, ...] = ()  # the names of the rewrites that led to it, in order
+
+    @property
+    def options(self) -> Any:
+        """Those of the program; a tile is as long as was asked for, or a little longer where rows stay together."""
+        assert self.analysis.limits is not None, "a body is not planned by itself"
+        return self.analysis.limits.options
 
     @property
     def flops(self) -> int:

@@ -21,28 +21,23 @@ from transforms.tiling.rules import RULES
 from transforms.tiling.rules.bodies import LOWERING, Body
 from transforms.tiling.schedule import region, runs_once
 
+Reuse = Mapping[int, Sequence[int]]
+
 
 def run(
-    plan: Schedule,
-    inputs: Sequence[Any],
-    options: Any,
-    wide: frozenset[int],
-    chunks: bool = True,
-    reuse: Mapping[int, Sequence[int]] | None = None,
+    plan: Schedule, inputs: Sequence[Any], wide: frozenset[int], chunks: bool = True, reuse: Reuse | None = None
 ) -> list[Any]:
     """Run a schedule.
 
     Args:
         plan: the loops.
         inputs: the whole inputs of the graph.
-        options: of the program: how long the cut axis is and a tile (the last may be shorter), and what sums are
-            formed in.
-        wide: numbers of the outputs to return in that dtype.
+        wide: numbers of the outputs to return in the dtype that sums are formed in.
         chunks: whether a product may be added to an accumulator chunk by chunk.
         reuse: for the number of an output, those of inputs which nobody needs afterwards, as a rule: a loop that reads
             one and writes the other slice by slice does so in one buffer (in a copy, where it is needed after all).
     """
-    graph = plan.analysis.graph
+    graph, options = plan.analysis.graph, plan.options
     env: Env = dict(zip(graph.inputs, inputs, strict=True))
     span = options.span._replace(length=options.total, chunks=chunks)
     broad = wide_chain(plan, {graph.outputs[i] for i in wide})
@@ -52,13 +47,13 @@ def run(
     for loop in plan.loops:
         finish(plan, env, list(loop.reads), span)
         if loop.updates or loop.steps:
-            env.update(_run_loop(plan, loop, env, span, options, broad, _shared(plan, loop, reuse or {})))
+            env.update(_run_loop(plan, loop, env, span, broad, _shared(plan, loop, reuse or {})))
     effects = [n for n in graph.nodes if n.effects and runs_once(plan.analysis, n)]
     finish(plan, env, graph.outputs, span, effects)
     return [read(env, v) if i in wide else narrow(env, v) for i, v in enumerate(graph.outputs)]
 
 
-def _shared(plan: Schedule, loop: Loop, reuse: Mapping[int, Sequence[int]]) -> dict[Value, Value]:
+def _shared(plan: Schedule, loop: Loop, reuse: Reuse) -> dict[Value, Value]:
     """For results of a loop, the inputs whose buffers they take over: read in this loop alone, at the tile written."""
     graph, fact = plan.analysis.graph, plan.analysis.fact
     made = {update.value for update in loop.updates}
@@ -71,21 +66,18 @@ def _shared(plan: Schedule, loop: Loop, reuse: Mapping[int, Sequence[int]]) -> d
         alike = alike and value not in plan.analysis.apart  # there devices hold parts of a sum
         here = {id(r) for r in loop.refs if r.value is source and r.how == "slice" and r.halo == ALONE}
         everywhere = {id(ref) for other in plan.loops for ref in other.refs if ref.value is source}
-        outside = source in graph.outputs or any(
-            source in node.inputs
-            for node in graph.nodes
-            if all(isinstance(p, Whole) for p in plan.analysis.moves[node].outs[:1])
-        )
+        whole = (n for n in graph.nodes if all(isinstance(p, Whole) for p in plan.analysis.moves[n].outs[:1]))
+        outside = source in graph.outputs or any(source in node.inputs for node in whole)
         if alike and isinstance(fact(value).placement, Tiled) and here == everywhere and not outside:
             found[value] = source
     return found
 
 
 def _run_loop(
-    plan: Schedule, loop: Loop, env: Env, whole: Span, options: Any, broad: set[Value], shared: Mapping[Value, Value]
+    plan: Schedule, loop: Loop, env: Env, whole: Span, broad: set[Value], shared: Mapping[Value, Value]
 ) -> dict[Value, Any]:
     """All tiles of one loop: a scan over those of equal length, then the tail."""
-    total, size = whole.total, plan.size
+    options, total, size = plan.options, whole.total, plan.options.size
     results = {a.value: a for a in accumulators(plan, loop, broad)}
     if options.sync == "once":
         env = env | weight_gather.gather(loop, lambda value: narrow(env, value))
@@ -146,7 +138,7 @@ def body(found: Analysis, ins: Sequence[Placement], outs: Sequence[Placement | N
         both = list(zip(found.graph.inputs, values, ins, strict=True))
         env = {v: x for v, x, p in both if isinstance(p, Whole)}
         evaluate(env, list(loop.reads))
-        known = {(v, p): x for v, x, p in both if not isinstance(p, Whole)}
+        known: dict[tuple[Value, Placement], Any] = {(v, p): x for v, x, p in both if not isinstance(p, Whole)}
         tile = Tile(span, env, known, held=found.apart).run(loop)
         return [None if ref is None else tile.fetch(ref) for ref in refs]
 

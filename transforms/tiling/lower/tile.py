@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Set
 from contextlib import nullcontext
 from typing import Any
@@ -22,33 +23,28 @@ from transforms.tiling.rules import RULES, run
 REARRANGE = having("rearranges")
 
 
+@dataclasses.dataclass
 class Tile:
-    """What is computed of the tile `span`, from the whole values in `env`.
+    """What is computed of one tile.
 
     Args:
         span: the tile.
         env: whole values.
-        known: tiles that are there already: those of a body's inputs.
+        made: tiles that are there already, those of a body's inputs; those that steps compute join them.
         before: what the tiles before this one accumulated; empty on the first.
         held: sums that devices hold parts of.
         broad: values of which the tile is kept unrounded, too.
     """
 
-    def __init__(
-        self,
-        span: Span,
-        env: Env,
-        known: Mapping[Any, Any] | None = None,
-        before: Mapping[Value, Any] | None = None,
-        held: layout.Held | None = None,
-        broad: Set[Value] = frozenset(),
-    ):
-        self.span, self.env, self.broad = span, env, broad
-        self.before = before or {}
-        self.held = layout.Held() if held is None else held
-        self.made: dict[tuple[Value, Placement], Any] = dict(known or {})
-        self.longer: dict[tuple[Value, Placement], tuple[Any, Span]] = {}  # of what has a halo, all of it
-        self.unrounded: dict[Value, Any] = {}
+    span: Span
+    env: Env
+    made: dict[tuple[Value, Placement], Any] = dataclasses.field(default_factory=dict)
+    before: Mapping[Value, Any] = dataclasses.field(default_factory=dict)
+    held: layout.Held = dataclasses.field(default_factory=layout.Held)
+    broad: Set[Value] = frozenset()
+    # Of what has a halo, all of it.
+    longer: dict[tuple[Value, Placement], tuple[Any, Span]] = dataclasses.field(default_factory=dict)
+    unrounded: dict[Value, Any] = dataclasses.field(default_factory=dict)
 
     def run(self, loop: Loop) -> Tile:
         for step in loop.steps:

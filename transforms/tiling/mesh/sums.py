@@ -85,9 +85,8 @@ def narrowest(value: Any, apart: Apart, graph: Any) -> Apart:
     """The same sum, made in the narrowest dtype that its only reader, and that one's, turn it into by and by."""
     dtype = jnp.dtype(apart.dtype)
     while value not in graph.outputs:
-        readers = [
-            n for n in graph.nodes if value in n.inputs and not has(n.name, "equates")
-        ]  # asks only whether it is zero
+        # What compares it asks only whether it is zero.
+        readers = [n for n in graph.nodes if value in n.inputs and not has(n.name, "equates")]
         if len(readers) != 1 or readers[0].name not in RESCALES or readers[0].outputs[0].aval.size != value.aval.size:
             break
         (value,) = readers[0].outputs

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from transforms.tiling.ir.flatten import body_graph
 from transforms.tiling.ir.graph import Graph, Node, Value, scan_counts
-from transforms.tiling.ir.loops import Loop, Ref, Step
+from transforms.tiling.ir.loops import Loop, Ref
 from transforms.tiling.mesh.layout import entries_of, layout, move, named, spec
 from transforms.tiling.mesh.sums import demand
 from transforms.tiling.primitives import REMAT, has
@@ -29,8 +29,7 @@ def gather(loop: Loop, read: Callable[[Value], Any]) -> dict[Any, Any]:
 
 def gathered(loop: Loop) -> list[tuple[Value, PartitionSpec, Any]]:
     """What is gathered for a loop: the value, and how it is spread and its dtype from then on."""
-    steps = (*loop.steps, *(t for u in loop.updates for t in u.terms if isinstance(t, Step)))
-    keys = (_key(step.node, i, ref) for step in steps for i, ref in enumerate(step.refs))
+    keys = (_key(step.node, i, ref) for step in loop.all_steps for i, ref in enumerate(step.refs))
     return list(dict.fromkeys(key for key in keys if key is not None))
 
 

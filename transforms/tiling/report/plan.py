@@ -196,7 +196,7 @@ class TilePlan:
 def explain(program: Program) -> TilePlan:
     """Describe a program, and its gradient if it has one, without running either."""
     options, back = program.options, gradient_run(program)
-    size = max((p.plan.size for p in value_run(program).programs), default=options.size)
+    size = max((p.plan.options.size for p in value_run(program).programs), default=options.size)
     tiles = max(1, -(-options.total // size))
     gradient = None if back is None else _pass(back)
     return TilePlan(options.total, tiles, size, _pass(value_run(program)), gradient, options.shares)
@@ -247,7 +247,7 @@ def _key(node: Node) -> tuple[str, str, str]:
 def _loop(program: Program, loop: Loop, again: Iterable[Node]) -> LoopPlan:
     """Describe one loop, `again` being those of its nodes that earlier ones run too."""
     options, analysis = program.options, program.plan.analysis
-    span = options.span._replace(length=program.plan.size)
+    span = options.span._replace(length=program.plan.options.size)
     if loop.light(analysis):
         span = span._replace(length=span.total)
     sizes = [_bytes(span.local_shape(v.shape, p), v) for s in loop.steps for v, p in s.keys]
@@ -280,9 +280,8 @@ def _recomputed(node: Node) -> Recomputed:
 def _carry(value: Value, analysis: Analysis, span: Span) -> Carry:
     placement, apart = analysis.fact(value).placement, analysis.apart[value].axes
     dtype = span.wide(value.dtype) if isinstance(placement, Partial) else value.dtype
-    whole = [
-        a for d in range(len(value.shape)) for a in axes(value.aval, d) if a in apart
-    ]  # not cut until it is summed
+    # Not cut until it is summed.
+    whole = [a for d in range(len(value.shape)) for a in axes(value.aval, d) if a in apart]
     sharding = named(value.aval)
     copies = math.prod(sharding.mesh.shape[a] for a in whole) if sharding is not None else 1
     size = elements(value.shape) * getattr(dtype, "itemsize", 4) * copies // devices(value.aval)

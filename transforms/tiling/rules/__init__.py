@@ -165,6 +165,11 @@ def refuse_partial(node: Node, placements: Sequence[Placement], reason: str = "i
     return Complete(found, reason) if found else None
 
 
+def no_sums(node: Node, placements: Sequence[Placement]) -> Complete | None:
+    """What is linear, but forms its sums in a dtype of its own."""
+    return refuse_partial(node, placements, "is not run on partial sums")
+
+
 Sums = Callable[[Node, tuple[Placement, ...]], "Move | Obstacle | None"]
 
 

@@ -25,12 +25,8 @@ def letters(node: Node) -> tuple[list[str], list[str]]:
     """The dimensions of each operand, and of each result; of operands that a call does without, none."""
     query, key = ("BTNH", "BSKH") if node.params["layout"] == 0 else ("BNTH", "BKSH")
     optional = ["BNTS", "B", "B", "", "", "", ""]
-    first = [
-        query,
-        key,
-        key,
-        *("" if 0 in v.shape else name for name, v in zip(optional, node.inputs[3 : len(OPERANDS)], strict=True)),
-    ]
+    others = zip(optional, node.inputs[3 : len(OPERANDS)], strict=True)
+    first = [query, key, key, *("" if 0 in v.shape else name for name, v in others)]
     if "bwd" in node.name:
         return [*first, "BNT", query, query], [query, key, key, "BNTS"][: len(node.outputs)]
     return first, [query, "BNT"][: len(node.outputs)]

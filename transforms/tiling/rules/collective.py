@@ -40,10 +40,8 @@ def gathered_sum(node: Node, placements: tuple[Placement, ...]) -> Move | Obstac
 def push_gather(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
     """Collectives that join, split, add and remove dimensions other than the cut one, and those of partial sums."""
     p = node.params
-    removed, added = (
-        p.get("split_axis", p.get("scatter_dimension")),
-        p.get("concat_axis", p.get("all_gather_dimension")),
-    )
+    removed = p.get("split_axis", p.get("scatter_dimension"))
+    added = p.get("concat_axis", p.get("all_gather_dimension"))
     if p["tiled"] or node.name == "all_to_all":  # which keeps its dimensions, whatever `tiled` says
         if cut.dim in (removed, added):
             return Complete([0], "moves parts of the cut axis between devices")

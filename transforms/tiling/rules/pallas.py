@@ -141,11 +141,8 @@ def localise(node: Node, move: Move, span: Span) -> dict[str, Any]:
     places, first = (*move.ins, *move.outs), tiled(move.ins)[0]
     shapes = [span.local_shape(v.shape, p) for v, p in zip((*node.inputs, *node.outputs), places, strict=True)]
     maps = mappings(node)
-    made = [
-        dataclasses.replace(mapping, array_aval=mapping.array_aval.update(shape=shape))
-        for mapping, shape in zip(maps, shapes, strict=True)
-        if mapping is not None
-    ]
+    both = [(mapping, shape) for mapping, shape in zip(maps, shapes, strict=True) if mapping is not None]
+    made = [dataclasses.replace(m, array_aval=m.array_aval.update(shape=shape)) for m, shape in both]
     cut = places[first]
     assert isinstance(cut, Tiled)
     found = walk(node, first, cut.dim)

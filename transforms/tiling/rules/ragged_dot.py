@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from transforms.tiling.ir.graph import Node
 from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import WHOLE, Placement, Span, Tiled
-from transforms.tiling.rules import Move, partial, refuse_partial, register, tiled
+from transforms.tiling.rules import Move, no_sums, partial, refuse_partial, register, tiled
 from transforms.tiling.rules.factors import Factors, push_factor
 
 
@@ -36,11 +36,7 @@ def factors(node: Node) -> Factors:
     return Factors([left, right, ["group"]], outs, reduced=dict.fromkeys(summed, "sum"), blocked=blocked)
 
 
-def kept_whole(node: Node, placements: tuple[Placement, ...]) -> Complete | None:
-    return refuse_partial(node, placements, "is not run on partial sums")
-
-
-by_factors = push_factor(factors, kept_whole)
+by_factors = push_factor(factors, no_sums)
 
 
 def push(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:

@@ -83,11 +83,7 @@ def push_concatenate(node: Node, placements: tuple[Placement, ...]) -> Move | Ob
         size = node.inputs[placements.index(cut)].shape
         whole = cut.repeated(size, node.outputs[0].shape[cut.dim])
         ins = pull_concatenate(node, whole) if whole is not None else None
-        if (
-            whole is None
-            or ins is None
-            or any(isinstance(p, Tiled) and p != q for p, q in zip(placements, ins, strict=True))
-        ):
+        if whole is None or ins is None or any(p not in (WHOLE, q) for p, q in zip(placements, ins, strict=True)):
             return Complete(tiled(placements), "joins along the cut axis")
         return Move((whole,), ins)
     return push_beside(node, placements)

@@ -39,9 +39,8 @@ def of_all_steps(placement: Placement) -> Placement:
 def push_scan(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     graph = body_graph(node, "jaxpr")
     constants, carried = scan_counts(node)
-    if along := [
-        i for i, p in enumerate(placements) if i >= constants + carried and isinstance(p, Tiled) and not p.dim
-    ]:
+    first = constants + carried
+    if along := [i for i, p in enumerate(placements) if i >= first and isinstance(p, Tiled) and not p.dim]:
         if (move := push_sums(node, placements)) is not None:
             return move
         return Complete(along, "runs along the cut axis", along=_alone(placements, along))

@@ -14,8 +14,8 @@ from jax import lax
 from transforms.tiling.ir.graph import Node
 from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Reach, Span, Tiled, identity
-from transforms.tiling.rules import Move, aligned, by_cut, partial, register, tiled
-from transforms.tiling.rules.factors import Factors, register_factors
+from transforms.tiling.rules import Move, aligned, by_cut, no_sums, partial, register, tiled
+from transforms.tiling.rules.factors import Factors, push_factor, register_factors
 
 
 def stays(node: Node, dim: int) -> bool:
@@ -167,31 +167,28 @@ def push_choices(node: Node, placements: tuple[Placement, ...]) -> Move | Obstac
 # --------------------------------------------------------------------------------------------------------- convolutions
 
 
+def convolved(node: Node) -> Factors:
+    """`([b f _], [o f _]) -> [b o _]`; of the features of groups, neither `f` nor `o`, of batches in groups no `b`."""
+    numbers, batched = node.params["dimension_numbers"], node.params["batch_group_count"] == 1
+    single = batched and node.params["feature_group_count"] == 1
+    found: list[list[Any]] = []
+    for spec, first, second in zip(numbers, "bob", "ffo", strict=True):
+        names = [None] * len(spec)
+        names[spec[0]] = first if single or (batched and first == "b") else None
+        names[spec[1]] = second if single else None
+        found.append(names)
+    return Factors(found[:2], found[2:], reduced={"f": "sum"})
+
+
+by_factors = push_factor(convolved, no_sums)
+
+
 def push_convolution(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     """A cut batch stays cut; a cut feature dimension (the batch, in the gradient of a kernel) is summed over."""
-    if found := partial(placements):
-        return Complete(found, "is not run on partial sums")
-    numbers = node.params["dimension_numbers"]
-    single = node.params["feature_group_count"] == node.params["batch_group_count"] == 1
-    lhs, rhs = placements
-    contracted = (numbers.lhs_spec[1], numbers.rhs_spec[1])
-    for (value, dim), other in (((lhs, contracted[0]), 1), ((rhs, contracted[1]), 0)):
-        if single and isinstance(value, Tiled) and value.dim == dim:
-            ins = (value.at(contracted[0]), value.at(contracted[1]))
-            if placements[other] in (WHOLE, ins[other]):
-                return Move((Partial("sum"),), ins)
-    if (
-        isinstance(lhs, Tiled)
-        and lhs.dim == numbers.lhs_spec[0]
-        and rhs == WHOLE
-        and node.params["batch_group_count"] == 1
-    ):
-        return Move((lhs.at(numbers.out_spec[0]),), placements)
-    if isinstance(rhs, Tiled) and rhs.dim == numbers.rhs_spec[0] and lhs == WHOLE and single:
-        return Move((rhs.at(numbers.out_spec[1]),), placements)
-    if (found := push_along(node, placements)) is not None:
-        return found
-    return Complete(tiled(placements), "slides over the cut axis, or groups it")
+    names = [ins[p.dim] for p, ins in zip(placements, convolved(node).ins, strict=True) if isinstance(p, Tiled)]
+    if partial(placements) or None not in names:
+        return by_factors(node, placements)
+    return push_along(node, placements) or Complete(tiled(placements), "slides over the cut axis, or groups it")
 
 
 def push_along(node: Node, placements: tuple[Placement, ...]) -> Move | None:
@@ -228,9 +225,8 @@ def kernel_of(node: Node, number: int) -> Slide:
     apart = p["window_strides"][number]
     extent = (node.outputs[0].shape[out[2 + number]] - 1) * apart
     before, after = p["padding"][number]
-    return Slide(
-        source[2 + number], number, extent, before, after, p["rhs_dilation"][number], p["lhs_dilation"][number]
-    )
+    stride, gap = p["rhs_dilation"][number], p["lhs_dilation"][number]
+    return Slide(source[2 + number], number, extent, before, after, stride, gap)
 
 
 def emit_convolution(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:

@@ -108,9 +108,8 @@ def _divide(found: Analysis, node: Node, inner: Node) -> bool:
 def _saves(found: Analysis, value: Value, able: Collection[Value]) -> bool:
     """Whether a loop waits for the sum; or all results that are formed as late come of sums that are `able` too."""
     stage = found.fact(value).stage
-    if any(
-        f.stage > stage and not isinstance(f.placement, Whole) for _, facts in _after(found, {value}) for f in facts
-    ):
+    later = (f for _, facts in _after(found, {value}) for f in facts if f.stage > stage)
+    if any(not isinstance(f.placement, Whole) for f in later):
         return True
     reached = {*able, *(v for node, _ in _after(found, set(able)) for v in node.outputs)}
     ends = [found.end(v) for v in found.graph.outputs if v not in reached]
