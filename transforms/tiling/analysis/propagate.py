@@ -17,7 +17,7 @@ from transforms.tiling.analysis import halo
 from transforms.tiling.analysis.limits import Limits, check_size
 from transforms.tiling.ir.edit import any_platform, inline, split
 from transforms.tiling.ir.facts import Analysis, Completion, Fact, Local, Region, grain
-from transforms.tiling.ir.graph import Graph, Node, Value
+from transforms.tiling.ir.graph import Graph, Node, Value, closure, operands
 from transforms.tiling.ir.obstacles import Along, Complete, Inline, Obstacle, Promote, Refusal, Sink, Split
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Tiled, Whole
 from transforms.tiling.mesh.layout import Apart
@@ -209,22 +209,17 @@ def _check_reads(found: Analysis, node: Node, move: Local) -> Sink | None:
         return None
     cut = [i for i in move.constants if isinstance(found.fact(node.inputs[i]).placement, Tiled)]
     large = [i for i in cut if not (node.inputs[i] in (found.inputs | found.stored) or limits.allow(node.inputs[i]))]
-    sources: dict[Value, None] = {}
-    stack, seen = [node.inputs[i] for i in large], set()
-    while stack:
-        value = stack.pop()
-        if value in seen or value.const is not None:
-            continue
-        seen.add(value)
-        placement, made = found.fact(value).placement, value.producer
-        whole = made is None or not isinstance(placement, Tiled) or value in found.stored
-        if made is None or whole or (limits.allow(value) and value not in [node.inputs[i] for i in large]):
-            sources[value] = None
-        elif made.effects:
-            return None
-        else:
-            stack += made.inputs
-    return Sink(node, large, tuple(sources)) if large else None
+    wanted = [node.inputs[i] for i in large]
+
+    def is_source(value: Value) -> bool:
+        cut = value.producer is not None and isinstance(found.fact(value).placement, Tiled)
+        return not cut or value in found.stored or (limits.allow(value) and value not in wanted)
+
+    made = closure(wanted, lambda value: () if is_source(value) else operands(value))
+    made = [v for v in made if v.const is None]
+    if any(v.producer is not None and v.producer.effects for v in made if not is_source(v)):
+        return None
+    return Sink(node, large, tuple(filter(is_source, made))) if large else None
 
 
 def _held(found: Analysis, node: Node, placements: Sequence[Placement]) -> list[int]:

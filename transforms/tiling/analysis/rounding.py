@@ -31,7 +31,7 @@ import numpy as np
 
 from transforms.tiling.analysis.limits import human
 from transforms.tiling.ir.facts import Analysis, Local
-from transforms.tiling.ir.graph import Graph, Node, Value, constant
+from transforms.tiling.ir.graph import Graph, Node, Value, closure, constant, operands
 from transforms.tiling.ir.jaxprs import bodies, equations
 from transforms.tiling.ir.loops import Loop, Schedule
 from transforms.tiling.ir.obstacles import Disagreement, Refusal
@@ -99,15 +99,9 @@ def decides(graph: Graph, value: Value) -> bool:
 
     It is a copy of what this program computes, and both meet in a comparison.
     """
-    stack, roots = [value], set()
-    while stack:
-        node = stack.pop().producer
-        if node is None or node.name in SUMMING:
-            continue
-        if node.name in COPYING:
-            roots.update(map(root, node.inputs))
-        else:
-            stack += node.inputs
+    name = lambda v: "" if v.producer is None else v.producer.name
+    made = closure([value], lambda v: () if name(v) in SUMMING | COPYING else operands(v))
+    roots = {root(source) for v in made if name(v) in COPYING for source in operands(v)}
     copies, computed = _elementwise(graph, {value}), _elementwise(graph, roots)
     for node in graph.nodes:
         if not copies.isdisjoint(node.inputs) and not computed.isdisjoint(node.inputs) and _jumps(node):
@@ -249,15 +243,16 @@ def _unmasked(value: Value) -> list[Value]:
 
 def _sources(value: Value) -> Iterator[Value]:
     """The values whose elements a value has."""
-    stack, seen = [root(value)], set()
-    while stack:
-        value = stack.pop()
-        if value in seen or not _inexact(value) or constant(value) is not None:
-            continue
-        seen.add(value)
-        yield value
-        if value.producer is not None and value.producer.name in CHOOSING:
-            stack += map(root, value.producer.inputs)
+
+    def chosen(value: Value) -> Iterable[Value]:
+        chooses = value.producer is not None and value.producer.name in CHOOSING
+        return [v for v in map(root, operands(value)) if _varies(v)] if chooses else ()
+
+    return closure(filter(_varies, [root(value)]), chosen)
+
+
+def _varies(value: Value) -> bool:
+    return _inexact(value) and constant(value) is None
 
 
 def _inexact(value: Value) -> bool:
@@ -291,17 +286,14 @@ def _jumps(node: Node) -> bool:
 
 def _cancels(value: Value) -> bool:
     """Whether a value is 0 where a difference is."""
-    stack, seen = [value], set()
-    while stack:
-        node = root(stack.pop()).producer
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if has(node.name, "subtracts") or (node.name in ADDING and any(map(_negated, node.inputs))):
-            return True
-        if node.name in THROUGH_ZERO or (node.name in ADDING and any(map(_zero, node.inputs))):
-            stack += node.inputs
-    return False
+
+    def through(value: Value) -> Iterable[Value]:
+        node = value.producer
+        zero = node is not None and node.name in ADDING and any(map(_zero, node.inputs))
+        return map(root, operands(value)) if zero or (node is not None and node.name in THROUGH_ZERO) else ()
+
+    nodes = (v.producer for v in closure([root(value)], through) if v.producer is not None)
+    return any(has(n.name, "subtracts") or (n.name in ADDING and any(map(_negated, n.inputs))) for n in nodes)
 
 
 def _negated(value: Value) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from transforms.tiling.analysis.limits import Limits, check_size, human
 from transforms.tiling.ir.facts import Analysis, Local
-from transforms.tiling.ir.graph import Node, Value, ancestors, depends, describe, elements, nbytes
+from transforms.tiling.ir.graph import Node, Value, ancestors, closure, depends, describe, elements, nbytes, operands
 from transforms.tiling.ir.jaxprs import bodies, equations
 from transforms.tiling.ir.loops import Loop
 from transforms.tiling.ir.obstacles import Obstacle, Promote, Refusal
@@ -104,7 +104,7 @@ def _is_filled(value: Value) -> bool:
 
 def _origins(analysis: Analysis, value: Value) -> list[tuple[Node, int]]:
     """The equations that read cut operands whole on the way to `value`, and where those are cut, the largest first."""
-    before = ancestors(analysis.graph, [value])
+    before = ancestors([value])
     found = []
     for node, i in analysis.completed:
         placement = analysis.fact(node.inputs[i]).placement
@@ -118,16 +118,12 @@ def _forms(values: Iterable[Value], copies: bool = False) -> set[Value]:
 
     `copies`: or several times.
     """
-    found: set[Value] = set()
-    stack = list(values)
-    while stack:
-        value = stack.pop()
-        if value not in found:
-            found.add(value)
-            node = value.producer
-            alike = [v for v in node.inputs if elements(v.shape) <= elements(value.shape)] if node is not None else []
-            stack += alike if copies else [v for v in alike if elements(v.shape) == elements(value.shape)]
-    return found
+
+    def alike(value: Value) -> list[Value]:
+        smaller = [v for v in operands(value) if elements(v.shape) <= elements(value.shape)]
+        return smaller if copies else [v for v in smaller if elements(v.shape) == elements(value.shape)]
+
+    return set(closure(values, alike))
 
 
 def _is_input(analysis: Analysis, node: Node, value: Value) -> bool:

@@ -17,7 +17,7 @@ from jax.extend.core import Literal
 from transforms.tiling.analysis.limits import Limits
 from transforms.tiling.analysis.propagate import analyse
 from transforms.tiling.ir.flatten import evaluate, flatten
-from transforms.tiling.ir.graph import Graph, Value, constant, depends
+from transforms.tiling.ir.graph import Graph, Value, closure, constant, depends, operands
 from transforms.tiling.ir.jaxprs import bodies, equations
 from transforms.tiling.ir.obstacles import Obstacle
 from transforms.tiling.ir.placement import Partial, Whole
@@ -88,17 +88,9 @@ def separate(closed: Any, placements: Any, limits: Limits, active: Sequence[int]
     found = analyse(graph, placements, limits)
     if isinstance(found, Obstacle) or not isinstance(found.fact(graph.outputs[out]).placement, Whole):
         return None
-    frontier: dict[Value, None] = {}
-    stack, seen = [graph.outputs[out]], set()
-    while stack:
-        value = stack.pop()
-        if value in seen or value.const is not None or value in found.inputs:
-            continue
-        seen.add(value)
-        if not isinstance(found.fact(value).placement, Whole):
-            frontier[value] = None
-        elif value.producer is not None:
-            stack.extend(value.producer.inputs)
+    whole = lambda value: isinstance(found.fact(value).placement, Whole)
+    outer = closure([graph.outputs[out]], lambda value: operands(value) if whole(value) else ())
+    frontier = [v for v in outer if not whole(v) and v not in found.inputs]
     reached = {i: depends(graph, {graph.inputs[i]}, differentiably=True) for i in active}
     reach = {v: tuple(i for i in active if v in reached[i]) for v in frontier}
     inner = tuple(v for v in frontier if reach[v])

@@ -217,7 +217,7 @@ class Program:
         graph = self.folded
         reached = depends(graph, {graph.inputs[i] for i in active}, differentiably=True)
         outs = [i for i, v in enumerate(graph.outputs) if v in reached and jnp.issubdtype(v.dtype, jnp.inexact)]
-        used = ancestors(graph, [graph.outputs[i] for i in outs])
+        used = ancestors([graph.outputs[i] for i in outs])
         return outs, [i for i in active if graph.inputs[i] in used]
 
     @remembered

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -185,10 +185,22 @@ def _body_flops(jaxpr: Jaxpr) -> int:
     return sum(_flops(e.primitive.name, e.params, avals(e.invars), avals(e.outvars)) for e in jaxpr.eqns)
 
 
-def ancestors(graph: Graph, values: Iterable[Value]) -> set[Value]:
+def closure(values: Iterable[Value], further: Callable[[Value], Iterable[Value]]) -> Iterator[Value]:
+    """`values`, and what `further` returns of each, and of those, and so on: each once."""
+    stack, seen = list(values), set()
+    while stack:
+        value = stack.pop()
+        if value not in seen:
+            seen.add(value)
+            yield value
+            stack += further(value)
+
+
+def operands(value: Value) -> Sequence[Value]:
+    """What a value is computed from, if it is."""
+    return () if value.producer is None else value.producer.inputs
+
+
+def ancestors(values: Iterable[Value]) -> set[Value]:
     """`values` and all that they are computed from."""
-    found = set(values)
-    for node in reversed(graph.nodes):
-        if any(v in found for v in node.outputs):
-            found.update(node.inputs)
-    return found
+    return set(closure(values, operands))

@@ -49,7 +49,7 @@ def agree(met: Disagreement, span: Span) -> bool:
     """
     found, node, value = met.analysis, met.node, met.value
     graph = found.graph
-    seen = ancestors(graph, [node.outputs[0]] if node.outputs else node.inputs)
+    seen = ancestors([node.outputs[0]] if node.outputs else node.inputs)
     walk = Walk(found)
     copying = [n for n, copies in walk.copied.items() if value in copies and not seen.isdisjoint(n.outputs)]
     if not all(_has_place(found, n, value) for n in copying):
@@ -94,7 +94,7 @@ def _as(dtype: Any, array: Any) -> Any:
 def _read(met: Disagreement, known: Value, nodes: list[Node]) -> None:
     """Let an equation be computed from `known` in place of a value: what lies between them, once more."""
     found, graph = met.analysis, met.analysis.graph
-    seen, now = ancestors(graph, met.node.inputs), {met.value: known}
+    seen, now = ancestors(met.node.inputs), {met.value: known}
     for node in graph.nodes[: graph.nodes.index(met.node)]:
         cut = [v for v in node.outputs if v in seen and isinstance(found.fact(v).placement, Tiled)]
         if cut and not now.keys().isdisjoint(node.inputs):

@@ -55,7 +55,7 @@ def carries_for(graph: Graph, constants: int, carried: int, wanted: Sequence[int
     needed = set(wanted)
     heard = [v for node in aloud(graph, effects) for v in node.inputs]
     while True:
-        used = ancestors(graph, [*heard, *(graph.outputs[i] for i in needed)])
+        used = ancestors([*heard, *(graph.outputs[i] for i in needed)])
         more = {i for i in range(carried) if graph.inputs[constants + i] in used} - needed
         if not more:
             return sorted(i for i in needed if i < carried)

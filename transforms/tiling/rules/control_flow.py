@@ -108,7 +108,7 @@ def while_carries(node: Node, wanted: Sequence[int], effects: bool = False) -> l
     """What a while loop carries for its results `wanted`: their own needs, those of the test and of side effects."""
     tests, constants = node.params["cond_nconsts"], node.params["body_nconsts"]
     test, graph = body_graph(node, "cond_jaxpr"), body_graph(node, "body_jaxpr")
-    used = ancestors(test, [*test.outputs, *(v for n in bodies.aloud(test, effects) for v in n.inputs)])
+    used = ancestors([*test.outputs, *(v for n in bodies.aloud(test, effects) for v in n.inputs)])
     read = [i for i, v in enumerate(test.inputs[tests:]) if v in used]
     return bodies.carries_for(graph, constants, len(node.outputs), sorted({*wanted, *read}), effects)
 

@@ -19,7 +19,7 @@ from transforms.tiling.analysis.propagate import body_of
 from transforms.tiling.ir.edit import replace, traced
 from transforms.tiling.ir.facts import Local, Region
 from transforms.tiling.ir.flatten import body_graph, evaluate
-from transforms.tiling.ir.graph import Graph, Node, Value, describe, prune, scan_counts
+from transforms.tiling.ir.graph import Graph, Node, Value, closure, describe, operands, prune, scan_counts
 from transforms.tiling.ir.obstacles import Complete, Obstacle, Refusal
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled
 from transforms.tiling.mesh.layout import Held, conform, like
@@ -211,17 +211,10 @@ def sink_constants(node: Node) -> tuple[ClosedJaxpr, list[int]]:
 
 def from_nothing(value: Value, steps: int = 64) -> bool:
     """Whether a value is made of constants in a few cheap steps."""
-    stack, seen = [value], set()
-    while stack:
-        value = stack.pop()
-        if value in seen or value.const is not None:
-            continue
-        seen.add(value)
-        node = value.producer
-        rule = RULES.get(node.name) if node is not None else None
-        if node is None or rule is None or rule.pull is None or rule.heavy or len(seen) > steps:
+    for count, v in enumerate(v for v in closure([value], operands) if v.const is None):
+        rule = None if v.producer is None else RULES.get(v.producer.name)
+        if rule is None or rule.pull is None or rule.heavy or count >= steps:
             return False
-        stack.extend(node.inputs)
     return True
 
 

@@ -23,7 +23,7 @@ from jax.extend.core import Primitive
 
 from transforms.tiling.ir.edit import add, replace, sort, traced
 from transforms.tiling.ir.facts import Analysis, Fact
-from transforms.tiling.ir.graph import Node, Value
+from transforms.tiling.ir.graph import Node, Value, closure, operands
 from transforms.tiling.ir.loops import Online
 from transforms.tiling.ir.placement import COMBINE, WHOLE, Partial, Placement, Span, Whole
 from transforms.tiling.ir.terms import Early, Term, broadcast_by
@@ -80,18 +80,12 @@ def _is_intact(finder: Finder, value: Value) -> bool:
     """Whether what the analysis says of a sum, and of all that it is copied from, still holds in a changed graph."""
     alive = {*finder.found.graph.nodes}
     same = lambda v: v.producer is None or (v.producer in alive and v in finder.found.facts)
-    stack, seen = [value], {value}
-    while stack:
-        current = stack.pop()
-        if not same(current):
-            return False
-        form = finder.early.get(current) or finder.sums.get(current)
-        if form is None or current.producer is None:
-            continue
-        fresh = [v for v in (*current.producer.inputs, *(t.value for t in form.terms)) if v not in seen]
-        seen.update(fresh)
-        stack += fresh
-    return True
+
+    def copied_from(value: Value) -> Sequence[Value]:
+        form = finder.early.get(value) or finder.sums.get(value)
+        return () if form is None else (*operands(value), *(t.value for t in form.terms))
+
+    return all(map(same, closure([value], copied_from)))
 
 
 def _divide(found: Analysis, node: Node, inner: Node) -> bool:
