@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import io_callback
+from jax.extend.core import Primitive
 
 from transforms import TileError, tile
 from transforms.tiling import rules
@@ -23,6 +24,8 @@ from transforms.tiling.rules.random import ONE_STREAM
 
 L, D = 10, 3
 IDS = np.arange(L)[::-1].copy()
+UNKNOWN = Primitive("unknown")
+UNKNOWN.def_abstract_eval(lambda x: x)
 
 
 def words(x):
@@ -98,6 +101,7 @@ COMPLETED = {
     "keeps it": lambda x: lax.dce_sink(x.sum(0)),
     "reports it": lambda x: jax.debug.print("{}", x.sum(0)),
     "fills in a value that each tile would add": lambda x: x.sum(0).at[jnp.array([9])].get(mode="fill", fill_value=1),
+    "needs it whole": lambda x: UNKNOWN.bind(x.sum(0)),
 }
 # Rules of control flow; those that speak of devices: see test_collective.py; and of kernels: see test_kernel.py and
 # test_cudnn.py.

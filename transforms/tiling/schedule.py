@@ -22,7 +22,7 @@ from transforms.tiling.ir.obstacles import Obstacle, Refusal
 from transforms.tiling.ir.placement import ALONE, WHOLE, Partial, Placement, Reach, Stacked, Tiled, Whole
 from transforms.tiling.mesh.sums import ADDS, leaves_auto
 from transforms.tiling.primitives import has
-from transforms.tiling.rules import RULES, Move, resumes
+from transforms.tiling.rules import RULES, Move, pulled, resumes
 
 ROUNDS = 20  # in which a schedule may forget what it meant to store
 
@@ -319,17 +319,16 @@ class Planner:
         early = isinstance(placement, Tiled) and self.analysis.fact(value).stage < d and value.producer is not None
         return early and not self.local and keeps(self.policy, value.producer)
 
-    def pulls(self, value: Value, want: Tiled) -> tuple[Placement, ...] | None:
-        """The operands' placements from which one tile of a whole value is made, without the rest of it."""
+    def pulls(self, value: Value, want: Tiled) -> Move | None:
+        """How one tile of a whole value is made, without the rest of it."""
         node = value.producer
-        if node is None or value in self.analysis.inputs or len(node.outputs) > 1 or node.name not in RULES:
-            return None
-        rule = RULES[node.name]
         # Within a region all of a whole value would be made for each tile.
-        ins = rule.pull(node, want) if rule.pull is not None and (self.local or not rule.heavy) else None
-        if ins is None or self.analysis.grain % grain(move := Move((want,), ins)) or self.analysis.untyped(node, move):
+        if node is None or value in self.analysis.inputs or (RULES[node.name].heavy and not self.local):
             return None
-        return ins
+        move = pulled(node, want)
+        if move is None or self.analysis.grain % grain(move) or self.analysis.untyped(node, move):
+            return None
+        return move
 
     def emit(self, root: Ref, d: int, loop: Loop) -> None:
         """Append the steps that compute `root`, operands first."""
@@ -359,9 +358,9 @@ class Planner:
         if not whole or isinstance(ref.want, Whole):
             return node, self.analysis.moves[node]
         assert isinstance(ref.want, Tiled)
-        ins = self.pulls(ref.value, ref.want)
-        assert ins is not None
-        return node, Move((ref.want,), ins)
+        move = self.pulls(ref.value, ref.want)
+        assert move is not None
+        return node, move
 
     def operands(self, node: Node, move: Move, d: int, loop: Loop) -> tuple[Ref, ...]:
         if (state := node.state) is not None:

@@ -63,8 +63,7 @@ def _reach(found: Analysis, node: Node, move: Move) -> Reach:
 
 def _exact(node: Node, move: Move) -> bool:
     inside = [(n, b.moves[n]) for b in move.bodies for n in b.graph.nodes] if isinstance(move, Region) else []
-    rule = RULES.get(node.name)
-    return (rule is not None and rule.alone) or any(_exact(n, m) for n, m in inside)
+    return RULES[node.name].alone or any(_exact(n, m) for n, m in inside)
 
 
 def even(reach: Reach, rows: int) -> Reach:

@@ -26,7 +26,7 @@ from transforms.tiling.mesh.unreduced import keep_apart, postpone
 from transforms.tiling.passes.loop_state import place
 from transforms.tiling.passes.recut import recut
 from transforms.tiling.primitives import REMAT, having
-from transforms.tiling.rules import RULES, Move, partial, resumes, tiled
+from transforms.tiling.rules import RULES, Move, partial, pulled, resumes, tiled
 from transforms.tiling.rules.bodies import wait
 
 
@@ -241,25 +241,16 @@ def _store(found: Analysis, node: Node, operand: int, reason: str) -> Fact | Obs
 
 def _pulled(node: Node, placements: tuple[Placement, ...], want: Tiled) -> Move | Obstacle:
     """How a node makes the tile `want` of its result, whichever way its operands are cut."""
-    pull = RULES[node.name].pull
-    ins = pull(node, want) if pull is not None else None
-    assert ins is not None
-    if other := [i for i, (p, q) in enumerate(zip(placements, ins, strict=True)) if p not in (WHOLE, q)]:
+    move = pulled(node, want)
+    assert move is not None
+    if other := [i for i, (p, q) in enumerate(zip(placements, move.ins, strict=True)) if p not in (WHOLE, q)]:
         return Complete(other, "makes its result along another dimension than it is cut")
-    return Move((want,), ins)
+    return move
 
 
 def _move(node: Node, placements: tuple[Placement, ...], limits: Limits | None) -> Move | Obstacle:
     if all(isinstance(p, Whole) for p in placements):
         return Move((WHOLE,) * len(node.outputs), placements)
-    if node.name not in RULES:
-        if not any(isinstance(p, Tiled) for p in placements):
-            return Complete(partial(placements), "needs it whole")
-        return Refusal(
-            f"cannot tile `{node.name}` at {node.where}: there is no rule for this primitive yet.\n"
-            f"  operands: {_operands(node, placements)}.\n"
-            "  Compute it outside the tiled function, or cut an axis that does not reach it."
-        )
     rule = RULES[node.name]
     local = limits is not None and rule.local is not None
     parts = partial(placements)
@@ -274,10 +265,6 @@ def _move(node: Node, placements: tuple[Placement, ...], limits: Limits | None) 
     if move.along and limits is not None and (not node.params.get("reverse") or node in limits.backward):
         return Along(node)
     return move if not local or parts else rule.local(node, placements, limits) or move
-
-
-def _operands(node: Node, placements: Sequence[Placement]) -> str:
-    return ", ".join(f"{v} {p}" for v, p in zip(node.inputs, placements, strict=True))
 
 
 def _complete(found: Analysis, node: Node, operand: int, reason: str, any_size: bool = False) -> Fact | Obstacle:

@@ -13,7 +13,7 @@ from transforms.tiling.ir.loops import Loop
 from transforms.tiling.ir.obstacles import Obstacle, Promote, Refusal
 from transforms.tiling.ir.placement import WHOLE, Partial, Span, Tiled, Whole
 from transforms.tiling.primitives import has
-from transforms.tiling.rules import RULES
+from transforms.tiling.rules import pulled
 
 
 def check_whole(
@@ -152,8 +152,5 @@ def _cut_of(value: Value, total: int, shares: int) -> Tiled | None:
     The axis is spread over `shares` devices, with `total` on each.
     """
     node = value.producer
-    if node is None or len(node.outputs) > 1 or node.name not in RULES:
-        return None
-    pull = RULES[node.name].pull
     cuts = (Tiled(dim, shares) for dim, size in enumerate(value.shape) if size == total * shares)
-    return next((cut for cut in cuts if pull is not None and pull(node, cut) is not None), None)
+    return None if node is None else next((cut for cut in cuts if pulled(node, cut) is not None), None)

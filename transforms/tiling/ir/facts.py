@@ -130,8 +130,8 @@ class Analysis:
 
     def untyped(self, node: Node, move: Move) -> str | None:
         """Why an equation cannot run, or be spread over devices, on a tile of its operands, though it can on all."""
-        rule = RULES.get(node.name)
-        if rule is not None and rule.unfit is not None and not all(isinstance(p, Whole) for p in move.ins):
+        rule = RULES[node.name]
+        if rule.unfit is not None and not all(isinstance(p, Whole) for p in move.ins):
             options = None if self.limits is None else self.limits.options
             return rule.unfit(node, move, options.span) if options else None
         known = node.name in TYPED or isinstance(move, (Region, Local)) or self.limits is None

@@ -94,7 +94,7 @@ class Loop:
         """Leave out those results of a step that nobody reads, where its rule can."""
         read = {(ref.value, ref.want) for ref in self.refs}
         for i, step in enumerate(self.steps):
-            if (rule := RULES.get(step.node.name)) is not None and rule.trims:
+            if RULES[step.node.name].trims:
                 both = zip(step.node.outputs, step.move.outs, strict=True)
                 outs = tuple(p if (v, p) in read else WHOLE for v, p in both)
                 keys = tuple(key for key in step.keys if key in read)

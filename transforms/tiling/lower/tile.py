@@ -52,8 +52,8 @@ class Tile:
         return self
 
     def step(self, step: Step) -> None:
-        rule = RULES.get(step.node.name)
-        if rule is not None and rule.resume is not None:  # a loop's state, as the tiles before left it
+        rule = RULES[step.node.name]
+        if rule.resume is not None:  # a loop's state, as the tiles before left it
             (ref,) = step.refs
             self.made[step.keys[0]] = rule.resume(step.node, ref.value, self.fetch(ref), self.before, self.span)
             return
@@ -70,7 +70,7 @@ class Tile:
             return
         there = self.span.beside(step.halo)._replace(effects=self.span.effects and not step.silent)
         sums = Partial("sum") in step.move.outs and Partial("sum") in step.move.ins
-        if sums and rule is not None and rule.emit is None:
+        if sums and rule.emit is None:
             results = combine_partials(node, values, self.span)
         else:
             results = run(node, values, step.move, there)

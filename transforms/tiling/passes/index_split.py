@@ -12,6 +12,7 @@ An operation runs on a piece as it runs on a tile, by the same rules.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,7 +29,7 @@ from transforms.tiling.ir.placement import COMBINE, WHOLE, Partial, Placement, T
 from transforms.tiling.passes.across import ACROSS, cropped, padded, rejoin, scanned
 from transforms.tiling.passes.pieces import Cut, Piece, combine, compute, join, places
 from transforms.tiling.primitives import REMAT
-from transforms.tiling.rules import RULES, Move
+from transforms.tiling.rules import RULES, Move, pulled
 from transforms.tiling.rules.reduction import OPS
 
 MOST = 8  # pieces of a join
@@ -61,15 +62,16 @@ def divide(graph: Graph, node: Node, dim: int, known: set[Node]) -> bool:
     return True
 
 
+@dataclasses.dataclass(eq=False)
 class _Writer:
-    def __init__(self, graph: Graph, known: set[Node]):
-        self.graph, self.known = graph, known
-        self.spans: list[Piece] = []
-        self.cuts: dict[Value, Cut] = {}
-        self.same: dict[Value, Value] = {}  # values that stand in the place of others
-        self.nodes: list[Node] = []
-        self.gone: set[Node] = set()
-        self.made: dict[Any, Value] = {}
+    graph: Graph
+    known: set[Node]
+    spans: list[Piece] = dataclasses.field(default_factory=list)
+    cuts: dict[Value, Cut] = dataclasses.field(default_factory=dict)
+    same: dict[Value, Value] = dataclasses.field(default_factory=dict)  # values that stand in the place of others
+    nodes: list[Node] = dataclasses.field(default_factory=list)
+    gone: set[Node] = dataclasses.field(default_factory=set)
+    made: dict[Any, Value] = dataclasses.field(default_factory=dict)
 
     # --------------------------------------------------------------------------------------------- beginning and end
 
@@ -253,13 +255,11 @@ class _Writer:
         if value not in self.cuts and made is not None:
             if (part := self.part(value, want, span, node)) is not None:
                 return part
-            rule = RULES.get(made.name)
-            follows = rule is not None and rule.pull is not None and not rule.heavy and len(made.outputs) == 1
-            moved = made.name == "pad" and any(made.params["padding_config"][want.dim])
-            ins = rule.pull(made, want) if follows and not moved and depth < DEPTH else None
-            if ins is not None and grain(Move((want,), ins)) == 1:
-                operands = [self.operand(v, p, k, node, depth + 1) for v, p in zip(made.inputs, ins, strict=True)]
-                fn = functools.partial(compute, made, Move((want,), ins), span, 0)
+            dear = RULES[made.name].heavy or (made.name == "pad" and any(made.params["padding_config"][want.dim]))
+            move = None if dear or depth >= DEPTH else pulled(made, want)
+            if move is not None and grain(move) == 1:
+                operands = [self.operand(v, p, k, node, depth + 1) for v, p in zip(made.inputs, move.ins, strict=True)]
+                fn = functools.partial(compute, made, move, span, 0)
                 return self.trace(fn, operands, made)[0]
         return self.trace(lambda x: [span.take(x, want)], [self.plain(value, node)], node)[0]
 

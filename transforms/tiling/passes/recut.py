@@ -13,7 +13,7 @@ from transforms.tiling.ir.facts import Analysis
 from transforms.tiling.ir.graph import Node, Value
 from transforms.tiling.ir.obstacles import Complete, Obstacle, Promote
 from transforms.tiling.ir.placement import WHOLE, Placement, Tiled, Whole
-from transforms.tiling.rules import RULES, Move, partial, tiled
+from transforms.tiling.rules import RULES, Move, partial, pulled, tiled
 
 DEPTH = 50  # how far back a value's computation is followed
 
@@ -68,9 +68,8 @@ def _follow(
     node = value.producer
     if node is None or not isinstance(want, Tiled) or value in ways or value in known or depth > DEPTH:
         return False
-    rule = RULES.get(node.name)
-    ins = rule.pull(node, want) if rule is not None and rule.pull is not None and len(node.outputs) == 1 else None
-    if ins is None or found.untyped(node, Move((want,), ins)):
+    move = pulled(node, want)
+    if move is None or found.untyped(node, move):
         return False
     ways[value] = want
-    return all(_follow(found, v, p, known, ways, depth + 1) for v, p in zip(node.inputs, ins, strict=True))
+    return all(_follow(found, v, p, known, ways, depth + 1) for v, p in zip(node.inputs, move.ins, strict=True))

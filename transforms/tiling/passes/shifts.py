@@ -157,8 +157,7 @@ def _sink(node: Node, dim: int, total: int) -> Made:
     size, few = node.outputs[0].shape[dim], part is not None and source.shape[dim] > total
     if made is None or source.shape[dim] == total or not (size == total or (few and size < total)):
         return None
-    rule = RULES.get(made.name)
-    alike = rule is not None and rule.factors is elementwise and all(v.shape in ((), source.shape) for v in made.inputs)
+    alike = RULES[made.name].factors is elementwise and all(v.shape in ((), source.shape) for v in made.inputs)
     if made.effects or len(made.outputs) > 1 or not alike:
         return None
     if part is not None:

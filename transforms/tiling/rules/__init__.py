@@ -74,7 +74,14 @@ class Rule:
     trims: bool = False  # leaves out the results that stand nowhere
 
 
-RULES: dict[str, Rule] = {}
+class Rules(dict[str, Rule]):
+    """The rule of each primitive; where there is none, no tile goes through it."""
+
+    def __missing__(self, name: str) -> Rule:
+        return Rule(push_refused)
+
+
+RULES = Rules()
 REFUSED: dict[str, str] = {}  # why no tile goes through these primitives
 COMPLETED: dict[str, str] = {}  # why all operands of these must be whole
 
@@ -91,32 +98,32 @@ def register(*names: str, push: Push, **parts: Any) -> None:
         RULES[name] = Rule(push, **parts)
 
 
+def push_refused(node: Node, placements: tuple[Placement, ...]) -> Obstacle:
+    why = REFUSED.get(node.name)
+    if not tiled(placements):
+        return Complete(partial(placements), why or "needs it whole")
+    why = f"it {why}" if why else "there is no rule for this primitive yet"
+    operands = ", ".join(f"{v} {p}" for v, p in zip(node.inputs, placements, strict=True))
+    return Refusal(
+        f"cannot tile `{node.name}` at {node.where}: {why}.\n  operands: {operands}.\n"
+        "  Compute it outside the tiled function, or cut an axis that does not reach it."
+    )
+
+
 def refuse(*names: str, reason: str) -> None:
     """Let nothing that is cut go through the primitives `names`. `reason` reads after "it", as in `Complete`."""
+    register(*names, push=push_refused)
+    REFUSED.update(dict.fromkeys(names, reason))
 
-    def push(node: Node, placements: tuple[Placement, ...]) -> Obstacle:
-        if not tiled(placements):
-            return Complete(partial(placements), REFUSED[node.name])
-        operands = ", ".join(f"{v} {p}" for v, p in zip(node.inputs, placements, strict=True))
-        return Refusal(
-            f"cannot tile `{node.name}` at {node.where}: it {REFUSED[node.name]}.\n  operands: {operands}.\n"
-            "  Compute it outside the tiled function, or cut an axis that does not reach it."
-        )
 
-    for name in names:
-        register(name, push=push)
-        REFUSED[name] = reason
+def push_completed(node: Node, placements: tuple[Placement, ...]) -> Obstacle:
+    return Complete([*tiled(placements), *partial(placements)], COMPLETED[node.name])
 
 
 def complete(*names: str, reason: str) -> None:
     """Run the primitives `names` on whole operands alone, completed where those are small enough."""
-
-    def push(node: Node, placements: tuple[Placement, ...]) -> Obstacle:
-        return Complete([*tiled(placements), *partial(placements)], COMPLETED[node.name])
-
-    for name in names:
-        register(name, push=push)
-        COMPLETED[name] = reason
+    register(*names, push=push_completed)
+    COMPLETED.update(dict.fromkeys(names, reason))
 
 
 def of_nothing(node: Node, placements: tuple[Placement, ...]) -> Move:
@@ -130,17 +137,24 @@ def each(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
 
 def resumes(node: Node) -> bool:
     """Whether a node's result comes from the tiles before, too."""
-    return node.name in RULES and RULES[node.name].resume is not None
+    return RULES[node.name].resume is not None
 
 
 def run(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
     """Compute one tile of a node's results from its operands."""
-    rule = RULES.get(node.name)
-    if rule is not None and rule.emit is not None:
+    rule = RULES[node.name]
+    if rule.emit is not None:
         with node.context.manager:
             return rule.emit(node, values, move, span)
-    params = rule.localise(node, move, span) if rule is not None and rule.localise is not None else None
+    params = None if rule.localise is None else rule.localise(node, move, span)
     return node.bind(values, params)
+
+
+def pulled(node: Node, want: Tiled) -> Move | None:
+    """How one tile of a node's only result is made from operands that are whole, if there is a way."""
+    pull = RULES[node.name].pull
+    ins = pull(node, want) if pull is not None and len(node.outputs) == 1 else None
+    return None if ins is None else Move((want,), ins)
 
 
 # ------------------------------------------------------------------------------------------ what several rules share

@@ -212,7 +212,7 @@ def sink_constants(node: Node) -> tuple[ClosedJaxpr, list[int]]:
 def from_nothing(value: Value, steps: int = 64) -> bool:
     """Whether a value is made of constants in a few cheap steps."""
     for count, v in enumerate(v for v in closure([value], operands) if v.const is None):
-        rule = None if v.producer is None else RULES.get(v.producer.name)
+        rule = None if v.producer is None else RULES[v.producer.name]
         if rule is None or rule.pull is None or rule.heavy or count >= steps:
             return False
     return True
