@@ -76,26 +76,9 @@ def turn_dots(graph: Graph) -> Graph:
     readers = Counter(v for node in graph.nodes for v in node.inputs)
     for node in graph.nodes[:]:
         dot = node.inputs[0].producer if node.name == "transpose" else None
-        if dot is None or dot.name != "dot_general" or readers[dot.outputs[0]] > 1:
+        if dot is None or dot.name != "dot_general" or readers[dot.outputs[0]] > 1 or dot.outputs[0] in graph.outputs:
             continue
-        if dot.outputs[0] in graph.outputs:
-            continue
-        contract, batch = dot.params["dimension_numbers"]
-        left, right = (len(v.shape) - len(c) - len(batch[0]) for v, c in zip(dot.inputs, contract, strict=True))
-        first = len(batch[0])
-        turned = (*range(first), *range(first + left, first + left + right), *range(first, first + left))
-        if _turn_operands(graph, node, dot, left):
-            continue
-        if tuple(node.params["permutation"]) != turned:
-            continue
-        node.primitive, node.context = dot.primitive, dot.context
-        node.params = dot.params | {"dimension_numbers": (contract[::-1], batch[::-1])}
-        if dot.params.get("out_sharding") is not None:
-            node.params["out_sharding"] = named(node.outputs[0].aval)
-        precision = dot.params["precision"]
-        if isinstance(precision, tuple):
-            node.params["precision"] = precision[::-1]
-        node.inputs, node.source = dot.inputs[::-1], dot.source
+        _turn(graph, node, dot)
     return graph
 
 
@@ -142,33 +125,38 @@ def spread_dots(graph: Graph) -> Graph:
     return graph
 
 
-def _turn_operands(graph: Graph, node: Node, dot: Node, left: int) -> bool:
-    """Let `transpose(dot(a, b))` be `dot(transpose(a), b)` where only the dimensions of `a` change places, or of `b`.
+def _turn(graph: Graph, node: Node, dot: Node) -> None:
+    """Let `transpose(dot(a, b))` be `dot(b, a)`, or `dot(transpose(a), b)`, where that makes what it makes.
 
     Scores of attention whose heads and queries change places are a copy for each head; queries are small.
     """
-    (contract, batch), order = dot.params["dimension_numbers"], tuple(node.params["permutation"])
-    first, count = len(batch[0]), len(order)
-    if any(named(v.aval) is not None for v in (*dot.inputs, *dot.outputs)) or order[:first] != tuple(range(first)):
-        return False
-    blocks = [(first, first + left), (first + left, count)]
-    if any(sorted(order[a:b]) != list(range(a, b)) for a, b in blocks) or order == tuple(range(count)):
-        return False
-    operands = list(dot.inputs)
-    for side, (start, stop) in enumerate(blocks):
-        value, moved = operands[side], [d - start for d in order[start:stop]]
-        if moved == sorted(moved):
-            continue
-        if 2 * math.prod(value.shape) > math.prod(node.outputs[0].shape):
-            return False
-        free = [d for d in range(len(value.shape)) if d not in contract[side] and d not in batch[side]]
-        turn = list(range(len(value.shape)))
-        for place, k in zip(free, moved, strict=True):
-            turn[place] = free[k]
-        operands[side] = _turned(graph, node, value, turn)
-    node.primitive, node.context, node.params, node.source = dot.primitive, dot.context, dot.params, dot.source
-    node.inputs = operands
-    return True
+    (contract, batch), order = dot.params["dimension_numbers"], node.params["permutation"]
+    both = list(zip(dot.inputs, contract, batch, strict=True))
+    free = [[(side, d) for d in range(len(v.shape)) if d not in (*c, *b)] for side, (v, c, b) in enumerate(both)]
+    made = [*range(len(batch[0])), *free[0], *free[1]]
+    wanted = [made[d] for d in order]
+    turned = [[name for name in wanted if name in own] for own in free]
+    swapped = wanted != [*range(len(batch[0])), *turned[0], *turned[1]]
+    if swapped and wanted != [*range(len(batch[0])), *turned[1], *turned[0]]:
+        return
+    sides = [side for side in (0, 1) if turned[side] != free[side]]
+    spread = any(named(v.aval) is not None for v in (*dot.inputs, *dot.outputs))
+    if sides and (spread or any(2 * dot.inputs[i].aval.size > node.outputs[0].aval.size for i in sides)):
+        return
+    operands, params = list(dot.inputs), dict(dot.params)
+    for side in sides:
+        turn = list(range(len(operands[side].shape)))
+        for (_, place), (_, d) in zip(free[side], turned[side], strict=True):
+            turn[place] = d
+        operands[side] = _turned(graph, node, operands[side], turn)
+    if swapped:
+        operands, params["dimension_numbers"] = operands[::-1], (contract[::-1], batch[::-1])
+        if isinstance(params["precision"], tuple):
+            params["precision"] = params["precision"][::-1]
+        if params.get("out_sharding") is not None:
+            params["out_sharding"] = named(node.outputs[0].aval)
+    node.primitive, node.context, node.source = dot.primitive, dot.context, dot.source
+    node.params, node.inputs = params, operands
 
 
 def _turn_result(graph: Graph, node: Node, order: Sequence[int]) -> None:

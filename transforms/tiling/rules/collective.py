@@ -10,7 +10,7 @@ from transforms.tiling.ir.graph import Node
 from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import Partial, Placement, Span, Tiled, Whole
 from transforms.tiling.rules import Move, by_cut, complete, each, register, shrinks, summed
-from transforms.tiling.rules.factors import elementwise, register_factors
+from transforms.tiling.rules.factors import Factors, elementwise, register_factors
 
 # Element by element over the devices, and the reduction over the tiles that each commutes with.
 OVER_DEVICES = {
@@ -36,20 +36,19 @@ def gathered_sum(node: Node, placements: tuple[Placement, ...]) -> Move | Obstac
     return move if shrinks(node, 0) else Complete([0], "makes several copies of it", otherwise=move)
 
 
-@by_cut(gathered_sum)
-def push_gather(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
-    """Collectives that join, split, add and remove dimensions other than the cut one, and those of partial sums."""
-    p = node.params
-    removed = p.get("split_axis", p.get("scatter_dimension"))
-    added = p.get("concat_axis", p.get("all_gather_dimension"))
-    if p["tiled"] or node.name == "all_to_all":  # which keeps its dimensions, whatever `tiled` says
-        if cut.dim in (removed, added):
-            return Complete([0], "moves parts of the cut axis between devices")
-        return Move((cut,), placements)
-    if cut.dim == removed:
-        return Complete([0], "moves parts of the cut axis between devices")
-    dim = cut.dim - (removed is not None and removed < cut.dim)
-    return Move((cut.at(dim + (added is not None and added <= dim)),), placements)
+def exchanged(node: Node) -> Factors:
+    """`([i j]) -> [i j]`: parts of some dimensions change their device; or one dimension goes, or one comes."""
+    p, dims = node.params, range(len(node.inputs[0].shape))
+    removed, added = (p.get(a, p.get(b)) for a, b in (REMOVED, ADDED))
+    kept = p["tiled"] or node.name == "all_to_all"  # which keeps its dimensions, whatever `tiled` says
+    outs: list[Any] = [d for d in dims if kept or d != removed]
+    if added is not None and not kept:
+        outs.insert(added, None)
+    moved = {removed, added} if kept else {removed}
+    return Factors([dims], [outs], blocked=dict.fromkeys(moved, "moves parts of the cut axis between devices"))
+
+
+REMOVED, ADDED = ("split_axis", "scatter_dimension"), ("concat_axis", "all_gather_dimension")
 
 
 # ------------------------------------------------------------------------------------------------ where arrays live
@@ -94,10 +93,8 @@ def localise_constraint(node: Node, move: Move, span: Span) -> dict[str, Any]:
 
 
 register(*OVER_DEVICES, push=push, emit=each)
-register(
-    *"all_gather all_gather_invariant all_gather_reduced all_to_all reduce_scatter unreduced_reduce_scatter".split(),
-    push=push_gather,
-)
+EXCHANGES = "all_gather all_gather_invariant all_gather_reduced all_to_all reduce_scatter unreduced_reduce_scatter"
+register_factors(*EXCHANGES.split(), factors=exchanged, sums=gathered_sum, pulled=False)
 complete("pbroadcast_dynamic", "ragged_all_to_all", reason="sends each device what it asks for")
 register("device_put", push=push_put)
 # Spread otherwise over the devices: a tile holds a share of each, in the order of the whole, so it moves alike.

@@ -11,10 +11,10 @@ from jax import lax
 
 from transforms.tiling.ir.graph import Node, elements
 from transforms.tiling.ir.obstacles import Complete, Obstacle
-from transforms.tiling.ir.placement import Partial, Placement, Span, Tiled, Whole, identity
+from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled, Whole, identity
 from transforms.tiling.rules import Move, partial, refuse_partial, register, shrinks
 from transforms.tiling.rules.affine_index import find_position
-from transforms.tiling.rules.factors import Factors, pull_factor, push_factor
+from transforms.tiling.rules.factors import Factors, push_factor
 
 ARBITRARY = "looks up arbitrary places along the cut axis"
 
@@ -92,8 +92,11 @@ by_factors = push_factor(factors, gathered_sum)
 
 
 def push_gather(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
-    operand, numbers = placements[0], node.params["dimension_numbers"]
-    if partial(placements) or not isinstance(operand, Tiled) or factors(node).ins[0][operand.dim] is not None:
+    (operand, indices), numbers = placements, node.params["dimension_numbers"]
+    if isinstance(operand, Whole) and isinstance(indices, Tiled):
+        want = indices.at(batch_dims(len(node.outputs[0].shape), numbers.offset_dims)[indices.dim])
+        return Move((want,), pull_gather(node, want) or ())
+    if not isinstance(operand, Tiled) or factors(node).ins[0][operand.dim] is not None or partial(placements):
         return by_factors(node, placements)
     if operand.dim not in numbers.start_index_map or node.params["slice_sizes"][operand.dim] != 1:
         return Complete([0], "takes a part of the cut axis")
@@ -111,8 +114,13 @@ def push_lookup(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacl
 
 
 def pull_gather(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
-    looked_up = want.dim not in node.params["dimension_numbers"].offset_dims
-    return pull_factor(factors)(node, want) if looked_up else None
+    """Of a whole operand only batches are sliced: it is read where it lies."""
+    numbers = node.params["dimension_numbers"]
+    if want.dim in numbers.offset_dims:
+        return None
+    dim = batch_dims(len(node.outputs[0].shape), numbers.offset_dims).index(want.dim)
+    back = dict(zip(numbers.start_indices_batching_dims, numbers.operand_batching_dims, strict=True))
+    return (want.at(back[dim]) if dim in back else WHOLE, want.at(dim))
 
 
 def with_column(indices: Any, column: int, places: Any) -> Any:

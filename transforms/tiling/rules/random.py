@@ -17,9 +17,8 @@ from jax import lax
 from jax.extend.random import threefry2x32_p
 
 from transforms.tiling.ir.graph import Node
-from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import Placement, Span, Tiled, Whole
-from transforms.tiling.rules import Move, by_cut, complete, register, tiled
+from transforms.tiling.rules import Move, complete
 from transforms.tiling.rules.factors import Factors, Stated, elementwise, leading, pull_factor, register_factors
 
 THREEFRY = "threefry2x32"
@@ -108,17 +107,17 @@ def positions(shape: tuple[int, ...], cut: Tiled, span: Span) -> tuple[Any, Any]
     return high, low
 
 
-@by_cut()
-def push_gamma(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
-    """Each sample has a key of its own, which a Whole key is split into."""
-    if not counts(node) or cut.dim >= len(node.inputs[0].shape):
-        return Complete(tiled(placements), "splits its key for all of the cut axis")
-    return Move((cut,), (cut, cut))
+def sampled(node: Node) -> Factors:
+    """`([i], [i j]) -> [i j]`: each sample has a key of its own, which a whole key is split into."""
+    dims, own = range(len(node.outputs[0].shape)), len(node.inputs[0].shape)
+    return Factors(
+        [dims[:own], dims], [dims], blocked=dict.fromkeys(dims[own:], "splits its key for all of the cut axis")
+    )
 
 
 register_factors("random_wrap", "random_unwrap", "random_clone", factors=leading)
 register_factors("random_bits", factors=counted(leading), pull=pull_generator, emit=emit_bits)
 register_factors("random_split", factors=counted(leading), pull=pull_generator, emit=emit_split)
 register_factors("random_fold_in", "random_seed", factors=counted(elementwise))
-register("random_gamma", push=push_gamma)
+register_factors("random_gamma", factors=counted(sampled), pulled=False)
 complete("rng_bit_generator", "rng_uniform", reason=ONE_STREAM)
