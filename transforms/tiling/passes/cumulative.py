@@ -68,10 +68,10 @@ def push_cumulative(node: Node, placements: tuple[Placement, ...]) -> Move:
 
 def emit_cumulative(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
     of, (array, before) = node.params["of"], values
-    (part,), axis = of.bind([array]), of.params["axis"]
+    (part,), axis, combine = of.bind([array]), of.params["axis"], COMBINE[node.params["op"]]
+    last = jnp.take(part, 0 if of.params["reverse"] else -1, axis=axis).astype(before.dtype)
     both = jnp.broadcast_arrays(jnp.expand_dims(before, axis), part.astype(before.dtype))
-    found = COMBINE[node.params["op"]](*both)
-    return [found.astype(part.dtype), jnp.take(found, 0 if of.params["reverse"] else -1, axis=axis)]
+    return [combine(*both).astype(part.dtype), combine(before, last)]
 
 
 def push_scan_part(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
