@@ -27,7 +27,6 @@ from tests.transforms import (
     test_control_flow,
     test_divide,
     test_effects,
-    test_ends,
     test_estimate,
     test_keep,
     test_kernel,
@@ -38,6 +37,7 @@ from tests.transforms import (
     test_online_attention,
     test_random,
     test_recut,
+    test_residuals,
     test_rounding,
     test_rules,
     test_sequence,
@@ -256,9 +256,9 @@ def attention() -> Iterator[Row]:
     }
     for name, (fn, axis) in nested.items():
         yield from rows_of("attention", {name: fn}, axis, args, 2)
-    functions = {f"{fn.__name__}, backward": fn for fn in (*test_ends.ONE_LOOP_BACK, test_ends.moments)}
-    functions["denominator, backward"] = test_ends.denominator
-    yield from rows_of("attention", functions, test_ends.KEYS, test_ends.operands(), 4, 2)
+    functions = {f"{fn.__name__}, backward": fn for fn in (*test_residuals.ONE_LOOP_BACK, test_residuals.moments)}
+    functions["denominator, backward"] = test_residuals.denominator
+    yield from rows_of("attention", functions, test_residuals.KEYS, test_residuals.operands(), 4, 2)
     narrow = tuple(x.astype(jnp.bfloat16) for x in draw32(*[(64, 3, 8)] * 3))
     yield from rows_of("attention", [there.heads, there.library], there.KEYS, narrow, 4, memory=4)
     rows, weights = draw32((test_recut.S, test_recut.D), (3, test_recut.D, test_recut.D))

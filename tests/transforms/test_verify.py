@@ -167,7 +167,7 @@ def body_without_move(made):
 
 
 def stack_otherwise(made):
-    made.analysis.facts[find(made, "carried").state.stored] = Fact(Stacked(3))
+    made.analysis.facts[find(made, "carried").state.checkpoints] = Fact(Stacked(3))
 
 
 def ungroup(made):

@@ -84,7 +84,7 @@ def region(
         wants: where each output is to stand; None for those that are not wanted.
         effects: whether its side effects run.
     """
-    planner = Planner(analysis, {}, {}, eager=False, local=True)
+    planner = Planner(analysis, {}, {}, eager=False, inside=True)
     loop = Loop()
     refs: list[Ref | None] = []
     for value, want in zip(analysis.graph.outputs, wants, strict=True):
@@ -123,7 +123,7 @@ class Planner:
         online: sums that are rescaled.
         eager: form each result in the first loop that can, not in the last that may.
         policy: what is stored rather than computed again.
-        local: a region: its inputs are tiles already.
+        inside: a region: its inputs are tiles already.
     """
 
     analysis: Analysis
@@ -131,7 +131,7 @@ class Planner:
     online: Mapping[Value, Online]
     eager: bool
     policy: Policy | None = None
-    local: bool = False
+    inside: bool = False
     deadline: dict[Value, int] = dataclasses.field(default_factory=dict)
     late: set[Value] = dataclasses.field(default_factory=set)
     requested: dict[Value, int] = dataclasses.field(default_factory=dict)
@@ -151,7 +151,7 @@ class Planner:
         once = [n for n in self.analysis.graph.nodes if n.effects and runs_once(self.analysis, n)]
         outputs = [v for v in self.analysis.graph.outputs if v.const is None]
         outputs += [v for n in once for v in n.inputs if v.const is None]
-        ends = [self.analysis.end(v) for v in outputs]
+        ends = [self.analysis.last_loop(v) for v in outputs]
         self.heard = {n: self.first(n) for n in effects}
         last = max([*ends, *self.heard.values(), -1])
         for value in outputs:
@@ -175,7 +175,7 @@ class Planner:
         """The first loop that can run a node."""
         if node.outputs:
             return max(self.analysis.fact(v).stage for v in node.outputs)
-        whole = self.analysis.inputs | self.analysis.stored
+        whole = self.analysis.inputs | self.analysis.resident
         waits = [v not in whole and (node, i) in self.analysis.completed for i, v in enumerate(node.inputs)]
         return max(self.analysis.fact(v).stage + late for v, late in zip(node.inputs, waits, strict=True))
 
@@ -195,7 +195,7 @@ class Planner:
             if node is None or value in self.analysis.inputs or self.requested.get(value, d + 1) <= d:
                 continue
             self.requested[value] = d
-            if isinstance(self.analysis.fact(value).placement, Whole) or value in self.analysis.stored:
+            if isinstance(self.analysis.fact(value).placement, Whole) or value in self.analysis.resident:
                 stack.extend(self.analysis.needs(node))
             elif self.sinks(value):
                 self.late.add(value)
@@ -295,14 +295,14 @@ class Planner:
         if self.analysis.fact(value).varies:
             tiled = isinstance(want, Tiled) and self.pulls(value, want) is not None
             return Ref(value, want if tiled else WHOLE, "tile")
-        local = not isinstance(placement, Whole) and not completed
-        if local and value in self.analysis.inputs:
-            return Ref(value, want, "tile" if self.local else "slice")
-        if local and value in self.analysis.stored:
+        own = not isinstance(placement, Whole) and not completed
+        if own and value in self.analysis.inputs:
+            return Ref(value, want, "tile" if self.inside else "slice")
+        if own and value in self.analysis.resident:
             loop.reads[value] = None
             self.request([value], d - 1)
             return Ref(value, want, "slice")
-        if local and self.computes(value, d):
+        if own and self.computes(value, d):
             if not self.kept(value, placement, d):
                 return Ref(value, placement, "tile")
             self.deadline[value] = self.analysis.fact(value).stage
@@ -317,13 +317,13 @@ class Planner:
     def kept(self, value: Value, placement: Placement, d: int) -> bool:
         """Whether the policy has an earlier loop store what loop `d` would compute again."""
         early = isinstance(placement, Tiled) and self.analysis.fact(value).stage < d and value.producer is not None
-        return early and not self.local and keeps(self.policy, value.producer)
+        return early and not self.inside and keeps(self.policy, value.producer)
 
     def pulls(self, value: Value, want: Tiled) -> Move | None:
         """How one tile of a whole value is made, without the rest of it."""
         node = value.producer
         # Within a region all of a whole value would be made for each tile.
-        if node is None or value in self.analysis.inputs or (RULES[node.name].heavy and not self.local):
+        if node is None or value in self.analysis.inputs or (RULES[node.name].heavy and not self.inside):
             return None
         move = pulled(node, want)
         if move is None or self.analysis.grain % grain(move) or self.analysis.untyped(node, move):
@@ -365,7 +365,7 @@ class Planner:
     def operands(self, node: Node, move: Move, d: int, loop: Loop) -> tuple[Ref, ...]:
         if (state := node.state) is not None:
             if loop.reverse != state.reverse:
-                return self.before(state.stored, d, loop)
+                return self.before(state.checkpoints, d, loop)
             assert state.yielded is not None
             loop.states[state.yielded] = None
         elif resumes(node):

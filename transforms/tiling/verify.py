@@ -18,7 +18,7 @@ import jax
 
 from transforms.tiling.analysis import rounding
 from transforms.tiling.autodiff.policy import keeps
-from transforms.tiling.ir.facts import Analysis, Local, Region
+from transforms.tiling.ir.facts import Analysis, Outlined, Region
 from transforms.tiling.ir.graph import Graph, Node, Value, describe
 from transforms.tiling.ir.jaxprs import bodies
 from transforms.tiling.ir.loops import Loop, Ref, Schedule, Step, Update
@@ -154,7 +154,7 @@ def fact_faults(analysis: Analysis, size: int) -> Iterator[str]:
             yield from _placement_faults(analysis, f"result {i} of {at(node)}", value, known, size)
         yield from _operand_faults(analysis, node, move)
         if node.state is not None:
-            begun = node.state.stored
+            begun = node.state.checkpoints
             known = analysis.fact(begun).placement
             yield from _placement_faults(analysis, f"what {at(node)} begins with", begun, known, size)
         for body in move.bodies if isinstance(move, Region) else ():
@@ -164,7 +164,7 @@ def fact_faults(analysis: Analysis, size: int) -> Iterator[str]:
 def _operand_faults(analysis: Analysis, node: Node, move: Move) -> Iterator[str]:
     for i, (value, want) in enumerate(zip(node.inputs, move.ins, strict=True)):
         known = analysis.fact(value).placement
-        free = isinstance(known, Whole) or value in analysis.stored or (node, i) in analysis.completed
+        free = isinstance(known, Whole) or value in analysis.resident or (node, i) in analysis.completed
         if known != want and not free:
             yield f"facts: {at(node)} reads operand {i} as {want}, which stands at {known}"
         if isinstance(known, Tiled) and isinstance(want, Whole) and (node, i) not in analysis.completed and not free:
@@ -234,7 +234,7 @@ def _unready(plan: Schedule, value: Value, ready: set[Value]) -> Iterator[str]:
             yield "which is neither an input nor a constant"
         elif node not in plan.analysis.moves:
             yield f"which needs {at(node)}, of which nothing is known"
-        elif isinstance(plan.analysis.fact(value).placement, Whole) or value in {*plan.analysis.stored, *plan.late}:
+        elif isinstance(plan.analysis.fact(value).placement, Whole) or value in {*plan.analysis.resident, *plan.late}:
             stack += plan.analysis.needs(node)
         else:
             yield f"which needs {value} of {at(node)} whole, and no loop before leaves it"
@@ -266,7 +266,7 @@ def _step_faults(plan: Schedule, loop: Loop, ready: set[Value]) -> Iterator[str]
         yield from of(step)
         if (known := step.node.state) is not None:
             state = known.yielded
-            if state not in left and known.stored not in ready:
+            if state not in left and known.checkpoints not in ready:
                 yield f"{at(step.node)} reads the state {state}, which the loop does not leave"
         made.update(dict.fromkeys(step.keys, step.halo))
     for update in loop.updates:
@@ -321,4 +321,4 @@ def _tile_bytes(span: Span, loop: Loop) -> int:
 
 def _is_named_whole(analysis: Analysis, value: Value) -> bool:
     """Whether an equation runs on whole operands however large they are, as the untiled program does."""
-    return any(value in analysis.needs(node) for node, move in analysis.moves.items() if isinstance(move, Local))
+    return any(value in analysis.needs(node) for node, move in analysis.moves.items() if isinstance(move, Outlined))

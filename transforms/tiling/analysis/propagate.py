@@ -16,12 +16,12 @@ from collections.abc import Mapping, Sequence
 from transforms.tiling.analysis import halo
 from transforms.tiling.analysis.limits import Limits, check_size
 from transforms.tiling.ir.edit import any_platform, inline, split
-from transforms.tiling.ir.facts import Analysis, Completion, Fact, Local, Region, grain
+from transforms.tiling.ir.facts import Analysis, Completion, Fact, Outlined, Region, grain
 from transforms.tiling.ir.graph import Graph, Node, Value, closure, operands
 from transforms.tiling.ir.obstacles import Along, Complete, Inline, Obstacle, Promote, Refusal, Sink, Split
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Tiled, Whole
 from transforms.tiling.mesh.layout import Apart
-from transforms.tiling.mesh.sums import FLOWS, passable
+from transforms.tiling.mesh.sums import FLOWS, flowing
 from transforms.tiling.mesh.unreduced import keep_apart, postpone
 from transforms.tiling.passes.loop_state import place
 from transforms.tiling.passes.recut import recut
@@ -59,7 +59,7 @@ def analyse(
         facts = {v: Fact(p) for v, p in zip(graph.inputs, placements, strict=True)}
         found = Analysis(graph, facts, limits)
         if limits is None:
-            found.passing = set() if apart is None else passable(graph)
+            found.flowing = set() if apart is None else flowing(graph)
             found.apart.update(apart or {})
         obstacle = _walk(found, known)
         if obstacle is None:
@@ -112,7 +112,7 @@ def _place(found: Analysis, node: Node, promoted: Mapping[Value, Tiled]) -> Obst
             if isinstance(fact, Obstacle):
                 return fact
             facts[i] = fact
-    if isinstance(move, Local):
+    if isinstance(move, Outlined):
         if (obstacle := _check_reads(found, node, move)) is not None:
             return obstacle
         stage = 0
@@ -121,7 +121,7 @@ def _place(found: Analysis, node: Node, promoted: Mapping[Value, Tiled]) -> Obst
             if isinstance(fact, Obstacle):
                 return fact
             stage = max(stage, fact.stage)
-        found.stored.update(v for v, p in zip(node.outputs, move.outs, strict=True) if isinstance(p, Tiled))
+        found.resident.update(v for v, p in zip(node.outputs, move.outs, strict=True) if isinstance(p, Tiled))
     if isinstance(move, Region) and (mixed := _mixed(found, node, move)):
         return Split(node, mixed)
     found.moves[node] = move
@@ -148,7 +148,7 @@ def _note(found: Analysis, node: Node, move: Move, stage: int, moving: bool) -> 
             fact = fact._replace(varies=True, direction=way)
         elif placement == Partial("last"):
             fact = fact._replace(direction=last)
-        elif isinstance(placement, Tiled) and value not in found.stored:
+        elif isinstance(placement, Tiled) and value not in found.resident:
             fact = fact._replace(reach=reach, fixed=fixed)
         found.facts[value] = fact
 
@@ -202,18 +202,18 @@ def _check_picked(node: Node, move: Move, limits: Limits | None) -> Obstacle | N
 PICKS = having("picks")
 
 
-def _check_reads(found: Analysis, node: Node, move: Local) -> Sink | None:
+def _check_reads(found: Analysis, node: Node, move: Outlined) -> Sink | None:
     """Have the body of a loop make for itself what it reads, if there is anything, rather than to have that whole."""
     limits = found.limits
     if limits is None or limits.gather == "any":
         return None
     cut = [i for i in move.constants if isinstance(found.fact(node.inputs[i]).placement, Tiled)]
-    large = [i for i in cut if not (node.inputs[i] in (found.inputs | found.stored) or limits.allow(node.inputs[i]))]
+    large = [i for i in cut if not (node.inputs[i] in (found.inputs | found.resident) or limits.allow(node.inputs[i]))]
     wanted = [node.inputs[i] for i in large]
 
     def is_source(value: Value) -> bool:
         cut = value.producer is not None and isinstance(found.fact(value).placement, Tiled)
-        return not cut or value in found.stored or (limits.allow(value) and value not in wanted)
+        return not cut or value in found.resident or (limits.allow(value) and value not in wanted)
 
     made = closure(wanted, lambda value: () if is_source(value) else operands(value))
     made = [v for v in made if v.const is None]
@@ -252,19 +252,19 @@ def _move(node: Node, placements: tuple[Placement, ...], limits: Limits | None) 
     if all(isinstance(p, Whole) for p in placements):
         return Move((WHOLE,) * len(node.outputs), placements)
     rule = RULES[node.name]
-    local = limits is not None and rule.local is not None
+    outlines = limits is not None and rule.outline is not None
     parts = partial(placements)
-    if local and limits.options.local:
+    if outlines and limits.options.outline:
         if parts:
             return Complete(parts, "runs on whole operands")
-        if (move := rule.local(node, placements, limits)) is not None:
+        if (move := rule.outline(node, placements, limits)) is not None:
             return move
     move = rule.push(node, placements)
     if not isinstance(move, Complete):
         return move
     if move.along and limits is not None and (not node.params.get("reverse") or node in limits.backward):
         return Along(node)
-    return move if not local or parts else rule.local(node, placements, limits) or move
+    return move if not outlines or parts else rule.outline(node, placements, limits) or move
 
 
 def _complete(found: Analysis, node: Node, operand: int, reason: str, any_size: bool = False) -> Fact | Obstacle:
@@ -272,7 +272,7 @@ def _complete(found: Analysis, node: Node, operand: int, reason: str, any_size: 
     value, limits = node.inputs[operand], found.limits
     fact = found.fact(value)
     assert not isinstance(fact.placement, Whole), (node, operand, reason)
-    if value in (found.inputs | found.stored) and isinstance(fact.placement, Tiled) and limits is not None:
+    if value in (found.inputs | found.resident) and isinstance(fact.placement, Tiled) and limits is not None:
         found.completed[node, operand] = reason
         return Fact(WHOLE, fact.stage)  # it is whole to begin with
     if limits is None:

@@ -30,7 +30,7 @@ import jax
 import numpy as np
 
 from transforms.tiling.analysis.limits import human
-from transforms.tiling.ir.facts import Analysis, Local
+from transforms.tiling.ir.facts import Analysis, Outlined
 from transforms.tiling.ir.graph import Graph, Node, Value, closure, constant, operands
 from transforms.tiling.ir.jaxprs import bodies, equations
 from transforms.tiling.ir.loops import Loop, Schedule
@@ -134,7 +134,7 @@ def disagreement(found: Analysis, met: Meeting, why: str = COPIES) -> Disagreeme
         f"  value: {value}, {human(value.nbytes)}, made by `{value.producer.name}` at {value.producer.where}{bound}.\n"
         '  To go on: cut another axis, or pass gather="any".'
     )
-    return Disagreement(message, analysis=found, node=node, value=value, stored=why is SUMS)
+    return Disagreement(message, analysis=found, node=node, value=value, must_store=why is SUMS)
 
 
 # ------------------------------------------------------------------------------------------------------ who sees what
@@ -174,7 +174,7 @@ class Walk:
     def _read(self, value: Value) -> Origin:
         """A value as a loop has it: it computes what is cut, and reads what is whole or stored."""
         known = self.known.get(value, Origin())
-        kept = value in (self.found.inputs | self.found.stored) or not self._cut(value)
+        kept = value in (self.found.inputs | self.found.resident) or not self._cut(value)
         return Origin(copies=known.copies) if kept else known
 
     def _cut(self, value: Value) -> bool:
@@ -204,7 +204,7 @@ class Walk:
     def _copies(self, node: Node) -> Iterator[Value]:
         """The values computed tile by tile copies of whose elements are known once a loop has ended."""
         move = self.found.moves[node]
-        if isinstance(move, Local) or (move.outs and all(isinstance(p, Tiled) for p in move.outs)):
+        if isinstance(move, Outlined) or (move.outs and all(isinstance(p, Tiled) for p in move.outs)):
             return
         cut = [(i, v) for i, v in enumerate(node.inputs) if self._cut(v) and _inexact(v)]
         if node.name in COPYING:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from transforms.tiling.analysis.limits import Limits, check_size, human
-from transforms.tiling.ir.facts import Analysis, Local
+from transforms.tiling.ir.facts import Analysis, Outlined
 from transforms.tiling.ir.graph import Node, Value, ancestors, closure, depends, describe, elements, nbytes, operands
 from transforms.tiling.ir.jaxprs import bodies, equations
 from transforms.tiling.ir.loops import Loop
@@ -41,8 +41,8 @@ def check_whole(
     for value in requested:
         if value in grown and value.producer and isinstance(analysis.fact(value).placement, Whole):
             found.setdefault(value, (value.producer, "makes a whole value from one that had to be completed"))
-            local = isinstance(analysis.moves[value.producer], Local)
-            if not local and (refusal := _check_inside(analysis, value.producer, limits)) is not None:
+            outlined = isinstance(analysis.moves[value.producer], Outlined)
+            if not outlined and (refusal := _check_inside(analysis, value.producer, limits)) is not None:
                 return refusal
     whole = {v for v in (*found, *requested) if isinstance(analysis.fact(v).placement, Whole)}
     needed = _forms((ref.value for _, ref in reads if ref.how == "whole"), copies=True)  # cutting these is no help
@@ -129,7 +129,7 @@ def _forms(values: Iterable[Value], copies: bool = False) -> set[Value]:
 def _is_input(analysis: Analysis, node: Node, value: Value) -> bool:
     """Whether a cut value that a node reads whole was whole all along."""
     cut = isinstance(analysis.fact(value).placement, Tiled)
-    return cut and value in (analysis.inputs | analysis.stored) and not isinstance(analysis.moves[node], Local)
+    return cut and value in (analysis.inputs | analysis.resident) and not isinstance(analysis.moves[node], Outlined)
 
 
 def _check_inside(analysis: Analysis, node: Node, limits: Limits) -> Refusal | None:

@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from transforms.tiling.analysis.limits import Limits, looked_up
 from transforms.tiling.autodiff.chain_split import Separation, has_custom_vjp, narrow, scales, separate
 from transforms.tiling.autodiff.policy import Keeping, Policy, keeping
-from transforms.tiling.autodiff.residuals import Ends, ends
+from transforms.tiling.autodiff.residuals import Residuals, residuals_of
 from transforms.tiling.ir.dump import dump
 from transforms.tiling.ir.edit import copied
 from transforms.tiling.ir.effects import silence, silence_recomputed
@@ -62,7 +62,7 @@ class Options:
     accumulate: Any
     policy: Policy | None = None  # what is kept from one loop to another, rather than computed again
     lowmem: bool = False  # cut the gradients' programs along another axis too
-    local: bool = False  # scans run on whole operands, their bodies in tiles, even where they could run within a tile
+    outline: bool = False  # scans run on whole operands, their bodies in tiles, even where they could run within a tile
     sync: str = "once"  # gradients of weights are summed over the devices once, or with every tile
     reduce_dtype: Any = None  # in which that is done, if not in the gradient's own
     shares: int = 1  # over how many devices the cut axis is spread: each walks its own share
@@ -110,8 +110,8 @@ class Program:
     wide: frozenset[int] = frozenset()
     reuse: scan.Reuse = dataclasses.field(default_factory=dict)  # outputs that may take inputs' buffers,
     unseen: bool = False  # where no program around looks into this one's loops
-    also: Ends | None = None  # what its loops end in, returned after the outputs
-    given: tuple[Ends, int] | None = None  # what another program's loops ended in, and the first input that holds it
+    also: Residuals | None = None  # what its loops end in, returned after the outputs
+    given: tuple[Residuals, int] | None = None  # those of another program, and the first input that holds them
 
     @functools.cached_property
     def graph(self) -> Graph:
@@ -138,7 +138,7 @@ class Program:
         return self._planned[0]
 
     @property
-    def ends(self) -> Ends:
+    def residuals(self) -> Residuals:
         """What the loops end in, apart from the outputs, that derivatives need too."""
         return self._planned[1]
 
@@ -148,14 +148,14 @@ class Program:
         return self._attempt if isinstance(self._attempt, Refusal) else None
 
     @property
-    def _planned(self) -> tuple[Schedule, Ends]:
+    def _planned(self) -> tuple[Schedule, Residuals]:
         if isinstance(self._attempt, Refusal):
             raise TileError(self._attempt.message)
         return self._attempt
 
     @functools.cached_property
     @collections_paused()
-    def _attempt(self) -> tuple[Schedule, Ends] | Refusal:
+    def _attempt(self) -> tuple[Schedule, Residuals] | Refusal:
         graph, twins = copied(self.graph)  # planning changes it
         if self.also is not None:
             graph.outputs += self.also.among(graph)
@@ -166,7 +166,7 @@ class Program:
             return made
         plan, found = made
         dump(plan)
-        return plan, ends(self.graph, [twins[v] for v in found if v in twins], self.limits.largest)
+        return plan, residuals_of(self.graph, [twins[v] for v in found if v in twins], self.limits.largest)
 
     @functools.cached_property
     def limits(self) -> Limits:
@@ -323,7 +323,7 @@ class Program:
         """The outputs, then what is kept for the backward pass."""
         if self.keeping is not None:
             return self.derive(self.keeping.forward, ())
-        return dataclasses.replace(self, also=self.ends) if self.ends.values and self.also is None else self
+        return dataclasses.replace(self, also=self.residuals) if self.residuals.values and self.also is None else self
 
     @property
     def kept(self) -> list[tuple[Any, Placement]]:
@@ -406,7 +406,7 @@ def cut_again(program: Program, active: Sequence[int]) -> Program:
         return scan.run(outer.plan, args, outer.wide, chunks=False)
 
     closed = jax.make_jaxpr(both)(*(like(a) for a in avals))
-    options = dataclasses.replace(program.options, local=True)
+    options = dataclasses.replace(program.options, outline=True)
     return Program(closed, program.placements, options, outer.wide)
 
 

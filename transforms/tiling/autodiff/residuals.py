@@ -20,7 +20,7 @@ from transforms.tiling.primitives import has
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Ends:
+class Residuals:
     """Values of a graph that are whole and known once its loops have run."""
 
     graph: Graph
@@ -49,12 +49,12 @@ class Ends:
         graph.nodes[:] = prune(graph).nodes
 
 
-def ends(graph: Graph, found: Iterable[Value], largest: int) -> Ends:
+def residuals_of(graph: Graph, found: Iterable[Value], largest: int) -> Residuals:
     """What is worth handing on of the values `found`: arrays of up to `largest` bytes."""
     if any(named(v.aval) is not None for v in graph.inputs):
-        return Ends(graph, ())  # the derivative would have to be told how they are spread over devices
+        return Residuals(graph, ())  # the derivative would have to be told how they are spread over devices
     kept = (v for v in found if v.producer is not None and v.nbytes <= largest)
-    return Ends(graph, tuple(dict.fromkeys(kept)))
+    return Residuals(graph, tuple(dict.fromkeys(kept)))
 
 
 def every(graph: Graph) -> list[Value]:

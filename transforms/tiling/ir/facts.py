@@ -63,7 +63,7 @@ class Region(Move):
 
 
 @dataclasses.dataclass(frozen=True)
-class Local(Move):
+class Outlined(Move):
     """An equation that runs on whole operands, outside the loops, its body a tiled program of its own.
 
     Its results are stored whole, but cut ones are still read slice by slice.
@@ -93,12 +93,12 @@ class Analysis:
     completions: list[Completion] = dataclasses.field(default_factory=list)
     # Operands (by number) that are read after they were completed, and why.
     completed: dict[tuple[Node, int], str] = dataclasses.field(default_factory=dict)
-    stored: set[Value] = dataclasses.field(default_factory=set)  # cut values that are whole before the loops
+    resident: set[Value] = dataclasses.field(default_factory=set)  # cut values that are whole before the loops
     # Of the loops that have an order, whether they reverse it.
     backward: dict[int, bool] = dataclasses.field(default_factory=dict)
     apart: Held = dataclasses.field(default_factory=Held)  # sums that each device holds a part of
     typed: dict[Any, str | None] = dataclasses.field(default_factory=dict)
-    passing: set[Value] | None = None  # in a region: the values that may be apart
+    flowing: set[Value] | None = None  # in a region: the values that may be apart
     grain: int = 1  # tiles hold a multiple of so many rows
 
     @functools.cached_property
@@ -134,7 +134,7 @@ class Analysis:
         if rule.unfit is not None and not all(isinstance(p, Whole) for p in move.ins):
             options = None if self.limits is None else self.limits.options
             return rule.unfit(node, move, options.span) if options else None
-        known = node.name in TYPED or isinstance(move, (Region, Local)) or self.limits is None
+        known = node.name in TYPED or isinstance(move, (Region, Outlined)) or self.limits is None
         if known or not any(isinstance(p, Tiled) for p in (*move.ins, *move.outs)):
             return None
         if all(named(v.aval) is None for v in (*node.inputs, *node.outputs)):
@@ -159,9 +159,9 @@ class Analysis:
     def needs(self, node: Node) -> list[Value]:
         """The operands that a node, run on whole values, reads."""
         move = self.moves.get(node)
-        return [node.inputs[i] for i in move.reads] if isinstance(move, Local) else node.inputs
+        return [node.inputs[i] for i in move.reads] if isinstance(move, Outlined) else node.inputs
 
-    def end(self, value: Value) -> int:
+    def last_loop(self, value: Value) -> int:
         """The last loop that has to run for `value` to be whole."""
         fact = self.fact(value)
-        return fact.stage - (isinstance(fact.placement, Whole) or value in self.stored)
+        return fact.stage - (isinstance(fact.placement, Whole) or value in self.resident)

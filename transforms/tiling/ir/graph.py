@@ -49,11 +49,11 @@ class State:
     """What goes from tile to tile (an `iter_arg`, as loops of MLIR have): a node's result is what a tile begins with.
 
     The node's operand is what the first tile begins with, the last in `reverse`; what a tile leaves, `yielded`, the
-    next begins with. `stored` holds what each tile begins with, for loops that go the other way.
+    next begins with. `checkpoints` hold what each tile begins with, for loops that go the other way.
     """
 
     reverse: bool
-    stored: Value
+    checkpoints: Value
     yielded: Value | None = None
 
 

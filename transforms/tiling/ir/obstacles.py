@@ -96,4 +96,4 @@ class Disagreement(Refusal):
     analysis: Any  # of the graph that both are in
     node: Node
     value: Value
-    stored: bool = False  # nothing but storing the value helps
+    must_store: bool = False  # nothing but storing the value helps

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from transforms.tiling.ir.facts import Local
+from transforms.tiling.ir.facts import Outlined
 from transforms.tiling.ir.flatten import compute
 from transforms.tiling.ir.graph import Node, Value, read
 from transforms.tiling.ir.loops import Schedule
@@ -26,7 +26,7 @@ def finish(plan: Schedule, env: Env, wanted: Sequence[Value], span: Span, effect
 
     def run(node: Node) -> list[Any]:
         move = plan.analysis.moves[node]
-        if isinstance(move, Local):
+        if isinstance(move, Outlined):
             return move.run([narrow(env, v) if i in move.reads else None for i, v in enumerate(node.inputs)])
         if plan.late.isdisjoint(node.outputs):
             return node.bind([narrow(env, v) for v in node.inputs])

@@ -95,7 +95,7 @@ def narrowest(value: Any, apart: Apart, graph: Any) -> Apart:
     return Apart(apart.axes, dtype)
 
 
-def passable(graph: Any, completed: Any = ()) -> set[Any]:
+def flowing(graph: Any, completed: Any = ()) -> set[Any]:
     """The values of a graph that go nowhere but to its outputs, through equations that may run on what is apart.
 
     `completed`: operands (of which node, which number) that are read after the loop anyway.

@@ -7,7 +7,7 @@ from typing import Any
 from transforms.tiling.ir.graph import Node
 from transforms.tiling.ir.placement import Partial, Tiled
 from transforms.tiling.mesh.layout import TOGETHER, named
-from transforms.tiling.mesh.sums import contracted, narrowest, passable, summed
+from transforms.tiling.mesh.sums import contracted, flowing, narrowest, summed
 from transforms.tiling.primitives import has
 
 
@@ -19,7 +19,7 @@ def keep_apart(found: Any, node: Node, move: Any, moving: bool) -> None:
     if node.together:
         return
     for i, value in enumerate(node.outputs):
-        allowed = found.passing is None or value in found.passing
+        allowed = found.flowing is None or value in found.flowing
         if move.outs[i] != Partial("sum") or moving or not allowed:
             continue
         if getattr(move, "bodies", ()):
@@ -36,7 +36,7 @@ def postpone(found: Any) -> None:
 
     And find the dtype in which each sum is made.
     """
-    alone = passable(found.graph, found.completed)
+    alone = flowing(found.graph, found.completed)
     for node in found.graph.nodes:
         value = node.outputs[0] if len(node.outputs) == 1 else None
         if value is None or value not in alone or found.fact(value).moving or node.together:

@@ -17,7 +17,7 @@ from transforms.tiling.primitives import REMAT, has
 Wanted = tuple[PartitionSpec, Any]
 
 
-def gather(loop: Loop, read: Callable[[Value], Any]) -> dict[Any, Any]:
+def all_gather(loop: Loop, read: Callable[[Value], Any]) -> dict[Any, Any]:
     """The whole operands of a loop's products and of those inside its equations with bodies, each gathered once.
 
     Args:

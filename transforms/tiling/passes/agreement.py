@@ -17,7 +17,7 @@ from jax.extend.core import Primitive
 
 from transforms.tiling.analysis.rounding import Walk, is_mask
 from transforms.tiling.ir.edit import add, replace, sort, traced
-from transforms.tiling.ir.facts import Analysis, Local
+from transforms.tiling.ir.facts import Analysis, Outlined
 from transforms.tiling.ir.graph import Graph, Node, Value, ancestors, constant, prune
 from transforms.tiling.ir.obstacles import Complete, Disagreement
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled
@@ -279,10 +279,10 @@ def push_stored(node: Node, placements: tuple[Placement, ...]) -> Complete:
 
 def store_whole(node: Node, placements: tuple[Placement, ...], limits: Any) -> Move:
     """Cut as it was, but read slice by slice."""
-    return Local(placements, (WHOLE,), (), (0,), list, reason=KEPT)
+    return Outlined(placements, (WHOLE,), (), (0,), list, reason=KEPT)
 
 
 register("witness", push=push_witness, emit=emit_witness)
 register("snapped", push=push_snapped, emit=emit_snapped)
 register("agreed", push=push_agreed, emit=emit_agreed)
-register("stored", push=push_stored, local=store_whole)
+register("stored", push=push_stored, outline=store_whole)

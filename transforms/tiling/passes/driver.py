@@ -107,7 +107,7 @@ def whole_groups(work: Work, groups: Groups) -> bool:
 
 def agree(work: Work, met: Disagreement) -> bool:
     if not work.limits.allow(met.value):
-        return not met.stored and agreement.agree(met, work.limits.options.span)
+        return not met.must_store and agreement.agree(met, work.limits.options.span)
     agreement.store(work.graph, met.value)
     return True
 
@@ -191,7 +191,7 @@ def planned(
     while True:
         found = _attempt(work, placements)
         if isinstance(found, Schedule):
-            return dataclasses.replace(found, passes=tuple(work.passes)), list(work.online.ends)
+            return dataclasses.replace(found, passes=tuple(work.passes)), list(work.online.results)
         if isinstance(found, Analysis):
             continue  # of a graph that was rewritten since
         if not _first([p for p in ANSWERS if p.answers and isinstance(found, p.answers)], work, found):

@@ -57,7 +57,7 @@ def hand_on(
 
 def resize(graph: Graph, total: int, size: int) -> None:
     """Have states for tiles of another length."""
-    for begun in (s.stored for n in graph.nodes if (s := n.state) is not None):
+    for begun in (s.checkpoints for n in graph.nodes if (s := n.state) is not None):
         producer(begun).params["size"] = size
         begun.aval = begun.aval.update(shape=(-(-total // size), *begun.shape[1:]))
 
@@ -80,16 +80,16 @@ def place(found: Analysis) -> None:
         if (state := node.state) is None or state.yielded is None:
             continue
         stage = max(found.fact(node.outputs[0]).stage, found.fact(state.yielded).stage)
-        placement = Stacked(producer(state.stored).params["size"])
-        found.facts[state.stored] = Fact(placement, found.turned(stage, state.reverse), direction=state.reverse)
-        found.moves[producer(state.stored)] = Move((placement,), (WHOLE,))
+        placement = Stacked(producer(state.checkpoints).params["size"])
+        found.facts[state.checkpoints] = Fact(placement, found.turned(stage, state.reverse), direction=state.reverse)
+        found.moves[producer(state.checkpoints)] = Move((placement,), (WHOLE,))
 
 
 def resume_state(node: Node, source: Value, given: Any, before: Mapping[Value, Any], span: Span) -> Any:
     """The state that a tile begins with: as an earlier loop stored it, or as the tile before left it."""
     state = node.state
     assert state is not None
-    if source is state.stored:
+    if source is state.checkpoints:
         number = span.start // producer(source).params["size"]
         return lax.dynamic_index_in_dim(given, number, 0, keepdims=False)
     init = jnp.broadcast_to(given, node.outputs[0].shape)

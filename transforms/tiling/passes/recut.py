@@ -50,7 +50,7 @@ def recut(
 
 
 def _may_be_whole(found: Analysis, value: Value) -> bool:
-    whole = isinstance(found.fact(value).placement, Whole) or value in (found.inputs | found.stored)
+    whole = isinstance(found.fact(value).placement, Whole) or value in (found.inputs | found.resident)
     return whole or found.limits is None or found.limits.allow(value)
 
 

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from transforms.tiling.analysis.limits import human
 from transforms.tiling.autodiff.program import NO_REVERSE, Program
 from transforms.tiling.ir.effects import sources
-from transforms.tiling.ir.facts import Analysis, Local
+from transforms.tiling.ir.facts import Analysis, Outlined
 from transforms.tiling.ir.flatten import flatten
 from transforms.tiling.ir.graph import Graph, Node, Value, describe, elements, flops, nbytes
 from transforms.tiling.ir.loops import Loop
@@ -27,7 +27,7 @@ from transforms.tiling.ir.placement import Partial, Placement, Span, Tiled
 from transforms.tiling.mesh.layout import axes, devices, like, named
 from transforms.tiling.mesh.weight_gather import gathered
 from transforms.tiling.report.memory import temp_bytes
-from transforms.tiling.report.table import describe_pass, flops_text, totals
+from transforms.tiling.report.table import describe_run, flops_text, totals
 from transforms.tiling.schedule import runs_once
 
 
@@ -107,7 +107,7 @@ class LoopPlan:
 
 
 @dataclasses.dataclass(frozen=True)
-class PassPlan:
+class RunPlan:
     """One way to run the function, tiled, and the same untiled.
 
     `temp` and `untiled_temp` estimate the temporary memory of the compiled program, in bytes (`report.memory`), which
@@ -140,7 +140,7 @@ class PassPlan:
         return max((sum(c.nbytes for c in loop.carries) for loop in self.loops), default=0)
 
 
-COLUMNS: dict[str, Callable[[PassPlan], tuple[str, str]]] = {  # what the table says of each, tiled and untiled
+COLUMNS: dict[str, Callable[[RunPlan], tuple[str, str]]] = {  # what the table says of each, tiled and untiled
     "temporary memory, estimated": lambda p: (human(p.temp), human(p.untiled_temp)),
     "largest array inside": lambda p: (human(p.largest), human(p.untiled_largest)),
     "matrix products": lambda p: (flops_text(p.flops), flops_text(p.untiled_flops)),
@@ -161,8 +161,8 @@ class TilePlan:
     length: int
     tiles: int
     size: int
-    value: PassPlan
-    gradient: PassPlan | None
+    value: RunPlan
+    gradient: RunPlan | None
     shares: int = 1
 
     def __str__(self) -> str:
@@ -176,7 +176,7 @@ class TilePlan:
         known = {name: plan for name, plan in found.items() if plan is not None}
         lines += totals(known, COLUMNS)
         for name, plan in known.items():
-            lines += ["", *describe_pass(name, plan)]
+            lines += ["", *describe_run(name, plan)]
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -198,11 +198,11 @@ def explain(program: Program) -> TilePlan:
     options, back = program.options, gradient_run(program)
     size = max((p.plan.options.size for p in value_run(program).programs), default=options.size)
     tiles = max(1, -(-options.total // size))
-    gradient = None if back is None else _pass(back)
-    return TilePlan(options.total, tiles, size, _pass(value_run(program)), gradient, options.shares)
+    gradient = None if back is None else _run_plan(back)
+    return TilePlan(options.total, tiles, size, _run_plan(value_run(program)), gradient, options.shares)
 
 
-def _pass(run: Run) -> PassPlan:
+def _run_plan(run: Run) -> RunPlan:
     loops, completed, effects, total = [], [], [], 0
     before: set[object] = set()  # what the programs before this one compute: not the same nodes, but the same lines
     for program in run.programs:
@@ -221,7 +221,7 @@ def _pass(run: Run) -> PassPlan:
         total += plan.flops + sum(flops(n) for n in plan.analysis.graph.nodes if n not in seen)
     untiled = flatten(run.untiled)
     total = total if run.programs else sum(map(flops, untiled.nodes))
-    return PassPlan(
+    return RunPlan(
         loops=tuple(loops),
         completed=tuple(dict.fromkeys(completed)),
         flops=total,
@@ -236,7 +236,7 @@ def _pass(run: Run) -> PassPlan:
 
 
 def _effects(node: Node, analysis: Analysis) -> list[SideEffect]:
-    tiles = isinstance(analysis.moves[node], Local) or not runs_once(analysis, node)
+    tiles = isinstance(analysis.moves[node], Outlined) or not runs_once(analysis, node)
     return [SideEffect(name, where, tiles) for name, where in sources(node.name, node.where, node.params)]
 
 

@@ -20,7 +20,7 @@ def totals(plans: dict[str, Any], columns: dict[str, Any]) -> list[str]:
     return lines + [f"{k:28}" + "".join(f"{a:>14}{b:>14}" for a, b in v) for k, v in rows.items()]
 
 
-def describe_pass(name: str, plan: Any) -> Iterator[str]:
+def describe_run(name: str, plan: Any) -> Iterator[str]:
     yield name if plan.loops else f"{name}: no loops, all of it is whole"
     for i, loop in enumerate(plan.loops, 1):
         tiles = "all at once" if loop.tiles == 1 else f"{loop.tiles} tiles{', backwards' if loop.reverse else ''}"

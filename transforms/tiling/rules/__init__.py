@@ -11,7 +11,7 @@ outside of rules and passes asks for a name.
     emit(node, values, move, span)    the tile's results, where binding the primitive is not enough
     accumulate(node, values, total, span)   `total` plus the tile's part, where that is cheaper than making the part
     part(node, values, wanted)        (of an equation with bodies) some results alone, from whole operands
-    local(node, placements, limits)   (likewise) how to run it on whole operands with its bodies tiled
+    outline(node, placements, limits) (likewise) how to run it on whole operands with its bodies tiled
     resume(node, source, given, before, span)   (of what goes from tile to tile) its result, from its operand `source`,
                                       whose tile is `given`, and from what the tiles before this one accumulated
     unfit(node, move, span)           why tiles of this length do not suit it, though others would; None if they do
@@ -51,7 +51,7 @@ Pull = Callable[[Node, Tiled], tuple[Placement, ...] | None]
 Localise = Callable[[Node, Move, Span], dict[str, Any]]
 Emit = Callable[[Node, list[Any], Move, Span], list[Any]]
 Accumulate = Callable[[Node, list[Any], Any, Span], Any]
-Local = Callable[[Node, tuple[Placement, ...], Any], "Move | Obstacle | None"]
+Outline = Callable[[Node, tuple[Placement, ...], Any], "Move | Obstacle | None"]
 Resume = Callable[[Node, Value, Any, Mapping[Value, Any], Span], Any]
 Part = Callable[[Node, Sequence[Any], Sequence[int]], list[Any]]
 
@@ -64,7 +64,7 @@ class Rule:
     emit: Emit | None = None
     accumulate: Accumulate | None = None
     part: Part | None = None
-    local: Local | None = None
+    outline: Outline | None = None
     resume: Resume | None = None
     unfit: Callable[[Node, Move, Span], str | None] | None = None
     wide: Callable[[Node, list[Any], Any, Span], Any] | None = None

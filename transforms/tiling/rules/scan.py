@@ -17,13 +17,13 @@ from jax.extend.core import ClosedJaxpr
 from transforms.tiling.analysis.limits import human
 from transforms.tiling.analysis.propagate import body_of
 from transforms.tiling.ir.edit import replace, traced
-from transforms.tiling.ir.facts import Local, Region
+from transforms.tiling.ir.facts import Outlined, Region
 from transforms.tiling.ir.flatten import body_graph, evaluate
 from transforms.tiling.ir.graph import Graph, Node, Value, closure, describe, operands, prune, scan_counts
 from transforms.tiling.ir.obstacles import Complete, Obstacle, Refusal
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled
 from transforms.tiling.mesh.layout import Held, conform, like
-from transforms.tiling.mesh.sums import passable
+from transforms.tiling.mesh.sums import flowing
 from transforms.tiling.rules import RULES, Move, bodies, register
 
 
@@ -46,7 +46,7 @@ def push_scan(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
         return Complete(along, "runs along the cut axis", along=_alone(placements, along))
     stacked = [*map(of_a_step, placements[constants + carried :])]
     state: tuple[Placement, ...] = placements[constants : constants + carried]
-    passing = passable(graph)
+    lazy = flowing(graph)
     apart = Held()
     while True:
         ins = (*placements[:constants], *state, *stacked)
@@ -58,7 +58,7 @@ def push_scan(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
         if None in joined:
             return bodies.wait(placements, "carries what is cut along different dimensions")
         parts = zip(graph.inputs[constants:], bodies.held(found)[:carried], strict=False)
-        kept_apart = Held({v: a for v, a in parts if a.axes and v in passing})
+        kept_apart = Held({v: a for v, a in parts if a.axes and v in lazy})
         if joined == state and kept_apart == apart:
             break
         state, apart = joined, kept_apart  # ty: ignore[invalid-assignment]
@@ -119,13 +119,13 @@ def part_scan(node: Node, values: Sequence[Any], wanted: Sequence[int]) -> list[
 # ------------------------------------------------------------------- a scan of whole operands whose body runs in tiles
 
 
-def local_scan(node: Node, placements: tuple[Placement, ...], limits: Any) -> Move | Obstacle | None:
+def outline_scan(node: Node, placements: tuple[Placement, ...], limits: Any) -> Move | Obstacle | None:
     """Layers that mix all places along the cut axis: the scan runs outside the loops, each layer is a tiled program."""
     constants, carried = scan_counts(node)
     stacked = placements[constants + carried :]
     if any(isinstance(p, Tiled) and p.dim == 0 for p in stacked):
         return None
-    options = dataclasses.replace(limits.options, floor=limits.largest, local=False)
+    options = dataclasses.replace(limits.options, floor=limits.largest, outline=False)
     closed, kept = sink_constants(node)
     reuse = {i: [kept.index(constants + i)] for i in range(carried)}
     state: tuple[Placement, ...] = placements[constants : constants + carried]
@@ -150,7 +150,7 @@ def local_scan(node: Node, placements: tuple[Placement, ...], limits: Any) -> Mo
 
     results = map(of_all_steps, outs[carried:])
     constant = tuple(i for i in kept if i < constants)
-    return Local((*state, *results), (WHOLE,) * len(placements), (program,), tuple(kept), run, constant)
+    return Outlined((*state, *results), (WHOLE,) * len(placements), (program,), tuple(kept), run, constant)
 
 
 def check_steps(node: Node, outs: Sequence[Placement], limits: Any) -> Refusal | None:
@@ -218,4 +218,4 @@ def from_nothing(value: Value, steps: int = 64) -> bool:
     return True
 
 
-register("scan", push=push_scan, emit=emit_scan, part=part_scan, local=local_scan)
+register("scan", push=push_scan, emit=emit_scan, part=part_scan, outline=outline_scan)

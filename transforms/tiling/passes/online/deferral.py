@@ -323,7 +323,7 @@ class Finder:
 
     def completed(self, node: Node) -> int:
         """The first loop after those that end in what the node reads whole, of cut values."""
-        already = self.found.inputs | self.found.stored
+        already = self.found.inputs | self.found.resident
         read = (v for i, v in enumerate(node.inputs) if (node, i) in self.found.completed and self.is_cut(v))
         return max((self.found.fact(v).stage + 1 for v in read if v not in already), default=0)
 

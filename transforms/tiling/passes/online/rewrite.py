@@ -44,7 +44,7 @@ class Rewritten:
 
     sums: dict[Value, Online] = dataclasses.field(default_factory=dict)
     copies: dict[Any, Value] = dataclasses.field(default_factory=dict)
-    ends: dict[Value, None] = dataclasses.field(default_factory=dict)  # the values that were rewritten, their anchors
+    results: dict[Value, None] = dataclasses.field(default_factory=dict)  # what was rewritten, and its anchors
 
 
 def rewrite(found: Analysis, done: Rewritten, span: Span) -> bool:
@@ -70,7 +70,7 @@ def rewrite(found: Analysis, done: Rewritten, span: Span) -> bool:
             continue
         if (inner := finder.parts.get(value)) is not None:
             return _divide(found, node, inner)
-        done.ends.update(dict.fromkeys([*(t.value for t in early.anchors), value]))
+        done.results.update(dict.fromkeys([*(t.value for t in early.anchors), value]))
         _Writer(finder, done, span).write(value, early)
         changed = True
     return changed
@@ -106,7 +106,7 @@ def _saves(found: Analysis, value: Value, able: Collection[Value]) -> bool:
     if any(not isinstance(f.placement, Whole) for f in later):
         return True
     reached = {*able, *(v for node, _ in _after(found, set(able)) for v in node.outputs)}
-    ends = [found.end(v) for v in found.graph.outputs if v not in reached]
+    ends = [found.last_loop(v) for v in found.graph.outputs if v not in reached]
     return max(ends, default=-1) < stage
 
 
