@@ -77,42 +77,40 @@ def _leaves(
     fn: Callable[..., Any], axis: Any, args: Sequence[Any], kwargs: Mapping[str, Any], whole: int
 ) -> Iterator[names.Leaf]:
     """Every leaf with the dimension that `axis`, read like `in_axes`, gives it."""
-    for name, arg, prefix, lenient in _entries(fn, axis, args, kwargs, whole):
+    lenient = not isinstance(axis, (dict, tuple, list))  # arrays without that dimension stay whole
+    for name, arg, prefix in _entries(fn, axis, args, kwargs, whole):
         leaves = jax.tree_util.tree_leaves_with_path(arg)
         for (path, leaf), dim in zip(leaves, _broadcast(name, prefix, arg, len(leaves)), strict=True):
             label = f"{name}{jax.tree_util.keystr(path)}"
             yield label, leaf, _dim(label, leaf, dim, lenient) if is_array(leaf) else None
 
 
-Entry = tuple[str, Any, Any, bool]  # name, argument, its prefix, whether arrays without that dimension stay whole
-
-
 def _entries(
     fn: Callable[..., Any], axis: Any, args: Sequence[Any], kwargs: Mapping[str, Any], whole: int
-) -> list[Entry]:
-    """Pair each argument with its part of `axis`."""
+) -> list[tuple[str, Any, Any]]:
+    """Each argument's name, itself, and its part of `axis`."""
     given = list(zip(_names(fn, len(args)), args, strict=True))
-    first, given = [(name, arg, None, False) for name, arg in given[:whole]], given[whole:]
-    rest = [(name, kwargs[name], None, False) for name in sorted(kwargs)]
+    first, given = [(name, arg, None) for name, arg in given[:whole]], given[whole:]
+    rest = [(name, kwargs[name], None) for name in sorted(kwargs)]
     if isinstance(axis, dict):
         pairs = [*given, *((k, kwargs[k]) for k in sorted(kwargs))]
         known = [name for name, _ in pairs]
         if unknown := [k for k in axis if k not in known]:
             raise ValueError(f"tile: axis names {unknown}, but the call has the arguments {known}.")
-        return first + [(name, arg, axis.get(name), False) for name, arg in pairs]
+        return first + [(name, arg, axis.get(name)) for name, arg in pairs]
     if isinstance(axis, (tuple, list)):
         if len(axis) != len(given):
             raise ValueError(
                 f"tile: axis={axis!r} has {len(axis)} entries, but the call has {len(given)} positional arguments. "
                 "Give one entry for each, None for those that every tile sees whole."
             )
-        return [*first, *((n, a, p, False) for (n, a), p in zip(given, axis, strict=True)), *rest]
+        return [*first, *((n, a, p) for (n, a), p in zip(given, axis, strict=True)), *rest]
     if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)):
         raise TypeError(
             "tile: axis must be an int, a tuple or a dict of ints and None for each argument, or the name of a "
             f"dimension in their annotations, not {axis!r}."
         )
-    return [*first, *((n, a, None if isinstance(a, eqx.Module) else axis, True) for n, a in given), *rest]
+    return [*first, *((n, a, None if isinstance(a, eqx.Module) else axis) for n, a in given), *rest]
 
 
 def _names(fn: Callable[..., Any], count: int) -> list[str]:

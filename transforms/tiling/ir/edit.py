@@ -113,7 +113,7 @@ def any_platform(node: Node) -> int | None:
 
 def split(graph: Graph, node: Node, wanted: Sequence[int], part: Callable[..., list[Any]]) -> None:
     """Compute the results `wanted` of a node apart from the others: by `part(node, operands, wanted)`."""
-    nodes, outs = traced(lambda *values: part(node, values, wanted), node.inputs, node)
+    nodes, outs = traced(lambda *values: [part(node, values, wanted)[i] for i in wanted], node.inputs, node)
     replace(graph, node, nodes, dict(zip([node.outputs[i] for i in wanted], outs, strict=True)), keep=True)
 
 

@@ -150,28 +150,28 @@ class Span(NamedTuple):
             return self._take_beside(array, placement)
         if self.length == self.total:
             return array
-        array, dim = _apart(array, placement)
+        array, dim = unfold(array, placement)
         start, length = placement.steps(self.start), placement.steps(self.length)
-        return _together(lax.dynamic_slice_in_dim(array, start, length, dim), placement)
+        return fold(lax.dynamic_slice_in_dim(array, start, length, dim), placement)
 
     def _take_beside(self, array: Any, placement: Tiled) -> Any:
         """The tile and its neighbours; outside of the axis stand other rows of it, whichever."""
-        (array, dim), steps = _apart(array, placement), placement.steps
+        (array, dim), steps = unfold(array, placement), placement.steps
         size, (before, after) = min(self.length, self.total), self.halo
         first = jnp.clip(self.start, 0, self.total - size).astype(jnp.int32)
         rows = lax.dynamic_slice_in_dim(array, steps(first), steps(size), dim)
         ends = lax.slice_in_dim(rows, steps(size - before), None, axis=dim), rows
         rows = lax.concatenate([*ends, lax.slice_in_dim(rows, 0, steps(after), axis=dim)], dim)
         offset = jnp.asarray(self.start, jnp.int32) - first + before
-        return _together(lax.dynamic_slice_in_dim(rows, steps(offset), steps(self.length), dim), placement)
+        return fold(lax.dynamic_slice_in_dim(rows, steps(offset), steps(self.length), dim), placement)
 
     def narrow(self, array: Any, placement: Tiled, halo: Reach) -> Any:
         """Of an array of this tile with its neighbours, the tile with as many as `halo`."""
         if halo == self.halo:
             return array
-        (array, dim), steps = _apart(array, placement), placement.steps
+        (array, dim), steps = unfold(array, placement), placement.steps
         low, high = (have - want for have, want in zip(self.halo, halo, strict=True))
-        return _together(lax.slice_in_dim(array, steps(low), steps(self.length - high), axis=dim), placement)
+        return fold(lax.slice_in_dim(array, steps(low), steps(self.length - high), axis=dim), placement)
 
     def within(self, placement: Tiled) -> Any:
         """Which elements along this tile's dimension the axis has."""
@@ -185,8 +185,8 @@ class Span(NamedTuple):
             return lax.dynamic_update_slice_in_dim(array, part, self.start // placement.size, 0)
         if self.length == self.total:
             return part
-        (whole, dim), (part, _) = _apart(array, placement), _apart(part, placement)
-        return _together(lax.dynamic_update_slice_in_dim(whole, part, placement.steps(self.start), dim), placement)
+        (whole, dim), (part, _) = unfold(array, placement), unfold(part, placement)
+        return fold(lax.dynamic_update_slice_in_dim(whole, part, placement.steps(self.start), dim), placement)
 
     def positions(self, placement: Tiled, dtype: Any) -> Any:
         """The index in the whole array of each element along this tile's dimension."""
@@ -214,14 +214,14 @@ class Span(NamedTuple):
         return here, jnp.where(here, self.localise(positions, placement), 0)
 
 
-def _apart(array: Any, placement: Tiled) -> tuple[Any, int]:
+def unfold(array: Any, placement: Tiled) -> tuple[Any, int]:
     """An array of which the axis is a dimension that begins with it, and which dimension that is."""
     if placement.major == 1:
         return array, placement.dim
     return layout.split(array, placement.dim, placement.major), placement.dim + 1
 
 
-def _together(array: Any, placement: Tiled) -> Any:
+def fold(array: Any, placement: Tiled) -> Any:
     """The inverse."""
     return array if placement.major == 1 else layout.merge(array, placement.dim)
 

@@ -234,7 +234,7 @@ class _Writer:
             return value
         if value not in self.made:
             before = len(self.nodes)
-            fn = functools.partial(join, value.shape, cut.placement, self.spans)
+            fn = functools.partial(join, cut.placement, self.spans)
             (self.made[value],) = self.trace(fn, cut.pieces, node)
             self.known.update(self.nodes[before:])
         return self.made[value]

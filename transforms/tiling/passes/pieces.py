@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from transforms.tiling.ir.graph import Node, Value
-from transforms.tiling.ir.placement import COMBINE, Partial, Span, Tiled, identity
+from transforms.tiling.ir.placement import COMBINE, Partial, Span, Tiled, fold, identity, unfold
 from transforms.tiling.rules import Move, run
 
 
@@ -27,16 +27,12 @@ class Piece(Span):
 
     def take(self, array: Any, placement: Tiled) -> Any:
         """The piece of a whole array; zeros where it has none."""
-        dim, major, minor = placement.dim, placement.major, placement.minor
         if (self.start, self.length) == (0, self.total):
             return array
-        before, after = -self.start * minor, (self.start + self.length - self.total) * minor
-        apart = (*array.shape[:dim], major, array.shape[dim] // major, *array.shape[dim + 1 :])
-        parts = array if major == 1 else array.reshape(apart)
-        config = [(0, 0, 0)] * parts.ndim
-        config[dim + (major > 1)] = (before, after, 0)
-        found = lax.pad(parts, jnp.zeros((), array.dtype), config)
-        return found if major == 1 else found.reshape(self.local_shape(array.shape, placement))
+        parts, dim = unfold(array, placement)
+        before, after = -self.start * placement.minor, (self.start + self.length - self.total) * placement.minor
+        config = [(before, after, 0) if d == dim else (0, 0, 0) for d in range(parts.ndim)]
+        return fold(lax.pad(parts, jnp.zeros((), array.dtype), config), placement)
 
     def inside(self, shape: tuple[int, ...], placement: Tiled) -> Any:
         """Which elements of a piece of an array of `shape` the axis has."""
@@ -78,17 +74,13 @@ def combine(op: str, dtype: Any, *parts: Any) -> list[Any]:
     return [functools.reduce(COMBINE[op], parts).astype(dtype)]
 
 
-def join(shape: tuple[int, ...], cut: Tiled, spans: Sequence[Piece], *pieces: Any) -> list[Any]:
+def join(cut: Tiled, spans: Sequence[Piece], *pieces: Any) -> list[Any]:
     """The array that pieces are of."""
-    dim, major, minor = cut.dim, cut.major, cut.minor
-    if major > 1:
-        both = zip(pieces, spans, strict=True)
-        pieces = tuple(p.reshape(*shape[:dim], major, s.length * minor, *shape[dim + 1 :]) for p, s in both)
-        dim += 1
-    if len(pieces) > 1:
-        return [lax.concatenate(pieces, dim).reshape(shape)]
-    start = -spans[0].start * minor
-    return [lax.slice_in_dim(pieces[0], start, start + spans[0].total * minor, axis=dim).reshape(shape)]
+    parts, (dim, *_) = zip(*(unfold(piece, cut) for piece in pieces), strict=True)
+    if len(parts) > 1:
+        return [fold(lax.concatenate(parts, dim), cut)]
+    start = -spans[0].start * cut.minor
+    return [fold(lax.slice_in_dim(parts[0], start, start + spans[0].total * cut.minor, axis=dim), cut)]
 
 
 def places(lengths: Sequence[int]) -> list[tuple[int, int]]:

@@ -102,19 +102,6 @@ def with_gaps(inputs: Sequence[int], values: Sequence[Any], count: int) -> list[
     return [known.get(i) for i in range(count)]
 
 
-def summed(node: Node) -> list[Placement] | None:
-    """How each carried value ends if the body only adds to it or leaves it as it is; None if it reads one otherwise."""
-    graph = body_graph(node, "jaxpr")
-    constants, carried = scan_counts(node)
-    kinds: list[Placement] = []
-    adds = added(node)
-    for i, (before, after) in enumerate(zip(graph.inputs[constants:], graph.outputs[:carried], strict=False)):
-        if after is not before and i not in adds:
-            return None
-        kinds.append(Partial("last" if after is before else "sum"))
-    return kinds
-
-
 def added(node: Node) -> list[int]:
     """The numbers of the carried values that the body only adds to."""
     graph = body_graph(node, "jaxpr")

@@ -11,7 +11,7 @@ from jax import lax
 from transforms.tiling.analysis.propagate import analyse, analyse_body, body_of
 from transforms.tiling.ir.edit import any_platform
 from transforms.tiling.ir.facts import Analysis, Region
-from transforms.tiling.ir.flatten import body_graph, evaluate, flatten, solver
+from transforms.tiling.ir.flatten import body_graph, flatten, solver
 from transforms.tiling.ir.graph import Graph, Node, ancestors
 from transforms.tiling.ir.obstacles import Complete, Inline, Obstacle
 from transforms.tiling.ir.placement import WHOLE, Placement, Span, Whole
@@ -46,8 +46,7 @@ def emit_remat(node: Node, values: list[Any], move: Move, span: Span) -> list[An
 
 
 def part_remat(node: Node, values: Sequence[Any], wanted: Sequence[int]) -> list[Any]:
-    graph = body_graph(node, "jaxpr")
-    return evaluate(dict(zip(graph.inputs, values, strict=True)), [graph.outputs[i] for i in wanted])
+    return bodies.whole_body(body_graph(node, "jaxpr"), wanted)(values)
 
 
 # ------------------------------------------------------------------------------------------------------------ while
@@ -130,8 +129,7 @@ def emit_while(node: Node, values: list[Any], move: Move, span: Span) -> list[An
 def part_while(node: Node, values: Sequence[Any], wanted: Sequence[int]) -> list[Any]:
     carries = while_carries(node, wanted)
     test, body = body_graph(node, "cond_jaxpr"), body_graph(node, "body_jaxpr")
-    results = run_while(node, values, carries, bodies.whole_body(test, [0]), bodies.whole_body(body, carries))
-    return [results[i] for i in wanted]
+    return run_while(node, values, carries, bodies.whole_body(test, [0]), bodies.whole_body(body, carries))
 
 
 # ------------------------------------------------------------------------------------------------------------- cond
@@ -194,7 +192,8 @@ def part_cond(node: Node, values: Sequence[Any], wanted: Sequence[int]) -> list[
         body = bodies.whole_body(body_graph(node, "branches", number), wanted)
         return lambda *values: [body(values)[i] for i in wanted]
 
-    return choose(node, values[0], [branch(i) for i in range(len(node.params["branches"]))], values[1:])
+    results = choose(node, values[0], [branch(i) for i in range(len(node.params["branches"]))], values[1:])
+    return bodies.with_gaps(wanted, results, len(node.outputs))
 
 
 # ------------------------------------------------------------------------------------- custom derivatives, callbacks

@@ -80,16 +80,16 @@ def push_sums(node: Node, placements: tuple[Placement, ...]) -> Move | None:
     Such are `lax.map`, and its gradients. Tiles sum their own steps, in any order.
     """
     constants, carried = scan_counts(node)
-    kinds = bodies.summed(node)
-    first = constants + carried
+    first, adds, graph = constants + carried, bodies.added(node), body_graph(node, "jaxpr")
+    kept = [i for i in range(carried) if graph.outputs[i] is graph.inputs[constants + i]]
     cuts = {*placements[first:]} - {WHOLE}
-    if kinds is None or len(cuts) != 1:
+    if len(adds) + len(kept) < carried or len(cuts) != 1:
         return None
     (cut,) = cuts
-    ins = (*(WHOLE,) * constants, *(k if k == Partial("sum") else WHOLE for k in kinds))
+    ins = (*(WHOLE,) * constants, *(Partial("sum") if i in adds else WHOLE for i in range(carried)))
     if any(p not in (WHOLE, wanted) for p, wanted in zip(placements, ins, strict=False)):
         return None
-    outs = (*kinds, *(cut,) * (len(node.outputs) - carried))
+    outs = (*(Partial("sum" if i in adds else "last") for i in range(carried)), *(cut,) * (len(node.outputs) - carried))
     return Move(outs, (*ins, *(cut,) * (len(placements) - first)))
 
 
@@ -112,8 +112,7 @@ def emit_scan(node: Node, values: list[Any], move: Move, span: Span) -> list[Any
 def part_scan(node: Node, values: Sequence[Any], wanted: Sequence[int]) -> list[Any]:
     graph = body_graph(node, "jaxpr")
     needed = sorted({*bodies.carries_for(graph, *scan_counts(node), wanted), *wanted})
-    results = bodies.run_scan(node, values, wanted, bodies.whole_body(graph, needed))
-    return [results[i] for i in wanted]
+    return bodies.run_scan(node, values, wanted, bodies.whole_body(graph, needed))
 
 
 # ------------------------------------------------------------------- a scan of whole operands whose body runs in tiles

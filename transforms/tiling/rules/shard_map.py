@@ -97,7 +97,7 @@ def part(node: Node, values: Sequence[Any], wanted: Sequence[int]) -> list[Any]:
         results = body(values)
         return [results[i] for i in wanted]
 
-    return over_devices(node, run, node.params["in_specs"], wanted)(*values)
+    return with_gaps(wanted, over_devices(node, run, node.params["in_specs"], wanted)(*values), len(node.outputs))
 
 
 register("shard_map", push=push, emit=emit, part=part, alone=True)

@@ -206,13 +206,12 @@ def follow_dot(self: Finder, node: Node, move: Move, late: int | None) -> Early 
     return _multiplied(a, b) if a.factorable and b.factorable else None
 
 
+SAME = ("convert_element_type", "copy", "copy_p", "stop_gradient", "name", "optimization_barrier")
 FOLLOW: dict[str, Follow] = {
     **dict.fromkeys(["add", "sub", "add_any"], follow_add),
     **dict.fromkeys(["mul", "div"], follow_multiply),
     **dict.fromkeys(["exp", "exp2"], follow_exp),
-    **dict.fromkeys(
-        ["convert_element_type", "copy", "copy_p", "stop_gradient", "name", "optimization_barrier"], follow_same
-    ),
+    **dict.fromkeys(SAME, follow_same),
     **dict.fromkeys(["broadcast_in_dim", "transpose", "squeeze", "reshape", "reduce_sum"], follow_moved),
     "neg": follow_neg,
     "select_n": follow_select,
@@ -222,8 +221,6 @@ FOLLOW: dict[str, Follow] = {
 
 
 # -------------------------------------------------------------------------------------------------- what a graph defers
-
-SAME = frozenset("stop_gradient convert_element_type copy copy_p name optimization_barrier".split())
 
 
 class Anchor(NamedTuple):
