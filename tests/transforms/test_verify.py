@@ -192,7 +192,7 @@ def leave_no_state(made):
 
 
 def leave_no_anchor(made):
-    anchors = {a.value for u in made.loops[0].updates for a in u.anchors}
+    anchors = {a.value for u in made.loops[0].updates for a in u.online.anchors}
     assert anchors
     made.loops[0].updates = [u for u in made.loops[0].updates if u.value not in anchors]
 

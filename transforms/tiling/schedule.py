@@ -256,16 +256,14 @@ class Planner:
                 ref = self.resolve(part, self.analysis.fact(part).placement, d, loop)
                 self.emit(ref, d, loop)
                 terms.append(ref)
-        online = self.online.get(value)
-        if online is None:
-            return Update(value, tuple(terms))
+        online = self.online.get(value, Online())
         if online.weight is not None:
             self.deadline[online.weight] = d
-        return Update(value, tuple(terms), online.anchors, online.weight)
+        return Update(value, tuple(terms), online)
 
     def anchors(self, d: int, loop: Loop) -> list[Update]:
         """The anchors of a loop's sums: each tile leaves its own for the next."""
-        refs = {term.value: Ref(term.value, WHOLE, "tile") for update in loop.updates for term in update.anchors}
+        refs = {term.value: Ref(term.value, WHOLE, "tile") for update in loop.updates for term in update.online.anchors}
         for ref in refs.values():
             self.emit(ref, d, loop)
         return [Update(value, (ref,)) for value, ref in refs.items()]

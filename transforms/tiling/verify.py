@@ -272,11 +272,11 @@ def _step_faults(plan: Schedule, loop: Loop, ready: set[Value]) -> Iterator[str]
     for update in loop.updates:
         for term in update.terms:
             yield from of(term) if isinstance(term, Step) else missing(term, f"the result {update.value}")
-        for anchor in update.anchors:
+        for anchor in update.online.anchors:
             if anchor.value not in left:
                 yield f"the sum {update.value} is relative to {anchor.value}, which the loop does not keep"
-        if update.weight is not None and update.weight not in left:
-            yield f"the sum {update.value} moves with {update.weight}, which the loop does not keep"
+        if update.online.weight is not None and update.online.weight not in left:
+            yield f"the sum {update.value} moves with {update.online.weight}, which the loop does not keep"
 
 
 # ------------------------------------------------------------------------------------------------------- the footprint

@@ -77,14 +77,10 @@ def check_size(
     if limits.allow(value):
         return None
     made = f"made by `{value.producer.name}` at {value.producer.where}" if value.producer else "an argument"
-    bound = (
-        f"the largest input or output is {human(limits.largest)}"
-        if limits.gather == "small"
-        else 'gather="none" allows no completed array'
-    )
+    bound = f"the largest input or output is {human(limits.largest)}"
     remedy = 'cut another axis, reduce it first, or pass gather="any"'
     if limits.gather == "none":
-        remedy = 'cut another axis, or pass gather="small"'
+        bound, remedy = 'gather="none" allows no completed array', 'cut another axis, or pass gather="small"'
     return Refusal(
         f"cannot tile `{node.name}` at {node.where}: it {reason}, so its operand would have to be whole.\n"
         f"  operand: {describe(value.aval)} {placement}, {human(value.nbytes)}, {made}; {bound}.\n"

@@ -17,11 +17,7 @@ from transforms.tiling.rules import pulled
 
 
 def check_whole(
-    analysis: Analysis,
-    loops: Sequence[Loop],
-    requested: Iterable[Value],
-    limits: Limits,
-    online: Iterable[Value] = (),
+    analysis: Analysis, loops: Sequence[Loop], requested: Iterable[Value], limits: Limits, online: Iterable[Value] = ()
 ) -> Obstacle | None:
     """Find whole values that carry the cut axis, or that come from a completed one, and are too large.
 

@@ -187,9 +187,9 @@ def _update(plan: Schedule, update: Update, names: Names) -> str:
     terms = ", ".join(f"({_right(t, names)})" if isinstance(t, Step) else _ref(t, names) for t in update.terms)
     source = "" if terms == names(update.value) else f" from {terms}"
     how = "writes" if isinstance(placement, Tiled | Stacked) else "carries"
-    anchors = " ".join(names(a.value) for a in update.anchors)
+    anchors = " ".join(names(a.value) for a in update.online.anchors)
     relative = f" relative to {anchors}" if anchors else ""
-    weight = "" if update.weight is None else f" as often as {names(update.weight)}"
+    weight = "" if update.online.weight is None else f" as often as {names(update.online.weight)}"
     return f"{how} {names(update.value)}:{kind(update.value.aval)}{_braced(placement)}{source}{relative}{weight}"
 
 

@@ -38,21 +38,6 @@ class Step:
     silent: bool = False
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Update:
-    """How one tile changes a result: terms are added (or, if Tiled, written) one after the other.
-
-    A term is a step whose rule adds to the accumulator itself, or a reference to what the loop computed. Before that,
-    what was added is rescaled as the running `anchors` that it is relative to have moved; or moved with them, as often
-    as `weight` has summed up to.
-    """
-
-    value: Value
-    terms: tuple[Step | Ref, ...]
-    anchors: tuple[Term, ...] = ()
-    weight: Value | None = None
-
-
 @dataclasses.dataclass(frozen=True)
 class Online:
     """How the accumulator of a partial sum is rescaled: by `exp(weight * (new - old))` of each running anchor.
@@ -60,8 +45,21 @@ class Online:
     If there is another sum, of the weights, then `weight * (new - old)` is added that often instead.
     """
 
-    anchors: tuple[Term, ...]
+    anchors: tuple[Term, ...] = ()
     weight: Value | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Update:
+    """How one tile changes a result: terms are added (or, if Tiled, written) one after the other.
+
+    A term is a step whose rule adds to the accumulator itself, or a reference to what the loop computed. Before that,
+    what was added is rescaled as the running anchors that it is relative to (`online`) have moved.
+    """
+
+    value: Value
+    terms: tuple[Step | Ref, ...]
+    online: Online = Online()
 
 
 HEAVY = having("heavy")

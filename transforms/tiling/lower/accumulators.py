@@ -65,7 +65,7 @@ class Accumulator:
 
     def add(self, total: Any | None, tile: Tile) -> Any:
         """What it holds with one more tile; with no total yet, the tile is all there is."""
-        if total is not None and self.update.anchors:
+        if total is not None and self.update.online.anchors:
             total = self.rescaled(total, tile)
         for term in self.update.terms:
             if isinstance(term, Step):
@@ -97,8 +97,8 @@ class Accumulator:
 
     def rescaled(self, total: Any, tile: Tile) -> Any:
         """What was summed up to the last tile, relative to the anchors of this one."""
-        weight = None if self.update.weight is None else tile.before[self.update.weight]
-        for term in self.update.anchors:
+        weight = None if self.update.online.weight is None else tile.before[self.update.online.weight]
+        for term in self.update.online.anchors:
             old, new = tile.before[term.value], tile.made[term.value, WHOLE]
             total = _moved(total, term, old.astype(total.dtype), new.astype(total.dtype), weight)
         return total

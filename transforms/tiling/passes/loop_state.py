@@ -23,7 +23,7 @@ from transforms.tiling.ir.graph import Graph, Node, State, Value
 from transforms.tiling.ir.obstacles import Complete
 from transforms.tiling.ir.placement import WHOLE, Placement, Span, Stacked
 from transforms.tiling.mesh.layout import named
-from transforms.tiling.rules import Move, register
+from transforms.tiling.rules import Move, of_nothing, register
 
 carried_p = Primitive("carried")  # what the tiles before this one left; its operand before the first
 begun_p = Primitive("begun")  # the same, of all tiles
@@ -103,13 +103,9 @@ def push_carried(node: Node, placements: tuple[Placement, ...]) -> Complete:
     return Complete([0], "begins a loop along the cut axis with it")
 
 
-def push_begun(node: Node, placements: tuple[Placement, ...]) -> Move:
-    return Move((Stacked(node.params["size"]),), (WHOLE,))
-
-
 def emit_begun(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
     return [jnp.expand_dims(values[0], 0)]
 
 
 register("carried", push=push_carried, resume=resume_state)
-register("begun", push=push_begun, emit=emit_begun)
+register("begun", push=of_nothing, emit=emit_begun)

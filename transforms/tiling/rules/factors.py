@@ -52,12 +52,7 @@ def never(node: Node, cut: Tiled) -> bool:
 
 
 def register_factors(
-    *names: str,
-    factors: Stated,
-    sums: Sums = refuse_partial,
-    along: Along = never,
-    pulled: bool = True,
-    **parts: Any,
+    *names: str, factors: Stated, sums: Sums = refuse_partial, along: Along = never, pulled: bool = True, **parts: Any
 ) -> None:
     """Give primitives the rule that follows from their factors.
 
