@@ -371,8 +371,8 @@ class Planner:
             if not self.computes(value, d):
                 return self.before(value, d, loop)
             self.deadline[value] = min(self.deadline.get(value, d), d)
-        pulled = move is not self.analysis.moves.get(node)  # then all its operands are whole, or were completed
-        whole = [pulled or (node, i) in self.analysis.completed for i in range(len(node.inputs))]
+        all_ = move is not self.analysis.moves.get(node)  # it is pulled: its operands are whole, or were completed
+        whole = [all_ or (node, i) in self.analysis.completed for i in range(len(node.inputs))]
         return tuple(self.resolve(v, p, d, loop, w) for v, p, w in zip(node.inputs, move.ins, whole, strict=True))
 
     def before(self, value: Value, d: int, loop: Loop) -> tuple[Ref]:

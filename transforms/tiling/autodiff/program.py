@@ -202,11 +202,17 @@ class Program:
         return tuple(p if isinstance(p, Tiled) else WHOLE for p in facts)
 
     @collections_paused()
-    def derive(self, fn: Any, extra: Sequence[tuple[Any, Placement]], wide: Sequence[int] = ()) -> Program:
-        """The tiled program of `fn(*inputs, *extra)`, a function derived from this one."""
+    def derive(
+        self, fn: Any, extra: Sequence[tuple[Any, Placement]], wide: Sequence[int] = (), given: int = 0
+    ) -> Program:
+        """The tiled program of `fn(*inputs, *extra)`, a function derived from this one.
+
+        The last `given` of its inputs are tangents or cotangents: it has those side effects that depend on them.
+        """
         avals = [*self.closed.in_avals, *(aval for aval, _ in extra)]
         with explained(), looked_into():
             closed = jax.make_jaxpr(fn)(*(like(a) for a in avals))
+        closed = silence(closed, given) if given else silence_recomputed(closed)
         placements = (*self.placements, *(p for _, p in extra))
         return Program(closed, placements, self.options, frozenset(wide))
 
@@ -252,12 +258,11 @@ class Program:
         count = len(self.closed.out_avals)
         wide = range(count, count + len(active))
         try:
-            made = self.derive(functools.partial(self._values_and_gradients, active, out), (), wide)
+            return self.derive(functools.partial(self._values_and_gradients, active, out), (), wide)
         except ValueError as error:
             if NO_REVERSE not in str(error):
                 raise
             return None
-        return dataclasses.replace(made, closed=silence_recomputed(made.closed))
 
     def _values_and_gradients(self, active: tuple[int, ...], out: int, *args: Any) -> tuple[Any, ...]:
         (value,), vjp, outs = jax.vjp(*self.chosen(args, active, [out]), has_aux=True)
@@ -290,7 +295,6 @@ class Program:
         if split is None:
             return straight
         parted = self.derive(lambda *args: split.joint(args, active), (), split.wide(active))
-        parted = dataclasses.replace(parted, closed=silence_recomputed(parted.closed))
         # More than one inner sum may mean more products than running the forward twice.
         if parted.plan.flops > joint.plan.flops:
             return straight
@@ -310,8 +314,7 @@ class Program:
             return jax.jvp(primal, tuple(primals), both[-len(active) :], has_aux=True)[1]
 
         extra = [(self.closed.in_avals[i], self.placements[i]) for i in active]
-        made = self.derive(forward, extra)
-        return dataclasses.replace(made, closed=silence(made.closed, len(active)), unseen=True)
+        return dataclasses.replace(self.derive(forward, extra, given=len(active)), unseen=True)
 
     @functools.cached_property
     def keeping(self) -> Keeping | None:
@@ -344,12 +347,11 @@ class Program:
 
         extra = [*self.kept, *((self.closed.out_avals[i], self.output_placements[i]) for i in outs)]
         given = (self.forward.also, count) if self.forward.also is not None else None
-        made = self.derive(backward, extra)
+        made = self.derive(backward, extra, given=len(outs))
         # A gradient takes the place of a cotangent that was read, or of the input whose gradient it is.
         last = range(len(made.closed.in_avals) - len(outs), len(made.closed.in_avals))
         reuse = {i: [*last, number] for i, number in enumerate(active)}
-        closed = silence(made.closed, len(outs))
-        return cut_again(dataclasses.replace(made, closed=closed, given=given, reuse=reuse, unseen=True), active)
+        return cut_again(dataclasses.replace(made, given=given, reuse=reuse, unseen=True), active)
 
 
 @dataclasses.dataclass(frozen=True)

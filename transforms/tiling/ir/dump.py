@@ -148,10 +148,9 @@ def loops_text(plan: Schedule) -> str:
 
 
 def _loop(plan: Schedule, number: int, loop: Loop, names: Names) -> Iterator[str]:
-    options = plan.analysis.limits.options if plan.analysis.limits is not None else None
-    length = "?" if options is None else options.total
-    tiles = "all at once" if loop.light(plan.analysis) else f"tiles of {plan.options.size}"
-    yield f"loop {number + 1} of {len(plan.loops)}: {tiles} of {length}{', backwards' if loop.reverse else ''}"
+    tiles, total = f"tiles of {plan.options.size}", plan.options.total
+    tiles = "all at once" if loop.light(plan.analysis) else tiles
+    yield f"loop {number + 1} of {len(plan.loops)}: {tiles} of {total}{', backwards' if loop.reverse else ''}"
     if whole := [names(v) for v in loop.reads if v.const is None]:
         yield f"  reads {' '.join(whole)}"
     for step in loop.steps:
