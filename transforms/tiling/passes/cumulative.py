@@ -23,7 +23,7 @@ from transforms.tiling.passes.loop_state import begin, hand_on, leave
 from transforms.tiling.rules import Move, partial, register, tiled
 from transforms.tiling.rules.bodies import added, run_part
 
-cumulative_p = Primitive("cumulative")  # a cumulative operation on one tile, with what came before; and its last entry
+cumulative_p = Primitive("cumulative")  # a cumulative operation on one tile, with what came before; and its own total
 scan_p = Primitive("scan_part")  # a scan over one tile
 
 OPS = {"cumsum": "sum", "cumprod": "prod", "cummax": "max", "cummin": "min", "cumlogsumexp": "logaddexp"}
@@ -63,15 +63,16 @@ def _write_scan(nodes: list[Node], node: Node, span: Span) -> list[Value]:
 
 
 def push_cumulative(node: Node, placements: tuple[Placement, ...]) -> Move:
-    return Move((placements[0], Partial("last")), (placements[0], WHOLE))
+    return Move((placements[0], Partial(node.params["op"])), (placements[0], WHOLE))
 
 
 def emit_cumulative(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
     of, (array, before) = node.params["of"], values
-    (part,), axis, combine = of.bind([array]), of.params["axis"], COMBINE[node.params["op"]]
-    last = jnp.take(part, 0 if of.params["reverse"] else -1, axis=axis).astype(before.dtype)
+    (part,), axis = of.bind([array]), of.params["axis"]
     both = jnp.broadcast_arrays(jnp.expand_dims(before, axis), part.astype(before.dtype))
-    return [combine(*both).astype(part.dtype), combine(before, last)]
+    joined = COMBINE[node.params["op"]](*both).astype(part.dtype)
+    total = jnp.take(part, 0 if of.params["reverse"] else -1, axis=axis).astype(before.dtype)
+    return [joined, total]
 
 
 def push_scan_part(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
