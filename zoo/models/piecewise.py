@@ -86,7 +86,7 @@ class Piecewise:
         length = q.shape[-2]
         if ids is None and self._open:  # what fills up is behind all, where it would be seen
             ids = jnp.zeros((q.shape[0], length), jnp.int32)
-        ids = None if ids is None else self._fill(ids, -1, -1)
+        ids = None if ids is None else self._fill(ids, -1, jnp.iinfo(ids.dtype).min)  # no document's
         q, k, v = (self._fill(x, -2) for x in (q, k, v))
         run, again = with_backward(self.forward, self._pull)
         cut = lambda x, dim: jax.lax.slice_in_dim(x, 0, length, axis=x.ndim + dim)

@@ -141,7 +141,8 @@ def _turn(graph: Graph, node: Node, dot: Node) -> None:
         return
     sides = [side for side in (0, 1) if turned[side] != free[side]]
     spread = any(named(v.aval) is not None for v in (*dot.inputs, *dot.outputs))
-    if sides and (spread or any(2 * dot.inputs[i].aval.size > node.outputs[0].aval.size for i in sides)):
+    large = any(2 * dot.inputs[i].aval.size > node.outputs[0].aval.size for i in sides)
+    if sides and (swapped or spread or large):
         return
     operands, params = list(dot.inputs), dict(dot.params)
     for side in sides:
