@@ -122,6 +122,50 @@ def test_a_mixture_by_tokens_on_devices_that_share_sequences(mesh):
         np.testing.assert_allclose(one, other, atol=1e-5 * (np.abs(other).max() + 1))
 
 
+def error(found, wanted):
+    """How far gradients are from those in float64: the root mean square of their parts' relative errors."""
+    pairs = [
+        (np.asarray(a, np.float64), np.asarray(b)) for a, b in zip(*map(jax.tree.leaves, (found, wanted)), strict=True)
+    ]
+    return np.sqrt(np.mean([(np.linalg.norm(a - b) / np.linalg.norm(b)) ** 2 for a, b in pairs if np.any(b)]))
+
+
+ERRORS = [
+    pytest.param(name, mesh, packed, marks=[] if (name, mesh, packed) in light else [pytest.mark.heavy])
+    for light in [{("windows, cap", "context", True)}]
+    for name in ulysses.CONFIGS
+    for mesh in (None, "context", "all")
+    for packed in (False, True)
+]
+
+
+@pytest.mark.optimised
+@pytest.mark.parametrize(("name", "mesh", "packed"), ERRORS)
+def test_errors_against_float64_are_those_of_whole_layers(name, mesh, packed):
+    """In float32, as XLA compiles by default: at most half as much again, of one device and of eight."""
+    config = ulysses.CONFIGS[name]
+    length = 32 if name == "no groups" else 256  # there are no more positions
+    model = zoo.model_class(config).init(config, key=jax.random.key(0))
+    ids = np.random.default_rng(2).integers(3, 60, (2, length), dtype=np.int32)
+    lengths = [length * 3 // 8, length // 8, length // 2]
+    segments = np.repeat([[1, 2, 3]] * 2, lengths, axis=1).astype(np.int32) if packed else None
+    with jax.enable_x64(True):
+        exact = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), model)
+        wanted = ulysses.gradients(exact, ids, segments, None, {})
+    own = error(ulysses.gradients(model, ids, segments, None, {}), wanted)
+    long = configs.Tiling(n="none", heads=True, tokens=32)
+    pieces = Ops(**tiling.slices(long, config), **KERNELS["tiled"].ops(8), ulysses=mesh is not None)
+    if mesh is None:
+        found = ulysses.gradients(model, ids, segments, pieces, {})
+    else:
+        made = make_mesh(*ulysses.MESHES[mesh])
+        with jax.set_mesh(made):
+            put = lambda x: None if x is None else jax.device_put(x, sharding_of(made, "B S", x.shape))
+            spread = on_mesh(model, made, ulysses.SHARED)
+            found = ulysses.gradients(spread, put(ids), put(segments), pieces, {})
+    assert error(found, wanted) < 1.5 * own
+
+
 def compiled(seq, tilings=None, attention=None, layers=2):
     sizes = {"vocab_size": 64, "embed_dim": 32, "mlp_dim": 128, "num_heads": 8, "num_kv_heads": 4, "head_dim": 8}
     config = zoo.LlamaConfig(num_layers=layers, **sizes)

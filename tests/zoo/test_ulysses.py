@@ -51,13 +51,13 @@ def ops(how):
     return {"heads": heads, "tokens": tokens, "attention": ADAPTERS["tiled"], "keeps": True}
 
 
-def gradients(model, ids, segments, how):
+def gradients(model, ids, segments, how, options=QUICK):
     def loss(model, ids, segments):
         out = model.hidden(ids, ops=how, segments=segments, remat=remat("full"))
         waves = jnp.sin(jnp.arange(out.size)).reshape(out.shape)
         return (out * place(waves, jax.P(*partitions(out)))).sum()
 
-    return jax.jit(jax.grad(loss), **QUICK)(model, ids, segments)
+    return jax.jit(jax.grad(loss), **options)(model, ids, segments)
 
 
 @pytest.mark.parametrize(("name", "mesh", "how"), ROWS)
