@@ -71,6 +71,16 @@ def packed(name, out, into):
     return held, _matrix(out, into, lambda i, j: (values[i, j] - 8) * np.float32(scale[i, j // 16]))
 
 
+def packed_with_zeros(name, out, into):
+    held, _ = packed(name, out, into)
+    zeros, scale = NOISE.integers(0, 16, (out, into // 16)), held[f"{name}.weight_scale"]
+    filled = np.pad(zeros, ((0, -out % 8), (0, 0)))  # words go down the outputs here
+    held[f"{name}.weight_zero_point"] = np.ascontiguousarray(_words(np.ascontiguousarray(filled.T)).T)
+    words = held[f"{name}.weight_packed"].view(np.uint32)
+    value = lambda i, j: int(words[i, j // 8] >> np.uint32(4 * (j % 8)) & np.uint32(15)) - zeros[i, j // 16]
+    return held, _matrix(out, into, lambda i, j: value(i, j) * np.float32(scale[i, j // 16]))
+
+
 def gptq_in_order(name, out, into):
     return gptq(name, out, into, order=lambda index: index)
 
@@ -148,6 +158,14 @@ FORMATS = {
             "quant_method": "compressed-tensors",
             "format": "pack-quantized",
             "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 16}}},
+        },
+    ),
+    "packed with zeros": (
+        packed_with_zeros,
+        {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 16, "symmetric": False}}},
         },
     ),
     "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": True}),
@@ -334,7 +352,10 @@ def test_blocks_of_a_matrix_that_is_narrower_are_blocks(tmp_path):
 
 @pytest.mark.parametrize(
     "kind",
-    ["fp8 by blocks", "fp8 by rows", "gptq in order", "awq", "int8 by rows", "packed", "bitsandbytes int8", "nf4"],
+    [
+        *("fp8 by blocks", "fp8 by rows", "gptq in order", "awq", "int8 by rows", "packed", "packed with zeros"),
+        *("bitsandbytes int8", "nf4"),
+    ],
 )
 def test_folders_of_others_stay_in_fewer_bits(kind, tmp_path):
     """In what is kept stands what is read, for matrices apart (Llama) and several in one tensor (Phi 3)."""

@@ -18,13 +18,13 @@ def read(settings: dict[str, Any], tensors: Mapping[str, Tensor], label: str) ->
     """Return each matrix that `weight` or `weight_packed` stands for.
 
     Raises:
-        ValueError: the format is another, or its integers have zeros of their own.
+        ValueError: the format is another, or integers that are not packed have zeros of their own.
     """
     format = settings.get("format")
     if format not in _FORMATS:
         raise ValueError(f"`quantization_config`'s format={format!r} is not supported, only {', '.join(_FORMATS)}.")
-    if zeros := ends(tensors, ".weight_zero_point"):
-        raise ValueError(f"`{zeros[0]}.weight_zero_point` is not supported: only symmetric integers are.")
+    if zeros := [one for one in ends(tensors, ".weight_zero_point") if f"{one}.weight_packed" not in tensors]:
+        raise ValueError(f"`{zeros[0]}.weight_zero_point` is not supported: only that of packed integers is.")
     weights = [group.get("weights") or {} for group in (settings.get("config_groups") or {}).values()]
     bits = {one.get("num_bits", 8) for one in weights} or {8}
     blocks = [one["block_structure"] for one in weights if one.get("block_structure")]
@@ -44,25 +44,27 @@ def read(settings: dict[str, Any], tensors: Mapping[str, Tensor], label: str) ->
         (width,) = bits
         words = tensors[f"{module}.weight_packed"]
         shape = tuple(int(size) for size in tensors[f"{module}.weight_shape"].array())
-        parts = (words, scale, tensors[f"{module}.weight_shape"])
+        zeros = tensors.get(f"{module}.weight_zero_point")
+        parts = (words, scale, tensors[f"{module}.weight_shape"], *(() if zeros is None else (zeros,)))
         decode = functools.partial(_unpacked, bits=width)
-        found[name] = made(name, shape, label, parts, decode, _kept(shape, scale, width))
+        found[name] = made(name, shape, label, parts, decode, _kept(shape, scale, width, zeros is not None))
     return found
 
 
-def _kept(shape, scale, bits):
+def _kept(shape, scale, bits, zeros=False):
     """Say how a matrix `[out, in]` of integers stays, where groups of its inputs are equally long."""
     groups = scale.shape[1] if len(scale.shape) == 2 else 1
     if scale.dtype not in DTYPES or shape[1] % groups or (bits == 4 and shape[1] % 2):
         return None
 
-    def read(weight, scale, *_):
+    def read(weight, scale, _=None, zero=None):
         if weight.dtype != np.int8:  # words
             weight = weight.view(np.uint8).reshape(shape[0], -1)[:, : shape[1] * bits // 8]
             weight = weight if bits == 4 else (weight ^ np.uint8(128)).view(np.int8)
-        return weight, np.broadcast_to(scale.reshape(-1, groups), (shape[0], groups))
+        scales = np.broadcast_to(scale.reshape(-1, groups), (shape[0], groups))
+        return (weight, scales) if zero is None else (weight, scales, _zeros(zero, shape[0], bits).astype(np.int8))
 
-    return Kept(f"int{bits}", groups, DTYPES[scale.dtype], read)
+    return Kept(f"int{bits}", groups, DTYPES[scale.dtype], read, zeros=zeros)
 
 
 def _scaled(weight, scale, block):
@@ -73,11 +75,18 @@ def _scaled(weight, scale, block):
     return fp8.scaled(weight, scale, block)
 
 
-def _unpacked(words, scale, shape, *, bits):
+def _unpacked(words, scale, shape, zero=None, *, bits):
     """Return `[out, in]` of words `[out, in / per word]`, whose integers are stored with half their range added."""
     rows, columns = (int(size) for size in shape)
     values = nibbles(words, bits).reshape(rows, -1)[:, :columns].astype(np.int32) - 2 ** (bits - 1)
-    return values * np.repeat(scale.astype(np.float32), -(-columns // scale.shape[1]), axis=1)[:, :columns]
+    spread = lambda groups: np.repeat(groups, -(-columns // scale.shape[1]), axis=1)[:, :columns]
+    values = values if zero is None else values - spread(_zeros(zero, rows, bits))
+    return values * spread(scale.astype(np.float32))
+
+
+def _zeros(words, rows, bits):
+    """Return which integers stand for zero `[out, groups]`, of words `[out / per word, groups]`."""
+    return nibbles(words, bits).transpose(0, 2, 1).reshape(-1, words.shape[1])[:rows].astype(np.int32) - 2 ** (bits - 1)
 
 
 def write(name: str, values: np.ndarray, scale: np.ndarray, bits: int) -> dict[str, np.ndarray]:
