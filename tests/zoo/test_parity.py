@@ -150,7 +150,8 @@ def test_bfloat16_agrees_to_its_precision(case, tmp_path, reference):
 @pytest.mark.parametrize("case", CASES)
 def test_golden_numbers_are_those_of_transformers(case, reference):
     actual, expected = hf_tiny.summary(reference), json.loads(hf_tiny.GOLDEN.read_text())[case]
-    np.testing.assert_allclose(actual["logits"], expected["logits"], atol=2e-6)
+    largest = np.abs(expected["logits"]).max()  # transformers' own differ by 2.1e-6 from one CPU to another, of 2.3
+    np.testing.assert_allclose(actual["logits"], expected["logits"], atol=2e-6 * max(1, largest))
     assert actual["loss"] == pytest.approx(expected["loss"], abs=2e-6)
     assert actual["grad_norm"] == pytest.approx(expected["grad_norm"], rel=2e-6)
 
