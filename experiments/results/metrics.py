@@ -251,9 +251,8 @@ class TensorBoard:
     """Event files in the run's directory; what came later than the step that a run goes on from is hidden."""
 
     def __init__(self, directory: Path, after: int | None = None):
-        purge = None if after is None else after + 1
-        module = importlib.import_module("tensorboardX")
-        self._writer = module.SummaryWriter(str(directory / "tensorboard"), purge_step=purge)
+        again: dict[str, Any] = {} if after is None else {"purge_step": after + 1}
+        self._writer = importlib.import_module("tensorboardX").SummaryWriter(str(directory / "tensorboard"), **again)
 
     def add(self, record: Record) -> None:
         for name, value in _measured(record).items():

@@ -74,7 +74,7 @@ def test_errors_are_in_words_and_nothing_is_overwritten(folder, tmp_path, capsys
         ([f"source={folder}", f"out={folder / 'config.json' / 'x'}"], 1, "cannot go on: File exists"),
         ([f"source={folder}"], 2, "missing value: out=... must be given"),
         (
-            [f"source={folder}", f"out={tmp_path / 'out'}", "quantise=nf4"],
+            [f"source={folder}", f"out={tmp_path / 'out'}", "quantise=nf4", "group=64"],
             1,
             "in groups of 64 inputs, which must divide",
         ),
