@@ -159,7 +159,7 @@ class LayerPass:
     def attend(
         self,
         project: groups.Project,
-        x: Float[Array, "B S *D"],
+        x: Float[Array, "B S D"],
         weights: dict[str, Any],
         *,
         scale: float,
@@ -180,17 +180,13 @@ class LayerPass:
         return groups.attend(self.ops, project, one, x, weights, sinks, apart=apart), Aux()
 
     def behind(
-        self,
-        part: Callable[..., Any],
-        x: Float[Array, "B S *D"],
-        seen: Float[Array, "B S N W"] | groups.Seen,
-        *others: Float[Array, "B S *_"],
+        self, part: Callable[..., Any], x: Float[Array, "B S D"], seen: Float[Array, "B S N W"] | groups.Seen
     ) -> Any:
-        """Return `part(x, seen, *others)`, a function of tokens, of what `attend` returned."""
+        """Return `part(x, seen)`, a function of tokens, of what `attend` returned."""
         if isinstance(seen, groups.Seen):
-            read = lambda x, seen, own, *others: part(x, groups.Seen(seen, own).read(), *others)
-            return self.ops.tokens(read, (1,) * (3 + len(others)))(x, *seen, *others)
-        return self.ops.tokens(part, (1,) * (2 + len(others)))(x, seen, *others)
+            read = lambda x, *seen: part(x, groups.Seen(*seen).read())
+            return self.ops.tokens(read, (1, 1, 1))(x, *seen)
+        return self.ops.tokens(part, (1, 1))(x, seen)
 
 
 def _padded(x, size):

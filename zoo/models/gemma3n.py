@@ -96,19 +96,19 @@ class Sharing(eqx.Module):
         cast: Any = lambda weight: weight.astype(x.dtype)
         norm = lambda x, weight: rms_norm(x, weight, config.norm_eps, offset=0.0)
         own, active = told.own, config.active_stream
-        expected = lambda x: self.predicted(x, config)
-        normed = lambda x: norm(expected(x)[:, :, active], self.attn_norm)
 
-        kv = told.ops.tokens(lambda x: self.keys_and_values(normed(x), config, told), (1,))(x)
-        handed = told.handed.after(own.local, kv) if kv else told.handed
+        def project(x):
+            predicted = self.predicted(x, config)
+            h = norm(predicted[:, :, active], self.attn_norm)
+            q = norm(linear("bsd,dnh->bsnh", h, cast(self.q)), self.q_norm)
+            return predicted, told.rotate(q), *self.keys_and_values(h, config, told)
+
+        predicted, q, *kv = told.ops.tokens(project, (1,))(x)
+        handed = told.handed.after(own.local, tuple(kv)) if kv else told.handed
         k, v = kv or handed.of(own.local)
+        seen, pool = told.attention(q, k, v, scale=config.query_scale)
 
-        def project(x, weights):
-            q = norm(linear("bsd,dnh->bsnh", normed(x), cast(weights["q"])), self.q_norm)
-            return told.rotate(q), weights["k"], weights["v"]
-
-        def rest(x, seen, inputs):
-            predicted = expected(x)
+        def rest(predicted, seen, inputs):
             x = predicted[:, :, active]
             h = norm(x, self.attn_norm)
             around = linear("bsa,ad->bsd", linear("bsd,da->bsa", h, cast(self.laurel_down)), cast(self.laurel_up))
@@ -120,9 +120,7 @@ class Sharing(eqx.Module):
             x = x + checkpoint_name(norm(h, self.post_mlp_norm), "mlp_out")
             return self.corrected(predicted, x, inputs, config)
 
-        # Keys and values are handed on, so those of all heads are there: each group's are cut out of them.
-        seen, aux = told.attend(project, x, {"q": self.q, "k": k, "v": v}, scale=config.query_scale)
-        return told.behind(rest, x, seen, own.inputs), Aux(aux.pool, handed=handed)
+        return told.ops.tokens(rest, (1, 1, 1))(predicted, seen, own.inputs), Aux(pool, handed=handed)
 
     def modalities(self, x: Float[Array, "B S D"], config: Gemma3nConfig) -> Float[Array, "B S M"]:
         """Return what says of a stream how streams are mixed."""

@@ -18,14 +18,14 @@ from zoo.models.layers import Ops, accumulator
 from zoo.quantised import Quantised
 
 Projected = tuple[Float[Array, "B S N H"], Float[Array, "B S K H"], Float[Array, "B S K H"]]
-Project = Callable[[Float[Array, "B S *D"], dict[str, Any]], Projected]
+Project = Callable[[Float[Array, "B S D"], dict[str, Any]], Projected]
 
 
 def attend(
     ops: Ops,
     project: Project,
     attention: Callable[..., Float[Array, "B S N H"]],
-    x: Float[Array, "B S *D"],
+    x: Float[Array, "B S D"],
     weights: dict[str, Any],
     sinks: Float[Array, " N"] | None = None,
     *,
@@ -45,9 +45,8 @@ def attend(
         project: returns queries, keys and values, token by token, of the heads whose weights it is given.
         attention: called as `attention(q, k, v)`, or with `sinks=`; with `keep=` and `kept=` where it can.
         x: what is projected.
-        weights: what `project` reads of each head, by names that begin with q, k or v: also keys and values that are
-            there. Heads are the last dimension but one of every array, but of the A of a matrix of low rank, which has
-            none.
+        weights: what `project` reads of each head, by names that begin with q, k or v. Heads are the last dimension
+            but one of every array, but of the A of a matrix of low rank, which has none.
         sinks: of every query head.
         apart: whether the heads of a group can be made without the others; if not, those of all are made at once.
     """
