@@ -54,6 +54,15 @@ def test_a_library_that_takes_the_wake_up_takes_no_signal():
         signal.set_wakeup_fd(taken)
 
 
+@pytest.fixture
+def heard():
+    """SIGINT as a terminal gives it: what is begun in the background may have inherited to ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heard")
 def test_an_interrupt_while_modules_are_read_leaves_no_traceback(tmp_path):
     (tmp_path / "numpy.py").write_text("import time; print('reading', flush=True); time.sleep(60)")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
