@@ -253,8 +253,9 @@ def test_files_that_the_index_names_must_exist(folder, tmp_path):
 
 
 def test_a_tensor_in_two_files_is_refused(folder):
-    save_file({EMBED: np.zeros((97, 48), np.float32)}, folder / "other.safetensors")
-    assert f"other.safetensors: `{EMBED}` is also in model.safetensors" in failure(folder)
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    save_file({EMBED: np.zeros((97, 48), np.float32)}, folder / "b.safetensors")
+    assert f"b.safetensors: `{EMBED}` is also in a.safetensors" in failure(folder)
 
 
 def _nothing(folder: Path) -> None:
