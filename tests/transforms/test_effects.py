@@ -244,6 +244,7 @@ RUNS = {
 }
 
 
+@pytest.mark.redundant("run")
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("name", CASES)
 def test_effects_run_once_for_each_tile(name, run):

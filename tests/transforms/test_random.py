@@ -66,6 +66,7 @@ def test_dropout_makes_no_mask_of_the_whole():
     assert_no_large(jax.make_jaxpr(jax.value_and_grad(tile(fn, (0, None), 8)))(*args), 64 * 32)
 
 
+@pytest.mark.redundant("partitionable")
 @pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg", "threefry2x32"])
 @pytest.mark.parametrize("partitionable", [True, False])
 def test_generators_that_do_not_count_positions(impl, partitionable):

@@ -96,6 +96,7 @@ def stored(name):
     return untiled(STORED[name], (X, Y))
 
 
+@pytest.mark.redundant("n")
 @pytest.mark.parametrize("n", [2, 7])
 @pytest.mark.parametrize("name", STORED)
 def test_comparison_is_that_of_the_untiled_function(name, n):
@@ -126,6 +127,7 @@ def agreed(name):
     return untiled(lambda h, w: AGREED[name](h, w, LABELS), (H, W))
 
 
+@pytest.mark.redundant("n")
 @pytest.mark.parametrize("n", [3, 7])
 @pytest.mark.parametrize("name", AGREED)
 def test_what_is_too_large_to_store_agrees_with_what_is_known_of_it(name, n):
@@ -156,6 +158,7 @@ SUMS = {
 }
 
 
+@pytest.mark.redundant("n")
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("name", SUMS)
 def test_what_a_sum_leaves_out_keeps_it_in_range(name, n):

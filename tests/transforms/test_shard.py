@@ -103,6 +103,7 @@ def with_gradients(fn):
     return jax.value_and_grad(total, (0, 1), has_aux=True)
 
 
+@pytest.mark.redundant("kind", "n")
 @pytest.mark.parametrize(("kind", "n"), [(EXPLICIT, 4), (AUTO, 5)])
 @pytest.mark.parametrize("name", CASES)
 def test_tiles_are_shared_by_the_devices(name, kind, n):

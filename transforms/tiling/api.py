@@ -258,7 +258,8 @@ def _needed(function: Callable[..., Any], *names: str) -> inspect.Signature:
     return found.replace(parameters=[bare(one) for one in found.parameters.values()])
 
 
-tile.__doc__ = f"{tile.__doc__}\n{Settings.__doc__}"
+if tile.__doc__:  # `python -OO` has none
+    tile.__doc__ += f"\n{Settings.__doc__}"
 setattr(tile, "__signature__", _needed(tile, "fn", "axis"))  # noqa: B010 (type checkers know no such attribute)
 
 

@@ -125,8 +125,9 @@ def _operand(analysis: Analysis | None, node: Node, number: int, names: Names) -
 
 def _params(node: Node, names: Names) -> Iterator[str]:
     """The parameters that say something, no bodies, nothing that is not there; and what a state goes on with."""
-    if node.state is not None and node.state.yielded is not None:
-        yield f"yielded={names(node.state.yielded)} stored={names(node.state.checkpoints)} reverse={node.state.reverse}"
+    state = node.state
+    if state is not None and state.yielded is not None:
+        yield f"yielded={names(state.yielded)} checkpoints={names(state.checkpoints)} reverse={state.reverse}"
     for key, param in sorted(node.params.items()):
         if not (param is None or param is False or param == () or _is_body(param) or isinstance(param, Node)):
             text = re.sub(r" at 0x[0-9a-f]+", "", " ".join(str(param).split()))
