@@ -426,6 +426,20 @@ def test_a_matrix_without_one_of_its_parts_is_refused_by_name(tmp_path):
         load(folder)
 
 
+def test_biases_of_zeros_that_a_model_has_none_of_change_nothing(tmp_path):
+    """Early versions of AutoGPTQ wrote them for every matrix."""
+    folder, name = hf_tiny.write("llama2", tmp_path), "model.layers.1.self_attn.q_proj"
+    own, _ = gptq_in_order(name, 48, 48)
+    settings = FORMATS["gptq in order"][1]
+    _rewrite(folder, lambda held: held | own, settings)
+    plain = load(folder)
+    _rewrite(folder, lambda held: held | {f"{name}.bias": np.zeros(48, np.float16)}, settings)
+    assert eqx.tree_equal(load(folder), plain)
+    _rewrite(folder, lambda held: held | {f"{name}.bias": np.ones(48, np.float16)}, settings)
+    with pytest.raises(ValueError, match=f"unexpected: {name}.bias"):
+        load(folder)
+
+
 # --- kept in fewer bits, and written --------------------------------------------------------------------------------
 
 SIZES = dict(vocab_size=64, num_layers=2, embed_dim=64, mlp_dim=128, num_heads=4, num_kv_heads=2, head_dim=32)
