@@ -38,6 +38,14 @@ def fp8_blocks(name, out, into):
     return held, _matrix(out, into, lambda i, j: np.float32(weight[i, j]) * scale[i // 32, j // 16])
 
 
+def fp8_by_powers_of_two(name, out, into):
+    held, _ = fp8_blocks(name, out, into)
+    weight = held[f"{name}.weight"]
+    scale = np.exp2(NOISE.integers(-3, 3, (-(-out // 32), -(-into // 16)))).astype(np.float32)
+    held[f"{name}.weight_scale_inv"] = scale.astype(ml_dtypes.float8_e8m0fnu)
+    return held, _matrix(out, into, lambda i, j: np.float32(weight[i, j]) * scale[i // 32, j // 16])
+
+
 def fp8_rows(name, out, into):
     weight = NOISE.normal(0, 0.5, (out, into)).astype(ml_dtypes.float8_e4m3fn)
     scale = NOISE.uniform(0.5, 1.5, (out, 1)).astype(ml_dtypes.bfloat16)
@@ -217,6 +225,10 @@ def nested_nf4(name, out, into):
 
 FORMATS = {
     "fp8 by blocks": (fp8_blocks, {"quant_method": "fp8", "weight_block_size": [32, 16]}),
+    "fp8 by powers of two": (
+        fp8_by_powers_of_two,
+        {"quant_method": "fp8", "weight_block_size": [32, 16], "scale_fmt": "ue8m0"},
+    ),
     "fp8 by rows": (fp8_rows, {"quant_method": "compressed-tensors", "format": "float-quantized"}),
     "int8 by rows": (int8_rows, {"quant_method": "compressed-tensors", "format": "int-quantized"}),
     "packed": (
@@ -499,7 +511,8 @@ def test_blocks_of_a_matrix_that_is_narrower_are_blocks(tmp_path):
 @pytest.mark.parametrize(
     "kind",
     [
-        *("fp8 by blocks", "fp8 by rows", "gptq in order", "awq", "int8 by rows", "packed", "packed with zeros"),
+        *("fp8 by blocks", "fp8 by powers of two", "fp8 by rows"),
+        *("gptq in order", "awq", "int8 by rows", "packed", "packed with zeros"),
         *("bitsandbytes int8", "nf4", "gptq of one group", "gptq of 8 bits", "gptq of 4 and 8 bits", "gptq by words"),
         *("int8 with zeros", "packed in 4 and 8 bits"),
     ],
