@@ -1,5 +1,6 @@
 """A tensor that others on disk stand for. Free of JAX."""
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -99,11 +100,14 @@ def group_of(inputs: int, groups: int, sizes: Iterable[int | None], index: Tenso
             else they are equal.
         index: the group of each input, where a folder tells; -1 stands for neighbours.
     """
-    told = None if index is None else index.array()
-    if told is not None and (told >= 0).all():
-        return told
     size = next((size for size in sizes if size and size > 0 and -(-inputs // size) == groups), -(-inputs // groups))
-    return np.arange(inputs) // size
+    usual, told = _neighbours(inputs, size), None if index is None else index.array()
+    return usual if told is None or (told < 0).any() or np.array_equal(told, usual) else told
+
+
+@functools.cache  # one for all matrices of a size: of experts there are thousands
+def _neighbours(inputs: int, size: int) -> np.ndarray:
+    return np.arange(inputs, dtype=np.int32) // size
 
 
 def equal(group: np.ndarray, groups: int) -> bool:
