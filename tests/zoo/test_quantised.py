@@ -38,6 +38,14 @@ def fp8_blocks(name, out, into):
     return held, _matrix(out, into, lambda i, j: np.float32(weight[i, j]) * scale[i // 32, j // 16])
 
 
+def fp8_by_powers_of_two(name, out, into):
+    held, _ = fp8_blocks(name, out, into)
+    weight = held[f"{name}.weight"]
+    scale = np.exp2(NOISE.integers(-3, 3, (-(-out // 32), -(-into // 16)))).astype(np.float32)
+    held[f"{name}.weight_scale_inv"] = scale.astype(ml_dtypes.float8_e8m0fnu)
+    return held, _matrix(out, into, lambda i, j: np.float32(weight[i, j]) * scale[i // 32, j // 16])
+
+
 def fp8_rows(name, out, into):
     weight = NOISE.normal(0, 0.5, (out, into)).astype(ml_dtypes.float8_e4m3fn)
     scale = NOISE.uniform(0.5, 1.5, (out, 1)).astype(ml_dtypes.bfloat16)
@@ -81,21 +89,88 @@ def packed_with_zeros(name, out, into):
     return held, _matrix(out, into, lambda i, j: value(i, j) * np.float32(scale[i, j // 16]))
 
 
+def packed_by_activation(name, out, into):
+    """Inputs of a group stand apart."""
+    held, _ = packed_with_zeros(name, out, into)
+    index = NOISE.permutation(np.repeat(np.arange(into // 16), 16)).astype(np.int32)
+    words, scale = held[f"{name}.weight_packed"].view(np.uint32), held[f"{name}.weight_scale"]
+    zeros = held[f"{name}.weight_zero_point"].view(np.uint32)
+    four = lambda word, place: int(word >> np.uint32(4 * (place % 8)) & np.uint32(15))
+    value = lambda i, j: four(words[i, j // 8], j) - four(zeros[i // 8, index[j]], i)
+    held[f"{name}.weight_g_idx"] = index
+    return held, _matrix(out, into, lambda i, j: value(i, j) * np.float32(scale[i, index[j]]))
+
+
+def packed_raggedly(name, out, into):
+    """The last group of inputs is smaller than the others."""
+    held, _ = packed(name, out, into)
+    scale = NOISE.uniform(0.01, 0.1, (out, -(-into // 32))).astype(np.float16)
+    words = held[f"{name}.weight_packed"].view(np.uint32)
+    value = lambda i, j: int(words[i, j // 8] >> np.uint32(4 * (j % 8)) & np.uint32(15)) - 8
+    held[f"{name}.weight_scale"] = scale
+    return held, _matrix(out, into, lambda i, j: value(i, j) * np.float32(scale[i, j // 32]))
+
+
+def packed_in_4_and_8_bits(name, out, into):
+    if "down" not in name:
+        return packed(name, out, into)
+    values, scale = NOISE.integers(0, 256, (out, into)), NOISE.uniform(0.001, 0.01, (out, into // 16))
+    held = {
+        f"{name}.weight_packed": _words(values, range(4), bits=8),
+        f"{name}.weight_scale": scale.astype(np.float32),
+        f"{name}.weight_shape": np.array([out, into], np.int64),
+    }
+    return held, _matrix(out, into, lambda i, j: (values[i, j] - 128) * np.float32(scale[i, j // 16]))
+
+
+def int8_with_zeros(name, out, into):
+    held, _ = int8_rows(name, out, into)
+    held[f"{name}.weight_zero_point"] = zero = NOISE.integers(-128, 128, (out, 1), np.int8)
+    weight, scale = held[f"{name}.weight"], held[f"{name}.weight_scale"]
+    return held, _matrix(out, into, lambda i, j: (int(weight[i, j]) - int(zero[i, 0])) * scale[i, 0])
+
+
 def gptq_in_order(name, out, into):
     return gptq(name, out, into, order=lambda index: index)
 
 
-def gptq(name, out, into, order=NOISE.permutation):
-    values, zeros = NOISE.integers(0, 16, (into, out)), NOISE.integers(0, 15, (into // 16, out))
-    scale = NOISE.uniform(0.01, 0.1, (into // 16, out)).astype(np.float16)
-    index = order(np.repeat(np.arange(into // 16), 16)).astype(np.int32)
+def gptq_of_one_group(name, out, into):
+    return gptq(name, out, into, group=into)
+
+
+def gptq_of_8_bits(name, out, into):
+    return gptq(name, out, into, order=lambda index: index, bits=8)
+
+
+def gptq_of_4_and_8_bits(name, out, into):
+    return gptq(name, out, into, order=lambda index: index, bits=8 if "down" in name else 4)
+
+
+def gptq_v2(name, out, into):
+    return gptq(name, out, into, order=lambda index: index, less=None)
+
+
+def gptq_by_words(name, out, into):
+    return gptq(name, out, into, order=lambda index: index, less="words")
+
+
+def gptq(name, out, into, order=NOISE.permutation, bits=4, group=16, less="numbers"):
+    """Zeros are stored less one: each number, or each word, whose numbers lend to one another."""
+    per, most = 32 // bits, 2**bits
+    values, zeros = NOISE.integers(0, most, (into, out)), NOISE.integers(0, most, (into // group, out))
+    scale = NOISE.uniform(0.01, 0.1, (into // group, out)).astype(np.float16)
+    index = order(np.repeat(np.arange(into // group), group)).astype(np.int32)
+    stored = _words((zeros - 1) % most if less == "numbers" else zeros, range(per), bits)
+    if less == "words":
+        ones = np.uint32(sum(1 << bits * place for place in range(per)))
+        stored = (stored.view(np.uint32) - ones).view(np.int32)
     held = {
-        f"{name}.qweight": np.ascontiguousarray(_words(np.ascontiguousarray(values.T)).T),
-        f"{name}.qzeros": _words(zeros),
+        f"{name}.qweight": np.ascontiguousarray(_words(np.ascontiguousarray(values.T), range(per), bits).T),
+        f"{name}.qzeros": stored,
         f"{name}.scales": scale,
         f"{name}.g_idx": index,
     }
-    value = lambda i, j: (values[j, i] - (zeros[index[j], i] + 1)) * np.float32(scale[index[j], i])
+    value = lambda i, j: (values[j, i] - zeros[index[j], i]) * np.float32(scale[index[j], i])
     return held, _matrix(out, into, value)
 
 
@@ -150,6 +225,10 @@ def nested_nf4(name, out, into):
 
 FORMATS = {
     "fp8 by blocks": (fp8_blocks, {"quant_method": "fp8", "weight_block_size": [32, 16]}),
+    "fp8 by powers of two": (
+        fp8_by_powers_of_two,
+        {"quant_method": "fp8", "weight_block_size": [32, 16], "scale_fmt": "ue8m0"},
+    ),
     "fp8 by rows": (fp8_rows, {"quant_method": "compressed-tensors", "format": "float-quantized"}),
     "int8 by rows": (int8_rows, {"quant_method": "compressed-tensors", "format": "int-quantized"}),
     "packed": (
@@ -168,9 +247,56 @@ FORMATS = {
             "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 16, "symmetric": False}}},
         },
     ),
+    "packed by activation": (
+        packed_by_activation,
+        {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 16, "actorder": "group"}}},
+        },
+    ),
+    "packed raggedly": (
+        packed_raggedly,
+        {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 32}}},
+        },
+    ),
+    "packed in 4 and 8 bits": (
+        packed_in_4_and_8_bits,
+        {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {
+                "group_0": {"weights": {"num_bits": 4, "group_size": 16}},
+                "group_1": {"weights": {"num_bits": 8, "group_size": 16}, "targets": ["re:.*down_proj"]},
+            },
+        },
+    ),
+    "int8 with zeros": (int8_with_zeros, {"quant_method": "compressed-tensors", "format": "int-quantized"}),
     "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": True}),
     "gptq in order": (gptq_in_order, {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False}),
     "gptq, which says otherwise": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 16}),
+    "gptq of one group": (gptq_of_one_group, {"quant_method": "gptq", "bits": 4, "group_size": -1, "desc_act": True}),
+    "gptq of 8 bits": (gptq_of_8_bits, {"quant_method": "gptq", "bits": 8, "group_size": 16}),
+    "gptq of 4 and 8 bits": (
+        gptq_of_4_and_8_bits,
+        {"quant_method": "gptq", "bits": 4, "group_size": 16, "dynamic": {"+:.*down.*": {"bits": 8}}},
+    ),
+    "gptq v2": (gptq_v2, {"quant_method": "gptq", "bits": 4, "group_size": 16, "checkpoint_format": "gptq_v2"}),
+    "gptq by words": (
+        gptq_by_words,
+        {"quant_method": "gptq", "bits": 4, "group_size": 16, "meta": {"quantizer": ["gptqmodel:1.4.0"]}},
+    ),
+    "auto-round": (
+        gptq_in_order,
+        {"quant_method": "auto-round", "bits": 4, "group_size": 16, "packing_format": "auto_round:auto_gptq"},
+    ),
+    "auto-round as awq": (
+        awq,
+        {"quant_method": "auto-round", "bits": 4, "group_size": 16, "packing_format": "auto_round:auto_awq"},
+    ),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm"}),
     "bitsandbytes int8": (int8_bitsandbytes, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
     "nf4": (nf4, {"quant_method": "bitsandbytes", "load_in_4bit": True}),
@@ -280,6 +406,15 @@ def test_what_is_decoded_counts_as_the_type_that_the_file_names(tmp_path):
 REFUSED = {
     "an unknown method": ({"quant_method": "hqq"}, "quant_method='hqq' is not supported, only 'fp8'"),
     "three bits": ({"quant_method": "gptq", "bits": 3}, "bits=3 is not supported, only 2 or 4 or 8"),
+    "a format for one kernel": (
+        {"quant_method": "gptq", "checkpoint_format": "marlin"},
+        "checkpoint_format='marlin' is not supported, only 'gptq' or 'gptq_v2'",
+    ),
+    "another packing": (
+        {"quant_method": "auto-round", "packing_format": "auto_round"},
+        "packing_format='auto_round' is not supported, only 'auto_round:auto_gptq' or 'auto_round:auto_awq'",
+    ),
+    "another kernel's order by its newer name": ({"quant_method": "awq", "format": "gemv"}, "version='gemv' is not"),
     "another kernel's order": ({"quant_method": "awq", "version": "gemv"}, "version='gemv' is not supported"),
     "marlin": ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format='marlin-24' is not supported"),
 }
@@ -291,6 +426,29 @@ def test_what_is_not_read_is_refused_by_name(name, tmp_path):
     folder = hf_tiny.write("llama2", tmp_path)
     _rewrite(folder, lambda held: held, settings)
     with pytest.raises(ValueError, match=words):
+        load(folder)
+
+
+def test_a_matrix_without_one_of_its_parts_is_refused_by_name(tmp_path):
+    folder, name = hf_tiny.write("llama2", tmp_path), "model.layers.1.self_attn.q_proj"
+    own, _ = awq(name, 48, 48)
+    del own[f"{name}.qzeros"]
+    _rewrite(folder, lambda held: held | own, FORMATS["awq"][1] | {"zero_point": False})
+    with pytest.raises(ValueError, match=f"the folder has no tensor `{name}.qzeros`, without which others"):
+        load(folder)
+
+
+def test_biases_of_zeros_that_a_model_has_none_of_change_nothing(tmp_path):
+    """Early versions of AutoGPTQ wrote them for every matrix."""
+    folder, name = hf_tiny.write("llama2", tmp_path), "model.layers.1.self_attn.q_proj"
+    own, _ = gptq_in_order(name, 48, 48)
+    settings = FORMATS["gptq in order"][1]
+    _rewrite(folder, lambda held: held | own, settings)
+    plain = load(folder)
+    _rewrite(folder, lambda held: held | {f"{name}.bias": np.zeros(48, np.float16)}, settings)
+    assert eqx.tree_equal(load(folder), plain)
+    _rewrite(folder, lambda held: held | {f"{name}.bias": np.ones(48, np.float16)}, settings)
+    with pytest.raises(ValueError, match=f"unexpected: {name}.bias"):
         load(folder)
 
 
@@ -353,8 +511,10 @@ def test_blocks_of_a_matrix_that_is_narrower_are_blocks(tmp_path):
 @pytest.mark.parametrize(
     "kind",
     [
-        *("fp8 by blocks", "fp8 by rows", "gptq in order", "awq", "int8 by rows", "packed", "packed with zeros"),
-        *("bitsandbytes int8", "nf4"),
+        *("fp8 by blocks", "fp8 by powers of two", "fp8 by rows"),
+        *("gptq in order", "awq", "int8 by rows", "packed", "packed with zeros"),
+        *("bitsandbytes int8", "nf4", "gptq of one group", "gptq of 8 bits", "gptq of 4 and 8 bits", "gptq by words"),
+        *("int8 with zeros", "packed in 4 and 8 bits"),
     ],
 )
 def test_folders_of_others_stay_in_fewer_bits(kind, tmp_path):

@@ -13,6 +13,14 @@ from zoo.huggingface.quantised.decoded import Decoded as Decoded
 from zoo.huggingface.quantised.decoded import Kept as Kept
 from zoo.huggingface.tensors import Tensor
 
+
+class _Held(dict[str, Tensor]):
+    """Tensors by name."""
+
+    def __missing__(self, name: str) -> Tensor:
+        raise ValueError(f"the folder has no tensor `{name}`, without which others of its module mean nothing.")
+
+
 Reader = Callable[[dict[str, Any], Mapping[str, Tensor], str], dict[str, Tensor]]
 READERS: dict[str, Reader] = {
     "fp8": fp8.read,
@@ -21,11 +29,13 @@ READERS: dict[str, Reader] = {
     "mxfp4": mxfp4.read,
     "gptq": packed.read_gptq,
     "awq": packed.read_awq,
+    "auto-round": packed.read_auto_round,
     "bitsandbytes": bitsandbytes.read,
 }
 _LABELS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-# What some folders hold of activations and caches, which stay as they are here.
-_UNREAD = (".input_scale", ".output_scale", ".k_scale", ".v_scale", ".weight_format")
+# What some folders hold of activations and caches, which stay as they are here; and what says how a matrix lies, which
+# readers look at beforehand.
+_UNREAD = (".input_scale", ".output_scale", ".k_scale", ".v_scale", ".weight_format", ".weight_shape", "g_idx")
 
 
 def problem(settings: Any) -> str | None:
@@ -45,13 +55,13 @@ def decoded(raw: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor
     They count as the type that its `config.json` names, float32 where it names none.
 
     Raises:
-        ValueError: the settings say what is not read.
+        ValueError: the settings say what is not read, or a part of a matrix is missing.
     """
     settings = raw.get("quantization_config")
     if settings is None:
         return tensors
     label = _LABELS.get(raw.get("dtype", raw.get("torch_dtype")) or "float32", "F32")
-    found = READERS[settings["quant_method"]](settings, tensors, label)
+    found = READERS[settings["quant_method"]](settings, _Held(tensors), label)
     used = {part.name for one in found.values() if isinstance(one, Decoded) for part in one.parts}
     rest = {name: one for name, one in tensors.items() if name not in used and not name.endswith(_UNREAD)}
     return rest | found

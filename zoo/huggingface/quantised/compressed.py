@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from zoo.huggingface.quantised import fp8
-from zoo.huggingface.quantised.decoded import Kept, ends, made, nibbles
+from zoo.huggingface.quantised.decoded import Kept, ends, equal, group_of, made, nibbles
 from zoo.huggingface.tensors import DTYPES, Tensor
 
 _FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
@@ -18,70 +18,76 @@ def read(settings: dict[str, Any], tensors: Mapping[str, Tensor], label: str) ->
     """Return each matrix that `weight` or `weight_packed` stands for.
 
     Raises:
-        ValueError: the format is another, or integers that are not packed have zeros of their own.
+        ValueError: the format is another, or packed integers have other than 4 or 8 bits.
     """
     format = settings.get("format")
     if format not in _FORMATS:
         raise ValueError(f"`quantization_config`'s format={format!r} is not supported, only {', '.join(_FORMATS)}.")
-    if zeros := [one for one in ends(tensors, ".weight_zero_point") if f"{one}.weight_packed" not in tensors]:
-        raise ValueError(f"`{zeros[0]}.weight_zero_point` is not supported: only that of packed integers is.")
     weights = [group.get("weights") or {} for group in (settings.get("config_groups") or {}).values()]
-    bits = {one.get("num_bits", 8) for one in weights} or {8}
+    bits = sorted({one.get("num_bits", 8) for one in weights} or {8})
+    sizes = [one.get("group_size") for one in weights]
     blocks = [one["block_structure"] for one in weights if one.get("block_structure")]
     found: dict[str, Tensor] = {}
     for module in ends(tensors, ".weight_scale"):
         name, scale = f"{module}.weight", tensors[f"{module}.weight_scale"]
+        zero, index = (tensors.get(f"{module}.{part}") for part in ("weight_zero_point", "weight_g_idx"))
+        zeros = () if zero is None else (zero,)
+        groups = scale.shape[1] if len(scale.shape) == 2 else 1
         if f"{module}.weight_packed" not in tensors:
-            parts = tensors[name], scale
-            decode = functools.partial(_scaled, block=blocks[0] if blocks else None)
-            kept = _kept(parts[0].shape, scale, 8) if parts[0].dtype == "I8" and not blocks else None
-            if kept is None and (len(scale.shape) < 2 or scale.shape[1] == 1 or blocks):  # not groups of a row's inputs
-                kept = fp8.kept(*parts, blocks[0] if blocks else None)
-            found[name] = made(name, parts[0].shape, label, parts, decode, kept)
+            parts = tensors[name], scale, *zeros
+            shape, block = parts[0].shape, blocks[0] if blocks else None
+            group = group_of(shape[1], groups, sizes, index)
+            decode = functools.partial(_scaled, block=block, group=group)
+            even = equal(group, groups)
+            kept = _kept(shape, scale, 8, bool(zeros)) if parts[0].dtype == "I8" and not blocks and even else None
+            if kept is None and not zeros and (groups == 1 or blocks):  # not groups of a row's inputs
+                kept = fp8.kept(*parts[:2], block)
+            found[name] = made(name, shape, label, parts, decode, kept)
             continue
-        if len(bits) > 1 or not bits <= {4, 8}:
-            raise ValueError(f"`quantization_config`'s num_bits={sorted(bits)} is not supported, only 4 or 8.")
-        (width,) = bits
+        if not {*bits} <= {4, 8}:
+            raise ValueError(f"`quantization_config`'s num_bits={bits} is not supported, only 4 or 8.")
         words = tensors[f"{module}.weight_packed"]
         shape = tuple(int(size) for size in tensors[f"{module}.weight_shape"].array())
-        zeros = tensors.get(f"{module}.weight_zero_point")
-        parts = (words, scale, tensors[f"{module}.weight_shape"], *(() if zeros is None else (zeros,)))
-        decode = functools.partial(_unpacked, bits=width)
-        found[name] = made(name, shape, label, parts, decode, _kept(shape, scale, width, zeros is not None))
+        width = next((one for one in bits if -(-shape[1] * one // 32) == words.shape[1]), bits[0])
+        group = group_of(shape[1], groups, sizes, index)
+        decode = functools.partial(_unpacked, shape=shape, group=group, bits=width)
+        kept = _kept(shape, scale, width, bool(zeros)) if equal(group, groups) else None
+        found[name] = made(name, shape, label, (words, scale, *zeros), decode, kept)
     return found
 
 
-def _kept(shape, scale, bits, zeros=False):
+def _kept(shape, scale, bits, zeros):
     """Say how a matrix `[out, in]` of integers stays, where groups of its inputs are equally long."""
     groups = scale.shape[1] if len(scale.shape) == 2 else 1
-    if scale.dtype not in DTYPES or shape[1] % groups or (bits == 4 and shape[1] % 2):
+    if scale.dtype not in DTYPES or (bits == 4 and shape[1] % 2):
         return None
 
-    def read(weight, scale, _=None, zero=None):
-        if weight.dtype != np.int8:  # words
-            weight = weight.view(np.uint8).reshape(shape[0], -1)[:, : shape[1] * bits // 8]
-            weight = weight if bits == 4 else (weight ^ np.uint8(128)).view(np.int8)
-        scales = np.broadcast_to(scale.reshape(-1, groups), (shape[0], groups))
-        return (weight, scales) if zero is None else (weight, scales, _zeros(zero, shape[0], bits).astype(np.int8))
+    def read(weight, scale, zero=None):
+        spread = lambda own: np.broadcast_to(own.reshape(-1, groups), (shape[0], groups))
+        if weight.dtype == np.int8:
+            return (weight, spread(scale)) if zero is None else (weight, spread(scale), spread(zero).astype(np.int8))
+        weight = weight.view(np.uint8).reshape(shape[0], -1)[:, : shape[1] * bits // 8]
+        weight = weight if bits == 4 else (weight ^ np.uint8(128)).view(np.int8)
+        return (weight, spread(scale), *(() if zero is None else (_zeros(zero, shape[0], bits).astype(np.int8),)))
 
     return Kept(f"int{bits}", groups, DTYPES[scale.dtype], read, zeros=zeros)
 
 
-def _scaled(weight, scale, block):
-    if scale.ndim == 2 and scale.shape[1] > 1 and block is None:  # a scale for each group of inputs
-        return weight.astype(np.float32) * np.repeat(
-            scale.astype(np.float32), weight.shape[1] // scale.shape[1], axis=1
-        )
-    return fp8.scaled(weight, scale, block)
+def _scaled(weight, scale, zero=None, *, block, group):
+    """Return `[out, in]` of numbers that are not packed, with scales of blocks, rows, groups of inputs or of all."""
+    grouped = lambda own: own.astype(np.float32).reshape(len(own), -1)[:, group] if own.size > 1 else own.reshape(())
+    wide = weight.astype(np.float32) - (np.float32(0) if zero is None else grouped(zero).astype(np.float32))
+    if scale.ndim == 2 and scale.shape[1] > 1 and block is None:
+        return wide * grouped(scale)
+    return fp8.scaled(wide, scale, block)
 
 
-def _unpacked(words, scale, shape, zero=None, *, bits):
+def _unpacked(words, scale, zero=None, *, shape, group, bits):
     """Return `[out, in]` of words `[out, in / per word]`, whose integers are stored with half their range added."""
-    rows, columns = (int(size) for size in shape)
+    rows, columns = shape
     values = nibbles(words, bits).reshape(rows, -1)[:, :columns].astype(np.int32) - 2 ** (bits - 1)
-    spread = lambda groups: np.repeat(groups, -(-columns // scale.shape[1]), axis=1)[:, :columns]
-    values = values if zero is None else values - spread(_zeros(zero, rows, bits))
-    return values * spread(scale.astype(np.float32))
+    values = values if zero is None else values - _zeros(zero, rows, bits)[:, group]
+    return values * scale.astype(np.float32).reshape(len(scale), -1)[:, group]
 
 
 def _zeros(words, rows, bits):

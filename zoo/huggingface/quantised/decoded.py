@@ -1,7 +1,8 @@
 """A tensor that others on disk stand for. Free of JAX."""
 
+import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,3 +88,28 @@ def ends(tensors: Mapping[str, Any], suffix: str) -> list[str]:
 def count(shape: tuple[int, ...]) -> int:
     """Return how many values a shape has."""
     return math.prod(shape)
+
+
+def group_of(inputs: int, groups: int, sizes: Iterable[int | None], index: Tensor | None = None) -> np.ndarray:
+    """Return the group of each input of a matrix, which share scales.
+
+    Args:
+        inputs: how many there are.
+        groups: how many of these.
+        sizes: what groups may be large, of which the first that makes so many counts, since the last may be smaller;
+            else they are equal.
+        index: the group of each input, where a folder tells; -1 stands for neighbours.
+    """
+    size = next((size for size in sizes if size and size > 0 and -(-inputs // size) == groups), -(-inputs // groups))
+    usual, told = _neighbours(inputs, size), None if index is None else index.array()
+    return usual if told is None or (told < 0).any() or np.array_equal(told, usual) else told
+
+
+@functools.cache  # one for all matrices of a size: of experts there are thousands
+def _neighbours(inputs: int, size: int) -> np.ndarray:
+    return np.arange(inputs, dtype=np.int32) // size
+
+
+def equal(group: np.ndarray, groups: int) -> bool:
+    """Return whether groups are equally many neighbours, in order."""
+    return len(group) % groups == 0 and np.array_equal(group, np.arange(len(group)) // (len(group) // groups))

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from zoo.huggingface.quantised.decoded import Kept, ends, made, nibbles
+from zoo.huggingface.quantised.decoded import Kept, ends, equal, group_of, made, nibbles
 from zoo.huggingface.tensors import DTYPES, Tensor
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word of 32 bits each of eight neighbours is
@@ -17,55 +17,64 @@ def read_gptq(settings: dict[str, Any], tensors: Mapping[str, Tensor], label: st
     """Return each matrix that `qweight`, `qzeros`, `scales` and `g_idx` stand for.
 
     Raises:
-        ValueError: the integers do not fill words of 32 bits.
+        ValueError: the integers do not fill words of 32 bits, or are stored for one kernel.
     """
-    bits = _bits(settings, (2, 4, 8))
-    offset = 0 if settings.get("checkpoint_format") == "gptq_v2" else 1  # the first format stored zeros less one
-    decode = functools.partial(_gptq, bits=bits, offset=offset, group=settings.get("group_size", -1))
+    _bits(settings.get("bits", 4), (2, 4, 8))
+    format = settings.get("checkpoint_format") or "gptq"
+    if format not in ("gptq", "gptq_v2"):
+        raise ValueError(
+            f"`quantization_config`'s checkpoint_format={format!r} is not supported, only 'gptq' or 'gptq_v2'."
+        )
+    quantizer = str((settings.get("meta") or {}).get("quantizer"))
+    plus = None if format == "gptq_v2" else "words" if "gptqmodel" in quantizer else "numbers"
     found: dict[str, Tensor] = {}
     for module in ends(tensors, ".qweight"):
         parts = tuple(tensors[f"{module}.{part}"] for part in ("qweight", "qzeros", "scales"))
-        index = tensors.get(f"{module}.g_idx")
-        shape = parts[0].shape[1], parts[0].shape[0] * 32 // bits
-        name = f"{module}.weight"
-        plain = bits == 4 and not settings.get("desc_act")  # or inputs of a group stand apart
-        kept = _kept(parts[2], shape, functools.partial(_gptq_numbers, bits=bits, offset=offset)) if plain else None
-        found[name] = made(name, shape, label, parts if index is None else (*parts, index), decode, kept)
+        words, zeros, scales = (part.shape for part in parts)
+        bits = _bits(32 * zeros[1] // words[1], (2, 4, 8))  # some modules may have others than the settings say
+        shape = words[1], words[0] * 32 // bits
+        name, sizes = f"{module}.weight", (settings.get("group_size", -1),)
+        group = group_of(shape[1], scales[0], sizes, tensors.get(f"{module}.g_idx"))
+        numbers = functools.partial(_gptq_numbers, bits=bits, plus=plus)
+        decode = functools.partial(_scaled, numbers=numbers, group=group)
+        kept = _kept(parts[2], shape, bits, numbers) if equal(group, scales[0]) else None
+        found[name] = made(name, shape, label, parts, decode, kept)
     return found
 
 
-def _gptq_numbers(words, zeros, *, bits, offset):
-    """Return the integers `[in, out]` of words `[in / per word, out]`, and the zeros of their groups."""
+def _gptq_numbers(words, zeros, *, bits, plus):
+    """Return the integers `[in, out]` of words `[in / per word, out]`, and the zeros of their groups.
+
+    The first format stores zeros less one, whose 0 is the largest number then. GPTQModel takes the ones from whole
+    words, so that a number above a 0 lends to it; others take them from each number.
+    """
     values = nibbles(words, bits).transpose(0, 2, 1).reshape(-1, words.shape[1]).astype(np.int32)
-    return values, nibbles(zeros, bits).reshape(zeros.shape[0], -1).astype(np.int32) + offset
+    if plus == "words":
+        zeros = (zeros.view(np.uint32) + np.uint32((2**32 - 1) // (2**bits - 1))).view(np.int32)
+    starts = nibbles(zeros, bits).reshape(zeros.shape[0], -1).astype(np.int32)
+    return values, (starts + 1) % 2**bits if plus == "numbers" else starts
 
 
-def _gptq(words, zeros, scales, index=None, *, bits, offset, group):
+def _scaled(words, zeros, scales, *, numbers, group):
     """Return `[out, in]`."""
-    values, starts = _gptq_numbers(words, zeros, bits=bits, offset=offset)
-    if index is None:
-        index = np.arange(len(values)) // (len(values) if group < 1 else group)
-    return ((values - starts[index]) * scales.astype(np.float32)[index]).T
+    values, starts = numbers(words, zeros)
+    return ((values - starts[group]) * scales.astype(np.float32)[group]).T
 
 
-def _kept(scales: Tensor, shape: tuple[int, ...], numbers: Callable[..., Any]) -> Kept | None:
-    """Say how a matrix `[out, in]` stays, whose groups have zeros of their own."""
-    groups = scales.shape[0]
-    if shape[1] % groups or shape[1] % 2 or scales.dtype not in DTYPES:
+def _kept(scales: Tensor, shape: tuple[int, ...], bits: int, numbers: Callable[..., Any]) -> Kept | None:
+    """Say how a matrix `[out, in]` stays, whose groups are neighbours and have zeros of their own."""
+    if bits not in (4, 8) or shape[1] % 2 or scales.dtype not in DTYPES:
         return None
 
-    def read(words, zeros, scales, index=None):
+    def read(words, zeros, scales):
         values, starts = numbers(words, zeros)
-        usual = np.arange(len(values)) // (len(values) // groups)
-        if index is not None and not np.array_equal(index, usual):
-            raise ValueError(
-                "inputs of a group stand apart (g_idx), though desc_act says that they do not: such matrices cannot "
-                "stay in fewer bits. Leave quantise=as_stored out."
-            )
+        starts = (starts.T - 2 ** (bits - 1)).astype(np.int8)
+        if bits == 8:
+            return (values.T - 128).astype(np.int8), scales.T, starts
         codes = values.T.astype(np.uint8)
-        return codes[:, ::2] | (codes[:, 1::2] << np.uint8(4)), scales.T, (starts.T - 8).astype(np.int8)
+        return codes[:, ::2] | (codes[:, 1::2] << np.uint8(4)), scales.T, starts
 
-    return Kept("int4", groups, DTYPES[scales.dtype], read, zeros=True)
+    return Kept(f"int{bits}", scales.shape[0], DTYPES[scales.dtype], read, zeros=True)
 
 
 def read_awq(settings: dict[str, Any], tensors: Mapping[str, Tensor], label: str) -> dict[str, Tensor]:
@@ -74,14 +83,18 @@ def read_awq(settings: dict[str, Any], tensors: Mapping[str, Tensor], label: str
     Raises:
         ValueError: the integers have other than 4 bits, or lie in another way than `gemm`.
     """
-    bits, version = _bits(settings, (4,)), str(settings.get("version", "gemm")).lower()
+    bits = _bits(settings.get("bits", 4), (4,))
+    version = str(settings.get("version") or settings.get("format") or "gemm").lower()
     if version != "gemm":
         raise ValueError(f"`quantization_config`'s version={version!r} is not supported, only 'gemm'.")
     found: dict[str, Tensor] = {}
     for module in ends(tensors, ".qweight"):
         parts = tuple(tensors[f"{module}.{part}"] for part in ("qweight", "qzeros", "scales"))
-        name, shape = f"{module}.weight", (parts[0].shape[1] * 32 // bits, parts[0].shape[0])
-        found[name] = made(name, shape, label, parts, _awq, _kept(parts[2], shape, _awq_numbers))
+        name, shape, groups = f"{module}.weight", (parts[0].shape[1] * 32 // bits, parts[0].shape[0]), parts[2].shape[0]
+        group = group_of(shape[1], groups, (settings.get("group_size", -1),))
+        decode = functools.partial(_scaled, numbers=_awq_numbers, group=group)
+        kept = _kept(parts[2], shape, bits, _awq_numbers) if equal(group, groups) else None
+        found[name] = made(name, shape, label, parts, decode, kept)
     return found
 
 
@@ -92,15 +105,21 @@ def _awq_numbers(words, zeros):
     )
 
 
-def _awq(words, zeros, scales):
-    """Return `[out, in]`."""
-    values, starts = _awq_numbers(words, zeros)
-    index = np.arange(len(values)) // (len(values) // len(starts))
-    return ((values - starts[index]) * scales.astype(np.float32)[index]).T
+def read_auto_round(settings: dict[str, Any], tensors: Mapping[str, Tensor], label: str) -> dict[str, Tensor]:
+    """Return each matrix of a folder of AutoRound (https://arxiv.org/abs/2309.05516), packed as GPTQ or AWQ has it.
+
+    Raises:
+        ValueError: it is packed in another way.
+    """
+    readers = {"auto_round:auto_gptq": read_gptq, "auto_round:auto_awq": read_awq}
+    packing = settings.get("packing_format")
+    if packing not in readers:
+        known = " or ".join(map(repr, readers))
+        raise ValueError(f"`quantization_config`'s packing_format={packing!r} is not supported, only {known}.")
+    return readers[packing](settings, tensors, label)
 
 
-def _bits(settings: dict[str, Any], known: tuple[int, ...]) -> int:
-    bits = settings.get("bits", 4)
+def _bits(bits: Any, known: tuple[int, ...]) -> int:
     if bits not in known:
         words = " or ".join(map(str, known))
         raise ValueError(f"`quantization_config`'s bits={bits!r} is not supported, only {words}.")
