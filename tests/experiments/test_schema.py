@@ -48,6 +48,7 @@ WRONG = {
     "typo in a nested key": (["model.num_layer=3"], r"Did you mean `model.num_layers`\?"),
     "group left out": (["n=8"], r"Did you mean `tiling.n`\?"),
     "a file without its function": (["objective=losses.py"], r"Name the function in it too: .*=losses.py:FUNCTION"),
+    "a folder for a model": (["model=org/name"], r"Give model.weights=org/name for a folder, .*hf://org/name for a"),
     "key of another option": (["optimizer=sgd", "optimizer.b2=1"], r"`optimizer` has: .*momentum"),
     "added key": (["+foo=1"], r"there is no `foo`"),
     "removed key": (["~tiling.n"], r"cannot apply `~tiling.n`: keys can be changed, not removed"),
