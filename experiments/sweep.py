@@ -66,9 +66,10 @@ def main(argv: list[str]) -> int:
         return 2
     counted = lambda config: ended.append(job(config))
     task = hydra.main(version_base="1.3", config_path=str(schema.CONF), config_name="config")
-    flags = [word for word in argv if word in MULTIRUN]  # before all others: Hydra reads none between overrides
-    words = spelling.named([word for word in argv if word not in MULTIRUN])
-    sys.argv = [before[0], *flags, *(spelling.swept_by_hydra(word, known) for word in words)]
+    words = [spelling.swept_by_hydra(word, known) for word in spelling.named(argv) if word not in MULTIRUN]
+    flags = {word for word in argv if word.startswith("-")}
+    swept = MULTIRUN[:1] if not flags or flags.intersection(MULTIRUN) else ()  # or Hydra's `--info`
+    sys.argv = [before[0], *swept, *words]  # a flag comes first, as Hydra reads none between overrides
     try:
         task(elsewhere if launched else counted)()
     except SystemExit as stopped:
