@@ -77,7 +77,7 @@ def _text(path: Path, config: configs.Text) -> Iterator[bytes]:
         for where, line in json_lines(file):
             try:
                 yield json.loads(line)[config.field].encode()
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise DataError(
                     f"cannot read data.path={where}: no JSON object with text in data.field={config.field}"
                 ) from error
