@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for a script Pyt
 from experiments.command import ended
 from experiments.commandline import console, options, overrides, schema, spelling
 
+MULTIRUN = ("-m", "--multirun")
 # What a sweep hears, and what it tells the job that is running.
 TOLD = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM}
 
@@ -65,7 +66,10 @@ def main(argv: list[str]) -> int:
         return 2
     counted = lambda config: ended.append(job(config))
     task = hydra.main(version_base="1.3", config_path=str(schema.CONF), config_name="config")
-    sys.argv = [before[0], *(spelling.swept_by_hydra(word, known) for word in spelling.named(argv))]
+    words = [spelling.swept_by_hydra(word, known) for word in spelling.named(argv) if word not in MULTIRUN]
+    flags = {word for word in argv if word.startswith("-")}
+    swept = MULTIRUN[:1] if not flags or flags.intersection(MULTIRUN) else ()  # or Hydra's `--info`
+    sys.argv = [before[0], *swept, *words]  # a flag comes first, as Hydra reads none between overrides
     try:
         task(elsewhere if launched else counted)()
     except SystemExit as stopped:

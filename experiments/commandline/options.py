@@ -123,6 +123,10 @@ def named(group: str, name: str) -> tuple[str, dict[str, Any], str]:
 
 def choose(group: str, value: str) -> str:
     """Return what to choose in place of an option that a group does not have."""
+    if "custom" in choices(group) and ("." in value or "/" in value):
+        return f"Name the function in it too: {group}={value}:FUNCTION"
+    if group == "model" and "/" in value:
+        return f"Give model.weights={value} for a folder, model.weights=hf://{value} for a model on the hub"
     if close := difflib.get_close_matches(value, choices(group), n=1, cutoff=0.4):
         more = "--models lists all" if group == "model" else f"--help lists all of {group}"
         return f"Did you mean {group}={close[0]}? {more}"

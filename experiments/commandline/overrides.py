@@ -94,7 +94,8 @@ def read(folder: Path) -> dict[str, Any] | None:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             problems.append(f"{file} cannot be read ({error})")
     if problems:
-        raise schema.ConfigError(f"cannot go on with the run at {folder}: {'; '.join(problems[:2])}")
+        remedy = "Copy one back, or give another run=NAME"
+        raise schema.ConfigError(f"cannot go on with the run at {folder}: {'; '.join(problems[:2])}. {remedy}")
     return None
 
 

@@ -219,6 +219,8 @@ def _keys(node: Any, prefix: str = "") -> list[str]:
 
 def _explain(error: Exception, name: str, overrides: Sequence[str], known: Any, groups: Sequence[str]) -> str:
     """Return one line: which override is wrong, why, and the closest thing that exists."""
+    from omegaconf import OmegaConf
+
     keys = sorted({*_keys(known), *groups})
     for override in overrides:
         key, equals, value = override.lstrip("+~").partition("=")
@@ -231,6 +233,9 @@ def _explain(error: Exception, name: str, overrides: Sequence[str], known: Any, 
         if key in groups and value not in options(key):
             return f"unknown option `{override}`: {choose(key, value)}"
         free = any(key.startswith(one) and one.rstrip(".") in keys for one in FREE)
+        part = key.rpartition(".")[0]
+        if key not in keys and part in keys and key in by_key(name) and OmegaConf.select(known, part) is None:
+            return f"cannot set {key}: `{part}` is null in this option; write an option that has it, in conf/"
         if key not in keys and not free:
             return f"unknown override `{override}`: there is no `{key}`. {_closest(key, keys)}"
         if override.startswith("+"):

@@ -126,7 +126,10 @@ def _pair(line: bytes, encoder: Any, chat: Any) -> list[Encoded]:
 
 
 def _object(line: bytes) -> dict[str, Any]:
-    found = json.loads(line)
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the line is not valid JSON: {error}") from None
     if not isinstance(found, dict):
         raise ValueError("the line is no JSON object")
     return found

@@ -77,7 +77,7 @@ def _text(path: Path, config: configs.Text) -> Iterator[bytes]:
         for where, line in json_lines(file):
             try:
                 yield json.loads(line)[config.field].encode()
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise DataError(
                     f"cannot read data.path={where}: no JSON object with text in data.field={config.field}"
                 ) from error
@@ -281,8 +281,12 @@ def ids(data: configs.Data, encoder: Encoder | None, vocab_size: int, made: Sequ
     """
     if isinstance(data, configs.Tokens):
         return _token_ids(data, vocab_size)
-    if isinstance(data, configs.CustomData) and made is not None and not isinstance(made[0], str | bytes):
-        return _own_ids(made, f"data.fn={data.fn}", data.val_fraction, vocab_size)
+    if isinstance(data, configs.CustomData) and made is not None:
+        if not isinstance(made[0], str | bytes):
+            return _own_ids(made, _where(data), data.val_fraction, vocab_size)
+        if other := [one for one in made if not isinstance(one, str | bytes)]:
+            what = f"its first document is text, and another {type(other[0]).__name__}"
+            raise DataError(f"cannot read {_where(data)}: {what}. Give all as text, or all as lists of ids")
     assert encoder is not None
     texts = None if made is None else (one.encode() if isinstance(one, str) else bytes(one) for one in made)
     train, held_out, bytes_per_token = token_files(data, encoder, texts)
@@ -313,7 +317,7 @@ def _own_ids(documents: Sequence[Any], where: str, val_fraction: float, vocab_si
     content = [one.astype(np.int64).tobytes() for one in arrays]
     if len(arrays) == 1:
         raise DataError(f"too few documents in {where}: one, to train on and to hold out; give several")
-    kept = set(split(content, val_fraction)[0])
+    kept = set(split(content, val_fraction, where)[0])
     side = lambda wanted: [one for one, key in zip(arrays, content, strict=True) if (key in kept) is wanted]
     train, held_out = np.concatenate(side(True)), np.concatenate(side(False))
     for array in (train, held_out):

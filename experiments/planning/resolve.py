@@ -49,7 +49,7 @@ SCALES["tpu"] = SCALES["gpu"]
 LORA_RATE = 1e-3  # AdamW's, for adapters of models of any size
 REMAT_ABOVE = 2e7  # parameters: below, activations are small and recomputing them is time lost
 TILE_BYTES = 2**28  # largest float32 logits of one tile under tiling.n=auto
-EVALUATIONS = 5  # in a run, after the first; where one costs little
+EVALUATIONS = 5  # in a run at most, after the first; where one costs little
 LEAST_TILE = 128  # tokens: shorter tiles make matrix products slow
 FEW_TILES = 16  # of attention: products are a sixteenth more than those of what is visible
 
@@ -89,7 +89,7 @@ def resolve(config: configs.Run, device: Device, argv: Sequence[str] = ()) -> co
 
     remat = _remat(config.remat, resolved.tiling, params > REMAT_ABOVE, device.platform, choices)
     often = max(10, steps // EVALUATIONS) if scale.eval_batches > 1 else 0
-    why = f"{EVALUATIONS} in a run" if often else "evaluating costs as much as a step"
+    why = f"at most {EVALUATIONS} in a run" if often else "evaluating costs as much as a step"
     evaluation = choices.settle(config.eval, "eval.", why, every=often)
     evaluation = choices.settle(evaluation, "eval.", sized, batches=scale.eval_batches)
     small = 12 * params <= GIB or config.adapted  # float32 parameters and two moments

@@ -66,8 +66,14 @@ def reference(config: configs.Run) -> configs.Reference | None:
 def _described(folder: Path, said: str, remedy: str = "") -> Any:
     """Return the architecture that the `config.json` of a folder describes."""
     try:
-        return from_hf(json.loads((folder / "config.json").read_text()))
+        raw = json.loads((folder / "config.json").read_text("utf-8"))
     except OSError as error:
         raise CommandError(f"cannot read {said}: {error.strerror} ({error.filename}){remedy}") from None
+    except (ValueError, RecursionError) as error:
+        raise CommandError(f"cannot use {said}: its config.json is not valid JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise CommandError(f"cannot use {said}: its config.json must hold a JSON object")
+    try:
+        return from_hf(raw)
     except ValueError as error:
         raise CommandError(f"cannot use {said}: {error}") from None

@@ -93,6 +93,9 @@ def test_jsonl(make, tmp_path):
     assert len(make("data=text", f"data.path={tmp_path / 'a.jsonl'}").train) > 0
     with pytest.raises(batches.DataError, match=r"a.jsonl:1: no JSON object with text in data.field=body"):
         make("data=text", f"data.path={tmp_path / 'a.jsonl'}", "data.field=body")
+    (tmp_path / "a.jsonl").write_text("[" * 100_000)
+    with pytest.raises(batches.DataError, match=r"a.jsonl:1: no JSON object with text in data.field=text"):
+        make("data=text", f"data.path={tmp_path / 'a.jsonl'}")
 
 
 def test_default_texts_are_there(make):

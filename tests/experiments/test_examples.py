@@ -188,7 +188,8 @@ def test_long_answers_lose_their_end_and_those_that_begin_too_late_are_left_out(
 
 
 BAD = {
-    "no JSON": ("chat", "{", r"cannot read .*a.jsonl:2: "),
+    "no JSON": ("chat", "{", r"cannot read .*a.jsonl:2: the line is not valid JSON: "),
+    "too deep": ("chat", "[" * 100_000, r"cannot read .*a.jsonl:2: the line is not valid JSON: "),
     "no object": ("chat", "[1]", r"a.jsonl:2: the line is no JSON object"),
     "no messages": ("chat", '{"text": "a"}', r"a.jsonl:2: no list of messages in 'messages'"),
     "no role": ("chat", '{"messages": [{"content": "a"}]}', r"a.jsonl:2: a message in 'messages' has no `role`"),

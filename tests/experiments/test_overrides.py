@@ -19,7 +19,9 @@ def test_what_a_run_wrote_about_itself_is_also_in_its_checkpoints(tmp_path):
     assert resumed()[0] == "steps=9"
     for file in tmp_path.rglob("run.json"):
         file.write_text("{")
-    with pytest.raises(schema.ConfigError, match=r"cannot go on with the run at .*x: .*run.json cannot be read"):
+    with pytest.raises(
+        schema.ConfigError, match=r"cannot go on with the run at .*x: .*run.json cannot be read .*another run=NAME"
+    ):
         resumed()
 
 

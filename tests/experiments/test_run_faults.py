@@ -30,6 +30,17 @@ def test_weights_that_are_not_there(start, tmp_path, capsys):
     assert "error: cannot read model.weights=" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [("{bad", "is not valid JSON: Expecting"), ("[1]", "must hold a JSON object")],
+    ids=["damaged", "list"],
+)
+def test_weights_whose_description_is_damaged(text, why, start, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(text)
+    assert start(f"model.weights={tmp_path}") == 2
+    assert f"error: cannot use model.weights={tmp_path}: its config.json {why}" in capsys.readouterr().err
+
+
 def test_a_diverged_run_stops_after_writing_what_it_had(start, tmp_path, capsys):
     status = start("run=bad", "optimizer=sgd", "optimizer.learning_rate=1e30", "optimizer.warmup=0")
     error = capsys.readouterr().err

@@ -47,6 +47,8 @@ WRONG = {
     "typo in an option": (["model=tinny"], r"Did you mean model=tiny\? --models lists all"),
     "typo in a nested key": (["model.num_layer=3"], r"Did you mean `model.num_layers`\?"),
     "group left out": (["n=8"], r"Did you mean `tiling.n`\?"),
+    "a file without its function": (["objective=losses.py"], r"Name the function in it too: .*=losses.py:FUNCTION"),
+    "a folder for a model": (["model=org/name"], r"Give model.weights=org/name for a folder, .*hf://org/name for a"),
     "key of another option": (["optimizer=sgd", "optimizer.b2=1"], r"`optimizer` has: .*momentum"),
     "added key": (["+foo=1"], r"there is no `foo`"),
     "removed key": (["~tiling.n"], r"cannot apply `~tiling.n`: keys can be changed, not removed"),
@@ -65,6 +67,10 @@ WRONG = {
     "several options": (["tiling=[none,all]"], r"unknown option `tiling=\[none,all\]`: Did you mean tiling=none"),
     "no names and values": (["hardware.compiler_options=fast"], r"give hardware.compiler_options.NAME=VALUE for each"),
     "one value for parts": (["model=tiny_llama", "model.rope_scaling=3"], r"it is made of parts: write an option"),
+    "a value of a part that is null": (
+        ["model=tiny_llama", "model.rope_scaling.factor=2"],
+        r"`model.rope_scaling` is null",
+    ),
     "another family": (["model=tiny", "model.family=llama"], r"model.family=llama: it has no attention_pattern, .*;"),
     "impossible model": (["model.num_heads=3", "model.num_kv_heads=2"], r"num_heads=3 must be a multiple"),
 }

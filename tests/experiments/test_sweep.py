@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+from hydra.core.hydra_config import HydraConfig
 
 from experiments import sweep
 
@@ -42,3 +43,12 @@ def test_a_sweep_that_is_interrupted_lets_its_job_save(tmp_path):
     assert sweep._carried_out([sys.executable, "-c", JOB, str(tmp_path)]) == 130
     thread.join()
     assert (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize("flag", [["-m"], ["--multirun"], []])
+def test_the_flag_may_stand_anywhere_or_be_left_out(flag, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ran = []
+    monkeypatch.setattr(sweep, "job", lambda _: ran.append(list(HydraConfig.get().overrides.task)) or 0)
+    assert sweep.main(["model=tiny", *flag, "seed=0,1", f"hydra.sweep.dir={tmp_path}"]) == 0
+    assert ran == [["model=tiny", "seed=0"], ["model=tiny", "seed=1"]]

@@ -92,6 +92,10 @@ COUNTS = {
     "neither": ({}, ValueError, "n=None, size=None"),
     "both": ({"n": 2, "size": 3}, ValueError, "n=2, size=3"),
     "gather": ({"n": 2, "gather": "all"}, ValueError, "gather='all' is none of 'small', 'any', 'none'"),
+    "policy": ({"n": 2, "policy": "dots"}, TypeError, "policy must be a policy of jax.checkpoint, .* not 'dots'"),
+    "no dtype": ({"n": 2, "accumulate": "float33"}, TypeError, "accumulate must be a floating.* not 'float33'"),
+    "no dtype at all": ({"n": 2, "accumulate": None}, TypeError, "accumulate must be a floating-point dtype"),
+    "whole numbers": ({"n": 2, "reduce_dtype": jnp.int32}, TypeError, "reduce_dtype must be a floating.*int32"),
 }
 
 

@@ -32,7 +32,7 @@ from transforms.tiling.inputs import meshes
 from transforms.tiling.inputs.axes import is_array, place, rows
 from transforms.tiling.ir.errors import explained, tracing
 from transforms.tiling.ir.facts import Analysis
-from transforms.tiling.ir.graph import Node
+from transforms.tiling.ir.graph import Node, describe
 from transforms.tiling.ir.obstacles import Obstacle
 from transforms.tiling.ir.placement import WHOLE, Placement, Tiled
 from transforms.tiling.mesh.layout import shares
@@ -201,12 +201,12 @@ def tile(
     budget: Any = None,
     has_aux: bool = False,
     gather: str = "small",
-    policy: Callable[..., Any] | None = None,
+    policy: Any = None,
     lowmem: bool = False,
-    accumulate: DTypeLike = jnp.float32,
+    accumulate: Any = jnp.float32,
     sync: str = "once",
     in_sharding: Any = None,
-    reduce_dtype: DTypeLike | None = None,
+    reduce_dtype: Any = None,
 ) -> Any:
     """Return `fn` with everything that it computes along `axis` computed one tile at a time.
 
@@ -243,10 +243,14 @@ def tile(
         raise ValueError(f"tile: gather={gather!r} is none of {', '.join(map(repr, GATHER))}.")
     if sync not in SYNC:
         raise ValueError(f"tile: sync={sync!r} is none of {', '.join(map(repr, SYNC))}.")
+    if policy is not None and not callable(policy):
+        raise TypeError(f"tile: policy must be a policy of jax.checkpoint, a function, not {policy!r}.")
+    summed = _check_dtype("accumulate", accumulate)
+    reduced = None if reduce_dtype is None else _check_dtype("reduce_dtype", reduce_dtype)
     if fn is None:
         return functools.partial(tile, axis=axis, n=n, **settings)
-    options = {"gather": gather, "accumulate": jnp.dtype(accumulate), "policy": policy, "lowmem": lowmem}
-    options |= {"sync": sync, "reduce_dtype": None if reduce_dtype is None else jnp.dtype(reduce_dtype)}
+    options = {"gather": gather, "accumulate": summed, "policy": policy, "lowmem": lowmem}
+    options |= {"sync": sync, "reduce_dtype": reduced}
     count = int(n) if isinstance(n, np.integer) else n
     return TiledFunction(fn, Tracer(fn, axis, count, size, allowed, has_aux, in_sharding, options))
 
@@ -280,6 +284,16 @@ def _check_count(n: Any, size: Any, budget: Any) -> int | None:
         if value < 1:
             raise ValueError(f"tile: {name}={value}, but it must be at least 1.")
     return None if budget is None else read_budget(budget)
+
+
+def _check_dtype(name: str, value: Any) -> np.dtype:
+    """Return the dtype that sums are formed in."""
+    try:
+        if value is not None and jnp.issubdtype(dtype := jnp.dtype(value), jnp.floating):
+            return dtype
+    except TypeError:
+        pass  # NumPy knows no such type
+    raise TypeError(f"tile: {name} must be a floating-point dtype, such as jnp.float32, not {value!r}.")
 
 
 # ------------------------------------------------------------------------ a call, traced and planned once for each kind
@@ -530,7 +544,8 @@ def _weaken(array: Any, weak: bool) -> Any:
 
 def _stop_aux(result: Any) -> Any:
     if not isinstance(result, tuple) or len(result) != 2:
-        raise TypeError(f"tile: with has_aux=True the function must return a pair (out, aux), not {type(result)}.")
+        what = describe(jax.typeof(result)) if isinstance(result, jax.Array) else type(result).__name__
+        raise TypeError(f"tile: with has_aux=True the function must return a pair (out, aux), not {what}.")
     out, aux = result
     return out, jax.tree.map(lambda x: jax.lax.stop_gradient(x) if isinstance(x, jax.Array) else x, aux)
 
