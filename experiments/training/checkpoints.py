@@ -379,7 +379,7 @@ def restore(
 
 
 def check_room(path: Path, how: configs.Checkpoint, steps: int, need: int) -> None:
-    """Raise a CommandError unless there is room at a run's directory for the checkpoints that it will have at a time.
+    """Raise a CommandError unless a run's directory has room for the checkpoints that it will have at a time.
 
     Args:
         path: the directory, or where it will be.
@@ -387,7 +387,10 @@ def check_room(path: Path, how: configs.Checkpoint, steps: int, need: int) -> No
         steps: of the run.
         need: bytes of each.
     """
-    there = sum(name.name.isdecimal() for name in (path / FOLDER).glob("*"))
+    folder = path / FOLDER
+    if folder.exists() and not folder.is_dir():
+        raise CommandError(f"checkpoints go to {folder}, and that is no folder: move it, or give another run=NAME.")
+    there = sum(name.name.isdecimal() for name in folder.glob("*"))
     more = max(1, min(how.keep + 1, steps) - there)  # the one that is written stands beside those kept
     room = shutil.disk_usage(next(folder for folder in (path, *path.absolute().parents) if folder.exists())).free
     if room < more * need:

@@ -119,6 +119,13 @@ def test_there_is_room_for_a_checkpoint_more_than_are_kept(start, tmp_path, monk
     assert start("run=full", "steps=5") == 1
 
 
+def test_a_file_where_checkpoints_go_is_found_before_training(start, tmp_path, capsys):
+    assert start("run=file", "steps=1", "checkpoint=none") == 0
+    (tmp_path / "file" / "checkpoints").touch()
+    assert start("run=file", "steps=2", "checkpoint.every=1") == 1
+    assert f"checkpoints go to {tmp_path / 'file' / 'checkpoints'}, and that is no folder" in capsys.readouterr().err
+
+
 def test_a_checkpoint_that_fails_does_not_hide_what_ended_the_run(start, monkeypatch, capsys, poison):
     def fails(*_):
         time.sleep(1)  # when the run has ended
