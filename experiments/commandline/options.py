@@ -125,9 +125,10 @@ def choose(group: str, value: str) -> str:
     """Return what to choose in place of an option that a group does not have."""
     if "custom" in choices(group) and ("." in value or "/" in value):
         return f"Name the function in it too: {group}={value}:FUNCTION"
+    said = ""
     if group == "model" and "/" in value:
-        return f"Give model.weights={value} for a folder, model.weights=hf://{value} for a model on the hub"
+        said = f"Give model.weights={value} for a folder, model.weights=hf://{value} for a model on the hub. "
     if close := difflib.get_close_matches(value, choices(group), n=1, cutoff=0.4):
         more = "--models lists all" if group == "model" else f"--help lists all of {group}"
-        return f"Did you mean {group}={close[0]}? {more}"
-    return f"Choices for {group}: {', '.join(choices(group))}"
+        return f"{said}Did you mean {group}={close[0]}? {more}"
+    return said.removesuffix(". ") or f"Choices for {group}: {', '.join(choices(group))}"

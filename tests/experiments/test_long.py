@@ -11,6 +11,7 @@ import pytest
 import zoo
 from experiments import configs
 from experiments.planning.hlo import dot_flops
+from experiments.runtime import meshes
 from experiments.step import tiling
 from tests.experiments.test_tiled import check, resolved
 from tests.tiny import on_mesh
@@ -55,6 +56,14 @@ def close(model, tilings=LONG, attention=None, **how):
         np.testing.assert_allclose(a, b, rtol=0, atol=bound, err_msg=jax.tree_util.keystr(path))
 
 
+def adapted(model, *names):
+    """With matrices of low rank beside some: random ones, as new ones add nothing."""
+    names = ["layers.q", "layers.k", "layers.v", "layers.o", *names]
+    model = lora.attach(model, names, rank=3, alpha=6.0, key=jax.random.key(0))
+    b = lambda m: [getattr(m.layers, name.split(".")[1]).b for name in names]
+    return eqx.tree_at(b, model, [jnp.cos(jnp.arange(leaf.size)).reshape(leaf.shape) / 9 for leaf in b(model)])
+
+
 @pytest.mark.parametrize("case", LIGHT)
 def test_layers_by_heads_and_tokens_have_the_gradients_of_whole_ones(case):
     close(loaded(case))
@@ -81,11 +90,7 @@ def test_one_without_the_other():
 
 
 def test_adapted_matrices_of_low_rank_and_their_lengths():
-    model = loaded("llama32")
-    names = ["layers.q", "layers.k", "layers.v", "layers.o", "layers.gate"]
-    model = lora.attach(model, names, rank=3, alpha=6.0, key=jax.random.key(0))
-    b = lambda m: [getattr(m.layers, name.split(".")[1]).b for name in names]
-    model = eqx.tree_at(b, model, [jnp.cos(jnp.arange(leaf.size)).reshape(leaf.shape) / 9 for leaf in b(model)])
+    model = adapted(loaded("llama32"), "layers.gate")
     q = model.layers.q
     length = jnp.sqrt((q.base**2).sum(1))
     close(eqx.tree_at(lambda m: m.layers.q.magnitude, model, length * 1.5, is_leaf=lambda leaf: leaf is None))
@@ -136,21 +141,26 @@ def error(found, wanted):
 
 
 ERRORS = [
-    pytest.param(name, mesh, packed, marks=[] if (name, mesh, packed) in light else [pytest.mark.heavy])
-    for light in [{("windows, cap", "context", True)}]
+    pytest.param(
+        name, mesh, packed, low_rank, marks=[] if (name, mesh, packed, low_rank) in light else [pytest.mark.heavy]
+    )
+    for light in [{("windows, cap", "context", True, False)}]
     for name in ulysses.CONFIGS
     for mesh in (None, "context", "all")
     for packed in (False, True)
+    for low_rank in (False, True)
+    if not low_rank or name in ("groups", "windows, cap", "biases")
 ]
 
 
 @pytest.mark.optimised
-@pytest.mark.parametrize(("name", "mesh", "packed"), ERRORS)
-def test_errors_against_float64_are_those_of_whole_layers(name, mesh, packed):
+@pytest.mark.parametrize(("name", "mesh", "packed", "low_rank"), ERRORS)
+def test_errors_against_float64_are_those_of_whole_layers(name, mesh, packed, low_rank):
     """In float32, as XLA compiles by default: at most half as much again, of one device and of eight."""
     config = ulysses.CONFIGS[name]
     length = 32 if name == "no groups" else 256  # there are no more positions
     model = zoo.model_class(config).init(config, key=jax.random.key(0))
+    model = adapted(model) if low_rank else model
     ids = np.random.default_rng(2).integers(3, 60, (2, length), dtype=np.int32)
     lengths = [length * 3 // 8, length // 8, length // 2]
     segments = np.repeat([[1, 2, 3]] * 2, lengths, axis=1).astype(np.int32) if packed else None
@@ -166,7 +176,7 @@ def test_errors_against_float64_are_those_of_whole_layers(name, mesh, packed):
         made = make_mesh(*ulysses.MESHES[mesh])
         with jax.set_mesh(made):
             put = lambda x: None if x is None else jax.device_put(x, sharding_of(made, "B S", x.shape))
-            spread = on_mesh(model, made, ulysses.SHARED)
+            spread = meshes.placed(model, ulysses.SHARED)
             found = ulysses.gradients(spread, put(ids), put(segments), pieces, {})
     assert error(found, wanted) < 1.5 * own
 

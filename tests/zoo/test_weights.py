@@ -210,7 +210,8 @@ def test_every_wrong_tensor_is_named_in_one_error(folder):
     def damage(tensors):
         del tensors["model.norm.weight"], tensors["model.layers.3.mlp.up_proj.weight"]
         tensors["model.layers.4.mlp.up_proj.weight"] = np.zeros((80, 48), np.float32)
-        tensors["model.layers.0.self_attn.q_proj.bias"] = np.zeros(64, np.float32)
+        tensors["model.layers.0.self_attn.q_proj.bias"] = np.full(64, 1e-9, np.float32)
+        tensors["model.layers.0.self_attn.k_proj.bias"] = np.zeros(32, np.float32)  # which some tools write
         tensors["model.layers.1.self_attn.k_proj.weight"] = np.zeros((48, 32), np.float32)
         tensors["model.layers.2.input_layernorm.weight"] = np.zeros(48, np.int32)
 
