@@ -18,6 +18,7 @@ from jaxtyping import install_import_hook
 from tests import quick
 
 gc.set_threshold(100_000, 20, 20)  # tracing makes many small objects beside the hundreds of thousands that stay
+MOST_MAPS = 20_000
 pytest_plugins = ["tests.sampling"]
 
 
@@ -75,6 +76,15 @@ def forget():
     """Traced and compiled programs of one module are of no use to the next, and fill the memory."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture(autouse=True)
+def unmap(request):
+    """Each compiled program maps memory, of which Linux gives a process 65,530 pieces: XLA dies for want of one."""
+    yield
+    maps = Path("/proc/self/maps")
+    if request.node.get_closest_marker("heavy") and maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:
+        jax.clear_caches()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -19,8 +19,9 @@ from tests.quick import QUICK
 from transforms.step import State
 
 SIZES = ["model.num_layers=2", "model.embed_dim=32", "model.mlp_dim=64", "model.num_heads=8", "model.head_dim=4"]
-SIZES += ["model.vocab_size=64", "data=synthetic", "data.vocab=32", "batch_size=8", "seq_len=16", "steps=5"]
-SIZES += ["optimizer.learning_rate=0.01", "hardware.param_dtype=float32"]
+SIZES += ["batch_size=8", "seq_len=16", "steps=5", "optimizer.learning_rate=0.01", "hardware.param_dtype=float32"]
+SYNTHETIC = ["model.vocab_size=64", "data=synthetic", "data.vocab=32"]
+PAIRS = ["model.vocab_size=320", "data=preference", "seq_len=128"]
 GEMMA = ["model=gemma2_2b", "model.num_kv_heads=4", "model.window=5", "model.attn_softcap=5", "model.final_softcap=5"]
 LLAMA = ["model=tiny_llama", "model.num_kv_heads=2", "model.tied=false"]
 LAYOUTS = ["dp", "fsdp", "fsdp_v", "tp", "cp", "fsdp_tp", "fsdp_cp", "ulysses"]
@@ -29,7 +30,8 @@ CASES = [(LLAMA if LAYOUTS.index(name) % 2 else GEMMA, name) for name in LAYOUTS
 
 def resolved(*words, count=8, platform="cpu"):
     device = hardware.Device(platform, "a test", 2**33, count)
-    return resolve(schema.compose([*SIZES, "tiling=none", *words])[0], device)
+    read = [] if set(PAIRS).issubset(words) else SYNTHETIC
+    return resolve(schema.compose([*SIZES, *read, "tiling=none", *words])[0], device)
 
 
 def quickly(config):
@@ -129,7 +131,7 @@ OTHERS = {
     "layerwise": [*LLAMA, "mesh=fsdp_tp", "optimizer=adafactor_layerwise", "model.embed_dim=128", "model.mlp_dim=128"],
     "lora": [*LLAMA, "mesh=fsdp_tp", "adapter=lora"],
     "clipped": [*LLAMA, "mesh=fsdp_cp", "optimizer.clip_norm=0.5", "remat=full"],
-    "preferences": [*LLAMA, "mesh=fsdp_cp", "objective=simpo", "optimizer=sgd"],
+    "preferences": [*LLAMA, *PAIRS, "mesh=fsdp_cp", "objective=simpo", "optimizer=sgd"],
 }
 
 
