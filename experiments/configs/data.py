@@ -5,7 +5,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.configs.fields import NOT_NEGATIVE, POSITIVE, Bound, choice, option, refuse
+from experiments.configs.fields import FUNCTION, NOT_NEGATIVE, POSITIVE, Bound, choice, option, refuse
 
 PART = Bound(lambda value: 0 < value < 1, "it must lie between 0 and 1")
 
@@ -94,7 +94,9 @@ class Preference(Data):
 class Grain(Data):
     """A Grain pipeline: data.dataset=MODULE:FUNCTION, which returns a grain.MapDataset of {"tokens": ids}."""
 
-    dataset: str = option(dataclasses.MISSING, "MODULE:FUNCTION or FILE.py:FUNCTION of a finite grain.MapDataset")
+    dataset: str = option(
+        dataclasses.MISSING, "MODULE:FUNCTION or FILE.py:FUNCTION of a finite grain.MapDataset", FUNCTION
+    )
 
 
 @choice("data", "synthetic")
@@ -114,5 +116,7 @@ class Synthetic(Data):
 class CustomData(Data):
     """Your own data: data=MODULE:FUNCTION, which returns documents of text or ids, or rows."""
 
-    fn: str = option(dataclasses.MISSING, "MODULE:FUNCTION or FILE.py:FUNCTION that returns documents or rows")
+    fn: str = option(
+        dataclasses.MISSING, "MODULE:FUNCTION or FILE.py:FUNCTION that returns documents or rows", FUNCTION
+    )
     kwargs: dict[str, Any] = option({}, "its own arguments: data.kwargs.NAME=VALUE")

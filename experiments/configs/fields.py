@@ -20,7 +20,7 @@ LARGEST = 2**31 - 1  # what counts steps, tokens and ids
 
 @dataclass(frozen=True)
 class Bound:
-    """What a number must be: whether it is, and what an error says where it is not."""
+    """What a value must be: whether it is, and what an error says where it is not."""
 
     allows: Callable[[Any], bool]
     why: str
@@ -29,6 +29,10 @@ class Bound:
 POSITIVE = Bound(lambda value: value > 0, "it must be greater than zero")
 NOT_NEGATIVE = Bound(lambda value: value >= 0, "it must be zero or more")
 SHARE = Bound(lambda value: 0 <= value < 1, "it must lie between 0 and below 1")
+FUNCTION = Bound(
+    lambda name: ":" in name[1:] and all(part.isidentifier() for part in name.rpartition(":")[2].split(".")),
+    "give MODULE:FUNCTION or FILE.py:FUNCTION",
+)
 
 
 def option(

@@ -5,7 +5,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from experiments.configs.fields import NOT_NEGATIVE, POSITIVE, SHARE, choice, option, refuse
+from experiments.configs.fields import FUNCTION, NOT_NEGATIVE, POSITIVE, SHARE, choice, option, refuse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,5 +108,7 @@ class Distill(Objective):
 class Custom(Objective):
     """Your own loss: objective=MODULE:FUNCTION, a function of logits (or hidden and head), labels and mask."""
 
-    fn: str = option(dataclasses.MISSING, "MODULE:FUNCTION or FILE.py:FUNCTION of logits (or hidden, head) and labels")
+    fn: str = option(
+        dataclasses.MISSING, "MODULE:FUNCTION or FILE.py:FUNCTION of logits (or hidden, head) and labels", FUNCTION
+    )
     kwargs: dict[str, Any] = option({}, "its own arguments: objective.kwargs.NAME=VALUE")

@@ -4,7 +4,18 @@
 from dataclasses import MISSING, dataclass
 from typing import Any, ClassVar
 
-from experiments.configs.fields import NOT_NEGATIVE, POSITIVE, SHARE, Bound, Schedule, choice, classes, option, refuse
+from experiments.configs.fields import (
+    FUNCTION,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    Bound,
+    Schedule,
+    choice,
+    classes,
+    option,
+    refuse,
+)
 
 OF_STEPS = Bound(lambda value: 0 <= value < 1, "it is a share of the steps, from 0 to below 1")
 OF_PEAK = Bound(lambda value: 0 <= value <= 1, "it is a share of the peak")
@@ -143,5 +154,5 @@ class CustomOptimizer(Optimizer):
     """Any optax optimizer, or your own: optimizer=optax:lion."""
 
     scales = True
-    fn: str = option(MISSING, "MODULE:FUNCTION or FILE.py:FUNCTION of a learning_rate, which is a schedule")
+    fn: str = option(MISSING, "MODULE:FUNCTION or FILE.py:FUNCTION of a learning_rate, which is a schedule", FUNCTION)
     kwargs: dict[str, Any] = option({}, "its own arguments: optimizer.kwargs.NAME=VALUE")

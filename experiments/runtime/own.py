@@ -72,8 +72,6 @@ def find(name: str, key: str) -> Callable[..., Any]:
         OwnError: there is no such file, module or function.
     """
     where, _, inside = name.rpartition(":")
-    if not where or not inside:
-        raise OwnError(f"bad value {key}={name}: give MODULE:FUNCTION or FILE.py:FUNCTION")
     with _in_words(f"cannot import {key}={name}"):
         found: Any = _file(where, f"{key}={name}") if where.endswith(".py") else _module(where, f"{key}={name}")
     for part in inside.split("."):

@@ -90,6 +90,8 @@ WRONG = {
     "seed=0,1": "bad override `seed=0,1`: it has several values; -m sweeps over them",
     "lr=1e-3": "there is no `lr`. Did you mean `optimizer.learning_rate`?",
     "epochs=2": "Did you mean `steps`?",
+    "data=10:13": "bad value data.fn=10:13: give MODULE:FUNCTION or FILE.py:FUNCTION",
+    "objective=losses.py:": "bad value objective.fn=losses.py:: give MODULE:FUNCTION or FILE.py:FUNCTION",
     "model=google/gemma-2b": "Did you mean model=gemma2b? --models lists all",
 }
 
