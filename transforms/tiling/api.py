@@ -236,15 +236,11 @@ def tile(
     settings |= {"sync": sync, "in_sharding": in_sharding, "reduce_dtype": reduce_dtype}
     if axis is REQUIRED or axis is None:
         raise TypeError("tile: give axis, the dimension to cut: an int, a tuple or dict of them, or a name.")
-    if fn is not None and not callable(fn):
-        raise TypeError(f"tile: the first argument must be a function, not {fn!r}.")
+    _check_function(fn, "the first argument must be a function")
     allowed = _check_count(n, size, budget)
-    if gather not in GATHER:
-        raise ValueError(f"tile: gather={gather!r} is none of {', '.join(map(repr, GATHER))}.")
-    if sync not in SYNC:
-        raise ValueError(f"tile: sync={sync!r} is none of {', '.join(map(repr, SYNC))}.")
-    if policy is not None and not callable(policy):
-        raise TypeError(f"tile: policy must be a policy of jax.checkpoint, a function, not {policy!r}.")
+    _check_word("gather", gather, GATHER)
+    _check_word("sync", sync, SYNC)
+    _check_function(policy, "policy must be a policy of jax.checkpoint, a function")
     summed = _check_dtype("accumulate", accumulate)
     reduced = None if reduce_dtype is None else _check_dtype("reduce_dtype", reduce_dtype)
     if fn is None:
@@ -284,6 +280,16 @@ def _check_count(n: Any, size: Any, budget: Any) -> int | None:
         if value < 1:
             raise ValueError(f"tile: {name}={value}, but it must be at least 1.")
     return None if budget is None else read_budget(budget)
+
+
+def _check_function(value: Any, must: str) -> None:
+    if value is not None and not callable(value):
+        raise TypeError(f"tile: {must}, not {value!r}.")
+
+
+def _check_word(name: str, value: Any, words: Sequence[str]) -> None:
+    if value not in words:
+        raise ValueError(f"tile: {name}={value!r} is none of {', '.join(map(repr, words))}.")
 
 
 def _check_dtype(name: str, value: Any) -> np.dtype:
