@@ -106,9 +106,15 @@ class Distill(Objective):
 @choice("objective", "custom")
 @dataclass(frozen=True, kw_only=True)
 class Custom(Objective):
-    """Your own loss: objective=MODULE:FUNCTION, a function of logits (or hidden and head), labels and mask."""
+    """Your own loss: objective=MODULE:FUNCTION, of logits (or hidden, head), labels, mask; of pairs chosen_logps ...
+
+    With data=preference also of rejected_logps, ref_chosen_logps, ref_rejected_logps, chosen_tokens, rejected_tokens.
+    """
 
     fn: str = option(
         dataclasses.MISSING, "MODULE:FUNCTION or FILE.py:FUNCTION of logits (or hidden, head) and labels", FUNCTION
     )
     kwargs: dict[str, Any] = option({}, "its own arguments: objective.kwargs.NAME=VALUE")
+    reference: str | None = option(
+        None, "folder of the model that ref_chosen_logps are of (default: what the run starts from)", path=True
+    )

@@ -12,7 +12,7 @@ import zoo.accounting
 from experiments.configs.compute import ATTENTION, Distributed, Hardware, Mesh, Remat, Tiling
 from experiments.configs.data import Chat, Data, Preference
 from experiments.configs.fields import NOT_NEGATIVE, POSITIVE, OnNan, Quantise, option, part, refuse
-from experiments.configs.objective import Objective, Paired, Sft
+from experiments.configs.objective import Custom, Objective, Paired, Sft
 from experiments.configs.optimizer import Adapter, Lora, Optimizer
 from experiments.configs.results import Checkpoint, Evaluation, Profile, Save
 from zoo.families.mixture import MixtureLike
@@ -69,14 +69,15 @@ class Run:
     log_every: int | None = option(None, "steps between lines when the output is not a terminal", POSITIVE, auto=True)
 
     def __post_init__(self):
-        pairs, answers = isinstance(self.objective, Paired), isinstance(self.data, Preference)
-        if pairs != answers:
-            why, need = (
-                ("this objective compares answers", "data=preference")
-                if pairs
-                else ("pairs of answers are for preferences", "objective=dpo, ipo, simpo or orpo")
-            )
-            raise refuse("data", type(self.data).__name__.lower(), f"{why}: use {need}")
+        data = type(self.data).__name__.lower()
+        if isinstance(self.objective, Paired) and not self.paired:
+            raise refuse("data", data, "this objective compares answers: use data=preference")
+        if self.paired and not isinstance(self.objective, Paired | Custom):
+            need = "objective=dpo, ipo, simpo, orpo or your own, MODULE:FUNCTION"
+            raise refuse("data", data, f"pairs of answers are for preferences: use {need}")
+        if isinstance(self.objective, Custom) and self.objective.reference is not None and not self.paired:
+            why = "a loss of your own is given what a reference makes of pairs of answers: use data=preference"
+            raise refuse("objective.reference", self.objective.reference, why)
         if isinstance(self.objective, Sft) and not isinstance(self.data, Chat):
             raise refuse("objective", "sft", "it learns what the assistant says in conversations: use data=chat")
         if self.attention != "auto" and self.attention not in ATTENTION:
@@ -91,6 +92,11 @@ class Run:
     def params(self) -> int:
         """How many parameters the model has."""
         return zoo.accounting.count_params(self.model.config)
+
+    @property
+    def paired(self) -> bool:
+        """Whether a batch is made of pairs of sequences."""
+        return isinstance(self.data, Preference)
 
     @property
     def adapted(self) -> bool:
@@ -221,11 +227,6 @@ class Resolved(Run):
         if remat == "sqrt" or any(sign in remat for sign in "/,*"):
             return f"remat.policy={remat} takes stacks of layers apart: use one policy, such as remat=offload"
         return None
-
-    @property
-    def paired(self) -> bool:
-        """Whether a batch is made of pairs of sequences."""
-        return isinstance(self.objective, Paired)
 
     @property
     def beside_its_base(self) -> bool:

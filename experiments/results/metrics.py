@@ -53,10 +53,11 @@ def bits_per_byte(loss: float, bytes_per_token: float | None) -> float | None:
     return None if bytes_per_token is None else loss / math.log(2) / bytes_per_token
 
 
-def describe(record: Record) -> str:
-    """Return a record's held-out measure in words."""
-    if record.held_out_accuracy is not None:
-        return f"loss {record.held_out_loss:.3f}, {record.held_out_accuracy:.0%} of pairs right"
+def describe(record: Record, paired: bool = False) -> str:
+    """Return a record's held-out measure in words; `paired`: of pairs of answers."""
+    if paired:
+        right = "" if record.held_out_accuracy is None else f", {record.held_out_accuracy:.0%} of pairs right"
+        return f"loss {record.held_out_loss:.3f}{right}"
     if record.held_out_bits_per_byte is not None:
         text = f"{record.held_out_bits_per_byte:.3f} bits per byte"
     else:
@@ -149,8 +150,8 @@ def finite(value: Any) -> Any:
 class Progress:
     """A bar on a terminal; elsewhere a line every so many steps. Every held-out measure is a line of its own."""
 
-    def __init__(self, steps: int, log_every: int, stream: TextIO | None = None):
-        self._stream = stream or sys.stdout
+    def __init__(self, steps: int, log_every: int, stream: TextIO | None = None, *, paired: bool = False):
+        self._stream, self._paired = stream or sys.stdout, paired
         self._steps, self._log_every = steps, log_every
         self._bar: Any = None
         self._held_out: Record | None = None
@@ -175,7 +176,7 @@ class Progress:
             width = len(str(self._steps))
             self.say(f"  step {record.step:>{width}}/{self._steps}  {'  '.join(_fields(record).values())}")
         if record.held_out_loss is not None:
-            self.say(f"  held-out, step {record.step}: {describe(record)}")
+            self.say(f"  held-out, step {record.step}: {describe(record, self._paired)}")
 
     def say(self, text: str) -> None:
         """Print a line of its own, above the bar where there is one."""

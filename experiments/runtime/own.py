@@ -4,7 +4,7 @@ A name is `module:function` (on Python's path or in the current folder) or `path
 given what its arguments ask for; its further arguments are options, `GROUP.kwargs.NAME=VALUE`. None of it knows that
 `tile` cuts it.
 
-`B` batch `S` sequence `T` tokens `D` embed `V` vocab.
+`B` batch `S` sequence `T` tokens `P` pairs `D` embed `V` vocab.
 """
 
 import contextlib
@@ -33,6 +33,9 @@ from transforms import TileError
 from zoo.models.head import head
 
 LOSS = ("logits", "hidden", "head", "labels", "mask")
+MODEL = ("chosen_logps", "rejected_logps")  # of pairs of answers, by TRL's names
+REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")
+PAIR = (*MODEL, *REFERENCE, "chosen_tokens", "rejected_tokens")
 OPTIMIZER = ("learning_rate",)
 RECORDED = ("loss", "grad_norm")  # of each step, beside what a loss returns
 DATA = ("tokenizer", "vocab_size", "seq_len", "seed")
@@ -120,8 +123,10 @@ def _file(name: str, said: str) -> ModuleType:
     return module
 
 
-def wanted(fn: Callable[..., Any], given: Sequence[str], group: str, kwargs: Mapping[str, Any]) -> list[str]:
-    """Return which of what can be given a function asks for.
+def wanted(
+    fn: Callable[..., Any], given: Sequence[str], group: str, kwargs: Mapping[str, Any], of_pairs: Sequence[str] = ()
+) -> list[str]:
+    """Return which of what can be given a function asks for; `of_pairs` is what data=preference alone gives.
 
     Raises:
         OwnError: it asks for more than it is given, or has no such options.
@@ -140,6 +145,10 @@ def wanted(fn: Callable[..., Any], given: Sequence[str], group: str, kwargs: Map
         raise OwnError(f"unknown option {group}.kwargs.{unknown[0]}: {called} has no such argument. {hint}")
     if clash := [name for name in kwargs if name in given]:
         raise OwnError(f"cannot set {group}.kwargs.{clash[0]}: {called} is given `{clash[0]}` by the run")
+    if needs := [k for k, one in named.items() if one.default is one.empty and k in of_pairs and k not in kwargs]:
+        raise OwnError(
+            f"cannot call {called}: it asks for `{needs[0]}`, which is of pairs of answers: use data=preference"
+        )
     if lacking := [k for k, one in named.items() if one.default is one.empty and k not in (*given, *kwargs)]:
         raise OwnError(
             f"cannot call {called}: it asks for `{lacking[0]}`, and is given {', '.join(given)}. An option of its own "
@@ -150,18 +159,44 @@ def wanted(fn: Callable[..., Any], given: Sequence[str], group: str, kwargs: Map
     return [name for name in given if name in named]
 
 
-def objective(config: configs.Custom) -> Callable[..., Any]:
+def _found(config: configs.Custom, paired: bool) -> tuple[Callable[..., Any], list[str]]:
+    """Return a user's loss, and which of what it can be given it asks for."""
+    fn = find(config.fn, "objective.fn")
+    given, of_pairs = ((*LOSS, *PAIR), ()) if paired else (LOSS, PAIR)
+    asked = wanted(fn, given, "objective", config.kwargs, of_pairs)
+    learns = ("logits", "hidden", *MODEL) if paired else ("logits", "hidden")
+    if not set(learns).intersection(asked):
+        names = " nor ".join(f"`{name}`" for name in learns)
+        raise OwnError(f"cannot learn from objective.fn={config.fn}: it asks for neither {names}")
+    return fn, asked
+
+
+def compares(config: configs.Custom) -> bool:
+    """Return whether a user's loss of pairs of answers asks what a frozen model makes of them.
+
+    Raises:
+        OwnError: it cannot be found or called.
+    """
+    return not set(REFERENCE).isdisjoint(_found(config, paired=True)[1])
+
+
+def objective(config: configs.Custom, answer_sums: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """Return a user's loss as an objective `loss(models, hiddens, targets, mask) -> (scalar, dict of scalars)`.
 
     It is given, by name, `logits [..., V]`, or `hidden [..., D]` and the model's `head` (`zoo.head`), and `labels` and
     `mask [...]`, 1 where a token counts; these are the tokens of a step [T], or sequences of them [B, S]. It returns a
     number, or a loss of every token, whose mean over the mask is taken; or a pair of these and a dict of numbers to
     record.
+
+    Of pairs of answers, where these are [P, 2, S], it is also given `PAIR` [P], and may return a loss of each pair.
+
+    Args:
+        config: names it.
+        answer_sums: where batches are pairs, returns of what an objective is given the sums over each answer [P, 2]:
+            the model's log-probabilities, the frozen model's if there is one, and how many tokens there are.
     """
-    fn = find(config.fn, "objective.fn")
-    asked = wanted(fn, LOSS, "objective", config.kwargs)
-    if not {"logits", "hidden"}.intersection(asked):
-        raise OwnError(f"cannot learn from objective.fn={config.fn}: it asks for neither `logits` nor `hidden`")
+    fn, asked = _found(config, answer_sums is not None)
+    lone = [name for name in asked if name in LOSS]
 
     def loss(models, hiddens, targets, mask):
         model, hidden = models[0], hiddens[0]
@@ -172,7 +207,10 @@ def objective(config: configs.Custom) -> Callable[..., Any]:
             "labels": lambda: targets,
             "mask": lambda: mask,
         }
-        given = {name: make[name]() for name in asked}
+        given = {name: make[name]() for name in lone}
+        if answer_sums is not None and len(lone) < len(asked):
+            sums = _by_name(*answer_sums(models, hiddens, targets, mask))
+            given |= {name: sums[name] for name in asked if name not in lone}
         with _in_words(f"objective.fn={config.fn} failed"):
             made = fn(**given, **config.kwargs)
         pair = isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Mapping)
@@ -190,6 +228,14 @@ def objective(config: configs.Custom) -> Callable[..., Any]:
         return value, {name: _number(one, config.fn, name, targets, mask) for name, one in beside.items()}
 
     return loss
+
+
+def _by_name(model: jax.Array, *others: jax.Array) -> dict[str, jax.Array]:
+    """Return the sums over answers [P, 2] as a user's loss is given them, `PAIR` [P]."""
+    *reference, tokens = others
+    names = (*MODEL, *(REFERENCE if reference else ()), *PAIR[-2:])
+    values = [sums[..., answer] for sums in (model, *reference, tokens) for answer in (0, 1)]
+    return dict(zip(names, values, strict=True))
 
 
 def sources(config: Any) -> dict[str, str | None]:
@@ -217,12 +263,13 @@ def _number(value: Any, name: str, what: str, targets: Any, mask: Any) -> jax.Ar
     value = jnp.asarray(value)
     if value.shape == targets.shape:
         return jnp.sum(value * mask) / jnp.maximum(jnp.sum(mask), 1.0)
-    if value.shape:
+    pairs = targets.shape[:1] if targets.ndim == 3 else ()
+    if value.shape not in ((), pairs):
+        each = f"each label, {targets.shape}{f', or each pair, {pairs}' if pairs else ''}"
         raise OwnError(
-            f"cannot use objective.fn={name}: its {what} has shape {value.shape}; return a number, or one for each "
-            f"label, {targets.shape}"
+            f"cannot use objective.fn={name}: its {what} has shape {value.shape}; return a number, or one for {each}"
         )
-    return value
+    return value.mean() if value.shape else value
 
 
 def optimizer(config: configs.CustomOptimizer, rate: Any) -> optax.GradientTransformation:

@@ -153,13 +153,13 @@ class Programs:
 
     @functools.cached_property
     def held_out_loss(self) -> Any:
-        """The loss that measures text: nats per token (or the objective itself, where that compares answers)."""
-        return self._loss(objectives.held_out(self.config.objective), balanced=False)
+        """The loss that measures text: nats per token, or of pairs of answers the objective itself."""
+        return self._loss(objectives.held_out(self.config.objective, self.config.paired), balanced=False)
 
     @functools.cached_property
     def objective(self) -> objectives.Loss:
         """What is minimised, of hidden states, before anything cuts it."""
-        return objectives.build(self.config.objective)
+        return objectives.build(self.config.objective, self.config.paired)
 
     @functools.cached_property
     def remat(self) -> Remat | None:

@@ -1,7 +1,4 @@
-"""What the folders of weights that a run names say of their models: of the one that learns, and of a frozen one.
-
-No JAX here.
-"""
+"""What the folders of weights that a run names say of their models: of the one that learns, and of a frozen one."""
 
 import dataclasses
 import json
@@ -11,6 +8,7 @@ from typing import Any, TypeVar
 
 from experiments import configs
 from experiments.commandline.console import CommandError
+from experiments.runtime import own
 from experiments.runtime.remote import HUB
 from zoo.huggingface.config import from_hf
 
@@ -41,12 +39,15 @@ def reference(config: configs.Run) -> configs.Reference | None:
     """Return the frozen model of a run; None where its objective compares with none.
 
     Raises:
-        CommandError: its folder cannot be read, or it has another vocabulary than the model that learns.
+        CommandError: its folder cannot be read, or it has another vocabulary than the model that learns; or a loss of
+            the user's cannot be found or called, or does not ask for what the folder is for.
     """
     objective, ours = config.objective, config.model.config
     if isinstance(objective, configs.Distill):
         folder, option = objective.teacher, "objective.teacher"
-    elif isinstance(objective, configs.Referenced):
+    elif isinstance(objective, configs.Referenced) or (
+        isinstance(objective, configs.Custom) and config.paired and _compares(objective)
+    ):
         folder, option = objective.reference, "objective.reference"
     else:
         return None
@@ -61,6 +62,20 @@ def reference(config: configs.Run) -> configs.Reference | None:
             f"{ours.vocab_size}. Both must have the same."
         )
     return configs.Reference(configs.Origin.folder, found, folder)
+
+
+def _compares(objective: configs.Custom) -> bool:
+    """Return whether a user's loss of pairs of answers asks what a frozen model makes of them."""
+    try:
+        compares = own.compares(objective)
+    except own.OwnError as error:
+        raise CommandError(str(error)) from None
+    if objective.reference is not None and not compares:
+        names, said = " nor ".join(f"`{name}`" for name in own.REFERENCE), objective.reference
+        raise CommandError(
+            f"cannot use objective.reference={said}: objective.fn={objective.fn} asks for neither {names}"
+        )
+    return compares
 
 
 def _described(folder: Path, said: str, remedy: str = "") -> Any:

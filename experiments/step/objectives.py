@@ -24,38 +24,38 @@ Loss = Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
 
 
 @functools.singledispatch
-def build(config: configs.Objective) -> Loss:
-    """Return the objective that a configuration describes."""
+def build(config: configs.Objective, paired: bool = False) -> Loss:
+    """Return the objective that a configuration describes; `paired`: of pairs of answers."""
     raise TypeError(f"no objective is registered for {type(config).__name__}")
 
 
 @build.register
-def _(config: configs.Pretrain) -> Loss:
+def _(config: configs.Pretrain, paired: bool = False) -> Loss:
     return functools.partial(cross_entropy, z_loss=config.z_loss, smoothing=config.label_smoothing)
 
 
 @build.register
-def _(config: configs.Distill) -> Loss:
+def _(config: configs.Distill, paired: bool = False) -> Loss:
     return functools.partial(distance, how=config)
 
 
 @build.register
-def _(config: configs.Paired) -> Loss:
+def _(config: configs.Paired, paired: bool = False) -> Loss:
     return functools.partial(preference, compare=functools.partial(COMPARE[type(config)], how=config))
 
 
 @build.register
-def _(config: configs.Custom) -> Loss:
-    return own.objective(config)
+def _(config: configs.Custom, paired: bool = False) -> Loss:
+    return own.objective(config, answer_sums if paired else None)
 
 
-def held_out(config: configs.Objective) -> Loss:
-    """Return what held-out text is measured by: nats per token, or the objective itself where that compares answers.
+def held_out(config: configs.Objective, paired: bool = False) -> Loss:
+    """Return what held-out text is measured by: nats per token, or of pairs of answers the objective itself.
 
     Beside a user's own loss, `objective` of the same text: nats are what runs of different losses can be compared by.
     """
-    if isinstance(config, configs.Paired):
-        return build(config)
+    if paired:
+        return build(config, paired)
     return functools.partial(_with_own, own=build(config)) if isinstance(config, configs.Custom) else cross_entropy
 
 
@@ -102,16 +102,24 @@ def preference(models, hiddens, targets, mask, *, compare: Callable[..., Any]):
 
     A tie is half a win.
 
-    `compare` is given the sums over each answer's tokens [P, 2], chosen first: the model's, the reference's if there is
-    one, and how many tokens there are.
+    `compare` is given `answer_sums`.
+    """
+    losses, rewards = compare(*answer_sums(models, hiddens, targets, mask))
+    margins = _margin(rewards)
+    return losses.mean(), {"accuracy": (jnp.sign(margins) / 2 + 0.5).mean(), "margin": margins.mean()}
+
+
+def answer_sums(models, hiddens, targets, mask):
+    """Return sums over each answer's tokens that count [P, 2], chosen first.
+
+    These are log-probabilities, the model's and the reference's if there is one, and how many tokens there are, at
+    least one.
     """
     sums = [
         -jnp.sum(label_losses(model.logits(hidden), targets) * mask, -1)
         for model, hidden in zip(models, hiddens, strict=True)
     ]
-    losses, rewards = compare(*sums, jnp.maximum(mask.sum(-1), 1.0))
-    margins = _margin(rewards)
-    return losses.mean(), {"accuracy": (jnp.sign(margins) / 2 + 0.5).mean(), "margin": margins.mean()}
+    return *sums, jnp.maximum(mask.sum(-1), 1.0)
 
 
 def dpo(policy, reference, lengths, *, how: configs.Dpo):

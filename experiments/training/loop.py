@@ -110,8 +110,9 @@ def _begun(programs: Programs, session: Session, held_out: "HeldOut", stop: Stop
     memory, peak = hardware.used_memory()
     before = held_out.measure(model, frozen, Record(step=0, memory_bytes=memory, peak_memory_bytes=peak), stop.ask)
     session.recorder.add(before)
-    what = "pairs" if programs.config.paired else "text"
-    session.progress.say(f"  held-out {what} before training: {describe(before)}")
+    paired = programs.config.paired
+    what = "pairs" if paired else "text"
+    session.progress.say(f"  held-out {what} before training: {describe(before, paired)}")
     return 0, programs.init_state(model), frozen
 
 
@@ -152,7 +153,7 @@ class Tracer:
 
 
 BESIDE = ("cross_entropy", "accuracy", "margin")  # what an objective may measure that records have a place for
-MEASURED = ("loss", "accuracy", "objective")  # of what is held out
+MEASURED = {True: ("loss", "accuracy"), False: ("loss", "objective")}  # of what is held out: of pairs, and of text
 MOST_SKIPPED = 100  # updates in a row that on_nan=skip leaves out
 
 
@@ -172,7 +173,7 @@ class HeldOut:
         self._evaluate, self._source, self._put = programs.evaluate, source, programs.feeder
         self._every, self._steps = programs.config.eval.every, programs.config.steps
         self._batches = source.held_out_batches(configs.chosen(programs.config.eval.batches))
-        self._paired, self._own = programs.config.paired, isinstance(programs.config.objective, configs.Custom)
+        self._paired = programs.config.paired
 
     def due(self, step: int) -> bool:
         """Return whether it is measured after a step."""
@@ -180,20 +181,22 @@ class HeldOut:
 
     def measure(self, model: Any, frozen: Any, record: Record, ask: Callable[[], None] = lambda: None) -> Record:
         """Return a record with what a model was measured at; `ask` is called before each batch, and may raise."""
-        count, total = 0.0, dict.fromkeys(MEASURED, 0.0)
+        count, total = 0.0, dict[str, float]()
         for index in range(self._batches):
             ask()
             batch = self._source.held_out_batch(index, self._batches)
             found = self._evaluate(inputs(self._put(_rows_of(batch)), frozen if self._paired else None), model)
-            total = {name: total[name] + float(found.get(name, 0)) * batch.weight for name in total}
+            for name in found.keys() & MEASURED[self._paired]:
+                total[name] = total.get(name, 0.0) + float(found[name]) * batch.weight
             count += batch.weight
-        loss, accuracy, objective = (total[name] / max(count, 1) for name in MEASURED)
+        mean = {name: one / max(count, 1) for name, one in total.items()}
+        loss = mean.get("loss", 0.0)
         return dataclasses.replace(
             record,
             held_out_loss=loss,
-            held_out_objective=objective if self._own else None,
+            held_out_objective=mean.get("objective"),
             held_out_bits_per_byte=bits_per_byte(loss, self._source.bytes_per_token),
-            held_out_accuracy=accuracy if self._paired else None,
+            held_out_accuracy=mean.get("accuracy"),
         )
 
 

@@ -59,7 +59,8 @@ def opened(
         check_room(directory.path or directory.base.parent, how, config.steps, need)
     path = directory.open(about.told, about.text)
     free = plan.left if config.hardware.platform is configs.Platform.cpu else hardware.host_memory() // 2
-    progress, recorder, known = Progress(config.steps, config.log_every), Recorder(None), plan.facts
+    progress = Progress(config.steps, config.log_every, paired=config.paired)
+    recorder, known = Recorder(None), plan.facts
     if distributed.first():
         plots.remember(path, known)
         recorder = open_recorder(path, config.save, about.told["config"], done, progress.say)
@@ -165,7 +166,8 @@ def words(directory: Path, recorder: Recorder, known: dict[str, Any], saved: lis
     lines = []
     if len(held_out) > 1:
         what = "pairs" if known["paired"] else "text"
-        lines.append(f"  held-out {what} before: {describe(held_out[0])}, after: {describe(held_out[-1])}")
+        before, after = (describe(held_out[i], known["paired"]) for i in (0, -1))
+        lines.append(f"  held-out {what} before: {before}, after: {after}")
     lines.append(f"  peak memory {size(hardware.used_memory()[1])}, {seconds:.0f} s altogether")
     if (other := plots.beside(recorder.records, known["weights"])) and known["process"]:
         lines.append(f"  of it about {size(other)} of Python, JAX and its compiler")

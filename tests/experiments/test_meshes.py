@@ -14,7 +14,7 @@ from experiments.data import batches
 from experiments.planning.hlo import collectives
 from experiments.planning.resolve import resolve
 from experiments.runtime import hardware, meshes
-from experiments.step.build import Programs
+from experiments.step.build import Programs, inputs
 from tests.quick import QUICK
 from transforms.step import State
 
@@ -49,9 +49,10 @@ def losses(*words):
         step, put = Programs(config).train, meshes.feeder(source.batch_size)
         model, optimizer = Programs(config).init(), Programs(config).optimizer
         state = eqx.filter_jit(lambda model: State.init(model, optimizer, Programs(config).trainable), **QUICK)(model)
-        found = []
+        found, frozen = [], Programs(config).init_frozen()
         for index in range(config.steps):
-            state, metrics = step(put(lambda rows, index=index: source.batch(index, rows).arrays), state)
+            batch = put(lambda rows, index=index: source.batch(index, rows).arrays)
+            state, metrics = step(inputs(batch, frozen), state)
             found.append(float(metrics["loss"]))
         for leaf, shape in zip(jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True):
             if shape.sharding is not None:

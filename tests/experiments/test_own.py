@@ -11,6 +11,7 @@ import pytest
 import zoo
 from experiments import configs
 from experiments.commandline import schema
+from experiments.commandline.console import CommandError
 from experiments.data import batches
 from experiments.planning.resolve import resolve
 from experiments.runtime import own
@@ -31,6 +32,17 @@ def focal(logits, labels, mask, gamma=2.0):
 
 def each(hidden, head, labels):
     return optax.softmax_cross_entropy_with_integer_labels(head(hidden), labels)
+
+def preferred(chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps, beta=0.1):
+    margin = beta * (chosen_logps - ref_chosen_logps) - beta * (rejected_logps - ref_rejected_logps)
+    return -jax.nn.log_sigmoid(margin), {"margin": margin, "accuracy": jnp.sign(margin) / 2 + 0.5}
+
+def shorter(logits, mask, chosen_logps, rejected_logps, chosen_tokens, rejected_tokens):
+    mean = chosen_logps / chosen_tokens - rejected_logps / rejected_tokens
+    return -jax.nn.log_sigmoid(mean).mean(), {"likely": jax.nn.log_softmax(logits).max(-1)}
+
+def frozen(ref_chosen_logps, ref_rejected_logps):
+    return ref_chosen_logps - ref_rejected_logps
 
 def wrong_shape(logits):
     return logits
@@ -138,6 +150,86 @@ def test_gradients_equal_those_of_the_uncut_loss(written, name, cut):
         np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-6)
 
 
+OF_PAIRS = ["data=preference", "objective.beta=0.3"]
+PAIRED = {
+    "another reference": ["objective.reference={}"],
+    "tiles of an adapter": ["tiling.n=3", "adapter=lora", "adapter.rank=2"],
+    "tiles of micro-batches": ["tiling.n=2", "tiling.batch=3"],
+}
+
+
+def by_name(words, name):
+    """What is said to our DPO as what is said to a loss by name, whose options are under `kwargs`."""
+    return [f"objective={name}", *(word.replace("objective.beta", "objective.kwargs.beta") for word in words)]
+
+
+@pytest.mark.parametrize("words", PAIRED.values(), ids=PAIRED)
+def test_dpo_by_hand_is_ours(written, words, tmp_path):
+    from tests.experiments.test_objectives import arrays, gradients, resolved
+
+    if any("{}" in word for word in words):
+        zoo.save(Programs(resolved("model.embed_dim=24", "seed=5")).init(), tmp_path / "other")
+    words = [*OF_PAIRS, *(word.format(tmp_path / "other") for word in words)]
+    ours, by_hand = resolved("objective=dpo", *words), resolved(*by_name(words, f"{written}:preferred"))
+    assert by_hand.reference == ours.reference
+    batch, whole = arrays(ours), [word for word in words if not word.startswith("tiling")]
+    expected, actual = gradients(resolved("objective=dpo", *whole), batch), gradients(by_hand, batch)
+    assert actual[0][0] != pytest.approx(np.log(2), rel=1e-6)
+    for one, other in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6 * max(1.0, float(abs(other).max())))
+
+
+def test_a_loss_of_pairs_is_measured_and_gone_on_with_as_ours(start, written, tmp_path, capsys):
+    fast = ["seq_len=96", "steps=2", "tiling.n=2", "optimizer.schedule=constant", *OF_PAIRS]
+    assert start("objective=dpo", "run=ours", *fast) == 0
+    fast = by_name(fast, f"{written}:preferred")
+    assert start(*fast, "run=mine", "steps=1", "checkpoint.last=true") == 0
+    assert start(*fast, "run=mine") == 0
+    keys = (
+        "loss",
+        "accuracy",
+        "margin",
+        "grad_norm",
+        "extra",
+        "held_out_loss",
+        "held_out_accuracy",
+        "held_out_objective",
+    )
+    ours, mine = rows(tmp_path / "ours"), rows(tmp_path / "mine")
+    assert [[row[key] for key in keys] for row in (mine[0], mine[-1])] == [
+        [row[key] for key in keys] for row in (ours[0], ours[-1])
+    ]
+    capsys.readouterr()
+    assert start(f"objective={written}:shorter", "data=preference", *fast[1:4], "run=other") == 0
+    out = capsys.readouterr().out
+    assert re.search(r"held-out pairs before training: loss \d\.\d+$", out, re.MULTILINE)  # it tells no accuracy
+    assert rows(tmp_path / "other")[-1]["extra"]["likely"] < 0
+
+
+@pytest.mark.parametrize("adapter", [[], pytest.param(["adapter=lora"], marks=pytest.mark.heavy)])
+def test_a_loss_of_pairs_is_the_same_on_a_mesh(written, adapter):
+    from tests.experiments.test_meshes import LLAMA, PAIRS, losses
+
+    words = [f"objective={written}:preferred", *LLAMA, *PAIRS, *adapter, "optimizer=sgd", "steps=2"]
+    np.testing.assert_allclose(losses("mesh=fsdp_cp", "tiling.n=2", *words), losses("mesh=one", *words), atol=1e-5)
+
+
+def test_a_reference_is_there_where_a_loss_asks_for_it(written):
+    from tests.experiments.test_objectives import resolved
+
+    asks = lambda name, *words: resolved(f"objective={written}:{name}", "data=preference", *words).reference
+    assert asks("shorter") is None and asks("focal") is None
+    assert asks("preferred").origin is configs.Origin.start
+    for words, why in {
+        ("shorter", "objective.reference=x"): "asks for neither `ref_chosen_logps` nor `ref_rejected_logps`",
+        ("preferred", "objective.reference=x"): "cannot read objective.reference=x: No such file",
+        ("frozen",): "asks for neither `logits` nor `hidden` nor `chosen_logps` nor `rejected_logps`",
+        ("greedy",): "asks for `teacher`, and is given logits, .*, ref_chosen_logps, .*, rejected_tokens",
+    }.items():
+        with pytest.raises(CommandError, match=why):
+            asks(*words)
+
+
 FAILS = """
 import optax
 
@@ -186,6 +278,7 @@ WRONG = {
     "{}:greedy": "greedy: it asks for `teacher`, and is given logits, hidden, head, labels, mask. An option of its own",
     "{}:signs": "cannot call signs: it asks for `learning_rate`",
     "{}:texts objective.kwargs.count=1": "it asks for neither `logits` nor `hidden`",
+    "{}:preferred": "it asks for `chosen_logps`, which is of pairs of answers: use data=preference",
     "{}:focal objective.kwargs.gama=1": "no such argument. Did you mean objective.kwargs.gamma?",
     "{}:focal objective.kwargs.mask=1": "focal is given `mask` by the run",
 }
@@ -249,8 +342,8 @@ def test_an_objective_needs_no_word_custom(written):
     assert one.objective == configs.Custom(fn=f"{written}:focal", kwargs={"name": "a b"})
     with pytest.raises(schema.ConfigError, match=r"there is no `objective.kwargs.gamma`"):
         schema.compose(["objective.kwargs.gamma=1"])
-    with pytest.raises(schema.ConfigError, match=r"pairs of answers"):
-        schema.compose(["data=preference", "objective=x:y"])
+    with pytest.raises(schema.ConfigError, match=r"objective.reference=x: .* of pairs of answers: use data=preference"):
+        schema.compose(["objective=x:y", "objective.reference=x"])
 
 
 def test_any_optax_optimizer_and_ones_own(start, written, tmp_path):
