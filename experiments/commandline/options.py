@@ -126,6 +126,8 @@ def choose(group: str, value: str) -> str:
     if "custom" in choices(group) and ("." in value or "/" in value):
         return f"Name the function in it too: {group}={value}:FUNCTION"
     said = ""
+    if group == "model" and value and (value.startswith(("/", "./", "../", "~")) or Path(value).is_dir()):
+        return f"Give model.weights={value} for a folder of weights; --models lists what model= can name"
     if group == "model" and "/" in value:
         said = f"Give model.weights={value} for a folder, model.weights=hf://{value} for a model on the hub. "
     if close := difflib.get_close_matches(value, choices(group), n=1, cutoff=0.4):

@@ -48,6 +48,7 @@ WRONG = {
     "typo in a nested key": (["model.num_layer=3"], r"Did you mean `model.num_layers`\?"),
     "group left out": (["n=8"], r"Did you mean `tiling.n`\?"),
     "a file without its function": (["objective=losses.py"], r"Name the function in it too: .*=losses.py:FUNCTION"),
+    "a path for a model": (["model=../name"], r"Give model.weights=\.\./name for a folder of weights; --models lists"),
     "a folder for a model": (["model=org/name"], r"Give model.weights=org/name for a folder, .*hf://org/name for a"),
     "key of another option": (["optimizer=sgd", "optimizer.b2=1"], r"`optimizer` has: .*momentum"),
     "added key": (["+foo=1"], r"there is no `foo`"),
@@ -140,3 +141,12 @@ assert not slow, slow
     for option in ("tiling.n", "batch_size", "save.final", "data.path"):
         assert f"\n  {option} " in done.stdout
     assert done.stderr == "error: unknown override `tiling.nn=8`: there is no `tiling.nn`. Did you mean `tiling.n`?\n"
+
+
+def test_a_folder_that_is_there_is_taken_for_one_of_weights(tmp_path, monkeypatch):
+    (tmp_path / "tiny2").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(schema.ConfigError, match=r"model=tiny2`: Give model.weights=tiny2 for a folder of weights; "):
+        schema.compose(["model=tiny2"])
+    with pytest.raises(schema.ConfigError, match=r"model=tiny3`: Did you mean model=tiny\?"):
+        schema.compose(["model=tiny3"])
