@@ -206,6 +206,38 @@ def crowded(host: int, config: configs.Resolved, device: Device) -> str | None:
 
 
 @dataclass(frozen=True)
+class Least:
+    """Bytes that a step takes of a device at the very least, as shapes alone tell: nothing is compiled.
+
+    Attributes:
+        state: weights, optimizer, gradients.
+        tokens: what there is for each token: its batch, its hidden states that layers keep, the scores of one layer.
+    """
+
+    state: int
+    tokens: int
+
+    @property
+    def total(self) -> int:
+        """Both."""
+        return self.state + self.tokens
+
+
+def least(programs: Programs, device: Device) -> Least:
+    """Return what a step takes at the very least; to be called on the run's mesh."""
+    config, model, state = programs.config, programs.config.model.config, programs.state
+    trained = eqx.filter_eval_shape(lambda model: eqx.filter(model, programs.trainable(model)), state.model)
+    kept = sum(device_bytes(tree, device) for tree in (state.model, programs.frozen, trained, state.opt_state))
+    itemsize, rows = programs.compute_dtype.itemsize, config.head.rows
+    apart = any(sign in config.remat.policy for sign in ("offload", "sqrt", "/"))  # not every layer's are kept here
+    values = rows * config.seq_len * model.embed_dim * (1 if apart else model.num_layers)
+    if config.attention == "plain":
+        values += rows * model.num_heads * config.seq_len**2
+    batch = 3 * 4 * config.tokens_per_step  # tokens, targets, mask
+    return Least(kept, (batch + values * itemsize) // config.mesh.devices)
+
+
+@dataclass(frozen=True)
 class Traffic:
     """What a compiled step does on each device.
 

@@ -38,11 +38,10 @@ def report(programs: Programs, model: str, asked: Asked, device: Device, ask: Ca
     """
     config = programs.config
     began = time.perf_counter()
-    itemsize = 2 if config.hardware.param_dtype is configs.DType.bfloat16 else 4
-    weights = 0 if config.adapted else config.params * itemsize  # beside an adapter they have no gradients
-    least, free = 2 * weights // config.mesh.devices, cost.available(config, device)
-    if least > 4 * free:  # compiling would only waste time
-        need = f"its weights and gradients alone take {size(least)}.\n"
+    least, free = cost.least(programs, device), cost.available(config, device)
+    if least.total > 4 * free:  # compiling would only waste time
+        what = "weights, gradients and optimizer" if least.state > least.tokens else "hidden states and scores"
+        need = f"its {what} alone take {size(max(least.state, least.tokens))}.\n"
     else:
         print("  compiling ...", flush=True)
         try:

@@ -1,8 +1,10 @@
 """What would fit in place of a run that does not: the smallest change, found by compiling, with nothing allocated."""
 
+import bisect
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import zoo.accounting
 from experiments import configs
@@ -15,6 +17,8 @@ from experiments.step.build import OutOfMemoryError, Programs, problem
 from transforms import TileError
 
 MOST_COMPILED = 16  # candidates that are compiled in search of one that fits
+MOST_WEAKER = 4  # of them, in search of weaker levels once a set is found
+SURE, BEYOND = 0.25, 1.5  # of the room: what one that takes more than the first foretells, if more than the second
 Ask = Callable[[], None]
 Asked = Callable[[Sequence[str]], configs.Run | None]  # the run with some overrides changed; None: there is no such run
 
@@ -24,8 +28,9 @@ def suggest(
 ) -> tuple[list[str], int] | None:
     """Return the smallest set of overrides that makes a run fit, and its bytes; None if no tried set does.
 
-    Sets are tried by size, those that change least first. What cannot fit by its weights, gradients and optimizer alone
-    is skipped; the rest is compiled, never allocated. Nothing is tried where no change can help.
+    Sets are tried by size, those that change least first, at their strongest levels, and then each change at the
+    weakest level that still does. What cannot fit by its shapes alone is skipped; the rest is compiled, never
+    allocated. Nothing is tried where no change can help.
 
     Args:
         config: the run that does not fit.
@@ -35,27 +40,21 @@ def suggest(
     """
     if cost.room(config, device) <= 0:
         return None
-    compiled = 0
+    trials = _Trials(asked, config.model, device)
     for names in _subsets(config, device):
-        strongest = [levels[-1] for levels in names]
         ask()
-        if compiled >= MOST_COMPILED:
+        if trials.compiled >= MOST_COMPILED:
             return None
-        changed = _resolved(asked, strongest, config.model, device)
-        if changed is None or _least(changed, device) > cost.available(changed, device):
+        levels = [len(one) - 1 for one in names]
+        if not trials.fits(_at(names, levels)):
             continue
-        compiled += 1
-        found = _bytes(changed, device)
-        if found is None:
-            continue
-        for levels in itertools.product(*names):  # the weakest levels that still do
-            if list(levels) == strongest or compiled >= MOST_COMPILED:
-                break
-            compiled += 1
-            weaker = _resolved(asked, levels, config.model, device)
-            if weaker is not None and (total := _bytes(weaker, device)):
-                return list(levels), total
-        return strongest, found
+        most = min(MOST_COMPILED, trials.compiled + MOST_WEAKER)
+        for change in range(len(names)):
+            levels = _weaker(trials, names, levels, change, most)
+        found = _at(names, levels)
+        total = trials.bytes(found)
+        assert total is not None
+        return list(found), total
     return None
 
 
@@ -70,45 +69,124 @@ def _subsets(config: configs.Resolved, device: Device) -> Iterator[tuple[list[st
         changes.append(["remat=full"])
     if device.platform != "cpu" and device.count > 1 and (config.mesh.fsdp == "none" or spread < device.count):
         changes.append(["mesh=fsdp"])
-    halves = lambda value, least: [value >> i for i in range(1, 20) if value >> i >= least]
-    if sizes := [size for size in halves(batch, 1) if size % spread == 0]:
+    halves = lambda value, least, by: [size for i in range(1, 20) if (size := value >> i) >= least and size % by == 0]
+    if sizes := halves(batch, 1, math.lcm(spread, 1 + config.paired)):
         changes.append([f"batch_size={size}" for size in sizes])
     if not isinstance(config.optimizer, configs.AdafactorLayerwise):
         changes.append(["optimizer=adafactor_layerwise"])
     if config.hardware.param_dtype is not configs.DType.bfloat16:
         changes.append(["hardware.param_dtype=bfloat16"])
-    if seq > 128:
-        changes.append([f"seq_len={size}" for size in halves(seq, 128)])
+    if sizes := halves(seq, 128, config.mesh.context):
+        changes.append([f"seq_len={size}" for size in sizes])
     for size in range(1, len(changes) + 1):
         yield from itertools.combinations(changes, size)
 
 
-def _resolved(asked: Asked, changes: Sequence[str], model: configs.Model, device: Device) -> configs.Resolved | None:
-    run = asked(changes)
-    if run is None:
-        return None
-    try:
-        changed = resolve(replace(run, model=model), device)
-    except HardwareError:
-        return None
-    return None if problem(changed) else changed
+@dataclass(frozen=True)
+class _Candidate:
+    """A run with some overrides changed, what it takes at least, and what there is for it."""
+
+    config: configs.Resolved
+    least: cost.Least
+    room: int
 
 
-def _least(config: configs.Resolved, device: Device) -> int:
-    """Return the bytes that a step takes at the very least: weights, gradients and the optimizer's state."""
-    with meshes.spread(config.mesh, device.described):
-        state = Programs(config).state
-        return 2 * cost.device_bytes(state.model, device) + cost.device_bytes(state.opt_state, device)
+class _Trials:
+    """The changes that were tried, each once.
+
+    Args:
+        asked: returns the run as it would be asked for with some overrides changed.
+        model: the run's.
+        device: what it is to fit.
+
+    Attributes:
+        compiled: how many were compiled.
+    """
+
+    def __init__(self, asked: Asked, model: configs.Model, device: Device):
+        self._asked, self._model, self._device, self.compiled = asked, model, device, 0
+        self._known: dict[tuple[str, ...], _Candidate | None] = {}
+        self._bytes: dict[tuple[str, ...], int | None] = {}
+
+    def candidate(self, changes: tuple[str, ...]) -> _Candidate | None:
+        """Return the run with some overrides changed; None where there is none or it cannot fit by its shapes alone."""
+        if changes not in self._known:
+            self._known[changes] = self._candidate(changes)
+        return self._known[changes]
+
+    def _candidate(self, changes: tuple[str, ...]) -> _Candidate | None:
+        run = self._asked(changes)
+        if run is None:
+            return None
+        try:
+            config = resolve(replace(run, model=self._model), self._device)
+        except HardwareError:
+            return None
+        if problem(config):
+            return None
+        with meshes.spread(config.mesh, self._device.described):
+            least = cost.least(Programs(config), self._device)
+        if least.total > cost.available(config, self._device):
+            return None
+        return _Candidate(config, least, cost.room(config, self._device))
+
+    def bytes(self, changes: tuple[str, ...]) -> int | None:
+        """Return what the compiled step takes; None where there is none."""
+        if changes not in self._bytes:
+            one = self.candidate(changes)
+            self.compiled += one is not None
+            self._bytes[changes] = None if one is None else _bytes(one.config, self._device)
+        return self._bytes[changes]
+
+    def fits(self, changes: tuple[str, ...]) -> bool:
+        """Return whether the compiled step fits."""
+        one, found = self.candidate(changes), self.bytes(changes)
+        return one is not None and found is not None and found <= one.room
+
+    def likely(self, changes: tuple[str, ...], known: tuple[str, ...]) -> float:
+        """Return which share of the room a step takes, if what a compiled one takes grows with the least it could."""
+        one, other, found = self.candidate(changes), self.candidate(known), self.bytes(known)
+        if one is None or other is None or found is None:
+            return math.inf
+        grows = (found - other.least.state) * one.least.tokens / other.least.tokens
+        return (one.least.state + grows) / one.room
+
+
+def _at(names: Sequence[list[str]], levels: Sequence[int]) -> tuple[str, ...]:
+    return tuple(one[level] for one, level in zip(names, levels, strict=True))
+
+
+def _weaker(trials: _Trials, names: Sequence[list[str]], levels: Sequence[int], change: int, most: int) -> list[int]:
+    """Return the levels of changes that fit, one of them at the weakest level that still does.
+
+    It is looked for between one that does not and one that does; the next to try is where the last one compiled says
+    that the room ends. What that says is far beyond the room is not compiled.
+    """
+    changed = lambda level: _at(names, [*levels[:change], level, *levels[change + 1 :]])
+    unfit, fits = -1, levels[change]
+    known = changed(fits)
+    while fits - unfit > 1 and trials.compiled < most:
+        within = lambda level, known=known: trials.likely(changed(level), known) <= 1
+        level = bisect.bisect_left(range(fits), True, lo=unfit + 1, key=within)
+        level = min(level, fits - 1)
+        if trials.likely(known, known) > SURE and trials.likely(changed(level), known) > BEYOND:
+            break
+        if trials.fits(changed(level)):
+            fits = level
+        else:
+            unfit = level
+        if trials.bytes(changed(level)) is not None:
+            known = changed(level)
+    return [*levels[:change], fits, *levels[change + 1 :]]
 
 
 def _bytes(config: configs.Resolved, device: Device) -> int | None:
-    """Return the bytes of a run's compiled step if it fits."""
+    """Return the bytes of a run's compiled step; None where it cannot be compiled."""
     try:
         with meshes.spread(config.mesh, device.described):
-            total = cost.total_bytes(Programs(config).train, device)
+            return cost.total_bytes(Programs(config).train, device)
     except (OutOfMemoryError, TileError, ValueError):
         return None
-    return total if total <= cost.room(config, device) else None
 
 
 def largest_model(fits: Callable[[int], bool]) -> str | None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import re
 
@@ -14,6 +15,7 @@ from experiments.commandline import schema
 from experiments.commandline.overrides import variations, with_overrides
 from experiments.planning import cost
 from experiments.planning.resolve import resolve
+from experiments.planning.suggest import _subsets as subsets
 from experiments.planning.suggest import suggest
 from experiments.runtime import hardware
 from experiments.runtime.hardware import Device
@@ -172,6 +174,39 @@ def test_the_smallest_remedy_is_found_and_fits(tiled):
     assert step_bytes(again) == total <= device.memory
 
 
+def test_what_fits_in_place_of_far_too_many_tokens_takes_few_compilations(compiled):
+    words = [*MICRO, "batch_size=100000", "seq_len=100000"]
+    config = resolved("batch_size=100000", "seq_len=100000")
+    assert cost.least(Programs(config), DEVICE).total > 4 * DEVICE.memory  # so that it is not compiled itself
+    found = suggest(config, variations(words), DEVICE)
+    assert found is not None and len(compiled) <= 5
+    changes, total = found
+    assert {change.split("=")[0] for change in changes} == {"batch_size", "seq_len"}
+    assert DEVICE.memory / 4 < total <= DEVICE.memory  # weaker changes would not fit
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["tiling.n=8"],
+        ["remat=full", "tiling.n=8", "seq_len=512"],
+        ["remat.policy=sqrt", "adapter=lora", "tiling.n=8"],
+        ["tiling=long", "tiling.tokens=128", "tiling.n=8"],
+        ["tiling.batch=4", "optimizer=sgd", "hardware.param_dtype=bfloat16"],
+    ],
+)
+def test_no_step_takes_less_than_its_shapes_tell(words):
+    config = resolved("model.num_layers=4", *words)
+    least, total = cost.least(Programs(config), DEVICE), step_bytes(config)
+    assert least.state and least.tokens and least.total <= total
+
+
+def test_halves_of_a_batch_of_pairs_are_pairs():
+    config = resolved("batch_size=24", "objective=simpo", "data=preference")
+    alone = itertools.takewhile(lambda changes: len(changes) == 1, subsets(config, DEVICE))
+    assert (["batch_size=12", "batch_size=6"],) in alone
+
+
 def test_a_run_that_does_not_fit_stops_before_allocating(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(hardware, "prepare", lambda platform: DEVICE)
     monkeypatch.setattr(Programs, "init", None)  # would fail if it were reached
@@ -230,7 +265,7 @@ def test_a_hopeless_model_names_one_that_fits(tmp_path, capsys, monkeypatch):
     overrides += ["hardware.headroom_gib=0.1"]
     assert run.start(*schema.compose(overrides), overrides) == 1
     error = capsys.readouterr().err
-    assert "gemma2_27b does not fit in 1.00 GiB: its weights and gradients alone take" in error
+    assert "gemma2_27b does not fit in 1.00 GiB: its weights, gradients and optimizer alone take" in error
     assert "Try model=pythia_160m" in error  # the largest that fits
 
 
