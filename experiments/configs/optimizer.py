@@ -37,12 +37,17 @@ class Lora(Adapter):
 
     rank: int = option(8, "rank of each addition", POSITIVE)
     alpha: float = option(16.0, "additions are scaled by alpha / rank", POSITIVE)
-    targets: str = option("q,k,v,o,gate,up,down", "which matrices, by name or pattern: `q,v`, `layers.*`", names=True)
+    targets: str | None = option(
+        None,
+        "which matrices, by name or pattern: `q,v`, `layers.*` (default: attention's and MLPs')",
+        auto=True,
+        names=True,
+    )
 
     @property
     def patterns(self) -> list[str]:
         """The targets, one by one."""
-        return [target.strip() for target in self.targets.split(",") if target.strip()]
+        return [target.strip() for target in (self.targets or "").split(",") if target.strip()]
 
 
 @choice("optimizer", "auto", "AdamW where its state fits, layerwise Adafactor where it does not.")

@@ -16,6 +16,7 @@ from experiments.step import folders
 from experiments.step import tiling as cuts
 from experiments.step.build import Programs
 from transforms import sharding
+from zoo.adapters import lora
 from zoo.kernels import choose
 
 T = TypeVar("T")
@@ -84,7 +85,8 @@ def resolve(config: configs.Run, device: Device, argv: Sequence[str] = ()) -> co
         config.optimizer, config.adapted, params, hardware.param_dtype is DType.float32 and roomy, choices
     )
     parts: dict[str, Any] = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    parts.update(mesh=mesh, hardware=hardware, optimizer=optimizer, reference=reference, axes=_axes(mesh))
+    parts |= {"mesh": mesh, "hardware": hardware, "optimizer": optimizer, "adapter": _adapter(config, choices)}
+    parts |= {"reference": reference, "axes": _axes(mesh)}
     resolved = _attention(_head(configs.Resolved(**parts), choices), choices)
 
     remat = _remat(config.remat, resolved.tiling, params > REMAT_ABOVE, device.platform, choices)
@@ -158,6 +160,14 @@ def _optimizer(
         rate = float(f"{asked.peak * min(1.0, (3e6 / params) ** 0.5):.1g}")
         why = "the larger the model, the smaller: with the root of its size"
     return choices.settle(asked, "optimizer.", why, learning_rate=rate)
+
+
+def _adapter(config: configs.Run, choices: Choices) -> configs.Adapter:
+    """Return the adapter with the names of its matrices known."""
+    if not isinstance(config.adapter, configs.Lora):
+        return config.adapter
+    targets, why = ",".join(lora.usual(config.model.config)), "the model's matrices of attention and of MLPs"
+    return choices.settle(config.adapter, "adapter.", why, targets=targets)
 
 
 def _mesh(config: configs.Run, device: Device, choices: Choices) -> configs.Mesh:

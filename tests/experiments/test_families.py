@@ -10,7 +10,7 @@ from experiments import configs
 from experiments.commandline import schema
 from experiments.planning.resolve import resolve
 from experiments.runtime.hardware import Device
-from experiments.step.build import Programs
+from experiments.step.build import Programs, problem
 from tests.zoo.hf_tiny import FAST
 from zoo import ForwardPass, Gemma, Llama, Mixture, model_class
 
@@ -38,6 +38,16 @@ def test_a_step_down_the_gradient_lowers_the_loss(name):
     before, grads = grad(model)
     after, _ = grad(jax.tree.map(lambda leaf, slope: leaf - 0.05 * slope, model, grads))
     assert float(after) < float(before)
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"), [("pythia_160m", "q,k,v,o,up,down"), ("deepseek_v2_lite", "q,o,gate,up,down,kv_down,kv")]
+)
+def test_an_adapter_is_of_the_matrices_that_a_family_has(name, targets):
+    config = resolve(schema.compose([f"model={name}", "adapter=lora"])[0], DEVICE)
+    assert isinstance(config.adapter, configs.Lora)
+    assert config.adapter.targets == targets == config.chosen["adapter.targets"].value
+    assert problem(config) is None
 
 
 def test_a_mixture_is_balanced_in_training_and_not_in_evaluation():

@@ -115,6 +115,21 @@ def test_patterns(targets, leaves):
     assert [row.leaf for row, _ in lora.adapted(model)] == leaves
 
 
+@pytest.mark.parametrize(
+    ("case", "names"),
+    [
+        ("llama2", ALL),
+        ("gpt2", ("q", "k", "v", "o", "up", "down")),
+        ("deepseek_v3", ("q", "o", "gate", "up", "down", "q_down", "kv_down", "kv")),
+    ],
+)
+def test_usual_matrices_are_those_of_attention_and_of_mlps_that_a_model_has(case, names):
+    config = loaded(case).config
+    assert lora.usual(config) == list(names)
+    found = {row.leaf.rpartition(".")[2] for row in lora.match(config, names)}
+    assert found - {"router"} == set(names)  # Hugging Face calls some routers `gate` too
+
+
 def test_patterns_that_match_nothing_list_what_there_is():
     attach = lambda targets, rank=1: lora.attach(loaded(CASES[0]), targets, rank=rank, alpha=1.0, key=jax.random.key(0))
     with pytest.raises(ValueError, match=r"`querry`, `embed` matches no matrix[^$]*layers.q \([^$]*layers.down \("):

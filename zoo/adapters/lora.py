@@ -23,6 +23,9 @@ from zoo.config import Config, rows
 from zoo.parameters import Row
 from zoo.quantised import AbstractMatrix, Quantised, product, whole
 
+# Matrices of attention and of MLPs; the last three are those of latent attention (DeepSeek).
+USUAL = ("q", "k", "v", "o", "gate", "up", "down", "q_down", "kv_down", "kv")
+
 
 class LowRank(AbstractMatrix):
     """A matrix and what is added to it. Reads like the matrix where a model asks for dtype, shape or a cast.
@@ -184,6 +187,12 @@ def put(model: PyTree, found: Sequence[Row], parts: Sequence) -> PyTree:
     if not found:
         return model
     return eqx.tree_at(lambda m: [_leaf(m, row) for row in found], model, list(parts))
+
+
+def usual(config: Config) -> list[str]:
+    """Return the names of a model's matrices of attention and of MLPs, which are `targets` of `attach`."""
+    known = {_names(row)[1] for row in _matrices(config)}
+    return [name for name in USUAL if name in known]
 
 
 def match(config: Config, targets: Sequence[str]) -> list[Row]:
