@@ -246,6 +246,19 @@ def test_experts_are_the_parameters_that_peft_adapts(case, targets, tmp_path):
         np.testing.assert_array_equal(again[name], array, err_msg=name)
 
 
+def test_mlps_beside_experts_are_parameters_too(tmp_path):
+    """PEFT takes modules of their names for the experts of the same layer, and leaves out what it finds in no layer."""
+    model = attached("deepseek_v3", ("o", "gate", "up", "down", "shared_up"))
+    adapters.save(model, tmp_path)
+    settings = json.loads((tmp_path / "adapter_config.json").read_text())
+    names = ["experts.down_proj", "experts.gate_up_proj", "gate.weight", "shared_experts.up_proj.weight"]
+    names += [f"{name}_proj.weight" for name in ("down", "gate", "up")]
+    assert settings["target_parameters"] == sorted(f"mlp.{name}" for name in names)
+    assert settings["target_modules"] == ["o_proj"]
+    again = adapters.load(tmp_path, loaded("deepseek_v3"))
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), lora.merge(model), lora.merge(again)))
+
+
 def test_an_adapter_of_other_experts_does_not_belong(tmp_path):
     write_experts(tmp_path, loaded("mixtral").config, ("down_proj",), rank=5)
     with pytest.raises(ValueError, match=r"wrong shape: .*experts.down_proj.0 has A \[4, 80\], must be \[5, 24\]"):

@@ -17,6 +17,7 @@ from zoo.parameters import LAYER, Row
 
 _PARAMETERS = ("gate_up_proj", "down_proj")  # in the order in which PEFT wraps them
 _HELD = re.compile(r"(?:base_model\.model\.)?(.*\.experts)(\.base_layer)?(\.lora_[AB]\.weight)")
+_IN_MLP = re.compile(r"\.(gate|up|down)_proj\.weight$")
 _APART = re.compile(r"(.*\.experts)\.(\w+)\.(\d+)(\.lora_[AB]\.weight)")
 
 
@@ -31,9 +32,12 @@ def as_parameter(row: Row) -> Row:
     return replace(row, tensor=module + "gate_up_proj.{}", pattern="F D -> D F", fused="FF", part=part)
 
 
-def parameter(row: Row) -> str | None:
-    """Return what settings call the parameter of such a row, where it is no module's: of experts, and of routers."""
-    alone = "E" in row.lead or row.leaf.endswith(".router")
+def parameter(row: Row, mixture: bool) -> str | None:
+    """Return what settings call the parameter of such a row, where it is no module's: of experts, and of routers.
+
+    In a mixture, of any MLP: PEFT takes modules of these names for experts, wherever they are.
+    """
+    alone = "E" in row.lead or row.leaf.endswith(".router") or (mixture and _IN_MLP.search(row.tensor) is not None)
     return row.tensor.partition("{}.")[2].removesuffix(".{}") if alone else None
 
 

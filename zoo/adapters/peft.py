@@ -48,7 +48,8 @@ def save(model: PyTree, path: str | os.PathLike) -> None:
     rank, scale = modules[0].rank, modules[0].scale
     others = {_pattern(one.row): one for one in modules if (one.rank, one.scale) != (rank, scale)}
     arrays = experts.together({name: array for one in modules for name, array in one.tensors(model.config.dims)})
-    parameters = {one.row.tensor: experts.parameter(one.row) for one in modules}
+    mixture = "E" in model.config.dims and not any(dora)
+    parameters = {one.row.tensor: experts.parameter(one.row, mixture) for one in modules}
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -227,9 +228,9 @@ def _module(tensor: str) -> str:
 
 
 def _pattern(row: Row) -> str:
-    """Return the regular expression of a row's modules."""
+    """Return the regular expression of a row's modules, or of their weights, where these are adapted by themselves."""
     name = _module(row.tensor).removesuffix(".{}")  # of experts, the parameter
-    return r"\d+".join(map(re.escape, name.split("{}")))
+    return r"\d+".join(map(re.escape, name.split("{}"))) + r"(\.weight)?" * row.tensor.endswith(".weight")
 
 
 def _names(module: str) -> tuple[tuple[str, str], ...]:
