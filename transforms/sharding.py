@@ -132,6 +132,13 @@ def explicit() -> bool:
     return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
 
 
+def vary_alike(*arrays: Shaped[Array, "..."]) -> tuple[Shaped[Array, "..."], ...]:
+    """Return arrays that, in the body of a `shard_map`, all differ along the mesh axes along which any of them does."""
+    varying = [getattr(getattr(jax.typeof(x), "manual_axis_type", None), "varying", frozenset()) for x in arrays]
+    lacking = [tuple(frozenset().union(*varying) - own) for own in varying]
+    return tuple(jax.lax.pcast(x, axes, to="varying") if axes else x for x, axes in zip(arrays, lacking, strict=True))
+
+
 def constrain(x: Shaped[Array, "..."], letters: str, axes: Axes = AXES) -> Shaped[Array, "..."]:
     """Return `x` where its letters say, on the mesh that is set; without one, and on one of other axes, `x` itself."""
     mesh = jax.sharding.get_abstract_mesh()

@@ -19,7 +19,8 @@ from transforms.sharding import axes_of, explicit, partitions, shares
 from zoo.families.mixture import MixtureLike
 from zoo.kernels import KERNELS, Asked
 from zoo.models import groups
-from zoo.models.experts import experts_by_sequence
+from zoo.models.experts import experts, experts_by_sequence
+from zoo.models.grouped import grouped_dot
 from zoo.models.layers import Ops, gated_mlp
 
 
@@ -81,13 +82,16 @@ def ops(config: configs.Resolved, model: Any) -> Ops | None:
     """Return how the heavy parts of each layer run: plainly, or as `attention` and `tiling` say.
 
     Where the batch is cut, a mixture's tokens are sorted by expert sequence by sequence. A model beside the one that
-    learns has plain attention where its own cannot be what the run's is.
+    learns has plain attention where its own cannot be what the run's is. But on TPUs, which have a kernel, experts'
+    products are `zoo.models.grouped`'s.
     """
     kernel, pieces = KERNELS[config.attention], slices(config.tiling, model)
     if config.mesh.exchanges:
         pieces["ulysses"] = True
     if kernel.name != "plain" and kernel.refusal(asked(config, model)) is None:
         pieces |= kernel.ops(config.tiling.attention)
+    if isinstance(model, MixtureLike) and config.hardware.platform is not configs.Platform.tpu:
+        pieces["experts"] = functools.partial(pieces.get("experts", experts), product=grouped_dot)
     return Ops(**pieces) if pieces else None
 
 

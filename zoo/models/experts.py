@@ -21,6 +21,7 @@ Matrix = Float[Array, "..."] | AbstractMatrix
 Biases = tuple[
     Float[Array, " E"] | None, Float[Array, "E F"] | None, Float[Array, "E F"] | None, Float[Array, "E D"] | None
 ]
+Product = Callable[[Float[Array, "M I"], Float[Array, "G I O"], Int[Array, " G"]], Float[Array, "M O"]]
 Select = Callable[..., tuple[Float[Array, "T C"], Int[Array, "T C"], Float[Array, "T E"]]]
 
 
@@ -37,6 +38,7 @@ def experts(
     combine: Callable | None = None,
     select: Select | None = None,
     by_sequence: bool = False,
+    product: Product = jax.lax.ragged_dot,
 ) -> tuple[Float[Array, "B S D"], Float[Array, "2 E"]]:
     """Return what each token's experts make of it; and each expert's number of tokens and sum of probabilities.
 
@@ -57,8 +59,9 @@ def experts(
         select: returns what `route` does, given all scores and the router's bias; None takes the most probable.
         by_sequence: each sequence's tokens are sorted on their own, so that `tile` can cut the batch; on an explicit
             mesh, those of the part of each sequence that a device has.
+        product: of rows and the matrices of their groups; `zoo.models.grouped.grouped_dot` but on TPUs.
     """
-    how = {"chosen": chosen, "normalise": normalise, "combine": combine, "select": select}
+    how = {"chosen": chosen, "normalise": normalise, "combine": combine, "select": select, "product": product}
     return _experts(_local_rows if by_sequence else _local, x, router, gate, up, down, biases, **how)
 
 
@@ -91,7 +94,9 @@ def _experts(local, x, router, gate, up, down, biases, **options):
     return jax.shard_map(local, in_specs=(tokens, *specs), out_specs=(tokens, PartitionSpec()))(x, *weights)
 
 
-def _local(x, router, gate, up, down, biases, *, chosen, normalise, combine, select, tokens=(), over_E=(), over_F=()):
+def _local(
+    x, router, gate, up, down, biases, *, chosen, normalise, combine, select, product, tokens=(), over_E=(), over_F=()
+):
     """Compute `experts` of one device's tokens, given the mesh axes that cut tokens, experts and their hidden width."""
     flat = x.reshape(-1, x.shape[-1])
     how = ({} if biases is None else {"bias": biases[0]}) | ({} if select is None else {"select": select})
@@ -107,7 +112,7 @@ def _local(x, router, gate, up, down, biases, *, chosen, normalise, combine, sel
     ):  # what is summed over the parts of the hidden width has the last bias once
         of_down = biases[3] * (jax.lax.axis_index(over_F) == 0).astype(x.dtype) if over_F else biases[3]
         own = biases[1], biases[2], of_down
-    out = expert_mlp(*routing, gate, up, down, first=first, biases=own, combine=combine)
+    out = expert_mlp(*routing, gate, up, down, first=first, biases=own, combine=combine, product=product)
     counts_E = jnp.zeros_like(probs_TE[0]).at[experts_TC.reshape(-1)].add(1.0)
     routed = jnp.stack([counts_E, probs_TE.sum(0)])
     for axis in reversed(shared):
@@ -124,16 +129,19 @@ def _local_rows(x, *weights, **options):
 
 
 def ragged_linear(
-    x: Float[Array, "T I"], weight: Float[Array, "E I O"] | AbstractMatrix, counts: Int[Array, " E"]
+    x: Float[Array, "T I"],
+    weight: Float[Array, "E I O"] | AbstractMatrix,
+    counts: Int[Array, " E"],
+    product: Product = jax.lax.ragged_dot,
 ) -> Float[Array, "T O"]:
-    """Return `jax.lax.ragged_dot(x, weight, counts)`; adapted weights add their low-rank parts."""
+    """Return `product(x, weight, counts)`; adapted weights add their low-rank parts."""
     if isinstance(weight, Widened):
-        return jax.lax.ragged_dot(x.astype(weight.array.dtype), weight.array, counts).astype(x.dtype)
+        return product(x.astype(weight.array.dtype), weight.array, counts).astype(x.dtype)
     if isinstance(weight, LowRank):
         a, b = weight.columns(1)
-        added = jax.lax.ragged_dot(jax.lax.ragged_dot(x, a, counts), b, counts)
-        return ragged_linear(x, weight.base, counts) + added * weight.scale
-    multiply = lambda x, weight: jax.lax.ragged_dot(x, whole(weight), counts)
+        added = product(product(x, a, counts), b, counts)
+        return ragged_linear(x, weight.base, counts, product) + added * weight.scale
+    multiply = lambda x, weight: product(x, whole(weight), counts)
     return (jax.checkpoint(multiply, prevent_cse=False) if isinstance(weight, Quantised) else multiply)(x, weight)
 
 
@@ -224,10 +232,12 @@ def expert_mlp(
     first: Int[Array, ""] | None = None,
     biases: tuple[Float[Array, "E F"], Float[Array, "E F"], Float[Array, "E D"]] | None = None,
     combine: Callable | None = None,
+    product: Product = jax.lax.ragged_dot,
 ) -> Float[Array, "T D"]:
     """Return each token's weighted sum of what its experts' gated MLPs make of it. No token is dropped.
 
-    The `T * C` rows are sorted by expert, and each expert's run is one group of a ragged product: 6 T C D F FLOPs.
+    The `T * C` rows are sorted by expert, and each expert's run is one group of a ragged product: 6 T C D F FLOPs
+    where the product is one of each row with one matrix.
 
     Args:
         x: tokens.
@@ -239,6 +249,7 @@ def expert_mlp(
         first: the number of the first of these experts, where there are others elsewhere: rows of the others are zero.
         biases: every expert's of gate, up and down.
         combine: returns the hidden values of gates and what they multiply; None is `silu(gate) * up`.
+        product: as `experts` takes it.
     """
     chosen, number = experts.shape[1], experts.reshape(-1)
     if first is not None:
@@ -248,12 +259,12 @@ def expert_mlp(
     rows = x[order // chosen]
     of_gate, of_up, of_down = (None, None, None) if biases is None else biases
     biased = lambda out, bias: out if bias is None else out + bias.at[number[order]].get(mode="clip")
-    gates = biased(ragged_linear(rows, gate, counts_E), of_gate)
-    ups = biased(ragged_linear(rows, up, counts_E), of_up)
+    gates = biased(ragged_linear(rows, gate, counts_E, product), of_gate)
+    ups = biased(ragged_linear(rows, up, counts_E, product), of_up)
     hidden = jax.nn.silu(gates) * ups if combine is None else combine(gates, ups)
     hidden = hidden if first is None else _rows_of(counts_E, hidden)
     out = (
-        biased(ragged_linear(hidden, down, counts_E), of_down).astype(weights.dtype)
+        biased(ragged_linear(hidden, down, counts_E, product), of_down).astype(weights.dtype)
         * weights.reshape(-1)[order][:, None]
     )
     out = out if first is None else _rows_of(counts_E, out)

@@ -1,0 +1,110 @@
+"""Products of rows with the matrix of their group, a block of rows at a time: grouped matrix products.
+
+A TPU has `jax.lax.ragged_dot`. Elsewhere JAX makes of it the products of all rows with every group's matrix, of which a
+mask leaves one: `G` times the FLOPs, on `G` copies of the rows. Here rows, which are sorted by group, are cut into
+blocks that begin where groups do (as MegaBlocks pads groups to blocks, https://arxiv.org/abs/2211.15841), and a scan
+multiplies each block with the one matrix that is its own. A group's last block reads on into the next group's rows,
+and what it writes there is written over by that group's first.
+
+Dimensions: `M` rows `G` groups `I` inputs `O` outputs `N` blocks `K` rows of a block.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from transforms.sharding import vary_alike
+
+LEAST, MOST = 16, 512  # rows of a block
+SLACK = 4  # how many times as many rows there are as those that groups' last blocks could read too many
+
+
+def grouped_dot(x: Float[Array, "M I"], weight: Float[Array, "G I O"], counts: Int[Array, " G"]) -> Float[Array, "M O"]:
+    """Return what `jax.lax.ragged_dot` does, with about `2 M I O` FLOPs; it has no forward-mode derivative.
+
+    Args:
+        x: rows, sorted by group.
+        weight: each group's matrix.
+        counts: how many rows each group has. Rows that are left are zeros.
+    """
+    rows, groups = len(x), len(weight)
+    block = min(max(1 << (rows // (SLACK * groups)).bit_length() >> 1, LEAST), MOST)
+    if 2 * (rows + groups * block) > rows * groups:
+        return jax.lax.ragged_dot(x, weight, counts)
+    return _product(*vary_alike(x, weight, counts), block)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _product(x, weight, counts, block):
+    return _of_blocks(x, weight, counts, block, 1)
+
+
+def _forward(x, weight, counts, block):
+    return _product(x, weight, counts, block), (x, weight, counts)
+
+
+def _backward(block, kept, slope):
+    x, weight, counts = kept
+    return _of_blocks(slope, weight, counts, block, 2), _of_groups(x, slope, weight, counts, block), None
+
+
+_product.defvjp(_forward, _backward)
+
+
+def _of_blocks(x, weight, counts, block, summed):
+    """Return the product of each row with its group's matrix, of which a dimension is summed over."""
+    group_N, first_N, _ = _blocks(counts, len(x), block)
+    padded, out = _padded(x, block), _zeros(x, len(x) + block, weight.shape[3 - summed])
+
+    def step(out, at):
+        group, first = at
+        rows = jax.lax.dynamic_slice_in_dim(padded, first, block)
+        made = jax.lax.dot_general(rows, weight[group], (((1,), (summed - 1,)), ((), ())))
+        return jax.lax.dynamic_update_slice_in_dim(out, made, first, 0), None
+
+    out = jax.lax.scan(step, out, (group_N, first_N))[0][: len(x)]
+    return jnp.where(jnp.arange(len(x))[:, None] < counts.sum(), out, 0)
+
+
+def _of_groups(x, slope, weight, counts, block):
+    """Return the gradient of each group's matrix, summed in float32 or wider and written after each of its blocks."""
+    group_N, first_N, own_N = _blocks(counts, len(x), block)
+    padded, slopes = _padded(x, block), _padded(slope, block)
+    wide = jnp.promote_types(weight.dtype, jnp.float32)
+
+    def step(carry, at):
+        made, total, before = carry
+        group, first, own = at
+        rows, theirs = (jax.lax.dynamic_slice_in_dim(array, first, block) for array in (padded, slopes))
+        theirs = jnp.where(jnp.arange(block)[:, None] < own, theirs, 0)
+        added = jax.lax.dot_general(rows, theirs, (((0,), (0,)), ((), ())), preferred_element_type=wide)
+        total = jnp.where(group == before, total, 0) + added
+        made = jax.lax.dynamic_update_index_in_dim(made, total.astype(made.dtype), group, 0)
+        return (made, total, group), None
+
+    begin = _zeros(weight, *weight.shape), _zeros(weight, *weight.shape[1:]).astype(wide), group_N[0]
+    return jax.lax.scan(step, begin, (group_N, first_N, own_N))[0][0]
+
+
+def _blocks(counts: Int[Array, " G"], rows: int, block: int) -> tuple[Int[Array, " N"], ...]:
+    """Return of each block its group, its first row, and how many rows are its group's: of one too many, none."""
+    number = jnp.arange((rows + len(counts) * (block - 1)) // block, dtype=counts.dtype)
+    needed = -(-counts // block)
+    ends, begins = jnp.cumsum(needed), jnp.cumsum(counts) - counts
+    group = jnp.minimum((number[:, None] >= ends).sum(1, dtype=counts.dtype), len(counts) - 1)
+    first = begins[group] + (number - (ends - needed)[group]) * block
+    there = number < ends[-1]
+    own = jnp.where(there, jnp.clip(begins[group] + counts[group] - first, 0, block), 0)
+    return group, jnp.where(there, first, rows), own
+
+
+def _padded(x: Float[Array, "M I"], block: int) -> Float[Array, "_ I"]:
+    """Return rows with a block of zeros behind them."""
+    return jnp.concatenate([x, _zeros(x, block, x.shape[1])])
+
+
+def _zeros(like, *shape):
+    """Return zeros that differ between devices as an array does, and are of its dtype."""
+    return vary_alike(jnp.zeros(shape, like.dtype), like)[0]
