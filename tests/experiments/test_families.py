@@ -8,6 +8,7 @@ import pytest
 import zoo.accounting
 from experiments import configs
 from experiments.commandline import schema
+from experiments.planning.hlo import dot_flops
 from experiments.planning.resolve import resolve
 from experiments.runtime.hardware import Device
 from experiments.step.build import Programs, problem
@@ -48,6 +49,13 @@ def test_an_adapter_is_of_the_matrices_that_a_family_has(name, targets):
     assert isinstance(config.adapter, configs.Lora)
     assert config.adapter.targets == targets == config.chosen["adapter.targets"].value
     assert problem(config) is None
+
+
+def test_a_step_of_a_mixture_takes_the_products_of_the_experts_that_tokens_go_to():
+    """What groups' last blocks take too much is less than half; all four experts would be four times as much."""
+    words = [*(f"model.{size}" for size in MICRO), "batch_size=8", "seq_len=128", "steps=2", "tiling.n=none"]
+    programs = Programs(resolve(schema.compose(["model=tiny_mixtral", *words, "remat=none"])[0], DEVICE))
+    assert dot_flops(programs.train.compiled.as_text()) < 1.5 * programs.flops
 
 
 def test_a_mixture_is_balanced_in_training_and_not_in_evaluation():
