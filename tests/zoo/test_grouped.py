@@ -11,6 +11,7 @@ from jax.sharding import AxisType, PartitionSpec
 from experiments.planning.hlo import dot_flops
 from zoo.models.grouped import grouped_dot
 
+pytestmark = pytest.mark.optimised
 INSIDE, WIDTH = 24, 40
 
 
@@ -47,15 +48,18 @@ def test_products_and_gradients_are_those_of_ragged_dot(sizes, left, dtype):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=jnp.finfo(dtype).eps * 8 * max(1, abs(theirs).max()))
 
 
-def test_rows_that_are_not_finite_stay_among_themselves():
+@pytest.mark.parametrize("which", ["row", "slope"])
+def test_rows_that_are_not_finite_stay_among_themselves(which):
+    """The first row of a group, which the last block of the group before reads on into."""
     x, weight, counts, slope = drawn(SIZES["few and many"], 0, jnp.float32)
-    ends = np.cumsum(counts)
-    x = x.at[ends[1] - 1].set(jnp.nan)  # the last row of a group, whose last block reads on into the next ones
     weight = weight.at[4].set(jnp.inf)  # of no row
-    out, of_x, of_weight = found(grouped_dot, x, weight, counts, slope)
-    assert np.flatnonzero(~np.isfinite(out).all(1)).tolist() == [ends[1] - 1]
-    assert np.isfinite(of_x).all()
-    assert np.flatnonzero(~np.isfinite(of_weight).all((1, 2))).tolist() == [1]
+    first = int(counts[0])  # of the second group: the first one has a row
+    broken = lambda array: array.at[first].set(jnp.nan)
+    x, slope = (broken(x), slope) if which == "row" else (x, broken(slope))
+    out, of_x, of_weight = (np.isnan(array) for array in found(grouped_dot, x, weight, counts, slope))
+    assert np.flatnonzero(out.any(1)).tolist() == ([first] if which == "row" else [])
+    assert np.flatnonzero(of_x.any(1)).tolist() == ([] if which == "row" else [first])
+    assert np.flatnonzero(of_weight.any((1, 2))).tolist() == [1]
 
 
 def shapes(rows, groups):

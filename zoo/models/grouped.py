@@ -77,8 +77,8 @@ def _of_groups(x, slope, weight, counts, block):
     def step(carry, at):
         made, total, before = carry
         group, first, own = at
-        rows, theirs = (jax.lax.dynamic_slice_in_dim(array, first, block) for array in (padded, slopes))
-        theirs = jnp.where(jnp.arange(block)[:, None] < own, theirs, 0)
+        blocks = (jax.lax.dynamic_slice_in_dim(array, first, block) for array in (padded, slopes))
+        rows, theirs = (jnp.where(jnp.arange(block)[:, None] < own, array, 0) for array in blocks)  # 0 * nan is no 0
         added = jax.lax.dot_general(rows, theirs, (((0,), (0,)), ((), ())), preferred_element_type=wide)
         total = jnp.where(group == before, total, 0) + added
         made = jax.lax.dynamic_update_index_in_dim(made, total.astype(made.dtype), group, 0)
