@@ -127,7 +127,7 @@ class Serve:
     seconds: float = option(600.0, "after which an answer ends where it is", POSITIVE)
     drafts: int = option(0, "tokens guessed from the text itself and checked at once; answers are the same")
     drafter: str | None = DRAFTER
-    exact: bool = option(True, "refuse a model whose answers could depend on who else asks")
+    exact: bool = option(True, "let no answer's bits depend on who else asks")
     max_mib: float = option(8.0, "largest body of a request", POSITIVE)
     grace: int = option(30, "seconds to finish answers in when told to stop", POSITIVE)
     seed: int = option(0, "of random weights, where model.weights is not given")

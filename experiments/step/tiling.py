@@ -20,7 +20,7 @@ from zoo.families.mixture import MixtureLike
 from zoo.kernels import KERNELS, Asked
 from zoo.models import groups
 from zoo.models.experts import experts, experts_by_sequence
-from zoo.models.grouped import grouped_dot
+from zoo.models.grouped import grouped
 from zoo.models.layers import Ops, gated_mlp
 
 
@@ -91,7 +91,7 @@ def ops(config: configs.Resolved, model: Any) -> Ops | None:
     if kernel.name != "plain" and kernel.refusal(asked(config, model)) is None:
         pieces |= kernel.ops(config.tiling.attention)
     if isinstance(model, MixtureLike) and config.hardware.platform is not configs.Platform.tpu:
-        pieces["experts"] = functools.partial(pieces.get("experts", experts), product=grouped_dot)
+        pieces["experts"] = functools.partial(pieces.get("experts", experts), product=grouped)
     return Ops(**pieces) if pieces else None
 
 

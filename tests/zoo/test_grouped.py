@@ -9,7 +9,11 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from experiments.planning.hlo import dot_flops
-from zoo.models.grouped import grouped_dot
+from zoo.formats import Format
+from zoo.models.experts import experts
+from zoo.models.grouped import FEW, grouped, ragged, stepped
+from zoo.models.layers import Widened
+from zoo.quantised import Quantised, encode
 
 pytestmark = pytest.mark.optimised
 INSIDE, WIDTH = 24, 40
@@ -42,7 +46,7 @@ SIZES = {
 @pytest.mark.parametrize("sizes", SIZES)
 def test_products_and_gradients_are_those_of_ragged_dot(sizes, left, dtype):
     args = drawn(SIZES[sizes], max(left, 512 - sum(SIZES[sizes])), dtype)
-    for ours, theirs in zip(found(grouped_dot, *args), found(jax.lax.ragged_dot, *args), strict=True):
+    for ours, theirs in zip(found(grouped, *args), found(jax.lax.ragged_dot, *args), strict=True):
         assert ours.dtype == theirs.dtype == dtype
         ours, theirs = (np.asarray(one, np.float32) for one in (ours, theirs))
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=jnp.finfo(dtype).eps * 8 * max(1, abs(theirs).max()))
@@ -56,7 +60,7 @@ def test_rows_that_are_not_finite_stay_among_themselves(which):
     first = int(counts[0])  # of the second group: the first one has a row
     broken = lambda array: array.at[first].set(jnp.nan)
     x, slope = (broken(x), slope) if which == "row" else (x, broken(slope))
-    out, of_x, of_weight = (np.isnan(array) for array in found(grouped_dot, x, weight, counts, slope))
+    out, of_x, of_weight = (np.isnan(array) for array in found(grouped, x, weight, counts, slope))
     assert np.flatnonzero(out.any(1)).tolist() == ([first] if which == "row" else [])
     assert np.flatnonzero(of_x.any(1)).tolist() == ([] if which == "row" else [first])
     assert np.flatnonzero(of_weight.any((1, 2))).tolist() == [1]
@@ -72,14 +76,14 @@ def shapes(rows, groups):
 @pytest.mark.parametrize(("rows", "groups"), [(8192, 8), (8192, 64), (4096, 32)])
 def test_each_row_meets_one_matrix(rows, groups):
     compiled = lambda product: jax.jit(functools.partial(found, product)).lower(*shapes(rows, groups)).compile()
-    ours, theirs = compiled(grouped_dot), compiled(jax.lax.ragged_dot)
+    ours, theirs = compiled(grouped), compiled(jax.lax.ragged_dot)
     assert 1 <= dot_flops(ours.as_text()) / (6 * rows * INSIDE * WIDTH) <= 1.26
     temporary = lambda program: program.memory_analysis().temp_size_in_bytes
     assert temporary(ours) < temporary(theirs) * 3 / groups
 
 
 def test_few_rows_are_left_to_the_library():
-    assert "ragged_dot" in str(jax.make_jaxpr(grouped_dot)(*shapes(16, 8)[:3]))
+    assert "ragged_dot" in str(jax.make_jaxpr(grouped)(*shapes(16, 8)[:3]))
 
 
 def test_devices_have_rows_of_their_own():
@@ -90,10 +94,66 @@ def test_devices_have_rows_of_their_own():
     both = lambda array: jnp.concatenate([array, 2 * array])
     spec = PartitionSpec("data")
     with jax.set_mesh(mesh):
-        spread = jax.shard_map(grouped_dot, in_specs=(spec, PartitionSpec(), PartitionSpec()), out_specs=spec)
+        spread = jax.shard_map(grouped, in_specs=(spec, PartitionSpec(), PartitionSpec()), out_specs=spec)
         put = lambda array: jax.device_put(both(array), jax.NamedSharding(mesh, spec))
         out, of_x, of_weight = jax.jit(functools.partial(found, spread))(put(x), weight, counts, put(slope))
-    one = found(grouped_dot, *args)
+    one = found(grouped, *args)
     np.testing.assert_allclose(out, both(one[0]), atol=1e-5)
     np.testing.assert_allclose(of_x, both(one[1]), atol=1e-5)
     np.testing.assert_allclose(of_weight, 5 * one[2], atol=1e-3)
+
+
+def packed(weight, format):
+    """Every group's matrix in fewer bits."""
+    group = None if format is Format.int8 else 8
+    arrays = encode(weight.transpose(0, 2, 1), format, group, jnp.float32)
+    how = {"letters": "DF", "sizes": weight.shape[1:], "inputs": "D", "dtype": weight.dtype}
+    return Quantised(*arrays, format=format, **how)
+
+
+@pytest.mark.parametrize("kind", ["float32", "widened", "int8", "int4", "nf4"])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_steps_are_the_products_of_xla_with_matrices_of_any_kind(sizes, kind):
+    x, weight, counts, _ = drawn(SIZES[sizes], max(3, 512 - sum(SIZES[sizes])), jnp.float32)
+    if kind == "widened":
+        weight = Widened(weight, jnp.dtype("bfloat16"))
+    elif kind != "float32":
+        weight = packed(weight, Format(kind))
+    out, expected = (jax.jit(product)(x, weight, counts) for product in (stepped, ragged))
+    np.testing.assert_allclose(out, expected, atol=1e-5 * max(1, abs(expected).max()))
+
+
+def test_no_bit_of_a_row_depends_on_the_others():
+    """A group alone has the bits that it has among the others, wherever its rows are."""
+    x, weight, counts, _ = drawn([1, 19, 0, 17, 2, 15, 16, 5], 4, jnp.float32)
+    run, begins = jax.jit(stepped), np.cumsum([0, *counts])
+    together = run(x, weight, counts)
+    for group, count in enumerate(map(int, counts)):
+        for row in range(count):
+            own = slice(begins[group] + row, begins[group + 1])
+            alone = jnp.zeros_like(x).at[: count - row].set(x[own])
+            few = jnp.zeros_like(counts).at[group].set(count - row)
+            np.testing.assert_array_equal(run(alone, weight, few)[: count - row], together[own])
+
+
+def test_a_step_holds_one_matrix_and_is_taken_where_there_are_rows():
+    """Of fewer bits no other is made; and a loop has as many steps as there are blocks."""
+    x, weight, counts, _ = shapes(64, 64)
+    four_bits = jax.eval_shape(lambda weight: packed(weight, Format.int4), weight)
+    program = jax.jit(stepped).lower(x, four_bits, counts).compile()
+    assert program.memory_analysis().temp_size_in_bytes < weight.size
+    assert dot_flops(program.as_text(), {"experts": 3}) == 3 * 2 * FEW * INSIDE * WIDTH
+
+
+@pytest.mark.parametrize("product", [ragged, grouped, stepped])
+def test_tokens_that_are_not_there_go_to_no_expert(product):
+    draw = np.random.default_rng(0).normal
+    x, router, gate, up, down = (
+        jnp.asarray(draw(size=size), jnp.float32) for size in ((2, 5, 8), (8, 4), (4, 8, 6), (4, 8, 6), (4, 6, 8))
+    )
+    live = jnp.asarray(draw(size=(2, 5)) > 0)
+    every, some = (
+        experts(x, router, gate, up, down, 2, normalise=True, product=product, live=live)[0] for live in (None, live)
+    )
+    assert 0 < live.sum() < live.size
+    np.testing.assert_allclose(some, jnp.where(live[..., None], every, 0), atol=1e-6)

@@ -34,8 +34,8 @@ from zoo.engine.step import program
 from zoo.engine.work import Writer, reason, unasked
 from zoo.models.decoder import apart, widened
 from zoo.models.forward import check_past
+from zoo.models.grouped import ragged, stepped
 from zoo.models.layers import check_tokens
-from zoo.models.mixture import AbstractMixture
 
 __all__ = ["Answer", "Engine", "Scores", "Settings", "Token"]
 
@@ -60,8 +60,8 @@ class Engine:
             on where `drafts` are asked for; None looks into the text itself.
 
     Raises:
-        ValueError: the model does not write, or cannot read texts of `length`; or the answers of such a model would
-            depend on others, and `exact` is asked for; or the drafter has other ids, or less room.
+        ValueError: the model does not write, or cannot read texts of `length`; or the drafter has other ids, or less
+            room.
     """
 
     def __init__(
@@ -79,11 +79,6 @@ class Engine:
         check_past(model.config)
         model.check_length(settings.length - 1)  # the last token is not read
         plan = Plan.of(model, settings, dtype)
-        if settings.exact and plan.platform != "cpu" and isinstance(model, AbstractMixture):
-            raise ValueError(
-                f"cannot serve this mixture exactly on a {plan.platform}: its ragged products may round a token by how "
-                "many others go to the same expert. Pass exact=False."
-            )
         if drafter is not None:
             _check_drafter(drafter, model.config.vocab_size, settings)
         self.drafter = drafter
@@ -370,7 +365,8 @@ def _by_bits(leaf: Any) -> Any:
 
 def _program(plan: Plan, settings: Settings, options: Mapping[str, Any] | None) -> Any:
     told = tuple(sorted((options or {}).items()))
-    return program(plan.kinds, plan.dtype, plan.heads, settings.likeliest, plan.unroll, told)
+    product = stepped if settings.exact or plan.platform == "cpu" else ragged
+    return program(plan.kinds, plan.dtype, plan.heads, settings.likeliest, plan.unroll, product, told)
 
 
 def _score(answer: Answer, span: Span, told: Picked) -> None:

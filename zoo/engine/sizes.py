@@ -40,8 +40,8 @@ class Settings:
             each row, or as many as take a hundredth of the pages' memory, and 24 MiB of any.
         kv_dtype: what keys and values are kept in; None is what is computed in, `int8` rounds them to 8 bits, with a
             scale for each token and head.
-        exact: refuse what could make a text's bits depend on others; otherwise a pass in which no text has more than a
-            token runs in rows of one slot.
+        exact: let no text's bits depend on others; otherwise a pass in which no text has more than a token runs in rows
+            of one slot, and the products of a mixture's experts are XLA's where that is not a CPU.
     """
 
     length: int = 2048

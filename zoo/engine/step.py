@@ -9,6 +9,7 @@ company, row, chunks, pages, nor on who computed the beginning.
 Dimensions: `R` rows `W` slots of a row `D` embed `V` vocab `C` most pages of a text.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -21,7 +22,10 @@ from transforms.sharding import uncut
 from zoo.engine.attention import Kinds, Paged, Pool
 from zoo.engine.sampling import Either, Picked, Rules, pick
 from zoo.models.decoder import together
+from zoo.models.experts import experts
 from zoo.models.forward import ForwardPass
+from zoo.models.grouped import Product
+from zoo.models.layers import PLAIN
 
 
 class Work(eqx.Module):
@@ -60,7 +64,16 @@ class State(eqx.Module):
 
 
 def advance(
-    model: Any, state: State, work: Work, *, kinds: Kinds, dtype: Any, heads: int, most: int, unroll: bool
+    model: Any,
+    state: State,
+    work: Work,
+    *,
+    kinds: Kinds,
+    dtype: Any,
+    heads: int,
+    most: int,
+    unroll: bool,
+    product: Product,
 ) -> tuple[State, Picked, Array]:
     """Run a step; return the state after it, what each slot that is asked picked, and all hidden states `[R W, D]`.
 
@@ -75,11 +88,14 @@ def advance(
         heads: how many kv heads pages hold.
         most: how many of the likeliest ids are told, where any are asked for.
         unroll: whether each layer is apart in the program.
+        product: of a mixture's rows and the matrices of their experts; idle slots go to none.
     """
     tokens = jnp.where(work.tokens < 0, state.last[work.slots][:, None], work.tokens)
     past = Paged(state.pool, work.positions, work.tables, work.lengths, work.slots, work.drafted, kinds, dtype, heads)
     model = together(model)
-    out = model.forward(tokens, ForwardPass(dtype=dtype, past=past, unroll=unroll))
+    live = jnp.asarray(work.positions) >= 0
+    ops = dataclasses.replace(PLAIN, experts=functools.partial(experts, product=product, live=live))
+    out = model.forward(tokens, ForwardPass(dtype=dtype, ops=ops, past=past, unroll=unroll))
     rows, width = tokens.shape
     newest = jnp.arange(rows) * width + jnp.argmax(work.positions, axis=1)
     positions, targets, asked = map(jnp.asarray, (work.positions, work.targets, work.asked))
@@ -106,9 +122,18 @@ def advance(
 
 
 @functools.cache
-def program(kinds: Kinds, dtype: Any, heads: int, most: int, unroll: bool, options: tuple[tuple[str, Any], ...]) -> Any:
+def program(
+    kinds: Kinds,
+    dtype: Any,
+    heads: int,
+    most: int,
+    unroll: bool,
+    product: Product,
+    options: tuple[tuple[str, Any], ...],
+) -> Any:
     """Return `advance`, to be compiled with XLA's options and for donated states; engines alike share it."""
-    run = functools.partial(advance, kinds=kinds, dtype=dtype, heads=heads, most=most, unroll=unroll)
+    how: dict[str, Any] = {"kinds": kinds, "dtype": dtype, "heads": heads, "most": most, "unroll": unroll}
+    run = functools.partial(advance, product=product, **how)
     # Of a product of two matrices beside each other, GPUs would first copy both.
     found = {"xla_gpu_dot_merger_threshold_mb": 0} if unroll else {}
     return jax.jit(run, donate_argnums=1, compiler_options={**found, **dict(options)} or None)

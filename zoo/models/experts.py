@@ -10,10 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from transforms.sharding import axes_of, explicit, partitions, uncut
 from zoo.adapters.lora import LowRank
+from zoo.models.grouped import Product, ragged
 from zoo.models.layers import Widened, linear
 from zoo.quantised import AbstractMatrix, Quantised, whole
 
@@ -21,7 +22,6 @@ Matrix = Float[Array, "..."] | AbstractMatrix
 Biases = tuple[
     Float[Array, " E"] | None, Float[Array, "E F"] | None, Float[Array, "E F"] | None, Float[Array, "E D"] | None
 ]
-Product = Callable[[Float[Array, "M I"], Float[Array, "G I O"], Int[Array, " G"]], Float[Array, "M O"]]
 Select = Callable[..., tuple[Float[Array, "T C"], Int[Array, "T C"], Float[Array, "T E"]]]
 
 
@@ -38,7 +38,8 @@ def experts(
     combine: Callable | None = None,
     select: Select | None = None,
     by_sequence: bool = False,
-    product: Product = jax.lax.ragged_dot,
+    product: Product = ragged,
+    live: Bool[Array, "B S"] | None = None,
 ) -> tuple[Float[Array, "B S D"], Float[Array, "2 E"]]:
     """Return what each token's experts make of it; and each expert's number of tokens and sum of probabilities.
 
@@ -59,10 +60,11 @@ def experts(
         select: returns what `route` does, given all scores and the router's bias; None takes the most probable.
         by_sequence: each sequence's tokens are sorted on their own, so that `tile` can cut the batch; on an explicit
             mesh, those of the part of each sequence that a device has.
-        product: of rows and the matrices of their groups; `zoo.models.grouped.grouped_dot` but on TPUs.
+        product: of rows and the matrices of their groups (`zoo.models.grouped`).
+        live: which tokens there are: the others go to no expert, and come back as zeros; None is all of them.
     """
     how = {"chosen": chosen, "normalise": normalise, "combine": combine, "select": select, "product": product}
-    return _experts(_local_rows if by_sequence else _local, x, router, gate, up, down, biases, **how)
+    return _experts(_local_rows if by_sequence else _local, x, live, router, gate, up, down, biases, **how)
 
 
 experts_by_sequence = functools.partial(experts, by_sequence=True)
@@ -74,11 +76,11 @@ def clamped(gate: Float[Array, "T F"], up: Float[Array, "T F"], *, slope: float,
     return (up + 1) * gate * jax.nn.sigmoid(slope * gate)
 
 
-def _experts(local, x, router, gate, up, down, biases, **options):
+def _experts(local, x, live, router, gate, up, down, biases, **options):
     """Compute `experts` by `local`, a function like `_local` of what each device has."""
     local = functools.partial(local, **options)
     if not explicit():
-        return local(x, router, gate, up, down, biases)
+        return local(x, live, router, gate, up, down, biases)
     packed = lambda part: isinstance(part, Quantised)
     one = lambda part, dims: part.uncut(*dims) if packed(part) else uncut(part, *dims)
     whole = lambda weight, *dims: jax.tree.map(lambda part: one(part, dims), weight, is_leaf=packed)
@@ -91,21 +93,40 @@ def _experts(local, x, router, gate, up, down, biases, **options):
     tokens = PartitionSpec(*partitions(uncut(x, 2)))
     local = functools.partial(local, tokens=axes_of(tokens), over_E=axes_of([cut_E]), over_F=axes_of([cut_F]))
     specs = jax.tree.map(lambda part: PartitionSpec(*partitions(part)), weights)
-    return jax.shard_map(local, in_specs=(tokens, *specs), out_specs=(tokens, PartitionSpec()))(x, *weights)
+    in_specs = tokens, PartitionSpec(*tokens[:2]), *specs
+    return jax.shard_map(local, in_specs=in_specs, out_specs=(tokens, PartitionSpec()))(x, live, *weights)
 
 
 def _local(
-    x, router, gate, up, down, biases, *, chosen, normalise, combine, select, product, tokens=(), over_E=(), over_F=()
+    x,
+    live,
+    router,
+    gate,
+    up,
+    down,
+    biases,
+    *,
+    chosen,
+    normalise,
+    combine,
+    select,
+    product,
+    tokens=(),
+    over_E=(),
+    over_F=(),
 ):
     """Compute `experts` of one device's tokens, given the mesh axes that cut tokens, experts and their hidden width."""
     flat = x.reshape(-1, x.shape[-1])
     how = ({} if biases is None else {"bias": biases[0]}) | ({} if select is None else {"select": select})
     weights_TC, experts_TC, probs_TE = route(flat, router, chosen, normalise=normalise, **how)
+    first = None
+    if live is not None:
+        first, experts_TC = 0, jnp.where(live.reshape(-1, 1), experts_TC, probs_TE.shape[1])
     shared = tuple(axis for axis in over_E if axis in tokens)
     routing = flat, weights_TC, experts_TC
     for axis in shared:
         routing = tuple(jax.lax.all_gather(value, axis, tiled=True) for value in routing)
-    first = jax.lax.axis_index(over_E) * gate.shape[0] if over_E else None
+    first = jax.lax.axis_index(over_E) * gate.shape[0] if over_E else first
     own = None
     if (
         biases is not None and biases[3] is not None
@@ -122,9 +143,10 @@ def _local(
     return out.reshape(x.shape), jax.lax.psum(routed, tokens) if tokens else routed
 
 
-def _local_rows(x, *weights, **options):
+def _local_rows(x, live, *weights, **options):
     """Compute `_local` of each sequence of one device."""
-    out, routed = jax.lax.map(lambda row: _local(row[None], *weights, **options), x)
+    one = lambda row: jax.tree.map(lambda part: part[None], row)
+    out, routed = jax.lax.map(lambda row: _local(*one(row), *weights, **options), (x, live))
     return out[:, 0], routed.sum(0)
 
 
@@ -132,17 +154,14 @@ def ragged_linear(
     x: Float[Array, "T I"],
     weight: Float[Array, "E I O"] | AbstractMatrix,
     counts: Int[Array, " E"],
-    product: Product = jax.lax.ragged_dot,
+    product: Product = ragged,
 ) -> Float[Array, "T O"]:
     """Return `product(x, weight, counts)`; adapted weights add their low-rank parts."""
-    if isinstance(weight, Widened):
-        return product(x.astype(weight.array.dtype), weight.array, counts).astype(x.dtype)
     if isinstance(weight, LowRank):
         a, b = weight.columns(1)
         added = product(product(x, a, counts), b, counts)
         return ragged_linear(x, weight.base, counts, product) + added * weight.scale
-    multiply = lambda x, weight: product(x, whole(weight), counts)
-    return (jax.checkpoint(multiply, prevent_cse=False) if isinstance(weight, Quantised) else multiply)(x, weight)
+    return product(x, weight, counts)
 
 
 def formed(weight: Any, inputs: int) -> Float[Array, "..."]:
@@ -229,10 +248,10 @@ def expert_mlp(
     up: Matrix,
     down: Matrix,
     *,
-    first: Int[Array, ""] | None = None,
+    first: Int[Array, ""] | int | None = None,
     biases: tuple[Float[Array, "E F"], Float[Array, "E F"], Float[Array, "E D"]] | None = None,
     combine: Callable | None = None,
-    product: Product = jax.lax.ragged_dot,
+    product: Product = ragged,
 ) -> Float[Array, "T D"]:
     """Return each token's weighted sum of what its experts' gated MLPs make of it. No token is dropped.
 
@@ -246,7 +265,7 @@ def expert_mlp(
         gate: every expert's; likewise `up` and `down`.
         up: multiplies the activated gate.
         down: leads back.
-        first: the number of the first of these experts, where there are others elsewhere: rows of the others are zero.
+        first: the number of the first of these experts, where tokens name others too: rows of the others are zero.
         biases: every expert's of gate, up and down.
         combine: returns the hidden values of gates and what they multiply; None is `silu(gate) * up`.
         product: as `experts` takes it.

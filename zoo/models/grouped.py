@@ -1,4 +1,4 @@
-"""Products of rows with the matrix of their group, a block of rows at a time: grouped matrix products.
+"""Products of rows with the matrix of their group: grouped matrix products, by XLA or a block of rows at a time.
 
 A TPU has `jax.lax.ragged_dot`. Elsewhere JAX makes of it the products of all rows with every group's matrix, of which a
 mask leaves one: `G` times the FLOPs, on `G` copies of the rows. Here rows, which are sorted by group, are cut into
@@ -6,23 +6,70 @@ blocks that begin where groups do (as MegaBlocks pads groups to blocks, https://
 multiplies each block with the one matrix that is its own. A group's last block reads on into the next group's rows,
 and what it writes there is written over by that group's first.
 
+`ragged` and `grouped` are differentiated; `stepped` is for few rows of which nobody asks for gradients, and takes as
+long as there are blocks of them.
+
 Dimensions: `M` rows `G` groups `I` inputs `O` outputs `N` blocks `K` rows of a block.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from transforms.sharding import vary_alike
+from zoo.models.layers import Widened, linear
+from zoo.quantised import AbstractMatrix, Quantised, whole
+
+Matrices = Float[Array, "G I O"] | AbstractMatrix
+Product = Callable[[Float[Array, "M I"], Matrices, Int[Array, " G"]], Float[Array, "M O"]]
 
 LEAST, MOST = 16, 512  # rows of a block
+FEW = 8  # rows of a block where rows are few
 SLACK = 4  # how many times as many rows there are as those that groups' last blocks could read too many
 
 
-def grouped_dot(x: Float[Array, "M I"], weight: Float[Array, "G I O"], counts: Int[Array, " G"]) -> Float[Array, "M O"]:
-    """Return what `jax.lax.ragged_dot` does, with about `2 M I O` FLOPs; it has no forward-mode derivative.
+def of_matrices(dot: Callable) -> Product:
+    """Return a product with matrices of whatever kind, by one with arrays. A backward pass makes them again."""
+
+    @functools.wraps(dot)
+    def product(x: Float[Array, "M I"], weight: Matrices, counts: Int[Array, " G"]) -> Float[Array, "M O"]:
+        if isinstance(weight, Widened):
+            return dot(x.astype(weight.array.dtype), weight.array, counts).astype(x.dtype)
+        multiply = lambda x, weight: dot(x, whole(weight), counts)
+        return (jax.checkpoint(multiply, prevent_cse=False) if isinstance(weight, Quantised) else multiply)(x, weight)
+
+    return product
+
+
+ragged = of_matrices(jax.lax.ragged_dot)
+
+
+def stepped(x: Float[Array, "M I"], weight: Matrices, counts: Int[Array, " G"]) -> Float[Array, "M O"]:
+    """Return what `ragged` does, in one step for each block that has rows: of few bits, one matrix at a time is made.
+
+    What a row makes does not depend on the others: every step is one product of `FEW` rows. It has no derivative.
+    """
+    group_N, first_N, _ = _blocks(counts, len(x), FEW)
+    x, counts, *leaves = vary_alike(x, counts, *jax.tree.leaves(weight))
+    weight = jax.tree.unflatten(jax.tree.structure(weight), leaves)
+    padded, out = _padded(x, FEW), _zeros(x, len(x) + FEW, weight.shape[2])
+
+    def step(number, out):
+        rows = jax.lax.dynamic_slice_in_dim(padded, first_N[number], FEW)
+        made = linear("mi,io->mo", rows, jax.tree.map(lambda leaf: leaf[group_N[number]], weight))
+        return jax.lax.dynamic_update_slice_in_dim(out, made, first_N[number], 0)
+
+    with jax.named_scope("experts"):
+        out = jax.lax.fori_loop(0, (-(-counts // FEW)).sum(), step, out)[: len(x)]
+    return jnp.where(jnp.arange(len(x))[:, None] < counts.sum(), out, 0)
+
+
+@of_matrices
+def grouped(x: Float[Array, "M I"], weight: Float[Array, "G I O"], counts: Int[Array, " G"]) -> Float[Array, "M O"]:
+    """Return what `ragged` does, with about `2 M I O` FLOPs; it has no forward-mode derivative.
 
     Args:
         x: rows, sorted by group.
