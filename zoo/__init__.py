@@ -41,6 +41,8 @@ _HOME = {
     "Qwen3Config": "zoo.families.qwen",
     "Qwen3MoeConfig": "zoo.families.qwen",
     "Qwen3NextConfig": "zoo.families.qwen_next",
+    "Qwen35Config": "zoo.families.qwen_next",
+    "Qwen35MoeConfig": "zoo.families.qwen_next",
     "RopeScaling": "zoo.config",
     "RopeType": "zoo.config",
     "SeedConfig": "zoo.families.seed",
@@ -87,6 +89,8 @@ if TYPE_CHECKING:  # the same for type checkers, which a test compares
     from zoo.families.qwen import Qwen3Config as Qwen3Config
     from zoo.families.qwen import Qwen3MoeConfig as Qwen3MoeConfig
     from zoo.families.qwen_next import Qwen3NextConfig as Qwen3NextConfig
+    from zoo.families.qwen_next import Qwen35Config as Qwen35Config
+    from zoo.families.qwen_next import Qwen35MoeConfig as Qwen35MoeConfig
     from zoo.families.seed import SeedConfig as SeedConfig
     from zoo.families.smollm import SmolLM3Config as SmolLM3Config
     from zoo.huggingface.weights import load as load

@@ -41,6 +41,7 @@ class Dialect:
         rope_default: how they are stretched where the file does not say.
         original: the default length of texts first trained on, of families that tell it beside the stretch.
         partial: the key, and its default, of the share of a head that turns (`rotary_fraction`); None is all of it.
+        rope_ignored: what is told beside a stretch, and says nothing of texts.
         only: keys that may hold nothing but these values; the first is what is written.
         harmless: keys of some checkpoints that mean nothing at these values, and are not written; see `HARMLESS`.
         fixed: fields that the architecture decides.
@@ -72,6 +73,7 @@ class Dialect:
     rope_default: Mapping[str, Any] = field(default_factory=dict)
     original: int | None = None
     partial: tuple[str, float] | None = None
+    rope_ignored: tuple[str, ...] = ()
     only: Mapping[str, tuple] = field(default_factory=dict)
     harmless: Mapping[str, tuple] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)

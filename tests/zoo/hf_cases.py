@@ -300,6 +300,27 @@ CASES |= {
     | {"attention_bias": True, "linear_num_value_heads": 2, "linear_conv_kernel_dim": 3, "norm_topk_prob": False}
     | {"layer_types": ["full_attention", "linear_attention"] * 2},
 }
+_LEFT_OUT = (
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+    "num_experts",
+    "num_experts_per_tok",
+    "rope_theta",
+)
+_QWEN_35 = {key: value for key, value in _QWEN_NEXT.items() if key not in _LEFT_OUT} | {
+    "model_type": "qwen3_5_text",
+    "mlp_only_layers": [],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+    | {"mrope_section": [1, 1, 0], "mrope_interleaved": True},
+}
+CASES |= {
+    "qwen3_5": _QWEN_35,
+    "qwen3_5_other": _QWEN_35
+    | {"attention_bias": True, "linear_num_value_heads": 2, "linear_conv_kernel_dim": 3, "tie_word_embeddings": True}
+    | {"layer_types": ["full_attention", "linear_attention"] * 2},
+    "qwen3_5_moe": {key: value for key, value in _QWEN_NEXT.items() if key != "intermediate_size"}
+    | {"model_type": "qwen3_5_moe_text"},
+}
 _GEMMA_3N = _BASE | {
     "model_type": "gemma3n_text",
     "num_hidden_layers": 6,

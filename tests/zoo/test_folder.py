@@ -83,7 +83,7 @@ def _as_multimodal(folder: Path, prefix: str, kind: str = "gemma3") -> None:
     strip = "model." if prefix == "model.language_model." else ""
     own = lambda name: "" if strip and name.startswith("lm_head") else prefix  # where the head is beside the rest
     renamed = {own(name) + name.removeprefix(strip): array for name, array in tensors.items()}
-    others = ("vision_tower.x", "multi_modal_projector.y", "model.vision_tower.z")
+    others = ("vision_tower.x", "multi_modal_projector.y", "model.vision_tower.z", "model.visual.x", "visual.y")
     renamed |= {name: np.zeros((2, 3), np.int64) for name in others}
     save_file(renamed, folder / "model.safetensors")
     text = json.loads((folder / "config.json").read_text())
@@ -92,12 +92,14 @@ def _as_multimodal(folder: Path, prefix: str, kind: str = "gemma3") -> None:
         "gemma3": {"mm_tokens_per_image": 256},
         "gemma3n": {"audio_config": {}, "vision_soft_tokens_per_image": 256},
         "mistral3": {"spatial_merge_size": 2, "tie_word_embeddings": False},
+        "qwen3_5": {"video_token_id": 90, "vision_start_token_id": 91, "tie_word_embeddings": False},
     }
     raw |= own[kind]
     (folder / "config.json").write_text(json.dumps(raw))
 
 
 PARTS = {"gemma3_stretched": "gemma3", "mistral": "mistral3", "ministral3": "mistral3", "gemma3n": "gemma3n"}
+PARTS |= {"qwen3_5": "qwen3_5"}
 
 
 @pytest.mark.parametrize("case", PARTS)
@@ -109,6 +111,29 @@ def test_the_text_part_of_a_multimodal_folder_is_read(prefix, case, tmp_path):
     again = load(folder)
     assert again.config == whole.config
     assert eqx.tree_equal(eqx.filter(again, eqx.is_array), eqx.filter(whole, eqx.is_array))
+
+
+def test_experts_that_a_folder_has_together_are_read_one_by_one(tmp_path):
+    """As those of Qwen 3.5 on the hub are; on a mesh too, where devices read their parts."""
+    folder = hf_tiny.write("qwen3_5_moe", tmp_path)
+    whole = load(folder)
+
+    def together(tensors):
+        for layer in range(4):
+            experts = f"model.layers.{layer}.mlp.experts."
+            gates, ups, downs = (
+                [tensors.pop(f"{experts}{i}.{part}.weight") for i in range(6)]
+                for part in ("gate_proj", "up_proj", "down_proj")
+            )
+            halves = [np.concatenate(pair) for pair in zip(gates, ups, strict=True)]
+            tensors |= {f"{experts}gate_up_proj": np.stack(halves), f"{experts}down_proj": np.stack(downs)}
+        tensors["mtp.fc.weight"] = np.zeros((2, 3), np.float32)
+
+    rewrite(folder, together)
+    assert eqx.tree_equal(load(folder), whole)
+    mesh = jax.make_mesh((2,), ("expert",), axis_types=(jax.sharding.AxisType.Explicit,))
+    spread = load(folder, mesh=mesh)
+    assert all(np.array_equal(one, other) for one, other in zip(*map(jax.tree.leaves, (spread, whole)), strict=True))
 
 
 def test_what_gemma_3n_hears_and_keys_that_nothing_reads_are_left(tmp_path):

@@ -31,6 +31,8 @@ QUICK = (
     "deepseek_v3",
     "gemma3n",
     "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_moe",
 )
 MODEL = "gemma2_gqa"
 

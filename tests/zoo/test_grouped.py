@@ -41,6 +41,7 @@ SIZES = {
 }
 
 
+@pytest.mark.redundant("dtype", "left")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("left", [0, 130])
 @pytest.mark.parametrize("sizes", SIZES)
@@ -111,6 +112,7 @@ def packed(weight, format):
     return Quantised(*arrays, format=format, **how)
 
 
+@pytest.mark.redundant("sizes")
 @pytest.mark.parametrize("kind", ["float32", "widened", "int8", "int4", "nf4"])
 @pytest.mark.parametrize("sizes", SIZES)
 def test_steps_are_the_products_of_xla_with_matrices_of_any_kind(sizes, kind):

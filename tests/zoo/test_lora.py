@@ -20,7 +20,20 @@ from zoo.models.layers import linear
 
 CASES = ["gemma_mqa", "gemma2_gqa", "llama_bias", "mixtral", "qwen3_moe_mixed", "smollm3", "olmo2"]
 FUSED = ["gpt2", "neox", "phi3_long"]  # whose folders hold several matrices in one tensor
-OTHERS = [*FUSED, "opt", "granite4", "olmo3", "cohere2", "olmoe", "qwen2_moe", "gpt_oss", "deepseek_v3", "qwen3_next"]
+OTHERS = [
+    *FUSED,
+    "opt",
+    "granite4",
+    "olmo3",
+    "cohere2",
+    "olmoe",
+    "qwen2_moe",
+    "gpt_oss",
+    "deepseek_v3",
+    "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_moe",
+]
 OTHERS += ["gemma3n"]
 ALL = ("q", "k", "v", "o", "gate", "up", "down")
 
@@ -179,6 +192,7 @@ def test_folders_keep_adapters_of_several_matrices_in_one_tensor(case, shared, t
 OWN = {
     "deepseek_v3": ["q", "q_down", "kv", "kv_down", "o", "gate", "shared_up"],
     "qwen3_next": ["q", "q_gate", "k", "o", "qkvz", "ba", "down"],
+    "qwen3_5": ["q", "q_gate", "k", "o", "qkv", "z", "b", "a", "down"],
     "gemma3n": ["q", "v", "down", "laurel_up", "input_gate", "inputs_down", "streams.into"],
 }
 

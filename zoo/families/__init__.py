@@ -24,7 +24,7 @@ from zoo.families.olmo import Olmo2Config, Olmo3Config, OlmoeConfig
 from zoo.families.opt import OPTConfig
 from zoo.families.phi import Phi3Config
 from zoo.families.qwen import Qwen2Config, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
-from zoo.families.qwen_next import Qwen3NextConfig
+from zoo.families.qwen_next import Qwen3NextConfig, Qwen35Config, Qwen35MoeConfig
 from zoo.families.seed import SeedConfig
 from zoo.families.smollm import SmolLM3Config
 
@@ -57,6 +57,8 @@ FAMILIES: dict[str, type[Config]] = {
     "cohere2": Cohere2Config,
     "modernbert": ModernBertConfig,
     "qwen3_next": Qwen3NextConfig,
+    "qwen3_5": Qwen35Config,
+    "qwen3_5_moe": Qwen35MoeConfig,
     "deepseek_v2": DeepSeekV2Config,
     "deepseek_v3": DeepSeekV3Config,
 }

@@ -31,7 +31,7 @@ _OUTER = frozenset(
 def from_hf(raw: dict[str, Any]) -> Config:
     """Return the config that a `config.json` describes; dropped are only keys that change no logit.
 
-    Of a multimodal Gemma 3 or 3n, or Mistral 3, the text part.
+    Of a multimodal Gemma 3 or 3n, Mistral 3, or Qwen 3.5, the text part.
 
     Raises:
         ValueError: listing every unknown key (with the closest known one), missing key and unsupported value at once.

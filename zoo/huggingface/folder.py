@@ -1,6 +1,7 @@
 """What a Hugging Face folder holds, read from headers alone, and every way in which that can be wrong. Free of JAX."""
 
 import dataclasses
+import itertools
 import json
 import math
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from zoo.config import Config, rows
-from zoo.huggingface.tensors import DTYPES, Tensor
+from zoo.huggingface.tensors import DTYPES, Slice, Tensor
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -18,7 +19,10 @@ DIGESTS = "sha256"  # in a file's metadata: the digest of each of its tensors, a
 _HEADS = ("lm_head.weight", "embed_out.weight")  # some tools write a tied head a second time
 # A multimodal folder holds its text part under one of these, and the rest under the others.
 _TEXT = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."}
-_OTHER = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+_OTHER = (
+    *("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
+    *("visual.", "model.visual."),
+)
 
 
 def refusal(folder: Path, why: str) -> ValueError:
@@ -121,14 +125,33 @@ def text_part(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return renamed
 
 
+def experts_apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors of which those that hold all experts' matrices of a layer are one for each expert and matrix."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        layer, _, matrix = name.rpartition(".mlp.experts.")
+        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(matrix, ())
+        if not parts or len(tensor.shape) != 3 or tensor.shape[1] % len(parts):
+            found[name] = tensor
+            continue
+        experts, outputs, inputs = tensor.shape[0], tensor.shape[1] // len(parts), tensor.shape[2]
+        for at, (expert, part) in enumerate(itertools.product(range(experts), parts)):
+            whole = Slice.of(tensor, at * outputs * inputs, (outputs, inputs))
+            found[f"{layer}.mlp.experts.{expert}.{part}.weight"] = whole
+    return found
+
+
 def as_stored(config: Config, tensors: dict[str, Tensor]) -> tuple[Config, dict[str, Tensor]]:
     """Return a config and the tensors of a folder by their usual names, as transformers reads the folder.
 
-    A multimodal folder is read for its text; names of a bare model, without a head, get the `model.` that a whole one
-    has. Where the config ties the head to the embedding, one of the two is enough, and two that differ untie it.
+    A multimodal folder is read for its text, and experts that are together one by one; names of a bare model, without
+    a head, get the `model.` that a whole one has. Where the config ties the head to the embedding, one of the two is
+    enough, and two that differ untie it.
     """
     if any(dialect.outer for dialect in config.dialects.values()):
         tensors = text_part(tensors)
+    if any(".mlp.experts.{}." in row.tensor for row in rows(config)):
+        tensors = experts_apart(tensors)
     prefix, embed = config.prefix, _embed(config)
     bare = embed.removeprefix(prefix)
     if bare in tensors and not any(name.startswith(prefix) for name in tensors):

@@ -68,6 +68,7 @@ def read(raw: dict[str, Any], dialect: Dialect, length: int, problems: list[str]
         return _read_by_type(raw, dialect, length, problems)
     key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     rope = raw.get(key) or dict(dialect.rope_default)
+    rope = {key: value for key, value in rope.items() if key not in dialect.rope_ignored}
     theta = rope.get("rope_theta", raw.get(dialect.theta_key, dialect.theta))
     fields: dict[str, Any] = {"rope_theta": _number(theta, problems)}
     if dialect.partial is not None:

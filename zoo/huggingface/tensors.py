@@ -98,6 +98,20 @@ class Tensor:
             return opened.get_slice(self.name)[index]
 
 
+class Slice(Tensor):
+    """Some numbers of a tensor, one after the other on disk, as a tensor of its own."""
+
+    @classmethod
+    def of(cls, tensor: Tensor, first: int, shape: tuple[int, ...]) -> "Slice":
+        """Return those from number `first` on, in a shape."""
+        start = tensor.start + first * _NUMPY[tensor.dtype].itemsize
+        return cls(tensor.file, tensor.name, shape, tensor.dtype, None, start)
+
+    def part(self, index: tuple[slice, ...]) -> np.ndarray:
+        """Return some of the tensor."""
+        return self.array()[index]
+
+
 def as_bytes(array: np.ndarray) -> memoryview:
     """Return an array's bytes in order, without a copy where it is contiguous."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data

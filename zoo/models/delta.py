@@ -1,26 +1,30 @@
-"""Qwen 3 Next (https://qwenlm.github.io/blog/qwen3_next): the gated delta rule (https://arxiv.org/abs/2412.06464), and
-attention with a gate behind it, in a mixture of experts.
+"""Qwen 3 Next (https://qwenlm.github.io/blog/qwen3_next), Qwen 3.5 and 3.6: the gated delta rule
+(https://arxiv.org/abs/2412.06464), and attention with a gate behind it; each before an MLP, or a mixture of experts.
 
 A head's state is a matrix that keys look values up in. Each token lets it decay, and corrects what is found under its
 key by a part of what is missing there. Chunks of tokens are made of matrix products, and hand on the state.
 
 Dimensions: `B` batch `S` sequence `D` embed `V` vocab `N` query heads `K` kv heads `H` head size `Q` key heads of the
 rule `M` value heads `W` their size `Y` and `Z` what a key head's projections make `C` channels of the convolution `I`
-its taps `G` one `F` mlp hidden of an expert `E` experts `U` hidden of the shared expert.
+its taps `G` one `F` mlp hidden, or that of an expert `E` experts `U` hidden of the shared expert.
 """
 
+from dataclasses import KW_ONLY
 from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Integer
 
 from transforms.sharding import explicit, partitions, place, uncut
-from zoo.families.qwen_next import Qwen3NextConfig
+from zoo.families.qwen_next import DeltaLike, Qwen3NextConfig, Qwen35Config, Qwen35MoeConfig
 from zoo.models import llama, mixture
+from zoo.models.decoder import Decoder
 from zoo.models.forward import Aux, LayerPass
+from zoo.models.head import Head
 from zoo.models.layers import accumulator, linear, rms_norm
 from zoo.quantised import AbstractMatrix
 
@@ -28,22 +32,40 @@ CHUNK = 64  # tokens between which the state is handed on
 _EPS = 1e-6  # of the lengths of queries and keys
 
 
-class Experts(eqx.Module):
-    """What both kinds of layers have, stacked over a leading `L`; inside the scan, one layer's."""
+class Layer(eqx.Module):
+    """What both kinds of layers have, stacked over a leading `L`; inside the scan, one layer's. Without a router there
+    is one MLP."""
 
     attn_norm: Float[Array, "*L D"]
     mlp_norm: Float[Array, "*L D"]
-    router: Float[Array, "*L D E"] | AbstractMatrix
-    gate: Float[Array, "*L E D F"] | AbstractMatrix
-    up: Float[Array, "*L E D F"] | AbstractMatrix
-    down: Float[Array, "*L E F D"] | AbstractMatrix
-    shared_router: Float[Array, "*L D G"] | AbstractMatrix
-    shared_gate: Float[Array, "*L D U"] | AbstractMatrix
-    shared_up: Float[Array, "*L D U"] | AbstractMatrix
-    shared_down: Float[Array, "*L U D"] | AbstractMatrix
+    gate: Float[Array, "*L D F"] | Float[Array, "*L E D F"] | AbstractMatrix
+    up: Float[Array, "*L D F"] | Float[Array, "*L E D F"] | AbstractMatrix
+    down: Float[Array, "*L F D"] | Float[Array, "*L E F D"] | AbstractMatrix
+    _: KW_ONLY
+    router: Float[Array, "*L D E"] | AbstractMatrix | None = None
+    router_bias: None = None
+    shared_router: Float[Array, "*L D G"] | AbstractMatrix | None = None
+    shared_gate: Float[Array, "*L D U"] | AbstractMatrix | None = None
+    shared_up: Float[Array, "*L D U"] | AbstractMatrix | None = None
+    shared_down: Float[Array, "*L U D"] | AbstractMatrix | None = None
+
+    def feed_forward(
+        self, x: Float[Array, "B S D"], seen: Any, config: DeltaLike, told: LayerPass, aux: Aux
+    ) -> tuple[Float[Array, "B S D"], Aux]:
+        """Return what a layer makes of what its heads have seen."""
+        if self.router is not None:
+            return mixture.feed_forward(self, x, seen, config, told, aux)
+        weights = [weight.astype(x.dtype) for weight in (self.gate, self.up, self.down)]
+
+        def rest(x, seen):
+            x = x + checkpoint_name(llama.attention_out(self, seen), "attn_out")
+            h = told.ops.mlp(llama.normalised(x, self.mlp_norm, config), *weights, activation=jax.nn.silu)
+            return x + checkpoint_name(h, "mlp_out")
+
+        return told.behind(rest, x, seen), aux
 
 
-class Gated(Experts):
+class Gated(Layer):
     """Layers of attention, whose heads have a gate."""
 
     q: Float[Array, "*L D N H"] | AbstractMatrix
@@ -58,10 +80,9 @@ class Gated(Experts):
     k_bias: Float[Array, "*L K H"] | None = None
     v_bias: Float[Array, "*L K H"] | None = None
     o_bias: Float[Array, "*L D"] | None = None
-    router_bias: None = None
 
     def __call__(
-        self, x: Float[Array, "B S D"], config: Qwen3NextConfig, told: LayerPass
+        self, x: Float[Array, "B S D"], config: DeltaLike, told: LayerPass
     ) -> tuple[Float[Array, "B S D"], Aux]:
         """Return what one layer makes of `x`, in the dtype of `x`; weights are cast here, and only here."""
         first = lambda x: llama.normalised(x, self.attn_norm, config)
@@ -73,29 +94,32 @@ class Gated(Experts):
             return seen * jax.nn.sigmoid(gate)
 
         seen = told.behind(gated, x, seen)
-        return mixture.feed_forward(self, x, seen, config, told, aux)
+        return self.feed_forward(x, seen, config, told, aux)
 
 
-class Delta(Experts):
-    """Layers of the delta rule."""
+class Delta(Layer):
+    """Layers of the delta rule, whose projections have a part for each key head, or come one after the other."""
 
-    qkvz: Float[Array, "*L D Q Y"] | AbstractMatrix
-    ba: Float[Array, "*L D Q Z"] | AbstractMatrix
     conv: Float[Array, "*L C G I"]
     decay: Float[Array, "*L M"]
     step: Float[Array, "*L M"]
     scale: Float[Array, "*L W"]
     o: Float[Array, "*L M W D"] | AbstractMatrix
+    _: KW_ONLY
+    qkvz: Float[Array, "*L D Q Y"] | AbstractMatrix | None = None
+    ba: Float[Array, "*L D Q Z"] | AbstractMatrix | None = None
+    qkv: Float[Array, "*L D C"] | AbstractMatrix | None = None
+    z: Float[Array, "*L D M W"] | AbstractMatrix | None = None
+    b: Float[Array, "*L D M"] | AbstractMatrix | None = None
+    a: Float[Array, "*L D M"] | AbstractMatrix | None = None
     o_bias: None = None
-    router_bias: None = None
 
     def __call__(
-        self, x: Float[Array, "B S D"], config: Qwen3NextConfig, told: LayerPass
+        self, x: Float[Array, "B S D"], config: DeltaLike, told: LayerPass
     ) -> tuple[Float[Array, "B S D"], Aux]:
         """Return what one layer makes of `x`, in the dtype of `x`; weights are cast here, and only here."""
         batch, seq, _ = x.shape
-        *qkv, z, b, a = self._projected(x, config, told)
-        channels = jnp.concatenate([part.reshape(batch, seq, -1) for part in qkv], -1)
+        channels, z, b, a = self._projected(x, config, told)
         wide = accumulator(x.dtype)
         log_decay = -jnp.exp(self.decay.astype(wide)) * jax.nn.softplus(a.astype(wide) + self.step.astype(wide))
         read = self._whole if told.past is None else self._further
@@ -104,21 +128,30 @@ class Delta(Experts):
         z = z.reshape(batch, seq, -1).reshape(seen.shape)  # both at once no mesh can follow
         seen = (seen * jax.nn.silu(z.astype(wide))).astype(x.dtype)
         seen = place(seen, PartitionSpec(*partitions(x)[:2]))
-        return mixture.feed_forward(self, x, seen, config, told, Aux(pool))
+        return self.feed_forward(x, seen, config, told, Aux(pool))
 
     def _projected(self, x, config, told):
-        """Return queries, keys, values and what gates them `[B S Q ...]`, and rates and decays `[B S M]`."""
-        cast: Any = lambda weight: weight.astype(x.dtype)
-        size, width = config.delta_key_dim, config.delta_value_dim
-        shared = config.delta_value_heads // config.delta_key_heads * width
+        """Return queries, keys and values `[B S C]`, what gates them `[B S ...]`, and rates and decays `[B S M]`."""
+        pairs: list[tuple[str, Any]] = [("bsd,dqy->bsqy", self.qkvz), ("bsd,dqz->bsqz", self.ba)]
+        if self.qkvz is None:
+            pairs = [
+                ("bsd,dc->bsc", self.qkv),
+                ("bsd,dmw->bsmw", self.z),
+                ("bsd,dm->bsm", self.b),
+                ("bsd,dm->bsm", self.a),
+            ]
 
         def project(x):
             h = llama.normalised(x, self.attn_norm, config)
-            return linear("bsd,dqy->bsqy", h, cast(self.qkvz)), linear("bsd,dqz->bsqz", h, cast(self.ba))
+            return tuple(linear(pattern, h, weight.astype(x.dtype)) for pattern, weight in pairs)
 
-        qkvz, ba = (uncut(part, 1) for part in told.ops.tokens(project, (1,))(x))  # a state goes through all tokens
-        rates = (part.reshape(*x.shape[:2], -1) for part in jnp.split(ba, 2, -1))
-        return *jnp.split(qkvz, [size, 2 * size, 2 * size + shared], -1), *rates
+        parts = [uncut(part, 1) for part in told.ops.tokens(project, (1,))(x)]  # a state goes through all tokens
+        if self.qkvz is None:
+            return parts
+        size, flat = config.delta_key_dim, lambda part: part.reshape(*x.shape[:2], -1)
+        width = config.delta_value_heads // config.delta_key_heads * config.delta_value_dim
+        *qkv, z = jnp.split(parts[0], [size, 2 * size, 2 * size + width], -1)
+        return jnp.concatenate([flat(part) for part in qkv], -1), z, *map(flat, jnp.split(parts[1], 2, -1))
 
     def _whole(self, channels, log_decay, rate, config, told):
         """Return what the rule finds in whole texts, and no pool."""
@@ -258,8 +291,8 @@ def _chunk(state, parts):
     return state, found.transpose(0, 2, 1, 3)
 
 
-class Qwen3Next(mixture.AbstractMixture):
-    """A Qwen 3 Next: layers of attention, and those of the delta rule. Routing drops no token."""
+class Qwen35(Decoder):
+    """A Qwen 3.5: layers of attention, and those of the delta rule."""
 
     blocks: ClassVar = {"layers": Gated, "delta": Delta}
     embed: Float[Array, "V D"]
@@ -267,4 +300,20 @@ class Qwen3Next(mixture.AbstractMixture):
     delta: Delta
     final_norm: Float[Array, " D"]
     head: Float[Array, "V D"] | AbstractMatrix | None
-    config: Qwen3NextConfig = eqx.field(static=True)
+    config: Qwen35Config = eqx.field(static=True)
+
+    def output(self) -> Head:
+        """Return what makes logits: a matrix of its own, or the table again."""
+        return Head(self.embed if self.head is None else self.head)
+
+
+class Qwen3Next(mixture.AbstractMixture):
+    """A Qwen 3 Next, or a Qwen 3.5 that is a mixture: likewise. Routing drops no token."""
+
+    blocks: ClassVar = {"layers": Gated, "delta": Delta}
+    embed: Float[Array, "V D"]
+    layers: Gated
+    delta: Delta
+    final_norm: Float[Array, " D"]
+    head: Float[Array, "V D"] | AbstractMatrix | None
+    config: Qwen3NextConfig | Qwen35MoeConfig = eqx.field(static=True)
