@@ -12,6 +12,7 @@ _HOME = {
     "Embedder": "zoo.inference.embed",
     "ForwardPass": "zoo.models.forward",
     "GLMConfig": "zoo.families.glm",
+    "GLMMoeConfig": "zoo.families.glm",
     "GPT": "zoo.models.gpt",
     "GPT2Config": "zoo.families.gpt",
     "Gemma": "zoo.models.gemma",
@@ -70,6 +71,7 @@ if TYPE_CHECKING:  # the same for type checkers, which a test compares
     from zoo.families.gemma import GemmaConfig as GemmaConfig
     from zoo.families.gemma3n import Gemma3nConfig as Gemma3nConfig
     from zoo.families.glm import GLMConfig as GLMConfig
+    from zoo.families.glm import GLMMoeConfig as GLMMoeConfig
     from zoo.families.gpt import GPT2Config as GPT2Config
     from zoo.families.gptoss import GptOssConfig as GptOssConfig
     from zoo.families.granite import Granite4Config as Granite4Config

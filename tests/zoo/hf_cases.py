@@ -280,6 +280,22 @@ CASES |= {
     | {"rope_interleave": False, "norm_topk_prob": False, "attention_bias": True, "v_head_dim": 32}
     | {"first_k_dense_replace": 0, "n_shared_experts": 2},
 }
+_GLM_MOE = _BASE | {
+    "model_type": "glm4_moe",
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "attention_bias": True,
+    "routed_scaling_factor": 2.5,
+    "rope_theta": 1e4,
+    "pad_token_id": None,
+}
+CASES |= {
+    "glm4_moe": _GLM_MOE,
+    "glm4_moe_other": _GLM_MOE
+    | {"use_qk_norm": True, "attention_bias": False, "n_group": 4, "topk_group": 2, "n_shared_experts": 2}
+    | {"first_k_dense_replace": 0, "norm_topk_prob": False, "partial_rotary_factor": 1.0},
+}
 _QWEN_NEXT = _BASE | {
     "model_type": "qwen3_next",
     "num_hidden_layers": 4,

@@ -31,6 +31,7 @@ QUICK = (
     "deepseek_v3",
     "gemma3n",
     "qwen3_next",
+    "glm4_moe",
     "qwen3_5",
     "qwen3_5_moe",
 )

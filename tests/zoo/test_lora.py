@@ -33,6 +33,7 @@ OTHERS = [
     "qwen3_next",
     "qwen3_5",
     "qwen3_5_moe",
+    "glm4_moe",
 ]
 OTHERS += ["gemma3n"]
 ALL = ("q", "k", "v", "o", "gate", "up", "down")

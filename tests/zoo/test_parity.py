@@ -450,6 +450,13 @@ MUTANTS = {
     "deepseek 3: no temperature of whole heads": ("deepseek_v3", _stretch(mscale=None)),
     "deepseek 3: no temperature where heads turn": ("deepseek_v3", _stretch(attention_factor=1.0)),
     "deepseek 3: no biases of latents": ("deepseek_v3_halves", _without("q_down_bias", "kv_down_bias")),
+    "glm 4.5: no bias in choosing": ("glm4_moe", _without("router_bias")),
+    "glm 4.5: weights not scaled": ("glm4_moe", _flip(weight_scale=1.0)),
+    "glm 4.5: weights as they are": ("glm4_moe", _flip(normalise_weights=False)),
+    "glm 4.5: whole heads turn": ("glm4_moe", _flip(rotary_fraction=1.0)),
+    "glm 4.5: neighbours turn together": ("glm4_moe", _patch("zoo.families.glm.GLMMoeConfig.rotary_pairs", True)),
+    "glm 4.5: no groups": ("glm4_moe_other", _flip(router_groups=1, groups_per_token=1)),
+    "glm 4.5: no shared expert": ("glm4_moe", _without("shared_gate", "shared_up", "shared_down")),
     "qwen 3 next: no gates behind attention": ("qwen3_next", _patch("zoo.models.delta.jax.nn.sigmoid", jnp.ones_like)),
     "qwen 3 next: norms not less one": (
         "qwen3_next",

@@ -13,7 +13,7 @@ from zoo.families.cohere import Cohere2Config, CohereConfig
 from zoo.families.deepseek import DeepSeekV2Config, DeepSeekV3Config
 from zoo.families.gemma import Gemma3Config, GemmaConfig
 from zoo.families.gemma3n import Gemma3nConfig
-from zoo.families.glm import GLMConfig
+from zoo.families.glm import GLMConfig, GLMMoeConfig
 from zoo.families.gpt import GPT2Config
 from zoo.families.gptoss import GptOssConfig
 from zoo.families.granite import Granite4Config, GraniteConfig
@@ -53,6 +53,7 @@ FAMILIES: dict[str, type[Config]] = {
     "gpt_oss": GptOssConfig,
     "seed_oss": SeedConfig,
     "glm4": GLMConfig,
+    "glm4_moe": GLMMoeConfig,
     "cohere": CohereConfig,
     "cohere2": Cohere2Config,
     "modernbert": ModernBertConfig,

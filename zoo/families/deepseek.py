@@ -3,15 +3,14 @@ files say they are V3: keys and values are made of a latent that all heads share
 JAX."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from zoo.config import not_positive
 from zoo.dialect import ACTIVATION, BIAS, HEADS, REQUIRED, SIZES, TIED, Dialect
 from zoo.families.llama import Activated
-from zoo.families.mixture import EXPERTS, MixtureLike
-from zoo.families.qwen import dense_row
-from zoo.parameters import ATTENTION, BIASES, LAYER, MLP, MLP_NORM, Row
+from zoo.families.mixture import GroupedLike
+from zoo.parameters import ATTENTION, BIASES, LAYER, MLP_NORM, Row
 
 _ATTN = LAYER + "self_attn."
 _DOWN_Q = (
@@ -28,12 +27,6 @@ _LATENT = (
 _BIASES = (
     Row("layers.q_down_bias", _ATTN + "q_a_proj.bias", "A -> A"),
     Row("layers.kv_down_bias", _ATTN + "kv_a_proj_with_mqa.bias", "J -> J"),
-)
-_CHOICE = Row("layers.router_bias", LAYER + "mlp.gate.e_score_correction_bias", "E -> E", wide=True)
-_SHARED = (
-    Row("layers.shared_gate", LAYER + "mlp.shared_experts.gate_proj.weight", "U D -> D U", "D"),
-    Row("layers.shared_up", LAYER + "mlp.shared_experts.up_proj.weight", "U D -> D U", "D"),
-    Row("layers.shared_down", LAYER + "mlp.shared_experts.down_proj.weight", "D U -> U D", "U"),
 )
 
 
@@ -72,7 +65,7 @@ _KEYS: dict[str, Any] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepSeekLike(MixtureLike, Activated):
+class DeepSeekLike(GroupedLike, Activated):
     """What DeepSeek V2 and V3 share.
 
     Attributes:
@@ -84,36 +77,22 @@ class DeepSeekLike(MixtureLike, Activated):
         kv_rank: width of the latent that keys and values are made of.
         q_rank: width of the latent that queries are made of; None makes them of the residual stream.
         attention_bias: biases after the projections to latents and after attention.
-        first_dense: how many layers have one MLP and no router: the first ones.
-        dense_mlp_dim: hidden width of those.
-        shared_experts: experts that every token meets, as one MLP so many times as wide.
-        router_groups: into how many groups experts are divided.
-        groups_per_token: from how many of them a token's experts may be.
-        weight_scale: multiplies the weights of experts.
     """
 
     model: ClassVar[str] = "zoo.models.deepseek.DeepSeek"
 
     norm_eps: float = 1e-6
-    balance_weight: float = 0.0
     nope_head_dim: int = 128
     rope_head_dim: int = 64
     v_head_dim: int = 128
     kv_rank: int = 512
     q_rank: int | None = 1536
     attention_bias: bool = False
-    first_dense: int = 0
-    dense_mlp_dim: int = 18_432
-    shared_experts: int = 1
-    router_groups: int = 1
-    groups_per_token: int = 1
-    weight_scale: float = 1.0
 
     def problems(self) -> list[str]:
         """Say what is wrong with the family's own fields."""
-        names = ("nope_head_dim", "rope_head_dim", "v_head_dim", "kv_rank", "q_rank", "dense_mlp_dim")
-        problems = super().problems() + self.router_problems()
-        problems += not_positive(self, (*names, "shared_experts", "weight_scale"))
+        names = ("nope_head_dim", "rope_head_dim", "v_head_dim", "kv_rank", "q_rank")
+        problems = super().problems() + self.router_problems() + not_positive(self, names)
         if self.nope_head_dim + self.rope_head_dim != self.head_dim or self.rope_head_dim % 2:
             problems.append(
                 f"head_dim={self.head_dim} must be nope_head_dim={self.nope_head_dim} and an even "
@@ -121,30 +100,12 @@ class DeepSeekLike(MixtureLike, Activated):
             )
         if self.num_kv_heads != self.num_heads:
             problems.append(f"num_kv_heads={self.num_kv_heads} must be num_heads={self.num_heads}")
-        if not 0 <= self.first_dense < self.num_layers:
-            problems.append(f"first_dense={self.first_dense} must be from 0 to {self.num_layers - 1}")
-        if not 1 <= self.groups_per_token <= self.router_groups or self.num_experts % max(1, self.router_groups):
-            problems.append(
-                f"router_groups={self.router_groups} must divide num_experts={self.num_experts}, and "
-                f"groups_per_token={self.groups_per_token} be from 1 to it"
-            )
         return problems
-
-    @property
-    def sigmoid_router(self) -> bool:
-        """Whether each expert's probability is its own, and a bias takes part in choosing."""
-        return False
-
-    @property
-    def dense_layers(self) -> tuple[int, ...]:
-        """The layers that have one MLP and no router."""
-        return tuple(range(self.first_dense))
 
     @property
     def dims(self) -> dict[str, int]:
         """The size of each dimension letter that a parameter can have."""
-        own = {"E": self.num_experts, "P": self.dense_mlp_dim, "U": self.shared_experts * self.mlp_dim}
-        own |= {"C": self.kv_rank, "J": self.kv_rank + self.rope_head_dim, "W": self.v_head_dim}
+        own = {"C": self.kv_rank, "J": self.kv_rank + self.rope_head_dim, "W": self.v_head_dim}
         own |= {"A": self.q_rank or 1, "X": self.nope_head_dim + self.v_head_dim}
         return super().dims | own
 
@@ -181,11 +142,7 @@ class DeepSeekLike(MixtureLike, Activated):
         queries = (ATTENTION[1],) if self.q_rank is None else _DOWN_Q
         biases = (*_BIASES[self.q_rank is None :], BIASES["o"]) if self.attention_bias else ()
         attention = (ATTENTION[0], *queries, *_LATENT, MLP_NORM, *biases)
-        choice = (_CHOICE,) if self.sigmoid_router else ()
-        sparse = tuple(range(self.first_dense, self.num_layers))
-        layers = tuple(replace(row, layers=sparse) for row in (*attention, *EXPERTS, *choice, *_SHARED))
-        dense = tuple(dense_row(row, self.dense_layers) for row in (*attention, *MLP)) if self.dense_layers else ()
-        return self.with_ends(layers + dense)
+        return self.with_ends(self.grouped_rows(attention))
 
 
 _V2_GROUPS = {"n_group": ("router_groups", 1), "topk_group": ("groups_per_token", 1)}
@@ -243,6 +200,11 @@ class DeepSeekV2Config(DeepSeekLike):
         return False
 
     @property
+    def sigmoid_router(self) -> bool:
+        """Whether each expert's probability is its own."""
+        return False
+
+    @property
     def rotary_pairs(self) -> bool:
         """Whether neighbouring dimensions of a head turn together."""
         return True
@@ -283,13 +245,3 @@ class DeepSeekV3Config(DeepSeekLike):
 
     normalise_weights: bool = True
     rotary_pairs: bool = True
-
-    @property
-    def sigmoid_router(self) -> bool:
-        """Whether each expert's probability is its own."""
-        return True
-
-    @property
-    def beside(self) -> tuple[str, ...]:
-        """The beginnings of the names of a model that guesses several tokens at once, behind the last layer."""
-        return tuple(f"model.layers.{self.num_layers + extra}." for extra in range(8))

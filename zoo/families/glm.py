@@ -1,12 +1,14 @@
 """GLM 4 (https://arxiv.org/abs/2406.12793): Llama with biases, gate and up in one tensor, and neighbouring dimensions
-of half of each head that turn together; those of 2025 have norms behind attention and MLP too. Free of JAX."""
+of half of each head that turn together; those of 2025 have norms behind attention and MLP too. And GLM 4.5 to 4.7
+(https://arxiv.org/abs/2508.06471), mixtures of experts. Free of JAX."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from zoo.config import rotary_problems
-from zoo.dialect import ACTIVATION, TIED, Dialect, eps, sizes
+from zoo.dialect import ACTIVATION, BIAS, TIED, Dialect, eps, sizes
 from zoo.families.llama import Activated
+from zoo.families.mixture import GroupedLike
 from zoo.parameters import LAYER, MLP, Row
 
 _BEHIND = (
@@ -35,21 +37,16 @@ def _dialect(architecture: str, post_norms: bool) -> Dialect:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GLMConfig(Activated):
-    """GLM 4, as transformers has it.
+class GLMLike(Activated):
+    """What dense GLMs and mixtures share.
 
     Attributes:
         attention_bias: biases after the projections of queries, keys and values.
         rotary_fraction: the share of each head that turns by its position.
-        post_norms: normalise what attention and MLP put out before adding it, as in GLM-4-0414.
     """
 
-    dialects: ClassVar = {"glm": _dialect("GlmForCausalLM", False), "glm4": _dialect("Glm4ForCausalLM", True)}
-
-    norm_eps: float = 1.5625e-7
     attention_bias: bool = True
     rotary_fraction: float = 0.5
-    post_norms: bool = True
 
     def problems(self) -> list[str]:
         """Say what is wrong with the family's own fields."""
@@ -65,6 +62,20 @@ class GLMConfig(Activated):
         """How many dimensions of a head turn by its position: the first."""
         return int(self.head_dim * self.rotary_fraction)
 
+
+@dataclass(frozen=True, kw_only=True)
+class GLMConfig(GLMLike):
+    """GLM 4, as transformers has it.
+
+    Attributes:
+        post_norms: normalise what attention and MLP put out before adding it, as in GLM-4-0414.
+    """
+
+    dialects: ClassVar = {"glm": _dialect("GlmForCausalLM", False), "glm4": _dialect("Glm4ForCausalLM", True)}
+
+    norm_eps: float = 1.5625e-7
+    post_norms: bool = True
+
     @property
     def rotary_pairs(self) -> bool:
         """Whether neighbouring dimensions of a head turn together, in place of those of its halves."""
@@ -73,3 +84,51 @@ class GLMConfig(Activated):
     def rows(self) -> tuple[Row, ...]:
         """Return the rows of every parameter that the model has."""
         return self.with_ends(self.attention_rows() + (_BEHIND if self.post_norms else ()) + _FUSED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GLMMoeConfig(GroupedLike, GLMLike):
+    """GLM 4.5, 4.6 and 4.7: each expert's probability is its own, and a bias takes part in choosing.
+
+    Attributes:
+        mlp_dim: hidden width of one expert.
+        qk_norm: each head's queries and keys are normalised.
+        normalise_weights: the weights of the chosen experts sum to one before they are scaled.
+    """
+
+    dialects: ClassVar = {
+        "glm4_moe": Dialect(
+            architecture="Glm4MoeForCausalLM",
+            sizes=sizes(
+                131_072,
+                8,
+                intermediate_size=("dense_mlp_dim", 10_944),
+                moe_intermediate_size=("mlp_dim", 1408),
+                n_routed_experts=("num_experts", 128),
+                num_experts_per_tok=("experts_per_token", 8),
+                n_shared_experts=("shared_experts", 1),
+                first_k_dense_replace=("first_dense", 1),
+                n_group=("router_groups", 1),
+                topk_group=("groups_per_token", 1),
+            ),
+            numbers=eps(1e-5) | {"routed_scaling_factor": ("weight_scale", 1.0)},
+            flags=TIED | BIAS | {"norm_topk_prob": ("normalise_weights", True), "use_qk_norm": ("qk_norm", False)},
+            partial=("partial_rotary_factor", 0.5),
+            choices=ACTIVATION,
+            harmless={"scoring_func": ("sigmoid", None), "topk_method": ("noaux_tc", None)},
+            ignored=("num_nextn_predict_layers", "num_mtp_layers"),
+        )
+    }
+    model: ClassVar[str] = "zoo.models.mixture.Mixture"
+
+    dense_mlp_dim: int = 10_944
+    qk_norm: bool = False
+    normalise_weights: bool = True
+
+    def problems(self) -> list[str]:
+        """Say what is wrong with the family's own fields."""
+        return super().problems() + self.router_problems()
+
+    def rows(self) -> tuple[Row, ...]:
+        """Return the rows of every parameter that the model has."""
+        return self.with_ends(self.grouped_rows(self.attention_rows()))

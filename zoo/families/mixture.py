@@ -1,10 +1,11 @@
 """What mixtures of experts share: a router sends each token to a few of many MLPs. Free of JAX."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from zoo.parameters import LAYER, Row
+from zoo.config import not_positive
+from zoo.parameters import LAYER, MLP, Row
 
 _MOST = 4096
 EXPERTS = (
@@ -19,6 +20,12 @@ SHARED = (  # an expert that every token meets, and its gate
     Row("layers.shared_up", LAYER + "mlp.shared_expert.up_proj.weight", "U D -> D U", "D"),
     Row("layers.shared_down", LAYER + "mlp.shared_expert.down_proj.weight", "D U -> U D", "U"),
 )
+_SHARED_UNGATED = (
+    Row("layers.shared_gate", LAYER + "mlp.shared_experts.gate_proj.weight", "U D -> D U", "D"),
+    Row("layers.shared_up", LAYER + "mlp.shared_experts.up_proj.weight", "U D -> D U", "D"),
+    Row("layers.shared_down", LAYER + "mlp.shared_experts.down_proj.weight", "D U -> U D", "U"),
+)
+_CHOICE = Row("layers.router_bias", LAYER + "mlp.gate.e_score_correction_bias", "E -> E", wide=True)
 BALANCE: dict[str, tuple[str, float | None]] = {"router_aux_loss_coef": ("balance_weight", 0.001)}
 
 
@@ -83,3 +90,77 @@ class MixtureLike:
         """Which of the model's stacks of blocks each layer is in."""
         count = getattr(self, "num_layers")  # noqa: B009 (a field of what this is inherited beside)
         return tuple("dense" if layer in self.dense_layers else "layers" for layer in range(count))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedLike(MixtureLike):
+    """What mixtures like DeepSeek's share: the first layers are dense, an expert without a gate is met by every token,
+    and the others may be chosen in groups. Inherited as `MixtureLike` is.
+
+    Attributes:
+        first_dense: how many layers have one MLP and no router: the first ones.
+        dense_mlp_dim: hidden width of those.
+        shared_experts: experts that every token meets, as one MLP so many times as wide.
+        router_groups: into how many groups experts are divided.
+        groups_per_token: from how many of them a token's experts may be.
+        weight_scale: multiplies the weights of experts.
+    """
+
+    balance_weight: float = 0.0
+    first_dense: int = 0
+    dense_mlp_dim: int = 18_432
+    shared_experts: int = 1
+    router_groups: int = 1
+    groups_per_token: int = 1
+    weight_scale: float = 1.0
+
+    def router_problems(self) -> list[str]:
+        """Say what is wrong with the numbers of the router, and of the layers without one."""
+        problems = super().router_problems() + not_positive(self, ("dense_mlp_dim", "shared_experts", "weight_scale"))
+        layers: int = getattr(self, "num_layers")  # noqa: B009 (a field of what this is inherited beside)
+        if not 0 <= self.first_dense < layers:
+            problems.append(f"first_dense={self.first_dense} must be from 0 to {layers - 1}")
+        if not 1 <= self.groups_per_token <= self.router_groups or self.num_experts % max(1, self.router_groups):
+            problems.append(
+                f"router_groups={self.router_groups} must divide num_experts={self.num_experts}, and "
+                f"groups_per_token={self.groups_per_token} be from 1 to it"
+            )
+        return problems
+
+    @property
+    def sigmoid_router(self) -> bool:
+        """Whether each expert's probability is its own, and a bias takes part in choosing."""
+        return True
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """The beginnings of the names of a model that guesses several tokens at once, behind the last layer."""
+        layers: int = getattr(self, "num_layers")  # noqa: B009 (a field of what this is inherited beside)
+        return tuple(f"model.layers.{layers + extra}." for extra in range(8)) if self.sigmoid_router else ()
+
+    @property
+    def dense_layers(self) -> tuple[int, ...]:
+        """The layers that have one MLP and no router."""
+        return tuple(range(self.first_dense))
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """The size of each dimension letter that a parameter can have."""
+        dims = super().dims
+        return dims | {"P": self.dense_mlp_dim, "U": self.shared_experts * dims["F"]}
+
+    def grouped_rows(self, attention: tuple[Row, ...]) -> tuple[Row, ...]:
+        """Return the rows of all layers, given those of attention and norms."""
+        layers: int = getattr(self, "num_layers")  # noqa: B009 (a field of what this is inherited beside)
+        choice, sparse = (_CHOICE,) * self.sigmoid_router, tuple(range(self.first_dense, layers))
+        rows = tuple(replace(row, layers=sparse) for row in (*attention, *EXPERTS, *choice, *_SHARED_UNGATED))
+        dense = tuple(dense_row(row, self.dense_layers) for row in (*attention, *MLP))
+        return rows + (dense if self.dense_layers else ())
+
+
+def dense_row(row: Row, layers: tuple[int, ...]) -> Row:
+    """Return a row of the layers without experts, whose MLP has a width `P` of its own."""
+    leaf = row.leaf.replace("layers.", "dense.")
+    return replace(
+        row, leaf=leaf, pattern=row.pattern.replace("F", "P"), fan_in=row.fan_in.replace("F", "P"), layers=layers
+    )

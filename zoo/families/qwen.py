@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from zoo.config import LOCAL, not_positive, pattern_of, window_problems
 from zoo.dialect import ACTIVATION, BIAS, TIED, Dialect, eps, sizes
 from zoo.families.llama import Activated
-from zoo.families.mixture import BALANCE, EXPERTS, SHARED, MixtureLike
+from zoo.families.mixture import BALANCE, EXPERTS, SHARED, MixtureLike, dense_row
 from zoo.parameters import MLP, Row
 
 _NORMS = {"use_qk_norm": (True, None)}
@@ -232,11 +232,3 @@ class Qwen2MoeConfig(QwenMixtureLike):
     def expert_rows(self) -> tuple[Row, ...]:
         """Return the rows of what layers with experts have in place of an MLP."""
         return EXPERTS + SHARED
-
-
-def dense_row(row: Row, layers: tuple[int, ...]) -> Row:
-    """Return a row of the layers without experts, whose MLP has a width `P` of its own."""
-    leaf = row.leaf.replace("layers.", "dense.")
-    return replace(
-        row, leaf=leaf, pattern=row.pattern.replace("F", "P"), fan_in=row.fan_in.replace("F", "P"), layers=layers
-    )

@@ -6,18 +6,16 @@ latent of queries `C` latent of keys and values `J` that and the part of keys th
 keys and values `F` mlp hidden of an expert `E` experts `U` of the shared expert.
 """
 
-import functools
 from typing import Any, ClassVar
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from zoo.families.deepseek import DeepSeekLike
 from zoo.models import mixture
-from zoo.models.experts import formed, group_limited
+from zoo.models.experts import formed
 from zoo.models.forward import Aux, LayerPass
 from zoo.models.groups import Seen
 from zoo.models.layers import ACTIVATIONS, linear, rms_norm
@@ -88,15 +86,7 @@ class Sparse(Latent):
     ) -> tuple[Float[Array, "B S D"], Aux]:
         """Return what one layer makes of `x`, in the dtype of `x`; weights are cast here, and only here."""
         seen, aux = latent_attention(self, x, config, told)
-        select = functools.partial(
-            group_limited,
-            groups=config.router_groups,
-            kept=config.groups_per_token,
-            best=2 if config.sigmoid_router else 1,
-            probability=jax.nn.sigmoid if config.sigmoid_router else jax.nn.softmax,
-            scale=config.weight_scale,
-        )
-        return mixture.feed_forward(self, x, seen, config, told, aux, select=select)
+        return mixture.feed_forward(self, x, seen, config, told, aux)
 
 
 def latent_attention(

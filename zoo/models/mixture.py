@@ -1,5 +1,6 @@
 """Mixtures of experts: Mixtral (https://arxiv.org/abs/2401.04088), Qwen 2's and 3's (https://arxiv.org/abs/2505.09388),
-OLMoE (https://arxiv.org/abs/2409.02060), gpt-oss (https://arxiv.org/abs/2508.10925).
+OLMoE (https://arxiv.org/abs/2409.02060), gpt-oss (https://arxiv.org/abs/2508.10925), GLM 4.5
+(https://arxiv.org/abs/2508.06471).
 
 Dimensions: `B` batch `S` sequence `T` tokens (B*S) `D` embed `V` vocab `F` mlp hidden of an expert `N` query heads
 `K` kv heads `H` head size `L` layers `E` experts `C` chosen experts of a token `U` hidden of a shared
@@ -7,6 +8,7 @@ expert `G` its gate.
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -16,20 +18,22 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from zoo.families.glm import GLMMoeConfig
 from zoo.families.gptoss import GptOssConfig
 from zoo.families.mistral import MixtralConfig
+from zoo.families.mixture import GroupedLike
 from zoo.families.olmo import OlmoeConfig
 from zoo.families.qwen import Qwen2MoeConfig, Qwen3MoeConfig
 from zoo.models import llama
 from zoo.models.decoder import Decoder
-from zoo.models.experts import clamped, experts, formed
+from zoo.models.experts import clamped, experts, formed, group_limited
 from zoo.models.forward import Aux, LayerPass
 from zoo.models.groups import Seen
 from zoo.models.head import Head
 from zoo.models.layers import ACTIVATIONS, accumulator, linear, rms_norm
 from zoo.quantised import AbstractMatrix
 
-AnyMixture = MixtralConfig | Qwen2MoeConfig | Qwen3MoeConfig | OlmoeConfig | GptOssConfig
+AnyMixture = MixtralConfig | Qwen2MoeConfig | Qwen3MoeConfig | OlmoeConfig | GptOssConfig | GLMMoeConfig
 
 
 class Block(eqx.Module):
@@ -95,6 +99,8 @@ def feed_forward(
     cast: Any = lambda weight: None if weight is None else weight.astype(x.dtype)
     activation = ACTIVATIONS[config.activation]
     how = {"combine": lambda gate, up: activation(gate) * up} | how
+    if isinstance(config, GroupedLike):
+        how["select"] = _in_groups(config)
 
     def between(x, seen):
         x = x + checkpoint_name(llama.attention_out(block, seen), "attn_out")
@@ -117,6 +123,15 @@ def feed_forward(
 
         out = out + told.ops.tokens(beside, (1,))(h)
     return x + checkpoint_name(out, "mlp_out"), replace(aux, routed=routed)
+
+
+def _in_groups(config: GroupedLike) -> Callable:
+    """Return how experts are chosen (`zoo.models.experts.Select`)."""
+    how: dict[str, Any] = {"best": 1, "probability": jax.nn.softmax}
+    if config.sigmoid_router:
+        how = {"best": 2, "probability": jax.nn.sigmoid}
+    how |= {"groups": config.router_groups, "kept": config.groups_per_token, "scale": config.weight_scale}
+    return functools.partial(group_limited, **how)
 
 
 def _share(h: Float[Array, "B S D"], weight: Any, told: LayerPass) -> Float[Array, "B S 1"]:
