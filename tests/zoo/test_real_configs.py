@@ -68,6 +68,14 @@ def test_a_model_of_each_architecture_has_their_shape(name):
     )
 
 
+def test_gates_of_the_delta_rule_that_are_not_swish_are_refused():
+    """Which Qwen 3.6 says that they are, and transformers always computes."""
+    text = OURS["Qwen/Qwen3.5-27B (ome)"]["text_config"]
+    assert from_hf(text | {"output_gate_type": "swish"}) == from_hf(text)
+    with pytest.raises(ValueError, match="`output_gate_type`='sigmoid' is not supported, only 'swish'"):
+        from_hf(text | {"output_gate_type": "sigmoid"})
+
+
 # Keys that published files have: gpt2-xl, opt-13b, gpt-neox-20b, models made from Pythia or of language and vision.
 MEANINGLESS = [
     ("gpt2", {"output_past": True}),

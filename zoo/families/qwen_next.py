@@ -237,6 +237,11 @@ _SEEING: dict[str, Any] = _READ | {
     "ignored": ("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
     "outer_keys": ("video_token_id", "vision_start_token_id", "vision_end_token_id", "language_model_only"),
     "only": SILU | {"attn_output_gate": (True, None), "mlp_only_layers": ([], None)},
+    "harmless": {
+        "output_gate_type": ("swish", "silu", None),  # Qwen 3.6; of the delta rule's
+        "norm_topk_prob": (True, None),
+        "decoder_sparse_step": (1, None),
+    },
 }
 
 
