@@ -135,13 +135,16 @@ def test_patterns(targets, leaves):
         ("llama2", ALL),
         ("gpt2", ("q", "k", "v", "o", "up", "down")),
         ("deepseek_v3", ("q", "o", "gate", "up", "down", "q_down", "kv_down", "kv")),
+        ("qwen3_moe_mixed", ALL),
+        ("qwen3_next", (*ALL, "qkvz")),
+        ("qwen3_5", (*ALL, "qkv", "z")),
     ],
 )
 def test_usual_matrices_are_those_of_attention_and_of_mlps_that_a_model_has(case, names):
     config = loaded(case).config
     assert lora.usual(config) == list(names)
     found = {row.leaf.rpartition(".")[2] for row in lora.match(config, names)}
-    assert found - {"router"} == set(names)  # Hugging Face calls some routers `gate` too
+    assert found == set(names)  # and no router, which Hugging Face calls `gate` too
 
 
 def test_patterns_that_match_nothing_list_what_there_is():
@@ -188,6 +191,21 @@ def test_folders_keep_adapters_of_several_matrices_in_one_tensor(case, shared, t
     again = adapters.load(tmp_path, loaded(case))
     assert isinstance(again.layers.k, lora.LowRank)  # of a part that had none, an addition of zeros
     np.testing.assert_allclose(jit(loss_fn)(again)[1], jit(loss_fn)(model)[1], atol=1e-5)
+
+
+def test_layers_of_one_module_may_have_other_ranks(tmp_path):
+    """Those of two stacks, whose modules have the same names."""
+    one, other = (
+        lora.attach(loaded("qwen3_5"), ["gate"], rank=rank, alpha=2.0, key=jax.random.key(0)) for rank in (3, 2)
+    )
+    model = eqx.tree_at(lambda model: model.delta.gate, one, other.delta.gate)
+    adapters.save(model, tmp_path)
+    settings = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert settings["r"] == 3
+    assert settings["rank_pattern"] == {r"model\.layers\.(0|1|2)\.mlp\.gate_proj(\.weight)?": 2}
+    again = adapters.load(tmp_path, loaded("qwen3_5"))
+    assert [part.a.shape[-1] for _, part in lora.adapted(again)] == [3, 2]
+    assert eqx.tree_equal(again, model)
 
 
 OWN = {
@@ -263,7 +281,7 @@ def test_experts_are_the_parameters_that_peft_adapts(case, targets, tmp_path):
 
 def test_mlps_beside_experts_are_parameters_too(tmp_path):
     """PEFT takes modules of their names for the experts of the same layer, and leaves out what it finds in no layer."""
-    model = attached("deepseek_v3", ("o", "gate", "up", "down", "shared_up"))
+    model = attached("deepseek_v3", ("o", "router", "gate", "up", "down", "shared_up"))
     adapters.save(model, tmp_path)
     settings = json.loads((tmp_path / "adapter_config.json").read_text())
     names = ["experts.down_proj", "experts.gate_up_proj", "gate.weight", "shared_experts.up_proj.weight"]

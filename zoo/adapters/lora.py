@@ -24,7 +24,7 @@ from zoo.parameters import Row
 from zoo.quantised import AbstractMatrix, Quantised, product, whole
 
 # Matrices of attention and of MLPs; the last three are those of latent attention (DeepSeek).
-USUAL = ("q", "k", "v", "o", "gate", "up", "down", "q_down", "kv_down", "kv")
+USUAL = ("q", "k", "v", "o", "gate", "up", "down", "q_down", "kv_down", "kv", "qkvz", "qkv", "z")
 
 
 class LowRank(AbstractMatrix):
@@ -122,7 +122,8 @@ def attach(
 
     Args:
         model: any model of the zoo.
-        targets: names or patterns (`q`, `layers.*`, `*_proj`) of matrices, ours or Hugging Face's.
+        targets: names or patterns (`q`, `layers.*`, `*_proj`) of matrices, ours, or where those match none, Hugging
+            Face's.
         rank: columns of A.
         alpha: the addition is scaled by `alpha / rank`.
         key: of A, which is normal with variance 1 / fan-in.
@@ -202,7 +203,7 @@ def match(config: Config, targets: Sequence[str]) -> list[Row]:
         ValueError: patterns match no matrix: all that there are are listed.
     """
     known = {row: _names(row) for row in _matrices(config)}
-    hits = {target: [row for row, names in known.items() if _hit(target, names)] for target in targets}
+    hits = {target: _hits(target, known) for target in targets}
     missed = [target for target, found in hits.items() if not found]
     if missed or not targets:
         words = [name for names in known.values() for name in (*names[:2], names[3])]
@@ -224,8 +225,10 @@ def _names(row: Row) -> tuple[str, ...]:
     return row.leaf, row.leaf.rpartition(".")[2], module, module.rpartition(".")[2]
 
 
-def _hit(target: str, names: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, target) for name in names)
+def _hits(target: str, known: dict[Row, tuple[str, ...]]) -> list[Row]:
+    """Return the rows that a pattern names by our names, or else by theirs: a `gate` is an MLP's, and no router."""
+    hit = lambda names: any(fnmatch.fnmatchcase(name, target) for name in names)
+    return [row for row, names in known.items() if hit(names[:2])] or [row for row in known if hit(known[row][2:])]
 
 
 def letters_of(row: Row) -> tuple[str, str]:

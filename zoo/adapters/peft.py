@@ -230,7 +230,11 @@ def _module(tensor: str) -> str:
 def _pattern(row: Row) -> str:
     """Return the regular expression of a row's modules, or of their weights, where these are adapted by themselves."""
     name = _module(row.tensor).removesuffix(".{}")  # of experts, the parameter
-    return r"\d+".join(map(re.escape, name.split("{}"))) + r"(\.weight)?" * row.tensor.endswith(".weight")
+    before, layer, rest = name.partition("{}")
+    if layer:
+        layer = r"\d+" if row.layers is None else f"({'|'.join(map(str, row.layers))})"
+    rest = r"\d+".join(map(re.escape, rest.split("{}")))
+    return re.escape(before) + layer + rest + r"(\.weight)?" * row.tensor.endswith(".weight")
 
 
 def _names(module: str) -> tuple[tuple[str, str], ...]:
