@@ -208,6 +208,19 @@ def test_layers_of_one_module_may_have_other_ranks(tmp_path):
     assert eqx.tree_equal(again, model)
 
 
+@pytest.mark.parametrize("case", ["gemma3", "qwen3_5"])
+def test_the_text_part_of_an_adapter_of_a_multimodal_model_is_read(case, tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    model = attached(case, ["o", "gate"])
+    adapters.save(model, tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    renamed = {name.replace("model.layers", "model.language_model.layers"): a for name, a in load_file(file).items()}
+    renamed["base_model.model.model.visual.blocks.0.attn.qkv.lora_A.weight"] = np.zeros((3, 8), np.float32)
+    save_file(renamed, file)
+    assert eqx.tree_equal(adapters.load(tmp_path, loaded(case)), model)
+
+
 OWN = {
     "deepseek_v3": ["q", "q_down", "kv", "kv_down", "o", "gate", "shared_up"],
     "qwen3_next": ["q", "q_gate", "k", "o", "qkvz", "ba", "down"],

@@ -23,6 +23,7 @@ from safetensors.numpy import save_file
 from zoo.adapters import experts
 from zoo.adapters.lora import LowRank, adapted, letters_of, matrices, put
 from zoo.adapters.settings import CONFIG, Settings, read
+from zoo.huggingface.folder import text_part
 from zoo.parameters import Row
 
 _FILE = "adapter_model.safetensors"
@@ -77,6 +78,8 @@ def save(model: PyTree, path: str | os.PathLike) -> None:
 def load(path: str | os.PathLike, model: PyTree) -> PyTree:
     """Return the model with the adapter of a folder; matrices that the folder does not name stay as they are.
 
+    Of an adapter of a model that sees or hears too, the text part.
+
     Layers of a stack that the settings leave out get an addition of zeros. Where ranks or scales differ between layers,
     all have the largest rank, the rest being zeros, and B holds the scale. What began as a part of its matrix (PiSSA,
     OLoRA) has twice its rank: what it learned, less what it began as.
@@ -87,7 +90,9 @@ def load(path: str | os.PathLike, model: PyTree) -> PyTree:
     folder = Path(path).expanduser()
     settings = read(folder)
     dims = model.config.dims
-    opened = _Opened(settings, experts.apart(_read(folder), settings, dims.get("E", 1)), dims)
+    held = text_part(model.config, {name.removeprefix(_PREFIX): tensor for name, tensor in _read(folder).items()})
+    tensors = {f"{_PREFIX}{name}": tensor for name, tensor in held.items()}
+    opened = _Opened(settings, experts.apart(tensors, settings, dims.get("E", 1)), dims)
     found, parts = [], []
     for row, whole in matrices(model):
         held = experts.as_parameter(row) if settings.parameters else row

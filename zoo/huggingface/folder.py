@@ -5,7 +5,7 @@ import itertools
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -23,6 +23,7 @@ _OTHER = (
     *("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
     *("visual.", "model.visual."),
 )
+_Held = TypeVar("_Held")
 
 
 def refusal(folder: Path, why: str) -> ValueError:
@@ -114,9 +115,11 @@ def _read_header(file: Path) -> list[Tensor]:
     ]
 
 
-def text_part(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of a multimodal folder's text part, under the names that they have without the rest."""
-    renamed: dict[str, Tensor] = {}
+def text_part(config: Config, tensors: dict[str, _Held]) -> dict[str, _Held]:
+    """Return what a folder holds of its text, under the names that this has where there is nothing else."""
+    if not any(dialect.outer for dialect in config.dialects.values()):
+        return tensors
+    renamed: dict[str, _Held] = {}
     for name, tensor in tensors.items():
         prefix = next((prefix for prefix in _TEXT if name.startswith(prefix)), "")
         new = _TEXT.get(prefix, "") + name.removeprefix(prefix)
@@ -148,8 +151,7 @@ def as_stored(config: Config, tensors: dict[str, Tensor]) -> tuple[Config, dict[
     a head, get the `model.` that a whole one has. Where the config ties the head to the embedding, one of the two is
     enough, and two that differ untie it.
     """
-    if any(dialect.outer for dialect in config.dialects.values()):
-        tensors = text_part(tensors)
+    tensors = text_part(config, tensors)
     if any(".mlp.experts.{}." in row.tensor for row in rows(config)):
         tensors = experts_apart(tensors)
     prefix, embed = config.prefix, _embed(config)
