@@ -1,9 +1,9 @@
 """Where arrays lie on a mesh of devices: one table from dimension letters to mesh axes.
 
-Letters: `B` batch `S` sequence `T` tokens `D` embed `V` vocab `F`, `P`, `U` mlp hidden `N` query heads `K` kv heads
-`H` head size `L` layers `E` experts `Y` inputs of all layers. Parameters, optimizer state, batches and activations all
-lie as `spec_of` says. What is computed from them follows by type: `einsum` keeps its left operand where it is, and sums
-over what is cut.
+Letters: `B` batch `S` sequence `T` tokens `D` embed `V` vocab `F`, `f`, `P`, `U` mlp hidden `N` query heads `K`, `k`
+kv heads `H` head size `L` layers `E` experts `Y` inputs of all layers. Parameters, optimizer state, batches and
+activations all lie as `spec_of` says. What is computed from them follows by type: `einsum` keeps its left operand where
+it is, and sums over what is cut.
 """
 
 import math
@@ -29,10 +29,12 @@ AXES: Axes = {
     "E": ("expert",),
     "V": ("model",),
     "F": ("model",),
+    "f": ("model",),
     "P": ("model",),
     "U": ("model",),
     "N": ("model",),
     "K": ("model",),
+    "k": ("model",),
     "D": ("data",),
     "Y": ("data",),
 }

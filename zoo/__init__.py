@@ -18,6 +18,8 @@ _HOME = {
     "Gemma": "zoo.models.gemma",
     "Gemma3Config": "zoo.families.gemma",
     "Gemma3nConfig": "zoo.families.gemma3n",
+    "Gemma4Config": "zoo.families.gemma4",
+    "Gemma4MoeConfig": "zoo.families.gemma4",
     "GemmaConfig": "zoo.families.gemma",
     "GptOssConfig": "zoo.families.gptoss",
     "Granite4Config": "zoo.families.granite",
@@ -70,6 +72,8 @@ if TYPE_CHECKING:  # the same for type checkers, which a test compares
     from zoo.families.gemma import Gemma3Config as Gemma3Config
     from zoo.families.gemma import GemmaConfig as GemmaConfig
     from zoo.families.gemma3n import Gemma3nConfig as Gemma3nConfig
+    from zoo.families.gemma4 import Gemma4Config as Gemma4Config
+    from zoo.families.gemma4 import Gemma4MoeConfig as Gemma4MoeConfig
     from zoo.families.glm import GLMConfig as GLMConfig
     from zoo.families.glm import GLMMoeConfig as GLMMoeConfig
     from zoo.families.gpt import GPT2Config as GPT2Config

@@ -31,13 +31,13 @@ def forward_flops(config: Config, batch: int, seq: int) -> int:
     """Return the FLOPs of one forward pass, hidden states and logits."""
     multiply = [row for row in rows(config) if row.fan_in and not row.looked_up and row.leaf != "head"]
     matrices = sum(row.times * _active(row, config) for row in multiply)
-    attention = 2 * batch * _pairs(config, seq) * config.num_heads * (config.head_dim + config.value_dim)
-    return 2 * batch * seq * matrices + attention + head_flops(config, batch, seq)
+    queries, values = _attention_flops(config, seq)
+    return 2 * batch * seq * matrices + batch * (queries + values) + head_flops(config, batch, seq)
 
 
 def recomputed_flops(config: Config, batch: int, seq: int) -> int:
     """Return the FLOPs of two forward passes and a backward pass: of attention the latter has five products for two."""
-    return 4 * forward_flops(config, batch, seq) + 2 * batch * _pairs(config, seq) * config.num_heads * config.head_dim
+    return 4 * forward_flops(config, batch, seq) + batch * _attention_flops(config, seq)[0]
 
 
 def train_flops(config: Config, batch: int, seq: int) -> int:
@@ -53,10 +53,12 @@ def _active(row: Row, config: Config) -> int:
     return count
 
 
-def _pairs(config: Config, seq: int) -> int:
-    """Return the (query, key) pairs of all layers that attend."""
-    layers = zip(config.layer_stacks, config.layer_windows, strict=True)
-    return sum(visible_pairs(seq, window) for stack, window in layers if stack != "delta")
+def _attention_flops(config: Config, seq: int) -> tuple[int, int]:
+    """Return the FLOPs of the two products of all layers that attend: with keys, and with values."""
+    layers = zip(config.layer_stacks, config.layer_windows, config.layer_heads, strict=True)
+    attending = [(visible_pairs(seq, window), widths) for stack, window, widths in layers if stack != "delta"]
+    of = lambda which: 2 * config.num_heads * sum(pairs * widths[which] for pairs, widths in attending)
+    return of(1), of(2)
 
 
 def visible_pairs(seq: int, window: int | None) -> int:

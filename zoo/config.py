@@ -28,6 +28,7 @@ class RopeType(StrEnum):
     llama3 = "llama3"
     yarn = "yarn"
     longrope = "longrope"
+    proportional = "proportional"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,7 @@ class RopeScaling:
     """A stretch of the rotary frequencies.
 
     Attributes:
-        rope_type: which of the five (`zoo.models.rotary`).
+        rope_type: which of these (`zoo.models.rotary`).
         factor: how many times longer texts become.
         original_length: tokens of the texts trained on; linear does not read it.
         low_freq: llama3: waves with fewer turns in the original length are stretched in full.
@@ -50,6 +51,7 @@ class RopeScaling:
             they are behind.
         short_factors: longrope: what each pair's frequency is divided by, in texts up to the original length.
         long_factors: longrope: likewise in longer ones.
+        share: proportional: of each head's pairs this share turns, the first, as if all did; the others do not.
     """
 
     rope_type: RopeType
@@ -65,6 +67,7 @@ class RopeScaling:
     query_growth: float | None = None
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
+    share: float = 1.0
 
     def __post_init__(self):
         for name in ("short_factors", "long_factors"):  # files have lists, which no key of a table can be
@@ -80,6 +83,8 @@ class RopeScaling:
             "mscale",
         )
         problems = not_positive(self, names)
+        if not 0 < self.share <= 1:
+            problems.append(f"share={self.share} must be more than 0 and at most 1")
         if self.rope_type is RopeType.llama3 and not self.high_freq > self.low_freq:
             problems.append(f"high_freq={self.high_freq} must be larger than low_freq={self.low_freq}")
         if self.rope_type is RopeType.longrope:
@@ -202,9 +207,14 @@ class Config:
         return self.head_dim
 
     @property
-    def cached(self) -> tuple[int, int, int]:
-        """What a layer keeps of a token that was read: heads, of each a key and a value, and their width."""
-        return self.num_kv_heads, 2, max(self.head_dim, self.value_dim)
+    def layer_heads(self) -> tuple[tuple[int, int, int], ...]:
+        """Of each layer, how many kv heads there are, and how wide queries and keys, and values, of a head are."""
+        return ((self.num_kv_heads, self.head_dim, self.value_dim),) * self.num_layers
+
+    @property
+    def layer_cached(self) -> tuple[tuple[int, int, int], ...]:
+        """What each layer keeps of a token that was read: heads, of each a key and a value, and their width."""
+        return tuple((heads, 2, max(widths)) for heads, *widths in self.layer_heads)
 
     @property
     def query_scale(self) -> float:
@@ -235,6 +245,11 @@ class Config:
     def rotary_dim(self) -> int:
         """How many dimensions of a head turn by its position: the first, all of them in most families."""
         return self.head_dim
+
+    @property
+    def layer_rotary_dims(self) -> tuple[int, ...]:
+        """How many dimensions of a head turn in each layer."""
+        return (self.rotary_dim,) * self.num_layers
 
     @property
     def rotary_pairs(self) -> bool:

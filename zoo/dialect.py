@@ -32,6 +32,7 @@ class Dialect:
         window: the default of `sliding_window`.
         every: of `types` where layers are not listed, the key (or None) and the default of how many layers have one
             that is global.
+        last_global: whether the last layer is global, whatever the file lists.
         rope: which layers' rotary frequencies may be stretched: `all`, or the `global` ones, the local ones
             having frequencies of their own, or the `local` ones, the others not turning; `absent` where nothing turns.
         theta: the default base of rotary embedding.
@@ -42,6 +43,8 @@ class Dialect:
         original: the default length of texts first trained on, of families that tell it beside the stretch.
         partial: the key, and its default, of the share of a head that turns (`rotary_fraction`); None is all of it.
         rope_ignored: what is told beside a stretch, and says nothing of texts.
+        where: values by which its files are told from those of another family with this `model_type`, of which a file
+            has one each; the first is what is written.
         only: keys that may hold nothing but these values; the first is what is written.
         harmless: keys of some checkpoints that mean nothing at these values, and are not written; see `HARMLESS`.
         fixed: fields that the architecture decides.
@@ -65,6 +68,7 @@ class Dialect:
     windows: str = "none"
     window: int | None = 4096
     every: tuple[str | None, int] = (None, 2)
+    last_global: bool = False
     rope: str = "all"
     theta: float = 10000.0
     theta_key: str = "rope_theta"
@@ -74,6 +78,7 @@ class Dialect:
     original: int | None = None
     partial: tuple[str, float] | None = None
     rope_ignored: tuple[str, ...] = ()
+    where: Mapping[str, tuple] = field(default_factory=dict)
     only: Mapping[str, tuple] = field(default_factory=dict)
     harmless: Mapping[str, tuple] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)

@@ -41,7 +41,7 @@ class Asked:
         platform: cpu, gpu or tpu.
         dtype: of queries, keys and values.
         length: of a sequence, in tokens.
-        head_dim: the size of a head.
+        head_dim: the size of a head, the largest where layers differ.
         softcap: whether scores are capped.
         windows: how many keys each layer's queries see; None is all.
         packed: whether rows hold several documents.
@@ -68,7 +68,7 @@ class Asked:
             platform=platform,
             dtype=dtype,
             length=length,
-            head_dim=config.head_dim,
+            head_dim=max(width for _, width, _ in config.layer_heads),
             softcap=getattr(config, "attn_softcap", None) is not None,
             windows=tuple(window if window is None or window < length else None for window in config.layer_windows),
             packed=packed,

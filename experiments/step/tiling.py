@@ -110,9 +110,10 @@ def slices(tiling: configs.Tiling, model: Any) -> dict[str, Any]:
 
 
 def turns(config: configs.Run) -> int:
-    """Return in how many turns `tiling.heads` takes a model's heads."""
+    """Return in how many turns `tiling.heads` takes a model's heads: of layers that differ, the fewest."""
     model, mesh = config.model.config, config.mesh
-    return groups.turns(model.num_heads, model.num_kv_heads, mesh.context * mesh.model if mesh.exchanges else 1)[0]
+    devices = mesh.context * mesh.model if mesh.exchanges else 1
+    return min(groups.turns(model.num_heads, kv_heads, devices)[0] for kv_heads, _, _ in {*model.layer_heads})
 
 
 def asked(config: configs.Run, model: Any) -> Asked:
@@ -154,18 +155,19 @@ def _in_order(x):
     return jax.shard_map(ordered, in_specs=lies, out_specs=lies)(x)  # XLA gathers what is constrained on a mesh
 
 
-def _tiled_experts(tiling, x, *weights, **how):
+def _tiled_experts(tiling, x, *weights, routed_by=None, **how):
     """Compute a mixture's experts some tokens at a time, which are sorted by expert on their own."""
     own = shares(jax.typeof(x), 1)
     length = x.shape[1] // own  # of each sequence, on a device: no piece is on two
     fewest = -(-length // max(1, _tokens_of_a_row(tiling, x) // own))
     pieces = next((n for n in range(fewest, 2 * fewest) if length % n == 0), 1)
-    run = lambda x, weights: experts_by_sequence(x, *weights, **how)
+    run = lambda x, weights, read: experts_by_sequence(x, *weights, routed_by=read, **how)
     batch, sequence, width = partitions(x)
     apart = PartitionSpec(axes_of([batch, sequence]) or None, None, width)
-    parts = _of_each_device(lambda x: x.reshape(-1, length // pieces, x.shape[-1]), x, apart)
+    in_pieces = lambda x: _of_each_device(lambda x: x.reshape(-1, length // pieces, x.shape[-1]), x, apart)
+    parts, read = in_pieces(x), None if routed_by is None else in_pieces(routed_by)
     at_once = shares(jax.typeof(parts), 0)  # a piece of each device
-    out, routed = tile(run, axis=(0, None), size=at_once)(parts, weights)
+    out, routed = tile(run, axis=(0, None, 0), size=at_once)(parts, weights, read)
     return _of_each_device(
         lambda out: out.reshape(-1, length, out.shape[-1]), out, PartitionSpec(*partitions(x))
     ), routed

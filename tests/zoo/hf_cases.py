@@ -357,6 +357,36 @@ CASES |= {
     | {"num_hidden_layers": 4, "layer_types": ["full_attention", "sliding_attention"] * 2}
     | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "num_key_value_heads": 1},
 }
+_GEMMA_4 = _BASE | {
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 4,
+    "head_dim": 6,
+    "global_head_dim": 8,
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 20.0,
+    "pad_token_id": None,
+}
+CASES |= {
+    "gemma4": _GEMMA_4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    "gemma4_small": _GEMMA_4
+    | {"vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 12, "num_kv_shared_layers": 2}
+    | {"use_double_wide_mlp": True, "num_key_value_heads": 1, "final_logit_softcapping": None},
+    "gemma4_moe": _GEMMA_4
+    | {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 24}
+    | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    "gemma4_other": _GEMMA_4
+    | {"vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 12, "num_kv_shared_layers": 2}
+    | {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24}
+    | {"use_double_wide_mlp": True, "global_head_dim": 4, "layer_types": ["full_attention", "sliding_attention"] * 2}
+    | {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+        }
+    },
+}
 _MINISTRAL_3 = _BASE | {
     "model_type": "ministral3",
     "pad_token_id": None,

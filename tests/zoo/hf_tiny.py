@@ -44,6 +44,7 @@ def tensor(name: str, shape: tuple[int, ...], norm: float = 0.0) -> np.ndarray:
     """The weights of a tensor: norms far from `norm`, matrices that keep activations near one."""
     noise = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape)
     centred = norm * (name.endswith("weight") and any(part in name for part in ("norm", ".ln_")))
+    centred += name.endswith(("layer_scalar", "router.scale", "expert_scale"))
     return (noise * (0.3 if len(shape) == 1 else shape[-1] ** -0.5) + centred).astype(np.float32)
 
 
@@ -131,7 +132,7 @@ def run(model) -> dict:
     for name, parameter in model.named_parameters():
         grads |= _on_disk(name, parameter.grad.float().numpy(), model.config.model_type)
     for name, buffer in model.named_buffers():  # which is no parameter there, and has no gradient here
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "layer_scalar")):
             grads[name] = np.zeros(buffer.shape, np.float32)
     return {
         "logits": out.logits.detach().float().numpy(),
@@ -145,7 +146,7 @@ def run(model) -> dict:
 def _on_disk(name: str, array: np.ndarray, kind: str) -> dict[str, np.ndarray]:
     """Return a parameter as the tensors on disk: there, experts are apart, and Mixtral has names of its own."""
     parts = {"embed_out.weight" if kind == "gpt_neox" and name == "lm_head.weight" else name: array}
-    if kind == "gpt_oss":  # there they are together
+    if kind in ("gpt_oss", "gemma4_text"):  # there they are together
         return parts
     if name.endswith("experts.gate_up_proj"):
         halves = zip(("gate_proj", "up_proj"), np.split(array, 2, axis=1), strict=True)

@@ -140,7 +140,7 @@ def test_keys_and_values_of_eight_bits_are_near(case, dtype):
         answer = engine.score(requests(1)[1])
         engine.run()
         scores[kind] = answer.scores.logprobs
-    width = model_of(case, dtype).config.cached[2]
+    width = model_of(case, dtype).config.layer_cached[0][2]
     share = (1 + 4 / width) / jnp.dtype(dtype).itemsize  # of a number: its byte, and its part of a scale
     assert size["int8"] == pytest.approx(size[None] * share)
     difference = np.abs(scores["int8"] - scores[None])

@@ -89,41 +89,41 @@ Pool = tuple[Any, ...]  # a `Store` of each window kind; then, where layers hand
 
 @dataclasses.dataclass(frozen=True)
 class Kinds:
-    """The layers that see the same number of keys, of each number there is; behind them, those that hand on a state.
+    """The layers that see the same number of keys and keep as much of each, and behind them those that hand on a state.
 
     Attributes:
         windows: how many keys the layers of each kind see; None is all.
+        cached: what they keep of a token: heads, of each a key and a value, or one that is both, and their width.
+        heads: how many heads pages have room for.
         layers: the kind of each layer, and its index there; of those that hand on a state the kind is the last.
     """
 
     windows: tuple[int | None, ...]
+    cached: tuple[tuple[int, int, int], ...]
+    heads: tuple[int, ...]
     layers: tuple[tuple[int, int], ...]
 
     @classmethod
-    def of(cls, config: Any, length: int) -> "Kinds":
+    def of(cls, config: Any, length: int, devices: int = 1) -> "Kinds":
         """Return the kinds of a model's layers, for texts of up to `length` tokens.
 
-        Layers that share another's keys and values have its pages (`Config.layer_sources`).
+        Layers that share another's keys and values have its pages (`Config.layer_sources`). Where heads are cut over
+        devices and there are fewer kv heads than those, each is there once for every device whose queries read it.
         """
-        seen = [None if window is None or window >= length else window for window in config.layer_windows]
+        windows = [None if window is None or window >= length else window for window in config.layer_windows]
+        seen = list(zip(windows, config.layer_cached, strict=True))
         states, sources = config.recurrent_layers, config.layer_sources
-        kinds = tuple(dict.fromkeys(window for i, window in enumerate(seen) if i not in states))
-        kind = [len(kinds) if i in states else kinds.index(window) for i, window in enumerate(seen)]
+        kinds = tuple(dict.fromkeys(kept for i, kept in enumerate(seen) if i not in states))
+        kind = [len(kinds) if i in states else kinds.index(kept) for i, kept in enumerate(seen)]
         owners = [[i for i in dict.fromkeys(sources) if kind[i] == one] for one in range(len(kinds) + 1)]
-        return cls(kinds, tuple((own, owners[own].index(source)) for own, source in zip(kind, sources, strict=True)))
+        layers = tuple((own, owners[own].index(source)) for own, source in zip(kind, sources, strict=True))
+        of_devices = lambda heads: heads if config.num_heads % devices else math.lcm(heads, devices)
+        heads = tuple(of_devices(cached[0]) for _, cached in kinds)
+        return cls(tuple(window for window, _ in kinds), tuple(cached for _, cached in kinds), heads, layers)
 
     def counts(self) -> list[int]:
         """How many layers each kind has."""
         return [len({one for one in self.layers if one[0] == kind}) for kind in range(len(self.windows))]
-
-
-def kept_heads(config: Any, devices: int) -> int:
-    """Return how many kv heads pages hold, of a model whose heads are cut over so many devices.
-
-    Where there are fewer kv heads than devices, each is there once for every device whose queries read it.
-    """
-    kept = config.cached[0]
-    return kept if config.num_heads % devices else math.lcm(kept, devices)
 
 
 class Paged(eqx.Module):
@@ -137,7 +137,6 @@ class Paged(eqx.Module):
     drafted: Bool[Either, "R W"]
     kinds: Kinds = eqx.field(static=True)
     dtype: Any = eqx.field(static=True)
-    heads: int = eqx.field(static=True)
 
     @property
     def length(self) -> Int[Array, "R W"]:
@@ -168,20 +167,28 @@ class Paged(eqx.Module):
 
         Without values, keys are values too, and are kept once. On a mesh each device deals with its own heads.
         """
-        local = lambda past, *arrays: past._attention(*arrays, scale=scale, cap=cap)
-        pool, states = pool[: len(self.kinds.windows)], pool[len(self.kinds.windows) :]
-        told = dataclasses.replace(self, pool=()), pool_index, pool
-        if partitions(pool[0].values)[3] is None:
-            seen, pool = local(*told, q, k, v, sinks)
-            return seen, (*pool, *states)
+        cached = k.shape[2], 1 if v is None else 2, q.shape[-1]
+        numbers = tuple(number for number, kept in enumerate(self.kinds.cached) if kept == cached)
+        local = lambda past, *arrays: past._attention(numbers, *arrays, scale=scale, cap=cap)
+        own = tuple(pool[number] for number in numbers)
+        told = dataclasses.replace(self, pool=()), pool_index, own
+
+        def after(own):
+            new = dict(zip(numbers, own, strict=True))
+            return tuple(new.get(number, part) for number, part in enumerate(pool))
+
+        if partitions(own[0].values)[3] is None:
+            seen, own = local(*told, q, k, v, sinks)
+            return seen, after(own)
         apart = partitions(q)[2] is not None  # what a matrix in fewer bits makes is whole on every device
-        q, (k, v) = _place(q, HEADS), jax.tree.map(self._beside_queries, (k, v))
+        heads = self.kinds.heads[numbers[0]]
+        q, (k, v) = _place(q, HEADS), jax.tree.map(lambda kv: _beside_queries(kv, heads), (k, v))
         whole, pages = PartitionSpec(), PartitionSpec(None, None, None, "model")
-        of_pool = jax.tree.map(lambda leaf: pages if leaf.ndim == 4 else HEADS, pool)
+        of_pool = jax.tree.map(lambda leaf: pages if leaf.ndim == 4 else HEADS, own)
         specs = whole, whole, of_pool, HEADS, HEADS, HEADS, PartitionSpec("model")
-        own = jax.shard_map(local, in_specs=specs, out_specs=(HEADS, of_pool), check_vma=False)
-        seen, pool = own(*told, q, k, v, sinks)
-        return seen if apart else uncut(seen, 2), (*pool, *states)
+        run = jax.shard_map(local, in_specs=specs, out_specs=(HEADS, of_pool), check_vma=False)
+        seen, own = run(*told, q, k, v, sinks)
+        return seen if apart else uncut(seen, 2), after(own)
 
     def recurrence(
         self, step: Callable[[Any, Any], tuple[Any, Any]], pool_index: tuple, pool: Pool, parts: Any
@@ -192,25 +199,20 @@ class Paged(eqx.Module):
         found, states = recurrence(states, layer, step, parts, **told)
         return found, (*pages, states)
 
-    def _beside_queries(self, kv: Float[Array, "R W K H"]) -> Float[Array, "R W heads H"]:
-        """Return keys or values of the heads that pages hold, where the queries are that read them."""
-        copies = self.heads // kv.shape[2]
-        return _place(kv if copies == 1 else jnp.repeat(uncut(kv, 2), copies, axis=2), HEADS)
+    def _attention(self, numbers, pool_index, pool, q, k, v, sinks, *, scale, cap):
+        """Return `attention` of one device's heads, and the pages of the kinds that it could be of, by number.
 
-    def _attention(self, pool_index, pool, q, k, v, sinks, *, scale, cap):
-        """Return `attention` of one device's heads.
-
-        All kinds' pages are written, but those of other layers on the last page; all are walked, but theirs in no step.
+        All of theirs are written, but those of other layers on the last page; all are walked, but theirs in no step.
         """
         kind, index = pool_index
-        alone = len(pool) == 1
+        alone = len(numbers) == 1
         rows, width, heads, size = q.shape
         wide, groups = accumulator(q.dtype), heads // k.shape[2]
         q_RKGWH = q.reshape(rows, width, k.shape[2], groups, size).transpose(0, 2, 3, 1, 4)
         shape = q_RKGWH.shape
         most, total = jnp.full(shape[:-1], _NEVER, wide), jnp.zeros(shape[:-1], wide)
         carry, new = (most, total, jnp.zeros(shape, wide)), []
-        for number, pages in enumerate(pool):
+        for number, pages in zip(numbers, pool, strict=True):
             mine = True if alone else kind == number
             layer = index if alone else jnp.minimum(index, pages.values.shape[0] - 1)
             pages = self._written(number, pages, layer, mine, k, v)
@@ -256,6 +258,12 @@ class Paged(eqx.Module):
 
         with jax.named_scope("pages"):
             return jax.lax.fori_loop(begin, end, page, carry)
+
+
+def _beside_queries(kv: Float[Array, "R W K H"], heads: int) -> Float[Array, "R W heads H"]:
+    """Return keys or values of so many heads, each as often as pages hold it, where the queries are that read them."""
+    copies = heads // kv.shape[2]
+    return _place(kv if copies == 1 else jnp.repeat(uncut(kv, 2), copies, axis=2), HEADS)
 
 
 def _seen(

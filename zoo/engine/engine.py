@@ -366,7 +366,7 @@ def _by_bits(leaf: Any) -> Any:
 def _program(plan: Plan, settings: Settings, options: Mapping[str, Any] | None) -> Any:
     told = tuple(sorted((options or {}).items()))
     product = stepped if settings.exact or plan.platform == "cpu" else ragged
-    return program(plan.kinds, plan.dtype, plan.heads, settings.likeliest, plan.unroll, product, told)
+    return program(plan.kinds, plan.dtype, settings.likeliest, plan.unroll, product, told)
 
 
 def _score(answer: Answer, span: Span, told: Picked) -> None:

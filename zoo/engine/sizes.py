@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from zoo.engine.attention import Kinds, Store, kept_heads
+from zoo.engine.attention import Kinds, Store
 from zoo.engine.states import empty
 from zoo.engine.step import State
 
@@ -88,7 +88,6 @@ class Plan:
     Attributes:
         kinds: which pages each layer's keys are on.
         pages: how many pages each window kind has.
-        heads: how many kv heads a page holds.
         block: slots whose logits exist at a time.
         words: of 32 bits, that have one for every id.
         most: pages of the longest text.
@@ -104,7 +103,6 @@ class Plan:
 
     kinds: Kinds
     pages: tuple[int, ...]
-    heads: int
     block: int
     words: int
     most: int
@@ -128,17 +126,19 @@ class Plan:
                 f"cannot serve a model that lies over {', '.join(other)}: texts share a step, which all devices "
                 "compute. Cut heads and MLPs alone: make_mesh(data=1, model=-1)."
             )
-        kinds = Kinds.of(config, settings.length)
+        kinds = Kinds.of(config, settings.length, 1 if mesh is None else mesh.size)
         platform = next(iter(lies.device_set)).platform
         unroll = _unrolls(model, platform, mesh is None)
         dtype = jnp.dtype(model.embed.dtype if dtype is None else dtype)
-        heads, pages = kept_heads(config, 1 if mesh is None else mesh.size), settings.pages(kinds.windows)
+        pages = settings.pages(kinds.windows)
         # bfloat16 by its bits (`transforms.bits`)
         kept = jnp.uint16 if dtype == jnp.bfloat16 and platform == "cpu" else dtype
 
         def state() -> State:
-            counts = zip(kinds.counts(), pages, strict=True)
-            pool = tuple(_store(config, settings, heads, layers, count, kept) for layers, count in counts)
+            of_kinds = zip(kinds.counts(), pages, kinds.heads, kinds.cached, strict=True)
+            pool = tuple(
+                _store(settings, layers, count, (heads, *cached[1:]), kept) for layers, count, heads, cached in of_kinds
+            )
             states = empty(config, settings.rows, dtype)
             return State((*pool, states) if states else pool, jnp.zeros(settings.rows, jnp.int32))
 
@@ -162,7 +162,7 @@ class Plan:
         room = max(size // 100, _LEAST)
         block = settings.logits or min(settings.rows, max(1, room // (_WHOLE * 4 * config.vocab_size)))
         return cls(
-            kinds, pages, heads, min(block, settings.rows * settings.width), math.ceil(config.vocab_size / 32),
+            kinds, pages, min(block, settings.rows * settings.width), math.ceil(config.vocab_size / 32),
             math.ceil(settings.length / settings.page), dtype, platform, mesh, unroll, shapes,
         )  # fmt: skip
 
@@ -171,9 +171,9 @@ class Plan:
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), self.state)
 
 
-def _store(config: Any, settings: Settings, heads: int, layers: int, pages: int, dtype: DTypeLike) -> Store:
-    """Return the empty pages of a window kind, and one more."""
-    _, parts, width = config.cached
+def _store(settings: Settings, layers: int, pages: int, cached: tuple[int, int, int], dtype: DTypeLike) -> Store:
+    """Return the empty pages of a kind of layers, and one more."""
+    heads, parts, width = cached
     values = lambda kind: jnp.zeros((layers, pages + 1, settings.page, heads * parts * width), kind)
     if settings.kv_dtype is None:
         return Store(values(dtype))

@@ -70,7 +70,6 @@ def advance(
     *,
     kinds: Kinds,
     dtype: Any,
-    heads: int,
     most: int,
     unroll: bool,
     product: Product,
@@ -85,13 +84,12 @@ def advance(
         work: what to compute.
         kinds: which pages each layer's keys are on.
         dtype: what to compute in.
-        heads: how many kv heads pages hold.
         most: how many of the likeliest ids are told, where any are asked for.
         unroll: whether each layer is apart in the program.
         product: of a mixture's rows and the matrices of their experts; idle slots go to none.
     """
     tokens = jnp.where(work.tokens < 0, state.last[work.slots][:, None], work.tokens)
-    past = Paged(state.pool, work.positions, work.tables, work.lengths, work.slots, work.drafted, kinds, dtype, heads)
+    past = Paged(state.pool, work.positions, work.tables, work.lengths, work.slots, work.drafted, kinds, dtype)
     model = together(model)
     live = jnp.asarray(work.positions) >= 0
     ops = dataclasses.replace(PLAIN, experts=functools.partial(experts, product=product, live=live))
@@ -125,14 +123,13 @@ def advance(
 def program(
     kinds: Kinds,
     dtype: Any,
-    heads: int,
     most: int,
     unroll: bool,
     product: Product,
     options: tuple[tuple[str, Any], ...],
 ) -> Any:
     """Return `advance`, to be compiled with XLA's options and for donated states; engines alike share it."""
-    how: dict[str, Any] = {"kinds": kinds, "dtype": dtype, "heads": heads, "most": most, "unroll": unroll}
+    how: dict[str, Any] = {"kinds": kinds, "dtype": dtype, "most": most, "unroll": unroll}
     run = functools.partial(advance, product=product, **how)
     # Of a product of two matrices beside each other, GPUs would first copy both.
     found = {"xla_gpu_dot_merger_threshold_mb": 0} if unroll else {}

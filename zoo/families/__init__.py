@@ -13,6 +13,7 @@ from zoo.families.cohere import Cohere2Config, CohereConfig
 from zoo.families.deepseek import DeepSeekV2Config, DeepSeekV3Config
 from zoo.families.gemma import Gemma3Config, GemmaConfig
 from zoo.families.gemma3n import Gemma3nConfig
+from zoo.families.gemma4 import Gemma4Config, Gemma4MoeConfig
 from zoo.families.glm import GLMConfig, GLMMoeConfig
 from zoo.families.gpt import GPT2Config
 from zoo.families.gptoss import GptOssConfig
@@ -32,6 +33,8 @@ FAMILIES: dict[str, type[Config]] = {
     "gemma": GemmaConfig,
     "gemma3": Gemma3Config,
     "gemma3n": Gemma3nConfig,
+    "gemma4": Gemma4Config,
+    "gemma4_moe": Gemma4MoeConfig,
     "llama": LlamaConfig,
     "mistral": MistralConfig,
     "ministral3": Ministral3Config,

@@ -120,9 +120,9 @@ class DeepSeekLike(GroupedLike, Activated):
         return self.v_head_dim
 
     @property
-    def cached(self) -> tuple[int, int, int]:
-        """What a layer keeps of a token that was read, once for all heads: the latent, and the part that turns."""
-        return 1, 1, self.kv_rank + self.rope_head_dim
+    def layer_cached(self) -> tuple[tuple[int, int, int], ...]:
+        """What each layer keeps of a token that was read, once for all heads: the latent, and the part that turns."""
+        return ((1, 1, self.kv_rank + self.rope_head_dim),) * self.num_layers
 
     @property
     def query_scale(self) -> float:

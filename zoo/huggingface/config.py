@@ -16,9 +16,13 @@ from zoo.huggingface import quantised, rope
 from zoo.huggingface.reader import Reader
 from zoo.huggingface.windows import all_local, read_windows, window_keys, written_windows
 
-ARCHITECTURES = {name: (config, one) for config in FAMILIES.values() for name, one in config.dialects.items()}
+_Architecture = tuple[type[Config], Dialect]
+ARCHITECTURES: dict[str, list[_Architecture]] = {}  # by `model_type`, which few families share
+for _family in FAMILIES.values():
+    for _name, _one in _family.dialects.items():
+        ARCHITECTURES.setdefault(_name, []).append((_family, _one))
 # Files that hold a vision model too, whose text part is read; `zoo.huggingface.folder` knows the prefixes.
-_OUTERS = {one.outer for _, one in ARCHITECTURES.values()} - {None}
+_OUTERS = {one.outer for found in ARCHITECTURES.values() for _, one in found} - {None}
 _OUTER = frozenset(
     """
     text_config vision_config mm_tokens_per_image boi_token_index eoi_token_index image_token_index boi_token_id
@@ -31,7 +35,7 @@ _OUTER = frozenset(
 def from_hf(raw: dict[str, Any]) -> Config:
     """Return the config that a `config.json` describes; dropped are only keys that change no logit.
 
-    Of a multimodal Gemma 3 or 3n, Mistral 3, or Qwen 3.5, the text part.
+    Of a multimodal Gemma 3, 3n or 4, Mistral 3, or Qwen 3.5, the text part.
 
     Raises:
         ValueError: listing every unknown key (with the closest known one), missing key and unsupported value at once.
@@ -42,7 +46,7 @@ def from_hf(raw: dict[str, Any]) -> Config:
     if not isinstance(name, str) or name not in ARCHITECTURES:
         known = ", ".join(map(repr, ARCHITECTURES))
         raise ValueError(f"config.json says model_type={name!r}, and this zoo loads {known}.")
-    config, dialect = ARCHITECTURES[name]
+    config, dialect = _of_file(ARCHITECTURES[name], raw)
     _check_keys(raw, dialect, problems)
     if why := quantised.problem(raw.get("quantization_config")):
         problems.append(why)
@@ -66,13 +70,19 @@ def from_hf(raw: dict[str, Any]) -> Config:
     return config(**fields)
 
 
+def _of_file(found: list[_Architecture], raw: dict[str, Any]) -> _Architecture:
+    """Return the first of some architectures of one name that a file can be of, or the first."""
+    fits = (one for one in found if all(raw.get(key) in values for key, values in one[1].where.items()))
+    return next(fits, found[0])
+
+
 def _text_part(raw: dict[str, Any], outer: str, problems: list[str]) -> tuple[str, dict[str, Any]]:
     """Return what a file of several parts says of its text part: which architecture it is of, and its keys."""
-    inner = [name for name, (_, one) in ARCHITECTURES.items() if one.outer == outer]
+    inner = [name for name, found in ARCHITECTURES.items() if any(one.outer == outer for _, one in found)]
     text = raw.get("text_config")
     found = text.get("model_type", inner[0]) if isinstance(text, dict) else text
     name = found if found in inner else inner[0]
-    known = _OUTER | IGNORED | {*ARCHITECTURES[name][1].outer_keys}
+    known = _OUTER | IGNORED | {*ARCHITECTURES[name][0][1].outer_keys}
     problems += [_unknown(key, known) for key in raw if key not in known]
     if not isinstance(text, dict) or found != name:
         known = " or ".join(map(repr, inner))
@@ -88,7 +98,7 @@ def _check_keys(raw: dict[str, Any], dialect: Dialect, problems: list[str]) -> N
     read |= {*dialect.choices}
     read |= {*IGNORED, *dialect.ignored, *rope.keys(dialect), *window_keys(dialect)}
     only = {key: values for key, values in HARMLESS.items() if key not in read}
-    only |= {**dialect.harmless, **_only_all(dialect), **dialect.only}
+    only |= {**dialect.harmless, **_only_all(dialect), **dialect.only, **dialect.where}
     if "layer_types" not in read:  # all layers are alike, which a list may say too
         listed = raw.get("layer_types")
         layer = "sliding_attention" if all_local(raw, dialect) else "full_attention"
@@ -124,7 +134,9 @@ def to_hf(config: Config, dtype: str, told: Mapping[str, Any] = MappingProxyType
     if dialect.refuse is not None and (why := dialect.refuse(config)):
         raise ValueError(f"cannot describe this config to Hugging Face: {why}.")
     raw: dict[str, Any] = {
-        key: values[0] for key, values in {**_only_all(dialect), **dialect.only}.items() if _plain(values[0])
+        key: values[0]
+        for key, values in {**_only_all(dialect), **dialect.only, **dialect.where}.items()
+        if _plain(values[0])
     }
     raw |= dialect.written
     raw |= {"architectures": [dialect.architecture], "model_type": name, "torch_dtype": dtype}

@@ -36,6 +36,7 @@ _FIELDS: dict[RopeType, dict[str, str]] = {
         "attention_factor": "attention_factor",
         **_LENGTH,
     },
+    RopeType.proportional: {"factor": "factor", _PARTIAL: "share"},
 }
 _NEEDED = ("factor", "low_freq_factor", "high_freq_factor")
 _LISTS = ("short_factor", "long_factor")
@@ -71,6 +72,8 @@ def read(raw: dict[str, Any], dialect: Dialect, length: int, problems: list[str]
     rope = {key: value for key, value in rope.items() if key not in dialect.rope_ignored}
     theta = rope.get("rope_theta", raw.get(dialect.theta_key, dialect.theta))
     fields: dict[str, Any] = {"rope_theta": _number(theta, problems)}
+    if dialect.partial is not None and rope.get("rope_type") == RopeType.proportional:
+        problems.append(f"`{key}`={rope!r} is not supported beside `{dialect.partial[0]}`, which means another share")
     if dialect.partial is not None:
         name, default = dialect.partial
         share = rope.get(_PARTIAL, raw.get(name, default))
@@ -89,7 +92,8 @@ def _read_by_type(raw: dict[str, Any], dialect: Dialect, length: int, problems: 
                 f"`rope_parameters`={nested!r} is not supported, only {' and '.join(_TYPES)}, each an object"
             )
             return {}
-    whole = (nested.get(_TYPES[0]) or {}) | (raw.get("rope_scaling") or {})
+    usual = {} if nested else dict(dialect.rope_default)
+    whole = (nested.get(_TYPES[0]) or usual) | (raw.get("rope_scaling") or {})
     local = nested.get(_TYPES[1]) or {}
     _scaling(local, "rope_parameters.sliding_attention", (length, None), problems, plain=True)
     return {
@@ -120,8 +124,9 @@ def _scaling(
     keys = {} if rope_type == "default" else _FIELDS[RopeType(rope_type)]
     scales = {"mscale", "mscale_all_dim", "max_position_embeddings"} if rope_type == "yarn" else set()
     # transformers writes the length whatever the type
-    extra = set(rope) - set(keys) - {"rope_theta", "rope_type", "type", "partial_rotary_factor", *_LENGTH} - scales
-    if extra or rope.get("partial_rotary_factor", 1.0) != 1.0 or (plain and set(rope) & set(_LENGTH)):
+    extra = set(rope) - set(keys) - {"rope_theta", "rope_type", "type", _PARTIAL, *_LENGTH} - scales
+    partial = _PARTIAL not in keys and rope.get(_PARTIAL, 1.0) != 1.0
+    if extra or partial or (plain and set(rope) & set(_LENGTH)):
         problems.append(
             f"`{name}`={rope!r} is not supported, only rope_type {rope_type!r} with {', '.join(keys) or 'no more'}"
         )
@@ -136,13 +141,15 @@ def _stretch(
 ) -> RopeScaling | None:
     before, longest = len(problems), lengths[0]
     length = longest
+    if rope_type is RopeType.proportional:
+        rope = {"factor": 1.0} | rope
     if rope_type is RopeType.longrope:
         if lengths[1] is not None:  # what is told beside counts first
             rope = rope | {_ORIGINAL: lengths[1]}
         original = rope.get(_ORIGINAL, length)
         rope = {"factor": longest / original if type(original) is int and original > 0 else 1.0} | rope
     fields: dict[str, Any] = {"rope_type": rope_type}
-    fields |= {} if rope_type is RopeType.linear else {"original_length": length}
+    fields |= {} if rope_type in (RopeType.linear, RopeType.proportional) else {"original_length": length}
     for key, field in _FIELDS[rope_type].items():
         value = rope.get(key)
         if key == "truncate":

@@ -42,6 +42,7 @@ def read_windows(read: Reader, config: type[Config], dialect: Dialect, num_layer
     if dialect.windows in ("all", "flag"):
         return {"window": window}
     types = _layer_types(read, dialect, window, num_layers)
+    types = types[:-1] + GLOBAL if dialect.last_global else types
     if dialect.rope not in _TURNS and (window is None or LOCAL not in types):
         return {"window": None}
     usual = config.__dataclass_fields__["attention_pattern"].default

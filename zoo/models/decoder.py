@@ -82,25 +82,23 @@ class Decoder(eqx.Module):
     def runs(self, per_layer: PerLayer) -> list[tuple[tuple[str, ...], tuple[dict[str, Any], PerLayer]]]:
         """Return the layers in order, as runs to scan over: which stacks a turn's layers are in, and their parts.
 
-        Where stacks take turns all the way, there is one run, of turns of several layers, and no weight is copied.
-        Otherwise neighbours in one stack are a run.
+        A run is of neighbours in one stack, or of turns of several. What all of a stack are in copies no weight.
         """
-        stacks = self.config.layer_stacks
-        count = len(stacks)
-        period = next(size for size in range(1, count + 1) if stacks[:size] * (count // size) == stacks)
-        if 1 < period < count:
-            turns = count // period
-            divided = lambda leaf: leaf.reshape(turns, leaf.shape[0] // turns, *leaf.shape[1:])
-            parts = {stack: getattr(self, stack) for stack in dict.fromkeys(stacks)}
-            return [(stacks[:period], jax.tree.map(divided, (parts, per_layer)))]
-        if period == 1:
-            return [(stacks[:1], ({stacks[0]: getattr(self, stacks[0])}, per_layer))]
         taken, runs, start = collections.Counter(), [], 0
-        for stack, run in itertools.groupby(stacks):
-            size = len(list(run))
-            cut = lambda tree, first, size=size: jax.tree.map(lambda leaf: leaf[first : first + size], tree)
-            runs.append(((stack,), ({stack: cut(getattr(self, stack), taken[stack])}, cut(per_layer, start))))
-            taken[stack], start = taken[stack] + size, start + size
+        for turn, times in _turns(self.config.layer_stacks):
+
+            def part(tree, first, each, turn=turn, times=times):
+                def own(leaf):
+                    leaf = leaf if leaf.shape[0] == times * each else leaf[first : first + times * each]
+                    return leaf if len(turn) == 1 else leaf.reshape(times, each, *leaf.shape[1:])
+
+                return jax.tree.map(own, tree)
+
+            counts = collections.Counter(turn)
+            stacks = {stack: part(getattr(self, stack), taken[stack], each) for stack, each in counts.items()}
+            runs.append((turn, (stacks, part(per_layer, start, len(turn)))))
+            taken.update({stack: times * each for stack, each in counts.items()})
+            start += times * len(turn)
         return runs
 
     def balance(self, routed: list[Float[Array, "2 E"]], tokens: int) -> Float[Array, ""] | None:
@@ -204,6 +202,25 @@ class Decoder(eqx.Module):
     def __call__(self, tokens: Integer[Array, "B S"], *, dtype: DTypeLike | None = None) -> Float[Array, "B S V"]:
         """Return the logits of every position. Memory is O(B S V): to train, tile `logits` instead."""
         return self.logits(self.hidden(tokens, dtype=dtype))
+
+
+def _turns(stacks: tuple[str, ...]) -> list[tuple[tuple[str, ...], int]]:
+    """Return the stacks of all layers in order as turns of some of them, each so many times: as few turns as possible.
+
+    Each takes the most layers that follow one pattern, of patterns that do the shortest.
+    """
+    turns, start = [], 0
+    while start < len(stacks):
+        rest, found = stacks[start:], (stacks[start : start + 1], 1)
+        for size in range(1, len(rest) // 2 + 1):
+            whole = range(size, len(rest) - size + 1, size)
+            same = itertools.takewhile(lambda at, size=size, rest=rest: rest[at : at + size] == rest[:size], whole)
+            times = 1 + len(list(same))
+            if times > 1 and size * times > len(found[0]) * found[1]:
+                found = rest[:size], times
+        turns.append(found)
+        start += len(found[0]) * found[1]
+    return turns
 
 
 def widened(model: Decoder) -> Decoder:

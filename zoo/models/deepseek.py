@@ -115,7 +115,7 @@ def latent_attention(
 
     def split(latents):
         width = latents.shape[-1]
-        return jnp.split(latents, [width - config.cached[-1], width - turned], -1)
+        return jnp.split(latents, [width - config.layer_cached[0][-1], width - turned], -1)
 
     def queries(q, weight):
         q = linear("bsa,anh->bsnh", q, cast(weight))

@@ -40,6 +40,7 @@ def experts(
     by_sequence: bool = False,
     product: Product = ragged,
     live: Bool[Array, "B S"] | None = None,
+    routed_by: Float[Array, "B S D"] | None = None,
 ) -> tuple[Float[Array, "B S D"], Float[Array, "2 E"]]:
     """Return what each token's experts make of it; and each expert's number of tokens and sum of probabilities.
 
@@ -62,9 +63,11 @@ def experts(
             mesh, those of the part of each sequence that a device has.
         product: of rows and the matrices of their groups (`zoo.models.grouped`).
         live: which tokens there are: the others go to no expert, and come back as zeros; None is all of them.
+        routed_by: what the router reads of each token; None is what the experts do.
     """
     how = {"chosen": chosen, "normalise": normalise, "combine": combine, "select": select, "product": product}
-    return _experts(_local_rows if by_sequence else _local, x, live, router, gate, up, down, biases, **how)
+    asked = live, routed_by
+    return _experts(_local_rows if by_sequence else _local, x, asked, router, gate, up, down, biases, **how)
 
 
 experts_by_sequence = functools.partial(experts, by_sequence=True)
@@ -76,11 +79,11 @@ def clamped(gate: Float[Array, "T F"], up: Float[Array, "T F"], *, slope: float,
     return (up + 1) * gate * jax.nn.sigmoid(slope * gate)
 
 
-def _experts(local, x, live, router, gate, up, down, biases, **options):
+def _experts(local, x, asked, router, gate, up, down, biases, **options):
     """Compute `experts` by `local`, a function like `_local` of what each device has."""
     local = functools.partial(local, **options)
     if not explicit():
-        return local(x, live, router, gate, up, down, biases)
+        return local(x, asked, router, gate, up, down, biases)
     packed = lambda part: isinstance(part, Quantised)
     one = lambda part, dims: part.uncut(*dims) if packed(part) else uncut(part, *dims)
     whole = lambda weight, *dims: jax.tree.map(lambda part: one(part, dims), weight, is_leaf=packed)
@@ -93,13 +96,13 @@ def _experts(local, x, live, router, gate, up, down, biases, **options):
     tokens = PartitionSpec(*partitions(uncut(x, 2)))
     local = functools.partial(local, tokens=axes_of(tokens), over_E=axes_of([cut_E]), over_F=axes_of([cut_F]))
     specs = jax.tree.map(lambda part: PartitionSpec(*partitions(part)), weights)
-    in_specs = tokens, PartitionSpec(*tokens[:2]), *specs
-    return jax.shard_map(local, in_specs=in_specs, out_specs=(tokens, PartitionSpec()))(x, live, *weights)
+    in_specs = tokens, (PartitionSpec(*tokens[:2]), tokens), *specs
+    return jax.shard_map(local, in_specs=in_specs, out_specs=(tokens, PartitionSpec()))(x, asked, *weights)
 
 
 def _local(
     x,
-    live,
+    asked,
     router,
     gate,
     up,
@@ -116,9 +119,10 @@ def _local(
     over_F=(),
 ):
     """Compute `experts` of one device's tokens, given the mesh axes that cut tokens, experts and their hidden width."""
-    flat = x.reshape(-1, x.shape[-1])
+    flat, (live, routed_by) = x.reshape(-1, x.shape[-1]), asked
+    reads = flat if routed_by is None else routed_by.reshape(flat.shape)
     how = ({} if biases is None else {"bias": biases[0]}) | ({} if select is None else {"select": select})
-    weights_TC, experts_TC, probs_TE = route(flat, router, chosen, normalise=normalise, **how)
+    weights_TC, experts_TC, probs_TE = route(reads, router, chosen, normalise=normalise, **how)
     first = None
     if live is not None:
         first, experts_TC = 0, jnp.where(live.reshape(-1, 1), experts_TC, probs_TE.shape[1])
@@ -143,10 +147,10 @@ def _local(
     return out.reshape(x.shape), jax.lax.psum(routed, tokens) if tokens else routed
 
 
-def _local_rows(x, live, *weights, **options):
+def _local_rows(x, asked, *weights, **options):
     """Compute `_local` of each sequence of one device."""
     one = lambda row: jax.tree.map(lambda part: part[None], row)
-    out, routed = jax.lax.map(lambda row: _local(*one(row), *weights, **options), (x, live))
+    out, routed = jax.lax.map(lambda row: _local(*one(row), *weights, **options), (x, asked))
     return out[:, 0], routed.sum(0)
 
 
@@ -197,6 +201,23 @@ def route(
     probs_TE = jax.nn.softmax(scores_TE if bias is None else scores_TE + bias.astype(scores_TE.dtype), axis=-1)
     weights_TC, experts_TC = jax.lax.top_k(probs_TE, chosen)
     return weights_TC / (weights_TC.sum(-1, keepdims=True) if normalise else 1.0), experts_TC, probs_TE
+
+
+def weighed(
+    scores: Float[Array, "T E"], weights: Float[Array, " E"] | None, *, chosen: int, normalise: bool
+) -> tuple[Float[Array, "T C"], Int[Array, "T C"], Float[Array, "T E"]]:
+    """Return what `route` does, each expert's weight multiplied by one of its own, as Gemma 4 has it.
+
+    Args:
+        scores: of every expert.
+        weights: of every expert: what stands where other families have the router's bias.
+        chosen: how many experts `C` a token goes to: the most probable ones.
+        normalise: whether a token's weights sum to one before they are multiplied.
+    """
+    probs_TE = jax.nn.softmax(scores, axis=-1)
+    weights_TC, experts_TC = jax.lax.top_k(probs_TE, chosen)
+    weights_TC = weights_TC / (weights_TC.sum(-1, keepdims=True) if normalise else 1.0)
+    return weights_TC * (1.0 if weights is None else weights.astype(probs_TE.dtype)[experts_TC]), experts_TC, probs_TE
 
 
 def group_limited(

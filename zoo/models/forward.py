@@ -88,7 +88,8 @@ class LayerPass:
         if self.pairs:
             turned = 2 * self.frequency.shape[-1]
             x = jnp.concatenate([x[..., :turned:2], x[..., 1:turned:2], x[..., turned:]], axis=-1)
-        return rope(x, self.frequency, self.positions, self.temperature)
+        frequency = self.frequency[..., : x.shape[-1] // 2]  # where other layers' heads are wider, those have more
+        return rope(x, frequency, self.positions, self.temperature)
 
     def grown(self, q: Float[Array, "B S N H"], share: float, length: int) -> Float[Array, "B S N H"]:
         """Return queries that grow with a share of the logarithm of how many times `length` tokens they are behind."""
@@ -180,13 +181,18 @@ class LayerPass:
         return groups.attend(self.ops, project, one, x, weights, sinks, apart=apart), Aux()
 
     def behind(
-        self, part: Callable[..., Any], x: Float[Array, "B S D"], seen: Float[Array, "B S N W"] | groups.Seen
+        self,
+        part: Callable[..., Any],
+        x: Float[Array, "B S D"],
+        seen: Float[Array, "B S N W"] | groups.Seen,
+        *more: Float[Array, "B S ..."],
     ) -> Any:
-        """Return `part(x, seen)`, a function of tokens, of what `attend` returned."""
+        """Return `part(x, seen, *more)`, a function of tokens, of what `attend` returned."""
+        own = (1,) * len(more)
         if isinstance(seen, groups.Seen):
-            read = lambda x, *seen: part(x, groups.Seen(*seen).read())
-            return self.ops.tokens(read, (1, 1, 1))(x, *seen)
-        return self.ops.tokens(part, (1, 1))(x, seen)
+            read = lambda x, seen, zeros, *more: part(x, groups.Seen(seen, zeros).read(), *more)
+            return self.ops.tokens(read, (1, 1, 1, *own))(x, *seen, *more)
+        return self.ops.tokens(part, (1, 1, *own))(x, seen, *more)
 
 
 def _padded(x, size):
@@ -241,7 +247,8 @@ def layer_passes(config: Config, asked: ForwardPass, seq: int) -> tuple[PerLayer
     if asked.segments is not None and positions is not None:
         segments = uncut(asked.segments, 1) if ops.ulysses else asked.segments
         ops, length = packing.within(ops, segments), positions.max() + 1
-    waves = {rope: _waves(config, rope, length) for rope in config.layer_ropes}
+    turns = tuple(zip(config.layer_ropes, config.layer_rotary_dims, strict=True))
+    waves = {turn: _waves(*turn, length) for turn in turns}
     temperatures = [temperature_of(rope) for rope in config.layer_ropes] if config.rope_temperature is None else None
     if ops.static_windows and past is None:
         few, window = few_windows(config.layer_windows, seq)
@@ -249,11 +256,11 @@ def layer_passes(config: Config, asked: ForwardPass, seq: int) -> tuple[PerLayer
         few, window = (), scanned_windows(config.layer_windows, seq)
     per_layer = PerLayer(
         window=window,
-        frequency=_stacked([waves[rope] for rope in config.layer_ropes]) if len(waves) > 1 else None,
+        frequency=_stacked([waves[turn] for turn in turns]) if len(waves) > 1 else None,
         temperature=None if temperatures is None else jnp.asarray(temperatures, jnp.float32),
         pool_index=pool_indices,
     )
-    frequency = waves[config.layer_ropes[0]]
+    frequency = waves[turns[0]]
     how: dict[str, Any] = {"pairs": config.rotary_pairs, "causal": not config.bidirectional}
     common = LayerPass(frequency=frequency, few=few, ops=ops, positions=positions, past=past, **how)
 
@@ -287,11 +294,11 @@ def positions_of(asked: ForwardPass) -> Integer[Array, "#B S"] | None:
 
 
 def _stacked(waves):
-    return jnp.stack(jnp.broadcast_arrays(*map(jnp.asarray, waves)))
+    most = max(wave.shape[-1] for wave in waves)
+    wide = [jnp.pad(wave, ((0, 0),) * (wave.ndim - 1) + ((0, most - wave.shape[-1]),)) for wave in waves]
+    return jnp.stack(jnp.broadcast_arrays(*wide))
 
 
-def _waves(config, rope, length):
+def _waves(rope, size, length):
     """Return a layer's frequencies; where nothing turns, zeros, by which rotation changes no bit."""
-    if rope is None:
-        return np.zeros(config.rotary_dim // 2, np.float32)
-    return frequencies(config.rotary_dim, *rope, length)
+    return np.zeros(size // 2, np.float32) if rope is None else frequencies(size, *rope, length)

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Integer
 
 from transforms.sharding import constrain
-from zoo.families.gemma3n import Gemma3nConfig
+from zoo.families.gemma3n import Gemma3nConfig, SharingLike
 from zoo.models.decoder import Decoder
 from zoo.models.forward import Aux, LayerPass
 from zoo.models.head import Head
@@ -169,6 +169,24 @@ class Block(Sharing):
         return constrain(k, "B S K H"), constrain(v, "B S K H")
 
 
+def layer_inputs(
+    config: SharingLike,
+    tokens: Integer[Array, "B S"],
+    x: Float[Array, "B S D"],
+    table: Float[Array, "U Y"],
+    down: Float[Array, "Y D"] | AbstractMatrix,
+    norm: Float[Array, " W"],
+) -> Float[Array, "L B S W"]:
+    """Return each layer's own input: rows of a table for tokens, and what is made of their embedding."""
+    dtype, (batch, seq) = x.dtype, tokens.shape
+    scaled = lambda x, scale: x * jnp.asarray(scale, dtype)
+    of_layers = lambda x: x.reshape(batch, seq, config.num_layers, config.inputs_dim)
+    made = scaled(linear("bsd,yd->bsy", x, down.astype(dtype)), config.embed_dim**-0.5)
+    made = rms_norm(of_layers(made), norm, config.norm_eps, offset=0.0)
+    found = of_layers(scaled(lookup(table, tokens, dtype), config.inputs_dim**0.5))
+    return jnp.moveaxis(scaled(made + found, 2**-0.5), 2, 0)
+
+
 class Streams(eqx.Module):
     """What makes the other streams of the embedding, and one of them all behind the last layer."""
 
@@ -201,16 +219,12 @@ class Gemma3n(Decoder):
     def beside(self, tokens: Integer[Array, "B S"], x: Float[Array, "B S M D"]) -> tuple[Own, Handed]:
         """Return what each layer has of its own, and the keys and values that are handed on, none yet."""
         config, dtype, (batch, seq) = self.config, x.dtype, tokens.shape
-        scaled = lambda x, scale: x * jnp.asarray(scale, dtype)
-        of_layers = lambda x: x.reshape(batch, seq, config.num_layers, config.inputs_dim)
-        made = scaled(linear("bsd,yd->bsy", x[:, :, 0], self.inputs_down.astype(dtype)), config.embed_dim**-0.5)
-        made = rms_norm(of_layers(made), self.inputs_norm, config.norm_eps, offset=0.0)
         known = jnp.where(tokens < config.inputs_vocab_size, tokens, 0)
-        found = of_layers(scaled(lookup(self.inputs, known, dtype), config.inputs_dim**0.5))
+        inputs = layer_inputs(config, known, x[:, :, 0], self.inputs, self.inputs_down, self.inputs_norm)
         normal = statistics.NormalDist()
         cuts = [normal.inv_cdf(share) if share else -jnp.inf for share in config.sparsity]
         own = Own(
-            jnp.moveaxis(scaled(made + found, 2**-0.5), 2, 0),
+            inputs,
             jnp.asarray(config.local),
             jnp.asarray(cuts, accumulator(dtype)) if cuts else None,
         )

@@ -146,6 +146,18 @@ def _share(h: Float[Array, "B S D"], weight: Any, told: LayerPass) -> Float[Arra
     return (h.astype(accumulator(h.dtype)) * column).sum(-1, keepdims=True).astype(h.dtype)
 
 
+def balance_loss(routed: list[Float[Array, "2 E"]], tokens: int) -> Float[Array, ""]:
+    """Return the balance loss (https://arxiv.org/abs/2101.03961): `E * sum over experts of (share of the tokens) *
+    (mean probability)`, which is `experts_per_token` where all experts get the same, more where some get more.
+
+    Args:
+        routed: each run's numbers of tokens and sums of probabilities.
+        tokens: how many went to experts, in all layers together.
+    """
+    counts_E, probs_E = sum(routed[1:], routed[0]) / tokens
+    return len(probs_E) * jnp.sum(jax.lax.stop_gradient(counts_E) * probs_E)
+
+
 class AbstractMixture(Decoder):
     """What mixtures of experts have in common. Routing drops no token."""
 
@@ -157,13 +169,8 @@ class AbstractMixture(Decoder):
         return Head(self.embed if self.head is None else self.head)
 
     def balance(self, routed: list[Float[Array, "2 E"]], tokens: int) -> Float[Array, ""]:
-        """Return the balance loss (https://arxiv.org/abs/2101.03961), not yet weighted.
-
-        That is `E * sum over experts of (share of the tokens) * (mean probability)`, over all sparse layers together:
-        `experts_per_token` where all experts get the same, more where some get more.
-        """
-        counts_E, probs_E = sum(routed[1:], routed[0]) / (tokens * self.layers.router.shape[0])
-        return self.config.num_experts * jnp.sum(jax.lax.stop_gradient(counts_E) * probs_E)
+        """Return the balance loss of all sparse layers together, not yet weighted."""
+        return balance_loss(routed, tokens * self.layers.router.shape[0])
 
 
 class Mixture(AbstractMixture):

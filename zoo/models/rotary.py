@@ -38,6 +38,9 @@ def frequencies(
             return _yarn(plain, theta, scaling)
         case RopeType.longrope:
             return _longrope(plain, scaling, length)
+        case RopeType.proportional:
+            turning = np.arange(len(plain)) < int(scaling.share * size // 2)
+            return np.where(turning, plain / np.float32(scaling.factor), np.float32(0))
 
 
 def _plain(size, theta):
