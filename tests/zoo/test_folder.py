@@ -91,6 +91,7 @@ def _as_multimodal(folder: Path, prefix: str, kind: str = "gemma3") -> None:
     own = {
         "gemma3": {"mm_tokens_per_image": 256},
         "gemma3n": {"audio_config": {}, "vision_soft_tokens_per_image": 256},
+        "gemma4": {"audio_config": None, "video_token_id": 91, "eoa_token_index": 92},
         "mistral3": {"spatial_merge_size": 2, "tie_word_embeddings": False},
         "qwen3_5": {"video_token_id": 90, "vision_start_token_id": 91, "tie_word_embeddings": False},
     }
@@ -99,7 +100,7 @@ def _as_multimodal(folder: Path, prefix: str, kind: str = "gemma3") -> None:
 
 
 PARTS = {"gemma3_stretched": "gemma3", "mistral": "mistral3", "ministral3": "mistral3", "gemma3n": "gemma3n"}
-PARTS |= {"qwen3_5": "qwen3_5"}
+PARTS |= {"qwen3_5": "qwen3_5", "gemma4_small": "gemma4", "gemma4_moe": "gemma4"}
 
 
 @pytest.mark.parametrize("case", PARTS)

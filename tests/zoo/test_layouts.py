@@ -98,15 +98,23 @@ STATES = {
         **SIZES | {"num_layers": 4}, num_kv_heads=2, window=4, attention_pattern="LG", sharing_layers=2, num_streams=3,
         inputs_vocab_size=64, inputs_dim=4, laurel_rank=4, sparsity=(0.5, 0.0, 0.0, 0.0),
     ),
+    "gemma4": zoo.Gemma4Config(
+        **SIZES | {"num_layers": 4}, num_kv_heads=2, window=4, attention_pattern="LG", sharing_layers=2, inputs_dim=4,
+        inputs_vocab_size=64, global_head_dim=8, wide_sharing=True,
+    ),
+    "gemma4_moe": zoo.Gemma4MoeConfig(
+        **SIZES | {"num_layers": 4}, num_kv_heads=4, window=4, attention_pattern="LG", global_head_dim=8,
+        global_kv_heads=2, keys_are_values=True, num_experts=4, experts_per_token=2, dense_mlp_dim=32,
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", STATES)
 @pytest.mark.parametrize("layout", ["all", pytest.param("fsdp", marks=pytest.mark.heavy)])
 def test_latents_and_states_are_the_same_on_a_mesh(name, layout):
-    """To what their norms leave of the roundings."""
+    """To what their norms leave of the roundings, and scores that nothing divides."""
     model = zoo.model_class(STATES[name]).init(STATES[name], key=jax.random.key(0))
-    _same_on_mesh(model, *LAYOUTS[layout], atol=2e-5, rtol=1e-4)
+    _same_on_mesh(model, *LAYOUTS[layout], atol=1e-4 if name == "gemma4" else 2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("name", "layout"), [("gpt2", "all"), ("gpt_oss", (2, 2, 1, 2))])

@@ -34,6 +34,9 @@ OTHERS = [
     "qwen3_5",
     "qwen3_5_moe",
     "glm4_moe",
+    "gemma4",
+    "gemma4_small",
+    "gemma4_moe",
 ]
 OTHERS += ["gemma3n"]
 ALL = ("q", "k", "v", "o", "gate", "up", "down")

@@ -78,7 +78,8 @@ def _read(read: Any, num_layers: int) -> dict[str, Any]:
         for key, field in _HEADS.items()
         if told[field] is not None and type(told[field]) is not int
     ]
-    return told
+    usual = told["global_kv_heads"] == read.raw.get("num_key_value_heads", 4)
+    return told | ({"global_kv_heads": None} if usual else {})
 
 
 def _write(config: Any) -> dict[str, Any]:
@@ -116,7 +117,7 @@ def _dialect(architecture: str, outer: str, **own: Any) -> Dialect:
         windows="types",
         every=(None, 6),
         last_global=True,
-        rope="global",
+        rope="nested",
         theta=1_000_000.0,
         rope_default={"rope_type": "proportional", "partial_rotary_factor": 0.25},
         written={"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2},

@@ -65,7 +65,7 @@ def read(raw: dict[str, Any], dialect: Dialect, length: int, problems: list[str]
         if not isinstance(raw.get(key), dict | None):
             problems.append(f"`{key}`={raw[key]!r} is not an object")
             return {}
-    if dialect.rope == "global":
+    if dialect.rope in ("global", "nested"):
         return _read_by_type(raw, dialect, length, problems)
     key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     rope = raw.get(key) or dict(dialect.rope_default)
@@ -203,15 +203,18 @@ def write(config: Any, dialect: Dialect) -> dict[str, Any]:
     """Return the keys that say how positions turn, in the dialect of transformers 4, which 5 reads too."""
     if dialect.rope == "absent":
         return {}
-    raw: dict[str, Any] = {dialect.theta_key: config.rope_theta}
+    raw: dict[str, Any] = {}
+    if dialect.rope in ("global", "nested"):  # transformers 5 reads some families' from here alone
+        whole = {"rope_theta": config.rope_theta} | (_written(config.rope_scaling) or {"rope_type": "default"})
+        local = {"rope_theta": config.local_rope_theta, "rope_type": "default"}
+        raw["rope_parameters"] = dict(zip(_TYPES, (whole, local), strict=True))
+    if dialect.rope == "nested":
+        return raw
+    raw |= {dialect.theta_key: config.rope_theta}
     if dialect.partial is not None:
         raw[dialect.partial[0]] = config.rotary_fraction
     if dialect.rope == "global":
         raw[_LOCAL] = config.local_rope_theta
-    if dialect.rope == "global":  # transformers 5 reads some families' from here alone
-        whole = {"rope_theta": config.rope_theta} | (_written(config.rope_scaling) or {"rope_type": "default"})
-        local = {"rope_theta": config.local_rope_theta, "rope_type": "default"}
-        raw["rope_parameters"] = dict(zip(_TYPES, (whole, local), strict=True))
     plain = {"rope_type": "default"} if dialect.rope_default else None
     rope = raw["rope_scaling"] = _written(config.rope_scaling) or plain
     if rope is not None and rope.get("rope_type") == RopeType.longrope:

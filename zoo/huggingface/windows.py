@@ -7,7 +7,7 @@ from zoo.dialect import Dialect
 from zoo.huggingface.reader import Reader
 
 _TYPES = {LOCAL: "sliding_attention", GLOBAL: "full_attention"}
-_TURNS = ("global", "local")  # where local layers turn otherwise than global ones, whatever they see
+_TURNS = ("global", "nested", "local")  # where local layers turn otherwise than global ones, whatever they see
 _KEYS = {
     "none": (),
     "all": ("sliding_window",),

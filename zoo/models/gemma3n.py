@@ -21,7 +21,7 @@ from zoo.families.gemma3n import Gemma3nConfig, SharingLike
 from zoo.models.decoder import Decoder
 from zoo.models.forward import Aux, LayerPass
 from zoo.models.head import Head
-from zoo.models.layers import accumulator, gelu, linear, lookup, rms_norm
+from zoo.models.layers import Widened, accumulator, gelu, linear, lookup, rms_norm
 from zoo.quantised import AbstractMatrix
 
 _LEAST = 1e-5  # mean square of a stream that is scaled
@@ -173,7 +173,7 @@ def layer_inputs(
     config: SharingLike,
     tokens: Integer[Array, "B S"],
     x: Float[Array, "B S D"],
-    table: Float[Array, "U Y"],
+    table: Float[Array, "U Y"] | Widened,
     down: Float[Array, "Y D"] | AbstractMatrix,
     norm: Float[Array, " W"],
 ) -> Float[Array, "L B S W"]:
@@ -199,7 +199,7 @@ class Gemma3n(Decoder):
 
     blocks: ClassVar = {"layers": Block, "sharing": Sharing, "streams": Streams}
     embed: Float[Array, "V D"]
-    inputs: Float[Array, "U Y"]
+    inputs: Float[Array, "U Y"] | Widened
     inputs_down: Float[Array, "Y D"] | AbstractMatrix
     inputs_norm: Float[Array, " W"]
     layers: Block
