@@ -34,7 +34,8 @@ class Dialect:
             that is global.
         last_global: whether the last layer is global, whatever the file lists.
         rope: which layers' rotary frequencies may be stretched: `all`, or the `global` ones, the local ones
-            having frequencies of their own (`nested` where only `rope_parameters` tells of them), or the `local` ones, the others not turning; `absent` where nothing turns.
+            having frequencies of their own (`nested` where only `rope_parameters` tells of them), or the `local` ones,
+            the others not turning; `absent` where nothing turns.
         theta: the default base of rotary embedding.
         theta_key: what it is called outside of `rope_parameters`.
         local_theta: of `global` ones, the default base of the local layers.

@@ -66,8 +66,11 @@ def schema_of(cls: Any, target: str | None = None, **extra: tuple[Any, Any]) -> 
     fields: list[Any] = [("_target_", str, target or f"{cls.__module__}.{cls.__qualname__}")]
     for f in dataclasses.fields(cls):
         hint = _schema_hint(hints[f.name])
+        part = next((arm for arm in get_args(hint) if dataclasses.is_dataclass(arm)), None)
         if f.default_factory is not dataclasses.MISSING:
             default: Any = dataclasses.field(default_factory=f.default_factory)
+        elif part is not None and dataclasses.is_dataclass(f.default):
+            default = dataclasses.field(default_factory=functools.partial(part, **vars(f.default)))
         else:
             default = dataclasses.field(default=MISSING if f.default is dataclasses.MISSING else f.default)
         fields.append((f.name, hint, default))

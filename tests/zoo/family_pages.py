@@ -5,16 +5,19 @@ The numbers are committed, in `measured.json`; `python -m tests.zoo.family_pages
 """
 
 import ast
+import inspect
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
+import equinox as eqx
 import numpy as np
 
 from experiments.commandline import listing
 from tests.zoo.hf_cases import CASES, ENCODERS
 from zoo.families import FAMILIES
+from zoo.huggingface.config import from_hf
 
 MEASURED = Path(__file__).with_name("measured.json")
 PAGES = Path(__file__).parents[2] / "zoo" / "families"
@@ -31,7 +34,7 @@ def measure(case: str) -> dict[str, float]:
     from zoo.config import rows
 
     expected, model = hf_tiny.run(hf_tiny.reference(case)), hf_tiny.loaded(case)
-    _, values, gradients = hf_tiny.evaluated(case)
+    _, values, gradients = eqx.filter_jit(inspect.unwrap(hf_tiny.evaluate))(model)  # compiled as XLA does by default
     worst, dims = 0.0, model.config.dims
     least = max(float(np.abs(theirs).max()) for theirs in expected["grads"].values()) / 100
     for row in rows(model.config):
@@ -49,8 +52,8 @@ def measure(case: str) -> dict[str, float]:
 
 def family_of(case: str) -> str:
     """Return the name of a case's family."""
-    kind = (CASES | ENCODERS)[case]["model_type"]
-    return next(name for name, config in FAMILIES.items() if kind in config.dialects)
+    config = from_hf((CASES | ENCODERS)[case])
+    return next(name for name, one in FAMILIES.items() if type(config) is one)
 
 
 def page(family: str, measured: dict[str, Any]) -> str:

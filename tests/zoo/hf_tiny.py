@@ -55,7 +55,10 @@ def write(case: str, folder: Path, dtype=np.float32) -> Path:
     shapes = {name: row.disk_shape(config.dims) for row in rows(config) for name, _ in row.tensors(config.dims)}
     folder.mkdir(parents=True, exist_ok=True)
     norm = 0.0 if config.norm_offset else 1.0  # Gemma stores norms less one
-    arrays = {name: tensor(name, shape, norm).astype(dtype) for name, shape in shapes.items()}
+    arrays = {name: tensor(name, shape, norm) for name, shape in shapes.items()}
+    if raw["model_type"] == "gemma4_text":  # nothing else divides scores, and large ones magnify roundings
+        arrays |= {name: array / len(array) ** 0.5 for name, array in arrays.items() if name.endswith("q_norm.weight")}
+    arrays = {name: array.astype(dtype) for name, array in arrays.items()}
     save_file(arrays, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(raw))
     return folder

@@ -46,15 +46,13 @@ def test_flops_are_those_of_the_traced_dots_less_what_the_mask_hides(config, bat
     model = eqx.filter_eval_shape(model_class(config).init, config, key=jax.random.key(0))
     tokens = jax.ShapeDtypeStruct((batch, seq), jnp.int32)
     traced = _dot_flops(jax.make_jaxpr(lambda model, tokens: model(tokens))(model, tokens).jaxpr)
-    windows = [w for stack, w in zip(config.layer_stacks, config.layer_windows, strict=True) if stack != "delta"]
-    seen = sum(
-        query - key < (window or seq)
-        for window in windows
-        for query, key in itertools.product(range(seq), repeat=2)
-        if key <= query
-    )
-    made = 2 * len(windows) * seq**2 * max(config.head_dim, config.value_dim)  # the narrower are padded
-    used = seen * (config.head_dim + config.value_dim)
+    layers = zip(config.layer_stacks, config.layer_windows, config.layer_heads, strict=True)
+    made = used = 0
+    for stack, window, (_, width, value) in layers:
+        pairs = itertools.product(range(seq), repeat=2)
+        seen = sum(query - key < (window or seq) for query, key in pairs if key <= query)
+        made += (stack != "delta") * 2 * seq**2 * max(width, value)  # the narrower are padded
+        used += (stack != "delta") * seen * (width + value)
     found, expected = forward_flops(config, batch, seq), traced - 2 * batch * config.num_heads * (made - used)
     if config.recurrent_layers:  # a recurrence's products depend on its chunks: they are not counted
         assert 0.9 * expected < found < expected

@@ -24,8 +24,9 @@ def test_every_family_is_measured_and_within_the_bounds():
     assert {(CASES | ENCODERS)[case]["model_type"] for case in measured} == kinds
     for case, found in measured.items():
         assert found["logits"] <= 2e-5 * max(1, found["rms"]), case
-        # The norm behind the delta rule magnifies the roundings of both sides.
-        assert found["gradients"] <= (2e-5 if family_of(case).startswith(("qwen3_next", "qwen3_5")) else 1e-5), case
+        # The norm behind the delta rule magnifies the roundings of both sides, and so do bounds that cut gates off.
+        steep = family_of(case).startswith(("qwen3_next", "qwen3_5", "gemma3n"))
+        assert found["gradients"] <= (2e-5 if steep else 1e-5), case
 
 
 def test_a_number_is_what_is_measured():

@@ -18,7 +18,7 @@ from tests.zoo.hf_tiny import evaluated, jit, loaded
 from zoo import AbstractMixture, ForwardPass, Ops, load
 from zoo.config import rows
 from zoo.models.delta import convolved, delta_rule
-from zoo.models.experts import route
+from zoo.models.experts import experts, route
 from zoo.models.forward import LayerPass, layer_passes
 from zoo.models.layers import attention, rms_norm, rope
 
@@ -511,6 +511,46 @@ MUTANTS = {
     "gemma 3n: no path around attention": (
         "gemma3n",
         lambda model, _: eqx.tree_at(lambda m: m.layers.laurel_norm, model, 0 * model.layers.laurel_norm),
+    ),
+    "gemma 4: all of global layers' heads turn": ("gemma4", _flip(rope_scaling=None)),
+    "gemma 4: one base": ("gemma4", _flip(local_rope_theta=1e6)),
+    "gemma 4: another window": ("gemma4", _flip(window=5)),
+    "gemma 4: logits not capped": ("gemma4", _flip(final_softcap=None)),
+    "gemma 4: scores over the root of the head": (
+        "gemma4",
+        _patch("zoo.families.gemma4.Gemma4Config.query_scale", 0.25),
+    ),
+    "gemma 4: values as they are": (
+        "gemma4",
+        _patch("zoo.models.gemma4._norm", lambda x, w, c: x if w is None else rms_norm(x, w, c.norm_eps, offset=0.0)),
+    ),
+    "gemma 4: outputs of layers not scaled": (
+        "gemma4",
+        lambda model, _: eqx.tree_at(lambda m: m.layers.scale, model, jnp.ones_like(model.layers.scale)),
+    ),
+    "gemma 4: norms not as they are": (
+        "gemma4",
+        _patch("zoo.models.gemma4.rms_norm", lambda x, w, eps, offset: rms_norm(x, w, eps)),
+    ),
+    "gemma 4: keys and values are not handed on": (
+        "gemma4_small",
+        _patch("zoo.models.gemma4.Handed.after", lambda handed, of_all, kv: handed),
+    ),
+    "gemma 4: no inputs of layers": (
+        "gemma4_small",
+        lambda model, _: eqx.tree_at(lambda m: m.sharing.input_up, model, 0 * model.sharing.input_up),
+    ),
+    "gemma 4: experts' weights as they are": (
+        "gemma4_moe",
+        lambda model, _: eqx.tree_at(lambda m: m.whole.expert_scale, model, jnp.ones_like(model.whole.expert_scale)),
+    ),
+    "gemma 4: the router reads what is not scaled": (
+        "gemma4_moe",
+        lambda model, _: eqx.tree_at(lambda m: m.layers.router_scale, model, jnp.ones_like(model.layers.router_scale)),
+    ),
+    "gemma 4: the router reads what experts do": (
+        "gemma4_moe",
+        _patch("zoo.models.gemma4.experts", lambda x, *weights, routed_by, **how: experts(x, *weights, **how)),
     ),
     "qwen 3 moe: another dense layer": ("qwen3_moe_mixed", _flip(dense_layers=(2,))),
 }
