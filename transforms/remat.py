@@ -8,7 +8,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -41,6 +41,25 @@ BY_NAME: dict[str, Callable[[Sequence[str]], Any]] = {
 OFFLOAD, SQRT = "offload", "sqrt"
 MOVED = 2**31  # bytes that are moved to and from the host at once: of 2**32 libtpu's compiler dies (0.0.42.1)
 CHOICES = ("none", *POLICIES, *BY_NAME, OFFLOAD, SQRT)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A wrapper of a layer's body by a policy; `scan_layers` takes it as any wrapper.
+
+    Attributes:
+        wrap: `jax.checkpoint` by the policy, given `prevent_cse`.
+        alone: whether the body is all that a loop does in a turn. Then nothing can merge the recomputation with the
+            original, and the guard against it only costs code; where it is not, the guard also keeps the recomputation
+            of one layer until the backward pass comes to it.
+    """
+
+    wrap: Callable[..., Any]
+    alone: bool = True
+
+    def __call__(self, body: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the body, which keeps what the policy says."""
+        return self.wrap(body, prevent_cse=not self.alone)
 
 
 @dataclass(frozen=True)
@@ -116,6 +135,27 @@ def remat(name: str, names: Sequence[str] = ()) -> Remat | None:
     return Cycle(tuple(cycle), tuple(wrappers[policy] for policy in cycle))
 
 
+def apart_in_turns(
+    remat: Remat | None, layer: Callable[..., Any], count: int
+) -> tuple[Callable[..., Any], Remat | None]:
+    """Return a layer as it is called in turns of several, and what `scan_layers` is told of these turns.
+
+    So every layer keeps what it would alone. Of a cycle of policies each is for a whole turn.
+
+    Args:
+        remat: what is asked for.
+        layer: the body of one layer.
+        count: how many layers a turn has.
+    """
+    inside = lambda one: replace(one, alone=False) if isinstance(one, Policy) else one
+    if remat is None or isinstance(remat, Cycle):
+        return layer, remat
+    if isinstance(remat, Nested):
+        every = None if remat.every is None else max(1, remat.every // count)
+        return inside(remat.layer)(layer), Nested(remat.group, lambda turn: turn, every)
+    return inside(remat)(layer), None
+
+
 def scan_layers(
     body: Callable[..., Any], carry: Any, stacked: Any, remat: Remat | None, first: int = 0, *, unroll: bool = False
 ) -> tuple[Any, Any]:
@@ -177,16 +217,15 @@ def _scan_groups(body, carry, stacked, remat: Nested) -> tuple[Any, Any]:
 
 def _inputs(policy: str, name: str = "input of layer") -> Wrapper:
     """Return the wrapper that keeps what a body of a scan is given: on the device, or in host memory by that name."""
-    wrap = functools.partial(jax.checkpoint, prevent_cse=False)
     if policy != OFFLOAD:
-        return functools.partial(wrap, policy=_policies.nothing_saveable)
+        return Policy(functools.partial(jax.checkpoint, policy=_policies.nothing_saveable))
 
-    def offloaded(body):
+    def offloaded(body, **how):
         # The name is inside: of what is named outside, a copy would be kept.
         named = lambda carry, given: body(jax.tree.map(lambda leaf: _in_parts(leaf, name), carry), given)
-        return wrap(named, policy=BY_NAME["offload_names"]([name]))
+        return jax.checkpoint(named, policy=BY_NAME["offload_names"]([name]), **how)
 
-    return offloaded
+    return Policy(offloaded)
 
 
 def _in_parts(leaf, name: str):
@@ -212,14 +251,15 @@ def _wrapper(policy: str, names: tuple[str, ...], alone: bool) -> Wrapper | None
         return None
     if policy == OFFLOAD:
         return _inputs(policy)
-    # Inside a scan nothing can merge the recomputation with the original, so the guard against it only costs code; but
-    # a run of one layer is no loop.
-    wrap = functools.partial(jax.checkpoint, prevent_cse=not alone)
     if policy in POLICIES:
-        return functools.partial(wrap, policy=POLICIES[policy])
+        return Policy(functools.partial(jax.checkpoint, policy=POLICIES[policy]), alone)
     if not names:
         raise ValueError(f"cannot remat by {policy!r} without names: give those of the values to keep.")
-    return lambda body: _with_names(wrap(body, policy=BY_NAME[policy](names)), body, policy, names)
+
+    def named(body, **how):
+        return _with_names(jax.checkpoint(body, policy=BY_NAME[policy](names), **how), body, policy, names)
+
+    return Policy(named, alone)
 
 
 def _with_names(wrapped, body, policy: str, names: tuple[str, ...]):

@@ -5,7 +5,7 @@ Here are those that several families have; a family's file puts its own together
 
 Dimensions: `V` vocab `D` embed `F` mlp hidden `N` query heads `K` kv heads `H` head size `L` layers `E` experts `P` mlp
 hidden of the layers without experts `U` hidden of a shared expert `G` its gate `M` learned positions; further
-letters are a family's own.
+letters are a family's own. A small letter is the same dimension of layers where it has another size.
 """
 
 import itertools

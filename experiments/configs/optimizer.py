@@ -89,7 +89,7 @@ class Decayed(Optimizer):
     weight_decay: float = option(0.1, "decoupled weight decay", NOT_NEGATIVE)
     no_decay: str | None = option(
         None,
-        "parameters without it, by name or pattern: `embed,*norm` (default: norms and biases)",
+        "parameters without it, by name or pattern: `embed,*norm` (default: norms, scales and biases)",
         empty=True,
         names=True,
     )

@@ -154,8 +154,9 @@ class _Leaf(NamedTuple):
 
         sizes = rows.each(lambda i, total: total + jnp.sum(jnp.square(step(i))), jnp.float32(0))
         scales = rows.each(lambda i, total: total + jnp.sum(jnp.square(rows.take(param, i).astype(jnp.float32))), 0.0)
-        clip = jnp.maximum(1.0, jnp.sqrt(sizes / grad.size) / self.clip_rms)
-        factors.append(-self.rate * jnp.maximum(SMALLEST_SCALE, jnp.sqrt(scales / grad.size)) / clip)
+        count = float(grad.size)  # more than 2**31 are no integer of JAX's
+        clip = jnp.maximum(1.0, jnp.sqrt(sizes / count) / self.clip_rms)
+        factors.append(-self.rate * jnp.maximum(SMALLEST_SCALE, jnp.sqrt(scales / count)) / clip)
 
         def write(grad, i):
             result = grad.astype(jnp.float32)

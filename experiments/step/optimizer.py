@@ -250,7 +250,7 @@ def mean_of(state: Any) -> Any:
     return eqx.combine(mean, state.model)
 
 
-PLAIN = ("*norm", "*bias")  # what is no matrix: scales and offsets
+PLAIN = ("*norm", "*scale", "*bias")  # what is no matrix: scales and offsets
 
 
 def names(tree: Any) -> list[str]:
@@ -259,7 +259,7 @@ def names(tree: Any) -> list[str]:
 
 
 def matching(tree: Any, patterns: Sequence[str] | None) -> Any:
-    """Return a tree of bools: which leaves a pattern names, by their path or a part of it; None is norms and biases."""
+    """Return a tree of bools: which leaves a pattern names, by their path or a part of it; None is `PLAIN`."""
     wanted = PLAIN if patterns is None else patterns
     return jax.tree_util.tree_map_with_path(lambda path, _: any(_hit(_name(path), one) for one in wanted), tree)
 

@@ -131,3 +131,13 @@ def test_a_narrow_leaf_is_overwritten_block_by_block(monkeypatch):
     compiled = jax.jit(tx.update, donate_argnums=0).lower(table, state, table).compile()
     made = set(re.findall(r"= (\w+)\[512,256\]\S* dynamic-update-slice\(", compiled.as_text()))
     assert made == {"u16"}
+
+
+def test_more_elements_than_an_integer_counts():
+    """Of a table of inputs of all layers, as Gemma 3n E4B and Gemma 4 E2B have: traced, with nothing allocated."""
+    table = jax.ShapeDtypeStruct((2**18, 35 * 256), jnp.bfloat16)
+    params = Stack(table, {}, jax.ShapeDtypeStruct((128,), jnp.bfloat16), "static")
+    optimizer = adafactor.adafactor_layerwise(0.1)
+    state = jax.eval_shape(optimizer.init, params)
+    new, _ = jax.eval_shape(optimizer.update, params, state, params)
+    assert (new.embed.shape, new.embed.dtype) == (table.shape, table.dtype)

@@ -38,7 +38,8 @@ def _annotations(config: Config, row: Row) -> list[str]:
 
 @pytest.mark.parametrize(("config", "row"), DISTINCT.values(), ids=[" ".join(key) for key in DISTINCT])
 def test_letters_are_those_of_the_annotations(config, row):
-    assert " ".join(letter.replace("P", "F") for letter in row.letters) in _annotations(config, row)
+    alike = lambda letters: letters.upper().replace("P", "F")  # stacks of one class have sizes of their own
+    assert alike(" ".join(row.letters)) in map(alike, _annotations(config, row))
 
 
 @pytest.mark.parametrize(("config", "row"), DISTINCT.values(), ids=[" ".join(key) for key in DISTINCT])

@@ -21,7 +21,7 @@ from jax.sharding import SingleDeviceSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
-from transforms.remat import Remat, scan_layers
+from transforms.remat import Remat, apart_in_turns, scan_layers
 from zoo import quantised
 from zoo.config import Config, rows
 from zoo.formats import Format
@@ -127,22 +127,26 @@ class Decoder(eqx.Module):
         per_layer = dataclasses.replace(per_layer, own=own)
         pool = None if asked.past is None else asked.past.pool  # carried from layer to layer, and never copied
 
-        def body(stacks, carry, scanned):
-            (x, pool, handed), (parts, own) = carry, scanned
-            taken, routed = collections.Counter(), []
+        def layer(carry, given):
+            (x, pool, handed), (block, own) = carry, given
+            x, aux = block(x, config, told(own, pool, handed))
+            return (x, aux.pool, aux.handed), aux.routed
+
+        def turn(stacks, one, carry, scanned):
+            taken, routed, (parts, own) = collections.Counter(), [], scanned
             of = lambda tree, at: tree if len(stacks) == 1 else jax.tree.map(lambda leaf: leaf[at], tree)
-            for turn, stack in enumerate(stacks):
-                x, aux = of(parts[stack], taken[stack])(x, config, told(of(own, turn), pool, handed))
-                pool, handed, taken[stack] = aux.pool, aux.handed, taken[stack] + 1
-                routed += [] if aux.routed is None else [aux.routed]
-            return (x, pool, handed), sum(routed[1:], routed[0]) if routed else None
+            for number, stack in enumerate(stacks):
+                carry, of_layer = one(carry, (of(parts[stack], taken[stack]), of(own, number)))
+                taken[stack] += 1
+                routed += [] if of_layer is None else [of_layer]
+            return carry, sum(routed[1:], routed[0]) if routed else None
 
         routed, first = [], 0
         for stacks, run in self.runs(per_layer):
-            step = functools.partial(body, stacks)
-            (x, pool, handed), of_layers = scan_layers(
-                step, (x, pool, handed), run, asked.remat, first, unroll=asked.unroll
-            )
+            alone = len(stacks) == 1
+            one, kept = (layer, asked.remat) if alone else apart_in_turns(asked.remat, layer, len(stacks))
+            step = functools.partial(turn, stacks, one)
+            (x, pool, handed), of_layers = scan_layers(step, (x, pool, handed), run, kept, first, unroll=asked.unroll)
             first += jax.tree.leaves(run)[0].shape[0] * len(stacks)
             routed += [] if of_layers is None else [of_layers.sum(0)]
         normalised = (asked.ops or PLAIN).tokens(self.normalised, (1,))

@@ -1,8 +1,9 @@
 """Gemma 4 (https://ai.google.dev/gemma/docs/core), the text part.
 
 Dimensions: `B` batch `S` sequence `D` embed `V` vocab `F` mlp hidden, of a mixture of an expert `P` of the MLP beside
-experts `N` query heads `K` kv heads `H` head size `L` layers `E` experts `W` a layer's own input `Y` those of all
-layers `U` rows of their table. `K`, `H`, `F` and `P` differ between stacks.
+experts `N` query heads `K` kv heads `H` head size `L` layers `E` experts `G` one `W` a layer's own input `Y` those of
+all layers `U` rows of their table. `K`, `H`, `F` and `P` differ between stacks: of layers that see all keys they are
+`k` and `h`, and `f` where an MLP is twice as wide.
 """
 
 from dataclasses import replace
@@ -63,7 +64,7 @@ class Block(eqx.Module):
     up: Float[Array, "*L D F"] | Float[Array, "*L E D F"] | AbstractMatrix
     down: Float[Array, "*L F D"] | Float[Array, "*L E F D"] | AbstractMatrix
     post_mlp_norm: Float[Array, "*L D"]
-    scale: Float[Array, "*L 1"]
+    scale: Float[Array, "*L G"]
     k: Float[Array, "*L D K H"] | AbstractMatrix | None = None
     v: Float[Array, "*L D K H"] | AbstractMatrix | None = None
     k_norm: Float[Array, "*L H"] | None = None
