@@ -6,6 +6,7 @@ activations all lie as `spec_of` says. What is computed from them follows by typ
 it is, and sums over what is cut.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -158,6 +159,19 @@ def constrain(x: Shaped[Array, "..."], letters: str, axes: Axes = AXES) -> Shape
 def place(x: Shaped[Array, "..."], spec: PartitionSpec) -> Shaped[Array, "..."]:
     """Return `x` moved to a place on the explicit mesh that is set; `x` itself where it is there already."""
     return x if partitions(x) == _padded(spec, x.ndim) else jax.sharding.reshard(x, spec)
+
+
+def reshape(x: Shaped[Array, "..."], *shape: int) -> Shaped[Array, "..."]:
+    """Return `x.reshape(*shape)`, of which leading dimensions that stay as they are lie where they did.
+
+    Of dimensions of one JAX forgets that, as a batch of one on a mesh of one device is.
+    """
+    made = x.reshape(*shape)
+    if not explicit():
+        return made
+    same = itertools.takewhile(lambda sizes: sizes[0] == sizes[1], zip(x.shape, made.shape, strict=False))
+    kept = len(list(same))
+    return place(made, PartitionSpec(*partitions(x)[:kept], *partitions(made)[kept:]))
 
 
 def partitions(x: Any) -> tuple[Any, ...]:

@@ -1,5 +1,7 @@
 """The models on meshes: hidden states, logits and gradients are those of one device, whichever way the mesh cuts."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -9,8 +11,9 @@ import pytest
 import zoo
 from tests.quick import QUICK
 from tests.tiny import on_mesh
-from transforms.sharding import AXES, make_mesh, sharding_of
-from zoo.models.layers import lookup
+from transforms.sharding import AXES, make_mesh, partitions, sharding_of
+from zoo.kernels import tiled
+from zoo.models.layers import attention, lookup
 
 COPIED = {letter: axes for letter, axes in AXES.items() if letter != "D"}  # parameters whole on the data axis
 LAYOUTS = {
@@ -164,3 +167,17 @@ def test_the_rows_of_a_16_bit_table_are_summed_in_float32_on_a_mesh_too(letters)
         got = grad(table, jax.device_put(tokens, sharding_of(mesh, "B S", tokens.shape)))
         assert jax.typeof(got) == jax.typeof(table)
     np.testing.assert_array_equal(np.asarray(got, np.float32)[0], 2048)
+
+
+@pytest.mark.parametrize("how", [None, "kept"])
+def test_one_text_and_one_kv_head_on_a_mesh_of_one_device(how):
+    """Dimensions of one forget where they lie when others are reshaped."""
+    mesh = make_mesh(devices=jax.devices()[:1])
+    kinds = {"q": "B S N H", "k": "B S K H", "v": "B S K H"}
+    shapes = {"q": (1, 16, 4, 8), "k": (1, 16, 1, 8), "v": (1, 16, 1, 8)}
+    with jax.set_mesh(mesh):
+        lies = {name: sharding_of(mesh, kinds[name], shape) for name, shape in shapes.items()}
+        args = [jax.ShapeDtypeStruct(shapes[name], jnp.float32, sharding=lies[name]) for name in shapes]
+        run = attention if how is None else functools.partial(tiled(2), keep=True)
+        found = jax.eval_shape(jax.jit(functools.partial(run, scale=1.0, window=None)), *args)
+        assert [partitions(leaf)[0] for leaf in jax.tree.leaves(found)] == ["data"] * len(jax.tree.leaves(found))

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Integer
 
+from transforms.sharding import reshape
 from zoo.models.layers import accumulator, softcap
 
 
@@ -242,17 +243,17 @@ def blockwise_attention(
     run, again = with_backward(made.forward, made.gradients, lambda own: jnp.moveaxis(own, 1, 3))
     filled = lambda x: jnp.pad(x, ((0, 0), (0, tiles * size - length), *((0, 0),) * (x.ndim - 2)))
     q, k, v = filled(q), filled(k), filled(v)
-    q = q.reshape(*q.shape[:2], k.shape[2], -1, width)
+    q = reshape(q, *q.shape[:2], k.shape[2], -1, width)
     sinks = None if sinks is None else sinks.astype(accumulator(q.dtype)).reshape(q.shape[2:4])
     args = q, k, v, (None if segments is None else filled(segments), window), sinks
-    restored = lambda seen: seen.reshape(batch, -1, heads, width)[:, :length]
+    restored = lambda seen: reshape(seen, batch, -1, heads, width)[:, :length]
     if keep:
         seen, logs = made.forward(*args)
-        return restored(seen), logs.reshape(batch, heads, -1)[..., :length]
+        return restored(seen), reshape(logs, batch, heads, -1)[..., :length]
     if kept is not None:
         # Of queries that fill up the last tile sums are endless: nothing, not even a sink, has a share in them.
         empty = float(jnp.finfo(kept[0].dtype).max) / 2, 0.0
         more = ((0, 0), (0, 0), (0, tiles * size - length))
         padded = (jnp.pad(x, more, constant_values=fill) for x, fill in zip(kept, empty, strict=True))
-        return restored(again(*args, *(x.reshape(batch, *q.shape[2:4], -1) for x in padded)))
+        return restored(again(*args, *(reshape(x, batch, *q.shape[2:4], -1) for x in padded)))
     return restored(run(*args))

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from transforms.sharding import partitions
+from transforms.sharding import partitions, reshape
 from transforms.tiling.mesh.layout import like
 from zoo.models import ulysses
 from zoo.models.layers import Ops, accumulator
@@ -197,11 +197,11 @@ def _with(sinks):
 
 
 def _divided(x, dim, groups):
-    return x.reshape(*x.shape[:dim], groups, -1, *x.shape[dim + 1 :])
+    return reshape(x, *x.shape[:dim], groups, -1, *x.shape[dim + 1 :])
 
 
 def _joined(x, dim):
-    return x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])
+    return reshape(x, *x.shape[:dim], -1, *x.shape[dim + 2 :])
 
 
 @jax.custom_jvp

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Integer
 
 from transforms import tile
-from transforms.sharding import constrain, einsum, explicit, partitions, place, uncut
+from transforms.sharding import constrain, einsum, explicit, partitions, place, reshape, uncut
 from zoo.quantised import AbstractMatrix, product
 
 
@@ -134,7 +134,7 @@ def attention(
     k, v = beside(q, k), beside(q, v)
     batch, seq, heads, size = q.shape
     kv_heads = k.shape[2]
-    q_BSKGH = q.reshape(batch, seq, kv_heads, heads // kv_heads, size)
+    q_BSKGH = reshape(q, batch, seq, kv_heads, heads // kv_heads, size)
     wide = accumulator(q.dtype)
     scores_BKGST = einsum("bskgh,btkh->bkgst", q_BSKGH, k, wide)
     scores_BKGST = softcap(scores_BKGST * scale, cap)
@@ -144,7 +144,7 @@ def attention(
         visible = visible & (q_segments[:, None, None, :, None] == k_segments[:, None, None, None, :])
     scores_BKGST = jnp.where(visible, scores_BKGST, jnp.finfo(wide).min)
     probs_BKGST = _softmax(scores_BKGST, sinks)
-    return einsum("bkgst,btkh->bskgh", probs_BKGST.astype(v.dtype), v).reshape(q.shape)
+    return reshape(einsum("bkgst,btkh->bskgh", probs_BKGST.astype(v.dtype), v), *q.shape)
 
 
 def _softmax(scores_BKGST, sinks):
