@@ -1,6 +1,5 @@
 """The sizes of an engine: what it is told, and what follows of that for a model and where the model lies."""
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -182,7 +181,5 @@ def _store(settings: Settings, layers: int, pages: int, cached: tuple[int, int, 
 
 def _unrolls(model: Any, platform: str, alone: bool) -> bool:
     """Return whether the program is to have each layer apart (`Plan.unroll`)."""
-    stacks = model.config.layer_stacks
-    neighbours = len(list(itertools.groupby(stacks))) == len(set(stacks))
     narrow = any(leaf.dtype.itemsize == 1 for leaf in jax.tree.leaves(model))
-    return (platform in ("gpu", "cuda", "rocm") or (platform == "cpu" and alone and neighbours)) and not narrow
+    return (platform in ("gpu", "cuda", "rocm") or (platform == "cpu" and alone)) and not narrow

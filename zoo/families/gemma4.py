@@ -128,8 +128,7 @@ def _dialect(architecture: str, outer: str, **own: Any) -> Dialect:
     )
 
 
-_UNUSED = {"num_experts": (None, 0), "top_k_experts": (None, 0), "moe_intermediate_size": (None, 0)}
-_NO_INPUTS = {"hidden_size_per_layer_input": (0, None), "vocab_size_per_layer_input": (None, 0, 262_144)}
+_UNREAD = ("num_experts", "top_k_experts", "moe_intermediate_size")  # where there are none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +147,7 @@ class Gemma4Config(SharingLike):
 
     model: ClassVar[str] = "zoo.models.gemma4.Gemma4"
     dialects: ClassVar = {
-        "gemma4_text": _dialect("Gemma4ForCausalLM", "gemma4", harmless=_UNUSED),
+        "gemma4_text": _dialect("Gemma4ForCausalLM", "gemma4", ignored=_UNREAD),
         "gemma4_unified_text": _dialect(
             "Gemma4UnifiedForConditionalGeneration",
             "gemma4_unified",
@@ -156,7 +155,7 @@ class Gemma4Config(SharingLike):
             where={},
             window=1024,
             fixed={"inputs_dim": 0},
-            harmless=_UNUSED | _NO_INPUTS | {"enable_moe_block": (False, None)},
+            ignored=("enable_moe_block", *INPUT_SIZES, *_UNREAD),
         ),
     }
 

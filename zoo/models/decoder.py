@@ -79,13 +79,16 @@ class Decoder(eqx.Module):
             fields[stack] = block(**{path.partition(".")[2]: own[path] for path in own}) if own else None
         return cls(**{field.name: fields.get(field.name, leaves.get(field.name)) for field in dataclasses.fields(cls)})
 
-    def runs(self, per_layer: PerLayer) -> list[tuple[tuple[str, ...], tuple[dict[str, Any], PerLayer]]]:
+    def runs(
+        self, per_layer: PerLayer, single: bool = False
+    ) -> list[tuple[tuple[str, ...], tuple[dict[str, Any], PerLayer]]]:
         """Return the layers in order, as runs to scan over: which stacks a turn's layers are in, and their parts.
 
-        A run is of neighbours in one stack, or of turns of several. What all of a stack are in copies no weight.
+        A run is of neighbours in one stack, or of turns of several, or of a `single` layer. What all of a stack are in
+        copies no weight.
         """
-        taken, runs, start = collections.Counter(), [], 0
-        for turn, times in _turns(self.config.layer_stacks):
+        taken, runs, start, stacks = collections.Counter(), [], 0, self.config.layer_stacks
+        for turn, times in [((stack,), 1) for stack in stacks] if single else _turns(stacks):
 
             def part(tree, first, each, turn=turn, times=times):
                 def own(leaf):
@@ -95,8 +98,8 @@ class Decoder(eqx.Module):
                 return jax.tree.map(own, tree)
 
             counts = collections.Counter(turn)
-            stacks = {stack: part(getattr(self, stack), taken[stack], each) for stack, each in counts.items()}
-            runs.append((turn, (stacks, part(per_layer, start, len(turn)))))
+            parts = {stack: part(getattr(self, stack), taken[stack], each) for stack, each in counts.items()}
+            runs.append((turn, (parts, part(per_layer, start, len(turn)))))
             taken.update({stack: times * each for stack, each in counts.items()})
             start += times * len(turn)
         return runs
@@ -142,7 +145,7 @@ class Decoder(eqx.Module):
             return carry, sum(routed[1:], routed[0]) if routed else None
 
         routed, first = [], 0
-        for stacks, run in self.runs(per_layer):
+        for stacks, run in self.runs(per_layer, single=asked.unroll and len(set(config.layer_stacks)) > 1):
             alone = len(stacks) == 1
             one, kept = (layer, asked.remat) if alone else apart_in_turns(asked.remat, layer, len(stacks))
             step = functools.partial(turn, stacks, one)
