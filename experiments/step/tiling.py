@@ -74,8 +74,9 @@ def _cut(loss: Callable[..., Any], tiling: configs.Tiling, axis: int, **how: Any
 
 def _read_by_head(model: Any) -> Any:
     """Return a model without the largest parts that its head does not read: they would have gradients of zeros."""
-    untied = getattr(model, "head", None) is not None
-    return eqx.tree_at(lambda m: (m.layers, m.embed) if untied else (m.layers,), model, replace_fn=lambda _: None)
+    unread = [stack for stack in model.blocks if getattr(model, stack) is not None]
+    unread += ["embed"] * (getattr(model, "head", None) is not None)
+    return eqx.tree_at(lambda m: [getattr(m, name) for name in unread], model, replace_fn=lambda _: None)
 
 
 def ops(config: configs.Resolved, model: Any) -> Ops | None:
