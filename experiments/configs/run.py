@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any
 
 import zoo.accounting
+import zoo.config
 from experiments.configs.compute import ATTENTION, Distributed, Hardware, Mesh, Remat, Tiling
 from experiments.configs.data import Chat, Data, Preference
 from experiments.configs.fields import NOT_NEGATIVE, POSITIVE, OnNan, Quantise, option, part, refuse
@@ -190,7 +191,8 @@ class Resolved(Run):
             return found
         if self.paired and self.batch_size % 2:
             return f"cannot make pairs of batch_size={self.batch_size} sequences: give an even number."
-        if self.tiling.mlp is not None and isinstance(model, MixtureLike) and not model.dense_layers:
+        shared = any(".shared_" in row.leaf for row in zoo.config.rows(model))  # an MLP that every token meets
+        if self.tiling.mlp is not None and isinstance(model, MixtureLike) and not (model.dense_layers or shared):
             return (
                 f"cannot cut MLPs into tiling.mlp={self.tiling.mlp} tiles: all {model.num_layers} layers of this "
                 "mixture have experts in their place. Leave tiling.mlp out; tiling.attention and tiling.n can be set."

@@ -131,6 +131,10 @@ def test_experts_are_not_cut():
     assert (
         "cannot cut MLPs into tiling.mlp=2 tiles: all 2 layers of this mixture have experts in their place" in found[1]
     )
+    sizes = ["num_layers=2", "embed_dim=16", "mlp_dim=16", "num_heads=2", "num_kv_heads=1", "head_dim=8"]
+    sizes += ["global_head_dim=8", "global_kv_heads=1", "attention_pattern=LG", "num_experts=2", "experts_per_token=1"]
+    beside = resolved("gemma4_26b_a4b", *tilings("mlp=2"), *(f"model.{size}" for size in sizes), "model.vocab_size=300")
+    assert problem(beside) is None  # whose layers have an MLP beside their experts
 
 
 def test_a_smaller_budget_takes_more_tiles():
