@@ -157,6 +157,11 @@ def test_bits_do_not_depend_on_the_schedule(case, first):
     assert (reused > 0) == (case not in ("llama_dynamic", "qwen3_next", "qwen3_next_other", "qwen3_5"))
 
 
+def test_a_text_that_has_its_tokens_of_a_step_waits_where_no_other_has_pages_to_give():
+    """A step of several passes gives such texts further tokens; a schedule that ended in an error."""
+    assert weather("qwen3_5_other", "float32", 3, 2, 34)[0] == 0
+
+
 @pytest.mark.parametrize("case", ["gpt2", "opt", "phi3_long", "gpt_oss"])
 def test_scores_are_the_models_own(case):
     """Learned positions, frequencies that grow with the text, sinks: pages know of all."""

@@ -311,7 +311,10 @@ class Scheduler:
                 if content:
                     return False
                 planned = {id(span.text) for span in spans}
-                victim = max((one for one in self.running if id(one) not in planned), key=lambda one: one.urgency)
+                others = [one for one in self.running if id(one) not in planned]
+                if not others:  # the text itself has its tokens of this step
+                    return False
+                victim = max(others, key=lambda one: one.urgency)
                 if victim is text and planned & {id(one) for one in self.running}:
                     return False
                 self._stop(victim)
