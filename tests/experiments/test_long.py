@@ -20,6 +20,7 @@ from tests.zoo.hf_cases import CASES
 from tests.zoo.hf_tiny import FAST, loaded
 from transforms.remat import remat
 from transforms.sharding import make_mesh, sharding_of
+from transforms.tiling.ir.jaxprs import equations
 from zoo.accounting import recomputed_flops
 from zoo.adapters import lora
 from zoo.kernels import KERNELS
@@ -73,6 +74,17 @@ def test_layers_by_heads_and_tokens_have_the_gradients_of_whole_ones(case):
 @pytest.mark.parametrize("case", sorted(set(CASES) - set(LIGHT)))
 def test_every_family_by_heads_and_tokens(case):
     close(loaded(case))
+
+
+@pytest.mark.parametrize(("policy", "kept"), [("full", 2), ("sqrt", 3), ("full,none", 1)])
+def test_layers_that_take_turns_in_several_stacks_keep_each_its_own(policy, kept):
+    """There are two in a turn; where groups are kept, the group beside them; a policy of a cycle is a whole turn's."""
+    model = loaded("gemma4")
+    hidden = lambda model: model.hidden(jnp.zeros((1, 13), int), remat=remat(policy)).sum()
+    found = [eqn for eqn in equations(jax.make_jaxpr(hidden)(model).jaxpr) if "prevent_cse" in eqn.params]
+    assert len(found) == kept, [e.primitive.name for e in found]
+    inside = [eqn.params["prevent_cse"] for eqn in found]
+    assert inside.count(True) == (2 if policy != "full,none" else 1)
 
 
 @pytest.mark.parametrize("case", ["gemma2_gqa", "gpt_oss"])

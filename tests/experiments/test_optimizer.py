@@ -13,7 +13,7 @@ import pytest
 from experiments import configs
 from experiments.step import optimizer
 from tests.experiments.test_adafactor import gradients, make
-from tests.zoo.hf_tiny import FAST
+from tests.zoo.hf_tiny import FAST, loaded
 from transforms.step import State, make_train_step
 from zoo import Mixture, Qwen3MoeConfig
 from zoo.adapters import lora
@@ -85,6 +85,14 @@ CONFIG = Qwen3MoeConfig(
 @functools.cache
 def mixture():
     return Mixture.init(CONFIG, key=jax.random.key(0))
+
+
+@pytest.mark.parametrize("case", ["gemma3n", "gemma4_small", "gemma4_moe"])
+def test_what_only_scales_has_no_weight_decay(case):
+    model = loaded(case)
+    mask = optimizer.decayed(configs.AdamW(), model)
+    decayed = {name for name, on in zip(optimizer.names(mask), jax.tree.leaves(mask), strict=True) if on}
+    assert decayed == {row.leaf for row in rows(model.config) if row.fan_in}
 
 
 def test_norms_and_biases_have_no_weight_decay():

@@ -8,10 +8,12 @@ import jax
 import numpy as np
 import pytest
 
+import zoo
 from tests.zoo.hf_cases import CASES
 from tests.zoo.hf_tiny import FAST, loaded
-from zoo.engine.engine import Engine, Settings
+from zoo.engine.engine import Engine, Settings, lowered
 from zoo.engine.sampling import Sampling
+from zoo.huggingface.config import from_hf
 
 OPTIONS = FAST["compiler_options"]
 SIZES = Settings(length=40, rows=5, width=1, page=4, tokens=48, queue=40)
@@ -155,6 +157,16 @@ def test_bits_do_not_depend_on_the_schedule(case, first):
         "gpt_oss",
     )  # whose pages behind the window are free again
     assert (reused > 0) == (case not in ("llama_dynamic", "qwen3_next", "qwen3_next_other", "qwen3_5"))
+
+
+@pytest.mark.parametrize("case", ["llama2", "qwen3_5", "gemma4_small"])
+def test_a_step_copies_no_weights(case):
+    """Layers of one stack, and of several that take turns."""
+    raw = CASES[case] | {"intermediate_size": 4096}
+    model = zoo.model_class(from_hf(raw)).init(from_hf(raw), key=jax.random.key(0))
+    program = lowered(model, Settings(length=16, rows=1, page=16, tokens=16)).compile()
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model))
+    assert program.memory_analysis().temp_size_in_bytes < weights / 20
 
 
 def test_a_text_that_has_its_tokens_of_a_step_waits_where_no_other_has_pages_to_give():

@@ -114,6 +114,19 @@ def test_the_text_part_of_a_multimodal_folder_is_read(prefix, case, tmp_path):
     assert eqx.tree_equal(eqx.filter(again, eqx.is_array), eqx.filter(whole, eqx.is_array))
 
 
+def test_a_gemma_4_that_sees_by_a_matrix_is_read_for_its_text(tmp_path):
+    """12B: there is no tower, and text has a `model_type` of its own."""
+    folder = hf_tiny.write("gemma4", tmp_path)
+    whole = load(folder)
+    _as_multimodal(folder, "model.language_model.", "gemma4")
+    rewrite(folder, lambda tensors: tensors.update({"model.vision_embedder.pos_norm.weight": np.zeros(3, np.float32)}))
+    raw = json.loads((folder / "config.json").read_text())
+    text = {key: value for key, value in raw["text_config"].items() if key != "hidden_size_per_layer_input"}
+    raw |= {"model_type": "gemma4_unified", "text_config": text | {"model_type": "gemma4_unified_text"}}
+    (folder / "config.json").write_text(json.dumps(raw))
+    assert eqx.tree_equal(load(folder), whole)
+
+
 def test_experts_that_a_folder_has_together_are_read_one_by_one(tmp_path):
     """As those of Qwen 3.5 on the hub are; on a mesh too, where devices read their parts."""
     folder = hf_tiny.write("qwen3_5_moe", tmp_path)

@@ -186,6 +186,11 @@ class Gemma4Config(SharingLike):
         return _stacks(self)
 
     @property
+    def beside(self) -> tuple[str, ...]:
+        """Beginnings of names that are of no text: 12B sees by one matrix in place of a tower."""
+        return (*super().beside, "model.vision_embedder.")
+
+    @property
     def layer_heads(self) -> tuple[tuple[int, int, int], ...]:
         """Of each layer, how many kv heads there are, and how wide queries and keys, and values, of a head are."""
         local = self.num_kv_heads, self.head_dim, self.head_dim
