@@ -159,7 +159,7 @@ def test_bits_do_not_depend_on_the_schedule(case, first):
     assert (reused > 0) == (case not in ("llama_dynamic", "qwen3_next", "qwen3_next_other", "qwen3_5"))
 
 
-@pytest.mark.parametrize("case", ["llama2", "qwen3_5", "gemma4_small"])
+@pytest.mark.parametrize("case", ["llama2", "qwen3_5_other", "gemma4", "gemma4_small"])
 def test_a_step_copies_no_weights(case):
     """Layers of one stack, and of several that take turns."""
     raw = CASES[case] | {"intermediate_size": 4096}
