@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PyTree
 
 from transforms.offload import by_layers, fetch, in_host
+from transforms.products import narrowed
 from transforms.sharding import explicit, partitions
 
 Loss = Callable[..., tuple[Float[Array, ""], dict[str, Any]]]
@@ -150,8 +151,16 @@ def compile_step(step: Any, *args: PyTree, compiler_options: dict[str, Any] | No
         return out
 
     donated = tuple(range(not step.donate_first, len(args))) if step.donate_rest else ()
-    lowered = jax.jit(run, donate_argnums=donated).lower(*arrays)
+    program = narrowed(run, kernels=_one_cpu(arrays))
+    lowered = jax.jit(program, donate_argnums=donated).lower(*arrays)
     return Executable(lowered.compile(compiler_options=compiler_options or None), returned[0])
+
+
+def _one_cpu(arrays: PyTree) -> bool:
+    """Whether a program of these arrays runs on one device, a CPU."""
+    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(arrays)]
+    devices = {device for sharding in shardings if sharding is not None for device in sharding.device_set}
+    return not explicit() and {d.platform for d in devices or jax.devices()[:1]} == {"cpu"} and len(devices) < 2
 
 
 def norm(grads: PyTree, stacked: PyTree | None = None) -> Float[Array, ""]:

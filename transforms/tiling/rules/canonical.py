@@ -12,9 +12,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 
+from transforms.products import usual
 from transforms.tiling.mesh.layout import axes, layout, named
 
 Graph = Node = Value = Any  # of `ir.graph`, as it is made by `ir.flatten`, which stands above
@@ -25,7 +27,7 @@ REDUCES = {"psum": lax.reduce_sum_p, "pmax": lax.reduce_max_p, "pmin": lax.reduc
 
 def canonical(graph: Graph) -> Graph:
     """The same graph, its joins, products and the transposes around these in one form."""
-    return spread_dots(turn_dots(part_turns(drop_empty(graph))))
+    return spread_dots(turn_dots(narrow_dots(part_turns(drop_empty(graph)))))
 
 
 def drop_empty(graph: Graph) -> Graph:
@@ -79,6 +81,23 @@ def turn_dots(graph: Graph) -> Graph:
         if dot is None or dot.name != "dot_general" or readers[dot.outputs[0]] > 1 or dot.outputs[0] in graph.outputs:
             continue
         _turn(graph, node, dot)
+    return graph
+
+
+def narrow_dots(graph: Graph) -> Graph:
+    """Let a float32 product of what was made wide from bfloat16 read the bfloat16: it is the same."""
+
+    def narrow(value: Value) -> Value:
+        made = value.producer if value.dtype == jnp.float32 else None
+        source = made.inputs[0] if made is not None and made.name == "convert_element_type" else value
+        return source if source.dtype == jnp.bfloat16 else value
+
+    for node in graph.nodes:
+        wide = node.name == "dot_general" and node.outputs[0].dtype == jnp.float32
+        if wide and usual(node.params["precision"]):
+            operands = [narrow(v) for v in node.inputs]
+            if operands != node.inputs and all(v.dtype == jnp.bfloat16 for v in operands):
+                node.inputs, node.params = operands, node.params | {"preferred_element_type": jnp.dtype(jnp.float32)}
     return graph
 
 

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from transforms import products
 from transforms.tiling.ir.graph import Node
 from transforms.tiling.ir.obstacles import Complete, Obstacle
-from transforms.tiling.ir.placement import Partial, Placement, Span, Whole
+from transforms.tiling.ir.placement import Partial, Placement, Span
 from transforms.tiling.mesh import layout
 from transforms.tiling.rules import Move, partial, shrinks, tiled
 from transforms.tiling.rules.factors import Factors, register_factors
@@ -41,10 +42,15 @@ def linear(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle | N
 
 def dot(node: Node, lhs: Any, rhs: Any, dtype: Any, span: Span) -> Any:
     """The node's dot_general with a result of `dtype`, wider than its operands if need be."""
-    params = dict(node.params, preferred_element_type=dtype)
-    narrow = jnp.issubdtype(dtype, jnp.floating) and (lhs.dtype != dtype or rhs.dtype != dtype)
-    if not narrow:
-        return node.bind([lhs, rhs], params)[0]
+    plain = lambda lhs, rhs: node.bind([lhs, rhs], dict(node.params, preferred_element_type=dtype))[0]
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return plain(lhs, rhs)
+    if _has_kernel(node, [lhs, rhs], dtype):
+        if products.is_kernel(lhs, rhs, node.params["dimension_numbers"], dtype):
+            return plain(lhs, rhs)
+        return lax.platform_dependent(lhs, rhs, cpu=lambda *ops: _multiply(node, ops, dtype), default=plain)
+    if lhs.dtype == rhs.dtype == dtype:
+        return plain(lhs, rhs)
 
     def upcast(*operands: Any) -> Any:
         """XLA:CPU has no kernel for some narrow x narrow -> wide dots, and upcasts inside the others.
@@ -53,14 +59,25 @@ def dot(node: Node, lhs: Any, rhs: Any, dtype: Any, span: Span) -> Any:
         for a program that is cut again, where loops may run over what is cut.
         """
         large = max((op for op in operands if op.dtype != dtype), key=lambda op: op.size)
-        out = jax.eval_shape(lambda *ops: node.bind(list(ops), params)[0], *operands)
+        out = jax.eval_shape(plain, *operands)
         summed = longest(node, factors(node).reduced)
         small = large.size <= max(out.size, CHUNK // dtype.itemsize)
         if summed is None or not span.chunks or small or layout.named(node.outputs[0].aval):
-            return node.bind([op.astype(dtype) for op in operands], params)[0]
+            return plain(*(op.astype(dtype) for op in operands))
         return chunked(node, operands, layout.full(out, 0, dtype, layout.TOGETHER), summed, large.size * dtype.itemsize)
 
-    return lax.platform_dependent(lhs, rhs, cpu=upcast, default=lambda lhs, rhs: node.bind([lhs, rhs], params)[0])
+    return lax.platform_dependent(lhs, rhs, cpu=upcast, default=plain)
+
+
+def _has_kernel(node: Node, operands: Sequence[Any], dtype: Any) -> bool:
+    """Whether XLA on CPUs multiplies bfloat16 as it is: see `transforms.products`."""
+    plain = layout.named(node.outputs[0].aval) is None and products.usual(node.params["precision"])
+    return plain and products.has_kernel(*operands, node.params["dimension_numbers"], dtype)
+
+
+def _multiply(node: Node, operands: Sequence[Any], dtype: Any) -> Any:
+    with node.context.manager:
+        return products.multiply(*operands, node.params["dimension_numbers"], dtype)
 
 
 def wide(node: Node, values: list[Any], dtype: Any, span: Span) -> Any:
@@ -68,11 +85,10 @@ def wide(node: Node, values: list[Any], dtype: Any, span: Span) -> Any:
 
 
 def emit(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
-    if isinstance(move.outs[0], Whole):
-        return node.bind(values)
-    if isinstance(move.outs[0], Partial):
-        return [dot(node, *values, span.wide(node.outputs[0].dtype), span)]
-    return node.bind(values)
+    (out,), (placement,) = node.outputs, move.outs
+    if isinstance(placement, Partial):
+        return [dot(node, *values, span.wide(out.dtype), span)]
+    return [dot(node, *values, out.dtype, span)] if _has_kernel(node, values, out.dtype) else node.bind(values)
 
 
 # Below this many bytes one more temporary of the accumulator's size is nothing to save.
@@ -129,7 +145,10 @@ def chunked(node: Node, operands: Sequence[Any], total: Any, name: Any, size: in
         ops, start = lax.optimization_barrier((list(operands), start))
         for i, dim in cut.items():
             ops[i] = lax.dynamic_slice_in_dim(ops[i], start, length, dim)
-        part = node.bind([op.astype(total.dtype) for op in ops], params)[0]
+        if _has_kernel(node, ops, total.dtype):
+            part = _multiply(node, ops, total.dtype)
+        else:
+            part = node.bind([op.astype(total.dtype) for op in ops], params)[0]
         if name not in stated.outs[0]:
             return total + part
         dim = stated.outs[0].index(name)
