@@ -12,11 +12,10 @@ from experiments.commandline.console import GIB, size
 from experiments.configs import DType, Platform
 from experiments.runtime import distributed
 from experiments.runtime.hardware import KEEP_CASTS_IN_LOOPS, Device, HardwareError
-from experiments.step import folders
 from experiments.step import tiling as cuts
 from experiments.step.build import Programs
+from experiments.step.folders import described
 from transforms import sharding
-from zoo.adapters import lora
 from zoo.kernels import choose
 
 T = TypeVar("T")
@@ -56,20 +55,17 @@ FEW_TILES = 16  # of attention: products are a sixteenth more than those of what
 
 
 def resolve(config: configs.Run, device: Device, argv: Sequence[str] = ()) -> configs.Resolved:
-    """Return the run with every open value chosen for a device, and why; of weights, the model that their folder has.
+    """Return a run with its models known (`folders.described`) and every open value chosen (`chosen_for`)."""
+    return chosen_for(described(config, argv), device)
 
-    Args:
-        config: the run, as it is asked for.
-        device: what it is for.
-        argv: the words that ask for it, which may name a model.
+
+def chosen_for(config: configs.Described, device: Device) -> configs.Resolved:
+    """Return the run with every open value chosen for a device, and why.
 
     Raises:
         HardwareError: there is no such mesh of this many devices, or no number of tiles keeps within the budget.
-        CommandError: the weights, or the frozen model that the objective compares with, are not there, or not those of
-            such a model.
     """
-    config = folders.with_weights(config, argv)
-    reference, params, choices = folders.reference(config), config.params, Choices()
+    params, choices = config.params, Choices()
     scale = next(scale for scale in SCALES[device.platform] if params <= scale.params)
     sized = f"{params:,} parameters on a {device.platform}: minutes altogether"
     mesh = _mesh(config, device, choices)
@@ -85,8 +81,8 @@ def resolve(config: configs.Run, device: Device, argv: Sequence[str] = ()) -> co
         config.optimizer, config.adapted, params, hardware.param_dtype is DType.float32 and roomy, choices
     )
     parts: dict[str, Any] = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    parts |= {"mesh": mesh, "hardware": hardware, "optimizer": optimizer, "adapter": _adapter(config, choices)}
-    parts |= {"reference": reference, "axes": _axes(mesh)}
+    parts |= {"mesh": mesh, "hardware": hardware, "optimizer": optimizer, "axes": _axes(mesh)}
+    choices.made |= config.chosen
     resolved = _attention(_head(configs.Resolved(**parts), choices), choices)
 
     remat = _remat(config.remat, resolved.tiling, params > REMAT_ABOVE, device.platform, choices)
@@ -97,10 +93,7 @@ def resolve(config: configs.Run, device: Device, argv: Sequence[str] = ()) -> co
     small = 12 * params <= GIB or config.adapted  # float32 parameters and two moments
     why = f"it takes {'less' if small else 'more'} than 1 GiB"
     checkpoint = choices.settle(config.checkpoint, "checkpoint.", why, last=small)
-    sizes = {name: size or 1 for name, size in mesh.sizes.items()}
-    notes = sharding.uneven(config.model.config.dims, sizes, resolved.axes)
-    whole = [note.replace(": ", ": mesh.", 1) for note in notes]
-    made = {"remat": remat, "eval": evaluation, "checkpoint": checkpoint, "chosen": choices.made, "whole": whole}
+    made = {"remat": remat, "eval": evaluation, "checkpoint": checkpoint, "chosen": choices.made}
     return dataclasses.replace(resolved, **made)
 
 
@@ -160,14 +153,6 @@ def _optimizer(
         rate = float(f"{asked.peak * min(1.0, (3e6 / params) ** 0.5):.1g}")
         why = "the larger the model, the smaller: with the root of its size"
     return choices.settle(asked, "optimizer.", why, learning_rate=rate)
-
-
-def _adapter(config: configs.Run, choices: Choices) -> configs.Adapter:
-    """Return the adapter with the names of its matrices known."""
-    if not isinstance(config.adapter, configs.Lora):
-        return config.adapter
-    targets, why = ",".join(lora.usual(config.model.config)), "the model's matrices of attention and of MLPs"
-    return choices.settle(config.adapter, "adapter.", why, targets=targets)
 
 
 def _mesh(config: configs.Run, device: Device, choices: Choices) -> configs.Mesh:
