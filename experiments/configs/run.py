@@ -157,10 +157,17 @@ class Reference:
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen where a value was left open, and why."""
+    """What was chosen where a value was left open, and why.
+
+    Attributes:
+        value: what.
+        why: in words, with `{}` for each of the sizes.
+        sizes: in bytes, which are worded where they are printed.
+    """
 
     value: Any
     why: str
+    sizes: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -194,10 +194,11 @@ def _head(config: configs.Resolved, plan: Plan) -> str:
 
 def choices(chosen: Mapping[str, configs.Choice]) -> str:
     """Return the lines that say what was chosen for the user, as overrides, and why."""
-    reasons = dict.fromkeys(choice.why for choice in chosen.values())
+    reason = lambda choice: choice.why.format(*map(size, choice.sizes)) if choice.sizes else choice.why
+    reasons = {key: reason(choice) for key, choice in chosen.items()}
     lines = ["  chosen:"]
-    for why in reasons:
-        words = " ".join(f"{key}={_plain(choice.value)}" for key, choice in chosen.items() if choice.why == why)
+    for why in dict.fromkeys(reasons.values()):
+        words = " ".join(f"{key}={_plain(choice.value)}" for key, choice in chosen.items() if reasons[key] == why)
         *before, last = textwrap.wrap(words, width() - 4, break_long_words=False, break_on_hyphens=False)
         lines += [f"    {line}" for line in before] + _row(f"    {last:<30}", why)
     return "\n".join(lines)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from experiments import configs
-from experiments.commandline.console import GIB, size
+from experiments.commandline.console import GIB
 from experiments.configs import DType, Platform
 from experiments.runtime import distributed
 from experiments.runtime.hardware import KEEP_CASTS_IN_LOOPS, Device, HardwareError
@@ -76,7 +76,7 @@ def chosen_for(config: configs.Described, device: Device) -> configs.Resolved:
     batch_size, steps = -(-scale.batch_size // mesh.rows) * mesh.rows, config.steps or scale.steps
     config = choices.settle(config, "", sized, steps=steps, batch_size=batch_size, seq_len=scale.seq_len)
     config = choices.settle(config, "", "twenty lines a run", log_every=max(1, steps // 20))
-    hardware = _hardware(config.hardware, device, size(kept), roomy, choices)
+    hardware = _hardware(config.hardware, device, kept, roomy, choices)
     optimizer = _optimizer(
         config.optimizer, config.adapted, params, hardware.param_dtype is DType.float32 and roomy, choices
     )
@@ -107,24 +107,26 @@ class Choices:
     def __init__(self):
         self.made: dict[str, configs.Choice] = {}
 
-    def settle(self, part: T, group: str, why: str, **values: Any) -> T:
+    def settle(self, part: T, group: str, why: str, sizes: tuple[float, ...] = (), **values: Any) -> T:
         """Return a part of a run with these values where it has none yet."""
         left = {name: value for name, value in values.items() if getattr(part, name) in (None, "auto")}
-        self.add(why, **{f"{group}{name}": value for name, value in left.items()})
+        self.add(why, sizes, **{f"{group}{name}": value for name, value in left.items()})
         return dataclasses.replace(part, **left)  # ty: ignore[invalid-argument-type]
 
-    def add(self, why: str, **values: Any) -> None:
+    def add(self, why: str, sizes: tuple[float, ...] = (), **values: Any) -> None:
         """Remember values, by their dotted names."""
-        self.made |= {name: configs.Choice(value, why) for name, value in values.items()}
+        self.made |= {name: configs.Choice(value, why, sizes) for name, value in values.items()}
 
 
-def _hardware(hardware: configs.Hardware, device: Device, kept: str, roomy: bool, choices: Choices) -> configs.Hardware:
-    """Return the number formats and the compiler's options that suit a device; `roomy` if float32 fits there."""
+def _hardware(
+    hardware: configs.Hardware, device: Device, kept: float, roomy: bool, choices: Choices
+) -> configs.Hardware:
+    """Return the number formats and the compiler's options that suit a device; `roomy` if what float32 takes fits."""
     on_cpu, filled = device.platform == "cpu", functools.partial(choices.settle, group="hardware.")
     hardware = filled(hardware, why="the best device that there is", platform=Platform(device.platform))
     dtype, fits = (DType.float32, "fit") if roomy else (DType.bfloat16, "do not fit")
-    why = f"float32 parameters, gradients and two moments of {kept} {fits}"
-    hardware = filled(hardware, why=why, param_dtype=dtype)
+    why = f"float32 parameters, gradients and two moments of {{}} {fits}"
+    hardware = filled(hardware, why=why, sizes=(kept,), param_dtype=dtype)
     dtype = DType.float32 if on_cpu else DType.bfloat16
     hardware = filled(hardware, why=f"what a {device.platform} multiplies fastest", compute_dtype=dtype)
     why = "for Python and JAX itself" if on_cpu else "for the device's own use"
@@ -222,7 +224,7 @@ def _head(config: configs.Resolved, choices: Choices) -> configs.Resolved:
         try:
             programs = Programs(dataclasses.replace(config, adapter=configs.Adapter()))  # it leaves the head as it is
             why = f"the fewest within {tiling.budget}"
-            fewest = cuts.fewest(programs.objective, tiling, *programs.head_args)
+            fewest, sizes = cuts.fewest(programs.objective, tiling, *programs.head_args), ()
         except ValueError as error:
             raise HardwareError(f"cannot use tiling.budget={tiling.budget}: {error}") from None
     else:
@@ -231,9 +233,10 @@ def _head(config: configs.Resolved, choices: Choices) -> configs.Resolved:
         fewest = min(-(-logits // TILE_BYTES), max(1, tokens // LEAST_TILE))
         fewest = min(max(fewest, 2 * tiling.lowmem), config.head.length)
         whose = " of a device" if config.mesh.devices > 1 else ""
-        why = f"all logits{whose} are {size(logits)}" + (f", a tile's at most {size(TILE_BYTES)}" if fewest > 1 else "")
+        why = f"all logits{whose} are {{}}" + (", a tile's at most {}" if fewest > 1 else "")
+        sizes = (logits, TILE_BYTES)[: 1 + (fewest > 1)]
     n = fewest if fewest > 1 or tiling.lowmem else "none"
-    tiling = choices.settle(dataclasses.replace(tiling, budget=None), "tiling.", why, n=n)
+    tiling = choices.settle(dataclasses.replace(tiling, budget=None), "tiling.", why, sizes, n=n)
     return dataclasses.replace(config, tiling=tiling)
 
 
@@ -254,8 +257,8 @@ def _attention(config: configs.Resolved, choices: Choices) -> configs.Resolved:
         if cuts.asked(config, model).spread == 1:  # keys are cut too
             tiles = max(FEW_TILES, math.isqrt(tiles - 1) + 1)
         tiles = max(2, min(tiles, config.seq_len // LEAST_TILE))
-        why = f"all scores of a layer are {size(scores)}, a tile's are to be {size(TILE_BYTES)}"
-        tiling = choices.settle(tiling, "tiling.", why, attention=tiles)
+        why = "all scores of a layer are {}, a tile's are to be {}"
+        tiling = choices.settle(tiling, "tiling.", why, (scores, TILE_BYTES), attention=tiles)
     return dataclasses.replace(config, tiling=tiling)
 
 

@@ -176,8 +176,9 @@ class Directory:
         """
         if self._held is None:
             return
+        abandoned = self.path if self._new and self.path and not any(self.path.glob("*")) else None
         try:
-            if self.mirror is not None:
+            if self.mirror is not None and abandoned is None:
                 self.mirror.push()
                 print(f"  copied to {self.mirror.url}")
         except RemoteError as late:
@@ -185,8 +186,8 @@ class Directory:
                 raise
             print(f"  warning: {late}", file=sys.stderr)
         finally:
-            if self._new and self.path is not None and not any(self.path.iterdir()):
-                self.path.rmdir()
+            if abandoned is not None and abandoned.is_dir():
+                abandoned.rmdir()
             os.close(self._held)
             self._held = None
 

@@ -1,4 +1,4 @@
-"""What surrounds the loop: a run's results opened, what went wrong in words, what is left at the end."""
+"""What surrounds the loop: a run's results opened before it and closed behind it, and what went wrong in words."""
 
 import contextlib
 import sys
