@@ -18,9 +18,9 @@ from tests.zoo.hf_tiny import evaluated, jit, loaded
 from zoo import AbstractMixture, ForwardPass, Ops, load
 from zoo.config import rows
 from zoo.models.delta import convolved, delta_rule
-from zoo.models.experts import experts, route
 from zoo.models.forward import LayerPass, layer_passes
 from zoo.models.layers import attention, rms_norm, rope
+from zoo.models.mixtures.experts import experts, route
 
 TOKENS = jnp.asarray(hf_tiny.tokens(), jnp.int32)
 CASES = list(hf_tiny.CASES)
@@ -353,7 +353,7 @@ MUTANTS = {
     "qwen 3: no attention factor": ("qwen3_yarn", _stretch(attention_factor=None)),
     "mixtral: one expert": ("mixtral", _flip(experts_per_token=1)),
     "mixtral: weights as they are": ("mixtral", _patch("zoo.families.mistral.MixtralConfig.normalise_weights", False)),
-    "mixtral: equal weights": ("mixtral", _patch("zoo.models.experts.route", _stale_weights)),
+    "mixtral: equal weights": ("mixtral", _patch("zoo.models.mixtures.experts.route", _stale_weights)),
     "mixtral: gate and up swapped": ("mixtral", _swap("gate", "up")),
     "qwen 3 moe: weights as they are": ("qwen3_moe", _flip(normalise_weights=False)),
     "qwen 3 moe: weights normalised": ("qwen3_moe_raw", _flip(normalise_weights=True)),

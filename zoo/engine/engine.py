@@ -34,8 +34,8 @@ from zoo.engine.step import Fixed, program
 from zoo.engine.work import Writer, reason, unasked
 from zoo.models.decoder import apart, widened
 from zoo.models.forward import check_past
-from zoo.models.grouped import ragged, stepped
 from zoo.models.layers import check_tokens
+from zoo.models.mixtures.grouped import ragged, stepped
 
 __all__ = ["Answer", "Engine", "Scores", "Settings", "Token"]
 

@@ -22,10 +22,10 @@ from transforms.sharding import uncut
 from zoo.engine.attention import Kinds, Paged, Pool
 from zoo.engine.sampling import Either, Picked, Rules, pick
 from zoo.models.decoder import together
-from zoo.models.experts import experts
 from zoo.models.forward import ForwardPass
-from zoo.models.grouped import Product
 from zoo.models.layers import PLAIN
+from zoo.models.mixtures.experts import experts
+from zoo.models.mixtures.grouped import Product
 
 
 class Work(eqx.Module):
