@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Integer
 
 from transforms.sharding import constrain
-from zoo.families.gemma4 import LAYERS, SHARING, SHARING_WHOLE, WHOLE, Gemma4Config, Gemma4MoeConfig
+from zoo.families.gemmas.gemma4 import LAYERS, SHARING, SHARING_WHOLE, WHOLE, Gemma4Config, Gemma4MoeConfig
 from zoo.models.attention.groups import Seen
 from zoo.models.decoder import Decoder
 from zoo.models.forward import Aux, LayerPass

@@ -15,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from zoo.config import Config
-from zoo.families.llama import LlamaLike
+from zoo.families.llamas.llama import LlamaLike
 from zoo.models.attention.groups import Seen
 from zoo.models.decoder import Decoder
 from zoo.models.forward import Aux, LayerPass

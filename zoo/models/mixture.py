@@ -18,12 +18,12 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from zoo.families.glm import GLMMoeConfig
-from zoo.families.gptoss import GptOssConfig
-from zoo.families.mistral import MixtralConfig
+from zoo.families.llamas.glm import GLMMoeConfig
+from zoo.families.llamas.gptoss import GptOssConfig
+from zoo.families.llamas.mistral import MixtralConfig
+from zoo.families.llamas.olmo import OlmoeConfig
+from zoo.families.llamas.qwen import Qwen2MoeConfig, Qwen3MoeConfig
 from zoo.families.mixture import GroupedLike
-from zoo.families.olmo import OlmoeConfig
-from zoo.families.qwen import Qwen2MoeConfig, Qwen3MoeConfig
 from zoo.models import llama
 from zoo.models.attention.groups import Seen
 from zoo.models.decoder import Decoder
