@@ -74,13 +74,10 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str], sto
     `choices` are each group's options, `argv` the overrides that say so; `stop`, entered already, hears of an end.
     """
     from experiments.data.batches import open_source
-    from experiments.planning.cost import estimate
-    from experiments.planning.report import report, say
-    from experiments.planning.resolve import chosen_for
+    from experiments.planning import cost, report, resolve
     from experiments.results import summary
     from experiments.runtime import distributed, hardware, meshes
-    from experiments.step.build import checked
-    from experiments.step.folders import described
+    from experiments.step import build, folders
     from experiments.training import loop, session
 
     began, name = time.perf_counter(), choices["model"]
@@ -98,20 +95,20 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str], sto
         device = hardware.prepare(asked.hardware.platform)
         hardware.allow(asked.hardware)
         # Every open value, the programs, the data: whatever is wrong with what was asked for is found here.
-        asked = described(asked, argv)
-        run = chosen_for(asked, device)
+        asked = folders.described(asked, argv)
+        run = resolve.chosen_for(asked, device)
         errors.run, chosen = run, {**run.chosen, **exact}
         held.enter_context(meshes.spread(run.mesh))
-        programs = checked(run)
+        programs = build.checked(run)
         stop.ask()
         source = open_source(run)
         stop.ask()
         held.enter_context(directory)
         errors.begun = True
         # What it costs: refused here, or trained.
-        say(source.text, chosen)
-        found = estimate(programs, device)
-        plan = report(found, run, name, overrides.variations(argv), device, stop.ask)
+        report.say(source.text, chosen)
+        found = cost.estimate(programs, device)
+        plan = report.report(found, run, name, overrides.variations(argv), device, stop.ask)
         stop.ask()
         if not run.plan:
             errors.plan = plan

@@ -16,8 +16,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from experiments import configs
-from experiments.data import conversations, corpus
-from experiments.data.corpus import DataError
+from experiments.data import DataError, conversations, corpus
 from experiments.data.rows import Batch, Rows, Windows, parted
 from experiments.data.tokenizer import open_tokenizer
 from experiments.runtime import manifest, own

@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 
 from experiments import configs
-from experiments.data import corpus
+from experiments.data import DataError, corpus
 from experiments.data.chat import CLOSE, Pieces, Plain
-from experiments.data.corpus import DataError
 from experiments.data.rows import Conversations, Examples, Pairs, Rows
 
 SHIPPED = Path(__file__).parent / "examples"

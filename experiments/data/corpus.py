@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from experiments import configs
+from experiments.data import DataError
 from experiments.runtime.manifest import user_cache
 
 T = TypeVar("T")
@@ -26,10 +27,6 @@ PIECE = 16 * 1024  # bytes: a single document is cut at line ends into pieces of
 PARTS = ("train", "held_out")
 CHUNK = 256  # documents that are tokenized between two looks at the clock
 SKIP = {"site-packages", "dist-packages", "test", "tests", "lib2to3", "idlelib", "turtledemo", "ensurepip", "encodings"}
-
-
-class DataError(ValueError):
-    """There is no usable data where the configuration says."""
 
 
 def documents(config: configs.Data) -> Iterator[bytes]:

@@ -40,13 +40,13 @@ class About:
     Attributes:
         path: where.
         told: the overrides that describe it in full, its configuration and hashes, as JSON holds them.
-        text: the same for people, as YAML.
+        files: that, and the same for people as YAML, as the text of files by their names.
         changed: what differs from before, where it goes on.
     """
 
     path: Path
     told: dict[str, Any]
-    text: str
+    files: Mapping[str, str]
     changed: Sequence[str] = ()
 
 
@@ -136,7 +136,8 @@ class Directory:
         except OSError as error:
             raise DirectoryError(f"cannot write to {self.path or self.base.parent}: {manifest.reason(error)}") from None
         told = {"overrides": pinned(argv, chosen), "config": plain(config), **hashes}
-        return About(path, told, dump(config, argv), () if self.before is None else changed(self.before, told))
+        files = {RUN: json.dumps(told, indent=1), "config.yaml": dump(config, argv)}
+        return About(path, told, files, () if self.before is None else changed(self.before, told))
 
     def hold(self) -> None:
         """Keep other runs out of the directory, if it is there, until it is left or this process ends.

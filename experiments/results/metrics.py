@@ -11,7 +11,7 @@ import json
 import math
 import secrets
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -19,7 +19,6 @@ from typing import Any, Protocol, TextIO
 from experiments import configs
 from experiments.commandline import console
 from experiments.commandline.console import digits, quantity, size
-from experiments.results.directory import RUN, About
 from experiments.runtime.manifest import reason
 
 FACTS = "plan.json"  # what the pictures need beside the records, so that they can be drawn again at any time
@@ -300,32 +299,36 @@ def check_loggers(save: configs.Save) -> None:
 
 
 def open_recorder(
-    about: About, known: dict[str, Any], save: configs.Save, after: int | None, say: Callable[[str], None]
+    directory: Path,
+    files: Mapping[str, str],
+    save: configs.Save,
+    about: dict[str, Any],
+    after: int | None,
+    say: Callable[[str], None],
 ) -> Recorder:
     """Write what a run is; return what takes the records after a step, with the loggers that are asked for.
 
     Args:
-        about: what it writes about itself.
-        known: what its pictures need of its plan (`Plan.facts`).
+        directory: the run's.
+        files: what it writes about itself, by their names.
         save: which loggers.
+        about: the run in words, for them.
         after: the step that the run goes on from; None if it begins.
         say: is told of records that are not there any more.
 
     Raises:
         CommandError: its directory cannot be written to.
     """
-    directory = about.path
     try:
-        _write(directory / RUN, json.dumps(about.told, indent=1))
-        _write(directory / "config.yaml", about.text)
-        _write(directory / FACTS, json.dumps(known, indent=1) + "\n")
+        for name, text in files.items():
+            _write(directory / name, text)
     except OSError as error:
         raise console.CommandError(f"cannot write to {directory}: {reason(error)}") from None
     found: list[Logger] = []
     if save.tensorboard:
         found.append(TensorBoard(directory, after))
     if save.wandb:
-        found.append(Wandb(directory, about.told["config"]))
+        found.append(Wandb(directory, about))
     recorder = Recorder(directory, found, after)
     if after is not None and (few := len(recorder.records)) <= after:
         say(f"  warning: metrics.jsonl has {few} of the {after + 1} records up to step {after}")

@@ -41,6 +41,17 @@ class Session:
     saver: Saver
     begun: Begun | None
 
+    def begin(self, record: Record) -> None:
+        """Record and show what was measured before training."""
+        self.recorder.add(record)
+        self.progress.begin(record)
+
+    def take(self) -> Begun:
+        """Return what training goes on from, of which nothing is kept here: its memory is about to be used again."""
+        assert self.begun is not None
+        begun, self.begun = self.begun, None
+        return begun
+
 
 def train(programs: Programs, source: Source | Repeats, session: Session, stop: Stop) -> Any:
     """Train from the step on that a run begins with, measuring what is held out; return the state at its end.
@@ -54,13 +65,10 @@ def train(programs: Programs, source: Source | Repeats, session: Session, stop: 
     tracer = Tracer(programs.config.profile, session.path, session.progress.say)
     held_out, meter = HeldOut(programs, source), Meter(programs, source, session)
     stop.ask()
-    assert session.begun is not None
-    (first, state, frozen, memory), session.begun = session.begun, None  # its memory is about to be used again
+    first, state, frozen, memory = session.take()
     if memory is not None:
-        before = Record(step=0, memory_bytes=memory[0], peak_memory_bytes=memory[1])
-        before = held_out.measure(state.model, frozen, before, stop.ask)
-        session.recorder.add(before)
-        session.progress.begin(before)
+        record = Record(step=0, memory_bytes=memory[0], peak_memory_bytes=memory[1])
+        session.begin(held_out.measure(state.model, frozen, record, stop.ask))
     session.progress.start(first)
     feed = Prefetch(lambda step: put(lambda rows: source.batch(step, rows).arrays), first, steps)
     evaluate = lambda record: held_out.measure(programs.measured(state), frozen, record)

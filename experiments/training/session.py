@@ -1,6 +1,7 @@
 """What surrounds the loop: a run's results opened before it and closed behind it, and what went wrong in words."""
 
 import contextlib
+import json
 import sys
 import time
 from collections.abc import Generator
@@ -8,12 +9,12 @@ from types import TracebackType
 
 from experiments import configs
 from experiments.commandline.console import CommandError, size
-from experiments.data.corpus import DataError
+from experiments.data import DataError
 from experiments.planning.cost import Plan
 from experiments.planning.report import DoesNotFitError
 from experiments.results import summary
 from experiments.results.directory import About, Directory, DirectoryError
-from experiments.results.metrics import Progress, Recorder, open_recorder
+from experiments.results.metrics import FACTS, Progress, Recorder, open_recorder
 from experiments.runtime import distributed, hardware, manifest
 from experiments.runtime.distributed import DistributedError
 from experiments.runtime.hardware import HardwareError
@@ -58,7 +59,8 @@ def opened(
     progress = Progress(config.steps, config.log_every, paired=config.paired)
     recorder, known = Recorder(None), plan.facts
     if distributed.first():
-        recorder = open_recorder(about, known, config.save, done, say)
+        files = {**about.files, FACTS: json.dumps(known, indent=1) + "\n"}
+        recorder = open_recorder(path, files, config.save, about.told["config"], done, say)
     with checkpoints or contextlib.nullcontext():
         try:
             with distributed.answering(path.name):
