@@ -1,4 +1,4 @@
-"""What the folders of weights that a run names say of their models: of the one that learns, and of a frozen one."""
+"""What a run names is found: the models that its folders of weights describe, and functions of the user's."""
 
 import dataclasses
 import json
@@ -50,14 +50,14 @@ def with_weights(config: T, argv: Sequence[str]) -> T:
         return config
     path = Path(config.model.weights).expanduser()
     fetch = "" if path.is_dir() else f". It names a folder; {HUB}ORG/NAME fetches a model by its name on the hub"
-    described = _described(path, f"model.weights={path}", fetch)
+    found = _described(path, f"model.weights={path}", fetch)
     beside = "model.weights=", "model.quantise="
     if any(word.startswith("model") and not word.startswith(beside) for word in argv):
-        both = config.model.config, described
+        both = config.model.config, found
         ours, theirs = ({"family": type(one).__name__, **dataclasses.asdict(one)} for one in both)
         if wrong := [f"{k}: {ours[k]} here, {theirs[k]} there" for k in ours if ours[k] != theirs.get(k, ours[k])]:
             raise CommandError(f"model.weights={path} holds another model than the one asked for: {'; '.join(wrong)}")
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, config=described, weights=str(path)))
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, config=found, weights=str(path)))
 
 
 def reference(config: configs.Run) -> configs.Reference | None:
