@@ -13,7 +13,7 @@ from typing import Any
 
 from experiments.commandline import schema, usage
 from experiments.commandline.console import CONSOLE, CommandError
-from experiments.data.corpus import DataError
+from experiments.data import DataError
 from experiments.runtime.manifest import reason
 from experiments.runtime.remote import fetched
 

@@ -29,10 +29,11 @@ def main(argv: list[str]) -> int:
     if options.processes < 1 or options.devices < 1:
         parser.error("there must be one process at least, with one device")
     from experiments import configs
-    from experiments.commandline import overrides, schema
+    from experiments.commandline import schema
+    from experiments.results import directory
 
     try:
-        schema.compose(overrides.resumed(words, configs.Run.out))  # what is wrong is said once
+        schema.compose(directory.resumed(words, configs.Run.out))  # what is wrong is said once
     except schema.ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -8,8 +8,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for a script Pyt
 
 from experiments.command import ended
 from experiments.commandline import console
-from experiments.results.metrics import read
-from experiments.results.plots import FACTS, draw
+from experiments.results.metrics import FACTS, read
+from experiments.results.summary import draw
 from experiments.runtime.manifest import reason
 
 

@@ -20,6 +20,8 @@ from experiments.command import ended
 from experiments.commandline import overrides, schema
 from experiments.commandline.console import CommandError
 from experiments.commandline.usage import tell
+from experiments.results.directory import Directory, dump, resumed
+from experiments.results.metrics import check_loggers
 from experiments.runtime import remote
 from experiments.runtime.signals import Stop, Stopped
 
@@ -45,10 +47,10 @@ def _run(argv: list[str], stop: Stop) -> int:
     if "--cfg" not in argv:
         print("  starting ...", flush=True)  # JAX takes seconds to be imported
     try:
-        words = overrides.resumed([word for word in argv if word != "--cfg"], configs.Run.out, remote.run_folder)
+        words = resumed([word for word in argv if word != "--cfg"], configs.Run.out, remote.run_folder)
         config, choices = schema.compose(words)
         if "--cfg" in argv:
-            print(overrides.dump(config, words), end="")
+            print(dump(config, words), end="")
             return 0
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's own log: errors only
         stop.ask()
@@ -56,6 +58,7 @@ def _run(argv: list[str], stop: Stop) -> int:
             from experiments.planning import ahead
 
             return ahead.start(config, choices, words)
+        check_loggers(config.save)
         return start(config, choices, words, stop)
     except (schema.ConfigError, CommandError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -71,12 +74,10 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str], sto
     `choices` are each group's options, `argv` the overrides that say so; `stop`, entered already, hears of an end.
     """
     from experiments.data.batches import open_source
-    from experiments.planning.report import report, say
-    from experiments.planning.resolve import resolve
-    from experiments.results import metrics
-    from experiments.results.directory import Directory
-    from experiments.runtime import distributed, hardware, meshes, own
-    from experiments.step.build import checked
+    from experiments.planning import cost, report, resolve
+    from experiments.results import summary
+    from experiments.runtime import distributed, hardware, meshes
+    from experiments.step import build, folders
     from experiments.training import loop, session
 
     began, name = time.perf_counter(), choices["model"]
@@ -85,35 +86,37 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str], sto
         errors = held.enter_context(session.Errors())
         stop.ask()  # JAX has been imported meanwhile
         # What was asked for, and the machine.
-        metrics.check_loggers(config.save)
         asked, exact, mirror = remote.here(config)
-        errors.directory = directory = Directory.find(asked.out, asked.run, name, mirror)
+        directory = Directory.find(asked.out, asked.run, name, mirror)
+        errors.directory = directory
         distributed.initialize(asked.distributed, stop)
         directory.check()
         stop.ask()
         device = hardware.prepare(asked.hardware.platform)
         hardware.allow(asked.hardware)
         # Every open value, the programs, the data: whatever is wrong with what was asked for is found here.
-        run = resolve(asked, device, argv)
+        asked = folders.described(asked, argv)
+        run = resolve.chosen_for(asked, device)
         errors.run, chosen = run, {**run.chosen, **exact}
         held.enter_context(meshes.spread(run.mesh))
-        programs = checked(run)
+        programs = build.checked(run)
         stop.ask()
         source = open_source(run)
         stop.ask()
         held.enter_context(directory)
         errors.begun = True
         # What it costs: refused here, or trained.
-        say(source.text, chosen)
-        plan = report(programs, name, overrides.variations(argv), device, stop.ask)
+        report.say(source.text, chosen)
+        found = cost.estimate(programs, device)
+        plan = report.report(found, run, name, overrides.variations(argv), device, stop.ask)
         stop.ask()
         if not run.plan:
-            hashes = {"data": source.fingerprint, "sources": own.sources(run)}
-            about = overrides.about(run, argv, chosen, directory.before, **hashes)
-            with session.opened(directory, programs, plan, about, began) as opened:
-                model = loop.train(programs, source, opened, stop)
-            saved = session.save_weights(model, run, opened.path)
-            print(session.words(opened.path, opened.recorder, opened.known, saved, time.perf_counter() - began))
+            errors.plan = plan
+            about = directory.open(run, argv, chosen, data=source.fingerprint, sources=run.sources)
+            with session.opened(directory, programs, plan, about, stop, began) as opened:
+                state = loop.train(programs, source, opened, stop)
+            saved = programs.save_weights(state, opened.path)
+            print(summary.words(opened.path, opened.recorder, opened.known, saved, time.perf_counter() - began))
     return errors.status
 
 

@@ -5,51 +5,51 @@ from typing import TYPE_CHECKING
 
 _HOME = {
     "AbstractMixture": "zoo.models.mixture",
-    "Cohere2Config": "zoo.families.cohere",
-    "CohereConfig": "zoo.families.cohere",
-    "DeepSeekV2Config": "zoo.families.deepseek",
-    "DeepSeekV3Config": "zoo.families.deepseek",
+    "Cohere2Config": "zoo.families.gpts.cohere",
+    "CohereConfig": "zoo.families.gpts.cohere",
+    "DeepSeekV2Config": "zoo.families.llamas.deepseek",
+    "DeepSeekV3Config": "zoo.families.llamas.deepseek",
     "Embedder": "zoo.inference.embed",
     "ForwardPass": "zoo.models.forward",
-    "GLMConfig": "zoo.families.glm",
-    "GLMMoeConfig": "zoo.families.glm",
+    "GLMConfig": "zoo.families.llamas.glm",
+    "GLMMoeConfig": "zoo.families.llamas.glm",
     "GPT": "zoo.models.gpt",
-    "GPT2Config": "zoo.families.gpt",
+    "GPT2Config": "zoo.families.gpts.gpt",
     "Gemma": "zoo.models.gemma",
-    "Gemma3Config": "zoo.families.gemma",
-    "Gemma3nConfig": "zoo.families.gemma3n",
-    "Gemma4Config": "zoo.families.gemma4",
-    "Gemma4MoeConfig": "zoo.families.gemma4",
-    "GemmaConfig": "zoo.families.gemma",
-    "GptOssConfig": "zoo.families.gptoss",
-    "Granite4Config": "zoo.families.granite",
-    "GraniteConfig": "zoo.families.granite",
+    "Gemma3Config": "zoo.families.gemmas.gemma",
+    "Gemma3nConfig": "zoo.families.gemmas.gemma3n",
+    "Gemma4Config": "zoo.families.gemmas.gemma4",
+    "Gemma4MoeConfig": "zoo.families.gemmas.gemma4",
+    "GemmaConfig": "zoo.families.gemmas.gemma",
+    "GptOssConfig": "zoo.families.llamas.gptoss",
+    "Granite4Config": "zoo.families.llamas.granite",
+    "GraniteConfig": "zoo.families.llamas.granite",
     "Head": "zoo.models.head",
     "Llama": "zoo.models.llama",
-    "LlamaConfig": "zoo.families.llama",
-    "Ministral3Config": "zoo.families.mistral",
-    "MistralConfig": "zoo.families.mistral",
-    "MixtralConfig": "zoo.families.mistral",
+    "LlamaConfig": "zoo.families.llamas.llama",
+    "Ministral3Config": "zoo.families.llamas.mistral",
+    "MistralConfig": "zoo.families.llamas.mistral",
+    "MixtralConfig": "zoo.families.llamas.mistral",
     "Mixture": "zoo.models.mixture",
-    "ModernBertConfig": "zoo.families.bert",
-    "NeoXConfig": "zoo.families.neox",
-    "OPTConfig": "zoo.families.opt",
-    "Olmo2Config": "zoo.families.olmo",
-    "Olmo3Config": "zoo.families.olmo",
-    "OlmoeConfig": "zoo.families.olmo",
+    "ModernBertConfig": "zoo.families.gpts.bert",
+    "NeoXConfig": "zoo.families.gpts.neox",
+    "OPTConfig": "zoo.families.gpts.opt",
+    "Olmo2Config": "zoo.families.llamas.olmo",
+    "Olmo3Config": "zoo.families.llamas.olmo",
+    "OlmoeConfig": "zoo.families.llamas.olmo",
     "Ops": "zoo.models.layers",
-    "Phi3Config": "zoo.families.phi",
-    "Qwen2Config": "zoo.families.qwen",
-    "Qwen2MoeConfig": "zoo.families.qwen",
-    "Qwen3Config": "zoo.families.qwen",
-    "Qwen3MoeConfig": "zoo.families.qwen",
-    "Qwen3NextConfig": "zoo.families.qwen_next",
-    "Qwen35Config": "zoo.families.qwen_next",
-    "Qwen35MoeConfig": "zoo.families.qwen_next",
+    "Phi3Config": "zoo.families.llamas.phi",
+    "Qwen2Config": "zoo.families.llamas.qwen",
+    "Qwen2MoeConfig": "zoo.families.llamas.qwen",
+    "Qwen3Config": "zoo.families.llamas.qwen",
+    "Qwen3MoeConfig": "zoo.families.llamas.qwen",
+    "Qwen3NextConfig": "zoo.families.llamas.qwen_next",
+    "Qwen35Config": "zoo.families.llamas.qwen_next",
+    "Qwen35MoeConfig": "zoo.families.llamas.qwen_next",
     "RopeScaling": "zoo.config",
     "RopeType": "zoo.config",
-    "SeedConfig": "zoo.families.seed",
-    "SmolLM3Config": "zoo.families.smollm",
+    "SeedConfig": "zoo.families.llamas.seed",
+    "SmolLM3Config": "zoo.families.llamas.smollm",
     "check_tokens": "zoo.models.layers",
     "count_params": "zoo.accounting",
     "head": "zoo.models.head",
@@ -64,41 +64,41 @@ if TYPE_CHECKING:  # the same for type checkers, which a test compares
     from zoo.config import RopeScaling as RopeScaling
     from zoo.config import RopeType as RopeType
     from zoo.families import model_class as model_class
-    from zoo.families.bert import ModernBertConfig as ModernBertConfig
-    from zoo.families.cohere import Cohere2Config as Cohere2Config
-    from zoo.families.cohere import CohereConfig as CohereConfig
-    from zoo.families.deepseek import DeepSeekV2Config as DeepSeekV2Config
-    from zoo.families.deepseek import DeepSeekV3Config as DeepSeekV3Config
-    from zoo.families.gemma import Gemma3Config as Gemma3Config
-    from zoo.families.gemma import GemmaConfig as GemmaConfig
-    from zoo.families.gemma3n import Gemma3nConfig as Gemma3nConfig
-    from zoo.families.gemma4 import Gemma4Config as Gemma4Config
-    from zoo.families.gemma4 import Gemma4MoeConfig as Gemma4MoeConfig
-    from zoo.families.glm import GLMConfig as GLMConfig
-    from zoo.families.glm import GLMMoeConfig as GLMMoeConfig
-    from zoo.families.gpt import GPT2Config as GPT2Config
-    from zoo.families.gptoss import GptOssConfig as GptOssConfig
-    from zoo.families.granite import Granite4Config as Granite4Config
-    from zoo.families.granite import GraniteConfig as GraniteConfig
-    from zoo.families.llama import LlamaConfig as LlamaConfig
-    from zoo.families.mistral import Ministral3Config as Ministral3Config
-    from zoo.families.mistral import MistralConfig as MistralConfig
-    from zoo.families.mistral import MixtralConfig as MixtralConfig
-    from zoo.families.neox import NeoXConfig as NeoXConfig
-    from zoo.families.olmo import Olmo2Config as Olmo2Config
-    from zoo.families.olmo import Olmo3Config as Olmo3Config
-    from zoo.families.olmo import OlmoeConfig as OlmoeConfig
-    from zoo.families.opt import OPTConfig as OPTConfig
-    from zoo.families.phi import Phi3Config as Phi3Config
-    from zoo.families.qwen import Qwen2Config as Qwen2Config
-    from zoo.families.qwen import Qwen2MoeConfig as Qwen2MoeConfig
-    from zoo.families.qwen import Qwen3Config as Qwen3Config
-    from zoo.families.qwen import Qwen3MoeConfig as Qwen3MoeConfig
-    from zoo.families.qwen_next import Qwen3NextConfig as Qwen3NextConfig
-    from zoo.families.qwen_next import Qwen35Config as Qwen35Config
-    from zoo.families.qwen_next import Qwen35MoeConfig as Qwen35MoeConfig
-    from zoo.families.seed import SeedConfig as SeedConfig
-    from zoo.families.smollm import SmolLM3Config as SmolLM3Config
+    from zoo.families.gemmas.gemma import Gemma3Config as Gemma3Config
+    from zoo.families.gemmas.gemma import GemmaConfig as GemmaConfig
+    from zoo.families.gemmas.gemma3n import Gemma3nConfig as Gemma3nConfig
+    from zoo.families.gemmas.gemma4 import Gemma4Config as Gemma4Config
+    from zoo.families.gemmas.gemma4 import Gemma4MoeConfig as Gemma4MoeConfig
+    from zoo.families.gpts.bert import ModernBertConfig as ModernBertConfig
+    from zoo.families.gpts.cohere import Cohere2Config as Cohere2Config
+    from zoo.families.gpts.cohere import CohereConfig as CohereConfig
+    from zoo.families.gpts.gpt import GPT2Config as GPT2Config
+    from zoo.families.gpts.neox import NeoXConfig as NeoXConfig
+    from zoo.families.gpts.opt import OPTConfig as OPTConfig
+    from zoo.families.llamas.deepseek import DeepSeekV2Config as DeepSeekV2Config
+    from zoo.families.llamas.deepseek import DeepSeekV3Config as DeepSeekV3Config
+    from zoo.families.llamas.glm import GLMConfig as GLMConfig
+    from zoo.families.llamas.glm import GLMMoeConfig as GLMMoeConfig
+    from zoo.families.llamas.gptoss import GptOssConfig as GptOssConfig
+    from zoo.families.llamas.granite import Granite4Config as Granite4Config
+    from zoo.families.llamas.granite import GraniteConfig as GraniteConfig
+    from zoo.families.llamas.llama import LlamaConfig as LlamaConfig
+    from zoo.families.llamas.mistral import Ministral3Config as Ministral3Config
+    from zoo.families.llamas.mistral import MistralConfig as MistralConfig
+    from zoo.families.llamas.mistral import MixtralConfig as MixtralConfig
+    from zoo.families.llamas.olmo import Olmo2Config as Olmo2Config
+    from zoo.families.llamas.olmo import Olmo3Config as Olmo3Config
+    from zoo.families.llamas.olmo import OlmoeConfig as OlmoeConfig
+    from zoo.families.llamas.phi import Phi3Config as Phi3Config
+    from zoo.families.llamas.qwen import Qwen2Config as Qwen2Config
+    from zoo.families.llamas.qwen import Qwen2MoeConfig as Qwen2MoeConfig
+    from zoo.families.llamas.qwen import Qwen3Config as Qwen3Config
+    from zoo.families.llamas.qwen import Qwen3MoeConfig as Qwen3MoeConfig
+    from zoo.families.llamas.qwen_next import Qwen3NextConfig as Qwen3NextConfig
+    from zoo.families.llamas.qwen_next import Qwen35Config as Qwen35Config
+    from zoo.families.llamas.qwen_next import Qwen35MoeConfig as Qwen35MoeConfig
+    from zoo.families.llamas.seed import SeedConfig as SeedConfig
+    from zoo.families.llamas.smollm import SmolLM3Config as SmolLM3Config
     from zoo.huggingface.weights import load as load
     from zoo.huggingface.weights import save as save
     from zoo.inference.embed import Embedder as Embedder

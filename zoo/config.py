@@ -36,7 +36,7 @@ class RopeScaling:
     """A stretch of the rotary frequencies.
 
     Attributes:
-        rope_type: which of these (`zoo.models.rotary`).
+        rope_type: which of these (`zoo.models.attention.rotary`).
         factor: how many times longer texts become.
         original_length: tokens of the texts trained on; linear does not read it.
         low_freq: llama3: waves with fewer turns in the original length are stretched in full.

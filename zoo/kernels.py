@@ -21,8 +21,8 @@ from jaxtyping import Array, Float, Integer
 from transforms import tile
 from transforms.sharding import explicit, partitions
 from zoo.config import Config
-from zoo.models import piecewise
-from zoo.models.blockwise import blockwise_attention
+from zoo.models.attention import piecewise
+from zoo.models.attention.blockwise import blockwise_attention
 from zoo.models.layers import accumulator, attention, beside
 
 LANES = 128  # of a TPU's vector registers: blocks and head sizes are multiples of them

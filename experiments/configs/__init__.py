@@ -46,4 +46,4 @@ from experiments.configs.optimizer import (
     Sgd,
 )
 from experiments.configs.results import Checkpoint, Evaluation, Profile, Save
-from experiments.configs.run import Choice, HeadTiling, Model, Origin, Reference, Resolved, Run
+from experiments.configs.run import Choice, Described, HeadTiling, Model, Origin, Reference, Resolved, Run

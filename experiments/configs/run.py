@@ -3,7 +3,7 @@
 # ruff: noqa: RUF009 (`option` makes a field, as `dataclasses.field` does)
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -157,31 +157,52 @@ class Reference:
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen where a value was left open, and why."""
+    """What was chosen where a value was left open, and why.
+
+    Attributes:
+        value: what.
+        why: in words, with `{}` for each of the sizes.
+        sizes: in bytes, which are worded where they are printed.
+    """
 
     value: Any
     why: str
+    sizes: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Resolved(Run):
+class Described(Run):
+    """One run whose models and functions of the user's are known: what `experiments.step.folders.described` returns.
+
+    Attributes:
+        chosen: every value that was left open, by its dotted name: here what the models tell.
+        reference: the frozen model that the objective compares with, if it does.
+        sources: hashes of the files of the user's own functions, by the options that name them.
+    """
+
+    chosen: Mapping[str, Choice] = dataclasses.field(default_factory=dict, metadata={"beside": True}, compare=False)
+    reference: Reference | None = dataclasses.field(default=None, metadata={"beside": True})
+    sources: Mapping[str, str | None] = dataclasses.field(default_factory=dict, metadata={"beside": True})
+
+    @property
+    def beside_its_base(self) -> bool:
+        """Whether the frozen model is the one that learns, without its adapter."""
+        return self.reference is not None and self.reference.origin is Origin.base
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved(Described):
     """One run in which nothing is left open: what `experiments.planning.resolve` returns.
 
     Attributes:
-        chosen: every value that was left open, by its dotted name.
-        reference: the frozen model that the objective compares with, if it does.
         axes: which mesh axes cut which letter, of everything in the run.
-        whole: which dimensions of parameters every device has whole, although the mesh has an axis for them, in words.
     """
 
     steps: int
     batch_size: int
     seq_len: int
     log_every: int
-    chosen: Mapping[str, Choice] = dataclasses.field(default_factory=dict, metadata={"beside": True}, compare=False)
-    reference: Reference | None = dataclasses.field(default=None, metadata={"beside": True})
     axes: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict, metadata={"beside": True})
-    whole: Sequence[str] = dataclasses.field(default=(), metadata={"beside": True})
 
     @property
     def problem(self) -> str | None:
@@ -229,11 +250,6 @@ class Resolved(Run):
         if remat == "sqrt" or any(sign in remat for sign in "/,*"):
             return f"remat.policy={remat} takes stacks of layers apart: use one policy, such as remat=offload"
         return None
-
-    @property
-    def beside_its_base(self) -> bool:
-        """Whether the frozen model is the one that learns, without its adapter."""
-        return self.reference is not None and self.reference.origin is Origin.base
 
     @property
     def tokens_per_step(self) -> int:

@@ -9,15 +9,14 @@ import dataclasses
 import functools
 import hashlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 import numpy as np
 
 from experiments import configs
-from experiments.data import conversations, corpus
-from experiments.data.corpus import DataError
+from experiments.data import DataError, conversations, corpus
 from experiments.data.rows import Batch, Rows, Windows, parted
 from experiments.data.tokenizer import open_tokenizer
 from experiments.runtime import manifest, own
@@ -136,20 +135,14 @@ def _open(config: configs.Resolved) -> Source | Repeats:
         corpus.check_vocab(data.vocab - 1, 0, vocab_size, "data=synthetic")
         return Repeats(data.vocab, config.batch_size, seq_len, seed)
     ids = corpus.ids(data, encoder, vocab_size, made)
-    how = seq_len, ids.boundary, data.packed
-    train, held_out = _windows("training", ids.train, *how), _windows("held-out", ids.held_out, *how)
+    train, held_out = (Windows(part, seq_len, ids.boundary, data.packed) for part in (ids.train, ids.held_out))
+    for name, part in (("training", train), ("held-out", held_out)):
+        if not len(part):
+            raise DataError(
+                f"too little text for seq_len={seq_len}: the {name} part has {sum(map(len, part.arrays))} tokens. "
+                f"Use a shorter seq_len or more text."
+            )
     return Source(train, held_out, config.batch_size, seed, ids.bytes_per_token, ids.text)
-
-
-def _windows(name: str, arrays: Sequence[np.ndarray], seq_len: int, boundary: int | None, packed: bool) -> Windows:
-    """Return windows of a part of the text."""
-    windows = Windows(arrays, seq_len, boundary, packed)
-    if not len(windows):
-        raise DataError(
-            f"too little text for seq_len={seq_len}: the {name} part has {sum(map(len, arrays))} tokens. "
-            f"Use a shorter seq_len or more text."
-        )
-    return windows
 
 
 def permute(indices: np.ndarray, count: int, key: tuple[int, ...]) -> np.ndarray:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.commandline import console
-from experiments.data.corpus import DataError
+from experiments.data import DataError
 
 FILE = "chat_template.jinja"
 Messages = Sequence[Mapping[str, Any]]

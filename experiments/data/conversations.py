@@ -5,21 +5,20 @@ preference is `{"prompt": ..., "chosen": ..., "rejected": ...}`, all three text 
 a prompt, what the two lists begin with alike is it.
 """
 
+import functools
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from experiments import configs
-from experiments.data import corpus
+from experiments.data import DataError, corpus
 from experiments.data.chat import CLOSE, Pieces, Plain
-from experiments.data.corpus import DataError
 from experiments.data.rows import Conversations, Examples, Pairs, Rows
 
 SHIPPED = Path(__file__).parent / "examples"
-PARTS = ("train", "held_out")
 Encoded = tuple[np.ndarray, np.ndarray]
 
 
@@ -62,16 +61,9 @@ def example_files(config: configs.Chat | configs.Preference, encoder: Any) -> tu
     how = f"{type(config).__name__} 1 {getattr(config, 'field', '')}"
     beside = [text.encode() for text in (encoder.identity, chat.identity, str(config.val_fraction))]
     fields = {"ids": corpus.id_type(encoder.vocab_size), "counted": "uint8", "ends": "int64"}
-    types = {f"{name}.{field}": dtype for name in PARTS for field, dtype in fields.items()}
-
-    def make():
-        for name, part in zip(PARTS, corpus.split(list(lines), config.val_fraction), strict=True):
-            made = _encode(config, corpus.progress(part, "tokenizing"), lines, encoder, chat)
-            yield from ((f"{name}.{field}", getattr(made, field)) for field in fields)
-
-    found = corpus.cached(config, how, [*beside, *lines], types, make)
-    train, held_out = (Examples(**{field: found[f"{name}.{field}"] for field in fields}) for name in PARTS)
-    return train, held_out
+    encode = functools.partial(_encode, config, lines, encoder, chat)
+    train, held_out = corpus.encoded_parts(config, how, list(lines), fields, encode, beside=beside)
+    return Examples(**train), Examples(**held_out)
 
 
 def _lines(config: configs.Chat | configs.Preference) -> dict[bytes, str]:
@@ -85,9 +77,12 @@ def _lines(config: configs.Chat | configs.Preference) -> dict[bytes, str]:
     return found
 
 
-def _encode(config: Any, part: Iterable[bytes], where: dict[bytes, str], encoder: Any, chat: Any) -> Examples:
+def _encode(
+    config: Any, where: dict[bytes, str], encoder: Any, chat: Any, part: Sequence[bytes]
+) -> dict[str, np.ndarray]:
+    """Return the arrays of `Examples` that lines are."""
     parts: list[Encoded] = []
-    for line in part:
+    for line in corpus.progress(part, "tokenizing"):
         try:
             if isinstance(config, configs.Chat):
                 parts.append(_conversation(line, config.field, encoder, chat))
@@ -96,7 +91,7 @@ def _encode(config: Any, part: Iterable[bytes], where: dict[bytes, str], encoder
         except (ValueError, DataError) as error:
             raise DataError(f"cannot read data.path={where[line]}: {error}") from None
     ids, counted = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-    return Examples(ids, counted, np.cumsum([len(ids) for ids, _ in parts]))
+    return {"ids": ids, "counted": counted, "ends": np.cumsum([len(ids) for ids, _ in parts])}
 
 
 def _conversation(line: bytes, field: str, encoder: Any, chat: Any) -> Encoded:

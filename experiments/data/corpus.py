@@ -17,18 +17,16 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from experiments import configs
+from experiments.data import DataError
 from experiments.runtime.manifest import user_cache
 
 T = TypeVar("T")
 BOS = 256
 BYTE_VOCAB = 257
 PIECE = 16 * 1024  # bytes: a single document is cut at line ends into pieces of about this length, to hold some out
+PARTS = ("train", "held_out")
 CHUNK = 256  # documents that are tokenized between two looks at the clock
 SKIP = {"site-packages", "dist-packages", "test", "tests", "lib2to3", "idlelib", "turtledemo", "ensurepip", "encodings"}
-
-
-class DataError(ValueError):
-    """There is no usable data where the configuration says."""
 
 
 def documents(config: configs.Data) -> Iterator[bytes]:
@@ -173,16 +171,44 @@ def token_files(
 
     They are those of `texts`, or else of the documents that the configuration names.
     """
-    texts = texts_of(config, texts)
-
-    def make():
-        for name, part in zip(types, split(texts, config.val_fraction, _where(config)), strict=True):
-            yield name, tokenize(part, encoder)
-
-    types = dict.fromkeys(("train", "held_out"), id_type(encoder.vocab_size))
-    train, held_out = cached(config, f"{encoder.identity} {config.val_fraction}", texts, types, make).values()
+    texts, how = texts_of(config, texts), f"{encoder.identity} {config.val_fraction}"
+    encode, types = lambda part: {"": tokenize(part, encoder)}, {"": id_type(encoder.vocab_size)}
+    train, held_out = (made[""] for made in encoded_parts(config, how, texts, types, encode, where=_where(config)))
     counted = sum(np.count_nonzero(part != encoder.separator) for part in (train, held_out))
     return train, held_out, sum(map(len, texts)) / max(1, counted)
+
+
+def encoded_parts(
+    config: configs.Data,
+    how: str,
+    texts: list[bytes],
+    types: Mapping[str, str],
+    encode: Callable[[list[bytes]], Mapping[str, np.ndarray]],
+    *,
+    beside: Sequence[bytes] = (),
+    where: str = "data",
+) -> list[dict[str, np.ndarray]]:
+    """Return the arrays that are made of the texts to train on, and of those held out, made where no cache has them.
+
+    Args:
+        config: says where that is, and how much is held out.
+        how: changes when what is made of the same texts does.
+        texts: all of them.
+        types: of the arrays, by name.
+        encode: makes the arrays of some texts.
+        beside: what they are made with; likewise.
+        where: the texts are, in words.
+    """
+    label = lambda part, name: f"{part}.{name}" if name else part
+    labels = {label(part, name): dtype for part in PARTS for name, dtype in types.items()}
+
+    def make():
+        for part, some in zip(PARTS, split(texts, config.val_fraction, where), strict=True):
+            made = encode(some)
+            yield from ((label(part, name), made[name]) for name in types)
+
+    found = cached(config, how, [*beside, *texts], labels, make)
+    return [{name: found[label(part, name)] for name in types} for part in PARTS]
 
 
 def cached(

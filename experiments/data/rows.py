@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from experiments import configs
-from experiments.data.corpus import DataError
+from experiments.data import DataError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from experiments.commandline import console
+from experiments.data import DataError
 from experiments.data.chat import ChatTemplate, Pieces, Plain
-from experiments.data.corpus import BOS, BYTE_VOCAB, DataError
+from experiments.data.corpus import BOS, BYTE_VOCAB
 
 FILE = "tokenizer.json"
 SENTENCES = "tokenizer.model"

@@ -52,7 +52,7 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str]) -> 
     except (TileError, ValueError) as error:
         print(f"\nerror: {error}", file=sys.stderr)
         return 1
-    print(_table(choices["model"], resolved, found, device))
+    print(_table(choices["model"], programs, found, device))
     print(f"  compiled in {time.perf_counter() - began:.1f} s")
     return 0
 
@@ -70,11 +70,12 @@ def measure(programs: Programs, device: Device) -> cost.Traffic:
     return found
 
 
-def _table(name: str, config: configs.Resolved, traffic: cost.Traffic, device: Device) -> str:
+def _table(name: str, programs: Programs, traffic: cost.Traffic, device: Device) -> str:
     """Return the whole table of a run on described devices as text."""
+    config = programs.config
     cut = f"tiling.n={config.tiling.n}, remat {config.remat.policy}, attention {config.attention}"
-    notes = [f"note: {note}." for note in config.whole]
-    if (crowded := cost.crowded(traffic.host, config, device)) is not None:
+    notes = [f"note: {note}." for note in programs.whole]
+    if (crowded := report.crowded(traffic.host, config, device)) is not None:
         notes.append(f"note: {crowded}")
     state = [f"{config.hardware.param_dtype}, computed in {config.hardware.compute_dtype}"]
     lines = [

@@ -5,6 +5,7 @@ Nothing is allocated. A described device is one like any other: its programs onl
 
 import dataclasses
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +14,7 @@ import equinox as eqx
 import jax
 
 from experiments import configs
-from experiments.commandline.console import GIB, size
+from experiments.commandline.console import GIB
 from experiments.planning import hlo
 from experiments.runtime.hardware import Device
 from experiments.step.build import AT_SCALE, OutOfMemoryError, Programs
@@ -53,10 +54,12 @@ class Plan:
     headroom: int
     host: int = 0  # bytes of the host's memory that the step holds, which are no device's
     cuts: Sequence[tuple[str, str]] = ()  # each part that is cut, and how
+    whole: Sequence[str] = ()  # what every device has whole, although the mesh has an axis for it
     head_untiled: int | None = None  # bytes of the untiled head, estimated; None where the run's own head is not cut
     untiled: Memory | None = None  # of the untiled step, where a tiled run compares
     refused: str | None = None  # why that could not be compiled
     at_scale: tuple[int, int] | None = None  # bytes of the head at AT_SCALE, tiled and untiled, where few save none
+    seconds: float = 0.0  # what it took to find out
     process: bool = False  # whether the memory is that of the process, as on a CPU
     paired: bool = False  # whether a batch is made of pairs of sequences
 
@@ -101,6 +104,34 @@ class Plan:
         }
 
 
+@dataclass(frozen=True)
+class Lacking:
+    """A step that does not fit, as is known before it is compiled or from the compiler.
+
+    Attributes:
+        available: bytes that the run may plan with.
+        least: what it takes at the very least, where that is by far too much; else None.
+        compiler: what the compiler says.
+    """
+
+    available: int
+    least: "Least | None" = None
+    compiler: str = ""
+
+
+def estimate(programs: Programs, device: Device) -> Plan | Lacking:
+    """Return what a run costs, or why it does not fit as far as no plan can be made of it; says that it compiles."""
+    began = time.perf_counter()
+    free, lowest = available(programs.config, device), least(programs, device)
+    if lowest.total > 4 * free:  # compiling would only waste time
+        return Lacking(free, lowest)
+    print("  compiling ...", flush=True)
+    try:
+        return replace(plan(programs, device), seconds=time.perf_counter() - began)
+    except OutOfMemoryError as error:
+        return Lacking(free, compiler=str(error))
+
+
 def plan(programs: Programs, device: Device) -> Plan:
     """Return what a run costs. Compiles its step, and the untiled one if it compares; allocates nothing.
 
@@ -117,6 +148,7 @@ def plan(programs: Programs, device: Device) -> Plan:
         headroom=headroom(config),
         host=host_bytes(programs.train),
         cuts=programs.cuts,
+        whole=programs.whole,
         head_untiled=whole if config.tiling.n != "none" and whole else None,
         process=config.hardware.platform is configs.Platform.cpu,
         paired=config.paired,
@@ -186,23 +218,6 @@ def host_bytes(compiled: Any) -> int:
     stats = compiled.compiled.memory_analysis()
     outputs = stats.host_output_size_in_bytes - stats.host_alias_size_in_bytes
     return stats.host_argument_size_in_bytes + outputs + stats.host_temp_size_in_bytes
-
-
-def crowded(host: int, config: configs.Resolved, device: Device) -> str | None:
-    """Return why a machine's own memory does not hold what so many bytes for each of its devices are, and what to do.
-
-    None where it does, or where its size is not known; of a CPU, that is the device's memory.
-    """
-    if device.host is None or device.platform == "cpu" or host * device.on_host <= device.host:
-        return None
-    has = "a host has" if device.described is not None else "this machine has free"
-    ways = ["remat.policy=offload/2, which keeps the input of every second layer"] * (config.remat.policy == "offload")
-    ways += ["hardware.offload=none"] * bool(config.hardware.offloaded)
-    every = f" for its {device.on_host} devices" if device.on_host > 1 else ""
-    return (
-        f"its step holds {size(host * device.on_host)} in host memory{every}, and {has} {size(device.host)}. "
-        f"Use {', '.join([*ways, 'fewer tokens, or a machine with more'])}."
-    )
 
 
 @dataclass(frozen=True)

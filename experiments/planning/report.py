@@ -6,28 +6,30 @@ The tables printed before the first step: what the run is, what it takes, and wh
 import shutil
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from experiments import configs
 from experiments.commandline.console import GIB, quantity, size
 from experiments.planning import cost
-from experiments.planning.cost import Memory, Plan
+from experiments.planning.cost import Lacking, Memory, Plan
 from experiments.planning.suggest import Asked, largest_model, suggest
 from experiments.runtime.hardware import Device
-from experiments.step.build import AT_SCALE, OutOfMemoryError, Programs
+from experiments.step.build import AT_SCALE
 
 
 class DoesNotFitError(RuntimeError):
     """The compiled step needs more memory than there is."""
 
 
-def report(programs: Programs, model: str, asked: Asked, device: Device, ask: Callable[[], None]) -> Plan:
+def report(
+    found: Plan | Lacking, config: configs.Resolved, model: str, asked: Asked, device: Device, ask: Callable[[], None]
+) -> Plan:
     """Print what a run will cost, and return it.
 
     Args:
-        programs: the run's, not compiled yet.
+        found: what that is.
+        config: the run.
         model: its name.
         asked: returns the run as it would be asked for with some overrides changed.
         device: what it is to fit.
@@ -36,29 +38,22 @@ def report(programs: Programs, model: str, asked: Asked, device: Device, ask: Ca
     Raises:
         DoesNotFitError: with overrides that would fit; nothing has been allocated.
     """
-    config = programs.config
-    began = time.perf_counter()
-    least, free = cost.least(programs, device), cost.available(config, device)
-    if least.total > 4 * free:  # compiling would only waste time
+    if isinstance(found, Plan):
+        print(render(model, config, found, device))
+        print(f"  compiled in {found.seconds:.1f} s", flush=True)
+        why = crowded(found.host, config, device)
+        if found.fits and why is None:
+            return found
+        if found.fits:
+            raise DoesNotFitError(f"{model} does not fit: {why}")
+        need = f"the compiled step takes {size(found.memory.total)} and {size(found.headroom)} must stay free.\n"
+    elif (least := found.least) is not None:
         what = "weights, gradients and optimizer" if least.state > least.tokens else "hidden states and scores"
         need = f"its {what} alone take {size(max(least.state, least.tokens))}.\n"
     else:
-        print("  compiling ...", flush=True)
-        try:
-            plan = cost.plan(programs, device)
-        except OutOfMemoryError as error:
-            need = f"the compiler says\n{error}\n"
-        else:
-            print(render(model, config, plan, device))
-            print(f"  compiled in {time.perf_counter() - began:.1f} s", flush=True)
-            crowded = cost.crowded(plan.host, config, device)
-            if plan.fits and crowded is None:
-                return plan
-            if plan.fits:
-                raise DoesNotFitError(f"{model} does not fit: {crowded}")
-            total, free_too = size(plan.memory.total), size(plan.headroom)
-            need = f"the compiled step takes {total} and {free_too} must stay free.\n"
+        need = f"the compiler says\n{found.compiler}\n"
     ask()
+    free = found.available
     raise DoesNotFitError(f"{model} does not fit in {size(free)}: {need}{_remedy(config, asked, device, free, ask)}")
 
 
@@ -68,6 +63,23 @@ def say(text: str | None, chosen: Mapping[str, configs.Choice]) -> None:
         print("\n".join(textwrap.wrap(f"text: {text}", width(), **INDENT)), flush=True)
     if chosen:
         print(choices(chosen), flush=True)
+
+
+def crowded(host: int, config: configs.Resolved, device: Device) -> str | None:
+    """Return why a machine's own memory does not hold what so many bytes for each of its devices are, and what to do.
+
+    None where it does, or where its size is not known; of a CPU, that is the device's memory.
+    """
+    if device.host is None or device.platform == "cpu" or host * device.on_host <= device.host:
+        return None
+    has = "a host has" if device.described is not None else "this machine has free"
+    ways = ["remat.policy=offload/2, which keeps the input of every second layer"] * (config.remat.policy == "offload")
+    ways += ["hardware.offload=none"] * bool(config.hardware.offloaded)
+    every = f" for its {device.on_host} devices" if device.on_host > 1 else ""
+    return (
+        f"its step holds {size(host * device.on_host)} in host memory{every}, and {has} {size(device.host)}. "
+        f"Use {', '.join([*ways, 'fewer tokens, or a machine with more'])}."
+    )
 
 
 def _remedy(config: configs.Resolved, asked: Asked, device: Device, free: int, ask: Callable[[], None]) -> str:
@@ -149,7 +161,7 @@ def _name(config: configs.Resolved) -> str:
 
 def _advice(config: configs.Resolved, plan: Plan) -> list[str]:
     """Return what a user of tiling should know: whether it helps at this size, and whether its tiles are too short."""
-    notes = [f"{note}." for note in config.whole]
+    notes = [f"{note}." for note in plan.whole]
     tokens, longest = config.tokens_per_step, config.model.config.context_length
     if config.seq_len > longest:
         notes.append(f"seq_len={config.seq_len:,} is beyond the {longest:,} tokens that this model was made for.")
@@ -182,10 +194,11 @@ def _head(config: configs.Resolved, plan: Plan) -> str:
 
 def choices(chosen: Mapping[str, configs.Choice]) -> str:
     """Return the lines that say what was chosen for the user, as overrides, and why."""
-    reasons = dict.fromkeys(choice.why for choice in chosen.values())
+    reason = lambda choice: choice.why.format(*map(size, choice.sizes)) if choice.sizes else choice.why
+    reasons = {key: reason(choice) for key, choice in chosen.items()}
     lines = ["  chosen:"]
-    for why in reasons:
-        words = " ".join(f"{key}={_plain(choice.value)}" for key, choice in chosen.items() if choice.why == why)
+    for why in dict.fromkeys(reasons.values()):
+        words = " ".join(f"{key}={_plain(choice.value)}" for key, choice in chosen.items() if reasons[key] == why)
         *before, last = textwrap.wrap(words, width() - 4, break_long_words=False, break_on_hyphens=False)
         lines += [f"    {line}" for line in before] + _row(f"    {last:<30}", why)
     return "\n".join(lines)

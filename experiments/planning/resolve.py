@@ -8,15 +8,14 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from experiments import configs
-from experiments.commandline.console import GIB, size
+from experiments.commandline.console import GIB
 from experiments.configs import DType, Platform
 from experiments.runtime import distributed
 from experiments.runtime.hardware import KEEP_CASTS_IN_LOOPS, Device, HardwareError
-from experiments.step import folders
 from experiments.step import tiling as cuts
 from experiments.step.build import Programs
+from experiments.step.folders import described
 from transforms import sharding
-from zoo.adapters import lora
 from zoo.kernels import choose
 
 T = TypeVar("T")
@@ -56,20 +55,17 @@ FEW_TILES = 16  # of attention: products are a sixteenth more than those of what
 
 
 def resolve(config: configs.Run, device: Device, argv: Sequence[str] = ()) -> configs.Resolved:
-    """Return the run with every open value chosen for a device, and why; of weights, the model that their folder has.
+    """Return a run with its models known (`folders.described`) and every open value chosen (`chosen_for`)."""
+    return chosen_for(described(config, argv), device)
 
-    Args:
-        config: the run, as it is asked for.
-        device: what it is for.
-        argv: the words that ask for it, which may name a model.
+
+def chosen_for(config: configs.Described, device: Device) -> configs.Resolved:
+    """Return the run with every open value chosen for a device, and why.
 
     Raises:
         HardwareError: there is no such mesh of this many devices, or no number of tiles keeps within the budget.
-        CommandError: the weights, or the frozen model that the objective compares with, are not there, or not those of
-            such a model.
     """
-    config = folders.with_weights(config, argv)
-    reference, params, choices = folders.reference(config), config.params, Choices()
+    params, choices = config.params, Choices()
     scale = next(scale for scale in SCALES[device.platform] if params <= scale.params)
     sized = f"{params:,} parameters on a {device.platform}: minutes altogether"
     mesh = _mesh(config, device, choices)
@@ -80,13 +76,13 @@ def resolve(config: configs.Run, device: Device, argv: Sequence[str] = ()) -> co
     batch_size, steps = -(-scale.batch_size // mesh.rows) * mesh.rows, config.steps or scale.steps
     config = choices.settle(config, "", sized, steps=steps, batch_size=batch_size, seq_len=scale.seq_len)
     config = choices.settle(config, "", "twenty lines a run", log_every=max(1, steps // 20))
-    hardware = _hardware(config.hardware, device, size(kept), roomy, choices)
+    hardware = _hardware(config.hardware, device, kept, roomy, choices)
     optimizer = _optimizer(
         config.optimizer, config.adapted, params, hardware.param_dtype is DType.float32 and roomy, choices
     )
     parts: dict[str, Any] = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    parts |= {"mesh": mesh, "hardware": hardware, "optimizer": optimizer, "adapter": _adapter(config, choices)}
-    parts |= {"reference": reference, "axes": _axes(mesh)}
+    parts |= {"mesh": mesh, "hardware": hardware, "optimizer": optimizer, "axes": _axes(mesh)}
+    choices.made |= config.chosen
     resolved = _attention(_head(configs.Resolved(**parts), choices), choices)
 
     remat = _remat(config.remat, resolved.tiling, params > REMAT_ABOVE, device.platform, choices)
@@ -97,10 +93,7 @@ def resolve(config: configs.Run, device: Device, argv: Sequence[str] = ()) -> co
     small = 12 * params <= GIB or config.adapted  # float32 parameters and two moments
     why = f"it takes {'less' if small else 'more'} than 1 GiB"
     checkpoint = choices.settle(config.checkpoint, "checkpoint.", why, last=small)
-    sizes = {name: size or 1 for name, size in mesh.sizes.items()}
-    notes = sharding.uneven(config.model.config.dims, sizes, resolved.axes)
-    whole = [note.replace(": ", ": mesh.", 1) for note in notes]
-    made = {"remat": remat, "eval": evaluation, "checkpoint": checkpoint, "chosen": choices.made, "whole": whole}
+    made = {"remat": remat, "eval": evaluation, "checkpoint": checkpoint, "chosen": choices.made}
     return dataclasses.replace(resolved, **made)
 
 
@@ -114,24 +107,26 @@ class Choices:
     def __init__(self):
         self.made: dict[str, configs.Choice] = {}
 
-    def settle(self, part: T, group: str, why: str, **values: Any) -> T:
+    def settle(self, part: T, group: str, why: str, sizes: tuple[float, ...] = (), **values: Any) -> T:
         """Return a part of a run with these values where it has none yet."""
         left = {name: value for name, value in values.items() if getattr(part, name) in (None, "auto")}
-        self.add(why, **{f"{group}{name}": value for name, value in left.items()})
+        self.add(why, sizes, **{f"{group}{name}": value for name, value in left.items()})
         return dataclasses.replace(part, **left)  # ty: ignore[invalid-argument-type]
 
-    def add(self, why: str, **values: Any) -> None:
+    def add(self, why: str, sizes: tuple[float, ...] = (), **values: Any) -> None:
         """Remember values, by their dotted names."""
-        self.made |= {name: configs.Choice(value, why) for name, value in values.items()}
+        self.made |= {name: configs.Choice(value, why, sizes) for name, value in values.items()}
 
 
-def _hardware(hardware: configs.Hardware, device: Device, kept: str, roomy: bool, choices: Choices) -> configs.Hardware:
-    """Return the number formats and the compiler's options that suit a device; `roomy` if float32 fits there."""
+def _hardware(
+    hardware: configs.Hardware, device: Device, kept: float, roomy: bool, choices: Choices
+) -> configs.Hardware:
+    """Return the number formats and the compiler's options that suit a device; `roomy` if what float32 takes fits."""
     on_cpu, filled = device.platform == "cpu", functools.partial(choices.settle, group="hardware.")
     hardware = filled(hardware, why="the best device that there is", platform=Platform(device.platform))
     dtype, fits = (DType.float32, "fit") if roomy else (DType.bfloat16, "do not fit")
-    why = f"float32 parameters, gradients and two moments of {kept} {fits}"
-    hardware = filled(hardware, why=why, param_dtype=dtype)
+    why = f"float32 parameters, gradients and two moments of {{}} {fits}"
+    hardware = filled(hardware, why=why, sizes=(kept,), param_dtype=dtype)
     dtype = DType.float32 if on_cpu else DType.bfloat16
     hardware = filled(hardware, why=f"what a {device.platform} multiplies fastest", compute_dtype=dtype)
     why = "for Python and JAX itself" if on_cpu else "for the device's own use"
@@ -160,14 +155,6 @@ def _optimizer(
         rate = float(f"{asked.peak * min(1.0, (3e6 / params) ** 0.5):.1g}")
         why = "the larger the model, the smaller: with the root of its size"
     return choices.settle(asked, "optimizer.", why, learning_rate=rate)
-
-
-def _adapter(config: configs.Run, choices: Choices) -> configs.Adapter:
-    """Return the adapter with the names of its matrices known."""
-    if not isinstance(config.adapter, configs.Lora):
-        return config.adapter
-    targets, why = ",".join(lora.usual(config.model.config)), "the model's matrices of attention and of MLPs"
-    return choices.settle(config.adapter, "adapter.", why, targets=targets)
 
 
 def _mesh(config: configs.Run, device: Device, choices: Choices) -> configs.Mesh:
@@ -237,7 +224,7 @@ def _head(config: configs.Resolved, choices: Choices) -> configs.Resolved:
         try:
             programs = Programs(dataclasses.replace(config, adapter=configs.Adapter()))  # it leaves the head as it is
             why = f"the fewest within {tiling.budget}"
-            fewest = cuts.fewest(programs.objective, tiling, *programs.head_args)
+            fewest, sizes = cuts.fewest(programs.objective, tiling, *programs.head_args), ()
         except ValueError as error:
             raise HardwareError(f"cannot use tiling.budget={tiling.budget}: {error}") from None
     else:
@@ -246,9 +233,10 @@ def _head(config: configs.Resolved, choices: Choices) -> configs.Resolved:
         fewest = min(-(-logits // TILE_BYTES), max(1, tokens // LEAST_TILE))
         fewest = min(max(fewest, 2 * tiling.lowmem), config.head.length)
         whose = " of a device" if config.mesh.devices > 1 else ""
-        why = f"all logits{whose} are {size(logits)}" + (f", a tile's at most {size(TILE_BYTES)}" if fewest > 1 else "")
+        why = f"all logits{whose} are {{}}" + (", a tile's at most {}" if fewest > 1 else "")
+        sizes = (logits, TILE_BYTES)[: 1 + (fewest > 1)]
     n = fewest if fewest > 1 or tiling.lowmem else "none"
-    tiling = choices.settle(dataclasses.replace(tiling, budget=None), "tiling.", why, n=n)
+    tiling = choices.settle(dataclasses.replace(tiling, budget=None), "tiling.", why, sizes, n=n)
     return dataclasses.replace(config, tiling=tiling)
 
 
@@ -269,8 +257,8 @@ def _attention(config: configs.Resolved, choices: Choices) -> configs.Resolved:
         if cuts.asked(config, model).spread == 1:  # keys are cut too
             tiles = max(FEW_TILES, math.isqrt(tiles - 1) + 1)
         tiles = max(2, min(tiles, config.seq_len // LEAST_TILE))
-        why = f"all scores of a layer are {size(scores)}, a tile's are to be {size(TILE_BYTES)}"
-        tiling = choices.settle(tiling, "tiling.", why, attention=tiles)
+        why = "all scores of a layer are {}, a tile's are to be {}"
+        tiling = choices.settle(tiling, "tiling.", why, (scores, TILE_BYTES), attention=tiles)
     return dataclasses.replace(config, tiling=tiling)
 
 

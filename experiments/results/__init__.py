@@ -1,1 +1,1 @@
-"""What a run measured in; its directory out: records, pictures, and what other trackers are told."""
+"""A run and what it measured in; its directory out: what it is, by which it goes on, records, summary and pictures."""

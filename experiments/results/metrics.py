@@ -1,4 +1,4 @@
-"""What a run leaves behind: one record per step as JSON lines and CSV, and a progress bar or plain lines meanwhile.
+"""What a run leaves behind: what it is, one record per step as JSON lines and CSV; and a progress bar or plain lines.
 
 The records also go to TensorBoard and Weights & Biases, each an extra that is imported only if asked for.
 """
@@ -11,7 +11,7 @@ import json
 import math
 import secrets
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -19,6 +19,9 @@ from typing import Any, Protocol, TextIO
 from experiments import configs
 from experiments.commandline import console
 from experiments.commandline.console import digits, quantity, size
+from experiments.runtime.manifest import reason
+
+FACTS = "plan.json"  # what the pictures need beside the records, so that they can be drawn again at any time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,13 +83,13 @@ class Recorder:
         if directory is None:
             return
         jsonl, table = directory / "metrics.jsonl", directory / "metrics.csv"
-        _keep_lines(jsonl, [json.dumps(_row(record)) for record in self.records])
+        _write(jsonl, "".join(f"{json.dumps(_row(record))}\n" for record in self.records))
         names = list(Record.__dataclass_fields__)
         buffer = io.StringIO(newline="")
         writer = csv.DictWriter(buffer, names, lineterminator="\n")
         writer.writeheader()
         writer.writerows(asdict(record) for record in self.records)
-        _keep_lines(table, buffer.getvalue().splitlines())
+        _write(table, buffer.getvalue())
         self._jsonl, self._file = jsonl.open("a"), table.open("a", newline="")
         self._csv = csv.DictWriter(self._file, names, lineterminator="\n")
         self._files = self._jsonl, self._file
@@ -129,10 +132,10 @@ def read(directory: Path, last: int | None = None) -> list[Record]:
     return records
 
 
-def _keep_lines(path: Path, lines: list[str]) -> None:
-    """Replace a file by these lines, whole or not at all."""
+def _write(path: Path, text: str) -> None:
+    """Replace a file, whole or not at all."""
     new = path.with_name(f".{path.name}")
-    new.write_text("".join(f"{line}\n" for line in lines))
+    new.write_text(text)
     new.replace(path)
 
 
@@ -164,8 +167,13 @@ class Progress:
             form = "  {n_fmt}/{total_fmt} {bar} first step ..."  # the bar takes the width that is left
             self._bar = tqdm(total=self._steps, initial=step, file=self._stream, bar_format=form, dynamic_ncols=True)
 
-    def show(self, record: Record) -> None:
-        """Show one training step, and what was measured after it."""
+    def begin(self, record: Record) -> None:
+        """Show what was measured before training."""
+        what = "pairs" if self._paired else "text"
+        self.say(f"  held-out {what} before training: {describe(record, self._paired)}")
+
+    def show(self, record: Record, beside: str | None = None) -> None:
+        """Show one training step, what was measured after it, and what else is said of it."""
         if record.held_out_loss is not None:
             self._held_out = record
         if self._bar is not None:
@@ -177,6 +185,8 @@ class Progress:
             self.say(f"  step {record.step:>{width}}/{self._steps}  {'  '.join(_fields(record).values())}")
         if record.held_out_loss is not None:
             self.say(f"  held-out, step {record.step}: {describe(record, self._paired)}")
+        if beside is not None:
+            self.say(beside)
 
     def say(self, text: str) -> None:
         """Print a line of its own, above the bar where there is one."""
@@ -289,17 +299,31 @@ def check_loggers(save: configs.Save) -> None:
 
 
 def open_recorder(
-    directory: Path, save: configs.Save, about: dict[str, Any], after: int | None, say: Callable[[str], None]
+    directory: Path,
+    files: Mapping[str, str],
+    save: configs.Save,
+    about: dict[str, Any],
+    after: int | None,
+    say: Callable[[str], None],
 ) -> Recorder:
-    """Return what takes the records after a step, with the loggers that are asked for.
+    """Write what a run is; return what takes the records after a step, with the loggers that are asked for.
 
     Args:
         directory: the run's.
+        files: what it writes about itself, by their names.
         save: which loggers.
         about: the run in words, for them.
         after: the step that the run goes on from; None if it begins.
         say: is told of records that are not there any more.
+
+    Raises:
+        CommandError: its directory cannot be written to.
     """
+    try:
+        for name, text in files.items():
+            _write(directory / name, text)
+    except OSError as error:
+        raise console.CommandError(f"cannot write to {directory}: {reason(error)}") from None
     found: list[Logger] = []
     if save.tensorboard:
         found.append(TensorBoard(directory, after))

@@ -1,1 +1,1 @@
-"""A configuration's wishes in; the machine as it is out: devices, their mesh, other processes, signals, files."""
+"""A configuration's wishes in; the machine as it is out: devices, their mesh, memories, processes, signals, files."""

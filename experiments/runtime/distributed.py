@@ -12,7 +12,6 @@ from collections.abc import Generator
 from types import FrameType
 from typing import Any
 
-import jax
 import numpy as np
 
 from experiments import configs
@@ -31,6 +30,8 @@ def initialize(config: configs.Distributed, stop: Stop) -> None:
     """
     if not config.wanted:
         return
+    import jax
+
     try:
         jax.distributed.initialize(
             config.coordinator,
@@ -50,11 +51,15 @@ def initialize(config: configs.Distributed, stop: Stop) -> None:
 
 def first() -> bool:
     """Return whether this is the process that speaks and keeps the records."""
+    import jax
+
     return jax.process_index() == 0
 
 
 def several() -> bool:
     """Return whether there are other processes."""
+    import jax
+
     return jax.process_count() > 1
 
 
@@ -80,6 +85,7 @@ def gathered(tree: Any) -> Any:
     """Return a tree whose arrays are whole, in the memory of every process."""
     if not several():
         return tree
+    import jax
     from jax.experimental import multihost_utils
 
     whole = lambda leaf: multihost_utils.process_allgather(leaf, tiled=True) if isinstance(leaf, jax.Array) else leaf
@@ -104,10 +110,12 @@ def answering(run: str) -> Generator[None, None, None]:
 
     JAX cannot tell one that has ended from one that is slow or cannot be reached.
     """
+    import jax
+
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        if not several():
+        if not several() or "RESOURCE_EXHAUSTED" in str(error):
             raise
         sys.stdout.flush()
         print(

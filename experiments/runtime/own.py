@@ -238,9 +238,14 @@ def _by_name(model: jax.Array, *others: jax.Array) -> dict[str, jax.Array]:
     return dict(zip(names, values, strict=True))
 
 
-def sources(config: Any) -> dict[str, str | None]:
-    """Return hashes of the source of the user's own functions of a run, each by its key; None: nothing tells it."""
-    return {f"{group}.fn": _source(one) for group in ("objective", "optimizer", "data") if (one := _own(config, group))}
+def sources(config: configs.Run) -> dict[str, str | None]:
+    """Return hashes of the source of the user's own functions of a run, each by its key; None: nothing tells it.
+
+    Raises:
+        OwnError: there is no such file, module or function.
+    """
+    groups = ("objective", "optimizer", "data")[: 3 if config.compile_for is None else 2]  # else nothing is read
+    return {f"{group}.fn": _source(one) for group in groups if (one := _own(config, group))}
 
 
 def _own(config: Any, group: str) -> Callable[..., Any] | None:

@@ -22,7 +22,7 @@ from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from experiments.data.corpus import DataError
+from experiments.data import DataError
 from experiments.serving import protocol
 from experiments.serving.grammar import FormError, Grammars, calls_schema
 from experiments.serving.protocol import Asked, BadRequest, Reply

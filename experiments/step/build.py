@@ -7,8 +7,10 @@ import contextlib
 import dataclasses
 import functools
 import re
+import time
 from collections.abc import Callable, Generator
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -20,13 +22,14 @@ import zoo
 import zoo.accounting
 from experiments import configs
 from experiments.commandline.console import CommandError
-from experiments.runtime import memories, meshes
+from experiments.data.tokenizer import copy_tokenizer
+from experiments.runtime import distributed, hardware, meshes
 from experiments.step import objectives, optimizer, tiling
 from transforms.offload import fetch
 from transforms.remat import Remat, remat
-from transforms.sharding import explicit
+from transforms.sharding import explicit, uneven
 from transforms.step import State, all_parameters, compile_step, make_eval_step, make_train_step
-from zoo import AbstractMixture, ForwardPass, model_class
+from zoo import AbstractMixture, ForwardPass, adapters, model_class
 from zoo.adapters import lora
 from zoo.huggingface.weights import shapes
 from zoo.kernels import KERNELS
@@ -36,6 +39,22 @@ AT_SCALE = 8192  # tokens: where tiling the head of a large vocabulary pays
 
 class OutOfMemoryError(RuntimeError):
     """The compiler, or the device while it computes, says that a program does not fit, in its own words."""
+
+
+class Begun(NamedTuple):
+    """What training goes on from, in memory.
+
+    Attributes:
+        first: the step that it comes after.
+        state: everything that a step changes.
+        frozen: the frozen model, where there is one.
+        memory: of a run that begins, bytes in use and the most so far, when there was no optimizer's state yet.
+    """
+
+    first: int
+    state: State
+    frozen: Any
+    memory: tuple[int, int] | None
 
 
 class Programs:
@@ -101,6 +120,13 @@ class Programs:
     def cuts(self) -> list[tuple[str, str]]:
         """Each part that is cut, and how, in words."""
         return tiling.describe(self.config)
+
+    @functools.cached_property
+    def whole(self) -> list[str]:
+        """Which dimensions of parameters every device has whole, although the mesh has an axis for them, in words."""
+        sizes = {name: size or 1 for name, size in self.config.mesh.sizes.items()}
+        notes = uneven(self.config.model.config.dims, sizes, self.config.axes)
+        return [note.replace(": ", ": mesh.", 1) for note in notes]
 
     @functools.cached_property
     def head_bytes(self) -> tuple[int, int]:
@@ -224,7 +250,7 @@ class Programs:
     @functools.cached_property
     def model(self) -> Any:
         """The shapes and types of the model that learns, with its adapter."""
-        return memories.stowed(self._on_device) if "params" in self.offloaded else self._on_device
+        return meshes.stowed(self._on_device) if "params" in self.offloaded else self._on_device
 
     @functools.cached_property
     def _on_device(self) -> Any:
@@ -236,7 +262,7 @@ class Programs:
     def state(self) -> State:
         """The shapes and types of everything that a step changes."""
         state = meshes.everywhere(eqx.filter_eval_shape(State.init, self.model, self.optimizer, self.trainable))
-        moments = memories.stowed(state.opt_state) if "optimizer" in self.offloaded else state.opt_state
+        moments = meshes.stowed(state.opt_state) if "optimizer" in self.offloaded else state.opt_state
         return jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves((self.model, moments, state.step)))
 
     @functools.cached_property
@@ -278,6 +304,31 @@ class Programs:
         arrays = one(jnp.int32), one(jnp.int32), one(jnp.float32)
         return (*arrays, one(jnp.int32)) if config.data.packed else arrays
 
+    def begun(self, restored: tuple[int, Any] | None, say: Callable[[str], None], ask: Callable[[], None]) -> Begun:
+        """Return what training goes on from: the beginning, or what a checkpoint had, with what it left out.
+
+        Args:
+            restored: the step, and what `kept` had left of the state after it; None: the beginning.
+            say: is told where the weights are from.
+            ask: may raise, where the process was told to end.
+
+        Raises:
+            ValueError: the weights do not make the model that their folder describes.
+            OutOfMemoryError: the evaluation does not compile.
+        """
+        _ = self.evaluate  # compiled while nothing is allocated
+        ask()
+        frozen = self.init_frozen()
+        ask()
+        if restored is not None:
+            return Begun(restored[0], self.completed(restored[1]), frozen, None)
+        began, weights = time.perf_counter(), self.config.model.weights
+        model = jax.block_until_ready(self.init())
+        origin = "drawn" if weights is None else f"read from {weights}"
+        say(f"  weights {origin} in {time.perf_counter() - began:.1f} s")
+        memory = hardware.used_memory()
+        return Begun(0, self.init_state(model), frozen, memory)
+
     def init(self) -> Any:
         """Return a model with random weights, or the one at `model.weights`; with its adapter, where it gets one.
 
@@ -288,10 +339,10 @@ class Programs:
         host = "params" in self.offloaded
         if host and config.hardware.platform is not configs.Platform.cpu:
             options = None  # of the device, which computes nothing here
-        with memories.by_host() if host else contextlib.nullcontext():
+        with meshes.by_host() if host else contextlib.nullcontext():
             made = load_or_draw(config.model, config.seed, self.dtype, options, **meshes.where(config.axes))
             made = self._adapt(made)
-            return memories.stowed(made) if host else meshes.placed(made, config.axes)
+            return meshes.stowed(made) if host else meshes.placed(made, self._on_device)
 
     def _adapt(self, model: Any) -> Any:
         adapter = self.config.adapter
@@ -305,9 +356,9 @@ class Programs:
         init = eqx.filter_jit(lambda model: self.optimizer.init(eqx.filter(model, self.trainable(model))))
         if not self.offloaded:
             return State(model, init(model), jnp.zeros((), jnp.int32))
-        with memories.by_host() as brought:
+        with meshes.by_host() as brought:
             made = init(brought(model))
-        lie = memories.stowed if "optimizer" in self.offloaded else memories.on_device
+        lie = meshes.stowed if "optimizer" in self.offloaded else meshes.on_device
         return State(model, lie(made), jnp.zeros((), jnp.int32))
 
     def init_frozen(self) -> Any:
@@ -342,6 +393,24 @@ class Programs:
     def measured(self, state: State) -> Any:
         """Return the model that is measured and saved: the mean of the weights where the run keeps one."""
         return state.model if self.config.optimizer.ema is None else optimizer.mean_of(state)
+
+    def save_weights(self, state: State, directory: Path) -> list[str]:
+        """Write a state's weights where they are wanted, any adapter merged and also by itself; return the folders."""
+        config = self.config
+        model = self.measured(state)
+        if not config.save.final:
+            return []
+        folders = ["weights/", "adapter/"] if config.adapted else ["weights/"]
+        model = distributed.gathered(model)
+        if not distributed.first():
+            return folders
+        if config.adapted:
+            adapters.save(model, directory / "adapter")
+            model = lora.merge(model)
+        zoo.save(model, directory / "weights", source=config.model.weights)
+        if not isinstance(config.data, configs.Tokens):  # of ids nobody says what they are
+            copy_tokenizer(config.data.tokenizer, directory / "weights")
+        return folders
 
     def check(self) -> None:
         """Trace as much as tells whether everything that objective, optimizer, remat and compiler name is there.
@@ -387,7 +456,7 @@ def problem(config: configs.Resolved) -> str | None:
         return why
     if (why := KERNELS[config.attention].refusal(tiling.asked(config, config.model.config))) is not None:
         return f"cannot run with attention={config.attention}: {config.attention} {why}; or use attention=auto."
-    if config.hardware.offloaded and (why := memories.refusal()) is not None:
+    if config.hardware.offloaded and (why := meshes.refusal()) is not None:
         return f"cannot use hardware.offload={config.hardware.offload}: {why}."
     if isinstance(config.adapter, configs.Lora):
         try:
@@ -468,9 +537,17 @@ def out_of_memory() -> Generator[None, None, None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        if (lacks := lacking(error)) is None:
             raise
-        raise OutOfMemoryError(_shortened(str(error))) from None
+        raise OutOfMemoryError(lacks) from None
+
+
+def lacking(error: BaseException) -> str | None:
+    """Return what the compiler or the device says where memory ran out; None of any other error."""
+    if isinstance(error, OutOfMemoryError):
+        return str(error)
+    out = isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+    return _shortened(str(error)) if out else None
 
 
 def _shortened(text: str) -> str:

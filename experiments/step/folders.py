@@ -1,4 +1,4 @@
-"""What the folders of weights that a run names say of their models: of the one that learns, and of a frozen one."""
+"""What a run names is found: the models that its folders of weights describe, and functions of the user's."""
 
 import dataclasses
 import json
@@ -10,9 +10,34 @@ from experiments import configs
 from experiments.commandline.console import CommandError
 from experiments.runtime import own
 from experiments.runtime.remote import HUB
+from zoo.adapters import lora
 from zoo.huggingface.config import from_hf
 
 T = TypeVar("T", bound=Any)
+
+
+def described(config: configs.Run, argv: Sequence[str] = ()) -> configs.Described:
+    """Return a run of which what it names is found: the model that learns, a frozen one, and functions of the user's.
+
+    Args:
+        config: the run, as it is asked for.
+        argv: the words that ask for it, which may name a model.
+
+    Raises:
+        CommandError: the weights, or the frozen model that the objective compares with, are not there, or not those of
+            such a model; or a function of the user's is not, or cannot be called.
+    """
+    config = with_weights(config, argv)
+    parts: dict[str, Any] = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    try:
+        frozen, sources, chosen = reference(config), own.sources(config), {}
+    except own.OwnError as error:
+        raise CommandError(str(error)) from None
+    if isinstance(config.adapter, configs.Lora) and config.adapter.targets in (None, "auto"):
+        targets = ",".join(lora.usual(config.model.config))
+        parts["adapter"] = dataclasses.replace(config.adapter, targets=targets)
+        chosen["adapter.targets"] = configs.Choice(targets, "the model's matrices of attention and of MLPs")
+    return configs.Described(**parts, reference=frozen, sources=sources, chosen=chosen)
 
 
 def with_weights(config: T, argv: Sequence[str]) -> T:
@@ -25,14 +50,14 @@ def with_weights(config: T, argv: Sequence[str]) -> T:
         return config
     path = Path(config.model.weights).expanduser()
     fetch = "" if path.is_dir() else f". It names a folder; {HUB}ORG/NAME fetches a model by its name on the hub"
-    described = _described(path, f"model.weights={path}", fetch)
+    found = _described(path, f"model.weights={path}", fetch)
     beside = "model.weights=", "model.quantise="
     if any(word.startswith("model") and not word.startswith(beside) for word in argv):
-        both = config.model.config, described
+        both = config.model.config, found
         ours, theirs = ({"family": type(one).__name__, **dataclasses.asdict(one)} for one in both)
         if wrong := [f"{k}: {ours[k]} here, {theirs[k]} there" for k in ours if ours[k] != theirs.get(k, ours[k])]:
             raise CommandError(f"model.weights={path} holds another model than the one asked for: {'; '.join(wrong)}")
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, config=described, weights=str(path)))
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, config=found, weights=str(path)))
 
 
 def reference(config: configs.Run) -> configs.Reference | None:
@@ -40,7 +65,8 @@ def reference(config: configs.Run) -> configs.Reference | None:
 
     Raises:
         CommandError: its folder cannot be read, or it has another vocabulary than the model that learns; or a loss of
-            the user's cannot be found or called, or does not ask for what the folder is for.
+            the user's does not ask for what the folder is for.
+        OwnError: a loss of the user's cannot be found or called.
     """
     objective, ours = config.objective, config.model.config
     if isinstance(objective, configs.Distill):
@@ -66,10 +92,7 @@ def reference(config: configs.Run) -> configs.Reference | None:
 
 def _compares(objective: configs.Custom) -> bool:
     """Return whether a user's loss of pairs of answers asks what a frozen model makes of them."""
-    try:
-        compares = own.compares(objective)
-    except own.OwnError as error:
-        raise CommandError(str(error)) from None
+    compares = own.compares(objective)
     if objective.reference is not None and not compares:
         names, said = " nor ".join(f"`{name}`" for name in own.REFERENCE), objective.reference
         raise CommandError(

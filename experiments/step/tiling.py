@@ -18,10 +18,10 @@ from transforms import TileError, tile
 from transforms.sharding import axes_of, explicit, partitions, shares
 from zoo.families.mixture import MixtureLike
 from zoo.kernels import KERNELS, Asked
-from zoo.models import groups
-from zoo.models.experts import experts, experts_by_sequence
-from zoo.models.grouped import grouped
+from zoo.models.attention import groups
 from zoo.models.layers import Ops, gated_mlp
+from zoo.models.mixtures.experts import experts, experts_by_sequence
+from zoo.models.mixtures.grouped import grouped
 
 
 def head(loss: Callable[..., Any], tiling: configs.Tiling, how: configs.HeadTiling) -> Callable[..., Any]:
@@ -84,7 +84,7 @@ def ops(config: configs.Resolved, model: Any) -> Ops | None:
 
     Where the batch is cut, a mixture's tokens are sorted by expert sequence by sequence. A model beside the one that
     learns has plain attention where its own cannot be what the run's is. But on TPUs, which have a kernel, experts'
-    products are `zoo.models.grouped`'s.
+    products are `zoo.models.mixtures.grouped`'s.
     """
     kernel, pieces = KERNELS[config.attention], slices(config.tiling, model)
     if config.mesh.exchanges:

@@ -101,7 +101,7 @@ def _model(config: Score | Generate | Serve, device: hardware.Device) -> Any:
         dtype = DType.float32 if _roomy(config, device) else DType.bfloat16
     lies = meshes.where({letter: axes for letter, axes in AXES.items() if letter != "D"})
     made = load_or_draw(config.model, config.seed, None if dtype is None else jnp.dtype(dtype.value), **lies)
-    return meshes.placed(made, lies["axes"])
+    return meshes.placed(made, meshes.abstract(made, lies["axes"]))
 
 
 def _roomy(config: Score | Generate | Serve, device: hardware.Device) -> bool:

@@ -1,1 +1,1 @@
-"""A resolved run, its programs and its batches in; trained weights, checkpoints and a summary out. The loop is here."""
+"""A run's programs and its batches in; the trained state and checkpoints out. The loop is here."""

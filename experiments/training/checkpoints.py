@@ -12,6 +12,7 @@ the state; on other devices that copy is in the host's memory. Otherwise at most
 `Saver` says when one is due.
 """
 
+import functools
 import json
 import logging
 import shutil
@@ -358,14 +359,13 @@ class Saver:
         self.seconds = self._saved - began
 
 
-def restore(
-    path: Path, how: configs.Checkpoint, template: Any, steps: int, say: Callable[[str], None]
-) -> tuple[int, Any] | None:
+def restore(path: Path, how: configs.Checkpoint, template: Any, steps: int) -> tuple[int, Any] | None:
     """Return the step and the state that a run of `steps` at `path` goes on from, and say so; None: its beginning.
 
     Raises:
         CheckpointError: every checkpoint is damaged, or the newest has other arrays than the template.
     """
+    say = functools.partial(print, flush=True)
     warn = lambda text: say(f"  warning: {text}")
     with Checkpoints(path / FOLDER, {}, verify=how.verify, warn=warn) as checkpoints:
         found = checkpoints.restore(template)

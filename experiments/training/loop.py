@@ -14,12 +14,11 @@ import numpy as np
 from experiments import configs
 from experiments.data.batches import Prefetch, Repeats, Source
 from experiments.data.rows import Batch
-from experiments.results.metrics import Progress, Record, Recorder, bits_per_byte, describe
+from experiments.results.metrics import Progress, Record, Recorder, bits_per_byte
 from experiments.runtime import hardware
 from experiments.runtime.signals import Stop, Stopped
-from experiments.step.build import Programs, inputs
+from experiments.step.build import Begun, Programs, inputs
 from experiments.training.checkpoints import Saver
-from transforms.step import State
 
 
 @dataclass
@@ -32,7 +31,7 @@ class Session:
         progress: what is shown meanwhile.
         recorder: takes the record of each step.
         saver: writes checkpoints when they are due.
-        restored: the step and the state that the run goes on from; None if it begins.
+        begun: what training goes on from, until the loop takes it.
     """
 
     path: Path
@@ -40,23 +39,36 @@ class Session:
     progress: Progress
     recorder: Recorder
     saver: Saver
-    restored: tuple[int, Any] | None
+    begun: Begun | None
+
+    def begin(self, record: Record) -> None:
+        """Record and show what was measured before training."""
+        self.recorder.add(record)
+        self.progress.begin(record)
+
+    def take(self) -> Begun:
+        """Return what training goes on from, of which nothing is kept here: its memory is about to be used again."""
+        assert self.begun is not None
+        begun, self.begun = self.begun, None
+        return begun
 
 
 def train(programs: Programs, source: Source | Repeats, session: Session, stop: Stop) -> Any:
-    """Train from the beginning or the restored step on, measuring what is held out; return the trained model.
+    """Train from the step on that a run begins with, measuring what is held out; return the state at its end.
 
     Raises:
         DivergedError: a loss is not finite; every record up to it has been written.
         Stopped: the process was told to end, which `stop` says after each step; everything is saved.
-        OutOfMemoryError: the evaluation does not compile.
         CheckpointError: a checkpoint could not be written.
     """
-    steps, saver, put = programs.config.steps, session.saver, programs.feeder
+    steps, saver, carry_out, put = programs.config.steps, session.saver, programs.train, programs.feeder
     tracer = Tracer(programs.config.profile, session.path, session.progress.say)
     held_out, meter = HeldOut(programs, source), Meter(programs, source, session)
     stop.ask()
-    first, state, frozen = _begun(programs, session, held_out, stop)
+    first, state, frozen, memory = session.take()
+    if memory is not None:
+        record = Record(step=0, memory_bytes=memory[0], peak_memory_bytes=memory[1])
+        session.begin(held_out.measure(state.model, frozen, record, stop.ask))
     session.progress.start(first)
     feed = Prefetch(lambda step: put(lambda rows: source.batch(step, rows).arrays), first, steps)
     evaluate = lambda record: held_out.measure(programs.measured(state), frozen, record)
@@ -70,7 +82,7 @@ def train(programs: Programs, source: Source | Repeats, session: Session, stop: 
             began = time.perf_counter()
             batch = next(feed)
             waited = time.perf_counter() - began
-            state, metrics = programs.train(inputs(batch, frozen), state)
+            state, metrics = carry_out(inputs(batch, frozen), state)
             if pending is not None:
                 meter.record(*pending)
             pending = step, metrics, waited, saver.seconds
@@ -87,33 +99,10 @@ def train(programs: Programs, source: Source | Repeats, session: Session, stop: 
                 meter.start()
             if told:
                 raise Stopped(f"stopped by {told.name} after step {step} of {steps}", told, trained=True)
-        return programs.measured(state)
+        return state
     finally:
         tracer.close()
         feed.close()
-
-
-def _begun(programs: Programs, session: Session, held_out: "HeldOut", stop: Stop) -> tuple[int, State, Any]:
-    """Return the step and the state that training goes on from, and the frozen model.
-
-    Of a run that begins, the held-out loss is recorded.
-    """
-    frozen = programs.init_frozen()
-    stop.ask()
-    if session.restored is not None:
-        (first, kept), session.restored = session.restored, None  # its memory is about to be reused
-        return first, programs.completed(kept), frozen
-    began, weights = time.perf_counter(), programs.config.model.weights
-    model = jax.block_until_ready(programs.init())
-    origin = "drawn" if weights is None else f"read from {weights}"
-    session.progress.say(f"  weights {origin} in {time.perf_counter() - began:.1f} s")
-    memory, peak = hardware.used_memory()
-    before = held_out.measure(model, frozen, Record(step=0, memory_bytes=memory, peak_memory_bytes=peak), stop.ask)
-    session.recorder.add(before)
-    paired = programs.config.paired
-    what = "pairs" if paired else "text"
-    session.progress.say(f"  held-out {what} before training: {describe(before, paired)}")
-    return 0, programs.init_state(model), frozen
 
 
 class Tracer:
@@ -251,11 +240,11 @@ class Meter:
         finite = _finite(record)
         record = evaluate(record) if evaluate is not None and finite else record
         self._recorder.add(record)
-        self._progress.show(record)
-        if finite:
-            self._skipped = 0
-        else:
-            self._not_finite(record)
+        diverged, said = (False, None) if finite else self._not_finite(record)
+        self._skipped = 0 if finite else self._skipped
+        self._progress.show(record, None if diverged else said)
+        if diverged:
+            raise DivergedError(said)
 
     def _read(self, step: int, metrics: dict[str, Any], waited: float, saving: float) -> Record:
         """Return the record of a step, once it has been computed."""
@@ -284,11 +273,10 @@ class Meter:
             peak_memory_bytes=peak,
         )
 
-    def _not_finite(self, record: Record) -> None:
-        """Keep the batch at fault, and go on if the step's update was left out.
+    def _not_finite(self, record: Record) -> tuple[bool, str]:
+        """Keep the batch at fault; return whether training stops, and what is said.
 
-        Raises:
-            DivergedError: it was not, or there have been too many in a row.
+        It goes on if the step's update was left out, but for too many in a row.
         """
         file = self._directory / f"nan-step-{record.step}.npz"
         arrays = dataclasses.asdict(self._source.batch(record.step - 1))
@@ -299,9 +287,8 @@ class Meter:
         said = f"the {what} is {value} at step {record.step}"
         skips = self._config.on_nan is configs.OnNan.skip
         if skips and self._skipped < MOST_SKIPPED:
-            self._progress.say(f"  {said}: its update is left out; its batch is in {file}")
-            return
-        raise DivergedError(
+            return False, f"  {said}: its update is left out; its batch is in {file}"
+        return True, (
             f"{said}{', as before' if skips else ''}: training has diverged and stops here. "
             f"Lower optimizer.learning_rate (now {self._config.optimizer.learning_rate:g}) or set "
             f"optimizer.clip_norm=1. The step's batch is in {file}."

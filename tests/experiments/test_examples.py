@@ -217,5 +217,5 @@ def test_one_conversation_is_too_few(make, tmp_path):
 
 def test_a_second_opening_reads_the_cache(make, tmp_path, monkeypatch):
     first = make("data=chat").batch(1)
-    monkeypatch.setattr("experiments.data.conversations._encode", None)
+    monkeypatch.setattr("experiments.data.conversations._encode", lambda *_: pytest.fail("encoded again"))
     np.testing.assert_array_equal(make("data=chat").batch(1).tokens, first.tokens)

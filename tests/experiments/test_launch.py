@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from experiments import configs, launch
-from experiments.commandline import overrides, schema
+from experiments.commandline import schema
+from experiments.results import directory
 from tests.quick import FLAGS
 from tests.tiny import MODEL
 
@@ -118,4 +119,4 @@ def test_a_run_that_goes_on_forgets_the_processes_it_had(tmp_path):
     before = {"overrides": ["seed=1", "steps=3", "distributed.process=1", f"out={tmp_path}", "run=x"], "config": {}}
     (tmp_path / "x" / "run.json").write_text(json.dumps(before))
     words = ["run=x", f"out={tmp_path}", "steps=4"]
-    assert sorted(overrides.resumed(words, "runs")) == sorted(["seed=1", *words])
+    assert sorted(directory.resumed(words, "runs")) == sorted(["seed=1", *words])

@@ -188,7 +188,7 @@ def test_errors_against_float64_are_those_of_whole_layers(name, mesh, packed, lo
         made = make_mesh(*ulysses.MESHES[mesh])
         with jax.set_mesh(made):
             put = lambda x: None if x is None else jax.device_put(x, sharding_of(made, "B S", x.shape))
-            spread = meshes.placed(model, ulysses.SHARED)
+            spread = meshes.placed(model, meshes.abstract(model, ulysses.SHARED))
             found = ulysses.gradients(spread, put(ids), put(segments), pieces, {})
     assert error(found, wanted) < 1.5 * own
 

@@ -227,7 +227,7 @@ def test_bad_sizes_are_refused(words, message):
 
 def test_dimensions_that_stay_whole_are_told():
     config = resolved("mesh=tp", *LLAMA)
-    assert config.whole == ["K=2 stays whole: mesh.model=8 does not divide it"]
+    assert Programs(config).whole == ["K=2 stays whole: mesh.model=8 does not divide it"]
     assert config.mesh.words == "model=8"
     assert configs.Mesh(data=4, fsdp="none").words == "data=4, parameters copied"
 

@@ -16,7 +16,7 @@ from experiments.commandline import schema
 from experiments.commandline.overrides import with_overrides
 from experiments.planning import cost, targets
 from experiments.planning.resolve import resolve
-from experiments.runtime import memories, meshes
+from experiments.runtime import meshes
 from experiments.step.build import Programs, problem
 from tests.experiments.test_tiled import resolved
 from transforms.offload import by_layers, in_host
@@ -110,7 +110,7 @@ def test_what_cannot_be_had_is_refused_with_the_reason(words, why):
 
 def test_devices_without_such_memory_and_meshes_are_refused(monkeypatch):
     config = resolved("tiny_llama", BOTH)
-    monkeypatch.setattr(memories, "HOST", "far_host")
+    monkeypatch.setattr(meshes, "HOST", "far_host")
     assert "knows no memory called far_host of a cpu, but device, pinned_host" in problem(config)
     several = dataclasses.replace(config, mesh=configs.Mesh(data=2, model=2))
     assert "it is for one device, and 4 share the parameters" in several.offload_problem

@@ -18,6 +18,7 @@ from experiments import configs
 from experiments.commandline import overrides, schema
 from experiments.commandline.console import CommandError
 from experiments.configs import Run
+from experiments.results import directory
 from experiments.runtime import distributed, remote
 from tests.experiments.runs import FILES, MICRO
 from tests.experiments.runs import rows as rows_of
@@ -44,7 +45,7 @@ def there(start):
         said = [*MICRO, f"run={run}", "checkpoint.every=2", "optimizer.schedule=constant", *words]
         from experiments.run import start as carry_out
 
-        said = overrides.resumed([*said, "out=memory://bucket/runs"], Run.out, remote.run_folder)
+        said = directory.resumed([*said, "out=memory://bucket/runs"], Run.out, remote.run_folder)
         return carry_out(*schema.compose(said), said)
 
     return begin
@@ -261,7 +262,7 @@ def test_weights_by_their_name_on_the_hub(tmp_path):
 
 
 def test_the_revision_goes_into_the_run_s_record():
-    words = overrides.pinned(
+    words = directory.pinned(
         ["model.weights=hf://lab/tiny"], {"model.weights": configs.Choice("hf://lab/tiny@0123", "")}
     )
     config, _ = schema.compose(words)

@@ -143,8 +143,8 @@ def test_the_state_that_a_run_goes_on_from_is_the_loops_alone(start, monkeypatch
     freed = []
 
     def train(programs, source, session, stop):
-        held = weakref.ref(session.restored[1].step)
-        session.restored = None
+        held = weakref.ref(session.begun.state.step)
+        session.begun = None
         gc.collect()
         freed.append(held() is None)
         raise loop.DivergedError("as far as this test goes")

@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from experiments import configs
-from experiments.commandline import overrides, schema
+from experiments.commandline import schema
+from experiments.results import directory
 
 PAIRS = {key: ["data=preference"] for key in ("dpo", "ipo", "simpo", "orpo")}
 NEEDED = {
@@ -115,7 +116,7 @@ def test_schema_keeps_types_and_defaults():
 
 def test_configuration_survives_as_yaml():
     config, _ = schema.compose(["seed=7", "hardware.param_dtype=bfloat16"])
-    loaded = yaml.safe_load(overrides.dump(config, ["seed=7"]))
+    loaded = yaml.safe_load(directory.dump(config, ["seed=7"]))
     assert loaded["seed"] == 7
     assert loaded["hardware"]["param_dtype"] == "bfloat16"
     assert loaded["optimizer"]["kind"] == "Optimizer"

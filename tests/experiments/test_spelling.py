@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments.commandline import options, overrides, schema, spelling
+from experiments.commandline import options, schema, spelling
+from experiments.results import directory
 
 NAMES = [
     "a b.txt",
@@ -138,7 +139,7 @@ def test_a_run_goes_on_under_the_name_that_was_typed(tmp_path):
     folder = tmp_path / "a b=ü" / "1e3"
     folder.mkdir(parents=True)
     (folder / "run.json").write_text(json.dumps({"overrides": ["run=1e3", "data.field=x,y"], "config": {}}))
-    words = overrides.resumed(["run=1e3", f"out={tmp_path}/a b=ü"], "runs")
+    words = directory.resumed(["run=1e3", f"out={tmp_path}/a b=ü"], "runs")
     config, _ = schema.compose(["data=text", "data.path=x", *words])
     assert (config.run, config.data.field) == ("1e3", "x,y")
 

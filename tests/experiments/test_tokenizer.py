@@ -9,8 +9,7 @@ import pytest
 from experiments import configs
 from experiments import tokenizer as command
 from experiments.commandline import schema
-from experiments.data import batches, corpus, tokenizer
-from experiments.data.corpus import DataError
+from experiments.data import DataError, batches, corpus, tokenizer
 from experiments.data.tokenizer import Bytes, open_tokenizer, train_bpe
 
 TEXTS = ["plain words, plain words", "naïve café — 東京 🙂🙂", "tabs\tand\r\nlines\n\n", " leading", "", "\x00\x7f"]

@@ -53,7 +53,7 @@ from tests.transforms.rows import sums
 from tests.transforms.rule_table import GROUPS
 from transforms import tile
 from transforms.tiling.report.plan import TilePlan
-from zoo.models.experts import experts, experts_by_sequence
+from zoo.models.mixtures.experts import experts, experts_by_sequence
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import pytest
 
 from experiments.planning.hlo import dot_flops
 from tests.quick import QUICK
-from zoo.models.blockwise import blockwise_attention, walk
+from zoo.models.attention.blockwise import blockwise_attention, walk
 from zoo.models.layers import attention
 
 LENGTH = 50

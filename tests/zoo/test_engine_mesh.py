@@ -39,7 +39,7 @@ CASES = {  # case -> devices, dtype: kv heads are cut, or repeated where they ar
 def spread(case, dtype, devices):
     model = model_of(case, dtype)
     with jax.set_mesh(make_mesh(data=1, model=devices, devices=jax.devices()[:devices])):
-        return meshes.placed(model, NAMED)
+        return meshes.placed(model, meshes.abstract(model, NAMED))
 
 
 def engine_of(case, dtype, devices, **sizes):
@@ -124,7 +124,7 @@ def test_generates_on_a_mesh_what_one_device_does():
 def test_other_axes_are_refused():
     model = model_of("qwen3_tied", "float32")
     with jax.set_mesh(make_mesh(data=2, model=2, devices=jax.devices()[:4])):
-        model = meshes.placed(model, AXES)
+        model = meshes.placed(model, meshes.abstract(model, AXES))
     with pytest.raises(ValueError, match="cannot serve a model that lies over data=2"):
         Engine(model, SIZES)
 

@@ -10,9 +10,9 @@ from jax.sharding import AxisType, PartitionSpec
 
 from experiments.planning.hlo import dot_flops
 from zoo.formats import Format
-from zoo.models.experts import experts
-from zoo.models.grouped import FEW, grouped, ragged, stepped
 from zoo.models.layers import Widened
+from zoo.models.mixtures.experts import experts
+from zoo.models.mixtures.grouped import FEW, grouped, ragged, stepped
 from zoo.quantised import Quantised, encode
 
 pytestmark = pytest.mark.optimised

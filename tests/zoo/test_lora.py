@@ -15,8 +15,8 @@ from tests.zoo.hf_tiny import jit, loaded, loss_fn
 from transforms.step import State, make_train_step
 from zoo import adapters
 from zoo.adapters import lora
-from zoo.models.experts import ragged_linear
 from zoo.models.layers import linear
+from zoo.models.mixtures.experts import ragged_linear
 
 CASES = ["gemma_mqa", "gemma2_gqa", "llama_bias", "mixtral", "qwen3_moe_mixed", "smollm3", "olmo2"]
 FUSED = ["gpt2", "neox", "phi3_long"]  # whose folders hold several matrices in one tensor

@@ -12,8 +12,8 @@ from tests.zoo import hf_tiny
 from tests.zoo.hf_tiny import evaluate, evaluated, jit, loaded
 from transforms import tile
 from zoo import ForwardPass, Mixture
-from zoo.models.experts import expert_mlp, route
-from zoo.models.experts import experts as every_expert
+from zoo.models.mixtures.experts import expert_mlp, route
+from zoo.models.mixtures.experts import experts as every_expert
 
 TOKENS = jnp.asarray(hf_tiny.tokens(), jnp.int32)
 T, D, F, E = 13, 8, 12, 5

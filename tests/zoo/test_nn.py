@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from zoo.models.attention.rotary import frequencies
 from zoo.models.layers import attention, gated_mlp, lookup, rms_norm, rope, softcap
-from zoo.models.rotary import frequencies
 
 
 def normal(seed: int, *shape: int, dtype=jnp.float32):

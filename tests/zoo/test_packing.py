@@ -11,7 +11,7 @@ import pytest
 from tests.zoo.hf_tiny import FAST, loaded
 from zoo import Ops
 from zoo.kernels import tiled
-from zoo.models import packing
+from zoo.models.attention import packing
 
 LENGTHS = ((5, 1, 8), (11, 3), (14,))  # of the documents of each row; the last of 14 places are padding
 FAMILIES = ("gemma3", "llama32", "mixtral", "gemma2_gqa", "gpt2", "gpt_oss", "qwen3_next", "deepseek_v3")

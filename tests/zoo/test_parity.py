@@ -18,9 +18,9 @@ from tests.zoo.hf_tiny import evaluated, jit, loaded
 from zoo import AbstractMixture, ForwardPass, Ops, load
 from zoo.config import rows
 from zoo.models.delta import convolved, delta_rule
-from zoo.models.experts import experts, route
 from zoo.models.forward import LayerPass, layer_passes
 from zoo.models.layers import attention, rms_norm, rope
+from zoo.models.mixtures.experts import experts, route
 
 TOKENS = jnp.asarray(hf_tiny.tokens(), jnp.int32)
 CASES = list(hf_tiny.CASES)
@@ -276,7 +276,7 @@ def _all_multiplied(x, frequency, positions=None, temperature=None):
 
 def _serial(model, monkeypatch):
     """Give the MLP what attention made, normalised by the same weights."""
-    monkeypatch.setattr("zoo.families.cohere.CohereConfig.parallel", False)
+    monkeypatch.setattr("zoo.families.gpts.cohere.CohereConfig.parallel", False)
     return eqx.tree_at(lambda m: m.layers.mlp_norm, model, model.layers.attn_norm, is_leaf=lambda x: x is None)
 
 
@@ -300,7 +300,7 @@ MUTANTS = {
     "gate and up swapped": ("gemma_mqa", _swap("gate", "up")),
     "k and v swapped": ("gemma_mqa", _swap("k", "v")),
     "norms swapped": ("gemma_mqa", _swap("attn_norm", "mlp_norm")),
-    "no embedding scale": ("gemma_mqa", _patch("zoo.families.gemma.GemmaLike.embed_scale", None)),
+    "no embedding scale": ("gemma_mqa", _patch("zoo.families.gemmas.gemma.GemmaLike.embed_scale", None)),
     "rope theta": ("gemma_mqa", _flip(rope_theta=500.0)),
     "rope interleaved": ("gemma_mqa", _patch("zoo.models.forward.rope", _interleaved)),
     "scale from head size": ("gemma2_gqa", _flip(query_scalar=None)),
@@ -352,8 +352,11 @@ MUTANTS = {
     "qwen 3: norms after rope too": ("qwen3", _patch("zoo.models.forward.rope", _norm_after_rope)),
     "qwen 3: no attention factor": ("qwen3_yarn", _stretch(attention_factor=None)),
     "mixtral: one expert": ("mixtral", _flip(experts_per_token=1)),
-    "mixtral: weights as they are": ("mixtral", _patch("zoo.families.mistral.MixtralConfig.normalise_weights", False)),
-    "mixtral: equal weights": ("mixtral", _patch("zoo.models.experts.route", _stale_weights)),
+    "mixtral: weights as they are": (
+        "mixtral",
+        _patch("zoo.families.llamas.mistral.MixtralConfig.normalise_weights", False),
+    ),
+    "mixtral: equal weights": ("mixtral", _patch("zoo.models.mixtures.experts.route", _stale_weights)),
     "mixtral: gate and up swapped": ("mixtral", _swap("gate", "up")),
     "qwen 3 moe: weights as they are": ("qwen3_moe", _flip(normalise_weights=False)),
     "qwen 3 moe: weights normalised": ("qwen3_moe_raw", _flip(normalise_weights=True)),
@@ -362,7 +365,7 @@ MUTANTS = {
     "smollm 3: other layers turn": ("smollm3", _flip(rope_pattern="NR")),
     "smollm 3: temperature everywhere": (
         "smollm3_yarn",
-        _patch("zoo.families.smollm.SmolLM3Config.rope_temperature", 1.0 + math.log(4) / 10),
+        _patch("zoo.families.llamas.smollm.SmolLM3Config.rope_temperature", 1.0 + math.log(4) / 10),
     ),
     "smollm 3: windows where positions turn": ("smollm3_yarn", _flip(attention_pattern="LLG")),
     "olmo 2: norms behind swapped": ("olmo2", _swap("post_attn_norm", "post_mlp_norm")),
@@ -371,12 +374,12 @@ MUTANTS = {
     "seed: no bias after attention": ("seed_out", _without("o_bias")),
     "glm: no bias of q": ("glm4", _without("q_bias")),
     "glm: whole heads turn": ("glm4", _flip(rotary_fraction=1.0)),
-    "glm: halves turn together": ("glm4", _patch("zoo.families.glm.GLMConfig.rotary_pairs", False)),
+    "glm: halves turn together": ("glm4", _patch("zoo.families.llamas.glm.GLMConfig.rotary_pairs", False)),
     "glm: gate and up swapped": ("glm", _swap("gate", "up")),
     "glm: norms behind swapped": ("glm4", _swap("post_attn_norm", "post_mlp_norm")),
     "cohere: logits as they are": ("cohere", _flip(logit_scaling=1.0)),
     "cohere: one after the other": ("cohere", _serial),
-    "cohere: halves turn together": ("cohere", _patch("zoo.families.cohere.CohereConfig.rotary_pairs", False)),
+    "cohere: halves turn together": ("cohere", _patch("zoo.families.gpts.cohere.CohereConfig.rotary_pairs", False)),
     "cohere: norms of the root mean square": ("cohere", _patch("zoo.models.gpt.layer_norm", _rms_only)),
     "olmo 3: global layers not stretched": ("olmo3", _flip(rope_scaling=None)),
     "olmo 3: local layers as global ones": ("olmo3_other", _flip(local_rope_theta=1e4)),
@@ -384,12 +387,12 @@ MUTANTS = {
     "olmo 3: each head's own norm": ("olmo3", _patch("zoo.models.llama.rms_norm", _norm_of_each_head)),
     "cohere 2: global layers turn": (
         "cohere2",
-        _patch("zoo.families.cohere.Cohere2Config.layer_ropes", ((1e4, None),) * 4),
+        _patch("zoo.families.gpts.cohere.Cohere2Config.layer_ropes", ((1e4, None),) * 4),
     ),
     "cohere 2: window too long": ("cohere2", _flip(window=5)),
     "cohere 2: temperature everywhere": (
         "cohere2_yarn",
-        _patch("zoo.families.cohere.Cohere2Config.rope_temperature", 1.0 + math.log(4) / 10),
+        _patch("zoo.families.gpts.cohere.Cohere2Config.rope_temperature", 1.0 + math.log(4) / 10),
     ),
     "granite 4: gate and up swapped": ("granite4", _swap("gate", "up")),
     "granite 4: nothing turns": ("granite4", _flip(rotated=False)),
@@ -398,13 +401,13 @@ MUTANTS = {
     "gpt 2: no biases of norms": ("gpt2", _without("attn_norm_bias", "mlp_norm_bias")),
     "gpt 2: norms of the root mean square": ("gpt2", _patch("zoo.models.gpt.layer_norm", _uncentred)),
     "gpt 2: no positions": ("gpt2", lambda model, _: dataclasses.replace(model, positions=None)),
-    "gpt 2: side by side": ("gpt2", _patch("zoo.families.gpt.GPTLike.parallel", True)),
+    "gpt 2: side by side": ("gpt2", _patch("zoo.families.gpts.gpt.GPTLike.parallel", True)),
     "gpt 2: exact gelu": ("gpt2", _flip(activation="gelu")),
     "gpt 2: queries and keys swapped": ("gpt2", _swap("q", "v")),
     "gpt neox: one after the other": ("neox", _flip(parallel_residual=False)),
     "gpt neox: whole heads turn": ("neox", _flip(rotary_fraction=1.0)),
     "gpt neox: another base": ("neox_serial", _flip(rope_theta=1e4)),
-    "opt: positions from the first row": ("opt", _patch("zoo.families.opt.OPTConfig.position_offset", 0)),
+    "opt: positions from the first row": ("opt", _patch("zoo.families.gpts.opt.OPTConfig.position_offset", 0)),
     "opt: gelu": ("opt", _flip(activation="gelu")),
     "phi 3: gate and up swapped": ("phi3", _swap("gate", "up")),
     "phi 3: whole heads turn": ("phi3_long", _flip(rotary_fraction=1.0, rope_scaling=None)),
@@ -430,18 +433,18 @@ MUTANTS = {
     "gpt-oss: yarn rounds": ("gpt_oss", _stretch(truncate=True)),
     "deepseek 2: weights normalised": (
         "deepseek_v2",
-        _patch("zoo.families.deepseek.DeepSeekV2Config.normalise_weights", True),
+        _patch("zoo.families.llamas.deepseek.DeepSeekV2Config.normalise_weights", True),
     ),
     "deepseek 2: halves turn together": (
         "deepseek_v2",
-        _patch("zoo.families.deepseek.DeepSeekV2Config.rotary_pairs", False),
+        _patch("zoo.families.llamas.deepseek.DeepSeekV2Config.rotary_pairs", False),
     ),
     "deepseek 2: no groups": ("deepseek_v2_groups", _flip(router_groups=1, groups_per_token=1)),
     "deepseek 3: no groups": ("deepseek_v3", _flip(router_groups=1, groups_per_token=1)),
     "deepseek 3: no bias in choosing": ("deepseek_v3", _without("router_bias")),
     "deepseek 3: one softmax": (
         "deepseek_v3",
-        _patch("zoo.families.deepseek.DeepSeekV3Config.sigmoid_router", False),
+        _patch("zoo.families.llamas.deepseek.DeepSeekV3Config.sigmoid_router", False),
     ),
     "deepseek 3: weights as they are": ("deepseek_v3", _flip(normalise_weights=False)),
     "deepseek 3: weights not scaled": ("deepseek_v3", _flip(weight_scale=1.0)),
@@ -454,13 +457,16 @@ MUTANTS = {
     "glm 4.5: weights not scaled": ("glm4_moe", _flip(weight_scale=1.0)),
     "glm 4.5: weights as they are": ("glm4_moe", _flip(normalise_weights=False)),
     "glm 4.5: whole heads turn": ("glm4_moe", _flip(rotary_fraction=1.0)),
-    "glm 4.5: neighbours turn together": ("glm4_moe", _patch("zoo.families.glm.GLMMoeConfig.rotary_pairs", True)),
+    "glm 4.5: neighbours turn together": (
+        "glm4_moe",
+        _patch("zoo.families.llamas.glm.GLMMoeConfig.rotary_pairs", True),
+    ),
     "glm 4.5: no groups": ("glm4_moe_other", _flip(router_groups=1, groups_per_token=1)),
     "glm 4.5: no shared expert": ("glm4_moe", _without("shared_gate", "shared_up", "shared_down")),
     "qwen 3 next: no gates behind attention": ("qwen3_next", _patch("zoo.models.delta.jax.nn.sigmoid", jnp.ones_like)),
     "qwen 3 next: norms not less one": (
         "qwen3_next",
-        _patch("zoo.families.qwen_next.Qwen3NextConfig.norm_offset", 0.0),
+        _patch("zoo.families.llamas.qwen_next.Qwen3NextConfig.norm_offset", 0.0),
     ),
     "qwen 3 next: whole heads turn": ("qwen3_next", _flip(rotary_fraction=1.0)),
     "qwen 3 next: no decay": ("qwen3_next", _delta_rule(lambda q, k, v, decay, *rest: (q, k, v, 0 * decay, *rest))),
@@ -476,7 +482,7 @@ MUTANTS = {
     "qwen 3 next: weights as they are": ("qwen3_next", _flip(normalise_weights=False)),
     "qwen 3.5: no gates behind attention": ("qwen3_5", _patch("zoo.models.delta.jax.nn.sigmoid", jnp.ones_like)),
     "qwen 3.5: whole heads turn": ("qwen3_5", _flip(rotary_fraction=1.0)),
-    "qwen 3.5: norms not less one": ("qwen3_5", _patch("zoo.families.qwen_next.Qwen35Config.norm_offset", 0.0)),
+    "qwen 3.5: norms not less one": ("qwen3_5", _patch("zoo.families.llamas.qwen_next.Qwen35Config.norm_offset", 0.0)),
     "qwen 3.5: rates and decays swapped": (
         "qwen3_5",
         lambda model, _: eqx.tree_at(lambda m: (m.delta.b, m.delta.a), model, (model.delta.a, model.delta.b)),
@@ -495,7 +501,7 @@ MUTANTS = {
     "gemma 3n: other layers are local": ("gemma3n", _flip(attention_pattern="LGL")),
     "gemma 3n: scores over the root of the head": (
         "gemma3n",
-        _patch("zoo.families.gemma3n.Gemma3nConfig.query_scale", 0.25),
+        _patch("zoo.families.gemmas.gemma3n.Gemma3nConfig.query_scale", 0.25),
     ),
     "gemma 3n: keys and values are the first ones": (
         "gemma3n",
@@ -518,7 +524,7 @@ MUTANTS = {
     "gemma 4: logits not capped": ("gemma4", _flip(final_softcap=None)),
     "gemma 4: scores over the root of the head": (
         "gemma4",
-        _patch("zoo.families.gemma4.Gemma4Config.query_scale", 0.25),
+        _patch("zoo.families.gemmas.gemma4.Gemma4Config.query_scale", 0.25),
     ),
     "gemma 4: values as they are": (
         "gemma4",

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from zoo.config import RopeScaling, RopeType
+from zoo.models.attention.rotary import frequencies
 from zoo.models.layers import rope
-from zoo.models.rotary import frequencies
 
 LLAMA_3 = RopeScaling(rope_type=RopeType.llama3, factor=8.0, original_length=64)
 YARN = RopeScaling(rope_type=RopeType.yarn, factor=4.0, original_length=64, beta_fast=8.0, beta_slow=1.0)

@@ -13,8 +13,8 @@ from tests.zoo.test_kernels import ADAPTERS
 from transforms import tile
 from transforms.remat import remat
 from transforms.sharding import AXES, make_mesh, partitions, place, sharding_of
+from zoo.models.attention.ulysses import repeats
 from zoo.models.layers import Ops, lookup
-from zoo.models.ulysses import repeats
 
 SHARED = {**AXES, "D": ("data", "context")}
 SIZES = {"vocab_size": 64, "num_layers": 2, "embed_dim": 32, "mlp_dim": 32, "num_heads": 16, "head_dim": 4}

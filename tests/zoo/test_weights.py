@@ -55,6 +55,16 @@ def test_load_inverts_save_bit_for_bit(name, dtype, tmp_path):
     assert eqx.tree_equal(eqx.filter(again, eqx.is_array), eqx.filter(model, eqx.is_array))
 
 
+def test_weights_in_the_memory_of_the_host_are_written_too(tmp_path):
+    """As several processes gather them: the first one writes what NumPy holds."""
+    model = Gemma.init(CONFIGS["gemma2"], key=jax.random.key(0))
+    save(model, tmp_path / "out")
+    save(jax.tree.map(np.asarray, model), tmp_path / "host")
+    assert (tmp_path / "host" / "model.safetensors").read_bytes() == (
+        tmp_path / "out" / "model.safetensors"
+    ).read_bytes()
+
+
 def test_equal_weights_are_equal_bytes(tmp_path):
     """The order of metadata was another one at each save, and in each process."""
     model = Gemma.init(CONFIGS["gemma"], key=jax.random.key(0))

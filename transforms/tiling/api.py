@@ -237,18 +237,10 @@ def tile(
     if axis is REQUIRED or axis is None:
         raise TypeError("tile: give axis, the dimension to cut: an int, a tuple or dict of them, or a name.")
     _check_function(fn, "the first argument must be a function")
-    allowed = _check_count(n, size, budget)
-    _check_word("gather", gather, GATHER)
-    _check_word("sync", sync, SYNC)
-    _check_function(policy, "policy must be a policy of jax.checkpoint, a function")
-    summed = _check_dtype("accumulate", accumulate)
-    reduced = None if reduce_dtype is None else _check_dtype("reduce_dtype", reduce_dtype)
+    checked = _checked(n, settings)
     if fn is None:
         return functools.partial(tile, axis=axis, n=n, **settings)
-    options = {"gather": gather, "accumulate": summed, "policy": policy, "lowmem": lowmem}
-    options |= {"sync": sync, "reduce_dtype": reduced}
-    count = int(n) if isinstance(n, np.integer) else n
-    return TiledFunction(fn, Tracer(fn, axis, count, size, allowed, has_aux, in_sharding, options))
+    return TiledFunction(fn, Tracer(fn, axis, **checked))
 
 
 def _needed(function: Callable[..., Any], *names: str) -> inspect.Signature:
@@ -261,6 +253,21 @@ def _needed(function: Callable[..., Any], *names: str) -> inspect.Signature:
 if tile.__doc__:  # `python -OO` has none
     tile.__doc__ += f"\n{Settings.__doc__}"
 setattr(tile, "__signature__", _needed(tile, "fn", "axis"))  # noqa: B010 (type checkers know no such attribute)
+
+
+def _checked(n: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """Check what `tile` is told beside function and axis; return the fields of `Tracer` that hold it."""
+    size, policy, reduced = settings["size"], settings["policy"], settings["reduce_dtype"]
+    budget = _check_count(n, size, settings["budget"])
+    _check_word("gather", settings["gather"], GATHER)
+    _check_word("sync", settings["sync"], SYNC)
+    _check_function(policy, "policy must be a policy of jax.checkpoint, a function")
+    options = {name: settings[name] for name in ("gather", "policy", "lowmem", "sync")}
+    options["accumulate"] = _check_dtype("accumulate", settings["accumulate"])
+    options["reduce_dtype"] = None if reduced is None else _check_dtype("reduce_dtype", reduced)
+    count = int(n) if isinstance(n, np.integer) else n
+    told = {name: settings[name] for name in ("has_aux", "in_sharding")}
+    return {"n": count, "size": size, "budget": budget, **told, "options": options}
 
 
 def _check_count(n: Any, size: Any, budget: Any) -> int | None:

@@ -138,10 +138,11 @@ def attach(
     dims = model.config.dims
     parts = []
     for row, leaf_key in zip(found, jax.random.split(key, len(found)), strict=True):
-        a_shape, b_shape = _shapes(row, dims, rank)
+        matrix = _leaf(model, row)
+        a_shape, b_shape = _shapes(row, matrix.shape, rank)
         std = math.prod(dims[letter] for letter in row.fan_in) ** -0.5
         a = std * jax.random.normal(leaf_key, a_shape, dtype)
-        parts.append(LowRank(_leaf(model, row), a, jnp.zeros(b_shape, dtype), alpha / rank))
+        parts.append(LowRank(matrix, a, jnp.zeros(b_shape, dtype), alpha / rank))
     return put(model, found, parts)
 
 
@@ -238,9 +239,9 @@ def letters_of(row: Row) -> tuple[str, str]:
     return f"{lead}{row.fan_in}R", f"{lead}R{made}"
 
 
-def _shapes(row: Row, dims: dict[str, int], rank: int) -> Iterator[tuple[int, ...]]:
-    """Yield the shapes of A and B."""
-    sizes = {**dims, **dict(zip(row.letters, row.shape(dims), strict=True)), "R": rank}
+def _shapes(row: Row, shape: Sequence[int], rank: int) -> Iterator[tuple[int, ...]]:
+    """Yield the shapes of A and B of a matrix."""
+    sizes = {**dict(zip(row.letters, shape, strict=True)), "R": rank}
     return (tuple(sizes[letter] for letter in letters) for letters in letters_of(row))
 
 

@@ -30,12 +30,12 @@ from zoo.engine.answers import Answer, Scores, Token
 from zoo.engine.sampling import GREEDY, Guide, Picked, Sampling
 from zoo.engine.scheduler import Limits, Scheduler, Span, Text
 from zoo.engine.sizes import Plan, Settings
-from zoo.engine.step import program
+from zoo.engine.step import Fixed, program
 from zoo.engine.work import Writer, reason, unasked
 from zoo.models.decoder import apart, widened
 from zoo.models.forward import check_past
-from zoo.models.grouped import ragged, stepped
 from zoo.models.layers import check_tokens
+from zoo.models.mixtures.grouped import ragged, stepped
 
 __all__ = ["Answer", "Engine", "Scores", "Settings", "Token"]
 
@@ -366,7 +366,7 @@ def _by_bits(leaf: Any) -> Any:
 def _program(plan: Plan, settings: Settings, options: Mapping[str, Any] | None) -> Any:
     told = tuple(sorted((options or {}).items()))
     product = stepped if settings.exact or plan.platform == "cpu" else ragged
-    return program(plan.kinds, plan.dtype, settings.likeliest, plan.unroll, product, told)
+    return program(Fixed(plan.kinds, plan.dtype, settings.likeliest, plan.unroll, product), told)
 
 
 def _score(answer: Answer, span: Span, told: Picked) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.typing import DTypeLike
 
 from zoo.engine.attention import Kinds, Store
@@ -141,19 +141,7 @@ class Plan:
             states = empty(config, settings.rows, dtype)
             return State((*pool, states) if states else pool, jnp.zeros(settings.rows, jnp.int32))
 
-        cut = mesh is not None and config.num_heads % mesh.size == 0
-
-        def placed(part: Any) -> Any:
-            heads = cut and isinstance(part, Store)  # those of pages lie apart; whatever else there is on every device
-
-            def lying(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-                spec = PartitionSpec(*(None,) * (leaf.ndim - 1), "model") if heads else PartitionSpec()
-                where = lies if mesh is None else NamedSharding(mesh, spec)
-                return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
-
-            return jax.tree.map(lying, part)
-
-        shapes = jax.tree.map(placed, jax.eval_shape(state), is_leaf=lambda part: isinstance(part, Store))
+        shapes = _laid(jax.eval_shape(state), lies, mesh, config.num_heads)
         size = sum(
             math.prod(each.sharding.shard_shape(each.shape)) * each.dtype.itemsize
             for each in jax.tree.leaves(shapes.pool)
@@ -168,6 +156,23 @@ class Plan:
     def empty(self) -> State:
         """Return what stays on the devices, before anything was read."""
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), self.state)
+
+
+def _laid(state: State, alone: Sharding, mesh: Mesh | None, num_heads: int) -> State:
+    """Return the shapes of a state with where they lie: on a mesh heads of pages apart, all else on every device."""
+    cut = mesh is not None and num_heads % mesh.size == 0
+
+    def of_part(part: Any) -> Any:
+        heads = cut and isinstance(part, Store)
+
+        def of_leaf(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            spec = PartitionSpec(*(None,) * (leaf.ndim - 1), "model") if heads else PartitionSpec()
+            where = alone if mesh is None else NamedSharding(mesh, spec)
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+        return jax.tree.map(of_leaf, part)
+
+    return jax.tree.map(of_part, state, is_leaf=lambda part: isinstance(part, Store))
 
 
 def _store(settings: Settings, layers: int, pages: int, cached: tuple[int, int, int], dtype: DTypeLike) -> Store:

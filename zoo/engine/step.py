@@ -22,10 +22,10 @@ from transforms.sharding import uncut
 from zoo.engine.attention import Kinds, Paged, Pool
 from zoo.engine.sampling import Either, Picked, Rules, pick
 from zoo.models.decoder import together
-from zoo.models.experts import experts
 from zoo.models.forward import ForwardPass
-from zoo.models.grouped import Product
 from zoo.models.layers import PLAIN
+from zoo.models.mixtures.experts import experts
+from zoo.models.mixtures.grouped import Product
 
 
 class Work(eqx.Module):
@@ -63,54 +63,44 @@ class State(eqx.Module):
     last: Int[Array, " slots"]
 
 
-def advance(
-    model: Any,
-    state: State,
-    work: Work,
-    *,
-    kinds: Kinds,
-    dtype: Any,
-    most: int,
-    unroll: bool,
-    product: Product,
-) -> tuple[State, Picked, Array]:
-    """Run a step; return the state after it, what each slot that is asked picked, and all hidden states `[R W, D]`.
+@dataclasses.dataclass(frozen=True)
+class Fixed:
+    """What is fixed when a step is compiled.
 
-    Logits exist for one block of these slots at a time, and for none where nothing is asked.
-
-    Args:
-        model: any of the zoo, its layers `apart` or not.
-        state: donate it.
-        work: what to compute.
+    Attributes:
         kinds: which pages each layer's keys are on.
         dtype: what to compute in.
         most: how many of the likeliest ids are told, where any are asked for.
         unroll: whether each layer is apart in the program.
         product: of a mixture's rows and the matrices of their experts; idle slots go to none.
     """
+
+    kinds: Kinds
+    dtype: Any
+    most: int
+    unroll: bool
+    product: Product
+
+
+def advance(model: Any, state: State, work: Work, *, fixed: Fixed) -> tuple[State, Picked, Array]:
+    """Run a step; return the state after it, what each slot that is asked picked, and all hidden states `[R W, D]`.
+
+    Args:
+        model: any of the zoo, its layers `apart` or not.
+        state: donate it.
+        work: what to compute.
+        fixed: how.
+    """
+    kinds, dtype = fixed.kinds, fixed.dtype
     tokens = jnp.where(work.tokens < 0, state.last[work.slots][:, None], work.tokens)
     past = Paged(state.pool, work.positions, work.tables, work.lengths, work.slots, work.drafted, kinds, dtype)
     model = together(model)
     live = jnp.asarray(work.positions) >= 0
-    ops = dataclasses.replace(PLAIN, experts=functools.partial(experts, product=product, live=live))
-    out = model.forward(tokens, ForwardPass(dtype=dtype, ops=ops, past=past, unroll=unroll))
+    ops = dataclasses.replace(PLAIN, experts=functools.partial(experts, product=fixed.product, live=live))
+    out = model.forward(tokens, ForwardPass(dtype=dtype, ops=ops, past=past, unroll=fixed.unroll))
     rows, width = tokens.shape
     newest = jnp.arange(rows) * width + jnp.argmax(work.positions, axis=1)
-    positions, targets, asked = map(jnp.asarray, (work.positions, work.targets, work.asked))
-
-    def picked(slots: Int[Array, " block"]) -> Picked:
-        row, at = jnp.minimum(slots // width, rows - 1), slots % width
-        rules, target = work.rules.of(row), targets[row, at]
-        logits = uncut(model.logits(out.hidden[row, at]), 1)
-        return pick(logits, rules, positions[row], tokens[row], at, target, most)
-
-    def block(i, found: Picked) -> Picked:
-        return jax.tree.map(lambda all, new: all.at[asked[i]].set(new, mode="drop"), found, picked(asked[i]))
-
-    told = jax.eval_shape(picked, asked[0])
-    empty = jax.tree.map(lambda leaf: jnp.zeros((rows * width, *leaf.shape[1:]), leaf.dtype), told)
-    with jax.named_scope("blocks"):
-        found = jax.lax.fori_loop(0, (asked[:, 0] < rows * width).sum(), block, empty)
+    found = _pick(model, out.hidden, tokens, work, fixed.most)
     slots = jnp.where(work.keeps, work.slots, state.last.shape[0])
     return (
         State(out.pool, state.last.at[slots].set(found.ids[newest], mode="drop")),
@@ -119,18 +109,33 @@ def advance(
     )
 
 
+def _pick(model: Any, hidden: Array, tokens: Int[Array, "R W"], work: Work, most: int) -> Picked:
+    """Return what each slot that is asked picks.
+
+    Logits exist for one block of these slots at a time, and for none where nothing is asked.
+    """
+    rows, width = tokens.shape
+    positions, targets, asked = map(jnp.asarray, (work.positions, work.targets, work.asked))
+
+    def picked(slots: Int[Array, " block"]) -> Picked:
+        row, at = jnp.minimum(slots // width, rows - 1), slots % width
+        rules, target = work.rules.of(row), targets[row, at]
+        logits = uncut(model.logits(hidden[row, at]), 1)
+        return pick(logits, rules, positions[row], tokens[row], at, target, most)
+
+    def block(i, found: Picked) -> Picked:
+        return jax.tree.map(lambda all, new: all.at[asked[i]].set(new, mode="drop"), found, picked(asked[i]))
+
+    told = jax.eval_shape(picked, asked[0])
+    empty = jax.tree.map(lambda leaf: jnp.zeros((rows * width, *leaf.shape[1:]), leaf.dtype), told)
+    with jax.named_scope("blocks"):
+        return jax.lax.fori_loop(0, (asked[:, 0] < rows * width).sum(), block, empty)
+
+
 @functools.cache
-def program(
-    kinds: Kinds,
-    dtype: Any,
-    most: int,
-    unroll: bool,
-    product: Product,
-    options: tuple[tuple[str, Any], ...],
-) -> Any:
+def program(fixed: Fixed, options: tuple[tuple[str, Any], ...]) -> Any:
     """Return `advance`, to be compiled with XLA's options and for donated states; engines alike share it."""
-    how: dict[str, Any] = {"kinds": kinds, "dtype": dtype, "most": most, "unroll": unroll}
-    run = functools.partial(advance, product=product, **how)
     # Of a product of two matrices beside each other, GPUs would first copy both.
-    found = {"xla_gpu_dot_merger_threshold_mb": 0} if unroll else {}
-    return jax.jit(run, donate_argnums=1, compiler_options={**found, **dict(options)} or None)
+    found = {"xla_gpu_dot_merger_threshold_mb": 0} if fixed.unroll else {}
+    run, told = functools.partial(advance, fixed=fixed), {**found, **dict(options)}
+    return jax.jit(run, donate_argnums=1, compiler_options=told or None)

@@ -1,5 +1,6 @@
 """The families, one file each (or one for what grew out of it): its config, the rows of its parameters, what its
-`config.json` may hold, and which model it makes. Free of JAX.
+`config.json` may hold, and which model it makes. Free of JAX. They stand by lineage, in `gemmas`, `gpts` and `llamas`;
+what mixtures of all three share is in `mixture`.
 
 In: a family's name, or a config. Out: the class of its config, or of its models.
 """
@@ -8,26 +9,26 @@ import importlib
 from typing import Any
 
 from zoo.config import Config
-from zoo.families.bert import ModernBertConfig
-from zoo.families.cohere import Cohere2Config, CohereConfig
-from zoo.families.deepseek import DeepSeekV2Config, DeepSeekV3Config
-from zoo.families.gemma import Gemma3Config, GemmaConfig
-from zoo.families.gemma3n import Gemma3nConfig
-from zoo.families.gemma4 import Gemma4Config, Gemma4MoeConfig
-from zoo.families.glm import GLMConfig, GLMMoeConfig
-from zoo.families.gpt import GPT2Config
-from zoo.families.gptoss import GptOssConfig
-from zoo.families.granite import Granite4Config, GraniteConfig
-from zoo.families.llama import LlamaConfig
-from zoo.families.mistral import Ministral3Config, MistralConfig, MixtralConfig
-from zoo.families.neox import NeoXConfig
-from zoo.families.olmo import Olmo2Config, Olmo3Config, OlmoeConfig
-from zoo.families.opt import OPTConfig
-from zoo.families.phi import Phi3Config
-from zoo.families.qwen import Qwen2Config, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
-from zoo.families.qwen_next import Qwen3NextConfig, Qwen35Config, Qwen35MoeConfig
-from zoo.families.seed import SeedConfig
-from zoo.families.smollm import SmolLM3Config
+from zoo.families.gemmas.gemma import Gemma3Config, GemmaConfig
+from zoo.families.gemmas.gemma3n import Gemma3nConfig
+from zoo.families.gemmas.gemma4 import Gemma4Config, Gemma4MoeConfig
+from zoo.families.gpts.bert import ModernBertConfig
+from zoo.families.gpts.cohere import Cohere2Config, CohereConfig
+from zoo.families.gpts.gpt import GPT2Config
+from zoo.families.gpts.neox import NeoXConfig
+from zoo.families.gpts.opt import OPTConfig
+from zoo.families.llamas.deepseek import DeepSeekV2Config, DeepSeekV3Config
+from zoo.families.llamas.glm import GLMConfig, GLMMoeConfig
+from zoo.families.llamas.gptoss import GptOssConfig
+from zoo.families.llamas.granite import Granite4Config, GraniteConfig
+from zoo.families.llamas.llama import LlamaConfig
+from zoo.families.llamas.mistral import Ministral3Config, MistralConfig, MixtralConfig
+from zoo.families.llamas.olmo import Olmo2Config, Olmo3Config, OlmoeConfig
+from zoo.families.llamas.phi import Phi3Config
+from zoo.families.llamas.qwen import Qwen2Config, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
+from zoo.families.llamas.qwen_next import Qwen3NextConfig, Qwen35Config, Qwen35MoeConfig
+from zoo.families.llamas.seed import SeedConfig
+from zoo.families.llamas.smollm import SmolLM3Config
 
 FAMILIES: dict[str, type[Config]] = {
     "gemma": GemmaConfig,

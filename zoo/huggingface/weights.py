@@ -317,8 +317,9 @@ def _take(model: Any, name: str, parts: list[Part]) -> dict[str, np.ndarray]:
         values, scale = (np.concatenate(arrays) for arrays in zip(*own, strict=True))
         return written(leaves[0].format, name, values, scale, leaves[0].dtype.name)
     if not row.stack:
-        leaf = whole(leaves[0])
-        return {name: np.ascontiguousarray(leaf if leaf.is_fully_addressable else _gathered(leaf, (...,)))}
+        leaf = leaves[0] if isinstance(leaves[0], np.ndarray) else whole(leaves[0])
+        here = isinstance(leaf, np.ndarray) or leaf.is_fully_addressable
+        return {name: np.ascontiguousarray(leaf if here else _gathered(leaf, (...,)))}
     tensor = np.empty(row.disk_shape(dims), leaves[0].dtype)
     for row, index in parts:
         leaf = _leaf(model, row)
@@ -327,9 +328,9 @@ def _take(model: Any, name: str, parts: list[Part]) -> dict[str, np.ndarray]:
     return {name: tensor}
 
 
-def _at(array: jax.Array, index: tuple[int, ...]) -> np.ndarray:
+def _at(array: jax.Array | np.ndarray, index: tuple[int, ...]) -> np.ndarray:
     """Return one tensor of a stack, on the host."""
-    on_mesh = isinstance(array.sharding, NamedSharding)
+    on_mesh = isinstance(array, jax.Array) and isinstance(array.sharding, NamedSharding)
     return np.asarray(_gathered(array, index or (...,)) if on_mesh else array[index])
 
 

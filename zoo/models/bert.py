@@ -9,7 +9,7 @@ import equinox as eqx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer
 
-from zoo.families.bert import ModernBertConfig
+from zoo.families.gpts.bert import ModernBertConfig
 from zoo.models.decoder import Decoder
 from zoo.models.gpt import Block
 from zoo.models.head import Head

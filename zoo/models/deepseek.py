@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from zoo.families.deepseek import DeepSeekLike
+from zoo.families.llamas.deepseek import DeepSeekLike
 from zoo.models import mixture
-from zoo.models.experts import formed
+from zoo.models.attention.groups import Seen
 from zoo.models.forward import Aux, LayerPass
-from zoo.models.groups import Seen
 from zoo.models.layers import ACTIVATIONS, linear, rms_norm
 from zoo.models.llama import attention_out, normalised
+from zoo.models.mixtures.experts import formed
 from zoo.quantised import AbstractMatrix
 
 _EPS = 1e-6  # of the norms of latents, whatever the config says

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Integer
 
 from transforms.sharding import explicit, partitions, place, uncut
-from zoo.families.qwen_next import DeltaLike, Qwen3NextConfig, Qwen35Config, Qwen35MoeConfig
+from zoo.families.llamas.qwen_next import DeltaLike, Qwen3NextConfig, Qwen35Config, Qwen35MoeConfig
 from zoo.models import llama, mixture
 from zoo.models.decoder import Decoder
 from zoo.models.forward import Aux, LayerPass

@@ -18,9 +18,9 @@ from jaxtyping import Array, Float, Int, Integer
 from transforms.remat import Remat
 from transforms.sharding import uncut
 from zoo.config import Config, temperature_of
-from zoo.models import groups, packing, ulysses
+from zoo.models.attention import groups, packing, ulysses
+from zoo.models.attention.rotary import frequencies
 from zoo.models.layers import PLAIN, Ops, few_windows, rope, scanned_windows
-from zoo.models.rotary import frequencies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,8 @@ class ForwardPass:
         remat: what the backward pass keeps of each layer (`transforms.remat`), or any wrapper of its body. The names
             `attn_out` and `mlp_out` mark what a policy may keep.
         ops: how attention, MLP and experts run; None runs them plainly.
-        segments: the number of each token's document `[B, S]`, where a row holds several (`zoo.models.packing`).
+        segments: the number of each token's document `[B, S]`, where a row holds several
+            (`zoo.models.attention.packing`).
         past: what was read before (`zoo.engine.attention.Paged`).
         unroll: whether the program has each layer apart, in place of a loop over them.
     """
@@ -170,7 +171,8 @@ class LayerPass:
     ) -> tuple[Float[Array, "B S N W"] | groups.Seen, "Aux"]:
         """Return what the queries that `project` makes attend to, and what the block returns beside its output.
 
-        Its arguments are those of `zoo.models.groups.attend`, by which it goes where a caller wants heads by turns.
+        Its arguments are those of `zoo.models.attention.groups.attend`, by which it goes where a caller wants heads by
+        turns.
         """
         how: dict[str, Any] = {"scale": scale, "cap": cap}
         if self.ops.heads is None or self.past is not None:

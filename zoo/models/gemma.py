@@ -11,7 +11,7 @@ import equinox as eqx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from zoo.families.gemma import Gemma3Config, GemmaConfig
+from zoo.families.gemmas.gemma import Gemma3Config, GemmaConfig
 from zoo.models.decoder import Decoder
 from zoo.models.forward import Aux, LayerPass
 from zoo.models.head import Head

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Integer
 
 from transforms.sharding import constrain
-from zoo.families.gemma3n import Gemma3nConfig, SharingLike
+from zoo.families.gemmas.gemma3n import Gemma3nConfig, SharingLike
 from zoo.models.decoder import Decoder
 from zoo.models.forward import Aux, LayerPass
 from zoo.models.head import Head

@@ -16,15 +16,15 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Integer
 
 from transforms.sharding import constrain
-from zoo.families.gemma4 import LAYERS, SHARING, SHARING_WHOLE, WHOLE, Gemma4Config, Gemma4MoeConfig
+from zoo.families.gemmas.gemma4 import LAYERS, SHARING, SHARING_WHOLE, WHOLE, Gemma4Config, Gemma4MoeConfig
+from zoo.models.attention.groups import Seen
 from zoo.models.decoder import Decoder
-from zoo.models.experts import experts, weighed
 from zoo.models.forward import Aux, LayerPass
 from zoo.models.gemma3n import layer_inputs
-from zoo.models.groups import Seen
 from zoo.models.head import Head
 from zoo.models.layers import accumulator, gelu, linear, rms_norm
 from zoo.models.mixture import balance_loss
+from zoo.models.mixtures.experts import experts, weighed
 from zoo.quantised import AbstractMatrix
 
 AnyGemma4 = Gemma4Config | Gemma4MoeConfig

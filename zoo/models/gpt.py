@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer
 
-from zoo.families.gpt import GPTLike
+from zoo.families.gpts.gpt import GPTLike
 from zoo.models.decoder import Decoder
 from zoo.models.forward import Aux, LayerPass
 from zoo.models.head import Head

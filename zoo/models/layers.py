@@ -69,7 +69,8 @@ def rope(
 
     Args:
         x: queries or keys.
-        frequency: radians per position, from `zoo.models.rotary.frequencies`; those of all tokens, or of each.
+        frequency: radians per position, from `zoo.models.attention.rotary.frequencies`; those of all tokens, or of
+            each.
         positions: of every token; None counts from 0.
         temperature: multiplies what comes out; None leaves it.
     """
@@ -278,19 +279,19 @@ class Ops:
             documents also with `q_segments=, k_segments=`, of families that have them also with `sinks=`.
         mlp: like `gated_mlp`; called as `mlp(x, gate, up, down, activation=)`, of families that have them also with
             `biases=`; the gate of families without one is None.
-        experts: like `zoo.models.experts.experts`, which None stands for.
+        experts: like `zoo.models.mixtures.experts.experts`, which None stands for.
         static_windows: whether attention takes windows as numbers alone. Layers then run the one of the few calls that
             is theirs (`jax.lax.switch`); otherwise a window is scanned over with the layer's weights.
         keeps: whether attention takes `keep=True`, for which it returns the logarithms of its sums `[B N S]` too, and
             has no gradients; and `kept=(logs, own)`, for which it returns the queries, with the gradients of what they
             see: made with these and with how the gradient of what is seen points to what is seen, `own` `[B N S]`.
         heads: makes of a function of some heads one of all, a group of them at a time: called as
-            `heads(part, axes, groups)`, where `axes` reads like `jax.vmap`'s `in_axes`; see `zoo.models.groups`. None
-            takes all heads at once.
+            `heads(part, axes, groups)`, where `axes` reads like `jax.vmap`'s `in_axes`; see
+            `zoo.models.attention.groups`. None takes all heads at once.
         tokens: makes of a function of tokens one that takes some of them at a time: called as `tokens(part, axes)`,
             where `axes` are 1 for arrays `[B, S, ...]`, of which the first is one; by default all are taken at once.
         ulysses: whether devices that share sequences exchange heads for positions around attention, which then has
-            whole sequences (`zoo.models.ulysses`); otherwise it is called with the sequences as they lie.
+            whole sequences (`zoo.models.attention.ulysses`); otherwise it is called with the sequences as they lie.
     """
 
     attention: Callable = attention

@@ -15,10 +15,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from zoo.config import Config
-from zoo.families.llama import LlamaLike
+from zoo.families.llamas.llama import LlamaLike
+from zoo.models.attention.groups import Seen
 from zoo.models.decoder import Decoder
 from zoo.models.forward import Aux, LayerPass
-from zoo.models.groups import Seen
 from zoo.models.head import Head
 from zoo.models.layers import ACTIVATIONS, layer_norm, linear, rms_norm
 from zoo.quantised import AbstractMatrix

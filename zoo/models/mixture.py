@@ -18,19 +18,19 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from zoo.families.glm import GLMMoeConfig
-from zoo.families.gptoss import GptOssConfig
-from zoo.families.mistral import MixtralConfig
+from zoo.families.llamas.glm import GLMMoeConfig
+from zoo.families.llamas.gptoss import GptOssConfig
+from zoo.families.llamas.mistral import MixtralConfig
+from zoo.families.llamas.olmo import OlmoeConfig
+from zoo.families.llamas.qwen import Qwen2MoeConfig, Qwen3MoeConfig
 from zoo.families.mixture import GroupedLike
-from zoo.families.olmo import OlmoeConfig
-from zoo.families.qwen import Qwen2MoeConfig, Qwen3MoeConfig
 from zoo.models import llama
+from zoo.models.attention.groups import Seen
 from zoo.models.decoder import Decoder
-from zoo.models.experts import clamped, experts, formed, group_limited
 from zoo.models.forward import Aux, LayerPass
-from zoo.models.groups import Seen
 from zoo.models.head import Head
 from zoo.models.layers import ACTIVATIONS, accumulator, linear, rms_norm
+from zoo.models.mixtures.experts import clamped, experts, formed, group_limited
 from zoo.quantised import AbstractMatrix
 
 AnyMixture = MixtralConfig | Qwen2MoeConfig | Qwen3MoeConfig | OlmoeConfig | GptOssConfig | GLMMoeConfig
@@ -94,7 +94,7 @@ def feed_forward(
         config: the model's.
         told: how the layer runs.
         aux: what attention returned beside.
-        how: what else `zoo.models.experts.experts` is told.
+        how: what else `zoo.models.mixtures.experts.experts` is told.
     """
     cast: Any = lambda weight: None if weight is None else weight.astype(x.dtype)
     activation = ACTIVATIONS[config.activation]
@@ -126,7 +126,7 @@ def feed_forward(
 
 
 def _in_groups(config: GroupedLike) -> Callable:
-    """Return how experts are chosen (`zoo.models.experts.Select`)."""
+    """Return how experts are chosen (`zoo.models.mixtures.experts.Select`)."""
     how: dict[str, Any] = {"best": 1, "probability": jax.nn.softmax}
     if config.sigmoid_router:
         how = {"best": 2, "probability": jax.nn.sigmoid}

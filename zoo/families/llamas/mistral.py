@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from zoo.config import RopeType, window_problems
 from zoo.dialect import ACTIVATION, TIED, Dialect, eps, sizes
-from zoo.families.llama import Activated
+from zoo.families.llamas.llama import Activated
 from zoo.families.mixture import BALANCE, MixtureLike
 from zoo.parameters import LAYER, Row
 

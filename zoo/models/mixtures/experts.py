@@ -14,8 +14,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from transforms.sharding import axes_of, explicit, partitions, uncut
 from zoo.adapters.lora import LowRank
-from zoo.models.grouped import Product, ragged
 from zoo.models.layers import Widened, linear
+from zoo.models.mixtures.grouped import Product, ragged
 from zoo.quantised import AbstractMatrix, Quantised, whole
 
 Matrix = Float[Array, "..."] | AbstractMatrix
@@ -61,7 +61,7 @@ def experts(
         select: returns what `route` does, given all scores and the router's bias; None takes the most probable.
         by_sequence: each sequence's tokens are sorted on their own, so that `tile` can cut the batch; on an explicit
             mesh, those of the part of each sequence that a device has.
-        product: of rows and the matrices of their groups (`zoo.models.grouped`).
+        product: of rows and the matrices of their groups (`zoo.models.mixtures.grouped`).
         live: which tokens there are: the others go to no expert, and come back as zeros; None is all of them.
         routed_by: what the router reads of each token; None is what the experts do.
     """

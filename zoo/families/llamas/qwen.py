@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from zoo.config import LOCAL, not_positive, pattern_of, window_problems
 from zoo.dialect import ACTIVATION, BIAS, TIED, Dialect, eps, sizes
-from zoo.families.llama import Activated
+from zoo.families.llamas.llama import Activated
 from zoo.families.mixture import BALANCE, EXPERTS, SHARED, MixtureLike, dense_row
 from zoo.parameters import MLP, Row
 

@@ -17,7 +17,7 @@ from zoo.config import (
     windows,
 )
 from zoo.dialect import Dialect, eps
-from zoo.families.gemma import POST_NORMS, TANH
+from zoo.families.gemmas.gemma import POST_NORMS, TANH
 from zoo.parameters import ATTENTION, ENDS, LAYER, MLP, QK_NORMS, Row
 
 INPUT = (  # of a layer: what it makes of its own input

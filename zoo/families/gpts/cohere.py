@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from zoo.config import Rope, RopeScaling, not_positive, scaling_problems, window_problems, windows
 from zoo.dialect import ACTIVATION, BIAS, Dialect, activation_problems, sizes
-from zoo.families.gpt import GPTLike
+from zoo.families.gpts.gpt import GPTLike
 from zoo.parameters import ATTENTION, BIASES, ENDS, HEAD, LAYER, MLP, Row
 
 _NORMS = (

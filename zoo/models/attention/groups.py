@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from transforms.sharding import partitions, reshape
 from transforms.tiling.mesh.layout import like
-from zoo.models import ulysses
+from zoo.models.attention import ulysses
 from zoo.models.layers import Ops, accumulator
 from zoo.quantised import Quantised
 

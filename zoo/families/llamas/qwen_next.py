@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from zoo.config import not_positive, pattern_of, rotary_problems
 from zoo.dialect import BIAS, SILU, TIED, Dialect, eps, sizes
-from zoo.families.llama import LlamaLike
+from zoo.families.llamas.llama import LlamaLike
 from zoo.families.mixture import BALANCE, EXPERTS, SHARED, MixtureLike
 from zoo.parameters import ATTENTION, BIASES, LAYER, MLP, MLP_NORM, QK_NORMS, Row
 

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from zoo.config import GLOBAL, LOCAL, Rope, pattern_of, window_problems
 from zoo.dialect import ACTIVATION, BIAS, Dialect, eps, sizes
-from zoo.families.llama import LlamaConfig
+from zoo.families.llamas.llama import LlamaConfig
 
 ROTATED, UNROTATED = "RN"
 USUAL = "RRRN"

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from zoo.config import RopeScaling, RopeType, not_positive
 from zoo.dialect import Dialect, eps
-from zoo.families.gemma import POST_NORMS, TANH
-from zoo.families.gemma3n import INPUT, INPUT_SIZES, INPUTS, KEYS_AND_VALUES, SharingLike
+from zoo.families.gemmas.gemma import POST_NORMS, TANH
+from zoo.families.gemmas.gemma3n import INPUT, INPUT_SIZES, INPUTS, KEYS_AND_VALUES, SharingLike
 from zoo.families.mixture import MixtureLike
 from zoo.parameters import ATTENTION, ENDS, LAYER, MLP, QK_NORMS, Row
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from zoo.models.blockwise import with_backward
+from zoo.models.attention.blockwise import with_backward
 from zoo.models.layers import accumulator
 
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from zoo.config import Rope, not_positive, ropes_by_type, window_problems
 from zoo.dialect import ACTIVATION, BIAS, TIED, Dialect, eps, sizes
-from zoo.families.llama import Activated
+from zoo.families.llamas.llama import Activated
 from zoo.families.mixture import EXPERTS, MixtureLike
 from zoo.parameters import ATTENTION, BIASES, LAYER, Row
 

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from zoo.config import RopeScaling, rotary_problems, scaling_problems
 from zoo.dialect import ACTIVATIONS, REQUIRED, Dialect
-from zoo.families.gpt import GPTLike, whole_heads
+from zoo.families.gpts.gpt import GPTLike, whole_heads
 from zoo.parameters import Row
 
 _LAYER = "gpt_neox.layers.{}."

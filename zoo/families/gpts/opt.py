@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from zoo.config import Rope
 from zoo.dialect import ACTIVATIONS, Dialect
-from zoo.families.gpt import GPTLike, whole_heads
+from zoo.families.gpts.gpt import GPTLike, whole_heads
 from zoo.parameters import ATTENTION, BIASES, HEAD, LAYER, Row
 
 _LAYER = "model.decoder.layers.{}."

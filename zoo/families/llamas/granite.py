@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from zoo.config import Rope, not_positive
 from zoo.dialect import ACTIVATION, BIAS, TIED, Dialect, eps, sizes
-from zoo.families.llama import LlamaConfig
+from zoo.families.llamas.llama import LlamaConfig
 from zoo.parameters import LAYER, MLP, Row
 
 _MULTIPLIERS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")

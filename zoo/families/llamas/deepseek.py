@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from zoo.config import not_positive
 from zoo.dialect import ACTIVATION, BIAS, HEADS, REQUIRED, SIZES, TIED, Dialect
-from zoo.families.llama import Activated
+from zoo.families.llamas.llama import Activated
 from zoo.families.mixture import GroupedLike
 from zoo.parameters import ATTENTION, BIASES, LAYER, MLP_NORM, Row
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from zoo.config import rotary_problems
 from zoo.dialect import ACTIVATION, BIAS, TIED, Dialect, eps, sizes
-from zoo.families.llama import Activated
+from zoo.families.llamas.llama import Activated
 from zoo.families.mixture import GroupedLike
 from zoo.parameters import LAYER, MLP, Row
 

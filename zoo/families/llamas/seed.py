@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from zoo.dialect import ACTIVATION, TIED, Dialect, eps, sizes
-from zoo.families.llama import LlamaConfig
+from zoo.families.llamas.llama import LlamaConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,15 +1,19 @@
-"""The pictures of a run, from its records and what was known at its start. matplotlib is imported only to draw."""
+"""What is left of a run at its end: summary.json, its last words and its pictures.
+
+They are made of its records and of what was known at its start. matplotlib is imported only to draw.
+"""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from experiments.commandline import console
 from experiments.commandline.console import GIB
-from experiments.results.metrics import Record
-
-FACTS = "plan.json"
+from experiments.results.metrics import Record, Recorder, describe, finite
+from experiments.runtime import distributed, hardware, manifest
 
 INK, FAINT, GRID = "#1f2430", "#8a91a0", "#e6e8ee"
 BLUE, ORANGE = "#2f6fde", "#e07a1f"
@@ -45,6 +49,67 @@ STYLE: Any = {
 }
 
 
+def leave(directory: Path, recorder: Recorder, known: dict[str, Any], seconds: float) -> None:
+    """Close the records, and of a run that has trained write the summary and draw the pictures, however it ended."""
+    if not distributed.first():
+        return
+    actions = [recorder.close]
+    if any(record.loss is not None for record in recorder.records):
+        actions.append(lambda: _summarise(directory, recorder, known, seconds))
+        actions.append(lambda: draw(directory, recorder.records, known))
+    for action in actions:
+        try:
+            action()
+        except OSError as error:  # what ended the run may be the very same
+            print(f"warning: cannot write to {directory}: {manifest.reason(error)}", file=sys.stderr)
+
+
+def _summarise(directory: Path, recorder: Recorder, known: dict[str, Any], seconds: float) -> None:
+    """Write summary.json: what one would compare between runs."""
+    steps = [record for record in recorder.records if record.loss is not None]
+    speeds = sorted(record.tokens_per_second for record in steps if record.tokens_per_second is not None)
+    held_out = [record for record in recorder.records if record.held_out_loss is not None]
+    summary = {
+        "params": known["params"],
+        "flops_per_step": known["flops"],
+        "planned_bytes": known["total"],
+        "planned_bytes_untiled": known["total_untiled"],
+        "peak_bytes": hardware.used_memory()[1],
+        "steps": len(steps),
+        "seconds": round(seconds, 2),
+        "first_loss": steps[0].loss if steps else None,
+        "last_loss": steps[-1].loss if steps else None,
+        "held_out_bits_per_byte_before": held_out[0].held_out_bits_per_byte if held_out else None,
+        "held_out_bits_per_byte_after": held_out[-1].held_out_bits_per_byte if held_out else None,
+        "tokens_per_second": speeds[len(speeds) // 2] if speeds else None,
+    }
+    (directory / "summary.json").write_text(json.dumps(finite(summary), indent=2) + "\n")
+
+
+def words(directory: Path, recorder: Recorder, known: dict[str, Any], saved: list[str], seconds: float) -> str:
+    """Return what is said at the end: how well it went, and where everything is.
+
+    Args:
+        directory: the run's.
+        recorder: has its records.
+        known: what the plan says of it (`Plan.facts`).
+        saved: the folders of weights.
+        seconds: how long it took.
+    """
+    held_out = [record for record in recorder.records if record.held_out_loss is not None]
+    lines = []
+    if len(held_out) > 1:
+        what = "pairs" if known["paired"] else "text"
+        before, after = (describe(held_out[i], known["paired"]) for i in (0, -1))
+        lines.append(f"  held-out {what} before: {before}, after: {after}")
+    lines.append(f"  peak memory {console.size(hardware.used_memory()[1])}, {seconds:.0f} s altogether")
+    if (other := beside(recorder.records, known["weights"])) and known["process"]:
+        lines.append(f"  of it about {console.size(other)} of Python, JAX and its compiler")
+        lines.append(f"  and {console.size(known['total'])} as planned of a step")
+    files = ", ".join(["metrics.jsonl", "metrics.csv", "summary.json", "config.yaml", "*.png", *saved])
+    return "\n".join([*lines, f"Everything is in {directory}/: {files}"])
+
+
 def beside(records: list[Record], weights: int) -> int:
     """Return the bytes in use beside the weights before the first step: on a CPU Python, JAX and its compiler."""
     first = next((record.memory_bytes for record in records if record.step == 0 and record.memory_bytes), None)
@@ -78,11 +143,6 @@ def draw(directory: Path, records: list[Record], known: dict[str, Any]) -> list[
             figure.savefig(directory / name)
             plt.close(figure)
     return list(pictures)
-
-
-def remember(directory: Path, known: dict[str, Any]) -> None:
-    """Write what the pictures need beside the metrics, so that they can be drawn again at any time."""
-    (directory / FACTS).write_text(json.dumps(known, indent=1) + "\n")
 
 
 def _figure(plt: Any, width: float, height: float, columns: int = 1, **spaces: float) -> Any:

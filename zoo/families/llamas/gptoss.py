@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from zoo.config import not_positive, window_problems
 from zoo.dialect import SILU, TIED, Dialect, eps, sizes
-from zoo.families.llama import LlamaLike
+from zoo.families.llamas.llama import LlamaLike
 from zoo.families.mixture import BALANCE, MixtureLike
 from zoo.parameters import LAYER, Row
 

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 from zoo.config import GLOBAL, LOCAL, Rope, not_positive, pattern_of, window_problems, windows
 from zoo.dialect import ACTIVATIONS, BIAS, REQUIRED, Dialect
-from zoo.families.gpt import HEADS_FUSED, GPTLike, whole_heads
+from zoo.families.gpts.gpt import HEADS_FUSED, GPTLike, whole_heads
 from zoo.parameters import Row
 
 _LAYER = "model.layers.{}."
