@@ -127,8 +127,9 @@ def _hardware(
     dtype, fits = (DType.float32, "fit") if roomy else (DType.bfloat16, "do not fit")
     why = f"float32 parameters, gradients and two moments of {{}} {fits}"
     hardware = filled(hardware, why=why, sizes=(kept,), param_dtype=dtype)
-    dtype = DType.float32 if on_cpu else DType.bfloat16
-    hardware = filled(hardware, why=f"what a {device.platform} multiplies fastest", compute_dtype=dtype)
+    narrow = not on_cpu or (device.multiplies_bfloat16 and hardware.param_dtype is DType.bfloat16)
+    dtype, kind = (DType.bfloat16 if narrow else DType.float32), "CPU like this" if on_cpu else device.platform
+    hardware = filled(hardware, why=f"what a {kind} multiplies fastest", compute_dtype=dtype)
     why = "for Python and JAX itself" if on_cpu else "for the device's own use"
     hardware = filled(hardware, why=why, headroom_gib=1.0 if on_cpu else 0.5)
     if not on_cpu or hardware.param_dtype is not DType.bfloat16:

@@ -29,6 +29,7 @@ class Device:
         described: JAX's descriptions of devices that are not here, which hold nothing and run nothing.
         host: bytes of the memory of a machine that has such devices, free for this run; None where that is not known.
         on_host: how many of them a machine has.
+        multiplies_bfloat16: whether it multiplies bfloat16 as it is; CPUs of few kinds do.
     """
 
     platform: str
@@ -38,6 +39,7 @@ class Device:
     described: Sequence[Any] | None = None
     host: int | None = None
     on_host: int = 1
+    multiplies_bfloat16: bool = False
 
 
 # Dense bfloat16 TFLOP/s of one device, by part of its name; the makers' data sheets.
@@ -58,6 +60,7 @@ PEAKS = {
     "TPU v6": 918.0,
     "TPU7x": 2307.0,
 }
+BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}  # a processor's instructions that multiply it, as Linux calls them
 CGROUPS = (("memory.current", "memory.max"), ("memory/memory.usage_in_bytes", "memory/memory.limit_in_bytes"))
 
 
@@ -90,7 +93,8 @@ def prepare(platform: Platform) -> Device:
         ) from None
     memory = distributed.least(free_memory(device))
     local = jax.local_device_count()
-    return Device(device.platform, _name(device), memory, jax.device_count(), host=host_memory(), on_host=local)
+    how: Any = {"host": host_memory(), "on_host": local, "multiplies_bfloat16": _multiplies_bfloat16(device)}
+    return Device(device.platform, _name(device), memory, jax.device_count(), **how)
 
 
 def allow(config: configs.Hardware) -> None:
@@ -105,6 +109,15 @@ def _name(device: Any) -> str:
     if device.platform != "cpu":
         return device.device_kind
     return f"CPU with {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores"
+
+
+def _multiplies_bfloat16(device: Any) -> bool:
+    try:
+        with open("/proc/cpuinfo") as file:
+            told = next((line for line in file if line.lower().startswith(("flags", "features"))), "")
+    except OSError:  # another system, which does not tell
+        told = ""
+    return device.platform != "cpu" or not BFLOAT16.isdisjoint(told.split())
 
 
 def free_memory(device: Any) -> int:

@@ -1,10 +1,13 @@
 """The cost before the run: exact where it can be, refused before anything is allocated, with a remedy that works."""
 
+import builtins
 import dataclasses
 import functools
+import io
 import itertools
 import json
 import re
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -290,6 +293,24 @@ def test_choices_follow_the_models_size(model, memory, optimizer, dtype):
     assert config.hardware.param_dtype == dtype
     assert ("hardware.compiler_options" in chosen) == (dtype == "bfloat16")
     assert None not in dataclasses.astuple(config.hardware)[:3]
+
+
+@pytest.mark.parametrize(
+    ("memory", "multiplies", "dtype"), [(2**34, True, "bfloat16"), (2**34, False, "float32"), (2**37, True, "float32")]
+)
+def test_layers_kept_in_bfloat16_compute_in_it_where_the_processor_does(memory, multiplies, dtype):
+    device = Device("cpu", "a test", memory, multiplies_bfloat16=multiplies)
+    assert resolve(schema.compose(["model=gemma2b"])[0], device).hardware.compute_dtype == dtype
+
+
+def test_what_the_processor_multiplies_is_read_from_its_instructions(monkeypatch):
+    cpu, told = SimpleNamespace(platform="cpu"), hardware._multiplies_bfloat16
+    for flags, expected in (("fpu avx512f avx512_bf16", True), ("fpu avx2", False), ("fpu avx512_bf16x", False)):
+        monkeypatch.setattr(builtins, "open", lambda *_, flags=flags: io.StringIO(f"model: x\nflags\t: {flags}\n"))
+        assert told(cpu) is expected
+    monkeypatch.setattr(builtins, "open", lambda *_: (_ for _ in ()).throw(FileNotFoundError()))
+    assert not told(cpu)
+    assert told(SimpleNamespace(platform="tpu"))
 
 
 @pytest.mark.parametrize("words", [["tiling.n=8"], ["seq_len=512", "tiling.n=4"], ["seq_len=8192", "tiling.n=32"]])
