@@ -244,6 +244,27 @@ def test_what_goes_through_beside_a_sum_keeps_its_dtype(dtype):
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.parametrize("within", ["checkpoint", "cond", "scan", "platform"])
+def test_a_barrier_of_what_is_cut_and_what_is_whole(within):
+    """In bodies too, where a whole result was looked for among the whole operands of all."""
+
+    def product(x, w):
+        x, w = jax.lax.optimization_barrier((x, w))
+        return jnp.tanh(x @ w)
+
+    around = {
+        "checkpoint": jax.checkpoint(product),
+        "cond": lambda x, w: jax.lax.cond(w[0, 0] > 0, product, lambda x, w: x @ w, x, w),
+        "scan": lambda x, w: jax.lax.scan(lambda x, _: (product(x, w), None), x, length=2)[0],
+        "platform": lambda x, w: jax.lax.platform_dependent(x, w, cpu=product, default=product),
+    }
+    fn = lambda x, w: around[within](x, w).sum()
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((10, 4), (4, 4)))
+    for got, want in zip(jax.grad(tile(fn, (0, None), 4), (0, 1))(x, w), jax.grad(fn, (0, 1))(x, w), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
 def test_floats_of_eight_bits(dtype):
     """As a weight that no tile cuts, summed, and compared: some of these dtypes have no infinity."""

@@ -14,7 +14,7 @@ from transforms.tiling.ir.effects import check_pure, loud, silenced
 from transforms.tiling.ir.graph import Graph, Node, Value, prune, read
 from transforms.tiling.ir.jaxprs import body
 from transforms.tiling.primitives import CALLS, CUSTOM_CALLS, REMAT, SOLVE
-from transforms.tiling.rules.canonical import canonical, reductions
+from transforms.tiling.rules.canonical import barriers, canonical, reductions
 
 
 def flatten(closed: ClosedJaxpr, *, custom: bool = True, remat: bool = False, together: bool = False) -> Graph:
@@ -48,7 +48,7 @@ def flatten(closed: ClosedJaxpr, *, custom: bool = True, remat: bool = False, to
                 node = Node(eqn.primitive, plain(eqn.params), ins, [], eqn.source_info, outer, eqn.ctx, effects)
                 node.together = together
                 outs = node.outputs = [Value(v.aval, node, i) for i, v in enumerate(eqn.outvars)]
-                nodes.extend(reductions(node))
+                nodes.extend(part for one in reductions(node) for part in barriers(one))
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(a) for a in jaxpr.outvars]
 

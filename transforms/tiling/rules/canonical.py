@@ -1,6 +1,7 @@
 """Canonical forms: what JAX writes in several ways, as rules expect it.
 
-Collectives over dimensions are reductions, joins have no empty operands, products absorb the transposes around them.
+Collectives over dimensions are reductions, barriers have one operand, joins no empty ones, products absorb the
+transposes around them.
 These are changes to a graph that is being made, before anybody has read it.
 """
 
@@ -41,6 +42,18 @@ def drop_empty(graph: Graph) -> Graph:
                 same[node.outputs[0]] = node.inputs[0]
     graph.outputs[:] = [same.get(v, v) for v in graph.outputs]
     return graph
+
+
+def barriers(node: Node) -> list[Node]:
+    """A barrier of several values as one of each: some may be cut, and others whole."""
+    if node.name != "optimization_barrier" or len(node.inputs) == 1:
+        return [node]
+    parts = []
+    for value, out in zip(node.inputs, node.outputs, strict=True):
+        part = node.like([value], [out.aval])
+        out.producer, out.index, part.outputs = part, 0, [out]
+        parts.append(part)
+    return parts
 
 
 def reductions(node: Node) -> list[Node]:
