@@ -191,6 +191,21 @@ def test_what_transformers_makes_of_a_file_and_writes_again_is_read_alike(case):
         assert from_hf(raw) == from_hf(CASES[case])
 
 
+def test_layers_numbers_may_have_as_many_digits_as_the_last_one():
+    """As transformers writes them: of twelve layers 05 and 11."""
+    raw = CASES["gemma4"] | {"num_hidden_layers": 12, "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 2}
+    config, own = from_hf(raw), {"head_dim": 8, "num_key_value_heads": 1}
+    del raw["global_head_dim"], raw["num_global_key_value_heads"]
+    assert from_hf(raw | {"per_layer_config": {"05": own, "11": own}}) == config
+    assert from_hf(raw | {"per_layer_config": {"5": own, "11": own}}) == config
+    for other in ({"05": own}, {"05": own, "10": own}, {"5": own, "05": own}):
+        with pytest.raises(ValueError, match="`per_layer_config`=.* is not supported"):
+            from_hf(raw | {"per_layer_config": other})
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoConfig.for_model(**to_hf(config, "float32"))
+    assert from_hf(json.loads(theirs.to_json_string())) == config
+
+
 def test_of_two_keys_that_say_one_thing_the_one_counts_that_transformers_hears():
     neox = from_hf(CASES["neox"] | {"rotary_pct": 0.5, "partial_rotary_factor": 1.0, "rope_theta": 300.0})
     assert (neox.rotary_fraction, neox.rope_theta) == (0.5, 10_000.0)

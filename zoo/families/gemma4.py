@@ -58,13 +58,13 @@ def _read(read: Any, num_layers: int) -> dict[str, Any]:
         told |= {"global_kv_heads": heads} if read.raw.get("attention_k_eq_v") else {}
     else:
         types = read.raw.get("layer_types") or ["full_attention" if (i + 1) % 6 == 0 else "" for i in range(num_layers)]
-        wanted = {str(i) for i, name in enumerate(types) if name == "full_attention"} | {str(num_layers - 1)}
+        globals_ = [i for i, name in enumerate(types) if name == "full_attention" or i == num_layers - 1]
         one = next(iter(each.values()), None) if isinstance(each, Mapping) else None
         if (
             not isinstance(one, Mapping)
             or set(one) - set(_HEADS)
             or any(layer != one for layer in each.values())
-            or set(each) != wanted
+            or sorted(str(layer).lstrip("0") or "0" for layer in each) != sorted(map(str, globals_))  # or 05
         ):
             names = " and ".join(_HEADS)
             read.problems.append(
