@@ -191,14 +191,17 @@ def test_what_transformers_makes_of_a_file_and_writes_again_is_read_alike(case):
         assert from_hf(raw) == from_hf(CASES[case])
 
 
-def test_layers_numbers_may_have_as_many_digits_as_the_last_one():
+def test_gemma_4_s_layers_have_the_heads_that_transformers_writes_of_them():
     """As transformers writes them: of twelve layers 05 and 11."""
     raw = CASES["gemma4"] | {"num_hidden_layers": 12, "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 2}
     config, own = from_hf(raw), {"head_dim": 8, "num_key_value_heads": 1}
     del raw["global_head_dim"], raw["num_global_key_value_heads"]
     assert from_hf(raw | {"per_layer_config": {"05": own, "11": own}}) == config
     assert from_hf(raw | {"per_layer_config": {"5": own, "11": own}}) == config
-    for other in ({"05": own}, {"05": own, "10": own}, {"5": own, "05": own}):
+    alike = from_hf(raw | {"per_layer_config": {}})  # a layer that is left out has the heads that the file begins with
+    assert alike == from_hf(raw | {"global_head_dim": 6}) and alike.layer_heads[5] == alike.layer_heads[4]
+    assert from_hf(raw | {"per_layer_config": {"04": {"head_dim": 6}, "05": {}}}) == alike
+    for other in ({"05": own}, {"05": own, "10": own}, {"5": own, "05": own}, {"05": own, "11": own, "12": own}):
         with pytest.raises(ValueError, match="`per_layer_config`=.* is not supported"):
             from_hf(raw | {"per_layer_config": other})
     transformers = pytest.importorskip("transformers")
