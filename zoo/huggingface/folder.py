@@ -21,7 +21,7 @@ _HEADS = ("lm_head.weight", "embed_out.weight")  # some tools write a tied head 
 _TEXT = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."}
 _OTHER = (
     *("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
-    *("visual.", "model.visual."),
+    *("visual.", "model.visual.", "mm_projector."),
 )
 _Held = TypeVar("_Held")
 
