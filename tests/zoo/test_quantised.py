@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 import zoo
 from tests.zoo import hf_tiny
+from transforms.sharding import make_mesh, sharding_of
 from zoo import load
 from zoo.adapters import lora
 from zoo.config import rows
@@ -140,6 +141,10 @@ def gptq_of_one_group(name, out, into):
 
 def gptq_of_8_bits(name, out, into):
     return gptq(name, out, into, order=lambda index: index, bits=8)
+
+
+def gptq_of_8_bits_by_activation(name, out, into):
+    return gptq(name, out, into, bits=8)
 
 
 def gptq_of_4_and_8_bits(name, out, into):
@@ -280,6 +285,10 @@ FORMATS = {
     "gptq, which says otherwise": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 16}),
     "gptq of one group": (gptq_of_one_group, {"quant_method": "gptq", "bits": 4, "group_size": -1, "desc_act": True}),
     "gptq of 8 bits": (gptq_of_8_bits, {"quant_method": "gptq", "bits": 8, "group_size": 16}),
+    "gptq of 8 bits by activation": (
+        gptq_of_8_bits_by_activation,
+        {"quant_method": "gptq", "bits": 8, "group_size": 16, "desc_act": True},
+    ),
     "gptq of 4 and 8 bits": (
         gptq_of_4_and_8_bits,
         {"quant_method": "gptq", "bits": 4, "group_size": 16, "dynamic": {"+:.*down.*": {"bits": 8}}},
@@ -514,7 +523,7 @@ def test_blocks_of_a_matrix_that_is_narrower_are_blocks(tmp_path):
         *("fp8 by blocks", "fp8 by powers of two", "fp8 by rows"),
         *("gptq in order", "awq", "int8 by rows", "packed", "packed with zeros"),
         *("bitsandbytes int8", "nf4", "gptq of one group", "gptq of 8 bits", "gptq of 4 and 8 bits", "gptq by words"),
-        *("int8 with zeros", "packed in 4 and 8 bits"),
+        *("int8 with zeros", "packed in 4 and 8 bits", "gptq", "gptq of 8 bits by activation", "packed by activation"),
     ],
 )
 def test_folders_of_others_stay_in_fewer_bits(kind, tmp_path):
@@ -532,15 +541,54 @@ def test_folders_of_others_stay_in_fewer_bits(kind, tmp_path):
             np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
         if kind.startswith("fp8"):
             assert kept.layers.q.values.dtype == jnp.float8_e4m3fn
-            with pytest.raises(ValueError, match="matrices are kept as floats of 8 or 4 bits, or with zeros"):
+            with pytest.raises(ValueError, match="matrices are kept as floats of 8 or 4 bits, with zeros"):
                 zoo.save(kept, tmp_path / "again")
+
+
+@pytest.mark.parametrize("sizes", [{"data": 4, "model": 2}, {"data": 8}], ids=str)
+@pytest.mark.parametrize("kind", ["gptq", "packed by activation"])
+def test_inputs_of_a_group_that_stand_apart_are_put_back_on_a_mesh_too(kind, sizes, tmp_path):
+    encode, settings = FORMATS[kind]
+    folder, held = hf_tiny.write("llama2", tmp_path), {}
+    for name, array in load_file(folder / "model.safetensors").items():
+        held |= encode(name.removesuffix(".weight"), *array.shape)[0] if "proj.weight" in name else {name: array}
+    _rewrite(folder, lambda _: held, settings)
+    alone, ids = load(folder, quantise="as_stored"), hf_tiny.tokens()[:, :8]
+    assert alone.layers.down.order.shape == (3, 80)
+    mesh = make_mesh(**sizes)
+    with jax.set_mesh(mesh):
+        spread = load(folder, quantise="as_stored", mesh=mesh)
+        ids = np.tile(ids, (4, 1))
+        ids = jax.device_put(ids, sharding_of(mesh, "B S", ids.shape))
+        logits = jax.jit(lambda model, ids: model(ids))(spread, ids)
+    np.testing.assert_allclose(np.asarray(logits)[:2], alone(jnp.asarray(np.asarray(ids)[:2])), atol=2e-5)
+
+
+def test_stacks_of_which_only_some_layers_are_in_few_bits_are_read_whole_and_named(tmp_path):
+    """As folders are that leave the first and the last layers as they were."""
+    encode, settings = FORMATS["awq"]
+    folder, held = hf_tiny.write("llama2", tmp_path), {}
+    for name, array in load_file(folder / "model.safetensors").items():
+        few = "proj.weight" in name and ("layers.1." in name or "up_proj" in name)
+        held |= encode(name.removesuffix(".weight"), *array.shape)[0] if few else {name: array}
+    _rewrite(folder, lambda _: held, settings)
+    words = (
+        r"layers.q, .*layers.down cannot stay in fewer bits: .*all layers alike. They are read as the 50,688 numbers"
+    )
+    with pytest.warns(UserWarning, match=words):
+        kept = load(folder, quantise="as_stored")
+    assert isinstance(kept.layers.up, Quantised) and not isinstance(kept.layers.gate, Quantised)
+    for one, other in zip(jax.tree.leaves(_plain(kept)), jax.tree.leaves(load(folder)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
+    with pytest.warns(UserWarning, match=words):
+        assert eqx.tree_equal(shapes(folder, quantise="as_stored"), eqx.filter_eval_shape(lambda: kept))
 
 
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
         (
-            "gptq",
+            "packed raggedly",
             "layers.q, layers.k.* cannot stay in fewer bits: only floats of 8 bits, integers of 8 or 4, nf4",
         ),
         (None, "its weights are not in fewer bits"),

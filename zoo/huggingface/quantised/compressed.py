@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from zoo.huggingface.quantised import fp8
-from zoo.huggingface.quantised.decoded import Kept, ends, equal, group_of, made, nibbles
+from zoo.huggingface.quantised.decoded import Kept, ends, group_of, made, nibbles, together
 from zoo.huggingface.tensors import DTYPES, Tensor
 
 _FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
@@ -38,8 +38,8 @@ def read(settings: dict[str, Any], tensors: Mapping[str, Tensor], label: str) ->
             shape, block = parts[0].shape, blocks[0] if blocks else None
             group = group_of(shape[1], groups, sizes, index)
             decode = functools.partial(_scaled, block=block, group=group)
-            even = equal(group, groups)
-            kept = _kept(shape, scale, 8, bool(zeros)) if parts[0].dtype == "I8" and not blocks and even else None
+            whole = parts[0].dtype == "I8" and not blocks
+            kept = together(_kept(shape, scale, 8, bool(zeros)), group) if whole else None
             if kept is None and not zeros and (groups == 1 or blocks):  # not groups of a row's inputs
                 kept = fp8.kept(*parts[:2], block)
             found[name] = made(name, shape, label, parts, decode, kept)
@@ -51,13 +51,13 @@ def read(settings: dict[str, Any], tensors: Mapping[str, Tensor], label: str) ->
         width = next((one for one in bits if -(-shape[1] * one // 32) == words.shape[1]), bits[0])
         group = group_of(shape[1], groups, sizes, index)
         decode = functools.partial(_unpacked, shape=shape, group=group, bits=width)
-        kept = _kept(shape, scale, width, bool(zeros)) if equal(group, groups) else None
+        kept = together(_kept(shape, scale, width, bool(zeros)), group)
         found[name] = made(name, shape, label, (words, scale, *zeros), decode, kept)
     return found
 
 
 def _kept(shape, scale, bits, zeros):
-    """Say how a matrix `[out, in]` of integers stays, where groups of its inputs are equally long."""
+    """Say how a matrix `[out, in]` of integers stays, if groups of its inputs are equally long and neighbours."""
     groups = scale.shape[1] if len(scale.shape) == 2 else 1
     if scale.dtype not in DTYPES or (bits == 4 and shape[1] % 2):
         return None
