@@ -76,9 +76,12 @@ def test_gates_of_the_delta_rule_that_are_not_swish_are_refused():
         from_hf(text | {"output_gate_type": "sigmoid"})
 
 
-# Keys that published files have: gpt2-xl, opt-13b, gpt-neox-20b, models made from Pythia or of language and vision.
+# Keys that published files have: gpt2-xl, distilgpt2, opt-13b, gpt-neox-20b, models made from Pythia or of language and
+# vision; Qwen 2.5 of a million positions, for programs that attend in chunks, which transformers does not.
 MEANINGLESS = [
     ("gpt2", {"output_past": True}),
+    ("gpt2", {"_num_labels": 1}),
+    ("qwen2", {"dual_chunk_attention_config": {"chunk_size": 262144, "local_size": 8192}}),
     ("opt", {"output_projection": True}),
     ("gpt_neox", {"attention_probs_dropout_prob": 0.1, "hidden_dropout_prob": 0.1, "type_vocab_size": 2}),
     ("gpt_neox", {"custom_pipeline": "h2oai_pipeline.py", "custom_pipelines": {"text-generation": {}}}),

@@ -238,11 +238,11 @@ class DeepSeekV3Config(DeepSeekLike):
             choices=ACTIVATION,
             only={"moe_layer_freq": (1, None)},
             harmless={"scoring_func": ("sigmoid", None), "topk_method": ("noaux_tc", None)},
-            outer=outer,
+            outer="kimi_k25",
             outer_keys=("ignore_index", "media_placeholder_token_id", "use_unified_vision_chunk", "video_placeholder"),
             **_KEYS,
         )
-        for name, outer in {"deepseek_v3": None, "kimi_k2": "kimi_k25"}.items()  # Kimi K2.5 sees
+        for name in ("deepseek_v3", "kimi_k2")
     }
 
     normalise_weights: bool = True

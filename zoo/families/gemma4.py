@@ -138,7 +138,7 @@ def _dialect(architecture: str, outer: str, **own: Any) -> Dialect:
     )
 
 
-_UNREAD = ("num_experts", "top_k_experts", "moe_intermediate_size")  # where there are none
+_UNREAD = ("num_experts", "top_k_experts", "moe_intermediate_size", "expert_intermediate_size")  # where there are none
 
 
 @dataclass(frozen=True, kw_only=True)

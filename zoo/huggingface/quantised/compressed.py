@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from zoo.huggingface.quantised import fp8
+from zoo.huggingface.quantised import fp8, nvfp4
 from zoo.huggingface.quantised.decoded import Kept, ends, group_of, made, nibbles, together
 from zoo.huggingface.tensors import DTYPES, Tensor
 
-_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
+_FOURS = "nvfp4-pack-quantized"
+_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", _FOURS)
 
 
 def read(settings: dict[str, Any], tensors: Mapping[str, Tensor], label: str) -> dict[str, Tensor]:
@@ -23,6 +24,15 @@ def read(settings: dict[str, Any], tensors: Mapping[str, Tensor], label: str) ->
     format = settings.get("format")
     if format not in _FORMATS:
         raise ValueError(f"`quantization_config`'s format={format!r} is not supported, only {', '.join(_FORMATS)}.")
+    if format == _FOURS:
+        names = ("weight_packed", "weight_scale", "weight_global_scale")
+        of = {
+            module: tuple(tensors[f"{module}.{part}"] for part in names) for module in ends(tensors, ".weight_packed")
+        }
+        return {
+            f"{module}.weight": nvfp4.matrix(f"{module}.weight", parts, label, divided=True)
+            for module, parts in of.items()
+        }
     weights = [group.get("weights") or {} for group in (settings.get("config_groups") or {}).values()]
     bits = sorted({one.get("num_bits", 8) for one in weights} or {8})
     sizes = [one.get("group_size") for one in weights]
