@@ -17,7 +17,17 @@ from zoo.config import rows
 from zoo.huggingface.config import ARCHITECTURES, from_hf, to_hf
 
 REAL: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("real_configs.json").read_text())
-OUTERS = {"gemma3", "gemma4", "qwen3_5", "qwen3_5_moe", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "kimi_k25"}
+OUTERS = {
+    "gemma3",
+    "gemma4",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "kimi_k25",
+}
 OURS = {name: one["config"] for name, one in REAL.items() if one["config"]["model_type"] in {*ARCHITECTURES, *OUTERS}}
 ONE_OF_EACH = {raw["model_type"]: name for name, raw in OURS.items()}
 # Parameters as their makers count them, of the ones that say so (the names in `tests/zoo/test_configs.py`).

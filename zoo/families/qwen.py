@@ -119,6 +119,11 @@ def _write_dense_layers(config: Any) -> dict[str, Any]:
     return {"decoder_sparse_step": 1, "mlp_only_layers": list(config.dense_layers)}
 
 
+_DENSE_KEYS: dict[str, Any] = {
+    "keys": ("mlp_only_layers", "decoder_sparse_step"),
+    "read": _read_dense_layers,
+    "write": _write_dense_layers,
+}
 _SPARSE = {
     "intermediate_size": ("dense_mlp_dim", 6144),
     "moe_intermediate_size": ("mlp_dim", 768),
@@ -172,7 +177,7 @@ class QwenMixtureLike(MixtureLike, Qwen2Config):
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3MoeConfig(QwenMixtureLike, Qwen3Config):
-    """Qwen 3's mixtures of experts."""
+    """Qwen 3's mixtures of experts; of those that see, the text part."""
 
     dialects: ClassVar = {
         "qwen3_moe": Dialect(
@@ -184,10 +189,21 @@ class Qwen3MoeConfig(QwenMixtureLike, Qwen3Config):
             windows="flag",
             choices=ACTIVATION,
             harmless=_NORMS,
-            keys=("mlp_only_layers", "decoder_sparse_step"),
-            read=_read_dense_layers,
-            write=_write_dense_layers,
-        )
+            **_DENSE_KEYS,
+        ),
+        "qwen3_vl_moe_text": Dialect(
+            architecture="Qwen3MoeForCausalLM",
+            outer="qwen3_vl_moe",
+            sizes=sizes(128_000, 16, **_SPARSE),
+            aliases={"num_experts": "num_local_experts"},
+            numbers=eps(1e-6) | BALANCE,
+            flags=TIED | BIAS,
+            theta=500_000.0,
+            harmless={"norm_topk_prob": (True, None)},  # which transformers takes it for
+            fixed={"normalise_weights": True},
+            **_SEEING,
+            **_DENSE_KEYS,
+        ),
     }
 
 
