@@ -25,14 +25,7 @@ def read(settings: dict[str, Any], tensors: Mapping[str, Tensor], label: str) ->
     if format not in _FORMATS:
         raise ValueError(f"`quantization_config`'s format={format!r} is not supported, only {', '.join(_FORMATS)}.")
     if format == _FOURS:
-        names = ("weight_packed", "weight_scale", "weight_global_scale")
-        of = {
-            module: tuple(tensors[f"{module}.{part}"] for part in names) for module in ends(tensors, ".weight_packed")
-        }
-        return {
-            f"{module}.weight": nvfp4.matrix(f"{module}.weight", parts, label, divided=True)
-            for module, parts in of.items()
-        }
+        return nvfp4.matrices(tensors, label, "weight_packed", "weight_global_scale", divided=True)
     weights = [group.get("weights") or {} for group in (settings.get("config_groups") or {}).values()]
     bits = sorted({one.get("num_bits", 8) for one in weights} or {8})
     sizes = [one.get("group_size") for one in weights]

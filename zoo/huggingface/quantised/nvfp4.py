@@ -26,25 +26,28 @@ def read_modelopt(settings: dict[str, Any], tensors: Mapping[str, Tensor], label
     if name not in _NAMES:
         known = " or ".join(map(repr, _NAMES))
         raise ValueError(f"`quantization_config`'s quant_algo={name!r} is not supported, only {known}.")
-    found = fp8.read({}, tensors, label)
-    for module in ends(tensors, ".weight_scale_2"):
-        parts = tuple(tensors[f"{module}.{part}"] for part in ("weight", "weight_scale", "weight_scale_2"))
-        found[f"{module}.weight"] = matrix(f"{module}.weight", parts, label, divided=False)
+    return fp8.read({}, tensors, label) | matrices(tensors, label, "weight", "weight_scale_2", divided=False)
+
+
+def matrices(tensors: Mapping[str, Tensor], label: str, numbers: str, whole: str, divided: bool) -> dict[str, Tensor]:
+    """Return each module's matrix of four-bit floats, whose tensors are `numbers`, `weight_scale` and `whole`.
+
+    Args:
+        tensors: the folder's.
+        label: the type that they count as.
+        numbers: what the numbers are called.
+        whole: what the scale of a matrix is called.
+        divided: the scale of a matrix divides, in place of multiplying.
+    """
+    found: dict[str, Tensor] = {}
+    for module in ends(tensors, f".{whole}"):
+        parts = tuple(tensors[f"{module}.{part}"] for part in (numbers, "weight_scale", whole))
+        found[f"{module}.weight"] = _matrix(f"{module}.weight", parts, label, divided)
     return found
 
 
-def matrix(name: str, parts: tuple[Tensor, ...], label: str, divided: bool) -> Tensor:
-    """Return the matrix `[out, in]` of numbers `[out, in / 2]`, scales `[out, groups]`, and a scale of all.
-
-    Args:
-        name: what it is called.
-        parts: these three tensors.
-        label: the type that it counts as.
-        divided: the scale of all divides, in place of multiplying.
-
-    Raises:
-        ValueError: numbers are not of four bits, or do not make equal groups.
-    """
+def _matrix(name: str, parts: tuple[Tensor, ...], label: str, divided: bool) -> Tensor:
+    """Return the matrix `[out, in]` of numbers `[out, in / 2]`, scales `[out, groups]`, and a scale of all."""
     shape, of = parts[0].shape, parts[1].shape
     if parts[0].dtype != "U8" or len(shape) != 2 or len(of) != 2 or shape[0] != of[0] or 2 * shape[1] % max(1, of[1]):
         told = f"{parts[0].dtype} {list(shape)} with scales {list(of)}"
