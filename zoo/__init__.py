@@ -16,6 +16,7 @@ _HOME = {
     "GPT": "zoo.models.gpt",
     "GPT2Config": "zoo.families.gpt",
     "Gemma": "zoo.models.gemma",
+    "ErnieConfig": "zoo.families.ernie",
     "Gemma3Config": "zoo.families.gemma",
     "Gemma3nConfig": "zoo.families.gemma3n",
     "Gemma4Config": "zoo.families.gemma4",
@@ -69,6 +70,7 @@ if TYPE_CHECKING:  # the same for type checkers, which a test compares
     from zoo.families.cohere import CohereConfig as CohereConfig
     from zoo.families.deepseek import DeepSeekV2Config as DeepSeekV2Config
     from zoo.families.deepseek import DeepSeekV3Config as DeepSeekV3Config
+    from zoo.families.ernie import ErnieConfig as ErnieConfig
     from zoo.families.gemma import Gemma3Config as Gemma3Config
     from zoo.families.gemma import GemmaConfig as GemmaConfig
     from zoo.families.gemma3n import Gemma3nConfig as Gemma3nConfig

@@ -11,6 +11,7 @@ from zoo.config import Config
 from zoo.families.bert import ModernBertConfig
 from zoo.families.cohere import Cohere2Config, CohereConfig
 from zoo.families.deepseek import DeepSeekV2Config, DeepSeekV3Config
+from zoo.families.ernie import ErnieConfig
 from zoo.families.gemma import Gemma3Config, GemmaConfig
 from zoo.families.gemma3n import Gemma3nConfig
 from zoo.families.gemma4 import Gemma4Config, Gemma4MoeConfig
@@ -55,6 +56,7 @@ FAMILIES: dict[str, type[Config]] = {
     "opt": OPTConfig,
     "gpt_oss": GptOssConfig,
     "seed_oss": SeedConfig,
+    "ernie4_5": ErnieConfig,
     "glm4": GLMConfig,
     "glm4_moe": GLMMoeConfig,
     "cohere": CohereConfig,
