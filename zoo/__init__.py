@@ -16,6 +16,7 @@ _HOME = {
     "GPT": "zoo.models.gpt",
     "GPT2Config": "zoo.families.gpts.gpt",
     "Gemma": "zoo.models.gemma",
+    "ErnieConfig": "zoo.families.llamas.ernie",
     "Gemma3Config": "zoo.families.gemmas.gemma",
     "Gemma3nConfig": "zoo.families.gemmas.gemma3n",
     "Gemma4Config": "zoo.families.gemmas.gemma4",
@@ -77,6 +78,7 @@ if TYPE_CHECKING:  # the same for type checkers, which a test compares
     from zoo.families.gpts.opt import OPTConfig as OPTConfig
     from zoo.families.llamas.deepseek import DeepSeekV2Config as DeepSeekV2Config
     from zoo.families.llamas.deepseek import DeepSeekV3Config as DeepSeekV3Config
+    from zoo.families.llamas.ernie import ErnieConfig as ErnieConfig
     from zoo.families.llamas.glm import GLMConfig as GLMConfig
     from zoo.families.llamas.glm import GLMMoeConfig as GLMMoeConfig
     from zoo.families.llamas.gptoss import GptOssConfig as GptOssConfig

@@ -201,7 +201,7 @@ IGNORED = frozenset(
     _attn_implementation attn_implementation _attn_implementation_autoset _experts_implementation experts_implementation
     output_attentions output_hidden_states output_scores return_dict return_dict_in_generate torchscript use_bfloat16
     chunk_size_feed_forward cross_attention_hidden_size is_decoder tie_encoder_decoder tf_legacy_loss problem_type
-    finetuning_task task_specific_params tokenizer_class prefix id2label label2id num_labels pretraining_tp
+    finetuning_task task_specific_params tokenizer_class prefix id2label label2id num_labels _num_labels pretraining_tp
     max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p
     typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
     num_return_sequences remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
@@ -211,6 +211,6 @@ IGNORED = frozenset(
     gradient_checkpointing bos_token eos_token pad_token unk_token_id mask_token_id router_z_loss_coef
     attn_pdrop embd_pdrop resid_pdrop hidden_dropout resid_dropout embd_dropout max_window_layers
     attention_probs_dropout_prob hidden_dropout_prob output_past custom_pipeline custom_pipelines xla_device
-    eos_token_ids tokenizer_model_max_length tokenizer_padding_side
+    eos_token_ids tokenizer_model_max_length tokenizer_padding_side dual_chunk_attention_config
     """.split()
 )

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float8e4m3fn, Int8, PyTree, UInt8
+from jaxtyping import Array, Float, Float8e4m3fn, Int8, Int32, PyTree, UInt8
 
 from transforms.bits import numbers
 from transforms.sharding import AXES, Axes, axes_of, einsum, partitions, sharding_of, uncut
@@ -78,6 +78,7 @@ class Quantised(AbstractMatrix):
         inputs: those that products sum over.
         dtype: what the matrix counts as.
         zero: of each output's groups, the integer that stands for zero; None is 0.
+        order: where each input stands among the stored ones, of which those of a group are neighbours; None is there.
     """
 
     values: Int8[Array, "*lead O I"] | Float8e4m3fn[Array, "*lead O I"] | UInt8[Array, "*lead O half"]
@@ -88,6 +89,7 @@ class Quantised(AbstractMatrix):
     inputs: str = eqx.field(static=True)
     dtype: jnp.dtype = eqx.field(static=True)
     zero: Int8[Array, "*lead O G"] | None = None
+    order: Int32[Array, "*lead I"] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -121,7 +123,7 @@ class Quantised(AbstractMatrix):
         cuts = (*rest, None, cut) if scale.shape[-1] == 1 else (*rest, cut, None)
         grouped = _reshaped(numbers, (*scale.shape, self.group), cuts)
         grouped = (grouped if self.zero is None else grouped - self.zero[..., None]) * scale[..., None]
-        return self._turned(_reshaped(grouped, numbers.shape, (*rest, cut)).astype(self.dtype))
+        return self._turned(self._ordered(_reshaped(grouped, numbers.shape, (*rest, cut)).astype(self.dtype)))
 
     def einsum(self, pattern: str, x: Float[Array, "..."], dtype: DTypeLike | None = None) -> Float[Array, "..."]:
         """Return `jnp.einsum(pattern, x, matrix)` in a dtype; None is that of `x`.
@@ -137,7 +139,10 @@ class Quantised(AbstractMatrix):
         named = {self.letters[dim - lead] for dim in dims if dim >= lead}
         flat = [dim for dim in dims if dim < lead]
         flat += [lead] * (self.outputs[0] in named) + [lead + 1] * (self.inputs[0] in named)
-        return jax.tree.map(lambda part: uncut(part, *flat), self)
+        inner = lambda part: [
+            dim for dim in flat if dim < part.ndim
+        ]  # an order is of inputs alone, and never cut there
+        return jax.tree.map(lambda part: uncut(part, *inner(part)), self)
 
     @property
     def partitions(self) -> tuple[Any, ...]:
@@ -186,6 +191,15 @@ class Quantised(AbstractMatrix):
             return codes.astype(dtype) - 8
         return _looked_up(codes, NF4 if self.format is Format.nf4 else MXFP4).astype(dtype)
 
+    def _ordered(self, flat):
+        """Return an array `[*lead, O, I]` with its inputs where they belong."""
+        if self.order is None:
+            return flat
+        put = lambda flat, order: jnp.take_along_axis(flat, order[..., None, :], -1)
+        if any(parts := partitions(flat)):
+            put = jax.sharding.auto_axes(put, out_sharding=PartitionSpec(*parts))
+        return put(flat, self.order)
+
     def _turned(self, flat):
         """Return an array `[*lead, O, I]` as the model has it."""
         flatly, lead = self.outputs + self.inputs, flat.ndim - 2
@@ -226,10 +240,13 @@ def shardings(weight: "Quantised", letters: Sequence[str], mesh: Mesh, axes: Axe
     parts = sharding_of(mesh, letters, weight.shape, axes).spec
     sizes = weight.values.shape[-1], weight.scale.shape[-1]
     spec, of_groups = _cuts(parts, weight.letters, weight.inputs, sizes, mesh.shape)
+    of_order = PartitionSpec(*spec[:-2], None)
+    if weight.order is not None:  # each device's inputs come from all groups
+        spec, of_groups = (PartitionSpec(*one[:-1], None) for one in (spec, of_groups))
+    of = {"values": spec, "scale": of_groups, "zero": of_groups, "order": of_order}
+    of = {name: one for name, one in of.items() if getattr(weight, name) is not None}
     return eqx.tree_at(
-        lambda m: [m.values, m.scale] + ([] if m.zero is None else [m.zero]),
-        weight,
-        [NamedSharding(mesh, spec)] + [NamedSharding(mesh, of_groups)] * (1 if weight.zero is None else 2),
+        lambda m: [getattr(m, name) for name in of], weight, [NamedSharding(mesh, one) for one in of.values()]
     )
 
 

@@ -105,6 +105,7 @@ _GPT_OSS = _BASE | {
     },
 }
 _GLM = _BASE | {"model_type": "glm4", "pad_token_id": None, "rope_theta": 1e4, "rms_norm_eps": 1.5625e-7}
+_ERNIE = _BASE | {"model_type": "ernie4_5", "pad_token_id": None, "rope_theta": 1e4, "tie_word_embeddings": False}
 _COHERE = _WIDE | {"model_type": "cohere", "num_key_value_heads": 2, "pad_token_id": None, "rope_theta": 1e4}
 _OLMO_3 = _OLMO_2 | {"model_type": "olmo3", "num_hidden_layers": 4, "sliding_window": 4}
 _COHERE_2 = _COHERE | {"model_type": "cohere2", "num_hidden_layers": 4, "sliding_window": 4}
@@ -250,6 +251,15 @@ CASES: dict[str, dict[str, Any]] = {
     | {"attention_out_bias": True, "attention_bias": False, "mlp_bias": True, "tie_word_embeddings": True},
     "glm4": _GLM,
     "glm": _GLM | {"model_type": "glm", "attention_bias": False, "tie_word_embeddings": True},
+    "ernie": _ERNIE | {"use_bias": True},
+    "ernie_tied": _ERNIE
+    | {
+        "tie_word_embeddings": True,
+        "num_key_value_heads": 1,
+        "head_dim": 10,
+        "hidden_act": "gelu",
+        "rope_scaling": _YARN,
+    },
     "cohere": _COHERE | {"logit_scale": 0.5},
     "cohere_bias": _COHERE | {"attention_bias": True, "tie_word_embeddings": False},
     "cohere_norms": _COHERE | {"use_qk_norm": True, "rope_scaling": _YARN},

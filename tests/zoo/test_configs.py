@@ -24,6 +24,7 @@ SMALL: dict[str, Any] = {
     "head_dim": 16,
 }
 PUBLISHED = {
+    "ernie4_5_0_3b": 360_748_032,
     "glm4_9b": 9_400_279_040,
     "command_r": 34_980_831_232,
     "gemma2b": 2_506_172_416,

@@ -83,7 +83,14 @@ def _as_multimodal(folder: Path, prefix: str, kind: str = "gemma3") -> None:
     strip = "model." if prefix == "model.language_model." else ""
     own = lambda name: "" if strip and name.startswith("lm_head") else prefix  # where the head is beside the rest
     renamed = {own(name) + name.removeprefix(strip): array for name, array in tensors.items()}
-    others = ("vision_tower.x", "multi_modal_projector.y", "model.vision_tower.z", "model.visual.x", "visual.y")
+    others = (
+        "vision_tower.x",
+        "multi_modal_projector.y",
+        "model.vision_tower.z",
+        "model.visual.x",
+        "visual.y",
+        "mm_projector.x",
+    )
     renamed |= {name: np.zeros((2, 3), np.int64) for name in others}
     save_file(renamed, folder / "model.safetensors")
     text = json.loads((folder / "config.json").read_text())
@@ -94,13 +101,16 @@ def _as_multimodal(folder: Path, prefix: str, kind: str = "gemma3") -> None:
         "gemma4": {"audio_config": None, "video_token_id": 91, "eoa_token_index": 92},
         "mistral3": {"spatial_merge_size": 2, "tie_word_embeddings": False},
         "qwen3_5": {"video_token_id": 90, "vision_start_token_id": 91, "tie_word_embeddings": False},
+        "kimi_k25": {"media_placeholder_token_id": 90, "video_placeholder": "", "tie_word_embeddings": False},
     }
+    if kind == "kimi_k25":
+        raw["text_config"] = text | {"model_type": "kimi_k2"}
     raw |= own[kind]
     (folder / "config.json").write_text(json.dumps(raw))
 
 
 PARTS = {"gemma3_stretched": "gemma3", "mistral": "mistral3", "ministral3": "mistral3", "gemma3n": "gemma3n"}
-PARTS |= {"qwen3_5": "qwen3_5", "gemma4_small": "gemma4", "gemma4_moe": "gemma4"}
+PARTS |= {"qwen3_5": "qwen3_5", "gemma4_small": "gemma4", "gemma4_moe": "gemma4", "deepseek_v3": "kimi_k25"}
 
 
 @pytest.mark.parametrize("case", PARTS)
@@ -125,6 +135,70 @@ def test_a_gemma_4_that_sees_by_a_matrix_is_read_for_its_text(tmp_path):
     raw |= {"model_type": "gemma4_unified", "text_config": text | {"model_type": "gemma4_unified_text"}}
     (folder / "config.json").write_text(json.dumps(raw))
     assert eqx.tree_equal(load(folder), whole)
+
+
+# Qwen's models that see, as transformers makes them: what their text part has beside `SEEING`, and their vision.
+SEEING = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3}
+SEEING |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+SEES = {
+    "qwen2_vl": ({}, {"depth": 1, "embed_dim": 16, "hidden_size": 48, "num_heads": 2}),
+    "qwen2_5_vl": (
+        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+        {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 48},
+    ),
+    "qwen3_vl": (
+        {"head_dim": 10},
+        {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 48}
+        | {"deepstack_visual_indexes": [0]},
+    ),
+}
+
+
+SEES["qwen3_vl_moe"] = (
+    {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1]},
+    SEES["qwen3_vl"][1],
+)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
+@pytest.mark.parametrize("kind", SEES)
+def test_texts_of_qwens_that_see_are_read_as_transformers_reads_them(kind, tied, tmp_path):
+    """Also from files of old, which have the keys of the text beside those of the other parts; saved as text alone."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    own, vision = SEES[kind]
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 1 + (kind != "qwen3_vl")]}
+    text = SEEING | own | {"rope_parameters": rope, "tie_word_embeddings": tied, "bos_token_id": 1, "eos_token_id": 2}
+    config = transformers.AutoConfig.for_model(
+        kind, text_config=text, vision_config=vision, tie_word_embeddings=tied, bos_token_id=1, eos_token_id=2
+    )
+    torch.manual_seed(0)
+    theirs = transformers.AutoModelForImageTextToText.from_config(config).eval()
+    if kind.endswith("moe"):
+        theirs.set_experts_implementation("eager")
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=0.3 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5)
+    theirs.save_pretrained(tmp_path / "theirs")
+    model, ids = load(tmp_path / "theirs"), hf_tiny.tokens()
+    with torch.no_grad():
+        expected = theirs(input_ids=torch.from_numpy(ids)).logits.numpy()
+    np.testing.assert_allclose(model.logits(model.hidden(jnp.asarray(ids, jnp.int32))), expected, atol=2e-5)
+    save(model, tmp_path / "text")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text", dtype="float32").eval()
+    if kind.endswith("moe"):
+        again.set_experts_implementation("eager")
+    with torch.no_grad():
+        np.testing.assert_array_equal(again(input_ids=torch.from_numpy(ids)).logits.numpy(), expected)
+    raw = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    text = {key: value for key, value in raw.pop("text_config").items() if key not in ("model_type", "rope_parameters")}
+    text |= {"rope_theta": 1e4, "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]}}
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(text | raw))
+    rewrite(tmp_path / "theirs", _experts_turned)  # as those of Qwen 3 are on the hub
+    assert eqx.tree_equal(load(tmp_path / "theirs"), model)
+
+
+def _experts_turned(tensors):
+    for name in [name for name in tensors if ".mlp.experts." in name]:
+        tensors[name] = np.ascontiguousarray(tensors[name].swapaxes(1, 2))
 
 
 def test_experts_that_a_folder_has_together_are_read_one_by_one(tmp_path):

@@ -191,6 +191,24 @@ def test_what_transformers_makes_of_a_file_and_writes_again_is_read_alike(case):
         assert from_hf(raw) == from_hf(CASES[case])
 
 
+def test_gemma_4_s_layers_have_the_heads_that_transformers_writes_of_them():
+    """As transformers writes them: of twelve layers 05 and 11."""
+    raw = CASES["gemma4"] | {"num_hidden_layers": 12, "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 2}
+    config, own = from_hf(raw), {"head_dim": 8, "num_key_value_heads": 1}
+    del raw["global_head_dim"], raw["num_global_key_value_heads"]
+    assert from_hf(raw | {"per_layer_config": {"05": own, "11": own}}) == config
+    assert from_hf(raw | {"per_layer_config": {"5": own, "11": own}}) == config
+    alike = from_hf(raw | {"per_layer_config": {}})  # a layer that is left out has the heads that the file begins with
+    assert alike == from_hf(raw | {"global_head_dim": 6}) and alike.layer_heads[5] == alike.layer_heads[4]
+    assert from_hf(raw | {"per_layer_config": {"04": {"head_dim": 6}, "05": {}}}) == alike
+    for other in ({"05": own}, {"05": own, "10": own}, {"5": own, "05": own}, {"05": own, "11": own, "12": own}):
+        with pytest.raises(ValueError, match=r"`per_layer_config`=.* is not supported"):
+            from_hf(raw | {"per_layer_config": other})
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoConfig.for_model(**to_hf(config, "float32"))
+    assert from_hf(json.loads(theirs.to_json_string())) == config
+
+
 def test_of_two_keys_that_say_one_thing_the_one_counts_that_transformers_hears():
     neox = from_hf(CASES["neox"] | {"rotary_pct": 0.5, "partial_rotary_factor": 1.0, "rope_theta": 300.0})
     assert (neox.rotary_fraction, neox.rope_theta) == (0.5, 10_000.0)
@@ -209,6 +227,12 @@ def test_a_list_of_layers_that_are_all_alike_may_say_so():
     with pytest.raises(ValueError, match=r"`layer_types`=.* is not supported, only \['sliding_attention'"):
         from_hf(raw | {"layer_types": ["full_attention"] * 3})
     assert from_hf(raw | {"sliding_window": None, "layer_types": ["full_attention"] * 3}).window is None
+
+
+def test_heads_of_command_r7b_may_be_wider_than_their_share_of_the_width():
+    config = from_hf(CASES["cohere2"] | {"head_dim": 20})
+    assert (config.head_dim, config.num_heads, config.embed_dim) == (20, 4, 48)
+    assert from_hf(to_hf(config, "float32")) == config
 
 
 def test_gpt_oss_is_stretched_where_its_file_does_not_say():

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 import zoo
 from tests.zoo import hf_tiny
+from transforms.sharding import make_mesh, sharding_of
 from zoo import load
 from zoo.adapters import lora
 from zoo.config import rows
@@ -123,6 +124,31 @@ def packed_in_4_and_8_bits(name, out, into):
     return held, _matrix(out, into, lambda i, j: (values[i, j] - 128) * np.float32(scale[i, j // 16]))
 
 
+def nvfp4(name, out, into, names=("weight_packed", "weight_scale", "weight_global_scale"), divided=True):
+    values = NOISE.integers(0, 16, (out, into))
+    scale = NOISE.uniform(50, 400, (out, into // 16)).astype(ml_dtypes.float8_e4m3fn)
+    whole = np.float32([NOISE.uniform(1e3, 1e4)])
+    numbers = (values[:, ::2] + 16 * values[:, 1::2]).astype(np.uint8)
+    held = dict(zip(names, (numbers, scale, whole if divided else 1 / whole), strict=True))
+    signed = lambda code: (-1.0 if code & 8 else 1.0) * (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)[code & 7]
+    value = lambda i, j: signed(values[i, j]) * np.float32(scale[i, j // 16]) / whole[0]
+    return {f"{name}.{part}": array for part, array in held.items()}, _matrix(out, into, value)
+
+
+def nvfp4_of_modelopt(name, out, into):
+    if "down" in name:  # and others in eight bits
+        held, values = fp8_rows(name, out, into)
+        return held | {f"{name}.input_scale": np.ones((), np.float32)}, values
+    return nvfp4(name, out, into, ("weight", "weight_scale", "weight_scale_2"), divided=False)
+
+
+def fp8_of_modelopt(name, out, into):
+    held, _ = fp8_rows(name, out, into)
+    scale = held[f"{name}.weight_scale"] = np.float32(0.375)
+    more = {f"{name}.input_scale": np.ones((), np.float32)} | {f"{name}.k_scale": np.ones((), np.float32)}
+    return held | more, held[f"{name}.weight"].astype(np.float32) * scale
+
+
 def int8_with_zeros(name, out, into):
     held, _ = int8_rows(name, out, into)
     held[f"{name}.weight_zero_point"] = zero = NOISE.integers(-128, 128, (out, 1), np.int8)
@@ -140,6 +166,10 @@ def gptq_of_one_group(name, out, into):
 
 def gptq_of_8_bits(name, out, into):
     return gptq(name, out, into, order=lambda index: index, bits=8)
+
+
+def gptq_of_8_bits_by_activation(name, out, into):
+    return gptq(name, out, into, bits=8)
 
 
 def gptq_of_4_and_8_bits(name, out, into):
@@ -275,11 +305,18 @@ FORMATS = {
         },
     ),
     "int8 with zeros": (int8_with_zeros, {"quant_method": "compressed-tensors", "format": "int-quantized"}),
+    "nvfp4": (nvfp4, {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}),
+    "modelopt's nvfp4": (nvfp4_of_modelopt, {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}),
+    "modelopt's fp8": (fp8_of_modelopt, {"producer": {"name": "modelopt"}, "quant_algo": "FP8"}),
     "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": True}),
     "gptq in order": (gptq_in_order, {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False}),
     "gptq, which says otherwise": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 16}),
     "gptq of one group": (gptq_of_one_group, {"quant_method": "gptq", "bits": 4, "group_size": -1, "desc_act": True}),
     "gptq of 8 bits": (gptq_of_8_bits, {"quant_method": "gptq", "bits": 8, "group_size": 16}),
+    "gptq of 8 bits by activation": (
+        gptq_of_8_bits_by_activation,
+        {"quant_method": "gptq", "bits": 8, "group_size": 16, "desc_act": True},
+    ),
     "gptq of 4 and 8 bits": (
         gptq_of_4_and_8_bits,
         {"quant_method": "gptq", "bits": 4, "group_size": 16, "dynamic": {"+:.*down.*": {"bits": 8}}},
@@ -416,6 +453,10 @@ REFUSED = {
     ),
     "another kernel's order by its newer name": ({"quant_method": "awq", "format": "gemv"}, "version='gemv' is not"),
     "another kernel's order": ({"quant_method": "awq", "version": "gemv"}, "version='gemv' is not supported"),
+    "scales of activations": (
+        {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
+        "quant_algo='W4A8_AWQ' is not supported, only 'FP8' or 'NVFP4'",
+    ),
     "marlin": ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format='marlin-24' is not supported"),
 }
 
@@ -435,6 +476,31 @@ def test_a_matrix_without_one_of_its_parts_is_refused_by_name(tmp_path):
     del own[f"{name}.qzeros"]
     _rewrite(folder, lambda held: held | own, FORMATS["awq"][1] | {"zero_point": False})
     with pytest.raises(ValueError, match=f"the folder has no tensor `{name}.qzeros`, without which others"):
+        load(folder)
+
+
+def test_settings_of_model_optimizer_may_be_in_a_file_of_their_own(tmp_path):
+    """As NVIDIA's folders had them first."""
+    (encode, settings), held = FORMATS["modelopt's fp8"], {}
+    folder = hf_tiny.write("llama2", tmp_path)
+    for name, array in load_file(folder / "model.safetensors").items():
+        held |= encode(name.removesuffix(".weight"), *array.shape)[0] if "proj.weight" in name else {name: array}
+    _rewrite(folder, lambda _: held, settings)
+    expected = load(folder, quantise="as_stored")
+    raw = json.loads((folder / "config.json").read_text())
+    del raw["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(raw))
+    told = {"producer": {"name": "modelopt", "version": "0.23.0"}, "quantization": {"quant_algo": "FP8"}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(told))
+    assert eqx.tree_equal(load(folder, quantise="as_stored"), expected)
+
+
+def test_four_bits_that_do_not_make_equal_groups_are_refused_by_name(tmp_path):
+    folder, name = hf_tiny.write("llama2", tmp_path), "model.layers.1.self_attn.q_proj"
+    own, _ = nvfp4(name, 48, 48)
+    own[f"{name}.weight_scale"] = own[f"{name}.weight_scale"][:40]
+    _rewrite(folder, lambda held: held | own, FORMATS["nvfp4"][1])
+    with pytest.raises(ValueError, match=rf"`{name}.weight` is U8 \[48, 24\] with scales \[40, 3\], and must be"):
         load(folder)
 
 
@@ -511,10 +577,10 @@ def test_blocks_of_a_matrix_that_is_narrower_are_blocks(tmp_path):
 @pytest.mark.parametrize(
     "kind",
     [
-        *("fp8 by blocks", "fp8 by powers of two", "fp8 by rows"),
+        *("fp8 by blocks", "fp8 by powers of two", "fp8 by rows", "nvfp4", "modelopt's nvfp4", "modelopt's fp8"),
         *("gptq in order", "awq", "int8 by rows", "packed", "packed with zeros"),
         *("bitsandbytes int8", "nf4", "gptq of one group", "gptq of 8 bits", "gptq of 4 and 8 bits", "gptq by words"),
-        *("int8 with zeros", "packed in 4 and 8 bits"),
+        *("int8 with zeros", "packed in 4 and 8 bits", "gptq", "gptq of 8 bits by activation", "packed by activation"),
     ],
 )
 def test_folders_of_others_stay_in_fewer_bits(kind, tmp_path):
@@ -530,17 +596,56 @@ def test_folders_of_others_stay_in_fewer_bits(kind, tmp_path):
         assert isinstance(kept.layers.q, Quantised) and not isinstance(kept.embed, Quantised)
         for one, other in zip(jax.tree.leaves(_plain(kept)), jax.tree.leaves(load(folder)), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
-        if kind.startswith("fp8"):
-            assert kept.layers.q.values.dtype == jnp.float8_e4m3fn
-            with pytest.raises(ValueError, match="matrices are kept as floats of 8 or 4 bits, or with zeros"):
+        if kind.startswith("fp8") or "nvfp4" in kind:
+            assert kept.layers.q.values.dtype == (jnp.uint8 if "nvfp4" in kind else jnp.float8_e4m3fn)
+            with pytest.raises(ValueError, match="matrices are kept as floats of 8 or 4 bits, with zeros"):
                 zoo.save(kept, tmp_path / "again")
+
+
+@pytest.mark.parametrize("sizes", [{"data": 4, "model": 2}, {"data": 8}], ids=str)
+@pytest.mark.parametrize("kind", ["gptq", "packed by activation"])
+def test_inputs_of_a_group_that_stand_apart_are_put_back_on_a_mesh_too(kind, sizes, tmp_path):
+    encode, settings = FORMATS[kind]
+    folder, held = hf_tiny.write("llama2", tmp_path), {}
+    for name, array in load_file(folder / "model.safetensors").items():
+        held |= encode(name.removesuffix(".weight"), *array.shape)[0] if "proj.weight" in name else {name: array}
+    _rewrite(folder, lambda _: held, settings)
+    alone, ids = load(folder, quantise="as_stored"), hf_tiny.tokens()[:, :8]
+    assert alone.layers.down.order.shape == (3, 80)
+    mesh = make_mesh(**sizes)
+    with jax.set_mesh(mesh):
+        spread = load(folder, quantise="as_stored", mesh=mesh)
+        ids = np.tile(ids, (4, 1))
+        ids = jax.device_put(ids, sharding_of(mesh, "B S", ids.shape))
+        logits = jax.jit(lambda model, ids: model(ids))(spread, ids)
+    np.testing.assert_allclose(np.asarray(logits)[:2], alone(jnp.asarray(np.asarray(ids)[:2])), atol=2e-5)
+
+
+def test_stacks_of_which_only_some_layers_are_in_few_bits_are_read_whole_and_named(tmp_path):
+    """As folders are that leave the first and the last layers as they were."""
+    encode, settings = FORMATS["awq"]
+    folder, held = hf_tiny.write("llama2", tmp_path), {}
+    for name, array in load_file(folder / "model.safetensors").items():
+        few = "proj.weight" in name and ("layers.1." in name or "up_proj" in name)
+        held |= encode(name.removesuffix(".weight"), *array.shape)[0] if few else {name: array}
+    _rewrite(folder, lambda _: held, settings)
+    words = (
+        r"layers.q, .*layers.down cannot stay in fewer bits: .*all layers alike. They are read as the 50,688 numbers"
+    )
+    with pytest.warns(UserWarning, match=words):
+        kept = load(folder, quantise="as_stored")
+    assert isinstance(kept.layers.up, Quantised) and not isinstance(kept.layers.gate, Quantised)
+    for one, other in zip(jax.tree.leaves(_plain(kept)), jax.tree.leaves(load(folder)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
+    with pytest.warns(UserWarning, match=words):
+        assert eqx.tree_equal(shapes(folder, quantise="as_stored"), eqx.filter_eval_shape(lambda: kept))
 
 
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
         (
-            "gptq",
+            "packed raggedly",
             "layers.q, layers.k.* cannot stay in fewer bits: only floats of 8 bits, integers of 8 or 4, nf4",
         ),
         (None, "its weights are not in fewer bits"),

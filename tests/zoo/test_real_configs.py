@@ -17,7 +17,17 @@ from zoo.config import rows
 from zoo.huggingface.config import ARCHITECTURES, from_hf, to_hf
 
 REAL: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("real_configs.json").read_text())
-OUTERS = {"gemma3", "gemma4", "qwen3_5", "qwen3_5_moe"}
+OUTERS = {
+    "gemma3",
+    "gemma4",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "kimi_k25",
+}
 OURS = {name: one["config"] for name, one in REAL.items() if one["config"]["model_type"] in {*ARCHITECTURES, *OUTERS}}
 ONE_OF_EACH = {raw["model_type"]: name for name, raw in OURS.items()}
 # Parameters as their makers count them, of the ones that say so (the names in `tests/zoo/test_configs.py`).
@@ -37,6 +47,7 @@ COUNTS = {
     "redpajama_3b_v1 (mlc-ai)": 2_775_864_320,
     "qwen2moe (mlc-ai)": 14_315_784_192,
     "gpt_oss_20b_dict (maxtext)": 20_914_757_184,
+    "baidu/ERNIE-4.5-0.3B-Base (Hchnr)": 360_748_032,
 }
 # What would change numbers, in keys that are harmless at another value.
 HARMFUL = {
@@ -76,9 +87,12 @@ def test_gates_of_the_delta_rule_that_are_not_swish_are_refused():
         from_hf(text | {"output_gate_type": "sigmoid"})
 
 
-# Keys that published files have: gpt2-xl, opt-13b, gpt-neox-20b, models made from Pythia or of language and vision.
+# Keys that published files have: gpt2-xl, distilgpt2, opt-13b, gpt-neox-20b, models made from Pythia or of language and
+# vision; Qwen 2.5 of a million positions, for programs that attend in chunks, which transformers does not.
 MEANINGLESS = [
     ("gpt2", {"output_past": True}),
+    ("gpt2", {"_num_labels": 1}),
+    ("qwen2", {"dual_chunk_attention_config": {"chunk_size": 262144, "local_size": 8192}}),
     ("opt", {"output_projection": True}),
     ("gpt_neox", {"attention_probs_dropout_prob": 0.1, "hidden_dropout_prob": 0.1, "type_vocab_size": 2}),
     ("gpt_neox", {"custom_pipeline": "h2oai_pipeline.py", "custom_pipelines": {"text-generation": {}}}),

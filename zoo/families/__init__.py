@@ -18,6 +18,7 @@ from zoo.families.gpts.gpt import GPT2Config
 from zoo.families.gpts.neox import NeoXConfig
 from zoo.families.gpts.opt import OPTConfig
 from zoo.families.llamas.deepseek import DeepSeekV2Config, DeepSeekV3Config
+from zoo.families.llamas.ernie import ErnieConfig
 from zoo.families.llamas.glm import GLMConfig, GLMMoeConfig
 from zoo.families.llamas.gptoss import GptOssConfig
 from zoo.families.llamas.granite import Granite4Config, GraniteConfig
@@ -56,6 +57,7 @@ FAMILIES: dict[str, type[Config]] = {
     "opt": OPTConfig,
     "gpt_oss": GptOssConfig,
     "seed_oss": SeedConfig,
+    "ernie4_5": ErnieConfig,
     "glm4": GLMConfig,
     "glm4_moe": GLMMoeConfig,
     "cohere": CohereConfig,

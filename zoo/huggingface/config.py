@@ -35,7 +35,7 @@ _OUTER = frozenset(
 def from_hf(raw: dict[str, Any]) -> Config:
     """Return the config that a `config.json` describes; dropped are only keys that change no logit.
 
-    Of a multimodal Gemma 3, 3n or 4, Mistral 3, or Qwen 3.5, the text part.
+    Of a multimodal model (Gemma 3, 3n and 4, Mistral 3, Qwen 2 to 3.5, Kimi K2.5), the text part.
 
     Raises:
         ValueError: listing every unknown key (with the closest known one), missing key and unsupported value at once.
@@ -79,7 +79,11 @@ def _of_file(found: list[_Architecture], raw: dict[str, Any]) -> _Architecture:
 def _text_part(raw: dict[str, Any], outer: str, problems: list[str]) -> tuple[str, dict[str, Any]]:
     """Return what a file of several parts says of its text part: which architecture it is of, and its keys."""
     inner = [name for name, found in ARCHITECTURES.items() if any(one.outer == outer for _, one in found)]
+    beside = _OUTER | {*ARCHITECTURES[inner[0]][0][1].outer_keys}
     text = raw.get("text_config")
+    if "text_config" not in raw and "hidden_size" in raw:  # Qwen 2's keep the text's keys beside the other parts'
+        text = {key: value for key, value in raw.items() if key not in beside | {"model_type"}}
+        raw = {key: raw[key] for key in raw.keys() & beside}
     found = text.get("model_type", inner[0]) if isinstance(text, dict) else text
     name = found if found in inner else inner[0]
     known = _OUTER | IGNORED | {*ARCHITECTURES[name][0][1].outer_keys}

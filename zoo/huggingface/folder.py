@@ -11,7 +11,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from zoo.config import Config, rows
-from zoo.huggingface.tensors import DTYPES, Slice, Tensor
+from zoo.huggingface.tensors import DTYPES, Slice, Tensor, Turned
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -21,8 +21,10 @@ _HEADS = ("lm_head.weight", "embed_out.weight")  # some tools write a tied head 
 _TEXT = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."}
 _OTHER = (
     *("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
-    *("visual.", "model.visual."),
+    *("visual.", "model.visual.", "mm_projector."),
 )
+_TOGETHER = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # of all experts of a layer
+_WIDTHS = {"gate_up_proj": 2, "down_proj": 1}  # which of their dimensions is the model's width
 _Held = TypeVar("_Held")
 
 
@@ -128,20 +130,35 @@ def text_part(config: Config, tensors: dict[str, _Held]) -> dict[str, _Held]:
     return renamed
 
 
-def experts_apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors of which those that hold all experts' matrices of a layer are one for each expert and matrix."""
+def experts_apart(tensors: dict[str, Tensor], width: int) -> dict[str, Tensor]:
+    """Return tensors of which those that hold all experts' matrices of a layer are one for each expert and matrix.
+
+    Those of Qwen 3 VL lie as inputs by outputs, which the model's width tells: of one of a layer's two at least.
+    """
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         layer, _, matrix = name.rpartition(".mlp.experts.")
-        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(matrix, ())
-        if not parts or len(tensor.shape) != 3 or tensor.shape[1] % len(parts):
+        stem, parts = f"{layer}.mlp.experts", _TOGETHER.get(matrix, ())
+        turned = bool(parts) and _turned(stem, tensors, width)
+        if not parts or len(tensor.shape) != 3 or tensor.shape[1 + turned] % len(parts):
             found[name] = tensor
             continue
-        experts, outputs, inputs = tensor.shape[0], tensor.shape[1] // len(parts), tensor.shape[2]
-        for at, (expert, part) in enumerate(itertools.product(range(experts), parts)):
-            whole = Slice.of(tensor, at * outputs * inputs, (outputs, inputs))
-            found[f"{layer}.mlp.experts.{expert}.{part}.weight"] = whole
+        count, rows, columns = tensor.shape
+        outputs = tensor.shape[1 + turned] // len(parts)
+        for expert, (i, part) in itertools.product(range(count), enumerate(parts)):
+            if turned:
+                whole = Slice.of(tensor, expert * rows * columns, (rows, columns))
+                own: Tensor = Turned.of(whole, slice(i * outputs, (i + 1) * outputs))
+            else:
+                own = Slice.of(tensor, (expert * rows + i * outputs) * columns, (outputs, columns))
+            found[f"{stem}.{expert}.{part}.weight"] = own
     return found
+
+
+def _turned(stem: str, tensors: dict[str, Tensor], width: int) -> bool:
+    """Return whether a layer's experts lie as inputs by outputs: where the width is not, it would be otherwise."""
+    shapes = {at: tensors[f"{stem}.{name}"].shape for name, at in _WIDTHS.items() if f"{stem}.{name}" in tensors}
+    return any(len(shape) == 3 and shape[at] != width for at, shape in shapes.items())
 
 
 def as_stored(config: Config, tensors: dict[str, Tensor]) -> tuple[Config, dict[str, Tensor]]:
@@ -153,7 +170,7 @@ def as_stored(config: Config, tensors: dict[str, Tensor]) -> tuple[Config, dict[
     """
     tensors = text_part(config, tensors)
     if any(".mlp.experts.{}." in row.tensor for row in rows(config)):
-        tensors = experts_apart(tensors)
+        tensors = experts_apart(tensors, config.embed_dim)
     prefix, embed = config.prefix, _embed(config)
     bare = embed.removeprefix(prefix)
     if bare in tensors and not any(name.startswith(prefix) for name in tensors):

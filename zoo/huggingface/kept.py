@@ -4,6 +4,7 @@ Dimensions: as in `zoo.parameters`.
 """
 
 import math
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,10 @@ def _kept_of(row: Row, dims: dict[str, int], tensors: dict[str, Tensor]) -> list
 
 
 def kept_rows(folder: Path, config: Config, tensors: dict[str, Tensor]) -> list[Row]:
-    """Return the parameters that stay in fewer bits as they are.
+    """Return the parameters that stay in fewer bits as they are, and warn of those that cannot, which are dequantised.
 
     Raises:
-        ValueError: there are none, or some of those in fewer bits cannot: all of them in one message.
+        ValueError: there are none.
     """
     made = lambda row: any(isinstance(tensors[name], Decoded) for name, _ in row.tensors(config.dims))
     found = [row for row in rows(config) if not row.looked_up and row.fan_in and made(row)]
@@ -43,18 +44,22 @@ def kept_rows(folder: Path, config: Config, tensors: dict[str, Tensor]) -> list[
 
     def stays(row):
         kept = _kept_of(row, config.dims, tensors)
-        alike = {None if one is None else (one.format, one.groups, one.scale, one.zeros) for one in kept}
+        alike = {None if one is None else (one.format, one.groups, one.scale, one.zeros, one.apart) for one in kept}
         lies = outputs_by_inputs(row) or all(one is not None and one.turned for one in kept)
         return len(alike) == 1 and None not in alike and lies
 
-    if wrong := [row.leaf for row in found if not stays(row)]:
-        raise refusal(
-            folder,
-            f"{', '.join(wrong)} cannot stay in fewer bits: only floats of 8 bits, integers of 8 or 4, nf4 and mxfp4 "
-            "can, in equal groups of neighbouring inputs, all layers alike. Leave quantise=as_stored out to read what "
-            "they stand for.",
+    wrong = [row for row in found if not stays(row)]
+    if wrong:
+        names, dims = ", ".join(row.leaf for row in wrong), config.dims
+        why = (
+            f"{names} cannot stay in fewer bits: only floats of 8 bits, integers of 8 or 4, nf4 and mxfp4 can, in "
+            "equal groups of inputs, all layers alike"
         )
-    return found
+        if len(wrong) == len(found):
+            raise refusal(folder, f"{why}. Leave quantise=as_stored out to read what they stand for.")
+        numbers = sum(math.prod(row.shape(dims)) for row in wrong)
+        warnings.warn(f"`{folder}`: {why}. They are read as the {numbers:,} numbers that they stand for.", stacklevel=3)
+    return [row for row in found if row not in wrong]
 
 
 def as_quantised(row: Row, dims: dict[str, int], tensors: dict[str, Tensor], dtype: jnp.dtype, zeros: Any) -> Any:
@@ -68,7 +73,8 @@ def as_quantised(row: Row, dims: dict[str, int], tensors: dict[str, Tensor], dty
     values = zeros((*lead, inputs * format.bits // 8), stored)
     scale = zeros((*lead, kept.groups), kept.scale)
     zero = zeros((*lead, kept.groups), jnp.int8) if kept.zeros else None
-    return Quantised(values, scale, zero=zero, **layout(row, dims, format, dtype))
+    order = zeros((*shape[: len(row.lead)], inputs), jnp.int32) if kept.apart else None
+    return Quantised(values, scale, zero=zero, order=order, **layout(row, dims, format, dtype))
 
 
 def load_kept(
@@ -80,7 +86,7 @@ def load_kept(
         tensor = tensors[name]
         assert isinstance(tensor, Decoded) and tensor.kept is not None
         read = tensor.kept.read(*(one.array() for one in tensor.parts))
-        own = [_own_outputs(row, dims, array) for array in read]
+        own = [array if array.ndim == 1 else _own_outputs(row, dims, array) for array in read]  # of inputs alone
         parts = parts or tuple(np.empty((*row.shape(dims)[: len(row.stack)], *one.shape), one.dtype) for one in own)
         for part, one in zip(parts, own, strict=True):
             part[index] = one
@@ -116,10 +122,11 @@ def quantisation(tensors: Mapping[str, list[tuple[Row, Any]]], dtype: str) -> di
     kept = {name: parts[0][1] for name, parts in tensors.items() if kept_together([leaf for _, leaf in parts])}
     if not kept:
         return {}
-    if any(not leaf.format.made or leaf.zero is not None for leaf in kept.values()):
+    if any(not leaf.format.made or leaf.zero is not None or leaf.order is not None for leaf in kept.values()):
         raise ValueError(
-            "cannot save a model whose matrices are kept as floats of 8 or 4 bits, or with zeros of their own: load "
-            "it without quantise=as_stored, and save that; adapters over it are saved by themselves."
+            "cannot save a model whose matrices are kept as floats of 8 or 4 bits, with zeros of their own or in an "
+            "order of their own: load it without quantise=as_stored, and save that; adapters over it are saved by "
+            "themselves."
         )
     whole = all(leaf.scale.shape[-1] == 1 for leaf in kept.values())
     alike = {(leaf.format, None if whole else leaf.group) for leaf in kept.values()}

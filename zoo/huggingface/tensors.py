@@ -112,6 +112,34 @@ class Slice(Tensor):
         return self.array()[index]
 
 
+@dataclass(frozen=True)
+class Turned(Tensor):
+    """Some columns of a matrix on disk, as rows.
+
+    Attributes:
+        whole: the matrix.
+        columns: which of them.
+    """
+
+    whole: Tensor
+    columns: slice
+
+    @classmethod
+    def of(cls, whole: Tensor, columns: slice) -> "Turned":
+        """Return those columns of a matrix."""
+        rows = len(range(*columns.indices(whole.shape[1])))
+        return cls(whole.file, whole.name, (rows, whole.shape[0]), whole.dtype, None, whole.start, whole, columns)
+
+    def pieces(self, whole: bool = False) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield all rows at once."""
+        for _, piece in self.whole.pieces(whole=True):
+            yield 0, piece[:, self.columns].T
+
+    def part(self, index: tuple[slice, ...]) -> np.ndarray:
+        """Return some of the rows."""
+        return self.array()[index]
+
+
 def as_bytes(array: np.ndarray) -> memoryview:
     """Return an array's bytes in order, without a copy where it is contiguous."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data

@@ -42,7 +42,7 @@ from zoo.huggingface.folder import (
     refusal,
 )
 from zoo.huggingface.kept import as_quantised, kept_rows, kept_together, load_kept, quantisation
-from zoo.huggingface.quantised import decoded, written
+from zoo.huggingface.quantised import beside, decoded, written
 from zoo.huggingface.sharded import load_leaf
 from zoo.huggingface.tensors import DamagedError, Tensor, as_bytes
 from zoo.parameters import Row
@@ -62,6 +62,7 @@ _CARRIED = (  # what goes with a model and is not its weights
     "chat_template.json",
     "generation_config.json",
 )
+_OPTIMISED = "hf_quant_config.json"  # says what numbers there are, in folders of Model Optimizer
 _ROWS = 16
 Part = tuple[Row, tuple[int, ...]]  # a parameter, and where in its stack the tensor stands
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -143,6 +144,8 @@ def _opened(path: str | os.PathLike) -> tuple[Path, Config, dict[str, Tensor]]:
         config = from_hf(raw)
         return folder, config, expected(folder, config, gguf.named(raw, config, held))
     raw = read_json(folder, "config.json")
+    if raw.get("quantization_config") is None and (folder / _OPTIMISED).is_file():
+        raw["quantization_config"] = beside(read_json(folder, _OPTIMISED))
     config, tensors = as_stored(from_hf(raw), decoded(raw, read_headers(folder)))
     return folder, config, expected(folder, config, tensors)
 

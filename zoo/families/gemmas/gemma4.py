@@ -57,22 +57,13 @@ def _read(read: Any, num_layers: int) -> dict[str, Any]:
         told = {"global_head_dim": read.raw.get("global_head_dim", 512), "global_kv_heads": None}
         told |= {"global_kv_heads": heads} if read.raw.get("attention_k_eq_v") else {}
     else:
-        types = read.raw.get("layer_types") or ["full_attention" if (i + 1) % 6 == 0 else "" for i in range(num_layers)]
-        wanted = {str(i) for i, name in enumerate(types) if name == "full_attention"} | {str(num_layers - 1)}
-        one = next(iter(each.values()), None) if isinstance(each, Mapping) else None
-        if (
-            not isinstance(one, Mapping)
-            or set(one) - set(_HEADS)
-            or any(layer != one for layer in each.values())
-            or set(each) != wanted
-        ):
+        told = _of_each(each, read, num_layers)
+        if told is None:
             names = " and ".join(_HEADS)
             read.problems.append(
                 f"`per_layer_config`={each!r} is not supported, only {names}, the same for every global layer"
             )
             return {}
-        told = {field: one.get(key) for key, field in _HEADS.items()}
-        told["global_head_dim"] = told["global_head_dim"] or read.raw.get("head_dim", 256)
     read.problems += [
         f"`{key}` of global layers is {told[field]!r}, no integer"
         for key, field in _HEADS.items()
@@ -80,6 +71,25 @@ def _read(read: Any, num_layers: int) -> dict[str, Any]:
     ]
     usual = told["global_kv_heads"] == read.raw.get("num_key_value_heads", 4)
     return told | ({"global_kv_heads": None} if usual else {})
+
+
+def _of_each(each: Any, read: Any, num_layers: int) -> dict[str, Any] | None:
+    """Return the heads of global layers where each layer has what differs from the file's own; None if they differ."""
+    types = read.raw.get("layer_types") or ["full_attention" if (i + 1) % 6 == 0 else "" for i in range(num_layers)]
+    last = num_layers - 1
+    if not isinstance(each, Mapping) or not all(isinstance(layer, Mapping) for layer in each.values()):
+        return None
+    numbers = {f"{i:0{width}}": i for i in range(num_layers) for width in range(1, len(str(last)) + 1)}  # 5, or 05
+    own = {numbers[str(key)]: layer for key, layer in each.items() if str(key) in numbers}
+    if len(own) < len(each) or any(set(layer) - set(_HEADS) for layer in own.values()):
+        return None
+    usual = {"head_dim": read.raw.get("head_dim", 256), "num_key_value_heads": read.raw.get("num_key_value_heads", 4)}
+    layers = [usual | own.get(i, {}) for i in range(num_layers)]
+    whole = [layer for layer, name in zip(layers, types, strict=False) if name == "full_attention"] + layers[last:]
+    local = [layer for layer, name in zip(layers[:last], types, strict=False) if name != "full_attention"]
+    if any(layer != layers[last] for layer in whole) or any(layer != usual for layer in local):
+        return None
+    return {field: layers[last][key] for key, field in _HEADS.items()}
 
 
 def _write(config: Any) -> dict[str, Any]:
@@ -128,7 +138,7 @@ def _dialect(architecture: str, outer: str, **own: Any) -> Dialect:
     )
 
 
-_UNREAD = ("num_experts", "top_k_experts", "moe_intermediate_size")  # where there are none
+_UNREAD = ("num_experts", "top_k_experts", "moe_intermediate_size", "expert_intermediate_size")  # where there are none
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -116,10 +116,6 @@ class Cohere2Config(CohereConfig):
     def problems(self) -> list[str]:
         """Say what is wrong with the family's own fields."""
         own = window_problems(self.window, self.attention_pattern, needed=True)
-        if self.num_heads * self.head_dim != self.embed_dim:
-            own.append(
-                f"num_heads={self.num_heads} of head_dim={self.head_dim} must be embed_dim={self.embed_dim} together"
-            )
         if self.qk_norm:
             own.append("qk_norm=True is Command R+'s, which has no local layers")
         return super().problems() + own

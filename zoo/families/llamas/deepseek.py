@@ -212,7 +212,7 @@ class DeepSeekV2Config(DeepSeekLike):
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSeekV3Config(DeepSeekLike):
-    """DeepSeek V3 and R1, Kimi K2: each expert's probability is its own, and a bias takes part in choosing.
+    """DeepSeek V3 and R1, Kimi K2, text of K2.5: each expert's probability is its own, a bias takes part in choosing.
 
     Attributes:
         normalise_weights: the weights of the chosen experts sum to one before they are scaled.
@@ -238,6 +238,8 @@ class DeepSeekV3Config(DeepSeekLike):
             choices=ACTIVATION,
             only={"moe_layer_freq": (1, None)},
             harmless={"scoring_func": ("sigmoid", None), "topk_method": ("noaux_tc", None)},
+            outer="kimi_k25",
+            outer_keys=("ignore_index", "media_placeholder_token_id", "use_unified_vision_chunk", "video_placeholder"),
             **_KEYS,
         )
         for name in ("deepseek_v3", "kimi_k2")

@@ -13,11 +13,18 @@ from zoo.families.mixture import BALANCE, EXPERTS, SHARED, MixtureLike, dense_ro
 from zoo.parameters import MLP, Row
 
 _NORMS = {"use_qk_norm": (True, None)}
+# Of models that see, whose texts' positions are plain numbers.
+_SEEING: dict[str, Any] = {
+    "rope_names": {"mrope": "default"},
+    "rope_ignored": ("mrope_section", "mrope_interleaved"),
+    "outer_keys": ("video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_token_id"),
+    "choices": ACTIVATION,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2Config(Activated):
-    """Qwen 2 and 2.5: biases after the projections of queries, keys and values.
+    """Qwen 2 and 2.5: biases after the projections of queries, keys and values; of those that see, the text part.
 
     Attributes:
         window: on local layers a query sees this many keys, itself included; None lets every layer see all.
@@ -33,6 +40,18 @@ class Qwen2Config(Activated):
             choices=ACTIVATION,
             harmless={"qkv_bias": (True, None)},
         )
+    } | {
+        f"{name}_text": Dialect(
+            architecture="Qwen2ForCausalLM",
+            outer=name,
+            sizes=sizes(32_768, 8),
+            numbers=eps(1e-5),
+            flags=TIED,
+            windows="switch",
+            theta=1_000_000.0,
+            **_SEEING,
+        )
+        for name in ("qwen2_vl", "qwen2_5_vl")
     }
 
     norm_eps: float = 1e-6
@@ -52,7 +71,7 @@ class Qwen2Config(Activated):
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3Config(Qwen2Config):
-    """Qwen 3: normalised queries and keys in place of biases.
+    """Qwen 3: normalised queries and keys in place of biases; of those that see, the text part.
 
     Attributes:
         attention_bias: biases after the four projections of attention.
@@ -66,7 +85,15 @@ class Qwen3Config(Qwen2Config):
             windows="switch",
             choices=ACTIVATION,
             harmless=_NORMS,
-        )
+        ),
+        "qwen3_vl_text": Dialect(
+            architecture="Qwen3ForCausalLM",
+            outer="qwen3_vl",
+            sizes=sizes(128_000, 32, 128),
+            theta=500_000.0,
+            flags=TIED | BIAS,
+            **_SEEING,
+        ),
     }
 
     attention_bias: bool = False
@@ -92,6 +119,11 @@ def _write_dense_layers(config: Any) -> dict[str, Any]:
     return {"decoder_sparse_step": 1, "mlp_only_layers": list(config.dense_layers)}
 
 
+_DENSE_KEYS: dict[str, Any] = {
+    "keys": ("mlp_only_layers", "decoder_sparse_step"),
+    "read": _read_dense_layers,
+    "write": _write_dense_layers,
+}
 _SPARSE = {
     "intermediate_size": ("dense_mlp_dim", 6144),
     "moe_intermediate_size": ("mlp_dim", 768),
@@ -145,7 +177,7 @@ class QwenMixtureLike(MixtureLike, Qwen2Config):
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3MoeConfig(QwenMixtureLike, Qwen3Config):
-    """Qwen 3's mixtures of experts."""
+    """Qwen 3's mixtures of experts; of those that see, the text part."""
 
     dialects: ClassVar = {
         "qwen3_moe": Dialect(
@@ -157,10 +189,21 @@ class Qwen3MoeConfig(QwenMixtureLike, Qwen3Config):
             windows="flag",
             choices=ACTIVATION,
             harmless=_NORMS,
-            keys=("mlp_only_layers", "decoder_sparse_step"),
-            read=_read_dense_layers,
-            write=_write_dense_layers,
-        )
+            **_DENSE_KEYS,
+        ),
+        "qwen3_vl_moe_text": Dialect(
+            architecture="Qwen3MoeForCausalLM",
+            outer="qwen3_vl_moe",
+            sizes=sizes(128_000, 16, **_SPARSE),
+            aliases={"num_experts": "num_local_experts"},
+            numbers=eps(1e-6) | BALANCE,
+            flags=TIED | BIAS,
+            theta=500_000.0,
+            harmless={"norm_topk_prob": (True, None)},  # which transformers takes it for
+            fixed={"normalise_weights": True},
+            **_SEEING,
+            **_DENSE_KEYS,
+        ),
     }
 
 

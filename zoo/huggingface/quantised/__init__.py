@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from zoo.formats import Format
-from zoo.huggingface.quantised import bitsandbytes, compressed, fp8, mxfp4, packed
+from zoo.huggingface.quantised import bitsandbytes, compressed, fp8, mxfp4, nvfp4, packed
 from zoo.huggingface.quantised.decoded import Decoded as Decoded
 from zoo.huggingface.quantised.decoded import Kept as Kept
 from zoo.huggingface.tensors import Tensor
@@ -31,22 +31,46 @@ READERS: dict[str, Reader] = {
     "awq": packed.read_awq,
     "auto-round": packed.read_auto_round,
     "bitsandbytes": bitsandbytes.read,
+    "modelopt": nvfp4.read_modelopt,
 }
 _LABELS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 # What some folders hold of activations and caches, which stay as they are here; and what says how a matrix lies, which
 # readers look at beforehand.
-_UNREAD = (".input_scale", ".output_scale", ".k_scale", ".v_scale", ".weight_format", ".weight_shape", "g_idx")
+_UNREAD = (
+    ".input_scale",
+    ".output_scale",
+    ".input_global_scale",
+    ".k_scale",
+    ".v_scale",
+    ".weight_format",
+    ".weight_shape",
+    "g_idx",
+)
 
 
 def problem(settings: Any) -> str | None:
     """Say why weights cannot be read; None where they can, or are as they are."""
     if settings is None:
         return None
-    method = settings.get("quant_method") if isinstance(settings, dict) else None
+    method = _method(settings)
     if method in READERS:
         return None
     known = ", ".join(map(repr, READERS))
     return f"`quantization_config`'s quant_method={method!r} is not supported, only {known}"
+
+
+def _method(settings: Any) -> str | None:
+    """Return what made the numbers; early files of Model Optimizer name it as their producer."""
+    if not isinstance(settings, dict):
+        return None
+    producer = settings.get("producer")
+    return settings.get("quant_method") or (producer.get("name") if isinstance(producer, dict) else None)
+
+
+def beside(told: dict[str, Any]) -> dict[str, Any]:
+    """Return what Model Optimizer's `hf_quant_config.json` says as a `quantization_config`, which its folder lacks."""
+    settings = told.get("quantization")
+    return {"quant_method": "modelopt"} | (settings if isinstance(settings, dict) else {})
 
 
 def decoded(raw: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -61,7 +85,7 @@ def decoded(raw: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor
     if settings is None:
         return tensors
     label = _LABELS.get(raw.get("dtype", raw.get("torch_dtype")) or "float32", "F32")
-    found = READERS[settings["quant_method"]](settings, _Held(tensors), label)
+    found = READERS[str(_method(settings))](settings, _Held(tensors), label)
     used = {part.name for one in found.values() if isinstance(one, Decoded) for part in one.parts}
     rest = {name: one for name, one in tensors.items() if name not in used and not name.endswith(_UNREAD)}
     return rest | found

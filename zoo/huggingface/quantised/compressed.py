@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from zoo.huggingface.quantised import fp8
-from zoo.huggingface.quantised.decoded import Kept, ends, equal, group_of, made, nibbles
+from zoo.huggingface.quantised import fp8, nvfp4
+from zoo.huggingface.quantised.decoded import Kept, ends, group_of, made, nibbles, together
 from zoo.huggingface.tensors import DTYPES, Tensor
 
-_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
+_FOURS = "nvfp4-pack-quantized"
+_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized", _FOURS)
 
 
 def read(settings: dict[str, Any], tensors: Mapping[str, Tensor], label: str) -> dict[str, Tensor]:
@@ -23,6 +24,8 @@ def read(settings: dict[str, Any], tensors: Mapping[str, Tensor], label: str) ->
     format = settings.get("format")
     if format not in _FORMATS:
         raise ValueError(f"`quantization_config`'s format={format!r} is not supported, only {', '.join(_FORMATS)}.")
+    if format == _FOURS:
+        return nvfp4.matrices(tensors, label, "weight_packed", "weight_global_scale", divided=True)
     weights = [group.get("weights") or {} for group in (settings.get("config_groups") or {}).values()]
     bits = sorted({one.get("num_bits", 8) for one in weights} or {8})
     sizes = [one.get("group_size") for one in weights]
@@ -38,8 +41,8 @@ def read(settings: dict[str, Any], tensors: Mapping[str, Tensor], label: str) ->
             shape, block = parts[0].shape, blocks[0] if blocks else None
             group = group_of(shape[1], groups, sizes, index)
             decode = functools.partial(_scaled, block=block, group=group)
-            even = equal(group, groups)
-            kept = _kept(shape, scale, 8, bool(zeros)) if parts[0].dtype == "I8" and not blocks and even else None
+            whole = parts[0].dtype == "I8" and not blocks
+            kept = together(_kept(shape, scale, 8, bool(zeros)), group) if whole else None
             if kept is None and not zeros and (groups == 1 or blocks):  # not groups of a row's inputs
                 kept = fp8.kept(*parts[:2], block)
             found[name] = made(name, shape, label, parts, decode, kept)
@@ -51,13 +54,13 @@ def read(settings: dict[str, Any], tensors: Mapping[str, Tensor], label: str) ->
         width = next((one for one in bits if -(-shape[1] * one // 32) == words.shape[1]), bits[0])
         group = group_of(shape[1], groups, sizes, index)
         decode = functools.partial(_unpacked, shape=shape, group=group, bits=width)
-        kept = _kept(shape, scale, width, bool(zeros)) if equal(group, groups) else None
+        kept = together(_kept(shape, scale, width, bool(zeros)), group)
         found[name] = made(name, shape, label, (words, scale, *zeros), decode, kept)
     return found
 
 
 def _kept(shape, scale, bits, zeros):
-    """Say how a matrix `[out, in]` of integers stays, where groups of its inputs are equally long."""
+    """Say how a matrix `[out, in]` of integers stays, if groups of its inputs are equally long and neighbours."""
     groups = scale.shape[1] if len(scale.shape) == 2 else 1
     if scale.dtype not in DTYPES or (bits == 4 and shape[1] % 2):
         return None

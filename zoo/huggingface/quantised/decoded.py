@@ -1,5 +1,6 @@
 """A tensor that others on disk stand for. Free of JAX."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,6 +24,7 @@ class Kept:
             `[out, groups]`, given the parts of the tensor; and zeros, less 8, where groups have them.
         zeros: whether they have.
         turned: they lie as `[E, out, in]` where the tensor is `[E, in, out]`, of all experts.
+        apart: `read` returns the inputs of a group as neighbours, which they are not, and last where each then stands.
     """
 
     format: str
@@ -31,6 +33,7 @@ class Kept:
     read: Callable[..., tuple[np.ndarray, ...]]
     zeros: bool = False
     turned: bool = False
+    apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,3 +116,24 @@ def _neighbours(inputs: int, size: int) -> np.ndarray:
 def equal(group: np.ndarray, groups: int) -> bool:
     """Return whether groups are equally many neighbours, in order."""
     return len(group) % groups == 0 and np.array_equal(group, np.arange(len(group)) // (len(group) // groups))
+
+
+def together(kept: Kept | None, group: np.ndarray) -> Kept | None:
+    """Return how a matrix stays given how it would if the inputs of each group were neighbours; None if it cannot.
+
+    Where they stand apart they are sorted by their groups, which must be equally large.
+    """
+    if kept is None or equal(group, kept.groups):
+        return kept
+    if (np.bincount(group, minlength=kept.groups) * kept.groups != len(group)).any():
+        return None
+    order = np.argsort(group, kind="stable")
+
+    def read(*parts):
+        values, *rest = kept.read(*parts)
+        if values.shape[-1] == len(order):
+            return values[:, order], *rest, np.argsort(order).astype(np.int32)
+        codes = nibbles(values, 4).reshape(len(values), -1)[:, order]
+        return codes[:, ::2] | (codes[:, 1::2] << np.uint8(4)), *rest, np.argsort(order).astype(np.int32)
+
+    return dataclasses.replace(kept, read=read, apart=True)

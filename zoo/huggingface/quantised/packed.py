@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from zoo.huggingface.quantised.decoded import Kept, ends, equal, group_of, made, nibbles
+from zoo.huggingface.quantised.decoded import Kept, ends, group_of, made, nibbles, together
 from zoo.huggingface.tensors import DTYPES, Tensor
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word of 32 bits each of eight neighbours is
@@ -37,7 +37,7 @@ def read_gptq(settings: dict[str, Any], tensors: Mapping[str, Tensor], label: st
         group = group_of(shape[1], scales[0], sizes, tensors.get(f"{module}.g_idx"))
         numbers = functools.partial(_gptq_numbers, bits=bits, plus=plus)
         decode = functools.partial(_scaled, numbers=numbers, group=group)
-        kept = _kept(parts[2], shape, bits, numbers) if equal(group, scales[0]) else None
+        kept = together(_kept(parts[2], shape, bits, numbers), group)
         found[name] = made(name, shape, label, parts, decode, kept)
     return found
 
@@ -62,7 +62,7 @@ def _scaled(words, zeros, scales, *, numbers, group):
 
 
 def _kept(scales: Tensor, shape: tuple[int, ...], bits: int, numbers: Callable[..., Any]) -> Kept | None:
-    """Say how a matrix `[out, in]` stays, whose groups are neighbours and have zeros of their own."""
+    """Say how a matrix `[out, in]` stays, whose groups have zeros of their own, if they are neighbours."""
     if bits not in (4, 8) or shape[1] % 2 or scales.dtype not in DTYPES:
         return None
 
@@ -93,7 +93,7 @@ def read_awq(settings: dict[str, Any], tensors: Mapping[str, Tensor], label: str
         name, shape, groups = f"{module}.weight", (parts[0].shape[1] * 32 // bits, parts[0].shape[0]), parts[2].shape[0]
         group = group_of(shape[1], groups, (settings.get("group_size", -1),))
         decode = functools.partial(_scaled, numbers=_awq_numbers, group=group)
-        kept = _kept(parts[2], shape, bits, _awq_numbers) if equal(group, groups) else None
+        kept = together(_kept(parts[2], shape, bits, _awq_numbers), group)
         found[name] = made(name, shape, label, parts, decode, kept)
     return found
 
