@@ -16,7 +16,9 @@ from experiments.step import folders
 from experiments.step import tiling as cuts
 from experiments.step.build import Programs
 from transforms import sharding
+from zoo import products
 from zoo.adapters import lora
+from zoo.families.mixture import MixtureLike
 from zoo.kernels import choose
 
 T = TypeVar("T")
@@ -87,7 +89,7 @@ def resolve(config: configs.Run, device: Device, argv: Sequence[str] = ()) -> co
     parts: dict[str, Any] = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     parts |= {"mesh": mesh, "hardware": hardware, "optimizer": optimizer, "adapter": _adapter(config, choices)}
     parts |= {"reference": reference, "axes": _axes(mesh)}
-    resolved = _attention(_head(configs.Resolved(**parts), choices), choices)
+    resolved = _experts(_attention(_head(configs.Resolved(**parts), choices), choices), choices)
 
     remat = _remat(config.remat, resolved.tiling, params > REMAT_ABOVE, device.platform, choices)
     often = max(10, steps // EVALUATIONS) if scale.eval_batches > 1 else 0
@@ -272,6 +274,14 @@ def _attention(config: configs.Resolved, choices: Choices) -> configs.Resolved:
         why = f"all scores of a layer are {size(scores)}, a tile's are to be {size(TILE_BYTES)}"
         tiling = choices.settle(tiling, "tiling.", why, attention=tiles)
     return dataclasses.replace(config, tiling=tiling)
+
+
+def _experts(config: configs.Resolved, choices: Choices) -> configs.Resolved:
+    """Return the run with the products of its experts chosen, where it has any."""
+    if not isinstance(config.model.config, MixtureLike):
+        return config
+    name, why = products.choose(config.hardware.platform.value)
+    return choices.settle(config, "", why, experts=name)
 
 
 def _remat(remat: configs.Remat, tiling: configs.Tiling, large: bool, platform: str, choices: Choices) -> configs.Remat:

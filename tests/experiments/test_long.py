@@ -1,5 +1,6 @@
 """Long texts: a layer a slice at a time is what it is at once, in every family, and takes a fraction of the memory."""
 
+import dataclasses
 import functools
 
 import equinox as eqx
@@ -119,14 +120,15 @@ def test_a_run_as_tiling_long_makes_it(kept):
     check(resolved("tiny_gemma3", *words), "tiny_gemma3")
 
 
-def test_a_mixture_by_tokens():
-    check(resolved("tiny_mixtral", "tiling=long", "tiling.tokens=24", "tiling.n=3"), "tiny_mixtral")
+@pytest.mark.parametrize("batch", [[], ["tiling.batch=3"]])
+def test_a_mixture_by_tokens(batch):
+    check(resolved("tiny_mixtral", "tiling=long", "tiling.tokens=8", "tiling.n=3", *batch), "tiny_mixtral")
 
 
 @pytest.mark.parametrize("mesh", ["context", pytest.param("all", marks=pytest.mark.heavy)])
 def test_a_mixture_by_tokens_on_devices_that_share_sequences(mesh):
-    """Also where a device has fewer tokens than are to be computed at a time."""
-    config = ulysses.CONFIGS["sinks"]
+    """Also where a device has fewer tokens than are to be computed at a time; experts are larger than all of them."""
+    config = dataclasses.replace(ulysses.CONFIGS["sinks"], num_experts=16)
     model = zoo.model_class(config).init(config, key=jax.random.key(0))
     ids = np.random.default_rng(2).integers(3, 60, (2, 32), dtype=np.int32)
     wanted = ulysses.gradients(model, ids, None, None)
