@@ -118,7 +118,8 @@ def slices(tiling: configs.Tiling, model: Any) -> dict[str, Any]:
 def turns(config: configs.Run) -> int:
     """Return in how many turns `tiling.heads` takes a model's heads: of layers that differ, the fewest."""
     model, mesh = config.model.config, config.mesh
-    devices = mesh.context * mesh.model if mesh.exchanges else 1
+    devices = mesh.model * (mesh.context if mesh.exchanges else 1)
+    devices = 1 if model.num_heads % devices else devices  # then each has all heads
     return min(groups.turns(model.num_heads, kv_heads, devices)[0] for kv_heads, _, _ in {*model.layer_heads})
 
 
