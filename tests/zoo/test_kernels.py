@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 import zoo
 from experiments.configs.compute import ATTENTION
 from experiments.planning import targets
-from experiments.planning.hlo import collectives
+from experiments.planning.hlo import collectives, dot_flops
 from tests.helpers import equations
 from transforms import tile
 from transforms.remat import remat
@@ -330,3 +330,14 @@ def test_kernels_compile_without_a_device(name, adapter, call, mesh):
     assert not any(f"{word}(" in text for word in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))
     scores = 8 * 16 * 1024 * 1024 * 4 // (8 if mesh else 1)
     assert found.memory_analysis().temp_size_in_bytes < scores / 2
+
+
+def test_of_a_choice_among_windows_the_most_products_count():
+    """Not those of all of them: a layer has one."""
+    x = jnp.ones((8, 8))
+    product = 2 * 8**3
+    times = lambda n: lambda x: functools.reduce(lambda made, _: made @ x, range(n), x)
+    several = jax.jit(lambda i, x: jax.lax.switch(i, [times(1), times(3), times(2)], x))
+    either = jax.jit(lambda i, x: jax.lax.cond(i > 1, times(1), times(2), x))
+    assert dot_flops(several.lower(1, x).compile().as_text()) == 3 * product
+    assert dot_flops(either.lower(1, x).compile().as_text()) == 2 * product
