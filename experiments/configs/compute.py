@@ -25,6 +25,12 @@ ATTENTION = {  # those of `zoo.kernels`
     "cudnn": "cuDNN's flash attention, on GPUs",
     "splash": "the splash attention kernel, on TPUs",
 }
+EXPERTS = {  # those of `zoo.products`
+    "ragged": "jax.lax.ragged_dot",
+    "grouped": "a block of rows at a time, each with its expert's matrix",
+    "megablox": "the Pallas kernel that JAX ships, on TPUs",
+    "tokamax": "tokamax's kernels, where it is installed",
+}
 OFFLOADED = ("params", "optimizer")  # what may stay in host memory
 NESTED = ("full", "block", "offload")  # those that can be for every so many layers: full/4
 MOST_LAYERS = 10_000  # more than any model has

@@ -10,7 +10,7 @@ from typing import Any
 
 import zoo.accounting
 import zoo.config
-from experiments.configs.compute import ATTENTION, Distributed, Hardware, Mesh, Remat, Tiling
+from experiments.configs.compute import ATTENTION, EXPERTS, Distributed, Hardware, Mesh, Remat, Tiling
 from experiments.configs.data import Chat, Data, Preference
 from experiments.configs.fields import NOT_NEGATIVE, POSITIVE, OnNan, Quantise, option, part, refuse
 from experiments.configs.objective import Custom, Objective, Paired, Sft
@@ -59,6 +59,10 @@ class Run:
     batch_size: int | None = option(None, "sequences per step; a pair of answers is two", POSITIVE, auto=True)
     seq_len: int | None = option(None, "tokens per sequence", POSITIVE, auto=True)
     attention: str = option("auto", "auto: the device's kernel, where it can; plain, tiled, cudnn (GPU), splash (TPU)")
+    experts: str = option(
+        "auto",
+        "a mixture's products; auto: the fastest of XLA's; ragged, grouped, megablox (TPU), tokamax (if installed)",
+    )
     on_nan: OnNan = option(OnNan.stop, "at a loss that is no number: stop, skip that step's update, or raise")
     compare: bool = option(
         False, "also compile the untiled step, to show what tiling saves: a start takes twice as long"
@@ -83,6 +87,8 @@ class Run:
             raise refuse("objective", "sft", "it learns what the assistant says in conversations: use data=chat")
         if self.attention != "auto" and self.attention not in ATTENTION:
             raise refuse("attention", self.attention, f"choose auto, {', '.join(ATTENTION)}")
+        if self.experts != "auto" and self.experts not in EXPERTS:
+            raise refuse("experts", self.experts, f"choose auto, {', '.join(EXPERTS)}")
         if self.tiling.attention is not None and self.attention not in ("auto", "tiled"):
             why = f"tiling.attention={self.tiling.attention} cuts queries into tiles: use attention=tiled"
             raise refuse("attention", self.attention, f"{why}, or leave one of the two out")

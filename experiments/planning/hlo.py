@@ -13,7 +13,9 @@ from zoo.accounting import visible_pairs
 _HEADER = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
 _SHAPE = r"\w+\[([\d,]*)\](?:\{[^}]*\})?"
 _RESULT = re.compile(rf"^\s*(?:ROOT )?%?([\w.\-]+) = {_SHAPE} (\w[\w\-]*)\((.*)")
-_CALLED = re.compile(r"(?:to_apply|body|calls|called_computations|branch_computations)=\{?((?:%?[\w.\-]+(?:, )?)+)\}?")
+_CALLED = re.compile(
+    r"(?:to_apply|body|calls|called_computations|(?:branch|true|false)_computations?)=\{?((?:%?[\w.\-]+(?:, )?)+)\}?"
+)
 _ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
 _COLLECTIVES = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
 _EXCHANGE = re.compile(rf"^\s*(?:ROOT )?%?[\w.\-]+ = (.+?) ({_COLLECTIVES})(?:-start)?\(")
@@ -35,7 +37,8 @@ def dot_flops(text: str, trips: Mapping[str, int] | None = None) -> int:
     """Return the multiplications and additions of all matrix products that a run of the program executes.
 
     Those within kernels are not seen, but of attention: of cuDNN's two products forward and five backward, of what is
-    visible; of splash attention's, those of the blocks that it computes.
+    visible; of splash attention's, those of the blocks that it computes. Of a choice, as among the windows that layers
+    have, the branch with the most counts.
 
     Args:
         text: `compiled.as_text()`.
@@ -50,7 +53,10 @@ def dot_flops(text: str, trips: Mapping[str, int] | None = None) -> int:
     def count(name: str) -> int:
         lines = bodies[name]
         own = sum(_dots(lines)) + sum(map(_attention, lines)) + sum(map(_splash, lines))
-        return own + sum(times * count(inner) for inner, times in _calls(lines, bodies, told=trips))
+        for line in lines:
+            inside = [times * count(inner) for inner, times in _calls([line], bodies, told=trips)]
+            own += max(inside, default=0) if " conditional(" in line else sum(inside)
+        return own
 
     return count(entry)
 
@@ -306,10 +312,8 @@ def _calls(
 ) -> Iterator[tuple[str, int]]:
     """The computations that these lines run, and how often."""
     for line in lines:
-        called = _CALLED.search(line)
-        if called is None:
-            continue
-        names = [n.lstrip("%") for n in called.group(1).split(", ")]
+        called = [name for group in _CALLED.findall(line) for name in group.split(", ")]
+        names = [name.lstrip("%") for name in called]
         times = _trips(line, bodies, told) if trips is None else trips
         yield from ((name, times) for name in names if name in bodies)
 

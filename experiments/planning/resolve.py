@@ -16,6 +16,8 @@ from experiments.step import tiling as cuts
 from experiments.step.build import Programs
 from experiments.step.folders import described
 from transforms import sharding
+from zoo import products
+from zoo.families.mixture import MixtureLike
 from zoo.kernels import choose
 
 T = TypeVar("T")
@@ -83,7 +85,7 @@ def chosen_for(config: configs.Described, device: Device) -> configs.Resolved:
     parts: dict[str, Any] = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     parts |= {"mesh": mesh, "hardware": hardware, "optimizer": optimizer, "axes": _axes(mesh)}
     choices.made |= config.chosen
-    resolved = _attention(_head(configs.Resolved(**parts), choices), choices)
+    resolved = _experts(_attention(_head(configs.Resolved(**parts), choices), choices), choices)
 
     remat = _remat(config.remat, resolved.tiling, params > REMAT_ABOVE, device.platform, choices)
     often = max(10, steps // EVALUATIONS) if scale.eval_batches > 1 else 0
@@ -261,6 +263,14 @@ def _attention(config: configs.Resolved, choices: Choices) -> configs.Resolved:
         why = "all scores of a layer are {}, a tile's are to be {}"
         tiling = choices.settle(tiling, "tiling.", why, (scores, TILE_BYTES), attention=tiles)
     return dataclasses.replace(config, tiling=tiling)
+
+
+def _experts(config: configs.Resolved, choices: Choices) -> configs.Resolved:
+    """Return the run with the products of its experts chosen, where it has any."""
+    if not isinstance(config.model.config, MixtureLike):
+        return config
+    name, why = products.choose(config.hardware.platform.value)
+    return choices.settle(config, "", why, experts=name)
 
 
 def _remat(remat: configs.Remat, tiling: configs.Tiling, large: bool, platform: str, choices: Choices) -> configs.Remat:

@@ -29,8 +29,9 @@ from transforms.offload import fetch
 from transforms.remat import Remat, remat
 from transforms.sharding import explicit, uneven
 from transforms.step import State, all_parameters, compile_step, make_eval_step, make_train_step
-from zoo import AbstractMixture, ForwardPass, adapters, model_class
+from zoo import AbstractMixture, ForwardPass, adapters, model_class, products
 from zoo.adapters import lora
+from zoo.families.mixture import MixtureLike
 from zoo.huggingface.weights import shapes
 from zoo.kernels import KERNELS
 
@@ -450,12 +451,25 @@ class Programs:
         return models, (hiddens, one(letters, shape, jnp.int32), one(letters, shape, jnp.float32))
 
 
+def _experts(config: configs.Resolved) -> str | None:
+    """Return why a mixture's products cannot be those that are asked for; None where they can."""
+    if config.experts == "auto":
+        return None
+    if not isinstance(config.model.config, MixtureLike):
+        return "this model has no experts"
+    dtype = configs.chosen(config.hardware.compute_dtype).value
+    why = products.KERNELS[config.experts].refusal(config.hardware.platform.value, dtype)
+    return None if why is None else f"{config.experts} {why}"
+
+
 def problem(config: configs.Resolved) -> str | None:
     """Return why a run cannot be carried out as it is asked for, before anything is compiled; None where it can."""
     if (why := config.problem) is not None:
         return why
     if (why := KERNELS[config.attention].refusal(tiling.asked(config, config.model.config))) is not None:
         return f"cannot run with attention={config.attention}: {config.attention} {why}; or use attention=auto."
+    if (why := _experts(config)) is not None:
+        return f"cannot run with experts={config.experts}: {why}; or use experts=auto."
     if config.hardware.offloaded and (why := meshes.refusal()) is not None:
         return f"cannot use hardware.offload={config.hardware.offload}: {why}."
     if isinstance(config.adapter, configs.Lora):

@@ -15,13 +15,13 @@ from jax.sharding import PartitionSpec
 
 from experiments import configs
 from transforms import TileError, tile
-from transforms.sharding import axes_of, explicit, partitions, shares
+from transforms.sharding import explicit, partitions, shares
+from zoo import products
 from zoo.families.mixture import MixtureLike
 from zoo.kernels import KERNELS, Asked
 from zoo.models.attention import groups
 from zoo.models.layers import Ops, gated_mlp
-from zoo.models.mixtures.experts import experts, experts_by_sequence
-from zoo.models.mixtures.grouped import grouped
+from zoo.models.mixtures.experts import experts
 
 
 def head(loss: Callable[..., Any], tiling: configs.Tiling, how: configs.HeadTiling) -> Callable[..., Any]:
@@ -83,16 +83,20 @@ def ops(config: configs.Resolved, model: Any) -> Ops | None:
     """Return how the heavy parts of each layer run: plainly, or as `attention` and `tiling` say.
 
     Where the batch is cut, a mixture's tokens are sorted by expert sequence by sequence. A model beside the one that
-    learns has plain attention where its own cannot be what the run's is. But on TPUs, which have a kernel, experts'
-    products are `zoo.models.mixtures.grouped`'s.
+    learns has plain attention where its own cannot be what the run's is, and where it alone is a mixture, the products
+    that suit the platform.
     """
     kernel, pieces = KERNELS[config.attention], slices(config.tiling, model)
     if config.mesh.exchanges:
         pieces["ulysses"] = True
     if kernel.name != "plain" and kernel.refusal(asked(config, model)) is None:
         pieces |= kernel.ops(config.tiling.attention)
-    if isinstance(model, MixtureLike) and config.hardware.platform is not configs.Platform.tpu:
-        pieces["experts"] = functools.partial(pieces.get("experts", experts), product=grouped)
+    if isinstance(model, MixtureLike):
+        platform = config.hardware.platform.value
+        name = products.choose(platform)[0] if config.experts == "auto" else config.experts
+        chosen = products.KERNELS[name]
+        how = {"product": chosen.product, "typed": chosen.typed}
+        pieces["experts"] = functools.partial(pieces.get("experts", experts), **how)
     return Ops(**pieces) if pieces else None
 
 
@@ -106,14 +110,16 @@ def slices(tiling: configs.Tiling, model: Any) -> dict[str, Any]:
     if tiling.tokens is not None:
         pieces["tokens"] = functools.partial(_by_tokens, tiling)
     if isinstance(model, MixtureLike) and (tiling.batch is not None or tiling.tokens is not None):
-        pieces["experts"] = functools.partial(_tiled_experts, tiling) if tiling.tokens else experts_by_sequence
+        cut = {"by_sequence": True} if tiling.tokens is None else {"at_once": tiling.tokens}
+        pieces["experts"] = functools.partial(experts, **cut)
     return pieces
 
 
 def turns(config: configs.Run) -> int:
     """Return in how many turns `tiling.heads` takes a model's heads: of layers that differ, the fewest."""
     model, mesh = config.model.config, config.mesh
-    devices = mesh.context * mesh.model if mesh.exchanges else 1
+    devices = mesh.model * (mesh.context if mesh.exchanges else 1)
+    devices = 1 if model.num_heads % devices else devices  # then each has all heads
     return min(groups.turns(model.num_heads, kv_heads, devices)[0] for kv_heads, _, _ in {*model.layer_heads})
 
 
@@ -154,29 +160,6 @@ def _in_order(x):
         return ordered(x)
     lies = PartitionSpec(*partitions(x))
     return jax.shard_map(ordered, in_specs=lies, out_specs=lies)(x)  # XLA gathers what is constrained on a mesh
-
-
-def _tiled_experts(tiling, x, *weights, routed_by=None, **how):
-    """Compute a mixture's experts some tokens at a time, which are sorted by expert on their own."""
-    own = shares(jax.typeof(x), 1)
-    length = x.shape[1] // own  # of each sequence, on a device: no piece is on two
-    fewest = -(-length // max(1, _tokens_of_a_row(tiling, x) // own))
-    pieces = next((n for n in range(fewest, 2 * fewest) if length % n == 0), 1)
-    run = lambda x, weights, read: experts_by_sequence(x, *weights, routed_by=read, **how)
-    batch, sequence, width = partitions(x)
-    apart = PartitionSpec(axes_of([batch, sequence]) or None, None, width)
-    in_pieces = lambda x: _of_each_device(lambda x: x.reshape(-1, length // pieces, x.shape[-1]), x, apart)
-    parts, read = in_pieces(x), None if routed_by is None else in_pieces(routed_by)
-    at_once = shares(jax.typeof(parts), 0)  # a piece of each device
-    out, routed = tile(run, axis=(0, None, 0), size=at_once)(parts, weights, read)
-    return _of_each_device(
-        lambda out: out.reshape(-1, length, out.shape[-1]), out, PartitionSpec(*partitions(x))
-    ), routed
-
-
-def _of_each_device(part, x, lies):
-    """Return what `part` makes of what each device has of `x`; it is to lie so, and nothing travels."""
-    return jax.shard_map(part, in_specs=PartitionSpec(*partitions(x)), out_specs=lies)(x) if explicit() else part(x)
 
 
 def _tiled_mlp(n, x, gate, up, down, *, activation, biases=None):

@@ -1,5 +1,6 @@
 """Long texts: a layer a slice at a time is what it is at once, in every family, and takes a fraction of the memory."""
 
+import dataclasses
 import functools
 
 import equinox as eqx
@@ -10,8 +11,12 @@ import pytest
 
 import zoo
 from experiments import configs
+from experiments.commandline import schema
+from experiments.commandline.overrides import with_overrides
 from experiments.planning.hlo import dot_flops
+from experiments.planning.resolve import resolve
 from experiments.runtime import meshes
+from experiments.runtime.hardware import Device
 from experiments.step import tiling
 from tests.experiments.test_tiled import check, resolved
 from tests.tiny import on_mesh
@@ -19,7 +24,7 @@ from tests.zoo import test_ulysses as ulysses
 from tests.zoo.hf_cases import CASES
 from tests.zoo.hf_tiny import FAST, loaded
 from transforms.remat import remat
-from transforms.sharding import make_mesh, sharding_of
+from transforms.sharding import AXES, make_mesh, sharding_of
 from transforms.tiling.ir.jaxprs import equations
 from zoo.accounting import recomputed_flops
 from zoo.adapters import lora
@@ -119,14 +124,15 @@ def test_a_run_as_tiling_long_makes_it(kept):
     check(resolved("tiny_gemma3", *words), "tiny_gemma3")
 
 
-def test_a_mixture_by_tokens():
-    check(resolved("tiny_mixtral", "tiling=long", "tiling.tokens=24", "tiling.n=3"), "tiny_mixtral")
+@pytest.mark.parametrize("batch", [[], ["tiling.batch=3"]])
+def test_a_mixture_by_tokens(batch):
+    check(resolved("tiny_mixtral", "tiling=long", "tiling.tokens=8", "tiling.n=3", *batch), "tiny_mixtral")
 
 
 @pytest.mark.parametrize("mesh", ["context", pytest.param("all", marks=pytest.mark.heavy)])
 def test_a_mixture_by_tokens_on_devices_that_share_sequences(mesh):
-    """Also where a device has fewer tokens than are to be computed at a time."""
-    config = ulysses.CONFIGS["sinks"]
+    """Also where a device has fewer tokens than are to be computed at a time; experts are larger than all of them."""
+    config = dataclasses.replace(ulysses.CONFIGS["sinks"], num_experts=16)
     model = zoo.model_class(config).init(config, key=jax.random.key(0))
     ids = np.random.default_rng(2).integers(3, 60, (2, 32), dtype=np.int32)
     wanted = ulysses.gradients(model, ids, None, None)
@@ -137,6 +143,24 @@ def test_a_mixture_by_tokens_on_devices_that_share_sequences(mesh):
         found = ulysses.gradients(on_mesh(model, made, ulysses.SHARED), put, None, how)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5 * (np.abs(other).max() + 1))
+
+
+@pytest.mark.parametrize(("kv_heads", "sizes", "count"), [(2, (1, 8), 2), (8, (2, 4), 2)])
+def test_heads_by_turns_on_devices_that_share_heads(kv_heads, sizes, count):
+    """All of them have some in every turn: also where kv heads are fewer than devices, and would be in turns of one."""
+    config = dataclasses.replace(ulysses.CONFIGS["windows, cap"], num_kv_heads=kv_heads)
+    model = zoo.model_class(config).init(config, key=jax.random.key(0))
+    ids = np.random.default_rng(2).integers(3, 60, (2, 32), dtype=np.int32)
+    wanted = ulysses.gradients(model, ids, None, None)
+    mesh = make_mesh(*sizes)
+    with jax.set_mesh(mesh):
+        put = jax.device_put(ids, sharding_of(mesh, "B S", ids.shape))
+        found = ulysses.gradients(meshes.placed(model, AXES), put, None, cut(LONG, config, 4))
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5 * (np.abs(other).max() + 1))
+    shared = ["model.num_heads=16", f"model.num_kv_heads={kv_heads}", f"mesh.data={sizes[0]}", f"mesh.model={sizes[1]}"]
+    words = with_overrides(["model=tiny_llama", "tiling=long", "batch_size=2", "seq_len=32", *shared], [])
+    assert tiling.turns(resolve(schema.compose(words)[0], Device("cpu", "a test", 2**32, count=8))) == count
 
 
 def error(found, wanted):

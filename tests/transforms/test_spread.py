@@ -233,6 +233,25 @@ def test_an_auto_mesh_without_a_word_is_refused():
         tile(cross_entropy, axis=(None, 1, 1, 1), n=3)(*spread(mesh, "dp", args))
 
 
+def test_parts_that_come_to_a_mesh_made_auto_are_summed_there_and_not_again():
+    """As the gradient of `jnp.repeat` does, of keys that several query heads share: its sum was as often too large."""
+    mesh = jax.make_mesh((4, 2), ("c", "m"), axis_types=(AxisType.Explicit,) * 2)
+    rng = np.random.default_rng(0)
+    queries, keys = (rng.normal(size=size).astype(np.float32) for size in ((32, 8, 3), (16, 1, 3)))
+
+    def loss(move, queries, keys):
+        heads = move(jnp.repeat(keys, 8, axis=1), P(None, "m", None))
+        return jnp.sin(jnp.einsum("snh,tnh->nst", queries, heads)).sum()
+
+    expected = jax.grad(lambda *args: loss(lambda x, spec: x, *args), argnums=(0, 1))(queries, keys)
+    with jax.set_mesh(mesh):
+        args = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in ((queries, P("c", "m")), (keys, P()))]
+        tiled = tile(lambda *args: loss(reshard, *args), axis=(0, None), n=4)
+        found = quick.jit(jax.grad(tiled, argnums=(0, 1)))(*args)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
+
+
 def test_a_mixed_mesh_is_refused():
     mesh = jax.make_mesh((4, 2), ("d", "m"), axis_types=(AxisType.Explicit, AxisType.Auto))
     with jax.set_mesh(mesh), pytest.raises(TileError, match="d: Explicit, m: Auto"):

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 import zoo
 from experiments.configs.compute import ATTENTION
 from experiments.planning import targets
+from experiments.planning.hlo import collectives, dot_flops
 from tests.helpers import equations
 from transforms import tile
 from transforms.remat import remat
@@ -149,6 +150,21 @@ def test_on_a_mesh_each_device_runs_its_own_heads_and_rows(kernel):
         text = run.lower(*spread).compile().as_text()
         np.testing.assert_allclose(run(*spread), wanted, atol=1e-5)
     assert not any(word in text for word in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_tiles_of_queries_whose_sequence_and_heads_devices_share(kv_heads):
+    """Keys whose heads are fewer than devices are repeated; sums over devices are made once, not for each tile."""
+    q, k, v, out = drawn((2, 64, 8, 16), *((2, 64, kv_heads, 16),) * 2, (2, 64, 8, 16))
+    how = {"window": 9, "cap": 5.0}
+    wanted = pulled(attention, how, q, k, v, out)
+    with jax.set_mesh(make_mesh(1, 4, 2)):
+        heads = lambda x: "model" if x.shape[2] % 4 == 0 else None
+        put = [place(x, PartitionSpec(None, "context", heads(x))) for x in (q, k, v, out)]
+        close(pulled(tiled(4), how, *put), wanted)
+        pull = jax.jit(lambda q, k, v, out: pulled(tiled(4), how, q, k, v, out))
+        sums = [one for one in collectives(pull.lower(*put).compile().as_text(), 8) if one.op != "all-gather"]
+        assert sums and all(one.times == 1 for one in sums)
 
 
 SMALL = Asked(platform="gpu", dtype="bfloat16", length=256, head_dim=64)
@@ -314,3 +330,14 @@ def test_kernels_compile_without_a_device(name, adapter, call, mesh):
     assert not any(f"{word}(" in text for word in ("all-gather", "all-reduce", "all-to-all", "collective-permute"))
     scores = 8 * 16 * 1024 * 1024 * 4 // (8 if mesh else 1)
     assert found.memory_analysis().temp_size_in_bytes < scores / 2
+
+
+def test_of_a_choice_among_windows_the_most_products_count():
+    """Not those of all of them: a layer has one."""
+    x = jnp.ones((8, 8))
+    product = 2 * 8**3
+    times = lambda n: lambda x: functools.reduce(lambda made, _: made @ x, range(n), x)
+    several = jax.jit(lambda i, x: jax.lax.switch(i, [times(1), times(3), times(2)], x))
+    either = jax.jit(lambda i, x: jax.lax.cond(i > 1, times(1), times(2), x))
+    assert dot_flops(several.lower(1, x).compile().as_text()) == 3 * product
+    assert dot_flops(either.lower(1, x).compile().as_text()) == 2 * product

@@ -7,10 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
+from experiments.planning.hlo import collectives
 from tests.zoo import hf_tiny
 from tests.zoo.hf_tiny import evaluate, evaluated, jit, loaded
 from transforms import tile
+from transforms.sharding import make_mesh
 from zoo import ForwardPass, Mixture
 from zoo.models.mixtures.experts import expert_mlp, route
 from zoo.models.mixtures.experts import experts as every_expert
@@ -124,6 +127,20 @@ def test_norms_start_at_one_and_experts_differ():
     assert bool((model.layers.mlp_norm == 1).all())
     one, other = model.layers.gate[0, 0], model.layers.gate[0, 1]
     assert abs(float(jnp.corrcoef(one.ravel(), other.ravel())[0, 1])) < 0.1
+
+
+def test_gradients_of_experts_by_tokens_are_summed_over_devices_once():
+    """Not for every part of the tokens; and weights are gathered once."""
+    mesh, parts = make_mesh(1, context=8), []
+    with jax.set_mesh(mesh):
+        shape = lambda *size, spec: jax.ShapeDtypeStruct(size, jnp.float32, sharding=jax.NamedSharding(mesh, P(*spec)))
+        x, router = shape(1, 256, 48, spec=(None, "context")), shape(48, 8, spec=("context",))
+        up, down = shape(8, 48, 24, spec=(None, "context")), shape(8, 24, 48, spec=(None, None, "context"))
+        for at_once in (None, 8):
+            loss = lambda *args, at_once=at_once: every_expert(*args, 2, normalise=True, at_once=at_once)[0].sum()
+            program = jax.jit(jax.grad(loss, argnums=(1, 2, 3, 4))).lower(x, router, up, up, down).compile()
+            parts.append(sorted((one.op, one.bytes, one.times) for one in collectives(program.as_text(), 8)))
+    assert parts[0] == parts[1] and {times for *_, times in parts[0]} == {1}
 
 
 def test_tiled_experts_are_the_experts():

@@ -164,7 +164,10 @@ def beside(q: Float[Array, "B S N H"], kv: Float[Array, "B T K H"]) -> Float[Arr
     heads = partitions(q)[2]
     if heads is None or partitions(kv)[2] == heads:
         return kv
-    spread = jnp.repeat(uncut(kv, 2), q.shape[2] // kv.shape[2], axis=2)
+    kv, (batch, length, kv_heads, size) = uncut(kv, 2), kv.shape
+    # As `jnp.repeat` does it, but with types: `tile` then sums gradients over devices once, not for every tile.
+    times = jnp.broadcast_to(kv[:, :, :, None], (batch, length, kv_heads, q.shape[2] // kv_heads, size))
+    spread = reshape(times, batch, length, -1, size)
     return place(spread, PartitionSpec(*partitions(kv)[:2], heads))
 
 

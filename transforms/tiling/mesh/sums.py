@@ -55,11 +55,19 @@ def leaves_auto(node: Any) -> bool:
     return has(node.name, "respreads") and named(node.inputs[0].aval) is None
 
 
+def enters_auto(node: Any) -> bool:
+    """Whether a value comes to a mesh made Auto, whose types know of no parts: their sum is made there."""
+    inputs, out = node.inputs, node.outputs[0]
+    return has(node.name, "respreads") and named(inputs[0].aval) is not None and named(out.aval) is None
+
+
 def summed(node: Any, before: Held, partial: Sequence[bool], joined: bool = False) -> Apart:
     """How the devices hold the partial sum that a node makes, or passes on from those that it reads.
 
     `joined`: it is added to one that is apart.
     """
+    if enters_auto(node):
+        return TOGETHER
     given = [before[v] for v, p in zip(node.inputs, partial, strict=True) if p]
     out = node.outputs[0]
     over = frozenset().union(*(a.axes for a in given))

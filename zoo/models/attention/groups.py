@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from transforms.sharding import partitions, reshape
+from transforms.sharding import partitions, reshape, shares
 from transforms.tiling.mesh.layout import like
 from zoo.models.attention import ulysses
 from zoo.models.layers import Ops, accumulator
@@ -33,8 +33,8 @@ def attend(
 ) -> "Float[Array, 'B S N H'] | Seen":
     """Return what queries see, by turns: those of one kv head, or one query head where all share a kv head.
 
-    Where devices exchange heads (`Ops.ulysses`) that is for each of them: of one kv head, or where each has only one of
-    those, of one query head.
+    Where devices share or exchange heads (`Ops.ulysses`) that is for each of them: of one kv head, or where each has
+    only one of those, of one query head.
 
     A group's queries, keys and values are made in its turn, in the backward pass again. Their gradients are collected
     and led through `project` once, for all heads together: its sums are those of attention that is not cut. Attention
@@ -54,7 +54,7 @@ def attend(
     apart = apart and not any(map(packed, jax.tree.leaves(weights, is_leaf=packed)))
     project = ops.tokens(project, (1, None))
     q, k, v = project(x, weights)
-    devices = ulysses.devices(q) if ops.ulysses else 1  # all of them have heads in every turn
+    devices = ulysses.devices(q) if ops.ulysses else shares(jax.typeof(q), 2)  # all of them have heads in every turn
     times = ulysses.repeats(q.shape[2], k.shape[2], devices)
     groups, (count, by_kv) = k.shape[2] * times, turns(q.shape[2], k.shape[2], devices)
     of_q, of_kv = (0, 0) if by_kv else (1, None)  # which of [groups, each] is cut, and of [groups]

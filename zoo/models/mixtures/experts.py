@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from transforms import tile
 from transforms.sharding import axes_of, explicit, partitions, uncut
 from zoo.adapters.lora import LowRank
 from zoo.models.layers import Widened, linear
@@ -38,7 +39,9 @@ def experts(
     combine: Callable | None = None,
     select: Select | None = None,
     by_sequence: bool = False,
+    at_once: int | None = None,
     product: Product = ragged,
+    typed: bool = True,
     live: Bool[Array, "B S"] | None = None,
     routed_by: Float[Array, "B S D"] | None = None,
 ) -> tuple[Float[Array, "B S D"], Float[Array, "2 E"]]:
@@ -61,13 +64,20 @@ def experts(
         select: returns what `route` does, given all scores and the router's bias; None takes the most probable.
         by_sequence: each sequence's tokens are sorted on their own, so that `tile` can cut the batch; on an explicit
             mesh, those of the part of each sequence that a device has.
+        at_once: how many of a device's tokens are sorted and computed at a time, in parts of sequences of one length;
+            None is all. Gradients of weights are summed over devices once.
         product: of rows and the matrices of their groups (`zoo.models.mixtures.grouped`).
+        typed: whether the product's results say over which devices they differ: those of Pallas kernels do not
+            (https://github.com/jax-ml/jax/issues/36008), and gradients are summed more carefully then.
         live: which tokens there are: the others go to no expert, and come back as zeros; None is all of them.
         routed_by: what the router reads of each token; None is what the experts do.
     """
     how = {"chosen": chosen, "normalise": normalise, "combine": combine, "select": select, "product": product}
     asked = live, routed_by
-    return _experts(_local_rows if by_sequence else _local, x, asked, router, gate, up, down, biases, **how)
+    local = functools.partial(_local_rows if by_sequence else _local, **how)
+    if at_once is not None:
+        local = functools.partial(_local_parts, at_once, functools.partial(_local_rows, **how))
+    return _experts(local, x, asked, router, gate, up, down, biases, typed)
 
 
 experts_by_sequence = functools.partial(experts, by_sequence=True)
@@ -79,9 +89,8 @@ def clamped(gate: Float[Array, "T F"], up: Float[Array, "T F"], *, slope: float,
     return (up + 1) * gate * jax.nn.sigmoid(slope * gate)
 
 
-def _experts(local, x, asked, router, gate, up, down, biases, **options):
+def _experts(local, x, asked, router, gate, up, down, biases, typed):
     """Compute `experts` by `local`, a function like `_local` of what each device has."""
-    local = functools.partial(local, **options)
     if not explicit():
         return local(x, asked, router, gate, up, down, biases)
     packed = lambda part: isinstance(part, Quantised)
@@ -97,7 +106,8 @@ def _experts(local, x, asked, router, gate, up, down, biases, **options):
     local = functools.partial(local, tokens=axes_of(tokens), over_E=axes_of([cut_E]), over_F=axes_of([cut_F]))
     specs = jax.tree.map(lambda part: PartitionSpec(*partitions(part)), weights)
     in_specs = tokens, (PartitionSpec(*tokens[:2]), tokens), *specs
-    return jax.shard_map(local, in_specs=in_specs, out_specs=(tokens, PartitionSpec()))(x, asked, *weights)
+    out_specs = tokens, PartitionSpec()
+    return jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, check_vma=typed)(x, asked, *weights)
 
 
 def _local(
@@ -152,6 +162,25 @@ def _local_rows(x, asked, *weights, **options):
     one = lambda row: jax.tree.map(lambda part: part[None], row)
     out, routed = jax.lax.map(lambda row: _local(*one(row), *weights, **options), (x, asked))
     return out[:, 0], routed.sum(0)
+
+
+def _local_parts(at_once, local, x, asked, *weights, tokens=(), **where):
+    """Compute `local` of some of one device's tokens at a time."""
+    rows, length = x.shape[:2]
+    fewest = -(-length // max(1, at_once // rows))
+    parts = next((n for n in range(fewest, 2 * fewest) if length % n == 0), 1)
+    weights = jax.tree.map(lambda weight: _varying(weight, tokens), weights)
+    in_parts = lambda x: x.reshape(rows * parts, length // parts, *x.shape[2:])
+    run = lambda x, weights, asked: local(x, asked, *weights, tokens=tokens, **where)
+    out, routed = tile(run, axis=(0, None, 0), size=1)(in_parts(x), weights, jax.tree.map(in_parts, asked))
+    return out.reshape(x.shape), routed
+
+
+def _varying(x, axes):
+    """Return an array as if it differed along these mesh axes: gradients are summed over them where it is made so."""
+    known = getattr(jax.typeof(x), "manual_axis_type", None)
+    axes = tuple(axis for axis in axes if known is not None and axis not in known.varying)
+    return jax.lax.pcast(x, axes, to="varying") if axes else x
 
 
 def ragged_linear(

@@ -14,6 +14,7 @@ Dimensions: `M` rows `G` groups `I` inputs `O` outputs `N` blocks `K` rows of a 
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,10 +36,10 @@ def of_matrices(dot: Callable) -> Product:
     """Return a product with matrices of whatever kind, by one with arrays. A backward pass makes them again."""
 
     @functools.wraps(dot)
-    def product(x: Float[Array, "M I"], weight: Matrices, counts: Int[Array, " G"]) -> Float[Array, "M O"]:
+    def product(x: Float[Array, "M I"], weight: Matrices, counts: Int[Array, " G"], **how: Any) -> Float[Array, "M O"]:
         if isinstance(weight, Widened):
-            return dot(x.astype(weight.array.dtype), weight.array, counts).astype(x.dtype)
-        multiply = lambda x, weight: dot(x, whole(weight), counts)
+            return dot(x.astype(weight.array.dtype), weight.array, counts, **how).astype(x.dtype)
+        multiply = lambda x, weight: dot(x, whole(weight), counts, **how)
         return (jax.checkpoint(multiply, prevent_cse=False) if isinstance(weight, Quantised) else multiply)(x, weight)
 
     return product
