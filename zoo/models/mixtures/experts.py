@@ -73,11 +73,10 @@ def experts(
         routed_by: what the router reads of each token; None is what the experts do.
     """
     how = {"chosen": chosen, "normalise": normalise, "combine": combine, "select": select, "product": product}
-    asked = live, routed_by
-    local = functools.partial(_local_rows if by_sequence else _local, **how)
-    if at_once is not None:
-        local = functools.partial(_local_parts, at_once, functools.partial(_local_rows, **how))
-    return _experts(local, x, asked, router, gate, up, down, biases, typed)
+    rows = functools.partial(_local_rows, **how)
+    local = rows if by_sequence else functools.partial(_local, **how)
+    local = local if at_once is None else functools.partial(_local_parts, at_once, rows)
+    return _experts(local, x, (live, routed_by), router, gate, up, down, biases, typed)
 
 
 experts_by_sequence = functools.partial(experts, by_sequence=True)
