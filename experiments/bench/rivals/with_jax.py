@@ -22,7 +22,8 @@ def cross_entropy(logits: Array, labels: Array) -> Array:
 
 
 def untiled(tokens: int, vocab: int, slices: int) -> Loss:
-    return lambda h, w, y: cross_entropy(jnp.dot(h, w, preferred_element_type=jnp.float32), y).mean()
+    """Logits in the dtype of their operands, losses in float32: the function that PyTorch's systems compute."""
+    return lambda h, w, y: cross_entropy(h @ w, y).mean()
 
 
 def _tile(axes: tuple[int | None, ...], slices: int, **how: Any) -> Loss:
@@ -48,8 +49,7 @@ def scanned(tokens: int, vocab: int, slices: int) -> Loss:
     def loss(h: Array, w: Array, y: Array) -> Array:
         @jax.checkpoint
         def body(total: Array, one: tuple[Array, Array]) -> tuple[Array, None]:
-            logits = jnp.dot(one[0], w, preferred_element_type=jnp.float32)
-            return total + cross_entropy(logits, one[1]).sum(), None
+            return total + cross_entropy(one[0] @ w, one[1]).sum(), None
 
         slices_of = lambda x: x.reshape(slices, -1, *x.shape[1:])
         return jax.lax.scan(body, jnp.float32(0), (slices_of(h), slices_of(y)))[0] / tokens
