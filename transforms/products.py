@@ -65,6 +65,21 @@ def _twice(lhs: Any, dims: Dims) -> bool:
     return len(summed) == 1 and summed[0] != len(lhs.shape) - 1
 
 
+@jax.custom_jvp
+def pulled_back_in_bfloat16(x: jax.Array) -> jax.Array:
+    """Return `x`, whose cotangent is rounded to bfloat16.
+
+    Of a float32 sum of products of bfloat16: its gradients are products of bfloat16 then, and summed as widely.
+    """
+    return x
+
+
+@pulled_back_in_bfloat16.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    (x,), (along,) = primals, tangents
+    return x, along.astype(jnp.bfloat16).astype(x.dtype)
+
+
 def narrowed(fn: Callable[..., Any], kernels: bool = False) -> Callable[..., Any]:
     """Return `fn`, of arrays, whose products of bfloat16 are made of bfloat16. What it returns is what it was.
 

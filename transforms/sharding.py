@@ -202,25 +202,9 @@ def einsum(
         pattern: two operands and a result; `...` stands for dimensions of `x`.
         x: activations.
         weight: what multiplies them.
-        kind: what the sums are formed in and the result is; None is the operands' dtype. If that is wider than
-            bfloat16 operands, cotangents are rounded to bfloat16, as in kernels of attention: its gradients are
-            products of bfloat16 too, summed as widely.
+        kind: what the sums are formed in and the result is; None is the operands' dtype.
     """
-    found = jnp.einsum(pattern, x, weight, preferred_element_type=kind, out_sharding=_result(pattern, x, weight))
-    narrow = x.dtype == weight.dtype == jnp.bfloat16
-    return _pulled_back_in_bfloat16(found) if narrow and found.dtype == jnp.float32 else found
-
-
-@jax.custom_jvp
-def _pulled_back_in_bfloat16(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-    """Return `x`, whose cotangent is rounded to bfloat16."""
-    return x
-
-
-@_pulled_back_in_bfloat16.defjvp
-def _(primals: Any, tangents: Any) -> Any:
-    (x,), (along,) = primals, tangents
-    return x, along.astype(jnp.bfloat16).astype(x.dtype)
+    return jnp.einsum(pattern, x, weight, preferred_element_type=kind, out_sharding=_result(pattern, x, weight))
 
 
 def _result(pattern: str, x: Any, weight: Any) -> PartitionSpec | None:

@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Integer
 
 from transforms import tile
+from transforms.products import pulled_back_in_bfloat16
 from transforms.sharding import constrain, einsum, explicit, partitions, place, reshape, uncut
 from zoo.quantised import AbstractMatrix, product
 
@@ -222,8 +223,12 @@ class Widened(AbstractMatrix):
 def linear(
     pattern: str, x: Float[Array, "..."], weight: Float[Array, "..."] | AbstractMatrix, *, wide: bool = False
 ) -> Float[Array, "..."]:
-    """Return `jnp.einsum(pattern, x, weight)`, if `wide` in float32 at least; adapted weights add their low rank."""
-    return product(pattern, x, weight, accumulator(x.dtype) if wide else None)
+    """Return `jnp.einsum(pattern, x, weight)`, if `wide` in float32 at least; adapted weights add their low rank.
+
+    Of bfloat16 a wide result's cotangent is rounded to bfloat16, as that of any other result is.
+    """
+    found = product(pattern, x, weight, accumulator(x.dtype) if wide else None)
+    return pulled_back_in_bfloat16(found) if wide and x.dtype == jnp.bfloat16 else found
 
 
 def gelu(x: Float[Array, "*b"]) -> Float[Array, "*b"]:
