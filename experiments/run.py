@@ -111,10 +111,11 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str], sto
         plan = report.report(found, run, name, overrides.variations(argv), device, stop.ask)
         stop.ask()
         if not run.plan:
-            errors.plan = plan
             about = directory.open(run, argv, chosen, data=source.fingerprint, sources=run.sources)
+            errors.plan = plan
             with session.opened(directory, programs, plan, about, stop, began) as opened:
                 state = loop.train(programs, source, opened, stop)
+            errors.plan = None
             saved = programs.save_weights(state, opened.path)
             print(summary.words(opened.path, opened.recorder, opened.known, saved, time.perf_counter() - began))
     return errors.status

@@ -1,7 +1,7 @@
 """Arrays in bfloat16 by their bits, for loops that overwrite a part of one.
 
-XLA:CPU has no bfloat16 of its own: to overwrite a slice of an array it converts the whole of it to float32 and back, in
-every step of a loop. Of 16-bit integers it overwrites the slice alone, in place.
+XLA:CPU has no bfloat16 but for products: to overwrite a slice of an array it converts the whole of it to float32 and
+back, in every step of a loop. Of 16-bit integers it overwrites the slice alone, in place.
 """
 
 import jax

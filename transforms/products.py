@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,9 +33,11 @@ def has_kernel(lhs: Any, rhs: Any, dims: Dims, dtype: DTypeLike) -> bool:
     if any(x.dtype != jnp.bfloat16 for x in (lhs, rhs)) or dtype not in (jnp.bfloat16, jnp.float32):
         return False
     for x, summed, batched in zip((lhs, rhs), contract, batch, strict=True):
-        if math.prod(n for d, n in enumerate(x.shape) if d not in (*summed, *batched)) < 2:
+        known = (n for d, n in enumerate(x.shape) if d not in (*summed, *batched) and isinstance(n, int))
+        if math.prod(known) < 2:  # dimensions that are left open may be one
             return False
-    return not _twice(lhs, dims) or lhs.shape[contract[0][0]] % 2 == 0
+    length = lhs.shape[contract[0][0]] if _twice(lhs, dims) else 2
+    return isinstance(length, int) and length % 2 == 0
 
 
 def is_kernel(lhs: Any, rhs: Any, dims: Dims, dtype: DTypeLike) -> bool:
@@ -46,7 +49,7 @@ def multiply(lhs: jax.Array, rhs: jax.Array, dims: Dims, dtype: DTypeLike) -> ja
     """Return `lax.dot_general(lhs, rhs, dims)` in float32, rounded to `dtype`, in the form that has a kernel."""
     contract, batch = dims
     if _twice(lhs, dims):
-        twice = lambda x, d: x.reshape(*x.shape[:d], -1, 2, *x.shape[d + 1 :])
+        twice = lambda x, d: x.reshape(*x.shape[:d], x.shape[d] // 2, 2, *x.shape[d + 1 :])
         lhs, rhs = (twice(x, d) for x, (d,) in zip((lhs, rhs), contract, strict=True))
         beside = [tuple(b + (b > d) for b in own) for own, (d,) in zip(batch, contract, strict=True)]
         ((left,), (right,)) = contract
@@ -94,53 +97,69 @@ def narrowed(fn: Callable[..., Any], kernels: bool = False) -> Callable[..., Any
     @functools.wraps(fn)
     def run(*args: Any) -> Any:
         closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
-        results = jaxpr_as_fun(_within(closed, kernels))(*jax.tree.leaves(args))
+        results = jaxpr_as_fun(_Narrowing(kernels).within(closed))(*jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shape), results)
 
     return run
 
 
-def _rewritten(jaxpr: Jaxpr, kernels: bool) -> Jaxpr:
-    """The same program, its products and those of its bodies of bfloat16 where they can be."""
-    eqns: list[Any] = []
-    narrow: dict[Any, Any] = {}  # what each float32 array was made from, in bfloat16
-    for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
-        if name == "dot_general" and usual(eqn.params["precision"]):
-            eqns += _product(eqn, narrow, kernels)
-            continue
-        if name == "convert_element_type":
-            narrow |= _source(eqn)
-        params = eqn.params if name in OPAQUE else {key: _within(value, kernels) for key, value in eqn.params.items()}
-        eqns.append(eqn.replace(params=params))
-    return jaxpr.replace(eqns=eqns)
+class _Narrowing:
+    """A rewriting of one program. Bodies that equations share they share afterwards: each is compiled once."""
+
+    def __init__(self, kernels: bool):
+        self.kernels = kernels
+        self.known: dict[int, tuple[Any, Any]] = {}  # what a body was, and what has become of it
+
+    def within(self, param: Any) -> Any:
+        """A parameter of an equation, with bodies rewritten; itself, where nothing changes."""
+        if type(param) is tuple:
+            parts = tuple(self.within(one) for one in param)
+            return param if all(map(operator.is_, parts, param)) else parts
+        if not isinstance(param, ClosedJaxpr | Jaxpr):
+            return param
+        if id(param) not in self.known:
+            inner = getattr(param, "jaxpr", param)
+            made = self._rewritten(inner)
+            made = made if inner is param else ClosedJaxpr(made, param.consts)
+            self.known[id(param)] = param, made if getattr(made, "jaxpr", made) is not inner else param
+        return self.known[id(param)][1]
+
+    def _rewritten(self, jaxpr: Any) -> Any:
+        """The same program, its products and those of its bodies of bfloat16 where they can be."""
+        eqns: list[Any] = []
+        narrow: dict[Any, Any] = {}  # what each float32 array was made from, in bfloat16
+        for eqn in jaxpr.eqns:
+            name = eqn.primitive.name
+            if name == "dot_general" and usual(eqn.params["precision"]):
+                eqns += self._product(eqn, narrow)
+                continue
+            if name == "convert_element_type":
+                narrow |= _source(eqn)
+            params = eqn.params if name in OPAQUE else {key: self.within(value) for key, value in eqn.params.items()}
+            changed = any(params[key] is not value for key, value in eqn.params.items())
+            eqns.append(eqn.replace(params=params) if changed else eqn)
+        same = len(eqns) == len(jaxpr.eqns) and all(map(operator.is_, eqns, jaxpr.eqns))
+        return jaxpr if same else jaxpr.replace(eqns=eqns)
+
+    def _product(self, eqn: Any, narrow: dict[Any, Any]) -> list[Any]:
+        """The equations of a product, which reads the bfloat16 that both operands were, if its result is float32."""
+        (out,), dims = eqn.outvars, eqn.params["dimension_numbers"]
+        found = [v if isinstance(v, Literal) else narrow.get(v, v) for v in eqn.invars]
+        same = out.aval.dtype == jnp.float32 and all(v.aval.dtype == jnp.bfloat16 for v in found)
+        operands = found if same else eqn.invars
+        ready = is_kernel(*(v.aval for v in operands), dims, out.aval.dtype)
+        if self.kernels and not ready and has_kernel(*(v.aval for v in operands), dims, out.aval.dtype):
+            return _inlined(_traced(*(v.aval.shape for v in operands), dims, out.aval.dtype), operands, eqn)
+        if all(map(operator.is_, operands, eqn.invars)):
+            return [eqn]
+        params = eqn.params | {"preferred_element_type": jnp.dtype(jnp.float32)}
+        return [eqn.replace(invars=operands, params=params)]
 
 
 def _source(eqn: Any) -> dict[Any, Any]:
     """What a conversion to float32 was made from, in bfloat16."""
     (made,), (source,) = eqn.outvars, eqn.invars
     return {made: source} if (source.aval.dtype, made.aval.dtype) == (jnp.bfloat16, jnp.float32) else {}
-
-
-def _product(eqn: Any, narrow: dict[Any, Any], kernels: bool) -> list[Any]:
-    """The equations of a product, which reads the bfloat16 that both operands were, if its result is float32."""
-    (out,), dims = eqn.outvars, eqn.params["dimension_numbers"]
-    found = [v if isinstance(v, Literal) else narrow.get(v, v) for v in eqn.invars]
-    same = out.aval.dtype == jnp.float32 and all(v.aval.dtype == jnp.bfloat16 for v in found)
-    operands = found if same else eqn.invars
-    if kernels and has_kernel(*(v.aval for v in operands), dims, out.aval.dtype):
-        return _inlined(_traced(*(v.aval.shape for v in operands), dims, out.aval.dtype), operands, eqn)
-    params = eqn.params | {"preferred_element_type": jnp.dtype(jnp.float32)} if same else eqn.params
-    return [eqn.replace(invars=operands, params=params)]
-
-
-def _within(param: Any, kernels: bool) -> Any:
-    """A parameter of an equation, with bodies rewritten."""
-    if isinstance(param, ClosedJaxpr):
-        return ClosedJaxpr(_rewritten(param.jaxpr, kernels), param.consts)
-    if isinstance(param, Jaxpr):
-        return _rewritten(param, kernels)
-    return tuple(_within(one, kernels) for one in param) if type(param) is tuple else param
 
 
 @functools.cache

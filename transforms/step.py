@@ -134,6 +134,8 @@ class Executable:
 def compile_step(step: Any, *args: PyTree, compiler_options: dict[str, Any] | None = None) -> Executable:
     """Return `step` compiled for the shapes of `args`, which may be `jax.ShapeDtypeStruct`s: nothing is allocated.
 
+    Its products of what is or was bfloat16 are made of bfloat16 (`transforms.products`).
+
     Args:
         step: what `make_train_step` or `make_eval_step` returned.
         args: arrays or abstract arrays, in any mixture with static leaves. Where they lie on a mesh is compiled in.
@@ -160,7 +162,8 @@ def _one_cpu(arrays: PyTree) -> bool:
     """Whether a program of these arrays runs on one device, a CPU."""
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(arrays)]
     devices = {device for sharding in shardings if sharding is not None for device in sharding.device_set}
-    return not explicit() and {d.platform for d in devices or jax.devices()[:1]} == {"cpu"} and len(devices) < 2
+    alone = not explicit() and jax.sharding.get_abstract_mesh().size < 2 and len(devices) < 2
+    return alone and {d.platform for d in devices or jax.devices()[:1]} == {"cpu"}
 
 
 def norm(grads: PyTree, stacked: PyTree | None = None) -> Float[Array, ""]:

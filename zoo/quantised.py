@@ -139,9 +139,7 @@ class Quantised(AbstractMatrix):
         named = {self.letters[dim - lead] for dim in dims if dim >= lead}
         flat = [dim for dim in dims if dim < lead]
         flat += [lead] * (self.outputs[0] in named) + [lead + 1] * (self.inputs[0] in named)
-        inner = lambda part: [
-            dim for dim in flat if dim < part.ndim
-        ]  # an order is of inputs alone, and never cut there
+        inner = lambda part: [dim for dim in flat if dim < part.ndim]  # an order is of inputs alone, never cut there
         return jax.tree.map(lambda part: uncut(part, *inner(part)), self)
 
     @property

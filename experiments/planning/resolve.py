@@ -121,17 +121,19 @@ class Choices:
 
 
 def _hardware(
-    hardware: configs.Hardware, device: Device, kept: float, roomy: bool, choices: Choices
+    hardware: configs.Hardware, device: Device, needed: float, roomy: bool, choices: Choices
 ) -> configs.Hardware:
     """Return the number formats and the compiler's options that suit a device; `roomy` if what float32 takes fits."""
     on_cpu, filled = device.platform == "cpu", functools.partial(choices.settle, group="hardware.")
     hardware = filled(hardware, why="the best device that there is", platform=Platform(device.platform))
     dtype, fits = (DType.float32, "fit") if roomy else (DType.bfloat16, "do not fit")
     why = f"float32 parameters, gradients and two moments of {{}} {fits}"
-    hardware = filled(hardware, why=why, sizes=(kept,), param_dtype=dtype)
-    narrow = not on_cpu or (device.multiplies_bfloat16 and hardware.param_dtype is DType.bfloat16)
-    dtype, kind = (DType.bfloat16 if narrow else DType.float32), "CPU like this" if on_cpu else device.platform
-    hardware = filled(hardware, why=f"what a {kind} multiplies fastest", compute_dtype=dtype)
+    hardware = filled(hardware, why=why, sizes=(needed,), param_dtype=dtype)
+    kept = device.multiplies_bfloat16 and device.count == 1 and hardware.param_dtype is DType.bfloat16
+    dtype = DType.bfloat16 if kept or not on_cpu else DType.float32
+    best = f"what most {device.platform}s multiply best"
+    why = "what parameters are kept in, and this CPU multiplies" if kept else best
+    hardware = filled(hardware, why=why, compute_dtype=dtype)
     why = "for Python and JAX itself" if on_cpu else "for the device's own use"
     hardware = filled(hardware, why=why, headroom_gib=1.0 if on_cpu else 0.5)
     if not on_cpu or hardware.param_dtype is not DType.bfloat16:

@@ -60,7 +60,7 @@ PEAKS = {
     "TPU v6": 918.0,
     "TPU7x": 2307.0,
 }
-BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}  # a processor's instructions that multiply it, as Linux calls them
+BFLOAT16 = "avx512_bf16"  # a processor's instructions that multiply it, as Linux calls them
 CGROUPS = (("memory.current", "memory.max"), ("memory/memory.usage_in_bytes", "memory/memory.limit_in_bytes"))
 
 
@@ -92,8 +92,9 @@ def prepare(platform: Platform) -> Device:
             f"Install JAX for it (the extras cuda and tpu), or use hardware=auto."
         ) from None
     memory = distributed.least(free_memory(device))
+    multiplies = bool(distributed.least(int(_multiplies_bfloat16(device))))  # or processes would compile other programs
     local = jax.local_device_count()
-    how: Any = {"host": host_memory(), "on_host": local, "multiplies_bfloat16": _multiplies_bfloat16(device)}
+    how: Any = {"host": host_memory(), "on_host": local, "multiplies_bfloat16": multiplies}
     return Device(device.platform, _name(device), memory, jax.device_count(), **how)
 
 
@@ -114,10 +115,10 @@ def _name(device: Any) -> str:
 def _multiplies_bfloat16(device: Any) -> bool:
     try:
         with open("/proc/cpuinfo") as file:
-            told = next((line for line in file if line.lower().startswith(("flags", "features"))), "")
+            told = next((line for line in file if line.startswith("flags")), "")
     except OSError:  # another system, which does not tell
         told = ""
-    return device.platform != "cpu" or not BFLOAT16.isdisjoint(told.split())
+    return device.platform != "cpu" or BFLOAT16 in told.split()
 
 
 def free_memory(device: Any) -> int:

@@ -53,7 +53,7 @@ from tests.transforms.rows import sums
 from tests.transforms.rule_table import GROUPS
 from transforms import tile
 from transforms.tiling.report.plan import TilePlan
-from zoo.models.mixtures.experts import experts, experts_by_sequence
+from zoo.models.mixtures.experts import experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,7 +313,7 @@ def mixtures() -> Iterator[Row]:
     args = draw32((B, S, D), (D, E), (E, D, F), (E, D, F), (E, F, D))
     axis = (0, None, None, None, None)
     layer = functools.partial(experts, chosen=2, normalise=True)
-    by_sequence = functools.partial(experts_by_sequence, chosen=2, normalise=True)
+    by_sequence = functools.partial(experts, by_sequence=True, chosen=2, normalise=True)
     functions = {
         "experts": lambda *args: layer(*args)[0],
         "experts by sequence": lambda *args: by_sequence(*args)[0],

@@ -228,7 +228,8 @@ def linear(
     Of bfloat16 a wide result's cotangent is rounded to bfloat16, as that of any other result is.
     """
     found = product(pattern, x, weight, accumulator(x.dtype) if wide else None)
-    return pulled_back_in_bfloat16(found) if wide and x.dtype == jnp.bfloat16 else found
+    narrow = x.dtype == jnp.bfloat16 and (isinstance(weight, AbstractMatrix) or weight.dtype == jnp.bfloat16)
+    return pulled_back_in_bfloat16(found) if wide and narrow else found
 
 
 def gelu(x: Float[Array, "*b"]) -> Float[Array, "*b"]:

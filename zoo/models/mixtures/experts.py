@@ -79,9 +79,6 @@ def experts(
     return _experts(local, x, (live, routed_by), router, gate, up, down, biases, typed)
 
 
-experts_by_sequence = functools.partial(experts, by_sequence=True)
-
-
 def clamped(gate: Float[Array, "T F"], up: Float[Array, "T F"], *, slope: float, limit: float) -> Float[Array, "T F"]:
     """Return `(up + 1) * gate * sigmoid(slope * gate)`, both limited, as gpt-oss has it."""
     gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
