@@ -113,7 +113,7 @@ def test_what_was_made_wide_is_multiplied_as_it_was():
 def test_steps_multiply_bfloat16():
     """`compile_step` of a program on one CPU: no float32 copy of the weights."""
     x, w = draw((128, 64), (128, 4096))
-    fn = lambda w, x: (jnp.tanh(x.T @ w).astype(WIDE).sum(), {})
+    fn = lambda w, x: (jnp.tanh(jnp.einsum("kn,kv->nv", x, w)).astype(WIDE).sum(), {})
     compiled = compile_step(make_eval_step(fn), x, w).compiled
     assert not re.search(r"f32\[128,4096\]", compiled.as_text())
     assert re.search(r"f32\[128,4096\]", jax.jit(fn).lower(w, x).compile().as_text())
