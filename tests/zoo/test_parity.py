@@ -90,7 +90,9 @@ def test_hidden_states_of_every_layer_are_those_of_transformers(case, reference)
         x, handed = run(layer, x, np.asarray(99 if window is None else window), *told, handed)
         last = i == model.config.num_layers - 1 and x.ndim == 3  # of streams, the last are told as they are
         found = jit(lambda model, x: model.normalised(x))(model, x) if last else streams(x)
-        np.testing.assert_allclose(found, expected[i + 1], atol=2e-5, err_msg=f"layer {i}")
+        # As the logits': streams grow with the layers, and float32 has no more digits for the larger.
+        size = max(1, np.sqrt(np.mean(np.square(expected[i + 1]))))
+        np.testing.assert_allclose(found, expected[i + 1], atol=2e-5 * size, err_msg=f"layer {i}")
 
 
 @pytest.mark.parametrize(
