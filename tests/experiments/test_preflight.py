@@ -296,10 +296,16 @@ def test_choices_follow_the_models_size(model, memory, optimizer, dtype):
 
 
 @pytest.mark.parametrize(
-    ("memory", "multiplies", "dtype"), [(2**34, True, "bfloat16"), (2**34, False, "float32"), (2**37, True, "float32")]
+    ("memory", "count", "multiplies", "dtype"),
+    [
+        (2**34, 1, True, "bfloat16"),
+        (2**34, 1, False, "float32"),
+        (2**37, 1, True, "float32"),
+        (2**33, 2, True, "float32"),  # the form that has a kernel is for one device
+    ],
 )
-def test_layers_kept_in_bfloat16_compute_in_it_where_the_processor_does(memory, multiplies, dtype):
-    device = Device("cpu", "a test", memory, multiplies_bfloat16=multiplies)
+def test_layers_kept_in_bfloat16_compute_in_it_where_the_processor_does(memory, count, multiplies, dtype):
+    device = Device("cpu", "a test", memory, count, multiplies_bfloat16=multiplies)
     assert resolve(schema.compose(["model=gemma2b"])[0], device).hardware.compute_dtype == dtype
 
 
