@@ -63,7 +63,7 @@ def page(family: str, measured: dict[str, Any]) -> str:
     about = (ast.get_docstring(ast.parse(source.read_text())) or "").split("\n\n")[0].replace("\n", " ")
     about = about.removesuffix(" Free of JAX.")
     lines = [f"# {family}", "", _HEAD, "", about, "", f"`config.json`: {_named(config.dialects)}. "]
-    lines[-1] += f"Source: [{source.name}]({source.name})."
+    lines[-1] += f"Source: [{source.name}]({source.relative_to(PAGES).as_posix()})."
     lines += ["", "| `model=` | checkpoint | parameters | a token meets |", "|---|---|---|---|"]
     for one in listing.models():
         if one.family == family:
