@@ -9,6 +9,7 @@ _HOME = {
     "CohereConfig": "zoo.families.gpts.cohere",
     "DeepSeekV2Config": "zoo.families.llamas.deepseek",
     "DeepSeekV3Config": "zoo.families.llamas.deepseek",
+    "ExaoneConfig": "zoo.families.llamas.exaone",
     "Embedder": "zoo.inference.embed",
     "ForwardPass": "zoo.models.forward",
     "GLMConfig": "zoo.families.llamas.glm",
@@ -28,6 +29,7 @@ _HOME = {
     "Head": "zoo.models.head",
     "Llama": "zoo.models.llama",
     "LlamaConfig": "zoo.families.llamas.llama",
+    "MiniMaxConfig": "zoo.families.llamas.minimax",
     "Ministral3Config": "zoo.families.llamas.mistral",
     "MistralConfig": "zoo.families.llamas.mistral",
     "MixtralConfig": "zoo.families.llamas.mistral",
@@ -79,12 +81,14 @@ if TYPE_CHECKING:  # the same for type checkers, which a test compares
     from zoo.families.llamas.deepseek import DeepSeekV2Config as DeepSeekV2Config
     from zoo.families.llamas.deepseek import DeepSeekV3Config as DeepSeekV3Config
     from zoo.families.llamas.ernie import ErnieConfig as ErnieConfig
+    from zoo.families.llamas.exaone import ExaoneConfig as ExaoneConfig
     from zoo.families.llamas.glm import GLMConfig as GLMConfig
     from zoo.families.llamas.glm import GLMMoeConfig as GLMMoeConfig
     from zoo.families.llamas.gptoss import GptOssConfig as GptOssConfig
     from zoo.families.llamas.granite import Granite4Config as Granite4Config
     from zoo.families.llamas.granite import GraniteConfig as GraniteConfig
     from zoo.families.llamas.llama import LlamaConfig as LlamaConfig
+    from zoo.families.llamas.minimax import MiniMaxConfig as MiniMaxConfig
     from zoo.families.llamas.mistral import Ministral3Config as Ministral3Config
     from zoo.families.llamas.mistral import MistralConfig as MistralConfig
     from zoo.families.llamas.mistral import MixtralConfig as MixtralConfig

@@ -290,6 +290,17 @@ CASES |= {
     | {"rope_interleave": False, "norm_topk_prob": False, "attention_bias": True, "v_head_dim": 32}
     | {"first_k_dense_replace": 0, "n_shared_experts": 2},
 }
+CASES |= {
+    "glm4_moe_lite": _DEEPSEEK
+    | {"model_type": "glm4_moe_lite", "v_head_dim": 24, "mlp_layer_types": ["dense", "sparse", "sparse"]}
+    | {"rope_theta": 1e4, "attention_bias": True},
+    "exaone4": _BASE
+    | {"model_type": "exaone4", "num_hidden_layers": 4, "sliding_window": 4, "sliding_window_pattern": 2}
+    | {"rope_scaling": _LLAMA_3_ROPE, "rope_theta": 1e4, "pad_token_id": None},
+    "minimax_m2": _BASE
+    | {"model_type": "minimax_m2", "num_local_experts": 6, "num_experts_per_tok": 2, "rotary_dim": 8}
+    | {"rope_theta": 1e4, "pad_token_id": None},
+}
 _GLM_MOE = _BASE | {
     "model_type": "glm4_moe",
     "moe_intermediate_size": 24,

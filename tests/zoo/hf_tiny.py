@@ -136,7 +136,7 @@ def run(model) -> dict:
         grads |= _on_disk(name, parameter.grad.float().numpy(), model.config.model_type)
     for name, buffer in model.named_buffers():  # which is no parameter there, and has no gradient here
         if name.endswith(("e_score_correction_bias", "layer_scalar")):
-            grads[name] = np.zeros(buffer.shape, np.float32)
+            grads |= _on_disk(name, np.zeros(buffer.shape, np.float32), model.config.model_type)
     return {
         "logits": out.logits.detach().float().numpy(),
         "loss": float(out.loss.detach()),
@@ -147,7 +147,7 @@ def run(model) -> dict:
 
 
 def _on_disk(name: str, array: np.ndarray, kind: str) -> dict[str, np.ndarray]:
-    """Return a parameter as the tensors on disk: there, experts are apart, and Mixtral has names of its own."""
+    """Return a parameter as the tensors on disk: experts are apart there, and some families have names of their own."""
     parts = {"embed_out.weight" if kind == "gpt_neox" and name == "lm_head.weight" else name: array}
     if kind in ("gpt_oss", "gemma4_text"):  # there they are together
         return parts
@@ -160,7 +160,7 @@ def _on_disk(name: str, array: np.ndarray, kind: str) -> dict[str, np.ndarray]:
             for part, stack in parts.items()
             for i, one in enumerate(stack)
         }
-    if kind != "mixtral":
+    if kind not in ("mixtral", "minimax_m2"):
         return parts
     own = {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
     return {functools.reduce(lambda text, pair: text.replace(*pair), own.items(), part): parts[part] for part in parts}

@@ -128,6 +128,8 @@ def test_hidden_states_of_every_layer_are_those_of_transformers(case, reference)
         "qwen3_next",
         "gemma3n",
         "ministral3",
+        "exaone4",
+        "minimax_m2",
     ],
 )
 def test_bfloat16_agrees_to_its_precision(case, tmp_path, reference):
@@ -470,6 +472,23 @@ MUTANTS = {
     ),
     "glm 4.5: no groups": ("glm4_moe_other", _flip(router_groups=1, groups_per_token=1)),
     "glm 4.5: no shared expert": ("glm4_moe", _without("shared_gate", "shared_up", "shared_down")),
+    "glm 4.7 flash: no bias in choosing": ("glm4_moe_lite", _without("router_bias")),
+    "glm 4.7 flash: weights not scaled": ("glm4_moe_lite", _flip(weight_scale=1.0)),
+    "glm 4.7 flash: halves turn together": ("glm4_moe_lite", _flip(rotary_pairs=False)),
+    "exaone: all layers turn": (
+        "exaone4",
+        _patch("zoo.families.llamas.exaone.ExaoneConfig.layer_ropes", property(lambda c: ((1e4, c.rope_scaling),) * 4)),
+    ),
+    "exaone: other layers are local": ("exaone4", _flip(attention_pattern="GL")),
+    "exaone: not stretched": ("exaone4", _flip(rope_scaling=None)),
+    "minimax: no bias in choosing": ("minimax_m2", _without("router_bias")),
+    "minimax: one softmax": ("minimax_m2", _patch("zoo.families.llamas.minimax.MiniMaxConfig.sigmoid_router", False)),
+    "minimax: weights as they are": (
+        "minimax_m2",
+        _patch("zoo.families.llamas.minimax.MiniMaxConfig.normalise_weights", False),
+    ),
+    "minimax: whole heads turn": ("minimax_m2", _flip(rotary_fraction=1.0)),
+    "minimax: each head's own norm": ("minimax_m2", _patch("zoo.models.llama.rms_norm", _norm_of_each_head)),
     "qwen 3 next: no gates behind attention": ("qwen3_next", _patch("zoo.models.delta.jax.nn.sigmoid", jnp.ones_like)),
     "qwen 3 next: norms not less one": (
         "qwen3_next",

@@ -19,10 +19,12 @@ from zoo.families.gpts.neox import NeoXConfig
 from zoo.families.gpts.opt import OPTConfig
 from zoo.families.llamas.deepseek import DeepSeekV2Config, DeepSeekV3Config
 from zoo.families.llamas.ernie import ErnieConfig
+from zoo.families.llamas.exaone import ExaoneConfig
 from zoo.families.llamas.glm import GLMConfig, GLMMoeConfig
 from zoo.families.llamas.gptoss import GptOssConfig
 from zoo.families.llamas.granite import Granite4Config, GraniteConfig
 from zoo.families.llamas.llama import LlamaConfig
+from zoo.families.llamas.minimax import MiniMaxConfig
 from zoo.families.llamas.mistral import Ministral3Config, MistralConfig, MixtralConfig
 from zoo.families.llamas.olmo import Olmo2Config, Olmo3Config, OlmoeConfig
 from zoo.families.llamas.phi import Phi3Config
@@ -58,8 +60,10 @@ FAMILIES: dict[str, type[Config]] = {
     "gpt_oss": GptOssConfig,
     "seed_oss": SeedConfig,
     "ernie4_5": ErnieConfig,
+    "exaone4": ExaoneConfig,
     "glm4": GLMConfig,
     "glm4_moe": GLMMoeConfig,
+    "minimax_m2": MiniMaxConfig,
     "cohere": CohereConfig,
     "cohere2": Cohere2Config,
     "modernbert": ModernBertConfig,

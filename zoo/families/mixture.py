@@ -25,7 +25,7 @@ _SHARED_UNGATED = (
     Row("layers.shared_up", LAYER + "mlp.shared_experts.up_proj.weight", "U D -> D U", "D"),
     Row("layers.shared_down", LAYER + "mlp.shared_experts.down_proj.weight", "D U -> U D", "U"),
 )
-_CHOICE = Row("layers.router_bias", LAYER + "mlp.gate.e_score_correction_bias", "E -> E", wide=True)
+CHOICE = Row("layers.router_bias", LAYER + "mlp.gate.e_score_correction_bias", "E -> E", wide=True)
 BALANCE: dict[str, tuple[str, float | None]] = {"router_aux_loss_coef": ("balance_weight", 0.001)}
 
 
@@ -69,6 +69,26 @@ class MixtureLike:
     def normalise_weights(self) -> bool:
         """Whether the weights of the chosen experts sum to one."""
         return True
+
+    @property
+    def sigmoid_router(self) -> bool:
+        """Whether each expert's probability is its own, and a bias takes part in choosing."""
+        return False
+
+    @property
+    def router_groups(self) -> int:
+        """Into how many groups experts are divided."""
+        return 1
+
+    @property
+    def groups_per_token(self) -> int:
+        """From how many of them a token's experts may be."""
+        return 1
+
+    @property
+    def weight_scale(self) -> float:
+        """What the weights of experts are multiplied by."""
+        return 1.0
 
     @property
     def gate_limit(self) -> float | None:
@@ -152,7 +172,7 @@ class GroupedLike(MixtureLike):
     def grouped_rows(self, attention: tuple[Row, ...]) -> tuple[Row, ...]:
         """Return the rows of all layers, given those of attention and norms."""
         layers: int = getattr(self, "num_layers")  # noqa: B009 (a field of what this is inherited beside)
-        choice, sparse = (_CHOICE,) * self.sigmoid_router, tuple(range(self.first_dense, layers))
+        choice, sparse = (CHOICE,) * self.sigmoid_router, tuple(range(self.first_dense, layers))
         rows = tuple(replace(row, layers=sparse) for row in (*attention, *EXPERTS, *choice, *_SHARED_UNGATED))
         dense = tuple(dense_row(row, self.dense_layers) for row in (*attention, *MLP))
         return rows + (dense if self.dense_layers else ())

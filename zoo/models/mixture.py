@@ -20,10 +20,11 @@ from jaxtyping import Array, Float
 
 from zoo.families.llamas.glm import GLMMoeConfig
 from zoo.families.llamas.gptoss import GptOssConfig
+from zoo.families.llamas.minimax import MiniMaxConfig
 from zoo.families.llamas.mistral import MixtralConfig
 from zoo.families.llamas.olmo import OlmoeConfig
 from zoo.families.llamas.qwen import Qwen2MoeConfig, Qwen3MoeConfig
-from zoo.families.mixture import GroupedLike
+from zoo.families.mixture import MixtureLike
 from zoo.models import llama
 from zoo.models.attention.groups import Seen
 from zoo.models.decoder import Decoder
@@ -33,7 +34,7 @@ from zoo.models.layers import ACTIVATIONS, accumulator, linear, rms_norm
 from zoo.models.mixtures.experts import clamped, experts, formed, group_limited
 from zoo.quantised import AbstractMatrix
 
-AnyMixture = MixtralConfig | Qwen2MoeConfig | Qwen3MoeConfig | OlmoeConfig | GptOssConfig | GLMMoeConfig
+AnyMixture = MixtralConfig | Qwen2MoeConfig | Qwen3MoeConfig | OlmoeConfig | GptOssConfig | GLMMoeConfig | MiniMaxConfig
 
 
 class Block(eqx.Module):
@@ -99,7 +100,7 @@ def feed_forward(
     cast: Any = lambda weight: None if weight is None else weight.astype(x.dtype)
     activation = ACTIVATIONS[config.activation]
     how = {"combine": lambda gate, up: activation(gate) * up} | how
-    if isinstance(config, GroupedLike):
+    if config.sigmoid_router or config.router_groups > 1 or config.weight_scale != 1:
         how["select"] = _in_groups(config)
 
     def between(x, seen):
@@ -125,7 +126,7 @@ def feed_forward(
     return x + checkpoint_name(out, "mlp_out"), replace(aux, routed=routed)
 
 
-def _in_groups(config: GroupedLike) -> Callable:
+def _in_groups(config: MixtureLike) -> Callable:
     """Return how experts are chosen (`zoo.models.mixtures.experts.Select`)."""
     how: dict[str, Any] = {"best": 1, "probability": jax.nn.softmax}
     if config.sigmoid_router:

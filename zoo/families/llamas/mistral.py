@@ -10,7 +10,7 @@ from zoo.families.llamas.llama import Activated
 from zoo.families.mixture import BALANCE, MixtureLike
 from zoo.parameters import LAYER, Row
 
-_EXPERTS = (
+EXPERTS = (
     Row("layers.router", LAYER + "block_sparse_moe.gate.weight", "E D -> D E", "D"),
     Row("layers.gate", LAYER + "block_sparse_moe.experts.{}.w1.weight", "F D -> D F", "D"),
     Row("layers.up", LAYER + "block_sparse_moe.experts.{}.w3.weight", "F D -> D F", "D"),
@@ -120,4 +120,4 @@ class MixtralConfig(MixtureLike, MistralConfig):
 
     def rows(self) -> tuple[Row, ...]:
         """Return the rows of every parameter that the model has."""
-        return self.with_ends(self.attention_rows() + _EXPERTS)
+        return self.with_ends(self.attention_rows() + EXPERTS)

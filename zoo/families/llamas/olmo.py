@@ -12,11 +12,11 @@ from zoo.families.llamas.llama import Activated
 from zoo.families.mixture import EXPERTS, MixtureLike
 from zoo.parameters import ATTENTION, BIASES, LAYER, Row
 
-_BEHIND = (
+BEHIND = (
     Row("layers.post_attn_norm", LAYER + "post_attention_layernorm.weight", "D -> D"),
     Row("layers.post_mlp_norm", LAYER + "post_feedforward_layernorm.weight", "D -> D"),
 )
-_NORMS = (
+NORMS = (
     Row("layers.q_norm", LAYER + "self_attn.q_norm.weight", "(N H) -> N H"),
     Row("layers.k_norm", LAYER + "self_attn.k_norm.weight", "(K H) -> K H"),
 )
@@ -47,7 +47,7 @@ class Olmo2Config(Activated):
 
     def attention_rows(self) -> tuple[Row, ...]:
         """Return the rows of attention and of the norms."""
-        return (*ATTENTION[1:], *_BEHIND, *_NORMS, *(BIASES[projection] for projection in self.biases))
+        return (*ATTENTION[1:], *BEHIND, *NORMS, *(BIASES[projection] for projection in self.biases))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,4 +127,4 @@ class OlmoeConfig(MixtureLike, Activated):
 
     def rows(self) -> tuple[Row, ...]:
         """Return the rows of every parameter that the model has."""
-        return self.with_ends(self.attention_rows() + _NORMS + EXPERTS)
+        return self.with_ends(self.attention_rows() + NORMS + EXPERTS)
