@@ -89,10 +89,14 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_deselected(items):
-    """Count the heavy cases that somebody names, and `-m "not heavy"` leaves out."""
+    """Count the heavy cases that somebody names, and `-m "not heavy"` leaves out: pytest says it of no others at once.
+
+    What `-k` leaves out, which comes first, is not what somebody names.
+    """
     config = items[0].config if items else None
     if config is not None and config.option.markexpr == LIGHT and not named_nothing(config):
-        config.heavy += sum(item.get_closest_marker("heavy") is not None for item in items)
+        heavy = all(item.get_closest_marker("heavy") is not None for item in items)
+        config.heavy = len(items) if heavy else 0
 
 
 def pytest_runtest_setup(item):

@@ -94,6 +94,10 @@ def test_heavy_cases_that_are_named_are_told(run):
     names, out = run("-k", "heavy or pairs")
     assert len(names) == 3
     out.fnmatch_lines(["3 of the cases that are named are heavy: -m heavy runs them"])
+    run("-k", "(heavy or pairs) and not 2")[1].fnmatch_lines(
+        ["2 of the cases that are named are heavy: -m heavy runs them"]
+    )
+    assert "are heavy" not in run("-k", "pairs")[1].str()
     assert "are heavy" not in run()[1].str()
 
 
