@@ -29,11 +29,10 @@ from transforms.offload import fetch
 from transforms.remat import Remat, remat
 from transforms.sharding import explicit, uneven
 from transforms.step import State, all_parameters, compile_step, make_eval_step, make_train_step
-from zoo import AbstractMixture, ForwardPass, adapters, model_class, products
+from zoo import AbstractMixture, ForwardPass, adapters, kernels, model_class
 from zoo.adapters import lora
 from zoo.families.mixture import MixtureLike
 from zoo.huggingface.weights import shapes
-from zoo.kernels import KERNELS
 
 AT_SCALE = 8192  # tokens: where tiling the head of a large vocabulary pays
 
@@ -458,7 +457,7 @@ def _experts(config: configs.Resolved) -> str | None:
     if not isinstance(config.model.config, MixtureLike):
         return "this model has no experts"
     dtype = configs.chosen(config.hardware.compute_dtype).value
-    why = products.KERNELS[config.experts].refusal(config.hardware.platform.value, dtype)
+    why = kernels.experts.KERNELS[config.experts].refusal(config.hardware.platform.value, dtype)
     return None if why is None else f"{config.experts} {why}"
 
 
@@ -466,7 +465,9 @@ def problem(config: configs.Resolved) -> str | None:
     """Return why a run cannot be carried out as it is asked for, before anything is compiled; None where it can."""
     if (why := config.problem) is not None:
         return why
-    if (why := KERNELS[config.attention].refusal(tiling.asked(config, config.model.config))) is not None:
+    if (
+        why := kernels.attention.KERNELS[config.attention].refusal(tiling.asked(config, config.model.config))
+    ) is not None:
         return f"cannot run with attention={config.attention}: {config.attention} {why}; or use attention=auto."
     if (why := _experts(config)) is not None:
         return f"cannot run with experts={config.experts}: {why}; or use experts=auto."
