@@ -119,7 +119,8 @@ def open_source(config: configs.Resolved) -> Source | Repeats:
 def _open(data: configs.Data, config: configs.Resolved) -> Source | Repeats:
     """Return a run's data, of its kind; where no function is registered for that, windows of documents of text."""
     encoder = _encoder(data, config)
-    return _windows(corpus.text_ids(data, encoder, config.model.config.vocab_size), config)
+    ids = corpus.text_ids(data, encoder, config.model.config.vocab_size)
+    return _windows(ids, config)
 
 
 @_open.register
