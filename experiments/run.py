@@ -78,17 +78,17 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str], sto
     from experiments.results import summary
     from experiments.runtime import distributed, hardware, meshes
     from experiments.step import build, folders
-    from experiments.training import loop, session
+    from experiments.training import errors, loop
 
     began, name = time.perf_counter(), choices["model"]
     with contextlib.ExitStack() as held:
         stop = stop or held.enter_context(Stop())
-        errors = held.enter_context(session.Errors())
+        outcome = held.enter_context(errors.Errors())
         stop.ask()  # JAX has been imported meanwhile
         # What was asked for, and the machine.
         asked, exact, mirror = remote.here(config)
         directory = Directory.find(asked.out, asked.run, name, mirror)
-        errors.directory = directory
+        outcome.directory = directory
         distributed.initialize(asked.distributed, stop)
         directory.check()
         stop.ask()
@@ -97,14 +97,14 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str], sto
         # Every open value, the programs, the data: whatever is wrong with what was asked for is found here.
         asked = folders.described(asked, argv)
         run = resolve.chosen_for(asked, device)
-        errors.run, chosen = run, {**run.chosen, **exact}
+        outcome.run, chosen = run, {**run.chosen, **exact}
         held.enter_context(meshes.spread(run.mesh))
         programs = build.checked(run)
         stop.ask()
         source = open_source(run)
         stop.ask()
         held.enter_context(directory)
-        errors.begun = True
+        outcome.begun = True
         # What it costs: refused here, or trained.
         report.say(source.text, chosen)
         found = cost.estimate(programs, device)
@@ -112,13 +112,13 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str], sto
         stop.ask()
         if not run.plan:
             about = directory.open(run, argv, chosen, data=source.fingerprint, sources=run.sources)
-            errors.plan = plan
-            with session.opened(directory, programs, plan, about, stop, began) as opened:
-                state = loop.train(programs, source, opened, stop)
-            errors.plan = None
-            saved = programs.save_weights(state, opened.path)
+            outcome.plan = plan
+            with loop.opened(directory, programs, plan, about, stop, began) as opened:
+                model = loop.train(programs, source, opened, stop)
+            outcome.plan = None
+            saved = summary.save_weights(model, run, opened.path)
             print(summary.words(opened.path, opened.recorder, opened.known, saved, time.perf_counter() - began))
-    return errors.status
+    return outcome.status
 
 
 if __name__ == "__main__":

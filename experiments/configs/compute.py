@@ -19,13 +19,13 @@ REMAT = {  # those of `transforms.remat`
     "offload_names": "As names, kept in the memory of the host (GPU and TPU).",
     "sqrt": "The inputs of as many groups of layers as a group has layers: one more forward pass than full.",
 }
-ATTENTION = {  # those of `zoo.kernels`
+ATTENTION = {  # those of `zoo.kernels.attention`
     "plain": "scores of all queries and keys at once",
     "tiled": "queries and keys in tiles (tiling.attention)",
     "cudnn": "cuDNN's flash attention, on GPUs",
     "splash": "the splash attention kernel, on TPUs",
 }
-EXPERTS = {  # those of `zoo.products`
+EXPERTS = {  # those of `zoo.kernels.experts`
     "ragged": "jax.lax.ragged_dot",
     "grouped": "a block of rows at a time, each with its expert's matrix",
     "megablox": "the Pallas kernel that JAX ships, on TPUs",

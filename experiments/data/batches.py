@@ -11,14 +11,14 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from experiments import configs
 from experiments.data import DataError, conversations, corpus
 from experiments.data.rows import Batch, Rows, Windows, parted
-from experiments.data.tokenizer import open_tokenizer
+from experiments.data.tokenizer import Bytes, Folder, open_tokenizer
 from experiments.runtime import manifest, own
 
 LOOKED_AT = 2**24  # tokens of an array, evenly spread
@@ -105,7 +105,7 @@ def open_source(config: configs.Resolved) -> Source | Repeats:
         DataError: what is wrong with the data, before anything is compiled or allocated.
     """
     try:
-        return _open(config)
+        return _open(config.data, config)
     except own.OwnError as error:
         raise DataError(str(error)) from error
     except OSError as error:
@@ -115,34 +115,71 @@ def open_source(config: configs.Resolved) -> Source | Repeats:
         ) from error
 
 
-def _open(config: configs.Resolved) -> Source | Repeats:
-    data, seq_len, seed, vocab_size = config.data, config.seq_len, config.seed, config.model.config.vocab_size
-    encoder, made, rows, where = None, None, None, ""
-    if not isinstance(data, configs.Tokens | configs.Grain | configs.Synthetic):
-        encoder = open_tokenizer(data.tokenizer, config.model.weights)
-    if isinstance(data, configs.Grain):
-        made = rows = own.pipeline(data.dataset)
-        where = f"data.dataset={data.dataset}"
-    elif isinstance(data, configs.CustomData):
-        made = own.documents(data, tokenizer=encoder, vocab_size=vocab_size, seq_len=seq_len, seed=seed)
-        rows, where = made if isinstance(made[0], Mapping) else None, f"data.fn={data.fn}"
-    if rows is not None:
-        return Source(*parted(rows, data, seq_len, vocab_size, where), config.batch_size, seed, None)
-    if isinstance(data, configs.Chat | configs.Preference):
-        train, held_out, text = conversations.open_rows(data, encoder, seq_len, vocab_size)
-        return Source(train, held_out, config.batch_size // (1 + config.paired), seed, None, text)
-    if isinstance(data, configs.Synthetic):
-        corpus.check_vocab(data.vocab - 1, 0, vocab_size, "data=synthetic")
-        return Repeats(data.vocab, config.batch_size, seq_len, seed)
-    ids = corpus.ids(data, encoder, vocab_size, made)
-    train, held_out = (Windows(part, seq_len, ids.boundary, data.packed) for part in (ids.train, ids.held_out))
+@functools.singledispatch
+def _open(data: configs.Data, config: configs.Resolved) -> Source | Repeats:
+    """Return a run's data, of its kind; where no function is registered for that, windows of documents of text."""
+    encoder = _encoder(data, config)
+    ids = corpus.text_ids(data, encoder, config.model.config.vocab_size)
+    return _windows(ids, config)
+
+
+@_open.register
+def _(data: configs.Tokens, config: configs.Resolved) -> Source:
+    return _windows(corpus.token_ids(data, config.model.config.vocab_size), config)
+
+
+@_open.register
+def _(data: configs.Synthetic, config: configs.Resolved) -> Repeats:
+    corpus.check_vocab(data.vocab - 1, 0, config.model.config.vocab_size, "data=synthetic")
+    return Repeats(data.vocab, config.batch_size, config.seq_len, config.seed)
+
+
+@_open.register
+def _(data: configs.Chat | configs.Preference, config: configs.Resolved) -> Source:
+    encoder, vocab_size = _encoder(data, config), config.model.config.vocab_size
+    train, held_out, text = conversations.open_rows(data, encoder, config.seq_len, vocab_size)
+    return Source(train, held_out, config.batch_size // (1 + config.paired), config.seed, None, text)
+
+
+@_open.register
+def _(data: configs.Grain, config: configs.Resolved) -> Source:
+    return _elements(own.pipeline(data.dataset), f"data.dataset={data.dataset}", config)
+
+
+@_open.register
+def _(data: configs.CustomData, config: configs.Resolved) -> Source:
+    encoder, vocab_size = _encoder(data, config), config.model.config.vocab_size
+    made = own.documents(data, tokenizer=encoder, vocab_size=vocab_size, seq_len=config.seq_len, seed=config.seed)
+    if isinstance(made[0], Mapping):
+        return _elements(made, f"data.fn={data.fn}", config)
+    return _windows(corpus.own_ids(data, made, encoder, vocab_size), config)
+
+
+def _encoder(data: configs.Data, config: configs.Resolved) -> Bytes | Folder:
+    return open_tokenizer(data.tokenizer, config.model.weights)
+
+
+def _elements(rows: Any, where: str, config: configs.Resolved) -> Source:
+    """Return rows that were made elsewhere."""
+    parts = parted(rows, config.data, config.seq_len, config.model.config.vocab_size, where)
+    return Source(*parts, config.batch_size, config.seed, None)
+
+
+def _windows(ids: corpus.Ids, config: configs.Resolved) -> Source:
+    """Return windows of ids.
+
+    Raises:
+        DataError: there is none of that length, to train on or held out.
+    """
+    seq_len, packed = config.seq_len, config.data.packed
+    train, held_out = (Windows(part, seq_len, ids.boundary, packed) for part in (ids.train, ids.held_out))
     for name, part in (("training", train), ("held-out", held_out)):
         if not len(part):
             raise DataError(
                 f"too little text for seq_len={seq_len}: the {name} part has {sum(map(len, part.arrays))} tokens. "
                 f"Use a shorter seq_len or more text."
             )
-    return Source(train, held_out, config.batch_size, seed, ids.bytes_per_token, ids.text)
+    return Source(train, held_out, config.batch_size, config.seed, ids.bytes_per_token, ids.text)
 
 
 def permute(indices: np.ndarray, count: int, key: tuple[int, ...]) -> np.ndarray:

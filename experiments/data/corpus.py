@@ -293,28 +293,12 @@ class Ids(NamedTuple):
     text: str | None = None
 
 
-def ids(data: configs.Data, encoder: Encoder | None, vocab_size: int, made: Sequence[Any] | None = None) -> Ids:
-    """Return the ids of the documents that a configuration names, or of those that a user's function made.
-
-    Args:
-        data: the configuration.
-        encoder: what makes ids of text; None where there is none.
-        vocab_size: of the model.
-        made: documents of text or of ids.
+def text_ids(data: configs.Data, encoder: Encoder, vocab_size: int, texts: Iterable[bytes] | None = None) -> Ids:
+    """Return the ids of documents of text: of `texts`, or else of those that a configuration names.
 
     Raises:
         DataError: there are too few, they cannot be read, or an id is outside the vocabulary.
     """
-    if isinstance(data, configs.Tokens):
-        return _token_ids(data, vocab_size)
-    if isinstance(data, configs.CustomData) and made is not None:
-        if not isinstance(made[0], str | bytes):
-            return _own_ids(made, _where(data), data.val_fraction, vocab_size)
-        if other := [one for one in made if not isinstance(one, str | bytes)]:
-            what = f"its first document is text, and another {type(other[0]).__name__}"
-            raise DataError(f"cannot read {_where(data)}: {what}. Give all as text, or all as lists of ids")
-    assert encoder is not None
-    texts = None if made is None else (one.encode() if isinstance(one, str) else bytes(one) for one in made)
     train, held_out, bytes_per_token = token_files(data, encoder, texts)
     # Ids that are used: a tokenizer may have more than its model, for pictures say. Of bytes, all are.
     used = max(int(part.max(initial=0)) for part in (train, held_out))
@@ -322,8 +306,12 @@ def ids(data: configs.Data, encoder: Encoder | None, vocab_size: int, made: Sequ
     return Ids([train], [held_out], encoder.separator, bytes_per_token, encoder.name)
 
 
-def _token_ids(data: configs.Tokens, vocab_size: int) -> Ids:
-    """Return ids that were made elsewhere."""
+def token_ids(data: configs.Tokens, vocab_size: int) -> Ids:
+    """Return ids that were made elsewhere.
+
+    Raises:
+        DataError: there are too few, they cannot be read, or one is outside the vocabulary.
+    """
     train, held_out = mapped_blocks(data)
     for array in (*train, *held_out):
         check_vocab(int(array.max()), int(array.min()), vocab_size, data.path)
@@ -332,7 +320,22 @@ def _token_ids(data: configs.Tokens, vocab_size: int) -> Ids:
     return Ids(train, held_out, data.separator, data.bytes_per_token)
 
 
-def _own_ids(documents: Sequence[Any], where: str, val_fraction: float, vocab_size: int) -> Ids:
+def own_ids(data: configs.CustomData, made: Sequence[Any], encoder: Encoder, vocab_size: int) -> Ids:
+    """Return the ids of the documents, of text or of ids, that a user's function made.
+
+    Raises:
+        DataError: there are too few, they are of several kinds, or an id is outside the vocabulary.
+    """
+    if not isinstance(made[0], str | bytes):
+        return _of_lists(made, _where(data), data.val_fraction, vocab_size)
+    if other := [one for one in made if not isinstance(one, str | bytes)]:
+        what = f"its first document is text, and another {type(other[0]).__name__}"
+        raise DataError(f"cannot read {_where(data)}: {what}. Give all as text, or all as lists of ids")
+    texts = (one.encode() if isinstance(one, str) else bytes(one) for one in made)
+    return text_ids(data, encoder, vocab_size, texts)
+
+
+def _of_lists(documents: Sequence[Any], where: str, val_fraction: float, vocab_size: int) -> Ids:
     """Return a user's documents of ids as one array to train on and one held out, by the hash of their content."""
     arrays = [np.asarray(document) for document in documents]
     if bad := [one for one in arrays if one.ndim != 1 or not np.issubdtype(one.dtype, np.integer)]:

@@ -21,8 +21,9 @@ from experiments.planning.targets import TargetError
 from experiments.runtime import meshes
 from experiments.runtime.hardware import Device, HardwareError
 from experiments.runtime.manifest import user_cache
+from experiments.runtime.memory import OutOfMemoryError
 from experiments.runtime.remote import fetched
-from experiments.step.build import OutOfMemoryError, Programs, checked
+from experiments.step.build import Programs, checked
 from transforms import TileError
 
 

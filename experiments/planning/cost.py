@@ -17,7 +17,8 @@ from experiments import configs
 from experiments.commandline.console import GIB
 from experiments.planning import hlo
 from experiments.runtime.hardware import Device
-from experiments.step.build import AT_SCALE, OutOfMemoryError, Programs
+from experiments.runtime.memory import OutOfMemoryError
+from experiments.step.build import AT_SCALE, Programs
 from transforms.offload import in_host
 
 SHORT_TILE = 64  # tokens: below, a tile's matrix products run at half their speed or less

@@ -16,9 +16,8 @@ from experiments.step import tiling as cuts
 from experiments.step.build import Programs
 from experiments.step.folders import described
 from transforms import sharding
-from zoo import products
+from zoo import kernels
 from zoo.families.mixture import MixtureLike
-from zoo.kernels import choose
 
 T = TypeVar("T")
 
@@ -251,7 +250,7 @@ def _attention(config: configs.Resolved, choices: Choices) -> configs.Resolved:
     if config.attention == "auto" and tiling.attention is not None:
         return choices.settle(config, "", f"tiling.attention={tiling.attention} cuts it", attention="tiled")
     if config.attention == "auto":
-        name, why = choose(cuts.asked(config, model))
+        name, why = kernels.attention.choose(cuts.asked(config, model))
         if name == "plain" and tiling.heads:
             name, why = "tiled", f"{why}, and tiling.heads is for long texts"
         config = choices.settle(config, "", why, attention=name)
@@ -271,7 +270,7 @@ def _experts(config: configs.Resolved, choices: Choices) -> configs.Resolved:
     """Return the run with the products of its experts chosen, where it has any."""
     if not isinstance(config.model.config, MixtureLike):
         return config
-    name, why = products.choose(config.hardware.platform.value)
+    name, why = kernels.experts.choose(config.hardware.platform.value)
     return choices.settle(config, "", why, experts=name)
 
 

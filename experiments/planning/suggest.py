@@ -13,7 +13,8 @@ from experiments.planning import cost
 from experiments.planning.resolve import LEAST_TILE, resolve
 from experiments.runtime import meshes
 from experiments.runtime.hardware import Device, HardwareError
-from experiments.step.build import OutOfMemoryError, Programs, problem
+from experiments.runtime.memory import OutOfMemoryError
+from experiments.step.build import Programs, problem
 from transforms import TileError
 
 MOST_COMPILED = 16  # candidates that are compiled in search of one that fits

@@ -1,6 +1,7 @@
-"""What is left of a run at its end: summary.json, its last words and its pictures.
+"""What is left of a run at its end: its weights, summary.json, its last words and its pictures.
 
-They are made of its records and of what was known at its start. matplotlib is imported only to draw.
+All but the weights are made of its records and of what was known at its start. matplotlib is imported only to draw, and
+JAX only for weights.
 """
 
 import json
@@ -10,8 +11,11 @@ from typing import Any
 
 import numpy as np
 
+import zoo
+from experiments import configs
 from experiments.commandline import console
 from experiments.commandline.console import GIB
+from experiments.data.tokenizer import copy_tokenizer
 from experiments.results.metrics import Record, Recorder, describe, finite
 from experiments.runtime import distributed, hardware, manifest
 
@@ -84,6 +88,32 @@ def _summarise(directory: Path, recorder: Recorder, known: dict[str, Any], secon
         "tokens_per_second": speeds[len(speeds) // 2] if speeds else None,
     }
     (directory / "summary.json").write_text(json.dumps(finite(summary), indent=2) + "\n")
+
+
+def save_weights(model: Any, config: configs.Resolved, directory: Path) -> list[str]:
+    """Write the model that was trained, if that is wanted, any adapter merged and also by itself; return the folders.
+
+    Args:
+        model: with its adapter, if it has one.
+        config: the run.
+        directory: the run's.
+    """
+    if not config.save.final:
+        return []
+    from zoo import adapters
+    from zoo.adapters import lora
+
+    folders = ["weights/", "adapter/"] if config.adapted else ["weights/"]
+    model = distributed.gathered(model)
+    if not distributed.first():
+        return folders
+    if config.adapted:
+        adapters.save(model, directory / "adapter")
+        model = lora.merge(model)
+    zoo.save(model, directory / "weights", source=config.model.weights)
+    if not isinstance(config.data, configs.Tokens):  # of ids nobody says what they are
+        copy_tokenizer(config.data.tokenizer, directory / "weights")
+    return folders
 
 
 def words(directory: Path, recorder: Recorder, known: dict[str, Any], saved: list[str], seconds: float) -> str:

@@ -6,10 +6,8 @@
 import contextlib
 import dataclasses
 import functools
-import re
 import time
-from collections.abc import Callable, Generator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -22,24 +20,18 @@ import zoo
 import zoo.accounting
 from experiments import configs
 from experiments.commandline.console import CommandError
-from experiments.data.tokenizer import copy_tokenizer
-from experiments.runtime import distributed, hardware, meshes
-from experiments.step import objectives, optimizer, tiling
-from transforms.offload import fetch
+from experiments.runtime import hardware, meshes
+from experiments.runtime.memory import out_of_memory
+from experiments.step import loss, objectives, optimizer, tiling
 from transforms.remat import Remat, remat
-from transforms.sharding import explicit, uneven
+from transforms.sharding import uneven
 from transforms.step import State, all_parameters, compile_step, make_eval_step, make_train_step
-from zoo import AbstractMixture, ForwardPass, adapters, model_class, products
+from zoo import kernels, model_class
 from zoo.adapters import lora
 from zoo.families.mixture import MixtureLike
 from zoo.huggingface.weights import shapes
-from zoo.kernels import KERNELS
 
 AT_SCALE = 8192  # tokens: where tiling the head of a large vocabulary pays
-
-
-class OutOfMemoryError(RuntimeError):
-    """The compiler, or the device while it computes, says that a program does not fit, in its own words."""
 
 
 class Begun(NamedTuple):
@@ -88,7 +80,7 @@ class Programs:
     @functools.cached_property
     def step(self) -> Any:
         """The function `(batch, state) -> (state, metrics)`."""
-        stacks = _stacks if self.offloaded else None
+        stacks = loss.stacks if self.offloaded else None
         return make_train_step(self.loss, self.optimizer, self.trainable, self.grad_dtype, stacks)
 
     @functools.cached_property
@@ -193,47 +185,8 @@ class Programs:
         """What the backward pass keeps of each layer."""
         return remat(self.config.remat.policy, self.config.remat.kept)
 
-    def _loss(self, objective: objectives.Loss, *, balanced: bool) -> Any:
-        config, asked = self.config, self.config.tiling
-        how: Any = {"dtype": self.compute_dtype}
-        ops = functools.partial(tiling.ops, config)
-        kept = self.remat
-        head = tiling.head(objective, asked, config.head)
-        flat, whole = config.head.flat, asked.batch is None
-
-        def mean(model, others, arrays):
-            tokens, targets, mask, segments = arrays
-            if "params" in self.offloaded:
-                model, *others = map(_fetched, (model, *others))
-            reader, ids, model = _share_table(model, tokens) if whole else (model, tokens, model)
-            rows = lambda x: None if x is None else x.reshape(-1, x.shape[-1])
-            lead = (-1,) if flat else tokens.shape
-            as_head = lambda hidden: hidden.reshape(*lead, hidden.shape[-1])
-            hidden, extra = read(reader, rows(ids), rows(segments), ops(config.model.config))
-            ids, segments = rows(tokens), rows(segments)
-            still = lambda one: one.hidden(ids, segments=segments, ops=ops(one.config), **how)
-            fixed = [jax.lax.stop_gradient(still(one)) for one in others]
-            hiddens = tuple(map(as_head, (hidden, *fixed)))
-            value, aux = head((model, *others), hiddens, targets.reshape(lead), mask.reshape(lead))
-            return value + extra, aux
-
-        def read(reader, ids, segments, ops):
-            asked: Any = {"segments": segments, "remat": kept, "ops": ops, **how}
-            if not balanced or not isinstance(reader, AbstractMixture):
-                return reader.hidden(ids, **asked), 0.0
-            out = reader.forward(ids, ForwardPass(**asked))
-            return out.hidden, reader.config.balance_weight * out.balance
-
-        cut = tiling.batch(mean, asked)
-
-        def loss(model, batch):
-            tokens, targets, mask, segments, other = (*batch, None, None)[:5]
-            others = () if other is None else (other,)
-            if self.config.beside_its_base:
-                others = (lora.detach(model),)
-            return cut(model, others, (tokens, targets, mask, segments))
-
-        return loss
+    def _loss(self, objective: objectives.Loss, *, balanced: bool) -> Callable[..., Any]:
+        return loss.build(self.config, objective, self.compute_dtype, self.remat, balanced=balanced)
 
     @functools.cached_property
     def optimizer(self) -> optax.GradientTransformationExtraArgs:
@@ -290,12 +243,12 @@ class Programs:
 
         Each is `[B, S]`; of preferences, `[P, 2, S]`.
         """
-        return inputs(self._arrays, self.frozen)
+        return loss.inputs(self._arrays, self.frozen)
 
     @functools.cached_property
     def held_out_batch(self) -> tuple[Any, ...]:
         """As `batch`, for the evaluation: it needs the frozen model only to compare answers."""
-        return inputs(self._arrays, self.frozen if self.config.paired else None)
+        return loss.inputs(self._arrays, self.frozen if self.config.paired else None)
 
     @functools.cached_property
     def _arrays(self) -> tuple[Any, ...]:
@@ -395,24 +348,6 @@ class Programs:
         """Return the model that is measured and saved: the mean of the weights where the run keeps one."""
         return state.model if self.config.optimizer.ema is None else optimizer.mean_of(state)
 
-    def save_weights(self, state: State, directory: Path) -> list[str]:
-        """Write a state's weights where they are wanted, any adapter merged and also by itself; return the folders."""
-        config = self.config
-        model = self.measured(state)
-        if not config.save.final:
-            return []
-        folders = ["weights/", "adapter/"] if config.adapted else ["weights/"]
-        model = distributed.gathered(model)
-        if not distributed.first():
-            return folders
-        if config.adapted:
-            adapters.save(model, directory / "adapter")
-            model = lora.merge(model)
-        zoo.save(model, directory / "weights", source=config.model.weights)
-        if not isinstance(config.data, configs.Tokens):  # of ids nobody says what they are
-            copy_tokenizer(config.data.tokenizer, directory / "weights")
-        return folders
-
     def check(self) -> None:
         """Trace as much as tells whether everything that objective, optimizer, remat and compiler name is there.
 
@@ -431,7 +366,7 @@ class Programs:
             model = eqx.filter_eval_shape(lambda: self._shape(config.model.config))
             eqx.filter_eval_shape(lambda model: model.hidden(jnp.zeros((1, 2), jnp.int32), remat=self.remat), model)
         if isinstance(config.optimizer, configs.Decayed) and config.optimizer.no_decay is not None:
-            optimizer.decayed(config.optimizer, self.state.model)
+            _ = self.state  # its optimizer's finds what each pattern names
 
     @functools.cached_property
     def head_args(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -458,7 +393,7 @@ def _experts(config: configs.Resolved) -> str | None:
     if not isinstance(config.model.config, MixtureLike):
         return "this model has no experts"
     dtype = configs.chosen(config.hardware.compute_dtype).value
-    why = products.KERNELS[config.experts].refusal(config.hardware.platform.value, dtype)
+    why = kernels.experts.KERNELS[config.experts].refusal(config.hardware.platform.value, dtype)
     return None if why is None else f"{config.experts} {why}"
 
 
@@ -466,7 +401,8 @@ def problem(config: configs.Resolved) -> str | None:
     """Return why a run cannot be carried out as it is asked for, before anything is compiled; None where it can."""
     if (why := config.problem) is not None:
         return why
-    if (why := KERNELS[config.attention].refusal(tiling.asked(config, config.model.config))) is not None:
+    attention = kernels.attention.KERNELS[config.attention]
+    if (why := attention.refusal(tiling.asked(config, config.model.config))) is not None:
         return f"cannot run with attention={config.attention}: {config.attention} {why}; or use attention=auto."
     if (why := _experts(config)) is not None:
         return f"cannot run with experts={config.experts}: {why}; or use experts=auto."
@@ -495,80 +431,6 @@ def checked(config: configs.Resolved) -> Programs:
     except ValueError as error:
         raise CommandError(str(error)) from None
     return programs
-
-
-def _stacks(model: Any) -> Any:
-    """Return which leaves of a model, or of a part of it, are stacks of layers."""
-    stacks = lambda model: [getattr(model, name) for name in model.blocks if getattr(model, name) is not None]
-    whole = jax.tree.map(lambda _: False, model)
-    return eqx.tree_at(stacks, whole, replace_fn=lambda stack: jax.tree.map(lambda _: True, stack))
-
-
-def _fetched(model: Any) -> Any:
-    """Return a model in host memory with all on the device but its layers, which their scan fetches one by one."""
-    stacks, rest = eqx.partition(model, _stacks(model))
-    return eqx.combine(stacks, fetch(rest))
-
-
-def inputs(arrays: tuple[Any, ...], other: Any) -> tuple[Any, ...]:
-    """Return a step's batch: a source's arrays, and the frozen model if there is one."""
-    return arrays if other is None else (*arrays, *[None] * (4 - len(arrays)), other)
-
-
-def _share_table(model: Any, tokens: jax.Array) -> tuple[Any, jax.Array, Any]:
-    """Return (a model to compute `hidden` with, its token ids, a model for the head), with the same values.
-
-    A tied table has two gradients, dense from the head and a few rows from the lookup. Left to themselves they are two
-    arrays [V, D] and their sum; here the rows are added into the head's. The first model's table is this batch's rows.
-    """
-    if tokens.size >= model.embed.shape[0] or explicit():  # rows would be gathered by all devices
-        return model, tokens, model
-    table, rows = _table_and_rows(model.embed, tokens.reshape(-1))
-    replace = lambda embed: eqx.tree_at(lambda m: m.embed, model, embed)
-    return replace(rows), jnp.arange(tokens.size, dtype=tokens.dtype).reshape(tokens.shape), replace(table)
-
-
-@jax.custom_vjp
-def _table_and_rows(table, ids):
-    return table, table[ids].astype(jnp.promote_types(table.dtype, jnp.float32))
-
-
-def _table_and_rows_fwd(table, ids):
-    return _table_and_rows(table, ids), ids
-
-
-def _table_and_rows_bwd(ids, gradients):
-    table, rows = gradients
-    return table.astype(rows.dtype).at[ids].add(rows).astype(table.dtype), None
-
-
-_table_and_rows.defvjp(_table_and_rows_fwd, _table_and_rows_bwd)
-
-
-@contextlib.contextmanager
-def out_of_memory() -> Generator[None, None, None]:
-    """Turn what JAX raises where memory runs out into an OutOfMemoryError."""
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        if (lacks := lacking(error)) is None:
-            raise
-        raise OutOfMemoryError(lacks) from None
-
-
-def lacking(error: BaseException) -> str | None:
-    """Return what the compiler or the device says where memory ran out; None of any other error."""
-    if isinstance(error, OutOfMemoryError):
-        return str(error)
-    out = isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
-    return _shortened(str(error)) if out else None
-
-
-def _shortened(text: str) -> str:
-    """Return the compiler's message without what each buffer is, and without the stack."""
-    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
-    end = next((i for i, line in enumerate(lines) if re.match(r"\s*(Largest program allocations|=====)", line)), 12)
-    return "\n".join(f"  {line}" for line in lines[: min(end, 12)])
 
 
 def load_or_draw(

@@ -38,6 +38,8 @@ def build(
         dtype: what it computes in and keeps its state in; None is the parameters' own.
     """
     transformation = _build(config, schedule(config, steps), seed, model)
+    if isinstance(config, configs.Decayed) and config.no_decay is not None:
+        transformation = named(transformation, config)
     if config.clip_norm is not None:
         transformation = clipped(transformation, config.clip_norm)
     transformation = optax.with_extra_args_support(transformation)
@@ -79,7 +81,7 @@ def _(config: configs.AdamW, rate, seed: int, model: Any) -> optax.GradientTrans
 @_build.register
 def _(config: configs.Muon, rate, seed: int, model: Any) -> optax.GradientTransformation:
     mask = lambda params: jax.tree.map(lambda on: not on, matching(params, config.exempt))
-    inner = muon(
+    return muon(
         rate,
         beta=config.beta,
         ns_steps=config.steps,
@@ -88,12 +90,6 @@ def _(config: configs.Muon, rate, seed: int, model: Any) -> optax.GradientTransf
         consistent_rms=config.consistent_rms,
         muon_weight_dimension_numbers=functools.partial(_matrices, model),
     )
-
-    def init(params):
-        decayed(config, params)  # every pattern names a parameter
-        return inner.init(params)
-
-    return optax.GradientTransformation(init, inner.update)
 
 
 @_build.register
@@ -136,6 +132,16 @@ def decayed(config: configs.Decayed, params: Any) -> Any:
     check(params, config.exempt or (), f"optimizer.no_decay={config.no_decay}")
     exempt = matching(params, config.exempt)
     return jax.tree.map(lambda one: not one, exempt)
+
+
+def named(inner: optax.GradientTransformation, config: configs.Decayed) -> optax.GradientTransformation:
+    """Return a transformation that begins only if every pattern of `optimizer.no_decay` names a parameter."""
+
+    def init(params):
+        decayed(config, params)
+        return inner.init(params)
+
+    return inner._replace(init=init)
 
 
 def _matrices(model: Any, params: Any) -> Any:

@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec
 from experiments import configs
 from transforms import TileError, tile
 from transforms.sharding import explicit, partitions, shares
-from zoo import products
+from zoo import kernels
 from zoo.families.mixture import MixtureLike
-from zoo.kernels import KERNELS, Asked
+from zoo.kernels.attention import Asked
 from zoo.models.attention import groups
 from zoo.models.layers import Ops, gated_mlp
 from zoo.models.mixtures.experts import experts
@@ -86,15 +86,15 @@ def ops(config: configs.Resolved, model: Any) -> Ops | None:
     learns has plain attention where its own cannot be what the run's is, and where it alone is a mixture, the products
     that suit the platform.
     """
-    kernel, pieces = KERNELS[config.attention], slices(config.tiling, model)
+    kernel, pieces = kernels.attention.KERNELS[config.attention], slices(config.tiling, model)
     if config.mesh.exchanges:
         pieces["ulysses"] = True
     if kernel.name != "plain" and kernel.refusal(asked(config, model)) is None:
         pieces |= kernel.ops(config.tiling.attention)
     if isinstance(model, MixtureLike):
         platform = config.hardware.platform.value
-        name = products.choose(platform)[0] if config.experts == "auto" else config.experts
-        chosen = products.KERNELS[name]
+        name = kernels.experts.choose(platform)[0] if config.experts == "auto" else config.experts
+        chosen = kernels.experts.KERNELS[name]
         how = {"product": chosen.product, "typed": chosen.typed}
         pieces["experts"] = functools.partial(pieces.get("experts", experts), **how)
     return Ops(**pieces) if pieces else None

@@ -1,9 +1,14 @@
-"""The loop and what it measures: dispatch a step, read the metrics of the one before; no device waits for Python."""
+"""The loop, what is open while it runs, and what it measures.
 
+It dispatches a step, then reads the metrics of the one before: no device waits for Python.
+"""
+
+import contextlib
 import dataclasses
+import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +19,16 @@ import numpy as np
 from experiments import configs
 from experiments.data.batches import Prefetch, Repeats, Source
 from experiments.data.rows import Batch
-from experiments.results.metrics import Progress, Record, Recorder, bits_per_byte
-from experiments.runtime import hardware
+from experiments.planning.cost import Plan
+from experiments.results import summary
+from experiments.results.directory import About, Directory
+from experiments.results.metrics import FACTS, Progress, Record, Recorder, bits_per_byte, open_recorder
+from experiments.runtime import distributed, hardware
 from experiments.runtime.signals import Stop, Stopped
-from experiments.step.build import Begun, Programs, inputs
-from experiments.training.checkpoints import Saver
+from experiments.step.build import Begun, Programs
+from experiments.step.loss import inputs
+from experiments.training import DivergedError
+from experiments.training.checkpoints import Saver, check_room, open_checkpoints, restore, total_bytes
 
 
 @dataclass
@@ -53,8 +63,55 @@ class Session:
         return begun
 
 
+@contextlib.contextmanager
+def opened(
+    directory: Directory, programs: Programs, plan: Plan, about: About, stop: Stop, began: float
+) -> Generator[Session, None, None]:
+    """Open a run's directory for as long as it is carried out; at its end, however that comes, write what it was.
+
+    What training goes on from is in memory then.
+
+    Args:
+        directory: the run's, or where it gets one.
+        programs: the run's.
+        plan: what it costs.
+        about: what it writes about itself.
+        stop: may be told that the process is to end.
+        began: the time at which the run did.
+    """
+    config, how = programs.config, programs.config.checkpoint
+    path = about.path
+    say = lambda text: progress.say(text)  # above the bar, once there is one
+    for change in about.changed:
+        print(f"  changed  {change}", flush=True)
+    begins = directory.before is None
+    restored = None if begins else restore(path, how, programs.kept_state, config.steps)
+    done = None if restored is None else restored[0]
+    need, saves = total_bytes(programs.kept_state), how.wanted and (done or 0) < config.steps
+    if saves:
+        check_room(path, how, config.steps, need)
+    free = plan.left if config.hardware.platform is configs.Platform.cpu else hardware.host_memory() // 2
+    checkpoints = open_checkpoints(path, how, about.told, need <= free, say, directory.written) if saves else None
+    saver = Saver(how, config.steps, programs.kept, checkpoints)
+    progress = Progress(config.steps, config.log_every, paired=config.paired)
+    recorder, known = Recorder(None), plan.facts
+    if distributed.first():
+        files = {**about.files, FACTS: json.dumps(known, indent=1) + "\n"}
+        recorder = open_recorder(path, files, config.save, about.told["config"], done, say)
+    with checkpoints or contextlib.nullcontext():
+        try:
+            with distributed.answering(path.name):
+                begun = programs.begun(restored, progress.say, stop.ask)
+                session = Session(path, known, progress, recorder, saver, begun)
+                del restored, begun  # the loop takes it from the session, and its memory is then used again
+                yield session
+        finally:
+            progress.close()
+            summary.leave(path, recorder, known, time.perf_counter() - began)
+
+
 def train(programs: Programs, source: Source | Repeats, session: Session, stop: Stop) -> Any:
-    """Train from the step on that a run begins with, measuring what is held out; return the state at its end.
+    """Train from the step on that a run begins with, measuring what is held out; return the model at its end.
 
     Raises:
         DivergedError: a loss is not finite; every record up to it has been written.
@@ -99,7 +156,7 @@ def train(programs: Programs, source: Source | Repeats, session: Session, stop: 
                 meter.start()
             if told:
                 raise Stopped(f"stopped by {told.name} after step {step} of {steps}", told, trained=True)
-        return state
+        return programs.measured(state)
     finally:
         tracer.close()
         feed.close()
@@ -144,10 +201,6 @@ class Tracer:
 BESIDE = ("cross_entropy", "accuracy", "margin")  # what an objective may measure that records have a place for
 MEASURED = {True: ("loss", "accuracy"), False: ("loss", "objective")}  # of what is held out: of pairs, and of text
 MOST_SKIPPED = 100  # updates in a row that on_nan=skip leaves out
-
-
-class DivergedError(RuntimeError):
-    """The loss is no longer a finite number."""
 
 
 class HeldOut:

@@ -15,7 +15,7 @@ from tests.quick import QUICK
 from transforms import tile
 from transforms.remat import remat
 from transforms.sharding import make_mesh
-from zoo.kernels import tiled
+from zoo.kernels.attention import tiled
 from zoo.models import layers
 from zoo.models.layers import Ops
 

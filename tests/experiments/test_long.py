@@ -28,7 +28,7 @@ from transforms.sharding import AXES, make_mesh, sharding_of
 from transforms.tiling.ir.jaxprs import equations
 from zoo.accounting import recomputed_flops
 from zoo.adapters import lora
-from zoo.kernels import KERNELS
+from zoo.kernels.attention import KERNELS
 from zoo.models.layers import Ops
 
 LONG = configs.Tiling(n="none", heads=True, tokens=10)  # of two sequences: 5 of each at a time

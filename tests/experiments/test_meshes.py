@@ -14,7 +14,8 @@ from experiments.data import batches
 from experiments.planning.hlo import collectives
 from experiments.planning.resolve import resolve
 from experiments.runtime import hardware, meshes
-from experiments.step.build import Programs, inputs
+from experiments.step.build import Programs
+from experiments.step.loss import inputs
 from tests.quick import QUICK
 from transforms.step import State
 

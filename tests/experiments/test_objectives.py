@@ -16,7 +16,8 @@ from experiments.commandline.overrides import with_overrides
 from experiments.planning.resolve import resolve
 from experiments.runtime import hardware
 from experiments.step import objectives, tiling
-from experiments.step.build import Programs, inputs, problem
+from experiments.step.build import Programs, problem
+from experiments.step.loss import inputs
 from tests.zoo.hf_tiny import FAST
 from zoo.adapters import lora
 

@@ -117,13 +117,20 @@ def test_patterns_say_what_has_no_weight_decay():
         optimizer.decayed(configs.AdamW(no_decay="q,atn_norm"), mixture())
 
 
+@pytest.mark.parametrize("cls", [configs.AdamW, configs.Muon, configs.Sgd])
+def test_an_optimizer_begins_only_if_patterns_name_parameters(cls):
+    how = {"learning_rate": 1.0, "weight_decay": 0.0, "ema": 0.9}
+    build = lambda patterns: optimizer.build(cls(**how, no_decay=patterns), 10, model=CONFIG, dtype=jnp.float32)
+    with pytest.raises(ValueError, match="=q,nothing: `nothing` matches no parameter"):
+        jax.eval_shape(build("q,nothing").init, mixture())
+    jax.eval_shape(build("q,embed").init, mixture())
+
+
 def test_muon_makes_steps_orthogonal_over_the_inputs_and_outputs_of_each_layers_matrix():
     tx = optimizer.build(
         configs.Muon(learning_rate=1.0, warmup=0.0, weight_decay=0.0, consistent_rms=None), 10, model=CONFIG
     )
     model = mixture()
-    with pytest.raises(ValueError, match="`nothing` matches no parameter"):
-        optimizer.build(configs.Muon(learning_rate=1.0, no_decay="nothing"), 10, model=CONFIG).init(model)
     keys = iter(jax.random.split(jax.random.key(1), 99))
     grads = jax.tree.map(lambda p: jax.random.normal(next(keys), p.shape), model)
     updates, _ = jax.jit(tx.update, **FAST)(grads, tx.init(model), model)

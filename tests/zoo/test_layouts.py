@@ -12,7 +12,7 @@ import zoo
 from tests.quick import QUICK
 from tests.tiny import on_mesh
 from transforms.sharding import AXES, make_mesh, partitions, sharding_of
-from zoo.kernels import tiled
+from zoo.kernels.attention import tiled
 from zoo.models.layers import attention, lookup
 
 COPIED = {letter: axes for letter, axes in AXES.items() if letter != "D"}  # parameters whole on the data axis

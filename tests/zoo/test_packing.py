@@ -10,7 +10,7 @@ import pytest
 
 from tests.zoo.hf_tiny import FAST, loaded
 from zoo import Ops
-from zoo.kernels import tiled
+from zoo.kernels.attention import tiled
 from zoo.models.attention import packing
 
 LENGTHS = ((5, 1, 8), (11, 3), (14,))  # of the documents of each row; the last of 14 places are padding

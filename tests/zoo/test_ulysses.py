@@ -9,7 +9,7 @@ import zoo
 from experiments.planning.hlo import collectives
 from tests.quick import QUICK
 from tests.tiny import on_mesh
-from tests.zoo.test_kernels import ADAPTERS
+from tests.zoo.test_attention_kernels import ADAPTERS
 from transforms import tile
 from transforms.remat import remat
 from transforms.sharding import AXES, make_mesh, partitions, place, sharding_of

@@ -1,10 +1,6 @@
-"""What surrounds the loop: a run's results opened before it and closed behind it, and what went wrong in words."""
+"""What goes wrong in a run, where that was to be expected, in words for the user."""
 
-import contextlib
-import json
 import sys
-import time
-from collections.abc import Generator
 from types import TracebackType
 
 from experiments import configs
@@ -12,66 +8,16 @@ from experiments.commandline.console import CommandError, size
 from experiments.data import DataError
 from experiments.planning.cost import Plan
 from experiments.planning.report import DoesNotFitError
-from experiments.results import summary
-from experiments.results.directory import About, Directory, DirectoryError
-from experiments.results.metrics import FACTS, Progress, Recorder, open_recorder
-from experiments.runtime import distributed, hardware, manifest
+from experiments.results.directory import Directory, DirectoryError
+from experiments.runtime import manifest
 from experiments.runtime.distributed import DistributedError
 from experiments.runtime.hardware import HardwareError
+from experiments.runtime.memory import lacking
 from experiments.runtime.own import OwnError
-from experiments.runtime.signals import Stop, Stopped
-from experiments.step.build import Programs, lacking
-from experiments.training.checkpoints import CheckpointError, Saver, check_room, open_checkpoints, restore, total_bytes
-from experiments.training.loop import DivergedError, Session
+from experiments.runtime.signals import Stopped
+from experiments.training import DivergedError
+from experiments.training.checkpoints import CheckpointError
 from transforms import TileError
-
-
-@contextlib.contextmanager
-def opened(
-    directory: Directory, programs: Programs, plan: Plan, about: About, stop: Stop, began: float
-) -> Generator[Session, None, None]:
-    """Open a run's directory for as long as it is carried out; at its end, however that comes, write what it was.
-
-    What training goes on from is in memory then.
-
-    Args:
-        directory: the run's, or where it gets one.
-        programs: the run's.
-        plan: what it costs.
-        about: what it writes about itself.
-        stop: may be told that the process is to end.
-        began: the time at which the run did.
-    """
-    config, how = programs.config, programs.config.checkpoint
-    path = about.path
-    say = lambda text: progress.say(text)  # above the bar, once there is one
-    for change in about.changed:
-        print(f"  changed  {change}", flush=True)
-    begins = directory.before is None
-    restored = None if begins else restore(path, how, programs.kept_state, config.steps)
-    done = None if restored is None else restored[0]
-    need, saves = total_bytes(programs.kept_state), how.wanted and (done or 0) < config.steps
-    if saves:
-        check_room(path, how, config.steps, need)
-    free = plan.left if config.hardware.platform is configs.Platform.cpu else hardware.host_memory() // 2
-    checkpoints = open_checkpoints(path, how, about.told, need <= free, say, directory.written) if saves else None
-    saver = Saver(how, config.steps, programs.kept, checkpoints)
-    progress = Progress(config.steps, config.log_every, paired=config.paired)
-    recorder, known = Recorder(None), plan.facts
-    if distributed.first():
-        files = {**about.files, FACTS: json.dumps(known, indent=1) + "\n"}
-        recorder = open_recorder(path, files, config.save, about.told["config"], done, say)
-    with checkpoints or contextlib.nullcontext():
-        try:
-            with distributed.answering(path.name):
-                begun = programs.begun(restored, progress.say, stop.ask)
-                session = Session(path, known, progress, recorder, saver, begun)
-                del restored, begun  # the loop takes it from the session, and its memory is then used again
-                yield session
-        finally:
-            progress.close()
-            summary.leave(path, recorder, known, time.perf_counter() - began)
-
 
 BEFORE = (CommandError, DirectoryError, DistributedError, HardwareError, DataError)
 WITHIN = (CommandError, DirectoryError, DoesNotFitError, DivergedError, CheckpointError, TileError, OwnError, OSError)

@@ -19,9 +19,9 @@ from experiments.step.build import problem
 from tests.experiments.test_tiled import resolved
 from tests.zoo.test_grouped import SIZES, drawn, found
 from transforms.sharding import make_mesh
+from zoo.kernels.experts import KERNELS, choose, megablox, tokamax
 from zoo.models.mixtures.experts import experts
 from zoo.models.mixtures.grouped import ragged
-from zoo.products import KERNELS, choose, megablox, tokamax
 
 MEGABLOX = functools.partial(megablox, interpret=True)
 

@@ -18,7 +18,7 @@ from tests.helpers import equations
 from transforms import tile
 from transforms.remat import remat
 from transforms.sharding import make_mesh, place
-from zoo.kernels import KERNELS, Asked, choose, cudnn_attention, splash_attention, tiled
+from zoo.kernels.attention import KERNELS, Asked, choose, cudnn_attention, splash_attention, tiled
 from zoo.models.layers import Ops, attention, few_windows
 
 B, S, N, K, H = 1, 384, 4, 2, 64

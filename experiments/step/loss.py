@@ -1,0 +1,122 @@
+"""The loss of a step's batch: the model makes hidden states of its tokens, of which the objective makes a number.
+
+In: a run and its objective. Out: `loss(model, batch) -> (scalar, dict of scalars)`, each part cut as `tiling` says.
+
+`B` batch `S` sequence `T` tokens (B*S) `D` embed.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from experiments import configs
+from experiments.step import tiling
+from transforms.offload import fetch
+from transforms.remat import Remat
+from transforms.sharding import explicit
+from zoo import AbstractMixture, ForwardPass
+from zoo.adapters import lora
+
+
+def build(
+    config: configs.Resolved, objective: Callable[..., Any], dtype: Any, kept: Remat | None, *, balanced: bool
+) -> Callable[..., Any]:
+    """Return the loss of a batch, of `inputs`.
+
+    Args:
+        config: the run.
+        objective: what is minimised, of hidden states (`objectives`).
+        dtype: what the model computes in.
+        kept: what the backward pass keeps of each layer.
+        balanced: whether what a mixture's experts are used unevenly is added, weighted as the model's config says.
+    """
+    asked, flat = config.tiling, config.head.flat
+    ops = functools.partial(tiling.ops, config)
+    head = tiling.head(objective, asked, config.head)
+
+    def mean(model, others, arrays):
+        tokens, targets, mask, segments = arrays
+        if "params" in config.hardware.offloaded:
+            model, *others = map(_fetched, (model, *others))
+        reader, ids, model = _share_table(model, tokens) if asked.batch is None else (model, tokens, model)
+        rows = lambda x: None if x is None else x.reshape(-1, x.shape[-1])
+        lead = (-1,) if flat else tokens.shape
+        as_head = lambda hidden: hidden.reshape(*lead, hidden.shape[-1])
+        how: Any = {"segments": rows(segments), "dtype": dtype}
+        hidden, extra = _read(reader, rows(ids), balanced, remat=kept, ops=ops(config.model.config), **how)
+        still = lambda one: one.hidden(rows(tokens), ops=ops(one.config), **how)
+        fixed = [jax.lax.stop_gradient(still(one)) for one in others]
+        hiddens = tuple(map(as_head, (hidden, *fixed)))
+        value, aux = head((model, *others), hiddens, targets.reshape(lead), mask.reshape(lead))
+        return value + extra, aux
+
+    cut = tiling.batch(mean, asked)
+
+    def loss(model, batch):
+        tokens, targets, mask, segments, other = (*batch, None, None)[:5]
+        others = () if other is None else (other,)
+        if config.beside_its_base:
+            others = (lora.detach(model),)
+        return cut(model, others, (tokens, targets, mask, segments))
+
+    return loss
+
+
+def inputs(arrays: tuple[Any, ...], other: Any) -> tuple[Any, ...]:
+    """Return a step's batch: a source's arrays, and the frozen model if there is one."""
+    return arrays if other is None else (*arrays, *[None] * (4 - len(arrays)), other)
+
+
+def stacks(model: Any) -> Any:
+    """Return which leaves of a model, or of a part of it, are stacks of layers."""
+    found = lambda model: [getattr(model, name) for name in model.blocks if getattr(model, name) is not None]
+    whole = jax.tree.map(lambda _: False, model)
+    return eqx.tree_at(found, whole, replace_fn=lambda stack: jax.tree.map(lambda _: True, stack))
+
+
+def _read(model: Any, ids: Any, balanced: bool, **asked: Any) -> tuple[jax.Array, Any]:
+    """Return hidden states, and what is added to the loss for experts that are used unevenly."""
+    if not balanced or not isinstance(model, AbstractMixture):
+        return model.hidden(ids, **asked), 0.0
+    out = model.forward(ids, ForwardPass(**asked))
+    return out.hidden, model.config.balance_weight * out.balance
+
+
+def _fetched(model: Any) -> Any:
+    """Return a model in host memory with all on the device but its layers, which their scan fetches one by one."""
+    layers, rest = eqx.partition(model, stacks(model))
+    return eqx.combine(layers, fetch(rest))
+
+
+def _share_table(model: Any, tokens: jax.Array) -> tuple[Any, jax.Array, Any]:
+    """Return (a model to compute `hidden` with, its token ids, a model for the head), with the same values.
+
+    A tied table has two gradients, dense from the head and a few rows from the lookup. Left to themselves they are two
+    arrays [V, D] and their sum; here the rows are added into the head's. The first model's table is this batch's rows.
+    """
+    if tokens.size >= model.embed.shape[0] or explicit():  # rows would be gathered by all devices
+        return model, tokens, model
+    table, rows = _table_and_rows(model.embed, tokens.reshape(-1))
+    replace = lambda embed: eqx.tree_at(lambda m: m.embed, model, embed)
+    return replace(rows), jnp.arange(tokens.size, dtype=tokens.dtype).reshape(tokens.shape), replace(table)
+
+
+@jax.custom_vjp
+def _table_and_rows(table, ids):
+    return table, table[ids].astype(jnp.promote_types(table.dtype, jnp.float32))
+
+
+def _table_and_rows_fwd(table, ids):
+    return _table_and_rows(table, ids), ids
+
+
+def _table_and_rows_bwd(ids, gradients):
+    table, rows = gradients
+    return table.astype(rows.dtype).at[ids].add(rows).astype(table.dtype), None
+
+
+_table_and_rows.defvjp(_table_and_rows_fwd, _table_and_rows_bwd)
