@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from transforms.tiling.ir.graph import Node
 from transforms.tiling.ir.obstacles import Obstacle
 from transforms.tiling.ir.placement import Partial, Placement, Span, Tiled
-from transforms.tiling.rules import Move, refuse_partial, register, summed
+from transforms.tiling.rules import Move, refuse_partial, register
 from transforms.tiling.rules.factors import ALONG, Factors, keeping, register_factors
 
 OPS = {
@@ -73,10 +73,6 @@ def first_best(node: Node, values: list[Any], cut: Tiled, span: Span) -> list[An
     return [jnp.where(better, found, before), jnp.where(better, here, place)]
 
 
-def cumulative(node: Node, placements: tuple[Placement, ...]) -> Move | None:
-    return summed(node, placements) if node.name == "cumsum" else None
-
-
 def best(node: Node) -> int:
     """The dimension that a `top_k` picks from."""
     return node.params.get("axis", node.params.get("reduction_dimension", -1)) % len(node.inputs[0].shape)
@@ -87,7 +83,6 @@ register(*UNVMAP, push=push_unvmap)
 register_factors(
     *("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"),
     factors=keeping(lambda node: node.params["axis"]),
-    sums=cumulative,
     along=lambda node, cut: cut.major == 1,
 )
 register_factors("sort", factors=keeping(lambda node: node.params["dimension"]), pulled=False)

@@ -11,7 +11,7 @@ from jax import lax
 from transforms.tiling.ir.graph import Node, constant, elements
 from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled, Whole
-from transforms.tiling.rules import Move, count_once, partial, register, shrinks, tiled
+from transforms.tiling.rules import Move, linear, register, tiled
 from transforms.tiling.rules.affine_index import find_position
 from transforms.tiling.rules.gather import ARBITRARY, batch_dims, clamped, localise_column, widened, with_column
 
@@ -20,14 +20,8 @@ EXTREMA = {"scatter-max": "max", "scatter_max": "max", "scatter-min": "min", "sc
 
 
 def push_scatter(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
-    operand, indices, updates = placements
-    if parts := partial(placements):
-        linear = node.name in ADDS and not tiled(placements) and isinstance(indices, Whole)
-        if linear and not all(shrinks(node, i) for i in parts):
-            return Complete(parts, "would make it larger")
-        if linear and {p for p in placements if isinstance(p, Partial)} == {Partial("sum")}:
-            return Move((Partial("sum"),), (count_once(operand), indices, count_once(updates)))
-        return Complete(parts, "is not linear in it")
+    if (found := linear(node, placements)) is not None:
+        return found
     for result, ins in scatter_candidates(node, placements):
         if all(isinstance(p, Whole) or p == q for p, q in zip(placements, ins, strict=True)):
             return Move((result,), ins)
