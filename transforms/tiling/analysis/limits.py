@@ -89,10 +89,10 @@ def check_size(
     )
 
 
-def human(size: float | int) -> str:
-    """Bytes in the unit that reads best."""
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
+def human(size: float | int, step: int = 1024, units: Sequence[str] = ("B", "KiB", "MiB", "GiB")) -> str:
+    """Bytes, or another amount, in the unit that reads best, each so many times as much as the one before."""
+    for unit in units[:-1]:
+        if size < step:
             return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} GiB"
+        size /= step
+    return f"{size:.4g} {units[-1]}"

@@ -38,8 +38,7 @@ class Residuals:
         given = dict(zip(self.values, graph.inputs[first:], strict=False))
         for value, known in given.items():
             if value.producer is not None and has(value.producer.name, "product"):
-                product = Product(value.producer, known, lambda v: theirs.get(v, v))
-                reassociate(graph, product, lambda v: ours.get(v, v))
+                reassociate(graph, Product(value.producer, known), theirs | ours)
         inputs = {theirs[v]: known for v, known in given.items()}
         found = {v: inputs[n] for v, n in ours.items() if n in inputs and not decides(graph, v)}
         found = {v: _rounded(graph, known, v) for v, known in found.items()}

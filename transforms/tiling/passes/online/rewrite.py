@@ -30,7 +30,7 @@ from transforms.tiling.ir.terms import Early, Term, broadcast_by
 from transforms.tiling.mesh.layout import named
 from transforms.tiling.mesh.sums import contracted
 from transforms.tiling.passes.online.deferral import Finder
-from transforms.tiling.passes.reassociate import Product, identity, reassociate
+from transforms.tiling.passes.reassociate import Product, reassociate
 from transforms.tiling.rules import Move, register
 from transforms.tiling.rules.factors import peel
 
@@ -65,7 +65,7 @@ def rewrite(found: Analysis, done: Rewritten, span: Span) -> bool:
         node = value.producer
         if node is None or (changed and not _is_intact(finder, value)) or not _saves(found, value, able):
             continue
-        if node.name == "dot_general" and reassociate(found.graph, Product(node, value, identity), identity):
+        if node.name == "dot_general" and reassociate(found.graph, Product(node, value), finder.numbers):
             changed = True
             continue
         if (inner := finder.parts.get(value)) is not None:
