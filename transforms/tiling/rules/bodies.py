@@ -158,16 +158,22 @@ def run_part(node: Node, values: Sequence[Any], move: Move, span: Span) -> list[
     constants, carried = scan_counts(node)
     carries = carries_for(graph, constants, carried, wanted, span.effects)
     whole = whole_body(graph, sorted({*carries, *wanted}), span.effects)
-    sums = [i for i in carries if move.outs[i] == Partial("sum")]
+    body = summing(node, whole, [i for i in carries if move.outs[i] == Partial("sum")])
+    widened = [widen(v, p, span) for v, p in zip(values, move.ins, strict=True)]
+    return run_scan(node, widened, wanted, body, values[constants + carried].shape[0], span.effects)
+
+
+def summing(node: Node, whole: Body, sums: Sequence[int]) -> Body:
+    """A scan's body which adds to the carried values `sums`, in their dtype, what `whole` makes of zeros."""
+    own = {i: scan_counts(node)[0] + i for i in sums}
 
     def body(inner: Sequence[Any]) -> list[Any]:
         start = list(inner)
-        for i in sums:
-            start[constants + i] = jnp.zeros_like(values[constants + i])
+        for at in own.values():
+            start[at] = jnp.zeros_like(inner[at], node.inputs[at].dtype)
         outs = whole(start)
-        for i in sums:
-            outs[i] = inner[constants + i] + outs[i].astype(inner[constants + i].dtype)
+        for i, at in own.items():
+            outs[i] = inner[at] + outs[i].astype(inner[at].dtype)
         return outs
 
-    widened = [widen(v, p, span) for v, p in zip(values, move.ins, strict=True)]
-    return run_scan(node, widened, wanted, body, values[constants + carried].shape[0], span.effects)
+    return body
