@@ -362,13 +362,13 @@ def _gradient(program: Program) -> Run | None:
         unit = [jnp.ones((), program.closed.out_avals[outs[0]].dtype)] if scalar else []
         both = lambda *args: _both(program, back)(*args, *unit)
         return Run((program.forward, back), both, plain, [*avals, *cotangents])
-    joint = program.gradient(tuple(active), outs[0])
+    joint, combine = program.gradient(tuple(active), outs[0])
 
     def run(*args: Any) -> Any:
-        results, found = joint.combine(joint.program.run(*args))
+        results, found = combine(joint.run(*args))
         return results, [g.astype(avals[i].dtype) for i, g in zip(active, found, strict=True)]
 
-    return Run((joint.program,), run, plain, avals)
+    return Run((joint,), run, plain, avals)
 
 
 def _both(program: Program, back: Program) -> Callable[..., Any]:
