@@ -67,9 +67,7 @@ def analyse(
         if isinstance(obstacle, Promote):
             known |= obstacle.placements
         elif isinstance(obstacle, Split):
-            part = RULES[obstacle.node.name].part
-            assert part is not None
-            split(graph, obstacle.node, obstacle.wanted, part)
+            split(graph, obstacle.node, obstacle.wanted, RULES[obstacle.node.name].part)
         else:
             return obstacle
 

@@ -10,7 +10,8 @@ outside of rules and passes asks for a name.
     localise(node, move, span)        the primitive's parameters at tile size
     emit(node, values, move, span)    the tile's results, where binding the primitive is not enough
     accumulate(node, values, total, span)   `total` plus the tile's part, where that is cheaper than making the part
-    part(node, values, wanted)        (of an equation with bodies) some of its results, of whole operands; else None
+    part(node, values, wanted)        (of an equation with bodies that JAX would compute all of) some of its results, of
+                                      whole operands; None for the others
     outline(node, placements, limits) (likewise) how to run it on whole operands with its bodies tiled
     resume(node, source, given, before, span)   (of what goes from tile to tile) its result, from its operand `source`,
                                       whose tile is `given`, and from what the tiles before this one accumulated
@@ -185,7 +186,6 @@ def no_sums(node: Node, placements: Sequence[Placement]) -> Complete | None:
     return refuse_partial(node, placements, "is not run on partial sums")
 
 
-Sums = Callable[[Node, tuple[Placement, ...]], "Move | Obstacle | None"]
 COPIES = having("alias", "moving", "copying") - having("negates")  # extrema pass through these, too
 JOINS = ("concatenate", "stack")  # are larger than any of their operands
 PUTS = ("pad", "dynamic_update_slice")  # put one operand into another, or into nothing
@@ -210,27 +210,21 @@ def linear(node: Node, placements: tuple[Placement, ...]) -> Move | Complete | N
     return Complete(parts, "would make it larger", move if node.name in PUTS else None)
 
 
-def by_cut(sums: Sums = linear) -> Callable[[Callable[[Node, tuple[Placement, ...], Tiled], Any]], Push]:
-    """A rule of operands that are all cut alike, from what it does then; others must be whole first.
+def by_cut(push: Callable[[Node, tuple[Placement, ...], Tiled], Move | Obstacle]) -> Push:
+    """A rule of operands that are all cut alike, from what it does then; others must be whole first."""
 
-    `sums` says what it does where partial results are among them, None if it takes none.
-    """
+    def rule(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
+        if (found := linear(node, placements)) is not None:
+            return found
+        cuts = tiled(placements)
+        cut = placements[cuts[0]]
+        assert isinstance(cut, Tiled)
+        if any(placements[i] != cut for i in cuts):
+            return Complete(smaller(node, cuts), "has operands that are cut along different dimensions")
+        return push(node, placements, cut)
 
-    def decorate(push: Callable[[Node, tuple[Placement, ...], Tiled], Move | Obstacle]) -> Push:
-        def rule(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
-            if (found := sums(node, placements) or refuse_partial(node, placements)) is not None:
-                return found
-            cuts = tiled(placements)
-            cut = placements[cuts[0]]
-            assert isinstance(cut, Tiled)
-            if any(placements[i] != cut for i in cuts):
-                return Complete(smaller(node, cuts), "has operands that are cut along different dimensions")
-            return push(node, placements, cut)
-
-        rule.__module__ = push.__module__
-        return rule
-
-    return decorate
+    rule.__module__ = push.__module__
+    return rule
 
 
 def aligned(value: Value, cut: Tiled, size: int) -> Placement:

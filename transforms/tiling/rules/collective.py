@@ -73,7 +73,7 @@ def push_put(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     return Move(placements, placements)
 
 
-@by_cut()
+@by_cut
 def push_constraint(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
     if not isinstance(node.params["sharding"], NamedSharding) and is_spread(node.params["sharding"], cut.dim):
         return Complete([0], "spreads the cut axis over devices")

@@ -188,12 +188,10 @@ def emit_cond(node: Node, values: list[Any], move: Move, span: Span) -> list[Any
 
 
 def part_cond(node: Node, values: Sequence[Any], wanted: Sequence[int]) -> list[Any]:
-    def branch(number: int) -> Callable[..., Any]:
-        body = bodies.whole_body(body_graph(node, "branches", number), wanted)
-        return lambda *values: [body(values)[i] for i in wanted]
-
-    results = choose(node, values[0], [branch(i) for i in range(len(node.params["branches"]))], values[1:])
-    return bodies.with_gaps(wanted, results, len(node.outputs))
+    graphs = [body_graph(node, "branches", i) for i in range(len(node.params["branches"]))]
+    runs = [bodies.whole_body(graph, wanted) for graph in graphs]
+    branches = [lambda *values, run=run: run(values) for run in runs]
+    return choose(node, values[0], branches, values[1:])  # which sees what is an operand in all of them
 
 
 # ------------------------------------------------------------------------------------- custom derivatives, callbacks

@@ -19,7 +19,7 @@ from transforms.tiling.ir.graph import Node, Value
 from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Tiled
 from transforms.tiling.ir.terms import Dims
-from transforms.tiling.rules import RULES, Move, Pull, Push, Sums, linear, refuse_partial, register, smaller, tiled
+from transforms.tiling.rules import RULES, Move, Pull, Push, linear, refuse_partial, register, smaller, tiled
 
 ALONG = "runs along the cut axis"
 Names = Sequence[Any]  # of the factors of an array's dimensions; None for a dimension that no other array has
@@ -44,6 +44,7 @@ class Factors:
 
 
 Stated = Callable[[Node], Factors]
+Sums = Callable[[Node, tuple[Placement, ...]], "Move | Obstacle | None"]
 Along = Callable[[Node, Tiled], bool]
 
 

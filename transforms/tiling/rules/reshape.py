@@ -24,7 +24,7 @@ def resized(key: str) -> Localise:
 # ------------------------------------------------------------------------------------ broadcast, transpose, squeeze
 
 
-@by_cut()
+@by_cut
 def push_broadcast(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move:
     dim = int(node.params["broadcast_dimensions"][cut.dim])
     copies = node.outputs[0].shape[dim] // max(1, node.inputs[0].shape[cut.dim])  # of an axis of length 1
@@ -65,7 +65,7 @@ def landing(cut: Tiled, old: tuple[Any, ...], new: tuple[Any, ...]) -> Tiled | N
     return None if best is None or best.group == length > 1 else best
 
 
-@by_cut()
+@by_cut
 def push_reshape(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
     landed = landing(cut, node.inputs[0].shape, node.params["new_sizes"])
     if landed is None:
@@ -95,7 +95,7 @@ def push_concatenate(node: Node, placements: tuple[Placement, ...]) -> Move | Ob
     return push_beside(node, placements)
 
 
-@by_cut()
+@by_cut
 def push_beside(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move:
     return Move((cut,), (cut,) * len(node.inputs))
 
@@ -108,7 +108,7 @@ def pull_concatenate(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
     return None if None in pieces else tuple(p for p in pieces if p is not None)
 
 
-@by_cut()
+@by_cut
 def push_split(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
     if node.params["axis"] != cut.dim:
         return Move((cut,) * len(node.outputs), placements)
@@ -138,7 +138,7 @@ def unstacked(node: Node) -> Factors:
     return Factors([dims], outs, blocked={axis: "takes the cut axis apart"})
 
 
-@by_cut()
+@by_cut
 def push_tile(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move:
     """`jnp.tile`: copies of the cut dimension one after the other are a cut dimension with more in front of it."""
     return Move((dataclasses.replace(cut, major=cut.major * node.params["reps"][cut.dim]),), placements)

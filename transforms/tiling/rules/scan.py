@@ -109,12 +109,6 @@ def emit_scan(node: Node, values: list[Any], move: Move, span: Span) -> list[Any
     return bodies.run_scan(node, values, wanted, bodies.at_tile(move.bodies[0], ins, outs, span), effects=span.effects)
 
 
-def part_scan(node: Node, values: Sequence[Any], wanted: Sequence[int]) -> list[Any]:
-    graph = body_graph(node, "jaxpr")
-    needed = sorted({*bodies.carries_for(graph, *scan_counts(node), wanted), *wanted})
-    return bodies.run_scan(node, values, wanted, bodies.whole_body(graph, needed))
-
-
 # ------------------------------------------------------------------- a scan of whole operands whose body runs in tiles
 
 
@@ -217,4 +211,4 @@ def from_nothing(value: Value, steps: int = 64) -> bool:
     return True
 
 
-register("scan", push=push_scan, emit=emit_scan, part=part_scan, outline=outline_scan)
+register("scan", push=push_scan, emit=emit_scan, outline=outline_scan)

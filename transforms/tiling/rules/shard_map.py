@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +23,7 @@ from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import Placement, Span, Tiled
 from transforms.tiling.mesh.layout import entries_of
 from transforms.tiling.rules import Move, register
-from transforms.tiling.rules.bodies import at_tile, held, made, whole_body, widen, with_gaps
+from transforms.tiling.rules.bodies import at_tile, held, made, widen, with_gaps
 
 
 def share(node: Node, spec: PartitionSpec, dim: int) -> int:
@@ -62,18 +61,6 @@ def push(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     return Region(outs, placements, (found,), held(found))
 
 
-def over_devices(node: Node, run: Callable[..., Any], specs: Sequence[PartitionSpec], outputs: Sequence[int]) -> Any:
-    """`run` as the body of a `shard_map` like the node's, for its results `outputs`; `specs` are of the operands."""
-    return jax.shard_map(
-        run,
-        mesh=node.params["mesh"],
-        in_specs=tuple(specs),
-        out_specs=[node.params["out_specs"][i] for i in outputs],
-        axis_names=set(node.params["newly_manual_axes"]),
-        check_vma=node.params["check_vma"],
-    )
-
-
 def emit(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
     assert isinstance(move, Region)
     (found,) = move.bodies
@@ -85,19 +72,15 @@ def emit(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
         results = at_tile(found, ins, outs, span._replace(start=start))(values)
         return [widen(results[i], move.outs[i], span) for i in wanted]
 
-    specs = (PartitionSpec(), *node.params["in_specs"])
-    results = over_devices(node, run, specs, wanted)(jnp.asarray(span.start), *values)
-    return with_gaps(wanted, results, len(node.outputs))
+    over_devices = jax.shard_map(
+        run,
+        mesh=node.params["mesh"],
+        in_specs=(PartitionSpec(), *node.params["in_specs"]),
+        out_specs=[node.params["out_specs"][i] for i in wanted],
+        axis_names=set(node.params["newly_manual_axes"]),
+        check_vma=node.params["check_vma"],
+    )
+    return with_gaps(wanted, over_devices(jnp.asarray(span.start), *values), len(node.outputs))
 
 
-def part(node: Node, values: Sequence[Any], wanted: Sequence[int]) -> list[Any]:
-    body = whole_body(body_graph(node, "jaxpr"), wanted)
-
-    def run(*values: Any) -> list[Any]:
-        results = body(values)
-        return [results[i] for i in wanted]
-
-    return with_gaps(wanted, over_devices(node, run, node.params["in_specs"], wanted)(*values), len(node.outputs))
-
-
-register("shard_map", push=push, emit=emit, part=part, alone=True)
+register("shard_map", push=push, emit=emit, alone=True)

@@ -41,7 +41,7 @@ def cut_part(move: Move) -> Tiled | None:
 # ------------------------------------------------------------------------------------------------------ slice, rev
 
 
-@by_cut()
+@by_cut
 def push_slice(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
     kept = pieces(node, cut, node.inputs[0].shape, node.outputs[0].shape) or strided(node, cut)
     return push_part(node, cut, placements) if kept is None else Move((kept,), placements)
@@ -107,7 +107,7 @@ def turned(node: Node) -> Factors:
 # ---------------------------------------------------------------------------------------------------------------- pad
 
 
-@by_cut()
+@by_cut
 def push_pad(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
     low, high, gap = node.params["padding_config"][cut.dim]
     block, landed = cut.block(node.inputs[0].shape), None
@@ -172,7 +172,7 @@ def shifted(node: Node, rows: Any, fill: Any, cut: Tiled, span: Span) -> Any:
 # ------------------------------------------------------------------------------------------------------ dynamic slices
 
 
-@by_cut()
+@by_cut
 def push_dynamic_slice(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
     if tiled(placements) != [0]:
         return Complete([i for i in tiled(placements) if i], "starts at a place that differs from tile to tile")
@@ -181,7 +181,7 @@ def push_dynamic_slice(node: Node, placements: tuple[Placement, ...], cut: Tiled
     return Move((cut,), placements)
 
 
-@by_cut()
+@by_cut
 def push_dynamic_update_slice(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
     if any(i > 1 for i in tiled(placements)):
         return Complete([i for i in tiled(placements) if i > 1], "starts at a place that differs from tile to tile")
