@@ -32,20 +32,12 @@ def share(node: Node, spec: PartitionSpec, dim: int) -> int:
     return math.prod(node.params["mesh"].shape[a] for a in entries[dim]) if dim < len(entries) else 1
 
 
-def inside(node: Node, number: int, placement: Placement) -> Placement:
-    """Where operand `number` stands in the body."""
+def inside(node: Node, spec: PartitionSpec, placement: Placement, out: bool = False) -> Placement:
+    """Where an operand of this spec stands in the body; or, `out` of it, a result that stands so in the body."""
     if not isinstance(placement, Tiled):
         return placement
-    devices = share(node, node.params["in_specs"][number], placement.dim)
-    return dataclasses.replace(placement, major=placement.major // devices)
-
-
-def outside(node: Node, number: int, placement: Placement) -> Placement:
-    """Where result `number` stands that stands so in the body."""
-    if not isinstance(placement, Tiled):
-        return placement
-    devices = share(node, node.params["out_specs"][number], placement.dim)
-    return dataclasses.replace(placement, major=placement.major * devices)
+    devices, major = share(node, spec, placement.dim), placement.major
+    return dataclasses.replace(placement, major=major * devices if out else major // devices)
 
 
 def push(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
@@ -53,18 +45,19 @@ def push(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     for i, p in enumerate(placements):
         if isinstance(p, Tiled) and p.major % share(node, node.params["in_specs"][i], p.dim):
             return Complete([i], "spreads the cut axis over devices")
-    ins = [inside(node, i, p) for i, p in enumerate(placements)]
+    ins = [inside(node, spec, p) for spec, p in zip(node.params["in_specs"], placements, strict=True)]
     found = body_of(graph, ins, placements)
     if isinstance(found, Obstacle):
         return found
-    outs = tuple(outside(node, i, found.fact(v).placement) for i, v in enumerate(graph.outputs))
-    return Region(outs, placements, (found,), held(found))
+    made = zip(node.params["out_specs"], graph.outputs, strict=True)
+    outs = [inside(node, spec, found.fact(v).placement, out=True) for spec, v in made]
+    return Region(tuple(outs), placements, (found,), held(found))
 
 
 def emit(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
     assert isinstance(move, Region)
     (found,) = move.bodies
-    ins = [inside(node, i, p) for i, p in enumerate(move.ins)]
+    ins = [inside(node, spec, p) for spec, p in zip(node.params["in_specs"], move.ins, strict=True)]
     wanted = made(move)
     outs = [found.fact(v).placement if i in wanted else None for i, v in enumerate(found.graph.outputs)]
 
