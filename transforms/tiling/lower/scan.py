@@ -10,7 +10,7 @@ from jax import lax
 
 from transforms.tiling.ir.facts import Analysis
 from transforms.tiling.ir.flatten import evaluate
-from transforms.tiling.ir.graph import Value, read
+from transforms.tiling.ir.graph import Value, closure, operands, read
 from transforms.tiling.ir.loops import Loop, Schedule
 from transforms.tiling.ir.placement import ALONE, Placement, Span, Tiled, Whole
 from transforms.tiling.lower.accumulators import accumulators
@@ -115,19 +115,13 @@ def _over_tiles(body: Any, results: Any, count: int, size: int, rest: int, rever
 
 def wide_chain(plan: Schedule, outputs: set[Value]) -> set[Value]:
     """`outputs`, and what they are rearranged from: cut results of a product that keep the dtype it is formed in."""
-    chain = set(outputs)
-    for output in outputs:
-        path, value = [], output
-        while isinstance(plan.analysis.fact(value).placement, Tiled) and value.producer is not None:
-            path.append(value)
-            name = value.producer.name
-            if name in REARRANGE:
-                value = value.producer.inputs[0]
-                continue
-            if RULES[name].wide is not None:
-                chain.update(path)
-            break
-    return chain
+    is_cut = lambda value: isinstance(plan.analysis.fact(value).placement, Tiled)
+    made_by = lambda value: "" if value.producer is None else value.producer.name
+    turned = lambda value: operands(value)[:1] if is_cut(value) and made_by(value) in REARRANGE else ()
+    paths = [list(closure([value], turned)) for value in outputs]
+    ends = [made_by(path[-1]) if is_cut(path[-1]) else "" for path in paths]
+    wide = [path for path, end in zip(paths, ends, strict=True) if end not in REARRANGE and RULES[end].wide is not None]
+    return outputs.union(*wide)
 
 
 def body(found: Analysis, ins: Sequence[Placement], outs: Sequence[Placement | None], span: Span) -> Body:
