@@ -12,7 +12,7 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 
 from transforms.tiling.analysis.halo import even, plus, union
-from transforms.tiling.analysis.limits import Limits, human
+from transforms.tiling.analysis.limits import FEWER, Limits, human, too_large
 from transforms.tiling.analysis.sizes import check_whole
 from transforms.tiling.autodiff.policy import Policy, keeps
 from transforms.tiling.ir.facts import Analysis, grain
@@ -104,12 +104,9 @@ def check_begun(analysis: Analysis, loops: Iterable[Loop], limits: Limits) -> Re
             node = value.producer
             if node is None or limits.gather == "any":
                 continue
-            return Refusal(
-                f"cannot tile the recurrence at {node.where}: what follows runs the other way, so the state that each "
-                f"tile begins with would have to be stored.\n  states: {value}, {human(value.nbytes)}; the largest "
-                f"input or output is {human(limits.largest)}.\n"
-                '  To go on: take fewer tiles, cut another axis, or pass gather="any".'
-            )
+            where = f"the recurrence at {node.where}"
+            why = "what follows runs the other way, so the state that each tile begins with would have to be stored"
+            return Refusal(too_large(limits, where, why, f"states: {value}, {human(value.nbytes)}", FEWER))
     return None
 
 

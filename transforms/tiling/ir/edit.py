@@ -11,7 +11,7 @@ from jax.interpreters import partial_eval as pe
 from jax.sharding import AxisType
 
 from transforms.tiling.ir.flatten import evaluate, flatten
-from transforms.tiling.ir.graph import Graph, Node, Value
+from transforms.tiling.ir.graph import Graph, Node, Value, substitute
 from transforms.tiling.ir.jaxprs import body
 from transforms.tiling.mesh.layout import like, varying
 
@@ -47,9 +47,7 @@ def replace(graph: Graph, node: Node, nodes: Sequence[Node], values: dict[Value,
     """Put `nodes` in the place of `node` (before it, if it is to be kept), and `values` in that of its results."""
     at = graph.nodes.index(node)
     graph.nodes[at : at + (not keep)] = nodes
-    for other in graph.nodes:
-        other.inputs = [values.get(v, v) for v in other.inputs]
-    graph.outputs[:] = [values.get(v, v) for v in graph.outputs]
+    substitute(graph, values)
 
 
 def traced(fn: Callable[..., Any], inputs: Sequence[Value], node: Node) -> tuple[list[Node], list[Value]]:
@@ -64,10 +62,8 @@ def traced(fn: Callable[..., Any], inputs: Sequence[Value], node: Node) -> tuple
 
 def called(made: Graph, inputs: Sequence[Value]) -> list[Value]:
     """The results of a graph whose nodes, from now on, read `inputs`."""
-    given = dict(zip(made.inputs, inputs, strict=True))
-    for other in made.nodes:
-        other.inputs = [given.get(v, v) for v in other.inputs]
-    return [given.get(v, v) for v in made.outputs]
+    substitute(made, dict(zip(made.inputs, inputs, strict=True)))
+    return made.outputs
 
 
 def _there(node: Node, trace: Callable[[], ClosedJaxpr]) -> ClosedJaxpr:

@@ -250,7 +250,7 @@ def _loop(program: Program, loop: Loop, again: Iterable[Node]) -> LoopPlan:
     span = options.span._replace(length=program.plan.options.size)
     if loop.light(analysis):
         span = span._replace(length=span.total)
-    sizes = [_bytes(span.local_shape(v.shape, p), v) for s in loop.steps for v, p in s.keys]
+    sizes = [nbytes(v.aval, span.local_shape(v.shape, p)) for s in loop.steps for v, p in s.keys]
     return LoopPlan(
         tiles=-(-span.total // span.length),
         equations=len(loop.nodes),
@@ -286,10 +286,6 @@ def _carry(value: Value, analysis: Analysis, span: Span) -> Carry:
     copies = math.prod(sharding.mesh.shape[a] for a in whole) if sharding is not None else 1
     size = elements(value.shape) * getattr(dtype, "itemsize", 4) * copies // devices(value.aval)
     return Carry(repr(value), placement, size, tuple(sorted(apart)))
-
-
-def _bytes(shape: Iterable[int], value: Value) -> int:
-    return elements(shape) * getattr(value.dtype, "itemsize", 4) // devices(value.aval)
 
 
 def _largest(graph: Graph) -> int:

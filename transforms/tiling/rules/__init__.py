@@ -107,7 +107,7 @@ def push_refused(node: Node, placements: tuple[Placement, ...]) -> Obstacle:
     why = f"it {why}" if why else "there is no rule for this primitive yet"
     operands = ", ".join(f"{v} {p}" for v, p in zip(node.inputs, placements, strict=True))
     return Refusal(
-        f"cannot tile `{node.name}` at {node.where}: {why}.\n  operands: {operands}.\n"
+        f"cannot tile {node}: {why}.\n  operands: {operands}.\n"
         "  Compute it outside the tiled function, or cut an axis that does not reach it."
     )
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
-from transforms.tiling.analysis.limits import human
+from transforms.tiling.analysis.limits import human, too_large
 from transforms.tiling.analysis.propagate import body_of
 from transforms.tiling.ir.edit import replace, traced
 from transforms.tiling.ir.facts import Outlined, Region
@@ -160,11 +160,8 @@ def check_steps(node: Node, outs: Sequence[Placement], limits: Any) -> Refusal |
     what = "adds up a cut array from step to step" if most < carried else "keeps a cut array of each step"
     remedy = "put the body into `jax.checkpoint`, unroll the loop" if most >= carried else "unroll the loop"
     array = f"{describe(node.outputs[most].aval)} {outs[most]}, {human(sizes[most])} a step"
-    return Refusal(
-        f"cannot tile `{node.name}` at {node.where}: it {what}, which would have to be whole.\n"
-        f"  array: {array}; the largest input or output is {human(limits.largest)}.\n"
-        f'  To go on: {remedy}, cut another axis, or pass gather="any".'
-    )
+    why = f"it {what}, which would have to be whole"
+    return Refusal(too_large(limits, str(node), why, f"array: {array}", f"{remedy}, cut another axis"))
 
 
 def sink(graph: Graph, node: Node, operands: Sequence[int], sources: Sequence[Value]) -> None:
