@@ -160,12 +160,9 @@ def having(*words: str) -> frozenset[str]:
     return frozenset(name for name, known in PROPERTIES.items() if known.intersection(words))
 
 
-NOTHING: frozenset[str] = frozenset()
-
-
 def has(name: str, word: str) -> bool:
     """Whether a primitive has a property."""
-    return word in PROPERTIES.get(name, NOTHING)
+    return word in PROPERTIES.get(name, ())
 
 
 # ------------------------------------------------------------------------------------------- calls, and linear operands

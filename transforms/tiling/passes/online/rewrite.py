@@ -223,8 +223,8 @@ class _Writer:
         if key not in self.done.copies:
             node = base.producer
             assert node is not None
-            like = dataclasses.replace(node, primitive=anchor_p, params={"sign": 1 if weight > 0 else -1}, effects=())
-            self.done.copies[key] = self.add(dataclasses.replace(like, outputs=[base]), [self.running(base)])
+            sign, running = 1 if weight > 0 else -1, self.running(base)
+            (self.done.copies[key],) = add(self.nodes, node, anchor_p, [running], [base.aval], sign=sign)
         return self.done.copies[key]
 
     def running(self, value: Value) -> Value:
@@ -235,11 +235,11 @@ class _Writer:
         key = ("running", value)
         if key not in self.done.copies:
             if isinstance(placement, Partial):
-                like = dataclasses.replace(node, primitive=running_p, params={"op": placement.op}, outputs=[value])
-                self.done.copies[key] = self.add(like, [value])
+                made = add(self.nodes, node, running_p, [value], [value.aval], op=placement.op)
             else:
-                like = dataclasses.replace(node, outputs=[value])
-                self.done.copies[key] = self.add(like, [self.running(v) for v in node.inputs])
+                inputs = [self.running(v) for v in node.inputs]
+                made = add(self.nodes, node, node.primitive, inputs, [value.aval], **node.params)
+            (self.done.copies[key],) = made
         return self.done.copies[key]
 
 
