@@ -74,23 +74,19 @@ def _settle(
         deadline, rounds = planner.deadline, rounds + 1
 
 
-def region(
-    analysis: Analysis, wants: Sequence[Placement | None], effects: bool = True
-) -> tuple[Loop, list[Ref | None]]:
+def region(analysis: Analysis, wants: Sequence[Placement], effects: bool = True) -> tuple[Loop, list[Ref]]:
     """The one loop body that computes a region's outputs at the tile at hand, and where they are read.
 
     Args:
         analysis: of the region's graph.
-        wants: where each output is to stand; None for those that are not wanted.
+        wants: where each output is to stand.
         effects: whether its side effects run.
     """
     planner = Planner(analysis, {}, {}, eager=False, inside=True)
     loop = Loop()
-    refs: list[Ref | None] = []
-    for value, want in zip(analysis.graph.outputs, wants, strict=True):
-        refs.append(None if want is None else planner.resolve(value, want, 0, loop))
-        if (ref := refs[-1]) is not None:
-            planner.emit(ref, 0, loop)
+    refs = [planner.resolve(v, want, 0, loop) for v, want in zip(analysis.graph.outputs, wants, strict=True)]
+    for ref in refs:
+        planner.emit(ref, 0, loop)
     for node in analysis.graph.nodes:
         if node.effects and effects:
             planner.emit(planner.effect(node), 0, loop)

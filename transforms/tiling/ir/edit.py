@@ -7,12 +7,11 @@ from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Primitive
-from jax.interpreters import partial_eval as pe
 from jax.sharding import AxisType
 
 from transforms.tiling.ir.flatten import evaluate, flatten
 from transforms.tiling.ir.graph import Graph, Node, Value, substitute
-from transforms.tiling.ir.jaxprs import body
+from transforms.tiling.ir.jaxprs import body, trimmed
 from transforms.tiling.mesh.layout import like, varying
 
 
@@ -53,8 +52,7 @@ def replace(graph: Graph, node: Node, nodes: Sequence[Node], values: dict[Value,
 def traced(fn: Callable[..., Any], inputs: Sequence[Value], node: Node) -> tuple[list[Node], list[Value]]:
     """The equations of a function of some values, which stand for `node` in messages; and its results."""
     closed = _there(node, lambda: jax.make_jaxpr(fn)(*(like(v.aval) for v in inputs)))
-    jaxpr, _ = pe.dce_jaxpr(closed.jaxpr, [True] * len(closed.out_avals), instantiate=True)  # in bodies, too
-    made = flatten(ClosedJaxpr(jaxpr, closed.consts), together=node.together)
+    made = flatten(trimmed(closed), together=node.together)
     for other in made.nodes:
         other.source, other.caller = node.source, node.caller
     return made.nodes, called(made, inputs)

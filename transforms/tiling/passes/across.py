@@ -110,8 +110,7 @@ def rejoin(node: Node, number: int, cut: Tiled, spans: Sequence[Piece]) -> Found
 def scanned(node: Node, span: Piece, *values: Any) -> list[Any]:
     """A scan whose steps leave what it carries as it is where the axis has no row."""
     constants, carried = scan_counts(node)
-    every = range(len(node.outputs))
-    whole = whole_body(body_graph(node, "jaxpr"), every)
+    whole = whole_body(body_graph(node, "jaxpr"))
 
     def masked(inner: Sequence[Any]) -> list[Any]:
         *given, inside = inner
@@ -120,7 +119,7 @@ def scanned(node: Node, span: Piece, *values: Any) -> list[Any]:
         return outs
 
     inside = span.inside((span.total,), Tiled(0))
-    return run_scan(node, [*values, inside], every, summing(node, masked, added(node)), span.length)
+    return run_scan(node, [*values, inside], summing(node, masked, added(node)), span.length)
 
 
 ACROSS = {"slice": crop, "pad": pad, "split": split, "argmax": choose, "argmin": choose}

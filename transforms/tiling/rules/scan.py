@@ -97,16 +97,12 @@ def emit_scan(node: Node, values: list[Any], move: Move, span: Span) -> list[Any
     constants, carried = scan_counts(node)
     if not isinstance(move, Region):
         return bodies.run_part(node, values, move, span)  # each tile's sums
-    wanted = bodies.made(move)
     ins = (*move.ins[: constants + carried], *map(of_a_step, move.ins[constants + carried :]))
-    carries = bodies.carries_for(body_graph(node, "jaxpr"), constants, carried, wanted, span.effects)
-    outs = [move.outs[i] if i in carries else None for i in range(carried)]
-    outs += [None if p is None else of_a_step(p) for p in bodies.kept(move)[carried:]]
+    outs = (*move.outs[:carried], *map(of_a_step, move.outs[carried:]))
     values = [bodies.widen(v, p, span) for v, p in zip(values, ins, strict=True)]
     for i in range(constants, constants + carried):
-        if values[i] is not None:
-            values[i] = conform(values[i], node.inputs[i].aval, move.apart[i - constants])
-    return bodies.run_scan(node, values, wanted, bodies.at_tile(move.bodies[0], ins, outs, span), effects=span.effects)
+        values[i] = conform(values[i], node.inputs[i].aval, move.apart[i - constants])
+    return bodies.run_scan(node, values, bodies.at_tile(move.bodies[0], ins, outs, span))
 
 
 # ------------------------------------------------------------------- a scan of whole operands whose body runs in tiles
@@ -139,7 +135,7 @@ def outline_scan(node: Node, placements: tuple[Placement, ...], limits: Any) -> 
 
     def run(values: list[Any]) -> list[Any]:
         body = lambda inner: program.run(*(jnp.asarray(inner[i]) for i in kept))
-        return bodies.run_scan(node, values, range(len(node.outputs)), body)
+        return bodies.run_scan(node, values, body)
 
     results = map(of_all_steps, outs[carried:])
     constant = tuple(i for i in kept if i < constants)
@@ -166,8 +162,8 @@ def check_steps(node: Node, outs: Sequence[Placement], limits: Any) -> Refusal |
 
 def sink(graph: Graph, node: Node, operands: Sequence[int], sources: Sequence[Value]) -> None:
     """Have the body of a scan make the constants `operands` itself, from `sources`, in each of its steps."""
-    kept, every = [i for i in range(len(node.inputs)) if i not in operands], range(len(node.outputs))
-    whole = bodies.whole_body(body_graph(node, "jaxpr"), every)
+    kept = [i for i in range(len(node.inputs)) if i not in operands]
+    whole = bodies.whole_body(body_graph(node, "jaxpr"))
 
     def run(*values: Any) -> list[Any]:
         def body(inner: Sequence[Any]) -> list[Any]:
@@ -175,7 +171,7 @@ def sink(graph: Graph, node: Node, operands: Sequence[int], sources: Sequence[Va
             made = dict(zip(operands, evaluate(env, [node.inputs[i] for i in operands]), strict=True))
             return whole([made.get(i, x) for i, x in enumerate(inner)])
 
-        return bodies.run_scan(node, bodies.with_gaps(kept, values[: len(kept)], len(node.inputs)), every, body)
+        return bodies.run_scan(node, bodies.with_gaps(kept, values[: len(kept)], len(node.inputs)), body)
 
     nodes, outs = traced(run, [*(node.inputs[i] for i in kept), *sources], node)
     replace(graph, node, nodes, dict(zip(node.outputs, outs, strict=True)))

@@ -23,7 +23,7 @@ from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import Placement, Span, Tiled
 from transforms.tiling.mesh.layout import entries_of
 from transforms.tiling.rules import Move, register
-from transforms.tiling.rules.bodies import at_tile, held, made, widen, with_gaps
+from transforms.tiling.rules.bodies import at_tile, held, widen
 
 
 def share(node: Node, spec: PartitionSpec, dim: int) -> int:
@@ -58,22 +58,21 @@ def emit(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
     assert isinstance(move, Region)
     (found,) = move.bodies
     ins = [inside(node, spec, p) for spec, p in zip(node.params["in_specs"], move.ins, strict=True)]
-    wanted = made(move)
-    outs = [found.fact(v).placement if i in wanted else None for i, v in enumerate(found.graph.outputs)]
+    outs = [found.fact(v).placement for v in found.graph.outputs]
 
     def run(start: Any, *values: Any) -> list[Any]:
         results = at_tile(found, ins, outs, span._replace(start=start))(values)
-        return [widen(results[i], move.outs[i], span) for i in wanted]
+        return [widen(x, p, span) for x, p in zip(results, move.outs, strict=True)]
 
     over_devices = jax.shard_map(
         run,
         mesh=node.params["mesh"],
         in_specs=(PartitionSpec(), *node.params["in_specs"]),
-        out_specs=[node.params["out_specs"][i] for i in wanted],
+        out_specs=list(node.params["out_specs"]),
         axis_names=set(node.params["newly_manual_axes"]),
         check_vma=node.params["check_vma"],
     )
-    return with_gaps(wanted, over_devices(jnp.asarray(span.start), *values), len(node.outputs))
+    return over_devices(jnp.asarray(span.start), *values)
 
 
 register("shard_map", push=push, emit=emit, alone=True)
