@@ -57,18 +57,14 @@ def held(found: Analysis) -> tuple[Apart, ...]:
     return tuple(found.apart[v] for v in found.graph.outputs)
 
 
-def aloud(graph: Graph, effects: bool) -> list[Node]:
-    """The nodes that have side effects, if these are to run."""
-    return [node for node in graph.nodes if node.effects and effects]
-
-
 def whole_body(graph: Graph, wanted: Sequence[int] | None = None, effects: bool = False) -> Body:
     """A body as a function of whole values: its results, or those `wanted` and None for the others; and its effects."""
     every = range(len(graph.outputs)) if wanted is None else wanted
+    aloud = [node for node in graph.nodes if node.effects and effects]
 
     def run(values: Sequence[Any]) -> list[Any]:
         env = {v: x for v, x in zip(graph.inputs, values, strict=True) if x is not None}
-        made = evaluate(env, [graph.outputs[i] for i in every], aloud(graph, effects))
+        made = evaluate(env, [graph.outputs[i] for i in every], aloud)
         return with_gaps(every, made, len(graph.outputs))
 
     return run

@@ -185,11 +185,11 @@ def sink_constants(node: Node) -> tuple[ClosedJaxpr, list[int]]:
     made = {i for i in range(constants) if node.inputs[i].shape and from_nothing(node.inputs[i])}
     kept = [i for i in range(len(node.inputs)) if i not in made]
 
+    whole = bodies.whole_body(graph, effects=True)
+
     def body(*values: Any) -> list[Any]:
-        env: dict[Value, Any] = {graph.inputs[i]: x for i, x in zip(kept, values, strict=True)}
-        for i in made:
-            env[graph.inputs[i]] = evaluate({}, [node.inputs[i]])[0]
-        return evaluate(env, graph.outputs, bodies.aloud(graph, True))
+        given = bodies.with_gaps(kept, values, len(node.inputs))
+        return whole([evaluate({}, [node.inputs[i]])[0] if i in made else x for i, x in enumerate(given)])
 
     avals = [like(graph.inputs[i].aval) for i in kept]
     return jax.make_jaxpr(body)(*avals), kept
