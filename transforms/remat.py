@@ -174,45 +174,39 @@ def scan_layers(
         body = fetching(body)
     if unroll and remat is None:
         return jax.lax.scan(body, carry, stacked, unroll=True)
-    if isinstance(remat, Nested):
-        return _scan_groups(body, carry, stacked, remat)
-    if not isinstance(remat, Cycle):
+    if remat is None or not isinstance(remat, Cycle | Nested):
         return jax.lax.scan(body if remat is None else remat(body), carry, stacked)
-    count, period = jax.tree.leaves(stacked)[0].shape[0], len(remat.names)
-    whole = count // period if count >= 2 * period else 0
+    count = jax.tree.leaves(stacked)[0].shape[0]
+    if isinstance(remat, Nested):
+        every = min(count, remat.every or math.isqrt(count - 1) + 1)
+        layers = lambda carry, group: jax.lax.scan(remat.layer(body), carry, group)
+        rest = lambda carry, stacked: jax.lax.scan(remat.group(body), carry, stacked)
+        return _scan_groups(remat.group(layers), rest, carry, stacked, every, count - count % every)
+    period = len(remat.names)
+    whole = count // period * period if count >= 2 * period else 0
 
-    def run(carry, stacked, start, count):
+    def run(carry, stacked, start=0):
         made = []
-        for wrapper, begin, end in remat.runs(first + start, count):
+        for wrapper, begin, end in remat.runs(first + start, jax.tree.leaves(stacked)[0].shape[0]):
             part = jax.tree.map(lambda leaf, begin=begin, end=end: leaf[begin:end], stacked)
             carry, out = jax.lax.scan(body if wrapper is None else wrapper(body), carry, part)
             made.append(out)
         return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *made)
 
+    return _scan_groups(run, functools.partial(run, start=whole), carry, stacked, period, whole)
+
+
+def _scan_groups(group, rest, carry, stacked, every: int, whole: int) -> tuple[Any, Any]:
+    """Scan `group` over the `whole` first layers, in groups of so many, then `rest` over those that are left."""
     made = []
     if whole:
-        turns = jax.tree.map(lambda leaf: leaf[: whole * period].reshape(whole, period, *leaf.shape[1:]), stacked)
-        carry, out = jax.lax.scan(lambda carry, part: run(carry, part, 0, period), carry, turns)
+        groups = jax.tree.map(lambda leaf: leaf[:whole].reshape(-1, every, *leaf.shape[1:]), stacked)
+        carry, out = jax.lax.scan(group, carry, groups)
         made.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), out))
-    if rest := count - whole * period:
-        carry, out = run(carry, jax.tree.map(lambda leaf: leaf[whole * period :], stacked), whole * period, rest)
+    if whole < jax.tree.leaves(stacked)[0].shape[0]:
+        carry, out = rest(carry, jax.tree.map(lambda leaf: leaf[whole:], stacked))
         made.append(out)
-    return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *made)
-
-
-def _scan_groups(body, carry, stacked, remat: Nested) -> tuple[Any, Any]:
-    """Return `scan_layers` of whole groups of layers, and of those that are left."""
-    count = jax.tree.leaves(stacked)[0].shape[0]
-    every = min(count, remat.every or math.isqrt(count - 1) + 1)
-    whole = count - count % every
-    layers = lambda carry, group: jax.lax.scan(remat.layer(body), carry, group)
-    groups = jax.tree.map(lambda leaf: leaf[:whole].reshape(-1, every, *leaf.shape[1:]), stacked)
-    carry, made = jax.lax.scan(remat.group(layers), carry, groups)
-    made = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), made)
-    if whole == count:
-        return carry, made
-    carry, last = jax.lax.scan(remat.group(body), carry, jax.tree.map(lambda leaf: leaf[whole:], stacked))
-    return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), made, last)
+    return carry, made[0] if len(made) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts), *made)
 
 
 def _inputs(policy: str, name: str = "input of layer") -> Wrapper:

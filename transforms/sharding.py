@@ -19,6 +19,7 @@ from jaxtyping import Array, Shaped
 
 from transforms.tiling.mesh.layout import axes_of as axes_of
 from transforms.tiling.mesh.layout import shares as shares
+from transforms.tiling.mesh.layout import varying
 
 Axes = Mapping[str, tuple[str, ...]]
 
@@ -137,8 +138,8 @@ def explicit() -> bool:
 
 def vary_alike(*arrays: Shaped[Array, "..."]) -> tuple[Shaped[Array, "..."], ...]:
     """Return arrays that, in the body of a `shard_map`, all differ along the mesh axes along which any of them does."""
-    varying = [getattr(getattr(jax.typeof(x), "manual_axis_type", None), "varying", frozenset()) for x in arrays]
-    lacking = [tuple(frozenset().union(*varying) - own) for own in varying]
+    known = [varying(jax.typeof(x)) for x in arrays]
+    lacking = [tuple(frozenset().union(*known) - own) for own in known]
     return tuple(jax.lax.pcast(x, axes, to="varying") if axes else x for x, axes in zip(arrays, lacking, strict=True))
 
 

@@ -95,8 +95,10 @@ REFUSED = {
 # The same of operands that are parts of a sum, which need one more loop but no more memory: the plan lists them.
 COMPLETED = {
     "is not linear in it": lambda x: jnp.sin(x.sum(0)),
-    "would make it larger": lambda x: jnp.broadcast_to(x.sum(0), (2, D)),
-    "would not keep a partial sum small": lambda x: jnp.tensordot(x.sum(0), jnp.ones((1, 4)), 0),
+    "would make it larger": lambda x: (
+        jnp.broadcast_to(x.sum(0), (2, D)),
+        jnp.tensordot(x.sum(0), jnp.ones((1, 4)), 0),
+    ),
     "is not run on partial sums": lambda x: jnp.convolve(x.sum(0), jnp.ones(2)),
     "keeps it": lambda x: lax.dce_sink(x.sum(0)),
     "reports it": lambda x: jax.debug.print("{}", x.sum(0)),

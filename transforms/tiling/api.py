@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer as JaxTracer
-from jax.extend.core import ClosedJaxpr, Jaxpr, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jaxtyping import DTypeLike
 
 from transforms.tiling.analysis.propagate import analyse
@@ -33,6 +33,7 @@ from transforms.tiling.inputs.axes import is_array, place, rows
 from transforms.tiling.ir.errors import explained, tracing
 from transforms.tiling.ir.facts import Analysis
 from transforms.tiling.ir.graph import Node, describe
+from transforms.tiling.ir.jaxprs import depend
 from transforms.tiling.ir.obstacles import Obstacle
 from transforms.tiling.ir.placement import WHOLE, Placement, Tiled
 from transforms.tiling.mesh.layout import shares
@@ -540,14 +541,10 @@ def _shows(jaxpr: Jaxpr, arrays: int, static: Any) -> bool:
     """Whether a result is, or may be, made of Python numbers alone: then it is no array, or holds their digits."""
     if any(not isinstance(x, (bool, int, float, complex, Number)) for x in jax.tree.leaves(static)):
         return True
-    mixed, alone = set(jaxpr.invars[:arrays]), set(jaxpr.invars[arrays:])
-    for eqn in jaxpr.eqns:
-        read = {v for v in eqn.invars if isinstance(v, Var)}
-        if read & mixed:
-            mixed.update(eqn.outvars)
-        elif read & alone:
-            alone.update(eqn.outvars)
-    return any(isinstance(v, Var) and v in alone for v in jaxpr.outvars)
+    of_arrays, of_numbers = (
+        depend(jaxpr, [(i < arrays) is own for i in range(len(jaxpr.invars))]) for own in (True, False)
+    )
+    return any(number and not array for array, number in zip(of_arrays, of_numbers, strict=True))
 
 
 def _weaken(array: Any, weak: bool) -> Any:

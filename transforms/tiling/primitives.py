@@ -160,12 +160,9 @@ def having(*words: str) -> frozenset[str]:
     return frozenset(name for name, known in PROPERTIES.items() if known.intersection(words))
 
 
-NOTHING: frozenset[str] = frozenset()
-
-
 def has(name: str, word: str) -> bool:
     """Whether a primitive has a property."""
-    return word in PROPERTIES.get(name, NOTHING)
+    return word in PROPERTIES.get(name, ())
 
 
 # ------------------------------------------------------------------------------------------- calls, and linear operands
@@ -195,20 +192,27 @@ SOLVE = "custom_linear_solve"  # the same, with several bodies
 # jax.checkpoint's names in the versions of JAX.
 REMAT = ("remat2", "checkpoint", "remat")
 
-# Linear in each operand that is listed by itself, ...
+# Linear, in partial sums (`rules.linear`) as in cotangents: in each operand that is listed by itself, ...
 PRODUCTS: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(["mul", "dot_general", "conv_general_dilated"], (0, 1)),
     **dict.fromkeys(["div", "dynamic_slice", "gather"], (0,)),
+    "triangular_solve": (1,),
     **dict.fromkeys(["dot_product_attention_bwd", "dot_product_attention_bwd_wrapper"], (12,)),
 }
 # ... and in these together: those that do not depend on a cotangent are 0.
 SUMS: dict[str, slice] = {
     **dict.fromkeys(
         """neg convert_element_type copy copy_p reshape transpose broadcast_in_dim squeeze reduce_sum slice rev cumsum
-        real imag conj stop_gradient name add sub add_any concatenate pad split stack unstack""".split(),
+        real imag conj stop_gradient name add sub add_any concatenate pad split stack unstack reshard mesh_cast
+        layout_constraint relayout xla_metadata_value nonbatchable nondifferentiable_backward nontraceable""".split(),
         slice(None),
     ),
     "select_n": slice(1, None),
     "dynamic_update_slice": slice(0, 2),
-    "scatter-add": slice(0, None, 2),
+    **dict.fromkeys(["scatter-add", "scatter-sub"], slice(0, None, 2)),
 }
+
+
+def summed(name: str, count: int) -> set[int]:
+    """Which of its `count` operands a primitive is linear in together."""
+    return {*range(count)[SUMS.get(name, slice(0))]}

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 
 from transforms.tiling.analysis.halo import even, plus, union
-from transforms.tiling.analysis.limits import Limits, human
+from transforms.tiling.analysis.limits import FEWER, Limits, human, too_large
 from transforms.tiling.analysis.sizes import check_whole
 from transforms.tiling.autodiff.policy import Policy, keeps
 from transforms.tiling.ir.facts import Analysis, grain
@@ -74,23 +74,19 @@ def _settle(
         deadline, rounds = planner.deadline, rounds + 1
 
 
-def region(
-    analysis: Analysis, wants: Sequence[Placement | None], effects: bool = True
-) -> tuple[Loop, list[Ref | None]]:
+def region(analysis: Analysis, wants: Sequence[Placement], effects: bool = True) -> tuple[Loop, list[Ref]]:
     """The one loop body that computes a region's outputs at the tile at hand, and where they are read.
 
     Args:
         analysis: of the region's graph.
-        wants: where each output is to stand; None for those that are not wanted.
+        wants: where each output is to stand.
         effects: whether its side effects run.
     """
     planner = Planner(analysis, {}, {}, eager=False, inside=True)
     loop = Loop()
-    refs: list[Ref | None] = []
-    for value, want in zip(analysis.graph.outputs, wants, strict=True):
-        refs.append(None if want is None else planner.resolve(value, want, 0, loop))
-        if (ref := refs[-1]) is not None:
-            planner.emit(ref, 0, loop)
+    refs = [planner.resolve(v, want, 0, loop) for v, want in zip(analysis.graph.outputs, wants, strict=True)]
+    for ref in refs:
+        planner.emit(ref, 0, loop)
     for node in analysis.graph.nodes:
         if node.effects and effects:
             planner.emit(planner.effect(node), 0, loop)
@@ -104,12 +100,9 @@ def check_begun(analysis: Analysis, loops: Iterable[Loop], limits: Limits) -> Re
             node = value.producer
             if node is None or limits.gather == "any":
                 continue
-            return Refusal(
-                f"cannot tile the recurrence at {node.where}: what follows runs the other way, so the state that each "
-                f"tile begins with would have to be stored.\n  states: {value}, {human(value.nbytes)}; the largest "
-                f"input or output is {human(limits.largest)}.\n"
-                '  To go on: take fewer tiles, cut another axis, or pass gather="any".'
-            )
+            where = f"the recurrence at {node.where}"
+            why = "what follows runs the other way, so the state that each tile begins with would have to be stored"
+            return Refusal(too_large(limits, where, why, f"states: {value}, {human(value.nbytes)}", FEWER))
     return None
 
 

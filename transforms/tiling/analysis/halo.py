@@ -41,7 +41,7 @@ def check(found: Analysis, node: Node, move: Move) -> Obstacle | None:
         if (fixed := found.fact(node.inputs[i]).fixed) is not None:
             if fixed.name in REMAT:
                 return Inline(fixed)
-            why = f"which `{fixed.name}` at {fixed.where} does not make"
+            why = f"which {fixed} does not make"
             return Complete(operands, f"reads rows beside the tile, {why}")
     before, after = _reach(found, node, move)
     if before + after > min(max(limits.options.size, FEW), limits.options.total):

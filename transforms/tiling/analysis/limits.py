@@ -11,6 +11,8 @@ from transforms.tiling.ir.obstacles import Refusal
 from transforms.tiling.ir.placement import Placement, Tiled
 from transforms.tiling.primitives import has
 
+FEWER = "take fewer tiles, cut another axis"
+
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
@@ -76,23 +78,31 @@ def check_size(
     """Refuse an array that must be whole and is larger than the function's inputs and outputs."""
     if limits.allow(value):
         return None
-    made = f"made by `{value.producer.name}` at {value.producer.where}" if value.producer else "an argument"
+    made = f"made by {value.producer}" if value.producer else "an argument"
     bound = f"the largest input or output is {human(limits.largest)}"
     remedy = 'cut another axis, reduce it first, or pass gather="any"'
     if limits.gather == "none":
         bound, remedy = 'gather="none" allows no completed array', 'cut another axis, or pass gather="small"'
     return Refusal(
-        f"cannot tile `{node.name}` at {node.where}: it {reason}, so its operand would have to be whole.\n"
+        f"cannot tile {node}: it {reason}, so its operand would have to be whole.\n"
         f"  operand: {describe(value.aval)} {placement}, {human(value.nbytes)}, {made}; {bound}.\n"
         f"  To go on: {remedy}.",
         origins,
     )
 
 
-def human(size: float | int) -> str:
-    """Bytes in the unit that reads best."""
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
+def too_large(limits: Limits, where: str, why: str, array: str, remedy: str = "cut another axis") -> str:
+    """What is said of an array that is larger than what may be whole: where, why it is there, which, and what to do."""
+    return (
+        f"cannot tile {where}: {why}.\n  {array}; the largest input or output is {human(limits.largest)}.\n"
+        f'  To go on: {remedy}, or pass gather="any".'
+    )
+
+
+def human(size: float | int, step: int = 1024, units: Sequence[str] = ("B", "KiB", "MiB", "GiB")) -> str:
+    """Bytes, or another amount, in the unit that reads best, each so many times as much as the one before."""
+    for unit in units[:-1]:
+        if size < step:
             return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} GiB"
+        size /= step
+    return f"{size:.4g} {units[-1]}"

@@ -67,9 +67,7 @@ def analyse(
         if isinstance(obstacle, Promote):
             known |= obstacle.placements
         elif isinstance(obstacle, Split):
-            part = RULES[obstacle.node.name].part
-            assert part is not None
-            split(graph, obstacle.node, obstacle.wanted, part)
+            split(graph, obstacle.node, obstacle.wanted, RULES[obstacle.node.name].part)
         else:
             return obstacle
 
@@ -78,7 +76,7 @@ def _walk(found: Analysis, promoted: Mapping[Value, Tiled]) -> Obstacle | None:
     for node in found.graph.nodes:
         if ordered := [e for e in node.effects if "Ordered" in type(e).__name__]:
             return Refusal(
-                f"cannot tile `{node.name}` at {node.where}: its side effect is ordered ({ordered[0]}), and tiles "
+                f"cannot tile {node}: its side effect is ordered ({ordered[0]}), and tiles "
                 "have an order of their own. Pass ordered=False, or leave it out of the tiled function."
             )
         if (obstacle := _place(found, node, promoted)) is not None:
@@ -183,7 +181,7 @@ def _group(found: Analysis, node: Node, move: Move) -> Obstacle | None:
             cut = [i for i, v in enumerate(node.inputs) if isinstance(found.fact(v).placement, Tiled)]
             if cut:
                 return Complete(cut, why)
-            return Refusal(f"cannot tile `{node.name}` at {node.where}: it {why}.\n  Take fewer, longer tiles.")
+            return Refusal(f"cannot tile {node}: it {why}.\n  Take fewer, longer tiles.")
     found.grain = together
     return None
 
@@ -315,5 +313,5 @@ def body_of(
             return wait(given, f"carries what its body needs whole: it {found.reason}")
         return Complete(operands, found.reason)
     if isinstance(found, Inline):
-        return wait(given, f"needs a cut array whole inside, for `{found.node.name}` at {found.node.where}")
+        return wait(given, f"needs a cut array whole inside, for {found.node}")
     return found

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from transforms.tiling.analysis.limits import human
+from transforms.tiling.analysis.limits import human, too_large
 from transforms.tiling.ir.facts import Analysis, Outlined
 from transforms.tiling.ir.graph import Graph, Node, Value, closure, constant, operands
 from transforms.tiling.ir.jaxprs import bodies, equations
@@ -58,11 +58,7 @@ class Origin(NamedTuple):
     roundings: int = 0
 
 
-class Meeting(NamedTuple):
-    """`node` reads `value`, computed once more, and what was copied from it before."""
-
-    node: Node
-    value: Value
+Meeting = tuple[Node, Value]  # the node reads the value, computed once more, and what was copied from it before
 
 
 def meeting(found: Analysis) -> Disagreement | None:
@@ -90,7 +86,7 @@ def running(plan: Schedule) -> Disagreement | None:
     for node in graph.nodes:
         operands = [v for v in node.inputs if v in reached]
         if operands and _jumps(node) and sum(node in loop.nodes for loop in plan.loops) > 1:
-            return disagreement(plan.analysis, Meeting(node, root(operands[0])), SUMS)
+            return disagreement(plan.analysis, (node, root(operands[0])), SUMS)
     return None
 
 
@@ -127,13 +123,9 @@ SUMS = "several loops ask where a cumulative sum passes a number, and the last b
 
 def disagreement(found: Analysis, met: Meeting, why: str = COPIES) -> Disagreement:
     (node, value), limits = met, found.limits
-    assert value.producer is not None
-    bound = "" if limits is None else f"; the largest input or output is {human(limits.largest)}"
-    message = (
-        f"cannot tile `{node.name}` at {node.where}: {why}. They would have to be stored.\n"
-        f"  value: {value}, {human(value.nbytes)}, made by `{value.producer.name}` at {value.producer.where}{bound}.\n"
-        '  To go on: cut another axis, or pass gather="any".'
-    )
+    assert limits is not None, "no body is compared with another"
+    array = f"value: {value}, {human(value.nbytes)}, made by {value.producer}"
+    message = too_large(limits, str(node), f"{why}. They would have to be stored", array)
     return Disagreement(message, analysis=found, node=node, value=value, must_store=why is SUMS)
 
 
@@ -198,7 +190,7 @@ class Walk:
         met = frozenset().union(*(r.computed for r in reads)) & frozenset().union(*(r.copies for r in reads))
         if met and any(isinstance(p, Tiled) for p in (*outs, *self.found.moves[node].ins)) and _jumps(node):
             made = (v for n in reversed(self.found.graph.nodes) for v in reversed(n.outputs))
-            return Meeting(node, next((v for v in made if v in met), None) or next(iter(met)))
+            return node, next((v for v in made if v in met), None) or next(iter(met))
         return None
 
     def _copies(self, node: Node) -> Iterator[Value]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
-from transforms.tiling.analysis.limits import Limits, check_size, human
+from transforms.tiling.analysis.limits import FEWER, Limits, check_size, human, too_large
 from transforms.tiling.ir.facts import Analysis, Outlined
 from transforms.tiling.ir.graph import Node, Value, ancestors, closure, depends, describe, elements, nbytes, operands
 from transforms.tiling.ir.jaxprs import bodies, equations
 from transforms.tiling.ir.loops import Loop
 from transforms.tiling.ir.obstacles import Obstacle, Promote, Refusal
-from transforms.tiling.ir.placement import WHOLE, Partial, Span, Tiled, Whole
+from transforms.tiling.ir.placement import WHOLE, Partial, Tiled, Whole
 from transforms.tiling.primitives import has
 from transforms.tiling.rules import pulled
 
@@ -42,10 +41,9 @@ def check_whole(
                 return refusal
     whole = {v for v in (*found, *requested) if isinstance(analysis.fact(v).placement, Whole)}
     needed = _forms((ref.value for _, ref in reads if ref.how == "whole"), copies=True)  # cutting these is no help
-    large = [v for v in whole if v.nbytes > limits.largest and (v in found or v not in needed)]
-    finished = _finished(analysis, online)
-    large = [v for v in large if v in found or v not in finished]
-    large = [v for v in large if v in found or all(f.producer or f.const is not None for f in _forms([v]))]
+    free = needed | _finished(analysis, online)
+    made = lambda v: v not in free and all(f.producer or f.const is not None for f in _forms([v]))
+    large = [v for v in whole if v.nbytes > limits.largest and (v in found or made(v))]
     options = limits.options
     if promoted := {v: cut for v in large if (cut := _cut_of(v, options.total, options.shares)) is not None}:
         return Promote(promoted)
@@ -60,24 +58,16 @@ def _check_sums(analysis: Analysis, loop: Loop, limits: Limits) -> Refusal | Non
     span = limits.options.span
     made = [(v, p) for step in loop.steps for v, p in step.keys] + [(r.value, r.want) for r in loop.refs]
     # What a step adds straight to its accumulator is no array of the tile.
-    tile = max((_local(span, v, p) for v, p in made if isinstance(p, Tiled)), default=0)
+    tile = max((nbytes(v.aval, span.local_shape(v.shape, p)) for v, p in made if isinstance(p, Tiled)), default=0)
     for update in loop.updates:
         value, placement = update.value, analysis.fact(update.value).placement
         node = value.producer
         if node is None or not isinstance(placement, Partial) or limits.accumulate(value, tile):
             continue
-        return Refusal(
-            f"cannot tile `{node.name}` at {node.where}: the tiles add up to an array that is larger than they are.\n"
-            f"  sum: {describe(value.aval)}, {human(value.nbytes)}; a tile holds {human(tile)}; the largest input or "
-            f"output is {human(limits.largest)}.\n"
-            '  To go on: take fewer tiles, cut another axis, or pass gather="any".'
-        )
+        why = "the tiles add up to an array that is larger than they are"
+        array = f"sum: {describe(value.aval)}, {human(value.nbytes)}; a tile holds {human(tile)}"
+        return Refusal(too_large(limits, str(node), why, array, FEWER))
     return None
-
-
-def _local(span: Span, value: Value, placement: Tiled) -> int:
-    shape = span.local_shape(value.shape, placement)
-    return value.nbytes * math.prod(shape) // max(1, math.prod(value.shape))
 
 
 def _finished(analysis: Analysis, sums: Iterable[Value]) -> set[Value]:
@@ -135,11 +125,8 @@ def _check_inside(analysis: Analysis, node: Node, limits: Limits) -> Refusal | N
     if limits.gather == "any" or inside <= limits.largest:
         return None
     why = next((reason for (n, _), reason in analysis.completed.items() if n is node), "needs a cut array whole")
-    return Refusal(
-        f"cannot tile `{node.name}` at {node.where}: it {why}, and its body makes an array of "
-        f"{human(inside)} then; the largest input or output is {human(limits.largest)}.\n"
-        '  To go on: cut another axis, or pass gather="any".'
-    )
+    array = f"array: {human(inside)}"
+    return Refusal(too_large(limits, str(node), f"it {why}, and its body makes an array then that is too large", array))
 
 
 def _cut_of(value: Value, total: int, shares: int) -> Tiled | None:

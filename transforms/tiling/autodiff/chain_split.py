@@ -22,7 +22,7 @@ from transforms.tiling.ir.jaxprs import bodies, equations
 from transforms.tiling.ir.obstacles import Obstacle
 from transforms.tiling.ir.placement import Partial, Whole
 from transforms.tiling.mesh.layout import like
-from transforms.tiling.primitives import PRODUCTS, SUMS
+from transforms.tiling.primitives import PRODUCTS, summed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,12 +153,9 @@ def _linear(found: tuple[Graph, int]) -> bool:
         cut = {i for i, v in enumerate(node.inputs) if v in reached}
         if not cut:
             continue
-        if node.name in SUMS:
-            summed = {*range(len(node.inputs))[SUMS[node.name]]}
-            linear = cut <= summed and all(constant(node.inputs[i]) == 0 for i in summed - cut)
-        else:
-            linear = len(cut) == 1 and cut <= {*PRODUCTS.get(node.name, ())}
-        if not linear:
+        added = summed(node.name, len(node.inputs))
+        together = cut <= added and all(constant(node.inputs[i]) == 0 for i in added - cut)
+        if not together and not (len(cut) == 1 and cut <= {*PRODUCTS.get(node.name, ())}):
             return False
         reached.update(node.outputs)
     return True

@@ -117,8 +117,8 @@ def _tangent(value: Any, tangent: Any) -> Any:
 
 def _scalar(program: Program, out: int, active: tuple[int, ...], primals: Any, given: dict[int, Any]) -> Any:
     """One scalar output: its gradients come out of the forward loops, and the tangent is their inner product."""
-    joint = program.gradient(active, out)
-    outs, found = joint.combine(call(joint.program, *primals))
+    joint, combine = program.gradient(active, out)
+    outs, found = combine(call(joint, *primals))
     dtypes = [primals[i].dtype for i in active]
 
     def forward(gradients: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from transforms.tiling.analysis.limits import Limits, looked_up
-from transforms.tiling.autodiff.chain_split import Separation, has_custom_vjp, narrow, scales, separate
+from transforms.tiling.autodiff.chain_split import has_custom_vjp, narrow, scales, separate
 from transforms.tiling.autodiff.policy import Keeping, Policy, keeping
 from transforms.tiling.autodiff.residuals import Residuals, residuals_of
 from transforms.tiling.ir.dump import dump
@@ -33,6 +33,7 @@ from transforms.tiling.passes.driver import planned
 
 SMALLEST = 512  # of the second cut's tiles: smaller matrix products run slower
 PIECE = 1 << 20  # bytes of a gradient's piece, at least
+Combine = Callable[[Sequence[Any]], tuple[list[Any], list[Any]]]  # outputs and gradients, of a program's results
 NO_REVERSE = "Reverse-mode differentiation does not work"  # what JAX says of a loop of unknown length
 
 
@@ -286,11 +287,14 @@ class Program:
         return (primal, *(args[i] for i in active))
 
     @remembered
-    def gradient(self, active: tuple[int, ...], out: int) -> Gradient:
-        """All outputs, and the gradients of the scalar output `out`, in one pass if there is a way."""
+    def gradient(self, active: tuple[int, ...], out: int) -> tuple[Program, Combine]:
+        """All outputs, and the gradients of the scalar output `out`, in one pass if there is a way.
+
+        A program, and what makes them of its results; gradients are in the dtype of sums.
+        """
         joint, count = self._joint(active, out), len(self.closed.out_avals)
         assert joint is not None, "asked for after `in_one_pass`"
-        straight = Gradient(cut_again(joint, active), count)
+        straight = cut_again(joint, active), lambda results: (list(results[:count]), list(results[count:]))
         split = separate(self.closed, self.placements, self.limits, active, out)
         if split is None:
             return straight
@@ -298,7 +302,7 @@ class Program:
         # More than one inner sum may mean more products than running the forward twice.
         if parted.plan.flops > joint.plan.flops:
             return straight
-        return Gradient(cut_again(parted, active), count, split, active)
+        return cut_again(parted, active), functools.partial(split.combine, active=active)
 
     @remembered
     def tangent(self, active: tuple[int, ...], outs: tuple[int, ...]) -> Program:
@@ -352,22 +356,6 @@ class Program:
         last = range(len(made.closed.in_avals) - len(outs), len(made.closed.in_avals))
         reuse = {i: [*last, number] for i, number in enumerate(active)}
         return cut_again(dataclasses.replace(made, given=given, reuse=reuse, unseen=True), active)
-
-
-@dataclasses.dataclass(frozen=True)
-class Gradient:
-    """A program of `count` outputs, then the gradients of one of them in the dtype of sums; `split` if separated."""
-
-    program: Program
-    count: int
-    split: Separation | None = None
-    active: tuple[int, ...] = ()
-
-    def combine(self, results: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """The outputs and the gradients, from the program's results."""
-        if self.split is not None:
-            return self.split.combine(results, self.active)
-        return list(results[: self.count]), list(results[self.count :])
 
 
 # ------------------------------------------------------------------------------------------------ a second cut

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from transforms.tiling.analysis.rounding import decides
 from transforms.tiling.ir.edit import traced
-from transforms.tiling.ir.graph import Graph, Value, prune
+from transforms.tiling.ir.graph import Graph, Value, prune, substitute
 from transforms.tiling.ir.numbering import Numbering
 from transforms.tiling.mesh.layout import named
 from transforms.tiling.passes.reassociate import Product, reassociate
@@ -38,14 +38,10 @@ class Residuals:
         given = dict(zip(self.values, graph.inputs[first:], strict=False))
         for value, known in given.items():
             if value.producer is not None and has(value.producer.name, "product"):
-                product = Product(value.producer, known, lambda v: theirs.get(v, v))
-                reassociate(graph, product, lambda v: ours.get(v, v))
+                reassociate(graph, Product(value.producer, known), theirs | ours)
         inputs = {theirs[v]: known for v, known in given.items()}
         found = {v: inputs[n] for v, n in ours.items() if n in inputs and not decides(graph, v)}
-        found = {v: _rounded(graph, known, v) for v, known in found.items()}
-        for node in graph.nodes:
-            node.inputs = [found.get(v, v) for v in node.inputs]
-        graph.outputs[:] = [found.get(v, v) for v in graph.outputs]
+        substitute(graph, {v: _rounded(graph, known, v) for v, known in found.items()})
         graph.nodes[:] = prune(graph).nodes
 
 

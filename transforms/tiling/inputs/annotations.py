@@ -66,21 +66,30 @@ def _parameters(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], reader: _Reader
 ) -> Iterator[tuple[str, Any, Any]]:
     """Each argument's name, annotation and value: positional ones, then keywords in alphabetical order."""
-    scope = getattr(_innermost(fn), "__globals__", {})
-    try:
-        parameters = list(inspect.signature(_plain(fn)).parameters.values())
-    except (TypeError, ValueError):
-        parameters = []
+    scope, parameters = getattr(_innermost(fn), "__globals__", {}), parameters_of(fn)
     hints = {p.name: reader.evaluate(p.name, p.annotation, scope) for p in parameters}
     for hint in hints.values():
         reader.collect(hint)
-    ordered = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    ordered = positional(parameters)
     rest = {p.kind: p.name for p in parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     for i, value in enumerate(args):
         name = ordered[i] if i < len(ordered) else rest.get(inspect.Parameter.VAR_POSITIONAL, "args")
         yield name if i < len(ordered) else f"{name}[{i - len(ordered)}]", hints.get(name), value
     for name in sorted(kwargs):
         yield name, hints.get(name, hints.get(rest.get(inspect.Parameter.VAR_KEYWORD, ""))), kwargs[name]
+
+
+def parameters_of(fn: Callable[..., Any]) -> list[inspect.Parameter]:
+    """A function's parameters, as far as its signature tells them."""
+    try:
+        return list(inspect.signature(_plain(fn)).parameters.values())
+    except (TypeError, ValueError):
+        return []
+
+
+def positional(parameters: Sequence[inspect.Parameter]) -> list[str]:
+    """The names of those that may be given by position."""
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
 def _plain(fn: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -115,13 +114,8 @@ def _entries(
 
 def _names(fn: Callable[..., Any], count: int) -> list[str]:
     """The positional arguments' names, as far as the signature tells them."""
-    try:
-        parameters = list(inspect.signature(fn).parameters.values())
-    except (TypeError, ValueError):
-        parameters = []
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [p.name for p in parameters if p.kind in kinds]
-    return [names[i] if i < len(names) else f"args[{i}]" for i in range(count)]
+    known = names.positional(names.parameters_of(fn))
+    return [known[i] if i < len(known) else f"args[{i}]" for i in range(count)]
 
 
 def _broadcast(name: str, prefix: Any, arg: Any, count: int) -> list[Any]:

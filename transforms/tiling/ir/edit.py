@@ -7,12 +7,11 @@ from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Primitive
-from jax.interpreters import partial_eval as pe
 from jax.sharding import AxisType
 
-from transforms.tiling.ir.flatten import flatten
-from transforms.tiling.ir.graph import Graph, Node, Value
-from transforms.tiling.ir.jaxprs import body
+from transforms.tiling.ir.flatten import evaluate, flatten
+from transforms.tiling.ir.graph import Graph, Node, Value, substitute
+from transforms.tiling.ir.jaxprs import body, trimmed
 from transforms.tiling.mesh.layout import like, varying
 
 
@@ -47,16 +46,13 @@ def replace(graph: Graph, node: Node, nodes: Sequence[Node], values: dict[Value,
     """Put `nodes` in the place of `node` (before it, if it is to be kept), and `values` in that of its results."""
     at = graph.nodes.index(node)
     graph.nodes[at : at + (not keep)] = nodes
-    for other in graph.nodes:
-        other.inputs = [values.get(v, v) for v in other.inputs]
-    graph.outputs[:] = [values.get(v, v) for v in graph.outputs]
+    substitute(graph, values)
 
 
 def traced(fn: Callable[..., Any], inputs: Sequence[Value], node: Node) -> tuple[list[Node], list[Value]]:
     """The equations of a function of some values, which stand for `node` in messages; and its results."""
     closed = _there(node, lambda: jax.make_jaxpr(fn)(*(like(v.aval) for v in inputs)))
-    jaxpr, _ = pe.dce_jaxpr(closed.jaxpr, [True] * len(closed.out_avals), instantiate=True)  # in bodies, too
-    made = flatten(ClosedJaxpr(jaxpr, closed.consts), together=node.together)
+    made = flatten(trimmed(closed), together=node.together)
     for other in made.nodes:
         other.source, other.caller = node.source, node.caller
     return made.nodes, called(made, inputs)
@@ -64,10 +60,8 @@ def traced(fn: Callable[..., Any], inputs: Sequence[Value], node: Node) -> tuple
 
 def called(made: Graph, inputs: Sequence[Value]) -> list[Value]:
     """The results of a graph whose nodes, from now on, read `inputs`."""
-    given = dict(zip(made.inputs, inputs, strict=True))
-    for other in made.nodes:
-        other.inputs = [given.get(v, v) for v in other.inputs]
-    return [given.get(v, v) for v in made.outputs]
+    substitute(made, dict(zip(made.inputs, inputs, strict=True)))
+    return made.outputs
 
 
 def _there(node: Node, trace: Callable[[], ClosedJaxpr]) -> ClosedJaxpr:
@@ -111,9 +105,18 @@ def any_platform(node: Node) -> int | None:
     return platforms.index(None) if None in platforms else None
 
 
-def split(graph: Graph, node: Node, wanted: Sequence[int], part: Callable[..., list[Any]]) -> None:
-    """Compute the results `wanted` of a node apart from the others: by `part(node, operands, wanted)`."""
-    nodes, outs = traced(lambda *values: [part(node, values, wanted)[i] for i in wanted], node.inputs, node)
+def split(graph: Graph, node: Node, wanted: Sequence[int], part: Callable[..., list[Any]] | None) -> None:
+    """Compute the results `wanted` of a node apart from the others: by `part(node, operands, wanted)`, or by itself.
+
+    Without side effects, and without what only the other results need, in bodies too.
+    """
+
+    def run(*values: Any) -> list[Any]:
+        own = dict(zip(node.inputs, values, strict=True))
+        made = evaluate(own, node.outputs) if part is None else part(node, values, wanted)
+        return [made[i] for i in wanted]
+
+    nodes, outs = traced(run, node.inputs, node)
     replace(graph, node, nodes, dict(zip([node.outputs[i] for i in wanted], outs, strict=True)), keep=True)
 
 

@@ -6,7 +6,7 @@ one program bears it, one loop of that, and everything else that computes the sa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax.extend import source_info_util
@@ -46,7 +46,7 @@ def silenced(name: str, where: str, params: dict[str, Any]) -> dict[str, Any]:
     Raises:
         TileError: a side effect has results, so that leaving it out changes what is computed.
     """
-    made = {key: _silent(value) for key, value in params.items()}
+    made = {key: _changed(value, _quiet) for key, value in params.items()}
     if any(made[key] is not params[key] for key in params):
         return made
     raise TileError(
@@ -67,17 +67,13 @@ def silence(closed: ClosedJaxpr, given: int) -> ClosedJaxpr:
 
 def silence_recomputed(value: Any) -> Any:
     """A program of values and gradients (or a parameter of an equation) where no `jax.checkpoint` repeats effects."""
-    if type(value) is tuple:
-        return tuple(map(silence_recomputed, value))
-    if not isinstance(value, (Jaxpr, ClosedJaxpr)) or not loud(value.effects):
-        return value
 
     def inside(eqn: Any) -> list[Any]:
         if eqn.params.get("differentiated"):
             return _quiet(eqn)
         return [_with(eqn, {k: silence_recomputed(p) for k, p in eqn.params.items()})] if loud(eqn.effects) else [eqn]
 
-    return _rebuilt(value, [new for eqn in getattr(value, "jaxpr", value).eqns for new in inside(eqn)])
+    return _changed(value, inside)
 
 
 def _part(value: Any, given: Sequence[bool]) -> Any:
@@ -137,13 +133,14 @@ def _quiet(eqn: Any) -> list[Any]:
     return [_with(eqn, silenced(eqn.primitive.name, source_info_util.summarize(eqn.source_info), eqn.params))]
 
 
-def _silent(value: Any) -> Any:
+def _changed(value: Any, change: Callable[[Any], list[Any]]) -> Any:
+    """A parameter whose programs with side effects are made of what `change` makes of their equations."""
     if type(value) is tuple:
-        items = tuple(map(_silent, value))
+        items = tuple(_changed(item, change) for item in value)
         return items if any(a is not b for a, b in zip(items, value, strict=True)) else value
     if not isinstance(value, (Jaxpr, ClosedJaxpr)) or not loud(value.effects):
         return value
-    return _rebuilt(value, [new for eqn in getattr(value, "jaxpr", value).eqns for new in _quiet(eqn)])
+    return _rebuilt(value, [new for eqn in getattr(value, "jaxpr", value).eqns for new in change(eqn)])
 
 
 def _with(eqn: Any, params: dict[str, Any]) -> Any:

@@ -51,7 +51,7 @@ class Completion:
     placement: Placement
 
     def __str__(self) -> str:
-        return f"{self.value} {self.placement} for `{self.node.name}` at {self.node.where}: it {self.reason}"
+        return f"{self.value} {self.placement} for {self.node}: it {self.reason}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -77,6 +77,9 @@ class Node:
     def name(self) -> str:
         return self.primitive.name
 
+    def __str__(self) -> str:
+        return f"`{self.name}` at {self.where}"
+
     @property
     def where(self) -> str:
         """`file:line (function)` of the user's code; for an equation of a cached jit, which has none, the call's."""
@@ -109,9 +112,9 @@ def elements(shape: Iterable[Any]) -> int:
     return math.prod(n if isinstance(n, (int, np.integer)) else SYMBOLIC for n in shape)
 
 
-def nbytes(aval: Any) -> int:
-    """Bytes of an array, on each device."""
-    return elements(aval.shape) * getattr(aval.dtype, "itemsize", 4) // devices(aval)
+def nbytes(aval: Any, shape: Iterable[Any] | None = None) -> int:
+    """Bytes of an array, or of a part of it that has `shape`, on each device."""
+    return elements(aval.shape if shape is None else shape) * getattr(aval.dtype, "itemsize", 4) // devices(aval)
 
 
 def describe(aval: Any) -> str:
@@ -132,6 +135,13 @@ def prune(graph: Graph) -> Graph:
 
 def read(env: dict[Value, Any], value: Value) -> Any:
     return env.get(value, value.const)
+
+
+def substitute(graph: Graph, values: Mapping[Value, Value]) -> None:
+    """Have values read in the place of others."""
+    for node in graph.nodes:
+        node.inputs = [values.get(v, v) for v in node.inputs]
+    graph.outputs[:] = [values.get(v, v) for v in graph.outputs]
 
 
 def depends(graph: Graph, sources: set[Value], *, differentiably: bool = False) -> set[Value]:

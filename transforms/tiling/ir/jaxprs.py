@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.interpreters import partial_eval as pe
 
 
 def body(node_params: dict[str, Any], key: str) -> ClosedJaxpr:
@@ -26,6 +27,12 @@ def equations(jaxpr: Jaxpr) -> Iterator[Any]:
         yield eqn
         for inner in bodies(eqn.params):
             yield from equations(inner)
+
+
+def trimmed(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The same program without what nobody reads, in bodies too."""
+    jaxpr, _ = pe.dce_jaxpr(closed.jaxpr, [True] * len(closed.out_avals), instantiate=True)
+    return ClosedJaxpr(jaxpr, closed.consts)
 
 
 def counts(params: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any]) -> tuple[int, int]:

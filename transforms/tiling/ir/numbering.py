@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from jax.core import Tracer
 
-from transforms.tiling.ir.graph import Graph, Node, Value, constant, prune
+from transforms.tiling.ir.graph import Graph, Node, Value, constant, prune, substitute
 from transforms.tiling.ir.jaxprs import bodies
 
 Numbers = dict[Value, int]
@@ -85,12 +85,11 @@ def merge(graph: Graph) -> None:
     """
     numbers, first, same = Numbering()(graph), {}, {}
     for node in graph.nodes:
-        node.inputs = [same.get(v, v) for v in node.inputs]
         if node.effects or not node.inputs or any(constant(v) is not None for v in node.outputs):
             continue
         for value in node.outputs:
             known = first.setdefault((numbers[value], value.aval, node.context), value)
             if known is not value:
                 same[value] = known
-    graph.outputs[:] = [same.get(v, v) for v in graph.outputs]
+    substitute(graph, same)
     graph.nodes[:] = prune(graph).nodes

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
 
 from transforms.tiling.ir.facts import Analysis
 from transforms.tiling.ir.flatten import evaluate
-from transforms.tiling.ir.graph import Value, read
+from transforms.tiling.ir.graph import Value, closure, operands, read
+from transforms.tiling.ir.jaxprs import trimmed
 from transforms.tiling.ir.loops import Loop, Schedule
 from transforms.tiling.ir.placement import ALONE, Placement, Span, Tiled, Whole
 from transforms.tiling.lower.accumulators import accumulators
@@ -27,7 +31,7 @@ Reuse = Mapping[int, Sequence[int]]
 def run(
     plan: Schedule, inputs: Sequence[Any], wide: frozenset[int], chunks: bool = True, reuse: Reuse | None = None
 ) -> list[Any]:
-    """Run a schedule.
+    """Run a schedule. Of bodies nothing runs that only results need which are computed apart from them.
 
     Args:
         plan: the loops.
@@ -37,6 +41,11 @@ def run(
         reuse: for the number of an output, those of inputs which nobody needs afterwards, as a rule: a loop that reads
             one and writes the other slice by slice does so in one buffer (in a copy, where it is needed after all).
     """
+    made = functools.partial(_run, plan, wide, chunks, {} if reuse is None else reuse)
+    return jaxpr_as_fun(trimmed(jax.make_jaxpr(made)(*inputs)))(*inputs)
+
+
+def _run(plan: Schedule, wide: frozenset[int], chunks: bool, reuse: Reuse, *inputs: Any) -> list[Any]:
     graph, options = plan.analysis.graph, plan.options
     env: Env = dict(zip(graph.inputs, inputs, strict=True))
     span = options.span._replace(length=options.total, chunks=chunks)
@@ -47,7 +56,7 @@ def run(
     for loop in plan.loops:
         finish(plan, env, list(loop.reads), span)
         if loop.updates or loop.steps:
-            env.update(_run_loop(plan, loop, env, span, broad, _shared(plan, loop, reuse or {})))
+            env.update(_run_loop(plan, loop, env, span, broad, _shared(plan, loop, reuse)))
     effects = [n for n in graph.nodes if n.effects and runs_once(plan.analysis, n)]
     finish(plan, env, graph.outputs, span, effects)
     return [read(env, v) if i in wide else narrow(env, v) for i, v in enumerate(graph.outputs)]
@@ -115,22 +124,16 @@ def _over_tiles(body: Any, results: Any, count: int, size: int, rest: int, rever
 
 def wide_chain(plan: Schedule, outputs: set[Value]) -> set[Value]:
     """`outputs`, and what they are rearranged from: cut results of a product that keep the dtype it is formed in."""
-    chain = set(outputs)
-    for output in outputs:
-        path, value = [], output
-        while isinstance(plan.analysis.fact(value).placement, Tiled) and value.producer is not None:
-            path.append(value)
-            name = value.producer.name
-            if name in REARRANGE:
-                value = value.producer.inputs[0]
-                continue
-            if RULES[name].wide is not None:
-                chain.update(path)
-            break
-    return chain
+    is_cut = lambda value: isinstance(plan.analysis.fact(value).placement, Tiled)
+    made_by = lambda value: "" if value.producer is None else value.producer.name
+    turned = lambda value: operands(value)[:1] if is_cut(value) and made_by(value) in REARRANGE else ()
+    paths = [list(closure([value], turned)) for value in outputs]
+    ends = [made_by(path[-1]) if is_cut(path[-1]) else "" for path in paths]
+    wide = [path for path, end in zip(paths, ends, strict=True) if end not in REARRANGE and RULES[end].wide is not None]
+    return outputs.union(*wide)
 
 
-def body(found: Analysis, ins: Sequence[Placement], outs: Sequence[Placement | None], span: Span) -> Body:
+def body(found: Analysis, ins: Sequence[Placement], outs: Sequence[Placement], span: Span) -> Body:
     """A region's body at tile size, as `rules.bodies.at_tile` describes it."""
     loop, refs = region(found, outs, span.effects)
 
@@ -140,7 +143,7 @@ def body(found: Analysis, ins: Sequence[Placement], outs: Sequence[Placement | N
         evaluate(env, list(loop.reads))
         known: dict[tuple[Value, Placement], Any] = {(v, p): x for v, x, p in both if not isinstance(p, Whole)}
         tile = Tile(span, env, known, held=found.apart).run(loop)
-        return [None if ref is None else tile.fetch(ref) for ref in refs]
+        return [tile.fetch(ref) for ref in refs]
 
     return run
 

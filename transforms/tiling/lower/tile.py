@@ -75,7 +75,7 @@ class Tile:
         else:
             results = run(node, values, step.move, there)
         made = zip(step.node.outputs, results, strict=True)
-        by_value = {v: x if x is None else layout.conform(x, v.aval, self.held[v]) for v, x in made}
+        by_value = {v: layout.conform(x, v.aval, self.held[v]) for v, x in made}
         for key in step.keys:
             (value, want), array = key, by_value[key[0]]
             if step.halo != ALONE and isinstance(want, Tiled):

@@ -8,7 +8,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from transforms.tiling.ir.flatten import body_graph
-from transforms.tiling.ir.graph import Graph, Node, Value, scan_counts
+from transforms.tiling.ir.graph import Graph, Node, Value, closure, scan_counts
 from transforms.tiling.ir.loops import Loop, Ref
 from transforms.tiling.mesh.layout import entries_of, layout, move, named, spec
 from transforms.tiling.mesh.sums import demand
@@ -65,20 +65,8 @@ def wanted(node: Node, operand: int) -> Wanted | None:
 
 def _inside(graph: Graph, number: int) -> Wanted | None:
     """How the products in a body need one of its inputs."""
-    found: set[Wanted] = set()
-    stack = [graph.inputs[number]]
-    while stack:
-        value = stack.pop()
-        if value in graph.outputs:
-            return None
-        for node in graph.nodes:
-            for i, read in enumerate(node.inputs):
-                if read is not value:
-                    continue
-                if has(node.name, "casts"):
-                    stack.append(node.outputs[0])
-                elif (inner := wanted(node, i)) is not None:
-                    found.add(inner)
-                else:
-                    return None
-    return found.pop() if len(found) == 1 else None
+    casts = [n for n in graph.nodes if has(n.name, "casts")]
+    forms = {*closure([graph.inputs[number]], lambda value: [n.outputs[0] for n in casts if n.inputs[0] is value])}
+    others = [n for n in graph.nodes if n not in casts]
+    found = {wanted(n, i) for n in others for i, value in enumerate(n.inputs) if value in forms}
+    return found.pop() if len(found) == 1 and forms.isdisjoint(graph.outputs) else None

@@ -12,7 +12,7 @@ from transforms.tiling.ir.flatten import body_graph
 from transforms.tiling.ir.graph import Node, scan_counts
 from transforms.tiling.ir.placement import Tiled
 from transforms.tiling.passes.pieces import Piece
-from transforms.tiling.rules.bodies import added, run_scan, whole_body
+from transforms.tiling.rules.bodies import added, run_scan, summing, whole_body
 from transforms.tiling.rules.reduction import first_best
 
 Found = Callable[..., list[Any]] | None
@@ -110,22 +110,16 @@ def rejoin(node: Node, number: int, cut: Tiled, spans: Sequence[Piece]) -> Found
 def scanned(node: Node, span: Piece, *values: Any) -> list[Any]:
     """A scan whose steps leave what it carries as it is where the axis has no row."""
     constants, carried = scan_counts(node)
-    every = range(len(node.outputs))
-    whole, adds = whole_body(body_graph(node, "jaxpr"), every), added(node)
+    whole = whole_body(body_graph(node, "jaxpr"))
 
-    def body(inner: Sequence[Any]) -> list[Any]:
+    def masked(inner: Sequence[Any]) -> list[Any]:
         *given, inside = inner
-        state = list(given[constants : constants + carried])
-        for i in adds:
-            given[constants + i] = jnp.zeros_like(state[i])
-        outs = whole(given)
-        for i, before in enumerate(state):
-            kept = jnp.where(inside, outs[i], given[constants + i])
-            outs[i] = before + kept if i in adds else kept
+        outs, before = whole(given), given[constants : constants + carried]
+        outs[:carried] = [jnp.where(inside, new, old) for new, old in zip(outs, before, strict=False)]
         return outs
 
     inside = span.inside((span.total,), Tiled(0))
-    return run_scan(node, [*values, inside], every, body, span.length)
+    return run_scan(node, [*values, inside], summing(node, masked, added(node)), span.length)
 
 
 ACROSS = {"slice": crop, "pad": pad, "split": split, "argmax": choose, "argmin": choose}

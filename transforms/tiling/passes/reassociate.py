@@ -7,7 +7,7 @@ of its own, for one number of each query. But the sum is that of `do * o` over t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -16,13 +16,12 @@ from jax.core import ShapedArray
 
 from transforms.tiling.ir.edit import replace, sort, traced
 from transforms.tiling.ir.graph import Graph, Node, Value, prune
-from transforms.tiling.ir.numbering import constant_key
+from transforms.tiling.ir.numbering import Numbers, constant_key
 from transforms.tiling.ir.terms import broadcast_by
 from transforms.tiling.rules.dot import factors as factors_of_dot
 from transforms.tiling.rules.factors import peel
 
 Labels = tuple[Any, ...]  # what each dimension of an array runs over; None: it is repeated, or has one element
-Identify = Callable[[Value], Any]
 
 
 class Factor(NamedTuple):
@@ -32,31 +31,28 @@ class Factor(NamedTuple):
 
 
 class Product(NamedTuple):
-    """A matrix product whose result is known as `value`; `identify` tells what its operands, or parts of them, are."""
+    """A matrix product whose result is known as `value`."""
 
     node: Node
     value: Value
-    identify: Identify
 
 
-def reassociate(graph: Graph, product: Product, identify: Identify) -> bool:
-    """Read sums of a graph off a matrix product that is known. Returns whether there were any."""
+def reassociate(graph: Graph, product: Product, numbers: Numbers) -> bool:
+    """Read sums of a graph off a matrix product that is known. Returns whether there were any.
+
+    `numbers` tell which values of that graph, and of the product's, are the same.
+    """
     changed = False
     for node in list(graph.nodes):
         if node.name != "reduce_sum" or not jnp.issubdtype(node.outputs[0].dtype, jnp.floating):
             continue
-        if (found := next(_matches(node, product, identify), None)) is not None:
+        if (found := next(_matches(node, product, numbers), None)) is not None:
             _write(graph, node, *found)
             changed = True
     if changed:
         sort(graph)
         graph.nodes[:] = prune(graph).nodes
     return changed
-
-
-def identity(value: Value) -> Any:
-    """What tells the values of one graph apart."""
-    return value if value.const is None else constant_key(value.const)
 
 
 def factors(value: Value, labels: Labels, power: int = 1) -> Iterator[Factor]:
@@ -102,7 +98,7 @@ def operands(node: Node, out: Labels, fresh: Iterator[Any]) -> tuple[Labels, Lab
     return left, right
 
 
-def _matches(node: Node, product: Product, identify: Identify) -> Iterator[tuple[list[Factor], set[Any]]]:
+def _matches(node: Node, product: Product, numbers: Numbers) -> Iterator[tuple[list[Factor], set[Any]]]:
     """The ways to write the sum `node` as one of other factors, the product's result among them."""
     (whole,) = node.inputs
     reduced = set(node.params["axes"])
@@ -119,7 +115,7 @@ def _matches(node: Node, product: Product, identify: Identify) -> Iterator[tuple
         rest = found[:i] + found[i + 1 :]
         ours = operands(dot, factor.labels, fresh)
         for mine, other in itertools.product((0, 1), (0, 1)):
-            match = _Match(identify, product.identify)
+            match = _Match(numbers)
             if not match.same(dot.inputs[mine], ours[mine], product.node.inputs[other], sides[other]):
                 continue
             left = match.divide(rest, list(factors(product.node.inputs[1 - other], sides[1 - other])))
@@ -135,8 +131,8 @@ def _matches(node: Node, product: Product, identify: Identify) -> Iterator[tuple
 class _Match:
     """What the dimensions of a known product run over, in terms of those of a sum."""
 
-    def __init__(self, identify: Identify, theirs: Identify):
-        self.identify, self.theirs = identify, theirs
+    def __init__(self, numbers: Numbers):
+        self.numbers = numbers
         self.labels: dict[Any, Any] = {}
 
     def same(self, mine: Value, labels: Labels, other: Value, others: Labels) -> bool:
@@ -145,7 +141,7 @@ class _Match:
         return len(a) == len(b) == 1 and a[0].power == b[0].power == 1 and self.bind(a[0], b[0])
 
     def bind(self, mine: Factor, other: Factor) -> bool:
-        if self.identify(mine.value) != self.theirs(other.value):
+        if self.identity(mine.value) != self.identity(other.value):
             return False
         labels = dict(self.labels)
         for a, b in zip(mine.labels, other.labels, strict=True):
@@ -155,6 +151,10 @@ class _Match:
             return False
         self.labels = labels
         return True
+
+    def identity(self, value: Value) -> Any:
+        """What tells a value from others; `factors` writes constants of its own, which have no number."""
+        return self.numbers.get(value, value) if value.const is None else constant_key(value.const)
 
     def divide(self, mine: list[Factor], others: list[Factor]) -> list[Factor] | None:
         """The factors `mine` without `others`; None if those are not among them."""

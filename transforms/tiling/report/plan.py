@@ -250,7 +250,7 @@ def _loop(program: Program, loop: Loop, again: Iterable[Node]) -> LoopPlan:
     span = options.span._replace(length=program.plan.options.size)
     if loop.light(analysis):
         span = span._replace(length=span.total)
-    sizes = [_bytes(span.local_shape(v.shape, p), v) for s in loop.steps for v, p in s.keys]
+    sizes = [nbytes(v.aval, span.local_shape(v.shape, p)) for s in loop.steps for v, p in s.keys]
     return LoopPlan(
         tiles=-(-span.total // span.length),
         equations=len(loop.nodes),
@@ -286,10 +286,6 @@ def _carry(value: Value, analysis: Analysis, span: Span) -> Carry:
     copies = math.prod(sharding.mesh.shape[a] for a in whole) if sharding is not None else 1
     size = elements(value.shape) * getattr(dtype, "itemsize", 4) * copies // devices(value.aval)
     return Carry(repr(value), placement, size, tuple(sorted(apart)))
-
-
-def _bytes(shape: Iterable[int], value: Value) -> int:
-    return elements(shape) * getattr(value.dtype, "itemsize", 4) // devices(value.aval)
 
 
 def _largest(graph: Graph) -> int:
@@ -362,13 +358,13 @@ def _gradient(program: Program) -> Run | None:
         unit = [jnp.ones((), program.closed.out_avals[outs[0]].dtype)] if scalar else []
         both = lambda *args: _both(program, back)(*args, *unit)
         return Run((program.forward, back), both, plain, [*avals, *cotangents])
-    joint = program.gradient(tuple(active), outs[0])
+    joint, combine = program.gradient(tuple(active), outs[0])
 
     def run(*args: Any) -> Any:
-        results, found = joint.combine(joint.program.run(*args))
+        results, found = combine(joint.run(*args))
         return results, [g.astype(avals[i].dtype) for i, g in zip(active, found, strict=True)]
 
-    return Run((joint.program,), run, plain, avals)
+    return Run((joint,), run, plain, avals)
 
 
 def _both(program: Program, back: Program) -> Callable[..., Any]:

@@ -72,8 +72,4 @@ def short(where: str) -> str:
 
 def flops_text(count: float | int) -> str:
     """FLOPs in the unit that reads best."""
-    for unit in ("", "k", "M", "G", "T"):
-        if count < 1000:
-            return f"{count:.4g} {unit}FLOP"
-        count /= 1000
-    return f"{count:.4g} PFLOP"
+    return human(count, 1000, [f"{unit}FLOP" for unit in ("", "k", "M", "G", "T", "P")])

@@ -10,7 +10,8 @@ outside of rules and passes asks for a name.
     localise(node, move, span)        the primitive's parameters at tile size
     emit(node, values, move, span)    the tile's results, where binding the primitive is not enough
     accumulate(node, values, total, span)   `total` plus the tile's part, where that is cheaper than making the part
-    part(node, values, wanted)        (of an equation with bodies) some of its results, of whole operands; else None
+    part(node, values, wanted)        (of an equation with bodies that JAX would compute all of) some of its results, of
+                                      whole operands; None for the others
     outline(node, placements, limits) (likewise) how to run it on whole operands with its bodies tiled
     resume(node, source, given, before, span)   (of what goes from tile to tile) its result, from its operand `source`,
                                       whose tile is `given`, and from what the tiles before this one accumulated
@@ -31,7 +32,8 @@ from typing import Any
 
 from transforms.tiling.ir.graph import Node, Value, elements
 from transforms.tiling.ir.obstacles import Complete, Obstacle, Refusal
-from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Reach, Span, Tiled, Whole
+from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Reach, Span, Tiled
+from transforms.tiling.primitives import PRODUCTS, having, summed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +107,7 @@ def push_refused(node: Node, placements: tuple[Placement, ...]) -> Obstacle:
     why = f"it {why}" if why else "there is no rule for this primitive yet"
     operands = ", ".join(f"{v} {p}" for v, p in zip(node.inputs, placements, strict=True))
     return Refusal(
-        f"cannot tile `{node.name}` at {node.where}: {why}.\n  operands: {operands}.\n"
+        f"cannot tile {node}: {why}.\n  operands: {operands}.\n"
         "  Compute it outside the tiled function, or cut an axis that does not reach it."
     )
 
@@ -184,30 +186,45 @@ def no_sums(node: Node, placements: Sequence[Placement]) -> Complete | None:
     return refuse_partial(node, placements, "is not run on partial sums")
 
 
-Sums = Callable[[Node, tuple[Placement, ...]], "Move | Obstacle | None"]
+COPIES = having("alias", "moving", "copying") - having("negates")  # extrema pass through these, too
+JOINS = ("concatenate", "stack")  # are larger than any of their operands
+PUTS = ("pad", "dynamic_update_slice")  # put one operand into another, or into nothing
 
 
-def by_cut(sums: Sums = refuse_partial) -> Callable[[Callable[[Node, tuple[Placement, ...], Tiled], Any]], Push]:
-    """A rule of operands that are all cut alike, from what it does then; others must be whole first.
+def linear(node: Node, placements: tuple[Placement, ...]) -> Move | Complete | None:
+    """Partial results among the operands of what is linear in them (`primitives`), the others Whole, are one in it.
 
-    `sums` says what it does where partial results are among them, None if nothing special.
+    What is Whole of a sum is counted once. They do not flow into larger arrays, but from body to body of a loop.
     """
+    if not (parts := partial(placements)):
+        return None
+    added, (own, *others) = summed(node.name, len(placements)), {placements[i] for i in parts}
+    together = added.issuperset(parts) or (len(parts) == 1 and parts[0] in PRODUCTS.get(node.name, ()))
+    if others or tiled(placements) or not together or not (own == Partial("sum") or node.name in COPIES):
+        return Complete(parts, "is not linear in it")
+    ins = tuple(count_once(p) if i in added else p for i, p in enumerate(placements))
+    move = Move((own,) * len(node.outputs), ins)
+    fits = any if node.name in PUTS else all
+    if node.name in JOINS or fits(shrinks(node, i) for i in parts):
+        return move
+    return Complete(parts, "would make it larger", move if node.name in PUTS else None)
 
-    def decorate(push: Callable[[Node, tuple[Placement, ...], Tiled], Move | Obstacle]) -> Push:
-        def rule(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
-            if (found := sums(node, placements) or refuse_partial(node, placements)) is not None:
-                return found
-            cuts = tiled(placements)
-            cut = placements[cuts[0]]
-            assert isinstance(cut, Tiled)
-            if any(placements[i] != cut for i in cuts):
-                return Complete(smaller(node, cuts), "has operands that are cut along different dimensions")
-            return push(node, placements, cut)
 
-        rule.__module__ = push.__module__
-        return rule
+def by_cut(push: Callable[[Node, tuple[Placement, ...], Tiled], Move | Obstacle]) -> Push:
+    """A rule of operands that are all cut alike, from what it does then; others must be whole first."""
 
-    return decorate
+    def rule(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
+        if (found := linear(node, placements)) is not None:
+            return found
+        cuts = tiled(placements)
+        cut = placements[cuts[0]]
+        assert isinstance(cut, Tiled)
+        if any(placements[i] != cut for i in cuts):
+            return Complete(smaller(node, cuts), "has operands that are cut along different dimensions")
+        return push(node, placements, cut)
+
+    rule.__module__ = push.__module__
+    return rule
 
 
 def aligned(value: Value, cut: Tiled, size: int) -> Placement:
@@ -223,27 +240,3 @@ def count_once(placement: Placement) -> Placement:
 def shrinks(node: Node, operand: int) -> bool:
     """Whether the result is no larger than the operand: partial sums do not flow into larger arrays."""
     return elements(node.outputs[0].shape) <= elements(node.inputs[operand].shape)
-
-
-def only_sums(placements: Sequence[Placement]) -> bool:
-    """Whether there are partial sums among the operands, and otherwise only Whole ones."""
-    found = {p for p in placements if not isinstance(p, Whole)}
-    return found == {Partial("sum")}
-
-
-def passed(node: Node, placements: tuple[Placement, ...]) -> Move | None:
-    """A partial result that a rearrangement carries along as operand 0, the others Whole."""
-    first, *rest = placements
-    passes = isinstance(first, Partial) and all(isinstance(p, Whole) for p in rest) and shrinks(node, 0)
-    return Move((first,), placements) if passes else None
-
-
-def summed(node: Node, placements: tuple[Placement, ...]) -> Move | None:
-    """The only operand, a partial sum, is one in every result."""
-    sums = placements == (Partial("sum"),)
-    return Move(placements * len(node.outputs), placements) if sums else None
-
-
-def joined(node: Node, placements: tuple[Placement, ...]) -> Move | None:
-    """Partial sums side by side are one; what is Whole beside them is counted once."""
-    return Move((Partial("sum"),), tuple(map(count_once, placements))) if only_sums(placements) else None

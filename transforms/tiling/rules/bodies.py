@@ -11,7 +11,7 @@ from jax import lax
 
 from transforms.tiling.ir.facts import Analysis
 from transforms.tiling.ir.flatten import body_graph, evaluate
-from transforms.tiling.ir.graph import Graph, Node, Value, ancestors, scan_counts
+from transforms.tiling.ir.graph import Graph, Node, Value, scan_counts
 from transforms.tiling.ir.obstacles import Complete
 from transforms.tiling.ir.placement import Partial, Placement, Span, Whole
 from transforms.tiling.mesh.layout import Apart, move, named, spec
@@ -23,19 +23,9 @@ Body = Callable[[Sequence[Any]], list[Any]]
 LOWERING: list[Callable[..., Body]] = []  # how a body runs at tile size: `lower` says it here, for it stands above
 
 
-def at_tile(found: Analysis, ins: Sequence[Placement], outs: Sequence[Placement | None], span: Span) -> Body:
-    """A region's body as a function of tiles that stand at `ins`; results at `outs`, and None for those not wanted."""
+def at_tile(found: Analysis, ins: Sequence[Placement], outs: Sequence[Placement], span: Span) -> Body:
+    """A region's body as a function of tiles that stand at `ins`, with results at `outs`."""
     return LOWERING[0](found, ins, outs, span)
-
-
-def made(move: Move) -> list[int]:
-    """The results that a region computes tile by tile; those that are Whole are computed apart."""
-    return [i for i, p in enumerate(move.outs) if not isinstance(p, Whole)]
-
-
-def kept(move: Move) -> list[Placement | None]:
-    """Where they stand, None for the others."""
-    return [None if isinstance(p, Whole) else p for p in move.outs]
 
 
 def join(first: Placement, second: Placement) -> Placement | None:
@@ -48,18 +38,6 @@ def join(first: Placement, second: Placement) -> Placement | None:
 def wait(placements: Sequence[Placement], reason: str) -> Complete:
     """Run the region as it is, on whole operands."""
     return Complete([i for i, p in enumerate(placements) if not isinstance(p, Whole)], reason)
-
-
-def carries_for(graph: Graph, constants: int, carried: int, wanted: Sequence[int], effects: bool = False) -> list[int]:
-    """The numbers of the carried values that a loop needs for its results `wanted`, and for its side effects."""
-    needed = set(wanted)
-    heard = [v for node in aloud(graph, effects) for v in node.inputs]
-    while True:
-        used = ancestors([*heard, *(graph.outputs[i] for i in needed)])
-        more = {i for i in range(carried) if graph.inputs[constants + i] in used} - needed
-        if not more:
-            return sorted(i for i in needed if i < carried)
-        needed |= more
 
 
 def widen(value: Any, placement: Placement, span: Span) -> Any:
@@ -79,19 +57,15 @@ def held(found: Analysis) -> tuple[Apart, ...]:
     return tuple(found.apart[v] for v in found.graph.outputs)
 
 
-def aloud(graph: Graph, effects: bool) -> list[Node]:
-    """The nodes that have side effects, if these are to run."""
-    return [node for node in graph.nodes if node.effects and effects]
-
-
-def whole_body(graph: Graph, wanted: Sequence[int], effects: bool = False) -> Body:
-    """A body as a function of whole values that computes the results `wanted`, and has its side effects, only."""
+def whole_body(graph: Graph, wanted: Sequence[int] | None = None, effects: bool = False) -> Body:
+    """A body as a function of whole values: its results, or those `wanted` and None for the others; and its effects."""
+    every = range(len(graph.outputs)) if wanted is None else wanted
+    aloud = [node for node in graph.nodes if node.effects and effects]
 
     def run(values: Sequence[Any]) -> list[Any]:
         env = {v: x for v, x in zip(graph.inputs, values, strict=True) if x is not None}
-        made = evaluate(env, [graph.outputs[i] for i in wanted], aloud(graph, effects))
-        found = dict(zip(wanted, made, strict=True))
-        return [found.get(i) for i in range(len(graph.outputs))]
+        made = evaluate(env, [graph.outputs[i] for i in every], aloud)
+        return with_gaps(every, made, len(graph.outputs))
 
     return run
 
@@ -121,53 +95,42 @@ def _only_added(graph: Graph, before: Value, after: Value) -> bool:
     return graph.outputs.count(after) == 1 and not any(after in node.inputs for node in graph.nodes)
 
 
-def run_scan(
-    node: Node,
-    values: Sequence[Any],
-    wanted: Sequence[int],
-    body: Body,
-    length: int | None = None,
-    effects: bool = False,
-) -> list[Any]:
-    """The results `wanted` of a scan over `body`, None for the others; operands that nothing reads may be None.
-
-    `length` steps, the scan's own if None; with the side effects of the body, if it has `effects`.
-    """
+def run_scan(node: Node, values: Sequence[Any], body: Body, length: int | None = None) -> list[Any]:
+    """The results of a scan over `body`, of `length` steps if given; constants that nothing reads may be None."""
     constants, carried = scan_counts(node)
-    carries = carries_for(body_graph(node, "jaxpr"), constants, carried, wanted, effects)
-    stacks = [i for i in wanted if i >= carried]
-    xs = list(values[constants + carried :])
+    first = constants + carried
 
     def step(state: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-        known = dict(zip(carries, state, strict=True))
-        outs = body([*values[:constants], *(known.get(i) for i in range(carried)), *xs])
-        return [cast(outs[i], known[i]) for i in carries], [outs[i] for i in stacks]
+        outs = body([*values[:constants], *state, *xs])
+        return list(map(cast, outs[:carried], state)), outs[carried:]
 
-    init = [values[constants + i] for i in carries]
     options = {k: node.params[k] for k in ("length", "reverse", "unroll")}
     if length is not None:
         options |= {"length": length, "unroll": min(length, options["unroll"])}
-    final, stacked = lax.scan(step, init, xs, **options)
-    results = dict(zip((*carries, *stacks), (*final, *stacked), strict=True))
-    return [results.get(i) if i in wanted else None for i in range(len(node.outputs))]
+    final, stacked = lax.scan(step, list(values[constants:first]), list(values[first:]), **options)
+    return [*final, *stacked]
 
 
 def run_part(node: Node, values: Sequence[Any], move: Move, span: Span) -> list[Any]:
     """A scan over a tile's steps; what only adds up is added up in the dtype of sums."""
-    graph, wanted = body_graph(node, "jaxpr"), made(move)
+    whole = whole_body(body_graph(node, "jaxpr"), effects=span.effects)
     constants, carried = scan_counts(node)
-    carries = carries_for(graph, constants, carried, wanted, span.effects)
-    whole = whole_body(graph, sorted({*carries, *wanted}), span.effects)
-    sums = [i for i in carries if move.outs[i] == Partial("sum")]
+    body = summing(node, whole, [i for i in range(carried) if move.outs[i] == Partial("sum")])
+    widened = [widen(v, p, span) for v, p in zip(values, move.ins, strict=True)]
+    return run_scan(node, widened, body, values[constants + carried].shape[0])
+
+
+def summing(node: Node, whole: Body, sums: Sequence[int]) -> Body:
+    """A scan's body which adds to the carried values `sums`, in their dtype, what `whole` makes of zeros."""
+    own = {i: scan_counts(node)[0] + i for i in sums}
 
     def body(inner: Sequence[Any]) -> list[Any]:
         start = list(inner)
-        for i in sums:
-            start[constants + i] = jnp.zeros_like(values[constants + i])
+        for at in own.values():
+            start[at] = jnp.zeros_like(inner[at], node.inputs[at].dtype)
         outs = whole(start)
-        for i in sums:
-            outs[i] = inner[constants + i] + outs[i].astype(inner[constants + i].dtype)
+        for i, at in own.items():
+            outs[i] = inner[at] + outs[i].astype(inner[at].dtype)
         return outs
 
-    widened = [widen(v, p, span) for v, p in zip(values, move.ins, strict=True)]
-    return run_scan(node, widened, wanted, body, values[constants + carried].shape[0], span.effects)
+    return body

@@ -48,12 +48,7 @@ def barriers(node: Node) -> list[Node]:
     """A barrier of several values as one of each: some may be cut, and others whole."""
     if node.name != "optimization_barrier" or len(node.inputs) == 1:
         return [node]
-    parts = []
-    for value, out in zip(node.inputs, node.outputs, strict=True):
-        part = node.like([value], [out.aval])
-        out.producer, out.index, part.outputs = part, 0, [out]
-        parts.append(part)
-    return parts
+    return _result_in(node, _of_each(node))
 
 
 def reductions(node: Node) -> list[Node]:
@@ -62,17 +57,25 @@ def reductions(node: Node) -> list[Node]:
     dims = tuple(a for a in axes if isinstance(a, int))
     if not dims:
         return [node]
-    parts = []
-    for value, out in zip(node.inputs, node.outputs, strict=True):
-        params = {"axes": dims, "out_sharding": None}
-        parts.append(node.like([value], [out.aval], primitive=REDUCES[node.name], params=params))
+    parts = _of_each(node, primitive=REDUCES[node.name], params={"axes": dims, "out_sharding": None})
     if len(dims) == len(axes):
-        for out, part in zip(node.outputs, parts, strict=True):
-            out.producer, out.index, part.outputs = part, 0, [out]
-        return parts
+        return _result_in(node, parts)
     node.params = node.params | {"axes": tuple(a for a in axes if a not in dims)}
     node.inputs = [v for part in parts for v in part.outputs]
     return [*parts, node]
+
+
+def _of_each(node: Node, **changes: Any) -> list[Node]:
+    """Nodes like one, of one operand each, but for `changes`."""
+    both = zip(node.inputs, node.outputs, strict=True)
+    return [node.like([value], [out.aval], **changes) for value, out in both]
+
+
+def _result_in(node: Node, parts: list[Node]) -> list[Node]:
+    """Let the results of a node be those of its parts, one by one."""
+    for out, part in zip(node.outputs, parts, strict=True):
+        out.producer, out.index, part.outputs = part, 0, [out]
+    return parts
 
 
 # ------------------------------------------------------------------------------ products and the transposes around them
@@ -116,19 +119,10 @@ def narrow_dots(graph: Graph) -> Graph:
 
 def part_turns(graph: Graph) -> Graph:
     """Let a reshape that turns its operand first, as in the gradient of a product, be a transpose and a reshape."""
-    nodes = []
-    for node in graph.nodes:
+    for node in graph.nodes[:]:
         if node.name == "reshape" and node.params["dimensions"] is not None:
-            (value,), order = node.inputs, node.params["dimensions"]
-            aval = value.aval.update(shape=tuple(value.shape[d] for d in order))
-            if (sharding := named(value.aval)) is not None:
-                spec = layout([axes(value.aval, d) for d in order])
-                aval = aval.update(sharding=NamedSharding(sharding.mesh, spec))
-            turn = node.like([value], [aval], primitive=lax.transpose_p, params={"permutation": order})
-            node.inputs, node.params = turn.outputs[:], node.params | {"dimensions": None}
-            nodes.append(turn)
-        nodes.append(node)
-    graph.nodes[:] = nodes
+            turned = _turned(graph, node, node.inputs[0], node.params["dimensions"])
+            node.inputs, node.params = [turned], node.params | {"dimensions": None}
     return graph
 
 
@@ -207,6 +201,9 @@ def _turn_result(graph: Graph, node: Node, order: Sequence[int]) -> None:
 def _turned(graph: Graph, node: Node, value: Value, order: Sequence[int]) -> Value:
     """`value` transposed, by an equation before `node`."""
     aval = value.aval.update(shape=tuple(value.shape[d] for d in order))
+    if (sharding := named(value.aval)) is not None:
+        spec = layout([axes(value.aval, d) for d in order])
+        aval = aval.update(sharding=NamedSharding(sharding.mesh, spec))
     made = node.like([value], [aval], primitive=lax.transpose_p, params={"permutation": tuple(order)})
     graph.nodes.insert(graph.nodes.index(node), made)
     return made.outputs[0]

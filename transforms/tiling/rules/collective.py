@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from transforms.tiling.ir.graph import Node
 from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import Partial, Placement, Span, Tiled, Whole
-from transforms.tiling.rules import Move, by_cut, complete, each, register, shrinks, summed
+from transforms.tiling.rules import Move, by_cut, complete, each, register, shrinks
 from transforms.tiling.rules.factors import Factors, elementwise, register_factors
 
 # Element by element over the devices, and the reduction over the tiles that each commutes with.
@@ -73,7 +73,7 @@ def push_put(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     return Move(placements, placements)
 
 
-@by_cut()
+@by_cut
 def push_constraint(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
     if not isinstance(node.params["sharding"], NamedSharding) and is_spread(node.params["sharding"], cut.dim):
         return Complete([0], "spreads the cut axis over devices")
@@ -98,5 +98,5 @@ register_factors(*EXCHANGES.split(), factors=exchanged, sums=gathered_sum, pulle
 complete("pbroadcast_dynamic", "ragged_all_to_all", reason="sends each device what it asks for")
 register("device_put", push=push_put)
 # Spread otherwise over the devices: a tile holds a share of each, in the order of the whole, so it moves alike.
-register_factors("reshard", "mesh_cast", factors=elementwise, sums=summed)
+register_factors("reshard", "mesh_cast", factors=elementwise)
 register_factors("sharding_constraint", factors=elementwise, push=push_constraint, localise=localise_constraint)

@@ -12,7 +12,7 @@ from transforms.tiling.analysis.propagate import analyse, analyse_body, body_of
 from transforms.tiling.ir.edit import any_platform
 from transforms.tiling.ir.facts import Analysis, Region
 from transforms.tiling.ir.flatten import body_graph, flatten, solver
-from transforms.tiling.ir.graph import Graph, Node, ancestors
+from transforms.tiling.ir.graph import Graph, Node, ancestors, closure, operands
 from transforms.tiling.ir.obstacles import Complete, Inline, Obstacle
 from transforms.tiling.ir.placement import WHOLE, Placement, Span, Whole
 from transforms.tiling.primitives import CUSTOM_CALLS, REMAT, SOLVE
@@ -33,16 +33,13 @@ def push_remat(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle
 def emit_remat(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
     """Bind the primitive, with its own parameters, around the body at tile size."""
     assert isinstance(move, Region)
-    wanted = bodies.made(move)
 
     def run(start: Any, *values: Any) -> list[Any]:
-        results = bodies.at_tile(move.bodies[0], move.ins, bodies.kept(move), span._replace(start=start))(values)
-        return [results[i] for i in wanted]
+        return bodies.at_tile(move.bodies[0], move.ins, move.outs, span._replace(start=start))(values)
 
     closed = jax.make_jaxpr(run)(span.start, *values)
     jaxpr = closed.jaxpr.replace(constvars=[], invars=[*closed.jaxpr.constvars, *closed.jaxpr.invars])
-    results = node.bind([*closed.consts, span.start, *values], node.params | {"jaxpr": jaxpr})
-    return bodies.with_gaps(wanted, results, len(node.outputs))
+    return node.bind([*closed.consts, span.start, *values], node.params | {"jaxpr": jaxpr})
 
 
 def part_remat(node: Node, values: Sequence[Any], wanted: Sequence[int]) -> list[Any]:
@@ -103,33 +100,26 @@ def run_while(node: Node, values: Sequence[Any], carries: Sequence[int], test: B
     return full(lax.while_loop(go_on, step, [values[first + i] for i in carries]))
 
 
-def while_carries(node: Node, wanted: Sequence[int], effects: bool = False) -> list[int]:
-    """What a while loop carries for its results `wanted`: their own needs, those of the test and of side effects."""
-    tests, constants = node.params["cond_nconsts"], node.params["body_nconsts"]
-    test, graph = body_graph(node, "cond_jaxpr"), body_graph(node, "body_jaxpr")
-    used = ancestors([*test.outputs, *(v for n in bodies.aloud(test, effects) for v in n.inputs)])
-    read = [i for i, v in enumerate(test.inputs[tests:]) if v in used]
-    return bodies.carries_for(graph, constants, len(node.outputs), sorted({*wanted, *read}), effects)
-
-
 def emit_while(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
     assert isinstance(move, Region)
     tests = node.params["cond_nconsts"]
     first = tests + node.params["body_nconsts"]
     ended, found = move.bodies
-    wanted = bodies.made(move)
-    carries = while_carries(node, wanted, span.effects)
     test = bodies.at_tile(ended, (*move.ins[:tests], *move.outs), [WHOLE], span)
-    outs = [p if i in carries else None for i, p in enumerate(move.outs)]
-    body = bodies.at_tile(found, (*move.ins[tests:first], *move.outs), outs, span)
+    body = bodies.at_tile(found, (*move.ins[tests:first], *move.outs), move.outs, span)
     values = [bodies.widen(v, p, span) for v, p in zip(values, move.ins, strict=True)]
-    return run_while(node, values, carries, test, body)
+    return run_while(node, values, range(len(node.outputs)), test, body)
 
 
 def part_while(node: Node, values: Sequence[Any], wanted: Sequence[int]) -> list[Any]:
-    carries = while_carries(node, wanted)
+    """What is carried for the results `wanted` and for the test: JAX carries all of it."""
     test, body = body_graph(node, "cond_jaxpr"), body_graph(node, "body_jaxpr")
-    return run_while(node, values, carries, bodies.whole_body(test, [0]), bodies.whole_body(body, carries))
+    read, state = ancestors(test.outputs), body.inputs[node.params["body_nconsts"] :]
+    first = {*wanted, *(i for i, v in enumerate(test.inputs[node.params["cond_nconsts"] :]) if v in read)}
+    after = dict(zip(state, body.outputs, strict=True))
+    used = set(closure([state[i] for i in first], lambda v: [after[v]] if v in after else operands(v)))
+    carries = [i for i, v in enumerate(state) if v in used]
+    return run_while(node, values, carries, bodies.whole_body(test), bodies.whole_body(body, carries))
 
 
 # ------------------------------------------------------------------------------------------------------------- cond
@@ -172,28 +162,19 @@ def choose(node: Node, index: Any, branches: Sequence[Callable[..., Any]], value
 
 def emit_cond(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
     assert isinstance(move, Region)
-    wanted = bodies.made(move)
 
     def branch(found: Analysis) -> Callable[..., Any]:
-        body = bodies.at_tile(found, move.ins[1:], bodies.kept(move), span)
+        body = bodies.at_tile(found, move.ins[1:], move.outs, span)
+        return lambda *values: [bodies.widen(x, p, span) for x, p in zip(body(values), move.outs, strict=True)]
 
-        def run(*values: Any) -> list[Any]:
-            results = body(values)
-            return [bodies.widen(results[i], move.outs[i], span) for i in wanted]
-
-        return run
-
-    results = choose(node, values[0], [branch(b) for b in move.bodies], values[1:])
-    return bodies.with_gaps(wanted, results, len(node.outputs))
+    return choose(node, values[0], [branch(b) for b in move.bodies], values[1:])
 
 
 def part_cond(node: Node, values: Sequence[Any], wanted: Sequence[int]) -> list[Any]:
-    def branch(number: int) -> Callable[..., Any]:
-        body = bodies.whole_body(body_graph(node, "branches", number), wanted)
-        return lambda *values: [body(values)[i] for i in wanted]
-
-    results = choose(node, values[0], [branch(i) for i in range(len(node.params["branches"]))], values[1:])
-    return bodies.with_gaps(wanted, results, len(node.outputs))
+    graphs = [body_graph(node, "branches", i) for i in range(len(node.params["branches"]))]
+    runs = [bodies.whole_body(graph, wanted) for graph in graphs]
+    branches = [lambda *values, run=run: run(values) for run in runs]
+    return choose(node, values[0], branches, values[1:])  # which sees what is an operand in all of them
 
 
 # ------------------------------------------------------------------------------------- custom derivatives, callbacks

@@ -11,10 +11,9 @@ from jax import lax
 
 from transforms import products
 from transforms.tiling.ir.graph import Node
-from transforms.tiling.ir.obstacles import Complete, Obstacle
-from transforms.tiling.ir.placement import Partial, Placement, Span
+from transforms.tiling.ir.placement import Partial, Span
 from transforms.tiling.mesh import layout
-from transforms.tiling.rules import Move, partial, shrinks, tiled
+from transforms.tiling.rules import Move
 from transforms.tiling.rules.factors import Factors, register_factors
 
 
@@ -27,17 +26,6 @@ def factors(node: Node) -> Factors:
     summed, batched = ([left[d] for d in dims] for dims in (contract[0], batch[0]))
     free = [name for name in dict.fromkeys([*left, *right]) if name not in (*summed, *batched)]
     return Factors([left, right], [[*batched, *free]], reduced=dict.fromkeys(summed, "sum"))
-
-
-def linear(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle | None:
-    """A partial sum times something Whole."""
-    parts = partial(placements)
-    if not parts:
-        return None
-    one = len(parts) == 1 and not tiled(placements) and placements[parts[0]] == Partial("sum")
-    if one and shrinks(node, parts[0]):
-        return Move((Partial("sum"),), placements)
-    return Complete(parts, "would not keep a partial sum small" if one else "is not linear in it")
 
 
 def dot(node: Node, lhs: Any, rhs: Any, dtype: Any, span: Span) -> Any:
@@ -163,4 +151,4 @@ def chunked(node: Node, operands: Sequence[Any], total: Any, name: Any, size: in
 CHUNK, CHUNKS = 8 << 20, 32  # at least so many bytes, and no more than so many chunks
 
 
-register_factors("dot_general", factors=factors, sums=linear, heavy=True, emit=emit, accumulate=accumulate, wide=wide)
+register_factors("dot_general", factors=factors, heavy=True, emit=emit, accumulate=accumulate, wide=wide)

@@ -19,7 +19,7 @@ from transforms.tiling.ir.graph import Node, Value
 from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Tiled
 from transforms.tiling.ir.terms import Dims
-from transforms.tiling.rules import RULES, Localise, Move, Pull, Push, Sums, refuse_partial, register, smaller, tiled
+from transforms.tiling.rules import RULES, Move, Pull, Push, linear, refuse_partial, register, smaller, tiled
 
 ALONG = "runs along the cut axis"
 Names = Sequence[Any]  # of the factors of an array's dimensions; None for a dimension that no other array has
@@ -44,6 +44,7 @@ class Factors:
 
 
 Stated = Callable[[Node], Factors]
+Sums = Callable[[Node, tuple[Placement, ...]], "Move | Obstacle | None"]
 Along = Callable[[Node, Tiled], bool]
 
 
@@ -52,7 +53,7 @@ def never(node: Node, cut: Tiled) -> bool:
 
 
 def register_factors(
-    *names: str, factors: Stated, sums: Sums = refuse_partial, along: Along = never, pulled: bool = True, **parts: Any
+    *names: str, factors: Stated, sums: Sums = linear, along: Along = never, pulled: bool = True, **parts: Any
 ) -> None:
     """Give primitives the rule that follows from their factors.
 
@@ -149,11 +150,6 @@ def units(node: Node) -> Factors | None:
         return None
     ins, outs = ({d: i for i, d in enumerate(dims)} for dims in (came, real))
     return Factors([[*map(ins.get, range(len(source.shape)))]], [[*map(outs.get, range(len(result.shape)))]])
-
-
-def resized(key: str) -> Localise:
-    """The parameter `key` is the shape of the result, or of what is taken of an operand."""
-    return lambda node, move, span: node.params | {key: span.local_shape(node.params[key], move.outs[0])}
 
 
 # --------------------------------------------------------------------------------------- walks that follow a dimension

@@ -12,7 +12,7 @@ from jax import lax
 from transforms.tiling.ir.graph import Node, elements
 from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled, Whole, identity
-from transforms.tiling.rules import Move, partial, refuse_partial, register, shrinks
+from transforms.tiling.rules import Move, linear, partial, register
 from transforms.tiling.rules.affine_index import find_position
 from transforms.tiling.rules.factors import Factors, push_factor
 
@@ -81,11 +81,9 @@ def fills_alike(node: Node, operand: Partial) -> bool:
 
 
 def gathered_sum(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle | None:
-    operand, indices = placements
-    if not isinstance(operand, Partial) or not isinstance(indices, Whole) or not shrinks(node, 0):
-        return refuse_partial(node, placements)
-    alike = fills_alike(node, operand)
-    return Move((operand,), placements) if alike else Complete([0], "fills in a value that each tile would add")
+    if isinstance(placements[0], Partial) and not fills_alike(node, placements[0]):
+        return Complete([0], "fills in a value that each tile would add")
+    return linear(node, placements)
 
 
 by_factors = push_factor(factors, gathered_sum)

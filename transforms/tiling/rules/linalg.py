@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 from transforms.tiling.ir.graph import Node
-from transforms.tiling.ir.placement import Partial, Placement, Whole
-from transforms.tiling.rules import Move
 from transforms.tiling.rules.factors import Factors, register_factors
 
 # How many of each operand's last dimensions one matrix or vector takes.
@@ -48,13 +46,7 @@ def solved(node: Node) -> Factors:
     return dataclasses.replace(found, ins=[*found.ins[:-1], dims], outs=[dims])
 
 
-def linear(node: Node, placements: tuple[Placement, ...]) -> Move | None:
-    """A triangular solve of a partial sum is one."""
-    matrix, sides = placements
-    return Move((sides,), placements) if isinstance(matrix, Whole) and sides == Partial("sum") else None
-
-
 SOLVED = ("triangular_solve", "tridiagonal_solve")
 register_factors(*(name for name in CORE if name not in SOLVED), factors=factors, pulled=False)
-register_factors("triangular_solve", factors=solved, sums=linear, heavy=True)
+register_factors("triangular_solve", factors=solved, heavy=True)
 register_factors("tridiagonal_solve", factors=solved, pulled=False)

@@ -135,9 +135,7 @@ def unfit(node: Node, move: Move, span: Span) -> str | None:
 def localise(node: Node, move: Move, span: Span) -> dict[str, Any]:
     """The same call with a shorter grid."""
     if (why := unfit(node, move, span)) is not None:
-        raise TileError(
-            f"cannot tile `{node.name}` at {node.where}: it {why}.\n  Pass size=, a multiple of its blocks."
-        )
+        raise TileError(f"cannot tile {node}: it {why}.\n  Pass size=, a multiple of its blocks.")
     places, first = (*move.ins, *move.outs), tiled(move.ins)[0]
     shapes = [span.local_shape(v.shape, p) for v, p in zip((*node.inputs, *node.outputs), places, strict=True)]
     maps = mappings(node)

@@ -7,9 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from transforms.tiling.ir.graph import Node
-from transforms.tiling.ir.obstacles import Obstacle
 from transforms.tiling.ir.placement import Partial, Placement, Span, Tiled
-from transforms.tiling.rules import Move, refuse_partial, register, summed
+from transforms.tiling.rules import Move
 from transforms.tiling.rules.factors import ALONG, Factors, keeping, register_factors
 
 OPS = {
@@ -22,6 +21,9 @@ OPS = {
 }
 
 
+UNVMAP = {"unvmap_all": "and", "unvmap_any": "or", "unvmap_max": "max"}  # Equinox's, of all that there is to a scalar
+
+
 def alike(node: Node, placements: tuple[Placement, ...]) -> Move | None:
     """Sums of sums, maxima of maxima."""
     same = placements == (Partial(OPS.get(node.name, "")),)
@@ -30,11 +32,12 @@ def alike(node: Node, placements: tuple[Placement, ...]) -> Move | None:
 
 def factors(node: Node) -> Factors:
     """`([i j]) -> [i]`."""
-    dims, axes = range(len(node.inputs[0].shape)), node.params["axes"]
+    dims = range(len(node.inputs[0].shape))
+    axes, op = node.params.get("axes", dims), (OPS | UNVMAP).get(node.name)
     outs = [[d for d in dims if d not in axes]] * len(node.outputs)
-    if node.name not in OPS:
+    if op is None:
         return Factors([dims], outs, blocked=dict.fromkeys(axes, ALONG))
-    return Factors([dims], outs, reduced=dict.fromkeys(axes, OPS[node.name]))
+    return Factors([dims], outs, reduced=dict.fromkeys(axes, op))
 
 
 def emit(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
@@ -42,14 +45,6 @@ def emit(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
     if move.outs[0] == Partial("sum"):
         values = [values[0].astype(span.wide(values[0].dtype))]
     return node.bind(values)
-
-
-def push_unvmap(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
-    """Equinox's reductions of all that there is to a scalar."""
-    return refuse_partial(node, placements) or Move((Partial(UNVMAP[node.name]),), placements)
-
-
-UNVMAP = {"unvmap_all": "and", "unvmap_any": "or", "unvmap_max": "max"}
 
 
 def picks(node: Node, cut: Tiled) -> bool:
@@ -73,21 +68,15 @@ def first_best(node: Node, values: list[Any], cut: Tiled, span: Span) -> list[An
     return [jnp.where(better, found, before), jnp.where(better, here, place)]
 
 
-def cumulative(node: Node, placements: tuple[Placement, ...]) -> Move | None:
-    return summed(node, placements) if node.name == "cumsum" else None
-
-
 def best(node: Node) -> int:
     """The dimension that a `top_k` picks from."""
     return node.params.get("axis", node.params.get("reduction_dimension", -1)) % len(node.inputs[0].shape)
 
 
-register_factors(*OPS, "reduce_xor", "argmax", "argmin", factors=factors, sums=alike, along=picks, emit=emit)
-register(*UNVMAP, push=push_unvmap)
+register_factors(*OPS, *UNVMAP, "reduce_xor", "argmax", "argmin", factors=factors, sums=alike, along=picks, emit=emit)
 register_factors(
     *("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"),
     factors=keeping(lambda node: node.params["axis"]),
-    sums=cumulative,
     along=lambda node, cut: cut.major == 1,
 )
 register_factors("sort", factors=keeping(lambda node: node.params["dimension"]), pulled=False)

@@ -12,13 +12,19 @@ from jax import lax
 from transforms.tiling.ir.graph import Node
 from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import WHOLE, Placement, Span, Tiled
-from transforms.tiling.rules import Move, by_cut, joined, of_nothing, passed, refuse_partial, register, summed, tiled
-from transforms.tiling.rules.factors import Factors, register_factors, resized, squeezed, units
+from transforms.tiling.rules import Localise, Move, by_cut, linear, of_nothing, register, tiled
+from transforms.tiling.rules.factors import Factors, register_factors, squeezed, units
+
+
+def resized(key: str) -> Localise:
+    """The parameter `key` is the shape of the result, or of what is taken of an operand."""
+    return lambda node, move, span: node.params | {key: span.local_shape(node.params[key], move.outs[0])}
+
 
 # ------------------------------------------------------------------------------------ broadcast, transpose, squeeze
 
 
-@by_cut(lambda node, placements: passed(node, placements) or refuse_partial(node, placements, "would make it larger"))
+@by_cut
 def push_broadcast(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move:
     dim = int(node.params["broadcast_dimensions"][cut.dim])
     copies = node.outputs[0].shape[dim] // max(1, node.inputs[0].shape[cut.dim])  # of an axis of length 1
@@ -59,7 +65,7 @@ def landing(cut: Tiled, old: tuple[Any, ...], new: tuple[Any, ...]) -> Tiled | N
     return None if best is None or best.group == length > 1 else best
 
 
-@by_cut(passed)
+@by_cut
 def push_reshape(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
     landed = landing(cut, node.inputs[0].shape, node.params["new_sizes"])
     if landed is None:
@@ -76,7 +82,7 @@ def pull_reshape(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
 
 
 def push_concatenate(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
-    if (found := joined(node, placements) or refuse_partial(node, placements)) is not None:
+    if (found := linear(node, placements)) is not None:
         return found
     cut = next(p for p in placements if isinstance(p, Tiled))
     if node.params["dimension"] == cut.dim:
@@ -89,7 +95,7 @@ def push_concatenate(node: Node, placements: tuple[Placement, ...]) -> Move | Ob
     return push_beside(node, placements)
 
 
-@by_cut()
+@by_cut
 def push_beside(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move:
     return Move((cut,), (cut,) * len(node.inputs))
 
@@ -102,7 +108,7 @@ def pull_concatenate(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
     return None if None in pieces else tuple(p for p in pieces if p is not None)
 
 
-@by_cut(summed)
+@by_cut
 def push_split(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
     if node.params["axis"] != cut.dim:
         return Move((cut,) * len(node.outputs), placements)
@@ -132,7 +138,7 @@ def unstacked(node: Node) -> Factors:
     return Factors([dims], outs, blocked={axis: "takes the cut axis apart"})
 
 
-@by_cut()
+@by_cut
 def push_tile(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move:
     """`jnp.tile`: copies of the cut dimension one after the other are a cut dimension with more in front of it."""
     return Move((dataclasses.replace(cut, major=cut.major * node.params["reps"][cut.dim]),), placements)
@@ -161,16 +167,16 @@ def emit_iota(node: Node, values: list[Any], move: Move, span: Span) -> list[Any
 
 
 register_factors("broadcast_in_dim", factors=broadcast, push=push_broadcast, localise=resized("shape"))
-register_factors("transpose", factors=transposed, sums=passed)
-register_factors("squeeze", factors=squeezed, sums=passed)
+register_factors("transpose", factors=transposed)
+register_factors("squeeze", factors=squeezed)
 register("reshape", push=push_reshape, pull=pull_reshape, localise=resized("new_sizes"), factors=units)
 register("concatenate", push=push_concatenate, pull=pull_concatenate)
 
 
 register("split", push=push_split, localise=localise_split)
 register("tile", push=push_tile, pull=pull_tile)
-register_factors("stack", factors=stacked, sums=joined)
-register_factors("unstack", factors=unstacked, sums=summed, pulled=False)
+register_factors("stack", factors=stacked)
+register_factors("unstack", factors=unstacked, pulled=False)
 
 
 register("iota", push=of_nothing, pull=pull_iota, emit=emit_iota)

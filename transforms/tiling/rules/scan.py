@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
-from transforms.tiling.analysis.limits import human
+from transforms.tiling.analysis.limits import human, too_large
 from transforms.tiling.analysis.propagate import body_of
 from transforms.tiling.ir.edit import replace, traced
 from transforms.tiling.ir.facts import Outlined, Region
@@ -97,22 +97,12 @@ def emit_scan(node: Node, values: list[Any], move: Move, span: Span) -> list[Any
     constants, carried = scan_counts(node)
     if not isinstance(move, Region):
         return bodies.run_part(node, values, move, span)  # each tile's sums
-    wanted = bodies.made(move)
     ins = (*move.ins[: constants + carried], *map(of_a_step, move.ins[constants + carried :]))
-    carries = bodies.carries_for(body_graph(node, "jaxpr"), constants, carried, wanted, span.effects)
-    outs = [move.outs[i] if i in carries else None for i in range(carried)]
-    outs += [None if p is None else of_a_step(p) for p in bodies.kept(move)[carried:]]
+    outs = (*move.outs[:carried], *map(of_a_step, move.outs[carried:]))
     values = [bodies.widen(v, p, span) for v, p in zip(values, ins, strict=True)]
     for i in range(constants, constants + carried):
-        if values[i] is not None:
-            values[i] = conform(values[i], node.inputs[i].aval, move.apart[i - constants])
-    return bodies.run_scan(node, values, wanted, bodies.at_tile(move.bodies[0], ins, outs, span), effects=span.effects)
-
-
-def part_scan(node: Node, values: Sequence[Any], wanted: Sequence[int]) -> list[Any]:
-    graph = body_graph(node, "jaxpr")
-    needed = sorted({*bodies.carries_for(graph, *scan_counts(node), wanted), *wanted})
-    return bodies.run_scan(node, values, wanted, bodies.whole_body(graph, needed))
+        values[i] = conform(values[i], node.inputs[i].aval, move.apart[i - constants])
+    return bodies.run_scan(node, values, bodies.at_tile(move.bodies[0], ins, outs, span))
 
 
 # ------------------------------------------------------------------- a scan of whole operands whose body runs in tiles
@@ -145,7 +135,7 @@ def outline_scan(node: Node, placements: tuple[Placement, ...], limits: Any) -> 
 
     def run(values: list[Any]) -> list[Any]:
         body = lambda inner: program.run(*(jnp.asarray(inner[i]) for i in kept))
-        return bodies.run_scan(node, values, range(len(node.outputs)), body)
+        return bodies.run_scan(node, values, body)
 
     results = map(of_all_steps, outs[carried:])
     constant = tuple(i for i in kept if i < constants)
@@ -166,17 +156,14 @@ def check_steps(node: Node, outs: Sequence[Placement], limits: Any) -> Refusal |
     what = "adds up a cut array from step to step" if most < carried else "keeps a cut array of each step"
     remedy = "put the body into `jax.checkpoint`, unroll the loop" if most >= carried else "unroll the loop"
     array = f"{describe(node.outputs[most].aval)} {outs[most]}, {human(sizes[most])} a step"
-    return Refusal(
-        f"cannot tile `{node.name}` at {node.where}: it {what}, which would have to be whole.\n"
-        f"  array: {array}; the largest input or output is {human(limits.largest)}.\n"
-        f'  To go on: {remedy}, cut another axis, or pass gather="any".'
-    )
+    why = f"it {what}, which would have to be whole"
+    return Refusal(too_large(limits, str(node), why, f"array: {array}", f"{remedy}, cut another axis"))
 
 
 def sink(graph: Graph, node: Node, operands: Sequence[int], sources: Sequence[Value]) -> None:
     """Have the body of a scan make the constants `operands` itself, from `sources`, in each of its steps."""
-    kept, every = [i for i in range(len(node.inputs)) if i not in operands], range(len(node.outputs))
-    whole = bodies.whole_body(body_graph(node, "jaxpr"), every)
+    kept = [i for i in range(len(node.inputs)) if i not in operands]
+    whole = bodies.whole_body(body_graph(node, "jaxpr"))
 
     def run(*values: Any) -> list[Any]:
         def body(inner: Sequence[Any]) -> list[Any]:
@@ -184,7 +171,7 @@ def sink(graph: Graph, node: Node, operands: Sequence[int], sources: Sequence[Va
             made = dict(zip(operands, evaluate(env, [node.inputs[i] for i in operands]), strict=True))
             return whole([made.get(i, x) for i, x in enumerate(inner)])
 
-        return bodies.run_scan(node, bodies.with_gaps(kept, values[: len(kept)], len(node.inputs)), every, body)
+        return bodies.run_scan(node, bodies.with_gaps(kept, values[: len(kept)], len(node.inputs)), body)
 
     nodes, outs = traced(run, [*(node.inputs[i] for i in kept), *sources], node)
     replace(graph, node, nodes, dict(zip(node.outputs, outs, strict=True)))
@@ -198,11 +185,11 @@ def sink_constants(node: Node) -> tuple[ClosedJaxpr, list[int]]:
     made = {i for i in range(constants) if node.inputs[i].shape and from_nothing(node.inputs[i])}
     kept = [i for i in range(len(node.inputs)) if i not in made]
 
+    whole = bodies.whole_body(graph, effects=True)
+
     def body(*values: Any) -> list[Any]:
-        env: dict[Value, Any] = {graph.inputs[i]: x for i, x in zip(kept, values, strict=True)}
-        for i in made:
-            env[graph.inputs[i]] = evaluate({}, [node.inputs[i]])[0]
-        return evaluate(env, graph.outputs, bodies.aloud(graph, True))
+        given = bodies.with_gaps(kept, values, len(node.inputs))
+        return whole([evaluate({}, [node.inputs[i]])[0] if i in made else x for i, x in enumerate(given)])
 
     avals = [like(graph.inputs[i].aval) for i in kept]
     return jax.make_jaxpr(body)(*avals), kept
@@ -217,4 +204,4 @@ def from_nothing(value: Value, steps: int = 64) -> bool:
     return True
 
 
-register("scan", push=push_scan, emit=emit_scan, part=part_scan, outline=outline_scan)
+register("scan", push=push_scan, emit=emit_scan, outline=outline_scan)

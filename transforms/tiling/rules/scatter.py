@@ -9,78 +9,58 @@ import jax.numpy as jnp
 from jax import lax
 
 from transforms.tiling.ir.graph import Node, constant, elements
-from transforms.tiling.ir.obstacles import Complete, Obstacle
-from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled, Whole
-from transforms.tiling.rules import Move, count_once, partial, register, shrinks, tiled
+from transforms.tiling.ir.obstacles import Obstacle
+from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled
+from transforms.tiling.rules import Move, count_once, linear, register
 from transforms.tiling.rules.affine_index import find_position
+from transforms.tiling.rules.factors import Factors, pull_factor, push_factor
 from transforms.tiling.rules.gather import ARBITRARY, batch_dims, clamped, localise_column, widened, with_column
 
 ADDS = ("scatter-add", "scatter-sub")
 EXTREMA = {"scatter-max": "max", "scatter_max": "max", "scatter-min": "min", "scatter_min": "min"}
+SUMMED = EXTREMA | dict.fromkeys(ADDS, "sum")
+
+
+def factors(node: Node) -> Factors:
+    """`([v d], [n], [n d]) -> [v d]`; `v` is `n` where indices are positions along it, or it is a batch of both.
+
+    Otherwise `n` is added up, if it may be, and along `v` a tile writes what falls into it.
+    """
+    numbers, (operand, indices, updates) = node.params["dimension_numbers"], node.inputs
+    inserted, indexed = numbers.inserted_window_dims, numbers.scatter_dims_to_operand_dims
+    paired, dims = numbers.scatter_indices_batching_dims, range(len(operand.shape))
+    rows: list[Any] = [f"row {i}" for i in range(len(indices.shape) - 1)]
+    own = dict(enumerate(dims)) | {d: rows[i] for d, i in zip(numbers.operand_batching_dims, paired, strict=True)}
+    for column, dim in enumerate(indexed):
+        at = find_position(indices, column, operand.shape[dim], paired) if dim in inserted else None
+        own |= {} if at is None else {dim: rows[at]}
+    added = {*rows} - {*own.values()}
+    free = {*rows} - (set() if node.name in SUMMED else added) | {d for d in inserted if d in indexed}
+    names = dict(zip(batch_dims(len(updates.shape), numbers.update_window_dims), rows, strict=True))
+    window = [d for d in dims if d not in (*inserted, *numbers.operand_batching_dims)]
+    for d, u in zip(window, numbers.update_window_dims, strict=True):
+        full = operand.shape[d] == updates.shape[u]
+        names[u] = d if full else f"window {u}"
+        free |= {d} if full or (updates.shape[u] == 1 and d in indexed) else set()
+    ins = [[*own.values()], [*rows, "column"], [names[u] for u in range(len(names))]]
+    blocked = dict.fromkeys({name for dims in ins for name in dims} - free, ARBITRARY)
+    return Factors(ins, ins[:1], dict.fromkeys(added & free, SUMMED.get(node.name, "")), blocked)
+
+
+by_factors = push_factor(factors, linear)
 
 
 def push_scatter(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
-    operand, indices, updates = placements
-    if parts := partial(placements):
-        linear = node.name in ADDS and not tiled(placements) and isinstance(indices, Whole)
-        if linear and not all(shrinks(node, i) for i in parts):
-            return Complete(parts, "would make it larger")
-        if linear and {p for p in placements if isinstance(p, Partial)} == {Partial("sum")}:
-            return Move((Partial("sum"),), (count_once(operand), indices, count_once(updates)))
-        return Complete(parts, "is not linear in it")
-    for result, ins in scatter_candidates(node, placements):
-        if all(isinstance(p, Whole) or p == q for p, q in zip(placements, ins, strict=True)):
-            return Move((result,), ins)
-    return Complete(tiled(placements), ARBITRARY)
-
-
-def scatter_candidates(node: Node, placements: tuple[Placement, ...]) -> list[tuple[Placement, tuple[Placement, ...]]]:
-    """Ways to place a scatter, best first: the result cut, or a partial sum of the updates of each tile."""
-    numbers = node.params["dimension_numbers"]
-    operand, indices, updates = placements
-    outer = batch_dims(len(node.inputs[2].shape), numbers.update_window_dims)
-    batched = list(zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True))
-    window = [d for d in range(len(node.inputs[0].shape)) if d not in numbers.inserted_window_dims]
-    window = [d for d in window if d not in numbers.operand_batching_dims]
-    windows = list(zip(window, numbers.update_window_dims, strict=True))
-    paired = numbers.scatter_indices_batching_dims
-    positions = [
-        (dim, found)
-        for column, dim in enumerate(numbers.scatter_dims_to_operand_dims)
-        if dim in numbers.inserted_window_dims
-        and (found := find_position(node.inputs[1], column, node.inputs[0].shape[dim], paired)) is not None
-    ]
-    ways: list[tuple[Placement, tuple[Placement, ...]]] = []
-    for o, i in [*batched, *positions]:
-        for cut in _cuts_at((operand, o), (indices, i), (updates, outer[i])):
-            ways.append((cut.at(o), (cut.at(o), cut.at(i), cut.at(outer[i]))))
-    for o, u in windows:
-        if node.inputs[0].shape[o] == node.inputs[2].shape[u]:
-            for cut in _cuts_at((operand, o), (updates, u)):
-                ways.append((cut.at(o), (cut.at(o), WHOLE, cut.at(u))))
-    single = {o for o, u in windows if node.inputs[2].shape[u] == 1}
-    for o in numbers.scatter_dims_to_operand_dims:
-        if o in single.union(numbers.inserted_window_dims) and o not in dict(positions):
-            for cut in _cuts_at((operand, o)):
-                ways.append((cut, (cut, WHOLE, WHOLE)))
-    if node.name in (*ADDS, *EXTREMA):
-        whole = EXTREMA.get(node.name, "sum")
-        for i, u in enumerate(outer):
-            for cut in _cuts_at((indices, i), (updates, u)):
-                start = WHOLE if node.name in EXTREMA else Partial("sum")
-                ways.append((Partial(whole), (start, cut.at(i), cut.at(u))))
-    return ways
+    move = by_factors(node, placements)
+    if isinstance(move, Move) and move.outs == (Partial("sum"),):
+        return Move(move.outs, tuple(map(count_once, move.ins[:1])) + move.ins[1:])
+    return move
 
 
 def pull_scatter(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
     few = 2 * elements(node.inputs[2].shape) <= elements(node.outputs[0].shape)
-    ways = scatter_candidates(node, (want, WHOLE, WHOLE))
-    ways = [(result, ins) for result, ins in ways if few or ins[1:] != (WHOLE, WHOLE)]
-    return next((ins for result, ins in ways if result == want), None)
-
-
-def _cuts_at(*wanted: tuple[Placement, int]) -> list[Tiled]:
-    return [p for p, dim in wanted if isinstance(p, Tiled) and p.dim == dim][:1]
+    ins = pull_factor(factors)(node, want)
+    return ins if ins is not None and (few or ins[1:] != (WHOLE, WHOLE)) else None
 
 
 def position_column(node: Node, move: Move) -> int | None:
@@ -143,6 +123,6 @@ def add_at(node: Node, operand: Any, indices: Any, updates: Any) -> Any:
     return lax.scatter_add(operand, indices, updates.astype(operand.dtype), node.params["dimension_numbers"], **flags)
 
 
-PARTS = {"push": push_scatter, "pull": pull_scatter, "emit": emit_scatter}
+PARTS = {"push": push_scatter, "pull": pull_scatter, "emit": emit_scatter, "factors": factors}
 register("scatter", "scatter-mul", "scatter_mul", *EXTREMA, **PARTS)
 register(*ADDS, **PARTS, accumulate=accumulate_scatter)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +23,7 @@ from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import Placement, Span, Tiled
 from transforms.tiling.mesh.layout import entries_of
 from transforms.tiling.rules import Move, register
-from transforms.tiling.rules.bodies import at_tile, held, made, whole_body, widen, with_gaps
+from transforms.tiling.rules.bodies import at_tile, held, widen
 
 
 def share(node: Node, spec: PartitionSpec, dim: int) -> int:
@@ -33,20 +32,12 @@ def share(node: Node, spec: PartitionSpec, dim: int) -> int:
     return math.prod(node.params["mesh"].shape[a] for a in entries[dim]) if dim < len(entries) else 1
 
 
-def inside(node: Node, number: int, placement: Placement) -> Placement:
-    """Where operand `number` stands in the body."""
+def inside(node: Node, spec: PartitionSpec, placement: Placement, out: bool = False) -> Placement:
+    """Where an operand of this spec stands in the body; or, `out` of it, a result that stands so in the body."""
     if not isinstance(placement, Tiled):
         return placement
-    devices = share(node, node.params["in_specs"][number], placement.dim)
-    return dataclasses.replace(placement, major=placement.major // devices)
-
-
-def outside(node: Node, number: int, placement: Placement) -> Placement:
-    """Where result `number` stands that stands so in the body."""
-    if not isinstance(placement, Tiled):
-        return placement
-    devices = share(node, node.params["out_specs"][number], placement.dim)
-    return dataclasses.replace(placement, major=placement.major * devices)
+    devices, major = share(node, spec, placement.dim), placement.major
+    return dataclasses.replace(placement, major=major * devices if out else major // devices)
 
 
 def push(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
@@ -54,50 +45,34 @@ def push(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     for i, p in enumerate(placements):
         if isinstance(p, Tiled) and p.major % share(node, node.params["in_specs"][i], p.dim):
             return Complete([i], "spreads the cut axis over devices")
-    ins = [inside(node, i, p) for i, p in enumerate(placements)]
+    ins = [inside(node, spec, p) for spec, p in zip(node.params["in_specs"], placements, strict=True)]
     found = body_of(graph, ins, placements)
     if isinstance(found, Obstacle):
         return found
-    outs = tuple(outside(node, i, found.fact(v).placement) for i, v in enumerate(graph.outputs))
-    return Region(outs, placements, (found,), held(found))
-
-
-def over_devices(node: Node, run: Callable[..., Any], specs: Sequence[PartitionSpec], outputs: Sequence[int]) -> Any:
-    """`run` as the body of a `shard_map` like the node's, for its results `outputs`; `specs` are of the operands."""
-    return jax.shard_map(
-        run,
-        mesh=node.params["mesh"],
-        in_specs=tuple(specs),
-        out_specs=[node.params["out_specs"][i] for i in outputs],
-        axis_names=set(node.params["newly_manual_axes"]),
-        check_vma=node.params["check_vma"],
-    )
+    made = zip(node.params["out_specs"], graph.outputs, strict=True)
+    outs = [inside(node, spec, found.fact(v).placement, out=True) for spec, v in made]
+    return Region(tuple(outs), placements, (found,), held(found))
 
 
 def emit(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
     assert isinstance(move, Region)
     (found,) = move.bodies
-    ins = [inside(node, i, p) for i, p in enumerate(move.ins)]
-    wanted = made(move)
-    outs = [found.fact(v).placement if i in wanted else None for i, v in enumerate(found.graph.outputs)]
+    ins = [inside(node, spec, p) for spec, p in zip(node.params["in_specs"], move.ins, strict=True)]
+    outs = [found.fact(v).placement for v in found.graph.outputs]
 
     def run(start: Any, *values: Any) -> list[Any]:
         results = at_tile(found, ins, outs, span._replace(start=start))(values)
-        return [widen(results[i], move.outs[i], span) for i in wanted]
+        return [widen(x, p, span) for x, p in zip(results, move.outs, strict=True)]
 
-    specs = (PartitionSpec(), *node.params["in_specs"])
-    results = over_devices(node, run, specs, wanted)(jnp.asarray(span.start), *values)
-    return with_gaps(wanted, results, len(node.outputs))
-
-
-def part(node: Node, values: Sequence[Any], wanted: Sequence[int]) -> list[Any]:
-    body = whole_body(body_graph(node, "jaxpr"), wanted)
-
-    def run(*values: Any) -> list[Any]:
-        results = body(values)
-        return [results[i] for i in wanted]
-
-    return with_gaps(wanted, over_devices(node, run, node.params["in_specs"], wanted)(*values), len(node.outputs))
+    over_devices = jax.shard_map(
+        run,
+        mesh=node.params["mesh"],
+        in_specs=(PartitionSpec(), *node.params["in_specs"]),
+        out_specs=list(node.params["out_specs"]),
+        axis_names=set(node.params["newly_manual_axes"]),
+        check_vma=node.params["check_vma"],
+    )
+    return over_devices(jnp.asarray(span.start), *values)
 
 
-register("shard_map", push=push, emit=emit, part=part, alone=True)
+register("shard_map", push=push, emit=emit, alone=True)

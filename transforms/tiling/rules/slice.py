@@ -12,9 +12,10 @@ from jax import lax
 from transforms.tiling.ir.graph import Node
 from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled, Whole
-from transforms.tiling.rules import Move, by_cut, count_once, only_sums, partial, passed, register, shrinks, tiled
-from transforms.tiling.rules.factors import Factors, register_factors, resized
+from transforms.tiling.rules import Move, by_cut, register, tiled
+from transforms.tiling.rules.factors import Factors, register_factors
 from transforms.tiling.rules.gather import absent, clamped, one_of_each, picks_few
+from transforms.tiling.rules.reshape import resized
 
 
 def pick(rows: Any, places: Any, cut: Tiled, span: Span) -> list[Any]:
@@ -40,7 +41,7 @@ def cut_part(move: Move) -> Tiled | None:
 # ------------------------------------------------------------------------------------------------------ slice, rev
 
 
-@by_cut(passed)
+@by_cut
 def push_slice(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
     kept = pieces(node, cut, node.inputs[0].shape, node.outputs[0].shape) or strided(node, cut)
     return push_part(node, cut, placements) if kept is None else Move((kept,), placements)
@@ -106,14 +107,7 @@ def turned(node: Node) -> Factors:
 # ---------------------------------------------------------------------------------------------------------------- pad
 
 
-def padded_sum(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle | None:
-    if placements[0] != Partial("sum") or not isinstance(placements[1], Whole):
-        return None
-    move = Move((Partial("sum"),), tuple(map(count_once, placements)))
-    return move if shrinks(node, 0) else Complete([0], "would make it larger", move)
-
-
-@by_cut(padded_sum)
+@by_cut
 def push_pad(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
     low, high, gap = node.params["padding_config"][cut.dim]
     block, landed = cut.block(node.inputs[0].shape), None
@@ -178,7 +172,7 @@ def shifted(node: Node, rows: Any, fill: Any, cut: Tiled, span: Span) -> Any:
 # ------------------------------------------------------------------------------------------------------ dynamic slices
 
 
-@by_cut(passed)
+@by_cut
 def push_dynamic_slice(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
     if tiled(placements) != [0]:
         return Complete([i for i in tiled(placements) if i], "starts at a place that differs from tile to tile")
@@ -187,16 +181,7 @@ def push_dynamic_slice(node: Node, placements: tuple[Placement, ...], cut: Tiled
     return Move((cut,), placements)
 
 
-def updated_sum(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle | None:
-    operand, update, *starts = placements
-    if not only_sums(placements) or partial(starts):
-        return None
-    move = Move((Partial("sum"),), (count_once(operand), count_once(update), *starts))
-    small = isinstance(operand, Partial) or shrinks(node, 1)
-    return move if small else Complete([1], "would make it larger", move)
-
-
-@by_cut(updated_sum)
+@by_cut
 def push_dynamic_update_slice(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
     if any(i > 1 for i in tiled(placements)):
         return Complete([i for i in tiled(placements) if i > 1], "starts at a place that differs from tile to tile")
@@ -253,7 +238,7 @@ def emit_dynamic_update_slice(node: Node, values: list[Any], move: Move, span: S
 
 
 register("slice", push=push_slice, pull=pull_slice, emit=emit_slice)
-register_factors("rev", factors=turned, sums=passed)
+register_factors("rev", factors=turned)
 register("pad", push=push_pad, pull=pull_pad, emit=emit_pad)
 register("dynamic_slice", push=push_dynamic_slice, pull=pull_dynamic_slice, emit=emit_dynamic_slice)
 register(

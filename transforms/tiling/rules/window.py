@@ -98,7 +98,7 @@ WINDOWS = {"reduce_window_sum": "sum", "reduce_window_max": "max", "reduce_windo
 CHOICES = ("select_and_gather_add", "select_and_scatter", "select_and_scatter_add")
 
 
-@by_cut()
+@by_cut
 def push_window(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
     """Operands of one shape, or nearly, and scalars to start from."""
     outs = (cut,) * len(node.outputs)

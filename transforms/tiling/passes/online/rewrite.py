@@ -30,7 +30,7 @@ from transforms.tiling.ir.terms import Early, Term, broadcast_by
 from transforms.tiling.mesh.layout import named
 from transforms.tiling.mesh.sums import contracted
 from transforms.tiling.passes.online.deferral import Finder
-from transforms.tiling.passes.reassociate import Product, identity, reassociate
+from transforms.tiling.passes.reassociate import Product, reassociate
 from transforms.tiling.rules import Move, register
 from transforms.tiling.rules.factors import peel
 
@@ -65,7 +65,7 @@ def rewrite(found: Analysis, done: Rewritten, span: Span) -> bool:
         node = value.producer
         if node is None or (changed and not _is_intact(finder, value)) or not _saves(found, value, able):
             continue
-        if node.name == "dot_general" and reassociate(found.graph, Product(node, value, identity), identity):
+        if node.name == "dot_general" and reassociate(found.graph, Product(node, value), finder.numbers):
             changed = True
             continue
         if (inner := finder.parts.get(value)) is not None:
@@ -223,8 +223,8 @@ class _Writer:
         if key not in self.done.copies:
             node = base.producer
             assert node is not None
-            like = dataclasses.replace(node, primitive=anchor_p, params={"sign": 1 if weight > 0 else -1}, effects=())
-            self.done.copies[key] = self.add(dataclasses.replace(like, outputs=[base]), [self.running(base)])
+            sign, running = 1 if weight > 0 else -1, self.running(base)
+            (self.done.copies[key],) = add(self.nodes, node, anchor_p, [running], [base.aval], sign=sign)
         return self.done.copies[key]
 
     def running(self, value: Value) -> Value:
@@ -235,11 +235,11 @@ class _Writer:
         key = ("running", value)
         if key not in self.done.copies:
             if isinstance(placement, Partial):
-                like = dataclasses.replace(node, primitive=running_p, params={"op": placement.op}, outputs=[value])
-                self.done.copies[key] = self.add(like, [value])
+                made = add(self.nodes, node, running_p, [value], [value.aval], op=placement.op)
             else:
-                like = dataclasses.replace(node, outputs=[value])
-                self.done.copies[key] = self.add(like, [self.running(v) for v in node.inputs])
+                inputs = [self.running(v) for v in node.inputs]
+                made = add(self.nodes, node, node.primitive, inputs, [value.aval], **node.params)
+            (self.done.copies[key],) = made
         return self.done.copies[key]
 
 
