@@ -113,6 +113,7 @@ PARTS = {"gemma3_stretched": "gemma3", "mistral": "mistral3", "ministral3": "mis
 PARTS |= {"qwen3_5": "qwen3_5", "gemma4_small": "gemma4", "gemma4_moe": "gemma4", "deepseek_v3": "kimi_k25"}
 
 
+@pytest.mark.crossed("prefix", "case")
 @pytest.mark.parametrize("case", PARTS)
 @pytest.mark.parametrize("prefix", PREFIXES.values(), ids=PREFIXES)
 def test_the_text_part_of_a_multimodal_folder_is_read(prefix, case, tmp_path):
