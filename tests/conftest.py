@@ -31,6 +31,9 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "optimised: what is judged as XLA makes it fast, or for other devices")
+    config.addinivalue_line(
+        "markers", "measured: bytes and compiled texts, as XLA has them before it makes machine code"
+    )
     config.addinivalue_line("markers", "symbolic: what is equal in symbols, whichever way XLA computes it")
     # Inside the compiler, `transforms.tiling`, checks would take longer than what they check; types are read there too.
     transforms = (
@@ -99,8 +102,12 @@ def quickly(request):
 @pytest.fixture(autouse=True)
 def optimised(request):
     """A test may be marked in a module that is not."""
-    with quick.by_default({}) if request.node.get_closest_marker("optimised") else contextlib.nullcontext():
-        yield
+    for mark, options in {"optimised": {}, "measured": quick.UNOPTIMISED}.items():
+        if request.node.get_closest_marker(mark):
+            with quick.by_default(options):
+                yield
+            return
+    yield
 
 
 @pytest.fixture(scope="module")

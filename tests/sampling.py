@@ -2,13 +2,14 @@
 
 A test names its redundant parameters by `@pytest.mark.redundant("n")`: rows are the cases of a test without them. A
 hash of the seed and a case's id chooses among the cases of a row, so that no case's luck depends on what else there is.
+Where tables are crossed and no pair has an expectation of its own, `@pytest.mark.crossed("name", "layout")` says so:
+each entry of either is a row, and a sample takes pairs, in the order of the hash, until every row stands in one.
 Whoever names tests (files, ids, `-k`, `-m`) or says `--all` gets every case that he names. A run ends by saying what it
 left out.
 """
 
 import hashlib
 import time
-from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,9 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "redundant(*names): parameters of which a sample takes one value in each row")
+    config.addinivalue_line(
+        "markers", "crossed(*names): parameters each value of which is a row, whatever the others are"
+    )
     option = config.option
     option.sampled = named_nothing(config) and not option.all
     option.deadline = None if option.minutes is None else time.time() + 60 * option.minutes
@@ -49,11 +53,14 @@ def pytest_xdist_auto_num_workers(config):
     return None if named_nothing(config) else 0
 
 
-def row(item) -> tuple:
-    """Return what a case has in common with those that a sample takes it for."""
-    redundant = {name for mark in item.iter_markers("redundant") for name in mark.args}
+def rows_of(item) -> set[tuple]:
+    """Return what a case has in common with those that a sample takes it for: a row, or one for each crossed table."""
+    named = lambda marker: {name for mark in item.iter_markers(marker) for name in mark.args}
     params = item.callspec.params if hasattr(item, "callspec") else {}
-    return item.nodeid.partition("[")[0], *sorted((k, id(value)) for k, value in params.items() if k not in redundant)
+    values = {name: (name, id(value)) for name, value in params.items() if name not in named("redundant")}
+    crossed = named("crossed")
+    test = item.nodeid.partition("[")[0], *sorted(value for name, value in values.items() if name not in crossed)
+    return {(*test, values[name]) for name in crossed} or {test}
 
 
 def position(item, seed: str) -> float:
@@ -67,10 +74,11 @@ def choose(items: list, sampled: bool, share: float, seed: str, rest: bool = Fal
     """Return the cases that run, in their order; or, of a sample, those that do not."""
     kept = [item for item in items if position(item, seed) < share]
     if sampled:
-        rows = defaultdict(list)
-        for item in kept:
-            rows[row(item)].append(item)
-        first = {min(cases, key=lambda item: position(item, seed)).nodeid for cases in rows.values()}
+        first, there = set(), set()
+        for item in sorted(kept, key=lambda item: position(item, seed)):
+            if not rows_of(item) <= there:
+                first.add(item.nodeid)
+                there |= rows_of(item)
         kept = [item for item in kept if (item.nodeid in first) != rest]
     return kept
 
@@ -79,7 +87,7 @@ def choose(items: list, sampled: bool, share: float, seed: str, rest: bool = Fal
 def pytest_collection_modifyitems(config, items):
     option = config.option
     kept = choose(items, option.sampled, option.share, option.seed, option.rest)
-    rows, kept_rows = {row(item) for item in items}, {row(item) for item in kept}
+    rows, kept_rows = (set().union(*map(rows_of, cases)) for cases in (items, kept))
     missing = 0 if option.rest else len(rows - kept_rows)
     config.left_out = {"cases": len(items), "run": len(kept), "rows": missing}
     if len(kept) < len(items):

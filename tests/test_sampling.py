@@ -28,6 +28,18 @@ TABLE = """
     def test_heavy(n):
         pass
 """
+CROSSED = """
+    import pytest
+
+    @pytest.mark.crossed("layout", "family")
+    @pytest.mark.redundant("n")
+    @pytest.mark.parametrize("n", [2, 4])
+    @pytest.mark.parametrize("dtype", ["half", "whole"])
+    @pytest.mark.parametrize("layout", "pqrs")
+    @pytest.mark.parametrize("family", "uvwxyz")
+    def test_crossed(family, layout, dtype, n):
+        pass
+"""
 CASES, ROWS = 24 + 3 + 3, 8 + 2 + 3
 
 
@@ -60,6 +72,17 @@ def test_another_seed_takes_other_values_of_the_same_rows(run):
     zero, again, one = run()[0], run()[0], run("--seed", "1")[0]
     assert zero == again != one
     assert len(one) == ROWS
+
+
+def test_every_entry_of_tables_that_are_crossed_is_there(run, pytester):
+    (pytester.path / "tests" / "test_it.py").write_text("\n".join(line[4:] for line in CROSSED.splitlines()))
+    (names, out), rest, whole = run(), run("--rest")[0], run("--all")[0]
+    for dtype in ("half", "whole"):  # which is not crossed: with either, every family and every layout
+        letters = [set(name.split("[")[1].rstrip("]").split("-")) for name in names if dtype in name]
+        assert set().union(*letters) >= set("pqrs") | set("uvwxyz")
+        assert 6 <= len(letters) < 12
+    out.fnmatch_lines(["*rows left out: none"])
+    assert len(whole) == 96 and sorted([*names, *rest]) == sorted(whole)
 
 
 @pytest.mark.parametrize(

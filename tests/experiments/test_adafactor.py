@@ -100,7 +100,7 @@ def test_update_gives_the_rounded_parameter_exactly():
     )  # exact but for parameters near zero, where the difference itself has to be rounded
 
 
-@pytest.mark.optimised
+@pytest.mark.measured
 def test_temporary_memory_is_that_of_one_layer():
     layers, rows, cols = 16, 512, 1024
     shape = jax.ShapeDtypeStruct((layers, rows, cols), jnp.bfloat16)
@@ -121,7 +121,7 @@ def test_params_are_required():
         tx.update(params, tx.init(params))
 
 
-@pytest.mark.optimised
+@pytest.mark.measured
 def test_a_narrow_leaf_is_overwritten_block_by_block(monkeypatch):
     """XLA:CPU widens the whole of a bfloat16 array to overwrite a part of it, in every step of a loop."""
     monkeypatch.setattr(adafactor, "BLOCK", 2**12)

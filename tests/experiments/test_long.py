@@ -18,6 +18,7 @@ from experiments.planning.resolve import resolve
 from experiments.runtime import meshes
 from experiments.runtime.hardware import Device
 from experiments.step import tiling
+from tests import quick
 from tests.experiments.test_tiled import check, resolved
 from tests.tiny import on_mesh
 from tests.zoo import test_ulysses as ulysses
@@ -195,12 +196,13 @@ def test_errors_against_float64_are_those_of_whole_layers(name, mesh, packed, lo
     """In float32, as XLA compiles by default: at most half as much again, of one device and of eight."""
     config = ulysses.CONFIGS[name]
     length = 32 if name == "no groups" else 256  # there are no more positions
-    model = zoo.model_class(config).init(config, key=jax.random.key(0))
-    model = adapted(model) if low_rank else model
+    with quick.by_default():
+        model = zoo.model_class(config).init(config, key=jax.random.key(0))
+        model = adapted(model) if low_rank else model
     ids = np.random.default_rng(2).integers(3, 60, (2, length), dtype=np.int32)
     lengths = [length * 3 // 8, length // 8, length // 2]
     segments = np.repeat([[1, 2, 3]] * 2, lengths, axis=1).astype(np.int32) if packed else None
-    with jax.enable_x64(True):
+    with jax.enable_x64(True), quick.by_default():
         exact = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), model)
         wanted = ulysses.gradients(exact, ids, segments, None, {})
     own = error(ulysses.gradients(model, ids, segments, None, {}), wanted)
@@ -231,14 +233,14 @@ def temporary(*args, **how):
     return compiled(*args, **how)[1].memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.optimised
+@pytest.mark.measured
 def test_products_are_those_of_two_forward_passes_and_a_backward_pass():
     """What attention has found is told to the backward pass: otherwise its forward pass would be there a third time."""
     config, step = compiled(2**13, configs.Tiling(n="none", heads=True, tokens=1024), 32)
     assert dot_flops(step.as_text()) < 1.07 * recomputed_flops(config, 1, 2**13)
 
 
-@pytest.mark.optimised
+@pytest.mark.measured
 def test_65536_tokens_take_a_fiftieth_of_the_memory_and_twice_as_many_twice():
     long = configs.Tiling(n="none", heads=True, tokens=1024)
     found = {seq: temporary(seq, long, seq // 64) for seq in (2**15, 2**16)}
@@ -246,7 +248,7 @@ def test_65536_tokens_take_a_fiftieth_of_the_memory_and_twice_as_many_twice():
     assert found[2**16] < 2.1 * found[2**15]
 
 
-@pytest.mark.optimised
+@pytest.mark.measured
 def test_queries_keys_and_values_exist_of_one_group_at_a_time():
     """Beside what all heads see and the gradients of what is projected, of which there must be all."""
     tilings = [configs.Tiling(n="none", heads=heads, tokens=64) for heads in (False, True)]

@@ -18,6 +18,7 @@ from experiments.planning import cost, targets
 from experiments.planning.resolve import resolve
 from experiments.runtime import meshes
 from experiments.step.build import Programs, problem
+from tests import quick
 from tests.experiments.test_tiled import resolved
 from transforms.offload import by_layers, in_host
 
@@ -29,7 +30,8 @@ def trained(*words, model="tiny_llama", steps=2):
     """The losses of some steps, and the last state."""
     config = resolved(model, *words)
     programs = Programs(config)
-    state = programs.init_state(programs.init())
+    with quick.by_default():
+        state = programs.init_state(programs.init())
     random, losses = np.random.default_rng(0), []
     for _ in range(steps):
         ids = random.integers(

@@ -80,7 +80,7 @@ def test_windows_score_every_token_once(length, seq_len, stride):
     assert all(window.first - window.begin >= seq_len - stride for window in found[1:])
 
 
-@pytest.mark.optimised
+@pytest.mark.measured
 def test_no_logits_of_a_hundred_thousand_tokens_exist():
     """256k words: 100 GB of logits untiled. Compiled, not run."""
     tiny = zoo.GemmaConfig(

@@ -187,7 +187,7 @@ def test_values_and_gradients_are_the_untiled_ones(fn, n):
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9 * float(abs(b).max()))
 
 
-@pytest.mark.optimised
+@pytest.mark.measured
 @pytest.mark.parametrize("fn", [token_shift, depthwise, differences], ids=lambda fn: fn.__name__)
 def test_memory_falls_with_the_tiles(fn):
     def temporary(n):

@@ -34,6 +34,7 @@ def test_what_fits_is_not_tiled():
     assert planned("1GiB").tiles == 1
 
 
+@pytest.mark.measured
 def test_the_compiled_program_fits():
     tiled = tile(loss, (0, None, 0), n="auto", budget=10 * MiB)
     compiled = jax.jit(jax.value_and_grad(tiled, (0, 1))).lower(*SHAPES).compile()

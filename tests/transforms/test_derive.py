@@ -66,6 +66,7 @@ DERIVATIVES = {
 }
 
 
+@pytest.mark.crossed("name", "fn")
 @pytest.mark.parametrize("fn", [scalar, perplexity, per_token, several], ids=lambda fn: fn.__name__)
 @pytest.mark.parametrize("name", DERIVATIVES)
 def test_derivative_equals_untiled(name, fn):
@@ -99,6 +100,7 @@ def half_square(x, w):
     return ((x * jnp.float16(100)).astype(jnp.float32) ** 2).sum() + 0 * w.sum()
 
 
+@pytest.mark.redundant("wrap")
 @pytest.mark.parametrize(("fn", "scale"), [(half_loss, 2.0**15), (half_loss, 3.0), (half_square, 1e-6)])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["eager", "jit", "checkpoint"])
 def test_float16_gradients_are_formed_at_the_scale_of_the_caller(fn, scale, wrap):

@@ -265,6 +265,7 @@ def test_the_plan_tells_of_effects():
     assert tile(lambda x: x.sum(), 0, N).plan(X).value.effects == ()
 
 
+@pytest.mark.crossed("name", "n")
 @pytest.mark.parametrize("n", [1, 3, 5])
 @pytest.mark.parametrize("name", ["plain", "scanned layers", "lax.map over rows"])
 def test_effects_under_vmap_in_scans_and_for_any_number_of_tiles(name, n):

@@ -95,6 +95,7 @@ CASES = {
 LOOSE = {"regression": 9, "head, all bfloat16": 5.2}
 
 
+@pytest.mark.measured
 @pytest.mark.parametrize("name", CASES)
 def test_estimate_is_seldom_less_and_at_most_about_twice(name):
     fn, axis, n, shapes = CASES[name]
@@ -107,6 +108,7 @@ def test_estimate_is_seldom_less_and_at_most_about_twice(name):
         assert 0.8 * taken <= temp_bytes(run.tiled) <= most * taken
 
 
+@pytest.mark.measured
 @pytest.mark.parametrize("name", ["head, 8 tiles", "softcap and z-loss", "entropy", "attention over queries"])
 def test_untiled_programs_are_estimated_too(name):
     fn, axis, n, shapes = CASES[name]

@@ -34,6 +34,7 @@ def square(fn):
     return jax.value_and_grad(lambda *args: (fn(*args) ** 2).sum(), (0, 1, 2))
 
 
+@pytest.mark.measured
 @pytest.mark.parametrize(
     ("policy", "products"),
     [
@@ -54,6 +55,7 @@ def test_what_is_kept_is_not_computed_again(policy, products):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(jnp.abs(b).max()))
 
 
+@pytest.mark.measured
 def test_between_the_loops_of_one_program():
     def variance(x, w):
         hidden = checkpoint_name(x @ w, "hidden")
@@ -75,6 +77,7 @@ def inside(fn):
     return tile(jax.checkpoint(fn), (0, None, None), 4)
 
 
+@pytest.mark.measured
 @pytest.mark.parametrize("wrap", [outside, inside])
 def test_checkpoints_do_not_pay_the_forward_three_times(wrap):
     compiled = jax.jit(square(wrap(mlp))).lower(*arrays()).compile()

@@ -136,6 +136,7 @@ def sequences():
     return rng.normal(size=(B, S, V)), paddings[0], rng.integers(1, V, (B, 3)).astype(np.int32), paddings[1]
 
 
+@pytest.mark.crossed("name", "axes")
 @pytest.mark.parametrize("axes", [(0, 0, 0, 0), (1, 1, None, None), (2, None, None, None)], ids="BSV")
 @pytest.mark.parametrize("name", SEQUENCES)
 def test_loss_of_sequences_equals_untiled(name, axes):

@@ -146,6 +146,7 @@ def chunks(monkeypatch):
     return of
 
 
+@pytest.mark.crossed("spec", "size")
 @pytest.mark.parametrize("spec", ["ld,lv->dv", "lv,ld->vd", "zld,zlv->zdv", "dl,lv->dv", "ldk,lv->dkv"])
 @pytest.mark.parametrize("size", [1, 50, 80, 1 << 20])
 def test_chunked_accumulation_equals_plain(spec, size, chunks):

@@ -190,6 +190,7 @@ def test_vocabulary_that_tiles_do_not_divide(n):
     exact(softcap_and_z_loss, HEAD, tokens(), n=n)
 
 
+@pytest.mark.crossed("fn", "bad")
 @pytest.mark.parametrize("fn", [integer_labels, one_hot, indexed])
 @pytest.mark.parametrize("bad", [V + 1, -1, -V - 1])
 def test_label_out_of_range_counts_as_in_the_untiled_function(fn, bad):
@@ -212,6 +213,7 @@ SHAPES = (Array((64, 32), F32), Array((32, 1000), F32), Array((64,), jnp.int32))
 UNIT = 2 * 64 * 32 * 1000
 
 
+@pytest.mark.measured
 @pytest.mark.parametrize("fn", [integer_labels, softcap_and_z_loss, indexed, one_hot])
 def test_loss_over_the_vocabulary_takes_two_loops_and_four_products(fn):
     tiled = tile(fn, HEAD, 8)
@@ -226,6 +228,7 @@ def temp(fn, *args):
     return jax.jit(fn).lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.measured
 def test_memory_of_a_loss_over_the_vocabulary():
     shapes = (Array((512, 64), F32), Array((64, 8192), F32), Array((512,), jnp.int32))
     gradient = functools.partial(jax.value_and_grad, argnums=(0, 1))

@@ -149,6 +149,7 @@ LONG = (Array((S, 16), F32),) * 3
 PRODUCT = 2 * S * S * 16
 
 
+@pytest.mark.measured
 @pytest.mark.parametrize("fn", [plain, causal, softcap])
 def test_attention_over_keys_has_the_products_of_the_untiled_function(fn):
     tiled = tile(fn, KEYS, 8)
@@ -158,6 +159,7 @@ def test_attention_over_keys_has_the_products_of_the_untiled_function(fn):
     assert loops(fn, KEYS, LONG, n=8) == (1, 2)
 
 
+@pytest.mark.measured
 @pytest.mark.parametrize("fn", [plain, causal, softcap])
 def test_memory_of_attention_over_keys(fn):
     long = (Array((1024, 16), F32),) * 3

@@ -45,6 +45,7 @@ def copies(compiled) -> list[str]:
     return re.findall(r"convert\S* = (f32\S+) fusion\([^)]*%[xy]\.?\d*\)", compiled.as_text())
 
 
+@pytest.mark.crossed("name", "dtype")
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("dtype", [HALF, WIDE])
 def test_same_numbers_without_copies(name, dtype):

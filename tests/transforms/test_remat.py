@@ -54,11 +54,13 @@ def test_gradients_do_not_depend_on_the_policy(name, arrays, expected):
     np.testing.assert_allclose(gradient(remat(name, ["inner"]), *arrays), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.measured
 def test_policies_keep_what_they_say(arrays):
     kept = {name: temporary_bytes(name, *arrays) for name in ("none", "dots", "full", "names", "block")}
     assert kept["block"] == kept["full"] < kept["names"] < kept["dots"] < kept["none"]
 
 
+@pytest.mark.measured
 def test_policies_that_take_turns_keep_their_shares(arrays):
     kept = [temporary_bytes(name, *arrays) for name in ("full", "full*3,none", "full,none", "none")]
     assert kept == sorted(set(kept))
@@ -89,6 +91,7 @@ def test_inputs_that_a_tpu_cannot_move_at_once_are_moved_in_parts(arrays, monkey
         assert set(re.findall(r"f32<host>\[8,([\d,]+)\]", jaxpr)) == kept
 
 
+@pytest.mark.measured
 def test_groups_of_layers_keep_less_than_layers():
     weights, x = jnp.ones((16, 64, 64)), jnp.ones((1024, 64))
     grad = lambda name: jax.jit(jax.grad(lambda w: loss_of(remat(name), w, x))).lower(weights).compile()

@@ -48,12 +48,14 @@ def test_model_is_exact(n):
         assert_tiles(training_loss, MODEL, n, args, dtype=jnp.float64, fast=True)
 
 
+@pytest.mark.measured
 def test_memory_of_a_block_falls_with_the_tile():
     args = (jax.ShapeDtypeStruct((1, 512, 16), jnp.float32), first_layer())
     loss = lambda x, w: (block(x, w) ** 2).mean()
     assert temp(gradient(tile(loss, BLOCK, 16)), *args) < temp(gradient(loss), *args) / 8
 
 
+@pytest.mark.measured
 def test_memory_of_a_model_falls_with_the_tile():
     S = 512
     args = (*parameters(), *draw_tokens(1, S), jnp.ones((1, S)))

@@ -118,6 +118,7 @@ def test_tiles_are_shared_by_the_devices(name, kind, n):
         assert_same(quick.jit(jax.grad(scalar, (0, 1)))(*args), quick.jit(with_gradients(fn))(*args)[1], FLOAT32)
 
 
+@pytest.mark.crossed("check", "spec")
 @pytest.mark.parametrize("check", [True, False])
 @pytest.mark.parametrize("spec", [P("d"), P(None, "d")])
 def test_the_mesh_may_be_known_to_the_shard_map_alone(spec, check):

@@ -103,6 +103,7 @@ def looped(text):
 FUNCTIONS = [cross_entropy, preference, perplexity, per_token, worst]
 
 
+@pytest.mark.crossed("name", "number")
 @pytest.mark.parametrize("number", range(len(FUNCTIONS)))
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_has_the_value_and_gradients_of_one_device(name, number):
@@ -173,6 +174,7 @@ def test_labels_may_be_gathered_where_the_vocabulary_is_whole():
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
 
 
+@pytest.mark.crossed("table", "tied")
 @pytest.mark.parametrize("table", [P("d"), P(None, "d"), P("c"), P("d", "c"), P(("d", "c")), P()])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_table_gains_from_tokens_that_several_axes_spread(table, tied):

@@ -35,6 +35,7 @@ def measure(fn):
     return temp_bytes(compiled), dot_flops(compiled.as_text()) / (2 * TOKENS * EMBED * VOCAB)
 
 
+@pytest.mark.measured
 def test_head_takes_a_seventh_of_the_memory_and_recomputes_nothing():
     untiled, products = measure(loss)
     tiled, tiled_products = measure(tile(loss, (0, None, 0, 0), 8))
@@ -43,12 +44,14 @@ def test_head_takes_a_seventh_of_the_memory_and_recomputes_nothing():
     assert measure(scanned(8))[1] == 4.0  # the count can tell: this one runs the forward twice
 
 
+@pytest.mark.measured
 def test_memory_falls_with_the_number_of_tiles():
     sizes = [measure(tile(loss, (0, None, 0, 0), n))[0] for n in (2, 8, 32)]
     assert sizes[1] < sizes[0] / 3
     assert sizes[2] < sizes[1] / 2
 
 
+@pytest.mark.measured
 def test_evaluation_pays_the_forward_alone():
     shapes = [jax.ShapeDtypeStruct(s, d) for s, d in (((1024, 64), "float32"), ((64, 16384), "float32"))]
     shapes += [jax.ShapeDtypeStruct((1024,), jnp.int32), jax.ShapeDtypeStruct((1024,), jnp.float32)]
@@ -64,6 +67,7 @@ NONLINEAR = {
 }
 
 
+@pytest.mark.measured
 @pytest.mark.parametrize("name", NONLINEAR)
 def test_losses_nonlinear_in_a_sum_recompute_nothing(name):
     untiled, tiled = measure(NONLINEAR[name]), measure(tile(NONLINEAR[name], (0, None, 0, 0), 8))
@@ -71,6 +75,7 @@ def test_losses_nonlinear_in_a_sum_recompute_nothing(name):
     assert tiled[0] <= untiled[0] / 5
 
 
+@pytest.mark.measured
 def test_frozen_weights_cost_no_gradient():
     def of_hidden(fn):
         return jax.grad(lambda h: fn(h, jnp.ones((EMBED, VOCAB)), jnp.zeros(TOKENS, int), jnp.ones(TOKENS)))

@@ -33,7 +33,6 @@ from transforms import TileError
 
 TILES = [case for case in CASES.values() if case.refused is None]
 REFUSED = [case for case in CASES.values() if case.refused is not None]
-HEADS = [case for case in TILES if case.head]
 COUNTS = (4, 7, 2)
 
 
@@ -112,31 +111,31 @@ def test_is_refused(case):
         check(case, 4)
 
 
-@each(HEADS)
+@each(TILES)
 def test_makes_no_untiled_intermediate(case):
     """No array larger than every input and output, nor than a tile's share of the untiled function's largest."""
-    call = call_of(case, jnp.float32)
-    function, arrays = probe(call, call.fn)
-    untiled = jax.make_jaxpr(function)(*arrays)
-    shapes = [v.aval.shape for v in (*untiled.jaxpr.invars, *untiled.jaxpr.outvars)]
-    limit = max(math.prod(shape) for shape in shapes) + 1
-    assert largest(untiled) >= limit, "the untiled function makes nothing larger than its inputs and outputs"
-    n = 4
-    share = math.ceil(largest(untiled) * -(-length(case) // n) / length(case))
-    function, arrays = probe(call, tiled(case.fn, case.axis, n, case.has_aux, case.closed))
-    assert_no_large(jax.make_jaxpr(function)(*arrays), max(limit, share + 1))
-
-
-@each(TILES)
-def test_what_is_whole_is_no_larger_than_inputs_and_outputs(case):
-    """Nor than what the tiles of the untiled function's arrays hold, but for arrays of one number."""
     n = 7
     call = call_of(case, jnp.float32)
     function, arrays = probe(call, tiled(case.fn, case.axis, n, case.has_aux, case.closed))
     jaxpr = jax.make_jaxpr(function)(*arrays)
+    untiled = jax.make_jaxpr(probe(call, call.fn)[0])(*arrays)
+    if case.head:
+        _assert_no_large(case, jaxpr, untiled, n)
+    _assert_small_where_whole(case, jaxpr, untiled, n)
+
+
+def _assert_no_large(case: Case, jaxpr: Any, untiled: Any, n: int) -> None:
+    shapes = [v.aval.shape for v in (*untiled.jaxpr.invars, *untiled.jaxpr.outvars)]
+    limit = max(math.prod(shape) for shape in shapes) + 1
+    assert largest(untiled) >= limit, "the untiled function makes nothing larger than its inputs and outputs"
+    share = math.ceil(largest(untiled) * -(-length(case) // n) / length(case))
+    assert_no_large(jaxpr, max(limit, share + 1))
+
+
+def _assert_small_where_whole(case: Case, jaxpr: Any, untiled: Any, n: int) -> None:
+    """In bytes: no more than the tiles of the untiled function's arrays hold, but for arrays of one number."""
     ends = max(_bytes(v.aval) for v in (*jaxpr.jaxpr.invars, *jaxpr.jaxpr.outvars))
-    untiled, _ = probe(call, call.fn)
-    most = max(_bytes(v.aval) for e in equations(jax.make_jaxpr(untiled)(*arrays)) for v in e.outvars)
+    most = max(_bytes(v.aval) for e in equations(untiled) for v in e.outvars)
     limit = max(ends, most * -(-length(case) // n) // length(case) + 1)
     made = [(e, v) for e in equations(jaxpr) for v in e.outvars if _bytes(v.aval) > limit]
     wrong = [f"{e.primitive} makes {v.aval.str_short()}" for e, v in made if not _is_one_number(e)]

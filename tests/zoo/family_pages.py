@@ -5,6 +5,7 @@ The numbers are committed, in `measured.json`; `python -m tests.zoo.family_pages
 """
 
 import ast
+import functools
 import inspect
 import json
 import sys
@@ -50,10 +51,16 @@ def measure(case: str) -> dict[str, float]:
     return {"logits": off, "rms": size, "gradients": worst}
 
 
+@functools.cache
 def family_of(case: str) -> str:
     """Return the name of a case's family."""
     config = from_hf((CASES | ENCODERS)[case])
     return next(name for name, one in FAMILIES.items() if type(config) is one)
+
+
+@functools.cache
+def _models() -> list[listing.Listed]:
+    return listing.models()
 
 
 def page(family: str, measured: dict[str, Any]) -> str:
@@ -65,7 +72,7 @@ def page(family: str, measured: dict[str, Any]) -> str:
     lines = [f"# {family}", "", _HEAD, "", about, "", f"`config.json`: {_named(config.dialects)}. "]
     lines[-1] += f"Source: [{source.name}]({source.relative_to(PAGES).as_posix()})."
     lines += ["", "| `model=` | checkpoint | parameters | a token meets |", "|---|---|---|---|"]
-    for one in listing.models():
+    for one in _models():
         if one.family == family:
             counts = listing.count_params(one.config), listing.count_active(one.config)
             lines.append(f"| `{one.name}` | {one.about} | {counts[0]:,} | {counts[1]:,} |")

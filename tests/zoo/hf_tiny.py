@@ -119,6 +119,14 @@ def reference(case: str, dtype: str = "float32"):
         return model.eval()
 
 
+def logits(model) -> np.ndarray:
+    """Return the logits of `tokens()`, without what gradients need."""
+    import torch
+
+    with torch.no_grad():
+        return model(input_ids=torch.from_numpy(tokens()), use_cache=False).logits.float().numpy()
+
+
 def run(model) -> dict:
     """Return what the model makes of `tokens()`: logits, loss, gradient norm, hidden states and gradients."""
     import torch

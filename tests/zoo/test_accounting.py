@@ -1,5 +1,6 @@
 """Parameters and FLOPs against the models themselves. (The published totals are in test_configs.py.)"""
 
+import functools
 import itertools
 import math
 
@@ -17,10 +18,14 @@ from zoo.huggingface.config import from_hf
 CONFIGS = {case: from_hf(raw) for case, raw in CASES.items()}
 
 
+@functools.cache
+def shapes(config):
+    return eqx.filter_eval_shape(model_class(config).init, config, key=jax.random.key(0))
+
+
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_count_is_the_number_of_elements_of_the_model(config):
-    model = eqx.filter_eval_shape(model_class(config).init, config, key=jax.random.key(0))
-    assert count_params(config) == sum(leaf.size for leaf in jax.tree.leaves(model))
+    assert count_params(config) == sum(leaf.size for leaf in jax.tree.leaves(shapes(config)))
 
 
 def _dot_flops(jaxpr) -> int:
@@ -43,9 +48,8 @@ def _dot_flops(jaxpr) -> int:
 @pytest.mark.parametrize(("batch", "seq"), [(1, 3), (2, 11)])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_flops_are_those_of_the_traced_dots_less_what_the_mask_hides(config, batch, seq):
-    model = eqx.filter_eval_shape(model_class(config).init, config, key=jax.random.key(0))
     tokens = jax.ShapeDtypeStruct((batch, seq), jnp.int32)
-    traced = _dot_flops(jax.make_jaxpr(lambda model, tokens: model(tokens))(model, tokens).jaxpr)
+    traced = _dot_flops(jax.make_jaxpr(lambda model, tokens: model(tokens))(shapes(config), tokens).jaxpr)
     layers = zip(config.layer_stacks, config.layer_windows, config.layer_heads, strict=True)
     made = used = 0
     for stack, window, (_, width, value) in layers:

@@ -139,7 +139,7 @@ def test_splash_is_traced_for_devices_that_compute_nothing():
     assert traced.out_info.shape == x.shape
 
 
-@pytest.mark.optimised
+@pytest.mark.measured
 @pytest.mark.parametrize("kernel", ["splash", "cudnn"])
 def test_on_a_mesh_each_device_runs_its_own_heads_and_rows(kernel):
     q, k, v = drawn((4, 128, N, H), (4, 128, K, H), (4, 128, K, H))

@@ -95,6 +95,7 @@ def test_a_text_ends_with_its_stop():
     assert steps == [[row[0] for row in free]]
 
 
+@pytest.mark.crossed("case", "chunk")
 @pytest.mark.parametrize("case", [MODEL, "deepseek_v2", "qwen3_next_other"])
 @pytest.mark.parametrize("chunk", [6, 1024])
 def test_prompts_read_in_chunks_give_the_same(case, chunk):

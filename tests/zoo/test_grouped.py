@@ -15,7 +15,6 @@ from zoo.models.mixtures.experts import experts
 from zoo.models.mixtures.grouped import FEW, grouped, ragged, stepped
 from zoo.quantised import Quantised, encode
 
-pytestmark = pytest.mark.optimised
 INSIDE, WIDTH = 24, 40
 
 
@@ -26,6 +25,7 @@ def drawn(sizes, left, dtype):
     return draw(rows, INSIDE), draw(len(sizes), INSIDE, WIDTH), jnp.asarray(sizes, jnp.int32), draw(rows, WIDTH)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def found(product, x, weight, counts, slope):
     """The products and their gradients."""
     out, back = jax.vjp(lambda x, weight: product(x, weight, counts), x, weight)
@@ -41,6 +41,7 @@ SIZES = {
 }
 
 
+@pytest.mark.optimised
 @pytest.mark.redundant("dtype", "left")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("left", [0, 130])
@@ -74,6 +75,7 @@ def shapes(rows, groups):
     return x, weight, array((groups,), jnp.int32), array((rows, WIDTH), jnp.float32)
 
 
+@pytest.mark.measured
 @pytest.mark.parametrize(("rows", "groups"), [(8192, 8), (8192, 64), (4096, 32)])
 def test_each_row_meets_one_matrix(rows, groups):
     compiled = lambda product: jax.jit(functools.partial(found, product)).lower(*shapes(rows, groups)).compile()
@@ -125,6 +127,7 @@ def test_steps_are_the_products_of_xla_with_matrices_of_any_kind(sizes, kind):
     np.testing.assert_allclose(out, expected, atol=1e-5 * max(1, abs(expected).max()))
 
 
+@pytest.mark.optimised
 def test_no_bit_of_a_row_depends_on_the_others():
     """A group alone has the bits that it has among the others, wherever its rows are."""
     x, weight, counts, _ = drawn([1, 19, 0, 17, 2, 15, 16, 5], 4, jnp.float32)
@@ -138,6 +141,7 @@ def test_no_bit_of_a_row_depends_on_the_others():
             np.testing.assert_array_equal(run(alone, weight, few)[: count - row], together[own])
 
 
+@pytest.mark.measured
 def test_a_step_holds_one_matrix_and_is_taken_where_there_are_rows():
     """Of fewer bits no other is made; and a loop has as many steps as there are blocks."""
     x, weight, counts, _ = shapes(64, 64)

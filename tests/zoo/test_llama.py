@@ -119,9 +119,8 @@ def test_a_tiled_head_is_the_head(case):
         logits = model.logits(hidden)
         return jnp.mean(jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, targets[:, None], 1)[:, 0])
 
-    whole = eqx.filter_value_and_grad(lambda parts: loss(*parts, targets))((model, hidden))
-    tiled = eqx.filter_value_and_grad(lambda parts: tile(loss, axis=(None, 0, 0), n=3)(*parts, targets))
-    _agree(tiled((model, hidden)), whole)
+    run = lambda loss: jit(eqx.filter_value_and_grad(lambda parts: loss(*parts, targets)))((model, hidden))
+    _agree(run(tile(loss, axis=(None, 0, 0), n=3)), run(loss))
 
 
 @pytest.mark.parametrize("case", ["gemma2_gqa", "llama2"])
@@ -133,7 +132,7 @@ def test_a_tiled_mlp_is_the_mlp(case):
     mlp = lambda x, gate, up, down: gated_mlp(x, gate, up, down, **how)
     weights = (layer.gate, layer.up, layer.down)
     for axis in ((0, None, None, None), (None, 1, 1, 0)):  # tokens, or the hidden width
-        run = lambda mlp: jax.value_and_grad(lambda parts: (mlp(*parts) ** 2).sum())((x, *weights))
+        run = lambda mlp: jit(jax.value_and_grad(lambda parts: (mlp(*parts) ** 2).sum()))((x, *weights))
         _agree(run(tile(mlp, axis=axis, n=3)), run(mlp))
 
 

@@ -42,6 +42,9 @@ OTHERS += ["gemma3n"]
 ALL = ("q", "k", "v", "o", "gate", "up", "down")
 
 
+LOSS = jit(loss_fn)  # one for all: models of one shape are compiled once
+
+
 def attached(case: str, targets=ALL, seed: int = 0, **how):
     """The model of a case with an adapter whose B is not zero."""
     model = lora.attach(loaded(case), targets, rank=3, alpha=6.0, key=jax.random.key(seed), **how)
@@ -57,7 +60,7 @@ def test_adapted_equals_merged(case):
     """On every matrix there is: experts, their routers and an untied head too."""
     model = attached(case, ["*"])
     (loss, logits), (merged_loss, merged_logits), (_, plain_logits) = (
-        jit(loss_fn)(m) for m in (model, lora.merge(model), loaded(case))
+        LOSS(m) for m in (model, jit(lora.merge)(model), loaded(case))
     )
     np.testing.assert_allclose(logits, merged_logits, atol=2e-5)
     assert abs(float(loss) - float(merged_loss)) < 1e-5
@@ -66,7 +69,7 @@ def test_adapted_equals_merged(case):
 
 def test_a_fresh_adapter_changes_nothing():
     model = lora.attach(loaded(CASES[0]), ALL, rank=2, alpha=4.0, key=jax.random.key(0))
-    np.testing.assert_array_equal(jit(loss_fn)(model)[1], jit(loss_fn)(loaded(CASES[0]))[1])
+    np.testing.assert_array_equal(LOSS(model)[1], LOSS(loaded(CASES[0]))[1])
 
 
 def test_the_matrix_is_never_formed():
@@ -168,7 +171,7 @@ def test_folders_keep_adapters(case, tmp_path):
     adapters.save(model, tmp_path)
     again = adapters.load(tmp_path, loaded(case))
     if hasattr(model.config, "num_experts"):  # whose gate and up have one A there, of both ranks
-        np.testing.assert_allclose(jit(loss_fn)(again)[1], jit(loss_fn)(model)[1], atol=1e-5)
+        np.testing.assert_allclose(LOSS(again)[1], LOSS(model)[1], atol=1e-5)
         adapters.save(again, tmp_path / "again")
         assert eqx.tree_equal(adapters.load(tmp_path / "again", loaded(case)), again)
     else:
@@ -179,6 +182,7 @@ def test_folders_keep_adapters(case, tmp_path):
         assert settings["target_modules"] == sorted(f"{name}_proj" for name in ALL)
 
 
+@pytest.mark.crossed("case", "shared")
 @pytest.mark.parametrize("shared", [True, False], ids=["one A", "an A each"])
 @pytest.mark.parametrize("case", FUSED)
 def test_folders_keep_adapters_of_several_matrices_in_one_tensor(case, shared, tmp_path):
@@ -193,7 +197,7 @@ def test_folders_keep_adapters_of_several_matrices_in_one_tensor(case, shared, t
     assert (heads, 3 if shared else 6) in held.values()
     again = adapters.load(tmp_path, loaded(case))
     assert isinstance(again.layers.k, lora.LowRank)  # of a part that had none, an addition of zeros
-    np.testing.assert_allclose(jit(loss_fn)(again)[1], jit(loss_fn)(model)[1], atol=1e-5)
+    np.testing.assert_allclose(LOSS(again)[1], LOSS(model)[1], atol=1e-5)
 
 
 def test_layers_of_one_module_may_have_other_ranks(tmp_path):
@@ -238,7 +242,7 @@ def test_folders_keep_adapters_of_matrices_that_one_family_has(case, tmp_path):
     model = attached(case, OWN[case])
     adapters.save(model, tmp_path)
     again = adapters.load(tmp_path, loaded(case))
-    np.testing.assert_allclose(jit(loss_fn)(again)[1], jit(loss_fn)(model)[1], atol=1e-5)
+    np.testing.assert_allclose(LOSS(again)[1], LOSS(model)[1], atol=1e-5)
 
 
 def _held(folder):
@@ -267,6 +271,7 @@ def write_experts(folder, config, targets, rank=3, **settings):
     return held
 
 
+@pytest.mark.crossed("case", "targets")
 @pytest.mark.parametrize("targets", [("gate_up_proj", "down_proj"), ("gate_up_proj",), ("down_proj",)], ids=len)
 @pytest.mark.parametrize("case", ["mixtral", "gpt_oss"])
 def test_experts_are_the_parameters_that_peft_adapts(case, targets, tmp_path):
@@ -420,7 +425,7 @@ def test_every_kind_is_the_formula_of_its_paper(kind, tmp_path):
     for name in plain:
         if name.removesuffix(".weight") not in adapted:
             np.testing.assert_array_equal(merged[name], plain[name], err_msg=name)
-    np.testing.assert_allclose(jit(loss_fn)(model)[1], jit(loss_fn)(lora.merge(model))[1], atol=5e-5)
+    np.testing.assert_allclose(LOSS(model)[1], LOSS(lora.merge(model))[1], atol=5e-5)
     adapters.save(model, tmp_path / "again")
     again = adapters.load(tmp_path / "again", loaded("llama2"))
     assert eqx.tree_equal(model, again)

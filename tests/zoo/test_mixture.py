@@ -152,7 +152,7 @@ def test_tiled_experts_are_the_experts():
         return every_expert(x, layer.router, layer.gate, layer.up, layer.down, chosen, normalise=True)[0]
 
     x = normal(0, 10, 1, 48)
-    run = lambda experts: jax.value_and_grad(lambda parts: (experts(*parts) ** 2).sum())((layer, x))
+    run = lambda experts: jit(jax.value_and_grad(lambda parts: (experts(*parts) ** 2).sum()))((layer, x))
     whole, tiled = run(experts), run(tile(experts, axis=(None, 0), n=3))
     for one, other in zip(jax.tree.leaves(tiled), jax.tree.leaves(whole), strict=True):
         np.testing.assert_allclose(one, other, atol=5e-5, rtol=2e-5)

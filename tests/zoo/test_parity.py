@@ -57,11 +57,10 @@ def test_logits_loss_and_gradients_are_those_of_transformers(case, reference):
             np.testing.assert_allclose(leaf[place], theirs, atol=2e-5, rtol=0, err_msg=name)
 
 
-def _layers(model):
+def _layers(model, own):
     """Yield each layer's weights, and window, frequencies and temperature, in order."""
     config, taken = model.config, collections.Counter()
     per_layer, told = layer_passes(config, ForwardPass(), TOKENS.shape[1])
-    own, _ = model.beside(TOKENS, model.embedded(TOKENS, jnp.float32))
     per_layer = dataclasses.replace(per_layer, own=own)
     model = jax.tree.map(np.asarray, eqx.filter(model, eqx.is_array))
     for i, name in enumerate(config.layer_stacks):
@@ -72,11 +71,21 @@ def _layers(model):
         yield jax.tree.map(lambda leaf, place=place: leaf[place], stack), told_of
 
 
+@jit
+def _begun(model):
+    x = model.embedded(TOKENS, jnp.float32)
+    return x, *model.beside(TOKENS, x)
+
+
+@jit
+def _normalised(model, x):
+    return model.normalised(x)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_hidden_states_of_every_layer_are_those_of_transformers(case, reference):
     model, expected = loaded(case), reference["hidden"]
-    x = jit(lambda model: model.embedded(TOKENS, jnp.float32))(model)
-    _, handed = jit(lambda model, x: model.beside(TOKENS, x))(model, x)
+    x, own, handed = _begun(model)
     streams = lambda x: np.moveaxis(x, 2, 0) if x.ndim == 4 else x  # there, those of Gemma 3n come first
     np.testing.assert_allclose(streams(x), expected[0], atol=2e-5)
 
@@ -86,10 +95,10 @@ def test_hidden_states_of_every_layer_are_those_of_transformers(case, reference)
         out, aux = layer(x, model.config, LayerPass(pairs=model.config.rotary_pairs, **how))
         return out, aux.handed
 
-    for i, (layer, (window, *told)) in enumerate(_layers(model)):
+    for i, (layer, (window, *told)) in enumerate(_layers(model, own)):
         x, handed = run(layer, x, np.asarray(99 if window is None else window), *told, handed)
         last = i == model.config.num_layers - 1 and x.ndim == 3  # of streams, the last are told as they are
-        found = jit(lambda model, x: model.normalised(x))(model, x) if last else streams(x)
+        found = _normalised(model, x) if last else streams(x)
         # As the logits': streams grow with the layers, and float32 has no more digits for the larger.
         size = max(1, np.sqrt(np.mean(np.square(expected[i + 1]))))
         np.testing.assert_allclose(found, expected[i + 1], atol=2e-5 * size, err_msg=f"layer {i}")
@@ -135,7 +144,7 @@ def test_hidden_states_of_every_layer_are_those_of_transformers(case, reference)
 def test_bfloat16_agrees_to_its_precision(case, tmp_path, reference):
     model = load(hf_tiny.write(case, tmp_path, ml_dtypes.bfloat16))
     exact = reference["logits"]
-    theirs = hf_tiny.run(hf_tiny.reference(case, "bfloat16"))["logits"]
+    theirs = hf_tiny.logits(hf_tiny.reference(case, "bfloat16"))
     logits = jit(model)(TOKENS)
     errors = lambda logits: np.sqrt(np.mean((np.asarray(logits) - exact) ** 2, axis=-1))  # of each token
     whole = lambda logits: np.sqrt(np.mean(errors(logits) ** 2))

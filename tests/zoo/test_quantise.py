@@ -102,7 +102,7 @@ def test_an_adapter_over_few_bits_learns_alone(kind):
     assert isinstance(merged.layers.up, Quantised) and isinstance(lora.detach(adapted).layers.q, Quantised)
 
 
-@pytest.mark.optimised
+@pytest.mark.measured
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 def test_the_backward_pass_keeps_no_copy_of_the_layers(kind):
     """Dequantised matrices of all layers would be the largest thing that waits for the backward pass."""
@@ -151,6 +151,7 @@ def test_what_cannot_be_kept_in_fewer_bits_is_refused():
         quantise(zoo.GPT.init(zoo.GPT2Config(**sizes), key=jax.random.key(0)), "int8")
 
 
+@pytest.mark.crossed("kind", "sizes")
 @pytest.mark.parametrize("sizes", [{"data": 4, "model": 2}, {"data": 8}], ids=str)
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_each_device_of_a_mesh_holds_its_part(kind, sizes, tmp_path):

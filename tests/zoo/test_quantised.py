@@ -350,6 +350,7 @@ def _rewrite(folder, change, settings, **more):
     (folder / "config.json").write_text(json.dumps(raw | more))
 
 
+@pytest.mark.crossed("kind", "case")
 @pytest.mark.parametrize("case", ["llama2", "phi3"])
 @pytest.mark.parametrize("kind", FORMATS)
 def test_weights_in_fewer_bits_are_what_they_stand_for(kind, case, tmp_path):
@@ -602,6 +603,7 @@ def test_folders_of_others_stay_in_fewer_bits(kind, tmp_path):
                 zoo.save(kept, tmp_path / "again")
 
 
+@pytest.mark.crossed("kind", "sizes")
 @pytest.mark.parametrize("sizes", [{"data": 4, "model": 2}, {"data": 8}], ids=str)
 @pytest.mark.parametrize("kind", ["gptq", "packed by activation"])
 def test_inputs_of_a_group_that_stand_apart_are_put_back_on_a_mesh_too(kind, sizes, tmp_path):
@@ -669,6 +671,7 @@ def test_what_cannot_be_kept_is_refused_by_name(kind, words, tmp_path):
         load(folder, quantise="as_stored")
 
 
+@pytest.mark.crossed("kind", "dtype")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", GROUPS)
 def test_transformers_reads_what_is_written(kind, dtype, tmp_path):

@@ -84,6 +84,7 @@ def _save(name, path, dtype=jnp.float32):
     return model
 
 
+@pytest.mark.crossed("name", "sizes")
 @pytest.mark.parametrize(("name", "sizes"), [(n, s) for s in MESHES.values() for n in CONFIGS])
 def test_a_model_is_read_onto_a_mesh_each_byte_once(tmp_path, counting, name, sizes):
     model = _save(name, tmp_path)
@@ -97,6 +98,7 @@ def test_a_model_is_read_onto_a_mesh_each_byte_once(tmp_path, counting, name, si
     assert counting.read == sum(leaf.nbytes for leaf in jax.tree.leaves(model))
 
 
+@pytest.mark.crossed("name", "sizes")
 @pytest.mark.parametrize("sizes", [(2, 4), (1, 2, 1, 4)])
 @pytest.mark.parametrize("name", FUSED)
 def test_parts_of_tensors_are_read_onto_a_mesh(tmp_path, name, sizes):

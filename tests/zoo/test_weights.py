@@ -120,7 +120,7 @@ SHARDED = ["gemma2_gqa", "llama_bias", "mixtral"]
 )
 def test_transformers_loads_what_save_writes_without_difference(case, shard_bytes, tmp_path):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    save(load(hf_tiny.write(case, tmp_path / "in")), tmp_path / "out", shard_bytes=shard_bytes)
+    save(hf_tiny.loaded(case), tmp_path / "out", shard_bytes=shard_bytes)
     original = hf_tiny.reference(case)
     how = {"attn_implementation": "eager", "experts_implementation": "eager"}
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", **how).eval()
