@@ -291,9 +291,6 @@ CASES |= {
     | {"first_k_dense_replace": 0, "n_shared_experts": 2},
 }
 CASES |= {
-    "glm4_moe_lite": _DEEPSEEK
-    | {"model_type": "glm4_moe_lite", "v_head_dim": 24, "mlp_layer_types": ["dense", "sparse", "sparse"]}
-    | {"rope_theta": 1e4, "attention_bias": True},
     "exaone4": _BASE
     | {"model_type": "exaone4", "num_hidden_layers": 4, "sliding_window": 4, "sliding_window_pattern": 2}
     | {"rope_scaling": _LLAMA_3_ROPE, "rope_theta": 1e4, "pad_token_id": None},

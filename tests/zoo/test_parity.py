@@ -481,9 +481,6 @@ MUTANTS = {
     ),
     "glm 4.5: no groups": ("glm4_moe_other", _flip(router_groups=1, groups_per_token=1)),
     "glm 4.5: no shared expert": ("glm4_moe", _without("shared_gate", "shared_up", "shared_down")),
-    "glm 4.7 flash: no bias in choosing": ("glm4_moe_lite", _without("router_bias")),
-    "glm 4.7 flash: weights not scaled": ("glm4_moe_lite", _flip(weight_scale=1.0)),
-    "glm 4.7 flash: halves turn together": ("glm4_moe_lite", _flip(rotary_pairs=False)),
     "exaone: all layers turn": (
         "exaone4",
         _patch("zoo.families.llamas.exaone.ExaoneConfig.layer_ropes", property(lambda c: ((1e4, c.rope_scaling),) * 4)),

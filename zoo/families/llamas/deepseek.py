@@ -1,6 +1,6 @@
-"""DeepSeek V2 (https://arxiv.org/abs/2405.04434), V3 and R1 (https://arxiv.org/abs/2412.19437), Kimi K2, whose files
-say they are V3, and GLM 4.7 Flash: keys and values are made of a latent that all heads share, experts are chosen in
-groups. Free of JAX."""
+"""DeepSeek V2 (https://arxiv.org/abs/2405.04434), V3 and R1 (https://arxiv.org/abs/2412.19437), and Kimi K2, whose
+files say they are V3: keys and values are made of a latent that all heads share, experts are chosen in groups. Free of
+JAX."""
 
 import math
 from dataclasses import dataclass
@@ -36,10 +36,8 @@ def _read(read: Any, num_layers: int) -> dict[str, Any]:
     return {"q_rank": None if read.raw.get("q_lora_rank", 1536) is None else read.size("q_lora_rank", 1536, {})}
 
 
-def _sizes(
-    context: int, dense: int, expert: int, nope: int = 128, value: int = 128, **own: tuple[str, Any]
-) -> dict[str, tuple[str, Any]]:
-    """Return the sizes that all have, given the default context, hidden widths and widths of heads."""
+def _sizes(context: int, dense: int, expert: int, **own: tuple[str, Any]) -> dict[str, tuple[str, Any]]:
+    """Return the sizes that both versions have, given the default context and hidden widths."""
     usual = {key: SIZES[key] for key in ("vocab_size", "num_hidden_layers", "hidden_size", "num_attention_heads")}
     return usual | {
         "num_key_value_heads": ("num_kv_heads", HEADS),
@@ -47,9 +45,9 @@ def _sizes(
         "intermediate_size": ("dense_mlp_dim", dense),
         "moe_intermediate_size": ("mlp_dim", expert),
         "kv_lora_rank": ("kv_rank", 512),
-        "qk_nope_head_dim": ("nope_head_dim", nope),
+        "qk_nope_head_dim": ("nope_head_dim", 128),
         "qk_rope_head_dim": ("rope_head_dim", 64),
-        "v_head_dim": ("v_head_dim", value),
+        "v_head_dim": ("v_head_dim", 128),
     } | own  # fmt: skip
 
 
@@ -212,39 +210,9 @@ class DeepSeekV2Config(DeepSeekLike):
         return True
 
 
-_V3_FLAGS = TIED | BIAS
-_V3_FLAGS |= {"norm_topk_prob": ("normalise_weights", True), "rope_interleave": ("rotary_pairs", True)}
-_V3_ROUTER = {"scoring_func": ("sigmoid", None), "topk_method": ("noaux_tc", None)}
-
-
-def _read_flash(read: Any, num_layers: int) -> dict[str, Any]:
-    """Return what GLM's file says otherwise: which layers are dense by their kinds, of which the first must be."""
-    usual = ["dense"] + ["sparse"] * (num_layers - 1)
-    kinds = read.raw.get("mlp_layer_types") or usual
-    dense = next((i for i, kind in enumerate(kinds) if kind != "dense"), num_layers)
-    if not isinstance(kinds, list) or kinds != ["dense"] * dense + ["sparse"] * (num_layers - dense):
-        read.problems.append(f"`mlp_layer_types`={kinds!r} is not supported, only dense layers before sparse ones")
-    rank = read.raw.get("q_lora_rank", 768)
-    return {"q_rank": rank and read.size("q_lora_rank", 768, {}), "first_dense": dense}
-
-
-def _write_flash(config: Any) -> dict[str, Any]:
-    kinds = ["dense"] * config.first_dense + ["sparse"] * (config.num_layers - config.first_dense)
-    return {"q_lora_rank": config.q_rank, "mlp_layer_types": kinds}
-
-
-_FLASH: dict[str, Any] = _KEYS | {
-    "keys": (*_KEYS["keys"], "mlp_layer_types"),
-    "read": _read_flash,
-    "write": _write_flash,
-    "ignored": (*_KEYS["ignored"], "first_k_dense_replace", "moe_layer_freq"),
-}
-
-
 @dataclass(frozen=True, kw_only=True)
 class DeepSeekV3Config(DeepSeekLike):
-    """DeepSeek V3 and R1, Kimi K2, text of K2.5, GLM 4.7 Flash: each expert's probability is its own, a bias takes part
-    in choosing.
+    """DeepSeek V3 and R1, Kimi K2, text of K2.5: each expert's probability is its own, a bias takes part in choosing.
 
     Attributes:
         normalise_weights: the weights of the chosen experts sum to one before they are scaled.
@@ -264,33 +232,17 @@ class DeepSeekV3Config(DeepSeekLike):
                 topk_group=("groups_per_token", 4),
             ),
             numbers={"rms_norm_eps": ("norm_eps", 1e-6), "routed_scaling_factor": ("weight_scale", 2.5)},
-            flags=_V3_FLAGS,
+            flags=TIED
+            | BIAS
+            | {"norm_topk_prob": ("normalise_weights", True), "rope_interleave": ("rotary_pairs", True)},
             choices=ACTIVATION,
             only={"moe_layer_freq": (1, None)},
-            harmless=_V3_ROUTER,
+            harmless={"scoring_func": ("sigmoid", None), "topk_method": ("noaux_tc", None)},
             outer="kimi_k25",
             outer_keys=("ignore_index", "media_placeholder_token_id", "use_unified_vision_chunk", "video_placeholder"),
             **_KEYS,
         )
         for name in ("deepseek_v3", "kimi_k2")
-    } | {
-        "glm4_moe_lite": Dialect(
-            architecture="Glm4MoeLiteForCausalLM",
-            sizes=_sizes(
-                *(202_752, 10_240, 1536, 192, 256),
-                n_routed_experts=("num_experts", 64),
-                num_experts_per_tok=("experts_per_token", 4),
-                n_shared_experts=("shared_experts", 1),
-                n_group=("router_groups", 1),
-                topk_group=("groups_per_token", 1),
-            ),
-            numbers={"rms_norm_eps": ("norm_eps", 1e-5), "routed_scaling_factor": ("weight_scale", 1.8)},
-            flags=_V3_FLAGS,
-            choices=ACTIVATION,
-            harmless=_V3_ROUTER,
-            written={"pad_token_id": None},
-            **_FLASH,
-        )
     }
 
     normalise_weights: bool = True
