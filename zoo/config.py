@@ -161,7 +161,7 @@ class Config:
         problems += not_positive(self, ("rope_theta", "norm_eps", "context_length"))
         if self.num_kv_heads > 0 and self.num_heads % self.num_kv_heads:
             problems.append(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
-        if self.head_dim % 2 and self.rotary_dim:
+        if self.head_dim % 2 and self.rotary_dim % 2:
             problems.append(f"head_dim={self.head_dim} must be even, because rotary embedding turns pairs")
         refuse(self, problems + self.problems())
 

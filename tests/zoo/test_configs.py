@@ -12,6 +12,7 @@ import yaml
 from zoo.accounting import count_params
 from zoo.config import RopeScaling, RopeType
 from zoo.families import FAMILIES, GemmaConfig
+from zoo.huggingface.config import from_hf, to_hf
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
 SMALL: dict[str, Any] = {
@@ -177,6 +178,13 @@ def test_query_scale_defaults_to_the_head_size():
 def test_impossible_values_are_refused(change, words):
     with pytest.raises(ValueError, match=words):
         GemmaConfig(**(SMALL | change))
+
+
+def test_a_head_is_odd_where_its_part_that_turns_is_even():
+    raw = to_hf(read("deepseek_v3")[0], "float32") | {"qk_nope_head_dim": 9, "qk_rope_head_dim": 10}
+    assert from_hf(raw).head_dim == 19
+    with pytest.raises(ValueError, match="head_dim=19 must be even"):
+        from_hf(raw | {"qk_nope_head_dim": 10, "qk_rope_head_dim": 9})
 
 
 def test_all_impossible_values_are_named_at_once():

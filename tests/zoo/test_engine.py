@@ -193,3 +193,27 @@ def test_bits_do_not_depend_on_many_schedules(case, dtype):
     """140 schedules of each case and dtype: 10,000 in all."""
     width = 1 + sum(map(ord, case)) % 3
     assert sum(weather(case, dtype, width, schedule % 4, schedule)[0] for schedule in range(140)) == 0
+
+
+def test_how_texts_pick_is_sent_when_it_changes_and_no_more_arrays_are_read_than_are_asked_for(monkeypatch):
+    engine = engine_of("qwen3_tied", rows=2)
+    works, read = [], []
+    write, read_array = engine._writer.work, jax.device_get
+    monkeypatch.setattr(engine._writer, "work", lambda *told: works.append(write(*told)) or works[-1])
+    monkeypatch.setattr(jax, "device_get", lambda tree: read.append(len(jax.tree.leaves(tree))) or read_array(tree))
+    (greedy,) = engine.submit([5, 6, 7], max_tokens=12)
+    for _ in range(8):
+        engine.step()
+    sent = lambda: isinstance(works[-1][0].rules.temperature, np.ndarray)
+    assert not sent() and set(read) == {3}
+    (warm,) = engine.submit([8, 9], max_tokens=4, sampling=Sampling(temperature=0.7, seed=3), top=2)
+    while len(warm.tokens) < 1:
+        engine.step()
+    assert sum(isinstance(work.rules.temperature, np.ndarray) for work, _ in works[-6:]) >= 2
+    engine.run()
+    assert max(read) > 3 and all(len(token.top) == 2 for token in warm.tokens)
+    for answer, told in ((greedy, {"max_tokens": 12}), (warm, {"max_tokens": 4, "sampling": warm.sampling, "top": 2})):
+        alone = engine_of("qwen3_tied", rows=2)
+        (again,) = alone.submit(answer.text.ids[: answer.text.given], **told)
+        alone.run()
+        assert bits(again) == bits(answer)

@@ -74,6 +74,15 @@ def test_greedy_tokens_are_those_of_transformers(case):
         assert ours(case) == theirs(case)
 
 
+def test_a_text_that_outgrows_the_length_trained_on_is_read_anew():
+    """Its frequencies are others then, from the beginning on, which transformers heeds too; 8 tokens are short."""
+    prompts = [np.random.default_rng(seed).integers(3, 97, size).tolist() for seed, size in ((0, 3), (1, 5), (3, 8))]
+    expected = [theirs("phi3_long", [prompt])[0] for prompt in prompts]
+    assert ours("phi3_long", prompts) == expected
+    assert ours("phi3_long", prompts, drafts=3) == expected
+    assert [ours("phi3_long", [prompt], chunk=2)[0] for prompt in prompts] == expected
+
+
 def test_penalised_tokens_are_those_of_transformers():
     prompts = [prompt[:7] for prompt in PROMPTS if len(prompt) > 1]  # transformers would penalise its padding
     sampling = Sampling(temperature=0, repetition_penalty=1.7)

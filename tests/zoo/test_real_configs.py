@@ -48,6 +48,11 @@ COUNTS = {
     "qwen2moe (mlc-ai)": 14_315_784_192,
     "gpt_oss_20b_dict (maxtext)": 20_914_757_184,
     "baidu/ERNIE-4.5-0.3B-Base (Hchnr)": 360_748_032,
+    "zai-org/GLM-4.5-Air (a log)": 106_852_251_264,
+    "deepseek-ai/DeepSeek-V2.5 (a script)": 235_741_434_880,
+    "deepseek-ai/DeepSeek-V2-Lite (ktransformers)": 15_706_484_224,
+    "Qwen/Qwen3-Next-80B-A3B-Thinking (aiconfigurator)": 79_674_391_296,
+    "Alibaba-NLP/gte-modernbert-base (a script)": 149_014_272,
 }
 # What would change numbers, in keys that are harmless at another value.
 HARMFUL = {
@@ -85,6 +90,22 @@ def test_gates_of_the_delta_rule_that_are_not_swish_are_refused():
     assert from_hf(text | {"output_gate_type": "swish"}) == from_hf(text)
     with pytest.raises(ValueError, match="`output_gate_type`='sigmoid' is not supported, only 'swish'"):
         from_hf(text | {"output_gate_type": "sigmoid"})
+
+
+def test_keys_of_the_text_part_beside_it_say_the_same_or_are_refused():
+    """As transformers 4.52 wrote them."""
+    raw = OURS["Qwen2.5-VL-3B, a fine-tune (a script)"]
+    assert from_hf(raw) == from_hf({key: raw[key] for key in ("model_type", "text_config")})
+    with pytest.raises(ValueError, match="`hidden_size` is not known"):
+        from_hf(raw | {"hidden_size": 1024})
+
+
+def test_granites_with_states_or_experts_are_refused():
+    raw = OURS["ibm-granite/granite-4.0-1b (keys of a test)"]
+    with pytest.raises(ValueError, match=r"`layer_types`=.*'mamba'.* is not supported, only 40 times 'attention'"):
+        from_hf(raw | {"layer_types": ["mamba"] * 36 + ["attention"] * 4})
+    with pytest.raises(ValueError, match="`num_local_experts`=72 is not supported, only 0"):
+        from_hf(raw | {"num_local_experts": 72})
 
 
 # Keys that published files have: gpt2-xl, distilgpt2, opt-13b, gpt-neox-20b, models made from Pythia or of language and

@@ -186,7 +186,9 @@ def _sides(row: Row, opened: _Opened) -> list[tuple[str, tuple[int, ...], dict[s
 def _first(whole: np.ndarray, begin: str, rank: int, scale: float) -> tuple[np.ndarray, np.ndarray]:
     """Return the A and B that an adapter began with, as a part of its matrix `[out, in]`.
 
-    PEFT takes them out of the base; here the base stays, and they are taken away beside what was learned.
+    PEFT takes them out of the base; here the base stays, and they are taken away beside what was learned. What `pissa`
+    takes differs there by up to 4e-6 of small matrices: PyTorch's decomposition in float32 is that far from the exact
+    one, NumPy's 6e-8.
     """
     wide = whole.astype(np.float32)
     if begin == "pissa":

@@ -283,21 +283,25 @@ class Engine:
 
     def _land(self, spans: list[Span], begins: list[int], picked: Picked, hidden: Any) -> None:
         """Take the results of a pass."""
-        told: Picked = jax.device_get(picked)
-        for span, begin in zip(spans, begins, strict=True):
-            answer, end = self._answers.get(span.text), begin + span.count
+        answers = [self._answers.get(span.text) for span in spans]
+        ids, full, drawn = jax.device_get((picked.ids, picked.full, picked.drawn))
+        more = any(answer is not None and (answer.scores is not None or answer.top) for answer in answers)
+        told: Picked | None = jax.device_get(picked) if more else None
+        for span, begin, answer in zip(spans, begins, answers, strict=True):
+            end = begin + span.count
             first = end - span.picks
-            new = self.scheduler.commit(span, told.ids[first:end].tolist())
+            new = self.scheduler.commit(span, ids[first:end].tolist())
             if answer is None:
                 continue
             if answer.vector is not None:
                 self._pool(answer, span, np.asarray(hidden)[begin:end])
                 continue
-            if answer.scores is not None:
+            if told is not None and answer.scores is not None:
                 _score(answer, span, jax.tree.map(lambda each, own=slice(begin, end): each[own], told))
             for at, token in enumerate(new, first):
-                likeliest = tuple(zip(*(each[at, : answer.top].tolist() for each in told.top), strict=True))
-                self._take(answer, Token(token, float(told.full[at]), float(told.drawn[at]), likeliest))
+                top = () if told is None else told.top
+                likeliest = tuple(zip(*(each[at, : answer.top].tolist() for each in top), strict=True))
+                self._take(answer, Token(token, float(full[at]), float(drawn[at]), likeliest))
                 if answer.text.over is not None:
                     break
             if answer.text.over is None and self.scheduler.finished(answer.text):
@@ -338,12 +342,14 @@ class Engine:
 def _limits(config: Any, settings: Settings, plan: Plan) -> Limits:
     """Return what a scheduler keeps to."""
     ropes = [rope[1] for rope in config.layer_ropes if rope is not None and rope[1] is not None]
+    turns = [rope.original_length for rope in ropes if rope.rope_type == "longrope"]
     grows = any(rope.rope_type in ("dynamic", "longrope") for rope in ropes)
     return Limits(
         rows=settings.rows, width=settings.width, page=settings.page, length=settings.length, queue=settings.queue,
         windows=plan.kinds.windows, pages=plan.pages,
         # Frequencies that grow with the text make no beginning another's, and of a state pages hold nothing.
         share=settings.share and not grows and not config.recurrent_layers, again=bool(config.recurrent_layers),
+        turn=min(turns, default=None),
     )  # fmt: skip
 
 

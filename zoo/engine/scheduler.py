@@ -41,6 +41,8 @@ class Limits:
         pages: how many pages each window kind has.
         share: whether beginnings are shared.
         again: whether drafts that were right are read again: what layers hand on was kept from before them.
+        turn: tokens beyond which other rotary frequencies are a text's, from its beginning on: one that grows so long
+            is read anew.
     """
 
     rows: int
@@ -52,6 +54,7 @@ class Limits:
     pages: tuple[int, ...]
     share: bool = True
     again: bool = False
+    turn: int | None = None
 
 
 @dataclass(eq=False)
@@ -73,6 +76,8 @@ class Text:
         flying: of these, spans whose results are not known yet.
         pending: ids that will have been picked by them.
         pages: where its keys and values are, of each window kind; None behind a window.
+        given: how many ids it had at first.
+        turned: for a text of how many tokens, at least, its keys are turned.
     """
 
     ids: list[int]
@@ -90,6 +95,7 @@ class Text:
     pending: int = 0
     pages: list[list[int | None]] = field(default_factory=list)
     given: int = 0
+    turned: int = 0
     number: int = 0
     unsure: bool = False  # drafts fly: how long the text will be is not known
     node: Node | None = None  # of its last page in the prefix cache
@@ -195,6 +201,9 @@ class Scheduler:
         spans, rows = list(before), self.limits.rows
         picked = {span.text for span in before if span.picks}
         for text in sorted(self.running, key=lambda text: (text.todo > 1, *text.urgency)):
+            if text.slot is not None and self._grown(text) and text.todo > 0:
+                self._stop(text)
+                self._wait(text)
             waits = text.unsure or (text.patient and text.pending > 0) or text in picked
             if rows and text.slot is not None and not waits and text.todo > 0:
                 rows -= self._run(text, rows, spans)
@@ -237,6 +246,8 @@ class Scheduler:
         """Give a text its span of the pass, if it gets pages; return how many rows that takes."""
         todo, drafts = text.todo, text.drafts[: max(0, text.limit - len(text.ids) - 1)] if not text.flying else []
         want = min(rows * self.limits.width, todo + len(drafts))
+        if self.limits.turn is not None and text.turned <= self.limits.turn:
+            want = min(want, self.limits.turn - text.done)
         self._trim(text)
         count = self._extend(text, want, spans)
         if not count or text.slot is None:
@@ -251,6 +262,11 @@ class Scheduler:
         if not text.unsure:
             self._note(text)
         return math.ceil(count / self.limits.width)
+
+    def _grown(self, text: Text) -> bool:
+        """Whether all frequencies of a text change with its next token."""
+        turn = self.limits.turn
+        return turn is not None and text.turned <= turn <= text.done
 
     def _follows(self, text: Text) -> bool:
         """Whether a text cannot run yet: what it was computing is on its way, or its leader's pages are."""
@@ -276,6 +292,8 @@ class Scheduler:
             return False
         text.node, text.noted = nodes[-1] if nodes else self.prefixes.root, len(nodes)
         text.done, text.slot = start, self._slots.pop()
+        long = self.limits.turn is not None and len(text.ids) > self.limits.turn
+        text.turned = len(text.ids) if long else text.given
         self.reused += start
         self.waiting.remove(text)
         self.running.append(text)

@@ -38,7 +38,7 @@ class Work(eqx.Module):
         drafted: which of them are drafts.
         slots: of each row.
         tables: the pages of each row's text, of each window kind; those that it has no more are the last page.
-        lengths: how many tokens of each row's text were given: rotary frequencies that grow with a text are of these.
+        lengths: how many tokens each row's text has at least: rotary frequencies that grow with a text are of these.
         keeps: whether a row's last token picks what its slot goes on with.
         asked: the slots that pick or are scored, `row * W + slot`, so many at a time; `R * W` stands for none.
         rules: how ids are picked.

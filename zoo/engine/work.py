@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -19,7 +20,8 @@ from zoo.engine.step import Work
 class Writer:
     """Writes the work of steps.
 
-    What no text asks for is not sent anew with every step: it stays on the device.
+    What no text asks for, and how texts pick from one step to the next, is not sent anew with every step: it stays on
+    the device.
     """
 
     def __init__(self, settings: Settings, plan: Plan):
@@ -27,6 +29,8 @@ class Writer:
         self._history = jnp.full((settings.rows, plan.most * settings.page), -1, jnp.int32)
         self._allowed = jnp.zeros((settings.rows, plan.words), jnp.uint32)
         self._blanks = functools.cache(self._blank)  # making the modules anew takes longer than copying their arrays
+        self._asks: tuple = ()  # how the step before picked
+        self._settled: Work | None = None  # a blank with its rules, once two steps have picked alike
 
     def work(self, spans: Sequence[Span], answers: Sequence[Answer | None]) -> tuple[Work, list[int]]:
         """Return the work of a step, and where in it each span begins.
@@ -37,25 +41,38 @@ class Writer:
         """
         narrow = not self.settings.exact and all(span.count == 1 for span in spans)
         width = 1 if narrow else self.settings.width
-        picking = [one for span, one in zip(spans, answers, strict=True) if span.picks and one is not None]
-        adjusts, bound = any(one.sampling.adjusts for one in picking), any(one.guide for one in picking)
-        work = jax.tree.map(
-            lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, self._blanks(width, adjusts, bound)
-        )
-        begins, asked, row = [], [], 0
-        for span, answer in zip(spans, answers, strict=True):
-            begin, until = row * width, row + math.ceil(span.count / width)
-            self._put_tokens(work, span, begin)
-            self._put_text(work, span, slice(row, until))
-            if answer is not None:
-                asked += range(begin + unasked(answer, span), begin + span.count)
-                if span.picks:
-                    self._put_rules(work.rules, answer, range(row, until))
-            begins, row = [*begins, begin], until
+        ends = [*itertools.accumulate(math.ceil(span.count / width) for span in spans)]
+        rows = [range(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+        told = zip(spans, answers, rows, strict=True)
+        there = [(span, answer, own) for span, answer, own in told if answer is not None]
+        work = self._ruled(width, [(answer, own) for span, answer, own in there if span.picks], answers)
+        asked: list[int] = []
+        for span, own in zip(spans, rows, strict=True):
+            self._put_tokens(work, span, own.start * width)
+            self._put_text(work, span, slice(own.start, own.stop))
+        for span, answer, own in there:
+            begin = own.start * width
+            asked += range(begin + unasked(answer, span), begin + span.count)
         np.asarray(work.asked).reshape(-1)[: len(asked)] = asked
-        np.asarray(work.rules.scores)[...] = any(one is not None and one.scores is not None for one in answers)
-        np.asarray(work.rules.lists)[...] = any(one is not None and one.top for one in answers)
-        return work, begins
+        return work, [own.start * width for own in rows]
+
+    def _ruled(self, width: int, picking: Sequence[tuple[Answer, range]], answers: Sequence[Answer | None]) -> Work:
+        """Return work that says how rows pick and what is told of it, and else nothing yet."""
+        adjusts, bound = any(one.sampling.adjusts for one, _ in picking), any(one.guide for one, _ in picking)
+        scores = any(one is not None and one.scores is not None for one in answers)
+        lists = any(one is not None and bool(one.top) for one in answers)
+        asks = width, scores, lists, *((own, one.sampling, one.text.given) for one, own in picking)
+        again = asks == self._asks and not (adjusts or bound)
+        if again and self._settled is not None:
+            return _copied(self._settled)
+        blank = self._blanks(width, adjusts, bound)
+        work = _copied(blank)
+        for answer, own in picking:
+            self._put_rules(work.rules, answer, own)
+        np.asarray(work.rules.scores)[...], np.asarray(work.rules.lists)[...] = scores, lists
+        self._asks = asks
+        self._settled = dataclasses.replace(blank, rules=jax.tree.map(jnp.asarray, work.rules)) if again else None
+        return work
 
     def _blank(self, width: int, adjusts: bool, bound: bool) -> Work:
         """Return work of a step in which nothing is computed, as numpy arrays but for what is not asked for."""
@@ -87,7 +104,7 @@ class Writer:
 
     def _put_text(self, work: Work, span: Span, rows: slice) -> None:
         """Write which text the rows of a span are of, and its pages."""
-        np.asarray(work.slots)[rows], np.asarray(work.lengths)[rows] = span.slot, span.text.given
+        np.asarray(work.slots)[rows], np.asarray(work.lengths)[rows] = span.slot, span.text.turned
         np.asarray(work.keeps)[rows.stop - 1] = span.picks > 0
         for table, held, last in zip(work.tables, span.text.pages, self.plan.pages, strict=True):
             np.asarray(table)[rows, : len(held)] = [last if page is None else page for page in held]
@@ -105,6 +122,10 @@ class Writer:
             answer.error = reason(error)
             return
         rules.bound[rows[-1]], rules.allowed[rows[-1], : len(words)] = True, words
+
+
+def _copied(blank: Work) -> Work:
+    return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, blank)
 
 
 def reason(error: Exception) -> str:

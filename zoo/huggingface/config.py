@@ -87,13 +87,19 @@ def _text_part(raw: dict[str, Any], outer: str, problems: list[str]) -> tuple[st
     found = text.get("model_type", inner[0]) if isinstance(text, dict) else text
     name = found if found in inner else inner[0]
     known = _OUTER | IGNORED | {*ARCHITECTURES[name][0][1].outer_keys}
-    problems += [_unknown(key, known) for key in raw if key not in known]
+    problems += [_unknown(key, known) for key in raw if key not in known and not _twice(key, raw, text)]
     if not isinstance(text, dict) or found != name:
         known = " or ".join(map(repr, inner))
         problems.append(f"`text_config` must be an object of model_type={known}, and is {found!r}")
         return name, {}
     told = {key: raw[key] for key in ("tie_word_embeddings", "quantization_config") if key in raw}
-    return name, text | {"tie_word_embeddings": True} | told  # tied unless the folder has a head (`folder.as_stored`)
+    own = {key: value for key, value in text.items() if not (key in known and key.endswith("_token_id"))}
+    return name, own | {"tie_word_embeddings": True} | told  # tied unless the folder has a head (`folder.as_stored`)
+
+
+def _twice(key: str, raw: dict[str, Any], text: Any) -> bool:
+    """Return whether a file says of its text part what that says itself, as transformers 4.52 wrote Qwen 2's."""
+    return isinstance(text, dict) and key in text and text[key] == raw[key]
 
 
 def _check_keys(raw: dict[str, Any], dialect: Dialect, problems: list[str]) -> None:

@@ -103,6 +103,10 @@ def _read_by_type(raw: dict[str, Any], dialect: Dialect, length: int, problems: 
     }
 
 
+# `attn_factor` (DeepSeek R1's Qwen 3) transformers does not read: other programs multiply attention's scale by it.
+_BESIDE_YARN = {"mscale", "mscale_all_dim", "max_position_embeddings", "attn_factor"}
+
+
 def _scaling(
     rope: dict[str, Any],
     name: str,
@@ -122,7 +126,7 @@ def _scaling(
         )
         return None
     keys = {} if rope_type == "default" else _FIELDS[RopeType(rope_type)]
-    scales = {"mscale", "mscale_all_dim", "max_position_embeddings"} if rope_type == "yarn" else set()
+    scales = _BESIDE_YARN if rope_type == "yarn" else set()
     # transformers writes the length whatever the type
     extra = set(rope) - set(keys) - {"rope_theta", "rope_type", "type", _PARTIAL, *_LENGTH} - scales
     partial = _PARTIAL not in keys and rope.get(_PARTIAL, 1.0) != 1.0
