@@ -266,6 +266,13 @@ def _write_flash(config: Any) -> dict[str, Any]:
     return {"q_lora_rank": config.q_rank, "mlp_layer_types": kinds, "first_k_dense_replace": config.first_dense}
 
 
+_FLASH_KEYS: dict[str, Any] = _KEYS | {
+    "keys": (*_KEYS["keys"], "mlp_layer_types", "first_k_dense_replace"),
+    "read": _read_flash,
+    "write": _write_flash,
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class GLMFlashConfig(DeepSeekV3Config):
     """GLM 4.7 Flash: what DeepSeek V3 computes, of files of its own."""
@@ -293,12 +300,7 @@ class GLMFlashConfig(DeepSeekV3Config):
                 "topk_method": ("noaux_tc", None),
                 "moe_layer_freq": (1, None),
             },
-            **_KEYS
-            | {
-                "keys": ("q_lora_rank", "mlp_layer_types", "first_k_dense_replace"),
-                "read": _read_flash,
-                "write": _write_flash,
-            },
+            **_FLASH_KEYS,
         )
     }
 
