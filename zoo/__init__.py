@@ -13,6 +13,7 @@ _HOME = {
     "Embedder": "zoo.inference.embed",
     "ForwardPass": "zoo.models.forward",
     "GLMConfig": "zoo.families.llamas.glm",
+    "GLMFlashConfig": "zoo.families.llamas.deepseek",
     "GLMMoeConfig": "zoo.families.llamas.glm",
     "GPT": "zoo.models.gpt",
     "GPT2Config": "zoo.families.gpts.gpt",
@@ -80,6 +81,7 @@ if TYPE_CHECKING:  # the same for type checkers, which a test compares
     from zoo.families.gpts.opt import OPTConfig as OPTConfig
     from zoo.families.llamas.deepseek import DeepSeekV2Config as DeepSeekV2Config
     from zoo.families.llamas.deepseek import DeepSeekV3Config as DeepSeekV3Config
+    from zoo.families.llamas.deepseek import GLMFlashConfig as GLMFlashConfig
     from zoo.families.llamas.ernie import ErnieConfig as ErnieConfig
     from zoo.families.llamas.exaone import ExaoneConfig as ExaoneConfig
     from zoo.families.llamas.glm import GLMConfig as GLMConfig

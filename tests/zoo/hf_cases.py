@@ -309,6 +309,11 @@ _GLM_MOE = _BASE | {
     "pad_token_id": None,
 }
 CASES |= {
+    "glm4_flash": _DEEPSEEK
+    | {"model_type": "glm4_moe_lite", "rope_theta": 1e4, "n_group": 2, "mlp_layer_types": [*["dense"] * 2, "sparse"]},
+    "glm4_flash_bare": _DEEPSEEK
+    | {"model_type": "glm4_moe_lite", "q_lora_rank": None, "attention_bias": True, "tie_word_embeddings": True}
+    | {"norm_topk_prob": False, "n_shared_experts": 2, "num_hidden_layers": 2, "qk_nope_head_dim": 9},
     "glm4_moe": _GLM_MOE,
     "glm4_moe_other": _GLM_MOE
     | {"use_qk_norm": True, "attention_bias": False, "n_group": 4, "topk_group": 2, "n_shared_experts": 2}

@@ -108,6 +108,7 @@ PUBLISHED = {
     "gpt_oss_20b": 20_914_757_184,
     "deepseek_v2_lite": 15_706_484_224,
     "deepseek_v3": 671_026_419_200,
+    "glm4_7_flash": 29_943_393_920,
     "kimi_k2": 1_026_408_232_448,
     "qwen3_next_80b_a3b": 79_674_391_296,
     "qwen3_5_27b": 26_895_998_464,
@@ -188,6 +189,17 @@ def test_a_head_is_odd_where_its_part_that_turns_is_even():
     assert from_hf(raw).head_dim == 19
     with pytest.raises(ValueError, match="head_dim=19 must be even"):
         from_hf(raw | {"qk_nope_head_dim": 10, "qk_rope_head_dim": 9})
+
+
+def test_dense_layers_come_first_or_are_refused():
+    raw = to_hf(read("glm4_7_flash")[0], "float32")
+    assert from_hf(raw | {"mlp_layer_types": None}) == from_hf(raw)
+    assert (
+        from_hf(raw | {"mlp_layer_types": ["dense"] * 3 + ["sparse"] * 44, "first_k_dense_replace": 3}).first_dense == 3
+    )
+    for told in ({"mlp_layer_types": ["sparse"] * 46 + ["dense"]}, {"first_k_dense_replace": 2}):
+        with pytest.raises(ValueError, match="is not supported, only"):
+            from_hf(raw | told)
 
 
 def test_all_impossible_values_are_named_at_once():

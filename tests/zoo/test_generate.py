@@ -29,6 +29,7 @@ QUICK = (
     "gpt2",
     "gpt_oss",
     "deepseek_v3",
+    "glm4_flash",
     "gemma3n",
     "gemma4",
     "gemma4_small",

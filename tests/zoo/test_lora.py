@@ -30,6 +30,7 @@ OTHERS = [
     "qwen2_moe",
     "gpt_oss",
     "deepseek_v3",
+    "glm4_flash",
     "qwen3_next",
     "qwen3_5",
     "qwen3_5_moe",

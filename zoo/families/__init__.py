@@ -17,7 +17,7 @@ from zoo.families.gpts.cohere import Cohere2Config, CohereConfig
 from zoo.families.gpts.gpt import GPT2Config
 from zoo.families.gpts.neox import NeoXConfig
 from zoo.families.gpts.opt import OPTConfig
-from zoo.families.llamas.deepseek import DeepSeekV2Config, DeepSeekV3Config
+from zoo.families.llamas.deepseek import DeepSeekV2Config, DeepSeekV3Config, GLMFlashConfig
 from zoo.families.llamas.ernie import ErnieConfig
 from zoo.families.llamas.exaone import ExaoneConfig
 from zoo.families.llamas.glm import GLMConfig, GLMMoeConfig
@@ -72,6 +72,7 @@ FAMILIES: dict[str, type[Config]] = {
     "qwen3_5_moe": Qwen35MoeConfig,
     "deepseek_v2": DeepSeekV2Config,
     "deepseek_v3": DeepSeekV3Config,
+    "glm4_flash": GLMFlashConfig,
 }
 
 

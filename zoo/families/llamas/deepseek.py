@@ -1,6 +1,6 @@
-"""DeepSeek V2 (https://arxiv.org/abs/2405.04434), V3 and R1 (https://arxiv.org/abs/2412.19437), and Kimi K2, whose
-files say they are V3: keys and values are made of a latent that all heads share, experts are chosen in groups. Free of
-JAX."""
+"""DeepSeek V2 (https://arxiv.org/abs/2405.04434), V3 and R1 (https://arxiv.org/abs/2412.19437), Kimi K2, whose files
+say they are V3, and GLM 4.7 Flash: keys and values are made of a latent that all heads share, experts are chosen in
+groups. Free of JAX."""
 
 import math
 from dataclasses import dataclass
@@ -247,3 +247,64 @@ class DeepSeekV3Config(DeepSeekLike):
 
     normalise_weights: bool = True
     rotary_pairs: bool = True
+
+
+def _read_flash(read: Any, num_layers: int) -> dict[str, Any]:
+    """Return how many layers are dense, which are the first ones, and the width of the latent of queries."""
+    listed, told = read.raw.get("mlp_layer_types"), read.raw.get("first_k_dense_replace")
+    first = 1 if listed is None else read.raw["mlp_layer_types"].count("dense")
+    if listed not in (None, ["dense"] * first + ["sparse"] * (num_layers - first)):
+        read.problems.append(f"`mlp_layer_types`={listed!r} is not supported, only first 'dense' and then 'sparse'")
+    if told not in (first, None):
+        read.problems.append(f"`first_k_dense_replace`={told!r} is not supported, only {first}, as the layers are")
+    rank = None if read.raw.get("q_lora_rank", 768) is None else read.size("q_lora_rank", 768, {})
+    return {"first_dense": first, "q_rank": rank}
+
+
+def _write_flash(config: Any) -> dict[str, Any]:
+    kinds = ["dense"] * config.first_dense + ["sparse"] * (config.num_layers - config.first_dense)
+    return {"q_lora_rank": config.q_rank, "mlp_layer_types": kinds, "first_k_dense_replace": config.first_dense}
+
+
+_FLASH_KEYS: dict[str, Any] = _KEYS | {
+    "keys": (*_KEYS["keys"], "mlp_layer_types", "first_k_dense_replace"),
+    "read": _read_flash,
+    "write": _write_flash,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GLMFlashConfig(DeepSeekV3Config):
+    """GLM 4.7 Flash: what DeepSeek V3 computes, of files of its own."""
+
+    dialects: ClassVar = {
+        "glm4_moe_lite": Dialect(
+            architecture="Glm4MoeLiteForCausalLM",
+            sizes=_sizes(
+                *(202_752, 10_240, 1536),
+                qk_nope_head_dim=("nope_head_dim", 192),
+                v_head_dim=("v_head_dim", 256),
+                n_routed_experts=("num_experts", 64),
+                num_experts_per_tok=("experts_per_token", 4),
+                n_shared_experts=("shared_experts", 1),
+                n_group=("router_groups", 1),
+                topk_group=("groups_per_token", 1),
+            ),
+            numbers={"rms_norm_eps": ("norm_eps", 1e-5), "routed_scaling_factor": ("weight_scale", 1.8)},
+            flags=TIED
+            | BIAS
+            | {"norm_topk_prob": ("normalise_weights", True), "rope_interleave": ("rotary_pairs", True)},
+            choices=ACTIVATION,
+            harmless={
+                "scoring_func": ("sigmoid", None),
+                "topk_method": ("noaux_tc", None),
+                "moe_layer_freq": (1, None),
+            },
+            **_FLASH_KEYS,
+        )
+    }
+
+    norm_eps: float = 1e-5
+    nope_head_dim: int = 192
+    v_head_dim: int = 256
+    q_rank: int | None = 768
