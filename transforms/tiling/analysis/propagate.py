@@ -67,7 +67,9 @@ def analyse(
         if isinstance(obstacle, Promote):
             known |= obstacle.placements
         elif isinstance(obstacle, Split):
-            split(graph, obstacle.node, obstacle.wanted, RULES[obstacle.node.name].part)
+            part = RULES[obstacle.node.name].part
+            assert part is not None
+            split(graph, obstacle.node, obstacle.wanted, part)
         else:
             return obstacle
 

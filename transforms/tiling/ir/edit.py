@@ -9,7 +9,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Primitive
 from jax.sharding import AxisType
 
-from transforms.tiling.ir.flatten import evaluate, flatten
+from transforms.tiling.ir.flatten import flatten
 from transforms.tiling.ir.graph import Graph, Node, Value, substitute
 from transforms.tiling.ir.jaxprs import body, trimmed
 from transforms.tiling.mesh.layout import like, varying
@@ -105,18 +105,12 @@ def any_platform(node: Node) -> int | None:
     return platforms.index(None) if None in platforms else None
 
 
-def split(graph: Graph, node: Node, wanted: Sequence[int], part: Callable[..., list[Any]] | None) -> None:
-    """Compute the results `wanted` of a node apart from the others: by `part(node, operands, wanted)`, or by itself.
+def split(graph: Graph, node: Node, wanted: Sequence[int], part: Callable[..., list[Any]]) -> None:
+    """Compute the results `wanted` of a node apart from the others: by `part(node, operands, wanted)`.
 
     Without side effects, and without what only the other results need, in bodies too.
     """
-
-    def run(*values: Any) -> list[Any]:
-        own = dict(zip(node.inputs, values, strict=True))
-        made = evaluate(own, node.outputs) if part is None else part(node, values, wanted)
-        return [made[i] for i in wanted]
-
-    nodes, outs = traced(run, node.inputs, node)
+    nodes, outs = traced(lambda *values: [part(node, values, wanted)[i] for i in wanted], node.inputs, node)
     replace(graph, node, nodes, dict(zip([node.outputs[i] for i in wanted], outs, strict=True)), keep=True)
 
 

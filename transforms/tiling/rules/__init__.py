@@ -10,8 +10,8 @@ outside of rules and passes asks for a name.
     localise(node, move, span)        the primitive's parameters at tile size
     emit(node, values, move, span)    the tile's results, where binding the primitive is not enough
     accumulate(node, values, total, span)   `total` plus the tile's part, where that is cheaper than making the part
-    part(node, values, wanted)        (of an equation with bodies that JAX would compute all of) some of its results, of
-                                      whole operands; None for the others
+    part(node, values, wanted)        (of an equation with bodies) some of its results, of whole operands; of the others
+                                      None, or what nobody reads
     outline(node, placements, limits) (likewise) how to run it on whole operands with its bodies tiled
     resume(node, source, given, before, span)   (of what goes from tile to tile) its result, from its operand `source`,
                                       whose tile is `given`, and from what the tiles before this one accumulated

@@ -195,6 +195,15 @@ def sink_constants(node: Node) -> tuple[ClosedJaxpr, list[int]]:
     return jax.make_jaxpr(body)(*avals), kept
 
 
+def part_scan(node: Node, values: Sequence[Any], wanted: Sequence[int]) -> list[Any]:
+    """All results of a scan over what the graph has of its body: JAX leaves out of that what `wanted` does not need.
+
+    Of the body as it was written it would not: an equation of several results, a barrier, it keeps whole.
+    """
+    del wanted
+    return bodies.run_scan(node, values, bodies.whole_body(body_graph(node, "jaxpr")))
+
+
 def from_nothing(value: Value, steps: int = 64) -> bool:
     """Whether a value is made of constants in a few cheap steps."""
     for count, v in enumerate(v for v in closure([value], operands) if v.const is None):
@@ -204,4 +213,4 @@ def from_nothing(value: Value, steps: int = 64) -> bool:
     return True
 
 
-register("scan", push=push_scan, emit=emit_scan, outline=outline_scan)
+register("scan", push=push_scan, emit=emit_scan, part=part_scan, outline=outline_scan)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import Placement, Span, Tiled
 from transforms.tiling.mesh.layout import entries_of
 from transforms.tiling.rules import Move, register
-from transforms.tiling.rules.bodies import at_tile, held, widen
+from transforms.tiling.rules.bodies import at_tile, held, whole_body, widen, with_gaps
 
 
 def share(node: Node, spec: PartitionSpec, dim: int) -> int:
@@ -64,15 +65,31 @@ def emit(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
         results = at_tile(found, ins, outs, span._replace(start=start))(values)
         return [widen(x, p, span) for x, p in zip(results, move.outs, strict=True)]
 
-    over_devices = jax.shard_map(
+    specs = (PartitionSpec(), *node.params["in_specs"])
+    return over_devices(node, run, specs, range(len(outs)))(jnp.asarray(span.start), *values)
+
+
+def over_devices(node: Node, run: Callable[..., Any], specs: Sequence[PartitionSpec], outputs: Sequence[int]) -> Any:
+    """`run` as the body of a `shard_map` like the node's, for its results `outputs`; `specs` are of the operands."""
+    return jax.shard_map(
         run,
         mesh=node.params["mesh"],
-        in_specs=(PartitionSpec(), *node.params["in_specs"]),
-        out_specs=list(node.params["out_specs"]),
+        in_specs=tuple(specs),
+        out_specs=[node.params["out_specs"][i] for i in outputs],
         axis_names=set(node.params["newly_manual_axes"]),
         check_vma=node.params["check_vma"],
     )
-    return over_devices(jnp.asarray(span.start), *values)
 
 
-register("shard_map", push=push, emit=emit, alone=True)
+def part(node: Node, values: Sequence[Any], wanted: Sequence[int]) -> list[Any]:
+    body = whole_body(body_graph(node, "jaxpr"), wanted)
+
+    def run(*values: Any) -> list[Any]:
+        results = body(values)
+        return [results[i] for i in wanted]
+
+    made = over_devices(node, run, node.params["in_specs"], wanted)(*values)
+    return with_gaps(wanted, made, len(node.outputs))
+
+
+register("shard_map", push=push, emit=emit, part=part, alone=True)
