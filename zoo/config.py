@@ -243,8 +243,13 @@ class Config:
 
     @property
     def rotary_dim(self) -> int:
-        """How many dimensions of a head turn by its position: the first, all of them in most families."""
-        return self.head_dim
+        """How many dimensions of a head turn by its position: the first."""
+        return int(self.head_dim * self.rotary_fraction)
+
+    @property
+    def rotary_fraction(self) -> float:  # a field of the families that have it
+        """The share of each head that turns by its position."""
+        return 1.0
 
     @property
     def layer_rotary_dims(self) -> tuple[int, ...]:

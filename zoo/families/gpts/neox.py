@@ -92,11 +92,6 @@ class NeoXConfig(GPTLike):
         """Whether the MLP reads what attention read, and not what attention made of it."""
         return self.parallel_residual
 
-    @property
-    def rotary_dim(self) -> int:
-        """How many dimensions of a head turn by its position: the first."""
-        return int(self.head_dim * self.rotary_fraction)
-
     def problems(self) -> list[str]:
         """Say what is wrong with the family's own fields."""
         return super().problems() + rotary_problems(self) + scaling_problems(self, self.rope_scaling)

@@ -57,11 +57,6 @@ class GLMLike(Activated):
         """Which projections of attention have a bias, of `qkvo`."""
         return "qkv" if self.attention_bias else ""
 
-    @property
-    def rotary_dim(self) -> int:
-        """How many dimensions of a head turn by its position: the first."""
-        return int(self.head_dim * self.rotary_fraction)
-
 
 @dataclass(frozen=True, kw_only=True)
 class GLMConfig(GLMLike):

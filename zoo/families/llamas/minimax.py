@@ -84,11 +84,6 @@ class MiniMaxConfig(MixtureLike, Activated):
         """Whether each expert's probability is its own, and a bias takes part in choosing."""
         return True
 
-    @property
-    def rotary_dim(self) -> int:
-        """How many dimensions of a head turn by its position: the first."""
-        return int(self.head_dim * self.rotary_fraction)
-
     def rows(self) -> tuple[Row, ...]:
         """Return the rows of every parameter that the model has."""
         return self.with_ends((*self.attention_rows(), *NORMS, *EXPERTS, _CHOICE))

@@ -54,11 +54,6 @@ class Phi3Config(Activated):
         windows = window_problems(self.window, self.attention_pattern)
         return super().problems() + windows + rotary_problems(self)
 
-    @property
-    def rotary_dim(self) -> int:
-        """How many dimensions of a head turn by its position: the first."""
-        return int(self.head_dim * self.rotary_fraction)
-
     def rows(self) -> tuple[Row, ...]:
         """Return the rows of every parameter that the model has."""
         return tuple(_fused(row) for row in super().rows())

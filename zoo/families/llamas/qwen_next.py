@@ -146,11 +146,6 @@ class DeltaLike(LlamaLike):
         return True
 
     @property
-    def rotary_dim(self) -> int:
-        """How many dimensions of a head turn by its position: the first."""
-        return int(self.head_dim * self.rotary_fraction)
-
-    @property
     def dims(self) -> dict[str, int]:
         """The size of each dimension letter that a parameter can have."""
         keys, values = self.delta_key_heads, self.delta_value_heads
