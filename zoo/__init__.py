@@ -7,13 +7,13 @@ _HOME = {
     "AbstractMixture": "zoo.models.mixture",
     "Cohere2Config": "zoo.families.gpts.cohere",
     "CohereConfig": "zoo.families.gpts.cohere",
-    "DeepSeekV2Config": "zoo.families.llamas.deepseek",
-    "DeepSeekV3Config": "zoo.families.llamas.deepseek",
+    "DeepSeekV2Config": "zoo.families.mixtures.deepseek",
+    "DeepSeekV3Config": "zoo.families.mixtures.deepseek",
     "ExaoneConfig": "zoo.families.llamas.exaone",
     "Embedder": "zoo.inference.embed",
     "ForwardPass": "zoo.models.forward",
     "GLMConfig": "zoo.families.llamas.glm",
-    "GLMFlashConfig": "zoo.families.llamas.deepseek",
+    "GLMFlashConfig": "zoo.families.mixtures.deepseek",
     "GLMMoeConfig": "zoo.families.llamas.glm",
     "GPT": "zoo.models.gpt",
     "GPT2Config": "zoo.families.gpts.gpt",
@@ -24,13 +24,13 @@ _HOME = {
     "Gemma4Config": "zoo.families.gemmas.gemma4",
     "Gemma4MoeConfig": "zoo.families.gemmas.gemma4",
     "GemmaConfig": "zoo.families.gemmas.gemma",
-    "GptOssConfig": "zoo.families.llamas.gptoss",
+    "GptOssConfig": "zoo.families.mixtures.gptoss",
     "Granite4Config": "zoo.families.llamas.granite",
     "GraniteConfig": "zoo.families.llamas.granite",
     "Head": "zoo.models.head",
     "Llama": "zoo.models.llama",
     "LlamaConfig": "zoo.families.llamas.llama",
-    "MiniMaxConfig": "zoo.families.llamas.minimax",
+    "MiniMaxConfig": "zoo.families.mixtures.minimax",
     "Ministral3Config": "zoo.families.llamas.mistral",
     "MistralConfig": "zoo.families.llamas.mistral",
     "MixtralConfig": "zoo.families.llamas.mistral",
@@ -79,18 +79,13 @@ if TYPE_CHECKING:  # the same for type checkers, which a test compares
     from zoo.families.gpts.gpt import GPT2Config as GPT2Config
     from zoo.families.gpts.neox import NeoXConfig as NeoXConfig
     from zoo.families.gpts.opt import OPTConfig as OPTConfig
-    from zoo.families.llamas.deepseek import DeepSeekV2Config as DeepSeekV2Config
-    from zoo.families.llamas.deepseek import DeepSeekV3Config as DeepSeekV3Config
-    from zoo.families.llamas.deepseek import GLMFlashConfig as GLMFlashConfig
     from zoo.families.llamas.ernie import ErnieConfig as ErnieConfig
     from zoo.families.llamas.exaone import ExaoneConfig as ExaoneConfig
     from zoo.families.llamas.glm import GLMConfig as GLMConfig
     from zoo.families.llamas.glm import GLMMoeConfig as GLMMoeConfig
-    from zoo.families.llamas.gptoss import GptOssConfig as GptOssConfig
     from zoo.families.llamas.granite import Granite4Config as Granite4Config
     from zoo.families.llamas.granite import GraniteConfig as GraniteConfig
     from zoo.families.llamas.llama import LlamaConfig as LlamaConfig
-    from zoo.families.llamas.minimax import MiniMaxConfig as MiniMaxConfig
     from zoo.families.llamas.mistral import Ministral3Config as Ministral3Config
     from zoo.families.llamas.mistral import MistralConfig as MistralConfig
     from zoo.families.llamas.mistral import MixtralConfig as MixtralConfig
@@ -107,6 +102,11 @@ if TYPE_CHECKING:  # the same for type checkers, which a test compares
     from zoo.families.llamas.qwen_next import Qwen35MoeConfig as Qwen35MoeConfig
     from zoo.families.llamas.seed import SeedConfig as SeedConfig
     from zoo.families.llamas.smollm import SmolLM3Config as SmolLM3Config
+    from zoo.families.mixtures.deepseek import DeepSeekV2Config as DeepSeekV2Config
+    from zoo.families.mixtures.deepseek import DeepSeekV3Config as DeepSeekV3Config
+    from zoo.families.mixtures.deepseek import GLMFlashConfig as GLMFlashConfig
+    from zoo.families.mixtures.gptoss import GptOssConfig as GptOssConfig
+    from zoo.families.mixtures.minimax import MiniMaxConfig as MiniMaxConfig
     from zoo.huggingface.weights import load as load
     from zoo.huggingface.weights import save as save
     from zoo.inference.embed import Embedder as Embedder

@@ -1,6 +1,6 @@
 """The families, one file each (or one for what grew out of it): its config, the rows of its parameters, what its
-`config.json` may hold, and which model it makes. Free of JAX. They stand by lineage, in `gemmas`, `gpts` and `llamas`;
-what mixtures of all three share is in `mixture`.
+`config.json` may hold, and which model it makes. Free of JAX. They stand by lineage, in `gemmas`, `gpts` and `llamas`,
+and in `mixtures` what is a mixture of experts alone; what all mixtures share is in `mixture`.
 
 In: a family's name, or a config. Out: the class of its config, or of its models.
 """
@@ -17,14 +17,11 @@ from zoo.families.gpts.cohere import Cohere2Config, CohereConfig
 from zoo.families.gpts.gpt import GPT2Config
 from zoo.families.gpts.neox import NeoXConfig
 from zoo.families.gpts.opt import OPTConfig
-from zoo.families.llamas.deepseek import DeepSeekV2Config, DeepSeekV3Config, GLMFlashConfig
 from zoo.families.llamas.ernie import ErnieConfig
 from zoo.families.llamas.exaone import ExaoneConfig
 from zoo.families.llamas.glm import GLMConfig, GLMMoeConfig
-from zoo.families.llamas.gptoss import GptOssConfig
 from zoo.families.llamas.granite import Granite4Config, GraniteConfig
 from zoo.families.llamas.llama import LlamaConfig
-from zoo.families.llamas.minimax import MiniMaxConfig
 from zoo.families.llamas.mistral import Ministral3Config, MistralConfig, MixtralConfig
 from zoo.families.llamas.olmo import Olmo2Config, Olmo3Config, OlmoeConfig
 from zoo.families.llamas.phi import Phi3Config
@@ -32,6 +29,9 @@ from zoo.families.llamas.qwen import Qwen2Config, Qwen2MoeConfig, Qwen3Config, Q
 from zoo.families.llamas.qwen_next import Qwen3NextConfig, Qwen35Config, Qwen35MoeConfig
 from zoo.families.llamas.seed import SeedConfig
 from zoo.families.llamas.smollm import SmolLM3Config
+from zoo.families.mixtures.deepseek import DeepSeekV2Config, DeepSeekV3Config, GLMFlashConfig
+from zoo.families.mixtures.gptoss import GptOssConfig
+from zoo.families.mixtures.minimax import MiniMaxConfig
 
 FAMILIES: dict[str, type[Config]] = {
     "gemma": GemmaConfig,

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from zoo.families.llamas.deepseek import DeepSeekLike
+from zoo.families.mixtures.deepseek import DeepSeekLike
 from zoo.models import mixture
 from zoo.models.attention.groups import Seen
 from zoo.models.forward import Aux, LayerPass

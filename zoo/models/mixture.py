@@ -19,12 +19,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from zoo.families.llamas.glm import GLMMoeConfig
-from zoo.families.llamas.gptoss import GptOssConfig
-from zoo.families.llamas.minimax import MiniMaxConfig
 from zoo.families.llamas.mistral import MixtralConfig
 from zoo.families.llamas.olmo import OlmoeConfig
 from zoo.families.llamas.qwen import Qwen2MoeConfig, Qwen3MoeConfig
 from zoo.families.mixture import MixtureLike
+from zoo.families.mixtures.gptoss import GptOssConfig
+from zoo.families.mixtures.minimax import MiniMaxConfig
 from zoo.models import llama
 from zoo.models.attention.groups import Seen
 from zoo.models.decoder import Decoder
