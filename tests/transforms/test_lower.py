@@ -1,5 +1,7 @@
 """Loops as they run: lengths that tiles do not divide, dtypes of accumulators, and products added chunk by chunk."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -264,6 +266,22 @@ def test_a_barrier_of_what_is_cut_and_what_is_whole(within):
     x, w = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((10, 4), (4, 4)))
     for got, want in zip(jax.grad(tile(fn, (0, None), 4), (0, 1))(x, w), jax.grad(fn, (0, 1))(x, w), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_a_part_that_is_not_apart_ends_planning(monkeypatch):
+    """A rule whose part of a scan is the scan again."""
+    again = dataclasses.replace(RULES["scan"], part=lambda node, values, wanted: node.bind(values))
+    monkeypatch.setitem(RULES, "scan", again)
+
+    def fn(x, w):
+        def step(w, _):
+            kept, w = jax.lax.optimization_barrier((x, w))
+            return w, kept @ w
+
+        return jax.lax.scan(step, w, None, length=2)
+
+    with pytest.raises(AssertionError, match=r"what is apart of `scan` at .*test_lower.* still depends on the tile"):
+        tile(fn, (0, None), 4).plan(jnp.ones((8, 4)), jnp.ones((4, 4)))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])

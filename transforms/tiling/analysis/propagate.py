@@ -29,6 +29,8 @@ from transforms.tiling.primitives import REMAT, having
 from transforms.tiling.rules import RULES, Move, partial, pulled, resumes, tiled
 from transforms.tiling.rules.bodies import wait
 
+DEEPEST = 64  # regions within one another: a part of a region that is not apart would be taken out of itself for ever
+
 
 def analyse(
     graph: Graph,
@@ -55,6 +57,7 @@ def analyse(
             Sink: a region can make what it reads, rather than to have that whole.
     """
     known = dict(promoted or {})
+    depth: dict[Node, int] = {}  # out of how many regions, one within another, a node was taken
     while True:
         facts = {v: Fact(p) for v, p in zip(graph.inputs, placements, strict=True)}
         found = Analysis(graph, facts, limits)
@@ -67,9 +70,10 @@ def analyse(
         if isinstance(obstacle, Promote):
             known |= obstacle.placements
         elif isinstance(obstacle, Split):
-            part = RULES[obstacle.node.name].part
+            part, within = RULES[obstacle.node.name].part, depth.get(obstacle.node, 0) + 1
             assert part is not None
-            split(graph, obstacle.node, obstacle.wanted, part)
+            assert within <= DEEPEST, f"what is apart of {obstacle.node} still depends on the tile"
+            depth |= dict.fromkeys(split(graph, obstacle.node, obstacle.wanted, part), within)
         else:
             return obstacle
 

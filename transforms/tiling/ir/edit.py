@@ -105,13 +105,14 @@ def any_platform(node: Node) -> int | None:
     return platforms.index(None) if None in platforms else None
 
 
-def split(graph: Graph, node: Node, wanted: Sequence[int], part: Callable[..., list[Any]]) -> None:
-    """Compute the results `wanted` of a node apart from the others: by `part(node, operands, wanted)`.
+def split(graph: Graph, node: Node, wanted: Sequence[int], part: Callable[..., list[Any]]) -> list[Node]:
+    """Compute the results `wanted` of a node apart from the others, by `part(node, operands, wanted)`; return how.
 
     Without side effects, and without what only the other results need, in bodies too.
     """
     nodes, outs = traced(lambda *values: [part(node, values, wanted)[i] for i in wanted], node.inputs, node)
     replace(graph, node, nodes, dict(zip([node.outputs[i] for i in wanted], outs, strict=True)), keep=True)
+    return nodes
 
 
 def sort(graph: Graph) -> None:
