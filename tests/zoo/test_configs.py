@@ -197,9 +197,37 @@ def test_dense_layers_come_first_or_are_refused():
     assert (
         from_hf(raw | {"mlp_layer_types": ["dense"] * 3 + ["sparse"] * 44, "first_k_dense_replace": 3}).first_dense == 3
     )
-    for told in ({"mlp_layer_types": ["sparse"] * 46 + ["dense"]}, {"first_k_dense_replace": 2}):
+    kinds = [{"mlp_layer_types": kinds} for kinds in (["sparse"] * 46 + ["dense"], "dense", 3)]
+    for told in (*kinds, {"first_k_dense_replace": 2}):
         with pytest.raises(ValueError, match="is not supported, only"):
             from_hf(raw | told)
+
+
+@pytest.mark.parametrize(
+    ("name", "told", "why"),
+    [
+        ("minimax_m2_230b_a10b", {"attn_type_list": [0] * 62}, "`attn_type_list`=.* only attention to all"),
+        ("minimax_m2_230b_a10b", {"rotary_dim": "x", "partial_rotary_factor": ...}, "`rotary_dim`='x' is not an int"),
+        ("minimax_m2_230b_a10b", {"rotary_dim": 7, "partial_rotary_factor": ...}, "rotary_fraction=.* is 7 dimensions"),
+        ("exaone4_32b", {"sliding_window_pattern": "LX", "layer_types": ...}, "neither a number nor letters L, G"),
+        ("exaone4_32b", {"sliding_window_pattern": 0, "layer_types": ...}, "neither a number nor letters L, G"),
+    ],
+)
+def test_what_files_say_otherwise_is_refused_by_name(name, told, why):
+    """A value of `...`: the file does not have the key."""
+    raw = {k: v for k, v in (to_hf(read(name)[0], "float32") | told).items() if v is not ...}
+    raw["rope_parameters"] = {}
+    with pytest.raises(ValueError, match=why):
+        from_hf(raw)
+
+
+def test_layers_of_exaone_are_told_by_numbers_or_letters():
+    config = read("exaone4_32b")[0]
+    raw = {k: v for k, v in to_hf(config, "float32").items() if k != "layer_types"}
+    for pattern in (4, "LLLG"):
+        assert from_hf(raw | {"sliding_window_pattern": pattern}) == config
+    everywhere = from_hf(raw | {"sliding_window": None})
+    assert everywhere.attention_pattern == "G" and None not in everywhere.layer_ropes
 
 
 def test_all_impossible_values_are_named_at_once():

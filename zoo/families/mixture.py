@@ -26,6 +26,8 @@ _SHARED_UNGATED = (
     Row("layers.shared_down", LAYER + "mlp.shared_experts.down_proj.weight", "D U -> U D", "U"),
 )
 CHOICE = Row("layers.router_bias", LAYER + "mlp.gate.e_score_correction_bias", "E -> E", wide=True)
+# How experts are chosen, in files of those whose `sigmoid_router` is true.
+SIGMOID: dict[str, tuple] = {"scoring_func": ("sigmoid", None), "topk_method": ("noaux_tc", None)}
 BALANCE: dict[str, tuple[str, float | None]] = {"router_aux_loss_coef": ("balance_weight", 0.001)}
 
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 from zoo.config import rotary_problems
 from zoo.dialect import ACTIVATION, BIAS, TIED, Dialect, eps, sizes
 from zoo.families.llamas.llama import Activated
-from zoo.families.mixture import GroupedLike
+from zoo.families.mixture import SIGMOID, GroupedLike
 from zoo.parameters import LAYER, MLP, Row
 
 _BEHIND = (
@@ -110,7 +110,7 @@ class GLMMoeConfig(GroupedLike, GLMLike):
             flags=TIED | BIAS | {"norm_topk_prob": ("normalise_weights", True), "use_qk_norm": ("qk_norm", False)},
             partial=("partial_rotary_factor", 0.5),
             choices=ACTIVATION,
-            harmless={"scoring_func": ("sigmoid", None), "topk_method": ("noaux_tc", None)},
+            harmless=SIGMOID,
             ignored=("num_nextn_predict_layers", "num_mtp_layers"),
         )
     }

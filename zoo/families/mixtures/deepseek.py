@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from zoo.config import not_positive
 from zoo.dialect import ACTIVATION, BIAS, HEADS, REQUIRED, SIZES, TIED, Dialect
 from zoo.families.llamas.llama import Activated
-from zoo.families.mixture import GroupedLike
+from zoo.families.mixture import SIGMOID, GroupedLike
 from zoo.parameters import ATTENTION, BIASES, LAYER, MLP_NORM, Row
 
 _ATTN = LAYER + "self_attn."
@@ -210,6 +210,10 @@ class DeepSeekV2Config(DeepSeekLike):
         return True
 
 
+_V3_FLAGS = TIED | BIAS
+_V3_FLAGS |= {"norm_topk_prob": ("normalise_weights", True), "rope_interleave": ("rotary_pairs", True)}
+
+
 @dataclass(frozen=True, kw_only=True)
 class DeepSeekV3Config(DeepSeekLike):
     """DeepSeek V3 and R1, Kimi K2, text of K2.5: each expert's probability is its own, a bias takes part in choosing.
@@ -232,12 +236,10 @@ class DeepSeekV3Config(DeepSeekLike):
                 topk_group=("groups_per_token", 4),
             ),
             numbers={"rms_norm_eps": ("norm_eps", 1e-6), "routed_scaling_factor": ("weight_scale", 2.5)},
-            flags=TIED
-            | BIAS
-            | {"norm_topk_prob": ("normalise_weights", True), "rope_interleave": ("rotary_pairs", True)},
+            flags=_V3_FLAGS,
             choices=ACTIVATION,
             only={"moe_layer_freq": (1, None)},
-            harmless={"scoring_func": ("sigmoid", None), "topk_method": ("noaux_tc", None)},
+            harmless=SIGMOID,
             outer="kimi_k25",
             outer_keys=("ignore_index", "media_placeholder_token_id", "use_unified_vision_chunk", "video_placeholder"),
             **_KEYS,
@@ -252,7 +254,7 @@ class DeepSeekV3Config(DeepSeekLike):
 def _read_flash(read: Any, num_layers: int) -> dict[str, Any]:
     """Return how many layers are dense, which are the first ones, and the width of the latent of queries."""
     listed, told = read.raw.get("mlp_layer_types"), read.raw.get("first_k_dense_replace")
-    first = 1 if listed is None else read.raw["mlp_layer_types"].count("dense")
+    first = listed.count("dense") if isinstance(listed, list) else 1
     if listed not in (None, ["dense"] * first + ["sparse"] * (num_layers - first)):
         read.problems.append(f"`mlp_layer_types`={listed!r} is not supported, only first 'dense' and then 'sparse'")
     if told not in (first, None):
@@ -291,15 +293,9 @@ class GLMFlashConfig(DeepSeekV3Config):
                 topk_group=("groups_per_token", 1),
             ),
             numbers={"rms_norm_eps": ("norm_eps", 1e-5), "routed_scaling_factor": ("weight_scale", 1.8)},
-            flags=TIED
-            | BIAS
-            | {"norm_topk_prob": ("normalise_weights", True), "rope_interleave": ("rotary_pairs", True)},
+            flags=_V3_FLAGS,
             choices=ACTIVATION,
-            harmless={
-                "scoring_func": ("sigmoid", None),
-                "topk_method": ("noaux_tc", None),
-                "moe_layer_freq": (1, None),
-            },
+            harmless=SIGMOID | {"moe_layer_freq": (1, None)},
             **_FLASH_KEYS,
         )
     }

@@ -25,7 +25,7 @@ def _read(read: Any, num_layers: int) -> dict[str, Any]:
     if "rotary_dim" not in read.raw or "partial_rotary_factor" in told:
         return {}
     head_dim = read.size("head_dim", 128, {})
-    return {"rotary_fraction": read.count("rotary_dim", head_dim) / head_dim}
+    return {"rotary_fraction": read.size("rotary_dim", head_dim, {}) / head_dim}
 
 
 @dataclass(frozen=True, kw_only=True)
