@@ -33,11 +33,18 @@ SUMS = {
     "reshape": lambda s, w: s.reshape(-1),
     "rev": lambda s, w: s[::-1],
     "scatter-add": lambda s, w: (s.at[jnp.array([1, 1])].add(w[:2]), w.at[jnp.array([1, 1])].add(s[:2])),
+    "scatter-sub": lambda s, w: (
+        s.at[jnp.array([1, 1])].subtract(w[:2]),
+        w.at[jnp.array([1, 1])].subtract(s[:2]),
+    ),
     "select_n": lambda s, w: (jnp.where(w > 1, s, w), jnp.where(w > 1, 2 * s, s)),
     "slice": lambda s, w: s[1:3],
     "split": lambda s, w: lax.split(s, (1, 3)),
     "squeeze": lambda s, w: s[:, :1].squeeze(1),
     "stack": lambda s, w: jnp.stack([s, w]),
+    "triangular_solve": lambda s, w: lax.linalg.triangular_solve(
+        jnp.eye(4) + jnp.tril(w @ w.T), s, left_side=True, lower=True
+    ),
     "stop_gradient": lambda s, w: lax.stop_gradient(s),
     "sub": lambda s, w: (s - w, w - s),
     "transpose": lambda s, w: s.T,
