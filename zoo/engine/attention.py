@@ -30,27 +30,29 @@ from zoo.engine.states import recurrence
 from zoo.models.layers import accumulator, softcap
 
 _NEVER = -1e30  # a score that is not: finite, so that a text without any is no NaN
-HEADS = PartitionSpec(None, None, "model")  # how queries, keys and values lie on a mesh
+HEADS = PartitionSpec(None, None, "model")  # how queries, keys, values and their pages lie on a mesh
 
 
 class Store(eqx.Module):
     """The pages of one window kind, of all its layers; padding is on the last page.
 
-    Small dimensions are one, heads first: tiled memory pads two, and a mesh cuts the heads.
+    Heads stand apart: products with a head's keys read them where they are, where XLA's CPU compiler would first copy
+    keys of which each token's heads lie together, at a tenth of the speed. A mesh cuts them. Other small dimensions
+    are one: tiled memory pads two.
 
     Attributes:
-        values: each token's keys and values `[K 2 H]`, or `[K 1 H]` where keys are values too: numbers, of 16 bits on
-            CPUs as bits, or 8-bit integers.
+        values: each head's keys and values of a token `[2 H]`, or `[1 H]` where keys are values too: numbers, of 16
+            bits on CPUs as bits, or 8-bit integers.
         scale: what integers are multiplied by, of each kv head's tokens `[K page 2]`; None where they are numbers.
     """
 
-    values: Shaped[Array, "L P page _"]
+    values: Shaped[Array, "L P K page _"]
     scale: Float[Array, "L P _"] | None = None
 
     @property
     def page(self) -> int:
         """Tokens on a page."""
-        return self.values.shape[2]
+        return self.values.shape[3]
 
     def write(
         self,
@@ -60,28 +62,25 @@ class Store(eqx.Module):
         both: Float[Array, "R W K parts H"],
     ) -> "Store":
         """Return the pages with keys and values of a layer's tokens, each in a slot of a page."""
-        flat = lambda each: each.reshape(*each.shape[:2], -1)
+        of_heads = layer, page[..., None], jnp.arange(both.shape[2]), slot[..., None]
+        put = lambda each: self.values.at[of_heads].set(each.reshape(*each.shape[:3], -1))
         if self.scale is None:
-            own = both if self.values.dtype == both.dtype else bits(both)
-            return Store(self.values.at[layer, page, slot].set(flat(own)))
+            return Store(put(both if self.values.dtype == both.dtype else bits(both)))
         wide = both.astype(jnp.float32)
         scale = jnp.abs(wide).max(-1) / 127
         whole = jnp.round(wide / jnp.where(scale > 0, scale, 1)[..., None]).astype(jnp.int8)
         heads, parts = both.shape[2:4]
         where = (jnp.arange(heads)[:, None] * self.page + slot[..., None, None]) * parts + jnp.arange(parts)
-        put = self.scale.at[layer, page[..., None, None], where].set(scale)
-        return Store(self.values.at[layer, page, slot].set(flat(whole)), put)
+        return Store(put(whole), self.scale.at[layer, page[..., None, None], where].set(scale))
 
     def read(
-        self, layer: Int[Array, ""], table: Int[Array, " R"], heads: int, size: int, dtype: DTypeLike
-    ) -> tuple[Float[Array, "R page K parts H"], Float[Array, "R page K parts"] | None]:
+        self, layer: Int[Array, ""], table: Int[Array, " R"], size: int, dtype: DTypeLike
+    ) -> tuple[Float[Array, "R K page parts H"], Float[Array, "R K page parts"] | None]:
         """Return keys and values of a page of each row, and what products with them are multiplied by."""
         values = self.values[layer, table]
         values = values.astype(dtype) if self.scale is not None else numbers(values, dtype)
-        values = values.reshape(len(table), self.page, heads, -1, size)
-        if self.scale is None:
-            return values, None
-        return values, self.scale[layer, table].reshape(len(table), heads, self.page, -1).swapaxes(1, 2)
+        values = values.reshape(*values.shape[:3], -1, size)
+        return values, None if self.scale is None else self.scale[layer, table].reshape(values.shape[:4])
 
 
 Pool = tuple[Any, ...]  # a `Store` of each window kind; then, where layers hand on some, `States`
@@ -177,16 +176,15 @@ class Paged(eqx.Module):
             new = dict(zip(numbers, own, strict=True))
             return tuple(new.get(number, part) for number, part in enumerate(pool))
 
-        if partitions(own[0].values)[3] is None:
+        if partitions(own[0].values)[2] is None:
             seen, own = local(*told, q, k, v, sinks)
             return seen, after(own)
         apart = partitions(q)[2] is not None  # what a matrix in fewer bits makes is whole on every device
         heads = self.kinds.heads[numbers[0]]
         q, (k, v) = _place(q, HEADS), jax.tree.map(lambda kv: _beside_queries(kv, heads), (k, v))
-        whole, pages = PartitionSpec(), PartitionSpec(None, None, None, "model")
-        of_pool = jax.tree.map(lambda leaf: pages if leaf.ndim == 4 else HEADS, own)
-        specs = whole, whole, of_pool, HEADS, HEADS, HEADS, PartitionSpec("model")
-        run = jax.shard_map(local, in_specs=specs, out_specs=(HEADS, of_pool), check_vma=False)
+        whole = PartitionSpec()
+        specs = whole, whole, HEADS, HEADS, HEADS, HEADS, PartitionSpec("model")
+        run = jax.shard_map(local, in_specs=specs, out_specs=HEADS, check_vma=False)
         seen, own = run(*told, q, k, v, sinks)
         return seen if apart else uncut(seen, 2), after(own)
 
@@ -248,13 +246,13 @@ class Paged(eqx.Module):
             table = jax.lax.dynamic_index_in_dim(self.tables[number], i, axis=1, keepdims=False)
             at = i * size + jnp.arange(size)
             # What a page holds beyond its text was another's, and may be no number: 0 times that would not be 0.
-            there = (at <= self.positions.max(axis=1)[:, None])[:, :, None, None]
-            kv, scales = pages.read(layer, table, q_RKGWH.shape[1], q_RKGWH.shape[-1], self.dtype)
-            kv = jnp.where(there[..., None], kv, 0)
-            scales = None if scales is None else jnp.where(there, scales, 0).transpose(3, 0, 2, 1)
+            there = (at <= self.positions.max(axis=1)[:, None])[:, None, :, None]
+            kv, scales = pages.read(layer, table, q_RKGWH.shape[-1], self.dtype)
+            k, v = kv[..., 0, :], jnp.where(there, kv[..., -1, :], 0)
+            scales = None if scales is None else jnp.where(there, scales, 0)
             seen = (at <= self.positions[..., None]) & live[..., None]  # [R, W, page]
             seen = seen if window is None else seen & (at > self.positions[..., None] - window)
-            return _seen(carry, q_RKGWH, kv, scales, seen[:, None, None], scale, cap)
+            return _seen(carry, q_RKGWH, k, v, scales, seen[:, None, None], scale, cap)
 
         with jax.named_scope("pages"):
             return jax.lax.fori_loop(begin, end, page, carry)
@@ -269,18 +267,19 @@ def _beside_queries(kv: Float[Array, "R W K H"], heads: int) -> Float[Array, "R 
 def _seen(
     carry: tuple[Array, Array, Array],
     q: Float[Array, "R K G W H"],
-    kv: Float[Array, "R page K parts H"],
-    scales: Float[Array, "parts R K page"] | None,
+    k: Float[Array, "R K page H"],
+    v: Float[Array, "R K page H"],
+    scales: Float[Array, "R K page parts"] | None,
     seen: Bool[Array, "R 1 1 W page"],
     scale: float,
     cap: float | None,
 ) -> tuple[Array, Array, Array]:
     """Return the largest score, the sum of probabilities and that of values, one page further."""
     most, total, out = carry
-    of = lambda which, x: x if scales is None else x * scales[which][:, :, None, None]
-    scores = softcap(of(0, einsum("rkgwh,rpkh->rkgwp", q, kv[:, :, :, 0], most.dtype)) * scale, cap)
+    of = lambda which, x: x if scales is None else x * scales[..., None, None, :, which]
+    scores = softcap(of(0, einsum("rkgwh,rkph->rkgwp", q, k, most.dtype)) * scale, cap)
     higher = jnp.maximum(most, jnp.where(seen, scores, _NEVER).max(-1))
     probs = jnp.where(seen, jnp.exp(scores - higher[..., None]), 0)
     shrink = jnp.exp(most - higher)
-    more = einsum("rkgwp,rpkh->rkgwh", of(-1, probs).astype(kv.dtype), kv[:, :, :, -1], out.dtype)
+    more = einsum("rkgwp,rkph->rkgwh", of(-1, probs).astype(v.dtype), v, out.dtype)
     return higher, total * shrink + probs.sum(-1), out * shrink[..., None] + more

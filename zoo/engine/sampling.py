@@ -219,7 +219,7 @@ def pick(
         new = _asked(logits[row], rules.of(row[None]), positions[row], tokens[row], reached[row])
         return jax.tree.map(lambda all, mine: all.at[row].set(mine.astype(all.dtype)), found, new)
 
-    likeliest = jax.lax.platform_dependent(logits, cpu=_first_of_largest, default=_largest), jnp.zeros(len(logits))
+    likeliest = _largest(logits), jnp.zeros(len(logits))
     with jax.named_scope("rows"):  # one at a time: so little memory is enough
         ids, drawn = jax.lax.fori_loop(0, special.sum(), one, likeliest)
     target = _of(logits, targets)
@@ -232,7 +232,9 @@ def pick(
 
 
 def _largest(logits):
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    """Return the first id of each row's largest logit."""
+    plain = lambda logits: jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return jax.lax.platform_dependent(logits, cpu=_first_of_largest, default=plain)
 
 
 def _first_of_largest(logits):
@@ -280,7 +282,7 @@ def _asked(logits_V, own, positions_W, tokens_W, position):
     return jax.lax.cond(
         hot,
         lambda: _drawn(scaled(), least, own.seed[0], position),
-        lambda: (jnp.argmax(adjusted), jnp.float32(0)),
+        lambda: (_largest(adjusted[None])[0], jnp.float32(0)),
     )
 
 
@@ -289,7 +291,7 @@ def _drawn(logits_V, least, seed, position):
     kept = jnp.where(logits_V < least, -jnp.inf, logits_V)
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), seed), position)
     token = jax.random.categorical(key, kept)
-    return token, kept[token] - jax.nn.logsumexp(kept)
+    return token.astype(jnp.int32), kept[token] - jax.nn.logsumexp(kept)
 
 
 def _adjusted(logits_V, rules, positions_W, tokens_W, position):

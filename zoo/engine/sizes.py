@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.typing import DTypeLike
 
-from zoo.engine.attention import Kinds, Store
+from zoo.engine.attention import HEADS, Kinds, Store
 from zoo.engine.states import empty
 from zoo.engine.step import State
 
@@ -166,7 +166,7 @@ def _laid(state: State, alone: Sharding, mesh: Mesh | None, num_heads: int) -> S
         heads = cut and isinstance(part, Store)
 
         def of_leaf(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            spec = PartitionSpec(*(None,) * (leaf.ndim - 1), "model") if heads else PartitionSpec()
+            spec = PartitionSpec(*HEADS, *(None,) * (leaf.ndim - 3)) if heads else PartitionSpec()
             where = alone if mesh is None else NamedSharding(mesh, spec)
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
@@ -178,7 +178,7 @@ def _laid(state: State, alone: Sharding, mesh: Mesh | None, num_heads: int) -> S
 def _store(settings: Settings, layers: int, pages: int, cached: tuple[int, int, int], dtype: DTypeLike) -> Store:
     """Return the empty pages of a kind of layers, and one more."""
     heads, parts, width = cached
-    values = lambda kind: jnp.zeros((layers, pages + 1, settings.page, heads * parts * width), kind)
+    values = lambda kind: jnp.zeros((layers, pages + 1, heads, settings.page, parts * width), kind)
     if settings.kv_dtype is None:
         return Store(values(dtype))
     return Store(values(jnp.int8), jnp.zeros((layers, pages + 1, heads * settings.page * parts)))
