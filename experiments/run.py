@@ -76,7 +76,7 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str], sto
     from experiments.data.batches import open_source
     from experiments.planning import cost, report, resolve
     from experiments.results import summary
-    from experiments.runtime import distributed, hardware, meshes
+    from experiments.runtime import hardware, meshes
     from experiments.step import build, folders
     from experiments.training import errors, loop
 
@@ -89,7 +89,7 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str], sto
         asked, exact, mirror = remote.here(config)
         directory = Directory.find(asked.out, asked.run, name, mirror)
         outcome.directory = directory
-        distributed.initialize(asked.distributed, stop)
+        hardware.join(asked.distributed, stop)
         directory.check()
         stop.ask()
         device = hardware.prepare(asked.hardware.platform)

@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 from experiments import configs
 from experiments.commandline.console import GIB
 from experiments.configs import DType, Platform
-from experiments.runtime import distributed
-from experiments.runtime.hardware import KEEP_CASTS_IN_LOOPS, Device, HardwareError
+from experiments.runtime.hardware import KEEP_CASTS_IN_LOOPS, Device, HardwareError, several_processes
 from experiments.step import tiling as cuts
 from experiments.step.build import Programs
 from experiments.step.folders import described
@@ -175,13 +174,13 @@ def _mesh(config: configs.Run, device: Device, choices: Choices) -> configs.Mesh
     sizes, context_by = dict[str, Any](asked.sizes), asked.context_by
     if asked.data is None:
         others = {name: size for name, size in sizes.items() if name != "data"}
-        alone = device.platform == Platform.cpu and asked.devices == 1 and not distributed.several()
+        alone = device.platform == Platform.cpu and asked.devices == 1 and not several_processes()
         sizes["data"] = 1 if -1 in others.values() or alone else -1
         if sizes["data"] == -1 and asked.devices == 1 and config.batch_size is not None:
             sizes["data"] = math.gcd(config.batch_size, count)
             sizes["context"] = count // sizes["data"]
             context_by = "ulysses" if config.tiling.heads and sizes["context"] > 1 else context_by
-    if set(sizes.values()) != {1} or distributed.several():
+    if set(sizes.values()) != {1} or several_processes():
         try:
             sizes.update(sharding.fill({name: size or 1 for name, size in sizes.items()}, count))
         except ValueError:
