@@ -76,8 +76,8 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str], sto
     from experiments.data.batches import open_source
     from experiments.planning import cost, report, resolve
     from experiments.results import summary
-    from experiments.runtime import hardware, meshes
-    from experiments.step import build, folders
+    from experiments.runtime import hardware, meshes, own
+    from experiments.step import build
     from experiments.training import errors, loop
 
     began, name = time.perf_counter(), choices["model"]
@@ -89,13 +89,13 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str], sto
         asked, exact, mirror = remote.here(config)
         directory = Directory.find(asked.out, asked.run, name, mirror)
         outcome.directory = directory
-        hardware.join(asked.distributed, stop)
+        hardware.join_processes(asked.distributed, stop)
         directory.check()
         stop.ask()
         device = hardware.prepare(asked.hardware.platform)
         hardware.allow(asked.hardware)
         # Every open value, the programs, the data: whatever is wrong with what was asked for is found here.
-        asked = folders.described(asked, argv)
+        asked = own.described(asked, argv)
         run = resolve.chosen_for(asked, device)
         outcome.run, chosen = run, {**run.chosen, **exact}
         held.enter_context(meshes.spread(run.mesh))

@@ -181,7 +181,7 @@ def peak_tflops() -> float | None:
     return next((peak for part, peak in PEAKS.items() if part in name), None)
 
 
-def join(config: configs.Distributed, stop: Stop) -> None:
+def join_processes(config: configs.Distributed, stop: Stop) -> None:
     """Find the other processes; to be called before any device is asked for. `stop` then hears for all of them.
 
     Raises:
