@@ -4,6 +4,7 @@ JAX is imported only once the configuration is known to be right.
 """
 
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -74,7 +75,7 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str], sto
     `choices` are each group's options, `argv` the overrides that say so; `stop`, entered already, hears of an end.
     """
     from experiments.data.batches import open_source
-    from experiments.planning import cost, report, resolve
+    from experiments.planning import cost, resolve, suggest
     from experiments.results import summary
     from experiments.runtime import hardware, meshes, own
     from experiments.step import build
@@ -87,8 +88,7 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str], sto
         stop.ask()  # JAX has been imported meanwhile
         # What was asked for, and the machine.
         asked, exact, mirror = remote.here(config)
-        directory = Directory.find(asked.out, asked.run, name, mirror)
-        outcome.directory = directory
+        outcome.directory = directory = Directory.find(asked.out, asked.run, name, mirror)
         hardware.join_processes(asked.distributed, stop)
         directory.check()
         stop.ask()
@@ -106,9 +106,9 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str], sto
         held.enter_context(directory)
         outcome.begun = True
         # What it costs: refused here, or trained.
-        report.say(source.text, chosen)
-        found = cost.estimate(programs, device)
-        plan = report.report(found, run, name, overrides.variations(argv), device, stop.ask)
+        cost.say(source.text, chosen)
+        remedy = functools.partial(suggest.remedy, run, overrides.variations(argv), device, stop.ask)
+        plan = cost.report(cost.estimate(programs, device), run, name, device, remedy)
         stop.ask()
         if not run.plan:
             about = directory.open(run, argv, chosen, data=source.fingerprint, sources=run.sources)

@@ -6,8 +6,7 @@ from types import TracebackType
 from experiments import configs
 from experiments.commandline.console import CommandError, size
 from experiments.data import DataError
-from experiments.planning.cost import Plan
-from experiments.planning.report import DoesNotFitError
+from experiments.planning.cost import DoesNotFitError, Plan
 from experiments.results.directory import Directory, DirectoryError
 from experiments.runtime import manifest
 from experiments.runtime.hardware import HardwareError
