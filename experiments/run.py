@@ -88,15 +88,15 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str], sto
         stop.ask()  # JAX has been imported meanwhile
         # What was asked for, and the machine.
         asked, exact, mirror = remote.here(config)
-        outcome.directory = directory = Directory.find(asked.out, asked.run, name, mirror)
+        directory = Directory.find(asked.out, asked.run, name, mirror)
+        outcome.directory = directory
         hardware.join_processes(asked.distributed, stop)
         directory.check()
         stop.ask()
         device = hardware.prepare(asked.hardware.platform)
         hardware.allow(asked.hardware)
         # Every open value, the programs, the data: whatever is wrong with what was asked for is found here.
-        asked = own.described(asked, argv)
-        run = resolve.chosen_for(asked, device)
+        run = resolve.chosen_for(own.described(asked, argv), device)
         outcome.run, chosen = run, {**run.chosen, **exact}
         held.enter_context(meshes.spread(run.mesh))
         programs = build.checked(run)
