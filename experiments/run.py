@@ -4,6 +4,7 @@ JAX is imported only once the configuration is known to be right.
 """
 
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -74,10 +75,10 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str], sto
     `choices` are each group's options, `argv` the overrides that say so; `stop`, entered already, hears of an end.
     """
     from experiments.data.batches import open_source
-    from experiments.planning import cost, report, resolve
+    from experiments.planning import cost, resolve, suggest
     from experiments.results import summary
-    from experiments.runtime import distributed, hardware, meshes
-    from experiments.step import build, folders
+    from experiments.runtime import hardware, meshes, own
+    from experiments.step import build
     from experiments.training import errors, loop
 
     began, name = time.perf_counter(), choices["model"]
@@ -89,14 +90,13 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str], sto
         asked, exact, mirror = remote.here(config)
         directory = Directory.find(asked.out, asked.run, name, mirror)
         outcome.directory = directory
-        distributed.initialize(asked.distributed, stop)
+        hardware.join_processes(asked.distributed, stop)
         directory.check()
         stop.ask()
         device = hardware.prepare(asked.hardware.platform)
         hardware.allow(asked.hardware)
         # Every open value, the programs, the data: whatever is wrong with what was asked for is found here.
-        asked = folders.described(asked, argv)
-        run = resolve.chosen_for(asked, device)
+        run = resolve.chosen_for(own.described(asked, argv), device)
         outcome.run, chosen = run, {**run.chosen, **exact}
         held.enter_context(meshes.spread(run.mesh))
         programs = build.checked(run)
@@ -106,9 +106,9 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str], sto
         held.enter_context(directory)
         outcome.begun = True
         # What it costs: refused here, or trained.
-        report.say(source.text, chosen)
-        found = cost.estimate(programs, device)
-        plan = report.report(found, run, name, overrides.variations(argv), device, stop.ask)
+        cost.say(source.text, chosen)
+        remedy = functools.partial(suggest.remedy, run, overrides.variations(argv), device, stop.ask)
+        plan = cost.report(cost.estimate(programs, device), run, name, device, remedy)
         stop.ask()
         if not run.plan:
             about = directory.open(run, argv, chosen, data=source.fingerprint, sources=run.sources)

@@ -25,7 +25,7 @@ from experiments.commandline import schema
 from experiments.commandline.console import GIB
 from experiments.commandline.overrides import with_overrides
 from experiments.planning import ahead, targets
-from experiments.planning.report import crowded
+from experiments.planning.cost import crowded
 from experiments.planning.resolve import resolve
 from experiments.planning.targets import TargetError
 from experiments.runtime import meshes

@@ -178,15 +178,13 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Described(Run):
-    """One run whose models and functions of the user's are known: what `experiments.step.folders.described` returns.
+    """One run whose models and functions of the user's are known: what `experiments.runtime.own.described` returns.
 
     Attributes:
-        chosen: every value that was left open, by its dotted name: here what the models tell.
         reference: the frozen model that the objective compares with, if it does.
         sources: hashes of the files of the user's own functions, by the options that name them.
     """
 
-    chosen: Mapping[str, Choice] = dataclasses.field(default_factory=dict, metadata={"beside": True}, compare=False)
     reference: Reference | None = dataclasses.field(default=None, metadata={"beside": True})
     sources: Mapping[str, str | None] = dataclasses.field(default_factory=dict, metadata={"beside": True})
 
@@ -202,6 +200,7 @@ class Resolved(Described):
 
     Attributes:
         axes: which mesh axes cut which letter, of everything in the run.
+        chosen: every value that was left open, by its dotted name, and why it is what it is.
     """
 
     steps: int
@@ -209,6 +208,7 @@ class Resolved(Described):
     seq_len: int
     log_every: int
     axes: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict, metadata={"beside": True})
+    chosen: Mapping[str, Choice] = dataclasses.field(default_factory=dict, metadata={"beside": True}, compare=False)
 
     @property
     def problem(self) -> str | None:

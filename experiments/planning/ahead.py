@@ -7,6 +7,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import jax
 
@@ -14,7 +15,7 @@ import zoo.accounting
 from experiments import configs
 from experiments.commandline.console import CommandError, quantity, size
 from experiments.commandline.overrides import variations
-from experiments.planning import cost, report, targets
+from experiments.planning import cost, hlo, targets
 from experiments.planning.resolve import resolve
 from experiments.planning.suggest import suggest
 from experiments.planning.targets import TargetError
@@ -39,7 +40,7 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str]) -> 
         print(f"error: {error}", file=sys.stderr)
         return 2
     if resolved.chosen:
-        print(report.choices(resolved.chosen), flush=True)
+        print(cost.choices(resolved.chosen), flush=True)
     began = time.perf_counter()
     try:
         found = measure(programs, device)
@@ -58,29 +59,64 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str]) -> 
     return 0
 
 
-def measure(programs: Programs, device: Device) -> cost.Traffic:
+@dataclass(frozen=True)
+class Traffic:
+    """What a compiled step does on each device.
+
+    Attributes:
+        arguments: bytes of the state and the batch.
+        peak: bytes of all together, at the worst moment.
+        host: bytes of the host's memory, which are no device's.
+        collectives: what devices exchange, None where the program's text does not tell how often.
+        flops: of its matrix products, likewise.
+    """
+
+    arguments: int
+    peak: int
+    host: int
+    collectives: list[hlo.Collective] | None
+    flops: int | None
+
+
+def traffic(programs: Programs, device: Device) -> Traffic:
+    """Return what the step of a run does and takes on a device.
+
+    Raises:
+        OutOfMemoryError: the compiler finds that the step does not fit the device.
+    """
+    compiled = programs.train.compiled
+    arguments, peak = compiled.memory_analysis().argument_size_in_bytes, cost.total_bytes(programs.train, device)
+    host = cost.host_bytes(programs.train)
+    try:
+        text = compiled.as_text()
+        return Traffic(arguments, peak, host, hlo.collectives(text, programs.config.mesh.devices), hlo.dot_flops(text))
+    except ValueError:
+        return Traffic(arguments, peak, host, None, None)
+
+
+def measure(programs: Programs, device: Device) -> Traffic:
     """Return what the step of a run takes on described devices, and does there.
 
     Raises:
         OutOfMemoryError: more memory than a device has.
     """
     with meshes.spread(programs.config.mesh, device.described):
-        found = cost.traffic(programs, device)
+        found = traffic(programs, device)
     if found.peak > device.memory:  # XLA lets GPUs run out of memory when they run
         raise OutOfMemoryError(f"  its step takes {size(found.peak)}, and a device has {size(device.memory)}")
     return found
 
 
-def _table(name: str, programs: Programs, traffic: cost.Traffic, device: Device) -> str:
+def _table(name: str, programs: Programs, traffic: Traffic, device: Device) -> str:
     """Return the whole table of a run on described devices as text."""
     config = programs.config
     cut = f"tiling.n={config.tiling.n}, remat {config.remat.policy}, attention {config.attention}"
     notes = [f"note: {note}." for note in programs.whole]
-    if (crowded := report.crowded(traffic.host, config, device)) is not None:
+    if (crowded := cost.crowded(traffic.host, config, device)) is not None:
         notes.append(f"note: {crowded}")
     state = [f"{config.hardware.param_dtype}, computed in {config.hardware.compute_dtype}"]
     lines = [
-        f"── {name} for {device.name} ".ljust(report.WIDTH, "─"),
+        f"── {name} for {device.name} ".ljust(cost.WIDTH, "─"),
         f"  {'mesh':<18} {f'{config.mesh.devices} devices':>14}   {config.mesh.words}",
         f"  {'parameters':<18} {config.params:>14,}   {state[0]}",
         f"  {'tokens per step':<18} {config.tokens_per_step:>14,}   {config.batch_size} x {config.seq_len:,}, "
@@ -98,13 +134,13 @@ def _table(name: str, programs: Programs, traffic: cost.Traffic, device: Device)
         [
             *lines,
             *_work(config, traffic),
-            *(line for note in notes for line in textwrap.wrap(note, report.WIDTH, **report.INDENT)),
-            "─" * report.WIDTH,
+            *(line for note in notes for line in textwrap.wrap(note, cost.WIDTH, **cost.INDENT)),
+            "─" * cost.WIDTH,
         ]
     )
 
 
-def _work(config: configs.Resolved, traffic: cost.Traffic) -> list[str]:
+def _work(config: configs.Resolved, traffic: Traffic) -> list[str]:
     """Return the lines about FLOPs and what devices exchange."""
     useful = zoo.accounting.train_flops(config.model.config, config.batch_size, config.seq_len) / config.mesh.devices
     lines = []

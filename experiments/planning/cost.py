@@ -1,12 +1,16 @@
-"""What a run takes of each device, as its compiled step says, here or on described ones.
+"""What a run takes of each device, as its compiled step says, here or on described ones; and how that is told.
 
-Nothing is allocated. A described device is one like any other: its programs only cannot be run.
+Nothing is allocated. A described device is one like any other: its programs only cannot be run. What is told before the
+first step are tables of what the run is, what it takes, and whether that fits; one that does not is refused.
 """
 
 import dataclasses
 import math
+import shutil
+import sys
+import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,13 +18,14 @@ import equinox as eqx
 import jax
 
 from experiments import configs
-from experiments.commandline.console import GIB
-from experiments.planning import hlo
+from experiments.commandline.console import GIB, quantity, size
 from experiments.runtime.hardware import Device
 from experiments.runtime.memory import OutOfMemoryError
 from experiments.step.build import AT_SCALE, Programs
 from transforms.offload import in_host
 
+INDENT: Any = {"initial_indent": "  ", "subsequent_indent": " " * 8}
+WIDTH = 80  # at most: a narrower terminal has narrower tables
 SHORT_TILE = 64  # tokens: below, a tile's matrix products run at half their speed or less
 
 
@@ -253,41 +258,6 @@ def least(programs: Programs, device: Device) -> Least:
     return Least(kept, (batch + values * itemsize) // config.mesh.devices)
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """What a compiled step does on each device.
-
-    Attributes:
-        arguments: bytes of the state and the batch.
-        peak: bytes of all together, at the worst moment.
-        host: bytes of the host's memory, which are no device's.
-        collectives: what devices exchange, None where the program's text does not tell how often.
-        flops: of its matrix products, likewise.
-    """
-
-    arguments: int
-    peak: int
-    host: int
-    collectives: list[hlo.Collective] | None
-    flops: int | None
-
-
-def traffic(programs: Programs, device: Device) -> Traffic:
-    """Return what the step of a run does and takes on a device.
-
-    Raises:
-        OutOfMemoryError: the compiler finds that the step does not fit the device.
-    """
-    compiled = programs.train.compiled
-    arguments, peak = compiled.memory_analysis().argument_size_in_bytes, total_bytes(programs.train, device)
-    host = host_bytes(programs.train)
-    try:
-        text = compiled.as_text()
-        return Traffic(arguments, peak, host, hlo.collectives(text, programs.config.mesh.devices), hlo.dot_flops(text))
-    except ValueError:
-        return Traffic(arguments, peak, host, None, None)
-
-
 def device_bytes(tree: Any, device: Device) -> int:
     """Return the bytes that a device holds of every array, abstract ones included, in a tree.
 
@@ -296,3 +266,183 @@ def device_bytes(tree: Any, device: Device) -> int:
     held = lambda leaf: hasattr(leaf, "dtype") and (device.platform == "cpu" or not in_host(leaf))
     shape = lambda leaf: leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
     return sum(math.prod(shape(leaf)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree) if held(leaf))
+
+
+class DoesNotFitError(RuntimeError):
+    """The compiled step needs more memory than there is."""
+
+
+def report(
+    found: Plan | Lacking, config: configs.Resolved, model: str, device: Device, remedy: Callable[[], str]
+) -> Plan:
+    """Print what a run will cost, and return it.
+
+    Args:
+        found: what that is.
+        config: the run.
+        model: its name.
+        device: what it is to fit.
+        remedy: finds out what would fit in its place, where it does not.
+
+    Raises:
+        DoesNotFitError: with overrides that would fit; nothing has been allocated.
+    """
+    if isinstance(found, Plan):
+        print(render(model, config, found, device))
+        print(f"  compiled in {found.seconds:.1f} s", flush=True)
+        why = crowded(found.host, config, device)
+        if found.fits and why is None:
+            return found
+        if found.fits:
+            raise DoesNotFitError(f"{model} does not fit: {why}")
+        need = f"the compiled step takes {size(found.memory.total)} and {size(found.headroom)} must stay free.\n"
+    elif (least := found.least) is not None:
+        what = "weights, gradients and optimizer" if least.state > least.tokens else "hidden states and scores"
+        need = f"its {what} alone take {size(max(least.state, least.tokens))}.\n"
+    else:
+        need = f"the compiler says\n{found.compiler}\n"
+    raise DoesNotFitError(f"{model} does not fit in {size(found.available)}: {need}{remedy()}")
+
+
+def say(text: str | None, chosen: Mapping[str, configs.Choice]) -> None:
+    """Print what the ids that are read stand for, where that is known, and what was chosen for the user."""
+    if text is not None:
+        print("\n".join(textwrap.wrap(f"text: {text}", width(), **INDENT)), flush=True)
+    if chosen:
+        print(choices(chosen), flush=True)
+
+
+def crowded(host: int, config: configs.Resolved, device: Device) -> str | None:
+    """Return why a machine's own memory does not hold what so many bytes for each of its devices are, and what to do.
+
+    None where it does, or where its size is not known; of a CPU, that is the device's memory.
+    """
+    if device.host is None or device.platform == "cpu" or host * device.on_host <= device.host:
+        return None
+    has = "a host has" if device.described is not None else "this machine has free"
+    ways = ["remat.policy=offload/2, which keeps the input of every second layer"] * (config.remat.policy == "offload")
+    ways += ["hardware.offload=none"] * bool(config.hardware.offloaded)
+    every = f" for its {device.on_host} devices" if device.on_host > 1 else ""
+    return (
+        f"its step holds {size(host * device.on_host)} in host memory{every}, and {has} {size(device.host)}. "
+        f"Use {', '.join([*ways, 'fewer tokens, or a machine with more'])}."
+    )
+
+
+def width() -> int:
+    """Return how wide a table may be."""
+    return min(WIDTH, shutil.get_terminal_size().columns) if sys.stdout.isatty() else WIDTH
+
+
+def render(name: str, config: configs.Resolved, plan: Plan, device: Device) -> str:
+    """Return the whole table as text."""
+    hardware = config.hardware
+    rows = [
+        ("parameters", f"{plan.params:,}", f"{hardware.param_dtype}, computed in {hardware.compute_dtype}"),
+        ("tokens per step", f"{config.tokens_per_step:,}", f"{config.batch_size} x {config.seq_len:,}"),
+        ("FLOPs per step", quantity(plan.flops, "FLOP"), f"times {config.steps:,} steps"),
+        (
+            "optimizer",
+            config.optimizer.name,
+            f"learning rate {config.optimizer.learning_rate:g}, {config.optimizer.schedule}",
+        ),
+    ]
+    if config.mesh.devices > 1:
+        rows.append(("mesh", f"{config.mesh.devices} devices", config.mesh.words))
+    lines = [_rule(f"{name} on {device.name}")]
+    rows += [("tiled" * (i == 0), part, how) for i, (part, how) in enumerate(plan.cuts)]
+    for label, value, note in rows:
+        lines += _row(f"  {label:<16} {value:>15}", note)
+    return "\n".join([*lines, "", *_memory(config, plan), _rule()])
+
+
+def _memory(config: configs.Resolved, plan: Plan) -> list[str]:
+    heads = [_name(config)] if plan.untiled is None else [_name(config), "untiled"]
+    columns: list[Memory] = [plan.memory] if plan.untiled is None else [plan.memory, plan.untiled]
+    title = "memory" if config.mesh.devices == 1 else "memory of each"
+    cell = 15 if width() >= 50 else 10
+    lines = [f"  {title:<16} " + "".join(f"{head:>{cell}}" for head in heads)]
+    notes = {"head": _head(config, plan), "activations": f"and the rest; remat {config.remat.policy}"}
+    for part in plan.memory.parts:
+        cells = "".join(f"{size(getattr(column, part)):>{cell}}" for column in columns)
+        lines += _row(f"    {part:<14} {cells}", notes.get(part, ""))
+    lines.append(f"    {'compiled step':<14} " + "".join(f"{size(column.total):>{cell}}" for column in columns))
+    if plan.host:
+        lines.append(f"    {'in host memory':<14} {size(plan.host):>{cell}}")
+    verdict = "fits" if plan.fits else "DOES NOT FIT"
+    lines += _row(
+        f"    {'available':<14} {size(plan.available):>{cell}}", f"{verdict}, {size(plan.headroom)} kept free"
+    )
+    return lines + _advice(config, plan)
+
+
+def _row(values: str, note: str) -> list[str]:
+    """Return a row of the table, its note below where there is no room beside."""
+    if len(line := f"{values}   {note}".rstrip()) <= width():
+        return [line]
+    return [values.rstrip(), *textwrap.wrap(note, width(), initial_indent=" " * 6, subsequent_indent=" " * 6)]
+
+
+def _name(config: configs.Resolved) -> str:
+    """Return how the run is tiled, where one word says it."""
+    if not config.tiling.cuts:
+        return "untiled"
+    alone = configs.Tiling(n=config.tiling.n) == config.tiling and config.tiling.n != "none"
+    return f"tiled, n={config.tiling.n}" if alone else "tiled"
+
+
+def _advice(config: configs.Resolved, plan: Plan) -> list[str]:
+    """Return what a user of tiling should know: whether it helps at this size, and whether its tiles are too short."""
+    notes = [f"{note}." for note in plan.whole]
+    tokens, longest = config.tokens_per_step, config.model.config.context_length
+    if config.seq_len > longest:
+        notes.append(f"seq_len={config.seq_len:,} is beyond the {longest:,} tokens that this model was made for.")
+    if plan.refused is not None:
+        notes.append(f"untiled, this step does not compile here: {plan.refused.splitlines()[0].strip()}.")
+    if plan.saved is not None and plan.saved <= 0.02 * plan.memory.total:
+        small = f"at {tokens:,} tokens per step tiling saves nothing: what it cuts is small."
+        if plan.at_scale is not None:
+            tiled, untiled = (size(bytes, digits=1) for bytes in plan.at_scale)
+            small += f" At {AT_SCALE:,} the head would take at most {tiled} tiled, {untiled} untiled."
+        notes.append(small)
+    length, each = config.head.length, config.head.each
+    if config.tiling.n != "none" and config.head.tokens < SHORT_TILE <= length * each:
+        steps = -(-SHORT_TILE // each)
+        notes.append(
+            f"tiles of {config.head.tokens} tokens make slow matrix products; "
+            f"tiling.n={length // steps} has {steps * each} in each."
+        )
+    return [line for note in notes for line in textwrap.wrap(f"note: {note}", width(), **INDENT)]
+
+
+def _head(config: configs.Resolved, plan: Plan) -> str:
+    logits = 4 * config.head.tokens * config.model.config.vocab_size
+    if config.head.tokens >= config.tokens_per_step:
+        return f"logits {size(logits)}"
+    if plan.head_untiled is None or plan.untiled is not None:
+        return f"logits {size(logits)} per tile"
+    return f"at most {size(plan.head_untiled)} if it were untiled"
+
+
+def choices(chosen: Mapping[str, configs.Choice]) -> str:
+    """Return the lines that say what was chosen for the user, as overrides, and why."""
+    reason = lambda choice: choice.why.format(*map(size, choice.sizes)) if choice.sizes else choice.why
+    reasons = {key: reason(choice) for key, choice in chosen.items()}
+    lines = ["  chosen:"]
+    for why in dict.fromkeys(reasons.values()):
+        words = " ".join(f"{key}={_plain(choice.value)}" for key, choice in chosen.items() if reasons[key] == why)
+        *before, last = textwrap.wrap(words, width() - 4, break_long_words=False, break_on_hyphens=False)
+        lines += [f"    {line}" for line in before] + _row(f"    {last:<30}", why)
+    return "\n".join(lines)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{item}" for key, item in value.items()) + "}"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _rule(title: str = "") -> str:
+    return (f"── {title} " if title else "").ljust(width(), "─")[: width()]

@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 from experiments import configs
 from experiments.commandline.console import GIB
 from experiments.configs import DType, Platform
-from experiments.runtime import distributed
-from experiments.runtime.hardware import KEEP_CASTS_IN_LOOPS, Device, HardwareError
+from experiments.runtime.hardware import KEEP_CASTS_IN_LOOPS, Device, HardwareError, several_processes
+from experiments.runtime.own import described
 from experiments.step import tiling as cuts
 from experiments.step.build import Programs
-from experiments.step.folders import described
 from transforms import sharding
 from zoo import kernels
+from zoo.adapters import lora
 from zoo.families.mixture import MixtureLike
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ FEW_TILES = 16  # of attention: products are a sixteenth more than those of what
 
 
 def resolve(config: configs.Run, device: Device, argv: Sequence[str] = ()) -> configs.Resolved:
-    """Return a run with its models known (`folders.described`) and every open value chosen (`chosen_for`)."""
+    """Return a run with its models known (`own.described`) and every open value chosen (`chosen_for`)."""
     return chosen_for(described(config, argv), device)
 
 
@@ -81,9 +81,9 @@ def chosen_for(config: configs.Described, device: Device) -> configs.Resolved:
     optimizer = _optimizer(
         config.optimizer, config.adapted, params, hardware.param_dtype is DType.float32 and roomy, choices
     )
+    adapter = _adapter(config.adapter, config.model.config, choices)
     parts: dict[str, Any] = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    parts |= {"mesh": mesh, "hardware": hardware, "optimizer": optimizer, "axes": _axes(mesh)}
-    choices.made |= config.chosen
+    parts |= {"mesh": mesh, "hardware": hardware, "optimizer": optimizer, "adapter": adapter, "axes": _axes(mesh)}
     resolved = _experts(_attention(_head(configs.Resolved(**parts), choices), choices), choices)
 
     remat = _remat(config.remat, resolved.tiling, params > REMAT_ABOVE, device.platform, choices)
@@ -161,6 +161,14 @@ def _optimizer(
     return choices.settle(asked, "optimizer.", why, learning_rate=rate)
 
 
+def _adapter(adapter: configs.Adapter, model: Any, choices: Choices) -> configs.Adapter:
+    """Return the adapter with the matrices that it is for."""
+    if not isinstance(adapter, configs.Lora):
+        return adapter
+    why = "the model's matrices of attention and of MLPs"
+    return choices.settle(adapter, "adapter.", why, targets=",".join(lora.usual(model)))
+
+
 def _mesh(config: configs.Run, device: Device, choices: Choices) -> configs.Mesh:
     """Return the mesh with every size known.
 
@@ -175,13 +183,13 @@ def _mesh(config: configs.Run, device: Device, choices: Choices) -> configs.Mesh
     sizes, context_by = dict[str, Any](asked.sizes), asked.context_by
     if asked.data is None:
         others = {name: size for name, size in sizes.items() if name != "data"}
-        alone = device.platform == Platform.cpu and asked.devices == 1 and not distributed.several()
+        alone = device.platform == Platform.cpu and asked.devices == 1 and not several_processes()
         sizes["data"] = 1 if -1 in others.values() or alone else -1
         if sizes["data"] == -1 and asked.devices == 1 and config.batch_size is not None:
             sizes["data"] = math.gcd(config.batch_size, count)
             sizes["context"] = count // sizes["data"]
             context_by = "ulysses" if config.tiling.heads and sizes["context"] > 1 else context_by
-    if set(sizes.values()) != {1} or distributed.several():
+    if set(sizes.values()) != {1} or several_processes():
         try:
             sizes.update(sharding.fill({name: size or 1 for name, size in sizes.items()}, count))
         except ValueError:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import zoo.accounting
 from experiments import configs
 from experiments.commandline import listing
+from experiments.commandline.console import GIB, size
 from experiments.planning import cost
 from experiments.planning.resolve import LEAST_TILE, resolve
 from experiments.runtime import meshes
@@ -22,6 +23,20 @@ MOST_WEAKER = 4  # of them, in search of weaker levels once a set is found
 SURE, BEYOND = 0.25, 1.5  # of the room: what one that takes more than the first foretells, if more than the second
 Ask = Callable[[], None]
 Asked = Callable[[Sequence[str]], configs.Run | None]  # the run with some overrides changed; None: there is no such run
+
+
+def remedy(config: configs.Resolved, asked: Asked, device: Device, ask: Ask) -> str:
+    """Return what is said of a run that does not fit: what would, as far as that is found."""
+    ask()
+    free = cost.available(config, device)
+    if (kept := cost.headroom(config)) >= free:
+        return f"hardware.headroom_gib={kept / GIB:g} alone keeps all of it free: lower it."
+    print("  looking for what would fit ...", flush=True)
+    if (found := suggest(config, asked, device, ask)) is not None:
+        changes, total = found
+        return f"This fits ({size(total)}): {' '.join(changes)}"
+    smaller = largest_model(lambda params: 2 * 2 * params * 1.3 < free - kept)
+    return "Nothing that leaves the model as it is was found to fit." + (f" Try model={smaller}." if smaller else "")
 
 
 def suggest(
@@ -70,17 +85,17 @@ def _subsets(config: configs.Resolved, device: Device) -> Iterator[tuple[list[st
         changes.append(["remat=full"])
     if device.platform != "cpu" and device.count > 1 and (config.mesh.fsdp == "none" or spread < device.count):
         changes.append(["mesh=fsdp"])
-    halves = lambda value, least, by: [size for i in range(1, 20) if (size := value >> i) >= least and size % by == 0]
+    halves = lambda value, least, by: [one for i in range(1, 20) if (one := value >> i) >= least and one % by == 0]
     if sizes := halves(batch, 1, math.lcm(spread, 1 + config.paired)):
-        changes.append([f"batch_size={size}" for size in sizes])
+        changes.append([f"batch_size={one}" for one in sizes])
     if not isinstance(config.optimizer, configs.AdafactorLayerwise):
         changes.append(["optimizer=adafactor_layerwise"])
     if config.hardware.param_dtype is not configs.DType.bfloat16:
         changes.append(["hardware.param_dtype=bfloat16"])
     if sizes := halves(seq, 128, config.mesh.context):
-        changes.append([f"seq_len={size}" for size in sizes])
-    for size in range(1, len(changes) + 1):
-        yield from itertools.combinations(changes, size)
+        changes.append([f"seq_len={one}" for one in sizes])
+    for count in range(1, len(changes) + 1):
+        yield from itertools.combinations(changes, count)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import Any
 from experiments import configs
 from experiments.commandline import console, schema, spelling
 from experiments.commandline.overrides import with_overrides
-from experiments.runtime import distributed, manifest
+from experiments.runtime import hardware, manifest
 from experiments.runtime.remote import Mirror, RemoteError
 
 RUN = "run.json"  # in a run's directory and in each checkpoint: its overrides and its configuration
@@ -102,7 +102,7 @@ class Directory:
         Raises:
             DirectoryError: several processes, and a directory that each would have a copy of.
         """
-        if self.mirror is not None and distributed.several():
+        if self.mirror is not None and hardware.several_processes():
             raise DirectoryError(
                 f"{self.mirror.url} is copied from this disk, and each of several processes would have a part "
                 f"of it: give out= a folder that all of them see"
@@ -145,7 +145,7 @@ class Directory:
         Raises:
             DirectoryError: another run is in it.
         """
-        if self._held is not None or self.path is None or not self.path.is_dir() or not distributed.first():
+        if self._held is not None or self.path is None or not self.path.is_dir() or not hardware.first_process():
             return
         handle = os.open(self.path, os.O_RDONLY)
         try:
@@ -197,8 +197,8 @@ class Directory:
         if self.path is not None:
             self.path.mkdir(parents=True, exist_ok=True)
             return self.path
-        number = self._make_numbered() if distributed.first() else 0
-        self.path = self._numbered(distributed.agreed(number))
+        number = self._make_numbered() if hardware.first_process() else 0
+        self.path = self._numbered(hardware.agreed(number))
         return self.path
 
     def _make_numbered(self) -> int:

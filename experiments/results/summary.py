@@ -17,7 +17,7 @@ from experiments.commandline import console
 from experiments.commandline.console import GIB
 from experiments.data.tokenizer import copy_tokenizer
 from experiments.results.metrics import Record, Recorder, describe, finite
-from experiments.runtime import distributed, hardware, manifest
+from experiments.runtime import hardware, manifest
 
 INK, FAINT, GRID = "#1f2430", "#8a91a0", "#e6e8ee"
 BLUE, ORANGE = "#2f6fde", "#e07a1f"
@@ -55,7 +55,7 @@ STYLE: Any = {
 
 def leave(directory: Path, recorder: Recorder, known: dict[str, Any], seconds: float) -> None:
     """Close the records, and of a run that has trained write the summary and draw the pictures, however it ended."""
-    if not distributed.first():
+    if not hardware.first_process():
         return
     actions = [recorder.close]
     if any(record.loss is not None for record in recorder.records):
@@ -104,8 +104,8 @@ def save_weights(model: Any, config: configs.Resolved, directory: Path) -> list[
     from zoo.adapters import lora
 
     folders = ["weights/", "adapter/"] if config.adapted else ["weights/"]
-    model = distributed.gathered(model)
-    if not distributed.first():
+    model = hardware.gathered(model)
+    if not hardware.first_process():
         return folders
     if config.adapted:
         adapters.save(model, directory / "adapter")

@@ -1,20 +1,34 @@
-"""The device: what it is called, what memory it has and uses, and how fast it can be at most."""
+"""The devices of a run, and the processes that drive them. JAX is imported only by what asks it for something.
 
+A device has a name, memory that is free and in use, and a speed that it can have at most. Of many processes that carry
+out one run each drives its own devices, feeds them their part of every batch, and writes its part of every checkpoint:
+here they find each other, agree, stop together, and notice that one is gone. The first one speaks and keeps the
+records.
+"""
+
+import contextlib
 import os
 import resource
-from collections.abc import Sequence
+import signal
+import sys
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
+
+import numpy as np
 
 from experiments import configs
 from experiments.configs import DType, Platform
+from experiments.runtime.manifest import user_cache
+from experiments.runtime.signals import Stop
 
 # XLA:CPU hoists the float32 copy of a whole bfloat16 stack of layers out of the loop over them unless this pass is off.
 KEEP_CASTS_IN_LOOPS = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
 
 
 class HardwareError(RuntimeError):
-    """The device that was asked for is not there."""
+    """The device, or the other processes, that were asked for are not there; in words for the user."""
 
 
 @dataclass(frozen=True)
@@ -75,9 +89,6 @@ def prepare(platform: Platform) -> Device:
 
     import jax
 
-    from experiments.runtime import distributed
-    from experiments.runtime.manifest import user_cache
-
     logging.getLogger("jax").setLevel(logging.ERROR)
     jax.config.update("jax_compilation_cache_dir", str(user_cache() / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
@@ -91,8 +102,8 @@ def prepare(platform: Platform) -> Device:
             f"hardware={platform.value} is not there: {str(error).splitlines()[0]}. "
             f"Install JAX for it (the extras cuda and tpu), or use hardware=auto."
         ) from None
-    memory = distributed.least(free_memory(device))
-    multiplies = bool(distributed.least(int(_multiplies_bfloat16(device))))  # or processes would compile other programs
+    memory = least(free_memory(device))
+    multiplies = bool(least(int(_multiplies_bfloat16(device))))  # or processes would compile other programs
     local = jax.local_device_count()
     how: Any = {"host": host_memory(), "on_host": local, "multiplies_bfloat16": multiplies}
     return Device(device.platform, _name(device), memory, jax.device_count(), **how)
@@ -168,3 +179,112 @@ def peak_tflops() -> float | None:
 
     name = jax.devices()[0].device_kind
     return next((peak for part, peak in PEAKS.items() if part in name), None)
+
+
+def join_processes(config: configs.Distributed, stop: Stop) -> None:
+    """Find the other processes; to be called before any device is asked for. `stop` then hears for all of them.
+
+    Raises:
+        HardwareError: they are not there.
+    """
+    if not config.wanted:
+        return
+    import jax
+
+    try:
+        jax.distributed.initialize(
+            config.coordinator,
+            config.processes,
+            config.process,
+            heartbeat_timeout_seconds=config.timeout,
+            shutdown_timeout_seconds=30,
+        )
+    except (RuntimeError, ValueError) as error:
+        where = config.coordinator or "what started this one (SLURM, Open MPI, a TPU pod, GKE)"
+        raise HardwareError(f"cannot find the other processes through {where}: {_line(error)}") from None
+    if not first_process():
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (for as long as the process lives)
+    if several_processes():
+        stop.share(told, forward)
+
+
+def first_process() -> bool:
+    """Return whether this is the process that speaks and keeps the records."""
+    import jax
+
+    return jax.process_index() == 0
+
+
+def several_processes() -> bool:
+    """Return whether there are other processes."""
+    import jax
+
+    return jax.process_count() > 1
+
+
+def agreed(number: int) -> int:
+    """Return the first process's number, in every process."""
+    if not several_processes():
+        return number
+    from jax.experimental import multihost_utils
+
+    return int(multihost_utils.broadcast_one_to_all(np.array(number, np.int32)))
+
+
+def least(number: int) -> int:
+    """Return the smallest of the processes' numbers, to within a part in a million."""
+    if not several_processes():
+        return number
+    from jax.experimental import multihost_utils
+
+    return int(multihost_utils.process_allgather(np.array(number, np.float32)).min())
+
+
+def gathered(tree: Any) -> Any:
+    """Return a tree whose arrays are whole, in the memory of every process."""
+    if not several_processes():
+        return tree
+    import jax
+    from jax.experimental import multihost_utils
+
+    whole = lambda leaf: multihost_utils.process_allgather(leaf, tiled=True) if isinstance(leaf, jax.Array) else leaf
+    return jax.tree.map(whole, tree)
+
+
+def told(step: int) -> signal.Signals | None:
+    """Return SIGTERM if one of the processes got it, at a step at which all of them are told."""
+    from jax.experimental import multihost_utils
+
+    return signal.SIGTERM if multihost_utils.reached_preemption_sync_point(step) else None
+
+
+def forward(number: int, _: FrameType | None) -> None:
+    """Handle SIGINT as SIGTERM, which JAX tells all processes about."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def answering(run: str) -> Generator[None, None, None]:
+    """End this process at once where another one of the run does not answer within, and would be waited for.
+
+    JAX cannot tell one that has ended from one that is slow or cannot be reached.
+    """
+    import jax
+
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if not several_processes() or "RESOURCE_EXHAUSTED" in str(error):
+            raise
+        sys.stdout.flush()
+        print(
+            f"\nerror: another process of this run has ended or does not answer ({_line(error)}): process "
+            f"{jax.process_index()} of {jax.process_count()} ends too. run={run} goes on from the last checkpoint.",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)
+
+
+def _line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]

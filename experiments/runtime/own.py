@@ -1,18 +1,20 @@
-"""What a user wrote: a loss, an optimizer or data, found by name and called by the names of its arguments.
+"""What a run names is found: the models that folders of weights describe, and what a user wrote.
 
-A name is `module:function` (on Python's path or in the current folder) or `path/to/file.py:function`. A function is
-given what its arguments ask for; its further arguments are options, `GROUP.kwargs.NAME=VALUE`. None of it knows that
-`tile` cuts it.
+That is a loss, an optimizer or data: `module:function` (on Python's path or in the current folder) or
+`path/to/file.py:function`. A function is given what its arguments ask for, by their names; its further arguments are
+options, `GROUP.kwargs.NAME=VALUE`. None of it knows that `tile` cuts it.
 
 `B` batch `S` sequence `T` tokens `P` pairs `D` embed `V` vocab.
 """
 
 import contextlib
+import dataclasses
 import difflib
 import hashlib
 import importlib
 import importlib.util
 import inspect
+import json
 import os
 import sys
 import sysconfig
@@ -20,7 +22,7 @@ import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +30,12 @@ import numpy as np
 import optax
 
 from experiments import configs
-from experiments.commandline.console import install
+from experiments.commandline.console import CommandError, install
 from transforms import TileError
+from zoo.huggingface.config import from_hf
 from zoo.models.head import head
+
+T = TypeVar("T", bound=Any)
 
 LOSS = ("logits", "hidden", "head", "labels", "mask")
 MODEL = ("chosen_logps", "rejected_logps")  # of pairs of answers, by TRL's names
@@ -50,6 +55,103 @@ TRACED = (
 
 class OwnError(ValueError):
     """Something that a user wrote cannot be found, or is not what it should be."""
+
+
+def described(config: configs.Run, argv: Sequence[str] = ()) -> configs.Described:
+    """Return a run of which what it names is found: the model that learns, a frozen one, and functions of the user's.
+
+    Args:
+        config: the run, as it is asked for.
+        argv: the words that ask for it, which may name a model.
+
+    Raises:
+        CommandError: the weights, or the frozen model that the objective compares with, are not there, or not those of
+            such a model; or a function of the user's is not, or cannot be called.
+    """
+    config = with_weights(config, argv)
+    parts: dict[str, Any] = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    try:
+        frozen, found = reference(config), sources(config)
+    except OwnError as error:
+        raise CommandError(str(error)) from None
+    return configs.Described(**parts, reference=frozen, sources=found)
+
+
+def with_weights(config: T, argv: Sequence[str]) -> T:
+    """Return a run (or another command) with the architecture that its weights' folder describes.
+
+    Raises:
+        CommandError: there are no such weights, or they are another model's than the one asked for.
+    """
+    if config.model.weights is None:
+        return config
+    path = Path(config.model.weights).expanduser()
+    fetch = "" if path.is_dir() else ". It names a folder; hf://ORG/NAME fetches a model by its name on the hub"
+    found = _architecture(path, f"model.weights={path}", fetch)
+    beside = "model.weights=", "model.quantise="
+    if any(word.startswith("model") and not word.startswith(beside) for word in argv):
+        both = config.model.config, found
+        ours, theirs = ({"family": type(one).__name__, **dataclasses.asdict(one)} for one in both)
+        if wrong := [f"{k}: {ours[k]} here, {theirs[k]} there" for k in ours if ours[k] != theirs.get(k, ours[k])]:
+            raise CommandError(f"model.weights={path} holds another model than the one asked for: {'; '.join(wrong)}")
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, config=found, weights=str(path)))
+
+
+def reference(config: configs.Run) -> configs.Reference | None:
+    """Return the frozen model of a run; None where its objective compares with none.
+
+    Raises:
+        CommandError: its folder cannot be read, or it has another vocabulary than the model that learns; or a loss of
+            the user's does not ask for what the folder is for.
+        OwnError: a loss of the user's cannot be found or called.
+    """
+    objective, ours = config.objective, config.model.config
+    if isinstance(objective, configs.Distill):
+        folder, option = objective.teacher, "objective.teacher"
+    elif isinstance(objective, configs.Referenced) or (
+        isinstance(objective, configs.Custom) and config.paired and _compares(objective)
+    ):
+        folder, option = objective.reference, "objective.reference"
+    else:
+        return None
+    if folder is None:
+        origin = configs.Origin.base if isinstance(config.adapter, configs.Lora) else configs.Origin.start
+        return configs.Reference(origin, ours)
+    path = Path(folder).expanduser()
+    found = _architecture(path, f"{option}={folder}")
+    if found.vocab_size != ours.vocab_size:
+        raise CommandError(
+            f"cannot use {option}={folder}: it has a vocabulary of {found.vocab_size}, the model that learns one of "
+            f"{ours.vocab_size}. Both must have the same."
+        )
+    return configs.Reference(configs.Origin.folder, found, folder)
+
+
+def _compares(objective: configs.Custom) -> bool:
+    """Return whether a user's loss of pairs of answers asks what a frozen model makes of them."""
+    found = not set(REFERENCE).isdisjoint(_found(objective, paired=True)[1])
+    if objective.reference is not None and not found:
+        names, said = " nor ".join(f"`{name}`" for name in REFERENCE), objective.reference
+        raise CommandError(
+            f"cannot use objective.reference={said}: objective.fn={objective.fn} asks for neither {names}"
+        )
+    return found
+
+
+def _architecture(folder: Path, said: str, remedy: str = "") -> Any:
+    """Return the architecture that the `config.json` of a folder describes."""
+    try:
+        raw = json.loads((folder / "config.json").read_text("utf-8"))
+    except OSError as error:
+        raise CommandError(f"cannot read {said}: {error.strerror} ({error.filename}){remedy}") from None
+    except (ValueError, RecursionError) as error:
+        raise CommandError(f"cannot use {said}: its config.json is not valid JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise CommandError(f"cannot use {said}: its config.json must hold a JSON object")
+    try:
+        return from_hf(raw)
+    except ValueError as error:
+        raise CommandError(f"cannot use {said}: {error}") from None
 
 
 @contextlib.contextmanager
@@ -169,15 +271,6 @@ def _found(config: configs.Custom, paired: bool) -> tuple[Callable[..., Any], li
         names = " nor ".join(f"`{name}`" for name in learns)
         raise OwnError(f"cannot learn from objective.fn={config.fn}: it asks for neither {names}")
     return fn, asked
-
-
-def compares(config: configs.Custom) -> bool:
-    """Return whether a user's loss of pairs of answers asks what a frozen model makes of them.
-
-    Raises:
-        OwnError: it cannot be found or called.
-    """
-    return not set(REFERENCE).isdisjoint(_found(config, paired=True)[1])
 
 
 def objective(config: configs.Custom, answer_sums: Callable[..., Any] | None = None) -> Callable[..., Any]:

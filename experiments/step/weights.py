@@ -13,8 +13,8 @@ from experiments.configs import DType
 from experiments.configs.commands import Generate, Score, Serve
 from experiments.data.tokenizer import Bytes, Folder, open_tokenizer
 from experiments.runtime import hardware, meshes
+from experiments.runtime.own import with_weights
 from experiments.step.build import load_or_draw
-from experiments.step.folders import with_weights
 from transforms.sharding import AXES, make_mesh
 from zoo import adapters, count_params
 

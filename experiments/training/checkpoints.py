@@ -29,7 +29,7 @@ import orbax.checkpoint as ocp
 
 from experiments import configs
 from experiments.commandline.console import CommandError, size
-from experiments.runtime import distributed, manifest
+from experiments.runtime import hardware, manifest
 
 FOLDER = "checkpoints"  # in a run's directory
 RUN = "run.json"
@@ -69,7 +69,7 @@ class Checkpoints:
     ):
         self._folder, self._about, self._warn = folder.absolute(), about, warn
         self._keep, self._keep_every, self._background, self._written = keep, keep_every, background, written
-        self._verify, self._primary = verify, distributed.first()
+        self._verify, self._primary = verify, hardware.first_process()
         stream = None if background else STREAM_GB
         # A file per array: OCDBT, and compression, would hold a compressed copy of all arrays in memory.
         handler = ocp.PyTreeCheckpointHandler(
@@ -163,7 +163,7 @@ class Checkpoints:
     def _newest_sound(self) -> int | None:
         """Return the newest step whose files are sound, None if there never was one. One process looks for all."""
         step, damaged = self._look() if self._primary else (0, [])
-        step, lost = distributed.agreed(step), distributed.agreed(len(damaged))
+        step, lost = hardware.agreed(step), hardware.agreed(len(damaged))
         if step < 0 and lost:
             whys = "; ".join(damaged)
             raise CheckpointError(
@@ -336,11 +336,11 @@ class Saver:
         if how.minutes is None:
             return False
         passed = time.perf_counter() - self._saved
-        if not distributed.several():
+        if not hardware.several_processes():
             return passed >= 60 * how.minutes
         # The clocks of processes differ: the first one says once how many steps it will be.
         if self._every is None and step == self._first + AGREE_AFTER:
-            self._every = distributed.agreed(max(1, round(60 * how.minutes * (step - self._first) / passed)))
+            self._every = hardware.agreed(max(1, round(60 * how.minutes * (step - self._first) / passed)))
         return self._every is not None and step % self._every == 0
 
     def save(self, step: int, state: Any, *, wait: bool) -> None:

@@ -6,11 +6,9 @@ from types import TracebackType
 from experiments import configs
 from experiments.commandline.console import CommandError, size
 from experiments.data import DataError
-from experiments.planning.cost import Plan
-from experiments.planning.report import DoesNotFitError
+from experiments.planning.cost import DoesNotFitError, Plan
 from experiments.results.directory import Directory, DirectoryError
 from experiments.runtime import manifest
-from experiments.runtime.distributed import DistributedError
 from experiments.runtime.hardware import HardwareError
 from experiments.runtime.memory import lacking
 from experiments.runtime.own import OwnError
@@ -19,7 +17,7 @@ from experiments.training import DivergedError
 from experiments.training.checkpoints import CheckpointError
 from transforms import TileError
 
-BEFORE = (CommandError, DirectoryError, DistributedError, HardwareError, DataError)
+BEFORE = (CommandError, DirectoryError, HardwareError, DataError)
 WITHIN = (CommandError, DirectoryError, DoesNotFitError, DivergedError, CheckpointError, TileError, OwnError, OSError)
 
 

@@ -23,7 +23,7 @@ from experiments.planning.cost import Plan
 from experiments.results import summary
 from experiments.results.directory import About, Directory
 from experiments.results.metrics import FACTS, Progress, Record, Recorder, bits_per_byte, open_recorder
-from experiments.runtime import distributed, hardware
+from experiments.runtime import hardware
 from experiments.runtime.signals import Stop, Stopped
 from experiments.step.build import Begun, Programs
 from experiments.step.loss import inputs
@@ -95,12 +95,12 @@ def opened(
     saver = Saver(how, config.steps, programs.kept, checkpoints)
     progress = Progress(config.steps, config.log_every, paired=config.paired)
     recorder, known = Recorder(None), plan.facts
-    if distributed.first():
+    if hardware.first_process():
         files = {**about.files, FACTS: json.dumps(known, indent=1) + "\n"}
         recorder = open_recorder(path, files, config.save, about.told["config"], done, say)
     with checkpoints or contextlib.nullcontext():
         try:
-            with distributed.answering(path.name):
+            with hardware.answering(path.name):
                 begun = programs.begun(restored, progress.say, stop.ask)
                 session = Session(path, known, progress, recorder, saver, begun)
                 del restored, begun  # the loop takes it from the session, and its memory is then used again

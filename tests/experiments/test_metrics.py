@@ -16,7 +16,7 @@ import pytest
 from experiments import configs
 from experiments import plots as plots_command
 from experiments.commandline import console, schema
-from experiments.planning import cost, report
+from experiments.planning import cost
 from experiments.planning.resolve import resolve
 from experiments.results import metrics
 from experiments.results import summary as plots
@@ -132,12 +132,12 @@ def test_a_bar_on_a_terminal_fits_and_names_its_fields(columns):
 
 
 def test_a_table_is_as_narrow_as_the_terminal(monkeypatch):
-    monkeypatch.setattr(report.sys, "stdout", Terminal())
+    monkeypatch.setattr(cost.sys, "stdout", Terminal())
     monkeypatch.setenv("COLUMNS", "40")
     config = resolved("tiling.n=8", "batch_size=1", "seq_len=128")
-    text = report.render("tiny", config, plan(), hardware.Device("cpu", "a test", 2**33))
+    text = cost.render("tiny", config, plan(), hardware.Device("cpu", "a test", 2**33))
     chosen = {"optimizer.learning_rate": 0.003, "hardware.param_dtype": "float32", "steps": 3}
-    text += "\n" + report.choices({key: configs.Choice(value, "as I say") for key, value in chosen.items()})
+    text += "\n" + cost.choices({key: configs.Choice(value, "as I say") for key, value in chosen.items()})
     assert max(map(len, text.splitlines())) <= 40
     assert "tiles of 16 tokens make" in " ".join(text.split())
 
@@ -248,7 +248,7 @@ def test_pictures_are_drawn_again_from_what_the_run_left(tmp_path, capsys):
 
 def test_table_is_aligned_and_complete():
     config = resolved("tiling.n=8", "batch_size=8", "seq_len=256")
-    text = report.render("tiny", config, plan(), hardware.Device("cpu", "a test", 2**33))
+    text = cost.render("tiny", config, plan(), hardware.Device("cpu", "a test", 2**33))
     lines = text.splitlines()
     assert max(map(len, lines)) <= 80
     words = ["parameters", "tokens per step", "FLOPs per step", "weights", "optimizer", "gradients", "head"]
@@ -260,7 +260,7 @@ def test_table_is_aligned_and_complete():
 
 def test_table_says_when_tiles_are_short():
     config = resolved("tiling.n=8", "batch_size=1", "seq_len=128")
-    text = report.render("tiny", config, plan(), hardware.Device("cpu", "a test", 2**33))
+    text = cost.render("tiny", config, plan(), hardware.Device("cpu", "a test", 2**33))
     assert "note: tiles of 16 tokens make slow matrix products; tiling.n=2 has 64 in each." in text
 
 
@@ -273,7 +273,7 @@ def test_sizes(count, text):
 
 def test_choices_can_be_pasted_back():
     device = hardware.Device("cpu", "a test", 2**33)
-    text = report.choices(resolve(schema.compose([])[0], device).chosen)
+    text = cost.choices(resolve(schema.compose([])[0], device).chosen)
     again = resolve(schema.compose([word for word in text.split() if "=" in word])[0], device)
     assert again.chosen == {}
     assert again.optimizer == configs.AdamW(learning_rate=3e-3)
@@ -281,7 +281,7 @@ def test_choices_can_be_pasted_back():
 
 def test_every_choice_has_its_reason():
     device = hardware.Device("cpu", "a test", 2**33)
-    lines = report.choices(resolve(schema.compose(["model=gemma2b"])[0], device).chosen).splitlines()
+    lines = cost.choices(resolve(schema.compose(["model=gemma2b"])[0], device).chosen).splitlines()
     assert lines[0] == "  chosen:" and all(len(line) <= 80 for line in lines if "compiler_options" not in line)
     text = " ".join(" ".join(lines).split())
     for said in (

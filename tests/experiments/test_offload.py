@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from experiments import configs
 from experiments.commandline import schema
 from experiments.commandline.overrides import with_overrides
-from experiments.planning import cost, targets
+from experiments.planning import ahead, targets
 from experiments.planning.resolve import resolve
 from experiments.runtime import meshes
 from experiments.step.build import Programs, problem
@@ -152,7 +152,7 @@ def test_a_device_that_is_not_here_holds_none_of_it():
     for more in ([], [BOTH]):
         config = resolve(schema.compose(with_overrides([*words, *more], []))[0], device)
         with meshes.spread(config.mesh, device.described):
-            found.append((cost.traffic(programs := Programs(config), device), programs))
+            found.append((ahead.traffic(programs := Programs(config), device), programs))
     (here, _), (there, programs) = found
     assert here.host == 0 and there.peak < here.peak / 4
     state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((programs.model, programs.state.opt_state)))

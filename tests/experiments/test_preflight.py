@@ -16,7 +16,7 @@ import zoo.accounting
 from experiments import run
 from experiments.commandline import schema
 from experiments.commandline.overrides import variations, with_overrides
-from experiments.planning import cost, report
+from experiments.planning import cost
 from experiments.planning.resolve import resolve
 from experiments.planning.suggest import _subsets as subsets
 from experiments.planning.suggest import suggest
@@ -238,15 +238,15 @@ def test_a_run_that_does_not_fit_stops_before_allocating(tmp_path, capsys, monke
 def test_more_than_the_machine_has_beside_its_device_is_refused(words, ways):
     config = resolved(*words)
     has = functools.partial(Device, "gpu", "a test", 2**34, count=8, host=2**30)
-    assert report.crowded(2**28, config, has(on_host=4)) is None
-    told = report.crowded(2**28 + 2**20, config, has(on_host=4))
+    assert cost.crowded(2**28, config, has(on_host=4)) is None
+    told = cost.crowded(2**28 + 2**20, config, has(on_host=4))
     assert re.match(
         r"its step holds 1.00 GiB in host memory for its 4 devices, and this machine has free 1.00 GiB. "
         rf"Use {ways}fewer tokens, or a machine with more.",
         told,
     )
-    assert report.crowded(2**40, config, Device("cpu", "a test", 2**34, host=2**30)) is None
-    assert report.crowded(2**40, config, Device("gpu", "a test", 2**34)) is None
+    assert cost.crowded(2**40, config, Device("cpu", "a test", 2**34, host=2**30)) is None
+    assert cost.crowded(2**40, config, Device("gpu", "a test", 2**34)) is None
 
 
 def test_a_run_that_does_not_fit_its_host_stops_before_allocating(tmp_path, capsys, monkeypatch):

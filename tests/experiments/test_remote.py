@@ -19,7 +19,7 @@ from experiments.commandline import overrides, schema
 from experiments.commandline.console import CommandError
 from experiments.configs import Run
 from experiments.results import directory
-from experiments.runtime import distributed, remote
+from experiments.runtime import hardware, remote
 from tests.experiments.runs import FILES, MICRO
 from tests.experiments.runs import rows as rows_of
 
@@ -158,7 +158,7 @@ def test_what_cannot_be_read_or_written_is_said(start, word, capsys):
 def test_a_run_elsewhere_has_a_name_and_one_process(start, store, monkeypatch, capsys):
     assert start("out=memory://bucket/runs") == 2
     assert "cannot number a run in out=memory://bucket/runs" in capsys.readouterr().err
-    monkeypatch.setattr(distributed, "several", lambda: True)
+    monkeypatch.setattr(hardware, "several_processes", lambda: True)
     assert start("out=memory://bucket/runs", "run=r") == 2
     assert "each of several processes would have a part of it: give out= a folder that all" in capsys.readouterr().err
 

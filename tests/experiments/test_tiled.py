@@ -11,7 +11,7 @@ import pytest
 from experiments import configs
 from experiments.commandline import schema
 from experiments.commandline.overrides import with_overrides
-from experiments.planning import cost, report
+from experiments.planning import cost
 from experiments.planning.resolve import resolve
 from experiments.runtime import hardware
 from experiments.runtime.hardware import Device
@@ -176,7 +176,7 @@ def test_the_table_says_what_is_cut():
     config = resolved("tiny", *tilings("n=5", "lowmem=true", "mlp=4", "attention=2", "batch=4"))
     memory = cost.Memory(*[2**20] * 6)
     plan = cost.Plan(10, 10, memory, 2**30, 0, cuts=tiling.describe(config), untiled=memory)
-    text = report.render("tiny", config, plan, DEVICE)
+    text = cost.render("tiny", config, plan, DEVICE)
     lines = ["3 micro-batches of 2 x 16 tokens", "4 tiles of 8 tokens; also vocabulary"]
     lines += ["4 tiles of 2 x 4 tokens", "2 tiles of 2 x 8 queries, and of keys"]
     for line in lines:
@@ -185,4 +185,4 @@ def test_the_table_says_what_is_cut():
     assert "tiled, n=" not in text
     plain = dataclasses.replace(config, tiling=configs.Tiling(n="none"))
     uncut = dataclasses.replace(plan, cuts=tiling.describe(plain))
-    assert "micro-batches" not in report.render("tiny", plain, uncut, DEVICE)
+    assert "micro-batches" not in cost.render("tiny", plain, uncut, DEVICE)
