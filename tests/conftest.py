@@ -12,6 +12,8 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # torch: some v
 
 import jax
 import pytest
+from beartype import BeartypeConf
+from beartype.claw import beartype_package
 from jax.experimental.compilation_cache import compilation_cache
 from jaxtyping import install_import_hook
 
@@ -39,7 +41,8 @@ def pytest_configure(config):
     transforms = (
         ["transforms"] if config.option.types else ["transforms.tiling.api", "transforms.sharding", "transforms.step"]
     )
-    install_import_hook(["zoo", *transforms], "beartype.beartype")
+    install_import_hook([*shaped(config.rootpath, "zoo"), *transforms], "beartype.beartype")
+    beartype_package("zoo", conf=BeartypeConf(claw_is_pep526=False, violation_type=TypeError))
     if config.option.keep_compiled:  # processes that write one folder would read each other's half-written files
         worker = getattr(config, "workerinput", {}).get("workerid", "main")
         reuse(config.rootpath / ".pytest_cache" / "compiled" / worker)
@@ -54,6 +57,12 @@ def pytest_collection():
     gc.collect()
     gc.freeze()  # what was read and collected stays until the end
     return found
+
+
+def shaped(root: Path, package: str) -> list[str]:
+    """Return the modules that name shapes, which are checked with every call: that takes ten times as long as types."""
+    modules = [path for path in (root / package).rglob("*.py") if "jaxtyping" in path.read_text()]
+    return [".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__") for path in modules]
 
 
 def reuse(folder: Path | str | None) -> str | None:

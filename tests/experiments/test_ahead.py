@@ -14,7 +14,7 @@ from experiments.planning.targets import Accelerator, Target, TargetError
 from experiments.runtime.hardware import Device
 from transforms.sharding import make_mesh, place
 
-pytestmark = pytest.mark.optimised
+pytestmark = pytest.mark.measured
 
 WORDS = ["model.num_layers=2", "model.embed_dim=32", "model.mlp_dim=64", "model.num_heads=4", "model.head_dim=8"]
 WORDS += ["model.vocab_size=512", "batch_size=8", "seq_len=64", "steps=3", "compile_for=v5e-8", "tiling=none"]

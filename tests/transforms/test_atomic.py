@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 from jax.interpreters import partial_eval as pe
 
+from tests import quick
 from tests.helpers import assert_no_large, assert_same, equations, subjaxprs
 from transforms import tile
 from zoo.models.layers import attention
@@ -86,7 +87,7 @@ def test_no_residual_of_a_tile_loop_outlives_it(name):
     [("scan", 3e-5), ("scan of checkpoint", 3e-5), ("vmap", 3e-5), ("hessian-vector product", 2e-4)],
 )
 def test_steps_equal_untiled(name, tolerance):
-    assert_same(jax.jit(STEPS[name](tiled))(X, WS), jax.jit(STEPS[name](plain))(X, WS), tolerance)
+    assert_same(quick.jit(STEPS[name](tiled))(X, WS), quick.jit(STEPS[name](plain))(X, WS), tolerance)
 
 
 def test_what_nobody_reads_is_not_computed():

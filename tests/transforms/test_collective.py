@@ -25,8 +25,8 @@ SPEC = PartitionSpec(None, "d")
 
 
 def on_devices(fn, check=False):
-    """`fn` of each device's block `[L, 2]` of an array `[L, 8]`."""
-    return jax.shard_map(fn, mesh=MESH, in_specs=SPEC, out_specs=SPEC, check_vma=check)
+    """`fn` of each device's block `[L, 2]` of an array `[L, 8]`, as one program."""
+    return quick.jit(jax.shard_map(fn, mesh=MESH, in_specs=SPEC, out_specs=SPEC, check_vma=check))
 
 
 COLLECTIVES = {

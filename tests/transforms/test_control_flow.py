@@ -125,7 +125,7 @@ def test_prints_inside_a_scan_are_made_once_for_each_tile(capfd):
 # ------------------------------------------------------------------------------------------------ a whole training loss
 
 
-@pytest.mark.optimised
+@pytest.mark.measured
 def test_tiling_the_batch_of_a_training_loss_is_gradient_accumulation():
     kept = np.array([16, 16, 1, 2, 1, 1, 4, 3])
     mask = jnp.asarray(np.arange(16) < kept[:, None], jnp.float32)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests import quick
 from tests.helpers import assert_no_large
 from transforms import tile
 from transforms.tiling.ir.placement import Span, Tiled
@@ -26,6 +27,7 @@ MAKES = {
     ),
     "nested": lambda key, shape: jax.vmap(lambda k: jax.random.normal(k, shape[1:]))(jax.random.split(key, shape[0])),
 }
+INTEGERS = ("bits", "bernoulli", "randint", "keys", "folded")  # the same however they are compiled
 
 
 def added(make, key, shape):
@@ -36,16 +38,17 @@ def added(make, key, shape):
 @pytest.mark.parametrize(("shape", "cut"), [((L, D), 0), ((D, L), 1), ((2, L, D), 1)])
 @pytest.mark.parametrize("name", MAKES)
 def test_tiles_have_the_same_values(name, shape, cut):
-    fn, x = added(MAKES[name], KEY, shape), jnp.ones(shape)
-    np.testing.assert_array_equal(tile(fn, cut, 4)(x), fn(x))
+    fn, x = added(MAKES[name], KEY, shape), np.ones(shape, np.float32)
+    jit = quick.jit if name in INTEGERS else jax.jit
+    np.testing.assert_array_equal(jit(tile(fn, cut, 4))(x), jit(fn)(x))
 
 
 @pytest.mark.parametrize("width", [8, 16, 32, 64])
 def test_bits_of_every_width(width):
     with jax.enable_x64(True):
         for shape, cut in (((L,), 0), ((2, L, D), 1)):
-            fn = added(lambda key, shape: jax.random.bits(key, shape, f"uint{width}"), KEY, shape)
-            np.testing.assert_array_equal(tile(fn, cut, 4)(jnp.ones(shape)), fn(jnp.ones(shape)))
+            fn, x = added(lambda key, shape: jax.random.bits(key, shape, f"uint{width}"), KEY, shape), np.ones(shape)
+            np.testing.assert_array_equal(quick.jit(tile(fn, cut, 4))(x), quick.jit(fn)(x))  # integers, however made
 
 
 def test_bits_of_a_dimension_that_the_cut_axis_is_a_part_of():

@@ -11,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from experiments import configs
 from experiments.configs.compute import REMAT
+from tests import quick
 from transforms.remat import CHOICES, POLICIES, remat, scan_layers
 
 
@@ -42,7 +43,7 @@ def expected(arrays):
 
 
 def gradient(wrap, weights, x):
-    return jax.grad(lambda w: loss(wrap, w, x))(weights)
+    return quick.jit(jax.grad(lambda w: loss(wrap, w, x)))(weights)
 
 
 CYCLES = ["full,none", "full*2,dots,names", "none*5,full*3", "full*3,none*9"]

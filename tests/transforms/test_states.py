@@ -154,15 +154,18 @@ def assert_close(got, want):
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.redundant("n")
+@pytest.mark.parametrize("n", [2, 7])
 @pytest.mark.parametrize("name", CASES)
-def test_recurrences_are_tiled_with_their_gradients(name):
+def test_recurrences_are_tiled_with_their_gradients(name, n):
+    """Of a function that is tiled, and of one that is tiled with what follows: one program of all."""
     fn, axis, args = CASES[name]
-    every = tuple(range(len(args)))
-    want = quick.jit(jax.grad(total(fn), every))(*args)
-    assert_close(quick.jit(tile(fn, axis, 4))(*args), quick.jit(fn)(*args))
-    assert_close(quick.jit(jax.grad(total(tile(fn, axis, 4)), every))(*args), want)
-    for n in (2, 7):
-        assert_close(quick.jit(jax.grad(tile(total(fn), axis, n), every))(*args), want)
+    gradients = lambda total: jax.grad(total, tuple(range(len(args))))
+    tiled = tile(fn, axis, 4)
+    of_tiled, of_total = gradients(total(tiled)), gradients(tile(total(fn), axis, n))
+    want, gradient = quick.jit(lambda *x: (fn(*x), gradients(total(fn))(*x)))(*args)
+    found = quick.jit(lambda *x: (tiled(*x), of_tiled(*x), of_total(*x)))(*args)
+    assert_close(found, (want, gradient, gradient))
 
 
 def test_plan_names_the_reversed_loop_and_the_states_that_are_stored():
@@ -190,7 +193,8 @@ def test_each_result_is_formed_where_no_state_has_to_be_stored_for_it():
 def test_states_that_are_larger_than_the_inputs_are_refused():
     with pytest.raises(TileError, match=r"states: float64\[25,3,3\].*\n.*take fewer tiles"):
         jax.grad(lambda x: tile(total(backwards), 0, 25)(x))(X)
-    assert_close(jax.grad(tile(total(backwards), 0, 25, gather="any"))(X), jax.grad(total(backwards))(X))
+    whole = tile(total(backwards), 0, 25, gather="any")
+    assert_close(quick.jit(jax.grad(whole))(X), quick.jit(jax.grad(total(backwards)))(X))
 
 
 def test_what_may_be_whole_stays_so():
@@ -202,7 +206,8 @@ def test_what_may_be_whole_stays_so():
 def test_derivatives_of_derivatives_and_batches():
     x = np.stack([X, Y])
     first = lambda f: jax.grad(lambda x: total(f)(x))
-    assert_close(quick.jit(jax.vmap(first(tile(both_ways, 0, 4))))(x), jax.vmap(first(both_ways))(x))
+    batched = lambda f: quick.jit(jax.vmap(first(f)))(x)
+    assert_close(batched(tile(both_ways, 0, 4)), batched(both_ways))
     twice = lambda f: quick.jit(jax.grad(lambda x: (first(f)(x) ** 2).sum()))
     assert_close(twice(tile(backwards, 0, 4))(X), twice(backwards)(X))
 
@@ -212,8 +217,8 @@ def test_sums_that_need_not_be_whole(reverse):
     def fn(x):
         return jnp.tanh(lax.cumsum(x[:, :, None] * x[:, None], 0, reverse=reverse)).sum((1, 2))
 
-    assert_close(quick.jit(tile(fn, 0, 4))(X), fn(jnp.asarray(X)))
-    assert_close(quick.jit(jax.grad(tile(total(fn), 0, 4)))(X), jax.grad(total(fn))(X))
+    both = lambda value, total: quick.jit(lambda x: (value(x), jax.grad(total)(x)))(X)
+    assert_close(both(tile(fn, 0, 4), tile(total(fn), 0, 4)), both(fn, total(fn)))
 
 
 @pytest.mark.measured
