@@ -83,10 +83,10 @@ def bits(answer):
 
 @functools.cache
 def alone(case, dtype, width, seed):
-    """What each request is answered when nobody else asks, without drafts and without prefixes: one after the other."""
+    """What each request is answered when nobody else asks, without drafts and without prefixes."""
     found, (texts, scored) = [], requests(seed)
-    engine = engine_of(case, dtype, width=width, share=False)
     for ids, sampling, most, _ in texts:
+        engine = engine_of(case, dtype, width=width, share=False)
         [answer] = engine.submit(ids, sampling=sampling, max_tokens=most)
         engine.run()
         assert (answer.finish, len(answer.tokens)) == ("length", most)
