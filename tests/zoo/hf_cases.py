@@ -420,6 +420,13 @@ CASES |= {
     "ministral3": _MINISTRAL_3,
     "ministral3_tied": _MINISTRAL_3 | {"sliding_window": 4, "tie_word_embeddings": True, "num_key_value_heads": 1},
 }
+_STARCODER_2 = _WIDE | {"model_type": "starcoder2", "num_key_value_heads": 2, "sliding_window": 4, "rope_theta": 1e4}
+CASES |= {
+    "starcoder2": _STARCODER_2,
+    "starcoder2_bare": _STARCODER_2
+    | {"use_bias": False, "tie_word_embeddings": False, "sliding_window": None, "hidden_act": "gelu"}
+    | {"rope_scaling": _YARN, "norm_epsilon": 1e-3},
+}
 _BERT = {key: value for key, value in _WIDE.items() if key != "num_key_value_heads"}
 _BERT |= {"model_type": "modernbert", "num_hidden_layers": 5, "local_attention": 6, "pad_token_id": None}
 ENCODERS: dict[str, dict[str, Any]] = {  # which read, and make no logits

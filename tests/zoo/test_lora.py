@@ -23,6 +23,7 @@ FUSED = ["gpt2", "neox", "phi3_long"]  # whose folders hold several matrices in 
 OTHERS = [
     *FUSED,
     "opt",
+    "starcoder2",
     "granite4",
     "olmo3",
     "cohere2",

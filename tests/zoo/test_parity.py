@@ -140,6 +140,7 @@ def test_hidden_states_of_every_layer_are_those_of_transformers(case, reference)
         "ministral3",
         "exaone4",
         "minimax_m2",
+        "starcoder2",
     ],
 )
 def test_bfloat16_agrees_to_its_precision(case, tmp_path, reference):
@@ -428,6 +429,12 @@ MUTANTS = {
     "gpt neox: another base": ("neox_serial", _flip(rope_theta=1e4)),
     "opt: positions from the first row": ("opt", _patch("zoo.families.gpts.opt.OPTConfig.position_offset", 0)),
     "opt: gelu": ("opt", _flip(activation="gelu")),
+    "starcoder 2: exact gelu": ("starcoder2", _flip(activation="gelu")),
+    "starcoder 2: window too long": ("starcoder2", _flip(window=5)),
+    "starcoder 2: no bias after attention": ("starcoder2", _without("o_bias")),
+    "starcoder 2: no biases of norms": ("starcoder2", _without("attn_norm_bias", "mlp_norm_bias")),
+    "starcoder 2: norms of the root mean square": ("starcoder2", _patch("zoo.models.gpt.layer_norm", _uncentred)),
+    "starcoder 2: not stretched": ("starcoder2_bare", _flip(rope_scaling=None)),
     "phi 3: gate and up swapped": ("phi3", _swap("gate", "up")),
     "phi 3: whole heads turn": ("phi3_long", _flip(rotary_fraction=1.0, rope_scaling=None)),
     "phi 3: factors of short texts": ("phi3_long", _stretch(original_length=11)),

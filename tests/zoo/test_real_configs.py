@@ -53,6 +53,8 @@ COUNTS = {
     "deepseek-ai/DeepSeek-V2-Lite (ktransformers)": 15_706_484_224,
     "Qwen/Qwen3-Next-80B-A3B-Thinking (aiconfigurator)": 79_674_391_296,
     "Alibaba-NLP/gte-modernbert-base (a script)": 149_014_272,
+    "bigcode/starcoder2-3b (Rust)": 3_030_371_328,
+    "bigcode/starcoder2-15b (a blog)": 15_957_889_024,
 }
 # What would change numbers, in keys that are harmless at another value.
 HARMFUL = {
