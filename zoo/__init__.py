@@ -54,6 +54,7 @@ _HOME = {
     "RopeType": "zoo.config",
     "SeedConfig": "zoo.families.llamas.seed",
     "SmolLM3Config": "zoo.families.llamas.smollm",
+    "StableLMConfig": "zoo.families.gpts.stablelm",
     "StarCoder2Config": "zoo.families.gpts.starcoder",
     "check_tokens": "zoo.models.layers",
     "count_params": "zoo.accounting",
@@ -80,6 +81,7 @@ if TYPE_CHECKING:  # the same for type checkers, which a test compares
     from zoo.families.gpts.gpt import GPT2Config as GPT2Config
     from zoo.families.gpts.neox import NeoXConfig as NeoXConfig
     from zoo.families.gpts.opt import OPTConfig as OPTConfig
+    from zoo.families.gpts.stablelm import StableLMConfig as StableLMConfig
     from zoo.families.gpts.starcoder import StarCoder2Config as StarCoder2Config
     from zoo.families.llamas.ernie import ErnieConfig as ErnieConfig
     from zoo.families.llamas.exaone import ExaoneConfig as ExaoneConfig

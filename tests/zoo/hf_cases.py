@@ -427,6 +427,13 @@ CASES |= {
     | {"use_bias": False, "tie_word_embeddings": False, "sliding_window": None, "hidden_act": "gelu"}
     | {"rope_scaling": _YARN, "norm_epsilon": 1e-3},
 }
+_STABLELM = _WIDE | {"model_type": "stablelm", "hidden_size": 64, "num_key_value_heads": 2, "rope_theta": 1e4}
+CASES |= {
+    "stablelm": _STABLELM | {"use_qkv_bias": True},
+    "stablelm_parallel": _STABLELM
+    | {"use_parallel_residual": True, "qk_layernorm": True, "partial_rotary_factor": 0.5, "hidden_act": "gelu"}
+    | {"tie_word_embeddings": True, "layer_norm_eps": 1e-3, "rope_scaling": _YARN},
+}
 _BERT = {key: value for key, value in _WIDE.items() if key != "num_key_value_heads"}
 _BERT |= {"model_type": "modernbert", "num_hidden_layers": 5, "local_attention": 6, "pad_token_id": None}
 ENCODERS: dict[str, dict[str, Any]] = {  # which read, and make no logits

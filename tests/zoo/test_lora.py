@@ -24,6 +24,7 @@ OTHERS = [
     *FUSED,
     "opt",
     "starcoder2",
+    "stablelm_parallel",
     "granite4",
     "olmo3",
     "cohere2",

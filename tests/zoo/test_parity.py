@@ -141,6 +141,7 @@ def test_hidden_states_of_every_layer_are_those_of_transformers(case, reference)
         "exaone4",
         "minimax_m2",
         "starcoder2",
+        "stablelm",
     ],
 )
 def test_bfloat16_agrees_to_its_precision(case, tmp_path, reference):
@@ -296,6 +297,13 @@ def _serial(model, monkeypatch):
     return eqx.tree_at(lambda m: m.layers.mlp_norm, model, model.layers.attn_norm, is_leaf=lambda x: x is None)
 
 
+def _one_after_the_other(model, _):
+    """Give the MLP of StableLM what attention made, normalised by the same weights and biases."""
+    model = with_config(model, dataclasses.replace(model.config, parallel_residual=False))
+    where, own = lambda m: (m.layers.mlp_norm, m.layers.mlp_norm_bias), model.layers
+    return eqx.tree_at(where, model, (own.attn_norm, own.attn_norm_bias), is_leaf=lambda x: x is None)
+
+
 def _delta_rule(change):
     """Change what the delta rule is given."""
     return _patch("zoo.models.delta.delta_rule", lambda *parts: delta_rule(*change(*parts)))
@@ -435,6 +443,12 @@ MUTANTS = {
     "starcoder 2: no biases of norms": ("starcoder2", _without("attn_norm_bias", "mlp_norm_bias")),
     "starcoder 2: norms of the root mean square": ("starcoder2", _patch("zoo.models.gpt.layer_norm", _uncentred)),
     "starcoder 2: not stretched": ("starcoder2_bare", _flip(rope_scaling=None)),
+    "stablelm: whole heads turn": ("stablelm", _flip(rotary_fraction=1.0)),
+    "stablelm: no bias of q": ("stablelm", _without("q_bias")),
+    "stablelm: gate and up swapped": ("stablelm", _swap("gate", "up")),
+    "stablelm: one after the other": ("stablelm_parallel", _one_after_the_other),
+    "stablelm: no norms of q and k": ("stablelm_parallel", _without("q_norm", "k_norm")),
+    "stablelm: not stretched": ("stablelm_parallel", _flip(rope_scaling=None)),
     "phi 3: gate and up swapped": ("phi3", _swap("gate", "up")),
     "phi 3: whole heads turn": ("phi3_long", _flip(rotary_fraction=1.0, rope_scaling=None)),
     "phi 3: factors of short texts": ("phi3_long", _stretch(original_length=11)),

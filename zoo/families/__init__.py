@@ -17,6 +17,7 @@ from zoo.families.gpts.cohere import Cohere2Config, CohereConfig
 from zoo.families.gpts.gpt import GPT2Config
 from zoo.families.gpts.neox import NeoXConfig
 from zoo.families.gpts.opt import OPTConfig
+from zoo.families.gpts.stablelm import StableLMConfig
 from zoo.families.gpts.starcoder import StarCoder2Config
 from zoo.families.llamas.ernie import ErnieConfig
 from zoo.families.llamas.exaone import ExaoneConfig
@@ -59,6 +60,7 @@ FAMILIES: dict[str, type[Config]] = {
     "gpt_neox": NeoXConfig,
     "opt": OPTConfig,
     "starcoder2": StarCoder2Config,
+    "stablelm": StableLMConfig,
     "gpt_oss": GptOssConfig,
     "seed_oss": SeedConfig,
     "ernie4_5": ErnieConfig,
