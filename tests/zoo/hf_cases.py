@@ -420,6 +420,26 @@ CASES |= {
     "ministral3": _MINISTRAL_3,
     "ministral3_tied": _MINISTRAL_3 | {"sliding_window": 4, "tie_word_embeddings": True, "num_key_value_heads": 1},
 }
+_LLAMA_4 = _BASE | {
+    "model_type": "llama4_text",
+    "num_hidden_layers": 4,
+    "intermediate_size": 24,
+    "intermediate_size_mlp": 40,
+    "num_local_experts": 4,
+    "attention_chunk_size": 4,
+    "floor_scale": 4,
+    "attn_scale": 0.5,
+    "rope_theta": 1e4,
+}
+CASES |= {
+    "llama4": _LLAMA_4 | {"rope_scaling": _LLAMA_3_ROPE | {"high_freq_factor": 1.0}, "attn_temperature_tuning": True},
+    "llama4_dense": _LLAMA_4
+    | {"interleave_moe_layer_step": 2, "use_qk_norm": False, "attention_bias": True, "tie_word_embeddings": True}
+    | {"no_rope_layers": [1, 0, 1, 1], "num_experts_per_tok": 2, "hidden_act": "gelu"},
+    "llama4_other": _LLAMA_4
+    | {"layer_types": ["full_attention", "chunked_attention"] * 2, "attn_temperature_tuning": False}
+    | {"moe_layers": [0, 3], "no_rope_layer_interval": 2, "rope_scaling": _YARN},
+}
 _STARCODER_2 = _WIDE | {"model_type": "starcoder2", "num_key_value_heads": 2, "sliding_window": 4, "rope_theta": 1e4}
 CASES |= {
     "starcoder2": _STARCODER_2,

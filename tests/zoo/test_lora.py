@@ -33,6 +33,7 @@ OTHERS = [
     "gpt_oss",
     "deepseek_v3",
     "glm4_flash",
+    "llama4_dense",
     "qwen3_next",
     "qwen3_5",
     "qwen3_5_moe",

@@ -20,7 +20,7 @@ from zoo.config import rows
 from zoo.models.delta import convolved, delta_rule
 from zoo.models.forward import LayerPass, layer_passes
 from zoo.models.layers import attention, rms_norm, rope
-from zoo.models.mixtures.experts import experts, route
+from zoo.models.mixtures.experts import experts, route, weighed
 
 TOKENS = jnp.asarray(hf_tiny.tokens(), jnp.int32)
 CASES = list(hf_tiny.CASES)
@@ -58,7 +58,7 @@ def test_logits_loss_and_gradients_are_those_of_transformers(case, reference):
 
 
 def _layers(model, own):
-    """Yield each layer's weights, and window, frequencies and temperature, in order."""
+    """Yield each layer's weights, and window, chunk, frequencies and temperature, in order."""
     config, taken = model.config, collections.Counter()
     per_layer, told = layer_passes(config, ForwardPass(), TOKENS.shape[1])
     per_layer = dataclasses.replace(per_layer, own=own)
@@ -67,7 +67,7 @@ def _layers(model, own):
         place, stack = taken[name], getattr(model, name)
         taken[name] += 1
         own = told(jax.tree.map(lambda leaf, i=i: leaf[i], per_layer))
-        told_of = own.window, own.frequency, own.temperature, own.own
+        told_of = own.window, own.chunk, own.frequency, own.temperature, own.own
         yield jax.tree.map(lambda leaf, place=place: leaf[place], stack), told_of
 
 
@@ -90,8 +90,9 @@ def test_hidden_states_of_every_layer_are_those_of_transformers(case, reference)
     np.testing.assert_allclose(streams(x), expected[0], atol=2e-5)
 
     @jit
-    def run(layer, x, window, frequency, temperature, own, handed):
+    def run(layer, x, window, chunk, frequency, temperature, own, handed):
         how = {"frequency": frequency, "temperature": temperature, "window": window, "own": own, "handed": handed}
+        how["chunk"] = chunk
         out, aux = layer(x, model.config, LayerPass(pairs=model.config.rotary_pairs, **how))
         return out, aux.handed
 
@@ -142,6 +143,7 @@ def test_hidden_states_of_every_layer_are_those_of_transformers(case, reference)
         "minimax_m2",
         "starcoder2",
         "stablelm",
+        "llama4",
     ],
 )
 def test_bfloat16_agrees_to_its_precision(case, tmp_path, reference):
@@ -520,6 +522,36 @@ MUTANTS = {
     ),
     "minimax: whole heads turn": ("minimax_m2", _flip(rotary_fraction=1.0)),
     "minimax: each head's own norm": ("minimax_m2", _patch("zoo.models.llama.rms_norm", _norm_of_each_head)),
+    "llama 4: windows in place of chunks": ("llama4", _patch("zoo.families.mixtures.llama4.Chunk", int)),
+    "llama 4: larger chunks": ("llama4", _flip(chunk=5)),
+    "llama 4: other layers have chunks": ("llama4", _flip(attention_pattern="GL")),
+    "llama 4: all layers turn": ("llama4", _flip(rope_pattern="R")),
+    "llama 4: heads as they are": ("llama4", _flip(unit_heads=False)),
+    "llama 4: queries do not grow": ("llama4", _flip(growth=None)),
+    "llama 4: queries grow a token later": (
+        "llama4",
+        _patch(
+            "zoo.models.forward.LayerPass.grown", lambda told, q, *how, first, of=LayerPass.grown: of(told, q, *how)
+        ),
+    ),
+    "llama 4: weighed behind experts": (
+        "llama4",
+        _patch("zoo.models.mixture.experts", lambda *of, before, **how: experts(*of, **how)),
+    ),
+    "llama 4: one softmax": (
+        "llama4",
+        _patch(
+            "zoo.models.llama4.best", lambda scores, bias, **how: weighed(scores, None, **how | {"normalise": False})
+        ),
+    ),
+    "llama 4: halves turn together": (
+        "llama4",
+        _patch("zoo.families.mixtures.llama4.Llama4Config.rotary_pairs", False),
+    ),
+    "llama 4: gate and up swapped": ("llama4", _swap("gate", "up")),
+    "llama 4: no shared expert": ("llama4", _without("shared_gate", "shared_up", "shared_down")),
+    "llama 4: not stretched": ("llama4", _flip(rope_scaling=None)),
+    "llama 4: one expert": ("llama4_dense", _flip(experts_per_token=1)),
     "qwen 3 next: no gates behind attention": ("qwen3_next", _patch("zoo.models.delta.jax.nn.sigmoid", jnp.ones_like)),
     "qwen 3 next: norms not less one": (
         "qwen3_next",

@@ -33,6 +33,7 @@ from zoo.families.llamas.seed import SeedConfig
 from zoo.families.llamas.smollm import SmolLM3Config
 from zoo.families.mixtures.deepseek import DeepSeekV2Config, DeepSeekV3Config, GLMFlashConfig
 from zoo.families.mixtures.gptoss import GptOssConfig
+from zoo.families.mixtures.llama4 import Llama4Config
 from zoo.families.mixtures.minimax import MiniMaxConfig
 
 FAMILIES: dict[str, type[Config]] = {
@@ -68,6 +69,7 @@ FAMILIES: dict[str, type[Config]] = {
     "glm4": GLMConfig,
     "glm4_moe": GLMMoeConfig,
     "minimax_m2": MiniMaxConfig,
+    "llama4": Llama4Config,
     "cohere": CohereConfig,
     "cohere2": Cohere2Config,
     "modernbert": ModernBertConfig,

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int, Integer
 from transforms import tile
 from transforms.products import pulled_back_in_bfloat16
 from transforms.sharding import constrain, einsum, explicit, partitions, place, reshape, uncut
+from zoo.config import Chunk
 from zoo.quantised import AbstractMatrix, product
 
 
@@ -188,6 +189,12 @@ def scanned_windows(windows: tuple[int | None, ...], seq: int) -> Int[Array, " L
     return None if min(widths) == seq else jnp.asarray(widths, jnp.int32)
 
 
+def scanned_chunks(windows: tuple[int | None, ...], seq: int) -> Int[Array, " L"] | None:
+    """Return how many tokens are a chunk in each layer to scan over, or None where none has several."""
+    sizes = [window if isinstance(window, Chunk) else seq for window in windows]
+    return None if min(sizes) >= seq else jnp.asarray(sizes, jnp.int32)
+
+
 def few_windows(windows: tuple[int | None, ...], seq: int) -> tuple[tuple[int | None, ...], Int[Array, " L"] | None]:
     """Return the windows that there are (None: all keys), and which of them each layer has; None where all have one."""
     own = [None if window is None or window >= seq else window for window in windows]
@@ -285,7 +292,8 @@ class Ops:
 
     Attributes:
         attention: like `attention`; called as `attention(q, k, v, scale=, cap=, window=)`, of rows with several
-            documents also with `q_segments=, k_segments=`, of families that have them also with `sinks=`.
+            documents, and of layers with chunks, also with `q_segments=, k_segments=`, of families that have them also
+            with `sinks=`.
         mlp: like `gated_mlp`; called as `mlp(x, gate, up, down, activation=)`, of families that have them also with
             `biases=`; the gate of families without one is None.
         experts: like `zoo.models.mixtures.experts.experts`, which None stands for.
