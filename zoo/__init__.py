@@ -37,6 +37,7 @@ _HOME = {
     "MixtralConfig": "zoo.families.llamas.mistral",
     "Mixture": "zoo.models.mixture",
     "ModernBertConfig": "zoo.families.gpts.bert",
+    "NemotronConfig": "zoo.families.gpts.nemotron",
     "NeoXConfig": "zoo.families.gpts.neox",
     "OPTConfig": "zoo.families.gpts.opt",
     "Olmo2Config": "zoo.families.llamas.olmo",
@@ -80,6 +81,7 @@ if TYPE_CHECKING:  # the same for type checkers, which a test compares
     from zoo.families.gpts.cohere import Cohere2Config as Cohere2Config
     from zoo.families.gpts.cohere import CohereConfig as CohereConfig
     from zoo.families.gpts.gpt import GPT2Config as GPT2Config
+    from zoo.families.gpts.nemotron import NemotronConfig as NemotronConfig
     from zoo.families.gpts.neox import NeoXConfig as NeoXConfig
     from zoo.families.gpts.opt import OPTConfig as OPTConfig
     from zoo.families.gpts.stablelm import StableLMConfig as StableLMConfig

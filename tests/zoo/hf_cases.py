@@ -447,6 +447,13 @@ CASES |= {
     | {"use_bias": False, "tie_word_embeddings": False, "sliding_window": None, "hidden_act": "gelu"}
     | {"rope_scaling": _YARN, "norm_epsilon": 1e-3},
 }
+_NEMOTRON = _BASE | {"model_type": "nemotron", "rope_theta": 1e4}
+CASES |= {
+    "nemotron": _NEMOTRON,
+    "nemotron_biases": _NEMOTRON
+    | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "hidden_act": "gelu", "norm_eps": 1e-3}
+    | {"partial_rotary_factor": 0.25, "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "num_key_value_heads": 1},
+}
 _STABLELM = _WIDE | {"model_type": "stablelm", "hidden_size": 64, "num_key_value_heads": 2, "rope_theta": 1e4}
 CASES |= {
     "stablelm": _STABLELM | {"use_qkv_bias": True},

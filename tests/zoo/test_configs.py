@@ -104,6 +104,7 @@ PUBLISHED = {
     "stablelm_3b": 2_795_443_200,
     "stablelm2_1_6b": 1_644_515_328,
     "stablelm2_12b": 12_143_185_920,
+    "minitron_4b": 4_190_509_056,
     "starcoder2_3b": 3_030_371_328,
     "starcoder2_15b": 15_957_889_024,
     "phi3_mini": 3_821_079_552,

@@ -144,6 +144,7 @@ def test_hidden_states_of_every_layer_are_those_of_transformers(case, reference)
         "starcoder2",
         "stablelm",
         "llama4",
+        "nemotron",
     ],
 )
 def test_bfloat16_agrees_to_its_precision(case, tmp_path, reference):
@@ -283,7 +284,7 @@ def _stale_weights(x, router, chosen, *, normalise):
     return jnp.ones_like(weights) / chosen, experts, probs
 
 
-def _uncentred(x, weight, bias, eps):
+def _uncentred(x, weight, bias, eps, offset=0.0):
     """Leave the mean where it is."""
     return rms_norm(x, weight, eps, offset=0.0) + bias
 
@@ -311,7 +312,7 @@ def _delta_rule(change):
     return _patch("zoo.models.delta.delta_rule", lambda *parts: delta_rule(*change(*parts)))
 
 
-def _rms_only(x, weight, bias, eps):
+def _rms_only(x, weight, bias, eps, offset=0.0):
     """Leave the mean where it is, of norms without a bias."""
     return rms_norm(x, weight, eps, offset=0.0)
 
@@ -451,6 +452,11 @@ MUTANTS = {
     "stablelm: one after the other": ("stablelm_parallel", _one_after_the_other),
     "stablelm: no norms of q and k": ("stablelm_parallel", _without("q_norm", "k_norm")),
     "stablelm: not stretched": ("stablelm_parallel", _flip(rope_scaling=None)),
+    "nemotron: norms as they are": ("nemotron", _patch("zoo.families.gpts.nemotron.NemotronConfig.norm_offset", 0.0)),
+    "nemotron: relu": ("nemotron", _flip(activation="relu")),
+    "nemotron: whole heads turn": ("nemotron", _flip(rotary_fraction=1.0)),
+    "nemotron: no biases of the MLP": ("nemotron_biases", _without("up_bias", "down_bias")),
+    "nemotron: not stretched": ("nemotron_biases", _flip(rope_scaling=None)),
     "phi 3: gate and up swapped": ("phi3", _swap("gate", "up")),
     "phi 3: whole heads turn": ("phi3_long", _flip(rotary_fraction=1.0, rope_scaling=None)),
     "phi 3: factors of short texts": ("phi3_long", _stretch(original_length=11)),

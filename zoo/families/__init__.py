@@ -15,6 +15,7 @@ from zoo.families.gemmas.gemma4 import Gemma4Config, Gemma4MoeConfig
 from zoo.families.gpts.bert import ModernBertConfig
 from zoo.families.gpts.cohere import Cohere2Config, CohereConfig
 from zoo.families.gpts.gpt import GPT2Config
+from zoo.families.gpts.nemotron import NemotronConfig
 from zoo.families.gpts.neox import NeoXConfig
 from zoo.families.gpts.opt import OPTConfig
 from zoo.families.gpts.stablelm import StableLMConfig
@@ -62,6 +63,7 @@ FAMILIES: dict[str, type[Config]] = {
     "opt": OPTConfig,
     "starcoder2": StarCoder2Config,
     "stablelm": StableLMConfig,
+    "nemotron": NemotronConfig,
     "gpt_oss": GptOssConfig,
     "seed_oss": SeedConfig,
     "ernie4_5": ErnieConfig,

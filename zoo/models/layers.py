@@ -43,13 +43,21 @@ def rms_norm(
 
 
 def layer_norm(
-    x: Float[Array, "*b D"], weight: Float[Array, "*own D"], bias: Float[Array, " D"] | None, eps: float
+    x: Float[Array, "*b D"],
+    weight: Float[Array, "*own D"],
+    bias: Float[Array, " D"] | None,
+    eps: float,
+    *,
+    offset: float = 0.0,
 ) -> Float[Array, "*b D"]:
-    """Return `(x - mean(x)) / std(x) * weight + bias` (https://arxiv.org/abs/1607.06450), computed in float32."""
+    """Return `(x - mean(x)) / std(x) * (offset + weight) + bias` (https://arxiv.org/abs/1607.06450), in float32.
+
+    Nemotron stores weights less one.
+    """
     wide = x.astype(accumulator(x.dtype))
     centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
     scale = jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)
-    out = centred * scale * weight.astype(wide.dtype)
+    out = centred * scale * (weight.astype(wide.dtype) + offset if offset else weight.astype(wide.dtype))
     return (out if bias is None else out + bias.astype(wide.dtype)).astype(x.dtype)
 
 
