@@ -28,6 +28,7 @@ _HOME = {
     "Granite4Config": "zoo.families.llamas.granite",
     "GraniteConfig": "zoo.families.llamas.granite",
     "Head": "zoo.models.head",
+    "HunyuanConfig": "zoo.families.llamas.hunyuan",
     "Llama": "zoo.models.llama",
     "Llama4Config": "zoo.families.mixtures.llama4",
     "LlamaConfig": "zoo.families.llamas.llama",
@@ -92,6 +93,7 @@ if TYPE_CHECKING:  # the same for type checkers, which a test compares
     from zoo.families.llamas.glm import GLMMoeConfig as GLMMoeConfig
     from zoo.families.llamas.granite import Granite4Config as Granite4Config
     from zoo.families.llamas.granite import GraniteConfig as GraniteConfig
+    from zoo.families.llamas.hunyuan import HunyuanConfig as HunyuanConfig
     from zoo.families.llamas.llama import LlamaConfig as LlamaConfig
     from zoo.families.llamas.mistral import Ministral3Config as Ministral3Config
     from zoo.families.llamas.mistral import MistralConfig as MistralConfig

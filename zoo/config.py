@@ -266,6 +266,11 @@ class Config:
         return False
 
     @property
+    def turned_first(self) -> bool:
+        """Whether queries and keys are normalised after they turn, where they are, in place of before."""
+        return False
+
+    @property
     def bidirectional(self) -> bool:
         """Whether every token sees those behind it too: such a model reads, and does not write."""
         return False

@@ -454,6 +454,13 @@ CASES |= {
     | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "hidden_act": "gelu", "norm_eps": 1e-3}
     | {"partial_rotary_factor": 0.25, "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "num_key_value_heads": 1},
 }
+_HUNYUAN = _BASE | {"model_type": "hunyuan_v1_dense", "pad_token_id": None, "rope_theta": 1e4}
+CASES |= {
+    "hunyuan": _HUNYUAN | {"rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0, "beta_fast": 32}},
+    "hunyuan_bias": _HUNYUAN
+    | {"attention_bias": True, "tie_word_embeddings": True, "hidden_act": "gelu", "rms_norm_eps": 1e-3}
+    | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "num_key_value_heads": 1},
+}
 _STABLELM = _WIDE | {"model_type": "stablelm", "hidden_size": 64, "num_key_value_heads": 2, "rope_theta": 1e4}
 CASES |= {
     "stablelm": _STABLELM | {"use_qkv_bias": True},

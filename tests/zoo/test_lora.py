@@ -25,6 +25,7 @@ OTHERS = [
     "opt",
     "starcoder2",
     "stablelm_parallel",
+    "hunyuan_bias",
     "nemotron_biases",
     "granite4",
     "olmo3",

@@ -145,6 +145,7 @@ def test_hidden_states_of_every_layer_are_those_of_transformers(case, reference)
         "stablelm",
         "llama4",
         "nemotron",
+        "hunyuan",
     ],
 )
 def test_bfloat16_agrees_to_its_precision(case, tmp_path, reference):
@@ -457,6 +458,14 @@ MUTANTS = {
     "nemotron: whole heads turn": ("nemotron", _flip(rotary_fraction=1.0)),
     "nemotron: no biases of the MLP": ("nemotron_biases", _without("up_bias", "down_bias")),
     "nemotron: not stretched": ("nemotron_biases", _flip(rope_scaling=None)),
+    "hunyuan: norms before turning": (
+        "hunyuan",
+        _patch("zoo.families.llamas.hunyuan.HunyuanConfig.turned_first", False),
+    ),
+    "hunyuan: the base as it is": ("hunyuan", _flip(rope_theta=1e4)),
+    "hunyuan: no norms of q and k": ("hunyuan", _without("q_norm", "k_norm")),
+    "hunyuan: no bias of o": ("hunyuan_bias", _without("o_bias")),
+    "hunyuan: not stretched": ("hunyuan_bias", _flip(rope_scaling=None)),
     "phi 3: gate and up swapped": ("phi3", _swap("gate", "up")),
     "phi 3: whole heads turn": ("phi3_long", _flip(rotary_fraction=1.0, rope_scaling=None)),
     "phi 3: factors of short texts": ("phi3_long", _stretch(original_length=11)),

@@ -24,6 +24,7 @@ from zoo.families.llamas.ernie import ErnieConfig
 from zoo.families.llamas.exaone import ExaoneConfig
 from zoo.families.llamas.glm import GLMConfig, GLMMoeConfig
 from zoo.families.llamas.granite import Granite4Config, GraniteConfig
+from zoo.families.llamas.hunyuan import HunyuanConfig
 from zoo.families.llamas.llama import LlamaConfig
 from zoo.families.llamas.mistral import Ministral3Config, MistralConfig, MixtralConfig
 from zoo.families.llamas.olmo import Olmo2Config, Olmo3Config, OlmoeConfig
@@ -68,6 +69,7 @@ FAMILIES: dict[str, type[Config]] = {
     "seed_oss": SeedConfig,
     "ernie4_5": ErnieConfig,
     "exaone4": ExaoneConfig,
+    "hunyuan": HunyuanConfig,
     "glm4": GLMConfig,
     "glm4_moe": GLMMoeConfig,
     "minimax_m2": MiniMaxConfig,

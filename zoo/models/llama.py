@@ -120,12 +120,18 @@ def attention(
             linear("bsd,dnh->bsnh", h, cast(weights[name])) + (0 if bias is None else cast(bias))
             for name, bias in (("q", weights["q_bias"]), ("k", weights["k_bias"]), ("v", weights["v_bias"]))
         )
-        if block.q_norm is not None:
+
+        def of_heads(q, k):
+            if block.q_norm is None:
+                return q, k
             q = _heads_normalised(q, weights["q_norm"] if of_each else block.q_norm, config)
-            k = _heads_normalised(k, weights["k_norm"] if of_each else block.k_norm, config)
+            return q, _heads_normalised(k, weights["k_norm"] if of_each else block.k_norm, config)
+
+        q, k = (q, k) if config.turned_first else of_heads(q, k)
         if config.clip is not None:
             q, k, v = (jnp.clip(part, -config.clip, config.clip) for part in (q, k, v))
-        return *turned(q, k, config, told), v
+        q, k = turned(q, k, config, told)
+        return *(of_heads(q, k) if config.turned_first else (q, k)), v
 
     sinks = getattr(block, "sinks", None)
     return told.attend(project, x, weights, scale=config.query_scale, sinks=sinks, apart=not together)
