@@ -28,7 +28,9 @@ _HOME = {
     "Granite4Config": "zoo.families.llamas.granite",
     "GraniteConfig": "zoo.families.llamas.granite",
     "Head": "zoo.models.head",
+    "HunyuanConfig": "zoo.families.llamas.hunyuan",
     "Llama": "zoo.models.llama",
+    "Llama4Config": "zoo.families.mixtures.llama4",
     "LlamaConfig": "zoo.families.llamas.llama",
     "MiniMaxConfig": "zoo.families.mixtures.minimax",
     "Ministral3Config": "zoo.families.llamas.mistral",
@@ -36,6 +38,7 @@ _HOME = {
     "MixtralConfig": "zoo.families.llamas.mistral",
     "Mixture": "zoo.models.mixture",
     "ModernBertConfig": "zoo.families.gpts.bert",
+    "NemotronConfig": "zoo.families.gpts.nemotron",
     "NeoXConfig": "zoo.families.gpts.neox",
     "OPTConfig": "zoo.families.gpts.opt",
     "Olmo2Config": "zoo.families.llamas.olmo",
@@ -54,6 +57,8 @@ _HOME = {
     "RopeType": "zoo.config",
     "SeedConfig": "zoo.families.llamas.seed",
     "SmolLM3Config": "zoo.families.llamas.smollm",
+    "StableLMConfig": "zoo.families.gpts.stablelm",
+    "StarCoder2Config": "zoo.families.gpts.starcoder",
     "check_tokens": "zoo.models.layers",
     "count_params": "zoo.accounting",
     "head": "zoo.models.head",
@@ -77,14 +82,18 @@ if TYPE_CHECKING:  # the same for type checkers, which a test compares
     from zoo.families.gpts.cohere import Cohere2Config as Cohere2Config
     from zoo.families.gpts.cohere import CohereConfig as CohereConfig
     from zoo.families.gpts.gpt import GPT2Config as GPT2Config
+    from zoo.families.gpts.nemotron import NemotronConfig as NemotronConfig
     from zoo.families.gpts.neox import NeoXConfig as NeoXConfig
     from zoo.families.gpts.opt import OPTConfig as OPTConfig
+    from zoo.families.gpts.stablelm import StableLMConfig as StableLMConfig
+    from zoo.families.gpts.starcoder import StarCoder2Config as StarCoder2Config
     from zoo.families.llamas.ernie import ErnieConfig as ErnieConfig
     from zoo.families.llamas.exaone import ExaoneConfig as ExaoneConfig
     from zoo.families.llamas.glm import GLMConfig as GLMConfig
     from zoo.families.llamas.glm import GLMMoeConfig as GLMMoeConfig
     from zoo.families.llamas.granite import Granite4Config as Granite4Config
     from zoo.families.llamas.granite import GraniteConfig as GraniteConfig
+    from zoo.families.llamas.hunyuan import HunyuanConfig as HunyuanConfig
     from zoo.families.llamas.llama import LlamaConfig as LlamaConfig
     from zoo.families.llamas.mistral import Ministral3Config as Ministral3Config
     from zoo.families.llamas.mistral import MistralConfig as MistralConfig
@@ -106,6 +115,7 @@ if TYPE_CHECKING:  # the same for type checkers, which a test compares
     from zoo.families.mixtures.deepseek import DeepSeekV3Config as DeepSeekV3Config
     from zoo.families.mixtures.deepseek import GLMFlashConfig as GLMFlashConfig
     from zoo.families.mixtures.gptoss import GptOssConfig as GptOssConfig
+    from zoo.families.mixtures.llama4 import Llama4Config as Llama4Config
     from zoo.families.mixtures.minimax import MiniMaxConfig as MiniMaxConfig
     from zoo.huggingface.weights import load as load
     from zoo.huggingface.weights import save as save

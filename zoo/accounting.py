@@ -7,7 +7,7 @@ that a token goes to, no recomputation; of layers that hand on a state their mat
 
 import math
 
-from zoo.config import Config, rows
+from zoo.config import Chunk, Config, rows
 from zoo.families.mixture import MixtureLike
 from zoo.parameters import Row
 
@@ -63,5 +63,8 @@ def _attention_flops(config: Config, seq: int) -> tuple[int, int]:
 
 def visible_pairs(seq: int, window: int | None) -> int:
     """Return the number of (query, key) pairs that causal attention over `window` keys keeps."""
+    if isinstance(window, Chunk):
+        whole, rest = divmod(seq, window)
+        return whole * visible_pairs(window, None) + visible_pairs(rest, None)
     width = seq if window is None else min(seq, window)
     return width * (width + 1) // 2 + (seq - width) * width

@@ -20,6 +20,10 @@ _MOST = 2**31 - 1  # no dimension is larger: a config with a digit too many is r
 _MOST_LAYERS = 4096
 
 
+class Chunk(int):
+    """A window that begins anew every so many tokens: a query sees the keys before it from its chunk's first on."""
+
+
 class RopeType(StrEnum):
     """How rotary frequencies are stretched to longer texts."""
 
@@ -85,8 +89,8 @@ class RopeScaling:
         problems = not_positive(self, names)
         if not 0 < self.share <= 1:
             problems.append(f"share={self.share} must be more than 0 and at most 1")
-        if self.rope_type is RopeType.llama3 and not self.high_freq > self.low_freq:
-            problems.append(f"high_freq={self.high_freq} must be larger than low_freq={self.low_freq}")
+        if self.rope_type is RopeType.llama3 and not self.high_freq >= self.low_freq:
+            problems.append(f"high_freq={self.high_freq} must be at least low_freq={self.low_freq}")
         if self.rope_type is RopeType.longrope:
             problems += [
                 f"{name}={getattr(self, name)} must be positive numbers"
@@ -259,6 +263,11 @@ class Config:
     @property
     def rotary_pairs(self) -> bool:
         """Whether neighbouring dimensions of a head turn together, in place of those of its halves."""
+        return False
+
+    @property
+    def turned_first(self) -> bool:
+        """Whether queries and keys are normalised after they turn, where they are, in place of before."""
         return False
 
     @property

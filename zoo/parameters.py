@@ -21,7 +21,7 @@ class Row:
 
     Attributes:
         leaf: dotted path in the model; leaves of layers are stacked over a leading `L`, those of experts over `L E`.
-        tensor: the tensor's name on disk, with `{}` for the layer, and a second one for the expert.
+        tensor: the tensor's name on disk, with `{}` for the layer, and a second one for the expert, or for the head.
         pattern: its dimensions, `on disk -> in the model (one layer)`; `(N H)` is one dimension on disk.
         fan_in: letters whose product is the number of inputs that each output sums; empty for norms and biases.
         gain: standard deviation at the start, times the square root of the fan-in.
@@ -33,6 +33,7 @@ class Row:
         alternate: the parts take turns, one by one.
         wide: it stays in float32, whatever the others are in.
         times: how often a token is multiplied by it.
+        each: the letter of what a second `{}` stands for.
     """
 
     leaf: str
@@ -47,11 +48,12 @@ class Row:
     alternate: bool = False
     wide: bool = False
     times: int = 1
+    each: str = "E"
 
     @property
     def stack(self) -> tuple[str, ...]:
         """The leading dimensions in the model, each tensor on disk being at one index of them: `()`, `L` or `L E`."""
-        return ("L", "E")[: self.tensor.count("{}")]
+        return ("L", self.each)[: self.tensor.count("{}")]
 
     @property
     def looked_up(self) -> bool:
@@ -135,7 +137,7 @@ class Row:
     def tensors(self, dims: dict[str, int]) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield every tensor that the leaf is made of, in order, and where in the leaf's stack it stands."""
         layers = range(dims["L"]) if self.layers is None else self.layers
-        spots = [enumerate(layers), enumerate(range(dims.get("E", 1)))][: len(self.stack)]
+        spots = [enumerate(layers), enumerate(range(dims.get(self.each, 1)))][: len(self.stack)]
         for spot in itertools.product(*spots):
             yield self.tensor.format(*(number for _, number in spot)), tuple(index for index, _ in spot)
 

@@ -420,6 +420,54 @@ CASES |= {
     "ministral3": _MINISTRAL_3,
     "ministral3_tied": _MINISTRAL_3 | {"sliding_window": 4, "tie_word_embeddings": True, "num_key_value_heads": 1},
 }
+_LLAMA_4 = _BASE | {
+    "model_type": "llama4_text",
+    "num_hidden_layers": 4,
+    "intermediate_size": 24,
+    "intermediate_size_mlp": 40,
+    "num_local_experts": 4,
+    "attention_chunk_size": 4,
+    "floor_scale": 4,
+    "attn_scale": 0.5,
+    "rope_theta": 1e4,
+}
+CASES |= {
+    "llama4": _LLAMA_4 | {"rope_scaling": _LLAMA_3_ROPE | {"high_freq_factor": 1.0}, "attn_temperature_tuning": True},
+    "llama4_dense": _LLAMA_4
+    | {"interleave_moe_layer_step": 2, "use_qk_norm": False, "attention_bias": True, "tie_word_embeddings": True}
+    | {"no_rope_layers": [1, 0, 1, 1], "num_experts_per_tok": 2, "hidden_act": "gelu"},
+    "llama4_other": _LLAMA_4
+    | {"layer_types": ["full_attention", "chunked_attention"] * 2, "attn_temperature_tuning": False}
+    | {"moe_layers": [0, 3], "no_rope_layer_interval": 2, "rope_scaling": _YARN},
+}
+_STARCODER_2 = _WIDE | {"model_type": "starcoder2", "num_key_value_heads": 2, "sliding_window": 4, "rope_theta": 1e4}
+CASES |= {
+    "starcoder2": _STARCODER_2,
+    "starcoder2_bare": _STARCODER_2
+    | {"use_bias": False, "tie_word_embeddings": False, "sliding_window": None, "hidden_act": "gelu"}
+    | {"rope_scaling": _YARN, "norm_epsilon": 1e-3},
+}
+_NEMOTRON = _BASE | {"model_type": "nemotron", "rope_theta": 1e4}
+CASES |= {
+    "nemotron": _NEMOTRON,
+    "nemotron_biases": _NEMOTRON
+    | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "hidden_act": "gelu", "norm_eps": 1e-3}
+    | {"partial_rotary_factor": 0.25, "rope_scaling": {"rope_type": "linear", "factor": 2.0}, "num_key_value_heads": 1},
+}
+_HUNYUAN = _BASE | {"model_type": "hunyuan_v1_dense", "pad_token_id": None, "rope_theta": 1e4}
+CASES |= {
+    "hunyuan": _HUNYUAN | {"rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0, "beta_fast": 32}},
+    "hunyuan_bias": _HUNYUAN
+    | {"attention_bias": True, "tie_word_embeddings": True, "hidden_act": "gelu", "rms_norm_eps": 1e-3}
+    | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "num_key_value_heads": 1},
+}
+_STABLELM = _WIDE | {"model_type": "stablelm", "hidden_size": 64, "num_key_value_heads": 2, "rope_theta": 1e4}
+CASES |= {
+    "stablelm": _STABLELM | {"use_qkv_bias": True},
+    "stablelm_parallel": _STABLELM
+    | {"use_parallel_residual": True, "qk_layernorm": True, "partial_rotary_factor": 0.5, "hidden_act": "gelu"}
+    | {"tie_word_embeddings": True, "layer_norm_eps": 1e-3, "rope_scaling": _YARN},
+}
 _BERT = {key: value for key, value in _WIDE.items() if key != "num_key_value_heads"}
 _BERT |= {"model_type": "modernbert", "num_hidden_layers": 5, "local_attention": 6, "pad_token_id": None}
 ENCODERS: dict[str, dict[str, Any]] = {  # which read, and make no logits

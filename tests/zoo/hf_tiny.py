@@ -157,7 +157,7 @@ def run(model) -> dict:
 def _on_disk(name: str, array: np.ndarray, kind: str) -> dict[str, np.ndarray]:
     """Return a parameter as the tensors on disk: experts are apart there, and some families have names of their own."""
     parts = {"embed_out.weight" if kind == "gpt_neox" and name == "lm_head.weight" else name: array}
-    if kind in ("gpt_oss", "gemma4_text"):  # there they are together
+    if kind in ("gpt_oss", "gemma4_text", "llama4_text"):  # there they are together
         return parts
     if name.endswith("experts.gate_up_proj"):
         halves = zip(("gate_proj", "up_proj"), np.split(array, 2, axis=1), strict=True)

@@ -1,7 +1,6 @@
 """Parameters and FLOPs against the models themselves. (The published totals are in test_configs.py.)"""
 
 import functools
-import itertools
 import math
 
 import equinox as eqx
@@ -13,6 +12,7 @@ from tests.zoo.hf_cases import CASES
 from tests.zoo.test_configs import read
 from zoo import model_class
 from zoo.accounting import count_active, count_params, forward_flops, head_flops, train_flops, visible_pairs
+from zoo.config import Chunk
 from zoo.huggingface.config import from_hf
 
 CONFIGS = {case: from_hf(raw) for case, raw in CASES.items()}
@@ -54,8 +54,7 @@ def test_flops_are_those_of_the_traced_dots_less_what_the_mask_hides(config, bat
     layers = zip(config.layer_stacks, config.layer_windows, config.layer_heads, strict=True)
     made = used = 0
     for stack, window, (_, width, value) in layers:
-        pairs = itertools.product(range(seq), repeat=2)
-        seen = sum(query - key < (window or seq) for query, key in pairs if key <= query)
+        seen = sum(map(sum, _mask(seq, window)))
         made += (stack != "delta") * 2 * seq**2 * max(width, value)  # the narrower are padded
         used += (stack != "delta") * seen * (width + value)
     found, expected = forward_flops(config, batch, seq), traced - 2 * batch * config.num_heads * (made - used)
@@ -73,10 +72,18 @@ def test_a_token_meets_only_the_experts_that_it_goes_to():
     assert count_active(CONFIGS["llama2"]) == count_params(CONFIGS["llama2"])
 
 
-@pytest.mark.parametrize(("seq", "window"), [(1, None), (7, None), (7, 3), (7, 1), (3, 7), (4, 4)])
+def _mask(seq, window):
+    """Return which keys each query sees."""
+    behind = lambda query: query % window + 1 if isinstance(window, Chunk) else window or seq
+    return [[0 <= query - key < behind(query) for key in range(seq)] for query in range(seq)]
+
+
+@pytest.mark.parametrize(
+    ("seq", "window"),
+    [(1, None), (7, None), (7, 3), (7, 1), (3, 7), (4, 4), (7, Chunk(3)), (6, Chunk(3)), (3, Chunk(7))],
+)
 def test_visible_pairs_are_those_of_the_mask(seq, window):
-    mask = [[0 <= query - key < (window or seq) for key in range(seq)] for query in range(seq)]
-    assert visible_pairs(seq, window) == sum(map(sum, mask))
+    assert visible_pairs(seq, window) == sum(map(sum, _mask(seq, window)))
 
 
 def test_training_is_three_forwards_and_the_head_is_part_of_each():

@@ -35,6 +35,7 @@ QUICK = {  # case -> dtype and width of rows
     "gpt2": ("float32", 2),
     "gpt_oss": ("bfloat16", 1),
     "deepseek_v2": ("float32", 2),
+    "llama4": ("bfloat16", 2),
 }
 
 

@@ -90,6 +90,7 @@ def _as_multimodal(folder: Path, prefix: str, kind: str = "gemma3") -> None:
         "model.visual.x",
         "visual.y",
         "mm_projector.x",
+        "vision_model.x",
     )
     renamed |= {name: np.zeros((2, 3), np.int64) for name in others}
     save_file(renamed, folder / "model.safetensors")
@@ -101,6 +102,7 @@ def _as_multimodal(folder: Path, prefix: str, kind: str = "gemma3") -> None:
         "gemma4": {"audio_config": None, "video_token_id": 91, "eoa_token_index": 92},
         "mistral3": {"spatial_merge_size": 2, "tie_word_embeddings": False},
         "qwen3_5": {"video_token_id": 90, "vision_start_token_id": 91, "tie_word_embeddings": False},
+        "llama4": {"boi_token_index": 90, "eoi_token_index": 91, "image_token_index": 92, "tie_word_embeddings": False},
         "kimi_k25": {"media_placeholder_token_id": 90, "video_placeholder": "", "tie_word_embeddings": False},
     }
     if kind == "kimi_k25":
@@ -110,7 +112,13 @@ def _as_multimodal(folder: Path, prefix: str, kind: str = "gemma3") -> None:
 
 
 PARTS = {"gemma3_stretched": "gemma3", "mistral": "mistral3", "ministral3": "mistral3", "gemma3n": "gemma3n"}
-PARTS |= {"qwen3_5": "qwen3_5", "gemma4_small": "gemma4", "gemma4_moe": "gemma4", "deepseek_v3": "kimi_k25"}
+PARTS |= {
+    "qwen3_5": "qwen3_5",
+    "gemma4_small": "gemma4",
+    "gemma4_moe": "gemma4",
+    "deepseek_v3": "kimi_k25",
+    "llama4": "llama4",
+}
 
 
 @pytest.mark.crossed("prefix", "case")

@@ -81,7 +81,11 @@ def _same_on_mesh(model, sizes, axes, atol=2e-6, rtol=1e-6, **how):
 OTHERS = {
     "gpt2": zoo.GPT2Config(**SIZES | {"embed_dim": 32}, num_kv_heads=8, context_length=16),
     "gpt_oss": zoo.GptOssConfig(**SIZES, num_kv_heads=4, num_experts=4, experts_per_token=2, window=4),
-}
+    "llama4": zoo.Llama4Config(
+        **SIZES, num_kv_heads=2, num_experts=4, dense_mlp_dim=32, expert_pattern="DE", chunk=4, growth_length=4,
+        rope_pattern="RN", attention_pattern="LG",
+    ),
+}  # fmt: skip
 
 
 STATES = {
@@ -120,7 +124,7 @@ def test_latents_and_states_are_the_same_on_a_mesh(name, layout):
     _same_on_mesh(model, *LAYOUTS[layout], atol=1e-4 if name == "gemma4" else 2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("name", "layout"), [("gpt2", "all"), ("gpt_oss", (2, 2, 1, 2))])
+@pytest.mark.parametrize(("name", "layout"), [("gpt2", "all"), ("gpt_oss", (2, 2, 1, 2)), ("llama4", "all")])
 def test_learned_positions_and_biased_experts_are_the_same_on_a_mesh(name, layout):
     """Biases and positions begin at zero, which would hide what happens to them."""
     model = zoo.model_class(OTHERS[name]).init(OTHERS[name], key=jax.random.key(0))

@@ -23,6 +23,10 @@ FUSED = ["gpt2", "neox", "phi3_long"]  # whose folders hold several matrices in 
 OTHERS = [
     *FUSED,
     "opt",
+    "starcoder2",
+    "stablelm_parallel",
+    "hunyuan_bias",
+    "nemotron_biases",
     "granite4",
     "olmo3",
     "cohere2",
@@ -31,6 +35,7 @@ OTHERS = [
     "gpt_oss",
     "deepseek_v3",
     "glm4_flash",
+    "llama4_dense",
     "qwen3_next",
     "qwen3_5",
     "qwen3_5_moe",

@@ -20,7 +20,7 @@ from zoo.config import rows
 from zoo.models.delta import convolved, delta_rule
 from zoo.models.forward import LayerPass, layer_passes
 from zoo.models.layers import attention, rms_norm, rope
-from zoo.models.mixtures.experts import experts, route
+from zoo.models.mixtures.experts import experts, route, weighed
 
 TOKENS = jnp.asarray(hf_tiny.tokens(), jnp.int32)
 CASES = list(hf_tiny.CASES)
@@ -58,7 +58,7 @@ def test_logits_loss_and_gradients_are_those_of_transformers(case, reference):
 
 
 def _layers(model, own):
-    """Yield each layer's weights, and window, frequencies and temperature, in order."""
+    """Yield each layer's weights, and window, chunk, frequencies and temperature, in order."""
     config, taken = model.config, collections.Counter()
     per_layer, told = layer_passes(config, ForwardPass(), TOKENS.shape[1])
     per_layer = dataclasses.replace(per_layer, own=own)
@@ -67,7 +67,7 @@ def _layers(model, own):
         place, stack = taken[name], getattr(model, name)
         taken[name] += 1
         own = told(jax.tree.map(lambda leaf, i=i: leaf[i], per_layer))
-        told_of = own.window, own.frequency, own.temperature, own.own
+        told_of = own.window, own.chunk, own.frequency, own.temperature, own.own
         yield jax.tree.map(lambda leaf, place=place: leaf[place], stack), told_of
 
 
@@ -90,8 +90,9 @@ def test_hidden_states_of_every_layer_are_those_of_transformers(case, reference)
     np.testing.assert_allclose(streams(x), expected[0], atol=2e-5)
 
     @jit
-    def run(layer, x, window, frequency, temperature, own, handed):
+    def run(layer, x, window, chunk, frequency, temperature, own, handed):
         how = {"frequency": frequency, "temperature": temperature, "window": window, "own": own, "handed": handed}
+        how["chunk"] = chunk
         out, aux = layer(x, model.config, LayerPass(pairs=model.config.rotary_pairs, **how))
         return out, aux.handed
 
@@ -140,6 +141,11 @@ def test_hidden_states_of_every_layer_are_those_of_transformers(case, reference)
         "ministral3",
         "exaone4",
         "minimax_m2",
+        "starcoder2",
+        "stablelm",
+        "llama4",
+        "nemotron",
+        "hunyuan",
     ],
 )
 def test_bfloat16_agrees_to_its_precision(case, tmp_path, reference):
@@ -279,7 +285,7 @@ def _stale_weights(x, router, chosen, *, normalise):
     return jnp.ones_like(weights) / chosen, experts, probs
 
 
-def _uncentred(x, weight, bias, eps):
+def _uncentred(x, weight, bias, eps, offset=0.0):
     """Leave the mean where it is."""
     return rms_norm(x, weight, eps, offset=0.0) + bias
 
@@ -295,12 +301,19 @@ def _serial(model, monkeypatch):
     return eqx.tree_at(lambda m: m.layers.mlp_norm, model, model.layers.attn_norm, is_leaf=lambda x: x is None)
 
 
+def _one_after_the_other(model, _):
+    """Give the MLP of StableLM what attention made, normalised by the same weights and biases."""
+    model = with_config(model, dataclasses.replace(model.config, parallel_residual=False))
+    where, own = lambda m: (m.layers.mlp_norm, m.layers.mlp_norm_bias), model.layers
+    return eqx.tree_at(where, model, (own.attn_norm, own.attn_norm_bias), is_leaf=lambda x: x is None)
+
+
 def _delta_rule(change):
     """Change what the delta rule is given."""
     return _patch("zoo.models.delta.delta_rule", lambda *parts: delta_rule(*change(*parts)))
 
 
-def _rms_only(x, weight, bias, eps):
+def _rms_only(x, weight, bias, eps, offset=0.0):
     """Leave the mean where it is, of norms without a bias."""
     return rms_norm(x, weight, eps, offset=0.0)
 
@@ -428,6 +441,31 @@ MUTANTS = {
     "gpt neox: another base": ("neox_serial", _flip(rope_theta=1e4)),
     "opt: positions from the first row": ("opt", _patch("zoo.families.gpts.opt.OPTConfig.position_offset", 0)),
     "opt: gelu": ("opt", _flip(activation="gelu")),
+    "starcoder 2: exact gelu": ("starcoder2", _flip(activation="gelu")),
+    "starcoder 2: window too long": ("starcoder2", _flip(window=5)),
+    "starcoder 2: no bias after attention": ("starcoder2", _without("o_bias")),
+    "starcoder 2: no biases of norms": ("starcoder2", _without("attn_norm_bias", "mlp_norm_bias")),
+    "starcoder 2: norms of the root mean square": ("starcoder2", _patch("zoo.models.gpt.layer_norm", _uncentred)),
+    "starcoder 2: not stretched": ("starcoder2_bare", _flip(rope_scaling=None)),
+    "stablelm: whole heads turn": ("stablelm", _flip(rotary_fraction=1.0)),
+    "stablelm: no bias of q": ("stablelm", _without("q_bias")),
+    "stablelm: gate and up swapped": ("stablelm", _swap("gate", "up")),
+    "stablelm: one after the other": ("stablelm_parallel", _one_after_the_other),
+    "stablelm: no norms of q and k": ("stablelm_parallel", _without("q_norm", "k_norm")),
+    "stablelm: not stretched": ("stablelm_parallel", _flip(rope_scaling=None)),
+    "nemotron: norms as they are": ("nemotron", _patch("zoo.families.gpts.nemotron.NemotronConfig.norm_offset", 0.0)),
+    "nemotron: relu": ("nemotron", _flip(activation="relu")),
+    "nemotron: whole heads turn": ("nemotron", _flip(rotary_fraction=1.0)),
+    "nemotron: no biases of the MLP": ("nemotron_biases", _without("up_bias", "down_bias")),
+    "nemotron: not stretched": ("nemotron_biases", _flip(rope_scaling=None)),
+    "hunyuan: norms before turning": (
+        "hunyuan",
+        _patch("zoo.families.llamas.hunyuan.HunyuanConfig.turned_first", False),
+    ),
+    "hunyuan: the base as it is": ("hunyuan", _flip(rope_theta=1e4)),
+    "hunyuan: no norms of q and k": ("hunyuan", _without("q_norm", "k_norm")),
+    "hunyuan: no bias of o": ("hunyuan_bias", _without("o_bias")),
+    "hunyuan: not stretched": ("hunyuan_bias", _flip(rope_scaling=None)),
     "phi 3: gate and up swapped": ("phi3", _swap("gate", "up")),
     "phi 3: whole heads turn": ("phi3_long", _flip(rotary_fraction=1.0, rope_scaling=None)),
     "phi 3: factors of short texts": ("phi3_long", _stretch(original_length=11)),
@@ -499,6 +537,36 @@ MUTANTS = {
     ),
     "minimax: whole heads turn": ("minimax_m2", _flip(rotary_fraction=1.0)),
     "minimax: each head's own norm": ("minimax_m2", _patch("zoo.models.llama.rms_norm", _norm_of_each_head)),
+    "llama 4: windows in place of chunks": ("llama4", _patch("zoo.families.mixtures.llama4.Chunk", int)),
+    "llama 4: larger chunks": ("llama4", _flip(chunk=5)),
+    "llama 4: other layers have chunks": ("llama4", _flip(attention_pattern="GL")),
+    "llama 4: all layers turn": ("llama4", _flip(rope_pattern="R")),
+    "llama 4: heads as they are": ("llama4", _flip(unit_heads=False)),
+    "llama 4: queries do not grow": ("llama4", _flip(growth=None)),
+    "llama 4: queries grow a token later": (
+        "llama4",
+        _patch(
+            "zoo.models.forward.LayerPass.grown", lambda told, q, *how, first, of=LayerPass.grown: of(told, q, *how)
+        ),
+    ),
+    "llama 4: weighed behind experts": (
+        "llama4",
+        _patch("zoo.models.mixture.experts", lambda *of, before, **how: experts(*of, **how)),
+    ),
+    "llama 4: one softmax": (
+        "llama4",
+        _patch(
+            "zoo.models.llama4.best", lambda scores, bias, **how: weighed(scores, None, **how | {"normalise": False})
+        ),
+    ),
+    "llama 4: halves turn together": (
+        "llama4",
+        _patch("zoo.families.mixtures.llama4.Llama4Config.rotary_pairs", False),
+    ),
+    "llama 4: gate and up swapped": ("llama4", _swap("gate", "up")),
+    "llama 4: no shared expert": ("llama4", _without("shared_gate", "shared_up", "shared_down")),
+    "llama 4: not stretched": ("llama4", _flip(rope_scaling=None)),
+    "llama 4: one expert": ("llama4_dense", _flip(experts_per_token=1)),
     "qwen 3 next: no gates behind attention": ("qwen3_next", _patch("zoo.models.delta.jax.nn.sigmoid", jnp.ones_like)),
     "qwen 3 next: norms not less one": (
         "qwen3_next",

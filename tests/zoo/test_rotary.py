@@ -88,8 +88,8 @@ def test_positions_given_are_those_counted_from_zero():
         ({"factor": 0.0}, "factor=0.0 must be positive"),
         ({"factor": math.inf}, "factor=inf must be positive"),
         (
-            {"rope_type": RopeType.llama3, "low_freq": 4.0, "high_freq": 4.0},
-            "high_freq=4.0 must be larger than low_freq=4.0",
+            {"rope_type": RopeType.llama3, "low_freq": 4.0, "high_freq": 3.0},
+            "high_freq=3.0 must be at least low_freq=4.0",
         ),
         ({"original_length": 0}, "original_length=0 must be positive"),
     ],

@@ -25,6 +25,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from transforms.bits import bits, numbers
 from transforms.sharding import einsum, partitions, uncut
 from transforms.sharding import place as _place
+from zoo.config import Chunk
 from zoo.engine.sampling import Either
 from zoo.engine.states import recurrence
 from zoo.models.layers import accumulator, softcap
@@ -239,6 +240,7 @@ class Paged(eqx.Module):
         size, window = pages.page, self.kinds.windows[number]
         live = self.positions >= 0
         first = jnp.zeros_like(self.positions) if window is None else jnp.maximum(self.positions - window + 1, 0)
+        first = self.positions // window * window if isinstance(window, Chunk) else first
         begin = jnp.where(live, first // size, jnp.iinfo(first.dtype).max).min()
         end = jnp.where(live & mine, self.positions // size + 1, 0).max()
 
@@ -251,7 +253,7 @@ class Paged(eqx.Module):
             k, v = kv[..., 0, :], jnp.where(there, kv[..., -1, :], 0)
             scales = None if scales is None else jnp.where(there, scales, 0)
             seen = (at <= self.positions[..., None]) & live[..., None]  # [R, W, page]
-            seen = seen if window is None else seen & (at > self.positions[..., None] - window)
+            seen = seen if window is None else seen & (at >= first[..., None])
             return _seen(carry, q_RKGWH, k, v, scales, seen[:, None, None], scale, cap)
 
         with jax.named_scope("pages"):

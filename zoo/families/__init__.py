@@ -15,12 +15,16 @@ from zoo.families.gemmas.gemma4 import Gemma4Config, Gemma4MoeConfig
 from zoo.families.gpts.bert import ModernBertConfig
 from zoo.families.gpts.cohere import Cohere2Config, CohereConfig
 from zoo.families.gpts.gpt import GPT2Config
+from zoo.families.gpts.nemotron import NemotronConfig
 from zoo.families.gpts.neox import NeoXConfig
 from zoo.families.gpts.opt import OPTConfig
+from zoo.families.gpts.stablelm import StableLMConfig
+from zoo.families.gpts.starcoder import StarCoder2Config
 from zoo.families.llamas.ernie import ErnieConfig
 from zoo.families.llamas.exaone import ExaoneConfig
 from zoo.families.llamas.glm import GLMConfig, GLMMoeConfig
 from zoo.families.llamas.granite import Granite4Config, GraniteConfig
+from zoo.families.llamas.hunyuan import HunyuanConfig
 from zoo.families.llamas.llama import LlamaConfig
 from zoo.families.llamas.mistral import Ministral3Config, MistralConfig, MixtralConfig
 from zoo.families.llamas.olmo import Olmo2Config, Olmo3Config, OlmoeConfig
@@ -31,6 +35,7 @@ from zoo.families.llamas.seed import SeedConfig
 from zoo.families.llamas.smollm import SmolLM3Config
 from zoo.families.mixtures.deepseek import DeepSeekV2Config, DeepSeekV3Config, GLMFlashConfig
 from zoo.families.mixtures.gptoss import GptOssConfig
+from zoo.families.mixtures.llama4 import Llama4Config
 from zoo.families.mixtures.minimax import MiniMaxConfig
 
 FAMILIES: dict[str, type[Config]] = {
@@ -57,13 +62,18 @@ FAMILIES: dict[str, type[Config]] = {
     "gpt2": GPT2Config,
     "gpt_neox": NeoXConfig,
     "opt": OPTConfig,
+    "starcoder2": StarCoder2Config,
+    "stablelm": StableLMConfig,
+    "nemotron": NemotronConfig,
     "gpt_oss": GptOssConfig,
     "seed_oss": SeedConfig,
     "ernie4_5": ErnieConfig,
     "exaone4": ExaoneConfig,
+    "hunyuan": HunyuanConfig,
     "glm4": GLMConfig,
     "glm4_moe": GLMMoeConfig,
     "minimax_m2": MiniMaxConfig,
+    "llama4": Llama4Config,
     "cohere": CohereConfig,
     "cohere2": Cohere2Config,
     "modernbert": ModernBertConfig,

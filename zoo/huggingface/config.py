@@ -35,7 +35,7 @@ _OUTER = frozenset(
 def from_hf(raw: dict[str, Any]) -> Config:
     """Return the config that a `config.json` describes; dropped are only keys that change no logit.
 
-    Of a multimodal model (Gemma 3, 3n and 4, Mistral 3, Qwen 2 to 3.5, Kimi K2.5), the text part.
+    Of a multimodal model (Gemma 3, 3n and 4, Llama 4, Mistral 3, Qwen 2 to 3.5, Kimi K2.5), the text part.
 
     Raises:
         ValueError: listing every unknown key (with the closest known one), missing key and unsupported value at once.

@@ -21,7 +21,7 @@ _HEADS = ("lm_head.weight", "embed_out.weight")  # some tools write a tied head 
 _TEXT = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."}
 _OTHER = (
     *("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
-    *("visual.", "model.visual.", "mm_projector."),
+    *("visual.", "model.visual.", "mm_projector.", "vision_model."),
 )
 _TOGETHER = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # of all experts of a layer
 _WIDTHS = {"gate_up_proj": 2, "down_proj": 1}  # which of their dimensions is the model's width

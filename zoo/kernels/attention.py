@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Integer
 
 from transforms import tile
 from transforms.sharding import explicit, partitions
-from zoo.config import Config
+from zoo.config import Chunk, Config
 from zoo.models.attention import piecewise
 from zoo.models.attention.blockwise import blockwise_attention
 from zoo.models.layers import accumulator, attention, beside
@@ -71,7 +71,7 @@ class Asked:
             head_dim=max(width for _, width, _ in config.layer_heads),
             softcap=getattr(config, "attn_softcap", None) is not None,
             windows=tuple(window if window is None or window < length else None for window in config.layer_windows),
-            packed=packed,
+            packed=packed or any(isinstance(one, Chunk) and one < length for one in config.layer_windows),
             sinks=any(row.leaf.endswith(".sinks") for row in config.rows()),
             spread=spread,
         )

@@ -20,7 +20,7 @@ from transforms.sharding import uncut
 from zoo.config import Config, temperature_of
 from zoo.models.attention import groups, packing, ulysses
 from zoo.models.attention.rotary import frequencies
-from zoo.models.layers import PLAIN, Ops, few_windows, rope, scanned_windows
+from zoo.models.layers import PLAIN, Ops, few_windows, rope, scanned_chunks, scanned_windows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +55,7 @@ class LayerPass:
         temperature: what rotation multiplies by, where that differs between layers; elsewhere `query_scale` holds it.
         window: how many keys a query sees; None is all. Where there are a `few`, which of them.
         few: the windows that layers have, where attention takes them as numbers alone.
+        chunk: how many tokens are a chunk, no further than whose first a query sees; None where no layer has chunks.
         pairs: whether neighbouring dimensions of a head turn together, in place of those of its halves.
         causal: whether no token sees those behind it.
         ops: how attention, MLP and experts run.
@@ -70,6 +71,7 @@ class LayerPass:
     temperature: Float[Array, ""] | None = None
     window: Int[Array, ""] | int | None = None
     few: tuple[int | None, ...] = ()
+    chunk: Int[Array, ""] | None = None
     pairs: bool = False
     causal: bool = True
     ops: Ops = PLAIN
@@ -92,10 +94,15 @@ class LayerPass:
         frequency = self.frequency[..., : x.shape[-1] // 2]  # where other layers' heads are wider, those have more
         return rope(x, frequency, self.positions, self.temperature)
 
-    def grown(self, q: Float[Array, "B S N H"], share: float, length: int) -> Float[Array, "B S N H"]:
-        """Return queries that grow with a share of the logarithm of how many times `length` tokens they are behind."""
+    def grown(
+        self, q: Float[Array, "B S N H"], share: float | Float[Array, ""], length: int, first: int = 0
+    ) -> Float[Array, "B S N H"]:
+        """Return queries that grow with a share of the logarithm of how many times `length` tokens they are behind.
+
+        Positions are counted from `first`.
+        """
         steps = jnp.arange(q.shape[1])[None] if self.positions is None else self.positions
-        growth = 1 + share * jnp.log1p((steps // length).astype(jnp.float32))
+        growth = 1 + share * jnp.log1p(((steps + first) // length).astype(jnp.float32))
         return q * growth[..., None, None].astype(q.dtype)
 
     def attention(
@@ -127,6 +134,9 @@ class LayerPass:
                 return whole.attention(q, k, v, sinks=sinks, keep=keep, kept=kept, **how)[0]
 
             return ulysses.attend(one, q, k, v, sinks, kept), None
+        if self.chunk is not None:
+            ops = packing.within(self.ops, packing.chunks(q, self.positions, self.chunk))
+            return replace(self, ops=ops, chunk=None).attention(q, k, v, sinks=sinks, keep=keep, kept=kept, **how)
         how |= {"keep": True} if keep else {} if kept is None else {"kept": kept}
         how |= {} if sinks is None else {"sinks": sinks}
         how |= {} if self.causal else {"causal": False}
@@ -234,6 +244,7 @@ class PerLayer(eqx.Module):
     """What differs between layers, stacked over them; None where nothing does."""
 
     window: Int[Array, " L"] | None
+    chunk: Int[Array, " L"] | None
     frequency: Float[Array, "L *b half"] | None
     temperature: Float[Array, " L"] | None
     pool_index: tuple[Int[Array, " L"], Int[Array, " L"]] | None
@@ -258,6 +269,7 @@ def layer_passes(config: Config, asked: ForwardPass, seq: int) -> tuple[PerLayer
         few, window = (), scanned_windows(config.layer_windows, seq)
     per_layer = PerLayer(
         window=window,
+        chunk=None if past is not None else scanned_chunks(config.layer_windows, seq),
         frequency=_stacked([waves[turn] for turn in turns]) if len(waves) > 1 else None,
         temperature=None if temperatures is None else jnp.asarray(temperatures, jnp.float32),
         pool_index=pool_indices,
@@ -270,6 +282,7 @@ def layer_passes(config: Config, asked: ForwardPass, seq: int) -> tuple[PerLayer
         frequency = common.frequency if layer.frequency is None else layer.frequency
         own = {
             "window": layer.window,
+            "chunk": layer.chunk,
             "temperature": layer.temperature,
             "pool_index": layer.pool_index,
             "own": layer.own,

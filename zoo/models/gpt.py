@@ -54,8 +54,10 @@ class Block(eqx.Module):
         """Return what one layer makes of `x`, in the dtype of `x`; weights are cast here, and only here."""
         cast: Any = lambda weight: None if weight is None else weight.astype(x.dtype)
 
+        norm = lambda x, *parts: layer_norm(x, *parts, config.norm_eps, offset=config.norm_offset)
+
         def first(x):
-            return x if self.attn_norm is None else layer_norm(x, self.attn_norm, self.attn_norm_bias, config.norm_eps)
+            return x if self.attn_norm is None else norm(x, self.attn_norm, self.attn_norm_bias)
 
         seen, aux = attention(self, first, x, config, told)
         biases = None if self.up_bias is None else tuple(map(cast, (self.gate_bias, self.up_bias, self.down_bias)))
@@ -67,7 +69,7 @@ class Block(eqx.Module):
                 read = first(x)
             else:
                 behind = x if config.parallel else added
-                read = layer_norm(behind, self.mlp_norm, self.mlp_norm_bias, config.norm_eps)
+                read = norm(behind, self.mlp_norm, self.mlp_norm_bias)
             h = told.ops.mlp(read, cast(self.gate), cast(self.up), cast(self.down), **how)
             return added + checkpoint_name(h, "mlp_out")
 
@@ -109,7 +111,8 @@ class GPT(Decoder):
 
     def normalised(self, x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
         """Return what the head reads of what the last layer made."""
-        return layer_norm(x, self.final_norm, self.final_norm_bias, self.config.norm_eps)
+        config = self.config
+        return layer_norm(x, self.final_norm, self.final_norm_bias, config.norm_eps, offset=config.norm_offset)
 
     def output(self) -> Head:
         """Return what makes logits: a matrix of its own, or the table again."""

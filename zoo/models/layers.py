@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int, Integer
 from transforms import tile
 from transforms.products import pulled_back_in_bfloat16
 from transforms.sharding import constrain, einsum, explicit, partitions, place, reshape, uncut
+from zoo.config import Chunk
 from zoo.quantised import AbstractMatrix, product
 
 
@@ -42,13 +43,21 @@ def rms_norm(
 
 
 def layer_norm(
-    x: Float[Array, "*b D"], weight: Float[Array, "*own D"], bias: Float[Array, " D"] | None, eps: float
+    x: Float[Array, "*b D"],
+    weight: Float[Array, "*own D"],
+    bias: Float[Array, " D"] | None,
+    eps: float,
+    *,
+    offset: float = 0.0,
 ) -> Float[Array, "*b D"]:
-    """Return `(x - mean(x)) / std(x) * weight + bias` (https://arxiv.org/abs/1607.06450), computed in float32."""
+    """Return `(x - mean(x)) / std(x) * (offset + weight) + bias` (https://arxiv.org/abs/1607.06450), in float32.
+
+    Nemotron stores weights less one.
+    """
     wide = x.astype(accumulator(x.dtype))
     centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
     scale = jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)
-    out = centred * scale * weight.astype(wide.dtype)
+    out = centred * scale * (weight.astype(wide.dtype) + offset if offset else weight.astype(wide.dtype))
     return (out if bias is None else out + bias.astype(wide.dtype)).astype(x.dtype)
 
 
@@ -188,6 +197,12 @@ def scanned_windows(windows: tuple[int | None, ...], seq: int) -> Int[Array, " L
     return None if min(widths) == seq else jnp.asarray(widths, jnp.int32)
 
 
+def scanned_chunks(windows: tuple[int | None, ...], seq: int) -> Int[Array, " L"] | None:
+    """Return how many tokens are a chunk in each layer to scan over, or None where none has several."""
+    sizes = [window if isinstance(window, Chunk) else seq for window in windows]
+    return None if min(sizes) >= seq else jnp.asarray(sizes, jnp.int32)
+
+
 def few_windows(windows: tuple[int | None, ...], seq: int) -> tuple[tuple[int | None, ...], Int[Array, " L"] | None]:
     """Return the windows that there are (None: all keys), and which of them each layer has; None where all have one."""
     own = [None if window is None or window >= seq else window for window in windows]
@@ -285,7 +300,8 @@ class Ops:
 
     Attributes:
         attention: like `attention`; called as `attention(q, k, v, scale=, cap=, window=)`, of rows with several
-            documents also with `q_segments=, k_segments=`, of families that have them also with `sinks=`.
+            documents, and of layers with chunks, also with `q_segments=, k_segments=`, of families that have them also
+            with `sinks=`.
         mlp: like `gated_mlp`; called as `mlp(x, gate, up, down, activation=)`, of families that have them also with
             `biases=`; the gate of families without one is None.
         experts: like `zoo.models.mixtures.experts.experts`, which None stands for.

@@ -24,6 +24,15 @@ from zoo.models.layers import ACTIVATIONS, layer_norm, linear, rms_norm
 from zoo.quantised import AbstractMatrix
 
 
+def turned(
+    q: Float[Array, "B S N H"], k: Float[Array, "B S K H"], config: Config, told: LayerPass
+) -> tuple[Float[Array, "B S N H"], Float[Array, "B S K H"]]:
+    """Return queries and keys, turned by their positions."""
+    if any(rope is not None for rope in config.layer_ropes):
+        q, k = told.rotate(q), told.rotate(k)
+    return (q if config.query_growth is None else told.grown(q, *config.query_growth)), k
+
+
 class Block(eqx.Module):
     """Every layer's weights, stacked over a leading `L`; inside the scan, one layer's.
 
@@ -51,6 +60,7 @@ class Block(eqx.Module):
     gate_bias: Float[Array, "*L F"] | None = None
     up_bias: Float[Array, "*L F"] | None = None
     down_bias: Float[Array, "*L D"] | None = None
+    turned: ClassVar[Any] = staticmethod(turned)
 
     def __call__(
         self, x: Float[Array, "B S D"], config: LlamaLike, told: LayerPass
@@ -58,7 +68,7 @@ class Block(eqx.Module):
         """Return what one layer makes of `x`, in the dtype of `x`; weights are cast here, and only here."""
         cast = lambda weight: weight.astype(x.dtype)
         scaled = lambda h: h if config.residual_scale == 1 else h * config.residual_scale
-        seen, aux = attention(self, lambda x: normalised(x, self.attn_norm, config), x, config, told)
+        seen, aux = attention(self, lambda x: normalised(x, self.attn_norm, config), x, config, told, self.turned)
         how: dict[str, Any] = {"activation": ACTIVATIONS[config.activation]}
         if self.gate_bias is not None and self.up_bias is not None and self.down_bias is not None:
             how["biases"] = (cast(self.gate_bias), cast(self.up_bias), cast(self.down_bias))
@@ -79,7 +89,12 @@ def normalised(x: Float[Array, "B S D"], weight: Float[Array, " D"] | None, conf
 
 
 def attention(
-    block: Any, normed: Callable[..., Any], x: Float[Array, "B S D"], config: Config, told: LayerPass
+    block: Any,
+    normed: Callable[..., Any],
+    x: Float[Array, "B S D"],
+    config: Config,
+    told: LayerPass,
+    turned: Callable[..., Any] = turned,
 ) -> tuple[Float[Array, "B S N H"] | Seen, Aux]:
     """Return what heads see, and what the block returns beside its output.
 
@@ -89,6 +104,7 @@ def attention(
         x: the residual stream.
         config: the model's.
         told: how the layer runs.
+        turned: what positions make of queries and keys, called like `turned`.
     """
     names = "q", "k", "v", "q_bias", "k_bias", "v_bias"
     weights = {name: getattr(block, name) for name in names} | {"q_norm": None, "k_norm": None}
@@ -104,16 +120,18 @@ def attention(
             linear("bsd,dnh->bsnh", h, cast(weights[name])) + (0 if bias is None else cast(bias))
             for name, bias in (("q", weights["q_bias"]), ("k", weights["k_bias"]), ("v", weights["v_bias"]))
         )
-        if block.q_norm is not None:
+
+        def of_heads(q, k):
+            if block.q_norm is None:
+                return q, k
             q = _heads_normalised(q, weights["q_norm"] if of_each else block.q_norm, config)
-            k = _heads_normalised(k, weights["k_norm"] if of_each else block.k_norm, config)
+            return q, _heads_normalised(k, weights["k_norm"] if of_each else block.k_norm, config)
+
+        q, k = (q, k) if config.turned_first else of_heads(q, k)
         if config.clip is not None:
             q, k, v = (jnp.clip(part, -config.clip, config.clip) for part in (q, k, v))
-        if any(rope is not None for rope in config.layer_ropes):
-            q, k = told.rotate(q), told.rotate(k)
-        if config.query_growth is not None:
-            q = told.grown(q, *config.query_growth)
-        return q, k, v
+        q, k = turned(q, k, config, told)
+        return *(of_heads(q, k) if config.turned_first else (q, k)), v
 
     sinks = getattr(block, "sinks", None)
     return told.attend(project, x, weights, scale=config.query_scale, sinks=sinks, apart=not together)

@@ -59,8 +59,8 @@ class GPTLike(Config):
         return problems
 
     def started(self, table: tuple[Row, ...]) -> tuple[Row, ...]:
-        """Return rows with the weights of norms at one, because they multiply by the weight itself."""
-        return tuple(replace(row, start=1.0) if row.leaf.endswith("norm") else row for row in table)
+        """Return rows with the weights of norms where they multiply by one."""
+        return tuple(replace(row, start=1.0 - self.norm_offset) if row.leaf.endswith("norm") else row for row in table)
 
 
 def whole_heads(fields: dict[str, Any]) -> dict[str, Any]:

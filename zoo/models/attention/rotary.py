@@ -63,7 +63,8 @@ def _dynamic(size, theta, scaling, length):
 def _llama3(plain, scaling):
     """Long waves stretched, short ones kept, a ramp between (Llama 3.1, https://arxiv.org/abs/2407.21783)."""
     turns = scaling.original_length * plain / (2 * np.float32(math.pi))  # in the text trained on
-    kept = np.clip((turns - scaling.low_freq) / (scaling.high_freq - scaling.low_freq), 0, 1)
+    ramp = scaling.high_freq - scaling.low_freq  # none in Llama 4 Scout
+    kept = np.clip((turns - scaling.low_freq) / ramp, 0, 1) if ramp else (turns > scaling.low_freq).astype(np.float32)
     return ((1 - kept) * plain / scaling.factor + kept * plain).astype(np.float32)
 
 

@@ -44,6 +44,7 @@ def experts(
     typed: bool = True,
     live: Bool[Array, "B S"] | None = None,
     routed_by: Float[Array, "B S D"] | None = None,
+    before: bool = False,
 ) -> tuple[Float[Array, "B S D"], Float[Array, "2 E"]]:
     """Return what each token's experts make of it; and each expert's number of tokens and sum of probabilities.
 
@@ -71,8 +72,10 @@ def experts(
             (https://github.com/jax-ml/jax/issues/36008), and gradients are summed more carefully then.
         live: which tokens there are: the others go to no expert, and come back as zeros; None is all of them.
         routed_by: what the router reads of each token; None is what the experts do.
+        before: whether tokens are multiplied by their weights before experts read them, in place of what those make.
     """
     how = {"chosen": chosen, "normalise": normalise, "combine": combine, "select": select, "product": product}
+    how["before"] = before
     rows = functools.partial(_local_rows, **how)
     local = rows if by_sequence else functools.partial(_local, **how)
     local = local if at_once is None else functools.partial(_local_parts, at_once, rows)
@@ -120,6 +123,7 @@ def _local(
     combine,
     select,
     product,
+    before,
     tokens=(),
     over_E=(),
     over_F=(),
@@ -143,7 +147,8 @@ def _local(
     ):  # what is summed over the parts of the hidden width has the last bias once
         of_down = biases[3] * (jax.lax.axis_index(over_F) == 0).astype(x.dtype) if over_F else biases[3]
         own = biases[1], biases[2], of_down
-    out = expert_mlp(*routing, gate, up, down, first=first, biases=own, combine=combine, product=product)
+    how = {"first": first, "biases": own, "combine": combine, "product": product, "before": before}
+    out = expert_mlp(*routing, gate, up, down, **how)
     counts_E = jnp.zeros_like(probs_TE[0]).at[experts_TC.reshape(-1)].add(1.0)
     routed = jnp.stack([counts_E, probs_TE.sum(0)])
     for axis in reversed(shared):
@@ -298,6 +303,7 @@ def expert_mlp(
     biases: tuple[Float[Array, "E F"], Float[Array, "E F"], Float[Array, "E D"]] | None = None,
     combine: Callable | None = None,
     product: Product = ragged,
+    before: bool = False,
 ) -> Float[Array, "T D"]:
     """Return each token's weighted sum of what its experts' gated MLPs make of it. No token is dropped.
 
@@ -315,23 +321,23 @@ def expert_mlp(
         biases: every expert's of gate, up and down.
         combine: returns the hidden values of gates and what they multiply; None is `silu(gate) * up`.
         product: as `experts` takes it.
+        before: likewise.
     """
     chosen, number = experts.shape[1], experts.reshape(-1)
     if first is not None:
         number = jnp.where((number >= first) & (number < first + gate.shape[0]), number - first, gate.shape[0])
     order = jnp.argsort(number, stable=True)
     counts_E = jnp.zeros(gate.shape[0], jnp.int32).at[number].add(1, mode="drop")
-    rows = x[order // chosen]
+    rows, scale = x[order // chosen], weights.reshape(-1)[order][:, None]
+    rows = (rows * scale).astype(x.dtype) if before else rows
     of_gate, of_up, of_down = (None, None, None) if biases is None else biases
     biased = lambda out, bias: out if bias is None else out + bias.at[number[order]].get(mode="clip")
     gates = biased(ragged_linear(rows, gate, counts_E, product), of_gate)
     ups = biased(ragged_linear(rows, up, counts_E, product), of_up)
     hidden = jax.nn.silu(gates) * ups if combine is None else combine(gates, ups)
     hidden = hidden if first is None else _rows_of(counts_E, hidden)
-    out = (
-        biased(ragged_linear(hidden, down, counts_E, product), of_down).astype(weights.dtype)
-        * weights.reshape(-1)[order][:, None]
-    )
+    out = biased(ragged_linear(hidden, down, counts_E, product), of_down).astype(weights.dtype)
+    out = out if before else out * scale
     out = out if first is None else _rows_of(counts_E, out)
     return jnp.zeros(x.shape, out.dtype).at[order // chosen].add(out).astype(x.dtype)
 
