@@ -44,7 +44,7 @@ class Store(eqx.Module):
     Attributes:
         values: each head's keys and values of a token `[2 H]`, or `[1 H]` where keys are values too: numbers, of 16
             bits on CPUs as bits, or 8-bit integers.
-        scale: what integers are multiplied by, of each kv head's tokens `[K page 2]`; None where they are numbers.
+        scale: what integers are multiplied by, of each kv head's tokens `[K 2 page]`; None where they are numbers.
     """
 
     values: Shaped[Array, "L P K page _"]
@@ -71,17 +71,19 @@ class Store(eqx.Module):
         scale = jnp.abs(wide).max(-1) / 127
         whole = jnp.round(wide / jnp.where(scale > 0, scale, 1)[..., None]).astype(jnp.int8)
         heads, parts = both.shape[2:4]
-        where = (jnp.arange(heads)[:, None] * self.page + slot[..., None, None]) * parts + jnp.arange(parts)
+        where = (jnp.arange(heads)[:, None] * parts + jnp.arange(parts)) * self.page + slot[..., None, None]
         return Store(put(whole), self.scale.at[layer, page[..., None, None], where].set(scale))
 
     def read(
         self, layer: Int[Array, ""], table: Int[Array, " R"], size: int, dtype: DTypeLike
-    ) -> tuple[Float[Array, "R K page parts H"], Float[Array, "R K page parts"] | None]:
+    ) -> tuple[Float[Array, "R K page parts H"], Float[Array, "R K parts page"] | None]:
         """Return keys and values of a page of each row, and what products with them are multiplied by."""
         values = self.values[layer, table]
         values = values.astype(dtype) if self.scale is not None else numbers(values, dtype)
         values = values.reshape(*values.shape[:3], -1, size)
-        return values, None if self.scale is None else self.scale[layer, table].reshape(values.shape[:4])
+        if self.scale is None:
+            return values, None
+        return values, self.scale[layer, table].reshape(*values.shape[:2], -1, self.page)
 
 
 Pool = tuple[Any, ...]  # a `Store` of each window kind; then, where layers hand on some, `States`
@@ -248,10 +250,10 @@ class Paged(eqx.Module):
             table = jax.lax.dynamic_index_in_dim(self.tables[number], i, axis=1, keepdims=False)
             at = i * size + jnp.arange(size)
             # What a page holds beyond its text was another's, and may be no number: 0 times that would not be 0.
-            there = (at <= self.positions.max(axis=1)[:, None])[:, None, :, None]
+            there = (at <= self.positions.max(axis=1)[:, None])[:, None]
             kv, scales = pages.read(layer, table, q_RKGWH.shape[-1], self.dtype)
-            k, v = kv[..., 0, :], jnp.where(there, kv[..., -1, :], 0)
-            scales = None if scales is None else jnp.where(there, scales, 0)
+            k, v = kv[..., 0, :], jnp.where(there[..., None], kv[..., -1, :], 0)
+            scales = None if scales is None else jnp.where(there[:, :, None], scales, 0)
             seen = (at <= self.positions[..., None]) & live[..., None]  # [R, W, page]
             seen = seen if window is None else seen & (at >= first[..., None])
             return _seen(carry, q_RKGWH, k, v, scales, seen[:, None, None], scale, cap)
@@ -271,14 +273,14 @@ def _seen(
     q: Float[Array, "R K G W H"],
     k: Float[Array, "R K page H"],
     v: Float[Array, "R K page H"],
-    scales: Float[Array, "R K page parts"] | None,
+    scales: Float[Array, "R K parts page"] | None,
     seen: Bool[Array, "R 1 1 W page"],
     scale: float,
     cap: float | None,
 ) -> tuple[Array, Array, Array]:
     """Return the largest score, the sum of probabilities and that of values, one page further."""
     most, total, out = carry
-    of = lambda which, x: x if scales is None else x * scales[..., None, None, :, which]
+    of = lambda which, x: x if scales is None else x * scales[:, :, which, None, None]
     scores = softcap(of(0, einsum("rkgwh,rkph->rkgwp", q, k, most.dtype)) * scale, cap)
     higher = jnp.maximum(most, jnp.where(seen, scores, _NEVER).max(-1))
     probs = jnp.where(seen, jnp.exp(scores - higher[..., None]), 0)
