@@ -1,8 +1,9 @@
-"""Keys and values on the device, and attention over them, page by page.
+"""Keys and values on the device, and attention over them, some pages at a time.
 
-The pages of a text are walked in order of position, one by one, with the online softmax (what `tile` makes of attention
-cut over its keys), after the step's own keys and values were written to them: so sums have one order, whatever the
-chunks. The pool is carried by the scan over layers and written in place; as its inputs and outputs it would be copied.
+The pages of a text are walked in order of position, as many at a time as hold `KEYS` tokens, with the online softmax
+(what `tile` makes of attention cut over its keys), after the step's own keys and values were written to them: so sums
+have one order, whatever the chunks. The pool is carried by the scan over layers and written in place; as its inputs and
+outputs it would be copied.
 
 On a mesh, kv heads lie where the queries that read them are, and nothing of a page ever leaves its device.
 
@@ -30,6 +31,7 @@ from zoo.engine.sampling import Either
 from zoo.engine.states import recurrence
 from zoo.models.layers import accumulator, softcap
 
+KEYS = 64  # of a text that are read at once, if its pages are smaller
 _NEVER = -1e30  # a score that is not: finite, so that a text without any is no NaN
 HEADS = PartitionSpec(None, None, "model")  # how queries, keys, values and their pages lie on a mesh
 
@@ -38,22 +40,25 @@ class Store(eqx.Module):
     """The pages of one window kind, of all its layers; padding is on the last page.
 
     Heads stand apart: products with a head's keys read them where they are, where XLA's CPU compiler would first copy
-    keys of which each token's heads lie together, at a tenth of the speed. A mesh cuts them. Other small dimensions
-    are one: tiled memory pads two.
+    keys of which each token's heads lie together, at a tenth of the speed. A mesh cuts them. A page of a head has keys
+    and values of a token beside each other (`[page, 2 H]`: tiled memory pads a last dimension to 128), or on CPUs all
+    its keys before all its values (`[2 page, H]`: each is read without the other). Where keys are values too, they are
+    there once.
 
     Attributes:
-        values: each head's keys and values of a token `[2 H]`, or `[1 H]` where keys are values too: numbers, of 16
-            bits on CPUs as bits, or 8-bit integers.
+        values: numbers, of 16 bits on CPUs as bits, or 8-bit integers.
         scale: what integers are multiplied by, of each kv head's tokens `[K 2 page]`; None where they are numbers.
+        page: tokens on a page.
     """
 
-    values: Shaped[Array, "L P K page _"]
+    values: Shaped[Array, "L P K slots _"]
     scale: Float[Array, "L P _"] | None = None
+    page: int = eqx.field(static=True, kw_only=True)
 
     @property
-    def page(self) -> int:
-        """Tokens on a page."""
-        return self.values.shape[3]
+    def stacked(self) -> int:
+        """How many of a token's parts, its key and its value, have a slot of their own."""
+        return self.values.shape[3] // self.page
 
     def write(
         self,
@@ -63,27 +68,35 @@ class Store(eqx.Module):
         both: Float[Array, "R W K parts H"],
     ) -> "Store":
         """Return the pages with keys and values of a layer's tokens, each in a slot of a page."""
-        of_heads = layer, page[..., None], jnp.arange(both.shape[2]), slot[..., None]
-        put = lambda each: self.values.at[of_heads].set(each.reshape(*each.shape[:3], -1))
+        heads, parts = both.shape[2:4]
+        page, slot = page[..., None, None], slot[..., None, None]
+        where = layer, page, jnp.arange(heads)[:, None], jnp.arange(self.stacked) * self.page + slot
+        put = lambda each: self.values.at[where].set(each.reshape(*each.shape[:3], self.stacked, -1))
         if self.scale is None:
-            return Store(put(both if self.values.dtype == both.dtype else bits(both)))
+            return dataclasses.replace(self, values=put(both if self.values.dtype == both.dtype else bits(both)))
         wide = both.astype(jnp.float32)
         scale = jnp.abs(wide).max(-1) / 127
         whole = jnp.round(wide / jnp.where(scale > 0, scale, 1)[..., None]).astype(jnp.int8)
-        heads, parts = both.shape[2:4]
-        where = (jnp.arange(heads)[:, None] * parts + jnp.arange(parts)) * self.page + slot[..., None, None]
-        return Store(put(whole), self.scale.at[layer, page[..., None, None], where].set(scale))
+        of_scale = layer, page, (jnp.arange(heads)[:, None] * parts + jnp.arange(parts)) * self.page + slot
+        return dataclasses.replace(self, values=put(whole), scale=self.scale.at[of_scale].set(scale))
 
     def read(
-        self, layer: Int[Array, ""], table: Int[Array, " R"], size: int, dtype: DTypeLike
-    ) -> tuple[Float[Array, "R K page parts H"], Float[Array, "R K parts page"] | None]:
-        """Return keys and values of a page of each row, and what products with them are multiplied by."""
-        values = self.values[layer, table]
-        values = values.astype(dtype) if self.scale is not None else numbers(values, dtype)
-        values = values.reshape(*values.shape[:3], -1, size)
+        self, layer: Int[Array, ""], table: Int[Array, "R C"], size: int, dtype: DTypeLike
+    ) -> tuple[Float[Array, "R K keys H"], Float[Array, "R K keys H"], Float[Array, "R K parts keys"] | None]:
+        """Return keys and values of each row's pages, and what products with them are multiplied by."""
+        (rows, pages), heads = table.shape, self.values.shape[2]
+        slots = self.values.reshape(*self.values.shape[:3], self.stacked, self.page, -1)
+
+        def part(number: int) -> Array:
+            values = slots[layer, table[:, None], jnp.arange(heads)[:, None], number]
+            values = values.astype(dtype) if self.scale is not None else numbers(values, dtype)
+            return values.reshape(rows, heads, pages * self.page, -1, size)
+
+        k, v = part(0)[..., 0, :], part(self.stacked - 1)[..., -1, :]
         if self.scale is None:
-            return values, None
-        return values, self.scale[layer, table].reshape(*values.shape[:2], -1, self.page)
+            return k, v, None
+        scale = self.scale[layer, table].reshape(rows, pages, heads, -1, self.page)
+        return k, v, scale.transpose(0, 2, 3, 1, 4).reshape(rows, heads, -1, pages * self.page)
 
 
 Pool = tuple[Any, ...]  # a `Store` of each window kind; then, where layers hand on some, `States`
@@ -239,27 +252,34 @@ class Paged(eqx.Module):
 
     def _walk(self, number, pages, layer, mine, carry, q_RKGWH, scale, cap):
         """Go through the pages that any row sees, from the first on; others' change no bit of a row."""
-        size, window = pages.page, self.kinds.windows[number]
+        window = self.kinds.windows[number]
+        at_once = max(1, KEYS // pages.page)
+        size = at_once * pages.page
         live = self.positions >= 0
         first = jnp.zeros_like(self.positions) if window is None else jnp.maximum(self.positions - window + 1, 0)
         first = self.positions // window * window if isinstance(window, Chunk) else first
-        begin = jnp.where(live, first // size, jnp.iinfo(first.dtype).max).min()
+        nearest = jnp.where(live, first, jnp.iinfo(first.dtype).max).min(axis=1)
+        begin = nearest.min() // size
         end = jnp.where(live & mine, self.positions // size + 1, 0).max()
+        # What is left of the last keys stands for pages that no text has.
+        beyond = -self.tables[number].shape[1] % at_once
+        tables = jnp.pad(self.tables[number], ((0, 0), (0, beyond)), constant_values=pages.values.shape[1] - 1)
 
-        def page(i, carry):
-            table = jax.lax.dynamic_index_in_dim(self.tables[number], i, axis=1, keepdims=False)
+        def some(i, carry):
+            table = jax.lax.dynamic_slice_in_dim(tables, i * at_once, at_once, axis=1)
             at = i * size + jnp.arange(size)
-            # What a page holds beyond its text was another's, and may be no number: 0 times that would not be 0.
-            there = (at <= self.positions.max(axis=1)[:, None])[:, None]
-            kv, scales = pages.read(layer, table, q_RKGWH.shape[-1], self.dtype)
-            k, v = kv[..., 0, :], jnp.where(there[..., None], kv[..., -1, :], 0)
+            # Pages hold what was another's beyond a text and behind its window. It may be no number: 0 times that
+            # would not be 0.
+            there = ((at <= self.positions.max(axis=1)[:, None]) & (at >= nearest[:, None]))[:, None]
+            k, v, scales = pages.read(layer, table, q_RKGWH.shape[-1], self.dtype)
+            v = jnp.where(there[..., None], v, 0)
             scales = None if scales is None else jnp.where(there[:, :, None], scales, 0)
-            seen = (at <= self.positions[..., None]) & live[..., None]  # [R, W, page]
+            seen = (at <= self.positions[..., None]) & live[..., None]  # [R, W, keys]
             seen = seen if window is None else seen & (at >= first[..., None])
             return _seen(carry, q_RKGWH, k, v, scales, seen[:, None, None], scale, cap)
 
         with jax.named_scope("pages"):
-            return jax.lax.fori_loop(begin, end, page, carry)
+            return jax.lax.fori_loop(begin, end, some, carry)
 
 
 def _beside_queries(kv: Float[Array, "R W K H"], heads: int) -> Float[Array, "R W heads H"]:
@@ -271,17 +291,19 @@ def _beside_queries(kv: Float[Array, "R W K H"], heads: int) -> Float[Array, "R 
 def _seen(
     carry: tuple[Array, Array, Array],
     q: Float[Array, "R K G W H"],
-    k: Float[Array, "R K page H"],
-    v: Float[Array, "R K page H"],
-    scales: Float[Array, "R K parts page"] | None,
-    seen: Bool[Array, "R 1 1 W page"],
+    k: Float[Array, "R K keys H"],
+    v: Float[Array, "R K keys H"],
+    scales: Float[Array, "R K parts keys"] | None,
+    seen: Bool[Array, "R 1 1 W keys"],
     scale: float,
     cap: float | None,
 ) -> tuple[Array, Array, Array]:
-    """Return the largest score, the sum of probabilities and that of values, one page further."""
+    """Return the largest score, the sum of probabilities and that of values, some keys further."""
     most, total, out = carry
     of = lambda which, x: x if scales is None else x * scales[:, :, which, None, None]
-    scores = softcap(of(0, einsum("rkgwh,rkph->rkgwp", q, k, most.dtype)) * scale, cap)
+    # XLA's CPU compiler would transpose keys that come second.
+    scores = jnp.moveaxis(einsum("rkph,rkgwh->rkpgw", k, q, most.dtype), 2, -1)
+    scores = softcap(of(0, scores) * scale, cap)
     higher = jnp.maximum(most, jnp.where(seen, scores, _NEVER).max(-1))
     probs = jnp.where(seen, jnp.exp(scores - higher[..., None]), 0)
     shrink = jnp.exp(most - higher)

@@ -136,7 +136,8 @@ class Plan:
         def state() -> State:
             of_kinds = zip(kinds.counts(), pages, kinds.heads, kinds.cached, strict=True)
             pool = tuple(
-                _store(settings, layers, count, (heads, *cached[1:]), kept) for layers, count, heads, cached in of_kinds
+                _store(settings, layers, count, (heads, *cached[1:]), kept, platform == "cpu")
+                for layers, count, heads, cached in of_kinds
             )
             states = empty(config, settings.rows, dtype)
             return State((*pool, states) if states else pool, jnp.zeros(settings.rows, jnp.int32))
@@ -175,13 +176,16 @@ def _laid(state: State, alone: Sharding, mesh: Mesh | None, num_heads: int) -> S
     return jax.tree.map(of_part, state, is_leaf=lambda part: isinstance(part, Store))
 
 
-def _store(settings: Settings, layers: int, pages: int, cached: tuple[int, int, int], dtype: DTypeLike) -> Store:
+def _store(
+    settings: Settings, layers: int, pages: int, cached: tuple[int, int, int], dtype: DTypeLike, cpu: bool
+) -> Store:
     """Return the empty pages of a kind of layers, and one more."""
     heads, parts, width = cached
-    values = lambda kind: jnp.zeros((layers, pages + 1, heads, settings.page, parts * width), kind)
-    if settings.kv_dtype is None:
-        return Store(values(dtype))
-    return Store(values(jnp.int8), jnp.zeros((layers, pages + 1, heads * settings.page * parts)))
+    page, scale = settings.page, None
+    if settings.kv_dtype is not None:
+        dtype, scale = jnp.int8, jnp.zeros((layers, pages + 1, heads * page * parts))
+    slots = (page * parts, width) if cpu else (page, parts * width)
+    return Store(jnp.zeros((layers, pages + 1, heads, *slots), dtype), scale, page=page)
 
 
 def _unrolls(model: Any, platform: str, alone: bool) -> bool:
