@@ -171,6 +171,7 @@ SMALL = Asked(platform="gpu", dtype="bfloat16", length=256, head_dim=64)
 REFUSALS = [
     ("cudnn", {"softcap": True}, "caps no scores, and this model's are capped"),
     ("cudnn", {"packed": True}, "does not keep documents of one row apart"),
+    ("cudnn", {"chunks": True}, "does not keep chunks of a text apart"),
     ("cudnn", {"sinks": True}, "has no sinks"),
     ("cudnn", {"platform": "cpu"}, "runs on gpu, and this is a cpu"),
     ("cudnn", {"dtype": "float32"}, "computes in bfloat16, and this run in float32: set hardware.compute_dtype"),
@@ -191,6 +192,14 @@ def test_windows_are_refused_by_a_kernel_without_them():
     kernel = dataclasses.replace(KERNELS["plain"], window=False)
     assert "has no windows" in kernel.refusal(dataclasses.replace(SMALL, windows=(None, 8)))
     assert kernel.refusal(SMALL) is None
+
+
+def test_texts_longer_than_a_chunk_are_refused_by_a_kernel_without_chunks():
+    sizes = {"vocab_size": 64, "num_layers": 2, "embed_dim": 32, "mlp_dim": 32, "num_heads": 8, "head_dim": 64}
+    config = zoo.Llama4Config(**sizes, num_kv_heads=2, attention_pattern="LG", chunk=256)
+    of = lambda length: Asked.of(config, platform="gpu", dtype="bfloat16", length=length)
+    assert not of(256).chunks
+    assert choose(of(257)) == ("plain", "cudnn does not keep chunks of a text apart, and layers of this model do")
 
 
 def test_what_suits_is_chosen_with_the_reason():

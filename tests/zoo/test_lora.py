@@ -13,7 +13,7 @@ import pytest
 from tests.zoo import hf_tiny
 from tests.zoo.hf_tiny import jit, loaded, loss_fn
 from transforms.step import State, make_train_step
-from zoo import adapters
+from zoo import Gemma4MoeConfig, Llama4Config, adapters
 from zoo.adapters import lora
 from zoo.models.layers import linear
 from zoo.models.mixtures.experts import ragged_linear
@@ -257,21 +257,25 @@ def _held(folder):
     return load_file(folder / "adapter_model.safetensors")
 
 
+MODULE_OF_EXPERTS = {Llama4Config: "feed_forward.experts", Gemma4MoeConfig: "experts"}
+
+
 def write_experts(folder, config, targets, rank=3, **settings):
     """Write an adapter of PEFT's `target_parameters` for all layers of a mixture; return what it holds."""
     from safetensors.numpy import save_file
 
     noise, held, number = np.random.default_rng(0), {}, config.num_experts
     sizes = {"gate_up_proj": (config.embed_dim, 2 * config.mlp_dim), "down_proj": (config.mlp_dim, config.embed_dim)}
+    module = MODULE_OF_EXPERTS.get(type(config), "mlp.experts")
     for layer in range(config.num_layers):
         for i, name in enumerate(targets):
-            into, out = sizes[name]
+            into, out = sizes[name][::-1] if type(config) is Llama4Config else sizes[name]
             inner = "base_layer." * (i + 1 < len(targets))
-            stem = f"base_model.model.model.layers.{layer}.mlp.experts.{inner}lora_"
+            stem = f"base_model.model.model.layers.{layer}.{module}.{inner}lora_"
             held[f"{stem}A.weight"] = noise.normal(0, 0.3, (number * rank, into)).astype(np.float32)
             held[f"{stem}B.weight"] = noise.normal(0, 0.3, (out, rank * number)).astype(np.float32)
     save_file(held, folder / "adapter_model.safetensors")
-    named = [f"mlp.experts.{name}" for name in targets]
+    named = [f"{module}.{name}" for name in targets]
     base = {"peft_type": "LORA", "r": rank, "lora_alpha": 6, "target_modules": [], "target_parameters": named}
     (folder / "adapter_config.json").write_text(json.dumps(base | settings))
     return held
@@ -279,26 +283,33 @@ def write_experts(folder, config, targets, rank=3, **settings):
 
 @pytest.mark.crossed("case", "targets")
 @pytest.mark.parametrize("targets", [("gate_up_proj", "down_proj"), ("gate_up_proj",), ("down_proj",)], ids=len)
-@pytest.mark.parametrize("case", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("case", ["mixtral", "gpt_oss", "llama4", "gemma4_moe"])
 def test_experts_are_the_parameters_that_peft_adapts(case, targets, tmp_path):
-    """`scale * einsum("ore,eri->eoi", B, A)` on what transformers has as one parameter, there and back."""
+    """`scale * einsum("ore,eri->eoi", B, A)` on what transformers has as one parameter, there and back.
+
+    PEFT does not know that Llama 4's lies as inputs by outputs.
+    """
     base = loaded(case)
     held = write_experts(tmp_path, base.config, targets, rank_pattern={"experts.down_proj": 3})
     model = adapters.load(tmp_path, base)
     merged, count, width = lora.merge(model), base.config.num_experts, base.config.mlp_dim
     halves = (slice(0, None, 2), slice(1, None, 2)) if case == "gpt_oss" else (slice(width), slice(width, None))
     own = {"gate": ("gate_up_proj", halves[0]), "up": ("gate_up_proj", halves[1]), "down": ("down_proj", slice(None))}
+    stacks = base.config.layer_stacks
     for leaf, (parameter, part) in own.items():
         inner = "base_layer." * (parameter == "gate_up_proj" and len(targets) > 1)
-        for layer in range(base.config.num_layers):
+        for layer, stack in enumerate(stacks):
+            place = stacks[:layer].count(stack)
             added = 0.0
             if parameter in targets:
-                stem = f"base_model.model.model.layers.{layer}.mlp.experts.{inner}lora_"
+                module = MODULE_OF_EXPERTS.get(type(base.config), "mlp.experts")
+                stem = f"base_model.model.model.layers.{layer}.{module}.{inner}lora_"
                 a, b = held[f"{stem}A.weight"], held[f"{stem}B.weight"]
                 a, b = a.reshape(count, 3, -1), b.reshape(len(b), 3, count)
-                added = 2.0 * np.einsum("ore,eri->eio", b, a)[..., part]
-            expected = getattr(base.layers, leaf)[layer] + added
-            np.testing.assert_allclose(getattr(merged.layers, leaf)[layer], expected, atol=1e-5, err_msg=leaf)
+                into = "ore,eri->eoi" if case == "llama4" else "ore,eri->eio"
+                added = 2.0 * np.einsum(into, b, a)[..., part]
+            before, after = (getattr(getattr(one, stack), leaf)[place] for one in (base, merged))
+            np.testing.assert_allclose(after, before + added, atol=1e-5, err_msg=leaf)
     adapters.save(model, tmp_path / "again")
     again = _held(tmp_path / "again")
     assert sorted(again) == sorted(held)

@@ -4,6 +4,9 @@ parameters, gates with what they multiply, and what leads back. Free of JAX.
 On disk each parameter has one A `[E R, in]`, expert by expert, and one B `[out, R E]`, in which experts are neighbours.
 Where both are adapted, what is added to the first is named `base_layer`. Here they are taken apart into an A `[R, in]`
 and a B `[out, R]` for each expert, as if experts were modules: `experts.down_proj.3.lora_A.weight`.
+
+Of what lies as inputs by outputs and does not say so (Llama 4's), PEFT takes the one for the other: what it calls A has
+the outputs, and B the inputs.
 """
 
 import re
@@ -19,13 +22,16 @@ _PARAMETERS = ("gate_up_proj", "down_proj")  # in the order in which PEFT wraps 
 _HELD = re.compile(r"(?:base_model\.model\.)?(.*\.experts)(\.base_layer)?(\.lora_[AB]\.weight)")
 _IN_MLP = re.compile(r"\.(gate|up|down)_proj\.weight$")
 _APART = re.compile(r"(.*\.experts)\.(\w+)\.(\d+)(\.lora_[AB]\.weight)")
+_TURNED = ".feed_forward.experts"
+_OTHER = {".lora_A.weight": ".lora_B.weight", ".lora_B.weight": ".lora_A.weight"}
 
 
 def as_parameter(row: Row) -> Row:
     """Return the row of a matrix as transformers keeps it; of experts, that of one expert's share of a parameter."""
     if "E" not in row.lead:
         return replace(row, tensor=row.tensor.replace(".block_sparse_moe.", ".mlp."))
-    module = LAYER + "mlp.experts."
+    of_all = "E" not in row.stack  # on disk too
+    module = (row.tensor.partition("experts.")[0] if of_all else LAYER + "mlp.") + "experts."
     if row.fan_in == "F":
         return replace(row, tensor=module + "down_proj.{}", pattern="D F -> F D")
     part = int(row.leaf.endswith("up"))
@@ -64,9 +70,11 @@ def apart(tensors: Mapping[str, np.ndarray], settings: Settings, count: int) -> 
             continue
         own = names[0] if match[2] else names[-1]
         split = tensor.reshape((count, -1, tensor.shape[1]) if of_A else (tensor.shape[0], -1, count))
+        turned = match[1].endswith(_TURNED)
+        end = _OTHER[match[3]] if turned else match[3]
         for expert in range(count):
             part = split[expert] if of_A else split[..., expert]
-            found[f"{name[: match.end(1)]}.{own}.{expert}{match[3]}"] = part
+            found[f"{name[: match.end(1)]}.{own}.{expert}{end}"] = part.T if turned else part
     return found
 
 
@@ -75,7 +83,9 @@ def together(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     found, shares = {}, {}
     for name, tensor in tensors.items():
         if match := _APART.fullmatch(name):
-            shares.setdefault((match[1], match[2], match[4]), []).append(tensor)
+            turned = match[1].endswith(_TURNED)
+            end = _OTHER[match[4]] if turned else match[4]
+            shares.setdefault((match[1], match[2], end), []).append(tensor.T if turned else tensor)
         else:
             found[name] = tensor
     for (module, own, end), parts in shares.items():

@@ -45,6 +45,7 @@ class Asked:
         softcap: whether scores are capped.
         windows: how many keys each layer's queries see; None is all.
         packed: whether rows hold several documents.
+        chunks: whether queries see no further than their chunk, which is told as a document is.
         sinks: whether heads have sinks.
         spread: over how many devices each sequence is.
     """
@@ -56,6 +57,7 @@ class Asked:
     softcap: bool = False
     windows: tuple[int | None, ...] = (None,)
     packed: bool = False
+    chunks: bool = False
     sinks: bool = False
     spread: int = 1
 
@@ -71,7 +73,8 @@ class Asked:
             head_dim=max(width for _, width, _ in config.layer_heads),
             softcap=getattr(config, "attn_softcap", None) is not None,
             windows=tuple(window if window is None or window < length else None for window in config.layer_windows),
-            packed=packed or any(isinstance(one, Chunk) and one < length for one in config.layer_windows),
+            packed=packed,
+            chunks=any(isinstance(one, Chunk) and one < length for one in config.layer_windows),
             sinks=any(row.leaf.endswith(".sinks") for row in config.rows()),
             spread=spread,
         )
@@ -88,7 +91,7 @@ class Kernel:
         dtypes: of queries, keys and values.
         softcap: whether it caps scores; and likewise
         window: whether it has sliding windows,
-        packing: rows of several documents,
+        packing: rows of several documents, and chunks,
         sinks: and sinks.
         spreads: whether a sequence may be over several devices.
         step: sequences are multiples of it.
@@ -117,6 +120,7 @@ class Kernel:
             (asked.softcap, self.softcap, "caps no scores, and this model's are capped"),
             (any(window is not None for window in asked.windows), self.window, "has no windows, and this model does"),
             (asked.packed, self.packing, "does not keep documents of one row apart, and data.packed=true packs them"),
+            (asked.chunks, self.packing, "does not keep chunks of a text apart, and layers of this model do"),
             (asked.sinks, self.sinks, "has no sinks, and this model does"),
         ):
             if wanted and not has:

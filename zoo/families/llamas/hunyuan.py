@@ -44,8 +44,21 @@ class HunyuanConfig(Activated):
             flags=TIED | BIAS,
             choices=ACTIVATION,
             rope_ignored=("alpha", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
-            harmless={"use_qk_norm": (True, None), "use_cla": (False, None)},
-            ignored=("eod_token_id",),
+            aliases={"head_dim": "attention_head_dim"},
+            # What is dropped in training there is dropped in no pass here.
+            only={"attention_dropout": (0.0, 0.1, None)},
+            harmless={
+                "use_qk_norm": (True, None),
+                "use_cla": (False, None),
+                "use_rotary_pos_emb": (True, None),
+                "norm_type": ("rms", None),
+                "add_classification_head": (False, None),
+            },
+            ignored=(
+                *("eod_token_id", "pad_id", "im_start_id", "im_end_id", "im_newline_id", "text_start_id"),
+                *("text_end_id", "mask_init_id", "org_vocab_size", "cla_share_factor"),
+                *("class_num", "dense_list", "pool_type"),  # of a head that classifies texts
+            ),
             read=_read,
             written={"pad_token_id": None},  # or transformers takes one, which small vocabularies do not have
         )
