@@ -51,7 +51,7 @@ def test_layers_apart_are_where_their_stack_is():
 @pytest.mark.measured
 @pytest.mark.parametrize(("model", "config"), [(zoo.Llama, zoo.LlamaConfig), (zoo.Gemma, zoo.GemmaConfig)])
 def test_a_step_of_the_engine_copies_no_weights(model, config):
-    """Beside pages and weights, and what rows read of pages at a time, it takes less than attention's smallest matrix."""
+    """Beside pages, weights and what rows read of pages at a time it takes less than attention's smallest matrix."""
     made = jax.eval_shape(lambda key: model.init(config(**SIZES), key=key), jax.random.key(0))
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     made = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), made)
