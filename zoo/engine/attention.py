@@ -31,7 +31,7 @@ from zoo.engine.sampling import Either
 from zoo.engine.states import recurrence
 from zoo.models.layers import accumulator, softcap
 
-KEYS = 64  # of a text that are read at once, if its pages are smaller
+KEYS = 32  # of a text that are read at once, if its pages are smaller
 _NEVER = -1e30  # a score that is not: finite, so that a text without any is no NaN
 HEADS = PartitionSpec(None, None, "model")  # how queries, keys, values and their pages lie on a mesh
 
