@@ -22,7 +22,6 @@ _PARAMETERS = ("gate_up_proj", "down_proj")  # in the order in which PEFT wraps 
 _HELD = re.compile(r"(?:base_model\.model\.)?(.*\.experts)(\.base_layer)?(\.lora_[AB]\.weight)")
 _IN_MLP = re.compile(r"\.(gate|up|down)_proj\.weight$")
 _APART = re.compile(r"(.*\.experts)\.(\w+)\.(\d+)(\.lora_[AB]\.weight)")
-_TURNED = ".feed_forward.experts"
 _OTHER = {".lora_A.weight": ".lora_B.weight", ".lora_B.weight": ".lora_A.weight"}
 
 
@@ -52,6 +51,11 @@ def target(module: str) -> str:
     return re.sub(r"(\.experts\.\w+)\.\d+$", r"\1", module)
 
 
+def _turned(module: str, end: str, part: np.ndarray) -> tuple[str, np.ndarray]:
+    """Return one expert's A or B as PEFT names it, of as we do, or the other way round."""
+    return (_OTHER[end], part.T) if module.endswith(".feed_forward.experts") else (end, part)
+
+
 def apart(tensors: Mapping[str, np.ndarray], settings: Settings, count: int) -> dict[str, np.ndarray]:
     """Return an adapter's tensors with those of experts taken apart; what does not divide by experts stays as it is.
 
@@ -70,11 +74,9 @@ def apart(tensors: Mapping[str, np.ndarray], settings: Settings, count: int) -> 
             continue
         own = names[0] if match[2] else names[-1]
         split = tensor.reshape((count, -1, tensor.shape[1]) if of_A else (tensor.shape[0], -1, count))
-        turned = match[1].endswith(_TURNED)
-        end = _OTHER[match[3]] if turned else match[3]
         for expert in range(count):
-            part = split[expert] if of_A else split[..., expert]
-            found[f"{name[: match.end(1)]}.{own}.{expert}{end}"] = part.T if turned else part
+            end, part = _turned(match[1], match[3], split[expert] if of_A else split[..., expert])
+            found[f"{name[: match.end(1)]}.{own}.{expert}{end}"] = part
     return found
 
 
@@ -83,9 +85,8 @@ def together(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     found, shares = {}, {}
     for name, tensor in tensors.items():
         if match := _APART.fullmatch(name):
-            turned = match[1].endswith(_TURNED)
-            end = _OTHER[match[4]] if turned else match[4]
-            shares.setdefault((match[1], match[2], end), []).append(tensor.T if turned else tensor)
+            end, part = _turned(match[1], match[4], tensor)
+            shares.setdefault((match[1], match[2], end), []).append(part)
         else:
             found[name] = tensor
     for (module, own, end), parts in shares.items():
