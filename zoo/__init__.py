@@ -17,7 +17,7 @@ _HOME = {
     "GLMMoeConfig": "zoo.families.llamas.glm",
     "GPT": "zoo.models.gpt",
     "GPT2Config": "zoo.families.gpts.gpt",
-    "Gemma": "zoo.models.gemma",
+    "Gemma": "zoo.models.gemmas.gemma",
     "ErnieConfig": "zoo.families.llamas.ernie",
     "Gemma3Config": "zoo.families.gemmas.gemma",
     "Gemma3nConfig": "zoo.families.gemmas.gemma3n",
@@ -121,7 +121,7 @@ if TYPE_CHECKING:  # the same for type checkers, which a test compares
     from zoo.huggingface.weights import save as save
     from zoo.inference.embed import Embedder as Embedder
     from zoo.models.forward import ForwardPass as ForwardPass
-    from zoo.models.gemma import Gemma as Gemma
+    from zoo.models.gemmas.gemma import Gemma as Gemma
     from zoo.models.gpt import GPT as GPT
     from zoo.models.head import Head as Head
     from zoo.models.head import head as head

@@ -322,7 +322,7 @@ GRANITE = ("embedding_multiplier", "attention_multiplier", "residual_multiplier"
 LLAMA_3 = {"low_freq": 0.5, "high_freq": 8.0, "factor": 2.0, "original_length": 64}
 YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, "factor": 2.0, "attention_factor": 1.0}
 MUTANTS = {
-    "norm multiplies by w": ("gemma_mqa", _patch("zoo.models.gemma.rms_norm", _norm)),
+    "norm multiplies by w": ("gemma_mqa", _patch("zoo.models.gemmas.gemma.rms_norm", _norm)),
     "norm eps": ("gemma_mha", _flip(norm_eps=1e-6)),
     "gelu exact": ("gemma_mqa", _patch("jax.nn.gelu", _exact_gelu)),
     "gate and up swapped": ("gemma_mqa", _swap("gate", "up")),
@@ -609,9 +609,9 @@ MUTANTS = {
     ),
     "gemma 3n: keys and values are the first ones": (
         "gemma3n",
-        _patch("zoo.models.gemma3n.Handed.of", lambda handed, is_local: handed.whole),
+        _patch("zoo.models.gemmas.gemma3n.Handed.of", lambda handed, is_local: handed.whole),
     ),
-    "gemma 3n: streams as they are": ("gemma3n", _patch("zoo.models.gemma3n._as_large", lambda x, model: x)),
+    "gemma 3n: streams as they are": ("gemma3n", _patch("zoo.models.gemmas.gemma3n._as_large", lambda x, model: x)),
     "gemma 3n: matrices of streams swapped": (
         "gemma3n",
         lambda model, _: eqx.tree_at(
@@ -632,7 +632,9 @@ MUTANTS = {
     ),
     "gemma 4: values as they are": (
         "gemma4",
-        _patch("zoo.models.gemma4._norm", lambda x, w, c: x if w is None else rms_norm(x, w, c.norm_eps, offset=0.0)),
+        _patch(
+            "zoo.models.gemmas.gemma4._norm", lambda x, w, c: x if w is None else rms_norm(x, w, c.norm_eps, offset=0.0)
+        ),
     ),
     "gemma 4: outputs of layers not scaled": (
         "gemma4",
@@ -640,11 +642,11 @@ MUTANTS = {
     ),
     "gemma 4: norms not as they are": (
         "gemma4",
-        _patch("zoo.models.gemma4.rms_norm", lambda x, w, eps, offset: rms_norm(x, w, eps)),
+        _patch("zoo.models.gemmas.gemma4.rms_norm", lambda x, w, eps, offset: rms_norm(x, w, eps)),
     ),
     "gemma 4: keys and values are not handed on": (
         "gemma4_small",
-        _patch("zoo.models.gemma4.Handed.after", lambda handed, of_all, kv: handed),
+        _patch("zoo.models.gemmas.gemma4.Handed.after", lambda handed, of_all, kv: handed),
     ),
     "gemma 4: no inputs of layers": (
         "gemma4_small",
@@ -660,7 +662,7 @@ MUTANTS = {
     ),
     "gemma 4: the router reads what experts do": (
         "gemma4_moe",
-        _patch("zoo.models.gemma4.experts", lambda x, *weights, routed_by, **how: experts(x, *weights, **how)),
+        _patch("zoo.models.gemmas.gemma4.experts", lambda x, *weights, routed_by, **how: experts(x, *weights, **how)),
     ),
     "qwen 3 moe: another dense layer": ("qwen3_moe_mixed", _flip(dense_layers=(2,))),
 }

@@ -265,7 +265,7 @@ class Paged(eqx.Module):
         beyond = -self.tables[number].shape[1] % at_once
         tables = jnp.pad(self.tables[number], ((0, 0), (0, beyond)), constant_values=pages.values.shape[1] - 1)
 
-        def some(i, carry):
+        def keys(i, carry):
             table = jax.lax.dynamic_slice_in_dim(tables, i * at_once, at_once, axis=1)
             at = i * size + jnp.arange(size)
             # Pages hold what was another's beyond a text and behind its window. It may be no number: 0 times that
@@ -279,7 +279,7 @@ class Paged(eqx.Module):
             return _seen(carry, q_RKGWH, k, v, scales, seen[:, None, None], scale, cap)
 
         with jax.named_scope("pages"):
-            return jax.lax.fori_loop(begin, end, some, carry)
+            return jax.lax.fori_loop(begin, end, keys, carry)
 
 
 def _beside_queries(kv: Float[Array, "R W K H"], heads: int) -> Float[Array, "R W heads H"]:

@@ -58,7 +58,7 @@ class GemmaLike(Config):
         attention_pattern: local (L) and global (G) layers, repeated over the depth.
     """
 
-    model: ClassVar[str] = "zoo.models.gemma.Gemma"
+    model: ClassVar[str] = "zoo.models.gemmas.gemma.Gemma"
 
     query_scalar: float | None = None
     final_softcap: float | None = None

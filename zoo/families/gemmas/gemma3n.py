@@ -188,7 +188,7 @@ class Gemma3nConfig(SharingLike):
         sparsity: the share of each layer's gates that is cut off, of one normal distribution; `()` cuts off none.
     """
 
-    model: ClassVar[str] = "zoo.models.gemma3n.Gemma3n"
+    model: ClassVar[str] = "zoo.models.gemmas.gemma3n.Gemma3n"
     dialects: ClassVar = {
         "gemma3n_text": Dialect(
             architecture="Gemma3nForCausalLM",

@@ -155,7 +155,7 @@ class Gemma4Config(SharingLike):
         wide_sharing: the MLPs of layers that share keys and values are twice as wide.
     """
 
-    model: ClassVar[str] = "zoo.models.gemma4.Gemma4"
+    model: ClassVar[str] = "zoo.models.gemmas.gemma4.Gemma4"
     dialects: ClassVar = {
         "gemma4_text": _dialect("Gemma4ForCausalLM", "gemma4", ignored=_UNREAD),
         "gemma4_unified_text": _dialect(
@@ -266,7 +266,7 @@ class Gemma4MoeConfig(MixtureLike, Gemma4Config):
             "Gemma4ForCausalLM", "gemma4", sizes=_EXPERTS | INPUT_SIZES, where={"enable_moe_block": (True,)}
         ),
     }
-    model: ClassVar[str] = "zoo.models.gemma4.Gemma4"
+    model: ClassVar[str] = "zoo.models.gemmas.gemma4.Gemma4"
 
     balance_weight: float = 0.0
     dense_mlp_dim: int = 2112

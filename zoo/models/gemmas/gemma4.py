@@ -20,7 +20,7 @@ from zoo.families.gemmas.gemma4 import LAYERS, SHARING, SHARING_WHOLE, WHOLE, Ge
 from zoo.models.attention.groups import Seen
 from zoo.models.decoder import Decoder
 from zoo.models.forward import Aux, LayerPass
-from zoo.models.gemma3n import layer_inputs
+from zoo.models.gemmas.gemma3n import layer_inputs
 from zoo.models.head import Head
 from zoo.models.layers import accumulator, gelu, linear, rms_norm
 from zoo.models.mixture import balance_loss
