@@ -187,6 +187,23 @@ def test_scores_are_the_models_own(case):
     np.testing.assert_allclose(answer.scores.logprobs, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("case", ["qwen3_tied", "mistral", "llama4"])
+def test_what_pages_hold_of_others_may_be_no_number(case):
+    """Beyond a text, behind its window and before its chunk; several pages are read at a time, whosesoever they are."""
+    told = []
+    for other in (0.0, np.nan):
+        engine = engine_of(case, rows=2)
+        held = lambda pages, which, other=other: dataclasses.replace(pages, values=pages.values.at[:, which].set(other))
+        pool = tuple(held(pages, slice(None)) for pages in engine._state.pool)
+        engine._state = dataclasses.replace(engine._state, pool=pool)
+        [answer] = engine.submit(range(3, 21), max_tokens=19)
+        while engine.step():  # what is padding is on the last page
+            pool = tuple(held(pages, -1) for pages in engine._state.pool)
+            engine._state = dataclasses.replace(engine._state, pool=pool)
+        told.append(bits(answer))
+    assert told[0] == told[1] and len(told[0]) == 19
+
+
 @pytest.mark.heavy
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", CASES)
