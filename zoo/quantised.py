@@ -14,6 +14,7 @@ import functools
 import itertools
 import math
 import operator
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -309,8 +310,7 @@ def outputs_by_inputs(row: Row) -> bool:
 
 def quantisable(row: Row) -> bool:
     """Return whether a parameter is one of those that `quantise` changes: not embeddings, heads and routers."""
-    other = row.looked_up or row.leaf == "head" or row.leaf.endswith("router")
-    return outputs_by_inputs(row) and not other
+    return bool(row.fan_in) and not (row.looked_up or row.leaf == "head" or row.leaf.endswith("router"))
 
 
 def layout(row: Row, dims: dict[str, int], format: Format, dtype: DTypeLike) -> dict[str, Any]:
@@ -320,7 +320,7 @@ def layout(row: Row, dims: dict[str, int], format: Format, dtype: DTypeLike) -> 
     return {"format": format, "letters": letters, "sizes": sizes, "inputs": row.fan_in, "dtype": jnp.dtype(dtype)}
 
 
-def quantise(model: PyTree, format: Format | str, *, group: int | None = None) -> PyTree:
+def quantise(model: PyTree, format: Format | str, *, group: int | None = None, to_be_saved: bool = False) -> PyTree:
     """Return the model with its matrices in fewer bits: all but embedding, head and routers.
 
     Args:
@@ -328,6 +328,8 @@ def quantise(model: PyTree, format: Format | str, *, group: int | None = None) -
         format: `int8`, `int4` or `nf4`.
         group: how many inputs share a scale; None is what is usual, all of them in int8, 128 in int4, 64 in nf4, or
             where that does not divide those of every matrix, the largest part of it that does, at least 16.
+        to_be_saved: leave whole, and warn of, what no format of files has in fewer bits: matrices that lie on disk as
+            inputs by outputs, and experts that one tensor holds.
 
     Raises:
         ValueError: the group does not divide the inputs of a matrix, or the model has no matrix for it.
@@ -336,8 +338,8 @@ def quantise(model: PyTree, format: Format | str, *, group: int | None = None) -
     if not format.made:
         raise ValueError(f"cannot quantise to {format}: such matrices are kept where a folder has them, and not made.")
     found = [row for row in rows(model.config) if quantisable(row)]
-    if not found:
-        raise ValueError(f"cannot quantise a {type(model.config).__name__}: none of its matrices is outputs by inputs.")
+    if to_be_saved:
+        found = _saveable(found, model.config)
     inputs = {row.leaf: math.prod(dims[letter] for letter in row.fan_in) for row in found}
     if group is None and (usual := format.group) is not None:
         fits = math.gcd(usual, *inputs.values())  # one for all: a folder names one
@@ -354,12 +356,28 @@ def quantise(model: PyTree, format: Format | str, *, group: int | None = None) -
     return eqx.tree_at(lambda m: [operator.attrgetter(row.leaf)(m) for row in found], model, parts)
 
 
+def _saveable(found: list[Row], config: Any) -> list[Row]:
+    """Return the parameters that a folder can have in fewer bits, and warn of the others."""
+    left, name = [row for row in found if not outputs_by_inputs(row)], type(config).__name__
+    if len(left) == len(found):
+        raise ValueError(f"cannot quantise a {name} to be saved: none of its matrices is outputs by inputs on disk.")
+    if left:
+        numbers = sum(math.prod(row.shape(config.dims)) for row in left)
+        warnings.warn(
+            f"{name}: {', '.join(row.leaf for row in left)} stay whole, {numbers:,} numbers: no format of files has in "
+            "fewer bits what one tensor holds of all experts. `zoo.load(..., quantise=...)` makes them in memory.",
+            stacklevel=3,
+        )
+    return [row for row in found if row not in left]
+
+
 @eqx.filter_jit
 def _quantised(leaf, row, dims, format, group):
     """Return one leaf in fewer bits, a layer of its stack at a time."""
     sizes = dict(dims)
-    outputs = [letter for letter in row.inner if letter not in row.fan_in]
-    order = [row.inner.index(letter) for letter in (*outputs, *row.fan_in)]
+    own = row.letters[len(row.lead) :]
+    outputs = [letter for letter in own if letter not in row.fan_in]
+    order = [own.index(letter) for letter in (*outputs, *row.fan_in)]
     flat = math.prod(sizes[letter] for letter in outputs), math.prod(sizes[letter] for letter in row.fan_in)
 
     def one(matrix):

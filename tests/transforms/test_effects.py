@@ -237,7 +237,7 @@ RUNS = {
     "jit": lambda fn, w: jax.jit(fn)(X, w),
     "grad": lambda fn, w: jax.grad(lambda x, w: fn(x, w).sum() * 2, (0, 1))(X, w),
     "grad under jit": lambda fn, w: jax.jit(jax.grad(lambda x, w: fn(x, w).sum() * 2, (0, 1)))(X, w),
-    # A function of the sum whose derivative is well conditioned at every sum: tanh saturates, and 1 - tanh(s)^2 cancels.
+    # Nonlinear in the sum, with a derivative that no sum makes ill-conditioned, as 1 - tanh(sum)^2 is.
     "grad in a checkpoint": lambda fn, w: jax.grad(jax.checkpoint(lambda x, w: jnp.log1p(fn(x, w).sum() ** 2)), (0, 1))(
         X, w
     ),

@@ -146,9 +146,53 @@ def test_tile_cuts_what_multiplies_by_few_bits(kind):
 def test_what_cannot_be_kept_in_fewer_bits_is_refused():
     with pytest.raises(ValueError, match=r"groups of 48 inputs.*layers.q has 64.*layers.down has 128"):
         quantise(llama(), "int4", group=48)
-    sizes = dict(vocab_size=97, num_layers=2, embed_dim=64, mlp_dim=128, num_heads=4, num_kv_heads=4, head_dim=16)
-    with pytest.raises(ValueError, match="cannot quantise a GPT2Config"):
-        quantise(zoo.GPT.init(zoo.GPT2Config(**sizes), key=jax.random.key(0)), "int8")
+
+
+def gpt2():
+    sizes = SIZES | {"num_kv_heads": 4, "head_dim": 16}
+    return zoo.GPT.init(zoo.GPT2Config(**sizes), key=jax.random.key(0))
+
+
+def gpt_oss():
+    config = zoo.GptOssConfig(**SIZES, num_experts=4, experts_per_token=2)
+    return zoo.Mixture.init(config, key=jax.random.key(0))
+
+
+# Matrices that lie on disk as inputs by outputs, and experts of which one tensor holds all.
+UNWRITTEN = {"gpt2": (gpt2, ["up", "down"]), "gpt_oss": (gpt_oss, ["gate", "down"])}
+
+
+@pytest.mark.crossed("kind", "family")
+@pytest.mark.parametrize("family", UNWRITTEN)
+@pytest.mark.parametrize("kind", GROUPS)
+def test_matrices_that_no_folder_has_in_fewer_bits_are_so_in_memory(kind, family, tmp_path):
+    init, leaves = UNWRITTEN[family]
+    model, before = quantise(init(), kind, group=GROUPS[kind]), init()
+    for leaf in leaves:
+        found, exact = getattr(model.layers, leaf), getattr(before.layers, leaf)
+        assert isinstance(found, Quantised) and found.shape == exact.shape and found.dtype == exact.dtype
+        for index in ((0, 0), (2, -1)) if exact.ndim == 4 else ((0,), (2,)):
+            ours, matrix = (np.asarray(one[index]).T for one in (whole(found), exact))
+            expected = _by_hand(matrix, kind, GROUPS[kind])
+            tie = np.isclose(abs(ours - matrix), abs(expected - matrix), rtol=1e-4) & (kind == "int4")
+            assert np.all(np.isclose(ours, expected, rtol=1e-6, atol=1e-7) | tie)
+    plain = jax.tree.map(whole, model, is_leaf=lambda leaf: isinstance(leaf, Quantised))
+    run = eqx.filter_jit(lambda model: model(ids()), **QUICK)
+    np.testing.assert_allclose(run(model), run(plain), atol=2e-6 * float(jnp.abs(run(plain)).max()))
+    with pytest.raises(ValueError, match=r"cannot save layers.down, .*layers.up.* in fewer bits"):
+        zoo.save(model, tmp_path)
+
+
+def test_what_is_to_be_saved_leaves_whole_what_no_folder_has_in_fewer_bits(tmp_path):
+    with pytest.warns(
+        UserWarning, match=r"GptOssConfig: layers.gate, layers.up, layers.down stay whole, 294,912 numbers"
+    ):
+        model = quantise(gpt_oss(), "int4", group=32, to_be_saved=True)
+    assert isinstance(model.layers.q, Quantised) and isinstance(model.layers.gate, jax.Array)
+    zoo.save(model, tmp_path)
+    assert eqx.tree_equal(zoo.load(tmp_path, quantise="as_stored"), model)
+    with pytest.raises(ValueError, match="cannot quantise a GPT2Config to be saved"):
+        quantise(gpt2(), "int8", to_be_saved=True)
 
 
 @pytest.mark.crossed("kind", "sizes")
@@ -175,18 +219,20 @@ def test_each_device_of_a_mesh_holds_its_part(kind, sizes, tmp_path):
             np.testing.assert_allclose(np.asarray(one), np.asarray(other), atol=2e-6, rtol=2e-6)
 
 
+@pytest.mark.crossed("kind", "init")
+@pytest.mark.parametrize("init", [llama, gpt_oss])
 @pytest.mark.parametrize("kind", GROUPS)
-def test_what_is_made_on_a_mesh_is_what_is_made_on_one_device(kind, tmp_path):
+def test_what_is_made_on_a_mesh_is_what_is_made_on_one_device(kind, init, tmp_path):
     mesh = make_mesh(data=4, model=2)
-    zoo.save(llama(), tmp_path)
-    alone = quantise(llama(), kind, group=GROUPS[kind])
+    zoo.save(init(), tmp_path)
+    alone = quantise(init(), kind, group=GROUPS[kind])
     with jax.set_mesh(mesh):
         made = quantise(zoo.load(tmp_path, mesh=mesh), kind, group=GROUPS[kind])
     for one, other in zip(jax.tree.leaves(made.layers), jax.tree.leaves(alone.layers), strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
     gate = made.layers.gate
     assert {part.data.shape[-2] for part in gate.values.addressable_shards} == {SIZES["mlp_dim"] // 2}
-    assert gate.values.sharding == shardings(gate, ("L", "D", "F"), mesh).values
+    assert gate.values.sharding == shardings(gate, ("L", *"E" * (init is gpt_oss), "D", "F"), mesh).values
 
 
 def test_usual_groups_fit_all_matrices():

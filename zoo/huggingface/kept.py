@@ -117,7 +117,7 @@ def quantisation(tensors: Mapping[str, list[tuple[Row, Any]]], dtype: str) -> di
         dtype: what they count as.
 
     Raises:
-        ValueError: they are not all kept alike.
+        ValueError: they are not all kept alike, or as no folder has them.
     """
     kept = {name: parts[0][1] for name, parts in tensors.items() if kept_together([leaf for _, leaf in parts])}
     if not kept:
@@ -127,6 +127,13 @@ def quantisation(tensors: Mapping[str, list[tuple[Row, Any]]], dtype: str) -> di
             "cannot save a model whose matrices are kept as floats of 8 or 4 bits, with zeros of their own or in an "
             "order of their own: load it without quantise=as_stored, and save that; adapters over it are saved by "
             "themselves."
+        )
+    unknown = sorted({row.leaf for name in kept for row, _ in tensors[name] if not outputs_by_inputs(row)})
+    if unknown:
+        raise ValueError(
+            f"cannot save {', '.join(unknown)} in fewer bits: no format of files has matrices that lie as inputs by "
+            "outputs, or experts of which one tensor holds all. `zoo.quantised.quantise(model, format, "
+            "to_be_saved=True)` leaves them whole; adapters over them are saved by themselves."
         )
     whole = all(leaf.scale.shape[-1] == 1 for leaf in kept.values())
     alike = {(leaf.format, None if whole else leaf.group) for leaf in kept.values()}
