@@ -31,6 +31,7 @@ _HOME = {
     "HunyuanConfig": "zoo.families.llamas.hunyuan",
     "Llama": "zoo.models.llama",
     "Llama4Config": "zoo.families.mixtures.llama4",
+    "MobileLLMR1Config": "zoo.families.mixtures.llama4",
     "LlamaConfig": "zoo.families.llamas.llama",
     "MiniMaxConfig": "zoo.families.mixtures.minimax",
     "Ministral3Config": "zoo.families.llamas.mistral",
@@ -116,6 +117,7 @@ if TYPE_CHECKING:  # the same for type checkers, which a test compares
     from zoo.families.mixtures.deepseek import GLMFlashConfig as GLMFlashConfig
     from zoo.families.mixtures.gptoss import GptOssConfig as GptOssConfig
     from zoo.families.mixtures.llama4 import Llama4Config as Llama4Config
+    from zoo.families.mixtures.llama4 import MobileLLMR1Config as MobileLLMR1Config
     from zoo.families.mixtures.minimax import MiniMaxConfig as MiniMaxConfig
     from zoo.huggingface.weights import load as load
     from zoo.huggingface.weights import save as save

@@ -361,11 +361,17 @@ def refuse(config: Any, problems: list[str]) -> None:
 def window_problems(window: int | None, pattern: str, needed: bool = False) -> list[str]:
     """Say what is wrong with windows; they are `needed` where local layers turn otherwise than global ones."""
     problems = [] if window is None or window > 0 else [f"window={window} must be positive"]
-    if not pattern or set(pattern) - {LOCAL, GLOBAL}:
-        problems.append(f"attention_pattern={pattern!r} must be made of L (local) and G (global)")
+    problems += pattern_problems("attention_pattern", pattern, {LOCAL: "local", GLOBAL: "global"})
     if needed and window is None and LOCAL in pattern:
         problems.append("window=None leaves local layers without one")
     return problems
+
+
+def pattern_problems(name: str, pattern: str, letters: dict[str, str]) -> list[str]:
+    """Say what is wrong with a pattern over the depth, given what each letter means."""
+    if pattern and not set(pattern) - set(letters):
+        return []
+    return [f"{name}={pattern!r} must be made of {' and '.join(f'{one} ({what})' for one, what in letters.items())}"]
 
 
 def pattern_of(layers: str, usual: str) -> str:

@@ -175,7 +175,7 @@ HARMLESS: Mapping[str, tuple] = MappingProxyType(
         "attention_bias": (False, None),
         "lm_head_bias": (False, None),
         "use_qk_norm": (False, None),
-        "use_sliding_window": (False, None),
+        "use_sliding_window": (False, True, None),  # which those do not read that have a `sliding_window`
         "sliding_window": (None,),
         "attention_chunk_size": (None,),
         "attn_logit_softcapping": (None,),

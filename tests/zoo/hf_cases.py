@@ -440,6 +440,13 @@ CASES |= {
     | {"layer_types": ["full_attention", "chunked_attention"] * 2, "attn_temperature_tuning": False}
     | {"moe_layers": [0, 3], "no_rope_layer_interval": 2, "rope_scaling": _YARN},
 }
+CASES["mobilellm_r1"] = _LLAMA_4 | {
+    "moe_layers": [],
+    "interleave_moe_layer_step": 0,
+    "num_local_experts": 0,
+    "no_rope_layers": [1, 1, 0, 1, 0],  # of one layer more than there are
+    "layer_types": ["chunked_attention", "full_attention"] * 2,
+}
 _STARCODER_2 = _WIDE | {"model_type": "starcoder2", "num_key_value_heads": 2, "sliding_window": 4, "rope_theta": 1e4}
 CASES |= {
     "starcoder2": _STARCODER_2,

@@ -32,6 +32,7 @@ PUBLISHED = {
     "hunyuan_7b": 7_504_568_320,
     "minimax_m2_230b_a10b": 228_689_764_864,
     "llama4_scout_109b_a17b": 107_769_861_120,
+    "mobilellm_r1_950m": 949_685_760,
     "llama4_maverick_400b_a17b": 400_711_848_960,
     "command_r": 34_980_831_232,
     "gemma2b": 2_506_172_416,
@@ -225,7 +226,9 @@ def test_dense_layers_come_first_or_are_refused():
         ),
         ("llama4_scout_109b_a17b", {"attention_chunk_size": None}, "and there is no `attention_chunk_size`"),
         ("llama4_scout_109b_a17b", {"attn_temperature_tuning": "on"}, "`attn_temperature_tuning`='on' is neither"),
-        ("llama4_scout_109b_a17b", {"moe_layers": []}, "has no layer with experts"),
+        ("llama4_scout_109b_a17b", {"moe_layers": [48]}, "is not a list of layers, from 0 to 47"),
+        ("llama4_scout_109b_a17b", {"moe_layers": None, "interleave_moe_layer_step": 49}, "has no layer with experts"),
+        ("llama4_scout_109b_a17b", {"no_rope_layers": [1] * 47}, "is not a list of 48 times 0 or 1"),
         (
             "hunyuan_7b",
             {"rope_scaling": {"type": "dynamic", "alpha": "x", "factor": 1.0}},

@@ -35,7 +35,7 @@ from zoo.families.llamas.seed import SeedConfig
 from zoo.families.llamas.smollm import SmolLM3Config
 from zoo.families.mixtures.deepseek import DeepSeekV2Config, DeepSeekV3Config, GLMFlashConfig
 from zoo.families.mixtures.gptoss import GptOssConfig
-from zoo.families.mixtures.llama4 import Llama4Config
+from zoo.families.mixtures.llama4 import Llama4Config, MobileLLMR1Config
 from zoo.families.mixtures.minimax import MiniMaxConfig
 
 FAMILIES: dict[str, type[Config]] = {
@@ -73,6 +73,7 @@ FAMILIES: dict[str, type[Config]] = {
     "glm4": GLMConfig,
     "glm4_moe": GLMMoeConfig,
     "minimax_m2": MiniMaxConfig,
+    "mobilellm_r1": MobileLLMR1Config,  # before Llama 4, as whose files without experts its own are
     "llama4": Llama4Config,
     "cohere": CohereConfig,
     "cohere2": Cohere2Config,

@@ -86,11 +86,11 @@ class Reader:
         return value
 
     def flags(self, key: str, count: int) -> list[bool] | None:
-        """Return a 1 or 0 for each layer, or None where the file has none."""
+        """Return a 1 or 0 for each layer, or None where the file has none; what is behind the last one nobody reads."""
         value = self.raw.get(key)
         if value is None:
             return None
-        if not isinstance(value, list) or len(value) != count or any(one not in (0, 1) for one in value):
+        if not isinstance(value, list) or len(value) < count or any(one not in (0, 1) for one in value):
             self.problems.append(f"`{key}`={value!r} is not a list of {count} times 0 or 1")
             return [True] * count
-        return [bool(one) for one in value]
+        return [bool(one) for one in value[:count]]

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Integer
 
-from zoo.families.mixtures.llama4 import Llama4Config
+from zoo.config import Config
+from zoo.families.mixtures.llama4 import Llama4Config, Llama4Like
 from zoo.models import llama, mixture
 from zoo.models.forward import Aux, LayerPass
 from zoo.models.layers import rms_norm
@@ -20,7 +21,7 @@ from zoo.quantised import AbstractMatrix
 
 
 def turned(
-    q: Float[Array, "B S N H"], k: Float[Array, "B S K H"], config: Llama4Config, told: LayerPass
+    q: Float[Array, "B S N H"], k: Float[Array, "B S K H"], config: Llama4Like, told: LayerPass
 ) -> tuple[Float[Array, "B S N H"], Float[Array, "B S K H"]]:
     """Return queries and keys, turned and divided by their size, or else queries that grow, as the layer is one."""
     turns: Bool[Array, ""] = told.own
@@ -58,6 +59,22 @@ class Dense(llama.Block):
     turned: ClassVar[Any] = staticmethod(turned)
 
 
+def _turning(config: Config) -> Bool[Array, " L"]:
+    """Return whether each layer turns."""
+    return jnp.array([rope is not None for rope in config.layer_ropes])
+
+
+class MobileLLMR1(llama.Llama):
+    """A MobileLLM-R1: Llama 4's text part without experts."""
+
+    blocks: ClassVar = {"layers": Dense}
+
+    def beside(self, tokens: Integer[Array, "B S"], x: Float[Array, "B S ..."]) -> tuple[Any, Any]:
+        """Return whether each layer turns."""
+        del tokens, x
+        return _turning(self.config), None
+
+
 class Llama4(mixture.AbstractMixture):
     """A Llama 4, its text part."""
 
@@ -72,4 +89,4 @@ class Llama4(mixture.AbstractMixture):
     def beside(self, tokens: Integer[Array, "B S"], x: Float[Array, "B S ..."]) -> tuple[Any, Any]:
         """Return whether each layer turns."""
         del tokens, x
-        return jnp.array([rope is not None for rope in self.config.layer_ropes]), None
+        return _turning(self.config), None

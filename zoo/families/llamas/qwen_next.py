@@ -4,7 +4,7 @@ rule in place of attention (https://arxiv.org/abs/2412.06464), and the others a 
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from zoo.config import not_positive, pattern_of, rotary_problems
+from zoo.config import not_positive, pattern_of, pattern_problems, rotary_problems
 from zoo.dialect import BIAS, SILU, TIED, Dialect, eps, sizes
 from zoo.families.llamas.llama import LlamaLike
 from zoo.families.mixture import BALANCE, EXPERTS, SHARED, MixtureLike
@@ -107,8 +107,8 @@ class DeltaLike(LlamaLike):
                 f"delta_value_heads={self.delta_value_heads} must be a multiple of "
                 f"delta_key_heads={self.delta_key_heads}"
             )
-        if not self.layer_pattern or set(self.layer_pattern) - {DELTA, ATTEND}:
-            own.append(f"layer_pattern={self.layer_pattern!r} must be made of D (delta rule) and A (attention)")
+        if wrong := pattern_problems("layer_pattern", self.layer_pattern, {DELTA: "delta rule", ATTEND: "attention"}):
+            own += wrong
         elif len(set(self.layer_stacks)) < 2:
             own.append(f"layer_pattern={self.layer_pattern!r} must give num_layers={self.num_layers} layers of both")
         return super().problems() + own

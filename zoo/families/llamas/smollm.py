@@ -4,12 +4,13 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from zoo.config import GLOBAL, LOCAL, Rope, pattern_of, window_problems
+from zoo.config import GLOBAL, LOCAL, Rope, pattern_of, pattern_problems, window_problems
 from zoo.dialect import ACTIVATION, BIAS, Dialect, eps, sizes
 from zoo.families.llamas.llama import LlamaConfig
 
 ROTATED, UNROTATED = "RN"
 USUAL = "RRRN"
+TURNS = {ROTATED: "rotary embedding", UNROTATED: "none"}
 
 
 def _read_rope_layers(read: Any, num_layers: int) -> dict[str, Any]:
@@ -68,10 +69,8 @@ class SmolLM3Config(LlamaConfig):
 
     def problems(self) -> list[str]:
         """Say what is wrong with the family's own fields."""
-        problems = super().problems() + window_problems(self.window, self.attention_pattern)
-        if not self.rope_pattern or set(self.rope_pattern) - {ROTATED, UNROTATED}:
-            problems.append(f"rope_pattern={self.rope_pattern!r} must be made of R (rotary embedding) and N (none)")
-        return problems
+        own = window_problems(self.window, self.attention_pattern)
+        return super().problems() + own + pattern_problems("rope_pattern", self.rope_pattern, TURNS)
 
     @property
     def layer_ropes(self) -> tuple[Rope | None, ...]:

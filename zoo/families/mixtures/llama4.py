@@ -1,14 +1,15 @@
 """Llama 4 (https://ai.meta.com/blog/llama-4-multimodal-intelligence), the text part: a mixture whose tokens are
 multiplied by their expert's probability before it; positions turn in three layers of four, whose queries see no further
-than their chunk of the text, and queries of the others grow with what is before them. Free of JAX."""
+than their chunk of the text, and queries of the others grow with what is before them; and MobileLLM-R1
+(https://arxiv.org/abs/2509.24945), which is its layers without experts. Free of JAX."""
 
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from zoo.config import GLOBAL, LOCAL, Chunk, Rope, not_positive, pattern_of, window_problems, windows
+from zoo.config import GLOBAL, LOCAL, Chunk, Rope, not_positive, pattern_of, pattern_problems, window_problems, windows
 from zoo.dialect import ACTIVATION, BIAS, REQUIRED, TIED, Dialect, eps, sizes
 from zoo.families.llamas.llama import Activated
-from zoo.families.llamas.smollm import ROTATED, UNROTATED, USUAL
+from zoo.families.llamas.smollm import ROTATED, TURNS, UNROTATED, USUAL
 from zoo.families.mixture import MixtureLike, dense_row
 from zoo.parameters import LAYER, MLP, Row
 
@@ -27,13 +28,22 @@ _EXPERTS = (
 _MLP = tuple(replace(row, tensor=row.tensor.replace("mlp.", "feed_forward.")) for row in MLP)
 
 
+def _read_sparse(read: Any, num_layers: int) -> dict[str, Any]:
+    """Return which layers have experts, and how all attend."""
+    if read.raw.get("moe_layers") is None:
+        step = read.count("interleave_moe_layer_step", 1)
+        sparse = range(step - 1, num_layers, step)
+    else:
+        sparse = read.layers("moe_layers", num_layers)
+    letters = "".join(SPARSE if layer in sparse else DENSE for layer in range(num_layers))
+    return {"expert_pattern": pattern_of(letters, SPARSE)} | _read(read, num_layers)
+
+
 def _read(read: Any, num_layers: int) -> dict[str, Any]:
-    """Return which layers have experts, which turn, and which see no further than their chunk; and how queries grow."""
-    every, step = read.count("no_rope_layer_interval", 4), read.count("interleave_moe_layer_step", 1)
+    """Return which layers turn, and which see no further than their chunk; and how queries grow."""
+    every = read.count("no_rope_layer_interval", 4)
     listed = read.flags("no_rope_layers", num_layers) if read.raw.get("no_rope_layers") else None
     turn = [bool((layer + 1) % every) for layer in range(num_layers)] if listed is None else listed
-    known = read.raw.get("moe_layers") is not None
-    sparse = read.layers("moe_layers", num_layers) if known else range(step - 1, num_layers, step)
     chunk, types = read.raw.get("attention_chunk_size", 8192), read.raw.get("layer_types")
     chunk = None if chunk is None else read.size("attention_chunk_size", 8192, {})
     if types is None:
@@ -49,19 +59,22 @@ def _read(read: Any, num_layers: int) -> dict[str, Any]:
         read.problems.append(f"`attn_temperature_tuning`={tuned!r} is neither true nor false")
     growth = read.number("attn_scale", 0.1)
     return {
-        "expert_pattern": pattern_of("".join(SPARSE if i in sparse else DENSE for i in range(num_layers)), SPARSE),
         "rope_pattern": pattern_of("".join(ROTATED if one else UNROTATED for one in turn), USUAL),
-        "attention_pattern": pattern_of("".join(letters[name] for name in types), Llama4Config.attention_pattern),
+        "attention_pattern": pattern_of("".join(letters[name] for name in types), Llama4Like.attention_pattern),
         "chunk": chunk,
         "growth": growth if tuned and growth else None,
         "growth_length": read.size("floor_scale", 8192, {}),
     }
 
 
+def _write_sparse(config: Any) -> dict[str, Any]:
+    sparse = [layer for layer in range(config.num_layers) if layer not in config.dense_layers]
+    return {"moe_layers": sparse} | _write(config)
+
+
 def _write(config: Any) -> dict[str, Any]:
     local = windows(config.num_layers, 1, config.attention_pattern)
     return {
-        "moe_layers": [layer for layer in range(config.num_layers) if layer not in config.dense_layers],
         "no_rope_layers": [int(rope is not None) for rope in config.layer_ropes],
         "layer_types": [_CHUNKED[GLOBAL if one is None else LOCAL] for one in local],
         "attention_chunk_size": config.chunk,
@@ -71,14 +84,30 @@ def _write(config: Any) -> dict[str, Any]:
     }
 
 
+def _dialect(**own: Any) -> Dialect:
+    """Return what the files of both kinds have, and this one's own."""
+    keys = {"no_rope_layers", "no_rope_layer_interval", "layer_types", "attention_chunk_size", "floor_scale"}
+    keys |= {"attn_temperature_tuning", "attn_scale"}
+    return Dialect(
+        architecture="Llama4ForCausalLM",
+        outer="llama4",
+        numbers=eps(1e-5),
+        flags=TIED | BIAS | {"use_qk_norm": ("unit_heads", True)},
+        choices=ACTIVATION,
+        theta=500_000.0,
+        only={"router_jitter_noise": (0.0,)},
+        written={"pad_token_id": None},
+        keys=(*sorted(keys), *own.pop("keys", ())),
+        ignored=("router_aux_loss_coef", "for_llm_compressor", *own.pop("ignored", ())),
+        **own,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
-class Llama4Config(MixtureLike, Activated):
-    """Llama 4, its text part.
+class Llama4Like(Activated):
+    """What Llama 4's text part is without experts.
 
     Attributes:
-        mlp_dim: hidden width of one expert, and of that which every token meets.
-        dense_mlp_dim: hidden width of layers without experts.
-        expert_pattern: layers with experts (E) and with one MLP (D), repeated over the depth.
         rope_pattern: layers whose queries and keys turn by their positions (R) and others (N), repeated over the depth.
         chunk: on local layers a query sees the keys before it from the last multiple of this many on; None is all.
         attention_pattern: local (L) and global (G) layers, repeated over the depth.
@@ -89,40 +118,7 @@ class Llama4Config(MixtureLike, Activated):
         growth_length: see `growth`.
     """
 
-    model: ClassVar[str] = "zoo.models.llama4.Llama4"
-    dialects: ClassVar = {
-        "llama4_text": Dialect(
-            architecture="Llama4ForCausalLM",
-            outer="llama4",
-            sizes=sizes(
-                *(131_072, 8, 128),
-                intermediate_size=("mlp_dim", REQUIRED),
-                intermediate_size_mlp=("dense_mlp_dim", 16_384),
-                num_local_experts=("num_experts", 16),
-                num_experts_per_tok=("experts_per_token", 1),
-            ),
-            numbers=eps(1e-5),
-            flags=TIED | BIAS | {"use_qk_norm": ("unit_heads", True)},
-            choices=ACTIVATION,
-            theta=500_000.0,
-            only={"router_jitter_noise": (0.0,)},
-            ignored=("router_aux_loss_coef", "for_llm_compressor"),
-            keys=(
-                *("no_rope_layers", "no_rope_layer_interval", "layer_types", "attention_chunk_size", "floor_scale"),
-                *("attn_temperature_tuning", "attn_scale", "moe_layers", "interleave_moe_layer_step"),
-            ),
-            read=_read,
-            write=_write,
-            written={"pad_token_id": None},
-        )
-    }
-
     rope_theta: float = 500_000.0
-    num_experts: int = 16
-    experts_per_token: int = 1
-    balance_weight: float = 0.0
-    dense_mlp_dim: int = 16_384
-    expert_pattern: str = SPARSE
     rope_pattern: str = USUAL
     chunk: int | None = 8192
     attention_pattern: str = "LLLG"
@@ -133,15 +129,8 @@ class Llama4Config(MixtureLike, Activated):
 
     def problems(self) -> list[str]:
         """Say what is wrong with the family's own fields."""
-        own = not_positive(self, ("dense_mlp_dim", "chunk", "growth", "growth_length"))
-        own += self.router_problems() + window_problems(None, self.attention_pattern)
-        for name, letters in (("rope_pattern", ROTATED + UNROTATED), ("expert_pattern", SPARSE + DENSE)):
-            pattern = getattr(self, name)
-            if not pattern or set(pattern) - set(letters):
-                own.append(f"{name}={pattern!r} must be made of {letters[0]} and {letters[1]}")
-        if SPARSE not in self.expert_pattern[: self.num_layers]:
-            own.append(f"expert_pattern={self.expert_pattern!r} has no layer with experts")
-        return super().problems() + own
+        own = not_positive(self, ("chunk", "growth", "growth_length")) + window_problems(None, self.attention_pattern)
+        return super().problems() + own + pattern_problems("rope_pattern", self.rope_pattern, TURNS)
 
     @property
     def rotary_pairs(self) -> bool:
@@ -164,6 +153,67 @@ class Llama4Config(MixtureLike, Activated):
     def layer_windows(self) -> tuple[int | None, ...]:
         """How many keys each layer's queries see, themselves included; None is all of them."""
         return windows(self.num_layers, None if self.chunk is None else Chunk(self.chunk), self.attention_pattern)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MobileLLMR1Config(Llama4Like):
+    """MobileLLM-R1, or any other of Llama 4's text parts without experts."""
+
+    model: ClassVar[str] = "zoo.models.llama4.MobileLLMR1"
+    dialects: ClassVar = {
+        "llama4_text": _dialect(
+            sizes=sizes(131_072, 8, 128, intermediate_size_mlp=("mlp_dim", 16_384)),
+            where={"moe_layers": ([],)},
+            ignored=("intermediate_size", "num_local_experts", "num_experts_per_tok", "interleave_moe_layer_step"),
+            read=_read,
+            write=_write,
+        )
+    }
+
+    def rows(self) -> tuple[Row, ...]:
+        """Return the rows of every parameter that the model has."""
+        return self.with_ends(self.attention_rows() + _MLP)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama4Config(MixtureLike, Llama4Like):
+    """Llama 4, its text part.
+
+    Attributes:
+        mlp_dim: hidden width of one expert, and of that which every token meets.
+        dense_mlp_dim: hidden width of layers without experts.
+        expert_pattern: layers with experts (E) and with one MLP (D), repeated over the depth.
+    """
+
+    model: ClassVar[str] = "zoo.models.llama4.Llama4"
+    dialects: ClassVar = {
+        "llama4_text": _dialect(
+            sizes=sizes(
+                *(131_072, 8, 128),
+                intermediate_size=("mlp_dim", REQUIRED),
+                intermediate_size_mlp=("dense_mlp_dim", 16_384),
+                num_local_experts=("num_experts", 16),
+                num_experts_per_tok=("experts_per_token", 1),
+            ),
+            keys=("moe_layers", "interleave_moe_layer_step"),
+            read=_read_sparse,
+            write=_write_sparse,
+        )
+    }
+
+    num_experts: int = 16
+    experts_per_token: int = 1
+    balance_weight: float = 0.0
+    dense_mlp_dim: int = 16_384
+    expert_pattern: str = SPARSE
+
+    def problems(self) -> list[str]:
+        """Say what is wrong with the family's own fields."""
+        own = not_positive(self, ("dense_mlp_dim",)) + self.router_problems()
+        own += pattern_problems("expert_pattern", self.expert_pattern, {SPARSE: "experts", DENSE: "one MLP"})
+        if SPARSE not in self.expert_pattern[: self.num_layers]:
+            own.append(f"expert_pattern={self.expert_pattern!r} has no layer with experts")
+        return super().problems() + own
 
     @property
     def dense_layers(self) -> tuple[int, ...]:
