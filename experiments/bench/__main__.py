@@ -11,6 +11,7 @@ layouts     what devices send each other, on seven layouts of eight
 floor       Gemma-2 2B's head, compiled for a TPU or run on a GPU
 slice       training steps of Gemma-2 2B compiled for a slice of a pod
 decode      a step of the engine, compiled for devices that are not here: memory, products, bytes read and sent
+loop        tokens a second of the engine beside those of a loop written by hand, for one text
 serve       tokens a second of the engine beside transformers, one by one, and over HTTP
 context     the longest sequence that Llama-3.1-8B can be trained on, compiled for GPUs that are not here
 """
@@ -37,6 +38,7 @@ NAMES = (
     "slice",
     "context",
     "decode",
+    "loop",
     "serve",
 )
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import zoo
-from experiments.bench import check, context, serve
+from experiments.bench import check, context, loop, serve
 from experiments.bench.rivals import compare, coverage, figures, step_jax, steps
 from experiments.bench.rivals.losses import KIND, LOSSES
 from experiments.bench.rivals.table import SYSTEMS
@@ -57,6 +57,19 @@ def test_rates_of_the_readme_are_those_that_are_committed():
     assert all(same for name, same in figures["same text"].items() if not name.startswith("llama.cpp"))
     steps = set(figures["steps to the first token"].values())
     assert steps == {2} and "has its first token in two steps" in README.read_text()
+
+
+def test_ratios_to_a_loop_by_hand_are_those_that_are_committed():
+    figures = json.loads(loop.FIGURES.read_text())
+    assert loop.table(figures) in README.read_text()
+    texts = {row["dtype"]: set(row["same"].values()) for row in figures["rows"]}
+    assert texts["float32"] == {figures["tokens"]}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_loop_by_hand_writes_the_text_that_the_engine_writes(dtype):
+    row = loop.measure(loop.SMALL, dtype, length=5, tokens=6, rounds=1)
+    assert row["same"] == {"scanned": 6, "written out": 6} and all(ratio > 0 for ratio in row["over"].values())
 
 
 @pytest.mark.parametrize("guess", [1, 3, 11, 12, 40])
