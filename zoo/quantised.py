@@ -332,7 +332,7 @@ def quantise(model: PyTree, format: Format | str, *, group: int | None = None, t
             inputs by outputs, and experts that one tensor holds.
 
     Raises:
-        ValueError: the group does not divide the inputs of a matrix, or the model has no matrix for it.
+        ValueError: the group does not divide the inputs of a matrix, or no matrix of the model could be saved so.
     """
     format, dims = Format(format), model.config.dims
     if not format.made:

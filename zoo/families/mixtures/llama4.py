@@ -86,8 +86,7 @@ def _write(config: Any) -> dict[str, Any]:
 
 def _dialect(**own: Any) -> Dialect:
     """Return what the files of both kinds have, and this one's own."""
-    keys = {"no_rope_layers", "no_rope_layer_interval", "layer_types", "attention_chunk_size", "floor_scale"}
-    keys |= {"attn_temperature_tuning", "attn_scale"}
+    keys = "no_rope_layers", "no_rope_layer_interval", "layer_types", "attention_chunk_size", "floor_scale"
     return Dialect(
         architecture="Llama4ForCausalLM",
         outer="llama4",
@@ -97,7 +96,7 @@ def _dialect(**own: Any) -> Dialect:
         theta=500_000.0,
         only={"router_jitter_noise": (0.0,)},
         written={"pad_token_id": None},
-        keys=(*sorted(keys), *own.pop("keys", ())),
+        keys=(*keys, "attn_temperature_tuning", "attn_scale", *own.pop("keys", ())),
         ignored=("router_aux_loss_coef", "for_llm_compressor", *own.pop("ignored", ())),
         **own,
     )
