@@ -206,6 +206,17 @@ def test_sync_tile_exchanges_with_every_tile():
     assert max(looped(step.as_text())) >= 4 * D * V // 8
 
 
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_has_the_gradients_of_one_device_in_bfloat16(name):
+    fn, args, mesh = per_token, arguments(ml_dtypes.bfloat16), mesh_of(name)
+    expected = jax.jit(with_gradients(fn))(*(x.astype(np.float32) for x in args[:2]), *args[2:])
+    with jax.set_mesh(mesh):
+        tiled = tile(gathering(name, fn), axis=(None, 1, 1, 1), n=3)
+        found = jax.jit(with_gradients(tiled))(*spread(mesh, name, args))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a.astype(np.float32), b, atol=0.03 * np.abs(b).max())
+
+
 @pytest.mark.parametrize(("dtype", "sums"), [(None, "bf16"), (jnp.float32, "f32")])
 def test_the_sum_over_devices_is_made_in_the_dtype_asked_for(dtype, sums):
     args, mesh = arguments(ml_dtypes.bfloat16), mesh_of("dp")

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from transforms.bits import slice_of, with_slice
 from transforms.tiling.mesh import layout
 
 
@@ -152,14 +153,14 @@ class Span(NamedTuple):
             return array
         array, dim = unfold(array, placement)
         start, length = placement.steps(self.start), placement.steps(self.length)
-        return fold(lax.dynamic_slice_in_dim(array, start, length, dim), placement)
+        return fold(slice_of(array, start, length, dim), placement)
 
     def _take_beside(self, array: Any, placement: Tiled) -> Any:
         """The tile and its neighbours; outside of the axis stand other rows of it, whichever."""
         (array, dim), steps = unfold(array, placement), placement.steps
         size, (before, after) = min(self.length, self.total), self.halo
         first = jnp.clip(self.start, 0, self.total - size).astype(jnp.int32)
-        rows = lax.dynamic_slice_in_dim(array, steps(first), steps(size), dim)
+        rows = slice_of(array, steps(first), steps(size), dim)
         ends = lax.slice_in_dim(rows, steps(size - before), None, axis=dim), rows
         rows = lax.concatenate([*ends, lax.slice_in_dim(rows, 0, steps(after), axis=dim)], dim)
         offset = jnp.asarray(self.start, jnp.int32) - first + before
@@ -182,11 +183,11 @@ class Span(NamedTuple):
     def put(self, array: Any, part: Any, placement: Tiled | Stacked) -> Any:
         """The whole array with this tile overwritten."""
         if isinstance(placement, Stacked):
-            return lax.dynamic_update_slice_in_dim(array, part, self.start // placement.size, 0)
+            return with_slice(array, part, self.start // placement.size, 0)
         if self.length == self.total:
             return part
         (whole, dim), (part, _) = unfold(array, placement), unfold(part, placement)
-        return fold(lax.dynamic_update_slice_in_dim(whole, part, placement.steps(self.start), dim), placement)
+        return fold(with_slice(whole, part, placement.steps(self.start), dim), placement)
 
     def positions(self, placement: Tiled, dtype: Any) -> Any:
         """The index in the whole array of each element along this tile's dimension."""

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from transforms import products
+from transforms.bits import bits, numbers
 from transforms.tiling.ir.graph import Node
 from transforms.tiling.ir.placement import Partial, Span
 from transforms.tiling.mesh import layout
@@ -126,25 +127,26 @@ def chunked(node: Node, operands: Sequence[Any], total: Any, name: Any, size: in
     cut = {i: names.index(name) for i, names in enumerate(stated.ins) if name in names}
     (length, *_) = (operands[i].shape[dim] for i, dim in cut.items())
     chunk = -(-length // max(1, min(length, -(-size // max(CHUNK, size // CHUNKS)))))
-    params = dict(node.params, preferred_element_type=total.dtype)
+    dtype, sliced = total.dtype, lax.dynamic_slice_in_dim
+    params = dict(node.params, preferred_element_type=dtype)
 
-    def add(total: Any, start: Any, length: int) -> Any:
+    def add(total: Any, start: Any, length: int) -> Any:  # what there is in bfloat16 by its bits: this runs on CPUs
         # Without the barrier XLA:CPU upcasts before it slices, and all of it before the loop.
         ops, start = lax.optimization_barrier((list(operands), start))
         for i, dim in cut.items():
-            ops[i] = lax.dynamic_slice_in_dim(ops[i], start, length, dim)
-        if _has_kernel(node, ops, total.dtype):
-            part = _multiply(node, ops, total.dtype)
+            ops[i] = numbers(sliced(bits(ops[i]), start, length, dim), ops[i].dtype)
+        if _has_kernel(node, ops, dtype):
+            part = _multiply(node, ops, dtype)
         else:
-            part = node.bind([op.astype(total.dtype) for op in ops], params)[0]
+            part = node.bind([op.astype(dtype) for op in ops], params)[0]
         if name not in stated.outs[0]:
-            return total + part
+            return bits(numbers(total, dtype) + part)
         dim = stated.outs[0].index(name)
-        old = lax.dynamic_slice_in_dim(total, start, length, dim)
-        return lax.dynamic_update_slice_in_dim(total, old + part, start, dim)
+        old = numbers(sliced(total, start, length, dim), dtype)
+        return lax.dynamic_update_slice_in_dim(total, bits(old + part), start, dim)
 
-    total = lax.fori_loop(0, length // chunk, lambda i, total: add(total, i * chunk, chunk), total)
-    return add(total, length // chunk * chunk, length % chunk) if length % chunk else total
+    total = lax.fori_loop(0, length // chunk, lambda i, total: add(total, i * chunk, chunk), bits(total))
+    return numbers(add(total, length // chunk * chunk, length % chunk) if length % chunk else total, dtype)
 
 
 # Bytes that one chunk covers: large enough for the matmul's own blocking, small beside the rest.
