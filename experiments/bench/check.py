@@ -26,12 +26,13 @@ OURS = [name for name, system in SYSTEMS.items() if system.environment is None]
 def again(then: dict[str, Any]) -> dict[str, Any]:
     """The figures of the systems that need no environment of their own, at the sizes that are committed."""
     sizes = then["tokens"], then["embed"], then["vocab"]
-    return compare.measure(OURS, sizes, then["dtype"], then["slices"], rounds=0)["systems"]
+    names = compare.of_dtype(then["dtype"], OURS)
+    return compare.measure(names, sizes, then["dtype"], then["slices"], rounds=0)["systems"]
 
 
 def drawn(then: dict[str, Any]) -> dict[str, Any]:
     """What pictures show of these systems."""
-    memory = figures.memory(OURS, then["memory"]["tokens"])
+    memory = figures.memory(compare.of_dtype("float32", OURS), then["memory"]["tokens"])
     slicing = [name for name in OURS if SYSTEMS[name].tiles]
     return {"memory": {"bytes": memory}, "errors": {"errors": figures.errors(slicing, then["errors"]["slices"])}}
 

@@ -123,6 +123,11 @@ def error(found: np.ndarray, true: np.ndarray) -> float:
     return float(np.linalg.norm(found - true) / np.linalg.norm(true))
 
 
+def of_dtype(dtype: str, names: Sequence[str] = tuple(SYSTEMS)) -> list[str]:
+    """Those of some systems that are something of their own in a dtype."""
+    return [name for name in names if dtype in SYSTEMS[name].dtypes]
+
+
 def measure(names: Sequence[str], sizes: tuple[int, int, int], dtype: str, slices: int, rounds: int) -> dict[str, Any]:
     """All figures of some systems, and what they were measured with."""
     tokens, embed, vocab = sizes
@@ -189,7 +194,7 @@ def main() -> None:
 
     def asked(args):
         sizes = (args.tokens, args.embed, args.vocab)
-        return measure(args.only or list(SYSTEMS), sizes, args.dtype, args.slices, args.rounds)
+        return measure(args.only or of_dtype(args.dtype), sizes, args.dtype, args.slices, args.rounds)
 
     told(parser, asked, table, "rivals")
 

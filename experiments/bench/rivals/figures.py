@@ -73,7 +73,13 @@ def errors(names: Sequence[str], slices: Sequence[int] = SLICES) -> dict[str, li
 def measure() -> dict[str, Any]:
     """What the pictures show, of all systems, with what it was made by."""
     slicing = [name for name, system in SYSTEMS.items() if system.tiles]
-    of_memory = {"tokens": TOKENS, "embed": EMBED, "vocab": VOCAB, "rows": ROWS, "bytes": memory(list(SYSTEMS))}
+    of_memory = {
+        "tokens": TOKENS,
+        "embed": EMBED,
+        "vocab": VOCAB,
+        "rows": ROWS,
+        "bytes": memory(compare.of_dtype("float32")),
+    }
     of_errors = {"slices": SLICES, "sizes": SIZES, "errors": errors(slicing)}
     command = "python -m experiments.bench figures --measure"
     return {"command": command, "made": made_with(), "memory": of_memory, "errors": of_errors}

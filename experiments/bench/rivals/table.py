@@ -18,6 +18,7 @@ class System(NamedTuple):
         alone: what pip installs there without its dependencies.
         tiles: whether it holds a slice of the logits at a time; the others are what one compares with.
         any_loss: whether it takes a user's own loss of logits.
+        dtypes: in which it is something else than the others.
     """
 
     environment: str | None
@@ -27,6 +28,7 @@ class System(NamedTuple):
     alone: tuple[str, ...] = ()
     tiles: bool = True
     any_loss: bool = False
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")
 
 
 SYSTEMS = {
@@ -34,6 +36,7 @@ SYSTEMS = {
     "tile": System(None, "with_jax", "tiled", any_loss=True),
     "tile, vocabulary": System(None, "with_jax", "tiled_vocabulary"),
     "tile, lowmem": System(None, "with_jax", "tiled_lowmem"),
+    "tile, sums in bfloat16": System(None, "with_jax", "tiled_narrow", dtypes=("bfloat16",)),
     "scan + checkpoint": System(None, "with_jax", "scanned"),
     "MaxText's algorithm": System(None, "with_jax", "maxtext"),
     "Levanter": System(
