@@ -9,8 +9,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # while modules are read, Ctrl-C ends the process without a traceback
@@ -41,10 +42,11 @@ def main(argv: list[str]) -> int:
 
         return sweep.main(argv)
     with Stop(alone=True) as stop:
-        return _run(argv, stop)
+        return carry_out(argv, stop)
 
 
-def _run(argv: list[str], stop: Stop) -> int:
+def carry_out(argv: list[str], stop: Stop) -> int:
+    """Do what a command line asks for, but to help; return the exit status, as `main` does."""
     if "--cfg" not in argv:
         print("  starting ...", flush=True)  # JAX takes seconds to be imported
     try:
@@ -60,7 +62,8 @@ def _run(argv: list[str], stop: Stop) -> int:
 
             return ahead.start(config, choices, words)
         check_loggers(config.save)
-        return start(config, choices, words, stop)
+        config, exact, mirror = remote.here(config)
+        return start(config, choices, words, stop, exact, mirror)
     except (schema.ConfigError, CommandError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -69,10 +72,26 @@ def _run(argv: list[str], stop: Stop) -> int:
         return stopped.status
 
 
-def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str], stop: Stop | None = None) -> int:
-    """Carry out a run and return its exit status, every expected error in one message. JAX is imported from here on.
+def start(
+    config: configs.Run,
+    choices: Mapping[str, str],
+    argv: Sequence[str],
+    stop: Stop,
+    exact: Mapping[str, configs.Choice] = MappingProxyType({}),
+    mirror: remote.Mirror | None = None,
+) -> int:
+    """Carry out a run that reads and writes on this machine. JAX is imported from here on.
 
-    `choices` are each group's options, `argv` the overrides that say so; `stop`, entered already, hears of an end.
+    Args:
+        config: the run.
+        choices: each group's option.
+        argv: the overrides that say so.
+        stop: entered already, hears of an end.
+        exact: the versions of what it reads that comes from the hub.
+        mirror: copies its directory to where it is to be, if that is elsewhere.
+
+    Returns:
+        The exit status; every expected error is said in one message.
     """
     from experiments.data.batches import open_source
     from experiments.planning import cost, resolve, suggest
@@ -83,20 +102,18 @@ def start(config: configs.Run, choices: dict[str, str], argv: Sequence[str], sto
 
     began, name = time.perf_counter(), choices["model"]
     with contextlib.ExitStack() as held:
-        stop = stop or held.enter_context(Stop())
         outcome = held.enter_context(errors.Errors())
         stop.ask()  # JAX has been imported meanwhile
-        # What was asked for, and the machine.
-        asked, exact, mirror = remote.here(config)
-        directory = Directory.find(asked.out, asked.run, name, mirror)
+        # Where it goes, and the machine.
+        directory = Directory.find(config.out, config.run, name, mirror)
         outcome.directory = directory
-        hardware.join_processes(asked.distributed, stop)
+        hardware.join_processes(config.distributed, stop)
         directory.check()
         stop.ask()
-        device = hardware.prepare(asked.hardware.platform)
-        hardware.allow(asked.hardware)
+        device = hardware.prepare(config.hardware.platform)
+        hardware.allow(config.hardware)
         # Every open value, the programs, the data: whatever is wrong with what was asked for is found here.
-        run = resolve.chosen_for(own.described(asked, argv), device)
+        run = resolve.chosen_for(own.described(config, argv), device)
         outcome.run, chosen = run, {**run.chosen, **exact}
         held.enter_context(meshes.spread(run.mesh))
         programs = build.checked(run)

@@ -136,15 +136,15 @@ def compile_once(cache):
 def start(tmp_path, cache, compile_once, monkeypatch):
     """Carry out a micro run in this process, without touching its JAX configuration; return the exit status."""
     from experiments import run  # once the import hook above is there
-    from experiments.commandline import schema  # once the import hook above is there
     from experiments.runtime import hardware  # once the import hook above is there
+    from experiments.runtime.signals import Stop  # once the import hook above is there
     from tests.experiments.runs import MICRO
 
     device = hardware.Device("cpu", "a test", 2**32)
     monkeypatch.setattr(hardware, "prepare", lambda platform: device)
 
     def begin(*overrides):
-        words = [*MICRO, f"out={tmp_path}", f"data.cache={cache}", *overrides]
-        return run.start(*schema.compose(words), words)
+        with Stop() as stop:
+            return run.carry_out([*MICRO, f"out={tmp_path}", f"data.cache={cache}", *overrides], stop)
 
     return begin

@@ -117,10 +117,14 @@ def open_source(config: configs.Resolved) -> Source | Repeats:
 
 @functools.singledispatch
 def _open(data: configs.Data, config: configs.Resolved) -> Source | Repeats:
-    """Return a run's data, of its kind; where no function is registered for that, windows of documents of text."""
+    """Return a run's data, of its kind."""
+    raise TypeError(f"no data is registered for {type(data).__name__}")
+
+
+@_open.register
+def _(data: configs.Stdlib | configs.Pydoc | configs.Text, config: configs.Resolved) -> Source:
     encoder = _encoder(data, config)
-    ids = corpus.text_ids(data, encoder, config.model.config.vocab_size)
-    return _windows(ids, config)
+    return _windows(corpus.text_ids(data, encoder, config.model.config.vocab_size), config)
 
 
 @_open.register

@@ -8,7 +8,6 @@ import hashlib
 import importlib
 import json
 import re
-import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -278,17 +277,6 @@ def _vocabulary(folder: Path) -> int:
     inner = raw.get("text_config")
     found = {**(inner if isinstance(inner, dict) else {}), **raw}.get("vocab_size")
     return found if isinstance(found, int) else 0
-
-
-def copy_tokenizer(source: str | Path | None, out: Path) -> None:
-    """Copy a tokenizer's files into a folder of weights; or say there that they are of bytes, where it has none."""
-    if source in (None, BYTES):
-        if not any((out / name).is_file() for name in (FILE, SENTENCES, SETTINGS)):
-            (out / SETTINGS).write_text(json.dumps({"tokenizer_class": BYTES}, indent=2) + "\n")
-        return
-    for name in FILES:
-        if (Path(source).expanduser() / name).is_file():
-            shutil.copyfile(Path(source).expanduser() / name, out / name)
 
 
 def train_bpe(texts: Iterable[bytes], vocab_size: int, folder: Path) -> Folder:

@@ -161,10 +161,14 @@ def _optimizer(
     return choices.settle(asked, "optimizer.", why, learning_rate=rate)
 
 
+@functools.singledispatch
 def _adapter(adapter: configs.Adapter, model: Any, choices: Choices) -> configs.Adapter:
     """Return the adapter with the matrices that it is for."""
-    if not isinstance(adapter, configs.Lora):
-        return adapter
+    return adapter
+
+
+@_adapter.register
+def _(adapter: configs.Lora, model: Any, choices: Choices) -> configs.Adapter:
     why = "the model's matrices of attention and of MLPs"
     return choices.settle(adapter, "adapter.", why, targets=",".join(lora.usual(model)))
 

@@ -4,7 +4,9 @@ All but the weights are made of its records and of what was known at its start. 
 JAX only for weights.
 """
 
+import functools
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import zoo
 from experiments import configs
 from experiments.commandline import console
 from experiments.commandline.console import GIB
-from experiments.data.tokenizer import copy_tokenizer
+from experiments.data.tokenizer import BYTES, FILE, FILES, SENTENCES, SETTINGS
 from experiments.results.metrics import Record, Recorder, describe, finite
 from experiments.runtime import hardware, manifest
 
@@ -100,20 +102,41 @@ def save_weights(model: Any, config: configs.Resolved, directory: Path) -> list[
     """
     if not config.save.final:
         return []
-    from zoo import adapters
-    from zoo.adapters import lora
-
     folders = ["weights/", "adapter/"] if config.adapted else ["weights/"]
     model = hardware.gathered(model)
     if not hardware.first_process():
         return folders
-    if config.adapted:
-        adapters.save(model, directory / "adapter")
-        model = lora.merge(model)
+    model = _merged(config.adapter, model, directory)
     zoo.save(model, directory / "weights", source=config.model.weights)
     if not isinstance(config.data, configs.Tokens):  # of ids nobody says what they are
         copy_tokenizer(config.data.tokenizer, directory / "weights")
     return folders
+
+
+@functools.singledispatch
+def _merged(adapter: configs.Adapter, model: Any, directory: Path) -> Any:
+    """Write an adapter by itself; return the model with it merged."""
+    return model
+
+
+@_merged.register
+def _(adapter: configs.Lora, model: Any, directory: Path) -> Any:
+    from zoo import adapters
+    from zoo.adapters import lora
+
+    adapters.save(model, directory / "adapter")
+    return lora.merge(model)
+
+
+def copy_tokenizer(source: str | Path | None, out: Path) -> None:
+    """Copy a tokenizer's files into a folder of weights; or say there that they are of bytes, where it has none."""
+    if source in (None, BYTES):
+        if not any((out / name).is_file() for name in (FILE, SENTENCES, SETTINGS)):
+            (out / SETTINGS).write_text(json.dumps({"tokenizer_class": BYTES}, indent=2) + "\n")
+        return
+    for name in FILES:
+        if (Path(source).expanduser() / name).is_file():
+            shutil.copyfile(Path(source).expanduser() / name, out / name)
 
 
 def words(directory: Path, recorder: Recorder, known: dict[str, Any], saved: list[str], seconds: float) -> str:

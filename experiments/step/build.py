@@ -209,8 +209,9 @@ class Programs:
     @functools.cached_property
     def _on_device(self) -> Any:
         """The model as it is where it is computed with."""
-        model = eqx.filter_eval_shape(lambda: self._adapt(self._learns_from(self.config.model)))
-        return meshes.abstract(model, self.config.axes)
+        config = self.config
+        model = eqx.filter_eval_shape(lambda: adapted(config.adapter, self._learns_from(config.model), config.seed))
+        return meshes.abstract(model, config.axes)
 
     @functools.cached_property
     def state(self) -> State:
@@ -295,15 +296,8 @@ class Programs:
             options = None  # of the device, which computes nothing here
         with meshes.by_host() if host else contextlib.nullcontext():
             made = load_or_draw(config.model, config.seed, self.dtype, options, **meshes.where(config.axes))
-            made = self._adapt(made)
+            made = adapted(config.adapter, made, config.seed)
             return meshes.stowed(made) if host else meshes.placed(made, self._on_device)
-
-    def _adapt(self, model: Any) -> Any:
-        adapter = self.config.adapter
-        if not isinstance(adapter, configs.Lora):
-            return model
-        key = _key(self.config.seed + 1)
-        return lora.attach(model, adapter.patterns, rank=adapter.rank, alpha=adapter.alpha, key=key)
 
     def init_state(self, model: Any) -> State:
         """Return the state before the first step of a model that is in memory."""
@@ -431,6 +425,17 @@ def checked(config: configs.Resolved) -> Programs:
     except ValueError as error:
         raise CommandError(str(error)) from None
     return programs
+
+
+@functools.singledispatch
+def adapted(adapter: configs.Adapter, model: Any, seed: int) -> Any:
+    """Return a model with what an adapter adds to it, drawn at random."""
+    return model
+
+
+@adapted.register
+def _(adapter: configs.Lora, model: Any, seed: int) -> Any:
+    return lora.attach(model, adapter.patterns, rank=adapter.rank, alpha=adapter.alpha, key=_key(seed + 1))
 
 
 def load_or_draw(

@@ -22,6 +22,7 @@ from experiments.planning.suggest import _subsets as subsets
 from experiments.planning.suggest import suggest
 from experiments.runtime import hardware
 from experiments.runtime.hardware import Device
+from experiments.runtime.signals import Stop
 from experiments.step import build
 from experiments.step.build import Programs
 
@@ -215,7 +216,7 @@ def test_a_run_that_does_not_fit_stops_before_allocating(tmp_path, capsys, monke
     monkeypatch.setattr(Programs, "init", None)  # would fail if it were reached
     overrides = [*MICRO, "data=pydoc", f"data.cache={tmp_path}", f"out={tmp_path / 'runs'}", "hardware.memory_gib=0.03"]
     overrides += ["optimizer=adamw", "tiling.n=none"]
-    assert run.start(*schema.compose(overrides), overrides) == 1
+    assert run.carry_out(overrides, Stop()) == 1
     captured = capsys.readouterr()
     assert "DOES NOT FIT" in captured.out
     assert "tiny does not fit in 30.7 MiB" in captured.err
@@ -255,7 +256,7 @@ def test_a_run_that_does_not_fit_its_host_stops_before_allocating(tmp_path, caps
     monkeypatch.setattr(cost, "host_bytes", lambda compiled: 2**20)
     overrides = [*MICRO, "data=pydoc", f"data.cache={tmp_path}", f"out={tmp_path / 'runs'}", "attention=plain"]
     overrides += ["hardware.compute_dtype=float32", "tiling.n=8", "mesh=one"]
-    assert run.start(*schema.compose(overrides), overrides) == 1
+    assert run.carry_out(overrides, Stop()) == 1
     told = (
         "tiny does not fit: its step holds 2.0 MiB in host memory for its 2 devices, and this machine has free 1.0 MiB."
     )
@@ -266,7 +267,7 @@ def test_a_hopeless_model_names_one_that_fits(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(hardware, "prepare", lambda platform: DEVICE)
     overrides = ["model=gemma2_27b", "data=pydoc", f"data.cache={tmp_path}", f"out={tmp_path / 'runs'}"]
     overrides += ["hardware.headroom_gib=0.1"]
-    assert run.start(*schema.compose(overrides), overrides) == 1
+    assert run.carry_out(overrides, Stop()) == 1
     error = capsys.readouterr().err
     assert "gemma2_27b does not fit in 1.00 GiB: its weights, gradients and optimizer alone take" in error
     assert "Try model=pythia_160m" in error  # the largest that fits

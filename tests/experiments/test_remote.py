@@ -17,10 +17,9 @@ import zoo
 from experiments import configs
 from experiments.commandline import overrides, schema
 from experiments.commandline.console import CommandError
-from experiments.configs import Run
 from experiments.results import directory
 from experiments.runtime import hardware, remote
-from tests.experiments.runs import FILES, MICRO
+from tests.experiments.runs import FILES
 from tests.experiments.runs import rows as rows_of
 
 MEASURED = ("step", "loss", "grad_norm", "learning_rate")
@@ -41,14 +40,8 @@ def store(tmp_path, monkeypatch):
 def there(start):
     """Carry out a run whose results go to the store; return the exit status."""
 
-    def begin(*words, run="r"):
-        said = [*MICRO, f"run={run}", "checkpoint.every=2", "optimizer.schedule=constant", *words]
-        from experiments.run import start as carry_out
-
-        said = directory.resumed([*said, "out=memory://bucket/runs"], Run.out, remote.run_folder)
-        return carry_out(*schema.compose(said), said)
-
-    return begin
+    how = "checkpoint.every=2", "optimizer.schedule=constant", "out=memory://bucket/runs"
+    return lambda *words, run="r": start(f"run={run}", *how, *words)
 
 
 def forget(tmp_path):

@@ -205,7 +205,7 @@ def test_what_cannot_run_says_so_before_compiling(start, overrides, message, cap
     assert start(*overrides) == 2
     captured = capsys.readouterr()
     assert message in captured.err
-    assert captured.out == ""
+    assert captured.out == "  starting ...\n"
 
 
 def test_a_missing_device_is_named(monkeypatch, capsys):

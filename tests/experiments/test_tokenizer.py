@@ -9,8 +9,9 @@ import pytest
 from experiments import configs
 from experiments import tokenizer as command
 from experiments.commandline import schema
-from experiments.data import DataError, batches, corpus, tokenizer
+from experiments.data import DataError, batches, corpus
 from experiments.data.tokenizer import Bytes, open_tokenizer, train_bpe
+from experiments.results.summary import copy_tokenizer
 
 TEXTS = ["plain words, plain words", "naïve café — 東京 🙂🙂", "tabs\tand\r\nlines\n\n", " leading", "", "\x00\x7f"]
 MESSAGES = [
@@ -147,7 +148,7 @@ def test_weights_of_many_words_without_a_tokenizer_are_no_bytes(tmp_path):
     with pytest.raises(DataError, match=r"has 256,000 words, and it holds no tokenizer.json and no tokenizer.model"):
         open_tokenizer(None, tmp_path)
     assert isinstance(open_tokenizer("bytes", tmp_path), Bytes)
-    tokenizer.copy_tokenizer(None, tmp_path)  # as a run that has trained on bytes does
+    copy_tokenizer(None, tmp_path)  # as a run that has trained on bytes does
     assert isinstance(open_tokenizer(None, tmp_path), Bytes)
 
 
