@@ -6,7 +6,19 @@ No JAX here: `--help` and every configuration error come from this file alone. A
 
 # ruff: noqa: F401 (the package hands these names on)
 from experiments.configs.compute import Distributed, Hardware, Mesh, Remat, Tiling
-from experiments.configs.data import Chat, CustomData, Data, Grain, Preference, Pydoc, Stdlib, Synthetic, Text, Tokens
+from experiments.configs.data import (
+    Chat,
+    CustomData,
+    Data,
+    Documents,
+    Grain,
+    Preference,
+    Pydoc,
+    Stdlib,
+    Synthetic,
+    Text,
+    Tokens,
+)
 from experiments.configs.fields import (
     DType,
     OnNan,

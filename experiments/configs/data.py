@@ -22,21 +22,26 @@ class Data:
     packed: bool = option(False, "keep the documents that share a row apart: none sees another")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Documents(Data):
+    """Documents of text, of which rows are cut."""
+
+
 @choice("data", "stdlib")
 @dataclass(frozen=True, kw_only=True)
-class Stdlib(Data):
+class Stdlib(Documents):
     """The source text of the Python standard library that runs this: real code and prose, no network."""
 
 
 @choice("data", "pydoc")
 @dataclass(frozen=True, kw_only=True)
-class Pydoc(Data):
+class Pydoc(Documents):
     """The documentation topics that ship with Python (pydoc_data.topics): 0.5 MB of English prose."""
 
 
 @choice("data", "text")
 @dataclass(frozen=True, kw_only=True)
-class Text(Data):
+class Text(Documents):
     """Your own text: data=text data.path=FILE_OR_FOLDER."""
 
     path: str = option(dataclasses.MISSING, "file or folder", path=True)

@@ -122,7 +122,7 @@ def _open(data: configs.Data, config: configs.Resolved) -> Source | Repeats:
 
 
 @_open.register
-def _(data: configs.Stdlib | configs.Pydoc | configs.Text, config: configs.Resolved) -> Source:
+def _(data: configs.Documents, config: configs.Resolved) -> Source:
     encoder = _encoder(data, config)
     return _windows(corpus.text_ids(data, encoder, config.model.config.vocab_size), config)
 
