@@ -134,11 +134,11 @@ def draw_errors(figures: dict[str, Any], path: Path) -> None:
     last: dict[float, list[tuple[float, str]]] = {}
     for name, values in figures["errors"].items():
         percent = [value and 100 * value for value in values]
-        ours = name.startswith("tile")
-        axes.plot(
-            figures["slices"], percent, color=BLUE if ours else GREY, lw=3 if ours else 1.2, zorder=3 if ours else 1
-        )
-        last.setdefault(round(percent[-1], 1), []).append((percent[-1], name.partition(",")[0] if ours else name))
+        ours, narrow = name.startswith("tile"), "sums in" in name
+        thick = ours and not narrow
+        style = {"color": BLUE if ours else GREY, "lw": 3 if thick else 1.2, "ls": "--" if narrow else "-"}
+        axes.plot(figures["slices"], percent, zorder=3 if ours else 1, **style)
+        last.setdefault(round(percent[-1], 1), []).append((percent[-1], name.partition(",")[0] if thick else name))
     for ends in last.values():
         names = list(dict.fromkeys(name for _, name in ends))
         height, ours = statistics.mean(end for end, _ in ends), "tile" in names
