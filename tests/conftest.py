@@ -86,7 +86,8 @@ def children():
 @pytest.fixture(autouse=True, scope="module")
 def forget():
     """Traced and compiled programs of one module are of no use to the next, and fill the memory."""
-    yield
+    with quick.one_context():
+        yield
     jax.clear_caches()
 
 

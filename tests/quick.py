@@ -3,12 +3,14 @@
 import contextlib
 import functools
 import inspect
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import pytest
 from jax.extend.backend import get_compile_options
+from jax.interpreters.mlir import make_ir_context
 
 LEVEL = "xla_backend_optimization_level"
 UNOPTIMISED, OPTIMISED = {LEVEL: "0"}, {LEVEL: "3"}  # the latter is what XLA does where nothing is said
@@ -49,4 +51,18 @@ def by_default(chosen: dict[str, str] = QUICK["compiler_options"]) -> Iterator[N
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(inspect.getmodule(get_compile_options), get_compile_options.__name__, get)
+        yield
+
+
+@contextlib.contextmanager
+def one_context() -> Iterator[None]:
+    """Lower all programs of a thread in one MLIR context: to make one takes as long as to lower a small program."""
+    made = threading.local()
+
+    def get() -> Any:
+        made.context = getattr(made, "context", None) or make_ir_context()
+        return made.context
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inspect.getmodule(make_ir_context), make_ir_context.__name__, get)
         yield

@@ -34,3 +34,12 @@ def test_options_of_its_own_come_first():
 def test_operations_outside_of_jit_are_compiled_so_too():
     with quick.by_default({"xla_no_such_option": "1"}), pytest.raises(jax.errors.JaxRuntimeError, match="No such"):
         jnp.tanh(jnp.ones((3, 5, 7, 11)))
+
+
+def test_programs_of_a_thread_are_lowered_in_one_context():
+    context = lambda: jax.jit(lambda x: x + 1).lower(1.0).compiler_ir().context
+    before = context()
+    with quick.one_context():
+        inside = context()
+        assert context() is inside is not before
+    assert context() is before  # that of this module

@@ -13,8 +13,6 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from transforms.tiling.mesh.layout import named
-
 
 def bits(x: Array) -> Array:
     """Return an array in bfloat16 as 16-bit integers, and any other as it is."""
@@ -38,7 +36,7 @@ def with_slice(x: Array, part: Array, start: Any, dim: int) -> Array:
 
 def _by_bits(fn: Callable[..., Array], x: Array, *operands: Any) -> Array:
     """`fn(x, *operands)`, which moves elements of arrays of one dtype; on an explicit mesh bits have no types."""
-    if x.dtype != jnp.bfloat16 or named(jax.typeof(x)) is not None:
+    if x.dtype != jnp.bfloat16 or jax.typeof(x).sharding.mesh.explicit_axes:
         return fn(x, *operands)
     moved = lambda *operands: numbers(fn(*map(bits, operands)), jnp.bfloat16)
     return lax.platform_dependent(x, *operands, cpu=moved, default=fn)
