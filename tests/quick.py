@@ -56,7 +56,10 @@ def by_default(chosen: dict[str, str] = QUICK["compiler_options"]) -> Iterator[N
 
 @contextlib.contextmanager
 def one_context() -> Iterator[None]:
-    """Lower all programs of a thread in one MLIR context: to make one takes as long as to lower a small program."""
+    """Lower all programs of a thread in one MLIR context, as the newest JAX does.
+
+    To make one takes as long as to lower a small program.
+    """
     made = threading.local()
 
     def get() -> Any:
