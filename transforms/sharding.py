@@ -17,9 +17,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jax.typing import DTypeLike
 from jaxtyping import Array, Shaped
 
-from transforms.tiling.mesh.layout import axes_of as axes_of
-from transforms.tiling.mesh.layout import shares as shares
-from transforms.tiling.mesh.layout import varying
+from transforms.layout import axes_of as axes_of
+from transforms.layout import shares as shares
+from transforms.layout import varying
 
 Axes = Mapping[str, tuple[str, ...]]
 

@@ -9,8 +9,8 @@ import pytest
 from jax import lax
 
 from transforms import tile
+from transforms.tiling.frontend.flatten import flatten
 from transforms.tiling.ir.dump import constant, graph_text, kind, loops_text, place, plan_text
-from transforms.tiling.ir.flatten import flatten
 from transforms.tiling.ir.graph import Value
 from transforms.tiling.ir.placement import WHOLE, Partial, Stacked, Tiled
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from transforms.tiling.ir.flatten import evaluate, flatten
-from transforms.tiling.ir.graph import constant, depends, flops, nbytes
+from transforms.tiling.frontend.flatten import evaluate, flatten
+from transforms.tiling.ir.graph import nbytes
+from transforms.tiling.ir.walks import constant, depends, flops
 
 X = jnp.arange(12.0).reshape(4, 3)
 

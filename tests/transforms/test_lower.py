@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests import quick
 from tests.helpers import equations
 from transforms import tile
-from transforms.tiling.ir.flatten import flatten
+from transforms.tiling.frontend.flatten import flatten
 from transforms.tiling.ir.placement import Span
 from transforms.tiling.rules import RULES, dot
 

@@ -64,19 +64,19 @@ def test_the_table_has_each_primitive_once_and_its_words_are_explained(harvest):
 
 
 HOMONYMS = set("and complex copy gather max min name or slice stored tile tiled transpose agreed running".split())
-TABLES = ("primitives.py", "rules", "passes")
+TABLES = {"primitives.py", "rules", "regions", "passes", "canonical.py"}
 
 
-def test_no_primitive_is_named_outside_of_rules_and_passes():
+def test_no_primitive_is_named_outside_of_rules_canonical_forms_and_passes():
     folder, named = Path(primitives.__file__).parent, {}
     known = {*primitives.PROPERTIES, *decided()}
     for path in folder.rglob("*.py"):
-        if path.relative_to(folder).parts[0] in TABLES:
+        if TABLES.intersection(path.relative_to(folder).parts):
             continue
         texts = [n.value for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)]
         lists = [set(text.split()) for text in texts if isinstance(text, str)]
         named[path.name] = {word for words in lists if words <= known for word in words} - HOMONYMS
-    assert len(named) > 30
+    assert len(named) > 25
     assert {k: v for k, v in named.items() if v} == {"errors.py": {"dot_general"}}  # a part of JAX's own message
 
 

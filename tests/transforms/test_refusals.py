@@ -16,7 +16,7 @@ from transforms import TileError, tile
 from transforms.tiling import rules
 from transforms.tiling.analysis.limits import Limits
 from transforms.tiling.analysis.propagate import analyse
-from transforms.tiling.ir.flatten import flatten
+from transforms.tiling.frontend.flatten import flatten
 from transforms.tiling.ir.obstacles import Complete
 from transforms.tiling.ir.placement import WHOLE, Tiled
 from transforms.tiling.rules import RULES, gather

@@ -10,7 +10,7 @@ from tests.transforms.test_online import draw, exact, loops
 from transforms import tile
 from transforms.tiling.analysis.rounding import decides
 from transforms.tiling.autodiff.program import Options, Program
-from transforms.tiling.ir.flatten import evaluate, flatten
+from transforms.tiling.frontend.flatten import evaluate, flatten
 from transforms.tiling.ir.numbering import Numbering
 from transforms.tiling.ir.placement import WHOLE, Tiled
 from transforms.tiling.passes.reassociate import Product, reassociate

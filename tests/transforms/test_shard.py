@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 from tests import quick
 from tests.helpers import FLOAT32, assert_same, equations
 from transforms import TileError, tile
-from transforms.tiling.ir.flatten import flatten
-from transforms.tiling.ir.graph import flops
+from transforms.tiling.frontend.flatten import flatten
+from transforms.tiling.ir.walks import flops
 
 T, D = 48, 8
 EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto

@@ -25,6 +25,7 @@ from jax.core import Tracer as JaxTracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jaxtyping import DTypeLike
 
+from transforms.layout import shares
 from transforms.tiling.analysis.propagate import analyse
 from transforms.tiling.autodiff.derive import call
 from transforms.tiling.autodiff.program import Options, Program, collections_paused, looked_into
@@ -36,10 +37,9 @@ from transforms.tiling.ir.graph import Node, describe
 from transforms.tiling.ir.jaxprs import depend
 from transforms.tiling.ir.obstacles import Obstacle
 from transforms.tiling.ir.placement import WHOLE, Placement, Tiled
-from transforms.tiling.mesh.layout import shares
 from transforms.tiling.primitives import has, having
+from transforms.tiling.regions import shard_map
 from transforms.tiling.report.plan import TilePlan, explain, fewest, read_budget
-from transforms.tiling.rules import shard_map
 
 GATHER = ("small", "any", "none")
 REQUIRED: Any = type("Required", (), {"__repr__": lambda self: "REQUIRED"})()  # `fn` may be left out, `axis` not

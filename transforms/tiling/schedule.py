@@ -9,21 +9,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
+from transforms.tiling.analysis.fits import unfit
 from transforms.tiling.analysis.halo import even, plus, union
 from transforms.tiling.analysis.limits import FEWER, Limits, human, too_large
 from transforms.tiling.analysis.sizes import check_whole
-from transforms.tiling.autodiff.policy import Policy, keeps
 from transforms.tiling.ir.facts import Analysis, grain
-from transforms.tiling.ir.graph import Node, Value, flops
+from transforms.tiling.ir.graph import Node, Value
 from transforms.tiling.ir.loops import Loop, Online, Ref, Schedule, Step, Update
 from transforms.tiling.ir.obstacles import Obstacle, Refusal
 from transforms.tiling.ir.placement import ALONE, WHOLE, Partial, Placement, Reach, Stacked, Tiled, Whole
+from transforms.tiling.ir.walks import flops
 from transforms.tiling.mesh.sums import ADDS, leaves_auto
 from transforms.tiling.primitives import has
 from transforms.tiling.rules import RULES, Move, pulled, resumes
 
+Policy = Callable[..., Any]  # of `jax.checkpoint`
 ROUNDS = 20  # in which a schedule may forget what it meant to store
 
 
@@ -160,7 +163,7 @@ class Planner:
             loops[d].updates += [*self.anchors(d, loops[d]), *self.states(d, loops[d])]
             for node in (n for n in effects if self.heard[n] == d):
                 self.emit(self.effect(node), d, loops[d])
-            loops[d].trim()
+            trim(loops[d])
             with_halos(loops[d])
         return loops
 
@@ -317,7 +320,7 @@ class Planner:
         if node is None or value in self.analysis.inputs or (RULES[node.name].heavy and not self.inside):
             return None
         move = pulled(node, want)
-        if move is None or self.analysis.grain % grain(move) or self.analysis.untyped(node, move):
+        if move is None or self.analysis.grain % grain(move) or unfit(self.analysis, node, move):
             return None
         return move
 
@@ -380,6 +383,25 @@ class Planner:
         for ref in refs:
             self.emit(ref, d, loop)
         return Step(node, move, refs, ())
+
+
+def keeps(policy: Policy | None, node: Node) -> bool:
+    """Whether a `jax.checkpoint` policy keeps what a node computes (to offload it is to keep it)."""
+    if policy is None or node.primitive.multiple_results:
+        return False
+    verdict = policy(node.primitive, *(v.aval for v in node.inputs), **node.params)
+    return verdict is True or type(verdict).__name__ in ("SaveableType", "Offloadable")
+
+
+def trim(loop: Loop) -> None:
+    """Leave out those results of a loop's steps that nobody reads, where their rules can."""
+    read = {(ref.value, ref.want) for ref in loop.refs}
+    for i, step in enumerate(loop.steps):
+        if RULES[step.node.name].trims:
+            both = zip(step.node.outputs, step.move.outs, strict=True)
+            outs = tuple(p if (v, p) in read else WHOLE for v, p in both)
+            keys = tuple(key for key in step.keys if key in read)
+            loop.steps[i] = dataclasses.replace(step, move=dataclasses.replace(step.move, outs=outs), keys=keys)
 
 
 def runs_once(analysis: Analysis, node: Node) -> bool:

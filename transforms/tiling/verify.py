@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from transforms.layout import like, named, varying
 from transforms.tiling.analysis import rounding
 from transforms.tiling.autodiff.policy import keeps
 from transforms.tiling.ir.facts import Analysis, Outlined, Region
@@ -23,7 +24,6 @@ from transforms.tiling.ir.graph import Graph, Node, Value, describe
 from transforms.tiling.ir.jaxprs import bodies
 from transforms.tiling.ir.loops import Loop, Ref, Schedule, Step, Update
 from transforms.tiling.ir.placement import ALONE, Partial, Placement, Reach, Span, Stacked, Tiled, Whole, wide
-from transforms.tiling.mesh.layout import like, named, varying
 from transforms.tiling.rules import Move
 
 

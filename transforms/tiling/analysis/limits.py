@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from transforms.tiling.ir.graph import Graph, Node, Value, depends, describe
+from transforms.tiling.ir.graph import Graph, Node, Value, describe
 from transforms.tiling.ir.obstacles import Refusal
 from transforms.tiling.ir.placement import Placement, Tiled
+from transforms.tiling.ir.walks import depends
 from transforms.tiling.primitives import has
 
 FEWER = "take fewer tiles, cut another axis"

@@ -13,21 +13,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from transforms.layout import Apart
 from transforms.tiling.analysis import halo
+from transforms.tiling.analysis.fits import unfit
 from transforms.tiling.analysis.limits import Limits, check_size
-from transforms.tiling.ir.edit import any_platform, inline, split
+from transforms.tiling.analysis.recut import recut
+from transforms.tiling.frontend.trace import any_platform, inline, split
 from transforms.tiling.ir.facts import Analysis, Completion, Fact, Outlined, Region, grain
-from transforms.tiling.ir.graph import Graph, Node, Value, closure, operands
+from transforms.tiling.ir.graph import Graph, Node, Value
 from transforms.tiling.ir.obstacles import Along, Complete, Inline, Obstacle, Promote, Refusal, Sink, Split
-from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Tiled, Whole
-from transforms.tiling.mesh.layout import Apart
+from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Stacked, Tiled, Whole
+from transforms.tiling.ir.walks import closure, operands
 from transforms.tiling.mesh.sums import FLOWS, flowing
 from transforms.tiling.mesh.unreduced import keep_apart, postpone
-from transforms.tiling.passes.loop_state import place
-from transforms.tiling.passes.recut import recut
 from transforms.tiling.primitives import REMAT, having
-from transforms.tiling.rules import RULES, Move, partial, pulled, resumes, tiled
-from transforms.tiling.rules.bodies import wait
+from transforms.tiling.rules import RULES, Move, partial, pulled, resumes, tiled, wait
 
 DEEPEST = 64  # regions within one another: a part of a region that is not apart would be taken out of itself for ever
 
@@ -87,10 +87,22 @@ def _walk(found: Analysis, promoted: Mapping[Value, Tiled]) -> Obstacle | None:
             )
         if (obstacle := _place(found, node, promoted)) is not None:
             return obstacle
-    place(found)
+    _place_states(found)
     if found.limits is not None:
         postpone(found)
     return None
+
+
+def _place_states(found: Analysis) -> None:
+    """Place the arrays of states that loops may store for loops that go the other way."""
+    for node in found.graph.nodes:
+        if (state := node.state) is None or state.yielded is None:
+            continue
+        stage, begun = max(found.fact(v).stage for v in (node.outputs[0], state.yielded)), state.checkpoints.producer
+        assert begun is not None
+        placement = Stacked(begun.params["size"])
+        found.facts[state.checkpoints] = Fact(placement, found.turned(stage, state.reverse), direction=state.reverse)
+        found.moves[begun] = Move((placement,), (WHOLE,))
 
 
 def _place(found: Analysis, node: Node, promoted: Mapping[Value, Tiled]) -> Obstacle | None:
@@ -170,7 +182,7 @@ def _tried(found: Analysis, node: Node, facts: Sequence[Fact], stage: int, want:
         return move
     if (obstacle := halo.check(found, node, move)) is not None:
         return obstacle
-    if (why := found.untyped(node, move)) is not None:
+    if (why := unfit(found, node, move)) is not None:
         return Complete(tiled(placements), why)
     return _group(found, node, move) or _check_picked(node, move, found.limits) or move
 

@@ -31,11 +31,12 @@ import numpy as np
 
 from transforms.tiling.analysis.limits import human, too_large
 from transforms.tiling.ir.facts import Analysis, Outlined
-from transforms.tiling.ir.graph import Graph, Node, Value, closure, constant, operands
+from transforms.tiling.ir.graph import Graph, Node, Value
 from transforms.tiling.ir.jaxprs import bodies, equations
 from transforms.tiling.ir.loops import Loop, Schedule
 from transforms.tiling.ir.obstacles import Disagreement, Refusal
 from transforms.tiling.ir.placement import Placement, Tiled
+from transforms.tiling.ir.walks import closure, constant, operands
 from transforms.tiling.primitives import has, having
 
 DISCONTINUOUS = having("discontinuous")  # conversions to integers, too: see `_jumps`

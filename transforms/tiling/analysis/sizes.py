@@ -6,11 +6,12 @@ from collections.abc import Iterable, Sequence
 
 from transforms.tiling.analysis.limits import FEWER, Limits, check_size, human, too_large
 from transforms.tiling.ir.facts import Analysis, Outlined
-from transforms.tiling.ir.graph import Node, Value, ancestors, closure, depends, describe, elements, nbytes, operands
+from transforms.tiling.ir.graph import Node, Value, describe, elements, nbytes
 from transforms.tiling.ir.jaxprs import bodies, equations
 from transforms.tiling.ir.loops import Loop
 from transforms.tiling.ir.obstacles import Obstacle, Promote, Refusal
 from transforms.tiling.ir.placement import WHOLE, Partial, Tiled, Whole
+from transforms.tiling.ir.walks import ancestors, closure, depends, operands
 from transforms.tiling.primitives import has
 from transforms.tiling.rules import pulled
 

@@ -14,14 +14,15 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
+from transforms.layout import like
 from transforms.tiling.analysis.limits import Limits
 from transforms.tiling.analysis.propagate import analyse
-from transforms.tiling.ir.flatten import evaluate, flatten
-from transforms.tiling.ir.graph import Graph, Value, closure, constant, depends, operands
+from transforms.tiling.frontend.flatten import evaluate, flatten
+from transforms.tiling.ir.graph import Graph, Value
 from transforms.tiling.ir.jaxprs import bodies, equations
 from transforms.tiling.ir.obstacles import Obstacle
 from transforms.tiling.ir.placement import Partial, Whole
-from transforms.tiling.mesh.layout import like
+from transforms.tiling.ir.walks import closure, constant, depends, operands
 from transforms.tiling.primitives import PRODUCTS, summed
 
 

@@ -18,9 +18,9 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from transforms.layout import typed
 from transforms.tiling.autodiff.program import Program
 from transforms.tiling.lower import atomic
-from transforms.tiling.mesh.layout import typed
 
 # ------------------------------------------------------------------------------------- a linear map with a transpose
 

@@ -6,26 +6,17 @@ All else is rematerialised there, tile by tile (Chen et al. 2016, arXiv:1604.061
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr
 
+from transforms.tiling.frontend.flatten import evaluate, flatten
 from transforms.tiling.ir.effects import loud
-from transforms.tiling.ir.flatten import evaluate, flatten
 from transforms.tiling.ir.graph import Graph, Node, Value
 from transforms.tiling.ir.jaxprs import bodies
-
-Policy = Callable[..., Any]
-
-
-def keeps(policy: Policy | None, node: Node) -> bool:
-    """Whether a policy keeps what a node computes (to offload it is to keep it)."""
-    if policy is None or node.primitive.multiple_results:
-        return False
-    verdict = policy(node.primitive, *(v.aval for v in node.inputs), **node.params)
-    return verdict is True or type(verdict).__name__ in ("SaveableType", "Offloadable")
+from transforms.tiling.schedule import Policy, keeps
 
 
 @jax.custom_jvp

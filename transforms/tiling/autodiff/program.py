@@ -14,22 +14,23 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
+from transforms.layout import like, varying
 from transforms.tiling.analysis.limits import Limits, looked_up
 from transforms.tiling.autodiff.chain_split import has_custom_vjp, narrow, scales, separate
-from transforms.tiling.autodiff.policy import Keeping, Policy, keeping
+from transforms.tiling.autodiff.policy import Keeping, keeping
 from transforms.tiling.autodiff.residuals import Residuals, residuals_of
+from transforms.tiling.frontend.flatten import flatten
 from transforms.tiling.ir.dump import dump
-from transforms.tiling.ir.edit import copied
 from transforms.tiling.ir.effects import silence, silence_recomputed
 from transforms.tiling.ir.errors import TileError, explained
-from transforms.tiling.ir.flatten import flatten
-from transforms.tiling.ir.graph import Graph, ancestors, depends, describe, elements, nbytes
+from transforms.tiling.ir.graph import Graph, describe, elements, nbytes
 from transforms.tiling.ir.loops import Schedule
 from transforms.tiling.ir.obstacles import Refusal
 from transforms.tiling.ir.placement import WHOLE, Placement, Span, Tiled, Whole, wide
+from transforms.tiling.ir.walks import ancestors, depends
 from transforms.tiling.lower import scan
-from transforms.tiling.mesh.layout import like, varying
 from transforms.tiling.passes.driver import planned
+from transforms.tiling.schedule import Policy
 
 SMALLEST = 512  # of the second cut's tiles: smaller matrix products run slower
 PIECE = 1 << 20  # bytes of a gradient's piece, at least
@@ -157,9 +158,9 @@ class Program:
     @functools.cached_property
     @collections_paused()
     def _attempt(self) -> tuple[Schedule, Residuals] | Refusal:
-        graph, twins = copied(self.graph)  # planning changes it
+        graph, twins = self.graph.copied()  # planning changes it
         if self.also is not None:
-            graph.outputs += self.also.among(graph)
+            graph.reset(graph.nodes, [*graph.outputs, *self.also.among(graph)])
         if self.given is not None:
             self.given[0].use(graph, self.given[1])
         made = planned(graph, self.placements, self.limits, self.count - len(self.closed.out_avals))

@@ -10,11 +10,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
+from transforms.layout import named
 from transforms.tiling.analysis.rounding import decides
-from transforms.tiling.ir.edit import traced
-from transforms.tiling.ir.graph import Graph, Value, prune, substitute
+from transforms.tiling.frontend.trace import traced
+from transforms.tiling.ir.graph import Graph, Value
 from transforms.tiling.ir.numbering import Numbering
-from transforms.tiling.mesh.layout import named
 from transforms.tiling.passes.reassociate import Product, reassociate
 from transforms.tiling.primitives import has
 
@@ -41,8 +41,8 @@ class Residuals:
                 reassociate(graph, Product(value.producer, known), theirs | ours)
         inputs = {theirs[v]: known for v, known in given.items()}
         found = {v: inputs[n] for v, n in ours.items() if n in inputs and not decides(graph, v)}
-        substitute(graph, {v: _rounded(graph, known, v) for v, known in found.items()})
-        graph.nodes[:] = prune(graph).nodes
+        graph.substitute({v: _rounded(graph, known, v) for v, known in found.items()})
+        graph.prune()
 
 
 def residuals_of(graph: Graph, found: Iterable[Value], largest: int) -> Residuals:
@@ -64,5 +64,5 @@ def _rounded(graph: Graph, known: Value, value: Value) -> Value:
         return known
     assert value.producer is not None
     nodes, (rounded,) = traced(lambda x: x.astype(value.dtype), [known], value.producer)
-    graph.nodes[:0] = nodes
+    graph.insert(nodes)
     return rounded

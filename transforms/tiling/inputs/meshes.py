@@ -13,9 +13,9 @@ import equinox as eqx
 import jax
 from jax.sharding import AxisType, PartitionSpec, get_abstract_mesh
 
+from transforms.layout import named
 from transforms.tiling.inputs.axes import is_array
 from transforms.tiling.ir.errors import TileError
-from transforms.tiling.mesh.layout import named
 
 ROUTES = (
     "  Make its axes Explicit: jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Explicit,) * number_of_axes);\n"

@@ -1,1 +1,1 @@
-"""What the compiler works on: graphs of values, the facts about each, and the loops that a plan consists of."""
+"""What the compiler works on: graphs of values, and changes to them; the facts about each value; loops of a plan."""

@@ -8,16 +8,12 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
-
-from transforms.tiling.analysis.limits import Limits
+from transforms.layout import Apart, Held
 from transforms.tiling.ir.graph import Graph, Node, Value
-from transforms.tiling.ir.placement import ALONE, WHOLE, Placement, Reach, Tiled, Whole
-from transforms.tiling.mesh.layout import Apart, Held, like, named
+from transforms.tiling.ir.placement import ALONE, WHOLE, Move, Placement, Reach, Tiled, Whole
 from transforms.tiling.primitives import having
-from transforms.tiling.rules import RULES, Move, run
 
-ADDS, TYPED = having("adding"), having("flows", "typed")
+ADDS = having("adding")
 
 
 class Fact(NamedTuple):
@@ -88,7 +84,7 @@ class Analysis:
 
     graph: Graph
     facts: dict[Value, Fact]
-    limits: Limits | None
+    limits: Any  # `analysis.limits.Limits`; None inside a body
     moves: dict[Node, Move] = dataclasses.field(default_factory=dict)
     completions: list[Completion] = dataclasses.field(default_factory=list)
     # Operands (by number) that are read after they were completed, and why.
@@ -97,7 +93,7 @@ class Analysis:
     # Of the loops that have an order, whether they reverse it.
     backward: dict[int, bool] = dataclasses.field(default_factory=dict)
     apart: Held = dataclasses.field(default_factory=Held)  # sums that each device holds a part of
-    typed: dict[Any, str | None] = dataclasses.field(default_factory=dict)
+    typed: dict[Any, str | None] = dataclasses.field(default_factory=dict)  # of `analysis.fits`
     flowing: set[Value] | None = None  # in a region: the values that may be apart
     grain: int = 1  # tiles hold a multiple of so many rows
 
@@ -127,34 +123,6 @@ class Analysis:
         while self.backward.setdefault(stage, backward) != backward:
             stage += 1
         return stage
-
-    def untyped(self, node: Node, move: Move) -> str | None:
-        """Why an equation cannot run, or be spread over devices, on a tile of its operands, though it can on all."""
-        rule = RULES[node.name]
-        if rule.unfit is not None and not all(isinstance(p, Whole) for p in move.ins):
-            options = None if self.limits is None else self.limits.options
-            return rule.unfit(node, move, options.span) if options else None
-        known = node.name in TYPED or isinstance(move, (Region, Outlined)) or self.limits is None
-        if known or not any(isinstance(p, Tiled) for p in (*move.ins, *move.outs)):
-            return None
-        if all(named(v.aval) is None for v in (*node.inputs, *node.outputs)):
-            return None
-        key = (node, *move.ins, *move.outs)
-        if key not in self.typed:
-            self.typed[key] = self._untyped(node, move)
-        return self.typed[key]
-
-    def _untyped(self, node: Node, move: Move) -> str | None:
-        assert self.limits is not None
-        span = self.limits.options.span
-        spans = [span.beside(move.reach.get(i, ALONE)) for i in range(len(move.ins))]
-        both = zip(node.inputs, move.ins, spans, strict=True)
-        tiles = [like(v.aval, s.local_shape(v.shape, p)) for v, p, s in both]
-        try:
-            jax.eval_shape(lambda start, *values: run(node, list(values), move, span._replace(start=start)), 0, *tiles)
-        except Exception as error:  # JAX has no public name for errors of sharding types
-            return f"cannot be spread over the devices a tile at a time ({str(error)[:200]})"
-        return None
 
     def needs(self, node: Node) -> list[Value]:
         """The operands that a node, run on whole values, reads."""

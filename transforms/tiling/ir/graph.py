@@ -1,21 +1,20 @@
-"""A jaxpr as a flat graph of values and nodes: nested calls inlined, dead code gone, each node with its line."""
+"""A jaxpr as a flat graph of values and nodes: nested calls inlined, dead code gone, each node with its line.
+
+Whoever changes one does it by the methods of `Value`, `Node` and `Graph`; nobody else writes to their fields.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
-from jax.core import Tracer
 from jax.extend import source_info_util
-from jax.extend.core import Jaxpr, Primitive
+from jax.extend.core import Primitive
 
-from transforms.tiling.ir.jaxprs import bodies, counts
-from transforms.tiling.mesh.layout import devices
-from transforms.tiling.primitives import has
+from transforms.layout import devices
 
 SYMBOLIC = 1024
 
@@ -42,6 +41,10 @@ class Value:
 
     def __repr__(self) -> str:
         return describe(self.aval)
+
+    def retype(self, aval: Any) -> None:
+        """Have an array of another type in its place."""
+        self.aval = aval
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -92,6 +95,18 @@ class Node:
         made.outputs = [Value(aval, made, i) for i, aval in enumerate(avals)]
         return made
 
+    def change(self, **fields: Any) -> None:
+        """Let it be another equation, of other operands or parameters, that makes the same results."""
+        for name, value in fields.items():
+            setattr(self, name, value)
+
+    def make(self, results: Sequence[Value]) -> Node:
+        """Let it be what makes some values, whichever equation did so before."""
+        self.outputs = list(results)
+        for i, out in enumerate(self.outputs):
+            out.producer, out.index = self, i
+        return self
+
     def bind(self, values: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
         """Apply the primitive to `values`; one list of results whatever the primitive returns."""
         params = self.primitive.get_bind_params(self.params if params is None else params)
@@ -105,6 +120,70 @@ class Graph:
     inputs: list[Value]
     nodes: list[Node]
     outputs: list[Value]
+
+    def insert(self, nodes: Sequence[Node], *, before: Node | None = None, after: Node | None = None) -> None:
+        """Put equations before another, after it, or where neither is given before all."""
+        there = before or after
+        at = 0 if there is None else self.nodes.index(there) + (after is not None)
+        self.nodes[at:at] = nodes
+
+    def replace(self, node: Node, nodes: Sequence[Node], values: Mapping[Value, Value], keep: bool = False) -> None:
+        """Put `nodes` in the place of `node` (before it, if it is to be kept), and `values` in that of its results."""
+        at = self.nodes.index(node)
+        self.nodes[at : at + (not keep)] = nodes
+        self.substitute(values)
+
+    def reset(self, nodes: Sequence[Node], outputs: Sequence[Value]) -> Graph:
+        """Have other equations, and other results."""
+        self.nodes[:], self.outputs[:] = nodes, outputs
+        return self
+
+    def substitute(self, values: Mapping[Value, Value]) -> None:
+        """Have values read in the place of others."""
+        for node in self.nodes:
+            node.inputs = [values.get(v, v) for v in node.inputs]
+        self.outputs[:] = [values.get(v, v) for v in self.outputs]
+
+    def prune(self) -> Graph:
+        """Drop the nodes that no output and no side effect needs."""
+        states = (s.yielded for node in self.nodes if (s := node.state) is not None and s.yielded is not None)
+        alive, kept = {*self.outputs, *states}, []
+        for node in reversed(self.nodes):
+            if node.effects or any(v in alive for v in node.outputs):
+                alive.update(node.inputs)
+                kept.append(node)
+        return self.reset(kept[::-1], self.outputs)
+
+    def sort(self) -> Graph:
+        """Bring the nodes into an order in which operands come first, changing as little as possible."""
+        ordered: dict[Node, None] = {}
+        for root in self.nodes:
+            stack = [root]
+            while stack:
+                missing = [v.producer for v in stack[-1].inputs if v.producer and v.producer not in ordered]
+                if missing:
+                    stack.extend(missing)
+                else:
+                    ordered.setdefault(stack.pop())
+        return self.reset(list(ordered), self.outputs)
+
+    def copied(self) -> tuple[Graph, dict[Value, Value]]:
+        """A graph to be changed in the place of this one, and the values of this that its own are made after."""
+        same: dict[Value, Value] = {}
+
+        def again(value: Value) -> Value:
+            if value.const is not None or value in same:
+                return same.get(value, value)
+            same[value] = made = Value(value.aval)
+            return made
+
+        copy = Graph([again(v) for v in self.inputs], [], [])
+        for node in self.nodes:
+            made = node.like([again(v) for v in node.inputs], [v.aval for v in node.outputs])
+            same.update(zip(node.outputs, made.outputs, strict=True))
+            copy.nodes.append(made)
+        copy.outputs[:] = [again(v) for v in self.outputs]
+        return copy, {new: old for old, new in same.items()}
 
 
 def elements(shape: Iterable[Any]) -> int:
@@ -122,95 +201,9 @@ def describe(aval: Any) -> str:
     return f"{getattr(aval.dtype, 'name', aval.dtype)}[{','.join(map(str, aval.shape))}]"
 
 
-def prune(graph: Graph) -> Graph:
-    """Drop the nodes that no output and no side effect needs."""
-    states = (s.yielded for node in graph.nodes if (s := node.state) is not None and s.yielded is not None)
-    alive, kept = {*graph.outputs, *states}, []
-    for node in reversed(graph.nodes):
-        if node.effects or any(v in alive for v in node.outputs):
-            alive.update(node.inputs)
-            kept.append(node)
-    return Graph(graph.inputs, kept[::-1], graph.outputs)
-
-
-def read(env: dict[Value, Any], value: Value) -> Any:
-    return env.get(value, value.const)
-
-
-def substitute(graph: Graph, values: Mapping[Value, Value]) -> None:
-    """Have values read in the place of others."""
-    for node in graph.nodes:
-        node.inputs = [values.get(v, v) for v in node.inputs]
-    graph.outputs[:] = [values.get(v, v) for v in graph.outputs]
-
-
-def depends(graph: Graph, sources: set[Value], *, differentiably: bool = False) -> set[Value]:
-    """The values of `graph` that depend on `sources`; `differentiably` leaves out integers and stopped gradients."""
-    reached = set(sources)
-    for node in graph.nodes:
-        if differentiably and has(node.name, "stops"):
-            continue
-        if any(v in reached for v in node.inputs):
-            reached.update(v for v in node.outputs if not differentiably or jax.dtypes.issubdtype(v.dtype, np.inexact))
-    return reached
-
-
-def constant(value: Value) -> Any | None:
-    """The one number that fills `value`, if that is known at trace time."""
-    while value.const is None and value.producer is not None:
-        if not has(value.producer.name, "level"):
-            return None
-        value = value.producer.inputs[0]
-    if value.const is None or isinstance(value.const, Tracer):
-        return None
-    array = np.asarray(value.const)
-    return array.reshape(-1)[0] if array.size and (array == array.reshape(-1)[0]).all() else None
-
-
-def flops(node: Node) -> int:
-    """Multiplications and additions of a matrix product, or of those in a node's bodies; others count nothing."""
-    if isinstance(part := node.params.get("of"), Node):  # a part of another equation
-        return flops(part)
-    return _flops(node.name, node.params, [v.aval for v in node.inputs], [v.aval for v in node.outputs])
-
-
-def _flops(name: str, params: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any]) -> int:
-    if has(name, "product"):
-        contract, _ = params["dimension_numbers"]
-        return 2 * elements(ins[0].shape[d] for d in contract[0]) * elements(outs[0].shape)
-    found = [_body_flops(b) for b in bodies(params)]
-    if has(name, "branches"):  # one of them runs
-        return max(found, default=0)
-    times = math.prod(params["mesh"].shape[a] for a in params["newly_manual_axes"]) if has(name, "devices") else 1
-    return sum(found) * (params["length"] if has(name, "steps") else times)
-
-
-def scan_counts(node: Node) -> tuple[int, int]:
-    """How many operands of a scan are constants, and how many are carried."""
-    return counts(node.params, node.inputs, node.outputs)
-
-
-def _body_flops(jaxpr: Jaxpr) -> int:
-    avals = lambda atoms: [a.aval for a in atoms]
-    return sum(_flops(e.primitive.name, e.params, avals(e.invars), avals(e.outvars)) for e in jaxpr.eqns)
-
-
-def closure(values: Iterable[Value], further: Callable[[Value], Iterable[Value]]) -> Iterator[Value]:
-    """`values`, and what `further` returns of each, and of those, and so on: each once."""
-    stack, seen = list(values), set()
-    while stack:
-        value = stack.pop()
-        if value not in seen:
-            seen.add(value)
-            yield value
-            stack += further(value)
-
-
-def operands(value: Value) -> Sequence[Value]:
-    """What a value is computed from, if it is."""
-    return () if value.producer is None else value.producer.inputs
-
-
-def ancestors(values: Iterable[Value]) -> set[Value]:
-    """`values` and all that they are computed from."""
-    return set(closure(values, operands))
+def add(nodes: list[Node], like: Node, primitive: Primitive, inputs: Sequence[Value], avals: Any, **params: Any) -> Any:
+    """Append a node; return its results. It has the side effects of the one that it is a part `of`, if of any."""
+    effects = like.effects if "of" in params else ()
+    node = like.like(inputs, avals, primitive=primitive, params=params, effects=effects, state=None)
+    nodes.append(node)
+    return node.outputs

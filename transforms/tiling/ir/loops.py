@@ -6,11 +6,11 @@ import dataclasses
 from typing import Any, Literal, NamedTuple
 
 from transforms.tiling.ir.facts import Analysis
-from transforms.tiling.ir.graph import Node, Value, flops
-from transforms.tiling.ir.placement import ALONE, WHOLE, Partial, Placement, Reach
+from transforms.tiling.ir.graph import Node, Value
+from transforms.tiling.ir.placement import ALONE, Move, Partial, Placement, Reach
 from transforms.tiling.ir.terms import Term
+from transforms.tiling.ir.walks import flops
 from transforms.tiling.primitives import having
-from transforms.tiling.rules import RULES, Move
 
 
 class Ref(NamedTuple):
@@ -87,16 +87,6 @@ class Loop:
     @property
     def accumulated(self) -> list[Ref]:
         return [t for u in self.updates for t in u.terms if isinstance(t, Ref)]
-
-    def trim(self) -> None:
-        """Leave out those results of a step that nobody reads, where its rule can."""
-        read = {(ref.value, ref.want) for ref in self.refs}
-        for i, step in enumerate(self.steps):
-            if RULES[step.node.name].trims:
-                both = zip(step.node.outputs, step.move.outs, strict=True)
-                outs = tuple(p if (v, p) in read else WHOLE for v, p in both)
-                keys = tuple(key for key in step.keys if key in read)
-                self.steps[i] = dataclasses.replace(step, move=dataclasses.replace(step.move, outs=outs), keys=keys)
 
     @property
     def nodes(self) -> list[Node]:

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 from jax.core import Tracer
 
-from transforms.tiling.ir.graph import Graph, Node, Value, constant, prune, substitute
+from transforms.tiling.ir.graph import Graph, Node, Value
 from transforms.tiling.ir.jaxprs import bodies
+from transforms.tiling.ir.walks import constant
 
 Numbers = dict[Value, int]
 
@@ -91,5 +92,5 @@ def merge(graph: Graph) -> None:
             known = first.setdefault((numbers[value], value.aval, node.context), value)
             if known is not value:
                 same[value] = known
-    substitute(graph, same)
-    graph.nodes[:] = prune(graph).nodes
+    graph.substitute(same)
+    graph.prune()

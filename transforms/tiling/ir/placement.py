@@ -13,6 +13,7 @@ element (chunks, patches, strides), it is `major * L / group * minor`, and tiles
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -21,8 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from transforms import layout
 from transforms.bits import slice_of, with_slice
-from transforms.tiling.mesh import layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +110,18 @@ def wide(dtype: Any, accumulate: Any) -> Any:
 
 Reach = tuple[int, int]  # how many rows before and after
 ALONE: Reach = (0, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """Where a node's results stand, and where its operands must stand for that.
+
+    `reach`: of which operands it reads rows beside the tile, and how many before and after.
+    """
+
+    outs: tuple[Placement, ...]
+    ins: tuple[Placement, ...]
+    reach: Mapping[int, Reach] = dataclasses.field(default_factory=dict, kw_only=True, hash=False)
 
 
 class Span(NamedTuple):

@@ -22,11 +22,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from transforms import layout
 from transforms.tiling.ir.graph import Value
 from transforms.tiling.ir.loops import Loop, Schedule, Step, Update
 from transforms.tiling.ir.placement import COMBINE, WHOLE, Partial, Placement, Span, Whole, identity, neutral
 from transforms.tiling.ir.terms import Term, broadcast_by
-from transforms.tiling.mesh import layout
 from transforms.tiling.mesh.sums import fit
 from transforms.tiling.primitives import has
 from transforms.tiling.rules import RULES, run

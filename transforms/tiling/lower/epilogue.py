@@ -7,11 +7,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from transforms.tiling.frontend.flatten import compute
 from transforms.tiling.ir.facts import Outlined
-from transforms.tiling.ir.flatten import compute
-from transforms.tiling.ir.graph import Node, Value, read
+from transforms.tiling.ir.graph import Node, Value
 from transforms.tiling.ir.loops import Schedule
 from transforms.tiling.ir.placement import Span
+from transforms.tiling.ir.walks import read
 from transforms.tiling.rules import RULES
 
 Env = dict[Value, Any]

@@ -11,18 +11,19 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
+from transforms.tiling.frontend.flatten import evaluate
 from transforms.tiling.ir.facts import Analysis
-from transforms.tiling.ir.flatten import evaluate
-from transforms.tiling.ir.graph import Value, closure, operands, read
+from transforms.tiling.ir.graph import Value
 from transforms.tiling.ir.jaxprs import trimmed
 from transforms.tiling.ir.loops import Loop, Schedule
 from transforms.tiling.ir.placement import ALONE, Placement, Span, Tiled, Whole
+from transforms.tiling.ir.walks import closure, operands, read
 from transforms.tiling.lower.accumulators import accumulators
 from transforms.tiling.lower.epilogue import Env, finish, narrow
 from transforms.tiling.lower.tile import REARRANGE, Tile
 from transforms.tiling.mesh import weight_gather
+from transforms.tiling.regions.bodies import LOWERING, Body
 from transforms.tiling.rules import RULES
-from transforms.tiling.rules.bodies import LOWERING, Body
 from transforms.tiling.schedule import region, runs_once
 
 Reuse = Mapping[int, Sequence[int]]

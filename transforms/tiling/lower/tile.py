@@ -11,11 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from transforms.tiling.ir.graph import Node, Value, constant, read
+from transforms import layout
+from transforms.tiling.ir.graph import Node, Value
 from transforms.tiling.ir.loops import Loop, Ref, Step
 from transforms.tiling.ir.placement import ALONE, Partial, Placement, Span, Tiled, Whole, neutral
+from transforms.tiling.ir.walks import constant, read
 from transforms.tiling.lower.epilogue import Env, combine_partials, narrow
-from transforms.tiling.mesh import layout, weight_gather
+from transforms.tiling.mesh import weight_gather
 from transforms.tiling.mesh.sums import fit
 from transforms.tiling.primitives import having
 from transforms.tiling.rules import RULES, run

@@ -1,1 +1,1 @@
-"""What is spread over the devices of a mesh: layouts read from types, unreduced sums, weights gathered once."""
+"""What is spread over the devices of a mesh: unreduced sums, weights gathered once. `transforms.layout` reads types."""

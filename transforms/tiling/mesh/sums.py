@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from transforms.tiling.mesh.layout import TOGETHER, Apart, Held, axes, layout, move, named, spec
+from transforms.layout import TOGETHER, Apart, Held, axes, layout, move, named, spec
 from transforms.tiling.primitives import has, having
 from transforms.tiling.rules import RULES
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from transforms.layout import TOGETHER, named
 from transforms.tiling.ir.graph import Node
 from transforms.tiling.ir.placement import Partial, Tiled
-from transforms.tiling.mesh.layout import TOGETHER, named
 from transforms.tiling.mesh.sums import contracted, flowing, narrowest, summed
 from transforms.tiling.primitives import has
 

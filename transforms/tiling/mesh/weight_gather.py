@@ -7,10 +7,11 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from transforms.tiling.ir.flatten import body_graph
-from transforms.tiling.ir.graph import Graph, Node, Value, closure, scan_counts
+from transforms.layout import entries_of, layout, move, named, spec
+from transforms.tiling.frontend.flatten import body_graph
+from transforms.tiling.ir.graph import Graph, Node, Value
 from transforms.tiling.ir.loops import Loop, Ref
-from transforms.tiling.mesh.layout import entries_of, layout, move, named, spec
+from transforms.tiling.ir.walks import closure, scan_counts
 from transforms.tiling.mesh.sums import demand
 from transforms.tiling.primitives import REMAT, has
 

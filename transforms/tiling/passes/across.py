@@ -8,11 +8,12 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from transforms.tiling.ir.flatten import body_graph
-from transforms.tiling.ir.graph import Node, scan_counts
+from transforms.tiling.frontend.flatten import body_graph
+from transforms.tiling.ir.graph import Node
 from transforms.tiling.ir.placement import Tiled
+from transforms.tiling.ir.walks import scan_counts
 from transforms.tiling.passes.pieces import Piece
-from transforms.tiling.rules.bodies import added, run_scan, summing, whole_body
+from transforms.tiling.regions.bodies import added, run_scan, summing, whole_body
 from transforms.tiling.rules.reduction import first_best
 
 Found = Callable[..., list[Any]] | None

@@ -15,13 +15,14 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 
+from transforms.layout import named
 from transforms.tiling.analysis.rounding import Walk, is_mask
-from transforms.tiling.ir.edit import add, replace, sort, traced
+from transforms.tiling.frontend.trace import traced
 from transforms.tiling.ir.facts import Analysis, Outlined
-from transforms.tiling.ir.graph import Graph, Node, Value, ancestors, constant, prune
+from transforms.tiling.ir.graph import Graph, Node, Value, add
 from transforms.tiling.ir.obstacles import Complete, Disagreement
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled
-from transforms.tiling.mesh.layout import named
+from transforms.tiling.ir.walks import ancestors, constant
 from transforms.tiling.passes.loop_state import hand_on
 from transforms.tiling.rules import Move, refuse_partial, register
 from transforms.tiling.rules.factors import peel
@@ -37,8 +38,8 @@ def store(graph: Graph, value: Value) -> None:
     node = value.producer
     assert node is not None
     (kept,) = add(nodes := [], node, stored_p, [value], [value.aval])
-    replace(graph, node, [node], {value: kept})
-    graph.nodes.insert(graph.nodes.index(node) + 1, nodes[0])
+    graph.replace(node, [node], {value: kept})
+    graph.insert(nodes, after=node)
 
 
 def agree(met: Disagreement, span: Span) -> bool:
@@ -81,9 +82,8 @@ def agree(met: Disagreement, span: Span) -> bool:
             nodes += more
     (known,) = add(nodes, node, agreed_p, [value, known], [value.aval])
     _read(met, known, nodes)
-    replace(graph, node, nodes, counted, keep=True)
-    sort(graph)
-    graph.nodes[:] = prune(graph).nodes
+    graph.replace(node, nodes, counted, keep=True)
+    graph.sort().prune()
     return True
 
 
@@ -101,7 +101,7 @@ def _read(met: Disagreement, known: Value, nodes: list[Node]) -> None:
             made = node.like([now.get(v, v) for v in node.inputs], [v.aval for v in node.outputs])
             nodes.append(made)
             now.update(zip(node.outputs, made.outputs, strict=True))
-    met.node.inputs = [now.get(v, v) for v in met.node.inputs]
+    met.node.change(inputs=[now.get(v, v) for v in met.node.inputs])
 
 
 def _has_place(found: Analysis, node: Node, value: Value) -> bool:
@@ -171,8 +171,7 @@ def _witness(graph: Graph, reduction: Node, span: Span) -> list[Value]:
     nodes: list[Node] = []
     zeros = [Value(ShapedArray((), aval.dtype), const=np.zeros((), aval.dtype)) for aval in outs]
     now = hand_on(nodes, reduction, witness_p, [operand, *zeros], outs, span, axes=axes, op=reduction.name[-3:])
-    at = graph.nodes.index(reduction)
-    graph.nodes[at:at] = nodes
+    graph.insert(nodes, before=reduction)
     return list(now[1:])
 
 

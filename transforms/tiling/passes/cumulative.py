@@ -14,14 +14,14 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 
-from transforms.tiling.ir.edit import add, replace
-from transforms.tiling.ir.graph import Graph, Node, Value, scan_counts
+from transforms.tiling.ir.graph import Graph, Node, Value, add
 from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import COMBINE, WHOLE, Partial, Placement, Span, identity
+from transforms.tiling.ir.walks import scan_counts
 from transforms.tiling.passes.argmax import write_choice
 from transforms.tiling.passes.loop_state import begin, hand_on, leave
+from transforms.tiling.regions.bodies import added, run_part
 from transforms.tiling.rules import Move, partial, register, tiled
-from transforms.tiling.rules.bodies import added, run_part
 
 cumulative_p = Primitive("cumulative")  # a cumulative operation on one tile, with what came before; and its own total
 scan_p = Primitive("scan_part")  # a scan over one tile
@@ -34,7 +34,7 @@ def carry(graph: Graph, node: Node, span: Span) -> None:
     nodes: list[Node] = []
     write = {"scan": _write_scan, "argmax": write_choice, "argmin": write_choice, "top_k": write_choice}
     outs = write.get(node.name, _write_cumulative)(nodes, node, span)
-    replace(graph, node, nodes, dict(zip(node.outputs, outs, strict=True)))
+    graph.replace(node, nodes, dict(zip(node.outputs, outs, strict=True)))
 
 
 def _write_cumulative(nodes: list[Node], node: Node, span: Span) -> list[Value]:

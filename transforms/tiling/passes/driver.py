@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from transforms.tiling import rules
+from transforms.tiling import regions, rules
 from transforms.tiling.analysis import rounding
 from transforms.tiling.analysis.limits import Limits
 from transforms.tiling.analysis.propagate import analyse
-from transforms.tiling.ir.edit import inline
+from transforms.tiling.frontend.trace import inline
 from transforms.tiling.ir.facts import Analysis
 from transforms.tiling.ir.graph import Graph, Node, Value
 from transforms.tiling.ir.loops import Schedule
@@ -36,11 +36,12 @@ from transforms.tiling.passes.index_split import divide
 from transforms.tiling.passes.loop_state import resize
 from transforms.tiling.passes.online.rewrite import Rewritten, rewrite
 from transforms.tiling.passes.shifts import align
-from transforms.tiling.rules.scan import sink
+from transforms.tiling.passes.sink import sink
 from transforms.tiling.schedule import schedule
 
-for module in pkgutil.iter_modules(rules.__path__):  # each registers its primitives
-    importlib.import_module(f"{rules.__name__}.{module.name}")
+for folder in (rules, regions):
+    for module in pkgutil.iter_modules(folder.__path__):  # each registers its primitives
+        importlib.import_module(f"{folder.__name__}.{module.name}")
 
 
 @dataclasses.dataclass
@@ -74,12 +75,12 @@ def online_reductions(work: Work, found: Analysis) -> bool:
 
 
 def unrounded_results(work: Work, _: Analysis) -> bool:
-    changed, outputs = False, work.graph.outputs
-    for i in range(len(outputs) - work.also, len(outputs)):
-        node = outputs[i].producer
-        if node is not None and node.name == "convert_element_type" and _wider(node.inputs[0], node.outputs[0]):
+    outputs, first = list(work.graph.outputs), len(work.graph.outputs) - work.also
+    for i, node in [(i, v.producer) for i, v in enumerate(outputs) if i >= first and v.producer is not None]:
+        if node.name == "convert_element_type" and _wider(node.inputs[0], node.outputs[0]):
             outputs[i] = node.inputs[0]
-            changed = True
+    changed = outputs != work.graph.outputs
+    work.graph.reset(work.graph.nodes, outputs)
     return changed
 
 

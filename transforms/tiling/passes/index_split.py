@@ -21,11 +21,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from transforms.tiling.ir.edit import inlined, sort, traced
+from transforms.tiling.frontend.trace import inlined, traced
 from transforms.tiling.ir.facts import Region, grain
-from transforms.tiling.ir.graph import Graph, Node, Value, prune, scan_counts
+from transforms.tiling.ir.graph import Graph, Node, Value
 from transforms.tiling.ir.obstacles import Complete
 from transforms.tiling.ir.placement import COMBINE, WHOLE, Partial, Placement, Tiled
+from transforms.tiling.ir.walks import scan_counts
 from transforms.tiling.passes.across import ACROSS, cropped, padded, rejoin, scanned
 from transforms.tiling.passes.pieces import Cut, Piece, combine, compute, join, places
 from transforms.tiling.primitives import REMAT
@@ -102,12 +103,10 @@ class _Writer:
         """Write what was found into the graph."""
         kept = [n for n in self.graph.nodes if n not in self.gone]
         read = [(node, [self.plain(v, node) for v in node.inputs]) for node in (*kept, *self.nodes)]
-        self.graph.outputs[:] = [self.plain(v, first) for v in self.graph.outputs]
+        outputs = [self.plain(v, first) for v in self.graph.outputs]
         for node, inputs in read:
-            node.inputs = inputs
-        self.graph.nodes[:] = [*kept, *self.nodes]
-        sort(self.graph)
-        self.graph.nodes[:] = prune(self.graph).nodes
+            node.change(inputs=inputs)
+        self.graph.reset([*kept, *self.nodes], outputs).sort().prune()
 
     def unsplit(self, node: Node) -> None:
         """Write a split as slices."""

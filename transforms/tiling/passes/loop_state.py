@@ -8,6 +8,7 @@ stored: `begun`, an array of one state for each tile. That is checkpointing of a
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,12 +18,10 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.sharding import NamedSharding, PartitionSpec
 
-from transforms.tiling.ir.edit import add
-from transforms.tiling.ir.facts import Analysis, Fact
-from transforms.tiling.ir.graph import Graph, Node, State, Value
+from transforms.layout import named
+from transforms.tiling.ir.graph import Graph, Node, State, Value, add
 from transforms.tiling.ir.obstacles import Complete
-from transforms.tiling.ir.placement import WHOLE, Placement, Span, Stacked
-from transforms.tiling.mesh.layout import named
+from transforms.tiling.ir.placement import Placement, Span
 from transforms.tiling.rules import Move, of_nothing, register
 
 carried_p = Primitive("carried")  # what the tiles before this one left; its operand before the first
@@ -36,7 +35,7 @@ def begin(nodes: list[Node], node: Node, init: Value, aval: Any, span: Span) -> 
     if sharding is not None:
         sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
     (begun,) = add([], node, begun_p, [state], [ShapedArray(shape, aval.dtype, sharding=sharding)], size=span.length)
-    producer(state).state = State(node.params.get("reverse", False), begun)
+    producer(state).change(state=State(node.params.get("reverse", False), begun))
     return state
 
 
@@ -58,31 +57,20 @@ def hand_on(
 def resize(graph: Graph, total: int, size: int) -> None:
     """Have states for tiles of another length."""
     for begun in (s.checkpoints for n in graph.nodes if (s := n.state) is not None):
-        producer(begun).params["size"] = size
-        begun.aval = begun.aval.update(shape=(-(-total // size), *begun.shape[1:]))
+        producer(begun).change(params={"size": size})
+        begun.retype(begun.aval.update(shape=(-(-total // size), *begun.shape[1:])))
 
 
 def leave(state: Value, total: Value) -> None:
     """Let `total`, what a tile leaves, be the state that the next begins with."""
     known = producer(state).state
     assert known is not None
-    known.yielded = total
+    producer(state).change(state=dataclasses.replace(known, yielded=total))
 
 
 def producer(state: Value) -> Node:
     assert state.producer is not None
     return state.producer
-
-
-def place(found: Analysis) -> None:
-    """Place the arrays of states that loops may store."""
-    for node in found.graph.nodes:
-        if (state := node.state) is None or state.yielded is None:
-            continue
-        stage = max(found.fact(node.outputs[0]).stage, found.fact(state.yielded).stage)
-        placement = Stacked(producer(state.checkpoints).params["size"])
-        found.facts[state.checkpoints] = Fact(placement, found.turned(stage, state.reverse), direction=state.reverse)
-        found.moves[producer(state.checkpoints)] = Move((placement,), (WHOLE,))
 
 
 def resume_state(node: Node, source: Value, given: Any, before: Mapping[Value, Any], span: Span) -> Any:

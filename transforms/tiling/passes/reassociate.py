@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 
-from transforms.tiling.ir.edit import replace, sort, traced
-from transforms.tiling.ir.graph import Graph, Node, Value, prune
+from transforms.tiling.frontend.trace import traced
+from transforms.tiling.ir.graph import Graph, Node, Value
 from transforms.tiling.ir.numbering import Numbers, constant_key
 from transforms.tiling.ir.terms import broadcast_by
 from transforms.tiling.rules.dot import factors as factors_of_dot
@@ -50,8 +50,7 @@ def reassociate(graph: Graph, product: Product, numbers: Numbers) -> bool:
             _write(graph, node, *found)
             changed = True
     if changed:
-        sort(graph)
-        graph.nodes[:] = prune(graph).nodes
+        graph.sort().prune()
     return changed
 
 
@@ -209,4 +208,4 @@ def _write(graph: Graph, node: Node, found: list[Factor], gone: set[Any]) -> Non
         return product(factors, [dot, *arrays[1:-1]], out)
 
     nodes, (total,) = traced(compute, [f.value for f in found], node)
-    replace(graph, node, nodes, {result: total})
+    graph.replace(node, nodes, {result: total})

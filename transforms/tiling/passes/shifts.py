@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from transforms.tiling.ir.edit import replace, traced
-from transforms.tiling.ir.graph import Graph, Node, Value, constant, prune
+from transforms.tiling.frontend.trace import traced
+from transforms.tiling.ir.graph import Graph, Node, Value
 from transforms.tiling.ir.placement import identity
+from transforms.tiling.ir.walks import constant
 from transforms.tiling.passes.across import cropped, padded, pads
 from transforms.tiling.rules import RULES
 from transforms.tiling.rules.factors import elementwise
@@ -39,10 +40,10 @@ def align(graph: Graph, total: int) -> bool:
             made = next((m for way in WAYS if (m := way(node, dim, total)) is not None), None)
             if made is not None:
                 nodes, (out,) = made
-                replace(graph, node, nodes, {node.outputs[0]: out})
+                graph.replace(node, nodes, {node.outputs[0]: out})
                 changed = True
                 break
-    graph.nodes[:] = prune(graph).nodes
+    graph.prune()
     return changed
 
 

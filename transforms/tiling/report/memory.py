@@ -22,9 +22,10 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr
 
-from transforms.tiling.ir.flatten import flatten
-from transforms.tiling.ir.graph import Graph, Node, Value, scan_counts
+from transforms.tiling.frontend.flatten import flatten
+from transforms.tiling.ir.graph import Graph, Node, Value
 from transforms.tiling.ir.jaxprs import body
+from transforms.tiling.ir.walks import scan_counts
 from transforms.tiling.primitives import REMAT, has, having
 
 VIEWS, FUSED = having("view", "alias"), having("elementwise", "fused")
@@ -181,16 +182,15 @@ def _sliced(node: Node, inner: ClosedJaxpr) -> Graph:
     graph = flatten(inner)
     if not has(node.name, "steps"):
         return graph
+    inputs, nodes, outputs = list(graph.inputs), list(graph.nodes), list(graph.outputs)
     for i, whole in enumerate(node.inputs):
-        if (part := graph.inputs[i]).shape != whole.shape:
-            graph.inputs[i] = Value(whole.aval)
-            part.producer = Node(lax.dynamic_slice_p, {}, [graph.inputs[i]], [part], None, None, None)
-            graph.nodes.insert(0, part.producer)
+        if (part := inputs[i]).shape != whole.shape:
+            inputs[i] = Value(whole.aval)
+            nodes.insert(0, Node(lax.dynamic_slice_p, {}, [inputs[i]], [], None, None, None).make([part]))
     for i, whole in enumerate(node.outputs):
-        if (part := graph.outputs[i]).shape != whole.shape:
-            graph.inputs.append(Value(whole.aval))
-            put = Node(lax.dynamic_update_slice_p, {}, [graph.inputs[-1], part], [], None, None, None)
-            put.outputs.append(Value(whole.aval, put))
-            graph.outputs[i] = put.outputs[0]
-            graph.nodes.append(put)
-    return graph
+        if (part := outputs[i]).shape != whole.shape:
+            inputs.append(Value(whole.aval))
+            put = Node(lax.dynamic_update_slice_p, {}, [inputs[-1], part], [], None, None, None)
+            nodes.append(put.make([Value(whole.aval)]))
+            outputs[i] = put.outputs[0]
+    return Graph(inputs, nodes, outputs)

@@ -16,15 +16,16 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
+from transforms.layout import axes, devices, like, named
 from transforms.tiling.analysis.limits import human
 from transforms.tiling.autodiff.program import NO_REVERSE, Program
+from transforms.tiling.frontend.flatten import flatten
 from transforms.tiling.ir.effects import sources
 from transforms.tiling.ir.facts import Analysis, Outlined
-from transforms.tiling.ir.flatten import flatten
-from transforms.tiling.ir.graph import Graph, Node, Value, describe, elements, flops, nbytes
+from transforms.tiling.ir.graph import Graph, Node, Value, describe, elements, nbytes
 from transforms.tiling.ir.loops import Loop
 from transforms.tiling.ir.placement import Partial, Placement, Span, Tiled
-from transforms.tiling.mesh.layout import axes, devices, like, named
+from transforms.tiling.ir.walks import flops
 from transforms.tiling.mesh.weight_gather import gathered
 from transforms.tiling.report.memory import temp_bytes
 from transforms.tiling.report.table import describe_run, flops_text, totals

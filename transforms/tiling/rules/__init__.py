@@ -32,21 +32,8 @@ from typing import Any
 
 from transforms.tiling.ir.graph import Node, Value, elements
 from transforms.tiling.ir.obstacles import Complete, Obstacle, Refusal
-from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Reach, Span, Tiled
+from transforms.tiling.ir.placement import WHOLE, Move, Partial, Placement, Span, Tiled, Whole
 from transforms.tiling.primitives import PRODUCTS, having, summed
-
-
-@dataclasses.dataclass(frozen=True)
-class Move:
-    """Where a node's results stand, and where its operands must stand for that.
-
-    `reach`: of which operands it reads rows beside the tile, and how many before and after.
-    """
-
-    outs: tuple[Placement, ...]
-    ins: tuple[Placement, ...]
-    reach: Mapping[int, Reach] = dataclasses.field(default_factory=dict, kw_only=True, hash=False)
-
 
 Push = Callable[[Node, tuple[Placement, ...]], "Move | Obstacle"]
 Pull = Callable[[Node, Tiled], tuple[Placement, ...] | None]
@@ -184,6 +171,11 @@ def refuse_partial(node: Node, placements: Sequence[Placement], reason: str = "i
 def no_sums(node: Node, placements: Sequence[Placement]) -> Complete | None:
     """What is linear, but forms its sums in a dtype of its own."""
     return refuse_partial(node, placements, "is not run on partial sums")
+
+
+def wait(placements: Sequence[Placement], reason: str) -> Complete:
+    """Run an equation with bodies as it is, on whole operands."""
+    return Complete([i for i, p in enumerate(placements) if not isinstance(p, Whole)], reason)
 
 
 COPIES = having("alias", "moving", "copying") - having("negates")  # extrema pass through these, too

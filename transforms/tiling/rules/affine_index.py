@@ -7,7 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from transforms.tiling.ir.graph import Node, Value, constant
+from transforms.tiling.ir.graph import Node, Value
+from transforms.tiling.ir.walks import constant
 from transforms.tiling.rules.factors import origins
 
 

@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from transforms import products
+from transforms import layout, products
 from transforms.bits import bits, numbers
 from transforms.tiling.ir.graph import Node
 from transforms.tiling.ir.placement import Partial, Span
-from transforms.tiling.mesh import layout
 from transforms.tiling.rules import Move
 from transforms.tiling.rules.factors import Factors, register_factors
 

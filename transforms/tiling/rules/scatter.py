@@ -8,9 +8,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from transforms.tiling.ir.graph import Node, constant, elements
+from transforms.tiling.ir.graph import Node, elements
 from transforms.tiling.ir.obstacles import Obstacle
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled
+from transforms.tiling.ir.walks import constant
 from transforms.tiling.rules import Move, count_once, linear, register
 from transforms.tiling.rules.affine_index import find_position
 from transforms.tiling.rules.factors import Factors, pull_factor, push_factor

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from transforms.layout import like
 from transforms.sharding import partitions, reshape, shares
-from transforms.tiling.mesh.layout import like
 from zoo.models.attention import ulysses
 from zoo.models.layers import Ops, accumulator
 from zoo.quantised import Quantised

@@ -22,12 +22,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 
+from transforms.layout import named
 from transforms.tiling.ir.facts import Analysis
-from transforms.tiling.ir.graph import Node, Value, constant
+from transforms.tiling.ir.graph import Node, Value
 from transforms.tiling.ir.numbering import Numbering, Numbers
 from transforms.tiling.ir.placement import Partial, Tiled, Whole
 from transforms.tiling.ir.terms import Dims, Early, Term, along, merge, weigh
-from transforms.tiling.mesh.layout import named
+from transforms.tiling.ir.walks import constant
 from transforms.tiling.rules import Move
 from transforms.tiling.rules.factors import origins, peel
 

@@ -21,13 +21,14 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 
-from transforms.tiling.ir.edit import add, replace, sort, traced
+from transforms.layout import named
+from transforms.tiling.frontend.trace import traced
 from transforms.tiling.ir.facts import Analysis, Fact
-from transforms.tiling.ir.graph import Node, Value, closure, operands
+from transforms.tiling.ir.graph import Node, Value, add
 from transforms.tiling.ir.loops import Online
 from transforms.tiling.ir.placement import COMBINE, WHOLE, Partial, Placement, Span, Whole
 from transforms.tiling.ir.terms import Early, Term, broadcast_by
-from transforms.tiling.mesh.layout import named
+from transforms.tiling.ir.walks import closure, operands
 from transforms.tiling.mesh.sums import contracted
 from transforms.tiling.passes.online.deferral import Finder
 from transforms.tiling.passes.reassociate import Product, reassociate
@@ -95,7 +96,7 @@ def _divide(found: Analysis, node: Node, inner: Node) -> bool:
     nodes = [inner]
     params = node.params | {"axes": rest}
     (total,) = add(nodes, node, node.primitive, inner.outputs, [node.outputs[0].aval], **params)
-    replace(found.graph, node, nodes, {node.outputs[0]: total})
+    found.graph.replace(node, nodes, {node.outputs[0]: total})
     return True
 
 
@@ -133,7 +134,7 @@ class _Writer:
         weight = Weights(self.finder, self.copy, self.nodes)(value) if early.weighted else None
         sums = [v for v in (total, weight) if v is not None]
         for v in sums:
-            v.aval = ShapedArray(value.shape, wide, sharding=named(value.aval))
+            v.retype(ShapedArray(value.shape, wide, sharding=named(value.aval)))
         anchors = tuple(dataclasses.replace(t, value=self.anchor(t.value, t.weight)) for t in early.anchors)
         self.done.sums[total] = Online(anchors, weight)
         terms = early.terms
@@ -144,8 +145,8 @@ class _Writer:
 
         known = [self.settled(v, node) for v in sums]
         nodes, (result,) = traced(finish, [*known, *(t.value for t in terms)], node)
-        replace(self.found.graph, node, [*self.nodes, *nodes], {value: result})
-        sort(self.found.graph)
+        self.found.graph.replace(node, [*self.nodes, *nodes], {value: result})
+        self.found.graph.sort()
 
     def settled(self, total: Value, node: Node) -> Value:
         """A sum once its anchors are final: before that, nothing may be added to it. It is linear in nothing."""

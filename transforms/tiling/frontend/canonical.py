@@ -2,12 +2,11 @@
 
 Collectives over dimensions are reductions, barriers have one operand, joins no empty ones, products absorb the
 transposes around them.
-These are changes to a graph that is being made, before anybody has read it.
+Rules and passes know primitives by name, and so does this, their forerunner: what it writes is all that they see.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -17,10 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 
+from transforms.layout import axes, layout, named
 from transforms.products import usual
-from transforms.tiling.mesh.layout import axes, layout, named
-
-Graph = Node = Value = Any  # of `ir.graph`, as it is made by `ir.flatten`, which stands above
+from transforms.tiling.ir.graph import Graph, Node, Value
 
 # Collectives. `jax.vmap` turns its name into a dimension, a number, and over dimensions they are these reductions.
 REDUCES = {"psum": lax.reduce_sum_p, "pmax": lax.reduce_max_p, "pmin": lax.reduce_min_p}
@@ -35,12 +33,12 @@ def drop_empty(graph: Graph) -> Graph:
     """Let a join read what its result holds anything of, and be that if it is one: a padding by nothing is one, too."""
     same: dict[Value, Value] = {}
     for node in graph.nodes:
-        node.inputs = [same.get(v, v) for v in node.inputs]
         if node.name == "concatenate":
-            node.inputs = [v for v in node.inputs if v.shape[node.params["dimension"]]] or node.inputs[:1]
+            held = [v for v in node.inputs if v.shape[node.params["dimension"]]] or node.inputs[:1]
+            node.change(inputs=[same.get(v, v) for v in held])
             if len(node.inputs) == 1:
                 same[node.outputs[0]] = node.inputs[0]
-    graph.outputs[:] = [same.get(v, v) for v in graph.outputs]
+    graph.substitute(same)
     return graph
 
 
@@ -60,8 +58,8 @@ def reductions(node: Node) -> list[Node]:
     parts = _of_each(node, primitive=REDUCES[node.name], params={"axes": dims, "out_sharding": None})
     if len(dims) == len(axes):
         return _result_in(node, parts)
-    node.params = node.params | {"axes": tuple(a for a in axes if a not in dims)}
-    node.inputs = [v for part in parts for v in part.outputs]
+    params = node.params | {"axes": tuple(a for a in axes if a not in dims)}
+    node.change(params=params, inputs=[v for part in parts for v in part.outputs])
     return [*parts, node]
 
 
@@ -73,9 +71,7 @@ def _of_each(node: Node, **changes: Any) -> list[Node]:
 
 def _result_in(node: Node, parts: list[Node]) -> list[Node]:
     """Let the results of a node be those of its parts, one by one."""
-    for out, part in zip(node.outputs, parts, strict=True):
-        out.producer, out.index, part.outputs = part, 0, [out]
-    return parts
+    return [part.make([out]) for out, part in zip(node.outputs, parts, strict=True)]
 
 
 # ------------------------------------------------------------------------------ products and the transposes around them
@@ -113,7 +109,7 @@ def narrow_dots(graph: Graph) -> Graph:
         if wide and usual(node.params["precision"]):
             operands = [narrow(v) for v in node.inputs]
             if operands != node.inputs and all(v.dtype == jnp.bfloat16 for v in operands):
-                node.inputs, node.params = operands, node.params | {"preferred_element_type": jnp.dtype(jnp.float32)}
+                node.change(inputs=operands, params=node.params | {"preferred_element_type": jnp.dtype(jnp.float32)})
     return graph
 
 
@@ -122,7 +118,7 @@ def part_turns(graph: Graph) -> Graph:
     for node in graph.nodes[:]:
         if node.name == "reshape" and node.params["dimensions"] is not None:
             turned = _turned(graph, node, node.inputs[0], node.params["dimensions"])
-            node.inputs, node.params = [turned], node.params | {"dimensions": None}
+            node.change(inputs=[turned], params=node.params | {"dimensions": None})
     return graph
 
 
@@ -146,8 +142,8 @@ def spread_dots(graph: Graph) -> Graph:
             continue
         for value, order in path:
             entries = [axes(node.outputs[0].aval, d) for d in order]
-            value.aval = value.aval.update(sharding=NamedSharding(sharding.mesh, layout(entries)))
-        dot.params = dot.params | {"out_sharding": named(dot.outputs[0].aval)}
+            value.retype(value.aval.update(sharding=NamedSharding(sharding.mesh, layout(entries))))
+        dot.change(params=dot.params | {"out_sharding": named(dot.outputs[0].aval)})
     return graph
 
 
@@ -182,8 +178,7 @@ def _turn(graph: Graph, node: Node, dot: Node) -> None:
             params["precision"] = params["precision"][::-1]
         if params.get("out_sharding") is not None:
             params["out_sharding"] = named(node.outputs[0].aval)
-    node.primitive, node.context, node.source = dot.primitive, dot.context, dot.source
-    node.params, node.inputs = params, operands
+    node.change(primitive=dot.primitive, params=params, inputs=operands, context=dot.context, source=dot.source)
 
 
 def _turn_result(graph: Graph, node: Node, order: Sequence[int]) -> None:
@@ -192,10 +187,10 @@ def _turn_result(graph: Graph, node: Node, order: Sequence[int]) -> None:
     shape = [0] * len(order)
     for place, d in enumerate(order):
         shape[d] = out.shape[place]
-    made = type(out)(out.aval.update(shape=tuple(shape)), node)
-    back = dataclasses.replace(node, primitive=lax.transpose_p, params={"permutation": tuple(order)}, inputs=[made])
-    back.outputs, node.outputs, out.producer = [out], [made], back
-    graph.nodes.insert(graph.nodes.index(node) + 1, back)
+    made = Value(out.aval.update(shape=tuple(shape)))
+    back = node.like([made], [], primitive=lax.transpose_p, params={"permutation": tuple(order)}).make([out])
+    node.make([made])
+    graph.insert([back], after=node)
 
 
 def _turned(graph: Graph, node: Node, value: Value, order: Sequence[int]) -> Value:
@@ -205,7 +200,7 @@ def _turned(graph: Graph, node: Node, value: Value, order: Sequence[int]) -> Val
         spec = layout([axes(value.aval, d) for d in order])
         aval = aval.update(sharding=NamedSharding(sharding.mesh, spec))
     made = node.like([value], [aval], primitive=lax.transpose_p, params={"permutation": tuple(order)})
-    graph.nodes.insert(graph.nodes.index(node), made)
+    graph.insert([made], before=node)
     return made.outputs[0]
 
 
@@ -231,5 +226,5 @@ def _absorb(graph: Graph, node: Node, side: int) -> None:
         tuple(tuple(order[d] for d in dims) if s == side else dims for s, dims in enumerate(pair))
         for pair in (contract, batch)
     ]
-    node.params = node.params | {"dimension_numbers": tuple(moved)}
-    node.inputs[side] = turn.inputs[0]
+    inputs = [turn.inputs[0] if s == side else v for s, v in enumerate(node.inputs)]
+    node.change(inputs=inputs, params=node.params | {"dimension_numbers": tuple(moved)})

@@ -14,17 +14,18 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
 
+from transforms.layout import Held, conform, like
 from transforms.tiling.analysis.limits import human, too_large
 from transforms.tiling.analysis.propagate import body_of
-from transforms.tiling.ir.edit import replace, traced
+from transforms.tiling.frontend.flatten import body_graph, evaluate
 from transforms.tiling.ir.facts import Outlined, Region
-from transforms.tiling.ir.flatten import body_graph, evaluate
-from transforms.tiling.ir.graph import Graph, Node, Value, closure, describe, operands, prune, scan_counts
+from transforms.tiling.ir.graph import Node, Value, describe
 from transforms.tiling.ir.obstacles import Complete, Obstacle, Refusal
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled
-from transforms.tiling.mesh.layout import Held, conform, like
+from transforms.tiling.ir.walks import closure, operands, scan_counts
 from transforms.tiling.mesh.sums import flowing
-from transforms.tiling.rules import RULES, Move, bodies, register
+from transforms.tiling.regions import bodies
+from transforms.tiling.rules import RULES, Move, register, wait
 
 
 def of_a_step(placement: Placement) -> Placement:
@@ -56,7 +57,7 @@ def push_scan(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
         outs = [found.fact(v).placement for v in graph.outputs]
         joined = tuple(bodies.join(a, b) for a, b in zip(state, outs[:carried], strict=True))
         if None in joined:
-            return bodies.wait(placements, "carries what is cut along different dimensions")
+            return wait(placements, "carries what is cut along different dimensions")
         parts = zip(graph.inputs[constants:], bodies.held(found)[:carried], strict=False)
         kept_apart = Held({v: a for v, a in parts if a.axes and v in lazy})
         if joined == state and kept_apart == apart:
@@ -158,24 +159,6 @@ def check_steps(node: Node, outs: Sequence[Placement], limits: Any) -> Refusal |
     array = f"{describe(node.outputs[most].aval)} {outs[most]}, {human(sizes[most])} a step"
     why = f"it {what}, which would have to be whole"
     return Refusal(too_large(limits, str(node), why, f"array: {array}", f"{remedy}, cut another axis"))
-
-
-def sink(graph: Graph, node: Node, operands: Sequence[int], sources: Sequence[Value]) -> None:
-    """Have the body of a scan make the constants `operands` itself, from `sources`, in each of its steps."""
-    kept = [i for i in range(len(node.inputs)) if i not in operands]
-    whole = bodies.whole_body(body_graph(node, "jaxpr"))
-
-    def run(*values: Any) -> list[Any]:
-        def body(inner: Sequence[Any]) -> list[Any]:
-            env: dict[Value, Any] = dict(zip(sources, values[len(kept) :], strict=True))
-            made = dict(zip(operands, evaluate(env, [node.inputs[i] for i in operands]), strict=True))
-            return whole([made.get(i, x) for i, x in enumerate(inner)])
-
-        return bodies.run_scan(node, bodies.with_gaps(kept, values[: len(kept)], len(node.inputs)), body)
-
-    nodes, outs = traced(run, [*(node.inputs[i] for i in kept), *sources], node)
-    replace(graph, node, nodes, dict(zip(node.outputs, outs, strict=True)))
-    graph.nodes[:] = prune(graph).nodes
 
 
 def sink_constants(node: Node) -> tuple[ClosedJaxpr, list[int]]:

@@ -1,4 +1,4 @@
-"""From jaxprs to graphs: nested calls inlined, equations in one form (`rules.canonical`); and back again."""
+"""From jaxprs to graphs: nested calls inlined, equations in one form (`frontend.canonical`); and back again."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from transforms.tiling.frontend.canonical import barriers, canonical, reductions
 from transforms.tiling.ir.effects import check_pure, loud, silenced
-from transforms.tiling.ir.graph import Graph, Node, Value, prune, read
+from transforms.tiling.ir.graph import Graph, Node, Value
 from transforms.tiling.ir.jaxprs import body
+from transforms.tiling.ir.walks import read
 from transforms.tiling.primitives import CALLS, CUSTOM_CALLS, REMAT, SOLVE
-from transforms.tiling.rules.canonical import barriers, canonical, reductions
 
 
 def flatten(closed: ClosedJaxpr, *, custom: bool = True, remat: bool = False, together: bool = False) -> Graph:
@@ -46,15 +47,15 @@ def flatten(closed: ClosedJaxpr, *, custom: bool = True, remat: bool = False, to
             else:
                 effects = loud(eqn.effects)
                 node = Node(eqn.primitive, plain(eqn.params), ins, [], eqn.source_info, outer, eqn.ctx, effects)
-                node.together = together
-                outs = node.outputs = [Value(v.aval, node, i) for i, v in enumerate(eqn.outvars)]
+                outs = node.make([Value(v.aval) for v in eqn.outvars]).outputs
+                node.change(together=together)
                 nodes.extend(part for one in reductions(node) for part in barriers(one))
             env.update(zip(eqn.outvars, outs, strict=True))
         return [read(a) for a in jaxpr.outvars]
 
     inputs = [Value(v.aval) for v in closed.jaxpr.invars]
     graph = Graph(inputs, nodes, run(closed.jaxpr, closed.consts, inputs, None))
-    return prune(canonical(prune(graph)))
+    return canonical(graph.prune()).prune()
 
 
 def plain(param: Any) -> Any:

@@ -16,15 +16,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from transforms.layout import entries_of
 from transforms.tiling.analysis.propagate import body_of
+from transforms.tiling.frontend.flatten import body_graph
 from transforms.tiling.ir.facts import Region
-from transforms.tiling.ir.flatten import body_graph
 from transforms.tiling.ir.graph import Node
 from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import Placement, Span, Tiled
-from transforms.tiling.mesh.layout import entries_of
+from transforms.tiling.regions.bodies import at_tile, held, whole_body, widen, with_gaps
 from transforms.tiling.rules import Move, register
-from transforms.tiling.rules.bodies import at_tile, held, whole_body, widen, with_gaps
 
 
 def share(node: Node, spec: PartitionSpec, dim: int) -> int:

@@ -9,15 +9,17 @@ import jax
 from jax import lax
 
 from transforms.tiling.analysis.propagate import analyse, analyse_body, body_of
-from transforms.tiling.ir.edit import any_platform
+from transforms.tiling.frontend.flatten import body_graph, flatten, solver
+from transforms.tiling.frontend.trace import any_platform
 from transforms.tiling.ir.facts import Analysis, Region
-from transforms.tiling.ir.flatten import body_graph, flatten, solver
-from transforms.tiling.ir.graph import Graph, Node, ancestors, closure, operands
+from transforms.tiling.ir.graph import Graph, Node
 from transforms.tiling.ir.obstacles import Complete, Inline, Obstacle
 from transforms.tiling.ir.placement import WHOLE, Placement, Span, Whole
+from transforms.tiling.ir.walks import ancestors, closure, operands
 from transforms.tiling.primitives import CUSTOM_CALLS, REMAT, SOLVE
-from transforms.tiling.rules import Move, bodies, refuse_partial, register, tiled
-from transforms.tiling.rules.bodies import Body
+from transforms.tiling.regions import bodies
+from transforms.tiling.regions.bodies import Body
+from transforms.tiling.rules import Move, refuse_partial, register, tiled, wait
 
 # -------------------------------------------------------------------------------------------------- jax.checkpoint
 
@@ -61,7 +63,7 @@ def push_while(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle
             return found
         joined = tuple(bodies.join(a, found.fact(v).placement) for a, v in zip(state, graph.outputs, strict=True))
         if None in joined:
-            return bodies.wait(placements, "carries what is cut along different dimensions")
+            return wait(placements, "carries what is cut along different dimensions")
         if joined == state:
             break
         state = joined  # ty: ignore[invalid-assignment]
@@ -69,7 +71,7 @@ def push_while(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle
     if isinstance(ended, Obstacle):
         return ended
     if ended is None:
-        return bodies.wait(placements, "ends on what differs from tile to tile")
+        return wait(placements, "ends on what differs from tile to tile")
     return Region(state, (*placements[:first], *state), (ended, found))
 
 
@@ -147,7 +149,7 @@ def push_branches(node: Node, placements: tuple[Placement, ...]) -> Move | Obsta
             if placement is not None:
                 placement = bodies.join(placement, branch.fact(graph.outputs[number]).placement)
         if placement is None:
-            return bodies.wait(placements, "has branches whose results are cut along different dimensions")
+            return wait(placements, "has branches whose results are cut along different dimensions")
         outs.append(placement)
     return Region(tuple(outs), placements, tuple(found))
 

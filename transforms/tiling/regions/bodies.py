@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from transforms.layout import Apart, move, named, spec
+from transforms.tiling.frontend.flatten import body_graph, evaluate
 from transforms.tiling.ir.facts import Analysis
-from transforms.tiling.ir.flatten import body_graph, evaluate
-from transforms.tiling.ir.graph import Graph, Node, Value, scan_counts
-from transforms.tiling.ir.obstacles import Complete
+from transforms.tiling.ir.graph import Graph, Node, Value
 from transforms.tiling.ir.placement import Partial, Placement, Span, Whole
-from transforms.tiling.mesh.layout import Apart, move, named, spec
+from transforms.tiling.ir.walks import scan_counts
 from transforms.tiling.rules import Move
 
 Body = Callable[[Sequence[Any]], list[Any]]
@@ -33,11 +33,6 @@ def join(first: Placement, second: Placement) -> Placement | None:
     if first == second or isinstance(second, Whole):
         return first
     return second if isinstance(first, Whole) else None
-
-
-def wait(placements: Sequence[Placement], reason: str) -> Complete:
-    """Run the region as it is, on whole operands."""
-    return Complete([i for i, p in enumerate(placements) if not isinstance(p, Whole)], reason)
 
 
 def widen(value: Any, placement: Placement, span: Span) -> Any:

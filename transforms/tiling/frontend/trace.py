@@ -1,4 +1,4 @@
-"""Changes to a graph that leave its meaning as it is."""
+"""Equations of functions: traced, and put into a graph in the place of others, or bodies in that of what has them."""
 
 from __future__ import annotations
 
@@ -6,47 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Primitive
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import AxisType
 
-from transforms.tiling.ir.flatten import flatten
-from transforms.tiling.ir.graph import Graph, Node, Value, substitute
+from transforms.layout import like, varying
+from transforms.tiling.frontend.flatten import flatten
+from transforms.tiling.ir.graph import Graph, Node, Value
 from transforms.tiling.ir.jaxprs import body, trimmed
-from transforms.tiling.mesh.layout import like, varying
-
-
-def copied(graph: Graph) -> tuple[Graph, dict[Value, Value]]:
-    """A graph to be changed in the place of another, and the values of that which its own are made after."""
-    same: dict[Value, Value] = {}
-
-    def again(value: Value) -> Value:
-        if value.const is not None or value in same:
-            return same.get(value, value)
-        same[value] = made = Value(value.aval)
-        return made
-
-    copy = Graph([again(v) for v in graph.inputs], [], [])
-    for node in graph.nodes:
-        made = node.like([again(v) for v in node.inputs], [v.aval for v in node.outputs])
-        same.update(zip(node.outputs, made.outputs, strict=True))
-        copy.nodes.append(made)
-    copy.outputs[:] = [again(v) for v in graph.outputs]
-    return copy, {new: old for old, new in same.items()}
-
-
-def add(nodes: list[Node], like: Node, primitive: Primitive, inputs: Sequence[Value], avals: Any, **params: Any) -> Any:
-    """Append a node; return its results. It has the side effects of the one that it is a part `of`, if of any."""
-    effects = like.effects if "of" in params else ()
-    node = like.like(inputs, avals, primitive=primitive, params=params, effects=effects, state=None)
-    nodes.append(node)
-    return node.outputs
-
-
-def replace(graph: Graph, node: Node, nodes: Sequence[Node], values: dict[Value, Value], keep: bool = False) -> None:
-    """Put `nodes` in the place of `node` (before it, if it is to be kept), and `values` in that of its results."""
-    at = graph.nodes.index(node)
-    graph.nodes[at : at + (not keep)] = nodes
-    substitute(graph, values)
 
 
 def traced(fn: Callable[..., Any], inputs: Sequence[Value], node: Node) -> tuple[list[Node], list[Value]]:
@@ -54,13 +20,13 @@ def traced(fn: Callable[..., Any], inputs: Sequence[Value], node: Node) -> tuple
     closed = _there(node, lambda: jax.make_jaxpr(fn)(*(like(v.aval) for v in inputs)))
     made = flatten(trimmed(closed), together=node.together)
     for other in made.nodes:
-        other.source, other.caller = node.source, node.caller
+        other.change(source=node.source, caller=node.caller)
     return made.nodes, called(made, inputs)
 
 
 def called(made: Graph, inputs: Sequence[Value]) -> list[Value]:
     """The results of a graph whose nodes, from now on, read `inputs`."""
-    substitute(made, dict(zip(made.inputs, inputs, strict=True)))
+    made.substitute(dict(zip(made.inputs, inputs, strict=True)))
     return made.outputs
 
 
@@ -85,7 +51,7 @@ def _there(node: Node, trace: Callable[[], ClosedJaxpr]) -> ClosedJaxpr:
 def inline(graph: Graph, node: Node) -> None:
     """Put the body of a `jax.checkpoint`, or that of `lax.platform_dependent` for any platform, in its place."""
     nodes, outs = inlined(node)
-    replace(graph, node, nodes, dict(zip(node.outputs, outs, strict=True)))
+    graph.replace(node, nodes, dict(zip(node.outputs, outs, strict=True)))
 
 
 def inlined(node: Node) -> tuple[list[Node], list[Value]]:
@@ -95,7 +61,7 @@ def inlined(node: Node) -> tuple[list[Node], list[Value]]:
     inner = flatten(closed, together=node.together)
     outs = called(inner, node.inputs[number is not None :])
     for other in inner.nodes:
-        other.caller = other.caller or node.source
+        other.change(caller=other.caller or node.source)
     return inner.nodes, outs
 
 
@@ -111,19 +77,5 @@ def split(graph: Graph, node: Node, wanted: Sequence[int], part: Callable[..., l
     Without side effects, and without what only the other results need, in bodies too.
     """
     nodes, outs = traced(lambda *values: [part(node, values, wanted)[i] for i in wanted], node.inputs, node)
-    replace(graph, node, nodes, dict(zip([node.outputs[i] for i in wanted], outs, strict=True)), keep=True)
+    graph.replace(node, nodes, dict(zip([node.outputs[i] for i in wanted], outs, strict=True)), keep=True)
     return nodes
-
-
-def sort(graph: Graph) -> None:
-    """Bring the nodes into an order in which operands come first, changing as little as possible."""
-    ordered: dict[Node, None] = {}
-    for root in graph.nodes:
-        stack = [root]
-        while stack:
-            missing = [v.producer for v in stack[-1].inputs if v.producer and v.producer not in ordered]
-            if missing:
-                stack.extend(missing)
-            else:
-                ordered.setdefault(stack.pop())
-    graph.nodes[:] = ordered

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from transforms.tiling.analysis.fits import unfit
 from transforms.tiling.ir.facts import Analysis
 from transforms.tiling.ir.graph import Node, Value
 from transforms.tiling.ir.obstacles import Complete, Obstacle, Promote
@@ -69,7 +70,7 @@ def _follow(
     if node is None or not isinstance(want, Tiled) or value in ways or value in known or depth > DEPTH:
         return False
     move = pulled(node, want)
-    if move is None or found.untyped(node, move):
+    if move is None or unfit(found, node, move):
         return False
     ways[value] = want
     return all(_follow(found, v, p, known, ways, depth + 1) for v, p in zip(node.inputs, move.ins, strict=True))

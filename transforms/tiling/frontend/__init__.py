@@ -1,0 +1,1 @@
+"""Jaxprs in, graphs out: calls inlined, equations in one form, and functions as equations of a graph."""
