@@ -125,6 +125,29 @@ def test_sums_of_narrow_steps_are_formed_wide():
     np.testing.assert_allclose(tile(fn, (0, None), 3)(x, w).astype(float), fn(x, w).astype(float), atol=0.1)
 
 
+def partition(x, w, table):
+    """The logarithm of a linear chain's partition function (Lafferty et al. 2001): all paths, by the forward sums."""
+    scores = x @ w
+    step = lambda before, row: (jax.nn.logsumexp(before[:, None] + table, 0) + row, None)
+    return jax.nn.logsumexp(lax.scan(step, scores[0], scores[1:])[0]) - scores[:, 0].sum()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_gradient_of_a_narrow_recurrence(dtype):
+    """What it hands on is rounded in each step; the gradient of what all steps read is summed wide."""
+    args = draw(13, 6), 0.6 * draw(6, 5), draw(5, 5)
+    grads = lambda fn, *args: jax.grad(fn, (0, 1, 2))(*args)
+    exact, narrow = grads(partition, *args), [a.astype(dtype) for a in args]
+    near, got = (
+        grads(partition, *narrow),
+        quick.jit(grads, static_argnums=0)(tile(partition, (0, None, None), 3), *narrow),
+    )
+    for a, b, e in zip(got, near, exact, strict=True):
+        error = lambda a, e=e: float(jnp.abs(a.astype(jnp.float32) - e).max())
+        assert a.dtype == b.dtype
+        assert error(a) <= 2 * error(b) + 0.01
+
+
 # ------------------------------------------------------------------------------------ steps that do not see each other
 
 

@@ -116,6 +116,40 @@ def test_float16_gradients_are_formed_at_the_scale_of_the_caller(fn, scale, wrap
         assert error(got) <= 4 * error(near) + 1e-3 * float(jnp.abs(exact).max())
 
 
+NARROW = {
+    "cross-entropy": lambda x, w: -jnp.diagonal(jax.nn.log_softmax(x @ w)).sum(),
+    "linear": lambda x, w: (x @ w).sum(),
+    "an argument that is a number": lambda x, w: (x * w[0, 0]).mean() ** 2,
+}
+POLICIES = {
+    "none": None,
+    "dots": jax.checkpoint_policies.dots_saveable,
+    "everything": jax.checkpoint_policies.everything_saveable,
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", NARROW)
+def test_derivative_of_a_gradient_in_a_narrow_dtype(name, policy):
+    """Gradients are formed wide: whatever is kept for the next derivative, they come out as without one."""
+    x, w = (jnp.asarray(RNG.normal(size=s), jnp.bfloat16) for s in ((16, 6), (6, 20)))
+
+    def second(fn, x, w):
+        def size(w):
+            grads = jax.grad(lambda *args: fn(*args).astype(jnp.float32), (0, 1))(x, w)
+            return sum((g.astype(jnp.float32) ** 2).sum() for g in grads)
+
+        return jax.value_and_grad(size)(w)
+
+    exact = second(NARROW[name], x.astype(jnp.float32), w.astype(jnp.float32))
+    near = quick.jit(second, static_argnums=0)(NARROW[name], x, w)
+    got = quick.jit(second, static_argnums=0)(tile(NARROW[name], (0, None), 3, policy=POLICIES[policy]), x, w)
+    for a, b, e in zip(got, near, exact, strict=True):
+        error = lambda a, e=e: float(jnp.abs(a.astype(jnp.float32) - e).max())
+        assert a.dtype == b.dtype
+        assert error(a) <= 2 * error(b) + 1e-2 * float(jnp.abs(e).max())
+
+
 def loops(fn, *args):
     found = list(equations(jax.make_jaxpr(fn)(*args)))
     return sum(e.primitive.name == "scan" for e in found)

@@ -13,7 +13,7 @@ from jax.experimental import io_callback
 from jax.extend.core import Primitive
 
 from transforms import TileError, tile
-from transforms.tiling import rules
+from transforms.tiling import regions, rules
 from transforms.tiling.analysis.limits import Limits
 from transforms.tiling.analysis.propagate import analyse
 from transforms.tiling.frontend.flatten import flatten
@@ -158,7 +158,8 @@ def test_rule_asks_for_it_all_the_same(reason):
 
 def reasons():
     """All that the rules say when they ask for an operand to be whole."""
-    for path in pathlib.Path(rules.__file__).parent.glob("*.py"):
+    folders = [pathlib.Path(folder.__file__).parent for folder in (rules, regions)]
+    for path in (path for folder in folders for path in folder.glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             name = getattr(node.func, "id", "") if isinstance(node, ast.Call) else getattr(node, "name", "")
             if name in ("Complete", "refuse_partial", "Factors"):

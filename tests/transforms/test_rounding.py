@@ -103,6 +103,57 @@ def test_comparison_is_that_of_the_untiled_function(name, n):
     assert_right(tile(STORED[name], 0, n), (X, Y), stored(name))
 
 
+def labelled(u):
+    """The logit of each row's label."""
+    return u[jnp.arange(13), jnp.arange(13) % 5]
+
+
+def sorted_beside(h):
+    """Every row's number times one that an order of all rows gives: both a tile of it and the whole of it are read."""
+    return (h * jnp.sort(h, 0)).sum()
+
+
+# Functions of a product [13, 5], cut along its rows, and copies of some elements of each row. The loop that computes
+# the copies stores them, for all are sorted; a later one computes the rows again, in products of another size.
+ROWS = {
+    "maximum": lambda u, x: sorted_beside(u.max(-1)),
+    "two largest": lambda u, x: sorted_beside(lax.top_k(u, 2)[0]),
+    "middle of a row": lambda u, x: sorted_beside(jnp.sort(u, -1)[:, 1:3]),
+    "function of the maximum": lambda u, x: sorted_beside(jnp.tanh(u.max(-1))),
+    "maximum and minimum": lambda u, x: (u.max(-1) * jnp.sort(u.min(-1))).sum(),
+    "distance from the maximum": lambda u, x: (
+        nn.relu(0.3 + u - u.max(-1, keepdims=True)).sum() * sorted_beside(u.max(-1))
+    ),
+    "equal to the maximum": lambda u, x: ((u == u.max(-1, keepdims=True)) @ jnp.sort(u.max(-1))[:5]) @ x,
+    "rank of the label": lambda u, x: ((u > labelled(u)[:, None]).sum(-1) * jnp.sort(labelled(u))).sum(),
+    "rank of a column": lambda u, x: ((u >= u[:, 2:3]).sum(-1) * jnp.sort(u[:, 2])).sum(),
+    "vector": lambda u, x: u.max(-1) * jnp.sort(u.max(-1)),
+}
+POLICIES = {
+    "recomputed": None,
+    "everything": jax.checkpoint_policies.everything_saveable,
+    "copies": lambda prim, *_, **__: prim.name in ("reduce_max", "reduce_min", "top_k", "sort"),
+}
+
+
+def of_product(name):
+    return lambda x, w: ROWS[name](x @ w, x)
+
+
+@functools.cache
+def rows(name):
+    return untiled(of_product(name), (draw(4, 13, 6), draw(5, 6, 5)))
+
+
+@pytest.mark.redundant("n", "policy")
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("n", [2, 3, 7])
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_computed_again_meet_their_own_copies(name, n, policy):
+    tiled = tile(of_product(name), (0, None), n, policy=POLICIES[policy])
+    assert_right(tiled, (draw(4, 13, 6), draw(5, 6, 5)), rows(name))
+
+
 def softmax_by_hand(h, w, y):
     logits = h @ w
     p = jnp.exp(logits - logits.max(-1, keepdims=True))

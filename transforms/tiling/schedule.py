@@ -280,8 +280,9 @@ class Planner:
         return parts and not any((node, i) in self.analysis.completed for i in range(len(node.inputs)))
 
     def computes(self, value: Value, d: int) -> bool:
-        """Whether loop `d` has to compute the value: no earlier loop stored it."""
-        return self.stored.get(value, d) >= d
+        """Whether loop `d` has to compute the value: no earlier loop stored it, or it is to be computed `again`."""
+        limits = self.analysis.limits
+        return self.stored.get(value, d) >= d or (limits is not None and value in limits.again)
 
     def resolve(self, value: Value, want: Placement, d: int, loop: Loop, completed: bool = False) -> Ref:
         """Decide how loop `d` reads `value` as `want`, and ask for what that takes."""
@@ -311,7 +312,9 @@ class Planner:
     def kept(self, value: Value, placement: Placement, d: int) -> bool:
         """Whether the policy has an earlier loop store what loop `d` would compute again."""
         early = isinstance(placement, Tiled) and self.analysis.fact(value).stage < d and value.producer is not None
-        return early and not self.inside and keeps(self.policy, value.producer)
+        if not early or self.inside or (self.analysis.limits is not None and value in self.analysis.limits.again):
+            return False
+        return keeps(self.policy, value.producer)
 
     def pulls(self, value: Value, want: Tiled) -> Move | None:
         """How one tile of a whole value is made, without the rest of it."""

@@ -31,6 +31,7 @@ class Limits:
     summed: int = 0  # bytes of the largest input or output in the dtype that its sum is formed in
     stretched: bool = False  # there is no other way
     longest: int = 0  # a tile may become to hold groups of rows whole: twice as long as was asked for
+    again: frozenset[Value] = frozenset()  # cut values that no loop reads as an earlier one stored them
     backward: frozenset[Node] = frozenset()  # what runs backwards tile by tile, for its operand may not be whole
 
     def allow(self, value: Value) -> bool:

@@ -15,6 +15,8 @@ planned. What breaks it is mended (`passes.agreement`) in one of three ways:
 
     stored     the value is stored by the loop that computes it first, and whoever reads it reads that: if it may be
                whole, as any other value that is completed
+    again      a cut copy that an earlier loop stored for other readers (each row's maximum, which is sorted too) is
+               computed again beside what it is a copy of
     agreed     what is computed again is brought into agreement with what is known of it: what was looked up is put back
                to its place, an extremum to the place that comes out of the loop that finds it (a *witness*, with the
                number of ties: a few integers, however large the value)
@@ -23,6 +25,7 @@ planned. What breaks it is mended (`passes.agreement`) in one of three ways:
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -36,7 +39,7 @@ from transforms.tiling.ir.jaxprs import bodies, equations
 from transforms.tiling.ir.loops import Loop, Schedule
 from transforms.tiling.ir.obstacles import Disagreement, Refusal
 from transforms.tiling.ir.placement import Placement, Tiled
-from transforms.tiling.ir.walks import closure, constant, operands
+from transforms.tiling.ir.walks import ancestors, closure, constant, operands
 from transforms.tiling.primitives import has, having
 
 DISCONTINUOUS = having("discontinuous")  # conversions to integers, too: see `_jumps`
@@ -69,10 +72,15 @@ def meeting(found: Analysis) -> Disagreement | None:
 
 
 def check(plan: Schedule) -> Refusal | None:
-    """What is to be said where a loop breaks the rule."""
-    walk = Walk(plan.analysis)
+    """What is to be said where a loop breaks the rule; what it is to compute again, where that mends it."""
+    refs = (ref for loop in plan.loops for ref in loop.refs if ref.how == "slice")
+    walk = Walk(plan.analysis, {ref.value for ref in refs if ref.value not in plan.analysis.inputs})
     first = next((met for loop in plan.loops if (met := walk.within(loop)) is not None), None)
-    return None if first is None else Refusal(disagreement(plan.analysis, first).message)
+    if first is None:
+        return None
+    met, read = disagreement(plan.analysis, first), ancestors(first[0].inputs)
+    again = frozenset(v for v, held in walk.held.items() if first[1] in held and v in read)
+    return dataclasses.replace(met, again=again) if again else Refusal(met.message)
 
 
 def running(plan: Schedule) -> Disagreement | None:
@@ -98,7 +106,11 @@ def decides(graph: Graph, value: Value) -> bool:
     """
     name = lambda v: "" if v.producer is None else v.producer.name
     made = closure([value], lambda v: () if name(v) in SUMMING | COPYING else operands(v))
-    roots = {root(source) for v in made if name(v) in COPYING for source in operands(v)}
+    makers = {v.producer for v in made if v.producer is not None}
+    roots = {root(source) for node in makers if node.name in COPYING for source in node.inputs}
+    roots |= {source for node in makers for i in range(len(node.inputs)) for source in _let_through(node, i)}
+    if not roots:
+        return False
     copies, computed = _elementwise(graph, {value}), _elementwise(graph, roots)
     for node in graph.nodes:
         if not copies.isdisjoint(node.inputs) and not computed.isdisjoint(node.inputs) and _jumps(node):
@@ -136,13 +148,15 @@ def disagreement(found: Analysis, met: Meeting, why: str = COPIES) -> Disagreeme
 class Walk:
     """Follows values, their copies and their roundings through a graph."""
 
-    def __init__(self, found: Analysis):
+    def __init__(self, found: Analysis, read: Iterable[Value] = ()):
         self.found = found
+        # Of cut values that are `read` as an earlier loop stored them, what they have copies of.
+        self.held = {v: frozenset(self._held(v)) for v in read if self._cut(v)}
         self.copied: dict[Node, frozenset[Value]] = {}
         for node in found.graph.nodes:
             if copies := frozenset(self._copies(node)):
                 self.copied[node] = copies
-        self.roots = frozenset(v for copies in self.copied.values() for v in copies)
+        self.roots = frozenset(v for copies in (*self.copied.values(), *self.held.values()) for v in copies)
         self.known: dict[Value, Origin] = {}
         self.first: Meeting | None = None
         if self.roots:
@@ -158,7 +172,8 @@ class Walk:
         for step in loop.steps:
             reads = []
             for ref in step.refs:
-                outside = Origin(copies=self.known.get(ref.value, Origin()).copies)
+                outside = self.known.get(ref.value, Origin()).copies | self.held.get(ref.value, frozenset())
+                outside = Origin(copies=outside)
                 reads.append(here.get(ref.value, outside) if ref.how == "tile" else outside)
             if (hit := self._visit(step.node, reads, here, [p for _, p in step.keys] or step.move.outs)) is not None:
                 return hit
@@ -194,6 +209,13 @@ class Walk:
             return node, next((v for v in made if v in met), None) or next(iter(met))
         return None
 
+    def _held(self, value: Value) -> Iterator[Value]:
+        """The values whose elements a cut value has, or has been computed from."""
+        yield from _sources(value)
+        for made in closure([value], lambda v: filter(self._cut, operands(v))):
+            if made.producer is not None and made.producer.name in COPYING:
+                yield from (w for v in made.producer.inputs if self._cut(v) and _inexact(v) for w in _sources(v))
+
     def _copies(self, node: Node) -> Iterator[Value]:
         """The values computed tile by tile copies of whose elements are known once a loop has ended."""
         move = self.found.moves[node]
@@ -204,11 +226,8 @@ class Walk:
             yield from (w for _, v in cut for w in _sources(v))
         elif node.name in MOVING:
             yield from (root(v) for i, v in cut if (node, i) in self.found.completed)
-        elif has(node.name, "contracts"):
-            masks = [is_mask(v) for v in node.inputs]
-            for i, v in cut:
-                masked = any(masks[:i] + masks[i + 1 :])
-                yield from map(root, _unmasked(v) or ([v] if masked else []))
+        else:
+            yield from (w for i, _ in cut for w in _let_through(node, i))
 
 
 def root(value: Value) -> Value:
@@ -232,6 +251,14 @@ def _unmasked(value: Value) -> list[Value]:
     if node is not None and has(node.name, "multiplies") and any(map(is_mask, node.inputs)):
         return [v for v in node.inputs if not is_mask(v)]
     return []
+
+
+def _let_through(node: Node, number: int) -> list[Value]:
+    """The values that a sum over an operand has elements of, for a mask lets only these through."""
+    if not has(node.name, "contracts"):
+        return []
+    value, others = node.inputs[number], [v for i, v in enumerate(node.inputs) if i != number]
+    return [root(v) for v in _unmasked(value) or ([value] if any(map(is_mask, others)) else [])]
 
 
 def _sources(value: Value) -> Iterator[Value]:

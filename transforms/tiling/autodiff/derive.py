@@ -98,6 +98,8 @@ def call(program: Program, *args: Any) -> list[Any]:
             found = call(program.forward if active else program, *primals)
             values, kept = found[: program.count], found[len(program.closed.out_avals) :]
             moved = _general(program, tuple(outs), tuple(active), primals, kept, given) if active else []
+        if program.wide:  # another plan may have rounded what is wide in this one
+            values = [v.astype(a.dtype) for v, a in zip(values, jax.eval_shape(program.run, *primals), strict=True)]
         known = dict(zip(outs, moved, strict=True)) if active else {}
         return tuple(values), tuple(_tangent(v, known.get(i)) for i, v in enumerate(values))
 

@@ -1,6 +1,8 @@
 """What a `jax.checkpoint` policy keeps of a tiled forward pass for the backward pass, as whole arrays.
 
-All else is rematerialised there, tile by tile (Chen et al. 2016, arXiv:1604.06174).
+All else is rematerialised there, tile by tile (Chen et al. 2016, arXiv:1604.06174). So are copies that a policy names
+(a maximum, say) and that meet in a comparison what they are copies of, which is computed again: both must be of one
+computation (`analysis.rounding`).
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr
 
+from transforms.tiling.analysis.rounding import decides
 from transforms.tiling.frontend.flatten import evaluate, flatten
 from transforms.tiling.ir.effects import loud
 from transforms.tiling.ir.graph import Graph, Node, Value
@@ -61,5 +64,6 @@ def keeping(closed: ClosedJaxpr, policy: Policy | None) -> Keeping | None:
     if policy is None and not loud(closed.effects):
         return None
     graph = flatten(closed, custom=False)
-    values = tuple(v for node in graph.nodes if keeps(policy, node) or _seen(node) for v in node.outputs)
+    asked = lambda node, value: keeps(policy, node) and not decides(graph, value)
+    values = tuple(v for node in graph.nodes for v in node.outputs if _seen(node) or asked(node, v))
     return Keeping(graph, values) if values else None

@@ -7,7 +7,7 @@ import contextvars
 import dataclasses
 import functools
 import gc
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -205,7 +205,7 @@ class Program:
 
     @collections_paused()
     def derive(
-        self, fn: Any, extra: Sequence[tuple[Any, Placement]], wide: Sequence[int] = (), given: int = 0
+        self, fn: Any, extra: Sequence[tuple[Any, Placement]], wide: Iterable[int] = (), given: int = 0
     ) -> Program:
         """The tiled program of `fn(*inputs, *extra)`, a function derived from this one.
 
@@ -258,7 +258,7 @@ class Program:
     def _joint(self, active: tuple[int, ...], out: int) -> Program | None:
         """The outputs and the gradients of one; None where JAX has no reverse mode (a loop of unknown length)."""
         count = len(self.closed.out_avals)
-        wide = range(count, count + len(active))
+        wide = [*self.wide, *range(count, count + len(active))]
         try:
             return self.derive(functools.partial(self._values_and_gradients, active, out), (), wide)
         except ValueError as error:
@@ -299,7 +299,7 @@ class Program:
         split = separate(self.closed, self.placements, self.limits, active, out)
         if split is None:
             return straight
-        parted = self.derive(lambda *args: split.joint(args, active), (), split.wide(active))
+        parted = self.derive(lambda *args: split.joint(args, active), (), [*self.wide, *split.wide(active)])
         # More than one inner sum may mean more products than running the forward twice.
         if parted.plan.flops > joint.plan.flops:
             return straight
@@ -330,7 +330,7 @@ class Program:
     def forward(self) -> Program:
         """The outputs, then what is kept for the backward pass."""
         if self.keeping is not None:
-            return self.derive(self.keeping.forward, ())
+            return self.derive(self.keeping.forward, (), self.wide)
         return dataclasses.replace(self, also=self.residuals) if self.residuals.values and self.also is None else self
 
     @property

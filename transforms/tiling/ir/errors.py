@@ -24,7 +24,7 @@ UNKNOWN = (
     jax.errors.TracerBoolConversionError,
     jax.errors.TracerIntegerConversionError,
 )
-OURS = (str(Path(jax.__file__).parent), str(Path(__file__).parent))
+OURS = (str(Path(jax.__file__).parent), str(Path(__file__).parents[1]))
 REMEDIES = {
     "dot_general": (
         "Both operands bring the same mesh axis to the result. Gather the weight for this product first: "

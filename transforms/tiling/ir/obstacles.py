@@ -97,3 +97,4 @@ class Disagreement(Refusal):
     node: Node
     value: Value
     must_store: bool = False  # nothing but storing the value helps
+    again: frozenset[Value] = frozenset()  # what loops are to compute again for it, in place of reading it as stored

@@ -81,7 +81,7 @@ def agree(met: Disagreement, span: Span) -> bool:
             more, (counted[total],) = traced(partial(_as, total.dtype), places[-1:], node)
             nodes += more
     (known,) = add(nodes, node, agreed_p, [value, known], [value.aval])
-    _read(met, known, nodes)
+    _read(met, {value: known}, nodes)
     graph.replace(node, nodes, counted, keep=True)
     graph.sort().prune()
     return True
@@ -91,10 +91,19 @@ def _as(dtype: Any, array: Any) -> Any:
     return array.astype(dtype)
 
 
-def _read(met: Disagreement, known: Value, nodes: list[Node]) -> None:
-    """Let an equation be computed from `known` in place of a value: what lies between them, once more."""
+def compute_again(met: Disagreement) -> frozenset[Value]:
+    """Let an equation see values as its own loop computes them, not as an earlier one stored them; return these."""
+    stored = {v: v.producer.inputs[0] for v in met.again if v.producer is not None and v.producer.name == "stored"}
+    nodes: list[Node] = []
+    _read(met, stored, nodes)
+    met.analysis.graph.insert(nodes, before=met.node)
+    return frozenset(stored.get(v, v) for v in met.again)
+
+
+def _read(met: Disagreement, known: dict[Value, Value], nodes: list[Node]) -> None:
+    """Let an equation be computed from what is `known` in place of values: what lies between them, once more."""
     found, graph = met.analysis, met.analysis.graph
-    seen, now = ancestors(met.node.inputs), {met.value: known}
+    seen, now = ancestors(met.node.inputs), dict(known)
     for node in graph.nodes[: graph.nodes.index(met.node)]:
         cut = [v for v in node.outputs if v in seen and isinstance(found.fact(v).placement, Tiled)]
         if cut and not now.keys().isdisjoint(node.inputs):

@@ -107,6 +107,10 @@ def whole_groups(work: Work, groups: Groups) -> bool:
 
 
 def agree(work: Work, met: Disagreement) -> bool:
+    if met.again:
+        made = agreement.compute_again(met)
+        work.limits = dataclasses.replace(work.limits, again=work.limits.again | made)
+        return True
     if not work.limits.allow(met.value):
         return not met.must_store and agreement.agree(met, work.limits.options.span)
     agreement.store(work.graph, met.value)

@@ -110,7 +110,7 @@ def run_part(node: Node, values: Sequence[Any], move: Move, span: Span) -> list[
     """A scan over a tile's steps; what only adds up is added up in the dtype of sums."""
     whole = whole_body(body_graph(node, "jaxpr"), effects=span.effects)
     constants, carried = scan_counts(node)
-    body = summing(node, whole, [i for i in range(carried) if move.outs[i] == Partial("sum")])
+    body = summing(node, whole, [i for i in range(carried) if move.ins[constants + i] == Partial("sum")])
     widened = [widen(v, p, span) for v, p in zip(values, move.ins, strict=True)]
     return run_scan(node, widened, body, values[constants + carried].shape[0])
 
