@@ -223,6 +223,19 @@ def test_rows_of_minus_infinity_masked_afterwards_are_as_untiled():
     np.testing.assert_array_equal(tile(fn, 1, 4)(x, mask), fn(x, mask))
 
 
+def test_a_sum_divided_by_a_count_of_none_is_as_untiled():
+    """Parts of what is divided are 0 where the sum is not, and 0 / 0 is no number."""
+
+    def fn(x, y):
+        rank = jnp.cumsum(x, 1)
+        count = (x > jnp.sort(y, 1)).sum(1, keepdims=True)
+        return (jnp.take_along_axis(rank, jnp.maximum(count - 1, 0), 1) - 1) / count
+
+    x, y = jnp.arange(1.0, 27).reshape(2, 13), jnp.asarray([[0.0], [99.0]]) * jnp.ones((2, 13))
+    np.testing.assert_array_equal(tile(fn, 1, 3, gather="any")(x, y), fn(x, y))
+    assert np.isinf(fn(x, y)).any()
+
+
 def test_online_sums_run_without_jit():
     with jax.disable_jit():
         got = tile(SUMS["importance weights"][0], 0, 3)(FAR, FAR + 200)
