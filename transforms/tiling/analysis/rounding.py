@@ -78,8 +78,9 @@ def check(plan: Schedule) -> Refusal | None:
     first = next((met for loop in plan.loops if (met := walk.within(loop)) is not None), None)
     if first is None:
         return None
-    met, read = disagreement(plan.analysis, first), ancestors(first[0].inputs)
-    again = frozenset(v for v, held in walk.held.items() if first[1] in held and v in read)
+    met, read, limits = disagreement(plan.analysis, first), ancestors(first[0].inputs), plan.analysis.limits
+    assert limits is not None, "no body is planned by itself"
+    again = frozenset(v for v, held in walk.held.items() if first[1] in held and v in read) - limits.again
     return dataclasses.replace(met, again=again) if again else Refusal(met.message)
 
 
