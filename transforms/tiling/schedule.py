@@ -216,7 +216,7 @@ class Planner:
         node = value.producer
         assert node is not None
         placements = [self.analysis.fact(v).placement for v in node.inputs]
-        if node.name not in ADDS:  # whose operand that was completed counts once, in the same sum
+        if node.name not in ADDS:  # these count an operand that is whole by then once, in the same sum
             completed = self.analysis.completed
             placements = [WHOLE if (node, i) in completed else p for i, p in enumerate(placements)]
         parts = [v for v, p in zip(node.inputs, placements, strict=True) if isinstance(p, Partial)]

@@ -11,7 +11,7 @@ made before: by a maximum, a sort, a lookup, a masked sum. Values that no roundi
 rearrangements, are the same however often they are computed.
 
 `meeting` finds the first equation that breaks the rule, from the placements alone; `check` looks at the loops that were
-planned. What breaks it is mended (`passes.agreement`) in one of three ways:
+planned. What breaks it is mended (`passes.agreement`), or refused:
 
     stored     the value is stored by the loop that computes it first, and whoever reads it reads that: if it may be
                whole, as any other value that is completed
@@ -173,8 +173,8 @@ class Walk:
         for step in loop.steps:
             reads = []
             for ref in step.refs:
-                outside = self.known.get(ref.value, Origin()).copies | self.held.get(ref.value, frozenset())
-                outside = Origin(copies=outside)
+                known = self.known.get(ref.value, Origin()).copies
+                outside = Origin(copies=known | self.held.get(ref.value, frozenset()))
                 reads.append(here.get(ref.value, outside) if ref.how == "tile" else outside)
             if (hit := self._visit(step.node, reads, here, [p for _, p in step.keys] or step.move.outs)) is not None:
                 return hit

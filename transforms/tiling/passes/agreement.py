@@ -1,7 +1,8 @@
 """Agreement: what loops compute again, and what knows of it from before, are brought together to the last bit.
 
-What `analysis.rounding` found is mended: a value is stored by the loop that computes it first, or what is computed
-again is told what is known of it, where that stands (a *witness*).
+What `analysis.rounding` found is mended: a value is stored by the loop that computes it first (`store`), a stored copy
+is computed again beside its source (`compute_again`), or what is computed again is told what is known of it, where that
+stands (a *witness*: `agree`).
 """
 
 from __future__ import annotations
