@@ -33,7 +33,7 @@ def again(then: dict[str, Any]) -> dict[str, Any]:
 def drawn(then: dict[str, Any]) -> dict[str, Any]:
     """What pictures show of these systems."""
     memory = figures.memory(compare.of_dtype("float32", OURS), then["memory"]["tokens"])
-    slicing = [name for name in OURS if SYSTEMS[name].tiles]
+    slicing = [name for name in compare.of_dtype("bfloat16", OURS) if SYSTEMS[name].tiles]
     return {"memory": {"bytes": memory}, "errors": {"errors": figures.errors(slicing, then["errors"]["slices"])}}
 
 

@@ -12,7 +12,7 @@ from zoo.accounting import visible_pairs
 
 _HEADER = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
 _SHAPE = r"\w+\[([\d,]*)\](?:\{[^}]*\})?"
-_RESULT = re.compile(rf"^\s*(?:ROOT )?%?([\w.\-]+) = {_SHAPE} (\w[\w\-]*)\((.*)")
+_RESULT = re.compile(rf"^\s*(?:ROOT )?%?([\w.\-]+) = \(?{_SHAPE}(?:, .*?\))? (\w[\w\-]*)\((.*)")  # of several the first
 _CALLED = re.compile(
     r"(?:to_apply|body|calls|called_computations|(?:branch|true|false)_computations?)=\{?((?:%?[\w.\-]+(?:, )?)+)\}?"
 )
@@ -373,9 +373,10 @@ def _dots(lines: list[str]) -> Iterator[int]:
             assert contracted is not None, line
             yield 2 * math.prod(shapes[name]) * math.prod(read[0][int(d)] for d in contracted.group(1).split(",") if d)
         elif op == "custom-call" and "__cublas" in operands:
-            contracted = re.search(r'"lhs_contracting_dimensions":\["(\d+)"', operands)
+            contracted = re.search(r'"lhs_contracting_dimensions": ?\[([^\]]*)\]', operands)
             assert contracted is not None, line
-            yield 2 * math.prod(shapes[name]) * read[0][int(contracted.group(1))]
+            summed = [read[0][int(d)] for d in re.findall(r"\d+", contracted.group(1))]
+            yield 2 * math.prod(shapes[name]) * math.prod(summed)
         elif op == "convolution":  # what a TPU makes of a dot: its kernel's input features are contracted
             labels = re.search(r"dim_labels=\w+_(\w+)->", operands)
             assert labels is not None, line

@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import statistics
 import subprocess
 import sys
 import venv
@@ -16,6 +17,7 @@ import zoo
 from experiments.bench import check, context, loop, serve
 from experiments.bench.rivals import compare, coverage, figures, step_jax, steps
 from experiments.bench.rivals.losses import KIND, LOSSES
+from experiments.bench.rivals.oracle import oracle
 from experiments.bench.rivals.table import SYSTEMS
 from experiments.bench.rivals.with_jax import NAMESPACE, untiled
 from experiments.planning import hlo
@@ -33,9 +35,18 @@ def committed(name):
     return json.loads((compare.RESULTS / f"{name}.json").read_text())
 
 
-@pytest.mark.parametrize("name", ["rivals", "rivals_bfloat16"])
+@pytest.mark.parametrize("name", ["rivals", "rivals_bfloat16", "rivals_gpu"])
 def test_tables_of_the_readme_are_drawn_from_what_is_committed(name):
     assert compare.table(committed(name)) in README.read_text()
+
+
+def test_steps_on_a_gpu_are_those_that_are_committed():
+    rows = committed("train_gpu")["rows"]
+    told = {name: (statistics.median(row["seconds"]), row["peak GiB"]) for name, row in rows.items()}
+    words = " ".join(README.read_text().split())
+    for name, (seconds, peak) in told.items():
+        assert f"{seconds:.3f} s and {peak:.1f} GiB with `{name}`" in words
+    assert len({tuple(row["losses"]) for row in rows.values()}) == 1 and "the same losses to four digits" in words
 
 
 def test_lengths_of_the_readme_are_those_that_are_committed():
@@ -115,7 +126,7 @@ def test_oracle_is_the_loss_in_float64():
     assert all(np.asarray(given[k], jnp.bfloat16).astype(np.float32).tolist() == given[k].tolist() for k in "hw")
     h, w, y = (jnp.asarray(x) for x in given.values())
     loss, (dh, dw) = jax.value_and_grad(untiled(*SIZES[::2], 1), (0, 1))(h, w, y)
-    true = compare.oracle(**given)
+    true = oracle(np, **given)
     for found, name in ((loss, "loss"), (dh, "dh"), (dw, "dw")):
         assert 0 < compare.error(np.asarray(found, np.float64), true[name]) < 1e-5
 
@@ -260,6 +271,20 @@ KERNEL = (
 def test_products_within_a_kernel_are_counted(way, mask, window, products, pairs):
     text = KERNEL.format(way=way, mask=mask, window=window)
     assert hlo.dot_flops(text) == products * 2 * 2 * 8 * pairs * 64
+
+
+def test_products_that_cublas_makes_are_counted():
+    """It returns a workspace beside the product."""
+    shape = lambda dims: f"bf16[{dims}]{{1,0}}"
+    numbers = '"lhs_contracting_dimensions":["1"],"rhs_batch_dimensions":[],"rhs_contracting_dimensions":["0"]'
+    text = (
+        f"ENTRY %main (a: {shape('64,16')}, b: {shape('16,256')}) -> {shape('64,256')} {{\n"
+        f"  %a = {shape('64,16')} parameter(0)\n  %b = {shape('16,256')} parameter(1)\n"
+        f"  %both = ({shape('64,256')}, s8[33554432]{{0}}) custom-call(%a, %b), "
+        f'custom_call_target="__cublas$lt$matmul", backend_config={{"dot_dimension_numbers":{{{numbers}}}}}\n'
+        f"  ROOT %out = {shape('64,256')} get-tuple-element(%both), index=0\n}}"
+    )
+    assert hlo.dot_flops(text) == 2 * 64 * 16 * 256
 
 
 def test_two_forward_passes_and_a_backward_pass_of_attention_have_nine_products():

@@ -295,3 +295,35 @@ def test_floats_of_eight_bits(dtype):
     for got, want in zip(tile(fn, (0, None), 4)(x, w), fn(x, w), strict=True):
         assert got.dtype == want.dtype
         np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(want, np.float32), rtol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------- gradients of lookups
+
+LOOKUPS = {  # of logits [N V], one of each row
+    "take_along_axis": lambda z, y: jnp.take_along_axis(z, y[:, None], 1)[:, 0],
+    "positions": lambda z, y: z[jnp.arange(len(z)), y],
+    "from the end": lambda z, y: jnp.take_along_axis(z, y[:, None] - 7, 1)[:, 0],
+    "clipped": lambda z, y: jnp.take_along_axis(z, y[:, None] + 3, 1, mode="clip")[:, 0],
+    "out of bounds": lambda z, y: z.at[jnp.arange(len(z)), y + 3].get(mode="fill", fill_value=0),
+    "turned": lambda z, y: jnp.take_along_axis(z.T, y[None], 0)[0],
+    "of bytes": lambda z, y: jnp.take_along_axis(z, y[:, None].astype(jnp.uint8), 1)[:, 0],
+    "by a scatter": lambda z, y: (jnp.zeros_like(z).at[jnp.arange(len(z)), y].add(z[:, 0]) * z).sum(1),
+}
+
+
+@pytest.mark.parametrize("lookup", LOOKUPS)
+@pytest.mark.parametrize(("axis", "n"), [((0, 0), 1), ((0, 0), 5), ((0, 0), 12), ((1, None), 3)])
+def test_gradient_of_one_element_of_each_row_is_made_with_what_is_beside_it(lookup, axis, n):
+    """A scatter into a tile of logits would be a pass of its own over all of them: it is a comparison in another."""
+    logits = jax.random.normal(jax.random.key(0), (12, 7))
+    labels = jax.random.randint(jax.random.key(1), (12,), 0, 7)
+
+    def loss(logits, labels):
+        z = jnp.tanh(logits)
+        return 3 * (jax.nn.logsumexp(z, -1) - LOOKUPS[lookup](z, labels) ** 2).sum()
+
+    tiled = jax.value_and_grad(tile(loss, axis, n))
+    for got, want in zip(tiled(logits, labels), jax.value_and_grad(loss)(logits, labels), strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-6, atol=1e-6)
+    of_all = [e for e in equations(jax.make_jaxpr(tiled)(logits, labels)) if e.primitive.name == "scatter-add"]
+    assert not [e for e in of_all if e.outvars[0].aval.ndim == 2 and n > 1]

@@ -3,11 +3,13 @@
     python -m experiments.bench rivals                      # all systems, N=2048 D=512 V=32768 in float32, 8 slices
     python -m experiments.bench rivals --dtype bfloat16 --write rivals_bfloat16
     python -m experiments.bench rivals --only tile "scan + checkpoint" --rounds 9
+    python -m experiments.bench rivals --device gpu --tokens 8192 --embed 2304 --vocab 256000 --dtype bfloat16
 
-Each runs in an environment of its own, made on first use. Temporary memory is the compiler's own count for JAX, and
-for PyTorch how far resident memory rises in a step beyond what is there before and its results. Products are counted
-in the compiled program, or by PyTorch's counter of operations where it sees them, in units of one (2 N D V); times are
-ratios of medians over rounds in which the systems take turns; errors are relative to the same loss in float64.
+Each runs in an environment of its own, made on first use, or with `--here` in the one that runs this. Temporary memory
+is the compiler's own count for JAX, and for PyTorch how far memory that is held rises in a step beyond what is there
+before and its results. Products are counted in the compiled program, or by PyTorch's counter of operations where it
+sees them, in units of one (2 N D V); errors are relative to the same loss in float64. Times are ratios of medians, on
+CPUs over rounds in which the systems take turns, on a GPU one after the other, each alone on it.
 """
 
 from __future__ import annotations
@@ -15,8 +17,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import statistics
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -38,13 +42,16 @@ MIB = 2**20
 class Worker:
     """A system in a process of its own."""
 
-    def __init__(self, system: System, **environment: str):
-        python = environments.python_of(system)
+    def __init__(self, system: System, device: str = "cpu", here: bool = False, **environment: str):
+        python = sys.executable if here else environments.python_of(system, device)
         self.versions = environments.versions(python, system)
-        inherited = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-        environment |= {"JAX_PLATFORMS": "cpu", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+        inherited = {k: v for k, v in os.environ.items() if here or k != "PYTHONPATH"}
+        environment |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+        environment |= (
+            {"JAX_PLATFORMS": "cuda"} if device == "gpu" else {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+        )
         if system.environment is None:
-            environment["PYTHONPATH"] = str(ROOT)
+            environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [inherited.get("PYTHONPATH")])])
         self.log = tempfile.NamedTemporaryFile("w+", prefix="worker-", suffix=".log")  # noqa: SIM115
         words = [python, str(FOLDER / "worker.py"), system.side, system.build]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.log, "text": True}
@@ -76,13 +83,13 @@ class Worker:
         self.log.close()
 
 
-def started(names: Sequence[str]) -> tuple[dict[str, Worker], dict[str, str]]:
+def started(names: Sequence[str], device: str = "cpu", here: bool = False) -> tuple[dict[str, Worker], dict[str, str]]:
     """The workers of some systems, and why others have none."""
     workers: dict[str, Worker] = {}
     missing: dict[str, str] = {}
     for name in names:
         try:
-            workers[name] = Worker(SYSTEMS[name])
+            workers[name] = Worker(SYSTEMS[name], device, here)
         except environments.Missing as error:
             missing[name] = str(error)
     return workers, missing
@@ -102,85 +109,98 @@ def draw(tokens: int, embed: int, vocab: int, dtype: str) -> dict[str, np.ndarra
     return {"h": h, "w": w, "y": rng.integers(0, vocab, tokens)}
 
 
-def oracle(h: np.ndarray, w: np.ndarray, y: np.ndarray) -> dict[str, np.ndarray]:
-    """The loss and its gradients in float64, a few tokens at a time."""
-    h, w = h.astype(np.float64), w.astype(np.float64)
-    loss, dh, dw = 0.0, np.empty_like(h), np.zeros_like(w)
-    for at in np.array_split(np.arange(len(h)), max(1, len(h) // 128)):
-        z = h[at] @ w
-        top = z.max(1, keepdims=True)
-        p = np.exp(z - top)
-        total = p.sum(1, keepdims=True)
-        rows = np.arange(len(at))
-        loss += (np.log(total) + top)[:, 0].sum() - z[rows, y[at]].sum()
-        p /= total
-        p[rows, y[at]] -= 1
-        dh[at], dw = p @ w.T / len(h), dw + h[at].T @ p / len(h)
-    return {"loss": np.asarray(loss / len(h)), "dh": dh, "dw": dw}
-
-
 def error(found: np.ndarray, true: np.ndarray) -> float:
     return float(np.linalg.norm(found - true) / np.linalg.norm(true))
 
 
-def of_dtype(dtype: str, names: Sequence[str] = tuple(SYSTEMS)) -> list[str]:
-    """Those of some systems that are something of their own in a dtype."""
-    return [name for name in names if dtype in SYSTEMS[name].dtypes]
+def of_dtype(dtype: str, names: Sequence[str] = tuple(SYSTEMS), device: str = "cpu") -> list[str]:
+    """Those of some systems that are something of their own in a dtype, and run on a device."""
+    return [name for name in names if dtype in SYSTEMS[name].dtypes and device in SYSTEMS[name].devices]
 
 
-def measure(names: Sequence[str], sizes: tuple[int, int, int], dtype: str, slices: int, rounds: int) -> dict[str, Any]:
-    """All figures of some systems, and what they were measured with."""
+def measure(
+    names: Sequence[str],
+    sizes: tuple[int, int, int],
+    dtype: str,
+    slices: int,
+    rounds: int,
+    device: str = "cpu",
+    here: bool = False,
+) -> dict[str, Any]:
+    """All figures of some systems, and what they were measured with.
+
+    Args:
+        names: of `SYSTEMS`.
+        sizes: tokens, embed, vocab.
+        device: where they run: "cpu", where they take turns, or "gpu", which each has for itself.
+        here: whether all run in the environment that runs this.
+    """
     tokens, embed, vocab = sizes
-    workers, missing = started(names)
+    workers, missing = started(names, device, here)
     rows: dict[str, dict[str, Any]] = {}
+    seconds: dict[str, list[float]] = {}
+    every = max(1, tokens * vocab // 2**27)  # of a large gradient some words are compared
+
+    def loaded(name: str, true: dict[str, np.ndarray]) -> dict[str, Any]:
+        worker = workers[name]
+        told = worker("load", inputs=str(inputs), dtype=dtype, slices=slices)
+        flops = dot_flops(told["hlo"]) if "hlo" in told else told["flops"]
+        worker("step")
+        worker("results", to=str(outputs), every=every)
+        found = np.load(outputs)
+        return {
+            "temporaries": told["temporaries"],
+            "products": None if flops is None else round(flops / (2 * tokens * embed * vocab), 3),
+            **{f"error of {what}": error(found[what], true[what]) for what in ("loss", "dh", "dw")},
+            "versions": worker.versions,
+        }
+
     with tempfile.TemporaryDirectory() as folder:
         inputs, outputs = Path(folder) / "inputs.npz", Path(folder) / "outputs.npz"
-        given = draw(*sizes, dtype)
-        save(inputs, given)
-        true = oracle(**given)
-        for name, worker in list(workers.items()):
+        save(inputs, draw(*sizes, dtype))
+        exact = Worker(SYSTEMS["JAX, untiled"], device, JAX_ENABLE_X64="1")
+        try:
+            kind = exact("oracle", inputs=str(inputs), to=str(outputs), every=every)["device"]
+        except environments.Missing as problem:
+            raise environments.Missing(f"JAX cannot compute on a {device} here: {problem}") from None
+        exact.close()
+        true = dict(np.load(outputs))
+        for name in list(workers):
             try:
-                told = worker("load", inputs=str(inputs), dtype=dtype, slices=slices)
-                flops = dot_flops(told["hlo"]) if "hlo" in told else told["flops"]
-                worker("step")
-                worker("results", to=str(outputs))
+                rows[name] = loaded(name, true)
+                if device == "cpu":
+                    continue
+                seconds[name] = [workers[name]("step")["seconds"] for _ in range(rounds)]
             except (environments.Missing, ValueError) as problem:
                 missing[name] = str(problem)
-                workers.pop(name).close()
-                continue
-            found = np.load(outputs)
-            rows[name] = {
-                "temporaries": told["temporaries"],
-                "products": None if flops is None else round(flops / (2 * tokens * embed * vocab), 3),
-                **{f"error of {what}": error(found[what], true[what]) for what in ("loss", "dh", "dw")},
-                "versions": worker.versions,
-            }
-        seconds: dict[str, list[float]] = {name: [] for name in workers}
-        for _ in range(rounds):
+            workers.pop(name).close()
+        for _ in range(rounds if workers else 0):
             for name, worker in workers.items():
-                seconds[name].append(worker("step")["seconds"])
+                seconds.setdefault(name, []).append(worker("step")["seconds"])
     for worker in workers.values():
         worker.close()
+    one = "JAX, untiled"
     for name, row in rows.items():
-        row["time"] = (
-            round(statistics.median(seconds[name]) / statistics.median(seconds["JAX, untiled"]), 2)
-            if (rounds and "JAX, untiled" in seconds)
-            else None
-        )
+        over = rounds and one in seconds
+        row["time"] = round(statistics.median(seconds[name]) / statistics.median(seconds[one]), 2) if over else None
+        if rounds and device == "gpu":
+            row["milliseconds"] = round(1000 * statistics.median(seconds[name]), 1)
     made = {"tokens": tokens, "embed": embed, "vocab": vocab, "dtype": dtype, "slices": slices, "rounds": rounds}
-    return {"made": made_with(), **made, "cores": os.cpu_count(), "systems": rows, "missing": missing}
+    where = f"{os.cpu_count()} cores" if device == "cpu" else kind
+    return {"made": made_with(), **made, "where": where, "systems": rows, "missing": missing}
 
 
 def table(figures: dict[str, Any]) -> str:
     """The figures as a table in Markdown, the least memory first."""
-    what = "N={tokens} D={embed} V={vocab} {dtype}, {slices} slices, {cores} cores".format(**figures)
+    what = "N={tokens} D={embed} V={vocab} {dtype}, {slices} slices, {where}".format(**figures)
     lines = [f"{what}.", "", "| | temporary MiB | products | time | error of the loss | of dH | of dW |"]
     lines += ["|---|---|---|---|---|---|---|"]
     dash = lambda value, text: "-" if value is None else format(value, text)
     for name, row in sorted(figures["systems"].items(), key=lambda item: item[1]["temporaries"]):
         errors = " | ".join(f"{row[f'error of {what}']:.1e}" for what in ("loss", "dh", "dw"))
         bold = f"**{name}**" if name.startswith("tile") else name
-        figure = f"{row['temporaries'] / MIB:.1f} | {dash(row['products'], '.2f')} | {dash(row['time'], '.2f')}"
+        time = f"{row['milliseconds']:.0f} ms" if "milliseconds" in row else dash(row["time"], ".2f")
+        figure = f"{row['temporaries'] / MIB:.1f} | {dash(row['products'], '.2f')} | {time}"
         lines.append(f"| {bold} | {figure} | {errors} |")
     lines += [f"\nNot measured: {name}: {why}" for name, why in figures["missing"].items()]
     return "\n".join(lines)
@@ -191,10 +211,16 @@ def main() -> None:
     for name, value in (("tokens", 2048), ("embed", 512), ("vocab", 32768), ("slices", 8), ("rounds", 5)):
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--only", nargs="+", choices=SYSTEMS, metavar="SYSTEM", help=f"of {', '.join(SYSTEMS)}")
+    parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
+    parser.add_argument("--here", action="store_true", help="run all in this environment, and install nothing")
 
     def asked(args):
         sizes = (args.tokens, args.embed, args.vocab)
-        return measure(args.only or of_dtype(args.dtype), sizes, args.dtype, args.slices, args.rounds)
+        names = args.only or of_dtype(args.dtype, device=args.device)
+        try:
+            return measure(names, sizes, args.dtype, args.slices, args.rounds, args.device, args.here)
+        except environments.Missing as error:
+            parser.error(str(error))
 
     told(parser, asked, table, "rivals")
 
@@ -207,7 +233,7 @@ def told(parser: argparse.ArgumentParser, measure: Callable[..., Any], table: Ca
     figures = measure(args)
     print(table(figures))
     if args.write:
-        figures = {"command": f"python -m experiments.bench {word} --dtype {args.dtype}", **figures}
+        figures = {"command": f"python -m experiments.bench {word} {shlex.join(sys.argv[1:])}", **figures}
         (RESULTS / f"{args.write}.json").write_text(json.dumps(figures, indent=1) + "\n")
 
 

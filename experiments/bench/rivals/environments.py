@@ -23,7 +23,7 @@ def folder() -> Path:
     return Path(cache) / "tiling-zoo" / "rivals"
 
 
-def python_of(system: System) -> str:
+def python_of(system: System, device: str = "cpu") -> str:
     """The interpreter that a system runs with; its environment is made if it is not there.
 
     Raises:
@@ -31,13 +31,15 @@ def python_of(system: System) -> str:
     """
     if system.environment is None:
         return sys.executable
-    asked = repr((sys.version_info[:2], system.requires, system.alone))
+    jax = [word.replace("jax==", "jax[cuda13]==") for word in system.requires]
+    requires = tuple(jax) if device == "gpu" else system.requires  # PyTorch has both in one
+    asked = repr((sys.version_info[:2], requires, system.alone))
     home = folder() / f"{system.environment}-{hashlib.sha256(asked.encode()).hexdigest()[:8]}"
     python, done = home / "bin" / "python", home / "complete"
     if not done.exists():
         shutil.rmtree(home, ignore_errors=True)
         venv.create(home, with_pip=True)
-        _install(python, *system.requires)
+        _install(python, *requires)
         if system.alone:
             _install(python, "--no-deps", *system.alone)
         done.touch()

@@ -19,6 +19,7 @@ class System(NamedTuple):
         tiles: whether it holds a slice of the logits at a time; the others are what one compares with.
         any_loss: whether it takes a user's own loss of logits.
         dtypes: in which it is something else than the others.
+        devices: where it runs: "cpu", "gpu".
     """
 
     environment: str | None
@@ -29,6 +30,7 @@ class System(NamedTuple):
     tiles: bool = True
     any_loss: bool = False
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    devices: tuple[str, ...] = ("cpu", "gpu")
 
 
 SYSTEMS = {
@@ -36,6 +38,7 @@ SYSTEMS = {
     "tile": System(None, "with_jax", "tiled", any_loss=True),
     "tile, vocabulary": System(None, "with_jax", "tiled_vocabulary"),
     "tile, lowmem": System(None, "with_jax", "tiled_lowmem"),
+    "tile, lowmem, n=1": System(None, "with_jax", "tiled_lowmem_uncut", devices=("gpu",)),
     "tile, sums in bfloat16": System(None, "with_jax", "tiled_narrow", dtypes=("bfloat16",)),
     "scan + checkpoint": System(None, "with_jax", "scanned"),
     "MaxText's algorithm": System(None, "with_jax", "maxtext"),
@@ -43,7 +46,7 @@ SYSTEMS = {
         "levanter", "with_jax", "levanter", (*JAX, "--pre", "levanter==1.2.dev1644", "haliax", "gitpython", "chex")
     ),
     "EasyDeL": System("easydel", "with_jax", "easydel", ("easydel==0.3.0", "optax")),
-    "tokamax": System("tokamax", "with_jax", "tokamax", (*JAX, "tokamax==0.0.12")),
+    "tokamax": System("tokamax", "with_jax", "tokamax", (*JAX, "tokamax==0.0.12"), devices=("cpu",)),
     "PyTorch, eager": System("torch", "with_torch", "eager", TORCH, tiles=False, any_loss=True),
     "PyTorch, compiled": System("torch", "with_torch", "compiled", TORCH, tiles=False),
     "F.linear_cross_entropy": System("torch", "with_torch", "linear_cross_entropy", TORCH),
@@ -83,5 +86,14 @@ SYSTEMS = {
         ("deepspeed==0.19.8",),
         any_loss=True,
     ),
-    "Liger": System("liger", "with_torch", "liger", (*TORCH, "transformers"), ("liger-kernel==0.8.5",)),
+    "Liger": System(
+        "liger", "with_torch", "liger", (*TORCH, "transformers"), ("liger-kernel==0.8.5",), devices=("cpu",)
+    ),
+    "Liger's kernel": System(
+        "liger", "with_torch", "liger_kernel", (*TORCH, "transformers"), ("liger-kernel==0.8.5",), devices=("gpu",)
+    ),
+    "CCE": System("cce", "with_torch", "cce", TORCH, ("cut-cross-entropy==25.1.1",), devices=("gpu",)),
+    "CCE, unfiltered": System(
+        "cce", "with_torch", "cce_unfiltered", TORCH, ("cut-cross-entropy==25.1.1",), devices=("gpu",)
+    ),
 }

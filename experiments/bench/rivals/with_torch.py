@@ -112,6 +112,22 @@ def liger(tokens: int, vocab: int, slices: int) -> Loss:
     return lambda h, w, y: CrossEntropy.apply(h, w, *(x.to(h.dtype) for x in none), y, -(-tokens // slices))
 
 
+def liger_kernel(tokens: int, vocab: int, slices: int) -> Loss:
+    """Its Triton kernel, which chooses the number of slices: some vocab / embed of them."""
+    fused = importlib.import_module("liger_kernel.transformers").LigerFusedLinearCrossEntropyLoss()
+    return lambda h, w, y: fused(w, h, y)
+
+
+def cce(tokens: int, vocab: int, slices: int) -> Loss:
+    """Its Triton kernels, which leave blocks of small probabilities out of the gradients."""
+    return importlib.import_module("cut_cross_entropy").linear_cross_entropy
+
+
+def cce_unfiltered(tokens: int, vocab: int, slices: int) -> Loss:
+    fused = importlib.import_module("cut_cross_entropy").linear_cross_entropy
+    return lambda h, w, y: fused(h, w, y, filter_eps=None)
+
+
 def _resident(field: str) -> int:
     with open("/proc/self/status") as file:
         return next(1024 * int(line.split()[1]) for line in file if line.startswith(field))
@@ -131,14 +147,16 @@ class Runner:
     def __init__(self, build: str):
         self.build = globals()[build]
         self.name = build
+        self.gpu = torch.cuda.is_available()  # none is shown to what is to run on a CPU
 
     out: tuple[Tensor, ...]
 
     def load(self, inputs: str, dtype: str, slices: int) -> dict:
-        h, w, y = (torch.from_numpy(x) for x in np.load(inputs).values())
+        h, w, y = (torch.from_numpy(x).to("cuda" if self.gpu else "cpu") for x in np.load(inputs).values())
         kind = getattr(torch, dtype)
-        self.h, self.w, self.y = h.to(kind), w.T.contiguous().to(kind), y.long()
+        self.h, self.w, self.y = h.to(kind), w.to(kind).T.contiguous(), y.long()
         self.fn = self.build(h.shape[0], w.shape[1], slices)
+        del h, w, y
         self.step()  # compiles
         flops = None
         if self.name in ("eager", "torchtune", "torchtitan", "deepspeed_fused"):  # the counter sees all their products
@@ -147,25 +165,44 @@ class Runner:
             flops = counter.get_total_flops()
         del self.out
         gc.collect()
+        risen = (self._of_device if self.gpu else self._of_process)()
+        results = self.h.numel() * self.h.element_size() + self.w.numel() * self.w.element_size()
+        return {"temporaries": risen - results, "flops": flops}
+
+    def _of_process(self) -> int:
+        """How far its resident memory rises in a step."""
         ctypes.CDLL(None).malloc_trim(0)  # what was freed is not resident any more
         with open("/proc/self/clear_refs", "w") as file:
             file.write("5")  # forget the former peak
         before = _resident("VmRSS")
         self.step()
-        results = self.h.numel() * self.h.element_size() + self.w.numel() * self.w.element_size()
-        return {"temporaries": _resident("VmHWM") - before - results, "flops": flops}
+        return _resident("VmHWM") - before
+
+    def _of_device(self) -> int:
+        """How far what it holds of the device's memory rises in a step."""
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        self.step()
+        return torch.cuda.max_memory_allocated() - before
+
+    def _wait(self) -> float:
+        if self.gpu:
+            torch.cuda.synchronize()
+        return time.perf_counter()
 
     def step(self) -> dict:
         h, w = self.h.detach().requires_grad_(), self.w.detach().requires_grad_()
-        began = time.perf_counter()
+        self.out = ()  # those of the step before are not kept beside
+        began = self._wait()
         loss = self.fn(h, w, self.y)
         loss.backward()
-        seconds = time.perf_counter() - began
+        seconds = self._wait() - began
         self.out = loss.detach(), *gradients(h, w)
         return {"seconds": seconds}
 
-    def results(self, to: str) -> dict:
-        loss, dh, dw = (x.double().numpy() for x in self.out)
+    def results(self, to: str, every: int) -> dict:
+        loss, dh, dw = self.out
+        loss, dh, dw = (x.double().cpu().numpy() for x in (loss, dh, dw[::every]))
         np.savez(to, loss=loss, dh=dh, dw=dw.T)
         return {}
 

@@ -2,7 +2,8 @@
 
     {"do": "load", "inputs": FILE.npz, "dtype": ..., "slices": n}   compile, run once: {"temporaries": bytes, ...}
     {"do": "step"}                                  value and gradients, once: {"seconds": ...}
-    {"do": "results", "to": FILE.npz}               what they are
+    {"do": "results", "to": FILE.npz, "every": k}   what they are, of the weights' gradient every k-th word
+    {"do": "oracle", "inputs": FILE.npz, "to": FILE.npz, "every": k}        what they should be; in JAX alone
     {"do": "loss", "name": ..., "inputs": FILE.npz, "to": FILE.npz}   one of `losses`, with a cotangent of 3
 
 It imports nothing of this project, for other systems' environments do not have it.

@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from transforms.layout import named
 from transforms.tiling.ir.graph import Node, elements
 from transforms.tiling.ir.obstacles import Obstacle
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled
@@ -82,7 +83,48 @@ def emit_scatter(node: Node, values: list[Any], move: Move, span: Span) -> list[
     if column is not None:
         assert isinstance(move.outs[0], Tiled)
         indices = localise_column(indices, column, move.outs[0], span)
+    if (rows := one_hot_rows(node)) is not None:
+        dim, order = rows
+        places = widened(indices[..., node.params["dimension_numbers"].scatter_dims_to_operand_dims.index(dim)])
+        if node.params["mode"] == lax.GatherScatterMode.CLIP:
+            places = clamped(places, operand.shape[dim] - 1)
+        return [one_hot(operand, places, updates, dim, order)]
     return node.bind([operand, indices, updates])
+
+
+def one_hot_rows(node: Node) -> tuple[int, list[int]] | None:
+    """The dimension along which a sum into zeros has one element of each row, and which updates belong to which row.
+
+    That is the gradient of a label's logit, by `take_along_axis` or `logits[jnp.arange(n), labels]`.
+
+    Returns:
+        The dimension, and of every other one the dimension of the updates that lies along it. None: it is another sum.
+    """
+    numbers, (operand, _, updates) = node.params["dimension_numbers"], node.inputs
+    if node.name != "scatter-add" or constant(operand) != 0 or named(operand.aval) or numbers.update_window_dims:
+        return None
+    (own, (*rows, _), _) = factors(node).ins
+    free = [d for d, name in enumerate(own) if name not in rows]
+    if len(free) != 1 or free[0] not in numbers.scatter_dims_to_operand_dims:
+        return None
+    others = tuple(n for d, n in enumerate(operand.shape) if d != free[0])
+    order = [rows.index(name) for name in dict.fromkeys(own) if name in rows]
+    return (free[0], order) if elements(updates.shape) == elements(others) else None
+
+
+def one_hot(zeros: Any, places: Any, updates: Any, dim: int, order: list[int]) -> Any:
+    """`where(iota == places, updates, 0)`: XLA makes it with what reads it, where a scatter is a pass of its own.
+
+    Args:
+        zeros: where it is scattered to.
+        places: along `dim`, one of each row.
+        updates: one of each row.
+        dim: the dimension that rows lie along.
+        order: of the dimensions of `places` and `updates`; others are one long.
+    """
+    shape, rest = (*zeros.shape[:dim], 1, *zeros.shape[dim + 1 :]), [d for d in range(places.ndim) if d not in order]
+    places, updates = (x.transpose(*order, *rest).reshape(shape) for x in (places, updates))
+    return jnp.where(lax.broadcasted_iota(places.dtype, zeros.shape, dim) == places, updates, zeros)
 
 
 def write(node: Node, operand: Any, indices: Any, updates: Any, cut: Tiled, span: Span) -> Any:
@@ -98,7 +140,10 @@ def write(node: Node, operand: Any, indices: Any, updates: Any, cut: Tiled, span
     column = numbers.scatter_dims_to_operand_dims.index(cut.dim)
     here, local = span.find(indices[..., column], cut)
     length = operand.shape[cut.dim]
-    indices = with_column(indices, column, jnp.where(here, local, length))
+    local = jnp.where(here, local, length)
+    if (rows := one_hot_rows(node)) is not None:
+        return one_hot(operand, local, updates, *rows)
+    indices = with_column(indices, column, local)
     # Where a lone update is to be dropped, XLA:CPU (jaxlib 0.10.2) may read past the end: it falls into a spare row.
     single = math.prod(indices.shape[:-1]) == 1
     if single:
