@@ -46,6 +46,8 @@ def test_steps_on_a_gpu_are_those_that_are_committed():
     words = " ".join(README.read_text().split())
     for name, (seconds, peak) in told.items():
         assert f"{seconds:.3f} s and {peak:.1f} GiB with `{name}`" in words
+    ahead = [row["compiled ahead, GiB"] for row in rows.values()]
+    assert "`compile_for=h200-1` says {:.1f} and {:.1f} GiB".format(*ahead) in words
     assert len({tuple(row["losses"]) for row in rows.values()}) == 1 and "the same losses to four digits" in words
 
 
