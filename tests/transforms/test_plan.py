@@ -57,7 +57,7 @@ def test_plan_estimates_the_temporary_memory():
     assert plan.gradient is not None
     tile_bytes, whole = 4 * 256 * 4096, 4 * 2048 * 4096
     assert tile_bytes <= plan.value.temp < 1.1 * tile_bytes
-    assert 3 * tile_bytes <= plan.gradient.temp < 3.2 * tile_bytes
+    assert 2 * tile_bytes <= plan.gradient.temp < 2.2 * tile_bytes  # labels take no third
     assert whole <= plan.value.untiled_temp < 1.1 * whole
     assert 3 * whole <= plan.gradient.untiled_temp < 3.2 * whole
 
