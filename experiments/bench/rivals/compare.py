@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shlex
 import statistics
@@ -78,6 +79,9 @@ class Worker:
         return answer
 
     def close(self) -> None:
+        """End it, if it has not been."""
+        if self.log.closed:
+            return
         self.process.kill()
         self.process.communicate()
         self.log.close()
@@ -134,60 +138,76 @@ def measure(
         sizes: tokens, embed, vocab.
         device: where they run: "cpu", where they take turns, or "gpu", which each has for itself.
         here: whether all run in the environment that runs this.
+
+    Raises:
+        environments.Missing: JAX cannot compute on the device.
     """
     tokens, embed, vocab = sizes
     workers, missing = started(names, device, here)
     rows: dict[str, dict[str, Any]] = {}
     seconds: dict[str, list[float]] = {}
-    every = max(1, tokens * vocab // 2**27)  # of a large gradient some words are compared
-
-    def loaded(name: str, true: dict[str, np.ndarray]) -> dict[str, Any]:
-        worker = workers[name]
-        told = worker("load", inputs=str(inputs), dtype=dtype, slices=slices)
-        flops = dot_flops(told["hlo"]) if "hlo" in told else told["flops"]
-        worker("step")
-        worker("results", to=str(outputs), every=every)
-        found = np.load(outputs)
-        return {
-            "temporaries": told["temporaries"],
-            "products": None if flops is None else round(flops / (2 * tokens * embed * vocab), 3),
-            **{f"error of {what}": error(found[what], true[what]) for what in ("loss", "dh", "dw")},
-            "versions": worker.versions,
-        }
-
     with tempfile.TemporaryDirectory() as folder:
-        inputs, outputs = Path(folder) / "inputs.npz", Path(folder) / "outputs.npz"
-        save(inputs, draw(*sizes, dtype))
-        exact = Worker(SYSTEMS["JAX, untiled"], device, JAX_ENABLE_X64="1")
-        try:
-            kind = exact("oracle", inputs=str(inputs), to=str(outputs), every=every)["device"]
-        except environments.Missing as problem:
-            raise environments.Missing(f"JAX cannot compute on a {device} here: {problem}") from None
-        exact.close()
-        true = dict(np.load(outputs))
-        for name in list(workers):
+        problem = Problem(Path(folder), sizes, dtype, slices)
+        where = problem.solve(device)
+        for name, worker in workers.items():
             try:
-                rows[name] = loaded(name, true)
-                if device == "cpu":
-                    continue
-                seconds[name] = [workers[name]("step")["seconds"] for _ in range(rounds)]
-            except (environments.Missing, ValueError) as problem:
-                missing[name] = str(problem)
-            workers.pop(name).close()
-        for _ in range(rounds if workers else 0):
-            for name, worker in workers.items():
-                seconds.setdefault(name, []).append(worker("step")["seconds"])
+                row = problem.counted(worker)
+                seconds[name] = [worker("step")["seconds"] for _ in range(rounds if device == "gpu" else 0)]
+                rows[name] = row
+            except (environments.Missing, ValueError) as reason:
+                missing[name] = str(reason)
+            if device == "gpu" or name in missing:
+                worker.close()
+        for _ in range(0 if device == "gpu" else rounds):
+            for name in seconds:
+                seconds[name].append(workers[name]("step")["seconds"])
     for worker in workers.values():
         worker.close()
-    one = "JAX, untiled"
+    medians = {name: statistics.median(each) for name, each in seconds.items() if each}
     for name, row in rows.items():
-        over = rounds and one in seconds
-        row["time"] = round(statistics.median(seconds[name]) / statistics.median(seconds[one]), 2) if over else None
-        if rounds and device == "gpu":
-            row["milliseconds"] = round(1000 * statistics.median(seconds[name]), 1)
+        one = medians.get("JAX, untiled")
+        row["time"] = None if one is None else round(medians[name] / one, 2)
+        row |= {"milliseconds": round(1000 * medians[name], 1)} if rounds and device == "gpu" else {}
     made = {"tokens": tokens, "embed": embed, "vocab": vocab, "dtype": dtype, "slices": slices, "rounds": rounds}
-    where = f"{os.cpu_count()} cores" if device == "cpu" else kind
+    where = where if device == "gpu" else f"{os.cpu_count()} cores"
     return {"made": made_with(), **made, "where": where, "systems": rows, "missing": missing}
+
+
+class Problem:
+    """A head's operands, and what its loss and gradients are, in a folder that workers read."""
+
+    def __init__(self, folder: Path, sizes: tuple[int, int, int], dtype: str, slices: int):
+        self.inputs, self.outputs = folder / "inputs.npz", folder / "outputs.npz"
+        self.dtype, self.slices, self.product = dtype, slices, 2 * math.prod(sizes)
+        tokens, _, vocab = sizes
+        self.every = max(1, tokens * vocab // 2**27)  # of a large gradient some words are compared
+        save(self.inputs, draw(*sizes, dtype))
+
+    def solve(self, device: str) -> str:
+        """Compute in float64 what is right, on a device, and return which it is."""
+        exact = Worker(SYSTEMS["JAX, untiled"], device, JAX_ENABLE_X64="1")
+        try:
+            told = exact("oracle", inputs=str(self.inputs), to=str(self.outputs), every=self.every)
+        except environments.Missing as reason:
+            raise environments.Missing(f"JAX cannot compute on a {device} here: {reason}") from None
+        finally:
+            exact.close()
+        self.true = dict(np.load(self.outputs))
+        return told["device"]
+
+    def counted(self, worker: Worker) -> dict[str, Any]:
+        """What is counted of a system: memory, products, and errors."""
+        told = worker("load", inputs=str(self.inputs), dtype=self.dtype, slices=self.slices)
+        flops = dot_flops(told["hlo"]) if "hlo" in told else told["flops"]
+        worker("step")
+        worker("results", to=str(self.outputs), every=self.every)
+        found = np.load(self.outputs)
+        return {
+            "temporaries": told["temporaries"],
+            "products": None if flops is None else round(flops / self.product, 3),
+            **{f"error of {what}": error(found[what], true) for what, true in self.true.items()},
+            "versions": worker.versions,
+        }
 
 
 def table(figures: dict[str, Any]) -> str:
