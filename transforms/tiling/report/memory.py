@@ -6,9 +6,8 @@ place, and a loop works in place on what it carries. What is ready is taken to r
 possible is alive. Neither arguments nor results are counted, as in `compiled.memory_analysis().temp_size_in_bytes`.
 
 It is meant as an upper bound, and is no model of a compiler: one that fuses more takes less. Of the programs of
-megabytes in the tests XLA on CPU takes 0.45 to 1.25 times as much, an eighth where it makes one of two products, and a
-fifth in bfloat16 where it multiplies that as it is. Programs of a few KiB take up to 1.8 times as much, for what a
-compiler keeps of each loop. `Run.compile` asks it.
+megabytes in the tests XLA on CPU takes 0.45 to 1.25 times as much, and an eighth where it makes one of two products.
+Programs of a few KiB take up to 1.8 times as much, for what a compiler keeps of each loop. `Run.compile` asks it.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr
 
+from transforms import products
 from transforms.tiling.frontend.flatten import flatten
 from transforms.tiling.ir.graph import Graph, Node, Value
 from transforms.tiling.ir.jaxprs import body
@@ -80,7 +80,7 @@ def _peak(graph: Graph, loop: bool) -> int:
             ends[owner[value]] = max(t, last.get(value, t))
         if has(node.name, "product"):
             spans += [(begins.get(v := find(operand), 0), t, _copied(node, v)) for operand in node.inputs]
-            spans += [(t, ends[v], _widened(v)) for v in node.outputs]
+            spans += [(t, ends[v], _widened(node, v)) for v in node.outputs]
     provided = given if loop else given | {o for v, o in owner.items() if v in outputs}
     spans += [(begins[v], end, v.nbytes) for v, end in ends.items() if v not in provided]
     changes = [0] * (len(order) + 2)
@@ -143,7 +143,14 @@ def _is_inside(node: Node, readers: Sequence[Node], outputs: set[Value]) -> bool
     """Whether readers compute a node themselves, so that its result is never stored."""
     alone = node.name in CHEAP or (node.name in FUSED and len(readers) == 1)
     read = all(r.name in FUSED or r.name in REDUCES for r in readers)
-    return alone and read and outputs.isdisjoint(node.outputs)
+    return alone and read and outputs.isdisjoint(node.outputs) and not _is_rounded_product(node)
+
+
+def _is_rounded_product(node: Node) -> bool:
+    """Whether a node makes a product's result narrower: that is stored, beside the wide one."""
+    made = node.inputs[0].producer if len(node.inputs) == 1 else None
+    narrower = made is not None and node.outputs[0].dtype.itemsize < node.inputs[0].dtype.itemsize
+    return narrower and has(made.name, "product")
 
 
 def _overwritten(node: Node, result: int) -> Value | None:
@@ -168,13 +175,16 @@ def _within(node: Node) -> int:
 def _copied(node: Node, operand: Value) -> int:
     """Bytes of a product's operand as XLA on CPU multiplies it: in another order if there is a batch, or wider."""
     (_, _), (batch, _) = node.params["dimension_numbers"]
-    return _widened(operand) or (operand.nbytes if batch else 0)
+    return _widened(node, operand) or (operand.nbytes if batch else 0)
 
 
-def _widened(value: Value) -> int:
-    """Bytes of a narrow float in the dtype that XLA on CPU multiplies, 0 of others."""
+def _widened(node: Node, value: Value) -> int:
+    """Bytes of a product's narrow float in the dtype that XLA on CPU multiplies, 0 of what it multiplies as it is."""
     narrow = jax.dtypes.issubdtype(value.dtype, np.floating) and value.dtype.itemsize < 4
-    return value.nbytes // value.dtype.itemsize * 4 if narrow and jax.default_backend() == "cpu" else 0
+    dims, dtype = node.params["dimension_numbers"], node.outputs[0].dtype
+    as_it_is = products.usual(node.params["precision"]) and products.is_kernel(*node.inputs, dims, dtype)
+    copied = narrow and not as_it_is and jax.default_backend() == "cpu"
+    return value.nbytes // value.dtype.itemsize * 4 if copied else 0
 
 
 def _sliced(node: Node, inner: ClosedJaxpr) -> Graph:
