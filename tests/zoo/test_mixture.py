@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from experiments.planning.hlo import collectives
+from tests.helpers import equations
 from tests.zoo import hf_tiny
 from tests.zoo.hf_tiny import evaluate, evaluated, jit, loaded
 from transforms import tile
@@ -51,6 +52,24 @@ def test_no_token_is_dropped_however_they_are_routed(experts):
     }[experts]
     out = jax.jit(expert_mlp)(x, weights, chosen, *_experts())
     np.testing.assert_allclose(out, _oracle(x, weights, chosen, *_experts()), atol=1e-4)
+
+
+def test_no_rows_are_added_where_they_meet():
+    """Devices that do so in no fixed order make other bits of three terms each time, in gradients too."""
+    weights, chosen = jax.lax.top_k(jax.nn.softmax(normal(4, T, E)), 3)
+
+    def plain(x, weights, gate, up, down):
+        hidden = jax.nn.silu(jnp.einsum("td,tcdf->tcf", x, gate[chosen])) * jnp.einsum("td,tcdf->tcf", x, up[chosen])
+        return jnp.einsum("tc,tcf,tcfd->td", weights, hidden, down[chosen])
+
+    sorted_by_expert = lambda x, weights, *matrices: expert_mlp(x, weights, chosen, *matrices)
+    gradients = lambda run: jax.jit(jax.grad(lambda *args: jnp.sin(run(*args)).sum(), argnums=range(5)))
+    args = normal(3, T, D), weights, *_experts()
+    found = gradients(sorted_by_expert)
+    scatters = [e for e in equations(found.trace(*args).jaxpr) if e.primitive.name.startswith("scatter")]
+    assert {e.outvars[0].aval.ndim for e in scatters} == {1}  # of counts, and of weights, each of which is read once
+    for one, other in zip(found(*args), gradients(plain)(*args), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5 * np.abs(other).max())
 
 
 @pytest.mark.parametrize("normalise", [True, False])

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from zoo.models.mixtures.grouped import Product, grouped, of_matrices, ragged
+from zoo.models.mixtures.grouped import Product, grouped, of_groups_alone, of_matrices, ragged
 
 BLOCKS = (512, 256, 128)  # rows, inputs and outputs of a block of megablox, of which a TPU's registers hold 128
 
@@ -81,20 +81,19 @@ def megablox(
         )  # its derivatives are told of no words
         return out[: len(x)]
 
-    return _of_groups_alone(run, x, weight, counts.astype(jnp.int32))
+    return _masked(run, x, weight, counts.astype(jnp.int32))
 
 
 @of_matrices
 def tokamax(x: Float[Array, "M I"], weight: Float[Array, "G I O"], counts: Int[Array, " G"]) -> Float[Array, "M O"]:
     """Return what `ragged` does by the kernels of tokamax, which chooses among its own (https://github.com/openxla/tokamax)."""
     library = importlib.import_module("tokamax")
-    return _of_groups_alone(library.ragged_dot, x, weight, counts.astype(jnp.int32))
+    return _masked(library.ragged_dot, x, weight, counts.astype(jnp.int32))
 
 
-def _of_groups_alone(run, x, weight, counts):
+def _masked(run, x, weight, counts):
     """Return `run` of rows that are a group's; kernels leave anything in the others, in gradients too."""
-    own = (jnp.arange(len(x)) < counts.sum())[:, None]
-    return jnp.where(own, run(jnp.where(own, x, 0), weight, counts), 0)
+    return of_groups_alone(run(of_groups_alone(x, counts), weight, counts), counts)
 
 
 KERNELS = {

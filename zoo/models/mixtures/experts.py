@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from transforms import tile
-from transforms.sharding import axes_of, explicit, partitions, uncut
+from transforms.sharding import axes_of, explicit, partitions, uncut, vary_alike
 from zoo.adapters.lora import LowRank
 from zoo.models.layers import Widened, linear
-from zoo.models.mixtures.grouped import Product, ragged
+from zoo.models.mixtures.grouped import Product, of_groups_alone, ragged
 from zoo.quantised import AbstractMatrix, Quantised, whole
 
 Matrix = Float[Array, "..."] | AbstractMatrix
@@ -308,7 +308,7 @@ def expert_mlp(
     """Return each token's weighted sum of what its experts' gated MLPs make of it. No token is dropped.
 
     The `T * C` rows are sorted by expert, and each expert's run is one group of a ragged product: 6 T C D F FLOPs
-    where the product is one of each row with one matrix.
+    where the product is one of each row with one matrix. There is no forward-mode derivative.
 
     Args:
         x: tokens.
@@ -328,20 +328,41 @@ def expert_mlp(
         number = jnp.where((number >= first) & (number < first + gate.shape[0]), number - first, gate.shape[0])
     order = jnp.argsort(number, stable=True)
     counts_E = jnp.zeros(gate.shape[0], jnp.int32).at[number].add(1, mode="drop")
-    rows, scale = x[order // chosen], weights.reshape(-1)[order][:, None]
+    x, order, inverse = vary_alike(x, order, jnp.argsort(order))
+    rows, scale = _sent(x, order, inverse, chosen), weights.reshape(-1)[order][:, None]
     rows = (rows * scale).astype(x.dtype) if before else rows
+    rows = rows if first is None else of_groups_alone(rows, counts_E)  # and their gradients
     of_gate, of_up, of_down = (None, None, None) if biases is None else biases
     biased = lambda out, bias: out if bias is None else out + bias.at[number[order]].get(mode="clip")
     gates = biased(ragged_linear(rows, gate, counts_E, product), of_gate)
     ups = biased(ragged_linear(rows, up, counts_E, product), of_up)
     hidden = jax.nn.silu(gates) * ups if combine is None else combine(gates, ups)
-    hidden = hidden if first is None else _rows_of(counts_E, hidden)
+    hidden = hidden if first is None else of_groups_alone(hidden, counts_E)
     out = biased(ragged_linear(hidden, down, counts_E, product), of_down).astype(weights.dtype)
     out = out if before else out * scale
-    out = out if first is None else _rows_of(counts_E, out)
-    return jnp.zeros(x.shape, out.dtype).at[order // chosen].add(out).astype(x.dtype)
+    out = out if first is None else of_groups_alone(out, counts_E)
+    return _returned(out, order, inverse, chosen).astype(x.dtype)
 
 
-def _rows_of(counts_E, rows):
-    """Return rows with zeros beyond the groups, where a ragged product says nothing."""
-    return jnp.where(jnp.arange(rows.shape[0])[:, None] < counts_E.sum(), rows, 0)
+# Each is the other's transpose. Left to themselves, gradients of rows that are read several times would be added where
+# they were read, which devices that add in no fixed order do not do to the same bits twice.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _sent(x, order, inverse, chosen):
+    """Return the row of each token for each of its experts, in the order of these."""
+    return x[order // chosen]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _returned(rows, order, inverse, chosen):
+    """Return the sum of the rows of each token, always in the order in which it chose its experts."""
+    return rows[inverse].reshape(-1, chosen, *rows.shape[1:]).sum(1)
+
+
+_sent.defvjp(
+    lambda x, order, inverse, chosen: (_sent(x, order, inverse, chosen), (order, inverse)),
+    lambda chosen, kept, slope: (_returned(slope, *kept, chosen), None, None),
+)
+_returned.defvjp(
+    lambda rows, order, inverse, chosen: (_returned(rows, order, inverse, chosen), (order, inverse)),
+    lambda chosen, kept, slope: (_sent(slope, *kept, chosen), None, None),
+)

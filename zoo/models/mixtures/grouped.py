@@ -32,6 +32,11 @@ FEW = 8  # rows of a block where rows are few
 SLACK = 4  # how many times as many rows there are as those that groups' last blocks could read too many
 
 
+def of_groups_alone(rows: Float[Array, "M D"], counts: Int[Array, " G"]) -> Float[Array, "M D"]:
+    """Return rows with zeros beyond the groups, where a kernel may leave anything."""
+    return jnp.where(jnp.arange(len(rows))[:, None] < counts.sum(), rows, 0)
+
+
 def of_matrices(dot: Callable) -> Product:
     """Return a product with matrices of whatever kind, by one with arrays. A backward pass makes them again."""
 
@@ -45,7 +50,14 @@ def of_matrices(dot: Callable) -> Product:
     return product
 
 
-ragged = of_matrices(jax.lax.ragged_dot)
+@of_matrices
+def ragged(x: Float[Array, "M I"], weight: Float[Array, "G I O"], counts: Int[Array, " G"]) -> Float[Array, "M O"]:
+    """Return `jax.lax.ragged_dot(x, weight, counts)`, for which XLA has a kernel of a TPU.
+
+    Rows that are left may be anything. Gradients of matrices are summed as `grouped` sums them: XLA multiplies all rows
+    for each of these, there too. There is no forward-mode derivative.
+    """
+    return _either(x, weight, counts, True)
 
 
 def stepped(x: Float[Array, "M I"], weight: Matrices, counts: Int[Array, " G"]) -> Float[Array, "M O"]:
@@ -56,7 +68,8 @@ def stepped(x: Float[Array, "M I"], weight: Matrices, counts: Int[Array, " G"]) 
     group_N, first_N, _ = _blocks(counts, len(x), FEW)
     x, counts, *leaves = vary_alike(x, counts, *jax.tree.leaves(weight))
     weight = jax.tree.unflatten(jax.tree.structure(weight), leaves)
-    padded, out = _padded(x, FEW), _zeros(x, len(x) + FEW, weight.shape[2])
+    padded = jnp.concatenate([x, _zeros(x, FEW, x.shape[1])])
+    out = _zeros(x, len(padded), weight.shape[2])
 
     def step(number, out):
         rows = jax.lax.dynamic_slice_in_dim(padded, first_N[number], FEW)
@@ -65,7 +78,7 @@ def stepped(x: Float[Array, "M I"], weight: Matrices, counts: Int[Array, " G"]) 
 
     with jax.named_scope("experts"):
         out = jax.lax.fori_loop(0, (-(-counts // FEW)).sum(), step, out)[: len(x)]
-    return jnp.where(jnp.arange(len(x))[:, None] < counts.sum(), out, 0)
+    return of_groups_alone(out, counts)
 
 
 @of_matrices
@@ -77,56 +90,61 @@ def grouped(x: Float[Array, "M I"], weight: Float[Array, "G I O"], counts: Int[A
         weight: each group's matrix.
         counts: how many rows each group has. Rows that are left are zeros.
     """
+    return _either(x, weight, counts, False)
+
+
+def _either(x, weight, counts, kernel):
+    """Return a product by XLA's kernel or in blocks; of few rows, what XLA makes of all of it."""
     rows, groups = len(x), len(weight)
     block = min(max(1 << (rows // (SLACK * groups)).bit_length() >> 1, LEAST), MOST)
     if 2 * (rows + groups * block) > rows * groups:
         return jax.lax.ragged_dot(x, weight, counts)
-    return _product(*vary_alike(x, weight, counts), block)
+    return _product(*vary_alike(x, weight, counts), block, kernel)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _product(x, weight, counts, block):
-    return _of_blocks(x, weight, counts, block, 1)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _product(x, weight, counts, block, kernel):
+    return _of_rows(x, weight, counts, block, kernel, 1)
 
 
-def _forward(x, weight, counts, block):
-    return _product(x, weight, counts, block), (x, weight, counts)
+def _forward(x, weight, counts, block, kernel):
+    return _product(x, weight, counts, block, kernel), (x, weight, counts)
 
 
-def _backward(block, kept, slope):
+def _backward(block, kernel, kept, slope):
     x, weight, counts = kept
-    return _of_blocks(slope, weight, counts, block, 2), _of_groups(x, slope, weight, counts, block), None
+    return _of_rows(slope, weight, counts, block, kernel, 2), _of_groups(x, slope, weight, counts, block), None
 
 
 _product.defvjp(_forward, _backward)
 
 
-def _of_blocks(x, weight, counts, block, summed):
+def _of_rows(x, weight, counts, block, kernel, summed):
     """Return the product of each row with its group's matrix, of which a dimension is summed over."""
-    group_N, first_N, _ = _blocks(counts, len(x), block)
-    padded, out = _padded(x, block), _zeros(x, len(x) + block, weight.shape[3 - summed])
+    if kernel:
+        dot = ((1,), (summed,)), ((), ())
+        numbers = jax.lax.RaggedDotDimensionNumbers(dot, lhs_ragged_dimensions=[0], rhs_group_dimensions=[0])
+        return jax.lax.ragged_dot_general(x, weight, counts, numbers)
 
     def step(out, at):
-        group, first = at
-        rows = jax.lax.dynamic_slice_in_dim(padded, first, block)
-        made = jax.lax.dot_general(rows, weight[group], (((1,), (summed - 1,)), ((), ())))
+        group, first, own = at
+        made = jax.lax.dot_general(_block_of(x, first, block), weight[group], (((1,), (summed - 1,)), ((), ())))
+        made = jnp.where(_own(len(x), first, own, block), made, _block_of(out, first, block))
         return jax.lax.dynamic_update_slice_in_dim(out, made, first, 0), None
 
-    out = jax.lax.scan(step, out, (group_N, first_N))[0][: len(x)]
-    return jnp.where(jnp.arange(len(x))[:, None] < counts.sum(), out, 0)
+    return jax.lax.scan(step, _zeros(x, len(x), weight.shape[3 - summed]), _blocks(counts, len(x), block))[0]
 
 
 def _of_groups(x, slope, weight, counts, block):
     """Return the gradient of each group's matrix, summed in float32 or wider and written after each of its blocks."""
     group_N, first_N, own_N = _blocks(counts, len(x), block)
-    padded, slopes = _padded(x, block), _padded(slope, block)
     wide = jnp.promote_types(weight.dtype, jnp.float32)
 
     def step(carry, at):
         made, total, before = carry
         group, first, own = at
-        blocks = (jax.lax.dynamic_slice_in_dim(array, first, block) for array in (padded, slopes))
-        rows, theirs = (jnp.where(jnp.arange(block)[:, None] < own, array, 0) for array in blocks)  # 0 * nan is no 0
+        mine = _own(len(x), first, own, block)
+        rows, theirs = (jnp.where(mine, _block_of(array, first, block), 0) for array in (x, slope))  # 0 * nan is no 0
         added = jax.lax.dot_general(rows, theirs, (((0,), (0,)), ((), ())), preferred_element_type=wide)
         total = jnp.where(group == before, total, 0) + added
         made = jax.lax.dynamic_update_index_in_dim(made, total.astype(made.dtype), group, 0)
@@ -134,6 +152,17 @@ def _of_groups(x, slope, weight, counts, block):
 
     begin = _zeros(weight, *weight.shape), _zeros(weight, *weight.shape[1:]).astype(wide), group_N[0]
     return jax.lax.scan(step, begin, (group_N, first_N, own_N))[0][0]
+
+
+def _block_of(array, first, block):
+    """Return a block of rows, or the last one, where there are not so many behind the first."""
+    return jax.lax.dynamic_slice_in_dim(array, first, block)
+
+
+def _own(rows, first, own, block):
+    """Return which rows of `_block_of` are the `own` ones behind `first` of so many."""
+    behind = jnp.arange(block)[:, None] + jnp.minimum(first, rows - block) - first
+    return (behind >= 0) & (behind < own)
 
 
 def _blocks(counts: Int[Array, " G"], rows: int, block: int) -> tuple[Int[Array, " N"], ...]:
@@ -146,11 +175,6 @@ def _blocks(counts: Int[Array, " G"], rows: int, block: int) -> tuple[Int[Array,
     there = number < ends[-1]
     own = jnp.where(there, jnp.clip(begins[group] + counts[group] - first, 0, block), 0)
     return group, jnp.where(there, first, rows), own
-
-
-def _padded(x: Float[Array, "M I"], block: int) -> Float[Array, "_ I"]:
-    """Return rows with a block of zeros behind them."""
-    return jnp.concatenate([x, _zeros(x, block, x.shape[1])])
 
 
 def _zeros(like, *shape):
