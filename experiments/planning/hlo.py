@@ -30,6 +30,7 @@ _BLOCKS = r"s\d+\[1,\d+,\d+\]\{[\d,]*\}, "
 _SPLASH = re.compile(
     rf' = \((.*)\) custom-call\(.*"tpu_custom_call", operand_layout_constraints=\{{({_BLOCKS}{_BLOCKS}.*?\}})\}}'
 )
+_RAGGED = re.compile(r"\[(\d+),(\d+)\]\{[\d,]*\}, \w+\[\d+,\d+,(\d+)\]\{[\d,]*\}\}, .*ragged_dot_tiling=")
 _TRIPS = re.compile(r'known_trip_count"?:\s*\{\s*"?n"?:\s*"?(\d+)"?')
 
 
@@ -37,8 +38,8 @@ def dot_flops(text: str, trips: Mapping[str, int] | None = None) -> int:
     """Return the multiplications and additions of all matrix products that a run of the program executes.
 
     Those within kernels are not seen, but of attention: of cuDNN's two products forward and five backward, of what is
-    visible; of splash attention's, those of the blocks that it computes. Of a choice, as among the windows that layers
-    have, the branch with the most counts.
+    visible; of splash attention's, those of the blocks that it computes; and of XLA's ragged products, those of each
+    row with one matrix. Of a choice, as among the windows that layers have, the branch with the most counts.
 
     Args:
         text: `compiled.as_text()`.
@@ -52,7 +53,7 @@ def dot_flops(text: str, trips: Mapping[str, int] | None = None) -> int:
     @functools.cache
     def count(name: str) -> int:
         lines = bodies[name]
-        own = sum(_dots(lines)) + sum(map(_attention, lines)) + sum(map(_splash, lines))
+        own = sum(_dots(lines)) + sum(sum(map(of, lines)) for of in (_attention, _splash, _ragged))
         for line in lines:
             inside = [times * count(inner) for inner, times in _calls([line], bodies, told=trips)]
             own += max(inside, default=0) if " conditional(" in line else sum(inside)
@@ -99,6 +100,12 @@ def _splash(line: str) -> int:
     fused = any(len(dims) == len(q) + 1 and dims[-2:] == q[-2:] for _, dims in made)
     products = 4 + fused if of_keys else 3 if backward else 2
     return 2 * products * math.prod(q[:-2]) * blocks * block**2 * q[-1]
+
+
+def _ragged(line: str) -> int:
+    """Return the FLOPs of XLA's kernel for ragged products of rows `[M I]` and matrices `[G I O]`, else none."""
+    kernel = _RAGGED.search(line)
+    return 2 * math.prod(map(int, kernel.groups())) if kernel else 0
 
 
 def bytes_read(text: str, trips: Mapping[str, int] | None = None, least: int = 0) -> int:

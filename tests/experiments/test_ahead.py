@@ -210,6 +210,15 @@ def test_splash_attention_has_the_products_of_its_blocks(made, read, products, b
     assert hlo.dot_flops(text) == 2 * products * 4 * blocks * 512**2 * 128
 
 
+def test_a_ragged_product_has_those_of_its_rows():
+    """By the kernel that XLA has on TPUs, which is told where groups begin, and then the rows and the matrices."""
+    read = "s32[1]{0}, s32[9]{0}, bf16[4096,256]{1,0}, bf16[8,256,128]{2,1,0}"
+    call = f'custom_call_target="tpu_custom_call", operand_layout_constraints={{{read}}}, frontend_attributes='
+    call += '{mosaic_fusion_entry_point="true",ragged_dot_tiling="128,256,128"}'
+    text = f"ENTRY %main (p: f32[8]) -> f32[8] {{\n  %r.1 = bf16[4096,128]{{1,0}} custom-call(%c.1, %c.2), {call}\n}}"
+    assert hlo.dot_flops(text) == 2 * 4096 * 256 * 128
+
+
 TPU = """
 %fused (p: bf16[1,32]) -> (bf16[1,32], bf16[1,128]) {
   %all-gather.1 = bf16[1,128]{1,0:T(8,128)(2,1)} all-gather(%p), channel_id=7, replica_groups=[2,4]<=[8], dimensions={1}
