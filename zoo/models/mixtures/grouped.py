@@ -1,10 +1,10 @@
 """Products of rows with the matrix of their group: grouped matrix products, by XLA or a block of rows at a time.
 
-A TPU has `jax.lax.ragged_dot`. Elsewhere JAX makes of it the products of all rows with every group's matrix, of which a
-mask leaves one: `G` times the FLOPs, on `G` copies of the rows. Here rows, which are sorted by group, are cut into
-blocks that begin where groups do (as MegaBlocks pads groups to blocks, https://arxiv.org/abs/2211.15841), and a scan
-multiplies each block with the one matrix that is its own. A group's last block reads on into the next group's rows,
-and what it writes there is written over by that group's first.
+XLA has a kernel for `jax.lax.ragged_dot` on TPUs, and none for the gradients of its matrices. Of these, and elsewhere
+of all, it makes the products of all rows with every group's matrix, of which a mask leaves one: `G` times the FLOPs, on
+`G` copies of the rows. Here rows, which are sorted by group, are cut into blocks that begin where groups do (as
+MegaBlocks pads groups to blocks, https://arxiv.org/abs/2211.15841), and a scan multiplies each block with the one
+matrix that is its own. A group's last block reads on into the next group's rows, of which nothing is written.
 
 `ragged` and `grouped` are differentiated; `stepped` is for few rows of which nobody asks for gradients, and takes as
 long as there are blocks of them.
@@ -57,7 +57,7 @@ def ragged(x: Float[Array, "M I"], weight: Float[Array, "G I O"], counts: Int[Ar
     Rows that are left may be anything. Gradients of matrices are summed as `grouped` sums them: XLA multiplies all rows
     for each of these, there too. There is no forward-mode derivative.
     """
-    return _either(x, weight, counts, True)
+    return _grouped(x, weight, counts, True)
 
 
 def stepped(x: Float[Array, "M I"], weight: Matrices, counts: Int[Array, " G"]) -> Float[Array, "M O"]:
@@ -90,10 +90,10 @@ def grouped(x: Float[Array, "M I"], weight: Float[Array, "G I O"], counts: Int[A
         weight: each group's matrix.
         counts: how many rows each group has. Rows that are left are zeros.
     """
-    return _either(x, weight, counts, False)
+    return _grouped(x, weight, counts, False)
 
 
-def _either(x, weight, counts, kernel):
+def _grouped(x, weight, counts, kernel):
     """Return a product by XLA's kernel or in blocks; of few rows, what XLA makes of all of it."""
     rows, groups = len(x), len(weight)
     block = min(max(1 << (rows // (SLACK * groups)).bit_length() >> 1, LEAST), MOST)
@@ -160,7 +160,7 @@ def _block_of(array, first, block):
 
 
 def _own(rows, first, own, block):
-    """Return which rows of `_block_of` are the `own` ones behind `first` of so many."""
+    """Return which rows of `_block_of`, of so many rows, are the `own` ones that begin at `first`."""
     behind = jnp.arange(block)[:, None] + jnp.minimum(first, rows - block) - first
     return (behind >= 0) & (behind < own)
 
