@@ -1,5 +1,7 @@
 """`jax.shard_map` in a tiled function: its body on the share that each device has of a tile, its gradient too."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -206,3 +208,45 @@ def test_each_device_of_a_shard_map_has_a_scalar_of_its_own(check):
     fn = lambda x, w: jnp.log(jnp.exp(jnp.sin(x @ w)).sum())
     args = [jnp.asarray(a) for a in arguments()]
     assert_same(quick.jit(scaled(tile(fn, (0, None), 2)))(*args), quick.jit(scaled(fn))(*args), FLOAT32)
+
+
+@jax.custom_vjp
+def sine(x, w):
+    return jnp.sin(x @ w)
+
+
+sine.defvjp(
+    lambda x, w: (sine(x, w), (x, w)),
+    lambda kept, slope: jax.vjp(lambda x, w: jnp.sin(x @ w), *kept)[1](slope),
+)
+
+
+@jax.custom_vjp
+def clipped(x, w):
+    return jnp.sin(x @ w)
+
+
+clipped.defvjp(
+    lambda x, w: (clipped(x, w), (x, w)),
+    lambda kept, slope: jax.vjp(lambda x, w: jnp.sin(x @ w), *kept)[1](jnp.clip(slope, -0.2, 0.1)),
+)
+
+
+@pytest.mark.parametrize(("rule", "loops"), [(sine, 1), (clipped, 2)])
+@pytest.mark.parametrize("where", ["explicit", "auto", "known to it alone", "unchecked"])
+def test_a_rule_of_its_own_in_the_body(where, rule, loops):
+    """Where cotangents enter linearly, gradients are formed in the loop of the values, as outside of a `shard_map`."""
+    named = {"mesh": MESH} if where in ("known to it alone", "unchecked") else {}
+    share = lambda w: w if where == "unchecked" else lax.pcast(w, "d", to="varying")
+    local = lambda x, w: lax.psum(rule(x, share(w)).sum(), "d")
+    fn = on_devices(local, (P("d"), P()), P(), check_vma=where != "unchecked", **named)
+    x, w = arguments()
+    with (
+        contextlib.nullcontext() if named else jax.set_mesh(mesh := mesh_of(EXPLICIT if where == "explicit" else AUTO))
+    ):
+        args = (x, w) if named else (jax.device_put(x, NamedSharding(mesh, P("d"))), w)
+        tiled = tile(fn, (0, None), 3, **({"in_sharding": (P("d"), P())} if where == "auto" else {}))
+        gradient = lambda fn: quick.jit(jax.value_and_grad(lambda *args: fn(*args) / 7, (0, 1)))
+        assert_same(gradient(tiled)(*args), gradient(fn)(*args), FLOAT32)
+        found = list(equations(gradient(tiled).trace(*args).jaxpr))
+        assert sum(e.primitive.name == "scan" for e in found) == loops

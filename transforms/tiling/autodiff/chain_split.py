@@ -7,14 +7,18 @@ the loop forms the gradient of `p` itself and the factor is applied afterwards, 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
+from jax import ShapeDtypeStruct
+from jax.extend.core import ClosedJaxpr, Literal
+from jax.sharding import NamedSharding, PartitionSpec
 
 from transforms.layout import like
+from transforms.sharding import varying
 from transforms.tiling.analysis.limits import Limits
 from transforms.tiling.analysis.propagate import analyse
 from transforms.tiling.frontend.flatten import evaluate, flatten
@@ -123,27 +127,60 @@ def scales(jaxpr: Any) -> bool:
 
     Only a `jax.custom_vjp` rule can do anything else with a cotangent, such as clipping it: each is traced alone.
     """
-    return all(_linear(_pulled(rule)) for rule in custom_vjps(jaxpr))
+    return all(len(around) < 2 and _linear(_pulled(rule, around)) for rule, around in custom_vjps(jaxpr))
 
 
-def _pulled(eqn: Any) -> tuple[Graph, int]:
-    """The gradients of one equation as a graph of its operands and then of cotangents, and how many those are."""
+def _pulled(eqn: Any, around: Sequence[Any]) -> tuple[Graph, int]:
+    """The gradients of one equation as a graph of its operands and then of cotangents, and how many those are.
+
+    `around`: the `jax.shard_map` in whose body it stands, if it does.
+    """
     params = eqn.primitive.get_bind_params(eqn.params)
-    operands = [v.val if isinstance(v, Literal) else like(v.aval) for v in eqn.invars]
-    floats = [i for i, v in enumerate(eqn.invars) if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
-    outs = [i for i, v in enumerate(eqn.outvars) if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
+    count = len(eqn.invars)
+    floats, outs = ([i for i, v in enumerate(vs) if _is_float(v)] for vs in (eqn.invars, eqn.outvars))
 
-    def pull(operands: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+    def pull(*values: Any) -> list[Any]:
         def call(*chosen: Any) -> list[Any]:
-            given = dict(enumerate(operands)) | dict(zip(floats, chosen, strict=True))
-            made = eqn.primitive.bind(*(given[i] for i in range(len(operands))), **params)
+            given = dict(enumerate(values[:count])) | dict(zip(floats, chosen, strict=True))
+            made = eqn.primitive.bind(*(given[i] for i in range(count)), **params)
             return [made[i] for i in outs]
 
-        return jax.vjp(call, *(operands[i] for i in floats))[1](list(cotangents))
+        return list(jax.vjp(call, *(values[i] for i in floats))[1](list(values[count:])))
 
-    with eqn.ctx.manager:
-        closed = jax.make_jaxpr(pull)(operands, [like(eqn.outvars[i].aval) for i in outs])
+    given = [*eqn.invars, *(eqn.outvars[i] for i in outs)]
+    with (around[0] if around else eqn).ctx.manager:
+        if around:
+            closed = _in_body(pull, around[0], [v.aval for v in given], [eqn.invars[i].aval for i in floats])
+        else:
+            closed = jax.make_jaxpr(pull)(*(v.val if isinstance(v, Literal) else like(v.aval) for v in given))
     return flatten(closed, remat=True), len(outs)
+
+
+def _in_body(run: Callable[..., Any], region: Any, given: Sequence[Any], made: Sequence[Any]) -> ClosedJaxpr:
+    """`run` traced in the body of a `jax.shard_map` like `region`, of what each device has of these types."""
+    mesh = region.params["mesh"]
+    axes = lambda aval: tuple(sorted(varying(aval)))
+    spec = lambda aval: PartitionSpec(axes(aval) or None)
+
+    def whole(aval: Any) -> ShapeDtypeStruct:
+        """What devices have, one behind the other."""
+        shape = math.prod(mesh.shape[axis] for axis in axes(aval)), *aval.shape
+        return ShapeDtypeStruct(shape, aval.dtype, sharding=NamedSharding(mesh, spec(aval)))
+
+    body = jax.shard_map(
+        lambda *shares: [x[None] for x in run(*(x[0] for x in shares))],
+        mesh=mesh,
+        in_specs=tuple(map(spec, given)),
+        out_specs=list(map(spec, made)),
+        axis_names=set(region.params["newly_manual_axes"]),
+        check_vma=region.params["check_vma"],
+    )
+    [eqn] = jax.make_jaxpr(body)(*map(whole, given)).eqns
+    return ClosedJaxpr(eqn.params["jaxpr"], ())
+
+
+def _is_float(atom: Any) -> bool:
+    return jnp.issubdtype(atom.aval.dtype, jnp.inexact)
 
 
 def _linear(found: tuple[Graph, int]) -> bool:
@@ -162,14 +199,14 @@ def _linear(found: tuple[Graph, int]) -> bool:
     return True
 
 
-def custom_vjps(jaxpr: Any) -> Iterator[Any]:
-    """The equations of a program that are functions with a `jax.custom_vjp` rule."""
+def custom_vjps(jaxpr: Any, around: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """The equations of a program that are functions with a `jax.custom_vjp` rule, and each `jax.shard_map` around."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name.startswith("custom_vjp"):
-            yield eqn
+            yield eqn, around
             continue
         for inner in bodies(eqn.params):
-            yield from custom_vjps(inner)
+            yield from custom_vjps(inner, (*around, eqn) if "newly_manual_axes" in eqn.params else around)
 
 
 def has_custom_vjp(jaxpr: Any) -> bool:
