@@ -323,3 +323,21 @@ def test_cotangents_need_not_know_the_mesh():
         args = [reshard(weights, P()), reshard(rows, P("d", None))]
         for got, want in zip(quick.jit(pull(tile(scaled, (None, 0), 2)))(*args), expected, strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)
+
+
+def test_gradients_of_a_weight_that_devices_share_may_be_as_large_as_all_of_it():
+    """Until they are exchanged, once: an embedding cut over its features, of which a device has an eighth."""
+    words, features = 4000, 32
+    draw = np.random.default_rng(0)
+    table = draw.normal(size=(words, features)).astype(np.float32)
+    ids = draw.integers(0, words, (16, 8), dtype=np.int32)
+
+    def loss(table, ids):
+        return jnp.sin(reshard(table, P()).at[ids].get(out_sharding=P("d"))).sum()
+
+    mesh = mesh_of("dp")
+    with jax.set_mesh(mesh):
+        args = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in ((table, P(None, "d")), (ids, P("d")))]
+        found, expected = (quick.jit(jax.grad(fn))(*args) for fn in (tile(loss, (None, 0), 2), loss))
+        np.testing.assert_allclose(found, expected, atol=1e-6)
+        assert jax.typeof(found).sharding.spec == P(None, "d")

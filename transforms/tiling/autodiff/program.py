@@ -172,16 +172,20 @@ class Program:
 
     @functools.cached_property
     def limits(self) -> Limits:
-        """What may be completed: arrays no larger than the largest input or output, labels counting as their rows."""
+        """What may be completed: arrays no larger than the largest input or output, labels counting as their rows.
+
+        A weight that devices share counts as whole for sums that they exchange once: its gradient is so until then.
+        """
         avals = [*self.closed.in_avals, *self.closed.out_avals]
-        inputs = zip(self.closed.in_avals, self.placements, strict=True)
-        cut = [a for a, p in inputs if isinstance(p, Tiled) and jnp.issubdtype(a.dtype, jnp.inexact)]
+        inexact = lambda aval: jnp.issubdtype(aval.dtype, jnp.inexact)
+        inputs = [(a, p) for a, p in zip(self.closed.in_avals, self.placements, strict=True) if inexact(a)]
+        cut, whole = ([a for a, p in inputs if isinstance(p, Tiled) == tiled] for tiled in (True, False))
         wider = lambda a: wide(a.dtype, self.options.accumulate).itemsize
-        numbers = [a for a in avals if jnp.issubdtype(a.dtype, jnp.inexact)]
         largest = max([self.options.floor, *map(nbytes, avals), *looked_up(self.graph, self.placements)])
-        widest = max((nbytes(a) // a.dtype.itemsize * wider(a) for a in numbers), default=0)
+        sums = [nbytes(a) // a.dtype.itemsize * wider(a) for a in avals if inexact(a)]
+        sums += [elements(a.shape) * wider(a) for a in whole if self.options.sync == "once"]
         together = sum(elements(a.shape) * wider(a) for a in cut)
-        return Limits(self.options.gather, largest, self.options, Program, together, widest)
+        return Limits(self.options.gather, largest, self.options, Program, together, max(sums, default=0))
 
     @property
     def run(self) -> Callable[..., list[Any]]:
