@@ -17,8 +17,7 @@ from jax import ShapeDtypeStruct
 from jax.extend.core import ClosedJaxpr, Literal
 from jax.sharding import NamedSharding, PartitionSpec
 
-from transforms.layout import like
-from transforms.sharding import varying
+from transforms.layout import like, varying
 from transforms.tiling.analysis.limits import Limits
 from transforms.tiling.analysis.propagate import analyse
 from transforms.tiling.frontend.flatten import evaluate, flatten

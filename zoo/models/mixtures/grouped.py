@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.lax import dynamic_slice_in_dim
 from jaxtyping import Array, Float, Int
 
 from transforms.sharding import vary_alike
@@ -72,7 +73,7 @@ def stepped(x: Float[Array, "M I"], weight: Matrices, counts: Int[Array, " G"]) 
     out = _zeros(x, len(padded), weight.shape[2])
 
     def step(number, out):
-        rows = jax.lax.dynamic_slice_in_dim(padded, first_N[number], FEW)
+        rows = dynamic_slice_in_dim(padded, first_N[number], FEW)
         made = linear("mi,io->mo", rows, jax.tree.map(lambda leaf: leaf[group_N[number]], weight))
         return jax.lax.dynamic_update_slice_in_dim(out, made, first_N[number], 0)
 
@@ -128,8 +129,9 @@ def _of_rows(x, weight, counts, block, kernel, summed):
 
     def step(out, at):
         group, first, own = at
-        made = jax.lax.dot_general(_block_of(x, first, block), weight[group], (((1,), (summed - 1,)), ((), ())))
-        made = jnp.where(_own(len(x), first, own, block), made, _block_of(out, first, block))
+        rows = dynamic_slice_in_dim(x, first, block)
+        made = jax.lax.dot_general(rows, weight[group], (((1,), (summed - 1,)), ((), ())))
+        made = jnp.where(_own(len(x), first, own, block), made, dynamic_slice_in_dim(out, first, block))
         return jax.lax.dynamic_update_slice_in_dim(out, made, first, 0), None
 
     return jax.lax.scan(step, _zeros(x, len(x), weight.shape[3 - summed]), _blocks(counts, len(x), block))[0]
@@ -144,7 +146,8 @@ def _of_groups(x, slope, weight, counts, block):
         made, total, before = carry
         group, first, own = at
         mine = _own(len(x), first, own, block)
-        rows, theirs = (jnp.where(mine, _block_of(array, first, block), 0) for array in (x, slope))  # 0 * nan is no 0
+        blocks = (dynamic_slice_in_dim(array, first, block) for array in (x, slope))
+        rows, theirs = (jnp.where(mine, array, 0) for array in blocks)  # 0 * nan is no 0
         added = jax.lax.dot_general(rows, theirs, (((0,), (0,)), ((), ())), preferred_element_type=wide)
         total = jnp.where(group == before, total, 0) + added
         made = jax.lax.dynamic_update_index_in_dim(made, total.astype(made.dtype), group, 0)
@@ -154,13 +157,8 @@ def _of_groups(x, slope, weight, counts, block):
     return jax.lax.scan(step, begin, (group_N, first_N, own_N))[0][0]
 
 
-def _block_of(array, first, block):
-    """Return a block of rows, or the last one, where there are not so many behind the first."""
-    return jax.lax.dynamic_slice_in_dim(array, first, block)
-
-
 def _own(rows, first, own, block):
-    """Return which rows of `_block_of`, of so many rows, are the `own` ones that begin at `first`."""
+    """Return which rows of a slice that begins at `first`, or earlier where rows end, are the `own` from there on."""
     behind = jnp.arange(block)[:, None] + jnp.minimum(first, rows - block) - first
     return (behind >= 0) & (behind < own)
 
