@@ -254,6 +254,26 @@ def test_values_without_rounding_are_not_stored():
         assert not plan.value.completed and not plan.gradient.completed
 
 
+# Of weights and tokens, whose attention to those before them makes gradients from masked copies of the products.
+DIVIDED = {
+    "the variance, which counts its elements": lambda w, x: x / jnp.sqrt(x.var(-1, keepdims=True) + 1e-5),
+    "a standard deviation less a degree of freedom": lambda w, x: x / (x.std(-1, keepdims=True, ddof=1) + 1e-5),
+    "a number less another": lambda w, x: jnp.tanh(x @ w) / (1 - w[0, 0] ** 2),
+    "odds": lambda w, x: x / (1.01 - nn.sigmoid(x @ w)),
+}
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_a_quotient_jumps_where_its_divisor_does_alone(name):
+    def attention(w, x):
+        h = DIVIDED[name](w, x)
+        scores = jnp.where(jnp.tri(24, dtype=bool), (h @ w) @ (h @ w).T, -jnp.inf)
+        return nn.softmax(scores) @ (h @ w)
+
+    args = 0.3 * draw(6, D, D), H
+    assert_right(tile(attention, (None, 0), 4), args, untiled(attention, args))
+
+
 def test_a_value_compared_with_itself_asks_for_nan():
     fn = lambda h, w: jnp.where(jnp.isnan(h @ w - (h @ w).max(-1, keepdims=True)), 0.0, h @ w).sum()
     assert not tile(fn, (None, 1), 4).plan(H, W).value.completed

@@ -5,10 +5,10 @@ loop by itself: products are fused into additions here and not there, so that tw
 last bit. Most functions do not mind. But `h == h.max()` is true nowhere then, and `h >= top_k(h)[-1]` lacks one.
 
 The rule, for every equation that is run tile by tile: if it is discontinuous (a comparison, a rounding, a sort, a
-conversion to integers), or not smooth where two numbers are equal (the root or the logarithm of a difference), then
-what it reads may not depend on a value that is computed again and also on a copy of an element of that value which was
-made before: by a maximum, a sort, a lookup, a masked sum. Values that no rounding enters, such as inputs and their
-rearrangements, are the same however often they are computed.
+conversion to integers), or not smooth where two numbers are equal (the root of a difference, a division by one), then
+the operands that decide that (of a quotient, the divisor) may not depend on a value that is computed again and also on
+a copy of an element of that value which was made before: by a maximum, a sort, a lookup, a masked sum. Values that no
+rounding enters, such as inputs and their rearrangements, are the same however often they are computed.
 
 `meeting` finds the first equation that breaks the rule, from the placements alone; `check` looks at the loops that were
 planned. What breaks it is mended (`passes.agreement`), or refused:
@@ -94,8 +94,10 @@ def running(plan: Schedule) -> Disagreement | None:
     sums = {n.outputs[0] for n in graph.nodes if has(n.name, "running") and n.params["op"] == "sum"}
     reached = _elementwise(graph, {v for v in sums if _inexact(v)})
     for node in graph.nodes:
-        operands = [v for v in node.inputs if v in reached]
-        if operands and _jumps(node) and sum(node in loop.nodes for loop in plan.loops) > 1:
+        if reached.isdisjoint(node.inputs):
+            continue
+        operands = [v for v in _jumps_in(node) if v in reached]
+        if operands and sum(node in loop.nodes for loop in plan.loops) > 1:
             return disagreement(plan.analysis, (node, root(operands[0])), SUMS)
     return None
 
@@ -113,10 +115,8 @@ def decides(graph: Graph, value: Value) -> bool:
     if not roots:
         return False
     copies, computed = _elementwise(graph, {value}), _elementwise(graph, roots)
-    for node in graph.nodes:
-        if not copies.isdisjoint(node.inputs) and not computed.isdisjoint(node.inputs) and _jumps(node):
-            return True
-    return False
+    both = lambda values: not copies.isdisjoint(values) and not computed.isdisjoint(values)
+    return any(both(node.inputs) and both(_jumps_in(node)) for node in graph.nodes)
 
 
 def _elementwise(graph: Graph, sources: set[Value]) -> set[Value]:
@@ -204,8 +204,10 @@ class Walk:
         for value in node.outputs:
             own = {value} & self.roots if roundings > 1 else frozenset()
             known[value] = Origin(computed | own, copies, roundings)
-        met = frozenset().union(*(r.computed for r in reads)) & frozenset().union(*(r.copies for r in reads))
-        if met and any(isinstance(p, Tiled) for p in (*outs, *self.found.moves[node].ins)) and _jumps(node):
+        if not any(isinstance(p, Tiled) for p in (*outs, *self.found.moves[node].ins)) or not _met(reads):
+            return None
+        decisive = _jumps_in(node)
+        if met := _met(read for read, value in zip(reads, node.inputs, strict=True) if value in decisive):
             made = (v for n in reversed(self.found.graph.nodes) for v in reversed(n.outputs))
             return node, next((v for v in made if v in met), None) or next(iter(met))
         return None
@@ -229,6 +231,12 @@ class Walk:
             yield from (root(v) for i, v in cut if (node, i) in self.found.completed)
         else:
             yield from (w for i, _ in cut for w in _let_through(node, i))
+
+
+def _met(reads: Iterable[Origin]) -> frozenset[Value]:
+    """The values of which some of the operands are computed, and some have copies."""
+    reads = list(reads)
+    return frozenset().union(*(r.computed for r in reads)) & frozenset().union(*(r.copies for r in reads))
 
 
 def root(value: Value) -> Value:
@@ -293,16 +301,17 @@ def _exact_conversion(node: Node) -> bool:
     return not _inexact(source) or (_inexact(target) and source.dtype.itemsize <= target.dtype.itemsize)
 
 
-def _jumps(node: Node) -> bool:
-    """Whether an equation, or one in its bodies, is discontinuous in a float that it reads."""
+def _jumps_in(node: Node) -> list[Value]:
+    """The operands in whose floats an equation, or one in its bodies, is discontinuous."""
     if len(node.inputs) == 2 and node.inputs[0] is node.inputs[1]:
-        return False  # x == x asks for nan
+        return []  # x == x asks for nan
     if node.name in AT_ZERO:
-        return _cancels(node.inputs[has(node.name, "divides")])
+        return [v for v in [node.inputs[has(node.name, "divides")]] if _cancels(v)]
     if node.name in ONE_SIDED and any(map(_zero, node.inputs)):
-        return any(map(_cancels, node.inputs))
+        return list(filter(_cancels, node.inputs))
     inside = [(e.primitive.name, e.invars, e.outvars) for body in bodies(node.params) for e in equations(body)]
-    return node.name in AT_ONE or any(_discontinuous(*e) for e in [(node.name, node.inputs, node.outputs), *inside])
+    jumps = node.name in AT_ONE or any(_discontinuous(*e) for e in [(node.name, node.inputs, node.outputs), *inside])
+    return node.inputs if jumps else []
 
 
 def _cancels(value: Value) -> bool:
