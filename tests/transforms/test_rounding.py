@@ -274,6 +274,24 @@ def test_a_quotient_jumps_where_its_divisor_does_alone(name):
     assert_right(tile(attention, (None, 0), 4), args, untiled(attention, args))
 
 
+# Of a value for each row: what is stored for comparisons is not computed again for what the checkpoint compares inside.
+AFTERWARDS = {
+    "maximum": lambda l: jnp.square(l).max(),
+    "minimum": lambda l: jnp.square(l).min(),
+    "equal to the maximum": lambda l: jnp.where(jnp.square(l) == jnp.square(l).max(), l, 0).sum(),
+}
+
+
+@pytest.mark.redundant("seed")
+@pytest.mark.parametrize("seed", [1, 9, 12])
+@pytest.mark.parametrize("name", AFTERWARDS)
+def test_rows_of_a_checkpoint_meet_their_extremum(name, seed):
+    inside = jax.checkpoint(lambda x, w: nn.logsumexp(30 * jnp.tanh((x @ w) / 30), -1))
+    fn = lambda x, w: AFTERWARDS[name](inside(x, w))
+    args = draw(seed, 13, 6), 0.6 * draw(seed + 50, 6, 5)
+    assert_right(tile(fn, (0, None), 4), args, untiled(fn, args))
+
+
 def test_a_value_compared_with_itself_asks_for_nan():
     fn = lambda h, w: jnp.where(jnp.isnan(h @ w - (h @ w).max(-1, keepdims=True)), 0.0, h @ w).sum()
     assert not tile(fn, (None, 1), 4).plan(H, W).value.completed

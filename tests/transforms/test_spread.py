@@ -160,16 +160,17 @@ def test_every_cut_runs_on_a_mesh(name, axis, options):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
 
 
-def test_labels_may_be_gathered_where_the_vocabulary_is_whole():
+@pytest.mark.parametrize(("name", "lowmem"), [("fsdp_cp", False), ("fsdp_d", True), ("dp", True)])
+def test_labels_may_be_gathered_where_the_vocabulary_is_whole(name, lowmem):
     def loss(weights, hidden, labels, mask):
         logits = hidden @ weights
         return (optax.softmax_cross_entropy_with_integer_labels(logits, labels) * mask).sum() / mask.sum()
 
-    args, mesh = arguments(), mesh_of("fsdp_cp")
+    args, mesh = arguments(), mesh_of(name)
     expected = quick.jit(with_gradients(loss))(*args)
     with jax.set_mesh(mesh):
-        tiled = quick.jit(with_gradients(tile(loss, axis=(None, 1, 1, 1), n=4)))
-        found = tiled(*spread(mesh, "fsdp_cp", args))
+        tiled = quick.jit(with_gradients(tile(loss, axis=(None, 1, 1, 1), n=4, lowmem=lowmem)))
+        found = tiled(*spread(mesh, name, args))
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
 

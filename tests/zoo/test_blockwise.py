@@ -1,5 +1,8 @@
 """Attention in tiles of queries and keys: plain attention, and no products of tiles that nobody sees."""
 
+import math
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,6 +57,20 @@ def test_a_sink_above_all_scores_has_a_gradient_where_the_last_tile_is_filled_up
     found = jax.grad(lambda sinks: (run(sinks, kept=kept) * weights).sum())(sinks)
     wanted = jax.grad(lambda sinks: (attention(q, k, v, scale=0.3, sinks=sinks) * weights).sum())(sinks)
     np.testing.assert_allclose(found, wanted, atol=5e-6)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_layers_keep_no_mask_of_all_tiles(remat):
+    """What is seen depends on counters alone, and JAX takes what no layer changes out of their loop."""
+
+    def layer(x, weights):
+        q = (x @ weights).reshape(2, 64, 4, 8)
+        return x + blockwise_attention(q, q, q, n=8, scale=0.3).reshape(x.shape), None
+
+    loss = lambda x, weights: jax.lax.scan(jax.checkpoint(layer) if remat else layer, x, weights)[0].sum()
+    text = jax.jit(jax.grad(loss, (0, 1)), **QUICK).lower(jnp.ones((2, 64, 32)), jnp.ones((3, 32, 32))).compile()
+    masks = [[int(size) for size in sizes.split(",")] for sizes in re.findall(r"pred\[([\d,]+)\]", text.as_text())]
+    assert max(map(math.prod, masks)) <= 2 * 4 * 8 * 8
 
 
 @pytest.mark.parametrize(("before", "behind"), [(7, 0), (5, 0), (2, 0), (0, 0), (1, 1), (7, 7)])

@@ -31,11 +31,12 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.extend.core import Jaxpr, Var
 
 from transforms.tiling.analysis.limits import human, too_large
 from transforms.tiling.ir.facts import Analysis, Outlined
 from transforms.tiling.ir.graph import Graph, Node, Value
-from transforms.tiling.ir.jaxprs import bodies, equations
+from transforms.tiling.ir.jaxprs import bodies
 from transforms.tiling.ir.loops import Loop, Schedule
 from transforms.tiling.ir.obstacles import Disagreement, Refusal
 from transforms.tiling.ir.placement import Placement, Tiled
@@ -271,10 +272,11 @@ def _let_through(node: Node, number: int) -> list[Value]:
 
 
 def _sources(value: Value) -> Iterator[Value]:
-    """The values whose elements a value has."""
+    """The values whose elements a value has, as they are computed and as they are stored."""
 
     def chosen(value: Value) -> Iterable[Value]:
-        chooses = value.producer is not None and value.producer.name in CHOOSING
+        node = value.producer
+        chooses = node is not None and (node.name in CHOOSING or has(node.name, "stored"))
         return [v for v in map(root, operands(value)) if _varies(v)] if chooses else ()
 
     return closure(filter(_varies, [root(value)]), chosen)
@@ -309,9 +311,23 @@ def _jumps_in(node: Node) -> list[Value]:
         return [v for v in [node.inputs[has(node.name, "divides")]] if _cancels(v)]
     if node.name in ONE_SIDED and any(map(_zero, node.inputs)):
         return list(filter(_cancels, node.inputs))
-    inside = [(e.primitive.name, e.invars, e.outvars) for body in bodies(node.params) for e in equations(body)]
-    jumps = node.name in AT_ONE or any(_discontinuous(*e) for e in [(node.name, node.inputs, node.outputs), *inside])
-    return node.inputs if jumps else []
+    if node.name in AT_ONE or _discontinuous(node.name, node.inputs, node.outputs):
+        return node.inputs
+    inside = bodies(node.params)
+    if len(inside) == 1 and len(inside[0].invars) == len(node.inputs) and not has(node.name, "steps"):
+        decisive = _decisive(inside[0])
+        return [v for v, inner in zip(node.inputs, inside[0].invars, strict=True) if inner in decisive]
+    return node.inputs if any(map(_decisive, inside)) else []
+
+
+def _decisive(jaxpr: Jaxpr) -> set[Var]:
+    """The values in a body that an equation depends on which is discontinuous in floats."""
+    found: set[Var] = set()
+    for eqn in reversed(jaxpr.eqns):
+        jumps = _discontinuous(eqn.primitive.name, eqn.invars, eqn.outvars)
+        if jumps or any(map(_decisive, bodies(eqn.params))) or not found.isdisjoint(eqn.outvars):
+            found.update(v for v in eqn.invars if isinstance(v, Var))
+    return found
 
 
 def _cancels(value: Value) -> bool:

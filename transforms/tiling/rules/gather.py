@@ -128,8 +128,8 @@ def pull_gather(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
 
 def with_column(indices: Any, column: int, places: Any) -> Any:
     """Indices with other places in one of their columns."""
-    columns = lax.broadcasted_iota(jnp.int32, indices.shape, indices.ndim - 1)
-    return jnp.where(columns == column, places[..., None].astype(indices.dtype), indices)
+    own = places[..., None].astype(indices.dtype)
+    return jnp.concatenate([indices[..., :column], own, indices[..., column + 1 :]], -1)
 
 
 def look_up(node: Node, operand: Any, indices: Any, cut: Tiled, span: Span) -> Any:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Integer
 
-from transforms.sharding import reshape
+from transforms.sharding import reshape, vary_alike
 from zoo.models.layers import accumulator, softcap
 
 
@@ -127,7 +127,7 @@ class _Blockwise:
 
         heads = rows[:3]
         seen, logs = jnp.zeros((*rows, q.shape[-1]), wide), jnp.zeros((*heads, q.shape[1]), wide)
-        *_, out, logs = _loop(loops, step, (lowest, nothing, seen, jnp.zeros_like(q), logs))
+        *_, out, logs = _loop(loops, step, (lowest, nothing, seen, jnp.zeros_like(q), logs), q)
         return out, logs
 
     def backward(self, q, k, v, masks, logs, own, given):
@@ -162,7 +162,7 @@ class _Blockwise:
 
         none = jnp.zeros((k.shape[0], self.size, *k.shape[2:]), wide)
         start = none, none, jnp.zeros(q.shape, wide), jnp.zeros_like(k), jnp.zeros_like(v)
-        *_, dq, dk, dv = _loop(loops, step, start)
+        *_, dq, dk, dv = _loop(loops, step, start, q)
         return dq.astype(q.dtype), dk, dv
 
     def gradients(self, q, k, v, masks, sinks, logs, own, given):
@@ -173,11 +173,18 @@ class _Blockwise:
         return *self.backward(q, k, v, masks, logs, own, given), (None, None), of_sinks
 
 
-def _loop(loops: Walk, step: Callable[..., Any], carry: Any) -> Any:
-    def turn(carry, number):
-        return jax.lax.scan(lambda carry, at: step(number, carry, at), carry, jnp.arange(loops.steps))
+def _loop(loops: Walk, step: Callable[..., Any], carry: Any, q: Array) -> Any:
+    """Take all steps of all turns, which are numbered from what depends on the queries.
 
-    return jax.lax.scan(turn, carry, jnp.arange(loops.turns))[0]
+    Of a loop over layers JAX takes out what no layer changes. Masks of plain numbers it would make for all tiles, heads
+    and texts at once, and keep.
+    """
+    _, first = jax.lax.optimization_barrier(vary_alike(q, jnp.int32(0)))
+
+    def turn(carry, number):
+        return jax.lax.scan(lambda carry, at: step(number, carry, at), carry, first + jnp.arange(loops.steps))
+
+    return jax.lax.scan(turn, carry, first + jnp.arange(loops.turns))[0]
 
 
 def with_backward(forward, backward, aligned=lambda own: own):
