@@ -350,3 +350,16 @@ def test_of_a_choice_among_windows_the_most_products_count():
     either = jax.jit(lambda i, x: jax.lax.cond(i > 1, times(1), times(2), x))
     assert dot_flops(several.lower(1, x).compile().as_text()) == 3 * product
     assert dot_flops(either.lower(1, x).compile().as_text()) == 2 * product
+
+
+@pytest.mark.parametrize("kernel", ["tiled", "splash"])
+def test_a_loss_over_its_batch_runs_forward_once(kernel):
+    """`tile` does not look into loops and kernels of derivative rules: it is promised what it would look for."""
+
+    def loss(weights, x):
+        q = (x @ weights).reshape(*x.shape[:2], 4, 8)
+        return jnp.square(x + ADAPTERS[kernel](q, q, q, scale=0.3).reshape(x.shape)).mean()
+
+    args = jax.ShapeDtypeStruct((32, 32), "float32"), jax.ShapeDtypeStruct((8, 128, 32), "float32")
+    plan = tile(loss, (None, 0), 4).plan(*args)
+    assert len(plan.value.loops) == len(plan.gradient.loops) == 1

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Integer
 
 from transforms import tile
+from transforms.cotangents import linear_rules
 from transforms.sharding import explicit, partitions
 from zoo.config import Chunk, Config
 from zoo.models.attention import piecewise
@@ -454,7 +455,7 @@ def _reach(window: int, causal: bool) -> tuple[int, int]:
 def _on_each_device(run, q, *rest, keep=False):
     """Return `run` of each device's share of the batch and of the heads, with what it keeps; nothing travels."""
     if not explicit():
-        return run(q, *rest)
+        return linear_rules(run)(q, *rest)
     batch, _, heads, _ = partitions(q)
     by_rank = {
         4: PartitionSpec(batch, None, heads, None),
@@ -466,7 +467,7 @@ def _on_each_device(run, q, *rest, keep=False):
     specs = jax.tree.map(lambda x: by_rank[x.ndim], (q, *rest))
     outs = (by_rank[4], by_rank[3]) if keep else by_rank[4]
     # Kernels do not say over which axes their results vary (https://github.com/jax-ml/jax/issues/36008).
-    return jax.shard_map(run, in_specs=specs, out_specs=outs, check_vma=False)(q, *rest)
+    return linear_rules(jax.shard_map(run, in_specs=specs, out_specs=outs, check_vma=False))(q, *rest)
 
 
 def _cudnn_says(asked: Asked) -> str | None:

@@ -17,6 +17,7 @@ from jax import ShapeDtypeStruct
 from jax.extend.core import ClosedJaxpr, Literal
 from jax.sharding import NamedSharding, PartitionSpec
 
+from transforms.cotangents import promised
 from transforms.layout import like, varying
 from transforms.tiling.analysis.limits import Limits
 from transforms.tiling.analysis.propagate import analyse
@@ -124,9 +125,11 @@ def _nonlinear(graph: Graph, out: int, inner: Sequence[Value], others: Sequence[
 def scales(jaxpr: Any) -> bool:
     """Whether cotangents enter the gradients of a program linearly.
 
-    Only a `jax.custom_vjp` rule can do anything else with a cotangent, such as clipping it: each is traced alone.
+    Only a `jax.custom_vjp` rule can do anything else with a cotangent, such as clipping it: each is traced alone, but
+    those of which it is promised (`transforms.cotangents`).
     """
-    return all(len(around) < 2 and _linear(_pulled(rule, around)) for rule, around in custom_vjps(jaxpr))
+    rules = custom_vjps(jaxpr, skip=promised)
+    return all(len(around) < 2 and _linear(_pulled(rule, around)) for rule, around in rules)
 
 
 def _pulled(eqn: Any, around: Sequence[Any]) -> tuple[Graph, int]:
@@ -198,14 +201,21 @@ def _linear(found: tuple[Graph, int]) -> bool:
     return True
 
 
-def custom_vjps(jaxpr: Any, around: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """The equations of a program that are functions with a `jax.custom_vjp` rule, and each `jax.shard_map` around."""
+def custom_vjps(
+    jaxpr: Any, around: tuple[Any, ...] = (), skip: Callable[[Any], bool] = lambda eqn: False
+) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """The equations of a program that are functions with a `jax.custom_vjp` rule, and each `jax.shard_map` around.
+
+    None in what is to be skipped.
+    """
     for eqn in jaxpr.eqns:
+        if skip(eqn):
+            continue
         if eqn.primitive.name.startswith("custom_vjp"):
             yield eqn, around
             continue
         for inner in bodies(eqn.params):
-            yield from custom_vjps(inner, (*around, eqn) if "newly_manual_axes" in eqn.params else around)
+            yield from custom_vjps(inner, (*around, eqn) if "newly_manual_axes" in eqn.params else around, skip)
 
 
 def has_custom_vjp(jaxpr: Any) -> bool:
