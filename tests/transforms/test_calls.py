@@ -2,6 +2,7 @@
 
 import copy
 import io
+import math
 import operator
 import pickle
 
@@ -160,6 +161,16 @@ def test_weak_types_are_those_of_the_function():
     fn, s = lambda x, s: jnp.sum(jnp.sin(x) * s), jnp.asarray(2.0)
     assert s.weak_type
     assert jax.grad(tile(fn, (0, None), 4), 1)(X, s).weak_type == jax.grad(fn, 1)(X, s).weak_type
+
+
+def test_a_reduction_begins_with_a_number_among_the_arguments():
+    """A pooling layer's is a field of it, and JAX has derivatives where it knows that number."""
+
+    def pooled(x, start):
+        return (lax.reduce_window(jnp.tanh(x), start, lax.max, (1, 2), (1, 2), "VALID") ** 2).mean()
+
+    found = jax.grad(tile(pooled, (0, None), 4))(X, -math.inf)
+    np.testing.assert_allclose(found, jax.grad(pooled)(X, -math.inf), rtol=1e-6)
 
 
 def test_strict_promotion_of_bfloat16_gradients():

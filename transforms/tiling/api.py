@@ -34,7 +34,7 @@ from transforms.tiling.inputs.axes import is_array, place, rows
 from transforms.tiling.ir.errors import explained, tracing
 from transforms.tiling.ir.facts import Analysis
 from transforms.tiling.ir.graph import Node, describe
-from transforms.tiling.ir.jaxprs import depend
+from transforms.tiling.ir.jaxprs import depend, equations
 from transforms.tiling.ir.obstacles import Obstacle
 from transforms.tiling.ir.placement import WHOLE, Placement, Tiled
 from transforms.tiling.primitives import has, having
@@ -498,7 +498,7 @@ class Tracer:
             if not numbers:
                 raise
             raise Needed(_named(str(error), len(arrays)) or range(len(numbers))) from error
-        if numbers and _shows(closed.jaxpr, len(arrays), found["static"]):
+        if numbers and (_begins(closed.jaxpr) or _shows(closed.jaxpr, len(arrays), found["static"])):
             raise Needed(range(len(numbers)))
         jaxpr = closed.jaxpr
         jaxpr = ClosedJaxpr(jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars]), ())
@@ -535,6 +535,11 @@ def _named(message: str, first: int) -> list[int]:
     """The numbers, of arguments that begin at `first`, whose values were asked for, as far as JAX says so."""
     named = {int(i) - first for i in re.findall(r"arguments\[(\d+)\]", message)}
     return sorted(i for i in named if i >= 0)
+
+
+def _begins(jaxpr: Jaxpr) -> bool:
+    """Whether a reduction, such as a pooling layer's, may begin with a Python number, which JAX must know."""
+    return any(has(eqn.primitive.name, "begins") for eqn in equations(jaxpr))
 
 
 def _shows(jaxpr: Jaxpr, arrays: int, static: Any) -> bool:

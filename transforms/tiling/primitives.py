@@ -25,6 +25,7 @@ beside: outside of rules and passes no primitive is asked for by name. One that 
     steps          a loop of so many steps: constants, what is carried, what is scanned over
     tested         a loop that a test ends
     branches       one of several bodies, chosen by the first operand
+    begins         begins with a number, and where JAX does not know that it has no derivative
     platform       the number of the platform that the program is compiled for
     devices        its body runs on each device's share
 
@@ -122,6 +123,7 @@ mul                                                     | fused through_zero res
 sub                                                     | fused typed subtracts
 triangular_solve tridiagonal_solve                      | heavy
 scatter                                                 | in_place
+reduce reduce_window                                    | begins
 reshape                                                 | moving flows rescales view rearranges level
 squeeze                                                 | moving flows rescales view rearranges
 expand_dims                                             | moving view

@@ -95,9 +95,10 @@ def check_size(
 
 def too_large(limits: Limits, where: str, why: str, array: str, remedy: str = "cut another axis") -> str:
     """What is said of an array that is larger than what may be whole: where, why it is there, which, and what to do."""
+    allowed = "" if limits.gather == "any" else ', or pass gather="any"'
     return (
         f"cannot tile {where}: {why}.\n  {array}; the largest input or output is {human(limits.largest)}.\n"
-        f'  To go on: {remedy}, or pass gather="any".'
+        f"  To go on: {remedy}{allowed}."
     )
 
 
