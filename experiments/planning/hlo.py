@@ -25,6 +25,8 @@ _COUNTER = re.compile(r"= [su]32\[\]\S* get-tuple-element\(.*index=(\d+)")
 _FMHA = re.compile(r'custom_call_target="__cudnn\$fmha\w*?Softmax(Backward)?"')
 _SCORES = re.compile(r'"intermediate_tensor_shape": ?\{[^}]*?"dimensions": ?\[([^\]]*)\]')
 _HEAD = re.compile(r"operand_layout_constraints=\{\w+\[[\d,]*?(\d+)\]")
+_CUBLAS = re.compile(r'custom_call_target="__cublas\$[\w$]*(?:gemm|[mM]atmul)')
+_SOLVE = re.compile(r'custom_call_target="__cublas\$triangularSolve".*"left_side": ?(true|false)')
 _WINDOW = re.compile(r'"sliding_window_length": ?"?([1-9]\d*)')
 _BLOCKS = r"s\d+\[1,\d+,\d+\]\{[\d,]*\}, "
 _SPLASH = re.compile(
@@ -37,9 +39,10 @@ _TRIPS = re.compile(r'known_trip_count"?:\s*\{\s*"?n"?:\s*"?(\d+)"?')
 def dot_flops(text: str, trips: Mapping[str, int] | None = None) -> int:
     """Return the multiplications and additions of all matrix products that a run of the program executes.
 
-    Those within kernels are not seen, but of attention: of cuDNN's two products forward and five backward, of what is
-    visible; of splash attention's, those of the blocks that it computes; and of XLA's ragged products, those of each
-    row with one matrix. Of a choice, as among the windows that layers have, the branch with the most counts.
+    Solving with a triangle counts as a product with half a matrix. Those within kernels are not seen, but of attention:
+    of cuDNN's two products forward and five backward, of what is visible; of splash attention's, those of the blocks
+    that it computes; and of XLA's ragged products, those of each row with one matrix. Of a choice, as among the windows
+    that layers have, the branch with the most counts.
 
     Args:
         text: `compiled.as_text()`.
@@ -366,7 +369,7 @@ def _stride(line: str, condition: list[str], bodies: dict[str, list[str]]) -> in
 
 
 def _dots(lines: list[str]) -> Iterator[int]:
-    """2 * the result's size * the contracted size, for each dot of a computation."""
+    """2 * the result's size * the contracted size, for each dot of a computation; with a triangle half of that."""
     shapes: dict[str, list[int]] = {}
     for line in lines:
         found = _RESULT.match(line)
@@ -379,7 +382,9 @@ def _dots(lines: list[str]) -> Iterator[int]:
             contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", operands)
             assert contracted is not None, line
             yield 2 * math.prod(shapes[name]) * math.prod(read[0][int(d)] for d in contracted.group(1).split(",") if d)
-        elif op == "custom-call" and "__cublas" in operands:
+        elif op == "custom-call" and (solve := _SOLVE.search(operands)):
+            yield math.prod(shapes[name]) * shapes[name][-2 if solve.group(1) == "true" else -1]
+        elif op == "custom-call" and _CUBLAS.search(operands):
             contracted = re.search(r'"lhs_contracting_dimensions": ?\[([^\]]*)\]', operands)
             assert contracted is not None, line
             summed = [read[0][int(d)] for d in re.findall(r"\d+", contracted.group(1))]

@@ -7,13 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh
+
 from experiments import configs
-from experiments.commandline.console import GIB
+from experiments.commandline.console import GIB, CommandError
 from experiments.configs import DType, Platform
+from experiments.runtime import meshes
 from experiments.runtime.hardware import KEEP_CASTS_IN_LOOPS, Device, HardwareError, several_processes
 from experiments.runtime.own import described
 from experiments.step import tiling as cuts
-from experiments.step.build import Programs
+from experiments.step.build import Programs, adapter_problem, shape_of
 from transforms import sharding
 from zoo import kernels
 from zoo.adapters import lora
@@ -65,23 +71,22 @@ def chosen_for(config: configs.Described, device: Device) -> configs.Resolved:
 
     Raises:
         HardwareError: there is no such mesh of this many devices, or no number of tiles keeps within the budget.
+        CommandError: there is no such adapter of the model, or it cannot be kept in so few bits.
     """
     params, choices = config.params, Choices()
     scale = next(scale for scale in SCALES[device.platform] if params <= scale.params)
     sized = f"{params:,} parameters on a {device.platform}: minutes altogether"
     mesh = _mesh(config, device, choices)
     memory = config.hardware.memory_gib * GIB if config.hardware.memory_gib else device.memory
-    kept = 16 * params / (mesh.model * mesh.expert * (1 if mesh.fsdp == "none" else mesh.sizes["data"] or 1))
-    roomy = kept < 0.8 * memory  # float32 parameters, gradients and two moments
+    adapter = _adapter(config.adapter, config.model.config, choices)
+    precision = _precision(config, adapter, mesh, 0.8 * memory)
 
     batch_size, steps = -(-scale.batch_size // mesh.rows) * mesh.rows, config.steps or scale.steps
     config = choices.settle(config, "", sized, steps=steps, batch_size=batch_size, seq_len=scale.seq_len)
     config = choices.settle(config, "", "twenty lines a run", log_every=max(1, steps // 20))
-    hardware = _hardware(config.hardware, device, kept, roomy, choices)
-    optimizer = _optimizer(
-        config.optimizer, config.adapted, params, hardware.param_dtype is DType.float32 and roomy, choices
-    )
-    adapter = _adapter(config.adapter, config.model.config, choices)
+    hardware = _hardware(config.hardware, device, precision, choices)
+    roomy = DType.float32 is hardware.param_dtype is precision.value
+    optimizer = _optimizer(config.optimizer, config.adapted, params, roomy, choices)
     parts: dict[str, Any] = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     parts |= {"mesh": mesh, "hardware": hardware, "optimizer": optimizer, "adapter": adapter, "axes": _axes(mesh)}
     resolved = _experts(_attention(_head(configs.Resolved(**parts), choices), choices), choices)
@@ -119,19 +124,51 @@ class Choices:
         self.made |= {name: configs.Choice(value, why, sizes) for name, value in values.items()}
 
 
+def _precision(config: configs.Described, adapter: configs.Adapter, mesh: configs.Mesh, room: float) -> configs.Choice:
+    """Return what parameters are to be stored in: float32 where a device has room for all that a step changes in it.
+
+    Raises:
+        CommandError: there is no such adapter of the model, or it cannot be kept in so few bits.
+    """
+    needed, what = _float32_bytes(config, adapter, mesh), "float32 parameters"
+    what += "" if config.model.quantise is None else ", matrices in fewer bits"
+    what += ", and gradients and two moments of an adapter" if config.adapted else ", gradients and two moments"
+    dtype, fits = (DType.float32, "fit") if needed < room else (DType.bfloat16, "do not fit")
+    return configs.Choice(dtype, f"{what} of {{}} {fits}", (needed,))
+
+
+def _float32_bytes(config: configs.Described, adapter: configs.Adapter, mesh: configs.Mesh) -> int:
+    """Return the bytes of a device's share of float32 parameters, and of gradients and two moments of what learns."""
+    if (why := adapter_problem(adapter, config.model.config)) is not None:
+        raise CommandError(why)
+    try:
+        model = shape_of(config.model, adapter, jnp.float32, config.seed)
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+    devices = AbstractMesh(tuple(size or 1 for size in mesh.sizes.values()), tuple(mesh.sizes))
+    axes = _axes(mesh)
+
+    def share(letters, leaf):
+        cut = sharding.axes_of(sharding.spec_of(letters, leaf.shape, devices, axes))
+        stored = sum(part.size * part.dtype.itemsize for part in jax.tree.leaves(leaf))
+        return stored // math.prod(devices.shape[axis] for axis in cut)
+
+    parameters = meshes.by_leaf(model, share)
+    learning = eqx.filter(parameters, lora.trainable(parameters)) if config.adapted else parameters
+    return sum(jax.tree.leaves(parameters)) + 3 * sum(jax.tree.leaves(learning))
+
+
 def _hardware(
-    hardware: configs.Hardware, device: Device, needed: float, roomy: bool, choices: Choices
+    hardware: configs.Hardware, device: Device, precision: configs.Choice, choices: Choices
 ) -> configs.Hardware:
-    """Return the number formats and the compiler's options that suit a device; `roomy` if what float32 takes fits."""
+    """Return the number formats and the compiler's options that suit a device, with parameters in what suits them."""
     on_cpu, filled = device.platform == "cpu", functools.partial(choices.settle, group="hardware.")
     hardware = filled(hardware, why="the best device that there is", platform=Platform(device.platform))
-    dtype, fits = (DType.float32, "fit") if roomy else (DType.bfloat16, "do not fit")
-    why = f"float32 parameters, gradients and two moments of {{}} {fits}"
-    hardware = filled(hardware, why=why, sizes=(needed,), param_dtype=dtype)
-    kept = device.multiplies_bfloat16 and device.count == 1 and hardware.param_dtype is DType.bfloat16
-    dtype = DType.bfloat16 if kept or not on_cpu else DType.float32
+    hardware = filled(hardware, why=precision.why, sizes=precision.sizes, param_dtype=precision.value)
+    narrow = device.multiplies_bfloat16 and device.count == 1 and hardware.param_dtype is DType.bfloat16
+    dtype = DType.bfloat16 if narrow or not on_cpu else DType.float32
     best = f"what most {device.platform}s multiply best"
-    why = "what parameters are kept in, and this CPU multiplies" if kept else best
+    why = "what parameters are kept in, and this CPU multiplies" if narrow else best
     hardware = filled(hardware, why=why, compute_dtype=dtype)
     why = "for Python and JAX itself" if on_cpu else "for the device's own use"
     hardware = filled(hardware, why=why, headroom_gib=1.0 if on_cpu else 0.5)
@@ -245,7 +282,8 @@ def _head(config: configs.Resolved, choices: Choices) -> configs.Resolved:
             raise HardwareError(f"cannot use tiling.budget={tiling.budget}: {error}") from None
     else:
         tokens = config.head.rows * config.seq_len // config.mesh.sharing_tokens
-        logits = 4 * tokens * config.model.config.vocab_size
+        words, devices = config.model.config.vocab_size, config.mesh.model
+        logits = 4 * tokens * (words if words % devices else words // devices)
         fewest = min(-(-logits // TILE_BYTES), max(1, tokens // LEAST_TILE))
         fewest = min(max(fewest, 2 * tiling.lowmem), config.head.length)
         whose = " of a device" if config.mesh.devices > 1 else ""
@@ -268,7 +306,8 @@ def _attention(config: configs.Resolved, choices: Choices) -> configs.Resolved:
         config = choices.settle(config, "", why, attention=name)
     if config.attention == "tiled":
         heads = model.num_heads // (cuts.turns(config) if tiling.heads else 1)
-        scores = 4 * config.head.rows * heads * config.seq_len**2 // config.mesh.devices
+        whole = config.mesh.model if model.num_heads % config.mesh.model else 1
+        scores = 4 * config.head.rows * heads * config.seq_len**2 * whole // config.mesh.devices
         tiles = -(-scores // TILE_BYTES)
         if cuts.asked(config, model).spread == 1:  # keys are cut too
             tiles = max(FEW_TILES, math.isqrt(tiles - 1) + 1)

@@ -50,6 +50,11 @@ def leaf_shardings(model: Any, mesh: Mesh, named: Axes) -> Any:
             return shardings(leaf, letters, mesh, named)
         return sharding_of(mesh, letters, leaf.shape, named)
 
+    return by_leaf(model, one)
+
+
+def by_leaf(model: Any, one: Callable[[tuple[str, ...], Any], Any]) -> Any:
+    """Return a tree like a model with what `one(letters, leaf)` makes of each leaf; a matrix in fewer bits is one."""
     for row in rows(model.config):
         get = operator.attrgetter(row.leaf)
         part = get(model)

@@ -32,6 +32,7 @@ import optax
 from experiments import configs
 from experiments.commandline.console import CommandError, install
 from transforms import TileError
+from transforms.sharding import partitions
 from zoo.huggingface.config import from_hf
 from zoo.models.head import head
 
@@ -50,6 +51,11 @@ NOT_THEIRS = ("<", __file__, *INSTALLED)
 TRACED = (
     "It is traced once, as jax.jit does, and the values of arrays are not known then: write jnp.where or jax.lax.cond "
     "for an `if`, jnp for numpy, and leave out float(), int() and bool()."
+)
+SPREAD = (
+    "Logits are spread over the vocabulary here, and one device has a label's: pick it by comparison, "
+    "jnp.where(jnp.arange(logits.shape[-1]) == labels[..., None], logits, 0).sum(-1), or use a mesh that does not cut "
+    "the vocabulary, such as mesh=fsdp."
 )
 
 
@@ -155,8 +161,8 @@ def _architecture(folder: Path, said: str, remedy: str = "") -> Any:
 
 
 @contextlib.contextmanager
-def _in_words(failed: str) -> Generator[None, None, None]:
-    """Say in a sentence what a user's code raises, and at which of its lines."""
+def _in_words(failed: str, spread: Callable[[], bool] = lambda: False) -> Generator[None, None, None]:
+    """Say in a sentence what a user's code raises, and at which of its lines; `spread`: whether its logits are."""
     try:
         yield
     except (OwnError, TileError):
@@ -167,7 +173,10 @@ def _in_words(failed: str) -> Generator[None, None, None]:
         where = f" at {found.filename}:{found.lineno}" if found else ""
         said = next(iter(str(error).strip().splitlines()), found.line if found else None) or "it says no more"
         traced = isinstance(error, jax.errors.ConcretizationTypeError | jax.errors.TracerArrayConversionError)
-        raise OwnError(f"{failed}{where}: {type(error).__name__}: {said}{f' {TRACED}' * traced}") from error
+        remedy = f" {TRACED}" if traced else ""
+        if type(error).__name__ == "ShardingTypeError" and spread():  # which has no public name
+            remedy = f". {SPREAD}"
+        raise OwnError(f"{failed}{where}: {type(error).__name__}: {said}{remedy}") from error
 
 
 def find(name: str, key: str) -> Callable[..., Any]:
@@ -304,7 +313,8 @@ def objective(config: configs.Custom, answer_sums: Callable[..., Any] | None = N
         if answer_sums is not None and len(lone) < len(asked):
             sums = _by_name(*answer_sums(models, hiddens, targets, mask))
             given |= {name: sums[name] for name in asked if name not in lone}
-        with _in_words(f"objective.fn={config.fn} failed"):
+        spread = lambda: partitions(jax.eval_shape(lambda: model.logits(hidden)))[-1] is not None
+        with _in_words(f"objective.fn={config.fn} failed", spread):
             made = fn(**given, **config.kwargs)
         pair = isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Mapping)
         value, beside = (made[0], dict(made[1])) if pair else (made, {})

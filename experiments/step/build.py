@@ -29,6 +29,7 @@ from transforms.step import State, all_parameters, compile_step, make_eval_step,
 from zoo import kernels, model_class
 from zoo.adapters import lora
 from zoo.families.mixture import MixtureLike
+from zoo.formats import Format
 from zoo.huggingface.weights import shapes
 
 AT_SCALE = 8192  # tokens: where tiling the head of a large vocabulary pays
@@ -210,8 +211,7 @@ class Programs:
     def _on_device(self) -> Any:
         """The model as it is where it is computed with."""
         config = self.config
-        model = eqx.filter_eval_shape(lambda: adapted(config.adapter, self._learns_from(config.model), config.seed))
-        return meshes.abstract(model, config.axes)
+        return meshes.abstract(shape_of(config.model, config.adapter, self.dtype, config.seed), config.axes)
 
     @functools.cached_property
     def state(self) -> State:
@@ -226,17 +226,10 @@ class Programs:
         if self.config.reference is None or self.config.beside_its_base:
             return None
         found = self.config.reference.config
-        return meshes.abstract(eqx.filter_eval_shape(lambda: self._shape(found)), self.config.axes)
+        return meshes.abstract(self._shape(found), self.config.axes)
 
-    def _learns_from(self, model: configs.Model) -> Any:
-        """Return zeros of the shapes and types of the model that `init` returns, before it gets an adapter."""
-        if model.quantise is not configs.Quantise.as_stored:
-            return self._shape(model.config, quantise=model.quantise)
-        like = shapes(configs.chosen(model.weights), dtype=self.dtype, quantise=model.quantise)
-        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
-
-    def _shape(self, config: Any, **how: Any) -> Any:
-        return model_class(config).init(config, dtype=self.dtype, key=_key(self.config.seed), **how)
+    def _shape(self, config: Any) -> Any:
+        return shape_of(configs.Model(config=config), configs.Adapter(), self.dtype, self.config.seed)
 
     @functools.cached_property
     def batch(self) -> tuple[Any, ...]:
@@ -357,7 +350,7 @@ class Programs:
         except (jax.errors.JaxRuntimeError, TypeError, ValueError) as error:
             raise ValueError(f"cannot use hardware.compiler_options={options}: {str(error).splitlines()[0]}") from None
         if "names" in config.remat.policy:
-            model = eqx.filter_eval_shape(lambda: self._shape(config.model.config))
+            model = self._shape(config.model.config)
             eqx.filter_eval_shape(lambda model: model.hidden(jnp.zeros((1, 2), jnp.int32), remat=self.remat), model)
         if isinstance(config.optimizer, configs.Decayed) and config.optimizer.no_decay is not None:
             _ = self.state  # its optimizer's finds what each pattern names
@@ -402,12 +395,17 @@ def problem(config: configs.Resolved) -> str | None:
         return f"cannot run with experts={config.experts}: {why}; or use experts=auto."
     if config.hardware.offloaded and (why := meshes.refusal()) is not None:
         return f"cannot use hardware.offload={config.hardware.offload}: {why}."
-    if isinstance(config.adapter, configs.Lora):
+    return adapter_problem(config.adapter, config.model.config)
+
+
+def adapter_problem(adapter: configs.Adapter, model: Any) -> str | None:
+    """Return why an adapter cannot be put on a model of a config; None where it can."""
+    if isinstance(adapter, configs.Lora):
         try:
-            lora.match(config.model.config, config.adapter.patterns)
+            lora.match(model, adapter.patterns)
         except ValueError as error:
             said = str(error).replace(":\n  ", ": ").replace("\n  ", ", ")
-            return f"bad value adapter.targets={config.adapter.targets}: {said}"
+            return f"bad value adapter.targets={adapter.targets}: {said}"
     return None
 
 
@@ -452,8 +450,31 @@ def load_or_draw(
     """
     if model.weights is not None:
         return zoo.load(model.weights, dtype=dtype, quantise=model.quantise, **where)
-    how = {"dtype": dtype, "quantise": model.quantise, "compiler_options": compiler_options, **where}
+    bits = None if model.quantise is None else Format(model.quantise)
+    how = {"dtype": dtype, "quantise": bits, "compiler_options": compiler_options, **where}
     return model_class(model.config).init(model.config, key=_key(seed), **how)
+
+
+def shape_of(model: configs.Model, adapter: configs.Adapter, dtype: Any, seed: int) -> Any:
+    """Return the shapes and types of the model that learns, with its adapter, before it lies anywhere.
+
+    Args:
+        model: the part of a run.
+        adapter: likewise.
+        dtype: of parameters.
+        seed: of random weights.
+
+    Raises:
+        ValueError: its matrices cannot be in so few bits, or it has none that the adapter is for.
+    """
+
+    def made():
+        if model.quantise is not configs.Quantise.as_stored:
+            return load_or_draw(dataclasses.replace(model, weights=None), seed, dtype)
+        like = shapes(configs.chosen(model.weights), dtype=dtype, quantise=model.quantise)
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
+
+    return eqx.filter_eval_shape(lambda: adapted(adapter, made(), seed))
 
 
 def _key(seed: int) -> jax.Array:

@@ -297,6 +297,31 @@ def test_products_that_cublas_makes_are_counted():
     assert hlo.dot_flops(text) == 2 * 64 * 16 * 256
 
 
+@pytest.mark.parametrize("left", [True, False])
+def test_solving_with_a_triangle_is_half_a_product(left):
+    """Of 128 right-hand sides, each with a triangle of 64 rows."""
+    made, turned = ("64,128", "{2,3,1,0}") if left else ("128,64", "{3,2,1,0}")
+    text = (
+        "ENTRY %main (a: f32[1,48,64,64], b: f32[1,48,64,128]) -> f32[8] {\n"
+        f"  %solve = (f32[1,48,{made}]{turned}, s8[768]{{0}}) custom-call(%a, %b), "
+        f'custom_call_target="__cublas$triangularSolve", backend_config={{"left_side":{str(left).lower()}}}\n'
+        '  %other = f32[64]{0} custom-call(%a), custom_call_target="__cublas$unheard_of"\n}'
+    )
+    assert hlo.dot_flops(text) == 48 * 128 * 64 * 64
+
+
+@pytest.mark.parametrize("target", ["gemm", "lt$matmul", "lt$matmul$f8", "lt$groupedMatmul"])
+def test_all_products_of_cublas_are_counted(target):
+    numbers = '{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}'
+    text = (
+        "ENTRY %main (a: f32[64,16], b: f32[16,256]) -> f32[64,256] {\n"
+        "  %a = f32[64,16]{1,0} parameter(0)\n  %b = f32[16,256]{1,0} parameter(1)\n"
+        f'  ROOT %out = f32[64,256]{{1,0}} custom-call(%a, %b), custom_call_target="__cublas${target}", '
+        f'backend_config={{"dot_dimension_numbers":{numbers}}}\n}}'
+    )
+    assert hlo.dot_flops(text) == 2 * 64 * 16 * 256
+
+
 def test_two_forward_passes_and_a_backward_pass_of_attention_have_nine_products():
     config = zoo.LlamaConfig(
         vocab_size=64, num_layers=1, embed_dim=16, mlp_dim=32, num_heads=2, num_kv_heads=1, head_dim=8

@@ -10,7 +10,9 @@ import pytest
 
 from experiments import configs
 from experiments.commandline import schema
+from experiments.commandline.console import CommandError
 from experiments.data import batches
+from experiments.planning import cost
 from experiments.planning.hlo import collectives
 from experiments.planning.resolve import resolve
 from experiments.runtime import hardware, meshes
@@ -224,6 +226,66 @@ def test_what_cannot_be_cut_over_the_mesh_is_refused(words, message):
 def test_bad_sizes_are_refused(words, message):
     with pytest.raises(schema.ConfigError, match=message):
         schema.compose(words)
+
+
+MIXTURE = ["model=tiny_mixtral", "model.num_experts=8"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["mesh=ulysses", *LLAMA], "float32 parameters, gradients and two moments of {}"),
+        (["mesh=fsdp_cp", *LLAMA], "moments of {}"),
+        (["mesh=fsdp_v", *LLAMA], "moments of {}"),
+        (["mesh=tp", *LLAMA], "moments of {}"),  # not those of kv heads, which are two
+        (["mesh=ep", *MIXTURE], "moments of {}"),
+        (["mesh=fsdp_ep", *MIXTURE], "moments of {}"),
+        (
+            ["mesh=fsdp", "adapter=lora", *LLAMA],
+            "float32 parameters, and gradients and two moments of an adapter of {}",
+        ),
+        (["mesh=one", "adapter=lora", "model.quantise=nf4", *LLAMA], "float32 parameters, matrices in fewer bits, and"),
+    ],
+)
+def test_precision_is_chosen_by_what_a_device_keeps(words, said):
+    asked = [word for word in SIZES if not word.startswith("hardware.param_dtype")]
+    device = hardware.Device("cpu", "a test", 2**33, 8)
+    config = resolve(schema.compose([*asked, *SYNTHETIC, "tiling=none", "optimizer=adamw", *words])[0], device)
+    chosen = config.chosen["hardware.param_dtype"]
+    assert said in chosen.why and chosen.why.endswith(" fit")
+    with meshes.spread(config.mesh):
+        counted = cost.least(Programs(config), device).state
+    assert 0 <= counted - chosen.sizes[0] <= 64  # how many steps there were, and the like
+
+
+def test_what_does_not_fit_a_device_s_share_is_kept_in_bfloat16():
+    words = ["model=llama3_1_8b", "batch_size=8", "seq_len=4096"]
+    kinds = {}
+    for layout in ("ulysses", "fsdp", "cp"):
+        config = resolve(schema.compose([*words, f"mesh={layout}"])[0], hardware.Device("gpu", "a test", 2**36, 8))
+        kinds[layout] = config.hardware.param_dtype.value, type(config.optimizer)
+    alone = ("bfloat16", configs.AdafactorLayerwise)
+    assert kinds == {"ulysses": ("float32", configs.AdamW), "fsdp": ("float32", configs.AdamW), "cp": alone}
+
+
+@pytest.mark.parametrize(("vocabulary", "tiles", "cut"), [(151_936, 10, 8), (151_937, 75, 1)])
+def test_logits_that_devices_share_take_fewer_tiles(vocabulary, tiles, cut):
+    words = ["model=qwen2_0_5b", "mesh=tp", "batch_size=8", "seq_len=4096", f"model.vocab_size={vocabulary}"]
+    config = resolve(schema.compose(words)[0], hardware.Device("gpu", "a test", 2**36, 8))
+    assert config.tiling.n == tiles
+    assert config.chosen["tiling.n"].sizes[0] == 4 * 8 * 4096 * vocabulary // cut
+
+
+@pytest.mark.parametrize(("heads", "cut"), [(16, 8), (14, 1)])
+def test_scores_that_devices_share_take_fewer_tiles(heads, cut):
+    words = ["model=qwen2_0_5b", "mesh=tp", "batch_size=8", "seq_len=4096", f"model.num_heads={heads}"]
+    config = resolve(schema.compose([*words, "attention=tiled"])[0], hardware.Device("gpu", "a test", 2**36, 8))
+    assert config.chosen["tiling.attention"].sizes[0] == 4 * 8 * heads * 4096**2 // cut
+
+
+def test_an_adapter_of_no_matrix_is_refused():
+    with pytest.raises(CommandError, match=r"bad value adapter.targets=query: .* matches no matrix"):
+        resolved("adapter=lora", "adapter.targets=query")
 
 
 def test_dimensions_that_stay_whole_are_told():

@@ -2,7 +2,9 @@
 
 import re
 import sys
+from pathlib import Path
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +16,7 @@ from experiments.commandline import schema
 from experiments.commandline.console import CommandError
 from experiments.data import batches
 from experiments.planning.resolve import resolve
-from experiments.runtime import own
+from experiments.runtime import hardware, meshes, own
 from experiments.step import objectives
 from experiments.step.build import Programs
 from tests.experiments.runs import MICRO, rows
@@ -335,6 +337,43 @@ def test_what_ones_own_code_raises_is_said_with_its_line(tmp_path, said, start, 
     error = capsys.readouterr().err.strip()
     assert error.startswith("error: ") and "\n" not in error
     assert re.search(RAISE[said], error), error
+
+
+README = Path(__file__).parents[2] / "experiments" / "README.md"
+ON_MESH = [*(word for word in MICRO if "vocab" not in word), "model.vocab_size=320", "model.num_heads=4"]
+
+
+def traced(*words):
+    """The step of a run on a mesh, as types alone."""
+    config = resolve(schema.compose([*ON_MESH, *words])[0], hardware.Device("cpu", "a test", 2**33, 4))
+    with meshes.spread(config.mesh, jax.devices()):
+        programs = Programs(config)
+        return eqx.filter_eval_shape(programs.step, programs.batch, programs.state)
+
+
+@pytest.mark.parametrize("mesh", ["tp", "fsdp_tp", "fsdp_v"])
+@pytest.mark.parametrize("n", ["none", 2])
+def test_the_loss_that_the_readme_shows_runs_on_every_mesh(tmp_path, mesh, n):
+    (code,) = re.findall(r"```python\n(import jax, .*?)```", README.read_text(), re.DOTALL)
+    (tmp_path / "losses.py").write_text(code)
+    traced(f"objective={tmp_path}/losses.py:focal", f"mesh={mesh}", f"tiling.n={n}")
+
+
+@pytest.mark.parametrize("name", ["focal", "each"])
+def test_a_label_that_cannot_be_taken_on_a_mesh_is_said_how_to_pick(written, name):
+    said = (
+        r"failed at .*: ShardingTypeError: .*\. Logits are spread over the vocabulary .*: pick it by comparison, jnp.wh"
+    )
+    with pytest.raises(own.OwnError, match=said):
+        traced(f"objective={written}:{name}", "mesh=tp", "tiling.n=2")
+    traced(f"objective={written}:{name}", "mesh=tp", "model.vocab_size=321")  # which four devices do not cut
+
+
+def test_other_shardings_that_do_not_suit_are_not_laid_to_the_vocabulary(tmp_path):
+    (tmp_path / "folded.py").write_text("def loss(logits):\n    return logits.reshape(-1, 2, 160).sum()\n")
+    with pytest.raises(own.OwnError, match=r"ShardingTypeError: .*reshape") as caught:
+        traced(f"objective={tmp_path}/folded.py:loss", "mesh=fsdp")
+    assert "spread" not in str(caught.value)
 
 
 def test_an_objective_needs_no_word_custom(written):

@@ -476,7 +476,7 @@ def _cudnn_says(asked: Asked) -> str | None:
     try:
         jax.eval_shape(functools.partial(cudnn_attention, scale=1.0), one, one, one)
     except (RuntimeError, NotImplementedError, ValueError) as error:
-        return f"says: {str(error).strip().splitlines()[0]}"
+        return f"says: {str(error).strip().splitlines()[0].rstrip('.')}"
     return None
 
 
