@@ -10,10 +10,11 @@ from jax.sharding import AxisType, PartitionSpec
 
 from experiments.planning.hlo import dot_flops
 from tests.helpers import equations
+from transforms.sharding import make_mesh
 from zoo.formats import Format
 from zoo.models.layers import Widened
 from zoo.models.mixtures.experts import experts
-from zoo.models.mixtures.grouped import FEW, grouped, ragged, stepped
+from zoo.models.mixtures.grouped import FEW, divided, grouped, ragged, stepped
 from zoo.quantised import Quantised, encode
 
 INSIDE, WIDTH = 24, 40
@@ -113,6 +114,86 @@ def test_devices_have_rows_of_their_own():
     np.testing.assert_allclose(out, both(one[0]), atol=1e-5)
     np.testing.assert_allclose(of_x, both(one[1]), atol=1e-5)
     np.testing.assert_allclose(of_weight, 5 * one[2], atol=1e-3)
+
+
+@pytest.fixture
+def multiplied(monkeypatch):
+    """Start to count the products of blocks that devices execute; of what is traced from then on."""
+    made, product = [], jax.lax.dot_general
+
+    def counted(*args, **options):
+        jax.debug.callback(lambda: made.append(1))
+        return product(*args, **options)
+
+    def start():
+        monkeypatch.setattr(jax.lax, "dot_general", counted)
+        return made
+
+    return start
+
+
+OWN = {"even": [16] * 16, "few and many": [1, 400, 0, 33, *[0] * 11, 32], "all": [*[0] * 15, 2048], "none": [0] * 16}
+
+
+@pytest.mark.parametrize(("devices", "turn"), [(2, 3), (8, 1)])
+@pytest.mark.parametrize("product", [grouped, ragged], ids=lambda product: product.__name__)
+@pytest.mark.parametrize("own", OWN)
+def test_a_device_multiplies_the_blocks_of_its_own_groups_to_the_same_bits(own, product, devices, turn, multiplied):
+    args = drawn(OWN[own], 2048 - sum(OWN[own]), jnp.float32)
+    expected, made = found(product, *args), multiplied()
+    ours = found(divided(product, devices), *args)
+    for one, other in zip(ours, expected, strict=True):
+        np.testing.assert_array_equal(one, other)
+    jax.effects_barrier()
+    needed = sum(-(-count // 32) for count in OWN[own])
+    assert len(made) == (3 if product is grouped else 1) * -(-needed // turn) * turn
+
+
+def test_only_products_in_blocks_are_told_of_other_devices():
+    assert divided(stepped, 4) is stepped
+
+
+@pytest.mark.parametrize("routing", ["even", "to one device", "one device never"])
+def test_devices_that_divide_experts_divide_their_products(routing, multiplied):
+    """However tokens are routed; and experts without tokens have gradients of zeros."""
+    mesh, draw = make_mesh(2, expert=4), np.random.default_rng(0).normal
+    shapes = (16, 128, 16), (16, 32), (32, 16, 24), (32, 16, 24), (32, 24, 16)
+    specs = PartitionSpec(("data", "expert")), PartitionSpec(), *[PartitionSpec("expert")] * 3
+    args = [jnp.asarray(draw(size=shape), jnp.float32) for shape in shapes]
+    bias = jnp.zeros(32)
+    bias = {"even": bias, "to one device": bias.at[8:10].set(99), "one device never": bias.at[8:16].set(-99)}[routing]
+
+    def run(*args):
+        layer = lambda *args: experts(*args, 2, normalise=True, product=grouped, biases=(bias, None, None, None))[0]
+        return jax.jit(jax.value_and_grad(lambda *args: (layer(*args) ** 2).sum(), argnums=range(5)))(*args)
+
+    expected, made = run(*args), multiplied()
+    with jax.set_mesh(mesh):
+        ours = run(*(jax.device_put(x, jax.NamedSharding(mesh, spec)) for x, spec in zip(args, specs, strict=True)))
+        jax.effects_barrier()
+    for one, other in zip(*map(jax.tree.leaves, (ours, expected)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6 * np.abs(other).max())
+    unused = {"even": [], "to one device": [*range(8), *range(10, 32)], "one device never": [*range(8, 16)]}[routing]
+    assert not any(np.asarray(one)[unused].any() for one in ours[1][2:])
+    each = 2048 // 64 + 32  # blocks, at most, of the rows of four devices together
+    assert 9 * 2 * 2048 // 64 <= len(made) <= 9 * 2 * each
+
+
+def test_products_that_devices_divide_are_counted_as_of_even_routing():
+    """The loop ends where the rows do, and its scope names the turns that are expected."""
+    mesh = make_mesh(2, expert=4)
+    shapes = (16, 128, 16), (16, 32), (32, 16, 24), (32, 16, 24), (32, 24, 16)
+    specs = PartitionSpec(("data", "expert")), PartitionSpec(), *[PartitionSpec("expert")] * 3
+
+    def flops(*args):
+        loss = lambda *args: (experts(*args, 2, normalise=True, product=grouped)[0] ** 2).sum()
+        return dot_flops(jax.jit(jax.grad(loss, argnums=range(5))).lower(*args).compile().as_text())
+
+    alone = flops(*(jax.ShapeDtypeStruct(shape, "float32") for shape in shapes))
+    with jax.set_mesh(mesh):
+        of = lambda shape, spec: jax.ShapeDtypeStruct(shape, "float32", sharding=jax.NamedSharding(mesh, spec))
+        shared = flops(*map(of, shapes, specs))
+    assert alone / 8 < shared < 1.7 * alone / 8
 
 
 def packed(weight, format):

@@ -16,7 +16,7 @@ from transforms import tile
 from transforms.sharding import axes_of, explicit, partitions, uncut, vary_alike
 from zoo.adapters.lora import LowRank
 from zoo.models.layers import Widened, linear
-from zoo.models.mixtures.grouped import Product, of_groups_alone, ragged
+from zoo.models.mixtures.grouped import Product, divided, of_groups_alone, ragged
 from zoo.quantised import AbstractMatrix, Quantised, whole
 
 Matrix = Float[Array, "..."] | AbstractMatrix
@@ -147,6 +147,7 @@ def _local(
     ):  # what is summed over the parts of the hidden width has the last bias once
         of_down = biases[3] * (jax.lax.axis_index(over_F) == 0).astype(x.dtype) if over_F else biases[3]
         own = biases[1], biases[2], of_down
+    product = divided(product, probs_TE.shape[1] // gate.shape[0])
     how = {"first": first, "biases": own, "combine": combine, "product": product, "before": before}
     out = expert_mlp(*routing, gate, up, down, **how)
     counts_E = jnp.zeros_like(probs_TE[0]).at[experts_TC.reshape(-1)].add(1.0)

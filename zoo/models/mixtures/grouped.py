@@ -4,7 +4,8 @@ XLA has a kernel for `jax.lax.ragged_dot` on TPUs, and none for the gradients of
 of all, it makes the products of all rows with every group's matrix, of which a mask leaves one: `G` times the FLOPs, on
 `G` copies of the rows. Here rows, which are sorted by group, are cut into blocks that begin where groups do (as
 MegaBlocks pads groups to blocks, https://arxiv.org/abs/2211.15841), and a scan multiplies each block with the one
-matrix that is its own. A group's last block reads on into the next group's rows, of which nothing is written.
+matrix that is its own. A group's last block reads on into the next group's rows, of which nothing is written. A device
+that holds some of the groups has the rows of all, and its loop ends behind the blocks of its own (`divided`).
 
 `ragged` and `grouped` are differentiated; `stepped` is for few rows of which nobody asks for gradients, and takes as
 long as there are blocks of them.
@@ -31,6 +32,7 @@ Product = Callable[[Float[Array, "M I"], Matrices, Int[Array, " G"]], Float[Arra
 LEAST, MOST = 16, 512  # rows of a block
 FEW = 8  # rows of a block where rows are few
 SLACK = 4  # how many times as many rows there are as those that groups' last blocks could read too many
+TURN = 8  # blocks, at most, after which a loop asks whether there are more: a GPU's host waits for the answer
 
 
 def of_groups_alone(rows: Float[Array, "M D"], counts: Int[Array, " G"]) -> Float[Array, "M D"]:
@@ -51,14 +53,25 @@ def of_matrices(dot: Callable) -> Product:
     return product
 
 
+def divided(product: Callable, devices: int) -> Product:
+    """Return a product that is told among how many devices the groups of all rows are divided: most rows are left.
+
+    The loops of `grouped`, and those for `ragged`'s gradients of matrices, then take as long as there are blocks of
+    rows that are a group's, however many those are. They have no second derivatives in reverse mode.
+    """
+    return functools.partial(product, devices=devices) if product in (grouped, ragged) else product
+
+
 @of_matrices
-def ragged(x: Float[Array, "M I"], weight: Float[Array, "G I O"], counts: Int[Array, " G"]) -> Float[Array, "M O"]:
+def ragged(
+    x: Float[Array, "M I"], weight: Float[Array, "G I O"], counts: Int[Array, " G"], *, devices: int = 1
+) -> Float[Array, "M O"]:
     """Return `jax.lax.ragged_dot(x, weight, counts)`, for which XLA has a kernel of a TPU.
 
     Rows that are left may be anything. Gradients of matrices are summed as `grouped` sums them: XLA multiplies all rows
     for each of these, there too. There is no forward-mode derivative.
     """
-    return _grouped(x, weight, counts, True)
+    return _grouped(x, weight, counts, devices, True)
 
 
 def stepped(x: Float[Array, "M I"], weight: Matrices, counts: Int[Array, " G"]) -> Float[Array, "M O"]:
@@ -83,44 +96,48 @@ def stepped(x: Float[Array, "M I"], weight: Matrices, counts: Int[Array, " G"]) 
 
 
 @of_matrices
-def grouped(x: Float[Array, "M I"], weight: Float[Array, "G I O"], counts: Int[Array, " G"]) -> Float[Array, "M O"]:
+def grouped(
+    x: Float[Array, "M I"], weight: Float[Array, "G I O"], counts: Int[Array, " G"], *, devices: int = 1
+) -> Float[Array, "M O"]:
     """Return what `ragged` does, with about `2 M I O` FLOPs; it has no forward-mode derivative.
 
     Args:
         x: rows, sorted by group.
         weight: each group's matrix.
         counts: how many rows each group has. Rows that are left are zeros.
+        devices: as `divided` tells it.
     """
-    return _grouped(x, weight, counts, False)
+    return _grouped(x, weight, counts, devices, False)
 
 
-def _grouped(x, weight, counts, kernel):
+def _grouped(x, weight, counts, devices, kernel):
     """Return a product by XLA's kernel or in blocks; of few rows, what XLA makes of all of it."""
     rows, groups = len(x), len(weight)
     block = min(max(1 << (rows // (SLACK * groups)).bit_length() >> 1, LEAST), MOST)
     if 2 * (rows + groups * block) > rows * groups:
         return jax.lax.ragged_dot(x, weight, counts)
-    return _product(*vary_alike(x, weight, counts), block, kernel)
+    return _product(*vary_alike(x, weight, counts), block, devices, kernel)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _product(x, weight, counts, block, kernel):
-    return _of_rows(x, weight, counts, block, kernel, 1)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _product(x, weight, counts, block, devices, kernel):
+    return _of_rows(x, weight, counts, block, devices, kernel, 1)
 
 
-def _forward(x, weight, counts, block, kernel):
-    return _product(x, weight, counts, block, kernel), (x, weight, counts)
+def _forward(x, weight, counts, *how):
+    return _product(x, weight, counts, *how), (x, weight, counts)
 
 
-def _backward(block, kernel, kept, slope):
+def _backward(block, devices, kernel, kept, slope):
     x, weight, counts = kept
-    return _of_rows(slope, weight, counts, block, kernel, 2), _of_groups(x, slope, weight, counts, block), None
+    of_weight = _of_groups(x, slope, weight, counts, block, devices)
+    return _of_rows(slope, weight, counts, block, devices, kernel, 2), of_weight, None
 
 
 _product.defvjp(_forward, _backward)
 
 
-def _of_rows(x, weight, counts, block, kernel, summed):
+def _of_rows(x, weight, counts, block, devices, kernel, summed):
     """Return the product of each row with its group's matrix, of which a dimension is summed over."""
     if kernel:
         dot = ((1,), (summed,)), ((), ())
@@ -134,12 +151,11 @@ def _of_rows(x, weight, counts, block, kernel, summed):
         made = jnp.where(_own(len(x), first, own, block), made, dynamic_slice_in_dim(out, first, block))
         return jax.lax.dynamic_update_slice_in_dim(out, made, first, 0), None
 
-    return jax.lax.scan(step, _zeros(x, len(x), weight.shape[3 - summed]), _blocks(counts, len(x), block))[0]
+    return _scan(step, _zeros(x, len(x), weight.shape[3 - summed]), counts, len(x), block, devices)
 
 
-def _of_groups(x, slope, weight, counts, block):
+def _of_groups(x, slope, weight, counts, block, devices):
     """Return the gradient of each group's matrix, summed in float32 or wider and written after each of its blocks."""
-    group_N, first_N, own_N = _blocks(counts, len(x), block)
     wide = jnp.promote_types(weight.dtype, jnp.float32)
 
     def step(carry, at):
@@ -153,8 +169,24 @@ def _of_groups(x, slope, weight, counts, block):
         made = jax.lax.dynamic_update_index_in_dim(made, total.astype(made.dtype), group, 0)
         return (made, total, group), None
 
-    begin = _zeros(weight, *weight.shape), _zeros(weight, *weight.shape[1:]).astype(wide), group_N[0]
-    return jax.lax.scan(step, begin, (group_N, first_N, own_N))[0][0]
+    begin = _zeros(weight, *weight.shape), _zeros(weight, *weight.shape[1:]).astype(wide), _zeros(counts)
+    return _scan(step, begin, counts, len(x), block, devices)[0]
+
+
+def _scan(step, carry, counts, rows, block, devices):
+    """Return what a scan over blocks carries to its end; where devices divide the groups, over those that have rows."""
+    if devices == 1:
+        return jax.lax.scan(step, carry, _blocks(counts, rows, block))[0]
+    expected = -(-rows // (devices * block)) + len(counts) // 2  # half of a group's last block is of no use
+    turn = min(TURN, -(-expected // (2 * TURN)))  # of the last turn some may be of no rows
+    blocks, needed = _blocks(counts, rows, block, turn), (-(-counts // block)).sum(dtype=counts.dtype)
+
+    def take(number, carry):
+        here = tuple(dynamic_slice_in_dim(array, number * turn, turn) for array in blocks)
+        return jax.lax.scan(step, carry, here)[0]
+
+    with jax.named_scope(f"turns_{-(-expected // turn)}"):  # of even routing, for who counts what the text tells
+        return jax.lax.fori_loop(0, -(-needed // turn), take, carry)
 
 
 def _own(rows, first, own, block):
@@ -163,9 +195,13 @@ def _own(rows, first, own, block):
     return (behind >= 0) & (behind < own)
 
 
-def _blocks(counts: Int[Array, " G"], rows: int, block: int) -> tuple[Int[Array, " N"], ...]:
-    """Return of each block its group, its first row, and how many rows are its group's: of one too many, none."""
-    number = jnp.arange((rows + len(counts) * (block - 1)) // block, dtype=counts.dtype)
+def _blocks(counts: Int[Array, " G"], rows: int, block: int, turn: int = 1) -> tuple[Int[Array, " N"], ...]:
+    """Return of each block its group, its first row, and how many rows are its group's: of one too many, none.
+
+    They are as many as there may be, and others until whole turns are full.
+    """
+    most = (rows + len(counts) * (block - 1)) // block
+    number = jnp.arange(-(-most // turn) * turn, dtype=counts.dtype)
     needed = -(-counts // block)
     ends, begins = jnp.cumsum(needed), jnp.cumsum(counts) - counts
     group = jnp.minimum((number[:, None] >= ends).sum(1, dtype=counts.dtype), len(counts) - 1)
