@@ -276,9 +276,9 @@ def test_a_quotient_jumps_where_its_divisor_does_alone(name):
 
 # Of a value for each row: what is stored for comparisons is not computed again for what the checkpoint compares inside.
 AFTERWARDS = {
-    "maximum": lambda l: jnp.square(l).max(),
-    "minimum": lambda l: jnp.square(l).min(),
-    "equal to the maximum": lambda l: jnp.where(jnp.square(l) == jnp.square(l).max(), l, 0).sum(),
+    "maximum": lambda h: jnp.square(h).max(),
+    "minimum": lambda h: jnp.square(h).min(),
+    "equal to the maximum": lambda h: jnp.where(jnp.square(h) == jnp.square(h).max(), h, 0).sum(),
 }
 
 
