@@ -33,6 +33,7 @@ _SPLASH = re.compile(
     rf' = \((.*)\) custom-call\(.*"tpu_custom_call", operand_layout_constraints=\{{({_BLOCKS}{_BLOCKS}.*?\}})\}}'
 )
 _RAGGED = re.compile(r"\[(\d+),(\d+)\]\{[\d,]*\}, \w+\[\d+,\d+,(\d+)\]\{[\d,]*\}\}, .*ragged_dot_tiling=")
+_TURNS = re.compile(r"(?:\w+\()*turns_(\d+)\)*")  # as autodiff writes the name of a scope
 _TRIPS = re.compile(r'known_trip_count"?:\s*\{\s*"?n"?:\s*"?(\d+)"?')
 
 
@@ -331,19 +332,15 @@ def _calls(
 def _trips(line: str, bodies: dict[str, list[str]], told: Mapping[str, int] | None = None) -> int:
     """Return how often an instruction runs what it calls: as told, as the compiler knows, or where a counter stops.
 
-    Told by the caller, or by the name of the scope of a loop that runs until it has all: so many turns are expected.
+    A loop that ends when the program finds says by its scope's name how many turns are expected, where nobody is told.
     """
     if " while(" not in line:
         return 1
     scopes = re.search(r'op_name="([^"]*)"', line)
-    for scope in reversed(scopes.group(1).split("/") if scopes else []):
-        if told and scope in told:
-            return told[scope]
-        if found := re.fullmatch(r"(?:\w+\()*turns_(\d+)\)*", scope):
-            return int(found.group(1))
-        if scope != "while":
-            break
-    if found := _TRIPS.search(line):
+    scope = next((one for one in reversed(scopes.group(1).split("/")) if one != "while"), "") if scopes else ""
+    if told and scope in told:
+        return told[scope]
+    if found := _TRIPS.search(line) or _TURNS.fullmatch(scope):
         return int(found.group(1))
     condition = re.search(r"condition=%?([\w.\-]+)", line)
     lines = bodies.get(condition.group(1), []) if condition else []

@@ -85,7 +85,7 @@ def chosen_for(config: configs.Described, device: Device) -> configs.Resolved:
     config = choices.settle(config, "", sized, steps=steps, batch_size=batch_size, seq_len=scale.seq_len)
     config = choices.settle(config, "", "twenty lines a run", log_every=max(1, steps // 20))
     hardware = _hardware(config.hardware, device, precision, choices)
-    roomy = DType.float32 is hardware.param_dtype is precision.value
+    roomy = precision.value is DType.float32 and hardware.param_dtype is DType.float32
     optimizer = _optimizer(config.optimizer, config.adapted, params, roomy, choices)
     parts: dict[str, Any] = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     parts |= {"mesh": mesh, "hardware": hardware, "optimizer": optimizer, "adapter": adapter, "axes": _axes(mesh)}

@@ -363,3 +363,15 @@ def test_a_loss_over_its_batch_runs_forward_once(kernel):
     args = jax.ShapeDtypeStruct((32, 32), "float32"), jax.ShapeDtypeStruct((8, 128, 32), "float32")
     plan = tile(loss, (None, 0), 4).plan(*args)
     assert len(plan.value.loops) == len(plan.gradient.loops) == 1
+
+
+def test_what_is_given_how_it_points_to_the_gradient_makes_no_promise():
+    """Its gradients are not linear in what is given alone."""
+
+    def loss(weights, x, logs, own):
+        q = (x @ weights).reshape(*x.shape[:2], 4, 8)
+        return jnp.square(ADAPTERS["tiled"](q, q, q, scale=0.3, kept=(logs, own))).mean()
+
+    shapes = (32, 32), (8, 128, 32), (8, 4, 128), (8, 4, 128)
+    plan = tile(loss, (None, 0, 0, 0), 4).plan(*(jax.ShapeDtypeStruct(shape, "float32") for shape in shapes))
+    assert len(plan.gradient.loops) == 2

@@ -222,7 +222,7 @@ def cudnn_attention(
     if kept is not None:
         of_heads = lambda q, k, v, logs, own: _with_gradients_of(run)(q, k, v, logs, jnp.swapaxes(own, 1, 2))
         return _on_each_device(of_heads, q, beside(q, k), beside(q, v), *kept)
-    return _on_each_device(_keeping(run) if keep else run, q, beside(q, k), beside(q, v), keep=keep)
+    return _on_each_device(_keeping(run) if keep else linear_rules(run), q, beside(q, k), beside(q, v), keep=keep)
 
 
 def splash_attention(
@@ -304,7 +304,7 @@ def _splash(splash, kernel, pieces, scale, keep, q, k, v, segments, sinks, kept)
     else:
         see, ids = see_of(length), None if segments is None else (segments, segments)
         args = q_BKGSH, k_BKSH, v_BKSH, ids, sinks_KG
-        out_BKGSH, *logs = _keeping(see)(*args) if keep else (see(*args),)
+        out_BKGSH, *logs = _keeping(see)(*args) if keep else (linear_rules(see)(*args),)
         if told is not None:
             out_BKGSH = _with_gradients_of(see)(*args, *told)
     seen = out_BKGSH.transpose(0, 3, 1, 2, 4).reshape(*q.shape[:3], -1)[..., :size]
@@ -455,7 +455,7 @@ def _reach(window: int, causal: bool) -> tuple[int, int]:
 def _on_each_device(run, q, *rest, keep=False):
     """Return `run` of each device's share of the batch and of the heads, with what it keeps; nothing travels."""
     if not explicit():
-        return linear_rules(run)(q, *rest)
+        return run(q, *rest)
     batch, _, heads, _ = partitions(q)
     by_rank = {
         4: PartitionSpec(batch, None, heads, None),
@@ -467,7 +467,7 @@ def _on_each_device(run, q, *rest, keep=False):
     specs = jax.tree.map(lambda x: by_rank[x.ndim], (q, *rest))
     outs = (by_rank[4], by_rank[3]) if keep else by_rank[4]
     # Kernels do not say over which axes their results vary (https://github.com/jax-ml/jax/issues/36008).
-    return linear_rules(jax.shard_map(run, in_specs=specs, out_specs=outs, check_vma=False))(q, *rest)
+    return jax.shard_map(run, in_specs=specs, out_specs=outs, check_vma=False)(q, *rest)
 
 
 def _cudnn_says(asked: Asked) -> str | None:

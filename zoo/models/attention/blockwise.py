@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Integer
 
+from transforms.cotangents import linear_rules
 from transforms.sharding import reshape, vary_alike
 from zoo.models.layers import accumulator, softcap
 
@@ -196,7 +197,8 @@ def with_backward(forward, backward, aligned=lambda own: own):
             `zoo.models.layers.Ops`.
         aligned: returns `own`, which has the dimensions of what is seen but the last, as logarithms lie.
 
-    The second is called with `logs` and `own` behind the arguments of `forward`.
+    The second is called with `logs` and `own` behind the arguments of `forward`; of the first `tile` is promised that
+    its gradients are linear in what is given, which those of the second, whose `own` stays as it is, are not.
     """
 
     @jax.custom_vjp
@@ -218,7 +220,7 @@ def with_backward(forward, backward, aligned=lambda own: own):
         return args[0]
 
     again.defvjp(lambda *args: (again(*args), args), lambda args, given: (*backward(*args, given), None, None))
-    return run, again
+    return linear_rules(run), again
 
 
 def blockwise_attention(
