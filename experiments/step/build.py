@@ -193,7 +193,8 @@ class Programs:
     def optimizer(self) -> optax.GradientTransformationExtraArgs:
         """The run's optax transformation."""
         config, model = self.config, self.config.model.config
-        built = optimizer.build(config.optimizer, config.steps, config.seed, model=model, dtype=self.grad_dtype)
+        how = {"model": model, "axes": config.axes, "dtype": self.grad_dtype}
+        built = optimizer.build(config.optimizer, config.steps, config.seed, **how)
         return optimizer.finite_alone(built) if config.on_nan is configs.OnNan.skip else built
 
     @functools.cached_property

@@ -14,19 +14,19 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from optax.contrib import MuonDimensionNumbers, muon
 
 from experiments import configs
 from experiments.runtime import own
+from experiments.step import muon
 from experiments.step.adafactor import adafactor_layerwise
+from transforms.sharding import AXES, Axes
 from transforms.step import norm
 from zoo.adapters.lora import letters_of
 from zoo.config import rows
-from zoo.parameters import Row
 
 
 def build(
-    config: configs.Optimizer, steps: int, seed: int = 0, *, model: Any = None, dtype: Any = None
+    config: configs.Optimizer, steps: int, seed: int = 0, *, model: Any = None, axes: Axes = AXES, dtype: Any = None
 ) -> optax.GradientTransformationExtraArgs:
     """Return the optax transformation that a resolved configuration describes, for a run of `steps` steps.
 
@@ -35,9 +35,10 @@ def build(
         steps: how many there will be, for the schedule.
         seed: of what is rounded at random.
         model: the configuration of the model, whose matrices Muon tells from the rest.
+        axes: which axes of a mesh cut which letter of them.
         dtype: what it computes in and keeps its state in; None is the parameters' own.
     """
-    transformation = _build(config, schedule(config, steps), seed, model)
+    transformation = _build(config, schedule(config, steps), seed, functools.partial(_matrices, model, axes))
     if isinstance(config, configs.Decayed) and config.no_decay is not None:
         transformation = named(transformation, config)
     if config.clip_norm is not None:
@@ -68,32 +69,34 @@ def schedule(config: configs.Optimizer, steps: int) -> optax.Schedule:
 
 
 @functools.singledispatch
-def _build(config: configs.Optimizer, rate, seed: int, model: Any) -> optax.GradientTransformation:
+def _build(config: configs.Optimizer, rate, seed: int, kinds: Any) -> optax.GradientTransformation:
     raise TypeError(f"no optimizer is registered for {type(config).__name__}")
 
 
 @_build.register
-def _(config: configs.AdamW, rate, seed: int, model: Any) -> optax.GradientTransformation:
+def _(config: configs.AdamW, rate, seed: int, kinds: Any) -> optax.GradientTransformation:
     mask = functools.partial(decayed, config)
     return optax.adamw(rate, config.b1, config.b2, config.eps, weight_decay=config.weight_decay, mask=mask)
 
 
 @_build.register
-def _(config: configs.Muon, rate, seed: int, model: Any) -> optax.GradientTransformation:
+def _(config: configs.Muon, rate, seed: int, kinds: Any) -> optax.GradientTransformation:
     mask = lambda params: jax.tree.map(lambda on: not on, matching(params, config.exempt))
-    return muon(
-        rate,
-        beta=config.beta,
-        ns_steps=config.steps,
-        weight_decay=config.weight_decay,
-        weight_decay_mask=mask,  # is given matrices alone
-        consistent_rms=config.consistent_rms,
-        muon_weight_dimension_numbers=functools.partial(_matrices, model),
+    moved = optax.chain(
+        muon.orthogonal(kinds, beta=config.beta, steps=config.steps, rms=config.consistent_rms),
+        optax.add_decayed_weights(config.weight_decay, mask),  # is given matrices alone
+        optax.scale_by_learning_rate(rate),
     )
+
+    def labels(params):
+        tree = jax.tree.structure(params)
+        return tree.unflatten(["adam" if kind is None else "muon" for kind in tree.flatten_up_to(kinds(params))])
+
+    return optax.partition({"muon": moved, "adam": optax.adamw(rate, weight_decay=0.0, nesterov=True)}, labels)
 
 
 @_build.register
-def _(config: configs.Sgd, rate, seed: int, model: Any) -> optax.GradientTransformation:
+def _(config: configs.Sgd, rate, seed: int, kinds: Any) -> optax.GradientTransformation:
     sgd = optax.sgd(rate, config.momentum)
     if not config.weight_decay:
         return sgd
@@ -101,14 +104,14 @@ def _(config: configs.Sgd, rate, seed: int, model: Any) -> optax.GradientTransfo
 
 
 @_build.register
-def _(config: configs.Adafactor, rate, seed: int, model: Any) -> optax.GradientTransformation:
+def _(config: configs.Adafactor, rate, seed: int, kinds: Any) -> optax.GradientTransformation:
     return optax.adafactor(
         rate, decay_rate=config.decay, clipping_threshold=config.clip_rms, multiply_by_parameter_scale=True
     )
 
 
 @_build.register
-def _(config: configs.AdafactorLayerwise, rate, seed: int, model: Any) -> optax.GradientTransformation:
+def _(config: configs.AdafactorLayerwise, rate, seed: int, kinds: Any) -> optax.GradientTransformation:
     return adafactor_layerwise(
         rate,
         decay=config.decay,
@@ -119,7 +122,7 @@ def _(config: configs.AdafactorLayerwise, rate, seed: int, model: Any) -> optax.
 
 
 @_build.register
-def _(config: configs.CustomOptimizer, rate, seed: int, model: Any) -> optax.GradientTransformation:
+def _(config: configs.CustomOptimizer, rate, seed: int, kinds: Any) -> optax.GradientTransformation:
     return own.optimizer(config, rate)
 
 
@@ -144,25 +147,17 @@ def named(inner: optax.GradientTransformation, config: configs.Decayed) -> optax
     return inner._replace(init=init)
 
 
-def _matrices(model: Any, params: Any) -> Any:
-    """Return how Muon reads each layer's matrices, and None for all else: embedding, head, norms, biases."""
-    known: dict[str, MuonDimensionNumbers] = {}
+def _matrices(model: Any, axes: Axes, params: Any) -> Any:
+    """Return each layer's `muon.Matrices`, and None for all else: embedding, head, norms, biases."""
+    known: dict[str, muon.Matrices] = {}
     for row in rows(model):
         if row.fan_in and row.stack:
-            known[row.leaf] = _dimensions(row, "".join(row.letters), row.fan_in)
-            a, b = letters_of(row)
-            known[f"{row.leaf}.a"] = _dimensions(row, a, row.fan_in)
-            known[f"{row.leaf}.b"] = _dimensions(row, b, "R")
+            lead, (a, b) = len(row.lead), letters_of(row)
+            known[row.leaf] = muon.Matrices("".join(row.letters), lead, row.fan_in, axes)
+            known[f"{row.leaf}.a"] = muon.Matrices(a, lead, row.fan_in, axes)
+            known[f"{row.leaf}.b"] = muon.Matrices(b, lead, "R", axes)
     found = [known.get(name) for name in names(params)]
     return jax.tree.unflatten(jax.tree.structure(params), found)
-
-
-def _dimensions(row: Row, letters: str, summed: str) -> MuonDimensionNumbers:
-    inner = letters[len(row.lead) :]
-    dims = {letter: i + len(row.lead) for i, letter in enumerate(inner)}
-    return MuonDimensionNumbers(
-        tuple(dims[letter] for letter in summed), tuple(dims[letter] for letter in inner if letter not in summed)
-    )
 
 
 def clipped(inner: optax.GradientTransformation, most: float) -> optax.GradientTransformationExtraArgs:

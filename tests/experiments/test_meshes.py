@@ -87,6 +87,28 @@ def test_a_tiled_run_is_the_same_on_a_mesh(alone, model, layout):
     np.testing.assert_allclose(losses(f"mesh={layout}", "tiling.n=3", *model), alone(*model), atol=1e-5)
 
 
+def test_muon_is_the_same_on_a_mesh_whose_layers_do_not_divide(alone):
+    words = ["optimizer=muon", *LLAMA, "model.num_layers=3"]
+    np.testing.assert_allclose(losses("mesh=fsdp_tp", *words), alone(*words), atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "fsdp_tp"])
+def test_devices_trade_pieces_of_matrices_for_whole_ones(layout):
+    """Once before Newton-Schulz iterations and once after, gradient and momentum: nothing more is gathered."""
+
+    def sent(which):
+        config = resolved(f"mesh={layout}", f"optimizer={which}", *LLAMA, "model.num_layers=8", "model.num_kv_heads=8")
+        with meshes.spread(config.mesh):
+            every = collectives(Programs(config).train.compiled.as_text(), 8)
+            layers = jax.tree.leaves(Programs(config).model.layers)
+        of = lambda op: sum(one.bytes for one in every if one.op == op)
+        return of("all-gather"), of("all-to-all"), 4 * sum(leaf.size for leaf in layers) / 8
+
+    (gathered, traded, held), (before, traded_before, _) = sent("muon"), sent("adamw")
+    assert gathered <= before * 1.01
+    assert 0.5 * held < traded - traded_before <= 4 * held * len(layout.split("_"))
+
+
 @pytest.mark.parametrize("tiling", [["tiling.batch=2"], ["tiling.n=2"]])
 def test_devices_exchange_with_every_micro_batch_where_that_is_asked_for(tiling):
     def in_loops(sync):

@@ -14,6 +14,7 @@ from experiments import configs
 from experiments.step import optimizer
 from tests.experiments.test_adafactor import gradients, make
 from tests.zoo.hf_tiny import FAST, loaded
+from transforms.sharding import AXES
 from transforms.step import State, make_train_step
 from zoo import Mixture, Qwen3MoeConfig
 from zoo.adapters import lora
@@ -144,7 +145,7 @@ def test_muon_makes_steps_orthogonal_over_the_inputs_and_outputs_of_each_layers_
         scales = scales / max(1, matrix.shape[1] / matrix.shape[0]) ** 0.5
         assert scales.min() > 0.5 and scales.max() < 1.3  # the gradient's go from 0.1 to 8
     others = {"embed", "head", "final_norm"} | {row.leaf for row in rows(CONFIG) if not row.fan_in}
-    kinds = optimizer._matrices(CONFIG, model)
+    kinds = optimizer._matrices(CONFIG, AXES, model)
     found = jax.tree.structure(model).flatten_up_to(kinds)  # parameters that a family lacks are None, and no leaves
     assert {name for name, kind in zip(optimizer.names(model), found, strict=True) if kind is None} == others
 
@@ -155,7 +156,7 @@ def test_muon_moves_adapters():
     tx = optimizer.build(configs.Muon(learning_rate=0.1, warmup=0.0), 10, model=CONFIG)
     updates, _ = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)
     assert updates.embed is None and float(abs(updates.layers.q.b).max()) > 0
-    assert optimizer._matrices(CONFIG, params).layers.gate.b.reduction_axis == (2,)
+    assert optimizer._matrices(CONFIG, AXES, params).layers.gate.b.numbers.reduction_axis == (2,)
 
 
 def test_the_mean_of_the_weights_follows_them():
