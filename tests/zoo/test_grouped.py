@@ -10,8 +10,10 @@ from jax.sharding import AxisType, PartitionSpec
 
 from experiments.planning.hlo import dot_flops
 from tests.helpers import equations
+from transforms import tile
 from transforms.sharding import make_mesh
 from zoo.formats import Format
+from zoo.kernels.experts import megablox
 from zoo.models.layers import Widened
 from zoo.models.mixtures.experts import experts
 from zoo.models.mixtures.grouped import FEW, divided, grouped, ragged, stepped
@@ -93,6 +95,20 @@ def test_gradients_of_matrices_are_never_the_products_of_all_rows():
     traced = jax.make_jaxpr(functools.partial(found, ragged))(*shapes(8192, 64))
     made = [e.outvars[0].aval.shape for e in equations(traced) if e.primitive.name.startswith("ragged_dot")]
     assert made == [(8192, WIDTH), (8192, INSIDE)]
+
+
+@pytest.mark.parametrize("product", [grouped, ragged, megablox], ids=lambda product: product.__name__)
+def test_a_loss_over_its_batch_runs_forward_once(product):
+    """`tile` does not look into loops and kernels of derivative rules: it is promised what it would look for."""
+
+    def loss(weights, x):
+        out, _ = experts(x, *weights, 2, normalise=True, by_sequence=True, product=product)
+        return jnp.square(out).mean()
+
+    weights = (8, 4), (4, 8, 16), (4, 8, 16), (4, 16, 8)
+    shaped = lambda shape: jax.ShapeDtypeStruct(shape, "float32")
+    plan = tile(loss, (None, 0), 4).plan(tuple(map(shaped, weights)), shaped((8, 256, 8)))
+    assert len(plan.value.loops) == len(plan.gradient.loops) == 1
 
 
 def test_few_rows_are_left_to_the_library():

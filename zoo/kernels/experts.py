@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from transforms.cotangents import linear_rules
 from zoo.models.mixtures.grouped import Product, grouped, of_groups_alone, of_matrices, ragged
 
 BLOCKS = (512, 256, 128)  # rows, inputs and outputs of a block of megablox, of which a TPU's registers hold 128
@@ -93,7 +94,7 @@ def tokamax(x: Float[Array, "M I"], weight: Float[Array, "G I O"], counts: Int[A
 
 def _masked(run, x, weight, counts):
     """Return `run` of rows that are a group's; kernels leave anything in the others, in gradients too."""
-    return of_groups_alone(run(of_groups_alone(x, counts), weight, counts), counts)
+    return of_groups_alone(linear_rules(run)(of_groups_alone(x, counts), weight, counts), counts)
 
 
 KERNELS = {

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax.lax import dynamic_slice_in_dim
 from jaxtyping import Array, Float, Int
 
+from transforms.cotangents import linear_rules
 from transforms.sharding import vary_alike
 from zoo.models.layers import Widened, linear
 from zoo.quantised import AbstractMatrix, Quantised, whole
@@ -116,7 +117,8 @@ def _grouped(x, weight, counts, devices, kernel):
     block = min(max(1 << (rows // (SLACK * groups)).bit_length() >> 1, LEAST), MOST)
     if 2 * (rows + groups * block) > rows * groups:
         return jax.lax.ragged_dot(x, weight, counts)
-    return _product(*vary_alike(x, weight, counts), block, devices, kernel)
+    product = linear_rules(lambda *args: _product(*args, block, devices, kernel))
+    return product(*vary_alike(x, weight, counts))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
