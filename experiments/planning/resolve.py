@@ -57,6 +57,7 @@ LORA_RATE = 1e-3  # AdamW's, for adapters of models of any size
 REMAT_ABOVE = 2e7  # parameters: below, activations are small and recomputing them is time lost
 TILE_BYTES = 2**28  # largest float32 logits of one tile under tiling.n=auto
 EVALUATIONS = 5  # in a run at most, after the first; where one costs little
+PLAIN_BYTES = 2**30  # largest float32 scores of a layer that attention=auto makes at once
 LEAST_TILE = 128  # tokens: shorter tiles make matrix products slow
 FEW_TILES = 16  # of attention: products are a sixteenth more than those of what is visible
 
@@ -299,15 +300,16 @@ def _attention(config: configs.Resolved, choices: Choices) -> configs.Resolved:
     tiling, model = config.tiling, config.model.config
     if config.attention == "auto" and tiling.attention is not None:
         return choices.settle(config, "", f"tiling.attention={tiling.attention} cuts it", attention="tiled")
+    heads = model.num_heads // (cuts.turns(config) if tiling.heads else 1)
+    whole = config.mesh.model if model.num_heads % config.mesh.model else 1
+    scores = 4 * config.head.rows * heads * config.seq_len**2 * whole // config.mesh.devices
     if config.attention == "auto":
         name, why = kernels.attention.choose(cuts.asked(config, model))
-        if name == "plain" and tiling.heads:
-            name, why = "tiled", f"{why}, and tiling.heads is for long texts"
+        if name == "plain" and (tiling.heads or scores > PLAIN_BYTES):
+            long = "tiling.heads is for long texts" if tiling.heads else "plain attention makes all scores at once"
+            name, why = "tiled", f"{why}, and {long}"
         config = choices.settle(config, "", why, attention=name)
     if config.attention == "tiled":
-        heads = model.num_heads // (cuts.turns(config) if tiling.heads else 1)
-        whole = config.mesh.model if model.num_heads % config.mesh.model else 1
-        scores = 4 * config.head.rows * heads * config.seq_len**2 * whole // config.mesh.devices
         tiles = -(-scores // TILE_BYTES)
         if cuts.asked(config, model).spread == 1:  # keys are cut too
             tiles = max(FEW_TILES, math.isqrt(tiles - 1) + 1)

@@ -125,6 +125,16 @@ def test_what_can_be_cut_is_no_problem():
         assert problem(resolved("tiny", *tilings(*words))) is None
 
 
+@pytest.mark.parametrize(
+    ("length", "words", "name"), [(4096, [], "plain"), (8192, [], "tiled"), (8192, ["plain"], "plain")]
+)
+def test_attention_is_cut_where_all_scores_are_large(length, words, name):
+    config = resolved("tiny", f"seq_len={length}", "batch_size=3", *(f"attention={word}" for word in words))
+    assert (config.attention, config.tiling.attention is None) == (name, name == "plain")
+    said = str(config.chosen.get("attention"))
+    assert ("plain attention makes all scores at once" in said) == (name == "tiled")
+
+
 def test_experts_are_not_cut():
     found = [problem(resolved("tiny_mixtral", *tilings(word))) for word in ("batch=2", "mlp=2", "attention=2")]
     assert found[0] is None and found[2] is None

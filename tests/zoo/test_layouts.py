@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import zoo
+from experiments.planning.hlo import collectives
 from tests.quick import QUICK
 from tests.tiny import on_mesh
 from transforms.sharding import AXES, make_mesh, partitions, sharding_of
@@ -171,6 +172,48 @@ def test_the_rows_of_a_16_bit_table_are_summed_in_float32_on_a_mesh_too(letters)
         got = grad(table, jax.device_put(tokens, sharding_of(mesh, "B S", tokens.shape)))
         assert jax.typeof(got) == jax.typeof(table)
     np.testing.assert_array_equal(np.asarray(got, np.float32)[0], 2048)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize(
+    ("sizes", "axes"),
+    [
+        ({"data": 2, "context": 4}, AXES),
+        ({"data": 2, "context": 2, "model": 2}, AXES),
+        ({"data": 2, "expert": 4}, AXES),
+        ({"data": 2, "context": 2, "expert": 2}, AXES),
+        ({"data": 1, "context": 4, "model": 2}, AXES),
+        ({"data": 4, "context": 2}, AXES | {"V": ("data",)}),
+        ({"data": 2, "context": 2, "model": 2}, AXES | {"D": ("model",), "V": ()}),
+    ],
+    ids=str,
+)
+def test_rows_of_a_table_are_traded_where_devices_share_sequences_or_experts(sizes, axes, dtype):
+    rng, mesh = np.random.default_rng(0), make_mesh(**sizes)
+    ids = rng.integers(0, 256, (8, 32)).astype(np.int32)
+    ids[0, 3], ids[5, 9], ids[7, 31] = -1, 256, 2**31 - 1
+    args = rng.normal(size=(256, 64)), ids, rng.normal(size=(8, 32, 64))
+    args = [jnp.asarray(one, kind) for one, kind in zip(args, (dtype, jnp.int32, jnp.bfloat16), strict=True)]
+
+    @jax.jit
+    def run(table, ids, slope):
+        out, back = jax.vjp(lambda table: lookup(table, ids, jnp.bfloat16), table)
+        return out, *back(slope)
+
+    wanted = run(*args)
+    with jax.set_mesh(mesh):
+        letters = ("V D", "B S", "B S D")
+        args = [
+            jax.device_put(one, sharding_of(mesh, lies, one.shape, axes))
+            for one, lies in zip(args, letters, strict=True)
+        ]
+        found = run(*args)
+        sent = max(one.bytes for one in collectives(run.lower(*args).compile().as_text(), 8))
+    tolerance = 1e-5 if dtype == jnp.float32 else 5e-2
+    for ours, theirs in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(np.float32(ours), np.float32(theirs), rtol=tolerance, atol=tolerance)
+    if axes is AXES:  # what a device has of the gradient is the most that it sends, around a ring and back
+        assert sent <= 2 * 4 * found[1].addressable_shards[0].data.size
 
 
 @pytest.mark.parametrize("how", [None, "kept"])

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int, Integer
 
 from transforms import tile
 from transforms.products import pulled_back_in_bfloat16
-from transforms.sharding import constrain, einsum, explicit, partitions, place, reshape, uncut
+from transforms.sharding import axes_of, constrain, einsum, explicit, partitions, place, reshape, uncut
 from zoo.config import Chunk
 from zoo.quantised import AbstractMatrix, product
 
@@ -340,21 +340,41 @@ def lookup(table: Float[Array, "V D"] | Widened, ids: Integer[Array, "B S"], dty
     The gradient of a 16-bit table would lose most of what a frequent token contributes if each occurrence were added in
     16 bits: such a table's rows are fetched once per sequence and spread in float32, whose transpose sums a sequence's
     occurrences in float32 before the table is touched, a slice of `D` at a time where there are many. That costs one
-    sort of `S` ids per sequence; where devices share sequences, each looks its part up in the whole table.
+    sort of `S` ids per sequence. Where devices share sequences or experts, no table is gathered: each looks up the ids
+    of all in what it has of the table, and they trade columns for rows.
     """
     table = table.array if isinstance(table, Widened) else table
     if not explicit():
         return constrain(_looked_up(dtype, table, ids), "B S D")
     lies = PartitionSpec(*partitions(ids))
     where = PartitionSpec(*partitions(ids), None)
-    if partitions(ids)[1] is not None or jax.sharding.get_abstract_mesh().size == 1:
-        own = jax.shard_map(functools.partial(_looked_up, dtype), in_specs=(PartitionSpec(), lies), out_specs=where)
-        rows = own(uncut(table, 0, 1), ids)
+    over_B, over_S = (set(axes_of([part])) for part in partitions(ids))
+    over_D = axes_of(partitions(table)[1:])
+    if over_S or (over_D and over_B.difference(over_D)) or jax.sharding.get_abstract_mesh().size == 1:
+        table = table if over_B.issuperset(over_D) else uncut(table, 1)
+        table = uncut(table, 0) if (over_B | over_S).intersection(axes_of(partitions(table)[:1])) else table
+        own = functools.partial(_own_columns, dtype, *(axes_of([part]) for part in partitions(table)))
+        rows = jax.shard_map(own, in_specs=(PartitionSpec(*partitions(table)), lies), out_specs=where)(table, ids)
     elif accumulator(table.dtype) == table.dtype:
         rows = _rows(table, ids, where)
     else:
         rows = jax.sharding.auto_axes(_spread, out_sharding=where)(table, ids)
     return constrain(rows.astype(dtype), "B S D")
+
+
+def _own_columns(dtype, over_V, over_D, table, ids):
+    """Return the rows of a device's ids, given the axes that cut the table: those of `D` cut `B` too, of `V` no ids."""
+    words = len(table)
+    if over_D:
+        ids = jax.lax.all_gather(ids, over_D)  # in a dimension of their own: `B` may be cut into tiles
+    if not over_V:
+        rows = _looked_up(dtype, table, ids)
+    else:
+        first, most = jax.lax.axis_index(over_V) * words, jax.lax.axis_size(over_V) * words
+        elsewhere = (ids >= 0) & (ids < most) & ((ids < first) | (ids >= first + words))
+        rows = jnp.where(elsewhere[..., None], 0, _looked_up(dtype, table, ids - first))
+        rows = jax.lax.psum(rows, over_V)
+    return jax.lax.all_to_all(rows, over_D, 0, 3, tiled=True)[0] if over_D else rows
 
 
 def _looked_up(dtype, table, ids):
@@ -378,7 +398,9 @@ def _spread(table, ids):
         distinct, position = jnp.unique(ids_S, size=min(ids_S.shape[0], words + 1), return_inverse=True)
         return _rows(table, distinct).astype(jnp.float32)[position]
 
-    return jax.vmap(spread)(ids)
+    for _ in ids.shape[1:]:
+        spread = jax.vmap(spread)
+    return spread(ids)
 
 
 def check_tokens(tokens, vocab_size: int) -> None:
