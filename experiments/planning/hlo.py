@@ -280,7 +280,7 @@ def collectives(text: str, devices: int, trips: Mapping[str, int] | None = None)
 def _sent(op: str, shapes: str, line: str, devices: int, computation: str) -> float:
     """Return the bytes that each device sends, from what the collective returns."""
     sizes = [BYTES[dtype] * math.prod(int(d) for d in dims.split(",") if d) for dtype, dims in _ARRAY.findall(shapes)]
-    if "-start(" in line and op != "all-reduce" and len(sizes) > 1:  # operands come first
+    if "-start(" in line and (op != "all-reduce" or shapes.startswith("((")) and len(sizes) > 1:  # operands come first
         sizes = sizes[:1] if op == "collective-permute" else sizes[len(sizes) // 2 :]
     group, total = _group(line, devices), sum(sizes)
     if op == "all-reduce":

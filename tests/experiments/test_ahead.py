@@ -273,6 +273,27 @@ def test_the_text_of_a_tpu_program_is_read():
 
 
 @pytest.mark.parametrize(
+    ("made", "op", "sent"),
+    [
+        ("f32[8]{0}", "all-reduce", 2 * 3 / 4 * 32),
+        ("(f32[8]{0}, f32[4]{0})", "all-reduce", 2 * 3 / 4 * 48),
+        ("((f32[8]{0}, f32[4]{0}), (f32[8]{0}, f32[4]{0}))", "all-reduce", 2 * 3 / 4 * 48),
+        ("((f32[8]{0}), f32[8]{0})", "all-reduce", 2 * 3 / 4 * 32),
+        ("(f32[8]{0}, f32[32]{0})", "all-gather", 3 / 4 * 128),
+        ("((f32[8]{0}), f32[32]{0})", "all-gather", 3 / 4 * 128),
+        ("((f32[32]{0}), f32[8]{0})", "reduce-scatter", 3 * 32),
+        ("((f32[4,8]{1,0}), f32[4,8]{1,0})", "all-to-all", 3 / 4 * 128),
+    ],
+)
+def test_what_an_asynchronous_start_reads_is_not_what_it_makes(made, op, sent):
+    """As compilers for GPUs write it: older ones leave out what an all-reduce reads, newer ones nothing."""
+    line = f"  %s.1 = {made} {op}-start(%p), channel_id=1, replica_groups=[2,4]<=[8]"
+    text = f"ENTRY %main (p: f32[8]) -> f32[8] {{\n{line}\n}}"
+    (one,) = hlo.collectives(text, 8)
+    assert (one.op, one.bytes) == (op, sent)
+
+
+@pytest.mark.parametrize(
     ("window", "labels", "product"),
     [
         ("size=1", "0bf_io0->0bf", 2 * 64 * 8),
