@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import jax
 
-import zoo.accounting
 from experiments import configs
 from experiments.commandline.console import CommandError, quantity, size
 from experiments.commandline.overrides import variations
@@ -133,16 +132,16 @@ def _table(name: str, programs: Programs, traffic: Traffic, device: Device) -> s
     return "\n".join(
         [
             *lines,
-            *_work(config, traffic),
+            *_work(programs, traffic),
             *(line for note in notes for line in textwrap.wrap(note, cost.WIDTH, **cost.INDENT)),
             "─" * cost.WIDTH,
         ]
     )
 
 
-def _work(config: configs.Resolved, traffic: Traffic) -> list[str]:
+def _work(programs: Programs, traffic: Traffic) -> list[str]:
     """Return the lines about FLOPs and what devices exchange."""
-    useful = zoo.accounting.train_flops(config.model.config, config.batch_size, config.seq_len) / config.mesh.devices
+    useful = programs.flops / programs.config.mesh.devices
     lines = []
     if traffic.flops is not None:
         note = f"{traffic.flops / useful:.2f} x those of the mathematics"

@@ -1,6 +1,7 @@
 """Compiling for hardware that is not here: names, errors, what is printed, and what would fit."""
 
 import importlib.util
+import re
 from types import SimpleNamespace
 
 import jax
@@ -10,9 +11,12 @@ from jax.sharding import PartitionSpec
 
 from experiments.commandline import schema
 from experiments.planning import ahead, cost, hlo, targets
+from experiments.planning.resolve import resolve
 from experiments.planning.targets import Accelerator, Target, TargetError
 from experiments.runtime.hardware import Device
+from experiments.step.build import Programs
 from transforms.sharding import make_mesh, place
+from zoo.accounting import forward_flops
 
 pytestmark = pytest.mark.measured
 
@@ -208,6 +212,23 @@ def test_splash_attention_has_the_products_of_its_blocks(made, read, products, b
     call = f'custom_call_target="tpu_custom_call", operand_layout_constraints={{{read}}}, frontend_attributes={{k={{'
     text = f"ENTRY %main (p: f32[8]) -> f32[8] {{\n  %k.1 = ({made}) custom-call(%c.1, %c.2), {call}\n}}"
     assert hlo.dot_flops(text) == 2 * products * 4 * blocks * 512**2 * 128
+
+
+@pytest.mark.parametrize(
+    ("words", "passes"),
+    [([], 3), (["data=preference", "objective=dpo"], 4), (["adapter=lora", "adapter.targets=q"], 2)],
+    ids=["loss", "preferences", "adapter"],
+)
+def test_products_are_compared_with_those_that_the_objective_needs(words, passes):
+    """A reference makes one pass, what is frozen hands gradients on and has none."""
+    device = Device("cpu", "a test", 2**32)
+    words = ["model=tiny", "steps=2", "seq_len=256", "batch_size=8", *words]
+    programs = Programs(resolve(schema.compose(words)[0], device))
+    once = forward_flops(programs.config.model.config, 8, 256)
+    found = ahead.Traffic(2**20, 2**21, 0, [], passes * once)
+    said = ahead._table("tiny", programs, found, device)
+    times = float(re.search(r"([\d.]+) x those of the mathematics", said).group(1))
+    assert times == pytest.approx(1, abs=0.02)
 
 
 def test_a_ragged_product_has_those_of_its_rows():
