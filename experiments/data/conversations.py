@@ -59,7 +59,8 @@ def example_files(config: configs.Chat | configs.Preference, encoder: Any) -> tu
         )
     chat = encoder.chat or Plain()
     how = f"{type(config).__name__} 1 {getattr(config, 'field', '')}"
-    beside = [text.encode() for text in (encoder.identity, chat.identity, str(config.val_fraction))]
+    told = encoder.identity, chat.identity, str(config.val_fraction), str(_ends(encoder))
+    beside = [text.encode() for text in told]
     fields = {"ids": corpus.id_type(encoder.vocab_size), "counted": "uint8", "ends": "int64"}
     encode = functools.partial(_encode, config, lines, encoder, chat)
     train, held_out = corpus.encoded_parts(config, how, list(lines), fields, encode, beside=beside)
@@ -139,6 +140,11 @@ def _messages(found: Any, field: str) -> list[dict[str, Any]]:
     return found
 
 
+def _ends(encoder: Any) -> tuple[int | None, int | None]:
+    """Return the id that starts a text without a template, and the one that ends an answer, as far as there are any."""
+    return encoder.start, encoder.stops[0] if encoder.stops else encoder.start
+
+
 def _ids(pieces: Pieces, encoder: Any, chat: Any) -> Encoded:
     """Return the ids of a text in pieces, and which of them count.
 
@@ -147,12 +153,13 @@ def _ids(pieces: Pieces, encoder: Any, chat: Any) -> Encoded:
     if not isinstance(chat, Plain):
         return encoder.encode_pieces(pieces)
     ids, counted = [], []
-    if encoder.start is not None:
-        ids, counted = [np.array([encoder.start])], [np.zeros(1, bool)]
+    start, stop = _ends(encoder)
+    if start is not None:
+        ids, counted = [np.array([start])], [np.zeros(1, bool)]
     for text, counts in pieces:
         made = encoder.encode(text.removesuffix(CLOSE))
         if text.endswith(CLOSE):
-            made = np.append(made, encoder.stops[0] if encoder.stops else encoder.separator)
+            made = np.append(made, encoder.separator if stop is None else stop)
         ids.append(made)
         counted.append(np.full(len(made), counts))
     return np.concatenate(ids).astype(np.int32), np.concatenate(counted)

@@ -1,7 +1,7 @@
 """Text to tokens on disk: documents from files, a split by content, a memory-mapped cache.
 
 Unless there is a tokenizer, every byte is its own id (0 to 255) and `BOS` starts each document. The cache is written
-once per text, tokenizer and split, under their hash, so that another text or another Python can never meet it.
+once per text, tokenizer, separator and split, under their hash, so that another text or another Python never meets it.
 """
 
 import hashlib
@@ -107,7 +107,7 @@ class Encoder(Protocol):
     """What makes ids of texts; `experiments.data.tokenizer` has them."""
 
     vocab_size: int
-    identity: str  # changes when the ids of a text do
+    identity: str  # changes when the ids of a text do, without what comes before or after it
     name: str  # for people
 
     @property
@@ -171,7 +171,7 @@ def token_files(
 
     They are those of `texts`, or else of the documents that the configuration names.
     """
-    texts, how = texts_of(config, texts), f"{encoder.identity} {config.val_fraction}"
+    texts, how = texts_of(config, texts), f"{encoder.identity} {encoder.separator} {config.val_fraction}"
     encode, types = lambda part: {"": tokenize(part, encoder)}, {"": id_type(encoder.vocab_size)}
     train, held_out = (made[""] for made in encoded_parts(config, how, texts, types, encode, where=_where(config)))
     counted = sum(np.count_nonzero(part != encoder.separator) for part in (train, held_out))

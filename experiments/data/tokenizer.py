@@ -71,7 +71,7 @@ class Folder:
         start: the id that starts a text, None where the folder names none.
         stops: the ids that end a text or a turn.
         chat: the folder's chat template, if it has one.
-        identity: changes when the tokenizer does.
+        identity: changes when the ids of a text do; `start` and `stops`, which come before and after it, are no part.
         name: for people.
     """
 
@@ -80,9 +80,9 @@ class Folder:
     def __init__(self, path: Path):
         file = path / self.FILE
         self.name = f"the tokenizer in {path}"
-        self.identity = hashlib.sha256(file.read_bytes()).hexdigest()
         settings = read_json(path / SETTINGS)
         self._inner, self.vocab_size = self._open(file, settings)
+        self.identity = self._hash(file)
         mapped = read_json(path / SPECIAL)
         special = {name: _content(settings.get(name)) or _content(mapped.get(name)) for name in SPECIAL_TOKENS}
         self.start = self._id(special["bos_token"])
@@ -97,6 +97,10 @@ class Folder:
         except Exception as error:  # the package raises bare `Exception`s
             raise DataError(f"cannot read {file}: {error}") from None
         return inner, max(inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def _hash(self, file: Path) -> str:
+        """Return a hash of what makes ids of a text."""
+        return hashlib.sha256(file.read_bytes()).hexdigest()
 
     @property
     def separator(self) -> int:
@@ -178,6 +182,10 @@ class Sentences(Folder):
         self._split = re.compile("|".join(re.escape(text) for text in longest))
         self._starts = settings.get("add_bos_token", True)
         return inner, max([inner.vocab_size() - 1, *self._special.values()]) + 1
+
+    def _hash(self, file: Path) -> str:
+        added = json.dumps(self._special, sort_keys=True)  # which other files name too
+        return hashlib.sha256(file.read_bytes() + added.encode()).hexdigest()
 
     def _segments(self, text: str) -> list[tuple[int, str]]:
         """Return where each stretch of a text begins, and it: a special token, or what is between two."""

@@ -224,6 +224,45 @@ def test_a_run_reads_text_through_a_tokenizer(folder, tmp_path):
         batches.open_source(configs.Resolved(**{**fields, "model": small.model, **sizes}))
 
 
+def opened(folder, cache, *words):
+    """The source of a run that reads through a folder's tokenizer."""
+    config, _ = schema.compose([*words, f"data.tokenizer={folder}", f"data.cache={cache}", "model.vocab_size=700"])
+    fields = {name: getattr(config, name) for name in config.__dataclass_fields__}
+    sizes = {"steps": 1, "log_every": 1, "batch_size": 2, "seq_len": 128}
+    return batches.open_source(configs.Resolved(**{**fields, **sizes}))
+
+
+def test_another_separator_is_no_cache_hit(folder, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    for name in ("<bos>", "a"):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": name}))
+        source, made = opened(tmp_path, tmp_path / "cache", "data=pydoc"), open_tokenizer(tmp_path)
+        assert source.train.boundary == source.train.arrays[0][0] == made.separator == made._id(name)
+
+
+@pytest.mark.parametrize("data", ["chat", "preference"])
+def test_another_start_or_stop_is_no_cache_hit_without_a_template(folder, tmp_path, data):
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    words = [f"data={data}", *(["objective=simpo"] if data == "preference" else [])]
+    for start, stop in (("<bos>", "<eos>"), ("a", "<eos>"), ("a", "b")):
+        settings = {"bos_token": start, "eos_token": stop}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+        ids, counted, ends = opened(tmp_path, tmp_path / "cache", *words).train.arrays
+        made = open_tokenizer(tmp_path)
+        assert ids[0] == made._id(start)
+        assert made._id(stop) in ids[: ends[0]][counted[: ends[0]] == 1]
+
+
+def test_added_tokens_of_a_sentencepiece_model_are_part_of_what_it_is(sentences, tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes((sentences / "tokenizer.model").read_bytes())
+    found = set()
+    for added in ({}, {"<a>": 600}, {"<a>": 601}):
+        (tmp_path / "added_tokens.json").write_text(json.dumps(added))
+        found.add(open_tokenizer(tmp_path).identity)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": {"602": {"content": "<b>"}}}))
+    assert len({*found, open_tokenizer(tmp_path).identity}) == 4
+
+
 def test_the_command_trains_once(tmp_path, capsys):
     words = ["data=pydoc", "vocab_size=300", f"out={tmp_path / 'made'}"]
     assert command.main(words) == 0
