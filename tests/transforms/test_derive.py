@@ -178,3 +178,93 @@ def test_a_cotangent_to_which_a_rule_adds_is_not_scaled_afterwards(rule):
     fn, x = lambda x: own(x).sum(), jnp.ones((6, 8))
     scaled = lambda fn: jax.grad(lambda x: 3 * fn(x))(x)
     assert jnp.allclose(scaled(tile(fn, 0, 2)), scaled(fn))
+
+
+def straight_through(x):
+    return jnp.round(4 * x) / 4
+
+
+def by_vjp(forward, backward):
+    rule = jax.custom_vjp(forward)
+    rule.defvjp(lambda x: (forward(x), None), lambda _, g: (backward(g),))
+    return rule
+
+
+def by_jvp(forward, moved):
+    rule = jax.custom_jvp(forward)
+    rule.defjvp(lambda primals, tangents: (forward(*primals), moved(*tangents)))
+    return rule
+
+
+def doubled_forward(x):
+    """Its rule's own result is another than the function's."""
+    rule = jax.custom_vjp(jnp.sin)
+    rule.defvjp(lambda x: (2 * jnp.sin(x), x), lambda x, g: (g * jnp.cos(x),))
+    return rule(x)
+
+
+RULES = {
+    "rounding, straight through": by_vjp(straight_through, lambda g: g),
+    "rounding, straight through, forward": by_jvp(straight_through, lambda t: t),
+    "reversed": by_vjp(lambda x: 1.0 * x, lambda g: -0.3 * g),
+    "scaled": by_jvp(lambda x: 1.0 * x, lambda t: 0.7 * t),
+    "another value": doubled_forward,
+    "true": by_jvp(jnp.sin, lambda t: t),
+}
+SHAPES = {
+    "rows": lambda rows: rows.sum(-1),
+    "rows and a sum": lambda rows: (rows.sum(-1), rows.sum()),
+    "scalar": lambda rows: jnp.square(rows).mean(),
+}
+ORDERS = {
+    "value and gradient": lambda fn, w: jax.value_and_grad(fn)(w),
+    "reverse over reverse": lambda fn, w: jax.grad(lambda w: (jax.grad(fn)(w) * jnp.cos(w)).sum())(w),
+    "forward over reverse": lambda fn, w: jax.jvp(jax.grad(fn), (w,), (jnp.cos(w),)),
+}
+
+
+@pytest.mark.crossed("rule", "shape", "order")
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("order", ORDERS)
+def test_second_derivatives_of_values_are_those_of_what_a_rule_computes(rule, shape, order):
+    """JAX differentiates a rule's own result where a function's value is differentiated again, not the function."""
+    fn = lambda h, w: SHAPES[shape](jnp.tanh(RULES[rule](h @ w)))
+    outside = lambda fn: lambda w: sum(jnp.exp(-x).sum() for x in jax.tree.leaves(fn(H, w)))
+    run = quick.jit(lambda w, fn: ORDERS[order](outside(fn), w), static_argnums=1)
+    with jax.enable_x64(True):
+        for ours, theirs in zip(
+            jax.tree.leaves(run(W, tile(fn, (0, None), 4))), jax.tree.leaves(run(W, fn)), strict=True
+        ):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: jnp.where(x > 0, jnp.sqrt(x), 0.0).sum(),
+        lambda x: jnp.where(x > 0, x * jnp.log(x), 0.0).mean(),
+        lambda x: jnp.log(jnp.where(x > 0, jnp.sqrt(x), 1.0).sum()),
+    ],
+)
+def test_a_tangent_is_guarded_where_the_untiled_one_is(fn):
+    """A gradient there is not a number: what is not taken is infinite."""
+    x = jnp.array([0.0, 1.0, 4.0, 0.0, 2.0, 3.0, 0.0])
+    for tangent in (x, jnp.ones_like(x)):
+        moved = jax.jvp(fn, (x,), (tangent,))[1]
+        assert np.isfinite(moved)
+        np.testing.assert_allclose(jax.jvp(tile(fn, 0, 3), (x,), (tangent,))[1], moved, rtol=1e-6)
+
+
+@pytest.mark.parametrize("inner", [lambda x: 2 * jnp.sin(x), lambda x: x * jnp.sin(x).sum()], ids=["rows", "sum"])
+@pytest.mark.parametrize(
+    "name", ["jvp in one argument", "forward over reverse", "reverse over forward", "grad of grad"]
+)
+def test_a_tile_within_a_tile_is_differentiated_in_either_mode(name, inner):
+    within = lambda fn: lambda h, w: jnp.tanh(jax.vmap(fn)(h)) @ w
+    with jax.enable_x64(True):
+        want, got = (
+            DERIVATIVES[name](fn, H, W) for fn in (within(inner), tile(within(tile(inner, 0, 2)), (0, None), 4))
+        )
+    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-8, atol=1e-10)

@@ -191,6 +191,7 @@ CUSTOM_CALLS = {
     "remat_opt": "fwd_jaxpr",
 }
 SOLVE = "custom_linear_solve"  # the same, with several bodies
+LINEAR = "tiled_linear"  # a derivative of a `tile` within, whose body is a function
 # jax.checkpoint's names in the versions of JAX.
 REMAT = ("remat2", "checkpoint", "remat")
 

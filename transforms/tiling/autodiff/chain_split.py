@@ -23,7 +23,7 @@ from transforms.tiling.analysis.limits import Limits
 from transforms.tiling.analysis.propagate import analyse
 from transforms.tiling.frontend.flatten import evaluate, flatten
 from transforms.tiling.ir.graph import Graph, Value
-from transforms.tiling.ir.jaxprs import bodies, equations
+from transforms.tiling.ir.jaxprs import bodies, equations, trimmed
 from transforms.tiling.ir.obstacles import Obstacle
 from transforms.tiling.ir.placement import Partial, Whole
 from transforms.tiling.ir.walks import closure, constant, depends, operands
@@ -221,6 +221,39 @@ def custom_vjps(
 def has_custom_vjp(jaxpr: Any) -> bool:
     """Whether a program holds functions with a `jax.custom_vjp` rule."""
     return next(custom_vjps(jaxpr), None) is not None
+
+
+def ruled(jaxpr: Any) -> bool:
+    """Whether a program holds functions of which a rule computes something else than they do, or may.
+
+    Those in the body of a `jax.shard_map` are not asked.
+    """
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name.startswith("custom_vjp") or (name.startswith("custom_jvp") and not _itself(eqn)):
+            return True
+        if "newly_manual_axes" not in eqn.params and any(map(ruled, bodies(eqn.params))):
+            return True
+    return False
+
+
+def _itself(eqn: Any) -> bool:
+    """Whether a rule's result is its function's, called again, as most have it: its derivatives are by the rule too."""
+    params, count = eqn.primitive.get_bind_params(eqn.params), len(eqn.invars)
+    floats = [i for i, v in enumerate(eqn.invars) if _is_float(v) and i >= eqn.params["num_consts"]]
+
+    def results(*values: Any) -> Any:
+        def call(*chosen: Any) -> tuple[Any, Any]:
+            given = dict(enumerate(values)) | dict(zip(floats, chosen, strict=True))
+            return (), eqn.primitive.bind(*(given[i] for i in range(count)), **params)
+
+        return jax.vjp(call, *(values[i] for i in floats), has_aux=True)[2]
+
+    with eqn.ctx.manager:
+        found = trimmed(jax.make_jaxpr(results)(*(like(v.aval) for v in eqn.invars))).jaxpr
+    again = [one for one in found.eqns if one.primitive is eqn.primitive]
+    bodies_ = [str(one.params["call_jaxpr"]) for one in (eqn, *again)]
+    return len(found.eqns) == 1 == len(again) and again[0].invars == found.invars and bodies_[0] == bodies_[1]
 
 
 def narrow(jaxpr: Any) -> bool:

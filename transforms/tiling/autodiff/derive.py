@@ -19,12 +19,14 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from transforms.layout import typed
+from transforms.tiling.autodiff.chain_split import has_custom_vjp
 from transforms.tiling.autodiff.program import Program
 from transforms.tiling.lower import atomic
+from transforms.tiling.primitives import LINEAR
 
 # ------------------------------------------------------------------------------------- a linear map with a transpose
 
-linear_p = Primitive("tiled_linear")
+linear_p = Primitive(LINEAR)
 linear_p.multiple_results = True
 
 Forward = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
@@ -95,7 +97,7 @@ def call(program: Program, *args: Any) -> list[Any]:
         if active and program.in_one_pass(outs, active):
             values, moved = _scalar(program, outs[0], tuple(active), primals, given)
         else:
-            found = call(program.forward if active else program, *primals)
+            found = call(program.forward(tuple(active)) if active else program, *primals)
             values, kept = found[: program.count], found[len(program.closed.out_avals) :]
             moved = _general(program, tuple(outs), tuple(active), primals, kept, given) if active else []
         if program.wide:  # another plan may have rounded what is wide in this one
@@ -118,22 +120,28 @@ def _tangent(value: Any, tangent: Any) -> Any:
 
 
 def _scalar(program: Program, out: int, active: tuple[int, ...], primals: Any, given: dict[int, Any]) -> Any:
-    """One scalar output: its gradients come out of the forward loops, and the tangent is their inner product."""
+    """One scalar output: its gradients come out of the forward loops, to be scaled by its cotangent.
+
+    The tangent is not their inner product: a condition guards a tangent from what is infinite and not taken, a gradient
+    it does not. But where a rule has a reverse mode alone, or the loops of the forward mode are refused, it is.
+    """
     joint, combine = program.gradient(active, out)
     outs, found = combine(call(joint, *primals))
-    dtypes = [primals[i].dtype for i in active]
+    dtypes, count = [primals[i].dtype for i in active], len(found)
 
-    def forward(gradients: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-        products = [jnp.vdot(g, t.astype(g.dtype)).astype(aval.dtype) for g, t in zip(gradients, tangents, strict=True)]
-        return [jnp.asarray(sum(products), aval.dtype)]
+    def forward(residuals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+        if not has_custom_vjp(program.closed.jaxpr) and (moved := program.tangent(active, (out,))).refusal is None:
+            return [call(moved, *residuals[count:], *tangents)[0].astype(aval.dtype)]
+        both = zip(residuals[:count], tangents, strict=True)
+        return [jnp.asarray(sum(jnp.vdot(g, t.astype(g.dtype)).astype(aval.dtype) for g, t in both), aval.dtype)]
 
-    def transpose(gradients: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+    def transpose(residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
         (scale,) = cotangents
-        return [(scale.astype(g.dtype) * g).astype(d) for g, d in zip(gradients, dtypes, strict=True)]
+        return [(scale.astype(g.dtype) * g).astype(d) for g, d in zip(residuals[:count], dtypes, strict=True)]
 
     with jax.numpy_dtype_promotion("standard"):  # these sums are ours
         aval = program.closed.out_avals[out].update(dtype=jnp.result_type(*found, outs[out]))
-    return outs, linear(found, [given[i] for i in active], forward, transpose, [aval])
+    return outs, linear((*found, *primals), [given[i] for i in active], forward, transpose, [aval])
 
 
 def _general(

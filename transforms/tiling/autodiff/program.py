@@ -16,7 +16,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from transforms.layout import like, varying
 from transforms.tiling.analysis.limits import Limits, looked_up
-from transforms.tiling.autodiff.chain_split import has_custom_vjp, narrow, scales, separate
+from transforms.tiling.autodiff.chain_split import has_custom_vjp, narrow, ruled, scales, separate
 from transforms.tiling.autodiff.policy import Keeping, keeping
 from transforms.tiling.autodiff.residuals import Residuals, residuals_of
 from transforms.tiling.frontend.flatten import flatten
@@ -330,18 +330,35 @@ class Program:
         """What the policy keeps for the backward pass."""
         return keeping(self.closed, self.options.policy)
 
-    @functools.cached_property
-    def forward(self) -> Program:
-        """The outputs, then what is kept for the backward pass."""
-        if self.keeping is not None:
-            return self.derive(self.keeping.forward, (), self.wide)
-        return dataclasses.replace(self, also=self.residuals) if self.residuals.values and self.also is None else self
+    @remembered
+    def forward(self, active: tuple[int, ...]) -> Program:
+        """The outputs, then what is kept for the backward pass, where the inputs `active` are differentiated.
 
-    @property
-    def kept(self) -> list[tuple[Any, Placement]]:
+        There a function with a rule is what the rule computes of it: derivatives of these outputs, which are second
+        ones of the function, are the rule's own.
+        """
+        made = self if self.keeping is None else self.derive(self.keeping.forward, (), self.wide)
+        if ruled(made.closed.jaxpr):
+            values = functools.partial(self._differentiated, jaxpr_as_fun(made.closed), active)
+            made = self.derive(values, (), self.wide)
+        if self.keeping is None and made.also is None and made.residuals.values:
+            return dataclasses.replace(made, also=made.residuals)
+        return made
+
+    def _differentiated(self, fn: Callable[..., Any], active: Sequence[int], *args: Any) -> Any:
+        """What a function returns where these of its inputs are differentiated."""
+
+        def primal(*chosen: Any) -> tuple[Any, Any]:
+            given = dict(enumerate(args)) | dict(zip(active, chosen, strict=True))
+            return (), fn(*(given[i] for i in range(len(args))))
+
+        return jax.vjp(primal, *(args[i] for i in active), has_aux=True)[2]
+
+    def kept(self, active: tuple[int, ...]) -> list[tuple[Any, Placement]]:
         """The types and places of what `forward` returns beyond the outputs."""
-        avals = [v.aval for v in self.forward.plan.analysis.graph.outputs]
-        both = zip(avals, self.forward.output_placements, strict=True)
+        made = self.forward(active)
+        avals = [v.aval for v in made.plan.analysis.graph.outputs]
+        both = zip(avals, made.output_placements, strict=True)
         return list(both)[len(self.closed.out_avals) :]
 
     @remembered
@@ -354,8 +371,9 @@ class Program:
             _, vjp, _ = jax.vjp(*self.chosen(args, active, outs, kept), has_aux=True)
             return vjp(list(cotangents))
 
-        extra = [*self.kept, *((self.closed.out_avals[i], self.output_placements[i]) for i in outs)]
-        given = (self.forward.also, count) if self.forward.also is not None else None
+        extra = [*self.kept(active), *((self.closed.out_avals[i], self.output_placements[i]) for i in outs)]
+        also = self.forward(active).also
+        given = (also, count) if also is not None else None
         made = self.derive(backward, extra, given=len(outs))
         # A gradient takes the place of a cotangent that was read, or of the input whose gradient it is.
         last = range(len(made.closed.in_avals) - len(outs), len(made.closed.in_avals))

@@ -10,12 +10,13 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from transforms.layout import like
 from transforms.tiling.frontend.canonical import barriers, canonical, reductions
 from transforms.tiling.ir.effects import check_pure, loud, silenced
 from transforms.tiling.ir.graph import Graph, Node, Value
 from transforms.tiling.ir.jaxprs import body
 from transforms.tiling.ir.walks import read
-from transforms.tiling.primitives import CALLS, CUSTOM_CALLS, REMAT, SOLVE
+from transforms.tiling.primitives import CALLS, CUSTOM_CALLS, LINEAR, REMAT, SOLVE
 
 
 def flatten(closed: ClosedJaxpr, *, custom: bool = True, remat: bool = False, together: bool = False) -> Graph:
@@ -30,6 +31,13 @@ def flatten(closed: ClosedJaxpr, *, custom: bool = True, remat: bool = False, to
     table = CALLS | (CUSTOM_CALLS if custom else {}) | (dict.fromkeys(REMAT, "jaxpr") if remat else {})
     nodes: list[Node] = []
 
+    def within(eqn: Any, ins: Sequence[Value]) -> tuple[ClosedJaxpr, Sequence[Value]] | None:
+        """The program that is inlined in place of an equation, and what it is given."""
+        name = eqn.primitive.name
+        if name in table:
+            return body(eqn.params, table[name]), ins
+        return OPENED[name](eqn.params, ins) if custom and name in OPENED else None
+
     def run(jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Value], outer: Any) -> list[Value]:
         env: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
         env.update(zip(jaxpr.constvars, [Value(jax.typeof(c), const=c) for c in consts], strict=True))
@@ -40,9 +48,8 @@ def flatten(closed: ClosedJaxpr, *, custom: bool = True, remat: bool = False, to
         for eqn in jaxpr.eqns:
             check_pure(eqn)
             ins = [read(a) for a in eqn.invars]
-            key = table.get(eqn.primitive.name)
-            if key or (custom and eqn.primitive.name == SOLVE):
-                inner, ins = (body(eqn.params, key), ins) if key else solver(eqn.params, ins)
+            if (called := within(eqn, ins)) is not None:
+                inner, ins = called
                 outs = run(inner.jaxpr, inner.consts, ins, outer or eqn.source_info)
             else:
                 effects = loud(eqn.effects)
@@ -90,6 +97,17 @@ def solver(params: dict[str, Any], operands: Sequence[Any]) -> tuple[ClosedJaxpr
     first = counts.matvec + counts.vecmat
     taken = [*operands[first : first + counts.solve], *operands[sum(counts) :]]
     return body({"call_jaxpr": params["jaxprs"].solve}, "call_jaxpr"), taken
+
+
+def applied(params: dict[str, Any], operands: Sequence[Any]) -> tuple[ClosedJaxpr, Sequence[Any]]:
+    """What a `tile` within makes of tangents, which is traced where somebody looks into it."""
+    count, forward = params["count"], params["forward"]
+    return jax.make_jaxpr(lambda *args: forward(args[:count], args[count:]))(
+        *(like(v.aval) for v in operands)
+    ), operands
+
+
+OPENED = {SOLVE: solver, LINEAR: applied}
 
 
 # ------------------------------------------------------------------------------- back again: a graph's values, computed

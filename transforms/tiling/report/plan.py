@@ -357,8 +357,9 @@ def _gradient(program: Program) -> Run | None:
     if not program.in_one_pass(outs, active):
         back = program.cotangent(tuple(active), tuple(outs))
         unit = [jnp.ones((), program.closed.out_avals[outs[0]].dtype)] if scalar else []
-        both = lambda *args: _both(program, back)(*args, *unit)
-        return Run((program.forward, back), both, plain, [*avals, *cotangents])
+        forward = program.forward(tuple(active))
+        both = lambda *args: _both(program, forward, back)(*args, *unit)
+        return Run((forward, back), both, plain, [*avals, *cotangents])
     joint, combine = program.gradient(tuple(active), outs[0])
 
     def run(*args: Any) -> Any:
@@ -368,12 +369,12 @@ def _gradient(program: Program) -> Run | None:
     return Run((joint,), run, plain, avals)
 
 
-def _both(program: Program, back: Program) -> Callable[..., Any]:
-    """A program and its backward pass, from the inputs and the cotangents."""
+def _both(program: Program, forward: Program, back: Program) -> Callable[..., Any]:
+    """A program's forward and its backward pass, from the inputs and the cotangents."""
     inputs, outputs = len(program.closed.in_avals), len(program.closed.out_avals)
 
     def run(*args: Any) -> Any:
-        found = program.forward.run(*args[:inputs])
+        found = forward.run(*args[:inputs])
         return found[:outputs], back.run(*args[:inputs], *found[outputs:], *args[inputs:])
 
     return run
