@@ -13,6 +13,7 @@ from typing import Any
 
 from experiments.commandline import console
 from experiments.data import DataError
+from experiments.data.corpus import read_text
 
 FILE = "chat_template.jinja"
 Messages = Sequence[Mapping[str, Any]]
@@ -68,10 +69,14 @@ class ChatTemplate:
 
     @classmethod
     def read(cls, path: Path, settings: Mapping[str, Any], special: Mapping[str, str | None]) -> "ChatTemplate | None":
-        """Return the template of a tokenizer's folder, from its own file or from `tokenizer_config.json`."""
+        """Return the template of a tokenizer's folder, from its own file or from `tokenizer_config.json`.
+
+        Raises:
+            DataError: it cannot be read.
+        """
         file = path / FILE
         if file.is_file():
-            return cls(file.read_text(encoding="utf-8"), special, str(file))
+            return cls(read_text(file, "").decode(), special, str(file))
         found = settings.get("chat_template")
         if isinstance(found, list):  # several by name
             named = {

@@ -4,6 +4,7 @@ Unless there is a tokenizer, every byte is its own id (0 to 255) and `BOS` start
 once per text, tokenizer, separator and split, under their hash, so that another text or another Python never meets it.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -69,16 +70,74 @@ def _where(config: configs.Data) -> str:
 
 def _text(path: Path, config: configs.Text) -> Iterator[bytes]:
     for file in files_at(path, config.pattern):
-        if file.suffix != ".jsonl":
-            yield file.read_bytes()
+        if file.suffix.lower() == ".jsonl":
+            yield from (_field(where, line, config.field) for where, line in json_lines(file))
             continue
-        for where, line in json_lines(file):
-            try:
-                yield json.loads(line)[config.field].encode()
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                raise DataError(
-                    f"cannot read data.path={where}: no JSON object with text in data.field={config.field}"
-                ) from error
+        content = read_text(file)
+        if file.suffix.lower() == ".json" and isinstance(_first_object(content).get(config.field), str):
+            raise DataError(
+                f"cannot read data.path={file} as one text: it holds JSON objects with text in data.field="
+                f"{config.field}. Write these one a line, into a file whose name ends in .jsonl"
+            )
+        yield content
+
+
+def _field(where: str, line: bytes, field: str) -> bytes:
+    """Return the text in a line of JSON."""
+    try:
+        return utf8(json.loads(line)[field])
+    except DataError as error:
+        raise DataError(f"cannot read data.path={where}: {error}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(f"cannot read data.path={where}: no JSON object with text in data.field={field}") from error
+
+
+def _first_object(content: bytes) -> dict[str, Any]:
+    """Return the first object of lines of JSON, or of a list in JSON; an empty one where this is neither."""
+    for part in (content.lstrip().partition(b"\n")[0], content):
+        with contextlib.suppress(ValueError, RecursionError):
+            found = json.loads(part)
+            found = found[0] if isinstance(found, list) and found else found
+            return found if isinstance(found, dict) else {}
+    return {}
+
+
+def read_text(file: Path, said: str = "data.path=") -> bytes:
+    """Return what a file of text holds.
+
+    Raises:
+        DataError: it holds something else: a NUL, or bytes that are not UTF-8.
+    """
+    content = file.read_bytes()
+    found = [content.find(b"\0")] if b"\0" in content else []
+    try:
+        content.decode()
+    except UnicodeDecodeError as error:
+        found.append(error.start)
+    if found:
+        at = min(found)
+        raise DataError(
+            f"cannot read {said}{file} as text: the byte at offset {at:,} is 0x{content[at]:02x}, which is not of a "
+            f"text in UTF-8. Unpack it or convert it to UTF-8 first, or leave it out"
+        )
+    return content
+
+
+def utf8(text: str) -> bytes:
+    """Return the bytes of a text.
+
+    Raises:
+        DataError: it has none: half of a surrogate pair stands in it, as by a JSON escape, or by a byte of a command
+            line that is not UTF-8.
+    """
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        near = ascii(text[max(0, error.start - 20) : error.start + 20])
+        raise DataError(
+            f"a text holds U+{ord(text[error.start]):04X}, half of a surrogate pair, as its character "
+            f"{error.start + 1:,}, in {near}. Write the whole character, in UTF-8, or leave it out"
+        ) from None
 
 
 def files_at(path: Path, pattern: str) -> list[Path]:
@@ -98,7 +157,7 @@ def files_at(path: Path, pattern: str) -> list[Path]:
 
 def json_lines(file: Path) -> Iterator[tuple[str, bytes]]:
     """Yield the lines of a file that are not empty, each with the words for where it is."""
-    for number, line in enumerate(file.read_bytes().split(b"\n"), 1):
+    for number, line in enumerate(read_text(file).split(b"\n"), 1):
         if line.strip():
             yield f"{file}:{number}", line
 
@@ -331,8 +390,16 @@ def own_ids(data: configs.CustomData, made: Sequence[Any], encoder: Encoder, voc
     if other := [one for one in made if not isinstance(one, str | bytes)]:
         what = f"its first document is text, and another {type(other[0]).__name__}"
         raise DataError(f"cannot read {_where(data)}: {what}. Give all as text, or all as lists of ids")
-    texts = (one.encode() if isinstance(one, str) else bytes(one) for one in made)
-    return text_ids(data, encoder, vocab_size, texts)
+    return text_ids(data, encoder, vocab_size, _encoded(made, _where(data)))
+
+
+def _encoded(texts: Iterable[str | bytes], where: str) -> Iterator[bytes]:
+    """Yield a user's documents of text as bytes."""
+    for number, text in enumerate(texts, 1):
+        try:
+            yield utf8(text) if isinstance(text, str) else bytes(text)
+        except DataError as error:
+            raise DataError(f"cannot read document {number:,} of {where}: {error}") from None
 
 
 def _of_lists(documents: Sequence[Any], where: str, val_fraction: float, vocab_size: int) -> Ids:

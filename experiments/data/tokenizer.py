@@ -17,7 +17,7 @@ import numpy as np
 from experiments.commandline import console
 from experiments.data import DataError
 from experiments.data.chat import ChatTemplate, Pieces, Plain
-from experiments.data.corpus import BOS, BYTE_VOCAB
+from experiments.data.corpus import BOS, BYTE_VOCAB, utf8
 
 FILE = "tokenizer.json"
 SENTENCES = "tokenizer.model"
@@ -43,7 +43,7 @@ class Bytes:
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """Return the ids of a text, without a start."""
-        return np.frombuffer(text.encode() if isinstance(text, str) else text, np.uint8).astype(np.int32)
+        return np.frombuffer(utf8(text) if isinstance(text, str) else text, np.uint8).astype(np.int32)
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """Return the ids of each text, without a start."""
@@ -112,7 +112,7 @@ class Folder:
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """Return the ids of a text, without a start."""
-        return self.encode_batch([text.encode() if isinstance(text, str) else text])[0]
+        return self.encode_batch([utf8(text) if isinstance(text, str) else text])[0]
 
     def encode_batch(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """Return the ids of each text, without a start; what is no UTF-8 becomes U+FFFD."""
@@ -122,7 +122,7 @@ class Folder:
 
     def prompt(self, text: str) -> list[int]:
         """Return the ids of a prompt, with the special tokens that the tokenizer itself adds."""
-        return self._inner.encode(text).ids
+        return self._inner.encode(utf8(text).decode()).ids
 
     def json(self) -> str:
         """Return the tokenizer as its file says it."""
@@ -130,7 +130,8 @@ class Folder:
 
     def encode_pieces(self, pieces: Pieces) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of a text, and which of them begin in a piece that counts."""
-        found = self._inner.encode("".join(text for text, _ in pieces), add_special_tokens=False)
+        whole = utf8("".join(text for text, _ in pieces)).decode()
+        found = self._inner.encode(whole, add_special_tokens=False)
         counts = np.repeat([counts for _, counts in pieces], [len(text) for text, _ in pieces])
         starts = np.array([start for start, _ in found.offsets], np.int64)
         return np.array(found.ids, np.int32), counts[np.minimum(starts, len(counts) - 1)]
@@ -215,11 +216,11 @@ class Sentences(Folder):
     def prompt(self, text: str) -> list[int]:
         """Return the ids of a prompt, after the token that starts a text unless the folder says otherwise."""
         start = [self.start] if self._starts and self.start is not None else []
-        return [*start, *self._encode(text)[0]]
+        return [*start, *self._encode(utf8(text).decode())[0]]
 
     def encode_pieces(self, pieces: Pieces) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of a text, and which of them begin in a piece that counts."""
-        ids, starts = self._encode("".join(text for text, _ in pieces))
+        ids, starts = self._encode(utf8("".join(text for text, _ in pieces)).decode())
         counts = np.repeat([counts for _, counts in pieces], [len(text) for text, _ in pieces])
         return np.array(ids, np.int32), counts[np.minimum(np.array(starts, np.int64), len(counts) - 1)]
 

@@ -98,6 +98,48 @@ def test_jsonl(make, tmp_path):
         make("data=text", f"data.path={tmp_path / 'a.jsonl'}")
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+@pytest.mark.parametrize(
+    ("content", "offset"),
+    [(b"some text\0", "9 is 0x00"), ("naïve".encode("latin-1"), "2 is 0xef"), ("é".encode("utf-16"), "0 is 0xff")],
+    ids=["NUL", "Latin-1", "UTF-16"],
+)
+def test_what_is_no_text_is_refused(make, tmp_path, name, content, offset):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(
+        batches.DataError, match=rf"cannot read data.path=.*{name} as text: the byte at offset {offset}"
+    ):
+        make("data=text", f"data.path={tmp_path / name}")
+
+
+def test_lines_of_json_are_known_by_their_name_in_any_case(make, texts, tmp_path):
+    lines = [json.dumps({"text": path.read_text()}) for path in sorted(texts.iterdir())]
+    (tmp_path / "a.JSONL").write_text("\n".join(lines))
+    wanted = make("data=text", f"data.path={texts}").batch(0)
+    np.testing.assert_array_equal(make("data=text", f"data.path={tmp_path / 'a.JSONL'}").batch(0).tokens, wanted.tokens)
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_json_with_texts_in_it_is_no_text(make, tmp_path, indent):
+    made = [{"text": f"document {i} " * 3000} for i in range(3)]
+    for content in ("\n".join(map(json.dumps, made)), json.dumps(made, indent=indent), json.dumps(made[0])):
+        (tmp_path / "a.json").write_text(content)
+        with pytest.raises(batches.DataError, match=r"a.json as one text: .* data.field=text. Write these one a line"):
+            make("data=text", f"data.path={tmp_path / 'a.json'}")
+        assert corpus.texts_of(configs.Text(path=str(tmp_path / "a.json"), field="body")) == [content.encode()]
+
+
+def test_half_a_character_is_refused_where_it_stands(make, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "whole"}\n{"text": "a \\ud800"}')
+    with pytest.raises(
+        batches.DataError, match=r"a.jsonl:2: a text holds U\+D800, half of a surrogate pair, as its ch"
+    ):
+        make("data=text", f"data.path={tmp_path / 'a.jsonl'}")
+    (tmp_path / "own.py").write_text("def texts():\n    return ['whole', 'a \\udc00']")
+    with pytest.raises(batches.DataError, match=r"cannot read document 2 of data.fn=.*: a text holds U\+DC00"):
+        make(f"data={tmp_path / 'own.py'}:texts")
+
+
 def test_default_texts_are_there(make):
     for name in ("stdlib", "pydoc"):
         source = make(f"data={name}")

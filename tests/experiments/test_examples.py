@@ -188,6 +188,11 @@ def test_long_answers_lose_their_end_and_those_that_begin_too_late_are_left_out(
 
 
 BAD = {
+    "half a character": (
+        "chat",
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b \\ud800"}]}',
+        r"cannot read data.path=.*a.jsonl:2: a text holds U\+D800, half of a surrogate pair",
+    ),
     "no JSON": ("chat", "{", r"cannot read .*a.jsonl:2: the line is not valid JSON: "),
     "too deep": ("chat", "[" * 100_000, r"cannot read .*a.jsonl:2: the line is not valid JSON: "),
     "no object": ("chat", "[1]", r"a.jsonl:2: the line is no JSON object"),

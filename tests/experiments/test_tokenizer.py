@@ -263,6 +263,25 @@ def test_added_tokens_of_a_sentencepiece_model_are_part_of_what_it_is(sentences,
     assert len({*found, open_tokenizer(tmp_path).identity}) == 4
 
 
+@pytest.mark.parametrize("kind", ["bytes", "folder", "sentences"])
+def test_half_a_character_is_no_text(request, kind):
+    made = open_tokenizer(None if kind == "bytes" else request.getfixturevalue(kind))
+    said = r"a text holds U\+DCFF, half of a surrogate pair, as its character 3, in 'a \\udcff\\udcfe'"
+    calls = [made.prompt, made.encode]
+    if kind != "bytes":
+        calls.append(lambda text: made.encode_pieces([(text[:1], False), (text[1:], True)]))
+    for call in calls:
+        with pytest.raises(DataError, match=said):
+            call("a \udcff\udcfe")
+
+
+def test_a_template_that_is_no_text_is_refused(folder, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    (tmp_path / "chat_template.jinja").write_bytes("naïve".encode("latin-1"))
+    with pytest.raises(DataError, match=r"cannot read .*chat_template.jinja as text: the byte at offset 2 is 0xef"):
+        open_tokenizer(tmp_path)
+
+
 def test_the_command_trains_once(tmp_path, capsys):
     words = ["data=pydoc", "vocab_size=300", f"out={tmp_path / 'made'}"]
     assert command.main(words) == 0
