@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from experiments.commandline import schema, usage
-from experiments.commandline.console import CONSOLE, CommandError
+from experiments.commandline.console import CONSOLE, CommandError, write_any_text
 from experiments.data import DataError
 from experiments.runtime.manifest import reason
 from experiments.runtime.remote import fetched
@@ -55,6 +55,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def carry_out(name: str, action: Callable[[Any, list[str]], None], argv: list[str]) -> int:
     """Compose a command's configuration, carry it out, and return the exit status: 0, 1 failed, 2 misconfigured."""
+    write_any_text()
     if {"-h", "--help"}.intersection(argv):
         return usage.tell(name, argv)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's own log: errors only

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for a script Pyt
 from experiments import configs
 from experiments.command import ended
 from experiments.commandline import overrides, schema
-from experiments.commandline.console import CommandError
+from experiments.commandline.console import CommandError, write_any_text
 from experiments.commandline.usage import tell
 from experiments.results.directory import Directory, dump, resumed
 from experiments.results.metrics import check_loggers
@@ -30,6 +30,7 @@ from experiments.runtime.signals import Stop, Stopped
 
 def main(argv: list[str]) -> int:
     """Return the exit status: 0 trained; 1 did not fit, diverged or could not run; 2 wrong configuration."""
+    write_any_text()
     if {"-h", "--help"}.intersection(argv):
         return tell("config", argv)
     if "--models" in argv:
@@ -98,7 +99,7 @@ def start(
     from experiments.results import summary
     from experiments.runtime import hardware, meshes, own
     from experiments.step import build
-    from experiments.training import errors, loop
+    from experiments.training import checkpoints, errors, loop
 
     began, name = time.perf_counter(), choices["model"]
     with contextlib.ExitStack() as held:
@@ -117,6 +118,7 @@ def start(
         outcome.run, chosen = run, {**run.chosen, **exact}
         held.enter_context(meshes.spread(run.mesh))
         programs = build.checked(run)
+        checkpoints.check_begun(directory.path, programs.kept_state, run.steps)
         stop.ask()
         source = open_source(run)
         stop.ask()

@@ -1,5 +1,7 @@
 """How a command speaks: what it is called, here and where it is installed, its notes and errors, and its quantities."""
 
+import codecs
+import io
 import os
 import sys
 from pathlib import Path
@@ -10,6 +12,20 @@ CONSOLE = "tiling-zoo"  # the installed command, whose first word is what the ot
 
 class CommandError(RuntimeError):
     """A command that cannot do what it was asked for, in words for the user."""
+
+
+def write_any_text() -> None:
+    """Have the screen show what it cannot encode some other way: rules as hyphens, all else by its number."""
+    codecs.register_error(CONSOLE, _plain)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=CONSOLE)
+
+
+def _plain(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    text = error.object[error.start : error.end].replace("─", "-")
+    return text.encode("ascii", "backslashreplace").decode("ascii"), error.end
 
 
 def note(text: str) -> None:

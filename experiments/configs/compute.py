@@ -117,6 +117,9 @@ class Hardware:
         return () if self.offload == "none" else tuple(self.offload.split(","))
 
 
+KEPT = "attn_out,mlp_out"
+
+
 @choice("remat", "auto", "Keep everything in small models, nothing in large ones.")
 @dataclass(frozen=True, kw_only=True)
 class Remat:
@@ -128,9 +131,11 @@ class Remat:
         "offload_names (in host memory); sqrt, or full/4: groups of layers, then each; full*3,none: layers take turns",
         names=True,
     )
-    names: str = option("attn_out,mlp_out", "the values that remat=names and offload_names keep", names=True)
+    names: str = option(KEPT, "the values that remat=names and offload_names keep", names=True)
 
     def __post_init__(self):
+        if self.names != KEPT and "names" not in self.policy:
+            raise refuse("remat.names", self.names, f"remat.policy={self.policy} keeps none by name: give remat=names")
         if self.policy == "auto":
             return
         group, nested, every = self.policy.strip().partition("/")

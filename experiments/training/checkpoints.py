@@ -12,6 +12,7 @@ the state; on other devices that copy is in the host's memory. Otherwise at most
 `Saver` says when one is due.
 """
 
+import contextlib
 import functools
 import json
 import logging
@@ -149,12 +150,7 @@ class Checkpoints:
         if step is None:
             return None
         path = self._folder / str(step)
-        there = json.loads((path / RUN).read_text())["arrays"]
-        if problem := _compare(describe(template), there):
-            raise CheckpointError(
-                f"the checkpoint at {path} has other arrays than this run: {problem}. Leave out what changes them, or "
-                f"give another run=NAME"
-            )
+        _check_arrays(path, json.loads((path / RUN).read_text())["arrays"], template)
         wanted = {name: _plain(leaf) for name, leaf in named(template).items()}
         args = {name: _restore_args(leaf) for name, leaf in wanted.items()}
         read = self._orbax.restore(path / "state", args=ocp.args.PyTreeRestore(item=wanted, restore_args=args))
@@ -376,6 +372,34 @@ def restore(path: Path, how: configs.Checkpoint, template: Any, steps: int) -> t
     else:
         say(f"  {path} goes on after step {found[0]} of {steps}")
     return found
+
+
+def check_begun(path: Path | None, template: Any, steps: int) -> None:
+    """Raise where the newest checkpoint of a run cannot be gone on from; what is damaged `restore` finds.
+
+    Raises:
+        CheckpointError: it has other arrays than the template, or more steps than are asked for.
+    """
+    done = [] if path is None else [int(one.name) for one in (path / FOLDER).glob("*") if one.name.isdecimal()]
+    if path is None or not done:
+        return
+    newest = path / FOLDER / str(max(done))
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        there = json.loads((newest / RUN).read_text())["arrays"]
+        _check_arrays(newest, there, template)
+    if max(done) > steps:
+        raise CheckpointError(
+            f"{path} has done {max(done)} steps, and steps={steps} asks for fewer: leave that out, or give another "
+            f"run=NAME"
+        )
+
+
+def _check_arrays(path: Path, there: dict[str, str], template: Any) -> None:
+    if problem := _compare(describe(template), there):
+        raise CheckpointError(
+            f"the checkpoint at {path} has other arrays than this run: {problem}. Leave out what changes them, or "
+            f"give another run=NAME"
+        )
 
 
 def check_room(path: Path, how: configs.Checkpoint, steps: int, need: int) -> None:

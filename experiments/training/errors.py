@@ -17,7 +17,7 @@ from experiments.training import DivergedError
 from experiments.training.checkpoints import CheckpointError
 from transforms import TileError
 
-BEFORE = (CommandError, DirectoryError, HardwareError, DataError)
+BEFORE = (CommandError, DirectoryError, HardwareError, DataError, CheckpointError)
 WITHIN = (CommandError, DirectoryError, DoesNotFitError, DivergedError, CheckpointError, TileError, OwnError, OSError)
 
 

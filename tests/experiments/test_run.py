@@ -83,8 +83,15 @@ def test_a_run_goes_on_where_it_ended_and_says_what_changed(start, tmp_path, cap
     assert start("run=short", "steps=6", "optimizer.schedule=constant") == 0
     assert "short has all its 6 steps; give steps=MORE for more" in capsys.readouterr().out
     assert [row["step"] for row in rows(tmp_path / "short")] == list(range(7))
-    assert start("run=short", "model.mlp_dim=48") == 1
-    assert "has other arrays than this run: model.layers.gate is" in capsys.readouterr().err
+    for words, why in (
+        (["model.mlp_dim=48"], "has other arrays than this run: model.layers.gate is"),
+        (["optimizer=sgd"], "has other arrays than this run: opt_state"),
+        (["steps=3"], "has done 6 steps, and steps=3 asks for fewer"),
+    ):
+        assert start("run=short", *words) == 2
+        said = capsys.readouterr()
+        assert why in said.err and "plan" not in said.out  # before anything is compiled
+        assert json.loads((tmp_path / "short" / "run.json").read_text())["config"]["steps"] == 6
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew(start, tmp_path, capsys):

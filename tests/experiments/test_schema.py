@@ -62,6 +62,10 @@ WRONG = {
     "no steps": (["steps=0"], r"bad value steps=0: it must be greater than zero"),
     "not a dtype": (["hardware.param_dtype=float16"], r"expected one of \[float64, float32, bfloat16\]"),
     "not a policy": (["remat.policy=some"], r"bad value remat.policy=some: choose auto"),
+    "names that nobody keeps": (
+        ["remat=full", "remat.names=q"],
+        r"bad value remat.names=q: remat.policy=full keeps none",
+    ),
     "missing path": (["data=text"], r"data.path=... must be given"),
     "run in another folder": (["run=../x"], r"bad value run=../x"),
     "one of two": (["steps=2", "steps=2.5"], r"bad override `steps=2.5`: give a whole number"),

@@ -138,6 +138,17 @@ def test_it_fits_a_terminal():
     assert max(map(len, done.stdout.splitlines())) <= 100
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_what_a_screen_cannot_encode_is_written_some_other_way(encoding):
+    code = "from experiments.commandline.console import write_any_text; write_any_text(); print('── 日 ü')"
+    env = {**os.environ, "PYTHONIOENCODING": encoding}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, check=True, env=env, cwd=schema.CONF.parent
+    )
+    wanted = {"ascii": "-- \\u65e5 \\xfc", "latin-1": "-- \\u65e5 ü", "utf-8": "── 日 ü"}
+    assert done.stdout.decode(encoding).strip() == wanted[encoding]
+
+
 @pytest.mark.parametrize("words", [["run.py", "--help"], ["command.py"], ["score.py", "--help"]])
 def test_nobody_reading_on_is_no_error(words):
     """As in `... --help | head -3`; with unbuffered output the second line already meets a closed pipe."""
