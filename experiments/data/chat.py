@@ -21,22 +21,36 @@ Pieces = list[tuple[str, bool]]  # stretches of a text, and whether they are the
 OPEN, CLOSE = "\ufdd0", "\ufdd1"  # no characters of any text: Unicode keeps them for such use
 
 
+def learned(messages: Messages, first: int = 0) -> list[int]:
+    """Return which messages count from one on: the assistant's, but for those of `weight` 0, as OpenAI's format has."""
+    spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    return [i for i in spoken if i >= first and messages[i].get("weight") != 0]
+
+
 class Plain:
     """The format of tokenizers without a template: each message after its role, on a line of its own."""
 
     identity = "plain-1"
+    name = "the format of tokenizers without a chat template"
+    takes_tools = False
+
+    def takes(self, name: str) -> bool:
+        """Return whether it writes what a message has under a name."""
+        return name in ("role", "content")
 
     def render(self, messages: Messages, *, answer: bool = True) -> str:
         """Return the text of a conversation; with `answer`, up to where the assistant is to speak."""
         return "".join(text for text, _ in self.pieces(messages)).replace(CLOSE, "") + "assistant: " * answer
 
-    def pieces(self, messages: Messages, first: int = 0) -> Pieces:
+    def pieces(self, messages: Messages, first: int = 0, tools: Sequence[Any] = ()) -> Pieces:
         """Return the text in pieces, of which the assistant's count from message `first` on; `CLOSE` ends these."""
+        assert not tools
         found: Pieces = []
+        counted = learned(messages, first)
         for i, message in enumerate(messages):
             spoken = message["role"] == "assistant"
             said = message["content"] + CLOSE * spoken
-            found += [(f"{message['role']}: ", False), (said, spoken and i >= first), ("\n", False)]
+            found += [(f"{message['role']}: ", False), (said, i in counted), ("\n", False)]
         return found
 
 
@@ -52,7 +66,8 @@ class ChatTemplate:
 
     def __init__(self, source: str, special: Mapping[str, str | None], where: str):
         self._special = {name: token or "" for name, token in special.items()}
-        self._where, self.takes_tools = where, re.search(r"\btools\b", source) is not None
+        self._where, self._source, self.name = where, source, f"the chat template in {where}"
+        self.takes_tools = self.takes("tools")
         # What a template does not name is no part of what it is: the caches of texts stay valid.
         named = {name: token for name, token in self._special.items() if name in (*_ALWAYS, *_named(source))}
         self.identity = json.dumps([source, named])
@@ -87,6 +102,10 @@ class ChatTemplate:
             found = named.get("default")
         return cls(found, special, str(path / "tokenizer_config.json")) if isinstance(found, str) else None
 
+    def takes(self, name: str) -> bool:
+        """Return whether the template names something, of a message say; what it does not, it leaves out."""
+        return re.search(rf"\b{name}\b", self._source) is not None
+
     def render(self, messages: Messages, *, answer: bool = True, tools: Sequence[Any] = ()) -> str:
         """Return the text of a conversation.
 
@@ -100,7 +119,7 @@ class ChatTemplate:
         """
         return self._render(self._template, messages, answer, tools)
 
-    def pieces(self, messages: Messages, first: int = 0) -> Pieces:
+    def pieces(self, messages: Messages, first: int = 0, tools: Sequence[Any] = ()) -> Pieces:
         """Return the text of a conversation in pieces, of which the assistant's count from message `first` on.
 
         These are what the template itself marks by `{% generation %}`; of a template without marks, what an assistant's
@@ -109,26 +128,27 @@ class ChatTemplate:
         Raises:
             DataError: the template does not tell: a message changes the text before it, or marks are missing.
         """
-        spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        counted = learned(messages, first)
         if self._marked is None:
-            return self._by_prefix(messages, [i for i in spoken if i >= first])
+            return self._by_prefix(messages, counted, tools)
+        spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         found: Pieces = []
-        head, *rest = self._render(self._marked, messages, False).split(OPEN)
+        head, *rest = self._render(self._marked, messages, False, tools).split(OPEN)
         if len(rest) != len(spoken) or any(part.count(CLOSE) != 1 for part in rest):
             raise DataError(
                 f"the chat template in {self._where} marks {len(rest)} answers of a conversation that has {len(spoken)}"
             )
         for i, part in zip(spoken, rest, strict=True):
             said, after = part.split(CLOSE)
-            found += [(said, i >= first), (after, False)]
+            found += [(said, i in counted), (after, False)]
         return [(head, False), *found]
 
-    def _by_prefix(self, messages: Messages, spoken: Sequence[int]) -> Pieces:
-        whole, end = self._render(self._template, messages, False), 0
+    def _by_prefix(self, messages: Messages, counted: Sequence[int], tools: Sequence[Any]) -> Pieces:
+        whole, end = self._render(self._template, messages, False, tools), 0
         found: Pieces = []
-        for i in spoken:
-            before = self._render(self._template, messages[:i], True)
-            after = self._render(self._template, messages[: i + 1], False)
+        for i in counted:
+            before = self._render(self._template, messages[:i], True, tools)
+            after = self._render(self._template, messages[: i + 1], False, tools)
             if not (whole.startswith(after) and after.startswith(before) and len(before) >= end):
                 raise DataError(
                     f"the chat template in {self._where} changes the text before message {i + 1}, so that what "

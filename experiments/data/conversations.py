@@ -3,8 +3,12 @@
 A conversation is `{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}`. A
 preference is `{"prompt": ..., "chosen": ..., "rejected": ...}`, all three text or all three lists of messages; without
 a prompt, what the two lists begin with alike is it.
+
+A line's `tools` and a message's `tool_calls`, `reasoning_content` and the like are written by the chat template, and
+refused where it does not name them. A message of `weight` 0 does not count. Other keys are nobody's business.
 """
 
+import difflib
 import functools
 import json
 from collections.abc import Sequence
@@ -15,11 +19,17 @@ import numpy as np
 
 from experiments import configs
 from experiments.data import DataError, corpus
-from experiments.data.chat import CLOSE, Pieces, Plain
+from experiments.data.chat import CLOSE, Pieces, Plain, learned
 from experiments.data.rows import Conversations, Examples, Pairs, Rows
 
 SHIPPED = Path(__file__).parent / "examples"
 Encoded = tuple[np.ndarray, np.ndarray]
+ANSWERS = ("chosen", "rejected")
+SAID = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")  # beside a message's content
+UNREAD = {  # what others read in a line, and what to do instead
+    "functions": "give them as `tools`",
+    "chat_template_kwargs": "write what it says into the template itself, or leave it out",
+}
 
 
 def open_rows(
@@ -58,7 +68,7 @@ def example_files(config: configs.Chat | configs.Preference, encoder: Any) -> tu
             f"to hold out"
         )
     chat = encoder.chat or Plain()
-    how = f"{type(config).__name__} 1 {getattr(config, 'field', '')}"
+    how = f"{type(config).__name__} 2 {getattr(config, 'field', '')}"
     told = encoder.identity, chat.identity, str(config.val_fraction), str(_ends(encoder))
     beside = [text.encode() for text in told]
     fields = {"ids": corpus.id_type(encoder.vocab_size), "counted": "uint8", "ends": "int64"}
@@ -96,29 +106,65 @@ def _encode(
 
 
 def _conversation(line: bytes, field: str, encoder: Any, chat: Any) -> Encoded:
-    messages = _messages(_object(line).get(field), field)
+    found = _object(line)
+    if found.get(field) is None:
+        raise ValueError(
+            f"no list of messages in {field!r}. {_others(found, field)} data.field=NAME says where they are"
+        )
+    messages, tools = _messages(found[field], field, chat), _tools(found, chat)
     if not any(message["role"] == "assistant" for message in messages):
         roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages))
         raise ValueError(f"the assistant says nothing in it; its roles are {roles or 'none'}, not user and assistant")
-    return _ids(chat.pieces(messages), encoder, chat)
+    if not learned(messages):
+        raise ValueError("all that the assistant says in it has `weight` 0: leave the line out, or let something count")
+    return _ids(chat.pieces(messages, tools=tools), encoder, chat)
 
 
 def _pair(line: bytes, encoder: Any, chat: Any) -> list[Encoded]:
     """Return the chosen conversation, then the rejected one; what counts is what comes after the prompt."""
     found = _object(line)
-    prompt, chosen, rejected = (found.get(name) for name in ("prompt", "chosen", "rejected"))
-    if isinstance(prompt, str) and isinstance(chosen, str) and isinstance(rejected, str):
-        return [_ids([(prompt, False), (answer + CLOSE, True)], encoder, Plain()) for answer in (chosen, rejected)]
-    both = [_messages(answer, name) for answer, name in ((chosen, "chosen"), (rejected, "rejected"))]
+    _check_pair(found)
+    prompt, answers = found.get("prompt"), [found[name] for name in ANSWERS]
+    if isinstance(prompt, str):
+        if found.get("tools"):
+            raise ValueError("`tools` are for messages, and its answers are text")
+        return [_ids([(prompt, False), (answer + CLOSE, True)], encoder, Plain()) for answer in answers]
+    both = [_messages(answer, name, chat) for answer, name in zip(answers, ANSWERS, strict=True)]
     if prompt is None:
         alike = next((i for i, (a, b) in enumerate(zip(*both, strict=False)) if a != b), min(map(len, both)))
         before, both = both[0][:alike], [messages[alike:] for messages in both]
     else:
-        before = _messages(prompt, "prompt")
-    for messages, name in zip(both, ("chosen", "rejected"), strict=True):
-        if not any(message["role"] == "assistant" for message in messages):
-            raise ValueError(f"the assistant says nothing in {name!r} after the prompt")
-    return [_ids(chat.pieces([*before, *messages], len(before)), encoder, chat) for messages in both]
+        before = _messages(prompt, "prompt", chat)
+    for messages, name in zip(both, ANSWERS, strict=True):
+        if not learned(messages):
+            raise ValueError(f"the assistant says nothing in {name!r} after the prompt that counts")
+    tools = _tools(found, chat)
+    return [_ids(chat.pieces([*before, *messages], len(before), tools), encoder, chat) for messages in both]
+
+
+def _check_pair(found: dict[str, Any]) -> None:
+    """Raise a ValueError that names the key, unless a line's prompt and answers are there and all of one kind."""
+    for name in ANSWERS:
+        if found.get(name) is None:
+            raise ValueError(f"there is no {name!r}. {_others(found, name)}")
+    given = {name: found[name] for name in ("prompt", *ANSWERS) if found.get(name) is not None}
+    if "prompt" not in given:
+        if close := difflib.get_close_matches("prompt", found.keys() - {"prompt"}, 1, 0.85):
+            raise ValueError(f"there is no 'prompt'. Did you mean `{close[0]}`?")
+        if any(isinstance(answer, str) for answer in given.values()):
+            raise ValueError("there is no 'prompt', and its answers are text: give a prompt of text, or messages")
+    kinds = {str: "text", list: "a list"}
+    told = {name: kinds.get(type(one), f"{one!r:.20}") for name, one in given.items()}
+    if len(set(told.values())) > 1:
+        of = ", ".join(f"{name!r} is {kind}" for name, kind in told.items())
+        raise ValueError(f"{of}: give text in all of them, or lists of messages")
+
+
+def _others(found: dict[str, Any], name: str) -> str:
+    """Return in words what a line has that lacks a key."""
+    names = [one for one in found if one != name]
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"Did you mean `{close[0]}`?" if close else f"It has: {', '.join(names[:12]) or 'nothing'}."
 
 
 def _object(line: bytes) -> dict[str, Any]:
@@ -128,16 +174,60 @@ def _object(line: bytes) -> dict[str, Any]:
         raise ValueError(f"the line is not valid JSON: {error}") from None
     if not isinstance(found, dict):
         raise ValueError("the line is no JSON object")
+    for name in UNREAD:
+        if found.get(name):
+            raise ValueError(f"`{name}` would not be read: {UNREAD[name]}")
     return found
 
 
-def _messages(found: Any, field: str) -> list[dict[str, Any]]:
+def _tools(found: dict[str, Any], chat: Any) -> list[Any]:
+    """Return the functions that a line tells the model of, as JSON schemas."""
+    tools = found.get("tools") or []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError(f"`tools` is {tools!r:.40}, and no list of functions, each a JSON object")
+    if tools and not chat.takes_tools:
+        raise ValueError(
+            f"it has {len(tools)} in `tools`, and {chat.name} takes none: use one that does, or leave them out"
+        )
+    return tools
+
+
+def _messages(found: Any, field: str, chat: Any) -> list[dict[str, Any]]:
     if not isinstance(found, list) or not found:
         raise ValueError(f"no list of messages in {field!r}")
-    for message in found:
-        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise ValueError(f"a message in {field!r} has no `role` or no `content` of text")
-    return found
+    return [_message(message, f"message {i} in {field!r}", chat) for i, message in enumerate(found, 1)]
+
+
+def _message(found: Any, where: str, chat: Any) -> dict[str, Any]:
+    """Return a message as templates take it: without what is null, and calls of tools with values for arguments."""
+    made = {name: one for name, one in found.items() if one is not None} if isinstance(found, dict) else {}
+    if made.get("tool_calls"):
+        made = {"content": "", **made, "tool_calls": _calls(made["tool_calls"], where)}
+    if not all(isinstance(made.get(name), str) for name in ("role", "content")):
+        raise ValueError(f"{where} has no `role` or no `content` of text")
+    if lost := [name for name in SAID if made.get(name) and not chat.takes(name)]:
+        raise ValueError(
+            f"{where} has `{lost[0]}`, which {chat.name} does not write: put it into `content`, or leave it out"
+        )
+    weight = made.get("weight", 0)
+    if weight not in (0, 1) or (weight and made["role"] != "assistant"):
+        raise ValueError(
+            f"{where} is of role {made['role']!r} and has `weight` {weight!r:.20}: it must be 0 or 1, and 1 is for "
+            "what the assistant says"
+        )
+    return made
+
+
+def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Return calls of tools with their arguments as values, where they are JSON in text: templates write JSON."""
+    try:
+        functions = [call.get("function", call) for call in calls]
+        given = [one["arguments"] for one in functions]
+        values = [json.loads(one) if isinstance(one, str) else one for one in given]
+        made = [{**one, "arguments": value} for one, value in zip(functions, values, strict=True)]
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
+        raise ValueError(f"{where} has `tool_calls` that are no list of functions with `arguments` in JSON") from None
+    return [{**call, "function": one} if "function" in call else one for call, one in zip(calls, made, strict=True)]
 
 
 def _ends(encoder: Any) -> tuple[int | None, int | None]:

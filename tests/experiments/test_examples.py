@@ -138,6 +138,68 @@ def test_what_comes_along_can_be_read(make):
         assert (source.batch(3).mask.sum(-1) > 0).all()
 
 
+def test_an_answer_of_weight_0_does_not_count(make, tmp_path):
+    muted = [MESSAGES[0], MESSAGES[1] | {"weight": 0}, MESSAGES[2] | {"weight": 0}, MESSAGES[3] | {"weight": 1}]
+    lines = [{"messages": muted, "id": i, "source": "a book", "weight": 3, "tools": None} for i in range(4)]
+    batch = make("data=chat", "data.packed=false", write(tmp_path / "a.jsonl", *lines)).batch(0)
+    said, whole = counted(batch, 0)
+    assert said == "four|"
+    assert "assistant: two " in whole
+    pair = {"prompt": MESSAGES[:1], "chosen": muted[1:], "rejected": MESSAGES[1:2]}
+    pairs = make("data=preference", write(tmp_path / "b.jsonl", pair, {**pair, "more": 1}), batch_size=2).batch(0)
+    assert [counted(flat(pairs), row)[0].count("|") for row in (0, 1)] == [1, 1]
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": [1, "é"]}'}}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+CALLING = [
+    MESSAGES[0],
+    {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": None},
+    {"role": "tool", "content": "3", "tool_call_id": "1", "name": "add"},
+    {"role": "assistant", "content": "three"},
+]
+OF_TOOLS = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}{% for call in m.tool_calls %}{{ call.function | tojson }}{% endfor %}"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}" + ASK
+)
+
+
+@pytest.mark.parametrize("marked", [True, False])
+@pytest.mark.parametrize("data", ["chat", "preference"])
+def test_a_template_writes_the_tools_and_their_calls(make, tmp_path, marked, data):
+    pytest.importorskip("tokenizers")
+    tokenizer = train_bpe([b"one two three four <|user|> <|assistant|>"] * 3, 300, tmp_path)
+    source = OF_TOOLS if marked else OF_TOOLS.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    (tmp_path / chat.FILE).write_text(source)
+    line = {"tools": TOOLS, "messages": CALLING, "chosen": CALLING, "rejected": MESSAGES[:2]}
+    words = [f"data={data}", write(tmp_path / "a.jsonl", line, {**line, "more": 1}), f"data.tokenizer={tmp_path}"]
+    ids, learned, ends = make(*words, seq_len=512).train.arrays
+    ids, learned = ids[: ends[0]], learned[: ends[0]] == 1
+    call = '{"name": "add", "arguments": {"a": [1, "é"]}}'
+    assert tokenizer.decode(ids) == f"{json.dumps(TOOLS)}<|user|>one<|assistant|>{call}<|tool|>3<|assistant|>three"
+    assert tokenizer.decode(ids[learned]) == f"{call}three"
+
+
+def test_a_template_that_takes_no_tools_is_named(make, tmp_path):
+    pytest.importorskip("tokenizers")
+    train_bpe([b"one two three four"] * 3, 300, tmp_path)
+    (tmp_path / chat.FILE).write_text(TURN + ASK)
+    for more, message in (
+        (
+            {"tools": TOOLS},
+            r"a.jsonl:1: it has 1 in `tools`, and the chat template in .*jinja takes none: use one that",
+        ),
+        (
+            {"messages": CALLING},
+            r"message 2 in 'messages' has `tool_calls`, which the chat template in .* does not write",
+        ),
+    ):
+        lines = [{"messages": MESSAGES, **more, "id": i} for i in range(2)]
+        with pytest.raises(batches.DataError, match=message):
+            make("data=chat", write(tmp_path / "a.jsonl", *lines), f"data.tokenizer={tmp_path}")
+
+
 @pytest.mark.parametrize("name", ["stdlib", "chat", "preference", "synthetic"])
 def test_a_batch_can_be_read_in_slices(make, name):
     source = make(f"data={name}", batch_size=8)
@@ -187,6 +249,11 @@ def test_long_answers_lose_their_end_and_those_that_begin_too_late_are_left_out(
     assert all((batch.targets[:, -1] == ord("y")).all() for batch in both)
 
 
+def said(**beside):
+    """A line whose assistant's message has something beside its content."""
+    return json.dumps({"messages": [MESSAGES[0], {**MESSAGES[1], **beside}]})
+
+
 BAD = {
     "half a character": (
         "chat",
@@ -196,10 +263,63 @@ BAD = {
     "no JSON": ("chat", "{", r"cannot read .*a.jsonl:2: the line is not valid JSON: "),
     "too deep": ("chat", "[" * 100_000, r"cannot read .*a.jsonl:2: the line is not valid JSON: "),
     "no object": ("chat", "[1]", r"a.jsonl:2: the line is no JSON object"),
-    "no messages": ("chat", '{"text": "a"}', r"a.jsonl:2: no list of messages in 'messages'"),
-    "no role": ("chat", '{"messages": [{"content": "a"}]}', r"a.jsonl:2: a message in 'messages' has no `role`"),
+    "no messages": ("chat", '{"text": "a"}', r"a.jsonl:2: no list of messages in 'messages'. It has: text. data.field"),
+    "misspelt": ("chat", '{"mesages": []}', r"a.jsonl:2: no list of messages in 'messages'. Did you mean `mesages`\?"),
+    "empty": ("chat", '{"messages": []}', r"a.jsonl:2: no list of messages in 'messages'"),
+    "no role": ("chat", '{"messages": [{"content": "a"}]}', r"a.jsonl:2: message 1 in 'messages' has no `role`"),
     "silent": ("chat", '{"messages": [{"role": "user", "content": "a"}]}', r"a.jsonl:2: the assistant says nothing"),
-    "no answer": ("preference", '{"prompt": "a", "chosen": "b"}', r"a.jsonl:2: no list of messages in 'chosen'"),
+    "no answer": (
+        "preference",
+        '{"prompt": "a", "chosen": "b"}',
+        r"a.jsonl:2: there is no 'rejected'. It has: prompt, ",
+    ),
+    "reject": (
+        "preference",
+        '{"prompt": "a", "chosen": "b", "reject": "c"}',
+        r"a.jsonl:2: there is no 'rejected'. Did you mean `reject`\?",
+    ),
+    "promt": (
+        "preference",
+        json.dumps({"promt": MESSAGES[2:3], "chosen": MESSAGES[3:], "rejected": MESSAGES[1:2]}),
+        r"a.jsonl:2: there is no 'prompt'. Did you mean `promt`\?",
+    ),
+    "no prompt": (
+        "preference",
+        '{"prompt": null, "chosen": "b", "rejected": "c"}',
+        r"a.jsonl:2: there is no 'prompt', and its answers are text",
+    ),
+    "kinds": (
+        "preference",
+        json.dumps({"prompt": "a", "chosen": MESSAGES[3:], "rejected": 5}),
+        r"a.jsonl:2: 'prompt' is text, 'chosen' is a list, 'rejected' is 5: give text in all of them, or lists",
+    ),
+    "tools": ("chat", json.dumps({"messages": MESSAGES, "tools": [{}, {}]}), r"it has 2 in `tools`, and the format of"),
+    "no tools": ("chat", json.dumps({"messages": MESSAGES, "tools": "f"}), r"`tools` is 'f', and no list of functions"),
+    "tools of text": (
+        "preference",
+        '{"prompt": "a", "chosen": "b", "rejected": "c", "tools": [{}]}',
+        r"`tools` are for messages, and its answers are text",
+    ),
+    "functions": (
+        "chat",
+        json.dumps({"messages": MESSAGES, "functions": [{}]}),
+        r"`functions` would not be read: give",
+    ),
+    "calls": (
+        "chat",
+        said(tool_calls=[CALL]),
+        r"message 2 in 'messages' has `tool_calls`, which the format of tokeniz",
+    ),
+    "no calls": ("chat", said(tool_calls=[{"function": {"arguments": "{"}}]), r"message 2 .* no list of functions"),
+    "reasoning": ("chat", said(reasoning_content="so"), r"message 2 .* has `reasoning_content`, which the format of"),
+    "weight": ("chat", said(weight=0.5), r"message 2 in 'messages' is of role 'assistant' and has `weight` 0.5: it mu"),
+    "weight of no number": ("chat", said(weight="1"), r"message 2 .* `weight` '1': it must be 0 or 1"),
+    "weight of a question": (
+        "chat",
+        json.dumps({"messages": [MESSAGES[0] | {"weight": 1}, MESSAGES[1]]}),
+        r"message 1 .* of role 'user' and has `weight` 1: .* 1 is for what the assistant says",
+    ),
+    "weight of all": ("chat", said(weight=0), r"a.jsonl:2: all that the assistant says in it has `weight` 0"),
     "same": ("preference", json.dumps({"chosen": MESSAGES, "rejected": MESSAGES}), r"nothing in 'chosen' after"),
 }
 
