@@ -24,6 +24,7 @@ from transforms.tiling.ir.dump import dump
 from transforms.tiling.ir.effects import silence, silence_recomputed
 from transforms.tiling.ir.errors import TileError, explained
 from transforms.tiling.ir.graph import Graph, describe, elements, nbytes
+from transforms.tiling.ir.jaxprs import trimmed
 from transforms.tiling.ir.loops import Schedule
 from transforms.tiling.ir.obstacles import Refusal
 from transforms.tiling.ir.placement import WHOLE, Placement, Span, Tiled, Whole, wide
@@ -340,7 +341,9 @@ class Program:
         made = self if self.keeping is None else self.derive(self.keeping.forward, (), self.wide)
         if ruled(made.closed.jaxpr):
             values = functools.partial(self._differentiated, jaxpr_as_fun(made.closed), active)
-            made = self.derive(values, (), self.wide)
+            with explained(), looked_into():  # and without what loops within would keep for a derivative
+                closed = trimmed(jax.make_jaxpr(values)(*(like(a) for a in self.closed.in_avals)))
+            made = self.derive(jaxpr_as_fun(closed), (), self.wide)
         if self.keeping is None and made.also is None and made.residuals.values:
             return dataclasses.replace(made, also=made.residuals)
         return made
