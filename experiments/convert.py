@@ -13,8 +13,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for a script Pyt
 from experiments.command import carry_out, ended
 from experiments.commandline import console
 from experiments.commandline.console import CommandError
+from experiments.commandline.schema import ConfigError
 from experiments.configs.commands import Convert
-from experiments.configs.fields import Quantise
+from experiments.configs.fields import Quantise, refuse
+from experiments.runtime.manifest import reason
 
 GIB = 2**30
 
@@ -28,8 +30,11 @@ def convert(config: Convert, argv: list[str]) -> None:
     """Read, change and write a model.
 
     Raises:
-        CommandError: the source holds no model, the adapter is another model's, or the place is taken.
+        ConfigError: a group is given, and nothing is quantised.
+        CommandError: the source holds no model, the adapter is another model's, or the place is taken or out of reach.
     """
+    if config.group is not None and config.quantise is None:
+        raise ConfigError(refuse("group", config.group, "nothing is quantised; say quantise=int8, int4 or nf4 too"))
     source, out = Path(config.source).expanduser(), Path(config.out).expanduser()
     if (out / "config.json").exists():
         raise CommandError(f"there already is a model at {out}: choose another out=FOLDER, or remove it first")
@@ -48,9 +53,14 @@ def convert(config: Convert, argv: list[str]) -> None:
             model = lora.merge(adapters.load(config.lora, model))
         if config.quantise is not None and kept is None:
             model = quantise(model, config.quantise, group=config.group, to_be_saved=True)
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+    try:
         zoo.save(model, out, source=source if source.is_dir() else None, shard_bytes=int(config.shard_gib * GIB))
     except ValueError as error:
         raise CommandError(str(error)) from None
+    except OSError as error:
+        raise CommandError(f"cannot write out={config.out}: {reason(error)}. Choose another out=FOLDER.") from None
     files = sorted(file.name for file in out.iterdir() if file.suffix == ".safetensors")
     print(f"{zoo.count_params(model.config):,} parameters in {console.counted(len(files), 'file')}, in {out}/")
 

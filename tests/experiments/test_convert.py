@@ -71,7 +71,8 @@ def test_errors_are_in_words_and_nothing_is_overwritten(folder, tmp_path, capsys
         ([f"source={folder}", f"out={folder}"], 1, "there already is a model at"),
         (["source=/nothing", f"out={tmp_path / 'out'}"], 1, "cannot load weights from `/nothing`"),
         ([f"source={folder}", f"out={tmp_path / 'out'}", "lora=/nothing"], 1, "cannot load an adapter from `/nothing`"),
-        ([f"source={folder}", f"out={folder / 'config.json' / 'x'}"], 1, "cannot go on: File exists"),
+        ([f"source={folder}", f"out={folder / 'config.json' / 'x'}"], 1, "cannot write out={}: File exists"),
+        ([f"source={folder}", "out=x", "group=16"], 2, "bad value group=16: nothing is quantised; say quantise=int8,"),
         ([f"source={folder}"], 2, "missing value: out=... must be given"),
         (
             [f"source={folder}", f"out={tmp_path / 'out'}", "quantise=nf4", "group=64"],
@@ -82,5 +83,5 @@ def test_errors_are_in_words_and_nothing_is_overwritten(folder, tmp_path, capsys
         ([f"source={folder}", "out=x", "dtype=int8"], 2, "expected one of [float64, float32, bfloat16]"),
     ):
         assert convert.main(words) == status
-        assert message in capsys.readouterr().err
+        assert message.format(folder / "config.json" / "x") in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
