@@ -13,7 +13,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for a script Pyt
 from experiments.command import carry_out, ended
 from experiments.commandline import console
 from experiments.commandline.console import CommandError
+from experiments.commandline.schema import ConfigError
 from experiments.configs.commands import Generate
+from experiments.configs.fields import refuse
 from experiments.data.chat import Plain
 
 
@@ -30,6 +32,8 @@ def _generate(config: Generate, argv: list[str]) -> None:
 
     if not config.prompt:
         raise CommandError('there is nothing to continue: give prompt="some text"')
+    if config.system and not config.chat:
+        raise ConfigError(refuse("system", config.system[0], "it is of a chat; say chat=true too"))
     try:
         sampling = Sampling(
             repetition_penalty=config.repetition_penalty,
@@ -43,7 +47,7 @@ def _generate(config: Generate, argv: list[str]) -> None:
     opened = open_model(config, argv, config.tokenizer)
     prompts = encode(config, opened.tokenizer)
     console.warn_of_length(max(map(len, prompts)) + config.max_tokens, opened.model.config, "a text")
-    stop = opened.tokenizer.stops if config.stop is None else tuple(config.stop)
+    stop = opened.tokenizer.stops if config.stop is None else _stop(config.stop, opened.model.config.vocab_size)
     steps = stream(
         opened.model,
         prompts,
@@ -64,6 +68,13 @@ def _generate(config: Generate, argv: list[str]) -> None:
         raise CommandError(str(error)) from None
     rate = f", {(count - len(config.prompt)) / seconds:.1f} tokens/s after the first" if seconds else ""
     print(f"({count} tokens{rate})", file=sys.stderr)
+
+
+def _stop(ids: list[int], vocab_size: int) -> tuple[int, ...]:
+    """Return the ids that end a text, which the model must be able to pick."""
+    if wrong := [each for each in ids if not 0 <= each < vocab_size]:
+        raise ConfigError(refuse("stop", wrong, f"this model picks ids from 0 to {vocab_size - 1}; give one of these"))
+    return tuple(ids)
 
 
 def encode(config: Generate, tokenizer: Any) -> list[list[int]]:

@@ -102,6 +102,8 @@ def test_random_text_repeats_with_its_seed(run):
     [
         ([], 1, 'there is nothing to continue: give prompt="some text"'),
         (["prompt=a", "top_p=2"], 1, "cannot sample with top_p=2.0"),
+        (["prompt=a", "system=some"], 2, "bad value system=some: it is of a chat; say chat=true too"),
+        (["prompt=a", "stop=[5,9999]"], 2, "bad value stop=[9999]: this model picks ids from 0 to 299"),
         (["prompt=a", "max_tokens=0"], 2, "bad value max_tokens=0"),
         (["prompt=a", "max_token=1"], 2, "Did you mean `max_tokens`?"),
         (["prompt=a", "tokenizer=/nothing"], 2, "cannot read a tokenizer at /nothing"),
