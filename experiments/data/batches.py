@@ -176,7 +176,10 @@ def _windows(ids: corpus.Ids, config: configs.Resolved) -> Source:
         DataError: there is none of that length, to train on or held out.
     """
     seq_len, packed = config.seq_len, config.data.packed
-    train, held_out = (Windows(part, seq_len, ids.boundary, packed) for part in (ids.train, ids.held_out))
+    train, held_out = (
+        Windows(part, seq_len, ids.boundary, packed, documents)
+        for part, documents in zip((ids.train, ids.held_out), ids.documents or (None, None), strict=True)
+    )
     for name, part in (("training", train), ("held-out", held_out)):
         if not len(part):
             raise DataError(

@@ -35,15 +35,16 @@ UNREAD = {  # what others read in a line, and what to do instead
 def open_rows(
     data: configs.Chat | configs.Preference, encoder: Any, seq_len: int, vocab_size: int
 ) -> tuple[Rows, Rows, str]:
-    """Return conversations or pairs of them, to train on and held out, and what their ids stand for, in words.
+    """Return conversations or pairs of them, to train on and held out; and in words what of them stands for what.
+
+    That is what their ids stand for, and how many are left out or cut, as they go on beyond `seq_len`.
 
     Raises:
         DataError: what is wrong with them, or that no answer begins within `seq_len`.
     """
-    parts = []
-    for name, found in zip(("training", "held-out"), example_files(data, encoder), strict=True):
+    parts, examples, pairs = [], example_files(data, encoder), isinstance(data, configs.Preference)
+    for name, found in zip(("training", "held-out"), examples, strict=True):
         corpus.check_vocab(int(found.ids.max(initial=0)), 0, vocab_size, encoder.name)
-        pairs = isinstance(data, configs.Preference)
         rows = Pairs(found, seq_len) if pairs else Conversations(found, seq_len, data.packed)
         if not len(rows):
             raise DataError(
@@ -52,7 +53,17 @@ def open_rows(
             )
         parts.append(rows)
     plain = "; each message after its role, as there is no chat template" * isinstance(encoder.chat, Plain)
-    return parts[0], parts[1], f"{encoder.name}{plain}"
+    return parts[0], parts[1], f"{encoder.name}{plain}{_beyond(examples, seq_len, pairs)}"
+
+
+def _beyond(parts: Sequence[Examples], seq_len: int, pairs: bool) -> str:
+    """Return in words how many conversations, or pairs of them, are left out or cut; nothing where none is."""
+    found = [part.kept(seq_len, 1 + pairs) for part in parts]
+    kept, cut = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
+    of = f"{len(kept):,} {'pairs' if pairs else 'conversations'}"
+    left_out = f"; left out: {np.sum(~kept):,} of {of}, whose answers begin beyond seq_len={seq_len}"
+    ends = f"; cut at seq_len={seq_len}: the answers of {np.sum(cut):,} of {of}"
+    return left_out * (not kept.all()) + ends * bool(cut.any())
 
 
 def example_files(config: configs.Chat | configs.Preference, encoder: Any) -> tuple[Examples, Examples]:

@@ -343,6 +343,7 @@ class Ids(NamedTuple):
         boundary: the id that starts each document, where there is one.
         bytes_per_token: of the text that they stand for, where that is known.
         text: what they stand for, in words.
+        documents: like `train` and `held_out`, the number of each id's document, where no id starts these.
     """
 
     train: Sequence[np.ndarray]
@@ -350,6 +351,7 @@ class Ids(NamedTuple):
     boundary: int | None = None
     bytes_per_token: float | None = None
     text: str | None = None
+    documents: tuple[Sequence[np.ndarray], Sequence[np.ndarray]] | None = None
 
 
 def text_ids(data: configs.Data, encoder: Encoder, vocab_size: int, texts: Iterable[bytes] | None = None) -> Ids:
@@ -395,7 +397,7 @@ def own_ids(data: configs.CustomData, made: Sequence[Any], encoder: Encoder, voc
 
 def _encoded(texts: Iterable[str | bytes], where: str) -> Iterator[bytes]:
     """Yield a user's documents of text as bytes."""
-    for number, text in enumerate(texts, 1):
+    for number, text in enumerate(texts):
         try:
             yield utf8(text) if isinstance(text, str) else bytes(text)
         except DataError as error:
@@ -410,15 +412,18 @@ def _of_lists(documents: Sequence[Any], where: str, val_fraction: float, vocab_s
             f"cannot read {where}: a document is text, a list of ids or a row {{'tokens': ids}}, not "
             f"{bad[0].dtype}{list(bad[0].shape)}"
         )
-    content = [one.astype(np.int64).tobytes() for one in arrays]
+    arrays = [one.astype(np.int64) for one in arrays]
+    content = [one.tobytes() for one in arrays]
     if len(arrays) == 1:
         raise DataError(f"too few documents in {where}: one, to train on and to hold out; give several")
     kept = set(split(content, val_fraction, where)[0])
     side = lambda wanted: [one for one, key in zip(arrays, content, strict=True) if (key in kept) is wanted]
-    train, held_out = np.concatenate(side(True)), np.concatenate(side(False))
+    sides = side(True), side(False)
+    train, held_out = map(np.concatenate, sides)
     for array in (train, held_out):
         check_vocab(int(array.max(initial=0)), int(array.min(initial=0)), vocab_size, where)
-    return Ids([train], [held_out])
+    first, other = (np.repeat(np.arange(len(some), dtype=np.int32), [len(one) for one in some]) for some in sides)
+    return Ids([train], [held_out], documents=([first], [other]))
 
 
 def check_vocab(largest: int, smallest: int, vocab_size: int, where: str) -> None:

@@ -6,7 +6,8 @@ Or made elsewhere: by a Grain pipeline (https://github.com/google/grain, the ext
 """
 
 import dataclasses
-from collections.abc import Sequence
+import difflib
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -73,6 +74,7 @@ class Windows:
     seq_len: int
     boundary: int | None = None  # the id that starts each document; its prediction does not count
     packed: bool = False  # whether the documents of a window are kept apart
+    documents: Sequence[np.ndarray] | None = None  # like `arrays`, the number of each id's: to pack without a boundary
 
     def counts(self) -> np.ndarray:
         """Windows per array."""
@@ -83,11 +85,14 @@ class Windows:
 
     def read(self, indices: np.ndarray, shift: int = 0) -> np.ndarray:
         """Return windows `[B, S + 1]`, moved by `shift` tokens where the array is long enough."""
+        return self._read(self.arrays, indices, shift)
+
+    def _read(self, arrays: Sequence[np.ndarray], indices: np.ndarray, shift: int) -> np.ndarray:
         ends = np.cumsum(self.counts())
         rows = []
         for index in indices:
             which = int(np.searchsorted(ends, index, side="right"))
-            array = self.arrays[which]
+            array = arrays[which]
             start = int(index - (ends[which - 1] if which else 0)) * self.seq_len
             start = min(start + shift, len(array) - self.seq_len - 1)
             rows.append(array[start : start + self.seq_len + 1])
@@ -97,8 +102,12 @@ class Windows:
         """Return windows as a batch."""
         windows = self.read(indices, shift)
         tokens, targets = np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:])
-        counts = np.ones(targets.shape) if self.boundary is None else targets != self.boundary
-        segments = np.cumsum(tokens == self.boundary, axis=1, dtype=np.int32) if self.packed else None
+        if self.packed and self.documents is not None:
+            numbers = self._read(self.documents, indices, shift)
+            counts, segments = numbers[:, 1:] == numbers[:, :-1], numbers[:, :-1] - numbers[:, :1]
+        else:
+            counts = np.ones(targets.shape) if self.boundary is None else targets != self.boundary
+            segments = np.cumsum(tokens == self.boundary, axis=1, dtype=np.int32) if self.packed else None
         return Batch(tokens, targets, counts.astype(np.float32), segments)
 
 
@@ -122,11 +131,20 @@ class Examples:
         return np.diff(self.ends, prepend=0) - 1
 
     def counts_within(self, seq_len: int) -> np.ndarray:
-        """Return whether each one has a prediction that counts among its first `seq_len`."""
+        """Return how many predictions of each one count among its first `seq_len`."""
         starts = self.ends - self.lengths() - 1
         reach = np.minimum(self.ends, starts + seq_len + 1)
         total = np.concatenate([[0], np.cumsum(self.counted, dtype=np.int64)])
-        return total[reach] > total[starts + 1]
+        return total[reach] - total[starts + 1]
+
+    def kept(self, seq_len: int, together: int = 1) -> tuple[np.ndarray, np.ndarray]:
+        """Return whether each has a prediction that counts among its first `seq_len`, and whether it has others too.
+
+        With `together`, of so many at a time: whether each of them has, and whether one of these has others.
+        """
+        within, whole = (self.counts_within(length) for length in (seq_len, int(self.lengths().max(initial=0))))
+        kept = np.logical_and.reduce((within > 0).reshape(-1, together), axis=1)
+        return kept, kept & np.logical_or.reduce((within < whole).reshape(-1, together), axis=1)
 
     def write(self, index: int, row: tuple[np.ndarray, ...], at: int) -> int:
         """Write one, as far as it goes, into (tokens, targets, mask) from a place on; return where it ends."""
@@ -151,7 +169,7 @@ class Conversations:
 
     def __post_init__(self):
         lengths = np.minimum(self.examples.lengths(), self.seq_len)
-        kept = np.flatnonzero(self.examples.counts_within(self.seq_len))
+        kept = np.flatnonzero(self.examples.kept(self.seq_len)[0])
         bins = best_fit(lengths[kept], self.seq_len) if self.packed else [[i] for i in range(len(kept))]
         object.__setattr__(self, "bins", [[int(kept[i]) for i in one] for one in bins])
 
@@ -184,8 +202,7 @@ class Pairs:
     kept: np.ndarray = dataclasses.field(init=False)
 
     def __post_init__(self):
-        both = self.examples.counts_within(self.seq_len).reshape(-1, 2).all(1)
-        object.__setattr__(self, "kept", np.flatnonzero(both))
+        object.__setattr__(self, "kept", np.flatnonzero(self.examples.kept(self.seq_len, 2)[0]))
 
     @property
     def arrays(self) -> Sequence[np.ndarray]:
@@ -226,14 +243,19 @@ def best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
     return bins
 
 
+FIELDS = ("tokens", "mask", "segments")  # of a row that was made elsewhere
+
+
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """Elements of a random-access data set: each `{"tokens": [S + 1]}`, with `mask` and `segments` where it has them.
+    """Some elements of a random-access data set: each `{"tokens": [S + 1]}`, `mask` and `segments` where it has them.
 
     A batch is read by index, so it depends on seed and step alone; the order within an epoch is the run's.
     """
 
     dataset: Any
+    start: int
+    stop: int
     seq_len: int
     vocab_size: int
     packed: bool
@@ -245,36 +267,70 @@ class Pipeline:
         return ()
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        return self.stop - self.start
 
     def batch(self, indices: np.ndarray, shift: int = 0) -> Batch:
-        """Return some elements as a batch.
+        """Return some elements as a batch; all of an element without a mask counts.
 
         Raises:
             DataError: an element is not what it should be.
         """
-        elements = [self.dataset[int(index)] for index in indices]
-        windows = self._field(elements, "tokens").astype(np.int32)
-        if windows.min() < 0 or windows.max() >= self.vocab_size:
-            raise DataError(
-                f"a token id in {self.where} is outside the vocabulary: it must lie in [0, {self.vocab_size})"
-            )
-        mask = self._field(elements, "mask") if "mask" in elements[0] else np.ones_like(windows)
-        segments = self._field(elements, "segments").astype(np.int32)[:, :-1] if self.packed else None
-        return Batch(windows[:, :-1].copy(), windows[:, 1:].copy(), mask[:, 1:].astype(np.float32), segments)
+        rows = [self._row(self.start + int(index)) for index in indices]
+        windows, mask, segments = (np.stack(arrays) for arrays in zip(*rows, strict=True))
+        return Batch(
+            windows[:, :-1].astype(np.int32),
+            windows[:, 1:].astype(np.int32),
+            mask[:, 1:].astype(np.float32),
+            segments[:, :-1].astype(np.int32) if self.packed else None,
+        )
 
-    def _field(self, elements: list[Any], name: str) -> np.ndarray:
-        """Return one field of every element `[B, S + 1]`."""
-        for element in elements:
-            if not isinstance(element, dict) or name not in element:
-                raise DataError(f"an element of {self.where} has no {name!r}: give {{'tokens': ids, ...}}")
-            if np.shape(element[name]) != (self.seq_len + 1,):
-                shape = np.shape(element[name])
-                raise DataError(
-                    f"{name!r} of an element of {self.where} has shape {shape}: seq_len={self.seq_len} needs "
-                    f"({self.seq_len + 1},), the last id being a target alone"
-                )
-        return np.stack([np.asarray(element[name]) for element in elements])
+    def _row(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the tokens, the mask and the segments of an element, each `[S + 1]`."""
+        element, row = self.dataset[number], f"row {number:,} of {self.where}"
+        needed = ("tokens", "segments") if self.packed else ("tokens",)
+        for name in needed:
+            if not isinstance(element, Mapping) or name not in element:
+                raise DataError(f"{row} has no {name!r}: give {{{', '.join(f'{one!r}: ids' for one in needed)}, ...}}")
+        self._check_names(list(element), row)
+        tokens = self._field(element["tokens"], "iu", f"'tokens' of {row}", "whole numbers")
+        if tokens.min() < 0 or tokens.max() >= self.vocab_size:
+            bad = tokens[(tokens < 0) | (tokens >= self.vocab_size)][0]
+            raise DataError(f"token id {bad} in {row} is outside the vocabulary: it must lie in [0, {self.vocab_size})")
+        mask = segments = np.ones(len(tokens))
+        if "mask" in element:
+            mask = self._field(element["mask"], "biuf", f"'mask' of {row}", "numbers from 0 to 1")
+            if not ((mask >= 0) & (mask <= 1)).all():
+                bad = mask[~((mask >= 0) & (mask <= 1))][0]
+                raise DataError(f"'mask' of {row} holds {bad}: it must lie between 0 and 1, how much a token counts")
+        if self.packed:
+            segments = self._field(element["segments"], "iu", f"'segments' of {row}", "whole numbers")
+        return tokens, mask, segments
+
+    def _check_names(self, names: list[Any], row: str) -> None:
+        """Raise a DataError if an element has what would not be read."""
+        if unknown := [name for name in names if name not in FIELDS]:
+            close = difflib.get_close_matches(str(unknown[0]), FIELDS, n=1)
+            hint = f"Did you mean {close[0]!r}?" if close else "Leave it out."
+            raise DataError(f"{row} has {unknown[0]!r}, and only {', '.join(map(repr, FIELDS))} are read. {hint}")
+        if "segments" in names and not self.packed:
+            raise DataError(
+                f"{row} has 'segments', which are read with data.packed=true alone: set it, or leave them out"
+            )
+
+    def _field(self, given: Any, kinds: str, what: str, wanted: str) -> np.ndarray:
+        """Return one field of an element, of numbers of some of NumPy's kinds."""
+        try:
+            found = np.asarray(given)
+        except (TypeError, ValueError) as error:
+            raise DataError(f"{what} is no array: {error}") from None
+        if found.shape != (self.seq_len + 1,):
+            raise DataError(
+                f"{what} has shape {found.shape}: seq_len={self.seq_len} needs ({self.seq_len + 1},), the last id "
+                "being a target alone"
+            )
+        if found.dtype.kind not in kinds:
+            raise DataError(f"{what} is of type {found.dtype}: it must hold {wanted}")
+        return found
 
 
 def parted(dataset: Any, data: configs.Data, seq_len: int, vocab_size: int, where: str) -> tuple[Pipeline, Pipeline]:
@@ -284,21 +340,6 @@ def parted(dataset: Any, data: configs.Data, seq_len: int, vocab_size: int, wher
     if kept < 1:
         raise DataError(f"too few elements in {where}: {count}, to train on and to hold out")
     how = seq_len, vocab_size, data.packed, where
-    train, held_out = Pipeline(Part(dataset, 0, kept), *how), Pipeline(Part(dataset, kept, count), *how)
+    train, held_out = Pipeline(dataset, 0, kept, *how), Pipeline(dataset, kept, count, *how)
     train.batch(np.array([0]))
     return train, held_out
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """Some elements of a data set."""
-
-    dataset: Any
-    start: int
-    stop: int
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-    def __getitem__(self, index: int) -> Any:
-        return self.dataset[self.start + index]

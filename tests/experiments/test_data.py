@@ -136,7 +136,7 @@ def test_half_a_character_is_refused_where_it_stands(make, tmp_path):
     ):
         make("data=text", f"data.path={tmp_path / 'a.jsonl'}")
     (tmp_path / "own.py").write_text("def texts():\n    return ['whole', 'a \\udc00']")
-    with pytest.raises(batches.DataError, match=r"cannot read document 2 of data.fn=.*: a text holds U\+DC00"):
+    with pytest.raises(batches.DataError, match=r"cannot read document 1 of data.fn=.*: a text holds U\+DC00"):
         make(f"data={tmp_path / 'own.py'}:texts")
 
 
@@ -218,6 +218,81 @@ def test_nothing_to_read(make, tmp_path):
     for words, message in cases.items():
         with pytest.raises(batches.DataError, match=message):
             make(*words.format(tmp_path).split())
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Name a function whose body is given, as `data=` takes it."""
+    return lambda body: (tmp_path / "own.py").write_text(f"def made():\n    {body}") and f"data={tmp_path}/own.py:made"
+
+
+def test_lists_of_ids_are_packed_apart(make, written):
+    """Each list is another document: numbered anew in every window, and no end of one predicts the next."""
+    own = written("return [[i] * (1 + i % 50) for i in range(200)]")
+    source = make(own, "data.packed=true")
+    for step in range(30):
+        batch = source.batch(step)
+        new = np.diff(batch.tokens, axis=1) != 0
+        np.testing.assert_array_equal(np.diff(batch.segments, axis=1), new)
+        assert (batch.segments[:, 0] == 0).all() and batch.segments.dtype == np.int32
+        np.testing.assert_array_equal(batch.mask, batch.tokens == batch.targets)
+    plain = make(own).batch(0)
+    assert plain.segments is None and plain.mask.all()
+    np.testing.assert_array_equal(plain.tokens, source.batch(0).tokens)
+
+
+def test_a_row_without_a_mask_counts_whole(make, written):
+    own = written("return [{'tokens': [i] * 33, **({'mask': [0.5] * 33} if i % 2 else {})} for i in range(20)]")
+    batch = make(own).batch(0)
+    np.testing.assert_array_equal(batch.mask[:, 0], np.where(batch.tokens[:, 0] % 2, 0.5, 1))
+
+
+ROWS = {
+    "floats": ("'tokens': [1.7] * 33", "", r"'tokens' of row 0 of data.fn=.* is of type float64: it must hold whole"),
+    "text": ("'tokens': 'x' * 33", "", r"'tokens' of row 0 .* has shape \(\): seq_len=32 needs \(33,\)"),
+    "ragged": ("'tokens': [[1], [1, 2]]", "", r"'tokens' of row 0 .* is no array"),
+    "outside": ("'tokens': [600] * 33", "", r"token id 600 in row 0 .* outside the vocabulary: .* \[0, 512\)"),
+    "negative mask": ("'tokens': [1] * 33, 'mask': [-1] * 33", "", r"'mask' of row 0 .* holds -1: it must lie between"),
+    "no number": ("'tokens': [1] * 33, 'mask': [float('nan')] * 33", "", r"'mask' of row 0 .* holds nan: it must lie"),
+    "text for a mask": (
+        "'tokens': [1] * 33, 'mask': ['1'] * 33",
+        "",
+        r"'mask' of row 0 .* of type <U1: it must hold n",
+    ),
+    "short mask": ("'tokens': [1] * 33, 'mask': [1] * 32", "", r"'mask' of row 0 .* has shape \(32,\)"),
+    "misspelt": ("'tokens': [1] * 33, 'masks': [0] * 33", "", r"row 0 .* has 'masks', and only .* Did you mean 'mask'"),
+    "unknown": ("'tokens': [1] * 33, 'id': 7", "", r"row 0 .* has 'id', and only 'tokens', 'mask', 'segments' are rea"),
+    "not packed": (
+        "'tokens': [1] * 33, 'segments': [0] * 33",
+        "",
+        r"row 0 .* has 'segments', which are read with data.p",
+    ),
+    "no segments": (
+        "'tokens': [1] * 33",
+        "data.packed=true",
+        r"row 0 .* has no 'segments': give {'tokens': ids, 'segm",
+    ),
+    "half segments": (
+        "'tokens': [1] * 33, 'segments': [0.5] * 33",
+        "data.packed=true",
+        r"'segments' of row 0 .* is of type float64",
+    ),
+}
+
+
+@pytest.mark.parametrize(("row", "packed", "message"), ROWS.values(), ids=ROWS)
+def test_what_is_no_row_is_named(make, written, row, packed, message):
+    with pytest.raises(batches.DataError, match=message):
+        make(written(f"return [{{{row}}} for i in range(20)]"), *packed.split())
+
+
+@pytest.mark.parametrize("last", ["{'tokens': [1] * 32}", "'x'"])
+def test_every_row_is_checked_and_named_by_its_number(make, written, last):
+    source = make(written(f"return [{{'tokens': [1] * 33}} for i in range(18)] + [{last}] * 2"), batch_size=1)
+    with pytest.raises(batches.DataError, match="row 18 of"):
+        [source.batch(step) for step in range(19)]
+    with pytest.raises(batches.DataError, match="row 19 of"):
+        source.held_out_batch(0, 1)
 
 
 def test_text_shorter_than_a_window(make, texts):

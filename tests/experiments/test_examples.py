@@ -244,6 +244,8 @@ def test_long_answers_lose_their_end_and_those_that_begin_too_late_are_left_out(
     ]
     late = {"messages": [{"role": "user", "content": "z" * 500}, MESSAGES[3]]}
     source = make("data=chat", "data.packed=false", "data.val_fraction=0.01", write(tmp_path / "a.jsonl", *long, late))
+    left_out = "; left out: 1 of 3 conversations, whose answers begin beyond seq_len=64"
+    assert source.text.endswith(f"{left_out}; cut at seq_len=64: the answers of 2 of 3 conversations")
     both = [part.batch(np.arange(len(part))) for part in (source.train, source.held_out) if len(part)]
     assert sum(len(batch.tokens) for batch in both) == 2
     assert all((batch.targets[:, -1] == ord("y")).all() for batch in both)
@@ -252,6 +254,14 @@ def test_long_answers_lose_their_end_and_those_that_begin_too_late_are_left_out(
 def said(**beside):
     """A line whose assistant's message has something beside its content."""
     return json.dumps({"messages": [MESSAGES[0], {**MESSAGES[1], **beside}]})
+
+
+def test_pairs_beyond_a_row_are_counted(make, tmp_path):
+    pair = lambda prompt, chosen, rejected: {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+    lines = [pair("z" * 500, "b", "c"), pair("a", "b", "c" * 500), *(pair(f"{i}", "b", "c") for i in range(9))]
+    text = make("data=preference", write(tmp_path / "a.jsonl", *lines)).text
+    assert "; left out: 1 of 11 pairs, whose" in text and text.endswith("the answers of 1 of 11 pairs")
+    assert "pairs" not in make("data=preference", seq_len=512).text
 
 
 BAD = {
