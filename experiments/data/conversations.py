@@ -5,7 +5,7 @@ preference is `{"prompt": ..., "chosen": ..., "rejected": ...}`, all three text 
 a prompt, what the two lists begin with alike is it.
 
 A line's `tools` and a message's `tool_calls`, `reasoning_content` and the like are written by the chat template, and
-refused where it does not name them. A message of `weight` 0 does not count. Other keys are nobody's business.
+refused where it does not name them. A message of `weight` 0 does not count. Other keys of a line are not read.
 """
 
 import difflib
