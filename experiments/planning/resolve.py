@@ -57,7 +57,7 @@ LORA_RATE = 1e-3  # AdamW's, for adapters of models of any size
 REMAT_ABOVE = 2e7  # parameters: below, activations are small and recomputing them is time lost
 TILE_BYTES = 2**28  # largest float32 logits of one tile under tiling.n=auto
 EVALUATIONS = 5  # in a run at most, after the first; where one costs little
-PLAIN_BYTES = 2**30  # largest float32 scores of a layer that attention=auto makes at once
+PLAIN_SHARE = 1 / 16  # of the memory: largest float32 scores of a layer at once; a step has several of them
 LEAST_TILE = 128  # tokens: shorter tiles make matrix products slow
 FEW_TILES = 16  # of attention: products are a sixteenth more than those of what is visible
 
@@ -90,7 +90,8 @@ def chosen_for(config: configs.Described, device: Device) -> configs.Resolved:
     optimizer = _optimizer(config.optimizer, config.adapted, params, roomy, choices)
     parts: dict[str, Any] = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     parts |= {"mesh": mesh, "hardware": hardware, "optimizer": optimizer, "adapter": adapter, "axes": _axes(mesh)}
-    resolved = _experts(_attention(_head(configs.Resolved(**parts), choices), choices), choices)
+    resolved = _head(configs.Resolved(**parts), choices)
+    resolved = _experts(_attention(resolved, PLAIN_SHARE * memory, choices), choices)
 
     remat = _remat(config.remat, resolved.tiling, params > REMAT_ABOVE, device.platform, choices)
     often = max(10, steps // EVALUATIONS) if scale.eval_batches > 1 else 0
@@ -295,8 +296,14 @@ def _head(config: configs.Resolved, choices: Choices) -> configs.Resolved:
     return dataclasses.replace(config, tiling=tiling)
 
 
-def _attention(config: configs.Resolved, choices: Choices) -> configs.Resolved:
-    """Return the run with its attention chosen, and into how many tiles it is cut where it is."""
+def _attention(config: configs.Resolved, most: float, choices: Choices) -> configs.Resolved:
+    """Return the run with its attention chosen, and into how many tiles it is cut where it is.
+
+    Args:
+        config: the run.
+        most: bytes of a layer's scores that are made at once unless that is asked for.
+        choices: remembers why.
+    """
     tiling, model = config.tiling, config.model.config
     if config.attention == "auto" and tiling.attention is not None:
         return choices.settle(config, "", f"tiling.attention={tiling.attention} cuts it", attention="tiled")
@@ -305,7 +312,7 @@ def _attention(config: configs.Resolved, choices: Choices) -> configs.Resolved:
     scores = 4 * config.head.rows * heads * config.seq_len**2 * whole // config.mesh.devices
     if config.attention == "auto":
         name, why = kernels.attention.choose(cuts.asked(config, model))
-        if name == "plain" and (tiling.heads or scores > PLAIN_BYTES):
+        if name == "plain" and (tiling.heads or scores > most):
             long = "tiling.heads is for long texts" if tiling.heads else "plain attention makes all scores at once"
             name, why = "tiled", f"{why}, and {long}"
         config = choices.settle(config, "", why, attention=name)
