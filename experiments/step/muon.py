@@ -34,11 +34,11 @@ class Matrices:
         self.letters, self.lead, self.inputs, self.axes = letters, lead, inputs, axes
 
     @property
-    def numbers(self) -> MuonDimensionNumbers:
-        """The same in optax's words."""
+    def dims(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The numbers of inputs and of outputs."""
         inner = range(self.lead, len(self.letters))
         inputs = tuple(dim for dim in inner if self.letters[dim] in self.inputs)
-        return MuonDimensionNumbers(inputs, tuple(dim for dim in inner if dim not in inputs))
+        return inputs, tuple(dim for dim in inner if dim not in inputs)
 
 
 def orthogonal(
@@ -52,14 +52,11 @@ def orthogonal(
         steps: Newton-Schulz iterations.
         rms: root mean square of a step, as AdamW's; None: by the matrix's shape.
     """
-    numbers = lambda updates: jax.tree.map(lambda kind: kind.numbers, kinds(updates))
+    numbers = lambda updates: jax.tree.map(lambda kind: MuonDimensionNumbers(*kind.dims), kinds(updates))
     inner = scale_by_muon(beta=beta, ns_steps=steps, weight_dimension_numbers=numbers)
 
     def scaled(update, kind):
-        inputs = math.prod(
-            size for size, letter in zip(update.shape, kind.letters, strict=True) if letter in kind.inputs
-        )
-        outputs = math.prod(update.shape[kind.lead :]) // inputs
+        inputs, outputs = (math.prod(update.shape[dim] for dim in dims) for dims in kind.dims)
         return update * (max(1, outputs / inputs) ** 0.5 if rms is None else max(inputs, outputs) ** 0.5 * rms)
 
     def update(updates, state, params=None):

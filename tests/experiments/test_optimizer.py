@@ -156,7 +156,7 @@ def test_muon_moves_adapters():
     tx = optimizer.build(configs.Muon(learning_rate=0.1, warmup=0.0), 10, model=CONFIG)
     updates, _ = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)
     assert updates.embed is None and float(abs(updates.layers.q.b).max()) > 0
-    assert optimizer._matrices(CONFIG, AXES, params).layers.gate.b.numbers.reduction_axis == (2,)
+    assert optimizer._matrices(CONFIG, AXES, params).layers.gate.b.dims[0] == (2,)
 
 
 def test_the_mean_of_the_weights_follows_them():
