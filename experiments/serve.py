@@ -5,6 +5,7 @@ Answers do not depend on who else is asking: see `zoo.engine`. Install the extra
 
 import dataclasses
 import signal
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from experiments.command import carry_out, ended
 from experiments.commandline import console
 from experiments.commandline.console import CommandError
 from experiments.configs.commands import Serve
+from experiments.runtime.remote import HUB
+from experiments.serving import address
 
 
 def main(argv: list[str]) -> int:
@@ -29,26 +32,32 @@ def _serve(config: Serve, argv: list[str]) -> None:
         from experiments.serving.connection import Connection
     except ImportError:
         raise CommandError(f"serving is an extra, and uvicorn is missing: {console.install('serve')}") from None
-    server = build(config, argv)
-    key = "" if config.api_key is None else ", with its key"
-    if config.host not in ("127.0.0.1", "localhost", "::1") and config.api_key is None:
-        console.note(f"anyone who reaches {config.host} may use this: api_key=TEXT asks for a key")
+    with address.held(config.host, config.port) as sockets:
+        server = build(config, argv)
+        if config.host not in ("127.0.0.1", "localhost", "::1") and config.api_key is None:
+            console.note(f"anyone who reaches {config.host} may use this: api_key=TEXT asks for a key")
+        key = "" if config.api_key is None else ", with its key"
+        serving = f"serving {server.told.name} at {address.url(sockets, config.host)}{key}"
 
-    class Uvicorn(uvicorn.Server):
-        """Sends away who waits as soon as it is told to stop; who is being answered has `grace` seconds."""
+        class Uvicorn(uvicorn.Server):
+            """Sends away who waits as soon as it is told to stop; who is being answered has `grace` seconds."""
 
-        def handle_exit(self, sig: int, frame: Any) -> None:
-            server.worker.drain()
-            super().handle_exit(sig, frame)
+            async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+                await super().startup(sockets)
+                print(serving, flush=True)
 
-    settings = uvicorn.Config(
-        server.app(), host=config.host, port=config.port, log_level="warning", lifespan="on",
-        timeout_graceful_shutdown=config.grace, backlog=4096, http=Connection,
-    )  # fmt: skip
-    print(f"serving {server.told.name} at http://{config.host}:{config.port}/v1{key}", flush=True)
-    for stop in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises it once more when all is done
-        signal.signal(stop, lambda *_: None)
-    Uvicorn(settings).run()
+            def handle_exit(self, sig: int, frame: Any) -> None:
+                server.worker.drain()
+                super().handle_exit(sig, frame)
+
+        settings = uvicorn.Config(
+            server.app(), log_level="warning", lifespan="on", timeout_graceful_shutdown=config.grace,
+            backlog=address.BACKLOG, http=Connection,
+        )  # fmt: skip
+        address.listen(sockets, config.host, config.port)
+        for stop in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises it once more when all is done
+            signal.signal(stop, lambda *_: None)
+        Uvicorn(settings).run(sockets)
     if server.worker.failure is not None:
         raise CommandError(f"the device has failed: {server.worker.failure}")
 
@@ -69,6 +78,7 @@ def build(config: Serve, argv: list[str]) -> Any:
         raise CommandError(f"serving is an extra ({error}): {console.install('serve')}") from None
     opened = open_model(config, argv, config.tokenizer)
     length = config.length or min(opened.model.config.context_length, 4096)
+    _check_length(opened.model, length, "the model")
     try:
         settings = Settings(
             length=length, rows=config.rows, width=config.width, budget=config.budget, page=config.page,
@@ -78,19 +88,43 @@ def build(config: Serve, argv: list[str]) -> Any:
         drafter = None
         if config.drafter is not None:
             small = dataclasses.replace(settings, page=min(4, settings.page))  # what it reads again is less than a page
-            drafter = Engine(open_drafter(config.drafter), small, **how)
+            guesser = open_drafter(config.drafter)
+            _check_length(guesser, length, f"drafter={config.drafter}")
+            drafter = Engine(guesser, small, **how)
         engine = Engine(opened.model, settings, **how, drafter=drafter)
     except ValueError as error:
         raise CommandError(str(error)) from None
     console.note("the step is being compiled")
     engine.submit([0], max_tokens=1)
     engine.run()
-    name = config.name or (Path(config.model.weights).name if config.model.weights else "random")
+    name, *aliases = names(config, argv)
     told = Serving(
-        name=name, tokenizer=opened.tokenizer, key=config.api_key, most_bytes=int(config.max_mib * 2**20),
-        seconds=config.seconds, drafts=config.drafts or (4 if drafter else 0),
+        name=name, aliases=frozenset(aliases), tokenizer=opened.tokenizer, key=config.api_key,
+        most_bytes=int(config.max_mib * 2**20), seconds=config.seconds, drafts=config.drafts or (4 if drafter else 0),
     )  # fmt: skip
     return Server(Worker(engine), told)
+
+
+def _check_length(model: Any, length: int, what: str) -> None:
+    """Raise CommandError if a model cannot read texts as long as those that are to be served."""
+    try:
+        model.check_length(length - 1)  # the last token is not read
+    except ValueError:
+        most = model.config.context_length
+        raise CommandError(
+            f"cannot serve texts of length={length}: {what} has learned {most} positions. Give length={most} or less."
+        ) from None
+
+
+def names(config: Serve, argv: list[str]) -> list[str]:
+    """Return what clients may call the model: first what it is called here, then its folder's and the hub's name."""
+    if config.model.weights is None:
+        return [config.name or "random"]
+    given = [word.partition("=")[2] for word in argv if word.startswith("model.weights=")] or [config.model.weights]
+    hub = [given[-1].removeprefix(HUB).partition("@")[0]] if given[-1].startswith(HUB) else []
+    own = [config.name] if config.name else []
+    folder = Path(config.model.weights)
+    return list(dict.fromkeys([*own, *hub, folder.name or folder.resolve().name, given[-1]]))
 
 
 if __name__ == "__main__":

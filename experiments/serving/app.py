@@ -8,11 +8,12 @@ import functools
 import hmac
 import json
 import math
+import traceback
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from starlette.applications import Starlette
@@ -22,16 +23,19 @@ from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from experiments.commandline import console
 from experiments.data import DataError
 from experiments.serving import protocol
 from experiments.serving.grammar import FormError, Grammars, calls_schema
-from experiments.serving.protocol import Asked, BadRequest, Reply
+from experiments.serving.protocol import Asked, BadRequest, NoSuchModel, Reply
 from experiments.serving.worker import Feed, Listener, Unavailable, Worker
 from zoo.engine.engine import Answer, Engine
 from zoo.engine.scheduler import Overload
 
+T = TypeVar("T")
 AGAIN = "1"  # seconds after which one may come again
 SLOWEST = 30.0  # seconds in which a body must have come
+FAILED = "the server has failed at this request"
 _ENDS = {"time": "length", "cancelled": "length"}  # what OpenAI has no word for
 
 
@@ -41,6 +45,7 @@ class Serving:
 
     Attributes:
         name: of the model.
+        aliases: other names that clients may send.
         tokenizer: the model's.
         key: that clients must show, if there is one.
         most_bytes: of a body.
@@ -49,6 +54,7 @@ class Serving:
     """
 
     name: str
+    aliases: frozenset[str] = frozenset()
     tokenizer: Any
     key: str | None = None
     most_bytes: int = 8 * 2**20
@@ -91,6 +97,7 @@ class Server:
     def __init__(self, worker: Worker, told: Serving):
         self.worker, self.told = worker, told
         self.statuses: Counter[int] = Counter()
+        self._keys = [] if told.key is None else _spellings(told.key)
         self._ends = frozenset(told.tokenizer.stops)
         self._grammars = Grammars(told.tokenizer)
 
@@ -116,7 +123,7 @@ class Server:
             Route("/v1/embeddings", self._guarded(self._embeddings), methods=["POST"]),
             Route("/score", self._guarded(self._score), methods=["POST"]),
         ]
-        handlers: dict[Any, Any] = {HTTPException: self._http_error}
+        handlers: dict[Any, Any] = {HTTPException: self._unrouted}
         return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
 
     def _guarded(self, handle: Callable[[Request], Awaitable[Response]], free: bool = False) -> Any:
@@ -124,7 +131,11 @@ class Server:
 
         @functools.wraps(handle)
         async def guarded(request: Request) -> Response:
-            response = await self._answered(handle, request, free)
+            try:
+                response = await self._answered(handle, request, free)
+            except Exception as error:  # which no connection may end with
+                traceback.print_exception(error)
+                response = _error(500, f"{FAILED} ({type(error).__name__}): its log says where", "server_error")
             self.statuses[response.status_code] += 1
             return response
 
@@ -132,17 +143,19 @@ class Server:
 
     async def _answered(self, handle, request: Request, free: bool) -> Response:
         try:
-            if not free and self.told.key is not None:
-                shown = request.headers.get("authorization", "").removeprefix("Bearer ")
-                if not hmac.compare_digest(shown.encode(), self.told.key.encode()):
+            if self._keys and not free:
+                shown = request.headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")
+                if not any([hmac.compare_digest(shown, key) for key in self._keys]):
                     return _error(
                         401, "the API key is not the server's", "authentication_error", code="invalid_api_key"
                     )
             return await handle(request)
         except BadRequest as error:
-            return _error(400, str(error), "invalid_request_error", error.param)
+            return _error(error.status, str(error), "invalid_request_error", error.param, error.code)
         except (ValueError, DataError) as error:
             return _error(400, str(error), "invalid_request_error")
+        except RecursionError:
+            return _error(400, "the body is nested too deeply", "invalid_request_error")
         except Overload as error:
             return _error(429, f"{error} Come again later.", "rate_limit_error", again=True)
         except Unavailable as error:
@@ -151,6 +164,11 @@ class Server:
             return await self._http_error(request, error)
         except (Gone, ClientDisconnect):
             return Response(status_code=499)
+
+    async def _unrouted(self, request: Request, error: Exception) -> Response:
+        response = await self._http_error(request, error)
+        self.statuses[response.status_code] += 1
+        return response
 
     @staticmethod
     async def _http_error(_: Request, error: Exception) -> Response:
@@ -181,19 +199,42 @@ class Server:
                 raise HTTPException(408, f"the body did not come within {SLOWEST:g} seconds") from None
         if max(size, told) > most:  # said behind the body, for few clients read while they send
             raise large
-        try:
-            return json.loads(b"".join(parts))
-        except (ValueError, RecursionError) as error:
-            raise BadRequest(f"the body is no JSON: {error}") from None
+        return protocol.parse(b"".join(parts))
+
+    async def _asked(self, request: Request, read: Callable[[Any], T]) -> T:
+        """Return what a request's body asks for.
+
+        Raises:
+            BadRequest: it asks for what cannot be.
+        """
+        body = await self._body(request)
+        asked = read(body)
+        if body.get("model"):
+            self._check_model(body["model"])
+        return asked
+
+    def _check_model(self, name: str) -> None:
+        if name != self.told.name and name not in self.told.aliases:
+            raise NoSuchModel(name, self.told.name)
+
+    def _check_count(self, count: int, what: str, param: str) -> None:
+        """Refuse so many texts as can never wait at once."""
+        most = self.worker.engine.settings.queue
+        if count > most:
+            raise BadRequest(
+                f"{what} are {count} texts at once, and at most queue={most} may wait here: ask for fewer, or serve "
+                "with a larger `queue`",
+                param,
+            )
 
     async def _completions(self, request: Request) -> Response:
-        asked = protocol.completion(await self._body(request))
+        asked = await self._asked(request, protocol.completion)
         tokenizer = self.told.tokenizer
         ids = [tokenizer.prompt(one) if isinstance(one, str) else list(one) for one in asked.prompts]
         return await self._reply(request, asked, ids)
 
     async def _chat(self, request: Request) -> Response:
-        asked = protocol.chat(await self._body(request))
+        asked = await self._asked(request, protocol.chat)
         tokenizer = self.told.tokenizer
         if tokenizer.chat is None:
             raise BadRequest("the model has no chat template: ask /v1/completions", "messages")
@@ -204,14 +245,7 @@ class Server:
         return await self._reply(request, asked, [tokenizer.prompt(text) if plain else tokenizer.encode(text).tolist()])
 
     async def _reply(self, request: Request, asked: Asked, prompts: list[list[int]]) -> Response:
-        length = self.worker.engine.settings.length
-        rooms = [length - len(ids) for ids in prompts]
-        if not all(prompts) or min(rooms) < max(1, asked.max_tokens or 1):
-            raise BadRequest(
-                f"prompts of {', '.join(str(len(ids)) for ids in prompts)} tokens with max_tokens="
-                f"{asked.max_tokens or 1} do not fit: a text has 1 to {length} tokens here, its answer included",
-                "max_tokens",
-            )
+        rooms = self._rooms(asked, prompts)
         guides = await self._guides(asked, len(prompts) * asked.n)
         listeners = [Listener(self.told.tokenizer, asked.stop, self._ends) for _ in prompts for _ in range(asked.n)]
 
@@ -235,17 +269,37 @@ class Server:
             ends[event.index] = _end(feed.answers[event.index]) if event.finish else ends[event.index]
         return JSONResponse(reply.whole(texts, [answer.tokens for answer in feed.answers], ends, read))
 
+    def _rooms(self, asked: Asked, prompts: list[list[int]]) -> list[int]:
+        """Return how many tokens there is room for behind each prompt.
+
+        Raises:
+            BadRequest: not for what is asked.
+        """
+        length, field = self.worker.engine.settings.length, "messages" if asked.messages else "prompt"
+        what = f"n={asked.n} answers of {console.counted(len(prompts), 'prompt')}"
+        self._check_count(len(prompts) * asked.n, what, field if asked.n == 1 else "n")
+        if not all(prompts):
+            raise BadRequest(f"`{field}` has no token to go on from: give at least a letter", field)
+        rooms = [length - len(ids) for ids in prompts]
+        if min(rooms) < max(1, asked.max_tokens or 1):
+            raise BadRequest(
+                f"prompts of {', '.join(str(len(ids)) for ids in prompts)} tokens with {asked.limited}="
+                f"{asked.max_tokens or 1} do not fit: a text has 1 to {length} tokens here (`length`), with its answer",
+                field if min(rooms) < 1 else asked.limited,
+            )
+        return rooms
+
     async def _guides(self, asked: Asked, count: int) -> list[Any]:
         """Return what keeps each answer to the form that was asked for."""
-        form = asked.form
+        form, field = asked.form, "response_format"
         if asked.calls:
-            form = "json", calls_schema([tool["function"] for tool in asked.tools])
+            form, field = ("json", calls_schema([tool["function"] for tool in asked.tools])), "tools"
         if form is None:
             return []
         try:
             return await asyncio.to_thread(self._grammars.guides, *form, count)
         except FormError as error:
-            raise BadRequest(str(error), "response_format") from None
+            raise BadRequest(str(error), field) from None
 
     async def _events(self, feed: Feed, reply: Reply, read: int) -> AsyncIterator[str]:
         """Yield a stream's server-sent events."""
@@ -265,6 +319,9 @@ class Server:
             yield "data: [DONE]\n\n"
         except (Unavailable, HTTPException) as error:
             yield _sent(protocol.error(str(getattr(error, "detail", error)), "service_unavailable"))
+        except Exception as error:
+            traceback.print_exception(error)
+            yield _sent(protocol.error(f"{FAILED} ({type(error).__name__}): its log says where", "server_error"))
 
     async def _while_there(self, request: Request, feed: Feed) -> AsyncIterator[Any]:
         """Yield a feed's events.
@@ -290,7 +347,7 @@ class Server:
             self.worker.cancel(feed)
 
     async def _score(self, request: Request) -> Response:
-        texts, prompt, top = protocol.score(await self._body(request))
+        texts, prompt, top = await self._asked(request, protocol.score)
         tokenizer = self.told.tokenizer
         before = tokenizer.prompt(prompt)
         ids = [[*before, *tokenizer.encode(text).tolist()] for text in texts]
@@ -298,7 +355,7 @@ class Server:
         if not all(first < len(one) for one in ids):
             raise BadRequest("a text must have a token beyond the first of all to be scored", "text")
         feed = await self._read(
-            request, ids, lambda engine, one: engine.score(one, first=first, top=top, seconds=self.told.seconds)
+            request, "text", ids, lambda engine, one: engine.score(one, first=first, top=top, seconds=self.told.seconds)
         )
         found: list[dict[str, Any]] = []
         for answer in feed.answers:
@@ -323,20 +380,23 @@ class Server:
             raise Unavailable("the model's logits are NaN")
         return JSONResponse({"object": "list", "model": self.told.name, "data": found})
 
-    async def _read(self, request: Request, texts: list[Any], ask: Callable[[Engine, Any], Answer]) -> Feed:
-        """Have texts read that are not written on, and wait for all of them."""
-
-        feed = await self.worker.submit(lambda engine: (ask(engine, one) for one in texts), [])
+    async def _read(self, request: Request, field: str, texts: list[Any], ask: Callable[[Engine, Any], Answer]) -> Feed:
+        """Have texts of a field read that are not written on, and wait for all of them."""
+        self._check_count(len(texts), f"the texts of `{field}`", field)
+        try:
+            feed = await self.worker.submit(lambda engine: (ask(engine, one) for one in texts), [])
+        except ValueError as error:
+            raise BadRequest(str(error), field) from None
         async for event in self._while_there(request, feed):
             if event.finish == "time":
                 raise Unavailable("the time was over")
         return feed
 
     async def _embeddings(self, request: Request) -> Response:
-        texts, pooling, packed = protocol.embeddings(await self._body(request))
+        texts, pooling, packed = await self._asked(request, protocol.embeddings)
         ids = [self.told.tokenizer.prompt(one) if isinstance(one, str) else one for one in texts]
         feed = await self._read(
-            request, ids, lambda engine, one: engine.embed(one, pooling=pooling, seconds=self.told.seconds)
+            request, "input", ids, lambda engine, one: engine.embed(one, pooling=pooling, seconds=self.told.seconds)
         )
         found = []
         for i, answer in enumerate(feed.answers):
@@ -355,8 +415,7 @@ class Server:
         return JSONResponse({"object": "list", "data": [self._card()]})
 
     async def _model(self, request: Request) -> Response:
-        if request.path_params["name"] != self.told.name:
-            raise HTTPException(404, f"there is no such model here, but `{self.told.name}`")
+        self._check_model(request.path_params["name"])
         return JSONResponse(self._card())
 
     def _card(self) -> dict[str, Any]:
@@ -398,6 +457,12 @@ class Server:
 
     async def _page(self, _: Request) -> Response:
         return FileResponse(Path(__file__).with_name("chat.html"), media_type="text/html")
+
+
+def _spellings(key: str) -> list[bytes]:
+    """Return a key as clients send it: in UTF-8, and in Latin-1 where it has such letters alone."""
+    latin = [key.encode("latin-1")] if all(letter <= "\xff" for letter in key) else []
+    return [key.encode(errors="surrogateescape"), *latin]
 
 
 def _error(

@@ -37,7 +37,7 @@ class Matched:
             FormError: the form cannot be followed any further.
         """
         if not self._matcher.consume_token(token):
-            raise FormError(f"the form cannot be followed: {self._matcher.get_error().splitlines()[0]}")
+            raise FormError(f"the form cannot be followed: {_reason(self._matcher.get_error())}")
         return self._matcher.is_stopped()
 
 
@@ -76,10 +76,18 @@ class Grammars:
         try:
             matcher = LLMatcher(self._vocabulary, make[form](source))
         except ValueError as error:
-            raise FormError(f"the {form} cannot be followed: {error}") from None
+            raise FormError(f"the {form} cannot be followed: {_reason(str(error))}") from None
         if matcher.is_error():
-            raise FormError(f"the {form} cannot be followed: {matcher.get_error().splitlines()[0]}")
+            raise FormError(f"the {form} cannot be followed: {_reason(matcher.get_error())}")
         return [Matched(matcher.deep_copy()) for _ in range(count)]
+
+
+def _reason(said: str) -> str:
+    """Return an error of llguidance in one line: its first, and of an expression what is wrong and why."""
+    first, *rest = said.strip().splitlines() or [""]
+    end = next((i for i, line in enumerate(rest) if line.startswith("error: ")), None)
+    shown = [] if end is None else [line.strip() for line in rest[: end + 1] if line.strip(" ^~")]
+    return " ".join([first, *shown])
 
 
 def calls_schema(tools: Sequence[Any]) -> str:

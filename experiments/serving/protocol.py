@@ -23,9 +23,21 @@ MOST_ANSWERS, MOST_LIKELIEST, MOST_STOPS = 64, 20, 16
 class BadRequest(ValueError):
     """A body that asks for what cannot be; `param` names the field."""
 
+    status: int = 400
+    code: str | None = None
+
     def __init__(self, message: str, param: str | None = None):
         super().__init__(message)
         self.param = param
+
+
+class NoSuchModel(BadRequest):
+    """A model is asked that is not served here."""
+
+    status, code = 404, "model_not_found"
+
+    def __init__(self, name: str, served: str):
+        super().__init__(f"there is no model {_short(name)} here, but `{served}`", "model")
 
 
 @dataclass(frozen=True)
@@ -38,6 +50,7 @@ class Asked:
         sampling: how ids are picked.
         seeded: whether the seed was asked for: then each prompt has it, and elsewhere one of its own.
         max_tokens: most tokens of an answer; None is what there is room for.
+        limited: the field that says so.
         n: answers of each prompt.
         stop: strings that end an answer.
         stream: whether pieces are sent as they come.
@@ -47,6 +60,7 @@ class Asked:
         form: what answers keep to, its name and its source (`experiments.serving.grammar`).
         tools: functions that may be called, as they came.
         calls: whether a tool has to be called.
+        parallel: whether several may be called at once.
     """
 
     prompts: tuple[str | tuple[int, ...], ...] = ()
@@ -54,6 +68,7 @@ class Asked:
     sampling: Sampling = field(default_factory=Sampling)
     seeded: bool = False
     max_tokens: int | None = None
+    limited: str = "max_tokens"
     n: int = 1
     stop: tuple[str, ...] = ()
     stream: bool = False
@@ -63,36 +78,57 @@ class Asked:
     form: tuple[str, str] | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
     calls: bool = False
+    parallel: bool = True
 
 
 _NOTHING = object()
-# Fields that say nothing of the answer.
-_HEEDLESS = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "model"}
+# Fields that say nothing of the answer, and what they must be. Whether `model` is the one that is served is seen where
+# its name is known.
+_HEEDLESS = {
+    "model": "a string", "user": "a string", "metadata": "an object", "store": "true or false",
+    "service_tier": "a string", "safety_identifier": "a string", "prompt_cache_key": "a string",
+}  # fmt: skip
 _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
     "logit_bias",
 )  # fmt: skip
-_COMMON = {"n", "stop", "stream", "stream_options", "priority", "response_format", *_SAMPLING, *_HEEDLESS}
+_COMMON = {"n", "stop", "stream", "stream_options", "priority", "response_format", *_SAMPLING}
 _COMPLETION = _COMMON | {"prompt", "max_tokens", "logprobs", "echo", "best_of", "suffix"}
 _CHAT = _COMMON | {
     "messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "tools", "tool_choice",
     "parallel_tool_calls", "modalities", "reasoning_effort",
 }  # fmt: skip
+_MESSAGE = {
+    "role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "refusal", "annotations", "audio",
+    "function_call",
+}  # fmt: skip
 _TYPES = {"a whole number": int, "a number": (int, float), "true or false": bool, "a string": str, "an object": dict}
 
 
 class _Body:
-    """Reads the fields of a JSON object; those that are null are not there."""
+    """Reads the fields of a JSON object; those that are null are not there.
 
-    def __init__(self, body: Any, known: set[str]):
+    Args:
+        body: the object.
+        known: names that it may have.
+        inside: where in the body it is, where it is not the body itself.
+    """
+
+    def __init__(self, body: Any, known: set[str], inside: str = ""):
+        self._inside = inside
         if not isinstance(body, dict):
-            raise BadRequest("the body must be a JSON object")
+            what = f"`{inside}`" if inside else "the body"
+            raise BadRequest(f"{what} must be a JSON object", _root(inside) or None)
         for name in body:
             if name not in known:
                 close = difflib.get_close_matches(name, sorted(known), 1)
                 hint = f"; do you mean `{close[0]}`?" if close else ""
-                raise BadRequest(f"`{name}` is not known here{hint}", name)
+                raise self._bad(name, f"is not known here{hint}")
         self.values = {name: value for name, value in body.items() if value is not None}
+
+    def _bad(self, name: str, why: str) -> BadRequest:
+        where = f"{self._inside}.{name}" if self._inside else name
+        return BadRequest(f"`{where}` {why}", _root(self._inside) or name)
 
     def get(self, name: str, wanted: str, default: Any = None, low: float = -math.inf, high: float = math.inf) -> Any:
         value = self.values.get(name, _NOTHING)
@@ -101,14 +137,58 @@ class _Body:
         right = isinstance(value, _TYPES[wanted]) and (wanted == "true or false" or not isinstance(value, bool))
         if not right or (wanted.endswith("number") and not low <= value <= high):
             between = f" between {low:g} and {high:g}" if wanted.endswith("number") and math.isfinite(low) else ""
-            raise BadRequest(f"`{name}` must be {wanted}{between}, not {_short(value)}", name)
+            raise self._bad(name, f"must be {wanted}{between}, not {_short(value)}")
         return value
 
     def refuse(self, name: str, plain: Sequence[Any], why: str) -> None:
         """Refuse a field that is there and not one of some plain values."""
         value = self.values.get(name)
-        if value is not None and value not in plain:
-            raise BadRequest(f"`{name}` is not served here: {why}", name)
+        if value is not None and not any(type(value) is type(one) and value == one for one in plain):
+            raise self._bad(name, f"is not served here: {why}")
+
+
+def _root(where: str) -> str:
+    """Return the field of the body that a place is in."""
+    return re.split(r"[.\[]", where, maxsplit=1)[0]
+
+
+def _read(body: Any, known: set[str]) -> _Body:
+    """Return the fields of a whole body."""
+    read = _Body(body, known | set(_HEEDLESS))
+    for name, wanted in _HEEDLESS.items():
+        read.get(name, wanted)
+    return read
+
+
+def parse(body: bytes) -> Any:
+    """Return the JSON of a body.
+
+    Raises:
+        BadRequest: it is none, or holds half a surrogate pair, which no UTF-8 can say.
+    """
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the body is no JSON: {error}") from None
+    for name, one in value.items() if isinstance(value, dict) else ():
+        _check_text([name, one], _escaped(name))
+    return value
+
+
+def _check_text(value: Any, where: str) -> None:
+    """Raise BadRequest if a text in a JSON value holds half a surrogate pair."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = _escaped(error.object[error.start])
+        raise BadRequest(
+            f"`{where}` holds {half}, which is half of a character: send both halves, or the character as UTF-8",
+            _root(where),
+        ) from None
+
+
+def _escaped(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()
 
 
 def completion(body: Any) -> Asked:
@@ -117,7 +197,7 @@ def completion(body: Any) -> Asked:
     Raises:
         BadRequest: it asks for what cannot be.
     """
-    read = _Body(body, _COMPLETION)
+    read = _read(body, _COMPLETION)
     read.refuse("echo", (False,), "/score tells the probabilities of a text")
     read.refuse("suffix", ("",), "text is only continued")
     read.refuse("best_of", (1, read.values.get("n")), "ask for n answers and choose")
@@ -134,8 +214,9 @@ def chat(body: Any) -> Asked:
     Raises:
         BadRequest: it asks for what cannot be.
     """
-    read = _Body(body, _CHAT)
+    read = _read(body, _CHAT)
     read.refuse("modalities", (["text"],), "answers are text")
+    read.refuse("reasoning_effort", (), "chat templates are not told of it")
     messages = read.values.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BadRequest("`messages` must be a list of at least one message", "messages")
@@ -143,14 +224,31 @@ def chat(body: Any) -> Asked:
     top = read.get("top_logprobs", "a whole number", None, 0, MOST_LIKELIEST)
     if top is not None and not asks:
         raise BadRequest("`top_logprobs` needs `logprobs` to be true", "top_logprobs")
-    name = "max_completion_tokens" if "max_completion_tokens" in read.values else "max_tokens"
+    common, tools = _common(read), _tools(read)
+    if tools.get("calls") and common["form"] is not None:
+        raise BadRequest(
+            "`response_format` and `tool_choice` exclude each other: an answer that has to be a call has the form of "
+            "one. Leave one of them out",
+            "response_format",
+        )
     return Asked(
-        messages=tuple(_message(one, i) for i, one in enumerate(messages)),
-        max_tokens=read.get(name, "a whole number", None, 1, 2**31),
+        messages=tuple(_message(one, f"messages[{i}]") for i, one in enumerate(messages)),
         top=(top or 0) if asks else None,
-        **_common(read),
-        **_tools(read),
+        parallel=read.get("parallel_tool_calls", "true or false", True),
+        **_limit(read),
+        **common,
+        **tools,
     )
+
+
+def _limit(read: _Body) -> dict[str, Any]:
+    """Return how long a chat's answer may be, which has an older and a newer name."""
+    names = ("max_tokens", "max_completion_tokens")
+    found = {name: read.get(name, "a whole number", None, 1, 2**31) for name in names if name in read.values}
+    if len(set(found.values())) > 1:
+        said = " and ".join(f"`{name}` is {value}" for name, value in found.items())
+        raise BadRequest(f"{said}: they are one thing, so leave one of them out", "max_tokens")
+    return {"max_tokens": next(iter(found.values()), None), "limited": next(iter(found), "max_tokens")}
 
 
 def score(body: Any) -> tuple[tuple[str, ...], str, int]:
@@ -160,7 +258,7 @@ def score(body: Any) -> tuple[tuple[str, ...], str, int]:
     Raises:
         BadRequest: it asks for what cannot be.
     """
-    read = _Body(body, {"text", "prompt", "top_logprobs", *_HEEDLESS})
+    read = _read(body, {"text", "prompt", "top_logprobs"})
     texts = read.values.get("text")
     many: list[Any] = texts if isinstance(texts, list) else [texts]
     if not many or not all(isinstance(one, str) and one for one in many):
@@ -175,11 +273,13 @@ def embeddings(body: Any) -> tuple[list[str | list[int]], str, bool]:
     Raises:
         BadRequest: it asks for what cannot be.
     """
-    read = _Body(body, {"input", "encoding_format", "dimensions", "pooling", *_HEEDLESS})
+    read = _read(body, {"input", "encoding_format", "dimensions", "pooling"})
     read.refuse("dimensions", (), "vectors have the model's own length")
     form, pooling = read.get("encoding_format", "a string", "float"), read.get("pooling", "a string", "mean")
     if form not in ("float", "base64"):
         raise BadRequest("`encoding_format` must be float or base64", "encoding_format")
+    if pooling not in ("mean", "last"):
+        raise BadRequest("`pooling` must be mean or last", "pooling")
     return _texts(read, "input"), pooling, form == "base64"
 
 
@@ -192,30 +292,40 @@ def _texts(read: _Body, name: str) -> list[str | list[int]]:
     return many
 
 
-def _message(message: Any, i: int) -> dict[str, Any]:
-    content = message.get("content") if isinstance(message, dict) else None
-    if content is None and isinstance(message, dict) and message.get("tool_calls"):
-        content = ""
-    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        content = "".join(str(part.get("text", "")) for part in content)
-    if not isinstance(content, str) or not isinstance(message.get("role"), str):
-        raise BadRequest(f"message {i} must have a `role` and a `content` of text", "messages")
-    rest = {name: message[name] for name in ("name", "tool_call_id") if isinstance(message.get(name), str)}
-    if message.get("tool_calls"):
-        try:
-            rest["tool_calls"] = [_call(call) for call in message["tool_calls"]]
-        except (KeyError, TypeError, ValueError):
-            raise BadRequest(
-                f"message {i} must have `tool_calls` of functions and their arguments", "messages"
-            ) from None
-    return {"role": message["role"], "content": content, **rest}
+def _message(message: Any, where: str) -> dict[str, Any]:
+    read = _Body(message, _MESSAGE, where)
+    for name in ("refusal", "annotations", "audio", "function_call"):  # null or empty in what clients send back
+        read.refuse(name, ([],), "templates read text and `tool_calls`")
+    content = read.values.get("content", "" if read.values.get("tool_calls") else None)
+    if isinstance(content, list):
+        content = "".join(_part(part, f"{where}.content[{i}]") for i, part in enumerate(content))
+    if not isinstance(content, str) or not isinstance(read.values.get("role"), str):
+        raise BadRequest(f"`{where}` must have a `role` and a `content` of text", "messages")
+    names = ("role", "name", "tool_call_id", "reasoning_content")
+    said = {name: read.get(name, "a string") for name in names if name in read.values}
+    told = read.values.get("tool_calls", [])
+    if not isinstance(told, list):
+        raise BadRequest(f"`{where}.tool_calls` must be a list", "messages")
+    called = {"tool_calls": [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(told)]} if told else {}
+    return {"content": content, **said, **called}
 
 
-def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+def _part(part: Any, where: str) -> str:
+    if not isinstance(part, dict) or part.get("type") != "text":
+        raise BadRequest(f"`{where}` must be of type text: a `content` is text here", "messages")
+    return _Body(part, {"type", "text", "cache_control"}, where).get("text", "a string", "")
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
     """Return a call with its arguments as values, which is how templates read them."""
-    given = call["function"]["arguments"]
-    function = {**call["function"], "arguments": json.loads(given) if isinstance(given, str) else given}
-    return {**call, "function": function}
+    try:
+        given = call["function"]["arguments"]
+        arguments = json.loads(given) if isinstance(given, str) else given
+        told = {**call, "function": {**call["function"], "arguments": arguments}}
+    except (KeyError, TypeError, ValueError, RecursionError):
+        raise BadRequest(f"`{where}` must be of a `function` and its `arguments`, in JSON", "messages") from None
+    _check_text(arguments, f"{where}.function.arguments")
+    return told
 
 
 def _common(read: _Body) -> dict[str, Any]:
@@ -223,14 +333,17 @@ def _common(read: _Body) -> dict[str, Any]:
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or len(stop) > MOST_STOPS or not all(isinstance(one, str) and one for one in stop):
         raise BadRequest(f"`stop` must be a string or at most {MOST_STOPS} strings, none empty", "stop")
-    options = read.get("stream_options", "an object", {})
+    options = _Body(
+        read.get("stream_options", "an object", {}), {"include_usage", "include_obfuscation"}, "stream_options"
+    )
+    options.refuse("include_obfuscation", (False,), "pieces are as long as their text")
     return {
         "sampling": _sampling(read),
         "seeded": "seed" in read.values,
         "n": read.get("n", "a whole number", 1, 1, MOST_ANSWERS),
         "stop": tuple(stop),
         "stream": read.get("stream", "true or false", False),
-        "usage": bool(options.get("include_usage", False)),
+        "usage": options.get("include_usage", "true or false", False),
         "priority": read.get("priority", "a whole number", 0, -1000, 1000),
         "form": _form(read.get("response_format", "an object", {"type": "text"})),
     }
@@ -238,16 +351,16 @@ def _common(read: _Body) -> dict[str, Any]:
 
 def _form(asked: Mapping[str, Any]) -> tuple[str, str] | None:
     form = asked.get("type")
-    inner = asked.get("json_schema")
-    schema = inner.get("schema") if isinstance(inner, dict) else None
-    if form == "text":
-        return None
-    if form == "json_object":
-        return "json", '{"type": "object"}'
-    if form == "json_schema" and isinstance(schema, dict):
-        return "json", json.dumps(schema)
+    if form in ("text", "json_object"):
+        _Body(asked, {"type"}, "response_format")
+        return None if form == "text" else ("json", '{"type": "object"}')
     if form in ("regex", "grammar") and isinstance(asked.get(form), str):
-        return form, asked[form]
+        return form, _Body(asked, {"type", form}, "response_format").values[form]
+    inner = asked.get("json_schema")
+    if form == "json_schema" and isinstance(inner, dict) and isinstance(inner.get("schema"), dict):
+        _Body(asked, {"type", form}, "response_format")
+        _Body(inner, {"name", "description", "schema", "strict"}, "response_format.json_schema")
+        return "json", json.dumps(inner["schema"])
     raise BadRequest(
         "`response_format` must be of type text, json_object, json_schema with a json_schema.schema, or regex or "
         "grammar with a string of that name",
@@ -258,7 +371,7 @@ def _form(asked: Mapping[str, Any]) -> tuple[str, str] | None:
 def _tools(read: _Body) -> dict[str, Any]:
     tools, choice = read.values.get("tools", []), read.values.get("tool_choice", "auto")
     named = choice.get("function") if isinstance(choice, dict) else None
-    names = [_tool_name(tool) for tool in tools] if isinstance(tools, list) else [None]
+    names = [_tool_name(tool, i) for i, tool in enumerate(tools)] if isinstance(tools, list) else [None]
     if None in names:
         raise BadRequest("`tools` must be a list of functions with names", "tools")
     if choice == "none" or (choice == "auto" and not tools):
@@ -270,9 +383,14 @@ def _tools(read: _Body) -> dict[str, Any]:
     raise BadRequest("`tool_choice` must be none, auto, required or one of the `tools`", "tool_choice")
 
 
-def _tool_name(tool: Any) -> str | None:
-    function = tool.get("function") if isinstance(tool, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
+def _tool_name(tool: Any, i: int) -> str | None:
+    function = tool.get("function") if isinstance(tool, dict) and tool.get("type", "function") == "function" else None
+    if not isinstance(function, dict):
+        return None
+    name, parameters = function.get("name"), function.get("parameters")
+    if parameters is not None and not isinstance(parameters, dict):
+        where = f"tools[{i}].function.parameters"
+        raise BadRequest(f"`{where}` must be an object, a JSON schema, not {_short(parameters)}", "tools")
     return name if isinstance(name, str) else None
 
 
@@ -292,8 +410,14 @@ def calls(text: str, tools: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]
             given = one.get("arguments", one.get("parameters")) if isinstance(one, dict) else None
             if not isinstance(given, dict) or one.get("name") not in names:
                 return []
-            found.append((one["name"], json.dumps(given, ensure_ascii=False)))
+            found.append((one["name"], _arguments(given)))
     return found
+
+
+def _arguments(given: Mapping[str, Any]) -> str:
+    """Return arguments as JSON, with escapes only where a text holds half a surrogate pair."""
+    plain = json.dumps(given, ensure_ascii=False)
+    return plain if _escaped(plain) == plain else json.dumps(given)
 
 
 def _sampling(read: _Body) -> Sampling:
@@ -304,11 +428,16 @@ def _sampling(read: _Body) -> Sampling:
     if (top_k := read.get("top_k", "a whole number", 0, -1, 2**31)) > 0:
         found["top_k"] = top_k
     try:
-        bias = read.get("logit_bias", "an object", {})
-        pairs = tuple((int(token), float(value)) for token, value in bias.items())
-        return Sampling(**found, logit_bias=pairs)
+        return Sampling(**found, logit_bias=_bias(read.get("logit_bias", "an object", {})))
     except (TypeError, ValueError) as error:
         raise BadRequest(str(error)) from None
+
+
+def _bias(given: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
+    try:
+        return tuple((int(token), float(value)) for token, value in given.items())
+    except (TypeError, ValueError, OverflowError) as error:
+        raise BadRequest(f"`logit_bias` must be of ids and numbers: {error}", "logit_bias") from None
 
 
 def _short(value: Any) -> str:
@@ -391,6 +520,7 @@ class Reply:
     def _said(self, text: str, end: str | None, *, stream: bool = False) -> tuple[dict[str, Any], str | None]:
         """Return what a message says, and why it has ended; calls of tools are told once they are whole."""
         found = calls(text, self.asked.tools) if self.asked.tools and end == "stop" else []
+        found = found if self.asked.parallel else found[:1]
         if not found:
             return {"content": text}, end
         told = [

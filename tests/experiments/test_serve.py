@@ -21,6 +21,8 @@ import numpy as np
 import pytest
 
 import zoo
+from experiments import serve
+from experiments.runtime import hardware
 from tests.quick import QUICK
 
 for package in ("starlette", "uvicorn", "httpx"):
@@ -29,9 +31,11 @@ for package in ("starlette", "uvicorn", "httpx"):
 import httpx
 import uvicorn
 
+from experiments.commandline import schema
+from experiments.commandline.console import CommandError
 from experiments.data.chat import ChatTemplate
 from experiments.data.tokenizer import Bytes
-from experiments.serving import connection, protocol
+from experiments.serving import address, app, connection, protocol
 from experiments.serving.app import Server, Serving
 from experiments.serving.connection import Connection
 from experiments.serving.worker import Worker
@@ -39,7 +43,8 @@ from zoo.engine.engine import Engine, Settings, Token
 from zoo.inference.generate import generate
 
 ROOT = Path(__file__).resolve().parents[2]
-KEY = "correct horse"
+KEY, LETTERS = "correct horse", "schlüssel"
+protocol_completion = protocol.completion
 
 
 @pytest.fixture(scope="module")
@@ -178,6 +183,14 @@ def test_embeddings_are_of_the_models_hidden_states(client, model, pooling):
     assert client.post("/v1/embeddings", json={"input": "x", "pooling": "max"}).status_code == 400
 
 
+USER = {"role": "user", "content": "x"}
+IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
+
+
+def calling(arguments):
+    return {"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments": arguments}}]}
+
+
 BAD = {
     "no json": (b"{", 400, "the body is no JSON"),
     "no utf-8": (b'{"prompt": "\xff"}', 400, "the body is no JSON"),
@@ -194,6 +207,14 @@ BAD = {
     "too long": (b'{"prompt": "x", "max_tokens": 95}', 400, "do not fit: a text has 1 to 96 tokens here"),
     "too large": (b" " * 10_001, 413, "a body may have 10000 bytes here"),
     "echo": (b'{"prompt": "x", "echo": true}', 400, "`echo` is not served here"),
+    "echo as a number": (b'{"prompt": "x", "echo": 0}', 400, "`echo` is not served here"),
+    "huge bias": (b'{"prompt": "x", "logit_bias": {"5": 1%s}}' % (b"0" * 400), 400, "`logit_bias` must be of ids"),
+    "empty": (b'{"prompt": [[1], []]}', 400, "`prompt` must be"),
+    "half a character": (rb'{"prompt": "\ud800"}', 400, r"`prompt` holds \ud800, which is half of a character"),
+    "half in bytes": (b'{"prompt": "\xed\xa0\x80"}', 400, r"`prompt` holds \ud800"),
+    "half a name": (rb'{"prompt": "x", "\udfff": 1}', 400, r"`\udfff` holds \udfff"),
+    "half in a form": (rb'{"prompt": "x", "response_format": {"regex": "\ud800"}}', 400, "`response_format` holds"),
+    "deep and not": (b'{"prompt": "x", "metadata": %s}' % (b'{"a":' * 970 + b"1" + b"}" * 970), 400, "the body"),
 }
 
 
@@ -211,17 +232,87 @@ def test_what_cannot_be_is_refused_in_openais_words(client, case):
     ("body", "message"),
     [
         ({"messages": []}, "at least one message"),
-        ({"messages": [{"role": "user"}]}, "message 0 must have"),
-        ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, "`tools` must be a list of functions"),
-        ({"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"}, "`tool_choice` must be"),
-        ({"messages": [{"role": "user", "content": "x"}, {"role": "x", "tool_calls": [1]}]}, "message 1 must have"),
-        ({"messages": [{"role": "user", "content": "x"}], "top_logprobs": 2}, "needs `logprobs`"),
-        ({"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "xml"}}, "must be of type text"),
+        ({"messages": [{"role": "user"}]}, r"`messages\[0\]` must have"),
+        ({"messages": ["x"]}, r"`messages\[0\]` must be a JSON object"),
+        ({"messages": [{**USER, "nam": "x"}]}, r"`messages\[0\].nam` is not known here; do you mean `name`\?"),
+        ({"messages": [{**USER, "name": 5}]}, r"`messages\[0\].name` must be a string, not 5"),
+        ({"messages": [{**USER, "audio": {"id": "x"}}]}, r"`messages\[0\].audio` is not served here"),
+        ({"messages": [{**USER, "content": [IMAGE]}]}, r"`messages\[0\].content\[0\]` must be of type text"),
+        ({"messages": [{**USER, "content": [{"type": "text", "txt": "x"}]}]}, r"content\[0\].txt` is not known here"),
+        ({"messages": [{**USER, "content": [{"type": "text", "text": 5}]}]}, r"content\[0\].text` must be a string"),
+        ({"messages": [USER, {"role": "x", "tool_calls": [1]}]}, r"`messages\[1\].tool_calls\[0\]` must be of"),
+        ({"messages": [{**USER, "tool_calls": 5}]}, r"`messages\[0\].tool_calls` must be a list"),
+        (
+            {"messages": [calling("[" * 20_000)]},
+            r"tool_calls\[0\]` must be of a `function` and its `arguments`, in JSON",
+        ),
+        ({"messages": [calling('{"a": "\\ud800"}')]}, r"tool_calls\[0\].function.arguments` holds .ud800"),
+        ({"messages": [USER], "tools": [{}]}, "`tools` must be a list of functions"),
+        ({"messages": [USER], "tools": [{"function": {"name": "f", "parameters": 5}}]}, "`tools.*` must be an object"),
+        ({"messages": [USER], "tool_choice": "required"}, "`tool_choice` must be"),
+        ({"messages": [USER], "parallel_tool_calls": "no"}, "`parallel_tool_calls` must be true or false, not 'no'"),
+        ({"messages": [USER], "top_logprobs": 2}, "needs `logprobs`"),
+        (
+            {"messages": [USER], "max_tokens": 2, "max_completion_tokens": 3},
+            "`max_tokens` is 2 and `max_completion_tok",
+        ),
+        ({"messages": [USER], "reasoning_effort": "high"}, "`reasoning_effort` is not served here"),
+        ({"messages": [USER], "model": 5}, "`model` must be a string, not 5"),
+        ({"messages": [USER], "metadata": "x"}, "`metadata` must be an object, not 'x'"),
+        ({"messages": [USER], "stream_options": {"include_usag": True}}, "`stream_options.include_usag` is not known"),
+        ({"messages": [USER], "stream_options": {"include_usage": 1}}, "`stream_options.include_usage` must be true"),
+        ({"messages": [USER], "response_format": {"type": "xml"}}, "`response_format` must be of type text"),
+        (
+            {"messages": [USER], "response_format": {"type": "json_object", "schema": {}}},
+            "`response_format.schema` is not",
+        ),
+        (
+            {"messages": [USER], "response_format": {"type": "json_schema", "json_schema": {"schema": {}, "nam": "x"}}},
+            "`response_format.json_schema.nam` is not known here",
+        ),
     ],
 )
 def test_chats_that_cannot_be_are_refused(body, message):
-    with pytest.raises(protocol.BadRequest, match=message):
+    with pytest.raises(protocol.BadRequest, match=message) as refused:
         protocol.chat(body)
+    assert refused.value.param in body
+
+
+def test_what_clients_send_out_of_habit_is_taken():
+    said = {
+        "role": "assistant",
+        "content": "y",
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+        "function_call": None,
+    }
+    part = {"type": "text", "text": "z", "cache_control": {"type": "ephemeral"}}
+    body = {
+        "messages": [USER, said, {"role": "user", "content": [part]}], "model": "any", "user": "me", "store": False,
+        "metadata": {"a": "b"}, "service_tier": "auto", "safety_identifier": "x", "prompt_cache_key": "y",
+        "parallel_tool_calls": True, "modalities": ["text"], "reasoning_effort": None, "max_tokens": 5,
+        "max_completion_tokens": 5, "stream_options": {"include_usage": True, "include_obfuscation": False},
+        "response_format": {"type": "text"}, "logit_bias": {}, "top_p": 1,
+    }  # fmt: skip
+    asked = protocol.chat(body)
+    assert (asked.max_tokens, asked.usage, asked.form, asked.parallel) == (5, True, None, True)
+    assert [message["content"] for message in asked.messages] == ["x", "y", "z"]
+
+
+def test_a_call_that_must_be_made_has_no_other_form():
+    body = {"messages": [USER], "tools": [TOOL], "response_format": {"type": "json_object"}}
+    assert protocol.chat(body).form is not None
+    with pytest.raises(protocol.BadRequest, match="`response_format` and `tool_choice` exclude each other"):
+        protocol.chat({**body, "tool_choice": "required"})
+
+
+@pytest.mark.parametrize(("parallel", "count"), [(True, 2), (False, 1)])
+def test_calls_are_made_one_at_a_time_where_that_is_asked_for(parallel, count):
+    text = json.dumps([{"name": "weather", "arguments": {"days": i}} for i in (1, 2)])
+    asked = protocol.chat({"messages": [USER], "tools": [TOOL], "parallel_tool_calls": parallel})
+    [choice] = protocol.Reply(asked, "tiny", Bytes()).whole([text], [[]], ["stop"], 1)["choices"]
+    assert len(choice["message"]["tool_calls"]) == count
 
 
 def test_prompts_of_a_request_have_seeds_of_their_own_unless_one_is_asked_for(client):
@@ -343,9 +434,6 @@ def test_who_has_hung_up_is_told_from_who_has_said_all(served, monkeypatch):
 
 def test_a_full_queue_and_a_server_that_closes_say_when_to_come_again(model):
     with serving(model, {"queue": 2, "rows": 1}) as (server, client):
-        response = client.post("/v1/completions", json={"prompt": "x", "n": 3, "max_tokens": 4})
-        assert (response.status_code, response.headers["retry-after"]) == (429, "1")
-        assert "at most 2 may" in response.json()["error"]["message"]
         with ThreadPoolExecutor(2) as pool:  # one runs, and one waits and is sent away
             long = lambda: client.post("/v1/completions", json={"prompt": "x", "max_tokens": 90, "temperature": 0})
             first = pool.submit(long)
@@ -354,10 +442,115 @@ def test_a_full_queue_and_a_server_that_closes_say_when_to_come_again(model):
             second = pool.submit(long)
             while not (server.worker.engine.scheduler.waiting or first.done()):
                 time.sleep(0.001)
+            response = client.post("/v1/completions", json={"prompt": "x", "n": 2, "max_tokens": 4})
+            if not first.done():
+                assert (response.status_code, response.headers["retry-after"]) == (429, "1")
+                assert "1 texts wait already, and at most 2 may" in response.json()["error"]["message"]
             server.worker.drain()
             assert sorted(each.result().status_code for each in (first, second)) in ([200, 503], [200, 200])
         response = client.get("/health")
         assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": "x", "n": 3}, "n"),
+        ("/v1/completions", {"prompt": ["x"] * 3}, "prompt"),
+        ("/v1/chat/completions", {"messages": [USER], "n": 3}, "n"),
+        ("/score", {"text": ["xy"] * 3}, "text"),
+        ("/v1/embeddings", {"input": ["x"] * 3}, "input"),
+    ],
+)
+def test_what_no_queue_can_hold_is_not_to_come_again(model, short, path, body, param):
+    response = short.post(path, json=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param)
+    assert "3 texts at once, and at most queue=2 may wait here" in error["message"]
+
+
+@pytest.fixture(scope="module")
+def short(model):
+    """A server with a short queue."""
+    with serving(model, {"queue": 2}, tokenizer=Told(), aliases=frozenset({"folder"}), key=LETTERS) as (_, client):
+        client.headers.update({b"authorization": b"Bearer " + LETTERS.encode()})
+        yield client
+
+
+def test_a_key_is_any_text_in_either_encoding(short):
+    for key, status in ((LETTERS.encode(), 200), (LETTERS.encode("latin-1"), 200), (b"schl\xfcsse", 401), (b"x", 401)):
+        response = short.get("/v1/models", headers={b"authorization": b"Bearer " + key})
+        assert response.status_code == status, key
+
+
+def test_the_model_is_called_by_its_name_or_its_folders(short):
+    body = {"prompt": "x", "max_tokens": 1}
+    for name, status in (("tiny", 200), ("folder", 200), (None, 200), ("gpt-4", 404)):
+        response = short.post("/v1/completions", json={**body, "model": name})
+        assert response.status_code == status
+    asked = [
+        response,
+        short.post("/v1/embeddings", json={"input": "x", "model": "gpt-4"}),
+        short.get("/v1/models/gpt-4"),
+    ]
+    for response in asked:
+        error = response.json()["error"]
+        assert (response.status_code, error["code"], error["param"]) == (404, "model_not_found", "model")
+        assert error["message"] == "there is no model 'gpt-4' here, but `tiny`"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "message"),
+    [
+        ("/v1/completions", {"prompt": []}, "prompt", "must be a text"),
+        ("/v1/completions", {"prompt": "x" * 96}, "prompt", "do not fit"),
+        ("/v1/completions", {"prompt": "x", "max_tokens": 96}, "max_tokens", "96 tokens here (`length`)"),
+        ("/v1/chat/completions", {"messages": [USER], "max_completion_tokens": 96}, "max_completion_tokens", "=96 do"),
+        ("/v1/embeddings", {"input": [[1, 999]]}, "input", "token id 999"),
+        ("/v1/embeddings", {"input": "x", "pooling": "max"}, "pooling", "must be mean or last"),
+        ("/score", {"text": "x" * 100}, "text", "`length`"),
+    ],
+)
+def test_errors_name_the_field(short, path, body, param, message):
+    response = short.post(path, json=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param)
+    assert message in error["message"]
+
+
+def test_a_prompt_without_a_token_is_named(model):
+    class Bare(Bytes):
+        def prompt(self, text):
+            return self.encode(text).tolist()
+
+    with serving(model, tokenizer=Bare()) as (_, client):
+        error = client.post("/v1/completions", json={"prompt": "", "max_tokens": 2}).json()["error"]
+        assert (error["param"], error["message"][:25]) == ("prompt", "`prompt` has no token to ")
+
+
+def test_whatever_fails_is_answered_and_counted(model, monkeypatch, capsys):
+    def broken(*_):
+        raise LookupError("never foreseen")
+
+    body = {"prompt": "x", "max_tokens": 2}
+    with serving(model) as (_, client), monkeypatch.context() as patch:
+        host = f"{client.base_url.host}:{client.base_url.port}"
+        with contextlib.closing(http.client.HTTPConnection(host, timeout=60)) as connection:
+            for fails in (True, False):
+                patch.setattr(app.protocol, "completion", broken if fails else protocol_completion)
+                connection.request("POST", "/v1/completions", json.dumps(body))
+                first = connection.sock
+                with connection.getresponse() as response:
+                    found = json.loads(response.read())
+                    assert (response.status, connection.sock) == (500 if fails else 200, first)
+                if fails:
+                    assert found["error"]["type"] == "server_error"
+                    assert "the server has failed at this request (LookupError)" in found["error"]["message"]
+        assert "never foreseen" in capsys.readouterr().err
+        patch.setattr(protocol.Reply, "piece", broken)
+        with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+            assert "the server has failed at this request" in "".join(response.iter_lines())
+        assert 'zoo_replies_total{status="500"} 1' in client.get("/metrics").text
 
 
 def test_a_key_is_asked_for(model):
@@ -454,8 +647,12 @@ def test_answers_keep_to_the_form_that_was_asked_for(client):
                 assert choice["finish_reason"] == "stop"
     assert company.result()["choices"] == free["choices"]
     for form, message in (
-        ({"type": "regex", "regex": "("}, "the regex cannot be followed"),
+        ({"type": "regex", "regex": "("}, "parse error: ( error: unclosed group"),
         ({"type": "json_schema", "json_schema": {"schema": {"type": 5}}}, "the json cannot be followed"),
+        (
+            {"type": "json_schema", "json_schema": {"schema": {"type": "string", "pattern": "["}}},
+            "error: [ error: unclo",
+        ),
     ):
         response = client.post("/v1/completions", json={"prompt": "x", "response_format": form})
         assert (response.status_code, response.json()["error"]["param"]) == (400, "response_format")
@@ -483,6 +680,9 @@ def test_tools_are_called_as_openais_clients_expect(model):
         text = f"weatheruser: x assistant: weather{days} tool: sun "
         read = ask(messages=answered).json()["usage"]["prompt_tokens"]
         assert read == len(text)
+        other = {"type": "function", "function": {"name": "f", "parameters": {"type": "string", "pattern": "("}}}
+        error = ask(tools=[other]).json()["error"]
+        assert (error["param"], "unclosed group" in error["message"]) == ("tools", True)
         free = ask(tool_choice="auto", max_tokens=3).json()["choices"][0]
         assert (free["finish_reason"], "tool_calls" in free["message"]) == ("length", False)
     with serving(model) as (_, client):
@@ -514,6 +714,13 @@ def test_a_form_that_cannot_be_followed_is_an_error():
 )
 def test_calls_are_found_in_what_models_write(text, count):
     assert len(protocol.calls(text, [TOOL])) == count
+
+
+def test_arguments_can_be_sent_whatever_is_in_them():
+    text = r'{"name": "weather", "arguments": {"a": "%s"}}'
+    for said, sent in ((r"é", r'{"a": "é"}'), (r"\ud800", r'{"a": "\ud800"}')):
+        [(_, arguments)] = protocol.calls(text % said, [TOOL])
+        assert (arguments, arguments.encode()) == (sent, sent.encode())
 
 
 @pytest.mark.heavy
@@ -558,19 +765,15 @@ def test_a_connection_goes_on_behind_a_body_that_is_too_large(model):
 @pytest.mark.heavy
 def test_sigterm_answers_who_is_being_answered(tmp_path):
     words = ["model=tiny", "port=0", "length=512", "rows=2", "grace=60"]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    words[1] = f"port={port}"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    process = subprocess.Popen([sys.executable, "experiments/serve.py", *words], cwd=ROOT, env=environment)
+    command = [sys.executable, "experiments/serve.py", *words]
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
     try:
+        assert process.stdout is not None
+        line = process.stdout.readline()  # as soon as it says so, it serves
+        port = re.fullmatch(r"serving random at http://127.0.0.1:(\d+)/v1\n", line)[1]
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
-            for _ in range(600):
-                with contextlib.suppress(httpx.ConnectError):
-                    client.get("/health")
-                    break
-                time.sleep(0.1)
+            assert client.get("/health").status_code == 200
             body = {"prompt": "x", "max_tokens": 300, "stream": True, "temperature": 0}
             with client.stream("POST", "/v1/completions", json=body) as response:
                 lines = response.iter_lines()
@@ -582,13 +785,10 @@ def test_sigterm_answers_who_is_being_answered(tmp_path):
         assert process.wait(60) == 0
     finally:
         process.kill()
+        process.communicate()
 
 
 def test_a_folder_of_a_smaller_model_drafts(model, tmp_path, monkeypatch):
-    from experiments import serve
-    from experiments.commandline import schema
-    from experiments.runtime import hardware
-
     monkeypatch.setattr(hardware, "prepare", lambda platform: hardware.Device("cpu", "a test", 2**32))
     zoo.save(model, tmp_path)
     words = [f"model.weights={tmp_path}", "length=64", "rows=8", f"drafter={tmp_path}"]
@@ -601,3 +801,56 @@ def test_a_folder_of_a_smaller_model_drafts(model, tmp_path, monkeypatch):
     engine.run()
     assert Bytes().decode([token.id for token in answer.tokens]) == text_of(model, "hello", 21)
     assert engine.steps - before < 10
+
+
+def test_an_address_is_held_before_anything_is_read(monkeypatch, capsys):
+    monkeypatch.setattr(serve, "build", lambda *_: pytest.fail("was read"))
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        for words, message in (
+            ([f"port={port}"], f"host=127.0.0.1 port={port}: Address already in use. Give another port=, or end what"),
+            (["host=no.such.host.invalid", "port=1"], "host=no.such.host.invalid port=1: "),
+            ([f"host={'x' * 80}", "port=1"], "Give another host=, such as 127.0.0.1."),
+            (["host=192.0.2.1", "port=0"], "Give another host=, such as 127.0.0.1."),
+        ):
+            assert serve.main(words) == 1
+            out, err = capsys.readouterr()
+            assert (out, len(err.splitlines())) == ("", 1)
+            assert message in err
+
+
+def test_an_address_is_listened_at_once_it_is_said():
+    with address.held("127.0.0.1", 0) as sockets:
+        [held] = sockets
+        place = held.getsockname()
+        assert address.url(sockets, "127.0.0.1") == f"http://127.0.0.1:{place[1]}/v1"
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(place)
+        with address.held(*place) as others:  # as one that starts meanwhile
+            address.listen(sockets, *place)
+            socket.create_connection(place).close()
+            with pytest.raises(CommandError, match=f"cannot serve at host=127.0.0.1 port={place[1]}: Address already"):
+                address.listen(others, *place)
+
+
+def test_a_length_beyond_learned_positions_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(hardware, "prepare", lambda platform: hardware.Device("cpu", "a test", 2**32))
+    sizes = dict(vocab_size=257, num_layers=1, embed_dim=16, mlp_dim=16, num_heads=2, num_kv_heads=2, head_dim=8)
+    zoo.save(zoo.GPT.init(zoo.GPT2Config(**sizes, context_length=64), key=jax.random.key(0)), tmp_path)
+    words = [f"model.weights={tmp_path}", "length=100"]
+    with pytest.raises(CommandError, match=r"length=100: the model has learned 64 positions. Give length=64 or less"):
+        serve.build(schema.compose(words, "serve")[0], words)
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        ([], ["random"]),
+        (["model.weights=a/llama"], ["llama", "a/llama"]),
+        (["model.weights=a/llama", "name=mine"], ["mine", "llama", "a/llama"]),
+        (["model.weights=hf://org/llama@main"], ["org/llama", "llama@main", "hf://org/llama@main"]),
+    ],
+)
+def test_a_model_is_called_by_its_name_its_folders_and_the_hubs(words, names):
+    config, _ = schema.compose(words, "serve")
+    assert serve.names(config, words) == names
