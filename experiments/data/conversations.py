@@ -233,7 +233,7 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
     """Return calls of tools with their arguments as values, where they are JSON in text: templates write JSON."""
     try:
         functions = [call.get("function", call) for call in calls]
-        given = [one["arguments"] for one in functions]
+        given = [one.get("arguments") or {} for one in functions]
         values = [json.loads(one) if isinstance(one, str) else one for one in given]
         made = [{**one, "arguments": value} for one, value in zip(functions, values, strict=True)]
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError):

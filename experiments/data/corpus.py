@@ -4,6 +4,7 @@ Unless there is a tokenizer, every byte is its own id (0 to 255) and `BOS` start
 once per text, tokenizer, separator and split, under their hash, so that another text or another Python never meets it.
 """
 
+import codecs
 import contextlib
 import hashlib
 import json
@@ -109,11 +110,7 @@ def read_text(file: Path, said: str = "data.path=") -> bytes:
         DataError: it holds something else: a NUL, or bytes that are not UTF-8.
     """
     content = file.read_bytes()
-    found = [content.find(b"\0")] if b"\0" in content else []
-    try:
-        content.decode()
-    except UnicodeDecodeError as error:
-        found.append(error.start)
+    found = [at for at in (content.find(b"\0"), _not_utf8(content)) if at >= 0]
     if found:
         at = min(found)
         raise DataError(
@@ -121,6 +118,18 @@ def read_text(file: Path, said: str = "data.path=") -> bytes:
             f"text in UTF-8. Unpack it or convert it to UTF-8 first, or leave it out"
         )
     return content
+
+
+def _not_utf8(content: bytes, piece: int = 2**20) -> int:
+    """Return the offset of the first byte that is not of UTF-8, -1 if all are; a piece is decoded at a time."""
+    decoder, view = codecs.getincrementaldecoder("utf-8")(), memoryview(content)
+    for start in range(0, len(content), piece):
+        before = len(decoder.getstate()[0])
+        try:
+            decoder.decode(view[start : start + piece], start + piece >= len(content))
+        except UnicodeDecodeError as error:
+            return start - before + error.start
+    return -1
 
 
 def utf8(text: str) -> bytes:

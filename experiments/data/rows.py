@@ -307,11 +307,12 @@ class Pipeline:
         return tokens, mask, segments
 
     def _check_names(self, names: list[Any], row: str) -> None:
-        """Raise a DataError if an element has what would not be read."""
-        if unknown := [name for name in names if name not in FIELDS]:
-            close = difflib.get_close_matches(str(unknown[0]), FIELDS, n=1)
-            hint = f"Did you mean {close[0]!r}?" if close else "Leave it out."
-            raise DataError(f"{row} has {unknown[0]!r}, and only {', '.join(map(repr, FIELDS))} are read. {hint}")
+        """Raise a DataError if an element has what is meant to be read, and would not be; others may be beside it."""
+        for name in (name for name in names if name not in FIELDS):
+            if close := difflib.get_close_matches(str(name), FIELDS, n=1):
+                raise DataError(
+                    f"{row} has {name!r}, and only {', '.join(map(repr, FIELDS))} are read. Did you mean {close[0]!r}?"
+                )
         if "segments" in names and not self.packed:
             raise DataError(
                 f"{row} has 'segments', which are read with data.packed=true alone: set it, or leave them out"
@@ -328,6 +329,8 @@ class Pipeline:
                 f"{what} has shape {found.shape}: seq_len={self.seq_len} needs ({self.seq_len + 1},), the last id "
                 "being a target alone"
             )
+        if found.dtype.name == "bfloat16" and "f" in kinds:  # which NumPy has no kind for
+            return found.astype(np.float32)
         if found.dtype.kind not in kinds:
             raise DataError(f"{what} is of type {found.dtype}: it must hold {wanted}")
         return found

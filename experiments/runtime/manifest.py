@@ -55,6 +55,15 @@ def damage(folder: Path, hashes: bool = True) -> str | None:
     return None
 
 
+def intact(folder: Path, name: str) -> bool:
+    """Return whether one file of a folder is there as it was written."""
+    try:
+        wanted = json.loads((folder / FILE).read_text())["files"][name]
+        return _entry(folder / name, "sha256" in wanted) == wanted
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
 def sync(path: Path) -> None:
     """Wait until a file, or a directory's list of names, is on the disk."""
     handle = os.open(path, os.O_RDONLY)

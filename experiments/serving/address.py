@@ -24,7 +24,8 @@ def held(host: str, port: int) -> Generator[list[socket.socket]]:
     with contextlib.ExitStack() as stack:
         with _explained(host, port):
             absent: list[OSError] = []
-            for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE):
+            every = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            for found in dict.fromkeys(every):  # some systems tell an address twice
                 own = sockets[0].getsockname()[1] if sockets else port  # port=0 is any, but the same at every address
                 try:
                     sockets.append(stack.enter_context(_bound(found, own)))

@@ -119,8 +119,8 @@ class _Body:
         if not isinstance(body, dict):
             what = f"`{inside}`" if inside else "the body"
             raise BadRequest(f"{what} must be a JSON object", _root(inside) or None)
-        for name in body:
-            if name not in known:
+        for name, value in body.items():
+            if value is not None and name not in known:
                 close = difflib.get_close_matches(name, sorted(known), 1)
                 hint = f"; do you mean `{close[0]}`?" if close else ""
                 raise self._bad(name, f"is not known here{hint}")
@@ -216,7 +216,7 @@ def chat(body: Any) -> Asked:
     """
     read = _read(body, _CHAT)
     read.refuse("modalities", (["text"],), "answers are text")
-    read.refuse("reasoning_effort", (), "chat templates are not told of it")
+    read.refuse("reasoning_effort", ("none",), "chat templates are not told of it")
     messages = read.values.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BadRequest("`messages` must be a list of at least one message", "messages")
@@ -319,10 +319,10 @@ def _part(part: Any, where: str) -> str:
 def _call(call: Any, where: str) -> dict[str, Any]:
     """Return a call with its arguments as values, which is how templates read them."""
     try:
-        given = call["function"]["arguments"]
+        given = call["function"].get("arguments") or {}
         arguments = json.loads(given) if isinstance(given, str) else given
         told = {**call, "function": {**call["function"], "arguments": arguments}}
-    except (KeyError, TypeError, ValueError, RecursionError):
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
         raise BadRequest(f"`{where}` must be of a `function` and its `arguments`, in JSON", "messages") from None
     _check_text(arguments, f"{where}.function.arguments")
     return told

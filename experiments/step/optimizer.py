@@ -84,6 +84,7 @@ def _(config: configs.Muon, rate, seed: int, kinds: Any) -> optax.GradientTransf
     mask = lambda params: jax.tree.map(lambda on: not on, matching(params, config.exempt))
     moved = optax.chain(
         muon.orthogonal(kinds, beta=config.beta, steps=config.steps, rms=config.consistent_rms),
+        optax.identity(),  # of optax's own chain, whose states have this one's names: runs go on
         optax.add_decayed_weights(config.weight_decay, mask),  # is given matrices alone
         optax.scale_by_learning_rate(rate),
     )

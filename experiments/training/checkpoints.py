@@ -12,7 +12,6 @@ the state; on other devices that copy is in the host's memory. Otherwise at most
 `Saver` says when one is due.
 """
 
-import contextlib
 import functools
 import json
 import logging
@@ -383,13 +382,14 @@ def check_begun(path: Path | None, template: Any, steps: int) -> None:
     done = [] if path is None else [int(one.name) for one in (path / FOLDER).glob("*") if one.name.isdecimal()]
     if path is None or not done:
         return
-    newest = path / FOLDER / str(max(done))
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        there = json.loads((newest / RUN).read_text())["arrays"]
-        _check_arrays(newest, there, template)
-    if max(done) > steps:
+    newest = max((step for step in done if manifest.intact(path / FOLDER / str(step), RUN)), default=None)
+    if newest is None:
+        return
+    there = path / FOLDER / str(newest)
+    _check_arrays(there, json.loads((there / RUN).read_text())["arrays"], template)
+    if newest > steps:
         raise CheckpointError(
-            f"{path} has done {max(done)} steps, and steps={steps} asks for fewer: leave that out, or give another "
+            f"{path} has done {newest} steps, and steps={steps} asks for fewer: leave that out, or give another "
             f"run=NAME"
         )
 

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from experiments.commandline import schema
 from experiments.runtime import manifest
+from experiments.training import checkpoints
 from experiments.training.checkpoints import CheckpointError, Checkpoints
 
 
@@ -185,6 +186,7 @@ def test_other_arrays_are_all_named(opened):
 FULL = """
 import resource, sys, jax.numpy as jnp
 from pathlib import Path
+from experiments.training import checkpoints
 from experiments.training.checkpoints import CheckpointError, Checkpoints
 store = Checkpoints(Path(sys.argv[1]), {})
 store.save(1, {"w": jnp.ones(1000)})
@@ -209,3 +211,22 @@ def test_a_disk_that_takes_no_more_loses_nothing(tmp_path):
     assert "The one of step 1 is whole" in message
     assert step == "1"
     assert os.listdir(tmp_path) == ["1"]
+
+
+def test_what_a_run_goes_on_from_is_told_by_records_that_are_whole(tmp_path):
+    """A damaged record is `restore`'s to find: it says nothing of a run's arrays or steps."""
+    template = {"w": np.zeros(3, np.float32)}
+    for step in (10, 20):
+        folder = tmp_path / checkpoints.FOLDER / str(step)
+        folder.mkdir(parents=True)
+        (folder / checkpoints.RUN).write_text(json.dumps({"arrays": checkpoints.describe(template)}))
+        manifest.write(folder)
+    checkpoints.check_begun(None, template, 5)
+    checkpoints.check_begun(tmp_path, template, 20)
+    with pytest.raises(checkpoints.CheckpointError, match="has done 20 steps, and steps=15 asks for fewer"):
+        checkpoints.check_begun(tmp_path, template, 15)
+    for damaged in ("5", '{"arrays": null}', '{"arrays": {"w": "float32[4]"}}', ""):
+        (tmp_path / checkpoints.FOLDER / "20" / checkpoints.RUN).write_text(damaged)
+        checkpoints.check_begun(tmp_path, template, 15)
+    with pytest.raises(checkpoints.CheckpointError, match="/10 has other arrays than this run: w is"):
+        checkpoints.check_begun(tmp_path, {"w": np.zeros(4, np.float32)}, 15)

@@ -261,7 +261,6 @@ ROWS = {
     ),
     "short mask": ("'tokens': [1] * 33, 'mask': [1] * 32", "", r"'mask' of row 0 .* has shape \(32,\)"),
     "misspelt": ("'tokens': [1] * 33, 'masks': [0] * 33", "", r"row 0 .* has 'masks', and only .* Did you mean 'mask'"),
-    "unknown": ("'tokens': [1] * 33, 'id': 7", "", r"row 0 .* has 'id', and only 'tokens', 'mask', 'segments' are rea"),
     "not packed": (
         "'tokens': [1] * 33, 'segments': [0] * 33",
         "",

@@ -150,6 +150,17 @@ def test_muon_makes_steps_orthogonal_over_the_inputs_and_outputs_of_each_layers_
     assert {name for name, kind in zip(optimizer.names(model), found, strict=True) if kind is None} == others
 
 
+def test_muon_keeps_what_optax_does_under_the_same_names():
+    """So that runs go on, whichever of the two began them."""
+    model = mixture()
+    ours = optimizer.build(configs.Muon(learning_rate=0.1, warmup=0.0), 10, model=CONFIG).init(model)
+    kinds = lambda params: jax.tree.map(
+        lambda kind: kind and optax.contrib.MuonDimensionNumbers(*kind.dims), optimizer._matrices(CONFIG, AXES, params)
+    )
+    theirs = optax.contrib.muon(lambda _: 0.1, muon_weight_dimension_numbers=kinds).init(model)
+    assert set(optimizer.names(ours)) == set(optimizer.names(theirs))
+
+
 def test_muon_moves_adapters():
     model = lora.attach(mixture(), ["q", "gate"], rank=2, alpha=1.0, key=jax.random.key(0))
     params = eqx.filter(model, lora.trainable(model))
