@@ -118,11 +118,11 @@ def start(
         outcome.run, chosen = run, {**run.chosen, **exact}
         held.enter_context(meshes.spread(run.mesh))
         programs = build.checked(run)
-        checkpoints.check_begun(directory.path, programs.kept_state, run.steps)
         stop.ask()
         source = open_source(run)
         stop.ask()
         held.enter_context(directory)
+        checkpoints.check_begun(directory.path, programs.kept_state, run.steps)
         outcome.begun = True
         # What it costs: refused here, or trained.
         cost.say(source.text, chosen)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+PLAIN = "tiling-zoo-plain"  # how Python's codecs call `_plain`
 CONSOLE = "tiling-zoo"  # the installed command, whose first word is what the others are called
 
 
@@ -16,10 +17,10 @@ class CommandError(RuntimeError):
 
 def write_any_text() -> None:
     """Have the screen show what it cannot encode some other way: rules as hyphens, all else by its number."""
-    codecs.register_error(CONSOLE, _plain)
+    codecs.register_error(PLAIN, _plain)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors=CONSOLE)
+            stream.reconfigure(errors=PLAIN)
 
 
 def _plain(error: UnicodeError) -> tuple[str, int]:

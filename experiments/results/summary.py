@@ -312,8 +312,7 @@ def _used(axes: Any, records: list[Record], known: dict[str, Any]) -> None:
     """Draw what was in use, over what was there before the run's arrays and what was planned on top of it."""
     used, peak = _series(records, "memory_bytes"), _series(records, "peak_memory_bytes")
     before = beside(records, known["weights"])
-    step = known["total"]
-    planned = before + step
+    planned = before + known["total"]
     most = max([planned, *used[1], *peak[1]])
     size, unit = _unit(most)
     axes.axhspan(0, before / size, color=GRID, lw=0)
@@ -324,7 +323,7 @@ def _used(axes: Any, records: list[Record], known: dict[str, Any]) -> None:
         few = "o" if len(used[0]) < 40 else None
         axes.plot(peak[0], peak[1] / size, color=BLUE, lw=5, alpha=0.25, label="most so far")
         axes.plot(used[0], used[1] / size, color=BLUE, lw=1.8, marker=few, ms=4, label="after each step")
-    text = f"{'+ ' * bool(before)}the step as planned: {step / size:,.3g} {unit}"
+    text = f"{'+ ' * bool(before)}the step as planned: {known['total'] / size:,.3g} {unit}"
     axes.axhline(planned / size, color=ORANGE, lw=1.2, ls=(0, (4, 3)), label=text)
     _below(axes)
     axes.set_ylim(0, 1.15 * most / size)

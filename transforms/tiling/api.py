@@ -61,8 +61,8 @@ class TiledFunction(Generic[P, R]):
     recomputes nothing; other functions recompute each tile once in the backward. The gradient of a recurrence whose
     states are too many to keep stores one for each tile and takes the tiles from the last to the first, recomputing
     each. Evaluation without gradients pays the forward alone. Derivatives of both modes and of any order are tiled too;
-    `jax.jvp` of a scalar function runs forward twice, and where it is not compiled makes its gradient too; its `jax.vjp`
-    then holds its arguments beside their gradients.
+    `jax.jvp` of a scalar function runs forward twice. Where that is not compiled, it makes the gradient too, and
+    `jax.vjp` holds the arguments beside it.
 
     Values are exact but for the order in which sums are formed. Two loops that compute a value need not agree on its
     last bit, so a comparison with a copy of it (a maximum, a sorted or looked up element) reads what the first loop

@@ -19,7 +19,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from transforms.layout import typed
-from transforms.tiling.autodiff.chain_split import has_custom_vjp
+from transforms.tiling.autodiff.custom_rules import has_custom_vjp
 from transforms.tiling.autodiff.program import Program
 from transforms.tiling.lower import atomic
 from transforms.tiling.primitives import LINEAR

@@ -16,7 +16,8 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from transforms.layout import like, varying
 from transforms.tiling.analysis.limits import Limits, looked_up
-from transforms.tiling.autodiff.chain_split import has_custom_vjp, narrow, ruled, scales, separate
+from transforms.tiling.autodiff.chain_split import separate
+from transforms.tiling.autodiff.custom_rules import differentiated, has_custom_vjp, narrow, replaced, ruled, scales
 from transforms.tiling.autodiff.policy import Keeping, keeping
 from transforms.tiling.autodiff.residuals import Residuals, residuals_of
 from transforms.tiling.frontend.flatten import flatten
@@ -285,8 +286,7 @@ class Program:
         fn = jaxpr_as_fun(self.closed)
 
         def primal(*chosen: Any) -> tuple[list[Any], list[Any]]:
-            given = dict(enumerate(args)) | dict(zip(active, chosen, strict=True))
-            full = [given[i] for i in range(len(args))]
+            full = replaced(args, active, chosen)
             results = fn(*full) if kept is None or self.keeping is None else self.keeping.outputs(full, kept)
             return [results[i] for i in outs], results
 
@@ -340,22 +340,13 @@ class Program:
         """
         made = self if self.keeping is None else self.derive(self.keeping.forward, (), self.wide)
         if ruled(made.closed.jaxpr):
-            values = functools.partial(self._differentiated, jaxpr_as_fun(made.closed), active)
+            values = lambda *args: differentiated(jaxpr_as_fun(made.closed), active, args)
             with explained(), looked_into():  # and without what loops within would keep for a derivative
                 closed = trimmed(jax.make_jaxpr(values)(*(like(a) for a in self.closed.in_avals)))
             made = self.derive(jaxpr_as_fun(closed), (), self.wide)
         if self.keeping is None and made.also is None and made.residuals.values:
             return dataclasses.replace(made, also=made.residuals)
         return made
-
-    def _differentiated(self, fn: Callable[..., Any], active: Sequence[int], *args: Any) -> Any:
-        """What a function returns where these of its inputs are differentiated."""
-
-        def primal(*chosen: Any) -> tuple[Any, Any]:
-            given = dict(enumerate(args)) | dict(zip(active, chosen, strict=True))
-            return (), fn(*(given[i] for i in range(len(args))))
-
-        return jax.vjp(primal, *(args[i] for i in active), has_aux=True)[2]
 
     def kept(self, active: tuple[int, ...]) -> list[tuple[Any, Placement]]:
         """The types and places of what `forward` returns beyond the outputs."""
