@@ -117,6 +117,17 @@ def rematted(x, w):
     return (layer(layer(x)) ** 2).sum()
 
 
+def rematted_rows(x, w):
+    @jax.checkpoint
+    def layer(x):
+        h = jnp.tanh(x @ w)
+        note(h)
+        jax.debug.print("{}", h[0, 0])
+        return jnp.sin(h)
+
+    return layer(layer(x))
+
+
 def scanned_remat(x, ws):
     @jax.checkpoint
     def layer(h, w):
@@ -222,6 +233,7 @@ CASES = {
     "scanned layers, two loops": (layers_twice, WS, lambda n: {"tile": 3 * n}),
     "scanned layers that mix rows": (mixing, WS, lambda n: {"tile": 3 * n}),
     "checkpoint": (rematted, W, lambda n: {"tile": 2 * n}),
+    "checkpoint, a result for each row": (rematted_rows, W, lambda n: {"tile": 2 * n}),
     "checkpoint in a scan": (scanned_remat, WS, lambda n: {"tile": 3 * n}),
     "cond": (branches, W, lambda n: {"tile": n}),
     "cond without results": (only_in_a_branch, W, lambda n: {"tile": n}),

@@ -13,8 +13,7 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from transforms.tiling.ir.errors import TileError
-from transforms.tiling.ir.jaxprs import bodies, counts, depend
-from transforms.tiling.primitives import has
+from transforms.tiling.ir.jaxprs import around, bodies, results_that_depend, settled
 
 
 def check_pure(eqn: Any) -> None:
@@ -84,8 +83,8 @@ def _part(value: Any, given: Sequence[bool]) -> Any:
     reached = {v for v, known in zip(jaxpr.invars, given, strict=True) if known}
     for eqn in jaxpr.eqns:
         own = [not isinstance(v, Literal) and v in reached for v in eqn.invars]
-        if any(own):
-            reached.update(eqn.outvars)
+        results = results_that_depend(eqn, own)
+        reached.update(v for v, known in zip(eqn.outvars, results, strict=True) if known)
         if not any(own) or not loud(eqn.effects):
             eqns += _quiet(eqn)
         else:
@@ -101,34 +100,20 @@ def _bodies(eqn: Any, given: Sequence[bool]) -> dict[str, Any]:
     if "body_jaxpr" in params:
         tests = params["cond_nconsts"]
         first = tests + params["body_nconsts"]
-        state = _state(params["body_jaxpr"], given[tests:first], given[first:])
+        state = settled(params["body_jaxpr"], given[tests:first], given[first:])
         test, body = _part(params["cond_jaxpr"], [*given[:tests], *state]), [*given[tests:first], *state]
         return params | {"cond_jaxpr": test, "body_jaxpr": _part(params["body_jaxpr"], body)}
     for key, body in params.items():
         if isinstance(body, (Jaxpr, ClosedJaxpr)) and len(getattr(body, "jaxpr", body).invars) == len(given):
-            if has(eqn.primitive.name, "steps"):
-                first, carried = counts(eqn.params, eqn.invars, eqn.outvars)
-                last = first + carried
-                carry = _state(body, given[:first], given[first:last], given[last:])
-                given = [*given[:first], *carry, *given[last:]]
-            params[key] = _part(body, given)
+            params[key] = _part(body, around(eqn, given))
     return params
-
-
-def _state(body: Any, constants: Sequence[bool], state: Sequence[bool], rest: Sequence[bool] = ()) -> list[bool]:
-    """What a loop carries that depends, sooner or later, on some of the operands."""
-    while True:
-        after = [a or b for a, b in zip(state, depend(body, [*constants, *state, *rest]), strict=False)]
-        if after == list(state):
-            return after
-        state = after
 
 
 def _quiet(eqn: Any) -> list[Any]:
     """An equation without its side effects: none, if it is nothing else."""
     if not loud(eqn.effects):
         return [eqn]
-    if not eqn.outvars and not any(isinstance(p, (Jaxpr, ClosedJaxpr, tuple)) for p in eqn.params.values()):
+    if not eqn.outvars and not bodies(eqn.params):
         return []
     return [_with(eqn, silenced(eqn.primitive.name, source_info_util.summarize(eqn.source_info), eqn.params))]
 
