@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from tests import quick
 from tests.helpers import FLOAT32, assert_same, equations
 from transforms import TileError, tile
+from transforms.tiling.autodiff.custom_rules import ruled
 from transforms.tiling.frontend.flatten import flatten
 from transforms.tiling.ir.walks import flops
 
@@ -250,3 +251,43 @@ def test_a_rule_of_its_own_in_the_body(where, rule, loops):
         assert_same(gradient(tiled)(*args), gradient(fn)(*args), FLOAT32)
         found = list(equations(gradient(tiled).trace(*args).jaxpr))
         assert sum(e.primitive.name == "scan" for e in found) == loops
+
+
+@jax.custom_vjp
+def rounded(x):
+    return jnp.round(4 * x) / 4
+
+
+rounded.defvjp(lambda x: (rounded(x), None), lambda _, slope: (slope,))
+
+
+@jax.custom_jvp
+def scaled(x):
+    return 1.0 * x
+
+
+scaled.defjvp(lambda primals, tangents: (1.0 * primals[0], 0.7 * tangents[0]))
+
+
+@pytest.mark.symbolic
+@pytest.mark.crossed("rule", "check")
+@pytest.mark.parametrize("rule", [rounded, scaled])
+@pytest.mark.parametrize(
+    ("check", "depth"), [(True, 1), (False, 1), (False, 2)]
+)  # JAX differentiates no two that are checked
+def test_second_derivatives_are_those_of_what_a_rule_in_the_body_computes(rule, check, depth):
+    local = lambda x, w: jnp.tanh(rule(lax.psum(x @ w, "m") if depth == 2 else x @ w)).sum(-1)
+    if depth == 2:
+        local = on_devices(local, (P(None, "m"), P("m")), P(), axis_names={"m"}, check_vma=check)
+    fn = on_devices(local, (P("d"), P()), P("d"), mesh=mesh_of(AUTO), axis_names={"d"}, check_vma=check)
+    with jax.enable_x64(True):
+        x, w = (a.astype(np.float64) for a in arguments())
+        slope = lambda fn: jax.grad(lambda w: jnp.exp(-fn(x, w)).sum())
+        second = lambda fn: quick.jit(jax.grad(lambda w: (slope(fn)(w) * jnp.cos(w)).sum()))(w)
+        assert_same(second(tile(fn, (0, None), 3)), second(fn), 1e-9)
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_a_rule_in_the_body_that_calls_its_function_again_is_known(check):
+    fn = on_devices(lambda x, w: jax.nn.relu(x @ w), (P("d"), P()), P("d"), mesh=MESH, check_vma=check)
+    assert not ruled(jax.make_jaxpr(fn)(*arguments()).jaxpr)

@@ -7,18 +7,15 @@ derivatives of its value are derivatives of (`ruled`, `differentiated`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import ShapeDtypeStruct
 from jax.extend.core import ClosedJaxpr, Literal
-from jax.sharding import NamedSharding, PartitionSpec
 
 from transforms.cotangents import promised
-from transforms.layout import like, varying
+from transforms.layout import like
 from transforms.tiling.frontend.flatten import flatten
 from transforms.tiling.ir.graph import Graph
 from transforms.tiling.ir.jaxprs import bodies, equations, trimmed
@@ -32,8 +29,8 @@ def scales(jaxpr: Any) -> bool:
     Only a `jax.custom_vjp` rule can do anything else with a cotangent, such as clipping it: each is traced alone, but
     those of which it is promised (`transforms.cotangents`).
     """
-    rules = custom_vjps(jaxpr, skip=promised)
-    return all(len(around) < 2 and _linear(_pulled(rule, around)) for rule, around in rules)
+    rules = own_rules(jaxpr, skip=promised)
+    return all(_linear(_pulled(rule, around)) for rule, around in rules if _is_vjp(rule))
 
 
 def replaced(args: Sequence[Any], numbers: Sequence[int], values: Sequence[Any]) -> list[Any]:
@@ -49,10 +46,7 @@ def differentiated(fn: Callable[..., Any], active: Sequence[int], args: Sequence
 
 
 def _pulled(eqn: Any, around: Sequence[Any]) -> tuple[Graph, int]:
-    """The gradients of one equation as a graph of its operands and then of cotangents, and how many those are.
-
-    `around`: the `jax.shard_map` in whose body it stands, if it does.
-    """
+    """The gradients of one equation as a graph of its operands and then of cotangents, and how many those are."""
     params = eqn.primitive.get_bind_params(eqn.params)
     count = len(eqn.invars)
     floats, outs = ([i for i, v in enumerate(vs) if _is_float(v)] for vs in (eqn.invars, eqn.outvars))
@@ -64,36 +58,34 @@ def _pulled(eqn: Any, around: Sequence[Any]) -> tuple[Graph, int]:
 
         return list(jax.vjp(call, *(values[i] for i in floats))[1](list(values[count:])))
 
-    given = [*eqn.invars, *(eqn.outvars[i] for i in outs)]
-    with (around[0] if around else eqn).ctx.manager:
-        if around:
-            closed = _in_body(pull, around[0], [v.aval for v in given], [eqn.invars[i].aval for i in floats])
-        else:
-            closed = jax.make_jaxpr(pull)(*(v.val if isinstance(v, Literal) else like(v.aval) for v in given))
+    closed = _traced(pull, [*eqn.invars, *(eqn.outvars[i] for i in outs)], eqn, around)
     return flatten(closed, remat=True), len(outs)
 
 
-def _in_body(run: Callable[..., Any], region: Any, given: Sequence[Any], made: Sequence[Any]) -> ClosedJaxpr:
-    """`run` traced in the body of a `jax.shard_map` like `region`, of what each device has of these types."""
-    mesh = region.params["mesh"]
-    axes = lambda aval: tuple(sorted(varying(aval)))
-    spec = lambda aval: PartitionSpec(axes(aval) or None)
+def _traced(run: Callable[..., Any], given: Sequence[Any], eqn: Any, around: Sequence[Any]) -> ClosedJaxpr:
+    """`run`, of what `given` stands for, traced where an equation stands: in the bodies `around`, outermost first."""
+    if not around:
+        with eqn.ctx.manager:
+            return jax.make_jaxpr(run)(*(v.val if isinstance(v, Literal) else like(v.aval) for v in given))
+    region, *inner = around
+    found: list[ClosedJaxpr] = []
 
-    def whole(aval: Any) -> ShapeDtypeStruct:
-        """What devices have, one behind the other."""
-        shape = math.prod(mesh.shape[axis] for axis in axes(aval)), *aval.shape
-        return ShapeDtypeStruct(shape, aval.dtype, sharding=NamedSharding(mesh, spec(aval)))
+    def body() -> tuple[()]:
+        found.append(_traced(run, given, eqn, inner))
+        return ()
 
-    body = jax.shard_map(
-        lambda *shares: [x[None] for x in run(*(x[0] for x in shares))],
-        mesh=mesh,
-        in_specs=tuple(map(spec, given)),
-        out_specs=list(map(spec, made)),
-        axis_names=set(region.params["newly_manual_axes"]),
-        check_vma=region.params["check_vma"],
-    )
-    [eqn] = jax.make_jaxpr(body)(*map(whole, given)).eqns
-    return ClosedJaxpr(eqn.params["jaxpr"], ())
+    with region.ctx.manager:
+        jax.eval_shape(
+            jax.shard_map(
+                body,
+                mesh=region.params["mesh"],
+                in_specs=(),
+                out_specs=(),
+                axis_names=set(region.params["newly_manual_axes"]),
+                check_vma=region.params["check_vma"],
+            )
+        )
+    return found[0]
 
 
 def _is_float(atom: Any) -> bool:
@@ -116,43 +108,38 @@ def _linear(found: tuple[Graph, int]) -> bool:
     return True
 
 
-def custom_vjps(
+def own_rules(
     jaxpr: Any, around: tuple[Any, ...] = (), skip: Callable[[Any], bool] = lambda eqn: False
 ) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """The equations of a program that are functions with a `jax.custom_vjp` rule, and each `jax.shard_map` around.
+    """The equations of a program that are functions with a rule, and each `jax.shard_map` around, outermost first.
 
-    None in what is to be skipped.
+    None in what is to be skipped, nor in those with a `jax.custom_vjp` rule.
     """
     for eqn in jaxpr.eqns:
         if skip(eqn):
             continue
-        if eqn.primitive.name.startswith("custom_vjp"):
+        if eqn.primitive.name.startswith(("custom_vjp", "custom_jvp")):
             yield eqn, around
-            continue
-        for inner in bodies(eqn.params):
-            yield from custom_vjps(inner, (*around, eqn) if "newly_manual_axes" in eqn.params else around, skip)
+        if not _is_vjp(eqn):
+            for inner in bodies(eqn.params):
+                yield from own_rules(inner, (*around, eqn) if "newly_manual_axes" in eqn.params else around, skip)
+
+
+def _is_vjp(eqn: Any) -> bool:
+    return eqn.primitive.name.startswith("custom_vjp")
 
 
 def has_custom_vjp(jaxpr: Any) -> bool:
     """Whether a program holds functions with a `jax.custom_vjp` rule."""
-    return next(custom_vjps(jaxpr), None) is not None
+    return any(_is_vjp(rule) for rule, _ in own_rules(jaxpr))
 
 
 def ruled(jaxpr: Any) -> bool:
-    """Whether a program holds functions of which a rule computes something else than they do, or may.
-
-    Those in the body of a `jax.shard_map` are not asked.
-    """
-    for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
-        if name.startswith("custom_vjp") or (name.startswith("custom_jvp") and not _itself(eqn)):
-            return True
-        if "newly_manual_axes" not in eqn.params and any(map(ruled, bodies(eqn.params))):
-            return True
-    return False
+    """Whether a program holds functions of which a rule computes something else than they do, or may."""
+    return any(_is_vjp(rule) or not _itself(rule, around) for rule, around in own_rules(jaxpr))
 
 
-def _itself(eqn: Any) -> bool:
+def _itself(eqn: Any, around: Sequence[Any]) -> bool:
     """Whether a rule's result is its function's, called again, as most have it: its derivatives are by the rule too."""
     params = eqn.primitive.get_bind_params(eqn.params)
     floats = [i for i, v in enumerate(eqn.invars) if _is_float(v) and i >= eqn.params["num_consts"]]
@@ -160,8 +147,7 @@ def _itself(eqn: Any) -> bool:
     def results(*values: Any) -> Any:
         return differentiated(lambda *args: eqn.primitive.bind(*args, **params), floats, values)
 
-    with eqn.ctx.manager:
-        found = trimmed(jax.make_jaxpr(results)(*(like(v.aval) for v in eqn.invars))).jaxpr
+    found = trimmed(_traced(results, eqn.invars, eqn, around)).jaxpr
     again = [one for one in found.eqns if one.primitive is eqn.primitive]
     bodies_ = [str(one.params["call_jaxpr"]) for one in (eqn, *again)]
     return len(found.eqns) == 1 == len(again) and again[0].invars == found.invars and bodies_[0] == bodies_[1]
