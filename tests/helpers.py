@@ -45,13 +45,13 @@ class Call:
 
 
 def as_jax(tree: Any, dtype: Any) -> Any:
-    """Cast float32 and float64 arrays to `dtype`; leave narrow floats, integers, booleans and keys."""
+    """Cast float32 and float64 arrays to `dtype`, compiling nothing; leave narrow floats, integers, booleans and keys."""
 
     def cast(leaf):
         if not eqx.is_array(leaf) and not isinstance(leaf, np.ndarray):
             return leaf
         wide = leaf.dtype in (np.dtype("float32"), np.dtype("float64"))
-        return jnp.asarray(leaf, dtype if wide else leaf.dtype)
+        return jax.device_put(np.asarray(leaf).astype(dtype) if wide else leaf)
 
     return jtu.tree_map(cast, tree)
 
@@ -98,7 +98,8 @@ def probe(call: Call, fn: Callable, mode: str = "grad") -> tuple[Callable, tuple
         return push, (differentiated, other)
     if mode == "vmap":
         leaves, treedef = jtu.tree_flatten(differentiated)
-        leaves = [jnp.stack([leaves[0], 0.5 * leaves[0]]).astype(leaves[0].dtype), *leaves[1:]]
+        first = np.asarray(leaves[0])
+        leaves = [np.stack([first, (0.5 * first).astype(first.dtype)]), *leaves[1:]]
         axes = (jtu.tree_unflatten(treedef, [0] + [None] * (len(leaves) - 1)), None)
         return jax.vmap(lambda a, b: pull(fn, a, b), axes), (jtu.tree_unflatten(treedef, leaves), other)
     if mode == "checkpoint":
