@@ -45,7 +45,7 @@ class Call:
 
 
 def as_jax(tree: Any, dtype: Any) -> Any:
-    """Cast float32 and float64 arrays to `dtype`, compiling nothing; leave narrow floats, integers, booleans and keys."""
+    """Cast float32 and float64 arrays to `dtype`, no other leaf; nothing is compiled."""
 
     def cast(leaf):
         if not eqx.is_array(leaf) and not isinstance(leaf, np.ndarray):
