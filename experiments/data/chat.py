@@ -1,7 +1,8 @@
 """Chat templates: Jinja programs that come with a tokenizer and turn messages into the text a model was trained on.
 
 They are read from folders that others made, so they run in Jinja's sandbox, without access to Python objects. `pieces`
-tells what of the text the assistant says, which is what a model learns of it.
+tells what of the text the assistant says, which is what a model learns of it. `read_message` says what a message may
+be, in a file and in a request.
 """
 
 import datetime
@@ -9,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from experiments.commandline import console
@@ -17,8 +19,72 @@ from experiments.data.corpus import read_text
 
 FILE = "chat_template.jinja"
 Messages = Sequence[Mapping[str, Any]]
+Variables = Mapping[str, Any]  # what a template is told beside messages, by the names that it reads
 Pieces = list[tuple[str, bool]]  # stretches of a text, and whether they are the assistant's
 OPEN, CLOSE = "\ufdd0", "\ufdd1"  # no characters of any text: Unicode keeps them for such use
+NONE: Variables = MappingProxyType({})
+_OWN = frozenset({"messages", "add_generation_prompt"})  # variables that are not for others to set
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names that files and templates have for one thing
+_SAID = (("tool_calls",), ("function_call",), _REASONING)  # beside a message's content
+
+
+def read_message(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message as transformers gives it to templates: without what is null, reasoning by all of its names.
+
+    A `content` of parts is their text, and calls of tools have values for arguments, as templates write these as JSON.
+
+    Raises:
+        ValueError: a part is no text, or a call no function with its arguments.
+    """
+    made = {name: one for name, one in found.items() if one is not None}
+    if made.get("tool_calls"):
+        made = {"content": "", **made, "tool_calls": _calls(made["tool_calls"])}
+    if isinstance(made.get("content"), list):
+        made["content"] = "".join(_text(part, f"content[{i}]") for i, part in enumerate(made["content"]))
+    reasoning = next((made[name] for name in _REASONING if name in made), None)
+    return made if reasoning is None else {"thinking": reasoning, **made, "reasoning_content": reasoning}
+
+
+def _text(part: Any, where: str) -> str:
+    text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+    if not isinstance(text, str):
+        raise ValueError(f"`{where}` must be of type text, and have a `text`: a `content` is text here")
+    return text
+
+
+def _calls(calls: Any) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise ValueError("`tool_calls` must be a list")
+    return [_call(call, f"tool_calls[{i}]") for i, call in enumerate(calls)]
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError(f"`{where}` must be of a `function` with a `name` and `arguments`")
+    made = {**function, "arguments": from_json(function.get("arguments") or {}, f"{where}.function.arguments")}
+    return {**call, "function": made} if "function" in call else made
+
+
+def from_json(value: Any, where: str) -> Any:
+    """Return a value that may be told as text, which is JSON then.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"`{where}` is no JSON: {error}") from None
+
+
+def unwritten(message: Mapping[str, Any], chat: "ChatTemplate | Plain") -> str | None:
+    """Return the name of what a message says beside its content, if the format does not write that."""
+    for names in _SAID:
+        said = [name for name in names if message.get(name)]
+        if said and not any(chat.takes(name) for name in said):
+            return said[0]
+    return None
 
 
 def learned(messages: Messages, first: int = 0) -> list[int]:
@@ -32,19 +98,20 @@ class Plain:
 
     identity = "plain-1"
     name = "the format of tokenizers without a chat template"
-    takes_tools = False
+    variables: frozenset[str] = frozenset()
 
     def takes(self, name: str) -> bool:
         """Return whether it writes what a message has under a name."""
         return name in ("role", "content")
 
-    def render(self, messages: Messages, *, answer: bool = True) -> str:
+    def render(self, messages: Messages, variables: Variables = NONE, *, answer: bool = True) -> str:
         """Return the text of a conversation; with `answer`, up to where the assistant is to speak."""
-        return "".join(text for text, _ in self.pieces(messages)).replace(CLOSE, "") + "assistant: " * answer
+        said = "".join(text for text, _ in self.pieces(messages, variables=variables))
+        return said.replace(CLOSE, "") + "assistant: " * answer
 
-    def pieces(self, messages: Messages, first: int = 0, tools: Sequence[Any] = ()) -> Pieces:
+    def pieces(self, messages: Messages, first: int = 0, variables: Variables = NONE) -> Pieces:
         """Return the text in pieces, of which the assistant's count from message `first` on; `CLOSE` ends these."""
-        assert not tools
+        assert not variables
         found: Pieces = []
         counted = learned(messages, first)
         for i, message in enumerate(messages):
@@ -62,21 +129,28 @@ def _named(source: str) -> list[str]:
 
 
 class ChatTemplate:
-    """A template and the special tokens that it may name."""
+    """A template and the special tokens that it may name.
+
+    Attributes:
+        identity: changes when the text of a conversation does.
+        name: for people.
+        variables: what the template may be told beside messages, `tools` say, by name.
+    """
 
     def __init__(self, source: str, special: Mapping[str, str | None], where: str):
         self._special = {name: token or "" for name, token in special.items()}
         self._where, self._source, self.name = where, source, f"the chat template in {where}"
-        self.takes_tools = self.takes("tools")
         # What a template does not name is no part of what it is: the caches of texts stay valid.
         named = {name: token for name, token in self._special.items() if name in (*_ALWAYS, *_named(source))}
         self.identity = json.dumps([source, named])
         try:
-            import jinja2
+            import jinja2.meta
         except ImportError:
             raise DataError(f"chat templates are an extra: {console.install('hf')}") from None
         try:
-            self._template = _environment().from_string(source)
+            plain = _environment()
+            self._template = plain.from_string(source)
+            self.variables = jinja2.meta.find_undeclared_variables(plain.parse(source)) - _OWN - {*special}
             marks = re.search(r"\{%[-+]?\s*generation\b", source)
             self._marked = _environment(marked=True).from_string(source) if marks else None
         except jinja2.TemplateError as error:
@@ -106,20 +180,21 @@ class ChatTemplate:
         """Return whether the template names something, of a message say; what it does not, it leaves out."""
         return re.search(rf"\b{name}\b", self._source) is not None
 
-    def render(self, messages: Messages, *, answer: bool = True, tools: Sequence[Any] = ()) -> str:
+    def render(self, messages: Messages, variables: Variables = NONE, *, answer: bool = True) -> str:
         """Return the text of a conversation.
 
         Args:
             messages: each with a `role` (user, assistant, system) and its `content`.
+            variables: what else the template is told: `tools`, functions that the model may call, as JSON schemas, and
+                what it has of its own. It does not see those that are not of its `variables`.
             answer: end with what begins the model's own turn.
-            tools: functions that the model may call, as JSON schemas; templates without `takes_tools` ignore them.
 
         Raises:
             DataError: the template refuses these messages, in its own words.
         """
-        return self._render(self._template, messages, answer, tools)
+        return self._render(self._template, messages, answer, variables)
 
-    def pieces(self, messages: Messages, first: int = 0, tools: Sequence[Any] = ()) -> Pieces:
+    def pieces(self, messages: Messages, first: int = 0, variables: Variables = NONE) -> Pieces:
         """Return the text of a conversation in pieces, of which the assistant's count from message `first` on.
 
         These are what the template itself marks by `{% generation %}`; of a template without marks, what an assistant's
@@ -130,10 +205,10 @@ class ChatTemplate:
         """
         counted = learned(messages, first)
         if self._marked is None:
-            return self._by_prefix(messages, counted, tools)
+            return self._by_prefix(messages, counted, variables)
         spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         found: Pieces = []
-        head, *rest = self._render(self._marked, messages, False, tools).split(OPEN)
+        head, *rest = self._render(self._marked, messages, False, variables).split(OPEN)
         if len(rest) != len(spoken) or any(part.count(CLOSE) != 1 for part in rest):
             raise DataError(
                 f"the chat template in {self._where} marks {len(rest)} answers of a conversation that has {len(spoken)}"
@@ -143,12 +218,12 @@ class ChatTemplate:
             found += [(said, i in counted), (after, False)]
         return [(head, False), *found]
 
-    def _by_prefix(self, messages: Messages, counted: Sequence[int], tools: Sequence[Any]) -> Pieces:
-        whole, end = self._render(self._template, messages, False, tools), 0
+    def _by_prefix(self, messages: Messages, counted: Sequence[int], variables: Variables) -> Pieces:
+        whole, end = self._render(self._template, messages, False, variables), 0
         found: Pieces = []
         for i in counted:
-            before = self._render(self._template, messages[:i], True, tools)
-            after = self._render(self._template, messages[: i + 1], False, tools)
+            before = self._render(self._template, messages[:i], True, variables)
+            after = self._render(self._template, messages[: i + 1], False, variables)
             if not (whole.startswith(after) and after.startswith(before) and len(before) >= end):
                 raise DataError(
                     f"the chat template in {self._where} changes the text before message {i + 1}, so that what "
@@ -158,13 +233,12 @@ class ChatTemplate:
             end = len(after)
         return [*found, (whole[end:], False)]
 
-    def _render(self, template: Any, messages: Messages, answer: bool, tools: Sequence[Any] = ()) -> str:
-        import jinja2
-
-        told = {"tools": list(tools), **self._special} if tools else self._special
+    def _render(self, template: Any, messages: Messages, answer: bool, variables: Variables) -> str:
+        # Templates are written for transformers, where these two are always there, and none if not given.
+        told = {"tools": None, "documents": None, **self._special, **variables}
         try:
             return template.render(messages=list(messages), add_generation_prompt=answer, **told)
-        except (jinja2.TemplateError, TypeError, ValueError, OverflowError) as error:
+        except Exception as error:  # whatever a program that others wrote may raise
             raise DataError(f"the chat template in {self._where} fails: {error}") from None
 
 

@@ -4,8 +4,9 @@ A conversation is `{"messages": [{"role": "user", "content": "..."}, {"role": "a
 preference is `{"prompt": ..., "chosen": ..., "rejected": ...}`, all three text or all three lists of messages; without
 a prompt, what the two lists begin with alike is it.
 
-A line's `tools` and a message's `tool_calls`, `reasoning_content` and the like are written by the chat template, and
-refused where it does not name them. A message of `weight` 0 does not count. Other keys of a line are not read.
+A line's `tools` and `chat_template_kwargs` and a message's `tool_calls`, `reasoning_content` and the like are written
+by the chat template, and refused where it does not name them. `tools` may be JSON in text, as in files that have a type
+for each key. A message of `weight` 0 does not count. Other keys of a line are not read.
 """
 
 import difflib
@@ -19,17 +20,12 @@ import numpy as np
 
 from experiments import configs
 from experiments.data import DataError, corpus
-from experiments.data.chat import CLOSE, Pieces, Plain, learned
+from experiments.data.chat import CLOSE, Pieces, Plain, from_json, learned, read_message, unwritten
 from experiments.data.rows import Conversations, Examples, Pairs, Rows
 
 SHIPPED = Path(__file__).parent / "examples"
 Encoded = tuple[np.ndarray, np.ndarray]
 ANSWERS = ("chosen", "rejected")
-SAID = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")  # beside a message's content
-UNREAD = {  # what others read in a line, and what to do instead
-    "functions": "give them as `tools`",
-    "chat_template_kwargs": "write what it says into the template itself, or leave it out",
-}
 
 
 def open_rows(
@@ -79,7 +75,7 @@ def example_files(config: configs.Chat | configs.Preference, encoder: Any) -> tu
             f"to hold out"
         )
     chat = encoder.chat or Plain()
-    how = f"{type(config).__name__} 2 {getattr(config, 'field', '')}"
+    how = f"{type(config).__name__} 3 {getattr(config, 'field', '')}"
     told = encoder.identity, chat.identity, str(config.val_fraction), str(_ends(encoder))
     beside = [text.encode() for text in told]
     fields = {"ids": corpus.id_type(encoder.vocab_size), "counted": "uint8", "ends": "int64"}
@@ -122,13 +118,13 @@ def _conversation(line: bytes, field: str, encoder: Any, chat: Any) -> Encoded:
         raise ValueError(
             f"no list of messages in {field!r}. {_others(found, field)} data.field=NAME says where they are"
         )
-    messages, tools = _messages(found[field], field, chat), _tools(found, chat)
+    messages, variables = _messages(found[field], field, chat), _variables(found, chat)
     if not any(message["role"] == "assistant" for message in messages):
         roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages))
         raise ValueError(f"the assistant says nothing in it; its roles are {roles or 'none'}, not user and assistant")
     if not learned(messages):
         raise ValueError("all that the assistant says in it has `weight` 0: leave the line out, or let something count")
-    return _ids(chat.pieces(messages, tools=tools), encoder, chat)
+    return _ids(chat.pieces(messages, variables=variables), encoder, chat)
 
 
 def _pair(line: bytes, encoder: Any, chat: Any) -> list[Encoded]:
@@ -137,8 +133,8 @@ def _pair(line: bytes, encoder: Any, chat: Any) -> list[Encoded]:
     _check_pair(found)
     prompt, answers = found.get("prompt"), [found[name] for name in ANSWERS]
     if isinstance(prompt, str):
-        if found.get("tools"):
-            raise ValueError("`tools` are for messages, and its answers are text")
+        if named := [name for name in ("tools", "chat_template_kwargs") if found.get(name)]:
+            raise ValueError(f"`{named[0]}` are for messages, and its answers are text")
         return [_ids([(prompt, False), (answer + CLOSE, True)], encoder, Plain()) for answer in answers]
     both = [_messages(answer, name, chat) for answer, name in zip(answers, ANSWERS, strict=True)]
     if prompt is None:
@@ -149,8 +145,8 @@ def _pair(line: bytes, encoder: Any, chat: Any) -> list[Encoded]:
     for messages, name in zip(both, ANSWERS, strict=True):
         if not learned(messages):
             raise ValueError(f"the assistant says nothing in {name!r} after the prompt that counts")
-    tools = _tools(found, chat)
-    return [_ids(chat.pieces([*before, *messages], len(before), tools), encoder, chat) for messages in both]
+    variables = _variables(found, chat)
+    return [_ids(chat.pieces([*before, *messages], len(before), variables), encoder, chat) for messages in both]
 
 
 def _check_pair(found: dict[str, Any]) -> None:
@@ -185,22 +181,23 @@ def _object(line: bytes) -> dict[str, Any]:
         raise ValueError(f"the line is not valid JSON: {error}") from None
     if not isinstance(found, dict):
         raise ValueError("the line is no JSON object")
-    for name in UNREAD:
-        if found.get(name):
-            raise ValueError(f"`{name}` would not be read: {UNREAD[name]}")
+    if found.get("functions"):
+        raise ValueError("`functions` would not be read: give them as `tools`")
     return found
 
 
-def _tools(found: dict[str, Any], chat: Any) -> list[Any]:
-    """Return the functions that a line tells the model of, as JSON schemas."""
-    tools = found.get("tools") or []
+def _variables(found: dict[str, Any], chat: Any) -> dict[str, Any]:
+    """Return what a line tells the chat template beside messages: functions, as JSON schemas, and its own settings."""
+    tools = from_json(found.get("tools") or [], "tools")
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ValueError(f"`tools` is {tools!r:.40}, and no list of functions, each a JSON object")
-    if tools and not chat.takes_tools:
-        raise ValueError(
-            f"it has {len(tools)} in `tools`, and {chat.name} takes none: use one that does, or leave them out"
-        )
-    return tools
+    own = from_json(found.get("chat_template_kwargs") or {}, "chat_template_kwargs")
+    if not isinstance(own, dict):
+        raise ValueError(f"`chat_template_kwargs` is {own!r:.40}, and no JSON object")
+    told = {name: one for name, one in own.items() if one is not None} | ({"tools": tools} if tools else {})
+    if unread := [name for name in told if name not in chat.variables]:
+        raise ValueError(f"`{unread[0]}` is told, and {chat.name} does not read it: use one that does, or leave it out")
+    return told
 
 
 def _messages(found: Any, field: str, chat: Any) -> list[dict[str, Any]]:
@@ -210,15 +207,16 @@ def _messages(found: Any, field: str, chat: Any) -> list[dict[str, Any]]:
 
 
 def _message(found: Any, where: str, chat: Any) -> dict[str, Any]:
-    """Return a message as templates take it: without what is null, and calls of tools with values for arguments."""
-    made = {name: one for name, one in found.items() if one is not None} if isinstance(found, dict) else {}
-    if made.get("tool_calls"):
-        made = {"content": "", **made, "tool_calls": _calls(made["tool_calls"], where)}
+    """Return a message as templates take it."""
+    try:
+        made = read_message(found) if isinstance(found, dict) else {}
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
     if not all(isinstance(made.get(name), str) for name in ("role", "content")):
         raise ValueError(f"{where} has no `role` or no `content` of text")
-    if lost := [name for name in SAID if made.get(name) and not chat.takes(name)]:
+    if lost := unwritten(made, chat):
         raise ValueError(
-            f"{where} has `{lost[0]}`, which {chat.name} does not write: put it into `content`, or leave it out"
+            f"{where} has `{lost}`, which {chat.name} does not write: put it into `content`, or leave it out"
         )
     weight = made.get("weight", 0)
     if weight not in (0, 1) or (weight and made["role"] != "assistant"):
@@ -227,18 +225,6 @@ def _message(found: Any, where: str, chat: Any) -> dict[str, Any]:
             "what the assistant says"
         )
     return made
-
-
-def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Return calls of tools with their arguments as values, where they are JSON in text: templates write JSON."""
-    try:
-        functions = [call.get("function", call) for call in calls]
-        given = [one.get("arguments") or {} for one in functions]
-        values = [json.loads(one) if isinstance(one, str) else one for one in given]
-        made = [{**one, "arguments": value} for one, value in zip(functions, values, strict=True)]
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
-        raise ValueError(f"{where} has `tool_calls` that are no list of functions with `arguments` in JSON") from None
-    return [{**call, "function": one} if "function" in call else one for call, one in zip(calls, made, strict=True)]
 
 
 def _ends(encoder: Any) -> tuple[int | None, int | None]:

@@ -132,8 +132,8 @@ def _not_utf8(content: bytes, piece: int = 2**20) -> int:
     return -1
 
 
-def utf8(text: str) -> bytes:
-    """Return the bytes of a text.
+def utf8(text: str, what: str = "a text") -> bytes:
+    """Return the bytes of a text; `what` it is, in words.
 
     Raises:
         DataError: it has none: half of a surrogate pair stands in it, as by a JSON escape, or by a byte of a command
@@ -144,7 +144,7 @@ def utf8(text: str) -> bytes:
     except UnicodeEncodeError as error:
         near = ascii(text[max(0, error.start - 20) : error.start + 20])
         raise DataError(
-            f"a text holds U+{ord(text[error.start]):04X}, half of a surrogate pair, as its character "
+            f"{what} holds U+{ord(text[error.start]):04X}, half of a surrogate pair, as its character "
             f"{error.start + 1:,}, in {near}. Write the whole character, in UTF-8, or leave it out"
         ) from None
 

@@ -26,7 +26,7 @@ FILES = (FILE, SENTENCES, SETTINGS, "added_tokens.json", "chat_template.jinja")
 BYTES = "bytes"  # what data.tokenizer, and the settings of weights that were trained on bytes, call them
 MOST_BYTES = 1024  # words: a larger vocabulary is hardly one of bytes
 SPECIAL = "special_tokens_map.json"  # what older folders name special tokens in
-SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 START, STOP = "<bos>", "<eos>"  # of the tokenizers that are trained here
 
 

@@ -25,6 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from experiments.commandline import console
 from experiments.data import DataError
+from experiments.data.chat import ChatTemplate, Messages, Plain, Variables, unwritten
 from experiments.serving import protocol
 from experiments.serving.grammar import FormError, Grammars, calls_schema
 from experiments.serving.protocol import Asked, BadRequest, NoSuchModel, Reply
@@ -238,10 +239,10 @@ class Server:
         tokenizer = self.told.tokenizer
         if tokenizer.chat is None:
             raise BadRequest("the model has no chat template: ask /v1/completions", "messages")
-        plain = type(tokenizer.chat).__name__ == "Plain"
-        if asked.tools and (plain or not tokenizer.chat.takes_tools):
-            raise BadRequest("the model's chat template knows of no tools", "tools")
-        text = tokenizer.chat.render(asked.messages, **({} if plain else {"tools": asked.tools}))
+        variables = {**asked.variables, **({"tools": list(asked.tools)} if asked.tools else {})}
+        _check_read(asked.messages, variables, tokenizer.chat)
+        text = tokenizer.chat.render(asked.messages, variables)
+        plain = isinstance(tokenizer.chat, Plain)
         return await self._reply(request, asked, [tokenizer.prompt(text) if plain else tokenizer.encode(text).tolist()])
 
     async def _reply(self, request: Request, asked: Asked, prompts: list[list[int]]) -> Response:
@@ -457,6 +458,20 @@ class Server:
 
     async def _page(self, _: Request) -> Response:
         return FileResponse(Path(__file__).with_name("chat.html"), media_type="text/html")
+
+
+def _check_read(messages: Messages, variables: Variables, chat: ChatTemplate | Plain) -> None:
+    """Refuse what a chat template would not read."""
+    known = ", ".join(f"`{one}`" for one in sorted(chat.variables)) or "nothing"
+    for name in variables:
+        if name not in chat.variables:
+            field = name if name in ("tools", "reasoning_effort") else "chat_template_kwargs"
+            raise BadRequest(f"the model's chat template does not read `{name}`, and beside messages {known}", field)
+    for i, message in enumerate(messages):
+        if lost := unwritten(message, chat):
+            raise BadRequest(
+                f"the model's chat template does not write `messages[{i}].{lost}`: leave it out", "messages"
+            )
 
 
 def _spellings(key: str) -> list[bytes]:

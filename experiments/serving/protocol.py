@@ -14,6 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from experiments.data import DataError
+from experiments.data.chat import Variables, read_message
+from experiments.data.corpus import utf8
 from zoo.engine.engine import Token
 from zoo.engine.sampling import Sampling
 
@@ -47,6 +50,7 @@ class Asked:
     Attributes:
         prompts: each as a text, or as ids.
         messages: of a chat, in place of prompts.
+        variables: what its template is told beside messages and `tools`.
         sampling: how ids are picked.
         seeded: whether the seed was asked for: then each prompt has it, and elsewhere one of its own.
         max_tokens: most tokens of an answer; None is what there is room for.
@@ -65,6 +69,7 @@ class Asked:
 
     prompts: tuple[str | tuple[int, ...], ...] = ()
     messages: tuple[Mapping[str, Any], ...] = ()
+    variables: Variables = field(default_factory=dict)
     sampling: Sampling = field(default_factory=Sampling)
     seeded: bool = False
     max_tokens: int | None = None
@@ -96,11 +101,11 @@ _COMMON = {"n", "stop", "stream", "stream_options", "priority", "response_format
 _COMPLETION = _COMMON | {"prompt", "max_tokens", "logprobs", "echo", "best_of", "suffix"}
 _CHAT = _COMMON | {
     "messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "tools", "tool_choice",
-    "parallel_tool_calls", "modalities", "reasoning_effort",
+    "parallel_tool_calls", "modalities", "reasoning_effort", "chat_template_kwargs",
 }  # fmt: skip
 _MESSAGE = {
-    "role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "refusal", "annotations", "audio",
-    "function_call",
+    "role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "refusal",
+    "annotations", "audio", "function_call",
 }  # fmt: skip
 _TYPES = {"a whole number": int, "a number": (int, float), "true or false": bool, "a string": str, "an object": dict}
 
@@ -164,27 +169,24 @@ def parse(body: bytes) -> Any:
     """Return the JSON of a body.
 
     Raises:
-        BadRequest: it is none, or holds half a surrogate pair, which no UTF-8 can say.
+        BadRequest: it is none, or holds half a surrogate pair.
     """
     try:
         value = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body is no JSON: {error}") from None
     for name, one in value.items() if isinstance(value, dict) else ():
-        _check_text([name, one], _escaped(name))
+        _check_text(name, _escaped(name))
+        _check_text(one, _escaped(name))
     return value
 
 
 def _check_text(value: Any, where: str) -> None:
     """Raise BadRequest if a text in a JSON value holds half a surrogate pair."""
     try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        half = _escaped(error.object[error.start])
-        raise BadRequest(
-            f"`{where}` holds {half}, which is half of a character: send both halves, or the character as UTF-8",
-            _root(where),
-        ) from None
+        utf8(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False), f"`{where}`")
+    except DataError as error:
+        raise BadRequest(str(error), _root(where)) from None
 
 
 def _escaped(text: str) -> str:
@@ -216,7 +218,6 @@ def chat(body: Any) -> Asked:
     """
     read = _read(body, _CHAT)
     read.refuse("modalities", (["text"],), "answers are text")
-    read.refuse("reasoning_effort", ("none",), "chat templates are not told of it")
     messages = read.values.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BadRequest("`messages` must be a list of at least one message", "messages")
@@ -233,12 +234,25 @@ def chat(body: Any) -> Asked:
         )
     return Asked(
         messages=tuple(_message(one, f"messages[{i}]") for i, one in enumerate(messages)),
+        variables=_variables(read),
         top=(top or 0) if asks else None,
         parallel=read.get("parallel_tool_calls", "true or false", True),
         **_limit(read),
         **common,
         **tools,
     )
+
+
+def _variables(read: _Body) -> dict[str, Any]:
+    """Return what a chat's template is told: as vLLM takes it, and what OpenAI has a field for."""
+    told = read.get("chat_template_kwargs", "an object", {})
+    if twice := [name for name in ("tools", "reasoning_effort") if name in told]:
+        raise BadRequest(
+            f"`chat_template_kwargs.{twice[0]}` is a field of its own: say `{twice[0]}`", "chat_template_kwargs"
+        )
+    effort = read.get("reasoning_effort", "a string")
+    own = {name: one for name, one in told.items() if one is not None}
+    return own if effort is None else {**own, "reasoning_effort": effort}
 
 
 def _limit(read: _Body) -> dict[str, Any]:
@@ -296,36 +310,19 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     read = _Body(message, _MESSAGE, where)
     for name in ("refusal", "annotations", "audio", "function_call"):  # null or empty in what clients send back
         read.refuse(name, ([],), "templates read text and `tool_calls`")
-    content = read.values.get("content", "" if read.values.get("tool_calls") else None)
-    if isinstance(content, list):
-        content = "".join(_part(part, f"{where}.content[{i}]") for i, part in enumerate(content))
-    if not isinstance(content, str) or not isinstance(read.values.get("role"), str):
-        raise BadRequest(f"`{where}` must have a `role` and a `content` of text", "messages")
-    names = ("role", "name", "tool_call_id", "reasoning_content")
-    said = {name: read.get(name, "a string") for name in names if name in read.values}
-    told = read.values.get("tool_calls", [])
-    if not isinstance(told, list):
-        raise BadRequest(f"`{where}.tool_calls` must be a list", "messages")
-    called = {"tool_calls": [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(told)]} if told else {}
-    return {"content": content, **said, **called}
-
-
-def _part(part: Any, where: str) -> str:
-    if not isinstance(part, dict) or part.get("type") != "text":
-        raise BadRequest(f"`{where}` must be of type text: a `content` is text here", "messages")
-    return _Body(part, {"type", "text", "cache_control"}, where).get("text", "a string", "")
-
-
-def _call(call: Any, where: str) -> dict[str, Any]:
-    """Return a call with its arguments as values, which is how templates read them."""
     try:
-        given = call["function"].get("arguments") or {}
-        arguments = json.loads(given) if isinstance(given, str) else given
-        told = {**call, "function": {**call["function"], "arguments": arguments}}
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
-        raise BadRequest(f"`{where}` must be of a `function` and its `arguments`, in JSON", "messages") from None
-    _check_text(arguments, f"{where}.function.arguments")
-    return told
+        made = read_message(read.values)
+    except ValueError as error:
+        raise BadRequest(f"`{where}`: {error}", "messages") from None
+    parts = read.values.get("content")
+    for i, part in enumerate(parts if isinstance(parts, list) else ()):
+        _Body(part, {"type", "text", "cache_control"}, f"{where}.content[{i}]")
+    for name in ("role", "name", "tool_call_id", "reasoning_content", "reasoning"):
+        read.get(name, "a string")
+    if not isinstance(made.get("content"), str) or "role" not in made:
+        raise BadRequest(f"`{where}` must have a `role` and a `content` of text", "messages")
+    _check_text(made.get("tool_calls"), f"{where}.tool_calls")  # whose arguments were text until here
+    return made
 
 
 def _common(read: _Body) -> dict[str, Any]:

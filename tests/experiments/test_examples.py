@@ -181,6 +181,25 @@ def test_a_template_writes_the_tools_and_their_calls(make, tmp_path, marked, dat
     assert tokenizer.decode(ids[learned]) == f"{call}three"
 
 
+def test_lines_in_the_shapes_of_the_hub_are_read(make, tmp_path):
+    """Parts of a content, tools in text, reasoning by another name, what a template is told; and nulls beside."""
+    pytest.importorskip("tokenizers")
+    tokenizer = train_bpe([b"one two three four <|user|> <|assistant|>"] * 3, 300, tmp_path)
+    source = OF_TOOLS.replace("{{ m.content }}", "{{ m.thinking }}{{ m.content }}") + "{{ level }}"
+    (tmp_path / chat.FILE).write_text(source)
+    parts = lambda *texts: [{"type": "text", "text": text, "image_url": None} for text in texts]
+    turns = [
+        {"role": "user", "content": parts("one ", "two")},
+        {"role": "assistant", "content": parts("three"), "reasoning": "so "},
+    ]
+    line = {"messages": turns, "tools": json.dumps(TOOLS), "chat_template_kwargs": {"level": "!", "x": None}}
+    path = write(tmp_path / "a.jsonl", line, {**line, "more": 1})
+    ids, learned, ends = make("data=chat", path, f"data.tokenizer={tmp_path}", seq_len=512).train.arrays
+    ids, learned = ids[: ends[0]], learned[: ends[0]] == 1
+    assert tokenizer.decode(ids) == f"{json.dumps(TOOLS)}<|user|>one two<|assistant|>so three!"
+    assert tokenizer.decode(ids[learned]) == "so three"
+
+
 def test_a_template_that_takes_no_tools_is_named(make, tmp_path):
     pytest.importorskip("tokenizers")
     train_bpe([b"one two three four"] * 3, 300, tmp_path)
@@ -188,7 +207,7 @@ def test_a_template_that_takes_no_tools_is_named(make, tmp_path):
     for more, message in (
         (
             {"tools": TOOLS},
-            r"a.jsonl:1: it has 1 in `tools`, and the chat template in .*jinja takes none: use one that",
+            r"a.jsonl:1: `tools` is told, and the chat template in .*jinja does not read it: use one that",
         ),
         (
             {"messages": CALLING},
@@ -303,8 +322,12 @@ BAD = {
         json.dumps({"prompt": "a", "chosen": MESSAGES[3:], "rejected": 5}),
         r"a.jsonl:2: 'prompt' is text, 'chosen' is a list, 'rejected' is 5: give text in all of them, or lists",
     ),
-    "tools": ("chat", json.dumps({"messages": MESSAGES, "tools": [{}, {}]}), r"it has 2 in `tools`, and the format of"),
-    "no tools": ("chat", json.dumps({"messages": MESSAGES, "tools": "f"}), r"`tools` is 'f', and no list of functions"),
+    "tools": ("chat", json.dumps({"messages": MESSAGES, "tools": [{}, {}]}), r"`tools` is told, and the format of"),
+    "no tools": ("chat", json.dumps({"messages": MESSAGES, "tools": 5}), r"`tools` is 5, and no list of functions"),
+    "tools of no JSON": ("chat", json.dumps({"messages": MESSAGES, "tools": "f"}), r"`tools` is no JSON: Expecting"),
+    "unread": ("chat", json.dumps({"messages": MESSAGES, "chat_template_kwargs": {"x": 1}}), r"`x` is told, and the f"),
+    "no object to tell": ("chat", json.dumps({"messages": MESSAGES, "chat_template_kwargs": [1]}), r"is \[1\], and no"),
+    "picture": ("chat", said(content=[{"type": "image"}]), r"message 2 .*: `content\[0\]` must be of type text"),
     "tools of text": (
         "preference",
         '{"prompt": "a", "chosen": "b", "rejected": "c", "tools": [{}]}',
@@ -320,7 +343,16 @@ BAD = {
         said(tool_calls=[CALL]),
         r"message 2 in 'messages' has `tool_calls`, which the format of tokeniz",
     ),
-    "no calls": ("chat", said(tool_calls=[{"function": {"arguments": "{"}}]), r"message 2 .* no list of functions"),
+    "no calls": (
+        "chat",
+        said(tool_calls=[{"function": {"arguments": "{"}}]),
+        r"message 2 .*: `tool_calls\[0\]` must be of",
+    ),
+    "calls of no JSON": (
+        "chat",
+        said(tool_calls=[{"function": {"name": "f", "arguments": "{"}}]),
+        r"message 2 .*: `tool_calls\[0\].function.arguments` is no JSON",
+    ),
     "reasoning": ("chat", said(reasoning_content="so"), r"message 2 .* has `reasoning_content`, which the format of"),
     "weight": ("chat", said(weight=0.5), r"message 2 in 'messages' is of role 'assistant' and has `weight` 0.5: it mu"),
     "weight of no number": ("chat", said(weight="1"), r"message 2 .* `weight` '1': it must be 0 or 1"),

@@ -210,9 +210,9 @@ BAD = {
     "echo as a number": (b'{"prompt": "x", "echo": 0}', 400, "`echo` is not served here"),
     "huge bias": (b'{"prompt": "x", "logit_bias": {"5": 1%s}}' % (b"0" * 400), 400, "`logit_bias` must be of ids"),
     "empty": (b'{"prompt": [[1], []]}', 400, "`prompt` must be"),
-    "half a character": (rb'{"prompt": "\ud800"}', 400, r"`prompt` holds \ud800, which is half of a character"),
-    "half in bytes": (b'{"prompt": "\xed\xa0\x80"}', 400, r"`prompt` holds \ud800"),
-    "half a name": (rb'{"prompt": "x", "\udfff": 1}', 400, r"`\udfff` holds \udfff"),
+    "half a character": (rb'{"prompt": "\ud800"}', 400, "`prompt` holds U+D800, half of a surrogate pair, as"),
+    "half in bytes": (b'{"prompt": "\xed\xa0\x80"}', 400, "`prompt` holds U+D800, half"),
+    "half a name": (rb'{"prompt": "x", "\udfff": 1}', 400, r"`\udfff` holds U+DFFF"),
     "half in a form": (rb'{"prompt": "x", "response_format": {"regex": "\ud800"}}', 400, "`response_format` holds"),
 }
 
@@ -244,16 +244,16 @@ def test_what_cannot_be_is_refused_in_openais_words(client, case):
         ({"messages": [{**USER, "nam": "x"}]}, r"`messages\[0\].nam` is not known here; do you mean `name`\?"),
         ({"messages": [{**USER, "name": 5}]}, r"`messages\[0\].name` must be a string, not 5"),
         ({"messages": [{**USER, "audio": {"id": "x"}}]}, r"`messages\[0\].audio` is not served here"),
-        ({"messages": [{**USER, "content": [IMAGE]}]}, r"`messages\[0\].content\[0\]` must be of type text"),
-        ({"messages": [{**USER, "content": [{"type": "text", "txt": "x"}]}]}, r"content\[0\].txt` is not known here"),
-        ({"messages": [{**USER, "content": [{"type": "text", "text": 5}]}]}, r"content\[0\].text` must be a string"),
-        ({"messages": [USER, {"role": "x", "tool_calls": [1]}]}, r"`messages\[1\].tool_calls\[0\]` must be of"),
-        ({"messages": [{**USER, "tool_calls": 5}]}, r"`messages\[0\].tool_calls` must be a list"),
+        ({"messages": [{**USER, "content": [IMAGE]}]}, r"`messages\[0\]`: `content\[0\]` must be of type text"),
+        ({"messages": [{**USER, "content": [{"type": "text", "text": "x", "txt": 1}]}]}, "`.*.txt` is not known"),
+        ({"messages": [{**USER, "content": [{"type": "text", "text": 5}]}]}, r"content\[0\]` must be of type text"),
+        ({"messages": [USER, {"role": "x", "tool_calls": [1]}]}, r"`messages\[1\]`: `tool_calls\[0\]` must be of"),
+        ({"messages": [{**USER, "tool_calls": 5}]}, r"`messages\[0\]`: `tool_calls` must be a list"),
         (
             {"messages": [calling("[" * 20_000)]},
-            r"tool_calls\[0\]` must be of a `function` and its `arguments`, in JSON",
+            r"`messages\[0\]`: `tool_calls\[0\].function.arguments` is no JSON",
         ),
-        ({"messages": [calling('{"a": "\\ud800"}')]}, r"tool_calls\[0\].function.arguments` holds .ud800"),
+        ({"messages": [calling('{"a": "\\ud800"}')]}, r"`messages\[0\].tool_calls` holds U.D800"),
         ({"messages": [USER], "tools": [{}]}, "`tools` must be a list of functions"),
         ({"messages": [USER], "tools": [{"function": {"name": "f", "parameters": 5}}]}, "`tools.*` must be an object"),
         ({"messages": [USER], "tool_choice": "required"}, "`tool_choice` must be"),
@@ -263,7 +263,9 @@ def test_what_cannot_be_is_refused_in_openais_words(client, case):
             {"messages": [USER], "max_tokens": 2, "max_completion_tokens": 3},
             "`max_tokens` is 2 and `max_completion_tok",
         ),
-        ({"messages": [USER], "reasoning_effort": "high"}, "`reasoning_effort` is not served here"),
+        ({"messages": [USER], "reasoning_effort": 5}, "`reasoning_effort` must be a string, not 5"),
+        ({"messages": [USER], "chat_template_kwargs": []}, "`chat_template_kwargs` must be an object"),
+        ({"messages": [USER], "chat_template_kwargs": {"tools": []}}, "`chat_template_kwargs.tools` is a field of its"),
         ({"messages": [USER], "model": 5}, "`model` must be a string, not 5"),
         ({"messages": [USER], "metadata": "x"}, "`metadata` must be an object, not 'x'"),
         ({"messages": [USER], "stream_options": {"include_usag": True}}, "`stream_options.include_usag` is not known"),
@@ -694,7 +696,54 @@ def test_tools_are_called_as_openais_clients_expect(model):
         assert (free["finish_reason"], "tool_calls" in free["message"]) == ("length", False)
     with serving(model) as (_, client):
         response = client.post("/v1/chat/completions", json=body)
-        assert "knows of no tools" in response.json()["error"]["message"]
+        assert "chat template does not read `tools`, and beside messages nothing" in response.json()["error"]["message"]
+
+
+class Thinking(Bytes):
+    """Bytes with a chat template that is told how much to think."""
+
+    chat = ChatTemplate(
+        "{% if enable_thinking %}think{% endif %}{% if reasoning_effort is defined %}{{ reasoning_effort }}{% endif %}"
+        "{% for m in messages %}{{ m.content }}{% if m.thinking %}({{ m.thinking }}){% endif %}{% endfor %}",
+        {},
+        "a test",
+    )
+
+
+def test_a_chat_template_is_told_what_it_reads(model):
+    with serving(model, tokenizer=Thinking()) as (_, client):
+
+        def ask(message=USER, **more):
+            body = {"messages": [message], "max_tokens": 1, **more}
+            return client.post("/v1/chat/completions", json=body).json()
+
+        read = lambda **more: ask(**more)["usage"]["prompt_tokens"]
+        assert read() == read(chat_template_kwargs={"x": None}) == len("x")
+        assert read(reasoning_effort="high") == len("highx")
+        assert read(reasoning_effort="none", chat_template_kwargs={"enable_thinking": True}) == len("thinknonex")
+        assert read(message={**USER, "reasoning": "so"}) == len("x(so)")
+        for more, param, message in (
+            ({"chat_template_kwargs": {"enable_thinkng": 1}}, "chat_template_kwargs", "not read `enable_thinkng`"),
+            ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "not read `messages`"),
+            ({"chat_template_kwargs": {"reasoning_effort": {}}}, "chat_template_kwargs", "is a field of its own"),
+            ({"tools": [TOOL]}, "tools", "not read `tools`, and beside messages `enable_thinking`, `reasoning_effort`"),
+            ({"message": calling("{}")}, "messages", "does not write `messages[0].tool_calls`"),
+        ):
+            error = ask(**more)["error"]
+            assert (error["param"], message in error["message"]) == (param, True), error
+    with serving(model) as (_, client):
+        error = ask(reasoning_effort="low")["error"]
+        assert (error["param"], "not read `reasoning_effort`" in error["message"]) == ("reasoning_effort", True)
+
+
+def test_whatever_a_chat_template_raises_is_a_bad_request(model):
+    class Broken(Bytes):
+        chat = ChatTemplate("{{ 1 // (messages[0].content | length - 1) }}", {}, "a test")
+
+    with serving(model, tokenizer=Broken()) as (_, client):
+        response = client.post("/v1/chat/completions", json={"messages": [USER]})
+        assert response.status_code == 400
+        assert "the chat template in a test fails: integer division" in response.json()["error"]["message"]
 
 
 def test_a_form_that_cannot_be_followed_is_an_error():

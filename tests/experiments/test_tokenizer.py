@@ -10,6 +10,7 @@ from experiments import configs
 from experiments import tokenizer as command
 from experiments.commandline import schema
 from experiments.data import DataError, batches, corpus
+from experiments.data.chat import read_message
 from experiments.data.tokenizer import Bytes, open_tokenizer, train_bpe
 from experiments.results.summary import copy_tokenizer
 
@@ -80,6 +81,32 @@ def test_transformers_reads_the_folder_alike(folder):
         MESSAGES
     )
     assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.start, ours.stops[0])
+
+
+ABOUT = {"tools": [{"name": "f"}], "level": {"a": 1}}
+
+
+@pytest.mark.parametrize("told", [{}, ABOUT])
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% if tools is not none %}{{ tools | tojson }}{% endif %}{{ documents is none }}{{ level is defined }}",
+        "{% for m in messages %}{{ m.thinking }},{{ m.reasoning_content }}{{ m.name is defined }}{% endfor %}",
+        "{{ cls_token }}{{ sep_token }}{{ level }}",
+    ],
+)
+def test_templates_are_told_what_transformers_tells_them(folder, tmp_path, template, told):
+    transformers = pytest.importorskip("transformers")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "cls_token": "<bos>"}))
+    (tmp_path / "chat_template.jinja").write_text(template)
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path), open_tokenizer(tmp_path).chat
+    told = {name: value for name, value in told.items() if name in ours.variables}
+    messages = [MESSAGES[0], {**MESSAGES[2], "name": None, "reasoning": "so"}, {**MESSAGES[2], "thinking": ""}]
+    expected = theirs.apply_chat_template(messages, tokenize=False, **told)
+    assert ours.render([read_message(one) for one in messages], told, answer=False) == expected
 
 
 def test_chat_templates_render_and_refuse(folder, tmp_path):
