@@ -38,11 +38,6 @@ from transforms.tiling.primitives import PRODUCTS, having, summed
 Push = Callable[[Node, tuple[Placement, ...]], "Move | Obstacle"]
 Pull = Callable[[Node, Tiled], tuple[Placement, ...] | None]
 Localise = Callable[[Node, Move, Span], dict[str, Any]]
-Emit = Callable[[Node, list[Any], Move, Span], list[Any]]
-Accumulate = Callable[[Node, list[Any], Any, Span], Any]
-Outline = Callable[[Node, tuple[Placement, ...], Any], "Move | Obstacle | None"]
-Resume = Callable[[Node, Value, Any, Mapping[Value, Any], Span], Any]
-Part = Callable[[Node, Sequence[Any], Sequence[int]], list[Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +45,11 @@ class Rule:
     push: Push
     pull: Pull | None = None
     localise: Localise | None = None
-    emit: Emit | None = None
-    accumulate: Accumulate | None = None
-    part: Part | None = None
-    outline: Outline | None = None
-    resume: Resume | None = None
+    emit: Callable[[Node, list[Any], Move, Span], list[Any]] | None = None
+    accumulate: Callable[[Node, list[Any], Any, Span], Any] | None = None
+    part: Callable[[Node, Sequence[Any], Sequence[int]], list[Any]] | None = None
+    outline: Callable[[Node, tuple[Placement, ...], Any], Move | Obstacle | None] | None = None
+    resume: Callable[[Node, Value, Any, Mapping[Value, Any], Span], Any] | None = None
     unfit: Callable[[Node, Move, Span], str | None] | None = None
     wide: Callable[[Node, list[Any], Any, Span], Any] | None = None
     factors: Callable[[Node], Any] | None = None
@@ -157,9 +152,10 @@ def partial(placements: Sequence[Placement]) -> list[int]:
     return [i for i, p in enumerate(placements) if isinstance(p, Partial)]
 
 
-def smaller(node: Node, operands: Sequence[int]) -> list[int]:
-    """All but the largest of `operands`."""
-    return sorted(operands, key=lambda i: (node.inputs[i].nbytes, -i))[:-1]
+def unlike(node: Node, operands: Sequence[int]) -> Complete:
+    """Of operands that are cut along different dimensions, all but the largest must be whole; a lone one too."""
+    smaller = sorted(operands, key=lambda i: (node.inputs[i].nbytes, -i))[:-1]
+    return Complete(smaller or operands, "has operands that are cut along different dimensions")
 
 
 def refuse_partial(node: Node, placements: Sequence[Placement], reason: str = "is not linear in it") -> Complete | None:
@@ -212,7 +208,7 @@ def by_cut(push: Callable[[Node, tuple[Placement, ...], Tiled], Move | Obstacle]
         cut = placements[cuts[0]]
         assert isinstance(cut, Tiled)
         if any(placements[i] != cut for i in cuts):
-            return Complete(smaller(node, cuts), "has operands that are cut along different dimensions")
+            return unlike(node, cuts)
         return push(node, placements, cut)
 
     rule.__module__ = push.__module__

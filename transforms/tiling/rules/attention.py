@@ -14,7 +14,7 @@ import dataclasses
 from transforms.tiling.ir.graph import Node
 from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Tiled
-from transforms.tiling.rules import Move, refuse_partial, register, smaller, tiled
+from transforms.tiling.rules import Move, refuse_partial, register, tiled, unlike
 
 REASON = "is a kernel that was written for whole arrays"
 OPERANDS = "query key value bias q_seqlen kv_seqlen q_offsets kv_offsets page_table_k page_table_v".split()
@@ -59,7 +59,7 @@ def push(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
 
     wanted = tuple(stands(names, v.shape) for names, v in zip(ins, node.inputs, strict=True))
     if any(placements[i] != wanted[i] for i in cuts):
-        return Complete(smaller(node, cuts) or cuts, "has operands that are cut along different dimensions")
+        return unlike(node, cuts)
     made = [stands(names, v.shape) for names, v in zip(outs, node.outputs, strict=True)]
     return Move(tuple(Partial("sum") if place == WHOLE else place for place in made), wanted)
 

@@ -94,7 +94,7 @@ def localise_constraint(node: Node, move: Move, span: Span) -> dict[str, Any]:
 
 register(*OVER_DEVICES, push=push, emit=each)
 EXCHANGES = "all_gather all_gather_invariant all_gather_reduced all_to_all reduce_scatter unreduced_reduce_scatter"
-register_factors(*EXCHANGES.split(), factors=exchanged, sums=gathered_sum, pulled=False)
+register_factors(*EXCHANGES.split(), factors=exchanged, sums=gathered_sum, pull=None)
 complete("pbroadcast_dynamic", "ragged_all_to_all", reason="sends each device what it asks for")
 register("device_put", push=push_put)
 # Spread otherwise over the devices: a tile holds a share of each, in the order of the whole, so it moves alike.

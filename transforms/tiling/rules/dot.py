@@ -19,8 +19,13 @@ from transforms.tiling.rules.factors import Factors, register_factors
 
 def factors(node: Node) -> Factors:
     """`([b m k], [b k n]) -> [b m n]`."""
-    contract, batch = node.params["dimension_numbers"]
-    left, right = ([(side, d) for d in range(len(v.shape))] for side, v in enumerate(node.inputs))
+    return product(node, node.params["dimension_numbers"])
+
+
+def product(node: Node, numbers: Any) -> Factors:
+    """The factors of a product of a node's first two operands, by the dimensions that it contracts and its batches."""
+    contract, batch = numbers
+    left, right = ([(side, d) for d in range(len(v.shape))] for side, v in enumerate(node.inputs[:2]))
     for mine, its in (*zip(*contract, strict=True), *zip(*batch, strict=True)):
         right[its] = left[mine]
     summed, batched = ([left[d] for d in dims] for dims in (contract[0], batch[0]))

@@ -19,7 +19,7 @@ from transforms.tiling.ir.graph import Node, Value
 from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Tiled
 from transforms.tiling.ir.terms import Dims
-from transforms.tiling.rules import RULES, Move, Pull, Push, linear, refuse_partial, register, smaller, tiled
+from transforms.tiling.rules import RULES, Move, Pull, Push, linear, refuse_partial, register, tiled, unlike
 
 ALONG = "runs along the cut axis"
 Names = Sequence[Any]  # of the factors of an array's dimensions; None for a dimension that no other array has
@@ -48,12 +48,8 @@ Sums = Callable[[Node, tuple[Placement, ...]], "Move | Obstacle | None"]
 Along = Callable[[Node, Tiled], bool]
 
 
-def never(node: Node, cut: Tiled) -> bool:
-    return False
-
-
 def register_factors(
-    *names: str, factors: Stated, sums: Sums = linear, along: Along = never, pulled: bool = True, **parts: Any
+    *names: str, factors: Stated, sums: Sums = linear, along: Along | None = None, **parts: Any
 ) -> None:
     """Give primitives the rule that follows from their factors.
 
@@ -62,15 +58,14 @@ def register_factors(
         factors: those of an equation.
         sums: where its results stand if partial results are among its operands; None if it takes none.
         along: whether a state can go from tile to tile where it runs along a cut.
-        pulled: whether a tile of the result may be made of whole operands.
-        parts: further parts of the rule.
+        parts: further parts of the rule, and others in the place of these; `pull=None` if no tile of the result is
+            made of whole operands.
     """
-    pull = parts.pop("pull", None) or (pull_factor(factors) if pulled else None)
-    push = parts.pop("push", None) or push_factor(factors, sums, along)
-    register(*names, push=push, pull=pull, factors=factors, **parts)
+    stated: dict[str, Any] = {"push": push_factor(factors, sums, along), "pull": pull_factor(factors)}
+    register(*names, factors=factors, **stated | parts)
 
 
-def push_factor(factors: Stated, sums: Sums, along: Along = never) -> Push:
+def push_factor(factors: Stated, sums: Sums, along: Along | None = None) -> Push:
     """The cut follows its factor: into all operands and results that have it."""
 
     def push(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
@@ -82,9 +77,9 @@ def push_factor(factors: Stated, sums: Sums, along: Along = never) -> Push:
         name = stated.ins[cuts[0]][cut.dim]
         wanted = tuple(_stands(dims, name, cut) for dims in stated.ins)
         if any(placements[i] != wanted[i] for i in cuts):
-            return Complete(smaller(node, cuts), "has operands that are cut along different dimensions")
+            return unlike(node, cuts)
         if name in stated.blocked:
-            return Complete(cuts, stated.blocked[name], along=along(node, cut))
+            return Complete(cuts, stated.blocked[name], along=along is not None and along(node, cut))
         if name in stated.reduced:
             return Move((Partial(stated.reduced[name]),) * len(stated.outs), wanted)
         return Move(tuple(_stands(dims, name, cut) for dims in stated.outs), wanted)

@@ -47,6 +47,6 @@ def solved(node: Node) -> Factors:
 
 
 SOLVED = ("triangular_solve", "tridiagonal_solve")
-register_factors(*(name for name in CORE if name not in SOLVED), factors=factors, pulled=False)
+register_factors(*(name for name in CORE if name not in SOLVED), factors=factors, pull=None)
 register_factors("triangular_solve", factors=solved, heavy=True)
-register_factors("tridiagonal_solve", factors=solved, pulled=False)
+register_factors("tridiagonal_solve", factors=solved, pull=None)

@@ -10,30 +10,26 @@ from transforms.tiling.ir.graph import Node
 from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import WHOLE, Placement, Span, Tiled
 from transforms.tiling.rules import Move, no_sums, partial, refuse_partial, register, tiled
+from transforms.tiling.rules.dot import product
 from transforms.tiling.rules.factors import Factors, push_factor
 
 
-def dims(node: Node) -> tuple[Any, Any, Any, Any]:
-    """The contracted and the batch dimensions of both operands; the ragged one of the rows, the groups' of the rest."""
-    numbers = node.params["ragged_dot_dimension_numbers"]
-    contract, batch = numbers.dot_dimension_numbers
-    pairs = [tuple(tuple(map(int, d)) for d in pair) for pair in (contract, batch)]
-    return pairs[0], pairs[1], int(numbers.lhs_ragged_dimensions[0]), tuple(map(int, numbers.rhs_group_dimensions))
+def ragged_dim(node: Node) -> int:
+    """The dimension of the first operand whose rows are of groups."""
+    return node.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions[0]
 
 
 def factors(node: Node) -> Factors:
     """`([m k], [g k n], [g]) -> [m n]`; where `m` is summed over, `([k m], [m n], [g]) -> [g k n]`."""
-    contract, batch, ragged, group = dims(node)
-    left, right = ([(side, d) for d in range(len(v.shape))] for side, v in enumerate(node.inputs[:2]))
-    for mine, its in (*zip(*contract, strict=True), *zip(*batch, strict=True)):
-        right[its] = left[mine]
-    groups = [right[d] for d in group]
-    summed, batched = ([left[d] for d in dims] for dims in (contract[0], batch[0]))
-    free = [name for name in dict.fromkeys([*left, *right]) if name not in (*summed, *batched, *groups)]
+    numbers, ragged = node.params["ragged_dot_dimension_numbers"], ragged_dim(node)
+    contract, batch = numbers.dot_dimension_numbers
+    found = product(node, (contract, batch))
+    (left, right), (out,) = found.ins, found.outs
+    groups = [right[d] for d in numbers.rhs_group_dimensions]
     first = ["group"] if ragged in contract[0] else []
     blocked = dict.fromkeys([*groups, *([left[ragged]] if ragged in batch[0] else ())], "groups the cut axis")
-    outs = [[*first, *batched, *free]]
-    return Factors([left, right, ["group"]], outs, reduced=dict.fromkeys(summed, "sum"), blocked=blocked)
+    outs = [[*first, *(name for name in out if name not in groups)]]
+    return Factors([left, right, ["group"]], outs, reduced=found.reduced, blocked=blocked)
 
 
 by_factors = push_factor(factors, no_sums)
@@ -41,7 +37,7 @@ by_factors = push_factor(factors, no_sums)
 
 def push(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     """As factors say, where each tile of the rows can tell which groups they are of: not from a part of the groups."""
-    cuts, ragged = tiled(placements), dims(node)[2]
+    cuts, ragged = tiled(placements), ragged_dim(node)
     if 2 in cuts or len(node.inputs[2].shape) != 1 or node.params["group_offset"] is not None:
         return refuse_partial(node, placements) or Complete(cuts, "needs the sizes of all groups")
     move = by_factors(node, placements)
@@ -53,7 +49,7 @@ def push(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
 
 def emit(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
     lhs, rhs, sizes = values
-    cut, ragged = move.ins[0], dims(node)[2]
+    cut, ragged = move.ins[0], ragged_dim(node)
     if isinstance(cut, Tiled) and cut.dim == ragged:
         ends = jnp.cumsum(sizes, dtype=sizes.dtype)
         start = jnp.asarray(span.start, sizes.dtype)

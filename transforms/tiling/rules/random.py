@@ -119,5 +119,5 @@ register_factors("random_wrap", "random_unwrap", "random_clone", factors=leading
 register_factors("random_bits", factors=counted(leading), pull=pull_generator, emit=emit_bits)
 register_factors("random_split", factors=counted(leading), pull=pull_generator, emit=emit_split)
 register_factors("random_fold_in", "random_seed", factors=counted(elementwise))
-register_factors("random_gamma", factors=counted(sampled), pulled=False)
+register_factors("random_gamma", factors=counted(sampled), pull=None)
 complete("rng_bit_generator", "rng_uniform", reason=ONE_STREAM)

@@ -79,5 +79,5 @@ register_factors(
     factors=keeping(lambda node: node.params["axis"]),
     along=lambda node, cut: cut.major == 1,
 )
-register_factors("sort", factors=keeping(lambda node: node.params["dimension"]), pulled=False)
-register_factors("top_k", "approx_top_k", factors=keeping(best), along=picks, pulled=False)
+register_factors("sort", factors=keeping(lambda node: node.params["dimension"]), pull=None)
+register_factors("top_k", "approx_top_k", factors=keeping(best), along=picks, pull=None)

@@ -125,17 +125,11 @@ def localise_split(node: Node, move: Move, span: Span) -> dict[str, Any]:
 
 
 def stacked(node: Node) -> Factors:
-    """`([i j], [i j]) -> [i k j]`."""
-    axis, dims = node.params["axis"], range(len(node.outputs[0].shape))
-    ins = [[d for d in dims if d != axis]] * len(node.inputs)
-    return Factors(ins, [dims], blocked={axis: "takes the cut axis apart"})
-
-
-def unstacked(node: Node) -> Factors:
-    """`([i k j]) -> [i j], [i j]`."""
-    axis, dims = node.params["axis"], range(len(node.inputs[0].shape))
-    outs = [[d for d in dims if d != axis]] * len(node.outputs)
-    return Factors([dims], outs, blocked={axis: "takes the cut axis apart"})
+    """`([i j], [i j]) -> [i k j]`; and `([i k j]) -> [i j], [i j]`."""
+    axis, dims = node.params["axis"], range(max(len(v.shape) for v in (*node.inputs, *node.outputs)))
+    apart = [d for d in dims if d != axis]
+    ins, outs = ([dims if len(v.shape) == len(dims) else apart for v in side] for side in (node.inputs, node.outputs))
+    return Factors(ins, outs, blocked={axis: "takes the cut axis apart"})
 
 
 @by_cut
@@ -176,7 +170,7 @@ register("concatenate", push=push_concatenate, pull=pull_concatenate)
 register("split", push=push_split, localise=localise_split)
 register("tile", push=push_tile, pull=pull_tile)
 register_factors("stack", factors=stacked)
-register_factors("unstack", factors=unstacked, pulled=False)
+register_factors("unstack", factors=stacked, pull=None)
 
 
 register("iota", push=of_nothing, pull=pull_iota, emit=emit_iota)
