@@ -187,11 +187,12 @@ class Span(NamedTuple):
         low, high = (have - want for have, want in zip(self.halo, halo, strict=True))
         return fold(lax.slice_in_dim(array, steps(low), steps(self.length - high), axis=dim), placement)
 
-    def within(self, placement: Tiled) -> Any:
-        """Which elements along this tile's dimension the axis has."""
+    def cleared(self, array: Any, placement: Tiled, fill: Any) -> Any:
+        """This tile of an array, with `fill` outside of the axis."""
         steps = jnp.arange(placement.major * placement.steps(self.length), dtype=jnp.int32)
         steps = placement.rows(steps) % self.length + jnp.asarray(self.start, jnp.int32)
-        return (steps >= 0) & (steps < self.total)
+        inside = lax.broadcast_in_dim((steps >= 0) & (steps < self.total), array.shape, (placement.dim,))
+        return jnp.where(inside, array, jnp.asarray(fill, array.dtype))
 
     def put(self, array: Any, part: Any, placement: Tiled | Stacked) -> Any:
         """The whole array with this tile overwritten."""

@@ -20,12 +20,13 @@ ARBITRARY = "looks up arbitrary places along the cut axis"
 
 
 def picks_few(node: Node) -> bool:
-    """Whether a node's result is so much smaller than its operand that each tile can make all of it.
+    """Whether a node's result is so much smaller than its operand that each tile can make all of it, of numbers.
 
     An argument of the function is whole to begin with: nothing is gained.
     """
-    source = node.inputs[0]
-    return source.producer is not None and 2 * elements(node.outputs[0].shape) <= elements(source.shape)
+    (source, *_), (out,) = node.inputs, node.outputs
+    few = source.producer is not None and 2 * elements(out.shape) <= elements(source.shape)
+    return few and not jax.dtypes.issubdtype(out.dtype, jax.dtypes.extended)
 
 
 def one_of_each(node: Node) -> Partial:
@@ -111,7 +112,7 @@ def push_lookup(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacl
     operand, indices = placements
     if isinstance(indices, Tiled):
         return Complete([1], "looks up places that are cut themselves")
-    if not picks_few(node) or jax.dtypes.issubdtype(node.outputs[0].dtype, jax.dtypes.extended):
+    if not picks_few(node):
         return Complete([0], ARBITRARY)
     return Move((one_of_each(node),), (operand, indices))
 

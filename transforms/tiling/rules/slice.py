@@ -5,7 +5,6 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -25,9 +24,9 @@ def pick(rows: Any, places: Any, cut: Tiled, span: Span) -> list[Any]:
     return [jnp.where(lax.broadcast_in_dim(here, found.shape, (cut.dim,)), found, absent(found))]
 
 
-def push_part(node: Node, cut: Tiled, placements: tuple[Placement, ...]) -> Move | Obstacle:
+def push_part(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
     """A small part of the cut axis: each tile has some of it, and nothing in place of the rest."""
-    if not picks_few(node) or jax.dtypes.issubdtype(node.outputs[0].dtype, jax.dtypes.extended):
+    if not picks_few(node):
         return Complete([0], "takes a part of the cut axis")
     return Move((one_of_each(node),), placements)
 
@@ -44,15 +43,14 @@ def cut_part(move: Move) -> Tiled | None:
 @by_cut
 def push_slice(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
     kept = pieces(node, cut, node.inputs[0].shape, node.outputs[0].shape) or strided(node, cut)
-    return push_part(node, cut, placements) if kept is None else Move((kept,), placements)
+    return push_part(node, placements) if kept is None else Move((kept,), placements)
 
 
 def strided(node: Node, cut: Tiled) -> Tiled | None:
     """Where the axis stands in a slice that takes one of every few of its rows, from the first few on."""
-    p, dim = node.params, cut.dim
-    stride = 1 if p["strides"] is None else p["strides"][dim]
+    dim, stride = cut.dim, _stride(node, cut.dim)
     size, count = node.inputs[0].shape[dim], node.outputs[0].shape[dim]
-    plain = (cut.major, cut.minor) == (1, 1) and stride > 1 and p["start_indices"][dim] < stride
+    plain = (cut.major, cut.minor) == (1, 1) and stride > 1 and node.params["start_indices"][dim] < stride
     return cut.scaled(Fraction(1, stride)) if plain and count * stride == size else None
 
 
@@ -63,9 +61,12 @@ def pull_slice(node: Node, want: Tiled) -> tuple[Placement, ...] | None:
 
 def pieces(node: Node, cut: Tiled, shape: tuple[int, ...], other: tuple[int, ...]) -> Tiled | None:
     """The cut on the other side of a slice that takes the cut axis whole, once or several times."""
-    p, dim = node.params, cut.dim
-    plain = p["strides"] is None or p["strides"][dim] == 1
-    return cut.repeated(shape, other[dim]) if plain and p["start_indices"][dim] % cut.block(shape) == 0 else None
+    whole = _stride(node, cut.dim) == 1 and node.params["start_indices"][cut.dim] % cut.block(shape) == 0
+    return cut.repeated(shape, other[cut.dim]) if whole else None
+
+
+def _stride(node: Node, dim: int) -> int:
+    return 1 if node.params["strides"] is None else node.params["strides"][dim]
 
 
 def localise_slice(node: Node, move: Move, span: Span) -> dict[str, Any]:
@@ -86,8 +87,7 @@ def emit_slice(node: Node, values: list[Any], move: Move, span: Span) -> list[An
     if cut is None:
         return node.bind(values, localise_slice(node, move, span))
     p, dim = node.params, cut.dim
-    stride = 1 if p["strides"] is None else p["strides"][dim]
-    places = p["start_indices"][dim] + stride * jnp.arange(node.outputs[0].shape[dim], dtype=jnp.int32)
+    places = p["start_indices"][dim] + _stride(node, dim) * jnp.arange(node.outputs[0].shape[dim], dtype=jnp.int32)
     strides = None if p["strides"] is None else _at(p["strides"], dim, 1)
     start, limit = _at(p["start_indices"], dim, 0), _at(p["limit_indices"], dim, values[0].shape[dim])
     (rows,) = node.bind(values, p | {"start_indices": start, "limit_indices": limit, "strides": strides})
@@ -133,23 +133,20 @@ def pull_pad(node: Node, want: Tiled) -> tuple[Placement, ...]:
 
 
 def emit_pad(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
-    cut = move.outs[0]
+    source, cut = move.ins[0], move.outs[0]
     values = [values[0], values[1].astype(values[0].dtype)]  # sums are wider than they will be
     if not isinstance(cut, Tiled):
         return node.bind(values)
     if move.reach:
         return [shifted(node, *values, cut, span)]
-    if move.ins[0] != cut and isinstance(move.ins[0], Tiled) and move.ins[0].group > cut.group:
+    low, high, gap = node.params["padding_config"][cut.dim]
+    if isinstance(source, Tiled) and source.group > cut.group:
         return node.bind(values)
-    if isinstance(move.ins[0], Tiled):
+    if isinstance(source, Tiled):
         steps, block = cut.steps(span.length), cut.block(node.outputs[0].shape)
-        low, high, _ = node.params["padding_config"][cut.dim]
-        config = _at(node.params["padding_config"], cut.dim, (low // block * steps, high // block * steps, 0))
-        return node.bind(values, node.params | {"padding_config": config})
-    low, _, gap = node.params["padding_config"][cut.dim]
+        return [padded(node, *values, cut, (low // block * steps, high // block * steps, 0))]
     size = node.inputs[0].shape[cut.dim]
-    config = _at(node.params["padding_config"], cut.dim, (0, 0, 0))
-    (rows,) = node.bind(values, node.params | {"padding_config": config})
+    rows = padded(node, *values, cut, (0, 0, 0))
     offset = span.positions(cut, jnp.int32) - low
     inside = (offset >= 0) & (offset % (gap + 1) == 0) & (offset // (gap + 1) < size)
     if size == 0:
@@ -162,11 +159,14 @@ def shifted(node: Node, rows: Any, fill: Any, cut: Tiled, span: Span) -> Any:
     """A tile of what is shifted along the cut axis, from a tile with the rows beside it."""
     low, _, _ = node.params["padding_config"][cut.dim]
     rows = lax.slice_in_dim(rows, max(-low, 0), max(-low, 0) + cut.steps(span.length), axis=cut.dim)
-    (rows,) = node.bind(
-        [rows, fill], node.params | {"padding_config": _at(node.params["padding_config"], cut.dim, (0, 0, 0))}
-    )
-    inside = span._replace(start=span.start - low * cut.group).within(cut)
-    return jnp.where(lax.broadcast_in_dim(inside, rows.shape, (cut.dim,)), rows, fill)
+    rows = padded(node, rows, fill, cut, (0, 0, 0))
+    return span._replace(start=span.start - low * cut.group).cleared(rows, cut, fill)
+
+
+def padded(node: Node, rows: Any, fill: Any, cut: Tiled, config: tuple[int, int, int]) -> Any:
+    """Some rows padded as the node says, but along the cut axis by `config`."""
+    configs = _at(node.params["padding_config"], cut.dim, config)
+    return node.bind([rows, fill], node.params | {"padding_config": configs})[0]
 
 
 # ------------------------------------------------------------------------------------------------------ dynamic slices
@@ -177,7 +177,7 @@ def push_dynamic_slice(node: Node, placements: tuple[Placement, ...], cut: Tiled
     if tiled(placements) != [0]:
         return Complete([i for i in tiled(placements) if i], "starts at a place that differs from tile to tile")
     if node.params["slice_sizes"][cut.dim] != node.inputs[0].shape[cut.dim]:
-        return push_part(node, cut, placements)
+        return push_part(node, placements)
     return Move((cut,), placements)
 
 

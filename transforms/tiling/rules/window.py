@@ -18,16 +18,6 @@ from transforms.tiling.rules import Move, aligned, by_cut, no_sums, partial, reg
 from transforms.tiling.rules.factors import Factors, push_factor, register_factors
 
 
-def stays(node: Node, dim: int) -> bool:
-    """Whether windows have length and stride 1 along a dimension, and add nothing to it."""
-    p = node.params
-    plain = all(p.get(k) is None or p[k][dim] == 1 for k in STEPS)
-    return plain and tuple(p["padding"][dim]) == (0, 0)
-
-
-STEPS = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
-
-
 class Slide(NamedTuple):
     """How windows slide: along which dimension of the operand, what of the `padding` is for it, how much further than
     an element a window reaches, how much is added before and after, in what steps windows move (`stride`), and how far
@@ -82,16 +72,18 @@ def sliding(node: Node, dim: int) -> Slide | None:
     return Slide(inner, number, (size - 1) * apart, *places[number], stride, gap)
 
 
+STEPS = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
+
+
+def stays(node: Node, dim: int) -> bool:
+    """Whether windows have length and stride 1 along a dimension, and add nothing to it."""
+    return sliding(node, dim) == Slide(dim, dim, extent=0, before=0, after=0)
+
+
 def slide(node: Node, dim: int) -> Slide | None:
     """The same, if windows move in steps of 1."""
     along = sliding(node, dim)
     return along if along is not None and along.stride == along.gap == 1 else None
-
-
-def cleared(array: Any, placement: Tiled, span: Span, fill: Any) -> Any:
-    """The rows of a tile, with `fill` outside of the axis."""
-    inside = lax.broadcast_in_dim(span.within(placement), array.shape, (placement.dim,))
-    return jnp.where(inside, array, jnp.asarray(fill, array.dtype))
 
 
 WINDOWS = {"reduce_window_sum": "sum", "reduce_window_max": "max", "reduce_window_min": "min", "reduce_window": None}
@@ -130,7 +122,7 @@ def emit_window(node: Node, values: list[Any], move: Move, span: Span) -> list[A
     for i, beside in move.reach.items():
         op = WINDOWS[node.name]
         fill = values[count + i] if op is None else jnp.asarray(identity(op, values[i].dtype))
-        rows = cleared(values[i], cut, span.beside(beside), fill)
+        rows = span.beside(beside).cleared(values[i], cut, fill)
         low, high = along.padding(beside, cut, rows.shape[cut.dim], made)
         config = [(low, high, along.gap - 1) if d == cut.dim else (0, 0, 0) for d in range(rows.ndim)]
         values[i] = lax.pad(rows, fill, config)
@@ -235,7 +227,7 @@ def emit_convolution(node: Node, values: list[Any], move: Move, span: Span) -> l
         cut, out = move.ins[0], move.outs[0]
         assert isinstance(cut, Tiled)
         number = params["dimension_numbers"].lhs_spec[2:].index(cut.dim)
-        values[0] = cleared(values[0], cut, span.beside(move.reach[0]), 0)
+        values[0] = span.beside(move.reach[0]).cleared(values[0], cut, 0)
         if isinstance(out, Tiled):
             along, made = sliding(node, out.dim), span.local_shape(node.outputs[0].shape, out)[out.dim]
         else:
@@ -267,4 +259,4 @@ register(*WINDOWS, push=push_window, pull=pull_window, emit=emit_window)
 register(*CHOICES, push=push_choices, pull=pull_window)
 register("conv_general_dilated", push=push_convolution, emit=emit_convolution)
 register_factors("fft", factors=transformed)
-register_factors("reduce", factors=combined, pulled=False)
+register_factors("reduce", factors=combined, pull=None)
