@@ -37,11 +37,10 @@ def schedule(analysis: Analysis, online: Mapping[Value, Online]) -> Schedule | O
     """
     limits = analysis.limits
     assert limits is not None, "a body is not planned by itself"
-    policy = limits.options.policy
-    planner, loops = _settle(analysis, online, policy, eager=False)
+    planner, loops = _settle(analysis, online, eager=False)
     if len(loops) > 1:
         # What an early loop computes anyway costs nothing there, and what it takes need not be computed again later.
-        eager = _settle(analysis, online, policy, eager=True)
+        eager = _settle(analysis, online, eager=True)
         if _cost(eager) < _cost((planner, loops)):
             planner, loops = eager
     obstacle = check_begun(analysis, loops, limits)
@@ -57,9 +56,7 @@ def _cost(planned: tuple[Planner, list[Loop]]) -> tuple[int, int]:
     return sum(flops(node) for loop in loops for node in loop.nodes), stacked
 
 
-def _settle(
-    analysis: Analysis, online: Mapping[Value, Online], policy: Policy | None, eager: bool
-) -> tuple[Planner, list[Loop]]:
+def _settle(analysis: Analysis, online: Mapping[Value, Online], eager: bool) -> tuple[Planner, list[Loop]]:
     """Plan until all loops agree on what earlier ones store: a stored value is read, not computed again.
 
     If they go on changing their minds, what is stored once stays stored, no later than then: loops then only come to
@@ -68,7 +65,7 @@ def _settle(
     deadline: dict[Value, int] = {}
     rounds = 0
     while True:
-        planner = Planner(analysis, dict(deadline), online, eager, policy)
+        planner = Planner(analysis, dict(deadline), online, eager)
         if rounds >= ROUNDS:
             planner.deadline |= deadline
         loops = planner.plan()
@@ -85,7 +82,7 @@ def region(analysis: Analysis, wants: Sequence[Placement], effects: bool = True)
         wants: where each output is to stand.
         effects: whether its side effects run.
     """
-    planner = Planner(analysis, {}, {}, eager=False, inside=True)
+    planner = Planner(analysis, {}, {}, eager=False)
     loop = Loop()
     refs = [planner.resolve(v, want, 0, loop) for v, want in zip(analysis.graph.outputs, wants, strict=True)]
     for ref in refs:
@@ -118,20 +115,26 @@ class Planner:
         stored: what the loops of the plan before stored, and in which loop.
         online: sums that are rescaled.
         eager: form each result in the first loop that can, not in the last that may.
-        policy: what is stored rather than computed again.
-        inside: a region: its inputs are tiles already.
     """
 
     analysis: Analysis
     stored: dict[Value, int]
     online: Mapping[Value, Online]
     eager: bool
-    policy: Policy | None = None
-    inside: bool = False
     deadline: dict[Value, int] = dataclasses.field(default_factory=dict)
     late: set[Value] = dataclasses.field(default_factory=set)
     requested: dict[Value, int] = dataclasses.field(default_factory=dict)
     heard: dict[Node, int] = dataclasses.field(default_factory=dict)  # in which loop nodes have their side effects
+
+    @property
+    def inside(self) -> bool:
+        """Whether it is a region: its inputs are tiles already."""
+        return self.analysis.limits is None
+
+    @property
+    def again(self) -> frozenset[Value]:
+        """What each loop computes for itself, whatever is stored."""
+        return frozenset() if self.analysis.limits is None else self.analysis.limits.again
 
     @functools.cached_property
     def readers(self) -> dict[Value, list[Node]]:
@@ -160,7 +163,7 @@ class Planner:
                     done.add(value)
                     loops[d].updates.append(self.update(value, d, loops[d]))
             loops[d].updates = [u for u in loops[d].updates if self.deadline[u.value] == d]
-            loops[d].updates += [*self.anchors(d, loops[d]), *self.states(d, loops[d])]
+            loops[d].updates += self.states(d, loops[d])
             for node in (n for n in effects if self.heard[n] == d):
                 self.emit(self.effect(node), d, loops[d])
             trim(loops[d])
@@ -260,15 +263,10 @@ class Planner:
             self.deadline[online.weight] = d
         return Update(value, tuple(terms), online)
 
-    def anchors(self, d: int, loop: Loop) -> list[Update]:
-        """The anchors of a loop's sums: each tile leaves its own for the next."""
-        refs = {term.value: Ref(term.value, WHOLE, "tile") for update in loop.updates for term in update.online.anchors}
-        for ref in refs.values():
-            self.emit(ref, d, loop)
-        return [Update(value, (ref,)) for value, ref in refs.items()]
-
     def states(self, d: int, loop: Loop) -> list[Update]:
-        """What a loop's tiles hand to the next, unless it is accumulated anyway."""
+        """What a loop's tiles hand to the next, the anchors of its sums too, unless it is accumulated anyway."""
+        anchors = [term.value for update in loop.updates for term in update.online.anchors]
+        loop.states = dict.fromkeys([*anchors, *loop.states])
         found: dict[Value, Update] = {}
         while todo := [v for v in loop.states if v not in found]:
             for value in todo:
@@ -284,8 +282,7 @@ class Planner:
 
     def computes(self, value: Value, d: int) -> bool:
         """Whether loop `d` has to compute the value: no earlier loop stored it, or it is to be computed `again`."""
-        limits = self.analysis.limits
-        return self.stored.get(value, d) >= d or (limits is not None and value in limits.again)
+        return self.stored.get(value, d) >= d or value in self.again
 
     def resolve(self, value: Value, want: Placement, d: int, loop: Loop, completed: bool = False) -> Ref:
         """Decide how loop `d` reads `value` as `want`, and ask for what that takes."""
@@ -314,10 +311,9 @@ class Planner:
 
     def kept(self, value: Value, placement: Placement, d: int) -> bool:
         """Whether the policy has an earlier loop store what loop `d` would compute again."""
-        early = isinstance(placement, Tiled) and self.analysis.fact(value).stage < d and value.producer is not None
-        if not early or self.inside or (self.analysis.limits is not None and value in self.analysis.limits.again):
-            return False
-        return keeps(self.policy, value.producer)
+        limits, node = self.analysis.limits, value.producer
+        early = isinstance(placement, Tiled) and self.analysis.fact(value).stage < d and value not in self.again
+        return early and limits is not None and node is not None and keeps(limits.options.policy, node)
 
     def pulls(self, value: Value, want: Tiled) -> Move | None:
         """How one tile of a whole value is made, without the rest of it."""

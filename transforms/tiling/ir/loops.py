@@ -70,7 +70,7 @@ class Loop:
     steps: list[Step] = dataclasses.field(default_factory=list)
     updates: list[Update] = dataclasses.field(default_factory=list)
     reads: dict[Value, None] = dataclasses.field(default_factory=dict)  # whole values, ready before the loop
-    states: dict[Value, None] = dataclasses.field(default_factory=dict)  # partial results that the next tile reads
+    states: dict[Value, None] = dataclasses.field(default_factory=dict)  # what the next tile reads
     reverse: bool = False  # from the last tile to the first
     made: set[tuple[Value, Placement]] = dataclasses.field(default_factory=set)  # the keys of the steps
 
