@@ -20,8 +20,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
+from jax.extend.core import Jaxpr, Literal, Var, jaxpr_as_fun
 from jax.typing import DTypeLike
+
+from transforms.tiling.ir.jaxprs import rewritten
 
 Dims = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]  # as `lax.dot_general` has them
 OPAQUE = ("pallas_call", "shard_map")  # bodies that are not whole programs of one device
@@ -108,43 +110,30 @@ class _Narrowing:
 
     def __init__(self, kernels: bool):
         self.kernels = kernels
-        self.known: dict[int, tuple[Any, Any]] = {}  # what a body was, and what has become of it
+        self.known: dict[int, tuple[Any, Any]] = {}  # what a parameter was, and what has become of it
+        self.narrow: dict[Any, Any] = {}  # what each float32 array was made from, in bfloat16
 
     def within(self, param: Any) -> Any:
         """A parameter of an equation, with bodies rewritten; itself, where nothing changes."""
-        if type(param) is tuple:
-            parts = tuple(self.within(one) for one in param)
-            return param if all(map(operator.is_, parts, param)) else parts
-        if not isinstance(param, ClosedJaxpr | Jaxpr):
-            return param
         if id(param) not in self.known:
-            inner = getattr(param, "jaxpr", param)
-            made = self._rewritten(inner)
-            made = made if inner is param else ClosedJaxpr(made, param.consts)
-            self.known[id(param)] = param, made if getattr(made, "jaxpr", made) is not inner else param
+            self.known[id(param)] = param, rewritten(param, self._equations)
         return self.known[id(param)][1]
 
-    def _rewritten(self, jaxpr: Any) -> Any:
-        """The same program, its products and those of its bodies of bfloat16 where they can be."""
-        eqns: list[Any] = []
-        narrow: dict[Any, Any] = {}  # what each float32 array was made from, in bfloat16
-        for eqn in jaxpr.eqns:
-            name = eqn.primitive.name
-            if name == "dot_general" and usual(eqn.params["precision"]):
-                eqns += self._product(eqn, narrow)
-                continue
-            if name == "convert_element_type":
-                narrow |= _source(eqn)
-            params = eqn.params if name in OPAQUE else {key: self.within(value) for key, value in eqn.params.items()}
-            changed = any(params[key] is not value for key, value in eqn.params.items())
-            eqns.append(eqn.replace(params=params) if changed else eqn)
-        same = len(eqns) == len(jaxpr.eqns) and all(map(operator.is_, eqns, jaxpr.eqns))
-        return jaxpr if same else jaxpr.replace(eqns=eqns)
+    def _equations(self, eqn: Any) -> list[Any]:
+        """What stands for an equation: its product, and those of its bodies, of bfloat16 where they can be."""
+        name = eqn.primitive.name
+        if name == "dot_general" and usual(eqn.params["precision"]):
+            return self._product(eqn)
+        if name == "convert_element_type":
+            self.narrow |= _source(eqn)
+        params = eqn.params if name in OPAQUE else {key: self.within(value) for key, value in eqn.params.items()}
+        changed = any(params[key] is not value for key, value in eqn.params.items())
+        return [eqn.replace(params=params) if changed else eqn]
 
-    def _product(self, eqn: Any, narrow: dict[Any, Any]) -> list[Any]:
+    def _product(self, eqn: Any) -> list[Any]:
         """The equations of a product, which reads the bfloat16 that both operands were, if its result is float32."""
         (out,), dims = eqn.outvars, eqn.params["dimension_numbers"]
-        found = [v if isinstance(v, Literal) else narrow.get(v, v) for v in eqn.invars]
+        found = [v if isinstance(v, Literal) else self.narrow.get(v, v) for v in eqn.invars]
         same = out.aval.dtype == jnp.float32 and all(v.aval.dtype == jnp.bfloat16 for v in found)
         operands = found if same else eqn.invars
         ready = is_kernel(*(v.aval for v in operands), dims, out.aval.dtype)

@@ -6,14 +6,14 @@ one program bears it, one loop of that, and everything else that computes the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Literal
 
 from transforms.tiling.ir.errors import TileError
-from transforms.tiling.ir.jaxprs import around, bodies, results_that_depend, settled
+from transforms.tiling.ir.jaxprs import bodies, given_inside, rebuilt, results_that_depend, rewritten
 
 
 def check_pure(eqn: Any) -> None:
@@ -45,7 +45,7 @@ def silenced(name: str, where: str, params: dict[str, Any]) -> dict[str, Any]:
     Raises:
         TileError: a side effect has results, so that leaving it out changes what is computed.
     """
-    made = {key: _changed(value, _quiet) for key, value in params.items()}
+    made = {key: rewritten(value, _quiet) for key, value in params.items()}
     if any(made[key] is not params[key] for key in params):
         return made
     raise TileError(
@@ -72,11 +72,13 @@ def silence_recomputed(value: Any) -> Any:
             return _quiet(eqn)
         return [_with(eqn, {k: silence_recomputed(p) for k, p in eqn.params.items()})] if loud(eqn.effects) else [eqn]
 
-    return _changed(value, inside)
+    return rewritten(value, inside)
 
 
 def _part(value: Any, given: Sequence[bool]) -> Any:
-    """A program without the side effects that do not depend on the inputs `given`."""
+    """A program, or each of several, without the side effects that do not depend on the inputs `given`."""
+    if isinstance(value, tuple):
+        return tuple(_part(branch, given) for branch in value)
     if not loud(value.effects):
         return value
     jaxpr, eqns = getattr(value, "jaxpr", value), []
@@ -88,25 +90,9 @@ def _part(value: Any, given: Sequence[bool]) -> Any:
         if not any(own) or not loud(eqn.effects):
             eqns += _quiet(eqn)
         else:
-            eqns.append(_with(eqn, _bodies(eqn, own)))
-    return _rebuilt(value, eqns)
-
-
-def _bodies(eqn: Any, given: Sequence[bool]) -> dict[str, Any]:
-    """The parameters of an equation whose bodies keep the side effects that depend on its operands `given`."""
-    params = dict(eqn.params)
-    if "branches" in params:
-        return params | {"branches": tuple(_part(branch, given[1:]) for branch in params["branches"])}
-    if "body_jaxpr" in params:
-        tests = params["cond_nconsts"]
-        first = tests + params["body_nconsts"]
-        state = settled(params["body_jaxpr"], given[tests:first], given[first:])
-        test, body = _part(params["cond_jaxpr"], [*given[:tests], *state]), [*given[tests:first], *state]
-        return params | {"cond_jaxpr": test, "body_jaxpr": _part(params["body_jaxpr"], body)}
-    for key, body in params.items():
-        if isinstance(body, (Jaxpr, ClosedJaxpr)) and len(getattr(body, "jaxpr", body).invars) == len(given):
-            params[key] = _part(body, around(eqn, given))
-    return params
+            inside = {key: _part(eqn.params[key], known) for key, known in given_inside(eqn, own).items()}
+            eqns.append(_with(eqn, eqn.params | inside))
+    return rebuilt(value, eqns)
 
 
 def _quiet(eqn: Any) -> list[Any]:
@@ -118,26 +104,9 @@ def _quiet(eqn: Any) -> list[Any]:
     return [_with(eqn, silenced(eqn.primitive.name, source_info_util.summarize(eqn.source_info), eqn.params))]
 
 
-def _changed(value: Any, change: Callable[[Any], list[Any]]) -> Any:
-    """A parameter whose programs with side effects are made of what `change` makes of their equations."""
-    if type(value) is tuple:
-        items = tuple(_changed(item, change) for item in value)
-        return items if any(a is not b for a, b in zip(items, value, strict=True)) else value
-    if not isinstance(value, (Jaxpr, ClosedJaxpr)) or not loud(value.effects):
-        return value
-    return _rebuilt(value, [new for eqn in getattr(value, "jaxpr", value).eqns for new in change(eqn)])
-
-
 def _with(eqn: Any, params: dict[str, Any]) -> Any:
     """An equation with other bodies, and so with their side effects."""
     if params == eqn.params:
         return eqn
     found = {e for body in bodies(params) for e in loud(body.effects)}
     return eqn.replace(params=params, effects=set(eqn.effects) - loud(eqn.effects) | found)
-
-
-def _rebuilt(value: Any, eqns: Sequence[Any]) -> Any:
-    """A jaxpr of other equations, closed as it is (newer versions of JAX do not tell the two apart)."""
-    jaxpr = getattr(value, "jaxpr", value)
-    made = jaxpr.replace(eqns=list(eqns), effects={e for eqn in eqns for e in eqn.effects})
-    return made if jaxpr is value else ClosedJaxpr(made, value.consts)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
@@ -29,6 +30,26 @@ def equations(jaxpr: Jaxpr) -> Iterator[Any]:
         yield eqn
         for inner in bodies(eqn.params):
             yield from equations(inner)
+
+
+def rewritten(param: Any, change: Callable[[Any], Sequence[Any]]) -> Any:
+    """A parameter whose programs are made of what `change` makes of their equations; itself, if those stay."""
+    if type(param) is tuple:
+        items = tuple(rewritten(item, change) for item in param)
+        return param if all(map(operator.is_, items, param)) else items
+    if not isinstance(param, (Jaxpr, ClosedJaxpr)):
+        return param
+    return rebuilt(param, [new for eqn in getattr(param, "jaxpr", param).eqns for new in change(eqn)])
+
+
+def rebuilt(program: Any, eqns: Sequence[Any]) -> Any:
+    """A program of other equations, closed as it is (newer versions of JAX do not tell the two apart)."""
+    jaxpr = getattr(program, "jaxpr", program)
+    if len(eqns) == len(jaxpr.eqns) and all(map(operator.is_, eqns, jaxpr.eqns)):
+        return program
+    before, now = ({e for eqn in some for e in eqn.effects} for some in (jaxpr.eqns, eqns))
+    made = jaxpr.replace(eqns=list(eqns), effects=jaxpr.effects - (before - now))
+    return made if jaxpr is program else ClosedJaxpr(made, program.consts)
 
 
 def trimmed(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -60,22 +81,35 @@ def depend(program: Any, given: Sequence[bool], name: Any = None) -> list[bool]:
 
 def results_that_depend(eqn: Any, given: Sequence[bool]) -> list[bool]:
     """Which results of an equation depend on its operands `given`: those of a body each for itself."""
-    branches, inner = eqn.params.get("branches"), bodies(eqn.params)
-    if branches is not None and not given[0]:
-        return [any(each) for each in zip(*(depend(branch, given[1:]) for branch in branches), strict=True)]
-    if len(inner) == 1 and (len(inner[0].invars), len(inner[0].outvars)) == (len(eqn.invars), len(eqn.outvars)):
-        return depend(inner[0], around(eqn, given))
-    return [any(given)] * len(eqn.outvars)
+    inside = given_inside(eqn, given)
+    chosen = "cond_jaxpr" in inside or ("branches" in inside and given[0])  # by a test, or an index
+    if not inside or chosen:
+        return [any(given)] * len(eqn.outvars)
+    found = [depend(body, own) for key, own in inside.items() for body in bodies({key: eqn.params[key]})]
+    return [any(each) for each in zip(*found, strict=True)]
 
 
-def around(eqn: Any, given: Sequence[bool]) -> list[bool]:
-    """The operands `given` of an equation, and if it is a scan, what it carries that depends on them sooner or later."""
-    if not has(eqn.primitive.name, "steps"):
-        return list(given)
-    first, carried = counts(eqn.params, eqn.invars, eqn.outvars)
-    last = first + carried
-    state = settled(bodies(eqn.params)[0], given[:first], given[first:last], given[last:])
-    return [*given[:first], *state, *given[last:]]
+def given_inside(eqn: Any, given: Sequence[bool]) -> dict[str, Sequence[bool]]:
+    """For the parameters of an equation that hold bodies, the inputs of these that are, or depend on, `given` operands.
+
+    What a loop carries depends on them sooner or later.
+    """
+    params = eqn.params
+    if "branches" in params:
+        return {"branches": given[1:]}
+    if "body_jaxpr" in params:
+        tests = params["cond_nconsts"]
+        first = tests + params["body_nconsts"]
+        state = settled(params["body_jaxpr"], given[tests:first], given[first:])
+        return {"cond_jaxpr": [*given[:tests], *state], "body_jaxpr": [*given[tests:first], *state]}
+    if has(eqn.primitive.name, "steps"):
+        first, carried = counts(params, eqn.invars, eqn.outvars)
+        last = first + carried
+        state = settled(params["jaxpr"], given[:first], given[first:last], given[last:])
+        given = [*given[:first], *state, *given[last:]]
+    shape = len(eqn.invars), len(eqn.outvars)
+    alone = {key: inner for key in params if len(inner := bodies({key: params[key]})) == 1}
+    return {key: given for key, (body,) in alone.items() if (len(body.invars), len(body.outvars)) == shape}
 
 
 def settled(body: Any, constants: Sequence[bool], state: Sequence[bool], rest: Sequence[bool] = ()) -> list[bool]:
