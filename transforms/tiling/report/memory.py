@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
+from graphlib import TopologicalSorter
 
 import jax
 import numpy as np
@@ -93,25 +94,19 @@ def _peak(graph: Graph, loop: bool) -> int:
 
 def _ordered(reads: dict[Node, dict[Value, None]]) -> list[Node]:
     """What is ready runs first, so that as much as possible is alive."""
-    waiting = {n: {v.producer for v in reads[n] if v.producer in reads} for n in reads}
-    readers: dict[Node, list[Node]] = {}
-    for node, before in waiting.items():
-        for other in before:
-            readers.setdefault(other, []).append(node)
-    ready, order = deque(n for n in reads if not waiting[n]), {}
-    late = set()
+    sorter = TopologicalSorter({n: {v.producer for v in read if v.producer in reads} for n, read in reads.items()})
+    sorter.prepare()
+    ready, order, late = deque(sorter.get_ready()), [], set()
     while ready:
         node = ready.popleft()
         if node.name in NESTED and node not in late:
             late.add(node)
             ready.append(node)
             continue
-        order[node] = None
-        for reader in readers.get(node, []):
-            waiting[reader].discard(node)
-            if not waiting[reader]:
-                ready.append(reader)
-    return list(order)
+        order.append(node)
+        sorter.done(node)
+        ready.extend(sorter.get_ready())
+    return order
 
 
 def _expanded(graph: Graph, same: dict[Value, Value]) -> Iterator[Node]:
