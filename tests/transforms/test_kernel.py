@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from tests import quick
 from tests.helpers import FLOAT32, assert_same, assert_tiles, equations
@@ -109,8 +110,7 @@ def blocked(place=lambda i: (i, 0), back=lambda i: (i, 0), shape=(T, D), asks=Fa
     def kernel(x, y):
         y[...] = x[...] * (pl.program_id(0) if asks else 1)
 
-    grid = T // block[0]
-    return lambda x: call(kernel, (grid,), [pl.BlockSpec(block, place)], [pl.BlockSpec(block, back)], [shape])(x)[0]
+    return lambda x: call(kernel, (T // B,), [pl.BlockSpec(block, place)], [pl.BlockSpec((B, D), back)], [shape])(x)[0]
 
 
 def summed(x):
@@ -133,7 +133,32 @@ def counted(x):
     return call(kernel, (T // B,), spec(B), spec(1), [(T // B, D)])(x)[0]
 
 
+def beside(x):
+    """Blocks of rows, each with all of them."""
+
+    def kernel(x, whole, y):
+        y[...] = x[...] + whole[...].sum(0)
+
+    specs = [pl.BlockSpec((B, D), lambda i: (i, 0)), pl.BlockSpec((T, D), lambda i: (0, 0))]
+    return call(kernel, (T // B,), specs, specs[:1], [(T, D)])(x, x)[0]
+
+
+def told(x):
+    """Blocks of rows in an order that an operand tells."""
+
+    def kernel(order, x, y):
+        y[...] = x[...] + order[pl.program_id(0)]
+
+    spec, shape = pl.BlockSpec((B, D), lambda i, order: (i, 0)), jax.ShapeDtypeStruct((T, D), jnp.float32)
+    grid = pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=1, grid=(T // B,), in_specs=[spec], out_specs=spec)
+    run = pl.pallas_call(kernel, grid_spec=grid, out_shape=shape, interpret=True)
+    return run(x[:, 0].astype(int), jnp.ones((T, D)))
+
+
 REFUSED = {
+    "is told by it what to do": (told, 8),
+    "does not take it in blocks": (blocked(place=lambda i: (i * B, 0), block=(pl.Element(B), pl.Element(D))), 8),
+    "at along the cut axis": (beside, 8),
     "may hand something from block to block": (summed, 8),
     "whose operands have other numbers of blocks": (counted, 8),
     "asks which block along the cut axis it is at": (blocked(asks=True), 8),
@@ -153,11 +178,15 @@ def test_other_kernels_run_on_whole_operands(reason):
     assert_same(tiled()(X), fn(jnp.sin(X)) * 2, FLOAT32)
 
 
-def test_sums_are_finished_before_a_kernel():
-    def fn(x):
-        return blocked()(jnp.tile(x.sum(0), (T, 1)) * 2)
+SUMS = {
+    "of what is made of one": lambda x: blocked()(jnp.tile(x.sum(0), (T, 1)) * 2),
+    "of one": lambda x: blocked(place=lambda i: (0, 0))(x.T @ x),
+}
 
-    assert_same(tile(fn, 0, size=8)(X), fn(X), FLOAT32)
+
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_are_finished_before_a_kernel(name):
+    assert_same(tile(SUMS[name], 0, size=8)(X), SUMS[name](X), FLOAT32)
 
 
 def test_in_a_region_tiles_that_cut_blocks_are_refused():

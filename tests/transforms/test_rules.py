@@ -135,6 +135,21 @@ def test_every_rule_has_a_case():
     assert rows <= written
 
 
+EDGES = {
+    "a pad of nothing": lambda x, w: x * jnp.pad(jnp.zeros((0, D)), ((L, 0), (0, 0)), constant_values=2.0),
+    "one update": lambda x, w: jnp.cumsum(jnp.ones(L)).at[4].set(w.sum()) * x[:, 0],
+    "sums into zeros at clipped places": lambda x, w: (
+        jnp.zeros((L, D)).at[jnp.arange(L), jnp.arange(L) % 5].add(x[:, 0], mode="clip") * w.mean()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_edges_of_rules(name):
+    rng = np.random.default_rng(0)
+    check(EDGES[name], (0, None), (rng.normal(size=(L, D)), rng.normal(size=(D, 4))), 4)
+
+
 def own_jvp():
     own = jax.custom_jvp(jnp.sin)
     own.defjvp(lambda primals, tangents: (own(*primals), 3 * tangents[0]))
