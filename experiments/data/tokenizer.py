@@ -28,6 +28,8 @@ MOST_BYTES = 1024  # words: a larger vocabulary is hardly one of bytes
 SPECIAL = "special_tokens_map.json"  # what older folders name special tokens in
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 START, STOP = "<bos>", "<eos>"  # of the tokenizers that are trained here
+FOUND = ("special", "normalized", "lstrip", "rstrip", "single_word")  # how an added token is found in a text
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # what vocabularies that fall back to bytes call them
 
 
 class Bytes:
@@ -57,6 +59,10 @@ class Bytes:
         """Return the text of ids; what is no UTF-8 becomes U+FFFD."""
         return bytes(int(i) for i in ids if i < BOS).decode(errors="replace")
 
+    def spell(self, token: int) -> tuple[str, bytes | None]:
+        """Return the name of an id and the bytes that it adds to a text, None where it is special."""
+        return spelled(bytes([token])) if token < BOS else (START, None)
+
     def stream(self) -> Callable[[int], str]:
         """Return a function that takes one id after another and returns the text that is now complete."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -85,6 +91,8 @@ class Folder:
         self.identity = self._hash(file)
         mapped = read_json(path / SPECIAL)
         special = {name: _content(settings.get(name)) or _content(mapped.get(name)) for name in SPECIAL_TOKENS}
+        named = settings.get("extra_special_tokens")
+        special |= {name: _content(token) for name, token in named.items()} if isinstance(named, Mapping) else {}
         self.start = self._id(special["bos_token"])
         self.stops = self._stops(path, special["eos_token"])
         self.chat = ChatTemplate.read(path, settings, special)
@@ -96,11 +104,17 @@ class Folder:
             inner = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the package raises bare `Exception`s
             raise DataError(f"cannot read {file}: {error}") from None
+        known = inner.get_vocab(with_added_tokens=True)
+        self._added = {text: how for text, how in _added(file.parent, settings).items() if text not in known}
+        inner.add_tokens([tokenizers.AddedToken(text, **how) for text, how in self._added.items()])
+        self._whole = {i: token.content for i, token in inner.get_added_tokens_decoder().items()}
+        self._bytes = _alphabet() if "ByteLevel" in repr(inner.decoder) else {}
         return inner, max(inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def _hash(self, file: Path) -> str:
         """Return a hash of what makes ids of a text."""
-        return hashlib.sha256(file.read_bytes()).hexdigest()
+        added = json.dumps(self._added) if self._added else ""
+        return hashlib.sha256(file.read_bytes() + added.encode()).hexdigest()
 
     @property
     def separator(self) -> int:
@@ -146,6 +160,15 @@ class Folder:
 
         inner = DecodeStream(skip_special_tokens=True)
         return lambda token: inner.step(self._inner, int(token)) or ""
+
+    def spell(self, token: int) -> tuple[str, bytes | None]:
+        """Return the name of an id and the bytes that it adds to a text, None where it is special."""
+        if token in self._whole:
+            return self._whole[token], self.decode([token]).encode() or None
+        text = self._inner.id_to_token(token) or ""
+        if self._bytes:
+            return spelled(bytes(self._bytes[letter] for letter in text))
+        return _spelled_piece(text)
 
     def _id(self, token: str | None) -> int | None:
         return None if token is None else self._inner.token_to_id(token)
@@ -245,6 +268,13 @@ class Sentences(Folder):
 
         return step
 
+    def spell(self, token: int) -> tuple[str, bytes | None]:
+        """Return the name of an id and the bytes that it adds to a text, None where it is special."""
+        named = next((text for text, i in self._special.items() if i == token), None)
+        if named is not None:
+            return named, None
+        return _spelled_piece(self._inner.id_to_piece(token) if token < self._inner.vocab_size() else "")
+
     def _id(self, token: str | None) -> int | None:
         if token is None or token in self._special:
             return self._special.get(token or "")
@@ -333,6 +363,46 @@ def read_json(path: Path) -> dict[str, Any]:
         raise DataError(f"cannot read {path}: {error}") from None
     if not isinstance(found, dict):
         raise DataError(f"cannot read {path}: it must hold a JSON object")
+    return found
+
+
+def spelled(made: bytes) -> tuple[str, bytes]:
+    """Return the name of an id that stands for bytes, and these; what is no UTF-8 is named by its numbers."""
+    return made.decode(errors="backslashreplace"), made
+
+
+def _spelled_piece(text: str) -> tuple[str, bytes]:
+    """Return likewise of a piece of a vocabulary that has signs for spaces and single bytes."""
+    byte = _BYTE.fullmatch(text)
+    return spelled(bytes.fromhex(byte[1]) if byte else text.replace("\u2581", " ").encode())
+
+
+def _alphabet() -> dict[str, int]:
+    """Return the byte that each letter of a byte-level vocabulary stands for, as GPT-2 has it.
+
+    Those that can be seen are themselves in Latin-1, and the others are the letters from 256 on.
+    """
+    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in seen]
+    return {chr(byte): byte for byte in seen} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def _added(folder: Path, settings: Mapping[str, Any]) -> dict[str, dict[str, bool]]:
+    """Return the tokens that files beside tokenizer.json name, and how each is found in a text, in their ids' order."""
+    decoder = settings.get("added_tokens_decoder")
+    listed = sorted(decoder.items(), key=lambda pair: int(pair[0])) if isinstance(decoder, Mapping) else []
+    tokens = [(token, {}) for _, token in listed]
+    tokens += [
+        (text, {}) for text, _ in sorted(read_json(folder / "added_tokens.json").items(), key=lambda one: one[1])
+    ]
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        given = settings.get(name) or []
+        tokens += [(token, {"special": True}) for token in (given.values() if isinstance(given, Mapping) else given)]
+    found: dict[str, dict[str, bool]] = {}
+    for token, how in tokens:
+        told = {name: token[name] for name in FOUND if name in token} if isinstance(token, Mapping) else {}
+        if (text := _content(token)) is not None:
+            found.setdefault(text, how | told)
     return found
 
 

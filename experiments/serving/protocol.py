@@ -474,7 +474,7 @@ class Reply:
     """
 
     def __init__(self, asked: Asked, model: str, tokenizer: Any):
-        self.asked, self._tokenizer, self._decode = asked, tokenizer, tokenizer.decode
+        self.asked, self._tokenizer = asked, tokenizer
         self.chat = bool(asked.messages)
         self._object = "chat.completion" if self.chat else "text_completion"
         self._id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
@@ -537,16 +537,17 @@ class Reply:
 
     def _told(self, tokens: Sequence[Token]) -> dict:
         def one(i: int, logprob: float) -> dict:
-            text = self._decode([i])
-            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+            name, made = self._tokenizer.spell(i)
+            return {"token": name, "logprob": logprob, "bytes": None if made is None else list(made)}
 
         top = lambda token: [one(i, logprob) for i, logprob in token.top]
         return {"content": [{**one(token.id, token.logprob), "top_logprobs": top(token)} for token in tokens]}
 
     def _listed(self, index: int, tokens: Sequence[Token]) -> dict:
+        name = lambda i: self._tokenizer.spell(i)[0]
         return {
-            "tokens": [self._decode([token.id]) for token in tokens],
+            "tokens": [name(token.id) for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": [{self._decode([i]): logprob for i, logprob in token.top} for token in tokens],
+            "top_logprobs": [{name(i): logprob for i, logprob in token.top} for token in tokens],
             "text_offset": [self._offsets[index].of(token.id) for token in tokens],
         }

@@ -350,6 +350,21 @@ def test_ids_of_one_letter_stand_where_it_does():
     assert [choice["logprobs"]["text_offset"] for choice in whole["choices"]] == [[0, 1, 1, 2, 2, 2, 3]] * 2
 
 
+def test_parts_of_a_letter_are_told_apart_and_by_their_bytes():
+    e, o = "éö".encode(), (("\\xc3", 0xC3), ("\\xa9", 0xA9), ("\\xb6", 0xB6))
+    top = tuple((byte, -1.0) for _, byte in o)
+    tokens = [Token(e[0], -1.0, -1.0, top), Token(e[1], -1.0, -1.0, top)]
+    asked = protocol.completion({"prompt": "x", "logprobs": 3})
+    told = protocol.Reply(asked, "tiny", Bytes()).whole(["é"], [tokens], ["stop"], 1)["choices"][0]["logprobs"]
+    assert (told["tokens"], [*told["top_logprobs"][0]]) == (["\\xc3", "\\xa9"], [name for name, _ in o])
+    asked = protocol.chat({"messages": [USER], "logprobs": True, "top_logprobs": 3})
+    ends = [*tokens, Token(256, -1.0, -1.0)]
+    told = protocol.Reply(asked, "tiny", Bytes()).whole(["é"], [ends], ["stop"], 1)["choices"][0]["logprobs"]["content"]
+    assert bytes(byte for one in told for byte in one["bytes"] or ()).decode() == "é"
+    assert (told[2]["token"], told[2]["bytes"]) == ("<bos>", None)
+    assert [(one["token"], one["bytes"]) for one in told[0]["top_logprobs"]] == [(name, [byte]) for name, byte in o]
+
+
 def test_what_was_read_is_counted_once_for_each_prompt(served):
     server, client = served
     before = server.worker.read

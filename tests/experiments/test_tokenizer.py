@@ -62,6 +62,15 @@ def test_streamed_text_is_the_text_and_no_character_is_broken(either, text):
     assert not any("�" in piece for piece in pieces)
 
 
+@pytest.mark.parametrize("kind", ["bytes", "folder", "sentences"])
+def test_bytes_of_ids_are_those_of_the_text_one_by_one(request, kind):
+    made = open_tokenizer(None if kind == "bytes" else request.getfixturevalue(kind))
+    text = "naïve 東 🙂, \t<0x41> plain"
+    spelled = [made.spell(int(token)) for token in made.encode(text)]
+    assert b"".join(each for _, each in spelled).decode().lstrip() == text
+    assert (made.spell(made.start)[1], len({name for name, _ in spelled if name.startswith("\\x")}) > 2) == (None, True)
+
+
 def test_training_fills_the_vocabulary_and_shortens_text(folder):
     made = open_tokenizer(folder)
     assert made.vocab_size == 600
@@ -107,6 +116,33 @@ def test_templates_are_told_what_transformers_tells_them(folder, tmp_path, templ
     messages = [MESSAGES[0], {**MESSAGES[2], "name": None, "reasoning": "so"}, {**MESSAGES[2], "thinking": ""}]
     expected = theirs.apply_chat_template(messages, tokenize=False, **told)
     assert ours.render([read_message(one) for one in messages], told, answer=False) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("added_tokens.json", {"<new>": 601, "<first>": 600}),
+        (
+            "tokenizer_config.json",
+            {"added_tokens_decoder": {"600": {"content": "<new>", "special": True, "lstrip": True}}},
+        ),
+        ("tokenizer_config.json", {"additional_special_tokens": ["<new>", "<eos>"]}),
+        ("tokenizer_config.json", {"extra_special_tokens": {"image_token": "<new>"}}),
+    ],
+)
+def test_tokens_that_only_other_files_name_are_found_as_transformers_finds_them(folder, tmp_path, name, told):
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<bos>", "eos_token": "<eos>"}))
+    plain = open_tokenizer(tmp_path).identity
+    (tmp_path / name).write_text(json.dumps({"bos_token": "<bos>", **told} if "config" in name else told))
+    (tmp_path / "chat_template.jinja").write_text("{{ image_token }}{{ messages[0].content }}")
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path), open_tokenizer(tmp_path)
+    text = "one <new> two"
+    assert ours.prompt(text) == theirs(text).input_ids
+    assert ours.decode(ours.encode(text)) == theirs.decode(ours.encode(text), skip_special_tokens=True)
+    assert ours.chat.render(MESSAGES) == theirs.apply_chat_template(MESSAGES, tokenize=False)
+    assert ours.vocab_size == len(theirs) and ours.identity != plain
 
 
 def test_chat_templates_render_and_refuse(folder, tmp_path):
