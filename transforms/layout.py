@@ -78,6 +78,24 @@ def varying(aval: Any) -> frozenset[str]:
     return frozenset(getattr(getattr(aval, "manual_axis_type", None), "varying", ()))
 
 
+def stacked(aval: Any, count: int) -> Any:
+    """The type of so many arrays of a type, one behind the other."""
+    return _of_rank(aval, (count, *aval.shape), (None, *aval.sharding.spec.partitions))
+
+
+def slice_of(aval: Any, dim: int) -> Any:
+    """The type of one slice across a dimension."""
+    left = [d for d in range(len(aval.shape)) if d != dim]
+    partitions = (*aval.sharding.spec.partitions, *(None,) * len(aval.shape))
+    return _of_rank(aval, tuple(aval.shape[d] for d in left), tuple(partitions[d] for d in left))
+
+
+def _of_rank(aval: Any, shape: tuple[int, ...], partitions: tuple[Any, ...]) -> Any:
+    was = aval.sharding.spec
+    spec = PartitionSpec(*partitions, unreduced=was.unreduced, reduced=was.reduced)
+    return aval.update(shape=shape, sharding=NamedSharding(aval.sharding.mesh, spec))
+
+
 def like(aval: Any, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
     """An abstract array of a type; or a tile of it, of another shape and spread alike."""
     manual = {"sharding": aval.sharding, "manual_axis_type": aval.manual_axis_type} if varying(aval) else {}
@@ -103,9 +121,7 @@ def spec(aval: Any, apart: Apart = TOGETHER) -> PartitionSpec:
 
 def full(aval: Any, fill: Any, dtype: Any, apart: Apart) -> Any:
     """An array full of one number, of a type but for `dtype`."""
-    array = jnp.full(aval.shape, fill, dtype, out_sharding=None if named(aval) is None else spec(aval, apart))
-    manual = tuple(varying(aval))
-    return jax.lax.pcast(array, manual, to="varying") if manual else array
+    return vary(jnp.full(aval.shape, fill, dtype, out_sharding=None if named(aval) is None else spec(aval, apart)), aval)
 
 
 def move(array: Any, target: PartitionSpec) -> Any:
@@ -122,9 +138,14 @@ def move(array: Any, target: PartitionSpec) -> Any:
 
 def conform(array: Any, aval: Any, apart: Apart) -> Any:
     """The array spread as its type in the untiled program says, with its sums `apart`."""
-    if named(aval) is None:
-        return array
-    return move(array, spec(aval, apart))
+    array = vary(array, aval)
+    return array if named(aval) is None else move(array, spec(aval, apart))
+
+
+def vary(array: Any, aval: Any) -> Any:
+    """In the body of a `shard_map`, the array with a type that says where devices hold different ones."""
+    lacking = tuple(varying(aval) - varying(jax.typeof(array)))
+    return jax.lax.pcast(array, lacking, to="varying") if lacking else array
 
 
 def typed(array: Any, aval: Any) -> Any:

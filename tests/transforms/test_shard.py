@@ -291,3 +291,26 @@ def test_second_derivatives_are_those_of_what_a_rule_in_the_body_computes(rule, 
 def test_a_rule_in_the_body_that_calls_its_function_again_is_known(check):
     fn = on_devices(lambda x, w: jax.nn.relu(x @ w), (P("d"), P()), P("d"), mesh=MESH, check_vma=check)
     assert not ruled(jax.make_jaxpr(fn)(*arguments()).jaxpr)
+
+
+@pytest.mark.symbolic
+@pytest.mark.parametrize("within", [True, False])
+def test_devices_draw_each_its_own_numbers(within):
+    def local(x):
+        key = jax.random.fold_in(jax.random.key(0), lax.axis_index("d"))
+        return x * jax.random.normal(key, (x.shape[0], 1))
+
+    fn = lambda local: on_devices(local, P("d"), P("d"), mesh=MESH)
+    x, _ = arguments()
+    found = fn(tile(local, 0, 3)) if within else tile(fn(local), 0, 3)
+    assert_same(quick.jit(found)(x), quick.jit(fn(local))(x), FLOAT32)
+
+
+@pytest.mark.symbolic
+@pytest.mark.parametrize("within", [True, False])
+def test_whole_numbers_that_differ_from_device_to_device_have_no_gradient(within):
+    fn = lambda local: on_devices(local, (P(), P(None, "d")), (P("d"), P("d")), mesh=MESH)
+    local = lambda x, w: (jnp.argmax(h := x @ w, 0), jnp.sin(h.sum(0)))
+    run = lambda fn: quick.jit(jax.grad(lambda *args: fn(*args)[1].sum(), (0, 1)))(*arguments())
+    axis = (0, None)
+    assert_same(run(fn(tile(local, axis, 3)) if within else tile(fn(local), axis, 3)), run(fn(local)), FLOAT32)

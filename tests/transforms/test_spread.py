@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from experiments.planning.hlo import collectives, dot_flops
 from tests import quick
+from tests.helpers import FLOAT32, assert_same
 from transforms import TileError, tile
 
 pytestmark = pytest.mark.symbolic
@@ -342,3 +343,45 @@ def test_gradients_of_a_weight_that_devices_share_may_be_as_large_as_all_of_it()
         found, expected = (quick.jit(jax.grad(fn))(*args) for fn in (tile(loss, (None, 0), 2), loss))
         np.testing.assert_allclose(found, expected, atol=1e-6)
         assert jax.typeof(found).sharding.spec == P(None, "d")
+
+
+def mixture(x, routes, experts):
+    return jnp.einsum("te,tef->tf", jax.nn.softmax(x @ routes), jnp.einsum("td,edf->tef", x, experts))
+
+
+# A function, cut over the rows of its first argument, the shapes of the others, and how all are spread.
+ROWS = {
+    "features": (lambda x, w: jnp.sin(x @ w), [(8, 24)], [P("d", "m"), P()]),
+    "features alone": (lambda x, w: jnp.sin(x @ w), [(8, 24)], [P(None, "d"), P()]),
+    "features, some of whose axes the result takes": (
+        lambda x, w: jnp.sin(x @ w),
+        [(8, 24)],
+        [P(None, ("d", "m")), P(None, "d")],
+    ),
+    "weights read twice": (lambda x, w: jax.nn.softmax((x @ w) @ w.T) @ w, [(8, 8)], [P(None, "d"), P()]),
+    "experts": (mixture, [(8, 4), (4, 8, 24)], [P("d", "m"), P(), P("m")]),
+    "a cumulative sum": (lambda x, w: jnp.cumsum(jnp.sin(x @ w), 0), [(8, 24)], [P(), P(None, ("d", "m"))]),
+    "places": (lambda x, w: (jnp.argmax(h := x @ w, 0), h.max(0)), [(8, 24)], [P(), P(None, "d")]),
+}
+
+
+@pytest.mark.parametrize("n", [3, 16])
+@pytest.mark.parametrize("name", ROWS)
+def test_what_is_computed_is_spread_as_in_the_untiled_program(name, n):
+    fn, shapes, specs = ROWS[name]
+    draw = np.random.default_rng(0)
+    args = [draw.normal(size=shape).astype(np.float32) for shape in ((16, 8), *shapes)]
+    mesh = jax.make_mesh((4, 2), ("d", "m"), axis_types=(AxisType.Explicit,) * 2)
+
+    def run(fn, *args):
+        outs = fn(*args)
+        size = lambda *args: sum(jnp.sin(x).sum() for x in jax.tree.leaves(fn(*args)) if x.dtype == np.float32)
+        return outs, jax.grad(size, argnums=tuple(range(len(args))))(*args)
+
+    tiled = tile(fn, (0, *(None,) * len(shapes)), n)
+    expected = quick.jit(run, static_argnums=0)(fn, *args)
+    with jax.set_mesh(mesh):
+        args = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(args, specs, strict=True)]
+        untiled, found = (quick.jit(run, static_argnums=0)(one, *args) for one in (fn, tiled))
+        assert jax.tree.map(jax.typeof, found) == jax.tree.map(jax.typeof, untiled)
+    assert_same(found, expected, FLOAT32)

@@ -17,6 +17,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 from transforms.cotangents import promised
 from transforms.layout import like
 from transforms.tiling.frontend.flatten import flatten
+from transforms.tiling.frontend.trace import there
 from transforms.tiling.ir.graph import Graph
 from transforms.tiling.ir.jaxprs import bodies, equations, trimmed
 from transforms.tiling.ir.walks import constant
@@ -29,8 +30,7 @@ def scales(jaxpr: Any) -> bool:
     Only a `jax.custom_vjp` rule can do anything else with a cotangent, such as clipping it: each is traced alone, but
     those of which it is promised (`transforms.cotangents`).
     """
-    rules = own_rules(jaxpr, skip=promised)
-    return all(_linear(_pulled(rule, around)) for rule, around in rules if _is_vjp(rule))
+    return all(_linear(_pulled(rule)) for rule in own_rules(jaxpr, skip=promised) if _is_vjp(rule))
 
 
 def replaced(args: Sequence[Any], numbers: Sequence[int], values: Sequence[Any]) -> list[Any]:
@@ -45,7 +45,7 @@ def differentiated(fn: Callable[..., Any], active: Sequence[int], args: Sequence
     return jax.vjp(primal, *(args[i] for i in active), has_aux=True)[2]
 
 
-def _pulled(eqn: Any, around: Sequence[Any]) -> tuple[Graph, int]:
+def _pulled(eqn: Any) -> tuple[Graph, int]:
     """The gradients of one equation as a graph of its operands and then of cotangents, and how many those are."""
     params = eqn.primitive.get_bind_params(eqn.params)
     count = len(eqn.invars)
@@ -58,34 +58,18 @@ def _pulled(eqn: Any, around: Sequence[Any]) -> tuple[Graph, int]:
 
         return list(jax.vjp(call, *(values[i] for i in floats))[1](list(values[count:])))
 
-    closed = _traced(pull, [*eqn.invars, *(eqn.outvars[i] for i in outs)], eqn, around)
+    closed = _traced(pull, [*eqn.invars, *(eqn.outvars[i] for i in outs)], eqn)
     return flatten(closed, remat=True), len(outs)
 
 
-def _traced(run: Callable[..., Any], given: Sequence[Any], eqn: Any, around: Sequence[Any]) -> ClosedJaxpr:
-    """`run`, of what `given` stands for, traced where an equation stands: in the bodies `around`, outermost first."""
-    if not around:
+def _traced(run: Callable[..., Any], given: Sequence[Any], eqn: Any) -> ClosedJaxpr:
+    """`run`, of what `given` stands for, traced where an equation stands."""
+
+    def trace() -> ClosedJaxpr:
         with eqn.ctx.manager:
             return jax.make_jaxpr(run)(*(v.val if isinstance(v, Literal) else like(v.aval) for v in given))
-    region, *inner = around
-    found: list[ClosedJaxpr] = []
 
-    def body() -> tuple[()]:
-        found.append(_traced(run, given, eqn, inner))
-        return ()
-
-    with region.ctx.manager:
-        jax.eval_shape(
-            jax.shard_map(
-                body,
-                mesh=region.params["mesh"],
-                in_specs=(),
-                out_specs=(),
-                axis_names=set(region.params["newly_manual_axes"]),
-                check_vma=region.params["check_vma"],
-            )
-        )
-    return found[0]
+    return there(eqn.ctx, [v.aval for v in (*eqn.invars, *eqn.outvars)], trace)
 
 
 def _is_float(atom: Any) -> bool:
@@ -108,10 +92,8 @@ def _linear(found: tuple[Graph, int]) -> bool:
     return True
 
 
-def own_rules(
-    jaxpr: Any, around: tuple[Any, ...] = (), skip: Callable[[Any], bool] = lambda eqn: False
-) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """The equations of a program that are functions with a rule, and each `jax.shard_map` around, outermost first.
+def own_rules(jaxpr: Any, skip: Callable[[Any], bool] = lambda eqn: False) -> Iterator[Any]:
+    """The equations of a program that are functions with a rule.
 
     None in what is to be skipped, nor in those with a `jax.custom_vjp` rule.
     """
@@ -119,10 +101,10 @@ def own_rules(
         if skip(eqn):
             continue
         if eqn.primitive.name.startswith(("custom_vjp", "custom_jvp")):
-            yield eqn, around
+            yield eqn
         if not _is_vjp(eqn):
             for inner in bodies(eqn.params):
-                yield from own_rules(inner, (*around, eqn) if "newly_manual_axes" in eqn.params else around, skip)
+                yield from own_rules(inner, skip)
 
 
 def _is_vjp(eqn: Any) -> bool:
@@ -131,15 +113,15 @@ def _is_vjp(eqn: Any) -> bool:
 
 def has_custom_vjp(jaxpr: Any) -> bool:
     """Whether a program holds functions with a `jax.custom_vjp` rule."""
-    return any(_is_vjp(rule) for rule, _ in own_rules(jaxpr))
+    return any(map(_is_vjp, own_rules(jaxpr)))
 
 
 def ruled(jaxpr: Any) -> bool:
     """Whether a program holds functions of which a rule computes something else than they do, or may."""
-    return any(_is_vjp(rule) or not _itself(rule, around) for rule, around in own_rules(jaxpr))
+    return any(_is_vjp(rule) or not _itself(rule) for rule in own_rules(jaxpr))
 
 
-def _itself(eqn: Any, around: Sequence[Any]) -> bool:
+def _itself(eqn: Any) -> bool:
     """Whether a rule's result is its function's, called again, as most have it: its derivatives are by the rule too."""
     params = eqn.primitive.get_bind_params(eqn.params)
     floats = [i for i, v in enumerate(eqn.invars) if _is_float(v) and i >= eqn.params["num_consts"]]
@@ -147,7 +129,7 @@ def _itself(eqn: Any, around: Sequence[Any]) -> bool:
     def results(*values: Any) -> Any:
         return differentiated(lambda *args: eqn.primitive.bind(*args, **params), floats, values)
 
-    found = trimmed(_traced(results, eqn.invars, eqn, around)).jaxpr
+    found = trimmed(_traced(results, eqn.invars, eqn)).jaxpr
     again = [one for one in found.eqns if one.primitive is eqn.primitive]
     bodies_ = [str(one.params["call_jaxpr"]) for one in (eqn, *again)]
     return len(found.eqns) == 1 == len(again) and again[0].invars == found.invars and bodies_[0] == bodies_[1]

@@ -12,13 +12,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.core import ShapedArray
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from transforms.layout import typed
+from transforms.layout import stacked, typed
 from transforms.tiling.autodiff.custom_rules import has_custom_vjp
 from transforms.tiling.autodiff.program import Program
 from transforms.tiling.lower import atomic
@@ -68,7 +66,7 @@ def _batch(args: Any, dims: Any, *, forward: Forward, transpose: Forward, count:
     # All tangents are batched, so that no cotangent has to be summed over the batch.
     moved = [jnp.broadcast_to(a, (size, *a.shape)) if d is None else a for a, d in zip(args, dims, strict=True)]
     axes = (tuple(None if d is None else 0 for d in dims[:count]), 0)
-    batched = [ShapedArray((size, *a.shape), a.dtype) for a in avals]
+    batched = [stacked(a, size) for a in avals]
     forward, transpose = jax.vmap(forward, in_axes=axes), jax.vmap(transpose, in_axes=axes)
     outs = linear(args[:count], moved[count:], forward, transpose, batched)
     return outs, [0] * len(outs)
@@ -115,7 +113,7 @@ def _floats(array: Any) -> bool:
 
 def _tangent(value: Any, tangent: Any) -> Any:
     if not _floats(value):
-        return np.zeros(value.shape, jax.dtypes.float0)
+        return SymbolicZero(jax.typeof(value).to_tangent_aval())
     return jnp.zeros_like(value) if tangent is None else tangent.astype(value.dtype)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,8 @@ from transforms.tiling.ir.jaxprs import body, trimmed
 
 def traced(fn: Callable[..., Any], inputs: Sequence[Value], node: Node) -> tuple[list[Node], list[Value]]:
     """The equations of a function of some values, which stand for `node` in messages; and its results."""
-    closed = _there(node, lambda: jax.make_jaxpr(fn)(*(like(v.aval) for v in inputs)))
+    around = [v.aval for v in (*node.inputs, *node.outputs)]
+    closed = there(node.context, around, lambda: jax.make_jaxpr(fn)(*(like(v.aval) for v in inputs)))
     made = flatten(trimmed(closed), together=node.together)
     for other in made.nodes:
         other.change(source=node.source, caller=node.caller)
@@ -30,17 +31,17 @@ def called(made: Graph, inputs: Sequence[Value]) -> list[Value]:
     return made.outputs
 
 
-def _there(node: Node, trace: Callable[[], ClosedJaxpr]) -> ClosedJaxpr:
-    """What `trace` returns where a node runs, which may be the body of a `shard_map`."""
+def there(context: Any, avals: Iterable[Any], trace: Callable[[], ClosedJaxpr]) -> ClosedJaxpr:
+    """What `trace` returns where an equation of these types runs, which may be the body of a `shard_map`."""
     here = jax.sharding.get_abstract_mesh()
-    with node.context.manager:
+    with context.manager:
         mesh = jax.sharding.get_abstract_mesh()
     manual = {*mesh.manual_axes} - {*here.manual_axes}
     if not manual:
         return trace()
     found: list[ClosedJaxpr] = []
     mesh = mesh.update_axis_types(dict.fromkeys(manual, AxisType.Auto)) if here.empty else here
-    checked = any(varying(v.aval) for v in (*node.inputs, *node.outputs))
+    checked = any(map(varying, avals))
     body = jax.shard_map(
         lambda: found.append(trace()), mesh=mesh, in_specs=(), out_specs=None, axis_names=manual, check_vma=checked
     )

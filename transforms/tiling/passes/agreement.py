@@ -176,8 +176,9 @@ def _put(node: Node, array: Any, indices: Any, picked: Any) -> Any:
 def _witness(graph: Graph, reduction: Node, span: Span) -> list[Value]:
     """The place of an extremum, along the cut axis and along the others, and how many elements equal it."""
     (operand,), axes = reduction.inputs, tuple(sorted(reduction.params["axes"]))
-    best, places = reduction.outputs[0].aval, ShapedArray(reduction.outputs[0].shape, jnp.int32)
-    outs = [ShapedArray(best.shape, best.dtype), places, places, places]
+    best = reduction.outputs[0].aval
+    places = best.update(dtype=jnp.dtype(jnp.int32), weak_type=False)
+    outs = [best, places, places, places]
     nodes: list[Node] = []
     zeros = [Value(ShapedArray((), aval.dtype), const=np.zeros((), aval.dtype)) for aval in outs]
     now = hand_on(nodes, reduction, witness_p, [operand, *zeros], outs, span, axes=axes, op=reduction.name[-3:])

@@ -25,7 +25,7 @@ def write_choice(nodes: list[Node], node: Node, span: Span) -> list[Value]:
     """Rewrite a choice along the cut axis: what it returns is what the last tile leaves."""
     (operand,) = node.inputs
     places = node.outputs[-1].aval
-    values = ShapedArray(places.shape, operand.dtype)
+    values = places.update(dtype=operand.dtype)
     none = Value(ShapedArray((), values.dtype), const=np.zeros((), values.dtype))
     nobody = Value(ShapedArray((), places.dtype), const=np.full((), NOBODY).astype(places.dtype))
     outs = hand_on(nodes, node, chosen_p, [operand, none, nobody], [values, places], span, of=node)

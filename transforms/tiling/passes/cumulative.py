@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 
+from transforms.layout import slice_of
 from transforms.tiling.ir.graph import Graph, Node, Value, add
 from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import COMBINE, WHOLE, Partial, Placement, Span, identity
@@ -40,9 +41,8 @@ def carry(graph: Graph, node: Node, span: Span) -> None:
 def _write_cumulative(nodes: list[Node], node: Node, span: Span) -> list[Value]:
     (operand,), axis, op = node.inputs, node.params["axis"], OPS[node.name]
     aval = node.outputs[0].aval
-    shape = (*aval.shape[:axis], *aval.shape[axis + 1 :])
     dtype = span.wide(aval.dtype) if op == "sum" else aval.dtype
-    empty, total = Value(ShapedArray((), dtype), const=identity(op, dtype)), ShapedArray(shape, dtype)
+    empty, total = Value(ShapedArray((), dtype), const=identity(op, dtype)), slice_of(aval, axis).update(dtype=dtype)
     return hand_on(nodes, node, cumulative_p, [operand, empty], [aval, total], span, of=node, op=op)[:1]
 
 

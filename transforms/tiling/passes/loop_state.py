@@ -14,11 +14,9 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.core import ShapedArray
 from jax.extend.core import Primitive
-from jax.sharding import NamedSharding, PartitionSpec
 
-from transforms.layout import named
+from transforms.layout import TOGETHER, full, stacked
 from transforms.tiling.ir.graph import Graph, Node, State, Value, add
 from transforms.tiling.ir.obstacles import Complete
 from transforms.tiling.ir.placement import Placement, Span
@@ -31,10 +29,8 @@ begun_p = Primitive("begun")  # the same, of all tiles
 def begin(nodes: list[Node], node: Node, init: Value, aval: Any, span: Span) -> Value:
     """Append the state that each tile begins with: `init` where the axis begins, or ends in `reverse`."""
     (state,) = add(nodes, node, carried_p, [init], [aval])
-    sharding, shape = named(aval), (-(-span.total // span.length), *aval.shape)
-    if sharding is not None:
-        sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
-    (begun,) = add([], node, begun_p, [state], [ShapedArray(shape, aval.dtype, sharding=sharding)], size=span.length)
+    checkpoints = stacked(aval, -(-span.total // span.length))
+    (begun,) = add([], node, begun_p, [state], [checkpoints], size=span.length)
     producer(state).change(state=State(node.params.get("reverse", False), begun))
     return state
 
@@ -80,7 +76,8 @@ def resume_state(node: Node, source: Value, given: Any, before: Mapping[Value, A
     if source is state.checkpoints:
         number = span.start // producer(source).params["size"]
         return lax.dynamic_index_in_dim(given, number, 0, keepdims=False)
-    init = jnp.broadcast_to(given, node.outputs[0].shape)
+    aval = node.outputs[0].aval
+    init = given if jnp.shape(given) == aval.shape else full(aval, given, aval.dtype, TOGETHER)
     if not before or state.yielded is None:
         return init
     first = span.start + span.length == span.total if state.reverse else span.start == 0

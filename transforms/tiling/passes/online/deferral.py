@@ -20,9 +20,8 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax.core import ShapedArray
 
-from transforms.layout import named
+from transforms.layout import named, slice_of
 from transforms.tiling.ir.facts import Analysis
 from transforms.tiling.ir.graph import Node, Value
 from transforms.tiling.ir.numbering import Numbering, Numbers
@@ -274,8 +273,7 @@ class Finder:
         (source,), (cut,), axes = node.inputs, move.ins, node.params["axes"]
         if not isinstance(cut, Tiled) or len(axes) < 2 or self.operand(source).plain or named(source.aval) is not None:
             return
-        shape = tuple(n for d, n in enumerate(source.shape) if d != cut.dim)
-        inner = node.like([source], [ShapedArray(shape, source.dtype)], params=node.params | {"axes": (cut.dim,)})
+        inner = node.like([source], [slice_of(source.aval, cut.dim)], params=node.params | {"axes": (cut.dim,)})
         early = self.follow(inner, Move((Partial("sum"),), move.ins))
         if early is not None and early.stage < self.found.fact(node.outputs[0]).stage:
             self.sums[node.outputs[0]], self.parts[node.outputs[0]] = early, inner

@@ -18,10 +18,8 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.core import ShapedArray
 from jax.extend.core import Primitive
 
-from transforms.layout import named
 from transforms.tiling.frontend.trace import traced
 from transforms.tiling.ir.facts import Analysis, Fact
 from transforms.tiling.ir.graph import Node, Value, add
@@ -134,7 +132,7 @@ class _Writer:
         weight = Weights(self.finder, self.copy, self.nodes)(value) if early.weighted else None
         sums = [v for v in (total, weight) if v is not None]
         for v in sums:
-            v.retype(ShapedArray(value.shape, wide, sharding=named(value.aval)))
+            v.retype(value.aval.update(dtype=wide))
         anchors = tuple(dataclasses.replace(t, value=self.anchor(t.value, t.weight)) for t in early.anchors)
         self.done.sums[total] = Online(anchors, weight)
         terms = early.terms
