@@ -123,12 +123,13 @@ def remat(name: str, names: Sequence[str] = ()) -> Remat | None:
         if nested and not (every.isdigit() and int(every)):
             raise ValueError(f"cannot remat by {name!r}: give a whole number of layers behind the slash: full/4.")
         return Nested(*(_inputs(policy, f"input of {what}") for what in ("layers", "layer")), int(every or 0) or None)
-    parts = [part.strip() for part in name.split(",")]
-    counted = [(policy, int(times) if times.isdigit() else 0) for policy, _, times in (_split(part) for part in parts)]
-    for part, (policy, times) in zip(parts, counted, strict=True):
-        if policy not in CHOICES or policy == SQRT or times < 1:
+    cycle: list[str] = []
+    for part in map(str.strip, name.split(",")):
+        policy, star, times = part.partition("*")
+        count = int(times) if times.isdigit() else int(not star)
+        if policy not in CHOICES or policy == SQRT or count < 1:
             raise ValueError(f"cannot remat by {part!r}: it is not a policy. Choose one of {', '.join(CHOICES)}.")
-    cycle = [policy for policy, times in counted for _ in range(times)]
+        cycle += [policy] * count
     wrappers = {policy: _wrapper(policy, tuple(names), alone=len(set(cycle)) == 1) for policy in cycle}
     if len(wrappers) == 1:
         return wrappers[cycle[0]]
@@ -234,10 +235,6 @@ def _in_parts(leaf, name: str):
     if parts == 1:
         return checkpoint_name(leaf, name)
     return jnp.concatenate([checkpoint_name(part, name) for part in jnp.split(leaf, parts, axis=dim)], axis=dim)
-
-
-def _split(part: str) -> tuple[str, str, str]:
-    return part.partition("*") if "*" in part else (part, "", "1")
 
 
 def _wrapper(policy: str, names: tuple[str, ...], alone: bool) -> Wrapper | None:
