@@ -361,6 +361,7 @@ ROWS = {
     "weights read twice": (lambda x, w: jax.nn.softmax((x @ w) @ w.T) @ w, [(8, 8)], [P(None, "d"), P()]),
     "experts": (mixture, [(8, 4), (4, 8, 24)], [P("d", "m"), P(), P("m")]),
     "a cumulative sum": (lambda x, w: jnp.cumsum(jnp.sin(x @ w), 0), [(8, 24)], [P(), P(None, ("d", "m"))]),
+    "maxima": (lambda x, w: jnp.sin(x @ w).max(0), [(8, 24)], [P(), P("d", "m")]),
     "places": (lambda x, w: (jnp.argmax(h := x @ w, 0), h.max(0)), [(8, 24)], [P(), P(None, "d")]),
 }
 

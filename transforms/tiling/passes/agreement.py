@@ -10,13 +10,14 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 
-from transforms.layout import named
+from transforms.layout import TOGETHER, conform, named
 from transforms.tiling.analysis.rounding import Walk, is_mask
 from transforms.tiling.frontend.trace import traced
 from transforms.tiling.ir.facts import Analysis, Outlined
@@ -117,12 +118,12 @@ def _read(met: Disagreement, known: dict[Value, Value], nodes: list[Node]) -> No
 def _has_place(found: Analysis, node: Node, value: Value) -> bool:
     """Whether it is known, or can be found out, where the elements that a node copies stand."""
     cut = found.fact(value).placement
-    if not isinstance(cut, Tiled) or named(value.aval) is not None:
+    if not isinstance(cut, Tiled):
         return False
     if node.name == "reduce_sum":
         return cut.dim in node.params["axes"] and _mask_of(node.inputs[0], value) is not None
     if node.name == "gather" and node.inputs[0] is value:
-        return not isinstance(found.fact(node.inputs[1]).placement, Tiled)
+        return named(value.aval) is None and not isinstance(found.fact(node.inputs[1]).placement, Tiled)
     extremum = node.name in ("reduce_max", "reduce_min") and jnp.issubdtype(value.dtype, jnp.floating)
     known = extremum and _lets_through(value, node.inputs[0]) is not None
     return known and cut.major == 1 and cut.dim in node.params["axes"]
@@ -204,7 +205,12 @@ def _column(array: Any, dim: int, axes: tuple[int, ...]) -> Any:
     total: Any = jnp.zeros((), jnp.int32)
     for d in (d for d in axes if d != dim):
         total = total * array.shape[d] + lax.broadcasted_iota(jnp.int32, array.shape, d)
-    return total
+    return _beside(array, total)
+
+
+def _beside(array: Any, places: Any) -> Any:
+    """Places of an array's elements, spread as these are."""
+    return conform(jnp.broadcast_to(places, array.shape), jax.typeof(array), TOGETHER)
 
 
 def push_witness(node: Node, placements: tuple[Placement, ...]) -> Move | Complete:
@@ -223,7 +229,7 @@ def emit_witness(node: Node, values: list[Any], move: Move, span: Span) -> list[
     best = array.max(axes) if node.params["op"] == "max" else array.min(axes)
     ties = array == wide(best, axes)
     column, last = _column(array, cut.dim, axes), np.iinfo(np.int32).max
-    rows = lax.broadcasted_iota(jnp.int32, array.shape, cut.dim)
+    rows = _beside(array, lax.broadcasted_iota(jnp.int32, array.shape, cut.dim))
     row = jnp.where(ties, rows, last).min(axes)
     column = jnp.where(ties & (rows == wide(row, axes)), column, last).min(axes)
     now = [best, row + jnp.asarray(span.start * cut.minor, jnp.int32), column, ties.sum(axes, dtype=jnp.int32)]
