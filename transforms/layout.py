@@ -121,7 +121,8 @@ def spec(aval: Any, apart: Apart = TOGETHER) -> PartitionSpec:
 
 def full(aval: Any, fill: Any, dtype: Any, apart: Apart) -> Any:
     """An array full of one number, of a type but for `dtype`."""
-    return vary(jnp.full(aval.shape, fill, dtype, out_sharding=None if named(aval) is None else spec(aval, apart)), aval)
+    array = jnp.full(aval.shape, fill, dtype, out_sharding=None if named(aval) is None else spec(aval, apart))
+    return vary(array, aval)
 
 
 def move(array: Any, target: PartitionSpec) -> Any:
