@@ -280,15 +280,15 @@ def _check_count(n: Any, size: Any, budget: Any) -> int | None:
         raise ValueError('tile: n="auto" takes as few tiles as fit; say into what, such as budget="2GiB".')
     if n != "auto" and budget is not None:
         raise ValueError(f'tile: budget={budget!r} goes with n="auto"; n={n}, size={size} are obeyed as they are.')
-    for name, value in (("n", n), ("size", size)):
-        if value is None or (name == "n" and value == "auto"):
-            continue
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-            other = ' or "auto"' if name == "n" else ""
-            raise TypeError(f"tile: {name} must be an int{other}, not {value!r}.")
-        if value < 1:
-            raise ValueError(f"tile: {name}={value}, but it must be at least 1.")
-    return None if budget is None else read_budget(budget)
+    if n == "auto":
+        return read_budget(budget)
+    name, value = ("n", n) if size is None else ("size", size)
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        other = "" if n is None else ' or "auto"'
+        raise TypeError(f"tile: {name} must be an int{other}, not {value!r}.")
+    if value < 1:
+        raise ValueError(f"tile: {name}={value}, but it must be at least 1.")
+    return None
 
 
 def _check_function(value: Any, must: str) -> None:
@@ -418,7 +418,7 @@ class Tracer:
         """Trace and plan the call, unless one like it was before, and run it."""
         _, total = found = place(self.fn, self.axis, args, kwargs, whole)
         if self._is_one_tile(total):
-            return self._untiled(args, kwargs)
+            return self._untiled(*args, **kwargs)
         (form, results), numbers = self._with_numbers(self._cached, args, kwargs, found)
         return form.build(results, numbers)
 
@@ -432,7 +432,7 @@ class Tracer:
         one = total == 1 or self.n == 1 or (self.size is not None and self.size >= total)
         return total == 0 or (one and not self.options["lowmem"])
 
-    def _untiled(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _untiled(self, *args: Any, **kwargs: Any) -> Any:
         result = self.fn(*args, **kwargs)
         return _stop_aux(result) if self.has_aux else result
 
@@ -484,11 +484,9 @@ class Tracer:
         def flat(*arguments: Any) -> list[Any]:
             given, others = arguments[: len(arrays)], arguments[len(arrays) :]
             args, kwargs = call.arguments(given, others)
-            result = self.fn(*args, **kwargs)
-            if self.has_aux:
-                result = _stop_aux(result)
             own = {id(x): Number(i) for i, x in enumerate(others)}
-            dynamic, found["static"] = eqx.partition(jax.tree.map(lambda x: own.get(id(x), x), result), is_array)
+            result = jax.tree.map(lambda x: own.get(id(x), x), self._untiled(*args, **kwargs))
+            dynamic, found["static"] = eqx.partition(result, is_array)
             outs, found["tree"] = jax.tree.flatten(dynamic)
             return outs
 
@@ -501,11 +499,15 @@ class Tracer:
             raise Needed(_named(str(error), len(arrays)) or range(len(numbers))) from error
         if numbers and (_begins(closed.jaxpr) or _shows(closed.jaxpr, len(arrays), found["static"])):
             raise Needed(range(len(numbers)))
-        jaxpr = closed.jaxpr
-        jaxpr = ClosedJaxpr(jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars]), ())
-        everywhere = (*(WHOLE,) * len(closed.consts), *call.placements, *(WHOLE,) * len(numbers))
+        jaxpr, given, own = closed.jaxpr, {}, {}
+        for var, const in zip(jaxpr.constvars, closed.consts, strict=True):  # NumPy's numbers are known: np.arange(n)
+            known = not isinstance(const, jax.Array) and not jnp.issubdtype(var.aval.dtype, jnp.inexact)
+            (own if known else given)[var] = const
+        jaxpr = jaxpr.replace(constvars=[*own], invars=[*given, *jaxpr.invars])
+        everywhere = (*(WHOLE,) * len(given), *call.placements, *(WHOLE,) * len(numbers))
+        jaxpr = ClosedJaxpr(jaxpr, [*own.values()])
         program = self._program(jaxpr, everywhere, call.total, rows(arrays, call.placements))
-        return Traced(program, closed.consts, Form(found["tree"], found["static"]))
+        return Traced(program, [*given.values()], Form(found["tree"], found["static"]))
 
     def _program(self, jaxpr: ClosedJaxpr, places: tuple[Placement, ...], total: int, rows: int) -> Program:
         if self._is_one_tile(total):

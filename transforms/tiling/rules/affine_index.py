@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from transforms.tiling.ir.graph import Node, Value
 from transforms.tiling.ir.walks import constant
@@ -17,7 +18,7 @@ def is_position(value: Value, dim: int, column: int | None = None) -> bool:
 
     This is what makes `logits[jnp.arange(n), labels]` a lookup within the tile.
     """
-    if value.const is not None or value.producer is None:
+    if value.producer is None:
         return _is_arange(value.const, dim, column)
     if not jnp.issubdtype(value.dtype, jnp.integer) or jnp.iinfo(value.dtype).max < value.shape[dim] - 1:
         return False
@@ -29,8 +30,9 @@ def is_position(value: Value, dim: int, column: int | None = None) -> bool:
             return is_position(source, dim, column)
         case "select_n":  # jnp counts negative indices from the end: where(i < 0, i + n, i)
             test = node.inputs[0].producer
-            never = test is not None and test.name == "lt" and constant(test.inputs[1]) == 0
-            return never and is_position(test.inputs[0], dim, column) and is_position(node.inputs[1], dim, column)
+            tested = test is not None and test.name == "lt" and constant(test.inputs[1]) == 0
+            never = constant(node.inputs[0]) == 0 or (tested and is_position(test.inputs[0], dim, column))
+            return bool(never) and is_position(node.inputs[1], dim, column)
         case "clamp":
             low, high = constant(node.inputs[0]), constant(node.inputs[2])
             wide = low is not None and high is not None and low <= 0 and high >= value.shape[dim] - 1
@@ -40,16 +42,15 @@ def is_position(value: Value, dim: int, column: int | None = None) -> bool:
                 if column < piece.shape[-1]:
                     return is_position(piece, dim, column)
                 column -= piece.shape[-1]
-            return False
         case "broadcast_in_dim" | "reshape" | "squeeze":
             return _through_reshape(node, value, source, dim, column)
     return False
 
 
 def _is_arange(array: Any, dim: int, column: int | None) -> bool:
-    if not isinstance(array, np.ndarray):
+    if array is None or isinstance(array, Tracer):
         return False
-    array = array if column is None else array[..., column]
+    array = np.asarray(array) if column is None else np.asarray(array)[..., column]
     steps = np.arange(array.shape[dim]).reshape([-1 if d == dim else 1 for d in range(array.ndim)])
     return bool((array == steps).all())
 
