@@ -143,6 +143,13 @@ def test_other_dimensions_are_whole(axis, reason):
         tile(run, axis=axis, n=4, gather="none").plan(q.reshape(B, S, N, H), k, v)
 
 
+def test_sums_are_finished_before_it():
+    q, k, v = drawn(K)
+    run = lambda q, k, v: kernel(0, q.sum(0, keepdims=True), k[:1], v[:1])
+    args = q.reshape(B, S, N, H), k, v
+    np.testing.assert_allclose(tile(run, axis=(0, None, None), n=4)(*args), run(*args), rtol=2e-5, atol=2e-5)
+
+
 def clipped():
     run = jax.custom_vjp(lambda x: x)
     run.defvjp(lambda x: (x, None), lambda _, given: (jnp.clip(given, -1, 1),))

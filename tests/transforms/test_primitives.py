@@ -19,7 +19,7 @@ from transforms.tiling.ir.graph import Node, Value
 from transforms.tiling.ir.obstacles import Complete, Refusal
 from transforms.tiling.ir.placement import Partial, Tiled
 from transforms.tiling.primitives import CALLS, CUSTOM_CALLS, REMAT, SOLVE
-from transforms.tiling.rules import COMPLETED, REFUSED, RULES
+from transforms.tiling.rules import RULES, push_completed, push_refused
 
 # Modules that define primitives which no function of `jax.lax` uses, and the harvest, in a fresh process: primitives
 # that tests and installed libraries define are theirs.
@@ -133,20 +133,20 @@ def node(name: str) -> Node:
     return Node(Primitive(name), {}, [value], [value], source, None, None)
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED))
+@pytest.mark.parametrize("name", sorted(name for name, rule in RULES.items() if rule.push is push_refused))
 def test_refusal_says_why(name):
     refusal = RULES[name].push(node(name), (Tiled(0),))
     assert isinstance(refusal, Refusal)
     assert f"cannot tile `{name}` at" in refusal.message
-    assert f"it {REFUSED[name]}.\n  operands: float32[4,3] Tiled(dim=0)." in refusal.message
+    assert f"it {RULES[name].reason}.\n  operands: float32[4,3] Tiled(dim=0)." in refusal.message
     assert isinstance(RULES[name].push(node(name), (Partial("sum"),)), Complete)
 
 
-@pytest.mark.parametrize("name", sorted(COMPLETED))
+@pytest.mark.parametrize("name", sorted(name for name, rule in RULES.items() if rule.push is push_completed))
 def test_primitive_that_runs_on_whole_operands_says_why(name):
     asked = RULES[name].push(node(name), (Tiled(0),))
     assert isinstance(asked, Complete)
-    assert (asked.operands, asked.reason) == ([0], COMPLETED[name])
+    assert (asked.operands, asked.reason) == ([0], RULES[name].reason)
 
 
 def test_unknown_primitive_is_refused():

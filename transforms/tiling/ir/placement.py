@@ -243,11 +243,10 @@ def fold(array: Any, placement: Tiled) -> Any:
 
 def identity(op: str, dtype: Any) -> Any:
     """What a reduction starts from, as a scalar of `dtype`."""
-    if op in ("sum", "last"):
+    if op in ("sum", "or", "last"):
         return np.zeros((), dtype)
-    if op in ("and", "or"):
-        integer = jnp.issubdtype(dtype, jnp.integer)
-        return np.array((-1 if integer else True) if op == "and" else 0).astype(dtype)
+    if op == "and":
+        return np.array(-1).astype(dtype)
     if op == "prod":
         return np.ones((), dtype)
     sign = -1 if op in ("max", "logaddexp") else 1

@@ -56,6 +56,7 @@ class Rule:
     heavy: bool = False  # pulled only where the whole result would be too large
     alone: bool = False  # runs on the tile's own rows, with none beside it
     trims: bool = False  # leaves out the results that stand nowhere
+    reason: str = ""  # why no tile goes through it, or all of its operands must be whole: reads after "it"
 
 
 class Rules(dict[str, Rule]):
@@ -66,8 +67,6 @@ class Rules(dict[str, Rule]):
 
 
 RULES = Rules()
-REFUSED: dict[str, str] = {}  # why no tile goes through these primitives
-COMPLETED: dict[str, str] = {}  # why all operands of these must be whole
 
 
 def register(*names: str, push: Push, **parts: Any) -> None:
@@ -83,7 +82,7 @@ def register(*names: str, push: Push, **parts: Any) -> None:
 
 
 def push_refused(node: Node, placements: tuple[Placement, ...]) -> Obstacle:
-    why = REFUSED.get(node.name)
+    why = RULES[node.name].reason
     if not tiled(placements):
         return Complete(partial(placements), why or "needs it whole")
     why = f"it {why}" if why else "there is no rule for this primitive yet"
@@ -95,19 +94,17 @@ def push_refused(node: Node, placements: tuple[Placement, ...]) -> Obstacle:
 
 
 def refuse(*names: str, reason: str) -> None:
-    """Let nothing that is cut go through the primitives `names`. `reason` reads after "it", as in `Complete`."""
-    register(*names, push=push_refused)
-    REFUSED.update(dict.fromkeys(names, reason))
+    """Let nothing that is cut go through the primitives `names`."""
+    register(*names, push=push_refused, reason=reason)
 
 
 def push_completed(node: Node, placements: tuple[Placement, ...]) -> Obstacle:
-    return Complete([*tiled(placements), *partial(placements)], COMPLETED[node.name])
+    return Complete([*tiled(placements), *partial(placements)], RULES[node.name].reason)
 
 
 def complete(*names: str, reason: str) -> None:
     """Run the primitives `names` on whole operands alone, completed where those are small enough."""
-    register(*names, push=push_completed)
-    COMPLETED.update(dict.fromkeys(names, reason))
+    register(*names, push=push_completed, reason=reason)
 
 
 def of_nothing(node: Node, placements: tuple[Placement, ...]) -> Move:

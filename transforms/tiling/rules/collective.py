@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from transforms.tiling.ir.graph import Node
 from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import Partial, Placement, Span, Tiled, Whole
-from transforms.tiling.rules import Move, by_cut, complete, each, register, shrinks
+from transforms.tiling.rules import Move, complete, each, register, shrinks
 from transforms.tiling.rules.factors import Factors, elementwise, register_factors
 
 # Element by element over the devices, and the reduction over the tiles that each commutes with.
@@ -55,10 +55,9 @@ REMOVED, ADDED = ("split_axis", "scatter_dimension"), ("concat_axis", "all_gathe
 
 
 def is_spread(sharding: Any, dim: int) -> bool:
-    """Whether a sharding spreads a dimension over devices, or might."""
-    if isinstance(sharding, NamedSharding):
-        return dim < len(sharding.spec) and sharding.spec[dim] not in (None, PartitionSpec.UNCONSTRAINED)
-    return hasattr(sharding, "device_set") and len(sharding.device_set) > 1
+    """Whether a sharding spreads a dimension over devices, or might; all others that JAX has are of one device."""
+    known = isinstance(sharding, NamedSharding) and dim < len(sharding.spec)
+    return known and sharding.spec[dim] not in (None, PartitionSpec.UNCONSTRAINED)
 
 
 def push_put(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
@@ -71,13 +70,6 @@ def push_put(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
         if isinstance(p, Partial):
             return Complete([i], "puts it somewhere")
     return Move(placements, placements)
-
-
-@by_cut
-def push_constraint(node: Node, placements: tuple[Placement, ...], cut: Tiled) -> Move | Obstacle:
-    if not isinstance(node.params["sharding"], NamedSharding) and is_spread(node.params["sharding"], cut.dim):
-        return Complete([0], "spreads the cut axis over devices")
-    return Move((cut,), placements)
 
 
 def localise_constraint(node: Node, move: Move, span: Span) -> dict[str, Any]:
@@ -99,4 +91,4 @@ complete("pbroadcast_dynamic", "ragged_all_to_all", reason="sends each device wh
 register("device_put", push=push_put)
 # Spread otherwise over the devices: a tile holds a share of each, in the order of the whole, so it moves alike.
 register_factors("reshard", "mesh_cast", factors=elementwise)
-register_factors("sharding_constraint", factors=elementwise, push=push_constraint, localise=localise_constraint)
+register_factors("sharding_constraint", factors=elementwise, localise=localise_constraint)

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from transforms import layout, products
@@ -36,8 +35,6 @@ def product(node: Node, numbers: Any) -> Factors:
 def dot(node: Node, lhs: Any, rhs: Any, dtype: Any, span: Span) -> Any:
     """The node's dot_general with a result of `dtype`, wider than its operands if need be."""
     plain = lambda lhs, rhs: node.bind([lhs, rhs], dict(node.params, preferred_element_type=dtype))[0]
-    if not jnp.issubdtype(dtype, jnp.floating):
-        return plain(lhs, rhs)
     if _has_kernel(node, [lhs, rhs], dtype):
         if products.is_kernel(lhs, rhs, node.params["dimension_numbers"], dtype):
             return plain(lhs, rhs)

@@ -49,18 +49,17 @@ def push_each(node: Node, placements: tuple[Placement, ...]) -> Move:
 
 # Sums are formed in a real dtype where one of the two is real.
 COMPLEX = ("complex", "real", "imag")
+MARKS = ("nonbatchable", "nondifferentiable_backward", "nontraceable", "select_if_vmap")  # Equinox's
 
 register_factors(*having("elementwise"), *COMPLEX, "threefry2x32", factors=elementwise, sums=refuse_partial)
-register_factors("neg", *having("alias"), factors=elementwise)
-register_factors("nonbatchable", "nondifferentiable_backward", "nontraceable", factors=elementwise)
-register_factors("select_if_vmap", factors=elementwise)
+register_factors("add", "add_any", "sub", "neg", "mul", "select_n", *having("alias"), factors=elementwise)
+register_factors(*MARKS, factors=elementwise)
 register_factors(
     "convert_element_type",
     factors=elementwise,
     sums=converted,
     wide=lambda node, values, dtype, span: values[0].astype(dtype),
 )
-register_factors("add", "add_any", "sub", "mul", "select_n", factors=elementwise)
 register_factors("div", factors=elementwise, sums=divided)
 register_factors("max", "min", factors=elementwise, sums=extremum)
 register_factors("bitcast_convert_type", factors=leading)

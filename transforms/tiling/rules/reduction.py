@@ -11,16 +11,7 @@ from transforms.tiling.ir.placement import Partial, Placement, Span, Tiled
 from transforms.tiling.rules import Move
 from transforms.tiling.rules.factors import ALONG, Factors, keeping, register_factors
 
-OPS = {
-    "reduce_sum": "sum",
-    "reduce_max": "max",
-    "reduce_min": "min",
-    "reduce_prod": "prod",
-    "reduce_and": "and",
-    "reduce_or": "or",
-}
-
-
+OPS = {f"reduce_{op}": op for op in ("sum", "max", "min", "prod", "and", "or")}
 UNVMAP = {"unvmap_all": "and", "unvmap_any": "or", "unvmap_max": "max"}  # Equinox's, of all that there is to a scalar
 
 
