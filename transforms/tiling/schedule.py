@@ -18,11 +18,11 @@ from transforms.tiling.analysis.limits import FEWER, Limits, human, too_large
 from transforms.tiling.analysis.sizes import check_whole
 from transforms.tiling.ir.facts import Analysis, grain
 from transforms.tiling.ir.graph import Node, Value
-from transforms.tiling.ir.loops import Loop, Online, Ref, Schedule, Step, Update
+from transforms.tiling.ir.loops import How, Loop, Online, Ref, Schedule, Step, Update
 from transforms.tiling.ir.obstacles import Obstacle, Refusal
 from transforms.tiling.ir.placement import ALONE, WHOLE, Partial, Placement, Reach, Stacked, Tiled, Whole
 from transforms.tiling.ir.walks import flops
-from transforms.tiling.mesh.sums import ADDS, leaves_auto
+from transforms.tiling.mesh.sums import leaves_auto
 from transforms.tiling.primitives import has
 from transforms.tiling.rules import RULES, Move, pulled, resumes
 
@@ -43,8 +43,7 @@ def schedule(analysis: Analysis, online: Mapping[Value, Online]) -> Schedule | O
         eager = _settle(analysis, online, eager=True)
         if _cost(eager) < _cost((planner, loops)):
             planner, loops = eager
-    obstacle = check_begun(analysis, loops, limits)
-    obstacle = obstacle or check_whole(analysis, loops, planner.requested, limits, online)
+    obstacle = check_begun(analysis, loops, limits) or check_whole(analysis, loops, planner.requested, limits, online)
     return obstacle or Schedule(analysis, loops, planner.late)
 
 
@@ -219,7 +218,7 @@ class Planner:
         node = value.producer
         assert node is not None
         placements = [self.analysis.fact(v).placement for v in node.inputs]
-        if node.name not in ADDS:  # these count an operand that is whole by then once, in the same sum
+        if not has(node.name, "adding"):  # these count an operand that is whole by then once, in the same sum
             completed = self.analysis.completed
             placements = [WHOLE if (node, i) in completed else p for i, p in enumerate(placements)]
         parts = [v for v, p in zip(node.inputs, placements, strict=True) if isinstance(p, Partial)]
@@ -249,7 +248,7 @@ class Planner:
             summed = move.outs[0] == Partial("sum") and alone
             from_tiles = any(isinstance(p, Tiled) for p in move.ins)
             computed = summed and self.computes(part, d)
-            if computed and node.name in ADDS and self.all_parts(node):
+            if computed and has(node.name, "adding") and self.all_parts(node):
                 stack.extend(reversed(node.inputs))
                 continue
             if computed and from_tiles and RULES[node.name].accumulate:
@@ -294,20 +293,21 @@ class Planner:
         if own and value in self.analysis.inputs:
             return Ref(value, want, "tile" if self.inside else "slice")
         if own and value in self.analysis.resident:
-            loop.reads[value] = None
-            self.request([value], d - 1)
-            return Ref(value, want, "slice")
+            return self.read(value, want, "slice", d, loop)
         if own and self.computes(value, d):
             if not self.kept(value, placement, d):
                 return Ref(value, placement, "tile")
             self.deadline[value] = self.analysis.fact(value).stage
         if isinstance(want, Tiled) and isinstance(placement, Whole) and self.pulls(value, want) is not None:
             return Ref(value, want, "tile")
+        how = "whole" if isinstance(want, Whole) else "slice" if isinstance(want, Tiled) else "once"
+        return self.read(value, want, how, d, loop)
+
+    def read(self, value: Value, want: Placement, how: How, d: int, loop: Loop) -> Ref:
+        """Read what is whole once the loops before are over."""
         loop.reads[value] = None
         self.request([value], d - 1)
-        if isinstance(want, Whole):
-            return Ref(value, want, "whole")
-        return Ref(value, want, "slice" if isinstance(want, Tiled) else "once")
+        return Ref(value, want, how)
 
     def kept(self, value: Value, placement: Placement, d: int) -> bool:
         """Whether the policy has an earlier loop store what loop `d` would compute again."""
@@ -361,23 +361,17 @@ class Planner:
     def operands(self, node: Node, move: Move, d: int, loop: Loop) -> tuple[Ref, ...]:
         if (state := node.state) is not None:
             if loop.reverse != state.reverse:
-                return self.before(state.checkpoints, d, loop)
+                return (self.read(state.checkpoints, WHOLE, "whole", d, loop),)
             assert state.yielded is not None
             loop.states[state.yielded] = None
         elif resumes(node):
             (value,) = node.inputs
             if not self.computes(value, d):
-                return self.before(value, d, loop)
+                return (self.read(value, WHOLE, "whole", d, loop),)
             self.deadline[value] = min(self.deadline.get(value, d), d)
         all_ = move is not self.analysis.moves.get(node)  # it is pulled: its operands are whole, or were completed
         whole = [all_ or (node, i) in self.analysis.completed for i in range(len(node.inputs))]
         return tuple(self.resolve(v, p, d, loop, w) for v, p, w in zip(node.inputs, move.ins, whole, strict=True))
-
-    def before(self, value: Value, d: int, loop: Loop) -> tuple[Ref]:
-        """Read a value whole, of an earlier loop."""
-        self.request([value], d - 1)
-        loop.reads[value] = None
-        return (Ref(value, WHOLE, "whole"),)
 
     def step(self, node: Node, move: Move, d: int, loop: Loop) -> Step:
         """A step whose operands are computed, but which is left to whoever accumulates its result."""

@@ -11,9 +11,7 @@ from typing import Any, NamedTuple
 from transforms.layout import Apart, Held
 from transforms.tiling.ir.graph import Graph, Node, Value
 from transforms.tiling.ir.placement import ALONE, WHOLE, Move, Placement, Reach, Tiled, Whole
-from transforms.tiling.primitives import having
-
-ADDS = having("adding")
+from transforms.tiling.primitives import has
 
 
 class Fact(NamedTuple):
@@ -114,7 +112,7 @@ class Analysis:
         """What each value of the graph is added to."""
         found: dict[Value, list[Value]] = {}
         for node in self.graph.nodes:
-            for value in node.inputs if node.name in ADDS else ():
+            for value in node.inputs if has(node.name, "adding") else ():
                 found.setdefault(value, []).extend(node.inputs)
         return found
 

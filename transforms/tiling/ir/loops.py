@@ -10,7 +10,9 @@ from transforms.tiling.ir.graph import Node, Value
 from transforms.tiling.ir.placement import ALONE, Move, Partial, Placement, Reach
 from transforms.tiling.ir.terms import Term
 from transforms.tiling.ir.walks import flops
-from transforms.tiling.primitives import having
+from transforms.tiling.primitives import has
+
+How = Literal["whole", "slice", "once", "tile"]
 
 
 class Ref(NamedTuple):
@@ -22,7 +24,7 @@ class Ref(NamedTuple):
 
     value: Value
     want: Placement
-    how: Literal["whole", "slice", "once", "tile"]
+    how: How
     halo: Reach = ALONE
 
 
@@ -60,9 +62,6 @@ class Update:
     value: Value
     terms: tuple[Step | Ref, ...]
     online: Online = Online()
-
-
-HEAVY = having("heavy")
 
 
 @dataclasses.dataclass
@@ -103,7 +102,7 @@ class Loop:
         if any(n.effects or n.state is not None for n in self.nodes):
             return False  # what goes from tile to tile is rounded as it goes
         sums = all(facts.fact(u.value).placement == Partial("sum") for u in self.updates)
-        return sums and made <= read and not any(flops(n) or n.name in HEAVY for n in self.nodes)
+        return sums and made <= read and not any(flops(n) or has(n.name, "heavy") for n in self.nodes)
 
 
 @dataclasses.dataclass

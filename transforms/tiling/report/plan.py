@@ -196,11 +196,11 @@ class TilePlan:
 
 def explain(program: Program) -> TilePlan:
     """Describe a program, and its gradient if it has one, without running either."""
-    options, back = program.options, gradient_run(program)
-    size = max((p.plan.options.size for p in value_run(program).programs), default=options.size)
+    options, value, back = program.options, value_run(program), gradient_run(program)
+    size = max((p.plan.options.size for p in value.programs), default=options.size)
     tiles = max(1, -(-options.total // size))
     gradient = None if back is None else _run_plan(back)
-    return TilePlan(options.total, tiles, size, _run_plan(value_run(program)), gradient, options.shares)
+    return TilePlan(options.total, tiles, size, _run_plan(value), gradient, options.shares)
 
 
 def _run_plan(run: Run) -> RunPlan:
