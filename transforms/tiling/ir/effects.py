@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr
 
 from transforms.tiling.ir.errors import TileError
-from transforms.tiling.ir.jaxprs import bodies, given_inside, rebuilt, results_that_depend, rewritten
+from transforms.tiling.ir.jaxprs import bodies, followed, given_inside, rebuilt, rewritten
 
 
 def check_pure(eqn: Any) -> None:
@@ -81,12 +81,8 @@ def _part(value: Any, given: Sequence[bool]) -> Any:
         return tuple(_part(branch, given) for branch in value)
     if not loud(value.effects):
         return value
-    jaxpr, eqns = getattr(value, "jaxpr", value), []
-    reached = {v for v, known in zip(jaxpr.invars, given, strict=True) if known}
-    for eqn in jaxpr.eqns:
-        own = [not isinstance(v, Literal) and v in reached for v in eqn.invars]
-        results = results_that_depend(eqn, own)
-        reached.update(v for v, known in zip(eqn.outvars, results, strict=True) if known)
+    eqns: list[Any] = []
+    for eqn, own in zip(getattr(value, "jaxpr", value).eqns, followed(value, given)[0], strict=True):
         if not any(own) or not loud(eqn.effects):
             eqns += _quiet(eqn)
         else:

@@ -69,14 +69,21 @@ def counts(params: dict[str, Any], ins: Sequence[Any], outs: Sequence[Any]) -> t
 
 def depend(program: Any, given: Sequence[bool], name: Any = None) -> list[bool]:
     """Which results of a jaxpr depend on the inputs `given`, or on where along the axis `name` they are computed."""
+    return followed(program, given, name)[1]
+
+
+def followed(program: Any, given: Sequence[bool], name: Any = None) -> tuple[list[list[bool]], list[bool]]:
+    """Which operands of each equation depend on them, and which results."""
     jaxpr = getattr(program, "jaxpr", program)
     found = {v for v, known in zip(jaxpr.invars, given, strict=True) if known}
+    among = lambda atoms: [not isinstance(v, Literal) and v in found for v in atoms]
+    operands = []
     for eqn in jaxpr.eqns:
         along = name is not None and any(getattr(e, "name", None) == name for e in eqn.effects)
-        own = [not isinstance(v, Literal) and v in found for v in eqn.invars]
-        results = [True] * len(eqn.outvars) if along else results_that_depend(eqn, own)
+        operands.append(among(eqn.invars))
+        results = [True] * len(eqn.outvars) if along else results_that_depend(eqn, operands[-1])
         found.update(v for v, known in zip(eqn.outvars, results, strict=True) if known)
-    return [not isinstance(v, Literal) and v in found for v in jaxpr.outvars]
+    return operands, among(jaxpr.outvars)
 
 
 def results_that_depend(eqn: Any, given: Sequence[bool]) -> list[bool]:
