@@ -9,11 +9,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from transforms.layout import TOGETHER, Apart, Held, axes, entries_of, layout, move, named, spec
+from transforms.layout import TOGETHER, Apart, Held, axes, layout, move, named, spec
 from transforms.tiling.primitives import has, having
 from transforms.tiling.rules import RULES
 
@@ -131,35 +130,34 @@ def fit(node: Any, values: list[Any], apart: Apart) -> tuple[Any, list[Any]]:
         values = [*map(jnp.asarray, values)]
         whole = jnp.broadcast_shapes(*(v.shape for v in values))
         return node, [move(v, spec(out, apart)) if v.shape == whole else v for v in values]
-    if has(node.name, "product"):
-        # Where the sum is made at once, a product is of what there is: a gathered weight is not spread again.
-        operands = [v.aval for v in node.inputs] if apart.axes else [jax.typeof(v) for v in values]
-        values = [move(v, demand(node, i, apart, operands)) for i, v in enumerate(values)]
-    elif not apart.axes:
+    if not apart.axes:
         return node, values
+    if has(node.name, "product"):
+        values = [move(v, demand(node, i, apart)) for i, v in enumerate(values)]
     key = next((k for k in ("sharding", "out_sharding", "dst_sharding") if k in node.params), "")
     if key and (node.params[key] is not None or has(node.name, "contracts")):
         node = dataclasses.replace(node, params=node.params | {key: NamedSharding(sharding.mesh, spec(out, apart))})
     return node, values
 
 
-def demand(node: Any, operand: int, apart: Apart | None = None, operands: Sequence[Any] | None = None) -> PartitionSpec:
-    """How a product needs an operand spread: as the result is and, where it contracts, the other operand.
+def demand(node: Any, operand: int, apart: Apart | None = None) -> PartitionSpec:
+    """How a product needs an operand spread: as the result is and, where it contracts, as the other operand.
 
-    With `apart`, a contracted dimension in which only this operand is spread stays so. A mesh axis that the result
-    takes cuts no contracted dimension: there operands are gathered. `operands`: their types, if other than the node's.
+    One that is whole where it contracts stays so: how the other meets it is the compiler's choice, as untiled. Where
+    the result is `apart`, a contracted dimension is spread that either spreads, over axes that the result leaves.
     """
     stated = _factors(node)
     own, others, (made,) = stated.ins[operand], stated.ins[1 - operand], stated.outs
-    both = [v.aval for v in node.inputs] if operands is None else operands
-    me, other, out = both[operand], both[1 - operand], node.outputs[0].aval
-    given = [tuple(a for a in entry if apart is None or a not in apart.axes) for entry in entries_of(spec(out))]
-    taken = {a for entry in given for a in entry}
+    me, other, out = node.inputs[operand].aval, node.inputs[1 - operand].aval, node.outputs[0].aval
+    left = apart.axes if apart else frozenset()
+    given = {name: tuple(a for a in axes(out, dim) if a not in left) for dim, name in enumerate(made)}
+    taken = {a for name, entry in given.items() if apart or name in own for a in entry}
 
     def entry(dim: int, name: Any) -> tuple[str, ...]:
-        if name in made:
-            return given[made.index(name)]
-        found = axes(other, others.index(name)) or (axes(me, dim) if apart else ())
+        if name in given:
+            return given[name]
+        here, there = axes(me, dim), axes(other, others.index(name))
+        found = there or here if apart else there if here else ()
         return tuple(a for a in found if a not in taken)
 
     return layout([entry(dim, name) for dim, name in enumerate(own)])
