@@ -35,6 +35,7 @@ _HOME = {
     "LlamaConfig": "zoo.families.llamas.llama",
     "MiniMaxConfig": "zoo.families.mixtures.minimax",
     "Ministral3Config": "zoo.families.llamas.mistral",
+    "Mistral4Config": "zoo.families.mixtures.deepseek",
     "MistralConfig": "zoo.families.llamas.mistral",
     "MixtralConfig": "zoo.families.llamas.mistral",
     "Mixture": "zoo.models.mixture",
@@ -115,6 +116,7 @@ if TYPE_CHECKING:  # the same for type checkers, which a test compares
     from zoo.families.mixtures.deepseek import DeepSeekV2Config as DeepSeekV2Config
     from zoo.families.mixtures.deepseek import DeepSeekV3Config as DeepSeekV3Config
     from zoo.families.mixtures.deepseek import GLMFlashConfig as GLMFlashConfig
+    from zoo.families.mixtures.deepseek import Mistral4Config as Mistral4Config
     from zoo.families.mixtures.gptoss import GptOssConfig as GptOssConfig
     from zoo.families.mixtures.llama4 import Llama4Config as Llama4Config
     from zoo.families.mixtures.llama4 import MobileLLMR1Config as MobileLLMR1Config

@@ -51,8 +51,8 @@ class RopeScaling:
         attention_factor: yarn, longrope: multiplies queries and keys; None is `1 + ln(factor) / 10`, of longrope
             `sqrt(1 + ln(factor) / ln(original_length))`.
         mscale: yarn, of DeepSeek: how much of `0.1 ln(factor)` queries and keys have in whole heads, turned or not.
-        query_growth: yarn, of Ministral 3: queries grow by this share of the logarithm of how many original lengths
-            they are behind.
+        query_growth: yarn, of Ministral 3 and Mistral Small 4: queries grow by this share of the logarithm of how many
+            original lengths they are behind.
         short_factors: longrope: what each pair's frequency is divided by, in texts up to the original length.
         long_factors: longrope: likewise in longer ones.
         share: proportional: of each head's pairs this share turns, the first, as if all did; the others do not.
@@ -72,6 +72,11 @@ class RopeScaling:
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     share: float = 1.0
+
+    @property
+    def growth(self) -> tuple[float, int] | None:
+        """How much queries grow, and with how many tokens (`Config.query_growth`); None is not."""
+        return None if self.query_growth is None else (self.query_growth, self.original_length)
 
     def __post_init__(self):
         for name in ("short_factors", "long_factors"):  # files have lists, which no key of a table can be
@@ -351,6 +356,12 @@ def not_positive(config: Any, names: tuple[str, ...]) -> list[str]:
         for name, value in values.items()
         if value is not None and not 0 < value < math.inf
     ]
+
+
+def not_yarn(config: Any) -> list[str]:
+    """Say that a config is not stretched by yarn."""
+    found = None if config.rope_scaling is None else config.rope_scaling.rope_type
+    return [] if found is RopeType.yarn else [f"rope_scaling.rope_type={found} must be yarn"]
 
 
 def refuse(config: Any, problems: list[str]) -> None:

@@ -416,8 +416,14 @@ _MINISTRAL_3 = _BASE | {
     "rope_parameters": {"rope_theta": 1e4, **_YARN, "original_max_position_embeddings": 4, "mscale": 1.0}
     | {"mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.4, "type": "yarn", "max_position_embeddings": 64},
 }
+_MISTRAL_4 = _DEEPSEEK | {"model_type": "mistral4", "rope_parameters": _MINISTRAL_3["rope_parameters"]}
 CASES |= {
     "ministral3": _MINISTRAL_3,
+    "mistral4": _MISTRAL_4,
+    "mistral4_other": _MISTRAL_4
+    | {"q_lora_rank": None, "rope_interleave": False, "norm_topk_prob": False, "routed_scaling_factor": 1.5}
+    | {"first_k_dense_replace": 1, "n_shared_experts": 2, "tie_word_embeddings": True, "attention_bias": True}
+    | {"rope_parameters": _MISTRAL_4["rope_parameters"] | {"mscale_all_dim": 0.5, "partial_rotary_factor": 0.4}},
     "ministral3_tied": _MINISTRAL_3 | {"sliding_window": 4, "tie_word_embeddings": True, "num_key_value_heads": 1},
 }
 _LLAMA_4 = _BASE | {

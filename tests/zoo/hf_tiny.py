@@ -23,7 +23,7 @@ from tests.quick import QUICK
 from tests.zoo.hf_cases import CASES, ENCODERS
 from zoo import load
 from zoo.config import rows
-from zoo.huggingface.config import from_hf
+from zoo.huggingface.config import from_hf, to_hf
 
 GOLDEN = Path(__file__).with_name("golden.json")
 
@@ -109,7 +109,8 @@ def reference(case: str, dtype: str = "float32"):
     transformers.logging.set_verbosity_error()
     with tempfile.TemporaryDirectory() as folder:
         write(case, Path(folder))
-        made = transformers.AutoModel if case in ENCODERS else transformers.AutoModelForCausalLM
+        architecture = to_hf(from_hf((CASES | ENCODERS)[case]), dtype)["architectures"][0]
+        made = transformers.AutoModel if case in ENCODERS else getattr(transformers, architecture)
         model: Any = made.from_pretrained(
             folder,
             dtype=dtype,
@@ -157,7 +158,7 @@ def run(model) -> dict:
 def _on_disk(name: str, array: np.ndarray, kind: str) -> dict[str, np.ndarray]:
     """Return a parameter as the tensors on disk: experts are apart there, and some families have names of their own."""
     parts = {"embed_out.weight" if kind == "gpt_neox" and name == "lm_head.weight" else name: array}
-    if kind in ("gpt_oss", "gemma4_text", "llama4_text"):  # there they are together
+    if kind in ("gpt_oss", "gemma4_text", "llama4_text", "mistral4"):  # there they are together
         return parts
     if name.endswith("experts.gate_up_proj"):
         halves = zip(("gate_proj", "up_proj"), np.split(array, 2, axis=1), strict=True)

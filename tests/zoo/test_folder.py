@@ -113,6 +113,7 @@ def _as_multimodal(folder: Path, prefix: str, kind: str = "gemma3") -> None:
 
 PARTS = {"gemma3_stretched": "gemma3", "mistral": "mistral3", "ministral3": "mistral3", "gemma3n": "gemma3n"}
 PARTS |= {
+    "mistral4": "mistral3",
     "qwen3_5": "qwen3_5",
     "gemma4_small": "gemma4",
     "gemma4_moe": "gemma4",

@@ -30,6 +30,7 @@ QUICK = (
     "gpt_oss",
     "deepseek_v3",
     "glm4_flash",
+    "mistral4",
     "llama4",
     "gemma3n",
     "gemma4",

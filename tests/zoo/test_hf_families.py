@@ -393,10 +393,16 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
         "rope_scaling.rope_type=None must be yarn",
     ),
+    "a Mistral 4 without yarn": (
+        CASES["mistral4"],
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        "rope_scaling.rope_type=None must be yarn",
+    ),
+    "groups of a Mistral 4": (CASES["mistral4"], {"n_group": 2}, "`n_group`=2 is not supported, only 1 or None"),
     "another part of Mistral 3": (
         {"model_type": "mistral3", "text_config": {"model_type": "llama"}},
         {},
-        "`text_config` must be an object of model_type='mistral' or 'ministral3', and is 'llama'",
+        "`text_config` must be an object of model_type='mistral' or 'ministral3' or 'mistral4', and is 'llama'",
     ),
     "an unknown outer key": (GEMMA_3_4B, {"audio_config": {}}, "`audio_config` is not known"),
     "a list for a type": (LLAMA_3_2_1B, {"model_type": ["llama"]}, "model_type=['llama'], and this zoo loads"),

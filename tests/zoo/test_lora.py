@@ -35,6 +35,7 @@ OTHERS = [
     "gpt_oss",
     "deepseek_v3",
     "glm4_flash",
+    "mistral4",
     "llama4_dense",
     "qwen3_next",
     "qwen3_5",

@@ -33,7 +33,7 @@ from zoo.families.llamas.qwen import Qwen2Config, Qwen2MoeConfig, Qwen3Config, Q
 from zoo.families.llamas.qwen_next import Qwen3NextConfig, Qwen35Config, Qwen35MoeConfig
 from zoo.families.llamas.seed import SeedConfig
 from zoo.families.llamas.smollm import SmolLM3Config
-from zoo.families.mixtures.deepseek import DeepSeekV2Config, DeepSeekV3Config, GLMFlashConfig
+from zoo.families.mixtures.deepseek import DeepSeekV2Config, DeepSeekV3Config, GLMFlashConfig, Mistral4Config
 from zoo.families.mixtures.gptoss import GptOssConfig
 from zoo.families.mixtures.llama4 import Llama4Config, MobileLLMR1Config
 from zoo.families.mixtures.minimax import MiniMaxConfig
@@ -84,6 +84,7 @@ FAMILIES: dict[str, type[Config]] = {
     "deepseek_v2": DeepSeekV2Config,
     "deepseek_v3": DeepSeekV3Config,
     "glm4_flash": GLMFlashConfig,
+    "mistral4": Mistral4Config,
 }
 
 

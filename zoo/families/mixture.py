@@ -14,6 +14,12 @@ EXPERTS = (
     Row("layers.up", LAYER + "mlp.experts.{}.up_proj.weight", "F D -> D F", "D"),
     Row("layers.down", LAYER + "mlp.experts.{}.down_proj.weight", "D F -> F D", "F"),
 )
+TOGETHER = (  # of files that have all experts of a layer in one tensor
+    EXPERTS[0],
+    Row("layers.gate", LAYER + "mlp.experts.gate_up_proj", "E F D -> E D F", "D", fused="FF", part=0),
+    Row("layers.up", LAYER + "mlp.experts.gate_up_proj", "E F D -> E D F", "D", fused="FF", part=1),
+    Row("layers.down", LAYER + "mlp.experts.down_proj", "E D F -> E F D", "F"),
+)
 SHARED = (  # an expert that every token meets, and its gate
     Row("layers.shared_router", LAYER + "mlp.shared_expert_gate.weight", "G D -> D G", "D"),
     Row("layers.shared_gate", LAYER + "mlp.shared_expert.gate_proj.weight", "U D -> D U", "D"),
@@ -171,11 +177,11 @@ class GroupedLike(MixtureLike):
         dims = super().dims
         return dims | {"P": self.dense_mlp_dim, "U": self.shared_experts * dims["F"]}
 
-    def grouped_rows(self, attention: tuple[Row, ...]) -> tuple[Row, ...]:
-        """Return the rows of all layers, given those of attention and norms."""
+    def grouped_rows(self, attention: tuple[Row, ...], experts: tuple[Row, ...] = EXPERTS) -> tuple[Row, ...]:
+        """Return the rows of all layers, given those of attention and norms, and of experts."""
         layers: int = getattr(self, "num_layers")  # noqa: B009 (a field of what this is inherited beside)
         choice, sparse = (CHOICE,) * self.sigmoid_router, tuple(range(self.first_dense, layers))
-        rows = tuple(replace(row, layers=sparse) for row in (*attention, *EXPERTS, *choice, *_SHARED_UNGATED))
+        rows = tuple(replace(row, layers=sparse) for row in (*attention, *experts, *choice, *_SHARED_UNGATED))
         dense = tuple(dense_row(row, self.dense_layers) for row in (*attention, *MLP))
         return rows + (dense if self.dense_layers else ())
 

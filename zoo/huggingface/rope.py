@@ -221,6 +221,8 @@ def write(config: Any, dialect: Dialect) -> dict[str, Any]:
         raw[_LOCAL] = config.local_rope_theta
     plain = {"rope_type": "default"} if dialect.rope_default else None
     rope = raw["rope_scaling"] = _written(config.rope_scaling) or plain
+    if rope is not None and _PARTIAL in dialect.rope_ignored:  # transformers needs it, and the widths of heads say it
+        rope[_PARTIAL] = config.rotary_dim / config.head_dim
     if rope is not None and rope.get("rope_type") == RopeType.longrope:
         _shortened(rope, config, dialect)
     if config.rope_scaling is not None and config.rope_scaling.rope_type is RopeType.dynamic:

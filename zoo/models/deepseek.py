@@ -1,5 +1,5 @@
-"""DeepSeek V2 (https://arxiv.org/abs/2405.04434), V3 (https://arxiv.org/abs/2412.19437) and Kimi K2: attention over
-latents, experts in groups.
+"""DeepSeek V2 (https://arxiv.org/abs/2405.04434), V3 (https://arxiv.org/abs/2412.19437), Kimi K2 and Mistral Small 4:
+attention over latents, experts in groups.
 
 Dimensions: `B` batch `S` sequence `D` embed `V` vocab `N` heads `H` head size of queries and keys `W` of values `A`
 latent of queries `C` latent of keys and values `J` that and the part of keys that turns `X` what a head makes of it,
@@ -119,6 +119,7 @@ def latent_attention(
 
     def queries(q, weight):
         q = linear("bsa,anh->bsnh", q, cast(weight))
+        q = q if config.query_growth is None else told.grown(q, *config.query_growth)
         return q[..., :plain], told.rotate(q[..., plain:])
 
     def project(latents, weights):

@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from zoo.config import RopeType, window_problems
+from zoo.config import not_yarn, window_problems
 from zoo.dialect import ACTIVATION, TIED, Dialect, eps, sizes
 from zoo.families.llamas.llama import Activated
 from zoo.families.mixture import BALANCE, MixtureLike
@@ -75,15 +75,12 @@ class Ministral3Config(MistralConfig):
 
     def problems(self) -> list[str]:
         """Say what is wrong with the family's own fields."""
-        found = None if self.rope_scaling is None else self.rope_scaling.rope_type
-        own = [] if found is RopeType.yarn else [f"rope_scaling.rope_type={found} must be yarn"]
-        return super().problems() + own
+        return super().problems() + not_yarn(self)
 
     @property
     def query_growth(self) -> tuple[float, int] | None:
         """How much queries grow with the logarithm of how many times so many tokens they are behind."""
-        rope = self.rope_scaling
-        return None if rope is None or rope.query_growth is None else (rope.query_growth, rope.original_length)
+        return None if self.rope_scaling is None else self.rope_scaling.growth
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,15 +1,15 @@
 """DeepSeek V2 (https://arxiv.org/abs/2405.04434), V3 and R1 (https://arxiv.org/abs/2412.19437), Kimi K2, whose files
-say they are V3, and GLM 4.7 Flash: keys and values are made of a latent that all heads share, experts are chosen in
-groups. Free of JAX."""
+say they are V3, GLM 4.7 Flash and Mistral Small 4: keys and values are made of a latent that all heads share, experts
+are chosen in groups. Free of JAX."""
 
 import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from zoo.config import not_positive
+from zoo.config import not_positive, not_yarn
 from zoo.dialect import ACTIVATION, BIAS, HEADS, REQUIRED, SIZES, TIED, Dialect
 from zoo.families.llamas.llama import Activated
-from zoo.families.mixture import SIGMOID, GroupedLike
+from zoo.families.mixture import EXPERTS, SIGMOID, TOGETHER, GroupedLike
 from zoo.parameters import ATTENTION, BIASES, LAYER, MLP_NORM, Row
 
 _ATTN = LAYER + "self_attn."
@@ -30,10 +30,9 @@ _BIASES = (
 )
 
 
-def _read(read: Any, num_layers: int) -> dict[str, Any]:
+def _queries(read: Any, default: int = 1536) -> dict[str, Any]:
     """Return the width of the latent of queries, which may be null."""
-    del num_layers
-    return {"q_rank": None if read.raw.get("q_lora_rank", 1536) is None else read.size("q_lora_rank", 1536, {})}
+    return {"q_rank": None if read.raw.get("q_lora_rank", default) is None else read.size("q_lora_rank", default, {})}
 
 
 def _sizes(context: int, dense: int, expert: int, **own: tuple[str, Any]) -> dict[str, tuple[str, Any]]:
@@ -53,7 +52,7 @@ def _sizes(context: int, dense: int, expert: int, **own: tuple[str, Any]) -> dic
 
 _KEYS: dict[str, Any] = {
     "keys": ("q_lora_rank",),
-    "read": _read,
+    "read": lambda read, num_layers: _queries(read),
     "write": lambda config: {"q_lora_rank": config.q_rank},
     "derived": lambda fields: {"head_dim": fields["nope_head_dim"] + fields["rope_head_dim"]},
     # What other programs read, what is for training, and `head_dim`, which newer files have, of the part that turns.
@@ -80,6 +79,7 @@ class DeepSeekLike(GroupedLike, Activated):
     """
 
     model: ClassVar[str] = "zoo.models.deepseek.DeepSeek"
+    experts: ClassVar[tuple[Row, ...]] = EXPERTS
 
     norm_eps: float = 1e-6
     nope_head_dim: int = 128
@@ -142,7 +142,7 @@ class DeepSeekLike(GroupedLike, Activated):
         queries = (ATTENTION[1],) if self.q_rank is None else _DOWN_Q
         biases = (*_BIASES[self.q_rank is None :], BIASES["o"]) if self.attention_bias else ()
         attention = (ATTENTION[0], *queries, *_LATENT, MLP_NORM, *biases)
-        return self.with_ends(self.grouped_rows(attention))
+        return self.with_ends(self.grouped_rows(attention, self.experts))
 
 
 _V2_GROUPS = {"n_group": ("router_groups", 1), "topk_group": ("groups_per_token", 1)}
@@ -150,12 +150,13 @@ _V2_GROUPS = {"n_group": ("router_groups", 1), "topk_group": ("groups_per_token"
 
 def _read_v2(read: Any, num_layers: int) -> dict[str, Any]:
     """Return what V2 says otherwise: groups only where the method of choosing has them."""
+    del num_layers
     method = read.raw.get("topk_method", "greedy")
     if method not in ("greedy", "group_limited_greedy"):
         read.problems.append(f"`topk_method`={method!r} is not supported, only 'greedy' or 'group_limited_greedy'")
     grouped = method != "greedy"
     sizes = {field: read.size(key, 1, {}) if grouped else 1 for key, (field, _) in _V2_GROUPS.items()}
-    return _read(read, num_layers) | sizes
+    return _queries(read) | sizes
 
 
 def _write_v2(config: Any) -> dict[str, Any]:
@@ -259,8 +260,7 @@ def _read_flash(read: Any, num_layers: int) -> dict[str, Any]:
         read.problems.append(f"`mlp_layer_types`={listed!r} is not supported, only first 'dense' and then 'sparse'")
     if told not in (first, None):
         read.problems.append(f"`first_k_dense_replace`={told!r} is not supported, only {first}, as the layers are")
-    rank = None if read.raw.get("q_lora_rank", 768) is None else read.size("q_lora_rank", 768, {})
-    return {"first_dense": first, "q_rank": rank}
+    return {"first_dense": first} | _queries(read, 768)
 
 
 def _write_flash(config: Any) -> dict[str, Any]:
@@ -304,3 +304,70 @@ class GLMFlashConfig(DeepSeekV3Config):
     nope_head_dim: int = 192
     v_head_dim: int = 256
     q_rank: int | None = 768
+
+
+_STRETCH = {  # of files that do not say
+    "rope_type": "yarn",
+    "factor": 128.0,
+    "original_max_position_embeddings": 8192,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+_MISTRAL_KEYS: dict[str, Any] = _KEYS | {"read": lambda read, num_layers: _queries(read, 1024)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mistral4Config(DeepSeekLike):
+    """Mistral Small 4: DeepSeek's latents, probabilities of all experts together, queries that grow as Ministral 3's.
+
+    Attributes:
+        normalise_weights: the weights of the chosen experts sum to one before they are scaled.
+        rotary_pairs: neighbouring dimensions of a head turn together, in place of those of its halves.
+    """
+
+    dialects: ClassVar = {
+        "mistral4": Dialect(
+            architecture="Mistral4ForCausalLM",
+            outer="mistral3",
+            sizes=_sizes(
+                *(1_048_576, 12_288, 2048),
+                kv_lora_rank=("kv_rank", 256),
+                qk_nope_head_dim=("nope_head_dim", 64),
+                n_routed_experts=("num_experts", 128),
+                num_experts_per_tok=("experts_per_token", 4),
+                n_shared_experts=("shared_experts", 1),
+                first_k_dense_replace=("first_dense", 0),
+            ),
+            aliases={"n_routed_experts": "num_local_experts"},
+            numbers={"rms_norm_eps": ("norm_eps", 1e-6), "routed_scaling_factor": ("weight_scale", 1.0)},
+            flags=_V3_FLAGS,
+            choices=ACTIVATION,
+            only={"n_group": (1, None), "topk_group": (1, None)},
+            harmless={"moe_layer_freq": (1, None)},
+            rope_default=_STRETCH,
+            rope_ignored=("partial_rotary_factor",),  # which says what the widths of heads say
+            **_MISTRAL_KEYS,
+        )
+    }
+    experts: ClassVar[tuple[Row, ...]] = TOGETHER
+
+    kv_rank: int = 256
+    nope_head_dim: int = 64
+    q_rank: int | None = 1024
+    normalise_weights: bool = True
+    rotary_pairs: bool = True
+
+    @property
+    def sigmoid_router(self) -> bool:
+        """Whether each expert's probability is its own."""
+        return False
+
+    def problems(self) -> list[str]:
+        """Say what is wrong with the family's own fields."""
+        return super().problems() + not_yarn(self)
+
+    @property
+    def query_growth(self) -> tuple[float, int] | None:
+        """How much queries grow with the logarithm of how many times so many tokens they are behind."""
+        return None if self.rope_scaling is None else self.rope_scaling.growth
