@@ -100,6 +100,11 @@ class Plain:
     name = "the format of tokenizers without a chat template"
     variables: frozenset[str] = frozenset()
 
+    @property
+    def for_tools(self) -> "Plain":
+        """Itself."""
+        return self
+
     def takes(self, name: str) -> bool:
         """Return whether it writes what a message has under a name."""
         return name in ("role", "content")
@@ -135,14 +140,16 @@ class ChatTemplate:
         identity: changes when the text of a conversation does.
         name: for people.
         variables: what the template may be told beside messages, `tools` say, by name.
+        for_tools: the template for conversations with tools, which some folders have beside; else itself.
     """
 
-    def __init__(self, source: str, special: Mapping[str, str | None], where: str):
+    def __init__(self, source: str, special: Mapping[str, str | None], where: str, for_tools: str | None = None):
         self._special = {name: token or "" for name, token in special.items()}
         self._where, self._source, self.name = where, source, f"the chat template in {where}"
         # What a template does not name is no part of what it is: the caches of texts stay valid.
         named = {name: token for name, token in self._special.items() if name in (*_ALWAYS, *_named(source))}
-        self.identity = json.dumps([source, named])
+        self.for_tools = self if for_tools is None else ChatTemplate(for_tools, special, where)
+        self.identity = json.dumps([source, named] if for_tools is None else [source, named, self.for_tools.identity])
         try:
             import jinja2.meta
         except ImportError:
@@ -157,8 +164,15 @@ class ChatTemplate:
             raise DataError(f"cannot read the chat template in {where}: {error}") from None
 
     @classmethod
-    def read(cls, path: Path, settings: Mapping[str, Any], special: Mapping[str, str | None]) -> "ChatTemplate | None":
-        """Return the template of a tokenizer's folder, from its own file or from `tokenizer_config.json`.
+    def read(
+        cls, path: Path, told: Mapping[str, Mapping[str, Any]], special: Mapping[str, str | None]
+    ) -> "ChatTemplate | None":
+        """Return the template of a tokenizer's folder: from its own file, or the first of others that has one.
+
+        Args:
+            path: the folder.
+            told: what other files hold, by their names.
+            special: the tokens that a template may name.
 
         Raises:
             DataError: it cannot be read.
@@ -166,15 +180,14 @@ class ChatTemplate:
         file = path / FILE
         if file.is_file():
             return cls(read_text(file, "").decode(), special, str(file))
-        found = settings.get("chat_template")
-        if isinstance(found, list):  # several by name
-            named = {
-                one["name"]: one["template"]
-                for one in found
-                if isinstance(one, dict) and {"name", "template"} <= set(one)
-            }
-            found = named.get("default")
-        return cls(found, special, str(path / "tokenizer_config.json")) if isinstance(found, str) else None
+        where = next((name for name, settings in told.items() if settings.get("chat_template")), "")
+        found = told[where]["chat_template"] if where else None
+        listed = found if isinstance(found, list) else [{"name": "default", "template": found}]  # several by name
+        named = {one.get("name"): one.get("template") for one in listed if isinstance(one, dict)}
+        default, for_tools = (
+            one if isinstance(one, str) else None for one in (named.get("default"), named.get("tool_use"))
+        )
+        return None if default is None else cls(default, special, str(path / where), for_tools)
 
     def takes(self, name: str) -> bool:
         """Return whether the template names something, of a message say; what it does not, it leaves out."""

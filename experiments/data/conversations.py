@@ -118,6 +118,7 @@ def _conversation(line: bytes, field: str, encoder: Any, chat: Any) -> Encoded:
         raise ValueError(
             f"no list of messages in {field!r}. {_others(found, field)} data.field=NAME says where they are"
         )
+    chat = chat.for_tools if found.get("tools") else chat
     messages, variables = _messages(found[field], field, chat), _variables(found, chat)
     if not any(message["role"] == "assistant" for message in messages):
         roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages))
@@ -136,6 +137,7 @@ def _pair(line: bytes, encoder: Any, chat: Any) -> list[Encoded]:
         if named := [name for name in ("tools", "chat_template_kwargs") if found.get(name)]:
             raise ValueError(f"`{named[0]}` are for messages, and its answers are text")
         return [_ids([(prompt, False), (answer + CLOSE, True)], encoder, Plain()) for answer in answers]
+    chat = chat.for_tools if found.get("tools") else chat
     both = [_messages(answer, name, chat) for answer, name in zip(answers, ANSWERS, strict=True)]
     if prompt is None:
         alike = next((i for i, (a, b) in enumerate(zip(*both, strict=False)) if a != b), min(map(len, both)))

@@ -22,7 +22,8 @@ from experiments.data.corpus import BOS, BYTE_VOCAB, utf8
 FILE = "tokenizer.json"
 SENTENCES = "tokenizer.model"
 SETTINGS = "tokenizer_config.json"
-FILES = (FILE, SENTENCES, SETTINGS, "added_tokens.json", "chat_template.jinja")
+OLDER = "chat_template.json"  # of models that see, in older folders
+FILES = (FILE, SENTENCES, SETTINGS, OLDER, "added_tokens.json", "chat_template.jinja")
 BYTES = "bytes"  # what data.tokenizer, and the settings of weights that were trained on bytes, call them
 MOST_BYTES = 1024  # words: a larger vocabulary is hardly one of bytes
 SPECIAL = "special_tokens_map.json"  # what older folders name special tokens in
@@ -95,7 +96,8 @@ class Folder:
         special |= {name: _content(token) for name, token in named.items()} if isinstance(named, Mapping) else {}
         self.start = self._id(special["bos_token"])
         self.stops = self._stops(path, special["eos_token"])
-        self.chat = ChatTemplate.read(path, settings, special)
+        told = {SETTINGS: settings, OLDER: read_json(path / OLDER)}
+        self.chat = ChatTemplate.read(path, told, special)
 
     def _open(self, file: Path, settings: Mapping[str, Any]) -> tuple[Any, int]:
         """Return the package's own tokenizer, and one more than its largest id."""

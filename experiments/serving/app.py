@@ -240,9 +240,9 @@ class Server:
         if tokenizer.chat is None:
             raise BadRequest("the model has no chat template: ask /v1/completions", "messages")
         variables = {**asked.variables, **({"tools": list(asked.tools)} if asked.tools else {})}
-        _check_read(asked.messages, variables, tokenizer.chat)
-        text = tokenizer.chat.render(asked.messages, variables)
-        plain = isinstance(tokenizer.chat, Plain)
+        chat = tokenizer.chat.for_tools if asked.tools else tokenizer.chat
+        _check_read(asked.messages, variables, chat)
+        text, plain = chat.render(asked.messages, variables), isinstance(chat, Plain)
         return await self._reply(request, asked, [tokenizer.prompt(text) if plain else tokenizer.encode(text).tolist()])
 
     async def _reply(self, request: Request, asked: Asked, prompts: list[list[int]]) -> Response:

@@ -200,6 +200,18 @@ def test_lines_in_the_shapes_of_the_hub_are_read(make, tmp_path):
     assert tokenizer.decode(ids[learned]) == "so three"
 
 
+def test_lines_with_tools_have_the_folders_template_for_these(make, tmp_path):
+    pytest.importorskip("tokenizers")
+    tokenizer = train_bpe([b"one two three four <|user|> <|assistant|>"] * 3, 300, tmp_path)
+    templates = [{"name": "default", "template": TURN}, {"name": "tool_use", "template": OF_TOOLS}]
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"chat_template": templates}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    lines = [{"tools": TOOLS, "messages": CALLING, "id": i} for i in range(2)]
+    words = ["data=chat", write(tmp_path / "a.jsonl", *lines), f"data.tokenizer={tmp_path}"]
+    ids, _, ends = make(*words, seq_len=512).train.arrays
+    assert tokenizer.decode(ids[: ends[0]]).startswith(f"{json.dumps(TOOLS)}<|user|>one")
+
+
 def test_a_template_that_takes_no_tools_is_named(make, tmp_path):
     pytest.importorskip("tokenizers")
     train_bpe([b"one two three four"] * 3, 300, tmp_path)

@@ -145,6 +145,31 @@ def test_tokens_that_only_other_files_name_are_found_as_transformers_finds_them(
     assert ours.vocab_size == len(theirs) and ours.identity != plain
 
 
+def test_a_folders_template_for_tools_is_used_where_there_are_any(folder, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    named = {"default": "{{ messages[0].content }}", "tool_use": "{{ tools[0].name }}{{ messages[0].tool_calls }}"}
+    templates = [{"name": name, "template": template} for name, template in named.items()]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates}))
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(tmp_path), open_tokenizer(tmp_path).chat
+    for chat, told in ((ours, {}), (ours.for_tools, {"tools": ABOUT["tools"]})):
+        assert chat.render(MESSAGES, told) == theirs.apply_chat_template(MESSAGES, tokenize=False, **told)
+    assert (ours.variables, ours.for_tools.variables, ours.for_tools.for_tools) == (set(), {"tools"}, ours.for_tools)
+    identity = ours.identity
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": templates[:1]}))
+    alone = open_tokenizer(tmp_path).chat
+    assert alone.for_tools is alone and alone.identity != identity
+
+
+def test_a_template_in_a_file_of_older_folders_is_read(folder, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}!"}))
+    assert open_tokenizer(tmp_path).chat.render(MESSAGES) == "Be brief.!"
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "{{"}))
+    with pytest.raises(DataError, match=r"cannot read the chat template in .*chat_template.json: "):
+        open_tokenizer(tmp_path)
+
+
 def test_chat_templates_render_and_refuse(folder, tmp_path):
     chat = open_tokenizer(folder).chat
     first = "<bos><|system|>Be brief.<eos>\n<|user|>What is 2 < 3?<eos>\n"
