@@ -466,7 +466,9 @@ def _check_read(messages: Messages, variables: Variables, chat: ChatTemplate | P
     for name in variables:
         if name not in chat.variables:
             field = name if name in ("tools", "reasoning_effort") else "chat_template_kwargs"
-            raise BadRequest(f"the model's chat template does not read `{name}`, and beside messages {known}", field)
+            raise BadRequest(
+                f"the model's chat template does not read `{name}`; beside messages it reads {known}", field
+            )
     for i, message in enumerate(messages):
         if lost := unwritten(message, chat):
             raise BadRequest(

@@ -424,8 +424,9 @@ def _sampling(read: _Body) -> Sampling:
     found["seed"] = uuid.uuid4().int & 0xFFFFFFFF if seed is None else seed
     if (top_k := read.get("top_k", "a whole number", 0, -1, 2**31)) > 0:
         found["top_k"] = top_k
+    bias = _bias(read.get("logit_bias", "an object", {}))
     try:
-        return Sampling(**found, logit_bias=_bias(read.get("logit_bias", "an object", {})))
+        return Sampling(**found, logit_bias=bias)
     except (TypeError, ValueError) as error:
         raise BadRequest(str(error)) from None
 

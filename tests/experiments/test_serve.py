@@ -529,6 +529,7 @@ def test_the_model_is_called_by_its_name_or_its_folders(short):
         ("/v1/completions", {"prompt": []}, "prompt", "must be a text"),
         ("/v1/completions", {"prompt": "x" * 96}, "prompt", "do not fit"),
         ("/v1/completions", {"prompt": "x", "max_tokens": 96}, "max_tokens", "96 tokens here (`length`)"),
+        ("/v1/completions", {"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias", "must be of ids and numbers"),
         ("/v1/chat/completions", {"messages": [USER], "max_completion_tokens": 96}, "max_completion_tokens", "=96 do"),
         ("/v1/embeddings", {"input": [[1, 999]]}, "input", "token id 999"),
         ("/v1/embeddings", {"input": "x", "pooling": "max"}, "pooling", "must be mean or last"),
@@ -711,7 +712,10 @@ def test_tools_are_called_as_openais_clients_expect(model):
         assert (free["finish_reason"], "tool_calls" in free["message"]) == ("length", False)
     with serving(model) as (_, client):
         response = client.post("/v1/chat/completions", json=body)
-        assert "chat template does not read `tools`, and beside messages nothing" in response.json()["error"]["message"]
+        assert (
+            "chat template does not read `tools`; beside messages it reads nothing"
+            in response.json()["error"]["message"]
+        )
 
 
 class Thinking(Bytes):
@@ -741,7 +745,11 @@ def test_a_chat_template_is_told_what_it_reads(model):
             ({"chat_template_kwargs": {"enable_thinkng": 1}}, "chat_template_kwargs", "not read `enable_thinkng`"),
             ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "not read `messages`"),
             ({"chat_template_kwargs": {"reasoning_effort": {}}}, "chat_template_kwargs", "is a field of its own"),
-            ({"tools": [TOOL]}, "tools", "not read `tools`, and beside messages `enable_thinking`, `reasoning_effort`"),
+            (
+                {"tools": [TOOL]},
+                "tools",
+                "not read `tools`; beside messages it reads `enable_thinking`, `reasoning_eff",
+            ),
             ({"message": calling("{}")}, "messages", "does not write `messages[0].tool_calls`"),
         ):
             error = ask(**more)["error"]
