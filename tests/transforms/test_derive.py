@@ -1,10 +1,13 @@
 """Every derivative of a tiled function, of either mode and any order, is the untiled one's."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental.ode import odeint
 
 from tests import quick
 from tests.helpers import equations
@@ -237,6 +240,33 @@ def test_second_derivatives_of_values_are_those_of_what_a_rule_computes(rule, sh
             jax.tree.leaves(run(W, tile(fn, (0, None), 4))), jax.tree.leaves(run(W, fn)), strict=True
         ):
             np.testing.assert_allclose(ours, theirs, rtol=1e-8, atol=1e-10)
+
+
+def flow(h, w):
+    """The end of an ordinary differential equation: its solver's rule closes over constants."""
+    return odeint(lambda state, t, w: jnp.tanh(w @ state) - t, h, jnp.linspace(0.0, 0.5, 2), w)[-1]
+
+
+@pytest.mark.parametrize("name", ["value and gradient", "reverse over reverse"])
+def test_what_a_rule_closes_over_is_not_differentiated(name):
+    fn = lambda h, w: jnp.square(jax.vmap(flow, (0, None))(h, w)).sum()
+    run = lambda fn: ORDERS[name](functools.partial(fn, H), jnp.sin(W @ W.T))
+    with jax.enable_x64(True):
+        got, want = run(tile(fn, (0, None), 4, gather="any")), run(fn)
+    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-8)
+
+
+def test_a_rule_of_what_is_not_differentiated_does_not_matter():
+    """Frozen features, whose cotangents are clipped, forbid neither the forward mode nor the gradient in one loop."""
+    clip = by_vjp(jnp.sin, lambda g: jnp.clip(g, -0.1, 0.1))
+    fn = lambda h, w: jnp.square(clip(h) @ w).sum()
+    tiled = tile(fn, (0, None), 4)
+    with jax.enable_x64(True):
+        moved, wanted = (DERIVATIVES["jvp in one argument"](one, H, W) for one in (tiled, fn))
+    np.testing.assert_allclose(moved, wanted, rtol=1e-8)
+    loops = [e for e in equations(jax.make_jaxpr(jax.grad(tiled, 1))(H, W).jaxpr) if e.primitive.name == "scan"]
+    assert len(loops) == 1
 
 
 @pytest.mark.parametrize(

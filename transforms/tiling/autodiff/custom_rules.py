@@ -19,18 +19,18 @@ from transforms.layout import like
 from transforms.tiling.frontend.flatten import flatten
 from transforms.tiling.frontend.trace import there
 from transforms.tiling.ir.graph import Graph
-from transforms.tiling.ir.jaxprs import bodies, equations, trimmed
+from transforms.tiling.ir.jaxprs import bodies, equations, followed, given_inside, trimmed
 from transforms.tiling.ir.walks import constant
 from transforms.tiling.primitives import PRODUCTS, summed
 
 
-def scales(jaxpr: Any) -> bool:
-    """Whether cotangents enter the gradients of a program linearly.
+def scales(jaxpr: Any, active: Sequence[int]) -> bool:
+    """Whether cotangents enter the gradients of a program by its inputs `active` linearly.
 
     Only a `jax.custom_vjp` rule can do anything else with a cotangent, such as clipping it: each is traced alone, but
     those of which it is promised (`transforms.cotangents`).
     """
-    return all(_linear(_pulled(rule)) for rule in own_rules(jaxpr, skip=promised) if _is_vjp(rule))
+    return all(_linear(_pulled(*rule)) for rule in _rules(jaxpr, active, skip=promised) if _is_vjp(rule[0]))
 
 
 def replaced(args: Sequence[Any], numbers: Sequence[int], values: Sequence[Any]) -> list[Any]:
@@ -45,18 +45,17 @@ def differentiated(fn: Callable[..., Any], active: Sequence[int], args: Sequence
     return jax.vjp(primal, *(args[i] for i in active), has_aux=True)[2]
 
 
-def _pulled(eqn: Any) -> tuple[Graph, int]:
-    """The gradients of one equation as a graph of its operands and then of cotangents, and how many those are."""
+def _pulled(eqn: Any, numbers: Sequence[int]) -> tuple[Graph, int]:
+    """One equation's gradients by some operands, as a graph of all and then of cotangents; and how many those are."""
     params = eqn.primitive.get_bind_params(eqn.params)
-    count = len(eqn.invars)
-    floats, outs = ([i for i, v in enumerate(vs) if _is_float(v)] for vs in (eqn.invars, eqn.outvars))
+    count, outs = len(eqn.invars), [i for i, v in enumerate(eqn.outvars) if _is_float(v)]
 
     def pull(*values: Any) -> list[Any]:
         def call(*chosen: Any) -> list[Any]:
-            made = eqn.primitive.bind(*replaced(values[:count], floats, chosen), **params)
+            made = eqn.primitive.bind(*replaced(values[:count], numbers, chosen), **params)
             return [made[i] for i in outs]
 
-        return list(jax.vjp(call, *(values[i] for i in floats))[1](list(values[count:])))
+        return list(jax.vjp(call, *(values[i] for i in numbers))[1](list(values[count:])))
 
     closed = _traced(pull, [*eqn.invars, *(eqn.outvars[i] for i in outs)], eqn)
     return flatten(closed, remat=True), len(outs)
@@ -92,42 +91,50 @@ def _linear(found: tuple[Graph, int]) -> bool:
     return True
 
 
-def own_rules(jaxpr: Any, skip: Callable[[Any], bool] = lambda eqn: False) -> Iterator[Any]:
-    """The equations of a program that are functions with a rule.
+def _rules(
+    jaxpr: Any, active: Sequence[int], skip: Callable[[Any], bool] = lambda eqn: False
+) -> Iterator[tuple[Any, list[int]]]:
+    """The functions with a rule that derivatives of a program by its inputs `active` apply, and by which operands.
 
-    None in what is to be skipped, nor in those with a `jax.custom_vjp` rule.
+    None in what is to be skipped, nor in those with a `jax.custom_vjp` rule. What a function closes over no rule
+    differentiates, and `jax.vmap` forgets what that is: it depends on no such input.
     """
-    for eqn in jaxpr.eqns:
-        if skip(eqn):
+    operands, _ = followed(jaxpr, [i in active for i in range(len(jaxpr.invars))])
+    for eqn, given in zip(jaxpr.eqns, operands, strict=True):
+        if skip(eqn) or not any(given):
             continue
         if eqn.primitive.name.startswith(("custom_vjp", "custom_jvp")):
-            yield eqn
+            floats = [i for i, v in enumerate(eqn.invars) if given[i] and _is_float(v)]
+            if own := [i for i in floats if i >= eqn.params["num_consts"]]:
+                yield eqn, own
         if not _is_vjp(eqn):
-            for inner in bodies(eqn.params):
-                yield from own_rules(inner, skip)
+            inside = given_inside(eqn, given)
+            for key, param in eqn.params.items():
+                for inner in bodies({key: param}):
+                    known = inside.get(key, [True] * len(inner.invars))
+                    yield from _rules(inner, [i for i, one in enumerate(known) if one], skip)
 
 
 def _is_vjp(eqn: Any) -> bool:
     return eqn.primitive.name.startswith("custom_vjp")
 
 
-def has_custom_vjp(jaxpr: Any) -> bool:
-    """Whether a program holds functions with a `jax.custom_vjp` rule."""
-    return any(map(_is_vjp, own_rules(jaxpr)))
+def has_custom_vjp(jaxpr: Any, active: Sequence[int]) -> bool:
+    """Whether derivatives of a program by its inputs `active` apply a `jax.custom_vjp` rule."""
+    return any(_is_vjp(eqn) for eqn, _ in _rules(jaxpr, active))
 
 
-def ruled(jaxpr: Any) -> bool:
-    """Whether a program holds functions of which a rule computes something else than they do, or may."""
-    return any(_is_vjp(rule) or not _itself(rule) for rule in own_rules(jaxpr))
+def ruled(jaxpr: Any, active: Sequence[int]) -> bool:
+    """Whether derivatives by inputs `active` apply a rule that computes something else than its function, or may."""
+    return any(_is_vjp(eqn) or not _itself(eqn, numbers) for eqn, numbers in _rules(jaxpr, active))
 
 
-def _itself(eqn: Any) -> bool:
+def _itself(eqn: Any, numbers: Sequence[int]) -> bool:
     """Whether a rule's result is its function's, called again, as most have it: its derivatives are by the rule too."""
     params = eqn.primitive.get_bind_params(eqn.params)
-    floats = [i for i, v in enumerate(eqn.invars) if _is_float(v) and i >= eqn.params["num_consts"]]
 
     def results(*values: Any) -> Any:
-        return differentiated(lambda *args: eqn.primitive.bind(*args, **params), floats, values)
+        return differentiated(lambda *args: eqn.primitive.bind(*args, **params), numbers, values)
 
     found = trimmed(_traced(results, eqn.invars, eqn)).jaxpr
     again = [one for one in found.eqns if one.primitive is eqn.primitive]

@@ -128,7 +128,8 @@ def _scalar(program: Program, out: int, active: tuple[int, ...], primals: Any, g
     dtypes, count = [primals[i].dtype for i in active], len(found)
 
     def forward(residuals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-        if not has_custom_vjp(program.closed.jaxpr) and (moved := program.tangent(active, (out,))).refusal is None:
+        known = not has_custom_vjp(program.closed.jaxpr, active)
+        if known and (moved := program.tangent(active, (out,))).refusal is None:
             return [call(moved, *residuals[count:], *tangents)[0].astype(aval.dtype)]
         both = zip(residuals[:count], tangents, strict=True)
         return [jnp.asarray(sum(jnp.vdot(g, t.astype(g.dtype)).astype(aval.dtype) for g, t in both), aval.dtype)]

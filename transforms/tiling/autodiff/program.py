@@ -248,7 +248,7 @@ class Program:
         if any(own - varying(self.closed.in_avals[i]) for i in active):
             return False
         joint = self._joint(tuple(active), outs[0])
-        return joint is not None and scales(self.closed.jaxpr) and not narrow(joint.closed.jaxpr)
+        return joint is not None and scales(self.closed.jaxpr, active) and not narrow(joint.closed.jaxpr)
 
     def is_scalar(self, outs: Sequence[int], active: Sequence[int]) -> bool:
         """Whether the outputs `outs` are one real scalar."""
@@ -313,7 +313,7 @@ class Program:
     @remembered
     def tangent(self, active: tuple[int, ...], outs: tuple[int, ...]) -> Program:
         """The tangents of outputs `outs`, from the inputs and the tangents of those in `active`."""
-        if has_custom_vjp(self.closed.jaxpr):
+        if has_custom_vjp(self.closed.jaxpr, active):
             raise TypeError(
                 "tile: cannot apply forward-mode autodiff (jvp) to a function that calls one with a `jax.custom_vjp` "
                 "rule: only its reverse mode is known. Give that function a `jax.custom_jvp` rule."
@@ -339,7 +339,7 @@ class Program:
         ones of the function, are the rule's own.
         """
         made = self if self.keeping is None else self.derive(self.keeping.forward, (), self.wide)
-        if ruled(made.closed.jaxpr):
+        if ruled(made.closed.jaxpr, active):
             values = lambda *args: differentiated(jaxpr_as_fun(made.closed), active, args)
             with explained(), looked_into():  # and without what loops within would keep for a derivative
                 closed = trimmed(jax.make_jaxpr(values)(*(like(a) for a in self.closed.in_avals)))
