@@ -31,10 +31,11 @@ from transforms.tiling.autodiff.derive import call
 from transforms.tiling.autodiff.program import Options, Program, collections_paused, looked_into
 from transforms.tiling.inputs import meshes
 from transforms.tiling.inputs.axes import is_array, place, rows
+from transforms.tiling.ir.dependence import depend
 from transforms.tiling.ir.errors import explained, tracing
 from transforms.tiling.ir.facts import Analysis
 from transforms.tiling.ir.graph import Node, describe
-from transforms.tiling.ir.jaxprs import depend, equations
+from transforms.tiling.ir.jaxprs import equations
 from transforms.tiling.ir.obstacles import Obstacle
 from transforms.tiling.ir.placement import WHOLE, Placement, Tiled
 from transforms.tiling.primitives import has, having

@@ -18,8 +18,9 @@ from transforms.cotangents import promised
 from transforms.layout import like
 from transforms.tiling.frontend.flatten import flatten
 from transforms.tiling.frontend.trace import there
+from transforms.tiling.ir.dependence import followed, given_inside
 from transforms.tiling.ir.graph import Graph
-from transforms.tiling.ir.jaxprs import bodies, equations, followed, given_inside, trimmed
+from transforms.tiling.ir.jaxprs import bodies, equations, trimmed
 from transforms.tiling.ir.walks import constant
 from transforms.tiling.primitives import PRODUCTS, summed
 

@@ -12,8 +12,9 @@ from typing import Any
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr
 
+from transforms.tiling.ir.dependence import followed, given_inside
 from transforms.tiling.ir.errors import TileError
-from transforms.tiling.ir.jaxprs import bodies, followed, given_inside, rebuilt, rewritten
+from transforms.tiling.ir.jaxprs import bodies, rebuilt, rewritten
 
 
 def check_pure(eqn: Any) -> None:

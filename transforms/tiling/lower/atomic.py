@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
-from transforms.tiling.ir.jaxprs import depend
+from transforms.tiling.ir.dependence import depend
 
 
 class Atomic(Primitive):

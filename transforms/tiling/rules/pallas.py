@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
+from transforms.tiling.ir.dependence import depend
 from transforms.tiling.ir.errors import TileError
 from transforms.tiling.ir.graph import Node
-from transforms.tiling.ir.jaxprs import depend, equations
+from transforms.tiling.ir.jaxprs import equations
 from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import WHOLE, Placement, Span, Tiled
 from transforms.tiling.rules import Move, refuse_partial, register, tiled
