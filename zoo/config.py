@@ -21,7 +21,19 @@ _MOST_LAYERS = 4096
 
 
 class Chunk(int):
-    """A window that begins anew every so many tokens: a query sees the keys before it from its chunk's first on."""
+    """A window that begins anew every so many tokens: a query sees the keys before it from its chunk's first on.
+
+    It is no other window of that length: what is compiled is found again by what it was compiled for.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Chunk) and int(self) == int(other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash((Chunk, int(self)))
 
 
 class RopeType(StrEnum):

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from zoo.accounting import count_params
-from zoo.config import RopeScaling, RopeType
+from zoo.config import Chunk, RopeScaling, RopeType
 from zoo.families import FAMILIES, GemmaConfig
 from zoo.huggingface.config import from_hf, to_hf
 
@@ -265,6 +265,12 @@ def test_layers_of_exaone_are_told_by_numbers_or_letters():
 def test_all_impossible_values_are_named_at_once():
     with pytest.raises(ValueError, match=r"num_layers=0.*mlp_dim=-1.*head_dim=7.*final_softcap=0\.0"):
         dataclasses.replace(GemmaConfig(**SMALL), num_layers=0, mlp_dim=-1, final_softcap=0.0, head_dim=7)
+
+
+def test_a_chunk_is_no_window_of_its_length():
+    for other, alike in ((Chunk(4), True), (4, False), (Chunk(5), False)):
+        assert (Chunk(4) == other, other == Chunk(4), Chunk(4) != other) == (alike, alike, not alike)
+    assert len({Chunk(4), Chunk(4), 4}) == 2
 
 
 def test_configs_are_frozen_and_hashable():

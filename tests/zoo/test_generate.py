@@ -79,6 +79,14 @@ def test_greedy_tokens_are_those_of_transformers(case):
     assert ours(case) == expected
 
 
+def test_programs_for_windows_and_for_chunks_of_one_length_are_two():
+    ours("gemma2_gqa")  # every second layer of both sees four keys
+    model, prompt = loaded("mobilellm_r1"), PROMPTS[0]
+    answer = ours("mobilellm_r1")[0]
+    logits = model.logits(model.hidden(jnp.array([[*prompt, *answer[:-1]]])))[0]
+    assert np.argmax(logits[len(prompt) - 1 :], -1).tolist() == answer
+
+
 def test_a_text_that_outgrows_the_length_trained_on_is_read_anew():
     """Its frequencies are others then, from the beginning on, which transformers heeds too; 8 tokens are short."""
     prompts = [np.random.default_rng(seed).integers(3, 97, size).tolist() for seed, size in ((0, 3), (1, 5), (3, 8))]
