@@ -12,6 +12,7 @@ from tests import quick
 from tests.helpers import relative_error
 from transforms import TileError, tile
 from transforms.tiling.analysis import rounding
+from transforms.tiling.passes import agreement
 
 L, D = 40, 4
 
@@ -187,6 +188,27 @@ def test_what_is_too_large_to_store_agrees_with_what_is_known_of_it(name, n):
     assert not tiled.plan(H, W, LABELS).value.completed
 
 
+def noise():
+    """Whole, but each loop makes its own part of it: what is added to an input is computed again."""
+    return jax.random.normal(jax.random.key(0), (L, 60), jnp.float32)
+
+
+# Of an input as large as the noise, which may be stored, and of one column, where the sum is too large for that.
+NOISY = {
+    "maximum": lambda x: (x + noise()).max(0).sum(),
+    "minimum of all": lambda x: (noise() - x).min(),
+    "maximum of what a mask lets through": lambda x: jnp.where(noise() > 0, x + noise(), -jnp.inf).max(0).sum(),
+    "is the maximum": lambda x: ((x + noise() == (x + noise()).max(0)) * x).sum(),
+}
+
+
+@pytest.mark.parametrize("width", [1, 60])
+@pytest.mark.parametrize("name", NOISY)
+def test_sums_with_noise_that_loops_make_meet_their_extremum(name, width):
+    x = draw(4, L, width)
+    assert_right(tile(NOISY[name], 0, 7), (x,), untiled(NOISY[name], (x,)))
+
+
 def test_comparison_with_a_sorted_copy_that_is_too_large_is_refused():
     def above_the_median(h, w):
         return (h @ w >= jnp.sort(h @ w, -1)[:, 30:31]).sum()
@@ -243,9 +265,15 @@ def test_online_sums_run_without_jit():
 
 
 def test_no_schedule_breaks_the_rule(monkeypatch):
-    monkeypatch.setattr(rounding, "meeting", lambda found: None)  # the pass that mends it
+    monkeypatch.setattr(agreement, "store", lambda graph, value: None)  # what mends it
     with pytest.raises(TileError, match=r"(?s)`eq` at .*compares values.*made by `sub`"):
         tile(STORED["equal to the maximum"], 0, 4)(X, Y)
+
+
+def test_what_is_seen_in_the_loops_alone_is_mended_too(monkeypatch):
+    monkeypatch.setattr(rounding, "meeting", lambda found: None)
+    fn = STORED["equal to the maximum"]
+    assert_right(tile(fn, 0, 4), (X, Y), untiled(fn, (X, Y)))
 
 
 def test_values_without_rounding_are_not_stored():

@@ -38,7 +38,7 @@ from transforms.tiling.ir.facts import Analysis, Outlined
 from transforms.tiling.ir.graph import Graph, Node, Value
 from transforms.tiling.ir.jaxprs import bodies
 from transforms.tiling.ir.loops import Loop, Schedule
-from transforms.tiling.ir.obstacles import Disagreement, Refusal
+from transforms.tiling.ir.obstacles import Disagreement
 from transforms.tiling.ir.placement import Placement, Tiled
 from transforms.tiling.ir.walks import ancestors, closure, constant, operands
 from transforms.tiling.primitives import has, having
@@ -72,8 +72,11 @@ def meeting(found: Analysis) -> Disagreement | None:
     return None if first is None else disagreement(found, first)
 
 
-def check(plan: Schedule) -> Refusal | None:
-    """What is to be said where a loop breaks the rule; what it is to compute again, where that mends it."""
+def check(plan: Schedule) -> Disagreement | None:
+    """Where a loop breaks the rule, which tells more than `meeting`: loops compute their own parts of whole values too.
+
+    And what it is to compute again, where that mends it.
+    """
     refs = (ref for loop in plan.loops for ref in loop.refs if ref.how == "slice")
     walk = Walk(plan.analysis, {ref.value for ref in refs if ref.value not in plan.analysis.inputs})
     first = next((met for loop in plan.loops if (met := walk.within(loop)) is not None), None)
@@ -82,7 +85,7 @@ def check(plan: Schedule) -> Refusal | None:
     met, read, limits = disagreement(plan.analysis, first), ancestors(first[0].inputs), plan.analysis.limits
     assert limits is not None, "no body is planned by itself"
     again = frozenset(v for v, held in walk.held.items() if first[1] in held and v in read) - limits.again
-    return dataclasses.replace(met, again=again) if again else Refusal(met.message)
+    return dataclasses.replace(met, again=again)
 
 
 def running(plan: Schedule) -> Disagreement | None:

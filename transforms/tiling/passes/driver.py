@@ -54,6 +54,7 @@ class Work:
     promoted: dict[Value, Tiled] = dataclasses.field(default_factory=dict)  # would be Whole, but are made tile by tile
     online: Rewritten = dataclasses.field(default_factory=Rewritten)
     divided: set[Node] = dataclasses.field(default_factory=set)  # are computed in pieces
+    agreed: set[tuple[Node, Value]] = dataclasses.field(default_factory=set)  # what sees a value, and is answered
     refusal: Refusal | None = None  # the first of those that are unanswered: it says more than what follows from it
     passes: list[str] = dataclasses.field(default_factory=list)  # the names of those that changed something, in order
 
@@ -111,9 +112,14 @@ def agree(work: Work, met: Disagreement) -> bool:
         made = agreement.compute_again(met)
         work.limits = dataclasses.replace(work.limits, again=work.limits.again | made)
         return True
-    if not work.limits.allow(met.value):
-        return not met.must_store and agreement.agree(met, work.limits.options.span)
-    agreement.store(work.graph, met.value)
+    at = met.node, met.value
+    if at in work.agreed:
+        return False
+    if work.limits.allow(met.value):
+        agreement.store(work.graph, met.value)
+    elif met.must_store or not agreement.agree(met, work.limits.options.span):
+        return False
+    work.agreed.add(at)
     return True
 
 
