@@ -242,6 +242,58 @@ def test_second_derivatives_of_values_are_those_of_what_a_rule_computes(rule, sh
             np.testing.assert_allclose(ours, theirs, rtol=1e-8, atol=1e-10)
 
 
+# Where their argument is 0 the second result has an infinite slope.
+ROOTS = {
+    "rows": lambda x: (x**2, jnp.sqrt(x)),
+    "sums": lambda x: ((x**2).sum(), jnp.sqrt(x).sum()),
+    "rows and a sum": lambda x: (x**2, jnp.sqrt(x).sum()),
+}
+
+
+@pytest.mark.parametrize("name", ROOTS)
+@pytest.mark.parametrize("order", ["value and gradient", "reverse over reverse"])
+def test_a_result_that_nobody_reads_has_no_cotangent(name, order):
+    x = jnp.array([0.0, 1.0, 4.0, 0.0, 2.0])
+    run = lambda fn: ORDERS[order](lambda x: fn(x)[0].sum(), x)
+    for ours, theirs in zip(run(tile(ROOTS[name], 0, 2)), run(ROOTS[name]), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
+
+
+LINEAR = {
+    "rows": lambda h: h @ W,
+    "rows and a sum": lambda h: {"rows": 2 * h, "sum": (h @ W).sum(0)},
+    "scalar": lambda h: (h @ W).sum(),
+}
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("name", LINEAR)
+def test_what_is_linear_is_transposed_by_itself(name, mapped):
+    def transposed(fn):
+        fn, h = (jax.vmap(fn), jnp.stack([H, H])) if mapped else (fn, H)
+        return jax.linear_transpose(fn, h)(jax.tree.map(jnp.cos, fn(h)))
+
+    with jax.enable_x64(True):
+        got, want = transposed(tile(LINEAR[name], 0, 4)), transposed(LINEAR[name])
+    np.testing.assert_allclose(got, want, rtol=1e-10)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_solvers_transpose_a_tiled_product(mapped):
+    """Some results and arguments of the product are not linear in what is solved for, and nobody reads them there."""
+    product = lambda h, key, v: (h.T @ (h @ v) + v, h * jax.random.normal(key, h.shape))
+
+    def solved(fn, w):
+        matvec = lambda v: fn(w, jax.random.key(0), v)[0]
+        return jax.scipy.sparse.linalg.gmres(matvec, w.sum(0), tol=1e-12)[0].sum()
+
+    run = lambda fn: (lambda one: jax.vmap(one)(jnp.stack([H, 2 * H])) if mapped else one(H))(
+        jax.grad(functools.partial(solved, fn))
+    )
+    with jax.enable_x64(True):
+        np.testing.assert_allclose(run(tile(product, (0, None, None), 4)), run(product), rtol=1e-6, atol=1e-9)
+
+
 def flow(h, w):
     """The end of an ordinary differential equation: its solver's rule closes over constants."""
     return odeint(lambda state, t, w: jnp.tanh(w @ state) - t, h, jnp.linspace(0.0, 0.5, 2), w)[-1]

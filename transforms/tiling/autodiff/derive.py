@@ -33,7 +33,10 @@ Forward = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
 def linear(
     residuals: Sequence[Any], tangents: Sequence[Any], forward: Forward, transpose: Forward, avals: Sequence[Any]
 ) -> list[Any]:
-    """Return `forward(residuals, tangents)`, of types `avals`; its transpose is `transpose(residuals, cotangents)`."""
+    """Return `forward(residuals, tangents)`, of types `avals`; its transpose is `transpose(residuals, cotangents)`.
+
+    A cotangent is None where nobody reads the result: its slope may be infinite there, which zeros do not undo.
+    """
     params = {"forward": forward, "transpose": transpose, "count": len(residuals), "avals": tuple(avals)}
     return linear_p.bind(*residuals, *tangents, **params)
 
@@ -56,7 +59,7 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
 
 
 def _transpose(cotangents: Any, *args: Any, transpose: Forward, count: int, **_: Any) -> list[Any]:
-    cotangents = [jnp.asarray(ad.instantiate_zeros(c)) for c in cotangents]
+    cotangents = [None if isinstance(c, ad.Zero) else jnp.asarray(c) for c in cotangents]
     return [None] * count + list(transpose(args[:count], cotangents))
 
 
@@ -87,7 +90,7 @@ def call(program: Program, *args: Any) -> list[Any]:
 
     @jax.custom_jvp
     def value(*args: Any) -> tuple[Any, ...]:
-        return tuple(atomic.call(program.run, *args))
+        return tuple(atomic.call(program.run, lambda *args: call(program, *args), *args))
 
     def rule(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
         given = {i: t for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero) and _floats(primals[i])}
@@ -153,8 +156,9 @@ def _general(
         return call(program.tangent(active, outs), *residuals[:count], *tangents)
 
     def transpose(residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-        spread = map(typed, cotangents, avals)
-        return call(program.cotangent(active, outs), *residuals, *spread)
+        read = [(i, typed(c, a)) for i, c, a in zip(outs, cotangents, avals, strict=True) if c is not None]
+        numbers, spread = zip(*read, strict=True)
+        return call(program.cotangent(active, numbers), *residuals, *spread)
 
     avals = [program.closed.out_avals[i] for i in outs]
     return linear((*primals, *kept), [given[i] for i in active], forward, transpose, avals)

@@ -4,13 +4,14 @@ Partial evaluation (by the `scan`, `jax.checkpoint` or `linearize` around) split
 body of a `lax.scan` into what is known early and what is not. From the loop of a tiled attention it would split off the
 masks, which depend on positions alone, and keep them for every tile: the array that tiling was to avoid. A primitive
 without a rule of that kind is not looked into. Everything else that JAX does with a call works as for `closed_call`:
-results that nobody needs are not computed, `vmap` maps the program, and its effects are those of the call.
+results that nobody needs are not computed, `vmap` maps the program, and its effects are those of the call. Where it is
+linear it is transposed, as `jax.linear_transpose` and solvers like GMRES ask for, by the derivative that it comes with.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
+from transforms.layout import TOGETHER, full
 from transforms.tiling.ir.dependence import depend
 
 
@@ -27,7 +29,7 @@ class Atomic(Primitive):
     def bind(self, *args: Any, subfuns: Sequence[Any] = (), **params: Any) -> Any:
         return subfuns[0].call_wrapped(*args) if subfuns else super().bind(*args, **params)
 
-    def to_lojax(self, *args: Any, call_jaxpr: ClosedJaxpr) -> list[Any]:
+    def to_lojax(self, *args: Any, call_jaxpr: ClosedJaxpr, **_: Any) -> list[Any]:
         """What newer versions of JAX lower, where the program holds an equation that they write in simpler ones."""
         return _run(*args, call_jaxpr=call_jaxpr)
 
@@ -36,13 +38,19 @@ tiled_p = Atomic("tiled")
 tiled_p.multiple_results = True
 
 
-def call(jitted: Any, *args: Any) -> list[Any]:
-    """Return what a function made by `jax.jit` returns, a list of arrays, in one equation that is never split."""
-    return _bind(jitted.trace(*args).jaxpr, args)
+Call = Callable[..., Sequence[Any]]
 
 
-def _bind(program: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
-    return tiled_p.bind(*args, call_jaxpr=program)
+def call(jitted: Any, differentiable: Call, *args: Any) -> list[Any]:
+    """Return what a function made by `jax.jit` returns, a list of arrays, in one equation that is never split.
+
+    `differentiable` returns the same, with derivatives of its own.
+    """
+    return _bind(jitted.trace(*args).jaxpr, differentiable, args)
+
+
+def _bind(program: ClosedJaxpr, differentiable: Call, args: Sequence[Any]) -> list[Any]:
+    return tiled_p.bind(*args, call_jaxpr=program, differentiable=differentiable)
 
 
 @functools.partial(jax.jit, static_argnames="call_jaxpr")
@@ -57,25 +65,65 @@ def _mapped(*args: Any, call_jaxpr: ClosedJaxpr, dims: Any, outs: Any, axis: Any
     return jax.vmap(fn, list(dims), list(outs), axis_name=name, axis_size=size, spmd_axis_name=spread)(*args)
 
 
-def _batch(axis: Any, args: Any, dims: Any, *, call_jaxpr: ClosedJaxpr) -> Any:
+def _batch(axis: Any, args: Any, dims: Any, *, call_jaxpr: ClosedJaxpr, differentiable: Call) -> Any:
     outs = tuple(0 if found else None for found in depend(call_jaxpr, [d is not None for d in dims], axis.name))
+    names = {"axis_name": axis.name, "axis_size": axis.size, "spmd_axis_name": axis.spmd_name}
     axis = (axis.name, axis.size, axis.spmd_name)
     mapped = _mapped.trace(*args, call_jaxpr=call_jaxpr, dims=tuple(dims), outs=outs, axis=axis).jaxpr
-    return _bind(mapped, args), outs
+    return _bind(mapped, jax.vmap(differentiable, tuple(dims), list(outs), **names), args), outs
 
 
-def _jvp(primals: Any, tangents: Any, *, call_jaxpr: ClosedJaxpr) -> Any:
+def _jvp(primals: Any, tangents: Any, *, call_jaxpr: ClosedJaxpr, **_: Any) -> Any:
     tangents = [ad.instantiate_zeros(t) for t in tangents]
     return jax.jvp(jaxpr_as_fun(call_jaxpr), tuple(primals), tuple(tangents))
 
 
-def _abstract(*_: Any, call_jaxpr: ClosedJaxpr) -> Any:
+def _transpose(cotangents: Any, *args: Any, call_jaxpr: ClosedJaxpr, differentiable: Call) -> list[Any]:
+    """The cotangents of the arguments that the call is linear in: its derivative is the same wherever it is taken."""
+    given = {i: x for i, x in enumerate(args) if not ad.is_undefined_primal(x)}
+    unknown = [i for i in range(len(args)) if i not in given]
+
+    def linear(*values: Any) -> list[Any]:
+        known = given | dict(zip(unknown, values, strict=True))
+        return list(differentiable(*(known[i] for i in range(len(args)))))
+
+    pull = jax.vjp(linear, *(_zeros(call_jaxpr.in_avals[i]) for i in unknown))[1]
+    found = dict(zip(unknown, pull([ad.instantiate_zeros(c) for c in cotangents]), strict=True))
+    return [found.get(i) for i in range(len(args))]
+
+
+def _eliminate(used: list[bool], *last: Any) -> Any:
+    """Without the results that nobody needs, and the arguments that only these need."""
+    eqn = last[-1]  # newer versions of JAX tell before it which arguments are live
+    read, made = pe.dce_jaxpr_closed_call_rule(used, *last)
+    if made is None or (all(used) and all(read)):
+        return read, made
+    whole, avals = eqn.params["differentiable"], eqn.params["call_jaxpr"].in_avals
+
+    def rest(*args: Any) -> list[Any]:
+        given = iter(args)
+        outs = whole(*(next(given) if own else _zeros(aval) for own, aval in zip(read, avals, strict=True)))
+        return [out for out, own in zip(outs, used, strict=True) if own]
+
+    return read, made.replace(params={**made.params, "differentiable": rest})
+
+
+def _zeros(aval: Any) -> Any:
+    return full(aval, 0, aval.dtype, TOGETHER)
+
+
+def _abstract(*_: Any, call_jaxpr: ClosedJaxpr, **__: Any) -> Any:
     return call_jaxpr.out_avals, call_jaxpr.effects
 
 
-tiled_p.def_impl(_run)
+def _lower(ctx: Any, *args: Any, call_jaxpr: ClosedJaxpr, **_: Any) -> Any:
+    return mlir.core_call_lowering(ctx, *args, name="tiled", call_jaxpr=call_jaxpr)
+
+
+tiled_p.def_impl(lambda *args, call_jaxpr, **_: _run(*args, call_jaxpr=call_jaxpr))
 tiled_p.def_effectful_abstract_eval(_abstract)
 ad.primitive_jvps[tiled_p] = _jvp
+ad.primitive_transposes[tiled_p] = _transpose
 batching.fancy_primitive_batchers[tiled_p] = _batch
-mlir.register_lowering(tiled_p, functools.partial(mlir.core_call_lowering, name="tiled"))
-pe.dce_rules[tiled_p] = pe.dce_jaxpr_closed_call_rule
+mlir.register_lowering(tiled_p, _lower)
+pe.dce_rules[tiled_p] = _eliminate
