@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
 def _generate(config: Generate, argv: list[str]) -> None:
     import jax
 
-    from experiments.step.weights import open_drafter, open_model
+    from experiments.step.weights import PICKS, open_drafter, open_model, read_sampling, show_sampling
     from zoo.inference.generate import Sampling, stream
 
     if not config.prompt:
@@ -35,16 +35,14 @@ def _generate(config: Generate, argv: list[str]) -> None:
     if config.system and not config.chat:
         raise ConfigError(refuse("system", config.system[0], "it is of a chat; say chat=true too"))
     try:
-        sampling = Sampling(
-            repetition_penalty=config.repetition_penalty,
-            temperature=config.temperature,
-            top_k=config.top_k,
-            top_p=config.top_p,
-            min_p=config.min_p,
-        )
+        asked = {name: one for name in PICKS if (one := getattr(config, name)) is not None}
+        Sampling(**asked)
     except ValueError as error:
         raise CommandError(str(error)) from None
+    said = {name: one for name, one in read_sampling(config.model.weights).items() if name not in asked}
     opened = open_model(config, argv, config.tokenizer)
+    if said:
+        console.note(show_sampling(said))
     prompts = encode(config, opened.tokenizer)
     console.warn_of_length(max(map(len, prompts)) + config.max_tokens, opened.model.config, "a text")
     stop = opened.tokenizer.stops if config.stop is None else _stop(config.stop, opened.model.config.vocab_size)
@@ -52,7 +50,7 @@ def _generate(config: Generate, argv: list[str]) -> None:
         opened.model,
         prompts,
         config.max_tokens,
-        sampling=sampling,
+        sampling=Sampling(**said, **asked),
         stop=stop,
         key=jax.random.key(config.seed),
         dtype=opened.dtype,

@@ -68,7 +68,7 @@ def build(config: Serve, argv: list[str]) -> Any:
     Raises:
         CommandError: the engine cannot be made, or the extra is missing.
     """
-    from experiments.step.weights import open_drafter, open_model
+    from experiments.step.weights import open_drafter, open_model, read_sampling, show_sampling
     from zoo.engine.engine import Engine, Settings
 
     try:
@@ -76,6 +76,7 @@ def build(config: Serve, argv: list[str]) -> Any:
         from experiments.serving.worker import Worker
     except ImportError as error:
         raise CommandError(f"serving is an extra ({error}): {console.install('serve')}") from None
+    said = read_sampling(config.model.weights) if config.sampling else {}
     opened = open_model(config, argv, config.tokenizer)
     length = config.length or min(opened.model.config.context_length, 4096)
     _check_length(opened.model, length, "the model")
@@ -94,6 +95,8 @@ def build(config: Serve, argv: list[str]) -> Any:
         engine = Engine(opened.model, settings, **how, drafter=drafter)
     except ValueError as error:
         raise CommandError(str(error)) from None
+    if said:
+        console.note(f"where requests do not, {show_sampling(said)}")
     console.note("the step is being compiled")
     engine.submit([0], max_tokens=1)
     engine.run()
@@ -101,6 +104,7 @@ def build(config: Serve, argv: list[str]) -> Any:
     told = Serving(
         name=name, aliases=frozenset(aliases), tokenizer=opened.tokenizer, key=config.api_key,
         most_bytes=int(config.max_mib * 2**20), seconds=config.seconds, drafts=config.drafts or (4 if drafter else 0),
+        sampling=said,
     )  # fmt: skip
     return Server(Worker(engine), told)
 

@@ -16,6 +16,7 @@ KV_DTYPE = option(None, "keys and values in 8 bits, int8, of which twice as many
 DRAFTER = option(
     None, "folder of a smaller model of the same vocabulary that guesses instead, 4 tokens or `drafts`", path=True
 )
+SAID = "default: as the folder's generation_config.json says"
 LORA = option(None, "folder of a LoRA adapter to apply", path=True)
 
 
@@ -85,11 +86,13 @@ class Generate:
     lora: str | None = LORA
     max_tokens: int = option(128, "most tokens to generate", POSITIVE)
     kv_dtype: str | None = KV_DTYPE
-    temperature: float = option(1.0, "divides the logits; 0: always the most likely token")
-    top_k: int | None = option(None, "only the so many most likely tokens")
-    top_p: float | None = option(None, "only the most likely tokens that together have this probability")
-    min_p: float | None = option(None, "only tokens with at least this share of the largest probability")
-    repetition_penalty: float = option(1.0, "above 1: tokens that were there already become less likely")
+    temperature: float | None = option(None, f"divides the logits; 0: always the most likely token ({SAID}, or 1)")
+    top_k: int | None = option(None, f"only the so many most likely tokens ({SAID})")
+    top_p: float | None = option(None, f"only the most likely tokens that together have this probability ({SAID})")
+    min_p: float | None = option(None, f"only tokens with at least this share of the largest probability ({SAID})")
+    repetition_penalty: float | None = option(
+        None, f"above 1: tokens that were there already become less likely ({SAID}, or 1)"
+    )
     stop: list[int] | None = option(None, "ids that end the text (default: those that the tokenizer names)")
     drafts: int = option(0, "tokens guessed from the text itself and checked at once; the text is the same")
     drafter: str | None = DRAFTER
@@ -128,6 +131,9 @@ class Serve:
     drafts: int = option(0, "tokens guessed from the text itself and checked at once; answers are the same")
     drafter: str | None = DRAFTER
     exact: bool = option(True, "let no answer's bits depend on who else asks")
+    sampling: bool = option(
+        True, "what requests leave open of how tokens are picked is as the folder's generation_config.json says"
+    )
     max_mib: float = option(8.0, "largest body of a request", POSITIVE)
     grace: int = option(30, "seconds to finish answers in when told to stop", POSITIVE)
     seed: int = option(0, "of random weights, where model.weights is not given")

@@ -20,6 +20,7 @@ from experiments.data.chat import ChatTemplate, Pieces, Plain
 from experiments.data.corpus import BOS, BYTE_VOCAB, utf8
 
 FILE = "tokenizer.json"
+GENERATION = "generation_config.json"
 SENTENCES = "tokenizer.model"
 SETTINGS = "tokenizer_config.json"
 OLDER = "chat_template.json"  # of models that see, in older folders
@@ -177,7 +178,7 @@ class Folder:
 
     def _stops(self, path: Path, eos: str | None) -> tuple[int, ...]:
         """Collect what ends a text: ids of the generation config, or the model's; and the tokenizer's own end."""
-        named = read_json(path / "generation_config.json").get("eos_token_id")
+        named = read_json(path / GENERATION).get("eos_token_id")
         named = read_json(path / "config.json").get("eos_token_id") if named is None else named
         found = [*named] if isinstance(named, list) else [named]
         return tuple(sorted({i for i in (*found, self._id(eos)) if isinstance(i, int)}))

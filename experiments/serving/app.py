@@ -10,8 +10,8 @@ import json
 import math
 import traceback
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -52,6 +52,7 @@ class Serving:
         most_bytes: of a body.
         seconds: after which an answer is over.
         drafts: ids that are guessed at a time.
+        sampling: how ids are picked where a request does not say.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Serving:
     most_bytes: int = 8 * 2**20
     seconds: float = math.inf
     drafts: int = 0
+    sampling: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Events(StreamingResponse):
@@ -229,13 +231,13 @@ class Server:
             )
 
     async def _completions(self, request: Request) -> Response:
-        asked = await self._asked(request, protocol.completion)
+        asked = await self._asked(request, functools.partial(protocol.completion, sampling=self.told.sampling))
         tokenizer = self.told.tokenizer
         ids = [tokenizer.prompt(one) if isinstance(one, str) else list(one) for one in asked.prompts]
         return await self._reply(request, asked, ids)
 
     async def _chat(self, request: Request) -> Response:
-        asked = await self._asked(request, protocol.chat)
+        asked = await self._asked(request, functools.partial(protocol.chat, sampling=self.told.sampling))
         tokenizer = self.told.tokenizer
         if tokenizer.chat is None:
             raise BadRequest("the model has no chat template: ask /v1/completions", "messages")

@@ -12,6 +12,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from experiments.data import DataError
@@ -193,8 +194,8 @@ def _escaped(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def completion(body: Any) -> Asked:
-    """Return what a body of `/v1/completions` asks for.
+def completion(body: Any, sampling: Mapping[str, Any] = MappingProxyType({})) -> Asked:
+    """Return what a body of `/v1/completions` asks for, `sampling` where it says nothing.
 
     Raises:
         BadRequest: it asks for what cannot be.
@@ -206,12 +207,16 @@ def completion(body: Any) -> Asked:
     prompts = tuple(one if isinstance(one, str) else tuple(one) for one in _texts(read, "prompt"))
     top = read.get("logprobs", "a whole number", None, 0, MOST_LIKELIEST)
     return Asked(
-        prompts, (), max_tokens=read.get("max_tokens", "a whole number", 16, 1, 2**31), top=top, **_common(read)
+        prompts,
+        (),
+        max_tokens=read.get("max_tokens", "a whole number", 16, 1, 2**31),
+        top=top,
+        **_common(read, sampling),
     )
 
 
-def chat(body: Any) -> Asked:
-    """Return what a body of `/v1/chat/completions` asks for.
+def chat(body: Any, sampling: Mapping[str, Any] = MappingProxyType({})) -> Asked:
+    """Return what a body of `/v1/chat/completions` asks for, `sampling` where it says nothing.
 
     Raises:
         BadRequest: it asks for what cannot be.
@@ -225,7 +230,7 @@ def chat(body: Any) -> Asked:
     top = read.get("top_logprobs", "a whole number", None, 0, MOST_LIKELIEST)
     if top is not None and not asks:
         raise BadRequest("`top_logprobs` needs `logprobs` to be true", "top_logprobs")
-    common, tools = _common(read), _tools(read)
+    common, tools = _common(read, sampling), _tools(read)
     if tools.get("calls") and common["form"] is not None:
         raise BadRequest(
             "`response_format` and `tool_choice` exclude each other: an answer that has to be a call has the form of "
@@ -325,7 +330,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     return made
 
 
-def _common(read: _Body) -> dict[str, Any]:
+def _common(read: _Body, sampling: Mapping[str, Any]) -> dict[str, Any]:
     stop = read.values.get("stop", [])
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or len(stop) > MOST_STOPS or not all(isinstance(one, str) and one for one in stop):
@@ -335,7 +340,7 @@ def _common(read: _Body) -> dict[str, Any]:
     )
     options.refuse("include_obfuscation", (False,), "pieces are as long as their text")
     return {
-        "sampling": _sampling(read),
+        "sampling": _sampling(read, sampling),
         "seeded": "seed" in read.values,
         "n": read.get("n", "a whole number", 1, 1, MOST_ANSWERS),
         "stop": tuple(stop),
@@ -417,13 +422,13 @@ def _arguments(given: Mapping[str, Any]) -> str:
     return plain if _escaped(plain) == plain else json.dumps(given)
 
 
-def _sampling(read: _Body) -> Sampling:
+def _sampling(read: _Body, said: Mapping[str, Any]) -> Sampling:
     numbers = {name: read.get(name, "a number") for name in _SAMPLING[:-2] if name != "top_k"}
-    found = {name: value for name, value in numbers.items() if value is not None}
+    found: dict[str, Any] = {**said, **{name: value for name, value in numbers.items() if value is not None}}
     seed = read.get("seed", "a whole number", None, -(2**63), 2**63)
     found["seed"] = uuid.uuid4().int & 0xFFFFFFFF if seed is None else seed
-    if (top_k := read.get("top_k", "a whole number", 0, -1, 2**31)) > 0:
-        found["top_k"] = top_k
+    if (top_k := read.get("top_k", "a whole number", None, -1, 2**31)) is not None:
+        found["top_k"] = top_k if top_k > 0 else None
     bias = _bias(read.get("logit_bias", "an object", {}))
     try:
         return Sampling(**found, logit_bias=bias)

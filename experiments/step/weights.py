@@ -1,7 +1,9 @@
 """A model that is only run, not trained: its weights in the device's number formats, and its tokenizer."""
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,12 +13,16 @@ from experiments.commandline import console
 from experiments.commandline.console import CommandError
 from experiments.configs import DType
 from experiments.configs.commands import Generate, Score, Serve
-from experiments.data.tokenizer import Bytes, Folder, open_tokenizer
+from experiments.data.tokenizer import GENERATION, Bytes, Folder, open_tokenizer, read_json
 from experiments.runtime import hardware, meshes
 from experiments.runtime.own import with_weights
 from experiments.step.build import load_or_draw
 from transforms.sharding import AXES, make_mesh
 from zoo import adapters, count_params
+from zoo.engine.sampling import Sampling
+
+# What a folder may say of how tokens are picked.
+PICKS = "temperature", "top_k", "top_p", "min_p", "repetition_penalty"
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,37 @@ def open_model(config: Score | Generate | Serve, argv: list[str], tokenizer: str
     narrow = on_cpu and model.embed.dtype != jnp.float32
     options = {**(hardware.KEEP_CASTS_IN_LOOPS if narrow else {}), **config.hardware.compiler_options}
     return Opened(model, jnp.dtype(compute.value), options, encoder, _roomy(config, device))
+
+
+def read_sampling(folder: str | None) -> dict[str, Any]:
+    """Return how the `generation_config.json` of a folder, if it has one, says that tokens are picked.
+
+    Where it says `"do_sample": false`, the most likely token is.
+
+    Raises:
+        DataError: the file is no JSON object.
+        CommandError: it says what cannot be.
+    """
+    if folder is None:
+        return {}
+    said = read_json(file := Path(folder).expanduser() / GENERATION)
+    found: dict[str, Any] = {name: said[name] for name in PICKS if said.get(name) is not None}
+    if wrong := [f"{name}={one!r}" for name, one in found.items() if type(one) not in (int, float)]:
+        raise CommandError(f"cannot sample as {file} says: {', '.join(wrong)} must be numbers")
+    if found.get("top_k") == 0:  # as transformers says that there is no such limit
+        del found["top_k"]
+    if said.get("do_sample") is False:
+        found = {name: one for name, one in found.items() if name == "repetition_penalty"} | {"temperature": 0.0}
+    try:
+        Sampling(**found)
+    except ValueError as error:
+        raise CommandError(f"{file}: {error}") from None
+    return found
+
+
+def show_sampling(said: Mapping[str, Any]) -> str:
+    """Return how tokens are picked, for people."""
+    return f"{GENERATION} says {', '.join(f'{name}={one:g}' for name, one in said.items())}"
 
 
 def open_drafter(path: str | None) -> Any:

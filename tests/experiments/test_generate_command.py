@@ -97,6 +97,46 @@ def test_random_text_repeats_with_its_seed(run):
     assert text(1) == text(1) != text(2)
 
 
+@pytest.fixture
+def says(folder):
+    """Write what the folder says of how tokens are picked."""
+    path = folder / "generation_config.json"
+    yield lambda said: path.write_text(json.dumps(said))
+    path.unlink()
+
+
+def test_tokens_are_picked_as_the_folder_says_where_nobody_says_otherwise(run, folder, says):
+    drawn = "temperature=null"
+    text = lambda *words: run("prompt=words", *words)[1]
+    greedy, random = text("temperature=0"), text("temperature=5", "seed=1")
+    says({"do_sample": True, "temperature": 5.0, "top_k": 1, "repetition_penalty": None})
+    status, out, err = run("prompt=words", drawn, "seed=1")
+    assert (status, out) == (0, greedy)
+    assert "note: generation_config.json says temperature=5, top_k=1\n" in err
+    assert text(drawn, "seed=1", "top_k=300") == random != greedy
+    says({"do_sample": True, "temperature": 5.0, "top_k": 0})
+    assert text(drawn, "seed=1") == random
+    says({"do_sample": False, "temperature": 5.0, "top_p": 0.5})
+    assert text(drawn, "seed=1") == greedy
+    assert text("temperature=5", "seed=1") == random
+    says({"repetition_penalty": 0.01, "temperature": 0})
+    assert text(drawn) == text("repetition_penalty=0.01") != greedy
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"temperature": "warm"}, "generation_config.json says: temperature='warm' must be numbers"),
+        ({"top_p": 2}, "generation_config.json: cannot sample with top_p=2"),
+    ],
+)
+def test_a_folder_that_says_what_cannot_be_is_named(run, says, said, message):
+    says(said)
+    status, _, err = run("prompt=words")
+    assert status == 1
+    assert message in err
+
+
 @pytest.mark.parametrize(
     ("words", "status", "message"),
     [

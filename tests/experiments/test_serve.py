@@ -330,6 +330,19 @@ def test_prompts_of_a_request_have_seeds_of_their_own_unless_one_is_asked_for(cl
     assert [len({one["text"] for one in found}) for found in (alike, apart)] == [1, 3]
 
 
+def test_a_request_is_answered_as_the_folder_says_where_it_does_not_say_how(model):
+    ask = lambda client, **body: client.post("/v1/completions", json={"prompt": "hello", "max_tokens": 8, **body})
+    with serving(model, sampling={"temperature": 1.5, "top_k": 1}) as (_, client):
+        text = lambda **body: ask(client, seed=1, **body).json()["choices"][0]["text"]
+        greedy, random = text(), text(top_k=300)
+        assert greedy == text_of(model, "hello", 8) != random
+        assert text(top_k=0) == text(top_k=-1) == random
+        assert text(top_k=None) == greedy
+        messages = {"messages": [USER], "max_tokens": 8}
+        chat = lambda **body: client.post("/v1/chat/completions", json={**messages, **body}).json()["choices"][0]
+        assert chat(seed=1) == chat(temperature=0) != chat(seed=1, top_k=300)
+
+
 def test_tokens_of_a_stream_are_where_those_of_a_whole_reply_are(client):
     body = {"prompt": "hello", "max_tokens": 8, "temperature": 0, "logprobs": 2}
     whole = complete(client, logprobs=2)["choices"][0]["logprobs"]
@@ -554,7 +567,7 @@ def test_a_prompt_without_a_token_is_named(model):
 
 
 def test_whatever_fails_is_answered_and_counted(model, monkeypatch, capsys):
-    def broken(*_):
+    def broken(*_, **__):
         raise LookupError("never foreseen")
 
     body = {"prompt": "x", "max_tokens": 2}
@@ -588,7 +601,7 @@ def test_a_key_is_asked_for(model):
 def test_a_device_that_fails_fails_every_request(model, monkeypatch):
     with serving(model) as (server, client), monkeypatch.context() as patch:
 
-        def broken(*_):
+        def broken(*_, **__):
             raise RuntimeError("out of memory")
 
         patch.setattr(server.worker.engine, "program", broken)
@@ -880,6 +893,18 @@ def test_a_folder_of_a_smaller_model_drafts(model, tmp_path, monkeypatch):
     engine.run()
     assert Bytes().decode([token.id for token in answer.tokens]) == text_of(model, "hello", 21)
     assert engine.steps - before < 10
+
+
+@pytest.mark.parametrize("heeded", [True, False])
+def test_what_a_folder_says_of_sampling_is_heeded_unless_told_otherwise(model, tmp_path, monkeypatch, capsys, heeded):
+    monkeypatch.setattr(hardware, "prepare", lambda platform: hardware.Device("cpu", "a test", 2**32))
+    zoo.save(model, tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.9, "max_length": 9}')
+    words = [f"model.weights={tmp_path}", "length=64", *([] if heeded else ["sampling=false"])]
+    server = serve.build(schema.compose(words, "serve")[0], words)
+    assert server.told.sampling == ({"temperature": 0.6, "top_p": 0.9} if heeded else {})
+    said = "note: where requests do not, generation_config.json says temperature=0.6, top_p=0.9\n"
+    assert (said in capsys.readouterr().err) == heeded
 
 
 def test_an_address_is_held_before_anything_is_read(monkeypatch, capsys):
