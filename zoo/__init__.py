@@ -15,10 +15,12 @@ _HOME = {
     "GLMConfig": "zoo.families.llamas.glm",
     "GLMFlashConfig": "zoo.families.mixtures.deepseek",
     "GLMMoeConfig": "zoo.families.llamas.glm",
+    "DotsConfig": "zoo.families.llamas.glm",
     "GPT": "zoo.models.gpt",
     "GPT2Config": "zoo.families.gpts.gpt",
     "Gemma": "zoo.models.gemmas.gemma",
     "ErnieConfig": "zoo.families.llamas.ernie",
+    "ErnieMoeConfig": "zoo.families.llamas.ernie",
     "Gemma3Config": "zoo.families.gemmas.gemma",
     "Gemma3nConfig": "zoo.families.gemmas.gemma3n",
     "Gemma4Config": "zoo.families.gemmas.gemma4",
@@ -90,7 +92,9 @@ if TYPE_CHECKING:  # the same for type checkers, which a test compares
     from zoo.families.gpts.stablelm import StableLMConfig as StableLMConfig
     from zoo.families.gpts.starcoder import StarCoder2Config as StarCoder2Config
     from zoo.families.llamas.ernie import ErnieConfig as ErnieConfig
+    from zoo.families.llamas.ernie import ErnieMoeConfig as ErnieMoeConfig
     from zoo.families.llamas.exaone import ExaoneConfig as ExaoneConfig
+    from zoo.families.llamas.glm import DotsConfig as DotsConfig
     from zoo.families.llamas.glm import GLMConfig as GLMConfig
     from zoo.families.llamas.glm import GLMMoeConfig as GLMMoeConfig
     from zoo.families.llamas.granite import Granite4Config as Granite4Config

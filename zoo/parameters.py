@@ -75,6 +75,11 @@ class Row:
         return tuple(groups)
 
     @property
+    def kept(self) -> str:
+        """The letters on disk that the model has too; others are one long."""
+        return "".join(letter for group in self.disk for letter in group if letter in self.inner)
+
+    @property
     def letters(self) -> tuple[str, ...]:
         """The leaf's dimensions in the model, the stacked ones included: `("L", "D", "N", "H")`."""
         return self.stack + tuple(self.pattern.split(" -> ")[1].split())
@@ -118,17 +123,18 @@ class Row:
     def split(self, tensor: Any, dims: dict[str, int]) -> Any:
         """Return a tensor from disk, of NumPy's or JAX's, with a dimension per letter; of several parameters this."""
         letters, whole = "".join(self.disk), self.disk_dims(dims)
-        own = tuple(self.slice_on_disk(letter, 0, dims[letter], dims) for letter in letters)
-        return tensor.reshape([whole[letter] for letter in letters])[own if self.fused else ()]
+        own = tuple(
+            self.slice_on_disk(letter, 0, dims[letter], dims) if letter in self.inner else 0 for letter in letters
+        )
+        return tensor.reshape([whole[letter] for letter in letters])[own if self.fused or letters != self.kept else ()]
 
     def turned(self, tensor: Any, dims: dict[str, int]) -> Any:
         """Return a tensor from disk, of NumPy's or JAX's, as it is in the model; of several parameters this one."""
-        letters = "".join(self.disk)
-        return self.split(tensor, dims).transpose([letters.index(letter) for letter in self.inner])
+        return self.split(tensor, dims).transpose([self.kept.index(letter) for letter in self.inner])
 
     def write(self, piece: Any, tensor: Any, dims: dict[str, int]) -> None:
         """Write one layer's part of the leaf into a tensor as it is on disk, of NumPy's and contiguous."""
-        self.split(tensor, dims)[...] = piece.transpose([self.inner.index(letter) for letter in "".join(self.disk)])
+        self.split(tensor, dims)[...] = piece.transpose([self.inner.index(letter) for letter in self.kept])
 
     def std(self, dims: dict[str, int]) -> float:
         """The standard deviation that the leaf starts with."""

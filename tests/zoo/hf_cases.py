@@ -319,6 +319,18 @@ CASES |= {
     | {"use_qk_norm": True, "attention_bias": False, "n_group": 4, "topk_group": 2, "n_shared_experts": 2}
     | {"first_k_dense_replace": 0, "norm_topk_prob": False, "partial_rotary_factor": 1.0},
 }
+CASES |= {
+    "dots1": _GLM_MOE
+    | {"model_type": "dots1", "attention_bias": False, "n_shared_experts": 2, "norm_topk_prob": True}
+    | {"sliding_window": None},
+    "ernie4_5_moe": _BASE
+    | {"model_type": "ernie4_5_moe", "moe_intermediate_size": 24, "moe_num_experts": 8, "moe_k": 3}
+    | {"rope_theta": 1e4, "pad_token_id": None},
+    "ernie4_5_moe_bare": _BASE
+    | {"model_type": "ernie4_5_moe", "moe_intermediate_size": 24, "moe_num_experts": 6, "moe_k": 2}
+    | {"moe_num_shared_experts": 0, "moe_layer_start_index": 0, "tie_word_embeddings": False}
+    | {"rope_theta": 1e4, "pad_token_id": None},
+}
 _QWEN_NEXT = _BASE | {
     "model_type": "qwen3_next",
     "num_hidden_layers": 4,

@@ -142,7 +142,8 @@ def run(model) -> dict:
     out.loss.backward()
     grads = {}
     for name, parameter in model.named_parameters():
-        grads |= _on_disk(name, parameter.grad.float().numpy(), model.config.model_type)
+        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad  # of biases that choose
+        grads |= _on_disk(name, grad.float().numpy(), model.config.model_type)
     for name, buffer in model.named_buffers():  # which is no parameter there, and has no gradient here
         if name.endswith(("e_score_correction_bias", "layer_scalar")):
             grads |= _on_disk(name, np.zeros(buffer.shape, np.float32), model.config.model_type)
@@ -157,7 +158,9 @@ def run(model) -> dict:
 
 def _on_disk(name: str, array: np.ndarray, kind: str) -> dict[str, np.ndarray]:
     """Return a parameter as the tensors on disk: experts are apart there, and some families have names of their own."""
-    parts = {"embed_out.weight" if kind == "gpt_neox" and name == "lm_head.weight" else name: array}
+    name = "embed_out.weight" if kind == "gpt_neox" and name == "lm_head.weight" else name
+    name = name.replace("mlp.gate.moe_statics.", "mlp.moe_statics.")
+    parts = {name: array}
     if kind in ("gpt_oss", "gemma4_text", "llama4_text", "mistral4"):  # there they are together
         return parts
     if name.endswith("experts.gate_up_proj"):

@@ -126,6 +126,8 @@ PUBLISHED = {
     "qwen3_5_35b_a3b": 34_660_610_688,
     "glm4_5_air_106b_a12b": 106_852_251_264,
     "glm4_5_355b_a32b": 352_797_829_024,
+    "dots_llm1_142b_a14b": 142_774_381_696,
+    "ernie4_5_21b_a3b": 21_825_437_888,
     "modernbert_base": 149_014_272,
     "modernbert_large": 394_781_696,
     "gpt_oss_120b": 116_829_156_672,
@@ -243,6 +245,15 @@ def test_dense_layers_come_first_or_are_refused():
         ("hunyuan_7b", {"use_qk_norm": False}, "`use_qk_norm`=False is not supported, only True"),
         ("exaone4_32b", {"sliding_window_pattern": "LX", "layer_types": ...}, "neither a number nor letters L, G"),
         ("exaone4_32b", {"sliding_window_pattern": 0, "layer_types": ...}, "neither a number nor letters L, G"),
+        (
+            "ernie4_5_21b_a3b",
+            {"moe_layer_end_index": 20},
+            "`moe_layer_end_index`=20 is not supported, only the last of",
+        ),
+        ("ernie4_5_21b_a3b", {"moe_layer_interval": 2}, "`moe_layer_interval`=2 is not supported, only 1"),
+        ("ernie4_5_21b_a3b", {"use_bias": True}, "`use_bias`=True is not supported, only False"),
+        ("dots_llm1_142b_a14b", {"sliding_window": 4096, "max_window_layers": 30}, "`layer_types`=.* is not supported"),
+        ("dots_llm1_142b_a14b", {"layer_types": ["full_attention"] * 3}, "`layer_types`=.* is not supported"),
     ],
 )
 def test_what_files_say_otherwise_is_refused_by_name(name, told, why):
@@ -251,6 +262,31 @@ def test_what_files_say_otherwise_is_refused_by_name(name, told, why):
     raw["rope_parameters"] = {}
     with pytest.raises(ValueError, match=why):
         from_hf(raw)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("ernie4_5_21b_a3b", {"moe_layer_end_index": -1, "moe_capacity": [64, 64, 64], "moe_gate": "topk"}),
+        ("ernie4_5_21b_a3b", {"moe_layer_end_index": 27, "moe_use_aux_free": True, "num_nextn_predict_layers": 1}),
+        ("dots_llm1_142b_a14b", {"scoring_func": "noaux_tc", "sliding_window": 4096, "max_window_layers": 62}),
+        ("dots_llm1_142b_a14b", {"layer_types": ["full_attention"] * 62, "moe_layer_freq": 1}),
+    ],
+)
+def test_what_files_say_beside_changes_nothing(name, told):
+    raw = to_hf(config := read(name)[0], "float32")
+    assert from_hf(raw | told) == config
+
+
+@pytest.mark.parametrize(
+    ("told", "why"),
+    [({"attention_bias": True}, "attention_bias=True is of GLM"), ({"qk_norm": False}, "qk_norm=False is of GLM")],
+)
+def test_what_is_of_another_family_is_refused(told, why):
+    with pytest.raises(ValueError, match=why):
+        dataclasses.replace(read("dots_llm1_142b_a14b")[0], **told)
+    with pytest.raises(ValueError, match="shared_experts=-1 must be zero or more"):
+        dataclasses.replace(read("dots_llm1_142b_a14b")[0], shared_experts=-1)
 
 
 def test_layers_of_exaone_are_told_by_numbers_or_letters():

@@ -38,6 +38,7 @@ QUICK = (
     "gemma4_moe",
     "qwen3_next",
     "glm4_moe",
+    "ernie4_5_moe",
     "qwen3_5",
     "qwen3_5_moe",
 )

@@ -41,6 +41,7 @@ OTHERS = [
     "qwen3_5",
     "qwen3_5_moe",
     "glm4_moe",
+    "ernie4_5_moe",
     "gemma4",
     "gemma4_small",
     "gemma4_moe",

@@ -522,6 +522,18 @@ MUTANTS = {
         "glm4_moe",
         _patch("zoo.families.llamas.glm.GLMMoeConfig.rotary_pairs", True),
     ),
+    "dots: weights not scaled": ("dots1", _flip(weight_scale=1.0)),
+    "dots: queries and keys as they are": ("dots1", _without("q_norm", "k_norm")),
+    "ernie 4.5: no bias in choosing": ("ernie4_5_moe", _without("router_bias")),
+    "ernie 4.5: weights as they are": (
+        "ernie4_5_moe",
+        _patch("zoo.families.llamas.ernie.ErnieMoeConfig.normalise_weights", False),
+    ),
+    "ernie 4.5: each expert's probability its own": (
+        "ernie4_5_moe",
+        _patch("zoo.families.llamas.ernie.ErnieMoeConfig.sigmoid_router", True),
+    ),
+    "ernie 4.5: no shared expert": ("ernie4_5_moe", _without("shared_gate", "shared_up", "shared_down")),
     "glm 4.5: no groups": ("glm4_moe_other", _flip(router_groups=1, groups_per_token=1)),
     "glm 4.5: no shared expert": ("glm4_moe", _without("shared_gate", "shared_up", "shared_down")),
     "exaone: all layers turn": (

@@ -2,6 +2,7 @@
 
 import contextlib
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,10 +19,13 @@ CONFIGS = {
     "qwen2": zoo.Qwen2Config(**SIZES, num_kv_heads=2),
     "mixtral": zoo.MixtralConfig(**SIZES, num_kv_heads=2, num_experts=4, experts_per_token=2),
 }
-FUSED = {  # several parameters in one tensor
+FUSED = {  # several parameters in one tensor, or a dimension that the model has not
     "neox": zoo.NeoXConfig(**SIZES, num_kv_heads=4, rotary_fraction=0.5),  # of each head its q, k and v
     "phi3": zoo.Phi3Config(**SIZES, num_kv_heads=2),  # all q, then all k and v
     "gpt_oss": zoo.GptOssConfig(**SIZES, num_kv_heads=2, num_experts=4, experts_per_token=2),  # gate and up by turns
+    "ernie4_5_moe": zoo.ErnieMoeConfig(
+        **SIZES, num_kv_heads=2, num_experts=4, experts_per_token=2, dense_mlp_dim=32, shared_experts=1
+    ),
 }
 MESHES = {"data": (8,), "data and model": (2, 4), "context": (1, 1, 8), "experts": (1, 2, 1, 4)}
 
@@ -80,6 +84,8 @@ def counting(monkeypatch):
 def _save(name, path, dtype=jnp.float32):
     config = (CONFIGS | FUSED)[name]
     model = zoo.model_class(config).init(config, key=jax.random.key(0), dtype=dtype)
+    if name == "ernie4_5_moe":  # which is zero at first
+        model = eqx.tree_at(lambda m: m.layers.router_bias, model, replace_fn=lambda bias: bias + jnp.arange(bias.size))
     zoo.save(model, path)
     return model
 

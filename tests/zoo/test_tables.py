@@ -44,7 +44,10 @@ def test_letters_are_those_of_the_annotations(config, row):
 
 @pytest.mark.parametrize(("config", "row"), DISTINCT.values(), ids=[" ".join(key) for key in DISTINCT])
 def test_a_pattern_holds_the_same_letters_on_both_sides(config, row):
-    assert sorted("".join(row.disk)) == sorted(row.letters[len(row.stack) :])
+    """But for those of a file alone, which are one long."""
+    beside = [letter for letter in "".join(row.disk) if letter not in row.inner]
+    assert [config.dims[letter] for letter in beside] == [1] * len(beside)
+    assert sorted("".join(row.disk)) == sorted([*row.inner, *beside])
     assert set(row.fan_in) <= set(row.letters)
 
 

@@ -20,9 +20,9 @@ from zoo.families.gpts.neox import NeoXConfig
 from zoo.families.gpts.opt import OPTConfig
 from zoo.families.gpts.stablelm import StableLMConfig
 from zoo.families.gpts.starcoder import StarCoder2Config
-from zoo.families.llamas.ernie import ErnieConfig
+from zoo.families.llamas.ernie import ErnieConfig, ErnieMoeConfig
 from zoo.families.llamas.exaone import ExaoneConfig
-from zoo.families.llamas.glm import GLMConfig, GLMMoeConfig
+from zoo.families.llamas.glm import DotsConfig, GLMConfig, GLMMoeConfig
 from zoo.families.llamas.granite import Granite4Config, GraniteConfig
 from zoo.families.llamas.hunyuan import HunyuanConfig
 from zoo.families.llamas.llama import LlamaConfig
@@ -68,10 +68,12 @@ FAMILIES: dict[str, type[Config]] = {
     "gpt_oss": GptOssConfig,
     "seed_oss": SeedConfig,
     "ernie4_5": ErnieConfig,
+    "ernie4_5_moe": ErnieMoeConfig,
     "exaone4": ExaoneConfig,
     "hunyuan": HunyuanConfig,
     "glm4": GLMConfig,
     "glm4_moe": GLMMoeConfig,
+    "dots1": DotsConfig,
     "minimax_m2": MiniMaxConfig,
     "mobilellm_r1": MobileLLMR1Config,  # before Llama 4, as whose files without experts its own are
     "llama4": Llama4Config,

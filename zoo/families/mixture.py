@@ -84,6 +84,11 @@ class MixtureLike:
         return False
 
     @property
+    def chosen_by_bias(self) -> bool:
+        """Whether a bias takes part in choosing experts, and not in weighing them."""
+        return self.sigmoid_router
+
+    @property
     def router_groups(self) -> int:
         """Into how many groups experts are divided."""
         return 1
@@ -128,7 +133,7 @@ class GroupedLike(MixtureLike):
     Attributes:
         first_dense: how many layers have one MLP and no router: the first ones.
         dense_mlp_dim: hidden width of those.
-        shared_experts: experts that every token meets, as one MLP so many times as wide.
+        shared_experts: experts that every token meets, as one MLP so many times as wide; 0 is none.
         router_groups: into how many groups experts are divided.
         groups_per_token: from how many of them a token's experts may be.
         weight_scale: multiplies the weights of experts.
@@ -144,7 +149,9 @@ class GroupedLike(MixtureLike):
 
     def router_problems(self) -> list[str]:
         """Say what is wrong with the numbers of the router, and of the layers without one."""
-        problems = super().router_problems() + not_positive(self, ("dense_mlp_dim", "shared_experts", "weight_scale"))
+        problems = super().router_problems() + not_positive(self, ("dense_mlp_dim", "weight_scale"))
+        if self.shared_experts < 0:
+            problems.append(f"shared_experts={self.shared_experts} must be zero or more")
         layers: int = getattr(self, "num_layers")  # noqa: B009 (a field of what this is inherited beside)
         if not 0 <= self.first_dense < layers:
             problems.append(f"first_dense={self.first_dense} must be from 0 to {layers - 1}")
@@ -177,11 +184,14 @@ class GroupedLike(MixtureLike):
         dims = super().dims
         return dims | {"P": self.dense_mlp_dim, "U": self.shared_experts * dims["F"]}
 
-    def grouped_rows(self, attention: tuple[Row, ...], experts: tuple[Row, ...] = EXPERTS) -> tuple[Row, ...]:
+    def grouped_rows(
+        self, attention: tuple[Row, ...], experts: tuple[Row, ...] = EXPERTS, choice: Row = CHOICE
+    ) -> tuple[Row, ...]:
         """Return the rows of all layers, given those of attention and norms, and of experts."""
         layers: int = getattr(self, "num_layers")  # noqa: B009 (a field of what this is inherited beside)
-        choice, sparse = (CHOICE,) * self.sigmoid_router, tuple(range(self.first_dense, layers))
-        rows = tuple(replace(row, layers=sparse) for row in (*attention, *experts, *choice, *_SHARED_UNGATED))
+        sparse = tuple(range(self.first_dense, layers))
+        behind = (choice,) * self.chosen_by_bias + (_SHARED_UNGATED if self.shared_experts else ())
+        rows = tuple(replace(row, layers=sparse) for row in (*attention, *experts, *behind))
         dense = tuple(dense_row(row, self.dense_layers) for row in (*attention, *MLP))
         return rows + (dense if self.dense_layers else ())
 

@@ -100,7 +100,7 @@ def read_parts(
 
 def _on_disk(row: Row, dims: dict[str, int], bounds: Bounds) -> Bounds:
     """Return the box of a tensor on disk that holds a part; only the first of letters in one dimension can be cut."""
-    of = dict(zip(row.inner, bounds, strict=True))
+    of = {letter: (0, 1) for group in row.disk for letter in group} | dict(zip(row.inner, bounds, strict=True))
     sizes, box = row.disk_dims(dims), []
     for group in row.disk:
         rest = math.prod(sizes[letter] for letter in group[1:])
@@ -113,12 +113,12 @@ def _on_disk(row: Row, dims: dict[str, int], bounds: Bounds) -> Bounds:
 
 def _turned(read, row, dims, bounds):
     """Return what was read of a tensor in the model's order of dimensions."""
-    left, right = "".join(row.disk), row.inner
+    left, right = row.kept, row.inner
     of, sizes = dict(zip(right, bounds, strict=True)), row.disk_dims(dims)
     shape = []
     for group, size in zip(row.disk, read.shape, strict=True):
         rest = [sizes[letter] for letter in group[1:]]
-        shape += [size // math.prod(rest), *rest]
+        shape += [size // math.prod(rest), *rest] if set(group) <= set(left) else []
     split = read.reshape(shape).transpose([left.index(letter) for letter in right])
     cut = [
         row.slice_on_disk(letter, *of[letter], dims) if size != stop - start else slice(None)

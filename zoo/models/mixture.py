@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from zoo.families.llamas.ernie import ErnieMoeConfig
 from zoo.families.llamas.glm import GLMMoeConfig
 from zoo.families.llamas.mistral import MixtralConfig
 from zoo.families.llamas.olmo import OlmoeConfig
@@ -34,7 +35,10 @@ from zoo.models.layers import ACTIVATIONS, accumulator, linear, rms_norm
 from zoo.models.mixtures.experts import clamped, experts, formed, group_limited
 from zoo.quantised import AbstractMatrix
 
-AnyMixture = MixtralConfig | Qwen2MoeConfig | Qwen3MoeConfig | OlmoeConfig | GptOssConfig | GLMMoeConfig | MiniMaxConfig
+AnyMixture = (
+    MixtralConfig | Qwen2MoeConfig | Qwen3MoeConfig | OlmoeConfig | GptOssConfig | GLMMoeConfig | MiniMaxConfig
+    | ErnieMoeConfig
+)  # fmt: skip
 
 
 class Block(eqx.Module):
@@ -100,7 +104,7 @@ def feed_forward(
     cast: Any = lambda weight: None if weight is None else weight.astype(x.dtype)
     activation = ACTIVATIONS[config.activation]
     how = {"combine": lambda gate, up: activation(gate) * up} | how
-    if config.sigmoid_router or config.router_groups > 1 or config.weight_scale != 1:
+    if config.chosen_by_bias or config.router_groups > 1 or config.weight_scale != 1:
         how["select"] = _in_groups(config)
 
     def between(x, seen):

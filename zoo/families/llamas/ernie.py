@@ -1,12 +1,25 @@
-"""ERNIE 4.5 (https://github.com/PaddlePaddle/ERNIE), its dense models: Llama, of whose heads neighbouring dimensions
-turn together. Free of JAX."""
+"""ERNIE 4.5 (https://github.com/PaddlePaddle/ERNIE): Llama, of whose heads neighbouring dimensions turn together; and
+its mixtures of experts. Free of JAX."""
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 from zoo.dialect import ACTIVATION, Dialect, eps, sizes
 from zoo.families.llamas.llama import Activated
-from zoo.parameters import MLP, MLP_BIASES, Row
+from zoo.families.mixture import BALANCE, CHOICE, GroupedLike
+from zoo.parameters import LAYER, MLP, MLP_BIASES, Row
+
+_CHOICE = replace(CHOICE, tensor=LAYER + "mlp.moe_statics.e_score_correction_bias", pattern="G E -> E")
+
+
+def _read(read: Any, num_layers: int) -> dict[str, Any]:
+    """Say what is wrong where layers behind the first ones are dense too."""
+    last = read.raw.get("moe_layer_end_index", -1)
+    if last not in (-1, None, num_layers - 1):
+        read.problems.append(
+            f"`moe_layer_end_index`={last!r} is not supported, only the last of {num_layers} layers: -1"
+        )
+    return {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,3 +54,74 @@ class ErnieConfig(Activated):
     def rows(self) -> tuple[Row, ...]:
         """Return the rows of every parameter that the model has."""
         return self.with_ends(self.attention_rows() + MLP + (MLP_BIASES if self.attention_bias else ()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErnieMoeConfig(GroupedLike, ErnieConfig):
+    """ERNIE 4.5's mixtures of experts: a bias takes part in choosing among probabilities that sum to one.
+
+    Attributes:
+        mlp_dim: hidden width of one expert.
+    """
+
+    dialects: ClassVar = {
+        "ernie4_5_moe": Dialect(
+            architecture="Ernie4_5_MoeForCausalLM",
+            sizes=sizes(
+                131_072,
+                4,
+                intermediate_size=("dense_mlp_dim", 12_288),
+                moe_intermediate_size=("mlp_dim", 1536),
+                moe_num_experts=("num_experts", 64),
+                moe_k=("experts_per_token", 6),
+                moe_num_shared_experts=("shared_experts", 2),
+                moe_layer_start_index=("first_dense", 1),
+            ),
+            numbers=eps(1e-5) | BALANCE,
+            flags={"tie_word_embeddings": ("tied", True)},
+            theta=500_000.0,
+            choices=ACTIVATION,
+            only={"use_bias": (False,), "moe_layer_interval": (1,)},
+            harmless={"moe_norm_min": (1e-12, None), "moe_use_aux_free": (True, None), "moe_gate": ("topk", None)},
+            ignored=("moe_capacity", "num_nextn_predict_layers"),  # of training, and of guessing several tokens at once
+            keys=("moe_layer_end_index",),
+            read=_read,
+            fixed={"attention_bias": False},
+            written={"pad_token_id": None},
+        )
+    }
+    model: ClassVar[str] = "zoo.models.mixture.Mixture"
+
+    dense_mlp_dim: int = 12_288
+    first_dense: int = 1
+    shared_experts: int = 2
+    balance_weight: float = 0.001
+
+    def problems(self) -> list[str]:
+        """Say what is wrong with the family's own fields."""
+        biases = ["attention_bias=True is of ERNIE 4.5 without experts"] if self.attention_bias else []
+        return super().problems() + self.router_problems() + biases
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """The size of each dimension letter that a parameter can have."""
+        return super().dims | {"G": 1}
+
+    @property
+    def sigmoid_router(self) -> bool:
+        """Whether each expert's probability is its own."""
+        return False
+
+    @property
+    def chosen_by_bias(self) -> bool:
+        """Whether a bias takes part in choosing experts, and not in weighing them."""
+        return True
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """The beginnings of the names of a model that guesses several tokens at once."""
+        return ("model.mtp_",)
+
+    def rows(self) -> tuple[Row, ...]:
+        """Return the rows of every parameter that the model has."""
+        return self.with_ends(self.grouped_rows(self.attention_rows(), choice=_CHOICE))
