@@ -39,6 +39,8 @@ _HOME = {
     "Ministral3Config": "zoo.families.llamas.mistral",
     "Mistral4Config": "zoo.families.mixtures.deepseek",
     "MistralConfig": "zoo.families.llamas.mistral",
+    "CWMConfig": "zoo.families.llamas.mistral",
+    "MinistralConfig": "zoo.families.llamas.mistral",
     "MixtralConfig": "zoo.families.llamas.mistral",
     "Mixture": "zoo.models.mixture",
     "ModernBertConfig": "zoo.families.gpts.bert",
@@ -101,7 +103,9 @@ if TYPE_CHECKING:  # the same for type checkers, which a test compares
     from zoo.families.llamas.granite import GraniteConfig as GraniteConfig
     from zoo.families.llamas.hunyuan import HunyuanConfig as HunyuanConfig
     from zoo.families.llamas.llama import LlamaConfig as LlamaConfig
+    from zoo.families.llamas.mistral import CWMConfig as CWMConfig
     from zoo.families.llamas.mistral import Ministral3Config as Ministral3Config
+    from zoo.families.llamas.mistral import MinistralConfig as MinistralConfig
     from zoo.families.llamas.mistral import MistralConfig as MistralConfig
     from zoo.families.llamas.mistral import MixtralConfig as MixtralConfig
     from zoo.families.llamas.olmo import Olmo2Config as Olmo2Config

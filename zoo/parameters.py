@@ -22,7 +22,8 @@ class Row:
     Attributes:
         leaf: dotted path in the model; leaves of layers are stacked over a leading `L`, those of experts over `L E`.
         tensor: the tensor's name on disk, with `{}` for the layer, and a second one for the expert, or for the head.
-        pattern: its dimensions, `on disk -> in the model (one layer)`; `(N H)` is one dimension on disk.
+        pattern: its dimensions, `on disk -> in the model (one layer)`; `(N H)` is one dimension on disk, and a letter
+            that the model has not is one long.
         fan_in: letters whose product is the number of inputs that each output sums; empty for norms and biases.
         gain: standard deviation at the start, times the square root of the fan-in.
         start: what every element starts at where there is no fan-in.

@@ -320,6 +320,11 @@ CASES |= {
     | {"first_k_dense_replace": 0, "norm_topk_prob": False, "partial_rotary_factor": 1.0},
 }
 CASES |= {
+    "ministral": _BASE
+    | {"model_type": "ministral", "num_hidden_layers": 4, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": 4}
+    | {"layer_types": ["full_attention", *["sliding_attention"] * 3]},
+    "ministral_local": _BASE | {"model_type": "ministral", "rope_theta": 1e4, "sliding_window": 5},
+    "cwm": _BASE | {"model_type": "cwm", "num_hidden_layers": 5, "sliding_window": 4, "eos_token_id": 2},
     "dots1": _GLM_MOE
     | {"model_type": "dots1", "attention_bias": False, "n_shared_experts": 2, "norm_topk_prob": True}
     | {"sliding_window": None},

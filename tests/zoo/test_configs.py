@@ -127,6 +127,8 @@ PUBLISHED = {
     "glm4_5_air_106b_a12b": 106_852_251_264,
     "glm4_5_355b_a32b": 352_797_829_024,
     "dots_llm1_142b_a14b": 142_774_381_696,
+    "cwm_32b": 32_581_097_472,
+    "ministral_8b": 8_019_808_256,
     "ernie4_5_21b_a3b": 21_825_437_888,
     "modernbert_base": 149_014_272,
     "modernbert_large": 394_781_696,
@@ -271,6 +273,7 @@ def test_what_files_say_otherwise_is_refused_by_name(name, told, why):
         ("ernie4_5_21b_a3b", {"moe_layer_end_index": 27, "moe_use_aux_free": True, "num_nextn_predict_layers": 1}),
         ("dots_llm1_142b_a14b", {"scoring_func": "noaux_tc", "sliding_window": 4096, "max_window_layers": 62}),
         ("dots_llm1_142b_a14b", {"layer_types": ["full_attention"] * 62, "moe_layer_freq": 1}),
+        ("cwm_32b", {"layer_types": None, "mlp_bias": False, "pretraining_tp": 1}),
     ],
 )
 def test_what_files_say_beside_changes_nothing(name, told):
@@ -327,6 +330,6 @@ def test_unknown_names_of_the_package_are_refused_with_the_known_ones():
 
     with pytest.raises(
         AttributeError,
-        match=r"no attribute `Gemini`; it has AbstractMixture, Cohere2Config, .* GPT2Config, Gemma, Gemma3Config",
+        match=r"no attribute `Gemini`; it has AbstractMixture, CWMConfig, .* GPT2Config, Gemma, Gemma3Config",
     ):
         zoo.Gemini  # noqa: B018

@@ -26,7 +26,7 @@ from zoo.families.llamas.glm import DotsConfig, GLMConfig, GLMMoeConfig
 from zoo.families.llamas.granite import Granite4Config, GraniteConfig
 from zoo.families.llamas.hunyuan import HunyuanConfig
 from zoo.families.llamas.llama import LlamaConfig
-from zoo.families.llamas.mistral import Ministral3Config, MistralConfig, MixtralConfig
+from zoo.families.llamas.mistral import CWMConfig, Ministral3Config, MinistralConfig, MistralConfig, MixtralConfig
 from zoo.families.llamas.olmo import Olmo2Config, Olmo3Config, OlmoeConfig
 from zoo.families.llamas.phi import Phi3Config
 from zoo.families.llamas.qwen import Qwen2Config, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
@@ -46,6 +46,8 @@ FAMILIES: dict[str, type[Config]] = {
     "gemma4_moe": Gemma4MoeConfig,
     "llama": LlamaConfig,
     "mistral": MistralConfig,
+    "ministral": MinistralConfig,
+    "cwm": CWMConfig,
     "ministral3": Ministral3Config,
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,

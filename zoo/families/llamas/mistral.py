@@ -1,10 +1,11 @@
-"""Mistral (https://arxiv.org/abs/2310.06825), Ministral 3 (https://mistral.ai/news/mistral-3) and Mixtral
-(https://arxiv.org/abs/2401.04088). Free of JAX."""
+"""Mistral (https://arxiv.org/abs/2310.06825), Ministral (https://mistral.ai/news/ministraux), Ministral 3
+(https://mistral.ai/news/mistral-3) and Mixtral (https://arxiv.org/abs/2401.04088); and CWM
+(https://arxiv.org/abs/2510.02387), which sees as Ministral does. Free of JAX."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from zoo.config import not_yarn, window_problems
+from zoo.config import GLOBAL, LOCAL, not_yarn, pattern_of, window_problems
 from zoo.dialect import ACTIVATION, TIED, Dialect, eps, sizes
 from zoo.families.llamas.llama import Activated
 from zoo.families.mixture import BALANCE, MixtureLike
@@ -50,6 +51,66 @@ class MistralConfig(Activated):
     def problems(self) -> list[str]:
         """Say what is wrong with the family's own fields."""
         return super().problems() + window_problems(self.window, self.attention_pattern)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MinistralConfig(MistralConfig):
+    """Ministral 3B and 8B of 2024: a Mistral of local and global layers.
+
+    Attributes:
+        window: on local layers a query sees this many keys, itself included; None lets every layer see all.
+        attention_pattern: local (L) and global (G) layers, repeated over the depth.
+    """
+
+    dialects: ClassVar = {
+        "ministral": Dialect(
+            architecture="MinistralForCausalLM",
+            sizes=sizes(131_072, 8),
+            flags=TIED,
+            windows="types",
+            every=(None, 1 << 30),  # where layers are not listed, all are local
+            choices=ACTIVATION,
+        )
+    }
+
+    attention_pattern: str = "GLLL"
+
+
+def _read_cwm(read: Any, num_layers: int) -> dict[str, Any]:
+    """Return which layers are global where they are not listed: every fourth, from the first on."""
+    if read.raw.get("layer_types") is not None or not read.raw.get("sliding_window", 8192):
+        return {}
+    types = "".join(LOCAL if layer % 4 else GLOBAL for layer in range(num_layers))
+    return {"attention_pattern": pattern_of(types, CWMConfig.attention_pattern)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CWMConfig(MinistralConfig):
+    """CWM: Llama 3 of local and global layers."""
+
+    dialects: ClassVar = {
+        "cwm": Dialect(
+            architecture="CwmForCausalLM",
+            sizes=sizes(131_072, 8, 128),
+            numbers=eps(1e-5),
+            flags=TIED,
+            windows="types",
+            window=8192,
+            rope_default={
+                "rope_type": "llama3",
+                "factor": 16.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+            theta=1_000_000.0,
+            choices=ACTIVATION,
+            only={"mlp_bias": (False,)},
+            read=_read_cwm,
+        )
+    }
+
+    rope_theta: float = 1_000_000.0
 
 
 @dataclass(frozen=True, kw_only=True)
