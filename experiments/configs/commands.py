@@ -16,7 +16,6 @@ KV_DTYPE = option(None, "keys and values in 8 bits, int8, of which twice as many
 DRAFTER = option(
     None, "folder of a smaller model of the same vocabulary that guesses instead, 4 tokens or `drafts`", path=True
 )
-SAID = "default: as the folder's generation_config.json says"
 LORA = option(None, "folder of a LoRA adapter to apply", path=True)
 
 
@@ -70,6 +69,9 @@ class Score:
         engine(self)
         if self.stride is not None and self.stride > self.seq_len:
             raise refuse("stride", self.stride, f"tokens would be left out beyond seq_len={self.seq_len}")
+
+
+SAID = "default: as the folder's generation_config.json says"
 
 
 @dataclass(frozen=True, kw_only=True)

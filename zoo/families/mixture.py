@@ -80,7 +80,7 @@ class MixtureLike:
 
     @property
     def sigmoid_router(self) -> bool:
-        """Whether each expert's probability is its own, and a bias takes part in choosing."""
+        """Whether each expert's probability is its own, of a sigmoid; elsewhere they sum to one."""
         return False
 
     @property
@@ -164,7 +164,7 @@ class GroupedLike(MixtureLike):
 
     @property
     def sigmoid_router(self) -> bool:
-        """Whether each expert's probability is its own, and a bias takes part in choosing."""
+        """Whether each expert's probability is its own, of a sigmoid; elsewhere they sum to one."""
         return True
 
     @property

@@ -40,6 +40,9 @@ SYSTEMS = {
     "tile, lowmem": System(None, "with_jax", "tiled_lowmem"),
     "tile, lowmem, n=1": System(None, "with_jax", "tiled_lowmem_uncut", devices=("gpu",)),
     "tile, sums in bfloat16": System(None, "with_jax", "tiled_narrow", dtypes=("bfloat16",)),
+    "tile, lowmem, sums in bfloat16": System(
+        None, "with_jax", "tiled_lowmem_narrow", dtypes=("bfloat16",), devices=("gpu",)
+    ),
     "scan + checkpoint": System(None, "with_jax", "scanned"),
     "MaxText's algorithm": System(None, "with_jax", "maxtext"),
     "Levanter": System(

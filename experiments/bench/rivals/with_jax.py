@@ -53,6 +53,11 @@ def tiled_narrow(tokens: int, vocab: int, slices: int) -> Loss:
     return _tile((0, None, 0), slices, accumulate=jnp.bfloat16)
 
 
+def tiled_lowmem_narrow(tokens: int, vocab: int, slices: int) -> Loss:
+    """Likewise, the words in blocks."""
+    return _tile((0, None, 0), slices, lowmem=True, accumulate=jnp.bfloat16)
+
+
 def scanned(tokens: int, vocab: int, slices: int) -> Loss:
     """What one writes by hand: a scan over slices of a checkpointed sum."""
 
