@@ -8,6 +8,7 @@ records.
 
 import contextlib
 import os
+import re
 import resource
 import signal
 import sys
@@ -75,6 +76,7 @@ PEAKS = {
     "TPU7x": 2307.0,
 }
 BFLOAT16 = "avx512_bf16"  # a processor's instructions that multiply it, as Linux calls them
+AT_ONCE = 4  # sums and exchanges of a program that may wait for other devices at once: those in a loop, those beside it
 CGROUPS = (("memory.current", "memory.max"), ("memory/memory.usage_in_bytes", "memory/memory.limit_in_bytes"))
 
 
@@ -94,6 +96,7 @@ def prepare(platform: Platform) -> Device:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     if platform is Platform.cpu:
         jax.config.update("jax_platforms", "cpu")  # or a GPU would be started too
+    _let_cpu_devices_wait(jax.config.jax_num_cpu_devices)
     try:
         devices = jax.devices(None if platform is Platform.auto else platform.value)
         device = next(one for one in devices if one.process_index == jax.process_index())
@@ -107,6 +110,18 @@ def prepare(platform: Platform) -> Device:
     local = jax.local_device_count()
     how: Any = {"host": host_memory(), "on_host": local, "multiplies_bfloat16": multiplies}
     return Device(device.platform, _name(device), memory, jax.device_count(), **how)
+
+
+def _let_cpu_devices_wait(devices: int) -> None:
+    """Give XLA the threads on which several CPU devices can wait for each other: by itself it has one of each.
+
+    Where two sums do not depend on each other, one device may begin with the one and another with the other: without a
+    thread for each, both wait until XLA ends the process.
+    """
+    asked = re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    devices = max(devices, int(asked[-1]) if asked else 1)
+    if devices > 1:
+        os.environ.setdefault("NPROC", str(max(AT_ONCE * devices, os.cpu_count() or 1)))  # as XLA calls it
 
 
 def allow(config: configs.Hardware) -> None:

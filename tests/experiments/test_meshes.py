@@ -1,6 +1,9 @@
 """Runs on meshes of eight CPU devices: what is chosen, what is refused, and the same losses on every layout."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 
 import equinox as eqx
 import jax
@@ -327,3 +330,49 @@ def test_other_threads_put_batches_where_they_belong():
         (pairs,) = meshes.feeder(4)(lambda rows: (np.zeros((4, 2, 16), np.int32)[rows],))
         assert tuple(pairs.sharding.spec) == ("data", None, "context")
     assert jnp.ones(3).sharding.device_set == {jax.devices()[0]}
+
+
+SUMS_APART = """
+import sys
+from experiments.configs import Platform
+from experiments.runtime import hardware
+
+hardware.prepare(Platform.cpu)
+import jax, jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+jax.set_mesh(jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,)))
+
+@jax.jit
+@jax.shard_map(in_specs=P("x"), out_specs=(P("x"), P()))
+def step(x):
+    body = lambda _, x: jnp.tanh(x @ x.T @ x + jax.lax.pmean(x, "x"))
+    return jax.lax.fori_loop(0, 3, body, x), jax.lax.psum(jnp.tanh(x @ x.T).sum(), "x")
+
+x = jax.device_put(jnp.ones((512, 64)), P("x"))
+for _ in range(1000):
+    out = step(x)
+jax.block_until_ready(out)
+"""
+
+
+@pytest.mark.parametrize("count", ["XLA_FLAGS", "JAX_NUM_CPU_DEVICES"])
+def test_cpu_devices_that_begin_with_different_sums_do_not_wait_for_ever(count, tmp_path):
+    """Without threads enough, XLA ends the process after 40 seconds, in nine of ten runs on two cores."""
+    told = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_NUM_CPU_DEVICES": "8"}[count]
+    kept = {name: value for name, value in os.environ.items() if name not in ("NPROC", "XLA_FLAGS")}
+    environment = {**kept, count: told, "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", SUMS_APART], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(("devices", "cores", "threads"), [(1, 2, None), (2, 4, "8"), (2, 64, "64"), (8, None, "32")])
+def test_threads_are_those_of_the_cores_and_enough_for_the_devices(devices, cores, threads, monkeypatch):
+    monkeypatch.delenv("NPROC")
+    monkeypatch.delenv("XLA_FLAGS")
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    hardware._let_cpu_devices_wait(devices)
+    assert os.environ.get("NPROC") == threads
+    monkeypatch.setenv("NPROC", "5")
+    hardware._let_cpu_devices_wait(devices)
+    assert os.environ["NPROC"] == "5", "what somebody has set stays"
