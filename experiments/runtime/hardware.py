@@ -96,7 +96,7 @@ def prepare(platform: Platform) -> Device:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     if platform is Platform.cpu:
         jax.config.update("jax_platforms", "cpu")  # or a GPU would be started too
-    _let_cpu_devices_wait(jax.config.jax_num_cpu_devices)
+    _let_cpu_devices_wait(jax.config.jax_num_cpu_devices)  # ty: ignore[missing-attribute]
     try:
         devices = jax.devices(None if platform is Platform.auto else platform.value)
         device = next(one for one in devices if one.process_index == jax.process_index())

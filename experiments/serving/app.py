@@ -30,12 +30,13 @@ from experiments.serving import protocol
 from experiments.serving.grammar import FormError, Grammars, calls_schema
 from experiments.serving.protocol import Asked, BadRequest, NoSuchModel, Reply
 from experiments.serving.worker import Feed, Listener, Unavailable, Worker
-from zoo.engine.engine import Answer, Engine
+from zoo.engine.engine import Answer, Engine, Token
 from zoo.engine.scheduler import Overload
 
 T = TypeVar("T")
 AGAIN = "1"  # seconds after which one may come again
 SLOWEST = 30.0  # seconds in which a body must have come
+NANS = "the model's logits are NaN"
 FAILED = "the server has failed at this request"
 _ENDS = {"time": "length", "cancelled": "length"}  # what OpenAI has no word for
 
@@ -250,27 +251,67 @@ class Server:
     async def _reply(self, request: Request, asked: Asked, prompts: list[list[int]]) -> Response:
         rooms = self._rooms(asked, prompts)
         guides = await self._guides(asked, len(prompts) * asked.n)
-        listeners = [Listener(self.told.tokenizer, asked.stop, self._ends) for _ in prompts for _ in range(asked.n)]
+        ends, stop = self._stops(asked)
+        listeners = [Listener(self.told.tokenizer, asked.stop, ends) for _ in prompts for _ in range(asked.n)]
 
         def answers(engine: Engine) -> Iterator[Answer]:
             for i, (ids, room) in enumerate(zip(prompts, rooms, strict=True)):
                 own, seed = slice(i * asked.n, (i + 1) * asked.n), asked.sampling.seed + (0 if asked.seeded else i)
                 yield from engine.submit(
                     ids, max_tokens=asked.max_tokens or room, sampling=dataclasses.replace(asked.sampling, seed=seed),
-                    n=asked.n, stop=self._ends, watch=listeners[own], top=asked.top or 0, drafts=self.told.drafts,
+                    n=asked.n, stop=stop, watch=listeners[own], top=asked.top or 0, drafts=self.told.drafts,
                     guides=guides[own], priority=asked.priority, seconds=self.told.seconds,
                 )  # fmt: skip
 
-        feed = await self.worker.submit(answers, listeners)
         reply, read = Reply(asked, self.told.name, self.told.tokenizer), sum(map(len, prompts))
+        before = await self._echoed(request, asked, prompts) if asked.echo and asked.top is not None else []
+        texts = [text for text in self._begun(asked, prompts) for _ in range(asked.n)]
+        if asked.max_tokens == 0:
+            return JSONResponse(reply.whole(texts, [()] * len(texts), ["length"] * len(texts), read, before))
+        feed = await self.worker.submit(answers, listeners)
         if asked.stream:
             events = self._events(feed, reply, read)
             return Events(events, lambda: self.worker.cancel(feed))
-        texts, ends = [""] * len(feed.answers), [""] * len(feed.answers)
+        why = [""] * len(texts)
         async for event in self._while_there(request, feed):
             texts[event.index] += event.text
-            ends[event.index] = _end(feed.answers[event.index]) if event.finish else ends[event.index]
-        return JSONResponse(reply.whole(texts, [answer.tokens for answer in feed.answers], ends, read))
+            why[event.index] = _end(feed.answers[event.index]) if event.finish else why[event.index]
+        return JSONResponse(reply.whole(texts, [answer.tokens for answer in feed.answers], why, read, before))
+
+    def _stops(self, asked: Asked) -> tuple[frozenset[int], frozenset[int]]:
+        """Return the ids that are no part of a text, and those after which an answer is over.
+
+        Raises:
+            BadRequest: there is no such id.
+        """
+        size = self.worker.engine.model.config.vocab_size
+        if beyond := [one for one in asked.stop_ids if not 0 <= one < size]:
+            raise BadRequest(
+                f"`stop_token_ids` has {beyond[0]}, and ids are from 0 to {size - 1} here", "stop_token_ids"
+            )
+        ends = self._ends.union(asked.stop_ids)
+        return ends, frozenset(asked.stop_ids) if asked.ignore_eos else ends
+
+    def _begun(self, asked: Asked, prompts: list[list[int]]) -> list[str]:
+        """Return what the answers of each prompt begin with: its text, or nothing."""
+        decode = self.told.tokenizer.decode
+        if not asked.echo:
+            return [""] * len(prompts)
+        return [one if isinstance(one, str) else decode(ids) for one, ids in zip(asked.prompts, prompts, strict=True)]
+
+    async def _echoed(self, request: Request, asked: Asked, prompts: list[list[int]]) -> list[list[Token]]:
+        """Return the tokens of each prompt with their log-probabilities; that of the first is not known."""
+        top, many = asked.top or 0, [ids for ids in prompts if len(ids) > 1]
+        feed = await self._read(
+            request, "prompt", many, lambda engine, one: engine.score(one, top=top, seconds=self.told.seconds)
+        )
+        scored = iter(feed.answers)
+        found = [[Token(ids[0], math.nan, math.nan, ())] for ids in prompts]
+        for tokens, ids in zip(found, prompts, strict=True):
+            tokens += next(scored).scored if len(ids) > 1 else []
+        if any(math.isnan(token.logprob) for tokens in found for token in tokens[1:]):
+            raise Unavailable(NANS)
+        return found
 
     def _rooms(self, asked: Asked, prompts: list[list[int]]) -> list[int]:
         """Return how many tokens there is room for behind each prompt.
@@ -283,11 +324,11 @@ class Server:
         self._check_count(len(prompts) * asked.n, what, field if asked.n == 1 else "n")
         if not all(prompts):
             raise BadRequest(f"`{field}` has no token to go on from: give at least a letter", field)
-        rooms = [length - len(ids) for ids in prompts]
-        if min(rooms) < max(1, asked.max_tokens or 1):
+        rooms, least = [length - len(ids) for ids in prompts], 1 if asked.max_tokens is None else asked.max_tokens
+        if min(rooms) < least:
             raise BadRequest(
                 f"prompts of {', '.join(str(len(ids)) for ids in prompts)} tokens with {asked.limited}="
-                f"{asked.max_tokens or 1} do not fit: a text has 1 to {length} tokens here (`length`), with its answer",
+                f"{least} do not fit: a text has 1 to {length} tokens here (`length`), with its answer",
                 field if min(rooms) < 1 else asked.limited,
             )
         return rooms
@@ -380,7 +421,7 @@ class Server:
                 told["top_logprobs"] = [dict(zip(map(str, i), map(float, p), strict=True)) for i, p in pairs]
             found.append({"index": len(found), **told})
         if any(math.isnan(one["logprob"]) for one in found):
-            raise Unavailable("the model's logits are NaN")
+            raise Unavailable(NANS)
         return JSONResponse({"object": "list", "model": self.told.name, "data": found})
 
     async def _read(self, request: Request, field: str, texts: list[Any], ask: Callable[[Engine, Any], Answer]) -> Feed:

@@ -58,6 +58,9 @@ class Asked:
         limited: the field that says so.
         n: answers of each prompt.
         stop: strings that end an answer.
+        stop_ids: ids that end it, and are not shown.
+        ignore_eos: whether the model's own do not, as measurements of speed ask for.
+        echo: whether an answer begins with its prompt, and log-probabilities with those of the prompt.
         stream: whether pieces are sent as they come.
         usage: whether a stream ends with counts.
         top: how many of the likeliest ids are told with each; None tells no log-probabilities.
@@ -77,6 +80,9 @@ class Asked:
     limited: str = "max_tokens"
     n: int = 1
     stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    echo: bool = False
     stream: bool = False
     usage: bool = False
     top: int | None = None
@@ -98,7 +104,9 @@ _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "seed",
     "logit_bias",
 )  # fmt: skip
-_COMMON = {"n", "stop", "stream", "stream_options", "priority", "response_format", *_SAMPLING}
+_COMMON = {
+    "n", "stop", "stop_token_ids", "ignore_eos", "stream", "stream_options", "priority", "response_format", *_SAMPLING,
+}  # fmt: skip
 _COMPLETION = _COMMON | {"prompt", "max_tokens", "logprobs", "echo", "best_of", "suffix"}
 _CHAT = _COMMON | {
     "messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "tools", "tool_choice",
@@ -201,17 +209,22 @@ def completion(body: Any, sampling: Mapping[str, Any] = MappingProxyType({})) ->
         BadRequest: it asks for what cannot be.
     """
     read = _read(body, _COMPLETION)
-    read.refuse("echo", (False,), "/score tells the probabilities of a text")
     read.refuse("suffix", ("",), "text is only continued")
     read.refuse("best_of", (1, read.values.get("n")), "ask for n answers and choose")
     prompts = tuple(one if isinstance(one, str) else tuple(one) for one in _texts(read, "prompt"))
     top = read.get("logprobs", "a whole number", None, 0, MOST_LIKELIEST)
+    common, echo = _common(read, sampling), read.get("echo", "true or false", False)
+    if echo and common["stream"]:
+        raise BadRequest(
+            "`echo` and `stream` exclude each other: a prompt is told at once. Leave one of them out", "echo"
+        )
     return Asked(
         prompts,
         (),
-        max_tokens=read.get("max_tokens", "a whole number", 16, 1, 2**31),
+        max_tokens=read.get("max_tokens", "a whole number", 16, 0 if echo else 1, 2**31),
         top=top,
-        **_common(read, sampling),
+        echo=echo,
+        **common,
     )
 
 
@@ -335,6 +348,9 @@ def _common(read: _Body, sampling: Mapping[str, Any]) -> dict[str, Any]:
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or len(stop) > MOST_STOPS or not all(isinstance(one, str) and one for one in stop):
         raise BadRequest(f"`stop` must be a string or at most {MOST_STOPS} strings, none empty", "stop")
+    ids = read.values.get("stop_token_ids", [])
+    if not isinstance(ids, list) or not all(type(one) is int for one in ids):
+        raise BadRequest("`stop_token_ids` must be a list of ids", "stop_token_ids")
     options = _Body(
         read.get("stream_options", "an object", {}), {"include_usage", "include_obfuscation"}, "stream_options"
     )
@@ -344,6 +360,8 @@ def _common(read: _Body, sampling: Mapping[str, Any]) -> dict[str, Any]:
         "seeded": "seed" in read.values,
         "n": read.get("n", "a whole number", 1, 1, MOST_ANSWERS),
         "stop": tuple(stop),
+        "stop_ids": tuple(ids),
+        "ignore_eos": read.get("ignore_eos", "true or false", False),
         "stream": read.get("stream", "true or false", False),
         "usage": options.get("include_usage", "true or false", False),
         "priority": read.get("priority", "a whole number", 0, -1000, 1000),
@@ -487,16 +505,21 @@ class Reply:
         self._common = {"created": int(time.time()), "model": model}
         self._offsets: defaultdict[int, _Offsets] = defaultdict(lambda: _Offsets(tokenizer.stream()))
 
-    def whole(self, texts: Sequence[str], tokens: Sequence[Sequence[Token]], ends: Sequence[str], read: int) -> dict:
-        """Return the body of a whole reply."""
+    def whole(
+        self,
+        texts: Sequence[str],
+        tokens: Sequence[Sequence[Token]],
+        ends: Sequence[str],
+        read: int,
+        before: Sequence[Sequence[Token]] = (),
+    ) -> dict:
+        """Return the body of a whole reply; `before` are the tokens of each prompt that is to be echoed with scores."""
         choices = []
         for i, (text, ids, end) in enumerate(zip(texts, tokens, ends, strict=True)):
             content, end = self._said(text, end)
-            choices.append(
-                self._choice(
-                    i, {"message": {"role": "assistant", **content}} if self.chat else {"text": text}, ids, end
-                )
-            )
+            content = {"message": {"role": "assistant", **content}} if self.chat else {"text": text}
+            echoed = before[i // self.asked.n] if before else ()
+            choices.append(self._choice(i, content, [*echoed, *ids], end))
         usage = self.usage(read, sum(map(len, tokens)))
         return {"id": self._id, "object": self._object, **self._common, "choices": choices, "usage": usage}
 
@@ -550,10 +573,10 @@ class Reply:
         return {"content": [{**one(token.id, token.logprob), "top_logprobs": top(token)} for token in tokens]}
 
     def _listed(self, index: int, tokens: Sequence[Token]) -> dict:
-        name = lambda i: self._tokenizer.spell(i)[0]
+        name, known = lambda i: self._tokenizer.spell(i)[0], lambda token: not math.isnan(token.logprob)
         return {
             "tokens": [name(token.id) for token in tokens],
-            "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": [{name(i): logprob for i, logprob in token.top} for token in tokens],
+            "token_logprobs": [token.logprob if known(token) else None for token in tokens],
+            "top_logprobs": [{name(i): p for i, p in token.top} if known(token) else None for token in tokens],
             "text_offset": [self._offsets[index].of(token.id) for token in tokens],
         }

@@ -167,6 +167,63 @@ def test_scores_are_the_models_own(client, model):
         ]
 
 
+def test_an_echo_is_the_prompt_with_its_scores_as_evaluations_read_them(client, model):
+    """lm-eval's loglikelihood is a completion of one token, whose log-probabilities begin with the prompt's."""
+    prompts = [[*Bytes().prompt("hello")], [7], Bytes().encode("abc").tolist()]
+    body = {"prompt": prompts, "max_tokens": 3, "n": 2, "temperature": 0, "logprobs": 2}
+    plain, echoed = complete(client, **body), complete(client, **body, echo=True)
+    assert echoed["usage"] == plain["usage"]
+    for i, (one, other) in enumerate(zip(echoed["choices"], plain["choices"], strict=True)):
+        ids, told, after = prompts[i // 2], one["logprobs"], other["logprobs"]
+        assert (one["index"], one["text"]) == (i, Bytes().decode(ids) + other["text"])
+        logs = np.asarray(jax.nn.log_softmax(model(jnp.array([ids]))[0]))
+        assert told["token_logprobs"][0] is told["top_logprobs"][0] is None
+        expected = logs[np.arange(len(ids) - 1), ids[1:]]
+        np.testing.assert_allclose(told["token_logprobs"][1 : len(ids)], expected, atol=2e-5)
+        for position, top in enumerate(told["top_logprobs"][1 : len(ids)]):
+            assert next(iter(top)) == Bytes().spell(int(logs[position].argmax()))[0] and len(top) == 2
+        for name in ("tokens", "token_logprobs", "top_logprobs"):
+            assert told[name][len(ids) :] == after[name] and len(told[name]) == len(ids) + 3
+        assert told["text_offset"][len(ids) :] == [len(Bytes().decode(ids)) + at for at in after["text_offset"]]
+
+
+def test_an_echo_may_have_no_answer_and_no_scores(client):
+    body = {"prompt": "hello", "echo": True, "max_tokens": 0}
+    told = complete(client, **body, logprobs=0)
+    assert (told["choices"][0]["text"], told["choices"][0]["finish_reason"]) == ("hello", "length")
+    assert told["usage"] == {"prompt_tokens": 6, "completion_tokens": 0, "total_tokens": 6}
+    assert len(told["choices"][0]["logprobs"]["tokens"]) == 6
+    assert complete(client, **body)["choices"][0]["logprobs"] is None
+    assert complete(client, **{**body, "max_tokens": 2})["choices"][0]["text"].startswith("hello")
+
+
+def test_ids_end_an_answer_and_are_not_shown(client, model):
+    ids = generate(model, [Bytes().prompt("hello")], 20, **QUICK)[0]
+    end = next(i for i in range(3, 20) if ids[i] not in ids[:i])
+    found = complete(client, max_tokens=20, stop_token_ids=[ids[end]])
+    assert found["usage"]["completion_tokens"] == end + 1
+    assert found["choices"][0] == {
+        **found["choices"][0], "text": Bytes().decode(ids[:end]), "finish_reason": "stop",
+    }  # fmt: skip
+
+
+def test_the_models_own_end_can_be_ignored(model):
+    """As measurements of speed ask for: an answer is then as long as it may be."""
+    [text] = generate(model, [Bytes().prompt("hello")], 20, **QUICK)
+    end = next(i for i in range(3, 20) if text[i] not in text[:i])
+
+    class Ends(Bytes):
+        stops = (int(text[end]),)
+
+    with serving(model, tokenizer=Ends()) as (_, client):
+        ended, ignored = (complete(client, max_tokens=20, ignore_eos=ignore) for ignore in (False, True))
+        assert (ended["usage"]["completion_tokens"], ended["choices"][0]["finish_reason"]) == (end + 1, "stop")
+        assert (ignored["usage"]["completion_tokens"], ignored["choices"][0]["finish_reason"]) == (20, "length")
+        assert ignored["choices"][0]["text"] == Bytes().decode([one for one in text if one != text[end]])
+        asked = complete(client, max_tokens=20, ignore_eos=True, stop_token_ids=[int(text[end])])
+        assert asked["choices"][0] == ended["choices"][0]
+
+
 @pytest.mark.parametrize("pooling", ["mean", "last"])
 def test_embeddings_are_of_the_models_hidden_states(client, model, pooling):
     texts = ["abc", "d" * 40, "abc, and more of it"]
@@ -206,8 +263,16 @@ BAD = {
     "bias of nothing": (b'{"prompt": "x", "logit_bias": {"5": 1e99}}', 400, "cannot sample with logit_bias"),
     "too long": (b'{"prompt": "x", "max_tokens": 95}', 400, "do not fit: a text has 1 to 96 tokens here"),
     "too large": (b" " * 10_001, 413, "a body may have 10000 bytes here"),
-    "echo": (b'{"prompt": "x", "echo": true}', 400, "`echo` is not served here"),
-    "echo as a number": (b'{"prompt": "x", "echo": 0}', 400, "`echo` is not served here"),
+    "echo of a stream": (b'{"prompt": "x", "echo": true, "stream": true}', 400, "`echo` and `stream` exclude"),
+    "echo as a number": (b'{"prompt": "x", "echo": 0}', 400, "`echo` must be true or false, not 0"),
+    "nothing at all": (b'{"prompt": "x", "max_tokens": 0}', 400, "`max_tokens` must be a whole number between 1"),
+    "a long echo": (b'{"prompt": "%s", "echo": true, "max_tokens": 0}' % (b"x" * 96), 400, "do not fit"),
+    "stop words as ids": (b'{"prompt": "x", "stop_token_ids": ["a"]}', 400, "`stop_token_ids` must be a list of ids"),
+    "stop beyond": (
+        b'{"prompt": "x", "stop_token_ids": [5, 257]}',
+        400,
+        "`stop_token_ids` has 257, and ids are from 0",
+    ),
     "huge bias": (b'{"prompt": "x", "logit_bias": {"5": 1%s}}' % (b"0" * 400), 400, "`logit_bias` must be of ids"),
     "empty": (b'{"prompt": [[1], []]}', 400, "`prompt` must be"),
     "half a character": (rb'{"prompt": "\ud800"}', 400, "`prompt` holds U+D800, half of a surrogate pair, as"),

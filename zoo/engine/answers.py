@@ -68,6 +68,14 @@ class Answer:
     summed: int = 0  # positions that `vector` holds
 
     @property
+    def scored(self) -> list[Token]:
+        """The ids of a text that is scored, after its first; NaN before those that are."""
+        assert self.scores is not None
+        logprobs, top = self.scores.logprobs.tolist(), zip(self.scores.top, self.scores.top_logprobs, strict=True)
+        likeliest = [tuple(zip(ids.tolist(), found.tolist(), strict=True)) for ids, found in top]
+        return [Token(*one) for one in zip(self.text.ids[1:], logprobs, logprobs, likeliest, strict=True)]
+
+    @property
     def embedding(self) -> np.ndarray:
         """The hidden state of a text as one vector `[D]`, in float32."""
         assert self.vector is not None
