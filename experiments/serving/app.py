@@ -32,6 +32,7 @@ from experiments.serving.protocol import Asked, BadRequest, NoSuchModel, Reply
 from experiments.serving.worker import Feed, Listener, Unavailable, Worker
 from zoo.engine.engine import Answer, Engine, Token
 from zoo.engine.scheduler import Overload
+from zoo.models.layers import check_tokens
 
 T = TypeVar("T")
 AGAIN = "1"  # seconds after which one may come again
@@ -264,8 +265,8 @@ class Server:
                 )  # fmt: skip
 
         reply, read = Reply(asked, self.told.name, self.told.tokenizer), sum(map(len, prompts))
-        before = await self._echoed(request, asked, prompts) if asked.echo and asked.top is not None else []
         texts = [text for text in self._begun(asked, prompts) for _ in range(asked.n)]
+        before = await self._echoed(request, asked, prompts) if asked.echo and asked.top is not None else []
         if asked.max_tokens == 0:
             return JSONResponse(reply.whole(texts, [()] * len(texts), ["length"] * len(texts), read, before))
         feed = await self.worker.submit(answers, listeners)
@@ -293,10 +294,16 @@ class Server:
         return ends, frozenset(asked.stop_ids) if asked.ignore_eos else ends
 
     def _begun(self, asked: Asked, prompts: list[list[int]]) -> list[str]:
-        """Return what the answers of each prompt begin with: its text, or nothing."""
-        decode = self.told.tokenizer.decode
+        """Return what the answers of each prompt begin with: its text, or nothing.
+
+        Raises:
+            ValueError: there is no such id.
+        """
+        decode, config = self.told.tokenizer.decode, self.worker.engine.model.config
         if not asked.echo:
             return [""] * len(prompts)
+        for ids in prompts:
+            check_tokens(ids, config.vocab_size)
         return [one if isinstance(one, str) else decode(ids) for one, ids in zip(asked.prompts, prompts, strict=True)]
 
     async def _echoed(self, request: Request, asked: Asked, prompts: list[list[int]]) -> list[list[Token]]:

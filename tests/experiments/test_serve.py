@@ -267,6 +267,7 @@ BAD = {
     "echo as a number": (b'{"prompt": "x", "echo": 0}', 400, "`echo` must be true or false, not 0"),
     "nothing at all": (b'{"prompt": "x", "max_tokens": 0}', 400, "`max_tokens` must be a whole number between 1"),
     "a long echo": (b'{"prompt": "%s", "echo": true, "max_tokens": 0}' % (b"x" * 96), 400, "do not fit"),
+    "an echo of no id": (b'{"prompt": [1, 999], "echo": true, "max_tokens": 0}', 400, "token id 999"),
     "stop words as ids": (b'{"prompt": "x", "stop_token_ids": ["a"]}', 400, "`stop_token_ids` must be a list of ids"),
     "stop beyond": (
         b'{"prompt": "x", "stop_token_ids": [5, 257]}',
