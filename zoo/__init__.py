@@ -20,6 +20,7 @@ _HOME = {
     "GPT2Config": "zoo.families.gpts.gpt",
     "Gemma": "zoo.models.gemmas.gemma",
     "ErnieConfig": "zoo.families.llamas.ernie",
+    "HeliumConfig": "zoo.families.llamas.ernie",
     "ErnieMoeConfig": "zoo.families.llamas.ernie",
     "Gemma3Config": "zoo.families.gemmas.gemma",
     "Gemma3nConfig": "zoo.families.gemmas.gemma3n",
@@ -35,6 +36,7 @@ _HOME = {
     "Llama4Config": "zoo.families.mixtures.llama4",
     "MobileLLMR1Config": "zoo.families.mixtures.llama4",
     "LlamaConfig": "zoo.families.llamas.llama",
+    "ArceeConfig": "zoo.families.llamas.llama",
     "MiniMaxConfig": "zoo.families.mixtures.minimax",
     "Ministral3Config": "zoo.families.llamas.mistral",
     "Mistral4Config": "zoo.families.mixtures.deepseek",
@@ -95,6 +97,7 @@ if TYPE_CHECKING:  # the same for type checkers, which a test compares
     from zoo.families.gpts.starcoder import StarCoder2Config as StarCoder2Config
     from zoo.families.llamas.ernie import ErnieConfig as ErnieConfig
     from zoo.families.llamas.ernie import ErnieMoeConfig as ErnieMoeConfig
+    from zoo.families.llamas.ernie import HeliumConfig as HeliumConfig
     from zoo.families.llamas.exaone import ExaoneConfig as ExaoneConfig
     from zoo.families.llamas.glm import DotsConfig as DotsConfig
     from zoo.families.llamas.glm import GLMConfig as GLMConfig
@@ -102,6 +105,7 @@ if TYPE_CHECKING:  # the same for type checkers, which a test compares
     from zoo.families.llamas.granite import Granite4Config as Granite4Config
     from zoo.families.llamas.granite import GraniteConfig as GraniteConfig
     from zoo.families.llamas.hunyuan import HunyuanConfig as HunyuanConfig
+    from zoo.families.llamas.llama import ArceeConfig as ArceeConfig
     from zoo.families.llamas.llama import LlamaConfig as LlamaConfig
     from zoo.families.llamas.mistral import CWMConfig as CWMConfig
     from zoo.families.llamas.mistral import Ministral3Config as Ministral3Config

@@ -104,6 +104,8 @@ _GPT_OSS = _BASE | {
         "truncate": False,
     },
 }
+_ARCEE = _BASE | {"model_type": "arcee", "rope_theta": 1e4, "tie_word_embeddings": False}
+_HELIUM = _BASE | {"model_type": "helium", "pad_token_id": None, "num_key_value_heads": 4, "head_dim": 12}
 _GLM = _BASE | {"model_type": "glm4", "pad_token_id": None, "rope_theta": 1e4, "rms_norm_eps": 1.5625e-7}
 _ERNIE = _BASE | {"model_type": "ernie4_5", "pad_token_id": None, "rope_theta": 1e4, "tie_word_embeddings": False}
 _COHERE = _WIDE | {"model_type": "cohere", "num_key_value_heads": 2, "pad_token_id": None, "rope_theta": 1e4}
@@ -170,6 +172,16 @@ CASES: dict[str, dict[str, Any]] = {
     "llama32": _LLAMA | {"tie_word_embeddings": True, "rope_theta": 5e5, "rope_scaling": _LLAMA_3_ROPE},
     "llama_bias": _LLAMA | {"attention_bias": True, "vocab_size": 101, "num_key_value_heads": 1},
     "llama_mlp_bias": _LLAMA | {"mlp_bias": True, "hidden_act": "gelu"},
+    "arcee": _ARCEE | _rope(**_YARN, mscale=1.0),
+    "arcee_biases": _ARCEE
+    | {
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+        "hidden_act": "gelu",
+        "rms_norm_eps": 1e-3,
+    }
+    | {"num_key_value_heads": 1},
     "llama_relu": _LLAMA | {"hidden_act": "relu", "num_key_value_heads": 1},
     "llama_linear": _LLAMA | _rope(type="linear", factor=2.5),
     "llama_dynamic": _LLAMA | _rope(rope_type="dynamic", factor=3.0) | {"max_position_embeddings": 8},
@@ -251,6 +263,9 @@ CASES: dict[str, dict[str, Any]] = {
     | {"attention_out_bias": True, "attention_bias": False, "mlp_bias": True, "tie_word_embeddings": True},
     "glm4": _GLM,
     "glm": _GLM | {"model_type": "glm", "attention_bias": False, "tie_word_embeddings": True},
+    "helium": _HELIUM,
+    "helium_tied": _HELIUM
+    | {"num_key_value_heads": 1, "tie_word_embeddings": True, "rms_norm_eps": 1e-3, "rope_theta": 500.0},
     "ernie": _ERNIE | {"use_bias": True},
     "ernie_tied": _ERNIE
     | {

@@ -20,12 +20,12 @@ from zoo.families.gpts.neox import NeoXConfig
 from zoo.families.gpts.opt import OPTConfig
 from zoo.families.gpts.stablelm import StableLMConfig
 from zoo.families.gpts.starcoder import StarCoder2Config
-from zoo.families.llamas.ernie import ErnieConfig, ErnieMoeConfig
+from zoo.families.llamas.ernie import ErnieConfig, ErnieMoeConfig, HeliumConfig
 from zoo.families.llamas.exaone import ExaoneConfig
 from zoo.families.llamas.glm import DotsConfig, GLMConfig, GLMMoeConfig
 from zoo.families.llamas.granite import Granite4Config, GraniteConfig
 from zoo.families.llamas.hunyuan import HunyuanConfig
-from zoo.families.llamas.llama import LlamaConfig
+from zoo.families.llamas.llama import ArceeConfig, LlamaConfig
 from zoo.families.llamas.mistral import CWMConfig, Ministral3Config, MinistralConfig, MistralConfig, MixtralConfig
 from zoo.families.llamas.olmo import Olmo2Config, Olmo3Config, OlmoeConfig
 from zoo.families.llamas.phi import Phi3Config
@@ -45,6 +45,7 @@ FAMILIES: dict[str, type[Config]] = {
     "gemma4": Gemma4Config,
     "gemma4_moe": Gemma4MoeConfig,
     "llama": LlamaConfig,
+    "arcee": ArceeConfig,
     "mistral": MistralConfig,
     "ministral": MinistralConfig,
     "cwm": CWMConfig,
@@ -69,6 +70,7 @@ FAMILIES: dict[str, type[Config]] = {
     "nemotron": NemotronConfig,
     "gpt_oss": GptOssConfig,
     "seed_oss": SeedConfig,
+    "helium": HeliumConfig,
     "ernie4_5": ErnieConfig,
     "ernie4_5_moe": ErnieMoeConfig,
     "exaone4": ExaoneConfig,

@@ -37,14 +37,14 @@ class Block(eqx.Module):
     """Every layer's weights, stacked over a leading `L`; inside the scan, one layer's.
 
     Biases are Qwen 2's, norms of each head's queries and keys Qwen 3's, those over all heads and behind attention and
-    MLP OLMo 2's; a parameter that a family lacks is None.
+    MLP OLMo 2's; a parameter that a family lacks is None, as the gate of Arcee's MLP.
     """
 
     q: Float[Array, "*L D N H"] | AbstractMatrix
     k: Float[Array, "*L D K H"] | AbstractMatrix
     v: Float[Array, "*L D K H"] | AbstractMatrix
     o: Float[Array, "*L N H D"] | AbstractMatrix
-    gate: Float[Array, "*L D F"] | AbstractMatrix
+    gate: Float[Array, "*L D F"] | AbstractMatrix | None = eqx.field(default=None, kw_only=True)
     up: Float[Array, "*L D F"] | AbstractMatrix
     down: Float[Array, "*L F D"] | AbstractMatrix
     attn_norm: Float[Array, "*L D"] | None = None
@@ -66,11 +66,11 @@ class Block(eqx.Module):
         self, x: Float[Array, "B S D"], config: LlamaLike, told: LayerPass
     ) -> tuple[Float[Array, "B S D"], Aux]:
         """Return what one layer makes of `x`, in the dtype of `x`; weights are cast here, and only here."""
-        cast = lambda weight: weight.astype(x.dtype)
+        cast: Any = lambda weight: None if weight is None else weight.astype(x.dtype)
         scaled = lambda h: h if config.residual_scale == 1 else h * config.residual_scale
         seen, aux = attention(self, lambda x: normalised(x, self.attn_norm, config), x, config, told, self.turned)
         how: dict[str, Any] = {"activation": ACTIVATIONS[config.activation]}
-        if self.gate_bias is not None and self.up_bias is not None and self.down_bias is not None:
+        if self.up_bias is not None and self.down_bias is not None:
             how["biases"] = (cast(self.gate_bias), cast(self.up_bias), cast(self.down_bias))
 
         def rest(x, seen):

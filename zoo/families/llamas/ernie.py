@@ -1,10 +1,10 @@
-"""ERNIE 4.5 (https://github.com/PaddlePaddle/ERNIE): Llama, of whose heads neighbouring dimensions turn together; and
-its mixtures of experts. Free of JAX."""
+"""ERNIE 4.5 (https://github.com/PaddlePaddle/ERNIE) and Helium (https://kyutai.org/blog/2025-04-30-helium): Llamas, of
+whose heads neighbouring dimensions turn together; and ERNIE's mixtures of experts. Free of JAX."""
 
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from zoo.dialect import ACTIVATION, Dialect, eps, sizes
+from zoo.dialect import ACTIVATION, TIED, Dialect, eps, sizes
 from zoo.families.llamas.llama import Activated
 from zoo.families.mixture import BALANCE, CHOICE, GroupedLike
 from zoo.parameters import LAYER, MLP, MLP_BIASES, Row
@@ -23,7 +23,38 @@ def _read(read: Any, num_layers: int) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ErnieConfig(Activated):
+class Paired(Activated):
+    """Llamas, of whose heads neighbouring dimensions turn together."""
+
+    @property
+    def rotary_pairs(self) -> bool:
+        """Whether neighbouring dimensions of a head turn together, in place of those of its halves."""
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeliumConfig(Paired):
+    """Helium 1."""
+
+    dialects: ClassVar = {
+        "helium": Dialect(
+            architecture="HeliumForCausalLM",
+            sizes=sizes(4096, 20, 128),
+            numbers=eps(1e-8),
+            flags=TIED,
+            theta=100_000.0,
+            choices=ACTIVATION,
+            only={"attention_bias": (False, None), "mlp_bias": (False, None)},
+            written={"pad_token_id": None},
+        )
+    }
+
+    norm_eps: float = 1e-8
+    rope_theta: float = 100_000.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErnieConfig(Paired):
     """ERNIE 4.5 without experts.
 
     Attributes:
@@ -45,11 +76,6 @@ class ErnieConfig(Activated):
     rope_theta: float = 500_000.0
     tied: bool = True
     attention_bias: bool = False
-
-    @property
-    def rotary_pairs(self) -> bool:
-        """Whether neighbouring dimensions of a head turn together, in place of those of its halves."""
-        return True
 
     def rows(self) -> tuple[Row, ...]:
         """Return the rows of every parameter that the model has."""

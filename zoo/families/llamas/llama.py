@@ -1,5 +1,5 @@
-"""Llama 2 (https://arxiv.org/abs/2307.09288), 3, 3.1 and 3.2 (https://arxiv.org/abs/2407.21783), and what the families
-made after it share. Free of JAX.
+"""Llama 2 (https://arxiv.org/abs/2307.09288), 3, 3.1 and 3.2 (https://arxiv.org/abs/2407.21783), Arcee's foundation
+models (https://huggingface.co/arcee-ai/AFM-4.5B), and what the families made after Llama share. Free of JAX.
 
 What a family always has is a property of its class; what its checkpoints choose is a field.
 """
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from zoo.config import Config, RopeScaling, scaling_problems
-from zoo.dialect import ACTIVATION, BIAS, TIED, Dialect, activation_problems, sizes
+from zoo.dialect import ACTIVATION, ACTIVATIONS, BIAS, TIED, Dialect, activation_problems, eps, sizes
 from zoo.parameters import ATTENTION, BIASES, ENDS, HEAD, MLP, MLP_BIASES, MLP_NORM, QK_NORMS, Row
 
 
@@ -109,3 +109,32 @@ class LlamaConfig(Activated):
     def rows(self) -> tuple[Row, ...]:
         """Return the rows of every parameter that the model has."""
         return self.with_ends(self.attention_rows() + MLP + (MLP_BIASES if self.mlp_bias else ()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArceeConfig(Activated):
+    """Arcee's foundation models: a Llama whose MLP squares its relu and has no gate.
+
+    Attributes:
+        activation: of the MLP: `relu_squared` or others (`zoo.dialect.ACTIVATIONS`).
+        attention_bias: biases after the four projections of attention.
+        mlp_bias: biases after the two projections of the MLP.
+    """
+
+    dialects: ClassVar = {
+        "arcee": Dialect(
+            architecture="ArceeForCausalLM",
+            sizes=sizes(4096),
+            numbers=eps(1e-5),
+            flags=TIED | BIAS | {"mlp_bias": ("mlp_bias", False)},
+            choices={"hidden_act": ("activation", {"relu2": "relu_squared", **ACTIVATIONS})},
+        )
+    }
+
+    activation: str = "relu_squared"
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+    def rows(self) -> tuple[Row, ...]:
+        """Return the rows of every parameter that the model has."""
+        return self.with_ends(self.attention_rows() + MLP[1:] + MLP_BIASES[1:] * self.mlp_bias)
