@@ -11,6 +11,8 @@ from zoo.config import Config, RopeScaling, scaling_problems
 from zoo.dialect import ACTIVATION, ACTIVATIONS, BIAS, TIED, Dialect, activation_problems, eps, sizes
 from zoo.parameters import ATTENTION, BIASES, ENDS, HEAD, MLP, MLP_BIASES, MLP_NORM, QK_NORMS, Row
 
+_FLAGS = TIED | BIAS | {"mlp_bias": ("mlp_bias", False)}
+
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaLike(Config):
@@ -91,14 +93,14 @@ class LlamaConfig(Activated):
 
     Attributes:
         attention_bias: biases after the four projections of attention.
-        mlp_bias: biases after the three projections of the MLP.
+        mlp_bias: biases after the projections of the MLP.
     """
 
     dialects: ClassVar = {
         "llama": Dialect(
             architecture="LlamaForCausalLM",
             sizes=sizes(2048),
-            flags=TIED | BIAS | {"mlp_bias": ("mlp_bias", False)},
+            flags=_FLAGS,
             choices=ACTIVATION,
         )
     }
@@ -112,13 +114,11 @@ class LlamaConfig(Activated):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ArceeConfig(Activated):
+class ArceeConfig(LlamaConfig):
     """Arcee's foundation models: a Llama whose MLP squares its relu and has no gate.
 
     Attributes:
         activation: of the MLP: `relu_squared` or others (`zoo.dialect.ACTIVATIONS`).
-        attention_bias: biases after the four projections of attention.
-        mlp_bias: biases after the two projections of the MLP.
     """
 
     dialects: ClassVar = {
@@ -126,14 +126,12 @@ class ArceeConfig(Activated):
             architecture="ArceeForCausalLM",
             sizes=sizes(4096),
             numbers=eps(1e-5),
-            flags=TIED | BIAS | {"mlp_bias": ("mlp_bias", False)},
+            flags=_FLAGS,
             choices={"hidden_act": ("activation", {"relu2": "relu_squared", **ACTIVATIONS})},
         )
     }
 
     activation: str = "relu_squared"
-    attention_bias: bool = False
-    mlp_bias: bool = False
 
     def rows(self) -> tuple[Row, ...]:
         """Return the rows of every parameter that the model has."""
