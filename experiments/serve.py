@@ -104,7 +104,7 @@ def build(config: Serve, argv: list[str]) -> Any:
     told = Serving(
         name=name, aliases=frozenset(aliases), tokenizer=opened.tokenizer, key=config.api_key,
         most_bytes=int(config.max_mib * 2**20), seconds=config.seconds, drafts=config.drafts or (4 if drafter else 0),
-        sampling=said,
+        sampling=said, reasoning=config.reasoning,
     )  # fmt: skip
     return Server(Worker(engine), told)
 

@@ -136,6 +136,10 @@ class Serve:
     sampling: bool = option(
         True, "what requests leave open of how tokens are picked is as the folder's generation_config.json says"
     )
+    reasoning: bool = option(
+        True,
+        "what a model thinks before it answers is told apart, as reasoning_content, where its chat template marks it",
+    )
     max_mib: float = option(8.0, "largest body of a request", POSITIVE)
     grace: int = option(30, "seconds to finish answers in when told to stop", POSITIVE)
     seed: int = option(0, "of random weights, where model.weights is not given")

@@ -24,8 +24,8 @@ Pieces = list[tuple[str, bool]]  # stretches of a text, and whether they are the
 OPEN, CLOSE = "\ufdd0", "\ufdd1"  # no characters of any text: Unicode keeps them for such use
 NONE: Variables = MappingProxyType({})
 _OWN = frozenset({"messages", "add_generation_prompt"})  # variables that are not for others to set
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # names that files and templates have for one thing
-_SAID = (("tool_calls",), ("function_call",), _REASONING)  # beside a message's content
+REASONING = ("reasoning_content", "thinking", "reasoning")  # names that files and templates have for one thing
+_SAID = (("tool_calls",), ("function_call",), REASONING)  # beside a message's content
 
 
 def read_message(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def read_message(found: Mapping[str, Any]) -> dict[str, Any]:
         made = {"content": "", **made, "tool_calls": _calls(made["tool_calls"])}
     if isinstance(made.get("content"), list):
         made["content"] = "".join(_text(part, f"content[{i}]") for i, part in enumerate(made["content"]))
-    reasoning = next((made[name] for name in _REASONING if name in made), None)
+    reasoning = next((made[name] for name in REASONING if name in made), None)
     return made if reasoning is None else {"thinking": reasoning, **made, "reasoning_content": reasoning}
 
 
@@ -192,6 +192,10 @@ class ChatTemplate:
     def takes(self, name: str) -> bool:
         """Return whether the template names something, of a message say; what it does not, it leaves out."""
         return re.search(rf"\b{name}\b", self._source) is not None
+
+    def names(self, mark: str) -> bool:
+        """Return whether the template has a text in it."""
+        return mark in self._source
 
     def render(self, messages: Messages, variables: Variables = NONE, *, answer: bool = True) -> str:
         """Return the text of a conversation.

@@ -65,6 +65,10 @@ class Bytes:
         """Return the name of an id and the bytes that it adds to a text, None where it is special."""
         return spelled(bytes([token])) if token < BOS else (START, None)
 
+    def marks(self, texts: Sequence[str]) -> dict[int, str]:
+        """Return no special tokens, for no text names any."""
+        return {}
+
     def stream(self) -> Callable[[int], str]:
         """Return a function that takes one id after another and returns the text that is now complete."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -157,6 +161,11 @@ class Folder:
         """Return the text of ids, special tokens left out."""
         return self._inner.decode([int(i) for i in ids])
 
+    def marks(self, texts: Sequence[str]) -> dict[int, str]:
+        """Return the special tokens, which texts leave out, that are part of any of some texts, by their ids."""
+        there = {i: token for i, token in self._whole.items() if any(token in text for text in texts)}
+        return {i: token for i, token in there.items() if not self.decode([i])}
+
     def stream(self) -> Callable[[int], str]:
         """Return a function that takes one id after another and returns the text that is now complete."""
         from tokenizers.decoders import DecodeStream
@@ -205,6 +214,7 @@ class Sentences(Folder):
         for i, token in (decoder if isinstance(decoder, Mapping) else {}).items():
             if (text := _content(token)) is not None:
                 self._special[text] = int(i)
+        self._whole = {i: text for text, i in self._special.items()}
         longest = sorted(self._special, key=len, reverse=True)
         self._split = re.compile("|".join(re.escape(text) for text in longest))
         self._starts = settings.get("add_bos_token", True)
@@ -273,9 +283,8 @@ class Sentences(Folder):
 
     def spell(self, token: int) -> tuple[str, bytes | None]:
         """Return the name of an id and the bytes that it adds to a text, None where it is special."""
-        named = next((text for text, i in self._special.items() if i == token), None)
-        if named is not None:
-            return named, None
+        if token in self._whole:
+            return self._whole[token], None
         return _spelled_piece(self._inner.id_to_piece(token) if token < self._inner.vocab_size() else "")
 
     def _id(self, token: str | None) -> int | None:

@@ -25,11 +25,12 @@ from starlette.types import Receive, Scope, Send
 
 from experiments.commandline import console
 from experiments.data import DataError
-from experiments.data.chat import ChatTemplate, Messages, Plain, Variables, unwritten
-from experiments.serving import protocol
+from experiments.data.chat import REASONING, ChatTemplate, Messages, Plain, Variables, unwritten
+from experiments.serving import protocol, reasoning, tool_calls
 from experiments.serving.grammar import FormError, Grammars, calls_schema
 from experiments.serving.protocol import Asked, BadRequest, NoSuchModel, Reply
-from experiments.serving.worker import Feed, Listener, Unavailable, Worker
+from experiments.serving.reasoning import Parser, Unmarked
+from experiments.serving.worker import NO_MARKS, Feed, Listener, Unavailable, Worker
 from zoo.engine.engine import Answer, Engine, Token
 from zoo.engine.scheduler import Overload
 from zoo.models.layers import check_tokens
@@ -55,6 +56,7 @@ class Serving:
         seconds: after which an answer is over.
         drafts: ids that are guessed at a time.
         sampling: how ids are picked where a request does not say.
+        reasoning: whether what a model thinks is told apart from what it answers.
     """
 
     name: str
@@ -65,6 +67,7 @@ class Serving:
     seconds: float = math.inf
     drafts: int = 0
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    reasoning: bool = True
 
 
 class Events(StreamingResponse):
@@ -245,15 +248,27 @@ class Server:
             raise BadRequest("the model has no chat template: ask /v1/completions", "messages")
         variables = {**asked.variables, **({"tools": list(asked.tools)} if asked.tools else {})}
         chat = tokenizer.chat.for_tools if asked.tools else tokenizer.chat
-        _check_read(asked.messages, variables, chat)
+        thoughts = reasoning.of_template(chat) if self.told.reasoning else None
+        _check_read(asked.messages, variables, chat, thoughts is not None)
         text, plain = chat.render(asked.messages, variables), isinstance(chat, Plain)
-        return await self._reply(request, asked, [tokenizer.prompt(text) if plain else tokenizer.encode(text).tolist()])
+        ids = tokenizer.prompt(text) if plain else tokenizer.encode(text).tolist()
+        formed = asked.calls or asked.form is not None  # from its first letter, so that there are no thoughts
+        parser = reasoning.Unmarked if formed or thoughts is None else functools.partial(thoughts.parser, text)
+        marks = (*(thoughts.marks if thoughts else ()), *(tool_calls.MARKS if asked.tools else ()))
+        return await self._reply(request, asked, [ids], parser, tokenizer.marks(marks))
 
-    async def _reply(self, request: Request, asked: Asked, prompts: list[list[int]]) -> Response:
+    async def _reply(
+        self,
+        request: Request,
+        asked: Asked,
+        prompts: list[list[int]],
+        parser: Callable[[], Parser] = Unmarked,
+        marks: Mapping[int, str] = NO_MARKS,
+    ) -> Response:
         rooms = self._rooms(asked, prompts)
         guides = await self._guides(asked, len(prompts) * asked.n)
         ends, stop = self._stops(asked)
-        listeners = [Listener(self.told.tokenizer, asked.stop, ends) for _ in prompts for _ in range(asked.n)]
+        listeners = [Listener(self.told.tokenizer, asked.stop, ends, marks) for _ in prompts for _ in range(asked.n)]
 
         def answers(engine: Engine) -> Iterator[Answer]:
             for i, (ids, room) in enumerate(zip(prompts, rooms, strict=True)):
@@ -264,7 +279,7 @@ class Server:
                     guides=guides[own], priority=asked.priority, seconds=self.told.seconds,
                 )  # fmt: skip
 
-        reply, read = Reply(asked, self.told.name, self.told.tokenizer), sum(map(len, prompts))
+        reply, read = Reply(asked, self.told.name, self.told.tokenizer, parser), sum(map(len, prompts))
         texts = [text for text in self._begun(asked, prompts) for _ in range(asked.n)]
         before = await self._echoed(request, asked, prompts) if asked.echo and asked.top is not None else []
         if asked.max_tokens == 0:
@@ -355,16 +370,12 @@ class Server:
     async def _events(self, feed: Feed, reply: Reply, read: int) -> AsyncIterator[str]:
         """Yield a stream's server-sent events."""
         begun: set[int] = set()
-        held = [""] * len(feed.answers)  # where tools may be called, until it is known whether one is
         try:
             async for event in feed.events():
                 end = _end(feed.answers[event.index]) if event.finish else None
                 first = event.index not in begun
                 begun.add(event.index)
-                text = held[event.index] + event.text
-                if reply.asked.tools and end is None:
-                    held[event.index], text = text, ""
-                yield _sent(reply.piece(event.index, text, event.tokens, end, first=first))
+                yield _sent(reply.piece(event.index, event.text, event.tokens, end, first=first))
             if reply.asked.usage:
                 yield _sent(reply.last(read, sum(len(answer.tokens) for answer in feed.answers)))
             yield "data: [DONE]\n\n"
@@ -510,8 +521,8 @@ class Server:
         return FileResponse(Path(__file__).with_name("chat.html"), media_type="text/html")
 
 
-def _check_read(messages: Messages, variables: Variables, chat: ChatTemplate | Plain) -> None:
-    """Refuse what a chat template would not read."""
+def _check_read(messages: Messages, variables: Variables, chat: ChatTemplate | Plain, thinks: bool) -> None:
+    """Refuse what a chat template would not read, but for former thoughts of a model that it is not to see again."""
     known = ", ".join(f"`{one}`" for one in sorted(chat.variables)) or "nothing"
     for name in variables:
         if name not in chat.variables:
@@ -520,7 +531,7 @@ def _check_read(messages: Messages, variables: Variables, chat: ChatTemplate | P
                 f"the model's chat template does not read `{name}`; beside messages it reads {known}", field
             )
     for i, message in enumerate(messages):
-        if lost := unwritten(message, chat):
+        if (lost := unwritten(message, chat)) and not (thinks and lost in REASONING):
             raise BadRequest(
                 f"the model's chat template does not write `messages[{i}].{lost}`: leave it out", "messages"
             )

@@ -18,6 +18,8 @@ from typing import Any
 from experiments.data import DataError
 from experiments.data.chat import Variables, read_message
 from experiments.data.corpus import utf8
+from experiments.serving.reasoning import Parser, Unmarked
+from experiments.serving.tool_calls import calls
 from zoo.engine.engine import Token
 from zoo.engine.sampling import Sampling
 
@@ -414,32 +416,6 @@ def _tool_name(tool: Any, i: int) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def calls(text: str, tools: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Return the calls that a text is, as names and arguments in JSON; none if it is anything else.
-
-    A call is a JSON object with a `name` and `arguments` or `parameters`, by itself, in a list, or between
-    `<tool_call>` tags, as most templates ask for it.
-    """
-    names, found = {tool["function"]["name"] for tool in tools}, []
-    for part in re.findall(r"<tool_call>(.*?)</tool_call>", text, re.DOTALL) or [text]:
-        try:
-            value = json.loads(part)
-        except (ValueError, RecursionError):
-            return []
-        for one in value if isinstance(value, list) else [value]:
-            given = one.get("arguments", one.get("parameters")) if isinstance(one, dict) else None
-            if not isinstance(given, dict) or one.get("name") not in names:
-                return []
-            found.append((one["name"], _arguments(given)))
-    return found
-
-
-def _arguments(given: Mapping[str, Any]) -> str:
-    """Return arguments as JSON, with escapes only where a text holds half a surrogate pair."""
-    plain = json.dumps(given, ensure_ascii=False)
-    return plain if _escaped(plain) == plain else json.dumps(given)
-
-
 def _sampling(read: _Body, said: Mapping[str, Any]) -> Sampling:
     numbers = {name: read.get(name, "a number") for name in _SAMPLING[:-2] if name != "top_k"}
     found: dict[str, Any] = {**said, **{name: value for name, value in numbers.items() if value is not None}}
@@ -471,6 +447,11 @@ def error(message: str, type: str, param: str | None = None, code: str | None = 
     return {"error": {"message": message, "type": type, "param": param, "code": code}}
 
 
+def _call(index: int, name: str, arguments: str) -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"index": index, "id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
+
+
 class _Offsets:
     """Where in an answer's text its ids stand; those of one letter where it does.
 
@@ -495,15 +476,18 @@ class Reply:
         asked: the request.
         model: the name of the model.
         tokenizer: makes text of ids.
+        parser: makes what tells a chat's thoughts from its answers, one for each answer.
     """
 
-    def __init__(self, asked: Asked, model: str, tokenizer: Any):
+    def __init__(self, asked: Asked, model: str, tokenizer: Any, parser: Callable[[], Parser] = Unmarked):
         self.asked, self._tokenizer = asked, tokenizer
         self.chat = bool(asked.messages)
         self._object = "chat.completion" if self.chat else "text_completion"
         self._id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._common = {"created": int(time.time()), "model": model}
         self._offsets: defaultdict[int, _Offsets] = defaultdict(lambda: _Offsets(tokenizer.stream()))
+        self._parsers: defaultdict[int, Parser] = defaultdict(parser)
+        self._held: defaultdict[int, str] = defaultdict(str)  # where tools may be called, until all is said
 
     def whole(
         self,
@@ -516,8 +500,10 @@ class Reply:
         """Return the body of a whole reply; `before` are the tokens of each prompt that is to be echoed with scores."""
         choices = []
         for i, (text, ids, end) in enumerate(zip(texts, tokens, ends, strict=True)):
-            content, end = self._said(text, end)
-            content = {"message": {"role": "assistant", **content}} if self.chat else {"text": text}
+            content, end = self._said(i, text, end) if self.chat else ({}, end)
+            for call in content.get("tool_calls", ()):
+                del call["index"]  # which is of streams
+            content = {"message": {"role": "assistant", "content": "", **content}} if self.chat else {"text": text}
             echoed = before[i // self.asked.n] if before else ()
             choices.append(self._choice(i, content, [*echoed, *ids], end))
         usage = self.usage(read, sum(map(len, tokens)))
@@ -525,7 +511,7 @@ class Reply:
 
     def piece(self, index: int, text: str, tokens: Sequence[Token], end: str | None, *, first: bool) -> dict:
         """Return a chunk of a stream."""
-        content, end = self._said(text, end, stream=True)
+        content, end = self._said(index, text, end) if self.chat else ({}, end)
         delta = {"delta": {**({"role": "assistant"} if first else {}), **content}}
         choice = self._choice(index, delta if self.chat else {"text": text}, tokens, end)
         return self._chunk([choice])
@@ -543,22 +529,20 @@ class Reply:
         """Return the counts of tokens."""
         return {"prompt_tokens": read, "completion_tokens": picked, "total_tokens": read + picked}
 
-    def _said(self, text: str, end: str | None, *, stream: bool = False) -> tuple[dict[str, Any], str | None]:
-        """Return what a message says, and why it has ended; calls of tools are told once they are whole."""
-        found = calls(text, self.asked.tools) if self.asked.tools and end == "stop" else []
-        found = found if self.asked.parallel else found[:1]
-        if not found:
-            return {"content": text}, end
-        told = [
-            {
-                **({"index": i} if stream else {}),
-                "id": f"call_{uuid.uuid4().hex}",
-                "type": "function",
-                "function": {"name": name, "arguments": given},
-            }
-            for i, (name, given) in enumerate(found)
-        ]
-        return {"content": None, "tool_calls": told}, "tool_calls"
+    def _said(self, index: int, piece: str, end: str | None) -> tuple[dict[str, Any], str | None]:
+        """Return what is new of a message, and why it has ended; where tools may be called, answers are told whole."""
+        thought, said = self._parsers[index].feed(piece, last=end is not None)
+        thoughts = {"reasoning_content": thought} if thought else {}
+        if self.asked.tools:
+            self._held[index] += said
+            if end is None:
+                return thoughts, None
+            said = self._held.pop(index)
+            beside, found = calls(said, self.asked.tools) if end == "stop" else (said, [])
+            if found:
+                told = [_call(i, *one) for i, one in enumerate(found if self.asked.parallel else found[:1])]
+                return {**thoughts, "content": beside or None, "tool_calls": told}, "tool_calls"
+        return {**thoughts, **({"content": said} if said or not thought else {})}, end
 
     def _choice(self, index: int, content: dict, tokens: Sequence[Token], end: str | None) -> dict:
         told = None if self.asked.top is None else (self._told(tokens) if self.chat else self._listed(index, tokens))

@@ -9,12 +9,15 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from experiments.serving.stops import Stops
 from zoo.engine.engine import Answer, Engine, Token
+
+NO_MARKS: Mapping[int, str] = MappingProxyType({})
 
 
 class Unavailable(RuntimeError):
@@ -28,17 +31,18 @@ class Listener:
         tokenizer: the model's.
         stop: strings that end the answer.
         ends: ids that end it, and are no part of the text.
+        marks: special tokens that are to be seen in the text all the same.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str], ends: frozenset[int]):
-        self._tokenizer, self._ends, self._stops = tokenizer, ends, Stops(stop)
+    def __init__(self, tokenizer: Any, stop: Sequence[str], ends: frozenset[int], marks: Mapping[int, str] = NO_MARKS):
+        self._tokenizer, self._ends, self._stops, self._marks = tokenizer, ends, Stops(stop), marks
         self._step, self._ids, self._length = tokenizer.stream(), [], 0
         self.pieces: list[str] = []  # what each id adds to what may be shown
 
     def __call__(self, token: int) -> bool:
         """Take an id; return whether a stop string is complete."""
-        piece = ""
-        if token not in self._ends:
+        piece = "" if token in self._ends else self._marks.get(token, "")
+        if token not in self._ends and not piece:
             self._ids.append(token)
             piece = self._step(token)
             self._length += len(piece)

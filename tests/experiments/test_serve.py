@@ -859,28 +859,6 @@ def test_a_form_that_cannot_be_followed_is_an_error():
         guide.take(ord("a"))
 
 
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [
-        ('{"name": "weather", "arguments": {"days": 1}}', 1),
-        ('[{"name": "weather", "parameters": {}}, {"name": "weather", "parameters": {}}]', 2),
-        ('<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>', 1),
-        ('{"name": "other", "arguments": {}}', 0),
-        ("it is sunny", 0),
-        ("[1]", 0),
-    ],
-)
-def test_calls_are_found_in_what_models_write(text, count):
-    assert len(protocol.calls(text, [TOOL])) == count
-
-
-def test_arguments_can_be_sent_whatever_is_in_them():
-    text = r'{"name": "weather", "arguments": {"a": "%s"}}'
-    for said, sent in ((r"é", r'{"a": "é"}'), (r"\ud800", r'{"a": "\ud800"}')):
-        [(_, arguments)] = protocol.calls(text % said, [TOOL])
-        assert (arguments, arguments.encode()) == (sent, sent.encode())
-
-
 @pytest.mark.heavy
 def test_a_thousand_clients_are_all_answered(model):
     import asyncio
