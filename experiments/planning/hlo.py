@@ -294,9 +294,11 @@ def _group(line: str, devices: int) -> int:
     """Return how many devices a collective is among."""
     if found := re.search(r"replica_groups=\[\d+,(\d+)\]", line):
         return int(found.group(1))
-    if found := re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", line):
+    # Axes of a mesh, whose devices may be told in another order, or parts of axes: `'a':(1)2` is 2 of them.
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\([^{]*)?\s*\{([^}]*)\}", line):
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", found.group(1)))
-        return math.prod(int(sizes.get(axis, 1)) for axis in re.findall(r"'(\w+)'", found.group(2)))
+        axes = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", found.group(2))
+        return math.prod(int(part or sizes.get(axis, 1)) for axis, part in axes)
     found = re.search(r"replica_groups=\{\{([\d,]+)\}", line)
     return len(found.group(1).split(",")) if found else devices
 

@@ -294,6 +294,23 @@ def test_the_text_of_a_tpu_program_is_read():
 
 
 @pytest.mark.parametrize(
+    ("groups", "among"),
+    [
+        ("[2,4]<=[8]", 4),
+        ("{{0,4},{1,5},{2,6},{3,7}}", 2),
+        ("mesh['a'=2,'b'=4] {'b'}", 4),
+        ("mesh['a'=2,'b'=4] {'a','b'}", 8),
+        ("mesh['a'=4,'b'=1,'c'=2], device_ids=([2,4]T(1,0)) {'a'}", 4),
+        ("mesh['a'=8] {'a':(2)2}", 2),
+    ],
+)
+def test_how_many_devices_a_collective_is_among_is_read(groups, among):
+    line = f"  %g.1 = f32[64]{{0}} all-gather(%p), channel_id=1, replica_groups={groups}, dimensions={{0}}"
+    [gather] = hlo.collectives(f"ENTRY %main (p: f32[8]) -> f32[64] {{\n{line}\n}}", 8)
+    assert gather.bytes == (among - 1) / among * 256
+
+
+@pytest.mark.parametrize(
     ("made", "op", "sent"),
     [
         ("f32[8]{0}", "all-reduce", 2 * 3 / 4 * 32),

@@ -139,6 +139,46 @@ def test_a_mesh_sends_what_the_untiled_program_sends_and_computes_no_more(name):
     assert sent[1] <= 1.01 * sent[0]
 
 
+def head(x, w):
+    logits = x @ w
+    return (jax.nn.logsumexp(logits, -1) - (logits * (jnp.arange(64) == 0)).sum(-1)).sum()
+
+
+def mlp(x, up, down):
+    return ((jax.nn.gelu(x @ up) @ down) ** 2).sum()
+
+
+@pytest.mark.parametrize(
+    ("fn", "specs"),
+    [
+        (head, (P("d", "m"), P(None, None))),
+        (head, (P(None, "d"), P(None, None))),
+        (head, (P(None, "m"), P(None, "m"))),
+        (head, (P(None, ("d", "m")), P(None, "d"))),
+        (mlp, (P(None, "d"), P(None, None), P(None, None))),
+        (mlp, (P(None, "m"), P(None, "m"), P(None, None))),
+        (mlp, (P(None, None), P("d", "m"), P(None, None))),
+    ],
+)
+def test_features_that_are_spread_where_weights_are_not_are_gathered_once(fn, specs):
+    """Products of them, and their gradients, read what was gathered: the compiler would sum logits of every tile."""
+    shapes, random = ((64, 32), (32, 64), (64, 32)), np.random.default_rng(0)
+    args = [random.standard_normal(shape, dtype=np.float32) / 8 for shape, _ in zip(shapes, specs, strict=False)]
+    mesh = jax.make_mesh((2, 4), ("d", "m"), axis_types=(AxisType.Explicit,) * 2)
+    own = tuple(range(len(specs)))
+    with jax.set_mesh(mesh):
+        there = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(args, specs, strict=True)]
+        tiled = tile(fn, (0, *(None for _ in own[1:])), 4)
+        before, after = (quick.jit(jax.value_and_grad(f, own)).lower(*there).compile() for f in (fn, tiled))
+        found = after(*there)
+    for a, b in zip(
+        jax.tree.leaves(found), jax.tree.leaves(quick.jit(jax.value_and_grad(fn, own))(*args)), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max())
+    sent = [sum(c.bytes * c.times for c in collectives(program.as_text(), 8)) for program in (before, after)]
+    assert sent[1] <= 1.01 * sent[0] + 64
+
+
 @pytest.mark.parametrize(
     ("name", "axis", "options"),
     [

@@ -27,7 +27,6 @@ from transforms.tiling.ir.graph import Value
 from transforms.tiling.ir.loops import Loop, Schedule, Step, Update
 from transforms.tiling.ir.placement import COMBINE, WHOLE, Partial, Placement, Span, Whole, identity, neutral
 from transforms.tiling.ir.terms import Term, broadcast_by
-from transforms.tiling.mesh.sums import fit
 from transforms.tiling.primitives import has
 from transforms.tiling.rules import RULES, run
 
@@ -89,7 +88,7 @@ class Accumulator:
 
     def computed(self, total: Any | None, step: Step, tile: Tile) -> Any:
         """What is there with a sum that nobody else reads: its rule may add it without making it first."""
-        node, values = fit(step.node, tile.operands(step), tile.held[step.node.outputs[0]])
+        node, values = tile.fitted(step, tile.held[step.node.outputs[0]])
         accumulate = RULES[node.name].accumulate
         if total is None or accumulate is None or layout.named(node.outputs[0].aval) is not None:
             return self.joined(total, run(node, values, step.move, tile.span)[0], tile.span)

@@ -90,7 +90,7 @@ def _run_loop(
     options, total, size = plan.options, whole.total, plan.options.size
     results = {a.value: a for a in accumulators(plan, loop, broad)}
     if options.sync == "once":
-        env = env | weight_gather.all_gather(loop, lambda value: narrow(env, value))
+        env = env | weight_gather.all_gather(loop, lambda value: narrow(env, value), plan.analysis.apart)
 
     def body(totals: list[Any] | None, start: Any, length: int) -> list[Any]:
         before = {} if totals is None else dict(zip(results, totals, strict=True))

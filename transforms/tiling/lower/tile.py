@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from transforms import layout
 from transforms.tiling.ir.graph import Node, Value
@@ -47,6 +48,7 @@ class Tile:
     # Of what has a halo, all of it.
     longer: dict[tuple[Value, Placement], tuple[Any, Span]] = dataclasses.field(default_factory=dict)
     unrounded: dict[Value, Any] = dataclasses.field(default_factory=dict)
+    moved: dict[Any, Any] = dataclasses.field(default_factory=dict)  # what products need spread otherwise
 
     def run(self, loop: Loop) -> Tile:
         for step in loop.steps:
@@ -60,7 +62,7 @@ class Tile:
             self.made[step.keys[0]] = rule.resume(step.node, ref.value, self.fetch(ref), self.before, self.span)
             return
         how = self.held[step.node.outputs[0]] if step.node.outputs else layout.TOGETHER
-        node, values = fit(step.node, self.operands(step), how)
+        node, values = self.fitted(step, how)
         if step.node.effects and all(isinstance(p, Whole) for p in step.move.ins):  # in a region, the same every time
             if self.span.effects:
                 _on_first_tile(node, values, self.span)
@@ -85,9 +87,20 @@ class Tile:
                 array = there.narrow(array, want, self.span.halo)
             self.made[key] = array
 
+    def fitted(self, step: Step, how: layout.Apart) -> tuple[Node, list[Any]]:
+        """The equation and operands of a step as they are spread; what several products need is moved once for all."""
+
+        def moved(operand: int, array: Any, target: PartitionSpec, always: bool) -> Any:
+            key = step.refs[operand], array.dtype, target
+            if always and key not in self.moved:
+                self.moved[key] = layout.move(array, target)
+            return self.moved.get(key, array)
+
+        return fit(step.node, self.operands(step), how, moved)
+
     def operands(self, step: Step) -> list[Any]:
         """The operands of a step; those that were gathered for it, as they were."""
-        ready = [weight_gather.find(self.env, step.node, i, ref) for i, ref in enumerate(step.refs)]
+        ready = [weight_gather.find(self.env, step.node, i, ref, self.held) for i, ref in enumerate(step.refs)]
         return [self.fetch(r) if x is None else x for r, x in zip(step.refs, ready, strict=True)]
 
     def fetch(self, ref: Ref) -> Any:

@@ -6,13 +6,14 @@ A sum over a spread dimension is a part on each device until something needs the
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from transforms.layout import TOGETHER, Apart, Held, axes, layout, move, named, spec
+from transforms.layout import TOGETHER, Apart, Held, axes, axes_of, devices, layout, move, named, spec
 from transforms.tiling.primitives import has, having
 from transforms.tiling.rules import RULES
 
@@ -120,8 +121,14 @@ def flowing(graph: Any, completed: Any = ()) -> set[Any]:
     return found
 
 
-def fit(node: Any, values: list[Any], apart: Apart) -> tuple[Any, list[Any]]:
-    """The equation whose result is spread as its type says with its sums `apart`, and operands that fit it."""
+def fit(
+    node: Any, values: list[Any], apart: Apart, moved: Callable[[int, Any, PartitionSpec, bool], Any]
+) -> tuple[Any, list[Any]]:
+    """The equation whose result is spread as its type says with its sums `apart`, and operands that fit it.
+
+    `moved` returns an operand, of which it is told the number, as a product needs it spread; or as it is, where that
+    need not be and the compiler is to choose.
+    """
     out = node.outputs[0].aval if node.outputs else None
     sharding = named(out)
     if out is None or sharding is None:
@@ -130,17 +137,35 @@ def fit(node: Any, values: list[Any], apart: Apart) -> tuple[Any, list[Any]]:
         values = [*map(jnp.asarray, values)]
         whole = jnp.broadcast_shapes(*(v.shape for v in values))
         return node, [move(v, spec(out, apart)) if v.shape == whole else v for v in values]
+    if has(node.name, "product"):
+        targets = [demand(node, i, apart) for i in (0, 1)]
+        values = [
+            moved(i, v, t, bool(apart.axes) or _is_less(node, i, t))
+            for i, (v, t) in enumerate(zip(values, targets, strict=True))
+        ]
     if not apart.axes:
         return node, values
-    if has(node.name, "product"):
-        values = [move(v, demand(node, i, apart)) for i, v in enumerate(values)]
     key = next((k for k in ("sharding", "out_sharding", "dst_sharding") if k in node.params), "")
     if key and (node.params[key] is not None or has(node.name, "contracts")):
         node = dataclasses.replace(node, params=node.params | {key: NamedSharding(sharding.mesh, spec(out, apart))})
     return node, values
 
 
-def demand(node: Any, operand: int, apart: Apart | None = None) -> PartitionSpec:
+def _is_less(node: Any, operand: int, target: PartitionSpec) -> bool:
+    """Whether a product's operand is to be gathered, and that is no more to send than what its result would be.
+
+    That is a gathering too, or, of an operand that is spread where it is contracted, a sum: sent twice, there and back.
+    """
+    me, out = node.inputs[operand].aval, node.outputs[0].aval
+    if (sharding := named(me)) is None:
+        return False
+    lost = {*axes_of(spec(me).partitions)} - {*axes_of(target.partitions)}
+    gathered = me.size * me.dtype.itemsize // devices(me) * math.prod(sharding.mesh.shape[a] for a in lost)
+    times = 2 if lost & contracted(node)[-operand] else 1
+    return bool(lost) and gathered <= times * out.size * out.dtype.itemsize // devices(out)
+
+
+def demand(node: Any, operand: int, apart: Apart) -> PartitionSpec:
     """How a product needs an operand spread: as the result is and, where it contracts, as the other operand.
 
     One that is whole where it contracts stays so: how the other meets it is the compiler's choice, as untiled. Where
@@ -149,15 +174,14 @@ def demand(node: Any, operand: int, apart: Apart | None = None) -> PartitionSpec
     stated = _factors(node)
     own, others, (made,) = stated.ins[operand], stated.ins[1 - operand], stated.outs
     me, other, out = node.inputs[operand].aval, node.inputs[1 - operand].aval, node.outputs[0].aval
-    left = apart.axes if apart else frozenset()
-    given = {name: tuple(a for a in axes(out, dim) if a not in left) for dim, name in enumerate(made)}
-    taken = {a for name, entry in given.items() if apart or name in own for a in entry}
+    given = {name: tuple(a for a in axes(out, dim) if a not in apart.axes) for dim, name in enumerate(made)}
+    taken = {a for name, entry in given.items() if apart.axes or name in own for a in entry}
 
     def entry(dim: int, name: Any) -> tuple[str, ...]:
         if name in given:
             return given[name]
         here, there = axes(me, dim), axes(other, others.index(name))
-        found = there or here if apart else there if here else ()
+        found = there or here if apart.axes else there if here else ()
         return tuple(a for a in found if a not in taken)
 
     return layout([entry(dim, name) for dim, name in enumerate(own)])

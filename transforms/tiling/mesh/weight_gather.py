@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from transforms.layout import entries_of, layout, move, named, spec
+from transforms.layout import Held, entries_of, layout, move, named, spec
 from transforms.tiling.frontend.flatten import body_graph
 from transforms.tiling.ir.graph import Graph, Node, Value
 from transforms.tiling.ir.loops import Loop, Ref
@@ -18,39 +18,40 @@ from transforms.tiling.primitives import REMAT, has
 Wanted = tuple[PartitionSpec, Any]
 
 
-def all_gather(loop: Loop, read: Callable[[Value], Any]) -> dict[Any, Any]:
+def all_gather(loop: Loop, read: Callable[[Value], Any], held: Held) -> dict[Any, Any]:
     """The whole operands of a loop's products and of those inside its equations with bodies, each gathered once.
 
     Args:
         loop: the loop.
         read: returns a whole value.
+        held: sums that devices hold parts of.
     """
-    return {key: move(read(key[0]).astype(key[2]), key[1]) for key in gathered(loop)}
+    return {key: move(read(key[0]).astype(key[2]), key[1]) for key in gathered(loop, held)}
 
 
-def gathered(loop: Loop) -> list[tuple[Value, PartitionSpec, Any]]:
+def gathered(loop: Loop, held: Held) -> list[tuple[Value, PartitionSpec, Any]]:
     """What is gathered for a loop: the value, and how it is spread and its dtype from then on."""
-    keys = (_key(step.node, i, ref) for step in loop.all_steps for i, ref in enumerate(step.refs))
+    keys = (_key(step.node, i, ref, held) for step in loop.all_steps for i, ref in enumerate(step.refs))
     return list(dict.fromkeys(key for key in keys if key is not None))
 
 
-def find(env: dict[Any, Any], node: Node, operand: int, ref: Ref) -> Any | None:
+def find(env: dict[Any, Any], node: Node, operand: int, ref: Ref, held: Held) -> Any | None:
     """What was gathered for an operand, if it was."""
-    key = _key(node, operand, ref)
+    key = _key(node, operand, ref, held)
     return None if key is None else env.get(key)
 
 
-def _key(node: Node, operand: int, ref: Ref) -> tuple[Value, PartitionSpec, Any] | None:
+def _key(node: Node, operand: int, ref: Ref, held: Held) -> tuple[Value, PartitionSpec, Any] | None:
     if ref.how != "whole" or named(ref.value.aval) is None:
         return None
-    found = wanted(node, operand)
+    found = wanted(node, operand, held)
     return None if found is None or found == (spec(ref.value.aval), ref.value.dtype) else (ref.value, *found)
 
 
-def wanted(node: Node, operand: int) -> Wanted | None:
+def wanted(node: Node, operand: int, held: Held) -> Wanted | None:
     """How the products that read an operand need it spread, and in which dtype; None if not only such alike do."""
     if has(node.name, "product"):
-        return demand(node, operand), node.inputs[operand].dtype
+        return demand(node, operand, held[node.outputs[0]]), node.inputs[operand].dtype
     if node.name in REMAT:
         return _inside(body_graph(node, "jaxpr"), operand)
     if not has(node.name, "steps"):
@@ -69,5 +70,5 @@ def _inside(graph: Graph, number: int) -> Wanted | None:
     casts = [n for n in graph.nodes if has(n.name, "casts")]
     forms = {*closure([graph.inputs[number]], lambda value: [n.outputs[0] for n in casts if n.inputs[0] is value])}
     others = [n for n in graph.nodes if n not in casts]
-    found = {wanted(n, i) for n in others for i, value in enumerate(n.inputs) if value in forms}
+    found = {wanted(n, i, Held()) for n in others for i, value in enumerate(n.inputs) if value in forms}
     return found.pop() if len(found) == 1 and forms.isdisjoint(graph.outputs) else None

@@ -259,7 +259,7 @@ def _loop(program: Program, loop: Loop, again: Iterable[Node]) -> LoopPlan:
         largest=max(sizes, default=0),
         carries=tuple(_carry(u.value, analysis, span) for u in loop.updates),
         recomputed=tuple(map(_recomputed, again)),
-        gathered=tuple(map(_gathered, gathered(loop) if options.sync == "once" else ())),
+        gathered=tuple(map(_gathered, gathered(loop, analysis.apart) if options.sync == "once" else ())),
         reverse=loop.reverse,
     )
 
