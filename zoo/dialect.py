@@ -156,7 +156,6 @@ def activation_problems(name: str) -> list[str]:
 # Everywhere: what would change what is computed, and what this zoo does not compute.
 ONLY_ALL: Mapping[str, tuple] = MappingProxyType(
     {
-        "attention_dropout": (0.0, None),
         "is_encoder_decoder": (False,),
         "add_cross_attention": (False,),
         "pruned_heads": ({}, None),
@@ -209,7 +208,7 @@ IGNORED = frozenset(
     is_llama_config transformers.js_config internal_version neftune_noise_alpha model_max_length max_sequence_length
     max_seq_len seq_length _flash_attn_2_enabled use_flash_attention use_flash_attn use_flash_attention_2
     gradient_checkpointing bos_token eos_token pad_token unk_token_id mask_token_id router_z_loss_coef
-    attn_pdrop embd_pdrop resid_pdrop hidden_dropout resid_dropout embd_dropout max_window_layers
+    attention_dropout attn_pdrop embd_pdrop resid_pdrop hidden_dropout resid_dropout embd_dropout max_window_layers
     attention_probs_dropout_prob hidden_dropout_prob output_past custom_pipeline custom_pipelines xla_device
     eos_token_ids tokenizer_model_max_length tokenizer_padding_side dual_chunk_attention_config
     """.split()

@@ -18,6 +18,7 @@ from experiments.data import DataError
 from experiments.data.corpus import read_text
 
 FILE = "chat_template.jinja"
+BESIDE = "additional_chat_templates"  # a folder of those by other names, as transformers 4.51 and later write them
 Messages = Sequence[Mapping[str, Any]]
 Variables = Mapping[str, Any]  # what a template is told beside messages, by the names that it reads
 Pieces = list[tuple[str, bool]]  # stretches of a text, and whether they are the assistant's
@@ -177,11 +178,13 @@ class ChatTemplate:
         Raises:
             DataError: it cannot be read.
         """
-        file = path / FILE
+        file, beside = path / FILE, path / BESIDE / "tool_use.jinja"
         if file.is_file():
-            return cls(read_text(file, "").decode(), special, str(file))
+            with_tools = read_text(beside, "").decode() if beside.is_file() else None
+            return cls(read_text(file, "").decode(), special, str(file), with_tools)
         where = next((name for name, settings in told.items() if settings.get("chat_template")), "")
         found = told[where]["chat_template"] if where else None
+        found = [{"name": name, "template": one} for name, one in found.items()] if isinstance(found, dict) else found
         listed = found if isinstance(found, list) else [{"name": "default", "template": found}]  # several by name
         named = {one.get("name"): one.get("template") for one in listed if isinstance(one, dict)}
         default, for_tools = (
@@ -232,6 +235,8 @@ class ChatTemplate:
             )
         for i, part in zip(spoken, rest, strict=True):
             said, after = part.split(CLOSE)
+            if i in counted:
+                self._check_whole(messages[i], i, said)
             found += [(said, i in counted), (after, False)]
         return [(head, False), *found]
 
@@ -241,14 +246,30 @@ class ChatTemplate:
         for i in counted:
             before = self._render(self._template, messages[:i], True, variables)
             after = self._render(self._template, messages[: i + 1], False, variables)
+            if not after.startswith(before):  # which begins a thought, and of a message that is over there is none
+                above = self._render(self._template, messages[:i], False, variables)
+                alike = next((at for at, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(after))
+                before = before[:alike] if alike > len(above) and before.startswith(above) else before
             if not (whole.startswith(after) and after.startswith(before) and len(before) >= end):
                 raise DataError(
                     f"the chat template in {self._where} changes the text before message {i + 1}, so that what "
-                    "the assistant says is not told. Mark it by {% generation %} and {% endgeneration %} there."
+                    "the assistant says is not told. Mark it by {% generation %} and {% endgeneration %} there, or let "
+                    'the last answer alone count: give the others `"weight": 0`.'
                 )
+            self._check_whole(messages[i], i, after[len(before) :])
             found += [(whole[end : len(before)], False), (whole[len(before) : len(after)], True)]
             end = len(after)
         return [*found, (whole[end:], False)]
+
+    def _check_whole(self, message: Mapping[str, Any], i: int, said: str) -> None:
+        """Raise DataError if a template leaves out some of what a model is to learn to say, blanks aside."""
+        content, written = ("".join(text.split()) for text in (message["content"], said))
+        if content not in written:
+            raise DataError(
+                f"the chat template in {self._where} leaves out a part of message {i + 1} "
+                f"({message['content']!r:.60}), as some do with thoughts in its `content`. Take that part out, or "
+                "change the template."
+            )
 
     def _render(self, template: Any, messages: Messages, answer: bool, variables: Variables) -> str:
         # Templates are written for transformers, where these two are always there, and none if not given.

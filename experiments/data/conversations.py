@@ -130,7 +130,7 @@ def _conversation(line: bytes, field: str, encoder: Any, chat: Any) -> Encoded:
 
 def _pair(line: bytes, encoder: Any, chat: Any) -> list[Encoded]:
     """Return the chosen conversation, then the rejected one; what counts is what comes after the prompt."""
-    found = _object(line)
+    found = _without_twice_told(_object(line))
     _check_pair(found)
     prompt, answers = found.get("prompt"), [found[name] for name in ANSWERS]
     if isinstance(prompt, str):
@@ -149,6 +149,14 @@ def _pair(line: bytes, encoder: Any, chat: Any) -> list[Encoded]:
             raise ValueError(f"the assistant says nothing in {name!r} after the prompt that counts")
     variables = _variables(found, chat)
     return [_ids(chat.pieces([*before, *messages], len(before), variables), encoder, chat) for messages in both]
+
+
+def _without_twice_told(found: dict[str, Any]) -> dict[str, Any]:
+    """Return a line without a `prompt` of text that both answers begin with too, as UltraFeedback has it."""
+    prompt, answers = found.get("prompt"), [found.get(name) for name in ANSWERS]
+    begin = [one for answer in answers if isinstance(answer, list) for one in answer[:2] if isinstance(one, dict)]
+    twice = isinstance(prompt, str) and sum(one.get("content") == prompt for one in begin) == len(ANSWERS)
+    return {**found, "prompt": None} if twice else found
 
 
 def _check_pair(found: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ The packages `tokenizers` and `sentencepiece` (extra `hf`) are imported only whe
 import codecs
 import hashlib
 import importlib
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +17,8 @@ import numpy as np
 
 from experiments.commandline import console
 from experiments.data import DataError
-from experiments.data.chat import ChatTemplate, Pieces, Plain
+from experiments.data.chat import BESIDE, ChatTemplate, Pieces, Plain
+from experiments.data.chat import FILE as TEMPLATE
 from experiments.data.corpus import BOS, BYTE_VOCAB, utf8
 
 FILE = "tokenizer.json"
@@ -24,10 +26,11 @@ GENERATION = "generation_config.json"
 SENTENCES = "tokenizer.model"
 SETTINGS = "tokenizer_config.json"
 OLDER = "chat_template.json"  # of models that see, in older folders
-FILES = (FILE, SENTENCES, SETTINGS, OLDER, "added_tokens.json", "chat_template.jinja")
 BYTES = "bytes"  # what data.tokenizer, and the settings of weights that were trained on bytes, call them
 MOST_BYTES = 1024  # words: a larger vocabulary is hardly one of bytes
 SPECIAL = "special_tokens_map.json"  # what older folders name special tokens in
+_PLAIN = ("added_tokens.json", "vocab.json", "merges.txt")
+FILES = (FILE, SENTENCES, SETTINGS, OLDER, SPECIAL, *_PLAIN, TEMPLATE, f"{BESIDE}/*.jinja")
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 START, STOP = "<bos>", "<eos>"  # of the tokenizers that are trained here
 FOUND = ("special", "normalized", "lstrip", "rstrip", "single_word")  # how an added token is found in a text
@@ -111,6 +114,10 @@ class Folder:
             inner = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the package raises bare `Exception`s
             raise DataError(f"cannot read {file}: {error}") from None
+        # Lengths that training with transformers leaves in the file, which sets them anew at every call itself.
+        self._cut = inner.truncation is not None or inner.padding is not None
+        inner.no_truncation()
+        inner.no_padding()
         known = inner.get_vocab(with_added_tokens=True)
         self._added = {text: how for text, how in _added(file.parent, settings).items() if text not in known}
         inner.add_tokens([tokenizers.AddedToken(text, **how) for text, how in self._added.items()])
@@ -121,6 +128,7 @@ class Folder:
     def _hash(self, file: Path) -> str:
         """Return a hash of what makes ids of a text."""
         added = json.dumps(self._added) if self._added else ""
+        added += "whole" * self._cut  # caches of texts that were cut are not read
         return hashlib.sha256(file.read_bytes() + added.encode()).hexdigest()
 
     @property
@@ -211,9 +219,11 @@ class Sentences(Folder):
         self._special = {inner.id_to_piece(i): i for i in pieces if inner.is_control(i)}
         self._special |= {text: int(i) for text, i in read_json(file.parent / "added_tokens.json").items()}
         decoder = settings.get("added_tokens_decoder")
+        self._shown: set[int] = set()  # added tokens that are text, as `<think>` is
         for i, token in (decoder if isinstance(decoder, Mapping) else {}).items():
             if (text := _content(token)) is not None:
                 self._special[text] = int(i)
+                self._shown |= {int(i)} if isinstance(token, Mapping) and token.get("special") is False else set()
         self._whole = {i: text for text, i in self._special.items()}
         longest = sorted(self._special, key=len, reverse=True)
         self._split = re.compile("|".join(re.escape(text) for text in longest))
@@ -262,8 +272,17 @@ class Sentences(Folder):
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids, special tokens left out."""
-        special = set(self._special.values())
-        return self._inner.decode([int(i) for i in ids if int(i) not in special])
+        stretches = itertools.groupby((int(i) for i in ids), lambda i: i if i in self._whole else None)
+        text = "".join(
+            self._decoded([*own]) if added is None else self._whole[added] * len([*own])
+            for added, own in stretches
+            if added is None or added in self._shown
+        )
+        return text.removeprefix(" ")
+
+    def _decoded(self, ids: list[int]) -> str:
+        """Return the text of pieces, with the space that it may begin with."""
+        return " " * self._inner.id_to_piece(ids[0]).startswith("\u2581") + self._inner.decode(ids)
 
     def stream(self) -> Callable[[int], str]:
         """Return a function that takes one id after another and returns the text that is now complete."""
@@ -284,7 +303,7 @@ class Sentences(Folder):
     def spell(self, token: int) -> tuple[str, bytes | None]:
         """Return the name of an id and the bytes that it adds to a text, None where it is special."""
         if token in self._whole:
-            return self._whole[token], None
+            return self._whole[token], self.decode([token]).encode() or None
         return _spelled_piece(self._inner.id_to_piece(token) if token < self._inner.vocab_size() else "")
 
     def _id(self, token: str | None) -> int | None:
@@ -292,6 +311,11 @@ class Sentences(Folder):
             return self._special.get(token or "")
         found = self._inner.piece_to_id(token)
         return None if found == self._inner.unk_id() else found
+
+
+def files_of(folder: Path) -> list[Path]:
+    """Return the files of a folder that are its tokenizer's."""
+    return [file for pattern in FILES for file in folder.glob(pattern) if file.is_file()]
 
 
 def open_tokenizer(path: str | Path | None, weights: str | Path | None = None) -> Bytes | Folder:

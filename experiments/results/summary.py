@@ -17,7 +17,7 @@ import zoo
 from experiments import configs
 from experiments.commandline import console
 from experiments.commandline.console import GIB
-from experiments.data.tokenizer import BYTES, FILE, FILES, SENTENCES, SETTINGS
+from experiments.data.tokenizer import BYTES, FILE, SENTENCES, SETTINGS, files_of
 from experiments.results.metrics import Record, Recorder, describe, finite
 from experiments.runtime import hardware, manifest
 
@@ -106,25 +106,34 @@ def save_weights(model: Any, config: configs.Resolved, directory: Path) -> list[
     model = hardware.gathered(model)
     if not hardware.first_process():
         return folders
-    model = _merged(config.adapter, model, directory)
+    model = _merged(config.adapter, model, directory, base_name(config.model.weights))
     zoo.save(model, directory / "weights", source=config.model.weights)
     if not isinstance(config.data, configs.Tokens):  # of ids nobody says what they are
         copy_tokenizer(config.data.tokenizer, directory / "weights")
     return folders
 
 
+def base_name(weights: str | None) -> str | None:
+    """Return what PEFT is to call the model that an adapter is for: its name on the hub, or its folder."""
+    if weights is None:
+        return None
+    folder = Path(weights).expanduser().resolve()
+    name = folder.parents[1].name if folder.parent.name == "snapshots" else ""  # as the hub's cache calls it
+    return name.removeprefix("models--").replace("--", "/", 1) if name.startswith("models--") else str(folder)
+
+
 @functools.singledispatch
-def _merged(adapter: configs.Adapter, model: Any, directory: Path) -> Any:
+def _merged(adapter: configs.Adapter, model: Any, directory: Path, base: str | None) -> Any:
     """Write an adapter by itself; return the model with it merged."""
     return model
 
 
 @_merged.register
-def _(adapter: configs.Lora, model: Any, directory: Path) -> Any:
+def _(adapter: configs.Lora, model: Any, directory: Path, base: str | None) -> Any:
     from zoo import adapters
     from zoo.adapters import lora
 
-    adapters.save(model, directory / "adapter")
+    adapters.save(model, directory / "adapter", base=base)
     return lora.merge(model)
 
 
@@ -134,9 +143,15 @@ def copy_tokenizer(source: str | Path | None, out: Path) -> None:
         if not any((out / name).is_file() for name in (FILE, SENTENCES, SETTINGS)):
             (out / SETTINGS).write_text(json.dumps({"tokenizer_class": BYTES}, indent=2) + "\n")
         return
-    for name in FILES:
-        if (Path(source).expanduser() / name).is_file():
-            shutil.copyfile(Path(source).expanduser() / name, out / name)
+    folder = Path(source).expanduser()
+    if folder.resolve() == out.resolve():
+        return
+    for file in files_of(out):  # of the weights' own tokenizer: what of them would be read first is none of this one
+        file.unlink()
+    for file in files_of(folder):
+        there = out / file.relative_to(folder)
+        there.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, there)
 
 
 def words(directory: Path, recorder: Recorder, known: dict[str, Any], saved: list[str], seconds: float) -> str:

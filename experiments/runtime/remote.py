@@ -22,7 +22,13 @@ from experiments.runtime.manifest import FILE, reason, user_cache
 T = TypeVar("T")
 HUB = "hf://"
 WRITTEN = ("out", "cache")  # options whose folders are written to
-KINDS = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]  # of a model's files on the hub
+KINDS = [
+    "*.json",
+    "*.safetensors",
+    "*.model",
+    "*.txt",
+    "*.jinja",
+]  # of a model's files on the hub; the last in folders too
 
 
 class RemoteError(CommandError):
@@ -67,7 +73,12 @@ def _from_hub(option: str, url: str) -> tuple[Path, str]:
     except ImportError:
         raise RemoteError(f"{option}={url} needs huggingface_hub: {install('hf')}") from None
     try:
-        found = snapshot_download(repository, revision=revision or None, allow_patterns=KINDS, ignore_patterns="*/*")
+        found = snapshot_download(
+            repository,
+            revision=revision or None,
+            allow_patterns=KINDS,
+            ignore_patterns=[f"*/{kind}" for kind in KINDS[:-1]],
+        )
     except Exception as error:  # one of a dozen, of three libraries
         raise RemoteError(
             f"cannot fetch {option}={url} from the hub: {reason(error).rstrip('.')}. Where the hub can be reached (and "

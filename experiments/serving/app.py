@@ -250,7 +250,8 @@ class Server:
         chat = tokenizer.chat.for_tools if asked.tools else tokenizer.chat
         thoughts = reasoning.of_template(chat) if self.told.reasoning else None
         _check_read(asked.messages, variables, chat, thoughts is not None)
-        text, plain = chat.render(asked.messages, variables), isinstance(chat, Plain)
+        text, plain = chat.render(asked.messages, variables, answer=asked.answers), isinstance(chat, Plain)
+        text = _up_to(text, asked.messages[-1]["content"]) if asked.continues else text
         ids = tokenizer.prompt(text) if plain else tokenizer.encode(text).tolist()
         formed = asked.calls or asked.form is not None  # from its first letter, so that there are no thoughts
         parser = reasoning.Unmarked if formed or thoughts is None else functools.partial(thoughts.parser, text)
@@ -535,6 +536,19 @@ def _check_read(messages: Messages, variables: Variables, chat: ChatTemplate | P
             raise BadRequest(
                 f"the model's chat template does not write `messages[{i}].{lost}`: leave it out", "messages"
             )
+
+
+def _up_to(text: str, said: str) -> str:
+    """Return the text of a conversation up to where its last message ends, as transformers cuts it.
+
+    Raises:
+        BadRequest: the template does not write that as it is.
+    """
+    at = text.rfind(said.strip())
+    if at < 0:
+        raise BadRequest("the model's chat template changes the last message", "continue_final_message")
+    whole = at + len(said.lstrip())
+    return text[: whole if text[at:whole] == said.lstrip() else at + len(said.strip())]
 
 
 def _spellings(key: str) -> list[bytes]:

@@ -19,7 +19,7 @@ from experiments.data import DataError
 from experiments.data.chat import Variables, read_message
 from experiments.data.corpus import utf8
 from experiments.serving.reasoning import Parser, Unmarked
-from experiments.serving.tool_calls import calls
+from experiments.serving.tool_calls import calls, sayable
 from zoo.engine.engine import Token
 from zoo.engine.sampling import Sampling
 
@@ -71,6 +71,8 @@ class Asked:
         tools: functions that may be called, as they came.
         calls: whether a tool has to be called.
         parallel: whether several may be called at once.
+        answers: whether the template begins the model's own turn.
+        continues: whether the last message is gone on with.
     """
 
     prompts: tuple[str | tuple[int, ...], ...] = ()
@@ -93,6 +95,8 @@ class Asked:
     tools: tuple[Mapping[str, Any], ...] = ()
     calls: bool = False
     parallel: bool = True
+    answers: bool = True
+    continues: bool = False
 
 
 _NOTHING = object()
@@ -112,7 +116,8 @@ _COMMON = {
 _COMPLETION = _COMMON | {"prompt", "max_tokens", "logprobs", "echo", "best_of", "suffix"}
 _CHAT = _COMMON | {
     "messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "tools", "tool_choice",
-    "parallel_tool_calls", "modalities", "reasoning_effort", "chat_template_kwargs",
+    "parallel_tool_calls", "modalities", "reasoning_effort", "chat_template_kwargs", "add_generation_prompt",
+    "continue_final_message",
 }  # fmt: skip
 _MESSAGE = {
     "role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "refusal",
@@ -257,6 +262,7 @@ def chat(body: Any, sampling: Mapping[str, Any] = MappingProxyType({})) -> Asked
         variables=_variables(read),
         top=(top or 0) if asks else None,
         parallel=read.get("parallel_tool_calls", "true or false", True),
+        **_turn(read, messages[-1]),
         **_limit(read),
         **common,
         **tools,
@@ -273,6 +279,20 @@ def _variables(read: _Body) -> dict[str, Any]:
     effort = read.get("reasoning_effort", "a string")
     own = {name: one for name, one in told.items() if one is not None}
     return own if effort is None else {**own, "reasoning_effort": effort}
+
+
+def _turn(read: _Body, last: Any) -> dict[str, Any]:
+    """Return whose turn it is: the model's own, or that of the last message, which is not over, as vLLM has it."""
+    continues = read.get("continue_final_message", "true or false", False)
+    answers = read.get("add_generation_prompt", "true or false", not continues)
+    if continues and answers:
+        raise BadRequest(
+            "`continue_final_message` and `add_generation_prompt` exclude each other: leave one of them out",
+            "continue_final_message",
+        )
+    if continues and not (isinstance(last, dict) and last.get("content") and not last.get("tool_calls")):
+        raise BadRequest("`continue_final_message` needs a last message of text", "continue_final_message")
+    return {"answers": answers, "continues": continues}
 
 
 def _limit(read: _Body) -> dict[str, Any]:
@@ -487,7 +507,8 @@ class Reply:
         self._common = {"created": int(time.time()), "model": model}
         self._offsets: defaultdict[int, _Offsets] = defaultdict(lambda: _Offsets(tokenizer.stream()))
         self._parsers: defaultdict[int, Parser] = defaultdict(parser)
-        self._held: defaultdict[int, str] = defaultdict(str)  # where tools may be called, until all is said
+        self._held: defaultdict[int, str] = defaultdict(str)  # where tools may be called, what may be a call
+        self._begun: set[int] = set()  # answers that have said something else before
 
     def whole(
         self,
@@ -530,19 +551,21 @@ class Reply:
         return {"prompt_tokens": read, "completion_tokens": picked, "total_tokens": read + picked}
 
     def _said(self, index: int, piece: str, end: str | None) -> tuple[dict[str, Any], str | None]:
-        """Return what is new of a message, and why it has ended; where tools may be called, answers are told whole."""
+        """Return what is new of a message, and why it has ended; calls of tools are told once all is said."""
         thought, said = self._parsers[index].feed(piece, last=end is not None)
-        thoughts = {"reasoning_content": thought} if thought else {}
+        made: dict[str, Any] = {"reasoning_content": thought} if thought else {}
         if self.asked.tools:
-            self._held[index] += said
+            said, begun = self._held[index] + said, index in self._begun
             if end is None:
-                return thoughts, None
-            said = self._held.pop(index)
-            beside, found = calls(said, self.asked.tools) if end == "stop" else (said, [])
-            if found:
+                ready = sayable(said, begun=begun)
+                said, self._held[index] = said[:ready], said[ready:]
+                self._begun |= {index} if said else set()
+            elif end == "stop":
+                said, found = calls(said, self.asked.tools, begun=begun)
                 told = [_call(i, *one) for i, one in enumerate(found if self.asked.parallel else found[:1])]
-                return {**thoughts, "content": beside or None, "tool_calls": told}, "tool_calls"
-        return {**thoughts, **({"content": said} if said or not thought else {})}, end
+                if told:
+                    return {**made, "content": said or None, "tool_calls": told}, "tool_calls"
+        return made | ({"content": said} if said or not thought else {}), end
 
     def _choice(self, index: int, content: dict, tokens: Sequence[Token], end: str | None) -> dict:
         told = None if self.asked.top is None else (self._told(tokens) if self.chat else self._listed(index, tokens))

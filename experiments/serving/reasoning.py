@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from experiments.data.chat import ChatTemplate, Plain
-from experiments.serving.stops import begun
+from experiments.serving.stops import begins
 
 PAIRS = (
     ("<think>", "</think>"),
@@ -63,7 +63,7 @@ class Between:
             self._thinking = self._blank = False
         if self._thinking:
             inner, ended, rest = self._trimmed().partition(self._close)
-            end = len(inner) if ended or last else len(inner) - begun(inner, self._close)
+            end = len(inner) if ended or last else len(inner) - begins(inner, self._close)
             thought = inner[:end].rstrip()
             self._held = rest if ended else inner[len(thought) :]
             self._thinking, self._blank = not ended, self._blank or bool(ended)
@@ -110,7 +110,9 @@ class Channels:
 
     def _read_message(self, last: bool) -> bool:
         ends = {self._held.find(mark): mark for mark in (END, START) if mark in self._held}
-        at = min(ends, default=len(self._held) - (0 if last else max(begun(self._held, mark) for mark in (END, START))))
+        at = min(
+            ends, default=len(self._held) - (0 if last else max(begins(self._held, mark) for mark in (END, START)))
+        )
         said = self._held[:at]
         if self._tool and (ends or last):
             said = f'<tool_call>{{"name": {json.dumps(self._tool)}, "arguments": {said}}}</tool_call>'

@@ -25,12 +25,12 @@ class Stops:
             end, self.found = min(at)
             self.held = ""
             return text[:end]
-        keep = 0 if last else max((begun(text, string) for string in self.strings), default=0)
+        keep = 0 if last else max((begins(text, string) for string in self.strings), default=0)
         self.held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
 
-def begun(text: str, string: str) -> int:
+def begins(text: str, string: str) -> int:
     """Return how long the longest beginning of a string is that a text ends with."""
     lengths = range(min(len(text), len(string) - 1), 0, -1)
     return next((length for length in lengths if text.endswith(string[:length])), 0)

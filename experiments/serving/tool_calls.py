@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from experiments.serving.stops import begins
+
 Call = tuple[str, str]  # a tool's name and its arguments, as JSON
 Properties = Mapping[str, Any]  # what a tool's schema says of each argument
 TEXT = '<|"|>'  # stands around texts in Gemma 4's calls
@@ -100,21 +102,42 @@ DIALECTS = {
     "Llama 3": Dialect(r"\A\s*(?P<calls>[\[{].*)"),
 }
 MARKS = tuple(mark for dialect in DIALECTS.values() for mark in dialect.marks)
+_STARTS = ("<tool_call>", "[TOOL_CALLS]", _SEEK["calls_begin"], _SEEK["call_begin"], "<|tool_call>")
 
 
-def calls(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[Call]]:
+def calls(text: str, tools: Sequence[Mapping[str, Any]], *, begun: bool = False) -> tuple[str, list[Call]]:
     """Return what a text says beside the calls that it makes, and these: of known tools, with objects for arguments.
 
     A text that has anything else in the place of a call makes none.
+
+    Args:
+        text: an answer, or with `begun` what follows of one.
+        tools: that may be called.
+        begun: whether something was said before.
     """
     for dialect in DIALECTS.values():
-        if found := list(dialect.pattern.finditer(text)):
+        found = [*dialect.pattern.finditer(text)] if not (begun and dialect.call.startswith(r"\A")) else []
+        if found:
             try:
                 made = [call for match in found for call in _read(match, dialect, tools)]
             except (ValueError, RecursionError):
                 return text, []
-            return dialect.pattern.sub("", text).strip(), made
+            beside = dialect.pattern.sub("", text)
+            return beside.rstrip() if begun else beside.strip(), made
     return text, []
+
+
+def sayable(text: str, *, begun: bool) -> int:
+    """Return how much of a text is not a part of a call, nor of the blanks before one, whatever follows.
+
+    Args:
+        text: what follows of an answer.
+        begun: whether something was said before.
+    """
+    if not begun and text.lstrip()[:1] in ("", "{", "["):  # of which all may be a call
+        return 0
+    held = max(begins(text, start) for start in _STARTS)
+    return len(text[: min((text.find(start) for start in _STARTS if start in text), default=len(text) - held)].rstrip())
 
 
 def _read(match: re.Match[str], dialect: Dialect, tools: Sequence[Mapping[str, Any]]) -> Iterator[Call]:

@@ -175,8 +175,8 @@ def test_a_message_has_thoughts_text_and_calls(stream):
         pieces.append(reply.piece(0, "", [], "stop", first=False))
         choices = [piece["choices"][0] for piece in pieces]
         deltas = [choice["delta"] for choice in choices]
-        assert not any(delta.get("content") for delta in deltas[:-1])
-        message = {**deltas[-1], "reasoning_content": "".join(delta.get("reasoning_content", "") for delta in deltas)}
+        whole = lambda name: "".join(delta.get(name) or "" for delta in deltas)
+        message = {**deltas[-1], "content": whole("content"), "reasoning_content": whole("reasoning_content")}
         end = choices[-1]["finish_reason"]
     else:
         [choice] = reply.whole([text], [[]], ["stop"], 1)["choices"]
@@ -185,6 +185,33 @@ def test_a_message_has_thoughts_text_and_calls(stream):
     assert (message["reasoning_content"], message["content"], end) == ("hm", "Well.", "tool_calls")
     assert call["function"] == {"name": "now", "arguments": "{}"}
     assert call.get("index") == (0 if stream else None)
+
+
+@pytest.mark.parametrize("how", WRITTEN)
+def test_a_stream_has_the_text_and_the_calls_of_a_whole_answer(how):
+    """Wherever its pieces end, and whatever is said around a call; only what may be one is held back."""
+    asked = protocol.chat({"messages": [{"role": "user", "content": "x"}], "tools": TOOLS})
+    for before in ("", "A < b.\n ", "[1] {"):
+        for after in ("", "\n", " B."):
+            text = before + WRITTEN[how][0] + after
+            [choice] = protocol.Reply(asked, "tiny", Bytes()).whole([text], [[]], ["stop"], 1)["choices"]
+            reply, size = protocol.Reply(asked, "tiny", Bytes()), 1 if len(text) < 999 else 500
+            pieces = [reply.piece(0, text[i : i + size], [], None, first=i == 0) for i in range(0, len(text), size)]
+            pieces.append(reply.piece(0, "", [], "stop", first=False))
+            deltas = [piece["choices"][0]["delta"] for piece in pieces]
+            assert "".join(delta["content"] or "" for delta in deltas) == (choice["message"]["content"] or "")
+            told = [[call["function"] for call in one.get("tool_calls", [])] for one in (deltas[-1], choice["message"])]
+            assert told[0] == told[1]
+
+
+def test_a_stream_holds_back_what_may_be_a_call_alone():
+    asked = protocol.chat({"messages": [{"role": "user", "content": "x"}], "tools": TOOLS})
+    reply = protocol.Reply(asked, "tiny", Bytes())
+    said = [
+        reply.piece(0, piece, [], None, first=False)["choices"][0]["delta"]["content"]
+        for piece in ("A", " <", "b <tool")
+    ]
+    assert said == ["A", "", " <b"]
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "gemma4"])

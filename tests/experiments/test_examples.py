@@ -84,6 +84,27 @@ def test_packed_rows_hold_whole_conversations_apart(make, tmp_path):
     assert len(set(seen)) == len(seen) >= 20
 
 
+THINKING = (  # as of DeepSeek R1: the model's turn begins with a thought, and one that is over is left out
+    "{% for m in messages %}<{{ m.role }}>{{ m.content.split('</think>')[-1] }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant><think>{% endif %}"
+)
+
+
+def test_templates_that_begin_a_thought_tell_what_the_assistant_says():
+    template = chat.ChatTemplate(THINKING, {}, "there")
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}] * 2
+    found = template.pieces(said)
+    assert "".join(text for text, _ in found) == "<user>a<end><assistant>b<end>" * 2
+    assert [text for text, counts in found if counts] == ["b<end>"] * 2
+
+
+def test_what_a_template_leaves_out_of_an_answer_is_not_lost_in_silence():
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>x</think>b"}]
+    for source in (THINKING, THINKING.replace("<think>{%", "{%")):
+        with pytest.raises(chat.DataError, match=r"leaves out a part of message 2 \('<think>x</think>b'"):
+            chat.ChatTemplate(source, {}, "there").pieces(said)
+
+
 def test_templates_tell_what_the_assistant_says_by_marks_and_by_prefix(tmp_path):
     pytest.importorskip("tokenizers")
     train_bpe([b"one two three four <|user|> <|assistant|>"] * 3, 300, tmp_path)
@@ -112,8 +133,13 @@ def test_templates_tell_what_the_assistant_says_by_marks_and_by_prefix(tmp_path)
         {"prompt": "user: three\nassistant: ", "chosen": "four", "rejected": "five"},
         {"prompt": MESSAGES[2:3], "chosen": MESSAGES[3:], "rejected": [{"role": "assistant", "content": "five"}]},
         {"chosen": MESSAGES[2:], "rejected": [MESSAGES[2], {"role": "assistant", "content": "five"}]},
+        {
+            "prompt": MESSAGES[2]["content"],
+            "chosen": MESSAGES[2:],
+            "rejected": [MESSAGES[2], {"role": "assistant", "content": "five"}],
+        },
     ],
-    ids=["text", "messages", "prompt in both"],
+    ids=["text", "messages", "prompt in both", "prompt in both and beside"],
 )
 def test_pairs_share_their_prompt_and_only_answers_count(make, tmp_path, line):
     source = make("data=preference", write(tmp_path / "a.jsonl", line, {**line, "more": 1}), batch_size=2)

@@ -17,6 +17,7 @@ import yaml
 import zoo
 from experiments import run, sweep
 from experiments.commandline import schema
+from experiments.results import summary
 from tests.experiments.runs import FILES, MICRO, rows
 from tests.quick import FLAGS
 from zoo import adapters
@@ -144,6 +145,8 @@ def test_an_adapter_is_trained_alone_and_saved_by_itself_and_merged(start, tmp_p
     low, base = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("low", "base"))
     assert low["held_out_bits_per_byte_before"] == pytest.approx(base["held_out_bits_per_byte_after"], abs=1e-4)
     assert low["held_out_bits_per_byte_after"] < low["held_out_bits_per_byte_before"]
+    settings = json.loads((tmp_path / "low" / "adapter" / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == str(tmp_path / "base" / "weights")  # which PEFT opens it with
     plain = zoo.load(tmp_path / "base" / "weights")
     merged = lora.merge(adapters.load(tmp_path / "low" / "adapter", plain))
     saved = zoo.load(tmp_path / "low" / "weights")
@@ -239,3 +242,16 @@ def test_a_student_learns_from_a_teacher_and_says_how_well_it_predicts(start, tm
     assert rows[-1]["bits_per_byte"] == pytest.approx(rows[-1]["cross_entropy"] / math.log(2))
     assert start("objective=distill", teacher, "model.vocab_size=301") == 2
     assert "it has a vocabulary of 300, the model that learns one of 301" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("weights", "name"),
+    [
+        (None, None),
+        ("/there/hub/models--org--a--b/snapshots/1f2e", "org/a--b"),
+        ("/there/models--org--a", "/there/models--org--a"),
+        ("/there/snapshots/1f2e", "/there/snapshots/1f2e"),
+    ],
+)
+def test_an_adapter_names_its_model_as_the_hub_does(weights, name):
+    assert summary.base_name(weights) == name

@@ -808,6 +808,23 @@ class Thinking(Bytes):
     )
 
 
+def test_a_last_message_is_gone_on_with(model):
+    said = [{"role": "user", "content": "x"}, {"role": "assistant", "content": " The sky "}]
+    with serving(model, tokenizer=Told()) as (_, client):
+        ask = lambda **more: client.post("/v1/chat/completions", json={"messages": said, "max_tokens": 4, **more})
+        reply = ask(continue_final_message=True, temperature=0).json()
+        assert reply["usage"]["prompt_tokens"] == len("user: x assistant:  The sky ")
+        text = reply["choices"][0]["message"]["content"]
+        assert text == text_of(model, "user: x assistant:  The sky ", 4)
+        for more, why in (
+            ({"continue_final_message": True, "add_generation_prompt": True}, "exclude each other"),
+            ({"continue_final_message": 1}, "must be true or false"),
+            ({"continue_final_message": True, "messages": [*said[:1], {**said[1], "content": ""}]}, "of text"),
+        ):
+            error = ask(**more).json()["error"]
+            assert error["param"] == "continue_final_message" and why in error["message"]
+
+
 def test_a_chat_template_is_told_what_it_reads(model):
     with serving(model, tokenizer=Thinking()) as (_, client):
 

@@ -1,6 +1,7 @@
 """Text to ids and back: nothing lost, the folders of others read as transformers reads them, errors in words."""
 
 import json
+import shutil
 import sys
 
 import numpy as np
@@ -240,6 +241,52 @@ def test_weights_of_many_words_without_a_tokenizer_are_no_bytes(tmp_path):
     assert isinstance(open_tokenizer(None, tmp_path), Bytes)
 
 
+@pytest.mark.parametrize("how", ["files", "object"])
+def test_a_template_for_tools_may_stand_beside(how, tmp_path):
+    pytest.importorskip("tokenizers")
+    train_bpe([b"one two three"] * 3, 300, tmp_path)
+    if how == "files":
+        (tmp_path / "chat_template.jinja").write_text("plain")
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools[0].name }}")
+    else:
+        named = {"chat_template": {"default": "plain", "tool_use": "{{ tools[0].name }}"}}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    made = open_tokenizer(tmp_path).chat
+    assert (made.render(MESSAGES), made.for_tools.render(MESSAGES, {"tools": [{"name": "f"}]})) == ("plain", "f")
+
+
+def test_lengths_in_a_tokenizers_file_are_not_heeded(tmp_path):
+    """Training with transformers leaves them there, which heed them no more than this."""
+    tokenizers = pytest.importorskip("tokenizers")
+    made = train_bpe([b"one two three"] * 3, 300, tmp_path)
+    text = "one two three four five"
+    ids, prompt, before = made.encode(text).tolist(), made.prompt(text), made.identity
+    inner = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    inner.enable_truncation(4)
+    inner.enable_padding(length=40)
+    inner.save(str(tmp_path / "tokenizer.json"))
+    cut = open_tokenizer(tmp_path)
+    assert (cut.encode(text).tolist(), cut.prompt(text)) == (ids, prompt)
+    assert [len(one) for one in cut.encode_batch([text.encode(), b"one"])] == [len(ids), len(made.encode("one"))]
+    assert cut.encode_pieces([(text, True)])[0].tolist() == ids
+    assert cut.identity != before
+
+
+def test_a_tokenizer_of_its_own_takes_the_place_of_the_weights(tmp_path):
+    pytest.importorskip("tokenizers")
+    own, out = tmp_path / "own", tmp_path / "out"
+    for folder in (own, out):
+        train_bpe([b"one two three"] * 3, 300, folder)
+    (out / "chat_template.jinja").write_text("the weights'")
+    (own / "tokenizer_config.json").write_text(json.dumps({"chat_template": "its own"}))
+    (own / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<bos>", "eos_token": "<eos>"}))
+    copy_tokenizer(own, out)
+    before, after = open_tokenizer(own), open_tokenizer(out)
+    assert (after.chat.render(MESSAGES), after.start, after.stops) == ("its own", before.start, before.stops)
+    assert before.start is not None
+
+
 @pytest.fixture(scope="module")
 def sentences(tmp_path_factory):
     """A SentencePiece model of a little prose, with Llama's special tokens and bytes for what it does not know."""
@@ -276,6 +323,19 @@ def test_a_sentencepiece_model_alone_is_a_tokenizer(sentences):
     ids, counts = made.encode_pieces([("naïve", False), (" café", True), (" end", False)])
     assert made.decode(ids[counts]).strip() == "café"
     assert "Be brief." in made.chat.render(MESSAGES)
+
+
+def test_added_tokens_that_are_text_are_shown(sentences, tmp_path):
+    """As transformers shows `<think>`, which a file says is not special."""
+    shutil.copytree(sentences, tmp_path, dirs_exist_ok=True)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    told = {"601": {"content": "<think>", "special": False}, "602": {"content": "<end>", "special": True}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "added_tokens_decoder": told}))
+    made = open_tokenizer(tmp_path)
+    ids = made.encode("one<think>two<end>")
+    step = made.stream()
+    assert made.decode(ids) == "".join(step(i) for i in ids) == "one<think> two"
+    assert (made.spell(601), made.spell(602)) == (("<think>", b"<think>"), ("<end>", None))
 
 
 def test_a_sentencepiece_model_without_its_package_is_refused(tmp_path, monkeypatch):

@@ -131,7 +131,6 @@ def test_full_attention_in_every_layer_has_no_window():
         ({"attention_bias": True}, "`attention_bias`=True is not supported"),
         ({"tie_word_embeddings": False}, "`tie_word_embeddings`=False is not supported"),
         ({"use_bidirectional_attention": True}, "`use_bidirectional_attention`=True is not supported"),
-        ({"attention_dropout": 0.1}, "`attention_dropout`=0.1 is not supported"),
         (
             {"quantization_config": {"bits": 4}},
             "`quantization_config`'s quant_method=None is not supported, only 'fp8'",

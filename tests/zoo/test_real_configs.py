@@ -113,8 +113,8 @@ def test_granites_with_states_or_experts_are_refused():
         from_hf(raw | {"num_local_experts": 72})
 
 
-# Keys that published files have: gpt2-xl, distilgpt2, opt-13b, gpt-neox-20b, models made from Pythia or of language and
-# vision; Qwen 2.5 of a million positions, for programs that attend in chunks, which transformers does not.
+# Keys that published files have: gpt2-xl, distilgpt2, opt-13b, Galactica, gpt-neox-20b, StarCoder 2, models made from
+# Pythia or of language and vision; Qwen 2.5 of a million positions, for programs that attend in chunks, which transformers does not.
 MEANINGLESS = [
     ("gpt2", {"output_past": True}),
     ("gpt2", {"_num_labels": 1}),
@@ -123,6 +123,9 @@ MEANINGLESS = [
     ("gpt_neox", {"attention_probs_dropout_prob": 0.1, "hidden_dropout_prob": 0.1, "type_vocab_size": 2}),
     ("gpt_neox", {"custom_pipeline": "h2oai_pipeline.py", "custom_pipelines": {"text-generation": {}}}),
     ("llama", {"tokenizer_model_max_length": 4096, "tokenizer_padding_side": "right", "xla_device": True}),
+    ("llama", {"attention_dropout": 0.1}),  # what is dropped in training there is dropped in no pass here
+    ("starcoder2", {"activation_function": "gelu", "layer_norm_epsilon": 1e-5}),
+    ("opt", {"learned_embeddings": True, "scale_embeddings": False}),
 ]
 
 

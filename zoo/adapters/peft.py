@@ -30,8 +30,13 @@ _FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 
 
-def save(model: PyTree, path: str | os.PathLike) -> None:
+def save(model: PyTree, path: str | os.PathLike, *, base: str | None = None) -> None:
     """Write the adapter of a model as a folder that `load` and PEFT read; the model itself is not written.
+
+    Args:
+        model: with the adapter.
+        path: of the folder.
+        base: where the model without it is found: PEFT's `AutoPeftModelForCausalLM` and transformers open both by that.
 
     Raises:
         ValueError: the model has no adapter, or one of which only some parts are DoRA.
@@ -63,7 +68,7 @@ def save(model: PyTree, path: str | os.PathLike) -> None:
         "rank_pattern": {pattern: one.rank for pattern, one in others.items()},
         "alpha_pattern": {pattern: one.scale * one.rank for pattern, one in others.items()},
         "inference_mode": True,
-        "base_model_name_or_path": None,
+        "base_model_name_or_path": base,
         "target_modules": sorted(
             {_module(tensor).rpartition(".")[2] for tensor in parameters if not parameters[tensor]}
         ),

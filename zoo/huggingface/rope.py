@@ -104,7 +104,8 @@ def _read_by_type(raw: dict[str, Any], dialect: Dialect, length: int, problems: 
 
 
 # `attn_factor` (DeepSeek R1's Qwen 3) transformers does not read: other programs multiply attention's scale by it.
-_BESIDE_YARN = {"mscale", "mscale_all_dim", "max_position_embeddings", "attn_factor"}
+# Nor `finetuned` (Nous Research's YaRN models), which says how its own code came to the frequencies.
+_BESIDE_YARN = {"mscale", "mscale_all_dim", "max_position_embeddings", "attn_factor", "finetuned"}
 
 
 def _scaling(

@@ -60,6 +60,7 @@ _CARRIED = (  # what goes with a model and is not its weights
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
+    "additional_chat_templates/*.jinja",
     "generation_config.json",
 )
 _OPTIMISED = "hf_quant_config.json"  # says what numbers there are, in folders of Model Optimizer
@@ -189,14 +190,15 @@ def save(
         (scratch / "config.json").write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n")
         _write_shards(model, shards, scratch)
         if source is not None:
-            for file in (Path(source, carried) for carried in _CARRIED):
-                if file.is_file():
-                    shutil.copyfile(file, scratch / file.name)
+            for file in (file for pattern in _CARRIED for file in Path(source).glob(pattern) if file.is_file()):
+                (scratch / file.relative_to(source)).parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, scratch / file.relative_to(source))
         folder.mkdir(exist_ok=True)
         for stale in itertools.chain(folder.glob("*.safetensors"), folder.glob(INDEX)):
             stale.unlink()
-        for file in scratch.iterdir():
-            shutil.move(file, folder / file.name)
+        for file in (file for file in scratch.rglob("*") if file.is_file()):
+            (folder / file.relative_to(scratch)).parent.mkdir(exist_ok=True)
+            shutil.move(file, folder / file.relative_to(scratch))
 
 
 def _write_shards(model: Any, shards: list[dict[str, list[Part]]], folder: Path) -> None:

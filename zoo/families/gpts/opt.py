@@ -55,8 +55,9 @@ class OPTConfig(GPTLike):
                 "do_layer_norm_before": (True,),
                 "layer_norm_elementwise_affine": (True,),
                 "_remove_final_layer_norm": (False,),
-                "attention_dropout": (0.0, 0.1, None),
             },
+            # Galactica's, which transformers does not read.
+            harmless={"learned_embeddings": (True,), "scale_embeddings": (False,)},
             keys=("word_embed_proj_dim",),
             read=lambda read, _: _not_projected(read),
             write=lambda config: {"word_embed_proj_dim": config.embed_dim},

@@ -64,12 +64,10 @@ class StarCoder2Config(LlamaNamed):
             choices={"hidden_act": ("activation", {"gelu_pytorch_tanh": "gelu_tanh", **ACTIVATIONS})},
             windows="all",
             window=None,
-            # What is dropped in training there is dropped in no pass here.
-            only={"attention_dropout": (0.0, 0.1, None)},
             harmless={"mlp_type": ("default", None), "norm_type": ("layer_norm", None)},
             ignored=(
                 *("residual_dropout", "embedding_dropout", "rms_norm_eps", "scale_attention_softmax_in_fp32"),
-                *("attention_softmax_in_fp32", "scale_attn_weights"),
+                *("attention_softmax_in_fp32", "scale_attn_weights", "activation_function", "layer_norm_epsilon"),
             ),
             written={"pad_token_id": None},
         )

@@ -30,7 +30,6 @@ class GraniteConfig(LlamaConfig):
             numbers=eps(1e-6) | {name: (name, 1.0) for name in _MULTIPLIERS},
             flags=TIED | BIAS | {"mlp_bias": ("mlp_bias", False)},
             choices=ACTIVATION,
-            only={"attention_dropout": (0.0, 0.1, None)},
             written={"pad_token_id": None},
         )
     }
@@ -104,7 +103,7 @@ class Granite4Config(GraniteConfig):
             numbers=eps(1e-6) | {name: (name, 1.0) for name in _MULTIPLIERS},
             flags=TIED | BIAS,
             choices=ACTIVATION,
-            only={"attention_dropout": (0.0, 0.1, None), "num_local_experts": (0,)},
+            only={"num_local_experts": (0,)},
             keys=("layer_types", "layers_block_type", "position_embedding_type"),
             # Of experts and of state spaces, of which there are none.
             ignored=(

@@ -45,8 +45,6 @@ class HunyuanConfig(Activated):
             choices=ACTIVATION,
             rope_ignored=("alpha", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
             aliases={"head_dim": "attention_head_dim"},
-            # What is dropped in training there is dropped in no pass here.
-            only={"attention_dropout": (0.0, 0.1, None)},
             harmless={
                 "use_qk_norm": (True, None),
                 "use_cla": (False, None),

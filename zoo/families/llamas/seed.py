@@ -28,8 +28,6 @@ class SeedConfig(LlamaConfig):
                 "mlp_bias": ("mlp_bias", False),
             },
             choices=ACTIVATION,
-            # What is dropped in training there is dropped in no pass here.
-            only={"attention_dropout": (0.0, 0.1, None)},
             ignored=("residual_dropout",),
             written={"pad_token_id": None, "residual_dropout": 0.0},
         )
