@@ -107,6 +107,22 @@ def test_numbers_out_of_the_ordinary_are_as_in_the_untiled_function(kind):
             np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5, err_msg=f"{name}, {part}")
 
 
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_row_of_which_all_is_masked_is_divided_by_zero_where_the_function_does(n):
+    """A mask before the division leaves 0 / 0 there, one behind it zeros."""
+
+    def late(s, v, m):
+        e = jnp.where(m, jnp.exp(s - s.max(-1, keepdims=True)), 0)
+        return (e / e.sum(-1, keepdims=True)) @ v
+
+    def early(s, v, m):
+        return jnp.where(m, jax.nn.softmax(s, -1), 0) @ v
+
+    args = draw(2, V), draw(V, 3), np.arange(2 * V).reshape(2, V) < V
+    for fn in (late, early):
+        np.testing.assert_allclose(tile(fn, (1, 0, 1), n)(*args), fn(*args), rtol=2e-5, atol=1e-6)
+
+
 def test_accumulator_of_bfloat16_is_wider():
     x = jnp.asarray(draw(T, 4096), jnp.bfloat16)
     got = jax.jit(tile(lambda x: jax.nn.logsumexp(x, 1), 1, 1024))(x)

@@ -50,6 +50,9 @@ STORED = {
     "rank of what a mask picks": lambda x, y: (
         (made(x, y) >= jnp.where(x == x[3, 0], made(x, y), 0).sum(0)).sum(0) * 1.0
     ),
+    "rank among absolute values": lambda x, y: (
+        (made(x, y) >= lax.top_k(jnp.abs(made(x, y)).T, 3)[0][:, -1]).sum(0) * 1.0
+    ),
     "maximum of some": lambda x, y: (made(x, y) >= jnp.max(made(x, y), 0, where=x > 0, initial=-9.0)).sum(0) * 1.0,
     "relative to the maximum": lambda x, y: nn.relu(made(x, y) - made(x, y).max(0) + 0.0),
     "below the maximum": lambda x, y: nn.relu(-made(x, y).max(0) + made(x, y)),
@@ -67,6 +70,45 @@ STORED = {
     "saturated": lambda x, y: jnp.tanh(40 * made(x, y)).max(0),
     "nothing but zeros": lambda x, y: nn.relu(made(x, y) - 100).max(0),
 }
+
+
+# Of h, a function of products: comparisons with elements of it that no rounding has changed.
+UNROUNDED = {
+    "absolute": lambda h: h == jnp.abs(h)[7],
+    "rank of absolute ones": lambda h: h >= lax.top_k(jnp.abs(h).T, 5)[0][:, -1],
+    "rank of masked ones": lambda h: h >= lax.top_k((h * (jnp.arange(61) > 3)[:, None]).T, 5)[0][:, -1],
+    "masked": lambda h: h == (h * (jnp.arange(61) > 3)[:, None])[7],
+    "half": lambda h: h == (h * 0.5)[7] * 2,
+    "stacked": lambda h: h == jnp.stack([h, -h])[0, 7],
+    "a part of a complex number": lambda h: h == jnp.real(lax.complex(h, -h))[7],
+    "no more than the maximum": lambda h: (
+        ~jnp.isnan(jax.scipy.special.betainc(0.5, 0.5, jnp.maximum(h / h.max(0), 0.01)))
+    ),
+}
+
+
+RANDOM = np.random.default_rng(1)
+OPERANDS = tuple(RANDOM.standard_normal(shape).astype(np.float32) for shape in ((37, 19), (61, 37)))
+
+
+def positive(w, x):
+    return jnp.exp(jnp.sin(x @ w)) * 1.1 + jnp.cos(x @ w) * 0.7
+
+
+@pytest.mark.parametrize("name", UNROUNDED)
+def test_what_no_rounding_changes_is_the_same_number(name):
+    count = lambda w, x: UNROUNDED[name](positive(w, x)).sum(0)
+    np.testing.assert_array_equal(jax.jit(tile(count, (None, 0), 7))(*OPERANDS), jax.jit(count)(*OPERANDS))
+
+
+def test_a_quotient_by_the_maximum_is_at_most_one():
+    """Beyond it an incomplete beta function is not a number."""
+
+    def total(w, x):
+        h = positive(w, x)
+        return jax.scipy.special.betainc(0.5, 0.5, jnp.maximum(h / h.max(0), 0.01)).sum(0)
+
+    np.testing.assert_allclose(tile(total, (None, 0), 7)(*OPERANDS), total(*OPERANDS), rtol=1e-5)
 
 
 def pulled(fn, args, jit=jax.jit):

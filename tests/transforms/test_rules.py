@@ -336,6 +336,10 @@ ONCE_WRONG = {
         lambda x: 1 / jnp.full(4, -0.0).at[jnp.arange(len(x)) % 2].add(wide(x)[:, 0]),
         np.ones((L, D)),
     ),
+    "no rows are added to zero": (  # which begins as a minus zero where nothing else is added up
+        lambda x: [1 / jnp.zeros(4).at[jnp.arange(len(x)) % 2].add(wide(x)[:, 0]), wide(x).max()],
+        np.ones((L, D)),
+    ),
     "signals of one axis are convolved with each other": (  # planning did not end
         lambda x: [jnp.correlate(x[:, 0], x[:, 1], mode="full"), jnp.convolve(wide(x)[:, 1], wide(x)[:, 0], "same")],
         np.arange(3 * L).reshape(L, D) / 7,

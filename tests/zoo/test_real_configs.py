@@ -114,7 +114,8 @@ def test_granites_with_states_or_experts_are_refused():
 
 
 # Keys that published files have: gpt2-xl, distilgpt2, opt-13b, Galactica, gpt-neox-20b, StarCoder 2, models made from
-# Pythia or of language and vision; Qwen 2.5 of a million positions, for programs that attend in chunks, which transformers does not.
+# Pythia or of language and vision; Qwen 2.5 of a million positions, for programs that attend in chunks, which
+# transformers does not.
 MEANINGLESS = [
     ("gpt2", {"output_past": True}),
     ("gpt2", {"_num_labels": 1}),

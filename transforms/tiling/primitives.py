@@ -54,7 +54,7 @@ beside: outside of rules and passes no primitive is asked for by name. One that 
     agreed         its first operand as the second has it, which nobody computes again
     stored         its operand as an earlier loop left it
     running        a cumulative sum, or the like
-    choosing       each element of the result is one of some operand's
+    choosing       each element of the result is one of some operand's, up to its sign, or a part of one
     exact          no rounding enters; nor does it if the primitive moves, copies or is discontinuous
     summing        each element of the result depends on many of the operands'
     rearranges     commutes with what is done to all elements of a product
@@ -81,9 +81,9 @@ bitcast_convert_type                                    | discontinuous view
 asinh atan atan2 bessel_i0e bessel_i1e clz cosh digamma
 erfc igamma igamma_grad_a igammac lgamma mulhi
 nan_to_num philox2x32 philox4x32 polygamma polynomial
-reduce_precision regularized_incomplete_beta sinh tan
-threefry4x32 zeta                                       | elementwise
-acos acosh asin atanh erf_inv                           | elementwise at_one
+reduce_precision sinh tan threefry4x32 zeta             | elementwise
+acos acosh asin atanh erf_inv
+regularized_incomplete_beta                             | elementwise at_one
 cbrt log2                                               | elementwise at_zero
 log pow rsqrt sqrt                                      | elementwise at_zero typed
 ceil eq_to floor le_to lt_to nextafter population_count
@@ -94,7 +94,7 @@ conj shift_left shift_right_arithmetic
 shift_right_logical xor                                 | elementwise exact
 and is_finite not or                                    | elementwise exact typed
 clamp                                                   | elementwise one_sided choosing exact
-abs                                                     | elementwise through_zero exact typed
+abs                                                     | elementwise through_zero choosing exact typed
 integer_pow square                                      | elementwise through_zero typed
 cos erf exp exp2 expm1 log1p logistic one_minus_square
 sin tanh                                                | elementwise typed
@@ -108,10 +108,11 @@ add add_any                                             | fused adding flows
 div                                                     | fused at_zero through_zero rescales typed divides
 concatenate pad                                         | fused choosing exact
 split                                                   | fused copying
+stack                                                   | choosing exact
 rev                                                     | fused copying moving
 dynamic_slice slice                                     | fused copying picks
 gather                                                  | fused copying picks looks_up
-complex imag real                                       | fused exact
+complex imag real                                       | fused choosing exact
 iota                                                    | fused exact cheap
 broadcast_in_dim                                        | fused moving flows cheap level
 transpose                                               | fused moving flows rescales rearranges

@@ -271,7 +271,8 @@ def _let_through(node: Node, number: int) -> list[Value]:
     if not has(node.name, "contracts"):
         return []
     value, others = node.inputs[number], [v for i, v in enumerate(node.inputs) if i != number]
-    return [root(v) for v in _unmasked(value) or ([value] if any(map(is_mask, others)) else [])]
+    let = _unmasked(value) or ([value] if any(map(is_mask, others)) else [])
+    return [source for v in let for source in _sources(v)]
 
 
 def _sources(value: Value) -> Iterator[Value]:
@@ -279,10 +280,23 @@ def _sources(value: Value) -> Iterator[Value]:
 
     def chosen(value: Value) -> Iterable[Value]:
         node = value.producer
-        chooses = node is not None and (node.name in CHOOSING or has(node.name, "stored"))
-        return [v for v in map(root, operands(value)) if _varies(v)] if chooses else ()
+        if node is None or (node.name in THROUGH_ZERO and any(v.dtype.kind == "c" for v in node.inputs)):
+            return ()  # a modulus is no element
+        picked = (
+            operands(value) if node.name in CHOOSING or has(node.name, "stored") else _unmasked(value) + _scaled(node)
+        )
+        return [v for v in map(root, picked) if _varies(v)]
 
     return closure(filter(_varies, [root(value)]), chosen)
+
+
+def _scaled(node: Node) -> list[Value]:
+    """What a product or quotient has the numbers of, times a power of two: no rounding enters them."""
+    if not has(node.name, "multiplies") and not has(node.name, "divides"):
+        return []
+    known = {v: constant(root(v)) for v in node.inputs[has(node.name, "divides") :]}
+    power = any(c is not None and abs(np.frexp(np.real(c))[0]) == 0.5 for c in known.values())
+    return [v for v in node.inputs if known.get(v) is None] if power else []
 
 
 def _varies(value: Value) -> bool:

@@ -64,6 +64,12 @@ def constant(value: Value) -> Any | None:
     return array.reshape(-1)[0] if array.size and (array == array.reshape(-1)[0]).all() else None
 
 
+def is_zero(value: Value) -> bool:
+    """Whether a value is the constant 0; not minus zero, to which a sum can be added as if nothing were there."""
+    known = constant(value)
+    return known is not None and bool(known == 0) and not np.signbit(np.real(known))
+
+
 def flops(node: Node) -> int:
     """Multiplications and additions of a matrix product, or of those in a node's bodies; others count nothing."""
     if isinstance(part := node.params.get("of"), Node):  # a part of another equation

@@ -27,6 +27,7 @@ from transforms.tiling.ir.graph import Value
 from transforms.tiling.ir.loops import Loop, Schedule, Step, Update
 from transforms.tiling.ir.placement import COMBINE, WHOLE, Partial, Placement, Span, Whole, identity, neutral
 from transforms.tiling.ir.terms import Term, broadcast_by
+from transforms.tiling.ir.walks import is_zero
 from transforms.tiling.primitives import has
 from transforms.tiling.rules import RULES, run
 
@@ -58,9 +59,13 @@ class Accumulator:
 
     @property
     def rows(self) -> bool:
-        """Whether it is a sum of rows that one tile has, and the others nothing: minus zeros stay as they are."""
+        """Whether it is a sum of rows that one tile has, and the others nothing: minus zeros stay as they are.
+
+        What lands in zeros is added to these.
+        """
         nodes = (term.node if isinstance(term, Step) else term.value.producer for term in self.update.terms)
-        return all(node is not None and (has(node.name, "picks") or has(node.name, "lands")) for node in nodes)
+        lands = lambda node: has(node.name, "lands") and not is_zero(node.inputs[0])
+        return all(node is not None and (has(node.name, "picks") or lands(node)) for node in nodes)
 
     def add(self, total: Any | None, tile: Tile) -> Any:
         """What it holds with one more tile; with no total yet, the tile is all there is."""

@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -16,7 +15,7 @@ from transforms import layout
 from transforms.tiling.ir.graph import Node, Value
 from transforms.tiling.ir.loops import Loop, Ref, Step
 from transforms.tiling.ir.placement import ALONE, Partial, Placement, Span, Tiled, Whole, neutral
-from transforms.tiling.ir.walks import constant, read
+from transforms.tiling.ir.walks import is_zero, read
 from transforms.tiling.lower.epilogue import Env, combine_partials, narrow
 from transforms.tiling.mesh import weight_gather
 from transforms.tiling.mesh.sums import fit
@@ -113,7 +112,7 @@ class Tile:
             array, there = self.longer[value, want]
             return there.narrow(array, want, ref.halo)
         if ref.how == "once":
-            if want == Partial("sum") and (known := constant(value)) == 0 and not np.signbit(np.real(known)):
+            if want == Partial("sum") and is_zero(value):
                 with value.producer.context.manager if value.producer else nullcontext():
                     return jnp.zeros(value.shape, value.dtype)
             whole = jnp.asarray(read(self.env, value))

@@ -8,7 +8,7 @@ stands (a *witness*: `agree`).
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -69,16 +69,16 @@ def agree(met: Disagreement, span: Span) -> bool:
         kind = {"axes": tuple(sorted(other.params["axes"])), "op": other.name.removeprefix("reduce_")}
         mask = _mask_of(other.inputs[0], value) if kind["op"] == "sum" else None
         places = _witness(graph, other, span) if mask is None else [mask]
-        lets = _lets_through(value, other.inputs[0]) or []
-        chosen = known
-        for which, case, fill in lets:
-            more, (chosen,) = traced(partial(_select, case), [which, chosen, fill], node)
+        steps = _lets_through(value, other.inputs[0]) or []
+        there = [known]
+        for step in steps:
+            more, (made,) = traced(*step.into(there[-1]), node)
             nodes += more
-        (chosen,) = add(nodes, node, snapped_p, [chosen, copy, *places], [value.aval], **kind)
-        for which, case, _ in lets:
-            more, (chosen,) = traced(partial(_select, case), [which, chosen, known], node)
+            there.append(made)
+        (known,) = add(nodes, node, snapped_p, [there.pop(), copy, *places], [value.aval], **kind)
+        while there:
+            more, (known,) = traced(*steps.pop().back(known, there.pop()), node)
             nodes += more
-        known = chosen
         for total in _counts(graph, node, other):
             more, (counted[total],) = traced(partial(_as, total.dtype), places[-1:], node)
             nodes += more
@@ -129,18 +129,43 @@ def _has_place(found: Analysis, node: Node, value: Value) -> bool:
     return known and cut.major == 1 and cut.dim in node.params["axes"]
 
 
-def _lets_through(value: Value, masked: Value) -> list[tuple[Value, int, Value]] | None:
-    """The masks, the innermost first, between a value and what an extremum is taken of: condition, case and filling."""
-    found: list[tuple[Value, int, Value]] = []
+class Through(NamedTuple):
+    """A step from a value to what an extremum is taken of: of `case` of a `condition` alone, the rest being filled.
+
+    Without a condition, all numbers lose their signs.
+    """
+
+    condition: Value | None = None
+    case: int = 0
+    filling: Value | None = None
+
+    def into(self, value: Value) -> tuple[Any, list[Any]]:
+        """What makes it of the value: a function and its operands."""
+        choose = partial(_select, self.case)
+        return (jnp.abs, [value]) if self.condition is None else (choose, [self.condition, value, self.filling])
+
+    def back(self, new: Value, old: Value) -> tuple[Any, list[Any]]:
+        """What makes the value of what has become of it, and of what the value was."""
+        choose = partial(_select, self.case)
+        return (jnp.copysign, [new, old]) if self.condition is None else (choose, [self.condition, new, old])
+
+
+def _lets_through(value: Value, masked: Value) -> list[Through] | None:
+    """The steps, the innermost first, between a value and what an extremum is taken of."""
+    found: list[Through] = []
     while masked is not value:
         node = masked.producer
+        if node is not None and node.name == "abs":
+            found.insert(0, Through())
+            masked = node.inputs[0]
+            continue
         if node is None or node.name != "select_n" or len(node.inputs) != 3 or node.inputs[0].shape != value.shape:
             return None
         filled = [constant(v) is not None for v in node.inputs[1:]]
         if filled.count(True) != 1:
             return None
         case = filled.index(False)
-        found.insert(0, (node.inputs[0], case, node.inputs[2 - case]))
+        found.insert(0, Through(node.inputs[0], case, node.inputs[2 - case]))
         masked = node.inputs[1 + case]
     return found
 

@@ -148,7 +148,9 @@ def follow_select(self: Finder, node: Node, move: Move, late: int | None) -> Ear
     if found[0].scaled or found[0].factors:
         if any(f is None or f != 0 for f in fill):
             return None
-        return dataclasses.replace(found[0], stage=stage, masked=bool(fill) or any(e.masked for e in found))
+        # What is multiplied later meets the zeros, too.
+        masked = bool(fill) and bool(found[0].offsets or found[0].factors)
+        return dataclasses.replace(found[0], stage=stage, masked=masked or any(e.masked for e in found))
     weighted = any(e.weighted for e in found)
     if found[0].terms and all(f is not None and f == 0 for f in fill):
         return dataclasses.replace(found[0], stage=stage, masked=True, weighted=bool(fill) or weighted)
