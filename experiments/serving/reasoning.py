@@ -97,8 +97,8 @@ class Channels:
         return self._told[True], self._told[False]
 
     def _read_header(self) -> bool:
-        begins = self._held.lstrip()
-        if not any(begins.startswith(mark[: len(begins)]) for mark in (START, CHANNEL, "to=")):
+        first = self._held.lstrip()
+        if not any(first.startswith(mark[: len(first)]) for mark in (START, CHANNEL, "to=")):
             self._header, self._thinks, self._tool = False, False, ""
             return True
         header, ended, rest = self._held.partition(MESSAGE)
