@@ -154,8 +154,9 @@ def _pair(line: bytes, encoder: Any, chat: Any) -> list[Encoded]:
 def _without_twice_told(found: dict[str, Any]) -> dict[str, Any]:
     """Return a line without a `prompt` of text that both answers begin with too, as UltraFeedback has it."""
     prompt, answers = found.get("prompt"), [found.get(name) for name in ANSWERS]
-    begin = [one for answer in answers if isinstance(answer, list) for one in answer[:2] if isinstance(one, dict)]
-    twice = isinstance(prompt, str) and sum(one.get("content") == prompt for one in begin) == len(ANSWERS)
+    begins = [answer[:2] if isinstance(answer, list) else [] for answer in answers]
+    says = lambda one: isinstance(one, dict) and one.get("content") == prompt
+    twice = isinstance(prompt, str) and all(any(map(says, begin)) for begin in begins)
     return {**found, "prompt": None} if twice else found
 
 

@@ -22,13 +22,9 @@ from experiments.runtime.manifest import FILE, reason, user_cache
 T = TypeVar("T")
 HUB = "hf://"
 WRITTEN = ("out", "cache")  # options whose folders are written to
-KINDS = [
-    "*.json",
-    "*.safetensors",
-    "*.model",
-    "*.txt",
-    "*.jinja",
-]  # of a model's files on the hub; the last in folders too
+# Of a model's files on the hub; templates stand in a folder, too.
+WEIGHTS = ["*.json", "*.safetensors", "*.model", "*.txt"]
+KINDS = [*WEIGHTS, "*.jinja"]
 
 
 class RemoteError(CommandError):
@@ -73,12 +69,8 @@ def _from_hub(option: str, url: str) -> tuple[Path, str]:
     except ImportError:
         raise RemoteError(f"{option}={url} needs huggingface_hub: {install('hf')}") from None
     try:
-        found = snapshot_download(
-            repository,
-            revision=revision or None,
-            allow_patterns=KINDS,
-            ignore_patterns=[f"*/{kind}" for kind in KINDS[:-1]],
-        )
+        inner = [f"*/{kind}" for kind in WEIGHTS]
+        found = snapshot_download(repository, revision=revision or None, allow_patterns=KINDS, ignore_patterns=inner)
     except Exception as error:  # one of a dozen, of three libraries
         raise RemoteError(
             f"cannot fetch {option}={url} from the hub: {reason(error).rstrip('.')}. Where the hub can be reached (and "
