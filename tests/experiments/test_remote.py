@@ -181,16 +181,18 @@ class Hub(http.server.BaseHTTPRequestHandler):
     def do_HEAD(self, body=False):
         type(self).asked.append(self.path)
         head, content = {"X-Repo-Commit": COMMIT}, b"{}"
-        name = self.path.rpartition("/")[2]
+        name = self.path.partition("/resolve/")[2].partition("/")[2]
+        there = [file for file in sorted(Path(self.folder).rglob("*")) if file.is_file()]
+        sizes = {file.relative_to(self.folder).as_posix(): file.stat().st_size for file in there}
         if self.path.startswith("/api/models/lab/tiny"):
-            files = [{"rfilename": file} for file in sorted(os.listdir(self.folder))]
+            files = [{"rfilename": file} for file in sizes]
             content = json.dumps({"id": "lab/tiny", "sha": COMMIT, "siblings": files, "tags": []}).encode()
             if "/tree/" in self.path:
                 oid = hashlib.sha1(b"").hexdigest()
-                listed = ((file, os.path.getsize(os.path.join(self.folder, file))) for file in os.listdir(self.folder))
-                content = json.dumps([{"type": "file", "path": f, "size": n, "oid": oid} for f, n in listed]).encode()
+                listed = [{"type": "file", "path": file, "size": n, "oid": oid} for file, n in sizes.items()]
+                content = json.dumps(listed).encode()
             status = 200
-        elif self.path.startswith("/lab/tiny/resolve/") and Path(self.folder, name).exists():
+        elif self.path.startswith("/lab/tiny/resolve/") and name in sizes:
             content = Path(self.folder, name).read_bytes()
             head["ETag"] = f'"{hashlib.sha256(content).hexdigest()}"'
             status = 200
@@ -226,6 +228,9 @@ def test_weights_by_their_name_on_the_hub(tmp_path):
     )
     model = zoo.Gemma.init(config, key=jax.random.key(0))
     zoo.save(model, tmp_path / "there")
+    for name in ("additional_chat_templates/tool_use.jinja", "original/params.json"):
+        (tmp_path / "there" / name).parent.mkdir()
+        (tmp_path / "there" / name).write_text("{}")
     Hub.folder = tmp_path / "there"
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -243,6 +248,8 @@ def test_weights_by_their_name_on_the_hub(tmp_path):
         assert exact == f"hf://lab/tiny@{COMMIT}"
         found = zoo.load(path)
         assert (found.embed == model.embed).all()
+        inner = [file.relative_to(path).as_posix() for file in Path(path).rglob("*/*") if file.is_file()]
+        assert inner == ["additional_chat_templates/tool_use.jinja"]
         assert (
             "cannot fetch model.weights=hf://lab/other from the hub: " in fetch("model.weights=hf://lab/other").stdout
         )

@@ -57,20 +57,25 @@ def test_save_carries_the_sources_tokenizer_and_token_ids(folder, tmp_path):
     (folder / "tokenizer.json").write_text('{"a": 1}')
     (folder / "chat_template.jinja").write_text("{{ x }}")
     (folder / "README.md").write_text("no")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ y }}")
     raw = json.loads((folder / "config.json").read_text()) | {"eos_token_id": [1, 107], "pad_token_id": 3}
     (folder / "config.json").write_text(json.dumps(raw))
     save(load(folder), tmp_path / "out", source=folder)
-    assert {file.name for file in (tmp_path / "out").iterdir()} == {
+    written = {file.relative_to(tmp_path / "out").as_posix() for file in (tmp_path / "out").rglob("*.*")}
+    assert written == {
         "config.json",
         "model.safetensors",
         "tokenizer.json",
         "chat_template.jinja",
+        "additional_chat_templates/tool_use.jinja",
     }
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (written["eos_token_id"], written["pad_token_id"], written["bos_token_id"]) == ([1, 107], 3, 2)
     assert (tmp_path / "out" / "tokenizer.json").read_text() == '{"a": 1}'
     save(load(folder), folder, source=folder)  # onto itself
     assert (folder / "tokenizer.json").read_text() == '{"a": 1}'
+    assert (folder / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ y }}"
 
 
 # --- multimodal folders, indices, meshes ----------------------------------------------------------------------------
