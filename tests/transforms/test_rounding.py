@@ -79,6 +79,7 @@ UNROUNDED = {
     "rank of masked ones": lambda h: h >= lax.top_k((h * (jnp.arange(61) > 3)[:, None]).T, 5)[0][:, -1],
     "masked": lambda h: h == (h * (jnp.arange(61) > 3)[:, None])[7],
     "half": lambda h: h == (h * 0.5)[7] * 2,
+    "an absolute one that a mask picks": lambda h: h == ((jnp.arange(61) == 7)[:, None] * jnp.abs(h)).sum(0),
     "stacked": lambda h: h == jnp.stack([h, -h])[0, 7],
     "a part of a complex number": lambda h: h == jnp.real(lax.complex(h, -h))[7],
     "no more than the maximum": lambda h: (
@@ -99,6 +100,19 @@ def positive(w, x):
 def test_what_no_rounding_changes_is_the_same_number(name):
     count = lambda w, x: UNROUNDED[name](positive(w, x)).sum(0)
     np.testing.assert_array_equal(jax.jit(tile(count, (None, 0), 7))(*OPERANDS), jax.jit(count)(*OPERANDS))
+
+
+def test_what_is_too_large_to_store_agrees_with_its_largest_absolute_value():
+    """All are negative: none is below minus the largest, and what is put in its place has its sign."""
+    w, x = OPERANDS
+    wide = np.concatenate([w] * 8, 1) * np.linspace(0.5, 1.5, 8 * 19, dtype=np.float32)
+
+    def quantised(w, x):
+        h = positive(w, x) - 9.0
+        return jnp.floor(h / jnp.abs(h).max(0)).sum(1)
+
+    found, expected = (jax.jit(fn)(wide, x) for fn in (tile(quantised, (None, 0), 7), quantised))
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_a_quotient_by_the_maximum_is_at_most_one():
