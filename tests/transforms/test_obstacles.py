@@ -12,6 +12,7 @@ import transforms
 from transforms import TileError, tile
 from transforms.tiling.ir import obstacles
 from transforms.tiling.ir.obstacles import Obstacle, Refusal
+from transforms.tiling.passes import driver
 from transforms.tiling.passes.driver import ANSWERS
 
 THROUGH_JIT = {"Needed", "Captured"}  # `jax.jit` is to remember nothing of a call that raises these (`api`)
@@ -47,3 +48,10 @@ def test_a_program_says_why_it_has_no_plan_without_raising():
         traced.plan  # noqa: B018
     assert str(error.value) == traced.refusal.message
     assert dataclasses.replace(traced, closed=jax.make_jaxpr(jnp.sin)(jnp.ones(400))).refusal is None
+
+
+def test_rewrites_that_leave_what_they_look_for_come_to_an_end(monkeypatch):
+    unchanging = driver.Pass("unchanging", lambda work, found: True, "")
+    monkeypatch.setattr(driver, "ALWAYS", (unchanging,))
+    with pytest.raises(TileError, match=r"leave something to rewrite, the last ones unchanging, .*defect.*report"):
+        tile(lambda x: jnp.sin(x).sum(), 0, 2)(jnp.ones(8))

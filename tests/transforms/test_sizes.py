@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax, nn
+from jax.ad_checkpoint import checkpoint_name
 
 from tests.helpers import assert_no_large, assert_tiles
 from transforms import TileError, tile
@@ -55,10 +56,61 @@ def test_a_loop_makes_what_it_reads(fn):
     assert_no_large(jax.make_jaxpr(tile(fn, (0, None), 12))(*args), L * F)
 
 
-@pytest.mark.parametrize(("fn", "why"), [(hops, "adds up a cut array"), (transport, "keeps a cut array of each step")])
-def test_a_loop_keeps_no_cut_array_of_its_steps(fn, why):
-    with pytest.raises(TileError, match=why):
-        jax.make_jaxpr(jax.grad(tile(fn, (0, None), 12), (0, 1)))(*draw())
+def means(x, w):
+    """Soft k-means, of other rows' centers."""
+    h = jnp.tanh(x @ w)
+
+    def step(c, _):
+        near = nn.softmax(-((h[:, None] - c[None]) ** 2).sum(-1), axis=1)
+        return (near.T @ h) / near.sum(0)[:, None], None
+
+    return (lax.scan(step, jnp.stack([h[0], h[7], h[30]]), None, 3)[0] ** 2).sum()
+
+
+@pytest.mark.parametrize("fn", [hops, transport, means])
+@pytest.mark.parametrize("outputs", ["one", "two"])
+def test_derivatives_compute_the_steps_of_a_loop_again(fn, outputs):
+    """Untiled they keep cut arrays of each step, and add up the cotangents of what all steps read."""
+    made = fn if outputs == "one" else lambda x, w: (fn(x, w), jnp.tanh(x @ w).sum(1))
+    assert_tiles(made, (0, None), 5, draw(), fast=True)
+    total = lambda x, w: sum(a.sum() for a in jax.tree.leaves(tile(made, (0, None), 12)(x, w)))
+    assert_no_large(jax.make_jaxpr(jax.grad(total, (0, 1)))(*draw()), L * F)
+
+
+def test_what_steps_compute_again_has_its_own_derivative_rule():
+    """The body of a loop, put into `jax.checkpoint`, keeps the rules of the functions that it calls."""
+
+    @jax.custom_vjp
+    def doubled(x):
+        return x
+
+    doubled.defvjp(lambda x: (x, None), lambda _, g: (2 * g,))
+
+    def fn(x, w):
+        h = doubled(jnp.tanh(x @ w))
+        step = lambda c, _: (jnp.tanh(h.T @ nn.softmax(doubled(h) @ c)), None)
+        return lax.scan(step, jnp.ones(F), None, 3)[0].sum()
+
+    assert_tiles(fn, (0, None), 5, draw(), fast=True)
+
+
+def test_a_loop_keeps_no_cut_array_of_its_steps():
+    """What the loop itself returns of every step, and is no output, is refused."""
+
+    def fn(x, w):
+        h = jnp.tanh(x @ w)
+        step = lambda c, _: (jnp.tanh(h.T @ nn.softmax(h @ c)), h * c)
+        return jnp.sort(lax.scan(step, jnp.ones(F), None, 3)[1], axis=0).sum()
+
+    with pytest.raises(TileError, match="keeps a cut array of each step"):
+        jax.make_jaxpr(tile(fn, (0, None), 12))(*draw())
+
+
+def test_a_policy_says_what_is_computed_again():
+    fn = lambda x, w: checkpoint_name(hops(x, w), "kept") ** 2
+    policy = jax.checkpoint_policies.save_only_these_names("kept")
+    with pytest.raises(TileError, match="adds up a cut array"):
+        jax.make_jaxpr(jax.grad(tile(fn, (0, None), 12, policy=policy), (0, 1)))(*draw())
 
 
 PICKS = {

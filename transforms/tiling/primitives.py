@@ -193,6 +193,7 @@ CUSTOM_CALLS = {
 }
 SOLVE = "custom_linear_solve"  # the same, with several bodies
 LINEAR = "tiled_linear"  # a derivative of a `tile` within, whose body is a function
+SCAN = "scan"
 # jax.checkpoint's names in the versions of JAX.
 REMAT = ("remat2", "checkpoint", "remat")
 

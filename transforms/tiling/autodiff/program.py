@@ -20,6 +20,7 @@ from transforms.tiling.autodiff.chain_split import separate
 from transforms.tiling.autodiff.custom_rules import differentiated, has_custom_vjp, narrow, replaced, ruled, scales
 from transforms.tiling.autodiff.policy import Keeping, keeping
 from transforms.tiling.autodiff.residuals import Residuals, residuals_of
+from transforms.tiling.autodiff.steps import computed_again
 from transforms.tiling.frontend.flatten import flatten
 from transforms.tiling.ir.dump import dump
 from transforms.tiling.ir.effects import silence, silence_recomputed
@@ -247,7 +248,7 @@ class Program:
         own = varying(self.closed.out_avals[outs[0]])
         if any(own - varying(self.closed.in_avals[i]) for i in active):
             return False
-        joint = self._joint(tuple(active), outs[0])
+        joint = self._joint(self.closed, tuple(active), outs[0])
         return joint is not None and scales(self.closed.jaxpr, active) and not narrow(joint.closed.jaxpr)
 
     def is_scalar(self, outs: Sequence[int], active: Sequence[int]) -> bool:
@@ -261,29 +262,49 @@ class Program:
         return {}
 
     @remembered
-    def _joint(self, active: tuple[int, ...], out: int) -> Program | None:
+    def _joint(self, closed: ClosedJaxpr, active: tuple[int, ...], out: int) -> Program | None:
         """The outputs and the gradients of one; None where JAX has no reverse mode (a loop of unknown length)."""
         count = len(self.closed.out_avals)
         wide = [*self.wide, *range(count, count + len(active))]
         try:
-            return self.derive(functools.partial(self._values_and_gradients, active, out), (), wide)
+            return self.derive(functools.partial(self._values_and_gradients, closed, active, out), (), wide)
         except ValueError as error:
             if NO_REVERSE not in str(error):
                 raise
             return None
 
-    def _values_and_gradients(self, active: tuple[int, ...], out: int, *args: Any) -> tuple[Any, ...]:
-        (value,), vjp, outs = jax.vjp(*self.chosen(args, active, [out]), has_aux=True)
+    def _values_and_gradients(
+        self, closed: ClosedJaxpr, active: tuple[int, ...], out: int, *args: Any
+    ) -> tuple[Any, ...]:
+        (value,), vjp, outs = jax.vjp(*self.chosen(args, active, [out], closed=closed), has_aux=True)
         return (*outs, *vjp([jnp.ones_like(value)]))
 
+    def _in_reverse(self, derived: Callable[[ClosedJaxpr], Program]) -> Program:
+        """What `derived` makes of the program; where that is refused, of the one of whose scans less is kept."""
+        made = derived(self.closed)
+        if self._steps_again is None or made.refusal is None:
+            return made
+        again = derived(self._steps_again)
+        return made if again.refusal else again
+
+    @functools.cached_property
+    def _steps_again(self) -> ClosedJaxpr | None:
+        """The same program with `jax.checkpoint` around the bodies of its scans, unless a policy says what is kept."""
+        return computed_again(self.closed, self.placements, self.limits.largest) if self.keeping is None else None
+
     def chosen(
-        self, args: Sequence[Any], active: Sequence[int], outs: Sequence[int], kept: Sequence[Any] | None = None
+        self,
+        args: Sequence[Any],
+        active: Sequence[int],
+        outs: Sequence[int],
+        kept: Sequence[Any] | None = None,
+        closed: ClosedJaxpr | None = None,
     ) -> tuple[Any, ...]:
         """A function of the inputs `active`, and those: it returns the outputs `outs`, and beside them all outputs.
 
-        `kept`: what was kept of an evaluation, which is not computed again.
+        `kept`: what was kept of an evaluation, which is not computed again. `closed`: what is run, if not the program.
         """
-        fn = jaxpr_as_fun(self.closed)
+        fn = jaxpr_as_fun(closed or self.closed)
 
         def primal(*chosen: Any) -> tuple[list[Any], list[Any]]:
             full = replaced(args, active, chosen)
@@ -298,8 +319,8 @@ class Program:
 
         A program, and what makes them of its results; gradients are in the dtype of sums.
         """
-        joint, count = self._joint(active, out), len(self.closed.out_avals)
-        assert joint is not None, "asked for after `in_one_pass`"
+        made, count = lambda closed: self._joint(closed, active, out), len(self.closed.out_avals)
+        joint = self._in_reverse(made)  # after `in_one_pass` there is one
         straight = cut_again(joint, active), lambda results: (list(results[:count]), list(results[count:]))
         split = separate(self.closed, self.placements, self.limits, active, out)
         if split is None:
@@ -360,19 +381,23 @@ class Program:
         """The cotangents of inputs `active`, from the inputs, what was kept, and the cotangents of outputs `outs`."""
         count = len(self.closed.in_avals)
 
-        def backward(*both: Any) -> tuple[Any, ...]:
+        def backward(closed: ClosedJaxpr, *both: Any) -> tuple[Any, ...]:
             args, kept, cotangents = both[:count], both[count : -len(outs)], both[-len(outs) :]
-            _, vjp, _ = jax.vjp(*self.chosen(args, active, outs, kept), has_aux=True)
+            _, vjp, _ = jax.vjp(*self.chosen(args, active, outs, kept, closed), has_aux=True)
             return vjp(list(cotangents))
 
         extra = [*self.kept(active), *((self.closed.out_avals[i], self.output_placements[i]) for i in outs)]
         also = self.forward(active).also
         given = (also, count) if also is not None else None
-        made = self.derive(backward, extra, given=len(outs))
         # A gradient takes the place of a cotangent that was read, or of the input whose gradient it is.
-        last = range(len(made.closed.in_avals) - len(outs), len(made.closed.in_avals))
+        last = range(count + len(extra) - len(outs), count + len(extra))
         reuse = {i: [*last, number] for i, number in enumerate(active)}
-        return cut_again(dataclasses.replace(made, given=given, reuse=reuse, unseen=True), active)
+
+        def made(closed: ClosedJaxpr) -> Program:
+            derived = self.derive(functools.partial(backward, closed), extra, given=len(outs))
+            return dataclasses.replace(derived, given=given, reuse=reuse, unseen=True)
+
+        return cut_again(self._in_reverse(made), active)
 
 
 # ------------------------------------------------------------------------------------------------ a second cut

@@ -7,6 +7,7 @@ on every finished analysis, because they save a loop (`ALWAYS`). After any rewri
 That ends: each rewrite leaves fewer equations of the kind that it looks for (calls to inline, scans with constants to
 sink, recurrences that have no state yet, joins and slices that are not shifts, sums that wait, comparisons of what is
 computed again), or grows a set that is bounded by the graph (`promoted`, `divided`, `backward`), a flag, or the tile.
+Were one of them wrong in that, its plan would be refused: `planned` counts.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from transforms.tiling.analysis.propagate import analyse
 from transforms.tiling.frontend.trace import inline
 from transforms.tiling.ir.facts import Analysis
 from transforms.tiling.ir.graph import Graph, Node, Value
+from transforms.tiling.ir.jaxprs import bodies, equations
 from transforms.tiling.ir.loops import Schedule
 from transforms.tiling.ir.numbering import merge
 from transforms.tiling.ir.obstacles import Along, Disagreement, Groups, Inline, Obstacle, Promote, Refusal, Sink
@@ -181,6 +183,8 @@ ANSWERS = (
     Pass("stretched limit", stretched_limit, "what all cut inputs together take may be whole", Refusal),
 )
 
+REWRITES = 8  # for each equation; no plan is known to take more than one
+
 
 def planned(
     graph: Graph, placements: Sequence[Placement], limits: Limits, also: int = 0
@@ -199,7 +203,9 @@ def planned(
     """
     work = Work(graph, dataclasses.replace(limits, longest=2 * limits.options.size), also)
     merge(graph)
-    while True:
+    inside = (eqn for node in graph.nodes for body in bodies(node.params) for eqn in equations(body))
+    most = REWRITES * (len(graph.nodes) + sum(1 for _ in inside) + 2)
+    while len(work.passes) < most:
         found = _attempt(work, placements)
         if isinstance(found, Schedule):
             return dataclasses.replace(found, passes=tuple(work.passes)), list(work.online.results)
@@ -208,6 +214,10 @@ def planned(
         if not _first([p for p in ANSWERS if p.answers and isinstance(found, p.answers)], work, found):
             assert isinstance(found, Refusal), found  # all others have an answer that never fails
             return work.refusal or found
+    return Refusal(
+        f"cannot tile: {most} rewrites of it leave something to rewrite, the last ones {', '.join(work.passes[-3:])}. "
+        "That is a defect of `tile`: please report the function.\n  To go on: cut another axis."
+    )
 
 
 def _attempt(work: Work, placements: Sequence[Placement]) -> Schedule | Obstacle | Analysis:

@@ -1,0 +1,52 @@
+"""Derivatives that compute the steps of scans again, where to keep what each step makes would take too much.
+
+JAX's reverse mode keeps the intermediates of every step, and adds up, from step to step, the cotangent of what a scan
+reads. Cut arrays among these have to be whole, which may be more than inputs and outputs are (Sinkhorn's iterations
+over a cost matrix, soft k-means). Where that is refused, derivatives are taken of the same program with the body of
+each scan in `jax.checkpoint`, which keeps the state of each step alone, and with large cut values that it reads made
+in the body: their cotangents end there in those of what they are made from.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from transforms.layout import like
+from transforms.tiling.frontend.flatten import evaluate, flatten
+from transforms.tiling.ir.placement import Placement, Tiled
+from transforms.tiling.ir.walks import closure, depends, operands, scan_counts
+from transforms.tiling.passes.sink import sink
+from transforms.tiling.primitives import SCAN
+
+
+def computed_again(closed: ClosedJaxpr, placements: Sequence[Placement], largest: int) -> ClosedJaxpr | None:
+    """The same program, of whose scans derivatives keep the state of each step and no more; None if it has no scan.
+
+    Args:
+        closed: the program.
+        placements: of its inputs.
+        largest: bytes of a cut value that a scan may read as it is.
+    """
+    graph = flatten(closed, custom=False)
+    scans = [node for node in graph.nodes if node.name == SCAN]
+    if not scans:
+        return None
+    cut = depends(graph, {v for v, p in zip(graph.inputs, placements, strict=True) if isinstance(p, Tiled)})
+    large = {v for v in cut if v.producer is not None and v.nbytes > largest}
+    for node in scans:
+        made = [i for i, v in enumerate(node.inputs[: scan_counts(node)[0]]) if v in large]
+        needed = closure([node.inputs[i] for i in made], lambda v: operands(v) if v in large else ())
+        sources = [v for v in needed if v not in large and v.const is None]
+        body = jaxpr_as_fun(node.params["jaxpr"])
+        sink(graph, node, made, sources, lambda inner, body=body: body(*inner), REMAT)
+    effects = [node for node in graph.nodes if node.effects]
+    run = lambda *args: evaluate(dict(zip(graph.inputs, args, strict=True)), graph.outputs, effects)
+    return jax.make_jaxpr(run)(*(like(a) for a in closed.in_avals))
+
+
+REMAT: Any = functools.partial(jax.checkpoint, prevent_cse=False)  # a loop keeps steps apart by itself
