@@ -11,6 +11,7 @@ beside: outside of rules and passes no primitive is asked for by name. One that 
     in_place       the result is written over an operand
     reducing       reads more than it makes: what it reads may be fused into it
     heavy          copies what it reads, whatever the size of the tile
+    beside         along the cut axis, may read rows beside a tile rather than the whole
     nested         has bodies that run as they stand
     picks          takes rows of its first operand
     looks_up       likewise, at places that its second operand holds
@@ -99,18 +100,20 @@ integer_pow square                                      | elementwise through_ze
 cos erf exp exp2 expm1 log1p logistic one_minus_square
 sin tanh                                                | elementwise typed
 optimization_barrier random_bits random_fold_in
-random_split random_unwrap random_wrap reduce_window_max
-reduce_window_min threefry2x32                          | exact
+random_split random_unwrap random_wrap threefry2x32     | exact
+reduce_window_max reduce_window_min                     | exact beside
 stored                                                  | exact stored
 reduce_and reduce_or                                    | exact reducing
 reshard                                                 | flows rescales respreads
 add add_any                                             | fused adding flows
 div                                                     | fused at_zero through_zero rescales typed divides
-concatenate pad                                         | fused choosing exact
-split                                                   | fused copying
+concatenate pad                                         | fused choosing exact beside
 stack                                                   | choosing exact
+reduce_window_sum                                       | beside
+split                                                   | fused copying beside
 rev                                                     | fused copying moving
-dynamic_slice slice                                     | fused copying picks
+dynamic_slice                                           | fused copying picks
+slice                                                   | fused copying picks beside
 gather                                                  | fused copying picks looks_up
 complex imag real                                       | fused choosing exact
 iota                                                    | fused exact cheap
@@ -135,7 +138,7 @@ while                                                   | nested tested
 platform_index                                          | platform
 cumsum ragged_dot_general                               | summing
 reduce_sum                                              | summing flows reducing contracts
-conv_general_dilated                                    | summing heavy
+conv_general_dilated                                    | summing heavy beside
 scatter-add                                             | summing in_place lands
 reduce_prod                                             | summing reducing
 dot_general                                             | summing typed product contracts

@@ -32,6 +32,8 @@ class Limits:
     stretched: bool = False  # there is no other way
     longest: int = 0  # a tile may become to hold groups of rows whole: twice as long as was asked for
     again: frozenset[Value] = frozenset()  # cut values that no loop reads as an earlier one stored them
+    beside: bool = True  # what reads along the axis is rewritten, where that is a way, rather than given whole operands
+    granted: frozenset[Node] = frozenset()  # those of which none is one
     backward: frozenset[Node] = frozenset()  # what runs backwards tile by tile, for its operand may not be whole
 
     def allow(self, value: Value) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from transforms.layout import Apart
+from transforms.layout import Apart, named
 from transforms.tiling.analysis import halo
 from transforms.tiling.analysis.fits import unfit
 from transforms.tiling.analysis.limits import Limits, check_size
@@ -21,7 +21,7 @@ from transforms.tiling.analysis.recut import recut
 from transforms.tiling.frontend.trace import any_platform, inline, split
 from transforms.tiling.ir.facts import Analysis, Completion, Fact, Outlined, Region, grain
 from transforms.tiling.ir.graph import Graph, Node, Value
-from transforms.tiling.ir.obstacles import Along, Complete, Inline, Obstacle, Promote, Refusal, Sink, Split
+from transforms.tiling.ir.obstacles import Along, Beside, Complete, Inline, Obstacle, Promote, Refusal, Sink, Split
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Stacked, Tiled, Whole
 from transforms.tiling.ir.walks import closure, operands
 from transforms.tiling.mesh.sums import FLOWS, flowing
@@ -29,6 +29,7 @@ from transforms.tiling.mesh.unreduced import keep_apart, postpone
 from transforms.tiling.primitives import REMAT, having
 from transforms.tiling.rules import RULES, Move, partial, pulled, resumes, tiled, wait
 
+BESIDE = having("beside")
 DEEPEST = 64  # regions within one another: a part of a region that is not apart would be taken out of itself for ever
 
 
@@ -300,6 +301,8 @@ def _complete(found: Analysis, node: Node, operand: int, reason: str, any_size: 
         refusal = check_size(value, fact.placement, node, reason, limits, [(node, fact.placement.dim)])
         if refusal is not None:
             return refusal
+        if limits.beside and node.name in BESIDE and node not in limits.granted and named(value.aval) is None:
+            return Beside(reason, [(node, fact.placement.dim)])
     found.completions.append(Completion(value, node, reason, fact.placement))
     found.completed[node, operand] = reason
     return Fact(WHOLE, fact.stage + 1)

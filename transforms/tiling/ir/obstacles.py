@@ -30,6 +30,11 @@ class Refusal(Obstacle):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Beside(Refusal):
+    """An equation reads a cut array along the axis, which may be whole: a halo could take its place, rewritten."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Complete(Obstacle):
     """Operands (by number) must be whole before the node can run; `reason` reads after the primitive's name.
 

@@ -30,7 +30,7 @@ from transforms.tiling.ir.graph import Graph, Node, Value
 from transforms.tiling.ir.jaxprs import bodies, equations
 from transforms.tiling.ir.loops import Schedule
 from transforms.tiling.ir.numbering import merge
-from transforms.tiling.ir.obstacles import Along, Disagreement, Groups, Inline, Obstacle, Promote, Refusal, Sink
+from transforms.tiling.ir.obstacles import Along, Beside, Disagreement, Groups, Inline, Obstacle, Promote, Refusal, Sink
 from transforms.tiling.ir.placement import Placement, Tiled
 from transforms.tiling.passes import agreement
 from transforms.tiling.passes.cumulative import carry
@@ -154,7 +154,8 @@ def run_backwards(work: Work, refusal: Refusal) -> bool:
 
 
 def shifts(work: Work, refusal: Refusal) -> bool:
-    work.refusal = work.refusal or refusal
+    if not isinstance(refusal, Beside):
+        work.refusal = work.refusal or refusal
     if not align(work.graph, work.limits.options.total):
         return False
     work.refusal = None  # what is refused now says more
@@ -165,11 +166,17 @@ def index_set_splitting(work: Work, refusal: Refusal) -> bool:
     return any(divide(work.graph, node, dim, work.divided) for node, dim in refusal.origins)
 
 
+def whole_operands(work: Work, beside: Beside) -> bool:
+    work.limits = dataclasses.replace(work.limits, granted=work.limits.granted | {node for node, _ in beside.origins})
+    return True
+
+
 def stretched_limit(work: Work, _: Refusal) -> bool:
     before, work.limits = work.limits.stretched, dataclasses.replace(work.limits, stretched=True)
     return not before
 
 
+WHOLE = "whole operands"
 ANSWERS = (
     Pass("whole groups", whole_groups, "tiles hold whole chunks, patches or strides: a few rows longer", Groups),
     Pass("agreement", agree, "no comparison sees what is computed again beside copies of it", Disagreement),
@@ -180,6 +187,7 @@ ANSWERS = (
     Pass("run backwards", run_backwards, "what runs from the last row to the first does so tile by tile", Refusal),
     Pass("shifts", shifts, "slices, padding and joins become shifts along the axis: a halo", Refusal),
     Pass("index-set splitting", index_set_splitting, "arrays of another length are computed in pieces", Refusal),
+    Pass(WHOLE, whole_operands, "what reads along the axis, and cannot be rewritten, may read a small array", Beside),
     Pass("stretched limit", stretched_limit, "what all cut inputs together take may be whole", Refusal),
 )
 
@@ -201,23 +209,40 @@ def planned(
         The loops; and of the values that were there before, those which online sums end in, with what they are
         relative to. Or why it cannot be tiled within the limits.
     """
-    work = Work(graph, dataclasses.replace(limits, longest=2 * limits.options.size), also)
+    spare, twins = graph.copied()
+    made, rewritten = _planned(graph, placements, limits, also)
+    if not rewritten:
+        return made
+    other, _ = _planned(spare, placements, dataclasses.replace(limits, beside=False), also)
+    if isinstance(other, Refusal) or (not isinstance(made, Refusal) and made[0].flops <= other[0].flops):
+        return made
+    plan, ends = other
+    return plan, [twins[v] for v in ends if v in twins]
+
+
+def _planned(
+    graph: Graph, placements: Sequence[Placement], limits: Limits, also: int
+) -> tuple[tuple[Schedule, list[Value]] | Refusal, bool]:
+    """The same, and whether anything was rewritten that need not be: it could have read whole arrays."""
+    work, rewritten = Work(graph, dataclasses.replace(limits, longest=2 * limits.options.size), also), False
     merge(graph)
     inside = (eqn for node in graph.nodes for body in bodies(node.params) for eqn in equations(body))
     most = REWRITES * (len(graph.nodes) + sum(1 for _ in inside) + 2)
     while len(work.passes) < most:
         found = _attempt(work, placements)
         if isinstance(found, Schedule):
-            return dataclasses.replace(found, passes=tuple(work.passes)), list(work.online.results)
+            return (dataclasses.replace(found, passes=tuple(work.passes)), list(work.online.results)), rewritten
         if isinstance(found, Analysis):
             continue  # of a graph that was rewritten since
         if not _first([p for p in ANSWERS if p.answers and isinstance(found, p.answers)], work, found):
             assert isinstance(found, Refusal), found  # all others have an answer that never fails
-            return work.refusal or found
-    return Refusal(
+            return work.refusal or found, rewritten
+        rewritten |= isinstance(found, Beside) and work.passes[-1] != WHOLE
+    message = (
         f"cannot tile: {most} rewrites of it leave something to rewrite, the last ones {', '.join(work.passes[-3:])}. "
         "That is a defect of `tile`: please report the function.\n  To go on: cut another axis."
     )
+    return Refusal(message), rewritten
 
 
 def _attempt(work: Work, placements: Sequence[Placement]) -> Schedule | Obstacle | Analysis:

@@ -7,7 +7,8 @@ tile by tile.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -17,10 +18,10 @@ from transforms.tiling.frontend.trace import traced
 from transforms.tiling.ir.graph import Graph, Node, Value
 from transforms.tiling.ir.placement import identity
 from transforms.tiling.ir.walks import constant
-from transforms.tiling.passes.across import cropped, padded, pads
+from transforms.tiling.passes.across import cropped, pads
 from transforms.tiling.rules import RULES
 from transforms.tiling.rules.factors import elementwise
-from transforms.tiling.rules.window import CHOICES, slide
+from transforms.tiling.rules.window import CHOICES, slide, sliding
 
 
 class Segment(NamedTuple):
@@ -39,8 +40,8 @@ def align(graph: Graph, total: int) -> bool:
         for dim in [d for v in node.outputs[:1] for d in range(len(v.shape))]:
             made = next((m for way in WAYS if (m := way(node, dim, total)) is not None), None)
             if made is not None:
-                nodes, (out,) = made
-                graph.replace(node, nodes, {node.outputs[0]: out})
+                nodes, outs = made
+                graph.replace(node, nodes, dict(zip(node.outputs, outs, strict=True)))
                 changed = True
                 break
     graph.prune()
@@ -64,6 +65,18 @@ def _shift(node: Node, dim: int, total: int) -> Made:
     if not large or again or out in [s.source for s in found] or 2 * sum(s.high - s.low for s in few) > total:
         return None
     return traced(lambda *values: [_joined(found, values, dim, total)], [s.source for s in found], node)
+
+
+def _parts(node: Node, dim: int, total: int) -> Made:
+    """A split of what was padded or joined, as the gradient of a join is: slices, which may be shifts."""
+    if node.name != "split" or node.params["axis"] != dim:
+        return None
+    long = [v for v in node.outputs if v.shape[dim] == total]
+    if not any(s.source is not node.inputs[0] for v in long for s in _segments(v, dim, 0, total, 0)):
+        return None
+    ends = [*itertools.accumulate(node.params["sizes"])]
+    cuts = list(zip([0, *ends], ends, strict=False))
+    return traced(lambda x: [lax.slice_in_dim(x, *cut, axis=dim) for cut in cuts], node.inputs, node)
 
 
 def _few(node: Node, dim: int, total: int) -> Made:
@@ -97,6 +110,8 @@ def _segments(value: Value, dim: int, low: int, high: int, shift: int) -> Iterat
         return
     if node is not None and node.name == "slice" and (part := cropped(node, dim)) is not None:
         yield from _segments(node.inputs[0], dim, low, high, shift - part[0])
+    elif node is not None and node.name == "split" and node.params["axis"] == dim:
+        yield from _segments(node.inputs[0], dim, low, high, shift - sum(node.params["sizes"][: value.index]))
     elif node is not None and node.name == "concatenate" and node.params["dimension"] == dim:
         for source in node.inputs:
             end = shift + source.shape[dim]
@@ -199,10 +214,9 @@ def _window(node: Node, dim: int, total: int) -> Made:
     made, length, before, after = source.producer, source.shape[inner], along.before, along.after
     op = {"reduce_window_max": "max", "reduce_window_min": "min"}.get(node.name, "sum")
     empty = identity(op, source.dtype)
-    beside = padded(made, inner) if made is not None else None
-    if made is not None and beside is not None and length > total >= made.inputs[0].shape[inner]:
-        params = along.params(node, before + beside[0], after + beside[1])
-        if constant(made.inputs[1]) == empty:
+    if made is not None and made.name == "pad" and length > total >= made.inputs[0].shape[inner]:
+        params = _padding(node, made.params["padding_config"])
+        if params is not None and constant(made.inputs[1]) == empty:
             return traced(lambda *v: node.bind(list(v), params), [made.inputs[0], *node.inputs[1:]], node)
     if length < total < 2 * length and before >= 0 and after >= total - length:
         params = along.params(node, before, after - (total - length))
@@ -212,6 +226,20 @@ def _window(node: Node, dim: int, total: int) -> Made:
         return None
     params = along.params(node, before, along.extent - before)
     return traced(lambda *v: [lax.slice_in_dim(node.bind(list(v), params)[0], 0, size, axis=dim)], node.inputs, node)
+
+
+def _padding(node: Node, config: Sequence[tuple[int, int, int]]) -> dict[str, Any] | None:
+    """The parameters of windows that do what a `pad` of this `config` does for them, if they can."""
+    own = {along.dim: along.number for d in range(len(config)) if (along := sliding(node, d)) is not None}
+    padding = [tuple(p) for p in node.params["padding"]]
+    for d, (low, high, gap) in enumerate(config):
+        if (low, high, gap) == (0, 0, 0):
+            continue
+        if d not in own or low < 0 or high < 0 or gap:
+            return None
+        before, after = padding[own[d]]
+        padding[own[d]] = before + low, after + high
+    return node.params | {"padding": tuple(padding)}
 
 
 def _padded_later(node: Node) -> Made:
@@ -268,4 +296,4 @@ def _kernel(node: Node, dim: int, total: int) -> Made:
     return traced(lambda x, y: node.bind([x, longer(y)], p | {"padding": tuple(padding)}), node.inputs, node)
 
 
-WAYS = (_shift, _few, _sink, _window, _spaced, _kernel)
+WAYS = (_shift, _parts, _few, _sink, _window, _spaced, _kernel)
