@@ -350,3 +350,27 @@ def test_a_tile_within_a_tile_is_differentiated_in_either_mode(name, inner):
         )
     for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-8, atol=1e-10)
+
+
+@jax.custom_vjp
+def squared(x):
+    """Its rule is not linear in the cotangent."""
+    return x
+
+
+squared.defvjp(lambda x: (x, None), lambda _, g: (g * jnp.abs(g),))
+
+
+@pytest.mark.parametrize("scale", [1.0, 5.0])
+def test_a_rule_in_a_tile_within_a_tile_sees_the_cotangent(scale):
+    inner = lambda h, w: jax.nn.logsumexp(squared(h @ w), axis=1)
+    loss = lambda inner: lambda h, w: (inner(h, w) ** 2).mean()
+    outer = tile(loss(tile(inner, (None, 1), 2)), (0, None), 3)
+    found, right = (jax.grad(lambda w, f=f: scale * f(H, w))(W) for f in (outer, loss(inner)))
+    np.testing.assert_allclose(found, right, rtol=1e-5, atol=1e-7)
+
+
+def test_second_derivatives_of_a_rule_whose_loops_hand_on_what_they_end_in():
+    loss = lambda h, w: jax.nn.logsumexp(squared(jnp.tanh(h @ w)), 0).sum()
+    slope = lambda f: jax.jvp(jax.grad(lambda w: f(H, w)), (W,), (jnp.cos(W),))[1]
+    np.testing.assert_allclose(slope(tile(loss, (0, None), 3)), slope(loss), rtol=1e-4, atol=1e-6)

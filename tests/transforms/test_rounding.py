@@ -85,7 +85,27 @@ UNROUNDED = {
     "no more than the maximum": lambda h: (
         ~jnp.isnan(jax.scipy.special.betainc(0.5, 0.5, jnp.maximum(h / h.max(0), 0.01)))
     ),
+    "rank among all": lambda h: h[:, :1] >= h[:, 0],
+    "row of itself": lambda h: (h[:, None] == h).all(-1),
+    "order of pairs": lambda h: jnp.abs(jnp.sign(h[:, :1] - h[:, 0])),
+    "no distance": lambda h: ((h[:, None, :8] - h[:, :8]) ** 2).sum(-1) == 0,
+    "inverse of a distance": lambda h: jnp.isinf(1 / jnp.abs(h[:, :1] - h[:, 0])),
+    "least of a row's largest": lambda h: h == h.max(1).min(),
+    "least of a row's third": lambda h: h == jnp.sort(h, 1)[:, -3].min(),
+    "least of what rows look up": lambda h: h == jnp.take_along_axis(h, TARGETS[:, None], 1).min(),
+    "least of what rows pick": lambda h: h == (h * nn.one_hot(TARGETS, 19)).sum(1).min(),
+    "largest of each class": lambda h: h[:, :1] == jax.ops.segment_max(h[:, 0], TARGETS, 19),
+    "what 0 or 1 picks": lambda h: h == (h * jnp.where(jnp.arange(61) == 11, 1.0, 0.0)[:, None]).sum(0),
+    "rows of the identity": lambda h: h[:, None] == jnp.eye(61)[3:5] @ h,
+    "with a mask added": lambda h: h == (h + jnp.where(jnp.arange(61) < 40, 0.0, -1e9)[:, None]).max(0),
+    "groups of one": lambda h: h[:, 0] == jax.ops.segment_sum(h[:, 0], TURNED, 61)[TURNED],
+    "largest so far": lambda h: h == lax.fori_loop(0, 61, lambda i, c: jnp.maximum(c, h[i]), jnp.full(19, -9.0)),
+    "checkpointed": lambda h: h == jax.checkpoint(lambda h: h.max(0))(h),
+    "logarithm of no distance": lambda h: jnp.isinf(jnp.log(((h - h[5]) ** 2).sum(1))),
+    "logarithm of 1 less 1": lambda h: jnp.isneginf(jnp.log1p(-jnp.exp(h - h.max(0)))),
+    "reciprocal of no difference": lambda h: jnp.isinf((h.max(0) - h) ** -2),
 }
+TARGETS, TURNED = jnp.arange(61) * 7 % 19, jnp.arange(61) * 7 % 61
 
 
 RANDOM = np.random.default_rng(1)
@@ -113,6 +133,47 @@ def test_what_is_too_large_to_store_agrees_with_its_largest_absolute_value():
 
     found, expected = (jax.jit(fn)(wide, x) for fn in (tile(quantised, (None, 0), 7), quantised))
     np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("saturated", [jnp.tanh, nn.sigmoid])
+def test_what_saturates_has_its_maximum_where_it_is_that_number(saturated):
+    """Others are as near to it as two computations of one element: several elements are the maximum, these are not."""
+    w, x = OPERANDS
+    made = lambda w, x: saturated(5 * (x @ jnp.concatenate([w] * 3, 1)))  # too large to store
+    ties = lambda w, x: (made(w, x) == made(w, x).max(0)).sum(0)
+    slope = jax.grad(lambda w, x: (made(w, x).max(0) * jnp.arange(57)).sum())
+    assert (ties(w, x) > 1).any()
+    np.testing.assert_array_equal(jax.jit(tile(ties, (None, 0), 7))(w, x), jax.jit(ties)(w, x))
+    tiled = jax.grad(lambda w, x: tile(lambda w, x: (made(w, x).max(0) * jnp.arange(57)).sum(), (None, 0), 7)(w, x))
+    np.testing.assert_allclose(tiled(w, x), slope(w, x), rtol=1e-5, atol=1e-7)
+
+
+def peeled(w, x):
+    h = positive(w, x)
+    return lax.scan(lambda c, _: (jnp.where(h < c, h, -9.0).max(0), (h >= c).sum()), h.max(0), None, 4)[1]
+
+
+def above_a_row(w, x):
+    h = positive(w, x)
+    row = h[5]
+    return lax.scan(lambda c, _: (jnp.tanh(h.T @ nn.softmax(h @ c)), (h == row).sum()), jnp.ones(19), None, 3)[1]
+
+
+@pytest.mark.parametrize("fn", [peeled, above_a_row])
+def test_the_body_of_a_loop_does_not_make_again_what_it_compares(fn):
+    w, x = OPERANDS
+    narrow = x[:, :9], w[:9]  # so that what the loop reads is larger than inputs
+    count = lambda x, w: fn(w, x)
+    np.testing.assert_array_equal(jax.jit(tile(count, (0, None), 7))(*narrow), jax.jit(count)(*narrow))
+
+
+def test_ranks_of_what_is_too_large_to_store_are_refused():
+    """Of scores of all pairs, their diagonal: rows of them are computed again, and none is below itself."""
+    a, b = draw(0, 61, 16), draw(1, 61, 16)
+    scores = lambda a, b: positive(b.T, a)
+    ranks = lambda a, b: (scores(a, b) >= jnp.diag(scores(a, b))).sum(0)
+    with pytest.raises(TileError, match="copies of them"):
+        tile(ranks, (0, 0), 7)(a, b)
 
 
 def test_a_quotient_by_the_maximum_is_at_most_one():

@@ -80,11 +80,11 @@ def test_derivatives_compute_the_steps_of_a_loop_again(fn, outputs):
 def test_what_steps_compute_again_has_its_own_derivative_rule():
     """The body of a loop, put into `jax.checkpoint`, keeps the rules of the functions that it calls."""
 
-    @jax.custom_vjp
+    @jax.custom_jvp
     def doubled(x):
         return x
 
-    doubled.defvjp(lambda x: (x, None), lambda _, g: (2 * g,))
+    doubled.defjvps(lambda t, _, x: 2 * t)
 
     def fn(x, w):
         h = doubled(jnp.tanh(x @ w))
@@ -92,6 +92,24 @@ def test_what_steps_compute_again_has_its_own_derivative_rule():
         return lax.scan(step, jnp.ones(F), None, 3)[0].sum()
 
     assert_tiles(fn, (0, None), 5, draw(), fast=True)
+
+
+@pytest.mark.parametrize("clipped", [0.01, 1e9])
+def test_a_rule_is_of_the_sum_of_all_steps(clipped):
+    """What is made in each step has its cotangent in each step: the rule would be applied to parts of it."""
+
+    @jax.custom_vjp
+    def clip(x):
+        return x
+
+    clip.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -clipped, clipped),))
+
+    def fn(x, w):
+        h = clip(jnp.tanh(x @ w))
+        return (lax.scan(lambda c, _: (jnp.tanh(h.T @ nn.softmax(h @ c)), None), jnp.ones(F), None, 3)[0] ** 2).sum()
+
+    with pytest.raises(TileError, match="adds up a cut array"):
+        jax.grad(tile(fn, (0, None), 5), 1)(*draw())
 
 
 def test_a_loop_keeps_no_cut_array_of_its_steps():

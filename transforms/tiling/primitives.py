@@ -45,7 +45,9 @@ beside: outside of rules and passes no primitive is asked for by name. One that 
     for the last bits of its results (`analysis.rounding`):
     discontinuous  a last bit may change the result by more than that (conversions to integers: `rounding`)
     at_zero        not smooth where its operand, of a quotient the divisor, is 0
+    pole           infinite there
     at_one         ends where its operand is 1
+    at_minus_one   likewise, where it is -1
     one_sided      with a constant 0 as the other operand: not smooth there
     through_zero   0 where an operand is
     copying        the result holds copies of the operand's elements
@@ -85,8 +87,10 @@ nan_to_num philox2x32 philox4x32 polygamma polynomial
 reduce_precision sinh tan threefry4x32 zeta             | elementwise
 acos acosh asin atanh erf_inv
 regularized_incomplete_beta                             | elementwise at_one
-cbrt log2                                               | elementwise at_zero
-log pow rsqrt sqrt                                      | elementwise at_zero typed
+cbrt                                                    | elementwise at_zero
+log2                                                    | elementwise at_zero pole
+log pow rsqrt                                           | elementwise at_zero pole typed
+sqrt                                                    | elementwise at_zero typed
 ceil eq_to floor le_to lt_to nextafter population_count
 rem round                                               | elementwise discontinuous
 ge gt le lt ne sign                                     | elementwise discontinuous typed
@@ -97,8 +101,9 @@ and is_finite not or                                    | elementwise exact type
 clamp                                                   | elementwise one_sided choosing exact
 abs                                                     | elementwise through_zero choosing exact typed
 integer_pow square                                      | elementwise through_zero typed
-cos erf exp exp2 expm1 log1p logistic one_minus_square
-sin tanh                                                | elementwise typed
+cos erf exp exp2 expm1 logistic one_minus_square sin
+tanh                                                    | elementwise typed
+log1p                                                   | elementwise at_minus_one typed
 optimization_barrier random_bits random_fold_in
 random_split random_unwrap random_wrap threefry2x32     | exact
 reduce_window_max reduce_window_min                     | exact beside
@@ -106,7 +111,7 @@ stored                                                  | exact stored
 reduce_and reduce_or                                    | exact reducing
 reshard                                                 | flows rescales respreads
 add add_any                                             | fused adding flows
-div                                                     | fused at_zero through_zero rescales typed divides
+div                                                     | fused at_zero pole through_zero rescales typed divides
 concatenate pad                                         | fused choosing exact beside
 stack                                                   | choosing exact
 reduce_window_sum                                       | beside

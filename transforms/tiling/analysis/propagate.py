@@ -18,6 +18,7 @@ from transforms.tiling.analysis import halo
 from transforms.tiling.analysis.fits import unfit
 from transforms.tiling.analysis.limits import Limits, check_size
 from transforms.tiling.analysis.recut import recut
+from transforms.tiling.analysis.rounding import compares_inside
 from transforms.tiling.frontend.trace import any_platform, inline, split
 from transforms.tiling.ir.facts import Analysis, Completion, Fact, Outlined, Region, grain
 from transforms.tiling.ir.graph import Graph, Node, Value
@@ -26,7 +27,7 @@ from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Stacked, T
 from transforms.tiling.ir.walks import closure, operands
 from transforms.tiling.mesh.sums import FLOWS, flowing
 from transforms.tiling.mesh.unreduced import keep_apart, postpone
-from transforms.tiling.primitives import REMAT, having
+from transforms.tiling.primitives import REMAT, has, having
 from transforms.tiling.rules import RULES, Move, partial, pulled, resumes, tiled, wait
 
 BESIDE = having("beside")
@@ -235,6 +236,8 @@ def _check_reads(found: Analysis, node: Node, move: Outlined) -> Sink | None:
     made = closure(wanted, lambda value: () if is_source(value) else operands(value))
     made = [v for v in made if v.const is None]
     if any(v.producer is not None and v.producer.effects for v in made if not is_source(v)):
+        return None
+    if large and has(node.name, "steps") and compares_inside(node, large):
         return None
     return Sink(node, large, tuple(filter(is_source, made))) if large else None
 

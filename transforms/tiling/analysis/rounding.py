@@ -31,17 +31,19 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core import Jaxpr, Var
 
 from transforms.tiling.analysis.limits import human, too_large
-from transforms.tiling.ir.facts import Analysis, Outlined
+from transforms.tiling.frontend.flatten import body_graph
+from transforms.tiling.ir.facts import Analysis
 from transforms.tiling.ir.graph import Graph, Node, Value
 from transforms.tiling.ir.jaxprs import bodies
 from transforms.tiling.ir.loops import Loop, Schedule
 from transforms.tiling.ir.obstacles import Disagreement
 from transforms.tiling.ir.placement import Placement, Tiled
 from transforms.tiling.ir.walks import ancestors, closure, constant, operands
-from transforms.tiling.primitives import has, having
+from transforms.tiling.primitives import REMAT, has, having
 
 DISCONTINUOUS = having("discontinuous")  # conversions to integers, too: see `_jumps`
 AT_ZERO, AT_ONE, ONE_SIDED = having("at_zero"), having("at_one"), having("one_sided")
@@ -115,7 +117,8 @@ def decides(graph: Graph, value: Value) -> bool:
     made = closure([value], lambda v: () if name(v) in SUMMING | COPYING else operands(v))
     makers = {v.producer for v in made if v.producer is not None}
     roots = {root(source) for node in makers if node.name in COPYING for source in node.inputs}
-    roots |= {source for node in makers for i in range(len(node.inputs)) for source in _let_through(node, i)}
+    let = (v for node in makers for i in range(len(node.inputs)) for v in _let_through(node, i))
+    roots |= {source for v in let for source in _sources(v)}
     if not roots:
         return False
     copies, computed = _elementwise(graph, {value}), _elementwise(graph, roots)
@@ -155,18 +158,22 @@ class Walk:
 
     def __init__(self, found: Analysis, read: Iterable[Value] = ()):
         self.found = found
-        # Of cut values that are `read` as an earlier loop stored them, what they have copies of.
+        # Of cut values that are `read` as an earlier loop stored them, or whole, what they have copies of.
         self.held = {v: frozenset(self._held(v)) for v in read if self._cut(v)}
+        whole = {node.inputs[i] for node, i in found.completed if self._cut(node.inputs[i])} - found.inputs
+        self.whole = {v: frozenset(_sources(v)) for v in whole}
         self.copied: dict[Node, frozenset[Value]] = {}
         for node in found.graph.nodes:
             if copies := frozenset(self._copies(node)):
                 self.copied[node] = copies
-        self.roots = frozenset(v for copies in (*self.copied.values(), *self.held.values()) for v in copies)
+        held = (*self.copied.values(), *self.held.values(), *self.whole.values())
+        self.roots = frozenset(v for copies in held for v in copies)
         self.known: dict[Value, Origin] = {}
         self.first: Meeting | None = None
         if self.roots:
             for node in found.graph.nodes:
-                hit = self._visit(node, [self._read(v) for v in node.inputs], self.known, found.moves[node].outs)
+                reads = [self._read(node, i) for i in range(len(node.inputs))]
+                hit = self._visit(node, reads, self.known, found.moves[node].outs)
                 self.first = self.first or hit
 
     def within(self, loop: Loop) -> Meeting | None:
@@ -178,15 +185,19 @@ class Walk:
             reads = []
             for ref in step.refs:
                 known = self.known.get(ref.value, Origin()).copies
-                outside = Origin(copies=known | self.held.get(ref.value, frozenset()))
+                held = self.whole if ref.how == "whole" else self.held
+                outside = Origin(copies=known | held.get(ref.value, frozenset()))
                 reads.append(here.get(ref.value, outside) if ref.how == "tile" else outside)
             if (hit := self._visit(step.node, reads, here, [p for _, p in step.keys] or step.move.outs)) is not None:
                 return hit
         return None
 
-    def _read(self, value: Value) -> Origin:
-        """A value as a loop has it: it computes what is cut, and reads what is whole or stored."""
+    def _read(self, node: Node, number: int) -> Origin:
+        """An operand as a loop has it: it computes what is cut, and reads what is whole or stored."""
+        value = node.inputs[number]
         known = self.known.get(value, Origin())
+        if (node, number) in self.found.completed:
+            return Origin(copies=known.copies | self.whole.get(value, frozenset()))
         kept = value in (self.found.inputs | self.found.resident) or not self._cut(value)
         return Origin(copies=known.copies) if kept else known
 
@@ -204,7 +215,7 @@ class Walk:
         elif node.name not in EXACT and not _exact_conversion(node):
             roundings = 2
         if has(node.name, "agreed"):
-            computed -= {node.inputs[0]}
+            computed -= {*_sources(node.inputs[0])}
         for value in node.outputs:
             own = {value} & self.roots if roundings > 1 else frozenset()
             known[value] = Origin(computed | own, copies, roundings)
@@ -226,15 +237,9 @@ class Walk:
     def _copies(self, node: Node) -> Iterator[Value]:
         """The values computed tile by tile copies of whose elements are known once a loop has ended."""
         move = self.found.moves[node]
-        if isinstance(move, Outlined) or (move.outs and all(isinstance(p, Tiled) for p in move.outs)):
+        if move.outs and all(isinstance(p, Tiled) for p in move.outs):
             return
-        cut = [(i, v) for i, v in enumerate(node.inputs) if self._cut(v) and _inexact(v)]
-        if node.name in COPYING:
-            yield from (w for _, v in cut for w in _sources(v))
-        elif node.name in MOVING:
-            yield from (root(v) for i, v in cut if (node, i) in self.found.completed)
-        else:
-            yield from (w for i, _ in cut for w in _let_through(node, i))
+        yield from (w for v in _copied(node) if self._cut(v) and _inexact(v) for w in _sources(v))
 
 
 def _met(reads: Iterable[Origin]) -> frozenset[Value]:
@@ -251,9 +256,18 @@ def root(value: Value) -> Value:
 
 
 def is_mask(value: Value) -> bool:
-    """Whether a float is 0 or 1 as a condition says."""
+    """Whether a float is 0 or 1: as a condition says, or as a constant array has it."""
     base = root(value)
-    return _inexact(value) and not _inexact(base) and base.dtype.kind == "b"
+    node = base.producer
+    if not _inexact(value):
+        return False
+    if node is not None and has(node.name, "masks"):
+        return all(constant(v) in (0, 1) for v in node.inputs[1:])
+    if node is not None and has(node.name, "picks"):
+        return is_mask(node.inputs[0])
+    if base.const is not None and not isinstance(base.const, Tracer) and base.shape:
+        return set(np.unique(base.const)) == {0, 1}
+    return base.dtype.kind == "b"
 
 
 def _unmasked(value: Value) -> list[Value]:
@@ -267,12 +281,52 @@ def _unmasked(value: Value) -> list[Value]:
 
 
 def _let_through(node: Node, number: int) -> list[Value]:
-    """The values that a sum over an operand has elements of, for a mask lets only these through."""
+    """The values that a sum over an operand has elements of: a mask lets only these through, or a group is of one."""
+    if has(node.name, "lands"):
+        return [node.inputs[-1]] if number == len(node.inputs) - 1 else []
     if not has(node.name, "contracts"):
         return []
     value, others = node.inputs[number], [v for i, v in enumerate(node.inputs) if i != number]
-    let = _unmasked(value) or ([value] if any(map(is_mask, others)) else [])
-    return [source for v in let for source in _sources(v)]
+    return _unmasked(value) or ([value] if any(map(is_mask, others)) else [])
+
+
+def _copied(node: Node) -> list[Value]:
+    """The operands, or what is in them, of which an equation's results have elements."""
+    if node.name in COPYING:
+        return list(node.inputs)
+    return [v for i in range(len(node.inputs)) for v in _let_through(node, i)] + _carried(node)
+
+
+def _carried(node: Node) -> list[Value]:
+    """The operands whose elements come out of the bodies of an equation."""
+    if node.name in REMAT or has(node.name, "steps"):
+        graphs, operands_ = [body_graph(node, "jaxpr")], node.inputs
+    elif has(node.name, "branches"):
+        graphs, operands_ = (
+            [body_graph(node, "branches", i) for i in range(len(node.params["branches"]))],
+            node.inputs[1:],
+        )
+    else:
+        return []
+    reached = {v for graph in graphs for out in graph.outputs for v in _sources(out)}
+    return [v for graph in graphs for v, inner in zip(operands_, graph.inputs, strict=True) if inner in reached]
+
+
+def compares_inside(node: Node, made: Iterable[int]) -> bool:
+    """Whether a scan whose body computes its operands `made` itself, in each step, may see or return copies of them.
+
+    A body that returns elements of what it computed has them compared with that in its next step, or after the loop.
+    """
+    graph, wanted = body_graph(node, "jaxpr"), {node.inputs[i] for i in made}
+    rounded = {v for v in ancestors(wanted) if _varies(v) and v.producer is not None and v.producer.name not in EXACT}
+    if not rounded:
+        return False
+    own = {graph.inputs[i] for i in made}
+    if any(not own.isdisjoint(_sources(v)) for v in graph.outputs):
+        return True
+    makers = {v.producer for v in ancestors(set(node.inputs) - wanted) if v.producer is not None}
+    copies = (source for other in makers for v in _copied(other) for source in _sources(v))
+    return any(map(_decisive, bodies(node.params))) and any(v in rounded for v in copies)
 
 
 def _sources(value: Value) -> Iterator[Value]:
@@ -282,12 +336,37 @@ def _sources(value: Value) -> Iterator[Value]:
         node = value.producer
         if node is None or (node.name in THROUGH_ZERO and any(v.dtype.kind == "c" for v in node.inputs)):
             return ()  # a modulus is no element
-        picked = (
-            operands(value) if node.name in CHOOSING or has(node.name, "stored") else _unmasked(value) + _scaled(node)
-        )
+        if node.name in CHOOSING or has(node.name, "stored"):
+            picked = [*node.inputs]
+        else:
+            picked = [*_unmasked(value), *_scaled(node), *_added_to(node), *_copied(node)]
         return [v for v in map(root, picked) if _varies(v)]
 
     return closure(filter(_varies, [root(value)]), chosen)
+
+
+def _added_to(node: Node) -> list[Value]:
+    """What a sum or difference has the numbers of where the other operand is 0: a bias, or where a mask has it so."""
+    if node.name not in ONCE or len(node.inputs) != 2:
+        return []
+    first, second = node.inputs
+    return [v for v, other in ((first, second), (second, first)) if _may_be_zero(other)]
+
+
+def _may_be_zero(value: Value) -> bool:
+    node = root(value).producer
+    if node is None:
+        return _varies(value)  # an input
+    zeros = has(node.name, "masks") and any(map(_zero, node.inputs[1:]))
+    return zeros or (has(node.name, "multiplies") and any(v.const is None and _is_flag(v) for v in node.inputs))
+
+
+def _is_flag(value: Value) -> bool:
+    """Whether a number is 0 or 1 as a condition or whole numbers say, or one less that."""
+    node = root(value).producer
+    if node is not None and has(node.name, "subtracts") and constant(node.inputs[0]) == 1:
+        return _is_flag(node.inputs[1])
+    return is_mask(value) or not _inexact(root(value))
 
 
 def _scaled(node: Node) -> list[Value]:
@@ -324,8 +403,10 @@ def _jumps_in(node: Node) -> list[Value]:
     """The operands in whose floats an equation, or one in its bodies, is discontinuous."""
     if len(node.inputs) == 2 and node.inputs[0] is node.inputs[1]:
         return []  # x == x asks for nan
-    if node.name in AT_ZERO:
-        return [v for v in [node.inputs[has(node.name, "divides")]] if _cancels(v)]
+    if node.name in AT_ZERO or _is_reciprocal(node):
+        return [v for v in [node.inputs[has(node.name, "divides")]] if _cancels(v, has(node.name, "pole"))]
+    if has(node.name, "at_minus_one"):
+        return list(filter(_negated, node.inputs))
     if node.name in ONE_SIDED and any(map(_zero, node.inputs)):
         return list(filter(_cancels, node.inputs))
     if node.name in AT_ONE or _discontinuous(node.name, node.inputs, node.outputs):
@@ -335,6 +416,11 @@ def _jumps_in(node: Node) -> list[Value]:
         decisive = _decisive(inside[0])
         return [v for v, inner in zip(node.inputs, inside[0].invars, strict=True) if inner in decisive]
     return node.inputs if any(map(_decisive, inside)) else []
+
+
+def _is_reciprocal(node: Node) -> bool:
+    """Whether a power by a whole number is one by a negative number."""
+    return node.name in THROUGH_ZERO and node.params.get("y", 0) < 0
 
 
 def _decisive(jaxpr: Jaxpr) -> set[Var]:
@@ -347,13 +433,16 @@ def _decisive(jaxpr: Jaxpr) -> set[Var]:
     return found
 
 
-def _cancels(value: Value) -> bool:
-    """Whether a value is 0 where a difference is."""
+def _cancels(value: Value, sums: bool = False) -> bool:
+    """Whether a value is 0 where a difference is, or `sums` of differences are."""
 
     def through(value: Value) -> Iterable[Value]:
         node = value.producer
-        zero = node is not None and node.name in ADDING and any(map(_zero, node.inputs))
-        return map(root, operands(value)) if zero or (node is not None and node.name in THROUGH_ZERO) else ()
+        if node is None:
+            return ()
+        zero = node.name in ADDING and any(map(_zero, node.inputs))
+        kept = node.name in THROUGH_ZERO or (sums and (node.name in AT_ZERO or has(node.name, "contracts")))
+        return map(root, operands(value)) if zero or kept else ()
 
     nodes = (v.producer for v in closure([root(value)], through) if v.producer is not None)
     return any(has(n.name, "subtracts") or (n.name in ADDING and any(map(_negated, n.inputs))) for n in nodes)

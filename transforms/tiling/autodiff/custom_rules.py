@@ -19,7 +19,7 @@ from transforms.layout import like
 from transforms.tiling.frontend.flatten import flatten
 from transforms.tiling.frontend.trace import there
 from transforms.tiling.ir.dependence import followed, given_inside
-from transforms.tiling.ir.graph import Graph
+from transforms.tiling.ir.graph import Graph, Node
 from transforms.tiling.ir.jaxprs import bodies, equations, trimmed
 from transforms.tiling.ir.walks import constant
 from transforms.tiling.primitives import PRODUCTS, summed
@@ -29,9 +29,17 @@ def scales(jaxpr: Any, active: Sequence[int]) -> bool:
     """Whether cotangents enter the gradients of a program by its inputs `active` linearly.
 
     Only a `jax.custom_vjp` rule can do anything else with a cotangent, such as clipping it: each is traced alone, but
-    those of which it is promised (`transforms.cotangents`).
+    those of which it is promised (`transforms.cotangents`). Of a `tile` within, it is known (`lower.atomic`).
     """
+    if not all(eqn.params.get("scales", True) for eqn in equations(jaxpr)):
+        return False
     return all(_linear(_pulled(*rule)) for rule in _rules(jaxpr, active, skip=promised) if _is_vjp(rule[0]))
+
+
+def follows_rules(node: Node) -> bool:
+    """Whether an equation, or one in it, has a `jax.custom_vjp` rule: its cotangents may not be added up afterwards."""
+    inside = (eqn for body in bodies(node.params) for eqn in equations(body))
+    return any(name.startswith("custom_vjp") for name in (node.name, *(eqn.primitive.name for eqn in inside)))
 
 
 def replaced(args: Sequence[Any], numbers: Sequence[int], values: Sequence[Any]) -> list[Any]:

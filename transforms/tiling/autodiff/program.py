@@ -21,7 +21,7 @@ from transforms.tiling.autodiff.custom_rules import differentiated, has_custom_v
 from transforms.tiling.autodiff.policy import Keeping, keeping
 from transforms.tiling.autodiff.residuals import Residuals, residuals_of
 from transforms.tiling.autodiff.steps import computed_again
-from transforms.tiling.frontend.flatten import flatten
+from transforms.tiling.frontend.flatten import evaluate, flatten
 from transforms.tiling.ir.dump import dump
 from transforms.tiling.ir.effects import silence, silence_recomputed
 from transforms.tiling.ir.errors import TileError, explained
@@ -243,13 +243,18 @@ class Program:
         caller's loss scale reaches it. Nor where each device of a `jax.shard_map` has its own scalar of an input that
         all share: that gradient is summed over the devices, whose cotangents may differ.
         """
-        if not self.is_scalar(outs, active):
+        if self.also is not None or not self.is_scalar(outs, active):
             return False
         own = varying(self.closed.out_avals[outs[0]])
         if any(own - varying(self.closed.in_avals[i]) for i in active):
             return False
         joint = self._joint(self.closed, tuple(active), outs[0])
         return joint is not None and scales(self.closed.jaxpr, active) and not narrow(joint.closed.jaxpr)
+
+    @functools.cached_property
+    def scales(self) -> bool:
+        """Whether cotangents of its results enter its gradients linearly."""
+        return scales(self.closed.jaxpr, range(len(self.closed.in_avals)))
 
     def is_scalar(self, outs: Sequence[int], active: Sequence[int]) -> bool:
         """Whether the outputs `outs` are one real scalar."""
@@ -364,10 +369,15 @@ class Program:
             values = lambda *args: differentiated(jaxpr_as_fun(made.closed), active, args)
             with explained(), looked_into():  # and without what loops within would keep for a derivative
                 closed = trimmed(jax.make_jaxpr(values)(*(like(a) for a in self.closed.in_avals)))
-            made = self.derive(jaxpr_as_fun(closed), (), self.wide)
+            made = self.derive(functools.partial(self._and_also, jaxpr_as_fun(closed)), (), self.wide)
         if self.keeping is None and made.also is None and made.residuals.values:
             return dataclasses.replace(made, also=made.residuals)
         return made
+
+    def _and_also(self, fn: Callable[..., list[Any]], *args: Any) -> list[Any]:
+        """What a function returns, and what the program's loops end in, if that is asked for."""
+        env, values = dict(zip(self.graph.inputs, args, strict=True)), () if self.also is None else self.also.values
+        return [*fn(*args), *evaluate(env, values)]
 
     def kept(self, active: tuple[int, ...]) -> list[tuple[Any, Placement]]:
         """The types and places of what `forward` returns beyond the outputs."""

@@ -17,6 +17,8 @@ import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from transforms.layout import like
+from transforms.tiling.analysis.rounding import compares_inside
+from transforms.tiling.autodiff.custom_rules import follows_rules
 from transforms.tiling.frontend.flatten import evaluate, flatten
 from transforms.tiling.ir.placement import Placement, Tiled
 from transforms.tiling.ir.walks import closure, depends, operands, scan_counts
@@ -37,9 +39,10 @@ def computed_again(closed: ClosedJaxpr, placements: Sequence[Placement], largest
     if not scans:
         return None
     cut = depends(graph, {v for v, p in zip(graph.inputs, placements, strict=True) if isinstance(p, Tiled)})
-    large = {v for v in cut if v.producer is not None and v.nbytes > largest}
+    large = {v for v in cut if v.producer is not None and v.nbytes > largest and not follows_rules(v.producer)}
     for node in scans:
         made = [i for i, v in enumerate(node.inputs[: scan_counts(node)[0]]) if v in large]
+        made = [] if compares_inside(node, made) else made
         needed = closure([node.inputs[i] for i in made], lambda v: operands(v) if v in large else ())
         sources = [v for v in needed if v not in large and v.const is None]
         body = jaxpr_as_fun(node.params["jaxpr"])

@@ -41,16 +41,16 @@ tiled_p.multiple_results = True
 Call = Callable[..., Sequence[Any]]
 
 
-def call(jitted: Any, differentiable: Call, *args: Any) -> list[Any]:
+def call(jitted: Any, differentiable: Call, scales: bool, *args: Any) -> list[Any]:
     """Return what a function made by `jax.jit` returns, a list of arrays, in one equation that is never split.
 
-    `differentiable` returns the same, with derivatives of its own.
+    `differentiable` returns the same, with derivatives of its own; cotangents enter these linearly if it `scales`.
     """
-    return _bind(jitted.trace(*args).jaxpr, differentiable, args)
+    return _bind(jitted.trace(*args).jaxpr, differentiable, scales, args)
 
 
-def _bind(program: ClosedJaxpr, differentiable: Call, args: Sequence[Any]) -> list[Any]:
-    return tiled_p.bind(*args, call_jaxpr=program, differentiable=differentiable)
+def _bind(program: ClosedJaxpr, differentiable: Call, scales: bool, args: Sequence[Any]) -> list[Any]:
+    return tiled_p.bind(*args, call_jaxpr=program, differentiable=differentiable, scales=scales)
 
 
 @functools.partial(jax.jit, static_argnames="call_jaxpr")
@@ -65,12 +65,12 @@ def _mapped(*args: Any, call_jaxpr: ClosedJaxpr, dims: Any, outs: Any, axis: Any
     return jax.vmap(fn, list(dims), list(outs), axis_name=name, axis_size=size, spmd_axis_name=spread)(*args)
 
 
-def _batch(axis: Any, args: Any, dims: Any, *, call_jaxpr: ClosedJaxpr, differentiable: Call) -> Any:
+def _batch(axis: Any, args: Any, dims: Any, *, call_jaxpr: ClosedJaxpr, differentiable: Call, scales: bool) -> Any:
     outs = tuple(0 if found else None for found in depend(call_jaxpr, [d is not None for d in dims], axis.name))
     names = {"axis_name": axis.name, "axis_size": axis.size, "spmd_axis_name": axis.spmd_name}
     axis = (axis.name, axis.size, axis.spmd_name)
     mapped = _mapped.trace(*args, call_jaxpr=call_jaxpr, dims=tuple(dims), outs=outs, axis=axis).jaxpr
-    return _bind(mapped, jax.vmap(differentiable, tuple(dims), list(outs), **names), args), outs
+    return _bind(mapped, jax.vmap(differentiable, tuple(dims), list(outs), **names), scales, args), outs
 
 
 def _jvp(primals: Any, tangents: Any, *, call_jaxpr: ClosedJaxpr, **_: Any) -> Any:
@@ -78,7 +78,7 @@ def _jvp(primals: Any, tangents: Any, *, call_jaxpr: ClosedJaxpr, **_: Any) -> A
     return jax.jvp(jaxpr_as_fun(call_jaxpr), tuple(primals), tuple(tangents))
 
 
-def _transpose(cotangents: Any, *args: Any, call_jaxpr: ClosedJaxpr, differentiable: Call) -> list[Any]:
+def _transpose(cotangents: Any, *args: Any, call_jaxpr: ClosedJaxpr, differentiable: Call, **_: Any) -> list[Any]:
     """The cotangents of the arguments that the call is linear in: its derivative is the same wherever it is taken."""
     given = {i: x for i, x in enumerate(args) if not ad.is_undefined_primal(x)}
     unknown = [i for i in range(len(args)) if i not in given]

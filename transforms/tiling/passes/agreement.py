@@ -26,11 +26,11 @@ from transforms.tiling.ir.obstacles import Complete, Disagreement
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled
 from transforms.tiling.ir.walks import ancestors, constant
 from transforms.tiling.passes.loop_state import hand_on
-from transforms.tiling.rules import Move, refuse_partial, register
+from transforms.tiling.rules import Move, refuse_partial, register, tiled
 from transforms.tiling.rules.factors import peel
 
 stored_p = Primitive("stored")  # a cut value as the loop left it that computed it first
-witness_p = Primitive("witness")  # the extremum so far, its place, and how many elements equal it
+witness_p = Primitive("witness")  # the extremum so far, its place, how many elements equal it, and the next best
 snapped_p = Primitive("snapped")  # a value that is computed again, with its extremum where that was
 agreed_p = Primitive("agreed")  # the first operand, computed again, as the second: as what is known has it
 
@@ -55,7 +55,8 @@ def agree(met: Disagreement, span: Span) -> bool:
     seen = ancestors([node.outputs[0]] if node.outputs else node.inputs)
     walk = Walk(found)
     copying = [n for n, copies in walk.copied.items() if value in copies and not seen.isdisjoint(n.outputs)]
-    if not all(_has_place(found, n, value) for n in copying):
+    completed = any(value in copies and v in seen for v, copies in walk.whole.items())
+    if completed or not all(_has_place(found, n, value) for n in copying):
         return False
     nodes: list[Node] = []
     counted: dict[Value, Value] = {}
@@ -80,7 +81,7 @@ def agree(met: Disagreement, span: Span) -> bool:
             more, (known,) = traced(*steps.pop().back(known, there.pop()), node)
             nodes += more
         for total in _counts(graph, node, other):
-            more, (counted[total],) = traced(partial(_as, total.dtype), places[-1:], node)
+            more, (counted[total],) = traced(partial(_as, total.dtype), places[2:3], node)
             nodes += more
     (known,) = add(nodes, node, agreed_p, [value, known], [value.aval])
     _read(met, {value: known}, nodes)
@@ -200,11 +201,11 @@ def _put(node: Node, array: Any, indices: Any, picked: Any) -> Any:
 
 
 def _witness(graph: Graph, reduction: Node, span: Span) -> list[Value]:
-    """The place of an extremum, along the cut axis and along the others, and how many elements equal it."""
+    """The place of an extremum, along the cut axis and along the others, how many elements equal it, and the next."""
     (operand,), axes = reduction.inputs, tuple(sorted(reduction.params["axes"]))
     best = reduction.outputs[0].aval
     places = best.update(dtype=jnp.dtype(jnp.int32), weak_type=False)
-    outs = [best, places, places, places]
+    outs = [best, places, places, places, best]
     nodes: list[Node] = []
     zeros = [Value(ShapedArray((), aval.dtype), const=np.zeros((), aval.dtype)) for aval in outs]
     now = hand_on(nodes, reduction, witness_p, [operand, *zeros], outs, span, axes=axes, op=reduction.name[-3:])
@@ -242,28 +243,35 @@ def push_witness(node: Node, placements: tuple[Placement, ...]) -> Move | Comple
     cut = placements[0]
     if not isinstance(cut, Tiled) or cut.major != 1 or cut.dim not in node.params["axes"]:
         return Complete([0], "takes a place along the cut axis")
-    return Move((Partial("last"),) * 4, (cut, *(WHOLE,) * 4))
+    return Move((Partial("last"),) * 5, (cut, *(WHOLE,) * 5))
 
 
 def emit_witness(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
-    """The best of this tile and those before it, the first place that has it, and how often it is there."""
+    """The best of this tile and those before it, the first place that has it, how often it is there, and the next."""
     array, *before = _rounded(values[0]), *values[1:]
     cut, axes = move.ins[0], node.params["axes"]
     assert isinstance(cut, Tiled)
     wide = jnp.expand_dims
-    best = array.max(axes) if node.params["op"] == "max" else array.min(axes)
+    largest = node.params["op"] == "max"
+    worst = jnp.asarray(-jnp.inf if largest else jnp.inf, array.dtype)
+    extremum, either = (jnp.max, jnp.maximum) if largest else (jnp.min, jnp.minimum)
+    best = extremum(array, axes)
     ties = array == wide(best, axes)
+    second = extremum(jnp.where(ties, worst, array), axes)
     column, last = _column(array, cut.dim, axes), np.iinfo(np.int32).max
     rows = _beside(array, lax.broadcasted_iota(jnp.int32, array.shape, cut.dim))
     row = jnp.where(ties, rows, last).min(axes)
     column = jnp.where(ties & (rows == wide(row, axes)), column, last).min(axes)
-    now = [best, row + jnp.asarray(span.start * cut.minor, jnp.int32), column, ties.sum(axes, dtype=jnp.int32)]
-    better = best > before[0] if node.params["op"] == "max" else best < before[0]
+    now = [best, row + jnp.asarray(span.start * cut.minor, jnp.int32), column, ties.sum(axes, dtype=jnp.int32), second]
+    better = best > before[0] if largest else best < before[0]
     better |= jnp.isnan(best) & ~jnp.isnan(before[0])
     better |= jnp.equal(span.start, 0)
     found = [jnp.where(better, x, y) for x, y in zip(now, before, strict=True)]
-    found[-1] += jnp.where(~better & (best == before[0]), now[-1], 0)
-    return found
+    equal = best == before[0]
+    found[3] += jnp.where(~better & equal, now[3], 0)
+    other = jnp.where(equal, worst, jnp.where(better, before[0], best))  # the less good of both
+    known = jnp.where(jnp.equal(span.start, 0), second, either(either(second, before[4]), other))
+    return [*found[:4], known]
 
 
 def _rounded(array: Any) -> Any:
@@ -277,8 +285,11 @@ def _rounded(array: Any) -> Any:
 def push_snapped(node: Node, placements: tuple[Placement, ...]) -> Move | Complete:
     if (parts := refuse_partial(node, placements, "is compared with it")) is not None:
         return parts
-    cut = placements[0]
-    others = (cut if v.shape == node.inputs[0].shape else WHOLE for v in node.inputs[2:])
+    cut, shape = placements[0], node.inputs[0].shape
+    if not isinstance(cut, Tiled):
+        return Complete(tiled(placements), "is compared with it")
+    along = [len(v.shape) == len(shape) and v.shape[cut.dim] == shape[cut.dim] for v in node.inputs[2:]]
+    others = (cut if one else WHOLE for one in along)
     return Move((cut,), (cut, WHOLE, *others))
 
 
@@ -292,7 +303,7 @@ def emit_snapped(node: Node, values: list[Any], move: Move, span: Span) -> list[
     near = (jnp.abs(array - best) <= close) & jnp.isfinite(best)  # to infinity all is equally near
     if node.params["op"] == "sum":  # of a mask that lets one element through
         return [jnp.where(near & (places[0] != 0), best, array)]
-    row, column, count = (jnp.expand_dims(x, axes) for x in places)
+    row, column, count, second = (jnp.expand_dims(x, axes) for x in places)
     rows = span.positions(cut, jnp.int32).reshape([-1 if d == cut.dim else 1 for d in range(array.ndim)])
     here = (rows == row) & (_column(array, cut.dim, axes) == column)
     largest = node.params["op"] == "max"
@@ -300,7 +311,9 @@ def emit_snapped(node: Node, values: list[Any], move: Move, span: Span) -> list[
     inside = jnp.nextafter(best, jnp.full_like(best, -jnp.inf if largest else jnp.inf))
     # All else stays on the side where it was.
     lone = jnp.where(here, best, jnp.where(beyond, inside, array))
-    return [jnp.where(count == 1, lone, jnp.where(beyond | near, best, array))]
+    # Where a function saturates, others are as near: what has the number itself is a tie then, and nothing else.
+    apart = jnp.abs(best - second) > 2 * close
+    return [jnp.where(count == 1, lone, jnp.where(beyond | jnp.where(apart, near, here), best, array))]
 
 
 def push_agreed(node: Node, placements: tuple[Placement, ...]) -> Move:
