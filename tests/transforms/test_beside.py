@@ -187,6 +187,48 @@ def test_values_and_gradients_are_the_untiled_ones(fn, n):
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9 * float(abs(b).max()))
 
 
+def start(h):
+    """Tokens after a start token, of which the last is cut off."""
+    return (jnp.concatenate([jnp.zeros((1, F)), h])[:-1] * h).sum()
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        start,
+        lambda h: ((h[1:] - h[:-1]) ** 2).sum(),
+        lambda h: (jax.nn.log_softmax(h)[:-1] * h[1:]).sum(),
+        lambda h: (conv(h[None], jnp.ones((3, 1, F), h.dtype), "VALID", F) ** 2).sum(),
+    ],
+    ids=["start", "differences", "next", "unpadded"],
+)
+def test_a_halo_is_one_whatever_else_is_large(fn):
+    """Beside a large weight an array might be whole; it is not, nor does the plan have more loops."""
+
+    def plan(size):
+        loss = tile(lambda x, w, large: fn(hidden(x, w)) + large.sum(), (0, None, None), 8)
+        found = loss.plan(*(jax.ShapeDtypeStruct(s, jnp.float32) for s in ((256, D), (D, F), (size,))))
+        return [(run.flops, run.temp, len(run.loops), run.completed) for run in (found.value, found.gradient)]
+
+    small, beside = plan(8), plan(10**6)
+    assert [run[2:] for run in small] == [(1, ()), (1, ())]
+    assert [(flops, *rest) for flops, _, *rest in small] == [(flops, *rest) for flops, _, *rest in beside]
+    assert all(b[1] < 2 * s[1] for s, b in zip(small, beside, strict=True))
+
+
+def pooled(x, padding):
+    return lax.reduce_window(jnp.tanh(x), 0.0, lax.add, (1, 3, 3, 1), (1, 1, 1, 1), padding)
+
+
+@pytest.mark.parametrize("padding", ["SAME", "VALID"])
+def test_windows_over_two_dimensions_take_in_their_padding(padding):
+    """The gradient of a sum over windows pads both dimensions; nothing as long as the axis is whole."""
+    x = draw(2, S, 6, 3)
+    loss = lambda x: (pooled(x, padding) ** 2).sum()
+    np.testing.assert_allclose(jax.grad(tile(loss, 1, 4))(x), jax.grad(loss)(x), rtol=1e-9)
+    assert not tile(loss, 1, 4).plan(x).gradient.completed
+
+
 @pytest.mark.measured
 @pytest.mark.parametrize("fn", [token_shift, depthwise, differences], ids=lambda fn: fn.__name__)
 def test_memory_falls_with_the_tiles(fn):

@@ -55,3 +55,11 @@ def test_rewrites_that_leave_what_they_look_for_come_to_an_end(monkeypatch):
     monkeypatch.setattr(driver, "ALWAYS", (unchanging,))
     with pytest.raises(TileError, match=r"leave something to rewrite, the last ones unchanging, .*defect.*report"):
         tile(lambda x: jnp.sin(x).sum(), 0, 2)(jnp.ones(8))
+
+
+@pytest.mark.parametrize("loop", [lambda fn: jax.lax.map(fn, jnp.arange(3)), lambda fn: jax.checkpoint(fn)(0)])
+def test_a_refusal_names_a_line_of_the_user(loop):
+    """Also of what JAX's own code writes in the body of a loop."""
+    fn = lambda x, w: loop(lambda i: jnp.median(jnp.tanh(x @ w), 0)[i].sum()).sum()
+    with pytest.raises(TileError, match=r"cannot tile `sort` at \S*test_obstacles.py:\d+:\d+ \("):
+        tile(fn, (0, None), 4)(jnp.ones((64, 4)), jnp.ones((4, 32)))

@@ -67,7 +67,28 @@ def means(x, w):
     return (lax.scan(step, jnp.stack([h[0], h[7], h[30]]), None, 3)[0] ** 2).sum()
 
 
-@pytest.mark.parametrize("fn", [hops, transport, means])
+def means_of_plans(x, w):
+    """Loops within a loop: centers of what is transported to them."""
+
+    def step(centers, _):
+        cost = ((x[:, None] - centers[None]) ** 2).sum(-1)
+
+        def inner(both, _):
+            f = -nn.logsumexp(both[1][None] - cost, axis=1)
+            return (f, -nn.logsumexp(f[:, None] - cost, axis=0)), None
+
+        f, g = lax.scan(inner, (jnp.zeros(L), jnp.zeros(16)), None, 2)[0]
+        plan = jnp.exp(f[:, None] + g[None] - cost)
+        return plan.T @ x / plan.sum(0)[:, None], None
+
+    return (lax.scan(step, w.T[:16], None, 2)[0] ** 2).sum()
+
+
+def transport_kept(x, w):
+    return jax.checkpoint(transport)(x, w)
+
+
+@pytest.mark.parametrize("fn", [hops, transport, means, means_of_plans, transport_kept])
 @pytest.mark.parametrize("outputs", ["one", "two"])
 def test_derivatives_compute_the_steps_of_a_loop_again(fn, outputs):
     """Untiled they keep cut arrays of each step, and add up the cotangents of what all steps read."""

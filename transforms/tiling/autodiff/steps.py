@@ -34,18 +34,24 @@ def computed_again(closed: ClosedJaxpr, placements: Sequence[Placement], largest
         placements: of its inputs.
         largest: bytes of a cut value that a scan may read as it is.
     """
-    graph = flatten(closed, custom=False)
+    return _again(closed, [isinstance(p, Tiled) for p in placements], largest)
+
+
+def _again(closed: ClosedJaxpr, given: Sequence[bool], largest: int) -> ClosedJaxpr | None:
+    """The same, of inputs of which those `given` are cut; scans within its scans are the same again."""
+    graph = flatten(closed, custom=False, remat=True)
     scans = [node for node in graph.nodes if node.name == SCAN]
     if not scans:
         return None
-    cut = depends(graph, {v for v, p in zip(graph.inputs, placements, strict=True) if isinstance(p, Tiled)})
+    cut = depends(graph, {v for v, one in zip(graph.inputs, given, strict=True) if one})
     large = {v for v in cut if v.producer is not None and v.nbytes > largest and not follows_rules(v.producer)}
     for node in scans:
         made = [i for i, v in enumerate(node.inputs[: scan_counts(node)[0]]) if v in large]
         made = [] if compares_inside(node, made) else made
         needed = closure([node.inputs[i] for i in made], lambda v: operands(v) if v in large else ())
         sources = [v for v in needed if v not in large and v.const is None]
-        body = jaxpr_as_fun(node.params["jaxpr"])
+        inner = node.params["jaxpr"]
+        body = jaxpr_as_fun(_again(inner, [v in cut for v in node.inputs], largest) or inner)
         sink(graph, node, made, sources, lambda inner, body=body: body(*inner), REMAT)
     effects = [node for node in graph.nodes if node.effects]
     run = lambda *args: evaluate(dict(zip(graph.inputs, args, strict=True)), graph.outputs, effects)

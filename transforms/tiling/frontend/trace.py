@@ -62,7 +62,7 @@ def inlined(node: Node) -> tuple[list[Node], list[Value]]:
     inner = flatten(closed, together=node.together)
     outs = called(inner, node.inputs[number is not None :])
     for other in inner.nodes:
-        other.change(caller=other.caller or node.source)
+        other.change(caller=other.caller or node.place)
     return inner.nodes, outs
 
 

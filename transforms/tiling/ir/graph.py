@@ -86,8 +86,12 @@ class Node:
     @property
     def where(self) -> str:
         """`file:line (function)` of the user's code; for an equation of a cached jit, which has none, the call's."""
-        own = source_info_util.summarize(self.source)
-        return own if ":" in own or self.caller is None else source_info_util.summarize(self.caller)
+        return source_info_util.summarize(self.place)
+
+    @property
+    def place(self) -> Any:
+        """The source of the equation, or of the call that it was inlined from."""
+        return self.source if ":" in source_info_util.summarize(self.source) or self.caller is None else self.caller
 
     def like(self, inputs: Sequence[Value], avals: Sequence[Any], **changes: Any) -> Node:
         """A node like this one, of other operands and with results of types `avals`, but for `changes`."""
@@ -110,7 +114,7 @@ class Node:
     def bind(self, values: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
         """Apply the primitive to `values`; one list of results whatever the primitive returns."""
         params = self.primitive.get_bind_params(self.params if params is None else params)
-        with source_info_util.user_context(self.source.traceback), self.context.manager:
+        with source_info_util.user_context(self.place.traceback), self.context.manager:
             results = self.primitive.bind(*values, **params)
         return list(results) if self.primitive.multiple_results else [results]
 
