@@ -37,7 +37,7 @@ from jax.extend.core import Jaxpr, Var
 from transforms.tiling.analysis.limits import human, too_large
 from transforms.tiling.frontend.flatten import body_graph
 from transforms.tiling.ir.facts import Analysis
-from transforms.tiling.ir.graph import Graph, Node, Value
+from transforms.tiling.ir.graph import Graph, Node, Value, elements
 from transforms.tiling.ir.jaxprs import bodies
 from transforms.tiling.ir.loops import Loop, Schedule
 from transforms.tiling.ir.obstacles import Disagreement
@@ -52,6 +52,9 @@ EXACT = MOVING | COPYING | DISCONTINUOUS | having("exact")
 SUMMING, ADDING = having("summing"), having("adding")
 ONCE = ADDING | having("subtracts")  # one of these rounds always alike: there is no product to be fused with
 KEPT = SUMMING | COPYING | having("stored")  # what comes of these is not computed again element by element
+
+
+MOST = 1 << 16  # elements of a constant array that is looked into
 
 
 class Origin(NamedTuple):
@@ -265,7 +268,7 @@ def is_mask(value: Value) -> bool:
         return all(constant(v) in (0, 1) for v in node.inputs[1:])
     if node is not None and has(node.name, "picks"):
         return is_mask(node.inputs[0])
-    if base.const is not None and not isinstance(base.const, Tracer) and base.shape:
+    if base.const is not None and not isinstance(base.const, Tracer) and 1 < elements(base.shape) <= MOST:
         return set(np.unique(base.const)) == {0, 1}
     return base.dtype.kind == "b"
 
@@ -300,16 +303,14 @@ def _copied(node: Node) -> list[Value]:
 def _carried(node: Node) -> list[Value]:
     """The operands whose elements come out of the bodies of an equation."""
     if node.name in REMAT or has(node.name, "steps"):
-        graphs, operands_ = [body_graph(node, "jaxpr")], node.inputs
+        read, graphs = node.inputs, [body_graph(node, "jaxpr")]
     elif has(node.name, "branches"):
-        graphs, operands_ = (
-            [body_graph(node, "branches", i) for i in range(len(node.params["branches"]))],
-            node.inputs[1:],
-        )
+        read, count = node.inputs[1:], len(node.params["branches"])
+        graphs = [body_graph(node, "branches", i) for i in range(count)]
     else:
         return []
     reached = {v for graph in graphs for out in graph.outputs for v in _sources(out)}
-    return [v for graph in graphs for v, inner in zip(operands_, graph.inputs, strict=True) if inner in reached]
+    return [v for graph in graphs for v, inner in zip(read, graph.inputs, strict=True) if inner in reached]
 
 
 def compares_inside(node: Node, made: Iterable[int]) -> bool:
