@@ -26,7 +26,7 @@ planned. What breaks it is mended (`passes.agreement`), or refused:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -239,10 +239,10 @@ class Walk:
 
     def _copies(self, node: Node) -> Iterator[Value]:
         """The values computed tile by tile copies of whose elements are known once a loop has ended."""
-        move = self.found.moves[node]
-        if move.outs and all(isinstance(p, Tiled) for p in move.outs):
-            return
-        yield from (w for v in _copied(node) if self._cut(v) and _inexact(v) for w in _sources(v))
+        both = zip(node.outputs, self.found.moves[node].outs, strict=True)
+        known = [i for i, (value, placement) in enumerate(both) if _inexact(value) and not isinstance(placement, Tiled)]
+        if known:
+            yield from (w for v in _copied(node, known) if self._cut(v) and _inexact(v) for w in _sources(v))
 
 
 def _met(reads: Iterable[Origin]) -> frozenset[Value]:
@@ -293,15 +293,15 @@ def _let_through(node: Node, number: int) -> list[Value]:
     return _unmasked(value) or ([value] if any(map(is_mask, others)) else [])
 
 
-def _copied(node: Node) -> list[Value]:
-    """The operands, or what is in them, of which an equation's results have elements."""
+def _copied(node: Node, results: Sequence[int]) -> list[Value]:
+    """The operands, or what is in them, of which those `results` of an equation have elements."""
     if node.name in COPYING:
         return list(node.inputs)
-    return [v for i in range(len(node.inputs)) for v in _let_through(node, i)] + _carried(node)
+    return [v for i in range(len(node.inputs)) for v in _let_through(node, i)] + _carried(node, results)
 
 
-def _carried(node: Node) -> list[Value]:
-    """The operands whose elements come out of the bodies of an equation."""
+def _carried(node: Node, results: Sequence[int]) -> list[Value]:
+    """The operands whose elements come out of the bodies of an equation as those `results`."""
     if node.name in REMAT or has(node.name, "steps"):
         read, graphs = node.inputs, [body_graph(node, "jaxpr")]
     elif has(node.name, "branches"):
@@ -309,7 +309,7 @@ def _carried(node: Node) -> list[Value]:
         graphs = [body_graph(node, "branches", i) for i in range(count)]
     else:
         return []
-    reached = {v for graph in graphs for out in graph.outputs for v in _sources(out)}
+    reached = {v for graph in graphs for i in results for v in _sources(graph.outputs[i])}
     return [v for graph in graphs for v, inner in zip(read, graph.inputs, strict=True) if inner in reached]
 
 
@@ -325,8 +325,9 @@ def compares_inside(node: Node, made: Iterable[int]) -> bool:
     own = {graph.inputs[i] for i in made}
     if any(not own.isdisjoint(_sources(v)) for v in graph.outputs):
         return True
-    makers = {v.producer for v in ancestors(set(node.inputs) - wanted) if v.producer is not None}
-    copies = (source for other in makers for v in _copied(other) for source in _sources(v))
+    made_by = ((v, v.producer) for v in ancestors(set(node.inputs) - wanted))
+    copies = (w for v, maker in made_by if maker is not None for w in _copied(maker, [v.index]))
+    copies = (source for w in copies for source in _sources(w))
     return any(map(_decisive, bodies(node.params))) and any(v in rounded for v in copies)
 
 
@@ -340,7 +341,7 @@ def _sources(value: Value) -> Iterator[Value]:
         if node.name in CHOOSING or has(node.name, "stored"):
             picked = [*node.inputs]
         else:
-            picked = [*_unmasked(value), *_scaled(node), *_added_to(node), *_copied(node)]
+            picked = [*_unmasked(value), *_scaled(node), *_added_to(node), *_copied(node, [value.index])]
         return [v for v in map(root, picked) if _varies(v)]
 
     return closure(filter(_varies, [root(value)]), chosen)
@@ -355,9 +356,11 @@ def _added_to(node: Node) -> list[Value]:
 
 
 def _may_be_zero(value: Value) -> bool:
-    node = root(value).producer
+    """Whether zeros may be added: by an argument that is broadcast, where a mask has them, or in a product of flags."""
+    base = root(value)
+    node = base.producer
     if node is None:
-        return _varies(value)  # an input
+        return _varies(value) and elements(base.shape) < elements(value.shape)
     zeros = has(node.name, "masks") and any(map(_zero, node.inputs[1:]))
     return zeros or (has(node.name, "multiplies") and any(v.const is None and _is_flag(v) for v in node.inputs))
 
