@@ -63,3 +63,13 @@ def test_a_refusal_names_a_line_of_the_user(loop):
     fn = lambda x, w: loop(lambda i: jnp.median(jnp.tanh(x @ w), 0)[i].sum()).sum()
     with pytest.raises(TileError, match=r"cannot tile `sort` at \S*test_obstacles.py:\d+:\d+ \("):
         tile(fn, (0, None), 4)(jnp.ones((64, 4)), jnp.ones((4, 32)))
+
+
+def test_a_refusal_names_no_line_of_ours():
+    """Of what `lowmem` runs again, a loop within a loop, JAX has no line of the user's."""
+    logits = lambda x, w: x @ w
+    loss = lambda x, w: (jax.nn.logsumexp(logits(x, w), axis=1) - logits(x, w)[:, 0]).mean()
+    with pytest.raises(TileError) as error:
+        jax.grad(tile(loss, (0, None), 3, lowmem=True), 1)(jnp.ones((61, 16)), jnp.ones((16, 24)))
+    assert "tiling/" not in str(error.value)
+    assert " at :" not in str(error.value)

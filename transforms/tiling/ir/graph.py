@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,9 @@ from jax.extend import source_info_util
 from jax.extend.core import Primitive
 
 from transforms.layout import devices
+
+# Lines that messages name are the user's: what is traced here has the place of the call.
+source_info_util.register_exclusion(str(Path(__file__).parents[1]) + os.sep)
 
 SYMBOLIC = 1024
 
@@ -81,7 +86,8 @@ class Node:
         return self.primitive.name
 
     def __str__(self) -> str:
-        return f"`{self.name}` at {self.where}"
+        where = self.where
+        return f"`{self.name}` at {where}" if where else f"`{self.name}`"
 
     @property
     def where(self) -> str:
