@@ -155,7 +155,8 @@ def check_steps(node: Node, outs: Sequence[Placement], limits: Any) -> Refusal |
         return None
     most = max(large, key=lambda i: sizes[i])
     what = "adds up a cut array from step to step" if most < carried else "keeps a cut array of each step"
-    remedy = "put the body into `jax.checkpoint`, unroll the loop" if most >= carried else "unroll the loop"
+    # Derivatives have tried to compute the steps again (`autodiff.steps`), but where a policy says what they do.
+    remedy = "put the body into `jax.checkpoint`, unroll the loop" if limits.options.policy else "unroll the loop"
     array = f"{describe(node.outputs[most].aval)} {outs[most]}, {human(sizes[most])} a step"
     why = f"it {what}, which would have to be whole"
     return Refusal(too_large(limits, str(node), why, f"array: {array}", f"{remedy}, cut another axis"))
