@@ -85,27 +85,7 @@ UNROUNDED = {
     "no more than the maximum": lambda h: (
         ~jnp.isnan(jax.scipy.special.betainc(0.5, 0.5, jnp.maximum(h / h.max(0), 0.01)))
     ),
-    "rank among all": lambda h: h[:, :1] >= h[:, 0],
-    "row of itself": lambda h: (h[:, None] == h).all(-1),
-    "order of pairs": lambda h: jnp.abs(jnp.sign(h[:, :1] - h[:, 0])),
-    "no distance": lambda h: ((h[:, None, :8] - h[:, :8]) ** 2).sum(-1) == 0,
-    "inverse of a distance": lambda h: jnp.isinf(1 / jnp.abs(h[:, :1] - h[:, 0])),
-    "least of a row's largest": lambda h: h == h.max(1).min(),
-    "least of a row's third": lambda h: h == jnp.sort(h, 1)[:, -3].min(),
-    "least of what rows look up": lambda h: h == jnp.take_along_axis(h, TARGETS[:, None], 1).min(),
-    "least of what rows pick": lambda h: h == (h * nn.one_hot(TARGETS, 19)).sum(1).min(),
-    "largest of each class": lambda h: h[:, :1] == jax.ops.segment_max(h[:, 0], TARGETS, 19),
-    "what 0 or 1 picks": lambda h: h == (h * jnp.where(jnp.arange(61) == 11, 1.0, 0.0)[:, None]).sum(0),
-    "rows of the identity": lambda h: h[:, None] == jnp.eye(61)[3:5] @ h,
-    "with a mask added": lambda h: h == (h + jnp.where(jnp.arange(61) < 40, 0.0, -1e9)[:, None]).max(0),
-    "groups of one": lambda h: h[:, 0] == jax.ops.segment_sum(h[:, 0], TURNED, 61)[TURNED],
-    "largest so far": lambda h: h == lax.fori_loop(0, 61, lambda i, c: jnp.maximum(c, h[i]), jnp.full(19, -9.0)),
-    "checkpointed": lambda h: h == jax.checkpoint(lambda h: h.max(0))(h),
-    "logarithm of no distance": lambda h: jnp.isinf(jnp.log(((h - h[5]) ** 2).sum(1))),
-    "logarithm of 1 less 1": lambda h: jnp.isneginf(jnp.log1p(-jnp.exp(h - h.max(0)))),
-    "reciprocal of no difference": lambda h: jnp.isinf((h.max(0) - h) ** -2),
 }
-TARGETS, TURNED = jnp.arange(61) * 7 % 19, jnp.arange(61) * 7 % 61
 
 
 RANDOM = np.random.default_rng(1)
@@ -120,6 +100,46 @@ def positive(w, x):
 def test_what_no_rounding_changes_is_the_same_number(name):
     count = lambda w, x: UNROUNDED[name](positive(w, x)).sum(0)
     np.testing.assert_array_equal(jax.jit(tile(count, (None, 0), 7))(*OPERANDS), jax.jit(count)(*OPERANDS))
+
+
+# Of h, a function of products: comparisons with copies that are cut, whole, in bodies, added to, or of groups of one.
+TARGETS, TURNED = jnp.arange(61) * 7 % 24, jnp.arange(61) * 7 % 61
+COPIED = {
+    "rank among all": lambda h: h[:, :1] >= h[:, 0],
+    "row of itself": lambda h: (h[:, None, :4] == h[:, :4]).all(-1),
+    "order of pairs": lambda h: jnp.abs(jnp.sign(h[:, :1] - h[:, 0])),
+    "no distance": lambda h: ((h[:, None, :8] - h[:, :8]) ** 2).sum(-1) == 0,
+    "inverse of a distance": lambda h: jnp.isinf(1 / jnp.abs(h[:, :1] - h[:, 0])),
+    "least of what rows look up": lambda h: h == jnp.take_along_axis(h, TARGETS[:, None], 1).min(),
+    "least of what rows pick": lambda h: h == (h * nn.one_hot(TARGETS, 24)).sum(1).min(),
+    "largest of each class": lambda h: h[:, None] == jax.ops.segment_max(h[:, 3], TARGETS, 24)[:, None],
+    "what 0 or 1 picks": lambda h: h == (h * jnp.where(jnp.arange(61) == 11, 1.0, 0.0)[:, None]).sum(0),
+    "rows of the identity": lambda h: h[:, None] == jnp.eye(61)[3:5] @ h,
+    "with a mask added": lambda h: h == (h + jnp.where(jnp.arange(61) < 40, 0.0, -1e9)[:, None]).max(0),
+    "groups of one": lambda h: h[:, 0] == jax.ops.segment_sum(h[:, 0], TURNED, 61)[TURNED],
+    "checkpointed": lambda h: h == jax.checkpoint(lambda h: h.max(0))(h),
+    "logarithm of 1 less 1": lambda h: jnp.isnan(jnp.log1p(-jnp.exp(h - h.max(0)))),
+    "reciprocal of no difference": lambda h: jnp.isinf(((h.max(0) - h) ** -2).max(0)),
+    "reciprocal of no distance": lambda h: jnp.isinf(1 / jnp.abs(h - h[5]).mean(1)),
+}
+NARROW = tuple(np.random.default_rng(7).standard_normal(shape).astype(np.float32) for shape in ((61, 16), (16, 24)))
+
+
+@pytest.mark.parametrize("name", COPIED)
+def test_what_is_a_copy_is_the_same_number(name):
+    x, w = NARROW
+    alone = lambda w, x: (COPIED[name](positive(w, x)).sum(),)
+    beside = lambda w, x: (*alone(w, x), positive(w, x).sum(1))  # products are fused in another way
+    for count in (alone, beside):
+        assert int(tile(count, (None, 0), 7, gather="any")(w / 2, x)[0]) == int(count(w / 2, x)[0])
+
+
+def test_what_a_loop_returns_of_what_it_reads_is_a_copy():
+    """The body computes it again, or it is stored for the loop alone: what is compared is larger than inputs."""
+    x, w = NARROW
+    largest = lambda h: lax.fori_loop(0, 61, lambda i, c: jnp.maximum(c, h[i]), jnp.full(24, -9.0))
+    with pytest.raises(TileError, match="copies of them"):
+        tile(lambda w, x: (positive(w, x) == largest(positive(w, x))).sum(), (None, 0), 7)(w / 2, x)
 
 
 def test_what_is_too_large_to_store_agrees_with_its_largest_absolute_value():
