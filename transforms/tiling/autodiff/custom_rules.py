@@ -31,7 +31,7 @@ def scales(jaxpr: Any, active: Sequence[int]) -> bool:
     Only a `jax.custom_vjp` rule can do anything else with a cotangent, such as clipping it: each is traced alone, but
     those of which it is promised (`transforms.cotangents`). Of a `tile` within, it is known (`lower.atomic`).
     """
-    if not all(eqn.params.get("scales", True) for eqn in equations(jaxpr)):
+    if not all(eqn.params["scales"]() for eqn in equations(jaxpr) if "scales" in eqn.params):
         return False
     return all(_linear(_pulled(*rule)) for rule in _rules(jaxpr, active, skip=promised) if _is_vjp(rule[0]))
 

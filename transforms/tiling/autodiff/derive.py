@@ -90,7 +90,7 @@ def call(program: Program, *args: Any) -> list[Any]:
 
     @jax.custom_jvp
     def value(*args: Any) -> tuple[Any, ...]:
-        return tuple(atomic.call(program.run, lambda *args: call(program, *args), program.scales, *args))
+        return tuple(atomic.call(program.run, lambda *args: call(program, *args), lambda: program.scales, *args))
 
     def rule(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
         given = {i: t for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero) and _floats(primals[i])}

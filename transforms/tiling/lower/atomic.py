@@ -39,17 +39,18 @@ tiled_p.multiple_results = True
 
 
 Call = Callable[..., Sequence[Any]]
+Asked = Callable[[], bool]
 
 
-def call(jitted: Any, differentiable: Call, scales: bool, *args: Any) -> list[Any]:
+def call(jitted: Any, differentiable: Call, scales: Asked, *args: Any) -> list[Any]:
     """Return what a function made by `jax.jit` returns, a list of arrays, in one equation that is never split.
 
-    `differentiable` returns the same, with derivatives of its own; cotangents enter these linearly if it `scales`.
+    `differentiable` returns the same, with derivatives of its own; `scales()` is whether cotangents enter these linearly.
     """
     return _bind(jitted.trace(*args).jaxpr, differentiable, scales, args)
 
 
-def _bind(program: ClosedJaxpr, differentiable: Call, scales: bool, args: Sequence[Any]) -> list[Any]:
+def _bind(program: ClosedJaxpr, differentiable: Call, scales: Asked, args: Sequence[Any]) -> list[Any]:
     return tiled_p.bind(*args, call_jaxpr=program, differentiable=differentiable, scales=scales)
 
 
@@ -65,7 +66,7 @@ def _mapped(*args: Any, call_jaxpr: ClosedJaxpr, dims: Any, outs: Any, axis: Any
     return jax.vmap(fn, list(dims), list(outs), axis_name=name, axis_size=size, spmd_axis_name=spread)(*args)
 
 
-def _batch(axis: Any, args: Any, dims: Any, *, call_jaxpr: ClosedJaxpr, differentiable: Call, scales: bool) -> Any:
+def _batch(axis: Any, args: Any, dims: Any, *, call_jaxpr: ClosedJaxpr, differentiable: Call, scales: Asked) -> Any:
     outs = tuple(0 if found else None for found in depend(call_jaxpr, [d is not None for d in dims], axis.name))
     names = {"axis_name": axis.name, "axis_size": axis.size, "spmd_axis_name": axis.spmd_name}
     axis = (axis.name, axis.size, axis.spmd_name)
