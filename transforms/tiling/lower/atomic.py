@@ -45,7 +45,7 @@ Asked = Callable[[], bool]
 def call(jitted: Any, differentiable: Call, scales: Asked, *args: Any) -> list[Any]:
     """Return what a function made by `jax.jit` returns, a list of arrays, in one equation that is never split.
 
-    `differentiable` returns the same, with derivatives of its own; `scales()` is whether cotangents enter these linearly.
+    `differentiable` returns the same, with derivatives of its own; cotangents enter them linearly if `scales()`.
     """
     return _bind(jitted.trace(*args).jaxpr, differentiable, scales, args)
 
