@@ -116,7 +116,8 @@ def test_what_steps_compute_again_has_its_own_derivative_rule():
 
 
 @pytest.mark.parametrize("clipped", [0.01, 1e9])
-def test_a_rule_is_of_the_sum_of_all_steps(clipped):
+@pytest.mark.parametrize("within", [False, True])
+def test_a_rule_is_of_the_sum_of_all_steps(clipped, within):
     """What is made in each step has its cotangent in each step: the rule would be applied to parts of it."""
 
     @jax.custom_vjp
@@ -126,7 +127,8 @@ def test_a_rule_is_of_the_sum_of_all_steps(clipped):
     clip.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -clipped, clipped),))
 
     def fn(x, w):
-        h = clip(jnp.tanh(x @ w))
+        made = lambda x, w: clip(jnp.tanh(x @ w))
+        h = (tile(made, (None, 1), 2) if within else made)(x, w)
         return (lax.scan(lambda c, _: (jnp.tanh(h.T @ nn.softmax(h @ c)), None), jnp.ones(F), None, 3)[0] ** 2).sum()
 
     with pytest.raises(TileError, match="adds up a cut array"):

@@ -31,15 +31,20 @@ def scales(jaxpr: Any, active: Sequence[int]) -> bool:
     Only a `jax.custom_vjp` rule can do anything else with a cotangent, such as clipping it: each is traced alone, but
     those of which it is promised (`transforms.cotangents`). Of a `tile` within, it is known (`lower.atomic`).
     """
-    if not all(eqn.params["scales"]() for eqn in equations(jaxpr) if "scales" in eqn.params):
+    if not all(map(_scales, equations(jaxpr))):
         return False
     return all(_linear(_pulled(*rule)) for rule in _rules(jaxpr, active, skip=promised) if _is_vjp(rule[0]))
 
 
+def _scales(eqn: Any) -> bool:
+    """Whether an equation is no `tile` with a rule in it that does not scale."""
+    return "scales" not in eqn.params or eqn.params["scales"]()
+
+
 def follows_rules(node: Node) -> bool:
     """Whether an equation, or one in it, has a `jax.custom_vjp` rule: its cotangents may not be added up afterwards."""
-    inside = (eqn for body in bodies(node.params) for eqn in equations(body))
-    return any(name.startswith("custom_vjp") for name in (node.name, *(eqn.primitive.name for eqn in inside)))
+    inside = [node, *(eqn for body in bodies(node.params) for eqn in equations(body))]
+    return any(_is_vjp(eqn) or not _scales(eqn) for eqn in inside)
 
 
 def replaced(args: Sequence[Any], numbers: Sequence[int], values: Sequence[Any]) -> list[Any]:

@@ -176,7 +176,6 @@ def stretched_limit(work: Work, _: Refusal) -> bool:
     return not before
 
 
-WHOLE = "whole operands"
 ANSWERS = (
     Pass("whole groups", whole_groups, "tiles hold whole chunks, patches or strides: a few rows longer", Groups),
     Pass("agreement", agree, "no comparison sees what is computed again beside copies of it", Disagreement),
@@ -187,7 +186,12 @@ ANSWERS = (
     Pass("run backwards", run_backwards, "what runs from the last row to the first does so tile by tile", Refusal),
     Pass("shifts", shifts, "slices, padding and joins become shifts along the axis: a halo", Refusal),
     Pass("index-set splitting", index_set_splitting, "arrays of another length are computed in pieces", Refusal),
-    Pass(WHOLE, whole_operands, "what reads along the axis, and cannot be rewritten, may read a small array", Beside),
+    Pass(
+        "whole operands",
+        whole_operands,
+        "what reads along the axis, and cannot be rewritten, may read a small array",
+        Beside,
+    ),
     Pass("stretched limit", stretched_limit, "what all cut inputs together take may be whole", Refusal),
 )
 
@@ -229,7 +233,7 @@ def _planned(
     inside = (eqn for node in graph.nodes for body in bodies(node.params) for eqn in equations(body))
     most = REWRITES * (len(graph.nodes) + sum(1 for _ in inside) + 2)
     while len(work.passes) < most:
-        found = _attempt(work, placements)
+        found, limits = _attempt(work, placements), work.limits
         if isinstance(found, Schedule):
             return (dataclasses.replace(found, passes=tuple(work.passes)), list(work.online.results)), rewritten
         if isinstance(found, Analysis):
@@ -237,7 +241,7 @@ def _planned(
         if not _first([p for p in ANSWERS if p.answers and isinstance(found, p.answers)], work, found):
             assert isinstance(found, Refusal), found  # all others have an answer that never fails
             return work.refusal or found, rewritten
-        rewritten |= isinstance(found, Beside) and work.passes[-1] != WHOLE
+        rewritten |= isinstance(found, Beside) and work.limits is limits  # its operands were not granted
     message = (
         f"cannot tile: {most} rewrites of it leave something to rewrite, the last ones {', '.join(work.passes[-3:])}. "
         "That is a defect of `tile`: please report the function.\n  To go on: cut another axis."
