@@ -120,7 +120,7 @@ COPIED = {
     "checkpointed": lambda h: h == jax.checkpoint(lambda h: h.max(0))(h),
     "logarithm of 1 less 1": lambda h: jnp.isnan(jnp.log1p(-jnp.exp(h - h.max(0)))),
     "reciprocal of no difference": lambda h: jnp.isinf(((h.max(0) - h) ** -2).max(0)),
-    "reciprocal of no distance": lambda h: jnp.isinf(1 / jnp.abs(h - h[5]).mean(1)),
+    "logarithm of no distance": lambda h: jnp.where(jnp.isfinite(jnp.log(((h - h[5]) ** 2).sum(1))), 0, 1),
 }
 NARROW = tuple(np.random.default_rng(7).standard_normal(shape).astype(np.float32) for shape in ((61, 16), (16, 24)))
 
@@ -132,6 +132,14 @@ def test_what_is_a_copy_is_the_same_number(name):
     beside = lambda w, x: (*alone(w, x), positive(w, x).sum(1))  # products are fused in another way
     for count in (alone, beside):
         assert int(tile(count, (None, 0), 7, gather="any")(w / 2, x)[0]) == int(count(w / 2, x)[0])
+
+
+@pytest.mark.parametrize("dtype", [bool, int, jnp.float32])
+def test_a_mask_of_one_column_picks_a_row_that_is_too_large_to_store(dtype):
+    x, w = NARROW
+    mask = (jnp.arange(61) == 4)[:, None].astype(dtype)
+    count = lambda w, x: (positive(w, x) == (positive(w, x) * mask).sum(0)).sum()
+    assert int(tile(count, (None, 0), 7)(w / 2, x)) == int(count(w / 2, x))
 
 
 def test_what_a_loop_returns_of_what_it_reads_is_a_copy():

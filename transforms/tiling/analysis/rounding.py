@@ -218,7 +218,7 @@ class Walk:
         elif node.name not in EXACT and not _exact_conversion(node):
             roundings = 2
         if has(node.name, "agreed"):
-            computed -= {*_sources(node.inputs[0])}
+            computed -= {node.inputs[0]}
         for value in node.outputs:
             own = {value} & self.roots if roundings > 1 else frozenset()
             known[value] = Origin(computed | own, copies, roundings)
@@ -239,8 +239,7 @@ class Walk:
 
     def _copies(self, node: Node) -> Iterator[Value]:
         """The values computed tile by tile copies of whose elements are known once a loop has ended."""
-        both = zip(node.outputs, self.found.moves[node].outs, strict=True)
-        known = [i for i, (value, placement) in enumerate(both) if _inexact(value) and not isinstance(placement, Tiled)]
+        known = [i for i, p in enumerate(self.found.moves[node].outs) if not isinstance(p, Tiled)]
         if known:
             yield from (w for v in _copied(node, known) if self._cut(v) and _inexact(v) for w in _sources(v))
 

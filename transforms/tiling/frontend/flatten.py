@@ -19,9 +19,7 @@ from transforms.tiling.ir.walks import read
 from transforms.tiling.primitives import CALLS, CUSTOM_CALLS, LINEAR, REMAT, SOLVE
 
 
-def flatten(
-    closed: ClosedJaxpr, *, custom: bool = True, remat: bool = False, together: bool = False, caller: Any = None
-) -> Graph:
+def flatten(closed: ClosedJaxpr, *, custom: bool = True, remat: bool = False, together: bool = False) -> Graph:
     """Return `closed` with nested calls inlined and dead code removed; constants become constant values.
 
     Args:
@@ -29,7 +27,6 @@ def flatten(
         custom: inline `custom_jvp` and `custom_vjp` calls too (their rules are lost: for graphs that are only run).
         remat: inline the bodies of `jax.checkpoint` too (their effect on memory is lost).
         together: what devices hold parts of is summed at once.
-        caller: where the program is called from, for equations that JAX gives no place of the user's.
     """
     table = CALLS | (CUSTOM_CALLS if custom else {}) | (dict.fromkeys(REMAT, "jaxpr") if remat else {})
     nodes: list[Node] = []
@@ -64,7 +61,7 @@ def flatten(
         return [read(a) for a in jaxpr.outvars]
 
     inputs = [Value(v.aval) for v in closed.jaxpr.invars]
-    graph = Graph(inputs, nodes, run(closed.jaxpr, closed.consts, inputs, caller))
+    graph = Graph(inputs, nodes, run(closed.jaxpr, closed.consts, inputs, None))
     return canonical(graph.prune()).prune()
 
 
@@ -90,7 +87,7 @@ def body_graph(node: Node, key: str, number: int | None = None) -> Graph:
     if (key, number) not in node.bodies:
         jaxpr = node.params[key] if number is None else node.params[key][number]
         closed = jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
-        node.bodies[key, number] = flatten(closed, together=node.together, caller=node.place)
+        node.bodies[key, number] = flatten(closed, together=node.together)
     return node.bodies[key, number]
 
 
