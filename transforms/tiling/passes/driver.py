@@ -233,7 +233,7 @@ def _planned(
     inside = (eqn for node in graph.nodes for body in bodies(node.params) for eqn in equations(body))
     most = REWRITES * (len(graph.nodes) + sum(1 for _ in inside) + 2)
     while len(work.passes) < most:
-        found, limits = _attempt(work, placements), work.limits
+        found, granted = _attempt(work, placements), work.limits.granted
         if isinstance(found, Schedule):
             return (dataclasses.replace(found, passes=tuple(work.passes)), list(work.online.results)), rewritten
         if isinstance(found, Analysis):
@@ -241,7 +241,7 @@ def _planned(
         if not _first([p for p in ANSWERS if p.answers and isinstance(found, p.answers)], work, found):
             assert isinstance(found, Refusal), found  # all others have an answer that never fails
             return work.refusal or found, rewritten
-        rewritten |= isinstance(found, Beside) and work.limits is limits  # its operands were not granted
+        rewritten |= isinstance(found, Beside) and work.limits.granted == granted
     message = (
         f"cannot tile: {most} rewrites of it leave something to rewrite, the last ones {', '.join(work.passes[-3:])}. "
         "That is a defect of `tile`: please report the function.\n  To go on: cut another axis."
