@@ -69,6 +69,26 @@ def test_between_the_loops_of_one_program():
     np.testing.assert_allclose(kept(x, w), variance(x, w), rtol=1e-5)
 
 
+def deep(x, weights):
+    """Layers of attention, whose keys are all tokens': each takes loops of its own, which need what is before it."""
+    for query, key, out in weights:
+        x = x + checkpoint_name(jax.nn.softmax(jnp.sin(x @ query) @ (x @ key).T) @ x @ out, "branch")
+        x = checkpoint_name(x, "layer")
+    return (x**2).mean()
+
+
+def test_products_grow_with_the_layers_that_are_named_and_not_with_their_square():
+    rng = np.random.default_rng(0)
+    x, weights = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((24, 6), (8, 3, 6, 6)))
+    keep = tile(deep, (0, None), 4, policy=POLICIES.save_only_these_names("layer"))
+    assert "computes more products again" in str(tile(deep, (0, None), 4).plan(x, list(weights[:4])))
+    flops = [keep.plan(x, list(weights[:layers] / 6)).gradient.flops for layers in (2, 4, 6, 8)]
+    assert len(set(np.diff(flops))) == 1 and flops[-1] < 2.2 * keep.plan(x, list(weights / 6)).gradient.untiled_flops
+    for wrap in (jax.grad, lambda fn: jax.jacfwd(jax.grad(fn))):
+        got, want = (jax.jit(wrap(fn))(x, list(weights[:3] / 6)) for fn in (keep, deep))
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4 * float(jnp.abs(want).max()))
+
+
 def outside(fn):
     return jax.checkpoint(tile(fn, (0, None, None), 4))
 

@@ -18,6 +18,7 @@ beside: outside of rules and passes no primitive is asked for by name. One that 
     casts          the same numbers in another dtype
     level          of an array of one number everywhere, one of that number
     stops          passes no derivative on
+    names          gives its operand the name by which a policy keeps it
 
     what runs:
     product        a matrix product
@@ -71,7 +72,8 @@ layout_constraint relayout xla_metadata_value           | alias
 agreed                                                  | agreed
 cumulative                                              | running
 copy                                                    | alias moving rescales typed rearranges level
-name                                                    | alias moving typed
+name                                                    | alias moving typed names
+named                                                   | alias moving typed
 stop_gradient                                           | alias moving typed stops
 copy_p                                                  | alias moving typed rearranges level
 chosen cummax cummin scan_part scatter-max scatter-min

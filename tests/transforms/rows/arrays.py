@@ -55,7 +55,7 @@ def arrays() -> Arrays:
     )
 
 
-def bind(name, *operands, **params):
+def bind(name, /, *operands, **params):
     """Apply a primitive that has no public function."""
     results = PRIMITIVES[name].bind(*operands, **params)
     return list(results) if PRIMITIVES[name].multiple_results else results

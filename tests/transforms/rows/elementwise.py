@@ -29,6 +29,7 @@ FLOAT |= {
     "le_to": lambda a: bind("le_to", a.x, a.y),
     "lt_to": lambda a: bind("lt_to", a.x, a.y),
     "name": lambda a: checkpoint_name(a.x, "x"),
+    "named": lambda a: bind("named", a.x, name="x"),
     "nextafter": lambda a: lax.nextafter(fixed(a.x), fixed(a.y)),
     "one_minus_square": lambda a: bind("one_minus_square", a.x),
     "polynomial": lambda a: bind("polynomial", fixed(a.x), 1.0, jnp.float64(0.5), 0.25),

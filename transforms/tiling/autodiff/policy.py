@@ -3,6 +3,9 @@
 All else is rematerialised there, tile by tile (Chen et al. 2016, arXiv:1604.06174). So are copies that a policy names
 (a maximum, say) and that meet in a comparison what they are copies of, which is computed again: both must be of one
 computation (`analysis.rounding`).
+
+What has a name (`checkpoint_name`) has it in derivatives too: a cotangent of a value that is kept by its name is kept
+where several loops of the backward pass read it, as those of a model's layers do.
 """
 
 from __future__ import annotations
@@ -12,14 +15,24 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import ClosedJaxpr, Primitive
+from jax.interpreters import ad, batching, mlir
 
 from transforms.tiling.analysis.rounding import decides
 from transforms.tiling.frontend.flatten import evaluate, flatten
 from transforms.tiling.ir.effects import loud
 from transforms.tiling.ir.graph import Graph, Node, Value
 from transforms.tiling.ir.jaxprs import bodies
+from transforms.tiling.primitives import has
 from transforms.tiling.schedule import Policy, keeps
+
+named_p = Primitive("named")  # linear: the value itself, the cotangent of which has the name
+named_p.def_impl(lambda x, name: x)
+named_p.def_abstract_eval(lambda aval, name: aval)
+mlir.register_lowering(named_p, lambda _, x, name: [x])
+ad.deflinear2(named_p, lambda cotangent, _, name: [checkpoint_name(cotangent, name)])
+batching.primitive_batchers[named_p] = lambda args, dims, name: (named_p.bind(*args, name=name), dims[0])
 
 
 @jax.custom_jvp
@@ -38,6 +51,11 @@ def _seen(node: Node | None) -> bool:
     return node is not None and bool(node.effects and node.outputs) and not bodies(node.params)
 
 
+def _named(node: Node | None, array: Any) -> Any:
+    """What a node computes; its cotangents have the name that it gives."""
+    return named_p.bind(array, name=node.params["name"]) if node is not None and has(node.name, "names") else array
+
+
 @dataclasses.dataclass(frozen=True)
 class Keeping:
     """A program as a graph, and the values of it that are kept."""
@@ -51,12 +69,17 @@ class Keeping:
         effects = [node for node in self.graph.nodes if node.effects]
         return evaluate(env, [*self.graph.outputs, *self.values], effects)
 
-    def outputs(self, args: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
-        """The outputs from what was kept: only the rest is computed, except for derivatives."""
+    def outputs(self, args: Sequence[Any], kept: Sequence[Any] | None = None) -> list[Any]:
+        """The outputs; from what was kept, only the rest is computed, except for derivatives."""
         env = dict(zip(self.graph.inputs, args, strict=True))
-        for value, array in zip(self.values, kept, strict=True):
-            env[value] = array if _seen(value.producer) else swap(evaluate(env, [value])[0], array)
-        return evaluate(env, self.graph.outputs)
+        effects = [node for node in self.graph.nodes if node.effects and kept is None]
+        for value, array in zip(self.values, kept or [None] * len(self.values), strict=True):
+            if not _seen(value.producer):
+                computed = _named(value.producer, evaluate(env, [value])[0])
+                env[value] = computed if kept is None else swap(computed, array)
+            elif kept is not None:
+                env[value] = array
+        return evaluate(env, self.graph.outputs, effects)
 
 
 def keeping(closed: ClosedJaxpr, policy: Policy | None) -> Keeping | None:

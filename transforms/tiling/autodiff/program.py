@@ -313,7 +313,7 @@ class Program:
 
         def primal(*chosen: Any) -> tuple[list[Any], list[Any]]:
             full = replaced(args, active, chosen)
-            results = fn(*full) if kept is None or self.keeping is None else self.keeping.outputs(full, kept)
+            results = fn(*full) if self.keeping is None else self.keeping.outputs(full, kept)
             return [results[i] for i in outs], results
 
         return (primal, *(args[i] for i in active))

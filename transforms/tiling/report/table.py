@@ -32,6 +32,8 @@ def describe_run(name: str, plan: Any) -> Iterator[str]:
         rows = [(f"{r.primitive} {r.array}", flops_text(r.flops) if r.flops else "", short(r.where)) for r in again]
         rest = [(f"and {len(rows) - SHOWN} smaller", "", "")] if len(rows) > SHOWN else []
         yield from _table("recomputes", rows[:SHOWN] + rest)
+    if sum(r.flops for loop in plan.loops for r in loop.recomputed) > plan.untiled_flops:
+        yield from REMEDY
     if plan.effects:
         yield "  side effects"
     for e in plan.effects:
@@ -43,6 +45,11 @@ def describe_run(name: str, plan: Any) -> Iterator[str]:
         yield _fit(f"      it {c.reason}")
 
 
+REMEDY = (
+    "  computes more products again than the function has: give a name to what its layers end in",
+    "    (jax.ad_checkpoint.checkpoint_name), and keep that with",
+    "    policy=jax.checkpoint_policies.save_only_these_names(...)",
+)
 SHOWN = 4  # of what a loop computes again, the largest
 
 
