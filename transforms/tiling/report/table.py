@@ -46,8 +46,8 @@ def describe_run(name: str, plan: Any) -> Iterator[str]:
 
 
 REMEDY = (
-    "  computes more products again than the function has: give a name to what its layers end in",
-    "    (jax.ad_checkpoint.checkpoint_name), and keep that with",
+    "  computes more products again than the function has: scan over its layers, or give a name to what",
+    "    each ends in (jax.ad_checkpoint.checkpoint_name) and keep that, with",
     "    policy=jax.checkpoint_policies.save_only_these_names(...)",
 )
 SHOWN = 4  # of what a loop computes again, the largest
