@@ -300,6 +300,29 @@ def test_rows_computed_again_meet_their_own_copies(name, n, policy):
     assert_right(tiled, (draw(4, 13, 6), draw(5, 6, 5)), rows(name))
 
 
+def distances(a, b):
+    return ((a[:, None] - b) ** 2).sum(-1)
+
+
+# Of distances [24, 20], which are larger than both sets of points, each row's nearest is compared with the others'.
+NEAREST = {
+    "Hausdorff": lambda a, b: distances(a, b).min(1).max(),
+    "Hausdorff, both ways": lambda a, b: jnp.maximum(distances(a, b).min(1).max(), distances(a, b).min(0).max()),
+    "median": lambda a, b: jnp.median(distances(a, b).min(1)),
+    "five farthest": lambda a, b: lax.top_k(distances(a, b).min(1), 5)[0].mean(),
+    "how many of all": lambda a, b: (distances(a, b).min(1) == distances(a, b).min()).sum() * distances(a, b).sum(),
+}
+
+
+@pytest.mark.redundant("axis", "n")
+@pytest.mark.parametrize("n", [3, 5])
+@pytest.mark.parametrize("axis", [(0, None), (None, 0)], ids=["rows", "columns"])
+@pytest.mark.parametrize("name", NEAREST)
+def test_extrema_of_rows_are_stored_and_computed_again_beside_their_rows(name, axis, n):
+    points = draw(4, 24, 3), draw(5, 20, 3)
+    assert_right(tile(NEAREST[name], axis, n), points, untiled(NEAREST[name], points))
+
+
 def softmax_by_hand(h, w, y):
     logits = h @ w
     p = jnp.exp(logits - logits.max(-1, keepdims=True))

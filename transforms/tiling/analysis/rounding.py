@@ -26,7 +26,7 @@ planned. What breaks it is mended (`passes.agreement`), or refused:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -73,8 +73,8 @@ Meeting = tuple[Node, Value]  # the node reads the value, computed once more, an
 
 def meeting(found: Analysis) -> Disagreement | None:
     """The first equation of an analysed graph that breaks the rule, if the loops compute again what they can."""
-    first = Walk(found).first
-    return None if first is None else disagreement(found, first)
+    walk = Walk(found)
+    return None if walk.first is None else walk.disagreement(walk.first, walk.stored)
 
 
 def check(plan: Schedule) -> Disagreement | None:
@@ -85,12 +85,7 @@ def check(plan: Schedule) -> Disagreement | None:
     refs = (ref for loop in plan.loops for ref in loop.refs if ref.how == "slice")
     walk = Walk(plan.analysis, {ref.value for ref in refs if ref.value not in plan.analysis.inputs})
     first = next((met for loop in plan.loops if (met := walk.within(loop)) is not None), None)
-    if first is None:
-        return None
-    met, read, limits = disagreement(plan.analysis, first), ancestors(first[0].inputs), plan.analysis.limits
-    assert limits is not None, "no body is planned by itself"
-    again = frozenset(v for v, held in walk.held.items() if first[1] in held and v in read) - limits.again
-    return dataclasses.replace(met, again=again)
+    return None if first is None else walk.disagreement(first, walk.held)
 
 
 def running(plan: Schedule) -> Disagreement | None:
@@ -165,6 +160,8 @@ class Walk:
         self.held = {v: frozenset(self._held(v)) for v in read if self._cut(v)}
         whole = {node.inputs[i] for node, i in found.completed if self._cut(node.inputs[i])} - found.inputs
         self.whole = {v: frozenset(_sources(v)) for v in whole}
+        kept = [n for n in found.graph.nodes if has(n.name, "stored")]
+        self.stored = {n.outputs[0]: self.whole[n.inputs[0]] for n in kept if n.inputs[0] in self.whole}
         self.copied: dict[Node, frozenset[Value]] = {}
         for node in found.graph.nodes:
             if copies := frozenset(self._copies(node)):
@@ -194,6 +191,15 @@ class Walk:
             if (hit := self._visit(step.node, reads, here, [p for _, p in step.keys] or step.move.outs)) is not None:
                 return hit
         return None
+
+    def disagreement(self, met: Meeting, held: Mapping[Value, frozenset[Value]]) -> Disagreement:
+        """What breaks the rule, and which of the stored copies that are `held` a loop is to compute again for it."""
+        node, value = met
+        read = closure(filter(self._cut, node.inputs), lambda v: filter(self._cut, operands(v)))
+        limits = self.found.limits
+        assert limits is not None, "no body is planned by itself"
+        again = frozenset(v for v in read if value in held.get(v, ())) - limits.again
+        return dataclasses.replace(disagreement(self.found, met), again=again)
 
     def _read(self, node: Node, number: int) -> Origin:
         """An operand as a loop has it: it computes what is cut, and reads what is whole or stored."""
