@@ -132,6 +132,23 @@ def test_is_computed_piece_by_piece(fn, axis, args):
         assert all(c.nbytes <= largest for loop in run.loops for c in loop.carries)
 
 
+# A few rows more than the argument has, which is as large as anything that may be whole but for a tile.
+ENDS = {
+    "the first and last row": lambda x: jnp.diff(jnp.concatenate([x[:1], x, x[-1:]]), axis=0),
+    "edge": lambda x: jnp.diff(jnp.pad(x, ((1, 1), (0, 0)), mode="edge"), axis=0),
+    "wrap": lambda x: jnp.diff(jnp.pad(x, ((1, 1), (0, 0)), mode="wrap"), axis=0),
+    "reflect": lambda x: jnp.convolve(jnp.pad(x[:, 0], (2, 2), mode="reflect"), jnp.arange(5.0), "valid"),
+    "rolling mean": lambda x: jnp.diff(jnp.cumsum(jnp.pad(x, ((1, 0), (0, 0))), 0)[::5], axis=0) / 5,
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_rows_are_put_at_both_ends(name):
+    both = lambda fn: quick.jit(lambda x: (fn(x), jax.grad(lambda x: (fn(x) ** 2).sum())(x)))(jnp.asarray(draw(N, D)))
+    for got, want in zip(both(tile(ENDS[name], 0, 4)), both(ENDS[name]), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9)
+
+
 def test_nan_and_infinities_outside_the_part_do_not_count():
     x = jnp.asarray(draw(B, S, D)).at[:, -1].set(jnp.nan)
     loss = lambda x, w: jax.nn.logsumexp((x @ w)[:, :-1], -1).sum() + (x @ w)[:, :-1].max()

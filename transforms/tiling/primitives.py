@@ -55,7 +55,7 @@ beside: outside of rules and passes no primitive is asked for by name. One that 
     moving         the same elements in another order, place or number, up to the sign
     negates        with the other sign
     masks          an operand where a condition says so, 0 or another elsewhere
-    agreed         its first operand as the second has it, which nobody computes again
+    agreed         its first operand as the second has it, which nobody computes again: it was told the rest
     stored         its operand as an earlier loop left it
     running        a cumulative sum, or the like
     choosing       each element of the result is one of some operand's, up to its sign, or a part of one

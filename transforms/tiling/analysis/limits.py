@@ -20,7 +20,8 @@ class Limits:
     """Which completions are allowed: `gather` is "none", "small" or "any"; `largest` is what small means, in bytes.
 
     Where there is no other way, small is also what is no larger than all cut inputs `together` (of numbers, not of
-    labels): the join of two views of a batch, or a batch in the wider dtype that sums are formed in.
+    labels), and a tile: the join of two views of a batch, or a batch in the wider dtype that sums are formed in, with
+    rows of padding at its ends.
     """
 
     gather: str
@@ -54,7 +55,10 @@ class Limits:
 
     @property
     def bound(self) -> int:
-        return max(self.largest, self.together) if self.stretched else self.largest
+        if not self.stretched or self.options is None:
+            return self.largest
+        most = max(self.largest, self.together)
+        return most + most * self.options.size // self.options.total
 
 
 def looked_up(graph: Graph, placements: Sequence[Placement]) -> list[int]:

@@ -224,7 +224,7 @@ class Walk:
         elif node.name not in EXACT and not _exact_conversion(node):
             roundings = 2
         if has(node.name, "agreed"):
-            computed -= {node.inputs[0]}
+            computed -= self._agreed(node, computed)
         for value in node.outputs:
             own = {value} & self.roots if roundings > 1 else frozenset()
             known[value] = Origin(computed | own, copies, roundings)
@@ -235,6 +235,14 @@ class Walk:
             made = (v for n in reversed(self.found.graph.nodes) for v in reversed(n.outputs))
             return node, next((v for v in made if v in met), None) or next(iter(met))
         return None
+
+    def _agreed(self, node: Node, computed: frozenset[Value]) -> set[Value]:
+        """What an equation has brought into agreement: a value, and what has no copies but those that it was told."""
+        value, _, *copies = node.inputs
+        told = {v.producer for v in copies}
+        others = [copies for copying, copies in self.copied.items() if copying not in told]
+        others += [*self.held.values(), *self.whole.values()]
+        return {value} | {v for v in computed if not any(v in copies for copies in others)}
 
     def _held(self, value: Value) -> Iterator[Value]:
         """The values whose elements a cut value has, or has been computed from."""

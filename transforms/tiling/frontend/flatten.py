@@ -12,6 +12,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from transforms.layout import like
 from transforms.tiling.frontend.canonical import barriers, canonical, reductions
+from transforms.tiling.frontend.windows import WINDOWS
 from transforms.tiling.ir.effects import check_pure, loud, silenced
 from transforms.tiling.ir.graph import Graph, Node, Value
 from transforms.tiling.ir.jaxprs import body
@@ -107,7 +108,7 @@ def applied(params: dict[str, Any], operands: Sequence[Any]) -> tuple[ClosedJaxp
     ), operands
 
 
-OPENED = {SOLVE: solver, LINEAR: applied}
+OPENED = {SOLVE: solver, LINEAR: applied, **WINDOWS}
 
 
 # ------------------------------------------------------------------------------- back again: a graph's values, computed

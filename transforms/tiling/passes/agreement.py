@@ -32,7 +32,7 @@ from transforms.tiling.rules.factors import peel
 stored_p = Primitive("stored")  # a cut value as the loop left it that computed it first
 witness_p = Primitive("witness")  # the extremum so far, its place, how many elements equal it, and the next best
 snapped_p = Primitive("snapped")  # a value that is computed again, with its extremum where that was
-agreed_p = Primitive("agreed")  # the first operand, computed again, as the second: as what is known has it
+agreed_p = Primitive("agreed")  # the first operand, computed again, as the second: as what is known, the rest, has it
 
 
 def store(graph: Graph, value: Value) -> None:
@@ -83,7 +83,8 @@ def agree(met: Disagreement, span: Span) -> bool:
         for total in _counts(graph, node, other):
             more, (counted[total],) = traced(partial(_as, total.dtype), places[2:3], node)
             nodes += more
-    (known,) = add(nodes, node, agreed_p, [value, known], [value.aval])
+    copies = [other.outputs[0] for other in copying]
+    (known,) = add(nodes, node, agreed_p, [value, known, *copies], [value.aval])
     _read(met, {value: known}, nodes)
     graph.replace(node, nodes, counted, keep=True)
     graph.sort().prune()
@@ -317,11 +318,11 @@ def emit_snapped(node: Node, values: list[Any], move: Move, span: Span) -> list[
 
 
 def push_agreed(node: Node, placements: tuple[Placement, ...]) -> Move:
-    return Move(placements[:1], placements[:1] * 2)
+    return Move(placements[:1], (*placements[:1] * 2, *(WHOLE,) * len(placements[2:])))
 
 
 def emit_agreed(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
-    return values[1:]
+    return values[1:2]
 
 
 KEPT = "is kept for comparisons with copies of its elements"

@@ -184,6 +184,9 @@ class _Writer:
         """Whether results of pieces can be put together."""
         if grain(move) > 1:
             return False
+        joined = node.params["dimension"] if node.name == "concatenate" else None
+        if self.spans[0].total == 1 and any(isinstance(p, Tiled) and p.dim == joined for p in move.outs):
+            return False  # one row is no axis of which others are multiples
         longer = self.spans[0].beyond
         for out, placement in zip(node.outputs, move.outs, strict=True):
             if isinstance(placement, Partial):
