@@ -92,7 +92,7 @@ def test_routing_is_in_float32_whatever_the_tokens():
     assert weights.dtype == probs.dtype == jnp.float32
 
 
-@pytest.mark.parametrize("case", ["mixtral", "qwen3_moe_mixed"])
+@pytest.mark.parametrize("case", ["mixtral", "qwen3_moe_mixed", "qwen3_next", "qwen3_5_moe"])
 def test_the_balance_loss_is_that_of_transformers(case):
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
@@ -103,11 +103,19 @@ def test_the_balance_loss_is_that_of_transformers(case):
     assert float(balance) == pytest.approx(float(expected), abs=1e-5)
 
 
-def test_the_balance_loss_of_even_routing_is_the_number_of_experts_per_token():
-    model = loaded("mixtral")
-    even = eqx.tree_at(lambda m: m.layers.router, model, jnp.zeros_like(model.layers.router))
-    balance = even.forward(TOKENS, ForwardPass()).balance
-    assert float(balance) == pytest.approx(model.config.experts_per_token, abs=1e-5)
+def with_routers(model, make):
+    """The same model with other routers, whichever stacks of layers have any."""
+    stacks = [name for name in model.blocks if getattr(getattr(model, name), "router", None) is not None]
+    where = lambda model: [getattr(model, name).router for name in stacks]
+    return eqx.tree_at(where, model, [make(router) for router in where(model)])
+
+
+@pytest.mark.parametrize("case", ["mixtral", "qwen3_next", "deepseek_v3", "glm4_moe", "minimax_m2", "llama4", "dots1"])
+def test_the_balance_loss_of_even_routing_is_the_number_of_experts_per_token(case):
+    """Whether routers make probabilities of a softmax or of sigmoids, and whatever is added to all scores."""
+    even = with_routers(loaded(case), jnp.zeros_like)
+    balance = jit(lambda model: model.forward(TOKENS, ForwardPass()).balance)(even)
+    assert float(balance) == pytest.approx(even.config.experts_per_token, abs=1e-5)
 
 
 def test_the_balance_loss_reaches_the_router_only_through_probabilities():

@@ -40,7 +40,8 @@ def best(
     """Return what `zoo.models.mixtures.experts.route` does: of the highest scores, each one's own probability."""
     del bias, normalise
     scores_TC, experts_TC = jax.lax.top_k(scores, chosen)
-    return jax.nn.sigmoid(scores_TC), experts_TC, jax.nn.sigmoid(scores)
+    probs_TE = jax.nn.sigmoid(scores)
+    return jax.nn.sigmoid(scores_TC), experts_TC, probs_TE / probs_TE.sum(-1, keepdims=True)
 
 
 class Sparse(mixture.Block):

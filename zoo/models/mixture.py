@@ -175,7 +175,9 @@ class AbstractMixture(Decoder):
 
     def balance(self, routed: list[Float[Array, "2 E"]], tokens: int) -> Float[Array, ""]:
         """Return the balance loss of all sparse layers together, not yet weighted."""
-        return balance_loss(routed, tokens * self.layers.router.shape[0])
+        stacks = [stack for name in self.blocks if (stack := getattr(self, name)) is not None]
+        sparse = sum(stack.router.shape[0] for stack in stacks if getattr(stack, "router", None) is not None)
+        return balance_loss(routed, tokens * sparse)
 
 
 class Mixture(AbstractMixture):

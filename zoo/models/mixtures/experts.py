@@ -265,6 +265,9 @@ def group_limited(
 ) -> tuple[Float[Array, "T C"], Int[Array, "T C"], Float[Array, "T E"]]:
     """Return what `route` does, of experts in the best groups alone (https://arxiv.org/abs/2405.04434, section 2.2).
 
+    The probabilities that are told of all experts sum to one, as the balance loss takes them, whatever `probability`
+    makes (https://arxiv.org/abs/2412.19437, equation 18).
+
     Args:
         scores: of every expert.
         bias: added to the probabilities where experts are chosen, and not where they are weighed
@@ -289,7 +292,7 @@ def group_limited(
     weights_TC = jnp.take_along_axis(held_TE, experts_TC, axis=1)
     if normalise:
         weights_TC = weights_TC / (weights_TC.sum(-1, keepdims=True) + 1e-20)
-    return weights_TC * scale, experts_TC, probs_TE
+    return weights_TC * scale, experts_TC, probs_TE / probs_TE.sum(-1, keepdims=True)
 
 
 def expert_mlp(
