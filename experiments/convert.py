@@ -14,6 +14,7 @@ from experiments.command import carry_out, ended
 from experiments.commandline import console
 from experiments.commandline.console import CommandError
 from experiments.commandline.schema import ConfigError
+from experiments.configs import DType
 from experiments.configs.commands import Convert
 from experiments.configs.fields import Quantise, refuse
 from experiments.runtime.manifest import reason
@@ -46,21 +47,23 @@ def convert(config: Convert, argv: list[str]) -> None:
     from zoo.adapters import lora
     from zoo.quantised import quantise
 
-    try:
-        kept = config.quantise if config.quantise is Quantise.as_stored else None
-        model = zoo.load(source, dtype=None if config.dtype is None else config.dtype.value, quantise=kept)
-        if config.lora is not None:
-            model = lora.merge(adapters.load(config.lora, model))
-        if config.quantise is not None and kept is None:
-            model = quantise(model, config.quantise, group=config.group, to_be_saved=True)
-    except ValueError as error:
-        raise CommandError(str(error)) from None
-    try:
-        zoo.save(model, out, source=source if source.is_dir() else None, shard_bytes=int(config.shard_gib * GIB))
-    except ValueError as error:
-        raise CommandError(str(error)) from None
-    except OSError as error:
-        raise CommandError(f"cannot write out={config.out}: {reason(error)}. Choose another out=FOLDER.") from None
+    # JAX has no float64 otherwise: what is asked for, or stored so, would be float32 without a word.
+    with jax.enable_x64(config.dtype in (None, DType.float64)):
+        try:
+            kept = config.quantise if config.quantise is Quantise.as_stored else None
+            model = zoo.load(source, dtype=None if config.dtype is None else config.dtype.value, quantise=kept)
+            if config.lora is not None:
+                model = lora.merge(adapters.load(config.lora, model))
+            if config.quantise is not None and kept is None:
+                model = quantise(model, config.quantise, group=config.group, to_be_saved=True)
+        except ValueError as error:
+            raise CommandError(str(error)) from None
+        try:
+            zoo.save(model, out, source=source if source.is_dir() else None, shard_bytes=int(config.shard_gib * GIB))
+        except ValueError as error:
+            raise CommandError(str(error)) from None
+        except OSError as error:
+            raise CommandError(f"cannot write out={config.out}: {reason(error)}. Choose another out=FOLDER.") from None
     files = sorted(file.name for file in out.iterdir() if file.suffix == ".safetensors")
     print(f"{zoo.count_params(model.config):,} parameters in {console.counted(len(files), 'file')}, in {out}/")
 

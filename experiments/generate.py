@@ -36,6 +36,7 @@ def _generate(config: Generate, argv: list[str]) -> None:
         raise ConfigError(refuse("system", config.system[0], "it is of a chat; say chat=true too"))
     try:
         asked = {name: one for name in PICKS if (one := getattr(config, name)) is not None}
+        asked |= {"top_k": None} if asked.get("top_k") in (0, -1) else {}
         Sampling(**asked)
     except ValueError as error:
         raise CommandError(str(error)) from None
@@ -63,6 +64,7 @@ def _generate(config: Generate, argv: list[str]) -> None:
     try:
         count, seconds = show(steps, config.prompt, opened.tokenizer, set(stop), chat=config.chat)
     except ValueError as error:
+        print()  # after the prompt
         raise CommandError(str(error)) from None
     rate = f", {(count - len(config.prompt)) / seconds:.1f} tokens/s after the first" if seconds else ""
     print(f"({count} tokens{rate})", file=sys.stderr)

@@ -12,7 +12,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
@@ -164,7 +164,21 @@ def _score(config: Score, argv: list[str]) -> None:
         _score_into(file, config, open_model(config, argv, config.data.tokenizer))
 
 
+def _readable(config: Score, model: Any) -> Score:
+    """Return the options with windows that the model can read: no longer than the positions that it has learned."""
+    from zoo.config import learned_positions
+
+    learned = learned_positions(model)
+    if learned is None or config.seq_len <= learned:
+        return config
+    console.note(
+        f"windows are of {learned} tokens, not seq_len={config.seq_len}: the model has learned {learned} positions"
+    )
+    return replace(config, seq_len=learned, stride=config.stride and min(config.stride, learned))
+
+
 def _score_into(file: TextIO | None, config: Score, opened: Any) -> None:
+    config = _readable(config, opened.model.config)
     console.warn_of_length(config.seq_len, opened.model.config, "a window")
     documents = read_documents(config, opened.tokenizer, opened.model.config.vocab_size)
     engine = scorer(opened.model, config, dtype=opened.dtype, widen=opened.widen, options=opened.options)

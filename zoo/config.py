@@ -360,6 +360,11 @@ def rows(config: Config) -> tuple[Row, ...]:
     return config.rows()
 
 
+def learned_positions(config: Config) -> int | None:
+    """Return how many positions a model of this config has learned; None where texts may be of any length."""
+    return config.context_length if any(row.leaf == "positions" for row in rows(config)) else None
+
+
 def not_positive(config: Any, names: tuple[str, ...]) -> list[str]:
     """Say which of the named fields are neither None nor positive and finite."""
     values = {name: getattr(config, name) for name in names}

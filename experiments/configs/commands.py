@@ -89,7 +89,7 @@ class Generate:
     max_tokens: int = option(128, "most tokens to generate", POSITIVE)
     kv_dtype: str | None = KV_DTYPE
     temperature: float | None = option(None, f"divides the logits; 0: always the most likely token ({SAID}, or 1)")
-    top_k: int | None = option(None, f"only the so many most likely tokens ({SAID})")
+    top_k: int | None = option(None, f"only the so many most likely tokens, 0 for all ({SAID})")
     top_p: float | None = option(None, f"only the most likely tokens that together have this probability ({SAID})")
     min_p: float | None = option(None, f"only tokens with at least this share of the largest probability ({SAID})")
     repetition_penalty: float | None = option(

@@ -7,7 +7,7 @@ from typing import Any
 
 from experiments.configs.fields import FUNCTION, NOT_NEGATIVE, POSITIVE, Bound, choice, option, refuse
 
-PART = Bound(lambda value: 0 < value < 1, "it must lie between 0 and 1")
+PART = Bound(lambda value: 0 < value < 1, "it must be above 0 and below 1: something is held out, to evaluate on")
 
 
 @dataclass(frozen=True, kw_only=True)

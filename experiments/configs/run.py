@@ -216,6 +216,11 @@ class Resolved(Described):
         model = self.model.config
         if found := self.mesh.problem(self.batch_size, self.seq_len, model.num_heads, model.dims.get("E", 1)):
             return found
+        if (learned := zoo.config.learned_positions(model)) is not None and self.seq_len > learned:
+            return (
+                f"cannot train on sequences of seq_len={self.seq_len} tokens: this model has learned {learned} "
+                f"positions. Give seq_len={learned} or less."
+            )
         if self.paired and self.batch_size % 2:
             return f"cannot make pairs of batch_size={self.batch_size} sequences: give an even number."
         shared = any(".shared_" in row.leaf for row in zoo.config.rows(model))  # an MLP that every token meets

@@ -23,6 +23,7 @@ from experiments.step.build import Programs, adapter_problem, shape_of
 from transforms import sharding
 from zoo import kernels
 from zoo.adapters import lora
+from zoo.config import learned_positions
 from zoo.families.mixture import MixtureLike
 
 T = TypeVar("T")
@@ -83,7 +84,8 @@ def chosen_for(config: configs.Described, device: Device) -> configs.Resolved:
     precision = _precision(config, adapter, mesh, 0.8 * memory)
 
     batch_size, steps = -(-scale.batch_size // mesh.rows) * mesh.rows, config.steps or scale.steps
-    config = choices.settle(config, "", sized, steps=steps, batch_size=batch_size, seq_len=scale.seq_len)
+    seq_len = min(scale.seq_len, learned_positions(config.model.config) or scale.seq_len)
+    config = choices.settle(config, "", sized, steps=steps, batch_size=batch_size, seq_len=seq_len)
     config = choices.settle(config, "", "twenty lines a run", log_every=max(1, steps // 20))
     hardware = _hardware(config.hardware, device, precision, choices)
     roomy = precision.value is DType.float32 and hardware.param_dtype is DType.float32

@@ -22,6 +22,14 @@ from zoo import adapters, count_params
 from zoo.engine.sampling import Sampling
 
 # What a folder may say of how tokens are picked.
+# What else changes which tokens are picked, in transformers, and with which value it does not.
+UNREAD = {
+    **dict.fromkeys(("num_beams", "num_beam_groups", "encoder_repetition_penalty", "typical_p", "guidance_scale"), 1),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "min_new_tokens"), 0),
+    **dict.fromkeys(("penalty_alpha", "epsilon_cutoff", "eta_cutoff", "top_h"), 0),
+    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "forced_bos_token_id"), None),
+    **dict.fromkeys(("forced_eos_token_id", "sequence_bias", "stop_strings", "exponential_decay_length_penalty"), None),
+}
 PICKS = "temperature", "top_k", "top_p", "min_p", "repetition_penalty"
 
 
@@ -85,6 +93,10 @@ def read_sampling(folder: str | None) -> dict[str, Any]:
         return {}
     said = read_json(file := Path(folder).expanduser() / GENERATION)
     found: dict[str, Any] = {name: said[name] for name in PICKS if said.get(name) is not None}
+    if unread := [
+        f"{name}={said[name]!r}" for name, idle in UNREAD.items() if said.get(name) not in (None, idle, [], {})
+    ]:
+        console.note(f"{GENERATION} also says {', '.join(unread)}, which is not done here: texts may be others")
     if wrong := [f"{name}={one!r}" for name, one in found.items() if type(one) not in (int, float)]:
         raise CommandError(f"cannot sample as {file} says: {', '.join(wrong)} must be numbers")
     if found.get("top_k") == 0:  # as transformers says that there is no such limit

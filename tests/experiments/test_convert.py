@@ -48,6 +48,14 @@ def test_another_format(folder, tmp_path):
     assert same(expected, zoo.load(tmp_path / "out"))
 
 
+def test_float64_stays_float64(folder, tmp_path):
+    assert convert.main([f"source={folder}", f"out={tmp_path / 'wide'}", "dtype=float64"]) == 0
+    assert convert.main([f"source={tmp_path / 'wide'}", f"out={tmp_path / 'copy'}"]) == 0
+    with jax.enable_x64(True):
+        expected = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), zoo.load(folder))
+        assert same(expected, zoo.load(tmp_path / "copy"))
+
+
 def test_an_adapter_is_merged(folder, tmp_path):
     model = lora.attach(zoo.load(folder), ["q", "down"], rank=2, alpha=2.0, key=jax.random.key(1))
     found = list(lora.adapted(model))

@@ -113,7 +113,7 @@ def test_tokens_are_picked_as_the_folder_says_where_nobody_says_otherwise(run, f
     status, out, err = run("prompt=words", drawn, "seed=1")
     assert (status, out) == (0, greedy)
     assert "note: generation_config.json says temperature=5, top_k=1\n" in err
-    assert text(drawn, "seed=1", "top_k=300") == random != greedy
+    assert text(drawn, "seed=1", "top_k=300") == text(drawn, "seed=1", "top_k=0") == random != greedy
     says({"do_sample": True, "temperature": 5.0, "top_k": 0})
     assert text(drawn, "seed=1") == random
     says({"do_sample": False, "temperature": 5.0, "top_p": 0.5})
@@ -121,6 +121,13 @@ def test_tokens_are_picked_as_the_folder_says_where_nobody_says_otherwise(run, f
     assert text("temperature=5", "seed=1") == random
     says({"repetition_penalty": 0.01, "temperature": 0})
     assert text(drawn) == text("repetition_penalty=0.01") != greedy
+
+
+def test_what_a_folder_says_in_vain_is_told(run, says):
+    says({"num_beams": 4, "no_repeat_ngram_size": 3, "typical_p": 1.0, "suppress_tokens": []})
+    assert "note: generation_config.json also says num_beams=4, no_repeat_ngram_size=3, which" in run("prompt=words")[2]
+    says({"num_beams": 1, "no_repeat_ngram_size": 0, "bad_words_ids": None})
+    assert "also says" not in run("prompt=words")[2]
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,14 @@ def test_windows_score_every_token_once(length, seq_len, stride):
 
 
 @pytest.mark.measured
+def test_windows_are_no_longer_than_the_positions_that_a_model_has_learned(capsys):
+    learned, without = (loaded(case).config for case in ("gpt2", MODEL))
+    assert score._readable(config(), without) == config()
+    found = score._readable(config(stride=100), learned)
+    assert (found.seq_len, found.stride) == (learned.context_length, learned.context_length)
+    assert f"note: windows are of {learned.context_length} tokens, not seq_len=2048" in capsys.readouterr().err
+
+
 def test_no_logits_of_a_hundred_thousand_tokens_exist():
     """256k words: 100 GB of logits untiled. Compiled, not run."""
     tiny = zoo.GemmaConfig(
