@@ -21,7 +21,7 @@ from experiments.data.corpus import utf8
 from experiments.serving.reasoning import Parser, Unmarked
 from experiments.serving.tool_calls import calls, sayable
 from zoo.engine.engine import Token
-from zoo.engine.sampling import Sampling
+from zoo.engine.sampling import Sampling, SamplingError
 
 MOST_ANSWERS, MOST_LIKELIEST, MOST_STOPS = 64, 20, 16
 
@@ -446,6 +446,8 @@ def _sampling(read: _Body, said: Mapping[str, Any]) -> Sampling:
     bias = _bias(read.get("logit_bias", "an object", {}))
     try:
         return Sampling(**found, logit_bias=bias)
+    except SamplingError as error:
+        raise BadRequest(str(error), error.name) from None
     except (TypeError, ValueError) as error:
         raise BadRequest(str(error)) from None
 

@@ -256,7 +256,7 @@ BAD = {
     "typo": (b'{"promt": "x"}', 400, "`promt` is not known here; do you mean `prompt`?"),
     "no prompt": (b"{}", 400, "`prompt` must be a text"),
     "ids": (b'{"prompt": [1, 999]}', 400, "token id 999"),
-    "temperature": (b'{"prompt": "x", "temperature": -1}', 400, "the temperature at least 0"),
+    "temperature": (b'{"prompt": "x", "temperature": -1}', 400, "temperature=-1: it must be 0, or from"),
     "type": (b'{"prompt": "x", "n": true}', 400, "`n` must be a whole number between 1 and 64, not True"),
     "huge id": (b'{"prompt": [1, 99999999999999999999999]}', 400, "token id 99999999999999999999999"),
     "bias": (b'{"prompt": "x", "logit_bias": {"1000": 1}}', 400, "token id 1000"),
@@ -298,6 +298,7 @@ def test_what_cannot_be_is_refused_in_openais_words(client, case):
     assert response.status_code == status
     error = response.json()["error"]
     assert message in error["message"]
+    assert case != "temperature" or error["param"] == case
     assert error["type"] == "invalid_request_error"
 
 

@@ -258,7 +258,7 @@ def test_an_answer_ends_with_its_stop_and_a_cancelled_one_where_it_is():
             "token id -1 at",
         ),
         (lambda engine: Sampling(temperature=-1), "cannot sample with temperature=-1"),
-        (lambda engine: Sampling(temperature=1e300), "Beyond 1e.30 and below its inverse nothing is but 0"),
+        (lambda engine: Sampling(temperature=1e300), "it must be 0, or from 1e-30 to 1e.30"),
         (lambda engine: Sampling(presence_penalty=-1e31), "cannot sample with presence_penalty=-1e.31"),
         (lambda engine: Settings(rows=0), "an engine cannot have rows=0"),
     ],

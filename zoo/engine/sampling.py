@@ -22,6 +22,14 @@ BIASES = 32  # ids that a request may have a bias for
 _MOST = 1e30  # of numbers that logits are changed by, far within what 32 bits hold
 
 
+class SamplingError(ValueError):
+    """A field, `name`, is out of bounds."""
+
+    def __init__(self, name: str, message: str):
+        super().__init__(message)
+        self.name = name
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """How the next token is picked. What is set applies in this order.
@@ -50,22 +58,23 @@ class Sampling:
 
     def __post_init__(self):
         small = lambda *numbers: all(abs(number) <= _MOST for number in numbers)
+        finite = f"from -{_MOST:g} to {_MOST:g}"
+        positive = f"from {1 / _MOST:g} to {_MOST:g}"  # beyond these nothing is but 0
+        biases = small(*(bias for _, bias in self.logit_bias))
         rules = {
-            "logit_bias": len(self.logit_bias) <= BIASES and small(*(bias for _, bias in self.logit_bias)),
-            "repetition_penalty": 1 / _MOST <= self.repetition_penalty <= _MOST,
-            "presence_penalty": small(self.presence_penalty),
-            "frequency_penalty": small(self.frequency_penalty),
-            "temperature": self.temperature == 0 or 1 / _MOST <= self.temperature <= _MOST,
-            "top_k": self.top_k is None or self.top_k >= 1,
-            "top_p": self.top_p is None or 0 < self.top_p <= 1,
-            "min_p": self.min_p is None or 0 <= self.min_p <= 1,
+            "logit_bias": (len(self.logit_bias) <= BIASES and biases, f"of at most {BIASES} ids, each {finite}"),
+            "repetition_penalty": (1 / _MOST <= self.repetition_penalty <= _MOST, positive),
+            "presence_penalty": (small(self.presence_penalty), finite),
+            "frequency_penalty": (small(self.frequency_penalty), finite),
+            "temperature": (self.temperature == 0 or 1 / _MOST <= self.temperature <= _MOST, f"0, or {positive}"),
+            "top_k": (self.top_k is None or self.top_k >= 1, "at least 1"),
+            "top_p": (self.top_p is None or 0 < self.top_p <= 1, "above 0 and at most 1"),
+            "min_p": (self.min_p is None or 0 <= self.min_p <= 1, "from 0 to 1"),
         }
-        if wrong := [f"{name}={getattr(self, name)}" for name, right in rules.items() if not right]:
-            raise ValueError(
-                f"cannot sample with {', '.join(wrong)}: the penalty must be above 0, the temperature at least 0, "
-                "top_k at least 1, top_p above 0 and at most 1, min_p between 0 and 1; other penalties and biases are "
-                f"finite, of at most {BIASES} ids. Beyond {_MOST:g} and below its inverse nothing is but 0."
-            )
+        for name, (right, bounds) in rules.items():
+            if not right:
+                value = f"{len(self.logit_bias)} ids" if name == "logit_bias" else getattr(self, name)
+                raise SamplingError(name, f"cannot sample with {name}={value}: it must be {bounds}.")
 
     @property
     def adjusts(self) -> bool:
