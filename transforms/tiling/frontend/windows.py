@@ -17,6 +17,7 @@ from jax.extend.core import ClosedJaxpr
 from transforms.layout import like, named
 from transforms.tiling.ir.graph import Value
 from transforms.tiling.ir.walks import constant
+from transforms.tiling.primitives import has
 
 Opened = tuple[ClosedJaxpr, list[Value]] | None
 
@@ -30,7 +31,7 @@ def put(operation: Callable[..., Any], params: dict[str, Any], operands: Sequenc
     for d, size in zip(kept, update.shape, strict=False):
         sizes[d] = size
     known = _starts(indices, numbers.scatter_dims_to_operand_dims, operand.shape, sizes) if window else None
-    if known is None or any(named(v.aval) is not None for v in operands):
+    if known is None or _spread(operands) or (operand.dtype == bool and operation is not _set):
         return None
     starts, cut = known, [d for d, size in enumerate(sizes) if size < operand.shape[d]]
     filled, node = constant(update), update.producer
@@ -68,18 +69,27 @@ def take(params: dict[str, Any], operands: Sequence[Value]) -> Opened:
     collapsed = numbers.collapsed_slice_dims
     window = len(numbers.offset_dims) + len(collapsed) == len(operand.shape) and len(indices.shape) == 1
     starts = _starts(indices, numbers.start_index_map, operand.shape, sizes) if window else None
-    if starts is None or numbers.operand_batching_dims or any(named(v.aval) is not None for v in operands):
+    if starts is None or numbers.operand_batching_dims or _spread(operands):
         return None
     ends = [a + b for a, b in zip(starts, sizes, strict=True)]
     picked = lambda x: lax.squeeze(lax.slice(x, starts, ends), collapsed)
     return jax.make_jaxpr(picked)(like(operand.aval)), [operand]
 
 
+def _spread(values: Sequence[Value]) -> bool:
+    return any(named(v.aval) is not None for v in values)
+
+
+def _set(_: Any, new: Any) -> Any:
+    return new
+
+
 def _starts(indices: Value, dims: Sequence[int], shape: Sequence[int], sizes: Sequence[int]) -> list[int] | None:
     """Where a window begins in each dimension, if there is one that lies within the array and its place is known."""
     if len(indices.shape) != 1:
         return None
-    node = indices.producer
+    while (node := indices.producer) is not None and has(node.name, "level") and node.inputs[0].shape == indices.shape:
+        indices = node.inputs[0]
     parts = node.inputs if node is not None and node.name == "concatenate" else [indices]
     known = [constant(part) for part in parts for _ in range(part.shape[0])]
     at = {dim: int(start) for dim, start in zip(dims, known, strict=True) if start is not None}
@@ -89,7 +99,7 @@ def _starts(indices: Value, dims: Sequence[int], shape: Sequence[int], sizes: Se
 
 
 SCATTERS = {
-    "scatter": lambda _, new: new,
+    "scatter": _set,
     "scatter-add": lax.add,
     "scatter-sub": lax.sub,
     "scatter-mul": lax.mul,
