@@ -12,7 +12,6 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from transforms.layout import like
 from transforms.tiling.frontend.canonical import barriers, canonical, reductions
-from transforms.tiling.frontend.windows import WINDOWS
 from transforms.tiling.ir.effects import check_pure, loud, silenced
 from transforms.tiling.ir.graph import Graph, Node, Value
 from transforms.tiling.ir.jaxprs import body
@@ -108,7 +107,8 @@ def applied(params: dict[str, Any], operands: Sequence[Any]) -> tuple[ClosedJaxp
     ), operands
 
 
-OPENED = {SOLVE: solver, LINEAR: applied, **WINDOWS}
+# What is opened as the program that it stands for, if that returns one; rules add to it.
+OPENED: dict[str, Callable[..., tuple[ClosedJaxpr, Sequence[Value]] | None]] = {SOLVE: solver, LINEAR: applied}
 
 
 # ------------------------------------------------------------------------------- back again: a graph's values, computed

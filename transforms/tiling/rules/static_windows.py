@@ -1,6 +1,6 @@
 """Windows at known places, `x.at[5:11].set(v)` or `.at[:-8].multiply(v)`, as slices and choices, which tiles can take.
 
-JAX writes them as a scatter to, or a gather from, one place.
+JAX writes them as a scatter to, or a gather from, one place. They are opened where a jaxpr becomes a graph.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr
 
 from transforms.layout import like, named
+from transforms.tiling.frontend.flatten import OPENED
 from transforms.tiling.ir.graph import Value
 from transforms.tiling.ir.walks import constant
 from transforms.tiling.primitives import has
@@ -106,4 +107,4 @@ SCATTERS = {
     "scatter-min": lax.min,
     "scatter-max": lax.max,
 }
-WINDOWS = {"gather": take} | {name: functools.partial(put, operation) for name, operation in SCATTERS.items()}
+OPENED |= {"gather": take} | {name: functools.partial(put, operation) for name, operation in SCATTERS.items()}
