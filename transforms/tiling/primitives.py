@@ -203,6 +203,7 @@ CUSTOM_CALLS = {
     "remat_opt": "fwd_jaxpr",
 }
 SOLVE = "custom_linear_solve"  # the same, with several bodies
+NAMED = "named"  # its operand; the cotangent has a name
 LINEAR = "tiled_linear"  # a derivative of a `tile` within, whose body is a function
 SCAN = "scan"
 # jax.checkpoint's names in the versions of JAX.

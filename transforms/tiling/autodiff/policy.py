@@ -24,10 +24,10 @@ from transforms.tiling.frontend.flatten import evaluate, flatten
 from transforms.tiling.ir.effects import loud
 from transforms.tiling.ir.graph import Graph, Node, Value
 from transforms.tiling.ir.jaxprs import bodies
-from transforms.tiling.primitives import has
+from transforms.tiling.primitives import NAMED, has
 from transforms.tiling.schedule import Policy, keeps
 
-named_p = Primitive("named")  # linear: the value itself, the cotangent of which has the name
+named_p = Primitive(NAMED)  # linear: the value itself, the cotangent of which has the name
 named_p.def_impl(lambda x, name: x)
 named_p.def_abstract_eval(lambda aval, name: aval)
 mlir.register_lowering(named_p, lambda _, x, name: [x])
