@@ -36,7 +36,7 @@ def flatten(closed: ClosedJaxpr, *, custom: bool = True, remat: bool = False, to
         name = eqn.primitive.name
         if name in table:
             return body(eqn.params, table[name]), ins
-        return OPENED[name](eqn.params, ins) if custom and name in OPENED else None
+        return OPENED[name](plain(eqn.params), ins) if custom and name in OPENED else None
 
     def run(jaxpr: Jaxpr, consts: Sequence[Any], inputs: Sequence[Value], outer: Any) -> list[Value]:
         env: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
