@@ -58,16 +58,3 @@ def test_a_window_of_one_number_is_chosen_and_not_written():
     tiled = tile(lambda x, w: (x @ w).at[5:11].set(2.0).sum(), (0, None), 4)
     names = {eqn.primitive.name for eqn in equations(jax.make_jaxpr(tiled)(x, w))}
     assert not names & {"scatter", "dynamic_update_slice", "gather"}, names
-
-
-def test_of_each_device_in_a_shard_map():
-    x, w, _ = (jnp.asarray(array, jnp.float32) for array in draw())
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    loss = lambda x, w: ((x @ w).at[5:9].set(2.0) ** 2).sum()
-
-    def gradient(fn):
-        total = lambda x, w: jax.lax.psum(fn(x, w), "data")
-        mapped = jax.shard_map(total, mesh=mesh, in_specs=(jax.P("data"), jax.P()), out_specs=jax.P())
-        return jax.jit(jax.grad(mapped, 1))(x[:22], w)
-
-    np.testing.assert_allclose(gradient(tile(loss, (0, None), 4)), gradient(loss), rtol=1e-5, atol=1e-5)

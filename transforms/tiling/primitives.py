@@ -71,7 +71,6 @@ dynamic_update_slice                                    | choosing exact in_plac
 layout_constraint relayout xla_metadata_value           | alias
 agreed                                                  | agreed
 cumulative                                              | running
-pvary                                                   | level
 copy                                                    | alias moving rescales typed rearranges level
 name                                                    | alias moving typed names
 named                                                   | alias moving typed

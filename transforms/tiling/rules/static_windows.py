@@ -14,11 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr
 
-from transforms.layout import like, named
+from transforms.layout import like, named, varying
 from transforms.tiling.frontend.flatten import OPENED
 from transforms.tiling.ir.graph import Value
 from transforms.tiling.ir.walks import constant
-from transforms.tiling.primitives import has
 
 Opened = tuple[ClosedJaxpr, list[Value]] | None
 
@@ -78,7 +77,8 @@ def take(params: dict[str, Any], operands: Sequence[Value]) -> Opened:
 
 
 def _spread(values: Sequence[Value]) -> bool:
-    return any(named(v.aval) is not None for v in values)
+    """Whether their types say how devices have them, which slices and joins would have to say too."""
+    return any(named(v.aval) is not None or varying(v.aval) for v in values)
 
 
 def _set(_: Any, new: Any) -> Any:
@@ -89,8 +89,7 @@ def _starts(indices: Value, dims: Sequence[int], shape: Sequence[int], sizes: Se
     """Where a window begins in each dimension, if there is one that lies within the array and its place is known."""
     if len(indices.shape) != 1:
         return None
-    while (node := indices.producer) is not None and has(node.name, "level") and node.inputs[0].shape == indices.shape:
-        indices = node.inputs[0]
+    node = indices.producer
     parts = node.inputs if node is not None and node.name == "concatenate" else [indices]
     known = [constant(part) for part in parts for _ in range(part.shape[0])]
     at = {dim: int(start) for dim, start in zip(dims, known, strict=True) if start is not None}
