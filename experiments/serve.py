@@ -111,13 +111,13 @@ def build(config: Serve, argv: list[str]) -> Any:
 
 def _check_length(model: Any, length: int, what: str) -> None:
     """Raise CommandError if a model cannot read texts as long as those that are to be served."""
-    try:
-        model.check_length(length - 1)  # the last token is not read
-    except ValueError:
-        most = model.config.context_length
+    from zoo.config import learned_positions
+
+    most = learned_positions(model.config)
+    if most is not None and length - 1 > most:  # the last token is not read
         raise CommandError(
             f"cannot serve texts of length={length}: {what} has learned {most} positions. Give length={most} or less."
-        ) from None
+        )
 
 
 def names(config: Serve, argv: list[str]) -> list[str]:

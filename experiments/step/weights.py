@@ -22,6 +22,7 @@ from zoo import adapters, count_params
 from zoo.engine.sampling import Sampling
 
 # What a folder may say of how tokens are picked.
+PICKS = "temperature", "top_k", "top_p", "min_p", "repetition_penalty"
 # What else changes which tokens are picked, in transformers, and with which value it does not.
 UNREAD = {
     **dict.fromkeys(("num_beams", "num_beam_groups", "encoder_repetition_penalty", "typical_p", "guidance_scale"), 1),
@@ -30,7 +31,6 @@ UNREAD = {
     **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "forced_bos_token_id"), None),
     **dict.fromkeys(("forced_eos_token_id", "sequence_bias", "stop_strings", "exponential_decay_length_penalty"), None),
 }
-PICKS = "temperature", "top_k", "top_p", "min_p", "repetition_penalty"
 
 
 @dataclass(frozen=True)

@@ -323,6 +323,20 @@ def test_extrema_of_rows_are_stored_and_computed_again_beside_their_rows(name, a
     assert_right(tile(NEAREST[name], axis, n), points, untiled(NEAREST[name], points))
 
 
+@pytest.mark.parametrize("other", [lambda h: h[7], lambda h: jnp.where(jnp.arange(61)[:, None] > 7, h, 9.0).min(0)])
+def test_a_value_agrees_with_no_other_copy_than_it_was_told(other):
+    """What is chosen from a product agrees with its own maximum; an element of the product itself it was not told."""
+
+    def above(x, w, told=lambda h: jnp.inf):
+        picked = jnp.where(jnp.arange(61)[:, None] % 3 == 0, x @ w / 2, x @ w)
+        return (picked >= jnp.minimum(picked.max(0), told(x @ w))).sum()
+
+    arrays = draw(4, 61, 4), draw(5, 4, 24)
+    assert tile(above, (0, None), 7)(*arrays) == above(*arrays)
+    with pytest.raises(TileError, match="it compares values that one loop computes with copies of them"):
+        tile(lambda x, w: above(x, w, other), (0, None), 7)(*arrays)
+
+
 def softmax_by_hand(h, w, y):
     logits = h @ w
     p = jnp.exp(logits - logits.max(-1, keepdims=True))

@@ -238,8 +238,8 @@ class Walk:
 
     def _agreed(self, node: Node, computed: frozenset[Value]) -> set[Value]:
         """What an equation has brought into agreement: a value, and what has no copies but those that it was told."""
-        value, _, *copies = node.inputs
-        told = {v.producer for v in copies}
+        value, _, *known = node.inputs
+        told = {v.producer for v in known}
         others = [copies for copying, copies in self.copied.items() if copying not in told]
         others += [*self.held.values(), *self.whole.values()]
         return {value} | {v for v in computed if not any(v in copies for copies in others)}

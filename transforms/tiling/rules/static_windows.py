@@ -24,7 +24,7 @@ Opened = tuple[ClosedJaxpr, list[Value]] | None
 
 def put(operation: Callable[..., Any], params: dict[str, Any], operands: Sequence[Value]) -> Opened:
     """What a scatter of one window does: `operation` of what is there, where the window is, and of what is put."""
-    (operand, indices, update), numbers = operands, params["dimension_numbers"]
+    (operand, indices, update), numbers = operands, params["dimension_numbers"]  # both arrays are of one dtype
     window = set(numbers.update_window_dims) == set(range(len(update.shape))) and not numbers.operand_batching_dims
     kept = [d for d in range(len(operand.shape)) if d not in numbers.inserted_window_dims]
     sizes = [1] * len(operand.shape)
@@ -41,9 +41,9 @@ def put(operation: Callable[..., Any], params: dict[str, Any], operands: Sequenc
 
     def everywhere(there: Any, new: Any) -> Any:
         """The same for all, then chosen: what is put is the same along the window."""
-        new = there.dtype.type(filled) if filled is not None else new
-        new = jnp.full(there.shape, new) if filled is not None else lax.broadcast_in_dim(new, there.shape, dims)
-        return lax.select(inside(there), operation(there, new).astype(there.dtype), there)
+        row = lambda: lax.broadcast_in_dim(new, there.shape, dims)
+        all_ = row() if filled is None else jnp.full(there.shape, filled, there.dtype)
+        return lax.select(inside(there), operation(there, all_), there)
 
     def inside(there: Any) -> Any:
         rows = [(d, lax.broadcasted_iota(jnp.int32, there.shape, d)) for d in cut]
@@ -52,7 +52,7 @@ def put(operation: Callable[..., Any], params: dict[str, Any], operands: Sequenc
 
     def apart(there: Any, new: Any) -> Any:
         part = lax.slice(there, starts, [a + b for a, b in zip(starts, sizes, strict=True)])
-        made = operation(part, jnp.expand_dims(new, numbers.inserted_window_dims)).astype(there.dtype)
+        made = operation(part, jnp.expand_dims(new, numbers.inserted_window_dims))
         if len(cut) != 1:
             return lax.dynamic_update_slice(there, made, starts)
         end = lambda begin, limit: lax.slice_in_dim(there, begin, limit, axis=cut[0])
