@@ -58,3 +58,18 @@ def test_a_window_of_one_number_is_chosen_and_not_written():
     tiled = tile(lambda x, w: (x @ w).at[5:11].set(2.0).sum(), (0, None), 4)
     names = {eqn.primitive.name for eqn in equations(jax.make_jaxpr(tiled)(x, w))}
     assert not names & {"scatter", "dynamic_update_slice", "gather"}, names
+
+
+def test_a_window_that_leaves_the_array_is_left_out_as_jax_does():
+    """Of such a window nothing is put; where it is known, as the others are, half of it would be."""
+    x, w, _ = draw()
+    numbers = jax.lax.ScatterDimensionNumbers((0, 1), (), (0,))
+    beyond = lambda h: jax.lax.scatter(h, jnp.array([21]), jnp.ones((4, 20), h.dtype), numbers)
+    for axis in ((0, None), (None, 1)):
+        assert_tiles(lambda x, w: beyond(x @ w).sum(), axis, 4, (x, w), fast=True, may_refuse=True)
+
+
+def test_flags_are_set():
+    x, w, _ = draw()
+    for put in (lambda flags: flags.at[3:9].set(True), lambda flags: flags.at[3:9].min(False)):
+        assert assert_tiles(lambda x, w, put=put: put((x @ w) > 0).sum(), (0, None), 4, (x, w), fast=True)

@@ -31,7 +31,7 @@ def put(operation: Callable[..., Any], params: dict[str, Any], operands: Sequenc
     for d, size in zip(kept, update.shape, strict=False):
         sizes[d] = size
     known = _starts(indices, numbers.scatter_dims_to_operand_dims, operand.shape, sizes) if window else None
-    if known is None or _spread(operands) or (operand.dtype == bool and operation is not _set):
+    if known is None or _spread(operands):
         return None
     starts, cut = known, [d for d, size in enumerate(sizes) if size < operand.shape[d]]
     filled, node = constant(update), update.producer
@@ -81,10 +81,6 @@ def _spread(values: Sequence[Value]) -> bool:
     return any(named(v.aval) is not None or varying(v.aval) for v in values)
 
 
-def _set(_: Any, new: Any) -> Any:
-    return new
-
-
 def _starts(indices: Value, dims: Sequence[int], shape: Sequence[int], sizes: Sequence[int]) -> list[int] | None:
     """Where a window begins in each dimension, if there is one that lies within the array and its place is known."""
     if len(indices.shape) != 1:
@@ -99,7 +95,7 @@ def _starts(indices: Value, dims: Sequence[int], shape: Sequence[int], sizes: Se
 
 
 SCATTERS = {
-    "scatter": _set,
+    "scatter": lambda _, new: new,
     "scatter-add": lax.add,
     "scatter-sub": lax.sub,
     "scatter-mul": lax.mul,
