@@ -150,6 +150,7 @@ def test_experts_are_not_cut():
 def test_sequences_are_no_longer_than_the_positions_that_a_model_has_learned():
     sizes = ["num_layers=1", "embed_dim=32", "num_heads=2", "num_kv_heads=2", "head_dim=16", "context_length=64"]
     small = [f"model.{size}" for size in sizes]
+    assert resolved("gpt2", *small, "seq_len=null").seq_len == 64
     assert problem(resolved("gpt2", *small, "seq_len=64")) is None
     assert "this model has learned 64 positions. Give seq_len=64 or less" in problem(
         resolved("gpt2", *small, "seq_len=65")

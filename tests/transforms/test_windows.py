@@ -69,6 +69,17 @@ def test_a_window_that_leaves_the_array_is_left_out_as_jax_does():
         assert_tiles(lambda x, w: beyond(x @ w).sum(), axis, 4, (x, w), fast=True, may_refuse=True)
 
 
+def test_columns_of_rows_that_devices_share():
+    """Types say how such arrays are spread: their windows stay as JAX writes them."""
+    x, w, _ = (jnp.asarray(array, jnp.float32) for array in draw())
+    loss = lambda x, w: ((x @ w).at[:, 3:9].set(0.0) ** 2).sum()
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        rows = jax.device_put(x[:22], jax.P("data"))
+        got, want = (jax.jit(jax.grad(fn, 1))(rows, w) for fn in (tile(loss, (0, None), 4), loss))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * float(jnp.abs(want).max()))
+
+
 def test_flags_are_set():
     x, w, _ = draw()
     for put in (lambda flags: flags.at[3:9].set(True), lambda flags: flags.at[3:9].min(False)):
