@@ -20,6 +20,7 @@ from transforms.remat import Remat
 from transforms.sharding import explicit
 from zoo import AbstractMixture, ForwardPass
 from zoo.adapters import lora
+from zoo.models.layers import Fetched
 
 
 def build(
@@ -42,12 +43,12 @@ def build(
         tokens, targets, mask, segments = arrays
         if "params" in config.hardware.offloaded:
             model, *others = map(_fetched, (model, *others))
-        reader, ids, model = _share_table(model, tokens) if asked.batch is None else (model, tokens, model)
         rows = lambda x: None if x is None else x.reshape(-1, x.shape[-1])
+        reader, model = _share_table(model, rows(tokens)) if asked.batch is None else (model, model)
         lead = (-1,) if flat else tokens.shape
         as_head = lambda hidden: hidden.reshape(*lead, hidden.shape[-1])
         how: Any = {"segments": rows(segments), "dtype": dtype}
-        hidden, extra = _read(reader, rows(ids), balanced, remat=kept, ops=ops(config.model.config), **how)
+        hidden, extra = _read(reader, rows(tokens), balanced, remat=kept, ops=ops(config.model.config), **how)
         still = lambda one: one.hidden(rows(tokens), ops=ops(one.config), **how)
         fixed = [jax.lax.stop_gradient(still(one)) for one in others]
         hiddens = tuple(map(as_head, (hidden, *fixed)))
@@ -92,17 +93,17 @@ def _fetched(model: Any) -> Any:
     return eqx.combine(layers, fetch(rest))
 
 
-def _share_table(model: Any, tokens: jax.Array) -> tuple[Any, jax.Array, Any]:
-    """Return (a model to compute `hidden` with, its token ids, a model for the head), with the same values.
+def _share_table(model: Any, tokens: jax.Array) -> tuple[Any, Any]:
+    """Return (a model to compute `hidden` of these tokens with, a model for the head), with the same values.
 
     A tied table has two gradients, dense from the head and a few rows from the lookup. Left to themselves they are two
-    arrays [V, D] and their sum; here the rows are added into the head's. The first model's table is this batch's rows.
+    arrays [V, D] and their sum; here the rows are added into the head's. The first model has this batch's rows alone.
     """
     if tokens.size >= model.embed.shape[0] or explicit():  # rows would be gathered by all devices
-        return model, tokens, model
-    table, rows = _table_and_rows(model.embed, tokens.reshape(-1))
+        return model, model
+    table, rows = _table_and_rows(model.embed, tokens)
     replace = lambda embed: eqx.tree_at(lambda m: m.embed, model, embed)
-    return replace(rows), jnp.arange(tokens.size, dtype=tokens.dtype).reshape(tokens.shape), replace(table)
+    return replace(Fetched(rows)), replace(table)
 
 
 @jax.custom_vjp

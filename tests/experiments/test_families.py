@@ -1,8 +1,11 @@
 """Every family through the trainer's own loss: it trains, a mixture is balanced in training alone, and counts agree."""
 
+import json
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import zoo.accounting
@@ -12,11 +15,13 @@ from experiments.planning.hlo import dot_flops
 from experiments.planning.resolve import resolve
 from experiments.runtime.hardware import Device
 from experiments.step.build import Programs, problem
+from tests.zoo import hf_tiny
 from tests.zoo.hf_tiny import FAST
-from zoo import ForwardPass, Gemma, Llama, Mixture, model_class
+from zoo import ForwardPass, Gemma, Llama, Mixture, load, model_class
 
 MICRO = ["vocab_size=64", "num_layers=2", "embed_dim=32", "mlp_dim=48", "head_dim=16"]
 TINY = {"tiny": Gemma, "tiny_gemma3": Gemma, "tiny_llama": Llama, "tiny_qwen3": Llama, "tiny_mixtral": Mixture}
+KINDS = ["gemma_mqa", "mixtral", "gpt2", "gemma3n", "gemma4_small", "llama4"]
 DEVICE = Device("cpu", "a test", 2**30)
 TOKENS = jnp.arange(32, dtype=jnp.int32).reshape(2, 16) % 64
 BATCH = (TOKENS, (TOKENS + 1) % 64, jnp.ones((2, 16)))
@@ -39,6 +44,22 @@ def test_a_step_down_the_gradient_lowers_the_loss(name):
     before, grads = grad(model)
     after, _ = grad(jax.tree.map(lambda leaf, slope: leaf - 0.05 * slope, model, grads))
     assert float(after) < float(before)
+
+
+@pytest.mark.parametrize("case", KINDS)
+def test_the_loss_of_a_step_is_that_of_transformers(case, tmp_path):
+    """What a step computes otherwise than the model alone is the same: rows of the table are looked up before."""
+    folder, ids = hf_tiny.write(case, tmp_path / case), hf_tiny.tokens()
+    words = [f"model.weights={folder}", "batch_size=2", "seq_len=10", "steps=2", "remat=none"]
+    words += ["hardware.compute_dtype=float32", "hardware.param_dtype=float32"]
+    programs = Programs(resolve(schema.compose(words)[0], DEVICE))
+    batch = (jnp.asarray(ids[:, :-1]), jnp.asarray(ids[:, 1:]), jnp.ones((2, 10)))
+    assert batch[0].size < 97  # or the table is not looked up before
+    grad = eqx.filter_jit(eqx.filter_value_and_grad(lambda model: programs.held_out_loss(model, batch)[0]), **FAST)
+    loss, grads = grad(load(folder))
+    expected = json.loads(hf_tiny.GOLDEN.read_text())[case]
+    assert float(loss) == pytest.approx(expected["loss"], rel=1e-5)
+    assert float(optax.tree.norm(grads)) == pytest.approx(expected["grad_norm"], rel=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -334,7 +334,20 @@ COUNTED = 2**24  # integers that float32 tells apart
 SPREAD_BYTES = 2**30  # of float32 rows of a table that are there at a time, where they are summed in float32
 
 
-def lookup(table: Float[Array, "V D"] | Widened, ids: Integer[Array, "B S"], dtype: DTypeLike) -> Float[Array, "B S D"]:
+class Fetched(eqx.Module):
+    """A table of which a batch's rows `[B S D]` were looked up before: what `lookup` returns, whatever the ids."""
+
+    rows: Float[Array, "B S D"]
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Return what the rows are."""
+        return self.rows.dtype
+
+
+def lookup(
+    table: Float[Array, "V D"] | Widened | Fetched, ids: Integer[Array, "B S"], dtype: DTypeLike
+) -> Float[Array, "B S D"]:
     """Return the table's rows in `dtype`; an id outside it gives a row of NaN, so that it cannot pass unnoticed.
 
     The gradient of a 16-bit table would lose most of what a frequent token contributes if each occurrence were added in
@@ -343,6 +356,8 @@ def lookup(table: Float[Array, "V D"] | Widened, ids: Integer[Array, "B S"], dty
     sort of `S` ids per sequence. Where devices share sequences or experts, no table is gathered: each looks up the ids
     of all in what it has of the table, and they trade columns for rows.
     """
+    if isinstance(table, Fetched):
+        return constrain(table.rows.astype(dtype), "B S D")
     table = table.array if isinstance(table, Widened) else table
     if not explicit():
         return constrain(_looked_up(dtype, table, ids), "B S D")
