@@ -5,6 +5,7 @@ In: a run and its objective. Out: `loss(model, batch) -> (scalar, dict of scalar
 `B` batch `S` sequence `T` tokens (B*S) `D` embed.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -12,15 +13,17 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from experiments import configs
 from experiments.step import tiling
 from transforms.offload import fetch
 from transforms.remat import Remat
-from transforms.sharding import explicit
-from zoo import AbstractMixture, ForwardPass
+from transforms.sharding import explicit, partitions, place, uncut
+from zoo import ForwardPass
 from zoo.adapters import lora
-from zoo.models.layers import Fetched
+from zoo.models.layers import PLAIN, Fetched, Ops
+from zoo.models.mixtures.experts import experts
 
 
 def build(
@@ -44,11 +47,16 @@ def build(
         if "params" in config.hardware.offloaded:
             model, *others = map(_fetched, (model, *others))
         rows = lambda x: None if x is None else x.reshape(-1, x.shape[-1])
-        reader, model = _share_table(model, rows(tokens)) if asked.batch is None else (model, model)
+        reader, model = (
+            _share_table(model, tokens.reshape(-1, tokens.shape[-1])) if asked.batch is None else (model, model)
+        )
         lead = (-1,) if flat else tokens.shape
         as_head = lambda hidden: hidden.reshape(*lead, hidden.shape[-1])
         how: Any = {"segments": rows(segments), "dtype": dtype}
-        hidden, extra = _read(reader, rows(tokens), balanced, remat=kept, ops=ops(config.model.config), **how)
+        parts = ops(config.model.config)
+        if weight := getattr(model.config, "balance_weight", 0.0) if balanced else 0.0:
+            parts = _counting(parts or PLAIN, _until_the_last(mask.reshape(-1, mask.shape[-1])))
+        hidden, extra = _read(reader, rows(tokens), weight, remat=kept, ops=parts, **how)
         still = lambda one: one.hidden(rows(tokens), ops=ops(one.config), **how)
         fixed = [jax.lax.stop_gradient(still(one)) for one in others]
         hiddens = tuple(map(as_head, (hidden, *fixed)))
@@ -79,12 +87,24 @@ def stacks(model: Any) -> Any:
     return eqx.tree_at(found, whole, replace_fn=lambda stack: jax.tree.map(lambda _: True, stack))
 
 
-def _read(model: Any, ids: Any, balanced: bool, **asked: Any) -> tuple[jax.Array, Any]:
-    """Return hidden states, and what is added to the loss for experts that are used unevenly."""
-    if not balanced or not isinstance(model, AbstractMixture):
+def _read(model: Any, ids: Any, weight: float, **asked: Any) -> tuple[jax.Array, Any]:
+    """Return hidden states, and what is added to the loss for experts that are used unevenly, weighted so."""
+    if not weight:
         return model.hidden(ids, **asked), 0.0
     out = model.forward(ids, ForwardPass(**asked))
-    return out.hidden, model.config.balance_weight * out.balance
+    return out.hidden, weight * out.balance
+
+
+def _until_the_last(mask: jax.Array) -> jax.Array:
+    """Return which tokens of each row stand no later than the last that is learned: the others are padding."""
+    lies, learned = PartitionSpec(*partitions(mask)), uncut(mask, 1) > 0
+    rest = jax.lax.cummax(learned.astype(jnp.int32), axis=1, reverse=True)  # whether any target from here on is
+    return place(jnp.concatenate([rest[:, :1], rest[:, :-1]], axis=1) > 0, lies)
+
+
+def _counting(ops: Ops, counted: jax.Array) -> Ops:
+    """Return how a model's parts run where the balance loss is of some tokens."""
+    return dataclasses.replace(ops, experts=functools.partial(ops.experts or experts, counted=counted))
 
 
 def _fetched(model: Any) -> Any:

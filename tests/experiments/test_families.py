@@ -27,9 +27,9 @@ TOKENS = jnp.arange(32, dtype=jnp.int32).reshape(2, 16) % 64
 BATCH = (TOKENS, (TOKENS + 1) % 64, jnp.ones((2, 16)))
 
 
-def resolved(name: str) -> configs.Resolved:
+def resolved(name: str, *words: str) -> configs.Resolved:
     sizes = [f"model.{size}" for size in MICRO]
-    overrides = [f"model={name}", *sizes, "batch_size=2", "seq_len=16", "steps=2", "tiling.n=2", "remat=full"]
+    overrides = [f"model={name}", *sizes, "batch_size=2", "seq_len=16", "steps=2", "tiling.n=2", "remat=full", *words]
     return resolve(schema.compose(overrides)[0], DEVICE)
 
 
@@ -77,6 +77,21 @@ def test_a_step_of_a_mixture_takes_the_products_of_the_experts_that_tokens_go_to
     words = [*(f"model.{size}" for size in MICRO), "batch_size=8", "seq_len=128", "steps=2", "tiling.n=none"]
     programs = Programs(resolve(schema.compose(["model=tiny_mixtral", *words, "remat=none"])[0], DEVICE))
     assert dot_flops(programs.train.compiled.as_text()) < 1.5 * programs.flops
+
+
+@pytest.mark.parametrize("tiling", ["none", "batch"])
+def test_padding_is_not_counted_as_what_experts_share(tiling):
+    """Rows are padded behind the last token that is learned: longer ones have the same loss, whatever stands there."""
+    config = resolved("tiny_mixtral", "model.balance_weight=1", *(["tiling.batch=1"] if tiling == "batch" else []))
+    programs = Programs(config)
+    model = programs.init()
+    router = 4 * jax.random.normal(jax.random.key(0), model.layers.router.shape)
+    model = eqx.tree_at(lambda model: model.layers.router, model, router)
+    learned = jnp.ones((2, 16)).at[0, 9:].set(0).at[1, 12:].set(0).at[:, :3].set(0)
+    loss = eqx.filter_jit(lambda tokens: programs.loss(model, (tokens, TOKENS, learned))[0], **FAST)
+    other = loss(TOKENS.at[0, 10:].set(7).at[1, 13:].set(7))
+    assert float(loss(TOKENS)) == pytest.approx(float(other), rel=1e-6)
+    assert float(loss(TOKENS.at[0, 9].set(7))) != pytest.approx(float(other), rel=1e-6)  # what is learned last counts
 
 
 def test_a_mixture_is_balanced_in_training_and_not_in_evaluation():

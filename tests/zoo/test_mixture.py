@@ -92,7 +92,7 @@ def test_routing_is_in_float32_whatever_the_tokens():
     assert weights.dtype == probs.dtype == jnp.float32
 
 
-@pytest.mark.parametrize("case", ["mixtral", "qwen3_moe_mixed", "qwen3_next", "qwen3_5_moe"])
+@pytest.mark.parametrize("case", ["mixtral", "qwen3_moe_mixed", "qwen3_next", "qwen3_5_moe", "ernie4_5_moe"])
 def test_the_balance_loss_is_that_of_transformers(case):
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")

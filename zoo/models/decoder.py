@@ -104,8 +104,8 @@ class Decoder(eqx.Module):
             start += times * len(turn)
         return runs
 
-    def balance(self, routed: list[Float[Array, "2 E"]], tokens: int) -> Float[Array, ""] | None:
-        """Return the balance loss of a mixture, given how each run's blocks routed so many tokens."""
+    def balance(self, routed: list[Float[Array, "2 E"]]) -> Float[Array, ""] | None:
+        """Return the balance loss of a mixture, given how each run's blocks routed tokens."""
         return None
 
     def forward(self, tokens: Integer[Array, "B S"], asked: ForwardPass) -> Output:
@@ -153,7 +153,7 @@ class Decoder(eqx.Module):
             first += jax.tree.leaves(run)[0].shape[0] * len(stacks)
             routed += [] if of_layers is None else [of_layers.sum(0)]
         normalised = (asked.ops or PLAIN).tokens(self.normalised, (1,))
-        return Output(normalised(x), self.balance(routed, tokens.size), pool)
+        return Output(normalised(x), self.balance(routed), pool)
 
     def check_length(self, length: int) -> None:
         """Raise ValueError if the model cannot read texts of so many tokens; most read any."""

@@ -151,15 +151,17 @@ def _share(h: Float[Array, "B S D"], weight: Any, told: LayerPass) -> Float[Arra
     return (h.astype(accumulator(h.dtype)) * column).sum(-1, keepdims=True).astype(h.dtype)
 
 
-def balance_loss(routed: list[Float[Array, "2 E"]], tokens: int) -> Float[Array, ""]:
+def balance_loss(routed: list[Float[Array, "2 E"]], chosen: int) -> Float[Array, ""]:
     """Return the balance loss (https://arxiv.org/abs/2101.03961): `E * sum over experts of (share of the tokens) *
     (mean probability)`, which is `experts_per_token` where all experts get the same, more where some get more.
 
     Args:
         routed: each run's numbers of tokens and sums of probabilities.
-        tokens: how many went to experts, in all layers together.
+        chosen: how many experts each token goes to.
     """
-    counts_E, probs_E = sum(routed[1:], routed[0]) / tokens
+    counts_E, probs_E = sum(routed[1:], routed[0])
+    tokens = jnp.maximum(counts_E.sum() / chosen, 1)  # in all layers together
+    counts_E, probs_E = counts_E / tokens, probs_E / tokens
     return len(probs_E) * jnp.sum(jax.lax.stop_gradient(counts_E) * probs_E)
 
 
@@ -173,11 +175,9 @@ class AbstractMixture(Decoder):
         """Return what makes logits: a matrix of its own, or the table again."""
         return Head(self.embed if self.head is None else self.head)
 
-    def balance(self, routed: list[Float[Array, "2 E"]], tokens: int) -> Float[Array, ""]:
+    def balance(self, routed: list[Float[Array, "2 E"]]) -> Float[Array, ""]:
         """Return the balance loss of all sparse layers together, not yet weighted."""
-        stacks = [stack for name in self.blocks if (stack := getattr(self, name)) is not None]
-        sparse = sum(stack.router.shape[0] for stack in stacks if getattr(stack, "router", None) is not None)
-        return balance_loss(routed, tokens * sparse)
+        return balance_loss(routed, self.config.experts_per_token)
 
 
 class Mixture(AbstractMixture):

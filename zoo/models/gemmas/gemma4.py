@@ -215,9 +215,9 @@ class Gemma4(Decoder):
             handed = Handed(none(True), none(False))
         return own, handed
 
-    def balance(self, routed: list[Float[Array, "2 E"]], tokens: int) -> Float[Array, ""] | None:
-        """Return the balance loss of a mixture, given how each run's blocks routed so many tokens."""
-        return balance_loss(routed, tokens * self.config.num_layers) if routed else None
+    def balance(self, routed: list[Float[Array, "2 E"]]) -> Float[Array, ""] | None:
+        """Return the balance loss of a mixture, given how each run's blocks routed tokens."""
+        return balance_loss(routed, getattr(self.config, "experts_per_token", 0)) if routed else None
 
     def output(self) -> Head:
         """Return what makes logits: the table again, and the soft cap."""

@@ -43,10 +43,14 @@ def experts(
     product: Product = ragged,
     typed: bool = True,
     live: Bool[Array, "B S"] | None = None,
+    counted: Bool[Array, "B S"] | None = None,
     routed_by: Float[Array, "B S D"] | None = None,
     before: bool = False,
 ) -> tuple[Float[Array, "B S D"], Float[Array, "2 E"]]:
     """Return what each token's experts make of it; and each expert's number of tokens and sum of probabilities.
+
+    Where a bias says which experts are chosen (https://arxiv.org/abs/2408.15664), those are counted that would be
+    without it, as the balance loss takes them (https://arxiv.org/abs/2412.19437, equation 18).
 
     On an explicit mesh each device sorts its own tokens. Where devices hold different experts, the tokens of those
     devices are gathered, each applies the experts that it has, and the sums go back to where their tokens are.
@@ -71,6 +75,7 @@ def experts(
         typed: whether the product's results say over which devices they differ: those of Pallas kernels do not
             (https://github.com/jax-ml/jax/issues/36008), and gradients are summed more carefully then.
         live: which tokens there are: the others go to no expert, and come back as zeros; None is all of them.
+        counted: which tokens are counted, and their probabilities summed; None is all of them.
         routed_by: what the router reads of each token; None is what the experts do.
         before: whether tokens are multiplied by their weights before experts read them, in place of what those make.
     """
@@ -79,7 +84,7 @@ def experts(
     rows = functools.partial(_local_rows, **how)
     local = rows if by_sequence else functools.partial(_local, **how)
     local = local if at_once is None else functools.partial(_local_parts, at_once, rows)
-    return _experts(local, x, (live, routed_by), router, gate, up, down, biases, typed)
+    return _experts(local, x, (live, counted, routed_by), router, gate, up, down, biases, typed)
 
 
 def clamped(gate: Float[Array, "T F"], up: Float[Array, "T F"], *, slope: float, limit: float) -> Float[Array, "T F"]:
@@ -104,7 +109,7 @@ def _experts(local, x, asked, router, gate, up, down, biases, typed):
     tokens = PartitionSpec(*partitions(uncut(x, 2)))
     local = functools.partial(local, tokens=axes_of(tokens), over_E=axes_of([cut_E]), over_F=axes_of([cut_F]))
     specs = jax.tree.map(lambda part: PartitionSpec(*partitions(part)), weights)
-    in_specs = tokens, (PartitionSpec(*tokens[:2]), tokens), *specs
+    in_specs = tokens, (*[PartitionSpec(*tokens[:2])] * 2, tokens), *specs
     out_specs = tokens, PartitionSpec()
     return jax.shard_map(local, in_specs=in_specs, out_specs=out_specs, check_vma=typed)(x, asked, *weights)
 
@@ -129,10 +134,11 @@ def _local(
     over_F=(),
 ):
     """Compute `experts` of one device's tokens, given the mesh axes that cut tokens, experts and their hidden width."""
-    flat, (live, routed_by) = x.reshape(-1, x.shape[-1]), asked
+    flat, (live, counted, routed_by) = x.reshape(-1, x.shape[-1]), asked
     reads = flat if routed_by is None else routed_by.reshape(flat.shape)
     how = ({} if biases is None else {"bias": biases[0]}) | ({} if select is None else {"select": select})
     weights_TC, experts_TC, probs_TE = route(reads, router, chosen, normalise=normalise, **how)
+    routed = _routed(None if how.keys() == {"bias", "select"} else experts_TC, probs_TE, counted, chosen)
     first = None
     if live is not None:
         first, experts_TC = 0, jnp.where(live.reshape(-1, 1), experts_TC, probs_TE.shape[1])
@@ -150,13 +156,20 @@ def _local(
     product = divided(product, probs_TE.shape[1] // gate.shape[0])
     how = {"first": first, "biases": own, "combine": combine, "product": product, "before": before}
     out = expert_mlp(*routing, gate, up, down, **how)
-    counts_E = jnp.zeros_like(probs_TE[0]).at[experts_TC.reshape(-1)].add(1.0)
-    routed = jnp.stack([counts_E, probs_TE.sum(0)])
     for axis in reversed(shared):
         out = jax.lax.psum_scatter(out, axis, tiled=True)
     rest = tuple(axis for axis in (*over_E, *over_F) if axis not in shared)
     out = jax.lax.psum(out, rest) if rest else out
     return out.reshape(x.shape), jax.lax.psum(routed, tokens) if tokens else routed
+
+
+def _routed(experts_TC, probs_TE, counted, chosen):
+    """Return each expert's number of tokens and sum of probabilities; None counts the most probable experts."""
+    if experts_TC is None:
+        _, experts_TC = jax.lax.top_k(probs_TE, chosen)
+    ones_T = jnp.ones_like(probs_TE[:, 0]) if counted is None else counted.reshape(-1).astype(probs_TE.dtype)
+    counts_E = jnp.zeros_like(probs_TE[0]).at[experts_TC].add(ones_T[:, None])
+    return jnp.stack([counts_E, probs_TE.sum(0) if counted is None else ones_T @ probs_TE])
 
 
 def _local_rows(x, asked, *weights, **options):
