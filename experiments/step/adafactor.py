@@ -45,7 +45,7 @@ class AdafactorState(NamedTuple):
 def adafactor_layerwise(
     learning_rate: float | Callable[[jax.Array], jax.Array],
     *,
-    layers: Callable[[Any], Any] = lambda model: model.layers,
+    layers: Callable[[Any], Any] = lambda model: [*model.stacks.values()],
     decay: float = 0.8,
     clip_rms: float = 1.0,
     stochastic_rounding: bool = True,

@@ -140,7 +140,7 @@ class Programs:
         @eqx.filter_jit
         def head(models, hiddens, *args):
             # Only what the head reads is differentiated: gradients of the layers would be arrays of zeros.
-            read = eqx.tree_at(lambda m: m.layers, self.trainable(models[0]), False)
+            read = eqx.tree_at(lambda m: [*m.stacks.values()], self.trainable(models[0]), replace_fn=lambda _: False)
             used, rest = eqx.partition(models[0], read)
             value = lambda x: loss((eqx.combine(x[0], rest), *models[1:]), (x[1], *hiddens[1:]), *args)
             return eqx.filter_value_and_grad(value, has_aux=True)((used, hiddens[0]))

@@ -82,8 +82,8 @@ def inputs(arrays: tuple[Any, ...], other: Any) -> tuple[Any, ...]:
 
 def stacks(model: Any) -> Any:
     """Return which leaves of a model, or of a part of it, are stacks of layers."""
-    found = lambda model: [getattr(model, name) for name in model.blocks if getattr(model, name) is not None]
     whole = jax.tree.map(lambda _: False, model)
+    found = lambda model: [*model.stacks.values()]
     return eqx.tree_at(found, whole, replace_fn=lambda stack: jax.tree.map(lambda _: True, stack))
 
 

@@ -93,7 +93,8 @@ def _(config: configs.Muon, rate, seed: int, kinds: Any) -> optax.GradientTransf
         tree = jax.tree.structure(params)
         return tree.unflatten(["adam" if kind is None else "muon" for kind in tree.flatten_up_to(kinds(params))])
 
-    return optax.partition({"muon": moved, "adam": optax.adamw(rate, weight_decay=0.0, nesterov=True)}, labels)
+    rest = optax.adamw(rate, weight_decay=config.weight_decay, mask=mask, nesterov=True)
+    return optax.partition({"muon": moved, "adam": rest}, labels)
 
 
 @_build.register

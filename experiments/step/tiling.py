@@ -74,8 +74,7 @@ def _cut(loss: Callable[..., Any], tiling: configs.Tiling, axis: int, **how: Any
 
 def _read_by_head(model: Any) -> Any:
     """Return a model without the largest parts that its head does not read: they would have gradients of zeros."""
-    unread = [stack for stack in model.blocks if getattr(model, stack) is not None]
-    unread += ["embed"] * (getattr(model, "head", None) is not None)
+    unread = [*model.stacks] + ["embed"] * (getattr(model, "head", None) is not None)
     return eqx.tree_at(lambda m: [getattr(m, name) for name in unread], model, replace_fn=lambda _: None)
 
 

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 from experiments.step import adafactor
+from tests.zoo import hf_tiny
 
 
 class Stack(eqx.Module):
@@ -19,6 +20,10 @@ class Stack(eqx.Module):
     layers: dict
     final_norm: jax.Array
     config: str = eqx.field(static=True)
+
+    @property
+    def stacks(self):
+        return {"layers": self.layers}
 
 
 def make(dtype=jnp.float32, layers=3, vocab=300):
@@ -53,6 +58,17 @@ def test_equals_optax_on_every_layers_slice(block, monkeypatch):
         reference_updates, reference_state = theirs.update(unstack(grads), reference_state, reference)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5), unstack(updates), reference_updates)
         params, reference = eqx.apply_updates(params, updates), optax.apply_updates(reference, reference_updates)
+
+
+def test_every_stack_of_a_model_is_one_of_layers():
+    """Layers of other kinds are stacked apart, as Qwen 3 Next's with a delta rule."""
+    model = hf_tiny.loaded("qwen3_next")
+    large = jax.tree.map(lambda x: x * jnp.logspace(0, 2, len(x)).reshape(-1, *[1] * (x.ndim - 1)), model)
+    ours, theirs = adafactor.adafactor_layerwise(0.02), optax.adafactor(0.02)
+    updates, _ = ours.update(model, ours.init(large), large)
+    for i, (grad, param, update) in enumerate(zip(model.delta.o, large.delta.o, updates.delta.o, strict=True)):
+        expected, _ = theirs.update(grad, theirs.init(param), param)
+        np.testing.assert_allclose(update, expected, rtol=2e-5, err_msg=f"layer {i}")
 
 
 def test_stochastic_rounding_is_unbiased_and_lands_on_a_neighbour():

@@ -119,6 +119,17 @@ def test_patterns_say_what_has_no_weight_decay():
 
 
 @pytest.mark.parametrize("cls", [configs.AdamW, configs.Muon, configs.Sgd])
+def test_whatever_moves_a_matrix_it_has_weight_decay(cls):
+    """Of Muon, also what Adam moves: the table and the head."""
+    tx = optimizer.build(cls(learning_rate=0.1, warmup=0.0, weight_decay=0.5), 10, model=CONFIG)
+    params = jax.tree.map(jnp.ones_like, mixture())
+    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
+    for leaf in (updates.embed, updates.layers.q):
+        np.testing.assert_allclose(leaf, -0.05, rtol=1e-6)
+    np.testing.assert_array_equal(updates.layers.attn_norm, 0)
+
+
+@pytest.mark.parametrize("cls", [configs.AdamW, configs.Muon, configs.Sgd])
 def test_an_optimizer_begins_only_if_patterns_name_parameters(cls):
     how = {"learning_rate": 1.0, "weight_decay": 0.0, "ema": 0.9}
     build = lambda patterns: optimizer.build(cls(**how, no_decay=patterns), 10, model=CONFIG, dtype=jnp.float32)

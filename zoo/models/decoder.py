@@ -79,6 +79,11 @@ class Decoder(eqx.Module):
             fields[stack] = block(**{path.partition(".")[2]: own[path] for path in own}) if own else None
         return cls(**{field.name: fields.get(field.name, leaves.get(field.name)) for field in dataclasses.fields(cls)})
 
+    @property
+    def stacks(self) -> dict[str, Any]:
+        """The stacks of layers that there are, by name."""
+        return {name: stack for name in self.blocks if (stack := getattr(self, name)) is not None}
+
     def runs(
         self, per_layer: PerLayer, single: bool = False
     ) -> list[tuple[tuple[str, ...], tuple[dict[str, Any], PerLayer]]]:
@@ -278,8 +283,7 @@ def together(model: Decoder) -> Decoder:
 
 
 def _of_stacks(model: Decoder, change: Callable[[Any], Any], **how: Any) -> Decoder:
-    stacks = [stack for stack in model.blocks if getattr(model, stack) is not None]
-    where = lambda model: [getattr(model, stack) for stack in stacks]
+    where = lambda model: [*model.stacks.values()]
     return eqx.tree_at(where, model, [jax.tree.map(change, stack, **how) for stack in where(model)])
 
 
