@@ -96,10 +96,9 @@ def _read(model: Any, ids: Any, weight: float, **asked: Any) -> tuple[jax.Array,
 
 
 def _until_the_last(mask: jax.Array) -> jax.Array:
-    """Return which tokens of each row stand no later than the last that is learned: the others are padding."""
+    """Return which tokens of each row stand no later than the last whose target is learned: padding stands behind."""
     lies, learned = PartitionSpec(*partitions(mask)), uncut(mask, 1) > 0
-    rest = jax.lax.cummax(learned.astype(jnp.int32), axis=1, reverse=True)  # whether any target from here on is
-    return place(jnp.concatenate([rest[:, :1], rest[:, :-1]], axis=1) > 0, lies)
+    return place(jax.lax.cummax(learned.astype(jnp.int32), axis=1, reverse=True) > 0, lies)
 
 
 def _counting(ops: Ops, counted: jax.Array) -> Ops:
