@@ -43,7 +43,8 @@ class Limits:
     def accumulate(self, value: Value, beside: int, picked: bool = False) -> bool:
         """Whether loops may add up to an array: no larger than an input or output, or than what a tile holds anyway.
 
-        A narrow weight's gradient is summed up in a wider dtype, and may be as large as that makes it.
+        A narrow weight's gradient is summed up in a wider dtype, and may be as large as that makes it; that of a
+        complex weight, whose parts are two inputs, as large as both.
 
         Args:
             value: the sum.
@@ -51,7 +52,8 @@ class Limits:
             picked: it is made of rows of the cut axis, so it counts as made whole.
         """
         bound = 0 if picked and self.gather == "none" else self.bound
-        return self.gather == "any" or value.nbytes <= max(bound, beside, 0 if picked else self.summed)
+        size = value.nbytes // (2 if value.dtype.kind == "c" else 1)
+        return self.gather == "any" or size <= max(bound, beside, 0 if picked else self.summed)
 
     @property
     def bound(self) -> int:

@@ -20,14 +20,19 @@ from transforms.layout import like
 from transforms.tiling.analysis.rounding import compares_inside
 from transforms.tiling.autodiff.custom_rules import follows_rules
 from transforms.tiling.frontend.flatten import evaluate, flatten
+from transforms.tiling.frontend.trace import called
+from transforms.tiling.ir.graph import Graph
 from transforms.tiling.ir.placement import Placement, Tiled
 from transforms.tiling.ir.walks import closure, depends, operands, scan_counts
 from transforms.tiling.passes.sink import sink
 from transforms.tiling.primitives import SCAN
+from transforms.tiling.rules.running import recurrent
 
 
 def computed_again(closed: ClosedJaxpr, placements: Sequence[Placement], largest: int) -> ClosedJaxpr | None:
     """The same program, of whose scans derivatives keep the state of each step and no more; None if it has no scan.
+
+    Nor a product along an axis, whose derivatives are recurrences in it (`rules.running`).
 
     Args:
         closed: the program.
@@ -41,7 +46,7 @@ def _again(closed: ClosedJaxpr, given: Sequence[bool], largest: int) -> ClosedJa
     """The same, of inputs of which those `given` are cut; scans within its scans are the same again."""
     graph = flatten(closed, custom=False, remat=True)
     scans = [node for node in graph.nodes if node.name == SCAN]
-    if not scans:
+    if not _with_recurrences(graph) and not scans:
         return None
     cut = depends(graph, {v for v, one in zip(graph.inputs, given, strict=True) if one})
     large = {v for v in cut if v.producer is not None and v.nbytes > largest and not follows_rules(v.producer)}
@@ -56,6 +61,17 @@ def _again(closed: ClosedJaxpr, given: Sequence[bool], largest: int) -> ClosedJa
     effects = [node for node in graph.nodes if node.effects]
     run = lambda *args: evaluate(dict(zip(graph.inputs, args, strict=True)), graph.outputs, effects)
     return jax.make_jaxpr(run)(*(like(a) for a in closed.in_avals))
+
+
+def _with_recurrences(graph: Graph) -> bool:
+    """Let products and cumulative products have derivatives that run along the axis. Returns whether there are any."""
+    changed = False
+    for node in list(graph.nodes):
+        if (run := recurrent(node)) is not None:
+            made = flatten(jax.make_jaxpr(run)(like(node.inputs[0].aval)), custom=False)
+            graph.replace(node, made.nodes, dict(zip(node.outputs, called(made, node.inputs), strict=True)))
+            changed = True
+    return changed
 
 
 REMAT: Any = functools.partial(jax.checkpoint, prevent_cse=False)  # a loop keeps steps apart by itself

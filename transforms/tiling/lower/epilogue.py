@@ -48,6 +48,12 @@ def combine_partials(node: Node, values: list[Any], span: Span) -> list[Any]:
     if not jnp.issubdtype(node.outputs[0].dtype, jnp.inexact):
         return node.bind(values)
     dtype = span.wide(node.outputs[0].dtype)
-    values = [v.astype(dtype) if jnp.issubdtype(v.dtype, jnp.inexact) else v for v in map(jnp.asarray, values)]
+    kind = lambda v: v.dtype if _parts_differ(v.dtype, dtype) else dtype
+    values = [v.astype(kind(v)) if jnp.issubdtype(v.dtype, jnp.inexact) else v for v in map(jnp.asarray, values)]
     rule = RULES[node.name]
     return node.bind(values) if rule.wide is None else [rule.wide(node, values, dtype, span)]
+
+
+def _parts_differ(dtype: Any, other: Any) -> bool:
+    """Whether one of two dtypes is complex alone: an equation takes a part of numbers, or puts them together."""
+    return jnp.issubdtype(dtype, jnp.complexfloating) != jnp.issubdtype(other, jnp.complexfloating)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 
 from transforms.tiling.ir.graph import Node
 from transforms.tiling.ir.obstacles import Obstacle
-from transforms.tiling.ir.placement import Partial, Placement
+from transforms.tiling.ir.placement import Partial, Placement, Span
 from transforms.tiling.primitives import having
 from transforms.tiling.rules import Move, each, linear, partial, refuse_partial, register, shrinks, tiled
 from transforms.tiling.rules.factors import elementwise, leading, register_factors
@@ -47,6 +49,12 @@ def push_each(node: Node, placements: tuple[Placement, ...]) -> Move:
     return Move(placements, placements)
 
 
+def widened(node: Node, values: list[Any], dtype: Any, span: Span) -> Any:
+    """A conversion in the dtype of sums; of a complex one to a float it is the real part."""
+    real = values[0].dtype.kind == "c" and jnp.dtype(dtype).kind != "c"
+    return (jnp.real(values[0]) if real else values[0]).astype(dtype)
+
+
 # Sums are formed in a real dtype where one of the two is real.
 COMPLEX = ("complex", "real", "imag")
 MARKS = ("nonbatchable", "nondifferentiable_backward", "nontraceable", "select_if_vmap")  # Equinox's
@@ -58,7 +66,7 @@ register_factors(
     "convert_element_type",
     factors=elementwise,
     sums=converted,
-    wide=lambda node, values, dtype, span: values[0].astype(dtype),
+    wide=widened,
 )
 register_factors("div", factors=elementwise, sums=divided)
 register_factors("max", "min", factors=elementwise, sums=extremum)
