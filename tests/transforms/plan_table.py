@@ -358,6 +358,8 @@ def comparisons() -> Iterator[Row]:
     yield from rows_of("comparisons", r.STORED, 0, (r.X, r.Y), 2, 7)
     agreed = {f"{name} over the vocabulary": fn for name, fn in r.AGREED.items()}
     yield from rows_of("comparisons", agreed, (None, 1, None), (r.H, r.W, r.LABELS), 3, 7)
+    placed = {f"{name} of groups": fn for name, fn in r.PLACED.items()}
+    yield from rows_of("comparisons", placed, (0, None), (r.draw(7, 24, 4), r.W), 3)
     median = {"above the median of the vocabulary": lambda h, w: (h @ w >= jnp.sort(h @ w, -1)[:, 30:31]).sum()}
     yield from rows_of("comparisons", median, (None, 1), (r.H, r.W), 4)
 

@@ -149,6 +149,37 @@ def test_rows_are_put_at_both_ends(name):
         np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9)
 
 
+def differences(padded):
+    return ((padded[2:, 1:-1] - padded[:-2, 1:-1]) ** 2).sum()
+
+
+# Of a product that is larger than what it is made of, with rows and columns around it, or read some rows later.
+AROUND = {
+    "zeros": lambda h: differences(jnp.pad(h, 1)),
+    "Laplacian": lambda h: (lambda p: jnp.abs(p[2:, 1:-1] + p[:-2, 1:-1] + p[1:-1, 2:] + p[1:-1, :-2] - 4 * h).mean())(
+        jnp.pad(h, 1)
+    ),
+    "edge": lambda h: differences(jnp.pad(h, ((1, 1), (0, 0)), mode="edge")),
+    "reflect": lambda h: differences(jnp.pad(h, ((1, 1), (0, 0)), mode="reflect")),
+    "wrap": lambda h: differences(jnp.pad(h, ((1, 1), (0, 0)), mode="wrap")),
+    "sums before": lambda h: (jnp.pad(jnp.cumsum(h, 0), ((1, 0), (0, 0)))[:-1] * jnp.sin(h)).sum(),
+    "mean of those before": lambda h: ((h[1:] - jnp.cumsum(h, 0)[:-1] / jnp.arange(1, len(h))[:, None]) ** 2).mean(),
+    "sums behind": lambda h: (lax.cumsum(h, reverse=True)[1:] * jnp.sin(h[:-1])).sum(),
+    "moving average": lambda h: ((lambda c: c[3:] - c[:-3])(jnp.cumsum(h, 0)) ** 2).sum(),
+}
+
+
+@pytest.mark.redundant("n")
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("name", AROUND)
+def test_rows_around_a_product_that_is_too_large_to_be_whole(name, n):
+    args = jnp.asarray(draw(41, 8)), jnp.asarray(draw(8, 60))
+    loss = lambda x, w: AROUND[name](x @ w)
+    both = (quick.jit(jax.value_and_grad(fn, (0, 1)))(*args) for fn in (tile(loss, (0, None), n), loss))
+    for got, want in zip(*map(jax.tree.leaves, both), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9)
+
+
 def test_nan_and_infinities_outside_the_part_do_not_count():
     x = jnp.asarray(draw(B, S, D)).at[:, -1].set(jnp.nan)
     loss = lambda x, w: jax.nn.logsumexp((x @ w)[:, :-1], -1).sum() + (x @ w)[:, :-1].max()

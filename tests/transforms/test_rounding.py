@@ -370,6 +370,86 @@ def test_what_is_too_large_to_store_agrees_with_what_is_known_of_it(name, n):
     assert not tiled.plan(H, W, LABELS).value.completed
 
 
+def probable(h, w):
+    return nn.softmax(h @ w)
+
+
+def of_label(array, y):
+    return jnp.take_along_axis(array, y[:, None], 1)
+
+
+# Of whole numbers, many of whose products are equal: what a label is compared with is divided alike, and so are others.
+TIES = {
+    "rank": lambda h, w, y: (probable(h, w) > of_label(probable(h, w), y)).sum(1),
+    "rank by one-hot": lambda h, w, y: ((p := probable(h, w)) > (p * nn.one_hot(y, 60)).sum(1, keepdims=True)).sum(1),
+    "what is no less probable": lambda h, w, y: jnp.where((p := probable(h, w)) >= of_label(p, y), p, 0).sum(1),
+    "of a norm": lambda h, w, y: ((p := h @ w / jnp.linalg.norm(h @ w, axis=1, keepdims=True)) > of_label(p, y)).sum(1),
+    "of a sum": lambda h, w, y: (
+        (p := jnp.abs(h @ w) / (jnp.abs(h @ w).sum(1, keepdims=True) + 0.3)) > of_label(p, y)
+    ).sum(1),
+}
+
+
+@pytest.mark.parametrize("n", [2, 7])
+@pytest.mark.parametrize("name", TIES)
+def test_what_equals_a_label_does_so_divided_by_a_total(name, n):
+    h, w = jnp.round(draw(8, 24, 4)), jnp.round(draw(9, 4, 60))
+    got, want = (jax.jit(fn)(h, w, LABELS) for fn in (tile(TIES[name], (None, 1, None), n), TIES[name]))
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+# Of tokens [24, 4] or [2, 12, 4] and a head, cut along the sequence: extrema of what indices send to one place, and of
+# what stands in another order. The products are larger than both.
+GROUP = jnp.arange(24) * 7 % 5
+KEPT = (jnp.arange(24) % 3 > 0)[:, None]
+finite = lambda array: jnp.where(jnp.isfinite(array), array, 0)
+PLACED = {
+    "maximum of each group": lambda h, w: jax.ops.segment_max(h @ w, GROUP, 5),
+    "least of each group, some of which are empty": lambda h, w: finite(jax.ops.segment_min(h @ w, GROUP // 2 * 2, 5)),
+    "largest of each group": lambda h, w: jax.ops.segment_max(jnp.abs(h @ w), GROUP, 5),
+    "ties": lambda h, w: jax.ops.segment_max((h // 1) @ (w // 1), GROUP, 5),
+    "saturated": lambda h, w: jax.ops.segment_max(jnp.tanh(9 * h @ w), GROUP, 5),
+    "no less than 0": lambda h, w: jnp.zeros((5, 60)).at[GROUP].max(h @ w),
+    "no less than 0, as often": lambda h, w: jnp.zeros((5, 60)).at[GROUP].max(nn.relu(h @ w)),
+    "no less than a row of the head": lambda h, w: jnp.broadcast_to(w[0] * 3, (5, 60)).at[GROUP].max(h @ w),
+    "some are dropped": lambda h, w: jnp.full((4, 60), -9.0).at[GROUP].max(h @ w),
+    "some are clamped": lambda h, w: jnp.full((4, 60), -9.0).at[GROUP].max(h @ w, mode="clip"),
+    "masked": lambda h, w: finite(jax.ops.segment_max(jnp.where(KEPT, h @ w, -jnp.inf), jnp.arange(24) // 8, 5)),
+    "of rows and columns": lambda h, w: jnp.full((5, 6), -9.0).at[GROUP[:, None], jnp.arange(60) // 10].max(h @ w),
+    "relative to the group's": lambda h, w: (
+        ((x := h @ w) / jax.ops.segment_max(jnp.abs(x), GROUP, 5)[GROUP]) ** 3
+    ).sum(0),
+    "is its group's": lambda h, w: jnp.where((x := h @ w) == jax.ops.segment_max(x, GROUP, 5)[GROUP], x, 0).sum(0),
+    "of each sequence": lambda h, w: jax.vmap(lambda h, i: jax.ops.segment_max(h @ w, i, 5))(
+        h.reshape(2, 12, 4), GROUP.reshape(2, 12)
+    ),
+    "of all tokens": lambda h, w: (h.reshape(2, 12, 4) @ w).reshape(24, 60).max(0),
+    "of all, turned": lambda h, w: (h @ w).T.reshape(4, 15, 24).max(2),
+    "of one more dimension": lambda h, w: (h @ w)[:, None].max(0),
+}
+
+
+@pytest.mark.redundant("n", "shape")
+@pytest.mark.parametrize("shape", [(24, 4), (2, 12, 4)], ids=["tokens", "sequences"])
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("name", PLACED)
+def test_extrema_stand_at_their_places_whatever_says_where(name, n, shape):
+    fn = lambda h, w: PLACED[name](h.reshape(24, 4), w)
+    args = draw(7, *shape), W
+    tiled = tile(fn, (len(shape) - 2, None), n)
+    assert_right(tiled, args, untiled(fn, args))
+    assert not tiled.plan(*args).gradient.completed
+
+
+def test_the_extremum_of_a_group_is_told_no_number_that_is_none():
+    """A NaN in one group is in no other, and infinities are as equal as untiled."""
+    for odd in (jnp.nan, jnp.inf, -jnp.inf):
+        h = jnp.ones((24, 1)).at[3].set(odd) * jnp.arange(1.0, 25)[:, None]
+        loss = lambda h, w: (jax.ops.segment_max(h @ w, GROUP, 5) * jnp.arange(5.0)[:, None]).sum()
+        got, want = (jax.value_and_grad(fn, (0, 1))(h, W[:1]) for fn in (tile(loss, (0, None), 3), loss))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, want)
+
+
 def noise():
     """Whole, but each loop makes its own part of it: what is added to an input is computed again."""
     return jax.random.normal(jax.random.key(0), (L, 60), jnp.float32)

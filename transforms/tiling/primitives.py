@@ -12,6 +12,7 @@ beside: outside of rules and passes no primitive is asked for by name. One that 
     reducing       reads more than it makes: what it reads may be fused into it
     heavy          copies what it reads, whatever the size of the tile
     beside         along the cut axis, may read rows beside a tile rather than the whole
+    shifts         moves rows along the axis: those beside a tile may be handed on by the tile that has them
     nested         has bodies that run as they stand
     picks          takes rows of its first operand
     looks_up       likewise, at places that its second operand holds
@@ -76,7 +77,7 @@ name                                                    | alias moving typed nam
 named                                                   | alias moving typed
 stop_gradient                                           | alias moving typed stops
 copy_p                                                  | alias moving typed rearranges level
-chosen cummax cummin scan_part scatter-max scatter-min
+chosen cummax cummin scan_part shifted scatter-max scatter-min
 scatter_max scatter_min                                 | copying
 reduce_max reduce_min                                   | copying typed reducing
 approx_top_k top_k                                      | discontinuous copying
@@ -114,7 +115,8 @@ reduce_and reduce_or                                    | exact reducing
 reshard                                                 | flows rescales respreads
 add add_any                                             | fused adding flows
 div                                                     | fused at_zero pole through_zero rescales typed divides
-concatenate pad                                         | fused choosing exact beside
+concatenate                                             | fused choosing exact beside
+pad                                                     | fused choosing exact beside shifts
 stack                                                   | choosing exact
 reduce_window_sum                                       | beside
 split                                                   | fused copying beside

@@ -13,9 +13,9 @@ from collections.abc import Iterable
 
 from transforms.tiling.ir.facts import Analysis, Region, grain
 from transforms.tiling.ir.graph import Node
-from transforms.tiling.ir.obstacles import Complete, Inline, Obstacle
+from transforms.tiling.ir.obstacles import Along, Complete, Inline, Obstacle
 from transforms.tiling.ir.placement import ALONE, Partial, Reach, Tiled
-from transforms.tiling.primitives import REMAT
+from transforms.tiling.primitives import REMAT, has
 from transforms.tiling.rules import RULES, Move
 
 FEW = 16  # rows that may be computed again even with shorter tiles
@@ -41,10 +41,14 @@ def check(found: Analysis, node: Node, move: Move) -> Obstacle | None:
         if (fixed := found.fact(node.inputs[i]).fixed) is not None:
             if fixed.name in REMAT:
                 return Inline(fixed)
+            if has(node.name, "shifts"):
+                return Along(node)
             why = f"which {fixed} does not make"
             return Complete(operands, f"reads rows beside the tile, {why}")
     before, after = _reach(found, node, move)
     if before + after > min(max(limits.options.size, FEW), limits.options.total):
+        if has(node.name, "shifts") and max(map(sum, move.reach.values())) < limits.options.size:
+            return Along(node)
         rows = f"{before} rows before and {after} after each tile of {limits.options.size}"
         return Complete(operands, f"reads {rows}, with what it is computed from")
     return None

@@ -107,9 +107,9 @@ def running(plan: Schedule) -> Disagreement | None:
 
 
 def decides(graph: Graph, value: Value) -> bool:
-    """Whether a value that is known from another program must come out of this one all the same.
+    """Whether a value must have the last bits of what it is a copy of: both meet in a comparison.
 
-    It is a copy of what this program computes, and both meet in a comparison.
+    So it may neither be known from another program nor be rescaled after the loop that finds it.
     """
     name = lambda v: "" if v.producer is None else v.producer.name
     made = closure([value], lambda v: () if name(v) in SUMMING | COPYING else operands(v))
@@ -119,6 +119,8 @@ def decides(graph: Graph, value: Value) -> bool:
     roots |= {source for v in let for source in _sources(v)}
     if not roots:
         return False
+    before = ancestors(roots)  # what agrees with these was computed once more from there on
+    roots |= {n.outputs[0] for n in graph.nodes if has(n.name, "agreed") and n.inputs[0] in before}
     copies, computed = _elementwise(graph, {value}), _elementwise(graph, roots)
     both = lambda values: not copies.isdisjoint(values) and not computed.isdisjoint(values)
     return any(both(node.inputs) and both(_jumps_in(node)) for node in graph.nodes)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 
@@ -30,16 +31,37 @@ def canonical(graph: Graph) -> Graph:
 
 
 def drop_empty(graph: Graph) -> Graph:
-    """Let a join read what its result holds anything of, and be that if it is one: a padding by nothing is one, too."""
+    """Let a join read what its result holds anything of, and be that if it is one: a padding by nothing is one, too.
+
+    So are, in its derivative, splits into one part and nothing, and sums with what is summed of nothing.
+    """
     same: dict[Value, Value] = {}
+    zeros: set[Value] = set()
     for node in graph.nodes:
         if node.name == "concatenate":
             held = [v for v in node.inputs if v.shape[node.params["dimension"]]] or node.inputs[:1]
             node.change(inputs=[same.get(v, v) for v in held])
             if len(node.inputs) == 1:
                 same[node.outputs[0]] = node.inputs[0]
+            continue
+        if not node.inputs:
+            continue
+        operand, *others = [same.get(v, v) for v in node.inputs]
+        parts = [v for v in node.outputs if v.shape == operand.shape]
+        nothing = node.name == "reduce_sum" and 0 in operand.shape
+        kept = operand in zeros and node.name in ("broadcast_in_dim", "reshape", "pad")
+        if nothing or (kept and all(map(_is_zero, others))):
+            zeros.add(node.outputs[0])
+        elif node.name == "split" and parts:
+            same[parts[0]] = operand
+        elif node.name in ("add", "add_any") and not zeros.isdisjoint((operand, *others)):
+            same[node.outputs[0]] = others[0] if operand in zeros else operand
     graph.substitute(same)
     return graph
+
+
+def _is_zero(value: Value) -> bool:
+    return isinstance(value.const, np.ndarray | np.generic) and not np.any(value.const)
 
 
 def barriers(node: Node) -> list[Node]:

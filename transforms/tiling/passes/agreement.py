@@ -7,31 +7,27 @@ stands (a *witness*: `agree`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.core import ShapedArray
 from jax.extend.core import Primitive
 
-from transforms.layout import TOGETHER, conform, named
+from transforms.layout import named
 from transforms.tiling.analysis.rounding import Walk, is_mask
 from transforms.tiling.frontend.trace import traced
 from transforms.tiling.ir.facts import Analysis, Outlined
-from transforms.tiling.ir.graph import Graph, Node, Value, add
+from transforms.tiling.ir.graph import Graph, Node, Value, add, elements
 from transforms.tiling.ir.obstacles import Complete, Disagreement
-from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Span, Tiled
+from transforms.tiling.ir.placement import WHOLE, Placement, Span, Tiled
 from transforms.tiling.ir.walks import ancestors, constant
-from transforms.tiling.passes.loop_state import hand_on
-from transforms.tiling.rules import Move, refuse_partial, register, tiled
+from transforms.tiling.passes.witness import EXTREMA, grouped, snapped_p, witness
+from transforms.tiling.rules import Move, register
 from transforms.tiling.rules.factors import peel
 
 stored_p = Primitive("stored")  # a cut value as the loop left it that computed it first
-witness_p = Primitive("witness")  # the extremum so far, its place, how many elements equal it, and the next best
-snapped_p = Primitive("snapped")  # a value that is computed again, with its extremum where that was
 agreed_p = Primitive("agreed")  # the first operand, computed again, as the second: as what is known, the rest, has it
 
 
@@ -67,18 +63,18 @@ def agree(met: Disagreement, span: Span) -> bool:
             more, (known,) = traced(partial(_put, other), [known, other.inputs[1], copy], node)
             nodes += more
             continue
-        kind = {"axes": tuple(sorted(other.params["axes"])), "op": other.name.removeprefix("reduce_")}
-        mask = _mask_of(other.inputs[0], value) if kind["op"] == "sum" else None
-        places = _witness(graph, other, span) if mask is None else [mask]
-        steps = _lets_through(value, other.inputs[0]) or []
+        kind, (operand, *indices) = grouped(other)
+        mask = _mask_of(operand, value) if kind["op"] == "sum" else None
+        places = [*witness(graph, other, span), *indices] if mask is None else [mask]
+        steps = _lets_through(value, operand) or []
         there = [known]
         for step in steps:
-            more, (made,) = traced(*step.into(there[-1]), node)
+            more, (made,) = traced(step.into, [there[-1], *step.beside], node)
             nodes += more
             there.append(made)
-        (known,) = add(nodes, node, snapped_p, [there.pop(), copy, *places], [value.aval], **kind)
-        while there:
-            more, (known,) = traced(*steps.pop().back(known, there.pop()), node)
+        (known,) = add(nodes, node, snapped_p, [there.pop(), copy, *places], [operand.aval], **kind)
+        for step in reversed(steps):
+            more, (known,) = traced(step.back, [known, there.pop(), *step.beside], node)
             nodes += more
         for total in _counts(graph, node, other):
             more, (counted[total],) = traced(partial(_as, total.dtype), places[2:3], node)
@@ -126,30 +122,25 @@ def _has_place(found: Analysis, node: Node, value: Value) -> bool:
         return cut.dim in node.params["axes"] and _mask_of(node.inputs[0], value) is not None
     if node.name == "gather" and node.inputs[0] is value:
         return named(value.aval) is None and not isinstance(found.fact(node.inputs[1]).placement, Tiled)
-    extremum = node.name in ("reduce_max", "reduce_min") and jnp.issubdtype(value.dtype, jnp.floating)
-    known = extremum and _lets_through(value, node.inputs[0]) is not None
-    return known and cut.major == 1 and cut.dim in node.params["axes"]
+    if node.name not in EXTREMA or not jnp.issubdtype(value.dtype, jnp.floating):
+        return False
+    kind, (operand, *indices) = grouped(node)
+    cut = found.fact(operand).placement
+    known = isinstance(cut, Tiled) and cut.dim in kind["groups"].dims and _lets_through(value, operand) is not None
+    return known and not (indices and named(value.aval))
 
 
 class Through(NamedTuple):
-    """A step from a value to what an extremum is taken of: of `case` of a `condition` alone, the rest being filled.
+    """A step from a value to what an extremum is taken of.
 
-    Without a condition, all numbers lose their signs.
+    Args:
+        into: makes it of the value and of what stands `beside` it.
+        back: makes the value of what has become of it, of what the value was, and of what stands beside.
     """
 
-    condition: Value | None = None
-    case: int = 0
-    filling: Value | None = None
-
-    def into(self, value: Value) -> tuple[Any, list[Any]]:
-        """What makes it of the value: a function and its operands."""
-        choose = partial(_select, self.case)
-        return (jnp.abs, [value]) if self.condition is None else (choose, [self.condition, value, self.filling])
-
-    def back(self, new: Value, old: Value) -> tuple[Any, list[Any]]:
-        """What makes the value of what has become of it, and of what the value was."""
-        choose = partial(_select, self.case)
-        return (jnp.copysign, [new, old]) if self.condition is None else (choose, [self.condition, new, old])
+    into: Callable[..., Any]
+    back: Callable[..., Any]
+    beside: tuple[Value, ...] = ()
 
 
 def _lets_through(value: Value, masked: Value) -> list[Through] | None:
@@ -157,19 +148,41 @@ def _lets_through(value: Value, masked: Value) -> list[Through] | None:
     found: list[Through] = []
     while masked is not value:
         node = masked.producer
-        if node is not None and node.name == "abs":
-            found.insert(0, Through())
-            masked = node.inputs[0]
-            continue
-        if node is None or node.name != "select_n" or len(node.inputs) != 3 or node.inputs[0].shape != value.shape:
+        step = None if node is None else _step(node)
+        if node is None or step is None:
             return None
-        filled = [constant(v) is not None for v in node.inputs[1:]]
-        if filled.count(True) != 1:
-            return None
-        case = filled.index(False)
-        found.insert(0, Through(node.inputs[0], case, node.inputs[2 - case]))
-        masked = node.inputs[1 + case]
+        found.insert(0, step)
+        masked = next(v for v in node.inputs if v not in step.beside)
     return found
+
+
+def _step(node: Node) -> Through | None:
+    """How an equation's result comes of one operand: without signs, in another order, or where a condition says so."""
+    if node.name == "abs":
+        return Through(jnp.abs, jnp.copysign)
+    alone = len(node.inputs) == 1 and elements(node.inputs[0].shape) == elements(node.outputs[0].shape)
+    if alone and node.name in ("reshape", "squeeze", "expand_dims", "broadcast_in_dim"):
+        return Through(partial(_reshape, node.outputs[0].shape), lambda new, old: jnp.reshape(new, old.shape))
+    if node.name == "transpose":
+        order = node.params["permutation"]
+        back = [order.index(d) for d in range(len(order))]
+        return Through(partial(jnp.transpose, axes=order), lambda new, old: jnp.transpose(new, back))
+    if node.name != "select_n" or len(node.inputs) != 3 or node.inputs[0].shape != node.outputs[0].shape:
+        return None
+    filled = [constant(v) is not None for v in node.inputs[1:]]
+    if filled.count(True) != 1:
+        return None
+    case = filled.index(False)
+    choose = partial(_select, case)
+    return Through(
+        lambda value, which, rest: choose(which, value, rest),
+        lambda new, old, which, rest: choose(which, new, old),
+        (node.inputs[0], node.inputs[2 - case]),
+    )
+
+
+def _reshape(shape: tuple[int, ...], array: Any) -> Any:
+    return jnp.reshape(array, shape)
 
 
 def _select(case: int, which: Any, array: Any, other: Any) -> Any:
@@ -201,120 +214,28 @@ def _put(node: Node, array: Any, indices: Any, picked: Any) -> Any:
     return lax.scatter(array, indices, picked, into, mode=node.params["mode"])
 
 
-def _witness(graph: Graph, reduction: Node, span: Span) -> list[Value]:
-    """The place of an extremum, along the cut axis and along the others, how many elements equal it, and the next."""
-    (operand,), axes = reduction.inputs, tuple(sorted(reduction.params["axes"]))
-    best = reduction.outputs[0].aval
-    places = best.update(dtype=jnp.dtype(jnp.int32), weak_type=False)
-    outs = [best, places, places, places, best]
-    nodes: list[Node] = []
-    zeros = [Value(ShapedArray((), aval.dtype), const=np.zeros((), aval.dtype)) for aval in outs]
-    now = hand_on(nodes, reduction, witness_p, [operand, *zeros], outs, span, axes=axes, op=reduction.name[-3:])
-    graph.insert(nodes, before=reduction)
-    return list(now[1:])
-
-
 def _counts(graph: Graph, node: Node, reduction: Node) -> list[Value]:
     """The sums, in the derivative of an extremum, which count the elements that equal it."""
-    if node.name != "eq" or reduction.inputs[0] not in node.inputs:
+    kind, (operand, *indices) = grouped(reduction)
+    if node.name != "eq" or operand not in node.inputs:
         return []
-    axes = tuple(sorted(reduction.params["axes"]))
-    converted = [n for n in graph.nodes if n.name == "convert_element_type" and n.inputs[0] is node.outputs[0]]
-    floats = {n.outputs[0] for n in converted}
-    sums = (n for n in graph.nodes if n.name == "reduce_sum" and n.inputs[0] in floats)
-    other = next(v for v in node.inputs if v is not reduction.inputs[0])
-    mine = peel(other, len(reduction.inputs[0].shape))[0] is reduction.outputs[0]
-    return [n.outputs[0] for n in sums if mine and tuple(sorted(n.params["axes"])) == axes]
+    groups, (equal,) = kind["groups"], node.outputs
+    other = next(v for v in node.inputs if v is not operand)
+    if not indices:
+        mine = peel(other, len(operand.shape))[0] is reduction.outputs[0]
+        floats = {n.outputs[0] for n in graph.nodes if n.name == "convert_element_type" and n.inputs[0] is equal}
+        sums = (n for n in graph.nodes if n.name == "reduce_sum" and n.inputs[0] in floats)
+        return [n.outputs[0] for n in sums if mine and tuple(sorted(n.params["axes"])) == groups.dims]
+    mine = other.producer is not None and other.producer.inputs == [reduction.outputs[0], *indices]
+    ones = {n.outputs[0] for n in graph.nodes if n.name == "select_n" and n.inputs[0] is equal and _is_count(n)}
+    sums = (n for n in graph.nodes if n.name == "scatter-add" and n.inputs[2] in ones and n.inputs[1] in indices)
+    alike = lambda n: (n.params["dimension_numbers"], n.params["mode"]) == (groups.numbers, groups.mode)
+    return [n.outputs[0] for n in sums if mine and alike(n) and constant(n.inputs[0]) == 0]
 
 
-def _column(array: Any, dim: int, axes: tuple[int, ...]) -> Any:
-    """Where each element is along the reduced dimensions but one, row by row."""
-    total: Any = jnp.zeros((), jnp.int32)
-    for d in (d for d in axes if d != dim):
-        total = total * array.shape[d] + lax.broadcasted_iota(jnp.int32, array.shape, d)
-    return _beside(array, total)
-
-
-def _beside(array: Any, places: Any) -> Any:
-    """Places of an array's elements, spread as these are."""
-    return conform(jnp.broadcast_to(places, array.shape), jax.typeof(array), TOGETHER)
-
-
-def push_witness(node: Node, placements: tuple[Placement, ...]) -> Move | Complete:
-    cut = placements[0]
-    if not isinstance(cut, Tiled) or cut.major != 1 or cut.dim not in node.params["axes"]:
-        return Complete([0], "takes a place along the cut axis")
-    return Move((Partial("last"),) * 5, (cut, *(WHOLE,) * 5))
-
-
-def emit_witness(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
-    """The best of this tile and those before it, the first place that has it, how often it is there, and the next."""
-    array, *before = _rounded(values[0]), *values[1:]
-    cut, axes = move.ins[0], node.params["axes"]
-    assert isinstance(cut, Tiled)
-    wide = jnp.expand_dims
-    largest = node.params["op"] == "max"
-    worst = jnp.asarray(-jnp.inf if largest else jnp.inf, array.dtype)
-    extremum, either = (jnp.max, jnp.maximum) if largest else (jnp.min, jnp.minimum)
-    best = extremum(array, axes)
-    ties = array == wide(best, axes)
-    second = extremum(jnp.where(ties, worst, array), axes)
-    column, last = _column(array, cut.dim, axes), np.iinfo(np.int32).max
-    rows = _beside(array, lax.broadcasted_iota(jnp.int32, array.shape, cut.dim))
-    row = jnp.where(ties, rows, last).min(axes)
-    column = jnp.where(ties & (rows == wide(row, axes)), column, last).min(axes)
-    now = [best, row + jnp.asarray(span.start * cut.minor, jnp.int32), column, ties.sum(axes, dtype=jnp.int32), second]
-    better = best > before[0] if largest else best < before[0]
-    better |= jnp.isnan(best) & ~jnp.isnan(before[0])
-    better |= jnp.equal(span.start, 0)
-    found = [jnp.where(better, x, y) for x, y in zip(now, before, strict=True)]
-    equal = best == before[0]
-    found[3] += jnp.where(~better & equal, now[3], 0)
-    other = jnp.where(equal, worst, jnp.where(better, before[0], best))  # the less good of both
-    known = jnp.where(jnp.equal(span.start, 0), second, either(either(second, before[4]), other))
-    return [*found[:4], known]
-
-
-def _rounded(array: Any) -> Any:
-    """An array as precise as its dtype says: XLA may leave out conversions to narrow floats."""
-    if array.dtype.itemsize > 2:
-        return array
-    kind = jnp.finfo(array.dtype)
-    return lax.reduce_precision(array, kind.nexp, kind.nmant)
-
-
-def push_snapped(node: Node, placements: tuple[Placement, ...]) -> Move | Complete:
-    if (parts := refuse_partial(node, placements, "is compared with it")) is not None:
-        return parts
-    cut, shape = placements[0], node.inputs[0].shape
-    if not isinstance(cut, Tiled):
-        return Complete(tiled(placements), "is compared with it")
-    along = [len(v.shape) == len(shape) and v.shape[cut.dim] == shape[cut.dim] for v in node.inputs[2:]]
-    others = (cut if one else WHOLE for one in along)
-    return Move((cut,), (cut, WHOLE, *others))
-
-
-def emit_snapped(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
-    """A tile with what was copied from it before, to the last bit, where that stood."""
-    array, best, *places = _rounded(values[0]), *values[1:]
-    cut, axes = move.ins[0], node.params["axes"]
-    assert isinstance(cut, Tiled)
-    best = jnp.expand_dims(best, axes)
-    close = (4 * jnp.finfo(array.dtype).eps if array.dtype.itemsize > 2 else 0) * jnp.abs(best)
-    near = (jnp.abs(array - best) <= close) & jnp.isfinite(best)  # to infinity all is equally near
-    if node.params["op"] == "sum":  # of a mask that lets one element through
-        return [jnp.where(near & (places[0] != 0), best, array)]
-    row, column, count, second = (jnp.expand_dims(x, axes) for x in places)
-    rows = span.positions(cut, jnp.int32).reshape([-1 if d == cut.dim else 1 for d in range(array.ndim)])
-    here = (rows == row) & (_column(array, cut.dim, axes) == column)
-    largest = node.params["op"] == "max"
-    beyond = array >= best if largest else array <= best
-    inside = jnp.nextafter(best, jnp.full_like(best, -jnp.inf if largest else jnp.inf))
-    # All else stays on the side where it was.
-    lone = jnp.where(here, best, jnp.where(beyond, inside, array))
-    # Where a function saturates, others are as near: what has the number itself is a tie then, and nothing else.
-    apart = jnp.abs(best - second) > 2 * close
-    return [jnp.where(count == 1, lone, jnp.where(beyond | jnp.where(apart, near, here), best, array))]
+def _is_count(node: Node) -> bool:
+    """Whether a choice is 1 where a condition holds, and 0 elsewhere."""
+    return list(map(constant, node.inputs[1:])) == [0, 1]
 
 
 def push_agreed(node: Node, placements: tuple[Placement, ...]) -> Move:
@@ -337,7 +258,5 @@ def store_whole(node: Node, placements: tuple[Placement, ...], limits: Any) -> M
     return Outlined(placements, (WHOLE,), (), (0,), list, reason=KEPT)
 
 
-register("witness", push=push_witness, emit=emit_witness)
-register("snapped", push=push_snapped, emit=emit_snapped)
 register("agreed", push=push_agreed, emit=emit_agreed)
 register("stored", push=push_stored, outline=store_whole)

@@ -28,7 +28,7 @@ def write_choice(nodes: list[Node], node: Node, span: Span) -> list[Value]:
     values = places.update(dtype=operand.dtype)
     none = Value(ShapedArray((), values.dtype), const=np.zeros((), values.dtype))
     nobody = Value(ShapedArray((), places.dtype), const=np.full((), NOBODY).astype(places.dtype))
-    outs = hand_on(nodes, node, chosen_p, [operand, none, nobody], [values, places], span, of=node)
+    outs = hand_on(nodes, node, chosen_p, [operand], [none, nobody], [values, places], span, of=node)
     return outs[-len(node.outputs) :]
 
 

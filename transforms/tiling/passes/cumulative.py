@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 
@@ -26,6 +27,7 @@ from transforms.tiling.rules import Move, partial, register, tiled
 
 cumulative_p = Primitive("cumulative")  # a cumulative operation on one tile, with what came before; and its own total
 scan_p = Primitive("scan_part")  # a scan over one tile
+shifted_p = Primitive("shifted")  # a tile of what is shifted, with the rows that come from beside it; and those of it
 
 OPS = {"cumsum": "sum", "cumprod": "prod", "cummax": "max", "cummin": "min", "cumlogsumexp": "logaddexp"}
 
@@ -33,7 +35,13 @@ OPS = {"cumsum": "sum", "cumprod": "prod", "cummax": "max", "cummin": "min", "cu
 def carry(graph: Graph, node: Node, span: Span) -> None:
     """Rewrite an operation that runs along the cut axis."""
     nodes: list[Node] = []
-    write = {"scan": _write_scan, "argmax": write_choice, "argmin": write_choice, "top_k": write_choice}
+    write = {
+        "scan": _write_scan,
+        "pad": _write_shift,
+        "argmax": write_choice,
+        "argmin": write_choice,
+        "top_k": write_choice,
+    }
     outs = write.get(node.name, _write_cumulative)(nodes, node, span)
     graph.replace(node, nodes, dict(zip(node.outputs, outs, strict=True)))
 
@@ -43,7 +51,20 @@ def _write_cumulative(nodes: list[Node], node: Node, span: Span) -> list[Value]:
     aval = node.outputs[0].aval
     dtype = span.wide(aval.dtype) if op == "sum" else aval.dtype
     empty, total = Value(ShapedArray((), dtype), const=identity(op, dtype)), slice_of(aval, axis).update(dtype=dtype)
-    return hand_on(nodes, node, cumulative_p, [operand, empty], [aval, total], span, of=node, op=op)[:1]
+    return hand_on(nodes, node, cumulative_p, [operand], [empty], [aval, total], span, of=node, op=op)[:1]
+
+
+def _write_shift(nodes: list[Node], node: Node, span: Span) -> list[Value]:
+    """Rewrite a shift: the rows beside each tile are the last, or first, that the tile there had."""
+    operand, fill = node.inputs
+    aval, (dim, rows) = node.outputs[0].aval, shift_of(node)
+    few = aval.update(shape=(*aval.shape[:dim], abs(rows), *aval.shape[dim + 1 :]))
+    return hand_on(nodes, node, shifted_p, [operand], [fill], [aval, few], span, dim=dim, reverse=rows < 0)[:1]
+
+
+def shift_of(node: Node) -> tuple[int, int]:
+    """Along which dimension a `pad` shifts its operand, and by how many elements."""
+    return next((d, low) for d, (low, high, _) in enumerate(node.params["padding_config"]) if low == -high != 0)
 
 
 def _write_scan(nodes: list[Node], node: Node, span: Span) -> list[Value]:
@@ -51,7 +72,9 @@ def _write_scan(nodes: list[Node], node: Node, span: Span) -> list[Value]:
     first = constants + count
     consts, init, xs = node.inputs[:constants], node.inputs[constants:first], node.inputs[first:]
     sums = added(node)
-    before = [v if i in sums else begin(nodes, node, v, v.aval, span) for i, v in enumerate(init)]
+    before = [
+        v if i in sums else begin(nodes, node, v, v.aval, span, node.params["reverse"]) for i, v in enumerate(init)
+    ]
     outs = add(nodes, node, scan_p, [*consts, *before, *xs], [v.aval for v in node.outputs], of=node)
     for i, (state, final) in enumerate(zip(before, outs[:count], strict=True)):
         if i not in sums:
@@ -73,6 +96,20 @@ def emit_cumulative(node: Node, values: list[Any], move: Move, span: Span) -> li
     joined = COMBINE[node.params["op"]](*both).astype(part.dtype)
     total = jnp.take(part, 0 if of.params["reverse"] else -1, axis=axis).astype(before.dtype)
     return [joined, total]
+
+
+def push_shifted(node: Node, placements: tuple[Placement, ...]) -> Move:
+    return Move((placements[0], Partial("last")), (placements[0], WHOLE))
+
+
+def emit_shifted(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
+    (array, beside), dim, reverse = values, node.params["dim"], node.params["reverse"]
+    joined = jnp.concatenate([array, beside] if reverse else [beside, array], dim)
+    rows, length, end = beside.shape[dim], array.shape[dim], joined.shape[dim]
+    first, last = lax.slice_in_dim(joined, 0, length, axis=dim), lax.slice_in_dim(joined, rows, end, axis=dim)
+    if reverse:
+        return [last, lax.slice_in_dim(joined, 0, rows, axis=dim)]
+    return [first, lax.slice_in_dim(joined, end - rows, end, axis=dim)]
 
 
 def push_scan_part(node: Node, placements: tuple[Placement, ...]) -> Move | Obstacle:
@@ -98,4 +135,5 @@ def emit_scan_part(node: Node, values: list[Any], move: Move, span: Span) -> lis
 
 
 register("cumulative", push=push_cumulative, emit=emit_cumulative, alone=True, trims=True)
+register("shifted", push=push_shifted, emit=emit_shifted, alone=True, trims=True)
 register("scan_part", push=push_scan_part, emit=emit_scan_part, trims=True)

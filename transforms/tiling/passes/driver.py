@@ -33,11 +33,12 @@ from transforms.tiling.ir.numbering import merge
 from transforms.tiling.ir.obstacles import Along, Beside, Disagreement, Groups, Inline, Obstacle, Promote, Refusal, Sink
 from transforms.tiling.ir.placement import Placement, Tiled
 from transforms.tiling.passes import agreement
+from transforms.tiling.passes import shifts as shifts_of
 from transforms.tiling.passes.cumulative import carry
+from transforms.tiling.passes.grouped import group
 from transforms.tiling.passes.index_split import divide
 from transforms.tiling.passes.loop_state import resize
 from transforms.tiling.passes.online.rewrite import Rewritten, rewrite
-from transforms.tiling.passes.shifts import align
 from transforms.tiling.passes.sink import sink
 from transforms.tiling.schedule import schedule
 
@@ -156,14 +157,22 @@ def run_backwards(work: Work, refusal: Refusal) -> bool:
 def shifts(work: Work, refusal: Refusal) -> bool:
     if not isinstance(refusal, Beside):
         work.refusal = work.refusal or refusal
-    if not align(work.graph, work.limits.options.total):
+    if not shifts_of.align(work.graph, work.limits.options.total):
         return False
     work.refusal = None  # what is refused now says more
     return True
 
 
+def grouped_products(work: Work, _: Refusal) -> bool:
+    return group(work.graph)
+
+
 def index_set_splitting(work: Work, refusal: Refusal) -> bool:
     return any(divide(work.graph, node, dim, work.divided) for node, dim in refusal.origins)
+
+
+def lifted_joins(work: Work, _: Refusal) -> bool:
+    return shifts_of.rewrite(work.graph, [(shifts_of.lift, work.limits.options.total)])
 
 
 def whole_operands(work: Work, beside: Beside) -> bool:
@@ -185,7 +194,9 @@ ANSWERS = (
     Pass("loop-carried state", carry_state, "recurrences and cumulative sums hand a state from tile to tile", Along),
     Pass("run backwards", run_backwards, "what runs from the last row to the first does so tile by tile", Refusal),
     Pass("shifts", shifts, "slices, padding and joins become shifts along the axis: a halo", Refusal),
+    Pass("grouped products", grouped_products, "what is repeated for the members of groups is read once", Refusal),
     Pass("index-set splitting", index_set_splitting, "arrays of another length are computed in pieces", Refusal),
+    Pass("lifted joins", lifted_joins, "what is joined with a few rows is made of all", Refusal),
     Pass(
         "whole operands",
         whole_operands,

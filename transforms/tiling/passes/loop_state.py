@@ -9,7 +9,7 @@ stored: `begun`, an array of one state for each tile. That is checkpointing of a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -26,25 +26,33 @@ carried_p = Primitive("carried")  # what the tiles before this one left; its ope
 begun_p = Primitive("begun")  # the same, of all tiles
 
 
-def begin(nodes: list[Node], node: Node, init: Value, aval: Any, span: Span) -> Value:
+def begin(nodes: list[Node], node: Node, init: Value, aval: Any, span: Span, reverse: bool) -> Value:
     """Append the state that each tile begins with: `init` where the axis begins, or ends in `reverse`."""
     (state,) = add(nodes, node, carried_p, [init], [aval])
     checkpoints = stacked(aval, -(-span.total // span.length))
     (begun,) = add([], node, begun_p, [state], [checkpoints], size=span.length)
-    producer(state).change(state=State(node.params.get("reverse", False), begun))
+    producer(state).change(state=State(reverse, begun))
     return state
 
 
 def hand_on(
-    nodes: list[Node], node: Node, primitive: Primitive, values: Any, outs: Any, span: Span, **params: Any
+    nodes: list[Node],
+    node: Node,
+    primitive: Primitive,
+    operands: Sequence[Value],
+    first: Sequence[Value],
+    outs: Any,
+    span: Span,
+    **params: Any,
 ) -> Any:
-    """Append an equation that reads the first of `values`, then what the tile before left; return its results.
+    """Append an equation that reads `operands`, then what the tile before left; return its results.
 
-    The last of these, of types `outs`, it leaves in turn; the rest of `values` is what the first tile begins with.
+    The last of these, of types `outs`, it leaves in turn; `first` is what the first tile begins with. Where `params` do
+    not say which way, it is that of `node`.
     """
-    operand, *first = values
-    states = [begin(nodes, node, v, aval, span) for v, aval in zip(first, outs[-len(first) :], strict=True)]
-    made = add(nodes, node, primitive, [operand, *states], outs, **params)
+    reverse = (node.params | params).get("reverse", False)
+    states = [begin(nodes, node, v, aval, span, reverse) for v, aval in zip(first, outs[-len(first) :], strict=True)]
+    made = add(nodes, node, primitive, [*operands, *states], outs, **params)
     for state, left in zip(states, made[-len(first) :], strict=True):
         leave(state, left)
     return made

@@ -17,11 +17,12 @@ from jax import lax
 from transforms.tiling.frontend.trace import traced
 from transforms.tiling.ir.graph import Graph, Node, Value
 from transforms.tiling.ir.placement import identity
-from transforms.tiling.ir.walks import constant
-from transforms.tiling.passes.across import cropped, pads
-from transforms.tiling.rules import RULES
-from transforms.tiling.rules.factors import elementwise
+from transforms.tiling.ir.walks import closure, constant, operands
+from transforms.tiling.passes.across import cropped, padded, pads
+from transforms.tiling.passes.rows import Made, lengths, made_alike, moved, rows_apart, slices, spread
 from transforms.tiling.rules.window import CHOICES, slide, sliding
+
+MOST = 100  # equations between parts and a join of what is made of them
 
 
 class Segment(NamedTuple):
@@ -35,10 +36,15 @@ class Segment(NamedTuple):
 
 def align(graph: Graph, total: int) -> bool:
     """Rewrite what is made of shifted rows of arrays that are `total` long. Returns whether anything was."""
+    return rewrite(graph, [(way, t) for t in lengths(graph, total) for way in (WAYS if t == total else OF_SOME)])
+
+
+def rewrite(graph: Graph, ways: Sequence[tuple[Any, int]]) -> bool:
+    """Rewrite equations in the first of some ways that there is, each of arrays of some length."""
     changed = False
     for node in list(graph.nodes):
         for dim in [d for v in node.outputs[:1] for d in range(len(v.shape))]:
-            made = next((m for way in WAYS if (m := way(node, dim, total)) is not None), None)
+            made = next((m for way, t in ways if (m := way(node, dim, t)) is not None), None)
             if made is not None:
                 nodes, outs = made
                 graph.replace(node, nodes, dict(zip(node.outputs, outs, strict=True)))
@@ -47,8 +53,6 @@ def align(graph: Graph, total: int) -> bool:
     graph.prune()
     return changed
 
-
-Made = tuple[list[Node], list[Value]] | None
 
 # -------------------------------------------------------------------------------------------------------------- shifts
 
@@ -71,12 +75,12 @@ def _parts(node: Node, dim: int, total: int) -> Made:
     """A split of what was padded or joined, as the gradient of a join is: slices, which may be shifts."""
     if node.name != "split" or node.params["axis"] != dim:
         return None
-    long = [v for v in node.outputs if v.shape[dim] == total]
-    if not any(s.source is not node.inputs[0] for v in long for s in _segments(v, dim, 0, total, 0)):
+    source, long = node.inputs[0], [v for v in node.outputs if v.shape[dim] == total]
+    joined = source.producer is not None and source.producer.name == "concatenate" and source.shape[dim] > total
+    segments = (s for v in long for s in _segments(v, dim, 0, total, 0))
+    if not joined and not any(s.source is not source or made_alike(s.source) for s in segments):
         return None
-    ends = [*itertools.accumulate(node.params["sizes"])]
-    cuts = list(zip([0, *ends], ends, strict=False))
-    return traced(lambda x: [lax.slice_in_dim(x, *cut, axis=dim) for cut in cuts], node.inputs, node)
+    return slices(node, dim)
 
 
 def _few(node: Node, dim: int, total: int) -> Made:
@@ -87,7 +91,8 @@ def _few(node: Node, dim: int, total: int) -> Made:
         return None
     found = list(_segments(out, dim, 0, out.shape[dim], 0))
     sources = [s.source for s in found]
-    if sources == node.inputs[:1] or all(s.shift is None or s.source.shape[dim] != total for s in found):
+    short = all(s.shift is None or s.source.shape[dim] != total for s in found)
+    if sources == node.inputs[:1] or (short and node.inputs[0].shape[dim] <= total):
         return None
 
     def rows(segment: Segment, value: Any) -> Any:
@@ -138,26 +143,19 @@ def _joined(found: list[Segment], values: tuple[Any, ...], dim: int, total: int)
     fills = [constant(s.source) for s, _ in rest]
     beyond = all(s.shift is None and (s.high <= shift or s.low >= total + shift) for s, _ in rest)
     if beyond and None not in fills and len(set(fills)) == 1:
-        return _moved(array, dim, shift, -shift, rest[0][1])
-    result = _moved(array, dim, shift, -shift)
+        return moved(array, dim, shift, -shift, rest[0][1])
+    result = moved(array, dim, shift, -shift)
     rows = lax.broadcasted_iota(jnp.int32, shape, dim)
     for segment, value in rest:
         if segment.shift is None:
             part = jnp.broadcast_to(value, shape)
         elif _large(segment, dim, total):
-            part = _moved(value, dim, segment.shift, -segment.shift)
+            part = moved(value, dim, segment.shift, -segment.shift)
         else:
             low, high = segment.low - segment.shift, segment.high - segment.shift
-            part = _moved(lax.slice_in_dim(value, low, high, axis=dim), dim, segment.low, total - segment.high)
+            part = moved(lax.slice_in_dim(value, low, high, axis=dim), dim, segment.low, total - segment.high)
         result = jnp.where((rows >= segment.low) & (rows < segment.high), part, result)
     return result
-
-
-def _moved(array: Any, dim: int, before: int, after: int, fill: Any = None) -> Any:
-    if (before, after) == (0, 0):
-        return array
-    config = [(before, after, 0) if d == dim else (0, 0, 0) for d in range(array.ndim)]
-    return lax.pad(array, jnp.zeros((), array.dtype) if fill is None else fill, config)
 
 
 def _sink(node: Node, dim: int, total: int) -> Made:
@@ -173,18 +171,116 @@ def _sink(node: Node, dim: int, total: int) -> Made:
     size, few = node.outputs[0].shape[dim], part is not None and source.shape[dim] > total
     if made is None or source.shape[dim] == total or not (size == total or (few and size < total)):
         return None
-    alike = RULES[made.name].factors is elementwise and all(v.shape in ((), source.shape) for v in made.inputs)
-    if made.effects or len(made.outputs) > 1 or not alike:
+    if not made_alike(source):
         return None
     if part is not None:
         low, high = part
         move = lambda x: lax.slice_in_dim(x, low, high, axis=dim)
     elif config is not None and constant(node.inputs[1]) == 0 and _rearranged(source, dim):
         low, high = config[:2]
-        move = lambda x: _moved(x, dim, low, high)
+        move = lambda x: moved(x, dim, low, high)
     else:
         return None
     return traced(lambda *values: made.bind([move(v) if v.ndim else v for v in values]), made.inputs, node)
+
+
+def lift(node: Node, dim: int, total: int) -> Made:
+    """What is made, element by element, of parts, and joined with a few rows or padded: made of all rows.
+
+    The rows that it has not come of what stands there, and are left out.
+    """
+    out = node.outputs[0]
+    if out.shape[dim:] and out.shape[dim] != total:
+        return None
+    if node.name == "concatenate" and node.params["dimension"] == dim:
+        sizes, number = [v.shape[dim] for v in node.inputs], _longest(node.inputs, dim)
+    elif node.name == "pad" and (around := padded(node, dim)) is not None:
+        sizes, number = [around[0], node.inputs[0].shape[dim], around[1]], 0
+    else:
+        return None
+    made = node.inputs[number]
+    if not total < 2 * made.shape[dim] < 2 * total or not made_alike(made):
+        return None
+    inner = {v for v in closure([made], lambda v: operands(v) if made_alike(v) else ()) if made_alike(v)}
+    if len(inner) > MOST:
+        return None
+    order = list(_order(inner))
+    leaves = list(dict.fromkeys(v for one in order for v in one.inputs if v not in inner))
+    others = [v for v in node.inputs if v is not made]
+    ends = [*itertools.accumulate(sizes, initial=0)]
+    mine = number if node.name == "concatenate" else 1
+
+    def all_rows(*values: Any) -> list[Any]:
+        low, high = ends[mine], total - ends[mine + 1]
+        known = {v: moved(x, dim, low, high) if x.ndim else x for v, x in zip(leaves, values, strict=False)}
+        for one in order:
+            (known[one.outputs[0]],) = one.bind([known[v] for v in one.inputs])
+        result, rest = known[made], list(values[len(leaves) :])
+        rows = lax.broadcasted_iota(jnp.int32, result.shape, dim)
+        for i in range(len(sizes)):
+            if i != mine and sizes[i]:
+                few = rest.pop(0) if node.name == "concatenate" else rest[0]
+                few = moved(few, dim, ends[i], total - ends[i + 1]) if few.ndim else few
+                result = jnp.where((rows >= ends[i]) & (rows < ends[i + 1]), few, result)
+        return [result]
+
+    return traced(all_rows, [*leaves, *others], node)
+
+
+def _longest(values: Sequence[Value], dim: int) -> int:
+    return max(range(len(values)), key=lambda i: values[i].shape[dim])
+
+
+def _order(values: set[Value]) -> Iterator[Node]:
+    """The equations of some values, each after those that it reads."""
+    done: set[Value] = set()
+
+    def visit(value: Value) -> Iterator[Node]:
+        if value in done or value not in values or value.producer is None:
+            return
+        done.add(value)
+        for other in value.producer.inputs:
+            yield from visit(other)
+        yield value.producer
+
+    for value in values:
+        yield from visit(value)
+
+
+def _every(node: Node, dim: int, total: int) -> Made:
+    """One of every few rows, from a later one on or not to the end: a part of those from one of the first on."""
+    if node.name != "slice" or node.params["strides"] is None:
+        return None
+    stride, (source,) = node.params["strides"][dim], node.inputs
+    start, count, made = node.params["start_indices"][dim], node.outputs[0].shape[dim], source.producer
+    part_of = None if made is None or not made.inputs else cropped(made, dim)
+    if made is not None and part_of is not None and made.inputs[0].shape[dim] == total:
+        source, start = made.inputs[0], start + part_of[0]
+    if stride == 1 or source.shape[dim] != total or total % stride:
+        return None
+    if source is node.inputs[0] and count * stride == total and start < stride:
+        return None
+    first, begin = divmod(start, stride)
+    others = [*zip(node.params["start_indices"], node.params["limit_indices"], node.params["strides"], strict=True)]
+    others[dim] = (begin, total - stride + begin + 1, stride)
+
+    def part(x: Any) -> list[Any]:
+        rows = lax.slice(x, *zip(*others, strict=True))
+        return [rows if count == rows.shape[dim] else lax.slice_in_dim(rows, first, first + count, axis=dim)]
+
+    return traced(part, [source], node)
+
+
+def _less(node: Node, dim: int, total: int) -> Made:
+    """A part of what was padded, that leaves out padding alone: padded by less."""
+    made, part = node.inputs[0].producer if node.inputs else None, cropped(node, dim) if node.name == "slice" else None
+    both = None if made is None or part is None else padded(made, dim)
+    if made is None or part is None or both is None or node.outputs[0].shape[dim] != total:
+        return None
+    before, after = both[0] - part[0], both[1] - (node.inputs[0].shape[dim] - part[1])
+    if before < 0 or after < 0 or 2 * made.inputs[0].shape[dim] > total:
+        return None
+    return traced(lambda x, fill: [moved(x, dim, before, after, fill)], made.inputs, node)
 
 
 SUMS = ("add", "add_any", "sub", "neg")
@@ -220,7 +316,7 @@ def _window(node: Node, dim: int, total: int) -> Made:
             return traced(lambda *v: node.bind(list(v), params), [made.inputs[0], *node.inputs[1:]], node)
     if length < total < 2 * length and before >= 0 and after >= total - length:
         params = along.params(node, before, after - (total - length))
-        longer = lambda x: _moved(x, inner, 0, total - length, empty)
+        longer = lambda x: moved(x, inner, 0, total - length, empty)
         return traced(lambda x, *rest: node.bind([longer(x), *rest], params), node.inputs, node)
     if length != total or not 0 <= before <= along.extent or not 0 < size < total:
         return None
@@ -292,8 +388,33 @@ def _kernel(node: Node, dim: int, total: int) -> Made:
         return None
     before, after = p["padding"][number]
     padding = [(before, after + rows) if i == number else tuple(c) for i, c in enumerate(p["padding"])]
-    longer = lambda x: _moved(x, right[2 + number], 0, rows)
+    longer = lambda x: moved(x, right[2 + number], 0, rows)
     return traced(lambda x, y: node.bind([x, longer(y)], p | {"padding": tuple(padding)}), node.inputs, node)
 
 
-WAYS = (_shift, _parts, _few, _sink, _window, _spaced, _kernel)
+def _apart(node: Node, dim: int, total: int) -> Made:
+    """A slice or padding of several dimensions at once: the axis by itself, of what was joined or for what follows."""
+    if node.name not in ("slice", "pad"):
+        return None
+    source, p, dims = node.inputs[0], node.params, range(len(node.inputs[0].shape))
+    if node.name == "pad":
+        each, nothing = [tuple(c) for c in p["padding_config"]], (0, 0, 0)
+        changed = [d for d in dims if each[d] != nothing]
+        less = min(each[dim]) < 0 and source.shape[dim] <= total
+        take = lambda chosen, x, *fill: lax.pad(x, *fill, [each[d] if d in chosen else nothing for d in dims])
+    else:
+        each = [*zip(p["start_indices"], p["limit_indices"], p["strides"] or (1,) * len(dims), strict=True)]
+        changed = [d for d in dims if each[d] != (0, source.shape[d], 1)]
+        less = False
+        take = lambda chosen, x: lax.slice(
+            x, *zip(*(each[d] if d in chosen else (0, x.shape[d], 1) for d in dims), strict=True)
+        )
+    if less or dim not in changed or len(changed) == 1 or total not in (source.shape[dim], node.outputs[0].shape[dim]):
+        return None
+    others = [d for d in changed if d != dim]
+    first, then = ([dim], others) if node.name == "slice" else (others, [dim])
+    return traced(lambda x, *fill: [take(then, take(first, x, *fill), *fill)], node.inputs, node)
+
+
+WAYS = (_apart, _every, spread, _less, _shift, _parts, _few, _sink, _window, _spaced, _kernel)
+OF_SOME = (*WAYS, lift, rows_apart)  # of arrays of every few rows

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
 
+from transforms.tiling.analysis.rounding import decides
 from transforms.tiling.frontend.trace import traced
 from transforms.tiling.ir.facts import Analysis, Fact
 from transforms.tiling.ir.graph import Node, Value, add
@@ -57,7 +58,9 @@ def rewrite(found: Analysis, done: Rewritten, span: Span) -> bool:
         known = max([early.stage + 1, *(finder.known(t.value) for t in (*early.offsets, *early.factors))])
         # Rescaling needs what all devices hold, in every tile.
         apart = early.anchors and any(contracted(value.producer))
-        if value not in done.sums and not apart and known <= found.fact(value).stage:
+        if value in done.sums or apart or known > found.fact(value).stage:
+            continue
+        if not decides(found.graph, value):  # what is rescaled afterwards has not the last bits of what it is a copy of
             able[value] = early
     changed = False
     for value, early in able.items():
