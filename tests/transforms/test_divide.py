@@ -165,6 +165,9 @@ AROUND = {
     "sums before": lambda h: (jnp.pad(jnp.cumsum(h, 0), ((1, 0), (0, 0)))[:-1] * jnp.sin(h)).sum(),
     "mean of those before": lambda h: ((h[1:] - jnp.cumsum(h, 0)[:-1] / jnp.arange(1, len(h))[:, None]) ** 2).mean(),
     "sums behind": lambda h: (lax.cumsum(h, reverse=True)[1:] * jnp.sin(h[:-1])).sum(),
+    "a row and a column before": lambda h: (
+        jnp.sin(h) * lax.pad(jnp.cumsum(h, 0), 0.0, [(1, -1, 0), (1, -1, 0)])
+    ).sum(),
     "moving average": lambda h: ((lambda c: c[3:] - c[:-3])(jnp.cumsum(h, 0)) ** 2).sum(),
 }
 

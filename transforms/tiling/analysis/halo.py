@@ -41,17 +41,22 @@ def check(found: Analysis, node: Node, move: Move) -> Obstacle | None:
         if (fixed := found.fact(node.inputs[i]).fixed) is not None:
             if fixed.name in REMAT:
                 return Inline(fixed)
-            if has(node.name, "shifts"):
+            if _shifts_alone(node):
                 return Along(node)
             why = f"which {fixed} does not make"
             return Complete(operands, f"reads rows beside the tile, {why}")
     before, after = _reach(found, node, move)
     if before + after > min(max(limits.options.size, FEW), limits.options.total):
-        if has(node.name, "shifts") and max(map(sum, move.reach.values())) < limits.options.size:
+        if _shifts_alone(node) and max(map(sum, move.reach.values())) < limits.options.size:
             return Along(node)
         rows = f"{before} rows before and {after} after each tile of {limits.options.size}"
         return Complete(operands, f"reads {rows}, with what it is computed from")
     return None
+
+
+def _shifts_alone(node: Node) -> bool:
+    """Whether an equation moves rows along one dimension, and does nothing else."""
+    return has(node.name, "shifts") and sum(map(any, node.params["padding_config"])) == 1
 
 
 def taken(found: Analysis, node: Node, move: Move) -> tuple[Reach, Node | None]:

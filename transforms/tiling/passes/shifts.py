@@ -400,7 +400,7 @@ def _apart(node: Node, dim: int, total: int) -> Made:
     if node.name == "pad":
         each, nothing = [tuple(c) for c in p["padding_config"]], (0, 0, 0)
         changed = [d for d in dims if each[d] != nothing]
-        less = min(each[dim]) < 0 and source.shape[dim] <= total
+        less = min(each[dim]) < 0 and source.shape[dim] <= total and node.outputs[0].shape[dim] < total
         take = lambda chosen, x, *fill: lax.pad(x, *fill, [each[d] if d in chosen else nothing for d in dims])
     else:
         each = [*zip(p["start_indices"], p["limit_indices"], p["strides"] or (1,) * len(dims), strict=True)]
