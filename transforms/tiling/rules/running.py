@@ -37,8 +37,8 @@ def _product(x: Any, axis: int) -> Any:
 @_product.defjvp
 def _product_jvp(axis: int, primals: Any, tangents: Any) -> Any:
     (x,), (moved,) = primals, tangents
-    before, behind = (_beside(lax.cumprod(x, axis, reverse=way), axis, way, 1) for way in (False, True))
-    return jnp.prod(x, axis), (before * behind * moved).sum(axis)
+    before, behind = (_beside(lax.cumprod(_wide(x), axis, reverse=way), axis, way, 1) for way in (False, True))
+    return jnp.prod(x, axis), (before * behind * moved).sum(axis).astype(x.dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
@@ -49,8 +49,9 @@ def _cumprod(x: Any, axis: int, reverse: bool) -> Any:
 @_cumprod.defjvp
 def _cumprod_jvp(axis: int, reverse: bool, primals: Any, tangents: Any) -> Any:
     (x,), (moved,) = primals, tangents
-    made = lax.cumprod(x, axis, reverse)
-    return made, _run(x, _beside(made, axis, reverse, 1) * moved, axis, reverse)
+    made = lax.cumprod(_wide(x), axis, reverse)
+    along = _run(_wide(x), _beside(made, axis, reverse, 1) * moved, axis, reverse)
+    return lax.cumprod(x, axis, reverse), along.astype(x.dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
@@ -61,9 +62,15 @@ def _cumlogsumexp(x: Any, axis: int, reverse: bool) -> Any:
 @_cumlogsumexp.defjvp
 def _cumlogsumexp_jvp(axis: int, reverse: bool, primals: Any, tangents: Any) -> Any:
     (x,), (moved,) = primals, tangents
-    made = lax.cumlogsumexp(x, axis, reverse)
+    made = lax.cumlogsumexp(_wide(x), axis, reverse)
     share = lambda part: jnp.where(made == -jnp.inf, 0, jnp.exp(part - made))
-    return made, _run(share(_beside(made, axis, reverse, -jnp.inf)), share(x) * moved, axis, reverse)
+    along = _run(share(_beside(made, axis, reverse, -jnp.inf)), share(x) * moved, axis, reverse)
+    return lax.cumlogsumexp(x, axis, reverse), along.astype(x.dtype)
+
+
+def _wide(array: Any) -> Any:
+    """An array in float32, or what is wider: each of its numbers is multiplied as often as there are rows."""
+    return array.astype(jnp.promote_types(array.dtype, jnp.float32))
 
 
 def _beside(array: Any, axis: int, reverse: bool, fill: float) -> Any:
