@@ -43,19 +43,17 @@ def build(
     head = tiling.head(objective, asked, config.head)
 
     def mean(model, others, arrays):
-        tokens, targets, mask, segments = arrays
+        tokens, targets, mask, segments = jax.tree.map(jnp.asarray, arrays)
         if "params" in config.hardware.offloaded:
             model, *others = map(_fetched, (model, *others))
-        rows = lambda x: None if x is None else x.reshape(-1, x.shape[-1])
-        reader, model = (
-            _share_table(model, tokens.reshape(-1, tokens.shape[-1])) if asked.batch is None else (model, model)
-        )
+        rows: Any = lambda x: None if x is None else x.reshape(-1, x.shape[-1])
+        reader, model = _share_table(model, rows(tokens)) if asked.batch is None else (model, model)
         lead = (-1,) if flat else tokens.shape
         as_head = lambda hidden: hidden.reshape(*lead, hidden.shape[-1])
         how: Any = {"segments": rows(segments), "dtype": dtype}
         parts = ops(config.model.config)
         if weight := getattr(model.config, "balance_weight", 0.0) if balanced else 0.0:
-            parts = _counting(parts or PLAIN, _until_the_last(mask.reshape(-1, mask.shape[-1])))
+            parts = _counting(parts or PLAIN, _until_the_last(rows(mask)))
         hidden, extra = _read(reader, rows(tokens), weight, remat=kept, ops=parts, **how)
         still = lambda one: one.hidden(rows(tokens), ops=ops(one.config), **how)
         fixed = [jax.lax.stop_gradient(still(one)) for one in others]
