@@ -167,9 +167,11 @@ def _routed(experts_TC, probs_TE, counted, chosen):
     """Return each expert's number of tokens and sum of probabilities; None counts the most probable experts."""
     if experts_TC is None:
         _, experts_TC = jax.lax.top_k(probs_TE, chosen)
-    ones_T = jnp.ones_like(probs_TE[:, 0]) if counted is None else counted.reshape(-1).astype(probs_TE.dtype)
-    counts_E = jnp.zeros_like(probs_TE[0]).at[experts_TC].add(ones_T[:, None])
-    return jnp.stack([counts_E, probs_TE.sum(0) if counted is None else ones_T @ probs_TE])
+    ones_TE = jnp.ones_like(probs_TE)
+    if counted is not None:
+        probs_TE, ones_TE = (jnp.where(counted.reshape(-1, 1), part, 0) for part in (probs_TE, ones_TE))
+    counts_E = jnp.zeros_like(probs_TE[0]).at[experts_TC].add(ones_TE[:, :1])
+    return jnp.stack([counts_E, probs_TE.sum(0)])
 
 
 def _local_rows(x, asked, *weights, **options):
