@@ -121,6 +121,12 @@ def optimised(request):
     yield
 
 
+@pytest.fixture
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")

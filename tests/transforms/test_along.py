@@ -9,13 +9,7 @@ from jax import lax
 from tests import quick
 from transforms import tile
 
-pytestmark = pytest.mark.symbolic
-
-
-@pytest.fixture(autouse=True)
-def float64():
-    with jax.enable_x64(True):
-        yield
+pytestmark = [pytest.mark.symbolic, pytest.mark.usefixtures("float64")]
 
 
 def draw(*shape, seed=0):

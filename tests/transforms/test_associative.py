@@ -7,17 +7,12 @@ import pytest
 from jax import lax, nn
 
 from tests import quick
+from tests.transforms.test_rounding import assert_right, untiled
 from transforms import tile
 
-pytestmark = pytest.mark.symbolic
+pytestmark = [pytest.mark.symbolic, pytest.mark.usefixtures("float64")]
 
 D, V = 8, 24
-
-
-@pytest.fixture(autouse=True)
-def float64():
-    with jax.enable_x64(True):
-        yield
 
 
 def draw(seed, *shape):
@@ -83,3 +78,13 @@ def test_every_second_row_is_cut_with_the_axis(name, n):
     both = (quick.jit(jax.value_and_grad(fn, (0, 1)))(*args) for fn in (tile(loss, (0, None), n), loss))
     for got, want in zip(*map(jax.tree.leaves, both), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.optimised
+@pytest.mark.parametrize("name", LOSSES)
+def test_float32_is_as_close_to_float64_as_untiled(name):
+    """At the compiler's own flags, as people run it."""
+    fn = LOSSES[name]
+    with jax.enable_x64(False):
+        args = jnp.asarray(draw(0, 64, D), jnp.float32), jnp.asarray(draw(1, D, V) / 3, jnp.float32)
+        assert_right(tile(fn, (0, None), 4), args, untiled(fn, args))

@@ -9,15 +9,9 @@ from jax import lax
 from tests import quick
 from transforms import TileError, tile
 
-pytestmark = pytest.mark.symbolic
+pytestmark = [pytest.mark.symbolic, pytest.mark.usefixtures("float64")]
 
 B, S, D, F = 2, 23, 3, 40  # batch, sequence, embed, hidden
-
-
-@pytest.fixture(autouse=True)
-def float64():
-    with jax.enable_x64(True):
-        yield
 
 
 def draw(*shape):

@@ -10,15 +10,9 @@ from jax import lax
 from tests import quick
 from transforms import TileError, tile
 
-pytestmark = pytest.mark.symbolic
+pytestmark = [pytest.mark.symbolic, pytest.mark.usefixtures("float64")]
 
 B, S, D, V, N = 3, 11, 5, 24, 30  # batch, sequence, embed, vocab, tokens
-
-
-@pytest.fixture(autouse=True)
-def float64():
-    with jax.enable_x64(True):
-        yield
 
 
 def draw(*shape):

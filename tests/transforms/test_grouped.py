@@ -8,15 +8,9 @@ import pytest
 from tests import quick
 from transforms import tile
 
-pytestmark = pytest.mark.symbolic
+pytestmark = [pytest.mark.symbolic, pytest.mark.usefixtures("float64")]
 
 S, D, H, K, N = 48, 16, 4, 6, 2  # sequence, model, head size, query heads, key heads
-
-
-@pytest.fixture(autouse=True)
-def float64():
-    with jax.enable_x64(True):
-        yield
 
 
 def draw(seed, *shape):

@@ -7,18 +7,13 @@ import pytest
 from jax import lax, nn
 
 from tests import quick
+from tests.transforms.test_rounding import assert_right, untiled
 from transforms import tile
 
-pytestmark = pytest.mark.symbolic
+pytestmark = [pytest.mark.symbolic, pytest.mark.usefixtures("float64")]
 
 T, D, V = 24, 8, 48
 SIGNS = np.cos(np.arange(V))
-
-
-@pytest.fixture(autouse=True)
-def float64():
-    with jax.enable_x64(True):
-        yield
 
 
 def draw(seed, *shape):
@@ -67,3 +62,13 @@ def test_the_gradient_of_a_complex_weight_is_as_large_as_its_two_parts():
     loss = lambda h, real, imaginary: (jnp.abs(h @ (real + 1j * imaginary)) ** 2).sum()
     both = (jax.grad(fn, (1, 2))(*args) for fn in (tile(loss, (0, None, None), 6), loss))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), *both)
+
+
+@pytest.mark.optimised
+@pytest.mark.parametrize("name", LOSSES)
+def test_float32_is_as_close_to_float64_as_untiled(name):
+    """At the compiler's own flags, as people run it."""
+    fn = lambda x, w: LOSSES[name](x @ w)
+    with jax.enable_x64(False):
+        args = jnp.asarray(draw(0, T, D), jnp.float32), jnp.asarray(draw(1, D, V) / 3, jnp.float32)
+        assert_right(tile(fn, (0, None), 2), args, untiled(fn, args))

@@ -9,11 +9,7 @@ from jax import lax
 from tests import quick
 from transforms import TileError, tile
 
-
-@pytest.fixture(autouse=True)
-def float64():
-    with jax.enable_x64(True):
-        yield
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def linear_attention(q, k, v):
