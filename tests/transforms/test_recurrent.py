@@ -36,6 +36,7 @@ LOSSES = {
     "backwards": lambda h: (lax.cumprod(1 - nn.sigmoid(h), 0, reverse=True) @ SIGNS).sum(),
     "discounted": lambda h: (lax.stop_gradient(jnp.cumprod(nn.sigmoid(h), 0)) * h @ SIGNS).sum(),
     "logsumexp of those before": lambda h: (lax.cumlogsumexp(h) @ SIGNS).sum(),
+    "of numbers far below 0": lambda h: (lax.cumlogsumexp(h - 1000) @ SIGNS).sum(),
     "Plackett-Luce": lambda h: (lax.cumlogsumexp(h, 0, reverse=True) - h).sum(0) @ SIGNS,
     "none before some": lambda h: (
         jnp.where(rows(h) > 2, lax.cumlogsumexp(jnp.where(rows(h) > 2, h, -jnp.inf), 0), 0).sum(0) @ SIGNS

@@ -402,6 +402,7 @@ def test_what_equals_a_label_does_so_divided_by_a_total(name, n):
 # what stands in another order. The products are larger than both.
 GROUP = jnp.arange(24) * 7 % 5
 KEPT = (jnp.arange(24) % 3 > 0)[:, None]
+whole = lambda array: array - lax.stop_gradient(array - array // 1)  # with the gradients of all numbers
 finite = lambda array: jnp.where(jnp.isfinite(array), array, 0)
 PLACED = {
     "maximum of each group": lambda h, w: jax.ops.segment_max(h @ w, GROUP, 5),
@@ -412,6 +413,8 @@ PLACED = {
     "no less than 0": lambda h, w: jnp.zeros((5, 60)).at[GROUP].max(h @ w),
     "no less than 0, as often": lambda h, w: jnp.zeros((5, 60)).at[GROUP].max(nn.relu(h @ w)),
     "no less than a row of the head": lambda h, w: jnp.broadcast_to(w[0] * 3, (5, 60)).at[GROUP].max(h @ w),
+    "as large as what a group begins with": lambda h, w: jnp.full((5, 60), 3.0).at[GROUP].max(whole(h) @ whole(w)),
+    "an ulp or two below that": lambda h, w: jnp.full((5, 60), 3.0000004).at[GROUP].max(whole(h) @ whole(w)),
     "some are dropped": lambda h, w: jnp.full((4, 60), -9.0).at[GROUP].max(h @ w),
     "some are clamped": lambda h, w: jnp.full((4, 60), -9.0).at[GROUP].max(h @ w, mode="clip"),
     "masked": lambda h, w: finite(jax.ops.segment_max(jnp.where(KEPT, h @ w, -jnp.inf), jnp.arange(24) // 8, 5)),
