@@ -33,8 +33,9 @@ from transforms.tiling.ir.numbering import merge
 from transforms.tiling.ir.obstacles import Along, Beside, Disagreement, Groups, Inline, Obstacle, Promote, Refusal, Sink
 from transforms.tiling.ir.placement import Placement, Tiled
 from transforms.tiling.passes import agreement
-from transforms.tiling.passes import shifts as shifts_of
 from transforms.tiling.passes.cumulative import carry
+from transforms.tiling.passes.displaced import shifts as shifts_of
+from transforms.tiling.passes.displaced.reversals import postpone
 from transforms.tiling.passes.grouped import group
 from transforms.tiling.passes.index_split import divide
 from transforms.tiling.passes.loop_state import resize
@@ -163,6 +164,10 @@ def shifts(work: Work, refusal: Refusal) -> bool:
     return True
 
 
+def reversals(work: Work, _: Refusal) -> bool:
+    return postpone(work.graph)
+
+
 def grouped_products(work: Work, _: Refusal) -> bool:
     return group(work.graph)
 
@@ -193,6 +198,7 @@ ANSWERS = (
     Pass("sink constants", sink_constants, "a scan makes masks and positions itself, in each step", Sink),
     Pass("loop-carried state", carry_state, "recurrences and cumulative sums hand a state from tile to tile", Along),
     Pass("run backwards", run_backwards, "what runs from the last row to the first does so tile by tile", Refusal),
+    Pass("reversals", reversals, "what is reversed twice, or summed, is not reversed", Refusal),
     Pass("shifts", shifts, "slices, padding and joins become shifts along the axis: a halo", Refusal),
     Pass("grouped products", grouped_products, "what is repeated for the members of groups is read once", Refusal),
     Pass("index-set splitting", index_set_splitting, "arrays of another length are computed in pieces", Refusal),

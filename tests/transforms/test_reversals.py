@@ -1,0 +1,80 @@
+"""What is reversed along the cut axis, and reversed back, summed or scanned: no tile sees a reversal."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax, nn
+
+from tests import quick
+from transforms import tile
+
+pytestmark = [pytest.mark.symbolic, pytest.mark.usefixtures("float64")]
+
+N, D, V = 64, 8, 24
+
+
+def draw(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+def recurrence(x, w, **how):
+    step = lambda c, z: (jnp.tanh(z + 0.5 * c), c * z)
+    return lax.scan(step, jnp.zeros(V, x.dtype), x @ w, **how)[1]
+
+
+def bidirectional(x, w):
+    """Both directions of a recurrent network, the second on the reversed sequence, as in most libraries."""
+    backwards = jnp.flip(recurrence(jnp.flip(x @ w, 0) @ jnp.eye(V), jnp.eye(V)), 0)
+    return ((recurrence(x, w) + backwards) ** 2).sum()
+
+
+def linear(first, second):
+    return first[0] * second[0], second[1] + second[0] * first[1]
+
+
+def returns(x, w):
+    """Discounted sums of all later rewards, by halves."""
+    z = x @ w
+    _, later = lax.associative_scan(linear, (jnp.full_like(z, 0.9), z), reverse=True)
+    return (later**2).mean()
+
+
+# Of tokens [N, D] and weights [D, V], whose product is larger than both.
+LOSSES = {
+    "scan": lambda x, w: (recurrence((x @ w)[::-1], jnp.eye(V))[::-1] ** 2).sum(),
+    "both directions": bidirectional,
+    "associative scan": returns,
+    "cumulative sum": lambda x, w: (jnp.cumsum((x @ w)[::-1], 0)[::-1] ** 2).sum(),
+    "cumulative log-sum-exp": lambda x, w: (lax.cumlogsumexp((x @ w)[::-1], 0)[::-1] ** 2).sum(),
+    "sum": lambda x, w: (nn.softmax((x @ w)[::-1]) ** 2).sum(),
+    "with weights": lambda x, w: ((x @ w)[::-1] * jnp.arange(N)[:, None]).sum(),
+    "with themselves": lambda x, w: (jnp.sin(x @ w)[::-1] * jnp.cos(x @ w)[::-1]).sum(),
+    "both dimensions": lambda x, w: (jnp.flip(jnp.sin(jnp.flip(x @ w)), 0) * jnp.arange(V)).sum(),
+    "neighbours": lambda x, w: ((lambda z: z[1:] - 2 * z[:-1])((x @ w)[::-1]) ** 2).sum(),
+    "padded": lambda x, w: (jnp.pad((x @ w)[::-1], ((3, 0), (0, 0)))[:-3][::-1] * jnp.sin(x @ w)).sum(),
+    "every second": lambda x, w: ((x @ w)[::-1][::2][::-1] ** 2 * jnp.cos(x @ w)[1::2]).sum(),
+    "joined": lambda x, w: (
+        jnp.concatenate([(x @ w)[::-1], jnp.sin(x @ w)[::-1]])[::-1].reshape(2, N, V) * jnp.arange(1, 3)[:, None, None]
+    ).sum(),
+    "products": lambda x, w: (nn.softmax(((x @ w)[::-1]).T @ (x @ w)[::-1] / N) ** 2).sum(),
+    "per token": lambda x, w: jnp.sin(x @ w)[::-1].sum(1) @ jnp.cos(x[:, 0]),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_equals_untiled_one_tile_at_a_time(name):
+    args = jnp.asarray(draw(0, N, D)), jnp.asarray(draw(1, D, V)) / 3
+    fn = LOSSES[name]
+    tiled = tile(fn, (0, None), 4)
+    both = (quick.jit(jax.value_and_grad(f, (0, 1)))(*args) for f in (tiled, fn))
+    for got, want in zip(*map(jax.tree.leaves, both), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9)
+    plan = tiled.plan(*args).gradient
+    assert max(loop.largest for loop in plan.loops) <= plan.untiled_largest / 2
+
+
+def test_what_meets_its_own_reversal_is_refused():
+    tiled = tile(lambda x, w: ((x @ w) * (x @ w)[::-1]).sum(), (0, None), 4)
+    with pytest.raises(ValueError, match=r"cannot tile `rev` at .*: it reverses the cut axis"):
+        tiled(jnp.ones((N, D)), jnp.ones((D, V)))
