@@ -19,6 +19,7 @@ beside: outside of rules and passes no primitive is asked for by name. One that 
     casts          the same numbers in another dtype
     level          of an array of one number everywhere, one of that number
     stops          passes no derivative on
+    rounds         to so many bits, and cotangents too: no gradient can be scaled afterwards
     names          gives its operand the name by which a policy keeps it
 
     what runs:
@@ -87,7 +88,8 @@ bitcast_convert_type                                    | discontinuous view
 asinh atan atan2 bessel_i0e bessel_i1e clz cosh digamma
 erfc igamma igamma_grad_a igammac lgamma mulhi
 nan_to_num philox2x32 philox4x32 polygamma polynomial
-reduce_precision sinh tan threefry4x32 zeta             | elementwise
+sinh tan threefry4x32 zeta                              | elementwise
+reduce_precision                                        | elementwise rounds
 acos acosh asin atanh erf_inv
 regularized_incomplete_beta                             | elementwise at_one
 cbrt                                                    | elementwise at_zero

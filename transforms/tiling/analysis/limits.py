@@ -6,6 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import numpy as np
+
 from transforms.tiling.ir.graph import Graph, Node, Value, describe
 from transforms.tiling.ir.obstacles import Refusal
 from transforms.tiling.ir.placement import Placement, Tiled
@@ -52,7 +55,7 @@ class Limits:
             picked: it is made of rows of the cut axis, so it counts as made whole.
         """
         bound = 0 if picked and self.gather == "none" else self.bound
-        size = value.nbytes // (2 if value.dtype.kind == "c" else 1)
+        size = value.nbytes // (2 if jax.dtypes.issubdtype(value.dtype, np.complexfloating) else 1)
         return self.gather == "any" or size <= max(bound, beside, 0 if picked else self.summed)
 
     @property

@@ -14,6 +14,7 @@ from transforms.tiling.ir.placement import WHOLE, Partial, Tiled, Whole
 from transforms.tiling.ir.walks import ancestors, closure, depends, operands
 from transforms.tiling.primitives import has
 from transforms.tiling.rules import pulled
+from transforms.tiling.rules.factors import alike
 
 
 def check_whole(
@@ -46,7 +47,8 @@ def check_whole(
     made = lambda v: v not in free and all(f.producer or f.const is not None for f in _forms([v]))
     large = [v for v in whole if v.nbytes > limits.largest and (v in found or made(v))]
     options = limits.options
-    if promoted := {v: cut for v in large if (cut := _cut_of(v, options.total, options.shares)) is not None}:
+    along = alike(analysis.graph, _cut_dims(analysis)) if large else set()
+    if promoted := {v: cut for v in large if (cut := _cut_of(v, options.total, options.shares, along)) is not None}:
         return Promote(promoted)
     for value, (node, reason) in found.items():
         if not limits.allow(value):
@@ -130,11 +132,19 @@ def _check_inside(analysis: Analysis, node: Node, limits: Limits) -> Refusal | N
     return Refusal(too_large(limits, str(node), f"it {why}, and its body makes an array then that is too large", array))
 
 
-def _cut_of(value: Value, total: int, shares: int) -> Tiled | None:
-    """A dimension of the cut axis' length along which a whole value can be made tile by tile, the first that can.
+def _cut_dims(analysis: Analysis) -> list[tuple[Value, int]]:
+    """The dimensions along which inputs are cut."""
+    placements = ((v, analysis.fact(v).placement) for v in analysis.graph.inputs)
+    return [(v, p.dim) for v, p in placements if isinstance(p, Tiled)]
 
-    The axis is spread over `shares` devices, with `total` on each.
+
+def _cut_of(value: Value, total: int, shares: int, along: set[tuple[Value, int]]) -> Tiled | None:
+    """A dimension of the cut axis' length along which a whole value can be made tile by tile: the axis, or the first.
+
+    The axis is spread over `shares` devices, with `total` on each. Several dimensions are of its length where all pairs
+    of rows are as many as they are: `along` are those that are the axis.
     """
     node = value.producer
-    cuts = (Tiled(dim, shares) for dim, size in enumerate(value.shape) if size == total * shares)
+    cuts = [Tiled(dim, shares) for dim, size in enumerate(value.shape) if size == total * shares]
+    cuts.sort(key=lambda cut: (value, cut.dim) not in along)
     return None if node is None else next((cut for cut in cuts if pulled(node, cut) is not None), None)

@@ -22,14 +22,15 @@ from transforms.tiling.ir.dependence import followed, given_inside
 from transforms.tiling.ir.graph import Graph, Node
 from transforms.tiling.ir.jaxprs import bodies, equations, trimmed
 from transforms.tiling.ir.walks import constant
-from transforms.tiling.primitives import PRODUCTS, summed
+from transforms.tiling.primitives import PRODUCTS, has, summed
 
 
 def scales(jaxpr: Any, active: Sequence[int]) -> bool:
     """Whether cotangents enter the gradients of a program by its inputs `active` linearly.
 
-    Only a `jax.custom_vjp` rule can do anything else with a cotangent, such as clipping it: each is traced alone, but
-    those of which it is promised (`transforms.cotangents`). Of a `tile` within, it is known (`lower.atomic`).
+    A `jax.custom_vjp` rule can do anything else with a cotangent, such as clipping it: each is traced alone, but those
+    of which it is promised (`transforms.cotangents`). Of a `tile` within, it is known (`lower.atomic`). Beside these,
+    only what rounds a value to fewer bits than it has does so with its cotangent.
     """
     if not all(map(_scales, equations(jaxpr))):
         return False
@@ -37,7 +38,11 @@ def scales(jaxpr: Any, active: Sequence[int]) -> bool:
 
 
 def _scales(eqn: Any) -> bool:
-    """Whether an equation is no `tile` with a rule in it that does not scale."""
+    """Whether an equation is neither a `tile` with a rule in it that does not scale, nor rounds cotangents."""
+    if has(eqn.primitive.name, "rounds"):
+        (out,) = eqn.outputs if isinstance(eqn, Node) else eqn.outvars
+        known = jnp.finfo(out.aval.dtype)
+        return eqn.params["mantissa_bits"] >= known.nmant and eqn.params["exponent_bits"] >= known.nexp
     return "scales" not in eqn.params or eqn.params["scales"]()
 
 

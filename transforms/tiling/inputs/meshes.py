@@ -57,7 +57,15 @@ def call(run: Run, in_sharding: Any, args: Sequence[Any], kwargs: dict[str, Any]
             f"cannot tile on a mesh whose axes are Auto ({_axes(mesh)}): nothing tells how the cut dimension is "
             f"spread, and if it is, every device would compute every tile.\n{ROUTES}"
         )
+    if AxisType.Explicit in kinds:
+        args, kwargs = jax.tree.map(_typed, (args, kwargs))
     return run(args, kwargs)
+
+
+def _typed(x: Any) -> Any:
+    """An array whose type names no mesh, for it was made before there was one: whole on every device, by type."""
+    plain = eqx.is_array(x) and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
+    return jax.sharding.reshard(x, PartitionSpec()) if plain and named(jax.typeof(x)) is None else x
 
 
 def _mesh_of(args: Sequence[Any], kwargs: dict[str, Any]) -> Any | None:

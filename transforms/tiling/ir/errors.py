@@ -35,6 +35,14 @@ REMEDIES = {
         "jnp.where(jnp.arange(logits.shape[-1]) == labels[..., None], logits, 0).sum(-1); "
         "or look rows up by table.at[ids].get(out_sharding=jax.P(...))."
     ),
+    "acts as an assert": (
+        "The axes of this mesh are Explicit while it is tiled: leave the constraint out, and spread the argument by "
+        "in_sharding=; or write x = jax.sharding.reshard(x, jax.P(...)) in its place, which needs Explicit axes."
+    ),
+    "carry input and": (
+        "Types say how arrays are spread while it is tiled: begin with one that is spread as what the body returns, "
+        "jax.sharding.reshard(init, jax.P(...)), or jnp.zeros_like of such an array."
+    ),
     "": "Bring one operand into the form of the other first: x = jax.sharding.reshard(x, jax.P(...)).",
 }
 
@@ -49,9 +57,11 @@ def explained() -> Generator[None]:
     try:
         yield
     except Exception as error:
-        if type(error).__name__ not in ("ShardingTypeError", "DuplicateSpecError"):  # which have no public name
+        text = str(error)
+        named = type(error).__name__ in ("ShardingTypeError", "DuplicateSpecError")  # which have no public name
+        if not named and "acts as an assert" not in text and not ("carry input and" in text and "@" in text):
             raise
-        remedy = next(text for part, text in REMEDIES.items() if part in str(error))
+        remedy = next(remedy for part, remedy in REMEDIES.items() if part in text)
         frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(OURS)]
         where = f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].name})" if frames else "its derivative"
         raise TileError(f"cannot run on this mesh, at {where}: {error}\n  {remedy}") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -15,13 +15,15 @@ from transforms.tiling.ir.graph import Graph, Node, Value, elements
 from transforms.tiling.ir.jaxprs import bodies, counts
 from transforms.tiling.primitives import has
 
+T = TypeVar("T")
+
 
 def operands(value: Value) -> Sequence[Value]:
     """What a value is computed from, if it is."""
     return () if value.producer is None else value.producer.inputs
 
 
-def closure(values: Iterable[Value], further: Callable[[Value], Iterable[Value]]) -> Iterator[Value]:
+def closure(values: Iterable[T], further: Callable[[T], Iterable[T]]) -> Iterator[T]:
     """`values`, and what `further` returns of each, and of those, and so on: each once."""
     stack, seen = list(values), set()
     while stack:

@@ -49,7 +49,7 @@ def carry(graph: Graph, node: Node, span: Span) -> None:
 def _write_cumulative(nodes: list[Node], node: Node, span: Span) -> list[Value]:
     (operand,), axis, op = node.inputs, node.params["axis"], OPS[node.name]
     aval = node.outputs[0].aval
-    dtype = span.wide(aval.dtype) if op == "sum" else aval.dtype
+    dtype = aval.dtype if op in ("max", "min") else span.wide(aval.dtype)
     empty, total = Value(ShapedArray((), dtype), const=identity(op, dtype)), slice_of(aval, axis).update(dtype=dtype)
     return hand_on(nodes, node, cumulative_p, [operand], [empty], [aval, total], span, of=node, op=op)[:1]
 

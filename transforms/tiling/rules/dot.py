@@ -10,7 +10,7 @@ from jax import lax
 
 from transforms import layout, products
 from transforms.bits import bits, numbers
-from transforms.tiling.ir.graph import Node
+from transforms.tiling.ir.graph import Node, elements
 from transforms.tiling.ir.placement import Partial, Span
 from transforms.tiling.rules import Move
 from transforms.tiling.rules.factors import Factors, register_factors
@@ -111,7 +111,7 @@ def accumulate(node: Node, values: list[Any], total: Any, span: Span) -> Any:
     def plain(total: Any, lhs: Any, rhs: Any) -> Any:
         return total + dot(node, lhs, rhs, total.dtype, span)
 
-    where, size = longest(node, free(node)), total.size * total.dtype.itemsize
+    where, size = longest(node, free(node)), elements(total.shape) * total.dtype.itemsize
     if where is None or not span.chunks or size < SMALL:
         return plain(total, *values)
     return lax.platform_dependent(

@@ -12,13 +12,15 @@ ask where one comes from: `origins`, and `peel` for an array that another repeat
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from transforms.tiling.ir.graph import Node, Value
+from transforms.tiling.ir.graph import Graph, Node, Value
 from transforms.tiling.ir.obstacles import Complete, Obstacle
 from transforms.tiling.ir.placement import WHOLE, Partial, Placement, Tiled
 from transforms.tiling.ir.terms import Dims
+from transforms.tiling.ir.walks import closure, scan_counts
 from transforms.tiling.rules import RULES, Move, Pull, Push, linear, refuse_partial, register, tiled, unlike
 
 ALONG = "runs along the cut axis"
@@ -149,6 +151,7 @@ def units(node: Node) -> Factors | None:
 
 # --------------------------------------------------------------------------------------- walks that follow a dimension
 
+PARTS = ("slice", "pad", "concatenate", "split", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 REPEATS = ("broadcast_in_dim", "transpose", "reshape", "squeeze")
 
 
@@ -157,6 +160,37 @@ def origins(node: Node, operand: int = 0) -> dict[int, int] | None:
     factors = RULES[node.name].factors
     stated = None if factors is None else factors(node)
     return None if stated is None else stated.origins(operand)
+
+
+def spans(node: Node) -> Factors | None:
+    """Which dimensions are one, also those that an equation runs along, takes rows from or puts some between."""
+    if node.name in PARTS:
+        ins, outs = ([range(len(v.shape)) for v in values] for values in (node.inputs, node.outputs))
+        return Factors(ins, outs)
+    if node.name == "scan":
+        constants, carried = scan_counts(node)
+        steps = lambda v, here: [0 if here and d == 0 else None for d in range(len(v.shape))]
+        ins = [steps(v, i >= constants + carried) for i, v in enumerate(node.inputs)]
+        return Factors(ins, [steps(v, i >= carried) for i, v in enumerate(node.outputs)])
+    factors = RULES[node.name].factors
+    return None if factors is None else factors(node)
+
+
+def alike(graph: Graph, dims: Iterable[tuple[Value, int]]) -> set[tuple[Value, int]]:
+    """The dimensions of values that are one with some of `dims`, by way of the equations of a graph."""
+    linked: defaultdict[tuple[Value, int], list[tuple[Value, int]]] = defaultdict(list)
+    for node in graph.nodes:
+        if (stated := spans(node)) is None:
+            continue
+        one: defaultdict[Any, list[tuple[Value, int]]] = defaultdict(list)
+        for value, names in zip((*node.inputs, *node.outputs), (*stated.ins, *stated.outs), strict=True):
+            for dim, name in enumerate(names):
+                if name is not None:  # twice where a diagonal is, of which neither dimension is the other
+                    one[name, [d for d, other in enumerate(names) if other == name].index(dim)].append((value, dim))
+        for found in one.values():
+            for at in found:
+                linked[at] += found
+    return set(closure(dims, linked.__getitem__))
 
 
 def peel(value: Value, rank: int) -> tuple[Value, Dims]:

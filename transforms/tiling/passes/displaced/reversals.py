@@ -11,13 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from transforms.tiling.ir.graph import Graph, Node, Value, elements
-from transforms.tiling.ir.walks import scan_counts
-from transforms.tiling.rules import RULES
-from transforms.tiling.rules.factors import REPEATS, Factors, origins, peel
+from transforms.tiling.rules.factors import REPEATS, origins, peel, spans
 
 Dims = frozenset[int]
 NONE: Dims = frozenset()
-RUNNING = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 JOINS = {"concatenate": "dimension", "split": "axis"}
 SAYING_WHERE = ("argmax", "argmin")  # reductions that see in which order they read
 
@@ -30,7 +27,7 @@ class Turned(NamedTuple):
 
 
 def postpone(graph: Graph) -> bool:
-    """Move reversals behind what reads them. Returns whether fewer elements are reversed then; else nothing changes."""
+    """Move reversals behind what reads them. Returns whether smaller arrays are reversed then; else nothing changes."""
     undone: dict[Value, Dims] = {}  # the dimensions along which values are reversed, of those that are made otherwise
     turned: dict[Node, Turned] = {}
     left: set[tuple[Value, Dims]] = set()  # the reversals that there will be
@@ -45,14 +42,15 @@ def postpone(graph: Graph) -> bool:
         left.update((v, d) for v, a, d in zip(node.inputs, own, reads, strict=True) if a != d)
     left.update((v, NONE) for v in graph.outputs if undone.get(v))
     now = [node.outputs[0] for node in graph.nodes if node.name == "rev"]
-    if _count(v for v, _ in left) >= _count(now):
+    if _sizes(v for v, _ in left) >= _sizes(now):
         return False
     _rewrite(graph, turned, undone)
     return True
 
 
-def _count(values: Iterable[Value]) -> int:
-    return sum(elements(peel(v, len(v.shape))[0].shape) for v in values)
+def _sizes(values: Iterable[Value]) -> list[int]:
+    """How many elements arrays have, or those that they repeat; the largest first."""
+    return sorted((elements(peel(v, len(v.shape))[0].shape) for v in values), reverse=True)
 
 
 def _turned(node: Node, own: Sequence[Dims]) -> Turned | None:
@@ -64,14 +62,14 @@ def _turned(node: Node, own: Sequence[Dims]) -> Turned | None:
     if node.name == "rev":
         return Turned(own, [own[0] ^ {*node.params["dimensions"]}])
     kept = node.effects or node.state is not None or "axis_name" in node.params or node.name in SAYING_WHERE
-    stated = None if kept or not any(own) else _factors(node)
+    stated = None if kept or not any(own) else spans(node)
     if stated is None:
         return None
     sides = [(v, d | _varies(v), d, names) for v, d, names in zip(node.inputs, own, stated.ins, strict=True)]
     saved: Counter[Any] = Counter()
     for value, dims, done, names in sides:
         for d in dims:
-            saved[names[d]] += max(_count([value]), 1) * (1 if d in done else -1)
+            saved[names[d]] += max(*_sizes([value]), 1) * (1 if d in done else -1)
     chosen = {name for name, size in saved.items() if size > 0 and name is not None and name not in stated.blocked}
     at = lambda names: frozenset(d for d, name in enumerate(names) if name in chosen)
     return Turned([at(names) & dims for _, dims, _, names in sides], [*map(at, stated.outs)]) if chosen else None
@@ -81,20 +79,6 @@ def _varies(value: Value) -> Dims:
     """The dimensions along which an array is more than one of its rows, repeated."""
     dims = enumerate(peel(value, len(value.shape))[1])
     return frozenset(d for d, of in dims if of is not None and value.shape[d] != 0)
-
-
-def _factors(node: Node) -> Factors | None:
-    """Which dimensions are one, also those that an equation runs along, takes rows from or puts some between."""
-    if node.name in ("slice", "pad", *JOINS, *RUNNING):
-        ins, outs = ([range(len(v.shape)) for v in values] for values in (node.inputs, node.outputs))
-        return Factors(ins, outs)
-    if node.name == "scan":
-        constants, carried = scan_counts(node)
-        steps = lambda v, here: [0 if here and d == 0 else None for d in range(len(v.shape))]
-        ins = [steps(v, i >= constants + carried) for i, v in enumerate(node.inputs)]
-        return Factors(ins, [steps(v, i >= carried) for i, v in enumerate(node.outputs)])
-    factors = RULES[node.name].factors
-    return None if factors is None else factors(node)
 
 
 def _rewrite(graph: Graph, turned: Mapping[Node, Turned], undone: Mapping[Value, Dims]) -> None:
@@ -142,9 +126,7 @@ def _rewrite(graph: Graph, turned: Mapping[Node, Turned], undone: Mapping[Value,
 def _params(node: Node, dims: Dims) -> dict[str, Any]:
     """Those with which an equation makes, from operands that are not reversed along `dims`, results that are not."""
     params = dict(node.params)
-    if node.name == "scan":
-        return params | {"reverse": not params["reverse"]}
-    if node.name in RUNNING and params["axis"] in dims:
+    if node.name == "scan" or (node.name.startswith("cum") and params["axis"] in dims):
         return params | {"reverse": not params["reverse"]}
     if node.name == "split" and params["axis"] in dims:
         return params | {"sizes": params["sizes"][::-1]}

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from transforms.tiling.frontend.trace import traced
@@ -182,6 +183,40 @@ def _sink(node: Node, dim: int, total: int) -> Made:
     else:
         return None
     return traced(lambda *values: made.bind([move(v) if v.ndim else v for v in values]), made.inputs, node)
+
+
+def _repeated(node: Node, dim: int, total: int) -> Made:
+    """A part of what is repeated along the axis: repeated less often."""
+    made = node.inputs[0].producer if node.name in ("slice", "pad") else None
+    if made is None or made.name != "broadcast_in_dim" or cropped(node, dim) is None:
+        return None
+    dims, (source, *_) = made.params["broadcast_dimensions"], made.inputs
+    if any(out == dim and source.shape[d] > 1 for d, out in enumerate(dims)):
+        return None
+    return traced(lambda x: [lax.broadcast_in_dim(x, node.outputs[0].shape, dims)], [source], node)
+
+
+def _landed(node: Node, dim: int, total: int) -> Made:
+    """A part of what elements were written or added to along the axis: those of that part are, and no others."""
+    made = node.inputs[0].producer if node.name in ("slice", "pad") else None
+    part = None if made is None else cropped(node, dim)
+    if made is None or part is None or not made.name.startswith("scatter"):
+        return None
+    numbers, mode, size = made.params["dimension_numbers"], made.params["mode"], made.inputs[0].shape[dim]
+    axes, clips = numbers.scatter_dims_to_operand_dims, mode == lax.GatherScatterMode.CLIP
+    drops = mode in (lax.GatherScatterMode.FILL_OR_DROP, lax.GatherScatterMode.PROMISE_IN_BOUNDS)
+    if dim not in axes or dim not in numbers.inserted_window_dims or not (drops or (clips and len(axes) == 1)):
+        return None
+    params = made.params | {"mode": lax.GatherScatterMode.FILL_OR_DROP}
+
+    def there(array: Any, places: Any, updates: Any) -> list[Any]:
+        places = (
+            lax.clamp(jnp.zeros((), places.dtype), places, jnp.asarray(size - 1, places.dtype)) if clips else places
+        )
+        before = np.where(np.arange(len(axes)) == axes.index(dim), part[0], 0).astype(places.dtype)
+        return made.bind([lax.slice_in_dim(array, *part, axis=dim), places - before, updates], params)
+
+    return traced(there, made.inputs, node)
 
 
 def lift(node: Node, dim: int, total: int) -> Made:
@@ -416,5 +451,5 @@ def _apart(node: Node, dim: int, total: int) -> Made:
     return traced(lambda x, *fill: [take(then, take(first, x, *fill), *fill)], node.inputs, node)
 
 
-WAYS = (_apart, _every, spread, _less, _shift, _parts, _few, _sink, _window, _spaced, _kernel)
+WAYS = (_apart, _repeated, _landed, _every, spread, _less, _shift, _parts, _few, _sink, _window, _spaced, _kernel)
 OF_SOME = (*WAYS, lift, rows_apart)  # of arrays of every few rows
