@@ -217,6 +217,17 @@ def test_other_dimensions_may_be_symbolic():
         export.export(jax.jit(tile(head, (0, None), 4)))(typed(b, 4), typed(4, 3))
 
 
+def test_a_weight_of_any_width_has_a_gradient():
+    (v,) = export.symbolic_shape("v")
+    typed = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    loss = lambda x, w: jax.nn.logsumexp(x @ w, -1).sum()
+    fn = jax.value_and_grad(tile(loss, (0, None), 4), (0, 1))
+    exported = export.export(jax.jit(fn))(typed(*X.shape), typed(len(W), v))
+    found, expected = exported.call(X, W), jax.value_and_grad(loss, (0, 1))(X, W)
+    for a, e in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5)
+
+
 # ----------------------------------------------------------------------------------------------------- how many tiles
 
 

@@ -183,6 +183,14 @@ def test_a_cotangent_to_which_a_rule_adds_is_not_scaled_afterwards(rule):
     assert jnp.allclose(scaled(tile(fn, 0, 2)), scaled(fn))
 
 
+@pytest.mark.parametrize("scale", [2.517, 1 / 3])
+def test_a_cotangent_that_is_rounded_on_its_way_is_not_scaled_afterwards(scale):
+    """The derivative of `lax.reduce_precision` rounds as it does."""
+    fn = lambda x: jax.lax.reduce_precision(jnp.sin(x), 8, 7).sum()
+    scaled = lambda fn: jax.grad(lambda x: scale * fn(x))(jnp.arange(12.0).reshape(6, 2))
+    np.testing.assert_allclose(scaled(tile(fn, 0, 3)), scaled(fn), rtol=1e-6)
+
+
 def straight_through(x):
     return jnp.round(4 * x) / 4
 

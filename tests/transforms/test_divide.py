@@ -102,6 +102,24 @@ def two_heads(q, k, v):
 
 JOINS = (sinks, prefix, padded, queue, labelled, two_heads)
 
+
+def contrasted(q, k, v):
+    """Momentum contrast: the positive beside a queue of negatives, which is cut."""
+    scores = jnp.concatenate([(q * jnp.cos(q)).sum(-1, keepdims=True), q @ k.T], 1)
+    return nll(scores, jnp.zeros(len(q), int)).mean() + nll(jnp.roll(scores, 3, 0), jnp.arange(len(q)) % N).mean()
+
+
+def causal_sinks(q, k, v):
+    scores = jnp.where(jnp.arange(len(q))[:, None] >= jnp.arange(len(k)), q @ k.T, -jnp.inf)
+    return jax.nn.softmax(jnp.concatenate([scores, q[:, :1]], -1))[:, :-1] @ v
+
+
+def clipped(q, k, v):
+    """A label that names the column beside the cut axis, or none of all."""
+    scores, labels = jnp.pad(q @ k.T, ((0, 0), (0, 1))), jnp.arange(len(q))[:, None] * 2 - 3
+    return (jax.nn.logsumexp(scores, -1) - jnp.take_along_axis(scores, labels, 1, mode="clip")[:, 0]).sum()
+
+
 CASES = [(fn, (1, None, 1), (draw(B, S, D), draw(D, V), pick(B, S))) for fn in PARTS]
 CASES += [(fn, (None, 0, 0), (draw(4, D), draw(N, D), draw(N, D))) for fn in JOINS]
 
@@ -124,6 +142,33 @@ def test_is_computed_piece_by_piece(fn, axis, args):
     largest = max(a.nbytes for a in args)
     for run in filter(None, (tiled.plan(*args).value, tiled.plan(*args).gradient)):
         assert all(c.nbytes <= largest for loop in run.loops for c in loop.carries)
+
+
+@pytest.mark.parametrize("rows", [N - 1, N, 2 * N])
+@pytest.mark.parametrize("fn", [sinks, padded, queue, contrasted, causal_sinks, clipped])
+def test_a_column_beside_those_of_all_pairs_is_no_array_of_them(fn, rows):
+    args = tuple(map(jnp.asarray, (draw(rows, D), draw(N, D), draw(N, D))))
+    scalar = lambda *args: 3 * sum(jnp.sum(leaf * jnp.cos(1.0 + leaf.ndim)) for leaf in floats(fn(*args)))
+    tiled = tile(scalar, (None, 0, 0), 5)
+    both = (quick.jit(jax.value_and_grad(fn, (0, 1, 2)))(*args) for fn in (tiled, scalar))
+    for got, want in zip(*map(jax.tree.leaves, both), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9)
+    assert all(loop.largest <= rows * N * 8 / 4 for loop in tiled.plan(*args).gradient.loops)
+
+
+def two_ahead(x, w, ids):
+    """Multi-token prediction as in DeepSeek-V3: hidden states beside the embedding of the next token, and once more."""
+    both = jnp.concatenate([x[:, :-1], w.T[ids[:, 1:]]], -1) @ jnp.cos(jnp.arange(2.0 * D * D)).reshape(2 * D, D)
+    return nll(both[:, :-1] @ w, ids[:, 2:]).mean()
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_a_part_of_a_part_is_put_back_step_by_step(n):
+    args = tuple(map(jnp.asarray, (draw(B, S, D), draw(D, V), pick(B, S))))
+    tiled = tile(two_ahead, (1, None, 1), n)
+    both = (quick.jit(jax.value_and_grad(fn, (0, 1)))(*args) for fn in (tiled, two_ahead))
+    for got, want in zip(*map(jax.tree.leaves, both), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9)
 
 
 # A few rows more than the argument has, which is as large as anything that may be whole but for a tile.

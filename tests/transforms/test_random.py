@@ -96,3 +96,20 @@ def test_positions_beyond_32_bits(shape):
     high, low = positions(shape, cut, Span(start, length, shape[cut.dim]))
     np.testing.assert_array_equal(high, (want >> np.uint64(32)).astype(np.uint32))
     np.testing.assert_array_equal(low, want.astype(np.uint32))
+
+
+@pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey], ids=["typed", "raw"])
+def test_a_scan_along_the_axis_may_carry_a_key(make):
+    def noisy(x, w):
+        def step(key, row):
+            key, sub = jax.random.split(key)
+            return key, jnp.tanh(jnp.where(jax.random.bernoulli(sub, 0.8, row.shape), row / 0.8, 0) @ w)
+
+        return jax.lax.scan(step, make(0), x)[1]
+
+    x, w = jax.random.normal(jax.random.key(1), (12, 4)), jax.random.normal(jax.random.key(2), (4, 3))
+    value, gradient = (tile(fn, (0, None), 3)(x, w) for fn in (noisy, lambda x, w: noisy(x, w).sum()))
+    np.testing.assert_allclose(value, noisy(x, w), rtol=1e-6)
+    np.testing.assert_allclose(gradient, noisy(x, w).sum(), rtol=1e-6)
+    found, wanted = (jax.grad(lambda w, f=f: f(x, w).sum())(w) for f in (tile(noisy, (0, None), 3), noisy))
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)

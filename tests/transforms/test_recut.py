@@ -1,4 +1,4 @@
-"""Pairs of rows that meet cut along different dimensions are made along the same one."""
+"""Pairs of rows that meet cut along different dimensions are made along the same one, which is that of the cut."""
 
 import jax
 import jax.numpy as jnp
@@ -44,3 +44,36 @@ def test_a_constant_cotangent_follows_what_it_meets(name):
     assert_tiles(FUNCTIONS[name], (0, None), 7, (x, w), fast=True)
     grad = jax.grad(lambda *a: jnp.sum(tile(FUNCTIONS[name], (0, None), 12)(*a)), (0, 1))
     assert_no_large(jax.make_jaxpr(grad)(x, w), S * S)
+
+
+def smoothed(w, h):
+    """Of as many tokens as there are words."""
+    return -(nn.log_softmax(h @ w) * (0.9 * nn.one_hot(jnp.arange(S) * 5 % S, S) + 0.1 / S)).sum(-1).mean()
+
+
+def both_ways(k, q):
+    logits, pairs = q @ k.T, jnp.eye(S)
+    return (nn.log_softmax(logits, 0) * pairs).sum() + (nn.log_softmax(logits, 1) * pairs).sum()
+
+
+# Of keys that are cut and as many queries that are not: all pairs are as long as the axis both ways.
+SQUARE = {
+    "in-batch negatives": lambda k, q: -(nn.log_softmax(q @ k.T) * jnp.eye(S)).sum(-1).mean(),
+    "both ways": both_ways,
+    "smoothed labels": lambda k, q: smoothed(k.T, q),
+    "by places": lambda k, q: -nn.log_softmax(q @ k.T)[jnp.arange(S), jnp.arange(S)].sum(),
+    "trace": lambda k, q: -jnp.trace(nn.log_softmax(q @ k.T)),
+    "but the pairs": lambda k, q: nn.logsumexp(jnp.where(jnp.eye(S, dtype=bool), -jnp.inf, q @ k.T), -1).sum(),
+    "hinge": lambda k, q: nn.relu(1 + q @ k.T - (q * k).sum(-1, keepdims=True)).max(-1).sum(),
+}
+
+
+@pytest.mark.parametrize("n", [3, S])
+@pytest.mark.parametrize("name", SQUARE)
+def test_of_two_dimensions_of_its_length_the_axis_is_cut(name, n):
+    k, q = (jnp.asarray(np.random.default_rng(seed).normal(size=(S, D)), jnp.float32) for seed in (0, 1))
+    fn = SQUARE[name]
+    both = (jax.value_and_grad(lambda *a, f=f: 3 * f(*a), (0, 1))(k, q) for f in (tile(fn, (0, None), n), fn))
+    for got, want in zip(*map(jax.tree.leaves, both), strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+    assert_no_large(jax.make_jaxpr(jax.grad(tile(fn, (0, None), n), (0, 1)))(k, q), S * S)

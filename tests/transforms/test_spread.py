@@ -341,6 +341,38 @@ def test_what_jax_refuses_to_type_is_told_with_the_line_to_write():
         tile(gathered, axis=(None, 1, 1, 1), n=3)(*spread(mesh, "tp", args))
 
 
+def test_what_auto_axes_allow_and_types_do_not_is_told_with_the_line_to_write():
+    mesh, h, g = mesh_of("dp", AxisType.Auto), jnp.ones((B, S, D)), jnp.ones(D)
+
+    def constrained(h):
+        return jnp.sin(jax.lax.with_sharding_constraint(h, jax.NamedSharding(mesh, P("d")))).sum()
+
+    def recurrent(h, g):
+        step = lambda c, row: (c := jnp.tanh(c + row * g), c)
+        return jax.lax.scan(step, jnp.zeros((B, D)), h.swapaxes(0, 1))[1].sum()
+
+    with jax.set_mesh(mesh):
+        with pytest.raises(TileError, match=r"test_spread.py:\d+ \(constrained\)(.|\n)*leave the constraint out"):
+            tile(constrained, 1, 3, in_sharding=P())(h)
+        with pytest.raises(TileError, match=r"test_spread.py:\d+ \(recurrent\)(.|\n)*reshard\(init"):
+            tile(recurrent, (1, None), 3, in_sharding=(P("d"), P()))(h, g)
+
+
+@pytest.mark.parametrize("sync", ["once", "tile"])
+@pytest.mark.parametrize("number", [0, 1, (0, 1)])
+def test_arrays_made_before_the_mesh_are_whole_on_every_device(sync, number):
+    """Their types name no mesh, and what the function spreads is spread from there."""
+    w, h = jnp.cos(jnp.arange(1.0 * D * V)).reshape(D, V), jnp.sin(jnp.arange(1.0 * B * S * D)).reshape(B, S, D)
+    spread = lambda w, h: jnp.tanh(reshard(h, P("d")) @ w).sum()
+    product = lambda w, h: jnp.tanh(jnp.einsum("bsd,dv->bsv", h, w, out_sharding=P("d"))).sum()
+    wanted = jax.grad(lambda w, h: jnp.tanh(h @ w).sum(), number)(w, h)
+    with jax.set_mesh(mesh_of("dp")):
+        for fn in (spread, product):
+            found = quick.jit(jax.grad(tile(fn, (None, 1), 3, sync=sync), number))(w, h)
+            for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+                np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
 def test_arguments_may_bring_their_mesh():
     mesh, args = mesh_of("fsdp_d"), arguments()
     step = quick.jit(jax.value_and_grad(tile(cross_entropy, axis=(None, 1, 1, 1), n=3)))

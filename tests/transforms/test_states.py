@@ -217,6 +217,14 @@ def test_sums_that_need_not_be_whole(reverse):
     assert_close(both(tile(fn, 0, 4), tile(total(fn), 0, 4)), both(fn, total(fn)))
 
 
+@pytest.mark.parametrize("op", [lax.cumlogsumexp, lambda x: lax.cumprod(1 + x / 64)], ids=["logsumexp", "product"])
+def test_states_between_many_tiles_are_wider_than_bfloat16(op):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=1024) + 0.5, jnp.bfloat16)
+    exact, near = (op(x.astype(dtype)) for dtype in (jnp.float64, jnp.bfloat16))
+    error = lambda y: np.abs(y.astype(jnp.float64) - exact).max() / np.abs(exact).max()
+    assert error(tile(op, 0, 128)(x)) <= max(error(near), 2**-7)
+
+
 @pytest.mark.measured
 def test_memory_of_the_gradient_is_that_of_a_tile():
     rows = [jnp.zeros((512, 16), jnp.float32)] * 3

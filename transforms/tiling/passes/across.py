@@ -64,11 +64,19 @@ def crop(node: Node, cut: Tiled, spans: Sequence[Piece]) -> Found:
 
 
 def pad(node: Node, cut: Tiled, spans: Sequence[Piece]) -> Found:
-    """A part put back where it was taken from: the rows beside it are those of the padding."""
+    """A part put back where it was taken from, or a longer part: the rows beside it are those of the padding."""
     span, beside = spans[0], padded(node, cut.dim)
-    if not span.beyond or beside != (-span.start, span.start + span.length - span.total):
+    if not span.beyond or beside is None:
         return crop(node, cut, spans)
-    return lambda x, fill: [jnp.where(span.inside(node.inputs[0].shape, cut), x, fill)]
+    start, end = -span.start - beside[0], span.total - span.start + beside[1]  # of what that is of the whole axis
+    if start < 0 or end > span.length:
+        return None
+
+    def put(x: Any, fill: Any) -> list[Any]:
+        full = jnp.where(span.inside(node.inputs[0].shape, cut), x, fill)
+        return [full if end - start == span.length else lax.slice_in_dim(full, start, end, axis=cut.dim)]
+
+    return put
 
 
 def split(node: Node, cut: Tiled, spans: Sequence[Piece]) -> Found:
