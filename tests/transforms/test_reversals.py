@@ -1,5 +1,7 @@
 """What is reversed along the cut axis, and reversed back, summed or scanned: no tile sees a reversal."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,11 +9,12 @@ import pytest
 from jax import lax, nn
 
 from tests import quick
-from transforms import tile
+from transforms import TileError, tile
 
 pytestmark = [pytest.mark.symbolic, pytest.mark.usefixtures("float64")]
 
 N, D, V = 64, 8, 24
+LABELS = np.random.default_rng(2).integers(0, V, N)
 
 
 def draw(seed, *shape):
@@ -74,7 +77,21 @@ def test_equals_untiled_one_tile_at_a_time(name):
     assert max(loop.largest for loop in plan.loops) <= plan.untiled_largest / 2
 
 
-def test_what_meets_its_own_reversal_is_refused():
-    tiled = tile(lambda x, w: ((x @ w) * (x @ w)[::-1]).sum(), (0, None), 4)
-    with pytest.raises(ValueError, match=r"cannot tile `rev` at .*: it reverses the cut axis"):
-        tiled(jnp.ones((N, D)), jnp.ones((D, V)))
+ASKED = {
+    "of each row one": lambda x, w: jnp.take_along_axis(nn.log_softmax(x @ w)[::-1], LABELS[:, None], 1).sum(),
+    "where it stood": lambda x, w: ((x @ w) * (x @ w)[::-1]).sum(),
+    "by its place": lambda x, w: (x @ w)[::-1][jnp.arange(N), LABELS].sum(),
+    "which place": lambda x, w: (x @ w)[::-1].argmax(0).sum(),
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_what_asks_for_places_in_the_reversed_order_has_them_or_is_refused(name):
+    args = jnp.asarray(draw(0, N, D)), jnp.asarray(draw(1, D, V))
+    for gather in ("small", "any"):
+        try:
+            found = tile(ASKED[name], (0, None), 4, gather=gather)(*args)
+        except TileError as error:
+            assert gather == "small" and re.search(r"cannot tile `\w+` at .*: it ", str(error))
+        else:
+            np.testing.assert_allclose(found, ASKED[name](*args), rtol=1e-9)

@@ -1,22 +1,29 @@
 """Reversals along the axis: put behind what reads them, until another undoes them or a sum does not see them.
 
 A recurrence from the last row to the first is often written as `scan(f, c, x[::-1])[1][::-1]`; it is the scan that runs
-in `reverse`. So is what `lax.associative_scan(reverse=True)` does between its two reversals.
+in `reverse`. So is what `lax.associative_scan(reverse=True)` does between its two reversals. What is left is put before
+what makes its operand, if that is made of less, and exactly: masks, places and labels, which is no product made again.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
+from transforms.tiling.frontend.trace import traced
 from transforms.tiling.ir.graph import Graph, Node, Value, elements
-from transforms.tiling.rules.factors import REPEATS, origins, peel, spans
+from transforms.tiling.primitives import has
+from transforms.tiling.rules import RULES
+from transforms.tiling.rules.factors import PARTS, Factors, elementwise, peel, spans
 
 Dims = frozenset[int]
 NONE: Dims = frozenset()
 JOINS = {"concatenate": "dimension", "split": "axis"}
-SAYING_WHERE = ("argmax", "argmin")  # reductions that see in which order they read
+DEPTH = 50  # how far back a value's computation is followed
 
 
 class Turned(NamedTuple):
@@ -26,31 +33,29 @@ class Turned(NamedTuple):
     makes: Sequence[Dims]
 
 
-def postpone(graph: Graph) -> bool:
-    """Move reversals behind what reads them. Returns whether smaller arrays are reversed then; else nothing changes."""
-    undone: dict[Value, Dims] = {}  # the dimensions along which values are reversed, of those that are made otherwise
-    turned: dict[Node, Turned] = {}
-    left: set[tuple[Value, Dims]] = set()  # the reversals that there will be
+def move(graph: Graph) -> bool:
+    """Move reversals behind what reads them, or before. Returns whether that leaves smaller ones; else nothing changes.
+
+    An array that is reversed twice, or summed, is not reversed then.
+    """
+    moved, left = Moved({}, {}), set()
     states = {node.state.yielded for node in graph.nodes if node.state is not None}
     for node in graph.nodes:
-        own = [undone.get(v, NONE) for v in node.inputs]
+        own = [moved.undone.get(v, NONE) for v in node.inputs]
         found = None if states.intersection(node.outputs) else _turned(node, own)
         if found is not None:
-            turned[node] = found
-            undone.update(zip(node.outputs, found.makes, strict=True))
-        reads = [NONE] * len(own) if found is None else found.reads
-        left.update((v, d) for v, a, d in zip(node.inputs, own, reads, strict=True) if a != d)
-    left.update((v, NONE) for v in graph.outputs if undone.get(v))
+            moved.turned[node] = found
+            moved.undone.update(zip(node.outputs, found.makes, strict=True))
+        left.update(moved.read(node))
+    left.update((v, moved.undone.get(v, NONE)) for v in graph.outputs)
     now = [node.outputs[0] for node in graph.nodes if node.name == "rev"]
-    if _sizes(v for v, _ in left) >= _sizes(now):
+    if _sizes(v for v, _ in set().union(*(moved.leaves(v, dims) for v, dims in left))) >= _sizes(now):
         return False
-    _rewrite(graph, turned, undone)
+    _rewrite(graph, moved)
     return True
 
 
-def _sizes(values: Iterable[Value]) -> list[int]:
-    """How many elements arrays have, or those that they repeat; the largest first."""
-    return sorted((elements(peel(v, len(v.shape))[0].shape) for v in values), reverse=True)
+# ------------------------------------------------------------------------------------------------- which are worth it
 
 
 def _turned(node: Node, own: Sequence[Dims]) -> Turned | None:
@@ -61,8 +66,7 @@ def _turned(node: Node, own: Sequence[Dims]) -> Turned | None:
     """
     if node.name == "rev":
         return Turned(own, [own[0] ^ {*node.params["dimensions"]}])
-    kept = node.effects or node.state is not None or "axis_name" in node.params or node.name in SAYING_WHERE
-    stated = None if kept or not any(own) else spans(node)
+    stated = _either_way(node) if any(own) else None
     if stated is None:
         return None
     sides = [(v, d | _varies(v), d, names) for v, d, names in zip(node.inputs, own, stated.ins, strict=True)]
@@ -75,56 +79,145 @@ def _turned(node: Node, own: Sequence[Dims]) -> Turned | None:
     return Turned([at(names) & dims for _, dims, _, names in sides], [*map(at, stated.outs)]) if chosen else None
 
 
+@dataclasses.dataclass(eq=False)
+class Moved:
+    """Where reversals are postponed to: `undone` are the dimensions along which values are made before theirs."""
+
+    turned: dict[Node, Turned]
+    undone: dict[Value, Dims]
+    known: dict[tuple[Value, Dims], set[tuple[Value, Dims]]] = dataclasses.field(default_factory=dict)
+
+    def read(self, node: Node) -> list[tuple[Value, Dims]]:
+        """The operands of an equation, and along which dimensions it reads them reversed, of how they are made."""
+        reads = self.turned[node].reads if node in self.turned else [NONE] * len(node.inputs)
+        return [(v, self.undone.get(v, NONE) ^ want) for v, want in zip(node.inputs, reads, strict=True)]
+
+    def leaves(self, value: Value, dims: Dims, depth: int = 0) -> set[tuple[Value, Dims]]:
+        """What has to be reversed for an array to be: it, or what it is made of if that is less."""
+        if not dims:
+            return set()
+        if (value, dims) not in self.known:
+            self.known[value, dims] = {(value, dims)}
+            made = self.made_of(value, dims) if depth < DEPTH else None
+            found = None if made is None else set().union(*(self.leaves(v, d, depth + 1) for v, d in made))
+            if found is not None and sum(_sizes(v for v, _ in found)) < elements(value.shape):
+                self.known[value, dims] = found
+        return self.known[value, dims]
+
+    def made_of(self, value: Value, dims: Dims) -> list[tuple[Value, Dims]] | None:
+        """The operands of what makes an array exactly, and along which dimensions they are to be reversed for it."""
+        node = value.producer
+        if node is None or len(node.outputs) > 1:
+            return None
+        if node.name == "rev":
+            return [(node.inputs[0], dims if node in self.turned else dims ^ {*node.params["dimensions"]})]
+        if node.name == "iota":
+            return []
+        exact = any(has(node.name, word) for word in ("exact", "moving", "copying"))
+        exact = exact or not jnp.issubdtype(value.dtype, jnp.inexact)
+        if not exact or (stated := _either_way(node)) is None:
+            return None
+        names = {stated.outs[0][d] for d in dims}
+        if not names.isdisjoint({None, *stated.blocked}):
+            return None
+        at = lambda v, own: frozenset(d for d, name in enumerate(own) if name in names) & _varies(v)
+        return [(v, was ^ at(v, own)) for (v, was), own in zip(self.read(node), stated.ins, strict=True)]
+
+
+def _either_way(node: Node) -> Factors | None:
+    """The factors of an equation that makes of reversed operands what is reversed; those where it does not blocked.
+
+    An `argmax` says where its operand's elements lie, and a lookup asks for it.
+    """
+    if node.effects or node.state is not None or "axis_name" in node.params:
+        return None
+    batch = getattr(node.params.get("dimension_numbers"), "operand_batching_dims", None)  # of a lookup or a scatter
+    reduces = has(node.name, "contracts") or (has(node.name, "reducing") and not has(node.name, "discontinuous"))
+    alike = has(node.name, "moving") or RULES[node.name].factors is elementwise or batch is not None
+    if not (alike or reduces or has(node.name, "steps") or node.name in PARTS):
+        return None
+    stated = spans(node)
+    if stated is None or batch is None:
+        return stated
+    asked = {name for d, name in enumerate(stated.ins[0]) if d not in batch}
+    return Factors(stated.ins, stated.outs, blocked={**stated.blocked, **dict.fromkeys(asked, "finds places along it")})
+
+
 def _varies(value: Value) -> Dims:
     """The dimensions along which an array is more than one of its rows, repeated."""
-    dims = enumerate(peel(value, len(value.shape))[1])
+    node, dims = value.producer, enumerate(peel(value, len(value.shape))[1])
+    if node is not None and node.name == "iota":
+        return frozenset({node.params["dimension"]})
     return frozenset(d for d, of in dims if of is not None and value.shape[d] != 0)
 
 
-def _rewrite(graph: Graph, turned: Mapping[Node, Turned], undone: Mapping[Value, Dims]) -> None:
+def _sizes(values: Iterable[Value]) -> list[int]:
+    """How many elements arrays have, or those that they repeat; the largest first."""
+    return sorted((elements(peel(v, len(v.shape))[0].shape) for v in values), reverse=True)
+
+
+# ---------------------------------------------------------------------------------------------------------- rewriting
+
+
+def _rewrite(graph: Graph, moved: Moved) -> None:
     nodes: list[Node] = []
-    there: dict[tuple[Value, Dims], Value] = {}  # what is read in the place of a value that is reversed so
+    there: dict[Value, Value] = {}  # what is made in the place of a value, before its reversal
+    whole: dict[tuple[Value, Dims], Value] = {}  # the reversals of what is made
+    made = Moved({}, {})
     last = next(node for node in graph.nodes if node.name == "rev")
 
-    def read(value: Value, dims: Dims) -> Value:
-        own = undone.get(value, NONE)
-        if dims != own and (value, dims) not in there:
-            there[value, dims] = turn(read(value, own), dims ^ own)
-        return there.get((value, dims), value)
-
     def turn(value: Value, dims: Dims) -> Value:
-        """Reverse an array; of one that repeats another, that one."""
-        made = value.producer
-        back = origins(made) if made is not None and made.name in REPEATS else None
-        if made is not None and back is not None:
-            inner = frozenset(back[d] for d in dims & back.keys() if made.inputs[0].shape[back[d]] > 1)
-            node = made.like([turn(made.inputs[0], inner)] if inner else made.inputs, [value.aval])
+        if not dims:
+            return value
+        if (value, dims) not in whole:
+            whole[value, dims] = reverse(value, dims)
+        return whole[value, dims]
+
+    def reverse(value: Value, dims: Dims) -> Value:
+        node, parts = value.producer, made.made_of(value, dims)
+        if node is None or parts is None or made.leaves(value, dims) == {(value, dims)}:
+            new = last.like([value], [value.aval], params={"dimensions": tuple(sorted(dims))})
+        elif node.name == "rev":
+            return turn(*parts[0])
+        elif node.name == "iota":
+            (d,) = dims
+            written, (result,) = traced(lambda at: [value.shape[d] - 1 - at], [value], last)
+            nodes.extend(written)
+            return result
         else:
-            node = last.like([value], [value.aval], params={"dimensions": tuple(sorted(dims))})
-        nodes.append(node)
-        return node.outputs[0]
+            new = _reversed(node, [turn(v, own) for v, own in parts], dims)
+        nodes.append(new)
+        return new.outputs[0]
 
     for node in graph.nodes:
-        how = turned.get(node)
-        if how is None:
-            node.change(inputs=[read(v, NONE) for v in node.inputs])
+        inputs = [turn(there.get(v, v), dims) for v, dims in moved.read(node)]
+        if node not in moved.turned:
+            node.change(inputs=inputs)
             nodes.append(node)
-            continue
-        results = [read(v, dims) for v, dims in zip(node.inputs, how.reads, strict=True)]
-        if node.name == "rev":
-            last = node
+        elif node.name == "rev":
+            last, there[node.outputs[0]] = node, inputs[0]
         else:
-            turns = node.name in JOINS and node.params[JOINS[node.name]] in how.makes[0]
-            order = slice(None, None, -1 if turns else 1)  # of what is joined or split
-            made = node.like(results[order], [v.aval for v in node.outputs[order]], params=_params(node, how.makes[0]))
-            nodes.append(made)
-            results = made.outputs[order]
-        there.update(((v, dims), new) for v, dims, new in zip(node.outputs, how.makes, results, strict=True))
-    graph.reset(nodes, [read(v, NONE) for v in graph.outputs])
+            makes = moved.turned[node].makes[0]
+            new = _reversed(node, inputs, makes)
+            nodes.append(new)
+            results = new.outputs[::-1] if node.name == "split" and _joins(node, makes) else new.outputs
+            there.update(zip(node.outputs, results, strict=True))
+    outputs = [turn(there.get(v, v), moved.undone.get(v, NONE)) for v in graph.outputs]
+    graph.reset(nodes, outputs).prune()
+
+
+def _joins(node: Node, dims: Dims) -> bool:
+    """Whether an equation joins or splits along a dimension that is reversed."""
+    return node.name in JOINS and node.params[JOINS[node.name]] in dims
+
+
+def _reversed(node: Node, inputs: Sequence[Value], dims: Dims) -> Node:
+    """The equation that makes, of operands that are reversed, the results reversed along `dims`, or the other way."""
+    order = slice(None, None, -1 if _joins(node, dims) else 1)  # of what is joined or split
+    return node.like(inputs[order], [v.aval for v in node.outputs[order]], params=_params(node, dims))
 
 
 def _params(node: Node, dims: Dims) -> dict[str, Any]:
-    """Those with which an equation makes, from operands that are not reversed along `dims`, results that are not."""
     params = dict(node.params)
     if node.name == "scan" or (node.name.startswith("cum") and params["axis"] in dims):
         return params | {"reverse": not params["reverse"]}
