@@ -7,7 +7,7 @@ import pytest
 from jax import nn
 
 from tests.helpers import assert_no_large, assert_tiles
-from transforms import tile
+from transforms import TileError, tile
 
 pytestmark = pytest.mark.symbolic
 
@@ -77,3 +77,51 @@ def test_of_two_dimensions_of_its_length_the_axis_is_cut(name, n):
     for got, want in zip(*map(jax.tree.leaves, both), strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
     assert_no_large(jax.make_jaxpr(jax.grad(tile(fn, (0, None), n), (0, 1)))(k, q), S * S)
+
+
+def neighbours(k, q):
+    """Stochastic neighbour embedding: pairs by rows, the axis is their second dimension."""
+    distances = lambda a: ((a[None] - a[:, None]) ** 2).sum(-1)
+    p, log_q = nn.softmax(-distances(q), 1), nn.log_softmax(-distances(k), 1)
+    return (p * (jnp.log(p + 1e-9) - log_q)).sum()
+
+
+def kernel(a, b):
+    return jnp.exp(-((a[:, None] - b[None]) ** 2).sum(-1))
+
+
+# Arrays of all pairs of what is whole, which have nothing to do with the axis, or meet it along either dimension.
+BESIDE = {
+    "neighbour embedding": neighbours,
+    "sparse Gaussian process": lambda k, q: (
+        kernel(k, q) @ jnp.linalg.solve(kernel(q, q) + 0.1 * jnp.eye(S), jnp.sin(q[:, 0]))
+    ).sum(),
+    "decay": lambda k, q: nn.log_softmax(
+        jnp.tanh(k @ k.T).T - jnp.cumsum(nn.softplus(q[:, 0])[None] * jnp.tri(S), 1), 1
+    ).sum(),
+    "sorted": lambda k, q: nn.logsumexp(jnp.sort(jnp.sin(q @ q.T), 1) + jnp.tanh(k @ k.T).T, 1).sum(),
+    "rows in another order": lambda k, q: (jnp.sin(q @ q.T)[jnp.arange(S) * 5 % S] * k[:, 0]).sum(),
+    "a part of a longer array": lambda k, q: (nn.softmax(q @ k.T) * nn.one_hot(jnp.arange(S), S + 1)[:, 1:]).sum(),
+    "a part of a product": lambda k, q: (
+        nn.softmax(q @ k.T) * jnp.cos(jnp.arange(S * (S + 1.0))).reshape(S, -1)[:, 1:]
+    ).sum(),
+}
+
+
+MAY_BE_REFUSED = "decay", "rows in another order", "a part of a longer array", "a part of a product"
+
+
+@pytest.mark.parametrize("n", [2, S])
+@pytest.mark.parametrize("name", BESIDE)
+def test_what_is_as_long_as_the_axis_and_is_not_the_axis(name, n):
+    k, q = (jnp.asarray(np.random.default_rng(seed).normal(size=(S, 2)), jnp.float32) for seed in (0, 1))
+    fn = BESIDE[name]
+    refused = n == S or name in MAY_BE_REFUSED
+    for run in (lambda f: f(k, q), lambda f: jax.grad(lambda *a: 3 * f(*a), (0, 1))(k, q)):
+        try:
+            found = run(tile(fn, (0, None), n))
+        except TileError as error:
+            assert refused and "defect" not in str(error)
+        else:
+            for got, want in zip(*map(jax.tree.leaves, (found, run(fn))), strict=True):
+                np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-4)

@@ -364,7 +364,7 @@ class Planner:
                 return (self.read(state.checkpoints, WHOLE, "whole", d, loop),)
             assert state.yielded is not None
             loop.states[state.yielded] = None
-        elif resumes(node):
+        elif resumes(node) and isinstance(move.outs[0], Whole):
             (value,) = node.inputs
             if not self.computes(value, d):
                 return (self.read(value, WHOLE, "whole", d, loop),)

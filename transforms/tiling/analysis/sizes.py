@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from transforms.tiling.analysis.limits import FEWER, Limits, check_size, human, too_large
 from transforms.tiling.ir.facts import Analysis, Outlined
@@ -47,8 +48,8 @@ def check_whole(
     made = lambda v: v not in free and all(f.producer or f.const is not None for f in _forms([v]))
     large = [v for v in whole if v.nbytes > limits.largest and (v in found or made(v))]
     options = limits.options
-    along = alike(analysis.graph, _cut_dims(analysis)) if large else set()
-    if promoted := {v: cut for v in large if (cut := _cut_of(v, options.total, options.shares, along)) is not None}:
+    axes = [alike(analysis.graph, dims) for dims in _dims(analysis)] if large else [set(), set()]
+    if promoted := {v: cut for v in large if (cut := _cut_of(v, options.total, options.shares, *axes)) is not None}:
         return Promote(promoted)
     for value, (node, reason) in found.items():
         if not limits.allow(value):
@@ -132,19 +133,24 @@ def _check_inside(analysis: Analysis, node: Node, limits: Limits) -> Refusal | N
     return Refusal(too_large(limits, str(node), f"it {why}, and its body makes an array then that is too large", array))
 
 
-def _cut_dims(analysis: Analysis) -> list[tuple[Value, int]]:
-    """The dimensions along which inputs are cut."""
-    placements = ((v, analysis.fact(v).placement) for v in analysis.graph.inputs)
-    return [(v, p.dim) for v, p in placements if isinstance(p, Tiled)]
+def _dims(analysis: Analysis) -> tuple[list[tuple[Value, int]], list[tuple[Value, int]]]:
+    """The dimensions along which inputs are cut, and their others."""
+    cut, others = [], []
+    for value in analysis.graph.inputs:
+        place = analysis.fact(value).placement
+        for dim in range(len(value.shape)):
+            (cut if isinstance(place, Tiled) and place.dim == dim else others).append((value, dim))
+    return cut, others
 
 
-def _cut_of(value: Value, total: int, shares: int, along: set[tuple[Value, int]]) -> Tiled | None:
+def _cut_of(value: Value, total: int, shares: int, axis: set[Any], others: set[Any]) -> Tiled | None:
     """A dimension of the cut axis' length along which a whole value can be made tile by tile: the axis, or the first.
 
-    The axis is spread over `shares` devices, with `total` on each. Several dimensions are of its length where all pairs
-    of rows are as many as they are: `along` are those that are the axis.
+    The axis is spread over `shares` devices, with `total` on each. Other dimensions are of its length where pairs of
+    rows are as many as they are: `axis` are the dimensions that are known to be it, `others` those of other inputs.
     """
     node = value.producer
     cuts = [Tiled(dim, shares) for dim, size in enumerate(value.shape) if size == total * shares]
-    cuts.sort(key=lambda cut: (value, cut.dim) not in along)
+    if len(cuts) > 1:
+        cuts = [c for c in cuts if (value, c.dim) in axis] or [c for c in cuts if (value, c.dim) not in others]
     return None if node is None else next((cut for cut in cuts if pulled(node, cut) is not None), None)

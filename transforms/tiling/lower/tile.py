@@ -7,12 +7,14 @@ from collections.abc import Mapping, Set
 from contextlib import nullcontext
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
 from transforms import layout
-from transforms.tiling.ir.graph import Node, Value
+from transforms.tiling.ir.errors import TileError
+from transforms.tiling.ir.graph import Node, Value, describe
 from transforms.tiling.ir.loops import Loop, Ref, Step
 from transforms.tiling.ir.placement import ALONE, Partial, Placement, Span, Tiled, Whole, neutral
 from transforms.tiling.ir.walks import is_zero, read
@@ -56,6 +58,9 @@ class Tile:
 
     def step(self, step: Step) -> None:
         rule = RULES[step.node.name]
+        if rule.resume is not None and isinstance(step.keys[0][1], Tiled):  # of rows that no other tile has
+            self.made[step.keys[0]] = self.fetch(*step.refs)
+            return
         if rule.resume is not None:  # a loop's state, as the tiles before left it
             (ref,) = step.refs
             self.made[step.keys[0]] = rule.resume(step.node, ref.value, self.fetch(ref), self.before, self.span)
@@ -81,6 +86,8 @@ class Tile:
         by_value = {v: layout.conform(x, v.aval, self.held[v]) for v, x in made}
         for key in step.keys:
             (value, want), array = key, by_value[key[0]]
+            if isinstance(want, Tiled):
+                _check(step.node, array, there.local_shape(value.shape, want))
             if step.halo != ALONE and isinstance(want, Tiled):
                 self.longer[key] = array, there
                 array = there.narrow(array, want, self.span.halo)
@@ -134,6 +141,19 @@ class Tile:
         if rule.wide is not None:
             return rule.wide(node, [source], source.dtype, self.span)
         return run(node, [source], step.move, self.span)[0]
+
+
+def _check(node: Node, array: Any, shape: tuple[Any, ...]) -> None:
+    """Refuse what a plan says of a tile and is not so: what it meets might be broadcast to it, and be wrong.
+
+    Raises:
+        TileError: the tile that was made has another shape.
+    """
+    if array.shape != shape:
+        raise TileError(
+            f"cannot tile {node}: a tile of it is {describe(jax.typeof(array))}, where the plan has {list(shape)}. "
+            "That is a defect of `tile`: please report the function.\n  To go on: cut another axis."
+        )
 
 
 def _on_first_tile(node: Node, values: list[Any], span: Span) -> None:

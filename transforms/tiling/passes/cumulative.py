@@ -17,8 +17,8 @@ from jax.extend.core import Primitive
 
 from transforms.layout import slice_of
 from transforms.tiling.ir.graph import Graph, Node, Value, add
-from transforms.tiling.ir.obstacles import Complete, Obstacle
-from transforms.tiling.ir.placement import COMBINE, WHOLE, Partial, Placement, Span, identity
+from transforms.tiling.ir.obstacles import Complete, Obstacle, Refusal
+from transforms.tiling.ir.placement import COMBINE, WHOLE, Partial, Placement, Span, Tiled, identity
 from transforms.tiling.ir.walks import scan_counts
 from transforms.tiling.passes.argmax import write_choice
 from transforms.tiling.passes.loop_state import begin, hand_on, leave
@@ -29,6 +29,7 @@ cumulative_p = Primitive("cumulative")  # a cumulative operation on one tile, wi
 scan_p = Primitive("scan_part")  # a scan over one tile
 shifted_p = Primitive("shifted")  # a tile of what is shifted, with the rows that come from beside it; and those of it
 
+REMEDY = '  To go on: cut another axis, or pass gather="any".'
 OPS = {"cumsum": "sum", "cumprod": "prod", "cummax": "max", "cummin": "min", "cumlogsumexp": "logaddexp"}
 
 
@@ -85,8 +86,17 @@ def _write_scan(nodes: list[Node], node: Node, span: Span) -> list[Value]:
 # --------------------------------------------------------------------------------------------------------------- rules
 
 
-def push_cumulative(node: Node, placements: tuple[Placement, ...]) -> Move:
-    return Move((placements[0], Partial(node.params["op"])), (placements[0], WHOLE))
+def push_cumulative(node: Node, placements: tuple[Placement, ...]) -> Move | Refusal:
+    ran, op = _along(node, placements, node.params["of"].params["axis"]), node.params["op"]
+    return ran or Move((placements[0], Partial(op)), (placements[0], WHOLE))
+
+
+def _along(node: Node, placements: tuple[Placement, ...], dim: int) -> Refusal | None:
+    """Why its operand is no tile of what it runs along: what it meets has had that cut another way since."""
+    cut = placements[0]
+    if not isinstance(cut, Tiled) or cut.dim == dim:
+        return None
+    return Refusal(f"cannot tile {node}: it is cut along dimension {cut.dim}, and runs along {dim}.\n{REMEDY}")
 
 
 def emit_cumulative(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:
@@ -98,8 +108,9 @@ def emit_cumulative(node: Node, values: list[Any], move: Move, span: Span) -> li
     return [joined, total]
 
 
-def push_shifted(node: Node, placements: tuple[Placement, ...]) -> Move:
-    return Move((placements[0], Partial("last")), (placements[0], WHOLE))
+def push_shifted(node: Node, placements: tuple[Placement, ...]) -> Move | Refusal:
+    ran = _along(node, placements, node.params["dim"])
+    return ran or Move((placements[0], Partial("last")), (placements[0], WHOLE))
 
 
 def emit_shifted(node: Node, values: list[Any], move: Move, span: Span) -> list[Any]:

@@ -172,6 +172,10 @@ def spans(node: Node) -> Factors | None:
         steps = lambda v, here: [0 if here and d == 0 else None for d in range(len(v.shape))]
         ins = [steps(v, i >= constants + carried) for i, v in enumerate(node.inputs)]
         return Factors(ins, [steps(v, i >= carried) for i, v in enumerate(node.outputs)])
+    if node.name == "conv_general_dilated":  # its batch, and its features
+        left, right, out = node.params["dimension_numbers"]
+        names = lambda **known: [next((n for n, d in known.items() if d == at), None) for at in range(len(out))]
+        return Factors([names(batch=left[0]), names(features=right[0])], [names(batch=out[0], features=out[1])])
     factors = RULES[node.name].factors
     return None if factors is None else factors(node)
 

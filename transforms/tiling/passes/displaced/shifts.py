@@ -188,7 +188,9 @@ def _sink(node: Node, dim: int, total: int) -> Made:
 def _repeated(node: Node, dim: int, total: int) -> Made:
     """A part of what is repeated along the axis: repeated less often."""
     made = node.inputs[0].producer if node.name in ("slice", "pad") else None
-    if made is None or made.name != "broadcast_in_dim" or cropped(node, dim) is None:
+    if made is None or made.name != "broadcast_in_dim" or node.outputs[0].shape[dim] != total:
+        return None
+    if cropped(node, dim) is None:
         return None
     dims, (source, *_) = made.params["broadcast_dimensions"], made.inputs
     if any(out == dim and source.shape[d] > 1 for d, out in enumerate(dims)):

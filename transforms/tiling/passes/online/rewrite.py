@@ -25,7 +25,7 @@ from transforms.tiling.frontend.trace import traced
 from transforms.tiling.ir.facts import Analysis, Fact
 from transforms.tiling.ir.graph import Node, Value, add
 from transforms.tiling.ir.loops import Online
-from transforms.tiling.ir.placement import COMBINE, WHOLE, Partial, Placement, Span, Whole
+from transforms.tiling.ir.placement import COMBINE, WHOLE, Partial, Placement, Span, Tiled, Whole
 from transforms.tiling.ir.terms import Early, Term, broadcast_by
 from transforms.tiling.ir.walks import closure, operands
 from transforms.tiling.mesh.sums import contracted
@@ -260,7 +260,8 @@ def _finish(early: Early, total: Any, *values: Any) -> Any:
 
 
 def push_running(node: Node, placements: tuple[Placement, ...]) -> Move:
-    return Move((WHOLE,), placements)
+    """The same for all rows; but where what it runs on has been cut another way since, it is that."""
+    return Move(placements if isinstance(placements[0], Tiled) else (WHOLE,), placements)
 
 
 def resume_running(node: Node, source: Value, given: Any, before: Mapping[Value, Any], span: Span) -> Any:
