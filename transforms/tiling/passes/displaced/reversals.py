@@ -42,7 +42,7 @@ def move(graph: Graph) -> bool:
     states = {node.state.yielded for node in graph.nodes if node.state is not None}
     for node in graph.nodes:
         own = [moved.undone.get(v, NONE) for v in node.inputs]
-        found = None if states.intersection(node.outputs) else _turned(node, own)
+        found = None if states.intersection(node.outputs) else _turned(node, own, moved)
         if found is not None:
             moved.turned[node] = found
             moved.undone.update(zip(node.outputs, found.makes, strict=True))
@@ -58,7 +58,7 @@ def move(graph: Graph) -> bool:
 # ------------------------------------------------------------------------------------------------- which are worth it
 
 
-def _turned(node: Node, own: Sequence[Dims]) -> Turned | None:
+def _turned(node: Node, own: Sequence[Dims], moved: Moved) -> Turned | None:
     """How an equation is read by those that come to its reversal; None if it has to read its operands as they are.
 
     Of its operands are `own` the dimensions along which they are reversed. What is not, along one of these, has to be:
@@ -73,7 +73,8 @@ def _turned(node: Node, own: Sequence[Dims]) -> Turned | None:
     saved: Counter[Any] = Counter()
     for value, dims, done, names in sides:
         for d in dims:
-            saved[names[d]] += max(*_sizes([value]), 1) * (1 if d in done else -1)
+            leaves = [(value, done)] if d in done else moved.leaves(value, frozenset({d}))
+            saved[names[d]] += max(sum(_sizes(v for v, _ in leaves)), 1) * (1 if d in done else -1)
     chosen = {name for name, size in saved.items() if size > 0 and name is not None and name not in stated.blocked}
     at = lambda names: frozenset(d for d, name in enumerate(names) if name in chosen)
     return Turned([at(names) & dims for _, dims, _, names in sides], [*map(at, stated.outs)]) if chosen else None
@@ -132,14 +133,13 @@ def _either_way(node: Node) -> Factors | None:
     if node.effects or node.state is not None or "axis_name" in node.params:
         return None
     batch = getattr(node.params.get("dimension_numbers"), "operand_batching_dims", None)  # of a lookup or a scatter
-    reduces = has(node.name, "contracts") or (has(node.name, "reducing") and not has(node.name, "discontinuous"))
-    alike = has(node.name, "moving") or RULES[node.name].factors is elementwise or batch is not None
-    if not (alike or reduces or has(node.name, "steps") or node.name in PARTS):
-        return None
+    alike = RULES[node.name].factors is elementwise or batch is not None or node.name in PARTS
     stated = spans(node)
-    if stated is None or batch is None:
-        return stated
-    asked = {name for d, name in enumerate(stated.ins[0]) if d not in batch}
+    if stated is None or not (alike or any(has(node.name, w) for w in ("moving", "contracts", "reducing", "steps"))):
+        return None
+    asked = set(stated.reduced) if has(node.name, "discontinuous") else set()
+    if batch is not None:
+        asked.update(name for d, name in enumerate(stated.ins[0]) if d not in batch)
     return Factors(stated.ins, stated.outs, blocked={**stated.blocked, **dict.fromkeys(asked, "finds places along it")})
 
 
